@@ -1,0 +1,250 @@
+"""Every setting of a run, in one frozen tree. Nothing else in zjax is configurable."""
+
+import dataclasses
+from typing import Literal, dataclass_transform
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def section(cls):
+    """Declares a section: immutable, keyword-only, hashable (`jit` may close over it)."""
+    return dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls)
+
+
+@section
+class Mesh:
+    """Devices along each mesh axis, slowest link first. One entry may be -1: the rest."""
+
+    pipeline: int = 1
+    """Stages of consecutive layers."""
+    replica: int = 1
+    """Copies of the whole sharded model (hybrid sharding, HSDP)."""
+    data: int = -1
+    """Shares of the batch; ZeRO splits the state over them."""
+    expert: int = 1
+    """Shares of the experts of a mixture; also shares of the batch."""
+    sequence: int = 1
+    """Shares of each sequence."""
+    tensor: int = 1
+    """Shares of each weight matrix."""
+
+
+@section
+class Zero:
+    """What is kept once per replica group instead of once per device."""
+
+    stage: Literal[0, 1, 2, 3] = 1
+    """0 nothing, 1 optimizer state and master weights, 2 also gradients, 3 also
+    parameters."""
+    min_shard_elements: int = 16_384
+    """Smaller arrays stay whole: gathering them costs more time than memory saved."""
+
+
+@section
+class LossScale:
+    """Loss scaling for float16 (arXiv:1710.03740); unused by the other dtypes."""
+
+    initial: float = 65_536.0
+    """First scale; a power of two."""
+    window: int = 1_000
+    """Clean steps before the scale doubles; 0 keeps the scale fixed."""
+    hysteresis: int = 2
+    """Overflows tolerated before the scale halves."""
+    consecutive_hysteresis: bool = False
+    """Whether a clean step restores the tolerance at once."""
+    minimum: float = 1.0
+    """The scale never falls below this."""
+
+
+@section
+class Precision:
+    """The dtype of everything that is stored, computed or summed."""
+
+    master_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Parameters as the optimizer sees them."""
+    compute_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Parameters and activations in the forward and backward pass."""
+    grad_sum_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Gradients as they are added over microbatches."""
+    reduce_dtype: Literal["compute", "float32"] = "compute"
+    """Gradients as they are added over devices."""
+    on_nonfinite: Literal["skip", "stop"] = "skip"
+    """A NaN or infinite gradient skips the step, or ends the run naming the step."""
+    loss_scale: LossScale = LossScale()
+
+
+@section
+class ParamGroup:
+    """Settings for the parameters whose path matches a pattern; the first match wins."""
+
+    pattern: str = ".*"
+    """Regular expression searched in paths such as `blocks/0/attention/query/kernel`."""
+    learning_rate_scale: float = 1.0
+    """Factor on the learning rate; 0 freezes the parameters, at no optimizer memory."""
+    weight_decay: float = 0.0
+    """Weight decay of this group."""
+
+
+@section
+class Optimizer:
+    """The update rule and its schedule."""
+
+    name: Literal["adamw", "adam", "lamb", "lion", "sgd", "adafactor", "muon"] = "adamw"
+    peak_learning_rate: float = 3e-4
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """Shape after warm-up; `wsd` is warm-up, stable, then linear decay."""
+    num_warmup_steps: int = 100
+    """Linear rise from 0 to the peak."""
+    final_learning_rate_fraction: float = 0.1
+    """Learning rate of the last step, as a fraction of the peak."""
+    decay_fraction: float = 0.2
+    """Part of the steps that decay under `wsd`."""
+    b1: float = 0.9
+    """First moment decay; momentum of sgd and muon."""
+    b2: float = 0.95
+    """Second moment decay."""
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    """Decoupled decay of matrices; vectors and scalars are not decayed."""
+    clip_norm: float = 1.0
+    """Global gradient norm limit; `inf` turns clipping off."""
+    ema_decay: float = 0.0
+    """Exponential moving average of the parameters; 0 keeps none."""
+    groups: tuple[ParamGroup, ...] = ()
+    """Exceptions to the learning rate and the decay, by parameter path."""
+
+
+@section
+class Model:
+    """Shape of the built-in decoder or encoder."""
+
+    kind: Literal["decoder", "encoder"] = "decoder"
+    num_layers: int = 12
+    embed_size: int = 768
+    mlp_size: int = 3_072
+    num_heads: int = 12
+    num_kv_heads: int = 12
+    """Fewer than `num_heads` is grouped-query attention; 1 is multi-query."""
+    vocab_size: int = 50_257
+    max_length: int = 1_024
+    """Longest sequence; the size of learned position tables."""
+    norm: Literal["layer_norm", "rms_norm"] = "layer_norm"
+    norm_eps: float = 1e-5
+    positions: Literal["learned", "rotary"] = "learned"
+    rope_theta: float = 10_000.0
+    activation: Literal["gelu", "swiglu"] = "gelu"
+    use_bias: bool = True
+    tied_head: bool = True
+    """The output matrix is the embedding table."""
+    dropout_rate: float = 0.0
+    attention: Literal["auto", "cudnn", "xla"] = "auto"
+    """Attention kernel; `auto` says which one it took, a named one runs or fails."""
+    layers_per_scan: int = 0
+    """0 unrolls the layers; k scans over blocks of k layers (compiles faster)."""
+    remat: Literal["none", "full", "dots", "attention_and_mlp"] = "none"
+    """What the backward pass recomputes; see `zjax.parallel.remat`."""
+    loss_chunk_tokens: int = 4_096
+    """Tokens whose logits exist at one time; 0 computes them all at once."""
+    z_loss: float = 0.0
+    """Weight of the squared log-partition penalty."""
+
+
+@section
+class Data:
+    """Where tokens come from."""
+
+    source: Literal["standard_library", "tokens", "synthetic"] = "standard_library"
+    """Python's own source on this machine, files of `zjax data prepare`, or noise."""
+    path: str = ""
+    """Directory made by `zjax data prepare`, for `tokens`."""
+    length: int = 1_024
+    """Tokens per sequence."""
+    packing: Literal["blocks", "documents"] = "blocks"
+    """`documents` keeps attention inside each document by segment ids."""
+    num_workers: int = 0
+    """Loader processes; 0 reads in a thread of this process."""
+    prefetch_batches: int = 2
+    """Batches placed on the devices ahead of their use."""
+
+
+@section
+class Evaluation:
+    """Loss on held-out data during training."""
+
+    every_steps: int = 500
+    """0 evaluates only at the end."""
+    num_batches: int = 8
+
+
+@section
+class Checkpoint:
+    """What a run leaves on disk, under `<directory>/checkpoints`."""
+
+    every_steps: int = 500
+    """0 saves only at the end and on a signal."""
+    keep_last: int = 2
+    keep_best: int = 1
+    """Checkpoints of lowest validation loss kept besides the last."""
+    resume: Literal["auto", "never", "required"] = "auto"
+    """Whether a run found in the directory is continued."""
+    init_from: str = ""
+    """Safetensors file whose weights start a new run."""
+
+
+@section
+class Observe:
+    """What a run tells while it trains."""
+
+    sinks: tuple[Literal["console", "jsonl", "csv", "tensorboard", "wandb"], ...] = (
+        "console",
+        "jsonl",
+        "tensorboard",
+    )
+    log_every_steps: int = 10
+    plot: bool = True
+    """Saves a picture of loss and speed at the end."""
+    profile_start_step: int = -1
+    """First step of a jax.profiler trace; -1 takes none."""
+    profile_num_steps: int = 3
+    peak_tflops: float = 0.0
+    """Peak of one device for MFU; 0 looks it up by device name."""
+
+
+@section
+class Processes:
+    """How many processes find each other."""
+
+    coordinator: str = "auto"
+    """`auto` asks Slurm, Open MPI or Kubernetes; `none` runs alone; or `host:port`."""
+    num_processes: int = 0
+    """With `host:port`: how many processes there are."""
+    process_id: int = -1
+    """With `host:port`: which one this is."""
+    heartbeat_seconds: int = 20
+    """Silence after which a process counts as dead."""
+
+
+@section
+class Config:
+    """One run of zjax."""
+
+    seed: int = 0
+    num_steps: int = 1_000
+    global_batch_size: int = 32
+    """Sequences per optimizer step, over all devices and microbatches; 0 derives it
+    from the two settings below."""
+    num_microbatches: int = 0
+    """Gradient accumulation; 0 derives it (1 if nothing else says)."""
+    microbatch_size: int = 0
+    """Sequences per device and microbatch; 0 derives it."""
+    directory: str = "runs/default"
+    """Everything a run writes lies under here."""
+    mesh: Mesh = Mesh()
+    zero: Zero = Zero()
+    precision: Precision = Precision()
+    optimizer: Optimizer = Optimizer()
+    model: Model = Model()
+    data: Data = Data()
+    evaluation: Evaluation = Evaluation()
+    checkpoint: Checkpoint = Checkpoint()
+    observe: Observe = Observe()
+    processes: Processes = Processes()

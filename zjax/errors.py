@@ -1,0 +1,67 @@
+"""Errors that name the setting at fault and the way out."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One thing that cannot work, in the form every zjax error has.
+
+    Args:
+        field: The setting, array path or file at fault, as the user would type it.
+        value: What it was.
+        problem: Why it cannot work, naming the other number involved.
+        remedy: What would work.
+
+    Example:
+        >>> print(Problem("mesh.tensor", 3, "does not divide 16 heads", "use 1, 2 or 4"))
+        mesh.tensor=3 does not divide 16 heads; use 1, 2 or 4
+    """
+
+    field: str
+    value: object
+    problem: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.field}={self.value!r} {self.problem}; {self.remedy}"
+
+
+class ZjaxError(ValueError):
+    """Base of all errors of zjax; carries one or more problems, one line each.
+
+    Args:
+        *problems: All that was found, in the order it should be read.
+
+    Example:
+        >>> str(ZjaxError(Problem("seed", -1, "is negative", "use 0 or more")))
+        'seed=-1 is negative; use 0 or more'
+    """
+
+    def __init__(self, *problems: Problem):
+        self.problems = problems
+        super().__init__("\n".join(map(str, problems)))
+
+
+class ConfigError(ZjaxError):
+    """Settings that cannot work, alone or together."""
+
+
+class PlanError(ZjaxError):
+    """An array or an optimizer that cannot be placed on the mesh."""
+
+
+class DataError(ZjaxError):
+    """Training data that is missing or malformed."""
+
+
+class CheckpointError(ZjaxError):
+    """A checkpoint that cannot be written, found or read."""
+
+
+class NonFiniteError(ZjaxError):
+    """A loss or gradient that is NaN or infinite, where the run was told to stop."""
+
+
+class ProcessError(ZjaxError):
+    """Processes or devices that did not come together, or a process that died."""

@@ -1,0 +1,87 @@
+"""The records through which models, training and storage meet, and one legend of letters.
+
+Dimension letters in annotations: B batch, L length (S for keys), H heads, K kv heads,
+D head dim, M model width, F feed-forward width, V vocabulary, T tokens, N microbatches.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+Params = Any
+"""A tree of floating-point arrays."""
+ModelState = Any
+"""A tree of what a model carries besides parameters: BatchNorm statistics, caches."""
+Batch = Any
+"""A tree of arrays whose first dim is the batch (scalars are the same everywhere)."""
+Metrics = dict[str, jax.Array]
+"""Named scalars."""
+Logical = tuple[str | None, ...]
+"""One name per array dim: `batch, length, embed, heads, kv_heads, head_dim, mlp, vocab,
+experts, capacity, layers, stages`, or None."""
+
+
+class Loss(NamedTuple):
+    """What one microbatch gives.
+
+    The loss is a mean and `weight` says over how many units, so that accumulation gives
+    the weighted mean over the global batch, and float16 gradients keep their range
+    whatever the number of tokens.
+    """
+
+    value: jax.Array
+    """float32[]: mean loss over `weight` units."""
+    weight: jax.Array
+    """float32[]: number of units (tokens, images); not differentiated."""
+    model_state: ModelState
+    """The model state after this microbatch, of unchanged structure."""
+    metrics: Metrics
+    """Scalars averaged over microbatches with the same weights."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Equal blocks run one after another."""
+
+    block: Callable[..., Any]
+    """`block(params, carry, context, key) -> (carry, aux)`; aux is a float32 scalar of
+    auxiliary loss."""
+    num_blocks: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """A model as a line of blocks: the seam of pipelines, offload and layer dropping."""
+
+    embed: Callable[..., Any]
+    """`embed(params, batch, key) -> (carry, context)`; every block reads context."""
+    segments: tuple[Segment, ...]
+    head: Callable[..., Any]
+    """`head(params, carry, batch) -> (loss_sum, weight)`."""
+    split: Callable[[Params], tuple[Params, tuple[tuple[Params, ...], ...], Params]]
+    """Model parameters -> (embed's, each segment's tuple of per-block trees, head's)."""
+    join: Callable[[Params, tuple[tuple[Params, ...], ...], Params], Params]
+    """The inverse of `split`; works on gradients too (shared leaves are summed)."""
+    shared: tuple[str, ...] = ()
+    """Paths of leaves that both embed and head use, such as tied embeddings."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model and its loss as pure functions, whatever library wrote it."""
+
+    init: Callable[[jax.Array], tuple[Params, ModelState]]
+    """`init(key) -> (params, model_state)`; runs under jit, on its shards."""
+    loss: Callable[[Params, ModelState, Batch, jax.Array | None], Loss]
+    """`loss(params, model_state, batch, key)`; a key of None means evaluation."""
+    bind: Callable[[Params, ModelState], Any]
+    """`bind(params, model_state) -> view`: the module as its library calls it, in
+    evaluation mode."""
+    logical: Callable[[Params], Any]
+    """Abstract params -> tree of `Logical`, or of None where nothing is known."""
+    given: Callable[[], tuple[Params, ModelState]] | None = None
+    """Weights that exist already (a loaded NNX instance), to be placed leaf by leaf in
+    place of `init`."""
+    stack: Stack | None = None
