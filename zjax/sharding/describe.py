@@ -1,0 +1,210 @@
+"""A plan as text: every array, its place and its bytes, in a table for a terminal."""
+
+import collections
+import decimal
+import io
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from zjax.sharding import memory
+from zjax.sharding.placement import Row
+from zjax.sharding.plan import Plan
+
+WIDTH = 100
+
+
+def describe_plan(plan: Plan) -> str:
+    """Lists every array of a plan with its shape, spec, memory and bytes per device.
+
+    Equal arrays of different layers share a line.
+
+    Args:
+        plan: Placement of every array.
+
+    Returns:
+        Text of at most 100 columns.
+    """
+    mesh = ", ".join(f"{k}={n}" for k, n in plan.mesh.shape.items() if n > 1)
+    roles = {
+        "master": plan.master,
+        "optimizer": plan.opt_state,
+        "gradients": plan.grad_sum,
+        "compute": plan.compute,
+        "model state": plan.model_state,
+    }
+    lines = [f"plan: ZeRO {plan.stage} on mesh ({mesh or 'one device'})"]
+    rows = []
+    for role, tree in roles.items():
+        leaves = jax.tree.leaves(tree)
+        if leaves:
+            rows += _role_rows(role, leaves)
+    columns = ("array", "", "shape", "dtype", "spec", "memory", "bytes/device")
+    lines.append(render_table(columns, rows, right=(1, 6)))
+    total = memory.plan_bytes(plan)
+    lines.append(
+        f"{memory.num_params(plan):,} parameters; per device: "
+        f"{format_bytes(total.parameters)} parameters, "
+        f"{format_bytes(total.gradients)} gradients, "
+        f"{format_bytes(total.optimizer)} master and optimizer"
+    )
+    return "\n".join(lines)
+
+
+def describe_stages(plans: Sequence[Plan], optimizer_bytes: float) -> str:
+    """Sets bytes per device of a model under each ZeRO stage beside the closed form.
+
+    Args:
+        plans: One plan per stage, of one model on one mesh.
+        optimizer_bytes: Bytes per parameter of master and optimizer state.
+
+    Returns:
+        A table of text.
+    """
+    rows = []
+    for plan in plans:
+        shares = memory.num_zero_shares(plan)
+        own = memory.plan_bytes(plan)
+        formula = memory.zero_bytes(
+            memory.num_params(plan), shares, plan.stage, optimizer_bytes=optimizer_bytes
+        )
+        parts = (own.parameters, own.gradients, own.optimizer, own.total, formula.total)
+        rows.append((str(plan.stage), *map(format_bytes, parts)))
+    columns = (
+        "ZeRO stage",
+        "parameters",
+        "gradients",
+        "master, optimizer",
+        "total",
+        f"(2+2+{optimizer_bytes:g})Psi form",
+    )
+    return render_table(columns, rows, right=range(1, 6))
+
+
+def describe_zero_table(
+    num_params: float, device_counts: Iterable[int], optimizer_bytes: float = 12
+) -> str:
+    """The memory table of the ZeRO paper for a model of any size.
+
+    Args:
+        num_params: Parameters of the model.
+        device_counts: Numbers of devices, one row each.
+        optimizer_bytes: K; 12 for Adam with float32 master weights.
+
+    Returns:
+        A table in GB (1e9 bytes) per device.
+
+    Example:
+        >>> print(describe_zero_table(7.5e9, [64]).splitlines()[3].split())
+        ['64', '120', '31.4', '16.6', '1.88']
+
+    Reference:
+        ZeRO, arXiv:1910.02054, table 1.
+    """
+    rows = []
+    for n in device_counts:
+        totals = [
+            memory.zero_bytes(num_params, n, s, optimizer_bytes=optimizer_bytes).total
+            for s in memory.STAGES
+        ]
+        rows.append((str(n), *(format_gigabytes(total) for total in totals)))
+    columns = ("devices", "stage 0", "stage 1 (os)", "2 (os+g)", "3 (os+g+p)")
+    return render_table(columns, rows, right=range(5))
+
+
+def format_gigabytes(num_bytes: float) -> str:
+    """Bytes as GB the way the ZeRO paper prints them.
+
+    Args:
+        num_bytes: 0 or more.
+
+    Returns:
+        One decimal from 2 GB on, two below; no trailing zeros.
+
+    Example:
+        >>> format_gigabytes(16.640625e9), format_gigabytes(1.875e9)
+        ('16.6', '1.88')
+    """
+    digits = decimal.Decimal("0.1" if num_bytes >= 2e9 else "0.01")
+    gigabytes = decimal.Decimal(num_bytes) / decimal.Decimal(10**9)
+    text = str(gigabytes.quantize(digits, decimal.ROUND_HALF_UP))
+    return text.rstrip("0").rstrip(".")
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Bytes with a decimal unit.
+
+    Args:
+        num_bytes: 0 or more.
+
+    Returns:
+        Three or four digits and a unit.
+
+    Example:
+        >>> format_bytes(512), format_bytes(1.5e9)
+        ('512 B', '1.50 GB')
+    """
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def render_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[int] = ()
+) -> str:
+    """Lays text out in columns.
+
+    Args:
+        columns: Headings.
+        rows: Cells, one sequence per row.
+        right: Columns aligned to the right.
+
+    Returns:
+        Text of at most 100 columns without trailing spaces.
+    """
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index in tuple(right) else "left")
+    for row in rows:
+        table.add_row(*row)
+    out = io.StringIO()
+    Console(file=out, width=WIDTH, color_system=None).print(table, markup=False)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def _role_rows(role: str, leaves: list[Row]) -> list[tuple[str, ...]]:
+    groups: dict[Any, list[Row]] = collections.defaultdict(list)
+    for row in leaves:
+        name = re.sub(r"(?<![^/])\d+(?![^/])", "*", row.path)
+        groups[name, row.shape, row.dtype, str(row.spec)].append(row)
+    lines = [
+        (
+            f"  {name}",
+            f"x{len(rows)}" if len(rows) > 1 else "",
+            _shape(rows[0]),
+            str(dtype),
+            _spec(rows[0]),
+            rows[0].memory,
+            format_bytes(sum(row.device_bytes for row in rows)),
+        )
+        for (name, _, dtype, _), rows in groups.items()
+    ]
+    total = format_bytes(sum(row.device_bytes for row in leaves))
+    return [(role, f"x{len(leaves)}", "", "", "", "", total), *lines]
+
+
+def _shape(row: Row) -> str:
+    text = "x".join(map(str, row.shape)) or "scalar"
+    stored = "x".join(map(str, row.stored_shape))
+    return text if row.shape == row.stored_shape else f"{text} in {stored}"
+
+
+def _spec(row: Row) -> str:
+    entries = ["+".join(e) if isinstance(e, tuple) else e or "-" for e in row.spec]
+    return ",".join(entries) if any(e != "-" for e in entries) else "whole"

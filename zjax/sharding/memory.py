@@ -1,0 +1,157 @@
+"""Bytes per device: by the closed form of the ZeRO paper, and as a plan has them."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+
+from zjax.errors import PlanError, Problem
+from zjax.sharding.mesh import ZERO_AXES, num_shares
+from zjax.sharding.placement import Row, dtype_bytes
+from zjax.sharding.plan import Plan
+
+STAGES = (0, 1, 2, 3)
+
+
+@dataclasses.dataclass(frozen=True)
+class StageBytes:
+    """Model state on one device, in bytes.
+
+    Args:
+        parameters: In the compute dtype.
+        gradients: In the compute dtype, or their sum.
+        optimizer: Master weights and optimizer state.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """All three together."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+def zero_bytes(
+    num_params: float, num_devices: int, stage: int, *, optimizer_bytes: float = 12
+) -> StageBytes:
+    """Model state per device by the closed form: (2 + 2 + K) bytes per parameter.
+
+    Args:
+        num_params: Parameters of the model.
+        num_devices: Devices that ZeRO splits over, 1 or more.
+        stage: 0 to 3.
+        optimizer_bytes: K; 12 for Adam with float32 master weights.
+
+    Returns:
+        The bytes of each part.
+
+    Example:
+        >>> round(zero_bytes(7.5e9, 64, 2).total / 1e9, 1)
+        16.6
+
+    Reference:
+        ZeRO, arXiv:1910.02054, figure 1.
+    """
+    n = num_devices
+    return StageBytes(
+        parameters=2 * num_params / (n if stage >= 3 else 1),
+        gradients=2 * num_params / (n if stage >= 2 else 1),
+        optimizer=optimizer_bytes * num_params / (n if stage >= 1 else 1),
+    )
+
+
+def tree_bytes(rows: Any) -> int:
+    """Bytes that a tree of arrays takes on one device.
+
+    Args:
+        rows: A tree of `Row`.
+
+    Returns:
+        The sum, padding included.
+    """
+    return sum(row.device_bytes for row in jax.tree.leaves(rows))
+
+
+def plan_bytes(plan: Plan) -> StageBytes:
+    """Model state per device as the plan places it.
+
+    Args:
+        plan: Its rows are added up.
+
+    Returns:
+        The bytes of each part; gradients as they are summed.
+    """
+    return StageBytes(
+        parameters=tree_bytes(plan.compute),
+        gradients=tree_bytes(plan.grad_sum),
+        optimizer=tree_bytes(plan.master) + tree_bytes(plan.opt_state),
+    )
+
+
+def num_params(plan: Plan) -> int:
+    """Parameters of the planned model.
+
+    Args:
+        plan: Its master rows.
+
+    Returns:
+        Their number, without padding.
+    """
+    return sum(math.prod(row.shape) for row in jax.tree.leaves(plan.master))
+
+
+def padding_bytes(rows: Any) -> int:
+    """Bytes of zeros stored over all devices because shapes do not divide.
+
+    Args:
+        rows: A tree of `Row`.
+
+    Returns:
+        Their sum.
+    """
+
+    def padding(row: Row) -> int:
+        extra = math.prod(row.stored_shape) - math.prod(row.shape)
+        return extra * dtype_bytes(row.dtype)
+
+    return sum(map(padding, jax.tree.leaves(rows)))
+
+
+def check_memory(plan: Plan, capacity_bytes: float) -> None:
+    """Refuses a plan whose model state alone does not fit on a device.
+
+    Args:
+        plan: Placement of every array.
+        capacity_bytes: Memory of one device.
+
+    Raises:
+        PlanError: States both numbers and what would help.
+    """
+    needed = plan_bytes(plan).total
+    if needed <= capacity_bytes:
+        return
+    better = "raise zero.stage, " if plan.stage < 3 else ""
+    raise PlanError(
+        Problem(
+            "zero.stage",
+            plan.stage,
+            f"needs {needed / 1e9:.1f} GB of model state on devices of "
+            f"{capacity_bytes / 1e9:.1f} GB",
+            f"{better}use more devices, or a smaller model",
+        )
+    )
+
+
+def num_zero_shares(plan: Plan) -> int:
+    """Devices over which ZeRO splits.
+
+    Args:
+        plan: Its mesh.
+
+    Returns:
+        The product of the ZeRO axes.
+    """
+    return num_shares(plan.mesh, ZERO_AXES)

@@ -1,0 +1,120 @@
+"""The device mesh: six named axes that always exist, slowest link first.
+
+Axes of size 1 cost nothing, so no code asks whether a kind of parallelism is on.
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from zjax.config import schema
+from zjax.errors import ConfigError, Problem
+
+PIPELINE, REPLICA, DATA, EXPERT, SEQUENCE, TENSOR = AXES = (
+    "pipeline",
+    "replica",
+    "data",
+    "expert",
+    "sequence",
+    "tensor",
+)
+BATCH_AXES = (REPLICA, DATA, EXPERT)
+"""Axes that split the batch."""
+ZERO_AXES = (DATA, EXPERT, SEQUENCE)
+"""Axes over which ZeRO splits what would be copies; `replica` keeps whole copies."""
+
+
+def mesh_sizes(mesh: schema.Mesh, num_devices: int) -> dict[str, int]:
+    """Resolves the entry that is -1 and checks the product.
+
+    Args:
+        mesh: Sizes per axis; at most one is -1.
+        num_devices: Devices to fill, 1 or more.
+
+    Returns:
+        The size of every axis, in mesh order.
+
+    Raises:
+        ConfigError: The sizes do not multiply to the number of devices.
+
+    Example:
+        >>> mesh_sizes(schema.Mesh(tensor=2), 8)["data"]
+        4
+    """
+    sizes = {axis: getattr(mesh, axis) for axis in AXES}
+    known = math.prod(size for size in sizes.values() if size != -1)
+    free = num_devices // known if num_devices % known == 0 else 1
+    resolved = {axis: free if size == -1 else size for axis, size in sizes.items()}
+    if math.prod(resolved.values()) != num_devices:
+        raise ConfigError(
+            Problem(
+                "mesh",
+                "x".join(map(str, sizes.values())),
+                f"does not fill {num_devices} devices",
+                f"choose {', '.join(AXES)} whose product is {num_devices}",
+            )
+        )
+    return resolved
+
+
+def make_mesh(mesh: schema.Mesh, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Lays devices out on the six axes.
+
+    Args:
+        mesh: Sizes per axis; at most one is -1.
+        devices: Devices to use; all of them by default.
+
+    Returns:
+        A mesh whose axes are all of type Auto: the compiler communicates.
+
+    Raises:
+        ConfigError: The sizes do not multiply to the number of devices.
+
+    Example:
+        >>> make_mesh(schema.Mesh(), jax.devices()[:1]).shape["data"]
+        1
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = mesh_sizes(mesh, len(devices))
+    types = (AxisType.Auto,) * len(AXES)
+    return jax.make_mesh(tuple(sizes.values()), AXES, types, devices=devices)
+
+
+def abstract_mesh(mesh: schema.Mesh, num_devices: int) -> AbstractMesh:
+    """The same mesh without devices, to plan for machines that are not here.
+
+    Args:
+        mesh: Sizes per axis; at most one is -1.
+        num_devices: How many devices to plan for, 1 or more.
+
+    Returns:
+        A mesh that placements can be computed on.
+
+    Raises:
+        ConfigError: The sizes do not multiply to the number of devices.
+
+    Example:
+        >>> abstract_mesh(schema.Mesh(tensor=8), 1024).shape["data"]
+        128
+    """
+    sizes = mesh_sizes(mesh, num_devices)
+    return AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * 6)
+
+
+def num_shares(mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> int:
+    """Number of parts into which the product of `axes` cuts an array dim.
+
+    Args:
+        mesh: Supplies the sizes.
+        axes: Axis names, none for 1.
+
+    Returns:
+        The product of their sizes.
+
+    Example:
+        >>> num_shares(abstract_mesh(schema.Mesh(tensor=2), 8), (DATA, TENSOR))
+        8
+    """
+    return math.prod(mesh.shape[axis] for axis in axes)

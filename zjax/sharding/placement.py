@@ -1,0 +1,192 @@
+"""One array's place: its shape, its stored shape and its sharding; and moves between them.
+
+JAX refuses shards of unequal size at the border of a program, so an array that does not
+divide is stored with zeros at the end. Programs unpad what they take and pad what they
+give back: no mathematics ever sees the padding.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """The place of one array of a plan.
+
+    Args:
+        path: Where the array sits in its tree, parts separated by `/`.
+        shape: Shape as the mathematics sees it.
+        stored_shape: Shape in memory, each dim rounded up to its number of shares.
+        dtype: Element type.
+        sharding: Mesh, spec and memory.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    stored_shape: tuple[int, ...]
+    dtype: Any
+    sharding: NamedSharding
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """Mesh axes of each dim."""
+        return self.sharding.spec
+
+    @property
+    def memory(self) -> str:
+        """`device` or `pinned_host`."""
+        return self.sharding.memory_kind or "device"
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on one device, padding included."""
+        return math.prod(self.sharding.shard_shape(self.stored_shape)) * dtype_bytes(
+            self.dtype
+        )
+
+    @property
+    def abstract(self) -> jax.ShapeDtypeStruct:
+        """The stored array without its data."""
+        return jax.ShapeDtypeStruct(
+            self.stored_shape, self.dtype, sharding=self.sharding
+        )
+
+
+def dtype_bytes(dtype: Any) -> int:
+    """Bytes of one element; a random key counts its words.
+
+    Args:
+        dtype: A NumPy or JAX dtype.
+
+    Returns:
+        Bytes, 1 or more.
+
+    Example:
+        >>> dtype_bytes(jnp.bfloat16)
+        2
+    """
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return (
+            jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype)).size
+            * 4
+        )
+    return np.dtype(dtype).itemsize
+
+
+def pad(x: jax.Array, row: Row) -> jax.Array:
+    """Appends the zeros of storage.
+
+    Args:
+        x: Array of `row.shape`.
+        row: Its place.
+
+    Returns:
+        Array of `row.stored_shape`; `x` itself where they agree.
+    """
+    if row.shape == row.stored_shape:
+        return x
+    widths = [(0, s - n) for n, s in zip(row.shape, row.stored_shape, strict=True)]
+    return jnp.pad(x, widths)
+
+
+def unpad(x: jax.Array, row: Row) -> jax.Array:
+    """Cuts the zeros of storage off.
+
+    Args:
+        x: Array of `row.stored_shape`.
+        row: Its place.
+
+    Returns:
+        Array of `row.shape`; `x` itself where they agree.
+    """
+    return x if row.shape == row.stored_shape else x[tuple(map(slice, row.shape))]
+
+
+def pad_tree(tree: Any, rows: Any) -> Any:
+    """`pad` for each array of a tree.
+
+    Args:
+        tree: Arrays in their logical shapes.
+        rows: A tree of `Row` of the same structure.
+
+    Returns:
+        Arrays in their stored shapes.
+    """
+    return jax.tree.map(pad, tree, rows)
+
+
+def unpad_tree(tree: Any, rows: Any) -> Any:
+    """`unpad` for each array of a tree.
+
+    Args:
+        tree: Arrays in their stored shapes.
+        rows: A tree of `Row` of the same structure.
+
+    Returns:
+        Arrays in their logical shapes.
+    """
+    return jax.tree.map(unpad, tree, rows)
+
+
+def place_tree(tree: Any, rows: Any) -> Any:
+    """Pins the placement of arrays inside a program.
+
+    Args:
+        tree: Arrays in their logical shapes, traced by `jit`.
+        rows: A tree of `Row` of the same structure.
+
+    Returns:
+        The same values; the compiler must lay them out as the rows say.
+    """
+
+    def place(x: jax.Array, row: Row) -> jax.Array:
+        stored = jax.lax.with_sharding_constraint(pad(x, row), row.sharding)
+        return unpad(stored, row)
+
+    return jax.tree.map(place, tree, rows)
+
+
+def shardings(rows: Any) -> Any:
+    """The sharding of each row, as `jit` takes them.
+
+    Args:
+        rows: A tree of `Row`.
+
+    Returns:
+        A tree of NamedSharding.
+    """
+    return jax.tree.map(lambda row: row.sharding, rows)
+
+
+def abstract_tree(rows: Any) -> Any:
+    """The stored arrays without their data.
+
+    Args:
+        rows: A tree of `Row`.
+
+    Returns:
+        A tree of ShapeDtypeStruct that carry their shardings.
+    """
+    return jax.tree.map(lambda row: row.abstract, rows)
+
+
+def path_of(keys: Any) -> str:
+    """A tree path as text.
+
+    Args:
+        keys: Key path of `jax.tree_util`.
+
+    Returns:
+        Its parts separated by `/`.
+
+    Example:
+        >>> path_of((jax.tree_util.DictKey("blocks"), jax.tree_util.SequenceKey(0)))
+        'blocks/0'
+    """
+    return jax.tree_util.keystr(keys, simple=True, separator="/")

@@ -1,0 +1,302 @@
+"""The plan: where every array of a run lives. Nothing else decides placement.
+
+A ZeRO stage is a choice of placements, made here and nowhere else
+(arXiv:1910.02054, section 5). "Whole" is the model-parallel placement, "split" is that
+extended over the ZeRO axes:
+
+    stage   master, optimizer state   gradients, their sum   parameters in use
+      0             whole                    whole                 whole
+      1             split                    whole                 whole
+      2             split                    split                 whole
+      3             split                    split                 split
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from zjax.config.schema import Config
+from zjax.errors import PlanError, Problem
+from zjax.sharding import mesh as meshes
+from zjax.sharding import rules, zero
+from zjax.sharding.placement import Row, path_of
+from zjax.sharding.zero import stored_shape
+from zjax.typing import Model
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The placement of every array, one tree of `Row` for each role.
+
+    Args:
+        mesh: Devices, or an abstract mesh for planning alone.
+        stage: ZeRO stage, 0 to 3.
+        master: Parameters as the optimizer sees them.
+        compute: Parameters as the model sees them.
+        grad_sum: Gradients as they are added over microbatches.
+        grads: Gradients as they enter the optimizer.
+        opt_state: State of the optimizer.
+        model_state: What the model carries besides parameters.
+    """
+
+    mesh: Mesh | AbstractMesh
+    stage: int
+    master: Any
+    compute: Any
+    grad_sum: Any
+    grads: Any
+    opt_state: Any
+    model_state: Any
+
+    def scalar(self, path: str, dtype: Any) -> Row:
+        """The row of a number that every device holds.
+
+        Args:
+            path: Its name.
+            dtype: Its element type.
+
+        Returns:
+            A replicated row of shape ().
+        """
+        sharding = NamedSharding(self.mesh, PartitionSpec())
+        return Row(path, (), (), jnp.dtype(dtype), sharding)
+
+    @property
+    def num_batch_shares(self) -> int:
+        """Parts into which the batch dim is cut."""
+        return meshes.num_shares(self.mesh, meshes.BATCH_AXES)
+
+    def batch_sharding(self, leaf: Any) -> NamedSharding:
+        """The placement of one array of a batch.
+
+        Args:
+            leaf: Anything with a shape; a scalar is replicated.
+
+        Returns:
+            Its first dim over the batch axes, its second over the sequence axis.
+        """
+        entries = (meshes.BATCH_AXES, meshes.SEQUENCE)[: len(leaf.shape)]
+        return NamedSharding(self.mesh, PartitionSpec(*entries))
+
+
+def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) -> Plan:
+    """Decides where every array of a run lives.
+
+    Args:
+        config: Read for `zero` and `precision`.
+        mesh: Devices, or an abstract mesh.
+        model: Its abstract parameters and the names of their dims.
+        tx: Optax gradient transformation.
+
+    Returns:
+        The plan; print it with `zjax.describe_plan`.
+
+    Raises:
+        PlanError: Parameters that no rule can place, or an optimizer that cannot work
+            from one mean gradient per step; all problems at once.
+    """
+    params, model_state = jax.eval_shape(model.init, jax.random.key(0))
+    dtypes = config.precision
+    master = _cast(params, dtypes.master_dtype)
+    logical = _logical_names(model, params)
+    stage = config.zero.stage
+    whole, split = _param_specs(config, mesh, master, logical)
+    opt_state = abstract_opt_state(tx, master)
+
+    def params_rows(specs: list[PartitionSpec], dtype: str) -> Any:
+        leaves, tree = jax.tree_util.tree_flatten_with_path(_cast(params, dtype))
+        pairs = zip(leaves, specs, strict=True)
+        rows = [_row(path_of(k), leaf, spec, mesh) for (k, leaf), spec in pairs]
+        return jax.tree.unflatten(tree, rows)
+
+    kept = split if stage >= 1 else whole
+    return Plan(
+        mesh=mesh,
+        stage=stage,
+        master=params_rows(kept, dtypes.master_dtype),
+        compute=params_rows(split if stage >= 3 else whole, dtypes.compute_dtype),
+        grad_sum=params_rows(split if stage >= 2 else whole, dtypes.grad_sum_dtype),
+        grads=params_rows(kept, dtypes.grad_sum_dtype),
+        opt_state=_opt_state_rows(config, mesh, opt_state, master, kept),
+        model_state=_rows(model_state, mesh),
+    )
+
+
+def abstract_opt_state(tx: Any, params: Any) -> Any:
+    """The optimizer's state without data; refuses what one update cannot drive.
+
+    Args:
+        tx: Optax gradient transformation.
+        params: Abstract parameters.
+
+    Returns:
+        A tree of ShapeDtypeStruct.
+
+    Raises:
+        PlanError: The optimizer fails when it is given the gradient, the loss and the
+            loss function of one step, or its state changes shape.
+    """
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        return optax.with_extra_args_support(tx).update(
+            grads,
+            state,
+            params,
+            value=jnp.zeros(()),
+            grad=grads,
+            value_fn=lambda p: sum(jnp.sum(x) for x in jax.tree.leaves(p)) * 1.0,
+        )
+
+    try:
+        state = jax.eval_shape(tx.init, params)
+        updates, after = jax.eval_shape(update, params, state, params)
+    except Exception as error:
+        raise PlanError(
+            Problem(
+                "optimizer",
+                optimizer_name(tx),
+                f"cannot update from one mean gradient ({_first_line(error)})",
+                "use a transformation that needs only gradient, params, value, grad "
+                "and value_fn",
+            )
+        ) from error
+    changed = _difference(state, after) or _difference(params, updates)
+    if changed:
+        raise PlanError(
+            Problem(
+                "optimizer",
+                optimizer_name(tx),
+                f"changes {changed} in an update",
+                "use a transformation that keeps shapes and dtypes",
+            )
+        )
+    return state
+
+
+def optimizer_name(tx: Any) -> str:
+    """The name of an optax transformation, as its author wrote it.
+
+    Args:
+        tx: Optax gradient transformation.
+
+    Returns:
+        The function that made it, with the members of a chain in parentheses.
+
+    Example:
+        >>> optimizer_name(optax.sgd(0.1, momentum=0.9))
+        'chain(trace, scale_by_learning_rate)'
+    """
+    name = tx.update.__qualname__.split(".")[0]
+    members = [
+        cell.cell_contents
+        for cell in tx.update.__closure__ or ()
+        if isinstance(cell.cell_contents, tuple)
+    ]
+    inner = [m for group in members for m in group if hasattr(m, "__qualname__")]
+    names = [m.__qualname__.split(".")[0] for m in inner]
+    return f"{name}({', '.join(names)})" if names else name
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def _difference(before: Any, after: Any) -> str:
+    if jax.tree.structure(before) != jax.tree.structure(after):
+        return "the structure of its state"
+    pairs = zip(
+        jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True
+    )
+    for (keys, x), y in pairs:
+        if (x.shape, x.dtype) != (y.shape, y.dtype):
+            return f"{path_of(keys)} from {x.dtype}{x.shape} to {y.dtype}{y.shape}"
+    return ""
+
+
+def _cast(tree: Any, dtype: str) -> Any:
+    def cast(x: Any) -> jax.ShapeDtypeStruct:
+        floating = jnp.issubdtype(x.dtype, jnp.floating)
+        return jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype) if floating else x.dtype)
+
+    return jax.tree.map(cast, tree)
+
+
+def _row(path: str, leaf: Any, spec: PartitionSpec, mesh: Any) -> Row:
+    stored = stored_shape(leaf.shape, spec, mesh)
+    return Row(path, leaf.shape, stored, leaf.dtype, NamedSharding(mesh, spec))
+
+
+def _rows(tree: Any, mesh: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, leaf: _row(path_of(keys), leaf, PartitionSpec(), mesh), tree
+    )
+
+
+def _logical_names(model: Model, params: Any) -> list[tuple[str | None, ...]]:
+    names = jax.tree.leaves(
+        model.logical(params), is_leaf=lambda x: x is None or isinstance(x, tuple)
+    )
+    leaves = jax.tree.leaves(params)
+    pairs = zip(names, leaves, strict=True)
+    return [(None,) * leaf.ndim if name is None else name for name, leaf in pairs]
+
+
+def _param_specs(
+    config: Config, mesh: Any, params: Any, logical: list[tuple[str | None, ...]]
+) -> tuple[list[PartitionSpec], list[PartitionSpec]]:
+    whole, split = [], []
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    for (keys, leaf), names in zip(leaves, logical, strict=True):
+        path = path_of(keys)
+        if len(names) != leaf.ndim:
+            remedy = f"give {leaf.ndim} names"
+            raise PlanError(Problem(path, names, f"names {leaf.shape}", remedy))
+        spec = rules.spec_for(names, path, mesh)
+        whole.append(spec)
+        split.append(_zero_spec(config, mesh, leaf.shape, spec, names))
+    return whole, split
+
+
+def _zero_spec(
+    config: Config,
+    mesh: Any,
+    shape: tuple[int, ...],
+    spec: PartitionSpec,
+    names: tuple[str | None, ...] = (),
+) -> PartitionSpec:
+    stacked = [dim for dim, name in enumerate(names) if name in rules.STACKED_DIMS]
+    threshold = config.zero.min_shard_elements
+    return zero.extend_spec(
+        shape, spec, mesh, min_elements=threshold, whole_dims=stacked
+    )
+
+
+def _opt_state_rows(
+    config: Config, mesh: Any, opt_state: Any, params: Any, specs: list[PartitionSpec]
+) -> Any:
+    """Gives a state leaf its parameter's place if it mirrors it, else one by its shape.
+
+    A leaf mirrors the parameter whose path ends its own, if their shapes agree.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    places = {
+        (path_of(keys), leaf.shape): spec
+        for (keys, leaf), spec in zip(leaves, specs, strict=True)
+    }
+
+    def row(keys: Any, leaf: Any) -> Row:
+        path = path_of(keys)
+        for start in range(len(keys) + 1):
+            spec = places.get((path_of(keys[start:]), leaf.shape))
+            if spec is not None:
+                return _row(path, leaf, spec, mesh)
+        spec = PartitionSpec()
+        if config.zero.stage >= 1 and jnp.issubdtype(leaf.dtype, jnp.floating):
+            spec = _zero_spec(config, mesh, leaf.shape, spec)
+        return _row(path, leaf, spec, mesh)
+
+    return jax.tree_util.tree_map_with_path(row, opt_state)

@@ -1,0 +1,102 @@
+"""Which mesh axis splits which kind of array dim: model parallelism as one table."""
+
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from zjax.errors import PlanError, Problem
+from zjax.sharding import mesh as meshes
+from zjax.typing import Logical
+
+RULES: dict[str, tuple[str, ...]] = {
+    "batch": meshes.BATCH_AXES,
+    "length": (meshes.SEQUENCE,),
+    "embed": (),
+    "heads": (meshes.TENSOR,),
+    "kv_heads": (meshes.TENSOR,),
+    "head_dim": (),
+    "mlp": (meshes.TENSOR,),
+    "vocab": (meshes.TENSOR,),
+    "experts": (meshes.EXPERT,),
+    "capacity": (),
+    "layers": (),
+    "stages": (meshes.PIPELINE,),
+}
+STACKED_DIMS = ("layers", "stages")
+"""Dims that number whole layers; ZeRO never splits them, or one layer would live on one
+device."""
+
+
+def spec_for(logical: Logical, path: str, mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """Places one array by the names of its dims.
+
+    Args:
+        logical: One name or None per dim.
+        path: Name of the array, for errors.
+        mesh: Supplies the axis sizes; axes of size 1 are left out of the spec.
+
+    Returns:
+        The model-parallel placement, one entry per dim.
+
+    Raises:
+        PlanError: A dim name has no rule, or two dims claim one mesh axis.
+
+    Example:
+        >>> from zjax.config import schema
+        >>> mesh = meshes.abstract_mesh(schema.Mesh(tensor=2), 8)
+        >>> spec_for(("embed", "mlp"), "kernel", mesh)
+        P(None, 'tensor')
+    """
+    unknown = [name for name in logical if name is not None and name not in RULES]
+    if unknown:
+        remedy = f"use one of {', '.join(RULES)}, or None"
+        raise PlanError(Problem(path, logical, f"has no rule for {unknown[0]}", remedy))
+    entries, taken = [], set()
+    for name in logical:
+        axes = tuple(a for a in RULES.get(name or "", ()) if mesh.shape[a] > 1)
+        if taken & set(axes):
+            raise PlanError(
+                Problem(
+                    path,
+                    logical,
+                    f"claims the {axes[0]} axis twice",
+                    "name one of the two dims None",
+                )
+            )
+        taken |= set(axes)
+        entries.append(entry(axes))
+    return PartitionSpec(*entries)
+
+
+def entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
+    """The axes of one dim as a PartitionSpec writes them.
+
+    Args:
+        axes: Mesh axes, major first.
+
+    Returns:
+        None, the single name, or the tuple.
+
+    Example:
+        >>> entry(()), entry(("data",)), entry(("tensor", "data"))
+        (None, 'data', ('tensor', 'data'))
+    """
+    return None if not axes else axes[0] if len(axes) == 1 else axes
+
+
+def axes_of(spec: PartitionSpec, num_dims: int) -> list[tuple[str, ...]]:
+    """The inverse of `entry` for a whole spec, one tuple of axes per dim.
+
+    Args:
+        spec: A placement of up to `num_dims` entries.
+        num_dims: Dims of the array.
+
+    Returns:
+        The axes of each dim.
+
+    Example:
+        >>> axes_of(PartitionSpec("data"), 2)
+        [('data',), ()]
+    """
+    entries = [*spec, *[None] * (num_dims - len(spec))]
+    return [
+        () if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries
+    ]

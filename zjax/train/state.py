@@ -1,0 +1,148 @@
+"""The state of a run: everything that a step changes, born on its shards."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zjax.config.schema import Config
+from zjax.optim import loss_scale
+from zjax.sharding.placement import Row, pad_tree, place_tree, shardings, unpad_tree
+from zjax.sharding.plan import Plan
+from zjax.typing import Model, ModelState, Params
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything that a step reads and writes, in stored (padded) shapes.
+
+    Args:
+        step: int32[]; steps taken, skipped ones included.
+        num_skipped: int32[]; steps whose gradients were not finite.
+        master: Parameters in `precision.master_dtype`.
+        opt_state: State of the optimizer.
+        model_state: BatchNorm statistics and the like.
+        scaler: The loss scale of float16; an empty tuple otherwise.
+        ema: Averaged parameters; an empty tuple where none are kept.
+        extra: What an algorithm carries; an empty tuple where none does.
+    """
+
+    step: Any
+    num_skipped: Any
+    master: Any
+    opt_state: Any
+    model_state: Any
+    scaler: Any = ()
+    ema: Any = ()
+    extra: Any = ()
+
+
+def state_rows(plan: Plan, config: Config) -> TrainState:
+    """The place of every array of the state.
+
+    Args:
+        plan: Places parameters and optimizer state.
+        config: Says whether there are a loss scale and an average.
+
+    Returns:
+        A TrainState of `Row`.
+    """
+    counter = jnp.dtype(jnp.int32)
+    scaler = jax.tree.map(
+        lambda leaf: plan.scalar("scaler", leaf.dtype),
+        jax.eval_shape(lambda: _init_scaler(config)),
+    )
+    return TrainState(
+        step=plan.scalar("step", counter),
+        num_skipped=plan.scalar("num_skipped", counter),
+        master=plan.master,
+        opt_state=plan.opt_state,
+        model_state=plan.model_state,
+        scaler=scaler,
+        ema=plan.master if config.optimizer.ema_decay else (),
+    )
+
+
+def init_state(
+    key: jax.Array,
+    model: Model,
+    tx: Any,
+    plan: Plan,
+    config: Config,
+    *,
+    master: Params | None = None,
+) -> TrainState:
+    """Creates the state on its shards; no device ever holds more than its share.
+
+    Args:
+        key: Random key of the initial parameters; the same key gives the same
+            parameters on every mesh.
+        model: Its `init`, or its given weights, which are placed leaf by leaf.
+        tx: Optax gradient transformation.
+        plan: Places every array.
+        config: Read for `precision` and `optimizer.ema_decay`.
+        master: Stored parameters already on their shards, in place of the model's;
+            consumed.
+
+    Returns:
+        The state of step 0.
+    """
+
+    def from_params(params: Params, model_state: ModelState) -> TrainState:
+        params = jax.tree.map(lambda x, row: x.astype(row.dtype), params, plan.master)
+        params = place_tree(params, plan.master)
+        stored = pad_tree(params, plan.master)
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            num_skipped=jnp.zeros((), jnp.int32),
+            master=stored,
+            opt_state=pad_tree(tx.init(params), plan.opt_state),
+            model_state=model_state,
+            scaler=_init_scaler(config),
+            ema=stored if config.optimizer.ema_decay else (),
+        )
+
+    def from_stored(stored: Params, model_state: ModelState) -> TrainState:
+        return from_params(unpad_tree(stored, plan.master), model_state)
+
+    places = shardings(state_rows(plan, config))
+    if master is None and model.given is None:
+        create = jax.jit(
+            lambda key: from_params(*model.init(key)), out_shardings=places
+        )
+        return create(key)
+    if model.given is None:
+        model_state = jax.jit(lambda key: model.init(key)[1])(key)
+    else:
+        params, model_state = model.given()
+        master = place_given(params, plan.master) if master is None else master
+    complete = jax.jit(from_stored, out_shardings=places, donate_argnums=0)
+    return complete(master, model_state)
+
+
+def place_given(params: Any, rows: Any) -> Any:
+    """Puts weights that exist already onto their shards, one array at a time.
+
+    Args:
+        params: Arrays of JAX or NumPy in their logical shapes.
+        rows: A tree of `Row` of the same structure.
+
+    Returns:
+        Stored arrays in the dtypes of the rows; `params` stays as it is.
+    """
+
+    def place(x: Any, row: Row) -> jax.Array:
+        cast = jax.jit(
+            lambda x: pad_tree(x.astype(row.dtype), row), out_shardings=row.sharding
+        )
+        return cast(x)
+
+    return jax.tree.map(place, params, rows)
+
+
+def _init_scaler(config: Config) -> Any:
+    if config.precision.compute_dtype != "float16":
+        return ()
+    return loss_scale.init_scaler(config.precision.loss_scale)

@@ -1,0 +1,126 @@
+"""One optimizer step: unscale, check, clip, update, keep or skip."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from zjax.config.schema import Config
+from zjax.optim import clip, loss_scale
+from zjax.sharding.placement import pad_tree, place_tree, unpad_tree
+from zjax.sharding.plan import Plan
+from zjax.train.state import TrainState
+from zjax.typing import Loss, Metrics, Params
+
+Schedule = Callable[[jax.Array], jax.Array]
+
+
+def loss_scale_of(state: TrainState) -> jax.Array:
+    """The factor on the loss in this step's backward pass.
+
+    Args:
+        state: Its scaler, if it has one.
+
+    Returns:
+        float32[]; 1 unless computing in float16.
+    """
+    return jnp.float32(1) if state.scaler == () else state.scaler.scale
+
+
+def make_update(
+    tx: Any, plan: Plan, config: Config, schedule: Schedule | None
+) -> Callable[..., tuple[TrainState, Metrics]]:
+    """Builds `update(state, grads, loss, value_fn) -> (state, metrics)`.
+
+    Gradients are divided by the scale that this step's backward pass used. A step with
+    a gradient that is not finite changes nothing but `step`, `num_skipped` and the
+    scaler (arXiv:1710.03740).
+
+    Args:
+        tx: Optax gradient transformation; it gets `value`, `grad` and `value_fn` if it
+            asks for them.
+        plan: Places gradients and state.
+        config: Read for `optimizer` and `precision`.
+        schedule: Learning rate by applied step, for the metrics; None where unknown.
+
+    Returns:
+        A pure function. `grads` are in logical shapes, still scaled.
+    """
+    tx = optax.with_extra_args_support(tx)
+    limit = config.optimizer.clip_norm
+
+    def update(
+        state: TrainState,
+        grads: Params,
+        loss: Loss,
+        value_fn: Callable[[Params], jax.Array],
+    ) -> tuple[TrainState, Metrics]:
+        inverse = 1 / loss_scale_of(state)
+        grads = place_tree(grads, plan.grads)
+        grads = jax.tree.map(
+            lambda g, row: (g.astype(jnp.float32) * inverse).astype(row.dtype),
+            grads,
+            plan.master,
+        )
+        finite = loss_scale.all_finite(grads) & jnp.isfinite(loss.value)
+        norm = clip.global_norm(grads)
+        grads = clip.clip_by_norm(grads, norm, limit)
+        master = unpad_tree(state.master, plan.master)
+        updates, opt_state = tx.update(
+            grads,
+            unpad_tree(state.opt_state, plan.opt_state),
+            master,
+            value=loss.value,
+            grad=grads,
+            value_fn=value_fn,
+        )
+        new = place_tree(optax.apply_updates(master, updates), plan.master)
+        changed = state_after(state, new, opt_state, loss, finite)
+        return changed, _metrics(state, loss, norm, finite)
+
+    def state_after(
+        state: TrainState, master: Params, opt_state: Any, loss: Loss, finite: jax.Array
+    ) -> TrainState:
+        def keep(new: Any, old: Any) -> Any:
+            return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+
+        scaler = state.scaler
+        if scaler != ():
+            settings = config.precision.loss_scale
+            scaler = loss_scale.update_scaler(scaler, ~finite, settings)
+        master = keep(pad_tree(master, plan.master), state.master)
+        ema = state.ema
+        if ema != ():
+            average = clip.update_ema(ema, master, config.optimizer.ema_decay)
+            ema = keep(average, ema)
+        return TrainState(
+            step=state.step + 1,
+            num_skipped=state.num_skipped + ~finite,
+            master=master,
+            opt_state=keep(pad_tree(opt_state, plan.opt_state), state.opt_state),
+            model_state=keep(loss.model_state, state.model_state),
+            scaler=scaler,
+            ema=ema,
+            extra=state.extra,
+        )
+
+    def _metrics(
+        state: TrainState, loss: Loss, norm: jax.Array, finite: jax.Array
+    ) -> Metrics:
+        own = {
+            "loss": loss.value,
+            "weight": loss.weight,
+            "grad_norm": norm,
+            "skipped": 1.0 - finite.astype(jnp.float32),
+        }
+        if schedule is not None:
+            own["learning_rate"] = schedule(state.step - state.num_skipped)
+        if state.scaler != ():
+            own["loss_scale"] = state.scaler.scale
+        return {
+            name: jnp.float32(value) for name, value in (loss.metrics | own).items()
+        }
+
+    return update
