@@ -14,8 +14,8 @@ class Problem:
         remedy: What would work.
 
     Example:
-        >>> print(Problem("mesh.tensor", 3, "does not divide 16 heads", "use 1, 2 or 4"))
-        mesh.tensor=3 does not divide 16 heads; use 1, 2 or 4
+        >>> print(Problem("mesh.tensor", 3, "does not divide 16", "use 1, 2 or 4"))
+        mesh.tensor=3 does not divide 16; use 1, 2 or 4
     """
 
     field: str

@@ -1,4 +1,4 @@
-"""The records through which models, training and storage meet, and one legend of letters.
+"""The records through which models, training and storage meet; a legend of letters.
 
 Dimension letters in annotations: B batch, L length (S for keys), H heads, K kv heads,
 D head dim, M model width, F feed-forward width, V vocabulary, T tokens, N microbatches.
@@ -53,7 +53,7 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """A model as a line of blocks: the seam of pipelines, offload and layer dropping."""
+    """A model as a line of blocks: the seam of pipelines, offload and layer drop."""
 
     embed: Callable[..., Any]
     """`embed(params, batch, key) -> (carry, context)`; every block reads context."""
@@ -61,7 +61,7 @@ class Stack:
     head: Callable[..., Any]
     """`head(params, carry, batch) -> (loss_sum, weight)`."""
     split: Callable[[Params], tuple[Params, tuple[tuple[Params, ...], ...], Params]]
-    """Model parameters -> (embed's, each segment's tuple of per-block trees, head's)."""
+    """Model parameters -> (embed's, each segment's per-block trees, head's)."""
     join: Callable[[Params, tuple[tuple[Params, ...], ...], Params], Params]
     """The inverse of `split`; works on gradients too (shared leaves are summed)."""
     shared: tuple[str, ...] = ()

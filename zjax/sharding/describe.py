@@ -56,7 +56,7 @@ def describe_plan(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def describe_stages(plans: Sequence[Plan], optimizer_bytes: float) -> str:
+def describe_stages(plans: Sequence[Plan], optimizer_bytes: int | float) -> str:
     """Sets bytes per device of a model under each ZeRO stage beside the closed form.
 
     Args:
@@ -87,7 +87,9 @@ def describe_stages(plans: Sequence[Plan], optimizer_bytes: float) -> str:
 
 
 def describe_zero_table(
-    num_params: float, device_counts: Iterable[int], optimizer_bytes: float = 12
+    num_params: int | float,
+    device_counts: Iterable[int],
+    optimizer_bytes: int | float = 12.0,
 ) -> str:
     """The memory table of the ZeRO paper for a model of any size.
 
@@ -100,7 +102,7 @@ def describe_zero_table(
         A table in GB (1e9 bytes) per device.
 
     Example:
-        >>> print(describe_zero_table(7.5e9, [64]).splitlines()[3].split())
+        >>> print(describe_zero_table(7.5e9, [64]).splitlines()[2].split())
         ['64', '120', '31.4', '16.6', '1.88']
 
     Reference:
@@ -117,7 +119,7 @@ def describe_zero_table(
     return render_table(columns, rows, right=range(5))
 
 
-def format_gigabytes(num_bytes: float) -> str:
+def format_gigabytes(num_bytes: int | float) -> str:
     """Bytes as GB the way the ZeRO paper prints them.
 
     Args:
@@ -136,7 +138,7 @@ def format_gigabytes(num_bytes: float) -> str:
     return text.rstrip("0").rstrip(".")
 
 
-def format_bytes(num_bytes: float) -> str:
+def format_bytes(num_bytes: int | float) -> str:
     """Bytes with a decimal unit.
 
     Args:

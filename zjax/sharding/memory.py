@@ -24,18 +24,22 @@ class StageBytes:
         optimizer: Master weights and optimizer state.
     """
 
-    parameters: float
-    gradients: float
-    optimizer: float
+    parameters: int | float
+    gradients: int | float
+    optimizer: int | float
 
     @property
-    def total(self) -> float:
+    def total(self) -> int | float:
         """All three together."""
         return self.parameters + self.gradients + self.optimizer
 
 
 def zero_bytes(
-    num_params: float, num_devices: int, stage: int, *, optimizer_bytes: float = 12
+    num_params: int | float,
+    num_devices: int,
+    stage: int,
+    *,
+    optimizer_bytes: int | float = 12.0,
 ) -> StageBytes:
     """Model state per device by the closed form: (2 + 2 + K) bytes per parameter.
 
@@ -120,7 +124,7 @@ def padding_bytes(rows: Any) -> int:
     return sum(map(padding, jax.tree.leaves(rows)))
 
 
-def check_memory(plan: Plan, capacity_bytes: float) -> None:
+def check_memory(plan: Plan, capacity_bytes: int | float) -> None:
     """Refuses a plan whose model state alone does not fit on a device.
 
     Args:

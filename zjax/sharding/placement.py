@@ -1,4 +1,4 @@
-"""One array's place: its shape, its stored shape and its sharding; and moves between them.
+"""One array's place: shape, stored shape and sharding; and moves between them.
 
 JAX refuses shards of unequal size at the border of a program, so an array that does not
 divide is stored with zeros at the end. Programs unpad what they take and pad what they

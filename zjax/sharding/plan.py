@@ -12,6 +12,7 @@ extended over the ZeRO axes:
 """
 
 import dataclasses
+import inspect
 from typing import Any
 
 import jax
@@ -187,18 +188,24 @@ def optimizer_name(tx: Any) -> str:
         The function that made it, with the members of a chain in parentheses.
 
     Example:
-        >>> optimizer_name(optax.sgd(0.1, momentum=0.9))
-        'chain(trace, scale_by_learning_rate)'
+        >>> optimizer_name(optax.chain(optax.clip(1.0), optax.trace(0.9)))
+        'chain(clip, trace)'
     """
-    name = tx.update.__qualname__.split(".")[0]
-    members = [
-        cell.cell_contents
-        for cell in tx.update.__closure__ or ()
-        if isinstance(cell.cell_contents, tuple)
-    ]
-    inner = [m for group in members for m in group if hasattr(m, "__qualname__")]
-    names = [m.__qualname__.split(".")[0] for m in inner]
-    return f"{name}({', '.join(names)})" if names else name
+    return _function_name(tx.update)
+
+
+def _function_name(update: Any) -> str:
+    name = update.__qualname__.split(".")[0]
+    inner = []
+    for cell in update.__closure__ or ():
+        members = cell.cell_contents
+        if isinstance(members, optax.GradientTransformation):
+            members = (members.update,)
+        if isinstance(members, tuple):
+            inner += [_function_name(m) for m in members if inspect.isfunction(m)]
+    if name == "with_extra_args_support":
+        return inner[0]
+    return f"{name}({', '.join(inner)})" if inner else name
 
 
 def _first_line(error: Exception) -> str:

@@ -1,0 +1,44 @@
+"""Model parallelism as a table of rules."""
+
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from zjax.config import schema
+from zjax.errors import PlanError
+from zjax.sharding import mesh, rules
+
+MESH = mesh.abstract_mesh(schema.Mesh(tensor=2), 8)
+
+
+@pytest.mark.parametrize(
+    ("logical", "expected"),
+    [
+        (("embed", "heads", "head_dim"), P(None, "tensor", None)),
+        (("layers", "mlp", "embed"), P(None, "tensor", None)),
+        (("batch", "length", None), P("data", None, None)),
+        ((), P()),
+    ],
+)
+def test_spec_for(logical, expected):
+    assert rules.spec_for(logical, "x", MESH) == expected
+
+
+@pytest.mark.parametrize(
+    ("logical", "message"),
+    [
+        (
+            ("embd",),
+            "w=('embd',) has no rule for embd; use one of batch, length, embed, heads, "
+            "kv_heads, head_dim, mlp, vocab, experts, capacity, layers, stages, or None",
+        ),
+        (
+            ("heads", "mlp"),
+            "w=('heads', 'mlp') claims the tensor axis twice; name one of the two dims "
+            "None",
+        ),
+    ],
+)
+def test_impossible_names_are_refused(logical, message):
+    with pytest.raises(PlanError) as error:
+        rules.spec_for(logical, "w", MESH)
+    assert str(error.value) == message
