@@ -6,13 +6,13 @@ from typing import Literal, dataclass_transform
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def section(cls):
-    """Declares a section: immutable, keyword-only, hashable (`jit` may close over it)."""
+    """Declares a section: immutable, keyword-only, hashable (`jit` closes over it)."""
     return dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls)
 
 
 @section
 class Mesh:
-    """Devices along each mesh axis, slowest link first. One entry may be -1: the rest."""
+    """Devices along each mesh axis, slowest link first; one may be -1: the rest."""
 
     pipeline: int = 1
     """Stages of consecutive layers."""
@@ -74,10 +74,10 @@ class Precision:
 
 @section
 class ParamGroup:
-    """Settings for the parameters whose path matches a pattern; the first match wins."""
+    """Settings for parameters whose path matches a pattern; the first match wins."""
 
     pattern: str = ".*"
-    """Regular expression searched in paths such as `blocks/0/attention/query/kernel`."""
+    """Regular expression searched in paths like `blocks/0/attention/query/kernel`."""
     learning_rate_scale: float = 1.0
     """Factor on the learning rate; 0 freezes the parameters, at no optimizer memory."""
     weight_decay: float = 0.0

@@ -1,0 +1,299 @@
+"""Whether settings can work together and on these devices, before anything compiles.
+
+Each rule is a small function that yields problems; all of them are reported at once.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator
+
+from zjax.config import batch, effect, ranges, schema
+from zjax.errors import ConfigError, Problem
+
+AXES = ("pipeline", "replica", "data", "expert", "sequence", "tensor")
+BUILT_AXES = ("replica", "data", "tensor")
+BATCH_AXES = ("replica", "data", "expert")
+
+Rule = Callable[[schema.Config, int], Iterator[Problem]]
+
+
+def check_config(
+    config: schema.Config, num_devices: int, *, own_model: bool = False
+) -> None:
+    """Refuses settings that are out of range, contradict each other or have no effect.
+
+    Args:
+        config: Settings of the right types, as `load_config` gives them.
+        num_devices: Devices of the run, over all processes; 1 or more.
+        own_model: The caller brings the model and its data, so that `config.model` and
+            `config.data` say nothing of them.
+
+    Raises:
+        ConfigError: All problems, in the order of the settings.
+
+    Example:
+        >>> check_config(schema.Config(mesh=schema.Mesh(tensor=3)), 4)
+        Traceback (most recent call last):
+        zjax.errors.ConfigError: mesh.tensor=3 does not divide 4 devices; use 1, 2 or 4
+    """
+    problems = list(ranges.range_problems(config))
+    broken = tuple(problem.field for problem in problems)
+    for parts, rule in _RULES if own_model else _RULES + _MODEL_RULES:
+        # A rule may divide by what it reads, so that its settings must be in range.
+        if not any(field.startswith(parts) for field in broken):
+            problems += rule(config, num_devices)
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _sizes(config: schema.Config, num_devices: int) -> dict[str, int]:
+    sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
+    rest = num_devices // math.prod(size for size in sizes.values() if size > 0)
+    return {axis: rest if size == -1 else size for axis, size in sizes.items()}
+
+
+def _mesh_fills(config: schema.Config, num_devices: int) -> bool:
+    return math.prod(_sizes(config, num_devices).values()) == num_devices
+
+
+def _mesh(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    given = {axis: getattr(config.mesh, axis) for axis in AXES}
+    rest = [axis for axis, size in given.items() if size == -1]
+    if len(rest) > 1:
+        problem = f"shares the rest with mesh.{rest[0]}=-1"
+        yield Problem(f"mesh.{rest[1]}", -1, problem, "keep -1 for one of them")
+        return
+    misfits = [axis for axis, size in given.items() if size > 0 and num_devices % size]
+    for axis in misfits:
+        problem = f"does not divide {num_devices} devices"
+        yield Problem(f"mesh.{axis}", given[axis], problem, _divisors(num_devices))
+    if misfits or _mesh_fills(config, num_devices):
+        return
+    known = math.prod(size for size in given.values() if size > 0)
+    axis = max(AXES, key=lambda axis: given[axis] if axis not in rest else 0)
+    axis = "data" if known == 1 else axis
+    others = known // given[axis]
+    problem = f"makes a mesh of {known} devices, and there are {num_devices}"
+    fit, left = divmod(num_devices, others)
+    remedy = f"use {fit} or -1" if not left else _divisors(num_devices)
+    if rest:
+        problem = f"needs a multiple of {known} devices, and there are {num_devices}"
+        remedy = _divisors(math.gcd(num_devices, fit))
+    yield Problem(f"mesh.{axis}", given[axis], problem, remedy)
+
+
+def _unbuilt_axes(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    for axis, size in _sizes(config, num_devices).items():
+        if size > 1 and axis not in BUILT_AXES:
+            field = f"mesh.{axis}"
+            given = getattr(config.mesh, axis)
+            yield Problem(field, given, "is an axis that is not built yet", "use 1")
+
+
+def _batch(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    sizes = _sizes(config, num_devices)
+    if not _mesh_fills(config, num_devices):
+        return
+    num_shards = math.prod(sizes[axis] for axis in BATCH_AXES)
+    try:
+        resolved = batch.resolve_batch(config, num_shards)
+    except ConfigError as error:
+        yield from error.problems
+        return
+    dtype = config.precision.grad_sum_dtype
+    if dtype != "float32" and resolved.num_microbatches == 1:
+        problem = "has no effect with one microbatch"
+        remedy = "use float32, or more microbatches"
+        yield Problem("precision.grad_sum_dtype", dtype, problem, remedy)
+
+
+def _loss_scale(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    scale = config.precision.loss_scale
+    if scale.minimum > scale.initial:
+        field = "precision.loss_scale.minimum"
+        problem = f"is above precision.loss_scale.initial={scale.initial}"
+        yield Problem(field, scale.minimum, problem, f"use at most {scale.initial}")
+
+
+def _precision(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    precision = config.precision
+    if precision.compute_dtype == "float16" and precision.master_dtype == "bfloat16":
+        field = "precision.master_dtype"
+        problem = "loses the digits that precision.compute_dtype='float16' computes"
+        yield Problem(field, precision.master_dtype, problem, "use float32")
+
+
+def _schedule(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    warmup, num_steps = config.optimizer.num_warmup_steps, config.num_steps
+    field = "optimizer.num_warmup_steps"
+    if warmup > num_steps:
+        problem = f"exceeds num_steps={num_steps}"
+        yield Problem(field, warmup, problem, f"use at most {num_steps}")
+        return
+    fraction = config.optimizer.decay_fraction
+    stable_end = round(num_steps * (1 - fraction))
+    if config.optimizer.schedule == "wsd" and warmup > stable_end:
+        problem = f"overlaps optimizer.decay_fraction={fraction} of {num_steps} steps"
+        yield Problem(field, warmup, problem, f"use at most {stable_end}")
+
+
+def _groups(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    seen: dict[str, str] = {}
+    for index, group in enumerate(config.optimizer.groups):
+        path = f"optimizer.groups[{index}]"
+        try:
+            re.compile(group.pattern)
+        except re.error as error:
+            problem = f"is not a regular expression: {error}"
+            remedy = "correct it, or escape characters with \\"
+            yield Problem(f"{path}.pattern", group.pattern, problem, remedy)
+        if group.pattern in seen:
+            problem = f"never matches after {seen[group.pattern]}"
+            yield Problem(f"{path}.pattern", group.pattern, problem, "remove one")
+        seen.setdefault(group.pattern, path)
+        if group.learning_rate_scale == 0 and group.weight_decay:
+            problem = "has no effect on parameters that are frozen"
+            remedy = "use 0.0, or a learning_rate_scale above 0"
+            yield Problem(f"{path}.weight_decay", group.weight_decay, problem, remedy)
+
+
+def _data(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    if config.data.source == "tokens" and not config.data.path:
+        problem = "is missing for data.source='tokens'"
+        remedy = "give the directory that `zjax data prepare` made"
+        yield Problem("data.path", "", problem, remedy)
+
+
+def _checkpoint(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    path, resume = config.checkpoint.init_from, config.checkpoint.resume
+    if path and resume == "required":
+        problem = "has no effect with checkpoint.resume='required'"
+        remedy = "leave one of them out"
+        yield Problem("checkpoint.init_from", path, problem, remedy)
+
+
+def _sinks(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    sinks = config.observe.sinks
+    for name in dict.fromkeys(sinks):
+        if sinks.count(name) > 1:
+            problem = f"names {name} {sinks.count(name)} times"
+            yield Problem("observe.sinks", sinks, problem, "name it once")
+
+
+def _profile(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    start, field = config.observe.profile_start_step, "observe.profile_start_step"
+    if start >= config.num_steps:
+        problem = f"never comes with num_steps={config.num_steps}"
+        yield Problem(field, start, problem, f"use at most {config.num_steps - 1}")
+
+
+def _processes(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    given = config.processes
+    host, _, port = given.coordinator.rpartition(":")
+    if given.coordinator in ("auto", "none"):
+        return
+    if not host or not port.isdecimal():
+        field = "processes.coordinator"
+        problem, remedy = "is not an address", "use host:port, auto or none"
+        yield Problem(field, given.coordinator, problem, remedy)
+    if given.num_processes == 0:
+        problem = f"leaves open how many meet at {given.coordinator}"
+        yield Problem("processes.num_processes", 0, problem, "use 1 or more")
+    elif not 0 <= given.process_id < given.num_processes:
+        problem = f"is not one of {given.num_processes} processes"
+        remedy = f"use 0 to {given.num_processes - 1}"
+        yield Problem("processes.process_id", given.process_id, problem, remedy)
+
+
+def _heads(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    model = config.model
+    width, heads, kv_heads = model.embed_size, model.num_heads, model.num_kv_heads
+    if width % heads:
+        problem = f"does not divide model.embed_size={width}"
+        yield Problem("model.num_heads", heads, problem, _divisors(width))
+    elif model.positions == "rotary" and width // heads % 2:
+        problem = f"gives heads of odd size {width // heads}, which rotary cannot turn"
+        remedy = f"use a divisor of {width} that leaves an even size"
+        yield Problem("model.num_heads", heads, problem, remedy)
+    if heads % kv_heads:
+        problem = f"does not divide model.num_heads={heads}"
+        yield Problem("model.num_kv_heads", kv_heads, problem, _divisors(heads))
+
+
+def _tensor(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    size = _sizes(config, num_devices)["tensor"]
+    if not _mesh_fills(config, num_devices):
+        return
+    for name in ("num_heads", "num_kv_heads", "mlp_size"):
+        whole = getattr(config.model, name)
+        if whole % size:
+            problem = f"does not divide model.{name}={whole}"
+            remedy = _divisors(math.gcd(whole, num_devices))
+            given = config.mesh.tensor
+            if given == -1:
+                problem = f"comes out as {size} and {problem}"
+            yield Problem("mesh.tensor", given, problem, remedy)
+
+
+def _layers(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    block, layers = config.model.layers_per_scan, config.model.num_layers
+    if block and layers % block:
+        problem = f"does not divide model.num_layers={layers}"
+        yield Problem("model.layers_per_scan", block, problem, _divisors(layers))
+
+
+def _attention(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    dtype = config.precision.compute_dtype
+    if config.model.attention == "cudnn" and dtype == "float32":
+        problem = "cannot run with precision.compute_dtype='float32'"
+        remedy = "use xla, or compute in bfloat16 or float16"
+        yield Problem("model.attention", "cudnn", problem, remedy)
+
+
+def _length(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    length, longest = config.data.length, config.model.max_length
+    if length > longest:
+        problem = f"exceeds model.max_length={longest}"
+        yield Problem("data.length", length, problem, f"use at most {longest}")
+
+
+def _vocabulary(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    size = config.model.vocab_size
+    if config.data.source == "standard_library" and size < 257:
+        problem = "is below the 257 tokens of data.source='standard_library'"
+        yield Problem("model.vocab_size", size, problem, "use 257 or more")
+
+
+def _divisors(number: int) -> str:
+    divisors = [str(d) for d in range(1, number + 1) if number % d == 0]
+    if len(divisors) > 8:
+        return f"use a divisor of {number}"
+    *first, last = divisors
+    return f"use {', '.join(first)} or {last}" if first else f"use {last}"
+
+
+_RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
+    (("mesh",), _mesh),
+    (("mesh",), _unbuilt_axes),
+    (("global_batch", "num_microbatches", "microbatch", "mesh"), _batch),
+    (("precision.loss_scale",), _loss_scale),
+    ((), _precision),
+    (("num_steps", "optimizer"), _schedule),
+    ((), _groups),
+    (("num_steps", "observe"), _profile),
+    ((), _checkpoint),
+    ((), _sinks),
+    (("processes",), _processes),
+    ((), effect.effect_problems),
+)
+"""Prefixes of the settings that a rule divides or compares by, and the rule."""
+
+_MODEL_RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
+    (("model",), _heads),
+    (("model", "mesh"), _tensor),
+    (("model",), _layers),
+    ((), _attention),
+    ((), _data),
+    (("data", "model"), _length),
+    (("model",), _vocabulary),
+)

@@ -1,0 +1,169 @@
+"""Mapping -> Config, strictly typed; the defaults as a ConfigDict to start from."""
+
+import dataclasses
+import difflib
+import math
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import ml_collections
+
+from zjax.config import schema
+from zjax.errors import ConfigError, Problem
+
+Section = TypeVar("Section")
+
+
+def base() -> ml_collections.ConfigDict:
+    """Gives all settings at their defaults, open for a config file to change.
+
+    Types are not enforced while the file runs: `from_mapping` reports every mistake at
+    once, instead of the first one.
+
+    Returns:
+        A nested ConfigDict of the whole schema.
+
+    Example:
+        >>> base().zero.stage
+        1
+    """
+    return ml_collections.ConfigDict(to_mapping(schema.Config()), type_safe=False)
+
+
+def from_mapping(section: type[Section], values: Mapping[str, Any]) -> Section:
+    """Builds a section of the schema from plain values.
+
+    An int is accepted for a float; otherwise types must match exactly. Sections inside
+    may be mappings or instances.
+
+    Args:
+        section: A dataclass of `zjax.config.schema`, usually `Config`.
+        values: Settings that differ from the defaults, nested by section.
+
+    Returns:
+        The section, frozen.
+
+    Raises:
+        ConfigError: Unknown names, wrong types and values that are no choice, all of
+            them at once.
+
+    Example:
+        >>> from_mapping(schema.Zero, {"stage": 3}).stage
+        3
+        >>> from_mapping(schema.Zero, {"stagee": 1})
+        Traceback (most recent call last):
+        zjax.errors.ConfigError: stagee=1 is not a setting; did you mean stage?
+    """
+    problems: list[Problem] = []
+    built = _section(section, values, "", problems)
+    if problems:
+        raise ConfigError(*problems)
+    return built
+
+
+def to_mapping(config: schema.Config) -> dict[str, Any]:
+    """Gives a config as nested plain values, the inverse of `from_mapping`.
+
+    Args:
+        config: Any config.
+
+    Returns:
+        A dict per section; tuples stay tuples.
+
+    Example:
+        >>> to_mapping(schema.Config())["zero"]["stage"]
+        1
+    """
+    return dataclasses.asdict(config)
+
+
+def hint_at(path: str) -> Any:
+    """Looks up the type of a setting.
+
+    Args:
+        path: Dotted, such as `zero.stage`.
+
+    Returns:
+        Its annotation, or None where the schema has no such setting.
+
+    Example:
+        >>> hint_at("optimizer.clip_norm")
+        <class 'float'>
+    """
+    hint: Any = schema.Config
+    for name in path.split("."):
+        hints = typing.get_type_hints(hint) if dataclasses.is_dataclass(hint) else {}
+        hint = hints.get(name)
+    return hint
+
+
+def _section(section: Any, values: Any, path: str, problems: list[Problem]) -> Any:
+    if isinstance(values, section):
+        values = {f.name: getattr(values, f.name) for f in dataclasses.fields(values)}
+    hints = typing.get_type_hints(section)
+    if not isinstance(values, Mapping):
+        names = ", ".join(hints)
+        _refuse_type(path, values, f"a mapping with any of {names}", problems)
+        return values
+    arguments = {}
+    for name, value in values.items():
+        field = f"{path}.{name}" if path else f"{name}"
+        if name in hints:
+            arguments[name] = _value(hints[name], value, field, problems)
+        else:
+            remedy = _nearest(f"{name}", list(hints), path)
+            problems.append(Problem(field, value, "is not a setting", remedy))
+    return section(**arguments)
+
+
+def _nearest(name: str, known: list[str], path: str) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    if near:
+        return f"did you mean {path}{'.' if path else ''}{near[0]}?"
+    return f"use one of {', '.join(known)}"
+
+
+def _value(hint: Any, value: Any, field: str, problems: list[Problem]) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return _section(hint, value, field, problems)
+    if typing.get_origin(hint) is typing.Literal:
+        return _choice(typing.get_args(hint), value, field, problems)
+    if typing.get_origin(hint) is tuple:
+        return _tuple(typing.get_args(hint)[0], value, field, problems)
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:
+        expected = "bool: True or False" if hint is bool else hint.__name__
+        _refuse_type(field, value, expected, problems)
+    elif hint is float and math.isnan(value):
+        problems.append(Problem(field, value, "is not a number", "use a number"))
+    return value
+
+
+def _choice(
+    choices: tuple[Any, ...], value: Any, field: str, problems: list[Problem]
+) -> Any:
+    # True == 1 in Python, so that membership alone would take True for stage 1.
+    if (type(value), value) not in [(type(choice), choice) for choice in choices]:
+        remedy = f"use one of {', '.join(map(str, choices))}"
+        problems.append(Problem(field, value, "is not a choice", remedy))
+    return value
+
+
+def _tuple(hint: Any, value: Any, field: str, problems: list[Problem]) -> Any:
+    if not isinstance(value, list | tuple):
+        _refuse_type(field, value, "list or tuple", problems)
+        return value
+    entries = enumerate(value)
+    return tuple(_value(hint, v, f"{field}[{i}]", problems) for i, v in entries)
+
+
+def _refuse_type(
+    field: str, value: Any, expected: str, problems: list[Problem]
+) -> None:
+    kind = type(value).__name__
+    article = "an" if kind[0].lower() in "aeiou" else "a"
+    problems.append(
+        Problem(field, value, f"is {article} {kind}", f"expected {expected}")
+    )

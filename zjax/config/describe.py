@@ -1,0 +1,101 @@
+"""Settings as text: those of a run, and what each one means."""
+
+import ast
+import dataclasses
+import inspect
+import math
+import textwrap
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from zjax.config import schema
+
+
+def describe_config(config: schema.Config) -> str:
+    """Writes every setting of a run, defaults included, as a Gin file.
+
+    Args:
+        config: Any config.
+
+    Returns:
+        One binding per line; reading it back gives an equal config.
+
+    Example:
+        >>> describe_config(schema.Config()).splitlines()[0]
+        'config.seed = 0'
+    """
+    settings = _settings(config, "config")
+    return "".join(f"{path} = {_literal(value)}\n" for path, _, value in settings)
+
+
+def describe_settings() -> str:
+    """Lists every setting with its default, its choices and what it does.
+
+    Returns:
+        A paragraph per section, two indented lines per setting.
+
+    Example:
+        >>> print(textwrap.shorten(describe_settings(), 45))
+        One run of zjax. seed = 0 num_steps = [...]
+    """
+    lines = []
+    last = None
+    groups = _settings(schema.ParamGroup(), "optimizer.groups[i]")
+    for path, section, value in (*_settings(schema.Config(), ""), *groups):
+        if section is not last:
+            lines += ["", (section.__doc__ or "").strip()]
+            last = section
+        lines += _describe_setting(path, section, value)
+    return "\n".join(lines).strip() + "\n"
+
+
+def _settings(section: Any, path: str) -> Iterator[tuple[str, type, Any]]:
+    for field in dataclasses.fields(section):
+        name = f"{path}.{field.name}" if path else field.name
+        value = getattr(section, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _settings(value, name)
+        else:
+            yield name, type(section), value
+
+
+def _describe_setting(path: str, section: type, value: Any) -> list[str]:
+    name = path.rpartition(".")[2]
+    hint = typing.get_type_hints(section)[name]
+    if typing.get_origin(hint) is tuple:
+        hint = typing.get_args(hint)[0]
+    is_choice = typing.get_origin(hint) is typing.Literal
+    choices = ", ".join(map(str, typing.get_args(hint)))
+    lines = [f"  {path} = {_literal(value)}"]
+    text = _docstrings()[section.__name__].get(name, "")
+    text += f" [{choices}]" if is_choice else ""
+    indent = " " * 6
+    return lines + textwrap.wrap(
+        " ".join(text.split()), 88, initial_indent=indent, subsequent_indent=indent
+    )
+
+
+def _docstrings() -> dict[str, dict[str, str]]:
+    found = {}
+    for node in ast.parse(inspect.getsource(schema)).body:
+        if isinstance(node, ast.ClassDef):
+            texts = found.setdefault(node.name, {})
+            for field, after in zip(node.body, node.body[1:], strict=False):
+                if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
+                    name = typing.cast(ast.Name, field.target).id
+                    texts[name] = ast.literal_eval(after.value)
+    return found
+
+
+def _literal(value: Any) -> str:
+    if value == math.inf:
+        return "%inf"
+    if dataclasses.is_dataclass(value):
+        fields = dataclasses.fields(value)
+        entries = (f"{f.name!r}: {_literal(getattr(value, f.name))}" for f in fields)
+        return "{" + ", ".join(entries) + "}"
+    if isinstance(value, tuple):
+        entries = [_literal(entry) for entry in value]
+        return f"({', '.join(entries)}{',' * (len(entries) == 1)})"
+    return repr(value)

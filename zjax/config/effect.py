@@ -1,0 +1,94 @@
+"""Settings that have no effect in this run: asked for, but nothing would read them."""
+
+import dataclasses
+import operator
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from zjax.config import schema
+from zjax.errors import Problem
+
+
+class Needs(NamedTuple):
+    """A setting that only some choices of another setting read."""
+
+    setting: str
+    other: str
+    choices: tuple[Any, ...]
+
+
+NEEDS = (
+    Needs("zero.min_shard_elements", "zero.stage", (1, 2, 3)),
+    Needs("precision.reduce_dtype", "precision.compute_dtype", ("bfloat16", "float16")),
+    *(
+        Needs(
+            f"precision.loss_scale.{field.name}",
+            "precision.compute_dtype",
+            ("float16",),
+        )
+        for field in dataclasses.fields(schema.LossScale)
+    ),
+    Needs(
+        "optimizer.final_learning_rate_fraction",
+        "optimizer.schedule",
+        ("linear", "cosine", "wsd"),
+    ),
+    Needs("optimizer.decay_fraction", "optimizer.schedule", ("wsd",)),
+    Needs("model.rope_theta", "model.positions", ("rotary",)),
+    Needs("data.path", "data.source", ("tokens",)),
+)
+
+
+def effect_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Finds changed settings that nothing reads.
+
+    Args:
+        config: Settings of the right types.
+        num_devices: Unused; rules share one form.
+
+    Yields:
+        One problem per setting.
+
+    Example:
+        >>> mesh = schema.Config(data=schema.Data(path="x"))
+        >>> [problem.field for problem in effect_problems(mesh, 1)]
+        ['data.path']
+    """
+    for setting, other, choices in NEEDS:
+        value, default = _both(config, setting)
+        given, _ = _both(config, other)
+        if value != default and given not in choices:
+            problem = f"has no effect with {other}={given!r}"
+            one_of = " or ".join(map(repr, choices))
+            remedy = f"leave it at {default!r}, or set {other} to {one_of}"
+            yield Problem(setting, value, problem, remedy)
+    yield from _profile(config)
+    yield from _processes(config)
+
+
+def _profile(config: schema.Config) -> Iterator[Problem]:
+    value, default = _both(config, "observe.profile_num_steps")
+    if value != default and config.observe.profile_start_step == -1:
+        problem = "has no effect with observe.profile_start_step=-1"
+        remedy = f"leave it at {default}, or set observe.profile_start_step"
+        yield Problem("observe.profile_num_steps", value, problem, remedy)
+
+
+def _processes(config: schema.Config) -> Iterator[Problem]:
+    coordinator = config.processes.coordinator
+    names = ["num_processes", "process_id"]
+    if coordinator not in ("auto", "none"):
+        return
+    if coordinator == "none":
+        names.append("heartbeat_seconds")
+    for name in names:
+        value, default = _both(config, f"processes.{name}")
+        if value != default:
+            problem = f"has no effect with processes.coordinator={coordinator!r}"
+            remedy = f"leave it at {default}, or set processes.coordinator"
+            yield Problem(f"processes.{name}", value, problem, remedy)
+
+
+def _both(config: schema.Config, path: str) -> tuple[Any, Any]:
+    value = operator.attrgetter(path)
+    return value(config), value(schema.Config())

@@ -1,0 +1,87 @@
+"""Command-line flags: one config file, Python or Gin, and changes to single settings.
+
+A change has the same text on every way in: `--config.zero.stage=3`, a Gin binding
+`config.zero.stage=3`, an override of `load_config`. The flags only collect texts, so
+that all mistakes are reported together and in one form.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from absl import flags
+
+from zjax.config import gin, load, schema
+from zjax.errors import ConfigError, Problem
+
+
+def define_flags(
+    argv: Sequence[str] | None = None, flag_values: flags.FlagValues = flags.FLAGS
+) -> None:
+    """Defines `--config`, `--gin_file`, `--gin`, and each `--config.x.y` in `argv`.
+
+    Nothing is defined before this is called, as zjax is also a library; calling it
+    again changes nothing.
+
+    Args:
+        argv: Arguments to look for changed settings in; by default those of this
+            process.
+        flag_values: Where flags are defined.
+    """
+    if "config" not in flag_values:
+        flags.DEFINE_string(
+            "config",
+            None,
+            "Config file (.py or .gin). --config.x.y=value changes single settings.",
+            flag_values=flag_values,
+        )
+        flags.DEFINE_multi_string(
+            "gin_file", [], "Gin file; may be repeated.", flag_values=flag_values
+        )
+        flags.DEFINE_multi_string(
+            "gin",
+            [],
+            "Gin binding such as config.zero.stage=3; may be repeated.",
+            flag_values=flag_values,
+        )
+    arguments = sys.argv if argv is None else argv
+    for argument in flag_values.read_flags_from_files(list(arguments), force_gnu=False):
+        name = argument.lstrip("-").partition("=")[0]
+        is_change = argument.startswith("-") and name.startswith("config.")
+        if is_change and name not in flag_values:
+            flags.DEFINE_string(
+                name, None, "Changes this setting.", flag_values=flag_values
+            )
+
+
+def config_from_flags(flag_values: flags.FlagValues = flags.FLAGS) -> schema.Config:
+    """Reads the config that the command line describes.
+
+    Args:
+        flag_values: Flags that `define_flags` defined, parsed.
+
+    Returns:
+        The frozen config.
+
+    Raises:
+        ConfigError: No file and no change was given, both kinds of file were, or the
+            settings are unknown or of the wrong type, all of them at once.
+    """
+    path = flag_values["config"].value
+    files = flag_values["gin_file"].value or []
+    bindings = flag_values["gin"].value or []
+    changes = [
+        f"{name}={flag_values[name].value}"
+        for name in flag_values
+        if name.startswith("config.") and flag_values[name].value is not None
+    ]
+    if not (path or changes or files or bindings):
+        remedy = "use --config=configs/quickstart.py, or --gin_file"
+        raise ConfigError(Problem("config", "", "is not given", remedy))
+    if not (files or bindings):
+        return load.load_config(path or {}, *changes)
+    if path or changes:
+        other = path or changes[0]
+        given = f"--gin_file={files[0]}" if files else f"--gin={bindings[0]}"
+        remedy = "use either --config or Gin, not both"
+        raise ConfigError(Problem("config", other, f"meets {given}", remedy))
+    return gin.from_gin(files, bindings)

@@ -1,0 +1,195 @@
+"""Gin files and bindings as plain settings: Gin's syntax without Gin's registry.
+
+Gin may set values but never wire code. Its own parser reads the text; nothing is
+registered with Gin, so that a program that uses Gin for itself is left alone,
+references (`@name`) reach nothing, and all mistakes are reported together.
+"""
+
+import math
+import pathlib
+import tokenize
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from gin import config_parser
+
+from zjax.config import convert, override, schema
+from zjax.errors import ConfigError, Problem
+
+WIRING = "set values only: config.section.name = value"
+
+
+class _Macro(NamedTuple):
+    name: str
+
+
+class _Reference(NamedTuple):
+    name: str
+
+
+class _Delegate(config_parser.ParserDelegate):
+    def configurable_reference(self, scoped_configurable_name, evaluate) -> Any:
+        return _Reference(scoped_configurable_name + "()" * evaluate)
+
+    def macro(self, macro_name) -> Any:
+        return _Macro(macro_name)
+
+
+def read_gin(files: Sequence[str] = (), bindings: Sequence[str] = ()) -> dict[str, Any]:
+    """Reads Gin files in order, then single bindings; the last one wins.
+
+    A float is infinite as `%inf`; a tuple is written as in Python. An included file is
+    looked for beside the file that includes it.
+
+    Args:
+        files: Paths of Gin files.
+        bindings: Such as `config.zero.stage = 3`.
+
+    Returns:
+        The settings they bind, nested by section, not yet checked against the schema.
+
+    Raises:
+        ConfigError: A file that cannot be read, a syntax error, or anything but values.
+
+    Example:
+        >>> read_gin(bindings=["config.zero.stage = 3"])
+        {'zero': {'stage': 3}}
+    """
+    problems: list[Problem] = []
+    found: list[tuple[str, Any]] = []
+    for path in files:
+        found += _read_file(pathlib.Path(path), (), problems)
+    for binding in bindings:
+        found += _read_text(binding, "gin", (), problems)
+    macros = {"inf": math.inf}
+    macros |= {path: value for path, value in found if "." not in path}
+    unused = set(macros) - {"inf"}
+    values: dict[str, Any] = {}
+    for path, value in found:
+        if "." in path:
+            resolved = _resolve(value, path, macros, unused, problems)
+            values = _bind(values, path, resolved, problems)
+    for name in sorted(unused):
+        remedy = f"write config.{name} if it is a setting"
+        problems.append(Problem(name, macros[name], "is a macro nobody uses", remedy))
+    if problems:
+        raise ConfigError(*problems)
+    return values
+
+
+def from_gin(files: Sequence[str] = (), bindings: Sequence[str] = ()) -> schema.Config:
+    """Builds a Config from Gin files in order, then single bindings; the last one wins.
+
+    Args:
+        files: Paths of Gin files.
+        bindings: Such as `config.zero.stage = 3`.
+
+    Returns:
+        The config; what is not bound has its default.
+
+    Raises:
+        ConfigError: As `read_gin` and `convert.from_mapping`.
+
+    Example:
+        >>> from_gin(bindings=["config.zero.stage = 3"]).zero.stage
+        3
+    """
+    return convert.from_mapping(schema.Config, read_gin(files, bindings))
+
+
+def _read_file(
+    path: pathlib.Path, parents: tuple[pathlib.Path, ...], problems: list[Problem]
+) -> list[tuple[str, Any]]:
+    if path in parents:
+        names = " -> ".join(map(str, (*parents, path)))
+        problems.append(
+            Problem("include", str(path), f"is a circle: {names}", "cut it")
+        )
+        return []
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        remedy = "give the path of a Gin file"
+        problem = f"cannot be read: {reason}"
+        problems.append(Problem("gin_file", str(path), problem, remedy))
+        return []
+    return _read_text(text, str(path), (*parents, path), problems)
+
+
+def _read_text(
+    text: str,
+    source: str,
+    parents: tuple[pathlib.Path, ...],
+    problems: list[Problem],
+) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for statement in _statements(text, source, problems):
+        if isinstance(statement, config_parser.BindingStatement):
+            scope, selector, name, value, _ = statement
+            path = f"{selector}.{name}" if name else selector
+            if scope:
+                place = f"{scope}/{path}"
+                problems.append(Problem(place, value, "has a Gin scope", WIRING))
+            else:
+                found.append((path, value))
+        elif isinstance(statement, config_parser.IncludeStatement):
+            folder = parents[-1].parent if parents else pathlib.Path()
+            found += _read_file(folder / statement.filename, parents, problems)
+        elif isinstance(statement, config_parser.ImportStatement):
+            problem = Problem("import", statement.module, "would run code", WIRING)
+            problems.append(problem)
+    return found
+
+
+def _statements(text: str, source: str, problems: list[Problem]) -> Iterator[Any]:
+    try:
+        yield from config_parser.ConfigParser(text, _Delegate())
+    except (SyntaxError, tokenize.TokenError) as error:
+        line = error.lineno if isinstance(error, SyntaxError) else error.args[1][0]
+        reason = str(error.args[0]).splitlines()[0].rstrip(".")
+        if "malformed node" in reason:
+            reason = "a string lacks its quotes, or a macro its %"
+        lines = text.splitlines()
+        value = lines[min(line or 1, len(lines)) - 1].strip()
+        field = source if len(lines) == 1 else f"{source}:{line}"
+        remedy = "write config.section.name = value, strings in quotes"
+        problems.append(Problem(field, value, f"is not Gin: {reason}", remedy))
+
+
+def _resolve(
+    value: Any,
+    path: str,
+    macros: dict[str, Any],
+    unused: set[str],
+    problems: list[Problem],
+    seen: tuple[str, ...] = (),
+) -> Any:
+    def inner(item):
+        return _resolve(item, path, macros, unused, problems, seen)
+
+    if isinstance(value, _Reference):
+        problems.append(Problem(path, f"@{value.name}", "refers to code", WIRING))
+    elif isinstance(value, _Macro):
+        unused.discard(value.name)
+        if value.name in macros and value.name not in seen:
+            again = (*seen, value.name)
+            macro = macros[value.name]
+            return _resolve(macro, path, macros, unused, problems, again)
+        remedy = f"define it: {value.name} = ..."
+        problems.append(Problem(path, f"%{value.name}", "is not a macro", remedy))
+    elif isinstance(value, dict):
+        return {key: inner(item) for key, item in value.items()}
+    elif isinstance(value, list | tuple):
+        return type(value)(inner(item) for item in value)
+    return value
+
+
+def _bind(
+    values: dict[str, Any], path: str, value: Any, problems: list[Problem]
+) -> dict[str, Any]:
+    if path.startswith(override.PREFIX):
+        return override.merge(values, {path.removeprefix(override.PREFIX): value})
+    remedy = f"did you mean {override.PREFIX}{path}?"
+    problems.append(Problem(path, value, "is not a setting", remedy))
+    return values

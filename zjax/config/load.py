@@ -1,0 +1,103 @@
+"""The one door to a Config: a file, a dict or a ConfigDict, with changes over it."""
+
+import difflib
+import os
+import pathlib
+import runpy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ml_collections
+
+from zjax.config import convert, gin, override, schema
+from zjax.errors import ConfigError, Problem
+
+
+def load_config(
+    source: schema.Config
+    | Mapping[str, Any]
+    | ml_collections.ConfigDict
+    | str
+    | os.PathLike[str],
+    *overrides: str | Mapping[str, Any],
+    **settings: Any,
+) -> schema.Config:
+    """Reads the settings of a run from wherever they are.
+
+    Args:
+        source: A `.py` file with `get_config()`, a `.gin` file, a dict, a ConfigDict,
+            or a Config to change.
+        *overrides: Texts such as `"zero.stage=3"`, or mappings, nested or with dotted
+            paths; later ones win.
+        **settings: Sections or settings of the top level; they win over all else.
+
+    Returns:
+        The frozen config. Its types are right; `check_config` says whether it can work.
+
+    Raises:
+        ConfigError: A file that cannot be read, or settings that are unknown or of the
+            wrong type, all of them at once.
+
+    Example:
+        >>> load_config({"seed": 1}, "zero.stage=3", num_steps=20).zero.stage
+        3
+    """
+    values = _read(source)
+    merged = override.merge_overrides(values, [*overrides, settings])
+    return convert.from_mapping(schema.Config, merged)
+
+
+def _read(source: Any) -> Mapping[str, Any]:
+    if isinstance(source, schema.Config):
+        return convert.to_mapping(source)
+    if isinstance(source, ml_collections.ConfigDict):
+        return source.to_dict()
+    if isinstance(source, Mapping):
+        return override.merge({}, source)
+    path = pathlib.Path(source)
+    if path.suffix not in _READERS:
+        kinds = " or ".join(suffix for suffix in _READERS if suffix != ".json")
+        problem = Problem("config", str(path), "is not a config file", f"use {kinds}")
+        raise ConfigError(problem)
+    if not path.is_file():
+        raise ConfigError(Problem("config", str(path), "does not exist", _near(path)))
+    return _READERS[path.suffix](path)
+
+
+def _near(path: pathlib.Path) -> str:
+    folder = path.parent
+    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return f"did you mean {folder / near[0]}?" if near else "give the path of a file"
+
+
+def _read_python(path: pathlib.Path) -> Mapping[str, Any]:
+    make = runpy.run_path(str(path)).get("get_config")
+    if make is None:
+        remedy = "define it and return zjax.config.base() with your changes"
+        problem = Problem("config", str(path), "has no get_config()", remedy)
+        raise ConfigError(problem)
+    made = make()
+    if not isinstance(made, schema.Config | ml_collections.ConfigDict | Mapping):
+        kind = type(made).__name__
+        remedy = "return zjax.config.base() with your changes"
+        problem = Problem("config", str(path), f"gives a {kind}", remedy)
+        raise ConfigError(problem)
+    return _read(made)
+
+
+def _read_gin(path: pathlib.Path) -> Mapping[str, Any]:
+    return gin.read_gin([str(path)])
+
+
+def _refuse_ds_config(path: pathlib.Path) -> Mapping[str, Any]:
+    problem = "needs the importer of DeepSpeed's ds_config, which is not available yet"
+    remedy = "write the settings as .py or .gin"
+    raise ConfigError(Problem("config", str(path), problem, remedy))
+
+
+_READERS: dict[str, Callable[[pathlib.Path], Mapping[str, Any]]] = {
+    ".py": _read_python,
+    ".gin": _read_gin,
+    ".json": _refuse_ds_config,
+}

@@ -1,0 +1,117 @@
+"""`zero.stage=3`: one changed setting as text, and changes laid over a mapping."""
+
+import ast
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from zjax.config import convert
+from zjax.errors import ConfigError, Problem
+
+PREFIX = "config."
+"""May stand before a path: a flag, a Gin binding and an override are one text."""
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """Splits `path=value` and reads the value.
+
+    The value is a Python literal. Quotes may be left out where a string is expected,
+    and a float may be `inf`.
+
+    Args:
+        text: Such as `zero.stage=3` or `config.zero.stage=3`.
+
+    Returns:
+        The dotted path without `config.`, and the value.
+
+    Raises:
+        ConfigError: There is no `=`.
+
+    Example:
+        >>> parse_override("config.directory=runs/a"), parse_override("zero.stage=3")
+        (('directory', 'runs/a'), ('zero.stage', 3))
+    """
+    path, equals, value = text.partition("=")
+    path = path.strip().removeprefix(PREFIX)
+    if not equals or not path:
+        remedy = "write path=value, such as zero.stage=3"
+        raise ConfigError(Problem("override", text, "is not a setting", remedy))
+    return path, _parse_value(convert.hint_at(path), value.strip())
+
+
+def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Lays changes over nested settings.
+
+    Args:
+        values: Settings nested by section; left as they are.
+        changes: Settings nested by section, or under dotted paths.
+
+    Returns:
+        The merged settings; the changes win.
+
+    Example:
+        >>> merge({"zero": {"stage": 1}}, {"zero.stage": 3, "seed": 2})
+        {'zero': {'stage': 3}, 'seed': 2}
+    """
+    merged = dict(values)
+    for path, change in changes.items():
+        name, _, rest = path.partition(".")
+        inner = {rest: change} if rest else change
+        if isinstance(inner, Mapping):
+            under = merged.get(name)
+            merged[name] = merge(under if isinstance(under, Mapping) else {}, inner)
+        else:
+            merged[name] = inner
+    return merged
+
+
+def merge_overrides(
+    values: Mapping[str, Any], overrides: Sequence[str | Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Lays overrides over nested settings, in order.
+
+    Args:
+        values: Settings nested by section; left as they are.
+        overrides: Texts such as `zero.stage=3`, or mappings.
+
+    Returns:
+        The merged settings; the last override wins.
+
+    Raises:
+        ConfigError: Texts without `=`, all of them.
+
+    Example:
+        >>> merge_overrides({}, ["seed=1", "seed=2"])
+        {'seed': 2}
+    """
+    merged, problems = dict(values), []
+    for override in overrides:
+        try:
+            changes = (
+                dict([parse_override(override)])
+                if isinstance(override, str)
+                else override
+            )
+        except ConfigError as error:
+            problems += error.problems
+        else:
+            merged = merge(merged, changes)
+    if problems:
+        raise ConfigError(*problems)
+    return merged
+
+
+def _parse_value(hint: Any, text: str) -> Any:
+    try:
+        value = ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        value = text
+    strings = hint is str or (
+        typing.get_origin(hint) is typing.Literal
+        and isinstance(typing.get_args(hint)[0], str)
+    )
+    if strings and not isinstance(value, str):
+        return text
+    if hint is float and value in ("inf", "-inf", "nan"):
+        return float(value)
+    return value

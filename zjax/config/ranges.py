@@ -1,0 +1,140 @@
+"""The legal range of every number among the settings."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from zjax.config import schema
+from zjax.errors import Problem
+
+
+class Range(NamedTuple):
+    """Numbers that a setting may take."""
+
+    holds: Callable[[float], bool]
+    remedy: str
+
+
+def _from(low: int) -> Range:
+    return Range(lambda x: low <= x < math.inf, f"use {low} or more")
+
+
+def _power_of_two(x: float) -> bool:
+    return 0 < x < math.inf and math.frexp(x)[0] == 0.5
+
+
+POSITIVE = Range(lambda x: 0 < x < math.inf, "use more than 0")
+LIMIT = Range(lambda x: x > 0, "use more than 0, or inf for no limit")
+FRACTION = Range(lambda x: 0 <= x <= 1, "use 0 to 1")
+DECAY = Range(lambda x: 0 <= x < 1, "use 0 or more and less than 1")
+POWER_OF_TWO = Range(_power_of_two, "use a power of two, such as 65536.0")
+AXIS = Range(lambda x: x >= 1 or x == -1, "use 1 or more, or -1 for the rest")
+SEED = Range(lambda x: 0 <= x < 2**32, "use 0 to 4294967295")
+
+RANGES: dict[type, dict[str, Range]] = {
+    schema.Config: {
+        "seed": SEED,
+        "num_steps": _from(1),
+        "global_batch_size": _from(0),
+        "num_microbatches": _from(0),
+        "microbatch_size": _from(0),
+    },
+    schema.Mesh: {
+        "pipeline": AXIS,
+        "replica": AXIS,
+        "data": AXIS,
+        "expert": AXIS,
+        "sequence": AXIS,
+        "tensor": AXIS,
+    },
+    schema.Zero: {"min_shard_elements": _from(0)},
+    schema.LossScale: {
+        "initial": POWER_OF_TWO,
+        "window": _from(0),
+        "hysteresis": _from(1),
+        "minimum": POWER_OF_TWO,
+    },
+    schema.ParamGroup: {
+        "learning_rate_scale": _from(0),
+        "weight_decay": _from(0),
+    },
+    schema.Optimizer: {
+        "peak_learning_rate": POSITIVE,
+        "num_warmup_steps": _from(0),
+        "final_learning_rate_fraction": FRACTION,
+        "decay_fraction": FRACTION,
+        "b1": DECAY,
+        "b2": DECAY,
+        "eps": POSITIVE,
+        "weight_decay": _from(0),
+        "clip_norm": LIMIT,
+        "ema_decay": DECAY,
+    },
+    schema.Model: {
+        "num_layers": _from(1),
+        "embed_size": _from(1),
+        "mlp_size": _from(1),
+        "num_heads": _from(1),
+        "num_kv_heads": _from(1),
+        "vocab_size": _from(2),
+        "max_length": _from(1),
+        "norm_eps": POSITIVE,
+        "rope_theta": POSITIVE,
+        "dropout_rate": DECAY,
+        "layers_per_scan": _from(0),
+        "loss_chunk_tokens": _from(0),
+        "z_loss": _from(0),
+    },
+    schema.Data: {
+        "length": _from(1),
+        "num_workers": _from(0),
+        "prefetch_batches": _from(0),
+    },
+    schema.Evaluation: {"every_steps": _from(0), "num_batches": _from(1)},
+    schema.Checkpoint: {
+        "every_steps": _from(0),
+        "keep_last": _from(1),
+        "keep_best": _from(0),
+    },
+    schema.Observe: {
+        "log_every_steps": _from(1),
+        "profile_start_step": _from(-1),
+        "profile_num_steps": _from(1),
+        "peak_tflops": _from(0),
+    },
+    schema.Processes: {
+        "num_processes": _from(0),
+        "process_id": _from(-1),
+        "heartbeat_seconds": _from(1),
+    },
+}
+"""By section and setting. A test keeps the table complete."""
+
+
+def range_problems(section: Any, path: str = "") -> Iterator[Problem]:
+    """Finds numbers out of range in a section and all sections inside it.
+
+    Args:
+        section: A section of the schema.
+        path: Its dotted path, for the problems.
+
+    Yields:
+        One problem per number.
+
+    Example:
+        >>> print(*range_problems(schema.Config(num_steps=0)))
+        num_steps=0 is out of range; use 1 or more
+    """
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        name = f"{path}.{field.name}" if path else field.name
+        allowed = RANGES.get(type(section), {}).get(field.name)
+        if dataclasses.is_dataclass(value):
+            yield from range_problems(value, name)
+        elif isinstance(value, tuple):
+            for index, entry in enumerate(value):
+                if dataclasses.is_dataclass(entry):
+                    yield from range_problems(entry, f"{name}[{index}]")
+        elif allowed and not allowed.holds(value):
+            yield Problem(name, value, "is out of range", allowed.remedy)
