@@ -1,1 +1,8 @@
-"""TBD."""
+"""Tokens: where they come from, in which order, and how they reach the devices."""
+
+from zjax.data.batches import wrap_batches
+from zjax.data.loader import Loader, make_loader
+from zjax.data.source import make_tokenizer
+from zjax.data.tokenizer import Tokenizer
+
+__all__ = ["Loader", "Tokenizer", "make_loader", "make_tokenizer", "wrap_batches"]

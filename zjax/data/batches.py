@@ -1,0 +1,157 @@
+"""Other people's data: datasets with columns, and iterables of ready batches."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, Protocol, runtime_checkable
+
+import grain
+import numpy as np
+from jaxtyping import Int64
+
+from zjax.config import schema
+from zjax.data import loader, placement
+from zjax.errors import DataError, Problem
+
+
+@runtime_checkable
+class ColumnDataset(Protocol):
+    """A dataset in the manner of Hugging Face `datasets`."""
+
+    column_names: Any
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, indices: Any, /) -> Any: ...
+
+
+def wrap_batches(
+    batches: Any,
+    config: schema.Config,
+    shardings: placement.Shardings,
+    *,
+    start_step: int = 0,
+    num_batches: int | None = None,
+) -> loader.Loader:
+    """Makes a loader of a dataset with columns, or of any iterable of batches.
+
+    A dataset (`column_names`, `len`, `dataset[[3, 1]] -> dict of columns`) is sampled
+    by (seed, step) like our own data. Anything else must yield whole global batches,
+    the same in every process; resuming draws and drops those before `start_step`.
+
+    Args:
+        batches: The dataset, or the iterable of trees of numeric arrays whose first dim
+            is `global_batch_size` (scalars are free).
+        config: `seed`, `global_batch_size`, and `data` for workers and prefetching.
+        shardings: Where each array of a batch goes.
+        start_step: Step of the first batch.
+        num_batches: Batches until the end; None goes on as long as there are any.
+
+    Raises:
+        DataError: A dataset without rows, or with a column that is not numeric; a batch
+            of another size, when it comes up.
+    """
+    if isinstance(batches, ColumnDataset):
+        return loader.load_rows(
+            ColumnRows(batches),
+            config,
+            shardings,
+            seed=config.seed,
+            start_step=start_step,
+            num_batches=num_batches,
+        )
+
+    loader.check_batch_size(config)
+    end = None if num_batches is None else start_step + num_batches
+    opened: list[Any] = []
+
+    def open_at(step: int) -> Any:
+        iterator = iter(batches)
+        if iterator is batches and opened:
+            raise DataError(
+                Problem(
+                    "batches",
+                    type(batches).__name__,
+                    "is an iterator that has been drawn from",
+                    "give an iterable that starts anew, such as a list",
+                )
+            )
+        opened.append(step)
+        given = GivenBatches(itertools.islice(enumerate(iterator), step, end))
+
+        def place(numbered: tuple[int, Any]) -> Any:
+            number, batch = numbered
+            return placement.place_batch(
+                batch, shardings, config.global_batch_size, f"batches[{number}]"
+            )
+
+        return iter(
+            grain.experimental.ThreadPrefetchIterDataset(
+                given.map(place), prefetch_buffer_size=config.data.prefetch_batches
+            )
+        )
+
+    return loader.Loader(open_at, {}, start_step)
+
+
+class ColumnRows:
+    """Rows of a dataset with columns.
+
+    Args:
+        dataset: The dataset; has one row or more.
+    """
+
+    def __init__(self, dataset: ColumnDataset):
+        if len(dataset) == 0:
+            name = type(dataset).__name__
+            raise DataError(
+                Problem("batches", name, "has no rows", "give one with rows")
+            )
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def read(self, indices: Int64[np.ndarray, " n"], /) -> dict[str, np.ndarray]:
+        """Stacks the rows `indices` of each column."""
+        columns = self._dataset[indices.tolist()]
+        return {
+            name: placement.narrow(_stack(values), f"batches[{name!r}]")
+            for name, values in columns.items()
+        }
+
+
+class GivenBatches(grain.IterDataset):
+    """An iterator in the shape that grain prefetches; read once.
+
+    Args:
+        iterator: What to read.
+    """
+
+    def __init__(self, iterator: Iterator[Any]):
+        super().__init__()
+        self._iterator = iterator
+
+    def __iter__(self) -> grain.DatasetIterator:
+        return _GivenIterator(self._iterator)
+
+
+class _GivenIterator(grain.DatasetIterator):
+    def __init__(self, iterator: Iterator[Any]):
+        super().__init__()
+        self._iterator = iterator
+
+    def __next__(self) -> Any:
+        return next(self._iterator)
+
+    def get_state(self) -> dict[str, Any]:
+        return {}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError("a loader starts anew instead")
+
+
+def _stack(values: Any) -> np.ndarray:
+    try:
+        return np.asarray(values)
+    except ValueError:  # rows of unequal length
+        return np.asarray(values, object)

@@ -1,0 +1,163 @@
+"""Documents out of text, JSON Lines and Parquet files, read in bounded memory."""
+
+import codecs
+import json
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import pyarrow
+from pyarrow import parquet
+
+from zjax.errors import DataError, Problem
+
+BLOCK_BYTES = 64 << 10
+"""Longer text files are cut into documents of about this size, at line ends."""
+JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+PARQUET_ROWS = 1_024
+
+
+class Document(NamedTuple):
+    """One text and how much of the file it used up."""
+
+    text: str
+    num_bytes: int
+
+
+def list_files(inputs: Sequence[str | pathlib.Path]) -> list[pathlib.Path]:
+    """Lists files as given, and those under directories sorted by name.
+
+    Raises:
+        DataError: A path is missing, a file is empty, a directory holds no file.
+    """
+    files: list[pathlib.Path] = []
+    problems = []
+    for given in map(pathlib.Path, inputs):
+        found = [given]
+        if given.is_dir():
+            found = sorted(path for path in given.rglob("*") if path.is_file())
+        elif not given.is_file():
+            problems.append(_problem(given, "is not there", "check the path"))
+            continue
+        if not found:
+            problems.append(_problem(given, "holds no file", "give one with text"))
+        files += found
+    problems += [
+        _problem(file, "is empty", "leave it out")
+        for file in files
+        if file.stat().st_size == 0
+    ]
+    if problems:
+        raise DataError(*problems)
+    return files
+
+
+def read_documents(path: pathlib.Path, text_field: str) -> Iterator[Document]:
+    """Reads a file by what its name ends in: JSON Lines, Parquet, or else plain text.
+
+    Args:
+        path: The file.
+        text_field: Field or column that holds the text.
+
+    Raises:
+        DataError: Not UTF-8, a broken line, no such field; says where.
+    """
+    if path.suffix in JSON_SUFFIXES:
+        return _read_json_lines(path, text_field)
+    if path.suffix == ".parquet":
+        return _read_parquet(path, text_field)
+    return _read_text(path)
+
+
+def _problem(path: pathlib.Path, problem: str, remedy: str) -> Problem:
+    return Problem("input", str(path), problem, remedy)
+
+
+def _read_text(path: pathlib.Path) -> Iterator[Document]:
+    at, rest = 0, b""
+    with open(path, "rb") as file:
+        while chunk := file.read(BLOCK_BYTES - len(rest)):
+            block = rest + chunk
+            size = _cut(block) if len(block) == BLOCK_BYTES else len(block)
+            yield Document(_decode(block[:size], path, at), size)
+            at, rest = at + size, block[size:]
+    if rest:
+        yield Document(_decode(rest, path, at), len(rest))
+
+
+def _cut(block: bytes) -> int:
+    """Where to end a document: after the last line, else before a torn character."""
+    after_line = block.rfind(b"\n") + 1
+    if after_line > len(block) // 2:
+        return after_line
+    _, consumed = codecs.utf_8_decode(block, "replace", False)
+    return consumed
+
+
+def _decode(block: bytes, path: pathlib.Path, at: int) -> str:
+    try:
+        return block.decode()
+    except UnicodeDecodeError as error:
+        said = f"is not UTF-8 at byte {at + error.start}"
+        remedy = "convert it (iconv -t UTF-8) or leave it out"
+        raise DataError(_problem(path, said, remedy)) from error
+
+
+def _read_json_lines(path: pathlib.Path, text_field: str) -> Iterator[Document]:
+    at = 0
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            text = _decode(line, path, at)
+            if text.strip():
+                yield Document(_parse(text, path, number, text_field), len(line))
+            at += len(line)
+
+
+def _parse(line: str, path: pathlib.Path, number: int, text_field: str) -> str:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        said = f"has broken JSON on line {number} ({error.args[0]})"
+        remedy = "write one JSON object per line"
+        raise DataError(_problem(path, said, remedy)) from error
+    if not isinstance(record, dict):
+        said = f"has no object on line {number}, but a {type(record).__name__}"
+        raise DataError(_problem(path, said, "write one JSON object per line"))
+    if text_field not in record:
+        said = f"has no field {text_field!r} on line {number}, only {', '.join(record)}"
+        raise DataError(_problem(path, said, "choose another text_field"))
+    return _check_text(record[text_field], path, f"line {number}", text_field)
+
+
+def _read_parquet(path: pathlib.Path, text_field: str) -> Iterator[Document]:
+    try:
+        file = parquet.ParquetFile(path)
+    except pyarrow.ArrowException as error:
+        said = "is not a Parquet file"
+        raise DataError(
+            _problem(path, said, "leave it out or make it again")
+        ) from error
+    with file:
+        names = file.schema_arrow.names
+        if text_field not in names:
+            said = f"has no column {text_field!r}, only {', '.join(names)}"
+            raise DataError(_problem(path, said, "choose another text_field"))
+        num_bytes = path.stat().st_size // max(1, file.metadata.num_rows)
+        number = 0
+        for batch in file.iter_batches(PARQUET_ROWS, columns=[text_field]):
+            for value in batch.column(0).to_pylist():
+                number += 1
+                text = _check_text(value, path, f"row {number}", text_field)
+                yield Document(text, num_bytes)
+
+
+def _check_text(value: object, path: pathlib.Path, where: str, text_field: str) -> str:
+    if not isinstance(value, str):
+        said = f"has a {type(value).__name__} as {text_field!r} in {where}"
+        raise DataError(_problem(path, said, "make it a string or leave it out"))
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        said = f"has half a character (a lone surrogate) in {where}"
+        raise DataError(_problem(path, said, "write whole characters")) from error
+    return value

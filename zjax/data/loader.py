@@ -1,0 +1,266 @@
+"""Batches on the devices, read ahead of their use; the position is a step number.
+
+grain reads the rows, in threads or in processes of its own, and runs the thread that
+places them. It is never asked where it is: the batch of step n is a pure function of n,
+so a loader resumes by starting anew at its step.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+from absl import flags
+from jaxtyping import Int64
+
+from zjax.config import schema
+from zjax.data import packing, placement, sampler, source
+from zjax.errors import ConfigError, DataError, Problem
+
+READ_THREADS = 2
+"""Batches that each reading process works on at a time."""
+VALIDATION_SEED = 0
+"""Every run is evaluated on the same rows, whatever its own seed."""
+
+
+class Loader:
+    """An iterator of batches of global arrays that knows its step.
+
+    Args:
+        open_at: Starts reading at a step; gives an iterator with a `close`.
+        position: What, besides the step, decides which samples come; it is compared
+            when a state is restored.
+        start_step: Step of the first batch.
+    """
+
+    def __init__(
+        self,
+        open_at: Callable[[int], Any],
+        position: dict[str, int],
+        start_step: int,
+    ):
+        self._open_at = open_at
+        self._position = position
+        self._step = start_step
+        self._open: list[Any] = []
+        # Also runs at exit: a thread that places arrays while the interpreter goes down
+        # would crash it.
+        weakref.finalize(self, _close_all, self._open)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if not self._open:
+            self._open.append(self._open_at(self._step))
+        try:
+            batch = next(self._open[0])
+        except BaseException:
+            self.close()
+            raise
+        self._step += 1
+        return batch
+
+    def __enter__(self) -> "Loader":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stops all threads and processes; the next batch would start them again."""
+        _close_all(self._open)
+
+    def state(self) -> dict[str, int]:
+        """Says where the loader is: the `step` of the next batch, and which data."""
+        return {"step": self._step} | self._position
+
+    def set_state(self, state: dict[str, int]) -> None:
+        """Goes to where another loader of the same data was.
+
+        Args:
+            state: What `state` gave.
+
+        Raises:
+            DataError: The data, seed or batch size differ, so the same step would be
+                other samples.
+        """
+        problems = [
+            Problem(
+                name,
+                self._position.get(name),
+                f"was {state.get(name)} in the saved run, so its samples are not these",
+                "restore that setting or that data, or start a new run",
+            )
+            for name in sorted({*self._position, *state} - {"step"})
+            if self._position.get(name) != state.get(name)
+        ]
+        if problems:
+            raise DataError(*problems)
+        self.close()
+        self._step = state["step"]
+
+
+def make_loader(
+    config: schema.Config,
+    shardings: placement.Shardings,
+    *,
+    split: str = "train",
+    start_step: int = 0,
+    num_batches: int | None = None,
+) -> Loader:
+    """Makes the loader of the data that `config` names.
+
+    Args:
+        config: `data`, `seed`, `global_batch_size` (1 or more) and `model.vocab_size`.
+        shardings: Where each array of a batch goes.
+        split: `train`, in the order of `config.seed`; or `validation`, in one order
+            for all runs.
+        start_step: Step of the first batch.
+        num_batches: Batches until the end; None goes on for ever.
+
+    Returns:
+        An iterator of `tokens, targets` (int32[B, L]) and `weights` (float32[B, L]),
+        with `segment_ids, positions` (int32[B, L]) where documents are packed.
+
+    Raises:
+        DataError: The data is missing, damaged, too short for one row, or has a larger
+            vocabulary than the model.
+    """
+    return load_rows(
+        source.open_rows(config, split),
+        config,
+        shardings,
+        seed=config.seed if split == "train" else VALIDATION_SEED,
+        start_step=start_step,
+        num_batches=num_batches,
+    )
+
+
+def load_rows(
+    rows: packing.Rows,
+    config: schema.Config,
+    shardings: placement.Shardings,
+    *,
+    seed: int,
+    start_step: int,
+    num_batches: int | None,
+) -> Loader:
+    """Makes the loader of any rows that can be read by number.
+
+    Args:
+        rows: The rows.
+        config: `data.num_workers`, `data.prefetch_batches` and `global_batch_size`.
+        shardings: Where each array of a batch goes.
+        seed: Decides the order.
+        start_step: Step of the first batch.
+        num_batches: Batches until the end; None goes on for ever.
+    """
+    check_batch_size(config)
+    num_rows = config.global_batch_size
+    order = sampler.Sampler(seed, len(rows), num_rows)
+    local_rows = _local_rows(rows, num_rows, shardings)
+    end = sys.maxsize if num_batches is None else start_step + num_batches
+
+    def place(batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        return placement.place_rows(batch, local_rows, num_rows, shardings)
+
+    def open_at(step: int) -> Any:
+        _mark_flags_as_parsed()
+        steps = StepSource(rows, order, local_rows, step, end)
+        dataset = _read_ahead(grain.MapDataset.source(steps), config.data)
+        return iter(
+            grain.experimental.ThreadPrefetchIterDataset(
+                dataset.map(place), prefetch_buffer_size=config.data.prefetch_batches
+            )
+        )
+
+    position = {
+        "seed": seed,
+        "num_rows": len(rows),
+        "global_batch_size": num_rows,
+    }
+    return Loader(open_at, position, start_step)
+
+
+def _close_all(opened: list[Any]) -> None:
+    """Leaves no reference: grain's iterators cannot be deleted late in an exit."""
+    while opened:
+        opened.pop().close()
+
+
+def check_batch_size(config: schema.Config) -> None:
+    """Refuses a batch size that has not been derived yet.
+
+    Raises:
+        ConfigError: `global_batch_size` is 0.
+    """
+    if config.global_batch_size == 0:
+        said = "is not a number of rows until it is derived"
+        remedy = "give the config that `zjax.initialize` returns, or set it"
+        raise ConfigError(Problem("global_batch_size", 0, said, remedy))
+
+
+class StepSource:
+    """What grain reads: element i is this process's part of the batch of a step.
+
+    Args:
+        rows: The rows of the whole data.
+        order: Which of them each step takes.
+        local_rows: Places in the global batch that this process holds.
+        start_step: Step of element 0.
+        end_step: Step after the last element.
+    """
+
+    def __init__(
+        self,
+        rows: packing.Rows,
+        order: sampler.Sampler,
+        local_rows: Int64[np.ndarray, " local"],
+        start_step: int,
+        end_step: int,
+    ):
+        self._rows = rows
+        self._order = order
+        self._local_rows = local_rows
+        self._start_step = start_step
+        self._end_step = end_step
+
+    def __len__(self) -> int:
+        return max(0, self._end_step - self._start_step)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        indices = self._order.indices(self._start_step + int(index))
+        return self._rows.read(indices[self._local_rows])
+
+
+def _local_rows(
+    rows: packing.Rows, num_rows: int, shardings: placement.Shardings
+) -> Int64[np.ndarray, " local"]:
+    example = rows.read(np.zeros(1, np.int64))
+    shapes = {
+        name: jax.ShapeDtypeStruct((num_rows, *array.shape[1:]), array.dtype)
+        for name, array in example.items()
+    }
+    return placement.needed_rows(
+        [(shardings(leaf), leaf.shape) for leaf in shapes.values()],
+        jax.local_devices(),
+    )
+
+
+def _read_ahead(steps: grain.MapDataset, data: schema.Data) -> grain.IterDataset:
+    read = steps.to_iter_dataset(
+        grain.ReadOptions(num_threads=READ_THREADS, prefetch_buffer_size=READ_THREADS)
+    )
+    if data.num_workers == 0:
+        return read
+    return read.mp_prefetch(grain.MultiprocessingOptions(num_workers=data.num_workers))
+
+
+def _mark_flags_as_parsed() -> None:
+    """Lets grain start processes from a program that is not an absl app."""
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()

@@ -1,0 +1,242 @@
+"""From a stream of tokens to rows of equal length, each readable by its number.
+
+Blocks cut the stream without looking at it. Documents are placed whole, several to a
+row, with segment ids that keep attention inside each; the index of which pieces make up
+which row is computed once, by first-fit in windows, all windows in lockstep.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from jaxtyping import Bool, Int, Int64
+
+WINDOW_ROWS = 128
+"""Rows' worth of documents among which first-fit looks for a place."""
+MAX_WINDOW_DOCUMENTS = 4_096
+
+
+class TokenArray(Protocol):
+    """Unsigned token ids that are sliced without reading the rest."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: slice, /) -> np.ndarray: ...
+
+
+class Rows(Protocol):
+    """Rows of a fixed shape, read by number."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, indices: Int64[np.ndarray, " n"], /) -> dict[str, np.ndarray]:
+        """Stacks the rows `indices` along a first dim, one array per field."""
+        ...
+
+
+class BlockRows:
+    """The stream cut into rows; neighbours share one token, first target of the next.
+
+    Args:
+        tokens: The stream.
+        length: Tokens per row, 1 or more.
+
+    Example:
+        >>> rows = BlockRows(np.arange(7, dtype=np.uint16), length=3)
+        >>> len(rows), rows.read(np.array([1]))["targets"].tolist()
+        (2, [[4, 5, 6]])
+    """
+
+    def __init__(self, tokens: TokenArray, length: int):
+        self._tokens = tokens
+        self._length = length
+
+    def __len__(self) -> int:
+        return max(0, len(self._tokens) - 1) // self._length
+
+    def read(self, indices: Int64[np.ndarray, " n"], /) -> dict[str, np.ndarray]:
+        """Gives `tokens`, `targets` (int32) and `weights` (float32, all 1)."""
+        starts = (indices * self._length).tolist()
+        windows = np.stack(
+            [self._tokens[start : start + self._length + 1] for start in starts]
+        ).astype(np.int32)
+        return {
+            "tokens": windows[:, :-1],
+            "targets": windows[:, 1:],
+            "weights": np.ones((len(indices), self._length), np.float32),
+        }
+
+
+class DocumentRows:
+    """Documents packed into rows; longer ones are cut into pieces of a row.
+
+    A token predicts the next one of its own document only: the last token of each
+    document, and padding, have weight 0. Padding has segment 0; its token is 0.
+
+    Args:
+        tokens: The stream, each document ending in its end token.
+        offsets: Where each document starts, and the end of the last.
+        length: Tokens per row, 1 or more.
+
+    Example:
+        >>> rows = DocumentRows(np.array([7, 8, 9, 5, 6, 9]), np.array([0, 3, 6]), 7)
+        >>> {name: array[0].tolist() for name, array in rows.read(np.array([0])).items()
+        ...     if name != "positions"}  # doctest: +NORMALIZE_WHITESPACE
+        {'tokens': [7, 8, 9, 5, 6, 9, 0], 'targets': [8, 9, 0, 6, 9, 0, 0],
+         'weights': [1.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0],
+         'segment_ids': [1, 1, 1, 2, 2, 2, 0]}
+    """
+
+    def __init__(
+        self, tokens: TokenArray, offsets: Int64[np.ndarray, " docs+1"], length: int
+    ):
+        self._tokens = tokens
+        self._length = length
+        starts, sizes, closes = cut_documents(offsets, length)
+        rows = pack_first_fit(sizes, length)
+        order = np.argsort(rows, kind="stable")
+        self._starts, self._sizes, self._closes = (
+            column[order] for column in (starts, sizes, closes)
+        )
+        num_rows = int(rows.max()) + 1 if len(rows) else 0
+        self._first_piece = np.searchsorted(rows[order], np.arange(num_rows + 1))
+
+    def __len__(self) -> int:
+        return len(self._first_piece) - 1
+
+    def read(self, indices: Int64[np.ndarray, " n"], /) -> dict[str, np.ndarray]:
+        """Gives `tokens, targets, segment_ids, positions` (int32), `weights`."""
+        rows = [self._pieces(row) for row in indices.tolist()]
+        return stack_pieces(rows, self._length)
+
+    def _pieces(self, row: int) -> list[tuple[np.ndarray, bool]]:
+        pieces = slice(self._first_piece[row], self._first_piece[row + 1])
+        return [
+            (self._tokens[start : start + size + (not closes)], closes)
+            for start, size, closes in zip(
+                self._starts[pieces].tolist(),
+                self._sizes[pieces].tolist(),
+                self._closes[pieces].tolist(),
+                strict=True,
+            )
+        ]
+
+
+def stack_pieces(
+    rows: Sequence[Sequence[tuple[np.ndarray, bool]]], length: int
+) -> dict[str, np.ndarray]:
+    """Lays pieces of documents side by side in rows.
+
+    Args:
+        rows: For each row its pieces: their tokens, and whether the document ends
+            there. A piece that does not end its document carries one token more, the
+            target of its last.
+        length: Tokens per row, at least the sum of a row's pieces.
+
+    Returns:
+        `tokens, targets, segment_ids, positions` as int32[rows, length] and `weights`
+        as float32[rows, length].
+    """
+    names = ("tokens", "targets", "segment_ids", "positions")
+    batch = {name: np.zeros((len(rows), length), np.int32) for name in names}
+    weights = np.zeros((len(rows), length), np.float32)
+    for row, pieces in enumerate(rows):
+        at = 0
+        for segment, (piece, closes) in enumerate(pieces, start=1):
+            size = len(piece) if closes else len(piece) - 1
+            here = slice(at, at + size)
+            predicted = slice(at, at + len(piece) - 1)
+            batch["tokens"][row, here] = piece[:size]
+            batch["targets"][row, predicted] = piece[1:]
+            weights[row, predicted] = 1.0
+            batch["segment_ids"][row, here] = segment
+            batch["positions"][row, here] = np.arange(size)
+            at += size
+    return batch | {"weights": weights}
+
+
+def cut_documents(
+    offsets: Int64[np.ndarray, " docs+1"], length: int
+) -> tuple[
+    Int64[np.ndarray, " pieces"],
+    Int64[np.ndarray, " pieces"],
+    Bool[np.ndarray, " pieces"],
+]:
+    """Cuts every document into pieces of at most `length` tokens.
+
+    Returns:
+        Where each piece starts, its size, and whether its document ends there.
+
+    Example:
+        >>> [column.tolist() for column in cut_documents(np.array([0, 5, 7]), 3)]
+        [[0, 3, 5], [3, 2, 2], [False, True, True]]
+    """
+    ends = offsets[1:]
+    counts = -(-np.diff(offsets) // length)
+    first_piece = np.cumsum(counts) - counts
+    within = np.arange(counts.sum()) - np.repeat(first_piece, counts)
+    starts = np.repeat(offsets[:-1], counts) + within * length
+    sizes = np.minimum(length, np.repeat(ends, counts) - starts)
+    return starts, sizes, starts + sizes == np.repeat(ends, counts)
+
+
+def pack_first_fit(
+    sizes: Int[np.ndarray, " pieces"], length: int
+) -> Int64[np.ndarray, " pieces"]:
+    """Assigns a row to each piece.
+
+    Pieces of a whole row come first. The others are taken in windows; within one, from
+    the longest to the shortest, each goes to the first row of the window with room.
+
+    Args:
+        sizes: Tokens of each piece, 1 to `length`.
+        length: Tokens per row.
+
+    Returns:
+        The row of each piece; rows count from 0 without gaps.
+
+    Example:
+        >>> pack_first_fit(np.array([2, 4, 3, 1, 2]), length=4).tolist()
+        [2, 0, 1, 1, 2]
+    """
+    rows = np.zeros(len(sizes), np.int64)
+    whole = sizes == length
+    num_whole = int(whole.sum())
+    rows[whole] = np.arange(num_whole)
+    part = np.flatnonzero(~whole)
+    if len(part) == 0:
+        return rows
+    width = _window_documents(sizes[part], length)
+    table = np.zeros((-(-len(part) // width), width), np.int64)
+    table.reshape(-1)[: len(part)] = sizes[part]
+    order = np.argsort(-table, axis=1, kind="stable")
+    placed, num_used = _fit_windows(np.take_along_axis(table, order, axis=1), length)
+    placed += (np.cumsum(num_used) - num_used)[:, None]
+    result = np.empty_like(placed)
+    np.put_along_axis(result, order, placed, axis=1)
+    rows[part] = num_whole + result.reshape(-1)[: len(part)]
+    return rows
+
+
+def _window_documents(sizes: Int[np.ndarray, " pieces"], length: int) -> int:
+    width = int(WINDOW_ROWS * length // sizes.mean())
+    return min(max(width, 1), MAX_WINDOW_DOCUMENTS, len(sizes))
+
+
+def _fit_windows(
+    sizes: Int64[np.ndarray, "windows width"], length: int
+) -> tuple[Int64[np.ndarray, "windows width"], Int64[np.ndarray, " windows"]]:
+    """First-fit in each window by itself; size 0 fills the end and opens no row."""
+    num_windows, width = sizes.shape
+    windows = np.arange(num_windows)
+    space = np.full((num_windows, width), length, np.int64)
+    placed = np.zeros_like(sizes)
+    num_used = np.zeros(num_windows, np.int64)
+    for column in range(width):
+        size = sizes[:, column]
+        num_open = min(int(num_used.max()) + 1, width)
+        row = (space[:, :num_open] >= size[:, None]).argmax(axis=1)
+        space[windows, row] -= size
+        placed[:, column] = row
+        num_used = np.maximum(num_used, np.where(size > 0, row + 1, 0))
+    return placed, num_used

@@ -1,0 +1,213 @@
+"""Text files to token files, once, before training: `zjax data prepare`."""
+
+import itertools
+import os
+import pathlib
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import tokenizers
+from rich import console, progress
+
+from zjax.data import documents, store
+from zjax.data import tokenizer as text
+from zjax.errors import DataError, Problem
+
+BPE_TRAINING_BYTES = 1 << 30
+"""A BPE is learnt from at most this much text, the first of the training split."""
+SMALLEST_BPE = text.NUM_BYTES + 2
+ENCODE_DOCUMENTS = 256
+"""Documents encoded at a time, in the threads of the tokenizer."""
+
+
+class _Assigned(NamedTuple):
+    split: str
+    document: documents.Document
+
+
+def prepare(
+    inputs: Sequence[str | pathlib.Path],
+    output: str | pathlib.Path,
+    *,
+    tokenizer: str = "bytes",
+    validation_fraction: float = 0.01,
+    text_field: str = "text",
+) -> store.Meta:
+    """Writes a directory of token files that `data.source='tokens'` reads.
+
+    Documents are the lines of JSON Lines files, the rows of Parquet files, and text
+    files, cut at line ends into about 64 KiB where they are longer. Validation takes
+    the second document, then one whenever it has less than its share of the text.
+
+    Args:
+        inputs: Files, or directories of which all files are taken.
+        output: Directory to make; it appears only when it is complete.
+        tokenizer: `bytes`, `bpe:<vocab_size>` to learn one from the training text, or
+            the path of a `tokenizer.json`.
+        validation_fraction: Part of the text that is held out, 0 to less than 1.
+        text_field: Field of JSON objects, or column of Parquet files, with the text.
+
+    Returns:
+        What was written: vocabulary and sizes.
+
+    Raises:
+        DataError: An input, the tokenizer or the output cannot be used; nothing is
+            left behind.
+    """
+    output = pathlib.Path(output)
+    problems = _check_settings(output, tokenizer, validation_fraction)
+    if problems:
+        raise DataError(*problems)
+    files = documents.list_files(inputs)
+
+    def read(bar: progress.Progress, label: str) -> Iterator[_Assigned]:
+        found = _read_all(files, text_field, bar, label)
+        return _assign_splits(found, validation_fraction)
+
+    partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
+    partial.mkdir(parents=True)
+    try:
+        with progress.Progress(console=console.Console(stderr=True)) as bar:
+            vocabulary = _make_tokenizer(tokenizer, partial, read(bar, "Learning"))
+            splits = _write_splits(partial, vocabulary, read(bar, "Encoding"))
+        _check_splits(splits, inputs, validation_fraction)
+        meta = store.Meta(
+            tokenizer="bytes" if tokenizer == "bytes" else store.TOKENIZER_NAME,
+            vocab_size=vocabulary.vocab_size,
+            end_id=vocabulary.end_id,
+            dtype=_token_dtype(vocabulary),
+            splits=splits,
+        )
+        store.write_meta(partial, meta)
+        partial.rename(output)
+    except BaseException:
+        shutil.rmtree(partial)
+        raise
+    return meta
+
+
+def _check_settings(
+    output: pathlib.Path, tokenizer: str, validation_fraction: float
+) -> list[Problem]:
+    problems = []
+    if output.exists():
+        said = "exists already"
+        problems.append(
+            Problem("output", str(output), said, "remove it or name another")
+        )
+    bpe = re.fullmatch(r"bpe:(\d+)", tokenizer)
+    if bpe and int(bpe[1]) < SMALLEST_BPE:
+        said = "is smaller than the 256 bytes, an end token and one merge"
+        remedy = f"use bpe:{SMALLEST_BPE} or more"
+        problems.append(Problem("tokenizer", tokenizer, said, remedy))
+    elif not bpe and tokenizer != "bytes" and not tokenizer.endswith(".json"):
+        said = "is not a choice"
+        remedy = "use bytes, bpe:<vocab_size> or the path of a tokenizer.json"
+        problems.append(Problem("tokenizer", tokenizer, said, remedy))
+    if not 0 <= validation_fraction < 1:
+        said = "is not a part of the text"
+        remedy = "use 0 or more and less than 1"
+        problems.append(
+            Problem("validation_fraction", validation_fraction, said, remedy)
+        )
+    return problems
+
+
+def _read_all(
+    files: Sequence[pathlib.Path],
+    text_field: str,
+    bar: progress.Progress,
+    label: str,
+) -> Iterator[documents.Document]:
+    total = sum(file.stat().st_size for file in files)
+    task = bar.add_task(label, total=total)
+    for file in files:
+        for document in documents.read_documents(file, text_field):
+            bar.advance(task, document.num_bytes)
+            if document.text:
+                yield document
+
+
+def _assign_splits(
+    found: Iterator[documents.Document], validation_fraction: float
+) -> Iterator[_Assigned]:
+    num_seen, num_held_out = 0, 0
+    for document in found:
+        held_out = num_held_out < validation_fraction * num_seen
+        size = len(document.text)
+        num_seen += size
+        num_held_out += size * held_out
+        yield _Assigned("validation" if held_out else "train", document)
+
+
+def _make_tokenizer(
+    tokenizer: str, directory: pathlib.Path, found: Iterator[_Assigned]
+) -> text.Tokenizer:
+    if tokenizer == "bytes":
+        return text.make_bytes()
+    stored = directory / store.TOKENIZER_NAME
+    if not tokenizer.startswith("bpe:"):
+        text.load_tokenizer(tokenizer)
+        shutil.copyfile(tokenizer, stored)
+        return text.load_tokenizer(stored)
+    library: tokenizers.Tokenizer = text.train_bpe(
+        _training_texts(found), int(tokenizer.removeprefix("bpe:"))
+    )
+    library.save(str(stored))
+    return text.load_tokenizer(stored)
+
+
+def _training_texts(found: Iterator[_Assigned]) -> Iterator[str]:
+    num_bytes = 0
+    for split, document in found:
+        if num_bytes >= BPE_TRAINING_BYTES:
+            return
+        if split == "train":
+            num_bytes += len(document.text.encode())
+            yield document.text
+
+
+def _token_dtype(vocabulary: text.Tokenizer) -> str:
+    return "uint16" if vocabulary.vocab_size <= 1 << 16 else "uint32"
+
+
+def _write_splits(
+    directory: pathlib.Path, vocabulary: text.Tokenizer, found: Iterator[_Assigned]
+) -> dict[str, store.Split]:
+    dtype = _token_dtype(vocabulary)
+    writers: dict[str, store.SplitWriter] = {}
+    try:
+        while some := list(itertools.islice(found, ENCODE_DOCUMENTS)):
+            encoded = vocabulary.encode_batch([document.text for _, document in some])
+            for (split, _), ids in zip(some, encoded, strict=True):
+                if split not in writers:
+                    writers[split] = store.SplitWriter(directory, split, dtype)
+                writers[split].append(ids, vocabulary.end_id)
+    finally:
+        for writer in writers.values():
+            writer.close()
+    return {
+        split: store.Split(writer.num_tokens, writer.num_documents)
+        for split, writer in writers.items()
+    }
+
+
+def _check_splits(
+    splits: dict[str, store.Split],
+    inputs: Sequence[str | pathlib.Path],
+    validation_fraction: float,
+) -> None:
+    if not splits:
+        given = ", ".join(map(str, inputs))
+        raise DataError(Problem("input", given, "holds no text", "give some"))
+    if validation_fraction > 0 and "validation" not in splits:
+        raise DataError(
+            Problem(
+                "validation_fraction",
+                validation_fraction,
+                "leaves nothing for validation: the input is a single document",
+                "use 0, or give the text in several files or lines",
+            )
+        )

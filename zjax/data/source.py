@@ -1,0 +1,94 @@
+"""From the settings of a run to its rows and its vocabulary."""
+
+from zjax.config import schema
+from zjax.data import packing, standard_library, store, synthetic
+from zjax.data import tokenizer as text
+from zjax.errors import DataError, Problem
+
+
+def make_tokenizer(config: schema.Config) -> text.Tokenizer:
+    """Makes the vocabulary that the data of this run is written in.
+
+    Raises:
+        DataError: `data.path` is not a directory made by `zjax data prepare`.
+
+    Example:
+        >>> make_tokenizer(schema.Config()).vocab_size
+        257
+    """
+    match config.data.source:
+        case "standard_library":
+            return text.make_bytes()
+        case "tokens":
+            return store.open_tokenizer(config.data.path)
+        case "synthetic":
+            return text.make_numbers(config.model.vocab_size)
+
+
+def open_rows(config: schema.Config, split: str) -> packing.Rows:
+    """Opens the rows of one split.
+
+    Args:
+        config: `data` says which and how; `model.vocab_size` bounds the ids.
+        split: `train` or `validation`.
+
+    Raises:
+        DataError: The data is missing, damaged, too short for one row, or has a larger
+            vocabulary than the model.
+    """
+    data = config.data
+    if data.source == "synthetic":
+        documents = data.packing == "documents"
+        return synthetic.SyntheticRows(
+            config.seed,
+            split,
+            config.model.vocab_size,
+            data.length,
+            synthetic.DOCUMENTS_PER_ROW if documents else 0,
+        )
+    if data.source == "standard_library":
+        opened = standard_library.open_standard_library(split)
+    else:
+        opened = store.open_store(data.path, split)
+    check_vocabulary(opened, data.source, config.model.vocab_size)
+    return _cut_rows(opened, data, split)
+
+
+def check_vocabulary(opened: store.Store, source: str, vocab_size: int) -> None:
+    """Refuses data whose ids the model has no row for.
+
+    Raises:
+        DataError: The vocabulary of the data is larger than `vocab_size`.
+    """
+    if opened.vocab_size <= vocab_size:
+        return
+    largest = store.largest_id(opened.tokens)
+    field, value = "data.path", opened.name
+    if source == "standard_library":
+        field, value = "data.source", source
+    raise DataError(
+        Problem(
+            field,
+            value,
+            f"has a vocabulary of {opened.vocab_size} (largest id found: {largest}), "
+            f"beyond model.vocab_size={vocab_size}",
+            f"set model.vocab_size={opened.vocab_size} or more",
+        )
+    )
+
+
+def _cut_rows(opened: store.Store, data: schema.Data, split: str) -> packing.Rows:
+    if data.packing == "documents":
+        return packing.DocumentRows(opened.tokens, opened.offsets, data.length)
+    rows = packing.BlockRows(opened.tokens, data.length)
+    if len(rows) == 0:
+        raise DataError(
+            Problem(
+                "data.length",
+                data.length,
+                f"needs {data.length + 1} tokens, but the {split} split of "
+                f"{opened.name} has {len(opened.tokens)}",
+                f"use {len(opened.tokens) - 1} or less, or more text",
+            )
+        )
+    return rows

@@ -1,0 +1,154 @@
+"""Text to token ids and back, the same few functions whatever made the vocabulary."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import tokenizers
+from jaxtyping import Int32
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from zjax.errors import DataError, Problem
+
+END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<|eos|>", "<eos>", "</s>")
+"""What an end of document is called in published vocabularies, first match wins."""
+NUM_BYTES = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+    """A vocabulary and the two ways through it."""
+
+    name: str
+    """`bytes`, `numbers`, or the file it came from."""
+    vocab_size: int
+    """One more than the largest id."""
+    end_id: int
+    """The token that ends every document."""
+    encode_batch: Callable[[Sequence[str]], list[np.ndarray]]
+    """Texts -> int32 ids of each, without the end token."""
+    decode: Callable[[Any], str]
+    """Ids, any integer array of one dim -> text; the end token gives none."""
+
+    def encode(self, text: str) -> Int32[np.ndarray, " T"]:
+        """Turns one text into ids, without the end token."""
+        return self.encode_batch([text])[0]
+
+
+def make_bytes() -> Tokenizer:
+    """Makes the vocabulary of the 256 bytes of UTF-8 and an end token.
+
+    Example:
+        >>> tokenizer = make_bytes()
+        >>> tokenizer.encode("hé").tolist(), tokenizer.decode([104, 195, 169, 256])
+        ([104, 195, 169], 'hé')
+    """
+
+    def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
+        encoded = (text.encode() for text in texts)
+        return [np.frombuffer(text, np.uint8).astype(np.int32) for text in encoded]
+
+    def decode(ids: Any) -> str:
+        ids = np.asarray(ids)
+        return bytes(ids[ids < NUM_BYTES].tolist()).decode(errors="replace")
+
+    return Tokenizer("bytes", NUM_BYTES + 1, NUM_BYTES, encode_batch, decode)
+
+
+def make_numbers(vocab_size: int) -> Tokenizer:
+    """Makes the vocabulary of tokens that stand for nothing but their number.
+
+    Example:
+        >>> make_numbers(100).decode([3, 14, 15])
+        '3 14 15'
+    """
+
+    def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.array(text.split(), np.int32) for text in texts]
+
+    def decode(ids: Any) -> str:
+        return " ".join(map(str, np.asarray(ids).tolist()))
+
+    return Tokenizer("numbers", vocab_size, vocab_size - 1, encode_batch, decode)
+
+
+def load_tokenizer(path: str | pathlib.Path) -> Tokenizer:
+    """Reads a `tokenizer.json` of the `tokenizers` library.
+
+    Text never becomes a control token, even where it spells one.
+
+    Raises:
+        DataError: The file is missing or unreadable, or has no end-of-document token.
+    """
+    if not pathlib.Path(path).is_file():
+        raise DataError(
+            Problem("tokenizer", str(path), "is not a file", "give a tokenizer.json")
+        )
+    try:
+        library = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(
+            Problem(
+                "tokenizer",
+                str(path),
+                f"is not a file of the tokenizers library ({error})",
+                "give a tokenizer.json",
+            )
+        ) from error
+    return _wrap_library(library, str(path))
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
+    """Learns byte-pair merges from texts.
+
+    Args:
+        texts: What to learn from; read once.
+        vocab_size: Tokens to end with, 258 or more; a small text may give fewer.
+
+    Returns:
+        A tokenizer of the `tokenizers` library, which can be saved.
+
+    Reference:
+        Sennrich, Haddow and Birch (arXiv:1508.07909), over bytes as in GPT-2.
+    """
+    library = tokenizers.Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_TOKENS[0]],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    library.train_from_iterator(texts, trainer)
+    return library
+
+
+def _wrap_library(library: tokenizers.Tokenizer, name: str) -> Tokenizer:
+    vocabulary = library.get_vocab()
+    ends = [token for token in END_TOKENS if token in vocabulary]
+    if not ends:
+        raise DataError(
+            Problem(
+                "tokenizer",
+                name,
+                "has no token that ends a document",
+                f"add one of {', '.join(END_TOKENS)}",
+            )
+        )
+    library.encode_special_tokens = True
+    library.no_truncation()
+    library.no_padding()
+
+    def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
+        encodings = library.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+    def decode(ids: Any) -> str:
+        return library.decode(np.asarray(ids).tolist())
+
+    end_id = vocabulary[ends[0]]
+    vocab_size = max(vocabulary.values()) + 1
+    return Tokenizer(name, vocab_size, end_id, encode_batch, decode)
