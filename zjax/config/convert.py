@@ -62,11 +62,11 @@ def from_mapping(section: type[Section], values: Mapping[str, Any]) -> Section:
     return built
 
 
-def to_mapping(config: schema.Config) -> dict[str, Any]:
-    """Gives a config as nested plain values, the inverse of `from_mapping`.
+def to_mapping(section: Any) -> dict[str, Any]:
+    """Gives a section as nested plain values, the inverse of `from_mapping`.
 
     Args:
-        config: Any config.
+        section: An instance of a dataclass of the schema, usually a `Config`.
 
     Returns:
         A dict per section; tuples stay tuples.
@@ -75,7 +75,7 @@ def to_mapping(config: schema.Config) -> dict[str, Any]:
         >>> to_mapping(schema.Config())["zero"]["stage"]
         1
     """
-    return dataclasses.asdict(config)
+    return dataclasses.asdict(section)
 
 
 def hint_at(path: str) -> Any:
@@ -106,7 +106,7 @@ def _section(section: Any, values: Any, path: str, problems: list[Problem]) -> A
         names = ", ".join(hints)
         _refuse_type(path, values, f"a mapping with any of {names}", problems)
         return values
-    arguments = {}
+    arguments, before = {}, len(problems)
     for name, value in values.items():
         field = f"{path}.{name}" if path else f"{name}"
         if name in hints:
@@ -114,7 +114,7 @@ def _section(section: Any, values: Any, path: str, problems: list[Problem]) -> A
         else:
             remedy = _nearest(f"{name}", list(hints), path)
             problems.append(Problem(field, value, "is not a setting", remedy))
-    return section(**arguments)
+    return section(**arguments) if len(problems) == before else section()
 
 
 def _nearest(name: str, known: list[str], path: str) -> str:

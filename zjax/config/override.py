@@ -1,6 +1,7 @@
 """`zero.stage=3`: one changed setting as text, and changes laid over a mapping."""
 
 import ast
+import dataclasses
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -58,8 +59,7 @@ def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
         name, _, rest = path.partition(".")
         inner = {rest: change} if rest else change
         if isinstance(inner, Mapping):
-            under = merged.get(name)
-            merged[name] = merge(under if isinstance(under, Mapping) else {}, inner)
+            merged[name] = merge(_nested(merged.get(name)), inner)
         else:
             merged[name] = inner
     return merged
@@ -99,6 +99,12 @@ def merge_overrides(
     if problems:
         raise ConfigError(*problems)
     return merged
+
+
+def _nested(value: Any) -> Mapping[str, Any]:
+    if dataclasses.is_dataclass(value):
+        return convert.to_mapping(value)
+    return value if isinstance(value, Mapping) else {}
 
 
 def _parse_value(hint: Any, text: str) -> Any:

@@ -1,0 +1,35 @@
+"""GPT-2 with 1.5 billion parameters: ZeRO-2, gradients summed over microbatches.
+
+Run:     zjax train --config=configs/gpt2_1p5b.py
+Needs:   tokens in data/gpt2, made by `zjax data prepare`;
+         GPUs of 80 GiB whose number divides 64.
+Expect:  the loss curve of a GPT-2 of this size on the prepared text.
+"""
+
+from zjax import config as zconfig
+
+
+def get_config():
+    config = zconfig.base()
+    config.directory = "runs/gpt2_1p5b"
+    config.num_steps = 20_000
+    config.global_batch_size = 512
+    config.microbatch_size = 8
+
+    config.zero.stage = 2
+
+    config.model.num_layers = 48
+    config.model.embed_size = 1_600
+    config.model.mlp_size = 6_400
+    config.model.num_heads = 25
+    config.model.num_kv_heads = 25
+    config.model.vocab_size = 50_257
+    config.model.max_length = 1_024
+    config.model.remat = "full"
+    config.data.source = "tokens"
+    config.data.path = "data/gpt2"
+    config.data.length = 1_024
+
+    config.optimizer.peak_learning_rate = 2e-4
+    config.optimizer.num_warmup_steps = 1_000
+    return config

@@ -1,0 +1,143 @@
+"""The command line describes one config, by one front end."""
+
+import math
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from absl import flags as absl_flags
+
+from zjax import config as zconfig
+from zjax.config import flags
+from zjax.errors import ConfigError
+
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+QUICKSTART = CONFIGS / "quickstart.py"
+
+
+def parse(*arguments):
+    values = absl_flags.FlagValues()
+    argv = ["zjax", *map(str, arguments)]
+    flags.define_flags(argv, values)
+    values(argv)
+    return flags.config_from_flags(values)
+
+
+@pytest.mark.parametrize("suffix", [".py", ".gin"])
+def test_file_alone(suffix):
+    path = QUICKSTART.with_suffix(suffix)
+    assert parse(f"--config={path}") == zconfig.load_config(path)
+
+
+def test_changes():
+    config = parse(
+        f"--config={QUICKSTART}",
+        "--config.zero.stage=3",
+        "--config.optimizer.clip_norm",
+        "inf",
+        "-config.directory=runs/x",
+        "--config.num_steps=1",
+        "--config.num_steps=5",
+    )
+    assert config.zero.stage == 3
+    assert config.optimizer.clip_norm == math.inf
+    assert config.directory == "runs/x"
+    assert config.num_steps == 5
+    assert config.model == zconfig.load_config(QUICKSTART).model
+
+
+def test_changes_without_a_file_start_from_the_defaults():
+    assert parse("--config.seed=5") == zconfig.Config(seed=5)
+
+
+def test_changes_from_a_flagfile(tmp_path):
+    path = tmp_path / "flags"
+    path.write_text("--config.seed=5\n")
+    assert parse(f"--flagfile={path}") == zconfig.Config(seed=5)
+
+
+def test_gin_file_and_bindings_equal_config_and_changes():
+    gin = parse(
+        f"--gin_file={QUICKSTART.with_suffix('.gin')}",
+        "--gin=config.zero.stage=3",
+        "--gin=config.mesh.tensor=4",
+    )
+    config = parse(
+        f"--config={QUICKSTART}", "--config.zero.stage=3", "--config.mesh.tensor=4"
+    )
+    assert gin == config
+
+
+def test_binding_without_a_file():
+    assert parse("--gin=config.seed=5") == zconfig.Config(seed=5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param(
+            [],
+            "config='' is not given; use --config=configs/quickstart.py, or --gin_file",
+            id="nothing",
+        ),
+        pytest.param(
+            ["--config=a.py", "--gin_file=b.gin"],
+            "config='a.py' meets --gin_file=b.gin; "
+            "use either --config or Gin, not both",
+            id="two-files",
+        ),
+        pytest.param(
+            ["--config.seed=1", "--gin=config.seed=2"],
+            "config='config.seed=1' meets --gin=config.seed=2; "
+            "use either --config or Gin, not both",
+            id="change-and-binding",
+        ),
+        pytest.param(
+            ["--config.zero.stagee=1", "--config.mesh.tensor=x", "--config.observe=1"],
+            "mesh.tensor='x' is a str; expected int\n"
+            "observe=1 is an int; expected a mapping with any of sinks, "
+            "log_every_steps, plot, profile_start_step, profile_num_steps, "
+            "peak_tflops\n"
+            "zero.stagee=1 is not a setting; did you mean zero.stage?",
+            id="all-mistakes",
+        ),
+        pytest.param(
+            ["--config=x.json"],
+            "config='x.json' does not exist; give the path of a file",
+            id="missing-file",
+        ),
+    ],
+)
+def test_bad_command_line(arguments, message):
+    with pytest.raises(ConfigError) as error:
+        parse(*arguments)
+    assert "\n".join(sorted(str(error.value).splitlines())) == message
+
+
+def test_json_reaches_its_door(tmp_path):
+    path = tmp_path / "ds_config.json"
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match="importer of DeepSpeed's ds_config"):
+        parse(f"--config={path}")
+
+
+def test_importing_defines_nothing_and_defining_twice_is_safe():
+    code = """
+import sys
+from absl import flags as absl_flags
+from zjax.config import flags
+assert "config" not in absl_flags.FLAGS
+flags.define_flags()
+flags.define_flags()
+absl_flags.FLAGS(sys.argv)
+assert "jax" not in sys.modules
+print(flags.config_from_flags().seed)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--config.seed=9"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "9\n"

@@ -1,0 +1,200 @@
+"""Every source of settings gives the same Config, changed by overrides."""
+
+import math
+
+import ml_collections
+import pytest
+
+from zjax import config as zconfig
+from zjax.config import schema
+from zjax.errors import ConfigError
+
+PYTHON = """
+from zjax import config as zconfig
+
+def get_config():
+    config = zconfig.base()
+    config.num_steps = 7
+    config.zero.stage = 3
+    return config
+"""
+EXPECTED = schema.Config(num_steps=7, zero=schema.Zero(stage=3))
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(name, text):
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_python_file(write):
+    assert zconfig.load_config(write("c.py", PYTHON)) == EXPECTED
+
+
+def test_python_file_may_give_a_dict(write):
+    text = "def get_config(): return {'num_steps': 7, 'zero': {'stage': 3}}"
+    assert zconfig.load_config(str(write("c.py", text))) == EXPECTED
+
+
+def test_gin_file(write):
+    path = write("c.gin", "config.num_steps = 7\nconfig.zero.stage = 3\n")
+    assert zconfig.load_config(path) == EXPECTED
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param(EXPECTED, id="config"),
+        pytest.param({"num_steps": 7, "zero": {"stage": 3}}, id="dict"),
+        pytest.param({"num_steps": 7, "zero.stage": 3}, id="dotted-dict"),
+        pytest.param({"num_steps": 7, "zero": schema.Zero(stage=3)}, id="section"),
+        pytest.param(
+            ml_collections.ConfigDict({"num_steps": 7, "zero": {"stage": 3}}),
+            id="config-dict",
+        ),
+    ],
+)
+def test_python_value(source):
+    assert zconfig.load_config(source) == EXPECTED
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        pytest.param("zero.stage=3", "zero.stage", 3, id="int"),
+        pytest.param("config.zero.stage = 3", "zero.stage", 3, id="prefix"),
+        pytest.param("directory=runs/a=b", "directory", "runs/a=b", id="bare-text"),
+        pytest.param("directory='runs/a'", "directory", "runs/a", id="quoted-text"),
+        pytest.param("directory=7", "directory", "7", id="number-as-text"),
+        pytest.param("data.path=None", "data.path", "None", id="none-as-text"),
+        pytest.param("optimizer.name=lion", "optimizer.name", "lion", id="choice"),
+        pytest.param("optimizer.eps=1e-6", "optimizer.eps", 1e-6, id="float"),
+        pytest.param(
+            "optimizer.clip_norm=inf", "optimizer.clip_norm", math.inf, id="infinity"
+        ),
+        pytest.param("observe.plot=False", "observe.plot", False, id="bool"),
+        pytest.param("observe.sinks=('csv',)", "observe.sinks", ("csv",), id="tuple"),
+        pytest.param(
+            "optimizer.groups=[{'pattern': 'x'}]",
+            "optimizer.groups",
+            (schema.ParamGroup(pattern="x"),),
+            id="groups",
+        ),
+        pytest.param({"zero": {"stage": 3}}, "zero.stage", 3, id="mapping"),
+        pytest.param({"zero.stage": 3}, "zero.stage", 3, id="dotted-mapping"),
+    ],
+)
+def test_override(override, path, value):
+    built = zconfig.load_config({"zero": {"stage": 2}}, override)
+    for name in path.split("."):
+        built = getattr(built, name)
+    assert built == value
+
+
+def test_last_override_wins_and_keywords_win_over_all():
+    config = zconfig.load_config({"seed": 1}, "seed=2", {"num_steps": 5}, "seed=3")
+    assert (config.seed, config.num_steps) == (3, 5)
+    config = zconfig.load_config(config, "zero.stage=2", seed=4, zero={"stage": 3})
+    assert (config.seed, config.zero.stage, config.num_steps) == (4, 3, 5)
+
+
+def test_override_replaces_one_setting_of_a_given_section():
+    source = {"zero": schema.Zero(stage=3, min_shard_elements=1)}
+    zero = zconfig.load_config(source, "zero.stage=2").zero
+    assert zero == schema.Zero(stage=2, min_shard_elements=1)
+
+
+def test_source_is_left_as_it_was():
+    source = {"zero": {"stage": 1}}
+    zconfig.load_config(source, "zero.stage=3")
+    assert source == {"zero": {"stage": 1}}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        pytest.param(
+            ["zero.stage", "=3"],
+            "override='zero.stage' is not a setting; "
+            "write path=value, such as zero.stage=3\n"
+            "override='=3' is not a setting; write path=value, such as zero.stage=3",
+            id="no-value",
+        ),
+        pytest.param(
+            ["zero.stagee=1", "num_steps=many", "optimizer.eps=nan"],
+            "zero.stagee=1 is not a setting; did you mean zero.stage?\n"
+            "num_steps='many' is a str; expected int\n"
+            "optimizer.eps=nan is not a number; use a number",
+            id="all-at-once",
+        ),
+        pytest.param(
+            ["observe.plot=false"],
+            "observe.plot='false' is a str; expected bool: True or False",
+            id="bool-in-small-letters",
+        ),
+        pytest.param(
+            ["zero.stage.x=1"],
+            "zero.stage={'x': 1} is not a choice; use one of 0, 1, 2, 3",
+            id="below-a-setting",
+        ),
+    ],
+)
+def test_bad_override(overrides, message):
+    with pytest.raises(ConfigError) as error:
+        zconfig.load_config({}, *overrides)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        pytest.param(
+            "ds_config.json",
+            "{}",
+            "needs the importer of DeepSpeed's ds_config, which is not available yet; "
+            "write the settings as .py or .gin",
+            id="json",
+        ),
+        pytest.param(
+            "c.yaml", "", "is not a config file; use .py or .gin", id="other-suffix"
+        ),
+        pytest.param(
+            "c.py",
+            "",
+            "has no get_config(); "
+            "define it and return zjax.config.base() with your changes",
+            id="no-get-config",
+        ),
+        pytest.param(
+            "c.py",
+            "def get_config(): pass",
+            "gives a NoneType; return zjax.config.base() with your changes",
+            id="no-return",
+        ),
+    ],
+)
+def test_unreadable_file(write, name, text, message):
+    path = write(name, text)
+    with pytest.raises(ConfigError) as error:
+        zconfig.load_config(path)
+    assert str(error.value) == f"config={str(path)!r} {message}"
+
+
+def test_missing_file_names_its_neighbour(write):
+    path = write("quickstart.py", PYTHON)
+    wrong = path.with_name("quikstart.py")
+    with pytest.raises(ConfigError) as error:
+        zconfig.load_config(wrong)
+    problem = f"config={str(wrong)!r} does not exist; did you mean {path}?"
+    assert str(error.value) == problem
+
+
+def test_missing_folder():
+    with pytest.raises(ConfigError) as error:
+        zconfig.load_config("nowhere/c.gin")
+    problem = "config='nowhere/c.gin' does not exist; give the path of a file"
+    assert str(error.value) == problem
