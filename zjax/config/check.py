@@ -73,7 +73,7 @@ def _mesh(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     axis = max(AXES, key=lambda axis: given[axis] if axis not in rest else 0)
     axis = "data" if known == 1 else axis
     others = known // given[axis]
-    problem = f"makes a mesh of {known} devices, and there are {num_devices}"
+    problem = f"makes a mesh of size {known} for {num_devices} devices"
     fit, left = divmod(num_devices, others)
     remedy = f"use {fit} or -1" if not left else _divisors(num_devices)
     if rest:

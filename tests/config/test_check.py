@@ -1,0 +1,436 @@
+"""Every rule about settings, with the exact words that a user reads."""
+
+import dataclasses
+
+import pytest
+
+from zjax import config as zconfig
+from zjax.config import effect, ranges, schema
+from zjax.errors import ConfigError
+
+
+def case(overrides, message, *, num_devices=8, id):
+    return pytest.param(overrides.split(";"), num_devices, message, id=id)
+
+
+def refusal(overrides, num_devices):
+    config = zconfig.load_config({}, *(o for o in overrides if o))
+    with pytest.raises(ConfigError) as error:
+        zconfig.check_config(config, num_devices)
+    return str(error.value)
+
+
+MESH = [
+    case(
+        "mesh.tensor=3",
+        "mesh.tensor=3 does not divide 8 devices; use 1, 2, 4 or 8",
+        id="axis-does-not-divide",
+    ),
+    case(
+        "mesh.data=16",
+        "mesh.data=16 does not divide 8 devices; use 1, 2, 4 or 8",
+        id="more-than-there-are",
+    ),
+    case(
+        "mesh.data=2",
+        "mesh.data=2 makes a mesh of size 2 for 8 devices; use 8 or -1",
+        id="idle-devices",
+    ),
+    case(
+        "mesh.data=1",
+        "mesh.data=1 makes a mesh of size 1 for 8 devices; use 8 or -1",
+        id="one-device-of-many",
+    ),
+    case(
+        "mesh.data=8;mesh.tensor=4",
+        "mesh.data=8 makes a mesh of size 32 for 8 devices; use 2 or -1",
+        id="product-too-large",
+    ),
+    case(
+        "mesh.replica=4;mesh.tensor=4",
+        "mesh.replica=4 needs a multiple of 16 devices, and there are 8; use 1 or 2",
+        id="no-room-for-the-rest",
+    ),
+    case(
+        "mesh.replica=-1",
+        "mesh.data=-1 shares the rest with mesh.replica=-1; keep -1 for one of them",
+        id="two-rests",
+    ),
+    case(
+        "mesh.data=0",
+        "mesh.data=0 is out of range; use 1 or more, or -1 for the rest",
+        id="axis-of-zero",
+    ),
+    case(
+        "mesh.pipeline=2;mesh.sequence=2",
+        "mesh.pipeline=2 is an axis that is not built yet; use 1\n"
+        "mesh.sequence=2 is an axis that is not built yet; use 1",
+        id="pipeline-and-sequence",
+    ),
+    case(
+        "mesh.expert=-1;mesh.data=1",
+        "mesh.expert=-1 is an axis that is not built yet; use 1",
+        id="expert-as-the-rest",
+    ),
+]
+
+BATCH = [
+    case(
+        "global_batch_size=30",
+        "global_batch_size=30 does not divide by 8 shares of the batch x "
+        "num_microbatches=1; use a multiple of 8",
+        id="batch-over-shares",
+    ),
+    case(
+        "microbatch_size=3",
+        "global_batch_size=32 does not divide by 8 shares of the batch x "
+        "microbatch_size=3; use a multiple of 24",
+        id="batch-over-microbatch",
+    ),
+    case(
+        "num_microbatches=2;microbatch_size=4",
+        "global_batch_size=32 is not num_microbatches=2 x microbatch_size=4 x "
+        "8 shares of the batch; use 64, or 0 to derive it",
+        id="triad-disagrees",
+    ),
+    case(
+        "global_batch_size=0;num_microbatches=4",
+        "global_batch_size=0 leaves the batch open, like microbatch_size=0; "
+        "set global_batch_size or microbatch_size",
+        id="batch-open",
+    ),
+    case(
+        "precision.grad_sum_dtype=bfloat16",
+        "precision.grad_sum_dtype='bfloat16' has no effect with one microbatch; "
+        "use float32, or more microbatches",
+        id="sum-of-one",
+    ),
+]
+
+TRAINING = [
+    case(
+        "precision.compute_dtype=float16;precision.loss_scale.minimum=131072",
+        "precision.loss_scale.minimum=131072.0 is above "
+        "precision.loss_scale.initial=65536.0; use at most 65536.0",
+        id="loss-scale-minimum",
+    ),
+    case(
+        "precision.compute_dtype=float16;precision.loss_scale.initial=1000",
+        "precision.loss_scale.initial=1000.0 is out of range; "
+        "use a power of two, such as 65536.0",
+        id="loss-scale-power-of-two",
+    ),
+    case(
+        "precision.compute_dtype=float16;precision.master_dtype=bfloat16",
+        "precision.master_dtype='bfloat16' loses the digits that "
+        "precision.compute_dtype='float16' computes; use float32",
+        id="float16-on-bfloat16",
+    ),
+    case(
+        "num_steps=20",
+        "optimizer.num_warmup_steps=100 exceeds num_steps=20; use at most 20",
+        id="warmup-longer-than-run",
+    ),
+    case(
+        "num_steps=110;optimizer.schedule=wsd",
+        "optimizer.num_warmup_steps=100 overlaps optimizer.decay_fraction=0.2 "
+        "of 110 steps; use at most 88",
+        id="warmup-overlaps-decay",
+    ),
+    case(
+        "optimizer.groups=[{'pattern': '('}]",
+        "optimizer.groups[0].pattern='(' is not a regular expression: missing ), "
+        "unterminated subpattern at position 0; correct it, or escape characters "
+        "with \\",
+        id="group-pattern",
+    ),
+    case(
+        "optimizer.groups=[{'pattern': 'x'}, {}, {'pattern': 'x'}]",
+        "optimizer.groups[2].pattern='x' never matches after optimizer.groups[0]; "
+        "remove one",
+        id="group-twice",
+    ),
+    case(
+        "optimizer.groups=[{'learning_rate_scale': 0, 'weight_decay': 0.5}]",
+        "optimizer.groups[0].weight_decay=0.5 has no effect on parameters that are "
+        "frozen; use 0.0, or a learning_rate_scale above 0",
+        id="decay-of-frozen",
+    ),
+    case(
+        "checkpoint.init_from=w.safetensors;checkpoint.resume=required",
+        "checkpoint.init_from='w.safetensors' has no effect with "
+        "checkpoint.resume='required'; leave one of them out",
+        id="start-and-resume",
+    ),
+    case(
+        "observe.sinks=['csv', 'console', 'csv']",
+        "observe.sinks=('csv', 'console', 'csv') names csv 2 times; name it once",
+        id="sink-twice",
+    ),
+    case(
+        "observe.profile_start_step=1000",
+        "observe.profile_start_step=1000 never comes with num_steps=1000; "
+        "use at most 999",
+        id="profile-after-the-end",
+    ),
+    case(
+        "observe.profile_num_steps=5",
+        "observe.profile_num_steps=5 has no effect with "
+        "observe.profile_start_step=-1; "
+        "leave it at 3, or set observe.profile_start_step",
+        id="profile-without-start",
+    ),
+]
+
+PROCESSES = [
+    case(
+        "processes.coordinator=node0",
+        "processes.coordinator='node0' is not an address; "
+        "use host:port, auto or none\n"
+        "processes.num_processes=0 leaves open how many meet at node0; use 1 or more",
+        id="no-port",
+    ),
+    case(
+        "processes.coordinator=node0:99;processes.num_processes=2",
+        "processes.process_id=-1 is not one of 2 processes; use 0 to 1",
+        id="no-process-id",
+    ),
+    case(
+        "processes.num_processes=2;processes.process_id=0",
+        "processes.num_processes=2 has no effect with processes.coordinator='auto'; "
+        "leave it at 0, or set processes.coordinator\n"
+        "processes.process_id=0 has no effect with processes.coordinator='auto'; "
+        "leave it at -1, or set processes.coordinator",
+        id="numbers-without-coordinator",
+    ),
+    case(
+        "processes.coordinator=none;processes.heartbeat_seconds=9",
+        "processes.heartbeat_seconds=9 has no effect with "
+        "processes.coordinator='none'; leave it at 20, or set processes.coordinator",
+        id="heartbeat-alone",
+    ),
+]
+
+MODEL = [
+    case(
+        "model.num_heads=7;model.num_kv_heads=7",
+        "model.num_heads=7 does not divide model.embed_size=768; use a divisor of 768",
+        id="heads-over-width",
+    ),
+    case(
+        "model.num_kv_heads=5",
+        "model.num_kv_heads=5 does not divide model.num_heads=12; "
+        "use 1, 2, 3, 4, 6 or 12",
+        id="kv-heads-over-heads",
+    ),
+    case(
+        "model.embed_size=36;model.positions=rotary",
+        "model.num_heads=12 gives heads of odd size 3, which rotary cannot turn; "
+        "use a divisor of 36 that leaves an even size",
+        id="odd-rotary-heads",
+    ),
+    case(
+        "mesh.tensor=8;model.mlp_size=100",
+        "mesh.tensor=8 does not divide model.num_heads=12; use 1, 2 or 4\n"
+        "mesh.tensor=8 does not divide model.num_kv_heads=12; use 1, 2 or 4\n"
+        "mesh.tensor=8 does not divide model.mlp_size=100; use 1, 2 or 4",
+        id="tensor-over-heads-and-mlp",
+    ),
+    case(
+        "mesh.tensor=-1;mesh.data=1;model.num_kv_heads=6;model.num_heads=24",
+        "mesh.tensor=-1 comes out as 8 and does not divide model.num_kv_heads=6; "
+        "use 1 or 2",
+        id="tensor-as-the-rest",
+    ),
+    case(
+        "model.layers_per_scan=5",
+        "model.layers_per_scan=5 does not divide model.num_layers=12; "
+        "use 1, 2, 3, 4, 6 or 12",
+        id="scan-blocks",
+    ),
+    case(
+        "model.attention=cudnn;precision.compute_dtype=float32",
+        "model.attention='cudnn' cannot run with precision.compute_dtype='float32'; "
+        "use xla, or compute in bfloat16 or float16",
+        id="cudnn-in-float32",
+    ),
+    case(
+        "data.source=tokens",
+        "data.path='' is missing for data.source='tokens'; "
+        "give the directory that `zjax data prepare` made",
+        id="tokens-without-path",
+    ),
+    case(
+        "data.length=2048",
+        "data.length=2048 exceeds model.max_length=1024; use at most 1024",
+        id="longer-than-the-model",
+    ),
+    case(
+        "model.vocab_size=256",
+        "model.vocab_size=256 is below the 257 tokens of "
+        "data.source='standard_library'; use 257 or more",
+        id="bytes-beyond-vocabulary",
+    ),
+]
+
+EFFECT = [
+    case(
+        "zero.stage=0;zero.min_shard_elements=1",
+        "zero.min_shard_elements=1 has no effect with zero.stage=0; "
+        "leave it at 16384, or set zero.stage to 1 or 2 or 3",
+        id="threshold-at-stage-0",
+    ),
+    case(
+        "precision.compute_dtype=float32;precision.reduce_dtype=float32",
+        "precision.reduce_dtype='float32' has no effect with "
+        "precision.compute_dtype='float32'; leave it at 'compute', or set "
+        "precision.compute_dtype to 'bfloat16' or 'float16'",
+        id="reduce-dtype-in-float32",
+    ),
+    case(
+        "precision.loss_scale.window=5;precision.loss_scale.hysteresis=1",
+        "precision.loss_scale.window=5 has no effect with "
+        "precision.compute_dtype='bfloat16'; leave it at 1000, or set "
+        "precision.compute_dtype to 'float16'\n"
+        "precision.loss_scale.hysteresis=1 has no effect with "
+        "precision.compute_dtype='bfloat16'; leave it at 2, or set "
+        "precision.compute_dtype to 'float16'",
+        id="loss-scale-in-bfloat16",
+    ),
+    case(
+        "optimizer.schedule=constant;optimizer.final_learning_rate_fraction=0",
+        "optimizer.final_learning_rate_fraction=0.0 has no effect with "
+        "optimizer.schedule='constant'; leave it at 0.1, or set "
+        "optimizer.schedule to 'linear' or 'cosine' or 'wsd'",
+        id="final-rate-of-constant",
+    ),
+    case(
+        "optimizer.decay_fraction=0.3",
+        "optimizer.decay_fraction=0.3 has no effect with "
+        "optimizer.schedule='cosine'; leave it at 0.2, or set "
+        "optimizer.schedule to 'wsd'",
+        id="decay-fraction-of-cosine",
+    ),
+    case(
+        "model.rope_theta=1",
+        "model.rope_theta=1.0 has no effect with model.positions='learned'; "
+        "leave it at 10000.0, or set model.positions to 'rotary'",
+        id="theta-of-learned",
+    ),
+    case(
+        "data.path=x",
+        "data.path='x' has no effect with data.source='standard_library'; "
+        "leave it at '', or set data.source to 'tokens'",
+        id="path-of-standard-library",
+    ),
+]
+
+RULES = [*MESH, *BATCH, *TRAINING, *PROCESSES, *MODEL, *EFFECT]
+
+
+@pytest.mark.parametrize(("overrides", "num_devices", "message"), RULES)
+def test_rule(overrides, num_devices, message):
+    assert refusal(overrides, num_devices) == message
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "remedy"),
+    [
+        ("seed", "-1", "use 0 to 4294967295"),
+        ("seed", "4294967296", "use 0 to 4294967295"),
+        ("num_steps", "0", "use 1 or more"),
+        ("global_batch_size", "-1", "use 0 or more"),
+        ("mesh.tensor", "-2", "use 1 or more, or -1 for the rest"),
+        ("optimizer.peak_learning_rate", "0.0", "use more than 0"),
+        ("optimizer.peak_learning_rate", "inf", "use more than 0"),
+        ("optimizer.b1", "1.0", "use 0 or more and less than 1"),
+        ("optimizer.weight_decay", "inf", "use 0 or more"),
+        ("optimizer.clip_norm", "0.0", "use more than 0, or inf for no limit"),
+        ("optimizer.final_learning_rate_fraction", "1.1", "use 0 to 1"),
+        ("model.dropout_rate", "-0.1", "use 0 or more and less than 1"),
+        ("model.num_heads", "0", "use 1 or more"),
+        ("model.vocab_size", "1", "use 2 or more"),
+        ("observe.profile_start_step", "-2", "use -1 or more"),
+        ("processes.num_processes", "-1", "use 0 or more"),
+    ],
+)
+def test_number_out_of_range(setting, value, remedy):
+    """Only the range is reported: rules that would divide by the number stay out."""
+    message = f"{setting}={value} is out of range; {remedy}"
+    assert refusal([f"{setting}={value}"], 8).splitlines()[0] == message
+
+
+def test_number_out_of_range_inside_a_group():
+    groups = "optimizer.groups=[{}, {'pattern': 'x', 'learning_rate_scale': -1}]"
+    assert refusal([groups], 8) == (
+        "optimizer.groups[1].learning_rate_scale=-1.0 is out of range; use 0 or more"
+    )
+
+
+SECTIONS = [s for s in vars(schema).values() if dataclasses.is_dataclass(s)]
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
+def test_every_number_has_a_range(section):
+    numbers = {f.name for f in dataclasses.fields(section) if f.type in (int, float)}
+    assert set(ranges.RANGES.get(section, {})) == numbers
+
+
+def test_every_need_names_settings_and_choices_of_the_schema():
+    config = schema.Config()
+    for need in effect.NEEDS:
+        for choice in need.choices:
+            changed = zconfig.load_config({}, {need.other: choice})
+            assert zconfig.to_mapping(changed)
+        assert need.setting in zconfig.describe_config(config)
+
+
+def test_problems_are_reported_together():
+    overrides = ["mesh.tensor=3", "zero.min_shard_elements=-1", "data.length=2048"]
+    assert refusal(overrides, 8) == (
+        "zero.min_shard_elements=-1 is out of range; use 0 or more\n"
+        "mesh.tensor=3 does not divide 8 devices; use 1, 2, 4 or 8\n"
+        "data.length=2048 exceeds model.max_length=1024; use at most 1024"
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_devices"),
+    [
+        pytest.param([], 8, id="defaults"),
+        pytest.param([], 1, id="one-device"),
+        pytest.param(["mesh.replica=2", "zero.stage=0"], 8, id="replica-at-stage-0"),
+        pytest.param(["mesh.tensor=4", "model.vocab_size=50257"], 8, id="tensor"),
+        pytest.param(["optimizer.clip_norm=inf"], 8, id="no-clipping"),
+        pytest.param(["optimizer.weight_decay=0"], 8, id="no-decay"),
+        pytest.param(["model.kind=encoder", "model.positions=rotary"], 8, id="encoder"),
+        pytest.param(
+            ["precision.compute_dtype=float16", "precision.loss_scale.window=0"],
+            8,
+            id="fixed-loss-scale",
+        ),
+        pytest.param(
+            [
+                "processes.coordinator=[::1]:99",
+                "processes.num_processes=2",
+                "processes.process_id=1",
+            ],
+            8,
+            id="explicit-processes",
+        ),
+        pytest.param(["global_batch_size=1024"], 1024, id="many-devices"),
+        pytest.param(
+            ["num_steps=10", "optimizer.num_warmup_steps=10"], 8, id="all-warmup"
+        ),
+    ],
+)
+def test_what_works_is_let_through(overrides, num_devices):
+    config = zconfig.load_config({}, *overrides)
+    zconfig.check_config(config, num_devices)
+
+
+def test_own_model_is_not_held_to_the_built_in_one():
+    config = zconfig.load_config({}, "mesh.tensor=8", "data.length=4096")
+    zconfig.check_config(config, 8, own_model=True)
+    with pytest.raises(ConfigError):
+        zconfig.check_config(config, 8)
