@@ -1,1 +1,1 @@
-"""TBD."""
+"""How parameters change: the update rule, its schedule, precision and loss scale."""

@@ -1,0 +1,162 @@
+"""The loss scale against a plain class, and against golden sequences."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.reference.loss_scale import LossScale
+from zjax.config import schema
+from zjax.optim import loss_scale
+
+NUM_SEQUENCES, LENGTH = 10_000, 24
+
+
+def run(flags, settings):
+    """All states after each update."""
+
+    def step(scaler, overflow):
+        scaler = loss_scale.update_scaler(scaler, overflow, settings)
+        return scaler, scaler
+
+    start = loss_scale.init_scaler(settings)
+    return jax.lax.scan(step, start, jnp.array(flags, bool))[1]
+
+
+def settings_of(window, consecutive=False, hysteresis=2, minimum=1.0):
+    return schema.LossScale(
+        window=window,
+        hysteresis=hysteresis,
+        consecutive_hysteresis=consecutive,
+        minimum=minimum,
+    )
+
+
+def test_golden_sequence():
+    flags = [0, 0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0, 1]
+    states = run(flags, settings_of(4))
+    scales = [65536] * 4 + [131072] * 3 + [65536] + [32768] * 5 + [65536] * 3
+    assert states.scale.tolist() == scales
+    assert states.hysteresis.tolist() == [2] * 6 + [1] * 7 + [2] * 2 + [1]
+
+
+@pytest.mark.parametrize(
+    ("consecutive", "scales", "hysteresis"),
+    [
+        (True, [65536] * 5, [1, 2, 1, 2, 1]),
+        (False, [65536, 65536, 32768, 32768, 16384], [1] * 5),
+    ],
+    ids=["clean step restores tolerance", "tolerance stays used up"],
+)
+def test_golden_hysteresis(consecutive, scales, hysteresis):
+    states = run([1, 0, 1, 0, 1], settings_of(4, consecutive))
+    assert states.scale.tolist() == scales
+    assert states.hysteresis.tolist() == hysteresis
+
+
+@pytest.mark.parametrize("consecutive", [True, False], ids=["consecutive", "lasting"])
+@pytest.mark.parametrize("window", [1, 2, 4, 1000])
+def test_random_sequences_equal_the_plain_class(window, consecutive):
+    """Each starts a few steps before the window ends, so that scales also grow."""
+    settings = settings_of(window, consecutive, hysteresis=2, minimum=16_384.0)
+    rng = np.random.default_rng(window)
+    rates = rng.choice([0.02, 0.2, 0.6], size=(NUM_SEQUENCES, 1))
+    flags = rng.random((NUM_SEQUENCES, LENGTH)) < rates
+    start = rng.integers(max(0, window - 8), window + 2, NUM_SEQUENCES)
+
+    @jax.jit
+    @functools.partial(jax.vmap, in_axes=(0, 0))
+    def final(iteration, flags):
+        def step(scaler, overflow):
+            return loss_scale.update_scaler(scaler, overflow, settings), None
+
+        scaler = loss_scale.init_scaler(settings)._replace(iteration=iteration)
+        return jax.lax.scan(step, scaler, flags)[0]
+
+    got = final(jnp.asarray(start, jnp.int32), flags)
+    want = []
+    for iteration, sequence in zip(start.tolist(), flags.tolist(), strict=True):
+        oracle = LossScale(65536.0, window, 2, consecutive, 16_384.0)
+        oracle.iteration = iteration
+        for overflow in sequence:
+            oracle.update(overflow)
+        want.append(oracle.fields())
+    for mine, theirs in zip(got, zip(*want, strict=True), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    assert len(set(np.asarray(got.scale).tolist())) > 2
+
+
+def test_scale_grows_first_after_a_window_and_one_more_clean_step():
+    states = run([0] * 10, settings_of(4))
+    assert states.scale.tolist() == [65536] * 4 + [131072] * 4 + [262144] * 2
+
+
+def test_scale_never_falls_below_the_minimum():
+    states = run([1] * 20, settings_of(4, minimum=1024.0))
+    assert states.scale.tolist()[-1] == 1024.0
+    assert min(states.scale.tolist()) == 1024.0
+
+
+def test_window_of_zero_keeps_the_scale_and_counts_on():
+    settings = settings_of(0)
+    states = run([0, 1, 1, 1, 0], settings)
+    assert states.scale.tolist() == [65536] * 5
+    assert states.iteration.tolist() == [1, 2, 3, 4, 5]
+    assert states.last_overflow.tolist() == [-1, 1, 2, 3, 3]
+    assert not loss_scale.at_minimum(loss_scale.init_scaler(settings), settings)
+
+
+@pytest.mark.parametrize(
+    ("num_overflows", "expected"),
+    [(0, False), (1, True), (2, True)],
+    ids=["one overflow is tolerated", "then none", "floor reached"],
+)
+def test_at_minimum_foretells_an_overflow_that_cannot_halve(num_overflows, expected):
+    settings = schema.LossScale(initial=4.0, minimum=4.0, hysteresis=2)
+    scaler = loss_scale.init_scaler(settings)
+    for _ in range(num_overflows):
+        scaler = loss_scale.update_scaler(scaler, jnp.bool_(True), settings)
+    assert bool(loss_scale.at_minimum(scaler, settings)) is expected
+
+
+def test_scaler_keeps_its_dtypes():
+    scaler = loss_scale.init_scaler(schema.LossScale())
+    after = loss_scale.update_scaler(scaler, jnp.bool_(False), schema.LossScale())
+    dtypes = ["float32", "int32", "int32", "int32"]
+    assert [x.dtype.name for x in scaler] == [x.dtype.name for x in after] == dtypes
+
+
+BIG = float(jnp.finfo(jnp.float32).max)
+
+
+@pytest.mark.parametrize(
+    ("bad", "finite"),
+    [
+        ([1.0, jnp.nan], False),
+        ([jnp.inf, -jnp.inf], False),
+        ([1.0, -jnp.inf], False),
+        ([BIG, BIG], True),
+        ([0.0, -0.0], True),
+    ],
+    ids=["nan", "inf - inf", "inf", "sum would overflow", "zeros"],
+)
+def test_all_finite(bad, finite):
+    tree = {"a": jnp.ones(3), "b": {"c": jnp.array(bad), "n": jnp.arange(3)}}
+    assert bool(jax.jit(loss_scale.all_finite)(tree)) is finite
+    assert loss_scale.first_nonfinite(tree) == (None if finite else "b/c")
+
+
+def test_finite_ignores_keys_and_empty_trees():
+    assert loss_scale.all_finite({})
+    assert loss_scale.all_finite({"key": jax.random.key(0), "n": jnp.arange(2)})
+    assert loss_scale.first_nonfinite({"key": jax.random.key(0)}) is None
+
+
+def test_finite_sees_every_shard():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    x = jax.device_put(jnp.ones(64).at[-1].set(jnp.nan), place)
+    assert not jax.jit(loss_scale.all_finite)(x)
+    assert loss_scale.first_nonfinite([x]) == "0"

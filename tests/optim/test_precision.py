@@ -1,0 +1,75 @@
+"""Dtypes of a run, and the line that names them."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from zjax.config import schema
+from zjax.optim import precision
+
+
+@pytest.mark.parametrize(
+    ("compute", "reduce", "expected"),
+    [
+        ("bfloat16", "compute", "bfloat16"),
+        ("bfloat16", "float32", "float32"),
+        ("float16", "compute", "float16"),
+        ("float32", "compute", "float32"),
+    ],
+)
+def test_reduction_follows_the_compute_dtype_unless_named(compute, reduce, expected):
+    settings = schema.Precision(compute_dtype=compute, reduce_dtype=reduce)
+    dtypes = precision.make_dtypes(settings)
+    assert dtypes == precision.Dtypes(
+        master=jnp.dtype("float32"),
+        compute=jnp.dtype(compute),
+        grad_sum=jnp.dtype("float32"),
+        reduce=jnp.dtype(expected),
+    )
+
+
+def test_cast_changes_floating_arrays_alone():
+    tree = {
+        "weights": jnp.ones(2),
+        "tokens": jnp.arange(2),
+        "mask": jnp.ones(2, bool),
+        "waves": jnp.ones(2, jnp.complex64),
+        "key": jax.random.key(0),
+    }
+    cast = precision.cast_floating(tree, jnp.float16)
+    assert cast["weights"].dtype == jnp.float16
+    for name in ("tokens", "mask", "waves", "key"):
+        assert cast[name] is tree[name]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (
+            schema.Precision(),
+            "master weights and moments float32 | compute bfloat16 | gradients over "
+            "devices bfloat16, over microbatches float32 | loss scale none | "
+            "non-finite gradient: skip",
+        ),
+        (
+            schema.Precision(compute_dtype="float16", on_nonfinite="stop"),
+            "master weights and moments float32 | compute float16 | gradients over "
+            "devices float16, over microbatches float32 | loss scale 65536, doubled "
+            "after 1000 clean steps | non-finite gradient: stop",
+        ),
+        (
+            schema.Precision(
+                compute_dtype="float16",
+                reduce_dtype="float32",
+                loss_scale=schema.LossScale(initial=128.0, window=0),
+            ),
+            "master weights and moments float32 | compute float16 | gradients over "
+            "devices float32, over microbatches float32 | loss scale 128, fixed | "
+            "non-finite gradient: skip",
+        ),
+    ],
+    ids=["bfloat16", "float16", "float16 with a fixed scale"],
+)
+def test_precision_is_one_line(settings, expected):
+    config = schema.Config(precision=settings)
+    assert precision.describe_precision(config) == expected

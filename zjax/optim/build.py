@@ -1,0 +1,134 @@
+"""From the config to an optax transformation.
+
+Every rule is a direction, then weight decay of the matrices, then the learning rate.
+Clipping is not part of it: the step clips, and reports the norm before.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from zjax.config import schema
+from zjax.optim import groups, matrices, trust_ratio
+from zjax.optim.schedules import make_schedule
+from zjax.sharding.placement import path_of
+from zjax.typing import Model
+
+
+def make_optimizer(
+    config: schema.Config, model: Model | None = None
+) -> optax.GradientTransformation:
+    """Builds the optimizer of `config.optimizer`.
+
+    Weight decay is decoupled (arXiv:1711.05101) and concerns matrices only; that of
+    `adam` is added to the gradient. Muon gives embeddings, the output matrix and
+    vectors to Adam, with updates of the same size (arXiv:2502.16982), so that one
+    learning rate serves both. LAMB keeps its ratio between 0.01 and 10. Adafactor
+    measures the size of a parameter over all layers stacked in one array.
+
+    Args:
+        config: Read for `num_steps` and `optimizer`.
+        model: Names the dims of its parameters, which tells matrices from stacked
+            vectors; without it, arrays of two dims or more not called `bias` or
+            `scale` are matrices, and groups are not checked.
+
+    Returns:
+        The transformation. Frozen parameters have no state.
+
+    Raises:
+        ConfigError: Parameter groups that would change nothing.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> tx = make_optimizer(schema.Config())
+        >>> type(tx.init({"w": jnp.ones((2, 3))})[0]).__name__
+        'ScaleByAdamState'
+
+    Reference:
+        AdamW arXiv:1711.05101, Adam arXiv:1412.6980, LAMB arXiv:1904.00962, Lion
+        arXiv:2302.06675, Adafactor arXiv:1804.04235, Muon arXiv:2502.16982.
+    """
+    settings = config.optimizer
+    names: matrices.Names = {}
+    if model is not None:
+        params, _ = jax.eval_shape(model.init, jax.random.key(0))
+        names = matrices.names_by_path(params, model.logical(params))
+        groups.check_groups(settings.groups, params, names)
+    schedule = make_schedule(config)
+    default = _make_rule(settings, schedule, settings.weight_decay, names)
+    if not settings.groups:
+        return default
+    rules = {groups.DEFAULT: default, groups.FROZEN: optax.set_to_zero()}
+    for index, group in enumerate(settings.groups):
+        if group.learning_rate_scale:
+            scaled = _scaled(schedule, group.learning_rate_scale)
+            rule = _make_rule(settings, scaled, group.weight_decay, names)
+            rules[f"group_{index}"] = rule
+    return optax.partition(
+        rules, lambda params: groups.label_params(params, settings.groups)
+    )
+
+
+def _scaled(schedule: Callable[..., Any], factor: float) -> optax.Schedule:
+    return lambda step: factor * schedule(step)
+
+
+def _make_rule(
+    settings: schema.Optimizer,
+    schedule: optax.Schedule,
+    weight_decay: float,
+    names: matrices.Names,
+) -> optax.GradientTransformation:
+    decay = optax.add_decayed_weights(
+        weight_decay, mask=lambda params: _map_params(matrices.is_matrix, params, names)
+    )
+    own = (_direction(settings, names), decay)
+    if settings.name == "adam":
+        own = (decay, _direction(settings, names))
+    if settings.name == "lamb":
+        ratio = trust_ratio.scale_by_layer(
+            lambda keys: matrices.num_stacked(path_of(keys), names)
+        )
+        own = (*own, ratio)
+    return optax.chain(*own, optax.scale_by_learning_rate(schedule))
+
+
+def _direction(
+    settings: schema.Optimizer, names: matrices.Names
+) -> optax.GradientTransformation:
+    """The way uphill, before decay and learning rate."""
+    b1, b2, eps = settings.b1, settings.b2, settings.eps
+    match settings.name:
+        case "adamw" | "adam" | "lamb":
+            return optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
+        case "lion":
+            return optax.scale_by_lion(b1=b1, b2=b2)
+        case "sgd":
+            return optax.trace(decay=b1) if b1 else optax.identity()
+        case "adafactor":
+            downhill = optax.adafactor(learning_rate=None)
+        case "muon":
+            downhill = optax.contrib.muon(
+                learning_rate=1.0,
+                beta=b1,
+                eps=eps,
+                adam_b1=b1,
+                adam_b2=b2,
+                consistent_rms=0.2,
+                muon_weight_dimension_numbers=lambda params: _map_params(
+                    matrices.muon_dims, params, names
+                ),
+            )
+    return optax.chain(downhill, optax.scale(-1.0))
+
+
+def _map_params(
+    rule: Callable[[str, int, matrices.Names], Any],
+    params: Any,
+    names: matrices.Names,
+) -> Any:
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, leaf: rule(path_of(keys), leaf.ndim, names), params
+    )

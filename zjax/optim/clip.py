@@ -1,0 +1,50 @@
+"""Clipping gradients by their global norm."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def global_norm(tree: Any) -> Float[Array, ""]:
+    """Euclidean norm of all elements of all arrays, summed in float32.
+
+    Args:
+        tree: Arrays of floating dtype.
+
+    Returns:
+        The norm; 0 for an empty tree. Infinite where a sum of squares exceeds float32,
+        even if every element is finite.
+
+    Example:
+        >>> float(global_norm({"a": jnp.array([3.0]), "b": jnp.array([4.0])}))
+        5.0
+    """
+    squares = [
+        jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)
+    ]
+    return jnp.sqrt(functools.reduce(jnp.add, squares, jnp.float32(0)))
+
+
+def clip_by_norm(tree: Any, norm: Float[Array, ""], max_norm: float) -> Any:
+    """Divides by `max(1, (norm + 1e-6) / max_norm)`.
+
+    Args:
+        tree: Arrays of floating dtype.
+        norm: Their global norm.
+        max_norm: Largest norm to let through, above 0; `inf` changes nothing.
+
+    Returns:
+        Arrays of the same dtypes.
+
+    Example:
+        >>> clip_by_norm(jnp.array([3.0, 4.0]), jnp.float32(5), 1.0).round(3).tolist()
+        [0.6000000238418579, 0.800000011920929]
+
+    Reference:
+        Pascanu et al., arXiv:1211.5063.
+    """
+    divisor = jnp.maximum(1, (norm + 1e-6) / max_norm)
+    return jax.tree.map(lambda leaf: (leaf / divisor).astype(leaf.dtype), tree)

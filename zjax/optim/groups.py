@@ -1,0 +1,171 @@
+"""Parameter groups: exceptions to the learning rate and the decay, by path."""
+
+import difflib
+import re
+from typing import Any
+
+import jax
+
+from zjax.config import schema
+from zjax.errors import ConfigError, Problem
+from zjax.optim.matrices import Names, is_matrix
+from zjax.sharding.placement import path_of
+
+DEFAULT, FROZEN = "default", "frozen"
+Groups = tuple[schema.ParamGroup, ...]
+
+
+def label_of(path: str, groups: Groups) -> str:
+    """The group that a parameter belongs to.
+
+    Args:
+        path: Such as `blocks/0/attention/query/kernel`.
+        groups: `optimizer.groups`; the first whose pattern is found in the path wins.
+
+    Returns:
+        `default`, `frozen`, or `group_i` for the i-th group.
+
+    Example:
+        >>> label_of("head/kernel", (schema.ParamGroup(pattern="^head"),))
+        'group_0'
+    """
+    for index, group in enumerate(groups):
+        if re.search(group.pattern, path):
+            return f"group_{index}" if group.learning_rate_scale else FROZEN
+    return DEFAULT
+
+
+def label_params(params: Any, groups: Groups) -> Any:
+    """Labels every parameter with its group.
+
+    Args:
+        params: Parameters, abstract or not.
+        groups: `optimizer.groups`.
+
+    Returns:
+        A tree of the same structure, of `default`, `frozen` or `group_i`.
+
+    Example:
+        >>> frozen = schema.ParamGroup(pattern="a", learning_rate_scale=0.0)
+        >>> label_params({"a": 1.0, "b": 2.0}, (frozen,))
+        {'a': 'frozen', 'b': 'default'}
+    """
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, _: label_of(path_of(keys), groups), params
+    )
+
+
+def trained_params(params: Any, groups: Groups) -> Any:
+    """Tells trained parameters from frozen ones.
+
+    Args:
+        params: Parameters, abstract or not.
+        groups: `optimizer.groups`.
+
+    Returns:
+        A tree of the same structure, of booleans. Gradients of the others are to be
+        left out of the norm.
+
+    Example:
+        >>> frozen = schema.ParamGroup(pattern="a", learning_rate_scale=0.0)
+        >>> trained_params({"a": 1.0, "b": 2.0}, (frozen,))
+        {'a': False, 'b': True}
+    """
+    labels = label_params(params, groups)
+    return jax.tree.map(lambda label: label != FROZEN, labels)
+
+
+def check_groups(groups: Groups, params: Any, names: Names) -> None:
+    """Refuses groups that would change nothing.
+
+    Args:
+        groups: `optimizer.groups`.
+        params: Parameters, abstract or not.
+        names: Dims by path, as far as they are known.
+
+    Raises:
+        ConfigError: Patterns that are no regular expression, match no parameter, or
+            only those of earlier groups; decay without a matrix to decay; nothing left
+            to train. All at once.
+    """
+    problems = [_check_pattern(index, group) for index, group in enumerate(groups)]
+    if any(problems):
+        raise ConfigError(*filter(None, problems))
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    num_dims = {path_of(keys): len(leaf.shape) for keys, leaf in leaves}
+    left = set(num_dims)
+    for index, group in enumerate(groups):
+        matching = {path for path in num_dims if re.search(group.pattern, path)}
+        own = matching & left
+        left -= own
+        matrices = [path for path in own if is_matrix(path, num_dims[path], names)]
+        problems.append(_check_match(index, group, list(num_dims), matching, own))
+        if own:
+            problems.append(_check_decay(index, group, bool(matrices)))
+    if groups and all(label_of(path, groups) == FROZEN for path in num_dims):
+        patterns = tuple(group.pattern for group in groups)
+        problems.append(
+            Problem(
+                "optimizer.groups",
+                patterns,
+                f"freeze all {len(num_dims)} parameters",
+                "leave some to train",
+            )
+        )
+    if any(problems):
+        raise ConfigError(*filter(None, problems))
+
+
+def _check_pattern(index: int, group: schema.ParamGroup) -> Problem | None:
+    try:
+        re.compile(group.pattern)
+    except re.error as error:
+        return Problem(
+            f"optimizer.groups[{index}].pattern",
+            group.pattern,
+            f"is not a regular expression ({error})",
+            "escape special characters with a backslash",
+        )
+    return None
+
+
+def _check_match(
+    index: int,
+    group: schema.ParamGroup,
+    paths: list[str],
+    matching: set[str],
+    own: set[str],
+) -> Problem | None:
+    field = f"optimizer.groups[{index}].pattern"
+    if not matching:
+        near = difflib.get_close_matches(group.pattern, paths, n=3, cutoff=0.0)
+        return Problem(
+            field,
+            group.pattern,
+            f"matches none of {len(paths)} parameters",
+            f"paths are like {', '.join(near)}",
+        )
+    if not own:
+        return Problem(
+            field,
+            group.pattern,
+            f"matches {len(matching)} parameters, all taken by earlier groups",
+            "move this group before them",
+        )
+    return None
+
+
+def _check_decay(
+    index: int, group: schema.ParamGroup, matrices: bool
+) -> Problem | None:
+    if not group.weight_decay or (matrices and group.learning_rate_scale):
+        return None
+    frozen = not group.learning_rate_scale
+    return Problem(
+        f"optimizer.groups[{index}].weight_decay",
+        group.weight_decay,
+        "decays nothing, as the group is frozen"
+        if frozen
+        else "decays nothing, as the group has no matrix",
+        "set it to 0",
+    )

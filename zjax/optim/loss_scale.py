@@ -1,0 +1,163 @@
+"""Dynamic loss scaling: keeps float16 gradients in range by watching for overflow.
+
+Micikevicius et al., arXiv:1710.03740, with the hysteresis of DeepSpeed.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from zjax.config import schema
+from zjax.sharding.placement import path_of
+
+
+class LossScaler(NamedTuple):
+    """The state of the loss scale; a tree of four scalars."""
+
+    scale: jax.Array
+    """float32[]: factor on the loss."""
+    iteration: jax.Array
+    """int32[]: updates so far, with overflow or without."""
+    last_overflow: jax.Array
+    """int32[]: iteration of the last overflow; -1 before the first."""
+    hysteresis: jax.Array
+    """int32[]: at 1, the next overflow halves the scale; above, it only counts down."""
+
+
+def init_scaler(settings: schema.LossScale) -> LossScaler:
+    """Creates the loss scale of step 0.
+
+    Args:
+        settings: `precision.loss_scale`.
+
+    Returns:
+        The first state.
+
+    Example:
+        >>> float(init_scaler(schema.LossScale(initial=8.0)).scale)
+        8.0
+    """
+    return LossScaler(
+        scale=jnp.float32(settings.initial),
+        iteration=jnp.int32(0),
+        last_overflow=jnp.int32(-1),
+        hysteresis=jnp.int32(settings.hysteresis),
+    )
+
+
+def update_scaler(
+    scaler: LossScaler, overflow: Bool[Array, ""], settings: schema.LossScale
+) -> LossScaler:
+    """Halves the scale after overflows, doubles it after clean steps.
+
+    Gradients are to be divided by the scale that their own backward pass used, the one
+    before this update.
+
+    Args:
+        scaler: State that the step used.
+        overflow: Whether any gradient was NaN or infinite.
+        settings: `precision.loss_scale`; a window of 0 keeps the scale.
+
+    Returns:
+        State of the next step.
+
+    Example:
+        >>> settings = schema.LossScale(initial=8.0, hysteresis=1)
+        >>> float(update_scaler(init_scaler(settings), jnp.bool_(True), settings).scale)
+        4.0
+    """
+    if settings.window == 0:
+        return scaler._replace(
+            iteration=scaler.iteration + 1,
+            last_overflow=jnp.where(overflow, scaler.iteration, scaler.last_overflow),
+        )
+    full = jnp.int32(settings.hysteresis)
+    patient = scaler.hysteresis > 1
+    smaller = jnp.maximum(scaler.scale / 2, settings.minimum)
+    num_clean = scaler.iteration - scaler.last_overflow - 1
+    grow = (num_clean > 0) & (num_clean % settings.window == 0)
+    restore = grow | settings.consecutive_hysteresis
+    return LossScaler(
+        scale=jnp.where(
+            overflow,
+            jnp.where(patient, scaler.scale, smaller),
+            jnp.where(grow, scaler.scale * 2, scaler.scale),
+        ),
+        iteration=scaler.iteration + 1,
+        last_overflow=jnp.where(overflow, scaler.iteration, scaler.last_overflow),
+        hysteresis=jnp.where(
+            overflow,
+            jnp.where(patient, scaler.hysteresis - 1, scaler.hysteresis),
+            jnp.where(restore, full, scaler.hysteresis),
+        ),
+    )
+
+
+def at_minimum(scaler: LossScaler, settings: schema.LossScale) -> Bool[Array, ""]:
+    """Whether an overflow now would want a scale below the minimum.
+
+    Args:
+        scaler: State before the update.
+        settings: `precision.loss_scale`.
+
+    Returns:
+        True where the scale has nowhere left to fall; never for a fixed scale.
+
+    Example:
+        >>> settings = schema.LossScale(initial=1.0, hysteresis=1)
+        >>> bool(at_minimum(init_scaler(settings), settings))
+        True
+    """
+    lowest = scaler.scale <= settings.minimum
+    return lowest & (scaler.hysteresis <= 1) & (settings.window > 0)
+
+
+def all_finite(tree: Any) -> Bool[Array, ""]:
+    """Whether no element of any floating array is NaN or infinite.
+
+    Args:
+        tree: Arrays; those of other dtypes count as finite.
+
+    Returns:
+        The conjunction over all elements, on all devices. It never adds values up, as
+        a sum may overflow, or hide `inf - inf`.
+
+    Example:
+        >>> bool(all_finite([jnp.ones(2), jnp.array([jnp.inf, -jnp.inf])]))
+        False
+    """
+    flags = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree) if _inexact(x)]
+    return functools.reduce(jnp.logical_and, flags, jnp.bool_(True))
+
+
+def first_nonfinite(tree: Any) -> str | None:
+    """Names the first array with a NaN or infinite element; waits for the devices.
+
+    Args:
+        tree: Arrays; in a run of many processes, all of them must call.
+
+    Returns:
+        Its path, or None if there is none.
+
+    Example:
+        >>> first_nonfinite({"a": jnp.ones(2), "b": [jnp.array([jnp.nan])]})
+        'b/0'
+    """
+    leaves = [
+        (keys, leaf)
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if _inexact(leaf)
+    ]
+    test = jax.jit(lambda arrays: [jnp.all(jnp.isfinite(x)) for x in arrays])
+    flags = jax.device_get(test([leaf for _, leaf in leaves]))
+    for (keys, _), finite in zip(leaves, flags, strict=True):
+        if not finite:
+            return path_of(keys)
+    return None
+
+
+def _inexact(leaf: jax.Array) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)

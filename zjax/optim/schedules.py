@@ -1,0 +1,85 @@
+"""Learning rates as pure functions of the number of steps applied so far.
+
+The count is that of the optimizer: a skipped step does not advance it.
+"""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from zjax.config.schema import Config
+
+
+def make_schedule(
+    config: Config,
+) -> Callable[[Int[Array, ""] | int], Float[Array, ""]]:
+    """Builds the learning rate of a run.
+
+    Step 0 has rate 0, step `num_warmup_steps` has the peak (without warm-up, step 0
+    has it), and the last step, `num_steps - 1`, and any after it have the final
+    fraction of the peak, except under `constant`.
+
+    Args:
+        config: Read for `num_steps` and `optimizer`.
+
+    Returns:
+        `schedule(num_applied_steps)`, a float32 scalar; works on traced counts.
+
+    Example:
+        >>> import dataclasses
+        >>> from zjax.config import schema
+        >>> linear = schema.Optimizer(
+        ...     schedule="linear", peak_learning_rate=1.0, num_warmup_steps=4
+        ... )
+        >>> schedule = make_schedule(schema.Config(num_steps=11, optimizer=linear))
+        >>> [round(float(schedule(step)), 2) for step in (0, 2, 4, 7, 10, 99)]
+        [0.0, 0.5, 1.0, 0.55, 0.1, 0.1]
+
+    Reference:
+        Cosine: Loshchilov and Hutter, arXiv:1608.03983. Warm-up, stable, decay: Hu et
+        al., arXiv:2404.06395.
+    """
+    settings = config.optimizer
+    peak, num_warmup = settings.peak_learning_rate, settings.num_warmup_steps
+    pieces = [(optax.linear_schedule(0.0, peak, num_warmup), num_warmup)]
+    pieces += _after_warmup(config, num_decay=config.num_steps - 1 - num_warmup)
+    pieces = [piece for piece in pieces if piece[1] > 0]
+    pieces.append((optax.constant_schedule(_end(config)), 0))
+
+    ends = [sum(length for _, length in pieces[: i + 1]) for i in range(len(pieces))]
+    joined = optax.join_schedules([piece for piece, _ in pieces], ends[:-1])
+
+    def schedule(step: Int[Array, ""] | int) -> Float[Array, ""]:
+        return jnp.asarray(joined(step), jnp.float32)
+
+    return schedule
+
+
+def _after_warmup(config: Config, num_decay: int) -> list[tuple[optax.Schedule, int]]:
+    settings = config.optimizer
+    peak, fraction = (
+        settings.peak_learning_rate,
+        settings.final_learning_rate_fraction,
+    )
+    if num_decay < 1 or settings.schedule == "constant":
+        return []
+    if settings.schedule == "cosine":
+        cosine = optax.cosine_decay_schedule(peak, num_decay, fraction)
+        return [(cosine, num_decay)]
+    if settings.schedule == "linear":
+        num_stable = 0
+    else:
+        num_wanted = round(settings.decay_fraction * config.num_steps)
+        num_stable = max(0, num_decay - num_wanted)
+    num_decay -= num_stable
+    decay = optax.linear_schedule(peak, peak * fraction, num_decay)
+    return [(optax.constant_schedule(peak), num_stable), (decay, num_decay)]
+
+
+def _end(config: Config) -> float:
+    settings = config.optimizer
+    if settings.schedule == "constant":
+        return settings.peak_learning_rate
+    return settings.peak_learning_rate * settings.final_learning_rate_fraction

@@ -1,0 +1,53 @@
+"""The layer-wise learning rate of LAMB: steps in proportion to the size of a layer.
+
+You et al., arXiv:1904.00962, with the limits of DeepSpeed. optax's own knows neither
+the limits nor layers that are stacked in one array, each of which has its own ratio.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+
+MIN_RATIO, MAX_RATIO = 0.01, 10.0
+
+
+def scale_by_layer(
+    num_stacked: Callable[[Any], int],
+) -> optax.GradientTransformation:
+    """Multiplies each update by `norm(params) / norm(update)`, from 0.01 to 10.
+
+    The ratio is 1 where either norm is 0.
+
+    Args:
+        num_stacked: Number of leading dims that count layers, by tree path.
+
+    Returns:
+        A transformation without state.
+
+    Reference:
+        You et al., arXiv:1904.00962, algorithm 2.
+    """
+
+    def scaled(
+        keys: Any, update: Float[Array, "..."], param: Float[Array, "..."]
+    ) -> Float[Array, "..."]:
+        dims = tuple(range(num_stacked(keys), update.ndim))
+        update_norm, param_norm = _norm(update, dims), _norm(param, dims)
+        known = (update_norm > 0) & (param_norm > 0)
+        ratio = param_norm / jnp.where(known, update_norm, 1)
+        ratio = jnp.where(known, jnp.clip(ratio, MIN_RATIO, MAX_RATIO), 1)
+        return (update * ratio).astype(update.dtype)
+
+    def scale_tree(updates: Any, params: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(scaled, updates, params)
+
+    return optax.stateless(scale_tree)
+
+
+def _norm(x: Float[Array, "..."], dims: tuple[int, ...]) -> Float[Array, "..."]:
+    squares = jnp.square(x.astype(jnp.float32))
+    return jnp.sqrt(jnp.sum(squares, axis=dims, keepdims=True))
