@@ -6,7 +6,7 @@ import numpy as np
 
 from zjax.typing import Loss, Model
 
-WIDTH, HIDDEN, BATCH = 16, 64, 16
+WIDTH, HIDDEN, BATCH = 16, 64, 32
 
 
 def init(key):

@@ -5,9 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from zjax.errors import PlanError, Problem
 from zjax.optim.precision import cast_floating
+from zjax.sharding.mesh import BATCH_AXES
 from zjax.sharding.placement import path_of, place_tree
 from zjax.sharding.plan import Plan
 from zjax.typing import Batch, Loss, ModelState, Params
@@ -109,7 +111,11 @@ def mean_loss(losses: Loss, model_state: ModelState) -> Loss:
 
 
 def make_gradients(
-    loss: Callable[..., Loss], plan: Plan, num_microbatches: int
+    loss: Callable[..., Loss],
+    plan: Plan,
+    num_microbatches: int,
+    *,
+    local: bool = False,
 ) -> Callable[..., tuple[Params, Loss]]:
     """Builds `gradients(master, model_state, batch, key, scale) -> (grads, loss)`.
 
@@ -117,21 +123,21 @@ def make_gradients(
         loss: `Model.loss`.
         plan: Places parameters, gradients and their sum.
         num_microbatches: Parts of the batch that follow one another.
+        local: Whether each share of the batch has a gradient of its own, to be reduced
+            in the gradient sum's dtype; otherwise the compiler reduces in the compute
+            dtype.
 
     Returns:
         A pure function. `grads` are of `scale` times the mean loss, in the gradient
         sum's dtype; the loss itself is not scaled.
     """
+    differentiate = (
+        local_gradients(loss, plan) if local else whole_gradients(loss, plan)
+    )
 
-    def one(
-        params: Params, state: ModelState, batch: Batch, key: jax.Array, scale: Any
-    ) -> tuple[Params, Loss]:
-        def scaled(params: Params) -> tuple[jax.Array, Loss]:
-            result = loss(params, state, batch, key)
-            return result.value * scale, result
-
-        grads, result = jax.grad(scaled, has_aux=True)(params)
-        # Placed before the cast, so that the smaller dtype crosses the devices.
+    def one(*args: Any) -> tuple[Params, Loss]:
+        grads, result = differentiate(*args)
+        # Placed before the cast, so that no wider dtype crosses the devices.
         return _cast_like(place_tree(grads, plan.grad_sum), plan.grad_sum), result
 
     def gradients(
@@ -164,6 +170,78 @@ def make_gradients(
         return jax.tree.map(lambda t: _scaled(t, inverse), total), result
 
     return gradients
+
+
+def whole_gradients(
+    loss: Callable[..., Loss], plan: Plan
+) -> Callable[..., tuple[Params, Loss]]:
+    """Gradients of a microbatch seen as one: the compiler adds over devices.
+
+    Args:
+        loss: `Model.loss`.
+        plan: Not needed; the same arguments as `local_gradients`.
+
+    Returns:
+        `f(params, model_state, batch, key, scale) -> (grads, loss)`.
+    """
+
+    def differentiate(
+        params: Params, state: ModelState, batch: Batch, key: jax.Array, scale: Any
+    ) -> tuple[Params, Loss]:
+        def scaled(params: Params) -> tuple[jax.Array, Loss]:
+            result = loss(params, state, batch, key)
+            return result.value * scale, result
+
+        return jax.grad(scaled, has_aux=True)(params)
+
+    return differentiate
+
+
+def local_gradients(
+    loss: Callable[..., Loss], plan: Plan
+) -> Callable[..., tuple[Params, Loss]]:
+    """Gradients of each share of a microbatch on its own, added in the sum's dtype.
+
+    A loss that couples the batch, such as BatchNorm, sees only its share; the model
+    states of the shares are averaged. Random keys differ by share.
+
+    Args:
+        loss: `Model.loss`.
+        plan: Names the axes of the batch and the dtype of the sum.
+
+    Returns:
+        `f(params, model_state, batch, key, scale) -> (grads, loss)`.
+    """
+    axes = tuple(axis for axis in BATCH_AXES if plan.mesh.shape[axis] > 1)
+    differentiate = whole_gradients(loss, plan)
+
+    def share(
+        params: Params, state: ModelState, batch: Batch, key: jax.Array, scale: Any
+    ) -> tuple[Params, Loss]:
+        key = jax.random.fold_in(key, jax.lax.axis_index(axes)) if axes else key
+        grads, result = differentiate(params, state, batch, key, scale)
+        grads = _cast_like(grads, plan.grad_sum)
+        grads = jax.tree.map(lambda g: _scaled(g, result.weight), grads)
+        return jax.tree.map(lambda x: x[None], (grads, result))
+
+    def differentiate_shares(
+        params: Params, state: ModelState, batch: Batch, key: jax.Array, scale: Any
+    ) -> tuple[Params, Loss]:
+        by_row = jax.tree.map(lambda x: P(axes) if x.ndim else P(), batch)
+        shares = jax.shard_map(
+            share,
+            mesh=plan.mesh,
+            in_specs=(P(), P(), by_row, P(), P()),
+            out_specs=P(axes),
+            axis_names=set(axes),
+            check_vma=False,
+        )
+        grads, results = shares(params, state, batch, key, scale)
+        result = mean_loss(results, jax.tree.map(_mean_state, results.model_state))
+        inverse = 1 / jnp.where(result.weight == 0, 1, result.weight)
+        return jax.tree.map(lambda g: _scaled(g.sum(0), inverse), grads), result
+
+    return differentiate_shares if axes else differentiate
 
 
 def make_forward(
@@ -210,6 +288,11 @@ def compute_dtype(plan: Plan) -> Any:
     """
     floating = (r.dtype for r in jax.tree.leaves(plan.compute))
     return next(d for d in floating if jnp.issubdtype(d, jnp.floating))
+
+
+def _mean_state(x: jax.Array) -> jax.Array:
+    floating = jnp.issubdtype(x.dtype, jnp.floating)
+    return x.mean(0, dtype=jnp.float32).astype(x.dtype) if floating else x[0]
 
 
 def _cast_like(tree: Any, rows: Any) -> Any:

@@ -63,7 +63,12 @@ def make_programs(
     Returns:
         Functions that nothing has compiled yet.
     """
-    gradients = make_gradients(model.loss, plan, num_microbatches)
+    gradients = make_gradients(
+        model.loss,
+        plan,
+        num_microbatches,
+        local=config.precision.reduce_dtype == "float32",
+    )
     forward = make_forward(model.loss, plan, num_microbatches)
     update = make_update(tx, plan, config, schedule)
 

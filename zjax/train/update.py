@@ -9,6 +9,7 @@ import optax
 
 from zjax.config.schema import Config
 from zjax.optim import clip, loss_scale
+from zjax.optim.ema import update_ema
 from zjax.sharding.placement import pad_tree, place_tree, unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.train.state import TrainState
@@ -93,7 +94,8 @@ def make_update(
         master = keep(pad_tree(master, plan.master), state.master)
         ema = state.ema
         if ema != ():
-            average = clip.update_ema(ema, master, config.optimizer.ema_decay)
+            applied = state.step - state.num_skipped
+            average = update_ema(ema, master, config.optimizer.ema_decay, applied)
             ema = keep(average, ema)
         return TrainState(
             step=state.step + 1,
@@ -113,7 +115,7 @@ def make_update(
             "loss": loss.value,
             "weight": loss.weight,
             "grad_norm": norm,
-            "skipped": 1.0 - finite.astype(jnp.float32),
+            "skipped_steps": state.num_skipped + ~finite,
         }
         if schedule is not None:
             own["learning_rate"] = schedule(state.step - state.num_skipped)

@@ -1,0 +1,44 @@
+"""A run of a small model, made in one line."""
+
+import jax
+import numpy as np
+
+from zjax.config import schema
+from zjax.initialize import make_run
+from zjax.sharding import mesh as meshes
+from zjax.sharding import plan as plans
+from tests.support import models
+
+
+def make_config(stage=2, *, mesh=None, min_elements=0, **settings):
+    """float32 throughout, so that placement alone can make a difference."""
+    precision = settings.pop("precision", schema.Precision(compute_dtype="float32"))
+    return schema.Config(
+        global_batch_size=models.BATCH,
+        zero=schema.Zero(stage=stage, min_shard_elements=min_elements),
+        mesh=mesh or schema.Mesh(),
+        precision=precision,
+        **settings,
+    )
+
+
+def make_small_run(tx, stage=2, *, num_devices=8, model=None, **settings):
+    config = make_config(stage, **settings)
+    devices = jax.devices()[:num_devices]
+    return make_run(config, model or models.make_mlp(), tx, devices=devices)
+
+
+def make_small_plan(tx, stage, model=None, **settings):
+    config = make_config(stage, **settings)
+    mesh = meshes.make_mesh(config.mesh)
+    return plans.make_plan(config, mesh, model or models.make_mlp(), tx)
+
+
+def train(run, num_steps, *, first=0, state=None):
+    """The losses of some steps and the state after them."""
+    state = run.state if state is None else state
+    losses = []
+    for step in range(first, first + num_steps):
+        state, metrics = run.step(state, models.make_batch(step))
+        losses.append(float(metrics["loss"]))
+    return np.array(losses), state

@@ -1,0 +1,115 @@
+"""What a run would take, before it runs: the plan, the stages, the compiled program."""
+
+import dataclasses
+import pathlib
+
+import jax
+import jax.numpy as jnp
+
+from zjax.config.batch import resolve_batch
+from zjax.config.check import check_config
+from zjax.config.schema import Config
+from zjax.initialize import make_step
+from zjax.models.build import make_model
+from zjax.observe import plot
+from zjax.optim.build import make_optimizer
+from zjax.sharding import describe, memory
+from zjax.sharding import mesh as meshes
+from zjax.sharding import plan as plans
+from zjax.typing import Batch
+
+PAPER_DEVICES = (1, 4, 16, 64, 256, 1024)
+
+
+def report_plan(config: Config, *, num_devices: int = 0, picture: str = "") -> str:
+    """Plans a run and says what it takes.
+
+    Args:
+        config: The settings.
+        num_devices: Devices to plan for without having them; 0 takes the devices there
+            are and also compiles the step for them.
+        picture: PNG file of bytes per device and stage; empty for
+            `<directory>/plan.png`.
+
+    Returns:
+        The plan, the table of the stages beside the closed form, and, where there are
+        devices, the memory analysis of the compiled step.
+
+    Raises:
+        ConfigError: Settings that cannot work.
+        PlanError: Arrays that cannot be placed.
+    """
+    here = num_devices == 0
+    num_devices = num_devices or jax.device_count()
+    check_config(config, num_devices)
+    build = meshes.make_mesh if here else None
+    mesh = (
+        build(config.mesh) if build else meshes.abstract_mesh(config.mesh, num_devices)
+    )
+    model = make_model(config)
+    tx = make_optimizer(config, model)
+
+    def plan_for(stage: int) -> plans.Plan:
+        zero = dataclasses.replace(config.zero, stage=stage)
+        return plans.make_plan(dataclasses.replace(config, zero=zero), mesh, model, tx)
+
+    stages = [plan_for(stage) for stage in memory.STAGES]
+    plan = stages[config.zero.stage]
+    per_param = memory.plan_bytes(stages[0]).optimizer / memory.num_params(plan)
+    path = pathlib.Path(picture or pathlib.Path(config.directory) / "plan.png")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plot.plot_memory_per_stage([memory.plan_bytes(p) for p in stages], path)
+    parts = [
+        describe.describe_plan(plan),
+        f"bytes per device by ZeRO stage on {num_devices} devices"
+        + ("" if here else " (estimate: the devices are not here)"),
+        describe.describe_stages(stages, round(per_param, 2)),
+    ]
+    if here:
+        step = make_step(model, tx, plan, config)
+        compiled = step.compile(abstract_batch(config, plan))
+        parts.append(describe_compiled(plan, compiled))
+    return "\n\n".join([*parts, f"picture: {path}"])
+
+
+def abstract_batch(config: Config, plan: plans.Plan) -> Batch:
+    """The batch of a run of the built-in models, without data.
+
+    Args:
+        config: Its batch size and length.
+        plan: Its number of batch shares.
+
+    Returns:
+        Tokens, targets and weights, all [B, L].
+    """
+    size = resolve_batch(config, plan.num_batch_shares).global_batch_size
+    shape = (size, config.data.length)
+    dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
+
+
+def describe_compiled(plan: plans.Plan, compiled: jax.stages.Compiled) -> str:
+    """Sets what the compiler allocates beside what the plan keeps.
+
+    Args:
+        plan: Predicts the state.
+        compiled: The train program.
+
+    Returns:
+        A table of bytes per device.
+    """
+    analysis = compiled.memory_analysis()
+    kept = memory.tree_bytes((plan.master, plan.opt_state, plan.model_state))
+    rows = [
+        ("arguments: state and batch", analysis.argument_size_in_bytes),
+        ("  of them state, by the plan", kept),
+        ("  of them reused for the new state", analysis.alias_size_in_bytes),
+        (
+            "temporaries: parameters in use, gradients, activations",
+            analysis.temp_size_in_bytes,
+        ),
+        ("program", analysis.generated_code_size_in_bytes),
+    ]
+    cells = [(name, describe.format_bytes(size)) for name, size in rows]
+    title = "compiled train step, bytes per device\n"
+    return title + describe.render_table(("", "bytes/device"), cells, right=(1,))
