@@ -6,7 +6,7 @@ which row is computed once, by first-fit in windows, all windows in lockstep.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Int, Int64
@@ -16,6 +16,7 @@ WINDOW_ROWS = 128
 MAX_WINDOW_DOCUMENTS = 4_096
 
 
+@runtime_checkable
 class TokenArray(Protocol):
     """Unsigned token ids that are sliced without reading the rest."""
 
@@ -24,6 +25,7 @@ class TokenArray(Protocol):
     def __getitem__(self, index: slice, /) -> np.ndarray: ...
 
 
+@runtime_checkable
 class Rows(Protocol):
     """Rows of a fixed shape, read by number."""
 
@@ -80,15 +82,15 @@ class DocumentRows:
 
     Example:
         >>> rows = DocumentRows(np.array([7, 8, 9, 5, 6, 9]), np.array([0, 3, 6]), 7)
-        >>> {name: array[0].tolist() for name, array in rows.read(np.array([0])).items()
-        ...     if name != "positions"}  # doctest: +NORMALIZE_WHITESPACE
-        {'tokens': [7, 8, 9, 5, 6, 9, 0], 'targets': [8, 9, 0, 6, 9, 0, 0],
-         'weights': [1.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0],
-         'segment_ids': [1, 1, 1, 2, 2, 2, 0]}
+        >>> row = rows.read(np.array([0]))
+        >>> row["targets"].tolist(), row["segment_ids"].tolist()
+        ([[8, 9, 0, 6, 9, 0, 0]], [[1, 1, 1, 2, 2, 2, 0]])
+        >>> row["weights"].astype(int).tolist()
+        [[1, 1, 0, 1, 1, 0, 0]]
     """
 
     def __init__(
-        self, tokens: TokenArray, offsets: Int64[np.ndarray, " docs+1"], length: int
+        self, tokens: TokenArray, offsets: Int64[np.ndarray, " offsets"], length: int
     ):
         self._tokens = tokens
         self._length = length
@@ -156,7 +158,7 @@ def stack_pieces(
 
 
 def cut_documents(
-    offsets: Int64[np.ndarray, " docs+1"], length: int
+    offsets: Int64[np.ndarray, " offsets"], length: int
 ) -> tuple[
     Int64[np.ndarray, " pieces"],
     Int64[np.ndarray, " pieces"],

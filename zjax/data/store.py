@@ -76,7 +76,7 @@ class Store:
     name: str
     """The file, or the source, for messages."""
     tokens: np.ndarray | MappedTokens
-    offsets: Int64[np.ndarray, " docs+1"]
+    offsets: Int64[np.ndarray, " offsets"]
     """Where each document starts, and the end of the last."""
     vocab_size: int
 

@@ -1,0 +1,137 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tests.reference import sampling
+from zjax.config import schema
+from zjax.data import batches as wrapping
+from zjax.errors import DataError
+
+CONFIG = schema.Config(seed=3, global_batch_size=8)
+
+
+def shardings(leaf):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    return NamedSharding(mesh, P("data") if leaf.ndim else P())
+
+
+@dataclasses.dataclass
+class Columns:
+    """What a dataset of Hugging Face looks like from outside."""
+
+    columns: dict
+
+    @property
+    def column_names(self):
+        return list(self.columns)
+
+    def __len__(self):
+        return len(next(iter(self.columns.values())))
+
+    def __getitem__(self, indices):
+        return {
+            name: [values[index] for index in indices]
+            for name, values in self.columns.items()
+        }
+
+
+def make_batches(num_batches):
+    return [
+        {"x": np.full((8, 2), float(n)), "scale": np.float32(n)}
+        for n in range(num_batches)
+    ]
+
+
+def test_columns_are_sampled_by_seed_and_step():
+    dataset = Columns({"x": [[n, n + 1] for n in range(20)], "y": list(range(20))})
+    with wrapping.wrap_batches(dataset, CONFIG, shardings, start_step=4) as batches:
+        for step in range(4, 8):
+            rows = sampling.batch(step, 20, 3, 8)
+            batch = next(batches)
+            assert batch["y"].tolist() == rows
+            assert batch["x"].tolist() == [[row, row + 1] for row in rows]
+            assert batch["x"].sharding.is_equivalent_to(shardings(batch["x"]), 2)
+
+
+def test_columns_of_unequal_rows_are_refused():
+    dataset = Columns({"x": [[1], [2, 3]]})
+    with pytest.raises(DataError) as error:
+        next(wrapping.wrap_batches(dataset, CONFIG, shardings))
+    assert str(error.value) == (
+        "batches['x']='object' is not a dtype of numbers (text, or rows of unequal "
+        "length); turn it into token ids and pad them, or remove it"
+    )
+
+
+def test_dataset_without_rows_is_refused():
+    with pytest.raises(DataError) as error:
+        wrapping.wrap_batches(Columns({"x": []}), CONFIG, shardings)
+    assert str(error.value) == "batches='Columns' has no rows; give one with rows"
+
+
+@pytest.mark.parametrize("kind", [list, iter], ids=["list", "iterator"])
+def test_batches_come_in_order_and_end(kind):
+    given = kind(make_batches(5))
+    with wrapping.wrap_batches(given, CONFIG, shardings, start_step=2) as batches:
+        found = list(batches)
+        assert batches.state() == {"step": 5}
+    assert [float(batch["x"][7, 1]) for batch in found] == [2.0, 3.0, 4.0]
+    assert [float(batch["scale"]) for batch in found] == [2.0, 3.0, 4.0]
+    assert found[0]["x"].dtype == np.float32
+    assert len(found[0]["x"].addressable_shards) == 8
+
+
+def test_arrays_of_jax_are_placed_too():
+    given = [{"x": jnp.arange(8.0)}]
+    with wrapping.wrap_batches(given, CONFIG, shardings) as batches:
+        batch = next(batches)
+    assert batch["x"].sharding.is_equivalent_to(shardings(batch["x"]), 1)
+    assert batch["x"].tolist() == list(range(8))
+
+
+def test_an_iterable_resumes_by_drawing_again():
+    with wrapping.wrap_batches(make_batches(6), CONFIG, shardings) as batches:
+        next(batches)
+        batches.set_state({"step": 4})
+        assert [float(batch["scale"]) for batch in batches] == [4.0, 5.0]
+
+
+def test_an_iterator_that_was_drawn_from_cannot_go_back():
+    batches = wrapping.wrap_batches(iter(make_batches(6)), CONFIG, shardings)
+    next(batches)
+    batches.set_state({"step": 0})
+    with pytest.raises(DataError) as error:
+        next(batches)
+    assert str(error.value) == (
+        "batches='list_iterator' is an iterator that has been drawn from; give an "
+        "iterable that starts anew, such as a list"
+    )
+
+
+def test_an_error_of_a_generator_arrives_with_its_traceback():
+    def broken():
+        yield make_batches(1)[0]
+        raise RuntimeError("the disk is gone")
+
+    batches = wrapping.wrap_batches(broken(), CONFIG, shardings)
+    next(batches)
+    with pytest.raises(RuntimeError, match="the disk is gone") as error:
+        next(batches)
+    assert "broken" in [entry.name for entry in error.traceback]
+
+
+def test_a_partial_batch_is_named():
+    given = [*make_batches(2), {"x": np.zeros((5, 2))}]
+    with wrapping.wrap_batches(given, CONFIG, shardings) as batches:
+        next(batches), next(batches)
+        with pytest.raises(DataError) as error:
+            next(batches)
+    assert str(error.value) == (
+        "batches[2]['x']='float32[5, 2]' has 5 rows, but global_batch_size=8; make all "
+        "batches that size and drop the last, partial one"
+    )

@@ -1,0 +1,211 @@
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+import textwrap
+import threading
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tests.reference import sampling
+from zjax.config import schema
+from zjax.data import loader, packing, prepare, source
+from zjax.errors import ConfigError, DataError
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def make_shardings(num_data=4):
+    mesh = jax.make_mesh(
+        (num_data, 8 // num_data), ("data", "sequence"), axis_types=(AxisType.Auto,) * 2
+    )
+    return lambda leaf: NamedSharding(mesh, P("data", "sequence"))
+
+
+@pytest.fixture(autouse=True)
+def token_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = [json.dumps({"text": f"{number:0{number}}"}) for number in range(1, 50)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    prepare.prepare(["a.jsonl"], "tokens", validation_fraction=0.25)
+
+
+def make_config(**data):
+    data = {"source": "tokens", "path": "tokens", "length": 16} | data
+    return schema.Config(seed=3, global_batch_size=8, data=schema.Data(**data))
+
+
+def as_lists(batches):
+    return [{name: array.tolist() for name, array in b.items()} for b in batches]
+
+
+def expected_batches(config, steps):
+    rows = source.open_rows(config, "train")
+    order = [sampling.batch(step, len(rows), 3, 8) for step in steps]
+    return as_lists(rows.read(np.array(indices)) for indices in order)
+
+
+def take(batches, num_batches):
+    return as_lists(next(batches) for _ in range(num_batches))
+
+
+@pytest.mark.parametrize("kind", ["blocks", "documents"])
+@pytest.mark.parametrize("num_data", [2, 8])
+def test_batches_are_the_rows_of_the_oracle_on_any_mesh(kind, num_data):
+    config = make_config(packing=kind)
+    with loader.make_loader(config, make_shardings(num_data)) as batches:
+        assert take(batches, 12) == expected_batches(config, range(12))
+
+
+@pytest.mark.parametrize("prefetch_batches", [0, 1, 5])
+def test_a_batch_lies_where_it_is_told(prefetch_batches):
+    shardings = make_shardings()
+    config = make_config(prefetch_batches=prefetch_batches)
+    with loader.make_loader(config, shardings) as batches:
+        batch = next(batches)
+    assert {array.sharding for array in batch.values()} == {shardings(None)}
+    dtypes = {name: array.dtype.name for name, array in batch.items()}
+    assert dtypes == {"tokens": "int32", "targets": "int32", "weights": "float32"}
+
+
+def test_worker_processes_give_the_same_batches():
+    config = make_config(num_workers=2, packing="documents")
+    with loader.make_loader(config, make_shardings(), start_step=5) as batches:
+        assert take(batches, 5) == expected_batches(config, range(5, 10))
+
+
+@pytest.mark.parametrize("num_read", [0, 1, 7])
+def test_a_loader_resumes_at_the_sample_where_another_stopped(num_read):
+    """Fails if the position counts batches read ahead instead of batches handed out."""
+    config = make_config()
+    with loader.make_loader(config, make_shardings()) as first:
+        take(first, num_read)
+        state = json.loads(json.dumps(first.state()))
+    assert state["step"] == num_read
+    with loader.make_loader(config, make_shardings(2)) as second:
+        take(second, 3)
+        second.set_state(state)
+        expected = expected_batches(config, range(num_read, num_read + 4))
+        assert take(second, 4) == expected
+
+
+def test_other_data_cannot_be_resumed():
+    config = make_config()
+    with loader.make_loader(config, make_shardings()) as first:
+        state = first.state()
+    changed = dataclasses.replace(config, seed=4, global_batch_size=16)
+    second = loader.make_loader(changed, make_shardings())
+    with pytest.raises(DataError) as error:
+        second.set_state(state)
+    assert str(error.value) == (
+        "global_batch_size=16 was 8 in the saved run, so its samples are not these; "
+        "restore that setting or that data, or start a new run\n"
+        "seed=4 was 3 in the saved run, so its samples are not these; restore that "
+        "setting or that data, or start a new run"
+    )
+
+
+def test_validation_is_the_same_for_every_seed():
+    config = make_config()
+    other = dataclasses.replace(config, seed=9)
+    found = []
+    for each in (config, other):
+        with loader.make_loader(
+            each, make_shardings(), split="validation", num_batches=2
+        ) as batches:
+            found.append(as_lists(batches))
+    assert len(found[0]) == 2
+    assert found[0] == found[1]
+
+
+def test_a_finite_loader_ends():
+    with loader.make_loader(
+        make_config(), make_shardings(), start_step=4, num_batches=3
+    ) as batches:
+        assert len(list(batches)) == 3
+        assert batches.state()["step"] == 7
+
+
+def test_batch_size_that_is_not_derived():
+    config = dataclasses.replace(make_config(), global_batch_size=0)
+    with pytest.raises(ConfigError) as error:
+        loader.make_loader(config, make_shardings())
+    assert str(error.value) == (
+        "global_batch_size=0 is not a number of rows until it is derived; give the "
+        "config that `zjax.initialize` returns, or set it"
+    )
+
+
+class TornRows(packing.BlockRows):
+    """Rows on a disk that fails at the first read after the loader was made."""
+
+    num_reads = 0
+
+    def read(self, indices, /):
+        self.num_reads += 1
+        if self.num_reads > 1:
+            raise OSError(5, "Input/output error")
+        return super().read(indices)
+
+
+def test_an_error_of_the_reading_thread_arrives_with_its_traceback():
+    rows = TornRows(np.zeros(100, np.uint16), 16)
+    batches = loader.load_rows(
+        rows, make_config(), make_shardings(), seed=0, start_step=0, num_batches=None
+    )
+    with pytest.raises(OSError, match="Input/output error") as error:
+        next(batches)
+    assert "read" in [entry.name for entry in error.traceback]
+    assert batches.state()["step"] == 0
+
+
+@pytest.mark.parametrize("num_workers", [0, 1], ids=["threads", "process"])
+def test_closing_stops_what_was_started(num_workers):
+    batches = loader.make_loader(make_config(num_workers=num_workers), make_shardings())
+    next(batches)
+    started = [thread for thread in threading.enumerate() if "grain-" in thread.name]
+    assert started
+    batches.close()
+    for thread in started:
+        thread.join(timeout=20)
+    assert not any(thread.is_alive() for thread in started)
+
+
+PROGRAM = """
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from zjax.config import schema
+    from zjax.data import loader
+
+    if __name__ == "__main__":
+        mesh = Mesh(np.array(jax.devices()), ("data",))
+        data = schema.Data(source="synthetic", length=8, num_workers=NUM_WORKERS)
+        batches = loader.make_loader(
+            schema.Config(data=data),
+            lambda leaf: NamedSharding(mesh, PartitionSpec("data")),
+        )
+        print(next(batches)["tokens"].shape)
+"""
+
+
+@pytest.mark.parametrize("num_workers", [0, 1], ids=["threads", "process"])
+def test_a_program_outside_absl_ends_quietly_without_closing(num_workers, tmp_path):
+    """Fails if absl's flags stay unparsed, or threads outlive the interpreter."""
+    program = textwrap.dedent(PROGRAM).replace("NUM_WORKERS", str(num_workers))
+    (tmp_path / "program.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "program.py"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        check=False,
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("(32, 8)\n", "", 0)

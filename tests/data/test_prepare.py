@@ -1,0 +1,248 @@
+import json
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from zjax.data import documents, prepare, store
+from zjax.errors import DataError
+
+TEXTS = ["one fish", "zwei Fische ☕", "trois\npoissons", "fyra fiskar", "vijf vissen"]
+
+
+@pytest.fixture(autouse=True)
+def in_temporary_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write_texts(directory):
+    directory.mkdir()
+    for number, text in enumerate(TEXTS):
+        (directory / f"{number}.txt").write_text(text)
+    return "in"
+
+
+def write_json_lines(directory):
+    directory.mkdir()
+    lines = [json.dumps({"text": text, "n": 1}) for text in TEXTS]
+    (directory / "a.jsonl").write_text("\n\n".join(lines))
+    return "in/a.jsonl"
+
+
+def write_parquet(directory):
+    directory.mkdir()
+    table = pyarrow.table({"id": range(5), "text": TEXTS})
+    parquet.write_table(table, directory / "a.parquet")
+    return "in/a.parquet"
+
+
+def read_split(path, split):
+    opened = store.open_store(path, split)
+    spans = zip(opened.offsets[:-1], opened.offsets[1:], strict=True)
+    return [opened.tokens[start:end].tolist() for start, end in spans]
+
+
+@pytest.mark.parametrize(
+    "write", [write_texts, write_json_lines, write_parquet], ids=lambda f: f.__name__
+)
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:280"])
+def test_every_document_comes_back(write, tokenizer, tmp_path):
+    given = write(tmp_path / "in")
+    meta = prepare.prepare([given], "out", tokenizer=tokenizer, validation_fraction=0.2)
+    vocabulary = store.open_tokenizer("out")
+    splits = {split: read_split("out", split) for split in meta.splits}
+    found = {
+        split: [vocabulary.decode(ids[:-1]) for ids in stored]
+        for split, stored in splits.items()
+    }
+    held_out = [TEXTS[1]]
+    assert found["validation"] == held_out
+    assert found["train"] == [text for text in TEXTS if text not in held_out]
+    ends = {ids[-1] for stored in splits.values() for ids in stored}
+    assert ends == {meta.end_id}
+
+
+def test_a_given_tokenizer_is_kept_beside_the_tokens(tmp_path):
+    given = write_texts(tmp_path / "in")
+    prepare.prepare([given], "first", tokenizer="bpe:280")
+    again = prepare.prepare([given], "again", tokenizer="first/tokenizer.json")
+    assert again == store.read_meta("first") == store.read_meta("again")
+    assert read_split("again", "train") == read_split("first", "train")
+
+
+def test_large_vocabularies_take_32_bits(tmp_path):
+    given = write_texts(tmp_path / "in")
+    prepare.prepare([given], "first", tokenizer="bpe:280")
+    content = json.loads((tmp_path / "first/tokenizer.json").read_text())
+    content["added_tokens"][0]["id"] = 100_000
+    content["model"]["vocab"]["<|endoftext|>"] = 100_000
+    (tmp_path / "large.json").write_text(json.dumps(content))
+    meta = prepare.prepare([given], "out", tokenizer="large.json")
+    assert (meta.dtype, meta.vocab_size, meta.end_id) == ("uint32", 100_001, 100_000)
+    assert read_split("out", "train")[0][-1] == 100_000
+
+
+def test_long_text_is_cut_at_line_ends_and_nothing_is_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 50)
+    text = "".join(f"line {number} ☕\n" for number in range(40)) + "☕" * 60
+    path = tmp_path / "long.txt"
+    path.write_text(text)
+    found = list(documents.read_documents(path, "text"))
+    assert "".join(document.text for document in found) == text
+    assert sum(document.num_bytes for document in found) == len(text.encode())
+    assert max(document.num_bytes for document in found) <= 50
+    assert [document.text[-1] for document in found][:5] == ["\n"] * 5
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.25])
+def test_validation_has_its_share(tmp_path, fraction):
+    lines = [json.dumps({"text": "x" * 99}) for _ in range(400)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    meta = prepare.prepare(["a.jsonl"], "out", validation_fraction=fraction)
+    assert meta.splits["validation"].num_documents == round(400 * fraction)
+
+
+def test_no_validation_when_none_is_asked_for(tmp_path):
+    given = write_texts(tmp_path / "in")
+    meta = prepare.prepare([given], "out", validation_fraction=0.0)
+    assert meta.splits == {
+        "train": store.Split(
+            np.sum([len(text.encode()) + 1 for text in TEXTS]).item(), 5
+        )
+    }
+
+
+FAULTS = {
+    "missing": (
+        {},
+        {"inputs": ["a.txt", "b.txt"]},
+        "input='a.txt' is not there; check the path\n"
+        "input='b.txt' is not there; check the path",
+    ),
+    "empty": (
+        {"a.txt": b""},
+        {},
+        "input='a.txt' is empty; leave it out",
+    ),
+    "only-blank-lines": (
+        {"a.jsonl": b"\n\n"},
+        {"inputs": ["a.jsonl"]},
+        "input='a.jsonl' holds no text; give some",
+    ),
+    "not-utf8": (
+        {"a.txt": b"x" * 70_000 + b"caf\xe9 noir"},
+        {},
+        "input='a.txt' is not UTF-8 at byte 70003; convert it (iconv -t UTF-8) or "
+        "leave it out",
+    ),
+    "not-utf8-json": (
+        {"a.jsonl": b'{"text": "a"}\n{"text": "\xe9"}'},
+        {"inputs": ["a.jsonl"]},
+        "input='a.jsonl' is not UTF-8 at byte 24; convert it (iconv -t UTF-8) or "
+        "leave it out",
+    ),
+    "broken-json": (
+        {"a.jsonl": b'{"text": "a"}\n{"text": '},
+        {"inputs": ["a.jsonl"]},
+        "input='a.jsonl' has broken JSON on line 2 (Expecting value: line 1 column 10 "
+        "(char 9)); write one JSON object per line",
+    ),
+    "json-list": (
+        {"a.jsonl": b"[1]"},
+        {"inputs": ["a.jsonl"]},
+        "input='a.jsonl' has no object on line 1, but a list; write one JSON object "
+        "per line",
+    ),
+    "missing-field": (
+        {"a.jsonl": b'{"text": "a"}\n{"body": "b", "id": 1}'},
+        {"inputs": ["a.jsonl"]},
+        "input='a.jsonl' has no field 'text' on line 2, only body, id; choose another "
+        "text_field",
+    ),
+    "field-of-another-type": (
+        {"a.jsonl": b'{"text": null}'},
+        {"inputs": ["a.jsonl"]},
+        "input='a.jsonl' has a NoneType as 'text' in line 1; make it a string or leave "
+        "it out",
+    ),
+    "lone-surrogate": (
+        {"a.jsonl": b'{"text": "\\ud800"}'},
+        {"inputs": ["a.jsonl"]},
+        "input='a.jsonl' has half a character (a lone surrogate) in line 1; write "
+        "whole characters",
+    ),
+    "not-parquet": (
+        {"a.parquet": b"PAR0 and so on and on"},
+        {"inputs": ["a.parquet"]},
+        "input='a.parquet' is not a Parquet file; leave it out or make it again",
+    ),
+    "single-document": (
+        {"a.txt": b"one"},
+        {},
+        "validation_fraction=0.01 leaves nothing for validation: the input is a single "
+        "document; use 0, or give the text in several files or lines",
+    ),
+    "all-settings-at-once": (
+        {"out": b"", "a.txt": b"one"},
+        {"tokenizer": "bpe:100", "validation_fraction": 1.0},
+        "output='out' exists already; remove it or name another\n"
+        "tokenizer='bpe:100' is smaller than the 256 bytes, an end token and one "
+        "merge; use bpe:258 or more\n"
+        "validation_fraction=1.0 is not a part of the text; use 0 or more and less "
+        "than 1",
+    ),
+    "no-such-tokenizer": (
+        {"a.txt": b"one"},
+        {"tokenizer": "words"},
+        "tokenizer='words' is not a choice; use bytes, bpe:<vocab_size> or the path of "
+        "a tokenizer.json",
+    ),
+    "missing-tokenizer": (
+        {"a.txt": b"one"},
+        {"tokenizer": "t.json"},
+        "tokenizer='t.json' is not a file; give a tokenizer.json",
+    ),
+}
+
+
+@pytest.mark.parametrize(("files", "settings", "message"), FAULTS.values(), ids=FAULTS)
+def test_fault_is_named_and_nothing_is_left(files, settings, message, tmp_path):
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    settings = {"inputs": ["a.txt"], "output": "out"} | settings
+    with pytest.raises(DataError) as error:
+        prepare.prepare(**settings)
+    assert str(error.value) == message
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(files)
+
+
+def test_parquet_without_the_column(tmp_path):
+    given = write_parquet(tmp_path / "in")
+    with pytest.raises(DataError) as error:
+        prepare.prepare([given], "out", text_field="body")
+    assert str(error.value) == (
+        "input='in/a.parquet' has no column 'body', only id, text; choose another "
+        "text_field"
+    )
+
+
+def test_directory_without_files(tmp_path):
+    (tmp_path / "in").mkdir()
+    with pytest.raises(DataError) as error:
+        prepare.prepare(["in"], "out")
+    assert str(error.value) == "input='in' holds no file; give one with text"
+
+
+def test_output_that_stops_halfway_is_not_there(tmp_path, monkeypatch):
+    """Fails if files are written in place: a full disk would leave half of them."""
+    given = write_texts(tmp_path / "in")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store.SplitWriter, "append", full)
+    with pytest.raises(OSError, match="No space left"):
+        prepare.prepare([given], "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]

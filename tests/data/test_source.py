@@ -1,0 +1,244 @@
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from zjax.config import schema
+from zjax.data import packing, prepare, source, standard_library, store, synthetic
+from zjax.errors import DataError
+
+
+@pytest.fixture(autouse=True)
+def token_directory(tmp_path, monkeypatch):
+    """A directory `tokens` with 8 documents of 21 bytes and their end."""
+    monkeypatch.chdir(tmp_path)
+    lines = [json.dumps({"text": f"{number:021}"}) for number in range(8)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    prepare.prepare(["a.jsonl"], "tokens", validation_fraction=0.0)
+    return tmp_path / "tokens"
+
+
+def make_config(*, vocab_size=300, **data):
+    return schema.Config(
+        data=schema.Data(**{"length": 16} | data),
+        model=schema.Model(vocab_size=vocab_size),
+    )
+
+
+def make_tree(root, names):
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"# {name}\n")
+
+
+def decode_documents(opened):
+    spans = zip(opened.offsets[:-1], opened.offsets[1:], strict=True)
+    return [bytes(opened.tokens[a : b - 1].tolist()).decode() for a, b in spans]
+
+
+def test_standard_library_is_split_by_file(tmp_path):
+    """Fails if a file is on both sides, or on none, or the wrong files are taken."""
+    wanted = [f"package{n}/module{n}.py" for n in range(200)]
+    skipped = ["site-packages/x.py", "a/test/x.py", "a/__pycache__/x.py", "a/b.txt"]
+    root = tmp_path / "lib"
+    make_tree(root, wanted + skipped)
+    (root / "empty.py").write_text("")
+    found = {
+        split: decode_documents(
+            standard_library.open_standard_library(split, str(root))
+        )
+        for split in ("train", "validation")
+    }
+    every = found["train"] + found["validation"]
+    assert sorted(every) == sorted(f"# {name}\n" for name in wanted)
+    assert 3 <= len(found["validation"]) <= 20
+
+
+def test_standard_library_stops_at_its_limit(tmp_path, monkeypatch):
+    make_tree(tmp_path / "lib", [f"module{n:03}.py" for n in range(200)])
+    monkeypatch.setattr(standard_library, "LIMIT_BYTES", 50 * len("# module000.py\n"))
+    sizes = [
+        len(
+            standard_library.open_standard_library(split, str(tmp_path / "lib")).offsets
+        )
+        for split in ("train", "validation")
+    ]
+    assert sum(sizes) - 2 == 50
+
+
+def test_this_standard_library_reads_as_python():
+    opened = standard_library.open_standard_library("validation")
+    text = "".join(decode_documents(opened))
+    assert text.count("\n") > 1000
+    assert text.count("def ") > 100
+    assert opened.tokens[opened.offsets[1:] - 1].tolist() == [256] * (
+        len(opened.offsets) - 1
+    )
+
+
+def test_installation_without_source(tmp_path):
+    with pytest.raises(DataError) as error:
+        standard_library.open_standard_library("train", str(tmp_path / "lib"))
+    assert str(error.value) == (
+        "data.source='standard_library' has no train files: no Python source lies "
+        f"under {tmp_path / 'lib'}; use data.source='tokens' and `zjax data prepare`"
+    )
+
+
+@pytest.mark.parametrize("kind", ["blocks", "documents"])
+def test_synthetic_rows_depend_on_seed_split_and_row_alone(kind):
+    config = make_config(source="synthetic", packing=kind)
+    once = source.open_rows(config, "train").read(np.array([5, 1 << 39, 6]))
+    again = source.open_rows(config, "train").read(np.array([6]))
+    assert once["tokens"][2].tolist() == again["tokens"][0].tolist()
+    other_seed = dataclasses.replace(config, seed=1)
+    rows = [
+        *once["tokens"].tolist(),
+        source.open_rows(config, "validation")
+        .read(np.array([5]))["tokens"][0]
+        .tolist(),
+        source.open_rows(other_seed, "train").read(np.array([5]))["tokens"][0].tolist(),
+    ]
+    assert len({tuple(row) for row in rows}) == 5
+
+
+def test_synthetic_tokens_can_be_learnt():
+    """Fails if the tokens are noise: then the stride would come once in 300 times."""
+    config = make_config(source="synthetic", length=500)
+    batch = source.open_rows(config, "train").read(np.arange(20))
+    steps = (batch["targets"] - batch["tokens"]) % 300
+    assert 0.85 < np.mean(steps == 101) < 0.9
+    assert 0 <= batch["tokens"].min() < batch["tokens"].max() < 300
+
+
+def test_synthetic_documents_do_not_predict_each_other():
+    config = make_config(source="synthetic", packing="documents")
+    batch = source.open_rows(config, "train").read(np.arange(5))
+    assert batch["segment_ids"].max(axis=1).tolist() == [4] * 5
+    assert batch["weights"].sum(axis=1).tolist() == [16 - 4] * 5
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        ({"source": "standard_library"}, packing.BlockRows),
+        ({"source": "tokens", "path": "tokens"}, packing.BlockRows),
+        (
+            {"source": "tokens", "path": "tokens", "packing": "documents"},
+            packing.DocumentRows,
+        ),
+        ({"source": "synthetic"}, synthetic.SyntheticRows),
+    ],
+    ids=["standard-library", "blocks", "documents", "synthetic"],
+)
+def test_settings_choose_the_rows(data, kind):
+    assert type(source.open_rows(make_config(**data), "train")) is kind
+
+
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [
+        ({"source": "standard_library"}, "bytes"),
+        ({"source": "tokens", "path": "tokens"}, "bytes"),
+        ({"source": "synthetic"}, "numbers"),
+    ],
+    ids=["standard-library", "tokens", "synthetic"],
+)
+def test_settings_choose_the_tokenizer(data, name):
+    assert source.make_tokenizer(make_config(**data)).name == name
+
+
+def cut_off(directory):
+    (directory / "train.bin").write_bytes(b"\0" * 10)
+
+
+def write_large_id(directory):
+    tokens = np.fromfile(directory / "train.bin", "<u2")
+    tokens[7] = 999
+    tokens.tofile(directory / "train.bin")
+
+
+FAULTS = {
+    "no-directory": (
+        lambda directory: None,
+        {"path": "elsewhere"},
+        "data.path='elsewhere' holds no meta.json; give a directory made by `zjax data "
+        "prepare`",
+    ),
+    "broken-meta": (
+        lambda directory: (directory / "meta.json").write_text("{"),
+        {},
+        "data.path='tokens' has a broken meta.json; give a directory made by `zjax "
+        "data prepare`",
+    ),
+    "another-format": (
+        lambda directory: (directory / "meta.json").write_text('{"format": 2}'),
+        {},
+        "data.path='tokens' has a meta.json that is not of format 1; give a directory "
+        "made by `zjax data prepare`",
+    ),
+    "cut-off": (
+        cut_off,
+        {},
+        "data.path='tokens/train.bin' holds 10 bytes, but meta.json says 352; prepare "
+        "it again",
+    ),
+    "no-index": (
+        lambda directory: (directory / "train.idx").unlink(),
+        {},
+        "data.path='tokens/train.idx' is missing, but meta.json says 72; prepare it "
+        "again",
+    ),
+    "id-beyond-its-own-vocabulary": (
+        write_large_id,
+        {},
+        "data.path='tokens/train.bin' holds token id 999, beyond its vocabulary of "
+        "257; prepare it again",
+    ),
+    "vocabulary-beyond-the-model": (
+        lambda directory: None,
+        {"vocab_size": 200},
+        "data.path='tokens/train.bin' has a vocabulary of 257 (largest id found: 256), "
+        "beyond model.vocab_size=200; set model.vocab_size=257 or more",
+    ),
+    "bytes-beyond-the-model": (
+        lambda directory: None,
+        {"source": "standard_library", "vocab_size": 256},
+        "data.source='standard_library' has a vocabulary of 257 (largest id found: "
+        "256), beyond model.vocab_size=256; set model.vocab_size=257 or more",
+    ),
+    "too-short": (
+        lambda directory: None,
+        {"length": 176},
+        "data.length=176 needs 177 tokens, but the train split of tokens/train.bin has "
+        "176; use 175 or less, or more text",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "settings", "message"), FAULTS.values(), ids=FAULTS)
+def test_fault_is_named(damage, settings, message, token_directory):
+    damage(token_directory)
+    settings = {"source": "tokens", "path": "tokens"} | settings
+    with pytest.raises(DataError) as error:
+        source.open_rows(make_config(**settings), "train")
+    assert str(error.value) == message
+
+
+def test_split_that_was_not_made():
+    config = make_config(source="tokens", path="tokens")
+    with pytest.raises(DataError) as error:
+        source.open_rows(config, "validation")
+    assert str(error.value) == (
+        "data.path='tokens' has no validation split; prepare it again with a larger "
+        "validation_fraction"
+    )
+
+
+def test_long_streams_are_searched_in_parts(monkeypatch):
+    """Fails if the parts leave out the end of the stream."""
+    monkeypatch.setattr(store, "SCAN_TOKENS", 640)
+    tokens = np.zeros(100_000, np.uint16)
+    tokens[-1] = 7
+    assert store.largest_id(tokens) == 7
