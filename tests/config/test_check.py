@@ -1,24 +1,10 @@
 """Every rule about settings, with the exact words that a user reads."""
 
-import dataclasses
-
 import pytest
 
+from tests.support.refusals import case, refusal
 from zjax import config as zconfig
-from zjax.config import effect, ranges, schema
 from zjax.errors import ConfigError
-
-
-def case(overrides, message, *, num_devices=8, id):
-    return pytest.param(overrides.split(";"), num_devices, message, id=id)
-
-
-def refusal(overrides, num_devices):
-    config = zconfig.load_config({}, *(o for o in overrides if o))
-    with pytest.raises(ConfigError) as error:
-        zconfig.check_config(config, num_devices)
-    return str(error.value)
-
 
 MESH = [
     case(
@@ -273,116 +259,12 @@ MODEL = [
     ),
 ]
 
-EFFECT = [
-    case(
-        "zero.stage=0;zero.min_shard_elements=1",
-        "zero.min_shard_elements=1 has no effect with zero.stage=0; "
-        "leave it at 16384, or set zero.stage to 1 or 2 or 3",
-        id="threshold-at-stage-0",
-    ),
-    case(
-        "precision.compute_dtype=float32;precision.reduce_dtype=float32",
-        "precision.reduce_dtype='float32' has no effect with "
-        "precision.compute_dtype='float32'; leave it at 'compute', or set "
-        "precision.compute_dtype to 'bfloat16' or 'float16'",
-        id="reduce-dtype-in-float32",
-    ),
-    case(
-        "precision.loss_scale.window=5;precision.loss_scale.hysteresis=1",
-        "precision.loss_scale.window=5 has no effect with "
-        "precision.compute_dtype='bfloat16'; leave it at 1000, or set "
-        "precision.compute_dtype to 'float16'\n"
-        "precision.loss_scale.hysteresis=1 has no effect with "
-        "precision.compute_dtype='bfloat16'; leave it at 2, or set "
-        "precision.compute_dtype to 'float16'",
-        id="loss-scale-in-bfloat16",
-    ),
-    case(
-        "optimizer.schedule=constant;optimizer.final_learning_rate_fraction=0",
-        "optimizer.final_learning_rate_fraction=0.0 has no effect with "
-        "optimizer.schedule='constant'; leave it at 0.1, or set "
-        "optimizer.schedule to 'linear' or 'cosine' or 'wsd'",
-        id="final-rate-of-constant",
-    ),
-    case(
-        "optimizer.decay_fraction=0.3",
-        "optimizer.decay_fraction=0.3 has no effect with "
-        "optimizer.schedule='cosine'; leave it at 0.2, or set "
-        "optimizer.schedule to 'wsd'",
-        id="decay-fraction-of-cosine",
-    ),
-    case(
-        "model.rope_theta=1",
-        "model.rope_theta=1.0 has no effect with model.positions='learned'; "
-        "leave it at 10000.0, or set model.positions to 'rotary'",
-        id="theta-of-learned",
-    ),
-    case(
-        "data.path=x",
-        "data.path='x' has no effect with data.source='standard_library'; "
-        "leave it at '', or set data.source to 'tokens'",
-        id="path-of-standard-library",
-    ),
-]
-
-RULES = [*MESH, *BATCH, *TRAINING, *PROCESSES, *MODEL, *EFFECT]
+RULES = [*MESH, *BATCH, *TRAINING, *PROCESSES, *MODEL]
 
 
 @pytest.mark.parametrize(("overrides", "num_devices", "message"), RULES)
 def test_rule(overrides, num_devices, message):
     assert refusal(overrides, num_devices) == message
-
-
-@pytest.mark.parametrize(
-    ("setting", "value", "remedy"),
-    [
-        ("seed", "-1", "use 0 to 4294967295"),
-        ("seed", "4294967296", "use 0 to 4294967295"),
-        ("num_steps", "0", "use 1 or more"),
-        ("global_batch_size", "-1", "use 0 or more"),
-        ("mesh.tensor", "-2", "use 1 or more, or -1 for the rest"),
-        ("optimizer.peak_learning_rate", "0.0", "use more than 0"),
-        ("optimizer.peak_learning_rate", "inf", "use more than 0"),
-        ("optimizer.b1", "1.0", "use 0 or more and less than 1"),
-        ("optimizer.weight_decay", "inf", "use 0 or more"),
-        ("optimizer.clip_norm", "0.0", "use more than 0, or inf for no limit"),
-        ("optimizer.final_learning_rate_fraction", "1.1", "use 0 to 1"),
-        ("model.dropout_rate", "-0.1", "use 0 or more and less than 1"),
-        ("model.num_heads", "0", "use 1 or more"),
-        ("model.vocab_size", "1", "use 2 or more"),
-        ("observe.profile_start_step", "-2", "use -1 or more"),
-        ("processes.num_processes", "-1", "use 0 or more"),
-    ],
-)
-def test_number_out_of_range(setting, value, remedy):
-    """Only the range is reported: rules that would divide by the number stay out."""
-    message = f"{setting}={value} is out of range; {remedy}"
-    assert refusal([f"{setting}={value}"], 8).splitlines()[0] == message
-
-
-def test_number_out_of_range_inside_a_group():
-    groups = "optimizer.groups=[{}, {'pattern': 'x', 'learning_rate_scale': -1}]"
-    assert refusal([groups], 8) == (
-        "optimizer.groups[1].learning_rate_scale=-1.0 is out of range; use 0 or more"
-    )
-
-
-SECTIONS = [s for s in vars(schema).values() if dataclasses.is_dataclass(s)]
-
-
-@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
-def test_every_number_has_a_range(section):
-    numbers = {f.name for f in dataclasses.fields(section) if f.type in (int, float)}
-    assert set(ranges.RANGES.get(section, {})) == numbers
-
-
-def test_every_need_names_settings_and_choices_of_the_schema():
-    config = schema.Config()
-    for need in effect.NEEDS:
-        for choice in need.choices:
-            changed = zconfig.load_config({}, {need.other: choice})
-            assert zconfig.to_mapping(changed)
-        assert need.setting in zconfig.describe_config(config)
 
 
 def test_problems_are_reported_together():

@@ -17,6 +17,8 @@ class Needs(NamedTuple):
     choices: tuple[Any, ...]
 
 
+_MOMENTS = ("adamw", "adam", "lamb", "muon")
+
 NEEDS = (
     Needs("zero.min_shard_elements", "zero.stage", (1, 2, 3)),
     Needs("precision.reduce_dtype", "precision.compute_dtype", ("bfloat16", "float16")),
@@ -34,6 +36,9 @@ NEEDS = (
         ("linear", "cosine", "wsd"),
     ),
     Needs("optimizer.decay_fraction", "optimizer.schedule", ("wsd",)),
+    Needs("optimizer.b1", "optimizer.name", (*_MOMENTS, "lion", "sgd")),
+    Needs("optimizer.b2", "optimizer.name", (*_MOMENTS, "lion")),
+    Needs("optimizer.eps", "optimizer.name", _MOMENTS),
     Needs("model.rope_theta", "model.positions", ("rotary",)),
     Needs("data.path", "data.source", ("tokens",)),
 )

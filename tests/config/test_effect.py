@@ -1,0 +1,89 @@
+"""A setting that nothing reads is refused, in the exact words that a user sees."""
+
+import pytest
+
+from tests.support.refusals import case, refusal
+from zjax import config as zconfig
+from zjax.config import effect, schema
+
+EFFECT = [
+    case(
+        "zero.stage=0;zero.min_shard_elements=1",
+        "zero.min_shard_elements=1 has no effect with zero.stage=0; "
+        "leave it at 16384, or set zero.stage to 1 or 2 or 3",
+        id="threshold-at-stage-0",
+    ),
+    case(
+        "precision.compute_dtype=float32;precision.reduce_dtype=float32",
+        "precision.reduce_dtype='float32' has no effect with "
+        "precision.compute_dtype='float32'; leave it at 'compute', or set "
+        "precision.compute_dtype to 'bfloat16' or 'float16'",
+        id="reduce-dtype-in-float32",
+    ),
+    case(
+        "precision.loss_scale.window=5;precision.loss_scale.hysteresis=1",
+        "precision.loss_scale.window=5 has no effect with "
+        "precision.compute_dtype='bfloat16'; leave it at 1000, or set "
+        "precision.compute_dtype to 'float16'\n"
+        "precision.loss_scale.hysteresis=1 has no effect with "
+        "precision.compute_dtype='bfloat16'; leave it at 2, or set "
+        "precision.compute_dtype to 'float16'",
+        id="loss-scale-in-bfloat16",
+    ),
+    case(
+        "optimizer.schedule=constant;optimizer.final_learning_rate_fraction=0",
+        "optimizer.final_learning_rate_fraction=0.0 has no effect with "
+        "optimizer.schedule='constant'; leave it at 0.1, or set "
+        "optimizer.schedule to 'linear' or 'cosine' or 'wsd'",
+        id="final-rate-of-constant",
+    ),
+    case(
+        "optimizer.decay_fraction=0.3",
+        "optimizer.decay_fraction=0.3 has no effect with "
+        "optimizer.schedule='cosine'; leave it at 0.2, or set "
+        "optimizer.schedule to 'wsd'",
+        id="decay-fraction-of-cosine",
+    ),
+    case(
+        "optimizer.name=adafactor;optimizer.b1=0.5",
+        "optimizer.b1=0.5 has no effect with optimizer.name='adafactor'; "
+        "leave it at 0.9, or set optimizer.name to "
+        "'adamw' or 'adam' or 'lamb' or 'muon' or 'lion' or 'sgd'",
+        id="b1-of-adafactor",
+    ),
+    case(
+        "optimizer.name=sgd;optimizer.b2=0.5;optimizer.eps=1",
+        "optimizer.b2=0.5 has no effect with optimizer.name='sgd'; "
+        "leave it at 0.95, or set optimizer.name to "
+        "'adamw' or 'adam' or 'lamb' or 'muon' or 'lion'\n"
+        "optimizer.eps=1.0 has no effect with optimizer.name='sgd'; "
+        "leave it at 1e-08, or set optimizer.name to "
+        "'adamw' or 'adam' or 'lamb' or 'muon'",
+        id="b2-and-eps-of-sgd",
+    ),
+    case(
+        "model.rope_theta=1",
+        "model.rope_theta=1.0 has no effect with model.positions='learned'; "
+        "leave it at 10000.0, or set model.positions to 'rotary'",
+        id="theta-of-learned",
+    ),
+    case(
+        "data.path=x",
+        "data.path='x' has no effect with data.source='standard_library'; "
+        "leave it at '', or set data.source to 'tokens'",
+        id="path-of-standard-library",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "num_devices", "message"), EFFECT)
+def test_setting_without_effect(overrides, num_devices, message):
+    assert refusal(overrides, num_devices) == message
+
+
+def test_every_need_names_settings_and_choices_of_the_schema():
+    config = schema.Config()
+    for need in effect.NEEDS:
+        for choice in need.choices:
+            zconfig.load_config({}, {need.other: choice})
+        assert need.setting in zconfig.describe_config(config)

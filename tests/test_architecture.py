@@ -1,0 +1,205 @@
+"""The shape of the code base, tested like any other behaviour."""
+
+import ast
+import functools
+import graphlib
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+FLOORS = (
+    ("errors", "typing", "compat"),
+    ("config",),
+    ("sharding", "processes"),
+    ("ops",),
+    ("parallel", "optim", "data"),
+    ("models", "train"),
+    ("checkpoint", "observe"),
+    ("initialize",),
+    ("trainer", "planning"),
+    ("main",),
+)
+FLOOR = {part: height for height, parts in enumerate(FLOORS) for part in parts}
+AXES = {"pipeline", "replica", "expert", "sequence", "tensor"}
+"""Without `data`, which is a common word."""
+MODULES = sorted((ROOT / "zjax").rglob("*.py"))
+SITTING = 400
+"""Lines of the longest file that is read in one go."""
+CONFIGURATION = (
+    "setup.py",
+    "setup.cfg",
+    "tox.ini",
+    "pytest.ini",
+    "ruff.toml",
+    ".ruff.toml",
+    ".flake8",
+    "mypy.ini",
+    "pyrightconfig.json",
+)
+
+
+@functools.cache
+def tree_of(path):
+    return ast.parse(path.read_text())
+
+
+def name_of(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+NAMES = {name_of(path) for path in MODULES}
+
+
+def part_of(name):
+    return name.split(".")[1] if "." in name else ""
+
+
+def place(path, node):
+    return f"{path.relative_to(ROOT)}:{node.lineno}"
+
+
+def each_node(*kinds):
+    """Every node of these kinds in zjax, with its file."""
+    for path in MODULES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, kinds):
+                yield path, node
+
+
+def imported(node):
+    """Full names that an import statement reaches for."""
+    if isinstance(node, ast.ImportFrom):
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return [alias.name for alias in node.names]
+
+
+def module_of(name):
+    return name if name in NAMES else name.rpartition(".")[0]
+
+
+def test_every_part_has_a_floor():
+    parts = {part_of(name) for name in NAMES} - {""}
+    assert parts <= set(FLOOR)
+
+
+def test_imports_point_down():
+    wrong = []
+    for path, node in each_node(ast.Import, ast.ImportFrom):
+        own = part_of(name_of(path))
+        others = {part_of(name) for name in imported(node) if name.startswith("zjax.")}
+        if own:
+            higher = {other for other in others - {own} if FLOOR[other] >= FLOOR[own]}
+            wrong += [f"{place(path, node)} imports {other}" for other in higher]
+    assert wrong == []
+
+
+def test_imports_are_absolute():
+    imports = each_node(ast.ImportFrom)
+    assert [place(path, node) for path, node in imports if node.level] == []
+
+
+def test_imports_have_no_cycle():
+    graph = {name_of(path): set() for path in MODULES}
+    for path, node in each_node(ast.Import, ast.ImportFrom):
+        names = {module_of(name) for name in imported(node)}
+        graph[name_of(path)] |= names & NAMES
+    order = list(graphlib.TopologicalSorter(graph).static_order())
+    assert set(order) == NAMES
+
+
+def test_zjax_is_imported_at_the_top_only():
+    wrong = []
+    for path, function in each_node(ast.FunctionDef, ast.AsyncFunctionDef):
+        for node in ast.walk(function):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [name.split(".")[0] for name in imported(node)]
+                wrong += [place(path, node)] * ("zjax" in names)
+    assert wrong == []
+
+
+def test_nothing_is_imported_for_types_only():
+    names = each_node(ast.Name, ast.Attribute, ast.alias)
+    wrong = [
+        f"{path.relative_to(ROOT)}"
+        for path, node in names
+        if "TYPE_CHECKING" in (getattr(node, k, "") for k in ("id", "attr", "name"))
+    ]
+    assert wrong == []
+
+
+def test_only_models_import_flax():
+    wrong = []
+    for path, node in each_node(ast.Import, ast.ImportFrom):
+        libraries = {name.split(".")[0] for name in imported(node)}
+        if "flax" in libraries and part_of(name_of(path)) != "models":
+            wrong.append(place(path, node))
+    assert wrong == []
+
+
+def test_every_module_says_its_idea():
+    wrong = [name_of(p) for p in MODULES if not ast.get_docstring(tree_of(p))]
+    assert wrong == []
+
+
+def test_public_names_are_documented():
+    wrong = []
+    for path in MODULES:
+        scopes = [tree_of(path)]
+        for scope in scopes:
+            for node in scope.body:
+                is_class = isinstance(node, ast.ClassDef)
+                if not is_class and not isinstance(node, ast.FunctionDef):
+                    continue
+                if node.name.startswith("_"):
+                    continue
+                if not ast.get_docstring(node):
+                    wrong.append(f"{place(path, node)} {node.name}")
+                scopes += [node] * is_class
+    assert wrong == []
+
+
+def test_packages_only_list_their_public_names():
+    wrong = []
+    for path in MODULES:
+        if path.name != "__init__.py":
+            continue
+        body = tree_of(path).body
+        known = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
+        rest = [node for node in body[1:] if not isinstance(node, known)]
+        wrong += [place(path, node) for node in rest]
+        targets = [n.targets[0] for n in body if isinstance(n, ast.Assign)]
+        wrong += [place(path, t) for t in targets if ast.unparse(t) != "__all__"]
+        reached = {
+            alias.asname or alias.name
+            for node in body
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        }
+        listed = [ast.literal_eval(n.value) for n in body if isinstance(n, ast.Assign)]
+        if reached != {name for names in listed for name in names}:
+            wrong.append(f"{path.relative_to(ROOT)}: __all__ is not what it imports")
+    assert wrong == []
+
+
+def test_mesh_axes_are_named_in_one_place():
+    wrong = []
+    for path, node in each_node(ast.Constant):
+        at_home = name_of(path) == "zjax.sharding.mesh"
+        if node.value in AXES and not at_home and part_of(name_of(path)) != "config":
+            wrong.append(f"{place(path, node)} {node.value!r}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("folder", ["zjax", "tests", "configs", "examples"])
+def test_files_are_one_sitting(folder):
+    lengths = {
+        str(path.relative_to(ROOT)): len(path.read_text().splitlines())
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    assert {name: n for name, n in lengths.items() if n > SITTING} == {}
+
+
+def test_pyproject_is_the_only_configuration():
+    assert [name for name in CONFIGURATION if (ROOT / name).exists()] == []
