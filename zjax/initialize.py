@@ -278,6 +278,7 @@ def make_run(
     *,
     schedule: Schedule | None = None,
     devices: Sequence[jax.Device] | None = None,
+    restore: Callable[[TrainState], TrainState] | None = None,
 ) -> Run:
     """Plans, creates the state and builds the step.
 
@@ -287,6 +288,8 @@ def make_run(
         tx: Optax gradient transformation.
         schedule: Learning rate by applied step, for the metrics.
         devices: Devices to use; all of them by default.
+        restore: Makes the first state from the rows of its arrays, such as from a
+            checkpoint; a fresh state by default.
 
     Returns:
         The run.
@@ -298,9 +301,11 @@ def make_run(
     mesh = meshes.make_mesh(config.mesh, devices)
     plan = plans.make_plan(config, mesh, model, tx)
     memory.check_memory(plan, device_capacity_bytes(mesh))
-    start = config.checkpoint.init_from
-    master = weights.load_safetensors(start, plan.master) if start else None
-    key = jax.random.key(config.seed)
+    def fresh() -> TrainState:
+        start = config.checkpoint.init_from
+        master = weights.load_safetensors(start, plan.master) if start else None
+        key = jax.random.key(config.seed)
+        return init_state(key, model, tx, plan, config, master=master)
 
     def bind(state: TrainState) -> Any:
         return model.bind(model_params(state, plan), state.model_state)
@@ -310,7 +315,7 @@ def make_run(
         model=model,
         mesh=mesh,
         plan=plan,
-        state=init_state(key, model, tx, plan, config, master=master),
+        state=restore(state_rows(plan, config)) if restore else fresh(),
         step=make_step(model, tx, plan, config, schedule=schedule),
         bind=bind,
     )

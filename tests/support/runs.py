@@ -3,11 +3,11 @@
 import jax
 import numpy as np
 
+from tests.support import models
 from zjax.config import schema
 from zjax.initialize import make_run
 from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
-from tests.support import models
 
 
 def make_config(stage=2, *, mesh=None, min_elements=0, **settings):
