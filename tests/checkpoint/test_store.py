@@ -1,0 +1,259 @@
+"""What is saved comes back, on any devices, and what is damaged says so."""
+
+import random
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.checkpoint import states
+from zjax.checkpoint.layout import Entry
+from zjax.checkpoint.store import Store
+from zjax.errors import CheckpointError
+
+VALUES = states.make_values()
+
+
+def save(directory, *steps, **options):
+    store = Store(str(directory), **options)
+    rows = states.make_rows(VALUES)
+    for step, loss in steps:
+        store.save(
+            step, states.place(VALUES, rows), rows, extra={"at": step}, loss=loss
+        )
+    store.close()
+    return store
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """One checkpoint written by 8 devices under ZeRO-2; nobody changes it."""
+    return save(tmp_path_factory.mktemp("saved"), (3, None))
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param({}, id="same-mesh"),
+        pytest.param({"num_devices": 4}, id="four-devices"),
+        pytest.param({"num_devices": 1}, id="one-device"),
+        pytest.param({"stage": 0}, id="stage-0"),
+        pytest.param({"memory": "pinned_host"}, id="host-memory"),
+        pytest.param({"replica": 2, "data": 2, "sequence": 2}, id="another-mesh"),
+    ],
+)
+def test_restores_bit_for_bit(saved, target):
+    rows = states.make_rows(VALUES, **target)
+    state, extra = saved.restore(rows)
+    states.assert_same(state, VALUES, rows)
+    assert extra == {"at": 3}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param({"num_devices": 2}, id="two-devices"),
+        pytest.param({"stage": 0}, id="stage-0"),
+        pytest.param({"memory": "pinned_host"}, id="host-memory"),
+    ],
+)
+def test_restores_what_others_wrote(tmp_path, source):
+    rows = states.make_rows(VALUES, **source)
+    store = Store(str(tmp_path))
+    store.save(1, states.place(VALUES, rows), rows, extra={})
+    store.close()
+    rows = states.make_rows(VALUES)
+    states.assert_same(store.restore(rows)[0], VALUES, rows)
+
+
+@pytest.mark.parametrize(
+    ("losses", "options", "kept", "best"),
+    [
+        pytest.param([None] * 4, {"keep_best": 0}, (3, 4), None, id="last-two"),
+        pytest.param([2.0, 1.0, None, 3.0, 4.0], {}, (2, 4, 5), 2, id="and-the-best"),
+        pytest.param(
+            [1.0, float("nan"), 2.0, 3.0],
+            {"keep_last": 1, "keep_best": 2},
+            (1, 3, 4),
+            1,
+            id="nan-is-no-loss",
+        ),
+    ],
+)
+def test_keeps_the_last_and_the_best(tmp_path, losses, options, kept, best):
+    half = len(losses) // 2
+    numbered = [*enumerate(losses, start=1)]
+    save(tmp_path, *numbered[:half], **options)
+    store = save(tmp_path, *numbered[half:], **options)
+    assert store.steps() == kept
+    assert store.latest() == kept[-1]
+    assert store.best() == best
+
+
+def test_reads_only_the_weights(saved):
+    rows = states.make_rows(VALUES["master"], 4, stage=3)
+    params = saved.restore_part(rows, "master", 3)
+    states.assert_same(params, VALUES["master"], rows)
+
+
+def test_casts_weights_on_request_only(saved):
+    master = jax.tree.map(
+        lambda x: x.astype(jnp.bfloat16) if x.dtype == np.float32 else x,
+        VALUES["master"],
+    )
+    rows = states.make_rows(master)
+    states.assert_same(saved.restore_part(rows, "master"), master, rows)
+    with pytest.raises(CheckpointError, match="is float32"):
+        saved.restore(states.make_rows(VALUES | {"master": master}))
+
+
+def test_saved_names_and_shapes_do_not_depend_on_the_mesh(saved, tmp_path):
+    rows = states.make_rows(VALUES, 1, stage=0)
+    store = Store(str(tmp_path))
+    store.save(3, states.place(VALUES, rows), rows, extra={})
+    store.close()
+    assert store.entries() == saved.entries()
+    assert saved.entries()["master/embed"] == Entry((7, 3), "float32")
+    assert "opt_state/0/mu/blocks/0/kernel" in saved.entries()
+
+
+def test_state_may_be_donated_as_soon_as_save_returns(tmp_path):
+    """Fails if the copy to the host is only begun when `save` returns."""
+    values = {"w": np.arange(2**20, dtype=np.float32)}
+    rows = states.make_rows(values)
+    state = states.place(values, rows)
+    overwrite = jax.jit(
+        lambda x: jax.tree.map(lambda y: y * 0 - 1, x), donate_argnums=0
+    )
+    store = Store(str(tmp_path))
+    store.save(1, state, rows, extra={})
+    jax.block_until_ready(overwrite(state))
+    store.close()
+    states.assert_same(store.restore(rows)[0], values, rows)
+
+
+def test_another_model_is_refused_with_what_differs(tmp_path):
+    values = {"master": states.make_params()}
+    rows = states.make_rows(values)
+    store = Store(str(tmp_path))
+    store.save(3, states.place(values, rows), rows, extra={})
+    store.close()
+    other = states.make_params(width=8)
+    other["embeding"] = other.pop("embed")
+    with pytest.raises(CheckpointError) as error:
+        store.restore(states.make_rows({"master": other}))
+    place = tmp_path / "3"
+    assert str(error.value) == (
+        f"master/blocks/0/kernel='float32[16,8]' is float32[16,6] in {place}; make the "
+        "two agree\n"
+        f"master/embeding='float32[7,3]' is missing from {place}; did you mean "
+        "master/embed?\n"
+        f"master/embed='float32[7,3]' is in {place} but not in this model; drop it, or "
+        "add it here\n"
+        f"checkpoint='{place}' differs from this model in 3 of 3 arrays (3 shown); use "
+        "the configuration that wrote it, or start in another directory"
+    )
+
+
+def test_a_directory_without_checkpoints(tmp_path):
+    store = Store(str(tmp_path / "none"))
+    assert (store.steps(), store.latest(), store.best()) == ((), None, None)
+    with pytest.raises(CheckpointError) as error:
+        store.restore(states.make_rows(VALUES))
+    assert str(error.value) == (
+        f"checkpoint.directory='{tmp_path}/none' holds no complete checkpoint; give "
+        "the directory that a run saved into, or start a new run"
+    )
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_file_is_not_a_directory(tmp_path):
+    (tmp_path / "file").write_text("")
+    rows = states.make_rows(VALUES)
+    stores = Store(str(tmp_path / "file")), Store(str(tmp_path / "file" / "below"))
+    reads = lambda: stores[0].latest()  # noqa: E731
+    writes = lambda: stores[1].save(  # noqa: E731
+        1, states.place(VALUES, rows), rows, extra={}
+    )
+    for use, path in ((reads, "file"), (writes, "file/below")):
+        with pytest.raises(CheckpointError) as error:
+            use()
+        assert str(error.value) == (
+            f"checkpoint.directory='{tmp_path}/{path}' is not a directory; name a "
+            "directory, or one that can be created"
+        )
+
+
+def test_a_step_that_is_not_there(saved):
+    with pytest.raises(CheckpointError) as error:
+        saved.restore(states.make_rows(VALUES), step=4)
+    assert str(error.value) == (
+        f"checkpoint.step=4 is not a checkpoint in {saved.directory}; use one of 3"
+    )
+
+
+def test_a_run_that_starts_over_in_a_used_directory(saved):
+    rows = states.make_rows(VALUES)
+    with pytest.raises(CheckpointError) as error:
+        saved.save(3, states.place(VALUES, rows), rows, extra={})
+    assert str(error.value) == (
+        f"checkpoint.step=3 is not after step 3 in {saved.directory}; resume from "
+        "there, or start in another directory"
+    )
+
+
+def test_the_only_step_damaged(tmp_path):
+    store = save(tmp_path, (1, None))
+    (tmp_path / "1" / "index" / "metadata").write_text("{}")
+    with pytest.raises(CheckpointError) as error:
+        store.extra()
+    assert str(error.value) == (
+        f"checkpoint.step=1 cannot be read from {tmp_path} (KeyError: 'format'); there "
+        "is no step before it: start in another directory"
+    )
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param("truncate_each_file", id="truncated-files"),
+        pytest.param("fill_the_disk", id="full-disk"),
+    ],
+)
+def test_faults_of_the_file_system(tmp_path, fault):
+    """In a process of its own: what fails in Orbax leaves threads behind."""
+    command = [sys.executable, "-m", "tests.checkpoint.faults", fault, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.endswith("all as it should be\n")
+
+
+@pytest.mark.parametrize(
+    "num_kills", [3, pytest.param(20, marks=pytest.mark.slow)], ids=str
+)
+def test_a_kill_at_any_moment_loses_only_what_was_not_yet_saved(tmp_path, num_kills):
+    """The child itself checks what it restores before it says so."""
+    moment = random.Random(num_kills)
+    command = [sys.executable, "-m", "tests.checkpoint.faults", "save_until_killed"]
+    saved = 0
+    for _ in range(num_kills):
+        with subprocess.Popen(
+            [*command, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as child:
+            restored = child.stdout.readline()
+            first = child.stdout.readline()
+            with pytest.raises(subprocess.TimeoutExpired):
+                child.wait(timeout=moment.uniform(0, 0.3))
+            child.kill()
+            lines = [first, *child.stdout]
+            errors = child.stderr.read()
+        assert restored.startswith("restored "), errors[-3000:]
+        assert int(restored.split()[1]) >= saved
+        saved = int(lines[-1].split()[1])
+    assert Store(str(tmp_path)).latest() >= saved >= num_kills

@@ -1,0 +1,154 @@
+"""Arrays on their way between devices and files, as few at a time as memory allows."""
+
+import math
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zjax.checkpoint import layout
+from zjax.checkpoint.layout import Entry
+from zjax.sharding import placement
+from zjax.sharding.placement import Row
+
+_HOST_GROUP_BYTES = 2**30
+_READ_AHEAD_BYTES = 8 * 10**9
+
+
+def describe(x: jax.Array, row: Row) -> Entry:
+    """What the checkpoint says of an array.
+
+    Args:
+        x: Array in its stored shape.
+        row: Its place.
+
+    Returns:
+        Its unpadded shape and its dtype.
+    """
+    impl = str(jax.random.key_impl(x)) if layout.is_key(x.dtype) else ""
+    return Entry(tuple(row.shape), str(x.dtype), impl)
+
+
+def unpadded(x: jax.Array, row: Row) -> jax.Array:
+    """The array as it is saved: without padding, random keys as their words.
+
+    Args:
+        x: Array in its stored shape.
+        row: Its place.
+
+    Returns:
+        An array on the same mesh. JAX has no uneven shards, so dims that were padded
+        are gathered; the others stay split.
+    """
+    if layout.is_key(x.dtype):
+        return jax.random.key_data(x)
+    if row.shape == row.stored_shape:
+        return x
+    sizes = zip(row.shape, row.stored_shape, strict=True)
+    padded = [logical != stored for logical, stored in sizes]
+    entries = [*row.spec, *[None] * (len(padded) - len(row.spec))]
+    kept = [None if cut else e for cut, e in zip(padded, entries, strict=True)]
+    whole = NamedSharding(row.sharding.mesh, PartitionSpec(*kept))
+    cut = jax.jit(placement.unpad, static_argnums=1, out_shardings=whole)
+    return cut(jax.device_put(x, _on_device(row)), row)
+
+
+def read_arrays(
+    directory: pathlib.Path, named: Mapping[str, Row], found: Mapping[str, Entry]
+) -> list[jax.Array]:
+    """Reads arrays straight onto their shards.
+
+    What rests in host memory passes through the device a little at a time, so that the
+    device never holds what the plan keeps off it.
+
+    Args:
+        directory: Where Orbax wrote the arrays.
+        named: Places by name.
+        found: What the checkpoint says of those names.
+
+    Returns:
+        Arrays in their stored shapes, in the order of `named`.
+    """
+    arrays: dict[str, jax.Array] = {}
+    for group in _groups({n: r for n, r in named.items() if not found[n].is_empty}):
+        args = {name: _restore_args(row, found[name]) for name, row in group.items()}
+        largest = max(row.device_bytes for row in group.values())
+        ahead_bytes = max(_READ_AHEAD_BYTES, 2 * largest)
+        for name, data in _read(directory, args, ahead_bytes).items():
+            if found[name].key_impl:
+                data = jax.random.wrap_key_data(data, impl=found[name].key_impl)
+            arrays[name] = jax.device_put(data, group[name].sharding)
+    for name, row in named.items():
+        if found[name].is_empty:
+            data = np.zeros(row.stored_shape, row.dtype)
+            arrays[name] = jax.device_put(data, row.sharding)
+    return [arrays[name] for name in named]
+
+
+def read_whole(directory: pathlib.Path, name: str, entry: Entry) -> np.ndarray:
+    """Reads one array into host memory.
+
+    Args:
+        directory: Where Orbax wrote the arrays.
+        name: Its name.
+        entry: What the checkpoint says of it.
+
+    Returns:
+        The whole unpadded array.
+    """
+    if entry.is_empty:
+        return np.zeros(entry.shape, entry.dtype)
+    args = {name: ocp.RestoreArgs(restore_type=np.ndarray)}
+    ahead_bytes = max(_READ_AHEAD_BYTES, 16 * math.prod(entry.shape))
+    return _read(directory, args, ahead_bytes)[name]
+
+
+def _read(
+    directory: pathlib.Path, args: Mapping[str, Any], ahead_bytes: int
+) -> dict[str, Any]:
+    handler = ocp.PyTreeCheckpointHandler(
+        restore_concurrent_gb=math.ceil(ahead_bytes / 10**9)
+    )
+    with ocp.Checkpointer(handler) as reader:
+        return reader.restore(
+            directory,
+            args=ocp.args.PyTreeRestore(
+                item=dict.fromkeys(args, 0),
+                restore_args=dict(args),
+                partial_restore=True,
+            ),
+        )
+
+
+def _on_device(row: Row) -> NamedSharding:
+    return NamedSharding(row.sharding.mesh, row.spec)
+
+
+def _restore_args(row: Row, entry: Entry) -> ocp.ArrayRestoreArgs:
+    if entry.key_impl:
+        return ocp.ArrayRestoreArgs(sharding=_on_device(row))
+    return ocp.ArrayRestoreArgs(
+        sharding=_on_device(row),
+        global_shape=row.stored_shape,
+        dtype=row.dtype,
+        strict=row.shape == row.stored_shape,
+    )
+
+
+def _groups(named: Mapping[str, Row]) -> list[dict[str, Row]]:
+    """All that rests on the device at once, what rests elsewhere a little at a time."""
+    groups = [{n: r for n, r in named.items() if r.memory != "pinned_host"}]
+    group: dict[str, Row] = {}
+    for name, row in named.items():
+        if row.memory != "pinned_host":
+            continue
+        filled = sum(other.device_bytes for other in group.values())
+        if group and filled + row.device_bytes > _HOST_GROUP_BYTES:
+            groups.append(group)
+            group = {}
+        group[name] = row
+    return [g for g in (*groups, group) if g]

@@ -1,0 +1,139 @@
+"""What can go wrong in a directory of checkpoints, and the way out of each."""
+
+import pathlib
+from collections.abc import Sequence
+
+from zjax.errors import CheckpointError, Problem
+
+_CAUSE_LENGTH = 200
+
+
+def not_a_directory(directory: pathlib.Path) -> CheckpointError:
+    """The path is a file, or lies under one.
+
+    Args:
+        directory: The path.
+
+    Returns:
+        The error to raise.
+    """
+    return CheckpointError(
+        Problem(
+            "checkpoint.directory",
+            str(directory),
+            "is not a directory",
+            "name a directory, or one that can be created",
+        )
+    )
+
+
+def empty(directory: pathlib.Path) -> CheckpointError:
+    """No step was ever completed there.
+
+    Args:
+        directory: The path.
+
+    Returns:
+        The error to raise.
+    """
+    return CheckpointError(
+        Problem(
+            "checkpoint.directory",
+            str(directory),
+            "holds no complete checkpoint",
+            "give the directory that a run saved into, or start a new run",
+        )
+    )
+
+
+def unknown_step(
+    directory: pathlib.Path, step: int, steps: Sequence[int]
+) -> CheckpointError:
+    """Another step than those there was asked for.
+
+    Args:
+        directory: The path.
+        step: The step asked for.
+        steps: The steps that are there.
+
+    Returns:
+        The error to raise.
+    """
+    problem = f"is not a checkpoint in {directory}"
+    remedy = f"use one of {', '.join(map(str, steps))}"
+    return CheckpointError(Problem("checkpoint.step", step, problem, remedy))
+
+
+def behind(directory: pathlib.Path, step: int, latest: int) -> CheckpointError:
+    """A save would sort before a checkpoint that exists.
+
+    Args:
+        directory: The path.
+        step: The step to be saved.
+        latest: The newest step there.
+
+    Returns:
+        The error to raise.
+    """
+    problem = f"is not after step {latest} in {directory}"
+    remedy = "resume from there, or start in another directory"
+    return CheckpointError(Problem("checkpoint.step", step, problem, remedy))
+
+
+def unwritten(
+    directory: pathlib.Path, step: int, latest: int | None, error: Exception
+) -> CheckpointError:
+    """A save failed.
+
+    Args:
+        directory: The path.
+        step: The step that was being saved.
+        latest: The newest complete step, if there is one.
+        error: What the writer said.
+
+    Returns:
+        The error to raise.
+    """
+    kept = "there is none before it" if latest is None else f"step {latest} is whole"
+    return CheckpointError(
+        Problem(
+            "checkpoint.step",
+            step,
+            f"could not be written to {directory} ({_cause(error)})",
+            f"make room or mend the file system, and run again: {kept}",
+        )
+    )
+
+
+def damaged(
+    directory: pathlib.Path, step: int, before: int | None, error: Exception
+) -> CheckpointError:
+    """The files of a step cannot be read.
+
+    Args:
+        directory: The path.
+        step: The damaged step.
+        before: The newest step before it, if there is one.
+        error: What the reader said.
+
+    Returns:
+        The error to raise.
+    """
+    remedy = (
+        "there is no step before it: start in another directory"
+        if before is None
+        else f"delete {directory / str(step)} to go on from step {before}"
+    )
+    return CheckpointError(
+        Problem(
+            "checkpoint.step",
+            step,
+            f"cannot be read from {directory} ({_cause(error)})",
+            remedy,
+        )
+    )
+
+
+def _cause(error: Exception) -> str:
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:_CAUSE_LENGTH]}"

@@ -1,0 +1,152 @@
+"""The arrays of a tree by name: what is saved does not know which mesh held it.
+
+A name is the tree path of an array and its shape is the unpadded one, so checkpoints
+of equal training states are equal whatever the devices, the ZeRO stage or the memory
+(after Universal Checkpointing, arXiv:2406.18820).
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zjax.errors import CheckpointError, Problem
+from zjax.sharding.placement import Row, path_of
+
+_NUM_SHOWN = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """What a file says of one array.
+
+    Args:
+        shape: Unpadded shape.
+        dtype: Name of the element type.
+        key_impl: Name of the generator, where the array holds random keys.
+
+    Example:
+        >>> print(Entry((3, 4), "float32"))
+        float32[3,4]
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    key_impl: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the array has no elements, and so no data to store."""
+        return 0 in self.shape
+
+
+def name_leaves(tree: Any, part: str = "") -> dict[str, Any]:
+    """The leaves of a tree by path.
+
+    Args:
+        tree: Any pytree.
+        part: Path of the tree inside a larger one, put before each name.
+
+    Returns:
+        A dict in the order of the leaves.
+
+    Example:
+        >>> name_leaves({"w": [1, 2]}, part="master")
+        {'master/w/0': 1, 'master/w/1': 2}
+    """
+    prefix = f"{part}/" if part else ""
+    pairs = jax.tree_util.tree_leaves_with_path(tree)
+    return {prefix + path_of(keys): leaf for keys, leaf in pairs}
+
+
+def is_key(dtype: Any) -> bool:
+    """Whether elements are random keys.
+
+    Args:
+        dtype: A NumPy or JAX dtype.
+
+    Returns:
+        True for the dtype of `jax.random.key`.
+    """
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def describe_row(row: Row) -> Entry:
+    """What a file will say of a planned array.
+
+    Args:
+        row: Its place.
+
+    Returns:
+        Its unpadded shape and dtype.
+    """
+    return Entry(tuple(row.shape), str(row.dtype))
+
+
+def check_same(
+    expected: Mapping[str, Entry],
+    found: Mapping[str, Entry],
+    place: str,
+    *,
+    cast: bool = False,
+) -> None:
+    """Refuses arrays that are missing, left over, or of another shape or dtype.
+
+    Args:
+        expected: Arrays of the model, by name.
+        found: Arrays of the file, by name.
+        place: Name of the file or directory, for the message.
+        cast: Whether floating-point dtypes may differ.
+
+    Raises:
+        CheckpointError: They differ; the first differences are listed.
+    """
+    differences = [*_differences(expected, found, place, cast)]
+    if not differences:
+        return
+    shown = differences[:_NUM_SHOWN]
+    raise CheckpointError(
+        *shown,
+        Problem(
+            "checkpoint",
+            place,
+            f"differs from this model in {len(differences)} of {len(expected)} arrays "
+            f"({len(shown)} shown)",
+            "use the configuration that wrote it, or start in another directory",
+        ),
+    )
+
+
+def _differences(
+    expected: Mapping[str, Entry], found: Mapping[str, Entry], place: str, cast: bool
+) -> Iterable[Problem]:
+    unused = [name for name in found if name not in expected]
+    for name, entry in expected.items():
+        if name not in found:
+            close = difflib.get_close_matches(name, unused, n=1)
+            remedy = f"did you mean {close[0]}?" if close else "add it, or drop it here"
+            yield Problem(name, str(entry), f"is missing from {place}", remedy)
+        elif not _agree(entry, found[name], cast):
+            problem = f"is {found[name]} in {place}"
+            yield Problem(name, str(entry), problem, "make the two agree")
+    for name in unused:
+        problem = f"is in {place} but not in this model"
+        yield Problem(name, str(found[name]), problem, "drop it, or add it here")
+
+
+def _agree(expected: Entry, found: Entry, cast: bool) -> bool:
+    if expected.shape != found.shape:
+        return False
+    return expected.dtype == found.dtype or (
+        cast and _is_floating(expected.dtype) and _is_floating(found.dtype)
+    )
+
+
+def _is_floating(dtype: str) -> bool:
+    return "float" in dtype
