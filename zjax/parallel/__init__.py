@@ -1,1 +1,5 @@
-"""TBD."""
+"""How work is arranged over time and devices: recomputation."""
+
+from zjax.parallel.remat import name_attention, name_mlp, remat
+
+__all__ = ["name_attention", "name_mlp", "remat"]

@@ -1,0 +1,180 @@
+import logging
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.reference import attention as reference
+from zjax.errors import ConfigError
+from zjax.ops import attention
+
+RNG = np.random.default_rng(0)
+ROWS, LENGTH, HEADS, SIZE = 2, 6, 4, 8
+SEGMENTS = np.array([[1, 1, 1, 2, 2, 0], [1, 2, 2, 2, 2, 2]], np.int32)
+LENGTHS = np.array([4, 6], np.int32)
+MASK = RNG.random((ROWS, LENGTH, LENGTH)) < 0.6
+CAUSAL = reference.causal(ROWS, LENGTH)
+SAME = SEGMENTS[:, :, None] == SEGMENTS[:, None, :]
+EVERY = np.ones_like(CAUSAL)
+EYE = np.eye(LENGTH, dtype=bool)[None]
+
+H100 = {
+    "platform": "cuda",
+    "compute_capability": (9, 0),
+    "dtype": "bfloat16",
+    "head_size": 64,
+    "lengths": (8, 8),
+    "masked": False,
+}
+
+
+def make_heads(num_kv_heads, num_queries=LENGTH):
+    sizes = (num_queries, HEADS), (LENGTH, num_kv_heads), (LENGTH, num_kv_heads)
+    return tuple(
+        RNG.normal(size=(ROWS, length, heads, SIZE)).astype(np.float32)
+        for length, heads in sizes
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "given", "visible"),
+    [
+        pytest.param(4, {"causal": True}, CAUSAL, id="causal"),
+        pytest.param(2, {"causal": True}, CAUSAL, id="grouped-queries"),
+        pytest.param(1, {"causal": False}, EVERY, id="multi-query-both-ways"),
+        pytest.param(
+            2, {"causal": True, "segment_ids": SEGMENTS}, CAUSAL & SAME, id="documents"
+        ),
+        pytest.param(
+            4,
+            {"causal": True, "segment_ids": SEGMENTS, "mask": MASK | EYE},
+            CAUSAL & SAME & (MASK | EYE),
+            id="mask-and-documents",
+        ),
+    ],
+)
+def test_attention_equals_the_reference(num_kv_heads, given, visible):
+    heads = make_heads(num_kv_heads)
+    given = {name: jnp.array(value) for name, value in given.items()}
+    given["causal"] = bool(given["causal"])
+    found = attention.dot_product_attention(*map(jnp.array, heads), **given)
+    np.testing.assert_allclose(found, reference.attend(*heads, visible), atol=1e-5)
+
+
+def test_padding_after_the_lengths_is_not_seen():
+    heads = make_heads(4)
+    found = attention.dot_product_attention(
+        *map(jnp.array, heads), causal=False, lengths=jnp.array(LENGTHS)
+    )
+    visible = np.broadcast_to(np.arange(LENGTH) < LENGTHS[:, None, None], EVERY.shape)
+    expected = reference.attend(*heads, visible)
+    for row, length in enumerate(LENGTHS):
+        np.testing.assert_allclose(
+            found[row, :length], expected[row, :length], atol=1e-5
+        )
+
+
+def test_cache_is_longer_than_the_queries():
+    heads = make_heads(2, num_queries=1)
+    mask = MASK[:, :1] | EYE[:, :1]
+    found = attention.dot_product_attention(
+        *map(jnp.array, heads), causal=False, mask=jnp.array(mask)
+    )
+    np.testing.assert_allclose(found, reference.attend(*heads, mask), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "chosen", "reason"),
+    [
+        ({}, "cudnn", "bfloat16, head size 64"),
+        ({"platform": "cpu"}, "xla", "cudnn needs an NVIDIA GPU and this is cpu"),
+        ({"platform": "rocm"}, "xla", "cudnn needs an NVIDIA GPU and this is rocm"),
+        (
+            {"compute_capability": (7, 5)},
+            "xla",
+            "cudnn needs compute capability 8.0 and this GPU has 7.5",
+        ),
+        (
+            {"dtype": "float32"},
+            "xla",
+            "cudnn needs bfloat16 or float16 and the activations are float32",
+        ),
+        (
+            {"head_size": 36},
+            "xla",
+            "cudnn needs a head size that is a multiple of 8 up to 256 and this is 36",
+        ),
+        (
+            {"head_size": 192, "compute_capability": (8, 0)},
+            "xla",
+            "cudnn needs a head size that is a multiple of 8 up to 128 and this is 192",
+        ),
+        (
+            {"masked": True, "lengths": (8, 7)},
+            "xla",
+            "cudnn needs even lengths under a mask and this is 7",
+        ),
+        ({"masked": True}, "cudnn", "bfloat16, head size 64"),
+        ({"lengths": (7, 7)}, "cudnn", "bfloat16, head size 64"),
+    ],
+    ids=str,
+)
+def test_auto_takes_cudnn_where_it_runs(change, chosen, reason):
+    found = attention.choose_implementation("auto", **(H100 | change))
+    assert found == (chosen, reason)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"platform": "cpu"},
+            "model.attention='cudnn' cannot run: it needs an NVIDIA GPU and this is "
+            "cpu; use 'auto' or 'xla'",
+        ),
+        (
+            {"compute_capability": (7, 0)},
+            "model.attention='cudnn' cannot run: it needs compute capability 8.0 and "
+            "this GPU has 7.0; use 'auto' or 'xla'",
+        ),
+        (
+            {"dtype": "float32"},
+            "model.attention='cudnn' cannot run: it needs bfloat16 or float16 and the "
+            "activations are float32; set precision.compute_dtype to bfloat16 or "
+            "float16, or use 'auto' or 'xla'",
+        ),
+        (
+            {"head_size": 512},
+            "model.attention='cudnn' cannot run: it needs a head size that is a "
+            "multiple of 8 up to 256 and this is 512; change model.embed_size or "
+            "model.num_heads, or use 'auto' or 'xla'",
+        ),
+        (
+            {"masked": True, "lengths": (7, 7)},
+            "model.attention='cudnn' cannot run: it needs even lengths under a mask "
+            "and this is 7; use an even data.length, or use 'auto' or 'xla'",
+        ),
+    ],
+    ids=str,
+)
+def test_cudnn_asked_for_by_name_runs_or_fails(change, message):
+    with pytest.raises(ConfigError) as error:
+        attention.choose_implementation("cudnn", **(H100 | change))
+    assert str(error.value) == message
+
+
+def test_cudnn_is_refused_on_cpu_when_called():
+    """Fails if attention falls back in silence."""
+    x = jnp.ones((1, 2, 1, 8), jnp.bfloat16)
+    with pytest.raises(ConfigError, match=r"^model\.attention='cudnn' cannot run"):
+        attention.dot_product_attention(x, x, x, causal=True, implementation="cudnn")
+
+
+def test_choice_is_logged_once(caplog):
+    attention._log_choice.cache_clear()
+    x = jnp.ones((1, 2, 1, 8))
+    with caplog.at_level(logging.WARNING, logger="absl"):
+        for _ in range(2):
+            attention.dot_product_attention(x, x, x, causal=True)
+    said = "attention: xla (cudnn needs an NVIDIA GPU and this is cpu)"
+    assert [record.getMessage() for record in caplog.records] == [said]

@@ -1,0 +1,132 @@
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tests.reference import token_loss as reference
+from zjax.config import schema
+from zjax.ops.cross_entropy import token_loss
+from zjax.sharding import mesh as meshes
+
+RNG = np.random.default_rng(0)
+ROWS, LENGTH, WIDTH, VOCAB = 4, 5, 6, 11
+HIDDEN = RNG.normal(size=(ROWS, LENGTH, WIDTH)).astype(np.float32)
+HEAD = RNG.normal(size=(VOCAB, WIDTH)).astype(np.float32)
+BIAS = RNG.normal(size=VOCAB).astype(np.float32)
+TARGETS = RNG.integers(0, VOCAB, size=(ROWS, LENGTH)).astype(np.int32)
+WEIGHTS = RNG.choice([0.0, 0.5, 1.0], size=(ROWS, LENGTH)).astype(np.float32)
+
+CUTS = pytest.mark.parametrize(
+    ("chunk_tokens", "num_shares"),
+    [
+        pytest.param(0, 1, id="whole"),
+        pytest.param(1, 1, id="token-by-token"),
+        pytest.param(7, 1, id="chunk-divides-nothing"),
+        pytest.param(3, 2, id="two-shares"),
+        pytest.param(100, 4, id="chunk-above-all"),
+    ],
+)
+
+
+@CUTS
+def test_sums_equal_the_reference(chunk_tokens, num_shares):
+    found = token_loss(
+        jnp.array(HIDDEN),
+        jnp.array(HEAD),
+        jnp.array(TARGETS),
+        jnp.array(WEIGHTS),
+        bias=jnp.array(BIAS),
+        z_loss=0.1,
+        chunk_tokens=chunk_tokens,
+        num_shares=num_shares,
+    )
+    expected = reference.token_loss(HIDDEN, HEAD, BIAS, TARGETS, WEIGHTS, 0.1)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@CUTS
+@pytest.mark.parametrize("argument", ["hidden", "head", "bias"])
+def test_gradients_equal_finite_differences(argument, chunk_tokens, num_shares):
+    arguments = {"hidden": HIDDEN, "head": HEAD, "bias": BIAS}
+    towards = RNG.normal(size=arguments[argument].shape)
+
+    def reference_at(distance):
+        moved = arguments | {argument: arguments[argument] + distance * towards}
+        moved = {name: moved[name] for name in ("hidden", "head", "bias")}
+        return reference.token_loss(*moved.values(), TARGETS, WEIGHTS, 0.1)[0]
+
+    def loss(value):
+        given = {name: jnp.array(array) for name, array in arguments.items()}
+        return (
+            3.0
+            * token_loss(
+                **(given | {argument: value}),
+                targets=jnp.array(TARGETS),
+                weights=jnp.array(WEIGHTS),
+                z_loss=0.1,
+                chunk_tokens=chunk_tokens,
+                num_shares=num_shares,
+            ).loss_sum
+        )
+
+    found = np.sum(jax.grad(loss)(jnp.array(arguments[argument])) * towards)
+    expected = 3.0 * (reference_at(1e-4) - reference_at(-1e-4)) / 2e-4
+    np.testing.assert_allclose(found, expected, rtol=1e-3)
+
+
+def test_bfloat16_states_give_a_float32_loss():
+    """Fails if the logits or their sums are rounded to bfloat16."""
+    narrow = jnp.bfloat16(HIDDEN), jnp.bfloat16(HEAD)
+    arguments = jnp.array(TARGETS), jnp.array(WEIGHTS)
+    found = token_loss(*narrow, *arguments)
+    wide = token_loss(*(x.astype(jnp.float32) for x in narrow), *arguments)
+    np.testing.assert_allclose(found.loss_sum, wide.loss_sum, rtol=1e-6)
+    grads = jax.grad(lambda x, w: token_loss(x, w, *arguments).loss_sum, (0, 1))(
+        *narrow
+    )
+    assert [grad.dtype for grad in grads] == [jnp.bfloat16, jnp.bfloat16]
+
+
+def compile_gradients(mesh=None, **options):
+    shapes = {"hidden": (16, 64, 8), "head": (2048, 8)}
+    shapes |= {"targets": (16, 64), "weights": (16, 64)}
+
+    def loss(hidden, head, targets, weights):
+        return token_loss(hidden, head, targets, weights, **options).loss_sum
+
+    def shaped(name):
+        dtype = jnp.int32 if name == "targets" else jnp.float32
+        axes = None if name == "head" else meshes.DATA
+        sharding = mesh and NamedSharding(mesh, PartitionSpec(axes))
+        return jax.ShapeDtypeStruct(shapes[name], dtype, sharding=sharding)
+
+    gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    return gradients.lower(*map(shaped, shapes)).compile()
+
+
+def test_logits_of_one_chunk_exist_at_a_time():
+    """Fails if chunking does nothing, in the forward or the backward pass."""
+    logits_bytes = 4 * 16 * 64 * 2048
+
+    def temporary_bytes(chunk_tokens):
+        compiled = compile_gradients(chunk_tokens=chunk_tokens)
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes(0) >= logits_bytes
+    assert temporary_bytes(64) <= logits_bytes / 4
+
+
+def test_devices_cut_their_own_tokens():
+    """Fails if a chunk spans devices: the loop would then communicate every turn."""
+    mesh = meshes.make_mesh(schema.Mesh())
+    text = compile_gradients(mesh, chunk_tokens=32, num_shares=8).as_text()
+    bodies = re.findall(r"body=%?([\w.\-]+)", text)
+    assert bodies
+    for body in bodies:
+        start = text.index(f"%{body} (")
+        turn = text[start : text.index("\n}", start)]
+        found = re.findall(r"all-\w+|reduce-scatter|collective-permute", turn)
+        assert not found

@@ -1,0 +1,94 @@
+"""A decoder in the shape of GPT-2 or Llama, as the configuration says.
+
+GPT-2: Radford et al. 2019; Llama: Touvron et al. (arXiv:2302.13971).
+"""
+
+from typing import Any
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from zjax.config import schema
+from zjax.models.block import Block, make_blocks, transform
+from zjax.models.embedding import Embedding
+from zjax.models.heads import Head
+from zjax.ops.cross_entropy import TokenLoss
+
+
+class Decoder(nnx.Module):
+    """A causal language model.
+
+    Weights start normal with deviation 0.02, those that write to the residual stream
+    with 0.02 / sqrt(2 num_layers), as in GPT-2; biases start at 0, scales at 1.
+
+    Args:
+        config: Shape of the model.
+        rngs: Source of the initial values.
+
+    Example:
+        >>> config = schema.Model(num_layers=1, embed_size=8, mlp_size=16, num_heads=2,
+        ...                       num_kv_heads=2, vocab_size=11, max_length=4)
+        >>> decoder = Decoder(config, rngs=nnx.Rngs(0))
+        >>> decoder(jax.numpy.array([[3, 1, 4]])).shape
+        (1, 3, 11)
+    """
+
+    def __init__(self, config: schema.Model, *, rngs: nnx.Rngs):
+        def make_block(rngs: nnx.Rngs) -> Block:
+            return Block(config, causal=True, norm_position="pre", rngs=rngs)
+
+        self.config = config
+        self.embedding = Embedding(config, rngs=rngs)
+        self.blocks = make_blocks(
+            make_block, config.num_layers, config.layers_per_scan, rngs=rngs
+        )
+        self.head = Head(config, rngs=rngs)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B L"],
+        *,
+        segment_ids: Int[Array, "B L"] | None = None,
+    ) -> Float[Array, "B L V"]:
+        """Scores of the next token, in float32.
+
+        Args:
+            tokens: Token ids, 0 to V - 1.
+            segment_ids: Document of each token, 0 for padding.
+
+        Returns:
+            Logits.
+
+        Raises:
+            ConfigError: The sequence is longer than the table of learned positions.
+        """
+        batch = {"tokens": tokens}
+        if segment_ids is not None:
+            batch["segment_ids"] = segment_ids
+        return self.head.logits(self._hidden(batch, None), self._table())
+
+    def loss(self, batch: dict[str, Any], key: jax.Array | None = None) -> TokenLoss:
+        """Sums of the loss over the targets of a batch.
+
+        Args:
+            batch: `tokens` and `targets` int32[B, L]; optional `weights` float32[B, L]
+                (by default 1, and 0 where segment_ids are 0), `segment_ids` and
+                `positions` int32[B, L].
+            key: For dropout; None is evaluation.
+
+        Returns:
+            Sums of loss, weight and hits.
+
+        Raises:
+            ConfigError: The sequence is longer than the table of learned positions.
+        """
+        return self.head.loss(self._hidden(batch, key), self._table(), batch)
+
+    def _hidden(self, batch, key):
+        embed_key = None if key is None else jax.random.fold_in(key, 0)
+        x, context = self.embedding(batch, embed_key)
+        return transform(self.blocks, x, context, key, config=self.config)
+
+    def _table(self):
+        return self.embedding.tokens[...] if self.config.tied_head else None

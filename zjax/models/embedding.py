@@ -1,0 +1,134 @@
+"""Tokens to vectors, and what every block of a model reads besides them."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from zjax.config import schema
+from zjax.errors import ConfigError, Problem
+from zjax.models import layers
+from zjax.ops import rotary
+
+
+class Context(NamedTuple):
+    """What every block reads."""
+
+    segment_ids: Array | None = None
+    """int32[B, L]: document of each token."""
+    lengths: Array | None = None
+    """int32[B]: tokens per row, where padding follows."""
+    rotation: tuple[Array, Array] | None = None
+    """Tables of `ops.rotary`."""
+
+
+class Embedding(nnx.Module):
+    """Token table, and learned positions or the tables of rotary ones.
+
+    Args:
+        config: Shape of the model.
+        num_token_types: Rows of a table for batch["token_types"]; 0 has none.
+        use_norm: Whether the sum is normalised, as in BERT.
+        rngs: Source of the initial values.
+    """
+
+    def __init__(
+        self,
+        config: schema.Model,
+        *,
+        num_token_types: int = 0,
+        use_norm: bool = False,
+        rngs: nnx.Rngs,
+    ):
+        def table(name: str | None, num_rows: int) -> nnx.Param:
+            normal = layers.make_normal(rngs.params(), layers.INIT_STD)
+            dims = ((name, num_rows), ("embed", config.embed_size))
+            return layers.make_param(dims, normal)
+
+        learned = config.positions == "learned"
+        self.config = config
+        self.tokens = table("vocab", config.vocab_size)
+        self.positions = table(None, config.max_length) if learned else None
+        self.token_types = table(None, num_token_types) if num_token_types else None
+        self.norm = layers.Norm(config) if use_norm else None
+
+    def __call__(
+        self, batch: dict[str, Any], key: jax.Array | None = None
+    ) -> tuple[Float[Array, "B L M"], Context]:
+        """Embeds batch["tokens"] and prepares what the blocks read.
+
+        Args:
+            batch: `tokens` int32[B, L]; optional `segment_ids` int32[B, L] (0 is
+                padding), `positions` int32[B, L], `lengths` int32[B] and `token_types`
+                int32[B, L].
+            key: For dropout; None is evaluation.
+
+        Returns:
+            Vectors and context.
+
+        Raises:
+            ConfigError: The sequence is longer than the table of learned positions.
+        """
+        tokens, segment_ids = batch["tokens"], batch.get("segment_ids")
+        positions = batch.get("positions")
+        if positions is None and segment_ids is not None:
+            positions = positions_in_segments(segment_ids)
+        x = self.tokens[...][tokens]
+        if self.positions is not None:
+            x += self._learned_positions(positions, tokens.shape[1])
+        if self.token_types is not None:
+            x += self.token_types[...][batch["token_types"]]
+        x = x if self.norm is None else self.norm(x)
+        rotation = None
+        if self.config.positions == "rotary":
+            rotation = self._rotation(positions, tokens.shape[1])
+        context = Context(segment_ids, batch.get("lengths"), rotation)
+        return layers.dropout(x, self.config.dropout_rate, key), context
+
+    def _learned_positions(self, positions, length):
+        assert self.positions is not None
+        table = self.positions[...]
+        if length > table.shape[0]:
+            raise ConfigError(
+                Problem(
+                    "data.length",
+                    length,
+                    f"is longer than model.max_length={table.shape[0]}",
+                    "shorten the sequences or raise model.max_length",
+                )
+            )
+        return table[None, :length] if positions is None else table[positions]
+
+    def _rotation(self, positions, length):
+        config = self.config
+        if positions is None:
+            positions = jnp.arange(length, dtype=jnp.int32)[None]
+        return rotary.make_rotary_tables(
+            positions,
+            head_size=config.embed_size // config.num_heads,
+            theta=config.rope_theta,
+        )
+
+
+def positions_in_segments(segment_ids: Int[Array, "B L"]) -> Int[Array, "B L"]:
+    """Counts positions from the start of each document.
+
+    Args:
+        segment_ids: Document of each token; equal neighbours are one document.
+
+    Returns:
+        Index of each token in its document.
+
+    Example:
+        >>> positions_in_segments(jnp.array([[1, 1, 2, 2, 2, 0]])).tolist()
+        [[0, 1, 0, 1, 2, 0]]
+    """
+    index = jnp.broadcast_to(
+        jnp.arange(segment_ids.shape[1], dtype=segment_ids.dtype)[None],
+        segment_ids.shape,
+    )
+    is_start = jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1] - 1) != 0
+    starts = jax.lax.cummax(jnp.where(is_start, index, 0), axis=1)
+    return index - starts

@@ -1,0 +1,125 @@
+"""An encoder in the shape of BERT, trained to restore masked tokens.
+
+Devlin et al. (arXiv:1810.04805). Its pre-training on pairs of sentences is left out.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from zjax.config import schema
+from zjax.models import layers
+from zjax.models.block import Block, make_blocks, transform
+from zjax.models.embedding import Embedding
+from zjax.models.heads import Head
+from zjax.ops.cross_entropy import TokenLoss
+
+
+class Encoder(nnx.Module):
+    """A bidirectional masked language model.
+
+    Weights start normal with deviation 0.02, biases at 0, scales at 1.
+
+    Args:
+        config: Shape of the model.
+        num_token_types: Kinds of token, such as first and second sentence; 0 has none.
+        use_pooling: Whether `pool` has a layer of its own.
+        rngs: Source of the initial values.
+
+    Example:
+        >>> config = schema.Model(kind="encoder", num_layers=1, embed_size=8,
+        ...                       mlp_size=16, num_heads=2, num_kv_heads=2,
+        ...                       vocab_size=11, max_length=4)
+        >>> encoder = Encoder(config, rngs=nnx.Rngs(0))
+        >>> encoder({"tokens": jnp.array([[3, 1, 4]])}).shape
+        (1, 3, 8)
+    """
+
+    def __init__(
+        self,
+        config: schema.Model,
+        *,
+        num_token_types: int = 0,
+        use_pooling: bool = False,
+        rngs: nnx.Rngs,
+    ):
+        def make_block(rngs: nnx.Rngs) -> Block:
+            return Block(config, causal=False, norm_position="post", rngs=rngs)
+
+        embed: layers.Dims = (("embed", config.embed_size),)
+        self.config = config
+        self.embedding = Embedding(
+            config, num_token_types=num_token_types, use_norm=True, rngs=rngs
+        )
+        self.blocks = make_blocks(
+            make_block, config.num_layers, config.layers_per_scan, rngs=rngs
+        )
+        self.head = Head(config, masked=True, rngs=rngs)
+        self.pooling = (
+            layers.Linear(embed, embed, use_bias=config.use_bias, rngs=rngs)
+            if use_pooling
+            else None
+        )
+
+    def __call__(
+        self, batch: dict[str, Any], key: jax.Array | None = None
+    ) -> Float[Array, "B L M"]:
+        """Encodes a batch.
+
+        Args:
+            batch: `tokens` int32[B, L]; optional `lengths` int32[B] (padding follows),
+                `segment_ids` int32[B, L] (packed documents, 0 is padding),
+                `positions` and `token_types` int32[B, L].
+            key: For dropout; None is evaluation.
+
+        Returns:
+            One vector per token.
+
+        Raises:
+            ConfigError: The sequence is longer than the table of learned positions.
+        """
+        embed_key = None if key is None else jax.random.fold_in(key, 0)
+        x, context = self.embedding(batch, embed_key)
+        return transform(self.blocks, x, context, key, config=self.config)
+
+    def logits(self, batch: dict[str, Any]) -> Float[Array, "B L V"]:
+        """Scores of the token at each position, in float32.
+
+        Args:
+            batch: As for a call.
+
+        Returns:
+            Logits.
+        """
+        return self.head.logits(self(batch), self._table())
+
+    def pool(self, batch: dict[str, Any]) -> Float[Array, "B M"]:
+        """One vector per row: the first token's, through a layer and tanh.
+
+        Args:
+            batch: As for a call.
+
+        Returns:
+            Vectors for classification; needs `use_pooling`.
+        """
+        assert self.pooling is not None
+        return jnp.tanh(self.pooling(self(batch)[:, 0]))
+
+    def loss(self, batch: dict[str, Any], key: jax.Array | None = None) -> TokenLoss:
+        """Sums of the loss over the masked tokens of a batch.
+
+        Args:
+            batch: As for a call, with `targets` int32[B, L] and `weights`
+                float32[B, L], 1 where a token was masked.
+            key: For dropout; None is evaluation.
+
+        Returns:
+            Sums of loss, weight and hits.
+        """
+        return self.head.loss(self(batch, key), self._table(), batch)
+
+    def _table(self):
+        return self.embedding.tokens[...] if self.config.tied_head else None

@@ -1,0 +1,130 @@
+"""From the last hidden states to scores of the vocabulary and the loss."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from zjax.config import schema
+from zjax.models import layers
+from zjax.ops.cross_entropy import TokenLoss, token_loss
+from zjax.sharding import mesh as meshes
+
+
+class Head(nnx.Module):
+    """The last normalisation and the output matrix, unless that is the token table.
+
+    Args:
+        config: Shape of the model.
+        masked: Whether a transformed copy of the states is scored, with a bias per
+            token, as in BERT; else the states themselves, as in GPT-2 and Llama.
+        rngs: Source of the initial values.
+    """
+
+    def __init__(self, config: schema.Model, *, masked: bool = False, rngs: nnx.Rngs):
+        embed: layers.Dims = (("embed", config.embed_size),)
+        vocab: layers.Dims = (("vocab", config.vocab_size),)
+        normal = layers.make_normal(rngs.params(), layers.INIT_STD)
+        self.config = config
+        self.transform = (
+            layers.Linear(embed, embed, use_bias=config.use_bias, rngs=rngs)
+            if masked
+            else None
+        )
+        self.norm = layers.Norm(config)
+        self.kernel = (
+            None if config.tied_head else layers.make_param(vocab + embed, normal)
+        )
+        self.bias = (
+            layers.make_param(vocab, jnp.zeros) if masked and config.use_bias else None
+        )
+
+    def logits(
+        self, x: Float[Array, "B L M"], table: Float[Array, "V M"] | None
+    ) -> Float[Array, "B L V"]:
+        """Scores the vocabulary, in float32; `table` is that of tied models."""
+        logits = jnp.einsum(
+            "blm,vm->blv",
+            self._features(x),
+            self._matrix(table),
+            preferred_element_type=jnp.float32,
+        )
+        if self.bias is None:
+            return logits
+        return logits + self.bias[...].astype(jnp.float32)[None, None, :]
+
+    def loss(
+        self,
+        x: Float[Array, "B L M"],
+        table: Float[Array, "V M"] | None,
+        batch: dict[str, Any],
+    ) -> TokenLoss:
+        """Sums of the loss over batch["targets"]; `table` is that of tied models."""
+        return token_loss(
+            self._features(x),
+            self._matrix(table),
+            batch["targets"],
+            token_weights(batch),
+            bias=None if self.bias is None else self.bias[...],
+            z_loss=self.config.z_loss,
+            chunk_tokens=self.config.loss_chunk_tokens,
+            num_shares=num_batch_shares(x.shape[0]),
+        )
+
+    def _features(self, x):
+        if self.transform is not None:
+            x = jax.nn.gelu(self.transform(x), approximate=True)
+        return self.norm(x)
+
+    def _matrix(self, table):
+        if self.kernel is not None:
+            return self.kernel[...]
+        assert table is not None
+        return table
+
+
+def token_weights(batch: dict[str, Any]) -> Float[Array, "B L"]:
+    """Weight of each token: as given, or 1 for all that is not padding.
+
+    Args:
+        batch: `targets`, and perhaps `weights`, `segment_ids` or `lengths`.
+
+    Returns:
+        Weights in float32.
+
+    Example:
+        >>> batch = {"targets": jnp.ones((1, 3), int), "lengths": jnp.array([2])}
+        >>> token_weights(batch).tolist()
+        [[1.0, 1.0, 0.0]]
+    """
+    if "weights" in batch:
+        return batch["weights"].astype(jnp.float32)
+    weights = jnp.ones(batch["targets"].shape, jnp.float32)
+    if "segment_ids" in batch:
+        weights *= batch["segment_ids"] > 0
+    if "lengths" in batch:
+        columns = jnp.arange(weights.shape[1])[None, :]
+        weights *= columns < batch["lengths"][:, None]
+    return weights
+
+
+def num_batch_shares(batch_size: int) -> int:
+    """Parts in which the devices of the mesh in use hold a batch.
+
+    Args:
+        batch_size: Rows of the batch.
+
+    Returns:
+        Shares of the mesh set by `jax.set_mesh`, less those already split by hand or
+        that do not divide the batch; 1 without a mesh.
+
+    Example:
+        >>> num_batch_shares(8)
+        1
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = [axis for axis in meshes.BATCH_AXES if axis in mesh.auto_axes]
+    return math.gcd(batch_size, meshes.num_shares(mesh, axes))

@@ -1,0 +1,100 @@
+"""A decoder or encoder as a line of blocks.
+
+The whole function gives the embedding the key `fold_in(key, 0)` and block i the key
+`fold_in(key, i + 1)`; a caller who does the same gets the same dropout.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from zjax.config import schema
+from zjax.models.decoder import Decoder
+from zjax.models.encoder import Encoder
+from zjax.parallel.remat import remat
+from zjax.typing import Params, Segment, Stack
+
+SHARED = "embedding/tokens"
+"""The token table, which the head of a tied model reads too."""
+
+
+def make_stack(model: Decoder | Encoder) -> Stack:
+    """Presents a model as its embedding, its blocks and its head.
+
+    Parameters are trees of dicts in the paths of the model: embed holds `embedding`,
+    head holds `head` and, where it is tied, `embedding/tokens` again.
+
+    Args:
+        model: Decoder or encoder without pooling; abstract values suffice.
+
+    Returns:
+        Functions of parameters. `join` sums the two gradients of a tied table, so it
+        is the inverse of `split` once the head's copy of the table is zero.
+    """
+    config = model.config
+    embedding, _ = nnx.split(model.embedding)
+    first_block, _ = nnx.split(model.blocks[0])
+    last, _ = nnx.split(model.head)
+
+    def run_block(params, carry, context, key):
+        return nnx.merge(first_block, params)(carry, context, key)
+
+    def embed(params, batch, key):
+        return nnx.merge(embedding, params["embedding"])(batch, key)
+
+    def block(params, carry, context, key):
+        run = remat(run_block, config.remat, in_loop=False)
+        return run(params, carry, context, key), jnp.zeros((), jnp.float32)
+
+    def head(params, carry, batch):
+        table = params["embedding"]["tokens"] if config.tied_head else None
+        loss = nnx.merge(last, params["head"]).loss(carry, table, batch)
+        return loss.loss_sum, loss.weight_sum
+
+    return Stack(
+        embed=embed,
+        segments=(Segment(block, config.num_layers),),
+        head=head,
+        split=lambda params: _split(params, config),
+        join=lambda embed, segments, head: _join(embed, segments, head, config),
+        shared=(SHARED,) if config.tied_head else (),
+    )
+
+
+def _split(params: Params, config: schema.Model):
+    embed = {"embedding": params["embedding"]}
+    head = {"head": params["head"]}
+    if config.tied_head:
+        head["embedding"] = {"tokens": params["embedding"]["tokens"]}
+    stride = config.layers_per_scan
+    layers = []
+    for number in range(config.num_layers):
+        if stride == 0:
+            layers.append(params["blocks"][number])
+        else:
+            layers.append(_row(params["blocks"][number % stride], number // stride))
+    return embed, (tuple(layers),), head
+
+
+def _join(embed: Params, segments, head: Params, config: schema.Model):
+    (layers,) = segments
+    stride = config.layers_per_scan
+    if stride:
+        layers = [
+            jax.tree.map(lambda *rows: jnp.stack(rows), *layers[first::stride])
+            for first in range(stride)
+        ]
+    joined: dict[str, Any] = {
+        "embedding": dict(embed["embedding"]),
+        "blocks": dict(enumerate(layers)),
+        "head": head["head"],
+    }
+    if config.tied_head:
+        joined["embedding"]["tokens"] += head["embedding"]["tokens"]
+    return joined
+
+
+def _row(stacked: Params, number: int) -> Params:
+    return jax.tree.map(lambda leaf: leaf[number], stacked)

@@ -1,0 +1,173 @@
+"""Scaled dot-product attention on the kernel that was asked for, or on none.
+
+Fused attention that silently falls back to the plain form is a costly mistake: the
+choice is a pure function, said once in the log, and a kernel asked for by name runs or
+fails.
+"""
+
+import functools
+from typing import Literal
+
+import jax
+from absl import logging
+from jaxtyping import Array, Bool, Float, Int
+
+from zjax.errors import ConfigError, Problem
+
+Implementation = Literal["auto", "cudnn", "xla"]
+
+
+def dot_product_attention(
+    q: Float[Array, "B L H D"],
+    k: Float[Array, "B S K D"],
+    v: Float[Array, "B S K D"],
+    *,
+    causal: bool,
+    segment_ids: Int[Array, "B L"] | None = None,
+    lengths: Int[Array, " B"] | None = None,
+    mask: Bool[Array, "B L S"] | None = None,
+    implementation: Implementation = "auto",
+) -> Float[Array, "B L H D"]:
+    """Averages the values by softmax(q k / sqrt(D)), computed in float32.
+
+    Masks combine. `segment_ids` and `mask` become an additive bias on cuDNN, which then
+    visits all pairs; `causal` and `lengths` cost it nothing, so prefer them.
+
+    Args:
+        q: Queries; H is a multiple of K (grouped-query attention).
+        k: Keys.
+        v: Values.
+        causal: Whether a query sees no later key; position i of q is position i of k.
+        segment_ids: Document of each token (L = S); documents do not see each other.
+        lengths: Tokens per row; later ones are padding (L = S).
+        mask: True where a query sees a key.
+        implementation: `auto` takes cuDNN where it can run and says what it took.
+
+    Returns:
+        One average per query and head, in the dtype of `q`.
+
+    Raises:
+        ConfigError: `cudnn` was asked for and cannot run here.
+
+    Example:
+        >>> x = jax.numpy.ones((1, 3, 2, 4))
+        >>> dot_product_attention(x, x, x, causal=True).shape
+        (1, 3, 2, 4)
+
+    Reference:
+        Vaswani et al. (arXiv:1706.03762); grouped queries: Ainslie et al.
+        (arXiv:2305.13245).
+    """
+    mask = _combine(mask, segment_ids)
+    platform, capability = _first_device()
+    chosen, reason = choose_implementation(
+        implementation,
+        platform=platform,
+        compute_capability=capability,
+        dtype=q.dtype.name,
+        head_size=q.shape[-1],
+        lengths=(q.shape[1], k.shape[1]),
+        masked=mask is not None,
+    )
+    _log_choice(chosen, reason)
+    return jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        mask=mask,
+        is_causal=causal,
+        query_seq_lengths=lengths,
+        key_value_seq_lengths=lengths,
+        implementation=chosen,
+    )
+
+
+def choose_implementation(
+    requested: Implementation,
+    *,
+    platform: str,
+    compute_capability: tuple[int, int],
+    dtype: str,
+    head_size: int,
+    lengths: tuple[int, int],
+    masked: bool,
+) -> tuple[Literal["cudnn", "xla"], str]:
+    """Decides which kernel runs, and why.
+
+    Args:
+        requested: What the configuration says.
+        platform: `cuda`, `rocm`, `tpu` or `cpu`.
+        compute_capability: Of the GPU, such as (9, 0); ignored elsewhere.
+        dtype: Name of the dtype of queries, keys and values.
+        head_size: Channels per head.
+        lengths: Numbers of queries and keys.
+        masked: Whether there is a mask besides the causal one and row lengths.
+
+    Returns:
+        The kernel, and the reason as it is logged.
+
+    Raises:
+        ConfigError: `cudnn` was asked for and cannot run.
+
+    Example:
+        >>> choose_implementation(
+        ...     "auto", platform="cpu", compute_capability=(0, 0), dtype="bfloat16",
+        ...     head_size=64, lengths=(8, 8), masked=False)
+        ('xla', 'cudnn needs an NVIDIA GPU and this is cpu')
+    """
+    if requested == "xla":
+        return "xla", "asked for"
+    obstacle, remedy = _cudnn_obstacle(
+        platform, compute_capability, dtype, head_size, lengths, masked
+    )
+    if not obstacle:
+        return "cudnn", f"{dtype}, head size {head_size}"
+    if requested == "cudnn":
+        raise ConfigError(
+            Problem("model.attention", "cudnn", f"cannot run: it {obstacle}", remedy)
+        )
+    return "xla", f"cudnn {obstacle}"
+
+
+def _cudnn_obstacle(platform, capability, dtype, head_size, lengths, masked):
+    largest_head = 256 if capability >= (9, 0) else 128
+    other = "use 'auto' or 'xla'"
+    if platform != "cuda":
+        return f"needs an NVIDIA GPU and this is {platform}", other
+    if capability < (8, 0):
+        found = ".".join(map(str, capability))
+        return f"needs compute capability 8.0 and this GPU has {found}", other
+    if dtype not in ("bfloat16", "float16"):
+        remedy = f"set precision.compute_dtype to bfloat16 or float16, or {other}"
+        return f"needs bfloat16 or float16 and the activations are {dtype}", remedy
+    if head_size % 8 or head_size > largest_head:
+        remedy = f"change model.embed_size or model.num_heads, or {other}"
+        problem = f"needs a head size that is a multiple of 8 up to {largest_head}"
+        return f"{problem} and this is {head_size}", remedy
+    if masked and (lengths[0] % 2 or lengths[1] % 2):
+        odd = next(length for length in lengths if length % 2)
+        remedy = f"use an even data.length, or {other}"
+        return f"needs even lengths under a mask and this is {odd}", remedy
+    return "", ""
+
+
+def _first_device() -> tuple[str, tuple[int, int]]:
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        return device.platform, (0, 0)
+    if "cuda" not in device.client.platform_version:
+        return "rocm", (0, 0)
+    major, minor = device.compute_capability.split(".")
+    return "cuda", (int(major), int(minor))
+
+
+def _combine(mask, segment_ids):
+    if segment_ids is not None:
+        same = segment_ids[:, :, None] == segment_ids[:, None, :]
+        mask = same if mask is None else mask & same
+    return None if mask is None else mask[:, None, :, :]
+
+
+@functools.cache
+def _log_choice(chosen: str, reason: str) -> None:
+    logging.warning("attention: %s (%s)", chosen, reason)

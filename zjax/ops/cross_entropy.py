@@ -1,0 +1,174 @@
+"""Token loss straight from hidden states, so that the logits are never whole.
+
+The logits of one chunk of tokens exist at a time, and their gradient is taken in the
+same pass: the head is multiplied three times per chunk, as without chunks, instead of
+four times with recomputation.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+class TokenLoss(NamedTuple):
+    """Weighted sums over tokens, in float32."""
+
+    loss_sum: Float[Array, ""]
+    """Cross-entropy, plus the z-loss where there is one."""
+    weight_sum: Float[Array, ""]
+    correct_sum: Float[Array, ""]
+    """Weight of the tokens whose target is the most likely; not differentiated."""
+
+
+def token_loss(
+    hidden: Float[Array, "B L M"],
+    head: Float[Array, "V M"],
+    targets: Int[Array, "B L"],
+    weights: Float[Array, "B L"],
+    *,
+    bias: Float[Array, " V"] | None = None,
+    z_loss: float = 0.0,
+    chunk_tokens: int = 0,
+    num_shares: int = 1,
+) -> TokenLoss:
+    """Sums the cross-entropy of integer targets over tokens.
+
+    The product with the head takes operands in the dtype of `hidden`; its sums and all
+    that follows are float32. Forward-mode differentiation is not defined.
+
+    Args:
+        hidden: Outputs of the last layer.
+        head: One row per token of the vocabulary, in the dtype of `hidden`.
+        targets: Token ids, 0 to V - 1.
+        weights: Weight of each token, 0 for padding; not differentiated.
+        bias: Added to the logits.
+        z_loss: Weight of the squared log-partition, 0 or more.
+        chunk_tokens: Tokens per share whose logits exist at one time; 0 is all of them.
+        num_shares: Parts in which the devices hold the batch; divides B. The gradient
+            of the head is summed over them once, not per chunk.
+
+    Returns:
+        The sums of loss, weight and hits.
+
+    Example:
+        >>> loss = token_loss(jnp.zeros((1, 2, 4)), jnp.zeros((8, 4)),
+        ...                   jnp.array([[3, 5]]), jnp.ones((1, 2)))
+        >>> round(float(loss.loss_sum / loss.weight_sum), 3)  # log(8)
+        2.079
+
+    Reference:
+        z-loss: Chowdhery et al., PaLM (arXiv:2204.02311, section 5).
+    """
+    cut = functools.partial(_cut, num_shares=num_shares, chunk_tokens=chunk_tokens)
+    loss_sum, correct_sum = _summed_loss(
+        z_loss, cut(hidden), head, bias, cut(targets), cut(weights)
+    )
+    return TokenLoss(loss_sum, jnp.sum(weights, dtype=jnp.float32), correct_sum)
+
+
+def _cut(tokens, *, num_shares, chunk_tokens):
+    """[B, L, ...] -> [chunks, shares, rows, columns, ...], padded with zeros.
+
+    Chunks are cut from the length: cut from the batch, they would lie on a few devices.
+    """
+    num_rows, length, *rest = tokens.shape
+    rows = num_rows // num_shares
+    num_chunks = -(-length // max(1, chunk_tokens // rows)) if chunk_tokens else 1
+    columns = -(-length // num_chunks)
+    padding = [(0, 0), (0, num_chunks * columns - length)] + [(0, 0)] * len(rest)
+    shape = (num_shares, rows, num_chunks, columns, *rest)
+    return jnp.moveaxis(jnp.pad(tokens, padding).reshape(shape), 2, 0)
+
+
+def _sum_loss(z_loss, hidden, head, bias, targets, weights):
+    def add_chunk(sums, chunk):
+        *terms, _ = _chunk_loss(z_loss, head, bias, *chunk)
+        return tuple(map(jnp.add, sums, terms)), None
+
+    zero = jnp.zeros(hidden.shape[1], jnp.float32)
+    sums, _ = _over_chunks(add_chunk, (zero, zero), (hidden, targets, weights))
+    return sums[0].sum(), sums[1].sum()
+
+
+def _summed_loss_forward(z_loss, hidden, head, bias, targets, weights):
+    num_shares = hidden.shape[1]
+
+    def add_chunk(sums, chunk):
+        loss_sum, correct_sum, dlogits = _chunk_loss(z_loss, head, bias, *chunk)
+        dhidden = jnp.einsum("prcv,vm->prcm", dlogits, head)
+        dhead = _float32_einsum("prcv,prcm->pvm", dlogits, chunk[0])
+        dbias = None if bias is None else dlogits.sum((1, 2), dtype=jnp.float32)
+        terms = loss_sum, correct_sum, dhead, dbias
+        return jax.tree.map(jnp.add, sums, terms), dhidden
+
+    def zeros(*shape):
+        return jnp.zeros(shape, jnp.float32)
+
+    sums = (
+        zeros(num_shares),
+        zeros(num_shares),
+        zeros(num_shares, *head.shape),
+        None if bias is None else zeros(num_shares, *bias.shape),
+    )
+    sums, dhidden = _over_chunks(add_chunk, sums, (hidden, targets, weights))
+    loss_sum, correct_sum, dhead, dbias = sums
+    return (loss_sum.sum(), correct_sum.sum()), (dhidden, dhead, dbias, head, bias)
+
+
+def _summed_loss_backward(z_loss, residuals, cotangents):
+    dhidden, dhead, dbias, head, bias = residuals
+    scale = cotangents[0]
+
+    def scaled(gradient, dtype):
+        return (gradient.astype(jnp.float32) * scale).astype(dtype)
+
+    return (
+        scaled(dhidden, dhidden.dtype),
+        scaled(dhead.sum(0), head.dtype),
+        None if bias is None else scaled(dbias.sum(0), bias.dtype),
+        None,
+        None,
+    )
+
+
+_summed_loss = jax.custom_vjp(_sum_loss, nondiff_argnums=(0,))
+_summed_loss.defvjp(_summed_loss_forward, _summed_loss_backward)
+
+
+def _over_chunks(add_chunk, sums, chunks):
+    if chunks[0].shape[0] > 1:
+        return jax.lax.scan(add_chunk, sums, chunks)
+    sums, output = add_chunk(sums, jax.tree.map(lambda chunk: chunk[0], chunks))
+    return sums, jax.tree.map(lambda out: out[None], output)
+
+
+def _chunk_loss(z_loss, head, bias, hidden, targets, weights):
+    """Loss and hits of one chunk per share, and the gradient of its logits."""
+    logits = _float32_einsum("prcm,vm->prcv", hidden, head)
+    if bias is not None:
+        logits += bias.astype(jnp.float32)[None, None, None, :]
+    # A comparison, not a gather: it fuses, and works on a vocabulary that is split.
+    vocabulary = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 3)
+    is_target = vocabulary == targets[..., None]
+    largest = logits.max(-1, keepdims=True)
+    exponentials = jnp.exp(logits - largest)
+    partition = exponentials.sum(-1, keepdims=True)
+    log_partition = (jnp.log(partition) + largest)[..., 0]
+    target_logit = jnp.where(is_target, logits, 0.0).sum(-1)
+    losses = log_partition - target_logit + z_loss * jnp.square(log_partition)
+    slope = 1.0 + 2.0 * z_loss * log_partition
+    probabilities = exponentials / partition
+    dlogits = (slope[..., None] * probabilities - is_target) * weights[..., None]
+    hits = target_logit >= largest[..., 0]
+    return (
+        jnp.sum(losses * weights, (1, 2)),
+        jnp.sum(hits * weights, (1, 2)),
+        dlogits.astype(hidden.dtype),
+    )
+
+
+def _float32_einsum(equation, *operands):
+    return jnp.einsum(equation, *operands, preferred_element_type=jnp.float32)
