@@ -51,6 +51,10 @@ class PlanError(ZjaxError):
     """An array or an optimizer that cannot be placed on the mesh."""
 
 
+class ModelError(ZjaxError):
+    """A model or a loss that does not keep its contract."""
+
+
 class DataError(ZjaxError):
     """Training data that is missing or malformed."""
 

@@ -1,0 +1,133 @@
+"""Any model with any loss as pure functions of parameters, state, batch and key."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen
+import jax
+import jax.numpy as jnp
+from flax import nnx as flax_nnx
+
+from zjax.errors import ModelError, Problem
+from zjax.models import linen, nnx, plain
+from zjax.models.contract import call_loss, check_model_state, check_params, strong
+from zjax.models.part import Part, Started, combine, fold_name
+from zjax.typing import Batch, Loss, Model, ModelState, Params
+
+KINDS = (
+    "a Linen module, an NNX module, a function `rngs -> nnx.Module`, a pair "
+    "(init, apply), or a dict of these"
+)
+
+
+def adapt(model: Any, loss_fn: Callable[..., Any], batch: Batch) -> Model:
+    """Turns a model and its loss into the record that training works with.
+
+    The loss sees a view of the model, not its parameters:
+
+    - Linen: call the view as `module.apply`, without variables and `rngs`. `view.train`
+      is False in evaluation, `view.sown` holds what calls have sown. Parameters are
+      those that the calls of `loss_fn` create.
+    - NNX: the view is the module, in training or evaluation mode. Values are sown under
+      `nnx.capture`. What the loss writes into parameters is not kept.
+    - Plain functions: the view is `partial(apply, params)`.
+    - A dict of models: the view has one item, and attribute, per model.
+
+    Args:
+        model: One of the above.
+        loss_fn: `loss_fn(view, batch, key)` returns the mean loss as a scalar, or
+            `(loss, weight, metrics)`: the number of units behind the mean (1 by
+            default) and a dict of scalars. A key of None means evaluation.
+        batch: Arrays or ShapeDtypeStructs; only shapes and dtypes are read.
+
+    Returns:
+        The model. Its trees are nested dicts for Flax modules, and what `init` returns
+        for plain functions; `given` is set if all weights exist already.
+
+    Raises:
+        ModelError: The model is of no known kind, or has no parameters or some that are
+            not floating-point; or the loss returns something else.
+
+    Example:
+        >>> def loss_fn(model, batch, key):
+        ...     return jnp.mean(model(batch) ** 2)
+        >>> model = adapt((lambda key: jnp.ones(2), jnp.multiply), loss_fn, jnp.ones(2))
+        >>> params, model_state = model.init(jax.random.key(0))
+        >>> float(model.loss(params, model_state, jnp.full(2, 3.0), None).value)
+        9.0
+    """
+    part = _make_part(model, "model")
+    shapes = jax.eval_shape(lambda batch: batch, batch)
+
+    def start(key: jax.Array) -> Started:
+        view, started = part.start(fold_name(key, "model"))
+        if part.needs_calls:
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            call_loss(loss_fn, view, zeros, fold_name(key, "loss"))
+        params, model_state, logical = started()
+        check_params(model, params)
+        return strong(params), strong(model_state), logical
+
+    def init(key: jax.Array) -> tuple[Params, ModelState]:
+        return start(key)[:2]
+
+    def loss(
+        params: Params, model_state: ModelState, batch: Batch, key: jax.Array | None
+    ) -> Loss:
+        if key is None:
+            view = part.resume(params, model_state, None)
+            value, weight, metrics = call_loss(loss_fn, view, batch, None)
+            return Loss(value, weight, model_state, metrics)
+        view = part.resume(params, model_state, fold_name(key, "model"))
+        value, weight, metrics = call_loss(loss_fn, view, batch, fold_name(key, "loss"))
+        after = strong(part.model_state(view))
+        check_model_state(model_state, after)
+        return Loss(value, weight, after, metrics)
+
+    def bind(params: Params, model_state: ModelState) -> Any:
+        return part.resume(params, model_state, None)
+
+    logical = _trace_logical(start)
+    return Model(
+        init=init,
+        loss=loss,
+        bind=bind,
+        logical=lambda params: logical,
+        given=part.given,
+    )
+
+
+def _make_part(model: Any, field: str) -> Part:
+    if isinstance(model, dict) and model and all(isinstance(n, str) for n in model):
+        return combine({n: _make_part(m, f"{field}.{n}") for n, m in model.items()})
+    if isinstance(model, flax.linen.Module):
+        return linen.make_part(model)
+    if isinstance(model, type) and issubclass(model, flax.linen.Module):
+        text, remedy = "is a Linen class, not a module", f"pass {model.__name__}(...)"
+        raise ModelError(Problem(field, model.__name__, text, remedy))
+    if isinstance(model, flax_nnx.Module):
+        return nnx.make_part(model, field)
+    init, apply = _init_and_apply(model)
+    if callable(init) and callable(apply):
+        return plain.make_part(init, apply)
+    if callable(model):
+        return nnx.make_part(model, field)
+    text, remedy = "is not a model", f"use {KINDS}"
+    raise ModelError(Problem(field, type(model).__name__, text, remedy))
+
+
+def _init_and_apply(model: Any) -> tuple[Any, Any]:
+    if isinstance(model, tuple) and len(model) == 2:
+        return model
+    return getattr(model, "init", None), getattr(model, "apply", None)
+
+
+def _trace_logical(start: Callable[[jax.Array], Started]) -> Any:
+    # Names are no arrays: they leave the trace by the side.
+    found: list[Any] = []
+
+    def trace(key: jax.Array) -> None:
+        found.append(start(key)[2])
+
+    jax.eval_shape(trace, jax.random.key(0))
+    return found[0]

@@ -1,0 +1,157 @@
+"""What is asked of a loss and of the trees of a model, and how a breach is told."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zjax.errors import ModelError, Problem
+from zjax.sharding.placement import path_of
+from zjax.typing import Batch, Metrics, ModelState, Params
+
+
+def call_loss(
+    loss_fn: Callable[..., Any], view: Any, batch: Batch, key: jax.Array | None
+) -> tuple[jax.Array, jax.Array, Metrics]:
+    """Calls the loss of a user, and brings what it returns into one form.
+
+    Args:
+        loss_fn: Returns a mean loss, or `(loss, weight, metrics)`.
+        view: The model it calls.
+        batch: Arrays.
+        key: Random key; None in evaluation.
+
+    Returns:
+        Loss, weight and metrics, all float32[]; the weight is a constant to gradients.
+
+    Raises:
+        ModelError: It returns something else.
+    """
+    out = loss_fn(view, batch, key)
+    value, weight, metrics = out if _is_triple(out) else (out, 1.0, {})
+    problems = [] if _is_triple(out) or _is_array(out) else [_no_loss(out)]
+    if not problems:
+        scalars = {f"metrics/{name}": x for name, x in metrics.items()}
+        problems = [
+            Problem(name, _describe(x), "is not a scalar", "return its mean")
+            for name, x in {"loss": value, "weight": weight, **scalars}.items()
+            if not _is_array(x) or jnp.shape(x) != ()
+        ]
+    if not problems and not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+        text, remedy = "is not floating-point", "return a loss with a gradient"
+        problems = [Problem("loss", _describe(value), text, remedy)]
+    if problems:
+        raise ModelError(*problems)
+    metrics = {name: jnp.asarray(x, jnp.float32) for name, x in metrics.items()}
+    weight = jax.lax.stop_gradient(jnp.asarray(weight, jnp.float32))
+    return jnp.asarray(value, jnp.float32), weight, metrics
+
+
+def _is_triple(out: Any) -> bool:
+    return isinstance(out, tuple) and len(out) == 3 and isinstance(out[2], dict)
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray | np.generic | float | int)
+
+
+def _no_loss(out: Any) -> Problem:
+    text = "is neither a loss nor (loss, weight, metrics)"
+    return Problem("loss_fn(...)", _describe(out), text, "return one of the two")
+
+
+def _describe(x: Any) -> str:
+    """Text such as `float32[2,3]` or `tuple of 2`."""
+    if _is_array(x) or isinstance(x, jax.ShapeDtypeStruct):
+        dims = ",".join(map(str, jnp.shape(x)))
+        return f"{jnp.result_type(x)}[{dims}]"
+    if isinstance(x, tuple):
+        return f"({', '.join(map(_describe, x))})"
+    return type(x).__name__
+
+
+def check_params(model: Any, params: Params) -> None:
+    """Refuses parameters that cannot be trained.
+
+    Args:
+        model: What the user gave, for the error.
+        params: Arrays.
+
+    Raises:
+        ModelError: There are none, or some are not floating-point.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    problems = [
+        Problem(
+            path_of(keys),
+            _describe(x),
+            "is not floating-point",
+            "keep it in another collection than the parameters",
+        )
+        for keys, x in leaves
+        if not _is_array(x) or not jnp.issubdtype(jnp.result_type(x), jnp.floating)
+    ]
+    if not leaves:
+        text, remedy = "has no parameters", "give it layers, and use them in loss_fn"
+        problems = [Problem("model", type(model).__name__, text, remedy)]
+    if problems:
+        raise ModelError(*problems)
+
+
+def check_model_state(before: ModelState, after: ModelState) -> None:
+    """Refuses a step that changes the form of the model state.
+
+    Args:
+        before: Arrays that went into the loss.
+        after: Arrays that came out of it.
+
+    Raises:
+        ModelError: Names every path that appeared, vanished or changed shape or dtype.
+    """
+    old, new = _described(before), _described(after)
+    problems = [
+        Problem(
+            f"model_state/{path}",
+            new.get(path, old.get(path)),
+            _change(old.get(path), new.get(path)),
+            "keep the shapes of the model state, and sow what is for one step only",
+        )
+        for path in dict.fromkeys((*old, *new))
+        if old.get(path) != new.get(path)
+    ]
+    if problems:
+        raise ModelError(*problems)
+
+
+def _described(tree: Any) -> dict[str, str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {path_of(keys): _describe(x) for keys, x in leaves}
+
+
+def _change(old: str | None, new: str | None) -> str:
+    if old is None:
+        return "appeared in loss_fn"
+    return "vanished in loss_fn" if new is None else f"was {old} before loss_fn"
+
+
+def strong(tree: Any) -> Any:
+    """Makes arrays of all leaves, none weakly typed: a scan refuses types that change.
+
+    Args:
+        tree: Arrays or numbers.
+
+    Returns:
+        The same values and dtypes.
+
+    Example:
+        >>> jnp.asarray(1.0).weak_type, strong(1.0).weak_type
+        (True, False)
+    """
+
+    def one(x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        return jax.lax.convert_element_type(x, x.dtype) if x.weak_type else x
+
+    return jax.tree.map(one, tree)

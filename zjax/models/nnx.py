@@ -1,0 +1,243 @@
+"""An NNX module as a part: plain dicts of arrays outside, the module itself inside."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from zjax.errors import ModelError, Problem
+from zjax.models.part import Part, Started, check_logical, fold_name
+from zjax.typing import ModelState, Params
+
+Flat = dict[tuple[Any, ...], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Skeleton:
+    """A module without its arrays.
+
+    Args:
+        graphdef: Its structure.
+        params: Paths of the parameters.
+        rest: Paths of all other arrays but the random state.
+        streams: Type and shape of the random state, by path.
+    """
+
+    graphdef: Any
+    params: tuple[tuple[Any, ...], ...]
+    rest: tuple[tuple[Any, ...], ...]
+    streams: dict[tuple[Any, ...], tuple[type, tuple[int, ...]]]
+
+
+def make_part(model: Any, field: str) -> Part:
+    """Presents an NNX module, or the function that makes one, to the adapter.
+
+    Args:
+        model: A module, whose arrays may be abstract, or a factory `rngs -> module`.
+        field: What errors call it.
+
+    Returns:
+        The part. Random streams start anew from the key of each step; the module keeps
+        none. In evaluation they always draw the same numbers.
+
+    Raises:
+        ModelError: The factory needs other arguments, or makes something else.
+    """
+    if isinstance(model, nnx.Module):
+        return _part_of_module(model, field)
+    make = _check_factory(model, field)
+    skeleton = _trace_skeleton(make)
+
+    def start(key: jax.Array) -> tuple[Any, Callable[[], Started]]:
+        module = make(key)
+        params, rest = _split(module)
+        started = _nest(params), _nest(rest), _nest(_logical(module))
+        module.train()
+        return module, lambda: started
+
+    return Part(
+        start=start,
+        resume=functools.partial(_resume, skeleton),
+        model_state=_model_state,
+    )
+
+
+def _part_of_module(model: nnx.Module, field: str) -> Part:
+    model = nnx.clone(model)
+    skeleton = _skeleton(model)
+    params, rest = _split(model)
+    weights = _nest(params), _nest(rest)
+    logical = _nest(_logical(model))
+    is_abstract = any(map(_is_abstract, jax.tree.leaves(weights)))
+
+    def start(key: jax.Array) -> tuple[Any, Callable[[], Started]]:
+        params, rest = jax.tree.map(_zeros, weights)
+        return _resume(skeleton, params, rest, key), lambda: (params, rest, logical)
+
+    def given() -> tuple[Params, ModelState]:
+        if is_abstract:
+            text = "is abstract and has no weights"
+            remedy = "pass the function that makes it, or a module with weights"
+            raise ModelError(Problem(field, type(model).__name__, text, remedy))
+        return weights
+
+    return Part(
+        start=start,
+        resume=functools.partial(_resume, skeleton),
+        model_state=_model_state,
+        given=given,
+    )
+
+
+def _check_factory(model: Any, field: str) -> Callable[[jax.Array], Any]:
+    partial = model if isinstance(model, functools.partial) else None
+    target = partial.func if partial else model
+    given = (partial.args, partial.keywords) if partial else ((), {})
+    is_class = inspect.isclass(target)
+    # The metaclass of nnx.Module hides the arguments of its classes.
+    signature = inspect.signature(target.__init__ if is_class else target)
+    by_name = "rngs" in signature.parameters
+    name = getattr(target, "__name__", type(target).__name__)
+
+    def arguments(rngs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return ((), {"rngs": rngs}) if by_name else ((rngs,), {})
+
+    def make(key: jax.Array) -> Any:
+        args, keywords = arguments(nnx.Rngs(key))
+        # Partitioning by name would ask for a mesh here; the plan places arrays.
+        with nnx.use_eager_sharding(False):
+            module = model(*args, **keywords)
+        if isinstance(module, nnx.Module):
+            return module
+        text = f"returns {type(module).__name__}, not an nnx.Module"
+        raise ModelError(Problem(field, name, text, "return the module"))
+
+    args, keywords = arguments(None)
+    own = (None,) if is_class else ()
+    try:
+        signature.bind(*own, *given[0], *args, **{**given[1], **keywords})
+    except TypeError as error:
+        text = f"cannot be called with rngs alone ({error})"
+        remedy = "give the other arguments with functools.partial"
+        raise ModelError(Problem(field, name, text, remedy)) from None
+    return make
+
+
+def _trace_skeleton(make: Callable[[jax.Array], Any]) -> Skeleton:
+    found: list[Skeleton] = []
+
+    def trace(key: jax.Array) -> None:
+        found.append(_skeleton(make(key)))
+
+    jax.eval_shape(trace, jax.random.key(0))
+    return found[0]
+
+
+def _skeleton(module: nnx.Module) -> Skeleton:
+    params, rest = _split(module)
+    streams = nnx.to_flat_state(nnx.state(module, nnx.RngState))
+    return Skeleton(
+        graphdef=nnx.graphdef(module),
+        params=tuple(params),
+        rest=tuple(rest),
+        streams={path: (type(var), var.shape) for path, var in streams},
+    )
+
+
+def _split(module: nnx.Module) -> tuple[Flat, Flat]:
+    """Values by path: the parameters, and the rest but for the random state."""
+    nnx.pop(module, nnx.Intermediate)
+    _mark_arrays(module)
+    _, params, _, rest = nnx.split(module, nnx.Param, nnx.RngState, ...)
+    return _values(params), _values(rest)
+
+
+def _mark_arrays(module: nnx.Module) -> None:
+    # Under a trace, Flax takes a bare array attribute for a static one.
+    for _, node in list(nnx.iter_graph(module)):
+        if isinstance(node, nnx.Pytree):
+            for name, value in list(vars(node).items()):
+                if isinstance(value, jax.Array):
+                    setattr(node, name, nnx.data(value))
+
+
+def _values(state: Any) -> Flat:
+    return {
+        path: x.get_value() if isinstance(x, nnx.Variable) else x
+        for path, x in nnx.to_flat_state(state)
+    }
+
+
+def _logical(module: nnx.Module) -> Flat:
+    def names(path: tuple[Any, ...], var: nnx.Variable[Any]) -> Any:
+        metadata = var.get_metadata()
+        given = metadata.get("logical") or metadata.get("out_sharding")
+        value = var.get_value()
+        if given is None:
+            return [None] * len(jax.tree.leaves(value))
+        return check_logical("/".join(map(str, path)), tuple(given), value.ndim)
+
+    params = nnx.to_flat_state(nnx.state(module, nnx.Param))
+    return {path: names(path, var) for path, var in params}
+
+
+def _resume(
+    skeleton: Skeleton,
+    params: Params,
+    model_state: ModelState,
+    key: jax.Array | None,
+) -> Any:
+    base = jax.random.key(0) if key is None else key
+    flat = {path: _at(params, path) for path in skeleton.params}
+    flat |= {path: _at(model_state, path) for path in skeleton.rest}
+    for path, (kind, shape) in skeleton.streams.items():
+        flat[path] = _seed(base, path, kind, shape)
+    module = nnx.merge(skeleton.graphdef, nnx.from_flat_state(list(flat.items())))
+    if key is None:
+        module.eval()
+    else:
+        module.train()
+    return module
+
+
+def _seed(
+    base: jax.Array, path: tuple[Any, ...], kind: type, shape: tuple[int, ...]
+) -> jax.Array:
+    if not issubclass(kind, nnx.RngKey):
+        return jnp.zeros(shape, jnp.uint32)
+    key = fold_name(base, "/".join(map(str, path)))
+    return jax.random.split(key, shape) if shape else key
+
+
+def _model_state(module: Any) -> ModelState:
+    _, rest = _split(module)
+    return _nest(rest)
+
+
+def _nest(flat: Flat) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, value in flat.items():
+        node = tree
+        for name in path[:-1]:
+            node = node.setdefault(str(name), {})
+        node[str(path[-1])] = value
+    return tree
+
+
+def _at(tree: Any, path: tuple[Any, ...]) -> Any:
+    for name in path:
+        tree = tree[str(name)]
+    return tree
+
+
+def _is_abstract(x: Any) -> bool:
+    return isinstance(x, jax.ShapeDtypeStruct)
+
+
+def _zeros(x: Any) -> Any:
+    return jnp.zeros(x.shape, x.dtype) if _is_abstract(x) else x

@@ -1,0 +1,36 @@
+"""A pair of plain functions, `init` and `apply`, as a part."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from zjax.models.part import Part, Started
+from zjax.typing import ModelState, Params
+
+
+def make_part(init: Callable[..., Any], apply: Callable[..., Any]) -> Part:
+    """Presents two functions to the adapter.
+
+    Args:
+        init: `init(key) -> params`.
+        apply: `apply(params, ...)`; the view is `partial(apply, params)`, in training
+            and evaluation alike.
+
+    Returns:
+        The part; it has no model state.
+    """
+
+    def start(key: jax.Array) -> tuple[Any, Callable[[], Started]]:
+        params = init(key)
+        logical = [None] * len(jax.tree.leaves(params))
+        return functools.partial(apply, params), lambda: (params, {}, logical)
+
+    def resume(params: Params, model_state: ModelState, key: jax.Array | None) -> Any:
+        return functools.partial(apply, params)
+
+    def model_state(view: Any) -> ModelState:
+        return {}
+
+    return Part(start=start, resume=resume, model_state=model_state)
