@@ -153,8 +153,8 @@ def test_another_model_is_refused_with_what_differs(tmp_path):
         "master/embed?\n"
         f"master/embed='float32[7,3]' is in {place} but not in this model; drop it, or "
         "add it here\n"
-        f"checkpoint='{place}' differs from this model in 3 of 3 arrays (3 shown); use "
-        "the configuration that wrote it, or start in another directory"
+        f"checkpoint='{place}' differs from this model in 3 arrays, 3 of them shown; "
+        "use the configuration that wrote it, or another checkpoint"
     )
 
 

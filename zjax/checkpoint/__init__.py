@@ -1,1 +1,7 @@
-"""TBD."""
+"""What outlives a run: checkpoints that any devices can read, weights in and out."""
+
+from zjax.checkpoint.export import export_safetensors
+from zjax.checkpoint.store import Store
+from zjax.checkpoint.weights import load_safetensors
+
+__all__ = ["Store", "export_safetensors", "load_safetensors"]

@@ -77,6 +77,22 @@ def is_key(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
+def is_floating(dtype: str) -> bool:
+    """Whether a dtype is floating point, however narrow.
+
+    Args:
+        dtype: Its name.
+
+    Returns:
+        True for float32, bfloat16, float8_e5m2 and so on.
+
+    Example:
+        >>> is_floating("bfloat16"), is_floating("int32")
+        (True, False)
+    """
+    return "float" in dtype
+
+
 def describe_row(row: Row) -> Entry:
     """What a file will say of a planned array.
 
@@ -116,9 +132,9 @@ def check_same(
         Problem(
             "checkpoint",
             place,
-            f"differs from this model in {len(differences)} of {len(expected)} arrays "
-            f"({len(shown)} shown)",
-            "use the configuration that wrote it, or start in another directory",
+            f"differs from this model in {len(differences)} arrays, "
+            f"{len(shown)} of them shown",
+            "use the configuration that wrote it, or another checkpoint",
         ),
     )
 
@@ -144,9 +160,5 @@ def _agree(expected: Entry, found: Entry, cast: bool) -> bool:
     if expected.shape != found.shape:
         return False
     return expected.dtype == found.dtype or (
-        cast and _is_floating(expected.dtype) and _is_floating(found.dtype)
+        cast and is_floating(expected.dtype) and is_floating(found.dtype)
     )
-
-
-def _is_floating(dtype: str) -> bool:
-    return "float" in dtype

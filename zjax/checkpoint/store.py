@@ -140,7 +140,7 @@ class Store:
         except jax.errors.JaxRuntimeError:
             raise
         except Exception as error:
-            raise self._abandon(error) from error
+            raise self._abandon(step, error) from error
 
     def wait(self) -> None:
         """Waits until the last save is on disk.
@@ -153,7 +153,7 @@ class Store:
         try:
             self._manager.wait_until_finished()
         except Exception as error:
-            raise self._abandon(error) from error
+            raise self._abandon(self._saving, error) from error
         self._saving = None
 
     def close(self) -> None:
@@ -301,10 +301,9 @@ class Store:
             )
         return self._manager
 
-    def _abandon(self, error: Exception) -> CheckpointError:
+    def _abandon(self, step: int, error: Exception) -> CheckpointError:
         """Drops the failed save and its writer; the next save starts afresh."""
-        step, self._saving = self._saving, None
-        manager, self._manager = self._manager, None
+        manager, self._manager, self._saving = self._manager, None, None
         if manager is not None:
             with contextlib.suppress(Exception):  # it tells the same error again
                 manager.close()

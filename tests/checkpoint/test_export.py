@@ -1,0 +1,264 @@
+"""Weights go out to safetensors and come back onto any mesh."""
+
+import json
+import weakref
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from tests.checkpoint import states
+from zjax.checkpoint.export import export_safetensors
+from zjax.checkpoint.store import Store
+from zjax.checkpoint.weights import load_safetensors
+from zjax.errors import CheckpointError
+
+PARAMS = states.make_params()
+FLAT = {
+    "embed": PARAMS["embed"],
+    "blocks.0.kernel": PARAMS["blocks"][0]["kernel"],
+    "frozen": PARAMS["frozen"],
+}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """A checkpoint of 8 devices with a frozen array and one of no elements."""
+    values = {"master": PARAMS | {"none": np.zeros((0, 3), np.float32)}}
+    values["ema"] = {"embed": PARAMS["embed"] + 1}
+    values["opt_state"] = {"embed": PARAMS["embed"] * 2}
+    rows = states.make_rows(values)
+    store = Store(str(tmp_path_factory.mktemp("store")))
+    store.save(1, states.place(values, rows), rows, extra={})
+    store.close()
+    return store
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """All of `PARAMS` in one file, written by the safetensors library."""
+    path = tmp_path_factory.mktemp("exported") / "model.safetensors"
+    safetensors.numpy.save_file(FLAT, path)
+    return path
+
+
+def test_export_holds_every_array_whole(store, tmp_path):
+    path = tmp_path / "new" / "model.safetensors"
+    size = export_safetensors(store, str(path))
+    tensors = safetensors.numpy.load_file(path)
+    assert tensors.keys() == {*FLAT, "none"}
+    for name, value in FLAT.items():
+        np.testing.assert_array_equal(tensors[name], value)
+        assert tensors[name].dtype == value.dtype
+    assert tensors["none"].shape == (0, 3)
+    assert size == path.stat().st_size
+    assert [*path.parent.iterdir()] == [path]
+
+
+def test_export_casts_floating_point_only(store, tmp_path):
+    path = tmp_path / "model.safetensors"
+    export_safetensors(store, str(path), dtype="bfloat16")
+    tensors = safetensors.numpy.load_file(path)
+    assert tensors["embed"].dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(tensors["embed"], FLAT["embed"].astype(jnp.bfloat16))
+    assert tensors["frozen"].dtype == np.int32
+
+
+def test_export_of_another_part(store, tmp_path):
+    path = tmp_path / "ema.safetensors"
+    export_safetensors(store, str(path), part="ema", step=1)
+    tensors = safetensors.numpy.load_file(path)
+    np.testing.assert_array_equal(tensors["embed"], PARAMS["embed"] + 1)
+
+
+def test_export_holds_one_tensor_at_a_time(store, tmp_path, monkeypatch):
+    """Fails if arrays are collected before they are written."""
+    alive, most = [], 0
+    read = Store.read_array
+
+    def read_and_count(self, name, step):
+        nonlocal most
+        array = read(self, name, step)
+        alive.append(weakref.ref(array))
+        most = max(most, sum(ref() is not None for ref in alive))
+        return array
+
+    monkeypatch.setattr(Store, "read_array", read_and_count)
+    export_safetensors(store, str(tmp_path / "model.safetensors"))
+    assert len(alive) == len(FLAT) + 1
+    assert most <= 2
+
+
+def test_export_of_a_part_that_is_not_there(store, tmp_path):
+    with pytest.raises(CheckpointError) as error:
+        export_safetensors(store, str(tmp_path / "x"), part="params")
+    assert str(error.value) == (
+        "part='params' is not in the checkpoint; use one of ema, master, opt_state"
+    )
+
+
+def test_export_where_nothing_can_be_written(store, tmp_path):
+    (tmp_path / "file").write_text("")
+    path = f"{tmp_path}/file/model.safetensors"
+    with pytest.raises(CheckpointError) as error:
+        export_safetensors(store, path)
+    assert str(error.value) == (
+        f"output='{path}' cannot be written (File exists); name a file in a "
+        "directory that is writable and has room"
+    )
+
+
+def test_export_names_what_does_not_fit(tmp_path):
+    values = {
+        "master": {
+            "a": {"b": np.zeros(2, np.float32)},
+            "a.b": np.zeros(2, np.float32),
+            "small": jnp.zeros(2, jnp.int4),
+        }
+    }
+    rows = states.make_rows(values, 1)
+    store = Store(str(tmp_path))
+    store.save(1, states.place(values, rows), rows, extra={})
+    store.close()
+    with pytest.raises(CheckpointError) as error:
+        export_safetensors(store, str(tmp_path / "x"))
+    assert str(error.value) == (
+        "master/a.b='float32[2]' has the same name in safetensors as master/a/b; "
+        "rename one of them\n"
+        "master/small='int4' is not a dtype of safetensors; export a part without it, "
+        "or one of float64, float32, float16, bfloat16, int64, int32, int16, int8, "
+        "uint8, uint16, uint32, uint64, bool, float8_e4m3fn, float8_e5m2"
+    )
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param({}, id="eight-devices"),
+        pytest.param({"num_devices": 1}, id="one-device"),
+        pytest.param({"memory": "pinned_host"}, id="host-memory"),
+    ],
+)
+def test_load_puts_slices_on_their_shards(exported, target):
+    rows = states.make_rows(PARAMS, stage=3, **target)
+    states.assert_same(load_safetensors(str(exported), rows), PARAMS, rows)
+
+
+def test_load_casts_to_the_plan(exported):
+    halved = PARAMS | {"embed": PARAMS["embed"].astype(jnp.bfloat16)}
+    rows = states.make_rows(halved)
+    states.assert_same(load_safetensors(str(exported), rows), halved, rows)
+
+
+def test_what_is_exported_can_be_loaded(store, tmp_path):
+    path = tmp_path / "model.safetensors"
+    export_safetensors(store, str(path))
+    values = PARAMS | {"none": np.zeros((0, 3), np.float32)}
+    rows = states.make_rows(values)
+    states.assert_same(load_safetensors(str(path), rows), values, rows)
+
+
+def write_shards(directory, weight_map):
+    for file in (
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    ):
+        names = [name for name, place in weight_map.items() if place == file]
+        tensors = {name: FLAT[name] for name in names if name in FLAT}
+        safetensors.numpy.save_file(tensors, directory / file)
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+
+
+WEIGHT_MAP = {
+    "embed": "model-00001-of-00002.safetensors",
+    "blocks.0.kernel": "model-00002-of-00002.safetensors",
+    "frozen": "model-00001-of-00002.safetensors",
+}
+
+
+def test_load_from_a_directory_of_shards(tmp_path):
+    write_shards(tmp_path, WEIGHT_MAP)
+    rows = states.make_rows(PARAMS)
+    states.assert_same(load_safetensors(str(tmp_path), rows), PARAMS, rows)
+
+
+def test_load_from_a_directory_of_one_file(exported):
+    rows = states.make_rows(PARAMS)
+    states.assert_same(load_safetensors(str(exported.parent), rows), PARAMS, rows)
+
+
+def test_load_of_another_model_names_what_differs(exported):
+    other = states.make_params(width=8)
+    other["embeds"] = other.pop("embed")
+    other["frozen"] = other["frozen"].astype(np.float32)
+    with pytest.raises(CheckpointError) as error:
+        load_safetensors(str(exported), states.make_rows(other))
+    assert str(error.value) == (
+        f"blocks.0.kernel='float32[16,8]' is float32[16,6] in {exported}; make the two "
+        "agree\n"
+        f"embeds='float32[7,3]' is missing from {exported}; did you mean embed?\n"
+        f"frozen='float32[5]' is int32[5] in {exported}; make the two agree\n"
+        f"embed='float32[7,3]' is in {exported} but not in this model; drop it, or add "
+        "it here\n"
+        f"checkpoint='{exported}' differs from this model in 4 arrays, 4 of them "
+        "shown; use the configuration that wrote it, or another checkpoint"
+    )
+
+
+REMEDY = "give a .safetensors file, or a directory with one or with an index"
+
+
+def test_load_of_what_is_not_there(tmp_path):
+    with pytest.raises(CheckpointError) as error:
+        load_safetensors(f"{tmp_path}/none", {})
+    assert str(error.value) == (
+        f"checkpoint.init_from='{tmp_path}/none' does not exist; {REMEDY}"
+    )
+
+
+def test_load_of_a_directory_that_leaves_a_choice(tmp_path):
+    with pytest.raises(CheckpointError) as error:
+        load_safetensors(str(tmp_path), {})
+    assert str(error.value) == (
+        f"checkpoint.init_from='{tmp_path}' holds 0 safetensors files and 0 indices; "
+        f"{REMEDY}"
+    )
+
+
+@pytest.mark.parametrize("keep", [0, 7, 60, -1], ids=lambda keep: f"{keep}-bytes")
+def test_load_of_a_truncated_file(exported, tmp_path, keep):
+    path = tmp_path / "cut.safetensors"
+    path.write_bytes(exported.read_bytes()[:keep])
+    with pytest.raises(CheckpointError) as error:
+        load_safetensors(str(path), {})
+    start, _, end = str(error.value).partition(" (")
+    assert start == (
+        f"checkpoint.init_from='{path}' is not a readable safetensors file"
+    )
+    assert end.endswith(f"; {REMEDY}")
+
+
+def test_load_of_a_broken_index(tmp_path):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text("{}")
+    with pytest.raises(CheckpointError) as error:
+        load_safetensors(str(tmp_path), {})
+    assert str(error.value) == (
+        f"checkpoint.init_from='{index}' is not an index of safetensors (KeyError: "
+        f"'weight_map'); {REMEDY}"
+    )
+
+
+def test_load_of_an_index_that_promises_more(tmp_path):
+    first = "model-00001-of-00002.safetensors"
+    write_shards(tmp_path, WEIGHT_MAP | {"head": first})
+    index = tmp_path / "model.safetensors.index.json"
+    with pytest.raises(CheckpointError) as error:
+        load_safetensors(str(tmp_path), states.make_rows(PARAMS))
+    assert str(error.value) == (
+        f"checkpoint.init_from='{index}' names head, which {tmp_path / first} lacks; "
+        f"{REMEDY}"
+    )

@@ -1,0 +1,152 @@
+"""The weights of a checkpoint as one safetensors file, for use outside of zjax.
+
+A safetensors file is a length, a JSON header and the tensors end to end. The library
+writes it from all tensors at once; here the header comes from the index of the
+checkpoint and the tensors follow one by one, so host memory holds one at a time.
+"""
+
+import contextlib
+import json
+import math
+import os
+import pathlib
+import struct
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+import numpy as np
+
+from zjax.checkpoint.layout import Entry, is_floating
+from zjax.checkpoint.store import Store
+from zjax.errors import CheckpointError, Problem
+
+DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+"""The name that safetensors gives each element type."""
+
+
+def export_safetensors(
+    store: Store,
+    path: str,
+    *,
+    part: str = "master",
+    step: int | None = None,
+    dtype: str = "",
+) -> int:
+    """Writes one part of a checkpoint, frozen and tied arrays included, to one file.
+
+    The file appears under its name once it is complete. Only one process may call this.
+
+    Args:
+        store: Where the checkpoints are.
+        path: The file to write; an existing one is replaced.
+        part: Which part of the state: `master`, or `ema` where it is kept.
+        step: Which checkpoint; None for the newest.
+        dtype: `float32`, `bfloat16` or `float16` for floating-point arrays; as saved if
+            empty.
+
+    Returns:
+        Bytes written.
+
+    Raises:
+        CheckpointError: There is no such checkpoint or part, it is damaged, a dtype or
+            two names do not fit the format, or the file cannot be written.
+    """
+    entries = _exported(store.entries(step), part, dtype)
+    target = pathlib.Path(path)
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:
+            file.write(_header(entries, part))
+            for name, entry in entries.items():
+                array = store.read_array(name, step).astype(jnp.dtype(entry.dtype))
+                file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, target)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise CheckpointError(
+            Problem(
+                "output",
+                path,
+                f"cannot be written ({error.strerror})",
+                "name a file in a directory that is writable and has room",
+            )
+        ) from error
+    return target.stat().st_size
+
+
+def tensor_name(name: str) -> str:
+    """The name of an array in a safetensors file.
+
+    Args:
+        name: Its path, parts separated by `/`.
+
+    Returns:
+        The parts separated by dots.
+
+    Example:
+        >>> tensor_name("blocks/0/kernel")
+        'blocks.0.kernel'
+    """
+    return name.replace("/", ".")
+
+
+def _exported(found: Mapping[str, Entry], part: str, dtype: str) -> dict[str, Entry]:
+    inside = {name: e for name, e in found.items() if name.startswith(f"{part}/")}
+    if not inside:
+        parts = ", ".join(dict.fromkeys(name.split("/")[0] for name in found))
+        remedy = f"use one of {parts}"
+        raise CheckpointError(Problem("part", part, "is not in the checkpoint", remedy))
+    entries = {
+        name: Entry(e.shape, dtype if dtype and is_floating(e.dtype) else e.dtype)
+        for name, e in inside.items()
+    }
+    problems = []
+    seen: dict[str, str] = {}
+    for name, entry in entries.items():
+        if entry.dtype not in DTYPES:
+            remedy = f"export a part without it, or one of {', '.join(DTYPES)}"
+            problem = "is not a dtype of safetensors"
+            problems.append(Problem(name, entry.dtype, problem, remedy))
+        other = seen.setdefault(tensor_name(name), name)
+        if other != name:
+            problem = f"has the same name in safetensors as {other}"
+            problems.append(Problem(name, str(entry), problem, "rename one of them"))
+    if problems:
+        raise CheckpointError(*problems)
+    return entries
+
+
+def _header(entries: Mapping[str, Entry], part: str) -> bytes:
+    header: dict[str, object] = {"__metadata__": {"format": "flax"}}
+    start = 0
+    for name, entry in entries.items():
+        end = start + math.prod(entry.shape) * jnp.dtype(entry.dtype).itemsize
+        header[tensor_name(name.removeprefix(f"{part}/"))] = {
+            "dtype": DTYPES[entry.dtype],
+            "shape": entry.shape,
+            "data_offsets": (start, end),
+        }
+        start = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text

@@ -1,0 +1,124 @@
+"""Weights from safetensors files: each device reads only its own slices."""
+
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import safetensors
+from jax.sharding import NamedSharding
+
+from zjax.checkpoint import layout
+from zjax.checkpoint.export import DTYPES, tensor_name
+from zjax.checkpoint.layout import Entry
+from zjax.errors import CheckpointError, Problem
+from zjax.sharding.placement import Row
+from zjax.typing import Params
+
+_NAMES = {code: name for name, code in DTYPES.items()}
+
+
+def load_safetensors(path: str, rows: Any) -> Params:
+    """Reads weights straight onto their shards.
+
+    Args:
+        path: A safetensors file, or a directory that holds one, or several with an
+            index.
+        rows: A tree of `Row`; names are its paths with dots. Floating-point dtypes may
+            differ from the file's.
+
+    Returns:
+        Arrays in their stored shapes, in the structure and dtypes of `rows`.
+
+    Raises:
+        CheckpointError: The file is missing or not safetensors, or names, shapes or
+            dtypes differ; the first differences are listed.
+    """
+    named = {tensor_name(name): r for name, r in layout.name_leaves(rows).items()}
+    files = _find_tensors(path)
+    expected = {name: layout.describe_row(row) for name, row in named.items()}
+    layout.check_same(expected, _describe(files), path, cast=True)
+    leaves = [_load(files[name], name, row) for name, row in named.items()]
+    return jax.tree.unflatten(jax.tree.structure(rows), leaves)
+
+
+def _find_tensors(path: str) -> dict[str, pathlib.Path]:
+    """Name to the file that holds it."""
+    place = pathlib.Path(path)
+    if place.is_dir():
+        indices = sorted(place.glob("*.safetensors.index.json"))
+        files = sorted(place.glob("*.safetensors"))
+        if len(indices) == 1:
+            return _read_index(indices[0])
+        if indices or len(files) != 1:
+            raise _unusable(
+                path, f"holds {len(files)} safetensors files and {len(indices)} indices"
+            )
+        place = files[0]
+    if not place.is_file():
+        raise _unusable(path, "does not exist")
+    return dict.fromkeys(_names_in(place), place)
+
+
+def _read_index(index: pathlib.Path) -> dict[str, pathlib.Path]:
+    try:
+        weight_map = json.loads(index.read_text())["weight_map"]
+        files = {name: index.parent / file for name, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        problem = f"is not an index of safetensors ({type(error).__name__}: {error})"
+        raise _unusable(str(index), problem) from error
+    there = {file: _names_in(file) for file in set(files.values())}
+    lost = [name for name, file in files.items() if name not in there[file]]
+    if lost:
+        raise _unusable(str(index), f"names {lost[0]}, which {files[lost[0]]} lacks")
+    return files
+
+
+def _names_in(file: pathlib.Path) -> list[str]:
+    try:
+        with safetensors.safe_open(file, framework="numpy") as tensors:
+            return list(tensors.keys())
+    except (OSError, safetensors.SafetensorError) as error:
+        problem = f"is not a readable safetensors file ({error})"
+        raise _unusable(str(file), problem) from error
+
+
+def _describe(files: Mapping[str, pathlib.Path]) -> dict[str, Entry]:
+    entries = {}
+    for file in dict.fromkeys(files.values()):
+        with safetensors.safe_open(file, framework="numpy") as tensors:
+            for name in (name for name in files if files[name] == file):
+                view = tensors.get_slice(name)
+                code = view.get_dtype()
+                dtype = _NAMES.get(code, f"{code}")
+                entries[name] = Entry(tuple(view.get_shape()), dtype)
+    return {name: entries[name] for name in files}
+
+
+def _load(file: pathlib.Path, name: str, row: Row) -> jax.Array:
+    def read(index: tuple[slice, ...] | None) -> np.ndarray:
+        whole = (slice(None),) * len(row.shape)
+        shard = np.zeros(row.sharding.shard_shape(row.stored_shape), row.dtype)
+        spans = [
+            s.indices(n)[:2]
+            for s, n in zip(index or whole, row.stored_shape, strict=True)
+        ]
+        inside = [
+            slice(a, min(b, n)) for (a, b), n in zip(spans, row.shape, strict=True)
+        ]
+        if all(s.start < s.stop for s in inside):
+            shard[tuple(slice(s.stop - s.start) for s in inside)] = view[tuple(inside)]
+        return shard
+
+    on_device = NamedSharding(row.sharding.mesh, row.spec)
+    with safetensors.safe_open(file, framework="numpy") as tensors:
+        view = tensors.get_slice(name)
+        loaded = jax.make_array_from_callback(row.stored_shape, on_device, read)
+    return jax.device_put(loaded, row.sharding)
+
+
+def _unusable(path: str, problem: str) -> CheckpointError:
+    remedy = "give a .safetensors file, or a directory with one or with an index"
+    return CheckpointError(Problem("checkpoint.init_from", path, problem, remedy))
