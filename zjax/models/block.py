@@ -108,7 +108,7 @@ def make_blocks(
     layers_per_scan: int,
     *,
     rngs: nnx.Rngs,
-) -> nnx.List:
+) -> list[Block]:
     """Makes a line of blocks; its values do not depend on how it is stored.
 
     Args:
@@ -123,9 +123,9 @@ def make_blocks(
     key = rngs.params()
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jax.numpy.arange(num_layers))
     if layers_per_scan == 0:
-        return nnx.List([make_block(nnx.Rngs(params=key)) for key in keys])
+        return [make_block(nnx.Rngs(params=key)) for key in keys]
     strides = [keys[j::layers_per_scan] for j in range(layers_per_scan)]
-    return nnx.List([_make_stacked(make_block, stride) for stride in strides])
+    return [_make_stacked(make_block, stride) for stride in strides]
 
 
 def run_blocks(

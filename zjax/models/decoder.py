@@ -40,8 +40,10 @@ class Decoder(nnx.Module):
 
         self.config = config
         self.embedding = Embedding(config, rngs=rngs)
-        self.blocks = make_blocks(
-            make_block, config.num_layers, config.layers_per_scan, rngs=rngs
+        self.blocks = nnx.List(
+            make_blocks(
+                make_block, config.num_layers, config.layers_per_scan, rngs=rngs
+            )
         )
         self.head = Head(config, rngs=rngs)
 

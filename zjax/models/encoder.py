@@ -54,8 +54,10 @@ class Encoder(nnx.Module):
         self.embedding = Embedding(
             config, num_token_types=num_token_types, use_norm=True, rngs=rngs
         )
-        self.blocks = make_blocks(
-            make_block, config.num_layers, config.layers_per_scan, rngs=rngs
+        self.blocks = nnx.List(
+            make_blocks(
+                make_block, config.num_layers, config.layers_per_scan, rngs=rngs
+            )
         )
         self.head = Head(config, masked=True, rngs=rngs)
         self.pooling = (

@@ -1,7 +1,7 @@
 """A decoder or encoder as a line of blocks.
 
-The whole function gives the embedding the key `fold_in(key, 0)` and block i the key
-`fold_in(key, i + 1)`; a caller who does the same gets the same dropout.
+`Decoder.loss(batch, key)` gives the embedding the key `fold_in(key, 0)` and block i the
+key `fold_in(key, i + 1)`; a caller who does the same gets the same dropout.
 """
 
 from typing import Any
@@ -72,9 +72,10 @@ def _split(params: Params, config: schema.Model):
     layers = []
     for number in range(config.num_layers):
         if stride == 0:
-            layers.append(params["blocks"][number])
+            layers.append(params["blocks"][str(number)])
         else:
-            layers.append(_row(params["blocks"][number % stride], number // stride))
+            stacked = params["blocks"][str(number % stride)]
+            layers.append(_row(stacked, number // stride))
     return embed, (tuple(layers),), head
 
 
@@ -88,7 +89,7 @@ def _join(embed: Params, segments, head: Params, config: schema.Model):
         ]
     joined: dict[str, Any] = {
         "embedding": dict(embed["embedding"]),
-        "blocks": dict(enumerate(layers)),
+        "blocks": {str(number): block for number, block in enumerate(layers)},
         "head": head["head"],
     }
     if config.tied_head:

@@ -1,0 +1,66 @@
+"""The built-in model that a configuration describes."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from zjax.config.schema import Config
+from zjax.models import adapter
+from zjax.models.decoder import Decoder
+from zjax.models.encoder import Encoder
+from zjax.models.stack import make_stack
+from zjax.typing import Batch, Metrics, Model
+
+
+def make_model(config: Config) -> Model:
+    """Makes the decoder or encoder of `config.model`, without its weights.
+
+    Its batches are dicts of `tokens` and `targets` int32[B, L] and, where wanted,
+    `weights` float32[B, L], `segment_ids` and `positions` int32[B, L]; an encoder also
+    takes `lengths` int32[B]. Its loss is the mean over tokens by weight, its metric the
+    share of targets that were the most likely token.
+
+    Args:
+        config: Read for `model` and `data.length`.
+
+    Returns:
+        The model as functions, and as a stack.
+
+    Example:
+        >>> config = Config()
+        >>> model = make_model(config)
+        >>> params, _ = jax.eval_shape(model.init, jax.random.key(0))
+        >>> params["blocks"]["0"]["attention"]["query"]["kernel"].shape
+        (768, 12, 64)
+    """
+    kind = {"decoder": Decoder, "encoder": Encoder}[config.model.kind]
+    make = functools.partial(kind, config.model)
+    tokens = jax.ShapeDtypeStruct((1, config.data.length), jnp.int32)
+    model = adapter.adapt(make, mean_loss, {"tokens": tokens, "targets": tokens})
+    abstract = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
+    return dataclasses.replace(model, stack=make_stack(abstract))
+
+
+def mean_loss(
+    view: Decoder | Encoder, batch: Batch, key: jax.Array | None
+) -> tuple[jax.Array, jax.Array, Metrics]:
+    """Averages the loss of a built-in model over its tokens, in the adapter's form.
+
+    Args:
+        view: The model with its weights.
+        batch: Tokens and targets.
+        key: For dropout; None is evaluation.
+
+    Returns:
+        Mean loss (0 where no token counts), weight and metrics.
+    """
+    sums = view.loss(batch, key)
+
+    def mean(total: Any) -> jax.Array:
+        return total / jnp.where(sums.weight_sum > 0, sums.weight_sum, 1.0)
+
+    return mean(sums.loss_sum), sums.weight_sum, {"accuracy": mean(sums.correct_sum)}
