@@ -35,7 +35,7 @@ def call_loss(
     if not problems:
         scalars = {f"metrics/{name}": x for name, x in metrics.items()}
         problems = [
-            Problem(name, _describe(x), "is not a scalar", "return its mean")
+            Problem(name, _describe(x), "is not a scalar", _scalar(name))
             for name, x in {"loss": value, "weight": weight, **scalars}.items()
             if not _is_array(x) or jnp.shape(x) != ()
         ]
@@ -47,6 +47,10 @@ def call_loss(
     metrics = {name: jnp.asarray(x, jnp.float32) for name, x in metrics.items()}
     weight = jax.lax.stop_gradient(jnp.asarray(weight, jnp.float32))
     return jnp.asarray(value, jnp.float32), weight, metrics
+
+
+def _scalar(name: str) -> str:
+    return "return its sum" if name == "weight" else "return its mean"
 
 
 def _is_triple(out: Any) -> bool:

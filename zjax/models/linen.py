@@ -115,7 +115,7 @@ def make_part(module: nn.Module) -> Part:
         def started() -> Started:
             rest = dict(view.variables)
             params = rest.pop("params", {})
-            return _unbox(params), _unbox(rest), _logical(params)
+            return meta.unbox(params), meta.unbox(rest), _logical(params)
 
         return view, started
 
@@ -156,16 +156,6 @@ def _merge(new: Any, old: Any) -> Any:
 
 def _is_box(x: Any) -> bool:
     return isinstance(x, meta.AxisMetadata)
-
-
-def _unbox(tree: Any) -> Any:
-    def unbox(x: Any) -> Any:
-        if isinstance(x, meta.Partitioned):
-            # Flax would constrain the array to mesh axes; the plan places it instead.
-            return _unbox(x.unbox(apply_constraint=False))
-        return _unbox(x.unbox()) if _is_box(x) else x
-
-    return jax.tree.map(unbox, tree, is_leaf=_is_box)
 
 
 def _logical(params: Any) -> Any:

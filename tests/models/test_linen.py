@@ -1,0 +1,179 @@
+"""What is particular to Linen: variables by calling, streams, boxes and sown values."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from zjax.models import adapter
+
+X = np.arange(12, dtype=np.float32).reshape(3, 4) / 12
+
+
+def started(module, loss_fn, batch=X):
+    adapted = adapter.adapt(module, loss_fn, batch)
+    return adapted, *jax.jit(adapted.init)(jax.random.key(0))
+
+
+class Autoencoder(nn.Module):
+    def setup(self):
+        self.encoder = nn.Dense(2)
+        self.decoder = nn.Dense(4)
+        self.norm = nn.BatchNorm(use_running_average=False)
+
+    def encode(self, x):
+        return self.norm(self.encoder(x))
+
+    def decode(self, z):
+        return self.decoder(z)
+
+
+def test_a_variational_autoencoder_calls_two_methods_and_draws_from_its_own_key():
+    def loss_fn(view, batch, key):
+        code = view(batch, method="encode")
+        if key is not None:
+            code += jax.random.normal(key, code.shape)
+        return jnp.mean((view(code, method=Autoencoder.decode) - batch) ** 2)
+
+    adapted, params, model_state = started(Autoencoder(), loss_fn)
+    assert params.keys() == {"encoder", "decoder", "norm"}
+    assert jnp.all(model_state["batch_stats"]["norm"]["var"] == 1)
+    one, two = jax.random.split(jax.random.key(1))
+    values = [
+        adapted.loss(params, model_state, X, key).value for key in (one, one, two)
+    ]
+    assert values[0] == values[1] != values[2]
+
+
+def test_statistics_of_two_calls_in_one_loss_follow_one_another():
+    def once(view, batch, key):
+        return jnp.mean(view(batch, method="encode") ** 2)
+
+    def twice(view, batch, key):
+        return once(view, batch, key) + once(view, batch, key)
+
+    key = jax.random.key(1)
+    adapted, params, model_state = started(Autoencoder(), once)
+    after = model_state
+    for _ in range(2):
+        after = adapted.loss(params, after, X, key).model_state
+    adapted, _, _ = started(Autoencoder(), twice)
+    both = adapted.loss(params, model_state, X, key).model_state
+    jax.tree.map(np.testing.assert_array_equal, both, after)
+    assert jnp.all(both["batch_stats"]["norm"]["mean"] != 0)
+
+
+class Sower(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        scale = self.param("scale", nn.initializers.ones, ())
+        count = self.variable("counters", "calls", lambda: jnp.int32(0))
+        if self.is_mutable_collection("counters") and not self.is_initializing():
+            count.value += 1
+        self.sow("losses", "size", jnp.sum(scale**2))
+        self.sow("intermediates", "mean", jnp.mean(x))
+        self.sow("of_any_name", "two", 2.0)
+        self.perturb("nudge", x)
+        return x * scale
+
+
+@pytest.mark.parametrize(
+    "key", [jax.random.key(1), None], ids=["training", "evaluation"]
+)
+def test_sown_values_reach_the_loss_and_are_not_kept(key):
+    def loss_fn(view, batch, key):
+        main = jnp.mean(view(batch))
+        view(batch)
+        sizes = view.sown["losses"]["size"]
+        two = sum(view.sown["of_any_name"]["two"])
+        mean = view.sown["intermediates"]["mean"][0]
+        return main + sum(sizes), 1.0, {"two": two, "num": len(sizes), "mean": mean}
+
+    adapted, params, model_state = started(Sower(), loss_fn)
+    assert model_state == {"counters": {"calls": 0}}
+    loss = adapted.loss(params, model_state, X, key)
+    assert loss.model_state == {"counters": {"calls": 0 if key is None else 2}}
+    assert loss.metrics == {"two": 4, "num": 2, "mean": X.mean()}
+    np.testing.assert_allclose(loss.value, X.mean() + 2, rtol=1e-6)
+    # d/ds of s * mean(x) and of two auxiliary losses s ** 2, at s = 1.
+    grads = jax.grad(lambda p: adapted.loss(p, model_state, X, key).value)(params)
+    np.testing.assert_allclose(grads["scale"], X.mean() + 4, rtol=1e-6)
+
+
+class Noisy(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        scale = self.param("scale", nn.initializers.ones, ())
+        dropout = jax.random.normal(self.make_rng("dropout"))
+        return x * scale, dropout, jax.random.normal(self.make_rng("jitter"))
+
+
+def test_streams_differ_by_name_and_by_call():
+    def loss_fn(view, batch, key):
+        x, *first = view(batch)
+        _, *second = view(batch)
+        return jnp.mean(x), 1.0, dict(zip("abcd", (*first, *second), strict=True))
+
+    adapted, params, model_state = started(Noisy(), loss_fn)
+    metrics = adapted.loss(params, model_state, X, jax.random.key(1)).metrics
+    assert len({float(x) for x in metrics.values()}) == 4
+
+
+class Named(nn.Module):
+    box: str
+
+    @nn.compact
+    def __call__(self, x):
+        box = getattr(nn, self.box)
+        kernel = box(nn.initializers.lecun_normal(), ("embed", "mlp"))
+        bias = box(nn.initializers.ones, ("mlp",))
+        x = nn.Dense(2, kernel_init=kernel, bias_init=bias)(x)
+        return nn.Dense(1, use_bias=False)(x)
+
+
+@pytest.mark.parametrize("box", ["with_partitioning", "with_logical_partitioning"])
+def test_boxes_give_logical_names_and_leave_plain_arrays(box):
+    def loss_fn(view, batch, key):
+        return jnp.mean(view(batch) ** 2)
+
+    adapted, params, model_state = started(Named(box), loss_fn)
+    assert adapted.logical(params) == {
+        "Dense_0": {"kernel": ("embed", "mlp"), "bias": ("mlp",)},
+        "Dense_1": {"kernel": None},
+    }
+    assert params["Dense_0"]["kernel"].shape == (4, 2)
+    assert jnp.isfinite(adapted.loss(params, model_state, X, None).value)
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        x = nn.Dropout(0.5, deterministic=False)(nn.Dense(4)(x))
+        return x, None
+
+
+def test_a_scanned_module_has_stacked_parameters_and_a_key_per_layer():
+    class Deep(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            scan = nn.scan(
+                Block,
+                variable_axes={"params": 0},
+                split_rngs={"params": True, "dropout": True},
+                length=3,
+            )
+            return scan()(x, None)[0]
+
+    def loss_fn(view, batch, key):
+        return jnp.mean(view(batch) ** 2)
+
+    adapted, params, model_state = started(Deep(), loss_fn)
+    (kernel,) = (x for x in jax.tree.leaves(params) if x.ndim == 3)
+    assert kernel.shape == (3, 4, 4)
+    assert not jnp.array_equal(kernel[0], kernel[1])
+    one, two = jax.random.split(jax.random.key(1))
+    values = [
+        adapted.loss(params, model_state, X, key).value for key in (one, one, two)
+    ]
+    assert values[0] == values[1] != values[2]
