@@ -236,13 +236,16 @@ def test_directory_without_files(tmp_path):
 
 
 def test_output_that_stops_halfway_is_not_there(tmp_path, monkeypatch):
-    """Fails if files are written in place: a full disk would leave half of them."""
+    """Fails if files are written in place: a full disk or a kill would leave half."""
     given = write_texts(tmp_path / "in")
+    seen = []
 
     def full(*_):
+        seen.append((tmp_path / "out").exists())
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(store.SplitWriter, "append", full)
     with pytest.raises(OSError, match="No space left"):
         prepare.prepare([given], "out")
+    assert seen == [False]
     assert [path.name for path in tmp_path.iterdir()] == ["in"]

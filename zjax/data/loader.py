@@ -114,6 +114,9 @@ def make_loader(
 ) -> Loader:
     """Makes the loader of the data that `config` names.
 
+    With `data.num_workers`, the script that runs must guard its work by
+    `if __name__ == "__main__":`, since each worker process imports it.
+
     Args:
         config: `data`, `seed`, `global_batch_size` (1 or more) and `model.vocab_size`.
         shardings: Where each array of a batch goes.
