@@ -60,7 +60,7 @@ OPTIMIZERS = {
     "contrib.dowg": lambda: contrib.dowg(),
     "contrib.galore": lambda: contrib.galore(LR, rank=2),
     "contrib.madgrad": lambda: contrib.madgrad(LR),
-    "contrib.mechanize": lambda: contrib.mechanize(optax.adamw(LR)),
+    "contrib.mechanize": lambda: contrib.mechanize(optax.adamw(LR), s_init=LR),
     "contrib.momo": lambda: contrib.momo(),
     "contrib.momo_adam": lambda: contrib.momo_adam(LR),
     "contrib.muon": lambda: contrib.muon(LR),
@@ -69,8 +69,9 @@ OPTIMIZERS = {
     "contrib.reduce_on_plateau": lambda: optax.chain(
         optax.adam(LR), contrib.reduce_on_plateau()
     ),
-    "contrib.sam": lambda: contrib.sam(
-        optax.sgd(LR), optax.chain(contrib.normalize(), optax.sgd(LR))
+    # Wrapped, as its update refuses any extra argument other than `grad_fn`.
+    "contrib.sam": lambda: optax.GradientTransformation(
+        *contrib.sam(optax.sgd(LR), optax.chain(contrib.normalize(), optax.sgd(LR)))
     ),
     "contrib.schedule_free": lambda: contrib.schedule_free(optax.sgd(LR), LR),
     "contrib.schedule_free_adamw": lambda: contrib.schedule_free_adamw(LR),

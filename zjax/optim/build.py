@@ -24,8 +24,8 @@ def make_optimizer(
 
     Weight decay is decoupled (arXiv:1711.05101) and concerns matrices only; that of
     `adam` is added to the gradient. Muon gives embeddings, the output matrix and
-    vectors to Adam, with updates of the same size (arXiv:2502.16982), so that one
-    learning rate serves both. LAMB keeps its ratio between 0.01 and 10. Adafactor
+    vectors to Adam with Nesterov momentum, whose updates are of like size
+    (arXiv:2502.16982), so that one learning rate serves both. LAMB keeps its ratio between 0.01 and 10. Adafactor
     measures the size of a parameter over all layers stacked in one array.
 
     Args:

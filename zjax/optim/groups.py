@@ -76,96 +76,52 @@ def trained_params(params: Any, groups: Groups) -> Any:
 
 
 def check_groups(groups: Groups, params: Any, names: Names) -> None:
-    """Refuses groups that would change nothing.
+    """Refuses groups that would change nothing in this model.
 
     Args:
-        groups: `optimizer.groups`.
+        groups: `optimizer.groups`, each with a valid pattern.
         params: Parameters, abstract or not.
         names: Dims by path, as far as they are known.
 
     Raises:
-        ConfigError: Patterns that are no regular expression, match no parameter, or
-            only those of earlier groups; decay without a matrix to decay; nothing left
-            to train. All at once.
+        ConfigError: Patterns that match no parameter, or only those of earlier groups;
+            decay without a matrix to decay; nothing left to train. All at once.
     """
-    problems = [_check_pattern(index, group) for index, group in enumerate(groups)]
-    if any(problems):
-        raise ConfigError(*filter(None, problems))
     leaves = jax.tree_util.tree_leaves_with_path(params)
     num_dims = {path_of(keys): len(leaf.shape) for keys, leaf in leaves}
     left = set(num_dims)
+    problems = []
     for index, group in enumerate(groups):
         matching = {path for path in num_dims if re.search(group.pattern, path)}
         own = matching & left
         left -= own
-        matrices = [path for path in own if is_matrix(path, num_dims[path], names)]
-        problems.append(_check_match(index, group, list(num_dims), matching, own))
-        if own:
-            problems.append(_check_decay(index, group, bool(matrices)))
+        field = f"optimizer.groups[{index}]"
+        if not own:
+            problems.append(_no_match(field, group, list(num_dims), len(matching)))
+        elif group.weight_decay and not any(
+            is_matrix(path, num_dims[path], names) for path in own
+        ):
+            problem = "decays nothing, as no matrix is in the group"
+            problems.append(
+                Problem(f"{field}.weight_decay", group.weight_decay, problem, "use 0.0")
+            )
     if groups and all(label_of(path, groups) == FROZEN for path in num_dims):
         patterns = tuple(group.pattern for group in groups)
-        problems.append(
-            Problem(
-                "optimizer.groups",
-                patterns,
-                f"freeze all {len(num_dims)} parameters",
-                "leave some to train",
-            )
-        )
-    if any(problems):
-        raise ConfigError(*filter(None, problems))
+        problem = f"freezes all {len(num_dims)} parameters"
+        remedy = "leave some to train"
+        problems.append(Problem("optimizer.groups", patterns, problem, remedy))
+    if problems:
+        raise ConfigError(*problems)
 
 
-def _check_pattern(index: int, group: schema.ParamGroup) -> Problem | None:
-    try:
-        re.compile(group.pattern)
-    except re.error as error:
-        return Problem(
-            f"optimizer.groups[{index}].pattern",
-            group.pattern,
-            f"is not a regular expression ({error})",
-            "escape special characters with a backslash",
-        )
-    return None
-
-
-def _check_match(
-    index: int,
-    group: schema.ParamGroup,
-    paths: list[str],
-    matching: set[str],
-    own: set[str],
-) -> Problem | None:
-    field = f"optimizer.groups[{index}].pattern"
-    if not matching:
+def _no_match(
+    field: str, group: schema.ParamGroup, paths: list[str], num_matching: int
+) -> Problem:
+    if num_matching:
+        problem = f"matches {num_matching} parameters, all taken by earlier groups"
+        remedy = "move this group before them"
+    else:
+        problem = f"matches none of {len(paths)} parameters"
         near = difflib.get_close_matches(group.pattern, paths, n=3, cutoff=0.0)
-        return Problem(
-            field,
-            group.pattern,
-            f"matches none of {len(paths)} parameters",
-            f"paths are like {', '.join(near)}",
-        )
-    if not own:
-        return Problem(
-            field,
-            group.pattern,
-            f"matches {len(matching)} parameters, all taken by earlier groups",
-            "move this group before them",
-        )
-    return None
-
-
-def _check_decay(
-    index: int, group: schema.ParamGroup, matrices: bool
-) -> Problem | None:
-    if not group.weight_decay or (matrices and group.learning_rate_scale):
-        return None
-    frozen = not group.learning_rate_scale
-    return Problem(
-        f"optimizer.groups[{index}].weight_decay",
-        group.weight_decay,
-        "decays nothing, as the group is frozen"
-        if frozen
-        else "decays nothing, as the group has no matrix",
-        "set it to 0",
-    )
+        remedy = f"paths look like {', '.join(near)}"
+    return Problem(f"{field}.pattern", group.pattern, problem, remedy)

@@ -1,0 +1,243 @@
+"""Optimizers of the config against NumPy, their groups, and stacked layers."""
+
+import dataclasses
+from typing import get_args, get_type_hints
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests.reference import optimizers as reference
+from tests.reference import schedules as closed_form
+from zjax.config import schema
+from zjax.errors import ConfigError
+from zjax.optim import build
+from zjax.typing import Model
+
+NAMES = get_args(get_type_hints(schema.Optimizer)["name"])
+NUM_STEPS, PEAK, DECAY = 100, 3e-3, 0.1
+RTOL = 2e-6
+"""Float32 after 100 steps, relative to the parameter."""
+
+
+def make_config(name, groups=(), num_steps=NUM_STEPS, **settings):
+    optimizer = schema.Optimizer(
+        name=name,
+        groups=groups,
+        **{"num_warmup_steps": 10} | settings,
+    )
+    return schema.Config(num_steps=num_steps, optimizer=optimizer)
+
+
+def constant(name, lr=0.01, groups=(), **settings):
+    fixed = {"schedule": "constant", "num_warmup_steps": 0, "peak_learning_rate": lr}
+    return make_config(name, groups, **fixed | settings)
+
+
+def make_model(params, logical):
+    return Model(
+        init=lambda key: (params, {}),
+        loss=lambda *args: None,
+        bind=lambda *args: None,
+        logical=lambda params: logical,
+    )
+
+
+def draw(rng, shape):
+    """Away from 0, where a relative error says nothing."""
+    return rng.uniform(0.5, 2.0, size=shape) * rng.choice([-1, 1], size=shape)
+
+
+def train(tx, params, grads):
+    @jax.jit
+    def run(params, grads):
+        def step(carry, grad):
+            params, state = carry
+            updates, state = tx.update(grad, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        return jax.lax.scan(step, (params, tx.init(params)), grads)[0][0]
+
+    return run(params, grads)
+
+
+ORACLES = {
+    "adamw": lambda p, g, lr, c, wd: reference.adam(
+        p, g, lr, b1=c.b1, b2=c.b2, eps=c.eps, decay=wd, decoupled=True
+    ),
+    "adam": lambda p, g, lr, c, wd: reference.adam(
+        p, g, lr, b1=c.b1, b2=c.b2, eps=c.eps, decay=wd, decoupled=False
+    ),
+    "lamb": lambda p, g, lr, c, wd: reference.lamb(
+        p, g, lr, b1=c.b1, b2=c.b2, eps=c.eps, decay=wd
+    ),
+    "lion": lambda p, g, lr, c, wd: reference.lion(
+        p, g, lr, b1=c.b1, b2=c.b2, decay=wd
+    ),
+    "sgd": lambda p, g, lr, c, wd: reference.sgd(p, g, lr, momentum=c.b1, decay=wd),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "b2"), [*((name, 0.95) for name in ORACLES), ("adamw", 0.999)]
+)
+def test_hundred_steps_equal_float64(name, b2):
+    """Matrices decay and vectors do not; the learning rate follows its schedule."""
+    rng = np.random.default_rng(1)
+    shapes = {"kernel": (8, 16), "bias": (16,), "gain": (1,)}
+    params = {k: draw(rng, s) for k, s in shapes.items()}
+    grads = {k: rng.normal(size=(NUM_STEPS, *s)) for k, s in shapes.items()}
+    narrow = jax.tree.map(np.float32, (params, grads))
+    config = make_config(name, b2=b2, peak_learning_rate=PEAK)
+    got = train(build.make_optimizer(config), *narrow)
+
+    settings = config.optimizer
+    shape = dict(kind="cosine", num_steps=NUM_STEPS, num_warmup=10, final=0.1)
+    rates = [
+        PEAK * closed_form.fraction(step, decay_fraction=0.0, **shape)
+        for step in range(NUM_STEPS)
+    ]
+    for key, param in params.items():
+        decay = DECAY if key == "kernel" else 0.0
+        start, path = np.float64(narrow[0][key]), np.float64(narrow[1][key])
+        want = ORACLES[name](start, path, rates, settings, decay)
+        np.testing.assert_allclose(got[key], want, rtol=RTOL)
+        assert np.abs(want - param).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"adam"}))
+def test_decay_is_decoupled_and_spares_vectors(name):
+    """Adafactor's own decay, for one, would not be multiplied by the learning rate."""
+    params = {"kernel": jnp.full((8, 16), 2.0), "scale": jnp.full((2, 16), 2.0)}
+    grads = jax.tree.map(jnp.zeros_like, params)
+    tx = build.make_optimizer(constant(name, lr=0.01))
+    updates, _ = tx.update(grads, tx.init(params), params)
+    largest_ratio = 10.0 if name == "lamb" else 1.0
+    want = -0.01 * DECAY * 2.0 * largest_ratio
+    np.testing.assert_allclose(updates["kernel"], want, rtol=1e-5)
+    np.testing.assert_array_equal(updates["scale"], 0.0)
+
+
+@pytest.mark.parametrize("ratio", [1e-4, 0.5, 1e4])
+def test_lamb_keeps_its_ratio_within_limits(ratio):
+    """One step of Adam without decay has a norm of 4 on 16 elements."""
+    params = {"bias": jnp.full(16, ratio)}
+    tx = build.make_optimizer(constant("lamb", lr=1.0))
+    updates, _ = tx.update({"bias": jnp.ones(16)}, tx.init(params), params)
+    limited = min(max(ratio, 0.01), 10.0)
+    np.testing.assert_allclose(updates["bias"], -limited, rtol=1e-5)
+
+
+@pytest.mark.parametrize("zero", ["params", "grads"])
+def test_lamb_takes_a_plain_step_where_a_norm_is_zero(zero):
+    params, grads = {"bias": jnp.ones(4)}, {"bias": jnp.ones(4)}
+    if zero == "params":
+        params = jax.tree.map(jnp.zeros_like, params)
+    else:
+        grads = jax.tree.map(jnp.zeros_like, grads)
+    tx = build.make_optimizer(constant("lamb", lr=1.0))
+    updates, _ = tx.update(grads, tx.init(params), params)
+    want = -1.0 if zero == "params" else 0.0
+    np.testing.assert_allclose(updates["bias"], want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb", "muon"])
+def test_stacked_layers_train_like_separate_ones(name):
+    """Fails if decay, LAMB's ratio or Muon's sides take a stack for one layer."""
+    rng = np.random.default_rng(2)
+    dims = {"kernel": ("embed", "mlp"), "gain": ("embed",)}
+    layers = [
+        {
+            "kernel": np.float32(size * draw(rng, (8, 16))),
+            "gain": np.float32(draw(rng, 8)),
+        }
+        for size in (0.3, 3.0)
+    ]
+    stacked = jax.tree.map(lambda *x: np.stack(x), *layers)
+    stacked_dims = {key: ("layers", *names) for key, names in dims.items()}
+    grads = [
+        jax.tree.map(lambda x: np.float32(rng.normal(size=(3, *x.shape))), layer)
+        for layer in layers
+    ]
+    stacked_grads = jax.tree.map(lambda *x: np.stack(x, axis=1), *grads)
+    config = constant(name)
+    model = make_model({"s": stacked}, {"s": stacked_dims})
+    tx = build.make_optimizer(config, model)
+    together = train(tx, {"s": stacked}, {"s": stacked_grads})["s"]
+    model = make_model(layers, [dims, dims])
+    apart = train(build.make_optimizer(config, model), layers, grads)
+    for index, layer in enumerate(apart):
+        for key, value in layer.items():
+            np.testing.assert_allclose(together[key][index], value, rtol=1e-5)
+
+
+def test_muon_makes_matrices_orthogonal_and_leaves_the_rest_to_adam():
+    params = {"kernel": jnp.ones((8, 16)), "embedding": jnp.ones((8, 16))}
+    rng = np.random.default_rng(3)
+    grads = {key: jnp.float32(rng.normal(size=(8, 16))) for key in params}
+    tx = build.make_optimizer(constant("muon", lr=1.0, weight_decay=0.0))
+    updates, _ = tx.update(grads, tx.init(params), params)
+    singular = np.linalg.svd(updates["kernel"], compute_uv=False)
+    size = 0.2 * np.sqrt(16)
+    assert np.all((singular > 0.5 * size) & (singular < 1.4 * size))
+    nesterov = 0.9 * 0.1 / (1 - 0.9**2) + 1
+    np.testing.assert_allclose(np.abs(updates["embedding"]), nesterov, rtol=1e-4)
+
+
+TREE = {
+    "blocks": {"kernel": jnp.ones((8, 16)), "bias": jnp.ones(16)},
+    "embedding": jnp.ones((31, 8)),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_frozen_parameters_have_no_optimizer_memory_and_do_not_move(name):
+    frozen = schema.ParamGroup(pattern="embedding", learning_rate_scale=0.0)
+    tx = build.make_optimizer(constant(name, groups=(frozen,)))
+    state = tx.init(TREE)
+    assert all(31 not in leaf.shape for leaf in jax.tree.leaves(state))
+    if name != "adafactor":
+        assert any(leaf.shape == (8, 16) for leaf in jax.tree.leaves(state))
+    updates, after = tx.update(TREE, state, TREE)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    np.testing.assert_array_equal(updates["embedding"], 0.0)
+    assert np.abs(updates["blocks"]["kernel"]).min() > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_group_scales_the_learning_rate_and_sets_the_decay(name):
+    group = schema.ParamGroup(
+        pattern="kernel$", learning_rate_scale=0.5, weight_decay=0.3
+    )
+    plain = build.make_optimizer(constant(name, weight_decay=0.3))
+    grouped = build.make_optimizer(constant(name, groups=(group,), weight_decay=0.3))
+    one, _ = plain.update(TREE, plain.init(TREE), TREE)
+    two, _ = grouped.update(TREE, grouped.init(TREE), TREE)
+    np.testing.assert_allclose(
+        two["blocks"]["kernel"], 0.5 * one["blocks"]["kernel"], rtol=1e-6
+    )
+    np.testing.assert_allclose(two["embedding"], one["embedding"], rtol=1e-6)
+    other = dataclasses.replace(group, weight_decay=0.0)
+    grouped = build.make_optimizer(constant(name, groups=(other,), weight_decay=0.3))
+    two, _ = grouped.update(TREE, grouped.init(TREE), TREE)
+    if name not in ("adam", "lamb"):
+        moved = two["blocks"]["kernel"] - 0.5 * one["blocks"]["kernel"]
+        np.testing.assert_allclose(moved, 0.5 * 0.01 * 0.3, rtol=1e-3)
+
+
+def test_groups_are_checked_against_the_model():
+    typo = schema.ParamGroup(pattern="embeding")
+    model = make_model(TREE, jax.tree.map(lambda x: None, TREE))
+    with pytest.raises(ConfigError) as error:
+        build.make_optimizer(constant("adamw", groups=(typo,)), model)
+    assert str(error.value) == (
+        "optimizer.groups[0].pattern='embeding' matches none of 3 parameters; paths "
+        "look like embedding, blocks/kernel, blocks/bias"
+    )
+
+
+def test_sgd_without_momentum_keeps_no_state():
+    state = build.make_optimizer(constant("sgd", b1=0.0)).init(TREE)
+    assert all(leaf.shape == () for leaf in jax.tree.leaves(state))
