@@ -1,0 +1,145 @@
+"""Counts against published sizes and against the models themselves."""
+
+import dataclasses
+import math
+
+import jax
+import pytest
+from flax import nnx
+
+from zjax.config import schema
+from zjax.models import Decoder, Encoder
+from zjax.observe import describe_flops, flops_per_token, num_params, peak_flops
+
+GPT2 = schema.Model()
+GPT2_XL = dataclasses.replace(
+    GPT2, num_layers=48, embed_size=1600, mlp_size=6400, num_heads=25, num_kv_heads=25
+)
+LLAMA_8B = schema.Model(
+    num_layers=32,
+    embed_size=4096,
+    mlp_size=14_336,
+    num_heads=32,
+    num_kv_heads=8,
+    vocab_size=128_256,
+    norm="rms_norm",
+    positions="rotary",
+    activation="swiglu",
+    use_bias=False,
+    tied_head=False,
+)
+LLAMA_1B = dataclasses.replace(
+    LLAMA_8B, num_layers=16, embed_size=2048, mlp_size=8192, tied_head=True
+)
+GPT_6P7B = dataclasses.replace(
+    GPT2, num_layers=32, embed_size=4096, mlp_size=16_384, max_length=4096
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        pytest.param(GPT2, 124_439_808, id="gpt2-124m"),
+        pytest.param(GPT2_XL, 1_557_611_200, id="gpt2-1.5b"),
+        pytest.param(LLAMA_8B, 8_030_261_248, id="llama-3-8b"),
+        pytest.param(LLAMA_1B, 1_235_814_400, id="llama-3.2-1b-tied"),
+    ],
+)
+def test_num_params_is_the_published_one(model, expected):
+    assert num_params(model) == expected
+
+
+SMALL = schema.Model(
+    num_layers=2, embed_size=24, mlp_size=40, num_heads=4, num_kv_heads=2, vocab_size=11
+)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="decoder"),
+        pytest.param({"use_bias": False}, id="decoder-without-bias"),
+        pytest.param({"norm": "rms_norm", "tied_head": False}, id="decoder-rms-untied"),
+        pytest.param(
+            {"positions": "rotary", "activation": "swiglu"}, id="decoder-swiglu"
+        ),
+        pytest.param({"kind": "encoder"}, id="encoder"),
+        pytest.param(
+            {"kind": "encoder", "use_bias": False, "tied_head": False},
+            id="encoder-without-bias-untied",
+        ),
+    ],
+)
+def test_num_params_counts_the_arrays_of_the_model(changes):
+    model = dataclasses.replace(SMALL, **changes)
+    module = {"decoder": Decoder, "encoder": Encoder}[model.kind]
+    made = nnx.eval_shape(lambda: module(model, rngs=nnx.Rngs(0)))
+    arrays = jax.tree.leaves(nnx.state(made, nnx.Param))
+    assert num_params(model) == sum(math.prod(array.shape) for array in arrays)
+
+
+def by_hand(model, length, *, pairs):
+    """Forward matrix products of one sequence, counted one by one, times 3."""
+    width, kv = model.embed_size, model.num_kv_heads
+    kv_size = kv * width // model.num_heads
+    num_mlp = 3 if model.activation == "swiglu" else 2
+    products = [(width, width), (width, kv_size), (width, kv_size), (width, width)]
+    products += [(width, model.mlp_size)] * num_mlp
+    forward = sum(2 * length * a * b for a, b in products)
+    forward += 2 * (2 * pairs * width)
+    total = model.num_layers * forward + 2 * length * width * model.vocab_size
+    return 3 * total / length
+
+
+@pytest.mark.parametrize("model", [LLAMA_8B, LLAMA_1B], ids=["untied", "tied"])
+@pytest.mark.parametrize("attention", ["half", "full"])
+def test_flops_are_three_times_the_forward_products(model, attention):
+    """Equal but for the scales of the norms, which 6 N counts as products too."""
+    length = 2048
+    pairs = {"half": length**2 / 2, "full": length**2}[attention]
+    scales = 6 * (2 * model.num_layers + 1) * model.embed_size
+    flops = flops_per_token(model, length, causal_attention=attention)
+    assert flops == by_hand(model, length, pairs=pairs) + scales
+
+
+def test_attention_of_an_encoder_is_always_full():
+    encoder = dataclasses.replace(GPT2, kind="encoder")
+    half, full = (
+        flops_per_token(encoder, 512, causal_attention=attention)
+        for attention in ("half", "full")
+    )
+    assert half == full
+
+
+@pytest.mark.parametrize(
+    ("device_kind", "dtype", "teraflops"),
+    [
+        ("NVIDIA H200", "bfloat16", 989.4),
+        ("NVIDIA H100 80GB HBM3", "bfloat16", 989.4),
+        ("NVIDIA H100 PCIe", "bfloat16", 756.0),
+        ("NVIDIA A100-SXM4-80GB", "bfloat16", 312.0),
+        ("NVIDIA A100-PCIE-40GB", "float32", 156.0),
+        ("NVIDIA A10G", "bfloat16", 70.0),
+        ("NVIDIA L4", "bfloat16", 121.0),
+        ("NVIDIA L40S", "bfloat16", 362.0),
+        ("Tesla V100-SXM2-16GB", "float16", 125.0),
+        ("Tesla V100-SXM2-16GB", "bfloat16", 15.7),
+        ("Tesla V100-PCIE-32GB", "float16", 112.0),
+        ("Tesla T4", "float16", 65.0),
+        ("NVIDIA GeForce RTX 4090", "bfloat16", 165.2),
+    ],
+)
+def test_peak_is_that_of_the_data_sheet(device_kind, dtype, teraflops):
+    assert peak_flops(device_kind, dtype) == pytest.approx(teraflops * 1e12)
+
+
+@pytest.mark.parametrize("device_kind", ["cpu", "NVIDIA RTX A4000", "NVIDIA H2000"])
+def test_an_unknown_device_has_no_peak(device_kind):
+    assert peak_flops(device_kind, "bfloat16") is None
+
+
+def test_the_formula_says_what_is_counted():
+    text = describe_flops(LLAMA_8B, 8192, causal_attention="half")
+    assert text == (
+        "6 x 7,504,924,672 + 6 x 32 layers x 4,096 x 8,192 = 51,472.0 MFLOP per token"
+    )

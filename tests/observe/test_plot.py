@@ -1,0 +1,85 @@
+"""Pictures hold the curves and bars of their numbers."""
+
+import math
+
+import numpy as np
+import pytest
+from matplotlib import image
+from matplotlib.figure import Figure
+
+from zjax.observe import plot_memory_per_stage, plot_run
+from zjax.sharding import memory
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that are saved, beside their files."""
+    figures = []
+    save = Figure.savefig
+
+    def keep(figure, *args, **settings):
+        figures.append(figure)
+        save(figure, *args, **settings)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    return figures
+
+
+def history(num_lines):
+    rows = [
+        {"step": n, "loss": 10.0 / n, "tokens_per_second": 1000.0 + n}
+        for n in range(1, num_lines + 1)
+    ]
+    return [*rows, {"step": num_lines, "eval_loss": 2.0}]
+
+
+def curves(axes):
+    return {line.get_label(): line.get_xydata() for line in axes.lines}
+
+
+def test_a_run_shows_training_validation_and_speed(tmp_path, drawn):
+    plot_run(history(20), tmp_path / "new" / "run.png", title="a run")
+    upper, lower = drawn[0].axes
+    np.testing.assert_allclose(
+        curves(upper)["training"], [(n, 10 / n) for n in range(1, 21)]
+    )
+    np.testing.assert_allclose(curves(upper)["validation (last 2.000)"], [(20, 2)])
+    np.testing.assert_allclose(lower.lines[0].get_ydata(), np.arange(1001, 1021))
+    assert lower.get_title(loc="right") == "median 1,010 tokens/s"
+    assert image.imread(tmp_path / "new" / "run.png").shape[:2] == (840, 1120)
+
+
+def test_a_long_run_shows_a_centred_mean(tmp_path, drawn):
+    plot_run(history(100), tmp_path / "run.png", title="a run")
+    mean = curves(drawn[0].axes[0])["training, mean of 5 points"]
+    losses = [10 / n for n in range(1, 101)]
+    assert mean[0] == pytest.approx((3, np.mean(losses[:5])))
+    assert mean[-1] == pytest.approx((98, np.mean(losses[-5:])))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param([], id="empty"),
+        pytest.param([{"step": 0, "eval_loss": 2.0}], id="validation alone"),
+        pytest.param(
+            [{"step": 1, "loss": math.nan}, {"step": 2, "loss": 1.0}], id="nan"
+        ),
+    ],
+)
+def test_a_short_run_is_drawn_all_the_same(rows, tmp_path):
+    plot_run(rows, tmp_path / "run.png", title="a run")
+    assert (tmp_path / "run.png").stat().st_size > 1000
+
+
+def test_bars_are_the_bytes_of_each_stage(tmp_path, drawn):
+    stages = [memory.zero_bytes(7.5e9, 64, stage) for stage in memory.STAGES]
+    plot_memory_per_stage(stages, tmp_path / "memory.png", title="7.5 B on 64 devices")
+    (axes,) = drawn[0].axes
+    totals = [text.get_text().strip() for text in axes.texts]
+    assert totals == ["120.00 GB", "31.41 GB", "16.64 GB", "1.88 GB"]
+    parameters, gradients, optimizer = axes.containers
+    assert [bar.get_width() for bar in parameters] == [15e9, 15e9, 15e9, 15e9 / 64]
+    assert gradients[2].get_x() == 15e9
+    assert optimizer[0].get_x() + optimizer[0].get_width() == 120e9
+    assert axes.get_xlabel() == "GB per device"

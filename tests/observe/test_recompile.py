@@ -1,0 +1,97 @@
+"""A step that compiles says why, and one that does not says nothing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from zjax.observe import CompileReport
+from zjax.observe.recompile import describe_arrays, describe_change
+
+
+def watched(report, step, function, batch):
+    with report.watch(step, batch) as compiled:
+        function(batch)
+    return compiled
+
+
+def zeros(*shape, dtype=np.int32):
+    return {"tokens": np.zeros(shape, dtype)}
+
+
+def test_only_steps_that_compile_are_reported():
+    double = jax.jit(lambda batch: 2 * batch["tokens"])
+    with CompileReport() as report:
+        first = watched(report, 1, double, zeros(8, 128))
+        again = watched(report, 2, double, zeros(8, 128))
+        other = watched(report, 3, double, zeros(8, 64))
+    assert first.line == f"compiled the first step in {first.seconds:.1f} s"
+    assert (again.seconds, again.line) == (0.0, "")
+    assert other.seconds > 0
+    assert other.line == (
+        f"step 3 compiles again ({other.seconds:.1f} s): "
+        "tokens was int32[8,128], now int32[8,64]"
+    )
+
+
+def test_a_batch_that_did_not_change_is_not_blamed():
+    batch = zeros(4, 4)
+    with CompileReport() as report:
+        watched(report, 1, jax.jit(lambda batch: batch["tokens"] + 1), batch)
+        line = watched(
+            report, 2, jax.jit(lambda batch: batch["tokens"] + 2), batch
+        ).line
+    assert line.endswith(
+        "the batch is as before, so shapes or placements of the state changed"
+    )
+
+
+def test_compiling_between_steps_is_not_the_steps():
+    triple = jax.jit(lambda batch: 3 * batch["tokens"])
+    with CompileReport() as report:
+        watched(report, 1, triple, zeros(2, 2))
+        jax.jit(lambda x: x - 1)(jnp.ones(5))
+        assert watched(report, 2, triple, zeros(2, 2)).line == ""
+
+
+def test_a_closed_report_hears_nothing():
+    report = CompileReport()
+    report.close()
+    assert (
+        watched(report, 1, jax.jit(lambda batch: batch["tokens"] - 3), zeros(3)).line
+        == ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        pytest.param(zeros(8, 128), zeros(8, 128), "", id="nothing"),
+        pytest.param(
+            zeros(8, 128),
+            zeros(8, 64),
+            "tokens was int32[8,128], now int32[8,64]",
+            id="shape",
+        ),
+        pytest.param(
+            zeros(2),
+            zeros(2, dtype=np.uint8),
+            "tokens was int32[2], now uint8[2]",
+            id="dtype",
+        ),
+        pytest.param(
+            zeros(2),
+            {**zeros(3), "segments": {"ids": np.zeros((), np.float32)}},
+            "tokens was int32[2], now int32[3]; segments/ids float32[] is new",
+            id="added",
+        ),
+        pytest.param(
+            {**zeros(2), "mask": np.zeros(2, bool)},
+            zeros(2),
+            "mask bool[2] is gone",
+            id="gone",
+        ),
+    ],
+)
+def test_the_difference_is_named(old, new, expected):
+    assert describe_change(describe_arrays(old), describe_arrays(new)) == expected

@@ -1,0 +1,181 @@
+"""What lands on disk is what was written, also when a run is continued."""
+
+import csv
+import json
+import math
+import struct
+import sys
+import types
+
+import numpy as np
+import pytest
+from tensorboardX.proto import event_pb2
+
+from zjax.config import load_config
+from zjax.errors import ConfigError
+from zjax.observe import Progress, make_sinks, read_history
+from zjax.observe.sinks import HISTORY
+
+
+def open_sink(name, directory, last_step=-1):
+    config = load_config({"observe": {"sinks": (name,)}})
+    (sink,) = make_sinks(config, directory, last_step=last_step)
+    return sink
+
+
+def write(name, directory, rows, last_step=-1):
+    sink = open_sink(name, directory, last_step)
+    for step, values in rows:
+        sink.write(step, values)
+    sink.close()
+
+
+def read_table(directory):
+    with (directory / "metrics.csv").open(newline="") as file:
+        return list(csv.reader(file))
+
+
+def read_events(directory):
+    """(session start?, step, {label: value}) of every record, in order of the files."""
+    events = []
+    for path in sorted((directory / "tensorboard").iterdir()):
+        raw = path.read_bytes()
+        while raw:
+            (size,) = struct.unpack("<Q", raw[:8])
+            event = event_pb2.Event.FromString(raw[12 : 12 + size])
+            raw = raw[size + 16 :]
+            values = {v.tag: v.simple_value for v in event.summary.value}
+            is_start = event.HasField("session_log")
+            if is_start or values:
+                events.append((is_start, event.step, values))
+    return events
+
+
+def test_history_is_what_was_written(tmp_path):
+    rows = [(1, {"loss": 2.5}), (2, {"loss": 0.1, "grad_norm": 1e-30})]
+    write("jsonl", tmp_path, rows)
+    lines = (tmp_path / HISTORY).read_text().splitlines()
+    assert lines[0] == '{"step": 1, "loss": 2.5}'
+    assert read_history(tmp_path / HISTORY) == [{"step": n, **v} for n, v in rows]
+
+
+def test_a_line_is_on_disk_before_the_sink_is_closed(tmp_path):
+    sink = open_sink("jsonl", tmp_path)
+    sink.write(1, {"loss": 2.5})
+    assert read_history(tmp_path / HISTORY) == [{"step": 1, "loss": 2.5}]
+    sink.close()
+
+
+def test_values_that_json_lacks_survive_in_strict_json(tmp_path):
+    write("jsonl", tmp_path, [(1, {"a": math.nan, "b": math.inf, "c": -math.inf})])
+    line = (tmp_path / HISTORY).read_text()
+    assert json.loads(line, parse_constant=pytest.fail)["b"] == "Infinity"
+    (row,) = read_history(tmp_path / HISTORY)
+    np.testing.assert_equal(
+        row, {"step": 1, "a": math.nan, "b": math.inf, "c": -math.inf}
+    )
+
+
+def test_a_missing_history_is_empty(tmp_path):
+    assert read_history(tmp_path / HISTORY) == []
+
+
+def steps_on_disk(name, directory):
+    if name == "jsonl":
+        return [row["step"] for row in read_history(directory / HISTORY)]
+    return [int(row[0]) for row in read_table(directory)[1:]]
+
+
+@pytest.mark.parametrize("name", ["jsonl", "csv"])
+def test_a_continued_run_drops_later_steps_and_goes_on(name, tmp_path):
+    write(name, tmp_path, [(n, {"loss": 1.0}) for n in (10, 20, 30, 40)])
+    write(name, tmp_path, [(n, {"loss": 2.0}) for n in (25, 30)], last_step=20)
+    assert steps_on_disk(name, tmp_path) == [10, 20, 25, 30]
+
+
+@pytest.mark.parametrize("name", ["jsonl", "csv"])
+def test_a_new_run_starts_a_new_file(name, tmp_path):
+    write(name, tmp_path, [(0, {"eval_loss": 9.0}), (10, {"loss": 1.0})])
+    write(name, tmp_path, [(5, {"loss": 2.0})])
+    assert steps_on_disk(name, tmp_path) == [5]
+
+
+@pytest.mark.parametrize("name", ["jsonl", "csv"])
+@pytest.mark.parametrize("num_lost", [1, 3, 6])
+def test_a_line_cut_short_by_a_crash_is_dropped(name, num_lost, tmp_path):
+    write(name, tmp_path, [(10, {"loss": 1.25}), (20, {"loss": 1.25})])
+    path = tmp_path / {"jsonl": HISTORY, "csv": "metrics.csv"}[name]
+    path.write_text(path.read_text()[:-num_lost])
+    write(name, tmp_path, [(21, {"loss": 2.0})], last_step=20)
+    assert steps_on_disk(name, tmp_path) == [10, 21]
+
+
+def test_a_new_label_becomes_a_new_column(tmp_path):
+    write("csv", tmp_path, [(1, {"loss": 2.5}), (2, {"eval_loss": 3.0}), (3, {})])
+    expected = [["step", "loss", "eval_loss"], ["1", "2.5", ""], ["2", "", "3.0"]]
+    assert read_table(tmp_path) == [*expected, ["3", "", ""]]
+
+
+def test_labels_with_commas_stay_one_column(tmp_path):
+    rows = [(1, {"loss, mean": 2.5}), (2, {"other": 1.0})]
+    write("csv", tmp_path, rows)
+    assert read_table(tmp_path)[0] == ["step", "loss, mean", "other"]
+    assert read_table(tmp_path)[1] == ["1", "2.5", ""]
+
+
+def test_tensorboard_gets_every_value(tmp_path):
+    write("tensorboard", tmp_path, [(7, {"loss": 2.5}), (8, {"loss": 2.0})])
+    points = [event[1:] for event in read_events(tmp_path) if not event[0]]
+    assert points == [(7, {"loss": 2.5}), (8, {"loss": 2.0})]
+
+
+def test_tensorboard_hides_the_steps_that_a_continued_run_repeats(tmp_path):
+    write("tensorboard", tmp_path, [(20, {"loss": 2.5}), (30, {"loss": 2.0})])
+    write("tensorboard", tmp_path, [(21, {"loss": 1.0})], last_step=20)
+    starts = [step for is_start, step, _ in read_events(tmp_path) if is_start]
+    assert starts == [0, 21]
+
+
+def test_the_console_is_the_progress_bar(tmp_path):
+    assert isinstance(open_sink("console", tmp_path), Progress)
+
+
+def test_sinks_come_in_the_order_they_are_named(tmp_path):
+    config = load_config({"observe": {"sinks": ("csv", "console", "jsonl")}})
+    sinks = make_sinks(config, tmp_path / "new")
+    names = [type(sink).__name__ for sink in sinks]
+    for sink in sinks:
+        sink.close()
+    assert names == ["Csv", "Progress", "JsonLines"]
+
+
+def test_wandb_that_is_not_installed_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError) as error:
+        open_sink("wandb", tmp_path)
+    assert str(error.value) == (
+        "observe.sinks='wandb' needs a package that is not installed; "
+        "pip install wandb, or leave it out"
+    )
+
+
+def test_wandb_continues_the_run_of_the_directory(tmp_path, monkeypatch):
+    """The package itself needs an account; a record of the calls stands in for it."""
+    calls = []
+    run = types.SimpleNamespace(
+        log=lambda values, step: calls.append((step, values)),
+        finish=lambda: calls.append("finish"),
+    )
+
+    def init(**settings):
+        calls.append((settings["id"], settings["config"]["zero"]["stage"]))
+        return run
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    write("wandb", tmp_path, [(1, {"loss": 2.5})])
+    write("wandb", tmp_path, [], last_step=1)
+    write("wandb", tmp_path, [])
+    first, logged, finish, second, _, third, _ = calls
+    assert (logged, finish) == ((1, {"loss": 2.5}), "finish")
+    assert first == second and first[1] == 1
+    assert third[0] != first[0]

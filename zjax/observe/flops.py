@@ -1,0 +1,172 @@
+"""Floating-point work of a model by formula, and what devices can do at best.
+
+Model FLOPs are counted, never recomputation: the result is MFU (PaLM, arXiv:2204.02311,
+appendix B), not hardware utilisation. Two conventions for causal attention are in use:
+"half" counts the pairs that a causal mask leaves, "full" counts all of them.
+"""
+
+from typing import Literal
+
+from zjax.config import schema
+
+CausalAttention = Literal["half", "full"]
+
+
+def num_params(model: schema.Model) -> int:
+    """Parameters of the built-in decoder, or of the encoder with its masked-token head.
+
+    Args:
+        model: Shape of the model.
+
+    Returns:
+        The exact number; tied embeddings count once.
+
+    Example:
+        >>> num_params(schema.Model())
+        124439808
+    """
+    width, bias = model.embed_size, int(model.use_bias)
+    kv_size = model.num_kv_heads * (width // model.num_heads)
+    attention = 2 * (width + bias) * width + 2 * (width + bias) * kv_size
+    num_inputs = 2 if model.activation == "swiglu" else 1
+    mlp = num_inputs * (width + bias) * model.mlp_size + (model.mlp_size + bias) * width
+    norm = (1 + (bias if model.norm == "layer_norm" else 0)) * width
+    blocks = model.num_layers * (attention + mlp + 2 * norm)
+    head = norm + (0 if model.tied_head else model.vocab_size * width)
+    if model.kind == "encoder":
+        head += norm + (width + bias) * width + bias * model.vocab_size
+    return _table_params(model) + blocks + head
+
+
+def matmul_params(model: schema.Model) -> int:
+    """The N of 6 N: parameters that every token is multiplied with.
+
+    Args:
+        model: Shape of the model.
+
+    Returns:
+        All parameters but the tables that are looked up (token and position
+        embeddings); the output matrix counts once, tied or not.
+
+    Example:
+        >>> matmul_params(schema.Model())
+        123653376
+    """
+    tied = model.vocab_size * model.embed_size if model.tied_head else 0
+    return num_params(model) - _table_params(model) + tied
+
+
+def flops_per_token(
+    model: schema.Model, length: int, *, causal_attention: CausalAttention
+) -> float:
+    """FLOPs of forward and backward pass per token: 6 N, and attention over the length.
+
+    Attention costs 12 x layers x width x length where every query meets every key, and
+    half of that where `causal_attention` is "half". An encoder's attention is full.
+
+    Args:
+        model: Shape of the model.
+        length: Tokens per sequence, 1 or more.
+        causal_attention: How a decoder's attention is counted.
+
+    Returns:
+        FLOPs; a multiplication and an addition are two.
+
+    Example:
+        >>> flops_per_token(schema.Model(), 1024, causal_attention="half") / 1e6
+        798.54336
+
+    Reference:
+        Narayanan et al., arXiv:2104.04473, appendix; PaLM, arXiv:2204.02311,
+        appendix B.
+    """
+    factor = _attention_factor(model, causal_attention)
+    attention = factor * model.num_layers * model.embed_size * length
+    return float(6 * matmul_params(model) + attention)
+
+
+def describe_flops(
+    model: schema.Model, length: int, *, causal_attention: CausalAttention
+) -> str:
+    """The formula of `flops_per_token` with its numbers.
+
+    Args:
+        model: Shape of the model.
+        length: Tokens per sequence.
+        causal_attention: How a decoder's attention is counted.
+
+    Returns:
+        One line.
+
+    Example:
+        >>> print(describe_flops(schema.Model(), 1024, causal_attention="full"))
+        6 x 123,653,376 + 12 x 12 layers x 768 x 1,024 = 855.2 MFLOP per token
+    """
+    factor = _attention_factor(model, causal_attention)
+    total = flops_per_token(model, length, causal_attention=causal_attention)
+    attention = f"{model.num_layers} layers x {model.embed_size:,} x {length:,}"
+    text = f"6 x {matmul_params(model):,} + {factor} x {attention}"
+    return f"{text} = {total / 1e6:,.1f} MFLOP per token"
+
+
+_PEAKS: dict[str, tuple[float, float, float]] = {
+    "H200": (989.4, 989.4, 494.7),
+    "GH200": (989.4, 989.4, 494.7),
+    "H100 PCIe": (756.0, 756.0, 378.0),
+    "H100 NVL": (835.0, 835.0, 417.5),
+    "H100": (989.4, 989.4, 494.7),
+    "H20": (148.0, 148.0, 74.0),
+    "B200": (2250.0, 2250.0, 1125.0),
+    "GB200": (2500.0, 2500.0, 1250.0),
+    "A100": (312.0, 312.0, 156.0),
+    "A800": (312.0, 312.0, 156.0),
+    "A40": (149.7, 149.7, 74.8),
+    "A30": (165.0, 165.0, 82.0),
+    "A10": (125.0, 125.0, 62.5),
+    "A10G": (70.0, 70.0, 35.0),
+    "RTX A6000": (154.8, 154.8, 77.4),
+    "L40S": (362.0, 362.0, 183.0),
+    "L40": (181.0, 181.0, 90.5),
+    "L4": (121.0, 121.0, 60.0),
+    "RTX 3090": (71.0, 71.0, 35.6),
+    "RTX 4090": (165.2, 165.2, 82.6),
+    "RTX 5090": (209.5, 209.5, 104.8),
+    "V100-PCIE": (14.0, 112.0, 14.0),
+    "V100": (15.7, 125.0, 15.7),
+    "T4": (8.1, 65.0, 8.1),
+}
+"""Dense TFLOP/s per device in bfloat16, float16 and float32, with float32 sums, from
+the makers' data sheets; float32 matrices are multiplied in TF32 where the device has
+it, and bfloat16 ones in float32 where it has no units for them. First match wins."""
+
+
+def peak_flops(device_kind: str, dtype: str) -> float | None:
+    """Matrix FLOP/s that one device reaches at best.
+
+    Args:
+        device_kind: `jax.Device.device_kind`, such as "NVIDIA H200".
+        dtype: "bfloat16", "float16" or "float32".
+
+    Returns:
+        FLOP/s without sparsity; None for a device that is not in the table, a CPU among
+        them.
+
+    Example:
+        >>> peak_flops("NVIDIA H200", "bfloat16"), peak_flops("cpu", "bfloat16")
+        (989400000000000.0, None)
+    """
+    column = ("bfloat16", "float16", "float32").index(dtype)
+    words = f" {device_kind} ".replace("-", " ")
+    for name, teraflops in _PEAKS.items():
+        if f" {name} ".replace("-", " ") in words:
+            return teraflops[column] * 1e12
+    return None
+
+
+def _table_params(model: schema.Model) -> int:
+    num_positions = model.max_length if model.positions == "learned" else 0
+    return (model.vocab_size + num_positions) * model.embed_size
+
+
+def _attention_factor(model: schema.Model, causal_attention: CausalAttention) -> int:
+    return 6 if model.kind == "decoder" and causal_attention == "half" else 12

@@ -1,0 +1,53 @@
+"""Scalars of a step, read one step late so that the device never waits for the host."""
+
+import numpy as np
+
+from zjax.typing import Metrics
+
+
+class LateMetrics:
+    """Keeps the scalars of the newest step on the device, gives those of the last one.
+
+    While step n runs, `push(n, ...)` waits for step n-1 alone: the device always has
+    its next program, and the host is never more than one step ahead.
+
+    Example:
+        >>> import jax
+        >>> late = LateMetrics()
+        >>> late.push(1, {"loss": jax.numpy.float32(2.5)})
+        >>> late.push(2, {"loss": jax.numpy.float32(2.0)})
+        (1, {'loss': 2.5})
+        >>> late.flush()
+        (2, {'loss': 2.0})
+    """
+
+    def __init__(self) -> None:
+        self._held: tuple[int, Metrics] | None = None
+
+    def push(self, step: int, metrics: Metrics) -> tuple[int, dict[str, float]] | None:
+        """Takes a step that was just dispatched and returns the one before it.
+
+        Args:
+            step: Number of the step.
+            metrics: Its scalars, still being computed.
+
+        Returns:
+            Number and values of the step before, or None if there is none.
+        """
+        for array in metrics.values():
+            array.copy_to_host_async()
+        earlier, self._held = self._held, (step, metrics)
+        return None if earlier is None else _read(*earlier)
+
+    def flush(self) -> tuple[int, dict[str, float]] | None:
+        """Waits for the newest step; for the end, and before evaluating or saving.
+
+        Returns:
+            Number and values of the newest step, or None if they were already given.
+        """
+        newest, self._held = self._held, None
+        return None if newest is None else _read(*newest)
+
+
+def _read(step: int, metrics: Metrics) -> tuple[int, dict[str, float]]:
+    return step, {name: float(np.asarray(array)) for name, array in metrics.items()}

@@ -1,0 +1,141 @@
+"""Pictures of a run and of a plan, drawn without a screen."""
+
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from zjax.sharding.describe import format_bytes
+from zjax.sharding.memory import StageBytes
+
+_BLUE, _ORANGE, _GREEN, _GRAY = "#3366aa", "#dd7722", "#339977", "#888888"
+_LEAST_FOR_AVERAGE = 50
+_STAGES = (
+    "stage 0\nnothing split",
+    "stage 1\noptimizer state",
+    "stage 2\n+ gradients",
+    "stage 3\n+ parameters",
+)
+
+
+def plot_run(
+    history: Sequence[Mapping[str, int | float]],
+    path: str | os.PathLike[str],
+    *,
+    title: str,
+) -> None:
+    """Draws loss and speed against the step, and saves the picture.
+
+    Args:
+        history: What `sinks.read_history` returns: one mapping per line, with "step";
+            the labels drawn are "loss", "eval_loss" and "tokens_per_second".
+        path: File to write; its suffix says the format.
+        title: Heading.
+    """
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    figure.suptitle(title, fontsize=12)
+    _draw_loss(upper, *_curve(history, "loss"))
+    steps, losses = _curve(history, "eval_loss")
+    if len(steps):
+        style = {"color": _ORANGE, "marker": "o", "markersize": 4, "linewidth": 1.5}
+        label = f"validation (last {losses[-1]:.3f})"
+        upper.plot(steps, losses, label=label, **style)
+    upper.set_ylabel("loss")
+    if upper.get_legend_handles_labels()[0]:
+        upper.legend(frameon=False)
+    steps, speeds = _curve(history, "tokens_per_second")
+    lower.plot(steps, speeds, color=_GREEN, linewidth=1.2)
+    if len(speeds):
+        median = float(np.median(speeds))
+        lower.axhline(median, color=_GRAY, linestyle="--", linewidth=1, zorder=1)
+        lower.set_title(f"median {median:,.0f} tokens/s", fontsize=9, loc="right")
+        lower.set_ylim(0, 1.2 * max(speeds))
+    lower.set_ylabel("tokens/s")
+    lower.set_xlabel("step")
+    lower.yaxis.set_major_formatter("{x:,.10g}")
+    for axes in (upper, lower):
+        _finish(axes)
+    _save(figure, path)
+
+
+def plot_memory_per_stage(
+    stages: Sequence[StageBytes], path: str | os.PathLike[str], *, title: str
+) -> None:
+    """Draws bytes per device for ZeRO stages 0 to 3, and saves the picture.
+
+    Args:
+        stages: One record per stage, in order.
+        path: File to write; its suffix says the format.
+        title: Heading, such as the model and the number of devices.
+
+    Reference:
+        ZeRO, arXiv:1910.02054, figure 1.
+    """
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    rows = np.arange(len(stages))
+    start = np.zeros(len(stages))
+    parts = (
+        ("parameters", _BLUE, [stage.parameters for stage in stages]),
+        ("gradients", _ORANGE, [stage.gradients for stage in stages]),
+        ("optimizer state", _GREEN, [stage.optimizer for stage in stages]),
+    )
+    for label, color, sizes in parts:
+        widths = np.asarray(sizes, dtype=float)
+        axes.barh(rows, widths, left=start, color=color, label=label, height=0.6)
+        start += widths
+    unit, size = _unit(float(start.max()))
+    for row, total in zip(rows, start, strict=True):
+        text = f" {format_bytes(total)}"
+        axes.text(total, float(row), text, va="center", fontsize=10)
+    axes.set_yticks(rows, _STAGES[: len(stages)])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.15 * float(start.max()))
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x / size:g}")
+    axes.set_xlabel(f"{unit} per device")
+    axes.set_title(title, fontsize=12)
+    axes.legend(frameon=False, loc="lower right")
+    _finish(axes)
+    axes.grid(visible=False, axis="y")
+    _save(figure, path)
+
+
+def _draw_loss(axes: Axes, steps: np.ndarray, losses: np.ndarray) -> None:
+    if not len(steps):
+        return
+    if len(steps) < _LEAST_FOR_AVERAGE:
+        axes.plot(steps, losses, color=_BLUE, linewidth=1.5, label="training")
+        return
+    axes.plot(steps, losses, color=_BLUE, linewidth=0.8, alpha=0.35, label="training")
+    half = len(steps) // 50
+    window = np.full(2 * half + 1, 1 / (2 * half + 1))
+    means = np.convolve(losses, window, mode="valid")
+    label = f"training, mean of {len(window)} points"
+    axes.plot(steps[half:-half], means, color=_BLUE, linewidth=1.8, label=label)
+
+
+def _curve(
+    history: Sequence[Mapping[str, int | float]], label: str
+) -> tuple[np.ndarray, np.ndarray]:
+    points = [(row["step"], row[label]) for row in history if label in row]
+    return np.array([x for x, _ in points]), np.array([y for _, y in points])
+
+
+def _unit(num_bytes: float) -> tuple[str, float]:
+    units = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}
+    return next(((name, n) for name, n in units.items() if num_bytes >= n), ("B", 1.0))
+
+
+def _finish(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def _save(figure: Figure, path: str | os.PathLike[str]) -> None:
+    pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=140)

@@ -1,0 +1,137 @@
+"""What a person watching a run sees: a bar on a terminal, plain lines elsewhere."""
+
+import datetime
+import math
+from collections.abc import Mapping
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from rich.text import Text
+
+_SHOWN = {
+    "loss": "loss {:.4f}",
+    "eval_loss": "eval loss {:.4f}",
+    "grad_norm": "grad {:.2f}",
+    "learning_rate": "lr {:.2e}",
+    "loss_scale": "scale {:.0f}",
+    "skipped_steps": "skipped {:.0f}",
+    "tokens_per_second": "{:,.0f} tokens/s",
+    "mfu": "MFU {:.1%}",
+    "mfu_full_attention": "({:.1%} full)",
+    "step_seconds": "{:.3g} s/step",
+}
+_ON_BAR = ("loss", "tokens_per_second", "mfu", "mfu_full_attention", "step_seconds")
+_HIDDEN = ("consumed_tokens",)
+
+
+class Progress:
+    """Shows how far a run is; the console sink.
+
+    On a terminal a bar stays at the bottom, values of an evaluation are printed above
+    it, and what the program prints appears above it too. Elsewhere every write is a
+    line.
+
+    Args:
+        num_steps: Steps of the whole run.
+        console: Where to print; standard output by default.
+    """
+
+    def __init__(self, num_steps: int, *, console: Console | None = None) -> None:
+        self._num_steps = num_steps
+        self._console = Console() if console is None else console
+        self._values: dict[str, int | float] = {}
+        self._live: Live | None = None
+        self._bar = Bar(
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=self._console,
+        )
+        self._task = self._bar.add_task("", start=False, total=num_steps, left="")
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        self.close()
+
+    def write(self, step: int, values: Mapping[str, int | float]) -> None:
+        """Shows the values of a step.
+
+        Args:
+            step: Number of the step, 0 to `num_steps`.
+            values: Named values; the time left is counted from `step_seconds`.
+        """
+        self._values |= values
+        if not self._console.is_terminal:
+            self._print(step, values)
+            return
+        if self._live is None:
+            self._bar.start_task(self._task)
+            self._live = Live(self._bar, console=self._console)
+            self._live.start()
+        if "eval_loss" in values:
+            self._print(step, values)
+        self._bar.update(
+            self._task, completed=step, left=self._time_left(step, self._values)
+        )
+        shown = {name: self._values[name] for name in _ON_BAR if name in self._values}
+        self._live.update(Group(self._bar, Text("  ".join(describe_values(shown)))))
+
+    def close(self) -> None:
+        """Leaves the bar as it stands and gives the terminal back."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _print(self, step: int, values: Mapping[str, int | float]) -> None:
+        width = len(str(self._num_steps))
+        parts = [f"step {step:>{width}}/{self._num_steps}", *describe_values(values)]
+        parts.append(self._time_left(step, values))
+        line = "  ".join(filter(None, parts))
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _time_left(self, step: int, values: Mapping[str, int | float]) -> str:
+        num_left = self._num_steps - step
+        if not num_left or "step_seconds" not in values:
+            return ""
+        return f"ETA {describe_seconds(num_left * values['step_seconds'])}"
+
+
+def describe_values(values: Mapping[str, int | float]) -> list[str]:
+    """Words for named values, the familiar ones first.
+
+    Args:
+        values: Values by label; the number of consumed tokens is left out.
+
+    Returns:
+        One short text each.
+
+    Example:
+        >>> describe_values({"step_seconds": 0.25, "loss": 3.14159, "accuracy": 0.5})
+        ['loss 3.1416', '0.25 s/step', 'accuracy 0.5']
+    """
+    known = [
+        text.format(values[name]) for name, text in _SHOWN.items() if name in values
+    ]
+    others = [name for name in values if name not in _SHOWN and name not in _HIDDEN]
+    return known + [f"{name} {values[name]:.4g}" for name in others]
+
+
+def describe_seconds(seconds: int | float) -> str:
+    """A duration as hours, minutes and seconds.
+
+    Args:
+        seconds: 0 or more.
+
+    Returns:
+        `h:mm:ss`, rounded up to a second, after the days if there are any.
+
+    Example:
+        >>> describe_seconds(3725.2), describe_seconds(90_000)
+        ('1:02:06', '1 day, 1:00:00')
+    """
+    return str(datetime.timedelta(seconds=math.ceil(seconds)))

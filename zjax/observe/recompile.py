@@ -1,0 +1,127 @@
+"""Compilations while training: how long each took, and which input caused it."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.monitoring
+
+from zjax.sharding.placement import path_of
+
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+@dataclasses.dataclass
+class Compiled:
+    """What was compiled during one step.
+
+    Args:
+        seconds: Time in the compiler; 0.0 if nothing was compiled.
+        line: One line for the user; empty if nothing was compiled.
+    """
+
+    seconds: float = 0.0
+    line: str = ""
+
+
+class CompileReport:
+    """Notices when a step compiles, and says why.
+
+    Leave it as a context manager, or call `close`, to stop listening.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._inputs: dict[str, str] | None = None
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def __enter__(self) -> "CompileReport":
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        self.close()
+
+    @contextlib.contextmanager
+    def watch(self, step: int, batch: Any) -> Iterator[Compiled]:
+        """Watches the dispatch of one step.
+
+        Args:
+            step: Number of the step.
+            batch: Its input: a tree of arrays.
+
+        Yields:
+            A record that is filled in when the block ends.
+        """
+        inputs, before, compiled = describe_arrays(batch), self._seconds, Compiled()
+        yield compiled
+        compiled.seconds = self._seconds - before
+        if compiled.seconds:
+            compiled.line = _line(step, compiled.seconds, self._inputs, inputs)
+        self._inputs = inputs
+
+    def close(self) -> None:
+        """Stops listening."""
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+
+    def _listen(self, event: str, duration_secs: float, **_: str | int) -> None:
+        if event == _COMPILED:
+            self._seconds += duration_secs
+
+
+def describe_arrays(tree: Any) -> dict[str, str]:
+    """The part of arrays that a compiled program depends on.
+
+    Args:
+        tree: A tree of arrays or abstract arrays.
+
+    Returns:
+        Dtype and shape as text, by path.
+
+    Example:
+        >>> describe_arrays({"tokens": jax.ShapeDtypeStruct((8, 128), "int32")})
+        {'tokens': 'int32[8,128]'}
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {path_of(path): _signature(leaf) for path, leaf in leaves}
+
+
+def describe_change(old: Mapping[str, str], new: Mapping[str, str]) -> str:
+    """What differs between the inputs of two steps.
+
+    Args:
+        old: `describe_arrays` of the earlier step.
+        new: The same of the later one.
+
+    Returns:
+        The differences in one line; empty if there are none.
+
+    Example:
+        >>> describe_change({"x": "int32[8,128]"}, {"x": "int32[8,64]"})
+        'x was int32[8,128], now int32[8,64]'
+    """
+    changed = [
+        f"{path} was {old[path]}, now {new[path]}"
+        for path in old
+        if path in new and old[path] != new[path]
+    ]
+    gone = [f"{path} {old[path]} is gone" for path in old if path not in new]
+    added = [f"{path} {new[path]} is new" for path in new if path not in old]
+    return "; ".join(changed + gone + added)
+
+
+def _line(
+    step: int, seconds: float, old: dict[str, str] | None, new: dict[str, str]
+) -> str:
+    if old is None:
+        return f"compiled the first step in {seconds:.1f} s"
+    reason = describe_change(old, new) or (
+        "the batch is as before, so shapes or placements of the state changed"
+    )
+    return f"step {step} compiles again ({seconds:.1f} s): {reason}"
+
+
+def _signature(leaf: Any) -> str:
+    aval = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"

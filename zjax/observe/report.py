@@ -1,0 +1,126 @@
+"""The machine as a run sees it, as one table to paste into a bug report."""
+
+import importlib.metadata
+import os
+import pathlib
+import platform
+import re
+import shutil
+from collections.abc import Iterator
+
+import jax
+
+from zjax.errors import ConfigError
+from zjax.ops.attention import Implementation, choose_implementation
+from zjax.sharding.describe import format_bytes, render_table
+
+_PACKAGES = ("zjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
+_CUDA_PACKAGES = (
+    r"(jax-cuda\d+-plugin|nvidia-(cuda-runtime|cudnn|nccl|cublas)(-cu\d+)?)"
+)
+_VARIABLES = r"(XLA|JAX|NCCL|CUDA|TF_GPU|LIBTPU|SLURM_(NNODES|NTASKS|PROCID))(_.*)?"
+_CPU_LIMIT = pathlib.Path("/sys/fs/cgroup/memory.max")
+_DRIVER = pathlib.Path("/proc/driver/nvidia/version")
+
+
+def describe_machine(directory: str | os.PathLike[str] = ".") -> str:
+    """Describes software, devices and environment; starts the JAX backend.
+
+    Args:
+        directory: Directory whose free disk space is shown.
+
+    Returns:
+        A table of at most 100 columns. What cannot be found has no row.
+    """
+    rows = [
+        *_software(),
+        *_host(directory),
+        *_devices(),
+        *_attention(),
+        *_environment(),
+    ]
+    return render_table(("what", "here"), rows)
+
+
+def _software() -> Iterator[tuple[str, str]]:
+    yield "system", f"{_system()}, {platform.machine()}"
+    yield "Python", platform.python_version()
+    for name in _PACKAGES:
+        try:
+            yield name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+
+
+def _system() -> str:
+    kernel = f"{platform.system()} {platform.release()}"
+    try:
+        return f"{platform.freedesktop_os_release()['PRETTY_NAME']}, {kernel}"
+    except OSError:
+        return kernel
+
+
+def _host(directory: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
+    cores = os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    yield "CPU cores", f"{cores}" if usable == cores else f"{usable} of {cores}"
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _CPU_LIMIT.read_text().strip() if _CPU_LIMIT.exists() else "max"
+    text = format_bytes(memory)
+    yield (
+        "memory",
+        text if limit == "max" else f"{text}, limit {format_bytes(int(limit))}",
+    )
+    yield "disk free", format_bytes(shutil.disk_usage(directory).free)
+
+
+def _devices() -> Iterator[tuple[str, str]]:
+    device = jax.local_devices()[0]
+    yield "process", f"{jax.process_index()} of {jax.process_count()}"
+    yield "devices", f"{jax.local_device_count()} here of {jax.device_count()} in all"
+    kinds = sorted({each.device_kind for each in jax.devices()})
+    yield "device kind", ", ".join(kinds)
+    stats = device.memory_stats() or {}
+    if "bytes_limit" in stats:
+        yield "device memory", f"{format_bytes(stats['bytes_limit'])} usable by JAX"
+    memories = [memory.kind for memory in device.addressable_memories()]
+    yield "memory kinds", ", ".join(memories)
+    yield "platform", " ".join(device.client.platform_version.split())
+    if _DRIVER.exists():
+        version = re.search(r"\d+\.\d+(\.\d+)?", _DRIVER.read_text())
+        yield "NVIDIA driver", version.group() if version else "unknown"
+    installed = importlib.metadata.distributions()
+    found = {package.metadata["Name"]: package.version for package in installed}
+    for name in sorted(filter(None, found)):
+        if re.fullmatch(_CUDA_PACKAGES, name):
+            yield name, found[name]
+
+
+def _attention() -> Iterator[tuple[str, str]]:
+    for name in ("auto", "cudnn", "xla"):
+        yield f"attention {name}", _describe_attention(name)
+
+
+def _describe_attention(name: Implementation) -> str:
+    device = jax.local_devices()[0]
+    is_cuda = "cuda" in device.client.platform_version
+    capability = device.compute_capability.split(".") if is_cuda else ("0", "0")
+    try:
+        chosen, reason = choose_implementation(
+            name,
+            platform="cuda" if is_cuda else device.platform,
+            compute_capability=(int(capability[0]), int(capability[1])),
+            dtype="bfloat16",
+            head_size=64,
+            lengths=(1024, 1024),
+            masked=False,
+        )
+    except ConfigError as error:
+        return error.problems[0].problem
+    return f"{chosen} ({reason})" if name == "auto" else "runs here"
+
+
+def _environment() -> Iterator[tuple[str, str]]:
+    for name in sorted(os.environ):
+        if re.fullmatch(_VARIABLES, name):
+            yield name, os.environ[name]

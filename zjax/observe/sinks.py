@@ -1,0 +1,242 @@
+"""Where the numbers of a run go: one protocol, a screen or file format behind each."""
+
+import csv
+import dataclasses
+import io
+import json
+import math
+import os
+import pathlib
+import uuid
+from collections.abc import Iterable, Mapping
+from typing import Protocol, runtime_checkable
+
+import jax
+import tensorboardX
+
+from zjax.config.schema import Config
+from zjax.errors import ConfigError, Problem
+from zjax.observe.progress import Progress
+
+HISTORY = "metrics.jsonl"
+"""Name of the JSON lines file under a run's directory."""
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """Takes the numbers of a step."""
+
+    def write(self, step: int, values: Mapping[str, int | float]) -> None:
+        """Takes named values of one step; steps never go back."""
+
+    def close(self) -> None:
+        """Writes what is left and lets go of files."""
+
+
+def make_sinks(
+    config: Config, directory: str | os.PathLike[str], *, last_step: int = -1
+) -> tuple[Sink, ...]:
+    """Opens the sinks of a run.
+
+    Args:
+        config: The run; `observe.sinks` names the sinks.
+        directory: Directory of the run; made if it is missing.
+        last_step: Last step of the run that is continued: what the files hold of later
+            steps is dropped. -1 starts new files.
+
+    Returns:
+        The sinks, in the order named; none in processes other than the first.
+
+    Raises:
+        ConfigError: If a sink needs a package that is not installed.
+    """
+    if jax.process_index() != 0:
+        return ()
+    root = pathlib.Path(directory)
+    root.mkdir(parents=True, exist_ok=True)
+    make = {
+        "console": lambda: Progress(config.num_steps),
+        "jsonl": lambda: JsonLines(root / HISTORY, last_step=last_step),
+        "csv": lambda: Csv(root / "metrics.csv", last_step=last_step),
+        "tensorboard": lambda: TensorBoard(root / "tensorboard", last_step=last_step),
+        "wandb": lambda: WeightsAndBiases(config, root, last_step=last_step),
+    }
+    return tuple(make[name]() for name in config.observe.sinks)
+
+
+class JsonLines:
+    """One JSON object a line, on disk as soon as it is written.
+
+    Numbers that JSON does not have are the strings "NaN", "Infinity" and "-Infinity".
+
+    Args:
+        path: The file.
+        last_step: Lines of later steps, and a line cut short, are dropped first.
+    """
+
+    def __init__(self, path: pathlib.Path, *, last_step: int = -1) -> None:
+        kept = [row for row in read_history(path) if row["step"] <= last_step]
+        _replace(path, "".join(map(_json_line, kept)))
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, step: int, values: Mapping[str, int | float]) -> None:
+        """Appends a line."""
+        self._file.write(_json_line({"step": step, **values}))
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def read_history(path: str | os.PathLike[str]) -> list[dict[str, int | float]]:
+    """Reads what `JsonLines` wrote.
+
+    Args:
+        path: The file; a missing one is an empty history.
+
+    Returns:
+        One dict per line, with "step" as an int and all else as floats. A line that was
+        cut short, and what follows it, is left out.
+    """
+    rows: list[dict[str, int | float]] = []
+    for line in _whole_lines(pathlib.Path(path)):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            break
+        step = row.pop("step")
+        rows.append({"step": step, **{name: float(x) for name, x in row.items()}})
+    return rows
+
+
+class Csv:
+    """One table; a new label adds a column at the right.
+
+    Args:
+        path: The file.
+        last_step: Rows of later steps are dropped first.
+    """
+
+    def __init__(self, path: pathlib.Path, *, last_step: int = -1) -> None:
+        self._path = path
+        kept = [row for row in _read_csv(path) if int(row["step"]) <= last_step]
+        self._columns = list(kept[0]) if kept else ["step"]
+        self._rewrite(kept)
+
+    def write(self, step: int, values: Mapping[str, int | float]) -> None:
+        """Appends a row; labels without a value stay empty."""
+        new = [label for label in values if label not in self._columns]
+        if new:
+            self._file.close()
+            self._columns += new
+            self._rewrite(_read_csv(self._path))
+        self._writer.writerow({"step": step, **values})
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def _rewrite(self, rows: Iterable[Mapping[str, str]]) -> None:
+        table = io.StringIO()
+        writer = csv.DictWriter(table, self._columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        _replace(self._path, table.getvalue())
+        self._file = self._path.open("a", encoding="utf-8", newline="")
+        self._writer = csv.DictWriter(self._file, self._columns, lineterminator="\n")
+
+
+class TensorBoard:
+    """Event files for TensorBoard.
+
+    Args:
+        directory: Where the event files go.
+        last_step: Later steps of earlier files are hidden.
+    """
+
+    def __init__(self, directory: pathlib.Path, *, last_step: int = -1) -> None:
+        first = last_step + 1
+        self._writer = tensorboardX.SummaryWriter(
+            str(directory), purge_step=first, flush_secs=10, filename_suffix=f".{first}"
+        )
+
+    def write(self, step: int, values: Mapping[str, int | float]) -> None:
+        """Adds one point to each label's curve."""
+        for label, value in values.items():
+            self._writer.add_scalar(label, value, step)
+
+    def close(self) -> None:
+        """Writes what is left."""
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases; the package is imported only here.
+
+    Args:
+        config: Settings shown beside the run.
+        directory: Directory of the run; its name is the run's name.
+        last_step: -1 starts a new run; otherwise the run of this directory goes on.
+
+    Raises:
+        ConfigError: If `wandb` is not installed.
+    """
+
+    def __init__(
+        self, config: Config, directory: pathlib.Path, *, last_step: int = -1
+    ) -> None:
+        try:
+            import wandb  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            raise ConfigError(
+                Problem(
+                    "observe.sinks",
+                    "wandb",
+                    "needs a package that is not installed",
+                    "pip install wandb, or leave it out",
+                )
+            ) from None
+        identity = directory / "wandb_id.txt"
+        if last_step < 0 or not identity.exists():
+            identity.write_text(uuid.uuid4().hex)
+        self._run = wandb.init(
+            project="zjax",
+            name=directory.name,
+            id=identity.read_text(),
+            resume="allow",
+            dir=str(directory),
+            config=dataclasses.asdict(config),
+        )
+
+    def write(self, step: int, values: Mapping[str, int | float]) -> None:
+        """Logs the values at a step."""
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Ends the run."""
+        self._run.finish()
+
+
+def _json_line(row: Mapping[str, int | float]) -> str:
+    spell = {math.inf: "Infinity", -math.inf: "-Infinity"}
+    finite = {
+        name: x if math.isfinite(x) else spell.get(x, "NaN") for name, x in row.items()
+    }
+    return json.dumps(finite, allow_nan=False) + "\n"
+
+
+def _read_csv(path: pathlib.Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(_whole_lines(path)))
+
+
+def _whole_lines(path: pathlib.Path) -> list[str]:
+    text = path.read_text("utf-8") if path.exists() else ""
+    return text[: text.rfind("\n") + 1].splitlines()
+
+
+def _replace(path: pathlib.Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, "utf-8")
+    partial.replace(path)
