@@ -262,8 +262,9 @@ def initialize(
     config = load_config({} if config is None else config)
     sizes = {leaf.shape[0] for leaf in jax.tree.leaves(batch) if len(leaf.shape)}
     config = dataclasses.replace(config, global_batch_size=max(sizes, default=1))
-    check_config(config, len(devices))
-    if not isinstance(model, Model):
+    own_model = not isinstance(model, Model)
+    check_config(config, len(devices), own_model=own_model)
+    if own_model:
         model = adapter.adapt(model, loss_fn, batch)
     if tx is None:
         tx = make_optimizer(config, model)

@@ -63,8 +63,12 @@ class Plan:
         Returns:
             A replicated row of shape ().
         """
-        sharding = NamedSharding(self.mesh, PartitionSpec())
-        return Row(path, (), (), jnp.dtype(dtype), sharding)
+        return Row(path, (), (), jnp.dtype(dtype), self.replicated)
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """The placement of what every device holds whole."""
+        return NamedSharding(self.mesh, PartitionSpec())
 
     @property
     def num_batch_shares(self) -> int:
