@@ -182,6 +182,14 @@ def test_weights_of_a_loaded_module_are_given_and_the_module_stays_as_it_is():
     assert jnp.all(module.norm.mean[...] == 0.5)
 
 
+def test_what_a_loaded_module_has_sown_stays_in_it_alone():
+    module = Norm(nnx.Rngs(3))
+    module.sown = nnx.Intermediate(jnp.ones(()))
+    _, model_state = adapter.adapt(module, mean_square, X).given()
+    assert model_state.keys() == {"norm"}
+    assert hasattr(module, "sown")
+
+
 def test_an_abstract_module_has_shapes_and_refuses_to_start_without_weights():
     abstract = nnx.eval_shape(lambda: Norm(nnx.Rngs(0)))
     adapted = adapter.adapt(abstract, mean_square, X)
