@@ -1,0 +1,283 @@
+"""What the environment says of the processes, and whose the GPUs are."""
+
+import pathlib
+import sys
+
+import jax
+import pytest
+
+from zjax import processes
+from zjax.config import schema
+from zjax.errors import ProcessError
+from zjax.processes.cluster import Cluster, count_gpus, find_cluster, own_gpus
+from zjax.processes.roster import End, Member
+from zjax.processes.silence import name_silent
+from zjax.processes.start import check_members, check_platform
+from zjax.processes.supervise import describe_end
+
+AUTO = schema.Processes()
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_NODELIST": "node[1-2]",
+    "SLURM_NTASKS": "6",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4,2",
+}
+OPEN_MPI = {
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1:34911",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+KUBERNETES = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "3"}
+LAUNCH = {
+    "ZJAX_COORDINATOR": "localhost:4000",
+    "ZJAX_NUM_PROCESSES": "2",
+    "ZJAX_PROCESS_ID": "1",
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        pytest.param({}, Cluster(), id="nothing"),
+        pytest.param(SLURM, Cluster("slurm", 6, 5, "", 1, 2), id="slurm"),
+        pytest.param(
+            SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"},
+            Cluster("slurm", 6, 5, "", 1, 4),
+            id="slurm-repeated",
+        ),
+        pytest.param(
+            SLURM | {"SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "0"},
+            Cluster("slurm", 6, 5, "", 1, 2, owns_visible=True),
+            id="slurm-gpus-per-task",
+        ),
+        pytest.param(SLURM | {"SLURM_NTASKS": "1"}, Cluster(), id="slurm-one-task"),
+        pytest.param(
+            {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "6"},
+            Cluster(),
+            id="slurm-login-shell",
+        ),
+        pytest.param(OPEN_MPI, Cluster("open_mpi", 4, 2, "", 0, 2), id="open-mpi"),
+        pytest.param(
+            LAUNCH, Cluster("zjax launch", 2, 1, "localhost:4000", 1, 2), id="launch"
+        ),
+        pytest.param(
+            {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, Cluster(), id="a-lone-pod"
+        ),
+    ],
+)
+def test_finds_what_started_it(environ, expected):
+    assert find_cluster(AUTO, environ) == expected
+
+
+def test_none_runs_alone_anywhere():
+    assert find_cluster(schema.Processes(coordinator="none"), SLURM) == Cluster()
+
+
+def test_an_address_takes_from_the_scheduler_only_who_shares_the_host():
+    settings = schema.Processes(coordinator="a:1", num_processes=8, process_id=2)
+    expected = Cluster("address", 8, 2, "a:1", local_id=1, num_local=2)
+    assert find_cluster(settings, SLURM) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "why"),
+    [
+        pytest.param(
+            {k: v for k, v in OPEN_MPI.items() if k != "OMPI_MCA_orte_hnp_uri"},
+            "Open MPI 5 does not say where process 0 runs",
+            id="open-mpi-5",
+        ),
+        pytest.param(
+            KUBERNETES,
+            "asking Kubernetes needs the package `kubernetes`",
+            id="kubernetes-without-client",
+        ),
+    ],
+)
+def test_a_scheduler_that_says_too_little(environ, why, monkeypatch):
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    with pytest.raises(ProcessError) as error:
+        find_cluster(AUTO, environ)
+    assert str(error.value) == (
+        f"processes.coordinator='auto' cannot work here: {why}; set processes."
+        "coordinator=host:port, processes.num_processes and processes.process_id"
+    )
+
+
+@pytest.mark.parametrize(
+    ("environ", "files", "expected"),
+    [
+        pytest.param({}, [], (), id="no-gpu"),
+        pytest.param(
+            {},
+            ["nvidia0", "nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm", "nvme0"],
+            ("0", "2", "10"),
+            id="device-files",
+        ),
+        pytest.param(
+            {"CUDA_VISIBLE_DEVICES": "GPU-a, GPU-b"},
+            ["nvidia0"],
+            ("GPU-a", "GPU-b"),
+            id="listed",
+        ),
+        pytest.param({"CUDA_VISIBLE_DEVICES": ""}, ["nvidia0"], (), id="hidden"),
+        pytest.param({"CUDA_VISIBLE_DEVICES": "-1"}, ["nvidia0"], (), id="disabled"),
+    ],
+)
+def test_counts_gpus_without_a_backend(tmp_path, environ, files, expected):
+    for name in files:
+        (tmp_path / name).touch()
+    assert count_gpus(environ, tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("cluster", "num_visible", "expected"),
+    [
+        pytest.param(Cluster("slurm", 2), 8, (0, 1, 2, 3, 4, 5, 6, 7), id="per-host"),
+        pytest.param(
+            Cluster("slurm", 8, local_id=3, num_local=8), 8, (3,), id="per-gpu"
+        ),
+        pytest.param(
+            Cluster("slurm", 2, local_id=1, num_local=2), 8, (4, 5, 6, 7), id="halves"
+        ),
+        pytest.param(
+            Cluster("slurm", 8, local_id=3, num_local=8, owns_visible=True),
+            1,
+            (0,),
+            id="gpus-per-task",
+        ),
+        pytest.param(Cluster("slurm", 8, local_id=3, num_local=8), 0, (), id="cpu"),
+    ],
+)
+def test_shares_the_gpus_of_a_host(cluster, num_visible, expected):
+    assert own_gpus(cluster, num_visible) == expected
+
+
+def test_gpus_that_cannot_be_shared_equally():
+    with pytest.raises(ProcessError) as error:
+        own_gpus(Cluster("slurm", 3, local_id=1, num_local=3), 4)
+    assert str(error.value) == (
+        "num_processes=3 on this host cannot share its 4 GPUs equally; start one "
+        "process per host, or one per GPU"
+    )
+
+
+def member(process_id, host, *gpus):
+    return Member(process_id, host, 100 + process_id, "/runs/a", gpus)
+
+
+def test_processes_that_share_nothing():
+    members = {0: member(0, "a", "0", "1"), 1: member(1, "b", "0", "1")}
+    check_members(members, 2, pathlib.Path("/runs/a/processes"))
+
+
+def test_a_gpu_with_two_owners():
+    members = {0: member(0, "a", "0", "1"), 1: member(1, "a", "1")}
+    with pytest.raises(ProcessError) as error:
+        check_members(members, 2, pathlib.Path("/runs/a/processes"))
+    assert str(error.value) == (
+        "processes.process_id=1 uses GPU 1 of a, which process 0 uses; give each its "
+        "own CUDA_VISIBLE_DEVICES, or use `zjax launch`"
+    )
+
+
+def test_a_directory_that_is_not_shared():
+    with pytest.raises(ProcessError) as error:
+        check_members({0: member(0, "a")}, 2, pathlib.Path("/runs/a/processes"))
+    assert str(error.value) == (
+        "directory='/runs/a' is not the same for process 1 as for this one; use a "
+        "directory on a file system that all processes see"
+    )
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        pytest.param((0, "cpu", 8, ""), id="cpu-machine"),
+        pytest.param((4, "cpu", 8, "cpu"), id="cpu-asked-for"),
+        pytest.param((4, "gpu", 4, ""), id="all-gpus"),
+    ],
+)
+def test_no_device_is_idle(seen):
+    check_platform(*seen)
+
+
+@pytest.mark.parametrize(
+    ("seen", "message"),
+    [
+        pytest.param(
+            (4, "cpu", 8, ""),
+            "devices='cpu' leaves 4 visible GPUs idle; install zjax[cuda13], or set "
+            "JAX_PLATFORMS=cpu if you mean it",
+            id="no-cuda",
+        ),
+        pytest.param(
+            (4, "gpu", 1, ""),
+            "devices=1 leaves 3 of 4 visible GPUs idle; mend the driver, or leave them "
+            "out of CUDA_VISIBLE_DEVICES",
+            id="some-gpus",
+        ),
+    ],
+)
+def test_idle_devices(seen, message):
+    with pytest.raises(ProcessError) as error:
+        check_platform(*seen)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        pytest.param("UNAVAILABLE: Task 2 heartbeat timeout. This", 2, id="timeout"),
+        pytest.param(
+            "tasks are unhealthy (stopped sending heartbeats):\n1\nThe tasks",
+            1,
+            id="poll",
+        ),
+        pytest.param(
+            "UNAVAILABLE: Failed to send RPC to coordination service. Either",
+            0,
+            id="leader",
+        ),
+        pytest.param("Segmentation fault", None, id="nobody"),
+    ],
+)
+def test_reads_whom_the_runtime_missed(text, expected):
+    assert name_silent(text) == expected
+
+
+def test_an_end_before_the_process_wrote_itself_down():
+    assert describe_end(End(1, 1, "exit code 2"), None) == (
+        "process=1 ended (exit code 2); there is no checkpoint yet: run the same "
+        "command again to resume"
+    )
+
+
+def test_a_run_that_cannot_be_joined(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    jax.devices()
+    settings = schema.Processes(coordinator="a:1", num_processes=2, process_id=1)
+    with pytest.raises(ProcessError) as error:
+        processes.start(settings, str(tmp_path))
+    start, _, end = str(error.value).partition(" (")
+    assert start == "processes.coordinator='a:1' could not be joined by process 1"
+    assert end == (
+        "jax.distributed.initialize() must be called before any JAX calls that might "
+        "initialise the XLA backend. This includes any computation, but also calls to "
+        "jax.devices, jax.device_put, and others.); check that all processes were "
+        "started and reach this address"
+    )
+
+
+def test_a_parent_is_needed_where_a_scheduler_starts_several(monkeypatch):
+    assert not processes.needs_parent(AUTO)
+    for name, value in LAUNCH.items():
+        monkeypatch.setenv(name, value)
+    assert processes.needs_parent(AUTO)
+    monkeypatch.setenv("ZJAX_ROSTER", "/somewhere")
+    assert not processes.needs_parent(AUTO)

@@ -1,0 +1,176 @@
+"""Two processes are one run: the same numbers, the same checkpoints, one obituary."""
+
+import contextlib
+import json
+import os
+import pathlib
+import select
+import signal
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.checkpoint import states
+from tests.processes import worker
+from zjax import processes
+from zjax.checkpoint.store import Store
+from zjax.config import schema
+
+HOST = socket.gethostname()
+
+
+def launcher(task, directory, num_processes=2, **environ):
+    command = [sys.executable, "-m", "tests.processes.worker", task, str(directory)]
+    program = (
+        "import sys\n"
+        "from zjax import processes\n"
+        f"sys.exit(processes.supervise({command!r}, {num_processes}))"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | environ,
+    )
+
+
+@contextlib.contextmanager
+def ended(*launchers):
+    """Their output and last words, once all have ended; none outlives the test."""
+    try:
+        yield [launched.communicate(timeout=120) for launched in launchers]
+    finally:
+        for launched in launchers:
+            launched.kill()
+
+
+def wait_until_ready(launched):
+    for line in launched.stdout:
+        if line == "[process 1] ready\n":
+            return
+    raise AssertionError(launched.stderr.read()[-3000:])
+
+
+def pid_of(directory, process_id):
+    record = directory / "processes" / f"{process_id}.member.json"
+    return json.loads(record.read_text())["pid"]
+
+
+def assert_all_gone(directory):
+    for process_id in range(2):
+        assert not pathlib.Path(f"/proc/{pid_of(directory, process_id)}").exists()
+
+
+def test_two_processes_equal_one(tmp_path):
+    values = states.make_values()
+    rows = states.make_rows(values)
+    given = Store(str(tmp_path / "given"))
+    given.save(1, states.place(values, rows), rows, extra={})
+    given.close()
+    launched = launcher("work", tmp_path)
+    with ended(launched) as [(_, errors)]:
+        assert launched.returncode == 0, errors[-3000:]
+    results = json.loads((tmp_path / "results.json").read_text())
+    total = worker.compute(rows["step"].sharding.mesh)
+    np.testing.assert_array_equal(results.pop("total"), total)
+    assert results.pop("table") == (
+        "processes, by zjax launch:\n"
+        f"process  {'host':<{len(HOST)}}  devices\n"
+        f"      0  {HOST:<4}  4 x cpu (0-3)\n"
+        f"      1  {HOST:<4}  4 x cpu (4-7)"
+    )
+    assert results == {"saved": True, "given": True}
+    state, extra = Store(str(tmp_path / "checkpoints")).restore(rows)
+    states.assert_same(state, values, rows)
+    assert extra == {"by": 2}
+
+
+OBITUARY = (
+    "process=1 on host {host} (pid {pid}) ended ({reason}); the last checkpoint is "
+    "step 40 in {directory}/checkpoints: run the same command again to resume"
+)
+
+
+@pytest.mark.parametrize(
+    ("task", "reason", "code"),
+    [
+        pytest.param(
+            "kill", "signal 9, SIGKILL, as when memory runs out", 137, id="kill"
+        ),
+        pytest.param("fail", "ValueError: no more tokens", 134, id="exception"),
+        pytest.param("freeze", "went silent", 134, id="freeze", marks=pytest.mark.slow),
+    ],
+)
+def test_the_death_of_one_ends_all_and_is_explained(tmp_path, task, reason, code):
+    (tmp_path / "checkpoints" / "40").mkdir(parents=True)
+    launched = launcher(task, tmp_path)
+    with ended(launched) as [(_, errors)]:
+        assert launched.returncode == code, errors[-3000:]
+    assert errors.splitlines()[-1] == OBITUARY.format(
+        host=HOST, pid=pid_of(tmp_path, 1), reason=reason, directory=tmp_path
+    )
+    assert_all_gone(tmp_path)
+
+
+def test_each_host_names_the_process_that_died_on_another(tmp_path):
+    """Two parents with a child each, as a scheduler starts them on two hosts."""
+    (tmp_path / "checkpoints" / "40").mkdir(parents=True)
+    with socket.socket(socket.AF_INET6) as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        held.bind(("", 0))
+        meeting = {
+            "ZJAX_COORDINATOR": f"localhost:{held.getsockname()[1]}",
+            "ZJAX_NUM_PROCESSES": "2",
+        }
+        parents = [
+            launcher("kill", tmp_path, 0, ZJAX_PROCESS_ID=str(i), **meeting)
+            for i in range(2)
+        ]
+        with ended(*parents) as results:
+            assert [parent.returncode > 128 for parent in parents] == [True, True]
+    obituary = OBITUARY.format(
+        host=HOST,
+        pid=pid_of(tmp_path, 1),
+        reason="signal 9, SIGKILL, as when memory runs out",
+        directory=tmp_path,
+    )
+    assert [errors.splitlines()[-1] for _, errors in results] == [obituary] * 2
+    assert_all_gone(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_parent_stops_the_children_in_their_own_way(tmp_path, number):
+    launched = launcher("leave", tmp_path)
+    wait_until_ready(launched)
+    launched.send_signal(number)
+    with ended(launched) as [(_, errors)]:
+        assert launched.returncode == 0, errors[-3000:]
+    assert "ended" not in errors
+    assert_all_gone(tmp_path)
+
+
+def test_a_killed_parent_takes_its_children_along(tmp_path):
+    launched = launcher("leave", tmp_path)
+    wait_until_ready(launched)
+    children = [os.pidfd_open(pid_of(tmp_path, i)) for i in range(2)]
+    launched.kill()
+    for child in children:
+        assert select.select([child], [], [], 60)[0]
+    launched.communicate()
+
+
+def test_one_process_needs_nobody(tmp_path):
+    info = processes.start(schema.Processes(), str(tmp_path))
+    assert info == processes.ProcessInfo(1, 0, "alone", (HOST,))
+    assert processes.describe_processes(info) == (
+        "processes, one process:\n"
+        f"process  {'host':<{len(HOST)}}  devices\n"
+        f"      0  {HOST:<4}  8 x cpu (0-7)"
+    )
+    processes.finish(info)
+    assert not [*tmp_path.iterdir()]

@@ -1,0 +1,124 @@
+"""One process of a small run; `python -m tests.processes.worker <task> <directory>`."""
+
+import json
+import os
+import pathlib
+import signal
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tests.checkpoint import states
+from zjax import processes
+from zjax.checkpoint.store import Store
+from zjax.config import schema
+
+HEARTBEAT_SECONDS = 3
+
+
+def compute(mesh):
+    """A sum over all devices of an array that no device holds whole."""
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    x = jax.jit(lambda: jnp.arange(32.0).reshape(16, 2) ** 2, out_shardings=split)()
+    return jax.jit(lambda x: jnp.sum(x, axis=0), out_shardings=replicated(mesh))(x)
+
+
+def replicated(mesh):
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def place(values, rows):
+    """Like `states.place`, from values that every process has."""
+
+    def put(x, row):
+        if jnp.issubdtype(row.dtype, jax.dtypes.prng_key):
+            return jax.jit(lambda: jax.random.key(7), out_shardings=row.sharding)()
+        stored = np.zeros(row.stored_shape, row.dtype)
+        stored[tuple(map(slice, row.shape))] = x
+        return jax.make_array_from_callback(
+            row.stored_shape, row.sharding, stored.__getitem__
+        )
+
+    return jax.tree.map(put, values, rows)
+
+
+def equal(state, values, rows):
+    """Compares in the layout of the rows: no process sees the other's shards."""
+
+    def compare(x, y):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
+        return bool(jax.jit(jnp.array_equal)(x, y))
+
+    return all(jax.tree.leaves(jax.tree.map(compare, state, place(values, rows))))
+
+
+def work(info, directory):
+    """Computes, saves, restores onto another stage, and reads what the test saved."""
+    values = states.make_values()
+    rows = states.make_rows(values)
+    total = compute(rows["step"].sharding.mesh)
+    store = Store(str(directory / "checkpoints"))
+    store.save(5, place(values, rows), rows, extra={"by": info.num_processes})
+    store.close()
+    other = states.make_rows(values, stage=0)
+    results = {
+        "total": np.asarray(total).tolist(),
+        "table": processes.describe_processes(info),
+        "saved": equal(store.restore(other)[0], values, other),
+        "given": equal(Store(str(directory / "given")).restore(rows)[0], values, rows),
+    }
+    if info.process_id == 0:
+        (directory / "results.json").write_text(json.dumps(results))
+
+
+def use_together(info, directory):
+    """Works together until something happens to the other process."""
+    mesh = states.make_rows(states.make_values())["step"].sharding.mesh
+    while True:
+        jax.block_until_ready(compute(mesh))
+
+
+def kill(info, directory):
+    """Process 1 is killed at work."""
+    if info.process_id == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    use_together(info, directory)
+
+
+def fail(info, directory):
+    """Process 1 fails while process 0 waits for it."""
+    if info.process_id == 1:
+        raise ValueError("no more tokens\nin this test")
+    signal.pause()
+
+
+def freeze(info, directory):
+    """Process 1 stops to answer."""
+    if info.process_id == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    signal.pause()
+
+
+def leave(info, directory):
+    """Both stop when they are told to."""
+    told = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: told.append(number))
+    multihost_utils.sync_global_devices("both can be told")
+    print("ready", flush=True)
+    while not told:
+        signal.pause()
+
+
+if __name__ == "__main__":
+    task, directory = sys.argv[1], pathlib.Path(sys.argv[2])
+    jax.config.update("jax_num_cpu_devices", 4)
+    settings = schema.Processes(heartbeat_seconds=HEARTBEAT_SECONDS)
+    info = processes.start(settings, str(directory))
+    globals()[task](info, directory)
+    processes.finish(info)

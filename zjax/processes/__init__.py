@@ -1,0 +1,13 @@
+"""Many processes as one run: how they meet, which devices are whose, and who died."""
+
+from zjax.processes.start import ProcessInfo, describe_processes, finish, start
+from zjax.processes.supervise import needs_parent, supervise
+
+__all__ = [
+    "ProcessInfo",
+    "describe_processes",
+    "finish",
+    "needs_parent",
+    "start",
+    "supervise",
+]

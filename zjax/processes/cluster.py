@@ -1,0 +1,219 @@
+"""Who started this process, beside how many others, and which devices are its own.
+
+JAX finds its peers under Slurm, Open MPI and Kubernetes by itself, but gives every
+process one device there. What a process owns is decided here, so that none stays idle.
+"""
+
+import dataclasses
+import importlib.util
+import pathlib
+import re
+from collections.abc import Mapping
+
+from zjax.config import schema
+from zjax.errors import Problem, ProcessError
+
+_SLURM = (
+    "SLURM_JOB_ID",
+    "SLURM_STEP_NODELIST",
+    "SLURM_NTASKS",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """The processes of a run as seen from one of them.
+
+    Args:
+        name: `alone`, `address`, `zjax launch`, `slurm`, `open_mpi` or `kubernetes`.
+        num_processes: How many there are; None where JAX asks Kubernetes.
+        process_id: Which one this is.
+        coordinator: `host:port` of process 0; empty where JAX finds it.
+        local_id: Which one on this host, where known.
+        num_local: How many on this host, where known.
+        owns_visible: Whether the scheduler shows each process its own devices only.
+    """
+
+    name: str = "alone"
+    num_processes: int | None = 1
+    process_id: int = 0
+    coordinator: str = ""
+    local_id: int = 0
+    num_local: int = 1
+    owns_visible: bool = False
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other process to find."""
+        return self.num_processes == 1
+
+
+def find_cluster(settings: schema.Processes, environ: Mapping[str, str]) -> Cluster:
+    """Reads from the environment what started this process.
+
+    Args:
+        settings: `coordinator` says whether to look, and where else to go.
+        environ: Environment variables.
+
+    Returns:
+        The run's processes; `alone` where nothing was found.
+
+    Raises:
+        ProcessError: The scheduler does not say enough for processes to meet.
+    """
+    if settings.coordinator == "none":
+        return Cluster()
+    scheduler = find_scheduler(environ)
+    if settings.coordinator != "auto":
+        return dataclasses.replace(
+            scheduler,
+            name="address",
+            num_processes=settings.num_processes,
+            process_id=settings.process_id,
+            coordinator=settings.coordinator,
+        )
+    if scheduler.is_alone:
+        return Cluster()
+    if scheduler.name == "open_mpi" and "OMPI_MCA_orte_hnp_uri" not in environ:
+        raise _unfindable("Open MPI 5 does not say where process 0 runs")
+    if scheduler.name == "kubernetes" and not importlib.util.find_spec("kubernetes"):
+        raise _unfindable("asking Kubernetes needs the package `kubernetes`")
+    return scheduler
+
+
+def find_scheduler(environ: Mapping[str, str]) -> Cluster:
+    """Reads from the environment which program started this process.
+
+    Args:
+        environ: Environment variables.
+
+    Returns:
+        The processes that it started; `alone` where nothing was found.
+
+    Example:
+        >>> find_scheduler({}).is_alone
+        True
+    """
+    if "ZJAX_COORDINATOR" in environ:
+        process_id = int(environ["ZJAX_PROCESS_ID"])
+        num_processes = int(environ["ZJAX_NUM_PROCESSES"])
+        return Cluster(
+            name="zjax launch",
+            num_processes=num_processes,
+            process_id=process_id,
+            coordinator=environ["ZJAX_COORDINATOR"],
+            local_id=process_id,
+            num_local=num_processes,
+        )
+    if all(name in environ for name in _SLURM):
+        return _slurm(environ)
+    if "OMPI_COMM_WORLD_SIZE" in environ:
+        return Cluster(
+            name="open_mpi",
+            num_processes=int(environ["OMPI_COMM_WORLD_SIZE"]),
+            process_id=int(environ["OMPI_COMM_WORLD_RANK"]),
+            local_id=int(environ["OMPI_COMM_WORLD_LOCAL_RANK"]),
+            num_local=int(environ["OMPI_COMM_WORLD_LOCAL_SIZE"]),
+        )
+    if "KUBERNETES_SERVICE_HOST" in environ and "JOB_COMPLETION_INDEX" in environ:
+        process_id = int(environ["JOB_COMPLETION_INDEX"])
+        return Cluster(name="kubernetes", num_processes=None, process_id=process_id)
+    return Cluster()
+
+
+def count_gpus(
+    environ: Mapping[str, str], devices: pathlib.Path = pathlib.Path("/dev")
+) -> tuple[str, ...]:
+    """The NVIDIA GPUs that this process may use, without starting a backend.
+
+    Args:
+        environ: Read for `CUDA_VISIBLE_DEVICES`.
+        devices: Where device files lie.
+
+    Returns:
+        Their names: what `CUDA_VISIBLE_DEVICES` lists, or else their numbers.
+
+    Example:
+        >>> count_gpus({"CUDA_VISIBLE_DEVICES": "4,5"})
+        ('4', '5')
+    """
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is not None:
+        names = [name.strip() for name in listed.split(",")]
+        return tuple(name for name in names if name and name != "-1")
+    numbers = [re.fullmatch(r"nvidia(\d+)", path.name) for path in devices.glob("nv*")]
+    return tuple(sorted((m[1] for m in numbers if m), key=int))
+
+
+def own_gpus(cluster: Cluster, num_visible: int) -> tuple[int, ...]:
+    """Shares the visible GPUs of a host among its processes.
+
+    Args:
+        cluster: This process among the others of its host.
+        num_visible: GPUs that this process sees.
+
+    Returns:
+        Positions among the visible GPUs.
+
+    Raises:
+        ProcessError: They cannot be shared equally, so that some would stay idle.
+
+    Example:
+        >>> own_gpus(Cluster(num_processes=2, local_id=1, num_local=2), 8)
+        (4, 5, 6, 7)
+    """
+    if cluster.owns_visible:
+        return tuple(range(num_visible))
+    share, idle = divmod(num_visible, cluster.num_local)
+    if idle:
+        raise ProcessError(
+            Problem(
+                "num_processes",
+                cluster.num_local,
+                f"on this host cannot share its {num_visible} GPUs equally",
+                "start one process per host, or one per GPU",
+            )
+        )
+    start = cluster.local_id * share
+    return tuple(range(start, start + share))
+
+
+def _slurm(environ: Mapping[str, str]) -> Cluster:
+    num_local = _tasks_on_node(
+        environ.get("SLURM_STEP_TASKS_PER_NODE", "1"),
+        int(environ.get("SLURM_NODEID", "0")),
+    )
+    on_node = int(environ.get("SLURM_GPUS_ON_NODE", "0"))
+    shown = len(count_gpus(environ))
+    return Cluster(
+        name="slurm",
+        num_processes=int(environ["SLURM_NTASKS"]),
+        process_id=int(environ["SLURM_PROCID"]),
+        local_id=int(environ["SLURM_LOCALID"]),
+        num_local=num_local,
+        owns_visible=0 < shown < on_node,
+    )
+
+
+def _tasks_on_node(layout: str, node: int) -> int:
+    """Reads `4(x2),3`: four tasks on each of two nodes, three on the next."""
+    counts = []
+    for part in layout.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match:
+            counts += [int(match[1])] * int(match[2] or 1)
+    return counts[node] if node < len(counts) else 1
+
+
+def _unfindable(problem: str) -> ProcessError:
+    return ProcessError(
+        Problem(
+            "processes.coordinator",
+            "auto",
+            f"cannot work here: {problem}",
+            "set processes.coordinator=host:port, processes.num_processes and "
+            "processes.process_id",
+        )
+    )

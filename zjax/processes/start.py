@@ -1,0 +1,239 @@
+"""Brings the processes of a run together and sees that no device is left over."""
+
+import ctypes
+import dataclasses
+import os
+import pathlib
+import signal
+import socket
+import sys
+import types
+from collections.abc import Mapping, Sequence
+
+import jax
+from jax.experimental import multihost_utils
+
+from zjax.config import schema
+from zjax.errors import Problem, ProcessError
+from zjax.processes import roster
+from zjax.processes.cluster import Cluster, count_gpus, find_cluster, own_gpus
+from zjax.processes.roster import End, Member
+
+_DETECTION = {"slurm": "slurm", "open_mpi": "ompi"}
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessInfo:
+    """The processes of a run, once they have met.
+
+    Args:
+        num_processes: How many there are.
+        process_id: Which one this is.
+        cluster: What started them: `alone`, `address`, `zjax launch`, `slurm`,
+            `open_mpi` or `kubernetes`.
+        hosts: The host of each, by number.
+    """
+
+    num_processes: int
+    process_id: int
+    cluster: str
+    hosts: tuple[str, ...]
+
+
+def start(settings: schema.Processes, directory: str) -> ProcessInfo:
+    """Finds the other processes of the run; call it before anything touches a device.
+
+    Args:
+        settings: How to find them.
+        directory: The run's directory, on a file system that all of them see.
+
+    Returns:
+        Who they are; `describe_processes` prints it.
+
+    Raises:
+        ProcessError: They cannot meet, do not see the same directory, use a GPU twice,
+            or leave one idle.
+    """
+    cluster = find_cluster(settings, os.environ)
+    gpus = count_gpus(os.environ)
+    if cluster.is_alone:
+        _check_used(len(gpus))
+        return ProcessInfo(1, 0, cluster.name, (socket.gethostname(),))
+    own = own_gpus(cluster, len(gpus))
+    member = Member(
+        process_id=cluster.process_id,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        directory=str(pathlib.Path(directory).absolute()),
+        gpus=() if cluster.owns_visible else tuple(gpus[i] for i in own),
+    )
+    paths = roster.places(directory)
+    roster.write(member, paths)
+    if roster.ROSTER_VARIABLE in os.environ:
+        _die_with_parent()
+    _record_failures(cluster.process_id, paths)
+    _initialize(cluster, own, settings.heartbeat_seconds)
+    _check_used(len(own))
+    members = roster.read_members(paths[0])
+    check_members(members, jax.process_count(), paths[0])
+    hosts = tuple(members[i].host for i in range(jax.process_count()))
+    return ProcessInfo(jax.process_count(), jax.process_index(), cluster.name, hosts)
+
+
+def finish(info: ProcessInfo) -> None:
+    """Waits for all processes, so that none takes a slow one for dead, and parts.
+
+    Args:
+        info: What `start` returned.
+    """
+    if info.num_processes > 1:
+        multihost_utils.sync_global_devices("zjax: all done")
+        jax.distributed.shutdown()
+
+
+def describe_processes(info: ProcessInfo) -> str:
+    """The map of processes to devices.
+
+    Args:
+        info: What `start` returned.
+
+    Returns:
+        A table with one line for each process.
+    """
+    rows = [("process", "host", "devices")]
+    owners = [device.process_index for device in jax.devices()]
+    for process_id, host in enumerate(info.hosts):
+        owned = [i for i, owner in enumerate(owners) if owner == process_id]
+        kind = jax.devices()[owned[0]].device_kind
+        span = f"{owned[0]}-{owned[-1]}" if len(owned) > 1 else f"{owned[0]}"
+        rows.append((str(process_id), host, f"{len(owned)} x {kind} ({span})"))
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    lines = [f"{p:>{widths[0]}}  {h:<{widths[1]}}  {d}" for p, h, d in rows]
+    found = "one process" if info.num_processes == 1 else f"by {info.cluster}"
+    return "\n".join([f"processes, {found}:", *lines])
+
+
+def check_members(
+    members: Mapping[int, Member], num_processes: int, path: pathlib.Path
+) -> None:
+    """Refuses processes that do not share a directory, or that share a GPU.
+
+    Args:
+        members: Who wrote themselves down.
+        num_processes: How many met.
+        path: Where they did.
+
+    Raises:
+        ProcessError: Some are missing, or a GPU has two owners.
+    """
+    missing = [i for i in range(num_processes) if i not in members]
+    if missing:
+        raise ProcessError(
+            Problem(
+                "directory",
+                str(path.parent),
+                f"is not the same for process {missing[0]} as for this one",
+                "use a directory on a file system that all processes see",
+            )
+        )
+    owners: dict[tuple[str, str], int] = {}
+    for process_id in range(num_processes):
+        member = members[process_id]
+        for gpu in member.gpus:
+            other = owners.setdefault((member.host, gpu), process_id)
+            if other != process_id:
+                raise ProcessError(
+                    Problem(
+                        "processes.process_id",
+                        process_id,
+                        f"uses GPU {gpu} of {member.host}, which process {other} uses",
+                        "give each its own CUDA_VISIBLE_DEVICES, or use `zjax launch`",
+                    )
+                )
+
+
+def check_platform(num_gpus: int, platform: str, num_used: int, asked: str) -> None:
+    """Refuses to leave GPUs idle.
+
+    Args:
+        num_gpus: GPUs that are this process's own.
+        platform: What JAX runs on.
+        num_used: Devices that JAX found in this process.
+        asked: Platforms that the user named; empty where JAX chose.
+
+    Raises:
+        ProcessError: JAX runs on the CPU unasked, or found fewer GPUs.
+    """
+    if num_gpus and platform == "cpu" and not asked:
+        raise ProcessError(
+            Problem(
+                "devices",
+                "cpu",
+                f"leaves {num_gpus} visible GPUs idle",
+                "install zjax[cuda13], or set JAX_PLATFORMS=cpu if you mean it",
+            )
+        )
+    if platform == "gpu" and num_used < num_gpus:
+        raise ProcessError(
+            Problem(
+                "devices",
+                num_used,
+                f"leaves {num_gpus - num_used} of {num_gpus} visible GPUs idle",
+                "mend the driver, or leave them out of CUDA_VISIBLE_DEVICES",
+            )
+        )
+
+
+def _check_used(num_gpus: int) -> None:
+    asked = jax.config.jax_platforms or ""  # pyright: ignore[reportAttributeAccessIssue]
+    check_platform(num_gpus, jax.default_backend(), jax.local_device_count(), asked)
+
+
+def _initialize(cluster: Cluster, own: Sequence[int], heartbeat_seconds: int) -> None:
+    detection = "deactivate" if cluster.coordinator else _DETECTION.get(cluster.name)
+    try:
+        jax.distributed.initialize(
+            coordinator_address=cluster.coordinator or None,
+            num_processes=cluster.num_processes,
+            process_id=cluster.process_id,
+            local_device_ids=list(own) or None,
+            cluster_detection_method=detection,
+            heartbeat_timeout_seconds=heartbeat_seconds,
+            # An exception in one process leaves it waiting here for the others.
+            shutdown_timeout_seconds=heartbeat_seconds,
+        )
+    except RuntimeError as error:
+        raise ProcessError(
+            Problem(
+                "processes.coordinator",
+                cluster.coordinator or cluster.name,
+                f"could not be joined by process {cluster.process_id} ({error})",
+                "check that all processes were started and reach this address",
+            )
+        ) from error
+
+
+def _record_failures(process_id: int, paths: Sequence[pathlib.Path]) -> None:
+    """Leaves a note of an exception that ends this process."""
+    report = sys.excepthook
+
+    def record(
+        kind: type[BaseException],
+        error: BaseException,
+        trace: types.TracebackType | None,
+    ) -> None:
+        if not issubclass(kind, KeyboardInterrupt):
+            # A lost connection is what survivors see of another's death.
+            rank = 2 if issubclass(kind, jax.errors.JaxRuntimeError) else 1
+            first = (str(error).splitlines() or [""])[0]
+            roster.write(End(process_id, rank, f"{kind.__name__}: {first}"), paths)
+        report(kind, error, trace)
+
+    sys.excepthook = record
+
+
+def _die_with_parent() -> None:
+    """Asks Linux to end this process should its parent be killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

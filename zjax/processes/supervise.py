@@ -1,0 +1,263 @@
+"""A parent that outlives its processes and can say which one died."""
+
+import collections
+import contextlib
+import dataclasses
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO
+
+from zjax.config import schema
+from zjax.errors import Problem
+from zjax.processes import roster
+from zjax.processes.cluster import find_cluster, find_scheduler
+from zjax.processes.roster import End, Member
+from zjax.processes.silence import name_silent
+
+_POLL_SECONDS = 0.05
+_CAUSE_SECONDS = 5
+"""How long to look for the cause where only consequences were seen."""
+_STOP_SECONDS = 10
+"""How long the others may take to stop."""
+_LINES_KEPT = 200
+
+
+@dataclasses.dataclass
+class _Child:
+    process_id: int
+    process: subprocess.Popen
+    text: collections.deque
+    copiers: list[threading.Thread]
+
+
+def needs_parent(settings: schema.Processes) -> bool:
+    """Whether this process should run its command under `supervise`.
+
+    Args:
+        settings: How processes find each other.
+
+    Returns:
+        True where a scheduler started it as one of several, and no parent watches yet.
+
+    Raises:
+        ProcessError: The scheduler does not say enough for processes to meet.
+    """
+    watched = roster.ROSTER_VARIABLE in os.environ
+    return not watched and not find_cluster(settings, os.environ).is_alone
+
+
+def supervise(command: Sequence[str], num_processes: int = 0) -> int:
+    """Runs a command as one or more child processes and reports the one that died.
+
+    Call it from the main thread. SIGTERM and SIGINT are passed on to the children.
+
+    Args:
+        command: Program and arguments; `[sys.executable, *sys.orig_argv[1:]]` is the
+            command of the caller.
+        num_processes: Processes to start on this host, which meet at a port chosen
+            here; 0 runs one, which keeps the identity that its scheduler gave it.
+
+    Returns:
+        0 if all ended well; otherwise the exit code of a failed one, 128 plus the
+        signal if it was killed.
+    """
+    since = time.time()
+    with tempfile.TemporaryDirectory(prefix="zjax-") as watched, _hold_port() as port:
+        environ = os.environ | {roster.ROSTER_VARIABLE: watched}
+        if num_processes:
+            meeting = {
+                "PYTHONUNBUFFERED": "1",
+                "ZJAX_COORDINATOR": f"localhost:{port}",
+                "ZJAX_NUM_PROCESSES": str(num_processes),
+            }
+            children = [
+                _start(command, i, environ | meeting | {"ZJAX_PROCESS_ID": str(i)})
+                for i in range(num_processes)
+            ]
+        else:
+            children = [_start(command, None, environ)]
+        try:
+            with _pass_on_signals(children) as passed_on:
+                return _watch(children, pathlib.Path(watched), since, passed_on)
+        finally:
+            _stop(children)
+
+
+def describe_end(end: End, member: Member | None) -> str:
+    """Says who died, and how to go on.
+
+    Args:
+        end: How it ended.
+        member: Who it was, where it wrote itself down.
+
+    Returns:
+        One line.
+    """
+    if member is None:
+        who, step = "", None
+    else:
+        who = f"on host {member.host} (pid {member.pid}) "
+        step = roster.last_checkpoint(member.directory)
+    kept = (
+        "there is no checkpoint yet"
+        if member is None or step is None
+        else f"the last checkpoint is step {step} in {member.directory}/checkpoints"
+    )
+    remedy = f"{kept}: run the same command again to resume"
+    return str(Problem("process", end.process_id, f"{who}ended ({end.reason})", remedy))
+
+
+@contextlib.contextmanager
+def _hold_port() -> Iterator[int]:
+    """Keeps a free port bound, so that only who shares it on purpose can take it."""
+    both = socket.has_dualstack_ipv6()
+    with socket.socket(socket.AF_INET6 if both else socket.AF_INET) as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if both:
+            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        held.bind(("", 0))
+        yield held.getsockname()[1]
+
+
+def _start(
+    command: Sequence[str], process_id: int | None, environ: Mapping[str, str]
+) -> _Child:
+    labelled = process_id is not None
+    process = subprocess.Popen(
+        command,
+        env=dict(environ),
+        stdout=subprocess.PIPE if labelled else None,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    if process_id is None:
+        process_id = find_scheduler(environ).process_id
+    child = _Child(process_id, process, collections.deque(maxlen=_LINES_KEPT), [])
+    label = f"[process {process_id}] " if labelled else ""
+    for source, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+        if source is not None:
+            arguments = (source, sink, label, child.text)
+            copier = threading.Thread(target=_copy, args=arguments, daemon=True)
+            copier.start()
+            child.copiers.append(copier)
+    return child
+
+
+def _copy(source: IO[str], sink: IO[str], label: str, kept: collections.deque) -> None:
+    for line in source:
+        kept.append(line)
+        sink.write(label + line)
+        sink.flush()
+
+
+@contextlib.contextmanager
+def _pass_on_signals(children: Sequence[_Child]) -> Iterator[list[int]]:
+    """Sends SIGTERM and SIGINT to the children, and lists what was sent."""
+    passed_on: list[int] = []
+
+    def pass_on(number: int, frame: types.FrameType | None) -> None:
+        passed_on.append(number)
+        for child in children:
+            child.process.send_signal(number)
+
+    before = {s: signal.signal(s, pass_on) for s in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield passed_on
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _watch(
+    children: Sequence[_Child],
+    watched: pathlib.Path,
+    since: float,
+    passed_on: Sequence[int],
+) -> int:
+    """Waits until all have ended well or were told to stop, or until one has died."""
+    while True:
+        codes = [child.process.poll() for child in children]
+        if any(codes) and not passed_on:
+            break
+        ended = [code for code in codes if code is not None]
+        if len(ended) == len(children):
+            return max(map(_exit_code, ended))
+        time.sleep(_POLL_SECONDS)
+    end, members = _find_cause(children, watched, since)
+    failed = [child for child in children if child.process.returncode]
+    blamed = [child for child in failed if child.process_id == end.process_id]
+    code = _exit_code((blamed or failed)[0].process.returncode)
+    _stop(children)
+    print(describe_end(end, members.get(end.process_id)), file=sys.stderr, flush=True)
+    return code
+
+
+def _find_cause(
+    children: Sequence[_Child], watched: pathlib.Path, since: float
+) -> tuple[End, dict[int, Member]]:
+    """The end that explains the others, here or on another host."""
+    deadline = time.monotonic() + _CAUSE_SECONDS
+    while True:
+        members = roster.read_members(watched)
+        paths = [watched]
+        for member in members.values():
+            paths = [watched, pathlib.Path(member.directory) / "processes"]
+        for child in children:
+            if child.process.poll():
+                _note_end(child, paths, since)
+        ends = [end for path in paths for end in roster.read_ends(path, since)]
+        cause = min(ends, key=lambda end: (end.rank, end.at_seconds))
+        if cause.is_cause or time.monotonic() > deadline:
+            break
+        time.sleep(_POLL_SECONDS)
+    members = roster.read_members(paths[-1]) | members
+    silent = name_silent("".join(line for c in children for line in [*c.text]))
+    if not cause.is_cause and silent is not None:
+        cause = End(silent, 0, "went silent")
+    return cause, members
+
+
+def _note_end(child: _Child, paths: Sequence[pathlib.Path], since: float) -> None:
+    """Writes down how a child ended, unless it has told itself."""
+    told = {end.process_id for end in roster.read_ends(paths[0], since)}
+    if child.process_id in told:
+        return
+    code = child.process.returncode
+    if code < 0:
+        name = signal.Signals(-code).name
+        hint = ", as when memory runs out" if name == "SIGKILL" else ""
+        rank = 3 if name == "SIGABRT" else 0
+        end = End(child.process_id, rank, f"signal {-code}, {name}{hint}")
+    else:
+        end = End(child.process_id, 1, f"exit code {code}")
+    roster.write(end, paths)
+
+
+def _stop(children: Sequence[_Child]) -> None:
+    """Ends what still runs, gently first, and lets the last words come through."""
+    for child in children:
+        child.process.terminate()
+    deadline = time.monotonic() + _STOP_SECONDS
+    for child in children:
+        try:
+            child.process.wait(max(0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.process.kill()
+            child.process.wait()
+        for copier in child.copiers:
+            copier.join(timeout=1)
+
+
+def _exit_code(code: int) -> int:
+    return 128 - code if code < 0 else code
