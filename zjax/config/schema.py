@@ -81,7 +81,7 @@ class ParamGroup:
     learning_rate_scale: float = 1.0
     """Factor on the learning rate; 0 freezes the parameters, at no optimizer memory."""
     weight_decay: float = 0.0
-    """Weight decay of this group."""
+    """Weight decay of the matrices of this group."""
 
 
 @section
@@ -104,7 +104,7 @@ class Optimizer:
     """Second moment decay."""
     eps: float = 1e-8
     weight_decay: float = 0.1
-    """Decoupled decay of matrices; vectors and scalars are not decayed."""
+    """Decay of matrices, decoupled except under `adam`; vectors are not decayed."""
     clip_norm: float = 1.0
     """Global gradient norm limit; `inf` turns clipping off."""
     ema_decay: float = 0.0

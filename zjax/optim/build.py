@@ -4,7 +4,7 @@ Every rule is a direction, then weight decay of the matrices, then the learning 
 Clipping is not part of it: the step clips, and reports the norm before.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -25,8 +25,9 @@ def make_optimizer(
     Weight decay is decoupled (arXiv:1711.05101) and concerns matrices only; that of
     `adam` is added to the gradient. Muon gives embeddings, the output matrix and
     vectors to Adam with Nesterov momentum, whose updates are of like size
-    (arXiv:2502.16982), so that one learning rate serves both. LAMB keeps its ratio between 0.01 and 10. Adafactor
-    measures the size of a parameter over all layers stacked in one array.
+    (arXiv:2502.16982), so that one learning rate serves both. LAMB keeps its ratio
+    between 0.01 and 10. Adafactor measures the size of a parameter over all layers
+    stacked in one array.
 
     Args:
         config: Read for `num_steps` and `optimizer`.
@@ -60,7 +61,10 @@ def make_optimizer(
     default = _make_rule(settings, schedule, settings.weight_decay, names)
     if not settings.groups:
         return default
-    rules = {groups.DEFAULT: default, groups.FROZEN: optax.set_to_zero()}
+    rules: dict[Hashable, optax.GradientTransformation] = {
+        groups.DEFAULT: default,
+        groups.FROZEN: optax.set_to_zero(),
+    }
     for index, group in enumerate(settings.groups):
         if group.learning_rate_scale:
             scaled = _scaled(schedule, group.learning_rate_scale)
@@ -71,13 +75,13 @@ def make_optimizer(
     )
 
 
-def _scaled(schedule: Callable[..., Any], factor: float) -> optax.Schedule:
+def _scaled(schedule: Callable[..., Any], factor: float) -> Callable[..., Any]:
     return lambda step: factor * schedule(step)
 
 
 def _make_rule(
     settings: schema.Optimizer,
-    schedule: optax.Schedule,
+    schedule: Callable[..., Any],
     weight_decay: float,
     names: matrices.Names,
 ) -> optax.GradientTransformation:
