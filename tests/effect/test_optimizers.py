@@ -1,0 +1,98 @@
+"""Every optimizer of optax under every stage: the same steps, from a share of the state."""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from tests.support import models, optimizers, runs
+from zjax.errors import PlanError
+from zjax.sharding import memory
+
+N = 8
+
+
+def whole_leaves_bytes(rows):
+    """Bytes of the leaves that no device may hold a mere share of: small ones."""
+    return sum(
+        row.device_bytes for row in jax.tree.leaves(rows) if row.shape in ((), (1,))
+    )
+
+
+@pytest.fixture(autouse=True)
+def quick_compilation():
+    """Hundreds of small programs are compiled here, and none runs for long."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@functools.cache
+def losses_on_one_device(name):
+    run = runs.make_small_run(optimizers.OPTIMIZERS[name](), 0, num_devices=1)
+    return runs.train(run, 2)[0]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("name", optimizers.OPTIMIZERS)
+def test_every_stage_keeps_a_share_of_the_state(name, stage):
+    """Fails if the state of an optimizer is not found, or not split."""
+    make = optimizers.OPTIMIZERS[name]
+    full = memory.tree_bytes(runs.make_small_plan(make(), 0).opt_state)
+    rows = runs.make_small_plan(make(), stage).opt_state
+    split = [row for row in jax.tree.leaves(rows) if row.shape not in ((), (1,))]
+    integers = [row for row in split if not np.issubdtype(row.dtype, np.floating)]
+    whole = whole_leaves_bytes(rows) + sum(row.device_bytes for row in integers)
+    share = (full + memory.padding_bytes(rows)) / N
+    assert memory.tree_bytes(rows) <= whole + share
+
+
+STAGES = [
+    pytest.param(1, marks=pytest.mark.slow),
+    pytest.param(2, marks=pytest.mark.slow),
+    3,
+]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", optimizers.OPTIMIZERS)
+def test_every_stage_takes_the_steps_of_one_device(name, stage):
+    """Fails if an update is computed from a share as if it were the whole."""
+    run = runs.make_small_run(optimizers.OPTIMIZERS[name](), stage)
+    losses, _ = runs.train(run, 2)
+    np.testing.assert_allclose(losses, losses_on_one_device(name), rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", optimizers.REFUSED)
+def test_what_cannot_work_is_refused_by_name(name):
+    tx = optimizers.REFUSED[name][0]()
+    with pytest.raises(PlanError, match="cannot update from one mean gradient") as error:
+        runs.make_small_plan(tx, 2)
+    function = name.removeprefix("contrib.").partition("(")[0]
+    assert function.partition("_")[0] in str(error.value) or "chain" in str(error.value)
+
+
+def test_frozen_parameters_cost_no_optimizer_memory():
+    """Fails if a frozen parameter has moments, or moves."""
+    labels = {"up": "frozen", "down": "trained", "bias": "trained"}
+    tx = optax.multi_transform(
+        {"trained": optax.adam(1e-2), "frozen": optax.set_to_zero()}, labels
+    )
+    run = runs.make_small_run(tx, 2)
+    shapes = [row.shape for row in jax.tree.leaves(run.plan.opt_state)]
+    assert (models.WIDTH, models.HIDDEN) not in shapes
+    assert shapes.count((models.HIDDEN, models.WIDTH)) == 2
+    before = np.asarray(run.state.master["up"])
+    _, state = runs.train(run, 2)
+    np.testing.assert_array_equal(state.master["up"], before)
+
+
+def test_state_leaf_of_another_shape_takes_no_parameters_place():
+    """Fails if a factored moment is given the spec of its parameter."""
+    tx = optax.adafactor(1e-2, min_dim_size_to_factor=8)
+    rows = jax.tree.leaves(runs.make_small_plan(tx, 2).opt_state)
+    factored = {row.shape: tuple(row.spec) for row in rows if row.path.endswith("up")}
+    assert factored[models.WIDTH,] == ("data",)
+    assert factored[models.HIDDEN,] == ("data",)

@@ -1,0 +1,322 @@
+"""A whole run: loader, steps, evaluation, checkpoints and what is shown of them."""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+
+from zjax import data
+from zjax.checkpoint.store import Store
+from zjax.config.batch import resolve_batch
+from zjax.config.check import check_config
+from zjax.config.convert import to_mapping
+from zjax.config.load import load_config
+from zjax.config.schema import Config
+from zjax.data.loader import Loader
+from zjax.errors import CheckpointError, Problem
+from zjax.initialize import make_run
+from zjax.models.build import make_model
+from zjax.models.generate import generate
+from zjax.observe.monitor import Callback, Monitor
+from zjax.optim.build import make_optimizer
+from zjax.optim.precision import describe_precision
+from zjax.optim.schedules import make_schedule
+from zjax.sharding.describe import describe_plan
+from zjax.sharding.mesh import BATCH_AXES, mesh_sizes
+from zjax.train.state import TrainState, state_rows
+from zjax.typing import Model
+
+
+class Trainer:
+    """Trains a model as a config says, from its last checkpoint if there is one.
+
+    Args:
+        config: A Config, a mapping or the path of a config file.
+        model: A `zjax.Model` (`zjax.adapt` makes one); the built-in by default.
+        tx: Optax gradient transformation; that of the config by default.
+        batches: Training data: a dataset with columns, or an iterable of batches; that
+            of the config by default.
+        evaluation_batches: The same for evaluation; none if only `batches` is given.
+        callbacks: Called as `callback(step, values)` with the numbers of logged steps.
+
+    Raises:
+        ConfigError: Settings that cannot work.
+        PlanError: Arrays or an optimizer that cannot be placed.
+        DataError: Data that is missing or malformed.
+        CheckpointError: A checkpoint that cannot be read.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        model: Model | None = None,
+        tx: Any = None,
+        batches: Any = None,
+        evaluation_batches: Any = None,
+        callbacks: Sequence[Callback] = (),
+    ):
+        self.config = _resolved(load_config(config), own_model=model is not None)
+        self._batches, self._evaluation_batches = batches, evaluation_batches
+        self._is_language_model = model is None
+        self._callbacks = callbacks
+        folder = pathlib.Path(self.config.directory) / "checkpoints"
+        kept = self.config.checkpoint
+        self.store = Store(
+            str(folder), keep_last=kept.keep_last, keep_best=kept.keep_best
+        )
+        start = self._first_step()
+        model = make_model(self.config) if model is None else model
+        own = tx is None
+        self.run = make_run(
+            self.config,
+            model,
+            make_optimizer(self.config, model) if own else tx,
+            schedule=make_schedule(self.config) if own else None,
+            restore=self._restore(start) if start else None,
+        )
+        self.state: TrainState = self.run.state
+        self.loader = self._make_loader("train")
+        if start:
+            self.loader.set_state(self.store.extra(start)["data"])
+        self._best_loss: float | None = None
+
+    @property
+    def step(self) -> int:
+        """Steps taken."""
+        return int(self.state.step)
+
+    def fit(self) -> TrainState:
+        """Trains to `num_steps`, or until a signal asks to stop; saves either way.
+
+        Returns:
+            The last state.
+
+        Raises:
+            NonFiniteError: A step was not finite and the run is to stop at such.
+            CheckpointError: A checkpoint could not be written.
+            DataError: The data ended or is malformed.
+        """
+        config, step = self.config, self.step
+        monitor = Monitor(
+            config,
+            last_step=step,
+            num_skipped=int(self.state.num_skipped),
+            tokens_per_step=self._tokens_per_step(),
+            callbacks=self._callbacks,
+        )
+        with _stop_signals() as stopped, monitor, self.loader:
+            saved = step
+            while step < config.num_steps and not stopped(step):
+                batch = next(self.loader)
+                step += 1
+                with monitor.step(step, self.state, batch) as metrics:
+                    self.state, numbers = self.run.step(self.state, batch)
+                    metrics.append(numbers)
+                last = step == config.num_steps
+                if last or _is_due(step, config.evaluation.every_steps):
+                    with monitor.pause():
+                        monitor.tell(step, self.evaluate())
+                if last or _is_due(step, config.checkpoint.every_steps):
+                    with monitor.pause():
+                        self.save()
+                    saved = step
+            with monitor.pause():
+                if saved != step:
+                    self.save()
+                self.store.wait()
+        picture = monitor.save_plot()
+        self._say_end(step, picture)
+        return self.state
+
+    def evaluate(self) -> dict[str, float]:
+        """Averages loss and metrics over the evaluation batches.
+
+        Returns:
+            `eval_loss` and `eval_<metric>`; empty where there is no evaluation data.
+        """
+        if self._evaluation_batches is None and self._batches is not None:
+            return {}
+        totals: dict[str, float] = {}
+        with self._make_loader("validation") as batches:
+            given = [self.run.evaluate(self.state, batch) for batch in batches]
+        for metrics in jax.device_get(given):
+            weight = float(metrics.pop("weight"))
+            totals["weight"] = totals.get("weight", 0.0) + weight
+            for name, value in metrics.items():
+                totals[name] = totals.get(name, 0.0) + weight * float(value)
+        total = totals.pop("weight") or 1.0
+        values = {f"eval_{name}": value / total for name, value in totals.items()}
+        self._best_loss = values["eval_loss"]
+        return values
+
+    def save(self) -> None:
+        """Starts to write a checkpoint of everything, to be found by its step.
+
+        Raises:
+            CheckpointError: This one or the one before could not be written.
+        """
+        extra = {
+            "data": self.loader.state(),
+            "config": to_mapping(self.config),
+            "plan": describe_plan(self.run.plan),
+            "jax": jax.__version__,
+        }
+        loss, self._best_loss = self._best_loss, None
+        rows = state_rows(self.run.plan, self.config)
+        self.store.save(self.step, self.state, rows, extra=extra, loss=loss)
+
+    def generate(
+        self,
+        prompt: str,
+        *,
+        max_new_tokens: int = 200,
+        temperature: float = 0.8,
+        top_k: int = 40,
+        seed: int = 0,
+    ) -> str:
+        """Continues a text with the built-in decoder.
+
+        Args:
+            prompt: Text of one token or more.
+            max_new_tokens: Tokens to add, 1 or more.
+            temperature: 0 takes the most likely token.
+            top_k: Draws among the k most likely tokens; 0 among all.
+            seed: Of the draws.
+
+        Returns:
+            The prompt and its continuation.
+        """
+        tokenizer = data.make_tokenizer(self.config)
+        tokens = jax.numpy.asarray([tokenizer.encode(prompt)])
+        out = generate(
+            self.run.bind(self.state),
+            tokens,
+            max_new_tokens=max_new_tokens,
+            key=jax.random.key(seed),
+            temperature=temperature,
+            top_k=top_k,
+            end_id=tokenizer.end_id,
+        )
+        ids = jax.device_get(out)[0].tolist()
+        end = ids.index(tokenizer.end_id) if tokenizer.end_id in ids else len(ids)
+        return tokenizer.decode(ids[:end])
+
+    def describe(self) -> str:
+        """Says what will run: the plan, the dtypes, the batch and where it continues.
+
+        Returns:
+            Text of at most 100 columns.
+        """
+        sizes = resolve_batch(self.config, self.run.plan.num_batch_shares)
+        start = f"continues at step {self.step}" if self.step else "starts anew"
+        return "\n".join(
+            [
+                describe_plan(self.run.plan),
+                describe_precision(self.config),
+                f"batch: {sizes.global_batch_size} = {sizes.microbatch_size} per share "
+                f"x {self.run.plan.num_batch_shares} shares x "
+                f"{sizes.num_microbatches} microbatches; {start}, "
+                f"ends at {self.config.num_steps}",
+            ]
+        )
+
+    def _first_step(self) -> int:
+        resume = self.config.checkpoint.resume
+        latest = self.store.latest()
+        if resume == "required" and latest is None:
+            remedy = "give the directory of a run, or set checkpoint.resume=auto"
+            directory = str(self.store.directory)
+            problem = "holds no checkpoint to resume from"
+            raise CheckpointError(Problem("directory", directory, problem, remedy))
+        if resume == "never" and latest is not None:
+            remedy = "choose another directory, or set checkpoint.resume=auto"
+            directory = str(self.store.directory)
+            problem = f"holds a run at step {latest}"
+            raise CheckpointError(Problem("directory", directory, problem, remedy))
+        return latest or 0
+
+    def _restore(self, step: int) -> Callable[[TrainState], TrainState]:
+        return lambda rows: self.store.restore(rows, step)[0]
+
+    def _make_loader(self, split: str) -> Loader:
+        is_training = split == "train"
+        given = self._batches if is_training else self._evaluation_batches
+        number = None if is_training else self.config.evaluation.num_batches
+        shardings = self.run.plan.batch_sharding
+        if given is not None:
+            return data.wrap_batches(given, self.config, shardings, num_batches=number)
+        config = self.config
+        if not is_training:
+            readers = dataclasses.replace(config.data, num_workers=0)
+            config = dataclasses.replace(config, data=readers)
+        return data.make_loader(config, shardings, split=split, num_batches=number)
+
+    def _tokens_per_step(self) -> int:
+        if not self._is_language_model:
+            return 0
+        return self.config.global_batch_size * self.config.data.length
+
+    def _say_end(self, step: int, picture: pathlib.Path | None) -> None:
+        if jax.process_index():
+            return
+        done = step >= self.config.num_steps
+        print(f"{'done' if done else 'stopped'} at step {step}")
+        print(f"checkpoint: {self.store.directory / str(self.store.latest())}")
+        if picture is not None:
+            print(f"picture: {picture}")
+        if not done:
+            print("run the same command again to go on")
+
+
+def _resolved(config: Config, *, own_model: bool) -> Config:
+    """Checks a config and fills in the batch sizes that it leaves open."""
+    check_config(config, jax.device_count(), own_model=own_model)
+    sizes = mesh_sizes(config.mesh, jax.device_count())
+    shares = 1
+    for axis in BATCH_AXES:
+        shares *= sizes[axis]
+    batch = resolve_batch(config, shares)
+    return dataclasses.replace(config, **dataclasses.asdict(batch))
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[Callable[[int], bool]]:
+    """Turns SIGTERM and the first Ctrl-C into a question that the loop asks.
+
+    Processes of one run get the signal at different moments; they agree through JAX on
+    the step at which all of them stop. A second Ctrl-C ends the program at once.
+    """
+    caught: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        if caught and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        caught.append(number)
+        os.write(1, b"\nstopping after this step; saving a checkpoint\n")
+
+    def stopped(step: int) -> bool:
+        if jax.process_count() > 1:
+            return multihost_utils.reached_preemption_sync_point(step)
+        return bool(caught)
+
+    numbers = (signal.SIGINT,) if jax.process_count() > 1 else _SIGNALS
+    before = {number: signal.signal(number, note) for number in numbers}
+    try:
+        yield stopped
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
