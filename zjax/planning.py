@@ -55,15 +55,15 @@ def report_plan(config: Config, *, num_devices: int = 0, picture: str = "") -> s
 
     stages = [plan_for(stage) for stage in memory.STAGES]
     plan = stages[config.zero.stage]
-    per_param = memory.plan_bytes(stages[0]).optimizer / memory.num_params(plan)
     path = pathlib.Path(picture or pathlib.Path(config.directory) / "plan.png")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    plot.plot_memory_per_stage([memory.plan_bytes(p) for p in stages], path)
+    title = f"{memory.num_params(plan):,} parameters on {num_devices} devices"
+    totals = [memory.plan_bytes(each) for each in stages]
+    plot.plot_memory_per_stage(totals, path, title=title)
     parts = [
         describe.describe_plan(plan),
         f"bytes per device by ZeRO stage on {num_devices} devices"
         + ("" if here else " (estimate: the devices are not here)"),
-        describe.describe_stages(stages, round(per_param, 2)),
+        describe.describe_stages(stages),
     ]
     if here:
         step = make_step(model, tx, plan, config)

@@ -27,7 +27,7 @@ from zjax.observe.monitor import Callback, Monitor
 from zjax.optim.build import make_optimizer
 from zjax.optim.precision import describe_precision
 from zjax.optim.schedules import make_schedule
-from zjax.sharding.describe import describe_plan
+from zjax.sharding.describe import describe_plan, describe_plan_totals
 from zjax.sharding.mesh import BATCH_AXES, mesh_sizes
 from zjax.train.state import TrainState, state_rows
 from zjax.typing import Model
@@ -208,6 +208,15 @@ class Trainer:
         end = ids.index(tokenizer.end_id) if tokenizer.end_id in ids else len(ids)
         return tokenizer.decode(ids[:end])
 
+    def close(self) -> None:
+        """Waits for the last checkpoint and ends all threads.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        self.loader.close()
+        self.store.close()
+
     def describe(self) -> str:
         """Says what will run: the plan, the dtypes, the batch and where it continues.
 
@@ -218,7 +227,7 @@ class Trainer:
         start = f"continues at step {self.step}" if self.step else "starts anew"
         return "\n".join(
             [
-                describe_plan(self.run.plan),
+                describe_plan_totals(self.run.plan),
                 describe_precision(self.config),
                 f"batch: {sizes.global_batch_size} = {sizes.microbatch_size} per share "
                 f"x {self.run.plan.num_batch_shares} shares x "

@@ -3,6 +3,7 @@
 import collections
 import decimal
 import io
+import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from zjax.sharding import memory
-from zjax.sharding.placement import Row
+from zjax.sharding.placement import Row, dtype_bytes
 from zjax.sharding.plan import Plan
 
 WIDTH = 100
@@ -30,58 +31,86 @@ def describe_plan(plan: Plan) -> str:
     Returns:
         Text of at most 100 columns.
     """
+    rows = []
+    for role, leaves in _roles(plan):
+        rows += _role_rows(role, leaves)
+    columns = ("array", "", "shape", "dtype", "spec", "memory", "bytes/device")
+    table = render_table(columns, rows, right=(1, 6))
+    return f"{_title(plan)}\n{table}\n{describe_plan_totals(plan)}"
+
+
+def describe_plan_totals(plan: Plan) -> str:
+    """Adds up the arrays of each role of a plan.
+
+    Args:
+        plan: Placement of every array.
+
+    Returns:
+        A table of text: whole model, one device, and the part that is.
+    """
+    rows = []
+    for role, leaves in _roles(plan):
+        whole = sum(math.prod(row.shape) * dtype_bytes(row.dtype) for row in leaves)
+        here = sum(row.device_bytes for row in leaves)
+        share = f"1/{whole / here:.2f}" if here < whole else "whole"
+        memories = ", ".join(sorted({row.memory for row in leaves}))
+        cells = (role, str(len(leaves)), memories)
+        rows.append((*cells, format_bytes(whole), format_bytes(here), share))
+    columns = ("", "arrays", "memory", "whole model", "per device", "share")
+    table = render_table(columns, rows, right=(1, 3, 4, 5))
+    return f"{_title(plan)}, {memory.num_params(plan):,} parameters\n{table}"
+
+
+def _title(plan: Plan) -> str:
     mesh = ", ".join(f"{k}={n}" for k, n in plan.mesh.shape.items() if n > 1)
-    roles = {
-        "master": plan.master,
-        "optimizer": plan.opt_state,
-        "gradients": plan.grad_sum,
-        "compute": plan.compute,
+    return f"plan: ZeRO {plan.stage} on mesh ({mesh or 'one device'})"
+
+
+def _roles(plan: Plan) -> list[tuple[str, list[Row]]]:
+    trees = {
+        "master weights": plan.master,
+        "optimizer state": plan.opt_state,
+        "gradient sum": plan.grad_sum,
+        "parameters in use": plan.compute,
         "model state": plan.model_state,
     }
-    lines = [f"plan: ZeRO {plan.stage} on mesh ({mesh or 'one device'})"]
-    rows = []
-    for role, tree in roles.items():
-        leaves = jax.tree.leaves(tree)
-        if leaves:
-            rows += _role_rows(role, leaves)
-    columns = ("array", "", "shape", "dtype", "spec", "memory", "bytes/device")
-    lines.append(render_table(columns, rows, right=(1, 6)))
-    total = memory.plan_bytes(plan)
-    lines.append(
-        f"{memory.num_params(plan):,} parameters; per device: "
-        f"{format_bytes(total.parameters)} parameters, "
-        f"{format_bytes(total.gradients)} gradients, "
-        f"{format_bytes(total.optimizer)} master and optimizer"
-    )
-    return "\n".join(lines)
+    roles = [(role, jax.tree.leaves(tree)) for role, tree in trees.items()]
+    return [(role, leaves) for role, leaves in roles if leaves]
 
 
-def describe_stages(plans: Sequence[Plan], optimizer_bytes: int | float) -> str:
+def describe_stages(plans: Sequence[Plan]) -> str:
     """Sets bytes per device of a model under each ZeRO stage beside the closed form.
 
     Args:
-        plans: One plan per stage, of one model on one mesh.
-        optimizer_bytes: Bytes per parameter of master and optimizer state.
+        plans: One plan per stage from 0 on, of one model on one mesh.
 
     Returns:
-        A table of text.
+        A table of text; its last column is (p + g + K) bytes per parameter, divided as
+        the stage says.
     """
+    psi = memory.num_params(plans[0])
+    per_param = [part / psi for part in memory.plan_bytes(plans[0]).parts]
     rows = []
     for plan in plans:
-        shares = memory.num_zero_shares(plan)
         own = memory.plan_bytes(plan)
         formula = memory.zero_bytes(
-            memory.num_params(plan), shares, plan.stage, optimizer_bytes=optimizer_bytes
+            psi,
+            memory.num_zero_shares(plan),
+            plan.stage,
+            parameter_bytes=per_param[0],
+            gradient_bytes=per_param[1],
+            optimizer_bytes=per_param[2],
         )
-        parts = (own.parameters, own.gradients, own.optimizer, own.total, formula.total)
-        rows.append((str(plan.stage), *map(format_bytes, parts)))
+        numbers = (*own.parts, own.total, formula.total)
+        rows.append((str(plan.stage), *map(format_bytes, numbers)))
+    form = "+".join(f"{part:.3g}" for part in per_param)
     columns = (
         "ZeRO stage",
         "parameters",
         "gradients",
         "master, optimizer",
         "total",
-        f"(2+2+{optimizer_bytes:g})Psi form",
+        f"({form}) Psi",
     )
     return render_table(columns, rows, right=range(1, 6))
 

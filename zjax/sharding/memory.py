@@ -29,9 +29,14 @@ class StageBytes:
     optimizer: int | float
 
     @property
+    def parts(self) -> tuple[int | float, int | float, int | float]:
+        """All three in order."""
+        return self.parameters, self.gradients, self.optimizer
+
+    @property
     def total(self) -> int | float:
         """All three together."""
-        return self.parameters + self.gradients + self.optimizer
+        return sum(self.parts)
 
 
 def zero_bytes(
@@ -39,14 +44,18 @@ def zero_bytes(
     num_devices: int,
     stage: int,
     *,
-    optimizer_bytes: int | float = 12.0,
+    parameter_bytes: int | float = 2,
+    gradient_bytes: int | float = 2,
+    optimizer_bytes: int | float = 12,
 ) -> StageBytes:
-    """Model state per device by the closed form: (2 + 2 + K) bytes per parameter.
+    """Model state per device by the closed form, (2 + 2 + K) bytes per parameter.
 
     Args:
         num_params: Parameters of the model.
         num_devices: Devices that ZeRO splits over, 1 or more.
         stage: 0 to 3.
+        parameter_bytes: Of one parameter in use; 2 in half precision.
+        gradient_bytes: Of one gradient, or of its sum.
         optimizer_bytes: K; 12 for Adam with float32 master weights.
 
     Returns:
@@ -61,8 +70,8 @@ def zero_bytes(
     """
     n = num_devices
     return StageBytes(
-        parameters=2 * num_params / (n if stage >= 3 else 1),
-        gradients=2 * num_params / (n if stage >= 2 else 1),
+        parameters=parameter_bytes * num_params / (n if stage >= 3 else 1),
+        gradients=gradient_bytes * num_params / (n if stage >= 2 else 1),
         optimizer=optimizer_bytes * num_params / (n if stage >= 1 else 1),
     )
 

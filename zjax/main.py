@@ -1,0 +1,173 @@
+"""The `zjax` command: train, plan, generate, data prepare, export, report, launch."""
+
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+
+import jax
+from absl import app, flags
+
+from zjax import processes
+from zjax.checkpoint.export import export_safetensors
+from zjax.checkpoint.store import Store
+from zjax.config import flags as config_flags
+from zjax.config.describe import describe_settings
+from zjax.data.prepare import prepare
+from zjax.errors import ZjaxError
+from zjax.observe.report import describe_machine
+from zjax.planning import PAPER_DEVICES, report_plan
+from zjax.sharding.describe import describe_zero_table
+from zjax.trainer import Trainer
+
+USAGE = """zjax trains Flax models that do not fit on one device.
+
+  zjax train --config=configs/quickstart.py [--config.zero.stage=3 ...]
+  zjax plan --config=... [--num_devices=1024]     what a run would take
+  zjax plan --num_params=7.5e9                     the memory table of ZeRO
+  zjax generate --config=... --prompt="def "       text from the last checkpoint
+  zjax data prepare --input=FILE --output=DIR      text to token files
+  zjax export --config=... --output=FILE           weights as safetensors
+  zjax launch --num_processes=2 train --config=... several processes on this machine
+  zjax report                                      this machine, to paste
+  zjax config                                      every setting and its default
+"""
+
+
+def define_flags() -> None:
+    """Defines the flags of all commands; the settings of a run are `--config...`."""
+    config_flags.define_flags()
+    flags.DEFINE_integer("simulated_devices", 0, "CPU devices to simulate.")
+    flags.DEFINE_integer("num_devices", 0, "plan: devices to plan for, untouched.")
+    flags.DEFINE_float("num_params", 0.0, "plan: the table of ZeRO for such a model.")
+    flags.DEFINE_multi_string("input", [], "data: text, JSONL, Parquet; or a folder.")
+    flags.DEFINE_string("output", "", "data, export, plan: what to write.")
+    flags.DEFINE_string("tokenizer", "bytes", "data: bytes, bpe:SIZE or a .json file.")
+    flags.DEFINE_string("text_field", "text", "data: field or column with the text.")
+    flags.DEFINE_float("validation_fraction", 0.01, "data: part of the text held out.")
+    flags.DEFINE_string("dtype", "", "export: float32, bfloat16 or float16.")
+    flags.DEFINE_string("prompt", "def ", "generate: text to continue.")
+    flags.DEFINE_integer("max_new_tokens", 200, "generate: tokens to add.")
+    flags.DEFINE_float("temperature", 0.8, "generate: 0 takes the most likely token.")
+
+
+def train() -> None:
+    """Trains as the config says, alone or with the other processes of the run."""
+    config = config_flags.config_from_flags()
+    if processes.needs_parent(config.processes):
+        sys.exit(processes.supervise([sys.executable, *sys.orig_argv[1:]]))
+    info = processes.start(config.processes, config.directory)
+    trainer = Trainer(config)
+    if info.process_id == 0:
+        if info.num_processes > 1:
+            print(processes.describe_processes(info))
+        print(trainer.describe())
+        print(f"every array of the plan: zjax plan {' '.join(sys.argv[2:])}")
+    trainer.fit()
+    if config.model.kind == "decoder" and config.data.source != "synthetic":
+        text = trainer.generate(flags.FLAGS.prompt)
+        if info.process_id == 0:
+            print(f"sample:\n{text}")
+    trainer.close()
+    processes.finish(info)
+
+
+def plan() -> None:
+    """Says what a run would take."""
+    if flags.FLAGS.num_params:
+        print(describe_zero_table(flags.FLAGS.num_params, PAPER_DEVICES))
+        return
+    config = config_flags.config_from_flags()
+    devices, picture = flags.FLAGS.num_devices, flags.FLAGS.output
+    print(report_plan(config, num_devices=devices, picture=picture))
+
+
+def generate() -> None:
+    """Continues a text with the last checkpoint."""
+    trainer = Trainer(config_flags.config_from_flags())
+    text = trainer.generate(
+        flags.FLAGS.prompt,
+        max_new_tokens=flags.FLAGS.max_new_tokens,
+        temperature=flags.FLAGS.temperature,
+    )
+    print(text)
+
+
+def prepare_data() -> None:
+    """Turns text into token files."""
+    meta = prepare(
+        flags.FLAGS.input,
+        flags.FLAGS.output,
+        tokenizer=flags.FLAGS.tokenizer,
+        validation_fraction=flags.FLAGS.validation_fraction,
+        text_field=flags.FLAGS.text_field,
+    )
+    print(f"wrote {flags.FLAGS.output} with a vocabulary of {meta.vocab_size}")
+    print(
+        "train on it: zjax train --config.data.source=tokens "
+        f"--config.data.path={flags.FLAGS.output} "
+        f"--config.model.vocab_size={meta.vocab_size}"
+    )
+
+
+def export() -> None:
+    """Writes the weights of the last checkpoint as safetensors."""
+    config = config_flags.config_from_flags()
+    folder = pathlib.Path(config.directory)
+    output = flags.FLAGS.output or str(folder / "model.safetensors")
+    size = export_safetensors(
+        Store(str(folder / "checkpoints")), output, dtype=flags.FLAGS.dtype
+    )
+    print(f"wrote {output}, {size:,} bytes")
+
+
+def launch() -> None:
+    """Starts the rest of the command line as several processes."""
+    command = [sys.executable, "-m", "zjax.main"]
+    rest = [word for word in sys.argv[2:] if not word.startswith("--num_processes")]
+    sys.exit(processes.supervise([*command, *rest], _num_processes(sys.argv)))
+
+
+def _num_processes(argv: Sequence[str]) -> int:
+    given = [word for word in argv if word.startswith("--num_processes=")]
+    return int(given[-1].partition("=")[2]) if given else 2
+
+
+COMMANDS: dict[str, Callable[[], None]] = {
+    "train": train,
+    "plan": plan,
+    "generate": generate,
+    "data": prepare_data,
+    "export": export,
+    "report": lambda: print(describe_machine()),
+    "config": lambda: print(describe_settings(), end=""),
+}
+
+
+def run() -> None:
+    """Runs the command named first on the command line.
+
+    Mistakes of the user end it with status 2 and their remedy, without a traceback.
+    """
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name == "launch":
+        launch()
+    if name not in COMMANDS:
+        print(USAGE, end="")
+        sys.exit(0 if name in ("", "help", "--help") else 2)
+    define_flags()
+    app.run(lambda argv: _call(COMMANDS[name]))
+
+
+def _call(command: Callable[[], None]) -> None:
+    if flags.FLAGS.simulated_devices:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", flags.FLAGS.simulated_devices)
+    try:
+        command()
+    except ZjaxError as error:
+        print(f"zjax: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    run()
