@@ -4,14 +4,12 @@ from zjax.models.adapter import adapt
 from zjax.models.build import make_model, mean_loss
 from zjax.models.decoder import Decoder
 from zjax.models.encoder import Encoder
-from zjax.models.generate import generate
 from zjax.models.stack import make_stack
 
 __all__ = [
     "Decoder",
     "Encoder",
     "adapt",
-    "generate",
     "make_model",
     "make_stack",
     "mean_loss",

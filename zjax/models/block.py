@@ -16,7 +16,7 @@ from zjax.config import schema
 from zjax.models import layers
 from zjax.models.embedding import Context
 from zjax.ops import attention
-from zjax.parallel.remat import remat
+from zjax.parallel import remat
 
 
 class Block(nnx.Module):
@@ -191,7 +191,8 @@ def transform(
         def run(state, x, context, key):
             return nnx.merge(graph, state)(x, context, key)
 
-        return remat(run, config.remat, in_loop=in_loop)(state, x, context, key), None
+        kept = remat.recompute(run, config.remat, in_loop=in_loop)
+        return kept(state, x, context, key), None
 
     keys = _layer_keys(key, config.num_layers, config.layers_per_scan)
     stacked = config.layers_per_scan > 0

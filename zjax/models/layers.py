@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from zjax.config import schema
 from zjax.ops import norm, rotary
-from zjax.parallel.remat import name_attention, name_mlp
+from zjax.parallel import remat
 
 Dims = tuple[tuple[str | None, int], ...]
 """Logical name and size of each array dim."""
@@ -171,7 +171,7 @@ class Attention(nnx.Module):
         if rotation is not None:
             q, k = rotary.rotate(q, *rotation), rotary.rotate(k, *rotation)
         averages, kept = attend(q, k, v)
-        return self.out(name_attention(averages)), kept
+        return self.out(remat.name_attention(averages)), kept
 
 
 class FeedForward(nnx.Module):
@@ -197,7 +197,7 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x: Float[Array, "B L M"]) -> Float[Array, "B L M"]:
         """Transforms each token."""
-        up = name_mlp(self.up(x))
+        up = remat.name_mlp(self.up(x))
         if self.gate is None:
             return self.down(jax.nn.gelu(up, approximate=True))
-        return self.down(jax.nn.silu(name_mlp(self.gate(x))) * up)
+        return self.down(jax.nn.silu(remat.name_mlp(self.gate(x))) * up)

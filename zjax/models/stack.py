@@ -13,7 +13,7 @@ from flax import nnx
 from zjax.config import schema
 from zjax.models.decoder import Decoder
 from zjax.models.encoder import Encoder
-from zjax.parallel.remat import remat
+from zjax.parallel import remat
 from zjax.typing import Params, Segment, Stack
 
 SHARED = "embedding/tokens"
@@ -45,7 +45,7 @@ def make_stack(model: Decoder | Encoder) -> Stack:
         return nnx.merge(embedding, params["embedding"])(batch, key)
 
     def block(params, carry, context, key):
-        run = remat(run_block, config.remat, in_loop=False)
+        run = remat.recompute(run_block, config.remat, in_loop=False)
         return run(params, carry, context, key), jnp.zeros((), jnp.float32)
 
     def head(params, carry, batch):

@@ -53,7 +53,7 @@ def name_mlp(x: jax.Array) -> jax.Array:
     return checkpoint_name(x, MLP)
 
 
-def remat(
+def recompute(
     block: Callable[..., Any], policy: Policy, *, in_loop: bool
 ) -> Callable[..., Any]:
     """Wraps a block so that its backward pass keeps only what the policy names.
@@ -77,7 +77,7 @@ def remat(
         A function of the same values and gradients.
 
     Example:
-        >>> square = remat(lambda x: x * x, "full", in_loop=False)
+        >>> square = recompute(lambda x: x * x, "full", in_loop=False)
         >>> float(jax.grad(square)(3.0))
         6.0
     """

@@ -1,0 +1,52 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support import language
+from zjax.config import schema
+from zjax.models.build import make_model
+from zjax.models.heads import num_batch_shares
+from zjax.sharding import mesh as meshes
+
+CONFIGS = {"gpt": language.GPT, "llama": language.LLAMA, "bert": language.BERT}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_loss_is_a_mean_with_its_weight(config):
+    model = make_model(schema.Config(model=config))
+    params = language.params_of(language.make_language_model(config))
+    batch = language.make_text(config)
+    loss = model.loss(params, {}, batch, None)
+    sums = model.bind(params, {}).loss(batch)
+    np.testing.assert_allclose(loss.value, sums.loss_sum / sums.weight_sum)
+    assert float(loss.weight) == float(sums.weight_sum)
+    np.testing.assert_allclose(
+        loss.metrics["accuracy"], sums.correct_sum / sums.weight_sum
+    )
+
+
+def test_batch_without_a_token_that_counts_loses_nothing():
+    """Fails if the mean divides by zero: a NaN would stop the run."""
+    model = make_model(schema.Config(model=language.GPT))
+    params = language.params_of(language.make_language_model(language.GPT))
+    batch = language.make_text(language.GPT)
+    batch["weights"] = jnp.zeros_like(batch["weights"])
+    grads = jax.grad(lambda params: model.loss(params, {}, batch, None).value)(params)
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(grads))
+
+
+def test_parameters_know_their_logical_dims():
+    model = make_model(schema.Config(model=language.GPT))
+    params, _ = jax.eval_shape(model.init, jax.random.key(0))
+    logical = model.logical(params)
+    assert logical["blocks"]["0"]["mlp"]["up"]["kernel"] == ("embed", "mlp")
+    assert logical["embedding"]["tokens"] == ("vocab", "embed")
+
+
+@pytest.mark.parametrize(("batch_size", "expected"), [(16, 4), (6, 2), (1, 1)])
+def test_loss_is_cut_by_the_batch_axes_of_the_mesh_in_use(batch_size, expected):
+    mesh = meshes.make_mesh(schema.Mesh(tensor=2))
+    with jax.set_mesh(mesh):
+        assert num_batch_shares(batch_size) == expected
+    assert num_batch_shares(batch_size) == 1

@@ -1,0 +1,182 @@
+import dataclasses
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support import language
+from zjax.errors import ConfigError
+from zjax.models import generate
+from zjax.models.sampling import sample_tokens
+
+NUM_NEW = 5
+FORMS = {
+    "gpt": language.GPT,
+    "llama": language.LLAMA,
+    "loop": dataclasses.replace(language.LLAMA, layers_per_scan=1),
+}
+MODELS = pytest.mark.parametrize("config", FORMS.values(), ids=FORMS)
+
+
+@MODELS
+def test_cached_scores_equal_those_of_the_whole_sequence(config):
+    model = language.make_language_model(config)
+    batch = language.make_text(config)
+    tokens, starts = batch["tokens"], jnp.zeros(language.ROWS, jnp.int32)
+
+    @jax.jit
+    def start(tokens):
+        return generate.prefill(model, tokens, starts, room=NUM_NEW, padded=False)
+
+    @jax.jit
+    def step(tokens, column, caches):
+        return generate.decode(model, tokens, starts, column, caches)
+
+    found, caches = start(tokens[:, :3])
+    scores = [found]
+    for column in range(3, language.LENGTH):
+        found, caches = step(tokens[:, column], jnp.int32(column), caches)
+        scores.append(found)
+    whole = language.logits_of(model, batch)[:, 2:]
+    np.testing.assert_allclose(np.stack(scores, 1), whole, rtol=1e-4, atol=1e-4)
+
+
+@MODELS
+def test_greedy_continuation_is_the_most_likely_one(config):
+    model = language.make_language_model(config)
+    prompt = language.make_text(config, length=3)["tokens"]
+    found = generate.generate(model, prompt, max_new_tokens=NUM_NEW)
+    np.testing.assert_array_equal(found[:, :3], prompt)
+    most_likely = np.argmax(language.logits_of(model, {"tokens": found}), -1)
+    np.testing.assert_array_equal(found[:, 3:], most_likely[:, 2:-1])
+    assert len(set(np.asarray(found).ravel().tolist())) > 4
+
+
+@pytest.mark.parametrize("config", [language.GPT, language.LLAMA], ids=["gpt", "llama"])
+def test_prompts_of_different_lengths_continue_as_alone(config):
+    """Fails if padding is seen, or counted as positions."""
+    model = language.make_language_model(config)
+    tokens = language.make_text(config, length=4)["tokens"]
+    lengths = jnp.array([4, 2], jnp.int32)
+    found = generate.generate(model, tokens, lengths=lengths, max_new_tokens=NUM_NEW)
+    for row, length in enumerate(lengths):
+        alone = generate.generate(
+            model, tokens[row : row + 1, 4 - length :], max_new_tokens=NUM_NEW
+        )
+        np.testing.assert_array_equal(found[row, 4:], alone[0, length:])
+
+
+def test_rows_end_at_the_end_id():
+    model = language.make_language_model(language.GPT)
+    prompt = language.make_text(language.GPT, length=3)["tokens"]
+    free = np.asarray(generate.generate(model, prompt, max_new_tokens=NUM_NEW))
+    end_id = int(free[0, 4])
+    found = generate.generate(model, prompt, max_new_tokens=NUM_NEW, end_id=end_id)
+    expected = free.copy()
+    for row in expected:
+        stops = np.flatnonzero(row[3:] == end_id)
+        if stops.size:
+            row[3 + stops[0] :] = end_id
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_draws_depend_on_key_and_row_alone():
+    model = language.make_language_model(language.GPT)
+    prompt = language.make_text(language.GPT, rows=8, length=3)["tokens"]
+
+    def draw(prompt, seed):
+        return generate.generate(
+            model,
+            prompt,
+            max_new_tokens=NUM_NEW,
+            key=jax.random.key(seed),
+            temperature=1.5,
+            top_k=20,
+            top_p=0.95,
+        )
+
+    mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("data")
+    split = jax.device_put(prompt, jax.sharding.NamedSharding(mesh, spec))
+    first = draw(prompt, 0)
+    np.testing.assert_array_equal(first, draw(split, 0))
+    np.testing.assert_array_equal(first[:4], draw(prompt[:4], 0))
+    assert not np.array_equal(first, draw(prompt, 1))
+
+
+def test_nothing_compiles_per_token_or_per_call(caplog):
+    model = language.make_language_model(language.GPT)
+    prompt = language.make_text(language.GPT, length=4)["tokens"]
+    generate.generate(model, prompt, max_new_tokens=2)
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        generate.generate(
+            language.make_language_model(language.GPT), prompt, max_new_tokens=2
+        )
+    compiled = [r.getMessage() for r in caplog.records if "_generate" in r.getMessage()]
+    assert not [text for text in compiled if text.startswith("Compiling")]
+
+
+LIKELIHOODS = np.array([0.4, 0.3, 0.2, 0.1])
+
+
+@pytest.mark.parametrize(
+    ("trim", "expected"),
+    [
+        pytest.param({}, LIKELIHOODS, id="all"),
+        pytest.param({"top_k": 2}, [4 / 7, 3 / 7, 0, 0], id="two-most-likely"),
+        pytest.param({"top_p": 0.6}, [4 / 7, 3 / 7, 0, 0], id="six-tenths"),
+        pytest.param({"top_p": 0.3}, [1, 0, 0, 0], id="at-least-one"),
+        pytest.param(
+            {"temperature": 0.5},
+            LIKELIHOODS**2 / np.sum(LIKELIHOODS**2),
+            id="colder",
+        ),
+    ],
+)
+def test_draws_follow_the_trimmed_likelihoods(trim, expected):
+    num_rows = 4000
+    logits = jnp.broadcast_to(jnp.log(jnp.array(LIKELIHOODS))[None], (num_rows, 4))
+    settings = {"temperature": 1.0} | trim
+    drawn = sample_tokens(logits, jax.random.key(0), **settings)
+    found = np.bincount(drawn, minlength=4) / num_rows
+    np.testing.assert_allclose(found, expected, atol=0.03)
+    assert not found[np.asarray(expected) == 0].any()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"max_new_tokens": 0},
+            "max_new_tokens=0 is below 1; ask for 1 or more",
+        ),
+        (
+            {"max_new_tokens": 14},
+            "max_new_tokens=14 leaves model.max_length=16 after 3; "
+            "ask for 13 or fewer, or shorten the prompt",
+        ),
+        (
+            {"temperature": -1.0},
+            "temperature=-1.0 is negative; use 0 for the most likely token, or above 0",
+        ),
+        (
+            {"temperature": 1.0},
+            "key=None is missing and temperature=1.0 draws tokens; "
+            "pass jax.random.key(0)",
+        ),
+        (
+            {"top_k": 30, "top_p": 0.0},
+            "top_k=30 is not between 0 and model.vocab_size=29; use 0 for all\n"
+            "top_p=0.0 is not above 0 and up to 1; use 1 for all",
+        ),
+    ],
+    ids=str,
+)
+def test_settings_out_of_range_are_refused(given, message):
+    model = language.make_language_model(language.GPT)
+    prompt = jnp.zeros((1, 3), jnp.int32)
+    with pytest.raises(ConfigError) as error:
+        generate.generate(model, prompt, **({"max_new_tokens": 1} | given))
+    assert str(error.value) == message

@@ -1,0 +1,75 @@
+import jax
+import jax.numpy as jnp
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+from zjax.parallel import remat
+
+WIDTH, HIDDEN, TOKENS = 8, 32, 16
+WEIGHTS = {"project": (WIDTH, WIDTH), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
+
+
+def block(weights, x):
+    q = x @ weights["project"]
+    averages = remat.name_attention(jax.nn.softmax(q @ q.T) @ q)
+    x = x + jnp.tanh(averages)
+    return x + jnp.tanh(remat.name_mlp(x @ weights["up"])) @ weights["down"]
+
+
+def kept_shapes(policy):
+    """Arrays between forward and backward pass, besides the block's inputs."""
+    weights = {name: jnp.ones(shape) for name, shape in WEIGHTS.items()}
+    wrapped = remat.recompute(block, policy, in_loop=False)
+    x = jnp.ones((TOKENS, WIDTH))
+    backward = jax.eval_shape(lambda w, x: jax.vjp(wrapped, w, x)[1], weights, x)
+    shapes = sorted(leaf.shape for leaf in jax.tree.leaves(backward))
+    for shape in (*WEIGHTS.values(), x.shape):
+        shapes.remove(shape)
+    return shapes
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        pytest.param("full", [], id="full-keeps-nothing"),
+        pytest.param(
+            "attention_and_mlp",
+            [(TOKENS, WIDTH), (TOKENS, HIDDEN)],
+            id="named-values-only",
+        ),
+    ],
+)
+def test_policy_keeps_what_it_names(policy, expected):
+    """Fails if a policy is ignored or taken for another."""
+    assert kept_shapes(policy) == expected
+
+
+def test_dots_keep_less_than_everything():
+    def num_kept(policy):
+        return sum(rows * columns for rows, columns in kept_shapes(policy))
+
+    assert num_kept("full") < num_kept("dots") < num_kept("none")
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "dots", "attention_and_mlp"])
+@pytest.mark.parametrize("in_loop", [False, True])
+def test_value_and_gradient_are_those_of_the_block(policy, in_loop):
+    weights = {
+        name: jax.random.normal(jax.random.key(number), shape)
+        for number, (name, shape) in enumerate(WEIGHTS.items())
+    }
+    x = jax.random.normal(jax.random.key(9), (TOKENS, WIDTH))
+    wrapped = remat.recompute(block, policy, in_loop=in_loop)
+    found, expected = (
+        jax.jit(jax.value_and_grad(lambda w, f=f: f(w, x).sum()))(weights)
+        for f in (wrapped, block)
+    )
+    assert jax.tree.all(
+        jax.tree.map(lambda a, b: jnp.allclose(a, b, rtol=1e-4), found, expected)
+    )
+
+
+def test_softmax_sums_of_cudnn_are_kept():
+    """Fails if the kernel is renamed: attention would run twice unnoticed."""
+    kernel = cudnn._dot_product_attention_fwd_p_wrapper
+    assert remat._POLICIES["attention_and_mlp"](kernel)

@@ -1,0 +1,96 @@
+"""Small language models with weights large enough to matter, and batches for them."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from zjax.config import schema
+from zjax.models.decoder import Decoder
+from zjax.models.encoder import Encoder
+
+ROWS, LENGTH = 2, 8
+GPT = schema.Model(
+    num_layers=2,
+    embed_size=16,
+    mlp_size=24,
+    num_heads=4,
+    num_kv_heads=4,
+    vocab_size=29,
+    max_length=16,
+    loss_chunk_tokens=6,
+)
+LLAMA = dataclasses.replace(
+    GPT,
+    num_kv_heads=2,
+    norm="rms_norm",
+    positions="rotary",
+    activation="swiglu",
+    use_bias=False,
+    tied_head=False,
+)
+BERT = dataclasses.replace(GPT, kind="encoder", norm_eps=1e-12)
+
+
+def make_language_model(config, **options):
+    """Weights of deviation 0.3, so that every layer and bias changes the outcome."""
+    kind = {"decoder": Decoder, "encoder": Encoder}[config.kind]
+    model = nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0), **options))
+    graph, state = nnx.split(model)
+    rng = np.random.default_rng(1)
+
+    def fill(path, leaf):
+        mean = "scale" in jax.tree_util.keystr(path)
+        return jnp.array(mean + 0.3 * rng.normal(size=leaf.shape), jnp.float32)
+
+    return nnx.merge(graph, jax.tree_util.tree_map_with_path(fill, state))
+
+
+def loss_of(model, batch, key=None):
+    """The sums of `model.loss`, compiled."""
+    graph, state = nnx.split(model)
+    return _loss(state, batch, key, graph)
+
+
+def logits_of(model, batch):
+    """The scores of a model, compiled."""
+    graph, state = nnx.split(model)
+    return _logits(state, batch, graph)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _loss(state, batch, key, graph):
+    return nnx.merge(graph, state).loss(batch, key)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _logits(state, batch, graph):
+    model = nnx.merge(graph, state)
+    if isinstance(model, Encoder):
+        return model.logits(batch)
+    return model(batch["tokens"])
+
+
+def params_of(model):
+    """Nested dicts in the paths of the adapter."""
+    tree = {}
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        node = tree
+        for name in path[:-1]:
+            node = node.setdefault(str(name), {})
+        node[path[-1]] = variable[...]
+    return tree
+
+
+def make_text(config, rows=ROWS, length=LENGTH):
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, config.vocab_size, size=(rows, length + 1))
+    weights = rng.choice([0.0, 0.5, 1.0], size=(rows, length))
+    return {
+        "tokens": jnp.array(tokens[:, :-1], jnp.int32),
+        "targets": jnp.array(tokens[:, 1:], jnp.int32),
+        "weights": jnp.array(weights, jnp.float32),
+    }
