@@ -258,8 +258,7 @@ def test_an_end_before_the_process_wrote_itself_down():
     )
 
 
-def test_a_run_that_cannot_be_joined(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+def test_a_run_that_cannot_be_joined(tmp_path):
     jax.devices()
     settings = schema.Processes(coordinator="a:1", num_processes=2, process_id=1)
     with pytest.raises(ProcessError) as error:

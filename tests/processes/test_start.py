@@ -102,6 +102,9 @@ OBITUARY = (
             "kill", "signal 9, SIGKILL, as when memory runs out", 137, id="kill"
         ),
         pytest.param("fail", "ValueError: no more tokens", 134, id="exception"),
+        pytest.param(
+            "refuse", "DataError: data.path='x' is gone; look", 134, id="refusal"
+        ),
         pytest.param("freeze", "went silent", 134, id="freeze", marks=pytest.mark.slow),
     ],
 )

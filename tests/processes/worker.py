@@ -16,6 +16,7 @@ from tests.checkpoint import states
 from zjax import processes
 from zjax.checkpoint.store import Store
 from zjax.config import schema
+from zjax.errors import DataError, Problem
 
 HEARTBEAT_SECONDS = 3
 
@@ -94,6 +95,16 @@ def fail(info, directory):
     """Process 1 fails while process 0 waits for it."""
     if info.process_id == 1:
         raise ValueError("no more tokens\nin this test")
+    signal.pause()
+
+
+def refuse(info, directory):
+    """Process 1 ends as the command line does for a mistake of the user."""
+    if info.process_id == 1:
+        processes.record_failure(
+            DataError(Problem("data.path", "x", "is gone", "look"))
+        )
+        sys.exit(2)
     signal.pause()
 
 

@@ -1,6 +1,12 @@
 """Many processes as one run: how they meet, which devices are whose, and who died."""
 
-from zjax.processes.start import ProcessInfo, describe_processes, finish, start
+from zjax.processes.start import (
+    ProcessInfo,
+    describe_processes,
+    finish,
+    record_failure,
+    start,
+)
 from zjax.processes.supervise import needs_parent, supervise
 
 __all__ = [
@@ -8,6 +14,7 @@ __all__ = [
     "describe_processes",
     "finish",
     "needs_parent",
+    "record_failure",
     "start",
     "supervise",
 ]

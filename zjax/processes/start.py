@@ -72,7 +72,7 @@ def start(settings: schema.Processes, directory: str) -> ProcessInfo:
     roster.write(member, paths)
     if roster.ROSTER_VARIABLE in os.environ:
         _die_with_parent()
-    _record_failures(cluster.process_id, paths)
+        _report_failures()
     _initialize(cluster, own, settings.heartbeat_seconds)
     _check_used(len(own))
     members = roster.read_members(paths[0])
@@ -112,6 +112,27 @@ def describe_processes(info: ProcessInfo) -> str:
     lines = [f"{p:>{widths[0]}}  {h:<{widths[1]}}  {d}" for p, h, d in rows]
     found = "one process" if info.num_processes == 1 else f"by {info.cluster}"
     return "\n".join([f"processes, {found}:", *lines])
+
+
+def record_failure(error: BaseException) -> None:
+    """Tells the parent why this process is about to end; exceptions do so themselves.
+
+    The runtime lets a process that leaves wait for the others and then aborts them all,
+    so that the exit codes alone do not say who began. Without a parent nothing happens.
+
+    Args:
+        error: The reason.
+    """
+    watched = os.environ.get(roster.ROSTER_VARIABLE)
+    if watched is None or isinstance(error, KeyboardInterrupt):
+        return
+    # A lost connection is what survivors see of another's death.
+    rank = 2 if isinstance(error, jax.errors.JaxRuntimeError) else 1
+    first = (str(error).splitlines() or [""])[0]
+    for member in roster.read_members(pathlib.Path(watched)).values():
+        if member.pid == os.getpid():
+            end = End(member.process_id, rank, f"{type(error).__name__}: {first}")
+            roster.write(end, roster.places(member.directory))
 
 
 def check_members(
@@ -214,23 +235,19 @@ def _initialize(cluster: Cluster, own: Sequence[int], heartbeat_seconds: int) ->
         ) from error
 
 
-def _record_failures(process_id: int, paths: Sequence[pathlib.Path]) -> None:
+def _report_failures() -> None:
     """Leaves a note of an exception that ends this process."""
     report = sys.excepthook
 
-    def record(
+    def record_and_report(
         kind: type[BaseException],
         error: BaseException,
         trace: types.TracebackType | None,
     ) -> None:
-        if not issubclass(kind, KeyboardInterrupt):
-            # A lost connection is what survivors see of another's death.
-            rank = 2 if issubclass(kind, jax.errors.JaxRuntimeError) else 1
-            first = (str(error).splitlines() or [""])[0]
-            roster.write(End(process_id, rank, f"{kind.__name__}: {first}"), paths)
+        record_failure(error)
         report(kind, error, trace)
 
-    sys.excepthook = record
+    sys.excepthook = record_and_report
 
 
 def _die_with_parent() -> None:
