@@ -2,33 +2,18 @@
 
 import threading
 
-import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from tests.support.gates import start_gated
 from zjax.observe import LateMetrics
-
-PATIENCE_SECONDS = 10
 
 
 def test_pushing_a_step_does_not_wait_for_it():
     """Fails if `push` reads the newest step: it would wait until the gate gives up."""
     gate = threading.Event()
-
-    def wait(x):
-        return np.float32(x if gate.wait(PATIENCE_SECONDS) else np.nan)
-
-    @jax.jit
-    def gated(x):
-        scalar = jax.ShapeDtypeStruct((), jnp.float32)
-        return jax.pure_callback(wait, scalar, x.sum())
-
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    x = jax.device_put(np.ones(8), NamedSharding(mesh, PartitionSpec("data")))
     late = LateMetrics()
     late.push(1, {"loss": jnp.float32(2.5)})
-    newest = gated(x)
+    newest = start_gated(gate, patience_seconds=10)
     assert late.push(2, {"loss": newest}) == (1, {"loss": 2.5})
     assert not newest.is_ready()
     gate.set()

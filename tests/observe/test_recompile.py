@@ -25,6 +25,7 @@ def test_only_steps_that_compile_are_reported():
         first = watched(report, 1, double, zeros(8, 128))
         again = watched(report, 2, double, zeros(8, 128))
         other = watched(report, 3, double, zeros(8, 64))
+        last = watched(report, 4, double, zeros(8, 32))
     assert first.line == f"compiled the first step in {first.seconds:.1f} s"
     assert (again.seconds, again.line) == (0.0, "")
     assert other.seconds > 0
@@ -32,6 +33,14 @@ def test_only_steps_that_compile_are_reported():
         f"step 3 compiles again ({other.seconds:.1f} s): "
         "tokens was int32[8,128], now int32[8,64]"
     )
+    assert last.line.endswith("tokens was int32[8,64], now int32[8,32]")
+
+
+def test_tracing_is_not_compiling():
+    with CompileReport() as report:
+        assert (
+            watched(report, 1, jax.jit(lambda batch: batch).lower, zeros(6)).line == ""
+        )
 
 
 def test_a_batch_that_did_not_change_is_not_blamed():

@@ -11,7 +11,7 @@ from zjax.observe import describe_machine
 @pytest.fixture
 def table(monkeypatch):
     """Rows of the report by their first word or words."""
-    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1 --xla_b=[data]")
+    monkeypatch.setenv("JAX_NOTE", "--a=1 --b=[data]")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("UNRELATED_TOKEN", "secret")
     return describe_machine()
@@ -34,7 +34,7 @@ def row(table, name):
         ("attention auto", "xla (cudnn needs an NVIDIA GPU and this is cpu)"),
         ("attention cudnn", "cannot run: it needs an NVIDIA GPU and this is cpu"),
         ("attention xla", "runs here"),
-        ("XLA_FLAGS", "--xla_a=1 --xla_b=[data]"),
+        ("JAX_NOTE", "--a=1 --b=[data]"),
         ("NCCL_DEBUG", "INFO"),
     ],
 )

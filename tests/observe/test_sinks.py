@@ -17,13 +17,13 @@ from zjax.observe import Progress, make_sinks, read_history
 from zjax.observe.sinks import HISTORY
 
 
-def open_sink(name, directory, last_step=-1):
+def open_sink(name, directory, last_step=0):
     config = load_config({"observe": {"sinks": (name,)}})
     (sink,) = make_sinks(config, directory, last_step=last_step)
     return sink
 
 
-def write(name, directory, rows, last_step=-1):
+def write(name, directory, rows, last_step=0):
     sink = open_sink(name, directory, last_step)
     for step, values in rows:
         sink.write(step, values)

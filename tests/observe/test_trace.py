@@ -2,11 +2,13 @@
 
 import gzip
 import json
+import threading
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.support.gates import start_gated
 from zjax.config import schema
 from zjax.observe import Trace
 
@@ -72,3 +74,16 @@ def test_an_error_inside_the_window_ends_the_trace(tmp_path):
             with trace.step(0, ()):
                 raise OSError
         assert files(tmp_path / name)
+
+
+@pytest.mark.parametrize("edge", [1, 2], ids=["start", "end"])
+def test_earlier_work_ends_before_an_edge_of_the_window(edge, tmp_path):
+    """Fails if the recording starts or ends in the middle of a step."""
+    observe = schema.Observe(profile_start_step=1, profile_num_steps=1)
+    with Trace(observe, tmp_path) as trace:
+        for step in range(edge):
+            trace.step(step, ())
+        pending = start_gated(threading.Event(), patience_seconds=0.3)
+        assert not pending.is_ready()
+        trace.step(edge, pending)
+        assert pending.is_ready()

@@ -34,7 +34,7 @@ class Sink(Protocol):
 
 
 def make_sinks(
-    config: Config, directory: str | os.PathLike[str], *, last_step: int = -1
+    config: Config, directory: str | os.PathLike[str], *, last_step: int = 0
 ) -> tuple[Sink, ...]:
     """Opens the sinks of a run.
 
@@ -42,7 +42,7 @@ def make_sinks(
         config: The run; `observe.sinks` names the sinks.
         directory: Directory of the run; made if it is missing.
         last_step: Last step of the run that is continued: what the files hold of later
-            steps is dropped. -1 starts new files.
+            steps is dropped. 0 starts anew.
 
     Returns:
         The sinks, in the order named; none in processes other than the first.
@@ -71,11 +71,13 @@ class JsonLines:
 
     Args:
         path: The file.
-        last_step: Lines of later steps, and a line cut short, are dropped first.
+        last_step: Lines of later steps, and a line cut short, are dropped first; 0
+            drops all.
     """
 
-    def __init__(self, path: pathlib.Path, *, last_step: int = -1) -> None:
-        kept = [row for row in read_history(path) if row["step"] <= last_step]
+    def __init__(self, path: pathlib.Path, *, last_step: int = 0) -> None:
+        rows = read_history(path) if last_step else []
+        kept = [row for row in rows if row["step"] <= last_step]
         _replace(path, "".join(map(_json_line, kept)))
         self._file = path.open("a", encoding="utf-8")
 
@@ -115,12 +117,13 @@ class Csv:
 
     Args:
         path: The file.
-        last_step: Rows of later steps are dropped first.
+        last_step: Rows of later steps are dropped first; 0 drops all.
     """
 
-    def __init__(self, path: pathlib.Path, *, last_step: int = -1) -> None:
+    def __init__(self, path: pathlib.Path, *, last_step: int = 0) -> None:
         self._path = path
-        kept = [row for row in _read_csv(path) if int(row["step"]) <= last_step]
+        rows = _read_csv(path) if last_step else []
+        kept = [row for row in rows if int(row["step"]) <= last_step]
         self._columns = list(kept[0]) if kept else ["step"]
         self._rewrite(kept)
 
@@ -153,11 +156,11 @@ class TensorBoard:
 
     Args:
         directory: Where the event files go.
-        last_step: Later steps of earlier files are hidden.
+        last_step: Later steps of earlier files are hidden; 0 hides all.
     """
 
-    def __init__(self, directory: pathlib.Path, *, last_step: int = -1) -> None:
-        first = last_step + 1
+    def __init__(self, directory: pathlib.Path, *, last_step: int = 0) -> None:
+        first = last_step + 1 if last_step else 0
         self._writer = tensorboardX.SummaryWriter(
             str(directory), purge_step=first, flush_secs=10, filename_suffix=f".{first}"
         )
@@ -178,14 +181,14 @@ class WeightsAndBiases:
     Args:
         config: Settings shown beside the run.
         directory: Directory of the run; its name is the run's name.
-        last_step: -1 starts a new run; otherwise the run of this directory goes on.
+        last_step: 0 starts a new run; otherwise the run of this directory goes on.
 
     Raises:
         ConfigError: If `wandb` is not installed.
     """
 
     def __init__(
-        self, config: Config, directory: pathlib.Path, *, last_step: int = -1
+        self, config: Config, directory: pathlib.Path, *, last_step: int = 0
     ) -> None:
         try:
             import wandb  # pyright: ignore[reportMissingImports]
@@ -199,7 +202,7 @@ class WeightsAndBiases:
                 )
             ) from None
         identity = directory / "wandb_id.txt"
-        if last_step < 0 or not identity.exists():
+        if not last_step or not identity.exists():
             identity.write_text(uuid.uuid4().hex)
         self._run = wandb.init(
             project="zjax",
