@@ -263,7 +263,9 @@ def initialize(
     sizes = {leaf.shape[0] for leaf in jax.tree.leaves(batch) if len(leaf.shape)}
     config = dataclasses.replace(config, global_batch_size=max(sizes, default=1))
     own_model = not isinstance(model, Model)
-    check_config(config, len(devices), own_model=own_model)
+    check_config(
+        config, len(devices), own_model=own_model, own_optimizer=tx is not None
+    )
     if own_model:
         model = adapter.adapt(model, loss_fn, batch)
     if tx is None:
@@ -302,6 +304,7 @@ def make_run(
     mesh = meshes.make_mesh(config.mesh, devices)
     plan = plans.make_plan(config, mesh, model, tx)
     memory.check_memory(plan, device_capacity_bytes(mesh))
+
     def fresh() -> TrainState:
         start = config.checkpoint.init_from
         master = weights.load_safetensors(start, plan.master) if start else None

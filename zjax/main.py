@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import jax
-from absl import app, flags
+from absl import app, flags, logging
 
 from zjax import processes
 from zjax.checkpoint.export import export_safetensors
@@ -32,6 +32,9 @@ USAGE = """zjax trains Flax models that do not fit on one device.
   zjax config                                      every setting and its default
 """
 
+SAMPLE_TOKENS = 100
+"""Length of the text shown at the end of a run."""
+
 
 def define_flags() -> None:
     """Defines the flags of all commands; the settings of a run are `--config...`."""
@@ -46,7 +49,7 @@ def define_flags() -> None:
     flags.DEFINE_float("validation_fraction", 0.01, "data: part of the text held out.")
     flags.DEFINE_string("dtype", "", "export: float32, bfloat16 or float16.")
     flags.DEFINE_string("prompt", "def ", "generate: text to continue.")
-    flags.DEFINE_integer("max_new_tokens", 200, "generate: tokens to add.")
+    flags.DEFINE_integer("max_new_tokens", 0, "generate: tokens to add; 0 fills up.")
     flags.DEFINE_float("temperature", 0.8, "generate: 0 takes the most likely token.")
 
 
@@ -64,7 +67,7 @@ def train() -> None:
         print(f"every array of the plan: zjax plan {' '.join(sys.argv[2:])}")
     trainer.fit()
     if config.model.kind == "decoder" and config.data.source != "synthetic":
-        text = trainer.generate(flags.FLAGS.prompt)
+        text = trainer.generate(flags.FLAGS.prompt, max_new_tokens=SAMPLE_TOKENS)
         if info.process_id == 0:
             print(f"sample:\n{text}")
     trainer.close()
@@ -155,6 +158,7 @@ def run() -> None:
         print(USAGE, end="")
         sys.exit(0 if name in ("", "help", "--help") else 2)
     define_flags()
+    flags.FLAGS.set_default("verbosity", logging.WARNING)
     app.run(lambda argv: _call(COMMANDS[name]))
 
 

@@ -62,7 +62,14 @@ class Trainer:
         evaluation_batches: Any = None,
         callbacks: Sequence[Callback] = (),
     ):
-        self.config = _resolved(load_config(config), own_model=model is not None)
+        config = load_config(config)
+        check_config(
+            config,
+            jax.device_count(),
+            own_model=model is not None,
+            own_optimizer=tx is not None,
+        )
+        self.config = _resolved(config)
         self._batches, self._evaluation_batches = batches, evaluation_batches
         self._is_language_model = model is None
         self._callbacks = callbacks
@@ -176,7 +183,7 @@ class Trainer:
         self,
         prompt: str,
         *,
-        max_new_tokens: int = 200,
+        max_new_tokens: int = 0,
         temperature: float = 0.8,
         top_k: int = 40,
         seed: int = 0,
@@ -185,7 +192,7 @@ class Trainer:
 
         Args:
             prompt: Text of one token or more.
-            max_new_tokens: Tokens to add, 1 or more.
+            max_new_tokens: Tokens to add; 0 fills the model's length.
             temperature: 0 takes the most likely token.
             top_k: Draws among the k most likely tokens; 0 among all.
             seed: Of the draws.
@@ -195,10 +202,11 @@ class Trainer:
         """
         tokenizer = data.make_tokenizer(self.config)
         tokens = jax.numpy.asarray([tokenizer.encode(prompt)])
+        room = self.config.model.max_length - tokens.shape[1]
         out = generate(
             self.run.bind(self.state),
             tokens,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=max_new_tokens or room,
             key=jax.random.key(seed),
             temperature=temperature,
             top_k=top_k,
@@ -284,9 +292,8 @@ class Trainer:
             print("run the same command again to go on")
 
 
-def _resolved(config: Config, *, own_model: bool) -> Config:
-    """Checks a config and fills in the batch sizes that it leaves open."""
-    check_config(config, jax.device_count(), own_model=own_model)
+def _resolved(config: Config) -> Config:
+    """Fills in the batch sizes that a config leaves open."""
     sizes = mesh_sizes(config.mesh, jax.device_count())
     shares = 1
     for axis in BATCH_AXES:

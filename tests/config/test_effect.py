@@ -5,6 +5,7 @@ import pytest
 from tests.support.refusals import case, refusal
 from zjax import config as zconfig
 from zjax.config import effect, schema
+from zjax.errors import ConfigError
 
 EFFECT = [
     case(
@@ -19,6 +20,19 @@ EFFECT = [
         "precision.compute_dtype='float32'; leave it at 'compute', or set "
         "precision.compute_dtype to 'bfloat16' or 'float16'",
         id="reduce-dtype-in-float32",
+    ),
+    case(
+        "zero.stage=3;precision.reduce_dtype=float32",
+        "precision.reduce_dtype='float32' cannot reduce gradients of split parameters "
+        "(zero.stage=3); use 'compute', or zero.stage=2",
+        id="reduce-dtype-at-stage-3",
+    ),
+    case(
+        "num_microbatches=2;precision.grad_sum_dtype=bfloat16;"
+        "precision.reduce_dtype=float32",
+        "precision.reduce_dtype='float32' is wider than "
+        "precision.grad_sum_dtype='bfloat16'; make both 'float32'",
+        id="reduce-dtype-wider-than-the-sum",
     ),
     case(
         "precision.loss_scale.window=5;precision.loss_scale.hysteresis=1",
@@ -87,3 +101,14 @@ def test_every_need_names_settings_and_choices_of_the_schema():
         for choice in need.choices:
             zconfig.load_config({}, {need.other: choice})
         assert need.setting in zconfig.describe_config(config)
+
+
+def test_settings_of_an_optimizer_that_is_not_used_are_refused():
+    config = schema.Config(optimizer=schema.Optimizer(b1=0.8, clip_norm=2.0))
+    zconfig.check_config(config, 8)
+    with pytest.raises(ConfigError) as error:
+        zconfig.check_config(config, 8, own_optimizer=True)
+    assert str(error.value) == (
+        "optimizer.b1=0.8 has no effect on the optimizer that was given; leave it at "
+        "0.9, or give no optimizer"
+    )

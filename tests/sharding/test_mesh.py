@@ -4,7 +4,7 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
-from zjax.config import schema
+from zjax.config import check, schema
 from zjax.errors import ConfigError
 from zjax.sharding import mesh
 
@@ -31,3 +31,8 @@ def test_mesh_that_does_not_fill_the_devices_is_refused():
 
 def test_abstract_mesh_needs_no_devices():
     assert mesh.abstract_mesh(schema.Mesh(tensor=8), 1024).shape["data"] == 128
+
+
+def test_config_is_checked_against_the_same_axes():
+    assert check.AXES == mesh.AXES
+    assert check.BATCH_AXES == mesh.BATCH_AXES

@@ -18,7 +18,11 @@ Rule = Callable[[schema.Config, int], Iterator[Problem]]
 
 
 def check_config(
-    config: schema.Config, num_devices: int, *, own_model: bool = False
+    config: schema.Config,
+    num_devices: int,
+    *,
+    own_model: bool = False,
+    own_optimizer: bool = False,
 ) -> None:
     """Refuses settings that are out of range, contradict each other or have no effect.
 
@@ -27,6 +31,8 @@ def check_config(
         num_devices: Devices of the run, over all processes; 1 or more.
         own_model: The caller brings the model and its data, so that `config.model` and
             `config.data` say nothing of them.
+        own_optimizer: The caller brings the optimizer; of `config.optimizer` only
+            clipping and averaging are read.
 
     Raises:
         ConfigError: All problems, in the order of the settings.
@@ -38,7 +44,10 @@ def check_config(
     """
     problems = list(ranges.range_problems(config))
     broken = tuple(problem.field for problem in problems)
-    for parts, rule in _RULES if own_model else _RULES + _MODEL_RULES:
+    rules = _RULES if own_model else _RULES + _MODEL_RULES
+    if own_optimizer:
+        rules += ((("optimizer",), effect.own_optimizer_problems),)
+    for parts, rule in rules:
         # A rule may divide by what it reads, so that its settings must be in range.
         if not any(field.startswith(parts) for field in broken):
             problems += rule(config, num_devices)

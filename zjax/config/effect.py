@@ -67,8 +67,43 @@ def effect_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
             one_of = " or ".join(map(repr, choices))
             remedy = f"leave it at {default!r}, or set {other} to {one_of}"
             yield Problem(setting, value, problem, remedy)
+    yield from _reduction(config)
     yield from _profile(config)
     yield from _processes(config)
+
+
+def own_optimizer_problems(
+    config: schema.Config, num_devices: int
+) -> Iterator[Problem]:
+    """Finds settings of the optimizer where the caller brings another.
+
+    Args:
+        config: Settings of the right types.
+        num_devices: Unused; rules share one form.
+
+    Yields:
+        One problem per setting.
+    """
+    for field in dataclasses.fields(schema.Optimizer):
+        value, default = _both(config, f"optimizer.{field.name}")
+        if value != default and field.name not in ("clip_norm", "ema_decay"):
+            problem = "has no effect on the optimizer that was given"
+            remedy = f"leave it at {default!r}, or give no optimizer"
+            yield Problem(f"optimizer.{field.name}", value, problem, remedy)
+
+
+def _reduction(config: schema.Config) -> Iterator[Problem]:
+    precision = config.precision
+    if precision.reduce_dtype == "compute":
+        return
+    if config.zero.stage == 3:
+        problem = "cannot reduce gradients of split parameters (zero.stage=3)"
+        remedy = "use 'compute', or zero.stage=2"
+        yield Problem("precision.reduce_dtype", "float32", problem, remedy)
+    if precision.grad_sum_dtype != "float32":
+        problem = f"is wider than precision.grad_sum_dtype={precision.grad_sum_dtype!r}"
+        remedy = "make both 'float32'"
+        yield Problem("precision.reduce_dtype", "float32", problem, remedy)
 
 
 def _profile(config: schema.Config) -> Iterator[Problem]:

@@ -10,6 +10,7 @@ import optax
 from zjax.config.schema import Config
 from zjax.optim import clip, loss_scale
 from zjax.optim.ema import update_ema
+from zjax.optim.groups import trained_params
 from zjax.sharding.placement import pad_tree, place_tree, unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.train.state import TrainState
@@ -51,6 +52,7 @@ def make_update(
     """
     tx = optax.with_extra_args_support(tx)
     limit = config.optimizer.clip_norm
+    trained = trained_params(plan.master, config.optimizer.groups)
 
     def update(
         state: TrainState,
@@ -65,8 +67,10 @@ def make_update(
             grads,
             plan.master,
         )
-        finite = loss_scale.all_finite(grads) & jnp.isfinite(loss.value)
+        grads = jax.tree.map(lambda g, t: g if t else jnp.zeros_like(g), grads, trained)
         norm = clip.global_norm(grads)
+        finite = loss_scale.all_finite(grads) & jnp.isfinite(loss.value)
+        finite &= jnp.isfinite(norm)
         grads = clip.clip_by_norm(grads, norm, limit)
         master = unpad_tree(state.master, plan.master)
         updates, opt_state = tx.update(
