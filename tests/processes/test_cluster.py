@@ -253,8 +253,8 @@ def test_reads_whom_the_runtime_missed(text, expected):
 
 def test_an_end_before_the_process_wrote_itself_down():
     assert describe_end(End(1, 1, "exit code 2"), None) == (
-        "process=1 ended (exit code 2); there is no checkpoint yet: run the same "
-        "command again to resume"
+        "process=1 ended (exit code 2); there is no checkpoint yet: mend the cause and "
+        "start again"
     )
 
 

@@ -102,17 +102,14 @@ def describe_end(end: End, member: Member | None) -> str:
     Returns:
         One line.
     """
-    if member is None:
-        who, step = "", None
-    else:
+    who, remedy = "", "there is no checkpoint yet: mend the cause and start again"
+    if member is not None:
         who = f"on host {member.host} (pid {member.pid}) "
         step = roster.last_checkpoint(member.directory)
-    kept = (
-        "there is no checkpoint yet"
-        if member is None or step is None
-        else f"the last checkpoint is step {step} in {member.directory}/checkpoints"
-    )
-    remedy = f"{kept}: run the same command again to resume"
+        if step is not None:
+            place = f"{member.directory}/checkpoints"
+            kept = f"the last checkpoint is step {step} in {place}"
+            remedy = f"{kept}: run the same command again to resume"
     return str(Problem("process", end.process_id, f"{who}ended ({end.reason})", remedy))
 
 
