@@ -63,7 +63,8 @@ class Stack:
     split: Callable[[Params], tuple[Params, tuple[tuple[Params, ...], ...], Params]]
     """Model parameters -> (embed's, each segment's per-block trees, head's)."""
     join: Callable[[Params, tuple[tuple[Params, ...], ...], Params], Params]
-    """The inverse of `split`; works on gradients too (shared leaves are summed)."""
+    """The transpose of `split`, for gradients: its inverse, but for shared leaves, of
+    which it returns the sum."""
     shared: tuple[str, ...] = ()
     """Paths of leaves that both embed and head use, such as tied embeddings."""
 

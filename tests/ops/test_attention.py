@@ -1,5 +1,6 @@
 import logging
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ CAUSAL = reference.causal(ROWS, LENGTH)
 SAME = SEGMENTS[:, :, None] == SEGMENTS[:, None, :]
 EVERY = np.ones_like(CAUSAL)
 EYE = np.eye(LENGTH, dtype=bool)[None]
+
+attend = jax.jit(attention.dot_product_attention, static_argnames="causal")
 
 H100 = {
     "platform": "cuda",
@@ -57,15 +60,13 @@ def test_attention_equals_the_reference(num_kv_heads, given, visible):
     heads = make_heads(num_kv_heads)
     given = {name: jnp.array(value) for name, value in given.items()}
     given["causal"] = bool(given["causal"])
-    found = attention.dot_product_attention(*map(jnp.array, heads), **given)
+    found = attend(*map(jnp.array, heads), **given)
     np.testing.assert_allclose(found, reference.attend(*heads, visible), atol=1e-5)
 
 
 def test_padding_after_the_lengths_is_not_seen():
     heads = make_heads(4)
-    found = attention.dot_product_attention(
-        *map(jnp.array, heads), causal=False, lengths=jnp.array(LENGTHS)
-    )
+    found = attend(*map(jnp.array, heads), causal=False, lengths=jnp.array(LENGTHS))
     visible = np.broadcast_to(np.arange(LENGTH) < LENGTHS[:, None, None], EVERY.shape)
     expected = reference.attend(*heads, visible)
     for row, length in enumerate(LENGTHS):
@@ -77,9 +78,7 @@ def test_padding_after_the_lengths_is_not_seen():
 def test_cache_is_longer_than_the_queries():
     heads = make_heads(2, num_queries=1)
     mask = MASK[:, :1] | EYE[:, :1]
-    found = attention.dot_product_attention(
-        *map(jnp.array, heads), causal=False, mask=jnp.array(mask)
-    )
+    found = attend(*map(jnp.array, heads), causal=False, mask=jnp.array(mask))
     np.testing.assert_allclose(found, reference.attend(*heads, mask), atol=1e-5)
 
 

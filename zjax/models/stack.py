@@ -30,8 +30,8 @@ def make_stack(model: Decoder | Encoder) -> Stack:
         model: Decoder or encoder without pooling; abstract values suffice.
 
     Returns:
-        Functions of parameters. `join` sums the two gradients of a tied table, so it
-        is the inverse of `split` once the head's copy of the table is zero.
+        Functions of parameters. `join` sums the two gradients of a tied table; to join
+        parameters, zero the head's copy of the table first.
     """
     config = model.config
     embedding, _ = nnx.split(model.embedding)
