@@ -1,1 +1,69 @@
-"""zjax."""
+"""zjax: train Flax models that do not fit on one device.
+
+Start at `zjax.initialize`, which turns a model, an optimizer and a loss into a run, or at
+`zjax.Trainer`, which trains from a config file.
+"""
+
+from zjax.config import Config, check_config, load_config
+from zjax.data import make_loader, make_tokenizer, wrap_batches
+from zjax.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ModelError,
+    NonFiniteError,
+    PlanError,
+    ProcessError,
+    ZjaxError,
+)
+from zjax.initialize import Run, Step, initialize, make_run, make_step
+from zjax.models.adapter import adapt
+from zjax.models.build import make_model
+from zjax.models.generate import generate
+from zjax.optim.build import make_optimizer
+from zjax.optim.schedules import make_schedule
+from zjax.sharding import Plan, abstract_mesh, make_mesh, make_plan
+from zjax.sharding.describe import describe_plan, describe_plan_totals
+from zjax.train import TrainState, init_state
+from zjax.trainer import Trainer
+from zjax.typing import Loss, Model, Segment, Stack
+
+__all__ = [
+    "CheckpointError",
+    "Config",
+    "ConfigError",
+    "DataError",
+    "Loss",
+    "Model",
+    "ModelError",
+    "NonFiniteError",
+    "Plan",
+    "PlanError",
+    "ProcessError",
+    "Run",
+    "Segment",
+    "Stack",
+    "Step",
+    "TrainState",
+    "Trainer",
+    "ZjaxError",
+    "abstract_mesh",
+    "adapt",
+    "check_config",
+    "describe_plan",
+    "describe_plan_totals",
+    "generate",
+    "init_state",
+    "initialize",
+    "load_config",
+    "make_loader",
+    "make_mesh",
+    "make_model",
+    "make_optimizer",
+    "make_plan",
+    "make_run",
+    "make_schedule",
+    "make_step",
+    "make_tokenizer",
+    "wrap_batches",
+]

@@ -1,1 +1,1 @@
-"""Differences between JAX versions, found by probing. The only file that knows of them."""
+"""Differences between JAX versions, found by probing; the only file that knows them."""

@@ -169,6 +169,7 @@ def _call(command: Callable[[], None]) -> None:
     try:
         command()
     except ZjaxError as error:
+        processes.record_failure(error)
         print(f"zjax: {error}", file=sys.stderr)
         sys.exit(2)
 

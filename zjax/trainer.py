@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import os
 import pathlib
 import signal
@@ -44,6 +45,7 @@ class Trainer:
             of the config by default.
         evaluation_batches: The same for evaluation; none if only `batches` is given.
         callbacks: Called as `callback(step, values)` with the numbers of logged steps.
+        devices: Devices to use; all of them by default.
 
     Raises:
         ConfigError: Settings that cannot work.
@@ -61,15 +63,17 @@ class Trainer:
         batches: Any = None,
         evaluation_batches: Any = None,
         callbacks: Sequence[Callback] = (),
+        devices: Sequence[jax.Device] | None = None,
     ):
+        devices = jax.devices() if devices is None else devices
         config = load_config(config)
         check_config(
             config,
-            jax.device_count(),
+            len(devices),
             own_model=model is not None,
             own_optimizer=tx is not None,
         )
-        self.config = _resolved(config)
+        self.config = _resolved(config, len(devices))
         self._batches, self._evaluation_batches = batches, evaluation_batches
         self._is_language_model = model is None
         self._callbacks = callbacks
@@ -86,6 +90,7 @@ class Trainer:
             model,
             make_optimizer(self.config, model) if own else tx,
             schedule=make_schedule(self.config) if own else None,
+            devices=devices,
             restore=self._restore(start) if start else None,
         )
         self.state: TrainState = self.run.state
@@ -116,6 +121,7 @@ class Trainer:
             last_step=step,
             num_skipped=int(self.state.num_skipped),
             tokens_per_step=self._tokens_per_step(),
+            num_devices=self.run.mesh.size,
             callbacks=self._callbacks,
         )
         with _stop_signals() as stopped, monitor, self.loader:
@@ -292,13 +298,10 @@ class Trainer:
             print("run the same command again to go on")
 
 
-def _resolved(config: Config) -> Config:
+def _resolved(config: Config, num_devices: int) -> Config:
     """Fills in the batch sizes that a config leaves open."""
-    sizes = mesh_sizes(config.mesh, jax.device_count())
-    shares = 1
-    for axis in BATCH_AXES:
-        shares *= sizes[axis]
-    batch = resolve_batch(config, shares)
+    sizes = mesh_sizes(config.mesh, num_devices)
+    batch = resolve_batch(config, math.prod(sizes[axis] for axis in BATCH_AXES))
     return dataclasses.replace(config, **dataclasses.asdict(batch))
 
 

@@ -3,6 +3,7 @@
 Each rule is a small function that yields problems; all of them are reported at once.
 """
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ from zjax.errors import ConfigError, Problem
 AXES = ("pipeline", "replica", "data", "expert", "sequence", "tensor")
 BUILT_AXES = ("replica", "data", "tensor")
 BATCH_AXES = ("replica", "data", "expert")
+
+_UNUSED_OPTIMIZER = schema.Optimizer(num_warmup_steps=0)
 
 Rule = Callable[[schema.Config, int], Iterator[Problem]]
 
@@ -43,11 +46,11 @@ def check_config(
         zjax.errors.ConfigError: mesh.tensor=3 does not divide 4 devices; use 1, 2 or 4
     """
     problems = list(ranges.range_problems(config))
-    broken = tuple(problem.field for problem in problems)
-    rules = _RULES if own_model else _RULES + _MODEL_RULES
     if own_optimizer:
-        rules += ((("optimizer",), effect.own_optimizer_problems),)
-    for parts, rule in rules:
+        problems += effect.own_optimizer_problems(config)
+        config = dataclasses.replace(config, optimizer=_UNUSED_OPTIMIZER)
+    broken = tuple(problem.field for problem in problems)
+    for parts, rule in _RULES if own_model else _RULES + _MODEL_RULES:
         # A rule may divide by what it reads, so that its settings must be in range.
         if not any(field.startswith(parts) for field in broken):
             problems += rule(config, num_devices)

@@ -72,14 +72,11 @@ def effect_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
     yield from _processes(config)
 
 
-def own_optimizer_problems(
-    config: schema.Config, num_devices: int
-) -> Iterator[Problem]:
+def own_optimizer_problems(config: schema.Config) -> Iterator[Problem]:
     """Finds settings of the optimizer where the caller brings another.
 
     Args:
         config: Settings of the right types.
-        num_devices: Unused; rules share one form.
 
     Yields:
         One problem per setting.

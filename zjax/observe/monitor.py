@@ -31,6 +31,7 @@ class Monitor:
         num_skipped: Steps of those that were skipped.
         tokens_per_step: Tokens of a global batch; 0 for a model that has none, whose
             speed is then given as seconds per step alone.
+        num_devices: Devices that share the work.
         callbacks: Called after the sinks.
     """
 
@@ -41,6 +42,7 @@ class Monitor:
         last_step: int,
         num_skipped: int,
         tokens_per_step: int,
+        num_devices: int,
         callbacks: Sequence[Callback] = (),
     ):
         self._config = config
@@ -51,7 +53,7 @@ class Monitor:
         self._sinks = make_sinks(config, config.directory, last_step=last_step)
         self._trace = Trace(config.observe, config.directory)
         self._compiles = CompileReport()
-        self._throughput = _make_throughput(config, tokens_per_step)
+        self._throughput = _make_throughput(config, tokens_per_step, num_devices)
 
     def __enter__(self) -> "Monitor":
         return self
@@ -160,8 +162,9 @@ class Monitor:
             )
 
 
-def _make_throughput(config: Config, tokens_per_step: int) -> Throughput:
-    num_devices = jax.device_count()
+def _make_throughput(
+    config: Config, tokens_per_step: int, num_devices: int
+) -> Throughput:
     if not tokens_per_step:
         return Throughput(num_devices, None, (0.0, 0.0))
     kind = jax.devices()[0].device_kind

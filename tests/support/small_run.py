@@ -1,0 +1,69 @@
+"""A language model small enough to train in a test, from Python or as a program.
+
+As a program, on 8 simulated devices:
+`python -m tests.support.small_run DIRECTORY NUM_STEPS [setting=value ...]`
+"""
+
+import json
+import pathlib
+import sys
+
+import jax
+import numpy as np
+
+from zjax.config import load_config
+from zjax.trainer import Trainer
+
+SETTINGS = {
+    "num_steps": 8,
+    "global_batch_size": 16,
+    "zero": {"stage": 2, "min_shard_elements": 64},
+    "precision": {"compute_dtype": "float32"},
+    "optimizer": {"num_warmup_steps": 2, "peak_learning_rate": 1e-2},
+    "model": {
+        "num_layers": 1,
+        "embed_size": 16,
+        "mlp_size": 32,
+        "num_heads": 2,
+        "num_kv_heads": 2,
+        "vocab_size": 61,
+        "max_length": 16,
+        "dropout_rate": 0.1,
+    },
+    "data": {"source": "synthetic", "length": 16},
+    "evaluation": {"every_steps": 0, "num_batches": 1},
+    "checkpoint": {"every_steps": 0},
+    "observe": {"sinks": ("jsonl",), "log_every_steps": 1, "plot": False},
+}
+
+
+def make_config(directory, *overrides):
+    return load_config(SETTINGS, {"directory": str(directory)}, *overrides)
+
+
+def make_trainer(directory, *overrides, num_devices=8, **given):
+    config = make_config(directory, *overrides)
+    return Trainer(config, devices=jax.devices()[:num_devices], **given)
+
+
+def fit(directory, *overrides, **given):
+    trainer = make_trainer(directory, *overrides, **given)
+    trainer.fit()
+    trainer.close()
+    return trainer
+
+
+def losses(directory):
+    """The training loss of each step, as the run wrote it."""
+    lines = (pathlib.Path(directory) / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+def arrays(trainer):
+    return jax.tree.map(np.asarray, trainer.state.master)
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 8)
+    fit(sys.argv[1], f"num_steps={sys.argv[2]}", *sys.argv[3:])

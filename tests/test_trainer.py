@@ -1,0 +1,300 @@
+"""A run from its first step to its last, and what interrupts it."""
+
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zjax
+from tests.support import models, small_run
+from zjax.checkpoint.export import export_safetensors
+from zjax.errors import CheckpointError, DataError, NonFiniteError
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def start_program(directory, num_steps, *overrides):
+    command = [sys.executable, "-m", "tests.support.small_run", str(directory)]
+    return subprocess.Popen(
+        [*command, str(num_steps), *overrides],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(program):
+    out, err = program.communicate(timeout=300)
+    assert program.returncode == 0, err
+    return out
+
+
+def wait_for_step(directory, step, program):
+    """Waits until a run has told of a step."""
+    path = pathlib.Path(directory) / "metrics.jsonl"
+    while program.poll() is None:
+        if path.exists() and f'"step": {step},' in path.read_text():
+            return
+        time.sleep(0.005)
+    raise AssertionError(program.communicate()[1])
+
+
+def assert_same_run(trainer, other):
+    """Bit for bit the same state."""
+    same = jax.tree.map(
+        lambda a, b: np.array_equal(np.asarray(a), np.asarray(b)),
+        trainer.state,
+        other.state,
+    )
+    assert all(jax.tree.leaves(same))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Eight steps without interruption."""
+    return small_run.fit(tmp_path_factory.mktemp("whole"))
+
+
+def test_run_leaves_numbers_checkpoint_and_picture(tmp_path):
+    told = []
+    trainer = small_run.fit(
+        tmp_path,
+        "evaluation.every_steps=4",
+        "observe.plot=True",
+        "checkpoint.keep_best=1",
+        callbacks=[lambda step, values: told.append((step, dict(values)))],
+    )
+    assert [step for step, values in told if "loss" in values] == list(range(1, 9))
+    assert [step for step, values in told if "eval_loss" in values] == [4, 8]
+    assert told[0][1]["consumed_tokens"] == 16 * 16
+    assert (tmp_path / "training.png").stat().st_size > 10_000
+    assert trainer.store.steps() == (8,)
+    assert trainer.store.best() == 8
+    extra = trainer.store.extra()
+    assert extra["config"]["zero"]["stage"] == 2
+    assert extra["data"]["step"] == 8
+    assert extra["plan"].startswith("plan: ZeRO 2 on mesh (data=8)")
+
+
+def test_loss_falls_on_text_that_can_be_learnt(tmp_path):
+    trainer = small_run.fit(tmp_path, "num_steps=60", "model.dropout_rate=0")
+    losses = small_run.losses(tmp_path)
+    assert losses[60] < losses[1] - 0.5
+    assert trainer.evaluate()["eval_loss"] < losses[1] - 0.5
+
+
+def test_resumed_run_is_bit_for_bit_the_uninterrupted_one(tmp_path, whole):
+    """Fails if resuming forgets the data position, the key, the schedule or moments."""
+    small_run.fit(tmp_path, "num_steps=3", "optimizer.schedule=constant")
+    constant = small_run.fit(tmp_path / "straight", "optimizer.schedule=constant")
+    resumed = small_run.fit(tmp_path, "optimizer.schedule=constant")
+    assert_same_run(resumed, constant)
+    straight = small_run.losses(tmp_path / "straight")
+    assert small_run.losses(tmp_path) == straight
+    assert straight != small_run.losses(whole.config.directory)
+
+
+def kill_and_resume(tmp_path, whole, num_kills, seed):
+    """Kills a run that saves every second step at random moments, then lets it end."""
+    moments = random.Random(seed)
+    for _ in range(num_kills):
+        program = start_program(tmp_path, 8, "checkpoint.every_steps=2")
+        try:
+            wait_for_step(tmp_path, moments.randint(2, 6), program)
+        except AssertionError:
+            break  # it was resumed behind that step and came to its end
+        time.sleep(moments.random() * 0.2)
+        program.send_signal(signal.SIGKILL)
+        program.communicate()
+    resumed = small_run.fit(tmp_path, "checkpoint.every_steps=2")
+    assert_same_run(resumed, whole)
+    assert small_run.losses(tmp_path) == small_run.losses(whole.config.directory)
+
+
+def test_run_killed_three_times_ends_bit_for_bit_the_same(tmp_path, whole):
+    kill_and_resume(tmp_path, whole, num_kills=3, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 8))
+def test_run_killed_over_and_over_ends_bit_for_bit_the_same(tmp_path, whole, seed):
+    kill_and_resume(tmp_path, whole, num_kills=3, seed=seed)
+
+
+def test_other_devices_meshes_and_stages_continue_the_same_curve(tmp_path, whole):
+    """8 devices, ZeRO 2; then 4, ZeRO 1; then 2, ZeRO 3, each from the last's state."""
+    schedule = "num_steps=8"
+    for steps, devices, stage in ((3, 8, 2), (6, 4, 1), (8, 2, 3)):
+        trainer = small_run.make_trainer(
+            tmp_path, schedule, f"zero.stage={stage}", num_devices=devices
+        )
+        stop_after(trainer, steps)
+        trainer.fit()
+        trainer.close()
+    expected = small_run.losses(whole.config.directory)
+    continued = small_run.losses(tmp_path)
+    assert continued.keys() == expected.keys()
+    np.testing.assert_allclose(
+        list(continued.values()), list(expected.values()), rtol=1e-5
+    )
+
+
+def stop_after(trainer, num_steps):
+    """Ends a run early by the signal that a scheduler would send."""
+    take = trainer.run.step
+
+    def step(state, batch):
+        result = take(state, batch)
+        if int(result[0].step) == num_steps < trainer.config.num_steps:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return result
+
+    object.__setattr__(trainer, "run", Stepping(trainer.run, step))
+
+
+class Stepping:
+    """A run with another step."""
+
+    def __init__(self, run, step):
+        self._run, self.step = run, step
+
+    def __getattr__(self, name):
+        return getattr(self._run, name)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_stops_with_a_checkpoint_and_the_run_goes_on_later(
+    tmp_path, whole, number
+):
+    program = start_program(tmp_path, 8)
+    wait_for_step(tmp_path, 1, program)
+    program.send_signal(number)
+    out = finish(program)
+    assert "stopping after this step; saving a checkpoint" in out
+    resumed = small_run.fit(tmp_path)
+    assert_same_run(resumed, whole)
+
+
+def test_two_trainings_of_one_config_are_bitwise_equal(tmp_path, whole):
+    assert_same_run(small_run.fit(tmp_path), whole)
+
+
+def broken_batches(first_bad):
+    for step in range(1, 100):
+        batch = models.make_batch(step)
+        if step >= first_bad:
+            batch["x"][0] = np.nan
+        yield batch
+
+
+def own_trainer(directory, batches, *overrides):
+    settings = {
+        "global_batch_size": models.BATCH,
+        "num_steps": 6,
+        "directory": str(directory),
+        "precision": {"compute_dtype": "float32"},
+        "observe": {"sinks": ("jsonl",), "log_every_steps": 2},
+        "checkpoint": {"every_steps": 2},
+    }
+    return zjax.Trainer(
+        zjax.load_config(settings, *overrides),
+        model=models.make_mlp(),
+        tx=optax.sgd(0.1),
+        batches=batches,
+    )
+
+
+def test_run_that_is_to_stop_at_nan_says_at_which_step(tmp_path):
+    trainer = own_trainer(
+        tmp_path, list(broken_batches(4)), "precision.on_nonfinite=stop"
+    )
+    with pytest.raises(NonFiniteError) as error:
+        trainer.fit()
+    assert str(error.value) == (
+        "loss=nan is not finite at step 4, whose update was not applied; lower "
+        "optimizer.peak_learning_rate or look at the data"
+    )
+    trainer.close()
+    assert trainer.store.latest() == 2
+
+
+def test_run_that_is_to_skip_nan_keeps_its_weights(tmp_path):
+    trainer = own_trainer(tmp_path, list(broken_batches(4)))
+    state = trainer.fit()
+    trainer.close()
+    assert (int(state.step), int(state.num_skipped)) == (6, 3)
+    assert np.isfinite(np.asarray(state.master["up"])).all()
+
+
+def test_float16_that_overflows_at_the_least_scale_ends_the_run(tmp_path):
+    trainer = own_trainer(
+        tmp_path,
+        list(broken_batches(1)),
+        "precision.compute_dtype=float16",
+        "precision.loss_scale.initial=1",
+    )
+    with pytest.raises(NonFiniteError, match="is the minimum and step 1 still"):
+        trainer.fit()
+    trainer.close()
+
+
+def test_data_that_ends_early_is_an_error_and_costs_no_checkpoint(tmp_path):
+    trainer = own_trainer(tmp_path, list(broken_batches(100))[:3])
+    with pytest.raises((DataError, StopIteration)):
+        trainer.fit()
+    trainer.close()
+    assert trainer.store.latest() == 2
+
+
+@pytest.mark.parametrize(
+    ("resume", "made", "message"),
+    [
+        ("required", False, "holds no checkpoint to resume from; give the directory"),
+        ("never", True, "holds a run at step 2; choose another directory, or set"),
+    ],
+)
+def test_resuming_is_as_asked(tmp_path, resume, made, message):
+    if made:
+        small_run.fit(tmp_path, "num_steps=2")
+    with pytest.raises(CheckpointError, match=message):
+        small_run.make_trainer(tmp_path, f"checkpoint.resume={resume}")
+
+
+def test_checkpoint_of_another_model_is_refused(tmp_path):
+    small_run.fit(tmp_path, "num_steps=2")
+    with pytest.raises(CheckpointError, match="differs from this model"):
+        small_run.make_trainer(tmp_path, "num_steps=4", "model.mlp_size=64")
+
+
+def test_generated_text_starts_with_its_prompt_and_can_be_repeated(tmp_path):
+    settings = ("num_steps=2", "data.source=standard_library", "model.vocab_size=257")
+    trainer = small_run.fit(tmp_path, *settings)
+    texts = {trainer.generate("def ", max_new_tokens=4) for _ in range(2)}
+    assert len(texts) == 1
+    assert texts.pop().startswith("def ")
+
+
+def test_weights_of_a_file_start_a_run(tmp_path, whole):
+    path = tmp_path / "weights.safetensors"
+    export_safetensors(whole.store, str(path))
+    trainer = small_run.make_trainer(
+        tmp_path / "new", f"checkpoint.init_from={path}", "zero.stage=3"
+    )
+    assert trainer.step == 0
+    same = jax.tree.map(
+        lambda a, b: bool(jnp.array_equal(a, b)),
+        trainer.state.master,
+        whole.state.master,
+    )
+    assert all(jax.tree.leaves(same))
+    trainer.close()
