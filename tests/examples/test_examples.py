@@ -1,0 +1,49 @@
+"""Every example runs as its reader would run it, with fewer steps."""
+
+import pathlib
+import subprocess
+import sys
+
+import jupytext
+import nbclient
+import nbformat
+import pytest
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize(
+    ("name", "last_line"),
+    [
+        ("quickstart", "step 2: "),
+        ("your_own_linen_model", "accuracy on new points: "),
+        ("your_own_nnx_model", ""),
+        ("image_classifier", "accuracy in an unseen typeface: "),
+    ],
+)
+def test_example(name, last_line):
+    script = EXAMPLES / name / "train.py"
+    command = [sys.executable, str(script), "--steps=3"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "step 0: " in result.stdout
+    assert result.stdout.splitlines()[-1].startswith(last_line)
+    assert (script.parent / "README.md").read_text().count(f"{name}/train.py") == 1
+
+
+def test_notebook_runs(monkeypatch):
+    monkeypatch.setenv("ZJAX_EXAMPLE_STEPS", "2")
+    notebook = jupytext.read(EXAMPLES / "notebooks" / "quickstart.py")
+    # A kernel spec would have to be installed; the name of one that always is.
+    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    outputs = [out for cell in notebook.cells for out in cell.get("outputs", [])]
+    assert sum("image/png" in out.get("data", {}) for out in outputs) == 2
+
+
+def test_notebook_is_built_from_its_source():
+    """Fails if one was edited without the other."""
+    source = jupytext.read(EXAMPLES / "notebooks" / "quickstart.py")
+    built = nbformat.read(EXAMPLES / "notebooks" / "quickstart.ipynb", as_version=4)
+    assert [c.source for c in built.cells] == [c.source for c in source.cells]
+    code = [cell for cell in built.cells if cell.cell_type == "code"]
+    assert any(cell.outputs for cell in code)
