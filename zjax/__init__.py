@@ -1,7 +1,7 @@
 """zjax: train Flax models that do not fit on one device.
 
-Start at `zjax.initialize`, which turns a model, an optimizer and a loss into a run, or at
-`zjax.Trainer`, which trains from a config file.
+Start at `zjax.initialize`, which turns a model, an optimizer and a loss into a run, or
+at `zjax.Trainer`, which trains from a config file.
 """
 
 from zjax.config import Config, check_config, load_config

@@ -55,7 +55,7 @@ class Step:
         Raises:
             PlanError: The batch does not divide over the devices.
         """
-        return self.programs["train"](state, self.place_batch(batch))
+        return self._call("train", state, self.place_batch(batch))
 
     def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
         """Loss and metrics without gradients, dropout or state change.
@@ -70,7 +70,7 @@ class Step:
         Raises:
             PlanError: The batch does not divide over the devices.
         """
-        return self.programs["evaluate"](state, self.place_batch(batch))
+        return self._call("evaluate", state, self.place_batch(batch))
 
     def place_batch(self, batch: Batch) -> Batch:
         """Puts a batch on the devices; what is there already stays.
@@ -120,8 +120,14 @@ class Step:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
         state = placement.abstract_tree(self.rows)
-        lowered = self.programs[program].lower(state, jax.tree.map(abstract, batch))
+        with jax.set_mesh(self.plan.mesh):
+            lowered = self.programs[program].lower(state, jax.tree.map(abstract, batch))
         return lowered.compile()
+
+    def _call(self, program: str, *args: Any) -> Any:
+        # Losses read from the mesh in how many shares the batch is.
+        with jax.set_mesh(self.plan.mesh):
+            return self.programs[program](*args)
 
 
 def make_step(

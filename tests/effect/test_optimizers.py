@@ -21,14 +21,6 @@ def whole_leaves_bytes(rows):
     )
 
 
-@pytest.fixture(autouse=True)
-def quick_compilation():
-    """Hundreds of small programs are compiled here, and none runs for long."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @functools.cache
 def losses_on_one_device(name):
     run = runs.make_small_run(optimizers.OPTIMIZERS[name](), 0, num_devices=1)
