@@ -158,11 +158,12 @@ def run() -> None:
         print(USAGE, end="")
         sys.exit(0 if name in ("", "help", "--help") else 2)
     define_flags()
-    flags.FLAGS.set_default("verbosity", logging.WARNING)
     app.run(lambda argv: _call(COMMANDS[name]))
 
 
 def _call(command: Callable[[], None]) -> None:
+    if not flags.FLAGS["verbosity"].present:
+        logging.set_verbosity(logging.WARNING)
     if flags.FLAGS.simulated_devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", flags.FLAGS.simulated_devices)
