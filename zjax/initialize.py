@@ -55,7 +55,12 @@ class Step:
         Raises:
             PlanError: The batch does not divide over the devices.
         """
-        return self._call("train", state, self.place_batch(batch))
+        state, metrics = self._call("train", state, self.place_batch(batch))
+        if self.plan.mesh.devices.flat[0].platform == "cpu":
+            # Simulated devices share few threads: the collectives of many steps in
+            # flight take them from each other, and wait for ever.
+            jax.block_until_ready(metrics)
+        return state, metrics
 
     def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
         """Loss and metrics without gradients, dropout or state change.

@@ -33,7 +33,7 @@ USAGE = """zjax trains Flax models that do not fit on one device.
 """
 
 SAMPLE_TOKENS = 100
-"""Length of the text shown at the end of a run."""
+"""Length of the text shown at the end of a run of a long enough model."""
 
 
 def define_flags() -> None:
@@ -67,7 +67,10 @@ def train() -> None:
         print(f"every array of the plan: zjax plan {' '.join(sys.argv[2:])}")
     trainer.fit()
     if config.model.kind == "decoder" and config.data.source != "synthetic":
-        text = trainer.generate(flags.FLAGS.prompt, max_new_tokens=SAMPLE_TOKENS)
+        fits = config.model.max_length > 2 * SAMPLE_TOKENS
+        text = trainer.generate(
+            flags.FLAGS.prompt, max_new_tokens=SAMPLE_TOKENS if fits else 0
+        )
         if info.process_id == 0:
             print(f"sample:\n{text}")
     trainer.close()

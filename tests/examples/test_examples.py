@@ -38,6 +38,7 @@ def test_notebook_runs(monkeypatch):
     nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
     outputs = [out for cell in notebook.cells for out in cell.get("outputs", [])]
     assert sum("image/png" in out.get("data", {}) for out in outputs) == 2
+    assert any("optimizer state" in out.get("text", "") for out in outputs)
 
 
 def test_notebook_is_built_from_its_source():

@@ -205,7 +205,9 @@ def render_table(
     for row in rows:
         table.add_row(*row)
     out = io.StringIO()
-    Console(file=out, width=WIDTH, color_system=None).print(table, markup=False)
+    Console(file=out, width=WIDTH, color_system=None, force_jupyter=False).print(
+        table, markup=False
+    )
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 

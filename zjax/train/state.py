@@ -108,16 +108,16 @@ def init_state(
         return from_params(unpad_tree(stored, plan.master), model_state)
 
     places = shardings(state_rows(plan, config))
-    if master is None and model.given is None:
+    if master is not None:
+        model_state = jax.jit(lambda key: model.init(key)[1])(key)
+    elif model.given is not None:
+        params, model_state = model.given()
+        master = place_given(params, plan.master)
+    else:
         create = jax.jit(
             lambda key: from_params(*model.init(key)), out_shardings=places
         )
         return create(key)
-    if model.given is None:
-        model_state = jax.jit(lambda key: model.init(key)[1])(key)
-    else:
-        params, model_state = model.given()
-        master = place_given(params, plan.master) if master is None else master
     complete = jax.jit(from_stored, out_shardings=places, donate_argnums=0)
     return complete(master, model_state)
 

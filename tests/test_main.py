@@ -1,0 +1,147 @@
+"""The command line, as a user types it."""
+
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from safetensors import numpy as safetensors
+
+from tests.support import small_run
+from zjax.config import describe_config
+
+ROOT = pathlib.Path(__file__).parents[1]
+ZJAX = (sys.executable, "-m", "zjax.main")
+
+
+def start(*words):
+    return subprocess.Popen(
+        [*ZJAX, *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def run(*words, code=0):
+    program = start(*words)
+    out, _ = program.communicate(timeout=300)
+    assert program.returncode == code, out
+    return out
+
+
+@pytest.fixture
+def settings(tmp_path):
+    """A Gin file of a small run in a directory of its own."""
+    path = tmp_path / "small.gin"
+    config = small_run.make_config(tmp_path / "run", "checkpoint.every_steps=4")
+    path.write_text(describe_config(config))
+    return f"--gin_file={path}"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Losses of eight steps in one process with eight devices."""
+    directory = tmp_path_factory.mktemp("alone")
+    small_run.fit(directory)
+    return small_run.losses(directory)
+
+
+def test_train_then_generate_then_export(tmp_path, settings):
+    out = run("train", settings, "--simulated_devices=8")
+    assert "plan: ZeRO 2 on mesh (data=8)" in out
+    assert f"checkpoint: {tmp_path / 'run' / 'checkpoints' / '8'}" in out
+    weights = tmp_path / "weights.safetensors"
+    out = run("export", settings, f"--output={weights}", "--dtype=bfloat16")
+    assert f"wrote {weights}" in out
+    assert safetensors.load_file(weights)["embedding.tokens"].shape == (61, 16)
+
+
+def test_two_processes_train_as_one(tmp_path, settings, alone):
+    """Fails if processes read the wrong rows, or do not average over each other."""
+    out = run("launch", "--num_processes=2", "train", settings, "--simulated_devices=4")
+    assert "process" in out
+    np.testing.assert_allclose(
+        list(small_run.losses(tmp_path / "run").values()),
+        list(alone.values()),
+        rtol=1e-5,
+    )
+
+
+def test_two_processes_stop_together_on_a_signal(tmp_path, settings, alone):
+    """Fails if the processes save different steps, or none."""
+    words = ("--num_processes=2", "train", settings, "--simulated_devices=4")
+    program = start("launch", *words, "--gin=config.num_steps=400")
+    path = tmp_path / "run" / "metrics.jsonl"
+    while not (path.exists() and '"step": 2,' in path.read_text()):
+        assert program.poll() is None, program.communicate()[0]
+        time.sleep(0.01)
+    program.send_signal(signal.SIGTERM)
+    out, _ = program.communicate(timeout=120)
+    steps = [int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert f"stopped at step {max(steps)}" in out
+    told = small_run.losses(tmp_path / "run")
+    assert max(told) == max(steps) < 400
+
+
+def test_plan_prints_arrays_stages_and_the_compiled_program(tmp_path, settings):
+    picture = tmp_path / "plan.png"
+    out = run("plan", settings, "--simulated_devices=8", f"--output={picture}")
+    assert "blocks/*/mlp/up/kernel" in out
+    assert "bytes per device by ZeRO stage on 8 devices\n" in out
+    assert "compiled train step, bytes per device" in out
+    assert picture.stat().st_size > 5_000
+    table = out[out.index("plan: ") : out.index("picture: ")]
+    assert max(map(len, table.splitlines())) <= 100
+
+
+def test_plan_for_devices_that_are_not_here_is_an_estimate(tmp_path, settings):
+    more = ("--num_devices=1024", "--gin=config.global_batch_size=1024")
+    out = run("plan", settings, *more, f"--output={tmp_path / 'plan.png'}")
+    assert "on 1024 devices (estimate: the devices are not here)" in out
+    assert "compiled train step" not in out
+
+
+def test_plan_prints_the_table_of_the_paper():
+    rows = run("plan", "--num_params=7.5e9").splitlines()
+    assert rows[-3].split() == ["64", "120", "31.4", "16.6", "1.88"]
+
+
+def test_prepared_text_is_trained_on(tmp_path, settings):
+    text = tmp_path / "text.jsonl"
+    lines = [json.dumps({"text": f"line {i} of a text\n" * 20}) for i in range(40)]
+    text.write_text("\n".join(lines))
+    tokens = tmp_path / "tokens"
+    words = (f"--input={text}", f"--output={tokens}", "--validation_fraction=0.2")
+    out = run("data", "prepare", *words)
+    assert "with a vocabulary of 257" in out
+    changes = {
+        "data.source": "'tokens'",
+        "data.path": f"'{tokens}'",
+        "model.vocab_size": 257,
+        "data.packing": "'documents'",
+    }
+    bindings = [f"--gin=config.{name}={value}" for name, value in changes.items()]
+    out = run("train", settings, "--simulated_devices=8", *bindings)
+    assert "sample:\ndef " in out
+
+
+def test_mistakes_end_with_their_remedies_and_without_a_traceback(settings):
+    bindings = ("--gin=config.zero.stage=4", "--gin=config.mesh.tensr=2")
+    out = run("train", settings, *bindings, code=2)
+    assert out == (
+        "zjax: mesh.tensr=2 is not a setting; did you mean mesh.tensor?\n"
+        "zero.stage=4 is not a choice; use one of 0, 1, 2, 3\n"
+    )
+
+
+def test_commands_are_listed_and_machines_described():
+    assert "zjax plan --num_params=7.5e9" in run()
+    assert run("nonsense", code=2) == run("help")
+    assert "memory kinds" in run("report", "--simulated_devices=2")
+    assert "zero.stage" in run("config")
