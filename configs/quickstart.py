@@ -2,7 +2,8 @@
 
 Run:     zjax train --config=configs/quickstart.py --simulated_devices=8
 Needs:   any computer with two cores; no GPU, no download.
-Expect:  a validation loss that falls all the way, and text that looks like Python.
+Expect:  validation loss 2.44, 2.19, 2.06, 1.97 at steps 100 to 400, in about four
+         minutes; then text with the look of Python.
 """
 
 from zjax import config as zconfig
