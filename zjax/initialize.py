@@ -5,12 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from zjax.checkpoint import weights
 from zjax.config.batch import resolve_batch
 from zjax.config.check import check_config
 from zjax.config.load import load_config
 from zjax.config.schema import Config
+from zjax.errors import ModelError, PlanError, Problem
 from zjax.models import adapter
 from zjax.optim.build import make_optimizer
 from zjax.optim.schedules import make_schedule
@@ -21,7 +23,7 @@ from zjax.train.gradients import check_batch, compute_params
 from zjax.train.programs import Programs, make_programs
 from zjax.train.state import TrainState, init_state, state_rows
 from zjax.train.update import Schedule
-from zjax.typing import Batch, Metrics, Model, Params
+from zjax.typing import Batch, Device, Metrics, Model, Params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +33,14 @@ class Step:
     The state that goes in is donated: keep the one that comes out.
 
     Args:
+        mesh: The devices.
         plan: Places batches.
         rows: The places of the state's arrays.
         num_microbatches: Gradient accumulation.
         programs: The compiled functions by name.
     """
 
+    mesh: Mesh
     plan: plans.Plan
     rows: TrainState
     num_microbatches: int
@@ -56,7 +60,7 @@ class Step:
             PlanError: The batch does not divide over the devices.
         """
         state, metrics = self._call("train", state, self.place_batch(batch))
-        if self.plan.mesh.devices.flat[0].platform == "cpu":
+        if self.mesh.devices.flat[0].platform == "cpu":
             # Simulated devices share few threads: the collectives of many steps in
             # flight take them from each other, and wait for ever.
             jax.block_until_ready(metrics)
@@ -125,13 +129,13 @@ class Step:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
         state = placement.abstract_tree(self.rows)
-        with jax.set_mesh(self.plan.mesh):
+        with jax.set_mesh(self.mesh):
             lowered = self.programs[program].lower(state, jax.tree.map(abstract, batch))
         return lowered.compile()
 
     def _call(self, program: str, *args: Any) -> Any:
         # Losses read from the mesh in how many shares the batch is.
-        with jax.set_mesh(self.plan.mesh):
+        with jax.set_mesh(self.mesh):
             return self.programs[program](*args)
 
 
@@ -154,12 +158,20 @@ def make_step(
 
     Returns:
         The step.
+
+    Raises:
+        PlanError: The plan was made for devices that are not here.
     """
+    if not isinstance(plan.mesh, Mesh):
+        problem = "is abstract: its devices are not here"
+        remedy = "make the plan on zjax.make_mesh"
+        raise PlanError(Problem("plan.mesh", plan.mesh.axis_sizes, problem, remedy))
     num_microbatches = resolve_batch(config, plan.num_batch_shares).num_microbatches
     pure = make_programs(
         model, tx, plan, config, num_microbatches=num_microbatches, schedule=schedule
     )
     return Step(
+        mesh=plan.mesh,
         plan=plan,
         rows=state_rows(plan, config),
         num_microbatches=num_microbatches,
@@ -204,7 +216,7 @@ class Run:
 
     config: Config
     model: Model
-    mesh: jax.sharding.Mesh
+    mesh: Mesh
     plan: plans.Plan
     state: TrainState
     step: Step
@@ -231,7 +243,7 @@ def initialize(
     config: Any = None,
     *,
     schedule: Schedule | None = None,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Device] | None = None,
 ) -> Run:
     """Turns a model, an optimizer and a loss into a run on all devices.
 
@@ -253,6 +265,7 @@ def initialize(
 
     Raises:
         ConfigError: Settings that cannot work.
+        ModelError: A model or a loss of no known kind.
         PlanError: Arrays or an optimizer that cannot be placed.
 
     Example:
@@ -278,6 +291,10 @@ def initialize(
         config, len(devices), own_model=own_model, own_optimizer=tx is not None
     )
     if own_model:
+        if loss_fn is None:
+            problem = "does not say what to train"
+            remedy = "give loss_fn(model, batch, key), or a zjax.Model"
+            raise ModelError(Problem("loss_fn", None, problem, remedy))
         model = adapter.adapt(model, loss_fn, batch)
     if tx is None:
         tx = make_optimizer(config, model)
@@ -291,7 +308,7 @@ def make_run(
     tx: Any,
     *,
     schedule: Schedule | None = None,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Device] | None = None,
     restore: Callable[[TrainState], TrainState] | None = None,
 ) -> Run:
     """Plans, creates the state and builds the step.
@@ -359,7 +376,7 @@ def model_params(state: TrainState, plan: plans.Plan) -> Params:
     return jax.jit(compute, out_shardings=places)(params)
 
 
-def device_capacity_bytes(mesh: jax.sharding.Mesh) -> float:
+def device_capacity_bytes(mesh: Mesh) -> float:
     """Memory that the smallest device of a mesh offers.
 
     Args:

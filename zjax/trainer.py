@@ -31,7 +31,7 @@ from zjax.optim.schedules import make_schedule
 from zjax.sharding.describe import describe_plan, describe_plan_totals
 from zjax.sharding.mesh import BATCH_AXES, mesh_sizes
 from zjax.train.state import TrainState, state_rows
-from zjax.typing import Model
+from zjax.typing import Device, Model
 
 
 class Trainer:
@@ -63,7 +63,7 @@ class Trainer:
         batches: Any = None,
         evaluation_batches: Any = None,
         callbacks: Sequence[Callback] = (),
-        devices: Sequence[jax.Device] | None = None,
+        devices: Sequence[Device] | None = None,
     ):
         devices = jax.devices() if devices is None else devices
         config = load_config(config)

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+Device = Any
+"""A `jax.Device`, which type checkers do not take for a type."""
 Params = Any
 """A tree of floating-point arrays."""
 ModelState = Any

@@ -179,7 +179,7 @@ def _logical(module: nnx.Module) -> Flat:
         given = metadata.get("logical") or metadata.get("out_sharding")
         value = var.get_value()
         if given is None:
-            return [None] * len(jax.tree.leaves(value))
+            return jax.tree.map(lambda _: None, value)
         return check_logical("/".join(map(str, path)), tuple(given), value.ndim)
 
     params = nnx.to_flat_state(nnx.state(module, nnx.Param))

@@ -22,7 +22,7 @@ class Part:
     Args:
         start: `start(key) -> (view, started)`: a view with new parameters, and
             `started() -> (params, model_state, logical)`, to be asked once the loss has
-            used the view; `logical` has its leaves in the order of `params`.
+            used the view; `logical` has the structure of `params`.
         resume: `resume(params, model_state, key) -> view`; a key of None means
             evaluation.
         model_state: `model_state(view)`, after the loss has used it.

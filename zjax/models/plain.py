@@ -24,7 +24,7 @@ def make_part(init: Callable[..., Any], apply: Callable[..., Any]) -> Part:
 
     def start(key: jax.Array) -> tuple[Any, Callable[[], Started]]:
         params = init(key)
-        logical = [None] * len(jax.tree.leaves(params))
+        logical = jax.tree.map(lambda _: None, params)
         return functools.partial(apply, params), lambda: (params, {}, logical)
 
     def resume(params: Params, model_state: ModelState, key: jax.Array | None) -> Any:

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from zjax.config import schema
 from zjax.errors import ConfigError, Problem
+from zjax.typing import Device
 
 PIPELINE, REPLICA, DATA, EXPERT, SEQUENCE, TENSOR = AXES = (
     "pipeline",
@@ -59,7 +60,7 @@ def mesh_sizes(mesh: schema.Mesh, num_devices: int) -> dict[str, int]:
     return resolved
 
 
-def make_mesh(mesh: schema.Mesh, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(mesh: schema.Mesh, devices: Sequence[Device] | None = None) -> Mesh:
     """Lays devices out on the six axes.
 
     Args:

@@ -248,11 +248,8 @@ def _rows(tree: Any, mesh: Any) -> Any:
 
 
 def _logical_names(model: Model, params: Any) -> list[tuple[str | None, ...]]:
-    names = jax.tree.leaves(
-        model.logical(params), is_leaf=lambda x: x is None or isinstance(x, tuple)
-    )
-    leaves = jax.tree.leaves(params)
-    pairs = zip(names, leaves, strict=True)
+    leaves, tree = jax.tree.flatten(params)
+    pairs = zip(tree.flatten_up_to(model.logical(params)), leaves, strict=True)
     return [(None,) * leaf.ndim if name is None else name for name, leaf in pairs]
 
 

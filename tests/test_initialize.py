@@ -1,0 +1,202 @@
+"""A run from a model, an optimizer and a loss; and what cannot become one."""
+
+import dataclasses
+
+import flax.linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import zjax
+from tests.support import models, runs
+from zjax.config import schema
+from zjax.errors import ConfigError, ModelError, PlanError
+from zjax.sharding import memory
+from zjax.sharding import mesh as meshes
+
+CONFIG = {
+    "precision": {"compute_dtype": "float32"},
+    "zero": {"stage": 3, "min_shard_elements": 32},
+}
+
+
+class Linen(flax.linen.Module):
+    @flax.linen.compact
+    def __call__(self, x, train=False):
+        x = flax.linen.Dense(32)(x)
+        x = flax.linen.BatchNorm(use_running_average=not train)(x)
+        return flax.linen.Dense(models.WIDTH)(flax.linen.gelu(x))
+
+
+class Tied(nnx.Module):
+    """One matrix used on the way in and on the way out."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(models.WIDTH, 32, rngs=rngs)
+        self.norm = nnx.BatchNorm(32, rngs=rngs)
+
+    def __call__(self, x):
+        return nnx.gelu(self.norm(self.up(x))) @ self.up.kernel.T
+
+
+def squared_error(model, batch, key):
+    args = {"train": key is not None} if isinstance_linen(model) else {}
+    return jnp.mean((model(batch["x"], **args) - batch["y"]) ** 2)
+
+
+def isinstance_linen(view):
+    return hasattr(view, "train") and not isinstance(view, nnx.Module)
+
+
+FLAX_MODELS = {
+    "linen-module": Linen,
+    "nnx-factory": lambda: Tied,
+    "nnx-module": lambda: Tied(nnx.Rngs(0)),
+}
+
+
+@pytest.mark.parametrize("kind", FLAX_MODELS)
+def test_flax_models_train_split_and_evaluate(kind):
+    """Fails if parameters are not split, statistics do not move, or training stalls."""
+    model = FLAX_MODELS[kind]()
+    batch = models.make_batch()
+    run = zjax.initialize(model, optax.adam(1e-2), squared_error, batch, CONFIG)
+    rows = jax.tree.leaves(run.plan.compute)
+    assert any(row.device_bytes * 8 == 4 * np.prod(row.shape) for row in rows)
+    before = jax.tree.map(np.asarray, run.state.model_state)
+    state, first = run.step(run.state, batch)
+    moved = jax.tree.map(
+        lambda a, b: not np.array_equal(a, b), before, state.model_state
+    )
+    assert any(jax.tree.leaves(moved))
+    statistics = jax.tree.map(np.asarray, state.model_state)
+    for _ in range(20):
+        state, metrics = run.step(state, batch)
+    assert metrics["loss"] < first["loss"]
+    kept = jax.tree.map(np.asarray, state.model_state)
+    run.evaluate(state, batch)
+    jax.tree.map(np.testing.assert_array_equal, kept, state.model_state)
+    assert not np.array_equal(*map(jax.tree.leaves, (statistics, kept)))
+    assert run.bind(state)(batch["x"]).shape == batch["y"].shape
+
+
+def test_two_models_play_against_each_other_in_one_loss():
+    """A GAN: each network follows its own loss alone, in one step."""
+
+    def init(key):
+        return {"w": 0.1 * jax.random.normal(key, (models.WIDTH, models.WIDTH))}
+
+    def apply(params, x):
+        return x @ params["w"]
+
+    def loss_fn(model, batch, key):
+        fake = model.generator(batch["x"])
+        stop = jax.lax.stop_gradient
+        judge = model.discriminator
+        critic = jnp.mean(judge(stop(fake))) - jnp.mean(judge(batch["y"]))
+        frozen = stop(judge(jnp.eye(models.WIDTH)))
+        generator = -jnp.mean(fake @ frozen)
+        return critic + generator, 1.0, {"critic": critic, "generator": generator}
+
+    networks = {"generator": (init, apply), "discriminator": (init, apply)}
+    tx = optax.multi_transform(
+        {"generator": optax.sgd(0.1), "discriminator": optax.sgd(0.3)},
+        {"generator": "generator", "discriminator": "discriminator"},
+    )
+    batch = models.make_batch()
+    run = zjax.initialize(
+        networks, tx, loss_fn, batch, CONFIG | {"num_microbatches": 2}
+    )
+    before = jax.tree.map(np.asarray, run.state.master)
+    state, metrics = run.step(run.state, batch)
+    assert {"critic", "generator"} <= metrics.keys()
+    steps = jax.tree.map(
+        lambda a, b: np.abs(a - np.asarray(b)).max(), state.master, before
+    )
+    assert all(step > 0 for step in jax.tree.leaves(steps))
+
+
+def test_given_weights_are_those_that_train():
+    module = Tied(nnx.Rngs(3))
+    kernel = np.asarray(module.up.kernel[...])
+    run = zjax.initialize(
+        module, optax.sgd(0.1), squared_error, models.make_batch(), CONFIG
+    )
+    np.testing.assert_array_equal(run.state.master["up"]["kernel"], kernel)
+
+
+def test_state_is_born_on_its_shards():
+    """Fails if initialisation makes whole parameters on any device first."""
+    width = 1024
+
+    def init(key):
+        return {"w": jax.random.normal(key, (width, width))}
+
+    model = dataclasses.replace(
+        models.make_mlp(),
+        init=lambda key: (init(key), {}),
+        logical=lambda params: {"w": (None, None)},
+    )
+    plan = runs.make_small_plan(optax.adam(1e-3), 3, model=model)
+    tx = optax.adam(1e-3)
+    config = runs.make_config(3)
+
+    def create(key):
+        return zjax.init_state(key, model, tx, plan, config)
+
+    compiled = jax.jit(create).lower(jax.random.key(0)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * width * width
+
+
+def test_optimizer_and_schedule_of_the_config_serve_if_none_is_given():
+    settings = {"optimizer": {"num_warmup_steps": 2, "peak_learning_rate": 0.5}}
+    run = zjax.initialize(
+        (models.init, models.apply),
+        None,
+        lambda model, batch, key: jnp.mean((model(batch["x"]) - batch["y"]) ** 2),
+        models.make_batch(),
+        CONFIG | settings,
+    )
+    state, metrics = run.step(run.state, models.make_batch())
+    _, second = run.step(state, models.make_batch(1))
+    assert (metrics["learning_rate"], second["learning_rate"]) == (0, 0.25)
+
+
+def test_bad_input_is_refused_before_anything_compiles():
+    batch = models.make_batch()
+    with pytest.raises(ModelError) as error:
+        zjax.initialize(Tied, optax.sgd(0.1), None, batch)
+    assert str(error.value) == (
+        "loss_fn=None does not say what to train; give loss_fn(model, batch, key), or "
+        "a zjax.Model"
+    )
+    with pytest.raises(ConfigError, match=r"zero\.stage=7 is not a choice"):
+        zjax.initialize(
+            Tied, optax.sgd(0.1), squared_error, batch, {"zero": {"stage": 7}}
+        )
+
+
+def test_a_plan_without_devices_cannot_step():
+    mesh = meshes.abstract_mesh(schema.Mesh(), 64)
+    config = runs.make_config(3)
+    plan = zjax.make_plan(config, mesh, models.make_mlp(), optax.sgd(0.1))
+    with pytest.raises(PlanError) as error:
+        zjax.make_step(models.make_mlp(), optax.sgd(0.1), plan, config)
+    assert str(error.value) == (
+        "plan.mesh=(1, 1, 64, 1, 1, 1) is abstract: its devices are not here; make the "
+        "plan on zjax.make_mesh"
+    )
+
+
+def test_state_that_does_not_fit_is_refused_with_both_numbers():
+    plan = runs.make_small_plan(optax.adam(0.1), 2)
+    with pytest.raises(PlanError) as error:
+        memory.check_memory(plan, 4_000)
+    assert str(error.value) == (
+        "zero.stage=2 needs 0.0 GB of model state on devices of 0.0 GB; raise "
+        "zero.stage, use more devices, or a smaller model"
+    )
+    memory.check_memory(plan, 1e9)
