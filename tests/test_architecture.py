@@ -9,7 +9,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 FLOORS = (
-    ("errors", "typing", "compat"),
+    ("errors", "typing"),
     ("config",),
     ("sharding", "processes"),
     ("ops",),

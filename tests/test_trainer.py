@@ -17,7 +17,7 @@ import pytest
 import zjax
 from tests.support import models, small_run
 from zjax.checkpoint.export import export_safetensors
-from zjax.errors import CheckpointError, DataError, NonFiniteError
+from zjax.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -248,12 +248,33 @@ def test_float16_that_overflows_at_the_least_scale_ends_the_run(tmp_path):
     trainer.close()
 
 
-def test_data_that_ends_early_is_an_error_and_costs_no_checkpoint(tmp_path):
+def test_data_that_ends_early_is_an_error_and_costs_nothing(tmp_path):
     trainer = own_trainer(tmp_path, list(broken_batches(100))[:3])
-    with pytest.raises((DataError, StopIteration)):
+    with pytest.raises(DataError) as error:
         trainer.fit()
+    assert str(error.value) == (
+        "batches='given' end after step 3 of num_steps=6; give more, or set "
+        "num_steps=3; the run is saved"
+    )
     trainer.close()
-    assert trainer.store.latest() == 2
+    assert trainer.store.latest() == 3
+
+
+def test_encoder_needs_batches_that_hide_what_is_to_be_found(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        small_run.make_trainer(tmp_path, "model.kind=encoder")
+    assert str(error.value) == (
+        "model.kind='encoder' has nothing to predict in data.source; give batches with "
+        "masked tokens and their targets"
+    )
+    batch = next(iter(small_run.make_trainer(tmp_path / "data").loader))
+    trainer = small_run.make_trainer(
+        tmp_path, "model.kind=encoder", batches=[batch] * 8, num_devices=8
+    )
+    trainer.fit()
+    losses = small_run.losses(tmp_path)
+    assert losses[8] < losses[1]
+    trainer.close()
 
 
 @pytest.mark.parametrize(

@@ -59,12 +59,7 @@ class Step:
         Raises:
             PlanError: The batch does not divide over the devices.
         """
-        state, metrics = self._call("train", state, self.place_batch(batch))
-        if self.mesh.devices.flat[0].platform == "cpu":
-            # Simulated devices share few threads: the collectives of many steps in
-            # flight take them from each other, and wait for ever.
-            jax.block_until_ready(metrics)
-        return state, metrics
+        return self._call("train", state, self.place_batch(batch))
 
     def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
         """Loss and metrics without gradients, dropout or state change.
@@ -136,7 +131,12 @@ class Step:
     def _call(self, program: str, *args: Any) -> Any:
         # Losses read from the mesh in how many shares the batch is.
         with jax.set_mesh(self.mesh):
-            return self.programs[program](*args)
+            results = self.programs[program](*args)
+        if self.mesh.devices.flat[0].platform == "cpu":
+            # Simulated devices share few threads: the collectives of many steps in
+            # flight take them from each other, and wait for ever.
+            jax.block_until_ready(results)
+        return results
 
 
 def make_step(

@@ -20,7 +20,7 @@ from zjax.config.convert import to_mapping
 from zjax.config.load import load_config
 from zjax.config.schema import Config
 from zjax.data.loader import Loader
-from zjax.errors import CheckpointError, Problem
+from zjax.errors import CheckpointError, ConfigError, DataError, Problem
 from zjax.initialize import make_run
 from zjax.models.build import make_model
 from zjax.models.generate import generate
@@ -73,6 +73,10 @@ class Trainer:
             own_model=model is not None,
             own_optimizer=tx is not None,
         )
+        if model is None and batches is None and config.model.kind == "encoder":
+            problem = "has nothing to predict in data.source"
+            remedy = "give batches with masked tokens and their targets"
+            raise ConfigError(Problem("model.kind", "encoder", problem, remedy))
         self.config = _resolved(config, len(devices))
         self._batches, self._evaluation_batches = batches, evaluation_batches
         self._is_language_model = model is None
@@ -125,9 +129,12 @@ class Trainer:
             callbacks=self._callbacks,
         )
         with _stop_signals() as stopped, monitor, self.loader:
-            saved = step
+            saved, ended = step, False
             while step < config.num_steps and not stopped(step):
-                batch = next(self.loader)
+                batch = next(self.loader, None)
+                ended = batch is None
+                if ended:
+                    break
                 step += 1
                 with monitor.step(step, self.state, batch) as metrics:
                     self.state, numbers = self.run.step(self.state, batch)
@@ -144,6 +151,10 @@ class Trainer:
                 if saved != step:
                     self.save()
                 self.store.wait()
+        if ended:
+            remedy = f"give more, or set num_steps={step}; the run is saved"
+            problem = f"end after step {step} of num_steps={config.num_steps}"
+            raise DataError(Problem("batches", "given", problem, remedy))
         picture = monitor.save_plot()
         self._say_end(step, picture)
         return self.state
