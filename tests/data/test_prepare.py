@@ -1,4 +1,5 @@
 import json
+import resource
 
 import numpy as np
 import pyarrow
@@ -245,7 +246,69 @@ def test_output_that_stops_halfway_is_not_there(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(store.SplitWriter, "append", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(DataError) as error:
         prepare.prepare([given], "out")
+    assert str(error.value) == (
+        "output='out' cannot be written: No space left on device; "
+        "name a folder that can be made, on a disk with room"
+    )
     assert seen == [False]
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.fixture
+def small_files():
+    """The system refuses files above 64 KiB, at the moment that they reach the disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_disk_that_takes_no_more(tmp_path, request):
+    """Fails if closing one file of a full disk leaves the others open."""
+    lines = [json.dumps({"text": "x" * 999}) for _ in range(200)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    request.getfixturevalue("small_files")
+    with pytest.raises(DataError) as error:
+        prepare.prepare(["a.jsonl"], "new/out", validation_fraction=0.4)
+    assert str(error.value) == (
+        "output='new/out' cannot be written: File too large; "
+        "name a folder that can be made, on a disk with room"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [
+        pytest.param("a.txt/new/out", "Not a directory", id="below-a-file"),
+        pytest.param(f"new/{'x' * 300}/out", "File name too long", id="too-long"),
+    ],
+)
+def test_output_that_cannot_be_made(output, reason, tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    with pytest.raises(DataError) as error:
+        prepare.prepare(["a.txt"], output, validation_fraction=0.0)
+    assert str(error.value) == (
+        f"output={output!r} cannot be written: {reason}; "
+        "name a folder that can be made, on a disk with room"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_input_that_cannot_be_read(tmp_path, monkeypatch):
+    """Fails if a broken disk under the input is said to be a fault of the output."""
+    given = write_texts(tmp_path / "in")
+
+    def broken(*_):
+        raise OSError(5, "Input/output error")
+        yield
+
+    monkeypatch.setattr(documents, "read_documents", broken)
+    with pytest.raises(DataError) as error:
+        prepare.prepare([given], "out")
+    assert str(error.value) == (
+        "input='in/0.txt' cannot be read: Input/output error; "
+        "check the file and its disk"
+    )

@@ -1,5 +1,6 @@
 """Text files to token files, once, before training: `zjax data prepare`."""
 
+import contextlib
 import itertools
 import os
 import pathlib
@@ -56,22 +57,22 @@ def prepare(
         DataError: An input, the tokenizer or the output cannot be used; nothing is
             left behind.
     """
-    output = pathlib.Path(output)
     problems = _check_settings(output, tokenizer, validation_fraction)
     if problems:
         raise DataError(*problems)
     files = documents.list_files(inputs)
+    output = pathlib.Path(output)
 
     def read(bar: progress.Progress, label: str) -> Iterator[_Assigned]:
         found = _read_all(files, text_field, bar, label)
         return _assign_splits(found, validation_fraction)
 
-    partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
-    partial.mkdir(parents=True)
-    try:
-        with progress.Progress(console=console.Console(stderr=True)) as bar:
-            vocabulary = _make_tokenizer(tokenizer, partial, read(bar, "Learning"))
-            splits = _write_splits(partial, vocabulary, read(bar, "Encoding"))
+    with (
+        _write_whole(output) as partial,
+        progress.Progress(console=console.Console(stderr=True)) as bar,
+    ):
+        vocabulary = _make_tokenizer(tokenizer, partial, read(bar, "Learning"))
+        splits = _write_splits(partial, vocabulary, read(bar, "Encoding"))
         _check_splits(splits, inputs, validation_fraction)
         meta = store.Meta(
             tokenizer="bytes" if tokenizer == "bytes" else store.TOKENIZER_NAME,
@@ -81,18 +82,37 @@ def prepare(
             splits=splits,
         )
         store.write_meta(partial, meta)
-        partial.rename(output)
-    except BaseException:
-        shutil.rmtree(partial)
-        raise
     return meta
 
 
+@contextlib.contextmanager
+def _write_whole(output: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Gives a folder that takes the name `output` at the end, or leaves nothing."""
+    partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
+    made = [folder for folder in partial.parents if not os.path.lexists(folder)]
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        partial.rename(output)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        for folder in made:
+            with contextlib.suppress(OSError):  # another process may use it by now
+                folder.rmdir()
+        if not isinstance(error, OSError):
+            raise
+        said = f"cannot be written: {error.strerror or error}"
+        remedy = "name a folder that can be made, on a disk with room"
+        raise DataError(Problem("output", str(output), said, remedy)) from error
+
+
 def _check_settings(
-    output: pathlib.Path, tokenizer: str, validation_fraction: float
+    output: str | pathlib.Path, tokenizer: str, validation_fraction: float
 ) -> list[Problem]:
     problems = []
-    if output.exists():
+    if not str(output):
+        problems.append(Problem("output", "", "is not given", "name a folder to make"))
+    elif os.path.lexists(output):
         said = "exists already"
         problems.append(
             Problem("output", str(output), said, "remove it or name another")
@@ -124,10 +144,22 @@ def _read_all(
     total = sum(file.stat().st_size for file in files)
     task = bar.add_task(label, total=total)
     for file in files:
-        for document in documents.read_documents(file, text_field):
+        found = documents.read_documents(file, text_field)
+        while document := _read_next(file, found):
             bar.advance(task, document.num_bytes)
             if document.text:
                 yield document
+
+
+def _read_next(
+    file: pathlib.Path, found: Iterator[documents.Document]
+) -> documents.Document | None:
+    try:
+        return next(found, None)
+    except OSError as error:
+        said = f"cannot be read: {error.strerror or error}"
+        problem = Problem("input", str(file), said, "check the file and its disk")
+        raise DataError(problem) from error
 
 
 def _assign_splits(
@@ -155,7 +187,7 @@ def _make_tokenizer(
     library: tokenizers.Tokenizer = text.train_bpe(
         _training_texts(found), int(tokenizer.removeprefix("bpe:"))
     )
-    library.save(str(stored))
+    stored.write_text(library.to_str(pretty=True), encoding="utf-8")
     return text.load_tokenizer(stored)
 
 
@@ -178,16 +210,14 @@ def _write_splits(
 ) -> dict[str, store.Split]:
     dtype = _token_dtype(vocabulary)
     writers: dict[str, store.SplitWriter] = {}
-    try:
+    with contextlib.ExitStack() as stack:
         while some := list(itertools.islice(found, ENCODE_DOCUMENTS)):
             encoded = vocabulary.encode_batch([document.text for _, document in some])
             for (split, _), ids in zip(some, encoded, strict=True):
                 if split not in writers:
                     writers[split] = store.SplitWriter(directory, split, dtype)
+                    stack.callback(writers[split].close)
                 writers[split].append(ids, vocabulary.end_id)
-    finally:
-        for writer in writers.values():
-            writer.close()
     return {
         split: store.Split(writer.num_tokens, writer.num_documents)
         for split, writer in writers.items()

@@ -107,10 +107,10 @@ class SplitWriter:
 
     def close(self) -> None:
         """Brings everything to disk."""
-        for file in (self._tokens, self._offsets):
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
+        with self._tokens, self._offsets:  # closes both also where the disk is full
+            for file in (self._tokens, self._offsets):
+                file.flush()
+                os.fsync(file.fileno())
 
 
 def write_meta(directory: pathlib.Path, meta: Meta) -> None:
