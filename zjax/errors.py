@@ -63,6 +63,10 @@ class CheckpointError(ZjaxError):
     """A checkpoint that cannot be written, found or read."""
 
 
+class OutputError(ZjaxError):
+    """A file of a run that cannot be written."""
+
+
 class NonFiniteError(ZjaxError):
     """A loss or gradient that is NaN or infinite, where the run was told to stop."""
 

@@ -1,8 +1,10 @@
 """What lands on disk is what was written, also when a run is continued."""
 
+import contextlib
 import csv
 import json
 import math
+import resource
 import struct
 import sys
 import types
@@ -12,9 +14,20 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from zjax.config import load_config
-from zjax.errors import ConfigError
+from zjax.errors import ConfigError, OutputError
 from zjax.observe import Progress, make_sinks, read_history
-from zjax.observe.sinks import HISTORY
+from zjax.observe.sinks import HISTORY, check_directory, check_sinks
+
+
+@contextlib.contextmanager
+def full_disk(size):
+    """Lets no file grow beyond `size` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def open_sink(name, directory, last_step=0):
@@ -171,7 +184,8 @@ def test_wandb_continues_the_run_of_the_directory(tmp_path, monkeypatch):
         calls.append((settings["id"], settings["config"]["zero"]["stage"]))
         return run
 
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    wandb = types.SimpleNamespace(init=init, __spec__="found")
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     write("wandb", tmp_path, [(1, {"loss": 2.5})])
     write("wandb", tmp_path, [], last_step=1)
     write("wandb", tmp_path, [])
@@ -179,3 +193,65 @@ def test_wandb_continues_the_run_of_the_directory(tmp_path, monkeypatch):
     assert (logged, finish) == ((1, {"loss": 2.5}), "finish")
     assert first == second and first[1] == 1
     assert third[0] != first[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [("jsonl", HISTORY), ("csv", "metrics.csv"), ("tensorboard", "tensorboard")],
+)
+def test_a_full_disk_is_said_by_write_and_by_close(name, file, tmp_path):
+    sink = open_sink(name, tmp_path)
+    with full_disk(12):
+        for use in (lambda: sink.write(1, {"loss": 2.5}), sink.close):
+            with pytest.raises(OutputError) as error:
+                use()
+            assert str(error.value) == (
+                f"directory='{tmp_path}' cannot be written ({file}: File too large); "
+                "make room or mend the file system, and run again"
+            )
+
+
+def test_a_full_disk_is_said_when_the_files_of_a_run_are_opened(tmp_path):
+    write("jsonl", tmp_path, [(1, {"loss": 2.5})])
+    with full_disk(8), pytest.raises(OutputError) as error:
+        open_sink("jsonl", tmp_path, last_step=1)
+    assert str(error.value) == (
+        f"directory='{tmp_path}' cannot be written ({HISTORY}: File too large); "
+        "make room or mend the file system, and run again"
+    )
+    assert read_history(tmp_path / HISTORY) == [{"step": 1, "loss": 2.5}]
+
+
+@pytest.mark.parametrize(
+    ("path", "cause"),
+    [
+        ("{tmp}/file", "File exists"),
+        ("{tmp}/file/below", "Not a directory"),
+        ("/proc/zz", "No such file or directory"),
+    ],
+    ids=["file", "below-a-file", "proc"],
+)
+def test_a_directory_that_cannot_be_used(path, cause, tmp_path):
+    (tmp_path / "file").write_text("")
+    path = path.format(tmp=tmp_path)
+    for use in (lambda: open_sink("csv", path), lambda: check_directory(path)):
+        with pytest.raises(ConfigError) as error:
+            use()
+        assert str(error.value) == (
+            f"directory='{path}' cannot be used ({cause}); "
+            "name a directory that can be made and written to"
+        )
+
+
+def test_checking_a_directory_makes_it_and_leaves_it_empty(tmp_path):
+    check_directory(f"{tmp_path}/a/b")
+    assert [*(tmp_path / "a" / "b").iterdir()] == []
+
+
+def test_a_missing_wandb_is_found_in_every_process(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr("jax.process_index", lambda: 1)
+    config = load_config({"observe": {"sinks": ("wandb",)}})
+    for use in (lambda: check_sinks(config), lambda: make_sinks(config, tmp_path)):
+        with pytest.raises(ConfigError, match="pip install wandb, or leave it out"):
+            use()

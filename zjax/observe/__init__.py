@@ -1,12 +1,13 @@
 """What a run tells: its numbers, its speed, its machine, traces and pictures."""
 
+from zjax.observe.directory import check_directory
 from zjax.observe.flops import describe_flops, flops_per_token, num_params, peak_flops
 from zjax.observe.metrics import LateMetrics
 from zjax.observe.plot import plot_memory_per_stage, plot_run
 from zjax.observe.progress import Progress
 from zjax.observe.recompile import CompileReport
 from zjax.observe.report import describe_machine
-from zjax.observe.sinks import Sink, make_sinks, read_history
+from zjax.observe.sinks import Sink, check_sinks, make_sinks, read_history
 from zjax.observe.throughput import Throughput, make_throughput
 from zjax.observe.trace import Trace
 
@@ -17,6 +18,8 @@ __all__ = [
     "Sink",
     "Throughput",
     "Trace",
+    "check_directory",
+    "check_sinks",
     "describe_flops",
     "describe_machine",
     "flops_per_token",

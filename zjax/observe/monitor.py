@@ -11,6 +11,7 @@ import jax
 from zjax.config.schema import Config
 from zjax.errors import NonFiniteError, Problem
 from zjax.observe import plot
+from zjax.observe.directory import writing
 from zjax.observe.metrics import LateMetrics
 from zjax.observe.recompile import CompileReport
 from zjax.observe.sinks import HISTORY, make_sinks, read_history
@@ -45,6 +46,9 @@ class Monitor:
         num_devices: int,
         callbacks: Sequence[Callback] = (),
     ):
+        observe = config.observe
+        if observe.plot and "jsonl" not in observe.sinks and jax.process_index() == 0:
+            print("no picture is saved: observe.sinks has no 'jsonl' to draw it from")
         self._config = config
         self._callbacks = callbacks
         self._tokens_per_step = tokens_per_step
@@ -58,8 +62,12 @@ class Monitor:
     def __enter__(self) -> "Monitor":
         return self
 
-    def __exit__(self, *reason: object) -> None:
-        with contextlib.ExitStack() as stack:
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: object
+    ) -> None:
+        # what ended the run is not to be hidden by what fails because of it
+        dropped = () if error is None else (Exception,)
+        with contextlib.suppress(*dropped), contextlib.ExitStack() as stack:
             for sink in self._sinks:
                 stack.callback(sink.close)
             stack.enter_context(self._trace)
@@ -108,8 +116,13 @@ class Monitor:
 
         Args:
             step: Steps taken.
-            values: Such as `eval_loss`.
+            values: Such as `eval_loss`; nothing is sent of none.
+
+        Raises:
+            OutputError: A file of the run cannot be written.
         """
+        if not values:
+            return
         for receive in (*(sink.write for sink in self._sinks), *self._callbacks):
             receive(step, values)
 
@@ -118,6 +131,9 @@ class Monitor:
 
         Returns:
             The picture, or None where no history is kept or no picture is wanted.
+
+        Raises:
+            OutputError: The picture cannot be written.
         """
         directory = pathlib.Path(self._config.directory)
         history = directory / HISTORY
@@ -125,7 +141,8 @@ class Monitor:
         if jax.process_index() or not observe.plot or "jsonl" not in observe.sinks:
             return None
         path = directory / "training.png"
-        plot.plot_run(read_history(history), path, title=directory.name)
+        with writing(path):
+            plot.plot_run(read_history(history), path, title=directory.name)
         return path
 
     def _tell(self, step: int, values: dict[str, float]) -> None:

@@ -1,25 +1,34 @@
 """Where the numbers of a run go: one protocol, a screen or file format behind each."""
 
+import contextlib
 import csv
 import dataclasses
+import importlib.util
 import io
 import json
 import math
 import os
 import pathlib
+import socket
+import time
 import uuid
 from collections.abc import Iterable, Mapping
 from typing import Protocol, runtime_checkable
 
 import jax
-import tensorboardX
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.record_writer import RecordWriter
+from tensorboardX.summary import scalar
 
 from zjax.config.schema import Config
 from zjax.errors import ConfigError, Problem
+from zjax.observe.directory import check_directory, writing
 from zjax.observe.progress import Progress
 
 HISTORY = "metrics.jsonl"
 """Name of the JSON lines file under a run's directory."""
+
+_FLUSH_SECONDS = 10
 
 
 @runtime_checkable
@@ -48,12 +57,15 @@ def make_sinks(
         The sinks, in the order named; none in processes other than the first.
 
     Raises:
-        ConfigError: If a sink needs a package that is not installed.
+        ConfigError: If a sink needs a package that is not installed, or the directory
+            cannot be used.
+        OutputError: If a file cannot be written.
     """
+    check_sinks(config)
     if jax.process_index() != 0:
         return ()
+    check_directory(os.fspath(directory))
     root = pathlib.Path(directory)
-    root.mkdir(parents=True, exist_ok=True)
     make = {
         "console": lambda: Progress(config.num_steps),
         "jsonl": lambda: JsonLines(root / HISTORY, last_step=last_step),
@@ -61,7 +73,31 @@ def make_sinks(
         "tensorboard": lambda: TensorBoard(root / "tensorboard", last_step=last_step),
         "wandb": lambda: WeightsAndBiases(config, root, last_step=last_step),
     }
-    return tuple(make[name]() for name in config.observe.sinks)
+    sinks: list[Sink] = []
+    with contextlib.ExitStack() as opened:
+        for name in config.observe.sinks:
+            sinks.append(make[name]())
+            opened.callback(sinks[-1].close)
+        opened.pop_all()
+    return tuple(sinks)
+
+
+def check_sinks(config: Config) -> None:
+    """Finds out before a run starts that a sink lacks its package.
+
+    Args:
+        config: The run; `observe.sinks` names the sinks.
+
+    Raises:
+        ConfigError: If a sink needs a package that is not installed.
+
+    Example:
+        >>> check_sinks(Config())
+    """
+    if "wandb" in config.observe.sinks and importlib.util.find_spec("wandb") is None:
+        problem = "needs a package that is not installed"
+        remedy = "pip install wandb, or leave it out"
+        raise ConfigError(Problem("observe.sinks", "wandb", problem, remedy))
 
 
 class JsonLines:
@@ -76,19 +112,23 @@ class JsonLines:
     """
 
     def __init__(self, path: pathlib.Path, *, last_step: int = 0) -> None:
-        rows = read_history(path) if last_step else []
-        kept = [row for row in rows if row["step"] <= last_step]
-        _replace(path, "".join(map(_json_line, kept)))
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
+        with writing(path):
+            rows = read_history(path) if last_step else []
+            kept = [row for row in rows if row["step"] <= last_step]
+            _replace(path, "".join(map(_json_line, kept)))
+            self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, int | float]) -> None:
         """Appends a line."""
-        self._file.write(_json_line({"step": step, **values}))
-        self._file.flush()
+        with writing(self._path):
+            self._file.write(_json_line({"step": step, **values}))
+            self._file.flush()
 
     def close(self) -> None:
         """Closes the file."""
-        self._file.close()
+        with writing(self._path):
+            self._file.close()
 
 
 def read_history(path: str | os.PathLike[str]) -> list[dict[str, int | float]]:
@@ -122,24 +162,27 @@ class Csv:
 
     def __init__(self, path: pathlib.Path, *, last_step: int = 0) -> None:
         self._path = path
-        rows = _read_csv(path) if last_step else []
-        kept = [row for row in rows if int(row["step"]) <= last_step]
-        self._columns = list(kept[0]) if kept else ["step"]
-        self._rewrite(kept)
+        with writing(path):
+            rows = _read_csv(path) if last_step else []
+            kept = [row for row in rows if int(row["step"]) <= last_step]
+            self._columns = list(kept[0]) if kept else ["step"]
+            self._rewrite(kept)
 
     def write(self, step: int, values: Mapping[str, int | float]) -> None:
         """Appends a row; labels without a value stay empty."""
         new = [label for label in values if label not in self._columns]
-        if new:
-            self._file.close()
-            self._columns += new
-            self._rewrite(_read_csv(self._path))
-        self._writer.writerow({"step": step, **values})
-        self._file.flush()
+        with writing(self._path):
+            if new:
+                self._file.close()
+                self._columns += new
+                self._rewrite(_read_csv(self._path))
+            self._writer.writerow({"step": step, **values})
+            self._file.flush()
 
     def close(self) -> None:
         """Closes the file."""
-        self._file.close()
+        with writing(self._path):
+            self._file.close()
 
     def _rewrite(self, rows: Iterable[Mapping[str, str]]) -> None:
         table = io.StringIO()
@@ -152,7 +195,9 @@ class Csv:
 
 
 class TensorBoard:
-    """Event files for TensorBoard.
+    """Event files for TensorBoard, on disk every ten seconds.
+
+    Written without a thread: one that dies of a full disk would leave the run waiting.
 
     Args:
         directory: Where the event files go.
@@ -161,18 +206,33 @@ class TensorBoard:
 
     def __init__(self, directory: pathlib.Path, *, last_step: int = 0) -> None:
         first = last_step + 1 if last_step else 0
-        self._writer = tensorboardX.SummaryWriter(
-            str(directory), purge_step=first, flush_secs=10, filename_suffix=f".{first}"
-        )
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{first}"
+        self._directory = directory
+        with writing(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            self._file = RecordWriter(str(directory / name))
+            self._add(Event(step=first, file_version="brain.Event:2"))
+            start = SessionLog(status=SessionLog.START)
+            self._add(Event(step=first, session_log=start))
+        self._flushed = -math.inf
 
     def write(self, step: int, values: Mapping[str, int | float]) -> None:
         """Adds one point to each label's curve."""
-        for label, value in values.items():
-            self._writer.add_scalar(label, value, step)
+        with writing(self._directory):
+            for label, value in values.items():
+                self._add(Event(step=step, summary=scalar(label, value)))
+            if time.monotonic() > self._flushed + _FLUSH_SECONDS:
+                self._file.flush()
+                self._flushed = time.monotonic()
 
     def close(self) -> None:
         """Writes what is left."""
-        self._writer.close()
+        with writing(self._directory):
+            self._file.close()
+
+    def _add(self, event: Event) -> None:
+        event.wall_time = time.time()
+        self._file.write(event.SerializeToString())
 
 
 class WeightsAndBiases:
@@ -182,28 +242,17 @@ class WeightsAndBiases:
         config: Settings shown beside the run.
         directory: Directory of the run; its name is the run's name.
         last_step: 0 starts a new run; otherwise the run of this directory goes on.
-
-    Raises:
-        ConfigError: If `wandb` is not installed.
     """
 
     def __init__(
         self, config: Config, directory: pathlib.Path, *, last_step: int = 0
     ) -> None:
-        try:
-            import wandb  # pyright: ignore[reportMissingImports]
-        except ImportError:
-            raise ConfigError(
-                Problem(
-                    "observe.sinks",
-                    "wandb",
-                    "needs a package that is not installed",
-                    "pip install wandb, or leave it out",
-                )
-            ) from None
+        import wandb  # pyright: ignore[reportMissingImports]
+
         identity = directory / "wandb_id.txt"
-        if not last_step or not identity.exists():
-            identity.write_text(uuid.uuid4().hex)
+        with writing(identity):
+            if not last_step or not identity.exists():
+                identity.write_text(uuid.uuid4().hex)
         self._run = wandb.init(
             project="zjax",
             name=directory.name,

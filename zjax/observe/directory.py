@@ -1,0 +1,46 @@
+"""The directory of a run: usable before it starts, and clear words when it fills up."""
+
+import contextlib
+import pathlib
+import tempfile
+from collections.abc import Iterator
+
+from zjax.errors import ConfigError, OutputError, Problem
+
+
+def check_directory(directory: str) -> None:
+    """Makes the directory of a run, and finds out whether files can be made in it.
+
+    Args:
+        directory: The path; what is missing above it is made as well.
+
+    Raises:
+        ConfigError: If it is not a directory, or nothing can be made in it.
+    """
+    try:
+        pathlib.Path(directory).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        problem = f"cannot be used ({error.strerror})"
+        remedy = "name a directory that can be made and written to"
+        raise ConfigError(Problem("directory", directory, problem, remedy)) from error
+
+
+@contextlib.contextmanager
+def writing(path: pathlib.Path) -> Iterator[None]:
+    """Says in the terms of a run that a file of it cannot be written.
+
+    Args:
+        path: The file, in the run's directory.
+
+    Raises:
+        OutputError: In place of an OSError of the enclosed work.
+    """
+    try:
+        yield
+    except OSError as error:
+        problem = f"cannot be written ({path.name}: {error.strerror or error})"
+        remedy = "make room or mend the file system, and run again"
+        raise OutputError(
+            Problem("directory", str(path.parent), problem, remedy)
+        ) from error
