@@ -229,11 +229,28 @@ def test_parquet_without_the_column(tmp_path):
     )
 
 
-def test_directory_without_files(tmp_path):
+@pytest.mark.parametrize("names", [[], ["a.txt"]], ids=["no-file", "empty-file"])
+def test_directory_without_text(names, tmp_path):
     (tmp_path / "in").mkdir()
+    for name in names:
+        (tmp_path / "in" / name).write_text("")
     with pytest.raises(DataError) as error:
         prepare.prepare(["in"], "out")
-    assert str(error.value) == "input='in' holds no file; give one with text"
+    assert str(error.value) == "input='in' holds no text; give some"
+
+
+def test_empty_files_of_a_directory_are_skipped(tmp_path):
+    given = write_texts(tmp_path / "in")
+    (tmp_path / "in" / "__init__.py").write_text("")
+    meta = prepare.prepare([given], "out")
+    assert sum(split.num_documents for split in meta.splits.values()) == len(TEXTS)
+
+
+def test_output_that_is_not_given(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    with pytest.raises(DataError) as error:
+        prepare.prepare(["a.txt"], "")
+    assert str(error.value) == "output='' is not given; name a folder to make"
 
 
 def test_output_that_stops_halfway_is_not_there(tmp_path, monkeypatch):

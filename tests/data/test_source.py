@@ -226,6 +226,34 @@ def test_fault_is_named(damage, settings, message, token_directory):
     assert str(error.value) == message
 
 
+META_FAULTS = {
+    "no-splits": lambda meta: meta.pop("splits"),
+    "no-vocabulary": lambda meta: meta.pop("vocab_size"),
+    "extra-key": lambda meta: meta.update(extra=1),
+    "unknown-dtype": lambda meta: meta.update(dtype="uint8"),
+    "unknown-tokenizer": lambda meta: meta.update(tokenizer="words"),
+    "vocabulary-as-text": lambda meta: meta.update(vocab_size="257"),
+    "end-beyond-the-vocabulary": lambda meta: meta.update(end_id=257),
+    "list-of-splits": lambda meta: meta.update(splits=["train"]),
+    "split-without-sizes": lambda meta: meta["splits"].update(train=None),
+    "size-left-out": lambda meta: meta["splits"]["train"].pop("num_documents"),
+    "size-of-zero": lambda meta: meta["splits"]["train"].update(num_tokens=0),
+}
+
+
+@pytest.mark.parametrize("damage", META_FAULTS.values(), ids=META_FAULTS)
+def test_meta_that_says_something_else_is_broken(damage, token_directory):
+    meta = json.loads((token_directory / "meta.json").read_text())
+    damage(meta)
+    (token_directory / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(DataError) as error:
+        store.read_meta("tokens")
+    assert str(error.value) == (
+        "data.path='tokens' has a broken meta.json; give a directory made by `zjax "
+        "data prepare`"
+    )
+
+
 def test_split_that_was_not_made():
     config = make_config(source="tokens", path="tokens")
     with pytest.raises(DataError) as error:

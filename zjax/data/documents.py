@@ -27,26 +27,26 @@ class Document(NamedTuple):
 def list_files(inputs: Sequence[str | pathlib.Path]) -> list[pathlib.Path]:
     """Lists files as given, and those under directories sorted by name.
 
+    Empty files under directories are skipped.
+
     Raises:
-        DataError: A path is missing, a file is empty, a directory holds no file.
+        DataError: A path is missing, a given file is empty, a directory holds no text.
     """
     files: list[pathlib.Path] = []
     problems = []
     for given in map(pathlib.Path, inputs):
-        found = [given]
         if given.is_dir():
-            found = sorted(path for path in given.rglob("*") if path.is_file())
+            below = sorted(path for path in given.rglob("*") if path.is_file())
+            found = [path for path in below if path.stat().st_size]
+            files += found
+            if not found:
+                problems.append(_problem(given, "holds no text", "give some"))
         elif not given.is_file():
             problems.append(_problem(given, "is not there", "check the path"))
-            continue
-        if not found:
-            problems.append(_problem(given, "holds no file", "give one with text"))
-        files += found
-    problems += [
-        _problem(file, "is empty", "leave it out")
-        for file in files
-        if file.stat().st_size == 0
-    ]
+        elif not given.stat().st_size:
+            problems.append(_problem(given, "is empty", "leave it out"))
+        else:
+            files.append(given)
     if problems:
         raise DataError(*problems)
     return files

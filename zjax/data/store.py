@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import pathlib
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int64
@@ -137,8 +138,29 @@ def read_meta(path: str) -> Meta:
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         said = f"has a {META_NAME} that is not of format {FORMAT}"
         raise DataError(Problem("data.path", path, said, remedy))
+    if not _is_sound(content):
+        raise DataError(Problem("data.path", path, f"has a broken {META_NAME}", remedy))
     splits = {name: Split(**sizes) for name, sizes in content.pop("splits").items()}
     return Meta(splits=splits, **content)
+
+
+def _is_sound(content: dict[str, Any]) -> bool:
+    if content.keys() != {field.name for field in dataclasses.fields(Meta)}:
+        return False
+    splits = content["splits"]
+    sizes = {field.name for field in dataclasses.fields(Split)}
+    if not isinstance(splits, dict) or not all(
+        isinstance(split, dict) and split.keys() == sizes for split in splits.values()
+    ):
+        return False
+    counts = [size for split in splits.values() for size in split.values()]
+    return (
+        content["tokenizer"] in ("bytes", TOKENIZER_NAME)
+        and content["dtype"] in ("uint16", "uint32")
+        and all(type(n) is int and n > 0 for n in [content["vocab_size"], *counts])
+        and type(content["end_id"]) is int
+        and 0 <= content["end_id"] < content["vocab_size"]
+    )
 
 
 def open_store(path: str, split: str) -> Store:
