@@ -1,5 +1,6 @@
 """Every source of settings gives the same Config, changed by overrides."""
 
+import inspect
 import math
 
 import ml_collections
@@ -175,6 +176,32 @@ def test_bad_override(overrides, message):
             "gives a NoneType; return zjax.config.base() with your changes",
             id="no-return",
         ),
+        pytest.param(
+            "c.py",
+            PYTHON.replace("config.zero.stage", "config.zeroo.stage"),
+            "fails on line 7 with AttributeError ('zeroo' "
+            'Did you mean "zero" instead of "zeroo"?); correct it there',
+            id="unknown-section",
+        ),
+        pytest.param(
+            "c.py",
+            PYTHON.replace("= 7", "= = 7"),
+            "fails on line 6 with SyntaxError (invalid syntax); correct it there",
+            id="not-python",
+        ),
+        pytest.param(
+            "c.py",
+            "import json\n\nsteps = json.loads('x')\n",
+            "fails on line 3 with JSONDecodeError (Expecting value: line 1 column 1 "
+            "(char 0)); correct it there",
+            id="fault-below-a-line",
+        ),
+        pytest.param(
+            "c.py",
+            "def get_config():\n    return {}['a']\n",
+            "fails on line 2 with KeyError (a); correct it there",
+            id="missing-key",
+        ),
     ],
 )
 def test_unreadable_file(write, name, text, message):
@@ -182,6 +209,24 @@ def test_unreadable_file(write, name, text, message):
     with pytest.raises(ConfigError) as error:
         zconfig.load_config(path)
     assert str(error.value) == f"config={str(path)!r} {message}"
+
+
+def test_refusal_inside_a_python_file_is_not_wrapped(write):
+    text = "from zjax import config\nconfig.load_config({'a': 1})\n"
+    with pytest.raises(ConfigError) as error:
+        zconfig.load_config(write("c.py", text))
+    assert str(error.value).startswith("a=1 is not a setting; ")
+
+
+@pytest.mark.parametrize("source", [None, 3], ids=["nothing", "number"])
+def test_source_that_holds_no_settings(source):
+    """Behind the annotations, which users do not run."""
+    with pytest.raises(ConfigError) as error:
+        inspect.unwrap(zconfig.load_config)(source)
+    assert str(error.value) == (
+        f"config={source} is a {type(source).__name__}, which holds no settings; "
+        "give a .py or .gin file, a dict, a ConfigDict or a Config"
+    )
 
 
 def test_missing_file_names_its_neighbour(write):

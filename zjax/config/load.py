@@ -4,6 +4,7 @@ import difflib
 import os
 import pathlib
 import runpy
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -35,8 +36,8 @@ def load_config(
         The frozen config. Its types are right; `check_config` says whether it can work.
 
     Raises:
-        ConfigError: A file that cannot be read, or settings that are unknown or of the
-            wrong type, all of them at once.
+        ConfigError: A file that cannot be read or run, something that holds no
+            settings, or settings that are unknown or of the wrong type, all at once.
 
     Example:
         >>> load_config({"seed": 1}, "zero.stage=3", num_steps=20).zero.stage
@@ -54,6 +55,10 @@ def _read(source: Any) -> Mapping[str, Any]:
         return source.to_dict()
     if isinstance(source, Mapping):
         return override.merge({}, source)
+    if not isinstance(source, str | os.PathLike):
+        problem = f"is a {type(source).__name__}, which holds no settings"
+        remedy = "give a .py or .gin file, a dict, a ConfigDict or a Config"
+        raise ConfigError(Problem("config", source, problem, remedy))
     path = pathlib.Path(source)
     if path.suffix not in _READERS:
         kinds = " or ".join(suffix for suffix in _READERS if suffix != ".json")
@@ -72,18 +77,46 @@ def _near(path: pathlib.Path) -> str:
 
 
 def _read_python(path: pathlib.Path) -> Mapping[str, Any]:
-    make = runpy.run_path(str(path)).get("get_config")
-    if make is None:
-        remedy = "define it and return zjax.config.base() with your changes"
-        problem = Problem("config", str(path), "has no get_config()", remedy)
-        raise ConfigError(problem)
-    made = make()
+    try:
+        make = runpy.run_path(str(path)).get("get_config")
+        if make is None:
+            remedy = "define it and return zjax.config.base() with your changes"
+            problem = Problem("config", str(path), "has no get_config()", remedy)
+            raise ConfigError(problem)
+        made = make()
+    except ConfigError:
+        raise
+    except Exception as error:  # the file is the user's, and may raise anything
+        problem = Problem("config", str(path), _fault(path, error), "correct it there")
+        raise ConfigError(problem) from error
     if not isinstance(made, schema.Config | ml_collections.ConfigDict | Mapping):
         kind = type(made).__name__
         remedy = "return zjax.config.base() with your changes"
         problem = Problem("config", str(path), f"gives a {kind}", remedy)
         raise ConfigError(problem)
     return _read(made)
+
+
+def _fault(path: pathlib.Path, error: Exception) -> str:
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == str(path)
+    ]
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        lines = [error.lineno]
+    where = f" on line {lines[-1]}" if lines else ""
+    return f"fails{where} with {type(error).__name__} ({_reason(error)})"
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, SyntaxError):
+        return error.msg
+    first = error.args[0] if error.args else ""
+    if isinstance(first, BaseException):  # ConfigDict wraps its KeyError
+        return _reason(first)
+    text = first if isinstance(error, KeyError) else error
+    return " ".join(str(text).split())
 
 
 def _read_gin(path: pathlib.Path) -> Mapping[str, Any]:
