@@ -154,9 +154,9 @@ TRAINING = [
         id="sink-twice",
     ),
     case(
-        "observe.profile_start_step=1000",
-        "observe.profile_start_step=1000 never comes with num_steps=1000; "
-        "use at most 999",
+        "observe.profile_start_step=1001",
+        "observe.profile_start_step=1001 never comes with num_steps=1000; "
+        "use at most 1000",
         id="profile-after-the-end",
     ),
     case(
@@ -301,6 +301,7 @@ def test_problems_are_reported_together():
             id="explicit-processes",
         ),
         pytest.param(["global_batch_size=1024"], 1024, id="many-devices"),
+        pytest.param(["observe.profile_start_step=1000"], 8, id="profile-last-step"),
         pytest.param(
             ["num_steps=10", "optimizer.num_warmup_steps=10"], 8, id="all-warmup"
         ),

@@ -104,7 +104,7 @@ def test_every_need_names_settings_and_choices_of_the_schema():
 
 
 def test_settings_of_an_optimizer_that_is_not_used_are_refused():
-    config = schema.Config(optimizer=schema.Optimizer(b1=0.8, clip_norm=2.0))
+    config = schema.Config(optimizer=schema.Optimizer(b1=0.8, ema_decay=0.9))
     zconfig.check_config(config, 8)
     with pytest.raises(ConfigError) as error:
         zconfig.check_config(config, 8, own_optimizer=True)

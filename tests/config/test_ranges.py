@@ -25,7 +25,8 @@ from zjax.config import ranges, schema
         ("model.dropout_rate", "-0.1", "use 0 or more and less than 1"),
         ("model.num_heads", "0", "use 1 or more"),
         ("model.vocab_size", "1", "use 2 or more"),
-        ("observe.profile_start_step", "-2", "use -1 or more"),
+        ("observe.profile_start_step", "-2", "use 1 or more, or -1 for never"),
+        ("observe.profile_start_step", "0", "use 1 or more, or -1 for never"),
         ("processes.num_processes", "-1", "use 0 or more"),
     ],
 )

@@ -35,7 +35,7 @@ def check_config(
         own_model: The caller brings the model and its data, so that `config.model` and
             `config.data` say nothing of them.
         own_optimizer: The caller brings the optimizer; of `config.optimizer` only
-            clipping and averaging are read.
+            the averaging is read.
 
     Raises:
         ConfigError: All problems, in the order of the settings.
@@ -194,9 +194,9 @@ def _sinks(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 
 def _profile(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     start, field = config.observe.profile_start_step, "observe.profile_start_step"
-    if start >= config.num_steps:
+    if start > config.num_steps:
         problem = f"never comes with num_steps={config.num_steps}"
-        yield Problem(field, start, problem, f"use at most {config.num_steps - 1}")
+        yield Problem(field, start, problem, f"use at most {config.num_steps}")
 
 
 def _processes(config: schema.Config, num_devices: int) -> Iterator[Problem]:

@@ -83,7 +83,7 @@ def own_optimizer_problems(config: schema.Config) -> Iterator[Problem]:
     """
     for field in dataclasses.fields(schema.Optimizer):
         value, default = _both(config, f"optimizer.{field.name}")
-        if value != default and field.name not in ("clip_norm", "ema_decay"):
+        if value != default and field.name != "ema_decay":
             problem = "has no effect on the optimizer that was given"
             remedy = f"leave it at {default!r}, or give no optimizer"
             yield Problem(f"optimizer.{field.name}", value, problem, remedy)

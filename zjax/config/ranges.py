@@ -30,6 +30,7 @@ FRACTION = Range(lambda x: 0 <= x <= 1, "use 0 to 1")
 DECAY = Range(lambda x: 0 <= x < 1, "use 0 or more and less than 1")
 POWER_OF_TWO = Range(_power_of_two, "use a power of two, such as 65536.0")
 AXIS = Range(lambda x: x >= 1 or x == -1, "use 1 or more, or -1 for the rest")
+STEP = Range(lambda x: x >= 1 or x == -1, "use 1 or more, or -1 for never")
 SEED = Range(lambda x: 0 <= x < 2**32, "use 0 to 4294967295")
 
 RANGES: dict[type, dict[str, Range]] = {
@@ -91,7 +92,7 @@ RANGES: dict[type, dict[str, Range]] = {
         "num_workers": _from(0),
         "prefetch_batches": _from(0),
     },
-    schema.Evaluation: {"every_steps": _from(0), "num_batches": _from(1)},
+    schema.Evaluation: {"every_steps": _from(0), "num_batches": _from(0)},
     schema.Checkpoint: {
         "every_steps": _from(0),
         "keep_last": _from(1),
@@ -99,7 +100,7 @@ RANGES: dict[type, dict[str, Range]] = {
     },
     schema.Observe: {
         "log_every_steps": _from(1),
-        "profile_start_step": _from(-1),
+        "profile_start_step": STEP,
         "profile_num_steps": _from(1),
         "peak_tflops": _from(0),
     },

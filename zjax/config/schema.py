@@ -173,6 +173,7 @@ class Evaluation:
     every_steps: int = 500
     """0 evaluates only at the end."""
     num_batches: int = 8
+    """0 never evaluates."""
 
 
 @section
@@ -203,7 +204,7 @@ class Observe:
     plot: bool = True
     """Saves a picture of loss and speed at the end."""
     profile_start_step: int = -1
-    """First step of a jax.profiler trace; -1 takes none."""
+    """First step, from 1 on, of a jax.profiler trace; -1 takes none."""
     profile_num_steps: int = 3
     peak_tflops: float = 0.0
     """Peak of one device for MFU; 0 looks it up by device name."""
