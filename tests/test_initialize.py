@@ -13,7 +13,7 @@ from flax import nnx
 import zjax
 from tests.support import models, runs
 from zjax.config import schema
-from zjax.errors import ConfigError, ModelError, PlanError
+from zjax.errors import ConfigError, DataError, ModelError, PlanError
 from zjax.sharding import memory
 from zjax.sharding import mesh as meshes
 
@@ -171,12 +171,28 @@ def test_bad_input_is_refused_before_anything_compiles():
         zjax.initialize(Tied, optax.sgd(0.1), None, batch)
     assert str(error.value) == (
         "loss_fn=None does not say what to train; give loss_fn(model, batch, key), or "
-        "a zjax.Model"
+        "a zjax.Model that has its own"
     )
     with pytest.raises(ConfigError, match=r"zero\.stage=7 is not a choice"):
         zjax.initialize(
             Tied, optax.sgd(0.1), squared_error, batch, {"zero": {"stage": 7}}
         )
+
+    with pytest.raises(DataError) as error:
+        zjax.initialize(
+            Tied, optax.sgd(0.1), squared_error, {"x": [1.0], "y": batch["y"]}
+        )
+    assert str(error.value) == ("batch/x/0='float' is not an array; use numpy.asarray")
+    with pytest.raises(ConfigError) as error:
+        settings = {"optimizer": {"clip_norm": 0.5}}
+        zjax.initialize(Tied, optax.sgd(0.1), squared_error, batch, settings)
+    assert str(error.value) == (
+        "optimizer.clip_norm=0.5 has no effect on the optimizer that was given; leave "
+        "it at 1.0, or give no optimizer"
+    )
+    with pytest.raises(ConfigError, match="is read by zjax"):
+        settings = {"precision": {"on_nonfinite": "stop"}}
+        zjax.initialize(Tied, optax.sgd(0.1), squared_error, batch, settings)
 
 
 def test_a_plan_without_devices_cannot_step():

@@ -140,6 +140,33 @@ def test_mistakes_end_with_their_remedies_and_without_a_traceback(settings):
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("train", "zero.stage=3", "--output=x"),
+            "zjax: command='zero.stage=3' means nothing to zjax train; did you mean "
+            "--config.zero.stage=3?\n--output='x' has no effect on zjax train; leave "
+            "it out; plan and data and export read it\n",
+        ),
+        (("data",), "zjax: command='data' is not complete; use zjax data prepare\n"),
+        (
+            ("generate", "--config=configs/quickstart.py", "--config.directory=/nope"),
+            "zjax: directory='/nope/checkpoints' holds no checkpoint to resume from; "
+            "give the directory of a run, or set checkpoint.resume=auto\n",
+        ),
+    ],
+    ids=["stray-words", "half-a-command", "generate-from-nothing"],
+)
+def test_what_a_command_does_not_read_is_refused(words, message):
+    assert run(*words, "--simulated_devices=8", code=2) == message
+
+
+def test_launch_wants_a_number_and_a_command():
+    assert "--num_processes=0 is below 1" in run("launch", "--num_processes=0", code=2)
+    assert "no command to launch" in run("launch", "--num_processes", "2", code=2)
+
+
 def test_commands_are_listed_and_machines_described():
     assert "zjax plan --num_params=7.5e9" in run()
     assert run("nonsense", code=2) == run("help")

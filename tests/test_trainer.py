@@ -228,6 +228,48 @@ def test_run_that_is_to_stop_at_nan_says_at_which_step(tmp_path):
     assert trainer.store.latest() == 2
 
 
+def test_error_right_after_a_save_costs_no_checkpoint(tmp_path):
+    """Fails if a checkpoint that is being written is dropped when the run ends."""
+    trainer = own_trainer(
+        tmp_path, list(broken_batches(3)), "precision.on_nonfinite=stop"
+    )
+    with pytest.raises(NonFiniteError):
+        trainer.fit()
+    assert trainer.store.steps() == (2,)
+    trainer.close()
+
+
+def test_checkpoint_has_only_the_loss_of_its_own_weights(tmp_path):
+    trainer = small_run.fit(
+        tmp_path,
+        "evaluation.every_steps=3",
+        "checkpoint.every_steps=4",
+        "checkpoint.keep_last=3",
+    )
+    assert trainer.store.steps() == (4, 8)
+    assert trainer.store.best() == 8  # step 4 was not evaluated; the last step was
+
+
+def test_validation_data_is_looked_at_before_training(tmp_path):
+    settings = ("data.source=standard_library", "model.vocab_size=257")
+    with pytest.raises(DataError):
+        small_run.make_trainer(
+            tmp_path, *settings, "data.length=4000000", "model.max_length=4000000"
+        )
+
+
+@pytest.mark.parametrize("prompt", ["", "x" * 16])
+def test_prompt_that_leaves_nothing_to_do_is_refused(tmp_path, prompt):
+    settings = ("num_steps=2", "data.source=standard_library", "model.vocab_size=257")
+    trainer = small_run.make_trainer(tmp_path, *settings)
+    with pytest.raises(ConfigError) as error:
+        trainer.generate(prompt)
+    assert str(error.value) == (
+        f"prompt={prompt!r} is {len(prompt)} tokens; use 1 to 15, with the built-in "
+        "decoder"
+    )
+
+
 def test_run_that_is_to_skip_nan_keeps_its_weights(tmp_path):
     trainer = own_trainer(tmp_path, list(broken_batches(4)))
     state = trainer.fit()

@@ -1,6 +1,7 @@
 """From a model, an optimizer, a loss and a config to a run: a state and a step."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from zjax.config.batch import resolve_batch
 from zjax.config.check import check_config
 from zjax.config.load import load_config
 from zjax.config.schema import Config
-from zjax.errors import ModelError, PlanError, Problem
+from zjax.errors import ConfigError, DataError, ModelError, PlanError, Problem
 from zjax.models import adapter
 from zjax.optim.build import make_optimizer
 from zjax.optim.schedules import make_schedule
@@ -89,6 +90,7 @@ class Step:
         Raises:
             PlanError: The batch does not divide over the devices.
         """
+        check_arrays(batch)
         num_shares = self.plan.num_batch_shares
         check_batch(batch, 1, max(1, num_shares // jax.process_count()))
 
@@ -251,11 +253,14 @@ def initialize(
         model: A Linen module; an NNX module, or a function `rngs -> module`, which lets
             the parameters be born on their shards; a pair of plain functions
             `(init, apply)`; a dict of several; or a `zjax.Model`.
-        tx: Optax gradient transformation; None makes the one of `config.optimizer`.
+        tx: Optax gradient transformation, used as it is: add
+            `optax.clip_by_global_norm` to clip. None makes the one of
+            `config.optimizer`.
         loss_fn: `loss_fn(model, batch, key)` returns the mean loss, or `(loss, weight,
             metrics)`. A key of None means evaluation. None for a `zjax.Model`.
-        batch: A batch or its ShapeDtypeStructs; its first dim takes the place of
-            `config.global_batch_size`.
+        batch: A global batch or its ShapeDtypeStructs; its first dim takes the place of
+            `config.global_batch_size`. Floating-point arrays of two dims or more are
+            cast to `precision.compute_dtype`.
         config: A Config, a mapping, or the path of a config file; None for defaults.
         schedule: Learning rate by applied step, to be shown among the metrics.
         devices: Devices to use; all of them by default.
@@ -284,21 +289,26 @@ def initialize(
     """
     devices = jax.devices() if devices is None else devices
     config = load_config({} if config is None else config)
+    check_arrays(batch)
     sizes = {leaf.shape[0] for leaf in jax.tree.leaves(batch) if len(leaf.shape)}
     config = dataclasses.replace(config, global_batch_size=max(sizes, default=1))
-    own_model = not isinstance(model, Model)
-    check_config(
-        config, len(devices), own_model=own_model, own_optimizer=tx is not None
-    )
-    if own_model:
-        if loss_fn is None:
-            problem = "does not say what to train"
-            remedy = "give loss_fn(model, batch, key), or a zjax.Model"
-            raise ModelError(Problem("loss_fn", None, problem, remedy))
+    check_config(config, len(devices), own_model=True, own_optimizer=tx is not None)
+    if config.precision.on_nonfinite == "stop":
+        problem = "is read by zjax.Trainer alone"
+        remedy = "look at metrics['skipped_steps'], or leave it at 'skip'"
+        raise ConfigError(Problem("precision.on_nonfinite", "stop", problem, remedy))
+    if isinstance(model, Model) != (loss_fn is None):
+        given = "is not needed" if loss_fn else "does not say what to train"
+        remedy = "give loss_fn(model, batch, key), or a zjax.Model that has its own"
+        name = getattr(loss_fn, "__name__", None)
+        raise ModelError(Problem("loss_fn", name, given, remedy))
+    if loss_fn is not None:
         model = adapter.adapt(model, loss_fn, batch)
     if tx is None:
         tx = make_optimizer(config, model)
         schedule = make_schedule(config)
+    else:
+        config = without_clipping(config)
     return make_run(config, model, tx, schedule=schedule, devices=devices)
 
 
@@ -351,6 +361,42 @@ def make_run(
         step=make_step(model, tx, plan, config, schedule=schedule),
         bind=bind,
     )
+
+
+def without_clipping(config: Config) -> Config:
+    """The settings of a run whose optimizer the caller brings, to be used as it is.
+
+    Args:
+        config: Settings that `check_config` has found free of other optimizer settings.
+
+    Returns:
+        The same without clipping by the step.
+    """
+    optimizer = dataclasses.replace(config.optimizer, clip_norm=math.inf)
+    return dataclasses.replace(config, optimizer=optimizer)
+
+
+def check_arrays(batch: Batch) -> None:
+    """Refuses a batch whose leaves are not arrays.
+
+    Args:
+        batch: A tree.
+
+    Raises:
+        DataError: Names every leaf that has no shape or no dtype.
+    """
+    problems = [
+        Problem(
+            f"batch/{placement.path_of(keys)}",
+            type(leaf).__name__,
+            "is not an array",
+            "use numpy.asarray",
+        )
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(batch)
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
+    ]
+    if problems:
+        raise DataError(*problems)
 
 
 def model_params(state: TrainState, plan: plans.Plan) -> Params:

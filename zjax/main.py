@@ -1,5 +1,6 @@
 """The `zjax` command: train, plan, generate, data prepare, export, report, launch."""
 
+import argparse
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -11,9 +12,11 @@ from zjax import processes
 from zjax.checkpoint.export import export_safetensors
 from zjax.checkpoint.store import Store
 from zjax.config import flags as config_flags
+from zjax.config.check import check_processes
 from zjax.config.describe import describe_settings
+from zjax.config.load import load_config
 from zjax.data.prepare import prepare
-from zjax.errors import ZjaxError
+from zjax.errors import ConfigError, Problem, ZjaxError
 from zjax.observe.report import describe_machine
 from zjax.planning import PAPER_DEVICES, report_plan
 from zjax.sharding.describe import describe_zero_table
@@ -32,6 +35,7 @@ USAGE = """zjax trains Flax models that do not fit on one device.
   zjax config                                      every setting and its default
 """
 
+DTYPES = ("float32", "bfloat16", "float16")
 SAMPLE_TOKENS = 100
 """Length of the text shown at the end of a run of a long enough model."""
 
@@ -39,15 +43,21 @@ SAMPLE_TOKENS = 100
 def define_flags() -> None:
     """Defines the flags of all commands; the settings of a run are `--config...`."""
     config_flags.define_flags()
-    flags.DEFINE_integer("simulated_devices", 0, "CPU devices to simulate.")
-    flags.DEFINE_integer("num_devices", 0, "plan: devices to plan for, untouched.")
-    flags.DEFINE_float("num_params", 0.0, "plan: the table of ZeRO for such a model.")
+    flags.DEFINE_integer(
+        "simulated_devices", 0, "CPU devices to simulate.", lower_bound=0
+    )
+    flags.DEFINE_integer(
+        "num_devices", 0, "plan: devices to plan for, untouched.", lower_bound=0
+    )
+    flags.DEFINE_float(
+        "num_params", 0.0, "plan: the table of ZeRO for such a model.", lower_bound=0
+    )
     flags.DEFINE_multi_string("input", [], "data: text, JSONL, Parquet; or a folder.")
     flags.DEFINE_string("output", "", "data, export, plan: what to write.")
     flags.DEFINE_string("tokenizer", "bytes", "data: bytes, bpe:SIZE or a .json file.")
     flags.DEFINE_string("text_field", "text", "data: field or column with the text.")
     flags.DEFINE_float("validation_fraction", 0.01, "data: part of the text held out.")
-    flags.DEFINE_string("dtype", "", "export: float32, bfloat16 or float16.")
+    flags.DEFINE_enum("dtype", "", ["", *DTYPES], "export: of the weights.")
     flags.DEFINE_string("prompt", "def ", "generate: text to continue.")
     flags.DEFINE_integer("max_new_tokens", 0, "generate: tokens to add; 0 fills up.")
     flags.DEFINE_float("temperature", 0.8, "generate: 0 takes the most likely token.")
@@ -56,6 +66,7 @@ def define_flags() -> None:
 def train() -> None:
     """Trains as the config says, alone or with the other processes of the run."""
     config = config_flags.config_from_flags()
+    check_processes(config)
     if processes.needs_parent(config.processes):
         sys.exit(processes.supervise([sys.executable, *sys.orig_argv[1:]]))
     info = processes.start(config.processes, config.directory)
@@ -66,7 +77,8 @@ def train() -> None:
         print(trainer.describe())
         print(f"every array of the plan: zjax plan {' '.join(sys.argv[2:])}")
     trainer.fit()
-    if config.model.kind == "decoder" and config.data.source != "synthetic":
+    done = trainer.step == config.num_steps
+    if done and config.model.kind == "decoder" and config.data.source != "synthetic":
         fits = config.model.max_length > 2 * SAMPLE_TOKENS
         text = trainer.generate(
             flags.FLAGS.prompt, max_new_tokens=SAMPLE_TOKENS if fits else 0
@@ -89,7 +101,9 @@ def plan() -> None:
 
 def generate() -> None:
     """Continues a text with the last checkpoint."""
-    trainer = Trainer(config_flags.config_from_flags())
+    trainer = Trainer(
+        load_config(config_flags.config_from_flags(), "checkpoint.resume=required")
+    )
     text = trainer.generate(
         flags.FLAGS.prompt,
         max_new_tokens=flags.FLAGS.max_new_tokens,
@@ -111,7 +125,7 @@ def prepare_data() -> None:
     print(
         "train on it: zjax train --config.data.source=tokens "
         f"--config.data.path={flags.FLAGS.output} "
-        f"--config.model.vocab_size={meta.vocab_size}"
+        f"--config.model.vocab_size={meta.vocab_size} --config=FILE"
     )
 
 
@@ -128,14 +142,15 @@ def export() -> None:
 
 def launch() -> None:
     """Starts the rest of the command line as several processes."""
-    command = [sys.executable, "-m", "zjax.main"]
-    rest = [word for word in sys.argv[2:] if not word.startswith("--num_processes")]
-    sys.exit(processes.supervise([*command, *rest], _num_processes(sys.argv)))
-
-
-def _num_processes(argv: Sequence[str]) -> int:
-    given = [word for word in argv if word.startswith("--num_processes=")]
-    return int(given[-1].partition("=")[2]) if given else 2
+    parser = argparse.ArgumentParser("zjax launch", allow_abbrev=False)
+    parser.add_argument("--num_processes", type=int, default=2)
+    given, rest = parser.parse_known_args(sys.argv[2:])
+    if given.num_processes < 1:
+        parser.error(f"--num_processes={given.num_processes} is below 1; use 1 or more")
+    if not rest or rest[0] not in COMMANDS:
+        parser.error("no command to launch; add one, such as train --config=...")
+    command = [sys.executable, "-m", "zjax.main", *rest]
+    sys.exit(processes.supervise(command, given.num_processes))
 
 
 COMMANDS: dict[str, Callable[[], None]] = {
@@ -147,6 +162,14 @@ COMMANDS: dict[str, Callable[[], None]] = {
     "report": lambda: print(describe_machine()),
     "config": lambda: print(describe_settings(), end=""),
 }
+OWN_FLAGS = {
+    "plan": ("num_devices", "num_params", "output"),
+    "generate": ("prompt", "max_new_tokens", "temperature"),
+    "train": ("prompt",),
+    "data": ("input", "output", "tokenizer", "text_field", "validation_fraction"),
+    "export": ("output", "dtype"),
+}
+"""Flags that only some commands read; the others refuse them."""
 
 
 def run() -> None:
@@ -161,17 +184,51 @@ def run() -> None:
         print(USAGE, end="")
         sys.exit(0 if name in ("", "help", "--help") else 2)
     define_flags()
-    app.run(lambda argv: _call(COMMANDS[name]))
+    app.run(lambda argv: _call(name, argv[1:]))
 
 
-def _call(command: Callable[[], None]) -> None:
+def check_words(name: str, words: Sequence[str]) -> None:
+    """Refuses what a command would not read.
+
+    Args:
+        name: The command.
+        words: What was typed besides flags, the command first.
+
+    Raises:
+        ConfigError: Names every word and flag that has no effect.
+    """
+    expected = ["data", "prepare"] if name == "data" else [name]
+    problems = [
+        Problem("command", word, f"means nothing to zjax {name}", _remedy(word))
+        for word in words[len(expected) :]
+    ]
+    if list(words[: len(expected)]) != expected:
+        said = " ".join(expected)
+        problems.append(Problem("command", name, "is not complete", f"use zjax {said}"))
+    for flag in sorted({flag for own in OWN_FLAGS.values() for flag in own}):
+        if flags.FLAGS[flag].present and flag not in OWN_FLAGS.get(name, ()):
+            readers = [command for command, own in OWN_FLAGS.items() if flag in own]
+            remedy = f"leave it out; {' and '.join(readers)} read it"
+            value = flags.FLAGS[flag].value
+            problem = f"has no effect on zjax {name}"
+            problems.append(Problem(f"--{flag}", value, problem, remedy))
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _remedy(word: str) -> str:
+    return f"did you mean --config.{word}?" if "=" in word else "leave it out"
+
+
+def _call(name: str, words: Sequence[str]) -> None:
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)
     if flags.FLAGS.simulated_devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", flags.FLAGS.simulated_devices)
     try:
-        command()
+        check_words(name, words)
+        COMMANDS[name]()
     except ZjaxError as error:
         processes.record_failure(error)
         print(f"zjax: {error}", file=sys.stderr)

@@ -101,7 +101,7 @@ def describe_compiled(plan: plans.Plan, compiled: jax.stages.Compiled) -> str:
     analysis = compiled.memory_analysis()
     if analysis is None:
         return "this platform gives no memory analysis of compiled programs"
-    kept = memory.tree_bytes((plan.master, plan.opt_state, plan.model_state))
+    kept = memory.tree_bytes((plan.master, plan.opt_state, plan.ema, plan.model_state))
     rows = [
         ("arguments: state and batch", analysis.argument_size_in_bytes),
         ("  of them state, by the plan", kept),

@@ -6,6 +6,7 @@ import math
 import os
 import pathlib
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from zjax.config.load import load_config
 from zjax.config.schema import Config
 from zjax.data.loader import Loader
 from zjax.errors import CheckpointError, ConfigError, DataError, Problem
-from zjax.initialize import make_run
+from zjax.initialize import make_run, without_clipping
 from zjax.models.build import make_model
 from zjax.models.generate import generate
 from zjax.observe.monitor import Callback, Monitor
@@ -73,6 +74,11 @@ class Trainer:
             own_model=model is not None,
             own_optimizer=tx is not None,
         )
+        problems = _mismatches(model, batches)
+        if problems:
+            raise ConfigError(*problems)
+        if tx is not None:
+            config = without_clipping(config)
         if model is None and batches is None and config.model.kind == "encoder":
             problem = "has nothing to predict in data.source"
             remedy = "give batches with masked tokens and their targets"
@@ -101,7 +107,9 @@ class Trainer:
         self.loader = self._make_loader("train")
         if start:
             self.loader.set_state(self.store.extra(start)["data"])
-        self._best_loss: float | None = None
+        if self._has_evaluation():
+            self._make_loader("validation").close()  # finds what is wrong with it now
+        self._evaluated = -1, 0.0
 
     @property
     def step(self) -> int:
@@ -128,7 +136,7 @@ class Trainer:
             num_devices=self.run.mesh.size,
             callbacks=self._callbacks,
         )
-        with _stop_signals() as stopped, monitor, self.loader:
+        with _finished(self.store), _stop_signals() as stopped, monitor, self.loader:
             saved, ended = step, False
             while step < config.num_steps and not stopped(step):
                 batch = next(self.loader, None)
@@ -165,11 +173,15 @@ class Trainer:
         Returns:
             `eval_loss` and `eval_<metric>`; empty where there is no evaluation data.
         """
-        if self._evaluation_batches is None and self._batches is not None:
+        if not self._has_evaluation():
             return {}
         totals: dict[str, float] = {}
         with self._make_loader("validation") as batches:
             given = [self.run.evaluate(self.state, batch) for batch in batches]
+        if not given:
+            problem = "gave no batch"
+            remedy = "give an iterable that starts anew, such as a list"
+            raise DataError(Problem("evaluation_batches", "given", problem, remedy))
         for metrics in jax.device_get(given):
             weight = float(metrics.pop("weight"))
             totals["weight"] = totals.get("weight", 0.0) + weight
@@ -177,7 +189,7 @@ class Trainer:
                 totals[name] = totals.get(name, 0.0) + weight * float(value)
         total = totals.pop("weight") or 1.0
         values = {f"eval_{name}": value / total for name, value in totals.items()}
-        self._best_loss = values["eval_loss"]
+        self._evaluated = self.step, values["eval_loss"]
         return values
 
     def save(self) -> None:
@@ -192,7 +204,8 @@ class Trainer:
             "plan": describe_plan(self.run.plan),
             "jax": jax.__version__,
         }
-        loss, self._best_loss = self._best_loss, None
+        step, loss = self._evaluated
+        loss = loss if step == self.step else None
         rows = state_rows(self.run.plan, self.config)
         self.store.save(self.step, self.state, rows, extra=extra, loss=loss)
 
@@ -216,10 +229,18 @@ class Trainer:
 
         Returns:
             The prompt and its continuation.
+
+        Raises:
+            ConfigError: The prompt is empty, or leaves no room.
         """
         tokenizer = data.make_tokenizer(self.config)
-        tokens = jax.numpy.asarray([tokenizer.encode(prompt)])
-        room = self.config.model.max_length - tokens.shape[1]
+        tokens = jax.numpy.asarray([tokenizer.encode(prompt)], jax.numpy.int32)
+        longest = self.config.model.max_length - 1
+        room = longest + 1 - tokens.shape[1]
+        if not self._is_language_model or not 0 < tokens.shape[1] <= longest:
+            problem = f"is {tokens.shape[1]} tokens"
+            remedy = f"use 1 to {longest}, with the built-in decoder"
+            raise ConfigError(Problem("prompt", prompt[:20], problem, remedy))
         out = generate(
             self.run.bind(self.state),
             tokens,
@@ -292,6 +313,10 @@ class Trainer:
             config = dataclasses.replace(config, data=readers)
         return data.make_loader(config, shardings, split=split, num_batches=number)
 
+    def _has_evaluation(self) -> bool:
+        own = self._evaluation_batches is None and self._batches is not None
+        return self.config.evaluation.num_batches > 0 and not own
+
     def _tokens_per_step(self) -> int:
         if not self._is_language_model:
             return 0
@@ -309,11 +334,34 @@ class Trainer:
             print("run the same command again to go on")
 
 
+def _mismatches(model: Any, batches: Any) -> list[Problem]:
+    problems = []
+    if model is not None and not isinstance(model, Model):
+        remedy = "use zjax.adapt(model, loss_fn, batch)"
+        name = type(model).__name__
+        problems.append(Problem("model", name, "is not a zjax.Model", remedy))
+    if model is not None and batches is None:
+        remedy = "give the batches that its loss reads"
+        problems.append(Problem("batches", None, "leave the model no data", remedy))
+    return problems
+
+
 def _resolved(config: Config, num_devices: int) -> Config:
     """Fills in the batch sizes that a config leaves open."""
     sizes = mesh_sizes(config.mesh, num_devices)
     batch = resolve_batch(config, math.prod(sizes[axis] for axis in BATCH_AXES))
     return dataclasses.replace(config, **dataclasses.asdict(batch))
+
+
+@contextlib.contextmanager
+def _finished(store: Store) -> Iterator[None]:
+    """Lets a checkpoint that is being written come to its end, whatever happens."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(CheckpointError):
+            store.wait()
+        raise
 
 
 def _is_due(step: int, every: int) -> bool:
@@ -333,6 +381,8 @@ def _stop_signals() -> Iterator[Callable[[int], bool]]:
         if caught and number == signal.SIGINT:
             raise KeyboardInterrupt
         caught.append(number)
+        if jax.process_count() > 1:  # the runtime listens to this one
+            os.kill(os.getpid(), signal.SIGTERM)
         os.write(1, b"\nstopping after this step; saving a checkpoint\n")
 
     def stopped(step: int) -> bool:
@@ -341,6 +391,8 @@ def _stop_signals() -> Iterator[Callable[[int], bool]]:
         return bool(caught)
 
     numbers = (signal.SIGINT,) if jax.process_count() > 1 else _SIGNALS
+    if threading.current_thread() is not threading.main_thread():
+        numbers = ()
     before = {number: signal.signal(number, note) for number in numbers}
     try:
         yield stopped

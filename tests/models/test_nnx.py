@@ -151,7 +151,7 @@ class Named(nnx.Module):
 def test_names_come_from_logical_or_from_flax_partitioning():
     adapted, params, _ = started(Named)
     assert adapted.logical(params) == {
-        "up": {"kernel": ("embed", "mlp"), "bias": [None]},
+        "up": {"kernel": ("embed", "mlp"), "bias": None},
         "scale": (None, "mlp"),
         "stack": ("layers", None, None),
     }

@@ -58,6 +58,28 @@ def check_config(
         raise ConfigError(*problems)
 
 
+def check_processes(config: schema.Config) -> None:
+    """Refuses an address of processes that cannot work, before any of them is called.
+
+    `check_config` holds the same rules, but needs the devices, which are known only
+    after the processes have met.
+
+    Args:
+        config: Settings of the right types, of which `processes` is read.
+
+    Raises:
+        ConfigError: All problems of `processes.coordinator` and its numbers.
+
+    Example:
+        >>> given = schema.Processes("node0:99", num_processes=2, process_id=1)
+        >>> check_processes(schema.Config(processes=given))
+    """
+    problems = list(ranges.range_problems(config.processes, "processes"))
+    problems = problems or list(_processes(config, 1))
+    if problems:
+        raise ConfigError(*problems)
+
+
 def _sizes(config: schema.Config, num_devices: int) -> dict[str, int]:
     sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
     rest = num_devices // math.prod(size for size in sizes.values() if size > 0)

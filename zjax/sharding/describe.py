@@ -70,6 +70,7 @@ def _roles(plan: Plan) -> list[tuple[str, list[Row]]]:
     trees = {
         "master weights": plan.master,
         "optimizer state": plan.opt_state,
+        "averaged weights": plan.ema,
         "gradient sum": plan.grad_sum,
         "parameters in use": plan.compute,
         "model state": plan.model_state,

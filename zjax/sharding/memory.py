@@ -100,7 +100,7 @@ def plan_bytes(plan: Plan) -> StageBytes:
     return StageBytes(
         parameters=tree_bytes(plan.compute),
         gradients=tree_bytes(plan.grad_sum),
-        optimizer=tree_bytes(plan.master) + tree_bytes(plan.opt_state),
+        optimizer=tree_bytes((plan.master, plan.opt_state, plan.ema)),
     )
 
 

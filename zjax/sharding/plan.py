@@ -4,11 +4,13 @@ A ZeRO stage is a choice of placements, made here and nowhere else
 (arXiv:1910.02054, section 5). "Whole" is the model-parallel placement, "split" is that
 extended over the ZeRO axes:
 
-    stage   master, optimizer state   gradients, their sum   parameters in use
-      0             whole                    whole                 whole
-      1             split                    whole                 whole
-      2             split                    split                 whole
-      3             split                    split                 split
+    stage   master, optimizer state   sum of gradients   parameters in use
+      0             whole                  whole               whole
+      1             split                  whole               whole
+      2             split                  split               whole
+      3             split                  split               split
+
+The optimizer takes gradients as it holds its state.
 """
 
 import dataclasses
@@ -42,6 +44,7 @@ class Plan:
         grads: Gradients as they enter the optimizer.
         opt_state: State of the optimizer.
         model_state: What the model carries besides parameters.
+        ema: Averaged parameters, in float32; an empty tuple where none are kept.
     """
 
     mesh: Mesh | AbstractMesh
@@ -52,6 +55,7 @@ class Plan:
     grads: Any
     opt_state: Any
     model_state: Any
+    ema: Any = ()
 
     def scalar(self, path: str, dtype: Any) -> Row:
         """The row of a number that every device holds.
@@ -128,6 +132,7 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
         grads=params_rows(kept, dtypes.grad_sum_dtype),
         opt_state=_opt_state_rows(config, mesh, opt_state, master, kept),
         model_state=_rows(model_state, mesh),
+        ema=params_rows(kept, "float32") if config.optimizer.ema_decay else (),
     )
 
 
@@ -195,7 +200,8 @@ def optimizer_name(tx: Any) -> str:
         >>> optimizer_name(optax.chain(optax.clip(1.0), optax.trace(0.9)))
         'chain(clip, trace)'
     """
-    return _function_name(tx.update)
+    update = getattr(tx, "update", None)
+    return _function_name(update) if inspect.isfunction(update) else repr(tx)
 
 
 def _function_name(update: Any) -> str:

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from zjax.errors import PlanError, Problem
-from zjax.optim.precision import cast_floating
 from zjax.sharding.mesh import BATCH_AXES
 from zjax.sharding.placement import path_of, place_tree
 from zjax.sharding.plan import Plan
@@ -144,7 +143,7 @@ def make_gradients(
         master: Params, state: ModelState, batch: Batch, key: jax.Array, scale: Any
     ) -> tuple[Params, Loss]:
         params = compute_params(master, plan)
-        batch = cast_floating(batch, compute_dtype(plan))
+        batch = cast_batch(batch, compute_dtype(plan))
         if num_microbatches == 1:
             check_batch(batch, 1, plan.num_batch_shares)
             return one(params, state, batch, jax.random.fold_in(key, 0), scale)
@@ -262,7 +261,7 @@ def make_forward(
         master: Params, state: ModelState, batch: Batch, key: jax.Array | None
     ) -> Loss:
         params = compute_params(master, plan)
-        batch = cast_floating(batch, compute_dtype(plan))
+        batch = cast_batch(batch, compute_dtype(plan))
         parts = split_batch(batch, num_microbatches, plan.num_batch_shares)
 
         def one(state: ModelState, inputs: Any) -> tuple[ModelState, Loss]:
@@ -275,6 +274,29 @@ def make_forward(
         return mean_loss(losses, state)
 
     return forward
+
+
+def cast_batch(batch: Batch, dtype: Any) -> Batch:
+    """Gives inputs the dtype of the model, so that it computes in that.
+
+    Args:
+        batch: Arrays; integers, and numbers per row or per batch, stay as they are.
+        dtype: Compute dtype.
+
+    Returns:
+        Floating-point arrays of two dims or more in `dtype`.
+
+    Example:
+        >>> batch = {"x": jnp.ones((2, 3)), "weight": jnp.ones(2)}
+        >>> {name: str(x.dtype) for name, x in cast_batch(batch, jnp.bfloat16).items()}
+        {'weight': 'float32', 'x': 'bfloat16'}
+    """
+
+    def cast(x: jax.Array) -> jax.Array:
+        is_input = x.ndim >= 2 and jnp.issubdtype(x.dtype, jnp.floating)
+        return x.astype(dtype) if is_input else x
+
+    return jax.tree.map(cast, batch)
 
 
 def compute_dtype(plan: Plan) -> Any:
@@ -300,4 +322,5 @@ def _cast_like(tree: Any, rows: Any) -> Any:
 
 
 def _scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
-    return x * factor.astype(x.dtype)
+    # A share without weight adds nothing, even where its mean is 0 / 0.
+    return jnp.where(factor == 0, 0, x * factor.astype(x.dtype))

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from zjax.config.schema import Config
 from zjax.optim import loss_scale
@@ -61,7 +62,7 @@ def state_rows(plan: Plan, config: Config) -> TrainState:
         opt_state=plan.opt_state,
         model_state=plan.model_state,
         scaler=scaler,
-        ema=plan.master if config.optimizer.ema_decay else (),
+        ema=plan.ema,
     )
 
 
@@ -101,7 +102,9 @@ def init_state(
             opt_state=pad_tree(tx.init(params), plan.opt_state),
             model_state=model_state,
             scaler=_init_scaler(config),
-            ema=stored if config.optimizer.ema_decay else (),
+            ema=jax.tree.map(lambda x, row: x.astype(row.dtype), stored, plan.ema)
+            if plan.ema
+            else (),
         )
 
     def from_stored(stored: Params, model_state: ModelState) -> TrainState:
@@ -134,10 +137,11 @@ def place_given(params: Any, rows: Any) -> Any:
     """
 
     def place(x: Any, row: Row) -> jax.Array:
-        cast = jax.jit(
-            lambda x: pad_tree(x.astype(row.dtype), row), out_shardings=row.sharding
+        stored = np.zeros(row.stored_shape, row.dtype)
+        stored[tuple(map(slice, row.shape))] = np.asarray(x)
+        return jax.make_array_from_callback(
+            row.stored_shape, row.sharding, stored.__getitem__
         )
-        return cast(x)
 
     return jax.tree.map(place, params, rows)
 
