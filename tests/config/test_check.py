@@ -4,6 +4,7 @@ import pytest
 
 from tests.support.refusals import case, refusal
 from zjax import config as zconfig
+from zjax.config import schema
 from zjax.errors import ConfigError
 
 MESH = [
@@ -317,3 +318,48 @@ def test_own_model_is_not_held_to_the_built_in_one():
     zconfig.check_config(config, 8, own_model=True)
     with pytest.raises(ConfigError):
         zconfig.check_config(config, 8)
+
+
+@pytest.mark.parametrize(
+    ("processes", "message"),
+    [
+        pytest.param(
+            schema.Processes(coordinator="node0"),
+            "processes.coordinator='node0' is not an address; "
+            "use host:port, auto or none\n"
+            "processes.num_processes=0 leaves open how many meet at node0; "
+            "use 1 or more",
+            id="no-port",
+        ),
+        pytest.param(
+            schema.Processes(coordinator="node0:99", num_processes=2, process_id=2),
+            "processes.process_id=2 is not one of 2 processes; use 0 to 1",
+            id="process-beyond-the-last",
+        ),
+        pytest.param(
+            schema.Processes(coordinator="node0", heartbeat_seconds=0),
+            "processes.heartbeat_seconds=0 is out of range; use 1 or more",
+            id="out-of-range",
+        ),
+    ],
+)
+def test_processes_are_checked_before_devices_are_known(processes, message):
+    with pytest.raises(ConfigError) as error:
+        zconfig.check_processes(schema.Config(processes=processes))
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    "processes",
+    [
+        pytest.param(schema.Processes(), id="auto"),
+        pytest.param(schema.Processes(coordinator="none"), id="alone"),
+        pytest.param(
+            schema.Processes(coordinator="[::1]:99", num_processes=2, process_id=1),
+            id="address",
+        ),
+    ],
+)
+def test_processes_that_can_meet_are_let_through(processes):
+    """Whatever the rest says: that is for `check_config`."""
+    zconfig.check_processes(schema.Config(num_steps=0, processes=processes))

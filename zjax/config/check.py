@@ -71,8 +71,9 @@ def check_processes(config: schema.Config) -> None:
         ConfigError: All problems of `processes.coordinator` and its numbers.
 
     Example:
-        >>> given = schema.Processes("node0:99", num_processes=2, process_id=1)
-        >>> check_processes(schema.Config(processes=given))
+        >>> check_processes(schema.Config(processes=schema.Processes(process_id=-2)))
+        Traceback (most recent call last):
+        zjax.errors.ConfigError: processes.process_id=-2 is out of range; use -1 or more
     """
     problems = list(ranges.range_problems(config.processes, "processes"))
     problems = problems or list(_processes(config, 1))
