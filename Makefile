@@ -14,8 +14,6 @@ quickstart: $(VENV)/.installed
 	$(BIN)/zjax train --config=configs/quickstart.py --simulated_devices=8
 
 test: $(VENV)/.installed-test
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest -n 2 -q -m "not slow and not gpu"
 
 lint: $(VENV)/.installed-test
