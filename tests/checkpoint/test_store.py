@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.checkpoint import states
+from zjax.checkpoint import failures
 from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.store import Store
 from zjax.errors import CheckpointError
@@ -26,6 +27,12 @@ def save(directory, *steps, **options):
         )
     store.close()
     return store
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory):
+    """One checkpoint whose index each test overwrites."""
+    return save(tmp_path_factory.mktemp("damaged"), (1, None)).directory
 
 
 @pytest.fixture(scope="module")
@@ -205,14 +212,40 @@ def test_a_run_that_starts_over_in_a_used_directory(saved):
     )
 
 
-def test_the_only_step_damaged(tmp_path):
-    store = save(tmp_path, (1, None))
-    (tmp_path / "1" / "index" / "metadata").write_text("{}")
-    with pytest.raises(CheckpointError) as error:
-        store.extra()
-    assert str(error.value) == (
-        f"checkpoint.step=1 cannot be read from {tmp_path} (KeyError: 'format'); there "
-        "is no step before it: start in another directory"
+@pytest.mark.parametrize(
+    ("index", "cause"),
+    [
+        ("{}", "KeyError: 'format'"),
+        ('{"format": 2}', "ValueError: format 2, expected 1"),
+        ('{"format": 1}', "KeyError: 'loss'"),
+        ('{"format": 1, "loss": null, "arrays": {"w": {}}}', "KeyError: 'shape'"),
+        ('{"format": 1, "loss": null, "arrays": {}}', "KeyError: 'extra'"),
+    ],
+    ids=["empty", "other-format", "format-only", "half-an-array", "no-extra"],
+)
+def test_the_only_step_damaged(damaged, index, cause):
+    (damaged / "1" / "index" / "metadata").write_text(index)
+    store = Store(str(damaged))
+    for use in (store.best, store.extra, store.entries):
+        with pytest.raises(CheckpointError) as error:
+            use()
+        assert str(error.value) == (
+            f"checkpoint.step=1 cannot be read from {damaged} ({cause}); there "
+            "is no step before it: start in another directory"
+        )
+
+
+def test_the_cause_is_what_the_innermost_library_said(tmp_path):
+    try:
+        try:
+            raise ValueError("DATA_LOSS: file is cut short\nand much more")
+        except ValueError as error:
+            raise Exception("See details: <bound method pybind11.spec>") from error
+    except Exception as error:
+        told = failures.damaged(tmp_path, 2, 1, error)
+    assert str(told) == (
+        f"checkpoint.step=2 cannot be read from {tmp_path} (ValueError: DATA_LOSS: "
+        f"file is cut short); delete {tmp_path}/2 to go on from step 1"
     )
 
 
@@ -229,6 +262,9 @@ def test_faults_of_the_file_system(tmp_path, fault):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.endswith("all as it should be\n")
+    assert "Traceback" not in done.stderr
+    assert "ERROR" not in done.stderr
+    assert "Exception" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,8 @@ def damaged(
     )
 
 
-def _cause(error: Exception) -> str:
+def _cause(error: BaseException) -> str:
+    while error.__cause__ is not None:  # Orbax wraps what TensorStore said
+        error = error.__cause__
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:_CAUSE_LENGTH]}"

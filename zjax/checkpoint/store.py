@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from zjax.checkpoint import arrays, failures, layout
+from zjax.checkpoint import arrays, failures, layout, quiet
 from zjax.checkpoint.layout import Entry
 from zjax.errors import CheckpointError
 from zjax.sharding.placement import Row
@@ -41,6 +41,7 @@ class Store:
     """
 
     def __init__(self, directory: str, *, keep_last: int = 2, keep_best: int = 1):
+        quiet.silence_failures()
         self.directory = pathlib.Path(directory).absolute()
         self._keep_last = keep_last
         self._keep_best = keep_best
@@ -185,8 +186,8 @@ class Store:
         index = self._read_index(step)
         named = layout.name_leaves(rows)
         expected = {name: layout.describe_row(row) for name, row in named.items()}
-        layout.check_same(expected, _entries(index), str(self._path(step)))
-        leaves = self._read(step, named, _entries(index))
+        layout.check_same(expected, index["arrays"], str(self._path(step)))
+        leaves = self._read(step, named, index["arrays"])
         return jax.tree.unflatten(jax.tree.structure(rows), leaves), index["extra"]
 
     def restore_part(self, rows: Any, part: str, step: int | None = None) -> Any:
@@ -205,7 +206,7 @@ class Store:
                 is damaged.
         """
         step = self._existing(step)
-        found = _entries(self._read_index(step))
+        found = self._read_index(step)["arrays"]
         named = layout.name_leaves(rows, part)
         expected = {name: layout.describe_row(row) for name, row in named.items()}
         inside = {name: e for name, e in found.items() if name.startswith(f"{part}/")}
@@ -239,7 +240,7 @@ class Store:
         Raises:
             CheckpointError: There is no such checkpoint, or it is damaged.
         """
-        return _entries(self._read_index(self._existing(step)))
+        return self._read_index(self._existing(step))["arrays"]
 
     def read_array(self, name: str, step: int | None = None) -> np.ndarray:
         """Reads one array into host memory.
@@ -255,7 +256,7 @@ class Store:
             CheckpointError: There is no such checkpoint, or it is damaged.
         """
         step = self._existing(step)
-        entry = _entries(self._read_index(step))[name]
+        entry = self._read_index(step)["arrays"][name]
         try:
             return arrays.read_whole(self._path(step) / _STATE, name, entry)
         except Exception as error:
@@ -277,8 +278,12 @@ class Store:
             index = json.loads(text)
             if index["format"] != _FORMAT:
                 raise ValueError(f"format {index['format']}, expected {_FORMAT}")
-            return index
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            return {
+                "loss": index["loss"],
+                "arrays": _entries(index["arrays"]),
+                "extra": index["extra"],
+            }
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._damaged(step, error) from error
 
     def _existing(self, step: int | None) -> int:
@@ -320,10 +325,10 @@ class Store:
         return failures.damaged(self.directory, step, before, error)
 
 
-def _entries(index: Mapping[str, Any]) -> dict[str, Entry]:
+def _entries(saved: Mapping[str, Any]) -> dict[str, Entry]:
     return {
         name: Entry(tuple(e["shape"]), e["dtype"], e["key_impl"])
-        for name, e in index["arrays"].items()
+        for name, e in saved.items()
     }
 
 
