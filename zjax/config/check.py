@@ -6,18 +6,12 @@ Each rule is a small function that yields problems; all of them are reported at 
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from zjax.config import batch, effect, ranges, schema
+from zjax.config import axes, batch, effect, model_rules, ranges, schema
 from zjax.errors import ConfigError, Problem
 
-AXES = ("pipeline", "replica", "data", "expert", "sequence", "tensor")
-BUILT_AXES = ("replica", "data", "tensor")
-BATCH_AXES = ("replica", "data", "expert")
-
 _UNUSED_OPTIMIZER = schema.Optimizer(num_warmup_steps=0)
-
-Rule = Callable[[schema.Config, int], Iterator[Problem]]
 
 
 def check_config(
@@ -50,7 +44,7 @@ def check_config(
         problems += effect.own_optimizer_problems(config)
         config = dataclasses.replace(config, optimizer=_UNUSED_OPTIMIZER)
     broken = tuple(problem.field for problem in problems)
-    for parts, rule in _RULES if own_model else _RULES + _MODEL_RULES:
+    for parts, rule in _RULES if own_model else _RULES + model_rules.MODEL_RULES:
         # A rule may divide by what it reads, so that its settings must be in range.
         if not any(field.startswith(parts) for field in broken):
             problems += rule(config, num_devices)
@@ -81,18 +75,8 @@ def check_processes(config: schema.Config) -> None:
         raise ConfigError(*problems)
 
 
-def _sizes(config: schema.Config, num_devices: int) -> dict[str, int]:
-    sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
-    rest = num_devices // math.prod(size for size in sizes.values() if size > 0)
-    return {axis: rest if size == -1 else size for axis, size in sizes.items()}
-
-
-def _mesh_fills(config: schema.Config, num_devices: int) -> bool:
-    return math.prod(_sizes(config, num_devices).values()) == num_devices
-
-
 def _mesh(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    given = {axis: getattr(config.mesh, axis) for axis in AXES}
+    given = {axis: getattr(config.mesh, axis) for axis in axes.AXES}
     rest = [axis for axis, size in given.items() if size == -1]
     if len(rest) > 1:
         problem = f"shares the rest with mesh.{rest[0]}=-1"
@@ -101,35 +85,37 @@ def _mesh(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     misfits = [axis for axis, size in given.items() if size > 0 and num_devices % size]
     for axis in misfits:
         problem = f"does not divide {num_devices} devices"
-        yield Problem(f"mesh.{axis}", given[axis], problem, _divisors(num_devices))
-    if misfits or _mesh_fills(config, num_devices):
+        yield Problem(
+            f"mesh.{axis}", given[axis], problem, axes.name_divisors(num_devices)
+        )
+    if misfits or axes.mesh_fills(config, num_devices):
         return
     known = math.prod(size for size in given.values() if size > 0)
-    axis = max(AXES, key=lambda axis: given[axis] if axis not in rest else 0)
+    axis = max(axes.AXES, key=lambda axis: given[axis] if axis not in rest else 0)
     axis = "data" if known == 1 else axis
     others = known // given[axis]
     problem = f"makes a mesh of size {known} for {num_devices} devices"
     fit, left = divmod(num_devices, others)
-    remedy = f"use {fit} or -1" if not left else _divisors(num_devices)
+    remedy = f"use {fit} or -1" if not left else axes.name_divisors(num_devices)
     if rest:
         problem = f"needs a multiple of {known} devices, and there are {num_devices}"
-        remedy = _divisors(math.gcd(num_devices, fit))
+        remedy = axes.name_divisors(math.gcd(num_devices, fit))
     yield Problem(f"mesh.{axis}", given[axis], problem, remedy)
 
 
 def _unbuilt_axes(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    for axis, size in _sizes(config, num_devices).items():
-        if size > 1 and axis not in BUILT_AXES:
+    for axis, size in axes.axis_sizes(config, num_devices).items():
+        if size > 1 and axis not in axes.BUILT_AXES:
             field = f"mesh.{axis}"
             given = getattr(config.mesh, axis)
             yield Problem(field, given, "is an axis that is not built yet", "use 1")
 
 
 def _batch(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    sizes = _sizes(config, num_devices)
-    if not _mesh_fills(config, num_devices):
+    sizes = axes.axis_sizes(config, num_devices)
+    if not axes.mesh_fills(config, num_devices):
         return
-    num_shards = math.prod(sizes[axis] for axis in BATCH_AXES)
+    num_shards = math.prod(sizes[axis] for axis in axes.BATCH_AXES)
     try:
         resolved = batch.resolve_batch(config, num_shards)
     except ConfigError as error:
@@ -192,13 +178,6 @@ def _groups(config: schema.Config, num_devices: int) -> Iterator[Problem]:
             yield Problem(f"{path}.weight_decay", group.weight_decay, problem, remedy)
 
 
-def _data(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    if config.data.source == "tokens" and not config.data.path:
-        problem = "is missing for data.source='tokens'"
-        remedy = "give the directory that `zjax data prepare` made"
-        yield Problem("data.path", "", problem, remedy)
-
-
 def _checkpoint(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     path, resume = config.checkpoint.init_from, config.checkpoint.resume
     if path and resume == "required":
@@ -240,74 +219,7 @@ def _processes(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         yield Problem("processes.process_id", given.process_id, problem, remedy)
 
 
-def _heads(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    model = config.model
-    width, heads, kv_heads = model.embed_size, model.num_heads, model.num_kv_heads
-    if width % heads:
-        problem = f"does not divide model.embed_size={width}"
-        yield Problem("model.num_heads", heads, problem, _divisors(width))
-    elif model.positions == "rotary" and width // heads % 2:
-        problem = f"gives heads of odd size {width // heads}, which rotary cannot turn"
-        remedy = f"use a divisor of {width} that leaves an even size"
-        yield Problem("model.num_heads", heads, problem, remedy)
-    if heads % kv_heads:
-        problem = f"does not divide model.num_heads={heads}"
-        yield Problem("model.num_kv_heads", kv_heads, problem, _divisors(heads))
-
-
-def _tensor(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    size = _sizes(config, num_devices)["tensor"]
-    if not _mesh_fills(config, num_devices):
-        return
-    for name in ("num_heads", "num_kv_heads", "mlp_size"):
-        whole = getattr(config.model, name)
-        if whole % size:
-            problem = f"does not divide model.{name}={whole}"
-            remedy = _divisors(math.gcd(whole, num_devices))
-            given = config.mesh.tensor
-            if given == -1:
-                problem = f"comes out as {size} and {problem}"
-            yield Problem("mesh.tensor", given, problem, remedy)
-
-
-def _layers(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    block, layers = config.model.layers_per_scan, config.model.num_layers
-    if block and layers % block:
-        problem = f"does not divide model.num_layers={layers}"
-        yield Problem("model.layers_per_scan", block, problem, _divisors(layers))
-
-
-def _attention(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    dtype = config.precision.compute_dtype
-    if config.model.attention == "cudnn" and dtype == "float32":
-        problem = "cannot run with precision.compute_dtype='float32'"
-        remedy = "use xla, or compute in bfloat16 or float16"
-        yield Problem("model.attention", "cudnn", problem, remedy)
-
-
-def _length(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    length, longest = config.data.length, config.model.max_length
-    if length > longest:
-        problem = f"exceeds model.max_length={longest}"
-        yield Problem("data.length", length, problem, f"use at most {longest}")
-
-
-def _vocabulary(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    size = config.model.vocab_size
-    if config.data.source == "standard_library" and size < 257:
-        problem = "is below the 257 tokens of data.source='standard_library'"
-        yield Problem("model.vocab_size", size, problem, "use 257 or more")
-
-
-def _divisors(number: int) -> str:
-    divisors = [str(d) for d in range(1, number + 1) if number % d == 0]
-    if len(divisors) > 8:
-        return f"use a divisor of {number}"
-    *first, last = divisors
-    return f"use {', '.join(first)} or {last}" if first else f"use {last}"
-
-
-_RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
+_RULES: tuple[model_rules.Entry, ...] = (
     (("mesh",), _mesh),
     (("mesh",), _unbuilt_axes),
     (("global_batch", "num_microbatches", "microbatch", "mesh"), _batch),
@@ -320,15 +232,4 @@ _RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     ((), _sinks),
     (("processes",), _processes),
     ((), effect.effect_problems),
-)
-"""Prefixes of the settings that a rule divides or compares by, and the rule."""
-
-_MODEL_RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
-    (("model",), _heads),
-    (("model", "mesh"), _tensor),
-    (("model",), _layers),
-    ((), _attention),
-    ((), _data),
-    (("data", "model"), _length),
-    (("model",), _vocabulary),
 )

@@ -1,0 +1,35 @@
+"""The axes of the mesh as numbers, before any device is asked for."""
+
+import math
+
+from zjax.config import schema
+
+AXES = ("pipeline", "replica", "data", "expert", "sequence", "tensor")
+BUILT_AXES = ("replica", "data", "tensor")
+BATCH_AXES = ("replica", "data", "expert")
+
+
+def axis_sizes(config: schema.Config, num_devices: int) -> dict[str, int]:
+    """Sizes of all axes, where an axis of -1 has the rest of the devices."""
+    sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
+    rest = num_devices // math.prod(size for size in sizes.values() if size > 0)
+    return {axis: rest if size == -1 else size for axis, size in sizes.items()}
+
+
+def mesh_fills(config: schema.Config, num_devices: int) -> bool:
+    """Whether the axes take all devices, neither fewer nor more."""
+    return math.prod(axis_sizes(config, num_devices).values()) == num_devices
+
+
+def name_divisors(number: int) -> str:
+    """The remedy for what does not divide a number.
+
+    Example:
+        >>> name_divisors(4)
+        'use 1, 2 or 4'
+    """
+    divisors = [str(d) for d in range(1, number + 1) if number % d == 0]
+    if len(divisors) > 8:
+        return f"use a divisor of {number}"
+    *first, last = divisors
+    return f"use {', '.join(first)} or {last}" if first else f"use {last}"

@@ -1,0 +1,93 @@
+"""Whether the built-in model and its data fit each other and the mesh."""
+
+import math
+from collections.abc import Callable, Iterator
+
+from zjax.config import axes, schema
+from zjax.errors import Problem
+
+Rule = Callable[[schema.Config, int], Iterator[Problem]]
+Entry = tuple[tuple[str, ...], Rule]
+"""Prefixes of the settings that a rule divides or compares by, and the rule."""
+
+
+def _heads(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    model = config.model
+    width, heads, kv_heads = model.embed_size, model.num_heads, model.num_kv_heads
+    if width % heads:
+        problem = f"does not divide model.embed_size={width}"
+        yield Problem("model.num_heads", heads, problem, axes.name_divisors(width))
+    elif model.positions == "rotary" and width // heads % 2:
+        problem = f"gives heads of odd size {width // heads}, which rotary cannot turn"
+        remedy = f"use a divisor of {width} that leaves an even size"
+        yield Problem("model.num_heads", heads, problem, remedy)
+    if heads % kv_heads:
+        problem = f"does not divide model.num_heads={heads}"
+        yield Problem(
+            "model.num_kv_heads", kv_heads, problem, axes.name_divisors(heads)
+        )
+
+
+def _tensor(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    size = axes.axis_sizes(config, num_devices)["tensor"]
+    if not axes.mesh_fills(config, num_devices):
+        return
+    for name in ("num_heads", "num_kv_heads", "mlp_size"):
+        whole = getattr(config.model, name)
+        if whole % size:
+            problem = f"does not divide model.{name}={whole}"
+            remedy = axes.name_divisors(math.gcd(whole, num_devices))
+            given = config.mesh.tensor
+            if given == -1:
+                problem = f"comes out as {size} and {problem}"
+            yield Problem("mesh.tensor", given, problem, remedy)
+
+
+def _layers(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    block, layers = config.model.layers_per_scan, config.model.num_layers
+    if block and layers % block:
+        problem = f"does not divide model.num_layers={layers}"
+        yield Problem(
+            "model.layers_per_scan", block, problem, axes.name_divisors(layers)
+        )
+
+
+def _attention(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    dtype = config.precision.compute_dtype
+    if config.model.attention == "cudnn" and dtype == "float32":
+        problem = "cannot run with precision.compute_dtype='float32'"
+        remedy = "use xla, or compute in bfloat16 or float16"
+        yield Problem("model.attention", "cudnn", problem, remedy)
+
+
+def _length(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    length, longest = config.data.length, config.model.max_length
+    if length > longest:
+        problem = f"exceeds model.max_length={longest}"
+        yield Problem("data.length", length, problem, f"use at most {longest}")
+
+
+def _vocabulary(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    size = config.model.vocab_size
+    if config.data.source == "standard_library" and size < 257:
+        problem = "is below the 257 tokens of data.source='standard_library'"
+        yield Problem("model.vocab_size", size, problem, "use 257 or more")
+
+
+def _data(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    if config.data.source == "tokens" and not config.data.path:
+        problem = "is missing for data.source='tokens'"
+        remedy = "give the directory that `zjax data prepare` made"
+        yield Problem("data.path", "", problem, remedy)
+
+
+MODEL_RULES: tuple[Entry, ...] = (
+    (("model",), _heads),
+    (("model", "mesh"), _tensor),
+    (("model",), _layers),
+    ((), _attention),
+    ((), _data),
+    (("data", "model"), _length),
+    (("model",), _vocabulary),
+)
+"""What does not hold where the caller brings a model."""
