@@ -1,10 +1,8 @@
 """What lands on disk is what was written, also when a run is continued."""
 
-import contextlib
 import csv
 import json
 import math
-import resource
 import struct
 import sys
 import types
@@ -13,21 +11,11 @@ import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
 
+from tests.observe.disk import full_disk
 from zjax.config import load_config
 from zjax.errors import ConfigError, OutputError
 from zjax.observe import Progress, make_sinks, read_history
 from zjax.observe.sinks import HISTORY, check_directory, check_sinks
-
-
-@contextlib.contextmanager
-def full_disk(size):
-    """Lets no file grow beyond `size` bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def open_sink(name, directory, last_step=0):

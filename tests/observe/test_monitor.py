@@ -1,0 +1,214 @@
+"""A run tells its numbers late but in order, and what ends it is what is raised."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.observe.disk import full_disk, open_files
+from zjax.config import load_config
+from zjax.errors import NonFiniteError, OutputError
+from zjax.observe import monitor as monitors
+from zjax.observe import read_history
+from zjax.observe.monitor import Monitor
+from zjax.observe.sinks import HISTORY
+from zjax.observe.throughput import Throughput
+
+BATCH = {"x": jnp.zeros((2, 3))}
+
+
+def make_monitor(
+    directory, *, sinks=("jsonl",), callbacks=(), log_every_steps=1, precision=None
+):
+    observe = {"sinks": sinks, "log_every_steps": log_every_steps}
+    settings = {"directory": str(directory), "num_steps": 100, "observe": observe}
+    return Monitor(
+        load_config(settings | {"precision": precision or {}}),
+        last_step=0,
+        num_skipped=0,
+        tokens_per_step=0,
+        num_devices=1,
+        callbacks=callbacks,
+    )
+
+
+def take(monitor, step, *, loss=2.0, num_skipped=0, **values):
+    numbers = {"loss": loss, "grad_norm": 1.0, "skipped_steps": num_skipped} | values
+    metrics = {name: jnp.asarray(x, "float32") for name, x in numbers.items()}
+    with monitor.step(step, (), BATCH) as given:
+        given.append(metrics)
+
+
+@pytest.fixture
+def told():
+    """The list that `tell_to` fills."""
+    return []
+
+
+@pytest.fixture
+def tell_to(told):
+    return lambda step, values: told.append((step, values["loss"]))
+
+
+def test_numbers_are_told_one_step_late_and_in_order(tmp_path, told, tell_to):
+    with make_monitor(tmp_path, callbacks=[tell_to]) as monitor:
+        take(monitor, 1, loss=3.0)
+        assert told == []
+        take(monitor, 2, loss=2.0)
+        assert told == [(1, 3.0)]
+        take(monitor, 3, loss=1.0)
+        with monitor.pause():
+            assert told == [(1, 3.0), (2, 2.0), (3, 1.0)]
+        with monitor.pause():
+            assert len(told) == 3
+    rows = read_history(tmp_path / HISTORY)
+    assert [(row["step"], row["loss"]) for row in rows] == told
+
+
+def test_only_due_steps_and_newly_skipped_ones_are_told(tmp_path, told, tell_to):
+    skipped = {1: 0, 2: 1, 3: 1, 4: 1, 5: 2, 6: 2}
+    arguments = {"callbacks": [tell_to], "log_every_steps": 4}
+    skip = {"on_nonfinite": "skip"}
+    with make_monitor(tmp_path, precision=skip, **arguments) as monitor:
+        for step, number in skipped.items():
+            take(monitor, step, num_skipped=number)
+        with monitor.pause():
+            pass
+    assert [step for step, _ in told] == [2, 4, 5]
+
+
+def test_the_last_step_is_told(tmp_path, told, tell_to):
+    arguments = {"callbacks": [tell_to], "log_every_steps": 7}
+    with make_monitor(tmp_path, **arguments) as monitor:
+        take(monitor, 100)
+        with monitor.pause():
+            pass
+    assert told == [(100, 2.0)]
+
+
+def test_every_callback_is_called_after_the_sinks(tmp_path):
+    seen = []
+
+    def first(step, values):
+        seen.append((read_history(tmp_path / HISTORY)[-1]["step"], step))
+
+    def second(step, values):
+        seen.append(dict(values))
+
+    with make_monitor(tmp_path, callbacks=[first, second]) as monitor:
+        monitor.tell(3, {"eval_loss": 1.5})
+    assert seen == [(3, 3), {"eval_loss": 1.5}]
+
+
+def test_nothing_is_told_of_no_values(tmp_path, told, tell_to):
+    with make_monitor(tmp_path, callbacks=[tell_to]) as monitor:
+        monitor.tell(1, {})
+    assert told == read_history(tmp_path / HISTORY) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "precision", "text"),
+    [
+        pytest.param(
+            {"loss": math.nan},
+            {"on_nonfinite": "stop"},
+            "loss=nan is not finite at step 1, whose update was not applied; lower "
+            "optimizer.peak_learning_rate or look at the data",
+            id="loss",
+        ),
+        pytest.param(
+            {"grad_norm": math.inf},
+            {"on_nonfinite": "stop"},
+            "grad_norm=inf is not finite at step 1, whose update was not applied; "
+            "lower optimizer.peak_learning_rate or look at the data",
+            id="gradient",
+        ),
+        pytest.param(
+            {"grad_norm": math.inf, "loss_scale": 1.0},
+            {"compute_dtype": "float16", "on_nonfinite": "skip"},
+            "precision.loss_scale.minimum=1.0 is the minimum and step 1 still "
+            "overflows; use precision.compute_dtype='bfloat16' or a lower learning "
+            "rate",
+            id="loss-scale",
+        ),
+    ],
+)
+def test_a_step_that_ends_the_run_says_why(
+    values, precision, text, tmp_path, told, tell_to
+):
+    settings = {"precision": precision, "callbacks": [tell_to]}
+    with make_monitor(tmp_path, **settings) as monitor:
+        take(monitor, 1, num_skipped=1, **values)
+        with pytest.raises(NonFiniteError) as error:
+            take(monitor, 2, num_skipped=1)
+    assert str(error.value) == text
+    assert [step for step, _ in told] == [1]
+
+
+def test_a_pause_is_not_time_of_steps(tmp_path, monkeypatch):
+    now, seen = [0.0], []
+    timer = functools.partial(Throughput, clock=lambda: now[0])
+    monkeypatch.setattr(monitors, "Throughput", timer)
+    callbacks = [lambda step, values: seen.append(values.get("step_seconds"))]
+    with make_monitor(tmp_path, callbacks=callbacks) as monitor:
+        for step in range(1, 6):
+            now[0] += 1.0
+            take(monitor, step)
+            with monitor.pause():
+                now[0] += 100.0
+    assert seen[-2:] == [1.0, 1.0]
+
+
+def test_the_line_of_the_first_compilation_is_printed_once(tmp_path, capsys):
+    double = jax.jit(lambda x: x * 2 + 0.125)
+    loss, skipped = jnp.ones(()), jnp.zeros(())
+    with make_monitor(tmp_path) as monitor:
+        for step in (1, 2, 3):
+            with monitor.step(step, (), BATCH) as given:
+                given.append({"loss": double(loss), "skipped_steps": skipped})
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("compiled the first step in ")
+
+
+def test_sinks_are_closed_when_the_run_fails(tmp_path):
+    with pytest.raises(KeyError), make_monitor(tmp_path, sinks=("jsonl", "csv")):
+        assert len(open_files(tmp_path)) == 2
+        raise KeyError
+    assert open_files(tmp_path) == []
+
+
+@pytest.mark.parametrize("failure", [None, KeyError("first")], ids=["none", "body"])
+def test_closing_hides_no_earlier_error_and_leaves_no_file_open(tmp_path, failure):
+    sinks = ("jsonl", "csv", "tensorboard")
+    with (
+        full_disk(12),
+        pytest.raises(OutputError if failure is None else KeyError),
+        make_monitor(tmp_path, sinks=sinks) as monitor,
+    ):
+        with pytest.raises(OutputError):
+            monitor.tell(1, {"loss": 2.5})
+        if failure is not None:
+            raise failure
+    assert open_files(tmp_path) == []
+
+
+def test_a_picture_that_cannot_be_written(tmp_path):
+    with make_monitor(tmp_path) as monitor:
+        monitor.tell(1, {"loss": 2.5})
+    with full_disk(12), pytest.raises(OutputError) as error:
+        monitor.save_plot()
+    assert str(error.value) == (
+        f"directory='{tmp_path}' cannot be written (training.png: File too large); "
+        "make room or mend the file system, and run again"
+    )
+    assert monitor.save_plot() == tmp_path / "training.png"
+
+
+def test_a_run_without_history_says_that_it_saves_no_picture(tmp_path, capsys):
+    with make_monitor(tmp_path, sinks=("csv",)) as monitor:
+        assert monitor.save_plot() is None
+    assert capsys.readouterr().out == (
+        "no picture is saved: observe.sinks has no 'jsonl' to draw it from\n"
+    )
