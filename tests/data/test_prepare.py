@@ -241,7 +241,8 @@ def test_directory_without_text(names, tmp_path):
 
 def test_empty_files_of_a_directory_are_skipped(tmp_path):
     given = write_texts(tmp_path / "in")
-    (tmp_path / "in" / "__init__.py").write_text("")
+    for name in ("__init__.py", "empty.parquet"):
+        (tmp_path / "in" / name).write_text("")
     meta = prepare.prepare([given], "out")
     assert sum(split.num_documents for split in meta.splits.values()) == len(TEXTS)
 
@@ -283,7 +284,7 @@ def small_files():
 
 
 def test_a_disk_that_takes_no_more(tmp_path, request):
-    """Fails if closing one file of a full disk leaves the others open."""
+    """Fails if a folder that was made on the way stays behind."""
     lines = [json.dumps({"text": "x" * 999}) for _ in range(200)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     request.getfixturevalue("small_files")
