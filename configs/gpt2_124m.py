@@ -5,7 +5,7 @@ speeds compare with published ones.
 
 Run:     zjax train --config=configs/gpt2_124m.py
 Needs:   one data-centre GPU, or several whose number divides 32.
-Expect:  on one H200 about 306,000 tokens/s; loss about 2.2 after 200 steps,
+Expect:  on one H200 about 300,000 tokens/s; loss about 2.2 after 200 steps,
          still warming up. The text is small, so a long run overfits.
 """
 

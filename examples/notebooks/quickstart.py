@@ -13,11 +13,10 @@
 # %% [markdown]
 # # Quickstart: one Flax model, four ZeRO stages
 #
-# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/zjax/zjax/blob/main/examples/notebooks/quickstart.ipynb)
-#
 # A plain Flax NNX network learns to tell two spirals apart on eight devices. zjax
 # decides where each array lives; the network, the optimizer and the loss know nothing
-# of it. In Colab, install zjax first: `%pip install zjax`.
+# of it. To run it in Colab, upload this file and the repository there, and install it
+# first: `%pip install ./zjax`.
 
 # %%
 import os
