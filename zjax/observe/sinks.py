@@ -13,10 +13,10 @@ import socket
 import time
 import uuid
 from collections.abc import Iterable, Mapping
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
-from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto import event_pb2
 from tensorboardX.record_writer import RecordWriter
 from tensorboardX.summary import scalar
 
@@ -211,16 +211,16 @@ class TensorBoard:
         with writing(directory):
             directory.mkdir(parents=True, exist_ok=True)
             self._file = RecordWriter(str(directory / name))
-            self._add(Event(step=first, file_version="brain.Event:2"))
-            start = SessionLog(status=SessionLog.START)
-            self._add(Event(step=first, session_log=start))
+            self._add(event_pb2.Event(step=first, file_version="brain.Event:2"))
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._add(event_pb2.Event(step=first, session_log=start))
         self._flushed = -math.inf
 
     def write(self, step: int, values: Mapping[str, int | float]) -> None:
         """Adds one point to each label's curve."""
         with writing(self._directory):
             for label, value in values.items():
-                self._add(Event(step=step, summary=scalar(label, value)))
+                self._add(event_pb2.Event(step=step, summary=scalar(label, value)))
             if time.monotonic() > self._flushed + _FLUSH_SECONDS:
                 self._file.flush()
                 self._flushed = time.monotonic()
@@ -230,7 +230,7 @@ class TensorBoard:
         with writing(self._directory):
             self._file.close()
 
-    def _add(self, event: Event) -> None:
+    def _add(self, event: Any) -> None:
         event.wall_time = time.time()
         self._file.write(event.SerializeToString())
 
