@@ -29,6 +29,7 @@ HISTORY = "metrics.jsonl"
 """Name of the JSON lines file under a run's directory."""
 
 _FLUSH_SECONDS = 10
+_EVENTS: Any = event_pb2  # its classes are made when it is imported
 
 
 @runtime_checkable
@@ -211,16 +212,16 @@ class TensorBoard:
         with writing(directory):
             directory.mkdir(parents=True, exist_ok=True)
             self._file = RecordWriter(str(directory / name))
-            self._add(event_pb2.Event(step=first, file_version="brain.Event:2"))
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._add(event_pb2.Event(step=first, session_log=start))
+            self._add(_EVENTS.Event(step=first, file_version="brain.Event:2"))
+            start = _EVENTS.SessionLog(status=_EVENTS.SessionLog.START)
+            self._add(_EVENTS.Event(step=first, session_log=start))
         self._flushed = -math.inf
 
     def write(self, step: int, values: Mapping[str, int | float]) -> None:
         """Adds one point to each label's curve."""
         with writing(self._directory):
             for label, value in values.items():
-                self._add(event_pb2.Event(step=step, summary=scalar(label, value)))
+                self._add(_EVENTS.Event(step=step, summary=scalar(label, value)))
             if time.monotonic() > self._flushed + _FLUSH_SECONDS:
                 self._file.flush()
                 self._flushed = time.monotonic()
