@@ -16,6 +16,7 @@ FLOORS = (
     ("parallel", "optim", "data"),
     ("models", "train"),
     ("checkpoint", "observe"),
+    ("step", "stopping"),
     ("initialize",),
     ("trainer", "planning"),
     ("main",),

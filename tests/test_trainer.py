@@ -285,7 +285,7 @@ def test_float16_that_overflows_at_the_least_scale_ends_the_run(tmp_path):
         "precision.compute_dtype=float16",
         "precision.loss_scale.initial=1",
     )
-    with pytest.raises(NonFiniteError, match="is the minimum and step 1 still"):
+    with pytest.raises(NonFiniteError, match="is the minimum and step 2 still"):
         trainer.fit()
     trainer.close()
 

@@ -12,11 +12,12 @@ from zjax.errors import (
     DataError,
     ModelError,
     NonFiniteError,
+    OutputError,
     PlanError,
     ProcessError,
     ZjaxError,
 )
-from zjax.initialize import Run, Step, initialize, make_run, make_step
+from zjax.initialize import Run, initialize, make_run
 from zjax.models.adapter import adapt
 from zjax.models.build import make_model
 from zjax.models.generate import generate
@@ -24,6 +25,7 @@ from zjax.optim.build import make_optimizer
 from zjax.optim.schedules import make_schedule
 from zjax.sharding import Plan, abstract_mesh, make_mesh, make_plan
 from zjax.sharding.describe import describe_plan, describe_plan_totals
+from zjax.step import Step, make_step
 from zjax.train import TrainState, init_state
 from zjax.trainer import Trainer
 from zjax.typing import Loss, Model, Segment, Stack
@@ -37,6 +39,7 @@ __all__ = [
     "Model",
     "ModelError",
     "NonFiniteError",
+    "OutputError",
     "Plan",
     "PlanError",
     "ProcessError",

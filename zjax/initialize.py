@@ -2,204 +2,28 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from zjax.checkpoint import weights
-from zjax.config.batch import resolve_batch
 from zjax.config.check import check_config
 from zjax.config.load import load_config
 from zjax.config.schema import Config
-from zjax.errors import ConfigError, DataError, ModelError, PlanError, Problem
+from zjax.errors import ConfigError, ModelError, Problem
 from zjax.models import adapter
 from zjax.optim.build import make_optimizer
 from zjax.optim.schedules import make_schedule
 from zjax.sharding import memory, placement
 from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
-from zjax.train.gradients import check_batch, compute_params
-from zjax.train.programs import Programs, make_programs
+from zjax.step import Step, check_arrays, make_step
+from zjax.train.gradients import compute_params
 from zjax.train.state import TrainState, init_state, state_rows
 from zjax.train.update import Schedule
 from zjax.typing import Batch, Device, Metrics, Model, Params
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """`step(state, batch) -> (state, metrics)`: compiled programs on placed batches.
-
-    The state that goes in is donated: keep the one that comes out.
-
-    Args:
-        mesh: The devices.
-        plan: Places batches.
-        rows: The places of the state's arrays.
-        num_microbatches: Gradient accumulation.
-        programs: The compiled functions by name.
-    """
-
-    mesh: Mesh
-    plan: plans.Plan
-    rows: TrainState
-    num_microbatches: int
-    programs: Mapping[str, Any]
-
-    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Takes one optimizer step.
-
-        Args:
-            state: Arrays placed by the plan; consumed.
-            batch: NumPy or JAX arrays, first dim the global batch.
-
-        Returns:
-            The next state, and float32 scalars still on the device.
-
-        Raises:
-            PlanError: The batch does not divide over the devices.
-        """
-        return self._call("train", state, self.place_batch(batch))
-
-    def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
-        """Loss and metrics without gradients, dropout or state change.
-
-        Args:
-            state: Arrays placed by the plan; not consumed.
-            batch: NumPy or JAX arrays, first dim the global batch.
-
-        Returns:
-            float32 scalars still on the device.
-
-        Raises:
-            PlanError: The batch does not divide over the devices.
-        """
-        return self._call("evaluate", state, self.place_batch(batch))
-
-    def place_batch(self, batch: Batch) -> Batch:
-        """Puts a batch on the devices; what is there already stays.
-
-        Args:
-            batch: Arrays of the global batch; in a run of many processes, NumPy arrays
-                are this process's share of it.
-
-        Returns:
-            Global arrays on the plan's batch sharding.
-
-        Raises:
-            PlanError: The batch does not divide over the devices.
-        """
-        check_arrays(batch)
-        num_shares = self.plan.num_batch_shares
-        check_batch(batch, 1, max(1, num_shares // jax.process_count()))
-
-        def place(x: Any) -> jax.Array:
-            sharding = self.plan.batch_sharding(x)
-            if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(
-                sharding, x.ndim
-            ):
-                return x
-            if jax.process_count() == 1:
-                return jax.device_put(x, sharding)
-            return jax.make_array_from_process_local_data(sharding, x)
-
-        return jax.tree.map(place, batch)
-
-    def compile(self, batch: Batch, program: str = "train") -> jax.stages.Compiled:
-        """Compiles without running, for its memory analysis and its text.
-
-        Args:
-            batch: Arrays or ShapeDtypeStructs of the global batch.
-            program: A name in `programs`.
-
-        Returns:
-            The compiled program; ask it for `memory_analysis()`.
-
-        Raises:
-            PlanError: The batch does not divide over the devices.
-        """
-        check_batch(batch, self.num_microbatches, self.plan.num_batch_shares)
-
-        def abstract(x: Any) -> jax.ShapeDtypeStruct:
-            sharding = self.plan.batch_sharding(x)
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-        state = placement.abstract_tree(self.rows)
-        with jax.set_mesh(self.mesh):
-            lowered = self.programs[program].lower(state, jax.tree.map(abstract, batch))
-        return lowered.compile()
-
-    def _call(self, program: str, *args: Any) -> Any:
-        # Losses read from the mesh in how many shares the batch is.
-        with jax.set_mesh(self.mesh):
-            results = self.programs[program](*args)
-        if self.mesh.devices.flat[0].platform == "cpu":
-            # Simulated devices share few threads: the collectives of many steps in
-            # flight take them from each other, and wait for ever.
-            jax.block_until_ready(results)
-        return results
-
-
-def make_step(
-    model: Model,
-    tx: Any,
-    plan: plans.Plan,
-    config: Config,
-    *,
-    schedule: Schedule | None = None,
-) -> Step:
-    """Builds the step of a run; it compiles at its first call.
-
-    Args:
-        model: Its loss.
-        tx: Optax gradient transformation.
-        plan: Places every array.
-        config: The settings.
-        schedule: Learning rate by applied step, for the metrics.
-
-    Returns:
-        The step.
-
-    Raises:
-        PlanError: The plan was made for devices that are not here.
-    """
-    if not isinstance(plan.mesh, Mesh):
-        problem = "is abstract: its devices are not here"
-        remedy = "make the plan on zjax.make_mesh"
-        raise PlanError(Problem("plan.mesh", plan.mesh.axis_sizes, problem, remedy))
-    num_microbatches = resolve_batch(config, plan.num_batch_shares).num_microbatches
-    pure = make_programs(
-        model, tx, plan, config, num_microbatches=num_microbatches, schedule=schedule
-    )
-    return Step(
-        mesh=plan.mesh,
-        plan=plan,
-        rows=state_rows(plan, config),
-        num_microbatches=num_microbatches,
-        programs=compile_programs(pure),
-    )
-
-
-def compile_programs(pure: Programs) -> dict[str, Any]:
-    """The programs under `jit`, by name.
-
-    Args:
-        pure: Functions and the shardings of the state.
-
-    Returns:
-        `train`, one program, and `evaluate`; and the two halves of `train` for runs
-        that do something between them.
-    """
-    places = pure.state_shardings
-    return {
-        "train": jax.jit(pure.train, donate_argnums=0, out_shardings=(places, None)),
-        "gradients": jax.jit(pure.gradients),
-        "update": jax.jit(
-            pure.update, donate_argnums=(0, 1), out_shardings=(places, None)
-        ),
-        "evaluate": jax.jit(pure.evaluate),
-    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -374,29 +198,6 @@ def without_clipping(config: Config) -> Config:
     """
     optimizer = dataclasses.replace(config.optimizer, clip_norm=math.inf)
     return dataclasses.replace(config, optimizer=optimizer)
-
-
-def check_arrays(batch: Batch) -> None:
-    """Refuses a batch whose leaves are not arrays.
-
-    Args:
-        batch: A tree.
-
-    Raises:
-        DataError: Names every leaf that has no shape or no dtype.
-    """
-    problems = [
-        Problem(
-            f"batch/{placement.path_of(keys)}",
-            type(leaf).__name__,
-            "is not an array",
-            "use numpy.asarray",
-        )
-        for keys, leaf in jax.tree_util.tree_leaves_with_path(batch)
-        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
-    ]
-    if problems:
-        raise DataError(*problems)
 
 
 def model_params(state: TrainState, plan: plans.Plan) -> Params:

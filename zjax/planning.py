@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from zjax.config.batch import resolve_batch
 from zjax.config.check import check_config
 from zjax.config.schema import Config
-from zjax.initialize import make_step
 from zjax.models.build import make_model
 from zjax.observe import plot
 from zjax.optim.build import make_optimizer
 from zjax.sharding import describe, memory
 from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
+from zjax.step import make_step
 from zjax.typing import Batch
 
 PAPER_DEVICES = (1, 4, 16, 64, 256, 1024)

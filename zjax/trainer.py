@@ -3,15 +3,11 @@
 import contextlib
 import dataclasses
 import math
-import os
 import pathlib
-import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
 
 from zjax import data
 from zjax.checkpoint.store import Store
@@ -25,12 +21,15 @@ from zjax.errors import CheckpointError, ConfigError, DataError, Problem
 from zjax.initialize import make_run, without_clipping
 from zjax.models.build import make_model
 from zjax.models.generate import generate
+from zjax.observe.directory import check_directory
 from zjax.observe.monitor import Callback, Monitor
+from zjax.observe.sinks import check_sinks
 from zjax.optim.build import make_optimizer
 from zjax.optim.precision import describe_precision
 from zjax.optim.schedules import make_schedule
 from zjax.sharding.describe import describe_plan, describe_plan_totals
 from zjax.sharding.mesh import BATCH_AXES, mesh_sizes
+from zjax.stopping import stop_signals
 from zjax.train.state import TrainState, state_rows
 from zjax.typing import Device, Model
 
@@ -83,6 +82,8 @@ class Trainer:
             problem = "has nothing to predict in data.source"
             remedy = "give batches with masked tokens and their targets"
             raise ConfigError(Problem("model.kind", "encoder", problem, remedy))
+        check_sinks(config)
+        check_directory(config.directory)
         self.config = _resolved(config, len(devices))
         self._batches, self._evaluation_batches = batches, evaluation_batches
         self._is_language_model = model is None
@@ -136,7 +137,7 @@ class Trainer:
             num_devices=self.run.mesh.size,
             callbacks=self._callbacks,
         )
-        with _finished(self.store), _stop_signals() as stopped, monitor, self.loader:
+        with _finished(self.store), stop_signals() as stopped, monitor, self.loader:
             saved, ended = step, False
             while step < config.num_steps and not stopped(step):
                 batch = next(self.loader, None)
@@ -366,39 +367,3 @@ def _finished(store: Store) -> Iterator[None]:
 
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[Callable[[int], bool]]:
-    """Turns SIGTERM and the first Ctrl-C into a question that the loop asks.
-
-    Processes of one run get the signal at different moments; they agree through JAX on
-    the step at which all of them stop. A second Ctrl-C ends the program at once.
-    """
-    caught: list[int] = []
-
-    def note(number: int, frame: Any) -> None:
-        if caught and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        caught.append(number)
-        if jax.process_count() > 1:  # the runtime listens to this one
-            os.kill(os.getpid(), signal.SIGTERM)
-        os.write(1, b"\nstopping after this step; saving a checkpoint\n")
-
-    def stopped(step: int) -> bool:
-        if jax.process_count() > 1:
-            return multihost_utils.reached_preemption_sync_point(step)
-        return bool(caught)
-
-    numbers = (signal.SIGINT,) if jax.process_count() > 1 else _SIGNALS
-    if threading.current_thread() is not threading.main_thread():
-        numbers = ()
-    before = {number: signal.signal(number, note) for number in numbers}
-    try:
-        yield stopped
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)

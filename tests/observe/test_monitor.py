@@ -126,7 +126,7 @@ def test_nothing_is_told_of_no_values(tmp_path, told, tell_to):
             id="gradient",
         ),
         pytest.param(
-            {"grad_norm": math.inf, "loss_scale": 1.0},
+            {"grad_norm": math.inf, "loss_scale_spent": 1.0},
             {"compute_dtype": "float16", "on_nonfinite": "skip"},
             "precision.loss_scale.minimum=1.0 is the minimum and step 1 still "
             "overflows; use precision.compute_dtype='bfloat16' or a lower learning "

@@ -145,13 +145,11 @@ BIG = float(jnp.finfo(jnp.float32).max)
 def test_all_finite(bad, finite):
     tree = {"a": jnp.ones(3), "b": {"c": jnp.array(bad), "n": jnp.arange(3)}}
     assert bool(jax.jit(loss_scale.all_finite)(tree)) is finite
-    assert loss_scale.first_nonfinite(tree) == (None if finite else "b/c")
 
 
 def test_finite_ignores_keys_and_empty_trees():
     assert loss_scale.all_finite({})
     assert loss_scale.all_finite({"key": jax.random.key(0), "n": jnp.arange(2)})
-    assert loss_scale.first_nonfinite({"key": jax.random.key(0)}) is None
 
 
 def test_finite_sees_every_shard():
@@ -159,4 +157,3 @@ def test_finite_sees_every_shard():
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     x = jax.device_put(jnp.ones(64).at[-1].set(jnp.nan), place)
     assert not jax.jit(loss_scale.all_finite)(x)
-    assert loss_scale.first_nonfinite([x]) == "0"

@@ -171,7 +171,7 @@ class Monitor:
             problem = f"is not finite at step {step}, whose update was not applied"
             raise NonFiniteError(Problem(name, values[name], problem, remedy))
         minimum = precision.loss_scale.minimum
-        if values.get("loss_scale") == minimum:
+        if values.get("loss_scale_spent"):
             remedy = "use precision.compute_dtype='bfloat16' or a lower learning rate"
             problem = f"is the minimum and step {step} still overflows"
             raise NonFiniteError(

@@ -23,7 +23,7 @@ _SHOWN = {
     "step_seconds": "{:.3g} s/step",
 }
 _ON_BAR = ("loss", "tokens_per_second", "mfu", "mfu_full_attention", "step_seconds")
-_HIDDEN = ("consumed_tokens", "weight")
+_HIDDEN = ("consumed_tokens", "weight", "loss_scale_spent")
 
 
 class Progress:

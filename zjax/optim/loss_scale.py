@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from zjax.config import schema
-from zjax.sharding.placement import path_of
 
 
 class LossScaler(NamedTuple):
@@ -131,32 +130,6 @@ def all_finite(tree: Any) -> Bool[Array, ""]:
     """
     flags = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree) if _inexact(x)]
     return functools.reduce(jnp.logical_and, flags, jnp.bool_(True))
-
-
-def first_nonfinite(tree: Any) -> str | None:
-    """Names the first array with a NaN or infinite element; waits for the devices.
-
-    Args:
-        tree: Arrays; in a run of many processes, all of them must call.
-
-    Returns:
-        Its path, or None if there is none.
-
-    Example:
-        >>> first_nonfinite({"a": jnp.ones(2), "b": [jnp.array([jnp.nan])]})
-        'b/0'
-    """
-    leaves = [
-        (keys, leaf)
-        for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        if _inexact(leaf)
-    ]
-    test = jax.jit(lambda arrays: [jnp.all(jnp.isfinite(x)) for x in arrays])
-    flags = jax.device_get(test([leaf for _, leaf in leaves]))
-    for (keys, _), finite in zip(leaves, flags, strict=True):
-        if not finite:
-            return path_of(keys)
-    return None
 
 
 def _inexact(leaf: jax.Array) -> bool:

@@ -125,6 +125,8 @@ def make_update(
             own["learning_rate"] = schedule(state.step - state.num_skipped)
         if state.scaler != ():
             own["loss_scale"] = state.scaler.scale
+            settings = config.precision.loss_scale
+            own["loss_scale_spent"] = loss_scale.at_minimum(state.scaler, settings)
         return {
             name: jnp.float32(value) for name, value in (loss.metrics | own).items()
         }

@@ -1,0 +1,49 @@
+"""Stopping between two steps when a person or a scheduler asks for it."""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[Callable[[int], bool]]:
+    """Turns SIGTERM and the first Ctrl-C into a question that the loop asks.
+
+    Processes of one run get the signal at different moments; they agree through JAX on
+    the step at which all of them stop. A second Ctrl-C ends the program at once.
+
+    Yields:
+        `stopped(step)`, to be asked before each step.
+    """
+    caught: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        if caught and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        caught.append(number)
+        if jax.process_count() > 1:  # the runtime listens to this one
+            os.kill(os.getpid(), signal.SIGTERM)
+        os.write(1, b"\nstopping after this step; saving a checkpoint\n")
+
+    def stopped(step: int) -> bool:
+        if jax.process_count() > 1:
+            return multihost_utils.reached_preemption_sync_point(step)
+        return bool(caught)
+
+    numbers = (signal.SIGINT,) if jax.process_count() > 1 else SIGNALS
+    if threading.current_thread() is not threading.main_thread():
+        numbers = ()
+    before = {number: signal.signal(number, note) for number in numbers}
+    try:
+        yield stopped
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
