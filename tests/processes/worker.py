@@ -117,13 +117,14 @@ def freeze(info, directory):
 
 def leave(info, directory):
     """Both stop when they are told to."""
-    told = []
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)  # unlike pause, it misses no signal that came before
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: told.append(number))
+        signal.signal(number, lambda number, frame: None)
     multihost_utils.sync_global_devices("both can be told")
     print("ready", flush=True)
-    while not told:
-        signal.pause()
+    os.read(reader, 1)
 
 
 if __name__ == "__main__":
