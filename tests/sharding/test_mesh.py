@@ -4,7 +4,7 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
-from zjax.config import check, schema
+from zjax.config import axes, schema
 from zjax.errors import ConfigError
 from zjax.sharding import mesh
 
@@ -34,5 +34,5 @@ def test_abstract_mesh_needs_no_devices():
 
 
 def test_config_is_checked_against_the_same_axes():
-    assert check.AXES == mesh.AXES
-    assert check.BATCH_AXES == mesh.BATCH_AXES
+    assert axes.AXES == mesh.AXES
+    assert axes.BATCH_AXES == mesh.BATCH_AXES
