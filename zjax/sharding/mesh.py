@@ -9,19 +9,12 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from zjax.config import schema
+from zjax.config import axes, schema
 from zjax.errors import ConfigError, Problem
 from zjax.typing import Device
 
-PIPELINE, REPLICA, DATA, EXPERT, SEQUENCE, TENSOR = AXES = (
-    "pipeline",
-    "replica",
-    "data",
-    "expert",
-    "sequence",
-    "tensor",
-)
-BATCH_AXES = (REPLICA, DATA, EXPERT)
+PIPELINE, REPLICA, DATA, EXPERT, SEQUENCE, TENSOR = AXES = axes.AXES
+BATCH_AXES = axes.BATCH_AXES
 """Axes that split the batch."""
 ZERO_AXES = (DATA, EXPERT, SEQUENCE)
 """Axes over which ZeRO splits what would be copies; `replica` keeps whole copies."""
@@ -104,12 +97,12 @@ def abstract_mesh(mesh: schema.Mesh, num_devices: int) -> AbstractMesh:
     return AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * 6)
 
 
-def num_shares(mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> int:
-    """Number of parts into which the product of `axes` cuts an array dim.
+def num_shares(mesh: Mesh | AbstractMesh, names: Sequence[str]) -> int:
+    """Number of parts into which the product of `names` cuts an array dim.
 
     Args:
         mesh: Supplies the sizes.
-        axes: Axis names, none for 1.
+        names: Axis names, none for 1.
 
     Returns:
         The product of their sizes.
@@ -118,4 +111,4 @@ def num_shares(mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> int:
         >>> num_shares(abstract_mesh(schema.Mesh(tensor=2), 8), (DATA, TENSOR))
         8
     """
-    return math.prod(mesh.shape[axis] for axis in axes)
+    return math.prod(mesh.shape[axis] for axis in names)
