@@ -91,10 +91,14 @@ def test_two_processes_stop_together_on_a_signal(tmp_path, settings, alone):
 
 def test_plan_prints_arrays_stages_and_the_compiled_program(tmp_path, settings):
     picture = tmp_path / "plan.png"
-    out = run("plan", settings, "--simulated_devices=8", f"--output={picture}")
+    words = ("--simulated_devices=8", "--collectives", f"--output={picture}")
+    out = run("plan", settings, *words)
     assert "blocks/*/mlp/up/kernel" in out
     assert "bytes per device by ZeRO stage on 8 devices\n" in out
     assert "compiled train step, bytes per device" in out
+    assert "what one device sends in a train step, Psi = " in out
+    assert "\nZeRO 2 should move " in out
+    assert "\nCompiled for CPUs: bf16 is sent as f32" in out
     assert picture.stat().st_size > 5_000
     table = out[out.index("plan: ") : out.index("picture: ")]
     assert max(map(len, table.splitlines())) <= 100
@@ -149,6 +153,21 @@ def test_mistakes_end_with_their_remedies_and_without_a_traceback(settings):
             "--config.zero.stage=3?\n--output='x' has no effect on zjax train; leave "
             "it out; plan and data and export read it\n",
         ),
+        (
+            (
+                "plan",
+                "--config=configs/quickstart.py",
+                "--num_devices=64",
+                "--collectives",
+            ),
+            "zjax: collectives=True needs a compiled step, and num_devices=64 compiles "
+            "none; use --simulated_devices, or the devices themselves\n",
+        ),
+        (
+            ("plan", "--num_params=7e9", "--collectives"),
+            "zjax: --collectives=True has no effect with --num_params; leave one of "
+            "the two out\n",
+        ),
         (("data",), "zjax: command='data' is not complete; use zjax data prepare\n"),
         (
             ("generate", "--config=configs/quickstart.py", "--config.directory=/nope"),
@@ -156,7 +175,13 @@ def test_mistakes_end_with_their_remedies_and_without_a_traceback(settings):
             "give the directory of a run, or set checkpoint.resume=auto\n",
         ),
     ],
-    ids=["stray-words", "half-a-command", "generate-from-nothing"],
+    ids=[
+        "stray-words",
+        "collectives-of-no-devices",
+        "collectives-of-no-model",
+        "half-a-command",
+        "generate-from-nothing",
+    ],
 )
 def test_what_a_command_does_not_read_is_refused(words, message):
     assert run(*words, "--simulated_devices=8", code=2) == message

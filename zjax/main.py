@@ -26,6 +26,7 @@ USAGE = """zjax trains Flax models that do not fit on one device.
 
   zjax train --config=configs/quickstart.py [--config.zero.stage=3 ...]
   zjax plan --config=... [--num_devices=1024]     what a run would take
+  zjax plan --config=... --collectives             and what it would communicate
   zjax plan --num_params=7.5e9                     the memory table of ZeRO
   zjax generate --config=... --prompt="def "       text from the last checkpoint
   zjax data prepare --input=FILE --output=DIR      text to token files
@@ -51,6 +52,9 @@ def define_flags() -> None:
     )
     flags.DEFINE_float(
         "num_params", 0.0, "plan: the table of ZeRO for such a model.", lower_bound=0
+    )
+    flags.DEFINE_boolean(
+        "collectives", False, "plan: what the compiled step sends between devices."
     )
     flags.DEFINE_multi_string("input", [], "data: text, JSONL, Parquet; or a folder.")
     flags.DEFINE_string("output", "", "data, export, plan: what to write.")
@@ -92,11 +96,21 @@ def train() -> None:
 def plan() -> None:
     """Says what a run would take."""
     if flags.FLAGS.num_params:
+        if flags.FLAGS.collectives:
+            problem = "has no effect with --num_params"
+            remedy = "leave one of the two out"
+            raise ConfigError(Problem("--collectives", True, problem, remedy))
         print(describe_zero_table(flags.FLAGS.num_params, PAPER_DEVICES))
         return
     config = config_flags.config_from_flags()
-    devices, picture = flags.FLAGS.num_devices, flags.FLAGS.output
-    print(report_plan(config, num_devices=devices, picture=picture))
+    print(
+        report_plan(
+            config,
+            num_devices=flags.FLAGS.num_devices,
+            picture=flags.FLAGS.output,
+            collectives=flags.FLAGS.collectives,
+        )
+    )
 
 
 def generate() -> None:
@@ -163,7 +177,7 @@ COMMANDS: dict[str, Callable[[], None]] = {
     "config": lambda: print(describe_settings(), end=""),
 }
 OWN_FLAGS = {
-    "plan": ("num_devices", "num_params", "output"),
+    "plan": ("num_devices", "num_params", "collectives", "output"),
     "generate": ("prompt", "max_new_tokens", "temperature"),
     "train": ("prompt",),
     "data": ("input", "output", "tokenizer", "text_field", "validation_fraction"),

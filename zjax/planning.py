@@ -9,19 +9,28 @@ import jax.numpy as jnp
 from zjax.config.batch import resolve_batch
 from zjax.config.check import check_config
 from zjax.config.schema import Config
+from zjax.errors import ConfigError, Problem
 from zjax.models.build import make_model
 from zjax.observe import plot
+from zjax.observe.collectives import list_collectives
+from zjax.observe.communication import CPU_NOTE, describe_communication
 from zjax.optim.build import make_optimizer
 from zjax.sharding import describe, memory
 from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
-from zjax.step import make_step
+from zjax.step import Step, make_step
 from zjax.typing import Batch
 
 PAPER_DEVICES = (1, 4, 16, 64, 256, 1024)
 
 
-def report_plan(config: Config, *, num_devices: int = 0, picture: str = "") -> str:
+def report_plan(
+    config: Config,
+    *,
+    num_devices: int = 0,
+    picture: str = "",
+    collectives: bool = False,
+) -> str:
     """Plans a run and says what it takes.
 
     Args:
@@ -30,16 +39,23 @@ def report_plan(config: Config, *, num_devices: int = 0, picture: str = "") -> s
             are and also compiles the step for them.
         picture: PNG file of bytes per device and stage; empty for
             `<directory>/plan.png`.
+        collectives: Whether to say what the compiled step sends between devices; not
+            possible with `num_devices`.
 
     Returns:
         The plan, the table of the stages beside the closed form, and, where there are
         devices, the memory analysis of the compiled step.
 
     Raises:
-        ConfigError: Settings that cannot work.
+        ConfigError: Settings that cannot work, or collectives of a step that is not
+            compiled.
         PlanError: Arrays that cannot be placed.
     """
     here = num_devices == 0
+    if collectives and not here:
+        problem = f"needs a compiled step, and num_devices={num_devices} compiles none"
+        remedy = "use --simulated_devices, or the devices themselves"
+        raise ConfigError(Problem("collectives", True, problem, remedy))
     num_devices = num_devices or jax.device_count()
     check_config(config, num_devices)
     build = meshes.make_mesh if here else None
@@ -69,6 +85,8 @@ def report_plan(config: Config, *, num_devices: int = 0, picture: str = "") -> s
         step = make_step(model, tx, plan, config)
         compiled = step.compile(abstract_batch(config, plan))
         parts.append(describe_compiled(plan, compiled))
+        if collectives:
+            parts.append(describe_collectives(step, compiled))
     return "\n\n".join([*parts, f"picture: {path}"])
 
 
@@ -115,3 +133,22 @@ def describe_compiled(plan: plans.Plan, compiled: jax.stages.Compiled) -> str:
     cells = [(name, describe.format_bytes(size)) for name, size in rows]
     title = "compiled train step, bytes per device\n"
     return title + describe.render_table(("", "bytes/device"), cells, right=(1,))
+
+
+def describe_collectives(step: Step, compiled: jax.stages.Compiled) -> str:
+    """Sets what a step sends between devices beside what its ZeRO stage should.
+
+    Args:
+        step: Says for which devices and how many microbatches.
+        compiled: Its train program.
+
+    Returns:
+        Tables of text; on CPUs a note of what other devices do otherwise.
+    """
+    program = compiled.as_text()
+    if program is None:
+        return "this platform gives no text of compiled programs"
+    found = list_collectives(program)
+    text = describe_communication(found, step.plan, step.num_microbatches)
+    is_cpu = step.mesh.devices.flat[0].platform == "cpu"
+    return f"{text}\n{CPU_NOTE}" if is_cpu else text

@@ -1,5 +1,7 @@
 """What a run tells: its numbers, its speed, its machine, traces and pictures."""
 
+from zjax.observe.collectives import Collective, list_collectives
+from zjax.observe.communication import describe_communication, zero_volume
 from zjax.observe.directory import check_directory
 from zjax.observe.flops import describe_flops, flops_per_token, num_params, peak_flops
 from zjax.observe.metrics import LateMetrics
@@ -12,6 +14,7 @@ from zjax.observe.throughput import Throughput, make_throughput
 from zjax.observe.trace import Trace
 
 __all__ = [
+    "Collective",
     "CompileReport",
     "LateMetrics",
     "Progress",
@@ -20,9 +23,11 @@ __all__ = [
     "Trace",
     "check_directory",
     "check_sinks",
+    "describe_communication",
     "describe_flops",
     "describe_machine",
     "flops_per_token",
+    "list_collectives",
     "make_sinks",
     "make_throughput",
     "num_params",
@@ -30,4 +35,5 @@ __all__ = [
     "plot_memory_per_stage",
     "plot_run",
     "read_history",
+    "zero_volume",
 ]

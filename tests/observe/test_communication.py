@@ -1,0 +1,98 @@
+"""What stages should move, worked out by hand, and the tables that say what they do."""
+
+import optax
+import pytest
+
+from tests.support import models, runs
+from zjax.config import schema
+from zjax.observe.collectives import Collective, list_collectives
+from zjax.observe.communication import describe_communication, zero_volume
+
+MATRICES = 2 * models.WIDTH * models.HIDDEN
+BIAS, STORED = 7, 8
+HYBRID = schema.Mesh(replica=2, data=4)
+TENSOR = schema.Mesh(data=4, tensor=2)
+
+
+@pytest.mark.parametrize(
+    ("stage", "num_microbatches", "settings", "volume"),
+    [
+        (0, 1, {}, 2 * (MATRICES + BIAS)),
+        (0, 4, {}, 2 * (MATRICES + BIAS)),
+        (1, 4, {}, 2 * (MATRICES + STORED)),
+        (2, 1, {}, 2 * (MATRICES + STORED)),
+        (2, 4, {}, (4 + 1) * (MATRICES + STORED)),
+        (3, 1, {}, 3 * (MATRICES + STORED)),
+        (3, 4, {}, 4 * 3 * (MATRICES + STORED)),
+        (3, 2, {"min_elements": 8}, 2 * (3 * MATRICES + 2 * BIAS)),
+        (0, 1, {"mesh": HYBRID}, 2 * (MATRICES + BIAS)),
+        (1, 1, {"mesh": HYBRID}, (2 + 2 / 4) * (MATRICES + STORED)),
+        (2, 1, {"mesh": TENSOR}, 2 * (MATRICES / 2 + STORED)),
+        (1, 1, {"mesh": schema.Mesh(data=1, tensor=8)}, 0),
+    ],
+)
+def test_volume_of_a_stage(stage, num_microbatches, settings, volume):
+    plan = runs.make_small_plan(optax.sgd(0.1), stage, **settings)
+    assert zero_volume(plan, num_microbatches) == volume
+
+
+@pytest.mark.parametrize(("stage", "gathers"), [(0, 0), (1, 1), (2, 1)])
+def test_a_step_gathers_what_its_stage_says(stage, gathers):
+    """Fails if a stage does not gather parameters, or gathers them twice."""
+    run = runs.make_small_run(optax.sgd(0.1), stage)
+    found = list_collectives(run.step.compile(models.make_batch()).as_text())
+    volume = sum(each.volume for each in found if each.op == "all-gather")
+    assert volume == gathers * (MATRICES + STORED)
+
+
+def collective(op, elements, axes, *, times=1, overlap=None, is_bounded=True):
+    groups = {
+        "data": ((0, 1, 2, 3), (4, 5, 6, 7)),
+        "both": (tuple(range(8)),),
+        "replica": ((0, 4), (1, 5), (2, 6), (3, 7)),
+    }
+    return Collective(
+        op, "bf16", elements, groups[axes], times, is_bounded, overlap, ""
+    )
+
+
+TABLE = """\
+what one device sends in a train step, Psi = 2,055 parameters
+op                dtype   axes      count   overlap     bytes     Psi
+─────────────────────────────────────────────────────────────────────
+reduce-scatter    bf16    data          5         4   7.68 kB   2.491
+all-reduce        bf16    replica       1         0   1.03 kB   0.500
+below 0.001 Psi                         2         2       7 B   0.002
+total                                   8         6   8.71 kB   2.994
+
+volume                                  elements     Psi
+────────────────────────────────────────────────────────
+this step moves over replica and data      6,152   2.994
+ZeRO 2 should move for 4 microbatches     14,392   7.003"""
+
+
+def test_the_table_adds_up_by_kind():
+    plan = runs.make_small_plan(optax.sgd(0.1), 2, mesh=HYBRID)
+    found = [
+        collective("reduce-scatter", 1024, "data", times=4, overlap=3),
+        collective("reduce-scatter", 1024, "data", overlap=0),
+        collective("all-reduce", 514, "replica"),
+        collective("all-reduce", 1, "both", times=2, overlap=1),
+    ]
+    assert describe_communication(found, plan, 4) == TABLE
+
+
+def test_no_table_is_wider_than_80_columns():
+    plan = runs.make_small_plan(optax.sgd(0.1), 3, mesh=HYBRID)
+    found = [collective("collective-permute", 2055, "both", times=96, overlap=1)]
+    lines = describe_communication(found, plan, 96).splitlines()
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_loop_of_unknown_length_is_said():
+    plan = runs.make_small_plan(optax.sgd(0.1), 0)
+    found = [collective("all-reduce", 4, "data", is_bounded=False)]
+    text = describe_communication(found, plan, 1)
+    assert text.endswith(
+        "A loop whose turns the compiler does not know is counted once."
+    )

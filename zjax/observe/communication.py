@@ -1,0 +1,122 @@
+"""What a train step sends, beside what its ZeRO stage should move."""
+
+import collections
+import math
+from collections.abc import Iterable, Sequence
+
+import jax
+
+from zjax.observe.collectives import Collective, mesh_axes
+from zjax.sharding import memory, rules
+from zjax.sharding.describe import format_bytes, render_table
+from zjax.sharding.mesh import BATCH_AXES, REPLICA, ZERO_AXES, num_shares
+from zjax.sharding.plan import Plan
+
+SMALL_SHARE = 1 / 1000
+"""Buffers of fewer elements, in units of the parameters, are added up on one line."""
+CPU_NOTE = (
+    "Compiled for CPUs: bf16 is sent as f32, and where the compiler chose the\n"
+    "collectives, all-reduce and slice stand for reduce-scatter."
+)
+UNBOUNDED_NOTE = "A loop whose turns the compiler does not know is counted once."
+
+
+def zero_volume(plan: Plan, num_microbatches: int) -> int:
+    """Elements per device and step that the algorithm of the plan's stage moves.
+
+    A step of one microbatch moves 2 Psi up to stage 2, and 3 Psi at stage 3. Gradients
+    are reduced once per step up to stage 1, once per microbatch from 2 on; parameters
+    are gathered once per step up to stage 2, and twice per microbatch at 3. Arrays too
+    small to split are all-reduced. Copies over `replica` add up shares.
+
+    Args:
+        plan: Its stage, mesh and gradients.
+        num_microbatches: 1 or more.
+
+    Returns:
+        Elements by the paper's convention; 0 where the batch is not shared.
+
+    Reference:
+        ZeRO, arXiv:1910.02054, section 7.
+    """
+    if plan.num_batch_shares == 1:
+        return 0
+    reductions = num_microbatches if plan.stage >= 2 else 1
+    gathers = 2 * num_microbatches if plan.stage == 3 else 1
+    total = 0
+    for row in jax.tree.leaves(plan.grads):
+        axes = sum(rules.axes_of(row.spec, len(row.shape)), ())
+        shares = num_shares(plan.mesh, [axis for axis in axes if axis in ZERO_AXES])
+        shard = math.prod(row.sharding.shard_shape(row.stored_shape))
+        if shares > 1:
+            total += shard * shares * (reductions + gathers)
+        if shares == 1 or plan.mesh.shape[REPLICA] > 1:
+            total += 2 * shard * reductions
+    return total
+
+
+def describe_communication(
+    found: Sequence[Collective], plan: Plan, num_microbatches: int
+) -> str:
+    """Adds up what a train step sends, by kind and altogether.
+
+    `overlap` counts those that have computation between their start and their end in
+    the schedule; `Psi` is the volume in units of the parameters.
+
+    Args:
+        found: What `list_collectives` found in the step.
+        plan: That of the step.
+        num_microbatches: Of the step.
+
+    Returns:
+        Two tables per device and step, of at most 80 columns for two axes.
+    """
+    psi = memory.num_params(plan)
+    kinds: dict[tuple[str, ...], list[Collective]] = collections.defaultdict(list)
+    small = []
+    for each in found:
+        axes = "+".join(mesh_axes(each.groups, plan.mesh))
+        kind = kinds[each.op, each.dtype, axes]
+        (kind if each.elements >= SMALL_SHARE * psi else small).append(each)
+    rows = [(*kind, *_sums(parts, psi)) for kind, parts in kinds.items() if parts]
+    rows.append((f"below {SMALL_SHARE:g} Psi", "", "", *_sums(small, psi)))
+    rows.append(("total", "", "", *_sums(found, psi)))
+    columns = ("op", "dtype", "axes", "count", "overlap", "bytes", "Psi")
+    bounded = all(each.is_bounded for each in found)
+    return "\n".join(
+        [
+            f"what one device sends in a train step, Psi = {psi:,} parameters",
+            render_table(columns, rows, right=range(3, 7)),
+            "",
+            _describe_volume(found, plan, num_microbatches),
+            *([] if bounded else [UNBOUNDED_NOTE]),
+        ]
+    )
+
+
+def _sums(parts: Sequence[Collective], psi: int) -> tuple[str, ...]:
+    return (
+        f"{sum(each.times for each in parts):,}",
+        f"{sum(each.times for each in parts if each.overlap):,}",
+        format_bytes(sum(each.wire_bytes for each in parts)),
+        f"{sum(each.volume for each in parts) / psi:.3f}",
+    )
+
+
+def _describe_volume(
+    found: Iterable[Collective], plan: Plan, num_microbatches: int
+) -> str:
+    copies = [a for a in (*BATCH_AXES, *ZERO_AXES) if plan.mesh.shape[a] > 1]
+    moved = sum(
+        each.volume
+        for each in found
+        if set(copies).intersection(mesh_axes(each.groups, plan.mesh))
+    )
+    stage = f"ZeRO {plan.stage} should move"
+    if num_microbatches > 1:
+        stage += f" for {num_microbatches} microbatches"
+    step = f"this step moves over {' and '.join(dict.fromkeys(copies)) or 'no axis'}"
+    volumes = {step: moved, stage: zero_volume(plan, num_microbatches)}
+    psi = memory.num_params(plan)
+    rows = [(name, f"{n:,}", f"{n / psi:.3f}") for name, n in volumes.items()]
+    return render_table(("volume", "elements", "Psi"), rows, right=(1, 2))

@@ -1,0 +1,244 @@
+"""The text of a compiled program: computations, instructions, shapes and groups."""
+
+import dataclasses
+import math
+import re
+
+import numpy as np
+
+Groups = tuple[tuple[int, ...], ...]
+
+_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{")
+_INSTRUCTION = re.compile(
+    r"\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>.*?) "
+    r"(?P<opcode>[a-z][a-z0-9\-]*)\((?P<rest>.*)"
+)
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
+_CALLED = re.compile(
+    r"\b(?:calls|to_apply|body|condition|true_computation|false_computation|"
+    r"branch_computations)=(?:%?([\w.\-]+)|\{([^}]*)\})"
+)
+_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}")
+_IOTA = r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
+_MESH = re.compile(
+    r"replica_groups=mesh\[(?P<sizes>[^\]]*)\]"
+    r"(?:, device_ids=\((?P<ids>\[[\d,]+\](?:T\([\d,]+\))?|[\d,{}]+)\))?"
+    r" \{(?P<axes>[^}]*)\}"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a computation.
+
+    Args:
+        name: Without its percent sign.
+        shape: Type of the result as text.
+        opcode: Such as `fusion` or `all-gather-start`.
+        rest: Operands and attributes as text.
+    """
+
+    name: str
+    shape: str
+    opcode: str
+    rest: str
+
+    @property
+    def operands(self) -> list[str]:
+        """Names of the operands."""
+        return re.findall(r"%([\w.\-]+)", self.rest.partition(")")[0])
+
+    @property
+    def called(self) -> list[str]:
+        """Names of the computations that it runs: body and condition, branches, ..."""
+        found = _CALLED.findall(self.rest)
+        names = [one or several for one, several in found]
+        return [name.strip(" %") for text in names for name in text.split(",")]
+
+    @property
+    def trip_count(self) -> int | None:
+        """Turns of a loop; None where the compiler could not tell."""
+        found = _TRIP_COUNT.search(self.rest)
+        return int(found[1]) if found else None
+
+    @property
+    def op_name(self) -> str:
+        """Where in the Python program it comes from; empty if unknown."""
+        found = re.search(r'op_name="([^"]*)"', self.rest)
+        return found[1] if found else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A compiled program.
+
+    Args:
+        computations: Instructions by name of the computation, in the order of the
+            text; of the schedule where the compiler fixed one.
+        entry: Name of the computation that runs first.
+        num_partitions: Devices that it was compiled for.
+    """
+
+    computations: dict[str, list[Instruction]]
+    entry: str
+    num_partitions: int
+
+
+def parse_module(text: str) -> Module:
+    """Reads what `jax.stages.Compiled.as_text` prints.
+
+    Args:
+        text: Optimised HLO.
+
+    Returns:
+        Its computations.
+    """
+    computations: dict[str, list[Instruction]] = {}
+    entry, body = "", []
+    for line in text.splitlines():
+        header = _HEADER.fullmatch(line.rstrip())
+        instruction = None if header else _INSTRUCTION.match(line)
+        if header:
+            body = computations[header[2]] = []
+            entry = header[2] if header[1] else entry
+        elif instruction:
+            body.append(Instruction(**instruction.groupdict()))
+    devices = re.search(r"num_partitions=(\d+)", text.partition("\n")[0])
+    return Module(computations, entry, int(devices[1]) if devices else 1)
+
+
+def shape_arrays(shape: str) -> list[tuple[str, int]]:
+    """Dtype and number of elements of each array of a type.
+
+    Args:
+        shape: An array, or a tuple of any depth.
+
+    Returns:
+        One pair per array; tokens are left out.
+
+    Example:
+        >>> shape_arrays("(bf16[2,8]{1,0:T(8,128)S(1)}, (u32[], token[]))")
+        [('bf16', 16), ('u32', 1)]
+    """
+    return [
+        (dtype, math.prod(int(n.lstrip("<=")) for n in dims.split(",") if n))
+        for dtype, dims in _ARRAY.findall(shape)
+        if dtype != "token"
+    ]
+
+
+def tuple_members(shape: str) -> list[str]:
+    """The members of a tuple type.
+
+    Args:
+        shape: A type as text.
+
+    Returns:
+        The types of its members; an array is its own only member.
+
+    Example:
+        >>> tuple_members("((f32[4]{0}, s32[]), f32[1,4]{1,0})")
+        ['(f32[4]{0}, s32[])', 'f32[1,4]{1,0}']
+    """
+    if not shape.startswith("("):
+        return [shape]
+    members, depth = [""], 0
+    for letter in shape[1:-1]:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            members.append("")
+        else:
+            members[-1] += letter
+    return [member.strip() for member in members]
+
+
+def dtype_bits(dtype: str) -> int:
+    """Bits of one element.
+
+    Args:
+        dtype: As HLO writes it.
+
+    Returns:
+        Bits, 4 or more.
+
+    Example:
+        >>> [dtype_bits(name) for name in ("bf16", "f8e4m3fn", "s4", "pred")]
+        [16, 8, 4, 8]
+    """
+    digits = re.search(r"\d+", dtype)
+    return int(digits[0]) if digits else 8
+
+
+def device_groups(attributes: str, num_partitions: int) -> Groups:
+    """The devices that a collective joins.
+
+    Args:
+        attributes: Text with `replica_groups`, in any of the forms that XLA prints, or
+            with `source_target_pairs`.
+        num_partitions: Devices of the program, all of them one group where none are
+            named.
+
+    Returns:
+        Positions in the order of devices that the program was compiled for; pairs of
+        sender and receiver for a permutation.
+
+    Example:
+        >>> device_groups("replica_groups=[2,2]<=[2,2]T(1,0)", 4)
+        ((0, 2), (1, 3))
+        >>> device_groups("replica_groups=mesh['a'=2,'b'=2] {'b'}", 4)
+        ((0, 1), (2, 3))
+    """
+    if found := _LISTED.search(attributes):
+        groups = re.findall(r"\{([\d,]+)\}", found[1])
+        everyone = tuple(range(num_partitions))
+        return tuple(tuple(_numbers(group)) for group in groups) or (everyone,)
+    if found := re.search(f"replica_groups={_IOTA}", attributes):
+        shape, dims, order = found.groups()
+        ids = _permuted(dims, order).reshape(_numbers(shape))
+        return tuple(map(tuple, ids.tolist()))
+    if found := _MESH.search(attributes):
+        return _mesh_groups(found["sizes"], found["ids"] or "", found["axes"])
+    return (tuple(range(num_partitions)),)
+
+
+def _mesh_groups(sizes: str, ids: str, axes: str) -> Groups:
+    """Groups along named axes, where `'a':(2)4` is a part of axis `a`.
+
+    That part has 4 places, and 2 are the product of the parts to its left.
+    """
+    names = re.findall(r"'([^']*)'=(\d+)", sizes)
+    shape = [int(size) for _, size in names]
+    stride = {
+        name: math.prod(shape[i + 1 :]) * size
+        for i, ((name, _), size) in enumerate(zip(names, shape, strict=True))
+    }
+    size_of = {name: int(size) for name, size in names}
+    positions = np.arange(math.prod(shape))
+    own_group = positions.copy()
+    for name, left, part in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", axes):
+        size = int(part or size_of[name])
+        step = stride[name] // (int(left or 1) * size)
+        own_group -= positions // step % size * step
+    devices = _device_order(ids, len(positions))
+    return tuple(
+        tuple(devices[own_group == group].tolist()) for group in np.unique(own_group)
+    )
+
+
+def _device_order(ids: str, num_devices: int) -> np.ndarray:
+    if not ids:
+        return np.arange(num_devices)
+    if ids.startswith("["):
+        dims, _, order = ids.strip("[)").partition("]T(")
+        return _permuted(dims.rstrip("]"), order)
+    return np.array(_numbers(ids.strip("{}")))
+
+
+def _permuted(dims: str, order: str | None) -> np.ndarray:
+    grid = np.arange(math.prod(_numbers(dims))).reshape(_numbers(dims))
+    return grid.transpose(_numbers(order) if order else None).ravel()
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
