@@ -24,6 +24,7 @@ from zjax.models.generate import generate
 from zjax.observe.directory import check_directory
 from zjax.observe.monitor import Callback, Monitor
 from zjax.observe.sinks import check_sinks
+from zjax.ops import float8
 from zjax.optim.build import make_optimizer
 from zjax.optim.precision import describe_precision
 from zjax.optim.schedules import make_schedule
@@ -82,6 +83,8 @@ class Trainer:
             problem = "has nothing to predict in data.source"
             remedy = "give batches with masked tokens and their targets"
             raise ConfigError(Problem("model.kind", "encoder", problem, remedy))
+        if config.precision.matmul_dtype == "float8":
+            float8.check_device(devices[0])
         check_sinks(config)
         check_directory(config.directory)
         self.config = _resolved(config, len(devices))

@@ -114,6 +114,12 @@ TRAINING = [
         id="float16-on-bfloat16",
     ),
     case(
+        "precision.compute_dtype=float16;precision.matmul_dtype=float8",
+        "precision.matmul_dtype='float8' cannot run with "
+        "precision.compute_dtype='float16'; use 'compute', or compute in bfloat16",
+        id="float8-with-float16",
+    ),
+    case(
         "num_steps=20",
         "optimizer.num_warmup_steps=100 exceeds num_steps=20; use at most 20",
         id="warmup-longer-than-run",

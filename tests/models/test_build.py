@@ -6,7 +6,7 @@ import pytest
 from tests.support import language
 from zjax.config import schema
 from zjax.models.build import make_model
-from zjax.models.heads import num_batch_shares
+from zjax.models.layers import num_batch_shares
 from zjax.sharding import mesh as meshes
 
 CONFIGS = {"gpt": language.GPT, "llama": language.LLAMA, "bert": language.BERT}

@@ -52,6 +52,12 @@ def test_cast_changes_floating_arrays_alone():
             "non-finite gradient: skip",
         ),
         (
+            schema.Precision(matmul_dtype="float8"),
+            "master weights and moments float32 | compute bfloat16, projections in "
+            "float8 | gradients over devices bfloat16, over microbatches float32 | "
+            "loss scale none | non-finite gradient: skip",
+        ),
+        (
             schema.Precision(compute_dtype="float16", on_nonfinite="stop"),
             "master weights and moments float32 | compute float16 | gradients over "
             "devices float16, over microbatches float32 | loss scale 65536, doubled "
@@ -68,7 +74,7 @@ def test_cast_changes_floating_arrays_alone():
             "non-finite gradient: skip",
         ),
     ],
-    ids=["bfloat16", "float16", "float16 with a fixed scale"],
+    ids=["bfloat16", "float8", "float16", "float16 with a fixed scale"],
 )
 def test_precision_is_one_line(settings, expected):
     config = schema.Config(precision=settings)

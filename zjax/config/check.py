@@ -43,6 +43,8 @@ def check_config(
     if own_optimizer:
         problems += effect.own_optimizer_problems(config)
         config = dataclasses.replace(config, optimizer=_UNUSED_OPTIMIZER)
+    if own_model:
+        problems += effect.own_model_problems(config)
     broken = tuple(problem.field for problem in problems)
     for parts, rule in _RULES if own_model else _RULES + model_rules.MODEL_RULES:
         # A rule may divide by what it reads, so that its settings must be in range.
@@ -142,6 +144,10 @@ def _precision(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         field = "precision.master_dtype"
         problem = "loses the digits that precision.compute_dtype='float16' computes"
         yield Problem(field, precision.master_dtype, problem, "use float32")
+    if precision.compute_dtype == "float16" and precision.matmul_dtype == "float8":
+        problem = "cannot run with precision.compute_dtype='float16'"
+        remedy = "use 'compute', or compute in bfloat16"
+        yield Problem("precision.matmul_dtype", "float8", problem, remedy)
 
 
 def _schedule(config: schema.Config, num_devices: int) -> Iterator[Problem]:

@@ -89,6 +89,22 @@ def own_optimizer_problems(config: schema.Config) -> Iterator[Problem]:
             yield Problem(f"optimizer.{field.name}", value, problem, remedy)
 
 
+def own_model_problems(config: schema.Config) -> Iterator[Problem]:
+    """Finds settings of the built-in models where the caller brings another.
+
+    Args:
+        config: Settings of the right types.
+
+    Yields:
+        One problem per setting outside of `config.model` and `config.data`.
+    """
+    value, default = _both(config, "precision.matmul_dtype")
+    if value != default:
+        problem = "has no effect on the model that was given"
+        remedy = f"leave it at {default!r}, or give no model"
+        yield Problem("precision.matmul_dtype", value, problem, remedy)
+
+
 def _reduction(config: schema.Config) -> Iterator[Problem]:
     precision = config.precision
     if precision.reduce_dtype == "compute":

@@ -63,6 +63,8 @@ class Precision:
     """Parameters as the optimizer sees them."""
     compute_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Parameters and activations in the forward and backward pass."""
+    matmul_dtype: Literal["compute", "float8"] = "compute"
+    """Operands of the built-in models' attention projections and feed-forward."""
     grad_sum_dtype: Literal["float32", "bfloat16"] = "float32"
     """Gradients as they are added over microbatches."""
     reduce_dtype: Literal["compute", "float32"] = "compute"

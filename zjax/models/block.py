@@ -28,6 +28,7 @@ class Block(nnx.Module):
         norm_position: `pre` normalises what enters each layer (GPT-2, Llama), `post`
             the stream after it (BERT). Under `pre` the matrices that write to the
             stream start smaller, by the square root of their number, as in GPT-2.
+        matmul_dtype: Dtype in which projections and feed-forward multiply.
         rngs: Source of the initial values.
     """
 
@@ -37,6 +38,7 @@ class Block(nnx.Module):
         *,
         causal: bool,
         norm_position: Literal["pre", "post"],
+        matmul_dtype: layers.MatmulDtype = "compute",
         rngs: nnx.Rngs,
     ):
         self.causal = causal
@@ -46,9 +48,13 @@ class Block(nnx.Module):
         num_writers = 2 * config.num_layers if norm_position == "pre" else 1
         out_std = layers.INIT_STD / num_writers**0.5
         self.attention_norm = layers.Norm(config)
-        self.attention = layers.Attention(config, out_std=out_std, rngs=rngs)
+        self.attention = layers.Attention(
+            config, out_std=out_std, matmul_dtype=matmul_dtype, rngs=rngs
+        )
         self.mlp_norm = layers.Norm(config)
-        self.mlp = layers.FeedForward(config, out_std=out_std, rngs=rngs)
+        self.mlp = layers.FeedForward(
+            config, out_std=out_std, matmul_dtype=matmul_dtype, rngs=rngs
+        )
 
     def __call__(
         self, x: Float[Array, "B L M"], context: Context, key: jax.Array | None = None

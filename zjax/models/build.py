@@ -25,7 +25,7 @@ def make_model(config: Config) -> Model:
     share of targets that were the most likely token.
 
     Args:
-        config: Read for `model` and `data.length`.
+        config: Read for `model`, `precision.matmul_dtype` and `data.length`.
 
     Returns:
         The model as functions, and as a stack.
@@ -38,7 +38,8 @@ def make_model(config: Config) -> Model:
         (768, 12, 64)
     """
     kind = {"decoder": Decoder, "encoder": Encoder}[config.model.kind]
-    make = functools.partial(kind, config.model)
+    matmul_dtype = config.precision.matmul_dtype
+    make = functools.partial(kind, config.model, matmul_dtype=matmul_dtype)
     tokens = jax.ShapeDtypeStruct((1, config.data.length), jnp.int32)
     model = adapter.adapt(make, mean_loss, {"tokens": tokens, "targets": tokens})
     abstract = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))

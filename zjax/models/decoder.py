@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from zjax.config import schema
+from zjax.models import layers
 from zjax.models.block import Block, make_blocks, transform
 from zjax.models.embedding import Embedding
 from zjax.models.heads import Head
@@ -24,6 +25,7 @@ class Decoder(nnx.Module):
 
     Args:
         config: Shape of the model.
+        matmul_dtype: Dtype in which the blocks multiply by their matrices.
         rngs: Source of the initial values.
 
     Example:
@@ -34,9 +36,21 @@ class Decoder(nnx.Module):
         (1, 3, 11)
     """
 
-    def __init__(self, config: schema.Model, *, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: schema.Model,
+        *,
+        matmul_dtype: layers.MatmulDtype = "compute",
+        rngs: nnx.Rngs,
+    ):
         def make_block(rngs: nnx.Rngs) -> Block:
-            return Block(config, causal=True, norm_position="pre", rngs=rngs)
+            return Block(
+                config,
+                causal=True,
+                norm_position="pre",
+                matmul_dtype=matmul_dtype,
+                rngs=rngs,
+            )
 
         self.config = config
         self.embedding = Embedding(config, rngs=rngs)

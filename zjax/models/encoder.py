@@ -27,6 +27,7 @@ class Encoder(nnx.Module):
         config: Shape of the model.
         num_token_types: Kinds of token, such as first and second sentence; 0 has none.
         use_pooling: Whether `pool` has a layer of its own.
+        matmul_dtype: Dtype in which the blocks multiply by their matrices.
         rngs: Source of the initial values.
 
     Example:
@@ -44,10 +45,17 @@ class Encoder(nnx.Module):
         *,
         num_token_types: int = 0,
         use_pooling: bool = False,
+        matmul_dtype: layers.MatmulDtype = "compute",
         rngs: nnx.Rngs,
     ):
         def make_block(rngs: nnx.Rngs) -> Block:
-            return Block(config, causal=False, norm_position="post", rngs=rngs)
+            return Block(
+                config,
+                causal=False,
+                norm_position="post",
+                matmul_dtype=matmul_dtype,
+                rngs=rngs,
+            )
 
         embed: layers.Dims = (("embed", config.embed_size),)
         self.config = config

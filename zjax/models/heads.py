@@ -1,6 +1,5 @@
 """From the last hidden states to scores of the vocabulary and the loss."""
 
-import math
 from typing import Any
 
 import jax
@@ -11,7 +10,6 @@ from jaxtyping import Array, Float
 from zjax.config import schema
 from zjax.models import layers
 from zjax.ops.cross_entropy import TokenLoss, token_loss
-from zjax.sharding import mesh as meshes
 
 
 class Head(nnx.Module):
@@ -71,7 +69,7 @@ class Head(nnx.Module):
             bias=None if self.bias is None else self.bias[...],
             z_loss=self.config.z_loss,
             chunk_tokens=self.config.loss_chunk_tokens,
-            num_shares=num_batch_shares(x.shape[0]),
+            num_shares=layers.num_batch_shares(x.shape[0]),
         )
 
     def _features(self, x):
@@ -109,22 +107,3 @@ def token_weights(batch: dict[str, Any]) -> Float[Array, "B L"]:
         columns = jnp.arange(weights.shape[1])[None, :]
         weights *= columns < batch["lengths"][:, None]
     return weights
-
-
-def num_batch_shares(batch_size: int) -> int:
-    """Parts in which the devices of the mesh in use hold a batch.
-
-    Args:
-        batch_size: Rows of the batch.
-
-    Returns:
-        Shares of the mesh set by `jax.set_mesh`, less those already split by hand or
-        that do not divide the batch; 1 without a mesh.
-
-    Example:
-        >>> num_batch_shares(8)
-        1
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    axes = [axis for axis in meshes.BATCH_AXES if axis in mesh.auto_axes]
-    return math.gcd(batch_size, meshes.num_shares(mesh, axes))

@@ -5,8 +5,10 @@ softmax and rotations are float32 inside; the dtype of everything else is that o
 parameters a step passes in.
 """
 
+import functools
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +16,17 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from zjax.config import schema
-from zjax.ops import norm, rotary
+from zjax.ops import float8, norm, rotary
 from zjax.parallel import remat
+from zjax.sharding import mesh as meshes
 
 Dims = tuple[tuple[str | None, int], ...]
 """Logical name and size of each array dim."""
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 """`attend(q, k, v) -> (averages, kept)`; kept leaves the block, for caches."""
+
+MatmulDtype = Literal["compute", "float8"]
+"""Dtype of the operands of a matrix product; `compute` is that of the parameters."""
 
 INIT_STD = 0.02
 """Standard deviation of GPT-2's initial weights."""
@@ -87,6 +93,25 @@ def dropout(
     return jnp.where(kept, x / (1.0 - rate), jnp.zeros_like(x))
 
 
+def num_batch_shares(batch_size: int) -> int:
+    """Parts in which the devices of the mesh in use hold a batch.
+
+    Args:
+        batch_size: Rows of the batch.
+
+    Returns:
+        Shares of the mesh set by `jax.set_mesh`, less those already split by hand or
+        that do not divide the batch; 1 without a mesh.
+
+    Example:
+        >>> num_batch_shares(8)
+        1
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = [axis for axis in meshes.BATCH_AXES if axis in mesh.auto_axes]
+    return math.gcd(batch_size, meshes.num_shares(mesh, axes))
+
+
 class Linear(nnx.Module):
     """A matrix between groups of dims, with an optional bias.
 
@@ -95,6 +120,7 @@ class Linear(nnx.Module):
         outputs: The dims that replace them.
         std: Standard deviation of the initial kernel.
         use_bias: Whether to add a bias, which starts at zero.
+        matmul_dtype: Dtype in which input and kernel are multiplied.
         rngs: Source of the initial values.
     """
 
@@ -105,15 +131,22 @@ class Linear(nnx.Module):
         *,
         std: float = INIT_STD,
         use_bias: bool,
+        matmul_dtype: MatmulDtype = "compute",
         rngs: nnx.Rngs,
     ):
         self.num_inputs = len(inputs)
+        self.matmul_dtype: MatmulDtype = matmul_dtype
         self.kernel = make_param(inputs + outputs, make_normal(rngs.params(), std))
         self.bias = make_param(outputs, jnp.zeros) if use_bias else None
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Multiplies the last dims of `x` by the kernel."""
-        y = jnp.tensordot(x, self.kernel[...], axes=self.num_inputs)
+        """Multiplies the last dims of `x`, whose first is the batch, by the kernel."""
+        kernel = self.kernel[...]
+        if self.matmul_dtype == "float8":
+            num_shares = num_batch_shares(x.shape[0])
+            y = float8.dot(x, kernel, self.num_inputs, num_shares=num_shares)
+        else:
+            y = jnp.tensordot(x, kernel, axes=self.num_inputs)
         if self.bias is None:
             return y
         bias = self.bias[...]
@@ -146,19 +179,29 @@ class Attention(nnx.Module):
     Args:
         config: Shape of the model.
         out_std: Standard deviation of the matrix that writes to the residual stream.
+        matmul_dtype: Dtype in which the projections multiply.
         rngs: Source of the initial values.
     """
 
-    def __init__(self, config: schema.Model, *, out_std: float, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: schema.Model,
+        *,
+        out_std: float,
+        matmul_dtype: MatmulDtype = "compute",
+        rngs: nnx.Rngs,
+    ):
         embed: Dims = (("embed", config.embed_size),)
         head_dim = ("head_dim", config.embed_size // config.num_heads)
         heads: Dims = (("heads", config.num_heads), head_dim)
         kv_heads: Dims = (("kv_heads", config.num_kv_heads), head_dim)
-        bias = config.use_bias
-        self.query = Linear(embed, heads, use_bias=bias, rngs=rngs)
-        self.key = Linear(embed, kv_heads, use_bias=bias, rngs=rngs)
-        self.value = Linear(embed, kv_heads, use_bias=bias, rngs=rngs)
-        self.out = Linear(heads, embed, std=out_std, use_bias=bias, rngs=rngs)
+        linear = functools.partial(
+            Linear, use_bias=config.use_bias, matmul_dtype=matmul_dtype, rngs=rngs
+        )
+        self.query = linear(embed, heads)
+        self.key = linear(embed, kv_heads)
+        self.value = linear(embed, kv_heads)
+        self.out = linear(heads, embed, std=out_std)
 
     def __call__(
         self,
@@ -183,17 +226,27 @@ class FeedForward(nnx.Module):
     Args:
         config: Shape of the model.
         out_std: Standard deviation of the matrix that writes to the residual stream.
+        matmul_dtype: Dtype in which the matrices are multiplied.
         rngs: Source of the initial values.
     """
 
-    def __init__(self, config: schema.Model, *, out_std: float, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: schema.Model,
+        *,
+        out_std: float,
+        matmul_dtype: MatmulDtype = "compute",
+        rngs: nnx.Rngs,
+    ):
         embed: Dims = (("embed", config.embed_size),)
         mlp: Dims = (("mlp", config.mlp_size),)
-        bias = config.use_bias
+        linear = functools.partial(
+            Linear, use_bias=config.use_bias, matmul_dtype=matmul_dtype, rngs=rngs
+        )
         gated = config.activation == "swiglu"
-        self.gate = Linear(embed, mlp, use_bias=bias, rngs=rngs) if gated else None
-        self.up = Linear(embed, mlp, use_bias=bias, rngs=rngs)
-        self.down = Linear(mlp, embed, std=out_std, use_bias=bias, rngs=rngs)
+        self.gate = linear(embed, mlp) if gated else None
+        self.up = linear(embed, mlp)
+        self.down = linear(mlp, embed, std=out_std)
 
     def __call__(self, x: Float[Array, "B L M"]) -> Float[Array, "B L M"]:
         """Transforms each token."""

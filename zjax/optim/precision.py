@@ -90,13 +90,17 @@ def describe_precision(config: schema.Config) -> str:
     return " | ".join(
         (
             f"master weights and moments {dtypes.master}",
-            f"compute {dtypes.compute}",
+            f"compute {dtypes.compute}{_describe_matmul(precision)}",
             f"gradients over devices {dtypes.reduce}, over microbatches "
             f"{dtypes.grad_sum}",
             f"loss scale {_describe_scale(precision)}",
             f"non-finite gradient: {precision.on_nonfinite}",
         )
     )
+
+
+def _describe_matmul(precision: schema.Precision) -> str:
+    return "" if precision.matmul_dtype == "compute" else ", projections in float8"
 
 
 def _describe_scale(precision: schema.Precision) -> str:
