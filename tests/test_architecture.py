@@ -12,7 +12,7 @@ FLOORS = (
     ("errors", "typing"),
     ("config",),
     ("sharding", "processes"),
-    ("ops",),
+    ("ops", "comm", "compiler"),
     ("parallel", "optim", "data"),
     ("models", "train"),
     ("checkpoint", "observe"),

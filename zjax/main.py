@@ -11,6 +11,7 @@ from absl import app, flags, logging
 from zjax import processes
 from zjax.checkpoint.export import export_safetensors
 from zjax.checkpoint.store import Store
+from zjax.compiler import use_program_cache
 from zjax.config import flags as config_flags
 from zjax.config.check import check_processes
 from zjax.config.describe import describe_settings
@@ -74,8 +75,10 @@ def train() -> None:
     if processes.needs_parent(config.processes):
         sys.exit(processes.supervise([sys.executable, *sys.orig_argv[1:]]))
     info = processes.start(config.processes, config.directory)
+    cache = use_program_cache()
     trainer = Trainer(config)
     if info.process_id == 0:
+        print(f"compiled programs: {cache or 'not kept'}")
         if info.num_processes > 1:
             print(processes.describe_processes(info))
         print(trainer.describe())

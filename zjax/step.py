@@ -1,18 +1,20 @@
 """One optimizer step as a host function over compiled programs."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
+from zjax.compiler import Options, step_options
 from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config
 from zjax.errors import DataError, PlanError, Problem
 from zjax.sharding import placement
 from zjax.sharding import plan as plans
-from zjax.train.gradients import check_batch
+from zjax.train.microbatches import check_batch
 from zjax.train.programs import Programs, make_programs
 from zjax.train.state import TrainState, state_rows
 from zjax.train.update import Schedule
@@ -169,28 +171,28 @@ def make_step(
         plan=plan,
         rows=state_rows(plan, config),
         num_microbatches=num_microbatches,
-        programs=compile_programs(pure),
+        programs=compile_programs(pure, step_options(config, plan)),
     )
 
 
-def compile_programs(pure: Programs) -> dict[str, Any]:
+def compile_programs(pure: Programs, options: Options) -> dict[str, Any]:
     """The programs under `jit`, by name.
 
     Args:
         pure: Functions and the shardings of the state.
+        options: Of the compiler.
 
     Returns:
         `train`, one program, and `evaluate`; and the two halves of `train` for runs
         that do something between them.
     """
+    jit = functools.partial(jax.jit, compiler_options=options)
     places = pure.state_shardings
     return {
-        "train": jax.jit(pure.train, donate_argnums=0, out_shardings=(places, None)),
-        "gradients": jax.jit(pure.gradients),
-        "update": jax.jit(
-            pure.update, donate_argnums=(0, 1), out_shardings=(places, None)
-        ),
-        "evaluate": jax.jit(pure.evaluate),
+        "train": jit(pure.train, donate_argnums=0, out_shardings=(places, None)),
+        "gradients": jit(pure.gradients),
+        "update": jit(pure.update, donate_argnums=(0, 1), out_shardings=(places, None)),
+        "evaluate": jit(pure.evaluate),
     }
 
 

@@ -102,7 +102,8 @@ SINKS = "use one of console, jsonl, csv, tensorboard, wandb"
             "mesh.date=1 is not a setting; did you mean mesh.data?\n"
             "mesh.data=None is a NoneType; expected int\n"
             "5=1 is not a setting; use one of seed, num_steps, global_batch_size, "
-            "num_microbatches, microbatch_size, directory, mesh, zero, precision, "
+            "num_microbatches, microbatch_size, directory, deterministic, "
+            "xla_options, mesh, zero, precision, "
             "optimizer, model, data, evaluation, checkpoint, observe, processes",
             id="all-at-once",
         ),

@@ -10,10 +10,12 @@ WEIGHTS = {"project": (WIDTH, WIDTH), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WI
 
 
 def block(weights, x):
-    q = x @ weights["project"]
-    averages = remat.name_attention(jax.nn.softmax(q @ q.T) @ q)
-    x = x + jnp.tanh(averages)
-    return x + jnp.tanh(remat.name_mlp(x @ weights["up"])) @ weights["down"]
+    x = remat.mark(x, remat.INPUT)
+    q = remat.mark(x @ weights["project"], remat.PROJECTIONS)
+    averages = remat.mark(jax.nn.softmax(q @ q.T) @ q, remat.ATTENTION)
+    x = remat.mark(x + jnp.tanh(averages), remat.MIDDLE)
+    up = remat.mark(x @ weights["up"], remat.MLP)
+    return x + jnp.tanh(up) @ weights["down"]
 
 
 def kept_shapes(policy):
@@ -37,6 +39,11 @@ def kept_shapes(policy):
             [(TOKENS, WIDTH), (TOKENS, HIDDEN)],
             id="named-values-only",
         ),
+        pytest.param(
+            "elementwise",
+            [(TOKENS, WIDTH)] * 3 + [(TOKENS, HIDDEN)],
+            id="all-but-elementwise",
+        ),
     ],
 )
 def test_policy_keeps_what_it_names(policy, expected):
@@ -51,7 +58,7 @@ def test_dots_keep_less_than_everything():
     assert num_kept("full") < num_kept("dots") < num_kept("none")
 
 
-@pytest.mark.parametrize("policy", ["none", "full", "dots", "attention_and_mlp"])
+@pytest.mark.parametrize("policy", ["none", *remat.KEPT])
 @pytest.mark.parametrize("in_loop", [False, True])
 def test_value_and_gradient_are_those_of_the_block(policy, in_loop):
     weights = {
@@ -72,4 +79,5 @@ def test_value_and_gradient_are_those_of_the_block(policy, in_loop):
 def test_softmax_sums_of_cudnn_are_kept():
     """Fails if the kernel is renamed: attention would run twice unnoticed."""
     kernel = cudnn._dot_product_attention_fwd_p_wrapper
-    assert remat._POLICIES["attention_and_mlp"](kernel)
+    assert remat.keeps("attention_and_mlp")(kernel)
+    assert not remat.keeps("full")(kernel)

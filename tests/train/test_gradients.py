@@ -9,7 +9,7 @@ import pytest
 from tests.support import models, runs
 from zjax.config import schema
 from zjax.errors import PlanError
-from zjax.train import gradients
+from zjax.train import microbatches
 
 
 def grads_of(run, batch):
@@ -65,7 +65,7 @@ def test_reduce_dtype_is_what_crosses_the_devices():
 
 def test_microbatches_never_leave_their_device():
     rows = jnp.arange(16)
-    parts = gradients.split_batch({"x": rows, "scale": jnp.float32(2)}, 2, 4)
+    parts = microbatches.split_batch({"x": rows, "scale": jnp.float32(2)}, 2, 4)
     assert parts["x"].tolist() == [
         [0, 1, 4, 5, 8, 9, 12, 13],
         [2, 3, 6, 7, 10, 11, 14, 15],

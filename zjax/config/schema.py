@@ -105,6 +105,8 @@ class Optimizer:
     b2: float = 0.95
     """Second moment decay."""
     eps: float = 1e-8
+    moment_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    """Moments between steps, rounded at random; `int8` leaves vectors in float32."""
     weight_decay: float = 0.1
     """Decay of matrices, decoupled except under `adam`; vectors are not decayed."""
     clip_norm: float = 1.0
@@ -142,7 +144,7 @@ class Model:
     """Attention kernel; `auto` says which one it took, a named one runs or fails."""
     layers_per_scan: int = 0
     """0 unrolls the layers; k scans over blocks of k layers (compiles faster)."""
-    remat: Literal["none", "full", "dots", "attention_and_mlp"] = "none"
+    remat: Literal["none", "elementwise", "attention_and_mlp", "dots", "full"] = "none"
     """What the backward pass recomputes; see `zjax.parallel.remat`."""
     loss_chunk_tokens: int = 4_096
     """Tokens whose logits exist at one time; 0 computes them all at once."""
@@ -241,6 +243,10 @@ class Config:
     """Sequences per device and microbatch; 0 derives it."""
     directory: str = "runs/default"
     """Everything a run writes lies under here."""
+    deterministic: bool = False
+    """Whether runs on GPUs repeat bit for bit, with slower kernels; on CPU they do."""
+    xla_options: tuple[str, ...] = ()
+    """Compiler options `name=value` that add to and replace those that zjax derives."""
     mesh: Mesh = Mesh()
     zero: Zero = Zero()
     precision: Precision = Precision()

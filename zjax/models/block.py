@@ -94,9 +94,11 @@ class Block(nnx.Module):
             The stream, and what `attend` kept.
         """
         keys = (None, None) if key is None else tuple(jax.random.split(key))
+        x = remat.mark(x, remat.INPUT)
         y = self._enter(self.attention_norm, x)
         y, kept = self.attention(y, context.rotation, attend)
         x = self._leave(self.attention_norm, x, y, keys[0])
+        x = remat.mark(x, remat.MIDDLE)
         y = self.mlp(self._enter(self.mlp_norm, x))
         return self._leave(self.mlp_norm, x, y, keys[1]), kept
 
@@ -113,6 +115,7 @@ def make_blocks(
     num_layers: int,
     layers_per_scan: int,
     *,
+    first_layer: int | jax.Array = 0,
     rngs: nnx.Rngs,
 ) -> list[Block]:
     """Makes a line of blocks; its values do not depend on how it is stored.
@@ -121,13 +124,15 @@ def make_blocks(
         make_block: Makes one block.
         num_layers: Length of the line.
         layers_per_scan: 0 keeps every layer apart; k stacks them into k blocks.
+        first_layer: Number of the first block, which may be traced.
         rngs: Source of the initial values.
 
     Returns:
         The blocks as they are stored.
     """
     key = rngs.params()
-    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jax.numpy.arange(num_layers))
+    numbers = first_layer + jax.numpy.arange(num_layers)
+    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(numbers)
     if layers_per_scan == 0:
         return [make_block(nnx.Rngs(params=key)) for key in keys]
     strides = [keys[j::layers_per_scan] for j in range(layers_per_scan)]

@@ -28,6 +28,7 @@ class Encoder(nnx.Module):
         num_token_types: Kinds of token, such as first and second sentence; 0 has none.
         use_pooling: Whether `pool` has a layer of its own.
         matmul_dtype: Dtype in which the blocks multiply by their matrices.
+        first_layer: Number of the first block, to make later ones by the same program.
         rngs: Source of the initial values.
 
     Example:
@@ -46,6 +47,7 @@ class Encoder(nnx.Module):
         num_token_types: int = 0,
         use_pooling: bool = False,
         matmul_dtype: layers.MatmulDtype = "compute",
+        first_layer: int | jax.Array = 0,
         rngs: nnx.Rngs,
     ):
         def make_block(rngs: nnx.Rngs) -> Block:
@@ -64,7 +66,11 @@ class Encoder(nnx.Module):
         )
         self.blocks = nnx.List(
             make_blocks(
-                make_block, config.num_layers, config.layers_per_scan, rngs=rngs
+                make_block,
+                config.num_layers,
+                config.layers_per_scan,
+                first_layer=first_layer,
+                rngs=rngs,
             )
         )
         self.head = Head(config, masked=True, rngs=rngs)

@@ -213,8 +213,9 @@ class Attention(nnx.Module):
         q, k, v = self.query(x), self.key(x), self.value(x)
         if rotation is not None:
             q, k = rotary.rotate(q, *rotation), rotary.rotate(k, *rotation)
+        q, k, v = (remat.mark(x, remat.PROJECTIONS) for x in (q, k, v))
         averages, kept = attend(q, k, v)
-        return self.out(remat.name_attention(averages)), kept
+        return self.out(remat.mark(averages, remat.ATTENTION)), kept
 
 
 class FeedForward(nnx.Module):
@@ -250,7 +251,8 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x: Float[Array, "B L M"]) -> Float[Array, "B L M"]:
         """Transforms each token."""
-        up = remat.name_mlp(self.up(x))
+        up = remat.mark(self.up(x), remat.MLP)
         if self.gate is None:
             return self.down(jax.nn.gelu(up, approximate=True))
-        return self.down(jax.nn.silu(remat.name_mlp(self.gate(x))) * up)
+        gate = remat.mark(self.gate(x), remat.MLP)
+        return self.down(jax.nn.silu(gate) * up)

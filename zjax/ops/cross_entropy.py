@@ -10,7 +10,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
+
+GRADIENTS = "token_loss_gradients"
+"""Name of what the forward pass has of the backward pass, for `jax.checkpoint`."""
 
 
 class TokenLoss(NamedTuple):
@@ -115,7 +119,8 @@ def _summed_loss_forward(z_loss, hidden, head, bias, targets, weights):
     )
     sums, dhidden = _over_chunks(add_chunk, sums, (hidden, targets, weights))
     loss_sum, correct_sum, dhead, dbias = sums
-    return (loss_sum.sum(), correct_sum.sum()), (dhidden, dhead, dbias, head, bias)
+    kept = checkpoint_name((dhidden, dhead, dbias), GRADIENTS)
+    return (loss_sum.sum(), correct_sum.sum()), (*kept, head, bias)
 
 
 def _summed_loss_backward(z_loss, residuals, cotangents):
@@ -139,10 +144,16 @@ _summed_loss.defvjp(_summed_loss_forward, _summed_loss_backward)
 
 
 def _over_chunks(add_chunk, sums, chunks):
-    if chunks[0].shape[0] > 1:
-        return jax.lax.scan(add_chunk, sums, chunks)
-    sums, output = add_chunk(sums, jax.tree.map(lambda chunk: chunk[0], chunks))
-    return sums, jax.tree.map(lambda out: out[None], output)
+    outputs = []
+    for number in range(chunks[0].shape[0]):
+        chunk = jax.tree.map(lambda x, row=number: x[row], chunks)
+        # One after another, and not in a loop, out of which the compiler would move
+        # constants as large as the logits.
+        before = sums, outputs[-1:]
+        (sums, outputs[-1:]), chunk = jax.lax.optimization_barrier((before, chunk))
+        sums, output = add_chunk(sums, chunk)
+        outputs.append(output)
+    return sums, jax.tree.map(lambda *rows: jnp.stack(rows), *outputs)
 
 
 def _chunk_loss(z_loss, head, bias, hidden, targets, weights):
@@ -153,16 +164,16 @@ def _chunk_loss(z_loss, head, bias, hidden, targets, weights):
     # A comparison, not a gather: it fuses, and works on a vocabulary that is split.
     vocabulary = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 3)
     is_target = vocabulary == targets[..., None]
-    largest = logits.max(-1, keepdims=True)
-    exponentials = jnp.exp(logits - largest)
-    partition = exponentials.sum(-1, keepdims=True)
-    log_partition = (jnp.log(partition) + largest)[..., 0]
+    largest = logits.max(-1)
+    # Exponentials are taken twice, so that none are stored.
+    partition = jnp.exp(logits - largest[..., None]).sum(-1)
+    log_partition = jnp.log(partition) + largest
     target_logit = jnp.where(is_target, logits, 0.0).sum(-1)
     losses = log_partition - target_logit + z_loss * jnp.square(log_partition)
     slope = 1.0 + 2.0 * z_loss * log_partition
-    probabilities = exponentials / partition
+    probabilities = jnp.exp(logits - log_partition[..., None])
     dlogits = (slope[..., None] * probabilities - is_target) * weights[..., None]
-    hits = target_logit >= largest[..., 0]
+    hits = target_logit >= largest
     return (
         jnp.sum(losses * weights, (1, 2)),
         jnp.sum(hits * weights, (1, 2)),

@@ -1,8 +1,7 @@
 """What the backward pass keeps and what it computes again, by name.
 
-Tokens times width is the unit: a pre-norm block with a feed-forward four times as wide
-keeps about 30 units for its backward pass, its input being one of them. The policies
-keep fewer, for more arithmetic.
+Tokens times width is the unit: of a pre-norm block with a feed-forward four times as
+wide, `elementwise` keeps 10 units for the backward pass, its input being one of them.
 
 Reference: Chen et al., sublinear memory cost (arXiv:1604.06174).
 """
@@ -13,44 +12,33 @@ from typing import Any, Literal
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-Policy = Literal["none", "full", "dots", "attention_and_mlp"]
+from zjax.ops import cross_entropy
 
+Policy = Literal["none", "elementwise", "attention_and_mlp", "dots", "full"]
+Keeps = Callable[..., bool]
+"""A policy as `jax.checkpoint` takes it."""
+
+mark = checkpoint_name
+"""`mark(x, name)` is `x`, for the policies to find."""
+
+INPUT = "block_input"
+"""What enters a block."""
+MIDDLE = "block_middle"
+"""What enters the feed-forward half of a block."""
+PROJECTIONS = "projections"
+"""Queries, keys and values as attention reads them."""
 ATTENTION = "attention"
-"""Name of the averages that attention returns, before the output projection."""
+"""The averages that attention returns, before the output projection."""
 MLP = "mlp"
-"""Name of the outputs of the first matrices of a feed-forward layer."""
+"""Outputs of the first matrices of a feed-forward layer."""
 
-
-def name_attention(x: jax.Array) -> jax.Array:
-    """Marks what attention returned, for the policies to find.
-
-    Args:
-        x: Averages of all heads.
-
-    Returns:
-        The same array.
-
-    Example:
-        >>> float(name_attention(jax.numpy.ones(())))
-        1.0
-    """
-    return checkpoint_name(x, ATTENTION)
-
-
-def name_mlp(x: jax.Array) -> jax.Array:
-    """Marks what enters the activation of a feed-forward layer.
-
-    Args:
-        x: Output of a first matrix.
-
-    Returns:
-        The same array.
-
-    Example:
-        >>> float(name_mlp(jax.numpy.ones(())))
-        1.0
-    """
-    return checkpoint_name(x, MLP)
+KEPT = {
+    "elementwise": (INPUT, MIDDLE, PROJECTIONS, ATTENTION, MLP),
+    "attention_and_mlp": (INPUT, ATTENTION, MLP),
+    "dots": (INPUT,),
+    "full": (INPUT,),
+}
+"""The names that each policy keeps; `none` leaves it to the compiler."""
 
 
 def recompute(
@@ -58,14 +46,11 @@ def recompute(
 ) -> Callable[..., Any]:
     """Wraps a block so that its backward pass keeps only what the policy names.
 
-    Besides the input of the block,
-
-    - `none` keeps everything;
-    - `dots` keeps the results of the weight matrices and computes attention, norms and
-      activations again;
-    - `attention_and_mlp` keeps what attention returned and what enters the activation,
-      and computes projections, norms and activations again;
-    - `full` keeps nothing and computes the block again.
+    - `none` keeps everything, or what the compiler would rather not compute again;
+    - `elementwise` computes norms and activation functions again;
+    - `attention_and_mlp` also computes the projections again;
+    - `dots` keeps what multiplications by weights return and computes the rest again;
+    - `full` keeps the input of the block and computes all of it again.
 
     Args:
         block: Pure function of arrays.
@@ -83,21 +68,53 @@ def recompute(
     """
     if policy == "none":
         return block
-    return jax.checkpoint(block, policy=_POLICIES[policy], prevent_cse=not in_loop)
+    return jax.checkpoint(block, policy=keeps(policy), prevent_cse=not in_loop)
 
 
-_keep_names = jax.checkpoint_policies.save_only_these_names(ATTENTION, MLP)
+def keeps(policy: Policy) -> Keeps:
+    """What is kept, as `jax.checkpoint` asks for it.
+
+    Args:
+        policy: A name of `recompute`; `none` keeps what is dear to compute.
+
+    Returns:
+        A function of a primitive and its parameters.
+
+    Example:
+        >>> keeps("none")(jax.lax.conv_general_dilated_p)
+        True
+    """
+    if policy == "none":
+        return _is_dear
+    names = jax.checkpoint_policies.save_only_these_names(
+        *KEPT[policy], cross_entropy.GRADIENTS
+    )
+    if policy == "dots":
+        dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        return jax.checkpoint_policies.save_from_both_policies(names, dots)
+
+    def is_kept(primitive: Any, *avals: Any, **params: Any) -> bool:
+        # cuDNN's kernel keeps its softmax sums too; its outputs have no name of ours.
+        is_attention = primitive.name == "dot_product_attention_fwd_wrapper"
+        return names(primitive, *avals, **params) or (
+            is_attention and ATTENTION in KEPT[policy]
+        )
+
+    return is_kept
 
 
-def _keep_attention_and_mlp(primitive, *args, **params):
-    # cuDNN's kernel keeps its softmax sums too; its outputs have no name of ours.
-    if primitive.name == "dot_product_attention_fwd_wrapper":
-        return True
-    return _keep_names(primitive, *args, **params)
+_CHEAP = frozenset(
+    """abs add all_gather and broadcast_in_dim ceil clamp concatenate copy cos div eq
+    convert_element_type erf exp exp2 expm1 floor ge gt integer_pow iota is_finite le
+    log log1p logistic lt max min mul ne neg not or pad pow reduce_max reduce_min
+    reduce_precision reduce_sum reshape round rsqrt select_n sign sin slice sqrt square
+    squeeze stop_gradient sub tanh transpose""".split()
+)
+"""What costs no more than to read its operands, and the gathering of parameters."""
 
 
-_POLICIES = {
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "attention_and_mlp": _keep_attention_and_mlp,
-}
+def _is_dear(primitive: Any, *avals: Any, **params: Any) -> bool:
+    if primitive.name == "dot_general":
+        # Sums wider than their operands are the inside of a softmax.
+        return params["preferred_element_type"] in (None, avals[0].dtype)
+    return primitive.name not in _CHEAP

@@ -5,15 +5,18 @@ another time composes `gradients` and `update` itself.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from zjax.config.schema import Config
 from zjax.sharding.placement import shardings, unpad_tree
 from zjax.sharding.plan import Plan
-from zjax.train.gradients import make_forward, make_gradients
+from zjax.train.gradients import compute_dtype, make_forward, whole_gradients
+from zjax.train.shares import share_gradients
 from zjax.train.state import TrainState, state_rows
 from zjax.train.update import Schedule, loss_scale_of, make_update
 from zjax.typing import Batch, Loss, Metrics, Model, Params
@@ -63,12 +66,7 @@ def make_programs(
     Returns:
         Functions that nothing has compiled yet.
     """
-    gradients = make_gradients(
-        model.loss,
-        plan,
-        num_microbatches,
-        local=config.precision.reduce_dtype == "float32",
-    )
+    gradients = make_gradients(model, plan, config, num_microbatches)
     forward = make_forward(model.loss, plan, num_microbatches)
     update = make_update(tx, plan, config, schedule)
 
@@ -76,9 +74,8 @@ def make_programs(
         return jax.random.fold_in(jax.random.key(config.seed), state.step)
 
     def gradients_of(state: TrainState, batch: Batch) -> tuple[Params, Loss]:
-        master = unpad_tree(state.master, plan.master)
         key, scale = step_key(state), loss_scale_of(state)
-        return gradients(master, state.model_state, batch, key, scale)
+        return gradients(state.master, state.model_state, batch, key, scale)
 
     def update_with(
         state: TrainState, grads: Params, loss: Loss, batch: Batch
@@ -99,3 +96,30 @@ def make_programs(
 
     rows = state_rows(plan, config)
     return Programs(gradients_of, update_with, train, evaluate, shardings(rows))
+
+
+def make_gradients(
+    model: Model, plan: Plan, config: Config, num_microbatches: int
+) -> Callable[..., tuple[Params, Loss]]:
+    """Chooses who adds the gradients of the devices: the compiler, or we.
+
+    Args:
+        model: Its loss, and whether it is separable.
+        plan: Places every array.
+        config: Read for `precision.reduce_dtype` and the layout of the layers.
+        num_microbatches: Gradient accumulation, 1 or more.
+
+    Returns:
+        `gradients(master, model_state, batch, key, scale) -> (grads, loss)`.
+    """
+    wide = config.precision.reduce_dtype == "float32"
+    sizes = plan.mesh.shape
+    splits_batch_alone = plan.num_batch_shares == math.prod(sizes.values()) > 1
+    # Layers in a loop fetch their parameters inside it, which the compiler arranges.
+    looped = plan.stage >= 3 and config.model.layers_per_scan > 0
+    if (wide and plan.num_batch_shares > 1) or (
+        model.separable and splits_batch_alone and not looped
+    ):
+        dtype = jnp.float32 if wide else compute_dtype(plan)
+        return share_gradients(model, plan, num_microbatches, reduce_dtype=dtype)
+    return whole_gradients(model.loss, plan, num_microbatches)

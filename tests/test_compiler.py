@@ -1,0 +1,92 @@
+"""Options of the compiler: derived from the plan, told where unknown, kept on disk."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from zjax import compiler
+from zjax.config import schema
+from zjax.errors import ConfigError
+from zjax.models.build import make_model
+from zjax.optim.build import make_optimizer
+from zjax.sharding import mesh as meshes
+from zjax.sharding import plan as plans
+
+SHAPE = schema.Model(
+    num_layers=2,
+    embed_size=16,
+    mlp_size=32,
+    num_heads=2,
+    num_kv_heads=2,
+    vocab_size=64,
+    max_length=8,
+    use_bias=False,
+)
+LAYER_PARAMS = 4 * 16 * 16 + 2 * 16 * 32 + 2 * 16
+
+
+def make_plan(config):
+    mesh = meshes.make_mesh(config.mesh)
+    model = make_model(config)
+    return plans.make_plan(config, mesh, model, make_optimizer(config, model))
+
+
+@pytest.mark.parametrize("layers_per_scan", [0, 1])
+def test_bytes_of_a_layer(layers_per_scan):
+    model = dataclasses.replace(SHAPE, layers_per_scan=layers_per_scan)
+    stacked = 2 if layers_per_scan else 1
+    plan = make_plan(schema.Config(model=model, data=schema.Data(length=8)))
+    assert compiler.layer_bytes(plan) == 2 * LAYER_PARAMS * stacked
+
+
+def test_collectives_of_one_layer_are_combined(monkeypatch):
+    monkeypatch.setattr(compiler, "_platform", lambda mesh: "gpu")
+    monkeypatch.setattr(compiler, "MIN_COMBINED_BYTES", 1)
+    config = schema.Config(model=SHAPE, data=schema.Data(length=8))
+    options = compiler.step_options(config, make_plan(config))
+    name = "xla_gpu_all_gather_combine_threshold_bytes"
+    assert options[name] == str(2 * LAYER_PARAMS)
+    config = dataclasses.replace(config, xla_options=(f"{name}=5",))
+    assert compiler.step_options(config, make_plan(config))[name] == "5"
+
+
+def test_deterministic_runs_exclude_other_kernels(monkeypatch):
+    monkeypatch.setattr(compiler, "_platform", lambda mesh: "gpu")
+    config = schema.Config(model=SHAPE, data=schema.Data(length=8), deterministic=True)
+    options = compiler.step_options(config, make_plan(config))
+    assert options["xla_gpu_exclude_nondeterministic_ops"] is True
+
+
+def test_nothing_is_asked_for_on_a_cpu():
+    config = schema.Config(model=SHAPE, data=schema.Data(length=8))
+    assert compiler.step_options(config, make_plan(config)) == {}
+
+
+def test_options_that_xla_does_not_take():
+    pairs = ("xla_gpu_autotune_level=0", "xla_gpu_no_such=1", "xla_gpu_autotune_level")
+    with pytest.raises(ConfigError) as error:
+        compiler.parse_options(pairs)
+    assert str(error.value) == (
+        "xla_options='xla_gpu_no_such=1' is not an option of this XLA; "
+        "look its name up for this version of jaxlib\n"
+        "xla_options='xla_gpu_autotune_level' has no value; add =value"
+    )
+
+
+def test_unknown_option_is_left_out_and_not_fatal():
+    assert not compiler._is_known("xla_gpu_no_such_thing", True)
+    assert compiler._is_known("xla_gpu_enable_latency_hiding_scheduler", True)
+
+
+def test_programs_are_kept_unless_the_caller_chose(monkeypatch, tmp_path):
+    chosen = jax.config.jax_compilation_cache_dir
+    assert str(compiler.use_program_cache()) == chosen
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        assert compiler.use_program_cache() == tmp_path / "zjax" / "programs"
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "zjax/programs")
+    finally:
+        jax.config.update("jax_compilation_cache_dir", chosen)

@@ -1,0 +1,127 @@
+"""Shards of a plan inside `jax.shard_map`: gathered whole, summed back to shards."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from zjax.sharding import rules
+from zjax.sharding.mesh import num_shares
+from zjax.sharding.placement import Row, pad, unpad
+
+
+def manual_spec(row: Row, axes: Sequence[str]) -> PartitionSpec:
+    """The part of a placement that is split by hand.
+
+    Args:
+        row: The place of an array.
+        axes: Mesh axes that `shard_map` maps.
+
+    Returns:
+        A spec that names no other axes.
+    """
+    return PartitionSpec(*map(rules.entry, _split_dims(row, axes)))
+
+
+def shard_shape(row: Row, axes: Sequence[str]) -> tuple[int, ...]:
+    """The shape of one device's part of a stored array.
+
+    Args:
+        row: The place of an array.
+        axes: Mesh axes that `shard_map` maps.
+
+    Returns:
+        The stored shape, each dim divided by the shares it is cut into by hand.
+    """
+    mesh = row.sharding.mesh
+    split = zip(row.stored_shape, _split_dims(row, axes), strict=True)
+    return tuple(size // num_shares(mesh, names) for size, names in split)
+
+
+def gather(shard: jax.Array, row: Row, axes: Sequence[str]) -> jax.Array:
+    """All-gathers an array from its shards.
+
+    Args:
+        shard: This device's part of the stored array.
+        row: Its place.
+        axes: Mesh axes that `shard_map` maps.
+
+    Returns:
+        The array in its logical shape, in the dtype of the shard.
+    """
+    whole = shard
+    for dim, names in enumerate(_split_dims(row, axes)):
+        if names:
+            whole = jax.lax.all_gather(whole, names, axis=dim, tiled=True)
+    return unpad(whole, row)
+
+
+def reduce(x: jax.Array, row: Row, axes: Sequence[str]) -> jax.Array:
+    """Sums what the devices hold, each keeping its shard of the sum.
+
+    Reduce-scatters over the axes that split the array, all-reduces over the others.
+
+    Args:
+        x: This device's term, in the logical shape.
+        row: The place of the sum.
+        axes: Mesh axes that `shard_map` maps.
+
+    Returns:
+        This device's part of the stored sum, in the dtype of `x`.
+    """
+    total, rest = pad(x, row), list(axes)
+    for dim, names in enumerate(_split_dims(row, axes)):
+        if names:
+            total = jax.lax.psum_scatter(
+                total, names, scatter_dimension=dim, tiled=True
+            )
+            rest = [axis for axis in rest if axis not in names]
+    return jax.lax.psum(total, tuple(rest)) if rest else total
+
+
+def fetch(shard: jax.Array, row: Row, axes: Sequence[str], dtype: Any) -> jax.Array:
+    """Casts and gathers a parameter; its gradient is reduced to the shard at once.
+
+    Args:
+        shard: This device's part of the master parameter.
+        row: Its place.
+        axes: Mesh axes that `shard_map` maps.
+        dtype: Of the result, and in which gradients are added.
+
+    Returns:
+        The parameter in its logical shape. The gradient of `shard` is the sum over
+        devices, in the dtype of `shard`.
+    """
+
+    def forward(shard: jax.Array) -> jax.Array:
+        return gather(shard.astype(dtype), row, axes)
+
+    def backward(_: None, grad: jax.Array) -> tuple[jax.Array]:
+        return (reduce(grad, row, axes).astype(shard.dtype),)
+
+    # The rule does not call `fetched`: policies of `jax.checkpoint` look inside it.
+    fetched = jax.custom_vjp(forward)
+    fetched.defvjp(lambda shard: (forward(shard), None), backward)
+    return fetched(shard)
+
+
+def mean_over(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """Averages over devices in float32; what is not floating-point stays as it is.
+
+    Args:
+        x: This device's value.
+        axes: Mesh axes that `shard_map` maps.
+
+    Returns:
+        The mean, in the dtype of `x`.
+    """
+    if not axes or not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return jax.lax.pmean(x.astype(jnp.float32), tuple(axes)).astype(x.dtype)
+
+
+def _split_dims(row: Row, axes: Sequence[str]) -> list[tuple[str, ...]]:
+    dims = rules.axes_of(row.spec, len(row.stored_shape))
+    return [tuple(axis for axis in names if axis in axes) for names in dims]

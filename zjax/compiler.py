@@ -1,0 +1,163 @@
+"""What is asked of XLA: options derived from the plan, and the cache of programs.
+
+Options are passed with each program, where an unknown name can be told and left out; in
+XLA_FLAGS it would end the process.
+"""
+
+import functools
+import math
+import os
+import pathlib
+from typing import Any
+
+import jax
+from absl import logging
+
+from zjax.config.schema import Config
+from zjax.errors import ConfigError, Problem
+from zjax.sharding.mesh import BATCH_AXES
+from zjax.sharding.placement import dtype_bytes
+from zjax.sharding.plan import Plan
+
+Options = dict[str, Any]
+
+COMBINED = ("all_gather", "reduce_scatter", "all_reduce")
+MIN_COMBINED_BYTES = 32 * 2**20
+"""Below this a collective is bound by latency."""
+BLOCK = "blocks"
+"""First part of the paths of layers, whose collectives are combined layer by layer."""
+
+
+def step_options(config: Config, plan: Plan) -> Options:
+    """The options of the programs of a step.
+
+    Args:
+        config: Read for `deterministic` and `xla_options`, which have the last word.
+        plan: Its mesh, and the bytes of one layer.
+
+    Returns:
+        Values by name; what this XLA does not know is left out and logged.
+
+    Raises:
+        ConfigError: An option of the config that this XLA does not take.
+    """
+    given = parse_options(config.xla_options)
+    derived: Options = {}
+    if _platform(plan.mesh) == "gpu":
+        derived = _gpu_options(config, plan)
+    known = {name: value for name, value in derived.items() if _is_known(name, value)}
+    _log_options(tuple(sorted((known | given).items())), tuple(derived.keys() - known))
+    return known | given
+
+
+def parse_options(pairs: tuple[str, ...]) -> Options:
+    """Reads options as they stand in a config.
+
+    Args:
+        pairs: Texts such as `xla_gpu_autotune_level=0`.
+
+    Returns:
+        Values by name; `true` and `false` become booleans.
+
+    Raises:
+        ConfigError: A pair without `=`, or an option that this XLA does not take.
+
+    Example:
+        >>> parse_options(("xla_gpu_autotune_level=0",))
+        {'xla_gpu_autotune_level': '0'}
+    """
+    options: Options = {}
+    problems = []
+    for pair in pairs:
+        name, found, text = pair.partition("=")
+        value = {"true": True, "false": False}.get(text.lower(), text)
+        if found and _is_known(name, value):
+            options[name] = value
+            continue
+        problem = "is not an option of this XLA" if found else "has no value"
+        remedy = (
+            "look its name up for this version of jaxlib" if found else "add =value"
+        )
+        problems.append(Problem("xla_options", pair, problem, remedy))
+    if problems:
+        raise ConfigError(*problems)
+    return options
+
+
+def use_program_cache() -> pathlib.Path | None:
+    """Keeps compiled programs on disk, so that a restart does not compile again.
+
+    A directory chosen by `jax_compilation_cache_dir` stays; an empty one turns it off.
+
+    Returns:
+        The directory, or None if it is off.
+    """
+    if (
+        "JAX_COMPILATION_CACHE_DIR" in os.environ
+        or jax.config.jax_compilation_cache_dir
+    ):
+        chosen = jax.config.jax_compilation_cache_dir
+        return pathlib.Path(chosen) if chosen else None
+    home = pathlib.Path(
+        os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache")
+    )
+    folder = home / "zjax" / "programs"
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    return folder
+
+
+def _gpu_options(config: Config, plan: Plan) -> Options:
+    options: Options = {"xla_gpu_enable_latency_hiding_scheduler": True}
+    sizes = plan.mesh.shape
+    if any(sizes[axis] > 1 for axis in BATCH_AXES):
+        threshold = max(MIN_COMBINED_BYTES, layer_bytes(plan))
+        for collective in COMBINED:
+            name = f"xla_gpu_{collective}_combine_threshold_bytes"
+            options[name] = str(threshold)
+    if config.deterministic:
+        options["xla_gpu_exclude_nondeterministic_ops"] = True
+    return options
+
+
+def layer_bytes(plan: Plan) -> int:
+    """Bytes of the parameters of the largest layer, as they are gathered.
+
+    Args:
+        plan: Its parameters in use; layers are the numbered parts under `blocks`.
+
+    Returns:
+        Bytes; 0 for a model without such layers.
+    """
+    totals: dict[str, int] = {}
+    for row in jax.tree.leaves(plan.compute):
+        parts = row.path.split("/")
+        if BLOCK in parts[:-1]:
+            layer = "/".join(parts[: parts.index(BLOCK) + 2])
+            size = math.prod(row.shape) * dtype_bytes(row.dtype)
+            totals[layer] = totals.get(layer, 0) + size
+    return max(totals.values(), default=0)
+
+
+def _platform(mesh: Any) -> str:
+    return mesh.devices.flat[0].platform
+
+
+@functools.cache
+def _is_known(name: str, value: Any) -> bool:
+    program = jax.jit(lambda: 0, compiler_options={name: value})
+    try:
+        program.lower().compile()
+    except Exception as error:  # each release raises another class
+        if name in str(error):
+            return False
+        raise
+    return True
+
+
+@functools.cache
+def _log_options(taken: tuple[tuple[str, Any], ...], unknown: tuple[str, ...]) -> None:
+    if taken:
+        pairs = " ".join(f"{name}={value}" for name, value in taken)
+        logging.info("XLA options: %s", pairs)
+    if unknown:
+        logging.warning("XLA options that this jaxlib lacks: %s", " ".join(unknown))

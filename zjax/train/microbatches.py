@@ -1,0 +1,181 @@
+"""A global batch cut into microbatches, and their results added up."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zjax.errors import PlanError, Problem
+from zjax.sharding.placement import path_of
+from zjax.typing import Batch, Loss, ModelState, Params
+
+
+def split_batch(batch: Batch, num_microbatches: int, num_shares: int) -> Batch:
+    """Cuts each device's own share of a batch into microbatches.
+
+    Args:
+        batch: Arrays [B, ...]; scalars are repeated.
+        num_microbatches: Parts, 1 or more.
+        num_shares: Devices along the batch dim.
+
+    Returns:
+        Arrays [N, B / N, ...]; no row leaves its device.
+
+    Raises:
+        PlanError: B does not divide.
+
+    Example:
+        >>> split_batch(jnp.arange(8), 2, 2).tolist()
+        [[0, 1, 4, 5], [2, 3, 6, 7]]
+    """
+
+    def split(x: jax.Array) -> jax.Array:
+        if x.ndim == 0:
+            return jnp.broadcast_to(x, (num_microbatches,))
+        rows = (num_shares, num_microbatches, x.shape[0] // parts)
+        cut = x.reshape(*rows, *x.shape[1:]).swapaxes(0, 1)
+        return cut.reshape(num_microbatches, -1, *x.shape[1:])
+
+    parts = num_shares * num_microbatches
+    check_batch(batch, num_microbatches, num_shares)
+    return jax.tree.map(split, batch)
+
+
+def check_batch(batch: Batch, num_microbatches: int, num_shares: int) -> None:
+    """Refuses a batch that cannot be cut into equal parts.
+
+    Args:
+        batch: Arrays or their shapes.
+        num_microbatches: Parts that follow one another.
+        num_shares: Parts that run side by side.
+
+    Raises:
+        PlanError: Names every array whose first dim does not divide.
+    """
+    parts = num_shares * num_microbatches
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    problems = [
+        Problem(
+            f"batch/{path_of(keys)}",
+            leaf.shape,
+            f"does not divide over {num_shares} shares of {num_microbatches} "
+            "microbatches",
+            f"use a multiple of {parts} as its first dim",
+        )
+        for keys, leaf in leaves
+        if leaf.ndim and leaf.shape[0] % parts
+    ]
+    if problems:
+        raise PlanError(*problems)
+
+
+def mean_loss(losses: Loss, model_state: ModelState) -> Loss:
+    """Weighted mean of stacked microbatch losses.
+
+    Args:
+        losses: Loss whose leaves are stacked [N].
+        model_state: The state after the last microbatch.
+
+    Returns:
+        One loss; 0 where all weights are 0.
+    """
+    total = jnp.sum(losses.weight)
+    shares = losses.weight / jnp.where(total == 0, 1, total)
+
+    def mean(x: jax.Array) -> jax.Array:
+        return jnp.sum(shares * jnp.where(shares == 0, 0, x))
+
+    metrics = jax.tree.map(mean, losses.metrics)
+    return Loss(mean(losses.value), total, model_state, metrics)
+
+
+def cast_batch(batch: Batch, dtype: Any) -> Batch:
+    """Gives inputs the dtype of the model, so that it computes in that.
+
+    Args:
+        batch: Arrays; integers, and numbers per row or per batch, stay as they are.
+        dtype: Compute dtype.
+
+    Returns:
+        Floating-point arrays of two dims or more in `dtype`.
+
+    Example:
+        >>> batch = {"x": jnp.ones((2, 3)), "weight": jnp.ones(2)}
+        >>> {name: str(x.dtype) for name, x in cast_batch(batch, jnp.bfloat16).items()}
+        {'weight': 'float32', 'x': 'bfloat16'}
+    """
+
+    def cast(x: jax.Array) -> jax.Array:
+        is_input = x.ndim >= 2 and jnp.issubdtype(x.dtype, jnp.floating)
+        return x.astype(dtype) if is_input else x
+
+    return jax.tree.map(cast, batch)
+
+
+def accumulate(
+    one: Callable[..., tuple[Params, Loss]],
+    zeros: Params,
+    state: ModelState,
+    parts: Batch,
+    key: jax.Array,
+) -> tuple[Params, Loss]:
+    """Averages gradients over microbatches that follow one another, by weight.
+
+    Args:
+        one: `one(model_state, microbatch, key) -> (grads, loss)`, gradients of a mean.
+        zeros: The sum at its start, in its dtype and place.
+        state: The model state before the first microbatch.
+        parts: Microbatches, stacked.
+        key: Folded with the number of each microbatch.
+
+    Returns:
+        Gradients of the mean over all microbatches, in the dtype of `zeros`.
+    """
+    num_microbatches = jax.tree.leaves(parts)[0].shape[0]
+    if num_microbatches == 1:
+        first = jax.tree.map(lambda x: x[0], parts)
+        return one(state, first, jax.random.fold_in(key, 0))
+
+    def add(carry: Any, inputs: Any) -> Any:
+        total, state = carry
+        index, microbatch = inputs
+        grads, result = one(state, microbatch, jax.random.fold_in(key, index))
+        total = jax.tree.map(lambda t, g: t + scaled(g, result.weight), total, grads)
+        return (total, result.model_state), result._replace(model_state=())
+
+    inputs = (jnp.arange(num_microbatches), parts)
+    (total, state), losses = jax.lax.scan(add, (zeros, state), inputs)
+    result = mean_loss(losses, state)
+    inverse = 1 / jnp.where(result.weight == 0, 1, result.weight)
+    return jax.tree.map(lambda t: scaled(t, inverse), total), result
+
+
+def scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
+    """Scales an array; a factor of 0 gives 0, even where `x` is 0 / 0.
+
+    Args:
+        x: Any floating dtype.
+        factor: float32[].
+
+    Returns:
+        The product in the dtype of `x`.
+
+    Example:
+        >>> float(scaled(jnp.float32(jnp.nan), jnp.float32(0)))
+        0.0
+    """
+    return jnp.where(factor == 0, 0, x * factor.astype(x.dtype))
+
+
+def cast_like(tree: Any, rows: Any) -> Any:
+    """Casts each array to the dtype of its row.
+
+    Args:
+        tree: Arrays.
+        rows: A tree of `Row` of the same structure.
+
+    Returns:
+        The same values as far as the dtypes hold them.
+    """
+    return jax.tree.map(lambda x, row: x.astype(row.dtype), tree, rows)

@@ -1,0 +1,185 @@
+"""Gradients of a separable loss: every device its own rows, then added by hand.
+
+The communication is that of the ZeRO paper and nothing else. Per optimizer step, in
+units of the parameters, in the compute dtype:
+
+    stage   gathers              reductions
+      0     none                 1 all-reduce
+      1     1                    1 reduce-scatter
+      2     1                    1 reduce-scatter per microbatch
+      3     2 per microbatch     1 reduce-scatter per microbatch
+
+Reference: ZeRO, arXiv:1910.02054, section 7.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from zjax.comm import shards
+from zjax.parallel import remat
+from zjax.sharding.mesh import BATCH_AXES
+from zjax.sharding.placement import unpad_tree
+from zjax.sharding.plan import Plan
+from zjax.train import microbatches
+from zjax.train.gradients import compute_dtype
+from zjax.typing import Batch, Loss, Model, ModelState, Params
+
+
+def share_gradients(
+    model: Model, plan: Plan, num_microbatches: int, *, reduce_dtype: Any
+) -> Callable[..., tuple[Params, Loss]]:
+    """Builds `gradients(master, model_state, batch, key, scale) -> (grads, loss)`.
+
+    Of a loss that is not separable, each device sees only its own rows: a BatchNorm
+    normalises over them, the model states are averaged, random keys differ by device.
+
+    Args:
+        model: Its loss.
+        plan: Places parameters, gradients and their sum.
+        num_microbatches: Parts of the batch that follow one another.
+        reduce_dtype: In which gradients are added over devices.
+
+    Returns:
+        A pure function of the stored master parameters. `grads` are of `scale` times
+        the mean loss, in logical shapes and the gradient sum's dtype; the loss itself
+        is not scaled.
+    """
+    share = _Share(model, plan, num_microbatches, reduce_dtype)
+
+    def gradients(
+        master: Params, state: ModelState, batch: Batch, key: jax.Array, scale: Any
+    ) -> tuple[Params, Loss]:
+        microbatches.check_batch(batch, num_microbatches, plan.num_batch_shares)
+        by_row = jax.tree.map(lambda x: P(share.axes) if x.ndim else P(), batch)
+        mapped = jax.shard_map(
+            share.gradients,
+            mesh=plan.mesh,
+            in_specs=(share.specs(plan.master), P(), by_row, P(), P()),
+            out_specs=(share.specs(plan.grads), P()),
+            axis_names=share.mapped_axes,
+            check_vma=False,
+        )
+        stored, loss = mapped(master, state, batch, key, scale)
+        return unpad_tree(stored, plan.grads), loss
+
+    return gradients
+
+
+@dataclasses.dataclass(frozen=True)
+class _Share:
+    """The program of one device inside `shard_map`."""
+
+    model: Model
+    plan: Plan
+    num_microbatches: int
+    reduce_dtype: Any
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(axis for axis in BATCH_AXES if self.plan.mesh.shape[axis] > 1)
+
+    @property
+    def mapped_axes(self) -> set[str]:
+        # Mapping axes of size 1 too, where that maps all, keeps the compiler out.
+        sizes = self.plan.mesh.shape
+        mapped = {axis for axis in sizes if axis in self.axes or sizes[axis] == 1}
+        return mapped if mapped == set(sizes) else set(self.axes)
+
+    @property
+    def refetches(self) -> bool:
+        # A gradient that may be 0 / 0 must be cleared before it meets the others.
+        return self.plan.stage >= 3 and self.model.separable
+
+    @property
+    def reduces_each(self) -> bool:
+        return self.plan.stage >= 2 or self.num_microbatches == 1
+
+    def specs(self, rows: Any) -> Any:
+        return jax.tree.map(lambda row: shards.manual_spec(row, self.axes), rows)
+
+    def gradients(
+        self,
+        master: Params,
+        state: ModelState,
+        batch: Batch,
+        key: jax.Array,
+        scale: Any,
+    ) -> tuple[Params, Loss]:
+        batch = microbatches.cast_batch(batch, compute_dtype(self.plan))
+        params = master if self.refetches else self.fetch(master)
+
+        def one(
+            state: ModelState, microbatch: Batch, key: jax.Array
+        ) -> tuple[Params, Loss]:
+            return self.differentiate(params, state, microbatch, key, scale)
+
+        parts = microbatches.split_batch(batch, self.num_microbatches, 1)
+        grads, loss = microbatches.accumulate(one, self.zeros(), state, parts, key)
+        return grads if self.reduces_each else self.reduce(grads), loss
+
+    def differentiate(
+        self,
+        params: Params,
+        state: ModelState,
+        batch: Batch,
+        key: jax.Array,
+        scale: Any,
+    ) -> tuple[Params, Loss]:
+        if not self.model.separable:
+            key = jax.random.fold_in(key, jax.lax.axis_index(self.axes))
+
+        def share_of_mean(params: Params) -> tuple[jax.Array, Any]:
+            whole = self.fetch(params) if self.refetches else params
+            result = self.model.loss(whole, state, batch, key)
+            total = jax.lax.psum(result.weight, self.axes)
+            part = result.weight / jnp.where(total == 0, 1, total)
+            return result.value * part * scale, (result, part, total)
+
+        if self.refetches:
+            keeps = self.model.keeps or remat.keeps("none")
+            share_of_mean = jax.checkpoint(share_of_mean, policy=keeps)
+        grads, (result, part, total) = jax.grad(share_of_mean, has_aux=True)(params)
+        if not self.model.separable:
+            grads = jax.tree.map(lambda g: jnp.where(part == 0, 0, g), grads)
+        if self.reduces_each and not self.refetches:
+            grads = self.reduce(grads)
+        loss = self.mean(result, part, total)
+        return microbatches.cast_like(grads, self.plan.grad_sum), loss
+
+    def mean(self, result: Loss, part: jax.Array, total: jax.Array) -> Loss:
+        def over_devices(x: jax.Array) -> jax.Array:
+            return jax.lax.psum(microbatches.scaled(x, part), self.axes)
+
+        def average(x: jax.Array) -> jax.Array:
+            return shards.mean_over(x, self.axes)
+
+        value = over_devices(result.value)
+        metrics = jax.tree.map(over_devices, result.metrics)
+        return Loss(value, total, jax.tree.map(average, result.model_state), metrics)
+
+    def fetch(self, master: Params) -> Params:
+        def one(x: jax.Array, row: Any, compute: Any) -> jax.Array:
+            return shards.fetch(x, row, self.axes, compute.dtype)
+
+        return jax.tree.map(one, master, self.plan.master, self.plan.compute)
+
+    def reduce(self, grads: Params) -> Params:
+        def one(x: jax.Array, row: Any) -> jax.Array:
+            total = shards.reduce(x.astype(self.reduce_dtype), row, self.axes)
+            return total.astype(row.dtype)
+
+        return jax.tree.map(one, grads, self.plan.grads)
+
+    def zeros(self) -> Params:
+        def one(row: Any) -> jax.Array:
+            shape = row.shape
+            if self.reduces_each:
+                shape = shards.shard_shape(row, self.axes)
+            return jnp.zeros(shape, row.dtype)
+
+        return jax.tree.map(one, self.plan.grads)
