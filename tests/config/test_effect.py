@@ -76,6 +76,19 @@ EFFECT = [
         id="b2-and-eps-of-sgd",
     ),
     case(
+        "optimizer.name=adafactor;optimizer.moment_dtype=int8",
+        "optimizer.moment_dtype='int8' has no effect with optimizer.name='adafactor'; "
+        "leave it at 'float32', or set optimizer.name to "
+        "'adamw' or 'adam' or 'lamb' or 'muon' or 'lion' or 'sgd'",
+        id="moments-of-adafactor",
+    ),
+    case(
+        "optimizer.name=sgd;optimizer.b1=0;optimizer.moment_dtype=bfloat16",
+        "optimizer.moment_dtype='bfloat16' has no effect with optimizer.b1=0.0; "
+        "leave it at 'float32', or set optimizer.b1 above 0",
+        id="moments-without-momentum",
+    ),
+    case(
         "model.rope_theta=1",
         "model.rope_theta=1.0 has no effect with model.positions='learned'; "
         "leave it at 10000.0, or set model.positions to 'rotary'",
@@ -104,13 +117,16 @@ def test_every_need_names_settings_and_choices_of_the_schema():
 
 
 def test_settings_of_an_optimizer_that_is_not_used_are_refused():
-    config = schema.Config(optimizer=schema.Optimizer(b1=0.8, ema_decay=0.9))
+    settings = schema.Optimizer(b1=0.8, moment_dtype="int8", ema_decay=0.9)
+    config = schema.Config(optimizer=settings)
     zconfig.check_config(config, 8)
     with pytest.raises(ConfigError) as error:
         zconfig.check_config(config, 8, own_optimizer=True)
     assert str(error.value) == (
         "optimizer.b1=0.8 has no effect on the optimizer that was given; leave it at "
-        "0.9, or give no optimizer"
+        "0.9, or give no optimizer\n"
+        "optimizer.moment_dtype='int8' has no effect on the optimizer that was given; "
+        "leave it at 'float32', or give no optimizer"
     )
 
 

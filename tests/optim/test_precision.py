@@ -79,3 +79,27 @@ def test_cast_changes_floating_arrays_alone():
 def test_precision_is_one_line(settings, expected):
     config = schema.Config(precision=settings)
     assert precision.describe_precision(config) == expected
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "master", "expected"),
+    [
+        ({}, "bfloat16", "master weights bfloat16, moments float32"),
+        ({"moment_dtype": "int8"}, "float32", "master weights float32, moments int8"),
+        (
+            {"moment_dtype": "bfloat16"},
+            "bfloat16",
+            "master weights and moments bfloat16",
+        ),
+        ({"name": "adafactor"}, "bfloat16", "master weights and moments bfloat16"),
+    ],
+    ids=["bfloat16 weights", "int8 moments", "bfloat16 both", "adafactor"],
+)
+def test_moments_are_named_where_they_differ_from_the_weights(
+    optimizer, master, expected
+):
+    config = schema.Config(
+        optimizer=schema.Optimizer(**optimizer),
+        precision=schema.Precision(master_dtype=master),
+    )
+    assert precision.describe_precision(config).split(" | ")[0] == expected

@@ -39,6 +39,7 @@ NEEDS = (
     Needs("optimizer.b1", "optimizer.name", (*_MOMENTS, "lion", "sgd")),
     Needs("optimizer.b2", "optimizer.name", (*_MOMENTS, "lion")),
     Needs("optimizer.eps", "optimizer.name", _MOMENTS),
+    Needs("optimizer.moment_dtype", "optimizer.name", (*_MOMENTS, "lion", "sgd")),
     Needs("model.rope_theta", "model.positions", ("rotary",)),
     Needs("data.path", "data.source", ("tokens",)),
 )
@@ -67,6 +68,7 @@ def effect_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
             one_of = " or ".join(map(repr, choices))
             remedy = f"leave it at {default!r}, or set {other} to {one_of}"
             yield Problem(setting, value, problem, remedy)
+    yield from _moments(config)
     yield from _reduction(config)
     yield from _profile(config)
     yield from _processes(config)
@@ -103,6 +105,14 @@ def own_model_problems(config: schema.Config) -> Iterator[Problem]:
         problem = "has no effect on the model that was given"
         remedy = f"leave it at {default!r}, or give no model"
         yield Problem("precision.matmul_dtype", value, problem, remedy)
+
+
+def _moments(config: schema.Config) -> Iterator[Problem]:
+    given = config.optimizer
+    if given.name == "sgd" and given.b1 == 0 and given.moment_dtype != "float32":
+        problem = "has no effect with optimizer.b1=0.0"
+        remedy = "leave it at 'float32', or set optimizer.b1 above 0"
+        yield Problem("optimizer.moment_dtype", given.moment_dtype, problem, remedy)
 
 
 def _reduction(config: schema.Config) -> Iterator[Problem]:

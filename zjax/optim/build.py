@@ -11,7 +11,7 @@ import jax
 import optax
 
 from zjax.config import schema
-from zjax.optim import groups, matrices, trust_ratio
+from zjax.optim import groups, matrices, moments, trust_ratio
 from zjax.optim.schedules import make_schedule
 from zjax.sharding.placement import path_of
 from zjax.typing import Model
@@ -27,10 +27,10 @@ def make_optimizer(
     vectors to Adam with Nesterov momentum, whose updates are of like size
     (arXiv:2502.16982), so that one learning rate serves both. LAMB keeps its ratio
     between 0.01 and 10. Adafactor measures the size of a parameter over all layers
-    stacked in one array.
+    stacked in one array, and keeps its own moments, most of them as a row and a column.
 
     Args:
-        config: Read for `num_steps` and `optimizer`.
+        config: Read for `num_steps`, `optimizer` and `precision.master_dtype`.
         model: Names the dims of its parameters, which tells matrices from stacked
             vectors; without it, arrays of two dims or more not called `bias` or
             `scale` are matrices, and groups are not checked.
@@ -58,6 +58,16 @@ def make_optimizer(
         names = matrices.names_by_path(params, model.logical(params))
         groups.check_groups(settings.groups, params, names)
     schedule = make_schedule(config)
+    tx = _make_rules(settings, schedule, names)
+    dtypes = {settings.moment_dtype, config.precision.master_dtype}
+    if settings.name == "adafactor" or dtypes == {"float32"}:
+        return tx
+    return moments.store_moments(tx, settings.moment_dtype, names)
+
+
+def _make_rules(
+    settings: schema.Optimizer, schedule: Callable[..., Any], names: matrices.Names
+) -> optax.GradientTransformation:
     default = _make_rule(settings, schedule, settings.weight_decay, names)
     if not settings.groups:
         return default

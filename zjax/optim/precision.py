@@ -15,7 +15,7 @@ class Dtypes:
     """What is stored, computed and summed in which dtype.
 
     Args:
-        master: Parameters as the optimizer sees them, and its moments.
+        master: Parameters as the optimizer sees them.
         compute: Parameters and activations of the forward and backward pass.
         grad_sum: Gradients as they are added over microbatches.
         reduce: Gradients as they are added over devices.
@@ -76,7 +76,7 @@ def describe_precision(config: schema.Config) -> str:
     """Says in one line which dtype everything has.
 
     Args:
-        config: Read for `precision`.
+        config: Read for `precision` and `optimizer`, which is taken for the one in use.
 
     Returns:
         The line to print at the start of a run.
@@ -89,7 +89,7 @@ def describe_precision(config: schema.Config) -> str:
     dtypes = make_dtypes(precision)
     return " | ".join(
         (
-            f"master weights and moments {dtypes.master}",
+            _describe_state(config),
             f"compute {dtypes.compute}{_describe_matmul(precision)}",
             f"gradients over devices {dtypes.reduce}, over microbatches "
             f"{dtypes.grad_sum}",
@@ -97,6 +97,14 @@ def describe_precision(config: schema.Config) -> str:
             f"non-finite gradient: {precision.on_nonfinite}",
         )
     )
+
+
+def _describe_state(config: schema.Config) -> str:
+    master, settings = config.precision.master_dtype, config.optimizer
+    moments = master if settings.name == "adafactor" else settings.moment_dtype
+    if moments == master:
+        return f"master weights and moments {master}"
+    return f"master weights {master}, moments {moments}"
 
 
 def _describe_matmul(precision: schema.Precision) -> str:

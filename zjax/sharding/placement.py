@@ -7,6 +7,7 @@ give back: no mathematics ever sees the padding.
 
 import dataclasses
 import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -190,3 +191,27 @@ def path_of(keys: Any) -> str:
         'blocks/0'
     """
     return jax.tree_util.keystr(keys, simple=True, separator="/")
+
+
+def owners(keys: Any, params: Mapping[str, Any]) -> Iterator[Any]:
+    """The parameters that a leaf of the optimizer's state may belong to.
+
+    Args:
+        keys: Key path of the leaf.
+        params: Anything about each parameter, by path.
+
+    Yields:
+        The entries whose path is a part of that of the leaf, those nearest to its end
+        first, and of these the longest.
+
+    Example:
+        >>> keys = map(jax.tree_util.DictKey, ("mu", "blocks", "kernel"))
+        >>> list(owners(tuple(keys), {"kernel": 1, "blocks/kernel": 2, "bias": 3}))
+        [2, 1]
+    """
+    names = [path_of((key,)) for key in keys]
+    for end in range(len(names), -1, -1):
+        for start in range(end + 1):
+            path = "/".join(names[start:end])
+            if path in params:
+                yield params[path]

@@ -26,7 +26,7 @@ from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
 from zjax.sharding import mesh as meshes
 from zjax.sharding import rules, zero
-from zjax.sharding.placement import Row, path_of
+from zjax.sharding.placement import Row, owners, path_of
 from zjax.sharding.zero import stored_shape
 from zjax.typing import Model
 
@@ -294,20 +294,21 @@ def _opt_state_rows(
 ) -> Any:
     """Gives a state leaf its parameter's place if it mirrors it, else one by its shape.
 
-    A leaf mirrors the parameter whose path ends its own, if their shapes agree.
+    A leaf mirrors the parameter whose path its own holds, if their shapes agree but for
+    dims of size 1, over which the leaf is a sum or a maximum.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     places = {
-        (path_of(keys), leaf.shape): spec
+        path_of(keys): (leaf.shape, spec)
         for (keys, leaf), spec in zip(leaves, specs, strict=True)
     }
 
     def row(keys: Any, leaf: Any) -> Row:
         path = path_of(keys)
-        for start in range(len(keys) + 1):
-            spec = places.get((path_of(keys[start:]), leaf.shape))
-            if spec is not None:
-                return _row(path, leaf, spec, mesh)
+        for shape, spec in owners(keys, places):
+            own = rules.reduced_spec(spec, shape, leaf.shape)
+            if own is not None:
+                return _row(path, leaf, own, mesh)
         spec = PartitionSpec()
         if config.zero.stage >= 1 and jnp.issubdtype(leaf.dtype, jnp.floating):
             spec = _zero_spec(config, mesh, leaf.shape, spec)

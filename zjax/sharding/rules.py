@@ -100,3 +100,28 @@ def axes_of(spec: PartitionSpec, num_dims: int) -> list[tuple[str, ...]]:
     return [
         () if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries
     ]
+
+
+def reduced_spec(
+    spec: PartitionSpec, shape: tuple[int, ...], reduced: tuple[int, ...]
+) -> PartitionSpec | None:
+    """Places what is left of an array after sums or maxima over some of its dims.
+
+    Args:
+        spec: Placement of the array.
+        shape: Its shape.
+        reduced: The same with 1 for those dims, or for none.
+
+    Returns:
+        The spec without the axes of those dims; None for any other shape.
+
+    Example:
+        >>> reduced_spec(PartitionSpec("data", "tensor"), (8, 6), (1, 6))
+        P(None, 'tensor')
+    """
+    if len(shape) != len(reduced):
+        return None
+    if any(m not in (n, 1) for n, m in zip(shape, reduced, strict=True)):
+        return None
+    kept = zip(axes_of(spec, len(shape)), shape, reduced, strict=True)
+    return PartitionSpec(*(entry(a) if n == m else None for a, n, m in kept))

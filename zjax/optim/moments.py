@@ -1,0 +1,151 @@
+"""The optimizer's moments in two bytes or one: read to float32, updated, rounded."""
+
+import zlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Int32
+
+from zjax.optim.matrices import Names, is_matrix, num_stacked
+from zjax.optim.precision import cast_floating
+from zjax.optim.rounding import (
+    Quantized,
+    dequantize,
+    measure,
+    quantize,
+    random_bits,
+    round_to_bfloat16,
+)
+from zjax.sharding.placement import owners, path_of
+
+SECOND_MOMENT = "nu"
+"""The name that optax gives to the average of squares."""
+
+
+class StoredMoments(NamedTuple):
+    """The state of `store_moments`.
+
+    Args:
+        count: int32[]; updates so far, of which the rounding depends.
+        state: That of the inner transformation, moments in their smaller form.
+    """
+
+    count: Any
+    state: Any
+
+
+def store_moments(
+    tx: optax.GradientTransformation, dtype: str, names: Names
+) -> optax.GradientTransformationExtraArgs:
+    """Keeps the moments of a transformation in a dtype of their own between updates.
+
+    The update itself is computed in float32, whatever the dtype of the parameters.
+
+    Args:
+        tx: Its floating state of the shape of a parameter is taken for a moment, and
+            what lies under `nu` for one of squares.
+        dtype: `float32`, `bfloat16` or `int8`; in `int8` vectors stay float32.
+        names: Dims by path, which tell matrices from stacked vectors.
+
+    Returns:
+        The transformation, with the updates in the dtype of the gradients.
+
+    Example:
+        >>> tx = store_moments(optax.trace(0.9), "bfloat16", {})
+        >>> tx.init({"w": jnp.ones((2, 3))}).state.trace["w"].dtype
+        dtype(bfloat16)
+    """
+    inner = optax.with_extra_args_support(tx)
+
+    def init(params: Any) -> StoredMoments:
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        shapes = {path_of(keys): (path_of(keys), leaf.shape) for keys, leaf in leaves}
+        state = jax.tree_util.tree_map_with_path(
+            lambda keys, leaf: _empty(keys, leaf, shapes, dtype, names),
+            inner.init(cast_floating(params, jnp.float32)),
+        )
+        return StoredMoments(jnp.zeros((), jnp.int32), state)
+
+    def update(
+        updates: Any, state: Any, params: Any = None, **extra: Any
+    ) -> tuple[Any, StoredMoments]:
+        def advance(updates: Any, stored: Any) -> tuple[Any, Any]:
+            wide = None if params is None else cast_floating(params, jnp.float32)
+            moments = jax.tree.map(_load, stored, is_leaf=_is_quantized)
+            updates = cast_floating(updates, jnp.float32)
+            return inner.update(updates, moments, wide, **extra)
+
+        stored, scales = state.state, None
+        if dtype == "int8":
+            # Computed twice, or all moments would be held in float32 until the largest
+            # ones are known. The barrier hides from the compiler that they are equal.
+            scales = _measure(stored, advance(updates, stored)[1])
+            barrier = jax.lax.optimization_barrier
+            updates, stored, scales = barrier((updates, stored, scales))
+        wide, after = advance(updates, stored)
+        wide = jax.tree.map(lambda new, old: new.astype(old.dtype), wide, updates)
+        count = jnp.asarray(optax.safe_increment(state.count))
+        return wide, StoredMoments(count, _store(stored, after, scales, count))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _is_quantized(node: Any) -> bool:
+    return isinstance(node, Quantized)
+
+
+def _empty(
+    keys: Any, leaf: Any, shapes: Mapping[str, Any], dtype: str, names: Names
+) -> Any:
+    """The form that a leaf of the inner state is stored in."""
+    path = next((p for p, s in owners(keys, shapes) if s == leaf.shape), None)
+    if path is None or not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return leaf
+    if dtype != "int8":
+        return jnp.zeros(leaf.shape, dtype)
+    if not is_matrix(path, leaf.ndim, names):
+        return leaf
+    squares = any(getattr(key, "name", None) == SECOND_MOMENT for key in keys)
+    stacked = num_stacked(path, names)
+    scales = tuple(
+        jnp.zeros(
+            [n if d in (*range(stacked), dim) else 1 for d, n in enumerate(leaf.shape)]
+        )
+        for dim in range(stacked, leaf.ndim)
+    )
+    return Quantized(jnp.zeros(leaf.shape, jnp.uint8 if squares else jnp.int8), scales)
+
+
+def _load(leaf: Any) -> Any:
+    if _is_quantized(leaf):
+        return dequantize(leaf)
+    return leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf
+
+
+def _measure(stored: Any, state: Any) -> Any:
+    """The scales of the moments of a state, in the place of each."""
+
+    def scales(form: Any, leaf: Any) -> Any:
+        if not _is_quantized(form):
+            return None
+        return measure(leaf, [scale.shape for scale in form.scales])
+
+    return jax.tree.map(scales, stored, state, is_leaf=_is_quantized)
+
+
+def _store(stored: Any, state: Any, scales: Any, step: Int32[Array, ""]) -> Any:
+    """Brings each leaf of a state into the form of the one that was stored before."""
+
+    def store(keys: Any, form: Any, leaf: Any, scales: Any = None) -> Any:
+        if not _is_quantized(form) and form.dtype == leaf.dtype:
+            return leaf
+        bits = random_bits(leaf.shape, step, zlib.crc32(path_of(keys).encode()))
+        if _is_quantized(form):
+            return quantize(leaf, scales, bits, form.codes.dtype)
+        return round_to_bfloat16(leaf, bits)
+
+    trees = (stored, state) if scales is None else (stored, state, scales)
+    return jax.tree_util.tree_map_with_path(store, *trees, is_leaf=_is_quantized)
