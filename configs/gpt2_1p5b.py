@@ -26,7 +26,6 @@ def get_config():
     config.model.num_kv_heads = 25
     config.model.vocab_size = 50_257
     config.model.max_length = 1_024
-    config.model.remat = "full"
     config.data.source = "tokens"
     config.data.path = "data/gpt2"
     config.data.length = 1_024

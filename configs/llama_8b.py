@@ -33,7 +33,6 @@ def get_config():
     config.model.activation = "swiglu"
     config.model.use_bias = False
     config.model.tied_head = False
-    config.model.remat = "full"
     config.data.source = "tokens"
     config.data.path = "data/llama"
     config.data.length = 4_096

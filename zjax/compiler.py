@@ -107,7 +107,11 @@ def use_program_cache() -> pathlib.Path | None:
 
 
 def _gpu_options(config: Config, plan: Plan) -> Options:
-    options: Options = {"xla_gpu_enable_latency_hiding_scheduler": True}
+    options: Options = {
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+        # cuBLAS is as fast, and adds biases in the same pass.
+        "xla_gpu_enable_triton_gemm": False,
+    }
     sizes = plan.mesh.shape
     if any(sizes[axis] > 1 for axis in BATCH_AXES):
         threshold = max(MIN_COMBINED_BYTES, layer_bytes(plan))
@@ -116,6 +120,8 @@ def _gpu_options(config: Config, plan: Plan) -> Options:
             options[name] = str(threshold)
     if config.deterministic:
         options["xla_gpu_exclude_nondeterministic_ops"] = True
+        # Without it a scatter becomes a loop over its rows.
+        options["xla_gpu_enable_scatter_determinism_expander"] = True
     return options
 
 

@@ -126,34 +126,3 @@ def test_scaler_keeps_its_dtypes():
     after = loss_scale.update_scaler(scaler, jnp.bool_(False), schema.LossScale())
     dtypes = ["float32", "int32", "int32", "int32"]
     assert [x.dtype.name for x in scaler] == [x.dtype.name for x in after] == dtypes
-
-
-BIG = float(jnp.finfo(jnp.float32).max)
-
-
-@pytest.mark.parametrize(
-    ("bad", "finite"),
-    [
-        ([1.0, jnp.nan], False),
-        ([jnp.inf, -jnp.inf], False),
-        ([1.0, -jnp.inf], False),
-        ([BIG, BIG], True),
-        ([0.0, -0.0], True),
-    ],
-    ids=["nan", "inf - inf", "inf", "sum would overflow", "zeros"],
-)
-def test_all_finite(bad, finite):
-    tree = {"a": jnp.ones(3), "b": {"c": jnp.array(bad), "n": jnp.arange(3)}}
-    assert bool(jax.jit(loss_scale.all_finite)(tree)) is finite
-
-
-def test_finite_ignores_keys_and_empty_trees():
-    assert loss_scale.all_finite({})
-    assert loss_scale.all_finite({"key": jax.random.key(0), "n": jnp.arange(2)})
-
-
-def test_finite_sees_every_shard():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    x = jax.device_put(jnp.ones(64).at[-1].set(jnp.nan), place)
-    assert not jax.jit(loss_scale.all_finite)(x)

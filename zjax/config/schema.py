@@ -144,7 +144,9 @@ class Model:
     """Attention kernel; `auto` says which one it took, a named one runs or fails."""
     layers_per_scan: int = 0
     """0 unrolls the layers; k scans over blocks of k layers (compiles faster)."""
-    remat: Literal["none", "elementwise", "attention_and_mlp", "dots", "full"] = "none"
+    remat: Literal["none", "elementwise", "attention_and_mlp", "dots", "full"] = (
+        "elementwise"
+    )
     """What the backward pass recomputes; see `zjax.parallel.remat`."""
     loss_chunk_tokens: int = 4_096
     """Tokens whose logits exist at one time; 0 computes them all at once."""

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 
 from zjax.config import schema
 from zjax.ops import float8, norm, rotary
+from zjax.ops.gradients import store_gradient
 from zjax.parallel import remat
 from zjax.sharding import mesh as meshes
 
@@ -150,7 +151,8 @@ class Linear(nnx.Module):
         if self.bias is None:
             return y
         bias = self.bias[...]
-        return y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
+        y += bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
+        return store_gradient(y)
 
 
 class Norm(nnx.Module):

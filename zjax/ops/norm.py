@@ -1,8 +1,19 @@
-"""Normalisation over the last dim, computed in float32 whatever the input."""
+"""Normalisation over the last dim, computed in float32 whatever the input.
+
+The backward pass is written out: it keeps two numbers per token besides the input, and
+reads the input once for each of its two kinds of sum. Forward-mode differentiation is
+not defined.
+"""
+
+import functools
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
+
+STATISTICS = "norm_statistics"
+"""Name of the mean and the inverse deviation of each token, for `jax.checkpoint`."""
 
 
 def layer_norm(
@@ -31,10 +42,7 @@ def layer_norm(
     Reference:
         Ba et al., Layer Normalization (arXiv:1607.06450).
     """
-    centred = x.astype(jnp.float32)
-    centred -= centred.mean(-1, keepdims=True)
-    normal = centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + eps)
-    return _scale_and_shift(normal, scale, bias).astype(x.dtype)
+    return _normalize(eps, True, x, scale, bias)
 
 
 def rms_norm(
@@ -60,12 +68,47 @@ def rms_norm(
     Reference:
         Zhang and Sennrich (arXiv:1910.07467).
     """
+    return _normalize(eps, False, x, scale, None)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _normalize(eps, centre, x, scale, bias):
+    return _forward(eps, centre, x, scale, bias)[0]
+
+
+def _forward(eps, centre, x, scale, bias):
     wide = x.astype(jnp.float32)
-    normal = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps)
-    return _scale_and_shift(normal, scale, None).astype(x.dtype)
+    mean = wide.mean(-1, keepdims=True) if centre else jnp.zeros_like(wide[..., :1])
+    variance = jnp.square(wide - mean).mean(-1, keepdims=True)
+    statistics = mean, jax.lax.rsqrt(variance + eps)
+    statistics = checkpoint_name(statistics, STATISTICS)
+    scaled = _normal(x, statistics) * _wide(scale, x.ndim)
+    shifted = scaled if bias is None else scaled + _wide(bias, x.ndim)
+    return shifted.astype(x.dtype), (x, statistics, scale, bias)
 
 
-def _scale_and_shift(normal, scale, bias):
-    shape = (1,) * (normal.ndim - 1) + scale.shape
-    scaled = normal * scale.astype(jnp.float32).reshape(shape)
-    return scaled if bias is None else scaled + bias.astype(jnp.float32).reshape(shape)
+def _backward(eps, centre, residuals, gradient):
+    x, statistics, scale, bias = residuals
+    normal = _normal(x, statistics)
+    wide = gradient.astype(jnp.float32)
+    tokens = tuple(range(x.ndim - 1))
+    scaled = wide * _wide(scale, x.ndim)
+    along = normal * (scaled * normal).mean(-1, keepdims=True)
+    offset = scaled.mean(-1, keepdims=True) if centre else 0.0
+    return (
+        ((scaled - offset - along) * statistics[1]).astype(x.dtype),
+        (wide * normal).sum(tokens).astype(scale.dtype),
+        None if bias is None else wide.sum(tokens).astype(bias.dtype),
+    )
+
+
+_normalize.defvjp(_forward, _backward)
+
+
+def _normal(x, statistics):
+    mean, inverse_deviation = statistics
+    return (x.astype(jnp.float32) - mean) * inverse_deviation
+
+
+def _wide(vector, num_dims):
+    return vector.astype(jnp.float32).reshape((1,) * (num_dims - 1) + vector.shape)

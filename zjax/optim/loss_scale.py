@@ -3,8 +3,7 @@
 Micikevicius et al., arXiv:1710.03740, with the hysteresis of DeepSpeed.
 """
 
-import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -112,25 +111,3 @@ def at_minimum(scaler: LossScaler, settings: schema.LossScale) -> Bool[Array, ""
     """
     lowest = scaler.scale <= settings.minimum
     return lowest & (scaler.hysteresis <= 1) & (settings.window > 0)
-
-
-def all_finite(tree: Any) -> Bool[Array, ""]:
-    """Whether no element of any floating array is NaN or infinite.
-
-    Args:
-        tree: Arrays; those of other dtypes count as finite.
-
-    Returns:
-        The conjunction over all elements, on all devices. It never adds values up, as
-        a sum may overflow, or hide `inf - inf`.
-
-    Example:
-        >>> bool(all_finite([jnp.ones(2), jnp.array([jnp.inf, -jnp.inf])]))
-        False
-    """
-    flags = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree) if _inexact(x)]
-    return functools.reduce(jnp.logical_and, flags, jnp.bool_(True))
-
-
-def _inexact(leaf: jax.Array) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.inexact)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from zjax.ops import cross_entropy
+from zjax.ops import cross_entropy, norm
 
 Policy = Literal["none", "elementwise", "attention_and_mlp", "dots", "full"]
 Keeps = Callable[..., bool]
@@ -33,7 +33,7 @@ MLP = "mlp"
 """Outputs of the first matrices of a feed-forward layer."""
 
 KEPT = {
-    "elementwise": (INPUT, MIDDLE, PROJECTIONS, ATTENTION, MLP),
+    "elementwise": (INPUT, MIDDLE, PROJECTIONS, ATTENTION, MLP, norm.STATISTICS),
     "attention_and_mlp": (INPUT, ATTENTION, MLP),
     "dots": (INPUT,),
     "full": (INPUT,),

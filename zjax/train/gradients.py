@@ -63,13 +63,14 @@ def whole_gradients(
 
             grads, result = jax.grad(scaled, has_aux=True)(params)
             # Placed before the cast, so that no wider dtype crosses the devices.
-            grads = place_tree(grads, plan.grad_sum)
-            return microbatches.cast_like(grads, plan.grad_sum), result
+            return microbatches.cast_like(pin(grads), plan.grad_sum), result
+
+        def pin(grads: Params) -> Params:
+            return place_tree(grads, plan.grad_sum)
 
         zeros = jax.tree.map(lambda row: jnp.zeros(row.shape, row.dtype), plan.grad_sum)
-        zeros = place_tree(zeros, plan.grad_sum)
         parts = microbatches.split_batch(batch, num_microbatches, plan.num_batch_shares)
-        return microbatches.accumulate(one, zeros, state, parts, key)
+        return microbatches.accumulate(one, zeros, state, parts, key, pin=pin)
 
     return gradients
 

@@ -119,6 +119,8 @@ def accumulate(
     state: ModelState,
     parts: Batch,
     key: jax.Array,
+    *,
+    pin: Callable[[Params], Params] = lambda total: total,
 ) -> tuple[Params, Loss]:
     """Averages gradients over microbatches that follow one another, by weight.
 
@@ -128,6 +130,7 @@ def accumulate(
         state: The model state before the first microbatch.
         parts: Microbatches, stacked.
         key: Folded with the number of each microbatch.
+        pin: Holds the sum in its place.
 
     Returns:
         Gradients of the mean over all microbatches, in the dtype of `zeros`.
@@ -142,10 +145,10 @@ def accumulate(
         index, microbatch = inputs
         grads, result = one(state, microbatch, jax.random.fold_in(key, index))
         total = jax.tree.map(lambda t, g: t + scaled(g, result.weight), total, grads)
-        return (total, result.model_state), result._replace(model_state=())
+        return (pin(total), result.model_state), result._replace(model_state=())
 
     inputs = (jnp.arange(num_microbatches), parts)
-    (total, state), losses = jax.lax.scan(add, (zeros, state), inputs)
+    (total, state), losses = jax.lax.scan(add, (pin(zeros), state), inputs)
     result = mean_loss(losses, state)
     inverse = 1 / jnp.where(result.weight == 0, 1, result.weight)
     return jax.tree.map(lambda t: scaled(t, inverse), total), result

@@ -69,8 +69,8 @@ def make_update(
         )
         grads = jax.tree.map(lambda g, t: g if t else jnp.zeros_like(g), grads, trained)
         norm = clip.global_norm(grads)
-        finite = loss_scale.all_finite(grads) & jnp.isfinite(loss.value)
-        finite &= jnp.isfinite(norm)
+        # A gradient that is not finite leaves no norm that is.
+        finite = jnp.isfinite(norm) & jnp.isfinite(loss.value)
         grads = clip.clip_by_norm(grads, norm, limit)
         master = unpad_tree(state.master, plan.master)
         updates, opt_state = tx.update(
