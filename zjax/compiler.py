@@ -15,14 +15,14 @@ from absl import logging
 
 from zjax.config.schema import Config
 from zjax.errors import ConfigError, Problem
-from zjax.sharding.mesh import BATCH_AXES
 from zjax.sharding.placement import dtype_bytes
 from zjax.sharding.plan import Plan
 
 Options = dict[str, Any]
 
-COMBINED = ("all_gather", "reduce_scatter", "all_reduce")
-MIN_COMBINED_BYTES = 32 * 2**20
+GPUS = ("gpu", "cuda")
+"""What JAX calls a device that is here, and one that is only compiled for."""
+MIN_COMBINED_BYTES = 16 * 2**20
 """Below this a collective is bound by latency."""
 BLOCK = "blocks"
 """First part of the paths of layers, whose collectives are combined layer by layer."""
@@ -43,7 +43,7 @@ def step_options(config: Config, plan: Plan) -> Options:
     """
     given = parse_options(config.xla_options)
     derived: Options = {}
-    if _platform(plan.mesh) == "gpu":
+    if _platform(plan.mesh) in GPUS:
         derived = _gpu_options(config, plan)
     known = {name: value for name, value in derived.items() if _is_known(name, value)}
     _log_options(tuple(sorted((known | given).items())), tuple(derived.keys() - known))
@@ -112,12 +112,13 @@ def _gpu_options(config: Config, plan: Plan) -> Options:
         # cuBLAS is as fast, and adds biases in the same pass.
         "xla_gpu_enable_triton_gemm": False,
     }
-    sizes = plan.mesh.shape
-    if any(sizes[axis] > 1 for axis in BATCH_AXES):
-        threshold = max(MIN_COMBINED_BYTES, layer_bytes(plan))
-        for collective in COMBINED:
-            name = f"xla_gpu_{collective}_combine_threshold_bytes"
-            options[name] = str(threshold)
+    if plan.num_batch_shares > 1:
+        whole = max(MIN_COMBINED_BYTES, layer_bytes(plan))
+        # A reduce-scatter is measured by what it leaves on a device.
+        scattered = max(MIN_COMBINED_BYTES, layer_bytes(plan) // plan.num_batch_shares)
+        sizes = {"all_gather": whole, "all_reduce": whole, "reduce_scatter": scattered}
+        for collective, size in sizes.items():
+            options[f"xla_gpu_{collective}_combine_threshold_bytes"] = str(size)
     if config.deterministic:
         options["xla_gpu_exclude_nondeterministic_ops"] = True
         # Without it a scatter becomes a loop over its rows.
