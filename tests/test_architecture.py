@@ -19,6 +19,7 @@ FLOORS = (
     ("step", "stopping"),
     ("initialize",),
     ("trainer", "planning"),
+    ("bench",),
     ("main",),
 )
 FLOOR = {part: height for height, parts in enumerate(FLOORS) for part in parts}

@@ -7,6 +7,7 @@ at `zjax.Trainer`, which trains from a config file.
 from zjax.config import Config, check_config, load_config
 from zjax.data import make_loader, make_tokenizer, wrap_batches
 from zjax.errors import (
+    BenchError,
     CheckpointError,
     ConfigError,
     DataError,
@@ -31,6 +32,7 @@ from zjax.trainer import Trainer
 from zjax.typing import Loss, Model, Segment, Stack
 
 __all__ = [
+    "BenchError",
     "CheckpointError",
     "Config",
     "ConfigError",

@@ -67,6 +67,10 @@ class OutputError(ZjaxError):
     """A file of a run that cannot be written."""
 
 
+class BenchError(ZjaxError):
+    """A measurement or a comparison whose numbers would mean nothing."""
+
+
 class NonFiniteError(ZjaxError):
     """A loss or gradient that is NaN or infinite, where the run was told to stop."""
 

@@ -1,14 +1,23 @@
-"""The `zjax` command: train, plan, generate, data prepare, export, report, launch."""
+"""The `zjax` command: train, plan, bench, generate, data, export, report, launch."""
 
 import argparse
+import contextlib
+import dataclasses
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 from absl import app, flags, logging
 
 from zjax import processes
+from zjax.bench.command import (
+    CONTEST_FLAGS,
+    check_contest_flags,
+    define_contest_flags,
+    hold_contest,
+)
+from zjax.bench.measure import describe_measurement, measure, result_line
 from zjax.checkpoint.export import export_safetensors
 from zjax.checkpoint.store import Store
 from zjax.compiler import use_program_cache
@@ -16,6 +25,7 @@ from zjax.config import flags as config_flags
 from zjax.config.check import check_processes
 from zjax.config.describe import describe_settings
 from zjax.config.load import load_config
+from zjax.config.schema import Config
 from zjax.data.prepare import prepare
 from zjax.errors import ConfigError, Problem, ZjaxError
 from zjax.observe.report import describe_machine
@@ -29,6 +39,8 @@ USAGE = """zjax trains Flax models that do not fit on one device.
   zjax plan --config=... [--num_devices=1024]     what a run would take
   zjax plan --config=... --collectives             and what it would communicate
   zjax plan --num_params=7.5e9                     the memory table of ZeRO
+  zjax bench --config=...                          how fast it is on these devices
+  zjax bench --contest=FILE [--only=A,B]           it and its peers, in turn
   zjax generate --config=... --prompt="def "       text from the last checkpoint
   zjax data prepare --input=FILE --output=DIR      text to token files
   zjax export --config=... --output=FILE           weights as safetensors
@@ -45,6 +57,7 @@ SAMPLE_TOKENS = 100
 def define_flags() -> None:
     """Defines the flags of all commands; the settings of a run are `--config...`."""
     config_flags.define_flags()
+    define_contest_flags()
     flags.DEFINE_integer(
         "simulated_devices", 0, "CPU devices to simulate.", lower_bound=0
     )
@@ -58,7 +71,7 @@ def define_flags() -> None:
         "collectives", False, "plan: what the compiled step sends between devices."
     )
     flags.DEFINE_multi_string("input", [], "data: text, JSONL, Parquet; or a folder.")
-    flags.DEFINE_string("output", "", "data, export, plan: what to write.")
+    flags.DEFINE_string("output", "", "data, export, plan, bench: what to write.")
     flags.DEFINE_string("tokenizer", "bytes", "data: bytes, bpe:SIZE or a .json file.")
     flags.DEFINE_string("text_field", "text", "data: field or column with the text.")
     flags.DEFINE_float("validation_fraction", 0.01, "data: part of the text held out.")
@@ -68,32 +81,60 @@ def define_flags() -> None:
     flags.DEFINE_float("temperature", 0.8, "generate: 0 takes the most likely token.")
 
 
-def train() -> None:
-    """Trains as the config says, alone or with the other processes of the run."""
-    config = config_flags.config_from_flags()
+@contextlib.contextmanager
+def meet(config: Config) -> Iterator[processes.ProcessInfo]:
+    """Brings the processes of a run together, and lets them part at its end.
+
+    Args:
+        config: Says how they find each other.
+
+    Yields:
+        Who they are.
+    """
     check_processes(config)
     if processes.needs_parent(config.processes):
         sys.exit(processes.supervise([sys.executable, *sys.orig_argv[1:]]))
     info = processes.start(config.processes, config.directory)
-    cache = use_program_cache()
-    trainer = Trainer(config)
-    if info.process_id == 0:
-        print(f"compiled programs: {cache or 'not kept'}")
-        if info.num_processes > 1:
-            print(processes.describe_processes(info))
-        print(trainer.describe())
-        print(f"every array of the plan: zjax plan {' '.join(sys.argv[2:])}")
-    trainer.fit()
-    done = trainer.step == config.num_steps
-    if done and config.model.kind == "decoder" and config.data.source != "synthetic":
-        fits = config.model.max_length > 2 * SAMPLE_TOKENS
-        text = trainer.generate(
-            flags.FLAGS.prompt, max_new_tokens=SAMPLE_TOKENS if fits else 0
-        )
-        if info.process_id == 0:
-            print(f"sample:\n{text}")
-    trainer.close()
+    if info.process_id == 0 and info.num_processes > 1:
+        print(processes.describe_processes(info))
+    yield info
     processes.finish(info)
+
+
+def train() -> None:
+    """Trains as the config says, alone or with the other processes of the run."""
+    config = config_flags.config_from_flags()
+    with meet(config) as info:
+        cache = use_program_cache()
+        trainer = Trainer(config)
+        if info.process_id == 0:
+            print(f"compiled programs: {cache or 'not kept'}")
+            print(trainer.describe())
+            print(f"every array of the plan: zjax plan {' '.join(sys.argv[2:])}")
+        trainer.fit()
+        text = sample(trainer)
+        if text and info.process_id == 0:
+            print(f"sample:\n{text}")
+        trainer.close()
+
+
+def sample(trainer: Trainer) -> str:
+    """A text from a language model that is done.
+
+    Args:
+        trainer: After its last step, or stopped before.
+
+    Returns:
+        Text; empty where the run is not done, or its tokens are no text.
+    """
+    config = trainer.config
+    done = trainer.step == config.num_steps
+    if not done or config.model.kind != "decoder" or config.data.source == "synthetic":
+        return ""
+    fits = config.model.max_length > 2 * SAMPLE_TOKENS
+    return trainer.generate(
+        flags.FLAGS.prompt, max_new_tokens=SAMPLE_TOKENS if fits else 0
+    )
 
 
 def plan() -> None:
@@ -114,6 +155,20 @@ def plan() -> None:
             collectives=flags.FLAGS.collectives,
         )
     )
+
+
+def bench() -> None:
+    """Measures a config, or holds a contest."""
+    check_contest_flags(flags.FLAGS)
+    if flags.FLAGS.contest:
+        hold_contest(flags.FLAGS)
+        return
+    config = config_flags.config_from_flags()
+    with meet(config) as info:
+        measurement = measure(config)
+        if info.process_id == 0:
+            print(describe_measurement(measurement))
+            print(result_line(dataclasses.asdict(measurement)))
 
 
 def generate() -> None:
@@ -173,6 +228,7 @@ def launch() -> None:
 COMMANDS: dict[str, Callable[[], None]] = {
     "train": train,
     "plan": plan,
+    "bench": bench,
     "generate": generate,
     "data": prepare_data,
     "export": export,
@@ -181,6 +237,7 @@ COMMANDS: dict[str, Callable[[], None]] = {
 }
 OWN_FLAGS = {
     "plan": ("num_devices", "num_params", "collectives", "output"),
+    "bench": ("contest", *CONTEST_FLAGS),
     "generate": ("prompt", "max_new_tokens", "temperature"),
     "train": ("prompt",),
     "data": ("input", "output", "tokenizer", "text_field", "validation_fraction"),

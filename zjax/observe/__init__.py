@@ -5,7 +5,12 @@ from zjax.observe.communication import describe_communication, zero_volume
 from zjax.observe.directory import check_directory
 from zjax.observe.flops import describe_flops, flops_per_token, num_params, peak_flops
 from zjax.observe.metrics import LateMetrics
-from zjax.observe.plot import plot_memory_per_stage, plot_run
+from zjax.observe.plot import (
+    ContestBar,
+    plot_contest,
+    plot_memory_per_stage,
+    plot_run,
+)
 from zjax.observe.progress import Progress
 from zjax.observe.recompile import CompileReport
 from zjax.observe.report import describe_machine
@@ -16,6 +21,7 @@ from zjax.observe.trace import Trace
 __all__ = [
     "Collective",
     "CompileReport",
+    "ContestBar",
     "LateMetrics",
     "Progress",
     "Sink",
@@ -32,6 +38,7 @@ __all__ = [
     "make_throughput",
     "num_params",
     "peak_flops",
+    "plot_contest",
     "plot_memory_per_stage",
     "plot_run",
     "read_history",

@@ -1,5 +1,6 @@
 """Pictures of a run and of a plan, drawn without a screen."""
 
+import dataclasses
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,25 @@ _STAGES = (
     "stage 2\n+ gradients",
     "stage 3\n+ parameters",
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class ContestBar:
+    """One program of a contest.
+
+    Args:
+        name: Shown beside its bars.
+        is_ours: Whether it is zjax.
+        tokens_per_second: Median per device.
+        tokens_per_second_range: The least and the most.
+        peak_bytes: Memory of a device; None where not known.
+    """
+
+    name: str
+    is_ours: bool
+    tokens_per_second: float
+    tokens_per_second_range: tuple[float, float]
+    peak_bytes: int | None
 
 
 def plot_run(
@@ -102,6 +122,49 @@ def plot_memory_per_stage(
     _finish(axes)
     axes.grid(visible=False, axis="y")
     _save(figure, path)
+
+
+def plot_contest(
+    bars: Sequence[ContestBar], path: str | os.PathLike[str], *, title: str
+) -> None:
+    """Draws speed and memory of programs side by side, and saves the picture.
+
+    Args:
+        bars: One per program, from the top.
+        path: File to write; its suffix says the format.
+        title: Heading, such as the model and the devices.
+    """
+    figure = Figure(figsize=(10, 1.4 + 0.36 * len(bars)), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    figure.suptitle(title, fontsize=12)
+    rows = np.arange(len(bars))
+    style = {
+        "height": 0.6,
+        "color": [_BLUE if bar.is_ours else _GRAY for bar in bars],
+    }
+    speeds = np.array([bar.tokens_per_second for bar in bars])
+    ends = np.array([bar.tokens_per_second_range for bar in bars]).T
+    left.barh(rows, speeds, xerr=np.abs(ends - speeds), ecolor="#333333", **style)
+    _label_bars(left, ends[1], [f"{speed:,.0f}" for speed in speeds])
+    left.set_yticks(rows, [bar.name for bar in bars])
+    left.invert_yaxis()
+    left.set_xlabel("tokens/s per device")
+    left.xaxis.set_major_formatter("{x:,.10g}")
+    sizes = np.array([bar.peak_bytes or 0 for bar in bars])
+    right.barh(rows, sizes / 1e9, **style)
+    texts = [format_bytes(size) if size else "not known" for size in sizes.tolist()]
+    _label_bars(right, sizes / 1e9, texts)
+    right.set_xlabel("peak memory per device, GB")
+    for axes in (left, right):
+        _finish(axes)
+        axes.grid(visible=False, axis="y")
+    _save(figure, path)
+
+
+def _label_bars(axes: Axes, ends: np.ndarray, texts: Sequence[str]) -> None:
+    for row, (end, text) in enumerate(zip(ends, texts, strict=True)):
+        axes.text(float(end), row, f" {text}", va="center", fontsize=9)
+    axes.set_xlim(0, 1.3 * (float(max(ends)) or 1.0))
 
 
 def _draw_loss(axes: Axes, steps: np.ndarray, losses: np.ndarray) -> None:

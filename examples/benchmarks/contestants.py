@@ -1,0 +1,44 @@
+"""Who competes: programs of this folder, and `zjax bench`, as contestants."""
+
+from shape import Shape
+
+from zjax.bench import Contestant
+
+JAX_MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
+"""JAX takes three quarters of a device unless told otherwise; torch takes all."""
+_HERE = "examples/benchmarks"
+_TORCH = ("{python}", "-m", "torch.distributed.run", "--nproc_per_node={devices}")
+
+
+def zjax(
+    name: str, config: str, *settings: str, environment: dict[str, str] | None = None
+) -> Contestant:
+    """`zjax bench` on a config file with changed settings, such as `zero.stage=2`."""
+    words = ("{python}", "-m", "zjax.main", "bench", f"--config={config}")
+    changes = (f"--config.{setting}" for setting in settings)
+    variables = JAX_MEMORY | (environment or {})
+    return Contestant(name, (*words, *changes), "zjax", variables)
+
+
+def deepspeed(name: str, shape: Shape, stage: int, compiled: str) -> Contestant:
+    """DeepSpeed ZeRO; `compiled` is none, blocks or blocks_and_loss."""
+    options = (f"--stage={stage}", f"--compile={compiled}")
+    command = (*_TORCH, f"{_HERE}/deepspeed_peer.py", *_size(shape), *options)
+    return Contestant(name, command, "peer")
+
+
+def fsdp(name: str, shape: Shape, *, reshard: bool) -> Contestant:
+    """Torch FSDP2 with compiled blocks and loss."""
+    options = (f"--reshard={int(reshard)}", "--compile=blocks_and_loss")
+    command = (*_TORCH, f"{_HERE}/fsdp_peer.py", *_size(shape), *options)
+    return Contestant(name, command, "peer")
+
+
+def plain_jax(name: str, shape: Shape, stage: int) -> Contestant:
+    """ZeRO as shardings, by hand."""
+    script = ("{python}", f"{_HERE}/plain_jax.py", f"--stage={stage}")
+    return Contestant(name, (*script, *_size(shape)), "peer", JAX_MEMORY)
+
+
+def _size(shape: Shape) -> tuple[str, ...]:
+    return tuple(f"--{name}={value}" for name, value in vars(shape).items())

@@ -1,0 +1,26 @@
+"""GPT 6.7B with matrices multiplied in float8, against the same in bfloat16."""
+
+import gpt_6p7b
+from contestants import zjax
+
+from zjax.bench import Case, Contest, Row
+
+SETTINGS = (*gpt_6p7b.SETTINGS, "zero.stage=3")
+FLOAT8, BFLOAT16 = "zjax float8", "zjax bfloat16"
+
+
+def get_contest():
+    config = "configs/gpt_6p7b.py"
+    float8 = zjax(FLOAT8, config, *SETTINGS, "precision.matmul_dtype=float8")
+    bfloat16 = zjax(BFLOAT16, config, *SETTINGS)
+    case = Case(
+        ours=(FLOAT8,),
+        peer=(BFLOAT16,),
+        metric="tokens_per_second_per_device",
+        unit="tokens/s/device",
+        must=1.0,
+        aim=1.2,
+    )
+    claim = "GPT 6.7B: products in float8 are faster than in bfloat16."
+    rows = (Row("fp8_6p7b", claim, (case,)),)
+    return Contest("GPT 6.7B, float8 and bfloat16", (bfloat16, float8), rows)

@@ -1,0 +1,76 @@
+"""GPT 6.7B, 2 x 4096 tokens per device: speed and memory of ZeRO 2 and 3."""
+
+from contestants import deepspeed, fsdp, plain_jax, zjax
+from shape import Shape
+
+from zjax.bench import Case, Contest, Row
+
+SHAPE = Shape(
+    num_layers=32,
+    embed_size=4096,
+    num_heads=32,
+    vocab_size=50304,
+    length=4096,
+    microbatch_size=2,
+)
+SETTINGS = (
+    f"microbatch_size={SHAPE.microbatch_size}",
+    "global_batch_size=0",
+    "model.remat=elementwise",
+)
+OURS = ("zjax ZeRO-2", "zjax ZeRO-3")
+KEPT, RESHARDED = "FSDP2 parameters kept", "FSDP2 resharded"
+
+
+def get_contest():
+    contestants = (
+        zjax(OURS[0], "configs/gpt_6p7b.py", *SETTINGS, "zero.stage=2"),
+        zjax(OURS[1], "configs/gpt_6p7b.py", *SETTINGS, "zero.stage=3"),
+        deepspeed("DeepSpeed ZeRO-2 compiled", SHAPE, 2, "blocks_and_loss"),
+        deepspeed("DeepSpeed ZeRO-3", SHAPE, 3, "none"),
+        fsdp(KEPT, SHAPE, reshard=False),
+        fsdp(RESHARDED, SHAPE, reshard=True),
+        plain_jax("plain JAX ZeRO-2", SHAPE, 2),
+        plain_jax("plain JAX ZeRO-3", SHAPE, 3),
+    )
+
+    def speed(ours, peer, aim):
+        metric, unit = "tokens_per_second_per_device", "tokens/s/device"
+        return (Case(ours, peer, metric, unit, must=1.0, aim=aim),)
+
+    def peak(name, ours, peer):
+        sides = ((ours,), (peer,))
+        return Case(*sides, "peak_bytes", "bytes", must=1.0, aim=0.95, name=name)
+
+    rows = (
+        Row(
+            "zero2_6p7b",
+            "GPT 6.7B: ZeRO-2 is as fast as DeepSpeed's.",
+            speed(OURS[:1], ("DeepSpeed ZeRO-2 compiled",), 1.05),
+        ),
+        Row(
+            "zero3_6p7b",
+            "GPT 6.7B: ZeRO-3 is as fast as DeepSpeed's.",
+            speed(OURS[1:], ("DeepSpeed ZeRO-3",), 1.05),
+        ),
+        Row(
+            "fsdp_6p7b",
+            "GPT 6.7B: our best stage is as fast as the better of FSDP2's two modes.",
+            speed(OURS, (KEPT, RESHARDED), 1.05),
+        ),
+        Row(
+            "plain_jax_6p7b",
+            "GPT 6.7B: our best stage is no slower than ZeRO written by hand in JAX.",
+            speed(OURS, ("plain JAX ZeRO-2", "plain JAX ZeRO-3"), None),
+        ),
+        Row(
+            "peak_memory_6p7b",
+            "GPT 6.7B: a step takes no more memory than FSDP2's in the same mode.",
+            (
+                peak("ZeRO-2 and parameters kept", OURS[0], KEPT),
+                peak("ZeRO-3 and resharded", OURS[1], RESHARDED),
+            ),
+            higher_is_better=False,
+        ),
+    )
+    return Contest("GPT 6.7B, 2 x 4096 tokens per device", contestants, rows)

@@ -1,0 +1,92 @@
+"""`zjax bench` as it is typed."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import small_run
+from zjax.bench.table import BEGIN, END
+from zjax.config import describe_config
+
+ROOT = pathlib.Path(__file__).parents[2]
+CONTEST = """
+from zjax.bench import Case, Contest, Contestant, Row
+
+COMMAND = ("{python}", "-m", "zjax.main", "bench", "--gin_file=small.gin")
+
+
+def get_contest():
+    case = Case(("small",), ("small",), "state_bytes", "bytes",
+                peer_metric="closed_form_bytes", peer_name="closed form")
+    row = Row("close", "As predicted.", (case,), higher_is_better=False)
+    return Contest("small", (Contestant("small", COMMAND, "zjax"),), (row,))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    config = small_run.make_config("run", "zero.min_shard_elements=0")
+    (tmp_path / "small.gin").write_text(describe_config(config))
+    (tmp_path / "contest.py").write_text(CONTEST)
+    (tmp_path / "BENCHMARKS.md").write_text(f"{BEGIN}\n{END}\n")
+    return tmp_path
+
+
+def run(folder, *words, code=0):
+    result = subprocess.run(
+        [sys.executable, "-m", "zjax.main", "bench", *words, "--simulated_devices=8"],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert result.returncode == code, result.stdout + result.stderr
+    return result.stderr if code else result.stdout
+
+
+def test_a_contest_reads_what_a_measurement_prints(folder):
+    out = run(folder, "--contest=contest.py", "--output=out")
+    assert "compared" in out
+    found = json.loads((folder / "results" / "close_x8.json").read_text())
+    assert found["device"] == "8 x cpu"
+    assert found["ratio"] == found["ours"]["median"] / found["peer"]["median"]
+    assert found["ratio"] == pytest.approx(1, rel=0.05)
+    assert "[close](results/close_x8.json)" in (folder / "BENCHMARKS.md").read_text()
+    assert (folder / "results" / "contest_x8.png").stat().st_size > 5_000
+    log = (folder / "out" / "contest_x8.log").read_text()
+    assert log.count("tokens/s per device") == 1
+    assert not (folder / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("--gin_file=small.gin", "--only=a,b", "--output=x"),
+            "zjax: --only=['a', 'b'] has no effect without --contest; leave it out\n"
+            "--output='x' has no effect without --contest; leave it out\n",
+        ),
+        (
+            (
+                "--contest=contest.py",
+                "--config.zero.stage=2",
+                "--gin_file=small.gin",
+            ),
+            "zjax: --gin_file=['small.gin'] has no effect on a contest; write it in "
+            "the contest's file\n--config.zero.stage='2' has no effect on a contest; "
+            "write it in the contest's file\n",
+        ),
+        (
+            ("--contest=contest.py", "--num_devices=2"),
+            "zjax: --num_devices=2 has no effect on zjax bench; leave it out; plan "
+            "read it\n",
+        ),
+    ],
+)
+def test_what_has_no_effect_is_refused(folder, words, message):
+    assert run(folder, *words, code=2) == message

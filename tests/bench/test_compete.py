@@ -1,0 +1,390 @@
+"""A contest of programs that print their numbers: files, table, picture, failures."""
+
+import datetime
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from matplotlib import image
+
+from tests.support import contests
+from tests.support.contests import MACHINE, contestant, runner, speed_row
+from zjax.bench import Case, Row, Selection, compete
+from zjax.bench.table import BEGIN, END
+from zjax.bench.turns import find_machine
+from zjax.errors import BenchError
+
+ROOT = pathlib.Path(__file__).parents[2]
+EMPTY = f"above\n{BEGIN}\nold\n{END}\nbelow\n"
+TODAY = datetime.date.today().isoformat()
+
+
+class Ground:
+    """A folder with a contest and a table, on a machine of two toys."""
+
+    def __init__(self, folder, patch):
+        self.folder = folder
+        self.results = folder / "bench" / "results"
+        self.table = folder / "BENCHMARKS.md"
+        self.table.write_text(EMPTY)
+        patch.chdir(folder)
+        patch.setattr(
+            sys.modules[compete.__module__], "find_machine", lambda _: MACHINE
+        )
+
+    def hold(self, contestants, claims, **selection):
+        contests.write_contest(self.folder / "bench" / "toy.py", contestants, claims)
+        return compete("bench/toy.py", Selection(**selection), output="out")
+
+    def read(self, name):
+        return json.loads((self.results / name).read_text())
+
+
+@pytest.fixture
+def ground(tmp_path, monkeypatch):
+    return Ground(tmp_path, monkeypatch)
+
+
+def test_a_result_is_exact(ground):
+    ours, peer = runner("ours", 30.0), runner("theirs", 20.0, kind="peer")
+    row = speed_row("speed", ("ours",), ("theirs",), must=1.0, aim=2.0)
+    ground.hold([ours, peer], [row])
+    unit = "tokens/s/device"
+    assert ground.read("speed_x2.json") == {
+        "id": "speed",
+        "claim": "claim speed",
+        "command": "zjax bench --contest=bench/toy.py --rows=speed",
+        "date": TODAY,
+        "device": "2 x toy",
+        "versions": {"o": "1", "t": "1"},
+        "ours": {
+            "name": "ours",
+            "median": 30.0,
+            "min": 29.0,
+            "max": 31.0,
+            "n": 5,
+            "unit": unit,
+        },
+        "peer": {
+            "name": "theirs",
+            "median": 20.0,
+            "min": 19.0,
+            "max": 21.0,
+            "n": 5,
+            "unit": unit,
+        },
+        "ratio": 1.5,
+        "higher_is_better": True,
+        "notes": "asked at least 1, aim 2",
+    }
+
+
+def test_the_table_shows_wins_and_losses_by_id(ground, capsys):
+    pair = [runner("ours", 30.0), runner("theirs", 20.0, kind="peer")]
+    rows = [
+        speed_row("b_win", ("ours",), ("theirs",), must=1.0),
+        speed_row("a_loss", ("theirs",), ("ours",), must=1.0),
+        Row(
+            "c_memory",
+            "two | cases",
+            (
+                Case(("ours",), ("theirs",), "peak_bytes", "bytes", name="same"),
+                Case(("ours",), 16e9, "peak_bytes", "bytes", name="bar", peer_name="x"),
+            ),
+            higher_is_better=False,
+            notes="a note",
+        ),
+    ]
+    ground.hold(pair, rows)
+    text = ground.table.read_text()
+    assert text.startswith(f"above\n{BEGIN}\n\n| row | claim |")
+    assert text.endswith(f"|\n\n{END}\nbelow\n")
+    assert "old" not in text
+    lines = text.splitlines()[5:9]
+    where, command = f"2 x toy, {TODAY}", "`zjax bench --contest=bench/toy.py --rows="
+    fast = "ours: 30 [29 to 31, n=5] tokens/s/device"
+    slow = "theirs: 20 [19 to 21, n=5] tokens/s/device"
+    asked, note = "asked at least 1", "a note"
+    assert lines == [
+        f"| [a_loss](bench/results/a_loss_x2.json) | claim a_loss | {slow} | {fast} | "
+        f"**0.667** (behind) | {where} | {asked} | {command}a_loss` |",
+        f"| [b_win](bench/results/b_win_x2.json) | claim b_win | {fast} | {slow} | "
+        f"**1.500** (ahead) | {where} | {asked} | {command}b_win` |",
+        "| [c_memory](bench/results/c_memory_x2.json): same | two \\| cases | "
+        f"ours: 8 B | theirs: 8 B | **1.000** (equal) | {where} | {note} | "
+        f"{command}c_memory` |",
+        "| [c_memory](bench/results/c_memory_x2.json): bar | two \\| cases | "
+        f"ours: 8 B | x: 16.00 GB | **0.000** (ahead) | {where} | {note} | "
+        f"{command}c_memory` |",
+    ]
+    cases = ground.read("c_memory_x2.json")["cases"]
+    assert [(case["name"], case["ratio"]) for case in cases] == [
+        ("same", 1.0),
+        ("bar", 8 / 16e9),
+    ]
+    printed = capsys.readouterr().out.splitlines()
+    ends = [
+        line.split()[-2:] for line in printed if line.startswith(("a_loss", "b_win"))
+    ]
+    assert ends == [["1.500", "met"], ["0.667", "missed"]]
+
+
+def test_the_best_of_each_side_counts(ground):
+    """Fails if the first or the worst is taken, or memory is taken for speed."""
+    many = [runner("a", 30.0, 5), runner("b", 40.0, 9), runner("c", 50.0, 4)]
+    many += [runner("d", 20.0, 3)]
+    memory = Case(("a", "b"), ("c", "d"), "peak_bytes", "bytes")
+    rows = [
+        speed_row("speed", ("a", "b"), ("d", "c")),
+        Row("memory", "less", (memory,), higher_is_better=False),
+    ]
+    fast, small = ground.hold(many, rows)
+    assert [side.name for side in vars(fast.cases[0]).values() if side] == ["b", "c"]
+    assert fast.cases[0].ratio == 40 / 50
+    assert [side.name for side in vars(small.cases[0]).values() if side] == ["a", "d"]
+    assert small.cases[0].ratio == 5 / 3
+
+
+def test_another_metric_of_the_same_program_can_be_the_peer(ground):
+    program = contestant("a", held=11, formula=10)
+    case = Case(
+        ("a",), ("a",), "held", "bytes", peer_metric="formula", peer_name="form"
+    )
+    (found,) = ground.hold([program], [Row("state", "close", (case,))])
+    assert (found.cases[0].peer.name, found.cases[0].ratio) == ("form", 1.1)
+    assert not list(ground.results.glob("*.png"))  # no speed to draw
+
+
+@pytest.mark.parametrize(
+    ("code", "settings", "failure"),
+    [
+        ("print('so far'); raise SystemExit(3)", {}, "exit code 3"),
+        ("print('so far'); exit('CUDA out of memory.')", {}, "out of memory"),
+        ("print('so far')", {}, "printed 0 RESULT lines"),
+        ("print('RESULT {}\\nRESULT {}\\nso far')", {}, "printed 2 RESULT lines"),
+        ("print('RESULT 1\\nso far')", {}, "printed a RESULT that is no JSON object"),
+        (
+            "import time; print('so far', flush=True); time.sleep(60)",
+            {"timeout": 1},
+            "ran past 1 s",
+        ),
+    ],
+)
+def test_one_that_fails_is_told_and_ends_no_other(
+    ground, capsys, code, settings, failure
+):
+    broken = contestant("broken", kind="peer", code=code, **settings)
+    everyone = [runner("ours", 30.0), broken, runner("theirs", 20.0, kind="peer")]
+    rows = [
+        speed_row("alone", ("ours",), ("broken",)),
+        speed_row("both", ("ours",), ("broken", "theirs"), must=1.0),
+    ]
+    (found,) = ground.hold(everyone, rows)
+    assert found.id == "both"
+    assert found.cases[0].peer.name == "theirs"
+    assert found.notes == f"asked at least 1; broken: {failure}"
+    out = capsys.readouterr().out
+    assert "  | so far\n" in out
+    assert f"alone is not judged: broken: {failure}\n" in out
+    assert [path.name for path in ground.results.glob("*.json")] == ["both_x2.json"]
+
+
+def test_a_program_that_does_not_exist_is_told(ground):
+    missing = contests.Contestant("broken", ("/does/not/exist",), "peer")
+    rows = [speed_row("both", ("ours",), ("ours", "broken"))]
+    (found,) = ground.hold([runner("ours", 30.0), missing], rows)
+    assert found.notes == "broken: could not start: No such file or directory"
+
+
+def test_programs_get_the_number_of_devices_and_their_own_variables(ground):
+    code = (
+        "import os, json, sys; print('RESULT', json.dumps("
+        "{'devices': int(sys.argv[1]), 'variable': int(os.environ['ZJAX_A'])}))"
+    )
+    command = ("{python}", "-c", code, "{devices}")
+    program = contests.Contestant("a", command, "zjax", {"ZJAX_A": "7"})
+    case = Case(("a",), ("a",), "devices", "1", peer_metric="variable")
+    (found,) = ground.hold([program], [Row("given", "both", (case,))])
+    assert found.cases[0].ratio == 2 / 7
+
+
+def test_numbers_are_on_disk_before_the_next_program_starts(ground):
+    """A killed contest keeps what it has; a later part is judged together with it."""
+    code = (
+        "import json, pathlib; held = pathlib.Path('out/toy_x2.jsonl').read_text();"
+        "first = json.loads(held.splitlines()[0]);"
+        "print('RESULT', json.dumps({'peak_bytes': first['result']['peak_bytes'] * 2}))"
+    )
+    second = contestant("second", kind="peer", code=code)
+    case = Case(("first",), ("second",), "peak_bytes", "bytes")
+    row = Row("order", "first, then second", (case,))
+    (found,) = ground.hold([runner("first", 30.0, peak=8), second], [row])
+    assert found.cases[0].peer.median == 16
+    log = (ground.folder / "out" / "toy_x2.log").read_text()
+    assert log.index("=== first: ") < log.index("noise") < log.index("=== second: ")
+
+
+def test_parts_are_judged_from_their_records(ground, capsys):
+    pair = [runner("ours", 30.0), runner("theirs", 20.0, kind="peer")]
+    rows = [
+        speed_row("speed", ("ours",), ("theirs",)),
+        speed_row("own", ("ours",), ("ours",)),
+    ]
+    assert [r.id for r in ground.hold(pair, rows, only=("ours",))] == ["own"]
+    assert "speed is not judged: not measured: theirs\n" in capsys.readouterr().out
+    os.rename("out/toy_x2.jsonl", "first.jsonl")
+    ground.hold(pair, rows, only=("theirs",))
+    parts = ("first.jsonl", "out/toy_x2.jsonl")
+    never = [runner("ours", 1.0), runner("theirs", 1.0, kind="peer")]
+    (found,) = ground.hold(never, rows, records=parts, rows=("speed",))
+    assert found.cases[0].ratio == 1.5
+    assert image.imread(ground.results / "toy_x2.png").shape[2] == 4
+
+
+def test_the_last_record_of_a_program_counts(ground):
+    rows = [speed_row("speed", ("ours",), ("ours",))]
+    ground.hold([runner("ours", 30.0)], rows)
+    ground.hold([runner("ours", 40.0)], rows)
+    (found,) = ground.hold([runner("ours", 1.0)], rows, records=("out/toy_x2.jsonl",))
+    assert found.cases[0].ours.median == 40
+
+
+def test_only_what_the_rows_need_is_run(ground):
+    everyone = [runner(name, 10.0) for name in "abc"]
+    rows = [speed_row("left", ("a",), ("b",)), speed_row("right", ("b",), ("c",))]
+    ground.hold(everyone, rows, rows=("left",))
+    lines = (ground.folder / "out" / "toy_x2.jsonl").read_text().splitlines()
+    assert [json.loads(line)["name"] for line in lines] == ["a", "b"]
+
+
+def test_records_of_two_machines_are_refused(ground):
+    pair = [runner("ours", 30.0), runner("theirs", 20.0)]
+    rows = [speed_row("speed", ("ours",), ("theirs",))]
+    ground.hold(pair, rows)
+    first, second = pathlib.Path("out/toy_x2.jsonl").read_text().splitlines()
+    pathlib.Path("mixed.jsonl").write_text(
+        f"{first}\n{second.replace('toy', 'other')}\n"
+    )
+    with pytest.raises(BenchError) as error:
+        ground.hold(pair, rows, records=("mixed.jsonl",))
+    assert str(error.value) == (
+        "records=['mixed.jsonl'] come from 2 machines; give those of one machine: "
+        "others say nothing about each other"
+    )
+
+
+def test_a_file_that_holds_no_records_is_refused(ground):
+    rows = [speed_row("speed", ("ours",), ("ours",))]
+    with pytest.raises(BenchError) as error:
+        ground.hold([runner("ours", 30.0)], rows, records=("BENCHMARKS.md",))
+    assert str(error.value) == (
+        "records='BENCHMARKS.md' is not a list of records (JSONDecodeError: Expecting "
+        "value: line 1 column 1 (char 0)); give a .jsonl file that `zjax bench "
+        "--contest` wrote"
+    )
+
+
+def test_a_metric_that_is_not_printed_is_refused(ground):
+    case = Case(("a",), ("a",), "speed", "1")
+    with pytest.raises(BenchError) as error:
+        ground.hold([contestant("a", loss=1, peak=2)], [Row("x", "y", (case,))])
+    message = "metric='speed' is not in the result of 'a'; name one of loss, peak"
+    assert str(error.value) == message
+
+
+def test_names_that_mean_nothing_are_refused_together(ground):
+    rows = [speed_row("speed", ("ours",), ("ours",))]
+    with pytest.raises(BenchError) as error:
+        ground.hold([runner("ours", 1.0)], rows, only=("us",), rows=("sped",))
+    assert str(error.value) == (
+        "--only='us' names no contestant; use ours\n"
+        "--rows='sped' names no row; use speed"
+    )
+
+
+def test_a_contest_that_contradicts_itself_is_refused(ground):
+    twice = [runner("ours", 1.0), runner("ours", 2.0)]
+    bar = Case(("ours",), 3.0, "peak_bytes", "bytes")
+    rows = [speed_row("speed", ("ours",), ("them",)), Row("speed", "again", (bar,))]
+    with pytest.raises(BenchError) as error:
+        ground.hold(twice, rows)
+    assert str(error.value) == (
+        "contestants='ours' appears 2 times; give each a name of its own\n"
+        "rows='speed' appears 2 times; give each a name of its own\n"
+        "rows.speed='them' names no contestant; use ours\n"
+        "rows.speed.peer=3.0 is a number of nobody; say in peer_name where it comes "
+        "from"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [(None, "does not exist"), ("x = 1", "gives no contest")],
+)
+def test_a_file_without_a_contest_is_refused(tmp_path, text, problem):
+    path = tmp_path / "toy.py"
+    if text:
+        path.write_text(text)
+    with pytest.raises(BenchError) as error:
+        compete(str(path), Selection())
+    assert str(error.value) == (
+        f"contest='{path}' {problem}; give a Python file whose get_contest() returns a "
+        "zjax.bench.Contest"
+    )
+
+
+def test_a_table_without_a_place_is_refused(ground):
+    ground.table.write_text("nothing\n")
+    rows = [speed_row("speed", ("ours",), ("ours",))]
+    with pytest.raises(BenchError, match="has no place for the results; write a file"):
+        ground.hold([runner("ours", 9.0)], rows)
+
+
+def test_devices_are_counted_without_being_held():
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "3"}
+    machine = find_machine(environment)
+    assert (machine.num_devices, machine.device) == (3, "cpu")
+    assert machine.identity == find_machine(environment).identity
+    with pytest.raises(BenchError, match=r"jax.devices.* fails: "):
+        find_machine(environment | {"JAX_PLATFORMS": "nonsense"})
+
+
+def test_stopping_a_contest_stops_its_program_and_what_that_started(tmp_path):
+    """Fails if an orphan would go on holding the devices."""
+    code = (
+        "import os, pathlib, subprocess, sys, time;"
+        "child = subprocess.Popen(['sleep', '99']);"
+        "pathlib.Path('pids').write_text(f'{os.getpid()} {child.pid}');"
+        "time.sleep(99)"
+    )
+    rows = [speed_row("speed", ("ours",), ("ours",))]
+    contests.write_contest(tmp_path / "toy.py", [contestant("ours", code=code)], rows)
+    words = ("-m", "zjax.main", "bench", "--contest=toy.py", "--simulated_devices=2")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    program = subprocess.Popen(
+        [sys.executable, *words], cwd=tmp_path, env=environment, stdout=subprocess.PIPE
+    )
+    pids = tmp_path / "pids"
+    while not (pids.exists() and len(pids.read_text().split()) == 2):
+        assert program.poll() is None
+        time.sleep(0.05)
+    program.send_signal(signal.SIGTERM)
+    program.communicate(timeout=60)
+    assert program.returncode == 128 + signal.SIGTERM
+    for pid in map(int, pids.read_text().split()):
+        assert not is_running(pid)
+
+
+def is_running(pid):
+    try:
+        state = (
+            pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        )
+    except FileNotFoundError:
+        return False
+    return state != "Z"

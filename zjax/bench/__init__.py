@@ -1,0 +1,27 @@
+"""How fast a configuration is here, and how it compares with its peers."""
+
+from zjax.bench.compete import Selection, compete
+from zjax.bench.contest import Case, Contest, Contestant, Row
+from zjax.bench.measure import (
+    Measurement,
+    describe_measurement,
+    measure,
+    result_line,
+)
+from zjax.bench.memory import predicted_peak_bytes
+from zjax.bench.spread import Spread
+
+__all__ = [
+    "Case",
+    "Contest",
+    "Contestant",
+    "Measurement",
+    "Row",
+    "Selection",
+    "Spread",
+    "compete",
+    "describe_measurement",
+    "measure",
+    "predicted_peak_bytes",
+    "result_line",
+]

@@ -1,0 +1,68 @@
+"""The flags of `zjax bench` that a contest reads."""
+
+import os
+
+from absl import flags
+
+from zjax.bench.compete import Selection, compete
+from zjax.errors import ConfigError, Problem
+
+CONTEST_FLAGS = ("only", "rows", "records", "output")
+"""Read with `--contest` alone."""
+OUTPUT = "runs/bench"
+
+
+def define_contest_flags() -> None:
+    """Defines `--contest` and what goes with it, except for `--output`."""
+    flags.DEFINE_string("contest", "", "bench: file that says who competes.")
+    flags.DEFINE_list("only", [], "bench: contestants to run.")
+    flags.DEFINE_list("rows", [], "bench: rows to judge.")
+    flags.DEFINE_multi_string("records", [], "bench: judge these, and run nothing.")
+
+
+def hold_contest(given: flags.FlagValues) -> None:
+    """Holds or judges the contest that the command line describes.
+
+    Args:
+        given: Flags, parsed and checked.
+
+    Raises:
+        BenchError: A contest, selection, record or number that means nothing.
+    """
+    compete(
+        given.contest,
+        Selection(only=given.only, rows=given.rows, records=given.records),
+        output=given.output or OUTPUT,
+        environment=os.environ | _simulation(given.simulated_devices),
+    )
+
+
+def check_contest_flags(given: flags.FlagValues) -> None:
+    """Refuses flags of a contest without one, and settings of a run beside one.
+
+    Args:
+        given: Flags, parsed.
+
+    Raises:
+        ConfigError: Names every flag that has no effect.
+    """
+    names, problem = CONTEST_FLAGS, "has no effect without --contest"
+    remedy = "leave it out"
+    if given.contest:
+        problem, remedy = "has no effect on a contest", "write it in the contest's file"
+        settings = ("config", "gin", "gin_file")
+        names = [n for n in given if n in settings or n.startswith("config.")]
+    problems = [
+        Problem(f"--{name}", given[name].value, problem, remedy)
+        for name in names
+        if given[name].present
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _simulation(num_devices: int) -> dict[str, str]:
+    """Variables that give the programs simulated devices; 0 takes those there are."""
+    if not num_devices:
+        return {}
+    return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(num_devices)}

@@ -1,0 +1,207 @@
+"""A contest: programs that are measured in turn, and what their numbers should show.
+
+A contest file is a Python file whose `get_contest()` returns a `Contest`.
+"""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import runpy
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal
+
+from zjax.errors import BenchError, Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Contestant:
+    """A program that prints one line `RESULT {json}`.
+
+    Args:
+        name: Shown beside its numbers.
+        command: Program and arguments, run from the root of the repository;
+            `{python}` stands for the interpreter and `{devices}` for their number.
+        kind: Whose it is.
+        environment: Variables set for this program alone.
+        timeout_seconds: It is stopped after this time.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    kind: Literal["zjax", "peer"]
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    timeout_seconds: int | float = 300
+
+    def words(self, python: str, num_devices: int) -> list[str]:
+        """The command with its placeholders filled in.
+
+        Args:
+            python: An interpreter.
+            num_devices: Devices of this machine.
+
+        Returns:
+            Program and arguments.
+        """
+        return [
+            word.replace("{python}", python).replace("{devices}", str(num_devices))
+            for word in self.command
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Numbers of two sides to be compared; each side enters with its best contestant.
+
+    Args:
+        ours: Names of contestants.
+        peer: Names of contestants, or a stated number.
+        metric: Name of the number in their results: a number, or a mapping with
+            `median, min, max, n`.
+        unit: Of that number.
+        must: Ratio that the claim needs, as a least one (a greatest one where lower is
+            better); None asks for none.
+        aim: Ratio that is hoped for.
+        name: Tells the cases of one row apart.
+        peer_metric: The peer's number, where it has another name.
+        peer_name: Shown instead of the contestant's; needed for a stated number.
+    """
+
+    ours: tuple[str, ...]
+    peer: tuple[str, ...] | int | float
+    metric: str
+    unit: str
+    must: int | float | None = None
+    aim: int | float | None = None
+    name: str = ""
+    peer_metric: str = ""
+    peer_name: str = ""
+
+    def contestants(self) -> tuple[str, ...]:
+        """Names of all that take part."""
+        return self.ours + (self.peer if isinstance(self.peer, tuple) else ())
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One claim, which becomes one result.
+
+    Args:
+        id: Name of its file; lower-case letters, digits and underscores.
+        claim: One sentence.
+        cases: One comparison or more.
+        higher_is_better: Whether more of the metric is better.
+        notes: What a reader should know besides.
+    """
+
+    id: str
+    claim: str
+    cases: tuple[Case, ...]
+    higher_is_better: bool = True
+    notes: str = ""
+
+    def contestants(self) -> tuple[str, ...]:
+        """Names of all that take part, each once."""
+        names = [name for case in self.cases for name in case.contestants()]
+        return tuple(dict.fromkeys(names))
+
+
+@dataclasses.dataclass(frozen=True)
+class Contest:
+    """Who is measured, and what is claimed of them.
+
+    Args:
+        title: Heading of the picture.
+        contestants: In the order in which they run.
+        rows: Claims.
+    """
+
+    title: str
+    contestants: tuple[Contestant, ...]
+    rows: tuple[Row, ...]
+
+
+def load_contest(path: str | os.PathLike[str]) -> Contest:
+    """Reads and checks a contest file.
+
+    Args:
+        path: A Python file with `get_contest()`; it may import its neighbours.
+
+    Returns:
+        The contest.
+
+    Raises:
+        BenchError: No such file or function, or all that is wrong with the contest.
+    """
+    path = pathlib.Path(path)
+    remedy = "give a Python file whose get_contest() returns a zjax.bench.Contest"
+    if not path.is_file():
+        raise BenchError(Problem("contest", str(path), "does not exist", remedy))
+    with _importing_from(path.parent):
+        make = runpy.run_path(str(path)).get("get_contest")
+        contest = make() if make else None
+    if not isinstance(contest, Contest):
+        raise BenchError(Problem("contest", str(path), "gives no contest", remedy))
+    problems = list(contest_problems(contest))
+    if problems:
+        raise BenchError(*problems)
+    return contest
+
+
+def contest_problems(contest: Contest) -> Iterator[Problem]:
+    """Finds names that mean nothing or more than one thing.
+
+    Args:
+        contest: Of any content.
+
+    Yields:
+        One problem per mistake.
+    """
+    names = [contestant.name for contestant in contest.contestants]
+    yield from _repeated("contestants", names)
+    yield from _repeated("rows", [row.id for row in contest.rows])
+    for row in contest.rows:
+        yield from unknown("contestant", row.contestants(), names, f"rows.{row.id}")
+        for case in row.cases:
+            if not isinstance(case.peer, tuple) and not case.peer_name:
+                problem = "is a number of nobody"
+                remedy = "say in peer_name where it comes from"
+                yield Problem(f"rows.{row.id}.peer", case.peer, problem, remedy)
+
+
+def unknown(
+    what: str, given: Iterable[str], known: Iterable[str], field: str
+) -> Iterator[Problem]:
+    """Finds names that are not known.
+
+    Args:
+        what: What they should name.
+        given: Names.
+        known: All that there are.
+        field: Where they were given.
+
+    Yields:
+        One problem per unknown name.
+    """
+    known = tuple(dict.fromkeys(known))
+    for name in given:
+        if name not in known:
+            yield Problem(field, name, f"names no {what}", f"use {', '.join(known)}")
+
+
+def _repeated(field: str, names: list[str]) -> Iterator[Problem]:
+    for name in dict.fromkeys(names):
+        if names.count(name) > 1:
+            problem = f"appears {names.count(name)} times"
+            yield Problem(field, name, problem, "give each a name of its own")
+
+
+@contextlib.contextmanager
+def _importing_from(folder: pathlib.Path) -> Iterator[None]:
+    """Lets a file import its neighbours, as a script does."""
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))

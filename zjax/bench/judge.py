@@ -1,0 +1,143 @@
+"""From records of contestants to results: the best of each side, win or lose."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from zjax.bench.contest import Case, Row
+from zjax.bench.result import Comparison, Result, Side
+from zjax.bench.turns import Record
+from zjax.errors import BenchError, Problem
+
+
+def missing(row: Row, records: Sequence[Record]) -> str:
+    """Why a claim cannot be judged.
+
+    Args:
+        row: The claim.
+        records: Of its contestants, among others.
+
+    Returns:
+        One line; empty if it can be.
+    """
+    known = {record.name: record for record in records}
+    absent = [name for name in row.contestants() if name not in known]
+    if absent:
+        return f"not measured: {', '.join(absent)}"
+    for case in row.cases:
+        for names in (case.ours, case.peer if isinstance(case.peer, tuple) else ()):
+            if names and all(known[name].failure for name in names):
+                return "; ".join(f"{name}: {known[name].failure}" for name in names)
+    return ""
+
+
+def make_result(row: Row, records: Sequence[Record], *, command: str) -> Result:
+    """Compares the best of each side.
+
+    Args:
+        row: The claim; `missing` found nothing.
+        records: Of its contestants, among others; all from one machine.
+        command: What measures this row.
+
+    Returns:
+        The result; those who failed are named in its notes.
+
+    Raises:
+        BenchError: A contestant's result does not hold the metric.
+    """
+    known = {r.name: r for r in records if r.name in row.contestants()}
+    versions: dict[str, str] = {}
+    for record in known.values():
+        versions |= record.result.get("versions", {})
+    machine = records[0].machine
+    return Result(
+        id=row.id,
+        claim=row.claim,
+        command=command,
+        date=max(record.date for record in known.values()),
+        device=f"{machine.num_devices} x {machine.device}",
+        versions=dict(sorted(versions.items())),
+        cases=tuple(_compare(case, known, row.higher_is_better) for case in row.cases),
+        higher_is_better=row.higher_is_better,
+        notes="; ".join(_notes(row, known)),
+    )
+
+
+def verdict(case: Case, ratio: int | float, higher_is_better: bool) -> str:
+    """What a ratio means for a claim.
+
+    Args:
+        case: What was asked for.
+        ratio: Ours over the peer's.
+        higher_is_better: Whether a ratio above 1 speaks for zjax.
+
+    Returns:
+        `missed`, `met` or `aim met`; `compared` where nothing was asked for.
+
+    Example:
+        >>> case = Case(ours=(), peer=(), metric="", unit="", must=1.0, aim=1.1)
+        >>> verdict(case, 1.05, True), verdict(case, 1.05, False)
+        ('met', 'missed')
+    """
+
+    def reaches(wanted: float) -> bool:
+        return ratio >= wanted if higher_is_better else ratio <= wanted
+
+    if case.must is None:
+        return "compared"
+    if not reaches(case.must):
+        return "missed"
+    return "aim met" if case.aim is not None and reaches(case.aim) else "met"
+
+
+def _compare(
+    case: Case, known: Mapping[str, Record], higher_is_better: bool
+) -> Comparison:
+    ours = _best(case.ours, case.metric, case.unit, known, higher_is_better)
+    if isinstance(case.peer, tuple):
+        metric = case.peer_metric or case.metric
+        peer = _best(case.peer, metric, case.unit, known, higher_is_better)
+    else:
+        peer = _side(case.peer_name, case.peer, case.unit)
+    if case.peer_name:
+        peer = Side(**{**vars(peer), "name": case.peer_name})
+    return Comparison(case.name, ours, peer)
+
+
+def _best(
+    names: Sequence[str],
+    metric: str,
+    unit: str,
+    known: Mapping[str, Record],
+    higher_is_better: bool,
+) -> Side:
+    sides = []
+    for name in names:
+        if known[name].failure:
+            continue
+        number = known[name].result.get(metric)
+        if number is None:
+            problem = f"is not in the result of {name!r}"
+            remedy = f"name one of {', '.join(sorted(known[name].result))}"
+            raise BenchError(Problem("metric", metric, problem, remedy))
+        sides.append(_side(name, number, unit))
+    pick = max if higher_is_better else min
+    return pick(sides, key=lambda side: side.median)
+
+
+def _side(name: str, number: Any, unit: str) -> Side:
+    if not isinstance(number, Mapping):
+        number = {"median": number, "min": number, "max": number, "n": 1}
+    return Side(name=name, unit=unit, **number)
+
+
+def _notes(row: Row, known: Mapping[str, Record]) -> list[str]:
+    bound = "at least" if row.higher_is_better else "at most"
+    asked = [
+        (f"{case.name}: " if case.name else "")
+        + f"asked {bound} {case.must:g}"
+        + (f", aim {case.aim:g}" if case.aim is not None else "")
+        for case in row.cases
+        if case.must is not None
+    ]
+    failed = [f"{name}: {r.failure}" for name, r in known.items() if r.failure]
+    return [note for note in (row.notes, *asked, *failed) if note]

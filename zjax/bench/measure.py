@@ -1,0 +1,275 @@
+"""How fast a configuration trains here, and what it takes: some timed steps of a run.
+
+The steps are those of `zjax train` (`make_run`, then `step`) on one batch that lies on
+the devices already, so that reading data costs nothing and its loss must fall.
+"""
+
+import dataclasses
+import importlib.metadata
+import json
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from zjax.bench import memory
+from zjax.bench.spread import Spread
+from zjax.config.batch import resolve_batch
+from zjax.config.check import check_config
+from zjax.config.schema import Config
+from zjax.data.source import open_rows
+from zjax.errors import BenchError, Problem
+from zjax.initialize import Run, make_run
+from zjax.models.build import make_model
+from zjax.observe import flops
+from zjax.optim.build import make_optimizer
+from zjax.optim.schedules import make_schedule
+from zjax.sharding.describe import format_bytes, render_table
+from zjax.sharding.memory import num_params
+from zjax.train.state import TrainState
+from zjax.typing import Batch, Device
+
+WARM_UP_STEPS = 3
+TIMED_STEPS = 10
+_NUM_STEPS = WARM_UP_STEPS + TIMED_STEPS
+_PACKAGES = ("zjax", "jax", "jaxlib")
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """What some steps of a run took.
+
+    Args:
+        name: What was measured.
+        device: Kind of the devices.
+        num_devices: How many there are.
+        tokens_per_second_per_device: Over the timed steps.
+        step_seconds: The same, from the call to the last array of the new state.
+        model_tflops_per_device: 6 N x tokens per second, N without the tables that are
+            looked up; attention and recomputation are not counted.
+        mfu: Share of the peak of the data sheet, with attention, where the causal half
+            of it counts; None for devices whose peak is not known.
+        mfu_full_attention: The same where all of it counts.
+        peak_bytes: Most that any device held in arrays since the start; None for
+            devices that do not say.
+        predicted_peak_bytes: Arguments, results and temporaries of the compiled step;
+            None where the compiler does not say.
+        state_bytes: Shards of the state on the first device.
+        closed_form_bytes: What they should take by the ZeRO paper: K Psi / N, with the
+            K = 12 of Adam.
+        num_params: Parameters of the model.
+        compile_seconds: To trace and compile the step.
+        first_loss: Before any update, in nats per token.
+        loss: After the last one.
+        versions: Of Python and packages.
+    """
+
+    name: str
+    device: str
+    num_devices: int
+    tokens_per_second_per_device: Spread
+    step_seconds: Spread
+    model_tflops_per_device: float
+    mfu: float | None
+    mfu_full_attention: float | None
+    peak_bytes: int | None
+    predicted_peak_bytes: int | None
+    state_bytes: int
+    closed_form_bytes: float
+    num_params: int
+    compile_seconds: float
+    first_loss: float
+    loss: float
+    versions: Mapping[str, str]
+
+
+def measure(
+    config: Config, *, name: str = "zjax", devices: Sequence[Device] | None = None
+) -> Measurement:
+    """Trains a few steps on made-up tokens and times them.
+
+    The learning rate rises to its peak within these steps; all else is as configured.
+
+    Args:
+        config: A run of a built-in model; its data is not read.
+        name: Recorded with the numbers.
+        devices: Devices to use; all of them by default.
+
+    Returns:
+        The numbers; memory is that of the devices of this process.
+
+    Raises:
+        ConfigError: Settings that cannot work.
+        PlanError: Arrays that cannot be placed, or that do not fit.
+        BenchError: The loss did not fall, so that the numbers would mean nothing.
+    """
+    devices = jax.devices() if devices is None else devices
+    check_config(config, len(devices))
+    config = _few_steps(config)
+    model = make_model(config)
+    tx = make_optimizer(config, model)
+    schedule = make_schedule(config)
+    run = make_run(config, model, tx, schedule=schedule, devices=devices)
+    batch = run.step.place_batch(_make_batch(run))
+    start = time.perf_counter()
+    compiled = run.step.compile(batch)
+    compile_seconds = time.perf_counter() - start
+    seconds, losses, state = _take_steps(run, batch)
+    check_losses(losses)
+    return Measurement(
+        name=name,
+        device=devices[0].device_kind,
+        num_devices=len(devices),
+        **_speed(config, devices, batch["tokens"].size, seconds[WARM_UP_STEPS:]),
+        peak_bytes=memory.peak_bytes(run.mesh.local_devices),
+        predicted_peak_bytes=memory.predicted_peak_bytes(compiled),
+        state_bytes=memory.state_bytes(state, run.mesh.local_devices[0]),
+        closed_form_bytes=memory.closed_form_bytes(run.plan),
+        num_params=num_params(run.plan),
+        compile_seconds=compile_seconds,
+        first_loss=losses[0],
+        loss=losses[-1],
+        versions=_versions(),
+    )
+
+
+def describe_measurement(measurement: Measurement) -> str:
+    """The numbers as a table.
+
+    Args:
+        measurement: Of `measure`.
+
+    Returns:
+        Text of at most 100 columns; what is not known has no row.
+    """
+    speed, seconds = measurement.tokens_per_second_per_device, measurement.step_seconds
+    rows = [
+        ("devices", f"{measurement.num_devices} x {measurement.device}"),
+        ("parameters", f"{measurement.num_params:,}"),
+        ("tokens/s per device", speed.describe("{:,.0f}".format)),
+        ("seconds per step", seconds.describe("{:.4f}".format)),
+        (
+            "model TFLOP/s per device (6 N)",
+            f"{measurement.model_tflops_per_device:.4g}",
+        ),
+    ]
+    shares = {
+        "MFU, causal half of attention counted": measurement.mfu,
+        "MFU, all attention counted": measurement.mfu_full_attention,
+    }
+    rows += [(what, f"{x:.1%}") for what, x in shares.items() if x is not None]
+    sizes = {
+        "peak memory": measurement.peak_bytes,
+        "peak memory by the compiler": measurement.predicted_peak_bytes,
+        "state per device": measurement.state_bytes,
+    }
+    rows += [(what, format_bytes(x)) for what, x in sizes.items() if x is not None]
+    rows += [
+        ("seconds to compile", f"{measurement.compile_seconds:.1f}"),
+        ("loss", f"{measurement.first_loss:.4f} to {measurement.loss:.4f}"),
+    ]
+    return render_table((measurement.name, ""), rows, right=(1,))
+
+
+def result_line(values: Mapping[str, Any]) -> str:
+    """The numbers in the form that a contest reads from a program's output.
+
+    Args:
+        values: Names and JSON values; `dataclasses.asdict` of a `Measurement`.
+
+    Returns:
+        One line, `RESULT {json}`.
+
+    Example:
+        >>> result_line({"loss": 2.5})
+        'RESULT {"loss": 2.5}'
+    """
+    return f"RESULT {json.dumps(dict(values), allow_nan=False)}"
+
+
+def check_losses(losses: Sequence[float]) -> None:
+    """Refuses losses of one repeated batch that were not learnt from.
+
+    Args:
+        losses: One per step, two or more.
+
+    Raises:
+        BenchError: One is not finite, or the last is not below the first.
+
+    Example:
+        >>> check_losses([2.5, 2.0])
+    """
+    if np.isfinite(losses).all() and losses[-1] < losses[0]:
+        return
+    steps = f"in {len(losses)} steps on one batch"
+    problem = f"did not fall from {losses[0]!r} {steps}"
+    remedy = "lower optimizer.peak_learning_rate, or see whether the run trains"
+    raise BenchError(Problem("loss", losses[-1], problem, remedy))
+
+
+def _few_steps(config: Config) -> Config:
+    """The same work per step, with a learning rate that reaches its peak."""
+    optimizer = dataclasses.replace(
+        config.optimizer, schedule="constant", num_warmup_steps=_NUM_STEPS
+    )
+    data = dataclasses.replace(config.data, source="synthetic")
+    return dataclasses.replace(
+        config, num_steps=_NUM_STEPS, optimizer=optimizer, data=data
+    )
+
+
+def _make_batch(run: Run) -> Batch:
+    """This process's rows of one global batch."""
+    sizes = resolve_batch(run.config, run.plan.num_batch_shares)
+    num_rows = sizes.global_batch_size // jax.process_count()
+    first = num_rows * jax.process_index()
+    rows = np.arange(first, first + num_rows)
+    return open_rows(run.config, "train").read(rows)
+
+
+def _take_steps(run: Run, batch: Batch) -> tuple[list[float], list[float], TrainState]:
+    state, seconds, losses = run.state, [], []
+    for _ in range(_NUM_STEPS):
+        start = time.perf_counter()
+        state, metrics = run.step(state, batch)
+        jax.block_until_ready((state, metrics))
+        seconds.append(time.perf_counter() - start)
+        losses.append(float(metrics["loss"]))
+    return seconds, losses, state
+
+
+def _speed(
+    config: Config, devices: Sequence[Device], num_tokens: int, seconds: list[float]
+) -> dict[str, Any]:
+    speed = Spread.of([num_tokens / len(devices) / each for each in seconds])
+    dtype = config.precision.compute_dtype
+    given = config.observe.peak_tflops * 1e12
+    peak = given or flops.peak_flops(devices[0].device_kind, dtype)
+
+    def share(causal_attention: flops.CausalAttention) -> float | None:
+        work = flops.flops_per_token(
+            config.model, config.data.length, causal_attention=causal_attention
+        )
+        return speed.median * work / peak if peak else None
+
+    work = 6 * flops.matmul_params(config.model)
+    return {
+        "tokens_per_second_per_device": speed,
+        "step_seconds": Spread.of(seconds),
+        "model_tflops_per_device": work * speed.median / 1e12,
+        "mfu": share("half"),
+        "mfu_full_attention": share("full"),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

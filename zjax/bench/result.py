@@ -1,0 +1,223 @@
+"""What a comparison found, in the one form of `examples/benchmarks/results/*.json`.
+
+A file holds `id, claim, command, date, device, versions`, then `ours, peer, ratio` (or
+`cases`, a list of these three with a `name` each), then `higher_is_better` and `notes`.
+A side is `name, median, min, max, n, unit`. A ratio is ours over the peer's.
+"""
+
+import dataclasses
+import datetime
+import json
+import math
+import os
+import pathlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from zjax.errors import BenchError, Problem
+
+_ID = re.compile(r"[a-z0-9_]+")
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """One number of a comparison.
+
+    Args:
+        name: Who reached it.
+        median: Of the measurements.
+        min: The least of them.
+        max: The most of them.
+        n: How many there were; 1 for a number that is counted or stated.
+        unit: Of all three.
+    """
+
+    name: str
+    median: int | float
+    min: int | float
+    max: int | float
+    n: int
+    unit: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Two numbers of one kind.
+
+    Args:
+        name: Tells the comparisons of one result apart; empty where there is one.
+        ours: That of zjax.
+        peer: What it is compared with.
+    """
+
+    name: str
+    ours: Side
+    peer: Side
+
+    @property
+    def ratio(self) -> float:
+        """Ours over the peer's."""
+        return self.ours.median / self.peer.median
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What was found for one claim.
+
+    Args:
+        id: Lower-case letters, digits and underscores.
+        claim: One sentence that the ratios support or refute.
+        command: What was typed, from the root of the repository.
+        date: Of the measurement, YYYY-MM-DD.
+        device: Number and kind of the devices.
+        versions: Of the software on both sides.
+        cases: One comparison, or several with names.
+        higher_is_better: Whether a ratio above 1 speaks for zjax.
+        notes: What a reader should know besides.
+    """
+
+    id: str
+    claim: str
+    command: str
+    date: str
+    device: str
+    versions: Mapping[str, str]
+    cases: tuple[Comparison, ...]
+    higher_is_better: bool
+    notes: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The result in the form of the files."""
+        plain = dataclasses.asdict(self)
+        cases = [
+            dataclasses.asdict(case) | {"ratio": case.ratio} for case in self.cases
+        ]
+        found = {"cases": cases}
+        if len(cases) == 1:
+            found = {key: cases[0][key] for key in ("ours", "peer", "ratio")}
+        heading = ("id", "claim", "command", "date", "device", "versions")
+        ending = ("higher_is_better", "notes")
+        return (
+            {name: plain[name] for name in heading}
+            | found
+            | {name: plain[name] for name in ending}
+        )
+
+
+def write_result(
+    result: Result, folder: str | os.PathLike[str], num_devices: int
+) -> pathlib.Path:
+    """Checks a result and writes it.
+
+    Args:
+        result: What was found.
+        folder: Where results lie; made if missing.
+        num_devices: Part of the name, `<id>_x<num_devices>.json`.
+
+    Returns:
+        The file.
+
+    Raises:
+        BenchError: All that is wrong with the result.
+    """
+    problems = list(result_problems(result))
+    if problems:
+        raise BenchError(*problems)
+    path = pathlib.Path(folder) / f"{result.id}_x{num_devices}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result.to_json(), indent=2) + "\n")
+    return path
+
+
+def read_result(path: str | os.PathLike[str]) -> Result:
+    """Reads and checks what `write_result` wrote.
+
+    Args:
+        path: A JSON file.
+
+    Returns:
+        The result.
+
+    Raises:
+        BenchError: It has other keys, or all that is wrong with its numbers.
+    """
+    remedy = "write it anew with `zjax bench --contest=...`"
+    try:
+        given = json.loads(pathlib.Path(path).read_text())
+        cases = given.pop("cases", None)
+        if cases is None:
+            sides = {key: given.pop(key) for key in ("ours", "peer", "ratio")}
+            cases = [{"name": "", **sides}]
+        ratios = [case.pop("ratio") for case in cases]
+        result = Result(**given, cases=tuple(map(_comparison, cases)))
+        problems = list(result_problems(result))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        problem = f"is not a result ({type(error).__name__}: {error})"
+        raise BenchError(Problem("result", str(path), problem, remedy)) from error
+    if not problems:
+        problems = [
+            Problem("ratio", ratio, f"is not ours / peer = {case.ratio!r}", remedy)
+            for ratio, case in zip(ratios, result.cases, strict=True)
+            if ratio != case.ratio
+        ]
+    if problems:
+        raise BenchError(*problems)
+    return result
+
+
+def result_problems(result: Result) -> Iterator[Problem]:
+    """Finds what makes a result unusable.
+
+    Args:
+        result: Of any content.
+
+    Yields:
+        One problem per mistake.
+    """
+    if not _ID.fullmatch(result.id):
+        remedy = "use lower-case letters, digits and underscores"
+        yield Problem("id", result.id, "is not a name for a file", remedy)
+    for field in ("claim", "command", "device"):
+        if not getattr(result, field).strip():
+            yield Problem(field, "", "says nothing", "write one line")
+    try:
+        datetime.date.fromisoformat(result.date)
+    except ValueError:
+        yield Problem("date", result.date, "is not a date", "use YYYY-MM-DD")
+    names = [case.name for case in result.cases]
+    if not names:
+        yield Problem("cases", (), "compares nothing", "give a comparison")
+    if len(names) > 1 and (not all(names) or len(set(names)) < len(names)):
+        problem = "does not tell the comparisons apart"
+        yield Problem("cases", tuple(names), problem, "give each a name of its own")
+    for case in result.cases:
+        yield from _case_problems(case)
+
+
+def _case_problems(case: Comparison) -> Iterator[Problem]:
+    for label, side in (("ours", case.ours), ("peer", case.peer)):
+        field = f"{case.name}.{label}".lstrip(".")
+        numbers = (side.min, side.median, side.max)
+        if not all(math.isfinite(x) and x > 0 for x in numbers):
+            problem = "are not finite numbers above 0"
+            yield Problem(field, numbers, problem, "measure again")
+        elif list(numbers) != sorted(numbers):
+            problem = "are not min <= median <= max"
+            yield Problem(field, numbers, problem, "sort the measurements")
+        if side.n < 1:
+            yield Problem(f"{field}.n", side.n, "is below 1", "measure at least once")
+        for part in ("name", "unit"):
+            if not getattr(side, part):
+                yield Problem(f"{field}.{part}", "", "is missing", "say what it is")
+    if case.ours.unit != case.peer.unit:
+        problem = f"is not that of the peer, {case.peer.unit!r}"
+        remedy = "compare numbers of one kind"
+        field = f"{case.name}.unit".lstrip(".")
+        yield Problem(field, case.ours.unit, problem, remedy)
+
+
+def _comparison(given: Mapping[str, Any]) -> Comparison:
+    return Comparison(
+        name=given["name"], ours=Side(**given["ours"]), peer=Side(**given["peer"])
+    )
