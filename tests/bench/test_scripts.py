@@ -1,0 +1,78 @@
+"""The programs of `examples/benchmarks` that measure zjax in ways of their own."""
+
+import argparse
+import importlib.util
+import json
+import pathlib
+import sys
+
+import pytest
+
+from tests.support import small_run
+from zjax.config import describe_config
+from zjax.observe import flops
+
+FOLDER = pathlib.Path(__file__).parents[2] / "examples" / "benchmarks"
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def largest(monkeypatch):
+    """Finds the largest model of a device on which `deepest` layers have room."""
+    module = load("largest_model")
+
+    def search(guess, deepest):
+        trained = []
+
+        def train(given, num_layers, environment):
+            assert environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.250000"
+            trained.append(num_layers)
+            return {"loss": 1.0} if num_layers <= deepest else None
+
+        monkeypatch.setattr(module, "train", train)
+        monkeypatch.setattr(module, "pool_fraction", lambda gigabytes: gigabytes / 128)
+        monkeypatch.setattr(module, "call", lambda *_: (0, f"a warning\n{guess}\n"))
+        given = argparse.Namespace(pool_gigabytes=32, config="x.py", settings=[])
+        return module.search(given), trained
+
+    return search
+
+
+@pytest.mark.parametrize(
+    ("guess", "trained"), [(11, [11, 12]), (9, [9, 10, 11, 12]), (13, [13, 12, 11])]
+)
+def test_one_layer_more_is_shown_to_fail(largest, guess, trained):
+    found, tried = largest(guess, deepest=11)
+    assert found == {"loss": 1.0, "num_layers": 11, "failed_num_layers": 12}
+    assert tried == trained
+
+
+def test_a_search_that_finds_no_end_says_so(largest):
+    with pytest.raises(SystemExit, match="no end of the search after 8 trials"):
+        largest(5, deepest=99)
+
+
+def test_the_share_of_a_product_is_that_of_its_rate(tmp_path, monkeypatch, capsys):
+    config = small_run.make_config("run")
+    path = tmp_path / "small.gin"
+    path.write_text(describe_config(config))
+    module = load("matmul_share")
+    monkeypatch.setattr(module, "SIZE", 64)
+    monkeypatch.setattr(sys, "argv", ["matmul_share.py", str(path), "num_steps=9"])
+    module.main()
+    line = capsys.readouterr().out.splitlines()[-1]
+    found = json.loads(line.removeprefix("RESULT "))
+    speed = found["tokens_per_second_per_device"]["median"]
+    for name, count in (
+        ("matmul_share", "half"),
+        ("matmul_share_full_attention", "full"),
+    ):
+        work = flops.flops_per_token(config.model, 16, causal_attention=count)
+        share = speed * work / found["matmul_flops"]["median"]
+        assert found[name] == pytest.approx(share)
