@@ -121,7 +121,8 @@ def test_plain_jax_runs(stage):
     found = json.loads(line.removeprefix("RESULT "))
     speed = found["tokens_per_second_per_device"]
     assert speed["min"] <= speed["median"] <= speed["max"]
-    assert (speed["n"], found["num_devices"]) == (10, 8)
+    assert speed["n"] >= 5
+    assert found["num_devices"] == 8
     assert found["loss"] < found["first_loss"]
     tflops = 6 * num_matmul_params(TINY) * speed["median"] / 1e12
     assert found["model_tflops_per_device"] == pytest.approx(tflops)
