@@ -34,34 +34,34 @@ def get_contest():
         plain_jax("plain JAX ZeRO-3", SHAPE, 3),
     )
 
-    def speed(ours, peer, aim):
+    def speed(ours, peer, must, aim):
         metric, unit = "tokens_per_second_per_device", "tokens/s/device"
-        return (Case(ours, peer, metric, unit, must=1.0, aim=aim),)
+        return (Case(ours, peer, metric, unit, must=must, aim=aim),)
 
     def peak(name, ours, peer):
         sides = ((ours,), (peer,))
-        return Case(*sides, "peak_bytes", "bytes", must=1.0, aim=0.95, name=name)
+        return Case(*sides, "peak_bytes", "bytes", must=1.05, aim=0.9, name=name)
 
     rows = (
         Row(
             "zero2_6p7b",
-            "GPT 6.7B: ZeRO-2 is as fast as DeepSpeed's.",
-            speed(OURS[:1], ("DeepSpeed ZeRO-2 compiled",), 1.05),
+            "GPT 6.7B: ZeRO-2 is faster than DeepSpeed's.",
+            speed(OURS[:1], ("DeepSpeed ZeRO-2 compiled",), 1.08, 1.2),
         ),
         Row(
             "zero3_6p7b",
-            "GPT 6.7B: ZeRO-3 is as fast as DeepSpeed's.",
-            speed(OURS[1:], ("DeepSpeed ZeRO-3",), 1.05),
+            "GPT 6.7B: ZeRO-3 is faster than DeepSpeed's.",
+            speed(OURS[1:], ("DeepSpeed ZeRO-3",), 1.15, 1.25),
         ),
         Row(
             "fsdp_6p7b",
             "GPT 6.7B: our best stage is as fast as the better of FSDP2's two modes.",
-            speed(OURS, (KEPT, RESHARDED), 1.05),
+            speed(OURS, (KEPT, RESHARDED), 1.02, 1.1),
         ),
         Row(
             "plain_jax_6p7b",
             "GPT 6.7B: our best stage is no slower than ZeRO written by hand in JAX.",
-            speed(OURS, ("plain JAX ZeRO-2", "plain JAX ZeRO-3"), None),
+            speed(OURS, ("plain JAX ZeRO-2", "plain JAX ZeRO-3"), 1.0, None),
         ),
         Row(
             "peak_memory_6p7b",

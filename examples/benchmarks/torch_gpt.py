@@ -129,10 +129,12 @@ def settle(loss: torch.Tensor) -> float:
 
 
 def time_and_print(
-    given: argparse.Namespace, step: Callable[[], float], packages: tuple[str, ...]
+    given: argparse.Namespace,
+    step: Callable[[], torch.Tensor],
+    packages: tuple[str, ...],
 ) -> None:
     """Times the steps of all processes; the first one prints."""
-    seconds, losses = timing.time_steps(step)
+    seconds, losses = timing.time_steps(step, settle)
     peak = torch.cuda.max_memory_allocated() if IS_CUDA else 0
     most = torch.tensor(peak, device=DEVICE)
     dist.all_reduce(most, dist.ReduceOp.MAX)

@@ -29,7 +29,8 @@ SLOW, QUICK = 100.0, 2.0
 def timed():
     """A measurement by a clock on which compiling and the first steps take long."""
     compiling, warm_up = [SLOW], [SLOW] * measuring.WARM_UP_STEPS
-    lengths = [*compiling, *warm_up, *[QUICK] * (measuring.TIMED_STEPS - 1), 4 * QUICK]
+    quick = [measuring.STEPS_PER_ROUND * QUICK] * (measuring.TIMED_ROUNDS - 1)
+    lengths = [*compiling, *warm_up, *quick, 4 * quick[0]]
     ends = np.cumsum(lengths)
     ticks = iter(
         [t for end, n in zip(ends, lengths, strict=True) for t in (end - n, end)]
@@ -42,7 +43,7 @@ def timed():
 
 def test_the_first_steps_do_not_count(timed):
     speed = timed.tokens_per_second_per_device
-    assert (speed.n, timed.step_seconds.n) == (10, 10)
+    assert (speed.n, timed.step_seconds.n) == (6, 6)
     assert timed.step_seconds.median == QUICK
     assert timed.step_seconds.max == 4 * QUICK
     assert speed.median == speed.max == PER_STEP / 8 / QUICK
@@ -98,7 +99,7 @@ def test_state_is_what_lies_on_a_device(timed):
 
 def test_the_table_shows_the_numbers(timed):
     text = describe_measurement(timed)
-    assert "16 [4 to 16, n=10]" in text
+    assert "16 [4 to 16, n=6]" in text
     assert f"{timed.num_params:,}" in text
     assert "peak memory by the compiler" in text
     assert max(map(len, text.splitlines())) <= 100

@@ -33,8 +33,9 @@ from zjax.train.state import TrainState
 from zjax.typing import Batch, Device
 
 WARM_UP_STEPS = 3
-TIMED_STEPS = 10
-_NUM_STEPS = WARM_UP_STEPS + TIMED_STEPS
+TIMED_ROUNDS = 6
+STEPS_PER_ROUND = 3
+_NUM_STEPS = WARM_UP_STEPS + TIMED_ROUNDS * STEPS_PER_ROUND
 _PACKAGES = ("zjax", "jax", "jaxlib")
 
 
@@ -46,8 +47,9 @@ class Measurement:
         name: What was measured.
         device: Kind of the devices.
         num_devices: How many there are.
-        tokens_per_second_per_device: Over the timed steps.
-        step_seconds: The same, from the call to the last array of the new state.
+        tokens_per_second_per_device: Over the timed rounds.
+        step_seconds: The same, from the first call of a round to the last array of the
+            state after it; as in training, nobody waits for the steps between.
         model_tflops_per_device: 6 N x tokens per second, N without the tables that are
             looked up; attention and recomputation are not counted.
         mfu: Share of the peak of the data sheet, with attention, where the causal half
@@ -123,7 +125,7 @@ def measure(
         name=name,
         device=devices[0].device_kind,
         num_devices=len(devices),
-        **_speed(config, devices, batch["tokens"].size, seconds[WARM_UP_STEPS:]),
+        **_speed(config, devices, batch["tokens"].size, seconds),
         peak_bytes=memory.peak_bytes(run.mesh.local_devices),
         predicted_peak_bytes=memory.predicted_peak_bytes(compiled),
         state_bytes=memory.state_bytes(state, run.mesh.local_devices[0]),
@@ -232,13 +234,15 @@ def _make_batch(run: Run) -> Batch:
 
 def _take_steps(run: Run, batch: Batch) -> tuple[list[float], list[float], TrainState]:
     state, seconds, losses = run.state, [], []
-    for _ in range(_NUM_STEPS):
+    for number in range(WARM_UP_STEPS + TIMED_ROUNDS):
+        num_steps = 1 if number < WARM_UP_STEPS else STEPS_PER_ROUND
         start = time.perf_counter()
-        state, metrics = run.step(state, batch)
-        jax.block_until_ready((state, metrics))
-        seconds.append(time.perf_counter() - start)
-        losses.append(float(metrics["loss"]))
-    return seconds, losses, state
+        for _ in range(num_steps):
+            state, metrics = run.step(state, batch)
+            losses.append(metrics["loss"])
+        jax.block_until_ready((state, losses))
+        seconds.append((time.perf_counter() - start) / num_steps)
+    return seconds[WARM_UP_STEPS:], [float(loss) for loss in losses], state
 
 
 def _speed(
