@@ -98,7 +98,6 @@ class Block(nnx.Module):
         y = self._enter(self.attention_norm, x)
         y, kept = self.attention(y, context.rotation, attend)
         x = self._leave(self.attention_norm, x, y, keys[0])
-        x = remat.mark(x, remat.MIDDLE)
         y = self.mlp(self._enter(self.mlp_norm, x))
         return self._leave(self.mlp_norm, x, y, keys[1]), kept
 
@@ -106,7 +105,7 @@ class Block(nnx.Module):
         return norm(x) if self.norm_position == "pre" else x
 
     def _leave(self, norm, x, y, key):
-        x += layers.dropout(y, self.dropout_rate, key)
+        x = remat.mark(x + layers.dropout(y, self.dropout_rate, key), remat.MIDDLE)
         return x if self.norm_position == "pre" else norm(x)
 
 

@@ -24,7 +24,7 @@ mark = checkpoint_name
 INPUT = "block_input"
 """What enters a block."""
 MIDDLE = "block_middle"
-"""What enters the feed-forward half of a block."""
+"""The stream after each half of a block has added to it."""
 PROJECTIONS = "projections"
 """Queries, keys and values as attention reads them."""
 ATTENTION = "attention"
