@@ -21,24 +21,26 @@ SETTINGS = (
     "model.remat=elementwise",
 )
 
+PEERS = {
+    1: "DeepSpeed ZeRO-1 compiled",
+    2: "DeepSpeed ZeRO-2 compiled",
+    3: "DeepSpeed ZeRO-3",
+}
+KEPT = "FSDP2 parameters kept"
+
 
 def get_contest():
     ours = [
         zjax(f"zjax ZeRO-{s}", "configs/gpt2_1p5b.py", *SETTINGS, f"zero.stage={s}")
         for s in STAGES
     ]
+    # Compiling its blocks makes DeepSpeed faster at stages 1 and 2, and slower at 3.
     theirs = [
-        contestant
-        for s in STAGES
-        for contestant in (
-            deepspeed(f"DeepSpeed ZeRO-{s}", SHAPE, s, "none"),
-            deepspeed(f"DeepSpeed ZeRO-{s} compiled", SHAPE, s, "blocks_and_loss"),
-        )
+        deepspeed(PEERS[1], SHAPE, 1, "blocks_and_loss"),
+        deepspeed(PEERS[2], SHAPE, 2, "blocks_and_loss"),
+        deepspeed(PEERS[3], SHAPE, 3, "none"),
     ]
-    fsdp2 = [
-        fsdp("FSDP2 parameters kept", SHAPE, reshard=False),
-        fsdp("FSDP2 resharded", SHAPE, reshard=True),
-    ]
+    fsdp2 = [fsdp(KEPT, SHAPE, reshard=False)]
     plain = [plain_jax(f"plain JAX ZeRO-{s}", SHAPE, s) for s in (2, 3)]
 
     def row(id, claim, ours, peer, must, aim):
@@ -48,9 +50,9 @@ def get_contest():
     stages = [
         row(
             f"zero{s}_1p5b",
-            f"GPT 1.5B: ZeRO-{s} is faster than DeepSpeed's, compiled or not.",
+            f"GPT 1.5B: ZeRO-{s} is faster than DeepSpeed's.",
             (f"zjax ZeRO-{s}",),
-            (f"DeepSpeed ZeRO-{s}", f"DeepSpeed ZeRO-{s} compiled"),
+            (PEERS[s],),
             1.3 if s == 3 else 1.05,
             1.5 if s == 3 else 1.15,
         )
@@ -61,9 +63,9 @@ def get_contest():
         *stages,
         row(
             "fsdp_1p5b",
-            "GPT 1.5B: our best stage is as fast as the better of FSDP2's two modes.",
-            best,
-            tuple(contestant.name for contestant in fsdp2),
+            "GPT 1.5B: ZeRO-2 or 3 is as fast as FSDP2 with its parameters kept.",
+            best[1:],
+            (KEPT,),
             1.0,
             1.1,
         ),
