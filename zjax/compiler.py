@@ -92,11 +92,8 @@ def use_program_cache() -> pathlib.Path | None:
     Returns:
         The directory, or None if it is off.
     """
-    if (
-        "JAX_COMPILATION_CACHE_DIR" in os.environ
-        or jax.config.jax_compilation_cache_dir
-    ):
-        chosen = jax.config.jax_compilation_cache_dir
+    chosen = jax.config.read("jax_compilation_cache_dir")
+    if chosen or "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return pathlib.Path(chosen) if chosen else None
     home = pathlib.Path(
         os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache")
