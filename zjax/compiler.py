@@ -92,7 +92,7 @@ def use_program_cache() -> pathlib.Path | None:
     Returns:
         The directory, or None if it is off.
     """
-    chosen = jax.config.read("jax_compilation_cache_dir")
+    chosen: str | None = jax.config.values.get("jax_compilation_cache_dir")
     if chosen or "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return pathlib.Path(chosen) if chosen else None
     home = pathlib.Path(
