@@ -15,6 +15,7 @@ from absl import logging
 
 from zjax.config.schema import Config
 from zjax.errors import ConfigError, Problem
+from zjax.sharding.memory import num_zero_shares
 from zjax.sharding.placement import dtype_bytes
 from zjax.sharding.plan import Plan
 
@@ -84,10 +85,14 @@ def parse_options(pairs: tuple[str, ...]) -> Options:
     return options
 
 
-def use_program_cache() -> pathlib.Path | None:
+def use_program_cache(shared: str = "") -> pathlib.Path | None:
     """Keeps compiled programs on disk, so that a restart does not compile again.
 
     A directory chosen by `jax_compilation_cache_dir` stays; an empty one turns it off.
+
+    Args:
+        shared: Folder that all processes of a run see; empty for a run of one process,
+            whose programs are kept in the user's cache.
 
     Returns:
         The directory, or None if it is off.
@@ -95,12 +100,10 @@ def use_program_cache() -> pathlib.Path | None:
     chosen: str | None = jax.config.values.get("jax_compilation_cache_dir")
     if chosen or "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return pathlib.Path(chosen) if chosen else None
-    home = pathlib.Path(
-        os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache")
-    )
-    folder = home / "zjax" / "programs"
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    return folder
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = pathlib.Path(shared) if shared else pathlib.Path(home) / "zjax"
+    jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))
+    return folder / "programs"
 
 
 def _gpu_options(config: Config, plan: Plan) -> Options:
@@ -112,7 +115,7 @@ def _gpu_options(config: Config, plan: Plan) -> Options:
     if plan.num_batch_shares > 1:
         whole = max(MIN_COMBINED_BYTES, layer_bytes(plan))
         # A reduce-scatter is measured by what it leaves on a device.
-        scattered = max(MIN_COMBINED_BYTES, layer_bytes(plan) // plan.num_batch_shares)
+        scattered = max(MIN_COMBINED_BYTES, layer_bytes(plan) // num_zero_shares(plan))
         sizes = {"all_gather": whole, "all_reduce": whole, "reduce_scatter": scattered}
         for collective, size in sizes.items():
             options[f"xla_gpu_{collective}_combine_threshold_bytes"] = str(size)
@@ -124,7 +127,7 @@ def _gpu_options(config: Config, plan: Plan) -> Options:
 
 
 def layer_bytes(plan: Plan) -> int:
-    """Bytes of the parameters of the largest layer, as they are gathered.
+    """Bytes of the parameters of the largest layer, or stack of layers, once gathered.
 
     Args:
         plan: Its parameters in use; layers are the numbered parts under `blocks`.

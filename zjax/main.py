@@ -105,7 +105,8 @@ def train() -> None:
     """Trains as the config says, alone or with the other processes of the run."""
     config = config_flags.config_from_flags()
     with meet(config) as info:
-        cache = use_program_cache()
+        several = info.num_processes > 1
+        cache = use_program_cache(config.directory if several else "")
         trainer = Trainer(config)
         if info.process_id == 0:
             print(f"compiled programs: {cache or 'not kept'}")

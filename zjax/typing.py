@@ -107,7 +107,9 @@ class Model:
     """The same values as `init`, for models of many equal layers."""
     separable: bool = False
     """Whether the loss is the weighted mean of losses of single rows, is 0 without
-    weight, and uses no key and no model state: devices then differentiate alone."""
+    weight, and uses no key and no model state: devices then differentiate alone. At
+    ZeRO stage 3 its parameters are fetched whole, so it must not loop over stacked
+    layers."""
     keeps: Callable[..., bool] | None = None
     """What the backward pass keeps besides parameters, as a policy of `jax.checkpoint`;
     None keeps what is dear to compute."""

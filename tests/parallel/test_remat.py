@@ -81,3 +81,17 @@ def test_softmax_sums_of_cudnn_are_kept():
     kernel = cudnn._dot_product_attention_fwd_p_wrapper
     assert remat.keeps("attention_and_mlp")(kernel)
     assert not remat.keeps("full")(kernel)
+
+
+def test_views_of_parameters_are_not_kept():
+    """Fails if a matrix cut in three stays whole from forward to backward pass."""
+
+    def project(fused, x):
+        return sum(jnp.tanh(x @ part).sum() for part in jnp.split(fused, 3, axis=1))
+
+    wrapped = jax.checkpoint(project, policy=remat.keeps("none"))
+    fused, x = jnp.ones((WIDTH, 3 * HIDDEN)), jnp.ones((TOKENS, WIDTH))
+    backward = jax.eval_shape(lambda w, x: jax.vjp(wrapped, w, x)[1], fused, x)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(backward)]
+    assert (WIDTH, HIDDEN) not in shapes
+    assert shapes.count((TOKENS, HIDDEN)) == 3

@@ -1,7 +1,6 @@
 """Shards of a plan inside `jax.shard_map`: gathered whole, summed back to shards."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,25 +80,24 @@ def reduce(x: jax.Array, row: Row, axes: Sequence[str]) -> jax.Array:
     return jax.lax.psum(total, tuple(rest)) if rest else total
 
 
-def fetch(shard: jax.Array, row: Row, axes: Sequence[str], dtype: Any) -> jax.Array:
-    """Casts and gathers a parameter; its gradient is reduced to the shard at once.
+def fetch(shard: jax.Array, row: Row, axes: Sequence[str]) -> jax.Array:
+    """Gathers a parameter; its gradient is reduced to the shard at once.
 
     Args:
-        shard: This device's part of the master parameter.
+        shard: This device's part of the stored parameter.
         row: Its place.
         axes: Mesh axes that `shard_map` maps.
-        dtype: Of the result, and in which gradients are added.
 
     Returns:
         The parameter in its logical shape. The gradient of `shard` is the sum over
-        devices, in the dtype of `shard`.
+        devices.
     """
 
     def forward(shard: jax.Array) -> jax.Array:
-        return gather(shard.astype(dtype), row, axes)
+        return gather(shard, row, axes)
 
     def backward(_: None, grad: jax.Array) -> tuple[jax.Array]:
-        return (reduce(grad, row, axes).astype(shard.dtype),)
+        return (reduce(grad, row, axes),)
 
     # The rule does not call `fetched`: policies of `jax.checkpoint` look inside it.
     fetched = jax.custom_vjp(forward)

@@ -206,7 +206,8 @@ def transform(
 
     keys = _layer_keys(key, config.num_layers, config.layers_per_scan)
     stacked = config.layers_per_scan > 0
-    return run_blocks(step, blocks, x, keys, stacked=stacked)[0]
+    x, _ = run_blocks(step, blocks, x, keys, stacked=stacked)
+    return remat.mark(x, remat.INPUT)
 
 
 def _layer_keys(key, num_layers, layers_per_scan):

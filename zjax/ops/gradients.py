@@ -13,7 +13,7 @@ def store_gradient(x: jax.Array) -> jax.Array:
         x: Any array.
 
     Returns:
-        The same array.
+        The same array. Forward-mode differentiation is not defined.
 
     Example:
         >>> float(jax.grad(lambda x: 3.0 * store_gradient(x))(1.0))

@@ -38,7 +38,7 @@ KEPT = {
     "dots": (INPUT,),
     "full": (INPUT,),
 }
-"""The names that each policy keeps; `none` leaves it to the compiler."""
+"""The names that each policy keeps; `none` names nothing."""
 
 
 def recompute(
@@ -46,7 +46,8 @@ def recompute(
 ) -> Callable[..., Any]:
     """Wraps a block so that its backward pass keeps only what the policy names.
 
-    - `none` keeps everything, or what the compiler would rather not compute again;
+    - `none` keeps everything, or what the compiler would rather not compute again; at
+      ZeRO stage 3, what is dear to compute;
     - `elementwise` computes norms and activation functions again;
     - `attention_and_mlp` also computes the projections again;
     - `dots` keeps what multiplications by weights return and computes the rest again;
@@ -104,11 +105,12 @@ def keeps(policy: Policy) -> Keeps:
 
 
 _CHEAP = frozenset(
-    """abs add all_gather and broadcast_in_dim ceil clamp concatenate copy cos div eq
-    convert_element_type erf exp exp2 expm1 floor ge gt integer_pow iota is_finite le
-    log log1p logistic lt max min mul ne neg not or pad pow reduce_max reduce_min
-    reduce_precision reduce_sum reshape round rsqrt select_n sign sin slice sqrt square
-    squeeze stop_gradient sub tanh transpose""".split()
+    """abs add all_gather and broadcast_in_dim ceil clamp concatenate
+    convert_element_type copy cos div dynamic_slice eq erf exp exp2 expm1 floor ge
+    gt integer_pow iota is_finite le log log1p logistic lt max min mul ne neg not or
+    pad pow reduce_max reduce_min reduce_precision reduce_sum reshape rev round
+    rsqrt select_n sign sin slice split sqrt square squeeze stop_gradient sub tanh
+    transpose""".split()
 )
 """What costs no more than to read its operands, and the gathering of parameters."""
 

@@ -1,7 +1,7 @@
 """Gradients of the weighted mean loss over a global batch, seen as one.
 
 The compiler adds over the devices: right for every loss, also for one that couples the
-rows of a batch. `zjax.train.shares` does it by hand for losses that do not.
+rows of a batch. `zjax.train.shares` adds by hand.
 """
 
 from collections.abc import Callable

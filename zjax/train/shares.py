@@ -1,13 +1,16 @@
-"""Gradients of a separable loss: every device its own rows, then added by hand.
+"""Gradients where every device differentiates its own rows, then added by hand.
 
-The communication is that of the ZeRO paper and nothing else. Per optimizer step, in
-units of the parameters, in the compute dtype:
+This is for separable losses, and for any where `precision.reduce_dtype` asks for
+float32. The communication is that of the ZeRO paper and nothing else: per optimizer
+step, in units of the parameters,
 
     stage   gathers              reductions
       0     none                 1 all-reduce
       1     1                    1 reduce-scatter
       2     1                    1 reduce-scatter per microbatch
       3     2 per microbatch     1 reduce-scatter per microbatch
+
+gathers in the compute dtype and reductions in that or, if asked, in float32.
 
 Reference: ZeRO, arXiv:1910.02054, section 7.
 """
@@ -111,7 +114,8 @@ class _Share:
         scale: Any,
     ) -> tuple[Params, Loss]:
         batch = microbatches.cast_batch(batch, compute_dtype(self.plan))
-        params = master if self.refetches else self.fetch(master)
+        params = microbatches.cast_like(master, self.plan.compute)
+        params = params if self.refetches else self.fetch(params)
 
         def one(
             state: ModelState, microbatch: Batch, key: jax.Array
@@ -136,8 +140,9 @@ class _Share:
         def share_of_mean(params: Params) -> tuple[jax.Array, Any]:
             whole = self.fetch(params) if self.refetches else params
             result = self.model.loss(whole, state, batch, key)
-            total = jax.lax.psum(result.weight, self.axes)
-            part = result.weight / jnp.where(total == 0, 1, total)
+            weight = jax.lax.stop_gradient(result.weight)
+            total = jax.lax.psum(weight, self.axes)
+            part = weight / jnp.where(total == 0, 1, total)
             return result.value * part * scale, (result, part, total)
 
         if self.refetches:
@@ -153,7 +158,8 @@ class _Share:
 
     def mean(self, result: Loss, part: jax.Array, total: jax.Array) -> Loss:
         def over_devices(x: jax.Array) -> jax.Array:
-            return jax.lax.psum(microbatches.scaled(x, part), self.axes)
+            wide = jnp.asarray(x, jnp.float32)
+            return jax.lax.psum(microbatches.scaled(wide, part), self.axes)
 
         def average(x: jax.Array) -> jax.Array:
             return shards.mean_over(x, self.axes)
@@ -162,11 +168,11 @@ class _Share:
         metrics = jax.tree.map(over_devices, result.metrics)
         return Loss(value, total, jax.tree.map(average, result.model_state), metrics)
 
-    def fetch(self, master: Params) -> Params:
-        def one(x: jax.Array, row: Any, compute: Any) -> jax.Array:
-            return shards.fetch(x, row, self.axes, compute.dtype)
+    def fetch(self, params: Params) -> Params:
+        def one(x: jax.Array, row: Any) -> jax.Array:
+            return shards.fetch(x, row, self.axes)
 
-        return jax.tree.map(one, master, self.plan.master, self.plan.compute)
+        return jax.tree.map(one, params, self.plan.master)
 
     def reduce(self, grads: Params) -> Params:
         def one(x: jax.Array, row: Any) -> jax.Array:
