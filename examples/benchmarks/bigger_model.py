@@ -28,7 +28,7 @@ def get_contest():
         peer=(WHOLE,),
         metric="num_params",
         unit="parameters",
-        must=1.0,
+        must=3.0,
     )
     row = Row(
         "bigger_model",

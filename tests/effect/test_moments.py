@@ -32,17 +32,6 @@ def make_run(dtype, stage, *, name="adamw", model=None, **settings):
     return runs.make_small_run(tx, stage, model=model, optimizer=optimizer, **settings)
 
 
-def held_bytes(tree):
-    """Bytes on the first device, by the arrays themselves."""
-    device = jax.devices()[0]
-    return sum(
-        shard.data.nbytes
-        for leaf in jax.tree.leaves(tree)
-        for shard in leaf.addressable_shards
-        if shard.device == device
-    )
-
-
 @each_stage
 def test_every_dtype_takes_the_bytes_it_promises(stage):
     """Fails if moments stay wide, or rest whole, or their scales do."""
@@ -58,7 +47,7 @@ def test_every_dtype_takes_the_bytes_it_promises(stage):
     for dtype, expected in moments.items():
         run = make_run(dtype, stage)
         counters = 2 if dtype == "float32" else 3
-        assert held_bytes(run.state.opt_state) == expected + 4 * counters
+        assert runs.held_bytes(run.state.opt_state) == expected + 4 * counters
         assert memory.tree_bytes(run.plan.opt_state) == expected + 4 * counters
 
 

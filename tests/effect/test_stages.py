@@ -16,17 +16,6 @@ PSI = 2 * models.WIDTH * models.HIDDEN + 7
 PADDED = PSI + 1  # the bias of 7 is stored as 8
 
 
-def held_bytes(tree):
-    """Bytes on the first device, by the arrays themselves."""
-    device = jax.devices()[0]
-    return sum(
-        shard.data.nbytes
-        for leaf in jax.tree.leaves(tree)
-        for shard in leaf.addressable_shards
-        if shard.device == device
-    )
-
-
 @pytest.mark.parametrize(
     ("stage", "compute", "grad_sum", "kept"),
     [
@@ -42,10 +31,12 @@ def test_stage_keeps_the_share_it_promises(stage, compute, grad_sum, kept):
     _, state = runs.train(run, 2)
     assert memory.tree_bytes(run.plan.compute) == compute
     assert memory.tree_bytes(run.plan.grad_sum) == grad_sum
-    assert held_bytes(state.master) == memory.tree_bytes(run.plan.master) == 4 * kept
+    assert (
+        runs.held_bytes(state.master) == memory.tree_bytes(run.plan.master) == 4 * kept
+    )
     moments = state.opt_state[0]
-    assert held_bytes((moments.mu, moments.nu)) == 8 * kept
-    assert held_bytes(state) == 12 * kept + 3 * 4  # two counters and Adam's
+    assert runs.held_bytes((moments.mu, moments.nu)) == 8 * kept
+    assert runs.held_bytes(state) == 12 * kept + 3 * 4  # two counters and Adam's
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -55,7 +46,7 @@ def test_gradients_leave_their_program_as_planned(stage):
     batch = run.step.place_batch(models.make_batch())
     grads, _ = run.step.programs["gradients"](run.state, batch)
     expected = 2 * 4 * models.WIDTH * models.HIDDEN // (N if stage >= 2 else 1)
-    assert held_bytes({name: grads[name] for name in ("up", "down")}) == expected
+    assert runs.held_bytes({name: grads[name] for name in ("up", "down")}) == expected
 
 
 def layered_model(num_layers=8, width=256):
@@ -116,7 +107,7 @@ def test_hybrid_sharding_splits_within_a_replica_and_copies_across():
     mesh = schema.Mesh(replica=2, data=4)
     run = runs.make_small_run(optax.adam(1e-2), 3, mesh=mesh)
     up = run.state.master["up"]
-    assert held_bytes(up) == up.nbytes // 4
+    assert runs.held_bytes(up) == up.nbytes // 4
     losses, _ = runs.train(run, 3)
     alone, _ = runs.train(runs.make_small_run(optax.adam(1e-2), 0, num_devices=1), 3)
     np.testing.assert_allclose(losses, alone, rtol=1e-5)
@@ -128,7 +119,7 @@ def test_state_is_donated(stage):
     run = runs.make_small_run(optax.adam(1e-3), stage, model=layered_model())
     batch = {"x": jax.ShapeDtypeStruct((64, 256), jnp.float32)}
     analysis = run.step.compile(batch).memory_analysis()
-    assert analysis.alias_size_in_bytes >= held_bytes(run.state)
+    assert analysis.alias_size_in_bytes >= runs.held_bytes(run.state)
     state = run.state
     run.step(state, {"x": np.ones((64, 256), np.float32)})
     assert state.master["w"].is_deleted()

@@ -42,3 +42,14 @@ def train(run, num_steps, *, first=0, state=None):
         state, metrics = run.step(state, models.make_batch(step))
         losses.append(float(metrics["loss"]))
     return np.array(losses), state
+
+
+def held_bytes(tree):
+    """Bytes on the first device, by the arrays themselves."""
+    device = jax.devices()[0]
+    return sum(
+        shard.data.nbytes
+        for leaf in jax.tree.leaves(tree)
+        for shard in leaf.addressable_shards
+        if shard.device == device
+    )
