@@ -1,6 +1,6 @@
 """How every peer is timed, and the line that it prints: the same as `zjax bench`.
 
-Three steps to warm up, then six timed rounds of three steps, each round from its first
+Three steps to warm up, then five timed rounds of eight steps, each round from its first
 call until the device is done, as in training, where nobody waits for every step. All on
 one repeated batch, so that the loss must fall.
 """
@@ -17,8 +17,8 @@ from typing import Any
 from shape import Shape
 
 WARM_UP_STEPS = 3
-TIMED_ROUNDS = 6
-STEPS_PER_ROUND = 3
+TIMED_ROUNDS = 5
+STEPS_PER_ROUND = 8
 
 
 def time_steps(

@@ -33,8 +33,8 @@ from zjax.train.state import TrainState
 from zjax.typing import Batch, Device
 
 WARM_UP_STEPS = 3
-TIMED_ROUNDS = 6
-STEPS_PER_ROUND = 3
+TIMED_ROUNDS = 5
+STEPS_PER_ROUND = 8
 _NUM_STEPS = WARM_UP_STEPS + TIMED_ROUNDS * STEPS_PER_ROUND
 _PACKAGES = ("zjax", "jax", "jaxlib")
 
