@@ -43,7 +43,7 @@ def timed():
 
 def test_the_first_steps_do_not_count(timed):
     speed = timed.tokens_per_second_per_device
-    assert (speed.n, timed.step_seconds.n) == (6, 6)
+    assert (speed.n, timed.step_seconds.n) == (5, 5)
     assert timed.step_seconds.median == QUICK
     assert timed.step_seconds.max == 4 * QUICK
     assert speed.median == speed.max == PER_STEP / 8 / QUICK
@@ -99,7 +99,7 @@ def test_state_is_what_lies_on_a_device(timed):
 
 def test_the_table_shows_the_numbers(timed):
     text = describe_measurement(timed)
-    assert "16 [4 to 16, n=6]" in text
+    assert "16 [4 to 16, n=5]" in text
     assert f"{timed.num_params:,}" in text
     assert "peak memory by the compiler" in text
     assert max(map(len, text.splitlines())) <= 100
