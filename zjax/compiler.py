@@ -111,6 +111,8 @@ def _gpu_options(config: Config, plan: Plan) -> Options:
         "xla_gpu_enable_latency_hiding_scheduler": True,
         # cuBLAS is as fast, and adds biases in the same pass.
         "xla_gpu_enable_triton_gemm": False,
+        # Products of the same input, once merged, cannot add their biases.
+        "xla_gpu_dot_merger_threshold_mb": "0",
     }
     if plan.num_batch_shares > 1:
         whole = max(MIN_COMBINED_BYTES, layer_bytes(plan))

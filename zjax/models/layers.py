@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from zjax.config import schema
 from zjax.ops import float8, norm, rotary
-from zjax.ops.gradients import store_gradient
+from zjax.ops.storing import store, store_gradient
 from zjax.parallel import remat
 from zjax.sharding import mesh as meshes
 
@@ -121,6 +121,8 @@ class Linear(nnx.Module):
         outputs: The dims that replace them.
         std: Standard deviation of the initial kernel.
         use_bias: Whether to add a bias, which starts at zero.
+        fuse_bias: Whether the product is to add the bias itself. That pays before a
+            kernel that cannot; elsewhere whatever reads the output adds it for nothing.
         matmul_dtype: Dtype in which input and kernel are multiplied.
         rngs: Source of the initial values.
     """
@@ -132,27 +134,43 @@ class Linear(nnx.Module):
         *,
         std: float = INIT_STD,
         use_bias: bool,
+        fuse_bias: bool = False,
         matmul_dtype: MatmulDtype = "compute",
         rngs: nnx.Rngs,
     ):
         self.num_inputs = len(inputs)
+        self.fuse_bias = fuse_bias
         self.matmul_dtype: MatmulDtype = matmul_dtype
         self.kernel = make_param(inputs + outputs, make_normal(rngs.params(), std))
         self.bias = make_param(outputs, jnp.zeros) if use_bias else None
 
-    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Multiplies the last dims of `x`, whose first is the batch, by the kernel."""
+    def __call__(self, x: Float[Array, "..."], name: str = "") -> Float[Array, "..."]:
+        """Multiplies the last dims of `x`, whose first is the batch, by the kernel.
+
+        Args:
+            x: Activations.
+            name: Marks the product, before the bias, for the policies of `remat`.
+
+        Returns:
+            Activations with the dims of the output.
+        """
         kernel = self.kernel[...]
-        if self.matmul_dtype == "float8":
-            num_shares = num_batch_shares(x.shape[0])
-            y = float8.dot(x, kernel, self.num_inputs, num_shares=num_shares)
-        else:
-            y = jnp.tensordot(x, kernel, axes=self.num_inputs)
-        if self.bias is None:
-            return y
-        bias = self.bias[...]
-        y += bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
-        return store_gradient(y)
+        inputs = kernel.shape[: self.num_inputs]
+        # A product can add a bias only where its output dims are one.
+        y = self._multiply(x, kernel.reshape(*inputs, -1))
+        if not self.fuse_bias:
+            y = remat.mark(store(y), name) if name else store(y)
+        if self.bias is not None:
+            bias = self.bias[...].reshape(*[1] * (y.ndim - 1), -1)
+            y = store_gradient(y + bias)
+        y = store(y) if self.fuse_bias else y
+        return y.reshape(*y.shape[:-1], *kernel.shape[self.num_inputs :])
+
+    def _multiply(self, x, kernel):
+        if self.matmul_dtype == "compute":
+            return jnp.tensordot(x, kernel, axes=self.num_inputs)
+        num_shares = num_batch_shares(x.shape[0])
+        return float8.dot(x, kernel, self.num_inputs, num_shares=num_shares)
 
 
 class Norm(nnx.Module):
@@ -200,9 +218,9 @@ class Attention(nnx.Module):
         linear = functools.partial(
             Linear, use_bias=config.use_bias, matmul_dtype=matmul_dtype, rngs=rngs
         )
-        self.query = linear(embed, heads)
-        self.key = linear(embed, kv_heads)
-        self.value = linear(embed, kv_heads)
+        self.query = linear(embed, heads, fuse_bias=True)
+        self.key = linear(embed, kv_heads, fuse_bias=True)
+        self.value = linear(embed, kv_heads, fuse_bias=True)
         self.out = linear(heads, embed, std=out_std)
 
     def __call__(
@@ -253,8 +271,8 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x: Float[Array, "B L M"]) -> Float[Array, "B L M"]:
         """Transforms each token."""
-        up = remat.mark(self.up(x), remat.MLP)
+        up = self.up(x, remat.MLP)
         if self.gate is None:
             return self.down(jax.nn.gelu(up, approximate=True))
-        gate = remat.mark(self.gate(x), remat.MLP)
+        gate = self.gate(x, remat.MLP)
         return self.down(jax.nn.silu(gate) * up)
