@@ -36,6 +36,7 @@ def get_contest():
         (case,),
         notes="1 x 1024 tokens per device, blocks recomputed; with one layer more, "
         "either ran out of memory",
+        by_devices=False,
     )
     contestants = (search(WHOLE, 0), search(SPLIT, 3))
     return Contest("Largest GPT of width 2560 in 32 GB", contestants, (row,))

@@ -71,6 +71,7 @@ def get_contest():
                 peak("ZeRO-3 and resharded", OURS[1], RESHARDED),
             ),
             higher_is_better=False,
+            by_devices=False,
         ),
     )
     return Contest("GPT 6.7B, 2 x 4096 tokens per device", contestants, rows)

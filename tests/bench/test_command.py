@@ -56,7 +56,7 @@ def test_a_contest_reads_what_a_measurement_prints(folder):
     assert found["device"] == "8 x cpu"
     assert found["ratio"] == found["ours"]["median"] / found["peer"]["median"]
     assert found["ratio"] == pytest.approx(1, rel=0.05)
-    assert "[close](results/close_x8.json)" in (folder / "BENCHMARKS.md").read_text()
+    assert "[close_x8](results/close_x8.json)" in (folder / "BENCHMARKS.md").read_text()
     assert (folder / "results" / "contest_x8.png").stat().st_size > 5_000
     log = (folder / "out" / "contest_x8.log").read_text()
     assert log.count("tokens/s per device") == 1

@@ -1,5 +1,6 @@
 """A contest of programs that print their numbers: files, table, picture, failures."""
 
+import dataclasses
 import datetime
 import json
 import os
@@ -56,7 +57,7 @@ def test_a_result_is_exact(ground):
     ground.hold([ours, peer], [row])
     unit = "tokens/s/device"
     assert ground.read("speed_x2.json") == {
-        "id": "speed",
+        "id": "speed_x2",
         "claim": "claim speed",
         "command": "zjax bench --contest=bench/toy.py --rows=speed",
         "date": TODAY,
@@ -111,14 +112,14 @@ def test_the_table_shows_wins_and_losses_by_id(ground, capsys):
     slow = "theirs: 20 [19 to 21, n=5] tokens/s/device"
     asked, note = "asked at least 1", "a note"
     assert lines == [
-        f"| [a_loss](bench/results/a_loss_x2.json) | claim a_loss | {slow} | {fast} | "
-        f"**0.667** (behind) | {where} | {asked} | {command}a_loss` |",
-        f"| [b_win](bench/results/b_win_x2.json) | claim b_win | {fast} | {slow} | "
+        f"| [a_loss_x2](bench/results/a_loss_x2.json) | claim a_loss | {slow} | "
+        f"{fast} | **0.667** (behind) | {where} | {asked} | {command}a_loss` |",
+        f"| [b_win_x2](bench/results/b_win_x2.json) | claim b_win | {fast} | {slow} | "
         f"**1.500** (ahead) | {where} | {asked} | {command}b_win` |",
-        "| [c_memory](bench/results/c_memory_x2.json): same | two \\| cases | "
+        "| [c_memory_x2](bench/results/c_memory_x2.json): same | two \\| cases | "
         f"ours: 8 B | theirs: 8 B | **1.000** (equal) | {where} | {note} | "
         f"{command}c_memory` |",
-        "| [c_memory](bench/results/c_memory_x2.json): bar | two \\| cases | "
+        "| [c_memory_x2](bench/results/c_memory_x2.json): bar | two \\| cases | "
         f"ours: 8 B | x: 16.00 GB | **0.000** (ahead) | {where} | {note} | "
         f"{command}c_memory` |",
     ]
@@ -185,13 +186,22 @@ def test_one_that_fails_is_told_and_ends_no_other(
         speed_row("both", ("ours",), ("broken", "theirs"), must=1.0),
     ]
     (found,) = ground.hold(everyone, rows)
-    assert found.id == "both"
+    assert found.id == "both_x2"
     assert found.cases[0].peer.name == "theirs"
     assert found.notes == f"asked at least 1; broken: {failure}"
     out = capsys.readouterr().out
     assert "  | so far\n" in out
     assert f"alone is not judged: broken: {failure}\n" in out
     assert [path.name for path in ground.results.glob("*.json")] == ["both_x2.json"]
+
+
+def test_a_row_of_any_number_of_devices_has_one_result(ground):
+    row = dataclasses.replace(
+        speed_row("shares", ("ours",), ("ours",)), by_devices=False
+    )
+    (found,) = ground.hold([runner("ours", 30.0)], [row])
+    assert found.id == "shares"
+    assert ground.read("shares.json")["device"] == "2 x toy"
 
 
 def test_a_program_that_does_not_exist_is_told(ground):
@@ -235,7 +245,7 @@ def test_parts_are_judged_from_their_records(ground, capsys):
         speed_row("speed", ("ours",), ("theirs",)),
         speed_row("own", ("ours",), ("ours",)),
     ]
-    assert [r.id for r in ground.hold(pair, rows, only=("ours",))] == ["own"]
+    assert [r.id for r in ground.hold(pair, rows, only=("ours",))] == ["own_x2"]
     assert "speed is not judged: not measured: theirs\n" in capsys.readouterr().out
     os.rename("out/toy_x2.jsonl", "first.jsonl")
     ground.hold(pair, rows, only=("theirs",))

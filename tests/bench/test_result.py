@@ -41,8 +41,8 @@ def result(*cases, **changes):
 @pytest.mark.parametrize("cases", [(ONE,), (("a", OURS, PEER), ("b", PEER, OURS))])
 def test_what_is_written_is_read(tmp_path, cases):
     written = result(*cases)
-    path = write_result(written, tmp_path / "new", 8)
-    assert path.name == "speed_1p5b_x8.json"
+    path = write_result(written, tmp_path / "new")
+    assert path.name == "speed_1p5b.json"
     assert read_result(path) == written
 
 
@@ -88,7 +88,7 @@ def test_what_is_written_is_read(tmp_path, cases):
 )
 def test_what_means_nothing_is_not_written(tmp_path, wrong, message):
     with pytest.raises(BenchError) as error:
-        write_result(wrong, tmp_path, 8)
+        write_result(wrong, tmp_path)
     assert str(error.value) == message
     assert list(tmp_path.iterdir()) == []
 
@@ -104,7 +104,7 @@ def test_what_means_nothing_is_not_written(tmp_path, wrong, message):
     ],
 )
 def test_what_was_changed_by_hand_is_not_read(tmp_path, change, message):
-    path = write_result(RESULT, tmp_path, 8)
+    path = write_result(RESULT, tmp_path)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(BenchError) as error:
         read_result(path)
@@ -122,12 +122,13 @@ def test_rows_are_sorted_by_id_and_devices(tmp_path):
     table = tmp_path / "B.md"
     shutil.copy(ROOT / "BENCHMARKS.md", table)
     for devices in (8, 2, 16):
-        write_result(RESULT, tmp_path / "r", devices)
-    write_result(dataclasses.replace(RESULT, id="a"), tmp_path / "r", 4)
+        named = dataclasses.replace(RESULT, id=f"speed_1p5b_x{devices}")
+        write_result(named, tmp_path / "r")
+    write_result(dataclasses.replace(RESULT, id="a"), tmp_path / "r")
     update_table(table, tmp_path / "r")
     lines = [line for line in table.read_text().splitlines() if line.startswith("| [")]
     files = [line.partition("](r/")[2].partition(".json)")[0] for line in lines]
-    ids = ["a_x4", "speed_1p5b_x2", "speed_1p5b_x8", "speed_1p5b_x16"]
+    ids = ["a", "speed_1p5b_x2", "speed_1p5b_x8", "speed_1p5b_x16"]
     assert files == ids
 
 

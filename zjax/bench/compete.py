@@ -78,7 +78,7 @@ def compete(
             continue
         command = f"zjax bench --contest={path} --rows={row.id}"
         result = make_result(row, records, command=command)
-        write_result(result, folder, machine.num_devices)
+        write_result(result, folder)
         results.append(result)
         lines += _summary(row, result)
     name = f"{pathlib.Path(path).stem}_x{machine.num_devices}"

@@ -88,11 +88,13 @@ class Row:
     """One claim, which becomes one result.
 
     Args:
-        id: Name of its file; lower-case letters, digits and underscores.
+        id: Lower-case letters, digits and underscores.
         claim: One sentence.
         cases: One comparison or more.
         higher_is_better: Whether more of the metric is better.
         notes: What a reader should know besides.
+        by_devices: Whether results on other numbers of devices are results of their
+            own.
     """
 
     id: str
@@ -100,6 +102,18 @@ class Row:
     cases: tuple[Case, ...]
     higher_is_better: bool = True
     notes: str = ""
+    by_devices: bool = True
+
+    def result_id(self, num_devices: int) -> str:
+        """The id of what is found on some devices.
+
+        Args:
+            num_devices: How many.
+
+        Returns:
+            The row's id, with `_x<num_devices>` where they matter.
+        """
+        return f"{self.id}_x{num_devices}" if self.by_devices else self.id
 
     def contestants(self) -> tuple[str, ...]:
         """Names of all that take part, each once."""

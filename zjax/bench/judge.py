@@ -50,7 +50,7 @@ def make_result(row: Row, records: Sequence[Record], *, command: str) -> Result:
         versions |= record.result.get("versions", {})
     machine = records[0].machine
     return Result(
-        id=row.id,
+        id=row.result_id(machine.num_devices),
         claim=row.claim,
         command=command,
         date=max(record.date for record in known.values()),

@@ -105,18 +105,15 @@ class Result:
         )
 
 
-def write_result(
-    result: Result, folder: str | os.PathLike[str], num_devices: int
-) -> pathlib.Path:
+def write_result(result: Result, folder: str | os.PathLike[str]) -> pathlib.Path:
     """Checks a result and writes it.
 
     Args:
         result: What was found.
         folder: Where results lie; made if missing.
-        num_devices: Part of the name, `<id>_x<num_devices>.json`.
 
     Returns:
-        The file.
+        The file, `<id>.json`.
 
     Raises:
         BenchError: All that is wrong with the result.
@@ -124,7 +121,7 @@ def write_result(
     problems = list(result_problems(result))
     if problems:
         raise BenchError(*problems)
-    path = pathlib.Path(folder) / f"{result.id}_x{num_devices}.json"
+    path = pathlib.Path(folder) / f"{result.id}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result.to_json(), indent=2) + "\n")
     return path

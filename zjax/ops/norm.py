@@ -79,7 +79,9 @@ def _normalize(eps, centre, x, scale, bias):
 def _forward(eps, centre, x, scale, bias):
     wide = x.astype(jnp.float32)
     mean = wide.mean(-1, keepdims=True) if centre else jnp.zeros_like(wide[..., :1])
-    variance = jnp.square(wide - mean).mean(-1, keepdims=True)
+    # As a difference, so that both sums come from one reading of the input.
+    variance = jnp.square(wide).mean(-1, keepdims=True) - jnp.square(mean)
+    variance = jnp.maximum(variance, 0.0)
     statistics = mean, jax.lax.rsqrt(variance + eps)
     statistics = checkpoint_name(statistics, STATISTICS)
     scaled = _normal(x, statistics) * _wide(scale, x.ndim)
