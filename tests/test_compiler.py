@@ -35,9 +35,8 @@ def make_plan(config):
 @pytest.mark.parametrize("layers_per_scan", [0, 1])
 def test_bytes_of_a_layer(layers_per_scan):
     model = dataclasses.replace(SHAPE, layers_per_scan=layers_per_scan)
-    stacked = 2 if layers_per_scan else 1
     plan = make_plan(schema.Config(model=model, data=schema.Data(length=8)))
-    assert compiler.layer_bytes(plan) == 2 * LAYER_PARAMS * stacked
+    assert compiler.layer_bytes(plan) == 2 * LAYER_PARAMS
 
 
 def test_collectives_of_one_layer_are_combined(monkeypatch):

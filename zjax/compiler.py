@@ -25,8 +25,6 @@ GPUS = ("gpu", "cuda")
 """What JAX calls a device that is here, and one that is only compiled for."""
 MIN_COMBINED_BYTES = 16 * 2**20
 """Below this a collective is bound by latency."""
-BLOCK = "blocks"
-"""First part of the paths of layers, whose collectives are combined layer by layer."""
 
 
 def step_options(config: Config, plan: Plan) -> Options:
@@ -129,22 +127,16 @@ def _gpu_options(config: Config, plan: Plan) -> Options:
 
 
 def layer_bytes(plan: Plan) -> int:
-    """Bytes of the parameters of the largest layer, or stack of layers, once gathered.
+    """Bytes of the parameters of one layer, once gathered.
 
     Args:
-        plan: Its parameters in use; layers are the numbered parts under `blocks`.
+        plan: Its parameters in use; layers are what stacked arrays stack.
 
     Returns:
         Bytes; 0 for a model without such layers.
     """
-    totals: dict[str, int] = {}
-    for row in jax.tree.leaves(plan.compute):
-        parts = row.path.split("/")
-        if BLOCK in parts[:-1]:
-            layer = "/".join(parts[: parts.index(BLOCK) + 2])
-            size = math.prod(row.shape) * dtype_bytes(row.dtype)
-            totals[layer] = totals.get(layer, 0) + size
-    return max(totals.values(), default=0)
+    stacks = [row for row in jax.tree.leaves(plan.compute) if row.num_layers]
+    return sum(math.prod(row.shape[1:]) * dtype_bytes(row.dtype) for row in stacks)
 
 
 def _platform(mesh: Any) -> str:

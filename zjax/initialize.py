@@ -15,6 +15,8 @@ from zjax.config.schema import Config
 from zjax.errors import ConfigError, ModelError, Problem
 from zjax.models import adapter
 from zjax.optim.build import make_optimizer
+from zjax.optim.matrices import names_by_path
+from zjax.optim.per_layer import respect_layers
 from zjax.optim.schedules import make_schedule
 from zjax.sharding import memory, placement
 from zjax.sharding import mesh as meshes
@@ -78,7 +80,8 @@ def initialize(
             the parameters be born on their shards; a pair of plain functions
             `(init, apply)`; a dict of several; or a `zjax.Model`.
         tx: Optax gradient transformation, used as it is: add
-            `optax.clip_by_global_norm` to clip. None makes the one of
+            `optax.clip_by_global_norm` to clip. Layers stored in one array, named
+            `layers`, are updated as if each had its own. None makes the one of
             `config.optimizer`.
         loss_fn: `loss_fn(model, batch, key)` returns the mean loss, or `(loss, weight,
             metrics)`. A key of None means evaluation. None for a `zjax.Model`.
@@ -133,6 +136,8 @@ def initialize(
         schedule = make_schedule(config)
     else:
         config = without_clipping(config)
+        params, _ = jax.eval_shape(model.init, jax.random.key(0))
+        tx = respect_layers(tx, params, names_by_path(params, model.logical(params)))
     return make_run(config, model, tx, schedule=schedule, devices=devices)
 
 

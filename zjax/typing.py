@@ -5,7 +5,7 @@ D head dim, M model width, F feed-forward width, V vocabulary, T tokens, N micro
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -72,21 +72,6 @@ class Stack:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pieces:
-    """Initial parameters layer by layer: equal layers share one compiled program."""
-
-    rest: Callable[[jax.Array], tuple[Params, ModelState]]
-    """`rest(key)`: what `Model.init` gives, without the layers."""
-    layer: Callable[[jax.Array, jax.Array], Params]
-    """`layer(key, number)`; the number is traced."""
-    num_layers: int
-    join: Callable[[Params, Sequence[Any]], Params]
-    """Whole tree from the rest and the layers; works on any leaves."""
-    pick: Callable[[Any], tuple[Any, Sequence[Any]]]
-    """The inverse of `join`."""
-
-
-@dataclasses.dataclass(frozen=True)
 class Model:
     """A model and its loss as pure functions, whatever library wrote it."""
 
@@ -103,13 +88,14 @@ class Model:
     """Weights that exist already (a loaded NNX instance), to be placed leaf by leaf in
     place of `init`."""
     stack: Stack | None = None
-    pieces: Pieces | None = None
-    """The same values as `init`, for models of many equal layers."""
     separable: bool = False
     """Whether the loss is the weighted mean of losses of single rows, is 0 without
     weight, and uses no key and no model state: devices then differentiate alone. At
     ZeRO stage 3 its parameters are fetched whole, so it must not loop over stacked
     layers."""
+    takes_layers_apart: bool = False
+    """Whether the loss takes `zjax.sharding.layers.Layers` for the arrays whose first
+    dim is `layers`, so that each layer can be gathered and reduced alone."""
     keeps: Callable[..., bool] | None = None
     """What the backward pass keeps besides parameters, as a policy of `jax.checkpoint`;
     None keeps what is dear to compute."""

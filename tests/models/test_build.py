@@ -47,7 +47,7 @@ def test_parameters_know_their_logical_dims():
     model = make_model(schema.Config(model=language.GPT))
     params, _ = jax.eval_shape(model.init, jax.random.key(0))
     logical = model.logical(params)
-    assert logical["blocks"]["0"]["mlp"]["up"]["kernel"] == ("embed", "mlp")
+    assert logical["blocks"]["mlp"]["up"]["kernel"] == ("layers", "embed", "mlp")
     assert logical["embedding"]["tokens"] == ("vocab", "embed")
 
 

@@ -11,6 +11,7 @@ from tests.reference import transformer as reference
 from tests.support import language
 from zjax.config import schema
 from zjax.errors import ConfigError
+from zjax.models.block import transform
 from zjax.models.decoder import Decoder
 
 SHAPES = pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_bfloat16_weights_compute_in_bfloat16_and_lose_in_float32():
 
     def hidden(batch):
         x, context = narrow.embedding(batch)
-        return narrow.blocks[0](x, context)
+        return transform(narrow.blocks, x, context, None, config=language.GPT)
 
     assert jax.eval_shape(hidden, batch).dtype == jnp.bfloat16
     assert jax.eval_shape(narrow, batch["tokens"]).dtype == jnp.float32
@@ -126,21 +127,20 @@ def test_dropout_acts_in_training_alone():
 
 @SHAPES
 def test_every_dim_of_a_parameter_is_named(config):
-    config = dataclasses.replace(config, layers_per_scan=1)
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     names = {}
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         logical = variable.get_metadata("logical")
         assert len(logical) == len(variable.shape)
         names["/".join(map(str, path))] = logical
-    assert names["blocks/0/attention/query/kernel"] == (
+    assert names["blocks/attention/query/kernel"] == (
         "layers",
         "embed",
         "heads",
         "head_dim",
     )
-    assert names["blocks/0/attention/key/kernel"][2] == "kv_heads"
-    assert names["blocks/0/mlp/down/kernel"] == ("layers", "mlp", "embed")
+    assert names["blocks/attention/key/kernel"][2] == "kv_heads"
+    assert names["blocks/mlp/down/kernel"] == ("layers", "mlp", "embed")
     assert names["embedding/tokens"] == ("vocab", "embed")
 
 
@@ -152,10 +152,10 @@ def test_initial_deviations_are_those_of_gpt2():
         return language.params_of(Decoder(config, rngs=nnx.Rngs(0)))
 
     params = init()
-    attention = params["blocks"]["1"]["attention"]
+    attention = params["blocks"]["attention"]
     np.testing.assert_allclose(np.std(attention["query"]["kernel"]), 0.02, rtol=0.05)
     np.testing.assert_allclose(np.std(attention["out"]["kernel"]), 0.01, rtol=0.05)
-    down = params["blocks"]["1"]["mlp"]["down"]["kernel"]
+    down = params["blocks"]["mlp"]["down"]["kernel"]
     np.testing.assert_allclose(np.std(down), 0.01, rtol=0.05)
 
 

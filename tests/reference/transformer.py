@@ -12,7 +12,7 @@ def decode(params, config, tokens):
     visible = attention.causal(rows, length)
     x = embed(params["embedding"], config, tokens)
     for number in range(config.num_layers):
-        block = params["blocks"][str(number)]
+        block = layer(params["blocks"], number)
         y = normalise(block["attention_norm"], config, x)
         x = x + attend(block["attention"], config, y, positions, visible)
         y = normalise(block["mlp_norm"], config, x)
@@ -30,7 +30,7 @@ def encode(params, config, tokens, lengths):
     x = embed(params["embedding"], config, tokens)
     x = normalise(params["embedding"]["norm"], config, x)
     for number in range(config.num_layers):
-        block = params["blocks"][str(number)]
+        block = layer(params["blocks"], number)
         x = x + attend(block["attention"], config, x, None, visible)
         x = normalise(block["attention_norm"], config, x)
         x = x + feed_forward(block["mlp"], config, x)
@@ -38,6 +38,12 @@ def encode(params, config, tokens, lengths):
     head = params["head"]
     x = normalise(head["norm"], config, gelu(linear(head["transform"], x)))
     return x @ np.float64(params["embedding"]["tokens"]).T + head["bias"]
+
+
+def layer(stacked, number):
+    if isinstance(stacked, dict):
+        return {name: layer(branch, number) for name, branch in stacked.items()}
+    return stacked[number]
 
 
 def embed(params, config, tokens):

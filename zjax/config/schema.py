@@ -79,7 +79,7 @@ class ParamGroup:
     """Settings for parameters whose path matches a pattern; the first match wins."""
 
     pattern: str = ".*"
-    """Regular expression searched in paths like `blocks/0/attention/query/kernel`."""
+    """Regular expression searched in paths like `blocks/attention/query/kernel`."""
     learning_rate_scale: float = 1.0
     """Factor on the learning rate; 0 freezes the parameters, at no optimizer memory."""
     weight_decay: float = 0.0

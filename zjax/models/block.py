@@ -1,11 +1,11 @@
 """A transformer block, and a line of them run one by one or in a loop.
 
-A loop over blocks of k layers stores k blocks whose parameters are stacked over the
-turns of the loop: layer `turn * k + j` is row `turn` of block j. It compiles faster
-than separate layers and runs slower, so separate layers are the default.
+A line is stored as one block whose parameters stack those of all layers. A loop over k
+layers at a time compiles faster than layers one by one and runs slower, so that these
+are the default.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -17,6 +17,7 @@ from zjax.models import layers
 from zjax.models.embedding import Context
 from zjax.ops import attention
 from zjax.parallel import remat
+from zjax.sharding.layers import layers_of
 
 
 class Block(nnx.Module):
@@ -110,41 +111,40 @@ class Block(nnx.Module):
 
 
 def make_blocks(
-    make_block: Callable[[nnx.Rngs], Block],
-    num_layers: int,
-    layers_per_scan: int,
-    *,
-    first_layer: int | jax.Array = 0,
-    rngs: nnx.Rngs,
-) -> list[Block]:
-    """Makes a line of blocks; its values do not depend on how it is stored.
+    make_block: Callable[[nnx.Rngs], Block], num_layers: int, *, rngs: nnx.Rngs
+) -> Block:
+    """Makes a line of blocks.
 
     Args:
         make_block: Makes one block.
         num_layers: Length of the line.
-        layers_per_scan: 0 keeps every layer apart; k stacks them into k blocks.
-        first_layer: Number of the first block, which may be traced.
-        rngs: Source of the initial values.
+        rngs: Source of the initial values; those of a layer depend on its number alone.
 
     Returns:
-        The blocks as they are stored.
+        A block whose parameters have one more dim in front, `layers`.
     """
-    key = rngs.params()
-    numbers = first_layer + jax.numpy.arange(num_layers)
-    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(numbers)
-    if layers_per_scan == 0:
-        return [make_block(nnx.Rngs(params=key)) for key in keys]
-    strides = [keys[j::layers_per_scan] for j in range(layers_per_scan)]
-    return [_make_stacked(make_block, stride) for stride in strides]
+
+    def init(key: jax.Array):
+        return nnx.state(make_block(nnx.Rngs(params=key)))
+
+    def name_layers(variable):
+        return variable.replace(logical=("layers", *variable.get_metadata("logical")))
+
+    keys = _fold_in(rngs.params(), jax.numpy.arange(num_layers))
+    graph, _ = nnx.split(nnx.eval_shape(lambda: make_block(nnx.Rngs(params=keys[0]))))
+    state = jax.tree.map(
+        name_layers, jax.vmap(init)(keys), is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )
+    return nnx.merge(graph, state)
 
 
 def run_blocks(
     step: Callable[[Block, Any, Any], tuple[Any, Any]],
-    blocks: Sequence[Block],
+    blocks: Block,
     carry: Any,
     inputs: tuple[Any, ...],
     *,
-    stacked: bool,
+    config: schema.Model,
 ) -> tuple[Any, tuple[Any, ...]]:
     """Threads a value through a line of blocks.
 
@@ -152,29 +152,32 @@ def run_blocks(
         step: `step(block, carry, input) -> (carry, output)`.
         blocks: The line, as `make_blocks` stored it.
         carry: What enters the first block.
-        inputs: One tree per stored block, stacked like its parameters.
-        stacked: Whether the parameters are stacked over the turns of a loop.
+        inputs: One tree per layer or, in a loop, per layer of a turn, then stacked over
+            the turns.
+        config: Length of the line, and whether it is a loop.
 
     Returns:
         What leaves the last block, and the outputs in the form of the inputs.
     """
-    if not stacked:
+    graph, state = nnx.split(blocks)
+
+    def run_line(carry, state, inputs):
         outputs = []
-        for block, given in zip(blocks, inputs, strict=True):
-            carry, output = step(block, carry, given)
+        layers = layers_of(state, len(inputs))
+        for layer, given in zip(layers, inputs, strict=True):
+            carry, output = step(nnx.merge(graph, layer), carry, given)
             outputs.append(output)
         return carry, tuple(outputs)
-    graphs, states = zip(*map(nnx.split, blocks), strict=True)
 
-    def turn(carry, rows):
-        line = [nnx.merge(*pair) for pair in zip(graphs, rows[0], strict=True)]
-        return run_blocks(step, line, carry, rows[1], stacked=False)
-
-    return jax.lax.scan(turn, carry, (states, inputs))
+    stride = config.layers_per_scan
+    if stride == 0:
+        return run_line(carry, state, inputs)
+    turns = jax.tree.map(lambda x: x.reshape(-1, stride, *x.shape[1:]), state)
+    return jax.lax.scan(lambda carry, xs: run_line(carry, *xs), carry, (turns, inputs))
 
 
 def transform(
-    blocks: Sequence[Block],
+    blocks: Block,
     x: Float[Array, "B L M"],
     context: Context,
     key: jax.Array | None,
@@ -194,41 +197,27 @@ def transform(
         The stream after the last block.
     """
     in_loop = 0 < config.layers_per_scan < config.num_layers
+    graph, _ = nnx.split(blocks)
+
+    def run(state, x, context, key):
+        return nnx.merge(graph, state)(x, context, key)
+
+    kept = remat.recompute(run, config.remat, in_loop=in_loop)
 
     def step(block, x, key):
-        graph, state = nnx.split(block)
+        return kept(nnx.state(block), x, context, key), None
 
-        def run(state, x, context, key):
-            return nnx.merge(graph, state)(x, context, key)
-
-        kept = remat.recompute(run, config.remat, in_loop=in_loop)
-        return kept(state, x, context, key), None
-
-    keys = _layer_keys(key, config.num_layers, config.layers_per_scan)
-    stacked = config.layers_per_scan > 0
-    x, _ = run_blocks(step, blocks, x, keys, stacked=stacked)
+    x, _ = run_blocks(step, blocks, x, _layer_keys(key, config), config=config)
     return remat.mark(x, remat.INPUT)
 
 
-def _layer_keys(key, num_layers, layers_per_scan):
+def _layer_keys(key, config):
+    stride = config.layers_per_scan
     if key is None:
-        return (None,) * (layers_per_scan or num_layers)
-    numbers = jax.numpy.arange(1, num_layers + 1)
-    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(numbers)
-    if layers_per_scan == 0:
-        return tuple(keys)
-    return tuple(keys[j::layers_per_scan] for j in range(layers_per_scan))
+        return (None,) * (stride or config.num_layers)
+    keys = _fold_in(key, jax.numpy.arange(1, config.num_layers + 1))
+    return tuple(keys[j::stride] for j in range(stride)) if stride else tuple(keys)
 
 
-def _make_stacked(make_block, keys):
-    def init(key):
-        return nnx.state(make_block(nnx.Rngs(params=key)))
-
-    def name_layers(variable):
-        return variable.replace(logical=("layers", *variable.get_metadata("logical")))
-
-    graph, _ = nnx.split(nnx.eval_shape(lambda: make_block(nnx.Rngs(params=keys[0]))))
-    state = jax.tree.map(
-        name_layers, jax.vmap(init)(keys), is_leaf=lambda x: isinstance(x, nnx.Variable)
-    )
-    return nnx.merge(graph, state)
+def _fold_in(key, numbers):
+    return jax.vmap(lambda number: jax.random.fold_in(key, number))(numbers)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,10 +12,9 @@ from zjax.config.schema import Config
 from zjax.models import adapter
 from zjax.models.decoder import Decoder
 from zjax.models.encoder import Encoder
-from zjax.models.part import fold_name
 from zjax.models.stack import make_stack
 from zjax.parallel import remat
-from zjax.typing import Batch, Metrics, Model, ModelState, Params, Pieces
+from zjax.typing import Batch, Metrics, Model
 
 
 def make_model(config: Config) -> Model:
@@ -37,8 +35,8 @@ def make_model(config: Config) -> Model:
         >>> config = Config()
         >>> model = make_model(config)
         >>> params, _ = jax.eval_shape(model.init, jax.random.key(0))
-        >>> params["blocks"]["0"]["attention"]["query"]["kernel"].shape
-        (768, 12, 64)
+        >>> params["blocks"]["attention"]["query"]["kernel"].shape
+        (12, 768, 12, 64)
     """
     kind = {"decoder": Decoder, "encoder": Encoder}[config.model.kind]
     matmul_dtype = config.precision.matmul_dtype
@@ -50,43 +48,10 @@ def make_model(config: Config) -> Model:
     return dataclasses.replace(
         model,
         stack=make_stack(abstract),
-        pieces=None if config.model.layers_per_scan else make_pieces(make, model),
         separable=separable,
+        takes_layers_apart=config.model.layers_per_scan == 0,
         keeps=remat.keeps(config.model.remat),
     )
-
-
-def make_pieces(make: Callable[..., Decoder | Encoder], model: Model) -> Pieces:
-    """Initialises a model of separate layers with one program for all of them.
-
-    Args:
-        make: `make(rngs=..., first_layer=...)` gives the module.
-        model: The same, adapted.
-
-    Returns:
-        The values of `model.init`, in pieces.
-    """
-    abstract, _ = jax.eval_shape(model.init, jax.random.key(0))
-
-    def rest(key: jax.Array) -> tuple[Params, ModelState]:
-        params, model_state = model.init(key)
-        return pick(params)[0], model_state
-
-    def layer(key: jax.Array, number: jax.Array) -> Params:
-        rngs = nnx.Rngs(fold_name(key, "model"))
-        block = make(rngs=rngs, first_layer=number).blocks[0]
-        return nnx.to_pure_dict(nnx.state(block, nnx.Param))
-
-    def join(rest: Params, layers: Sequence[Params]) -> Params:
-        blocks = {str(number): block for number, block in enumerate(layers)}
-        return rest | {"blocks": blocks}
-
-    def pick(params: Params) -> tuple[Params, Sequence[Params]]:
-        others = {name: tree for name, tree in params.items() if name != "blocks"}
-        blocks = params["blocks"]
-        return others, [blocks[str(number)] for number in range(len(blocks))]
-
-    return Pieces(rest, layer, len(abstract["blocks"]), join, pick)
 
 
 def mean_loss(

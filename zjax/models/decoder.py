@@ -26,7 +26,6 @@ class Decoder(nnx.Module):
     Args:
         config: Shape of the model.
         matmul_dtype: Dtype in which the blocks multiply by their matrices.
-        first_layer: Number of the first block, to make later ones by the same program.
         rngs: Source of the initial values.
 
     Example:
@@ -42,7 +41,6 @@ class Decoder(nnx.Module):
         config: schema.Model,
         *,
         matmul_dtype: layers.MatmulDtype = "compute",
-        first_layer: int | jax.Array = 0,
         rngs: nnx.Rngs,
     ):
         def make_block(rngs: nnx.Rngs) -> Block:
@@ -56,15 +54,7 @@ class Decoder(nnx.Module):
 
         self.config = config
         self.embedding = Embedding(config, rngs=rngs)
-        self.blocks = nnx.List(
-            make_blocks(
-                make_block,
-                config.num_layers,
-                config.layers_per_scan,
-                first_layer=first_layer,
-                rngs=rngs,
-            )
-        )
+        self.blocks = make_blocks(make_block, config.num_layers, rngs=rngs)
         self.head = Head(config, rngs=rngs)
 
     def __call__(

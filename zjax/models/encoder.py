@@ -28,7 +28,6 @@ class Encoder(nnx.Module):
         num_token_types: Kinds of token, such as first and second sentence; 0 has none.
         use_pooling: Whether `pool` has a layer of its own.
         matmul_dtype: Dtype in which the blocks multiply by their matrices.
-        first_layer: Number of the first block, to make later ones by the same program.
         rngs: Source of the initial values.
 
     Example:
@@ -47,7 +46,6 @@ class Encoder(nnx.Module):
         num_token_types: int = 0,
         use_pooling: bool = False,
         matmul_dtype: layers.MatmulDtype = "compute",
-        first_layer: int | jax.Array = 0,
         rngs: nnx.Rngs,
     ):
         def make_block(rngs: nnx.Rngs) -> Block:
@@ -64,15 +62,7 @@ class Encoder(nnx.Module):
         self.embedding = Embedding(
             config, num_token_types=num_token_types, use_norm=True, rngs=rngs
         )
-        self.blocks = nnx.List(
-            make_blocks(
-                make_block,
-                config.num_layers,
-                config.layers_per_scan,
-                first_layer=first_layer,
-                rngs=rngs,
-            )
-        )
+        self.blocks = make_blocks(make_block, config.num_layers, rngs=rngs)
         self.head = Head(config, masked=True, rngs=rngs)
         self.pooling = (
             layers.Linear(embed, embed, use_bias=config.use_bias, rngs=rngs)

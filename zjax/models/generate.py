@@ -131,7 +131,8 @@ def prefill(
         padded: Whether any start is above 0.
 
     Returns:
-        Scores after the last column, and the caches: keys and values per stored block.
+        Scores after the last column, and the caches: keys and values per layer, or per
+        layer of a turn.
     """
     columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     visible = None
@@ -156,9 +157,9 @@ def prefill(
 
     positions = jnp.maximum(columns - starts[:, None], 0)
     x, context = model.embedding({"tokens": tokens, "positions": positions})
-    inputs = (None,) * len(model.blocks)
-    stacked = model.config.layers_per_scan > 0
-    x, caches = run_blocks(step, model.blocks, x, inputs, stacked=stacked)
+    config = model.config
+    inputs = (None,) * (config.layers_per_scan or config.num_layers)
+    x, caches = run_blocks(step, model.blocks, x, inputs, config=config)
     return _scores(model, x[:, -1:]), caches
 
 
@@ -198,8 +199,7 @@ def decode(
 
     batch = {"tokens": new[:, None], "positions": (column - starts)[:, None]}
     x, context = model.embedding(batch)
-    stacked = model.config.layers_per_scan > 0
-    x, caches = run_blocks(step, model.blocks, x, caches, stacked=stacked)
+    x, caches = run_blocks(step, model.blocks, x, caches, config=model.config)
     return _scores(model, x), caches
 
 

@@ -14,6 +14,7 @@ from zjax.config import schema
 from zjax.models.decoder import Decoder
 from zjax.models.encoder import Encoder
 from zjax.parallel import remat
+from zjax.sharding.layers import layers_of
 from zjax.typing import Params, Segment, Stack
 
 SHARED = "embedding/tokens"
@@ -35,11 +36,11 @@ def make_stack(model: Decoder | Encoder) -> Stack:
     """
     config = model.config
     embedding, _ = nnx.split(model.embedding)
-    first_block, _ = nnx.split(model.blocks[0])
+    blocks, _ = nnx.split(model.blocks)
     last, _ = nnx.split(model.head)
 
     def run_block(params, carry, context, key):
-        return nnx.merge(first_block, params)(carry, context, key)
+        return nnx.merge(blocks, params)(carry, context, key)
 
     def embed(params, batch, key):
         return nnx.merge(embedding, params["embedding"])(batch, key)
@@ -68,34 +69,17 @@ def _split(params: Params, config: schema.Model):
     head = {"head": params["head"]}
     if config.tied_head:
         head["embedding"] = {"tokens": params["embedding"]["tokens"]}
-    stride = config.layers_per_scan
-    layers = []
-    for number in range(config.num_layers):
-        if stride == 0:
-            layers.append(params["blocks"][str(number)])
-        else:
-            stacked = params["blocks"][str(number % stride)]
-            layers.append(_row(stacked, number // stride))
+    layers = layers_of(params["blocks"], config.num_layers)
     return embed, (tuple(layers),), head
 
 
 def _join(embed: Params, segments, head: Params, config: schema.Model):
     (layers,) = segments
-    stride = config.layers_per_scan
-    if stride:
-        layers = [
-            jax.tree.map(lambda *rows: jnp.stack(rows), *layers[first::stride])
-            for first in range(stride)
-        ]
     joined: dict[str, Any] = {
         "embedding": dict(embed["embedding"]),
-        "blocks": {str(number): block for number, block in enumerate(layers)},
+        "blocks": jax.tree.map(lambda *rows: jnp.stack(rows), *layers),
         "head": head["head"],
     }
     if config.tied_head:
         joined["embedding"]["tokens"] += head["embedding"]["tokens"]
     return joined
-
-
-def _row(stacked: Params, number: int) -> Params:
-    return jax.tree.map(lambda leaf: leaf[number], stacked)

@@ -12,6 +12,7 @@ import optax
 
 from zjax.config import schema
 from zjax.optim import groups, matrices, moments, trust_ratio
+from zjax.optim.per_layer import per_layer
 from zjax.optim.schedules import make_schedule
 from zjax.sharding.placement import path_of
 from zjax.typing import Model
@@ -26,8 +27,8 @@ def make_optimizer(
     `adam` is added to the gradient. Muon gives embeddings, the output matrix and
     vectors to Adam with Nesterov momentum, whose updates are of like size
     (arXiv:2502.16982), so that one learning rate serves both. LAMB keeps its ratio
-    between 0.01 and 10. Adafactor measures the size of a parameter over all layers
-    stacked in one array, and keeps its own moments, most of them as a row and a column.
+    between 0.01 and 10. Adafactor keeps its own moments, most of them as a row and a
+    column.
 
     Args:
         config: Read for `num_steps`, `optimizer` and `precision.master_dtype`.
@@ -122,7 +123,7 @@ def _direction(
         case "sgd":
             return optax.trace(decay=b1) if b1 else optax.identity()
         case "adafactor":
-            downhill = optax.adafactor(learning_rate=None)
+            downhill = per_layer(optax.adafactor(learning_rate=None), names)
         case "muon":
             downhill = optax.contrib.muon(
                 learning_rate=1.0,

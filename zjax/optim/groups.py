@@ -19,7 +19,7 @@ def label_of(path: str, groups: Groups) -> str:
     """The group that a parameter belongs to.
 
     Args:
-        path: Such as `blocks/0/attention/query/kernel`.
+        path: Such as `blocks/attention/query/kernel`.
         groups: `optimizer.groups`; the first whose pattern is found in the path wins.
 
     Returns:

@@ -26,6 +26,7 @@ class Row:
         stored_shape: Shape in memory, each dim rounded up to its number of shares.
         dtype: Element type.
         sharding: Mesh, spec and memory.
+        num_layers: Equal layers that the first dim stacks; 0 where it is no stack.
     """
 
     path: str
@@ -33,6 +34,7 @@ class Row:
     stored_shape: tuple[int, ...]
     dtype: Any
     sharding: NamedSharding
+    num_layers: int = 0
 
     @property
     def spec(self) -> PartitionSpec:
@@ -49,6 +51,18 @@ class Row:
         """Bytes on one device, padding included."""
         return math.prod(self.sharding.shard_shape(self.stored_shape)) * dtype_bytes(
             self.dtype
+        )
+
+    @property
+    def layer(self) -> "Row":
+        """The place of one of the layers."""
+        spec = PartitionSpec(*self.spec[1:])
+        return dataclasses.replace(
+            self,
+            shape=self.shape[1:],
+            stored_shape=self.stored_shape[1:],
+            sharding=self.sharding.update(spec=spec),
+            num_layers=0,
         )
 
     @property

@@ -118,8 +118,10 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
 
     def params_rows(specs: list[PartitionSpec], dtype: str) -> Any:
         leaves, tree = jax.tree_util.tree_flatten_with_path(_cast(params, dtype))
-        pairs = zip(leaves, specs, strict=True)
-        rows = [_row(path_of(k), leaf, spec, mesh) for (k, leaf), spec in pairs]
+        rows = [
+            _row(path_of(k), leaf, spec, mesh, is_stack=names[:1] == ("layers",))
+            for (k, leaf), spec, names in zip(leaves, specs, logical, strict=True)
+        ]
         return jax.tree.unflatten(tree, rows)
 
     kept = split if stage >= 1 else whole
@@ -242,9 +244,13 @@ def _cast(tree: Any, dtype: str) -> Any:
     return jax.tree.map(cast, tree)
 
 
-def _row(path: str, leaf: Any, spec: PartitionSpec, mesh: Any) -> Row:
+def _row(
+    path: str, leaf: Any, spec: PartitionSpec, mesh: Any, *, is_stack: bool = False
+) -> Row:
     stored = stored_shape(leaf.shape, spec, mesh)
-    return Row(path, leaf.shape, stored, leaf.dtype, NamedSharding(mesh, spec))
+    sharding = NamedSharding(mesh, spec)
+    num_layers = leaf.shape[0] if is_stack else 0
+    return Row(path, leaf.shape, stored, leaf.dtype, sharding, num_layers)
 
 
 def _rows(tree: Any, mesh: Any) -> Any:

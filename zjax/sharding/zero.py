@@ -32,7 +32,7 @@ def extend_spec(
         shape: Global shape.
         spec: Placement by the model-parallel rules.
         mesh: Supplies the axis sizes; no devices are touched.
-        min_elements: Arrays with fewer elements stay as they are.
+        min_elements: Arrays with fewer elements, in a layer, stay as they are.
         whole_dims: Dims that must not be split, such as stacked layers.
 
     Returns:
@@ -50,7 +50,8 @@ def extend_spec(
     axes = rules.axes_of(spec, len(shape))
     taken = {axis for dim in axes for axis in dim}
     free = tuple(a for a in meshes.ZERO_AXES if a not in taken and mesh.shape[a] > 1)
-    if not free or math.prod(shape) < min_elements:
+    layer = (size for dim, size in enumerate(shape) if dim not in whole_dims)
+    if not free or math.prod(layer) < min_elements:
         return spec
     extended = [
         PartitionSpec(*(rules.entry(a + free * (i == dim)) for i, a in enumerate(axes)))

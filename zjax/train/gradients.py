@@ -10,10 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zjax.sharding.layers import plan_in_use, put_together, take_apart
 from zjax.sharding.placement import place_tree, unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.train import microbatches
-from zjax.typing import Batch, Loss, ModelState, Params
+from zjax.typing import Batch, Loss, Model, ModelState, Params
 
 
 def compute_params(master: Params, plan: Plan) -> Params:
@@ -33,12 +34,12 @@ def compute_params(master: Params, plan: Plan) -> Params:
 
 
 def whole_gradients(
-    loss: Callable[..., Loss], plan: Plan, num_microbatches: int
+    model: Model, plan: Plan, num_microbatches: int
 ) -> Callable[..., tuple[Params, Loss]]:
     """Builds `gradients(master, model_state, batch, key, scale) -> (grads, loss)`.
 
     Args:
-        loss: `Model.loss`.
+        model: Its loss.
         plan: Places parameters, gradients and their sum.
         num_microbatches: Parts of the batch that follow one another.
 
@@ -47,59 +48,64 @@ def whole_gradients(
         the mean loss, in logical shapes and the gradient sum's dtype; the loss itself
         is not scaled.
     """
+    in_use = plan_in_use(model, plan)
 
     def gradients(
         master: Params, state: ModelState, batch: Batch, key: jax.Array, scale: Any
     ) -> tuple[Params, Loss]:
-        params = compute_params(unpad_tree(master, plan.master), plan)
+        master = take_apart(unpad_tree(master, plan.master), in_use.master)
+        params = compute_params(master, in_use)
         batch = microbatches.cast_batch(batch, compute_dtype(plan))
 
         def one(
             state: ModelState, microbatch: Batch, key: jax.Array
         ) -> tuple[Params, Loss]:
             def scaled(params: Params) -> tuple[jax.Array, Loss]:
-                result = loss(params, state, microbatch, key)
+                result = model.loss(params, state, microbatch, key)
                 return result.value * scale, result
 
             grads, result = jax.grad(scaled, has_aux=True)(params)
             # Placed before the cast, so that no wider dtype crosses the devices.
-            return microbatches.cast_like(pin(grads), plan.grad_sum), result
+            return microbatches.cast_like(pin(grads), rows), result
 
         def pin(grads: Params) -> Params:
-            return place_tree(grads, plan.grad_sum)
+            return place_tree(grads, rows)
 
-        zeros = jax.tree.map(lambda row: jnp.zeros(row.shape, row.dtype), plan.grad_sum)
+        rows = in_use.grad_sum
+        zeros = jax.tree.map(lambda row: jnp.zeros(row.shape, row.dtype), rows)
         parts = microbatches.split_batch(batch, num_microbatches, plan.num_batch_shares)
-        return microbatches.accumulate(one, zeros, state, parts, key, pin=pin)
+        grads, loss = microbatches.accumulate(one, zeros, state, parts, key, pin=pin)
+        return put_together(grads), loss
 
     return gradients
 
 
 def make_forward(
-    loss: Callable[..., Loss], plan: Plan, num_microbatches: int
+    model: Model, plan: Plan, num_microbatches: int
 ) -> Callable[..., Loss]:
     """Builds `forward(master, model_state, batch, key) -> Loss`, without gradients.
 
     Args:
-        loss: `Model.loss`.
+        model: Its loss.
         plan: Places the parameters.
         num_microbatches: Parts of the batch that follow one another.
 
     Returns:
         A pure function; a key of None evaluates.
     """
+    in_use = plan_in_use(model, plan)
 
     def forward(
         master: Params, state: ModelState, batch: Batch, key: jax.Array | None
     ) -> Loss:
-        params = compute_params(master, plan)
+        params = compute_params(take_apart(master, in_use.master), in_use)
         batch = microbatches.cast_batch(batch, compute_dtype(plan))
         parts = microbatches.split_batch(batch, num_microbatches, plan.num_batch_shares)
 
         def one(state: ModelState, inputs: Any) -> tuple[ModelState, Loss]:
             index, microbatch = inputs
             step_key = None if key is None else jax.random.fold_in(key, index)
-            result = loss(params, state, microbatch, step_key)
+            result = model.loss(params, state, microbatch, step_key)
             return result.model_state, result._replace(model_state=())
 
         state, losses = jax.lax.scan(one, state, (jnp.arange(num_microbatches), parts))

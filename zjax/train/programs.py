@@ -67,7 +67,7 @@ def make_programs(
         Functions that nothing has compiled yet.
     """
     gradients = make_gradients(model, plan, config, num_microbatches)
-    forward = make_forward(model.loss, plan, num_microbatches)
+    forward = make_forward(model, plan, num_microbatches)
     update = make_update(tx, plan, config, schedule)
 
     def step_key(state: TrainState) -> jax.Array:
@@ -122,4 +122,4 @@ def make_gradients(
     ):
         dtype = jnp.float32 if wide else compute_dtype(plan)
         return share_gradients(model, plan, num_microbatches, reduce_dtype=dtype)
-    return whole_gradients(model.loss, plan, num_microbatches)
+    return whole_gradients(model, plan, num_microbatches)

@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from zjax.comm import shards
 from zjax.parallel import remat
+from zjax.sharding.layers import plan_in_use, put_together, take_apart
 from zjax.sharding.mesh import BATCH_AXES
 from zjax.sharding.placement import unpad_tree
 from zjax.sharding.plan import Plan
@@ -52,7 +53,12 @@ def share_gradients(
         the mean loss, in logical shapes and the gradient sum's dtype; the loss itself
         is not scaled.
     """
-    share = _Share(model, plan, num_microbatches, reduce_dtype)
+    in_use = plan_in_use(model, plan)
+    share = _Share(model, in_use, num_microbatches, reduce_dtype)
+
+    def of_device(master: Params, *inputs: Any) -> tuple[Params, Loss]:
+        grads, loss = share.gradients(take_apart(master, in_use.master), *inputs)
+        return put_together(grads), loss
 
     def gradients(
         master: Params, state: ModelState, batch: Batch, key: jax.Array, scale: Any
@@ -60,7 +66,7 @@ def share_gradients(
         microbatches.check_batch(batch, num_microbatches, plan.num_batch_shares)
         by_row = jax.tree.map(lambda x: P(share.axes) if x.ndim else P(), batch)
         mapped = jax.shard_map(
-            share.gradients,
+            of_device,
             mesh=plan.mesh,
             in_specs=(share.specs(plan.master), P(), by_row, P(), P()),
             out_specs=(share.specs(plan.grads), P()),

@@ -11,7 +11,7 @@ from zjax.config.schema import Config
 from zjax.optim import loss_scale
 from zjax.sharding.placement import Row, pad_tree, place_tree, shardings, unpad_tree
 from zjax.sharding.plan import Plan
-from zjax.typing import Model, ModelState, Params, Pieces
+from zjax.typing import Model, ModelState, Params
 
 
 @jax.tree_util.register_dataclass
@@ -116,8 +116,6 @@ def init_state(
     elif model.given is not None:
         params, model_state = model.given()
         master = place_given(params, plan.master)
-    elif model.pieces is not None:
-        master, model_state = init_pieces(key, model.pieces, plan)
     else:
         create = jax.jit(
             lambda key: from_params(*model.init(key)), out_shardings=places
@@ -125,39 +123,6 @@ def init_state(
         return create(key)
     complete = jax.jit(from_stored, out_shardings=places, donate_argnums=0)
     return complete(master, model_state)
-
-
-def init_pieces(
-    key: jax.Array, pieces: Pieces, plan: Plan
-) -> tuple[Params, ModelState]:
-    """Creates parameters on their shards, by one program for all layers.
-
-    Args:
-        key: Random key.
-        pieces: What makes a layer, and the rest.
-        plan: Places every array.
-
-    Returns:
-        Stored master parameters, and the model state.
-    """
-    rest_rows, layer_rows = pieces.pick(plan.master)
-
-    def stored(params: Params, rows: Any) -> Params:
-        cast = jax.tree.map(lambda x, row: x.astype(row.dtype), params, rows)
-        return pad_tree(place_tree(cast, rows), rows)
-
-    def make_rest(key: jax.Array) -> tuple[Params, ModelState]:
-        params, model_state = pieces.rest(key)
-        return stored(params, rest_rows), model_state
-
-    def make_layer(key: jax.Array, number: jax.Array) -> Params:
-        return stored(pieces.layer(key, number), layer_rows[0])
-
-    one = jax.jit(make_layer, out_shardings=shardings(layer_rows[0]))
-    places = shardings(rest_rows), None
-    rest, model_state = jax.jit(make_rest, out_shardings=places)(key)
-    layers = [one(key, jnp.int32(number)) for number in range(pieces.num_layers)]
-    return pieces.join(rest, layers), model_state
 
 
 def place_given(params: Any, rows: Any) -> Any:

@@ -1,0 +1,114 @@
+"""Layers stored in one array are updated as if each had an array of its own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from zjax.optim.per_layer import mixes_layers, respect_layers
+from zjax.sharding.layers import Layers, put_together, take_apart
+
+NAMES = {
+    "blocks/kernel": ("layers", "embed", "mlp"),
+    "blocks/bias": ("layers", "mlp"),
+    "table": ("vocab", "embed"),
+}
+LAYERS = 3
+ENTRYWISE = {
+    "adam": optax.adam(1e-2),
+    "adamw clipped": optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)),
+    "adamax": optax.adamax(1e-2),
+    "amsgrad": optax.amsgrad(1e-2),
+    "adagrad": optax.adagrad(1e-2),
+    "lion": optax.lion(1e-2),
+    "momentum": optax.sgd(optax.cosine_decay_schedule(1e-2, 9), momentum=0.9),
+    "rmsprop": optax.rmsprop(1e-2, centered=True),
+    "partition": optax.partition(
+        {"a": optax.adamw(1e-2), "b": optax.set_to_zero()},
+        {"blocks": {"kernel": "a", "bias": "a"}, "table": "b"},
+    ),
+}
+MIXING = {
+    "lamb": optax.lamb(1e-2),
+    "lars": optax.lars(1e-2),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=2),
+    "novograd": optax.novograd(1e-2),
+    "muon": optax.contrib.muon(1e-2),
+    "clip by block": optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(1e-1)),
+    "clip of some": optax.partition(
+        {
+            "a": optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1e-1)),
+            "b": optax.sgd(1e-1),
+        },
+        {"blocks": {"kernel": "a", "bias": "b"}, "table": "b"},
+    ),
+    "if finite": optax.apply_if_finite(optax.adam(1e-2), 3),
+    "line search": optax.lbfgs(),
+}
+
+
+def make_params():
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        scale = np.arange(1.0, shape[0] + 1).reshape(-1, *[1] * (len(shape) - 1))
+        return jnp.array(scale * rng.normal(size=shape), jnp.float32)
+
+    kernel, bias = normal(LAYERS, 4, 6), normal(LAYERS, 6)
+    return {"blocks": {"kernel": kernel, "bias": bias}, "table": normal(5, 4)}
+
+
+def loss_of(params):
+    return sum(jnp.sum(jnp.cos(x)) for x in jax.tree.leaves(params))
+
+
+def take_steps(tx, params, num_steps=3):
+    tx = optax.with_extra_args_support(tx)
+
+    @jax.jit
+    def step(params, state):
+        value, grads = jax.value_and_grad(loss_of)(params)
+        extra = {"value": value, "grad": grads, "value_fn": loss_of}
+        updates, state = tx.update(grads, state, params, **extra)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    for _ in range(num_steps):
+        params, state = step(params, state)
+    return params
+
+
+@pytest.mark.parametrize("name", [*ENTRYWISE, *MIXING])
+def test_steps_are_those_of_separate_arrays(name):
+    params = make_params()
+    tx = (ENTRYWISE | MIXING)[name]
+    rows = {"blocks": {"kernel": Layers([0] * 3), "bias": Layers([0] * 3)}, "table": 0}
+    expected = put_together(take_steps(tx, take_apart(params, rows)))
+    found = take_steps(respect_layers(tx, params, NAMES), params)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6),
+        found,
+        expected,
+    )
+
+
+@pytest.mark.parametrize("name", [*ENTRYWISE, *MIXING])
+def test_dataflow_tells_which_rules_need_it(name):
+    assert mixes_layers((ENTRYWISE | MIXING)[name], make_params(), NAMES) == (
+        name in MIXING
+    )
+
+
+def test_mixing_rules_would_go_wrong_on_the_stack():
+    """Else the test above proves nothing."""
+    params = make_params()
+    for name in ("lamb", "adafactor", "novograd", "clip by block"):
+        right = take_steps(respect_layers(MIXING[name], params, NAMES), params)
+        wrong = take_steps(MIXING[name], params)
+        difference = jnp.abs(right["blocks"]["kernel"] - wrong["blocks"]["kernel"])
+        assert float(difference.max()) > 1e-4, name
+
+
+def test_without_stacks_nothing_is_wrapped():
+    assert respect_layers(MIXING["lamb"], make_params(), {}) is MIXING["lamb"]

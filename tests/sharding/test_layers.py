@@ -1,0 +1,132 @@
+"""Stacked layers: stored as one array, gathered and differentiated one by one."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from tests.support import language
+from zjax.config import schema
+from zjax.initialize import make_run
+from zjax.models.build import make_model
+from zjax.observe.collectives import list_collectives
+from zjax.optim.build import make_optimizer
+from zjax.sharding.layers import (
+    Layers,
+    layers_of,
+    plan_in_use,
+    put_together,
+    take_apart,
+)
+from zjax.sharding.placement import Row
+
+SHAPE = dataclasses.replace(language.GPT, num_layers=4)
+TABLE = SHAPE.vocab_size * SHAPE.embed_size
+"""Elements of the largest array but for stacks: more than any matrix of one layer."""
+
+
+def make_language_run(stage, num_devices=8, num_microbatches=1, **model):
+    config = schema.Config(
+        global_batch_size=16,
+        num_microbatches=num_microbatches,
+        zero=schema.Zero(stage=stage, min_shard_elements=0),
+        precision=schema.Precision(compute_dtype="float32"),
+        model=dataclasses.replace(SHAPE, **model),
+        optimizer=schema.Optimizer(peak_learning_rate=1e-2, num_warmup_steps=1),
+        data=schema.Data(source="synthetic", length=8),
+    )
+    model, devices = make_model(config), jax.devices()[:num_devices]
+    return make_run(config, model, make_optimizer(config, model), devices=devices)
+
+
+def make_batch():
+    tokens = np.random.default_rng(0).integers(0, 29, (16, 9), dtype=np.int32)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+def test_layers_are_slices_and_go_back():
+    stacked = {"w": jnp.arange(12.0).reshape(3, 2, 2), "b": jnp.ones(5)}
+    rows = {"w": Layers([0] * 3), "b": 0}
+    apart = take_apart(stacked, rows)
+    assert [x.tolist() for x in apart["w"]] == stacked["w"].tolist()
+    assert apart["b"] is stacked["b"]
+    jax.tree.map(np.testing.assert_array_equal, put_together(apart), stacked)
+
+
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_layers_have_the_gradients_of_their_stack(is_apart):
+    stacked = jnp.arange(6.0).reshape(3, 2)
+    w = Layers(stacked) if is_apart else stacked
+
+    def loss(w):
+        return sum(
+            (i + 1) * (x["w"] ** 2).sum() for i, x in enumerate(layers_of({"w": w}, 3))
+        )
+
+    grads = jax.grad(loss)(w)
+    assert isinstance(grads, Layers) == is_apart
+    expected = 2 * stacked * np.array([[1.0], [2.0], [3.0]])
+    np.testing.assert_allclose(jnp.stack(list(grads)), expected)
+
+
+def test_a_layer_has_the_place_of_its_stack():
+    run = make_language_run(2)
+    row = run.plan.master["blocks"]["mlp"]["up"]["kernel"]
+    assert (row.shape, row.spec, row.num_layers) == (
+        (4, 16, 24),
+        P(None, "data", None),
+        4,
+    )
+    assert row.layer == Row(
+        row.path, (16, 24), (16, 24), row.dtype, row.layer.sharding, num_layers=0
+    )
+    assert row.layer.spec == P("data", None)
+    in_use = plan_in_use(make_model(run.config), run.plan)
+    assert in_use.master["blocks"]["mlp"]["up"]["kernel"] == (row.layer,) * 4
+    assert in_use.opt_state is run.plan.opt_state
+
+
+def test_small_layers_stay_whole_however_many_there_are():
+    """Fails if the threshold counts the stack."""
+    config = schema.Config(
+        zero=schema.Zero(stage=1, min_shard_elements=16 * 24),
+        model=SHAPE,
+        data=schema.Data(source="synthetic", length=8),
+        global_batch_size=16,
+    )
+    model = make_model(config)
+    plan = make_run(config, model, make_optimizer(config, model)).plan
+    block = plan.master["blocks"]
+    assert block["mlp"]["up"]["kernel"].spec == P(None, "data", None)
+    assert set(block["attention"]["query"]["kernel"].spec) == {None}  # 16 x 16
+
+
+@pytest.mark.parametrize(
+    ("stage", "dropout_rate"), [(1, 0.0), (2, 0.0), (3, 0.0), (1, 0.1), (2, 0.1)]
+)
+def test_every_layer_is_gathered_alone(stage, dropout_rate):
+    """Fails if layers are not taken apart; dropout leaves it to the compiler."""
+    run = make_language_run(stage, dropout_rate=dropout_rate)
+    text = run.step.compile(make_batch()).as_text()
+    gathers = [each for each in list_collectives(text) if each.op == "all-gather"]
+    assert gathers
+    assert max(each.elements for each in gathers) == TABLE
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_steps_equal_one_device(stage, num_microbatches):
+    def losses(num_devices, stage, num_microbatches):
+        run = make_language_run(stage, num_devices, num_microbatches)
+        state, found = run.state, []
+        for _ in range(5):
+            state, metrics = run.step(state, make_batch())
+            found.append(float(metrics["loss"]))
+        return found
+
+    alone = losses(1, 0, 1)
+    assert alone[-1] < alone[0] - 1e-3
+    np.testing.assert_allclose(losses(8, stage, num_microbatches), alone, rtol=1e-5)

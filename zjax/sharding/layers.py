@@ -1,0 +1,144 @@
+"""Arrays that stack equal layers: stored as one, used layer by layer.
+
+A stacked array has its layers along the first dim. One array in place of many keeps the
+update of the optimizer a small program; layers of their own let each be gathered when
+it is due, and its gradient be sent as soon as it is there.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zjax.sharding.plan import Plan
+from zjax.typing import Model, Params
+
+
+@jax.tree_util.register_pytree_node_class
+class Layers(tuple[Any, ...]):
+    """What one array would stack, as a branch of a tree with one leaf per layer.
+
+    Example:
+        >>> jax.tree.map(lambda x: 2 * x, Layers((1, 2)))
+        (2, 4)
+    """
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], None]:
+        """Gives JAX the layers."""
+        return tuple(self), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, layers: tuple[Any, ...]) -> "Layers":
+        """Takes them back."""
+        return cls(layers)
+
+
+def plan_in_use(model: Model, plan: Plan) -> Plan:
+    """The plan of what a model computes with, where layers may have their own rows.
+
+    Args:
+        model: Says whether it takes its layers apart.
+        plan: Places every array as it is stored.
+
+    Returns:
+        The same placements, layer by layer; `plan` itself for other models.
+    """
+    if not model.takes_layers_apart:
+        return plan
+
+    def rows_of(rows: Any) -> Any:
+        return jax.tree.map(
+            lambda row: Layers([row.layer] * row.num_layers) if row.num_layers else row,
+            rows,
+        )
+
+    return dataclasses.replace(
+        plan,
+        master=rows_of(plan.master),
+        compute=rows_of(plan.compute),
+        grad_sum=rows_of(plan.grad_sum),
+        grads=rows_of(plan.grads),
+    )
+
+
+def take_apart(params: Params, rows: Any) -> Params:
+    """Slices stacked arrays.
+
+    Args:
+        params: Arrays, or shards of them by hand.
+        rows: Their rows in a plan in use, or any tree with `Layers` where they go.
+
+    Returns:
+        The tree with `Layers` where the rows have them.
+    """
+
+    def one(row: Any, x: Any) -> Any:
+        return Layers(_layer(x, i) for i in range(len(row))) if _is_apart(row) else x
+
+    return jax.tree.map(one, rows, params, is_leaf=_is_apart)
+
+
+def put_together(params: Params) -> Params:
+    """The inverse of `take_apart`.
+
+    Args:
+        params: A tree with `Layers`.
+
+    Returns:
+        The tree with stacked arrays, in memory: an update that also stacked would write
+        each of its results in a pass of its own.
+
+    Example:
+        >>> put_together({"scale": Layers((jnp.ones(2), jnp.zeros(2)))})["scale"].shape
+        (2, 2)
+    """
+
+    def stack(*rows: jax.Array) -> jax.Array:
+        return jax.lax.optimization_barrier(jnp.stack(rows))
+
+    def one(x: Any) -> Any:
+        return jax.tree.map(stack, *x) if _is_apart(x) else x
+
+    return jax.tree.map(one, params, is_leaf=_is_apart)
+
+
+def layers_of(params: Params, num_layers: int) -> list[Params]:
+    """One tree per layer.
+
+    Args:
+        params: Stacked arrays, or `Layers`; the first dim of each is the layers'.
+        num_layers: How many there are.
+
+    Returns:
+        Trees of the same structure.
+
+    Example:
+        >>> [layer["w"].item() for layer in layers_of({"w": jnp.arange(2)}, 2)]
+        [0, 1]
+    """
+    whole = jax.tree.map(
+        lambda x: x if _is_apart(x) else _slices(x), params, is_leaf=_is_apart
+    )
+
+    def layer(number: int) -> Params:
+        return jax.tree.map(lambda x: x[number], whole, is_leaf=_is_apart)
+
+    return [layer(number) for number in range(num_layers)]
+
+
+@jax.custom_vjp
+def _slices(x: jax.Array) -> Layers:
+    return Layers(x[i] for i in range(x.shape[0]))
+
+
+# Left to itself each slice would become an array of the size of the stack.
+_slices.defvjp(lambda x: (_slices(x), None), lambda _, grads: (jnp.stack(grads),))
+
+
+def _layer(stacked: Any, number: int) -> Any:
+    return jax.tree.map(lambda x: x[number], stacked)
+
+
+def _is_apart(x: Any) -> bool:
+    return isinstance(x, Layers)
