@@ -14,6 +14,8 @@ from zjax.initialize import make_run
 from zjax.models.build import make_model
 from zjax.observe.collectives import list_collectives
 from zjax.optim.build import make_optimizer
+from zjax.sharding import mesh as meshes
+from zjax.sharding import plan as plans
 from zjax.sharding.layers import (
     Layers,
     layers_of,
@@ -40,6 +42,13 @@ def make_language_run(stage, num_devices=8, num_microbatches=1, **model):
     )
     model, devices = make_model(config), jax.devices()[:num_devices]
     return make_run(config, model, make_optimizer(config, model), devices=devices)
+
+
+def make_language_plan(stage, min_shard_elements):
+    zero = schema.Zero(stage=stage, min_shard_elements=min_shard_elements)
+    config = schema.Config(model=SHAPE, data=schema.Data(length=8), zero=zero)
+    model, mesh = make_model(config), meshes.make_mesh(config.mesh)
+    return plans.make_plan(config, mesh, model, make_optimizer(config, model))
 
 
 def make_batch():
@@ -91,17 +100,18 @@ def test_a_layer_has_the_place_of_its_stack():
 
 def test_small_layers_stay_whole_however_many_there_are():
     """Fails if the threshold counts the stack."""
-    config = schema.Config(
-        zero=schema.Zero(stage=1, min_shard_elements=16 * 24),
-        model=SHAPE,
-        data=schema.Data(source="synthetic", length=8),
-        global_batch_size=16,
-    )
-    model = make_model(config)
-    plan = make_run(config, model, make_optimizer(config, model)).plan
-    block = plan.master["blocks"]
+    block = make_language_plan(1, min_shard_elements=16 * 24).master["blocks"]
     assert block["mlp"]["up"]["kernel"].spec == P(None, "data", None)
     assert set(block["attention"]["query"]["kernel"].spec) == {None}  # 16 x 16
+
+
+@pytest.mark.parametrize(("stage", "is_apart"), [(0, True), (1, False)])
+def test_layers_that_are_not_split_stay_stacked(stage, is_apart):
+    """At stage 0 nothing is split, and sums of gradients need not wait for the last."""
+    plan = make_language_plan(stage, min_shard_elements=10**6)
+    in_use = plan_in_use(make_model(schema.Config(model=SHAPE)), plan)
+    for rows in (in_use.master, in_use.compute, in_use.grad_sum, in_use.grads):
+        assert isinstance(rows["blocks"]["mlp"]["up"]["kernel"], Layers) == is_apart
 
 
 @pytest.mark.parametrize(

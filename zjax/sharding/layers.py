@@ -47,10 +47,19 @@ def plan_in_use(model: Model, plan: Plan) -> Plan:
     if not model.takes_layers_apart:
         return plan
 
+    # What is too small to be split is added at the end, all layers at once.
+    split = jax.tree.map(
+        lambda row: row.num_layers > 0 and (plan.stage == 0 or any(row.spec)),
+        plan.master,
+    )
+
     def rows_of(rows: Any) -> Any:
         return jax.tree.map(
-            lambda row: Layers([row.layer] * row.num_layers) if row.num_layers else row,
+            lambda row, is_apart: (
+                Layers([row.layer] * row.num_layers) if is_apart else row
+            ),
             rows,
+            split,
         )
 
     return dataclasses.replace(
