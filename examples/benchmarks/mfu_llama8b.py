@@ -14,8 +14,8 @@ MATMUL_BARS = {"matmul_share": 0.626, "matmul_share_full_attention": 0.664}
 """Of the measured product: the same speed where that reaches 790 TFLOP/s."""
 COUNTS = ("causal attention", "full attention")
 TRIALS = {
-    "zjax ZeRO-2, 4 sequences": ("zero.stage=2", "microbatch_size=4"),
-    "zjax ZeRO-3, 4 sequences": ("zero.stage=3", "microbatch_size=4"),
+    "zjax ZeRO-2 with 4 sequences": ("zero.stage=2", "microbatch_size=4"),
+    "zjax ZeRO-3 with 4 sequences": ("zero.stage=3", "microbatch_size=4"),
 }
 
 
