@@ -18,7 +18,7 @@ from zjax.errors import (
     ProcessError,
     ZjaxError,
 )
-from zjax.initialize import Run, initialize, make_run
+from zjax.initialize import Run, adopt_optimizer, initialize, make_run
 from zjax.models.adapter import adapt
 from zjax.models.build import make_model
 from zjax.models.generate import generate
@@ -54,6 +54,7 @@ __all__ = [
     "ZjaxError",
     "abstract_mesh",
     "adapt",
+    "adopt_optimizer",
     "check_config",
     "describe_plan",
     "describe_plan_totals",

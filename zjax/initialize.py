@@ -136,9 +136,25 @@ def initialize(
         schedule = make_schedule(config)
     else:
         config = without_clipping(config)
-        params, _ = jax.eval_shape(model.init, jax.random.key(0))
-        tx = respect_layers(tx, params, names_by_path(params, model.logical(params)))
+        tx = adopt_optimizer(tx, model)
     return make_run(config, model, tx, schedule=schedule, devices=devices)
+
+
+def adopt_optimizer(tx: Any, model: Model) -> Any:
+    """A transformation of yours as a run of this model takes it.
+
+    Args:
+        tx: Optax gradient transformation, written for one array per layer.
+        model: Names the dims of its parameters; those of `layers` stack them.
+
+    Returns:
+        `tx`, or the same layer by layer, where that makes a difference.
+
+    Raises:
+        PlanError: The transformation cannot update from one mean gradient.
+    """
+    params, _ = jax.eval_shape(model.init, jax.random.key(0))
+    return respect_layers(tx, params, names_by_path(params, model.logical(params)))
 
 
 def make_run(
@@ -155,7 +171,7 @@ def make_run(
     Args:
         config: Checked settings.
         model: The model as pure functions.
-        tx: Optax gradient transformation.
+        tx: Optax gradient transformation of `make_optimizer` or `adopt_optimizer`.
         schedule: Learning rate by applied step, for the metrics.
         devices: Devices to use; all of them by default.
         restore: Makes the first state from the rows of its arrays, such as from a

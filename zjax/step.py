@@ -147,7 +147,7 @@ def make_step(
 
     Args:
         model: Its loss.
-        tx: Optax gradient transformation.
+        tx: Optax gradient transformation of `make_optimizer` or `adopt_optimizer`.
         plan: Places every array.
         config: The settings.
         schedule: Learning rate by applied step, for the metrics.

@@ -18,7 +18,7 @@ from zjax.config.load import load_config
 from zjax.config.schema import Config
 from zjax.data.loader import Loader
 from zjax.errors import CheckpointError, ConfigError, DataError, Problem
-from zjax.initialize import make_run, without_clipping
+from zjax.initialize import adopt_optimizer, make_run, without_clipping
 from zjax.models.build import make_model
 from zjax.models.generate import generate
 from zjax.observe.directory import check_directory
@@ -102,7 +102,7 @@ class Trainer:
         self.run = make_run(
             self.config,
             model,
-            make_optimizer(self.config, model) if own else tx,
+            make_optimizer(self.config, model) if own else adopt_optimizer(tx, model),
             schedule=make_schedule(self.config) if own else None,
             devices=devices,
             restore=self._restore(start) if start else None,

@@ -18,6 +18,21 @@ def test_layer_norm_equals_the_reference(bias):
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+def test_float32_keeps_its_digits_far_from_zero():
+    """Fails if the variance is a difference of large numbers."""
+    x = np.float32(1000 + RNG.normal(size=(4, 256)))
+    scale = np.ones(256, np.float32)
+    found = norm.layer_norm(jnp.array(x), jnp.array(scale), eps=1e-5)
+    expected = reference.layer_norm(x, scale, None, 1e-5)
+    np.testing.assert_allclose(found, expected, atol=1e-3)
+
+
+def test_bfloat16_stays_finite_where_it_has_no_digits():
+    x = jnp.full((2, 256), 1000, jnp.bfloat16)
+    found = norm.layer_norm(x, jnp.ones(256, jnp.bfloat16), eps=1e-12)
+    assert np.isfinite(np.float32(found)).all()
+
+
 def test_rms_norm_equals_the_reference():
     found = norm.rms_norm(jnp.array(X), jnp.array(SCALE), eps=0.1)
     np.testing.assert_allclose(found, reference.rms_norm(X, SCALE, 0.1), atol=1e-5)

@@ -6,8 +6,10 @@ import numpy as np
 import optax
 import pytest
 
-from zjax.optim.per_layer import mixes_layers, respect_layers
+from zjax.errors import PlanError
+from zjax.optim.per_layer import knows_layers, respect_layers
 from zjax.sharding.layers import Layers, put_together, take_apart
+from zjax.sharding.plan import optimizer_name
 
 NAMES = {
     "blocks/kernel": ("layers", "embed", "mlp"),
@@ -24,6 +26,20 @@ ENTRYWISE = {
     "lion": optax.lion(1e-2),
     "momentum": optax.sgd(optax.cosine_decay_schedule(1e-2, 9), momentum=0.9),
     "rmsprop": optax.rmsprop(1e-2, centered=True),
+    "decay by name": optax.adamw(
+        1e-2,
+        weight_decay=1.0,
+        mask=lambda params: jax.tree_util.tree_map_with_path(
+            lambda keys, _: keys[-1].key != "bias", params
+        ),
+    ),
+    "clip of some": optax.partition(
+        {
+            "a": optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1e-1)),
+            "b": optax.sgd(1e-1),
+        },
+        {"blocks": {"kernel": "a", "bias": "b"}, "table": "b"},
+    ),
     "partition": optax.partition(
         {"a": optax.adamw(1e-2), "b": optax.set_to_zero()},
         {"blocks": {"kernel": "a", "bias": "a"}, "table": "b"},
@@ -36,12 +52,25 @@ MIXING = {
     "novograd": optax.novograd(1e-2),
     "muon": optax.contrib.muon(1e-2),
     "clip by block": optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(1e-1)),
-    "clip of some": optax.partition(
-        {
-            "a": optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1e-1)),
-            "b": optax.sgd(1e-1),
-        },
-        {"blocks": {"kernel": "a", "bias": "b"}, "table": "b"},
+    "lamb, decay by name": optax.lamb(
+        1e-2,
+        weight_decay=1.0,
+        mask=lambda params: jax.tree_util.tree_map_with_path(
+            lambda keys, _: keys[-1].key != "bias", params
+        ),
+    ),
+    "decay by rank": optax.adamw(
+        1e-2,
+        weight_decay=1.0,
+        mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
+    ),
+    "scaled by width": optax.stateless(
+        lambda updates, _: jax.tree.map(lambda x: -x / x.shape[0], updates)
+    ),
+    "scaled by count": optax.stateless(
+        lambda updates, _: jax.tree.map(
+            lambda x: -x / len(jax.tree.leaves(updates)), updates
+        )
     ),
     "if finite": optax.apply_if_finite(optax.adam(1e-2), 3),
     "line search": optax.lbfgs(),
@@ -83,7 +112,8 @@ def take_steps(tx, params, num_steps=3):
 def test_steps_are_those_of_separate_arrays(name):
     params = make_params()
     tx = (ENTRYWISE | MIXING)[name]
-    rows = {"blocks": {"kernel": Layers([0] * 3), "bias": Layers([0] * 3)}, "table": 0}
+    names = {name: Layers([0] * LAYERS, name) for name in ("kernel", "bias")}
+    rows = {"blocks": names, "table": 0}
     expected = put_together(take_steps(tx, take_apart(params, rows)))
     found = take_steps(respect_layers(tx, params, NAMES), params)
     jax.tree.map(
@@ -95,7 +125,7 @@ def test_steps_are_those_of_separate_arrays(name):
 
 @pytest.mark.parametrize("name", [*ENTRYWISE, *MIXING])
 def test_dataflow_tells_which_rules_need_it(name):
-    assert mixes_layers((ENTRYWISE | MIXING)[name], make_params(), NAMES) == (
+    assert knows_layers((ENTRYWISE | MIXING)[name], make_params(), NAMES) == (
         name in MIXING
     )
 
@@ -108,6 +138,20 @@ def test_mixing_rules_would_go_wrong_on_the_stack():
         wrong = take_steps(MIXING[name], params)
         difference = jnp.abs(right["blocks"]["kernel"] - wrong["blocks"]["kernel"])
         assert float(difference.max()) > 1e-4, name
+
+
+def test_the_norm_of_one_stack_is_not_that_of_all():
+    params = {"w": jnp.array([[1.0, 1.0], [100.0, 100.0]])}
+    tx = respect_layers(optax.clip_by_block_rms(1.0), params, {"w": ("layers", None)})
+    found, _ = tx.update(params, tx.init(params))
+    np.testing.assert_allclose(found["w"], 1.0)
+
+
+def test_an_unsuitable_optimizer_is_refused_by_name():
+    with pytest.raises(PlanError, match="optimizer='chain\\(scale_by_sophia"):
+        respect_layers(optax.contrib.sophia(1e-2), make_params(), NAMES)
+    wrapped = respect_layers(MIXING["lamb"], make_params(), NAMES)
+    assert optimizer_name(wrapped) == optimizer_name(MIXING["lamb"])
 
 
 def test_without_stacks_nothing_is_wrapped():

@@ -5,11 +5,14 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import zjax
 from tests.support import language
 from zjax.config import schema
+from zjax.errors import ModelError
 from zjax.initialize import make_run
 from zjax.models.build import make_model
 from zjax.observe.collectives import list_collectives
@@ -30,8 +33,8 @@ TABLE = SHAPE.vocab_size * SHAPE.embed_size
 """Elements of the largest array but for stacks: more than any matrix of one layer."""
 
 
-def make_language_run(stage, num_devices=8, num_microbatches=1, **model):
-    config = schema.Config(
+def make_config(stage, num_microbatches=1, **model):
+    return schema.Config(
         global_batch_size=16,
         num_microbatches=num_microbatches,
         zero=schema.Zero(stage=stage, min_shard_elements=0),
@@ -40,6 +43,10 @@ def make_language_run(stage, num_devices=8, num_microbatches=1, **model):
         optimizer=schema.Optimizer(peak_learning_rate=1e-2, num_warmup_steps=1),
         data=schema.Data(source="synthetic", length=8),
     )
+
+
+def make_language_run(stage, num_devices=8, num_microbatches=1, **model):
+    config = make_config(stage, num_microbatches, **model)
     model, devices = make_model(config), jax.devices()[:num_devices]
     return make_run(config, model, make_optimizer(config, model), devices=devices)
 
@@ -49,6 +56,14 @@ def make_language_plan(stage, min_shard_elements):
     config = schema.Config(model=SHAPE, data=schema.Data(length=8), zero=zero)
     model, mesh = make_model(config), meshes.make_mesh(config.mesh)
     return plans.make_plan(config, mesh, model, make_optimizer(config, model))
+
+
+def run_of(config, tx, num_devices):
+    """A run of a user's optimizer."""
+    devices = jax.devices()[:num_devices]
+    return zjax.initialize(
+        make_model(config), tx, None, make_batch(), config, devices=devices
+    )
 
 
 def make_batch():
@@ -124,6 +139,43 @@ def test_every_layer_is_gathered_alone(stage, dropout_rate):
     gathers = [each for each in list_collectives(text) if each.op == "all-gather"]
     assert gathers
     assert max(each.elements for each in gathers) == TABLE
+
+
+@pytest.mark.parametrize("tx", [optax.lamb(1e-2), optax.contrib.muon(1e-2)])
+def test_your_optimizer_sees_layers_on_any_devices_and_in_a_trainer(tx, tmp_path):
+    """Fails where the stack is measured as one array, or a shard of it is."""
+    config = dataclasses.replace(make_config(2), optimizer=schema.Optimizer())
+    runs = [run_of(config, tx, 1), run_of(config, tx, 8)]
+    trainer = zjax.Trainer(
+        dataclasses.replace(config, directory=str(tmp_path), num_steps=3),
+        model=make_model(config),
+        tx=tx,
+        batches=[make_batch()] * 3,
+    )
+    runs.append(trainer.run)
+    runs.append(make_run(config, make_model(config), tx, devices=jax.devices()[:1]))
+    kernels = []
+    for run in runs:
+        state = run.state
+        for _ in range(3):
+            state, _ = run.step(state, make_batch())
+        kernels.append(np.asarray(state.master["blocks"]["mlp"]["up"]["kernel"]))
+    trainer.close()
+    alone, everywhere, trained, as_one_array = kernels
+    wrong = np.abs(as_one_array - alone).max()
+    assert wrong > 1e-5
+    np.testing.assert_allclose(everywhere, alone, atol=wrong / 10)
+    np.testing.assert_allclose(trained, alone, atol=wrong / 10)
+
+
+def test_another_number_of_layers_is_refused():
+    stacked = {"w": jnp.ones((3, 2))}
+    with pytest.raises(ModelError) as error:
+        layers_of(stacked, 2)
+    assert str(error.value) == (
+        "layers=3 are not the 2 of the model; use the model that these parameters were "
+        "made for"
+    )
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])

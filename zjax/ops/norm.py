@@ -79,10 +79,7 @@ def _normalize(eps, centre, x, scale, bias):
 def _forward(eps, centre, x, scale, bias):
     wide = x.astype(jnp.float32)
     mean = wide.mean(-1, keepdims=True) if centre else jnp.zeros_like(wide[..., :1])
-    # As a difference, so that both sums come from one reading of the input.
-    variance = jnp.square(wide).mean(-1, keepdims=True) - jnp.square(mean)
-    variance = jnp.maximum(variance, 0.0)
-    statistics = mean, jax.lax.rsqrt(variance + eps)
+    statistics = mean, jax.lax.rsqrt(_variance(wide, mean, x.dtype) + eps)
     statistics = checkpoint_name(statistics, STATISTICS)
     scaled = _normal(x, statistics) * _wide(scale, x.ndim)
     shifted = scaled if bias is None else scaled + _wide(bias, x.ndim)
@@ -105,6 +102,15 @@ def _backward(eps, centre, residuals, gradient):
 
 
 _normalize.defvjp(_forward, _backward)
+
+
+def _variance(wide, mean, dtype):
+    if dtype == jnp.float32:
+        return jnp.square(wide - mean).mean(-1, keepdims=True)
+    # Both sums from one reading. They only cancel where the mean is so large that a
+    # narrow input has no digits left for the deviation either.
+    difference = jnp.square(wide).mean(-1, keepdims=True) - jnp.square(mean)
+    return jnp.maximum(difference, 0.0)
 
 
 def _normal(x, statistics):

@@ -1,12 +1,13 @@
 """Optimizers that see every layer by itself, though layers are stored in one array.
 
 Most rules treat every entry alike and may work on the stack as it is, which is one
-small program for all layers. Rules that measure an array (LAMB, Adafactor, Muon) get
-the layers one by one. Which it is shows in the dataflow of `tx.update`.
+small program for all layers. Rules that measure an array (LAMB, Adafactor, Muon), or go
+by its shape, get the layers one by one. Which it is shows where the program on layers
+is written beside the program on stacks.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,8 +16,9 @@ import optax
 from jax.extend import core
 
 from zjax.optim.matrices import Names
-from zjax.sharding.layers import Layers, put_together, take_apart
-from zjax.sharding.placement import owners, path_of
+from zjax.sharding.layers import Layers, name_of, put_together, take_apart
+from zjax.sharding.placement import path_of
+from zjax.sharding.plan import abstract_opt_state
 from zjax.typing import Params
 
 
@@ -33,6 +35,9 @@ def respect_layers(
     Returns:
         `tx` itself if it treats all entries of an array alike.
 
+    Raises:
+        PlanError: The transformation cannot update from one mean gradient.
+
     Example:
         >>> params, names = {"w": jnp.ones((2, 3))}, {"w": ("layers", "embed")}
         >>> adam, lamb = optax.adam(0.1), optax.lamb(0.1)
@@ -41,7 +46,11 @@ def respect_layers(
         >>> respect_layers(lamb, params, names) is lamb
         False
     """
-    return per_layer(tx, names) if mixes_layers(tx, params, names) else tx
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    if not any(_is_stack(path_of(keys), names) for keys, _ in leaves):
+        return tx
+    abstract_opt_state(tx, params)
+    return per_layer(tx, names) if knows_layers(tx, params, names) else tx
 
 
 def per_layer(
@@ -84,13 +93,13 @@ def per_layer(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def mixes_layers(
+def knows_layers(
     tx: optax.GradientTransformation, params: Params, names: Names
 ) -> bool:
-    """Whether the update of an entry may depend on other entries of its stack.
+    """Whether layers by themselves may be updated otherwise than their stack.
 
-    A norm over all stacked arrays, such as clipping takes, is no such dependence: it is
-    the same number however layers are stored.
+    A norm over all layers, such as clipping takes, is no such difference: it is the
+    same number however they are stored.
 
     Args:
         tx: Optax gradient transformation.
@@ -98,137 +107,220 @@ def mixes_layers(
         names: Dims by path.
 
     Returns:
-        False only where the dataflow of `init` and `update` shows it.
+        False only where `init` and `update` are the same expressions either way.
     """
     tx = optax.with_extra_args_support(tx)
-    by_path = {
-        path_of(keys): (number, leaf.shape)
-        for number, (keys, leaf) in enumerate(_leaves_with_path(params))
-        if _is_stack(path_of(keys), names)
-    }
+    flow = _Flow()
 
     def update(updates: Params, state: Any, params: Params, value: Any) -> Any:
         extra = {"value": value, "grad": updates, "value_fn": lambda _: value}
         return tx.update(updates, state, params, **extra)
 
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    state = jax.eval_shape(tx.init, abstract)
-    flow = _Flow(frozenset(number for number, _ in by_path.values()))
-    value = jax.ShapeDtypeStruct((), jnp.float32)
+    def results(params: Params) -> tuple[Any, ...]:
+        state = jax.eval_shape(tx.init, params)
+        value = jax.ShapeDtypeStruct((), jnp.float32)
+        inputs = (params, state, params, value)
+        return flow.trace(tx.init, (params,)), flow.trace(update, inputs)
+
+    def apart(params: Params) -> Params:
+        return take_apart(params, _stacks(params, names))
+
     try:
-        for function, inputs in (
-            (tx.init, (abstract,)),
-            (update, (abstract, state, abstract, value)),
-        ):
-            closed, results = jax.make_jaxpr(function, return_shape=True)(*inputs)
-            found = flow.run(closed.jaxpr, _tags(inputs, by_path))
-            flow.check_sums(found)
-            for tag, expected in zip(found, _tags(results, by_path), strict=True):
-                if expected is not None and tag not in (expected, _UNIFORM):
-                    raise _MixesError
-    except _MixesError:
+        return results(jax.eval_shape(apart, params)) != results(params)
+    except _KnowsLayersError:
         return True
-    return False
 
 
-class _MixesError(Exception):
-    """An entry depends on others."""
+class _KnowsLayersError(Exception):
+    """An entry depends on others of its layer."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Entries:
-    """Entry by entry from one stack."""
+    """Entry by entry from one layer, or from one stack, whose layer is None."""
 
-    stack: int
+    expression: int
+    layer: int | None
+    num_layers: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Uniform:
+    """An array of one number."""
+
+    expression: int
 
 
 @dataclasses.dataclass(frozen=True)
 class _Sum:
-    """A scalar: sums over whole stacks, added."""
+    """A number: the entries of layers or stacks, and other numbers, added up."""
 
-    stacks: frozenset[int]
-
-
-_UNIFORM = "the same in every entry"
-_CALLS = frozenset(("jit", "pjit", "closed_call", "custom_jvp_call", "remat2"))
-_ADDS = frozenset("add add_any convert_element_type copy reduce_precision".split())
-_ENTRYWISE = _ADDS | frozenset(
-    """abs and cbrt ceil clamp div eq erf exp exp2 expm1 floor ge gt integer_pow
-    is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow rem round
-    rsqrt select_n sign sqrt square stop_gradient sub tanh""".split()
-)
+    layers: frozenset[_Entries]
+    others: frozenset[int]
 
 
 @dataclasses.dataclass(frozen=True)
+class _Other:
+    """Any other array or number."""
+
+    expression: int
+
+
+_CALLS = frozenset(
+    "jit pjit closed_call custom_jvp_call custom_vjp_call remat2".split()
+)
+_ENTRYWISE = frozenset(
+    """abs add add_any and cbrt ceil clamp convert_element_type copy div eq erf exp exp2
+    expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg
+    nextafter not or pow reduce_precision rem round rsqrt select_n sign sin sqrt square
+    stop_gradient sub tanh""".split()
+)
+_OF_SHAPES = frozenset(("broadcast_dimensions", "shape", "sharding"))
+
+
 class _Flow:
-    """What every value of a program is, as far as stacks are concerned."""
+    """Traces programs to expressions that are equal where the mathematics is."""
 
-    stacks: frozenset[int]
+    def __init__(self):
+        self.numbers: dict[Any, int] = {}
+        self.depths: dict[str, int] = {}
 
-    def run(self, jaxpr: Any, tags: Sequence[Any]) -> list[Any]:
-        known = dict(zip(jaxpr.invars, tags, strict=True))
+    def number(self, *key: Any) -> int:
+        return self.numbers.setdefault(key, len(self.numbers))
 
-        def tag_of(atom: Any) -> Any:
-            return None if isinstance(atom, core.Literal) else known.get(atom)
+    def trace(self, function: Any, inputs: tuple[Any, ...]) -> dict[str, Any]:
+        closed, outputs = jax.make_jaxpr(function, return_shape=True)(*inputs)
+        kinds = [self.of_input(*cell) for cell in _cells(inputs)]
+        consts = [_Other(self.number("constant", id(x))) for x in closed.consts]
+        found = self.run(closed.jaxpr, kinds, consts)
+        results: dict[str, Any] = {}
+        for (path, layer, _, _), kind in zip(_cells(outputs), found, strict=True):
+            result = self.of_result(kind, layer)
+            if results.setdefault(path, result) != result:
+                raise _KnowsLayersError
+        return results
+
+    def of_input(self, path: str, layer: int | None, depth: int, leaf: Any) -> Any:
+        if layer is not None:
+            self.depths[path] = depth
+            return _Entries(self.number("input", path), layer, depth)
+        if path not in self.depths:
+            return _Other(self.number("input", path))
+        if leaf.shape[:1] != (self.depths[path],):
+            raise _KnowsLayersError
+        return _Entries(self.number("input", path), None, 0)
+
+    def of_result(self, kind: Any, layer: int | None) -> Any:
+        kind = self.added(kind)
+        if isinstance(kind, _Entries) and kind.layer == layer:
+            return ("entries", kind.expression)
+        if layer is not None and not isinstance(kind, _Uniform):
+            raise _KnowsLayersError
+        return kind
+
+    def run(self, jaxpr: Any, kinds: list[Any], consts: list[Any]) -> list[Any]:
+        known = dict(zip(jaxpr.invars, kinds, strict=True))
+        known |= dict(zip(jaxpr.constvars, consts, strict=True))
+
+        def kind_of(atom: Any) -> Any:
+            if isinstance(atom, core.Literal):
+                return _Other(self.number("literal", str(atom.val), str(atom.aval)))
+            return known[atom]
 
         for eqn in jaxpr.eqns:
-            outs = self.apply(eqn, [tag_of(atom) for atom in eqn.invars])
+            outs = self.apply(eqn, [kind_of(atom) for atom in eqn.invars])
             known |= dict(zip(eqn.outvars, outs, strict=True))
-        return [tag_of(atom) for atom in jaxpr.outvars]
+        return [kind_of(atom) for atom in jaxpr.outvars]
 
-    def apply(self, eqn: Any, tags: list[Any]) -> list[Any]:
+    def apply(self, eqn: Any, kinds: list[Any]) -> list[Any]:
         name = eqn.primitive.name
         if name in _CALLS:
             inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
-            return self.run(getattr(inner, "jaxpr", inner), tags)
-        sums = [tag.stacks for tag in tags if isinstance(tag, _Sum)]
-        stacks = {tag.stack for tag in tags if isinstance(tag, _Entries)}
-        if stacks and name == "reduce_sum" and not eqn.outvars[0].aval.shape:
-            return [_Sum(frozenset(stacks))]
-        if sums and not stacks and name in _ADDS:
-            return [_Sum(frozenset().union(*sums))]
-        self.check_sums(tags)
-        if name == "broadcast_in_dim" and not eqn.invars[0].aval.shape:
-            return [_UNIFORM]
-        arrays = [tag for x, tag in zip(eqn.invars, tags, strict=True) if x.aval.shape]
-        if stacks:
-            if name not in _ENTRYWISE or len(stacks) > 1 or None in arrays:
-                raise _MixesError
-            return [_Entries(*stacks)]
-        is_uniform = name in _ENTRYWISE and arrays and None not in arrays
-        return [_UNIFORM if is_uniform else None] * len(eqn.outvars)
+            consts = [_Other(self.number("constant", id(x))) for x in _consts(inner)]
+            return self.run(getattr(inner, "jaxpr", inner), kinds, consts)
+        entries = [kind for kind in kinds if isinstance(kind, _Entries)]
+        if entries and name == "reduce_sum" and not eqn.outvars[0].aval.shape:
+            return [_Sum(frozenset(entries), frozenset())]
+        if name in ("add", "add_any") and any(isinstance(k, _Sum) for k in kinds):
+            return [_add(*kinds)]
+        kinds = [self.added(kind) for kind in kinds]
+        is_array = [bool(atom.aval.shape) for atom in eqn.invars]
+        arrays = [kind for kind, array in zip(kinds, is_array, strict=True) if array]
+        if name == "broadcast_in_dim" and not is_array[0]:
+            return [_Uniform(kinds[0].expression)]
+        what = (name, *_settings(eqn.params), *((type(k), k.expression) for k in kinds))
+        if entries:
+            others = [kind for kind in arrays if isinstance(kind, _Other)]
+            if name not in _ENTRYWISE or others or len({e.layer for e in entries}) > 1:
+                raise _KnowsLayersError
+            return [dataclasses.replace(entries[0], expression=self.number(*what))]
+        if (
+            arrays
+            and name in _ENTRYWISE
+            and all(isinstance(k, _Uniform) for k in arrays)
+        ):
+            return [_Uniform(self.number(*what))]
+        shapes = str([x.aval for x in (*eqn.invars, *eqn.outvars)])
+        return [
+            _Other(self.number(*what, shapes, index))
+            for index in range(len(eqn.outvars))
+        ]
 
-    def check_sums(self, tags: Sequence[Any]) -> None:
-        """A sum may be used once it is over all stacks: it then knows no layers."""
-        for tag in tags:
-            if isinstance(tag, _Sum) and tag.stacks != self.stacks:
-                raise _MixesError
+    def added(self, kind: Any) -> Any:
+        """A sum as any other number, once it is over all layers or over none."""
+        if not isinstance(kind, _Sum):
+            return kind
+        layers: dict[tuple[int, int], set[int | None]] = {}
+        for each in kind.layers:
+            layers.setdefault((each.expression, each.num_layers), set()).add(each.layer)
+        for (_, depth), found in layers.items():
+            if found != (set(range(depth)) or {None}):
+                raise _KnowsLayersError
+        stacks = frozenset(expression for expression, _ in layers)
+        return _Other(self.number("sum", stacks, kind.others))
 
 
-def _tags(tree: Any, by_path: dict[str, tuple[int, tuple[int, ...]]]) -> list[Any]:
-    return [_tag(keys, leaf, by_path) for keys, leaf in _leaves_with_path(tree)]
+def _add(left: Any, right: Any) -> _Sum:
+    sums = [
+        x if isinstance(x, _Sum) else _Sum(frozenset(), frozenset((x.expression,)))
+        for x in (left, right)
+    ]
+    if sums[0].layers & sums[1].layers or sums[0].others & sums[1].others:
+        raise _KnowsLayersError
+    return _Sum(sums[0].layers | sums[1].layers, sums[0].others | sums[1].others)
 
 
-def _tag(keys: Any, leaf: Any, by_path: dict[str, tuple[int, tuple[int, ...]]]) -> Any:
-    owner = next(iter(owners(keys, by_path)), None)
-    if owner is None:
-        return None
-    number, shape = owner
-    if leaf.shape != shape:
-        raise _MixesError
-    return _Entries(number)
+def _settings(params: Any) -> list[tuple[str, str]]:
+    return sorted((k, str(v)) for k, v in params.items() if k not in _OF_SHAPES)
+
+
+def _consts(jaxpr: Any) -> list[Any]:
+    return getattr(jaxpr, "consts", [])
+
+
+def _cells(tree: Any) -> Iterator[tuple[str, int | None, int, Any]]:
+    """Path, layer (None where there are none), number of layers, and leaf."""
+    pairs = jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda x: isinstance(x, Layers)
+    )
+    for keys, node in pairs:
+        if not isinstance(node, Layers):
+            yield path_of(keys), None, 0, node
+            continue
+        for number, layer in enumerate(node):
+            for more, leaf in jax.tree_util.tree_leaves_with_path(layer):
+                yield path_of((*keys, *more)), number, len(node), leaf
 
 
 def _stacks(params: Params, names: Names) -> Any:
     def one(keys: Any, leaf: Any) -> Any:
-        return Layers([0] * leaf.shape[0]) if _is_stack(path_of(keys), names) else 0
+        path = path_of(keys)
+        if not _is_stack(path, names):
+            return 0
+        return Layers([0] * leaf.shape[0], name_of(path))
 
     return jax.tree_util.tree_map_with_path(one, params)
 
 
 def _is_stack(path: str, names: Names) -> bool:
     return names.get(path, ())[:1] == ("layers",)
-
-
-def _leaves_with_path(tree: Any) -> list[tuple[Any, Any]]:
-    return jax.tree_util.tree_leaves_with_path(tree)

@@ -6,32 +6,48 @@ it is due, and its gradient be sent as soon as it is there.
 """
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from zjax.errors import ModelError, Problem
 from zjax.sharding.plan import Plan
 from zjax.typing import Model, Params
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_pytree_with_keys_class
 class Layers(tuple[Any, ...]):
     """What one array would stack, as a branch of a tree with one leaf per layer.
+
+    Args:
+        layers: One each, in order.
+        name: Of the array: the last key in the path of every layer, so that rules that
+            go by names find it.
 
     Example:
         >>> jax.tree.map(lambda x: 2 * x, Layers((1, 2)))
         (2, 4)
     """
 
-    def tree_flatten(self) -> tuple[tuple[Any, ...], None]:
+    name: str
+
+    def __new__(cls, layers: Iterable[Any], name: str = "") -> "Layers":
+        """Makes a tuple that knows its name."""
+        self = super().__new__(cls, layers)
+        self.name = name
+        return self
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], str]:
         """Gives JAX the layers."""
-        return tuple(self), None
+        key = jax.tree_util.DictKey(self.name)
+        return [(key, layer) for layer in self], self.name
 
     @classmethod
-    def tree_unflatten(cls, _: None, layers: tuple[Any, ...]) -> "Layers":
+    def tree_unflatten(cls, name: str, layers: Iterable[Any]) -> "Layers":
         """Takes them back."""
-        return cls(layers)
+        return cls(layers, name)
 
 
 def plan_in_use(model: Model, plan: Plan) -> Plan:
@@ -56,7 +72,9 @@ def plan_in_use(model: Model, plan: Plan) -> Plan:
     def rows_of(rows: Any) -> Any:
         return jax.tree.map(
             lambda row, is_apart: (
-                Layers([row.layer] * row.num_layers) if is_apart else row
+                Layers([row.layer] * row.num_layers, name_of(row.path))
+                if is_apart
+                else row
             ),
             rows,
             split,
@@ -71,6 +89,22 @@ def plan_in_use(model: Model, plan: Plan) -> Plan:
     )
 
 
+def name_of(path: str) -> str:
+    """The last part of a path, which names an array.
+
+    Args:
+        path: Parts separated by `/`.
+
+    Returns:
+        One part.
+
+    Example:
+        >>> name_of("blocks/mlp/bias")
+        'bias'
+    """
+    return path.rsplit("/", 1)[-1]
+
+
 def take_apart(params: Params, rows: Any) -> Params:
     """Slices stacked arrays.
 
@@ -83,7 +117,9 @@ def take_apart(params: Params, rows: Any) -> Params:
     """
 
     def one(row: Any, x: Any) -> Any:
-        return Layers(_layer(x, i) for i in range(len(row))) if _is_apart(row) else x
+        if not _is_apart(row):
+            return x
+        return Layers((_layer(x, i) for i in range(len(row))), row.name)
 
     return jax.tree.map(one, rows, params, is_leaf=_is_apart)
 
@@ -122,6 +158,9 @@ def layers_of(params: Params, num_layers: int) -> list[Params]:
     Returns:
         Trees of the same structure.
 
+    Raises:
+        ModelError: Arrays of another number of layers.
+
     Example:
         >>> [layer["w"].item() for layer in layers_of({"w": jnp.arange(2)}, 2)]
         [0, 1]
@@ -129,6 +168,12 @@ def layers_of(params: Params, num_layers: int) -> list[Params]:
     whole = jax.tree.map(
         lambda x: x if _is_apart(x) else _slices(x), params, is_leaf=_is_apart
     )
+
+    depths = {len(x) for x in jax.tree.leaves(whole, is_leaf=_is_apart)}
+    if depths - {num_layers}:
+        problem = f"are not the {num_layers} of the model"
+        remedy = "use the model that these parameters were made for"
+        raise ModelError(Problem("layers", max(depths), problem, remedy))
 
     def layer(number: int) -> Params:
         return jax.tree.map(lambda x: x[number], whole, is_leaf=_is_apart)

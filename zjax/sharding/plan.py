@@ -99,7 +99,7 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
         config: Read for `zero` and `precision`.
         mesh: Devices, or an abstract mesh.
         model: Its abstract parameters and the names of their dims.
-        tx: Optax gradient transformation.
+        tx: Optax gradient transformation of `make_optimizer` or `adopt_optimizer`.
 
     Returns:
         The plan; print it with `zjax.describe_plan`.
@@ -209,13 +209,13 @@ def optimizer_name(tx: Any) -> str:
 def _function_name(update: Any) -> str:
     name = update.__qualname__.split(".")[0]
     inner = []
-    for cell in update.__closure__ or ():
+    for cell in inspect.unwrap(update).__closure__ or ():
         members = cell.cell_contents
         if isinstance(members, optax.GradientTransformation):
             members = (members.update,)
         if isinstance(members, tuple):
             inner += [_function_name(m) for m in members if inspect.isfunction(m)]
-    if name == "with_extra_args_support":
+    if name in ("with_extra_args_support", "per_layer"):
         return inner[0]
     return f"{name}({', '.join(inner)})" if inner else name
 
