@@ -168,6 +168,19 @@ def test_your_optimizer_sees_layers_on_any_devices_and_in_a_trainer(tx, tmp_path
     np.testing.assert_allclose(trained, alone, atol=wrong / 10)
 
 
+def test_factors_of_layers_are_split_within_layers():
+    """Fails if ZeRO gives whole layers of a factored moment to one device."""
+    config = dataclasses.replace(
+        make_config(1, num_layers=8, embed_size=256, mlp_size=384),
+        optimizer=schema.Optimizer(name="adafactor"),
+    )
+    model, mesh = make_model(config), meshes.make_mesh(config.mesh)
+    plan = plans.make_plan(config, mesh, model, make_optimizer(config, model))
+    rows = [row for row in jax.tree.leaves(plan.opt_state) if "mlp/up" in row.path]
+    assert {row.shape for row in rows} >= {(8, 256), (8, 384)}
+    assert all(row.spec[0] is None for row in rows if row.spec)
+
+
 def test_another_number_of_layers_is_refused():
     stacked = {"w": jnp.ones((3, 2))}
     with pytest.raises(ModelError) as error:

@@ -125,14 +125,15 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
         return jax.tree.unflatten(tree, rows)
 
     kept = split if stage >= 1 else whole
+    stored = params_rows(kept, dtypes.master_dtype)
     return Plan(
         mesh=mesh,
         stage=stage,
-        master=params_rows(kept, dtypes.master_dtype),
+        master=stored,
         compute=params_rows(split if stage >= 3 else whole, dtypes.compute_dtype),
         grad_sum=params_rows(split if stage >= 2 else whole, dtypes.grad_sum_dtype),
         grads=params_rows(kept, dtypes.grad_sum_dtype),
-        opt_state=_opt_state_rows(config, mesh, opt_state, master, kept),
+        opt_state=_opt_state_rows(config, mesh, opt_state, stored),
         model_state=_rows(model_state, mesh),
         ema=params_rows(kept, "float32") if config.optimizer.ema_decay else (),
     )
@@ -295,29 +296,25 @@ def _zero_spec(
     )
 
 
-def _opt_state_rows(
-    config: Config, mesh: Any, opt_state: Any, params: Any, specs: list[PartitionSpec]
-) -> Any:
+def _opt_state_rows(config: Config, mesh: Any, opt_state: Any, master: Any) -> Any:
     """Gives a state leaf its parameter's place if it mirrors it, else one by its shape.
 
     A leaf mirrors the parameter whose path its own holds, if their shapes agree but for
     dims of size 1, over which the leaf is a sum or a maximum.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    places = {
-        path_of(keys): (leaf.shape, spec)
-        for (keys, leaf), spec in zip(leaves, specs, strict=True)
-    }
+    places = {row.path: row for row in jax.tree.leaves(master)}
 
     def row(keys: Any, leaf: Any) -> Row:
-        path = path_of(keys)
-        for shape, spec in owners(keys, places):
-            own = rules.reduced_spec(spec, shape, leaf.shape)
+        path, names = path_of(keys), ()
+        for owner in owners(keys, places):
+            own = rules.reduced_spec(owner.spec, owner.shape, leaf.shape)
             if own is not None:
                 return _row(path, leaf, own, mesh)
+            if owner.num_layers and leaf.shape[:1] == (owner.num_layers,):
+                names = ("layers",)
         spec = PartitionSpec()
         if config.zero.stage >= 1 and jnp.issubdtype(leaf.dtype, jnp.floating):
-            spec = _zero_spec(config, mesh, leaf.shape, spec)
+            spec = _zero_spec(config, mesh, leaf.shape, spec, names)
         return _row(path, leaf, spec, mesh)
 
     return jax.tree_util.tree_map_with_path(row, opt_state)
