@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.extend import core
 
@@ -191,8 +192,7 @@ class _Flow:
     def trace(self, function: Any, inputs: tuple[Any, ...]) -> dict[str, Any]:
         closed, outputs = jax.make_jaxpr(function, return_shape=True)(*inputs)
         kinds = [self.of_input(*cell) for cell in _cells(inputs)]
-        consts = [_Other(self.number("constant", id(x))) for x in closed.consts]
-        found = self.run(closed.jaxpr, kinds, consts)
+        found = self.run(closed.jaxpr, kinds, self.of_consts(closed))
         results: dict[str, Any] = {}
         for (path, layer, _, _), kind in zip(_cells(outputs), found, strict=True):
             result = self.of_result(kind, layer)
@@ -209,6 +209,13 @@ class _Flow:
         if leaf.shape[:1] != (self.depths[path],):
             raise _KnowsLayersError
         return _Entries(self.number("input", path), None, 0)
+
+    def of_consts(self, program: Any) -> list[_Other]:
+        arrays = map(np.asarray, getattr(program, "consts", ()))
+        return [
+            _Other(self.number("constant", x.tobytes(), x.shape, str(x.dtype)))
+            for x in arrays
+        ]
 
     def of_result(self, kind: Any, layer: int | None) -> Any:
         kind = self.added(kind)
@@ -236,8 +243,9 @@ class _Flow:
         name = eqn.primitive.name
         if name in _CALLS:
             inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
-            consts = [_Other(self.number("constant", id(x))) for x in _consts(inner)]
-            return self.run(getattr(inner, "jaxpr", inner), kinds, consts)
+            return self.run(
+                getattr(inner, "jaxpr", inner), kinds, self.of_consts(inner)
+            )
         entries = [kind for kind in kinds if isinstance(kind, _Entries)]
         if entries and name == "reduce_sum" and not eqn.outvars[0].aval.shape:
             return [_Sum(frozenset(entries), frozenset())]
@@ -292,10 +300,6 @@ def _add(left: Any, right: Any) -> _Sum:
 
 def _settings(params: Any) -> list[tuple[str, str]]:
     return sorted((k, str(v)) for k, v in params.items() if k not in _OF_SHAPES)
-
-
-def _consts(jaxpr: Any) -> list[Any]:
-    return getattr(jaxpr, "consts", [])
 
 
 def _cells(tree: Any) -> Iterator[tuple[str, int | None, int, Any]]:
