@@ -2,7 +2,7 @@
 
 from shape import Shape
 
-from zjax.bench import Contestant
+from zjax.bench import Case, Contestant
 
 JAX_MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
 """JAX takes three quarters of a device unless told otherwise; torch takes all."""
@@ -38,6 +38,14 @@ def plain_jax(name: str, shape: Shape, stage: int) -> Contestant:
     """ZeRO as shardings, by hand."""
     script = ("{python}", f"{_HERE}/plain_jax.py", f"--stage={stage}")
     return Contestant(name, (*script, *_size(shape)), "peer", JAX_MEMORY)
+
+
+def compare_speed(
+    ours: tuple[str, ...], peer: tuple[str, ...], must: float, aim: float | None
+) -> tuple[Case]:
+    """The one case of a row about speed."""
+    metric, unit = "tokens_per_second_per_device", "tokens/s/device"
+    return (Case(ours, peer, metric, unit, must=must, aim=aim),)
 
 
 def _size(shape: Shape) -> tuple[str, ...]:

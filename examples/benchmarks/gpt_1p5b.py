@@ -3,7 +3,7 @@
 Also how the speed holds on more devices, and what the state takes at every stage.
 """
 
-from contestants import deepspeed, fsdp, plain_jax, zjax
+from contestants import compare_speed, deepspeed, fsdp, plain_jax, zjax
 from shape import Shape
 
 from zjax.bench import Case, Contest, Row
@@ -50,17 +50,19 @@ def get_contest():
         Row(
             "fsdp_1p5b",
             "GPT 1.5B: ZeRO-2 or 3 is as fast as FSDP2 with its parameters kept.",
-            _speed(best[1:], (KEPT,), 1.0, 1.1),
+            compare_speed(best[1:], (KEPT,), 1.0, 1.1),
         ),
         Row(
             "plain_jax_1p5b",
             "GPT 1.5B: our best stage is no slower than ZeRO written by hand in JAX.",
-            _speed(best, tuple(contestant.name for contestant in plain), 1.0, None),
+            compare_speed(
+                best, tuple(contestant.name for contestant in plain), 1.0, None
+            ),
         ),
         Row(
             "weak_scaling",
             "GPT 1.5B, ZeRO-2: more devices, each with as much work, are as fast.",
-            _speed(("zjax ZeRO-2",), (ALONE,), 0.95, 0.98),
+            compare_speed(("zjax ZeRO-2",), (ALONE,), 0.95, 0.98),
             notes="ours on all devices over ours on one",
             by_devices=False,
         ),
@@ -85,14 +87,9 @@ def _zjax(name, stage, environment=None):
 
 def _against_deepspeed(stage):
     bars = {1: (1.05, 1.15), 2: (1.05, 1.15), 3: (1.3, 1.5)}
-    cases = _speed((f"zjax ZeRO-{stage}",), (PEERS[stage],), *bars[stage])
+    cases = compare_speed((f"zjax ZeRO-{stage}",), (PEERS[stage],), *bars[stage])
     claim = f"GPT 1.5B: ZeRO-{stage} is faster than DeepSpeed's."
     return Row(f"zero{stage}_1p5b", claim, cases)
-
-
-def _speed(ours, peer, must, aim):
-    metric, unit = "tokens_per_second_per_device", "tokens/s/device"
-    return (Case(ours, peer, metric, unit, must=must, aim=aim),)
 
 
 def _state_bytes(stage):

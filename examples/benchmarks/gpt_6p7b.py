@@ -1,6 +1,6 @@
 """GPT 6.7B, 2 x 4096 tokens per device: speed and memory of ZeRO 2 and 3."""
 
-from contestants import deepspeed, fsdp, plain_jax, zjax
+from contestants import compare_speed, deepspeed, fsdp, plain_jax, zjax
 from shape import Shape
 
 from zjax.bench import Case, Contest, Row
@@ -34,10 +34,6 @@ def get_contest():
         plain_jax("plain JAX ZeRO-3", SHAPE, 3),
     )
 
-    def speed(ours, peer, must, aim):
-        metric, unit = "tokens_per_second_per_device", "tokens/s/device"
-        return (Case(ours, peer, metric, unit, must=must, aim=aim),)
-
     def peak(name, ours, peer):
         sides = ((ours,), (peer,))
         return Case(*sides, "peak_bytes", "bytes", must=1.05, aim=0.9, name=name)
@@ -46,22 +42,22 @@ def get_contest():
         Row(
             "zero2_6p7b",
             "GPT 6.7B: ZeRO-2 is faster than DeepSpeed's.",
-            speed(OURS[:1], ("DeepSpeed ZeRO-2 compiled",), 1.08, 1.2),
+            compare_speed(OURS[:1], ("DeepSpeed ZeRO-2 compiled",), 1.08, 1.2),
         ),
         Row(
             "zero3_6p7b",
             "GPT 6.7B: ZeRO-3 is faster than DeepSpeed's.",
-            speed(OURS[1:], ("DeepSpeed ZeRO-3",), 1.15, 1.25),
+            compare_speed(OURS[1:], ("DeepSpeed ZeRO-3",), 1.15, 1.25),
         ),
         Row(
             "fsdp_6p7b",
             "GPT 6.7B: our best stage is as fast as the better of FSDP2's two modes.",
-            speed(OURS, (KEPT, RESHARDED), 1.02, 1.1),
+            compare_speed(OURS, (KEPT, RESHARDED), 1.02, 1.1),
         ),
         Row(
             "plain_jax_6p7b",
             "GPT 6.7B: our best stage is no slower than ZeRO written by hand in JAX.",
-            speed(OURS, ("plain JAX ZeRO-2", "plain JAX ZeRO-3"), 1.0, None),
+            compare_speed(OURS, ("plain JAX ZeRO-2", "plain JAX ZeRO-3"), 1.0, None),
         ),
         Row(
             "peak_memory_6p7b",

@@ -17,6 +17,15 @@ NAMES = {
     "table": ("vocab", "embed"),
 }
 LAYERS = 3
+
+
+def not_biases(params):
+    """A mask by names."""
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, _: keys[-1].key != "bias", params
+    )
+
+
 ENTRYWISE = {
     "adam": optax.adam(1e-2),
     "adamw clipped": optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)),
@@ -29,9 +38,7 @@ ENTRYWISE = {
     "decay by name": optax.adamw(
         1e-2,
         weight_decay=1.0,
-        mask=lambda params: jax.tree_util.tree_map_with_path(
-            lambda keys, _: keys[-1].key != "bias", params
-        ),
+        mask=not_biases,
     ),
     "clip of some": optax.partition(
         {
@@ -55,9 +62,7 @@ MIXING = {
     "lamb, decay by name": optax.lamb(
         1e-2,
         weight_decay=1.0,
-        mask=lambda params: jax.tree_util.tree_map_with_path(
-            lambda keys, _: keys[-1].key != "bias", params
-        ),
+        mask=not_biases,
     ),
     "decay by rank": optax.adamw(
         1e-2,

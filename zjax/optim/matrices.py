@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import optax
 
-from zjax.sharding.placement import path_of
+from zjax.sharding.placement import name_of, path_of
 from zjax.typing import Logical
 
 STACKED = ("layers", "stages", "experts")
@@ -77,7 +77,7 @@ def is_matrix(path: str, num_dims: int, names: Names) -> bool:
         >>> is_matrix("query/kernel", 2, {}), is_matrix("query/bias", 2, {})
         (True, False)
     """
-    if path.rsplit("/", 1)[-1] in VECTORS:
+    if name_of(path) in VECTORS:
         return False
     return num_dims - num_stacked(path, names) >= 2
 
@@ -106,7 +106,7 @@ def muon_dims(
         Jordan et al., 2024, https://kellerjordan.github.io/posts/muon
     """
     dims = names.get(path, (None,) * num_dims)
-    embedding = "vocab" in dims or path.rsplit("/", 1)[-1] == "embedding"
+    embedding = "vocab" in dims or name_of(path) == "embedding"
     if embedding or not is_matrix(path, num_dims, names):
         return None
     sides: list[tuple[int, ...]] = []

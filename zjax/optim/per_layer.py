@@ -17,8 +17,8 @@ import optax
 from jax.extend import core
 
 from zjax.optim.matrices import Names
-from zjax.sharding.layers import Layers, name_of, put_together, take_apart
-from zjax.sharding.placement import path_of
+from zjax.sharding.layers import Layers, put_together, take_apart
+from zjax.sharding.placement import name_of, path_of
 from zjax.sharding.plan import abstract_opt_state
 from zjax.typing import Params
 
@@ -69,7 +69,7 @@ def per_layer(
     tx = optax.with_extra_args_support(tx)
 
     def apart(params: Params) -> Params:
-        return take_apart(params, _stacks(params, names))
+        return _apart(params, names)
 
     def init(params: Params) -> Any:
         return put_together(tx.init(apart(params)))
@@ -123,11 +123,9 @@ def knows_layers(
         inputs = (params, state, params, value)
         return flow.trace(tx.init, (params,)), flow.trace(update, inputs)
 
-    def apart(params: Params) -> Params:
-        return take_apart(params, _stacks(params, names))
-
+    apart = jax.eval_shape(lambda params: _apart(params, names), params)
     try:
-        return results(jax.eval_shape(apart, params)) != results(params)
+        return results(apart) != results(params)
     except _KnowsLayersError:
         return True
 
@@ -316,14 +314,14 @@ def _cells(tree: Any) -> Iterator[tuple[str, int | None, int, Any]]:
                 yield path_of((*keys, *more)), number, len(node), leaf
 
 
-def _stacks(params: Params, names: Names) -> Any:
+def _apart(params: Params, names: Names) -> Params:
     def one(keys: Any, leaf: Any) -> Any:
         path = path_of(keys)
         if not _is_stack(path, names):
             return 0
         return Layers([0] * leaf.shape[0], name_of(path))
 
-    return jax.tree_util.tree_map_with_path(one, params)
+    return take_apart(params, jax.tree_util.tree_map_with_path(one, params))
 
 
 def _is_stack(path: str, names: Names) -> bool:

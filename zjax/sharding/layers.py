@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from zjax.errors import ModelError, Problem
+from zjax.sharding.placement import name_of
 from zjax.sharding.plan import Plan
 from zjax.typing import Model, Params
 
@@ -62,7 +63,6 @@ def plan_in_use(model: Model, plan: Plan) -> Plan:
     """
     if not model.takes_layers_apart:
         return plan
-
     # What is too small to be split is added at the end, all layers at once.
     split = jax.tree.map(
         lambda row: row.num_layers > 0 and (plan.stage == 0 or any(row.spec)),
@@ -87,22 +87,6 @@ def plan_in_use(model: Model, plan: Plan) -> Plan:
         grad_sum=rows_of(plan.grad_sum),
         grads=rows_of(plan.grads),
     )
-
-
-def name_of(path: str) -> str:
-    """The last part of a path, which names an array.
-
-    Args:
-        path: Parts separated by `/`.
-
-    Returns:
-        One part.
-
-    Example:
-        >>> name_of("blocks/mlp/bias")
-        'bias'
-    """
-    return path.rsplit("/", 1)[-1]
 
 
 def take_apart(params: Params, rows: Any) -> Params:
@@ -168,7 +152,6 @@ def layers_of(params: Params, num_layers: int) -> list[Params]:
     whole = jax.tree.map(
         lambda x: x if _is_apart(x) else _slices(x), params, is_leaf=_is_apart
     )
-
     depths = {len(x) for x in jax.tree.leaves(whole, is_leaf=_is_apart)}
     if depths - {num_layers}:
         problem = f"are not the {num_layers} of the model"

@@ -207,6 +207,22 @@ def path_of(keys: Any) -> str:
     return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
+def name_of(path: str) -> str:
+    """The last part of a path, which names an array.
+
+    Args:
+        path: Parts separated by `/`.
+
+    Returns:
+        One part.
+
+    Example:
+        >>> name_of("blocks/mlp/bias")
+        'bias'
+    """
+    return path.rsplit("/", 1)[-1]
+
+
 def owners(keys: Any, params: Mapping[str, Any]) -> Iterator[Any]:
     """The parameters that a leaf of the optimizer's state may belong to.
 
