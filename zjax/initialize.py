@@ -15,7 +15,7 @@ from zjax.config.schema import Config
 from zjax.errors import ConfigError, ModelError, Problem
 from zjax.models import adapter
 from zjax.optim.build import make_optimizer
-from zjax.optim.matrices import names_by_path
+from zjax.optim.matrices import named_params
 from zjax.optim.per_layer import respect_layers
 from zjax.optim.schedules import make_schedule
 from zjax.sharding import memory, placement
@@ -153,8 +153,7 @@ def adopt_optimizer(tx: Any, model: Model) -> Any:
     Raises:
         PlanError: The transformation cannot update from one mean gradient.
     """
-    params, _ = jax.eval_shape(model.init, jax.random.key(0))
-    return respect_layers(tx, params, names_by_path(params, model.logical(params)))
+    return respect_layers(tx, *named_params(model))
 
 
 def make_run(

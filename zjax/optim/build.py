@@ -55,8 +55,7 @@ def make_optimizer(
     settings = config.optimizer
     names: matrices.Names = {}
     if model is not None:
-        params, _ = jax.eval_shape(model.init, jax.random.key(0))
-        names = matrices.names_by_path(params, model.logical(params))
+        params, names = matrices.named_params(model)
         groups.check_groups(settings.groups, params, names)
     schedule = make_schedule(config)
     tx = _make_rules(settings, schedule, names)

@@ -12,7 +12,7 @@ import jax
 import optax
 
 from zjax.sharding.placement import name_of, path_of
-from zjax.typing import Logical
+from zjax.typing import Logical, Model, Params
 
 STACKED = ("layers", "stages", "experts")
 VECTORS = ("bias", "scale")
@@ -38,6 +38,19 @@ def names_by_path(params: Any, logical: Any) -> Names:
     leaves, tree = jax.tree_util.tree_flatten_with_path(params)
     pairs = zip(leaves, tree.flatten_up_to(logical), strict=True)
     return {path_of(keys): dims for (keys, _), dims in pairs if dims is not None}
+
+
+def named_params(model: Model) -> tuple[Params, Names]:
+    """The parameters of a model, and what is known of their dims.
+
+    Args:
+        model: Its `init`, which is only traced, and the names of its dims.
+
+    Returns:
+        Abstract parameters, and dims by path.
+    """
+    params, _ = jax.eval_shape(model.init, jax.random.key(0))
+    return params, names_by_path(params, model.logical(params))
 
 
 def num_stacked(path: str, names: Names) -> int:
