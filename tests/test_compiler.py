@@ -50,6 +50,15 @@ def test_collectives_of_one_layer_are_combined(monkeypatch):
     assert compiler.step_options(config, make_plan(config))[name] == "5"
 
 
+def test_collectives_of_large_layers_start_early(monkeypatch):
+    monkeypatch.setattr(compiler, "_platform", lambda mesh: "gpu")
+    config = schema.Config(model=SHAPE, data=schema.Data(length=8))
+    name = "xla_gpu_enable_analytical_sol_latency_estimator"
+    assert name not in compiler.step_options(config, make_plan(config))
+    monkeypatch.setattr(compiler, "MIN_EARLY_BYTES", 2 * LAYER_PARAMS)
+    assert compiler.step_options(config, make_plan(config))[name] is False
+
+
 def test_deterministic_runs_exclude_other_kernels(monkeypatch):
     monkeypatch.setattr(compiler, "_platform", lambda mesh: "gpu")
     config = schema.Config(model=SHAPE, data=schema.Data(length=8), deterministic=True)

@@ -25,6 +25,12 @@ GPUS = ("gpu", "cuda")
 """What JAX calls a device that is here, and one that is only compiled for."""
 MIN_COMBINED_BYTES = 16 * 2**20
 """Below this a collective is bound by latency."""
+MIN_EARLY_BYTES = 128 * 2**20
+"""Of one layer: from here the scheduler does best to start collectives early.
+
+Its estimates by the speed of the links start them as late as they may, which spares
+memory: 0.8 % faster for layers of 61 MB, 2.2 % slower for layers of 403 MB.
+"""
 
 
 def step_options(config: Config, plan: Plan) -> Options:
@@ -119,6 +125,8 @@ def _gpu_options(config: Config, plan: Plan) -> Options:
         sizes = {"all_gather": whole, "all_reduce": whole, "reduce_scatter": scattered}
         for collective, size in sizes.items():
             options[f"xla_gpu_{collective}_combine_threshold_bytes"] = str(size)
+        if layer_bytes(plan) >= MIN_EARLY_BYTES:
+            options["xla_gpu_enable_analytical_sol_latency_estimator"] = False
     if config.deterministic:
         options["xla_gpu_exclude_nondeterministic_ops"] = True
         # Without it a scatter becomes a loop over its rows.
