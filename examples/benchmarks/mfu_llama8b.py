@@ -15,7 +15,6 @@ MATMUL_BARS = {"matmul_share": 0.626, "matmul_share_full_attention": 0.664}
 COUNTS = ("causal attention", "full attention")
 TRIALS = {
     "zjax ZeRO-2 with 4 sequences": ("zero.stage=2", "microbatch_size=4"),
-    "zjax ZeRO-3 with 4 sequences": ("zero.stage=3", "microbatch_size=4"),
 }
 
 
