@@ -15,7 +15,7 @@ FLOORS = (
     ("ops", "comm", "compiler"),
     ("parallel", "optim", "data"),
     ("models", "train"),
-    ("checkpoint", "observe"),
+    ("checkpoint", "observe", "offload"),
     ("step", "stopping"),
     ("initialize",),
     ("trainer", "planning"),

@@ -21,9 +21,10 @@ from zjax.optim.schedules import make_schedule
 from zjax.sharding import memory, placement
 from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
+from zjax.sharding.layers import take_apart
 from zjax.step import Step, check_arrays, make_step
 from zjax.train.gradients import compute_params
-from zjax.train.state import TrainState, init_state, state_rows
+from zjax.train.state import TrainState, init_state, saved_rows, with_params
 from zjax.train.update import Schedule
 from zjax.typing import Batch, Device, Metrics, Model, Params
 
@@ -136,16 +137,17 @@ def initialize(
         schedule = make_schedule(config)
     else:
         config = without_clipping(config)
-        tx = adopt_optimizer(tx, model)
+        tx = adopt_optimizer(tx, model, config)
     return make_run(config, model, tx, schedule=schedule, devices=devices)
 
 
-def adopt_optimizer(tx: Any, model: Model) -> Any:
+def adopt_optimizer(tx: Any, model: Model, config: Config) -> Any:
     """A transformation of yours as a run of this model takes it.
 
     Args:
         tx: Optax gradient transformation, written for one array per layer.
         model: Names the dims of its parameters; those of `layers` stack them.
+        config: Read for `zero.optimizer_memory`: what moves is stored layer by layer.
 
     Returns:
         `tx`, or the same layer by layer, where that makes a difference.
@@ -153,6 +155,8 @@ def adopt_optimizer(tx: Any, model: Model) -> Any:
     Raises:
         PlanError: The transformation cannot update from one mean gradient.
     """
+    if model.takes_layers_apart and config.zero.optimizer_memory != "device":
+        return tx
     return respect_layers(tx, *named_params(model))
 
 
@@ -187,11 +191,20 @@ def make_run(
     plan = plans.make_plan(config, mesh, model, tx)
     memory.check_memory(plan, device_capacity_bytes(mesh))
 
+    def load_weights(path: str) -> Params:
+        zero = dataclasses.replace(config.zero, optimizer_memory="device")
+        there = dataclasses.replace(config, zero=zero)
+        stacked = plans.make_plan(there, mesh, model, tx).master
+        return take_apart(weights.load_safetensors(path, stacked), plan.master)
+
     def fresh() -> TrainState:
         start = config.checkpoint.init_from
-        master = weights.load_safetensors(start, plan.master) if start else None
+        master = load_weights(start) if start else None
         key = jax.random.key(config.seed)
         return init_state(key, model, tx, plan, config, master=master)
+
+    def restored(read: Callable[[TrainState], TrainState]) -> TrainState:
+        return with_params(read(saved_rows(plan, config)), plan)
 
     def bind(state: TrainState) -> Any:
         return model.bind(model_params(state, plan), state.model_state)
@@ -201,7 +214,7 @@ def make_run(
         model=model,
         mesh=mesh,
         plan=plan,
-        state=restore(state_rows(plan, config)) if restore else fresh(),
+        state=restored(restore) if restore else fresh(),
         step=make_step(model, tx, plan, config, schedule=schedule),
         bind=bind,
     )
@@ -235,12 +248,17 @@ def model_params(state: TrainState, plan: plans.Plan) -> Params:
         padded = row.shape != row.stored_shape
         return plan.replicated if padded else row.sharding
 
-    def compute(stored: Params) -> Params:
+    def compute(state: TrainState) -> Params:
+        if state.ema == () and state.params != ():
+            return placement.unpad_tree(state.params, plan.compute)
+        stored = state.master if state.ema == () else state.ema
         return compute_params(placement.unpad_tree(stored, plan.master), plan)
 
+    read = dataclasses.replace(state, opt_state=())
+    if state.params != ():
+        read = dataclasses.replace(read, master=())
     places = jax.tree.map(place, plan.compute)
-    params = state.master if state.ema == () else state.ema
-    return jax.jit(compute, out_shardings=places)(params)
+    return jax.jit(compute, out_shardings=places)(read)
 
 
 def device_capacity_bytes(mesh: Mesh) -> float:

@@ -21,6 +21,11 @@ from zjax.sharding import plan as plans
 from zjax.step import Step, make_step
 from zjax.typing import Batch
 
+_MANY_PROGRAMS = (
+    "the step is many programs, of a block or a group of parameters each; on the "
+    "devices are the parameters in use, the input of every block, one block's "
+    "gradients, and the groups on their way"
+)
 PAPER_DEVICES = (1, 4, 16, 64, 256, 1024)
 
 
@@ -84,8 +89,10 @@ def report_plan(
     if here:
         step = make_step(model, tx, plan, config)
         compiled = step.compile(abstract_batch(config, plan))
-        parts.append(describe_compiled(plan, compiled))
-        if collectives:
+        parts.append(
+            _MANY_PROGRAMS if compiled is None else describe_compiled(plan, compiled)
+        )
+        if collectives and compiled is not None:
             parts.append(describe_collectives(step, compiled))
     return "\n\n".join([*parts, f"picture: {path}"])
 

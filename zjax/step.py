@@ -12,6 +12,7 @@ from zjax.compiler import Options, step_options
 from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config
 from zjax.errors import DataError, PlanError, Problem
+from zjax.offload.train import OffloadedTrain
 from zjax.sharding import placement
 from zjax.sharding import plan as plans
 from zjax.train.microbatches import check_batch
@@ -100,7 +101,9 @@ class Step:
 
         return jax.tree.map(place, batch)
 
-    def compile(self, batch: Batch, program: str = "train") -> jax.stages.Compiled:
+    def compile(
+        self, batch: Batch, program: str = "train"
+    ) -> jax.stages.Compiled | None:
         """Compiles without running, for its memory analysis and its text.
 
         Args:
@@ -108,12 +111,15 @@ class Step:
             program: A name in `programs`.
 
         Returns:
-            The compiled program; ask it for `memory_analysis()`.
+            The compiled program; ask it for `memory_analysis()`. None for a step of
+            many programs, as one that moves its state is.
 
         Raises:
             PlanError: The batch does not divide over the devices.
         """
         check_batch(batch, self.num_microbatches, self.plan.num_batch_shares)
+        if not hasattr(self.programs[program], "lower"):
+            return None
 
         def abstract(x: Any) -> jax.ShapeDtypeStruct:
             sharding = self.plan.batch_sharding(x)
@@ -166,12 +172,25 @@ def make_step(
     pure = make_programs(
         model, tx, plan, config, num_microbatches=num_microbatches, schedule=schedule
     )
+    options = step_options(config, plan)
+    programs = compile_programs(pure, options)
+    if plan.is_offloaded:
+        streamed = OffloadedTrain(
+            model,
+            tx,
+            plan,
+            config,
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            jit=functools.partial(jax.jit, compiler_options=options),
+        )
+        programs = {"train": streamed, "evaluate": programs["evaluate"]}
     return Step(
         mesh=plan.mesh,
         plan=plan,
         rows=state_rows(plan, config),
         num_microbatches=num_microbatches,
-        programs=compile_programs(pure, step_options(config, plan)),
+        programs=programs,
     )
 
 

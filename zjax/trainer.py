@@ -31,7 +31,7 @@ from zjax.optim.schedules import make_schedule
 from zjax.sharding.describe import describe_plan, describe_plan_totals
 from zjax.sharding.mesh import BATCH_AXES, mesh_sizes
 from zjax.stopping import stop_signals
-from zjax.train.state import TrainState, state_rows
+from zjax.train.state import TrainState, saved_rows
 from zjax.typing import Device, Model
 
 
@@ -102,7 +102,9 @@ class Trainer:
         self.run = make_run(
             self.config,
             model,
-            make_optimizer(self.config, model) if own else adopt_optimizer(tx, model),
+            make_optimizer(self.config, model)
+            if own
+            else adopt_optimizer(tx, model, self.config),
             schedule=make_schedule(self.config) if own else None,
             devices=devices,
             restore=self._restore(start) if start else None,
@@ -210,8 +212,9 @@ class Trainer:
         }
         step, loss = self._evaluated
         loss = loss if step == self.step else None
-        rows = state_rows(self.run.plan, self.config)
-        self.store.save(self.step, self.state, rows, extra=extra, loss=loss)
+        rows = saved_rows(self.run.plan, self.config)
+        saved = dataclasses.replace(self.state, params=())
+        self.store.save(self.step, saved, rows, extra=extra, loss=loss)
 
     def generate(
         self,

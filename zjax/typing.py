@@ -61,12 +61,13 @@ class Stack:
     """`embed(params, batch, key) -> (carry, context)`; every block reads context."""
     segments: tuple[Segment, ...]
     head: Callable[..., Any]
-    """`head(params, carry, batch) -> (loss_sum, weight)`."""
+    """`head(params, carry, batch) -> (loss_sum, weight, metric_sums)`, for `Loss` once
+    divided by the weight."""
     split: Callable[[Params], tuple[Params, tuple[tuple[Params, ...], ...], Params]]
     """Model parameters -> (embed's, each segment's per-block trees, head's)."""
     join: Callable[[Params, tuple[tuple[Params, ...], ...], Params], Params]
-    """The transpose of `split`, for gradients: its inverse, but for shared leaves, of
-    which it returns the sum."""
+    """The transpose of `split`, for gradients: its inverse with layers apart, but for
+    shared leaves, of which it returns the sum."""
     shared: tuple[str, ...] = ()
     """Paths of leaves that both embed and head use, such as tied embeddings."""
 

@@ -21,7 +21,8 @@ SINKS = "use one of console, jsonl, csv, tensorboard, wandb"
         ),
         pytest.param(
             {"zero": {"qqq": 1}},
-            "zero.qqq=1 is not a setting; use one of stage, min_shard_elements",
+            "zero.qqq=1 is not a setting; use one of stage, min_shard_elements, "
+            "optimizer_memory",
             id="unlike-any-setting",
         ),
         pytest.param(
@@ -72,7 +73,8 @@ SINKS = "use one of console, jsonl, csv, tensorboard, wandb"
         pytest.param(
             {"zero": 3},
             "zero=3 is an int; "
-            "expected a mapping with any of stage, min_shard_elements",
+            "expected a mapping with any of stage, min_shard_elements, "
+            "optimizer_memory",
             id="number-for-section",
         ),
         pytest.param(

@@ -22,11 +22,11 @@ from zjax.sharding import plan as plans
 from zjax.sharding.layers import (
     Layers,
     layers_of,
-    plan_in_use,
     put_together,
     take_apart,
 )
 from zjax.sharding.placement import Row
+from zjax.sharding.plan import plan_in_use
 
 SHAPE = dataclasses.replace(language.GPT, num_layers=4)
 TABLE = SHAPE.vocab_size * SHAPE.embed_size

@@ -63,7 +63,8 @@ class Measurement:
         closed_form_bytes: What they should take by the ZeRO paper: K Psi / N, with the
             K = 12 of Adam.
         num_params: Parameters of the model.
-        compile_seconds: To trace and compile the step.
+        compile_seconds: To trace and compile the step; 0 for a step of many programs,
+            which are compiled as they are first called.
         first_loss: Before any update, in nats per token.
         loss: After the last one.
         versions: Of Python and packages.

@@ -44,17 +44,17 @@ def peak_bytes(devices: Sequence[Device]) -> int | None:
     return max(peaks, default=None)
 
 
-def predicted_peak_bytes(compiled: jax.stages.Compiled) -> int | None:
+def predicted_peak_bytes(compiled: jax.stages.Compiled | None) -> int | None:
     """Memory that a program needs on a device while it runs.
 
     Args:
-        compiled: Of `Step.compile`.
+        compiled: Of `Step.compile`; None gives None.
 
     Returns:
         Bytes of arguments, results that do not reuse them, and temporaries; None where
         the compiler does not say.
     """
-    analysis = compiled.memory_analysis()
+    analysis = None if compiled is None else compiled.memory_analysis()
     if analysis is None:
         return None
     return (

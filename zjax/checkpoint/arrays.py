@@ -10,10 +10,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zjax.checkpoint import layout
+from zjax.checkpoint import layers, layout
 from zjax.checkpoint.layout import Entry
 from zjax.sharding import placement
 from zjax.sharding.placement import Row
+from zjax.train.state import place_given
 
 _HOST_GROUP_BYTES = 2**30
 _READ_AHEAD_BYTES = 8 * 10**9
@@ -68,13 +69,14 @@ def read_arrays(
     Args:
         directory: Where Orbax wrote the arrays.
         named: Places by name.
-        found: What the checkpoint says of those names.
+        found: What the checkpoint says of those names, or of their layers or stacks.
 
     Returns:
         Arrays in their stored shapes, in the order of `named`.
     """
     arrays: dict[str, jax.Array] = {}
-    for group in _groups({n: r for n, r in named.items() if not found[n].is_empty}):
+    stored = {n: r for n, r in named.items() if n in found and not found[n].is_empty}
+    for group in _groups(stored):
         args = {name: _restore_args(row, found[name]) for name, row in group.items()}
         largest = max(row.device_bytes for row in group.values())
         ahead_bytes = max(_READ_AHEAD_BYTES, 2 * largest)
@@ -83,7 +85,12 @@ def read_arrays(
                 data = jax.random.wrap_key_data(data, impl=found[name].key_impl)
             arrays[name] = jax.device_put(data, group[name].sharding)
     for name, row in named.items():
-        if found[name].is_empty:
+        if name not in found:
+            data = layers.read(
+                name, found, lambda n: read_whole(directory, n, found[n])
+            )
+            arrays[name] = place_given(data, row)
+        elif found[name].is_empty:
             data = np.zeros(row.stored_shape, row.dtype)
             arrays[name] = jax.device_put(data, row.sharding)
     return [arrays[name] for name in named]

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from zjax.errors import CheckpointError, Problem
-from zjax.sharding.placement import Row, path_of
+from zjax.sharding.placement import Row, layer_of, path_of
 
 _NUM_SHOWN = 5
 
@@ -62,7 +62,12 @@ def name_leaves(tree: Any, part: str = "") -> dict[str, Any]:
     """
     prefix = f"{part}/" if part else ""
     pairs = jax.tree_util.tree_leaves_with_path(tree)
-    return {prefix + path_of(keys): leaf for keys, leaf in pairs}
+    return {prefix + _name(keys): leaf for keys, leaf in pairs}
+
+
+def _name(keys: Any) -> str:
+    layer = layer_of(keys)
+    return path_of(keys) if layer is None else f"{path_of(keys)}/{layer}"
 
 
 def is_key(dtype: Any) -> bool:

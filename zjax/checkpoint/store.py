@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from zjax.checkpoint import arrays, failures, layout, quiet
+from zjax.checkpoint import arrays, failures, layers, layout, quiet
 from zjax.checkpoint.layout import Entry
 from zjax.errors import CheckpointError
 from zjax.sharding.placement import Row
@@ -186,7 +186,8 @@ class Store:
         index = self._read_index(step)
         named = layout.name_leaves(rows)
         expected = {name: layout.describe_row(row) for name, row in named.items()}
-        layout.check_same(expected, index["arrays"], str(self._path(step)))
+        inside = layers.as_wanted(expected, index["arrays"])
+        layout.check_same(expected, inside, str(self._path(step)))
         leaves = self._read(step, named, index["arrays"])
         return jax.tree.unflatten(jax.tree.structure(rows), leaves), index["extra"]
 
@@ -210,6 +211,7 @@ class Store:
         named = layout.name_leaves(rows, part)
         expected = {name: layout.describe_row(row) for name, row in named.items()}
         inside = {name: e for name, e in found.items() if name.startswith(f"{part}/")}
+        inside = layers.as_wanted(expected, inside)
         layout.check_same(expected, inside, str(self._path(step)), cast=True)
         leaves = self._read(step, named, found)
         return jax.tree.unflatten(jax.tree.structure(rows), leaves)

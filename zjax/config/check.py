@@ -150,6 +150,14 @@ def _precision(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         yield Problem("precision.matmul_dtype", "float8", problem, remedy)
 
 
+def _offload(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    memory = config.zero.optimizer_memory
+    if memory != "device" and config.precision.reduce_dtype == "float32":
+        problem = f"is not built for zero.optimizer_memory={memory!r}"
+        remedy = "use 'compute', or keep the state on the devices"
+        yield Problem("precision.reduce_dtype", "float32", problem, remedy)
+
+
 def _schedule(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     warmup, num_steps = config.optimizer.num_warmup_steps, config.num_steps
     field = "optimizer.num_warmup_steps"
@@ -231,6 +239,7 @@ _RULES: tuple[model_rules.Entry, ...] = (
     (("global_batch", "num_microbatches", "microbatch", "mesh"), _batch),
     (("precision.loss_scale",), _loss_scale),
     ((), _precision),
+    ((), _offload),
     (("num_steps", "optimizer"), _schedule),
     ((), _groups),
     (("num_steps", "observe"), _profile),

@@ -52,6 +52,19 @@ def _layers(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         )
 
 
+def _offload(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    memory, model = config.zero.optimizer_memory, config.model
+    if memory == "device":
+        return
+    alone = f"has no effect with zero.optimizer_memory={memory!r}, which runs blocks"
+    if model.layers_per_scan:
+        problem = f"{alone} one by one"
+        yield Problem("model.layers_per_scan", model.layers_per_scan, problem, "use 0")
+    if model.remat != "full":
+        problem = f"{alone} of which only the inputs are kept"
+        yield Problem("model.remat", model.remat, problem, "use full")
+
+
 def _attention(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     dtype = config.precision.compute_dtype
     if config.model.attention == "cudnn" and dtype == "float32":
@@ -85,6 +98,7 @@ MODEL_RULES: tuple[Entry, ...] = (
     (("model",), _heads),
     (("model", "mesh"), _tensor),
     (("model",), _layers),
+    ((), _offload),
     ((), _attention),
     ((), _data),
     (("data", "model"), _length),

@@ -37,6 +37,8 @@ class Zero:
     parameters."""
     min_shard_elements: int = 16_384
     """Smaller arrays stay whole: gathering them costs more time than memory saved."""
+    optimizer_memory: Literal["device", "pinned_host"] = "device"
+    """Where optimizer state and master weights rest between their updates."""
 
 
 @section
@@ -69,8 +71,9 @@ class Precision:
     """Gradients as they are added over microbatches."""
     reduce_dtype: Literal["compute", "float32"] = "compute"
     """Gradients as they are added over devices."""
-    on_nonfinite: Literal["skip", "stop"] = "skip"
-    """A NaN or infinite gradient skips the step, or ends the run naming the step."""
+    on_nonfinite: Literal["skip", "stop", "update"] = "skip"
+    """A NaN or infinite gradient skips the step, ends the run naming the step, or is
+    not looked for, so that updates need not wait for all gradients."""
     loss_scale: LossScale = LossScale()
 
 

@@ -6,15 +6,13 @@ key `fold_in(key, i + 1)`; a caller who does the same gets the same dropout.
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from zjax.config import schema
 from zjax.models.decoder import Decoder
 from zjax.models.encoder import Encoder
-from zjax.parallel import remat
-from zjax.sharding.layers import layers_of
+from zjax.sharding.layers import layers_of, side_by_side
 from zjax.typing import Params, Segment, Stack
 
 SHARED = "embedding/tokens"
@@ -31,28 +29,26 @@ def make_stack(model: Decoder | Encoder) -> Stack:
         model: Decoder or encoder without pooling; abstract values suffice.
 
     Returns:
-        Functions of parameters. `join` sums the two gradients of a tied table; to join
-        parameters, zero the head's copy of the table first.
+        Functions of parameters, which recompute nothing of their own. `join` sums the
+        two gradients of a tied table; to join parameters, zero the head's copy of the
+        table first. It leaves layers apart.
     """
     config = model.config
     embedding, _ = nnx.split(model.embedding)
     blocks, _ = nnx.split(model.blocks)
     last, _ = nnx.split(model.head)
 
-    def run_block(params, carry, context, key):
-        return nnx.merge(blocks, params)(carry, context, key)
-
     def embed(params, batch, key):
         return nnx.merge(embedding, params["embedding"])(batch, key)
 
     def block(params, carry, context, key):
-        run = remat.recompute(run_block, config.remat, in_loop=False)
-        return run(params, carry, context, key), jnp.zeros((), jnp.float32)
+        carry = nnx.merge(blocks, params)(carry, context, key)
+        return carry, jnp.zeros((), jnp.float32)
 
     def head(params, carry, batch):
         table = params["embedding"]["tokens"] if config.tied_head else None
-        loss = nnx.merge(last, params["head"]).loss(carry, table, batch)
-        return loss.loss_sum, loss.weight_sum
+        sums = nnx.merge(last, params["head"]).loss(carry, table, batch)
+        return sums.loss_sum, sums.weight_sum, {"accuracy": sums.correct_sum}
 
     return Stack(
         embed=embed,
@@ -77,7 +73,7 @@ def _join(embed: Params, segments, head: Params, config: schema.Model):
     (layers,) = segments
     joined: dict[str, Any] = {
         "embedding": dict(embed["embedding"]),
-        "blocks": jax.tree.map(lambda *rows: jnp.stack(rows), *layers),
+        "blocks": side_by_side(layers),
         "head": head["head"],
     }
     if config.tied_head:

@@ -57,6 +57,8 @@ def make_optimizer(
     if model is not None:
         params, names = matrices.named_params(model)
         groups.check_groups(settings.groups, params, names)
+        if model.takes_layers_apart and config.zero.optimizer_memory != "device":
+            names = matrices.of_layers(names)
     schedule = make_schedule(config)
     tx = _make_rules(settings, schedule, names)
     dtypes = {settings.moment_dtype, config.precision.master_dtype}

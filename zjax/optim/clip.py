@@ -1,6 +1,7 @@
 """Clipping gradients by their global norm."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -46,5 +47,7 @@ def clip_by_norm(tree: Any, norm: Float[Array, ""], max_norm: float) -> Any:
     Reference:
         Pascanu et al., arXiv:1211.5063.
     """
+    if max_norm == math.inf:
+        return tree
     divisor = jnp.maximum(1, (norm + 1e-6) / max_norm)
     return jax.tree.map(lambda leaf: (leaf / divisor).astype(leaf.dtype), tree)

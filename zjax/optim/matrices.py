@@ -53,6 +53,25 @@ def named_params(model: Model) -> tuple[Params, Names]:
     return params, names_by_path(params, model.logical(params))
 
 
+def of_layers(names: Names) -> Names:
+    """The dims of parameters whose layers are stored one by one.
+
+    Args:
+        names: Dims by path, where arrays stack their layers.
+
+    Returns:
+        The same without that dim.
+
+    Example:
+        >>> of_layers({"norm/scale": ("layers", "embed")})
+        {'norm/scale': ('embed',)}
+    """
+    return {
+        path: dims[1:] if dims[:1] == ("layers",) else dims
+        for path, dims in names.items()
+    }
+
+
 def num_stacked(path: str, names: Names) -> int:
     """Counts the leading dims that only stack parameters.
 

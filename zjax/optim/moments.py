@@ -19,7 +19,7 @@ from zjax.optim.rounding import (
     random_bits,
     round_to_bfloat16,
 )
-from zjax.sharding.placement import owners, path_of
+from zjax.sharding.placement import layer_of, owners, path_of
 
 SECOND_MOMENT = "nu"
 """The name that optax gives to the average of squares."""
@@ -142,7 +142,8 @@ def _store(stored: Any, state: Any, scales: Any, step: Int32[Array, ""]) -> Any:
     def store(keys: Any, form: Any, leaf: Any, scales: Any = None) -> Any:
         if not _is_quantized(form) and form.dtype == leaf.dtype:
             return leaf
-        bits = random_bits(leaf.shape, step, zlib.crc32(path_of(keys).encode()))
+        name = f"{path_of(keys)} {layer_of(keys)}"
+        bits = random_bits(leaf.shape, step, zlib.crc32(name.encode()))
         if _is_quantized(form):
             return quantize(leaf, scales, bits, form.codes.dtype)
         return round_to_bfloat16(leaf, bits)

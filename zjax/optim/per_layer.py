@@ -18,8 +18,8 @@ from jax.extend import core
 
 from zjax.optim.matrices import Names
 from zjax.sharding.layers import Layers, put_together, take_apart
+from zjax.sharding.opt_state import abstract_opt_state
 from zjax.sharding.placement import name_of, path_of
-from zjax.sharding.plan import abstract_opt_state
 from zjax.typing import Params
 
 
@@ -64,9 +64,11 @@ def per_layer(
         names: Dims by path.
 
     Returns:
-        A transformation of stacked arrays, with stacked state.
+        A transformation of stacked arrays, with stacked state; `tx` if there are none.
     """
     tx = optax.with_extra_args_support(tx)
+    if not any(_is_stack(path, names) for path in names):
+        return tx
 
     def apart(params: Params) -> Params:
         return _apart(params, names)

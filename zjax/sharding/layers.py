@@ -5,17 +5,15 @@ update of the optimizer a small program; layers of their own let each be gathere
 it is due, and its gradient be sent as soon as it is there.
 """
 
-import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from zjax.errors import ModelError, Problem
-from zjax.sharding.placement import name_of
-from zjax.sharding.plan import Plan
-from zjax.typing import Model, Params
+from zjax.sharding.placement import LayerKey, name_of, path_of
+from zjax.typing import Params
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -42,51 +40,14 @@ class Layers(tuple[Any, ...]):
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], str]:
         """Gives JAX the layers."""
-        key = jax.tree_util.DictKey(self.name)
-        return [(key, layer) for layer in self], self.name
+        return [
+            (LayerKey(self.name, i), layer) for i, layer in enumerate(self)
+        ], self.name
 
     @classmethod
     def tree_unflatten(cls, name: str, layers: Iterable[Any]) -> "Layers":
         """Takes them back."""
         return cls(layers, name)
-
-
-def plan_in_use(model: Model, plan: Plan) -> Plan:
-    """The plan of what a model computes with, where layers may have their own rows.
-
-    Args:
-        model: Says whether it takes its layers apart.
-        plan: Places every array as it is stored.
-
-    Returns:
-        The same placements, layer by layer; `plan` itself for other models.
-    """
-    if not model.takes_layers_apart:
-        return plan
-    # What is too small to be split is added at the end, all layers at once.
-    split = jax.tree.map(
-        lambda row: row.num_layers > 0 and (plan.stage == 0 or any(row.spec)),
-        plan.master,
-    )
-
-    def rows_of(rows: Any) -> Any:
-        return jax.tree.map(
-            lambda row, is_apart: (
-                Layers([row.layer] * row.num_layers, name_of(row.path))
-                if is_apart
-                else row
-            ),
-            rows,
-            split,
-        )
-
-    return dataclasses.replace(
-        plan,
-        master=rows_of(plan.master),
-        compute=rows_of(plan.compute),
-        grad_sum=rows_of(plan.grad_sum),
-        grads=rows_of(plan.grads),
-    )
 
 
 def take_apart(params: Params, rows: Any) -> Params:
@@ -162,6 +123,26 @@ def layers_of(params: Params, num_layers: int) -> list[Params]:
         return jax.tree.map(lambda x: x[number], whole, is_leaf=_is_apart)
 
     return [layer(number) for number in range(num_layers)]
+
+
+def side_by_side(layers: Sequence[Params]) -> Params:
+    """The inverse of `layers_of`.
+
+    Args:
+        layers: Trees of the same structure, one per layer.
+
+    Returns:
+        One tree with `Layers` where an array would stack theirs.
+
+    Example:
+        >>> side_by_side([{"w": 1}, {"w": 2}])
+        {'w': (1, 2)}
+    """
+
+    def one(keys: Any, *leaves: Any) -> Layers:
+        return Layers(leaves, name_of(path_of(keys)))
+
+    return jax.tree_util.tree_map_with_path(one, *layers)
 
 
 @jax.custom_vjp

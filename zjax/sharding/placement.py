@@ -16,6 +16,22 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 
+class LayerKey(jax.tree_util.DictKey):
+    """The key of a layer among those that one array would stack.
+
+    It reads as the name of that array, so that rules that go by names find it, and does
+    not count as a part of a path: a layer has the path of its stack.
+
+    Args:
+        name: Of the array.
+        layer: Number of the layer, from 0 on.
+    """
+
+    def __init__(self, name: str, layer: int):
+        super().__init__(name)
+        self.layer = layer
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """The place of one array of a plan.
@@ -64,6 +80,11 @@ class Row:
             sharding=self.sharding.update(spec=spec),
             num_layers=0,
         )
+
+    def rest_in(self, memory: str) -> "Row":
+        """The same place in another memory, which JAX calls by the same name."""
+        sharding = self.sharding.with_memory_kind(memory)
+        return dataclasses.replace(self, sharding=sharding)
 
     @property
     def abstract(self) -> jax.ShapeDtypeStruct:
@@ -204,7 +225,25 @@ def path_of(keys: Any) -> str:
         >>> path_of((jax.tree_util.DictKey("blocks"), jax.tree_util.SequenceKey(0)))
         'blocks/0'
     """
+    keys = tuple(key for key in keys if not isinstance(key, LayerKey))
     return jax.tree_util.keystr(keys, simple=True, separator="/")
+
+
+def layer_of(keys: Any) -> int | None:
+    """Which layer of its stack a leaf is.
+
+    Args:
+        keys: Key path of `jax.tree_util`.
+
+    Returns:
+        Its number; None where layers are stacked, and outside of them.
+
+    Example:
+        >>> layer_of((jax.tree_util.DictKey("blocks"), LayerKey("kernel", 3)))
+        3
+    """
+    numbers = (key.layer for key in keys if isinstance(key, LayerKey))
+    return next(numbers, None)
 
 
 def name_of(path: str) -> str:

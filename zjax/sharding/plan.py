@@ -11,24 +11,33 @@ extended over the ZeRO axes:
       3             split                  split               split
 
 The optimizer takes gradients as it holds its state.
+
+Master weights and optimizer state may rest in the memory of the host. Their layers are
+then stored one by one, to be moved one by one, and the parameters in use stay on the
+devices between steps.
 """
 
 import dataclasses
-import inspect
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
 from zjax.sharding import mesh as meshes
 from zjax.sharding import rules, zero
-from zjax.sharding.placement import Row, owners, path_of
+from zjax.sharding.layers import Layers
+from zjax.sharding.opt_state import abstract_opt_state
+from zjax.sharding.placement import Row, name_of, owners, path_of
 from zjax.sharding.zero import stored_shape
 from zjax.typing import Model
+
+DEVICE, HOST = "device", "pinned_host"
+"""Memories, as JAX calls them."""
+MIN_MOVED_BYTES = 1 << 18
+"""On one device; smaller arrays cost more time to move than they free memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +54,8 @@ class Plan:
         opt_state: State of the optimizer.
         model_state: What the model carries besides parameters.
         ema: Averaged parameters, in float32; an empty tuple where none are kept.
+        is_offloaded: Whether part of the state rests outside of the devices, so that
+            the parameters in use are kept from step to step.
     """
 
     mesh: Mesh | AbstractMesh
@@ -56,6 +67,7 @@ class Plan:
     opt_state: Any
     model_state: Any
     ema: Any = ()
+    is_offloaded: bool = False
 
     def scalar(self, path: str, dtype: Any) -> Row:
         """The row of a number that every device holds.
@@ -114,7 +126,7 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
     logical = _logical_names(model, params)
     stage = config.zero.stage
     whole, split = _param_specs(config, mesh, master, logical)
-    opt_state = abstract_opt_state(tx, master)
+    is_apart = model.takes_layers_apart and config.zero.optimizer_memory != DEVICE
 
     def params_rows(specs: list[PartitionSpec], dtype: str) -> Any:
         leaves, tree = jax.tree_util.tree_flatten_with_path(_cast(params, dtype))
@@ -122,119 +134,80 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
             _row(path_of(k), leaf, spec, mesh, is_stack=names[:1] == ("layers",))
             for (k, leaf), spec, names in zip(leaves, specs, logical, strict=True)
         ]
-        return jax.tree.unflatten(tree, rows)
+        rows = jax.tree.unflatten(tree, rows)
+        return jax.tree.map(_layer_by_layer, rows) if is_apart else rows
+
+    def at_rest(rows: Any) -> Any:
+        memory = config.zero.optimizer_memory
+        return jax.tree.map(
+            lambda row: row.rest_in(memory) if _is_moved(row, memory) else row, rows
+        )
 
     kept = split if stage >= 1 else whole
     stored = params_rows(kept, dtypes.master_dtype)
+    opt_state = abstract_opt_state(tx, _logical_arrays(stored))
     return Plan(
         mesh=mesh,
         stage=stage,
-        master=stored,
+        master=at_rest(stored),
         compute=params_rows(split if stage >= 3 else whole, dtypes.compute_dtype),
         grad_sum=params_rows(split if stage >= 2 else whole, dtypes.grad_sum_dtype),
         grads=params_rows(kept, dtypes.grad_sum_dtype),
-        opt_state=_opt_state_rows(config, mesh, opt_state, stored),
+        opt_state=at_rest(_opt_state_rows(config, mesh, opt_state, stored)),
         model_state=_rows(model_state, mesh),
         ema=params_rows(kept, "float32") if config.optimizer.ema_decay else (),
+        is_offloaded=config.zero.optimizer_memory != DEVICE,
     )
 
 
-def abstract_opt_state(tx: Any, params: Any) -> Any:
-    """The optimizer's state without data; refuses what one update cannot drive.
+def plan_in_use(model: Model, plan: Plan) -> Plan:
+    """The plan of what a model computes with, where layers may have their own rows.
 
     Args:
-        tx: Optax gradient transformation.
-        params: Abstract parameters.
+        model: Says whether it takes its layers apart.
+        plan: Places every array as it is stored.
 
     Returns:
-        A tree of ShapeDtypeStruct.
-
-    Raises:
-        PlanError: The optimizer fails when it is given the gradient, the loss and the
-            loss function of one step, or its state changes shape.
+        The same placements, layer by layer; `plan` itself for other models.
     """
-
-    def update(grads: Any, state: Any, params: Any) -> Any:
-        return optax.with_extra_args_support(tx).update(
-            grads,
-            state,
-            params,
-            value=jnp.zeros(()),
-            grad=grads,
-            value_fn=lambda p: sum(jnp.sum(x) for x in jax.tree.leaves(p)) * 1.0,
-        )
-
-    try:
-        state = jax.eval_shape(tx.init, params)
-        updates, after = jax.eval_shape(update, params, state, params)
-    except Exception as error:
-        raise PlanError(
-            Problem(
-                "optimizer",
-                optimizer_name(tx),
-                f"cannot update from one mean gradient ({_first_line(error)})",
-                "use a transformation that needs only gradient, params, value, grad "
-                "and value_fn",
-            )
-        ) from error
-    changed = _difference(state, after) or _difference(params, updates)
-    if changed:
-        raise PlanError(
-            Problem(
-                "optimizer",
-                optimizer_name(tx),
-                f"changes {changed} in an update",
-                "use a transformation that keeps shapes and dtypes",
-            )
-        )
-    return state
-
-
-def optimizer_name(tx: Any) -> str:
-    """The name of an optax transformation, as its author wrote it.
-
-    Args:
-        tx: Optax gradient transformation.
-
-    Returns:
-        The function that made it, with the members of a chain in parentheses.
-
-    Example:
-        >>> optimizer_name(optax.chain(optax.clip(1.0), optax.trace(0.9)))
-        'chain(clip, trace)'
-    """
-    update = getattr(tx, "update", None)
-    return _function_name(update) if inspect.isfunction(update) else repr(tx)
-
-
-def _function_name(update: Any) -> str:
-    name = update.__qualname__.split(".")[0]
-    inner = []
-    for cell in inspect.unwrap(update).__closure__ or ():
-        members = cell.cell_contents
-        if isinstance(members, optax.GradientTransformation):
-            members = (members.update,)
-        if isinstance(members, tuple):
-            inner += [_function_name(m) for m in members if inspect.isfunction(m)]
-    if name in ("with_extra_args_support", "per_layer"):
-        return inner[0]
-    return f"{name}({', '.join(inner)})" if inner else name
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-
-
-def _difference(before: Any, after: Any) -> str:
-    if jax.tree.structure(before) != jax.tree.structure(after):
-        return "the structure of its state"
-    pairs = zip(
-        jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True
+    if not model.takes_layers_apart:
+        return plan
+    # What is too small to be split is added at the end, all layers at once.
+    split = jax.tree.map(
+        lambda row: row.num_layers > 0 and (plan.stage == 0 or any(row.spec)),
+        plan.master,
     )
-    for (keys, x), y in pairs:
-        if (x.shape, x.dtype) != (y.shape, y.dtype):
-            return f"{path_of(keys)} from {x.dtype}{x.shape} to {y.dtype}{y.shape}"
-    return ""
+
+    def rows_of(rows: Any) -> Any:
+        return jax.tree.map(
+            lambda row, is_apart: _layer_by_layer(row) if is_apart else row, rows, split
+        )
+
+    return dataclasses.replace(
+        plan,
+        master=rows_of(plan.master),
+        compute=rows_of(plan.compute),
+        grad_sum=rows_of(plan.grad_sum),
+        grads=rows_of(plan.grads),
+    )
+
+
+def plan_on_device(plan: Plan) -> Plan:
+    """The plan of what passes through the devices.
+
+    Args:
+        plan: Places every array as it rests.
+
+    Returns:
+        The same placements, all in the memory of the devices.
+    """
+
+    def on_device(rows: Any) -> Any:
+        return jax.tree.map(lambda row: row.rest_in(DEVICE), rows)
+
+    return dataclasses.replace(
+        plan, master=on_device(plan.master), opt_state=on_device(plan.opt_state)
+    )
 
 
 def _cast(tree: Any, dtype: str) -> Any:
@@ -243,6 +216,20 @@ def _cast(tree: Any, dtype: str) -> Any:
         return jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype) if floating else x.dtype)
 
     return jax.tree.map(cast, tree)
+
+
+def _layer_by_layer(row: Row) -> Any:
+    if not row.num_layers:
+        return row
+    return Layers([row.layer] * row.num_layers, name_of(row.path))
+
+
+def _is_moved(row: Row, memory: str) -> bool:
+    return memory != DEVICE and row.device_bytes >= MIN_MOVED_BYTES
+
+
+def _logical_arrays(rows: Any) -> Any:
+    return jax.tree.map(lambda row: jax.ShapeDtypeStruct(row.shape, row.dtype), rows)
 
 
 def _row(

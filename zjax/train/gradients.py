@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zjax.sharding.layers import plan_in_use, put_together, take_apart
-from zjax.sharding.placement import place_tree, unpad_tree
-from zjax.sharding.plan import Plan
+from zjax.sharding.layers import put_together, take_apart
+from zjax.sharding.placement import Row, place_tree
+from zjax.sharding.plan import Plan, plan_in_use
 from zjax.train import microbatches
 from zjax.typing import Batch, Loss, Model, ModelState, Params
 
@@ -29,14 +29,42 @@ def compute_params(master: Params, plan: Plan) -> Params:
     Returns:
         Parameters in the compute dtype; under ZeRO 3 still split.
     """
-    cast = microbatches.cast_like(master, plan.compute)
-    return place_tree(place_tree(cast, plan.master), plan.compute)
+    return jax.tree.map(param_in_use, master, plan.master, plan.compute)
+
+
+def param_in_use(x: jax.Array, stored: Row, row: Row) -> jax.Array:
+    """One parameter as the model sees it; see `compute_params`.
+
+    Args:
+        x: In its logical shape.
+        stored: Its place before.
+        row: Its place after.
+
+    Returns:
+        The parameter in the compute dtype.
+    """
+    return place_tree(place_tree(x.astype(row.dtype), stored), row)
+
+
+def params_in_use(model: Model, plan: Plan, master: Params) -> Params:
+    """The parameters of a step, made from the master weights.
+
+    Args:
+        model: Says whether it takes its layers apart.
+        plan: Places them.
+        master: Parameters in their logical shapes.
+
+    Returns:
+        Parameters in the compute dtype, with layers apart where the model takes them.
+    """
+    in_use = plan_in_use(model, plan)
+    return compute_params(take_apart(master, in_use.master), in_use)
 
 
 def whole_gradients(
     model: Model, plan: Plan, num_microbatches: int
 ) -> Callable[..., tuple[Params, Loss]]:
-    """Builds `gradients(master, model_state, batch, key, scale) -> (grads, loss)`.
+    """Builds `gradients(params, model_state, batch, key, scale) -> (grads, loss)`.
 
     Args:
         model: Its loss.
@@ -44,17 +72,15 @@ def whole_gradients(
         num_microbatches: Parts of the batch that follow one another.
 
     Returns:
-        A pure function of the stored master parameters. `grads` are of `scale` times
-        the mean loss, in logical shapes and the gradient sum's dtype; the loss itself
-        is not scaled.
+        A pure function of the parameters in use. `grads` are of `scale` times the mean
+        loss, in logical shapes and the gradient sum's dtype; the loss itself is not
+        scaled.
     """
     in_use = plan_in_use(model, plan)
 
     def gradients(
-        master: Params, state: ModelState, batch: Batch, key: jax.Array, scale: Any
+        params: Params, state: ModelState, batch: Batch, key: jax.Array, scale: Any
     ) -> tuple[Params, Loss]:
-        master = take_apart(unpad_tree(master, plan.master), in_use.master)
-        params = compute_params(master, in_use)
         batch = microbatches.cast_batch(batch, compute_dtype(plan))
 
         def one(
@@ -83,7 +109,7 @@ def whole_gradients(
 def make_forward(
     model: Model, plan: Plan, num_microbatches: int
 ) -> Callable[..., Loss]:
-    """Builds `forward(master, model_state, batch, key) -> Loss`, without gradients.
+    """Builds `forward(params, model_state, batch, key) -> Loss`, without gradients.
 
     Args:
         model: Its loss.
@@ -91,14 +117,12 @@ def make_forward(
         num_microbatches: Parts of the batch that follow one another.
 
     Returns:
-        A pure function; a key of None evaluates.
+        A pure function of the parameters in use; a key of None evaluates.
     """
-    in_use = plan_in_use(model, plan)
 
     def forward(
-        master: Params, state: ModelState, batch: Batch, key: jax.Array | None
+        params: Params, state: ModelState, batch: Batch, key: jax.Array | None
     ) -> Loss:
-        params = compute_params(take_apart(master, in_use.master), in_use)
         batch = microbatches.cast_batch(batch, compute_dtype(plan))
         parts = microbatches.split_batch(batch, num_microbatches, plan.num_batch_shares)
 

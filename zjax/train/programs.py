@@ -15,7 +15,12 @@ import jax.numpy as jnp
 from zjax.config.schema import Config
 from zjax.sharding.placement import shardings, unpad_tree
 from zjax.sharding.plan import Plan
-from zjax.train.gradients import compute_dtype, make_forward, whole_gradients
+from zjax.train.gradients import (
+    compute_dtype,
+    make_forward,
+    params_in_use,
+    whole_gradients,
+)
 from zjax.train.shares import share_gradients
 from zjax.train.state import TrainState, state_rows
 from zjax.train.update import Schedule, loss_scale_of, make_update
@@ -75,12 +80,13 @@ def make_programs(
 
     def gradients_of(state: TrainState, batch: Batch) -> tuple[Params, Loss]:
         key, scale = step_key(state), loss_scale_of(state)
-        return gradients(state.master, state.model_state, batch, key, scale)
+        return gradients(state, batch, key, scale)
 
     def update_with(
         state: TrainState, grads: Params, loss: Loss, batch: Batch
     ) -> tuple[TrainState, Metrics]:
         def value_fn(params: Params) -> jax.Array:
+            params = params_in_use(model, plan, params)
             return forward(params, state.model_state, batch, step_key(state)).value
 
         return update(state, grads, loss, value_fn)
@@ -89,9 +95,11 @@ def make_programs(
         return update_with(state, *gradients_of(state, batch), batch)
 
     def evaluate(state: TrainState, batch: Batch) -> Metrics:
-        params = state.master if state.ema == () else state.ema
-        master = unpad_tree(params, plan.master)
-        loss = forward(master, state.model_state, batch, None)
+        params = kept_params(model, plan, state)
+        if state.ema != ():
+            average = unpad_tree(state.ema, plan.ema)
+            params = params_in_use(model, plan, average)
+        loss = forward(params, state.model_state, batch, None)
         return loss.metrics | {"loss": loss.value, "weight": loss.weight}
 
     rows = state_rows(plan, config)
@@ -110,16 +118,37 @@ def make_gradients(
         num_microbatches: Gradient accumulation, 1 or more.
 
     Returns:
-        `gradients(master, model_state, batch, key, scale) -> (grads, loss)`.
+        `gradients(state, batch, key, scale) -> (grads, loss)`.
     """
     wide = config.precision.reduce_dtype == "float32"
     sizes = plan.mesh.shape
     splits_batch_alone = plan.num_batch_shares == math.prod(sizes.values()) > 1
     # Layers in a loop fetch their parameters inside it, which the compiler arranges.
     looped = plan.stage >= 3 and config.model.layers_per_scan > 0
-    if (wide and plan.num_batch_shares > 1) or (
+    by_hand = (wide and plan.num_batch_shares > 1) or (
         model.separable and splits_batch_alone and not looped
-    ):
+    )
+    if by_hand and not plan.is_offloaded:
         dtype = jnp.float32 if wide else compute_dtype(plan)
-        return share_gradients(model, plan, num_microbatches, reduce_dtype=dtype)
-    return whole_gradients(model, plan, num_microbatches)
+        shared = share_gradients(model, plan, num_microbatches, reduce_dtype=dtype)
+        return lambda state, *inputs: shared(state.master, state.model_state, *inputs)
+    whole = whole_gradients(model, plan, num_microbatches)
+    return lambda state, *inputs: whole(
+        kept_params(model, plan, state), state.model_state, *inputs
+    )
+
+
+def kept_params(model: Model, plan: Plan, state: TrainState) -> Params:
+    """The parameters in use: as they are kept, or else made from the master weights.
+
+    Args:
+        model: Says whether it takes its layers apart.
+        plan: Places them.
+        state: Of the run.
+
+    Returns:
+        Parameters in the compute dtype and their logical shapes.
+    """
+    if state.params != ():
+        return unpad_tree(state.params, plan.compute)
+    return params_in_use(model, plan, unpad_tree(state.master, plan.master))

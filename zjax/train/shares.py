@@ -25,10 +25,10 @@ from jax.sharding import PartitionSpec as P
 
 from zjax.comm import shards
 from zjax.parallel import remat
-from zjax.sharding.layers import plan_in_use, put_together, take_apart
+from zjax.sharding.layers import put_together, take_apart
 from zjax.sharding.mesh import BATCH_AXES
 from zjax.sharding.placement import unpad_tree
-from zjax.sharding.plan import Plan
+from zjax.sharding.plan import Plan, plan_in_use
 from zjax.train import microbatches
 from zjax.train.gradients import compute_dtype
 from zjax.typing import Batch, Loss, Model, ModelState, Params

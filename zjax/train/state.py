@@ -1,6 +1,7 @@
 """The state of a run: everything that a step changes, born on its shards."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -9,8 +10,18 @@ import numpy as np
 
 from zjax.config.schema import Config
 from zjax.optim import loss_scale
-from zjax.sharding.placement import Row, pad_tree, place_tree, shardings, unpad_tree
-from zjax.sharding.plan import Plan
+from zjax.sharding.layers import take_apart
+from zjax.sharding.placement import (
+    Row,
+    pad,
+    pad_tree,
+    place_tree,
+    shardings,
+    unpad,
+    unpad_tree,
+)
+from zjax.sharding.plan import DEVICE, Plan, plan_on_device
+from zjax.train.gradients import compute_params, param_in_use
 from zjax.typing import Model, ModelState, Params
 
 
@@ -28,6 +39,8 @@ class TrainState:
         scaler: The loss scale of float16; an empty tuple otherwise.
         ema: Averaged parameters; an empty tuple where none are kept.
         extra: What an algorithm carries; an empty tuple where none does.
+        params: Parameters in use, kept where the master weights rest elsewhere; an
+            empty tuple otherwise.
     """
 
     step: Any
@@ -38,6 +51,7 @@ class TrainState:
     scaler: Any = ()
     ema: Any = ()
     extra: Any = ()
+    params: Any = ()
 
 
 def state_rows(plan: Plan, config: Config) -> TrainState:
@@ -63,7 +77,21 @@ def state_rows(plan: Plan, config: Config) -> TrainState:
         model_state=plan.model_state,
         scaler=scaler,
         ema=plan.ema,
+        params=plan.compute if plan.is_offloaded else (),
     )
+
+
+def saved_rows(plan: Plan, config: Config) -> TrainState:
+    """The place of every array that a checkpoint holds.
+
+    Args:
+        plan: Places parameters and optimizer state.
+        config: As in `state_rows`.
+
+    Returns:
+        Rows without the parameters in use, which follow from the master weights.
+    """
+    return dataclasses.replace(state_rows(plan, config), params=())
 
 
 def init_state(
@@ -90,10 +118,12 @@ def init_state(
     Returns:
         The state of step 0.
     """
+    passing = plan_on_device(plan)
 
     def from_params(params: Params, model_state: ModelState) -> TrainState:
+        params = take_apart(params, plan.master)
         params = jax.tree.map(lambda x, row: x.astype(row.dtype), params, plan.master)
-        params = place_tree(params, plan.master)
+        params = place_tree(params, passing.master)
         stored = pad_tree(params, plan.master)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
@@ -105,24 +135,69 @@ def init_state(
             ema=jax.tree.map(lambda x, row: x.astype(row.dtype), stored, plan.ema)
             if plan.ema
             else (),
+            params=pad_tree(compute_params(params, passing), plan.compute)
+            if plan.is_offloaded
+            else (),
         )
 
     def from_stored(stored: Params, model_state: ModelState) -> TrainState:
         return from_params(unpad_tree(stored, plan.master), model_state)
 
-    places = shardings(state_rows(plan, config))
+    places = shardings(state_rows(passing, config))
     if master is not None:
         model_state = jax.jit(lambda key: model.init(key)[1])(key)
     elif model.given is not None:
         params, model_state = model.given()
-        master = place_given(params, plan.master)
+        master = place_given(take_apart(params, plan.master), passing.master)
     else:
         create = jax.jit(
             lambda key: from_params(*model.init(key)), out_shardings=places
         )
-        return create(key)
+        return rest(create(key), state_rows(plan, config))
     complete = jax.jit(from_stored, out_shardings=places, donate_argnums=0)
-    return complete(master, model_state)
+    return rest(complete(master, model_state), state_rows(plan, config))
+
+
+def with_params(state: TrainState, plan: Plan) -> TrainState:
+    """Adds the parameters in use to a state that was stored without them.
+
+    Args:
+        state: Master weights at rest.
+        plan: Places every array.
+
+    Returns:
+        The state; unchanged where no parameters are kept.
+    """
+    if not plan.is_offloaded:
+        return state
+
+    @functools.partial(jax.jit, static_argnums=(1, 2))
+    def cast(x: jax.Array, stored: Row, row: Row) -> jax.Array:
+        return pad(param_in_use(unpad(x, stored), stored, row), row)
+
+    def one(x: jax.Array, stored: Row, row: Row) -> jax.Array:
+        return cast(jax.device_put(x, stored.sharding), stored, row)
+
+    passing = plan_on_device(plan)
+    params = jax.tree.map(one, state.master, passing.master, plan.compute)
+    return dataclasses.replace(state, params=params)
+
+
+def rest(state: TrainState, rows: TrainState) -> TrainState:
+    """Moves what does not rest on the devices to where it does.
+
+    Args:
+        state: Arrays on the devices; those that move are consumed.
+        rows: The place of every array.
+
+    Returns:
+        The state at rest.
+    """
+
+    def one(x: jax.Array, row: Row) -> jax.Array:
+        return x if row.memory == DEVICE else jax.device_put(x, row.sharding)
+
+    return jax.tree.map(one, state, rows)
 
 
 def place_given(params: Any, rows: Any) -> Any:

@@ -13,6 +13,7 @@ from zjax.optim.ema import update_ema
 from zjax.optim.groups import trained_params
 from zjax.sharding.placement import pad_tree, place_tree, unpad_tree
 from zjax.sharding.plan import Plan
+from zjax.train.gradients import compute_params
 from zjax.train.state import TrainState
 from zjax.typing import Loss, Metrics, Params
 
@@ -38,7 +39,7 @@ def make_update(
 
     Gradients are divided by the scale that this step's backward pass used. A step with
     a gradient that is not finite changes nothing but `step`, `num_skipped` and the
-    scaler (arXiv:1710.03740).
+    scaler (arXiv:1710.03740), unless `precision.on_nonfinite` is `update`.
 
     Args:
         tx: Optax gradient transformation; it gets `value`, `grad` and `value_fn` if it
@@ -71,6 +72,8 @@ def make_update(
         norm = clip.global_norm(grads)
         # A gradient that is not finite leaves no norm that is.
         finite = jnp.isfinite(norm) & jnp.isfinite(loss.value)
+        if config.precision.on_nonfinite == "update":
+            finite = jnp.bool_(True)
         grads = clip.clip_by_norm(grads, norm, limit)
         master = unpad_tree(state.master, plan.master)
         updates, opt_state = tx.update(
@@ -89,6 +92,8 @@ def make_update(
         state: TrainState, master: Params, opt_state: Any, loss: Loss, finite: jax.Array
     ) -> TrainState:
         def keep(new: Any, old: Any) -> Any:
+            if config.precision.on_nonfinite == "update":
+                return new
             return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
 
         scaler = state.scaler
@@ -101,6 +106,10 @@ def make_update(
             applied = state.step - state.num_skipped
             average = update_ema(ema, master, config.optimizer.ema_decay, applied)
             ema = keep(average, ema)
+        params = state.params
+        if params != ():
+            logical = unpad_tree(master, plan.master)
+            params = pad_tree(compute_params(logical, plan), plan.compute)
         return TrainState(
             step=state.step + 1,
             num_skipped=state.num_skipped + ~finite,
@@ -110,6 +119,7 @@ def make_update(
             scaler=scaler,
             ema=ema,
             extra=state.extra,
+            params=params,
         )
 
     def _metrics(

@@ -1,0 +1,1 @@
+"""Slow memories: what rests on the host and passes through the devices."""

@@ -1,0 +1,291 @@
+"""A backward pass that hands over the gradients of each block as soon as they exist.
+
+The model runs as compiled programs of one block each, called from Python. Between them
+only the input of every block is kept, and the backward program of a block computes the
+block again.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zjax.offload.parts import Jit
+from zjax.sharding.placement import Row, pad_tree, path_of, place_tree, unpad_tree
+from zjax.sharding.plan import Plan
+from zjax.sharding.zero import whole_spec
+from zjax.train import microbatches
+from zjax.train.gradients import compute_dtype
+from zjax.train.state import TrainState
+from zjax.train.update import loss_scale_of
+from zjax.typing import Batch, Loss, Model, Params
+
+Arrived = tuple[int, list[jax.Array]]
+"""A group of parameters, and its gradients in the order of its leaves."""
+
+
+class Segments:
+    """The programs of a model's stack.
+
+    Groups of parameters are the blocks from 0 on, then the embedding with what the head
+    shares, then the rest of the head.
+
+    Args:
+        model: It has a stack of one segment and takes its layers apart.
+        plan: Places parameters and gradients.
+        num_microbatches: Parts of the batch that follow one another.
+        jit: Compiles.
+    """
+
+    def __init__(self, model: Model, plan: Plan, num_microbatches: int, jit: Jit):
+        assert model.stack is not None
+        self.stack = model.stack
+        (self.segment,) = self.stack.segments
+        self.plan = plan
+        self.num_microbatches = num_microbatches
+        programs = _Programs(model, plan, num_microbatches)
+        self.grad_rows = programs.grad_tree
+        self.embed = jit(programs.embed)
+        self.block = jit(programs.block)
+        self.head = jit(programs.head)
+        self.block_backward = jit(programs.block_backward, donate_argnums=5)
+        self.embed_backward = jit(programs.embed_backward)
+        self.scale_by = jit(_scaled)
+        self.add = jit(_add, donate_argnums=0)
+        self.mean = jit(_mean, donate_argnums=0)
+        self.mean_loss = jit(_mean_loss)
+        self.split = jit(programs.split_batch, static_argnums=1)
+
+    @property
+    def order(self) -> list[int]:
+        """The groups as their gradients arrive."""
+        embed, head = self.segment.num_blocks, self.segment.num_blocks + 1
+        return [head, *reversed(range(embed)), embed]
+
+    def groups(self) -> list[int]:
+        """The group of each leaf of the parameters, in their order."""
+        leaves, tree = jax.tree.flatten(self.plan.master)
+        positions = jax.tree.unflatten(tree, range(len(leaves)))
+        embed, (blocks,), head = self.stack.split(positions)
+        groups = [0] * len(leaves)
+        # What the embedding shares with the head is the embedding's.
+        parts = [*enumerate(blocks), (len(blocks) + 1, head), (len(blocks), embed)]
+        for group, part in parts:
+            for position in jax.tree.leaves(part):
+                groups[position] = group
+        return groups
+
+    def run(
+        self, state: TrainState, batch: Batch, key: jax.Array
+    ) -> Iterator[Arrived | Loss]:
+        """Differentiates the mean loss over a batch.
+
+        Args:
+            state: Its parameters in use and its loss scale are read.
+            batch: Placed arrays of the global batch.
+            key: Of the step.
+
+        Yields:
+            Gradients by group, in `order` and as they are stored, and at the end the
+            loss.
+        """
+        params, scale = state.params, loss_scale_of(state)
+        losses: list[Loss] = []
+        totals: dict[int, Any] = {}
+        for number in range(self.num_microbatches):
+            part = self.split(batch, number)
+            part_key = jax.random.fold_in(key, number)
+            arriving = self.differentiate(params, part, part_key, scale)
+            losses.append(next(arriving))
+            for group, grads in arriving:
+                if self.num_microbatches == 1:
+                    yield group, grads
+                    continue
+                weight = losses[-1].weight
+                if number == 0:
+                    totals[group] = self.scale_by(grads, weight)
+                    continue
+                totals[group] = self.add(totals[group], grads, weight)
+                if number + 1 == self.num_microbatches:
+                    weights = [loss.weight for loss in losses]
+                    yield group, self.mean(totals.pop(group), weights)
+        yield self.mean_loss(losses)._replace(model_state=state.model_state)
+
+    def differentiate(
+        self, params: Params, batch: Batch, key: jax.Array, scale: jax.Array
+    ) -> Iterator[Any]:
+        """One microbatch: its loss, then gradients by group."""
+        embed, (blocks,), head = self.stack.split(params)
+        carry, context = self.embed(embed, batch, key)
+        carries = []
+        auxiliary = jnp.float32(0)
+        for number, block in enumerate(blocks):
+            carries.append(carry)
+            inputs = (block, carry, context, key, number)
+            carry, auxiliary = self.block(*inputs, auxiliary)
+        loss, own, shared, cotangent = self.head(head, carry, batch, scale, auxiliary)
+        yield loss
+        yield len(blocks) + 1, own
+        for number in reversed(range(len(blocks))):
+            grads, cotangent = self.block_backward(
+                blocks[number], carries.pop(), context, key, number, cotangent, scale
+            )
+            yield number, grads
+        yield len(blocks), self.embed_backward(embed, batch, key, cotangent, shared)
+
+
+class _Programs:
+    """What is compiled: functions of parts of the parameters, as they are stored."""
+
+    def __init__(self, model: Model, plan: Plan, num_microbatches: int):
+        assert model.stack is not None
+        self.stack = model.stack
+        (segment,) = self.stack.segments
+        self.run_block = segment.block
+        self.plan = plan
+        self.num_microbatches = num_microbatches
+        wide = plan.grads if num_microbatches > 1 else plan.compute
+        grads = jax.tree.map(_with_dtype_of, plan.grads, wide)
+        self.grad_tree = grads
+        self.rows = self.of_parts(plan.compute)
+        self.grad_rows = self.of_parts(grads)
+
+    def of_parts(self, rows: Any) -> dict[str, Any]:
+        embed, (blocks,), head = self.stack.split(rows)
+        return {"embed": embed, "block": blocks[0], "head": head}
+
+    def split_batch(self, batch: Batch, number: int) -> Batch:
+        batch = microbatches.cast_batch(batch, compute_dtype(self.plan))
+        parts = microbatches.split_batch(
+            batch, self.num_microbatches, self.plan.num_batch_shares
+        )
+        return jax.tree.map(lambda x: x[number], parts)
+
+    def embed(self, params: Params, batch: Batch, key: jax.Array) -> Any:
+        params = self.in_use("embed", params)
+        carry, context = self.stack.embed(params, batch, jax.random.fold_in(key, 0))
+        return self.held(carry), context
+
+    def block(
+        self,
+        params: Params,
+        carry: Any,
+        context: Any,
+        key: jax.Array,
+        number: jax.Array,
+        auxiliary: jax.Array,
+    ) -> Any:
+        params = self.in_use("block", params)
+        block_key = jax.random.fold_in(key, number + 1)
+        carry, own = self.run_block(params, carry, context, block_key)
+        return self.held(carry), auxiliary + own
+
+    def head(
+        self,
+        params: Params,
+        carry: Any,
+        batch: Batch,
+        scale: jax.Array,
+        auxiliary: jax.Array,
+    ) -> tuple[Loss, list[jax.Array], list[jax.Array], Any]:
+        """Loss; gradients of own and of shared arrays and of the stream."""
+
+        def scaled(params: Params, carry: Any) -> tuple[jax.Array, Loss]:
+            total, weight, sums = self.stack.head(params, carry, batch)
+            divisor = jnp.where(weight > 0, weight, 1.0)
+            metrics = {name: x / divisor for name, x in sums.items()}
+            loss = Loss(total / divisor + auxiliary, weight, (), metrics)
+            return loss.value * scale, loss
+
+        differentiate = jax.grad(scaled, argnums=(0, 1), has_aux=True)
+        (grads, cotangent), loss = differentiate(self.in_use("head", params), carry)
+        own, shared = [], []
+        stored = self.stored("head", grads)
+        for keys, grad in jax.tree_util.tree_leaves_with_path(stored):
+            (shared if path_of(keys) in self.stack.shared else own).append(grad)
+        return loss, own, shared, self.held(cotangent)
+
+    def block_backward(
+        self,
+        params: Params,
+        carry: Any,
+        context: Any,
+        key: jax.Array,
+        number: jax.Array,
+        cotangent: Any,
+        scale: jax.Array,
+    ) -> tuple[list[jax.Array], Any]:
+        block_key = jax.random.fold_in(key, number + 1)
+
+        def run(params: Params, carry: Any) -> Any:
+            return self.run_block(params, carry, context, block_key)
+
+        _, pull = jax.vjp(run, self.in_use("block", params), carry)
+        grads, cotangent = pull((cotangent, scale))
+        return jax.tree.leaves(self.stored("block", grads)), self.held(cotangent)
+
+    def embed_backward(
+        self,
+        params: Params,
+        batch: Batch,
+        key: jax.Array,
+        cotangent: Any,
+        shared: list[jax.Array],
+    ) -> list[jax.Array]:
+        def run(params: Params) -> Any:
+            return self.stack.embed(params, batch, jax.random.fold_in(key, 0))[0]
+
+        _, pull = jax.vjp(run, self.in_use("embed", params))
+        (grads,) = pull(cotangent)
+        stored = self.stored("embed", grads)
+        of_head = dict(zip(self.stack.shared, shared, strict=True))
+        return [
+            grad + of_head[path_of(keys)] if path_of(keys) in of_head else grad
+            for keys, grad in jax.tree_util.tree_leaves_with_path(stored)
+        ]
+
+    def in_use(self, part: str, params: Params) -> Params:
+        """Parameters whole, as the function of a part takes them."""
+        rows = self.rows[part]
+        return place_tree(unpad_tree(params, rows), jax.tree.map(_whole, rows))
+
+    def stored(self, part: str, grads: Params) -> Params:
+        """Gradients split over the devices."""
+        rows = self.grad_rows[part]
+        return pad_tree(place_tree(microbatches.cast_like(grads, rows), rows), rows)
+
+    def held(self, carry: Any) -> Any:
+        """The stream where the batch is."""
+        return jax.tree.map(
+            lambda x: jax.lax.with_sharding_constraint(x, self.plan.batch_sharding(x)),
+            carry,
+        )
+
+
+def _with_dtype_of(row: Row, other: Row) -> Row:
+    return dataclasses.replace(row, dtype=other.dtype)
+
+
+def _whole(row: Row) -> Row:
+    sharding = row.sharding.update(spec=whole_spec(row.spec))
+    return dataclasses.replace(row, stored_shape=row.shape, sharding=sharding)
+
+
+def _scaled(grads: Params, weight: jax.Array) -> Params:
+    return jax.tree.map(lambda g: microbatches.scaled(g, weight), grads)
+
+
+def _add(total: Params, grads: Params, weight: jax.Array) -> Params:
+    return jax.tree.map(jnp.add, total, _scaled(grads, weight))
+
+
+def _mean(total: Params, weights: list[jax.Array]) -> Params:
+    whole = sum(weights)
+    return _scaled(total, 1 / jnp.where(whole == 0, 1, whole))
+
+
+def _mean_loss(losses: list[Loss]) -> Loss:
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *losses)
+    return microbatches.mean_loss(stacked, ())

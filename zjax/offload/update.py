@@ -1,0 +1,173 @@
+"""The update of a step as compiled parts, one per group of parameters."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zjax.config.schema import Config
+from zjax.errors import PlanError, Problem
+from zjax.offload.groups import SHARED, cut_update
+from zjax.offload.parts import Jit, Known, compile_parts
+from zjax.optim.dataflow import Name, trace
+from zjax.sharding.opt_state import optimizer_name
+from zjax.sharding.placement import layer_of, owners, path_of, unpad_tree
+from zjax.sharding.plan import Plan, plan_on_device
+from zjax.train.state import TrainState, state_rows
+from zjax.train.update import Schedule, make_update
+from zjax.typing import Loss, Metrics, Params
+
+BY_PARAMETER = ("master", "ema", "params")
+"""Parts of the state that hold one array per parameter."""
+
+
+class GroupedUpdate:
+    """`update(state, grads, loss)` of `zjax.train.update`, in groups.
+
+    Arrays go by their names in the program of the whole update; `state_names`,
+    `grad_names` and `loss_names` are those of its inputs, in the order of the leaves.
+
+    Args:
+        tx: Optax gradient transformation.
+        plan: Places every array.
+        config: Read for `optimizer` and `precision`.
+        schedule: Learning rate by applied step, for the metrics.
+        groups: Of each parameter, in the order of the leaves.
+        grad_rows: Gradients as they arrive.
+        jit: Compiles.
+
+    Raises:
+        PlanError: The optimizer cannot run group by group.
+    """
+
+    def __init__(
+        self,
+        tx: Any,
+        plan: Plan,
+        config: Config,
+        schedule: Schedule | None,
+        *,
+        groups: Sequence[int],
+        grad_rows: Any,
+        jit: Jit,
+    ):
+        passing = plan_on_device(plan)
+        rows = state_rows(passing, config)
+        loss = Loss(_number(), _number(), _arrays(plan.model_state), {})
+        inputs = (_arrays(rows), _arrays(grad_rows), loss)
+        update = _of_stored_gradients(tx, passing, config, schedule)
+        program, outputs = trace(update, *inputs)
+        group_of = _grouping(plan, groups)
+        input_keys = [keys for keys, _ in jax.tree_util.tree_leaves_with_path(inputs)]
+        output_keys = [keys for keys, _ in jax.tree_util.tree_leaves_with_path(outputs)]
+        self.tree = jax.tree.structure(outputs)
+        self.num_groups = max(groups) + 1
+        self.input_groups = list(map(group_of, input_keys))
+        self.output_groups = [
+            group_of(keys) if keys[0].idx == 0 else SHARED for keys in output_keys
+        ]
+        sizes = [len(jax.tree.leaves(part)) for part in inputs]
+        names, ends = program.inputs, (sizes[0], sizes[0] + sizes[1])
+        self.state_names = names[: ends[0]]
+        self.grad_names = names[ends[0] : ends[1]]
+        self.loss_names = names[ends[1] :]
+        cut = cut_update(
+            program,
+            self.input_groups,
+            self.output_groups,
+            num_groups=self.num_groups,
+            is_gradient=[name in self.grad_names for name in names],
+            is_loss=[name in self.loss_names for name in names],
+            optimizer=optimizer_name(tx),
+            paths=[path_of(keys[1:]) for keys in output_keys],
+        )
+        self.meetings = cut.meetings
+        late = {*cut.meetings, *self.loss_names}
+        self.waits = any(late & {*part.inputs} for part in cut.updates)
+        self.measured = [part.outputs for part in cut.measures]
+        self.measures = compile_parts(cut.measures, jit)
+        (self.combine,) = compile_parts([cut.combine], jit)
+        places = [row.sharding for row in jax.tree.leaves(rows)]
+        spent = {n for n in self.state_names if self.group_of(n) != SHARED}
+        self.updates = compile_parts(
+            cut.updates,
+            jit,
+            donated=frozenset(spent),
+            out_shardings=[
+                [places[i] for i in self.positions(group)]
+                for group in range(self.num_groups)
+            ],
+        )
+
+    def group_of(self, name: Name) -> int:
+        """The group of an input; inputs are named by their position."""
+        return self.input_groups[name]
+
+    def grads_of(self, group: int) -> list[Name]:
+        """The gradients of a group, in the order of the leaves."""
+        return [name for name in self.grad_names if self.group_of(name) == group]
+
+    def positions(self, group: int) -> list[int]:
+        """Which leaves of the state belong to a group."""
+        size = len(self.state_names)
+        return [i for i, g in enumerate(self.output_groups[:size]) if g == group]
+
+    def rebuild(self, leaves: Known) -> tuple[TrainState, Metrics]:
+        """The new state and the metrics, from all outputs by position."""
+        ordered = [leaves[i] for i in range(len(self.output_groups))]
+        return jax.tree.unflatten(self.tree, ordered)
+
+
+def _of_stored_gradients(
+    tx: Any, plan: Plan, config: Config, schedule: Schedule | None
+) -> Callable[[TrainState, Params, Loss], tuple[TrainState, Metrics]]:
+    update = make_update(tx, plan, config, schedule)
+
+    def no_loss_function(params: Params) -> jax.Array:
+        raise PlanError(
+            Problem(
+                "optimizer",
+                optimizer_name(tx),
+                "evaluates the loss within its update, when the parameters have gone",
+                "set zero.optimizer_memory=device",
+            )
+        )
+
+    def run(state: TrainState, grads: Params, loss: Loss) -> tuple[TrainState, Metrics]:
+        grads = unpad_tree(grads, plan.grads)
+        return update(state, grads, loss, no_loss_function)
+
+    return run
+
+
+def _grouping(plan: Plan, groups: Sequence[int]) -> Callable[[Any], int]:
+    """Tells the group of a leaf of `(state, grads, loss)` or `(state, metrics)`."""
+    leaves = jax.tree_util.tree_leaves_with_path(plan.master)
+    known = {
+        (path_of(keys), layer_of(keys)): group
+        for (keys, _), group in zip(leaves, groups, strict=True)
+    }
+    paths = {path: path for path, _ in known}
+
+    def group_of(keys: Any) -> int:
+        part, *rest = keys
+        if part.idx == 0 and rest[0].name in BY_PARAMETER:
+            return known[path_of(rest[1:]), layer_of(rest)]
+        if part.idx == 0 and rest[0].name == "opt_state":
+            places = ((owner, layer_of(rest)) for owner in owners(rest[1:], paths))
+            return next((known[p] for p in places if p in known), SHARED)
+        is_gradient = part.idx == 1 and (path_of(rest), layer_of(rest)) in known
+        return known[path_of(rest), layer_of(rest)] if is_gradient else SHARED
+
+    return group_of
+
+
+def _arrays(rows: Any) -> Any:
+    return jax.tree.map(
+        lambda row: jax.ShapeDtypeStruct(row.stored_shape, row.dtype), rows
+    )
+
+
+def _number() -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((), jnp.float32)

@@ -1,0 +1,69 @@
+"""A backward pass as one program, for models that are not a line of blocks."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from zjax.offload.parts import Jit
+from zjax.offload.segments import Arrived
+from zjax.sharding.placement import pad_tree, place_tree, unpad_tree
+from zjax.sharding.plan import Plan
+from zjax.train.gradients import whole_gradients
+from zjax.train.state import TrainState
+from zjax.train.update import loss_scale_of
+from zjax.typing import Batch, Loss, Model
+
+GROUP_BYTES = 1 << 30
+"""Of master weights on one device, in a group of more than one array."""
+
+
+class Whole:
+    """The gradients of a model, all at once; groups are neighbours of bounded bytes.
+
+    Args:
+        model: Its loss.
+        plan: Places parameters and gradients.
+        num_microbatches: Parts of the batch that follow one another.
+        jit: Compiles.
+    """
+
+    def __init__(self, model: Model, plan: Plan, num_microbatches: int, jit: Jit):
+        self.plan = plan
+        self.grad_rows = plan.grads
+        gradients = whole_gradients(model, plan, num_microbatches)
+
+        def stored_gradients(state: TrainState, batch: Batch, key: jax.Array) -> Any:
+            params = unpad_tree(state.params, plan.compute)
+            scale = loss_scale_of(state)
+            grads, loss = gradients(params, state.model_state, batch, key, scale)
+            return pad_tree(place_tree(grads, plan.grads), plan.grads), loss
+
+        self.gradients = jit(stored_gradients)
+
+    @property
+    def order(self) -> list[int]:
+        """The groups as their gradients arrive."""
+        return list(range(max(self.groups()) + 1))
+
+    def groups(self) -> list[int]:
+        """The group of each leaf of the parameters, in their order."""
+        groups, size = [0], 0
+        for row in jax.tree.leaves(self.plan.master):
+            is_full = size > 0 and size + row.device_bytes > GROUP_BYTES
+            groups.append(groups[-1] + is_full)
+            size = row.device_bytes + (0 if is_full else size)
+        return groups[1:]
+
+    def run(
+        self, state: TrainState, batch: Batch, key: jax.Array
+    ) -> Iterator[Arrived | Loss]:
+        """Differentiates the mean loss over a batch; see `Segments.run`."""
+        read = dataclasses.replace(state, master=(), opt_state=(), ema=())
+        grads, loss = self.gradients(read, batch, key)
+        leaves = jax.tree.leaves(grads)
+        groups = self.groups()
+        for group in self.order:
+            yield group, [x for x, g in zip(leaves, groups, strict=True) if g == group]
+        yield loss
