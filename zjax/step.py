@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -134,11 +134,7 @@ class Step:
         # Losses read from the mesh in how many shares the batch is.
         with jax.set_mesh(self.mesh):
             results = self.programs[program](*args)
-        if self.mesh.devices.flat[0].platform == "cpu":
-            # Simulated devices share few threads: the collectives of many steps in
-            # flight take them from each other, and wait for ever.
-            jax.block_until_ready(results)
-        return results
+        return jax.block_until_ready(results) if _is_simulated(self.mesh) else results
 
 
 def make_step(
@@ -182,7 +178,7 @@ def make_step(
             config,
             num_microbatches=num_microbatches,
             schedule=schedule,
-            jit=functools.partial(jax.jit, compiler_options=options),
+            jit=functools.partial(_jit_in_turn, plan.mesh, options),
         )
         programs = {"train": streamed, "evaluate": programs["evaluate"]}
     return Step(
@@ -192,6 +188,24 @@ def make_step(
         num_microbatches=num_microbatches,
         programs=programs,
     )
+
+
+def _is_simulated(mesh: Mesh) -> bool:
+    """Whether programs must run one after another.
+
+    Simulated devices share few threads: the collectives of many programs in flight take
+    them from each other, and wait for ever.
+    """
+    return mesh.devices.flat[0].platform == "cpu"
+
+
+def _jit_in_turn(
+    mesh: Mesh, options: Options, function: Callable[..., Any], **settings: Any
+) -> Callable[..., Any]:
+    run = jax.jit(function, compiler_options=options, **settings)
+    if not _is_simulated(mesh):
+        return run
+    return lambda *args: jax.block_until_ready(run(*args))
 
 
 def compile_programs(pure: Programs, options: Options) -> dict[str, Any]:

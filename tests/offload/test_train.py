@@ -16,6 +16,7 @@ from zjax.config import schema
 from zjax.errors import ConfigError, PlanError
 from zjax.initialize import make_run
 from zjax.models.build import make_model
+from zjax.offload import train as offload
 from zjax.optim.build import make_optimizer
 from zjax.sharding import plan as plans
 
@@ -33,7 +34,12 @@ def _small_arrays_move(monkeypatch):
 def make_config(memory, stage=2, *, num_microbatches=1, model=GPT, **sections):
     precision = sections.pop("precision", {})
     optimizer = sections.pop("optimizer", {})
-    zero = schema.Zero(stage=stage, min_shard_elements=0, optimizer_memory=memory)
+    zero = schema.Zero(
+        stage=stage,
+        min_shard_elements=0,
+        optimizer_memory=memory,
+        **sections.pop("zero", {}),
+    )
     return schema.Config(
         global_batch_size=ROWS,
         num_microbatches=num_microbatches,
@@ -75,7 +81,9 @@ def weights_of(state):
 
 def assert_same_run(config, *, rtol=1e-5, **changes):
     """Fails if streaming changes what a step computes."""
-    zero = dataclasses.replace(config.zero, optimizer_memory="device")
+    zero = dataclasses.replace(
+        config.zero, optimizer_memory="device", gradient_memory="device"
+    )
     expected = train(start(dataclasses.replace(config, zero=zero), **changes))
     found = train(start(config, **changes))
     for x, y in zip(found[1], expected[1], strict=True):
@@ -104,6 +112,7 @@ CASES = {
     "adafactor": {"optimizer": {"name": "adafactor"}},
     "muon": {"optimizer": {"name": "muon"}},
     "averaged weights": {"optimizer": {"ema_decay": 0.9}},
+    "gradients on the host": {"zero": {"gradient_memory": "pinned_host"}},
     "frozen and scaled groups": {
         "optimizer": {
             "groups": (
@@ -152,21 +161,56 @@ def test_state_rests_on_the_host_and_parameters_on_the_device():
     assert on_device.params == ()
 
 
-def test_layers_come_one_group_after_another(monkeypatch):
-    """Fails if the whole state is on the devices at once."""
-    model = dataclasses.replace(GPT, num_layers=6)
-    run = start(make_config("pinned_host", model=model))
-    stream = run.step.programs["train"].stream
-    largest = max(stream.sizes)
-    monkeypatch.setattr(stream, "limit", 2 * largest)
-    seen = []
-    bring = stream._bring
+def watch(monkeypatch, stream, limit):
+    """Records what is in flight whenever a load is brought up."""
+    seen, bring = [], stream._bring
+    monkeypatch.setattr(stream, "limit", limit)
     monkeypatch.setattr(
         stream, "_bring", lambda: (bring(), seen.append(stream.in_flight))
     )
+    return seen
+
+
+@pytest.mark.parametrize("bound", [1 << 30, 256])
+def test_groups_come_one_after_another(monkeypatch, bound):
+    """Fails if the whole state is on the devices at once, or groups are not cut."""
+    monkeypatch.setattr(offload, "GROUP_BYTES", bound)
+    config = make_config("pinned_host", model=dataclasses.replace(GPT, num_layers=6))
+    run = start(config)
+    step = run.step.programs["train"]
+    moved = [r for r in step.rows if r.memory == "pinned_host"]
+    total = sum(row.device_bytes for row in moved)
+    seen = watch(monkeypatch, step.stream, total / 4)
     train(run, 2)
-    assert len(seen) == 2 * len(stream.sizes)
-    assert max(seen) <= 2 * largest < sum(stream.sizes) / 2
+    assert len(seen) == 2 * step.update.num_groups
+    assert (step.update.num_groups == 8) == (bound > 256)
+    assert 0 < max(seen) <= total / 4
+
+
+def test_gradients_wait_on_the_host(monkeypatch):
+    """Fails if `zero.gradient_memory` does nothing: where the norm is waited for,
+    gradients of groups that have not come up leave the devices."""
+    on_device = make_config("pinned_host")
+    zero = dataclasses.replace(on_device.zero, gradient_memory="pinned_host")
+    on_host = dataclasses.replace(on_device, zero=zero)
+    found = {}
+    for config in (on_device, on_host):
+        run = start(config)
+        stream = run.step.programs["train"].stream
+        watch(monkeypatch, stream, 1)
+        resting, add = [], stream.add
+
+        def watched(name, arrays, rows, add=add, stream=stream, resting=resting):
+            add(name, arrays, rows)
+            load = [x for x in stream.waiting if x.name == name]
+            resting.extend(y for x in load for y in x.arrays[-len(arrays) :])
+
+        monkeypatch.setattr(stream, "add", watched)
+        _, metrics = train(run)
+        found[config.zero.gradient_memory] = memories(resting), metrics
+    assert found["pinned_host"][0] == {"pinned_host"}
+    assert found["device"][0] == {"device"}
+    assert found["pinned_host"][1] == found["device"][1]
 
 
 def test_equal_blocks_are_compiled_once():

@@ -1,7 +1,9 @@
-"""Arrays of the host on their way through the devices: up, and changed down again."""
+"""Arrays of the host on their way to the devices, and back once they have changed."""
 
 import collections
-from collections.abc import Iterable, Sequence
+import dataclasses
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
 
 import jax
 
@@ -9,78 +11,96 @@ from zjax.sharding.placement import Row
 from zjax.sharding.plan import DEVICE
 
 IN_FLIGHT_BYTES = 4e9
-"""On a device, of groups on their way; the next waits until one has left."""
+"""On a device, of arrays on their way; the next wait until some have left."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """Arrays that come up together.
+
+    Args:
+        name: By which they are taken.
+        arrays: At rest, or on the devices already.
+        rows: Where each rests.
+        is_consumed: Whether the host's copies are given up.
+    """
+
+    name: Hashable
+    arrays: list[jax.Array]
+    rows: list[Row]
+    is_consumed: bool
+
+    @property
+    def moved_bytes(self) -> int:
+        """On one device, of what has to come up."""
+        return sum(row.device_bytes for row in self.rows if row.memory != DEVICE)
 
 
 class Stream:
-    """Moves groups of arrays, the next ones up while the last go down.
+    """Brings loads up ahead of their use, as many as the devices have room for.
 
-    Nothing here waits for a copy, except to keep what is on the way small.
+    Nothing here waits for a copy, except to keep small what is on the way.
 
     Args:
-        rows: Of each group, the places where its arrays rest.
-        in_flight_bytes: On a device; one group moves whatever its size.
+        limit_bytes: On a device, of loads that came up and have not left; one load
+            comes up whatever its size.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[Sequence[Row]],
-        in_flight_bytes: float = IN_FLIGHT_BYTES,
-    ):
-        self.rows = rows
-        self.limit = in_flight_bytes
-        self.sizes = [sum(map(_moved_bytes, group)) for group in rows]
-        self.waiting: collections.deque[tuple[int, list[jax.Array]]] = (
-            collections.deque()
-        )
-        self.here: dict[int, list[jax.Array]] = {}
-        self.leaving: collections.deque[tuple[int, list[jax.Array]]] = (
-            collections.deque()
-        )
+    def __init__(self, limit_bytes: float = IN_FLIGHT_BYTES):
+        self.limit = limit_bytes
+        self.waiting: collections.deque[Load] = collections.deque()
+        self.here: dict[Hashable, tuple[list[jax.Array], int]] = {}
+        self.leaving: collections.deque[tuple[int, Sequence[Any]]] = collections.deque()
         self.in_flight = 0
 
-    def begin(self, groups: Iterable[tuple[int, list[jax.Array]]]) -> None:
-        """Announces what will be taken, and starts to bring it up.
+    def begin(self, loads: Iterable[Load]) -> None:
+        """Announces loads, and starts to bring them up.
 
         Args:
-            groups: Numbers and resting arrays, which are consumed, in the order in
-                which they will be taken.
+            loads: In the order in which they will be taken.
         """
-        self.waiting.extend(groups)
+        self.waiting.extend(loads)
         self.fill()
 
-    def take(self, group: int) -> list[jax.Array]:
-        """The arrays of a group on the devices.
+    def add(self, name: Hashable, arrays: list[jax.Array], rows: list[Row]) -> None:
+        """Adds arrays to a load; if that is not here yet, they rest until it comes.
 
         Args:
-            group: The next of those announced that has not been taken.
+            name: Of a load that was announced and not taken.
+            arrays: On the devices.
+            rows: Where each may rest.
+        """
+        if name in self.here:
+            self.here[name][0].extend(arrays)
+            return
+        load = next(load for load in self.waiting if load.name == name)
+        load.arrays.extend(rest(arrays, rows))
+        load.rows.extend(rows)
+
+    def take(self, name: Hashable) -> tuple[list[jax.Array], int]:
+        """A load on the devices.
+
+        Args:
+            name: Of the next that was announced and not taken.
 
         Returns:
-            Arrays, perhaps still on their way.
+            Its arrays, perhaps still on their way, and bytes to be given to `leave`.
         """
-        while group not in self.here:
+        while name not in self.here:
             while self.leaving and not self._fits():
                 self._release(wait=True)
             self._bring()
-        return self.here.pop(group)
+        return self.here.pop(name)
 
-    def put(self, group: int, arrays: list[jax.Array]) -> list[jax.Array]:
-        """Sends the changed arrays of a group to where they rest.
+    def leave(self, num_bytes: int, tokens: Sequence[Any]) -> None:
+        """Gives back the room of a load.
 
         Args:
-            group: One that was taken.
-            arrays: On the devices; those that move are consumed.
-
-        Returns:
-            Arrays at rest, perhaps still on their way.
+            num_bytes: As `take` told them.
+            tokens: Arrays that are ready once the load is no longer needed.
         """
-        resting = [
-            _move(x, row, row.memory)
-            for x, row in zip(arrays, self.rows[group], strict=True)
-        ]
-        self.leaving.append((self.sizes[group], resting))
+        self.leaving.append((num_bytes, tokens))
         self.fill()
-        return resting
 
     def fill(self) -> None:
         """Starts to bring up what there is room for."""
@@ -90,31 +110,41 @@ class Stream:
             self._bring()
 
     def _fits(self) -> bool:
-        size = self.sizes[self.waiting[0][0]]
+        size = self.waiting[0].moved_bytes
         return self.in_flight == 0 or self.in_flight + size <= self.limit
 
     def _bring(self) -> None:
-        group, arrays = self.waiting.popleft()
-        self.here[group] = [
-            _move(x, row, DEVICE)
-            for x, row in zip(arrays, self.rows[group], strict=True)
-        ]
-        self.in_flight += self.sizes[group]
+        load = self.waiting.popleft()
+        pairs = zip(load.arrays, load.rows, strict=True)
+        arrays = [_move(x, row, DEVICE, load.is_consumed) for x, row in pairs]
+        self.here[load.name] = arrays, load.moved_bytes
+        self.in_flight += load.moved_bytes
 
     def _release(self, *, wait: bool) -> None:
-        size, arrays = self.leaving.popleft()
+        num_bytes, tokens = self.leaving.popleft()
         if wait:
-            jax.block_until_ready(arrays)
-        self.in_flight -= size
+            jax.block_until_ready(tokens)
+        self.in_flight -= num_bytes
 
 
-def _move(x: jax.Array, row: Row, memory: str) -> jax.Array:
+def rest(arrays: Sequence[jax.Array], rows: Sequence[Row]) -> list[jax.Array]:
+    """Sends arrays to where they rest; those that move are consumed.
+
+    Args:
+        arrays: On the devices.
+        rows: Where each rests.
+
+    Returns:
+        Arrays at rest, perhaps still on their way.
+    """
+    pairs = zip(arrays, rows, strict=True)
+    return [_move(x, row, row.memory, True) for x, row in pairs]
+
+
+def _move(x: jax.Array, row: Row, memory: str, is_consumed: bool) -> jax.Array:
     if row.memory == DEVICE:
         return x
     moved = jax.device_put(x, row.rest_in(memory).sharding, may_alias=False)
-    x.delete()  # its memory is free once the copy is done
+    if is_consumed:
+        x.delete()  # its memory is free once the copy is done
     return moved
-
-
-def _moved_bytes(row: Row) -> int:
-    return 0 if row.memory == DEVICE else row.device_bytes

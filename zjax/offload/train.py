@@ -10,7 +10,8 @@ Reference: ZeRO-Offload, arXiv:2101.06840; ZeRO-Infinity, arXiv:2104.07857, sect
 """
 
 import functools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,13 +20,17 @@ from zjax.config.schema import Config
 from zjax.offload.groups import SHARED
 from zjax.offload.parts import Jit
 from zjax.offload.segments import Arrived, Segments
-from zjax.offload.stream import Stream
+from zjax.offload.stream import Load, Stream, rest
 from zjax.offload.update import GroupedUpdate
 from zjax.offload.whole import Whole
+from zjax.sharding.placement import Row
 from zjax.sharding.plan import Plan
 from zjax.train.state import TrainState, state_rows
 from zjax.train.update import Schedule
 from zjax.typing import Batch, Loss, Metrics, Model
+
+GROUP_BYTES = 300 << 20
+"""Of master weights on one device, in a group of more than one array."""
 
 
 class OffloadedTrain:
@@ -58,25 +63,28 @@ class OffloadedTrain:
         kind = Segments if model.stack and model.takes_layers_apart else Whole
         self.seed = config.seed
         self.backward = kind(model, plan, num_microbatches, jit)
+        parts = bounded_groups(self.backward.groups(), jax.tree.leaves(plan.master))
         self.update = GroupedUpdate(
             tx,
             plan,
             config,
             schedule,
-            groups=self.backward.groups(),
+            groups=parts,
             grad_rows=self.backward.grad_rows,
             jit=jit,
         )
-        rows = jax.tree.leaves(state_rows(plan, config))
-        self.positions = [
-            self.update.positions(g) for g in range(self.update.num_groups)
+        self.parts = _parts_of(self.backward.groups(), parts)
+        self.rows = jax.tree.leaves(state_rows(plan, config))
+        self.resting_grads = [
+            row.rest_in(config.zero.gradient_memory)
+            for row in jax.tree.leaves(self.backward.grad_rows)
         ]
-        self.stream = Stream([[rows[i] for i in group] for group in self.positions])
+        self.stream = Stream()
 
     @property
     def order(self) -> list[int]:
         """The groups as they are updated."""
-        arriving = self.backward.order
+        arriving = [part for group in self.backward.order for part in self.parts[group]]
         # The next forward pass reads the embedding first and the head last.
         return arriving[::-1] if self.update.waits else arriving
 
@@ -97,29 +105,18 @@ class _Running:
     """One step: what is known of the update's program so far."""
 
     def __init__(self, train: OffloadedTrain, state: TrainState):
-        self.train, self.update = train, train.update
-        self.leaves = jax.tree.leaves(state)
-        self.known = {
-            name: x
-            for name, x in zip(self.update.state_names, self.leaves, strict=True)
-            if self.update.group_of(name) == SHARED
-        }
+        self.train, self.update, self.stream = train, train.update, train.stream
+        leaves = zip(self.update.state_names, jax.tree.leaves(state), strict=True)
+        self.known = dict(leaves)
         self.outputs: dict[int, Any] = {}
-        self.stream = train.stream
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         train, update = self.train, self.update
         arriving = train.backward.run(state, batch, _key(train.seed, state.step))
-        self.stream.begin(
-            (group, [self.leaves[i] for i in train.positions[group]])
-            for group in train.order
-        )
+        self.stream.begin(map(self.load_of, train.order))
         loss = self.receive(arriving)
-        self.known |= zip(
-            update.loss_names,
-            jax.tree.leaves(loss._replace(metrics={})),
-            strict=True,
-        )
+        of_loss = jax.tree.leaves(loss._replace(metrics={}))
+        self.known.update(zip(update.loss_names, of_loss, strict=True))
         self.combine()
         if update.waits:
             for group in train.order:
@@ -128,40 +125,86 @@ class _Running:
         shown = {name: x.astype("float32") for name, x in loss.metrics.items()}
         return new, shown | metrics
 
+    def load_of(self, group: int) -> Load:
+        names = self.update.state_inputs[group]
+        arrays = [self.known.pop(name) for name in names]
+        rows = [self.train.rows[name] for name in names]
+        return Load(group, arrays, rows, is_consumed=True)
+
     def receive(self, arriving: Iterator[Arrived | Loss]) -> Loss:
         for item in arriving:
             if isinstance(item, Loss):
                 return item
-            group, grads = item
-            names = [
-                n for n in self.update.grad_names if self.update.group_of(n) == group
-            ]
-            self.known |= zip(names, grads, strict=True)
-            measured = self.update.measures[group](self.known)
-            self.known |= zip(self.update.measured[group], measured, strict=True)
-            if not self.update.waits:
-                self.run(group)
+            arrived, grads = item
+            for group in self.train.parts[arrived]:
+                names = self.update.grad_inputs[group]
+                own, grads = grads[: len(names)], grads[len(names) :]
+                self.measure(group, own)
         raise AssertionError("a backward pass ends with its loss")
+
+    def measure(self, group: int, grads: list[jax.Array]) -> None:
+        names = self.update.grad_inputs[group]
+        self.known.update(zip(names, grads, strict=True))
+        measured = self.update.measures[group](self.known)
+        self.known.update(zip(self.update.measured[group], measured, strict=True))
+        if not self.update.waits:
+            self.run(group)
+            return
+        first = len(self.update.state_names)
+        rows = [self.train.resting_grads[name - first] for name in names]
+        self.stream.add(group, [self.known.pop(name) for name in names], rows)
 
     def combine(self) -> None:
         results = self.update.combine(self.known)
         shared = [i for i, g in enumerate(self.update.output_groups) if g == SHARED]
-        self.outputs |= zip(shared, results[: len(shared)], strict=True)
-        self.known |= zip(self.update.meetings, results[len(shared) :], strict=True)
+        self.outputs.update(zip(shared, results[: len(shared)], strict=True))
+        meetings = results[len(shared) :]
+        self.known.update(zip(self.update.meetings, meetings, strict=True))
 
     def run(self, group: int) -> None:
-        positions = self.train.positions[group]
-        for position, x in zip(positions, self.stream.take(group), strict=True):
-            self.known[self.update.state_names[position]] = x
-        results = self.update.updates[group](self.known)
-        self.forget(group)
-        resting = self.stream.put(group, results)
-        self.outputs |= zip(positions, resting, strict=True)
+        arrays, num_bytes = self.stream.take(group)
+        update = self.update
+        names = [*update.state_inputs[group], *update.grad_inputs[group]]
+        known = self.known | dict(zip(names, arrays, strict=False))
+        positions = update.positions(group)
+        for name in {*positions} - {*names}:
+            self.known.pop(name).delete()  # nobody reads what the update replaces
+        results = update.updates[group](known)
+        for name in update.grad_inputs[group]:
+            self.known.pop(name, None)
+        rows = [self.train.rows[i] for i in positions]
+        resting = rest(results, rows)
+        self.stream.leave(num_bytes, resting)
+        self.outputs.update(zip(positions, resting, strict=True))
 
-    def forget(self, group: int) -> None:
-        for name, owner in enumerate(self.update.input_groups):
-            if owner == group:
-                self.known.pop(name, None)
+
+def bounded_groups(groups: Sequence[int], rows: Sequence[Row]) -> list[int]:
+    """Cuts groups into smaller ones of bounded bytes.
+
+    Args:
+        groups: Of each parameter.
+        rows: Master weights.
+
+    Returns:
+        The new group of each parameter, numbered so that those of a group follow one
+        another.
+    """
+    found = [0] * len(groups)
+    number = -1
+    for group in range(max(groups) + 1):
+        filled = math.inf
+        for i, own in enumerate(groups):
+            if own != group:
+                continue
+            if filled + rows[i].device_bytes > GROUP_BYTES:
+                number, filled = number + 1, 0
+            found[i], filled = number, filled + rows[i].device_bytes
+    return found
+
+
+def _parts_of(groups: Sequence[int], parts: Sequence[int]) -> list[list[int]]:
+    pairs = sorted(set(zip(groups, parts, strict=True)))
+    return [[p for g, p in pairs if g == group] for group in range(max(groups) + 1)]
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -26,7 +26,8 @@ class GroupedUpdate:
     """`update(state, grads, loss)` of `zjax.train.update`, in groups.
 
     Arrays go by their names in the program of the whole update; `state_names`,
-    `grad_names` and `loss_names` are those of its inputs, in the order of the leaves.
+    `grad_names` and `loss_names` are those of its inputs, in the order of the leaves,
+    and `state_inputs` and `grad_inputs` what each group reads of them.
 
     Args:
         tx: Optax gradient transformation.
@@ -83,6 +84,15 @@ class GroupedUpdate:
             paths=[path_of(keys[1:]) for keys in output_keys],
         )
         self.meetings = cut.meetings
+        read = [{*part.inputs} for part in cut.updates]
+        self.state_inputs = [
+            [n for n in self.state_names if n in read[g] and self.group_of(n) == g]
+            for g in range(self.num_groups)
+        ]
+        self.grad_inputs = [
+            [n for n in self.grad_names if self.group_of(n) == g]
+            for g in range(self.num_groups)
+        ]
         late = {*cut.meetings, *self.loss_names}
         self.waits = any(late & {*part.inputs} for part in cut.updates)
         self.measured = [part.outputs for part in cut.measures]
@@ -103,10 +113,6 @@ class GroupedUpdate:
     def group_of(self, name: Name) -> int:
         """The group of an input; inputs are named by their position."""
         return self.input_groups[name]
-
-    def grads_of(self, group: int) -> list[Name]:
-        """The gradients of a group, in the order of the leaves."""
-        return [name for name in self.grad_names if self.group_of(name) == group]
 
     def positions(self, group: int) -> list[int]:
         """Which leaves of the state belong to a group."""

@@ -15,12 +15,9 @@ from zjax.train.state import TrainState
 from zjax.train.update import loss_scale_of
 from zjax.typing import Batch, Loss, Model
 
-GROUP_BYTES = 1 << 30
-"""Of master weights on one device, in a group of more than one array."""
-
 
 class Whole:
-    """The gradients of a model, all at once; groups are neighbours of bounded bytes.
+    """The gradients of a model, all at once: its parameters are one group.
 
     Args:
         model: Its loss.
@@ -45,16 +42,11 @@ class Whole:
     @property
     def order(self) -> list[int]:
         """The groups as their gradients arrive."""
-        return list(range(max(self.groups()) + 1))
+        return [0]
 
     def groups(self) -> list[int]:
         """The group of each leaf of the parameters, in their order."""
-        groups, size = [0], 0
-        for row in jax.tree.leaves(self.plan.master):
-            is_full = size > 0 and size + row.device_bytes > GROUP_BYTES
-            groups.append(groups[-1] + is_full)
-            size = row.device_bytes + (0 if is_full else size)
-        return groups[1:]
+        return [0] * len(jax.tree.leaves(self.plan.master))
 
     def run(
         self, state: TrainState, batch: Batch, key: jax.Array
@@ -62,8 +54,5 @@ class Whole:
         """Differentiates the mean loss over a batch; see `Segments.run`."""
         read = dataclasses.replace(state, master=(), opt_state=(), ema=())
         grads, loss = self.gradients(read, batch, key)
-        leaves = jax.tree.leaves(grads)
-        groups = self.groups()
-        for group in self.order:
-            yield group, [x for x, g in zip(leaves, groups, strict=True) if g == group]
+        yield 0, jax.tree.leaves(grads)
         yield loss
