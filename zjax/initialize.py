@@ -248,17 +248,20 @@ def model_params(state: TrainState, plan: plans.Plan) -> Params:
         padded = row.shape != row.stored_shape
         return plan.replicated if padded else row.sharding
 
-    def compute(state: TrainState) -> Params:
-        if state.ema == () and state.params != ():
-            return placement.unpad_tree(state.params, plan.compute)
-        stored = state.master if state.ema == () else state.ema
+    plan = plans.plan_on_device(plan)
+
+    def compute(stored: Params) -> Params:
         return compute_params(placement.unpad_tree(stored, plan.master), plan)
 
-    read = dataclasses.replace(state, opt_state=())
-    if state.params != ():
-        read = dataclasses.replace(read, master=())
+    def cut(params: Params) -> Params:
+        return placement.unpad_tree(params, plan.compute)
+
     places = jax.tree.map(place, plan.compute)
-    return jax.jit(compute, out_shardings=places)(read)
+    if state.ema == () and state.params != ():
+        here = jax.device_put(state.params, placement.shardings(plan.compute))
+        return jax.jit(cut, out_shardings=places)(here)
+    stored = state.master if state.ema == () else state.ema
+    return jax.jit(compute, out_shardings=places)(stored)
 
 
 def device_capacity_bytes(mesh: Mesh) -> float:

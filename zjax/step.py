@@ -181,6 +181,8 @@ def make_step(
             jit=functools.partial(_jit_in_turn, plan.mesh, options),
         )
         programs = {"train": streamed, "evaluate": programs["evaluate"]}
+        if config.zero.parameter_memory != plans.DEVICE:
+            programs["evaluate"] = streamed.backward.evaluate
     return Step(
         mesh=plan.mesh,
         plan=plan,

@@ -16,6 +16,7 @@ from zjax.config import schema
 from zjax.errors import ConfigError, PlanError
 from zjax.initialize import make_run
 from zjax.models.build import make_model
+from zjax.offload import segments
 from zjax.offload import train as offload
 from zjax.optim.build import make_optimizer
 from zjax.sharding import plan as plans
@@ -82,7 +83,10 @@ def weights_of(state):
 def assert_same_run(config, *, rtol=1e-5, **changes):
     """Fails if streaming changes what a step computes."""
     zero = dataclasses.replace(
-        config.zero, optimizer_memory="device", gradient_memory="device"
+        config.zero,
+        optimizer_memory="device",
+        gradient_memory="device",
+        parameter_memory="device",
     )
     expected = train(start(dataclasses.replace(config, zero=zero), **changes))
     found = train(start(config, **changes))
@@ -112,6 +116,18 @@ CASES = {
     "adafactor": {"optimizer": {"name": "adafactor"}},
     "muon": {"optimizer": {"name": "muon"}},
     "averaged weights": {"optimizer": {"ema_decay": 0.9}},
+    "parameters on the host": {"zero": {"parameter_memory": "pinned_host"}},
+    "parameters on the host, stage 3, two microbatches": {
+        "zero": {"parameter_memory": "pinned_host"},
+        "stage": 3,
+        "num_microbatches": 2,
+        "model": LLAMA,
+    },
+    "parameters on the host, under the backward pass": {
+        "zero": {"parameter_memory": "pinned_host"},
+        "optimizer": {"clip_norm": math.inf},
+        "precision": {"on_nonfinite": "update"},
+    },
     "gradients on the host": {"zero": {"gradient_memory": "pinned_host"}},
     "frozen and scaled groups": {
         "optimizer": {
@@ -164,7 +180,7 @@ def test_state_rests_on_the_host_and_parameters_on_the_device():
 def watch(monkeypatch, stream, limit):
     """Records what is in flight whenever a load is brought up."""
     seen, bring = [], stream._bring
-    monkeypatch.setattr(stream, "limit", limit)
+    monkeypatch.setattr(stream, "limit", int(limit))
     monkeypatch.setattr(
         stream, "_bring", lambda: (bring(), seen.append(stream.in_flight))
     )
@@ -180,7 +196,7 @@ def test_groups_come_one_after_another(monkeypatch, bound):
     step = run.step.programs["train"]
     moved = [r for r in step.rows if r.memory == "pinned_host"]
     total = sum(row.device_bytes for row in moved)
-    seen = watch(monkeypatch, step.stream, total / 4)
+    seen = watch(monkeypatch, step.stream, total // 4)
     train(run, 2)
     assert len(seen) == 2 * step.update.num_groups
     assert (step.update.num_groups == 8) == (bound > 256)
@@ -222,16 +238,87 @@ def test_equal_blocks_are_compiled_once():
     assert len(blocks) == 1
 
 
+def test_blocks_rest_on_the_host():
+    """Fails if `zero.parameter_memory` does nothing."""
+    config = make_config("pinned_host", zero={"parameter_memory": "pinned_host"})
+    run = start(config)
+    state, _ = train(run, 1)
+    assert memories(state.params["blocks"]) == {"pinned_host"}
+    assert memories(state.params["embedding"]) == {"device"}
+
+
+@pytest.mark.parametrize("num_layers", [4, 12])
+def test_a_few_blocks_are_on_the_devices_whatever_the_depth(monkeypatch, num_layers):
+    """Fails if blocks stay after their use, or come up without bound."""
+    monkeypatch.setattr(segments, "AHEAD_BYTES", 0)
+    model = dataclasses.replace(GPT, num_layers=num_layers)
+    config = make_config(
+        "pinned_host", model=model, zero={"parameter_memory": "pinned_host"}
+    )
+    run = start(config)
+    stream = run.step.programs["train"].backward.stream
+    block_bytes = sum(row.device_bytes for row in _moved(run.step.programs["train"]))
+    seen = watch(monkeypatch, stream, stream.limit)
+    state, _ = train(run, 1)
+    assert max(seen) == 2 * block_bytes
+    assert len(seen) == 2 * num_layers
+    run.step.evaluate(state, make_batch(0))
+    assert len(seen) == 3 * num_layers
+
+
+def _moved(step):
+    return [row for row in step.backward.block_rows if row.memory == "pinned_host"]
+
+
+def test_memories_that_would_hold_nothing(monkeypatch):
+    config = make_config("pinned_host", zero={"parameter_memory": "pinned_host"})
+    monkeypatch.setattr(plans, "MIN_MOVED_BYTES", 1 << 18)
+    with pytest.raises(PlanError) as error:
+        start(config)
+    assert str(error.value) == (
+        "zero.optimizer_memory='pinned_host' moves nothing: no array has 262,144 bytes "
+        "on a device; use device"
+    )
+
+
+def test_blocks_of_models_without_blocks_cannot_rest_on_the_host():
+    settings = {
+        "zero": {
+            "min_shard_elements": 0,
+            "optimizer_memory": "pinned_host",
+            "parameter_memory": "pinned_host",
+        }
+    }
+    batch = {"x": np.ones((8, 24), np.float32)}
+    with pytest.raises(PlanError) as error:
+        zjax.initialize(
+            Perceptron(),
+            optax.adam(1e-2),
+            lambda m, b, _: m(b["x"]).mean(),
+            batch,
+            settings,
+        )
+    assert str(error.value) == (
+        "zero.parameter_memory='pinned_host' moves nothing: the model has no blocks of "
+        "such a size that run one by one; use device"
+    )
+
+
 def test_evaluation_and_generation_use_the_parameters_in_use():
-    configs = [make_config(memory) for memory in ("device", "pinned_host")]
+    configs = [
+        make_config("device"),
+        make_config("pinned_host"),
+        make_config("pinned_host", zero={"parameter_memory": "pinned_host"}),
+    ]
     losses, scores = [], []
     for config in configs:
         run = start(config)
         state, _ = train(run, 2)
         losses.append(float(run.step.evaluate(state, make_batch(9))["loss"]))
         scores.append(np.asarray(run.bind(state)(jnp.ones((1, 4), jnp.int32))))
-    np.testing.assert_allclose(*losses, rtol=1e-5)
-    np.testing.assert_allclose(*scores, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(losses, [losses[0]] * 3, rtol=1e-5)
+    for other in scores[1:]:
+        np.testing.assert_allclose(other, scores[0], rtol=1e-4, atol=1e-5)
 
 
 class Perceptron(linen.Module):

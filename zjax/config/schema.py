@@ -39,6 +39,8 @@ class Zero:
     """Smaller arrays stay whole: gathering them costs more time than memory saved."""
     optimizer_memory: Literal["device", "pinned_host"] = "device"
     """Where optimizer state and master weights rest between their updates."""
+    parameter_memory: Literal["device", "pinned_host"] = "device"
+    """Where the blocks' parameters in use rest until a block runs."""
     gradient_memory: Literal["device", "pinned_host"] = "device"
     """Where gradients rest while updates on the host's state wait for their norm."""
 

@@ -5,25 +5,31 @@ only the input of every block is kept, and the backward program of a block compu
 block again.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from zjax.offload.parts import Jit
+from zjax.offload.stream import Load, Stream
 from zjax.sharding.placement import Row, pad_tree, path_of, place_tree, unpad_tree
-from zjax.sharding.plan import Plan
+from zjax.sharding.plan import DEVICE, Plan, plan_on_device
 from zjax.sharding.zero import whole_spec
 from zjax.train import microbatches
 from zjax.train.gradients import compute_dtype
 from zjax.train.state import TrainState
 from zjax.train.update import loss_scale_of
-from zjax.typing import Batch, Loss, Model, Params
+from zjax.typing import Batch, Loss, Metrics, Model, Params
 
 Arrived = tuple[int, list[jax.Array]]
 """A group of parameters, and its gradients in the order of its leaves."""
+
+
+AHEAD_BYTES = 512 * 10**6
+"""On a device, of blocks on their way up, where two blocks are less."""
 
 
 class Segments:
@@ -45,11 +51,16 @@ class Segments:
         (self.segment,) = self.stack.segments
         self.plan = plan
         self.num_microbatches = num_microbatches
-        programs = _Programs(model, plan, num_microbatches)
+        programs = _Programs(model, plan_on_device(plan), num_microbatches)
+        _, (blocks,), _ = self.stack.split(plan.compute)
+        self.block_rows = jax.tree.leaves(blocks[0])
+        block_bytes = sum(row.device_bytes for row in self.block_rows)
+        self.stream = Stream(max(2 * block_bytes, AHEAD_BYTES))
         self.grad_rows = programs.grad_tree
         self.embed = jit(programs.embed)
         self.block = jit(programs.block)
         self.head = jit(programs.head)
+        self.head_loss = jit(programs.head_loss)
         self.block_backward = jit(programs.block_backward, donate_argnums=5)
         self.embed_backward = jit(programs.embed_backward)
         self.scale_by = jit(_scaled)
@@ -118,22 +129,81 @@ class Segments:
     ) -> Iterator[Any]:
         """One microbatch: its loss, then gradients by group."""
         embed, (blocks,), head = self.stack.split(params)
+        forth, back = range(len(blocks)), range(len(blocks))[::-1]
+        self.announce(blocks, [("forward", i) for i in forth])
+        self.announce(blocks, [("backward", i) for i in back])
         carry, context = self.embed(embed, batch, key)
         carries = []
         auxiliary = jnp.float32(0)
-        for number, block in enumerate(blocks):
+        for number in forth:
             carries.append(carry)
-            inputs = (block, carry, context, key, number)
-            carry, auxiliary = self.block(*inputs, auxiliary)
+            with self.fetched(blocks[number], ("forward", number)) as (block, tokens):
+                inputs = (block, carry, context, key, number)
+                carry, auxiliary = self.block(*inputs, auxiliary)
+                tokens.append(auxiliary)
         loss, own, shared, cotangent = self.head(head, carry, batch, scale, auxiliary)
         yield loss
         yield len(blocks) + 1, own
-        for number in reversed(range(len(blocks))):
-            grads, cotangent = self.block_backward(
-                blocks[number], carries.pop(), context, key, number, cotangent, scale
-            )
+        for number in back:
+            with self.fetched(blocks[number], ("backward", number)) as (block, tokens):
+                inputs = (block, carries.pop(), context, key, number)
+                grads, cotangent = self.block_backward(*inputs, cotangent, scale)
+                tokens.extend(grads[:1])
             yield number, grads
         yield len(blocks), self.embed_backward(embed, batch, key, cotangent, shared)
+
+    def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
+        """Loss and metrics without gradients, dropout or state change.
+
+        Args:
+            state: Its parameters in use are read.
+            batch: Placed arrays of the global batch.
+
+        Returns:
+            float32 scalars.
+        """
+        embed, (blocks,), head = self.stack.split(state.params)
+        losses = []
+        for number in range(self.num_microbatches):
+            part = self.split(batch, number)
+            names = [("forward", i) for i in range(len(blocks))]
+            self.announce(blocks, names)
+            carry, context = self.embed(embed, part, None)
+            auxiliary = jnp.float32(0)
+            for name, block in zip(names, blocks, strict=True):
+                with self.fetched(block, name) as (block, tokens):
+                    inputs = (block, carry, context, None, 0)
+                    carry, auxiliary = self.block(*inputs, auxiliary)
+                    tokens.append(auxiliary)
+            losses.append(self.head_loss(head, carry, part, auxiliary))
+        loss = self.mean_loss(losses)
+        return loss.metrics | {"loss": loss.value, "weight": loss.weight}
+
+    def announce(self, blocks: Sequence[Params], names: Sequence[Any]) -> None:
+        """Has blocks come up in this order."""
+        self.stream.begin(
+            Load(name, jax.tree.leaves(blocks[name[1]]), self.block_rows, False)
+            for name in names
+        )
+
+    @contextlib.contextmanager
+    def fetched(self, block: Params, name: Any) -> Iterator[tuple[Params, list[Any]]]:
+        """The parameters of a block on the devices, for as long as they are used.
+
+        Args:
+            block: At rest.
+            name: As it was announced.
+
+        Yields:
+            The parameters, and a list to which to add a result of their last use.
+        """
+        arrays, num_bytes = self.stream.take(name)
+        tokens: list[Any] = []
+        yield jax.tree.unflatten(jax.tree.structure(block), arrays), tokens
+        for x, row in zip(arrays, self.block_rows, strict=True):
+            if row.memory != DEVICE:
+                x.delete()
+        self.stream.leave(num_bytes, tokens)
 
 
 class _Programs:
@@ -163,9 +233,9 @@ class _Programs:
         )
         return jax.tree.map(lambda x: x[number], parts)
 
-    def embed(self, params: Params, batch: Batch, key: jax.Array) -> Any:
+    def embed(self, params: Params, batch: Batch, key: jax.Array | None) -> Any:
         params = self.in_use("embed", params)
-        carry, context = self.stack.embed(params, batch, jax.random.fold_in(key, 0))
+        carry, context = self.stack.embed(params, batch, _fold_in(key, 0))
         return self.held(carry), context
 
     def block(
@@ -173,12 +243,12 @@ class _Programs:
         params: Params,
         carry: Any,
         context: Any,
-        key: jax.Array,
+        key: jax.Array | None,
         number: jax.Array,
         auxiliary: jax.Array,
     ) -> Any:
         params = self.in_use("block", params)
-        block_key = jax.random.fold_in(key, number + 1)
+        block_key = _fold_in(key, number + 1)
         carry, own = self.run_block(params, carry, context, block_key)
         return self.held(carry), auxiliary + own
 
@@ -193,10 +263,7 @@ class _Programs:
         """Loss; gradients of own and of shared arrays and of the stream."""
 
         def scaled(params: Params, carry: Any) -> tuple[jax.Array, Loss]:
-            total, weight, sums = self.stack.head(params, carry, batch)
-            divisor = jnp.where(weight > 0, weight, 1.0)
-            metrics = {name: x / divisor for name, x in sums.items()}
-            loss = Loss(total / divisor + auxiliary, weight, (), metrics)
+            loss = self.mean_loss(params, carry, batch, auxiliary)
             return loss.value * scale, loss
 
         differentiate = jax.grad(scaled, argnums=(0, 1), has_aux=True)
@@ -206,6 +273,19 @@ class _Programs:
         for keys, grad in jax.tree_util.tree_leaves_with_path(stored):
             (shared if path_of(keys) in self.stack.shared else own).append(grad)
         return loss, own, shared, self.held(cotangent)
+
+    def head_loss(
+        self, params: Params, carry: Any, batch: Batch, auxiliary: jax.Array
+    ) -> Loss:
+        return self.mean_loss(self.in_use("head", params), carry, batch, auxiliary)
+
+    def mean_loss(
+        self, params: Params, carry: Any, batch: Batch, auxiliary: jax.Array
+    ) -> Loss:
+        total, weight, sums = self.stack.head(params, carry, batch)
+        divisor = jnp.where(weight > 0, weight, 1.0)
+        metrics = {name: x / divisor for name, x in sums.items()}
+        return Loss(total / divisor + auxiliary, weight, (), metrics)
 
     def block_backward(
         self,
@@ -217,7 +297,7 @@ class _Programs:
         cotangent: Any,
         scale: jax.Array,
     ) -> tuple[list[jax.Array], Any]:
-        block_key = jax.random.fold_in(key, number + 1)
+        block_key = _fold_in(key, number + 1)
 
         def run(params: Params, carry: Any) -> Any:
             return self.run_block(params, carry, context, block_key)
@@ -235,7 +315,7 @@ class _Programs:
         shared: list[jax.Array],
     ) -> list[jax.Array]:
         def run(params: Params) -> Any:
-            return self.stack.embed(params, batch, jax.random.fold_in(key, 0))[0]
+            return self.stack.embed(params, batch, _fold_in(key, 0))[0]
 
         _, pull = jax.vjp(run, self.in_use("embed", params))
         (grads,) = pull(cotangent)
@@ -262,6 +342,10 @@ class _Programs:
             lambda x: jax.lax.with_sharding_constraint(x, self.plan.batch_sharding(x)),
             carry,
         )
+
+
+def _fold_in(key: jax.Array | None, number: Any) -> jax.Array | None:
+    return None if key is None else jax.random.fold_in(key, number)
 
 
 def _with_dtype_of(row: Row, other: Row) -> Row:

@@ -10,7 +10,7 @@ import jax
 from zjax.sharding.placement import Row
 from zjax.sharding.plan import DEVICE
 
-IN_FLIGHT_BYTES = 4e9
+IN_FLIGHT_BYTES = 2_500 * 10**6
 """On a device, of arrays on their way; the next wait until some have left."""
 
 
@@ -46,7 +46,7 @@ class Stream:
             comes up whatever its size.
     """
 
-    def __init__(self, limit_bytes: float = IN_FLIGHT_BYTES):
+    def __init__(self, limit_bytes: int = IN_FLIGHT_BYTES):
         self.limit = limit_bytes
         self.waiting: collections.deque[Load] = collections.deque()
         self.here: dict[Hashable, tuple[list[jax.Array], int]] = {}

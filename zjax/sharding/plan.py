@@ -30,7 +30,7 @@ from zjax.sharding import mesh as meshes
 from zjax.sharding import rules, zero
 from zjax.sharding.layers import Layers
 from zjax.sharding.opt_state import abstract_opt_state
-from zjax.sharding.placement import Row, name_of, owners, path_of
+from zjax.sharding.placement import Row, layer_of, name_of, owners, path_of
 from zjax.sharding.zero import stored_shape
 from zjax.typing import Model
 
@@ -137,20 +137,32 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
         rows = jax.tree.unflatten(tree, rows)
         return jax.tree.map(_layer_by_layer, rows) if is_apart else rows
 
-    def at_rest(rows: Any) -> Any:
-        memory = config.zero.optimizer_memory
+    def at_rest(rows: Any, memory: str = config.zero.optimizer_memory) -> Any:
         return jax.tree.map(
             lambda row: row.rest_in(memory) if _is_moved(row, memory) else row, rows
         )
 
+    def blocks_at_rest(rows: Any) -> Any:
+        resting = at_rest(rows, config.zero.parameter_memory)
+        return jax.tree_util.tree_map_with_path(
+            lambda keys, row, other: row if layer_of(keys) is None else other,
+            rows,
+            resting,
+        )
+
+    compute = blocks_at_rest(
+        params_rows(split if stage >= 3 else whole, dtypes.compute_dtype)
+    )
     kept = split if stage >= 1 else whole
     stored = params_rows(kept, dtypes.master_dtype)
     opt_state = abstract_opt_state(tx, _logical_arrays(stored))
+    _check_moved("optimizer", config.zero.optimizer_memory, at_rest(stored))
+    _check_moved("parameter", config.zero.parameter_memory, compute)
     return Plan(
         mesh=mesh,
         stage=stage,
         master=at_rest(stored),
-        compute=params_rows(split if stage >= 3 else whole, dtypes.compute_dtype),
+        compute=compute,
         grad_sum=params_rows(split if stage >= 2 else whole, dtypes.grad_sum_dtype),
         grads=params_rows(kept, dtypes.grad_sum_dtype),
         opt_state=at_rest(_opt_state_rows(config, mesh, opt_state, stored)),
@@ -206,7 +218,10 @@ def plan_on_device(plan: Plan) -> Plan:
         return jax.tree.map(lambda row: row.rest_in(DEVICE), rows)
 
     return dataclasses.replace(
-        plan, master=on_device(plan.master), opt_state=on_device(plan.opt_state)
+        plan,
+        master=on_device(plan.master),
+        compute=on_device(plan.compute),
+        opt_state=on_device(plan.opt_state),
     )
 
 
@@ -226,6 +241,18 @@ def _layer_by_layer(row: Row) -> Any:
 
 def _is_moved(row: Row, memory: str) -> bool:
     return memory != DEVICE and row.device_bytes >= MIN_MOVED_BYTES
+
+
+def _check_moved(what: str, memory: str, rows: Any) -> None:
+    """Refuses a memory that would hold nothing."""
+    if memory == DEVICE or any(r.memory == memory for r in jax.tree.leaves(rows)):
+        return
+    problem = (
+        f"moves nothing: no array has {MIN_MOVED_BYTES:,} bytes on a device"
+        if what == "optimizer"
+        else "moves nothing: the model has no blocks of such a size that run one by one"
+    )
+    raise PlanError(Problem(f"zero.{what}_memory", memory, problem, "use device"))
 
 
 def _logical_arrays(rows: Any) -> Any:

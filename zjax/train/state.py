@@ -179,25 +179,25 @@ def with_params(state: TrainState, plan: Plan) -> TrainState:
         return cast(jax.device_put(x, stored.sharding), stored, row)
 
     passing = plan_on_device(plan)
-    params = jax.tree.map(one, state.master, passing.master, plan.compute)
-    return dataclasses.replace(state, params=params)
+    params = jax.tree.map(one, state.master, passing.master, passing.compute)
+    return dataclasses.replace(state, params=rest(params, plan.compute))
 
 
-def rest(state: TrainState, rows: TrainState) -> TrainState:
+def rest(tree: Any, rows: Any) -> Any:
     """Moves what does not rest on the devices to where it does.
 
     Args:
-        state: Arrays on the devices; those that move are consumed.
+        tree: Arrays on the devices.
         rows: The place of every array.
 
     Returns:
-        The state at rest.
+        The arrays at rest.
     """
 
     def one(x: jax.Array, row: Row) -> jax.Array:
         return x if row.memory == DEVICE else jax.device_put(x, row.sharding)
 
-    return jax.tree.map(one, state, rows)
+    return jax.tree.map(one, tree, rows)
 
 
 def place_given(params: Any, rows: Any) -> Any:
