@@ -128,6 +128,10 @@ CASES = {
         "optimizer": {"clip_norm": math.inf},
         "precision": {"on_nonfinite": "update"},
     },
+    "inputs of blocks on the host": {
+        "model": dataclasses.replace(GPT, activation_memory="pinned_host"),
+        "num_microbatches": 2,
+    },
     "gradients on the host": {"zero": {"gradient_memory": "pinned_host"}},
     "frozen and scaled groups": {
         "optimizer": {
@@ -302,6 +306,23 @@ def test_blocks_of_models_without_blocks_cannot_rest_on_the_host():
         "zero.parameter_memory='pinned_host' moves nothing: the model has no blocks of "
         "such a size that run one by one; use device"
     )
+
+
+def test_inputs_of_blocks_wait_on_the_host(monkeypatch):
+    """Fails if `model.activation_memory` does nothing."""
+    found = {}
+    for memory in ("device", "pinned_host"):
+        model = dataclasses.replace(GPT, activation_memory=memory)
+        run = start(make_config("pinned_host", model=model))
+        backward, away = run.step.programs["train"].backward, []
+        put_away = backward.put_away
+        monkeypatch.setattr(
+            backward, "put_away", lambda x, f=put_away, a=away: a.append(f(x)) or a[-1]
+        )
+        train(run, 1)
+        found[memory] = {row.memory for _, rows in away for row in rows}
+        assert len(away) == GPT.num_layers
+    assert found == {"device": {"device"}, "pinned_host": {"pinned_host"}}
 
 
 def test_evaluation_and_generation_use_the_parameters_in_use():

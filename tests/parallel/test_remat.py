@@ -51,6 +51,35 @@ def test_policy_keeps_what_it_names(policy, expected):
     assert kept_shapes(policy) == expected
 
 
+@pytest.mark.parametrize("in_loop", [False, True])
+@pytest.mark.parametrize("policy", ["full", "attention_and_mlp", "elementwise"])
+def test_what_is_kept_goes_to_the_host_and_comes_back(policy, in_loop):
+    """Fails if `memory` does nothing, in the program as GPUs are given it."""
+    weights = {name: jnp.ones((3, *shape)) for name, shape in WEIGHTS.items()}
+
+    def num_moves(memory):
+        run = remat.recompute(block, policy, in_loop=in_loop, memory=memory)
+
+        def loss(weights):
+            x = jnp.ones((TOKENS, WIDTH))
+            if in_loop:
+                x, _ = jax.lax.scan(lambda x, w: (run(w, x), None), x, weights)
+                return x.sum()
+            for layer in range(3):
+                x = run({name: w[layer] for name, w in weights.items()}, x)
+            return x.sum()
+
+        traced = jax.jit(jax.grad(loss)).trace(weights)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        place = '_xla_buffer_placement = "{}"'
+        return tuple(text.count(place.format(x)) for x in ("pinned_host", "device"))
+
+    assert num_moves("device") == (0, 0)
+    down, up = num_moves("pinned_host")
+    kept = len([n for n in remat.KEPT[policy] if n != remat.norm.STATISTICS])
+    assert down == up == kept * (1 if in_loop else 3)
+
+
 def test_dots_keep_less_than_everything():
     def num_kept(policy):
         return sum(rows * columns for rows, columns in kept_shapes(policy))

@@ -42,6 +42,11 @@ NEEDS = (
     Needs("optimizer.b2", "optimizer.name", (*_MOMENTS, "lion")),
     Needs("optimizer.eps", "optimizer.name", _MOMENTS),
     Needs("optimizer.moment_dtype", "optimizer.name", (*_MOMENTS, "lion", "sgd")),
+    Needs(
+        "model.activation_memory",
+        "model.remat",
+        ("elementwise", "attention_and_mlp", "full"),
+    ),
     Needs("model.rope_theta", "model.positions", ("rotary",)),
     Needs("data.path", "data.source", ("tokens",)),
 )

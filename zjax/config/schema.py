@@ -155,6 +155,8 @@ class Model:
         "elementwise"
     )
     """What the backward pass recomputes; see `zjax.parallel.remat`."""
+    activation_memory: Literal["device", "pinned_host"] = "device"
+    """Where what is not recomputed rests until the backward pass."""
     loss_chunk_tokens: int = 4_096
     """Tokens whose logits exist at one time; 0 computes them all at once."""
     z_loss: float = 0.0

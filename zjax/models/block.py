@@ -202,7 +202,8 @@ def transform(
     def run(state, x, context, key):
         return nnx.merge(graph, state)(x, context, key)
 
-    kept = remat.recompute(run, config.remat, in_loop=in_loop)
+    memory = config.activation_memory
+    kept = remat.recompute(run, config.remat, in_loop=in_loop, memory=memory)
 
     def step(block, x, key):
         return kept(nnx.state(block), x, context, key), None

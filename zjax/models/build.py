@@ -50,7 +50,7 @@ def make_model(config: Config) -> Model:
         stack=make_stack(abstract),
         separable=separable,
         takes_layers_apart=config.model.layers_per_scan == 0,
-        keeps=remat.keeps(config.model.remat),
+        keeps=remat.keeps(config.model.remat, config.model.activation_memory),
     )
 
 

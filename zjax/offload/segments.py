@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from zjax.offload.parts import Jit
-from zjax.offload.stream import Load, Stream
+from zjax.offload.stream import Load, Stream, rest
 from zjax.sharding.placement import Row, pad_tree, path_of, place_tree, unpad_tree
 from zjax.sharding.plan import DEVICE, Plan, plan_on_device
 from zjax.sharding.zero import whole_spec
@@ -43,9 +43,18 @@ class Segments:
         plan: Places parameters and gradients.
         num_microbatches: Parts of the batch that follow one another.
         jit: Compiles.
+        carry_memory: Where the inputs of blocks rest until the backward pass.
     """
 
-    def __init__(self, model: Model, plan: Plan, num_microbatches: int, jit: Jit):
+    def __init__(
+        self,
+        model: Model,
+        plan: Plan,
+        num_microbatches: int,
+        jit: Jit,
+        *,
+        carry_memory: str = DEVICE,
+    ):
         assert model.stack is not None
         self.stack = model.stack
         (self.segment,) = self.stack.segments
@@ -56,6 +65,8 @@ class Segments:
         self.block_rows = jax.tree.leaves(blocks[0])
         block_bytes = sum(row.device_bytes for row in self.block_rows)
         self.stream = Stream(max(2 * block_bytes, AHEAD_BYTES))
+        self.carries = Stream(AHEAD_BYTES)
+        self.carry_memory = carry_memory
         self.grad_rows = programs.grad_tree
         self.embed = jit(programs.embed)
         self.block = jit(programs.block)
@@ -136,19 +147,24 @@ class Segments:
         carries = []
         auxiliary = jnp.float32(0)
         for number in forth:
-            carries.append(carry)
+            entering = carry
             with self.fetched(blocks[number], ("forward", number)) as (block, tokens):
-                inputs = (block, carry, context, key, number)
+                inputs = (block, entering, context, key, number)
                 carry, auxiliary = self.block(*inputs, auxiliary)
                 tokens.append(auxiliary)
+            carries.append(self.put_away(entering))
         loss, own, shared, cotangent = self.head(head, carry, batch, scale, auxiliary)
         yield loss
         yield len(blocks) + 1, own
+        self.carries.begin(Load(i, *carries[i], is_consumed=True) for i in back)
+        tree = jax.tree.structure(carry)
         for number in back:
+            leaves, num_bytes = self.carries.take(number)
             with self.fetched(blocks[number], ("backward", number)) as (block, tokens):
-                inputs = (block, carries.pop(), context, key, number)
+                inputs = (block, tree.unflatten(leaves), context, key, number)
                 grads, cotangent = self.block_backward(*inputs, cotangent, scale)
                 tokens.extend(grads[:1])
+            self.carries.leave(num_bytes, grads[:1])
             yield number, grads
         yield len(blocks), self.embed_backward(embed, batch, key, cotangent, shared)
 
@@ -178,6 +194,17 @@ class Segments:
             losses.append(self.head_loss(head, carry, part, auxiliary))
         loss = self.mean_loss(losses)
         return loss.metrics | {"loss": loss.value, "weight": loss.weight}
+
+    def put_away(self, carry: Any) -> tuple[list[jax.Array], list[Row]]:
+        """What enters a block, until its backward pass."""
+        leaves = jax.tree.leaves(carry)
+        rows = [
+            Row("", x.shape, x.shape, x.dtype, self.plan.batch_sharding(x)).rest_in(
+                self.carry_memory
+            )
+            for x in leaves
+        ]
+        return rest(leaves, rows), rows
 
     def announce(self, blocks: Sequence[Params], names: Sequence[Any]) -> None:
         """Has blocks come up in this order."""

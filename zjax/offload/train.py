@@ -60,9 +60,14 @@ class OffloadedTrain:
         schedule: Schedule | None,
         jit: Jit,
     ):
-        kind = Segments if model.stack and model.takes_layers_apart else Whole
         self.seed = config.seed
-        self.backward = kind(model, plan, num_microbatches, jit)
+        if model.stack and model.takes_layers_apart:
+            memory = config.model.activation_memory
+            self.backward = Segments(
+                model, plan, num_microbatches, jit, carry_memory=memory
+            )
+        else:
+            self.backward = Whole(model, plan, num_microbatches, jit)
         parts = bounded_groups(self.backward.groups(), jax.tree.leaves(plan.master))
         self.update = GroupedUpdate(
             tx,

@@ -15,7 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 from zjax.ops import cross_entropy, norm
 
 Policy = Literal["none", "elementwise", "attention_and_mlp", "dots", "full"]
-Keeps = Callable[..., bool]
+Memory = Literal["device", "pinned_host"]
+Keeps = Callable[..., Any]
 """A policy as `jax.checkpoint` takes it."""
 
 mark = checkpoint_name
@@ -42,7 +43,11 @@ KEPT = {
 
 
 def recompute(
-    block: Callable[..., Any], policy: Policy, *, in_loop: bool
+    block: Callable[..., Any],
+    policy: Policy,
+    *,
+    in_loop: bool,
+    memory: Memory = "device",
 ) -> Callable[..., Any]:
     """Wraps a block so that its backward pass keeps only what the policy names.
 
@@ -58,6 +63,7 @@ def recompute(
         policy: One of the names above.
         in_loop: Whether the block runs inside a loop of more than one turn, where the
             compiler cannot undo the recomputation and need not be kept from it.
+        memory: Where what the policy names rests until the backward pass.
 
     Returns:
         A function of the same values and gradients.
@@ -69,17 +75,20 @@ def recompute(
     """
     if policy == "none":
         return block
-    return jax.checkpoint(block, policy=keeps(policy), prevent_cse=not in_loop)
+    kept = keeps(policy, memory)
+    return jax.checkpoint(block, policy=kept, prevent_cse=not in_loop)
 
 
-def keeps(policy: Policy) -> Keeps:
+def keeps(policy: Policy, memory: Memory = "device") -> Keeps:
     """What is kept, as `jax.checkpoint` asks for it.
 
     Args:
         policy: A name of `recompute`; `none` keeps what is dear to compute.
+        memory: Where what the policy names rests; what attention's own kernel keeps
+            stays on the device.
 
     Returns:
-        A function of a primitive and its parameters.
+        A function of a primitive and its parameters: whether, or where to.
 
     Example:
         >>> keeps("none")(jax.lax.conv_general_dilated_p)
@@ -87,21 +96,32 @@ def keeps(policy: Policy) -> Keeps:
     """
     if policy == "none":
         return _is_dear
-    names = jax.checkpoint_policies.save_only_these_names(
-        *KEPT[policy], cross_entropy.GRADIENTS
-    )
+    names = _keep_names(KEPT[policy], (cross_entropy.GRADIENTS,), memory)
     if policy == "dots":
         dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         return jax.checkpoint_policies.save_from_both_policies(names, dots)
 
-    def is_kept(primitive: Any, *avals: Any, **params: Any) -> bool:
+    def is_kept(primitive: Any, *avals: Any, **params: Any) -> Any:
         # cuDNN's kernel keeps its softmax sums too; its outputs have no name of ours.
-        is_attention = primitive.name == "dot_product_attention_fwd_wrapper"
-        return names(primitive, *avals, **params) or (
-            is_attention and ATTENTION in KEPT[policy]
-        )
+        if primitive.name == "dot_product_attention_fwd_wrapper":
+            return ATTENTION in KEPT[policy]
+        return names(primitive, *avals, **params)
 
     return is_kept
+
+
+def _keep_names(
+    names: tuple[str, ...], on_device: tuple[str, ...], memory: Memory
+) -> Keeps:
+    policies = jax.checkpoint_policies
+    if memory == "device":
+        return policies.save_only_these_names(*names, *on_device)
+    return policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=list(on_device),
+        names_which_can_be_offloaded=list(names),
+        offload_src="device",
+        offload_dst=memory,
+    )
 
 
 _CHEAP = frozenset(
