@@ -6,7 +6,6 @@ block again.
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,12 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from zjax.offload.parts import Jit
+from zjax.offload.programs import BlockPrograms
 from zjax.offload.stream import Load, Stream, rest
-from zjax.sharding.placement import Row, pad_tree, path_of, place_tree, unpad_tree
+from zjax.sharding.placement import Row
 from zjax.sharding.plan import DEVICE, Plan, plan_on_device
-from zjax.sharding.zero import whole_spec
 from zjax.train import microbatches
-from zjax.train.gradients import compute_dtype
 from zjax.train.state import TrainState
 from zjax.train.update import loss_scale_of
 from zjax.typing import Batch, Loss, Metrics, Model, Params
@@ -60,7 +58,7 @@ class Segments:
         (self.segment,) = self.stack.segments
         self.plan = plan
         self.num_microbatches = num_microbatches
-        programs = _Programs(model, plan_on_device(plan), num_microbatches)
+        programs = BlockPrograms(model, plan_on_device(plan), num_microbatches)
         _, (blocks,), _ = self.stack.split(plan.compute)
         self.block_rows = jax.tree.leaves(blocks[0])
         block_bytes = sum(row.device_bytes for row in self.block_rows)
@@ -231,157 +229,6 @@ class Segments:
             if row.memory != DEVICE:
                 x.delete()
         self.stream.leave(num_bytes, tokens)
-
-
-class _Programs:
-    """What is compiled: functions of parts of the parameters, as they are stored."""
-
-    def __init__(self, model: Model, plan: Plan, num_microbatches: int):
-        assert model.stack is not None
-        self.stack = model.stack
-        (segment,) = self.stack.segments
-        self.run_block = segment.block
-        self.plan = plan
-        self.num_microbatches = num_microbatches
-        wide = plan.grads if num_microbatches > 1 else plan.compute
-        grads = jax.tree.map(_with_dtype_of, plan.grads, wide)
-        self.grad_tree = grads
-        self.rows = self.of_parts(plan.compute)
-        self.grad_rows = self.of_parts(grads)
-
-    def of_parts(self, rows: Any) -> dict[str, Any]:
-        embed, (blocks,), head = self.stack.split(rows)
-        return {"embed": embed, "block": blocks[0], "head": head}
-
-    def split_batch(self, batch: Batch, number: int) -> Batch:
-        batch = microbatches.cast_batch(batch, compute_dtype(self.plan))
-        parts = microbatches.split_batch(
-            batch, self.num_microbatches, self.plan.num_batch_shares
-        )
-        return jax.tree.map(lambda x: x[number], parts)
-
-    def embed(self, params: Params, batch: Batch, key: jax.Array | None) -> Any:
-        params = self.in_use("embed", params)
-        carry, context = self.stack.embed(params, batch, _fold_in(key, 0))
-        return self.held(carry), context
-
-    def block(
-        self,
-        params: Params,
-        carry: Any,
-        context: Any,
-        key: jax.Array | None,
-        number: jax.Array,
-        auxiliary: jax.Array,
-    ) -> Any:
-        params = self.in_use("block", params)
-        block_key = _fold_in(key, number + 1)
-        carry, own = self.run_block(params, carry, context, block_key)
-        return self.held(carry), auxiliary + own
-
-    def head(
-        self,
-        params: Params,
-        carry: Any,
-        batch: Batch,
-        scale: jax.Array,
-        auxiliary: jax.Array,
-    ) -> tuple[Loss, list[jax.Array], list[jax.Array], Any]:
-        """Loss; gradients of own and of shared arrays and of the stream."""
-
-        def scaled(params: Params, carry: Any) -> tuple[jax.Array, Loss]:
-            loss = self.mean_loss(params, carry, batch, auxiliary)
-            return loss.value * scale, loss
-
-        differentiate = jax.grad(scaled, argnums=(0, 1), has_aux=True)
-        (grads, cotangent), loss = differentiate(self.in_use("head", params), carry)
-        own, shared = [], []
-        stored = self.stored("head", grads)
-        for keys, grad in jax.tree_util.tree_leaves_with_path(stored):
-            (shared if path_of(keys) in self.stack.shared else own).append(grad)
-        return loss, own, shared, self.held(cotangent)
-
-    def head_loss(
-        self, params: Params, carry: Any, batch: Batch, auxiliary: jax.Array
-    ) -> Loss:
-        return self.mean_loss(self.in_use("head", params), carry, batch, auxiliary)
-
-    def mean_loss(
-        self, params: Params, carry: Any, batch: Batch, auxiliary: jax.Array
-    ) -> Loss:
-        total, weight, sums = self.stack.head(params, carry, batch)
-        divisor = jnp.where(weight > 0, weight, 1.0)
-        metrics = {name: x / divisor for name, x in sums.items()}
-        return Loss(total / divisor + auxiliary, weight, (), metrics)
-
-    def block_backward(
-        self,
-        params: Params,
-        carry: Any,
-        context: Any,
-        key: jax.Array,
-        number: jax.Array,
-        cotangent: Any,
-        scale: jax.Array,
-    ) -> tuple[list[jax.Array], Any]:
-        block_key = _fold_in(key, number + 1)
-
-        def run(params: Params, carry: Any) -> Any:
-            return self.run_block(params, carry, context, block_key)
-
-        _, pull = jax.vjp(run, self.in_use("block", params), carry)
-        grads, cotangent = pull((cotangent, scale))
-        return jax.tree.leaves(self.stored("block", grads)), self.held(cotangent)
-
-    def embed_backward(
-        self,
-        params: Params,
-        batch: Batch,
-        key: jax.Array,
-        cotangent: Any,
-        shared: list[jax.Array],
-    ) -> list[jax.Array]:
-        def run(params: Params) -> Any:
-            return self.stack.embed(params, batch, _fold_in(key, 0))[0]
-
-        _, pull = jax.vjp(run, self.in_use("embed", params))
-        (grads,) = pull(cotangent)
-        stored = self.stored("embed", grads)
-        of_head = dict(zip(self.stack.shared, shared, strict=True))
-        return [
-            grad + of_head[path_of(keys)] if path_of(keys) in of_head else grad
-            for keys, grad in jax.tree_util.tree_leaves_with_path(stored)
-        ]
-
-    def in_use(self, part: str, params: Params) -> Params:
-        """Parameters whole, as the function of a part takes them."""
-        rows = self.rows[part]
-        return place_tree(unpad_tree(params, rows), jax.tree.map(_whole, rows))
-
-    def stored(self, part: str, grads: Params) -> Params:
-        """Gradients split over the devices."""
-        rows = self.grad_rows[part]
-        return pad_tree(place_tree(microbatches.cast_like(grads, rows), rows), rows)
-
-    def held(self, carry: Any) -> Any:
-        """The stream where the batch is."""
-        return jax.tree.map(
-            lambda x: jax.lax.with_sharding_constraint(x, self.plan.batch_sharding(x)),
-            carry,
-        )
-
-
-def _fold_in(key: jax.Array | None, number: Any) -> jax.Array | None:
-    return None if key is None else jax.random.fold_in(key, number)
-
-
-def _with_dtype_of(row: Row, other: Row) -> Row:
-    return dataclasses.replace(row, dtype=other.dtype)
-
-
-def _whole(row: Row) -> Row:
-    sharding = row.sharding.update(spec=whole_spec(row.spec))
-    return dataclasses.replace(row, stored_shape=row.shape, sharding=sharding)
 
 
 def _scaled(grads: Params, weight: jax.Array) -> Params:
