@@ -156,17 +156,13 @@ def _offload(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         problem = f"is not built for zero.optimizer_memory={memory!r}"
         remedy = "use 'compute', or keep the state on the devices"
         yield Problem("precision.reduce_dtype", "float32", problem, remedy)
-    memory = config.zero.parameter_memory
-    if memory != "device" and config.optimizer.ema_decay:
+    memory, decay = config.zero.parameter_memory, config.optimizer.ema_decay
+    if memory != "device" and decay:
         problem = (
-            f"needs parameters to evaluate, which zero.parameter_memory={memory!r}"
+            f"keeps a copy on the devices, beside zero.parameter_memory={memory!r}"
         )
-        yield Problem(
-            "optimizer.ema_decay",
-            config.optimizer.ema_decay,
-            f"{problem} has no room for",
-            "use 0, or keep the parameters on the devices",
-        )
+        remedy = "use 0, or keep the parameters on the devices too"
+        yield Problem("optimizer.ema_decay", decay, problem, remedy)
 
 
 def _schedule(config: schema.Config, num_devices: int) -> Iterator[Problem]:

@@ -1,0 +1,188 @@
+"""What rests on the host, and how much of it is on the devices at a time."""
+
+import dataclasses
+
+import numpy as np
+import optax
+import pytest
+
+import zjax
+from tests.support.offload import (
+    GPT,
+    UNDER_BACKWARD,
+    Perceptron,
+    make_batch,
+    make_config,
+    memories,
+    start,
+    train,
+)
+from zjax.errors import PlanError
+from zjax.offload import segments
+from zjax.offload import train as offload
+from zjax.sharding import plan as plans
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_updates_wait_for_the_norm_only_where_they_read_it(waits):
+    """Fails if an update without clipping waits for all gradients, or one with it
+    does not."""
+    changes = {} if waits else UNDER_BACKWARD
+    run = start(make_config("pinned_host", **changes))
+    assert run.step.programs["train"].update.waits is waits
+
+
+def test_state_rests_on_the_host_and_parameters_on_the_device():
+    """Fails if `zero.optimizer_memory` does nothing."""
+    run = start(make_config("pinned_host"))
+    state, _ = train(run, 1)
+    for each in (start(make_config("pinned_host")).state, state):
+        assert memories((each.master, each.opt_state)) == {"pinned_host"}
+        assert memories(each.params) == {"device"}
+    on_device = start(make_config("device")).state
+    assert memories((on_device.master, on_device.opt_state)) == {"device"}
+    assert on_device.params == ()
+
+
+def watch(monkeypatch, stream, limit):
+    """Records what is in flight whenever a load is brought up."""
+    seen, bring = [], stream._bring
+    monkeypatch.setattr(stream, "limit", int(limit))
+    monkeypatch.setattr(
+        stream, "_bring", lambda: (bring(), seen.append(stream.in_flight))
+    )
+    return seen
+
+
+@pytest.mark.parametrize("bound", [1 << 30, 256])
+def test_groups_come_one_after_another(monkeypatch, bound):
+    """Fails if the whole state is on the devices at once, or groups are not cut."""
+    monkeypatch.setattr(offload, "GROUP_BYTES", bound)
+    config = make_config("pinned_host", model=dataclasses.replace(GPT, num_layers=6))
+    run = start(config)
+    step = run.step.programs["train"]
+    moved = [r for r in step.rows if r.memory == "pinned_host"]
+    total = sum(row.device_bytes for row in moved)
+    seen = watch(monkeypatch, step.stream, total // 4)
+    train(run, 2)
+    assert len(seen) == 2 * step.update.num_groups
+    assert (step.update.num_groups == 8) == (bound > 256)
+    assert 0 < max(seen) <= total / 4
+
+
+def test_gradients_wait_on_the_host(monkeypatch):
+    """Fails if `zero.gradient_memory` does nothing: where the norm is waited for,
+    gradients of groups that have not come up leave the devices."""
+    on_device = make_config("pinned_host")
+    zero = dataclasses.replace(on_device.zero, gradient_memory="pinned_host")
+    on_host = dataclasses.replace(on_device, zero=zero)
+    found = {}
+    for config in (on_device, on_host):
+        run = start(config)
+        stream = run.step.programs["train"].stream
+        watch(monkeypatch, stream, 1)
+        resting, add = [], stream.add
+
+        def watched(name, arrays, rows, add=add, stream=stream, resting=resting):
+            add(name, arrays, rows)
+            load = [x for x in stream.waiting if x.name == name]
+            resting.extend(y for x in load for y in x.arrays[-len(arrays) :])
+
+        monkeypatch.setattr(stream, "add", watched)
+        _, metrics = train(run)
+        found[config.zero.gradient_memory] = memories(resting), metrics
+    assert found["pinned_host"][0] == {"pinned_host"}
+    assert found["device"][0] == {"device"}
+    assert found["pinned_host"][1] == found["device"][1]
+
+
+def test_equal_blocks_are_compiled_once():
+    run = start(
+        make_config("pinned_host", model=dataclasses.replace(GPT, num_layers=6))
+    )
+    update = run.step.programs["train"].update
+    blocks = {id(part.run) for part in update.updates[:6]}
+    assert len(blocks) == 1
+
+
+def test_blocks_rest_on_the_host():
+    """Fails if `zero.parameter_memory` does nothing."""
+    config = make_config("pinned_host", zero={"parameter_memory": "pinned_host"})
+    run = start(config)
+    state, _ = train(run, 1)
+    assert memories(state.params["blocks"]) == {"pinned_host"}
+    assert memories(state.params["embedding"]) == {"device"}
+
+
+@pytest.mark.parametrize("num_layers", [4, 12])
+def test_a_few_blocks_are_on_the_devices_whatever_the_depth(monkeypatch, num_layers):
+    """Fails if blocks stay after their use, or come up without bound."""
+    monkeypatch.setattr(segments, "AHEAD_BYTES", 0)
+    model = dataclasses.replace(GPT, num_layers=num_layers)
+    config = make_config(
+        "pinned_host", model=model, zero={"parameter_memory": "pinned_host"}
+    )
+    run = start(config)
+    stream = run.step.programs["train"].backward.stream
+    block_bytes = sum(row.device_bytes for row in _moved(run.step.programs["train"]))
+    seen = watch(monkeypatch, stream, stream.limit)
+    state, _ = train(run, 1)
+    assert max(seen) == 2 * block_bytes
+    assert len(seen) == 2 * num_layers
+    run.step.evaluate(state, make_batch(0))
+    assert len(seen) == 3 * num_layers
+
+
+def _moved(step):
+    return [row for row in step.backward.block_rows if row.memory == "pinned_host"]
+
+
+def test_memories_that_would_hold_nothing(monkeypatch):
+    config = make_config("pinned_host", zero={"parameter_memory": "pinned_host"})
+    monkeypatch.setattr(plans, "MIN_MOVED_BYTES", 1 << 18)
+    with pytest.raises(PlanError) as error:
+        start(config)
+    assert str(error.value) == (
+        "zero.optimizer_memory='pinned_host' moves nothing: no array has 262,144 bytes "
+        "on a device; use device"
+    )
+
+
+def test_blocks_of_models_without_blocks_cannot_rest_on_the_host():
+    settings = {
+        "zero": {
+            "min_shard_elements": 0,
+            "optimizer_memory": "pinned_host",
+            "parameter_memory": "pinned_host",
+        }
+    }
+    batch = {"x": np.ones((8, 24), np.float32)}
+    with pytest.raises(PlanError) as error:
+        zjax.initialize(
+            Perceptron(),
+            optax.adam(1e-2),
+            lambda m, b, _: m(b["x"]).mean(),
+            batch,
+            settings,
+        )
+    assert str(error.value) == (
+        "zero.parameter_memory='pinned_host' moves nothing: the model has no blocks of "
+        "such a size that run one by one; use device"
+    )
+
+
+def test_inputs_of_blocks_wait_on_the_host(monkeypatch):
+    """Fails if `model.activation_memory` does nothing."""
+    found = {}
+    for memory in ("device", "pinned_host"):
+        model = dataclasses.replace(GPT, activation_memory=memory)
+        run = start(make_config("pinned_host", model=model))
+        backward, away = run.step.programs["train"].backward, []
+        put_away = backward.put_away
+        monkeypatch.setattr(
+            backward, "put_away", lambda x, f=put_away, a=away: a.append(f(x)) or a[-1]
+        )
+        train(run, 1)
+        found[memory] = {row.memory for _, rows in away for row in rows}
+        assert len(away) == GPT.num_layers
+    assert found == {"device": {"device"}, "pinned_host": {"pinned_host"}}

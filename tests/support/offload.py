@@ -1,0 +1,88 @@
+"""Runs of small models whose state rests on the host."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen
+
+import zjax
+from tests.support import language
+from zjax.config import schema
+from zjax.initialize import make_run
+from zjax.models.build import make_model
+from zjax.optim.build import make_optimizer
+
+ROWS, LENGTH, STEPS = 16, 8, 4
+GPT = dataclasses.replace(language.GPT, remat="full", num_layers=3)
+LLAMA = dataclasses.replace(language.LLAMA, remat="full")
+BERT = dataclasses.replace(language.BERT, remat="full")
+
+
+UNDER_BACKWARD = {
+    "optimizer": {"clip_norm": math.inf},
+    "precision": {"on_nonfinite": "update"},
+}
+"""Settings under which no update waits for all gradients."""
+
+
+def make_config(memory, stage=2, *, num_microbatches=1, model=GPT, **sections):
+    precision = sections.pop("precision", {})
+    optimizer = sections.pop("optimizer", {})
+    zero = schema.Zero(
+        stage=stage,
+        min_shard_elements=0,
+        optimizer_memory=memory,
+        **sections.pop("zero", {}),
+    )
+    return schema.Config(
+        global_batch_size=ROWS,
+        num_microbatches=num_microbatches,
+        num_steps=20,
+        model=model,
+        data=schema.Data(length=LENGTH, source="synthetic"),
+        zero=zero if stage else dataclasses.replace(zero, min_shard_elements=16_384),
+        precision=schema.Precision(**{"compute_dtype": "float32"} | precision),
+        optimizer=schema.Optimizer(**{"num_warmup_steps": 1} | optimizer),
+    )
+
+
+def make_batch(step, vocab_size=29):
+    rng = np.random.default_rng(step)
+    tokens = rng.integers(0, vocab_size, (ROWS, LENGTH + 1)).astype(np.int32)
+    weights = rng.uniform(0.5, 1, (ROWS, LENGTH)).astype(np.float32)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
+
+
+def start(config, tx=None):
+    model = make_model(config)
+    if tx is None:
+        return make_run(config, model, make_optimizer(config, model))
+    return make_run(config, model, zjax.adopt_optimizer(tx, model, config))
+
+
+def train(run, steps=STEPS):
+    state, found = run.state, []
+    for step in range(steps):
+        state, metrics = run.step(state, make_batch(step))
+        found.append({name: float(x) for name, x in metrics.items()})
+    return state, found
+
+
+def weights_of(state):
+    """Master weights by path, stacked as without offload."""
+    return jax.tree.map(np.asarray, zjax.sharding.layers.put_together(state.master))
+
+
+def memories(tree):
+    return {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.nbytes >= 512}
+
+
+class Perceptron(linen.Module):
+    """A user's model, which is no line of blocks."""
+
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(1)(jnp.tanh(linen.Dense(32)(x)))
