@@ -14,6 +14,7 @@ from zjax.config.load import load_config
 from zjax.config.schema import Config
 from zjax.errors import ConfigError, ModelError, Problem
 from zjax.models import adapter
+from zjax.offload.init import init_layer_by_layer
 from zjax.optim.build import make_optimizer
 from zjax.optim.matrices import named_params
 from zjax.optim.per_layer import respect_layers
@@ -201,6 +202,8 @@ def make_run(
         start = config.checkpoint.init_from
         master = load_weights(start) if start else None
         key = jax.random.key(config.seed)
+        if plan.is_offloaded and model.init_layer and master is None:
+            return init_layer_by_layer(key, model, tx, plan, config)
         return init_state(key, model, tx, plan, config, master=master)
 
     def restored(read: Callable[[TrainState], TrainState]) -> TrainState:

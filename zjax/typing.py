@@ -97,6 +97,9 @@ class Model:
     takes_layers_apart: bool = False
     """Whether the loss takes `zjax.sharding.layers.Layers` for the arrays whose first
     dim is `layers`, so that each layer can be gathered and reduced alone."""
+    init_layer: Callable[[jax.Array, jax.Array], Params] | None = None
+    """`init_layer(key, number) -> params`, as `init` gives them, but with one layer in
+    each array that stacks layers: what would not fit at once starts layer by layer."""
     keeps: Callable[..., bool] | None = None
     """What the backward pass keeps besides parameters, as a policy of `jax.checkpoint`;
     None keeps what is dear to compute."""

@@ -2,13 +2,16 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import optax
 import pytest
 
 import zjax
 from tests.support.offload import (
+    BERT,
     GPT,
+    LLAMA,
     UNDER_BACKWARD,
     Perceptron,
     make_batch,
@@ -21,6 +24,7 @@ from zjax.errors import PlanError
 from zjax.offload import segments
 from zjax.offload import train as offload
 from zjax.sharding import plan as plans
+from zjax.sharding.layers import put_together
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -186,3 +190,19 @@ def test_inputs_of_blocks_wait_on_the_host(monkeypatch):
         found[memory] = {row.memory for _, rows in away for row in rows}
         assert len(away) == GPT.num_layers
     assert found == {"device": {"device"}, "pinned_host": {"pinned_host"}}
+
+
+@pytest.mark.parametrize("form", ["GPT", "LLAMA", "BERT"])
+def test_a_state_started_layer_by_layer_is_the_state(form):
+    """Fails if a layer starts from another's random numbers, or is not moved."""
+    model = {"GPT": GPT, "LLAMA": LLAMA, "BERT": BERT}[form]
+    changes = {"model": model, "optimizer": {"ema_decay": 0.5}}
+    expected = start(make_config("device", **changes)).state
+    found = start(make_config("pinned_host", **changes)).state
+    for part in ("master", "opt_state", "ema", "step", "scaler"):
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            put_together(getattr(found, part)),
+            getattr(expected, part),
+        )
+    assert memories((found.master, found.opt_state)) == {"pinned_host"}

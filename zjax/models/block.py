@@ -111,7 +111,11 @@ class Block(nnx.Module):
 
 
 def make_blocks(
-    make_block: Callable[[nnx.Rngs], Block], num_layers: int, *, rngs: nnx.Rngs
+    make_block: Callable[[nnx.Rngs], Block],
+    num_layers: int,
+    *,
+    rngs: nnx.Rngs,
+    only: jax.Array | None = None,
 ) -> Block:
     """Makes a line of blocks.
 
@@ -119,6 +123,7 @@ def make_blocks(
         make_block: Makes one block.
         num_layers: Length of the line.
         rngs: Source of the initial values; those of a layer depend on its number alone.
+        only: int32[], the one layer to make; all of them by default.
 
     Returns:
         A block whose parameters have one more dim in front, `layers`.
@@ -130,7 +135,8 @@ def make_blocks(
     def name_layers(variable):
         return variable.replace(logical=("layers", *variable.get_metadata("logical")))
 
-    keys = _fold_in(rngs.params(), jax.numpy.arange(num_layers))
+    numbers = jax.numpy.arange(num_layers) if only is None else only[None]
+    keys = _fold_in(rngs.params(), numbers)
     graph, _ = nnx.split(nnx.eval_shape(lambda: make_block(nnx.Rngs(params=keys[0]))))
     state = jax.tree.map(
         name_layers, jax.vmap(init)(keys), is_leaf=lambda x: isinstance(x, nnx.Variable)

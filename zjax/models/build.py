@@ -14,7 +14,7 @@ from zjax.models.decoder import Decoder
 from zjax.models.encoder import Encoder
 from zjax.models.stack import make_stack
 from zjax.parallel import remat
-from zjax.typing import Batch, Metrics, Model
+from zjax.typing import Batch, Metrics, Model, Params
 
 
 def make_model(config: Config) -> Model:
@@ -42,12 +42,19 @@ def make_model(config: Config) -> Model:
     matmul_dtype = config.precision.matmul_dtype
     make = functools.partial(kind, config.model, matmul_dtype=matmul_dtype)
     tokens = jax.ShapeDtypeStruct((1, config.data.length), jnp.int32)
-    model = adapter.adapt(make, mean_loss, {"tokens": tokens, "targets": tokens})
+    batch = {"tokens": tokens, "targets": tokens}
+    model = adapter.adapt(make, mean_loss, batch)
+
+    def init_layer(key: jax.Array, number: jax.Array) -> Params:
+        one = functools.partial(make, only_layer=number)
+        return adapter.adapt(one, mean_loss, batch).init(key)[0]
+
     abstract = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
     separable = config.model.dropout_rate == 0
     return dataclasses.replace(
         model,
         stack=make_stack(abstract),
+        init_layer=init_layer,
         separable=separable,
         takes_layers_apart=config.model.layers_per_scan == 0,
         keeps=remat.keeps(config.model.remat, config.model.activation_memory),

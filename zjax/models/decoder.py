@@ -26,6 +26,7 @@ class Decoder(nnx.Module):
     Args:
         config: Shape of the model.
         matmul_dtype: Dtype in which the blocks multiply by their matrices.
+        only_layer: Number of the one layer to make, to start it by itself.
         rngs: Source of the initial values.
 
     Example:
@@ -41,6 +42,7 @@ class Decoder(nnx.Module):
         config: schema.Model,
         *,
         matmul_dtype: layers.MatmulDtype = "compute",
+        only_layer: jax.Array | None = None,
         rngs: nnx.Rngs,
     ):
         def make_block(rngs: nnx.Rngs) -> Block:
@@ -54,7 +56,9 @@ class Decoder(nnx.Module):
 
         self.config = config
         self.embedding = Embedding(config, rngs=rngs)
-        self.blocks = make_blocks(make_block, config.num_layers, rngs=rngs)
+        self.blocks = make_blocks(
+            make_block, config.num_layers, rngs=rngs, only=only_layer
+        )
         self.head = Head(config, rngs=rngs)
 
     def __call__(

@@ -28,6 +28,7 @@ class Encoder(nnx.Module):
         num_token_types: Kinds of token, such as first and second sentence; 0 has none.
         use_pooling: Whether `pool` has a layer of its own.
         matmul_dtype: Dtype in which the blocks multiply by their matrices.
+        only_layer: Number of the one layer to make, to start it by itself.
         rngs: Source of the initial values.
 
     Example:
@@ -46,6 +47,7 @@ class Encoder(nnx.Module):
         num_token_types: int = 0,
         use_pooling: bool = False,
         matmul_dtype: layers.MatmulDtype = "compute",
+        only_layer: jax.Array | None = None,
         rngs: nnx.Rngs,
     ):
         def make_block(rngs: nnx.Rngs) -> Block:
@@ -62,7 +64,9 @@ class Encoder(nnx.Module):
         self.embedding = Embedding(
             config, num_token_types=num_token_types, use_norm=True, rngs=rngs
         )
-        self.blocks = make_blocks(make_block, config.num_layers, rngs=rngs)
+        self.blocks = make_blocks(
+            make_block, config.num_layers, rngs=rngs, only=only_layer
+        )
         self.head = Head(config, masked=True, rngs=rngs)
         self.pooling = (
             layers.Linear(embed, embed, use_bias=config.use_bias, rngs=rngs)

@@ -126,12 +126,10 @@ def init_state(
         params = place_tree(params, passing.master)
         stored = pad_tree(params, plan.master)
         return TrainState(
-            step=jnp.zeros((), jnp.int32),
-            num_skipped=jnp.zeros((), jnp.int32),
+            **first_scalars(config),
             master=stored,
             opt_state=pad_tree(tx.init(params), plan.opt_state),
             model_state=model_state,
-            scaler=_init_scaler(config),
             ema=jax.tree.map(lambda x, row: x.astype(row.dtype), stored, plan.ema)
             if plan.ema
             else (),
@@ -198,6 +196,22 @@ def rest(tree: Any, rows: Any) -> Any:
         return x if row.memory == DEVICE else jax.device_put(x, row.sharding)
 
     return jax.tree.map(one, tree, rows)
+
+
+def first_scalars(config: Config) -> dict[str, Any]:
+    """What a state holds at its start besides arrays of the model.
+
+    Args:
+        config: Says whether there is a loss scale.
+
+    Returns:
+        Fields of `TrainState` by name.
+    """
+    return {
+        "step": jnp.zeros((), jnp.int32),
+        "num_skipped": jnp.zeros((), jnp.int32),
+        "scaler": _init_scaler(config),
+    }
 
 
 def place_given(params: Any, rows: Any) -> Any:
