@@ -20,9 +20,11 @@ def zjax(
     return Contestant(name, (*words, *changes), "zjax", variables)
 
 
-def deepspeed(name: str, shape: Shape, stage: int, compiled: str) -> Contestant:
+def deepspeed(
+    name: str, shape: Shape, stage: int, compiled: str, *more: str
+) -> Contestant:
     """DeepSpeed ZeRO; `compiled` is none, blocks or blocks_and_loss."""
-    options = (f"--stage={stage}", f"--compile={compiled}")
+    options = (f"--stage={stage}", f"--compile={compiled}", *more)
     command = (*_TORCH, f"{_HERE}/deepspeed_peer.py", *_size(shape), *options)
     return Contestant(name, command, "peer")
 

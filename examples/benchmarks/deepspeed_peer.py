@@ -5,25 +5,27 @@ python -m torch.distributed.run --nproc_per_node=2 examples/benchmarks/deepspeed
     --microbatch_size=16 --stage=2
 """
 
+import argparse
 import contextlib
 
 import deepspeed
 import torch
 import torch_gpt
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from shape import Shape, shape_of
 from torch_gpt import DEVICE, GPT
 
 BUCKET_ELEMENTS = 200_000_000
 
 
-def make_settings(shape: Shape, stage: int, num_microbatches: int) -> dict:
-    return {
+def make_settings(shape: Shape, given: argparse.Namespace) -> dict:
+    settings = {
         "train_micro_batch_size_per_gpu": shape.microbatch_size,
-        "gradient_accumulation_steps": num_microbatches,
-        "gradient_clipping": 1.0,
+        "gradient_accumulation_steps": given.num_microbatches,
+        "gradient_clipping": given.clip_norm,
         "bf16": {"enabled": True},
         "zero_optimization": {
-            "stage": stage,
+            "stage": given.stage,
             "overlap_comm": True,
             "contiguous_gradients": True,
             "reduce_bucket_size": BUCKET_ELEMENTS,
@@ -32,28 +34,42 @@ def make_settings(shape: Shape, stage: int, num_microbatches: int) -> dict:
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
     }
+    if given.offload:
+        place = {"device": "cpu", "pin_memory": True}
+        settings["zero_optimization"]["offload_optimizer"] = place
+    return settings
 
 
-def make_model(shape: Shape, settings: dict, compile_parts: str) -> GPT:
+def make_model(shape: Shape, settings: dict, given: argparse.Namespace) -> GPT:
     """Born in shards at stage 3, and on the device below."""
     in_shards = settings["zero_optimization"]["stage"] == 3
     place = contextlib.nullcontext() if in_shards else DEVICE
     with place, deepspeed.zero.Init(config_dict_or_path=settings, enabled=in_shards):
-        model = GPT(shape)
-    model.compile_parts(compile_parts)
+        model = GPT(shape, recompute=given.recompute)
+    model.compile_parts(given.compile)
     return model
+
+
+def make_optimizer(model: GPT, *, offload: bool) -> torch.optim.Optimizer:
+    settings = {"lr": 1e-4, "weight_decay": 0.1, "betas": (0.9, 0.95)}
+    if offload:
+        return DeepSpeedCPUAdam(model.parameters(), adamw_mode=True, **settings)
+    return torch.optim.AdamW(model.parameters(), fused=True, **settings)
 
 
 def main() -> None:
     parser = torch_gpt.make_torch_parser("DeepSpeed ZeRO on a GPT")
     parser.add_argument("--stage", type=int, choices=(1, 2, 3), required=True)
+    parser.add_argument("--clip_norm", type=float, default=1.0, help="0 does not clip")
+    parser.add_argument("--offload", action="store_true", help="optimizer on the CPU")
+    parser.add_argument("--recompute", action="store_true", help="blocks, in full")
     given = parser.parse_args()
     shape = shape_of(given)
     with torch_gpt.prepared(given.attention):
         deepspeed.init_distributed()
-        settings = make_settings(shape, given.stage, given.num_microbatches)
-        model = make_model(shape, settings, given.compile)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        settings = make_settings(shape, given)
+        model = make_model(shape, settings, given)
+        optimizer = make_optimizer(model, offload=given.offload)
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=settings
         )

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator
 
@@ -12,6 +13,7 @@ from shape import Shape, make_parser, shape_of
 from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 INITIAL_SCALE = 0.02
 IS_CUDA = torch.cuda.is_available()
@@ -60,8 +62,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, shape: Shape):
+    def __init__(self, shape: Shape, *, recompute: bool = False):
         super().__init__()
+        self.recompute = recompute
         width = shape.embed_size
         self.tokens = Embedding(shape.vocab_size, width)
         self.positions = Embedding(shape.length, width)
@@ -75,7 +78,8 @@ class GPT(nn.Module):
         places = torch.arange(inputs.shape[1], device=inputs.device)
         x = self.tokens(inputs) + self.positions(places)
         for block in self.blocks:
-            x = block(x)
+            run = functools.partial(checkpoint, block, use_reentrant=False)
+            x = run(x) if self.recompute else block(x)
         logits = functional.linear(self.norm(x), self.tokens.weight)
         return self.loss(logits, targets)
 

@@ -1,0 +1,75 @@
+"""GPT 6.7B on one device, optimizer state on the host: against DeepSpeed's CPU Adam.
+
+16 x 1024 tokens per step, blocks recomputed in full, AdamW with weight decay.
+"""
+
+from contestants import compare_speed, deepspeed, zjax
+from shape import Shape
+
+from zjax.bench import Case, Contest, Row
+
+SHAPE = Shape(
+    num_layers=32,
+    embed_size=4096,
+    num_heads=32,
+    vocab_size=50304,
+    length=1024,
+    microbatch_size=16,
+)
+SETTINGS = (
+    f"model.max_length={SHAPE.length}",
+    f"data.length={SHAPE.length}",
+    f"microbatch_size={SHAPE.microbatch_size}",
+    "global_batch_size=0",
+    "model.remat=full",
+    "zero.stage=2",
+    "zero.optimizer_memory=pinned_host",
+)
+CLIPPED = ("optimizer.clip_norm=1.0", "zero.gradient_memory=pinned_host")
+UNCLIPPED = ("optimizer.clip_norm=inf", "precision.on_nonfinite=update")
+BARS = {"clip": (1.15, 1.4), "noclip": (1.3, 1.7)}
+
+
+def get_contest():
+    config, ones = "configs/gpt_6p7b.py", {"CUDA_VISIBLE_DEVICES": "0"}
+    options = ("--offload", "--recompute")
+    ours = {
+        "clip": zjax(
+            "zjax with clipping", config, *SETTINGS, *CLIPPED, environment=ones
+        ),
+        "noclip": zjax("zjax", config, *SETTINGS, *UNCLIPPED, environment=ones),
+    }
+    theirs = {
+        "clip": deepspeed("DeepSpeed with clipping", SHAPE, 2, "none", *options),
+        "noclip": deepspeed("DeepSpeed", SHAPE, 2, "none", *options, "--clip_norm=0"),
+    }
+
+    def speed(kind):
+        names = (ours[kind].name,), (theirs[kind].name,)
+        claim = "GPT 6.7B on one device: optimizer state on the host is faster than "
+        cases = compare_speed(*names, *BARS[kind])
+        return Row(
+            f"offload_6p7b_{kind}", f"{claim}DeepSpeed's.", cases, by_devices=False
+        )
+
+    peaks = tuple(
+        Case(
+            ours=(ours[kind].name,),
+            peer=(theirs[kind].name,),
+            metric="peak_bytes",
+            unit="bytes",
+            must=1.0,
+            name=kind,
+        )
+        for kind in BARS
+    )
+    memory = Row(
+        "offload_6p7b_memory",
+        "GPT 6.7B on one device: no more device memory than DeepSpeed's.",
+        peaks,
+        higher_is_better=False,
+        by_devices=False,
+    )
+    contestants = (*ours.values(), *theirs.values())
+    rows = (speed("noclip"), speed("clip"), memory)
+    return Contest("GPT 6.7B, optimizer state on the host", contestants, rows)
