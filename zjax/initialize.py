@@ -19,6 +19,7 @@ from zjax.optim.build import make_optimizer
 from zjax.optim.matrices import named_params
 from zjax.optim.per_layer import respect_layers
 from zjax.optim.schedules import make_schedule
+from zjax.processes.host import host_memory_bytes
 from zjax.sharding import memory, placement
 from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
@@ -191,6 +192,7 @@ def make_run(
     mesh = meshes.make_mesh(config.mesh, devices)
     plan = plans.make_plan(config, mesh, model, tx)
     memory.check_memory(plan, device_capacity_bytes(mesh))
+    memory.check_host_memory(plan, len(mesh.local_devices), host_memory_bytes())
 
     def load_weights(path: str) -> Params:
         zero = dataclasses.replace(config.zero, optimizer_memory="device")

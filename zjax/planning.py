@@ -82,6 +82,7 @@ def report_plan(
     plot.plot_memory_per_stage(totals, path, title=title)
     parts = [
         describe.describe_plan(plan),
+        *filter(None, [describe.describe_memories(plan)]),
         f"bytes per device by ZeRO stage on {num_devices} devices"
         + ("" if here else " (estimate: the devices are not here)"),
         describe.describe_stages(stages),

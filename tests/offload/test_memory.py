@@ -23,6 +23,7 @@ from tests.support.offload import (
 from zjax.errors import PlanError
 from zjax.offload import segments
 from zjax.offload import train as offload
+from zjax.sharding import describe, memory
 from zjax.sharding import plan as plans
 from zjax.sharding.layers import put_together
 
@@ -206,3 +207,38 @@ def test_a_state_started_layer_by_layer_is_the_state(form):
             getattr(expected, part),
         )
     assert memories((found.master, found.opt_state)) == {"pinned_host"}
+
+
+def test_bytes_by_memory():
+    """Fails if what rests on the host counts as the devices', or the other way."""
+    plan = start(make_config("pinned_host")).plan
+    rows = jax.tree.leaves((plan.master, plan.opt_state, plan.compute))
+    device, host = (memory.resting_bytes(plan, m) for m in ("device", "pinned_host"))
+    assert device + host == sum(row.device_bytes for row in rows)
+    assert device == sum(r.device_bytes for r in rows if r.memory == "device")
+    memory.check_memory(plan, device)
+    memory.check_host_memory(plan, 8, int(8 * host / memory.HOST_SHARE) + 1)
+    with pytest.raises(PlanError, match="of model state on devices of"):
+        memory.check_memory(plan, device - 1)
+
+
+def test_state_that_does_not_fit_on_the_host_is_refused():
+    plan = start(make_config("pinned_host")).plan
+    with pytest.raises(PlanError) as error:
+        memory.check_host_memory(plan, 8, 1000)
+    assert str(error.value) == (
+        "zero.optimizer_memory='pinned_host' needs 0.0 GB on a host of 0.0 GB, of which "
+        "90% may be pinned; use more hosts, or a smaller model"
+    )
+
+
+def test_what_a_step_moves_is_told():
+    plan = start(make_config("pinned_host")).plan
+    text = describe.describe_memories(plan)
+    moved = sum(
+        row.device_bytes
+        for row in jax.tree.leaves((plan.master, plan.opt_state))
+        if row.memory == "pinned_host"
+    )
+    assert text.count(describe.format_bytes(moved)) == 3  # rests, up and down
+    assert describe.describe_memories(start(make_config("device")).plan) == ""

@@ -12,6 +12,7 @@ import jax
 
 from zjax.errors import ConfigError
 from zjax.ops.attention import Implementation, choose_implementation
+from zjax.processes.host import host_memory_bytes
 from zjax.sharding.describe import format_bytes, render_table
 
 _PACKAGES = ("zjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
@@ -19,7 +20,6 @@ _CUDA_PACKAGES = (
     r"(jax-cuda\d+-plugin|nvidia-(cuda-runtime|cudnn|nccl|cublas)(-cu\d+)?)"
 )
 _VARIABLES = r"(XLA|JAX|NCCL|CUDA|TF_GPU|LIBTPU|SLURM_(NNODES|NTASKS|PROCID))(_.*)?"
-_CPU_LIMIT = pathlib.Path("/sys/fs/cgroup/memory.max")
 _DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 
 
@@ -65,12 +65,9 @@ def _host(directory: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
     yield "CPU cores", f"{cores}" if usable == cores else f"{usable} of {cores}"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _CPU_LIMIT.read_text().strip() if _CPU_LIMIT.exists() else "max"
-    text = format_bytes(memory)
-    yield (
-        "memory",
-        text if limit == "max" else f"{text}, limit {format_bytes(int(limit))}",
-    )
+    text, usable = format_bytes(memory), host_memory_bytes()
+    limit = f", limit {format_bytes(usable)}" if usable < memory else ""
+    yield "memory", f"{text}{limit}"
     yield "disk free", format_bytes(shutil.disk_usage(directory).free)
 
 

@@ -15,9 +15,11 @@ from rich.table import Table
 
 from zjax.sharding import memory
 from zjax.sharding.placement import Row, dtype_bytes
-from zjax.sharding.plan import Plan
+from zjax.sharding.plan import DEVICE, HOST, Plan
 
 WIDTH = 100
+LINK_BYTES_PER_SECOND = 42.5e9
+"""Each way at once, measured between an H200 and its host."""
 
 
 def describe_plan(plan: Plan) -> str:
@@ -77,6 +79,38 @@ def _roles(plan: Plan) -> list[tuple[str, list[Row]]]:
     }
     roles = [(role, jax.tree.leaves(tree)) for role, tree in trees.items()]
     return [(role, leaves) for role, leaves in roles if leaves]
+
+
+def describe_memories(plan: Plan) -> str:
+    """What rests in each memory, and what a step moves between them.
+
+    Args:
+        plan: Placement of every array.
+
+    Returns:
+        A table of text, with the time that the way takes at the speed of a link of
+        PCIe 5; empty where nothing is moved.
+    """
+    if not plan.is_offloaded:
+        return ""
+    state = _moved_bytes((plan.master, plan.opt_state))
+    params = _moved_bytes(plan.compute)
+    # Parameters come up for the forward and for the backward pass, and go down changed.
+    up, down = state + 2 * params, state + params
+    seconds = (f"{way / LINK_BYTES_PER_SECOND:.2f} s" for way in (up, down))
+    rows = [
+        (where, format_bytes(memory.resting_bytes(plan, where)), *moves)
+        for where, moves in ((DEVICE, ("", "")), (HOST, map(format_bytes, (up, down))))
+    ]
+    speed = f"both ways at {LINK_BYTES_PER_SECOND / 1e9:.1f} GB/s each"
+    columns = ("memory", "rests there", "up in a step", "down in a step")
+    rows.append((speed, "", *seconds))
+    return render_table(columns, rows, right=(1, 2, 3))
+
+
+def _moved_bytes(rows: Any) -> int:
+    moved = (row for row in jax.tree.leaves(rows) if row.memory != DEVICE)
+    return sum(row.device_bytes for row in moved)
 
 
 def describe_stages(plans: Sequence[Plan]) -> str:

@@ -9,9 +9,11 @@ import jax
 from zjax.errors import PlanError, Problem
 from zjax.sharding.mesh import ZERO_AXES, num_shares
 from zjax.sharding.placement import Row, dtype_bytes
-from zjax.sharding.plan import Plan
+from zjax.sharding.plan import DEVICE, HOST, Plan
 
 STAGES = (0, 1, 2, 3)
+HOST_SHARE = 0.9
+"""Of a host's memory, that arrays may take."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +135,47 @@ def padding_bytes(rows: Any) -> int:
     return sum(map(padding, jax.tree.leaves(rows)))
 
 
+def resting_bytes(plan: Plan, memory: str) -> int:
+    """Bytes per device of what a plan keeps in one memory from step to step.
+
+    Args:
+        plan: Placement of every array.
+        memory: `device` or `pinned_host`.
+
+    Returns:
+        Master weights, optimizer state, averages, and parameters in use where they are
+        kept.
+    """
+    kept = (plan.master, plan.opt_state, plan.ema)
+    rows = jax.tree.leaves((kept, plan.compute if plan.is_offloaded else ()))
+    return sum(row.device_bytes for row in rows if row.memory == memory)
+
+
+def check_host_memory(plan: Plan, num_devices: int, capacity_bytes: int) -> None:
+    """Refuses a plan whose share of a host does not fit into its memory.
+
+    Args:
+        plan: Placement of every array.
+        num_devices: Of this process.
+        capacity_bytes: Memory of the host.
+
+    Raises:
+        PlanError: States both numbers and what would help.
+    """
+    needed = num_devices * resting_bytes(plan, HOST)
+    if needed <= HOST_SHARE * capacity_bytes:
+        return
+    raise PlanError(
+        Problem(
+            "zero.optimizer_memory",
+            HOST,
+            f"needs {needed / 1e9:.1f} GB on a host of {capacity_bytes / 1e9:.1f} GB, "
+            f"of which {HOST_SHARE:.0%} may be pinned",
+            "use more hosts, or a smaller model",
+        )
+    )
+
+
 def check_memory(plan: Plan, capacity_bytes: int | float) -> None:
     """Refuses a plan whose model state alone does not fit on a device.
 
@@ -144,9 +187,13 @@ def check_memory(plan: Plan, capacity_bytes: int | float) -> None:
         PlanError: States both numbers and what would help.
     """
     needed = plan_bytes(plan).total
+    if plan.is_offloaded:
+        needed = resting_bytes(plan, DEVICE)
     if needed <= capacity_bytes:
         return
     better = "raise zero.stage, " if plan.stage < 3 else ""
+    if not plan.is_offloaded:
+        better += "set zero.optimizer_memory=pinned_host, "
     raise PlanError(
         Problem(
             "zero.stage",
