@@ -24,15 +24,12 @@ from zjax.models.build import make_model
 from zjax.models.generate import generate
 from zjax.optim.build import make_optimizer
 from zjax.optim.schedules import make_schedule
-from zjax.processes.host import allow_pinned_memory
 from zjax.sharding import Plan, abstract_mesh, make_mesh, make_plan
 from zjax.sharding.describe import describe_plan, describe_plan_totals
 from zjax.step import Step, make_step
 from zjax.train import TrainState, init_state
 from zjax.trainer import Trainer
 from zjax.typing import Loss, Model, Segment, Stack
-
-allow_pinned_memory()
 
 __all__ = [
     "BenchError",

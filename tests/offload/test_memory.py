@@ -179,8 +179,8 @@ def test_blocks_of_models_without_blocks_cannot_rest_on_the_host():
 def test_inputs_of_blocks_wait_on_the_host(monkeypatch):
     """Fails if `model.activation_memory` does nothing."""
     found = {}
-    for memory in ("device", "pinned_host"):
-        model = dataclasses.replace(GPT, activation_memory=memory)
+    for kind in ("device", "pinned_host"):
+        model = dataclasses.replace(GPT, activation_memory=kind)
         run = start(make_config("pinned_host", model=model))
         backward, away = run.step.programs["train"].backward, []
         put_away = backward.put_away
@@ -188,7 +188,7 @@ def test_inputs_of_blocks_wait_on_the_host(monkeypatch):
             backward, "put_away", lambda x, f=put_away, a=away: a.append(f(x)) or a[-1]
         )
         train(run, 1)
-        found[memory] = {row.memory for _, rows in away for row in rows}
+        found[kind] = {row.memory for _, rows in away for row in rows}
         assert len(away) == GPT.num_layers
     assert found == {"device": {"device"}, "pinned_host": {"pinned_host"}}
 
@@ -227,8 +227,8 @@ def test_state_that_does_not_fit_on_the_host_is_refused():
     with pytest.raises(PlanError) as error:
         memory.check_host_memory(plan, 8, 1000)
     assert str(error.value) == (
-        "zero.optimizer_memory='pinned_host' needs 0.0 GB on a host of 0.0 GB, of which "
-        "90% may be pinned; use more hosts, or a smaller model"
+        "zero.optimizer_memory='pinned_host' needs 0.0 GB on a host of 0.0 GB, of "
+        "which 90% may be pinned; use more hosts, or a smaller model"
     )
 
 

@@ -5,6 +5,7 @@ import pathlib
 
 _LIMIT = pathlib.Path("/sys/fs/cgroup/memory.max")
 _PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+"""What JAX may pin."""
 
 
 def host_memory_bytes() -> int:
@@ -18,9 +19,5 @@ def host_memory_bytes() -> int:
     return memory if limit == "max" else min(memory, int(limit))
 
 
-def allow_pinned_memory() -> None:
-    """Lets JAX pin all of this machine's memory, where it would stop at 64 GB.
-
-    To be called before JAX starts its devices; a limit that is set already stays.
-    """
-    os.environ.setdefault(_PINNED_LIMIT, str(host_memory_bytes() // 10**9))
+# JAX would stop at 64 GB, and reads this once, when it starts its devices.
+os.environ.setdefault(_PINNED_LIMIT, str(host_memory_bytes() // 10**9))
