@@ -182,7 +182,7 @@ def make_step(
         )
         programs = {"train": streamed, "evaluate": programs["evaluate"]}
         if config.zero.parameter_memory != plans.DEVICE:
-            programs["evaluate"] = streamed.backward.evaluate
+            programs["evaluate"] = streamed.evaluate
     return Step(
         mesh=plan.mesh,
         plan=plan,

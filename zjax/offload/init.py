@@ -88,12 +88,14 @@ class _Places:
 
     def program(self, model: Model, number: int | None) -> Any:
         """What creates the arrays of a layer on the devices."""
+        init_layer = model.init_layer
+        assert init_layer is not None
         positions = self.positions(number)
         master = jax.tree.leaves(self.on_device.master)
         compute = jax.tree.leaves(self.on_device.compute)
 
         def create(key: jax.Array, number: jax.Array) -> list[tuple[Any, ...]]:
-            params = model.init_layer(key, number)
+            params = init_layer(key, number)
             stacks = _stacks_of(jax.tree.leaves(params), self.layers)
             return [one(stacks[i], i) for i in positions]
 

@@ -105,6 +105,19 @@ class OffloadedTrain:
         """
         return _Running(self, state).step(state, batch)
 
+    def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
+        """Loss and metrics of parameters that come up block by block.
+
+        Args:
+            state: Arrays placed by the plan; not consumed.
+            batch: Placed arrays.
+
+        Returns:
+            float32 scalars.
+        """
+        assert isinstance(self.backward, Segments)
+        return self.backward.evaluate(state, batch)
+
 
 class _Running:
     """One step: what is known of the update's program so far."""

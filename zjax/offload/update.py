@@ -10,7 +10,7 @@ from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
 from zjax.offload.groups import SHARED, cut_update
 from zjax.offload.parts import Jit, Known, compile_parts
-from zjax.optim.dataflow import Name, trace
+from zjax.optim.dataflow import Constant, Name, trace
 from zjax.sharding.opt_state import optimizer_name
 from zjax.sharding.placement import layer_of, owners, path_of, unpad_tree
 from zjax.sharding.plan import Plan, plan_on_device
@@ -95,7 +95,10 @@ class GroupedUpdate:
         ]
         late = {*cut.meetings, *self.loss_names}
         self.waits = any(late & {*part.inputs} for part in cut.updates)
-        self.measured = [part.outputs for part in cut.measures]
+        self.measured = [
+            [x for x in part.outputs if not isinstance(x, Constant)]
+            for part in cut.measures
+        ]
         self.measures = compile_parts(cut.measures, jit)
         (self.combine,) = compile_parts([cut.combine], jit)
         places = [row.sharding for row in jax.tree.leaves(rows)]
@@ -175,5 +178,5 @@ def _arrays(rows: Any) -> Any:
     )
 
 
-def _number() -> jax.ShapeDtypeStruct:
+def _number() -> Any:
     return jax.ShapeDtypeStruct((), jnp.float32)
