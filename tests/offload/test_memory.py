@@ -1,6 +1,7 @@
 """What rests on the host, and how much of it is on the devices at a time."""
 
 import dataclasses
+import weakref
 
 import jax
 import numpy as np
@@ -23,6 +24,7 @@ from tests.support.offload import (
 from zjax.errors import PlanError
 from zjax.offload import segments
 from zjax.offload import train as offload
+from zjax.offload.stream import Stream
 from zjax.sharding import describe, memory
 from zjax.sharding import plan as plans
 from zjax.sharding.layers import put_together
@@ -242,3 +244,55 @@ def test_what_a_step_moves_is_told():
     )
     assert text.count(describe.format_bytes(moved)) == 3  # rests, up and down
     assert describe.describe_memories(start(make_config("device")).plan) == ""
+
+
+class Slow:
+    """Stands for an array whose copy has not ended."""
+
+    def __init__(self):
+        self.is_over = self.is_gone = False
+
+    def is_ready(self):
+        assert not self.is_gone, "asked of what was deleted"
+        return self.is_over
+
+    def is_deleted(self):
+        return self.is_gone
+
+
+def test_a_load_gives_back_its_room_when_it_has_left_or_gone_up_again():
+    """Fails if the stream asks an array that the next step has consumed."""
+    stream, first, second = Stream(10), Slow(), Slow()
+    stream.in_flight = 10
+    stream.leave(4, [first])
+    stream.leave(6, [second])
+    assert stream.in_flight == 10
+    second.is_over = True
+    stream.fill()
+    assert stream.in_flight == 10
+    first.is_gone = True
+    stream.fill()
+    assert stream.in_flight == 0
+
+
+def test_inputs_of_blocks_are_given_up_as_the_backward_pass_goes(monkeypatch):
+    """Fails if the inputs of all blocks stay until its end."""
+    run = start(make_config("pinned_host"))
+    segments = run.step.programs["train"].backward
+    kept, put_away, backward = [], segments.put_away, segments.block_backward
+
+    def watched(carry):
+        stored = put_away(carry)
+        kept.extend(weakref.ref(x) for x in stored[0])
+        return stored
+
+    alive = []
+
+    def counted(*args):
+        alive.append(sum(ref() is not None for ref in kept))
+        return backward(*args)
+
+    monkeypatch.setattr(segments, "put_away", watched)
+    monkeypatch.setattr(segments, "block_backward", counted)
+    train(run, 1)
+    assert alive == [3, 2, 1]

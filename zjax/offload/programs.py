@@ -116,8 +116,8 @@ class BlockPrograms:
         number: jax.Array,
         cotangent: Any,
         scale: jax.Array,
-    ) -> tuple[list[jax.Array], Any]:
-        """Gradients of a block, and of the stream that entered it."""
+    ) -> tuple[list[jax.Array], Any, jax.Array]:
+        """Gradients of a block and of what entered it; a number once they are."""
         block_key = _fold_in(key, number + 1)
 
         def run(params: Params, carry: Any) -> Any:
@@ -125,7 +125,9 @@ class BlockPrograms:
 
         _, pull = jax.vjp(run, self.in_use("block", params), carry)
         grads, cotangent = pull((cotangent, scale))
-        return jax.tree.leaves(self.stored("block", grads)), self.held(cotangent)
+        done = jax.tree.leaves(cotangent)[0].ravel()[0]
+        stored = jax.tree.leaves(self.stored("block", grads))
+        return stored, self.held(cotangent), done
 
     def embed_backward(
         self,

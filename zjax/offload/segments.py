@@ -138,33 +138,50 @@ class Segments:
     ) -> Iterator[Any]:
         """One microbatch: its loss, then gradients by group."""
         embed, (blocks,), head = self.stack.split(params)
-        forth, back = range(len(blocks)), range(len(blocks))[::-1]
-        self.announce(blocks, [("forward", i) for i in forth])
+        back = range(len(blocks))[::-1]
+        kept: list[Any] = []
+        self.announce(blocks, [("forward", i) for i in back[::-1]])
         self.announce(blocks, [("backward", i) for i in back])
-        carry, context = self.embed(embed, batch, key)
-        carries = []
-        auxiliary = jnp.float32(0)
-        for number in forth:
-            entering = carry
-            with self.fetched(blocks[number], ("forward", number)) as (block, tokens):
-                inputs = (block, entering, context, key, number)
-                carry, auxiliary = self.block(*inputs, auxiliary)
-                tokens.append(auxiliary)
-            carries.append(self.put_away(entering))
+        carry, context, auxiliary = self.forward(embed, blocks, batch, key, kept)
         loss, own, shared, cotangent = self.head(head, carry, batch, scale, auxiliary)
+        tree = jax.tree.structure(carry)
+        del carry
         yield loss
         yield len(blocks) + 1, own
-        self.carries.begin(Load(i, *carries[i], is_consumed=True) for i in back)
-        tree = jax.tree.structure(carry)
+        self.carries.begin(Load(i, *kept.pop(), is_consumed=True) for i in back)
         for number in back:
             leaves, num_bytes = self.carries.take(number)
             with self.fetched(blocks[number], ("backward", number)) as (block, tokens):
                 inputs = (block, tree.unflatten(leaves), context, key, number)
-                grads, cotangent = self.block_backward(*inputs, cotangent, scale)
-                tokens.extend(grads[:1])
-            self.carries.leave(num_bytes, grads[:1])
+                del leaves
+                results = self.block_backward(*inputs, cotangent, scale)
+                grads, cotangent, done = results
+                tokens.append(done)
+            del inputs, results
+            self.carries.leave(num_bytes, [done])
             yield number, grads
         yield len(blocks), self.embed_backward(embed, batch, key, cotangent, shared)
+
+    def forward(
+        self,
+        embed: Params,
+        blocks: Sequence[Params],
+        batch: Batch,
+        key: jax.Array | None,
+        kept: list[Any] | None = None,
+    ) -> tuple[Any, Any, jax.Array]:
+        """The stream after the last block; what enters each goes to `kept`."""
+        carry, context = self.embed(embed, batch, key)
+        auxiliary = jnp.float32(0)
+        for number, resting in enumerate(blocks):
+            entering = carry
+            with self.fetched(resting, ("forward", number)) as (block, tokens):
+                inputs = (block, entering, context, key, number)
+                carry, auxiliary = self.block(*inputs, auxiliary)
+                tokens.append(auxiliary)
+            if kept is not None:
+                kept.append(self.put_away(entering))
+        return carry, context, auxiliary
 
     def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
         """Loss and metrics without gradients, dropout or state change.
@@ -180,15 +197,8 @@ class Segments:
         losses = []
         for number in range(self.num_microbatches):
             part = self.split(batch, number)
-            names = [("forward", i) for i in range(len(blocks))]
-            self.announce(blocks, names)
-            carry, context = self.embed(embed, part, None)
-            auxiliary = jnp.float32(0)
-            for name, block in zip(names, blocks, strict=True):
-                with self.fetched(block, name) as (block, tokens):
-                    inputs = (block, carry, context, None, 0)
-                    carry, auxiliary = self.block(*inputs, auxiliary)
-                    tokens.append(auxiliary)
+            self.announce(blocks, [("forward", i) for i in range(len(blocks))])
+            carry, _, auxiliary = self.forward(embed, blocks, part, None)
             losses.append(self.head_loss(head, carry, part, auxiliary))
         loss = self.mean_loss(losses)
         return loss.metrics | {"loss": loss.value, "weight": loss.weight}

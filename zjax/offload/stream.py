@@ -104,7 +104,7 @@ class Stream:
 
     def fill(self) -> None:
         """Starts to bring up what there is room for."""
-        while self.leaving and all(x.is_ready() for x in self.leaving[0][1]):
+        while self.leaving and all(map(_is_done, self.leaving[0][1])):
             self._release(wait=False)
         while self.waiting and self._fits():
             self._bring()
@@ -123,7 +123,7 @@ class Stream:
     def _release(self, *, wait: bool) -> None:
         num_bytes, tokens = self.leaving.popleft()
         if wait:
-            jax.block_until_ready(tokens)
+            jax.block_until_ready([x for x in tokens if not x.is_deleted()])
         self.in_flight -= num_bytes
 
 
@@ -139,6 +139,11 @@ def rest(arrays: Sequence[jax.Array], rows: Sequence[Row]) -> list[jax.Array]:
     """
     pairs = zip(arrays, rows, strict=True)
     return [_move(x, row, row.memory, True) for x, row in pairs]
+
+
+def _is_done(x: Any) -> bool:
+    # What came down for the last step may have gone up for this one.
+    return x.is_deleted() or x.is_ready()
 
 
 def _move(x: jax.Array, row: Row, memory: str, is_consumed: bool) -> jax.Array:
