@@ -40,6 +40,8 @@ def as_wanted(
         first = found[sources[0]]
         layers = [found[source] for source in sources]
         if sources[0] == stack_of(name):
+            if first.shape[0] != sum(stack_of(other) == sources[0] for other in wanted):
+                continue
             entries[name] = Entry(first.shape[1:], first.dtype)
         elif all(layer == first for layer in layers):
             entries[name] = Entry((len(layers), *first.shape), first.dtype)
