@@ -23,7 +23,6 @@ from zjax.processes.host import host_memory_bytes
 from zjax.sharding import memory, placement
 from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
-from zjax.sharding.layers import take_apart
 from zjax.step import Step, check_arrays, make_step
 from zjax.train.gradients import compute_params
 from zjax.train.state import TrainState, init_state, saved_rows, with_params
@@ -157,7 +156,7 @@ def adopt_optimizer(tx: Any, model: Model, config: Config) -> Any:
     Raises:
         PlanError: The transformation cannot update from one mean gradient.
     """
-    if model.takes_layers_apart and config.zero.optimizer_memory != "device":
+    if plans.stores_layers_apart(config, model):
         return tx
     return respect_layers(tx, *named_params(model))
 
@@ -194,18 +193,11 @@ def make_run(
     memory.check_memory(plan, device_capacity_bytes(mesh))
     memory.check_host_memory(plan, len(mesh.local_devices), host_memory_bytes())
 
-    def load_weights(path: str) -> Params:
-        zero = dataclasses.replace(config.zero, optimizer_memory="device")
-        there = dataclasses.replace(config, zero=zero)
-        stacked = plans.make_plan(there, mesh, model, tx).master
-        return take_apart(weights.load_safetensors(path, stacked), plan.master)
-
     def fresh() -> TrainState:
-        start = config.checkpoint.init_from
-        master = load_weights(start) if start else None
-        key = jax.random.key(config.seed)
-        if plan.is_offloaded and model.init_layer and master is None:
-            return init_layer_by_layer(key, model, tx, plan, config)
+        start, key = config.checkpoint.init_from, jax.random.key(config.seed)
+        master = weights.load_safetensors(start, plan.master) if start else None
+        if plan.is_offloaded and (model.init_layer or start):
+            return init_layer_by_layer(key, model, tx, plan, config, master=master)
         return init_state(key, model, tx, plan, config, master=master)
 
     def restored(read: Callable[[TrainState], TrainState]) -> TrainState:

@@ -165,8 +165,14 @@ def make_step(
         remedy = "make the plan on zjax.make_mesh"
         raise PlanError(Problem("plan.mesh", plan.mesh.axis_sizes, problem, remedy))
     num_microbatches = resolve_batch(config, plan.num_batch_shares).num_microbatches
+    passing = plans.plan_on_device(plan) if plan.is_offloaded else plan
     pure = make_programs(
-        model, tx, plan, config, num_microbatches=num_microbatches, schedule=schedule
+        model,
+        tx,
+        passing,
+        config,
+        num_microbatches=num_microbatches,
+        schedule=schedule,
     )
     options = step_options(config, plan)
     programs = compile_programs(pure, options)

@@ -120,6 +120,13 @@ TRAINING = [
         id="float8-with-float16",
     ),
     case(
+        "precision.compute_dtype=float16;precision.on_nonfinite=update",
+        "precision.on_nonfinite='update' cannot run with "
+        "precision.compute_dtype='float16': its loss scale is found by skipping; "
+        "use 'skip' or 'stop', or compute in bfloat16",
+        id="float16-never-skipping",
+    ),
+    case(
         "num_steps=20",
         "optimizer.num_warmup_steps=100 exceeds num_steps=20; use at most 20",
         id="warmup-longer-than-run",

@@ -7,6 +7,7 @@ the devices already, so that reading data costs nothing and its loss must fall.
 import dataclasses
 import importlib.metadata
 import json
+import math
 import platform
 import time
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,8 @@ from zjax.typing import Batch, Device
 WARM_UP_STEPS = 3
 TIMED_ROUNDS = 5
 STEPS_PER_ROUND = 8
+"""Of short steps; of those of a second or more, fewer."""
+_ROUND_SECONDS = 4
 _NUM_STEPS = WARM_UP_STEPS + TIMED_ROUNDS * STEPS_PER_ROUND
 _PACKAGES = ("zjax", "jax", "jaxlib")
 
@@ -235,8 +238,11 @@ def _make_batch(run: Run) -> Batch:
 
 def _take_steps(run: Run, batch: Batch) -> tuple[list[float], list[float], TrainState]:
     state, seconds, losses = run.state, [], []
+    num_steps = 1
     for number in range(WARM_UP_STEPS + TIMED_ROUNDS):
-        num_steps = 1 if number < WARM_UP_STEPS else STEPS_PER_ROUND
+        if number == WARM_UP_STEPS:
+            enough = math.ceil(_ROUND_SECONDS / seconds[-1])
+            num_steps = min(enough, STEPS_PER_ROUND)
         start = time.perf_counter()
         for _ in range(num_steps):
             state, metrics = run.step(state, batch)

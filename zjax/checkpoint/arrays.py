@@ -1,5 +1,6 @@
 """Arrays on their way between devices and files, as few at a time as memory allows."""
 
+import functools
 import math
 import pathlib
 from collections.abc import Mapping
@@ -84,12 +85,14 @@ def read_arrays(
             if found[name].key_impl:
                 data = jax.random.wrap_key_data(data, impl=found[name].key_impl)
             arrays[name] = jax.device_put(data, group[name].sharding)
+
+    @functools.lru_cache(maxsize=1)  # layers of one stack follow one another
+    def whole(name: str) -> np.ndarray:
+        return read_whole(directory, name, found[name])
+
     for name, row in named.items():
         if name not in found:
-            data = layers.read(
-                name, found, lambda n: read_whole(directory, n, found[n])
-            )
-            arrays[name] = place_given(data, row)
+            arrays[name] = place_given(layers.read(name, found, whole), row)
         elif found[name].is_empty:
             data = np.zeros(row.stored_shape, row.dtype)
             arrays[name] = jax.device_put(data, row.sharding)

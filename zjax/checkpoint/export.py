@@ -12,10 +12,12 @@ import os
 import pathlib
 import struct
 from collections.abc import Mapping
+from typing import IO
 
 import jax.numpy as jnp
 import numpy as np
 
+from zjax.checkpoint import layers
 from zjax.checkpoint.layout import Entry, is_floating
 from zjax.checkpoint.store import Store
 from zjax.errors import CheckpointError, Problem
@@ -67,7 +69,8 @@ def export_safetensors(
         CheckpointError: There is no such checkpoint or part, it is damaged, a dtype or
             two names do not fit the format, or the file cannot be written.
     """
-    entries = _exported(store.entries(step), part, dtype)
+    found = store.entries(step)
+    entries = _exported(layers.together(found), part, dtype)
     target = pathlib.Path(path)
     partial = target.with_name(f".{target.name}.partial")
     try:
@@ -75,8 +78,8 @@ def export_safetensors(
         with partial.open("wb") as file:
             file.write(_header(entries, part))
             for name, entry in entries.items():
-                array = store.read_array(name, step).astype(jnp.dtype(entry.dtype))
-                file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+                for source in layers.sources_of(name, found):
+                    _write(file, store.read_array(source, step), entry.dtype)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, target)
@@ -108,6 +111,11 @@ def tensor_name(name: str) -> str:
         'blocks.0.kernel'
     """
     return name.replace("/", ".")
+
+
+def _write(file: IO[bytes], array: np.ndarray, dtype: str) -> None:
+    cast = np.ascontiguousarray(array.astype(jnp.dtype(dtype)))
+    file.write(cast.reshape(-1).view(np.uint8).data)
 
 
 def _exported(found: Mapping[str, Entry], part: str, dtype: str) -> dict[str, Entry]:

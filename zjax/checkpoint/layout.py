@@ -67,7 +67,7 @@ def name_leaves(tree: Any, part: str = "") -> dict[str, Any]:
 
 def _name(keys: Any) -> str:
     layer = layer_of(keys)
-    return path_of(keys) if layer is None else f"{path_of(keys)}/{layer}"
+    return path_of(keys) if layer is None else f"{path_of(keys)}[{layer}]"
 
 
 def is_key(dtype: Any) -> bool:

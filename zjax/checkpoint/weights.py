@@ -10,7 +10,7 @@ import numpy as np
 import safetensors
 from jax.sharding import NamedSharding
 
-from zjax.checkpoint import layout
+from zjax.checkpoint import layers, layout
 from zjax.checkpoint.export import DTYPES, tensor_name
 from zjax.checkpoint.layout import Entry
 from zjax.errors import CheckpointError, Problem
@@ -39,8 +39,14 @@ def load_safetensors(path: str, rows: Any) -> Params:
     named = {tensor_name(name): r for name, r in layout.name_leaves(rows).items()}
     files = _find_tensors(path)
     expected = {name: layout.describe_row(row) for name, row in named.items()}
-    layout.check_same(expected, _describe(files), path, cast=True)
-    leaves = [_load(files[name], name, row) for name, row in named.items()]
+    found = _describe(files)
+    inside = layers.as_wanted(expected, found)
+    layout.check_same(expected, inside, path, cast=True)
+    leaves = [
+        _load(files[source], source, row, name)
+        for name, row in named.items()
+        for source in layers.sources_of(name, found)
+    ]
     return jax.tree.unflatten(jax.tree.structure(rows), leaves)
 
 
@@ -97,7 +103,9 @@ def _describe(files: Mapping[str, pathlib.Path]) -> dict[str, Entry]:
     return {name: entries[name] for name in files}
 
 
-def _load(file: pathlib.Path, name: str, row: Row) -> jax.Array:
+def _load(file: pathlib.Path, source: str, row: Row, name: str) -> jax.Array:
+    layer = () if source == name else (layers.number_of(name),)
+
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         whole = (slice(None),) * len(row.shape)
         shard = np.zeros(row.sharding.shard_shape(row.stored_shape), row.dtype)
@@ -109,12 +117,13 @@ def _load(file: pathlib.Path, name: str, row: Row) -> jax.Array:
             slice(a, min(b, n)) for (a, b), n in zip(spans, row.shape, strict=True)
         ]
         if all(s.start < s.stop for s in inside):
-            shard[tuple(slice(s.stop - s.start) for s in inside)] = view[tuple(inside)]
+            place = tuple(slice(s.stop - s.start) for s in inside)
+            shard[place] = view[(*layer, *inside)]
         return shard
 
     on_device = NamedSharding(row.sharding.mesh, row.spec)
     with safetensors.safe_open(file, framework="numpy") as tensors:
-        view = tensors.get_slice(name)
+        view = tensors.get_slice(source)
         loaded = jax.make_array_from_callback(row.stored_shape, on_device, read)
     return jax.device_put(loaded, row.sharding)
 

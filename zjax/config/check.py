@@ -148,6 +148,11 @@ def _precision(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         problem = "cannot run with precision.compute_dtype='float16'"
         remedy = "use 'compute', or compute in bfloat16"
         yield Problem("precision.matmul_dtype", "float8", problem, remedy)
+    if precision.compute_dtype == "float16" and precision.on_nonfinite == "update":
+        problem = "cannot run with precision.compute_dtype='float16': its loss scale is"
+        problem += " found by skipping"
+        remedy = "use 'skip' or 'stop', or compute in bfloat16"
+        yield Problem("precision.on_nonfinite", "update", problem, remedy)
 
 
 def _offload(config: schema.Config, num_devices: int) -> Iterator[Problem]:

@@ -54,28 +54,31 @@ def compile_parts(
         programs: Parts of one program.
         jit: Compiles.
         donated: Names whose arrays a part may use up.
-        out_shardings: Of each program; empty leaves them to the compiler.
+        out_shardings: Of each program; None, or empty, leaves them to the compiler.
 
     Returns:
         One part for each.
     """
     forms = [program.normal_form() for program in programs]
     places = list(out_shardings) or [None] * len(programs)
-    texts = [f"{text}\n{place}" for (text, _), place in zip(forms, places, strict=True)]
-    families: dict[str, list[int]] = {}
-    for i, text in enumerate(texts):
-        families.setdefault(text, []).append(i)
+    spent = [
+        tuple(k for k, name in enumerate(program.inputs) if name in donated)
+        for program in programs
+    ]
+    families: dict[Any, list[int]] = {}
+    for i, (text, _) in enumerate(forms):
+        families.setdefault((text, str(places[i]), spent[i]), []).append(i)
     parts: dict[int, Part] = {}
     for members in families.values():
         scalars = [forms[i][1] for i in members]
         rows = zip(*([x.text for x in own] for own in scalars), strict=True)
         differing = [k for k, row in enumerate(rows) if len(set(row)) > 1]
         first = programs[members[0]]
-        spent = [k for k, name in enumerate(first.inputs) if name in donated]
-        options = (
-            {} if places[members[0]] is None else {"out_shardings": places[members[0]]}
+        run = jit(
+            first.lift(differing).__call__,
+            donate_argnums=spent[members[0]],
+            out_shardings=places[members[0]],
         )
-        run = jit(first.lift(differing).__call__, donate_argnums=spent, **options)
         for i, own in zip(members, scalars, strict=True):
             values = tuple(np.asarray(own[k].value) for k in differing)
             parts[i] = Part(programs[i].inputs, run, values)

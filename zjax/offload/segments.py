@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zjax.models.part import fold_name
 from zjax.offload.parts import Jit
 from zjax.offload.programs import BlockPrograms
 from zjax.offload.stream import Load, Stream, rest
@@ -116,14 +117,14 @@ class Segments:
         totals: dict[int, Any] = {}
         for number in range(self.num_microbatches):
             part = self.split(batch, number)
-            part_key = jax.random.fold_in(key, number)
+            part_key = fold_name(jax.random.fold_in(key, number), "loss")
             arriving = self.differentiate(params, part, part_key, scale)
             losses.append(next(arriving))
+            if self.num_microbatches == 1:
+                yield from arriving
+                break
+            weight = losses[-1].weight
             for group, grads in arriving:
-                if self.num_microbatches == 1:
-                    yield group, grads
-                    continue
-                weight = losses[-1].weight
                 if number == 0:
                     totals[group] = self.scale_by(grads, weight)
                     continue
@@ -140,8 +141,8 @@ class Segments:
         embed, (blocks,), head = self.stack.split(params)
         back = range(len(blocks))[::-1]
         kept: list[Any] = []
-        self.announce(blocks, [("forward", i) for i in back[::-1]])
-        self.announce(blocks, [("backward", i) for i in back])
+        there = [("forward", i) for i in back[::-1]]
+        self.announce(blocks, [*there, *(("backward", i) for i in back)])
         carry, context, auxiliary = self.forward(embed, blocks, batch, key, kept)
         loss, own, shared, cotangent = self.head(head, carry, batch, scale, auxiliary)
         tree = jax.tree.structure(carry)

@@ -56,10 +56,14 @@ class Stream:
     def begin(self, loads: Iterable[Load]) -> None:
         """Announces loads, and starts to bring them up.
 
+        What was announced before and not taken, by a pass that failed, is forgotten.
+
         Args:
             loads: In the order in which they will be taken.
         """
-        self.waiting.extend(loads)
+        self.waiting = collections.deque(loads)
+        self.here = {}
+        self.in_flight = sum(num_bytes for num_bytes, _ in self.leaving)
         self.fill()
 
     def add(self, name: Hashable, arrays: list[jax.Array], rows: list[Row]) -> None:
@@ -116,7 +120,7 @@ class Stream:
     def _bring(self) -> None:
         load = self.waiting.popleft()
         pairs = zip(load.arrays, load.rows, strict=True)
-        arrays = [_move(x, row, DEVICE, load.is_consumed) for x, row in pairs]
+        arrays = [move(x, row, DEVICE, load.is_consumed) for x, row in pairs]
         self.here[load.name] = arrays, load.moved_bytes
         self.in_flight += load.moved_bytes
 
@@ -138,7 +142,7 @@ def rest(arrays: Sequence[jax.Array], rows: Sequence[Row]) -> list[jax.Array]:
         Arrays at rest, perhaps still on their way.
     """
     pairs = zip(arrays, rows, strict=True)
-    return [_move(x, row, row.memory, True) for x, row in pairs]
+    return [move(x, row, row.memory, True) for x, row in pairs]
 
 
 def _is_done(x: Any) -> bool:
@@ -146,7 +150,18 @@ def _is_done(x: Any) -> bool:
     return x.is_deleted() or x.is_ready()
 
 
-def _move(x: jax.Array, row: Row, memory: str, is_consumed: bool) -> jax.Array:
+def move(x: jax.Array, row: Row, memory: str, is_consumed: bool) -> jax.Array:
+    """Sends one array to another memory, unless it rests on the devices.
+
+    Args:
+        x: The array.
+        row: Where it rests.
+        memory: Where it goes.
+        is_consumed: Whether `x` is given up.
+
+    Returns:
+        The array there, perhaps still on its way.
+    """
     if row.memory == DEVICE:
         return x
     moved = jax.device_put(x, row.rest_in(memory).sharding, may_alias=False)

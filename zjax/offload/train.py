@@ -10,6 +10,7 @@ Reference: ZeRO-Offload, arXiv:2101.06840; ZeRO-Infinity, arXiv:2104.07857, sect
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,7 +18,6 @@ from typing import Any
 import jax
 
 from zjax.config.schema import Config
-from zjax.offload.groups import SHARED
 from zjax.offload.parts import Jit
 from zjax.offload.segments import Arrived, Segments
 from zjax.offload.stream import Load, Stream, rest
@@ -68,7 +68,8 @@ class OffloadedTrain:
             )
         else:
             self.backward = Whole(model, plan, num_microbatches, jit)
-        parts = bounded_groups(self.backward.groups(), jax.tree.leaves(plan.master))
+        groups = self.backward.groups()
+        parts = bounded_groups(groups, jax.tree.leaves(plan.master))
         self.update = GroupedUpdate(
             tx,
             plan,
@@ -78,20 +79,16 @@ class OffloadedTrain:
             grad_rows=self.backward.grad_rows,
             jit=jit,
         )
-        self.parts = _parts_of(self.backward.groups(), parts)
+        self.parts = _parts_of(groups, parts)
+        arriving = [part for group in self.backward.order for part in self.parts[group]]
+        # The next forward pass reads the embedding first and the head last.
+        self.order = arriving[::-1] if self.update.waits else arriving
         self.rows = jax.tree.leaves(state_rows(plan, config))
         self.resting_grads = [
             row.rest_in(config.zero.gradient_memory)
             for row in jax.tree.leaves(self.backward.grad_rows)
         ]
         self.stream = Stream()
-
-    @property
-    def order(self) -> list[int]:
-        """The groups as they are updated."""
-        arriving = [part for group in self.backward.order for part in self.parts[group]]
-        # The next forward pass reads the embedding first and the head last.
-        return arriving[::-1] if self.update.waits else arriving
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Takes one step; the state is consumed.
@@ -131,8 +128,10 @@ class _Running:
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         train, update = self.train, self.update
         arriving = train.backward.run(state, batch, _key(train.seed, state.step))
+        # A batch that does not suit the model fails here, before anything moves.
+        first = next(arriving)
         self.stream.begin(map(self.load_of, train.order))
-        loss = self.receive(arriving)
+        loss = self.receive(itertools.chain([first], arriving))
         of_loss = jax.tree.leaves(loss._replace(metrics={}))
         self.known.update(zip(update.loss_names, of_loss, strict=True))
         self.combine()
@@ -174,7 +173,7 @@ class _Running:
 
     def combine(self) -> None:
         results = self.update.combine(self.known)
-        shared = [i for i, g in enumerate(self.update.output_groups) if g == SHARED]
+        shared = self.update.shared
         self.outputs.update(zip(shared, results[: len(shared)], strict=True))
         meetings = results[len(shared) :]
         self.known.update(zip(self.update.meetings, meetings, strict=True))
@@ -183,13 +182,13 @@ class _Running:
         arrays, num_bytes = self.stream.take(group)
         update = self.update
         names = [*update.state_inputs[group], *update.grad_inputs[group]]
-        known = self.known | dict(zip(names, arrays, strict=False))
-        positions = update.positions(group)
+        self.known.update(zip(names, arrays, strict=False))
+        positions = update.positions[group]
         for name in {*positions} - {*names}:
             self.known.pop(name).delete()  # nobody reads what the update replaces
-        results = update.updates[group](known)
-        for name in update.grad_inputs[group]:
-            self.known.pop(name, None)
+        results = update.updates[group](self.known)
+        for name in names:
+            self.known.pop(name).delete()
         rows = [self.train.rows[i] for i in positions]
         resting = rest(results, rows)
         self.stream.leave(num_bytes, resting)

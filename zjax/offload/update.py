@@ -27,7 +27,8 @@ class GroupedUpdate:
 
     Arrays go by their names in the program of the whole update; `state_names`,
     `grad_names` and `loss_names` are those of its inputs, in the order of the leaves,
-    and `state_inputs` and `grad_inputs` what each group reads of them.
+    and `state_inputs` and `grad_inputs` what each group reads of them. `positions` are
+    the leaves of the state in each group, `shared` the outputs of none.
 
     Args:
         tx: Optax gradient transformation.
@@ -100,27 +101,30 @@ class GroupedUpdate:
             for part in cut.measures
         ]
         self.measures = compile_parts(cut.measures, jit)
-        (self.combine,) = compile_parts([cut.combine], jit)
-        places = [row.sharding for row in jax.tree.leaves(rows)]
+        self.shared = self.positions_of(SHARED)
+        in_state = range(len(self.state_names))
+        self.positions = [
+            [i for i in self.positions_of(g) if i in in_state]
+            for g in range(self.num_groups)
+        ]
+        places = dict(enumerate(row.sharding for row in jax.tree.leaves(rows)))
+        combined = [*map(places.get, self.shared), *([None] * len(cut.meetings))]
+        (self.combine,) = compile_parts([cut.combine], jit, out_shardings=[combined])
         spent = {n for n in self.state_names if self.group_of(n) != SHARED}
         self.updates = compile_parts(
             cut.updates,
             jit,
             donated=frozenset(spent),
-            out_shardings=[
-                [places[i] for i in self.positions(group)]
-                for group in range(self.num_groups)
-            ],
+            out_shardings=[[places[i] for i in own] for own in self.positions],
         )
 
     def group_of(self, name: Name) -> int:
         """The group of an input; inputs are named by their position."""
         return self.input_groups[name]
 
-    def positions(self, group: int) -> list[int]:
-        """Which leaves of the state belong to a group."""
-        size = len(self.state_names)
-        return [i for i, g in enumerate(self.output_groups[:size]) if g == group]
+    def positions_of(self, group: int) -> list[int]:
+        """Which outputs belong to a group."""
+        return [i for i, own in enumerate(self.output_groups) if own == group]
 
     def rebuild(self, leaves: Known) -> tuple[TrainState, Metrics]:
         """The new state and the metrics, from all outputs by position."""

@@ -8,7 +8,7 @@ import jax
 
 from zjax.offload.parts import Jit
 from zjax.offload.segments import Arrived
-from zjax.sharding.placement import pad_tree, place_tree, unpad_tree
+from zjax.sharding.placement import pad_tree, place_tree, shardings, unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.train.gradients import whole_gradients
 from zjax.train.state import TrainState
@@ -35,9 +35,11 @@ class Whole:
             params = unpad_tree(state.params, plan.compute)
             scale = loss_scale_of(state)
             grads, loss = gradients(params, state.model_state, batch, key, scale)
-            return pad_tree(place_tree(grads, plan.grads), plan.grads), loss
+            stored = pad_tree(place_tree(grads, plan.grads), plan.grads)
+            return stored, loss.model_state, loss._replace(model_state=())
 
-        self.gradients = jit(stored_gradients)
+        places = (shardings(plan.grads), shardings(plan.model_state), None)
+        self.gradients = jit(stored_gradients, out_shardings=places)
 
     @property
     def order(self) -> list[int]:
@@ -53,6 +55,6 @@ class Whole:
     ) -> Iterator[Arrived | Loss]:
         """Differentiates the mean loss over a batch; see `Segments.run`."""
         read = dataclasses.replace(state, master=(), opt_state=(), ema=())
-        grads, loss = self.gradients(read, batch, key)
+        grads, model_state, loss = self.gradients(read, batch, key)
         yield 0, jax.tree.leaves(grads)
-        yield loss
+        yield loss._replace(model_state=model_state)

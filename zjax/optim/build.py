@@ -15,6 +15,7 @@ from zjax.optim import groups, matrices, moments, trust_ratio
 from zjax.optim.per_layer import per_layer
 from zjax.optim.schedules import make_schedule
 from zjax.sharding.placement import path_of
+from zjax.sharding.plan import stores_layers_apart
 from zjax.typing import Model
 
 
@@ -57,7 +58,7 @@ def make_optimizer(
     if model is not None:
         params, names = matrices.named_params(model)
         groups.check_groups(settings.groups, params, names)
-        if model.takes_layers_apart and config.zero.optimizer_memory != "device":
+        if stores_layers_apart(config, model):
             names = matrices.of_layers(names)
     schedule = make_schedule(config)
     tx = _make_rules(settings, schedule, names)

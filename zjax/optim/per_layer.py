@@ -16,6 +16,7 @@ import numpy as np
 import optax
 from jax.extend import core
 
+from zjax.optim.dataflow import CALLS
 from zjax.optim.matrices import Names
 from zjax.sharding.layers import Layers, put_together, take_apart
 from zjax.sharding.opt_state import abstract_opt_state
@@ -167,9 +168,6 @@ class _Other:
     expression: int
 
 
-_CALLS = frozenset(
-    "jit pjit closed_call custom_jvp_call custom_vjp_call remat2".split()
-)
 _ENTRYWISE = frozenset(
     """abs add add_any and cbrt ceil clamp convert_element_type copy div eq erf exp exp2
     expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg
@@ -241,7 +239,7 @@ class _Flow:
 
     def apply(self, eqn: Any, kinds: list[Any]) -> list[Any]:
         name = eqn.primitive.name
-        if name in _CALLS:
+        if name in CALLS:
             inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
             return self.run(
                 getattr(inner, "jaxpr", inner), kinds, self.of_consts(inner)

@@ -54,7 +54,7 @@ def take_apart(params: Params, rows: Any) -> Params:
     """Slices stacked arrays.
 
     Args:
-        params: Arrays, or shards of them by hand.
+        params: Arrays, or shards of them by hand; what is apart stays so.
         rows: Their rows in a plan in use, or any tree with `Layers` where they go.
 
     Returns:
@@ -62,7 +62,7 @@ def take_apart(params: Params, rows: Any) -> Params:
     """
 
     def one(row: Any, x: Any) -> Any:
-        if not _is_apart(row):
+        if not _is_apart(row) or _is_apart(x):
             return x
         return Layers((_layer(x, i) for i in range(len(row))), row.name)
 

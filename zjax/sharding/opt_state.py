@@ -76,6 +76,8 @@ def optimizer_name(tx: Any) -> str:
         'chain(clip, trace)'
     """
     update = getattr(tx, "update", None)
+    if inspect.ismethod(update):
+        return type(tx).__name__
     return _function_name(update) if inspect.isfunction(update) else repr(tx)
 
 

@@ -126,7 +126,7 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
     logical = _logical_names(model, params)
     stage = config.zero.stage
     whole, split = _param_specs(config, mesh, master, logical)
-    is_apart = model.takes_layers_apart and config.zero.optimizer_memory != DEVICE
+    is_apart = stores_layers_apart(config, model)
 
     def params_rows(specs: list[PartitionSpec], dtype: str) -> Any:
         leaves, tree = jax.tree_util.tree_flatten_with_path(_cast(params, dtype))
@@ -150,6 +150,12 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
             resting,
         )
 
+    def owned_at_rest(rows: Any) -> Any:
+        paths = {row.path: row for row in jax.tree.leaves(stored)}
+        return jax.tree_util.tree_map_with_path(
+            lambda keys, row: at_rest(row) if any(owners(keys, paths)) else row, rows
+        )
+
     compute = blocks_at_rest(
         params_rows(split if stage >= 3 else whole, dtypes.compute_dtype)
     )
@@ -165,11 +171,24 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
         compute=compute,
         grad_sum=params_rows(split if stage >= 2 else whole, dtypes.grad_sum_dtype),
         grads=params_rows(kept, dtypes.grad_sum_dtype),
-        opt_state=at_rest(_opt_state_rows(config, mesh, opt_state, stored)),
+        opt_state=owned_at_rest(_opt_state_rows(config, mesh, opt_state, stored)),
         model_state=_rows(model_state, mesh),
         ema=params_rows(kept, "float32") if config.optimizer.ema_decay else (),
         is_offloaded=config.zero.optimizer_memory != DEVICE,
     )
+
+
+def stores_layers_apart(config: Config, model: Model) -> bool:
+    """Whether layers are stored one by one: they are where they are moved.
+
+    Args:
+        config: Read for `zero.optimizer_memory`.
+        model: Says whether it takes its layers apart.
+
+    Returns:
+        False where one array stacks them.
+    """
+    return model.takes_layers_apart and config.zero.optimizer_memory != DEVICE
 
 
 def plan_in_use(model: Model, plan: Plan) -> Plan:

@@ -168,17 +168,32 @@ def with_params(state: TrainState, plan: Plan) -> TrainState:
     """
     if not plan.is_offloaded:
         return state
+    return dataclasses.replace(
+        state, params=of_master(state.master, plan.compute, plan)
+    )
+
+
+def of_master(master: Params, rows: Any, plan: Plan) -> Params:
+    """Master weights in another dtype and place, one array after another.
+
+    Args:
+        master: At rest.
+        rows: The dtypes and places that are wanted.
+        plan: Places the master weights.
+
+    Returns:
+        Stored arrays at rest.
+    """
 
     @functools.partial(jax.jit, static_argnums=(1, 2))
     def cast(x: jax.Array, stored: Row, row: Row) -> jax.Array:
         return pad(param_in_use(unpad(x, stored), stored, row), row)
 
     def one(x: jax.Array, stored: Row, row: Row) -> jax.Array:
-        return cast(jax.device_put(x, stored.sharding), stored, row)
+        here = jax.device_put(x, stored.sharding)
+        return jax.block_until_ready(rest(cast(here, stored, row.rest_in(DEVICE)), row))
 
-    passing = plan_on_device(plan)
-    params = jax.tree.map(one, state.master, passing.master, passing.compute)
-    return dataclasses.replace(state, params=rest(params, plan.compute))
+    return jax.tree.map(one, master, plan_on_device(plan).master, rows)
 
 
 def rest(tree: Any, rows: Any) -> Any:

@@ -1,0 +1,67 @@
+"""Checkpoints and weights go from a state in one memory to a state in another."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from tests.support.offload import GPT, make_config, memories, start, train, weights_of
+from zjax.checkpoint.export import export_safetensors
+from zjax.checkpoint.store import Store
+from zjax.config import schema
+from zjax.errors import CheckpointError
+from zjax.train.state import saved_rows
+
+MEMORIES = ("device", "pinned_host")
+
+
+def save(run, state, directory):
+    store = Store(str(directory))
+    rows = saved_rows(run.plan, run.config)
+    saved = dataclasses.replace(state, params=())
+    store.save(int(state.step), saved, rows, extra={})
+    store.wait()
+    return store
+
+
+@pytest.mark.parametrize("there", MEMORIES)
+@pytest.mark.parametrize("here", MEMORIES)
+def test_exported_weights_are_the_same_file_and_start_any_run(tmp_path, here, there):
+    """Fails if layers stored one by one are exported so, or weights are read twice,
+    or not cast for use."""
+    run = start(make_config(here, model=dataclasses.replace(GPT, num_layers=3)))
+    state, _ = train(run, 1)
+    path = tmp_path / "model.safetensors"
+    export_safetensors(save(run, state, tmp_path / "run"), str(path))
+    tensors = safetensors.numpy.load_file(path)
+    kernel = "blocks.attention.query.kernel"
+    assert tensors[kernel].shape[0] == 3
+    expected = weights_of(state)
+    np.testing.assert_array_equal(
+        tensors[kernel], expected["blocks"]["attention"]["query"]["kernel"]
+    )
+    config = make_config(
+        there,
+        zero={"parameter_memory": there},
+        optimizer={"name": "muon"},
+        precision={"compute_dtype": "bfloat16"},
+    )
+    checkpoint = schema.Checkpoint(init_from=str(path))
+    other = start(dataclasses.replace(config, checkpoint=checkpoint))
+    jax.tree.map(np.testing.assert_array_equal, weights_of(other.state), expected)
+    assert memories((other.state.master, other.state.opt_state)) == {there}
+    train(other, 1)
+
+
+@pytest.mark.parametrize("here", MEMORIES)
+def test_checkpoint_of_another_number_of_layers_is_refused(tmp_path, here):
+    run = start(make_config(here))
+    store = save(run, run.state, tmp_path)
+    there = "device" if here == "pinned_host" else "pinned_host"
+    deeper = start(make_config(there, model=dataclasses.replace(GPT, num_layers=4)))
+    with pytest.raises(CheckpointError) as error:
+        store.restore(saved_rows(deeper.plan, deeper.config))
+    print(error.value)
+    assert "differs from this model in" in str(error.value)
