@@ -11,6 +11,7 @@ from zjax.config import schema
 from zjax.errors import ConfigError, Problem
 from zjax.models import layers
 from zjax.ops import rotary
+from zjax.ops.lookup import look_up
 
 
 class Context(NamedTuple):
@@ -75,11 +76,11 @@ class Embedding(nnx.Module):
         positions = batch.get("positions")
         if positions is None and segment_ids is not None:
             positions = positions_in_segments(segment_ids)
-        x = self.tokens[...][tokens]
+        x = look_up(self.tokens[...], tokens)
         if self.positions is not None:
             x += self._learned_positions(positions, tokens.shape[1])
         if self.token_types is not None:
-            x += self.token_types[...][batch["token_types"]]
+            x += look_up(self.token_types[...], batch["token_types"])
         x = x if self.norm is None else self.norm(x)
         rotation = None
         if self.config.positions == "rotary":
@@ -99,7 +100,9 @@ class Embedding(nnx.Module):
                     "shorten the sequences or raise model.max_length",
                 )
             )
-        return table[None, :length] if positions is None else table[positions]
+        if positions is None:
+            return table[None, :length]
+        return look_up(table, positions)
 
     def _rotation(self, positions, length):
         config = self.config
