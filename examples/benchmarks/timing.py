@@ -18,7 +18,8 @@ from shape import Shape
 
 WARM_UP_STEPS = 3
 TIMED_ROUNDS = 5
-STEPS_PER_ROUND = 8
+STEPS_PER_ROUND = 8  # of short steps; of those of a second or more, fewer
+ROUND_SECONDS = 4
 
 
 def time_steps(
@@ -29,13 +30,15 @@ def time_steps(
     `step` starts one optimizer step and returns its loss on the device; `settle` waits
     for the device and gives that loss as a number.
     """
-    losses = [settle(step()) for _ in range(WARM_UP_STEPS)]
-    seconds = []
-    for _ in range(TIMED_ROUNDS):
+    losses, seconds, num_steps = [], [], 1
+    for number in range(WARM_UP_STEPS + TIMED_ROUNDS):
+        if number == WARM_UP_STEPS:
+            num_steps = min(STEPS_PER_ROUND, math.ceil(ROUND_SECONDS / seconds[-1]))
         start = time.perf_counter()
-        started = [step() for _ in range(STEPS_PER_ROUND)]
+        started = [step() for _ in range(num_steps)]
         losses += [settle(loss) for loss in started]
-        seconds.append((time.perf_counter() - start) / STEPS_PER_ROUND)
+        seconds.append((time.perf_counter() - start) / num_steps)
+    seconds = seconds[WARM_UP_STEPS:]
     if not all(map(math.isfinite, losses)) or losses[-1] >= losses[0]:
         raise SystemExit(f"the loss did not fall: {losses}")
     return seconds, losses

@@ -28,7 +28,7 @@ SLOW, QUICK = 100.0, 2.0
 @pytest.fixture(scope="module")
 def timed():
     """A measurement by a clock on which compiling and the first steps take long."""
-    compiling, warm_up = [SLOW], [SLOW] * measuring.WARM_UP_STEPS
+    compiling, warm_up = [SLOW], [SLOW] * (measuring.WARM_UP_STEPS - 1) + [0.25]
     quick = [measuring.STEPS_PER_ROUND * QUICK] * (measuring.TIMED_ROUNDS - 1)
     lengths = [*compiling, *warm_up, *quick, 4 * quick[0]]
     ends = np.cumsum(lengths)
@@ -49,6 +49,11 @@ def test_the_first_steps_do_not_count(timed):
     assert speed.median == speed.max == PER_STEP / 8 / QUICK
     assert speed.min == speed.max / 4
     assert timed.compile_seconds == SLOW
+
+
+def test_rounds_of_long_steps_have_few():
+    """Fails if a round of steps of some seconds takes half a minute."""
+    assert list(map(measuring.steps_per_round, [0.1, 0.5, 2.0, 9.0])) == [8, 8, 2, 1]
 
 
 def test_work_is_counted_by_both_conventions(timed):

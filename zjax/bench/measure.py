@@ -36,7 +36,7 @@ from zjax.typing import Batch, Device
 WARM_UP_STEPS = 3
 TIMED_ROUNDS = 5
 STEPS_PER_ROUND = 8
-"""Of short steps; of those of a second or more, fewer."""
+"""Of short steps; of long ones fewer."""
 _ROUND_SECONDS = 4
 _NUM_STEPS = WARM_UP_STEPS + TIMED_ROUNDS * STEPS_PER_ROUND
 _PACKAGES = ("zjax", "jax", "jaxlib")
@@ -241,8 +241,7 @@ def _take_steps(run: Run, batch: Batch) -> tuple[list[float], list[float], Train
     num_steps = 1
     for number in range(WARM_UP_STEPS + TIMED_ROUNDS):
         if number == WARM_UP_STEPS:
-            enough = math.ceil(_ROUND_SECONDS / seconds[-1])
-            num_steps = min(enough, STEPS_PER_ROUND)
+            num_steps = steps_per_round(seconds[-1])
         start = time.perf_counter()
         for _ in range(num_steps):
             state, metrics = run.step(state, batch)
@@ -250,6 +249,18 @@ def _take_steps(run: Run, batch: Batch) -> tuple[list[float], list[float], Train
         jax.block_until_ready((state, losses))
         seconds.append((time.perf_counter() - start) / num_steps)
     return seconds[WARM_UP_STEPS:], [float(loss) for loss in losses], state
+
+
+def steps_per_round(step_seconds: float) -> int:
+    """How many steps are timed together.
+
+    Args:
+        step_seconds: Of one step, above 0.
+
+    Returns:
+        1 to `STEPS_PER_ROUND`.
+    """
+    return min(STEPS_PER_ROUND, math.ceil(_ROUND_SECONDS / step_seconds))
 
 
 def _speed(

@@ -1,0 +1,27 @@
+"""Two runs of one configuration on GPUs end in the same bits."""
+
+import jax
+import numpy as np
+import pytest
+
+from tests.support import small_run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU"),
+]
+
+
+def test_deterministic_runs_are_equal_to_the_last_bit(tmp_path):
+    """Fails if `deterministic` lets an atomic sum through."""
+    found = []
+    for name in ("first", "second"):
+        trainer = small_run.fit(
+            tmp_path / name,
+            "deterministic=true",
+            "precision.compute_dtype=bfloat16",
+            "num_steps=20",
+            num_devices=jax.device_count(),
+        )
+        found.append(jax.tree.map(np.asarray, trainer.state))
+    jax.tree.map(np.testing.assert_array_equal, *found)
