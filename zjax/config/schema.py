@@ -42,7 +42,8 @@ class Zero:
     parameter_memory: Literal["device", "pinned_host"] = "device"
     """Where the blocks' parameters in use rest until a block runs."""
     gradient_memory: Literal["device", "pinned_host"] = "device"
-    """Where gradients rest while updates on the host's state wait for their norm."""
+    """Where gradients rest while updates on the host's state wait for their norm; those
+    that the inputs of blocks leave room for stay on the device."""
 
 
 @section

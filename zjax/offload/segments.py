@@ -66,6 +66,7 @@ class Segments:
         self.stream = Stream(max(2 * block_bytes, AHEAD_BYTES))
         self.carries = Stream(AHEAD_BYTES)
         self.carry_memory = carry_memory
+        self.kept_bytes = 0  # of inputs of blocks on a device, at the last pass
         self.grad_rows = programs.grad_tree
         self.embed = jit(programs.embed)
         self.block = jit(programs.block)
@@ -144,6 +145,8 @@ class Segments:
         there = [("forward", i) for i in back[::-1]]
         self.announce(blocks, [*there, *(("backward", i) for i in back)])
         carry, context, auxiliary = self.forward(embed, blocks, batch, key, kept)
+        rows = [row for _, rows in kept for row in rows if row.memory == DEVICE]
+        self.kept_bytes = sum(row.device_bytes for row in rows)
         loss, own, shared, cotangent = self.head(head, carry, batch, scale, auxiliary)
         tree = jax.tree.structure(carry)
         del carry

@@ -10,8 +10,12 @@ import jax
 from zjax.sharding.placement import Row
 from zjax.sharding.plan import DEVICE
 
-IN_FLIGHT_BYTES = 2_500 * 10**6
-"""On a device, of arrays on their way; the next wait until some have left."""
+IN_FLIGHT_BYTES = 5 * 10**9
+"""On a device, of arrays on their way; the next wait until some have left.
+
+Six groups of a large model: while one comes up and one goes down, others wait behind
+the block that the device computes.
+"""
 
 
 @dataclasses.dataclass(frozen=True)

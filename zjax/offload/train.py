@@ -24,7 +24,7 @@ from zjax.offload.stream import Load, Stream, rest
 from zjax.offload.update import GroupedUpdate
 from zjax.offload.whole import Whole
 from zjax.sharding.placement import Row
-from zjax.sharding.plan import Plan
+from zjax.sharding.plan import DEVICE, Plan
 from zjax.train.state import TrainState, state_rows
 from zjax.train.update import Schedule
 from zjax.typing import Batch, Loss, Metrics, Model
@@ -124,6 +124,7 @@ class _Running:
         leaves = zip(self.update.state_names, jax.tree.leaves(state), strict=True)
         self.known = dict(leaves)
         self.outputs: dict[int, Any] = {}
+        self.grad_bytes_to_come = sum(row.device_bytes for row in train.resting_grads)
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         train, update = self.train, self.update
@@ -169,6 +170,10 @@ class _Running:
             return
         first = len(self.update.state_names)
         rows = [self.train.resting_grads[name - first] for name in names]
+        if self.grad_bytes_to_come <= self.train.backward.kept_bytes:
+            # The inputs of blocks, which the pass has given up, leave room.
+            rows = [row.rest_in(DEVICE) for row in rows]
+        self.grad_bytes_to_come -= sum(row.device_bytes for row in rows)
         self.stream.add(group, [self.known.pop(name) for name in names], rows)
 
     def combine(self) -> None:

@@ -29,6 +29,7 @@ class Whole:
     def __init__(self, model: Model, plan: Plan, num_microbatches: int, jit: Jit):
         self.plan = plan
         self.grad_rows = plan.grads
+        self.kept_bytes = 0
         gradients = whole_gradients(model, plan, num_microbatches)
 
         def stored_gradients(state: TrainState, batch: Batch, key: jax.Array) -> Any:
