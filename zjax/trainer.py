@@ -142,6 +142,8 @@ class Trainer:
             num_devices=self.run.mesh.size,
             callbacks=self._callbacks,
         )
+        if config.checkpoint.every_steps:
+            self.store.prepare(saved_rows(self.run.plan, config))
         with _finished(self.store), stop_signals() as stopped, monitor, self.loader:
             saved, ended = step, False
             while step < config.num_steps and not stopped(step):

@@ -3,14 +3,17 @@
 import random
 import subprocess
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.checkpoint import states
-from zjax.checkpoint import failures
+from zjax.checkpoint import arrays, failures
+from zjax.checkpoint import store as stores
 from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.store import Store
 from zjax.errors import CheckpointError
@@ -293,3 +296,42 @@ def test_a_kill_at_any_moment_loses_only_what_was_not_yet_saved(tmp_path, num_ki
         assert int(restored.split()[1]) >= saved
         saved = int(lines[-1].split()[1])
     assert Store(str(tmp_path)).latest() >= saved >= num_kills
+
+
+def test_what_is_on_the_devices_is_written_while_others_go_on(tmp_path, monkeypatch):
+    """Fails if `save` waits for Orbax, or for the copies."""
+    values = states.make_values()
+    rows = states.make_rows(values)
+    store, started, go_on = Store(str(tmp_path)), threading.Event(), threading.Event()
+    write = stores._write
+
+    def slow(*args):
+        started.set()
+        assert go_on.wait(60)
+        write(*args)
+
+    monkeypatch.setattr(stores, "_write", slow)
+    store.prepare(rows)
+    state = states.place(values, rows)
+    store.save(1, state, rows, extra={})
+    assert started.wait(60)
+    assert store.steps() == ()
+    jax.tree.map(lambda x: x.delete(), state["master"])
+    go_on.set()
+    store.close()
+    states.assert_same(store.restore(rows)[0], values, rows)
+
+
+def test_copies_take_no_more_than_a_share_of_the_host(monkeypatch):
+    """Fails if every replica is copied, or a small host is filled."""
+    mesh = jax.make_mesh((8,), ("data",))
+    split = jax.device_put(np.zeros(64), NamedSharding(mesh, PartitionSpec("data")))
+    whole = jax.device_put(np.zeros(64), NamedSharding(mesh, PartitionSpec()))
+    assert arrays.copy_to_host({"x": whole}) is not None
+    monkeypatch.setattr(arrays, "_SMALL_BYTES", 0)
+    assert arrays.copy_to_host({"x": whole}) is None
+    copy = arrays.copy_to_host({"x": split})["x"]
+    assert copy.sharding.memory_kind == "pinned_host"
+    assert arrays.copy_to_host({"x": copy}) is None
+    monkeypatch.setattr(arrays, "host_memory_bytes", lambda: 500)
+    assert arrays.copy_to_host({"x": split}) is None

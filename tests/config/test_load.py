@@ -133,9 +133,9 @@ def test_source_is_left_as_it_was():
             id="all-at-once",
         ),
         pytest.param(
-            ["observe.plot=false"],
-            "observe.plot='false' is a str; expected bool: True or False",
-            id="bool-in-small-letters",
+            ["observe.plot=no"],
+            "observe.plot='no' is a str; expected bool: True or False",
+            id="bool-in-other-words",
         ),
         pytest.param(
             ["zero.stage.x=1"],
@@ -243,3 +243,8 @@ def test_missing_folder():
         zconfig.load_config("nowhere/c.gin")
     problem = "config='nowhere/c.gin' does not exist; give the path of a file"
     assert str(error.value) == problem
+
+
+@pytest.mark.parametrize("text", ["true", "True"])
+def test_bools_are_read_as_json_and_python_write_them(text):
+    assert zconfig.load_config({}, f"deterministic={text}").deterministic is True

@@ -3,22 +3,26 @@
 import functools
 import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from zjax.checkpoint import layers, layout
 from zjax.checkpoint.layout import Entry
+from zjax.processes.host import host_memory_bytes
 from zjax.sharding import placement
 from zjax.sharding.placement import Row
 from zjax.train.state import place_given
 
 _HOST_GROUP_BYTES = 2**30
 _READ_AHEAD_BYTES = 8 * 10**9
+_SMALL_BYTES = 2**30
+_COPIED_SHARE = 0.4
+"""Of a host's memory, that copies of a state may take: Orbax makes others of them."""
 
 
 def describe(x: jax.Array, row: Row) -> Entry:
@@ -57,6 +61,58 @@ def unpadded(x: jax.Array, row: Row) -> jax.Array:
     whole = NamedSharding(row.sharding.mesh, PartitionSpec(*kept))
     cut = jax.jit(placement.unpad, static_argnums=1, out_shardings=whole)
     return cut(jax.device_put(x, _on_device(row)), row)
+
+
+def copy_to_host(named: Mapping[str, jax.Array]) -> dict[str, jax.Array] | None:
+    """Starts to copy what is on the devices.
+
+    Args:
+        named: Arrays as they are saved.
+
+    Returns:
+        Copies in pinned memory, on their way; None where some rest there already, or
+        where copies of all shards would take too much of the host.
+    """
+    if any(x.sharding.memory_kind == "pinned_host" for x in named.values()):
+        return None
+    shards = [s for x in named.values() for s in x.addressable_shards]
+    copied = sum(shard.data.nbytes for shard in shards)
+    distinct = sum(shard.data.nbytes for shard in shards if shard.replica_id == 0)
+    allowed = max(2 * distinct, _SMALL_BYTES)
+    if copied > min(allowed, host_memory_bytes() * _COPIED_SHARE):
+        return None
+    return {
+        name: jax.device_put(
+            x, x.sharding.with_memory_kind("pinned_host"), may_alias=False
+        )
+        for name, x in named.items()
+    }
+
+
+def pin(rows: Iterable[Row]) -> None:
+    """Has a GPU's host memory pinned, which is slow, and kept for the next to come.
+
+    Args:
+        rows: Places of arrays of which there will be copies on the host.
+    """
+    devices = [d for d in jax.local_devices() if d.platform == "gpu"]
+    shards = [
+        (row.sharding.shard_shape(row.stored_shape), row.dtype)
+        for row in rows
+        if row.memory != "pinned_host" and not layout.is_key(row.dtype)
+    ]
+    size = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in shards)
+    if size * len(devices) > host_memory_bytes() * _COPIED_SHARE:
+        return
+    held = [
+        jax.device_put(
+            np.zeros(shape, dtype),
+            SingleDeviceSharding(device, memory_kind="pinned_host"),
+        )
+        for device in devices
+        for shape, dtype in shards
+    ]
+    jax.block_until_ready(held)
 
 
 def read_arrays(

@@ -10,6 +10,7 @@ import math
 import pathlib
 import shutil
 from collections.abc import Mapping
+from concurrent import futures
 from typing import Any
 
 import jax
@@ -47,6 +48,16 @@ class Store:
         self._keep_best = keep_best
         self._manager: ocp.CheckpointManager | None = None
         self._saving: int | None = None
+        self._threads = futures.ThreadPoolExecutor(1, "checkpoint")
+        self._writing: futures.Future[None] | None = None
+
+    def prepare(self, rows: Any) -> None:
+        """Pins the memory that the first save will take, while other things go on.
+
+        Args:
+            rows: A tree of `Row`, of the state that will be saved.
+        """
+        self._threads.submit(arrays.pin, jax.tree.leaves(rows))
 
     def steps(self) -> tuple[int, ...]:
         """The complete checkpoints.
@@ -96,6 +107,9 @@ class Store:
     ) -> None:
         """Starts to write a checkpoint; returns once `state` may be given away.
 
+        What is on the devices is copied to the host while the next steps run, if the
+        host has room for that.
+
         Args:
             step: Steps taken; more than any checkpoint in the directory.
             state: A tree of arrays in their stored shapes.
@@ -129,15 +143,16 @@ class Store:
             if not entries[name].is_empty
         }
         self._saving = step
+        metrics = {"loss": loss} if finite else {}
         try:
-            self._open_manager().save(
-                step,
-                args=ocp.args.Composite(
-                    state=ocp.args.PyTreeSave(logical), index=ocp.args.JsonSave(index)
-                ),
-                metrics={"loss": loss} if finite else {},
-                force=True,
-            )
+            manager = self._open_manager()
+            copies = arrays.copy_to_host(logical)
+            if copies is None:
+                _write(manager, step, logical, index, metrics)
+            else:
+                self._writing = self._threads.submit(
+                    _write, manager, step, copies, index, metrics
+                )
         except jax.errors.JaxRuntimeError:
             raise
         except Exception as error:
@@ -151,8 +166,13 @@ class Store:
         """
         if self._saving is None or self._manager is None:
             return
+        writing, self._writing = self._writing, None
         try:
+            if writing is not None:
+                writing.result()
             self._manager.wait_until_finished()
+        except jax.errors.JaxRuntimeError:
+            raise
         except Exception as error:
             raise self._abandon(self._saving, error) from error
         self._saving = None
@@ -325,6 +345,24 @@ class Store:
     def _damaged(self, step: int, error: Exception) -> CheckpointError:
         before = max((other for other in self.steps() if other < step), default=None)
         return failures.damaged(self.directory, step, before, error)
+
+
+def _write(
+    manager: ocp.CheckpointManager,
+    step: int,
+    logical: Mapping[str, jax.Array],
+    index: Mapping[str, Any],
+    metrics: Mapping[str, Any],
+) -> None:
+    manager.save(
+        step,
+        args=ocp.args.Composite(
+            state=ocp.args.PyTreeSave(dict(logical)),
+            index=ocp.args.JsonSave(dict(index)),
+        ),
+        metrics=dict(metrics),
+        force=True,
+    )
 
 
 def _entries(saved: Mapping[str, Any]) -> dict[str, Entry]:

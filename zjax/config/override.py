@@ -118,6 +118,8 @@ def _parse_value(hint: Any, text: str) -> Any:
     )
     if strings and not isinstance(value, str):
         return text
+    if hint is bool and value in ("true", "false"):
+        return value == "true"
     if hint is float and value in ("inf", "-inf", "nan"):
         return float(value)
     return value
