@@ -84,7 +84,7 @@ def store_moments(
             # ones are known. The barrier hides from the compiler that they are equal.
             scales = _measure(stored, advance(updates, stored)[1])
             barrier = jax.lax.optimization_barrier
-            updates, stored, scales = barrier((updates, stored, scales))
+            stored, scales = barrier((stored, scales))
         wide, after = advance(updates, stored)
         wide = jax.tree.map(lambda new, old: new.astype(old.dtype), wide, updates)
         count = jnp.asarray(optax.safe_increment(state.count))
