@@ -12,7 +12,7 @@ FLOORS = (
     ("errors", "typing"),
     ("config",),
     ("sharding", "processes"),
-    ("ops", "comm", "compiler"),
+    ("ops", "comm", "compiler", "storage"),
     ("parallel", "optim", "data"),
     ("models", "train"),
     ("checkpoint", "observe", "offload"),

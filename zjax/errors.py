@@ -63,6 +63,10 @@ class CheckpointError(ZjaxError):
     """A checkpoint that cannot be written, found or read."""
 
 
+class StorageError(ZjaxError):
+    """A disk that cannot hold the state of a run, or that returns something else."""
+
+
 class OutputError(ZjaxError):
     """A file of a run that cannot be written."""
 

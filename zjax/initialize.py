@@ -24,6 +24,7 @@ from zjax.sharding import memory, placement
 from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
 from zjax.step import Step, check_arrays, make_step
+from zjax.storage.scratch import check_disks
 from zjax.train.gradients import compute_params
 from zjax.train.state import TrainState, init_state, saved_rows, with_params
 from zjax.train.update import Schedule
@@ -191,7 +192,11 @@ def make_run(
     mesh = meshes.make_mesh(config.mesh, devices)
     plan = plans.make_plan(config, mesh, model, tx)
     memory.check_memory(plan, device_capacity_bytes(mesh))
-    memory.check_host_memory(plan, len(mesh.local_devices), host_memory_bytes())
+    num_devices = len(mesh.local_devices)
+    memory.check_host_memory(plan, num_devices, host_memory_bytes())
+    on_disk = num_devices * memory.resting_bytes(plan, plans.NVME)
+    if on_disk:
+        check_disks(config.zero.nvme_paths, on_disk)
 
     def fresh() -> TrainState:
         start, key = config.checkpoint.init_from, jax.random.key(config.seed)

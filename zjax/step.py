@@ -17,7 +17,7 @@ from zjax.sharding import placement
 from zjax.sharding import plan as plans
 from zjax.train.microbatches import check_batch
 from zjax.train.programs import Programs, make_programs
-from zjax.train.state import TrainState, state_rows
+from zjax.train.state import TrainState, state_rows, without_update
 from zjax.train.update import Schedule
 from zjax.typing import Batch, Metrics, Model
 
@@ -186,7 +186,11 @@ def make_step(
             schedule=schedule,
             jit=functools.partial(_jit_in_turn, plan.mesh, options),
         )
-        programs = {"train": streamed, "evaluate": programs["evaluate"]}
+        evaluate = programs["evaluate"]
+        programs = {
+            "train": streamed,
+            "evaluate": lambda state, batch: evaluate(without_update(state), batch),
+        }
         if config.zero.parameter_memory != plans.DEVICE:
             programs["evaluate"] = streamed.evaluate
     return Step(

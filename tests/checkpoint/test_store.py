@@ -303,14 +303,14 @@ def test_what_is_on_the_devices_is_written_while_others_go_on(tmp_path, monkeypa
     values = states.make_values()
     rows = states.make_rows(values)
     store, started, go_on = Store(str(tmp_path)), threading.Event(), threading.Event()
-    write = stores._write
+    write = stores.write
 
     def slow(*args):
         started.set()
         assert go_on.wait(60)
         write(*args)
 
-    monkeypatch.setattr(stores, "_write", slow)
+    monkeypatch.setattr(stores, "write", slow)
     store.prepare(rows)
     state = states.place(values, rows)
     store.save(1, state, rows, extra={})

@@ -25,6 +25,7 @@ def state_bytes(state: TrainState, device: Device) -> int:
         shard.data.nbytes
         for array in jax.tree.leaves(state)
         if array.sharding.memory_kind == kind
+        if isinstance(array, jax.Array)  # the others rest on disks
         for shard in array.addressable_shards
         if shard.device == device
     )

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,9 +12,12 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from zjax.checkpoint import layers, layout
 from zjax.checkpoint.layout import Entry
+from zjax.checkpoint.saved import Saved, place_slices
 from zjax.processes.host import host_memory_bytes
 from zjax.sharding import placement
 from zjax.sharding.placement import Row
+from zjax.sharding.plan import DEVICE
+from zjax.storage.move import rest
 from zjax.train.state import place_given
 
 _HOST_GROUP_BYTES = 2**30
@@ -99,7 +101,7 @@ def pin(rows: Iterable[Row]) -> None:
     shards = [
         (row.sharding.shard_shape(row.stored_shape), row.dtype)
         for row in rows
-        if row.memory != "pinned_host" and not layout.is_key(row.dtype)
+        if row.memory == DEVICE and not layout.is_key(row.dtype)
     ]
     size = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in shards)
     if size * len(devices) > host_memory_bytes() * _COPIED_SHARE:
@@ -115,79 +117,45 @@ def pin(rows: Iterable[Row]) -> None:
     jax.block_until_ready(held)
 
 
-def read_arrays(
-    directory: pathlib.Path, named: Mapping[str, Row], found: Mapping[str, Entry]
-) -> list[jax.Array]:
+def read_arrays(saved: Saved, named: Mapping[str, Row]) -> list[Any]:
     """Reads arrays straight onto their shards.
 
-    What rests in host memory passes through the device a little at a time, so that the
+    What rests elsewhere passes through the device a little at a time, so that the
     device never holds what the plan keeps off it.
 
     Args:
-        directory: Where Orbax wrote the arrays.
+        saved: Those of a checkpoint: of these names, or their layers or stacks.
         named: Places by name.
-        found: What the checkpoint says of those names, or of their layers or stacks.
 
     Returns:
         Arrays in their stored shapes, in the order of `named`.
     """
-    arrays: dict[str, jax.Array] = {}
-    stored = {n: r for n, r in named.items() if n in found and not found[n].is_empty}
-    for group in _groups(stored):
+    found, arrays = saved.entries, dict[str, Any]()
+    written = {
+        name: row
+        for name, row in named.items()
+        if name in found and not found[name].is_empty and name not in saved.linked
+    }
+    for group in _groups(written):
         args = {name: _restore_args(row, found[name]) for name, row in group.items()}
         largest = max(row.device_bytes for row in group.values())
         ahead_bytes = max(_READ_AHEAD_BYTES, 2 * largest)
-        for name, data in _read(directory, args, ahead_bytes).items():
+        for name, data in saved.restore(args, ahead_bytes).items():
             if found[name].key_impl:
                 data = jax.random.wrap_key_data(data, impl=found[name].key_impl)
-            arrays[name] = jax.device_put(data, group[name].sharding)
+            arrays[name] = rest(data, group[name])
 
-    @functools.lru_cache(maxsize=1)  # layers of one stack follow one another
-    def whole(name: str) -> np.ndarray:
-        return read_whole(directory, name, found[name])
-
+    # Layers of one stack follow one another.
+    whole = functools.lru_cache(maxsize=1)(saved.whole)
     for name, row in named.items():
         if name not in found:
             arrays[name] = place_given(layers.read(name, found, whole), row)
         elif found[name].is_empty:
             data = np.zeros(row.stored_shape, row.dtype)
             arrays[name] = jax.device_put(data, row.sharding)
+        elif name in saved.linked:
+            arrays[name] = place_slices(saved.part(name), row)
     return [arrays[name] for name in named]
-
-
-def read_whole(directory: pathlib.Path, name: str, entry: Entry) -> np.ndarray:
-    """Reads one array into host memory.
-
-    Args:
-        directory: Where Orbax wrote the arrays.
-        name: Its name.
-        entry: What the checkpoint says of it.
-
-    Returns:
-        The whole unpadded array.
-    """
-    if entry.is_empty:
-        return np.zeros(entry.shape, entry.dtype)
-    args = {name: ocp.RestoreArgs(restore_type=np.ndarray)}
-    ahead_bytes = max(_READ_AHEAD_BYTES, 16 * math.prod(entry.shape))
-    return _read(directory, args, ahead_bytes)[name]
-
-
-def _read(
-    directory: pathlib.Path, args: Mapping[str, Any], ahead_bytes: int
-) -> dict[str, Any]:
-    handler = ocp.PyTreeCheckpointHandler(
-        restore_concurrent_gb=math.ceil(ahead_bytes / 10**9)
-    )
-    with ocp.Checkpointer(handler) as reader:
-        return reader.restore(
-            directory,
-            args=ocp.args.PyTreeRestore(
-                item=dict.fromkeys(args, 0),
-                restore_args=dict(args),
-                partial_restore=True,
-            ),
-        )
 
 
 def _on_device(row: Row) -> NamedSharding:
@@ -207,10 +175,10 @@ def _restore_args(row: Row, entry: Entry) -> ocp.ArrayRestoreArgs:
 
 def _groups(named: Mapping[str, Row]) -> list[dict[str, Row]]:
     """All that rests on the device at once, what rests elsewhere a little at a time."""
-    groups = [{n: r for n, r in named.items() if r.memory != "pinned_host"}]
+    groups = [{n: r for n, r in named.items() if r.memory == DEVICE}]
     group: dict[str, Row] = {}
     for name, row in named.items():
-        if row.memory != "pinned_host":
+        if row.memory == DEVICE:
             continue
         filled = sum(other.device_bytes for other in group.values())
         if group and filled + row.device_bytes > _HOST_GROUP_BYTES:

@@ -19,12 +19,13 @@ import orbax.checkpoint as ocp
 
 from zjax.checkpoint import arrays, failures, layers, layout, quiet
 from zjax.checkpoint.layout import Entry
+from zjax.checkpoint.manager import INDEX, INDEX_FILE, STATE, make_manager, write
+from zjax.checkpoint.saved import Saved, link
 from zjax.errors import CheckpointError
 from zjax.sharding.placement import Row
+from zjax.storage.array import DiskArray
 
-_STATE = "state"
-_INDEX = "index"
-_INDEX_FILE = "metadata"
+_LINKED = "linked"
 _FORMAT = 1
 
 
@@ -137,21 +138,25 @@ class Store:
             "arrays": {name: vars(entry) for name, entry in entries.items()},
             "extra": json.loads(json.dumps(extra)),
         }
+        on_disk = {n: x for n, x in leaves.items() if isinstance(x, DiskArray)}
         logical = {
             name: arrays.unpadded(leaves[name], row)
             for name, row in named.items()
-            if not entries[name].is_empty
+            if not entries[name].is_empty and name not in on_disk
         }
+        index["linked"] = [*on_disk]
         self._saving = step
         metrics = {"loss": loss} if finite else {}
         try:
             manager = self._open_manager()
+            self._remove_unused_links(besides=step)
+            link(on_disk, self._links(step))
             copies = arrays.copy_to_host(logical)
             if copies is None:
-                _write(manager, step, logical, index, metrics)
+                write(manager, step, logical, index, metrics)
             else:
                 self._writing = self._threads.submit(
-                    _write, manager, step, copies, index, metrics
+                    write, manager, step, copies, index, metrics
                 )
         except jax.errors.JaxRuntimeError:
             raise
@@ -187,6 +192,7 @@ class Store:
         if self._manager is not None:
             self._manager.close()
             self._manager = None
+            self._remove_unused_links()
 
     def restore(self, rows: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
         """Reads a whole state, each array straight onto its shards.
@@ -208,7 +214,7 @@ class Store:
         expected = {name: layout.describe_row(row) for name, row in named.items()}
         inside = layers.as_wanted(expected, index["arrays"])
         layout.check_same(expected, inside, str(self._path(step)))
-        leaves = self._read(step, named, index["arrays"])
+        leaves = self._read(step, named)
         return jax.tree.unflatten(jax.tree.structure(rows), leaves), index["extra"]
 
     def restore_part(self, rows: Any, part: str, step: int | None = None) -> Any:
@@ -233,7 +239,7 @@ class Store:
         inside = {name: e for name, e in found.items() if name.startswith(f"{part}/")}
         inside = layers.as_wanted(expected, inside)
         layout.check_same(expected, inside, str(self._path(step)), cast=True)
-        leaves = self._read(step, named, found)
+        leaves = self._read(step, named)
         return jax.tree.unflatten(jax.tree.structure(rows), leaves)
 
     def extra(self, step: int | None = None) -> dict[str, Any]:
@@ -278,17 +284,19 @@ class Store:
             CheckpointError: There is no such checkpoint, or it is damaged.
         """
         step = self._existing(step)
-        entry = self._read_index(step)["arrays"][name]
         try:
-            return arrays.read_whole(self._path(step) / _STATE, name, entry)
+            return self._saved(step).whole(name)
         except Exception as error:
             raise self._damaged(step, error) from error
 
-    def _read(
-        self, step: int, named: Mapping[str, Row], found: Mapping[str, Entry]
-    ) -> list[jax.Array]:
+    def _saved(self, step: int) -> Saved:
+        index, links = self._read_index(step), self._links(step)
+        linked = {name: links / name for name in index["linked"]}
+        return Saved(self._path(step) / STATE, index["arrays"], linked)
+
+    def _read(self, step: int, named: Mapping[str, Row]) -> list[Any]:
         try:
-            return arrays.read_arrays(self._path(step) / _STATE, named, found)
+            return arrays.read_arrays(self._saved(step), named)
         except jax.errors.JaxRuntimeError:  # the devices are at fault, not the files
             raise
         except Exception as error:
@@ -296,7 +304,7 @@ class Store:
 
     def _read_index(self, step: int) -> dict[str, Any]:
         try:
-            text = (self._path(step) / _INDEX / _INDEX_FILE).read_text()
+            text = (self._path(step) / INDEX / INDEX_FILE).read_text()
             index = json.loads(text)
             if index["format"] != _FORMAT:
                 raise ValueError(f"format {index['format']}, expected {_FORMAT}")
@@ -304,6 +312,7 @@ class Store:
                 "loss": index["loss"],
                 "arrays": _entries(index["arrays"]),
                 "extra": index["extra"],
+                "linked": index["linked"],
             }
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._damaged(step, error) from error
@@ -321,9 +330,21 @@ class Store:
     def _path(self, step: int) -> pathlib.Path:
         return self.directory / str(step)
 
+    def _links(self, step: int) -> pathlib.Path:
+        return self.directory / _LINKED / str(step)
+
+    def _remove_unused_links(self, besides: int | None = None) -> None:
+        """Orbax removes checkpoints, and knows nothing of what is beside them."""
+        if jax.process_index():
+            return
+        kept = {str(step) for step in (*self.steps(), besides)}
+        for path in (self.directory / _LINKED).glob("*"):
+            if path.name not in kept:
+                shutil.rmtree(path, ignore_errors=True)
+
     def _open_manager(self) -> ocp.CheckpointManager:
         if self._manager is None:
-            self._manager = _make_manager(
+            self._manager = make_manager(
                 self.directory, self._keep_last, self._keep_best
             )
         return self._manager
@@ -347,48 +368,8 @@ class Store:
         return failures.damaged(self.directory, step, before, error)
 
 
-def _write(
-    manager: ocp.CheckpointManager,
-    step: int,
-    logical: Mapping[str, jax.Array],
-    index: Mapping[str, Any],
-    metrics: Mapping[str, Any],
-) -> None:
-    manager.save(
-        step,
-        args=ocp.args.Composite(
-            state=ocp.args.PyTreeSave(dict(logical)),
-            index=ocp.args.JsonSave(dict(index)),
-        ),
-        metrics=dict(metrics),
-        force=True,
-    )
-
-
 def _entries(saved: Mapping[str, Any]) -> dict[str, Entry]:
     return {
         name: Entry(tuple(e["shape"]), e["dtype"], e["key_impl"])
         for name, e in saved.items()
     }
-
-
-def _make_manager(
-    directory: pathlib.Path, keep_last: int, keep_best: int
-) -> ocp.CheckpointManager:
-    def loss(metrics: Mapping[str, float]) -> float:
-        return metrics.get("loss", math.inf)
-
-    policies = ocp.checkpoint_managers
-    best = policies.BestN(get_metric_fn=loss, reverse=True, n=keep_best)
-    options = ocp.CheckpointManagerOptions(
-        best_fn=loss,  # without it the losses are forgotten when the process ends
-        preservation_policy=policies.AnyPreservationPolicy(
-            [policies.LatestN(keep_last), best]
-        ),
-        cleanup_tmp_directories=True,
-    )
-    handlers = {
-        _STATE: ocp.PyTreeCheckpointHandler(),
-        _INDEX: ocp.JsonCheckpointHandler(_INDEX_FILE),
-    }
-    return ocp.CheckpointManager(directory, options=options, item_handlers=handlers)

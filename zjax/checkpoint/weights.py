@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 import safetensors
-from jax.sharding import NamedSharding
 
 from zjax.checkpoint import layers, layout
 from zjax.checkpoint.export import DTYPES, tensor_name
 from zjax.checkpoint.layout import Entry
+from zjax.checkpoint.saved import place_slices
 from zjax.errors import CheckpointError, Problem
 from zjax.sharding.placement import Row
 from zjax.typing import Params
@@ -106,26 +105,9 @@ def _describe(files: Mapping[str, pathlib.Path]) -> dict[str, Entry]:
 def _load(file: pathlib.Path, source: str, row: Row, name: str) -> jax.Array:
     layer = () if source == name else (layers.number_of(name),)
 
-    def read(index: tuple[slice, ...] | None) -> np.ndarray:
-        whole = (slice(None),) * len(row.shape)
-        shard = np.zeros(row.sharding.shard_shape(row.stored_shape), row.dtype)
-        spans = [
-            s.indices(n)[:2]
-            for s, n in zip(index or whole, row.stored_shape, strict=True)
-        ]
-        inside = [
-            slice(a, min(b, n)) for (a, b), n in zip(spans, row.shape, strict=True)
-        ]
-        if all(s.start < s.stop for s in inside):
-            place = tuple(slice(s.stop - s.start) for s in inside)
-            shard[place] = view[(*layer, *inside)]
-        return shard
-
-    on_device = NamedSharding(row.sharding.mesh, row.spec)
     with safetensors.safe_open(file, framework="numpy") as tensors:
         view = tensors.get_slice(source)
-        loaded = jax.make_array_from_callback(row.stored_shape, on_device, read)
-    return jax.device_put(loaded, row.sharding)
+        return place_slices(lambda index: view[(*layer, *index)], row)
 
 
 def _unusable(path: str, problem: str) -> CheckpointError:

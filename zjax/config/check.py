@@ -161,6 +161,15 @@ def _offload(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         problem = f"is not built for zero.optimizer_memory={memory!r}"
         remedy = "use 'compute', or keep the state on the devices"
         yield Problem("precision.reduce_dtype", "float32", problem, remedy)
+    on_disk = "nvme" in (config.zero.optimizer_memory, config.zero.parameter_memory)
+    if on_disk and not config.zero.nvme_paths:
+        problem = "names no disk for what rests on 'nvme'"
+        remedy = "name a directory on each disk, such as ('/mnt/nvme0',)"
+        yield Problem("zero.nvme_paths", (), problem, remedy)
+    if config.zero.nvme_paths and not on_disk:
+        problem = "has no effect, as nothing rests on 'nvme'"
+        remedy = "leave it at (), or set zero.optimizer_memory to 'nvme'"
+        yield Problem("zero.nvme_paths", config.zero.nvme_paths, problem, remedy)
     memory, decay = config.zero.parameter_memory, config.optimizer.ema_decay
     if memory != "device" and decay:
         problem = (

@@ -21,8 +21,8 @@ _MOMENTS = ("adamw", "adam", "lamb", "muon")
 
 NEEDS = (
     Needs("zero.min_shard_elements", "zero.stage", (1, 2, 3)),
-    Needs("zero.parameter_memory", "zero.optimizer_memory", ("pinned_host",)),
-    Needs("zero.gradient_memory", "zero.optimizer_memory", ("pinned_host",)),
+    Needs("zero.parameter_memory", "zero.optimizer_memory", ("pinned_host", "nvme")),
+    Needs("zero.gradient_memory", "zero.optimizer_memory", ("pinned_host", "nvme")),
     Needs("precision.reduce_dtype", "precision.compute_dtype", ("bfloat16", "float16")),
     *(
         Needs(

@@ -37,10 +37,13 @@ class Zero:
     parameters."""
     min_shard_elements: int = 16_384
     """Smaller arrays stay whole: gathering them costs more time than memory saved."""
-    optimizer_memory: Literal["device", "pinned_host"] = "device"
+    optimizer_memory: Literal["device", "pinned_host", "nvme"] = "device"
     """Where optimizer state and master weights rest between their updates."""
-    parameter_memory: Literal["device", "pinned_host"] = "device"
+    parameter_memory: Literal["device", "pinned_host", "nvme"] = "device"
     """Where the blocks' parameters in use rest until a block runs."""
+    nvme_paths: tuple[str, ...] = ()
+    """Directories for what rests on `nvme`, one per disk; each process makes its own
+    there, and removes it at its end."""
     gradient_memory: Literal["device", "pinned_host"] = "device"
     """Where gradients rest while updates on the host's state wait for their norm; those
     that the inputs of blocks leave room for stay on the device."""

@@ -7,10 +7,10 @@ import jax
 
 from zjax.config.schema import Config
 from zjax.offload.parts import compile_parts
-from zjax.offload.stream import move, rest
 from zjax.optim.dataflow import trace
 from zjax.sharding.placement import Row, layer_of, pad, place_tree, shardings, unpad
 from zjax.sharding.plan import DEVICE, Plan
+from zjax.storage.move import move, rest
 from zjax.train.state import TrainState, first_scalars, of_master, with_params
 from zjax.typing import Model, Params
 
@@ -109,13 +109,14 @@ def _init_opt_state(tx: Any, master: Params, plan: Plan) -> Any:
     parts = compile_parts(
         [program.part((), [output]) for output in program.outputs], jax.jit
     )
+
+    def bring(name: int) -> jax.Array:
+        here = move(arrays[name], rows[name], DEVICE, is_consumed=False)
+        return unpad(here, rows[name])
+
     found = []
     for part, place in zip(parts, places, strict=True):
-        known = {
-            name: unpad(move(arrays[name], rows[name], DEVICE, False), rows[name])
-            for name in part.inputs
-        }
-        (x,) = part(known)
+        (x,) = part({name: bring(name) for name in part.inputs})
         here = place.rest_in(DEVICE).sharding
         x = jax.jit(pad, static_argnums=1, out_shardings=here)(x, place)
         found += jax.block_until_ready(rest([x], [place]))

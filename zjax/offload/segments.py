@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from zjax.models.part import fold_name
 from zjax.offload.parts import Jit
 from zjax.offload.programs import BlockPrograms
-from zjax.offload.stream import Load, Stream, rest
+from zjax.offload.stream import Load, Stream
 from zjax.sharding.placement import Row
 from zjax.sharding.plan import DEVICE, Plan, plan_on_device
+from zjax.storage.move import rest
 from zjax.train import microbatches
 from zjax.train.state import TrainState
 from zjax.train.update import loss_scale_of

@@ -8,7 +8,9 @@ from typing import Any
 import jax
 
 from zjax.sharding.placement import Row
-from zjax.sharding.plan import DEVICE
+from zjax.sharding.plan import DEVICE, NVME
+from zjax.storage.array import DiskArray
+from zjax.storage.move import move, rest
 
 IN_FLIGHT_BYTES = 5 * 10**9
 """On a device, of arrays on their way; the next wait until some have left.
@@ -16,6 +18,9 @@ IN_FLIGHT_BYTES = 5 * 10**9
 Six groups of a large model: while one comes up and one goes down, others wait behind
 the block that the device computes.
 """
+
+READ_AHEAD_BYTES = 4 * 10**9
+"""On the host for one device, of what is read from disks before there is room."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +35,7 @@ class Load:
     """
 
     name: Hashable
-    arrays: list[jax.Array]
+    arrays: list[Any]
     rows: list[Row]
     is_consumed: bool
 
@@ -38,6 +43,23 @@ class Load:
     def moved_bytes(self) -> int:
         """On one device, of what has to come up."""
         return sum(row.device_bytes for row in self.rows if row.memory != DEVICE)
+
+    @property
+    def disk_bytes(self) -> int:
+        """On one device, of what has to be read from disks."""
+        return sum(row.device_bytes for row in self.rows if row.memory == NVME)
+
+    def prefetch(self) -> None:
+        """Starts to read what is on disks into the memory of the host."""
+        for x in self._on_disk():
+            x.prefetch()
+
+    def is_read(self) -> bool:
+        """Whether nothing has to be waited for any more."""
+        return all(x.is_read() for x in self._on_disk())
+
+    def _on_disk(self) -> list[DiskArray]:
+        return [x for x in self.arrays if isinstance(x, DiskArray)]
 
 
 class Stream:
@@ -114,8 +136,17 @@ class Stream:
         """Starts to bring up what there is room for."""
         while self.leaving and all(map(_is_done, self.leaving[0][1])):
             self._release(wait=False)
-        while self.waiting and self._fits():
+        self._read_ahead()
+        while self.waiting and self._fits() and self.waiting[0].is_read():
             self._bring()
+
+    def _read_ahead(self) -> None:
+        ahead = 0
+        for load in self.waiting:
+            ahead += load.disk_bytes
+            if ahead > READ_AHEAD_BYTES:
+                return
+            load.prefetch()
 
     def _fits(self) -> bool:
         size = self.waiting[0].moved_bytes
@@ -123,8 +154,11 @@ class Stream:
 
     def _bring(self) -> None:
         load = self.waiting.popleft()
+        load.prefetch()
         pairs = zip(load.arrays, load.rows, strict=True)
-        arrays = [move(x, row, DEVICE, load.is_consumed) for x, row in pairs]
+        arrays = [
+            move(x, row, DEVICE, is_consumed=load.is_consumed) for x, row in pairs
+        ]
         self.here[load.name] = arrays, load.moved_bytes
         self.in_flight += load.moved_bytes
 
@@ -135,40 +169,6 @@ class Stream:
         self.in_flight -= num_bytes
 
 
-def rest(arrays: Sequence[jax.Array], rows: Sequence[Row]) -> list[jax.Array]:
-    """Sends arrays to where they rest; those that move are consumed.
-
-    Args:
-        arrays: On the devices.
-        rows: Where each rests.
-
-    Returns:
-        Arrays at rest, perhaps still on their way.
-    """
-    pairs = zip(arrays, rows, strict=True)
-    return [move(x, row, row.memory, True) for x, row in pairs]
-
-
 def _is_done(x: Any) -> bool:
     # What came down for the last step may have gone up for this one.
     return x.is_deleted() or x.is_ready()
-
-
-def move(x: jax.Array, row: Row, memory: str, is_consumed: bool) -> jax.Array:
-    """Sends one array to another memory, unless it rests on the devices.
-
-    Args:
-        x: The array.
-        row: Where it rests.
-        memory: Where it goes.
-        is_consumed: Whether `x` is given up.
-
-    Returns:
-        The array there, perhaps still on its way.
-    """
-    if row.memory == DEVICE:
-        return x
-    moved = jax.device_put(x, row.rest_in(memory).sharding, may_alias=False)
-    if is_consumed:
-        x.delete()  # its memory is free once the copy is done
-    return moved

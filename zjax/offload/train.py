@@ -20,11 +20,12 @@ import jax
 from zjax.config.schema import Config
 from zjax.offload.parts import Jit
 from zjax.offload.segments import Arrived, Segments
-from zjax.offload.stream import Load, Stream, rest
+from zjax.offload.stream import Load, Stream
 from zjax.offload.update import GroupedUpdate
 from zjax.offload.whole import Whole
 from zjax.sharding.placement import Row
 from zjax.sharding.plan import DEVICE, Plan
+from zjax.storage.move import rest
 from zjax.train.state import TrainState, state_rows
 from zjax.train.update import Schedule
 from zjax.typing import Batch, Loss, Metrics, Model

@@ -1,6 +1,5 @@
 """A backward pass as one program, for models that are not a line of blocks."""
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,7 @@ from zjax.offload.segments import Arrived
 from zjax.sharding.placement import pad_tree, place_tree, shardings, unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.train.gradients import whole_gradients
-from zjax.train.state import TrainState
+from zjax.train.state import TrainState, without_update
 from zjax.train.update import loss_scale_of
 from zjax.typing import Batch, Loss, Model
 
@@ -55,7 +54,6 @@ class Whole:
         self, state: TrainState, batch: Batch, key: jax.Array
     ) -> Iterator[Arrived | Loss]:
         """Differentiates the mean loss over a batch; see `Segments.run`."""
-        read = dataclasses.replace(state, master=(), opt_state=(), ema=())
-        grads, model_state, loss = self.gradients(read, batch, key)
+        grads, model_state, loss = self.gradients(without_update(state), batch, key)
         yield 0, jax.tree.leaves(grads)
         yield loss._replace(model_state=model_state)

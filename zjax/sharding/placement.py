@@ -43,6 +43,7 @@ class Row:
         dtype: Element type.
         sharding: Mesh, spec and memory.
         num_layers: Equal layers that the first dim stacks; 0 where it is no stack.
+        disks: Directories of the disks among which it rests; none for arrays in memory.
     """
 
     path: str
@@ -51,6 +52,7 @@ class Row:
     dtype: Any
     sharding: NamedSharding
     num_layers: int = 0
+    disks: tuple[str, ...] = ()
 
     @property
     def spec(self) -> PartitionSpec:
@@ -59,8 +61,8 @@ class Row:
 
     @property
     def memory(self) -> str:
-        """`device` or `pinned_host`."""
-        return self.sharding.memory_kind or "device"
+        """`device`, `pinned_host` or `nvme`."""
+        return "nvme" if self.disks else self.sharding.memory_kind or "device"
 
     @property
     def device_bytes(self) -> int:
@@ -84,7 +86,11 @@ class Row:
     def rest_in(self, memory: str) -> "Row":
         """The same place in another memory, which JAX calls by the same name."""
         sharding = self.sharding.with_memory_kind(memory)
-        return dataclasses.replace(self, sharding=sharding)
+        return dataclasses.replace(self, sharding=sharding, disks=())
+
+    def rest_on(self, disks: tuple[str, ...]) -> "Row":
+        """The same place on disks, from which arrays go to the devices."""
+        return dataclasses.replace(self.rest_in("device"), disks=disks)
 
     @property
     def abstract(self) -> jax.ShapeDtypeStruct:

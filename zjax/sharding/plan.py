@@ -12,9 +12,9 @@ extended over the ZeRO axes:
 
 The optimizer takes gradients as it holds its state.
 
-Master weights and optimizer state may rest in the memory of the host. Their layers are
-then stored one by one, to be moved one by one, and the parameters in use stay on the
-devices between steps.
+Master weights and optimizer state may rest in the memory of the host or on disks. Their
+layers are then stored one by one, to be moved one by one, and the parameters in use
+stay on the devices between steps, or rest elsewhere themselves.
 """
 
 import dataclasses
@@ -34,8 +34,8 @@ from zjax.sharding.placement import Row, layer_of, name_of, owners, path_of
 from zjax.sharding.zero import stored_shape
 from zjax.typing import Model
 
-DEVICE, HOST = "device", "pinned_host"
-"""Memories, as JAX calls them."""
+DEVICE, HOST, NVME = "device", "pinned_host", "nvme"
+"""Memories; the first two as JAX calls them."""
 MIN_MOVED_BYTES = 1 << 18
 """On one device; smaller arrays cost more time to move than they free memory."""
 
@@ -138,9 +138,14 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
         return jax.tree.map(_layer_by_layer, rows) if is_apart else rows
 
     def at_rest(rows: Any, memory: str = config.zero.optimizer_memory) -> Any:
-        return jax.tree.map(
-            lambda row: row.rest_in(memory) if _is_moved(row, memory) else row, rows
-        )
+        def one(row: Row) -> Row:
+            if not _is_moved(row, memory):
+                return row
+            if memory == NVME:
+                return row.rest_on(config.zero.nvme_paths)
+            return row.rest_in(memory)
+
+        return jax.tree.map(one, rows)
 
     def blocks_at_rest(rows: Any) -> Any:
         resting = at_rest(rows, config.zero.parameter_memory)

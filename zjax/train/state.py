@@ -20,7 +20,8 @@ from zjax.sharding.placement import (
     unpad,
     unpad_tree,
 )
-from zjax.sharding.plan import DEVICE, Plan, plan_on_device
+from zjax.sharding.plan import DEVICE, NVME, Plan, plan_on_device
+from zjax.storage.move import move, rest
 from zjax.train.gradients import compute_params, param_in_use
 from zjax.typing import Model, ModelState, Params
 
@@ -173,6 +174,18 @@ def with_params(state: TrainState, plan: Plan) -> TrainState:
     )
 
 
+def without_update(state: TrainState) -> TrainState:
+    """What a model is run with: the state without what only its update reads.
+
+    Args:
+        state: With the parameters in use.
+
+    Returns:
+        The rest, all of it in the memory of devices or of the host.
+    """
+    return dataclasses.replace(state, master=(), opt_state=())
+
+
 def of_master(master: Params, rows: Any, plan: Plan) -> Params:
     """Master weights in another dtype and place, one array after another.
 
@@ -190,27 +203,11 @@ def of_master(master: Params, rows: Any, plan: Plan) -> Params:
         return pad(param_in_use(unpad(x, stored), stored, row), row)
 
     def one(x: jax.Array, stored: Row, row: Row) -> jax.Array:
-        here = jax.device_put(x, stored.sharding)
-        return jax.block_until_ready(rest(cast(here, stored, row.rest_in(DEVICE)), row))
+        here = move(x, stored, DEVICE, is_consumed=False)
+        made = cast(here, stored.rest_in(DEVICE), row.rest_in(DEVICE))
+        return jax.block_until_ready(rest(made, row))
 
-    return jax.tree.map(one, master, plan_on_device(plan).master, rows)
-
-
-def rest(tree: Any, rows: Any) -> Any:
-    """Moves what does not rest on the devices to where it does.
-
-    Args:
-        tree: Arrays on the devices.
-        rows: The place of every array.
-
-    Returns:
-        The arrays at rest.
-    """
-
-    def one(x: jax.Array, row: Row) -> jax.Array:
-        return x if row.memory == DEVICE else jax.device_put(x, row.sharding)
-
-    return jax.tree.map(one, tree, rows)
+    return jax.tree.map(one, master, plan.master, rows)
 
 
 def first_scalars(config: Config) -> dict[str, Any]:
@@ -243,9 +240,10 @@ def place_given(params: Any, rows: Any) -> Any:
     def place(x: Any, row: Row) -> jax.Array:
         stored = np.zeros(row.stored_shape, row.dtype)
         stored[tuple(map(slice, row.shape))] = np.asarray(x)
-        return jax.make_array_from_callback(
+        placed = jax.make_array_from_callback(
             row.stored_shape, row.sharding, stored.__getitem__
         )
+        return rest(placed, row) if row.memory == NVME else placed
 
     return jax.tree.map(place, params, rows)
 

@@ -1,0 +1,173 @@
+"""Arrays on disks come back, or say what is wrong."""
+
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zjax.config import schema
+from zjax.errors import StorageError
+from zjax.sharding import mesh as meshes
+from zjax.sharding.placement import Row
+from zjax.storage import array as arrays
+from zjax.storage import scratch
+from zjax.storage.array import DiskArray
+
+SPECS = {
+    "split": PartitionSpec("data"),
+    "split along both dims": PartitionSpec("replica", "data"),
+    "on every device": PartitionSpec(),
+}
+
+
+def make_row(disks, spec=SPECS["split"], dtype="float32", shape=(16, 12)):
+    mesh = meshes.make_mesh(schema.Mesh(replica=2))
+    sharding = NamedSharding(mesh, spec)
+    return Row("x", shape, shape, jnp.dtype(dtype), sharding, disks=tuple(disks))
+
+
+def make_array(row):
+    x = np.random.default_rng(0).normal(size=row.shape) * 50
+    x[:4] = 0
+    return jax.device_put(x.astype(row.dtype), row.sharding)
+
+
+@pytest.fixture
+def disks(tmp_path):
+    paths = [tmp_path / name for name in ("first", "second")]
+    for path in paths:
+        path.mkdir()
+    return tuple(map(str, paths))
+
+
+def files(path):
+    return [p for p in pathlib.Path(path).rglob("*") if p.is_file()]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "uint8"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_comes_back_as_it_was(disks, monkeypatch, spec, dtype):
+    monkeypatch.setattr(arrays, "CHUNK_BYTES", 64)
+    row = make_row(disks, SPECS[spec], dtype)
+    x = make_array(row)
+    array = DiskArray.write(x, row)
+    found = array.to_devices()
+    np.testing.assert_array_equal(found, x)
+    assert (found.sharding, found.dtype) == (x.sharding, x.dtype)
+    np.testing.assert_array_equal(array.read((slice(3, 7), slice(1))), x[3:7, :1])
+    assert len(files(array.path)) > x.nbytes / 64
+    array.prefetch()
+    np.testing.assert_array_equal(array.to_devices(), x)
+
+
+def test_disks_take_turns(disks):
+    """Fails if a disk is named and not used."""
+    row = make_row(disks)
+    written = [DiskArray.write(make_array(row), row) for _ in range(4)]
+    for array in written:
+        array.block_until_ready()
+    assert [len(files(disk)) > 0 for disk in disks] == [True, True]
+    held = [sum(a.path.startswith(disk) for a in written) for disk in disks]
+    assert held == [2, 2]
+
+
+def test_files_go_when_an_array_does(disks):
+    row = make_row(disks)
+    array = DiskArray.write(make_array(row), row)
+    array.to_devices()
+    array.delete()
+    end = time.monotonic() + 30
+    while pathlib.Path(array.path).exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not pathlib.Path(array.path).exists()
+    assert array.is_deleted()
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
+def test_damage_is_noticed(disks, damage):
+    """Fails if what is read need not be what was written."""
+    row = make_row(disks)
+    array = DiskArray.write(make_array(row), row).block_until_ready()
+    chunk = next(p for p in files(array.path) if p.suffix != ".json")
+    content = bytearray(chunk.read_bytes())
+    content[5] ^= 1
+    if damage == "remove":
+        chunk.unlink()
+    else:
+        chunk.write_bytes(content[:-8] if damage == "truncate" else content)
+    with pytest.raises(StorageError) as error:
+        array.to_devices()
+    text = str(error.value)
+    assert text.startswith(
+        f"zero.nvme_paths='{array.path}' cannot be written or read ("
+    )
+    assert text.endswith(
+        "; make room or mend the disk; the run resumes from its last checkpoint"
+    )
+
+
+def test_a_disk_that_fails_is_told(disks, monkeypatch):
+    row = make_row(disks)
+    opened = scratch.open_scratch(row.disks)
+    monkeypatch.setattr(opened, "new_path", lambda: "/proc/nowhere/0")
+    array = DiskArray.write(make_array(row), row)
+    with pytest.raises(StorageError, match=re.escape("'/proc/nowhere/0' cannot be")):
+        array.block_until_ready()
+
+
+def test_paths_that_are_no_directories(disks, tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(StorageError) as error:
+        scratch.Scratch((disks[0], str(file), "/nowhere"))
+    remedy = "name directories on the disks of this host, in which files can be written"
+    assert str(error.value) == (
+        f"zero.nvme_paths='{file}' is not a directory to write to; {remedy}\n"
+        f"zero.nvme_paths='/nowhere' is not a directory to write to; {remedy}"
+    )
+
+
+def test_disks_that_are_too_small(disks, monkeypatch):
+    monkeypatch.setattr(scratch, "free_bytes", lambda paths: 5 * 10**9)
+    scratch.check_disks(disks, 4 * 10**9)
+    with pytest.raises(StorageError) as error:
+        scratch.check_disks(disks, 5 * 10**9)
+    assert str(error.value) == (
+        f"zero.nvme_paths={disks!r} have 5.0 GB free for 6.0 GB, as files that are "
+        "replaced stay until the new ones are there; make room, name more disks, or "
+        "use more hosts"
+    )
+
+
+PROGRAM = """
+import sys, time
+from zjax.storage import scratch
+print(scratch.open_scratch((sys.argv[1],)).places[0], flush=True)
+time.sleep(float(sys.argv[2]))
+"""
+
+
+def test_a_process_leaves_nothing_and_removes_what_a_killed_one_left(tmp_path):
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    pipes = {"stdout": subprocess.PIPE, "text": True}
+    with (
+        subprocess.Popen([*command, "600"], **pipes) as alive,
+        subprocess.Popen([*command, "600"], **pipes) as killed,
+    ):
+        places = [pathlib.Path(p.stdout.readline().strip()) for p in (alive, killed)]
+        assert all(place.is_dir() for place in places)
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+        subprocess.run([*command, "0"], check=True, capture_output=True)
+        assert [place.is_dir() for place in places] == [True, False]
+        alive.kill()
+    subprocess.run([*command, "0"], check=True, capture_output=True)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,1 @@
+"""Arrays on disks, and moves between memories."""

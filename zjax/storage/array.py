@@ -1,0 +1,289 @@
+"""An array that rests on a disk, in files of its own that never change.
+
+Files are written and read past the page cache, in chunks that carry a checksum. An
+array is there once all its chunks are, and a new value is a new array: no power cut
+leaves a value that is half of one and half of another.
+"""
+
+import functools
+import math
+import shutil
+from collections.abc import Callable, Iterable
+from concurrent import futures
+from typing import Any
+
+import jax
+import numpy as np
+import tensorstore
+from jax.sharding import SingleDeviceSharding
+
+from zjax.errors import Problem, StorageError
+from zjax.sharding.placement import Row
+from zjax.storage.scratch import open_scratch
+
+CHUNK_BYTES = 64 << 20
+"""Of a file, at most; each lies within the shard of one device."""
+THREADS = 4
+"""That read, and as many that write; each keeps many chunks on their way."""
+
+Index = tuple[slice, ...]
+
+
+class DiskArray:
+    """A leaf of a state in place of a `jax.Array`, of which this process has a part.
+
+    Args:
+        row: Its place: the disks, and how devices split it.
+        path: Directory of its files.
+    """
+
+    def __init__(self, row: Row, path: str):
+        self.row, self.path = row, path
+        self.shape, self.dtype = row.stored_shape, np.dtype(row.dtype)
+        self.size = math.prod(self.shape)
+        self.nbytes = self.size * self.dtype.itemsize
+        self.ndim = len(self.shape)
+        self._written: futures.Future[None] | None = None
+        self._coming: futures.Future[list[np.ndarray]] | None = None
+        self._is_gone = False
+
+    @classmethod
+    def write(cls, x: jax.Array, row: Row) -> "DiskArray":
+        """Starts to write an array.
+
+        Args:
+            x: On the devices, split as the row says.
+            row: Where it rests.
+
+        Returns:
+            The array on disk, perhaps still on its way.
+        """
+        x.copy_to_host_async()
+        shards = {_key(s.index, x.shape): s.data for s in x.addressable_shards}
+        return cls.from_parts(row, shards.items())
+
+    @classmethod
+    def from_parts(cls, row: Row, parts: Iterable[tuple[Any, Any]]) -> "DiskArray":
+        """Starts to write an array that comes in parts.
+
+        Args:
+            row: Where it rests.
+            parts: Bounds of each part of this process, and what `numpy.asarray` takes.
+
+        Returns:
+            The array on disk, perhaps still on its way.
+        """
+        array = cls(row, open_scratch(row.disks).new_path())
+        array._written = _writers().submit(array._write, list(parts))
+        return array
+
+    @property
+    def sharding(self) -> Any:
+        """How devices split it."""
+        return self.row.sharding
+
+    def prefetch(self) -> None:
+        """Starts to read what the devices of this process hold into host memory."""
+        if self._coming is None:
+            self._coming = _readers().submit(self._read)
+
+    def is_read(self) -> bool:
+        """Whether it is in host memory, or never will be."""
+        return self._coming is not None and self._coming.done()
+
+    def to_devices(self) -> jax.Array:
+        """Reads the array onto its devices.
+
+        Returns:
+            The array, perhaps still on its way from the host.
+
+        Raises:
+            StorageError: It could not be written, or what is read is not what was
+                written.
+        """
+        self.prefetch()
+        assert self._coming is not None
+        coming, self._coming = self._coming, None
+        parts = dict(zip(self._bounds(), self._result(coming), strict=True))
+        indices = self.row.sharding.addressable_devices_indices_map(self.shape)
+        arrays = [
+            jax.device_put(parts[_key(index, self.shape)], SingleDeviceSharding(device))
+            for device, index in indices.items()
+        ]
+        return jax.make_array_from_single_device_arrays(
+            self.shape, self.row.sharding, arrays
+        )
+
+    def read(self, index: Any = ...) -> np.ndarray:
+        """Reads a part of the array.
+
+        Args:
+            index: As of a NumPy array; all of it by default.
+
+        Returns:
+            The part.
+
+        Raises:
+            StorageError: As `to_devices`.
+        """
+        self.block_until_ready()
+        return _told(self.path, lambda: open_files(self.path)[index].read().result())
+
+    def block_until_ready(self) -> "DiskArray":
+        """Waits until it is written.
+
+        Raises:
+            StorageError: It could not be.
+        """
+        if self._written is not None:
+            self._result(self._written)
+        return self
+
+    def is_ready(self) -> bool:
+        """Whether it is written, or never will be."""
+        return self._written is None or self._written.done()
+
+    def delete(self) -> None:
+        """Removes its files."""
+        if not self._is_gone:
+            self._is_gone = True
+            _writers().submit(shutil.rmtree, self.path, ignore_errors=True)
+
+    def is_deleted(self) -> bool:
+        """Whether it was deleted."""
+        return self._is_gone
+
+    def _bounds(self) -> list[Any]:
+        indices = self.row.sharding.addressable_devices_indices_map(self.shape)
+        return list(dict.fromkeys(_key(i, self.shape) for i in indices.values()))
+
+    def _write(self, parts: list[tuple[Any, Any]]) -> None:
+        files = _create_files(self.path, self.row)
+        written = [
+            files[_index(bounds)].write(
+                np.asarray(data), can_reference_source_data_indefinitely=True
+            )
+            for bounds, data in parts
+        ]
+        for each in written:
+            each.result()
+
+    def _read(self) -> list[np.ndarray]:
+        if self._written is not None:
+            self._written.result()
+        files = open_files(self.path)
+        coming = [files[_index(bounds)].read() for bounds in self._bounds()]
+        return [each.result() for each in coming]
+
+    def _result(self, future: futures.Future[Any]) -> Any:
+        return _told(self.path, future.result)
+
+
+def open_files(path: str) -> tensorstore.TensorStore:
+    """The files of an array, to be read.
+
+    Args:
+        path: Their directory.
+
+    Returns:
+        What reads slices.
+    """
+    return tensorstore.open(_driver(path), context=_context(), open=True).result()
+
+
+def chunk_shape(shard_shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """The largest equal parts of a shard that are no larger than a file may be.
+
+    Args:
+        shard_shape: Of one device.
+        itemsize: Bytes of an element.
+
+    Returns:
+        A shape that divides the shard's.
+
+    Example:
+        >>> chunk_shape((6, 1 << 20), 4)
+        (6, 1048576)
+        >>> chunk_shape((48, 1 << 20), 4)
+        (16, 1048576)
+    """
+    chunk = list(shard_shape)
+    for dim, size in enumerate(shard_shape):
+        fitting = CHUNK_BYTES // (math.prod(chunk[dim + 1 :]) * itemsize)
+        parts = range(1, min(max(fitting, 1), size) + 1)
+        chunk[dim] = max((n for n in parts if size % n == 0), default=size)
+        if fitting:
+            break
+    return tuple(chunk)
+
+
+def _create_files(path: str, row: Row) -> tensorstore.TensorStore:
+    shard_shape = row.sharding.shard_shape(row.stored_shape)
+    chunk = chunk_shape(shard_shape, np.dtype(row.dtype).itemsize)
+    metadata = {
+        "shape": row.stored_shape,
+        "data_type": np.dtype(row.dtype).name,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
+        "codecs": [
+            {"name": "bytes", "configuration": {"endian": "little"}},
+            {"name": "crc32c"},
+        ],
+    }
+    spec = _driver(path) | {"metadata": metadata}
+    return tensorstore.open(spec, context=_context(), create=True).result()
+
+
+def _driver(path: str) -> dict[str, Any]:
+    return {
+        "driver": "zarr3",
+        "kvstore": {"driver": "file", "path": f"{path}/"},
+        # Zeros are written like other numbers, so that a file that is gone is noticed.
+        "store_data_equal_to_fill_value": True,
+        "fill_missing_data_reads": False,
+    }
+
+
+@functools.cache
+def _context() -> tensorstore.Context:
+    settings = {
+        "file_io_mode": {"mode": "direct"},
+        "file_io_sync": False,  # a file that is not whole fails its checksum
+        "file_io_concurrency": {"limit": 32},
+    }
+    return tensorstore.Context(settings)
+
+
+@functools.cache
+def _writers() -> futures.ThreadPoolExecutor:
+    return futures.ThreadPoolExecutor(THREADS, "storage-writer")
+
+
+@functools.cache
+def _readers() -> futures.ThreadPoolExecutor:
+    return futures.ThreadPoolExecutor(THREADS, "storage-reader")
+
+
+def _told(path: str, call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except StorageError:
+        raise
+    except (OSError, ValueError) as error:
+        cause = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise StorageError(
+            Problem(
+                "zero.nvme_paths",
+                path,
+                f"cannot be written or read ({cause})",
+                "make room or mend the disk; the run resumes from its last checkpoint",
+            )
+        ) from error
+
+
+def _key(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    bounds = (s.indices(n) for s, n in zip(index, shape, strict=True))
+    return tuple((start, stop) for start, stop, _ in bounds)
+
+
+def _index(bounds: Any) -> Index:
+    return tuple(slice(*pair) for pair in bounds)
