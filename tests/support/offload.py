@@ -14,6 +14,7 @@ from zjax.config import schema
 from zjax.initialize import make_run
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
+from zjax.storage.array import DiskArray
 
 ROWS, LENGTH, STEPS = 16, 8, 4
 GPT = dataclasses.replace(language.GPT, remat="full", num_layers=3)
@@ -73,7 +74,15 @@ def train(run, steps=STEPS):
 
 def weights_of(state):
     """Master weights by path, stacked as without offload."""
-    return jax.tree.map(np.asarray, zjax.sharding.layers.put_together(state.master))
+    master = zjax.sharding.layers.put_together(in_memory(state.master))
+    return jax.tree.map(np.asarray, master)
+
+
+def in_memory(tree):
+    """Arrays that rest on disks, on the devices."""
+    return jax.tree.map(
+        lambda x: x.to_devices() if isinstance(x, DiskArray) else x, tree
+    )
 
 
 def memories(tree):

@@ -17,6 +17,7 @@ from zjax.processes.host import host_memory_bytes
 from zjax.sharding import placement
 from zjax.sharding.placement import Row
 from zjax.sharding.plan import DEVICE
+from zjax.storage.array import DiskArray
 from zjax.storage.move import rest
 from zjax.train.state import place_given
 
@@ -27,7 +28,7 @@ _COPIED_SHARE = 0.4
 """Of a host's memory, that copies of a state may take: Orbax makes others of them."""
 
 
-def describe(x: jax.Array, row: Row) -> Entry:
+def describe(x: jax.Array | DiskArray, row: Row) -> Entry:
     """What the checkpoint says of an array.
 
     Args:

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from zjax.sharding import memory
 from zjax.sharding.placement import Row, dtype_bytes
-from zjax.sharding.plan import DEVICE, HOST, Plan
+from zjax.sharding.plan import DEVICE, HOST, NVME, Plan
 
 WIDTH = 100
 LINK_BYTES_PER_SECOND = 42.5e9
@@ -93,23 +93,36 @@ def describe_memories(plan: Plan) -> str:
     """
     if not plan.is_offloaded:
         return ""
-    state = _moved_bytes((plan.master, plan.opt_state))
-    params = _moved_bytes(plan.compute)
-    # Parameters come up for the forward and for the backward pass, and go down changed.
-    up, down = state + 2 * params, state + params
-    seconds = (f"{way / LINK_BYTES_PER_SECOND:.2f} s" for way in (up, down))
-    rows = [
-        (where, format_bytes(memory.resting_bytes(plan, where)), *moves)
-        for where, moves in ((DEVICE, ("", "")), (HOST, map(format_bytes, (up, down))))
-    ]
+    on_device = format_bytes(memory.resting_bytes(plan, DEVICE))
+    rows: list[tuple[str, ...]] = [(DEVICE, on_device, "", "")]
+    ways = [0, 0]
+    for where in (HOST, NVME):
+        resting = memory.resting_bytes(plan, where)
+        if not resting:
+            continue
+        params = _bytes_in(where, plan.compute)
+        state = _bytes_in(where, (plan.master, plan.opt_state))
+        # Parameters come up for forward and backward pass, and go down changed.
+        moves = (state + 2 * params, state + params)
+        rows.append((where, format_bytes(resting), *map(format_bytes, moves)))
+        ways = [way + move for way, move in zip(ways, moves, strict=True)]
     speed = f"both ways at {LINK_BYTES_PER_SECOND / 1e9:.1f} GB/s each"
+    seconds = (f"{way / LINK_BYTES_PER_SECOND:.2f} s" for way in ways)
     columns = ("memory", "rests there", "up in a step", "down in a step")
     rows.append((speed, "", *seconds))
-    return render_table(columns, rows, right=(1, 2, 3))
+    table = render_table(columns, rows, right=(1, 2, 3))
+    if memory.resting_bytes(plan, NVME):
+        table += "\nhow fast the disks are: zjax bench --nvme=" + ",".join(_disks(plan))
+    return table
 
 
-def _moved_bytes(rows: Any) -> int:
-    moved = (row for row in jax.tree.leaves(rows) if row.memory != DEVICE)
+def _disks(plan: Plan) -> tuple[str, ...]:
+    rows = jax.tree.leaves((plan.master, plan.opt_state, plan.compute))
+    return next(row.disks for row in rows if row.disks)
+
+
+def _bytes_in(where: str, rows: Any) -> int:
+    moved = (row for row in jax.tree.leaves(rows) if row.memory == where)
     return sum(row.device_bytes for row in moved)
 
 

@@ -202,7 +202,7 @@ def of_master(master: Params, rows: Any, plan: Plan) -> Params:
     def cast(x: jax.Array, stored: Row, row: Row) -> jax.Array:
         return pad(param_in_use(unpad(x, stored), stored, row), row)
 
-    def one(x: jax.Array, stored: Row, row: Row) -> jax.Array:
+    def one(x: Any, stored: Row, row: Row) -> Any:
         here = move(x, stored, DEVICE, is_consumed=False)
         made = cast(here, stored.rest_in(DEVICE), row.rest_in(DEVICE))
         return jax.block_until_ready(rest(made, row))
@@ -237,7 +237,7 @@ def place_given(params: Any, rows: Any) -> Any:
         Stored arrays in the dtypes of the rows; `params` stays as it is.
     """
 
-    def place(x: Any, row: Row) -> jax.Array:
+    def place(x: Any, row: Row) -> Any:
         stored = np.zeros(row.stored_shape, row.dtype)
         stored[tuple(map(slice, row.shape))] = np.asarray(x)
         placed = jax.make_array_from_callback(

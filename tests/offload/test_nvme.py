@@ -1,0 +1,226 @@
+"""State and parameters that rest on disks."""
+
+import collections
+import dataclasses
+import math
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import zjax
+from tests.offload.test_train import assert_same_run
+from tests.support import small_run
+from tests.support.offload import (
+    GPT,
+    LLAMA,
+    UNDER_BACKWARD,
+    in_memory,
+    make_batch,
+    make_config,
+    start,
+    train,
+)
+from zjax.config import schema
+from zjax.errors import ConfigError, StorageError
+from zjax.offload import stream as streams
+from zjax.sharding import describe, memory
+from zjax.sharding import plan as plans
+from zjax.storage.array import DiskArray
+from zjax.train.state import saved_rows
+
+
+def on_disk(path, stage=2, *, zero=None, **changes):
+    disks = tuple(str(path / name) for name in ("a", "b"))
+    for disk in disks:
+        os.makedirs(disk, exist_ok=True)
+    return make_config(
+        "nvme", stage, zero={"nvme_paths": disks} | (zero or {}), **changes
+    )
+
+
+CASES = {
+    "optimizer": {},
+    "optimizer, under the backward pass": UNDER_BACKWARD,
+    "optimizer, whole on every device": {"stage": 0},
+    "parameters too": {"zero": {"parameter_memory": "nvme"}},
+    "parameters too, stage 3, two microbatches": {
+        "zero": {"parameter_memory": "nvme"},
+        "stage": 3,
+        "num_microbatches": 2,
+        "model": LLAMA,
+    },
+    "parameters on the host, gradients too": {
+        "zero": {"parameter_memory": "pinned_host", "gradient_memory": "pinned_host"}
+    },
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_trajectory_is_that_of_a_run_on_the_devices(tmp_path, case):
+    assert_same_run(on_disk(tmp_path, **CASES[case]))
+
+
+def disk_bytes(path):
+    return sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+
+
+def test_state_rests_on_disks(tmp_path):
+    """Fails if `nvme` keeps arrays in memory, or a step leaves old files behind."""
+    run = start(on_disk(tmp_path, zero={"parameter_memory": "nvme"}))
+    state, _ = train(run, 2)
+    kept = (state.master, state.opt_state, state.params["blocks"])
+    kinds = collections.Counter(
+        type(x).__name__ for x in jax.tree.leaves(kept) if x.nbytes >= 8 * 64
+    )
+    assert [*kinds] == ["DiskArray"]
+    arrays = [x for x in jax.tree.leaves(state) if isinstance(x, DiskArray)]
+    for x in arrays:
+        x.block_until_ready()
+    numbers = sum(x.nbytes for x in arrays)
+    rows = jax.tree.leaves(run.step.rows)
+    assert numbers == sum(
+        math.prod(row.stored_shape) * row.dtype.itemsize for row in rows if row.disks
+    )
+    assert numbers < disk_bytes(tmp_path) < numbers + len(arrays) * 8 * 1000
+
+
+def test_reading_ahead_is_bounded(tmp_path, monkeypatch):
+    """Fails if all of the state is read into host memory, or nothing ahead of use."""
+    config = on_disk(tmp_path, model=dataclasses.replace(GPT, num_layers=6))
+    run = start(config)
+    step = run.step.programs["train"]
+    total = memory.resting_bytes(run.plan, "nvme")
+    monkeypatch.setattr(streams, "READ_AHEAD_BYTES", total // 3)
+    monkeypatch.setattr(step.stream, "limit", total // 6)
+    ahead, fill = [], step.stream.fill
+
+    def watched():
+        fill()
+        ahead.append(
+            sum(load.disk_bytes for load in step.stream.waiting if any_coming(load))
+        )
+
+    monkeypatch.setattr(step.stream, "fill", watched)
+    train(run, 1)
+    assert 0 < max(ahead) <= total // 3
+
+
+def any_coming(load):
+    return any(isinstance(x, DiskArray) and x._coming for x in load.arrays)
+
+
+def test_checkpoints_link_what_rests_on_disks(tmp_path):
+    """Fails if a checkpoint copies the files, loses them with the run, or keeps those
+    of steps that are gone."""
+    run = start(on_disk(tmp_path / "disks"))
+    store = zjax.checkpoint.store.Store(str(tmp_path / "run"), keep_last=1)
+    state = run.state
+    for number in range(3):
+        state, _ = run.step(state, make_batch(number))
+        saved = dataclasses.replace(state, params=())
+        store.save(number + 1, saved, saved_rows(run.plan, run.config), extra={})
+        store.wait()
+    held = [x for x in jax.tree.leaves(state) if isinstance(x, DiskArray)]
+    folder = tmp_path / "run" / "linked"
+    linked = (p for p in (folder / "3").rglob("*") if p.is_file())
+    links = {file.stat().st_ino for file in linked}
+    assert links
+    files = (p for x in held for p in pathlib.Path(x.path).rglob("*"))
+    assert links <= {file.stat().st_ino for file in files}
+    store.close()
+    assert [p.name for p in folder.iterdir()] == ["3"]
+    expected, _ = run.step(state, make_batch(9))
+    other = start(make_config("device"))
+    rows = saved_rows(other.plan, other.config)
+    found, _ = store.restore(rows)
+    found, _ = other.step(found, make_batch(9))
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-6),
+        found.master,
+        zjax.sharding.layers.put_together(in_memory(expected.master)),
+    )
+
+
+SETTINGS = (
+    "zero.optimizer_memory=nvme",
+    "zero.parameter_memory=pinned_host",
+    "model.remat=full",
+    "model.num_layers=2",
+    "model.embed_size=128",
+    "model.mlp_size=8192",
+    "checkpoint.every_steps=3",
+    "num_steps=8",
+)
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path):
+    """Fails if what is on disks after a kill is taken for a state."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    settings = (*SETTINGS, f"zero.nvme_paths=('{disk}',)")
+
+    def run(directory, *, killed_after=None):
+        command = [sys.executable, "-m", "tests.support.small_run", str(directory), "8"]
+        with subprocess.Popen(
+            [*command, *settings], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ) as process:
+            metrics = directory / "metrics.jsonl"
+            while killed_after and process.poll() is None:
+                text = metrics.read_text() if metrics.exists() else ""
+                if f'"step": {killed_after}' in text:
+                    process.kill()
+            output, _ = process.communicate()
+        assert killed_after or process.returncode == 0, output.decode()[-2000:]
+        return small_run.losses(directory)
+
+    expected = run(tmp_path / "whole")
+    run(tmp_path / "killed", killed_after=5)
+    found = run(tmp_path / "killed")
+    assert list(disk.iterdir()) == []
+    assert found[8] == pytest.approx(expected[8], rel=1e-6)
+    assert zjax.checkpoint.store.Store(
+        str(tmp_path / "killed" / "checkpoints")
+    ).latest()
+
+
+def test_disks_that_cannot_hold_the_state(tmp_path, monkeypatch):
+    monkeypatch.setattr(zjax.storage.scratch, "free_bytes", lambda paths: 1000)
+    with pytest.raises(
+        StorageError, match=r"have 0.0 GB free for 0.0 GB, as files that"
+    ):
+        start(on_disk(tmp_path))
+
+
+def test_plan_tells_what_rests_on_disks(tmp_path):
+    plan = start(on_disk(tmp_path, zero={"parameter_memory": "pinned_host"})).plan
+    text = describe.describe_memories(plan)
+    moved = describe.format_bytes(memory.resting_bytes(plan, plans.NVME))
+    assert text.count(moved) == 3  # rests, up and down
+    assert [m for m in ("device", "pinned_host", "nvme") if m in text] == [
+        "device",
+        "pinned_host",
+        "nvme",
+    ]
+
+
+def test_paths_and_memories_go_together():
+    problems = {}
+    for zero in (
+        schema.Zero(stage=2, optimizer_memory="nvme"),
+        schema.Zero(stage=2, nvme_paths=("/nvme",)),
+    ):
+        config = dataclasses.replace(make_config("device"), zero=zero)
+        with pytest.raises(ConfigError) as error:
+            zjax.config.check.check_config(config, 8)
+        problems[zero.optimizer_memory] = str(error.value)
+    assert problems == {
+        "nvme": "zero.nvme_paths=() names no disk for what rests on 'nvme'; name a "
+        "directory on each disk, such as ('/mnt/nvme0',)",
+        "device": "zero.nvme_paths=('/nvme',) has no effect, as nothing rests on "
+        "'nvme'; leave it at (), or set zero.optimizer_memory to 'nvme'",
+    }
