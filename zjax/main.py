@@ -17,6 +17,7 @@ from zjax.bench.command import (
     define_contest_flags,
     hold_contest,
 )
+from zjax.bench.disks import describe_disks, measure_disks
 from zjax.bench.measure import describe_measurement, measure, result_line
 from zjax.checkpoint.export import export_safetensors
 from zjax.checkpoint.store import Store
@@ -41,6 +42,7 @@ USAGE = """zjax trains Flax models that do not fit on one device.
   zjax plan --num_params=7.5e9                     the memory table of ZeRO
   zjax bench --config=...                          how fast it is on these devices
   zjax bench --contest=FILE [--only=A,B]           it and its peers, in turn
+  zjax bench --nvme=DIRECTORY[,DIRECTORY]          how fast disks are for offload
   zjax generate --config=... --prompt="def "       text from the last checkpoint
   zjax data prepare --input=FILE --output=DIR      text to token files
   zjax export --config=... --output=FILE           weights as safetensors
@@ -70,6 +72,7 @@ def define_flags() -> None:
     flags.DEFINE_boolean(
         "collectives", False, "plan: what the compiled step sends between devices."
     )
+    flags.DEFINE_list("nvme", [], "bench: directories on the disks to measure.")
     flags.DEFINE_multi_string("input", [], "data: text, JSONL, Parquet; or a folder.")
     flags.DEFINE_string("output", "", "data, export, plan, bench: what to write.")
     flags.DEFINE_string("tokenizer", "bytes", "data: bytes, bpe:SIZE or a .json file.")
@@ -159,10 +162,15 @@ def plan() -> None:
 
 
 def bench() -> None:
-    """Measures a config, or holds a contest."""
+    """Measures a config or disks, or holds a contest."""
     check_contest_flags(flags.FLAGS)
     if flags.FLAGS.contest:
         hold_contest(flags.FLAGS)
+        return
+    if flags.FLAGS.nvme:
+        speed = measure_disks(tuple(flags.FLAGS.nvme))
+        print(describe_disks(speed))
+        print(result_line(dataclasses.asdict(speed)))
         return
     config = config_flags.config_from_flags()
     with meet(config) as info:
@@ -238,7 +246,7 @@ COMMANDS: dict[str, Callable[[], None]] = {
 }
 OWN_FLAGS = {
     "plan": ("num_devices", "num_params", "collectives", "output"),
-    "bench": ("contest", *CONTEST_FLAGS),
+    "bench": ("contest", "nvme", *CONTEST_FLAGS),
     "generate": ("prompt", "max_new_tokens", "temperature"),
     "train": ("prompt",),
     "data": ("input", "output", "tokenizer", "text_field", "validation_fraction"),

@@ -38,7 +38,8 @@ def describe(x: jax.Array | DiskArray, row: Row) -> Entry:
     Returns:
         Its unpadded shape and its dtype.
     """
-    impl = str(jax.random.key_impl(x)) if layout.is_key(x.dtype) else ""
+    is_key = isinstance(x, jax.Array) and layout.is_key(x.dtype)
+    impl = str(jax.random.key_impl(x)) if is_key else ""
     return Entry(tuple(row.shape), str(x.dtype), impl)
 
 

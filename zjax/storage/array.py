@@ -19,12 +19,16 @@ from jax.sharding import SingleDeviceSharding
 
 from zjax.errors import Problem, StorageError
 from zjax.sharding.placement import Row
+from zjax.storage.buffers import Buffers
 from zjax.storage.scratch import open_scratch
 
-CHUNK_BYTES = 64 << 20
-"""Of a file, at most; each lies within the shard of one device."""
+CHUNK_BYTES = 16 << 20
+"""Of a file, at most; each lies within the shard of one device. Memory for larger ones
+would be asked of Linux, and cleared, each time."""
+CONCURRENCY = 32
+"""Chunks on their way to or from disks at a time."""
 THREADS = 4
-"""That read, and as many that write; each keeps many chunks on their way."""
+"""That read arrays, and as many that write."""
 
 Index = tuple[slice, ...]
 
@@ -171,9 +175,15 @@ class DiskArray:
     def _read(self) -> list[np.ndarray]:
         if self._written is not None:
             self._written.result()
-        files = open_files(self.path)
-        coming = [files[_index(bounds)].read() for bounds in self._bounds()]
-        return [each.result() for each in coming]
+        files, parts, coming = open_files(self.path), [], []
+        for bounds in self._bounds():
+            part = _buffers().take([stop - start for start, stop in bounds], self.dtype)
+            source = files[_index(bounds)].translate_to[0]
+            coming.append(tensorstore.array(part, copy=False).write(source))
+            parts.append(part)
+        for each in coming:
+            each.result()
+        return parts
 
     def _result(self, future: futures.Future[Any]) -> Any:
         return _told(self.path, future.result)
@@ -202,10 +212,10 @@ def chunk_shape(shard_shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
         A shape that divides the shard's.
 
     Example:
-        >>> chunk_shape((6, 1 << 20), 4)
-        (6, 1048576)
+        >>> chunk_shape((3, 1 << 20), 4)
+        (3, 1048576)
         >>> chunk_shape((48, 1 << 20), 4)
-        (16, 1048576)
+        (4, 1048576)
     """
     chunk = list(shard_shape)
     for dim, size in enumerate(shard_shape):
@@ -248,7 +258,7 @@ def _context() -> tensorstore.Context:
     settings = {
         "file_io_mode": {"mode": "direct"},
         "file_io_sync": False,  # a file that is not whole fails its checksum
-        "file_io_concurrency": {"limit": 32},
+        "file_io_concurrency": {"limit": CONCURRENCY},
     }
     return tensorstore.Context(settings)
 
@@ -261,6 +271,11 @@ def _writers() -> futures.ThreadPoolExecutor:
 @functools.cache
 def _readers() -> futures.ThreadPoolExecutor:
     return futures.ThreadPoolExecutor(THREADS, "storage-reader")
+
+
+@functools.cache
+def _buffers() -> Buffers:
+    return Buffers()
 
 
 def _told(path: str, call: Callable[[], Any]) -> Any:

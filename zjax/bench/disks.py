@@ -1,0 +1,180 @@
+"""How fast disks are the way a step uses them, beside direct reads and writes."""
+
+import dataclasses
+import mmap
+import os
+import pathlib
+import time
+from collections.abc import Callable
+from concurrent import futures
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zjax.bench.spread import Spread
+from zjax.config.schema import Mesh
+from zjax.sharding.describe import render_table
+from zjax.sharding.mesh import make_mesh
+from zjax.sharding.placement import Row
+from zjax.storage.array import CHUNK_BYTES, CONCURRENCY, DiskArray
+from zjax.storage.scratch import check_disks, open_scratch
+
+ARRAY_BYTES = 256 << 20
+"""Of one array: the largest of a model of 6.7 billion parameters."""
+NUM_ARRAYS = 8
+WARM_UP_ROUNDS, TIMED_ROUNDS = 3, 5
+
+
+@dataclasses.dataclass(frozen=True)
+class DiskSpeed:
+    """Bytes per second of some disks, together.
+
+    Args:
+        name: What was measured.
+        write: From arrays on a device to files that are whole.
+        read: From files to arrays on a device.
+        raw_write: Of `pwrite` on files opened with O_DIRECT, as many at a time.
+        raw_read: Of `preadv` on them.
+    """
+
+    name: str
+    write: Spread
+    read: Spread
+    raw_write: Spread
+    raw_read: Spread
+
+
+def measure_disks(
+    paths: tuple[str, ...],
+    *,
+    array_bytes: int = ARRAY_BYTES,
+    num_arrays: int = NUM_ARRAYS,
+) -> DiskSpeed:
+    """Writes arrays to disks and reads them, in turn with plain files.
+
+    Args:
+        paths: Directories that exist, one per disk.
+        array_bytes: Of one array; a multiple of 16 MiB for speeds that mean something.
+        num_arrays: Written together, and read together; 1 or more.
+
+    Returns:
+        The speeds.
+
+    Raises:
+        StorageError: Directories in which nothing can be written, or too small ones.
+    """
+    check_disks(paths, 2 * num_arrays * array_bytes)
+    total = num_arrays * array_bytes
+    chunk = min(CHUNK_BYTES, array_bytes)
+    sides = (
+        _Arrays(paths, array_bytes, num_arrays),
+        _Files(paths, chunk, num_files=total // chunk),
+    )
+    rates: list[list[float]] = []
+    for _ in range(WARM_UP_ROUNDS + TIMED_ROUNDS):
+        steps = [step for side in sides for step in (side.write, side.read)]
+        rates.append([total / _seconds(step) for step in steps])
+    for side in sides:
+        side.remove()
+    write, read, raw_write, raw_read = (
+        Spread.of(column) for column in zip(*rates[WARM_UP_ROUNDS:], strict=True)
+    )
+    return DiskSpeed(", ".join(paths), write, read, raw_write, raw_read)
+
+
+def describe_disks(speed: DiskSpeed) -> str:
+    """The speeds as a table.
+
+    Args:
+        speed: Of `measure_disks`.
+
+    Returns:
+        Text of at most 100 columns.
+    """
+
+    def cells(what: str, ours: Spread, raw: Spread) -> tuple[str, ...]:
+        rates = (x.describe(lambda b: f"{b / 1e9:.2f}") for x in (ours, raw))
+        return (what, *rates, f"{ours.median / raw.median:.2f}")
+
+    rows = [
+        cells("write", speed.write, speed.raw_write),
+        cells("read", speed.read, speed.raw_read),
+    ]
+    columns = (speed.name, "GB/s as a step does", "GB/s of O_DIRECT", "ratio")
+    return render_table(columns, rows, right=(1, 2, 3))
+
+
+class _Arrays:
+    """Arrays of a device, as a step moves them."""
+
+    def __init__(self, paths: tuple[str, ...], array_bytes: int, num_arrays: int):
+        mesh = make_mesh(Mesh(), jax.devices()[:1])
+        sharding = NamedSharding(mesh, PartitionSpec())
+        shape, dtype = (array_bytes // 1024, 256), np.dtype(np.float32)
+        self.row = Row("", shape, shape, dtype, sharding, disks=paths)
+        make = jax.jit(jax.random.normal, static_argnums=1, out_shardings=sharding)
+        keys = jax.random.split(jax.random.key(0), num_arrays)
+        self.arrays = jax.block_until_ready([make(key, shape) for key in keys])
+        self.held: list[DiskArray] = []
+
+    def write(self) -> None:
+        before = self.held
+        self.held = [DiskArray.write(x, self.row) for x in self.arrays]
+        for x in self.held:
+            x.block_until_ready()
+        for x in before:
+            x.delete()
+
+    def read(self) -> None:
+        for x in self.held:
+            x.prefetch()
+        arrays: list[jax.Array] = [x.to_devices() for x in self.held]
+        jax.block_until_ready(arrays)
+
+    def remove(self) -> None:
+        for x in self.held:
+            x.delete()
+
+
+class _Files:
+    """Files of one chunk each, written and read as directly as Linux can."""
+
+    def __init__(self, paths: tuple[str, ...], size: int, *, num_files: int):
+        scratch = open_scratch(paths)
+        self.files = [pathlib.Path(scratch.new_path()) for _ in range(num_files)]
+        content = np.random.default_rng(0).bytes(size)
+        self.free = [mmap.mmap(-1, size) for _ in range(CONCURRENCY)]
+        for buffer in self.free:
+            buffer[:] = content
+        self.threads = futures.ThreadPoolExecutor(CONCURRENCY)
+
+    def write(self) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        self._each(flags, lambda file, buffer: os.pwrite(file, buffer, 0))
+
+    def read(self) -> None:
+        self._each(os.O_RDONLY, lambda file, buffer: os.preadv(file, [buffer], 0))
+
+    def remove(self) -> None:
+        for path in self.files:
+            path.unlink()
+
+    def _each(self, flags: int, act: Callable[[int, mmap.mmap], int]) -> None:
+        def one(path: pathlib.Path) -> None:
+            buffer = self.free.pop()
+            file = os.open(path, flags | os.O_DIRECT, 0o600)
+            try:
+                moved = act(file, buffer)
+            finally:
+                os.close(file)
+                self.free.append(buffer)
+            assert moved == len(buffer), f"{path}: {moved} of {len(buffer)} bytes"
+
+        list(self.threads.map(one, self.files))
+
+
+def _seconds(step: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
