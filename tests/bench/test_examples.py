@@ -63,7 +63,8 @@ def test_every_contest_can_start(path, monkeypatch):
     for contestant in contest.contestants:
         scripts = [w for w in contestant.command if w.startswith("examples/")]
         assert all((ROOT / script).is_file() for script in scripts)
-        if contestant.kind == "zjax":
+        measures_disks = any(w.startswith("--nvme=") for w in contestant.command)
+        if contestant.kind == "zjax" and not measures_disks:
             check_config(config_of(contestant), 8)
 
 

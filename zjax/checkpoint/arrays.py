@@ -38,8 +38,9 @@ def describe(x: jax.Array | DiskArray, row: Row) -> Entry:
     Returns:
         Its unpadded shape and its dtype.
     """
-    is_key = isinstance(x, jax.Array) and layout.is_key(x.dtype)
-    impl = str(jax.random.key_impl(x)) if is_key else ""
+    impl = ""
+    if isinstance(x, jax.Array) and layout.is_key(x.dtype):
+        impl = str(jax.random.key_impl(x))
     return Entry(tuple(row.shape), str(x.dtype), impl)
 
 
