@@ -30,6 +30,7 @@ from zjax.config.schema import Config
 from zjax.data.prepare import prepare
 from zjax.errors import ConfigError, Problem, ZjaxError
 from zjax.observe.report import describe_machine
+from zjax.pinned import pin_what_is_needed
 from zjax.planning import PAPER_DEVICES, report_plan
 from zjax.sharding.describe import describe_zero_table
 from zjax.trainer import Trainer
@@ -110,6 +111,7 @@ def train() -> None:
     with meet(config) as info:
         several = info.num_processes > 1
         cache = use_program_cache(config.directory if several else "")
+        pin_what_is_needed(config, info.num_processes)
         trainer = Trainer(config)
         if info.process_id == 0:
             print(f"compiled programs: {cache or 'not kept'}")
@@ -174,6 +176,7 @@ def bench() -> None:
         return
     config = config_flags.config_from_flags()
     with meet(config) as info:
+        pin_what_is_needed(config, info.num_processes)
         measurement = measure(config)
         if info.process_id == 0:
             print(describe_measurement(measurement))

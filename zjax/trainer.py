@@ -28,6 +28,7 @@ from zjax.ops import float8
 from zjax.optim.build import make_optimizer
 from zjax.optim.precision import describe_precision
 from zjax.optim.schedules import make_schedule
+from zjax.pinned import pin_what_is_needed
 from zjax.sharding.describe import describe_plan, describe_plan_totals
 from zjax.sharding.mesh import BATCH_AXES, mesh_sizes
 from zjax.stopping import stop_signals
@@ -66,8 +67,10 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         devices: Sequence[Device] | None = None,
     ):
-        devices = jax.devices() if devices is None else devices
         config = load_config(config)
+        if model is None:
+            pin_what_is_needed(config)
+        devices = jax.devices() if devices is None else devices
         check_config(
             config,
             len(devices),

@@ -28,6 +28,7 @@ from zjax.models.build import make_model
 from zjax.observe import flops
 from zjax.optim.build import make_optimizer
 from zjax.optim.schedules import make_schedule
+from zjax.pinned import pin_what_is_needed
 from zjax.sharding.describe import format_bytes, render_table
 from zjax.sharding.memory import num_params
 from zjax.train.state import TrainState
@@ -112,6 +113,7 @@ def measure(
         PlanError: Arrays that cannot be placed, or that do not fit.
         BenchError: The loss did not fall, so that the numbers would mean nothing.
     """
+    pin_what_is_needed(config)
     devices = jax.devices() if devices is None else devices
     check_config(config, len(devices))
     config = _few_steps(config)

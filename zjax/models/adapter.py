@@ -12,6 +12,7 @@ from zjax.errors import ModelError, Problem
 from zjax.models import linen, nnx, plain
 from zjax.models.contract import call_loss, check_model_state, check_params, strong
 from zjax.models.part import Part, Started, combine, fold_name
+from zjax.sharding.placement import abstract_key
 from zjax.typing import Batch, Loss, Model, ModelState, Params
 
 KINDS = (
@@ -129,5 +130,5 @@ def _trace_logical(start: Callable[[jax.Array], Started]) -> Any:
     def trace(key: jax.Array) -> None:
         found.append(start(key)[2])
 
-    jax.eval_shape(trace, jax.random.key(0))
+    jax.eval_shape(trace, abstract_key())
     return found[0]

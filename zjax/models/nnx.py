@@ -12,6 +12,7 @@ from flax import nnx
 
 from zjax.errors import ModelError, Problem
 from zjax.models.part import Part, Started, check_logical, fold_name
+from zjax.sharding.placement import abstract_key
 from zjax.typing import ModelState, Params
 
 Flat = dict[tuple[Any, ...], Any]
@@ -134,7 +135,7 @@ def _trace_skeleton(make: Callable[[jax.Array], Any]) -> Skeleton:
     def trace(key: jax.Array) -> None:
         found.append(_skeleton(make(key)))
 
-    jax.eval_shape(trace, jax.random.key(0))
+    jax.eval_shape(trace, abstract_key())
     return found[0]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import optax
 
-from zjax.sharding.placement import name_of, path_of
+from zjax.sharding.placement import abstract_key, name_of, path_of
 from zjax.typing import Logical, Model, Params
 
 STACKED = ("layers", "stages", "experts")
@@ -49,7 +49,7 @@ def named_params(model: Model) -> tuple[Params, Names]:
     Returns:
         Abstract parameters, and dims by path.
     """
-    params, _ = jax.eval_shape(model.init, jax.random.key(0))
+    params, _ = jax.eval_shape(model.init, abstract_key())
     return params, names_by_path(params, model.logical(params))
 
 

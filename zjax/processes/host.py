@@ -1,11 +1,16 @@
 """The memory of this machine, and how much of it JAX may pin."""
 
+import math
 import os
 import pathlib
 
 _LIMIT = pathlib.Path("/sys/fs/cgroup/memory.max")
 _PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-"""What JAX may pin."""
+"""What JAX may pin, in GiB."""
+_OUR_LIMIT = "ZJAX_PINNED_LIMIT_GB"
+"""The same, where zjax has set it: here, or in the process that started this one."""
+HOST_SHARE = 0.9
+"""Of a host's memory, that arrays may take."""
 
 
 def host_memory_bytes() -> int:
@@ -19,5 +24,19 @@ def host_memory_bytes() -> int:
     return memory if limit == "max" else min(memory, int(limit))
 
 
-# JAX would stop at 64 GB, and reads this once, when it starts its devices.
-os.environ.setdefault(_PINNED_LIMIT, str(host_memory_bytes() // 10**9))
+def limit_pinned_memory(num_bytes: int) -> None:
+    """Lowers how much JAX may pin; it reads this once, when it starts its devices.
+
+    What is set outside of zjax has the last word.
+
+    Args:
+        num_bytes: No more than the host's share is taken of it.
+    """
+    ours = os.environ.get(_OUR_LIMIT)
+    if os.environ.get(_PINNED_LIMIT, ours) == ours:
+        most = int(ours or HOST_SHARE * host_memory_bytes() / 2**30)
+        limit = str(min(math.ceil(num_bytes / 2**30), most))
+        os.environ.update({_PINNED_LIMIT: limit, _OUR_LIMIT: limit})
+
+
+limit_pinned_memory(host_memory_bytes())  # JAX would stop at 64 GB

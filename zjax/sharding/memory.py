@@ -7,13 +7,12 @@ from typing import Any
 import jax
 
 from zjax.errors import PlanError, Problem
+from zjax.processes.host import HOST_SHARE
 from zjax.sharding.mesh import ZERO_AXES, num_shares
 from zjax.sharding.placement import Row, dtype_bytes
 from zjax.sharding.plan import DEVICE, HOST, Plan
 
 STAGES = (0, 1, 2, 3)
-HOST_SHARE = 0.9
-"""Of a host's memory, that arrays may take."""
 
 
 @dataclasses.dataclass(frozen=True)

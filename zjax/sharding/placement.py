@@ -100,6 +100,15 @@ class Row:
         )
 
 
+def abstract_key() -> jax.ShapeDtypeStruct:
+    """A random key for what is only traced: JAX need not have started.
+
+    Returns:
+        The shape and dtype of `jax.random.key(0)`.
+    """
+    return jax.eval_shape(jax.random.key, 0)
+
+
 def dtype_bytes(dtype: Any) -> int:
     """Bytes of one element; a random key counts its words.
 

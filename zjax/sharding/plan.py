@@ -30,7 +30,14 @@ from zjax.sharding import mesh as meshes
 from zjax.sharding import rules, zero
 from zjax.sharding.layers import Layers
 from zjax.sharding.opt_state import abstract_opt_state
-from zjax.sharding.placement import Row, layer_of, name_of, owners, path_of
+from zjax.sharding.placement import (
+    Row,
+    abstract_key,
+    layer_of,
+    name_of,
+    owners,
+    path_of,
+)
 from zjax.sharding.zero import stored_shape
 from zjax.typing import Model
 
@@ -120,7 +127,7 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
         PlanError: Parameters that no rule can place, or an optimizer that cannot work
             from one mean gradient per step; all problems at once.
     """
-    params, model_state = jax.eval_shape(model.init, jax.random.key(0))
+    params, model_state = jax.eval_shape(model.init, abstract_key())
     dtypes = config.precision
     master = _cast(params, dtypes.master_dtype)
     logical = _logical_names(model, params)

@@ -1,0 +1,73 @@
+"""The pool of pinned memory is limited to what a run needs, before JAX starts."""
+
+import subprocess
+import sys
+
+import pytest
+
+from zjax.config import load_config
+from zjax.pinned import pinned_bytes
+
+PROGRAM = """
+import os, sys
+import jax
+from jax._src import xla_bridge
+from zjax.config import load_config
+from zjax.pinned import pin_what_is_needed
+names = ("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "ZJAX_PINNED_LIMIT_GB")
+if names[1] in os.environ:
+    os.environ.update(dict.fromkeys(names, "1000"))  # as on a large host
+config = load_config("configs/llama_8b_pinned_host.py", *sys.argv[2:])
+pin_what_is_needed(config, int(sys.argv[1]))
+print(os.environ["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"])
+assert not xla_bridge.backends_are_initialized()
+"""
+
+
+def limit(*arguments, **environment):
+    given = {"HOME": "/tmp", "CUDA_VISIBLE_DEVICES": "0,1"} | environment
+    command = [sys.executable, "-c", PROGRAM, *map(str, arguments)]
+    done = subprocess.run(command, env=given, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_pool_holds_the_arrays_and_little_more(num_processes):
+    """Fails if JAX has to be asked, or may pin twice what is needed."""
+    config = load_config("configs/llama_8b_pinned_host.py")
+    arrays = pinned_bytes(config, 2) / num_processes
+    assert pinned_bytes(config, 2) >= 12 * 8.0e9
+    pool = limit(num_processes) * 2**30
+    on_their_way = 2 * 5e9
+    assert arrays + on_their_way < pool < 1.06 * arrays + on_their_way + 2 * 2**30
+
+
+def test_gradients_that_wait_on_the_host_count():
+    on_host = load_config(
+        "configs/llama_8b_pinned_host.py", "zero.gradient_memory=pinned_host"
+    )
+    on_device = load_config(
+        "configs/llama_8b_pinned_host.py", "zero.gradient_memory=device"
+    )
+    extra = pinned_bytes(on_host, 2) - pinned_bytes(on_device, 2)
+    assert extra == pytest.approx(pinned_bytes(on_device, 2) / 3, rel=1e-3)
+    extra = pinned_bytes(on_host, 32) - pinned_bytes(on_device, 32)
+    assert extra == pytest.approx(pinned_bytes(on_device, 32) / 6, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("zero.optimizer_memory=device", "zero.gradient_memory=device"),
+        ("model.activation_memory=pinned_host",),
+    ],
+)
+def test_other_runs_may_pin_the_hosts_share(settings):
+    share = limit(1, *settings)
+    assert share > 0
+    assert share == limit(2, *settings)
+
+
+def test_what_the_user_has_set_stays():
+    assert limit(1, XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB="7") == 7

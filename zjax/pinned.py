@@ -1,0 +1,72 @@
+"""How much memory of the host JAX may pin, decided before it starts its devices.
+
+Its pool of pinned memory grows by doubling: without a limit it takes up to twice what
+its arrays need, and a process that pins more than the host has is killed.
+"""
+
+import os
+from typing import Any
+
+import jax
+
+from zjax.config.batch import resolve_batch
+from zjax.config.schema import Config, Mesh
+from zjax.errors import ZjaxError
+from zjax.models.build import make_model
+from zjax.offload.stream import IN_FLIGHT_BYTES
+from zjax.optim.build import make_optimizer
+from zjax.processes.cluster import count_gpus
+from zjax.processes.host import limit_pinned_memory
+from zjax.sharding import memory
+from zjax.sharding import mesh as meshes
+from zjax.sharding.plan import DEVICE, HOST, make_plan
+
+_SPARE, _SPARE_BYTES = 1.05, 2**30
+"""Of the arrays' bytes, for gaps between them; and for batches on their way."""
+
+
+def pin_what_is_needed(config: Config, num_processes: int = 1) -> None:
+    """Limits the pool to what a built-in model keeps on the host.
+
+    Does nothing where the state rests on devices, where the inputs of blocks leave
+    them, and once JAX has started.
+
+    Args:
+        config: Checked or not; what cannot work is told later.
+        num_processes: That share the state.
+    """
+    zero = config.zero
+    shares = num_processes if zero.stage else 1
+    if HOST not in (zero.optimizer_memory, zero.parameter_memory, zero.gradient_memory):
+        return
+    if config.model.activation_memory != DEVICE or not zero.stage:
+        return
+    gpus = len(count_gpus(os.environ)) or 1
+    try:
+        arrays = pinned_bytes(config, gpus * num_processes)
+    except ZjaxError:
+        return
+    needed = _SPARE * arrays / shares + gpus * IN_FLIGHT_BYTES
+    limit_pinned_memory(int(needed) + _SPARE_BYTES)
+
+
+def pinned_bytes(config: Config, num_devices: int) -> int:
+    """What all hosts hold of a built-in model, each number once.
+
+    Args:
+        config: Read for the model, the optimizer, the batch and `zero`.
+        num_devices: Over which the batch is split.
+
+    Returns:
+        Bytes of state, and of gradients where they wait on the host.
+    """
+    model = make_model(config)
+    mesh = meshes.abstract_mesh(Mesh(), 1)
+    plan = make_plan(config, mesh, model, make_optimizer(config, model))
+    waiting: Any = ()
+    if config.zero.gradient_memory == HOST:
+        several = resolve_batch(config, num_devices).num_microbatches > 1
+        waiting = plan.grads if several else plan.compute
+    return memory.resting_bytes(plan, HOST) + sum(
+        row.device_bytes for row in jax.tree.leaves(waiting)
+    )
