@@ -24,6 +24,7 @@ from zjax.sharding import memory, placement
 from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
 from zjax.step import Step, check_arrays, make_step
+from zjax.storage.progress import shown
 from zjax.storage.scratch import check_disks
 from zjax.train.gradients import compute_params
 from zjax.train.state import TrainState, init_state, saved_rows, with_params
@@ -211,12 +212,15 @@ def make_run(
     def bind(state: TrainState) -> Any:
         return model.bind(model_params(state, plan), state.model_state)
 
+    moved = num_devices * (memory.moved_bytes(plan) if jax.process_index() == 0 else 0)
+    with shown("placing the state", moved):
+        state = restored(restore) if restore else fresh()
     return Run(
         config=config,
         model=model,
         mesh=mesh,
         plan=plan,
-        state=restored(restore) if restore else fresh(),
+        state=state,
         step=make_step(model, tx, plan, config, schedule=schedule),
         bind=bind,
     )

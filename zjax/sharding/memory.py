@@ -10,7 +10,7 @@ from zjax.errors import PlanError, Problem
 from zjax.processes.host import HOST_SHARE
 from zjax.sharding.mesh import ZERO_AXES, num_shares
 from zjax.sharding.placement import Row, dtype_bytes
-from zjax.sharding.plan import DEVICE, HOST, Plan
+from zjax.sharding.plan import DEVICE, HOST, NVME, Plan
 
 STAGES = (0, 1, 2, 3)
 
@@ -148,6 +148,18 @@ def resting_bytes(plan: Plan, memory: str) -> int:
     kept = (plan.master, plan.opt_state, plan.ema)
     rows = jax.tree.leaves((kept, plan.compute if plan.is_offloaded else ()))
     return sum(row.device_bytes for row in rows if row.memory == memory)
+
+
+def moved_bytes(plan: Plan) -> int:
+    """Bytes per device of what does not rest on devices.
+
+    Args:
+        plan: Placement of every array.
+
+    Returns:
+        The sum over the memories of the host and the disks.
+    """
+    return sum(resting_bytes(plan, where) for where in (HOST, NVME))
 
 
 def check_host_memory(plan: Plan, num_devices: int, capacity_bytes: int) -> None:

@@ -7,6 +7,7 @@ import jax
 from zjax.sharding.placement import Row
 from zjax.sharding.plan import DEVICE, NVME
 from zjax.storage.array import DiskArray
+from zjax.storage.progress import tell
 
 
 def move(x: Any, row: Row, memory: str, *, is_consumed: bool) -> Any:
@@ -44,6 +45,11 @@ def rest(arrays: Any, rows: Any) -> Any:
     Returns:
         Arrays at rest, perhaps still on their way.
     """
-    return jax.tree.map(
-        lambda x, row: move(x, row, row.memory, is_consumed=True), arrays, rows
-    )
+
+    def one(x: Any, row: Row) -> Any:
+        moved = move(x, row, row.memory, is_consumed=True)
+        if row.memory != DEVICE:
+            tell(row.device_bytes * len(row.sharding.addressable_devices))
+        return moved
+
+    return jax.tree.map(one, arrays, rows)

@@ -1,0 +1,33 @@
+"""Placing a large state shows how far it is."""
+
+import io
+
+from rich.console import Console
+
+from tests.support.offload import make_config, start
+from zjax.sharding import memory
+from zjax.sharding import plan as plans
+from zjax.storage import progress
+
+
+def bar_of(monkeypatch, long_bytes, *, is_terminal=True):
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=is_terminal, width=100)
+    monkeypatch.setattr(progress, "Console", lambda stderr: console)
+    monkeypatch.setattr(progress, "_LONG_BYTES", long_bytes)
+    monkeypatch.setattr(plans, "MIN_MOVED_BYTES", 64)
+    run = start(make_config("pinned_host"))
+    return text.getvalue(), 8 * memory.resting_bytes(run.plan, "pinned_host")
+
+
+def test_all_bytes_are_told(monkeypatch):
+    """Fails if the bar stops before its end, or goes beyond it."""
+    text, total = bar_of(monkeypatch, 1)
+    assert "placing the state" in text
+    size = f"{total / 1000:.1f}/{total / 1000:.1f} kB"
+    assert size in text.rpartition("placing the state")[2]
+
+
+def test_short_moves_and_files_show_nothing(monkeypatch):
+    assert bar_of(monkeypatch, 10**9)[0] == ""
+    assert bar_of(monkeypatch, 1, is_terminal=False)[0] == ""
