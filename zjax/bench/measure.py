@@ -30,7 +30,7 @@ from zjax.optim.build import make_optimizer
 from zjax.optim.schedules import make_schedule
 from zjax.pinned import pin_what_is_needed
 from zjax.sharding.describe import format_bytes, render_table
-from zjax.sharding.memory import num_params
+from zjax.sharding.memory import moved_bytes, num_params
 from zjax.train.state import TrainState
 from zjax.typing import Batch, Device
 
@@ -64,6 +64,7 @@ class Measurement:
         predicted_peak_bytes: Arguments, results and temporaries of the compiled step;
             None where the compiler does not say.
         state_bytes: Shards of the state on the first device.
+        moved_state_bytes: Shares of the state per device that rest elsewhere.
         closed_form_bytes: What they should take by the ZeRO paper: K Psi / N, with the
             K = 12 of Adam.
         num_params: Parameters of the model.
@@ -85,6 +86,7 @@ class Measurement:
     peak_bytes: int | None
     predicted_peak_bytes: int | None
     state_bytes: int
+    moved_state_bytes: int
     closed_form_bytes: float
     num_params: int
     compile_seconds: float
@@ -135,6 +137,7 @@ def measure(
         peak_bytes=memory.peak_bytes(run.mesh.local_devices),
         predicted_peak_bytes=memory.predicted_peak_bytes(compiled),
         state_bytes=memory.state_bytes(state, run.mesh.local_devices[0]),
+        moved_state_bytes=moved_bytes(run.plan),
         closed_form_bytes=memory.closed_form_bytes(run.plan),
         num_params=num_params(run.plan),
         compile_seconds=compile_seconds,
@@ -173,6 +176,7 @@ def describe_measurement(measurement: Measurement) -> str:
         "peak memory": measurement.peak_bytes,
         "peak memory by the compiler": measurement.predicted_peak_bytes,
         "state per device": measurement.state_bytes,
+        "state elsewhere, per device": measurement.moved_state_bytes or None,
     }
     rows += [(what, format_bytes(x)) for what, x in sizes.items() if x is not None]
     rows += [

@@ -1,0 +1,65 @@
+"""Optimizer state between host and devices: as fast as the link, on several as on one.
+
+GPT of width 4096 with 12 layers, 1 x 128 tokens per device: a step is its streaming.
+"""
+
+from contestants import JAX_MEMORY
+
+from zjax.bench import Case, Contest, Contestant, Row
+
+SETTINGS = (
+    "model.num_layers=12",
+    "model.max_length=128",
+    "data.length=128",
+    "microbatch_size=1",
+    "global_batch_size=0",
+    "model.remat=full",
+    "zero.stage=2",
+    "zero.optimizer_memory=pinned_host",
+    "optimizer.clip_norm=inf",
+    "precision.on_nonfinite=update",
+)
+STREAMED, LINK = "streamed_bytes_per_second", "link_bytes_per_second"
+ONE, SEVERAL = "one device", "all devices"
+
+
+def get_contest():
+    script = ("{python}", "examples/benchmarks/streamed_bytes.py")
+    command = (*script, "configs/gpt_6p7b.py", *SETTINGS)
+    alone = JAX_MEMORY | {"CUDA_VISIBLE_DEVICES": "0"}
+    contestants = (
+        Contestant(ONE, command, "zjax", alone),
+        Contestant(SEVERAL, command, "zjax", JAX_MEMORY),
+    )
+    overlap = Case(
+        ours=(ONE,),
+        peer=(ONE,),
+        metric=STREAMED,
+        unit="bytes/s",
+        must=0.85,
+        aim=0.95,
+        peer_metric=LINK,
+        peer_name="large arrays up and down at once",
+    )
+    scaling = Case(
+        ours=(SEVERAL,),
+        peer=(ONE,),
+        metric=STREAMED,
+        unit="bytes/s/device",
+        must=0.8,
+        aim=0.95,
+    )
+    rows = (
+        Row(
+            "offload_overlap",
+            "A step streams state both ways as fast as the link carries large arrays.",
+            (overlap,),
+            by_devices=False,
+        ),
+        Row(
+            "offload_scaling",
+            "Several devices stream as fast, each, as one alone.",
+            (scaling,),
+        ),
+    )
+    return Contest("State between host and devices", contestants, rows)
