@@ -303,3 +303,34 @@ def test_inputs_of_blocks_are_given_up_as_the_backward_pass_goes(monkeypatch):
     monkeypatch.setattr(segments, "block_backward", counted)
     train(run, 1)
     assert alive == [3, 2, 1]
+
+
+def test_sums_of_gradients_rest_on_the_host(monkeypatch):
+    """Fails if `zero.gradient_memory` leaves sums on the devices between microbatches,
+    or brings all of them up at once."""
+    found = {}
+    for kind in ("device", "pinned_host"):
+        config = make_config(
+            "pinned_host",
+            1,
+            num_microbatches=2,
+            model=dataclasses.replace(GPT, num_layers=6),
+            zero={"gradient_memory": kind},
+        )
+        run = start(config)
+        backward = run.step.programs["train"].backward
+        kinds, begin = set(), backward.sums.begin
+
+        def watched(loads, begin=begin, kinds=kinds):
+            loads = list(loads)
+            arrays = [x for load in loads for x in load.arrays]
+            kinds.update(x.sharding.memory_kind for x in arrays)
+            begin(loads)
+
+        monkeypatch.setattr(backward.sums, "begin", watched)
+        total = sum(r.device_bytes for rows in backward.sum_rows for r in rows)
+        seen = watch(monkeypatch, backward.sums, total // 3)
+        _, found[kind] = train(run, 1)
+        assert kinds == {kind}
+        assert max(seen) <= (total // 3 if kind == "pinned_host" else 0)
+    assert found["device"] == found["pinned_host"]

@@ -77,6 +77,13 @@ CASES = {
         "num_microbatches": 2,
     },
     "gradients on the host": {"zero": {"gradient_memory": "pinned_host"}},
+    "gradients on the host, two microbatches": {
+        "zero": {"gradient_memory": "pinned_host"},
+        "num_microbatches": 2,
+        "stage": 1,
+        "model": LLAMA,
+        **UNDER_BACKWARD,
+    },
     "frozen and scaled groups": {
         "optimizer": {
             "groups": (

@@ -45,8 +45,9 @@ class Zero:
     """Directories for what rests on `nvme`, one per disk; each process makes its own
     there, and removes it at its end."""
     gradient_memory: Literal["device", "pinned_host"] = "device"
-    """Where gradients rest while updates on the host's state wait for their norm; those
-    that the inputs of blocks leave room for stay on the device."""
+    """Where gradients rest from one microbatch to the next, and while updates of what
+    rests elsewhere wait for their norm; then those that the inputs of blocks leave room
+    for stay on the device."""
 
 
 @section

@@ -41,6 +41,16 @@ class BlockPrograms:
         embed, (blocks,), head = self.stack.split(rows)
         return {"embed": embed, "block": blocks[0], "head": head}
 
+    def rows_by_group(self, num_blocks: int) -> list[list[Row]]:
+        """Rows of the gradients that arrive together: of blocks, embedding and head."""
+        embed, block = (jax.tree.leaves(self.grad_rows[x]) for x in ("embed", "block"))
+        head = [
+            row
+            for keys, row in jax.tree_util.tree_leaves_with_path(self.grad_rows["head"])
+            if path_of(keys) not in self.stack.shared
+        ]
+        return [*[block] * num_blocks, embed, head]
+
     def split_batch(self, batch: Batch, number: int) -> Batch:
         """One of the microbatches."""
         batch = microbatches.cast_batch(batch, compute_dtype(self.plan))

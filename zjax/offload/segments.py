@@ -44,6 +44,7 @@ class Segments:
         num_microbatches: Parts of the batch that follow one another.
         jit: Compiles.
         carry_memory: Where the inputs of blocks rest until the backward pass.
+        sum_memory: Where sums of gradients rest until the next microbatch.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Segments:
         jit: Jit,
         *,
         carry_memory: str = DEVICE,
+        sum_memory: str = DEVICE,
     ):
         assert model.stack is not None
         self.stack = model.stack
@@ -68,6 +70,11 @@ class Segments:
         self.carries = Stream(AHEAD_BYTES)
         self.carry_memory = carry_memory
         self.kept_bytes = 0  # of inputs of blocks on a device, at the last pass
+        self.sums = Stream(max(2 * block_bytes, AHEAD_BYTES))
+        self.sum_rows = [
+            [row.rest_in(sum_memory) for row in rows]
+            for rows in programs.rows_by_group(len(blocks))
+        ]
         self.grad_rows = programs.grad_tree
         self.embed = jit(programs.embed)
         self.block = jit(programs.block)
@@ -117,6 +124,7 @@ class Segments:
         params, scale = state.params, loss_scale_of(state)
         losses: list[Loss] = []
         totals: dict[int, Any] = {}
+        last = self.num_microbatches - 1
         for number in range(self.num_microbatches):
             part = self.split(batch, number)
             part_key = fold_name(jax.random.fold_in(key, number), "loss")
@@ -125,15 +133,25 @@ class Segments:
             if self.num_microbatches == 1:
                 yield from arriving
                 break
-            weight = losses[-1].weight
+            weights = [loss.weight for loss in losses]
+            self.sums.begin(
+                Load(group, totals.pop(group), self.sum_rows[group], is_consumed=True)
+                for group in self.order
+                if number > 0
+            )
             for group, grads in arriving:
                 if number == 0:
-                    totals[group] = self.scale_by(grads, weight)
+                    total = self.scale_by(grads, weights[0])
+                    totals[group] = rest(total, self.sum_rows[group])
                     continue
-                totals[group] = self.add(totals[group], grads, weight)
-                if number + 1 == self.num_microbatches:
-                    weights = [loss.weight for loss in losses]
-                    yield group, self.mean(totals.pop(group), weights)
+                total, num_bytes = self.sums.take(group)
+                total = self.add(total, grads, weights[-1])
+                if number == last:
+                    self.sums.leave(num_bytes, total)
+                    yield group, self.mean(total, weights)
+                    continue
+                totals[group] = rest(total, self.sum_rows[group])
+                self.sums.leave(num_bytes, totals[group])
         yield self.mean_loss(losses)._replace(model_state=state.model_state)
 
     def differentiate(

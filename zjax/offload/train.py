@@ -63,9 +63,13 @@ class OffloadedTrain:
     ):
         self.seed = config.seed
         if model.stack and model.takes_layers_apart:
-            memory = config.model.activation_memory
             self.backward = Segments(
-                model, plan, num_microbatches, jit, carry_memory=memory
+                model,
+                plan,
+                num_microbatches,
+                jit,
+                carry_memory=config.model.activation_memory,
+                sum_memory=config.zero.gradient_memory,
             )
         else:
             self.backward = Whole(model, plan, num_microbatches, jit)

@@ -1,0 +1,51 @@
+"""The shape of LLaMA 30B on one GPU: optimizer state on disks, parameters on the host.
+
+Run:     zjax train --config=configs/llama_30b_nvme.py
+Needs:   tokens in data/llama, made by `zjax data prepare`; a GPU of 24 GiB, 100 GiB of
+         host memory, and 470 GB free under zero.nvme_paths: name a directory on each
+         of your disks, and measure them with `zjax bench --nvme=DIRECTORY,...`.
+Expect:  390 GB of state on the disks, 65 GB of parameters on the host; a step reads and
+         writes all of the state, so that at 6 GB/s each way it takes a minute or more:
+         hence many microbatches.
+         `zjax plan --config=configs/llama_30b_nvme.py --num_devices=1` says what rests
+         where, and what a step moves.
+"""
+
+from zjax import config as zconfig
+
+
+def get_config():
+    config = zconfig.base()
+    config.directory = "runs/llama_30b_nvme"
+    config.num_steps = 20_000
+    config.global_batch_size = 128
+    config.microbatch_size = 1
+
+    config.zero.stage = 2
+    config.zero.optimizer_memory = "nvme"
+    config.zero.parameter_memory = "pinned_host"
+    config.zero.gradient_memory = "pinned_host"
+    config.zero.nvme_paths = ("/mnt/nvme0/zjax",)
+
+    config.model.num_layers = 60
+    config.model.embed_size = 6_656
+    config.model.mlp_size = 17_920
+    config.model.num_heads = 52
+    config.model.num_kv_heads = 52
+    config.model.vocab_size = 32_000
+    config.model.max_length = 2_048
+    config.model.norm = "rms_norm"
+    config.model.norm_eps = 1e-6
+    config.model.positions = "rotary"
+    config.model.rope_theta = 10_000.0
+    config.model.activation = "swiglu"
+    config.model.use_bias = False
+    config.model.tied_head = False
+    config.model.remat = "full"
+    config.data.source = "tokens"
+    config.data.path = "data/llama"
+    config.data.length = 2_048
+
+    config.optimizer.peak_learning_rate = 1e-4
+    config.optimizer.num_warmup_steps = 1_000
+    return config
