@@ -1,12 +1,12 @@
 """The shape of LLaMA 30B on one GPU: optimizer state on disks, parameters on the host.
 
 Run:     zjax train --config=configs/llama_30b_nvme.py
-Needs:   tokens in data/llama, made by `zjax data prepare`; a GPU of 24 GiB, 100 GiB of
-         host memory, and 470 GB free under zero.nvme_paths: name a directory on each
-         of your disks, and measure them with `zjax bench --nvme=DIRECTORY,...`.
-Expect:  390 GB of state on the disks, 65 GB of parameters on the host; a step reads and
-         writes all of the state, so that at 6 GB/s each way it takes a minute or more:
-         hence many microbatches.
+Needs:   tokens in data/llama, made by `zjax data prepare`; one GPU, 215 GB of host
+         memory, and 470 GB free under zero.nvme_paths: name a directory on each of
+         your disks, and measure them with `zjax bench --nvme=DIRECTORY,...`.
+Expect:  390 GB of state on the disks, 65 GB of parameters and 130 GB of sums of
+         gradients on the host; a step reads and writes all of the state, so that at
+         6 GB/s each way it takes a minute or more: hence many microbatches.
          `zjax plan --config=configs/llama_30b_nvme.py --num_devices=1` says what rests
          where, and what a step moves.
 """
