@@ -24,6 +24,7 @@ from zjax.sharding import memory, placement
 from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
 from zjax.step import Step, check_arrays, make_step
+from zjax.storage.move import move
 from zjax.storage.progress import shown
 from zjax.storage.scratch import check_disks
 from zjax.train.gradients import compute_params
@@ -195,7 +196,7 @@ def make_run(
     memory.check_memory(plan, device_capacity_bytes(mesh))
     num_devices = len(mesh.local_devices)
     memory.check_host_memory(plan, num_devices, host_memory_bytes())
-    on_disk = num_devices * memory.resting_bytes(plan, plans.NVME)
+    on_disk = memory.disk_bytes(plan)
     if on_disk:
         check_disks(config.zero.nvme_paths, on_disk)
 
@@ -254,7 +255,7 @@ def model_params(state: TrainState, plan: plans.Plan) -> Params:
         padded = row.shape != row.stored_shape
         return plan.replicated if padded else row.sharding
 
-    plan = plans.plan_on_device(plan)
+    resting, plan = plan.compute, plans.plan_on_device(plan)
 
     def compute(stored: Params) -> Params:
         return compute_params(placement.unpad_tree(stored, plan.master), plan)
@@ -264,7 +265,11 @@ def model_params(state: TrainState, plan: plans.Plan) -> Params:
 
     places = jax.tree.map(place, plan.compute)
     if state.ema == () and state.params != ():
-        here = jax.device_put(state.params, placement.shardings(plan.compute))
+        here = jax.tree.map(
+            lambda x, row: move(x, row, plans.DEVICE, is_consumed=False),
+            state.params,
+            resting,
+        )
         return jax.jit(cut, out_shardings=places)(here)
     stored = state.master if state.ema == () else state.ema
     return jax.jit(compute, out_shardings=places)(stored)

@@ -371,7 +371,7 @@ def _finished(store: Store) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with contextlib.suppress(CheckpointError):
+        with contextlib.suppress(CheckpointError, jax.errors.JaxRuntimeError):
             store.wait()
         raise
 

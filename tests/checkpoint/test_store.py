@@ -333,5 +333,8 @@ def test_copies_take_no_more_than_a_share_of_the_host(monkeypatch):
     copy = arrays.copy_to_host({"x": split})["x"]
     assert copy.sharding.memory_kind == "pinned_host"
     assert arrays.copy_to_host({"x": copy}) is None
+    with monkeypatch.context() as several:
+        several.setattr(jax, "process_count", lambda: 2)
+        assert arrays.copy_to_host({"x": split}) is None
     monkeypatch.setattr(arrays, "host_memory_bytes", lambda: 500)
     assert arrays.copy_to_host({"x": split}) is None

@@ -89,6 +89,33 @@ def test_state_rests_on_disks(tmp_path):
     assert numbers < disk_bytes(tmp_path) < numbers + len(arrays) * 8 * 1000
 
 
+def test_parameters_on_disks_generate(tmp_path):
+    scores = []
+    for config in (
+        make_config("device"),
+        on_disk(tmp_path, zero={"parameter_memory": "nvme"}),
+    ):
+        run = start(config)
+        tokens = jax.numpy.ones((1, 4), jax.numpy.int32)
+        scores.append(np.asarray(run.bind(run.state)(tokens)))
+    np.testing.assert_allclose(*scores, rtol=1e-4, atol=1e-5)
+
+
+def test_a_state_that_was_given_up_is_not_saved(tmp_path):
+    """Fails if a checkpoint without arrays counts as one."""
+    run = start(on_disk(tmp_path / "disks"))
+    before = jax.tree.map(
+        lambda x: x if isinstance(x, DiskArray) else x.copy(), run.state
+    )
+    run.step(run.state, make_batch(0))
+    store = zjax.checkpoint.store.Store(str(tmp_path / "run"))
+    saved = dataclasses.replace(before, params=())
+    with pytest.raises(RuntimeError, match="has been deleted"):
+        store.save(1, saved, saved_rows(run.plan, run.config), extra={})
+    assert store.steps() == ()
+    store.close()
+
+
 def test_reading_ahead_is_bounded(tmp_path, monkeypatch):
     """Fails if all of the state is read into host memory, or nothing ahead of use."""
     config = on_disk(tmp_path, model=dataclasses.replace(GPT, num_layers=6))

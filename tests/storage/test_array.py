@@ -1,5 +1,7 @@
 """Arrays on disks come back, or say what is wrong."""
 
+import gc
+import math
 import pathlib
 import re
 import signal
@@ -84,11 +86,72 @@ def test_files_go_when_an_array_does(disks):
     array = DiskArray.write(make_array(row), row)
     array.to_devices()
     array.delete()
-    end = time.monotonic() + 30
-    while pathlib.Path(array.path).exists() and time.monotonic() < end:
-        time.sleep(0.01)
-    assert not pathlib.Path(array.path).exists()
+    assert gone(array.path)
     assert array.is_deleted()
+
+
+def gone(path):
+    end = time.monotonic() + 30
+    while pathlib.Path(path).exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    return not pathlib.Path(path).exists()
+
+
+def test_files_go_with_the_last_who_holds_an_array(disks):
+    """Fails if a state that is dropped, as after a failed step, stays on the disks."""
+    row = make_row(disks)
+    array = DiskArray.write(make_array(row), row)
+    path = array.block_until_ready().path
+    assert pathlib.Path(path).exists()
+    del array
+    gc.collect()
+    assert gone(path)
+
+
+@pytest.mark.parametrize("use", ["to_devices", "prefetch", "read", "block_until_ready"])
+def test_what_was_given_up_cannot_be_used(disks, use):
+    """Fails if it reads as a fault of the disk, or as nothing."""
+    row = make_row(disks)
+    array = DiskArray.write(make_array(row), row)
+    array.delete()
+    with pytest.raises(RuntimeError, match="has been deleted with shape=\\(16, 12\\)"):
+        getattr(array, use)()
+
+
+def test_numpy_reads_it(disks):
+    row = make_row(disks)
+    x = make_array(row)
+    np.testing.assert_array_equal(np.asarray(DiskArray.write(x, row)), x)
+
+
+@pytest.mark.parametrize(
+    ("shape", "split", "fewest", "most"),
+    [
+        ((6287, 4096), 1, 6, 7),
+        ((8 * 6287, 4096), 8, 1, 1),
+        ((1 << 26,), 1, 16, 16),
+        ((8 * 131 * 32, 4096), 8, 2, 32),
+        ((3, 5), 1, 1, 1),
+    ],
+)
+def test_chunks_are_neither_tiny_nor_huge(shape, split, fewest, most):
+    """Fails if an awkward number of rows makes thousands of files."""
+    shard = (shape[0] // split, *shape[1:])
+    chunk = arrays.chunk_shape(shape, shard, 4)
+    number = math.prod(math.ceil(n / c) for n, c in zip(shard, chunk, strict=True))
+    assert fewest <= number <= most
+    if split > 1:
+        assert shard[0] % chunk[0] == 0
+
+
+def test_paths_may_be_relative(tmp_path, monkeypatch):
+    """Fails if files are looked for elsewhere once the directory changes."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "disk").mkdir()
+    row = make_row(["disk"])
+    array = DiskArray.write(make_array(row), row)
+    monkeypatch.chdir("/")
+    np.testing.assert_array_equal(array.to_devices(), make_array(row))
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])

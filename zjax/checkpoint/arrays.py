@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,17 +12,15 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from zjax.checkpoint import layers, layout
 from zjax.checkpoint.layout import Entry
-from zjax.checkpoint.saved import Saved, place_slices
+from zjax.checkpoint.saved import READ_AHEAD_BYTES, Saved, at_rest, place_slices
 from zjax.processes.host import host_memory_bytes
 from zjax.sharding import placement
-from zjax.sharding.placement import Row
+from zjax.sharding.placement import Row, dtype_bytes
 from zjax.sharding.plan import DEVICE
 from zjax.storage.array import DiskArray
-from zjax.storage.move import rest
 from zjax.train.state import place_given
 
 _HOST_GROUP_BYTES = 2**30
-_READ_AHEAD_BYTES = 8 * 10**9
 _SMALL_BYTES = 2**30
 _COPIED_SHARE = 0.4
 """Of a host's memory, that copies of a state may take: Orbax makes others of them."""
@@ -75,16 +73,15 @@ def copy_to_host(named: Mapping[str, jax.Array]) -> dict[str, jax.Array] | None:
         named: Arrays as they are saved.
 
     Returns:
-        Copies in pinned memory, on their way; None where some rest there already, or
-        where copies of all shards would take too much of the host.
+        Copies in pinned memory, on their way; None where some rest there already, where
+        copies of all shards would take too much of the host, and in a run of many
+        processes.
     """
     if any(x.sharding.memory_kind == "pinned_host" for x in named.values()):
         return None
-    shards = [s for x in named.values() for s in x.addressable_shards]
-    copied = sum(shard.data.nbytes for shard in shards)
-    distinct = sum(shard.data.nbytes for shard in shards if shard.replica_id == 0)
-    allowed = max(2 * distinct, _SMALL_BYTES)
-    if copied > min(allowed, host_memory_bytes() * _COPIED_SHARE):
+    if jax.process_count() > 1:  # its barriers are programs, to be started in turn
+        return None
+    if not _has_room([(x.sharding, x.shape, x.dtype) for x in named.values()]):
         return None
     return {
         name: jax.device_put(
@@ -101,23 +98,34 @@ def pin(rows: Iterable[Row]) -> None:
         rows: Places of arrays of which there will be copies on the host.
     """
     devices = [d for d in jax.local_devices() if d.platform == "gpu"]
-    shards = [
-        (row.sharding.shard_shape(row.stored_shape), row.dtype)
+    moved = [
+        (row.sharding, row.stored_shape, row.dtype)
         for row in rows
         if row.memory == DEVICE and not layout.is_key(row.dtype)
     ]
-    size = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in shards)
-    if size * len(devices) > host_memory_bytes() * _COPIED_SHARE:
+    if not devices or not _has_room(moved):
         return
     held = [
         jax.device_put(
-            np.zeros(shape, dtype),
+            np.zeros(sharding.shard_shape(shape), dtype),
             SingleDeviceSharding(device, memory_kind="pinned_host"),
         )
         for device in devices
-        for shape, dtype in shards
+        for sharding, shape, dtype in moved
     ]
     jax.block_until_ready(held)
+
+
+def _has_room(arrays: Sequence[tuple[Any, tuple[int, ...], Any]]) -> bool:
+    """Whether copies of all shards are not much more than the arrays, and fit."""
+    copied = distinct = 0
+    for sharding, shape, dtype in arrays:
+        size = math.prod(sharding.shard_shape(shape)) * dtype_bytes(dtype)
+        indices = sharding.addressable_devices_indices_map(shape).values()
+        copied += len(indices) * size
+        distinct += len({str(index) for index in indices}) * size
+    allowed = max(2 * distinct, _SMALL_BYTES)
+    return copied <= min(allowed, host_memory_bytes() * _COPIED_SHARE)
 
 
 def read_arrays(saved: Saved, named: Mapping[str, Row]) -> list[Any]:
@@ -142,17 +150,18 @@ def read_arrays(saved: Saved, named: Mapping[str, Row]) -> list[Any]:
     for group in _groups(written):
         args = {name: _restore_args(row, found[name]) for name, row in group.items()}
         largest = max(row.device_bytes for row in group.values())
-        ahead_bytes = max(_READ_AHEAD_BYTES, 2 * largest)
+        ahead_bytes = max(READ_AHEAD_BYTES, 2 * largest)
         for name, data in saved.restore(args, ahead_bytes).items():
             if found[name].key_impl:
                 data = jax.random.wrap_key_data(data, impl=found[name].key_impl)
-            arrays[name] = rest(data, group[name])
+            arrays[name] = at_rest(data, group[name])
 
     # Layers of one stack follow one another.
     whole = functools.lru_cache(maxsize=1)(saved.whole)
     for name, row in named.items():
         if name not in found:
-            arrays[name] = place_given(layers.read(name, found, whole), row)
+            given = place_given(layers.read(name, found, whole), row)
+            arrays[name] = jax.block_until_ready(given)
         elif found[name].is_empty:
             data = np.zeros(row.stored_shape, row.dtype)
             arrays[name] = jax.device_put(data, row.sharding)

@@ -6,7 +6,7 @@ directory is on another disk.
 """
 
 import dataclasses
-import errno
+import functools
 import math
 import os
 import pathlib
@@ -20,10 +20,12 @@ import orbax.checkpoint as ocp
 
 from zjax.checkpoint.layout import Entry
 from zjax.sharding.placement import Row
+from zjax.sharding.plan import DEVICE
 from zjax.storage.array import DiskArray, open_files
 from zjax.storage.move import rest
 
-_READ_AHEAD_BYTES = 8 * 10**9
+READ_AHEAD_BYTES = 8 * 10**9
+"""Of arrays in memory, on the host at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Saved:
         if name in self.linked:
             return self.part(name)(tuple(map(slice, entry.shape)))
         args = {name: ocp.RestoreArgs(restore_type=np.ndarray)}
-        ahead_bytes = max(_READ_AHEAD_BYTES, 16 * math.prod(entry.shape))
+        ahead_bytes = max(READ_AHEAD_BYTES, 16 * math.prod(entry.shape))
         return self.restore(args, ahead_bytes)[name]
 
     def part(self, name: str) -> Callable[[Any], np.ndarray]:
@@ -64,7 +66,7 @@ class Saved:
         return lambda index: files[index].read().result()
 
     def restore(
-        self, args: Mapping[str, Any], ahead_bytes: int = _READ_AHEAD_BYTES
+        self, args: Mapping[str, Any], ahead_bytes: int = READ_AHEAD_BYTES
     ) -> dict[str, Any]:
         """Reads what Orbax wrote.
 
@@ -100,8 +102,8 @@ def place_slices(read: Callable[[Any], np.ndarray], row: Row) -> Any:
         The array at rest.
     """
 
-    def shard(index: Any) -> np.ndarray:
-        spans = [s.indices(n)[:2] for s, n in zip(index, row.stored_shape, strict=True)]
+    @functools.cache
+    def shard(*spans: tuple[int, int]) -> np.ndarray:
         whole = np.zeros([stop - start for start, stop in spans], row.dtype)
         inside = [
             slice(start, min(stop, n))
@@ -112,13 +114,28 @@ def place_slices(read: Callable[[Any], np.ndarray], row: Row) -> Any:
             whole[filled] = read(tuple(inside))
         return whole
 
-    here = row.rest_in("device").sharding
-    array = jax.make_array_from_callback(
-        row.stored_shape,
-        here,
-        lambda index: shard(index or (slice(None),) * len(row.shape)),
-    )
-    return rest(array, row)
+    def at(index: Any) -> np.ndarray:
+        whole = index or (slice(None),) * len(row.shape)
+        bounds = (s.indices(n) for s, n in zip(whole, row.stored_shape, strict=True))
+        return shard(*((start, stop) for start, stop, _ in bounds))
+
+    here = row.rest_in(DEVICE).sharding
+    array = jax.make_array_from_callback(row.stored_shape, here, at)
+    return at_rest(array, row)
+
+
+def at_rest(x: jax.Array, row: Row) -> Any:
+    """Sends an array to where it rests; the next must wait, unless it stays.
+
+    Args:
+        x: On the devices.
+        row: Where it rests.
+
+    Returns:
+        The array at rest.
+    """
+    resting = rest(x, row)
+    return resting if row.memory == DEVICE else jax.block_until_ready(resting)
 
 
 def link(arrays: Mapping[str, DiskArray], target: pathlib.Path) -> None:
@@ -138,12 +155,12 @@ def link(arrays: Mapping[str, DiskArray], target: pathlib.Path) -> None:
 
 
 def _link(file: pathlib.Path, other: pathlib.Path) -> None:
-    other.unlink(missing_ok=True)
+    new = other.with_name(f".{other.name}.{os.getpid()}")
     try:
-        os.link(file, other)
-    except OSError as error:
-        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK):
-            raise
-        shutil.copyfile(file, other)
-    with other.open("rb") as written:
+        os.link(file, new)
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(file, new)
+    with new.open("rb") as written:
         os.fsync(written.fileno())
+    os.replace(new, other)
+    new.unlink(missing_ok=True)  # where both were the same file already

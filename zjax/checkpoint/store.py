@@ -49,7 +49,7 @@ class Store:
         self._keep_best = keep_best
         self._manager: ocp.CheckpointManager | None = None
         self._saving: int | None = None
-        self._threads = futures.ThreadPoolExecutor(1, "checkpoint")
+        self._threads = _thread()
         self._writing: futures.Future[None] | None = None
 
     def prepare(self, rows: Any) -> None:
@@ -145,6 +145,8 @@ class Store:
             if not entries[name].is_empty and name not in on_disk
         }
         index["linked"] = [*on_disk]
+        for array in on_disk.values():
+            array.check_held()
         self._saving = step
         metrics = {"loss": loss} if finite else {}
         try:
@@ -193,6 +195,8 @@ class Store:
             self._manager.close()
             self._manager = None
             self._remove_unused_links()
+        self._threads.shutdown()
+        self._threads = _thread()
 
     def restore(self, rows: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
         """Reads a whole state, each array straight onto its shards.
@@ -312,7 +316,7 @@ class Store:
                 "loss": index["loss"],
                 "arrays": _entries(index["arrays"]),
                 "extra": index["extra"],
-                "linked": index["linked"],
+                "linked": index.get("linked", []),
             }
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._damaged(step, error) from error
@@ -360,12 +364,17 @@ class Store:
         if jax.process_index() == 0:
             for path in self.directory.glob(f"{step}.*"):
                 shutil.rmtree(path, ignore_errors=True)
+        self._remove_unused_links()
         latest = self.latest()
         return failures.unwritten(self.directory, step, latest, error)
 
     def _damaged(self, step: int, error: Exception) -> CheckpointError:
         before = max((other for other in self.steps() if other < step), default=None)
         return failures.damaged(self.directory, step, before, error)
+
+
+def _thread() -> futures.ThreadPoolExecutor:
+    return futures.ThreadPoolExecutor(1, "checkpoint")
 
 
 def _entries(saved: Mapping[str, Any]) -> dict[str, Entry]:

@@ -26,7 +26,8 @@ def make_model(config: Config) -> Model:
     share of targets that were the most likely token.
 
     Args:
-        config: Read for `model`, `precision.matmul_dtype` and `data.length`.
+        config: Read for `model`, `precision.matmul_dtype`, `deterministic` and
+            `data.length`.
 
     Returns:
         The model as functions, and as a stack.
@@ -39,8 +40,12 @@ def make_model(config: Config) -> Model:
         (12, 768, 12, 64)
     """
     kind = {"decoder": Decoder, "encoder": Encoder}[config.model.kind]
-    matmul_dtype = config.precision.matmul_dtype
-    make = functools.partial(kind, config.model, matmul_dtype=matmul_dtype)
+    make = functools.partial(
+        kind,
+        config.model,
+        matmul_dtype=config.precision.matmul_dtype,
+        deterministic=config.deterministic,
+    )
     tokens = jax.ShapeDtypeStruct((1, config.data.length), jnp.int32)
     batch = {"tokens": tokens, "targets": tokens}
     model = adapter.adapt(make, mean_loss, batch)

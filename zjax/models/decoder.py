@@ -42,6 +42,7 @@ class Decoder(nnx.Module):
         config: schema.Model,
         *,
         matmul_dtype: layers.MatmulDtype = "compute",
+        deterministic: bool = False,
         only_layer: jax.Array | None = None,
         rngs: nnx.Rngs,
     ):
@@ -55,7 +56,7 @@ class Decoder(nnx.Module):
             )
 
         self.config = config
-        self.embedding = Embedding(config, rngs=rngs)
+        self.embedding = Embedding(config, deterministic=deterministic, rngs=rngs)
         self.blocks = make_blocks(
             make_block, config.num_layers, rngs=rngs, only=only_layer
         )

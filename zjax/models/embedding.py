@@ -32,6 +32,8 @@ class Embedding(nnx.Module):
         config: Shape of the model.
         num_token_types: Rows of a table for batch["token_types"]; 0 has none.
         use_norm: Whether the sum is normalised, as in BERT.
+        deterministic: Whether gradients of the tables are added in the same order each
+            time.
         rngs: Source of the initial values.
     """
 
@@ -41,6 +43,7 @@ class Embedding(nnx.Module):
         *,
         num_token_types: int = 0,
         use_norm: bool = False,
+        deterministic: bool = False,
         rngs: nnx.Rngs,
     ):
         def table(name: str | None, num_rows: int) -> nnx.Param:
@@ -50,6 +53,7 @@ class Embedding(nnx.Module):
 
         learned = config.positions == "learned"
         self.config = config
+        self.deterministic = deterministic
         self.tokens = table("vocab", config.vocab_size)
         self.positions = table(None, config.max_length) if learned else None
         self.token_types = table(None, num_token_types) if num_token_types else None
@@ -76,17 +80,20 @@ class Embedding(nnx.Module):
         positions = batch.get("positions")
         if positions is None and segment_ids is not None:
             positions = positions_in_segments(segment_ids)
-        x = look_up(self.tokens[...], tokens)
+        x = self._look_up(self.tokens, tokens)
         if self.positions is not None:
             x += self._learned_positions(positions, tokens.shape[1])
         if self.token_types is not None:
-            x += look_up(self.token_types[...], batch["token_types"])
+            x += self._look_up(self.token_types, batch["token_types"])
         x = x if self.norm is None else self.norm(x)
         rotation = None
         if self.config.positions == "rotary":
             rotation = self._rotation(positions, tokens.shape[1])
         context = Context(segment_ids, batch.get("lengths"), rotation)
         return layers.dropout(x, self.config.dropout_rate, key), context
+
+    def _look_up(self, table, indices) -> Any:
+        return look_up(table[...], indices, self.deterministic)
 
     def _learned_positions(self, positions, length):
         assert self.positions is not None
@@ -102,7 +109,7 @@ class Embedding(nnx.Module):
             )
         if positions is None:
             return table[None, :length]
-        return look_up(table, positions)
+        return self._look_up(self.positions, positions)
 
     def _rotation(self, positions, length):
         config = self.config

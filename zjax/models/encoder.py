@@ -47,6 +47,7 @@ class Encoder(nnx.Module):
         num_token_types: int = 0,
         use_pooling: bool = False,
         matmul_dtype: layers.MatmulDtype = "compute",
+        deterministic: bool = False,
         only_layer: jax.Array | None = None,
         rngs: nnx.Rngs,
     ):
@@ -62,7 +63,11 @@ class Encoder(nnx.Module):
         embed: layers.Dims = (("embed", config.embed_size),)
         self.config = config
         self.embedding = Embedding(
-            config, num_token_types=num_token_types, use_norm=True, rngs=rngs
+            config,
+            num_token_types=num_token_types,
+            use_norm=True,
+            deterministic=deterministic,
+            rngs=rngs,
         )
         self.blocks = make_blocks(
             make_block, config.num_layers, rngs=rngs, only=only_layer

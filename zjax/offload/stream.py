@@ -1,4 +1,4 @@
-"""Arrays of the host on their way to the devices, and back once they have changed."""
+"""Arrays at rest on their way to the devices, and back once they have changed."""
 
 import collections
 import dataclasses
@@ -65,7 +65,8 @@ class Load:
 class Stream:
     """Brings loads up ahead of their use, as many as the devices have room for.
 
-    Nothing here waits for a copy, except to keep small what is on the way.
+    Nothing here waits for a copy, except to keep small what is on the way, and for what
+    comes from disks.
 
     Args:
         limit_bytes: On a device, of loads that came up and have not left; one load

@@ -1,4 +1,4 @@
-"""A step whose optimizer state rests on the host and passes through the devices.
+"""A step whose optimizer state rests elsewhere and passes through the devices.
 
 The order of events follows from what the update reads. Where the update of a group
 needs nothing but its own gradients, it runs as soon as these exist, under the rest of
@@ -40,7 +40,7 @@ class OffloadedTrain:
     Args:
         model: Its stack, if it has one, is differentiated block by block.
         tx: Optax gradient transformation.
-        plan: Some of its state rests on the host.
+        plan: Some of its state rests on the host, or on disks.
         config: Read for `seed`, `optimizer` and `precision`.
         num_microbatches: Gradient accumulation, 1 or more.
         schedule: Learning rate by applied step, for the metrics.

@@ -1,13 +1,18 @@
 """Rows of a table by number, with a gradient that is added up in float32."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+ROWS_AT_ONCE = 4096
+"""Of the table, in a product with the rows that were looked up."""
 
-@jax.custom_vjp
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def look_up(
-    table: Float[Array, "V M"], indices: Int[Array, "..."]
+    table: Float[Array, "V M"], indices: Int[Array, "..."], deterministic: bool = False
 ) -> Float[Array, "... M"]:
     """Rows of a table.
 
@@ -17,6 +22,9 @@ def look_up(
     Args:
         table: Rows, in any floating dtype.
         indices: Which of them, 0 to V - 1.
+        deterministic: Whether gradients are added in the same order each time, by
+            products of matrices: two operations for each number of the table and each
+            index.
 
     Returns:
         One row for each index.
@@ -28,15 +36,31 @@ def look_up(
     return table[indices]
 
 
-def _forward(table, indices):
+def _forward(table, indices, deterministic):
     return table[indices], (table, indices)
 
 
-def _backward(residuals, grads):
+def _backward(deterministic, residuals, grads):
     table, indices = residuals
+    if deterministic:
+        return _sum_by_products(table, indices, grads), None
     total = jnp.zeros(table.shape, jnp.float32)
     total = total.at[indices].add(grads.astype(jnp.float32))
     return total.astype(table.dtype), None
+
+
+def _sum_by_products(table, indices, grads):
+    num_rows, width = table.shape
+    indices, grads = indices.reshape(-1), grads.reshape(-1, width)
+
+    def some(first):
+        is_row = indices[None] == first + jnp.arange(ROWS_AT_ONCE)[:, None]
+        return jnp.matmul(
+            is_row.astype(grads.dtype), grads, preferred_element_type=jnp.float32
+        ).astype(table.dtype)
+
+    sums = jax.lax.map(some, jnp.arange(0, num_rows, ROWS_AT_ONCE))
+    return sums.reshape(-1, width)[:num_rows]
 
 
 look_up.defvjp(_forward, _backward)

@@ -139,7 +139,7 @@ def resting_bytes(plan: Plan, memory: str) -> int:
 
     Args:
         plan: Placement of every array.
-        memory: `device` or `pinned_host`.
+        memory: `device`, `pinned_host` or `nvme`.
 
     Returns:
         Master weights, optimizer state, averages, and parameters in use where they are
@@ -148,6 +148,24 @@ def resting_bytes(plan: Plan, memory: str) -> int:
     kept = (plan.master, plan.opt_state, plan.ema)
     rows = jax.tree.leaves((kept, plan.compute if plan.is_offloaded else ()))
     return sum(row.device_bytes for row in rows if row.memory == memory)
+
+
+def disk_bytes(plan: Plan) -> int:
+    """What this process writes to disks: every shard of its devices once.
+
+    Args:
+        plan: Placement of every array, on devices that are here.
+
+    Returns:
+        Bytes.
+    """
+    rows = jax.tree.leaves((plan.master, plan.opt_state, plan.compute))
+
+    def num_shards(row: Row) -> int:
+        indices = row.sharding.addressable_devices_indices_map(row.stored_shape)
+        return len({str(index) for index in indices.values()})
+
+    return sum(num_shards(row) * row.device_bytes for row in rows if row.disks)
 
 
 def moved_bytes(plan: Plan) -> int:

@@ -5,9 +5,11 @@ array is there once all its chunks are, and a new value is a new array: no power
 leaves a value that is half of one and half of another.
 """
 
+import contextlib
 import functools
 import math
 import shutil
+import weakref
 from collections.abc import Callable, Iterable
 from concurrent import futures
 from typing import Any
@@ -23,7 +25,7 @@ from zjax.storage.buffers import Buffers
 from zjax.storage.scratch import open_scratch
 
 CHUNK_BYTES = 16 << 20
-"""Of a file, at most; each lies within the shard of one device. Memory for larger ones
+"""Of a file; each lies within the shard of one device. Memory for much larger ones
 would be asked of Linux, and cleared, each time."""
 CONCURRENCY = 32
 """Chunks on their way to or from disks at a time."""
@@ -46,10 +48,10 @@ class DiskArray:
         self.shape, self.dtype = row.stored_shape, np.dtype(row.dtype)
         self.size = math.prod(self.shape)
         self.nbytes = self.size * self.dtype.itemsize
-        self.ndim = len(self.shape)
         self._written: futures.Future[None] | None = None
         self._coming: futures.Future[list[np.ndarray]] | None = None
-        self._is_gone = False
+        self._remove = weakref.finalize(self, _remove_files, path)
+        self._remove.atexit = False  # the directory of the process goes then
 
     @classmethod
     def write(cls, x: jax.Array, row: Row) -> "DiskArray":
@@ -87,7 +89,12 @@ class DiskArray:
         return self.row.sharding
 
     def prefetch(self) -> None:
-        """Starts to read what the devices of this process hold into host memory."""
+        """Starts to read what the devices of this process hold into host memory.
+
+        Raises:
+            RuntimeError: The array was given up, as of a `jax.Array`.
+        """
+        self.check_held()
         if self._coming is None:
             self._coming = _readers().submit(self._read)
 
@@ -138,7 +145,9 @@ class DiskArray:
 
         Raises:
             StorageError: It could not be.
+            RuntimeError: The array was given up.
         """
+        self.check_held()
         if self._written is not None:
             self._result(self._written)
         return self
@@ -148,14 +157,31 @@ class DiskArray:
         return self._written is None or self._written.done()
 
     def delete(self) -> None:
-        """Removes its files."""
-        if not self._is_gone:
-            self._is_gone = True
-            _writers().submit(shutil.rmtree, self.path, ignore_errors=True)
+        """Removes its files, once they are written."""
+        written = self._written
+        if self._remove.detach() is None:
+            return
+        if written is None:
+            _remove_files(self.path)
+        else:
+            written.add_done_callback(lambda _: _remove_files(self.path))
 
     def is_deleted(self) -> bool:
         """Whether it was deleted."""
-        return self._is_gone
+        return not self._remove.alive
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """All of it, for NumPy."""
+        return self.read().astype(dtype or self.dtype)
+
+    def check_held(self) -> None:
+        """Refuses an array that was given up.
+
+        Raises:
+            RuntimeError: It was, as of a `jax.Array`.
+        """
+        if self.is_deleted():
+            raise RuntimeError(f"Array has been deleted with shape={self.shape}.")
 
     def _bounds(self) -> list[Any]:
         indices = self.row.sharding.addressable_devices_indices_map(self.shape)
@@ -201,35 +227,47 @@ def open_files(path: str) -> tensorstore.TensorStore:
     return tensorstore.open(_driver(path), context=_context(), open=True).result()
 
 
-def chunk_shape(shard_shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """The largest equal parts of a shard that are no larger than a file may be.
+@functools.cache
+def chunk_shape(
+    shape: tuple[int, ...], shard_shape: tuple[int, ...], itemsize: int
+) -> tuple[int, ...]:
+    """Parts of a shard that are as large as a file should be, or somewhat larger.
 
     Args:
+        shape: Of the array.
         shard_shape: Of one device.
         itemsize: Bytes of an element.
 
     Returns:
-        A shape that divides the shard's.
+        A shape that divides that of the shard where an array is split, so that every
+        chunk lies on one device.
 
     Example:
-        >>> chunk_shape((3, 1 << 20), 4)
-        (3, 1048576)
-        >>> chunk_shape((48, 1 << 20), 4)
+        >>> chunk_shape((48, 1 << 20), (24, 1 << 20), 4)
         (4, 1048576)
+        >>> chunk_shape((6287, 4096), (6287, 4096), 4)
+        (1024, 4096)
     """
     chunk = list(shard_shape)
     for dim, size in enumerate(shard_shape):
-        fitting = CHUNK_BYTES // (math.prod(chunk[dim + 1 :]) * itemsize)
-        parts = range(1, min(max(fitting, 1), size) + 1)
-        chunk[dim] = max((n for n in parts if size % n == 0), default=size)
+        row_bytes = math.prod(chunk[dim + 1 :]) * itemsize
+        fitting = CHUNK_BYTES // row_bytes
+        if fitting >= size:
+            break
+        chunk[dim] = max(fitting, 1)
+        if shape[dim] != size:  # split
+            enough = max(1, CHUNK_BYTES // 4 // row_bytes)
+            divisors = [n for n in range(1, size + 1) if size % n == 0]
+            fit = [n for n in divisors if enough <= n <= max(fitting, 1)]
+            chunk[dim] = max(fit) if fit else min(n for n in divisors if n >= enough)
         if fitting:
             break
     return tuple(chunk)
 
 
 def _create_files(path: str, row: Row) -> tensorstore.TensorStore:
-    shard_shape = row.sharding.shard_shape(row.stored_shape)
-    chunk = chunk_shape(shard_shape, np.dtype(row.dtype).itemsize)
+    shard = row.sharding.shard_shape(row.stored_shape)
+    chunk = chunk_shape(row.stored_shape, shard, np.dtype(row.dtype).itemsize)
     metadata = {
         "shape": row.stored_shape,
         "data_type": np.dtype(row.dtype).name,
@@ -284,7 +322,8 @@ def _told(path: str, call: Callable[[], Any]) -> Any:
     except StorageError:
         raise
     except (OSError, ValueError) as error:
-        cause = str(error).splitlines()[0] if str(error) else type(error).__name__
+        said, _, _ = str(error).partition(" [")  # a description of the files
+        cause = said.splitlines()[0] if said else type(error).__name__
         raise StorageError(
             Problem(
                 "zero.nvme_paths",
@@ -293,6 +332,11 @@ def _told(path: str, call: Callable[[], Any]) -> Any:
                 "make room or mend the disk; the run resumes from its last checkpoint",
             )
         ) from error
+
+
+def _remove_files(path: str) -> None:
+    with contextlib.suppress(RuntimeError):  # at the end of the process
+        _writers().submit(shutil.rmtree, path, ignore_errors=True)
 
 
 def _key(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:

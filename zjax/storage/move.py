@@ -17,7 +17,8 @@ def move(x: Any, row: Row, memory: str, *, is_consumed: bool) -> Any:
         x: The array, in `row.memory` or on the devices.
         row: Where it rests.
         memory: Where it goes: `row.memory`, or the devices.
-        is_consumed: Whether `x` is given up.
+        is_consumed: Whether `x` is given up; on the way to disks it stays until nobody
+            holds it.
 
     Returns:
         The array there, perhaps still on its way.

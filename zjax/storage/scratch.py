@@ -9,6 +9,7 @@ import pathlib
 import shutil
 import tempfile
 import weakref
+from collections.abc import Sequence
 from typing import IO
 
 from zjax.errors import Problem, StorageError
@@ -35,8 +36,7 @@ class Scratch:
         _check_paths(paths)
         for path in paths:
             _remove_abandoned(pathlib.Path(path))
-        self.places = [tempfile.mkdtemp(prefix=_PREFIX, dir=path) for path in paths]
-        locks = [_lock(pathlib.Path(place)) for place in self.places]
+        self.places, locks = zip(*map(_make_place, paths), strict=True)
         self._names = itertools.count()
         weakref.finalize(self, _close, self.places, locks, os.getpid())
 
@@ -63,15 +63,20 @@ def open_scratch(paths: tuple[str, ...]) -> Scratch:
 
 
 def free_bytes(paths: tuple[str, ...]) -> int:
-    """What arrays in turn over some disks may take, as the fullest allows.
+    """What arrays in turn over some directories may take, as the fullest disk allows.
 
     Args:
-        paths: Directories that exist, one per disk.
+        paths: Directories that exist.
 
     Returns:
         Bytes.
     """
-    return len(paths) * min(shutil.disk_usage(path).free for path in paths)
+    disks = [os.stat(path).st_dev for path in paths]
+    shares = [
+        shutil.disk_usage(path).free / disks.count(disk)
+        for path, disk in zip(paths, disks, strict=True)
+    ]
+    return int(len(paths) * min(shares))
 
 
 def check_disks(paths: tuple[str, ...], needed_bytes: int) -> None:
@@ -109,22 +114,37 @@ def _check_paths(paths: tuple[str, ...]) -> None:
         raise StorageError(*problems)
 
 
-def _lock(place: pathlib.Path) -> IO[str]:
-    file = (place / _LOCK).open("w")
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return file
+def _make_place(path: str) -> tuple[str, IO[str]]:
+    """A directory that has its name only once it is locked."""
+    new = pathlib.Path(
+        tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=os.path.abspath(path))
+    )
+    lock = (new / _LOCK).open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    place = new.rename(new.with_name(new.name.removeprefix(".")))
+    return str(place), lock
 
 
 def _remove_abandoned(path: pathlib.Path) -> None:
     for place in path.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError), (place / _LOCK).open() as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(place, ignore_errors=True)
+            _remove(place)
 
 
-def _close(places: list[str], locks: list[IO[str]], process: int) -> None:
+def _remove(place: pathlib.Path) -> None:
+    """The lock goes last: what is left of a removal that was killed is found by it."""
+    for entry in place.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry, ignore_errors=True)
+        elif entry.name != _LOCK:
+            entry.unlink(missing_ok=True)
+    shutil.rmtree(place, ignore_errors=True)
+
+
+def _close(places: Sequence[str], locks: Sequence[IO[str]], process: int) -> None:
     if process != os.getpid():
         return
     for place, lock in zip(places, locks, strict=True):
-        shutil.rmtree(place, ignore_errors=True)
+        _remove(pathlib.Path(place))
         lock.close()

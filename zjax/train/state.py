@@ -181,7 +181,7 @@ def without_update(state: TrainState) -> TrainState:
         state: With the parameters in use.
 
     Returns:
-        The rest, all of it in the memory of devices or of the host.
+        The rest; parameters in use may be at rest elsewhere.
     """
     return dataclasses.replace(state, master=(), opt_state=())
 
