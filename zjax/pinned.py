@@ -5,9 +5,6 @@ its arrays need, and a process that pins more than the host has is killed.
 """
 
 import os
-from typing import Any
-
-import jax
 
 from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config, Mesh
@@ -63,10 +60,8 @@ def pinned_bytes(config: Config, num_devices: int) -> int:
     model = make_model(config)
     mesh = meshes.abstract_mesh(Mesh(), 1)
     plan = make_plan(config, mesh, model, make_optimizer(config, model))
-    waiting: Any = ()
+    waiting = 0
     if config.zero.gradient_memory == HOST:
-        several = resolve_batch(config, num_devices).num_microbatches > 1
-        waiting = plan.grads if several else plan.compute
-    return memory.resting_bytes(plan, HOST) + sum(
-        row.device_bytes for row in jax.tree.leaves(waiting)
-    )
+        batch = resolve_batch(config, num_devices)
+        waiting = memory.waiting_bytes(plan, batch.num_microbatches)
+    return memory.resting_bytes(plan, HOST) + waiting

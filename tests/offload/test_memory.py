@@ -241,6 +241,18 @@ def test_state_that_does_not_fit_on_the_host_is_refused():
     )
 
 
+def test_gradients_that_wait_on_the_host_need_room_there():
+    plan = start(make_config("pinned_host")).plan
+    sums, own = (memory.waiting_bytes(plan, number) for number in (4, 1))
+    assert sums == sum(row.device_bytes for row in jax.tree.leaves(plan.grads))
+    assert own == sum(row.device_bytes for row in jax.tree.leaves(plan.compute))
+    needed = 8 * (memory.resting_bytes(plan, "pinned_host") + sums)
+    capacity = int(needed / memory.HOST_SHARE) + 1
+    memory.check_host_memory(plan, 8, capacity, sums)
+    with pytest.raises(PlanError, match="may be pinned"):
+        memory.check_host_memory(plan, 8, capacity, sums + 1)
+
+
 def test_what_a_step_moves_is_told():
     plan = start(make_config("pinned_host")).plan
     text = describe.describe_memories(plan)

@@ -134,25 +134,38 @@ class Segments:
                 yield from arriving
                 break
             weights = [loss.weight for loss in losses]
-            self.sums.begin(
-                Load(group, totals.pop(group), self.sum_rows[group], is_consumed=True)
-                for group in self.order
-                if number > 0
-            )
-            for group, grads in arriving:
-                if number == 0:
-                    total = self.scale_by(grads, weights[0])
-                    totals[group] = rest(total, self.sum_rows[group])
-                    continue
-                total, num_bytes = self.sums.take(group)
-                total = self.add(total, grads, weights[-1])
+            for group, total in self.added(totals, arriving, weights):
                 if number == last:
-                    self.sums.leave(num_bytes, total)
-                    yield group, self.mean(total, weights)
-                    continue
-                totals[group] = rest(total, self.sum_rows[group])
-                self.sums.leave(num_bytes, totals[group])
+                    yield group, total
+                else:
+                    totals[group] = total
         yield self.mean_loss(losses)._replace(model_state=state.model_state)
+
+    def added(
+        self,
+        totals: dict[int, Any],
+        arriving: Iterator[Arrived],
+        weights: list[jax.Array],
+    ) -> Iterator[tuple[int, Any]]:
+        """Sums of gradients so far, at rest; at the end their means, on the devices."""
+        announced = [group for group in self.order if group in totals]
+        self.sums.begin(
+            Load(group, totals.pop(group), self.sum_rows[group], is_consumed=True)
+            for group in announced
+        )
+        for group, grads in arriving:
+            if not announced:
+                total = self.scale_by(grads, weights[0])
+                yield group, rest(total, self.sum_rows[group])
+                continue
+            total, num_bytes = self.sums.take(group)
+            total = self.add(total, grads, weights[-1])
+            if len(weights) == self.num_microbatches:
+                total = self.mean(total, weights)
+            else:
+                total = rest(total, self.sum_rows[group])
+            self.sums.leave(num_bytes, total)
+            yield group, total
 
     def differentiate(
         self, params: Params, batch: Batch, key: jax.Array, scale: jax.Array

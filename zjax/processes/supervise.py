@@ -151,11 +151,16 @@ def _start(
     return child
 
 
+_printing = threading.Lock()
+"""Streams of Python lose lines that two threads write at once."""
+
+
 def _copy(source: IO[str], sink: IO[str], label: str, kept: collections.deque) -> None:
     for line in source:
         kept.append(line)
-        sink.write(label + line)
-        sink.flush()
+        with _printing:
+            sink.write(label + line)
+            sink.flush()
 
 
 @contextlib.contextmanager

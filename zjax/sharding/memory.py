@@ -150,6 +150,20 @@ def resting_bytes(plan: Plan, memory: str) -> int:
     return sum(row.device_bytes for row in rows if row.memory == memory)
 
 
+def waiting_bytes(plan: Plan, num_microbatches: int) -> int:
+    """Bytes per device of gradients that wait for the update.
+
+    Args:
+        plan: Placement of every array.
+        num_microbatches: With more than one, what waits are their sums.
+
+    Returns:
+        All of them.
+    """
+    rows = plan.grads if num_microbatches > 1 else plan.compute
+    return sum(row.device_bytes for row in jax.tree.leaves(rows))
+
+
 def disk_bytes(plan: Plan) -> int:
     """What this process writes to disks: every shard of its devices once.
 
@@ -180,18 +194,21 @@ def moved_bytes(plan: Plan) -> int:
     return sum(resting_bytes(plan, where) for where in (HOST, NVME))
 
 
-def check_host_memory(plan: Plan, num_devices: int, capacity_bytes: int) -> None:
+def check_host_memory(
+    plan: Plan, num_devices: int, capacity_bytes: int, waiting: int = 0
+) -> None:
     """Refuses a plan whose share of a host does not fit into its memory.
 
     Args:
         plan: Placement of every array.
         num_devices: Of this process.
         capacity_bytes: Memory of the host.
+        waiting: Bytes per device of gradients that wait there.
 
     Raises:
         PlanError: States both numbers and what would help.
     """
-    needed = num_devices * resting_bytes(plan, HOST)
+    needed = num_devices * (resting_bytes(plan, HOST) + waiting)
     if needed <= HOST_SHARE * capacity_bytes:
         return
     raise PlanError(
