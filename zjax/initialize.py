@@ -9,7 +9,6 @@ import jax
 from jax.sharding import Mesh
 
 from zjax.checkpoint import weights
-from zjax.config.batch import resolve_batch
 from zjax.config.check import check_config
 from zjax.config.load import load_config
 from zjax.config.schema import Config
@@ -196,10 +195,7 @@ def make_run(
     plan = plans.make_plan(config, mesh, model, tx)
     memory.check_memory(plan, device_capacity_bytes(mesh))
     num_devices = len(mesh.local_devices)
-    waiting = 0
-    if config.zero.gradient_memory == plans.HOST:
-        batch = resolve_batch(config, plan.num_batch_shares)
-        waiting = memory.waiting_bytes(plan, batch.num_microbatches)
+    waiting = memory.waiting_on_host_bytes(plan, config, plan.num_batch_shares)
     memory.check_host_memory(plan, num_devices, host_memory_bytes(), waiting)
     on_disk = memory.disk_bytes(plan)
     if on_disk:

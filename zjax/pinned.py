@@ -4,9 +4,9 @@ Its pool of pinned memory grows by doubling: without a limit it takes up to twic
 its arrays need, and a process that pins more than the host has is killed.
 """
 
+import functools
 import os
 
-from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config, Mesh
 from zjax.errors import ZjaxError
 from zjax.models.build import make_model
@@ -16,7 +16,7 @@ from zjax.processes.cluster import count_gpus
 from zjax.processes.host import limit_pinned_memory
 from zjax.sharding import memory
 from zjax.sharding import mesh as meshes
-from zjax.sharding.plan import DEVICE, HOST, make_plan
+from zjax.sharding.plan import DEVICE, HOST, Plan, make_plan
 
 _SPARE, _SPARE_BYTES = 1.05, 2**30
 """Of the arrays' bytes, for gaps between them; and for batches on their way."""
@@ -57,11 +57,13 @@ def pinned_bytes(config: Config, num_devices: int) -> int:
     Returns:
         Bytes of state, and of gradients where they wait on the host.
     """
+    plan = _plan_of_one(config)
+    waiting = memory.waiting_on_host_bytes(plan, config, num_devices)
+    return memory.resting_bytes(plan, HOST) + waiting
+
+
+@functools.lru_cache(maxsize=1)  # a command asks before the run that it starts
+def _plan_of_one(config: Config) -> Plan:
     model = make_model(config)
     mesh = meshes.abstract_mesh(Mesh(), 1)
-    plan = make_plan(config, mesh, model, make_optimizer(config, model))
-    waiting = 0
-    if config.zero.gradient_memory == HOST:
-        batch = resolve_batch(config, num_devices)
-        waiting = memory.waiting_bytes(plan, batch.num_microbatches)
-    return memory.resting_bytes(plan, HOST) + waiting
+    return make_plan(config, mesh, model, make_optimizer(config, model))

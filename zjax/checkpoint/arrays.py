@@ -15,7 +15,7 @@ from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.saved import READ_AHEAD_BYTES, Saved, at_rest, place_slices
 from zjax.processes.host import host_memory_bytes
 from zjax.sharding import placement
-from zjax.sharding.placement import Row, dtype_bytes
+from zjax.sharding.placement import Row, dtype_bytes, num_distinct_shards
 from zjax.sharding.plan import DEVICE
 from zjax.storage.array import DiskArray
 from zjax.train.state import place_given
@@ -121,9 +121,8 @@ def _has_room(arrays: Sequence[tuple[Any, tuple[int, ...], Any]]) -> bool:
     copied = distinct = 0
     for sharding, shape, dtype in arrays:
         size = math.prod(sharding.shard_shape(shape)) * dtype_bytes(dtype)
-        indices = sharding.addressable_devices_indices_map(shape).values()
-        copied += len(indices) * size
-        distinct += len({str(index) for index in indices}) * size
+        copied += len(sharding.addressable_devices) * size
+        distinct += num_distinct_shards(sharding, shape) * size
     allowed = max(2 * distinct, _SMALL_BYTES)
     return copied <= min(allowed, host_memory_bytes() * _COPIED_SHARE)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from zjax.checkpoint.layout import Entry
 
-_LAYER = re.compile(r"(?P<stack>.+)\[(?P<number>\d+)\]")
+_LAYER = re.compile(r"(?P<stack>.+)\[\d+\]")
 
 
 def as_wanted(wanted: Collection[str], found: Mapping[str, Entry]) -> dict[str, Entry]:

@@ -6,10 +6,12 @@ from typing import Any
 
 import jax
 
+from zjax.config.batch import resolve_batch
+from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
 from zjax.processes.host import HOST_SHARE
 from zjax.sharding.mesh import ZERO_AXES, num_shares
-from zjax.sharding.placement import Row, dtype_bytes
+from zjax.sharding.placement import Row, dtype_bytes, num_distinct_shards
 from zjax.sharding.plan import DEVICE, HOST, NVME, Plan
 
 STAGES = (0, 1, 2, 3)
@@ -164,6 +166,22 @@ def waiting_bytes(plan: Plan, num_microbatches: int) -> int:
     return sum(row.device_bytes for row in jax.tree.leaves(rows))
 
 
+def waiting_on_host_bytes(plan: Plan, config: Config, num_shares: int) -> int:
+    """Bytes per device of gradients that wait in the host's memory.
+
+    Args:
+        plan: Placement of every array.
+        config: Read for `zero.gradient_memory` and the batch.
+        num_shares: Of the batch.
+
+    Returns:
+        0 where gradients wait on the devices.
+    """
+    if config.zero.gradient_memory != HOST:
+        return 0
+    return waiting_bytes(plan, resolve_batch(config, num_shares).num_microbatches)
+
+
 def disk_bytes(plan: Plan) -> int:
     """What this process writes to disks: every shard of its devices once.
 
@@ -174,12 +192,11 @@ def disk_bytes(plan: Plan) -> int:
         Bytes.
     """
     rows = jax.tree.leaves((plan.master, plan.opt_state, plan.compute))
-
-    def num_shards(row: Row) -> int:
-        indices = row.sharding.addressable_devices_indices_map(row.stored_shape)
-        return len({str(index) for index in indices.values()})
-
-    return sum(num_shards(row) * row.device_bytes for row in rows if row.disks)
+    return sum(
+        num_distinct_shards(row.sharding, row.stored_shape) * row.device_bytes
+        for row in rows
+        if row.disks
+    )
 
 
 def moved_bytes(plan: Plan) -> int:

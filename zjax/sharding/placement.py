@@ -109,6 +109,20 @@ def abstract_key() -> jax.ShapeDtypeStruct:
     return jax.eval_shape(jax.random.key, 0)
 
 
+def num_distinct_shards(sharding: Any, shape: tuple[int, ...]) -> int:
+    """How many different parts of an array the devices of this process hold.
+
+    Args:
+        sharding: Of the array.
+        shape: As stored.
+
+    Returns:
+        1 or more; replicas count once.
+    """
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    return len({str(index) for index in indices})
+
+
 def dtype_bytes(dtype: Any) -> int:
     """Bytes of one element; a random key counts its words.
 

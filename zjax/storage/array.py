@@ -10,7 +10,7 @@ import functools
 import math
 import shutil
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent import futures
 from typing import Any
 
@@ -46,8 +46,7 @@ class DiskArray:
     def __init__(self, row: Row, path: str):
         self.row, self.path = row, path
         self.shape, self.dtype = row.stored_shape, np.dtype(row.dtype)
-        self.size = math.prod(self.shape)
-        self.nbytes = self.size * self.dtype.itemsize
+        self.nbytes = math.prod(self.shape) * self.dtype.itemsize
         self._written: futures.Future[None] | None = None
         self._coming: futures.Future[list[np.ndarray]] | None = None
         self._remove = weakref.finalize(self, _remove_files, path)
@@ -66,21 +65,8 @@ class DiskArray:
         """
         x.copy_to_host_async()
         shards = {_key(s.index, x.shape): s.data for s in x.addressable_shards}
-        return cls.from_parts(row, shards.items())
-
-    @classmethod
-    def from_parts(cls, row: Row, parts: Iterable[tuple[Any, Any]]) -> "DiskArray":
-        """Starts to write an array that comes in parts.
-
-        Args:
-            row: Where it rests.
-            parts: Bounds of each part of this process, and what `numpy.asarray` takes.
-
-        Returns:
-            The array on disk, perhaps still on its way.
-        """
         array = cls(row, open_scratch(row.disks).new_path())
-        array._written = _writers().submit(array._write, list(parts))
+        array._written = _writers().submit(array._write, list(shards.items()))
         return array
 
     @property
