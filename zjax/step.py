@@ -236,7 +236,7 @@ def compile_programs(pure: Programs, options: Options) -> dict[str, Any]:
     return {
         "train": jit(pure.train, donate_argnums=0, out_shardings=(places, None)),
         "gradients": jit(pure.gradients),
-        "update": jit(pure.update, donate_argnums=(0, 1), out_shardings=(places, None)),
+        "update": jit(pure.update, donate_argnums=0, out_shardings=(places, None)),
         "evaluate": jit(pure.evaluate),
     }
 

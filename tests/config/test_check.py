@@ -249,6 +249,12 @@ MODEL = [
         id="scan-blocks",
     ),
     case(
+        "deterministic=true;model.layers_per_scan=2",
+        "model.layers_per_scan=2 repeats a kernel of cuDNN that cannot run with "
+        "deterministic=True; use 0 or 1, or model.attention=xla",
+        id="deterministic-blocks",
+    ),
+    case(
         "model.attention=cudnn;precision.compute_dtype=float32",
         "model.attention='cudnn' cannot run with precision.compute_dtype='float32'; "
         "use xla, or compute in bfloat16 or float16",

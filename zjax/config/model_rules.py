@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from zjax.config import axes, schema
+from zjax.config.layers import repeats_kernels
 from zjax.errors import Problem
 
 Rule = Callable[[schema.Config, int], Iterator[Problem]]
@@ -50,6 +51,10 @@ def _layers(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         yield Problem(
             "model.layers_per_scan", block, problem, axes.name_divisors(layers)
         )
+    if block > 1 and repeats_kernels(config):
+        problem = "repeats a kernel of cuDNN that cannot run with deterministic=True"
+        remedy = "use 0 or 1, or model.attention=xla"
+        yield Problem("model.layers_per_scan", block, problem, remedy)
 
 
 def _offload(config: schema.Config, num_devices: int) -> Iterator[Problem]:

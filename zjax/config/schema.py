@@ -155,7 +155,8 @@ class Model:
     attention: Literal["auto", "cudnn", "xla"] = "auto"
     """Attention kernel; `auto` says which one it took, a named one runs or fails."""
     layers_per_scan: int = 0
-    """0 unrolls the layers; k scans over blocks of k layers (compiles faster)."""
+    """0 unrolls the layers; k scans over blocks of k layers (compiles faster), as
+    `deterministic` does with 1."""
     remat: Literal["none", "elementwise", "attention_and_mlp", "dots", "full"] = (
         "elementwise"
     )

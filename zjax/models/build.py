@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from zjax.config.layers import layers_per_scan
 from zjax.config.schema import Config
 from zjax.models import adapter
 from zjax.models.decoder import Decoder
@@ -26,8 +27,8 @@ def make_model(config: Config) -> Model:
     share of targets that were the most likely token.
 
     Args:
-        config: Read for `model`, `precision.matmul_dtype`, `deterministic` and
-            `data.length`.
+        config: Read for `model`, `precision`, `deterministic` and `data.length`, and
+            for whether blocks are programs of their own.
 
     Returns:
         The model as functions, and as a stack.
@@ -40,9 +41,10 @@ def make_model(config: Config) -> Model:
         (12, 768, 12, 64)
     """
     kind = {"decoder": Decoder, "encoder": Encoder}[config.model.kind]
+    stride = layers_per_scan(config)
     make = functools.partial(
         kind,
-        config.model,
+        dataclasses.replace(config.model, layers_per_scan=stride),
         matmul_dtype=config.precision.matmul_dtype,
         deterministic=config.deterministic,
     )
@@ -61,7 +63,7 @@ def make_model(config: Config) -> Model:
         stack=make_stack(abstract),
         init_layer=init_layer,
         separable=separable,
-        takes_layers_apart=config.model.layers_per_scan == 0,
+        takes_layers_apart=stride == 0,
         keeps=remat.keeps(config.model.remat, config.model.activation_memory),
     )
 
