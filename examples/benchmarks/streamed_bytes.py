@@ -33,8 +33,8 @@ def link_rate() -> Spread:
     for _ in range(WARM_UP_ROUNDS + ROUNDS):
         jax.block_until_ready(held)
         start = time.perf_counter()
-        up = [jax.device_put(x, here) for x in held]
-        held = [jax.device_put(ones, there) for _ in held]
+        pairs = [(jax.device_put(x, here), jax.device_put(ones, there)) for x in held]
+        up, held = map(list, zip(*pairs, strict=True))
         jax.block_until_ready((up, held))
         moved = 2 * NUM_ARRAYS * ARRAY_BYTES
         rates.append(moved / (time.perf_counter() - start))

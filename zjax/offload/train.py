@@ -94,6 +94,7 @@ class OffloadedTrain:
             for row in jax.tree.leaves(self.backward.grad_rows)
         ]
         self.stream = Stream()
+        self.known_forms: set[Any] = set()  # of batches that suit the model
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Takes one step; the state is consumed.
@@ -134,10 +135,13 @@ class _Running:
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         train, update = self.train, self.update
         arriving = train.backward.run(state, batch, _key(train.seed, state.step))
-        # A batch that does not suit the model fails here, before anything moves.
-        first = next(arriving)
+        form = _form(batch)
+        if form not in train.known_forms:
+            # A batch that does not suit the model fails here, before anything moves.
+            arriving = itertools.chain([next(arriving)], arriving)
+            train.known_forms.add(form)
         self.stream.begin(map(self.load_of, train.order))
-        loss = self.receive(itertools.chain([first], arriving))
+        loss = self.receive(arriving)
         of_loss = jax.tree.leaves(loss._replace(metrics={}))
         self.known.update(zip(update.loss_names, of_loss, strict=True))
         self.combine()
@@ -232,6 +236,11 @@ def bounded_groups(groups: Sequence[int], rows: Sequence[Row]) -> list[int]:
 def _parts_of(groups: Sequence[int], parts: Sequence[int]) -> list[list[int]]:
     pairs = sorted(set(zip(groups, parts, strict=True)))
     return [[p for g, p in pairs if g == group] for group in range(max(groups) + 1)]
+
+
+def _form(batch: Batch) -> Any:
+    leaves, tree = jax.tree.flatten(batch)
+    return tree, tuple((x.shape, x.dtype) for x in leaves)
 
 
 @functools.partial(jax.jit, static_argnums=0)

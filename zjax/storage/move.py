@@ -7,6 +7,7 @@ import jax
 from zjax.sharding.placement import Row
 from zjax.sharding.plan import DEVICE, NVME
 from zjax.storage.array import DiskArray
+from zjax.storage.lanes import LANES
 from zjax.storage.progress import tell
 
 
@@ -30,6 +31,7 @@ def move(x: Any, row: Row, memory: str, *, is_consumed: bool) -> Any:
     if row.memory == NVME:
         moved = x.to_devices()
     else:
+        LANES.enter(memory, row.sharding.mesh)
         moved = jax.device_put(x, row.rest_in(memory).sharding, may_alias=False)
     if is_consumed:
         x.delete()  # its memory is free once the copy is done

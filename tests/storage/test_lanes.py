@@ -1,0 +1,56 @@
+"""Copies up and down take turns on the streams of a device."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zjax.sharding.placement import Row
+from zjax.sharding.plan import DEVICE, HOST
+from zjax.storage import lanes
+from zjax.storage.move import move
+
+
+@pytest.fixture
+def row():
+    mesh = Mesh(jax.devices()[:2], ("data",))
+    place = NamedSharding(mesh, PartitionSpec("data"))
+    return Row("x", (8,), (8,), jnp.dtype("float32"), place).rest_in(HOST)
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """The directions of all copies, as they are issued."""
+    found, put = [], jax.device_put
+
+    def recorded(x, place, **settings):
+        if isinstance(x, jax.Array) and x.sharding.memory_kind != place.memory_kind:
+            found.append(place.memory_kind)
+        return put(x, place, **settings)
+
+    monkeypatch.setattr(lanes, "_has_streams", lambda mesh: True)
+    monkeypatch.setattr(lanes, "LANES", lanes.Lanes())
+    monkeypatch.setattr("zjax.storage.move.LANES", lanes.LANES)
+    monkeypatch.setattr(jax, "device_put", recorded)
+    return found
+
+
+def make(row):
+    return jax.device_put(jnp.arange(8.0), row.rest_in(DEVICE).sharding)
+
+
+def test_directions_alternate_whatever_is_asked_for(row, copies):
+    directions = [HOST, HOST, DEVICE, DEVICE, DEVICE, HOST]
+    resting = jax.device_put(make(row), row.sharding)
+    lanes.LANES.enter(lanes.DOWN, row.sharding.mesh)  # numbers are made once
+    lanes.LANES.enter(lanes.UP, row.sharding.mesh)
+    lanes.LANES.enter(lanes.UP, row.sharding.mesh)
+    copies.clear()
+    for memory in directions:
+        start = resting if memory == DEVICE else make(row)
+        moved = move(start, row, memory, is_consumed=False)
+        assert moved.sharding.memory_kind == memory
+        assert moved.tolist() == list(range(8))
+    neighbours = zip(copies, copies[1:], strict=False)
+    assert all(one != other for one, other in neighbours)
+    assert len(copies) > len(directions)

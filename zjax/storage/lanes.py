@@ -1,0 +1,57 @@
+"""Copies up and copies down, each on streams of their own.
+
+A GPU hands copies between memories to an even number of streams in turn, whatever their
+direction. One that goes up may so wait behind one that goes down, and that behind the
+program whose result it takes. Where directions alternate, each has every other stream
+for itself; a copy of a single number takes the turn where none is due.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+UP, DOWN = "device", "pinned_host"
+"""Directions, by the memory where they end."""
+
+
+class Lanes:
+    """Keeps the copies of one process in turn."""
+
+    def __init__(self) -> None:
+        self._last = DOWN
+
+    def enter(self, direction: str, mesh: Mesh) -> None:
+        """Says that the next copy goes this way.
+
+        Args:
+            direction: `UP` or `DOWN`.
+            mesh: Its devices in this process take part, each with one copy.
+        """
+        if not _has_streams(mesh):
+            return
+        if direction == self._last:
+            other = DOWN if direction == UP else UP
+            jax.device_put(_number(mesh, direction), _on_each(mesh, other))
+        self._last = direction
+
+
+LANES = Lanes()
+"""Of this process."""
+
+
+def _has_streams(mesh: Mesh) -> bool:
+    return mesh.devices.flat[0].platform == "gpu"
+
+
+@functools.lru_cache(maxsize=4)
+def _number(mesh: Mesh, memory: str) -> jax.Array:
+    return jax.device_put(jnp.zeros(()), _on_each(mesh, memory))
+
+
+@functools.lru_cache(maxsize=4)
+def _on_each(mesh: Mesh, memory: str) -> NamedSharding:
+    here = Mesh(np.asarray(mesh.local_devices), ("device",))
+    return NamedSharding(here, PartitionSpec(), memory_kind=memory)
