@@ -14,6 +14,7 @@ from zjax.models.build import make_model
 from zjax.observe import plot
 from zjax.observe.collectives import list_collectives
 from zjax.observe.communication import CPU_NOTE, describe_communication
+from zjax.offload.peak import Peak
 from zjax.optim.build import make_optimizer
 from zjax.sharding import describe, memory
 from zjax.sharding import mesh as meshes
@@ -21,11 +22,6 @@ from zjax.sharding import plan as plans
 from zjax.step import Step, make_step
 from zjax.typing import Batch
 
-_MANY_PROGRAMS = (
-    "the step is many programs, of a block or a group of parameters each; on the "
-    "devices are the parameters in use, the input of every block, one block's "
-    "gradients, and the groups on their way"
-)
 PAPER_DEVICES = (1, 4, 16, 64, 256, 1024)
 
 
@@ -90,9 +86,10 @@ def report_plan(
     if here:
         step = make_step(model, tx, plan, config)
         compiled = step.compile(abstract_batch(config, plan))
-        parts.append(
-            _MANY_PROGRAMS if compiled is None else describe_compiled(plan, compiled)
-        )
+        if compiled is None:
+            parts.append(describe_peak(step.predict_peak(abstract_batch(config, plan))))
+        else:
+            parts.append(describe_compiled(plan, compiled))
         if collectives and compiled is not None:
             parts.append(describe_collectives(step, compiled))
     return "\n\n".join([*parts, f"picture: {path}"])
@@ -140,6 +137,23 @@ def describe_compiled(plan: plans.Plan, compiled: jax.stages.Compiled) -> str:
     ]
     cells = [(name, describe.format_bytes(size)) for name, size in rows]
     title = "compiled train step, bytes per device\n"
+    return title + describe.render_table(("", "bytes/device"), cells, right=(1,))
+
+
+def describe_peak(peak: Peak | None) -> str:
+    """Says what is on a device while a step of many programs takes most.
+
+    Args:
+        peak: Of the step; None where it is not known.
+
+    Returns:
+        A table of bytes per device.
+    """
+    if peak is None:
+        return "this platform gives no memory analysis of compiled programs"
+    cells = [(name, describe.format_bytes(x)) for name, x in peak.parts.items() if x]
+    cells.append(("all of it", describe.format_bytes(peak.total)))
+    title = f"most that a step takes, predicted for the program: {peak.moment}\n"
     return title + describe.render_table(("", "bytes/device"), cells, right=(1,))
 
 

@@ -12,6 +12,7 @@ from zjax.compiler import Options, step_options
 from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config
 from zjax.errors import DataError, PlanError, Problem
+from zjax.offload.peak import Peak, predict_peak
 from zjax.offload.train import OffloadedTrain
 from zjax.sharding import placement
 from zjax.sharding import plan as plans
@@ -130,6 +131,22 @@ class Step:
             lowered = self.programs[program].lower(state, jax.tree.map(abstract, batch))
         return lowered.compile()
 
+    def predict_peak(self, batch: Batch) -> Peak | None:
+        """Compiles the programs of a step that moves its state, without running them.
+
+        Args:
+            batch: Arrays or ShapeDtypeStructs of the global batch.
+
+        Returns:
+            What is on a device when the step takes most; None for a step of one
+            program, and where a compiler does not say.
+        """
+        train = self.programs["train"]
+        if not isinstance(train, OffloadedTrain):
+            return None
+        with jax.set_mesh(self.mesh):
+            return predict_peak(train, batch)
+
     def _call(self, program: str, *args: Any) -> Any:
         # Losses read from the mesh in how many shares the batch is.
         with jax.set_mesh(self.mesh):
@@ -217,7 +234,13 @@ def _jit_in_turn(
     run = jax.jit(function, compiler_options=options, **settings)
     if not _is_simulated(mesh):
         return run
-    return lambda *args: jax.block_until_ready(run(*args))
+
+    @functools.wraps(run)
+    def run_alone(*args: Any) -> Any:
+        return jax.block_until_ready(run(*args))
+
+    run_alone.lower = run.lower  # type: ignore[attr-defined]
+    return run_alone
 
 
 def compile_programs(pure: Programs, options: Options) -> dict[str, Any]:

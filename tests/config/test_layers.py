@@ -4,8 +4,8 @@ import jax
 import pytest
 
 from tests.support import language
-from zjax.config.schema import Config, Data, Precision, Zero
 from zjax.config.layers import layers_per_scan
+from zjax.config.schema import Config, Data, Precision, Zero
 from zjax.models.build import make_model
 
 HALF = Precision(compute_dtype="bfloat16")

@@ -141,7 +141,7 @@ def test_a_few_blocks_are_on_the_devices_whatever_the_depth(monkeypatch, num_lay
     block_bytes = sum(row.device_bytes for row in _moved(run.step.programs["train"]))
     seen = watch(monkeypatch, stream, stream.limit)
     state, _ = train(run, 1)
-    assert max(seen) == 2 * block_bytes
+    assert max(seen) == 3 * block_bytes
     assert len(seen) == 2 * num_layers
     run.step.evaluate(state, make_batch(0))
     assert len(seen) == 3 * num_layers
@@ -277,6 +277,35 @@ class Slow:
 
     def is_deleted(self):
         return self.is_gone
+
+    def block_until_ready(self):
+        self.is_over = True
+
+
+class Two:
+    """Stands for a load of two bytes."""
+
+    arrays, rows, moved_bytes, disk_bytes, is_consumed = (), (), 2, 0, True
+
+    def __init__(self, name):
+        self.name = name
+
+    def prefetch(self):
+        pass
+
+    def is_read(self):
+        return True
+
+
+def test_more_is_on_its_way_before_what_came_up_is_read():
+    """Fails if the next load is asked for only once the last is in use."""
+    stream = Stream(8)
+    stream.begin(map(Two, range(10)))
+    for name in range(10):
+        _, num_bytes = stream.take(name)
+        assert len(stream.here) >= min(2, 9 - name)
+        assert stream.in_flight <= 8
+        stream.leave(num_bytes, [Slow()])
 
 
 def test_a_load_gives_back_its_room_when_it_has_left_or_gone_up_again():

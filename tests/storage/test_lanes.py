@@ -1,5 +1,7 @@
 """Copies up and down take turns on the streams of a device."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -51,6 +53,5 @@ def test_directions_alternate_whatever_is_asked_for(row, copies):
         moved = move(start, row, memory, is_consumed=False)
         assert moved.sharding.memory_kind == memory
         assert moved.tolist() == list(range(8))
-    neighbours = zip(copies, copies[1:], strict=False)
-    assert all(one != other for one, other in neighbours)
+    assert all(one != other for one, other in itertools.pairwise(copies))
     assert len(copies) > len(directions)

@@ -61,15 +61,15 @@ class Measurement:
         mfu_full_attention: The same where all of it counts.
         peak_bytes: Most that any device held in arrays since the start; None for
             devices that do not say.
-        predicted_peak_bytes: Arguments, results and temporaries of the compiled step;
+        predicted_peak_bytes: Arguments, results and temporaries of the compiled step,
+            or of the programs of a step that moves its state, with what is on its way;
             None where the compiler does not say.
         state_bytes: Shards of the state on the first device.
         moved_state_bytes: Shares of the state per device that rest elsewhere.
         closed_form_bytes: What they should take by the ZeRO paper: K Psi / N, with the
             K = 12 of Adam.
         num_params: Parameters of the model.
-        compile_seconds: To trace and compile the step; 0 for a step of many programs,
-            which are compiled as they are first called.
+        compile_seconds: To trace and compile the step.
         first_loss: Before any update, in nats per token.
         loss: After the last one.
         versions: Of Python and packages.
@@ -125,7 +125,8 @@ def measure(
     run = make_run(config, model, tx, schedule=schedule, devices=devices)
     batch = run.step.place_batch(_make_batch(run))
     start = time.perf_counter()
-    compiled = run.step.compile(batch)
+    compiled, peak = run.step.compile(batch), run.step.predict_peak(batch)
+    predicted = peak.total if peak else memory.predicted_peak_bytes(compiled)
     compile_seconds = time.perf_counter() - start
     seconds, losses, state = _take_steps(run, batch)
     check_losses(losses)
@@ -135,7 +136,7 @@ def measure(
         num_devices=len(devices),
         **_speed(config, devices, batch["tokens"].size, seconds),
         peak_bytes=memory.peak_bytes(run.mesh.local_devices),
-        predicted_peak_bytes=memory.predicted_peak_bytes(compiled),
+        predicted_peak_bytes=predicted,
         state_bytes=memory.state_bytes(state, run.mesh.local_devices[0]),
         moved_state_bytes=moved_bytes(run.plan),
         closed_form_bytes=memory.closed_form_bytes(run.plan),

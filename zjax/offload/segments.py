@@ -29,7 +29,7 @@ Arrived = tuple[int, list[jax.Array]]
 
 
 AHEAD_BYTES = 512 * 10**6
-"""On a device, of blocks on their way up, where two blocks are less."""
+"""On a device, of blocks on their way up, where three blocks are less."""
 
 
 class Segments:
@@ -66,11 +66,11 @@ class Segments:
         _, (blocks,), _ = self.stack.split(plan.compute)
         self.block_rows = jax.tree.leaves(blocks[0])
         block_bytes = sum(row.device_bytes for row in self.block_rows)
-        self.stream = Stream(max(2 * block_bytes, AHEAD_BYTES))
+        self.stream = Stream(max(3 * block_bytes, AHEAD_BYTES))
         self.carries = Stream(AHEAD_BYTES)
         self.carry_memory = carry_memory
         self.kept_bytes = 0  # of inputs of blocks on a device, at the last pass
-        self.sums = Stream(max(2 * block_bytes, AHEAD_BYTES))
+        self.sums = Stream(max(3 * block_bytes, AHEAD_BYTES))
         self.sum_rows = [
             [row.rest_in(sum_memory) for row in rows]
             for rows in programs.rows_by_group(len(blocks))

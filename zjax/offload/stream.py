@@ -118,10 +118,15 @@ class Stream:
             Its arrays, perhaps still on their way, and bytes to be given to `leave`.
         """
         while name not in self.here:
-            while self.leaving and not self._fits():
-                self._release(wait=True)
+            self._make_room()
             self._bring()
-        return self.here.pop(name)
+        taken = self.here.pop(name)
+        # On a GPU, what comes up waits for programs that were called before it. Those
+        # that read the load are not called until more is on its way.
+        while self._is_next_due():
+            self._make_room()
+            self._bring()
+        return taken
 
     def leave(self, num_bytes: int, tokens: Sequence[Any]) -> None:
         """Gives back the room of a load.
@@ -148,6 +153,18 @@ class Stream:
             if ahead > READ_AHEAD_BYTES:
                 return
             load.prefetch()
+
+    def _is_next_due(self) -> bool:
+        if not self.waiting or not self.waiting[0].is_read():
+            return False
+        ahead = sum(num_bytes for _, num_bytes in self.here.values())
+        size = self.waiting[0].moved_bytes
+        held = self.in_flight - sum(num_bytes for num_bytes, _ in self.leaving)
+        return ahead + size <= self.limit // 2 and held + size <= self.limit
+
+    def _make_room(self) -> None:
+        while self.leaving and not self._fits():
+            self._release(wait=True)
 
     def _fits(self) -> bool:
         size = self.waiting[0].moved_bytes

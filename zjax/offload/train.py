@@ -93,6 +93,10 @@ class OffloadedTrain:
             row.rest_in(config.zero.gradient_memory)
             for row in jax.tree.leaves(self.backward.grad_rows)
         ]
+        self.group_bytes = [
+            sum(self.rows[name].device_bytes for name in names)
+            for names in self.update.state_inputs
+        ]
         self.stream = Stream()
         self.known_forms: set[Any] = set()  # of batches that suit the model
 

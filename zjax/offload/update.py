@@ -1,6 +1,6 @@
 """The update of a step as compiled parts, one per group of parameters."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -85,6 +85,9 @@ class GroupedUpdate:
             paths=[path_of(keys[1:]) for keys in output_keys],
         )
         self.meetings = cut.meetings
+        self.shapes = dict(program.shapes)
+        placed = [*jax.tree.leaves(rows), *jax.tree.leaves(grad_rows)]
+        self.shapes.update(zip(names, (row.abstract for row in placed), strict=False))
         read = [{*part.inputs} for part in cut.updates]
         self.state_inputs = [
             [n for n in self.state_names if n in read[g] and self.group_of(n) == g]
@@ -125,6 +128,13 @@ class GroupedUpdate:
     def positions_of(self, group: int) -> list[int]:
         """Which outputs belong to a group."""
         return [i for i, own in enumerate(self.output_groups) if own == group]
+
+    def abstract_calls(self) -> Iterator[tuple[Any, ...]]:
+        """Each compiled update and operands to lower it with, once."""
+        once = {id(part.run): part for part in self.updates}
+        for part in once.values():
+            operands = (self.shapes[name] for name in part.inputs)
+            yield part.run, *operands, *part.scalars
 
     def rebuild(self, leaves: Known) -> tuple[TrainState, Metrics]:
         """The new state and the metrics, from all outputs by position."""

@@ -1,0 +1,73 @@
+"""The memory that a streamed step is said to take."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from tests.support.offload import GPT, UNDER_BACKWARD, make_batch, make_config, start
+from zjax.offload import segments
+from zjax.offload import train as offload
+from zjax.planning import describe_peak
+
+SHARE = 8
+"""Devices over which the batch is split."""
+
+
+@pytest.fixture(autouse=True)
+def _few_bytes_move(monkeypatch):
+    monkeypatch.setattr(segments, "AHEAD_BYTES", 0)
+    monkeypatch.setattr(offload, "GROUP_BYTES", 0)
+
+
+def predict(num_layers=4, limit=0, inputs="device", changes=(), **zero):
+    model = dataclasses.replace(GPT, num_layers=num_layers, activation_memory=inputs)
+    run = start(make_config("pinned_host", model=model, zero=zero, **dict(changes)))
+    run.step.programs["train"].stream.limit = limit
+    return run, run.step.predict_peak(make_batch(0))
+
+
+def test_depth_costs_the_inputs_of_blocks_alone():
+    """Fails if something else of every block is on the devices."""
+    zero = {"parameter_memory": "pinned_host", "gradient_memory": "pinned_host"}
+    (_, few), (_, many) = (predict(n, **zero) for n in (4, 12))
+    tokens, name = make_batch(0)["tokens"], "inputs of blocks, then gradients"
+    one = tokens.size // SHARE * GPT.embed_size * 4
+    assert few.moment == many.moment == "backward"
+    assert many.parts.pop(name) - few.parts.pop(name) == 8 * one
+    small = many.parts.pop("resting") - few.parts.pop("resting")
+    assert small < many.parts["blocks on their way"] / 3  # arrays too small to move
+    assert many.parts == few.parts
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_gradients_wait_on_the_devices_only_for_a_norm(waits):
+    changes = {} if waits else UNDER_BACKWARD
+    run, peak = predict(inputs="pinned_host", changes=changes, gradient_memory="device")
+    rows = run.step.programs["train"].backward.grad_rows
+    grads = sum(row.device_bytes for row in jax.tree.leaves(rows))
+    assert peak.moment == "backward"
+    assert (peak.parts["inputs of blocks, then gradients"] >= grads) is waits
+
+
+def test_parameters_rest_where_the_plan_says():
+    (_, here), (run, away) = predict(), predict(parameter_memory="pinned_host")
+    moved = [
+        row.device_bytes
+        for row in jax.tree.leaves(run.plan.compute)
+        if row.memory == "pinned_host"
+    ]
+    assert here.parts["resting"] - away.parts["resting"] == sum(moved)
+    blocks = 3 * sum(moved) // 4
+    assert here.parts["blocks on their way"] == 0
+    assert away.parts["blocks on their way"] == blocks
+
+
+def test_room_for_groups_is_counted():
+    (run, least), (_, more) = predict(), predict(limit=12_000)
+    largest = max(run.step.programs["train"].group_bytes)
+    assert least.parts["groups on their way"] == largest
+    assert more.parts["groups on their way"] == 12_000
+    text = describe_peak(least)
+    assert "groups on their way" in text
+    assert f"program: {least.moment}" in text

@@ -1,0 +1,161 @@
+"""Memory of a device that a streamed step takes, from its programs and its streams."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zjax.offload.segments import Segments
+from zjax.offload.stream import Stream
+from zjax.offload.train import OffloadedTrain
+from zjax.sharding.memory import resting_bytes
+from zjax.sharding.placement import Row, abstract_key, abstract_tree
+from zjax.sharding.plan import DEVICE, plan_on_device
+from zjax.typing import Batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """Bytes on one device at one moment of a step.
+
+    Args:
+        moment: The program that runs.
+        parts: What is there, by name.
+    """
+
+    moment: str
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self.parts.values())
+
+
+def predict_peak(train: OffloadedTrain, batch: Batch) -> Peak | None:
+    """Compiles the programs of a step, without running them.
+
+    Args:
+        train: Of a model that runs block by block.
+        batch: Arrays or ShapeDtypeStructs of the global batch.
+
+    Returns:
+        The moment that takes most; None for other models, and where a compiler does not
+        say what its programs take.
+    """
+    if not isinstance(train.backward, Segments):
+        return None
+    found = _Programs(train, batch)
+    if None in found.bytes.values():
+        return None
+    passes = train.backward
+    inputs = found.inputs if passes.carry_memory == DEVICE else 0
+    always = {
+        "resting": resting_bytes(passes.plan, DEVICE),
+        "groups on their way": _on_their_way(train.stream, train.group_bytes),
+        "sums of gradients": _resting_here(row for x in passes.sum_rows for row in x)
+        * (passes.num_microbatches > 1),
+    }
+    blocks = {"blocks on their way": _on_their_way(passes.stream, _block_bytes(passes))}
+    waiting = _waiting(train, inputs)
+    there = {
+        "forward": blocks | {"inputs of blocks": inputs},
+        "head": blocks | {"inputs of blocks": inputs + found.carry},
+        # A gradient waits where the input of its block was.
+        "backward": blocks
+        | {"inputs of blocks, then gradients": max(inputs, waiting) + found.carry},
+        "embedding, backward": {"gradients": waiting + found.carry},
+        "update": {"gradients": waiting},
+    }
+    moments = [
+        Peak(name, always | parts | {"program": found.bytes[name] or 0})
+        for name, parts in there.items()
+    ]
+    return max(moments, key=lambda moment: moment.total)
+
+
+class _Programs:
+    """Bytes that the programs of a step add to their operands."""
+
+    def __init__(self, train: OffloadedTrain, batch: Batch):
+        passes, number = train.backward, jax.ShapeDtypeStruct((), jnp.float32)
+        assert isinstance(passes, Segments)
+        self.plan = plan_on_device(passes.plan)
+        embed, (blocks,), head = passes.stack.split(abstract_tree(self.plan.compute))
+        batch = self.like_batch(batch)
+        part = self.like_batch(_shapes_of(passes.split, batch, 0))
+        key = abstract_key()
+        carry, context = _shapes_of(passes.embed, embed, part, key)
+        carry = self.like_batch(carry)
+        inputs = (blocks[0], carry, context, key, 0)
+        shared = _shapes_of(passes.head, head, carry, part, number, number)[2]
+        self.carry = self.bytes_of(carry)
+        self.inputs = self.carry * len(blocks)
+        self.bytes = {
+            "forward": _added_bytes(passes.block, *inputs, number),
+            "head": _added_bytes(passes.head, head, carry, part, number, number),
+            "backward": _added_bytes(passes.block_backward, *inputs, carry, number),
+            "embedding, backward": _added_bytes(
+                passes.embed_backward, embed, part, key, carry, shared
+            ),
+            "update": max(
+                (_added_bytes(*call) for call in train.update.abstract_calls()),
+                key=lambda found: found or 0,
+            ),
+        }
+
+    def like_batch(self, tree: Any) -> Any:
+        """Shapes, placed as a batch is."""
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=self.plan.batch_sharding(x)
+            ),
+            tree,
+        )
+
+    def bytes_of(self, tree: Any) -> int:
+        """Of shapes on one device."""
+        return sum(_row_of(x).device_bytes for x in jax.tree.leaves(tree))
+
+
+def _shapes_of(program: Any, *args: Any) -> Any:
+    return program.lower(*args).out_info
+
+
+def _added_bytes(program: Any, *args: Any) -> int | None:
+    analysis = program.lower(*args).compile().memory_analysis()
+    if analysis is None:
+        return None
+    results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return results + analysis.temp_size_in_bytes
+
+
+def _row_of(x: Any) -> Row:
+    return Row("", x.shape, x.shape, x.dtype, x.sharding)
+
+
+def _resting_here(rows: Iterable[Row]) -> int:
+    return sum(row.device_bytes for row in rows if row.memory == DEVICE)
+
+
+def _block_bytes(passes: Segments) -> list[int]:
+    moved = [row.device_bytes for row in passes.block_rows if row.memory != DEVICE]
+    return [sum(moved)] * passes.segment.num_blocks
+
+
+def _on_their_way(stream: Stream, loads: list[int]) -> int:
+    """Most that a stream holds: one load, or as many as there is room for."""
+    return max(max(loads), min(stream.limit, sum(loads)))
+
+
+def _waiting(train: OffloadedTrain, inputs: int) -> int:
+    """Gradients that wait on the device for a number of all of them."""
+    passes = train.backward
+    if not train.update.waits or passes.num_microbatches > 1:
+        return 0  # sums of gradients wait as they are
+    rows = jax.tree.leaves(passes.grad_rows)
+    everything = sum(row.device_bytes for row in rows)
+    own = sum(row.device_bytes for row in train.resting_grads if row.memory == DEVICE)
+    return max(own, min(everything, inputs))
