@@ -44,9 +44,9 @@ def make(row):
 def test_directions_alternate_whatever_is_asked_for(row, copies):
     directions = [HOST, HOST, DEVICE, DEVICE, DEVICE, HOST]
     resting = jax.device_put(make(row), row.sharding)
-    lanes.LANES.enter(lanes.DOWN, row.sharding.mesh)  # numbers are made once
-    lanes.LANES.enter(lanes.UP, row.sharding.mesh)
-    lanes.LANES.enter(lanes.UP, row.sharding.mesh)
+    lanes.LANES.enter(lanes.DOWN, row.sharding)  # numbers are made once
+    lanes.LANES.enter(lanes.UP, row.sharding)
+    lanes.LANES.enter(lanes.UP, row.sharding)
     copies.clear()
     for memory in directions:
         start = resting if memory == DEVICE else make(row)

@@ -59,7 +59,7 @@ def predict_peak(train: OffloadedTrain, batch: Batch) -> Peak | None:
         * (passes.num_microbatches > 1),
     }
     blocks = {"blocks on their way": _on_their_way(passes.stream, _block_bytes(passes))}
-    waiting = _waiting(train, inputs)
+    waiting = _waiting(train, passes, inputs)
     there = {
         "forward": blocks | {"inputs of blocks": inputs},
         "head": blocks | {"inputs of blocks": inputs + found.carry},
@@ -150,9 +150,8 @@ def _on_their_way(stream: Stream, loads: list[int]) -> int:
     return max(max(loads), min(stream.limit, sum(loads)))
 
 
-def _waiting(train: OffloadedTrain, inputs: int) -> int:
+def _waiting(train: OffloadedTrain, passes: Segments, inputs: int) -> int:
     """Gradients that wait on the device for a number of all of them."""
-    passes = train.backward
     if not train.update.waits or passes.num_microbatches > 1:
         return 0  # sums of gradients wait as they are
     rows = jax.tree.leaves(passes.grad_rows)

@@ -7,6 +7,7 @@ for itself; a copy of a single number takes the turn where none is due.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,18 +24,19 @@ class Lanes:
     def __init__(self) -> None:
         self._last = DOWN
 
-    def enter(self, direction: str, mesh: Mesh) -> None:
+    def enter(self, direction: str, place: Any) -> None:
         """Says that the next copy goes this way.
 
         Args:
             direction: `UP` or `DOWN`.
-            mesh: Its devices in this process take part, each with one copy.
+            place: Sharding of the array that goes; each device of its mesh in this
+                process has one copy.
         """
-        if not _has_streams(mesh):
+        if not _has_streams(place.mesh):
             return
         if direction == self._last:
             other = DOWN if direction == UP else UP
-            jax.device_put(_number(mesh, direction), _on_each(mesh, other))
+            jax.device_put(_number(place.mesh, direction), _on_each(place.mesh, other))
         self._last = direction
 
 

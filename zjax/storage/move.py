@@ -31,7 +31,7 @@ def move(x: Any, row: Row, memory: str, *, is_consumed: bool) -> Any:
     if row.memory == NVME:
         moved = x.to_devices()
     else:
-        LANES.enter(memory, row.sharding.mesh)
+        LANES.enter(memory, row.sharding)
         moved = jax.device_put(x, row.rest_in(memory).sharding, may_alias=False)
     if is_consumed:
         x.delete()  # its memory is free once the copy is done
