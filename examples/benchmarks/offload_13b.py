@@ -5,7 +5,7 @@
 
 from zjax.bench import Case, Contest, Contestant, Row
 
-NAME = "zjax"
+NAME, FEW_LAYERS = "zjax", "zjax with 10 layers"
 GPT_13B = (
     "model.num_layers=40",
     "model.embed_size=5120",
@@ -29,11 +29,13 @@ ENVIRONMENT = {
 
 
 def get_contest():
-    script = ("{python}", "examples/benchmarks/matmul_share.py", "configs/gpt_6p7b.py")
-    contestant = Contestant(
-        NAME, (*script, *GPT_13B), "zjax", ENVIRONMENT, timeout_seconds=560
-    )
-    case = Case(
+    script = ("{python}", "examples/benchmarks/device_peak.py", "configs/gpt_6p7b.py")
+
+    def contestant(name, *changes):
+        command = (*script, *GPT_13B, *changes)
+        return Contestant(name, command, "zjax", ENVIRONMENT, timeout_seconds=560)
+
+    speed = Case(
         ours=(NAME,),
         peer=1.0,
         metric="matmul_share",
@@ -42,10 +44,39 @@ def get_contest():
         aim=0.35,
         peer_name="8192^3 product",
     )
-    row = Row(
-        "offload_13b_32gb",
-        "GPT 13B trains in 32 GB of device memory.",
-        (case,),
-        by_devices=False,
+    least = Case(
+        ours=(NAME,),
+        peer=(NAME,),
+        metric="peak_bytes",
+        unit="bytes",
+        must=1.3,
+        aim=1.1,
+        name="peak",
+        peer_metric="least_bytes",
+        peer_name="what cannot be elsewhere",
     )
-    return Contest("GPT 13B in 32 GB", (contestant,), (row,))
+    depth = Case(
+        ours=(NAME,),
+        peer=(FEW_LAYERS,),
+        metric="bytes_beyond_inputs",
+        unit="bytes",
+        must=1.0,
+        name="40 layers against 10, without inputs of blocks",
+    )
+    rows = (
+        Row(
+            "offload_13b_32gb",
+            "GPT 13B trains in 32 GB of device memory.",
+            (speed,),
+            by_devices=False,
+        ),
+        Row(
+            "infinity_params",
+            "Blocks on the host: the device holds few of them, whatever the depth.",
+            (least, depth),
+            higher_is_better=False,
+            by_devices=False,
+        ),
+    )
+    contestants = (contestant(NAME), contestant(FEW_LAYERS, "model.num_layers=10"))
+    return Contest("GPT 13B in 32 GB", contestants, rows)

@@ -39,7 +39,6 @@ TIMED_ROUNDS = 5
 STEPS_PER_ROUND = 8
 """Of short steps; of long ones fewer."""
 _ROUND_SECONDS = 4
-_NUM_STEPS = WARM_UP_STEPS + TIMED_ROUNDS * STEPS_PER_ROUND
 _PACKAGES = ("zjax", "jax", "jaxlib")
 
 
@@ -96,7 +95,11 @@ class Measurement:
 
 
 def measure(
-    config: Config, *, name: str = "zjax", devices: Sequence[Device] | None = None
+    config: Config,
+    *,
+    name: str = "zjax",
+    devices: Sequence[Device] | None = None,
+    num_rounds: int = TIMED_ROUNDS,
 ) -> Measurement:
     """Trains a few steps on made-up tokens and times them.
 
@@ -106,6 +109,7 @@ def measure(
         config: A run of a built-in model; its data is not read.
         name: Recorded with the numbers.
         devices: Devices to use; all of them by default.
+        num_rounds: Timed rounds of one step or more, 1 or more.
 
     Returns:
         The numbers; memory is that of the devices of this process.
@@ -118,7 +122,7 @@ def measure(
     pin_what_is_needed(config)
     devices = jax.devices() if devices is None else devices
     check_config(config, len(devices))
-    config = _few_steps(config)
+    config = _few_steps(config, WARM_UP_STEPS + num_rounds * STEPS_PER_ROUND)
     model = make_model(config)
     tx = make_optimizer(config, model)
     schedule = make_schedule(config)
@@ -128,7 +132,7 @@ def measure(
     compiled, peak = run.step.compile(batch), run.step.predict_peak(batch)
     predicted = peak.total if peak else memory.predicted_peak_bytes(compiled)
     compile_seconds = time.perf_counter() - start
-    seconds, losses, state = _take_steps(run, batch)
+    seconds, losses, state = _take_steps(run, batch, num_rounds)
     check_losses(losses)
     return Measurement(
         name=name,
@@ -223,14 +227,14 @@ def check_losses(losses: Sequence[float]) -> None:
     raise BenchError(Problem("loss", losses[-1], problem, remedy))
 
 
-def _few_steps(config: Config) -> Config:
+def _few_steps(config: Config, num_steps: int) -> Config:
     """The same work per step, with a learning rate that reaches its peak."""
     optimizer = dataclasses.replace(
-        config.optimizer, schedule="constant", num_warmup_steps=_NUM_STEPS
+        config.optimizer, schedule="constant", num_warmup_steps=num_steps
     )
     data = dataclasses.replace(config.data, source="synthetic")
     return dataclasses.replace(
-        config, num_steps=_NUM_STEPS, optimizer=optimizer, data=data
+        config, num_steps=num_steps, optimizer=optimizer, data=data
     )
 
 
@@ -243,10 +247,12 @@ def _make_batch(run: Run) -> Batch:
     return open_rows(run.config, "train").read(rows)
 
 
-def _take_steps(run: Run, batch: Batch) -> tuple[list[float], list[float], TrainState]:
+def _take_steps(
+    run: Run, batch: Batch, num_rounds: int
+) -> tuple[list[float], list[float], TrainState]:
     state, seconds, losses = run.state, [], []
     num_steps = 1
-    for number in range(WARM_UP_STEPS + TIMED_ROUNDS):
+    for number in range(WARM_UP_STEPS + num_rounds):
         if number == WARM_UP_STEPS:
             num_steps = steps_per_round(seconds[-1])
         start = time.perf_counter()
