@@ -71,3 +71,29 @@ def test_other_runs_may_pin_the_hosts_share(settings):
 
 def test_what_the_user_has_set_stays():
     assert limit(1, XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB="7") == 7
+
+
+COMMAND = """
+import os
+import jax
+from zjax.main import run
+def start():
+    print(os.environ["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"])
+    raise SystemExit
+jax.default_backend = jax.devices = start
+os.environ.update(dict.fromkeys(
+    ("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "ZJAX_PINNED_LIMIT_GB"), "1000"
+))  # as on a large host
+run()
+"""
+
+
+@pytest.mark.parametrize("name", ["train", "bench"])
+def test_commands_limit_the_pool_before_devices_start(name, tmp_path):
+    """Fails if JAX reads the limit before it is lowered."""
+    path = "configs/llama_8b_pinned_host.py"
+    words = [name, f"--config={path}", f"--config.directory={tmp_path}"]
+    given = {"HOME": "/tmp", "CUDA_VISIBLE_DEVICES": "0,1"}
+    command = [sys.executable, "-c", COMMAND, *words]
+    done = subprocess.run(command, env=given, capture_output=True, text=True)
+    assert int(done.stdout) == limit(1), done.stderr

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -98,7 +99,8 @@ def meet(config: Config) -> Iterator[processes.ProcessInfo]:
     check_processes(config)
     if processes.needs_parent(config.processes):
         sys.exit(processes.supervise([sys.executable, *sys.orig_argv[1:]]))
-    info = processes.start(config.processes, config.directory)
+    prepare = functools.partial(pin_what_is_needed, config)
+    info = processes.start(config.processes, config.directory, prepare=prepare)
     if info.process_id == 0 and info.num_processes > 1:
         print(processes.describe_processes(info))
     yield info
@@ -111,7 +113,6 @@ def train() -> None:
     with meet(config) as info:
         several = info.num_processes > 1
         cache = use_program_cache(config.directory if several else "")
-        pin_what_is_needed(config, info.num_processes)
         trainer = Trainer(config)
         if info.process_id == 0:
             print(f"compiled programs: {cache or 'not kept'}")
@@ -176,7 +177,6 @@ def bench() -> None:
         return
     config = config_flags.config_from_flags()
     with meet(config) as info:
-        pin_what_is_needed(config, info.num_processes)
         measurement = measure(config)
         if info.process_id == 0:
             print(describe_measurement(measurement))

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 from jax.experimental import multihost_utils
@@ -41,12 +41,19 @@ class ProcessInfo:
     hosts: tuple[str, ...]
 
 
-def start(settings: schema.Processes, directory: str) -> ProcessInfo:
+def start(
+    settings: schema.Processes,
+    directory: str,
+    *,
+    prepare: Callable[[int], None] = lambda num_processes: None,
+) -> ProcessInfo:
     """Finds the other processes of the run; call it before anything touches a device.
 
     Args:
         settings: How to find them.
         directory: The run's directory, on a file system that all of them see.
+        prepare: Called before devices are started, with the number of processes, or 1
+            where nobody knows it yet.
 
     Returns:
         Who they are; `describe_processes` prints it.
@@ -57,6 +64,7 @@ def start(settings: schema.Processes, directory: str) -> ProcessInfo:
     """
     cluster = find_cluster(settings, os.environ)
     gpus = count_gpus(os.environ)
+    prepare(cluster.num_processes or 1)
     if cluster.is_alone:
         _check_used(len(gpus))
         return ProcessInfo(1, 0, cluster.name, (socket.gethostname(),))
