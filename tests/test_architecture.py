@@ -18,6 +18,7 @@ FLOORS = (
     ("models", "train"),
     ("checkpoint", "observe", "offload"),
     ("step", "stopping"),
+    ("fitting",),
     ("initialize", "pinned"),
     ("trainer", "planning"),
     ("bench",),

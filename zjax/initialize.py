@@ -13,6 +13,7 @@ from zjax.config.check import check_config
 from zjax.config.load import load_config
 from zjax.config.schema import Config
 from zjax.errors import ConfigError, ModelError, Problem
+from zjax.fitting import device_capacity_bytes, fit_plan
 from zjax.models import adapter
 from zjax.offload.init import init_layer_by_layer
 from zjax.optim.build import make_optimizer
@@ -142,7 +143,7 @@ def initialize(
     else:
         config = without_clipping(config)
         tx = adopt_optimizer(tx, model, config)
-    return make_run(config, model, tx, schedule=schedule, devices=devices)
+    return make_run(config, model, tx, schedule=schedule, devices=devices, batch=batch)
 
 
 def adopt_optimizer(tx: Any, model: Model, config: Config) -> Any:
@@ -172,6 +173,7 @@ def make_run(
     schedule: Schedule | None = None,
     devices: Sequence[Device] | None = None,
     restore: Callable[[TrainState], TrainState] | None = None,
+    batch: Batch | None = None,
 ) -> Run:
     """Plans, creates the state and builds the step.
 
@@ -183,6 +185,8 @@ def make_run(
         devices: Devices to use; all of them by default.
         restore: Makes the first state from the rows of its arrays, such as from a
             checkpoint; a fresh state by default.
+        batch: Arrays or ShapeDtypeStructs of the global batch, from which to tell how
+            much memory a step takes; None for that of the built-in models.
 
     Returns:
         The run.
@@ -192,7 +196,7 @@ def make_run(
         CheckpointError: `checkpoint.init_from` does not hold this model.
     """
     mesh = meshes.make_mesh(config.mesh, devices)
-    plan = plans.make_plan(config, mesh, model, tx)
+    plan = fit_plan(config, mesh, model, tx, batch)
     memory.check_memory(plan, device_capacity_bytes(mesh))
     num_devices = len(mesh.local_devices)
     waiting = memory.waiting_on_host_bytes(plan, config, plan.num_batch_shares)
@@ -274,16 +278,3 @@ def model_params(state: TrainState, plan: plans.Plan) -> Params:
         return jax.jit(cut, out_shardings=places)(here)
     stored = state.master if state.ema == () else state.ema
     return jax.jit(compute, out_shardings=places)(stored)
-
-
-def device_capacity_bytes(mesh: Mesh) -> float:
-    """Memory that the smallest device of a mesh offers.
-
-    Args:
-        mesh: The devices; only those of this process are asked.
-
-    Returns:
-        Bytes; infinite where the device does not say, as a CPU.
-    """
-    stats = [device.memory_stats() or {} for device in mesh.local_devices]
-    return min((s.get("bytes_limit", float("inf")) for s in stats), default=0.0)

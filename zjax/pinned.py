@@ -13,13 +13,13 @@ from zjax.models.build import make_model
 from zjax.offload.stream import IN_FLIGHT_BYTES
 from zjax.optim.build import make_optimizer
 from zjax.processes.cluster import count_gpus
-from zjax.processes.host import limit_pinned_memory
+from zjax.processes.host import PINNED_SPARE, limit_pinned_memory
 from zjax.sharding import memory
 from zjax.sharding import mesh as meshes
-from zjax.sharding.plan import DEVICE, HOST, Plan, make_plan
+from zjax.sharding.plan import AUTO, DEVICE, HOST, Plan, make_plan
 
-_SPARE, _SPARE_BYTES = 1.05, 2**30
-"""Of the arrays' bytes, for gaps between them; and for batches on their way."""
+_SPARE_BYTES = 2**30
+"""For batches on their way."""
 
 
 def pin_what_is_needed(config: Config, num_processes: int = 1) -> None:
@@ -34,7 +34,8 @@ def pin_what_is_needed(config: Config, num_processes: int = 1) -> None:
     """
     zero = config.zero
     shares = num_processes if zero.stage else 1
-    if HOST not in (zero.optimizer_memory, zero.parameter_memory, zero.gradient_memory):
+    memories = (zero.optimizer_memory, zero.parameter_memory, zero.gradient_memory)
+    if not {HOST, AUTO} & {*memories}:
         return
     if config.model.activation_memory != DEVICE or not zero.stage:
         return
@@ -43,7 +44,7 @@ def pin_what_is_needed(config: Config, num_processes: int = 1) -> None:
         arrays = pinned_bytes(config, gpus * num_processes)
     except ZjaxError:
         return
-    needed = _SPARE * arrays / shares + gpus * IN_FLIGHT_BYTES
+    needed = PINNED_SPARE * arrays / shares + gpus * IN_FLIGHT_BYTES
     limit_pinned_memory(int(needed) + _SPARE_BYTES)
 
 

@@ -4,12 +4,12 @@ import dataclasses
 import pathlib
 
 import jax
-import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from zjax.config.batch import resolve_batch
 from zjax.config.check import check_config
 from zjax.config.schema import Config
 from zjax.errors import ConfigError, Problem
+from zjax.fitting import abstract_batch, fit_plan
 from zjax.models.build import make_model
 from zjax.observe import plot
 from zjax.observe.collectives import list_collectives
@@ -20,7 +20,6 @@ from zjax.sharding import describe, memory
 from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
 from zjax.step import Step, make_step
-from zjax.typing import Batch
 
 PAPER_DEVICES = (1, 4, 16, 64, 256, 1024)
 
@@ -72,6 +71,8 @@ def report_plan(
 
     stages = [plan_for(stage) for stage in memory.STAGES]
     plan = stages[config.zero.stage]
+    if isinstance(mesh, Mesh):
+        plan = fit_plan(config, mesh, model, tx)
     path = pathlib.Path(picture or pathlib.Path(config.directory) / "plan.png")
     title = f"{memory.num_params(plan):,} parameters on {num_devices} devices"
     totals = [memory.plan_bytes(each) for each in stages]
@@ -84,31 +85,16 @@ def report_plan(
         describe.describe_stages(stages),
     ]
     if here:
+        batch = abstract_batch(config, plan)
         step = make_step(model, tx, plan, config)
-        compiled = step.compile(abstract_batch(config, plan))
+        compiled = step.compile(batch)
         if compiled is None:
-            parts.append(describe_peak(step.predict_peak(abstract_batch(config, plan))))
+            parts.append(describe_peak(step.predict_peak(batch)))
         else:
             parts.append(describe_compiled(plan, compiled))
         if collectives and compiled is not None:
             parts.append(describe_collectives(step, compiled))
     return "\n\n".join([*parts, f"picture: {path}"])
-
-
-def abstract_batch(config: Config, plan: plans.Plan) -> Batch:
-    """The batch of a run of the built-in models, without data.
-
-    Args:
-        config: Its batch size and length.
-        plan: Its number of batch shares.
-
-    Returns:
-        Tokens, targets and weights, all [B, L].
-    """
-    size = resolve_batch(config, plan.num_batch_shares).global_batch_size
-    shape = (size, config.data.length)
-    dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
-    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
 
 
 def describe_compiled(plan: plans.Plan, compiled: jax.stages.Compiled) -> str:

@@ -77,7 +77,7 @@ class Trainer:
             own_model=model is not None,
             own_optimizer=tx is not None,
         )
-        problems = _mismatches(model, batches)
+        problems = _mismatches(model, batches, config)
         if problems:
             raise ConfigError(*problems)
         if tx is not None:
@@ -346,8 +346,12 @@ class Trainer:
             print("run the same command again to go on")
 
 
-def _mismatches(model: Any, batches: Any) -> list[Problem]:
+def _mismatches(model: Any, batches: Any, config: Config) -> list[Problem]:
     problems = []
+    if batches is not None and config.zero.optimizer_memory == "auto":
+        problem = "cannot tell what a step takes of the devices from batches to come"
+        remedy = "use 'pinned_host' or 'nvme', or zjax.initialize"
+        problems.append(Problem("zero.optimizer_memory", "auto", problem, remedy))
     if model is not None and not isinstance(model, Model):
         remedy = "use zjax.adapt(model, loss_fn, batch)"
         name = type(model).__name__

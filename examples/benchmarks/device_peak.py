@@ -16,7 +16,7 @@ from matmul_share import describe_share
 
 import zjax
 from zjax.bench import describe_measurement, measure, result_line
-from zjax.planning import abstract_batch
+from zjax.fitting import abstract_batch
 from zjax.sharding.placement import layer_of
 
 NUM_BLOCKS = 3

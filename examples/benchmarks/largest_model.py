@@ -18,7 +18,7 @@ import jax
 
 import zjax
 from zjax.bench import predicted_peak_bytes, result_line
-from zjax.planning import abstract_batch
+from zjax.fitting import abstract_batch
 
 PROBES = (4, 8)
 MOST_TRIALS = 8

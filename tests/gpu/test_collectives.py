@@ -6,11 +6,11 @@ import jax
 import pytest
 
 from tests.support import small_run
+from zjax.fitting import abstract_batch
 from zjax.models.build import make_model
 from zjax.observe.collectives import list_collectives
 from zjax.observe.communication import zero_volume
 from zjax.optim.build import make_optimizer
-from zjax.planning import abstract_batch
 from zjax.sharding import memory
 from zjax.sharding import mesh as meshes
 from zjax.sharding.plan import make_plan

@@ -12,9 +12,9 @@ import pytest
 from tests.support import language, small_run
 from zjax.config import schema
 from zjax.errors import ConfigError
+from zjax.fitting import abstract_batch
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
-from zjax.planning import abstract_batch
 from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
 from zjax.step import make_step

@@ -24,6 +24,7 @@ from tests.support.offload import (
 )
 from zjax.errors import PlanError
 from zjax.offload import segments
+from zjax.offload import stream as streams
 from zjax.offload import train as offload
 from zjax.offload.stream import Stream
 from zjax.sharding import describe, memory
@@ -285,10 +286,10 @@ class Slow:
 class Two:
     """Stands for a load of two bytes."""
 
-    arrays, rows, moved_bytes, disk_bytes, is_consumed = (), (), 2, 0, True
+    moved_bytes, disk_bytes, is_consumed = 2, 0, True
 
     def __init__(self, name):
-        self.name = name
+        self.name, self.arrays, self.rows = name, [], []
 
     def prefetch(self):
         pass
@@ -321,6 +322,26 @@ def test_a_load_gives_back_its_room_when_it_has_left_or_gone_up_again():
     first.is_gone = True
     stream.fill()
     assert stream.in_flight == 0
+
+
+def test_few_gradients_are_on_their_way_down(monkeypatch):
+    """Fails if calls run ahead of the copies, whose arrays stay until they end."""
+    sent = []
+
+    def send(arrays, rows):
+        tokens = [Slow() for _ in arrays]
+        sent.extend(tokens)
+        return tokens
+
+    monkeypatch.setattr(streams, "rest", send)
+    plan = start(make_config("pinned_host")).plan
+    row = plan.scalar("gradient", "int8").rest_in("pinned_host")
+    stream = Stream(16)
+    stream.begin(map(Two, range(30)))
+    for name in range(8, 30):
+        stream.add(name, [jax.numpy.zeros(())], [row])
+        assert sum(not x.is_over for x in sent) <= 2
+    assert len(sent) == 22
 
 
 def test_inputs_of_blocks_are_given_up_as_the_backward_pass_goes(monkeypatch):

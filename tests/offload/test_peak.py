@@ -64,10 +64,10 @@ def test_parameters_rest_where_the_plan_says():
 
 
 def test_room_for_groups_is_counted():
-    (run, least), (_, more) = predict(), predict(limit=12_000)
+    (run, least), (_, more) = predict(), predict(limit=10_000)
     largest = max(run.step.programs["train"].group_bytes)
     assert least.parts["groups on their way"] == largest
-    assert more.parts["groups on their way"] == 12_000
+    assert more.parts["groups on their way"] == 10_000
     text = describe_peak(least)
     assert "groups on their way" in text
     assert f"program: {least.moment}" in text

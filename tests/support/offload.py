@@ -79,10 +79,13 @@ def weights_of(state):
 
 
 def in_memory(tree):
-    """Arrays that rest on disks, on the devices."""
-    return jax.tree.map(
-        lambda x: x.to_devices() if isinstance(x, DiskArray) else x, tree
-    )
+    """Arrays on one device, wherever they rest."""
+
+    def bring(x):
+        here = x.to_devices() if isinstance(x, DiskArray) else x
+        return jnp.asarray(np.asarray(here))
+
+    return jax.tree.map(bring, tree)
 
 
 def memories(tree):

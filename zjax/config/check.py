@@ -166,7 +166,7 @@ def _offload(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         problem = "names no disk for what rests on 'nvme'"
         remedy = "name a directory on each disk, such as ('/mnt/nvme0',)"
         yield Problem("zero.nvme_paths", (), problem, remedy)
-    if config.zero.nvme_paths and not on_disk:
+    if config.zero.nvme_paths and not on_disk and memory != "auto":
         problem = "has no effect, as nothing rests on 'nvme'"
         remedy = "leave it at (), or set zero.optimizer_memory to 'nvme'"
         yield Problem("zero.nvme_paths", config.zero.nvme_paths, problem, remedy)

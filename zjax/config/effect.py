@@ -17,12 +17,13 @@ class Needs(NamedTuple):
     choices: tuple[Any, ...]
 
 
+_AWAY = ("pinned_host", "nvme", "auto")
 _MOMENTS = ("adamw", "adam", "lamb", "muon")
 
 NEEDS = (
     Needs("zero.min_shard_elements", "zero.stage", (1, 2, 3)),
-    Needs("zero.parameter_memory", "zero.optimizer_memory", ("pinned_host", "nvme")),
-    Needs("zero.gradient_memory", "zero.optimizer_memory", ("pinned_host", "nvme")),
+    Needs("zero.parameter_memory", "zero.optimizer_memory", _AWAY),
+    Needs("zero.gradient_memory", "zero.optimizer_memory", _AWAY),
     Needs("precision.reduce_dtype", "precision.compute_dtype", ("bfloat16", "float16")),
     *(
         Needs(

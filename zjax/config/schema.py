@@ -37,8 +37,9 @@ class Zero:
     parameters."""
     min_shard_elements: int = 16_384
     """Smaller arrays stay whole: gathering them costs more time than memory saved."""
-    optimizer_memory: Literal["device", "pinned_host", "nvme"] = "device"
-    """Where optimizer state and master weights rest between their updates."""
+    optimizer_memory: Literal["device", "pinned_host", "nvme", "auto"] = "device"
+    """Where optimizer state and master weights rest between their updates; `auto` fills
+    what devices have left, then the host, then `nvme_paths`."""
     parameter_memory: Literal["device", "pinned_host", "nvme"] = "device"
     """Where the blocks' parameters in use rest until a block runs."""
     nvme_paths: tuple[str, ...] = ()

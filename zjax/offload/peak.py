@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from zjax.offload.segments import Segments
-from zjax.offload.stream import Stream
+from zjax.offload.stream import GOING_SHARE, Stream
 from zjax.offload.train import OffloadedTrain
+from zjax.offload.whole import Whole
 from zjax.sharding.memory import resting_bytes
 from zjax.sharding.placement import Row, abstract_key, abstract_tree
-from zjax.sharding.plan import DEVICE, plan_on_device
+from zjax.sharding.plan import DEVICE, Plan, plan_on_device
+from zjax.train.state import without_update
 from zjax.typing import Batch
 
 
@@ -38,25 +40,25 @@ def predict_peak(train: OffloadedTrain, batch: Batch) -> Peak | None:
     """Compiles the programs of a step, without running them.
 
     Args:
-        train: Of a model that runs block by block.
+        train: Its programs and streams.
         batch: Arrays or ShapeDtypeStructs of the global batch.
 
     Returns:
-        The moment that takes most; None for other models, and where a compiler does not
-        say what its programs take.
+        The moment that takes most; None where a compiler does not say what its programs
+        take.
     """
-    if not isinstance(train.backward, Segments):
-        return None
-    found = _Programs(train, batch)
+    passes = train.backward
+    if isinstance(passes, Whole):
+        return _peak_of_whole(train, passes, batch)
+    found = _Programs(train, passes, batch)
     if None in found.bytes.values():
         return None
-    passes = train.backward
     inputs = found.inputs if passes.carry_memory == DEVICE else 0
+    sums = passes.sum_rows if passes.num_microbatches > 1 else []
     always = {
         "resting": resting_bytes(passes.plan, DEVICE),
         "groups on their way": _on_their_way(train.stream, train.group_bytes),
-        "sums of gradients": _resting_here(row for x in passes.sum_rows for row in x)
-        * (passes.num_microbatches > 1),
+        "sums of gradients": _resting_here(row for rows in sums for row in rows),
     }
     blocks = {"blocks on their way": _on_their_way(passes.stream, _block_bytes(passes))}
     waiting = _waiting(train, passes, inputs)
@@ -79,16 +81,15 @@ def predict_peak(train: OffloadedTrain, batch: Batch) -> Peak | None:
 class _Programs:
     """Bytes that the programs of a step add to their operands."""
 
-    def __init__(self, train: OffloadedTrain, batch: Batch):
-        passes, number = train.backward, jax.ShapeDtypeStruct((), jnp.float32)
-        assert isinstance(passes, Segments)
+    def __init__(self, train: OffloadedTrain, passes: Segments, batch: Batch):
+        number = jax.ShapeDtypeStruct((), jnp.float32)
         self.plan = plan_on_device(passes.plan)
         embed, (blocks,), head = passes.stack.split(abstract_tree(self.plan.compute))
-        batch = self.like_batch(batch)
-        part = self.like_batch(_shapes_of(passes.split, batch, 0))
+        batch = _like_batch(self.plan, batch)
+        part = _like_batch(self.plan, _shapes_of(passes.split, batch, 0))
         key = abstract_key()
         carry, context = _shapes_of(passes.embed, embed, part, key)
-        carry = self.like_batch(carry)
+        carry = _like_batch(self.plan, carry)
         inputs = (blocks[0], carry, context, key, 0)
         shared = _shapes_of(passes.head, head, carry, part, number, number)[2]
         self.carry = self.bytes_of(carry)
@@ -100,24 +101,45 @@ class _Programs:
             "embedding, backward": _added_bytes(
                 passes.embed_backward, embed, part, key, carry, shared
             ),
-            "update": max(
-                (_added_bytes(*call) for call in train.update.abstract_calls()),
-                key=lambda found: found or 0,
-            ),
+            "update": _update_bytes(train),
         }
-
-    def like_batch(self, tree: Any) -> Any:
-        """Shapes, placed as a batch is."""
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=self.plan.batch_sharding(x)
-            ),
-            tree,
-        )
 
     def bytes_of(self, tree: Any) -> int:
         """Of shapes on one device."""
         return sum(_row_of(x).device_bytes for x in jax.tree.leaves(tree))
+
+
+def _peak_of_whole(train: OffloadedTrain, passes: Whole, batch: Batch) -> Peak | None:
+    state = without_update(abstract_tree(train.state_rows))
+    args = (state, _like_batch(passes.plan, batch), abstract_key())
+    added = _added_bytes(passes.gradients, *args), _update_bytes(train)
+    if None in added:
+        return None
+    always = {
+        "resting": resting_bytes(passes.plan, DEVICE),
+        "groups on their way": _on_their_way(train.stream, train.group_bytes),
+    }
+    grads = sum(row.device_bytes for row in jax.tree.leaves(passes.grad_rows))
+    moments = (
+        Peak("gradients", always | {"program": added[0] or 0}),
+        Peak("update", always | {"gradients": grads, "program": added[1] or 0}),
+    )
+    return max(moments, key=lambda moment: moment.total)
+
+
+def _update_bytes(train: OffloadedTrain) -> int | None:
+    found = [_added_bytes(*call) for call in train.update.abstract_calls()]
+    return max((x for x in found if x is not None), default=None)
+
+
+def _like_batch(plan: Plan, tree: Any) -> Any:
+    """Shapes, placed as a batch is."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=plan.batch_sharding(x)
+        ),
+        tree,
+    )
 
 
 def _shapes_of(program: Any, *args: Any) -> Any:
@@ -157,4 +179,6 @@ def _waiting(train: OffloadedTrain, passes: Segments, inputs: int) -> int:
     rows = jax.tree.leaves(passes.grad_rows)
     everything = sum(row.device_bytes for row in rows)
     own = sum(row.device_bytes for row in train.resting_grads if row.memory == DEVICE)
-    return max(own, min(everything, inputs))
+    kept = max(own, min(everything, inputs))
+    going = 0 if own == everything else train.stream.limit // GOING_SHARE
+    return min(everything, kept + going)

@@ -19,6 +19,9 @@ Six groups of a large model: while one comes up and one goes down, others wait b
 the block that the device computes.
 """
 
+GOING_SHARE = 8
+"""Of the same room, one part more is for what leaves before its group comes up."""
+
 READ_AHEAD_BYTES = 4 * 10**9
 """On the host for one device, of what is read from disks before there is room."""
 
@@ -105,8 +108,14 @@ class Stream:
             self.here[name][0].extend(arrays)
             return
         load = next(load for load in self.waiting if load.name == name)
-        load.arrays.extend(rest(arrays, rows))
+        resting = rest(arrays, rows)
+        load.arrays.extend(resting)
         load.rows.extend(rows)
+        size = sum(row.device_bytes for row in rows if row.memory != DEVICE)
+        self.in_flight += size
+        self.leaving.append((size, resting))
+        while self.in_flight > self.limit + self.limit // GOING_SHARE and self.leaving:
+            self._release(wait=True)
 
     def take(self, name: Hashable) -> tuple[list[jax.Array], int]:
         """A load on the devices.

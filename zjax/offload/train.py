@@ -88,14 +88,15 @@ class OffloadedTrain:
         arriving = [part for group in self.backward.order for part in self.parts[group]]
         # The next forward pass reads the embedding first and the head last.
         self.order = arriving[::-1] if self.update.waits else arriving
-        self.rows = jax.tree.leaves(state_rows(plan, config))
+        self.state_rows = state_rows(plan, config)
+        self.rows = jax.tree.leaves(self.state_rows)
         self.resting_grads = [
             row.rest_in(config.zero.gradient_memory)
             for row in jax.tree.leaves(self.backward.grad_rows)
         ]
         self.group_bytes = [
-            sum(self.rows[name].device_bytes for name in names)
-            for names in self.update.state_inputs
+            sum(row.device_bytes for row in rows if row.memory != DEVICE)
+            for rows in ([self.rows[i] for i in x] for x in self.update.state_inputs)
         ]
         self.stream = Stream()
         self.known_forms: set[Any] = set()  # of batches that suit the model
@@ -111,6 +112,12 @@ class OffloadedTrain:
             The next state and the metrics, both perhaps still being computed.
         """
         return _Running(self, state).step(state, batch)
+
+    def forward_order(self) -> list[int]:
+        """Positions of the parameters, in the order of the forward pass."""
+        rank = {group: i for i, group in enumerate(reversed(self.backward.order))}
+        groups = self.backward.groups()
+        return sorted(range(len(groups)), key=lambda i: rank[groups[i]])
 
     def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
         """Loss and metrics of parameters that come up block by block.

@@ -11,6 +11,8 @@ _OUR_LIMIT = "ZJAX_PINNED_LIMIT_GB"
 """The same, where zjax has set it: here, or in the process that started this one."""
 HOST_SHARE = 0.9
 """Of a host's memory, that arrays may take."""
+PINNED_SPARE = 1.05
+"""What the pool of pinned memory takes, of the bytes of its arrays: for gaps."""
 
 
 def host_memory_bytes() -> int:

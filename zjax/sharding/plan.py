@@ -43,6 +43,8 @@ from zjax.typing import Model
 
 DEVICE, HOST, NVME = "device", "pinned_host", "nvme"
 """Memories; the first two as JAX calls them."""
+AUTO = "auto"
+"""For state: each in turn, as far as it has room; planned for the host at first."""
 MIN_MOVED_BYTES = 1 << 18
 """On one device; smaller arrays cost more time to move than they free memory."""
 
@@ -144,7 +146,10 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
         rows = jax.tree.unflatten(tree, rows)
         return jax.tree.map(_layer_by_layer, rows) if is_apart else rows
 
-    def at_rest(rows: Any, memory: str = config.zero.optimizer_memory) -> Any:
+    asked = config.zero.optimizer_memory
+    state_memory = HOST if asked == AUTO else asked
+
+    def at_rest(rows: Any, memory: str = state_memory) -> Any:
         def one(row: Row) -> Row:
             if not _is_moved(row, memory):
                 return row
@@ -174,7 +179,7 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
     kept = split if stage >= 1 else whole
     stored = params_rows(kept, dtypes.master_dtype)
     opt_state = abstract_opt_state(tx, _logical_arrays(stored))
-    _check_moved("optimizer", config.zero.optimizer_memory, at_rest(stored))
+    _check_moved("optimizer", state_memory, at_rest(stored))
     _check_moved("parameter", config.zero.parameter_memory, compute)
     return Plan(
         mesh=mesh,

@@ -1,0 +1,142 @@
+"""State that stays as near as this machine has room for it."""
+
+import collections
+import dataclasses
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zjax
+from tests.offload.test_train import assert_same_run
+from tests.support import models, small_run
+from tests.support.offload import (
+    GPT,
+    UNDER_BACKWARD,
+    Perceptron,
+    make_batch,
+    make_config,
+    start,
+    train,
+)
+from zjax import fitting
+from zjax.errors import ConfigError, PlanError
+from zjax.sharding import plan as plans
+from zjax.sharding.plan import DEVICE, HOST, NVME
+
+DEEP = dataclasses.replace(GPT, num_layers=6)
+
+
+def state_bytes(plan):
+    """Of master weights and optimizer state, by memory; small arrays never move."""
+    found = collections.Counter()
+    for row in jax.tree.leaves((plan.master, plan.opt_state)):
+        if row.device_bytes >= plans.MIN_MOVED_BYTES:
+            found[row.memory] += row.device_bytes
+    return found
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Gives devices and host room for parts of the state beside what a step takes."""
+
+    def give(on_devices, on_host=None):
+        run = start(make_config("pinned_host", model=DEEP))
+        peak = run.step.predict_peak(make_batch(0)).total
+        whole = state_bytes(run.plan)[HOST]
+        capacity = (peak + on_devices * whole) / fitting.DEVICE_SHARE
+        monkeypatch.setattr(fitting, "device_capacity_bytes", lambda mesh: capacity)
+        if on_host is not None:
+            pinned = fitting.PINNED_SPARE * on_host * whole
+            monkeypatch.setattr(fitting, "IN_FLIGHT_BYTES", 0)
+            monkeypatch.setattr(fitting, "READ_AHEAD_BYTES", 0)
+            size = int(jax.device_count() * pinned / fitting.HOST_SHARE)
+            monkeypatch.setattr(fitting, "host_memory_bytes", lambda: size)
+        return whole
+
+    return give
+
+
+@pytest.mark.parametrize("changes", [{}, UNDER_BACKWARD])
+def test_devices_keep_what_they_have_room_for(machine, changes):
+    """Fails if all of the state moves, or more of it stays than fits."""
+    whole = machine(0.5)
+    config = make_config("auto", model=DEEP, **changes)
+    run = start(config)
+    found = state_bytes(run.plan)
+    assert 0.3 * whole < found[DEVICE] <= 0.5 * whole
+    assert found[DEVICE] + found[HOST] == whole
+    state, _ = train(run, 2)
+    rows = jax.tree.leaves((run.plan.master, run.plan.opt_state))
+    kept = jax.tree.leaves((state.master, state.opt_state))
+    assert [x.sharding.memory_kind for x in kept] == [row.memory for row in rows]
+    first, *_, last = run.plan.master["blocks"]["mlp"]["up"]["kernel"]
+    assert (first.memory, last.memory) == (DEVICE, HOST)
+    assert_same_run(config)
+
+
+def test_the_rest_goes_to_disks(machine, tmp_path):
+    whole = machine(0.3, on_host=0.4)
+    config = make_config("auto", model=DEEP, zero={"nvme_paths": (str(tmp_path),)})
+    found = state_bytes(start(config).plan)
+    assert 0.1 * whole < found[DEVICE] <= 0.3 * whole
+    assert 0.2 * whole < found[HOST] <= 0.4 * whole
+    assert found[NVME] == whole - found[DEVICE] - found[HOST]
+    assert_same_run(config)
+
+
+def test_without_disks_a_full_host_refuses(machine, monkeypatch):
+    machine(0.3, on_host=0.4)
+    size = fitting.host_memory_bytes()
+    module = sys.modules["zjax.initialize"]  # the package has a function of this name
+    monkeypatch.setattr(module, "host_memory_bytes", lambda: size)
+    with pytest.raises(PlanError, match=r"may be pinned; use more hosts"):
+        start(make_config("auto", model=DEEP))
+
+
+def test_a_model_of_your_own_is_asked_with_its_batch(monkeypatch):
+    batch = {"x": np.ones((16, 4), np.float32), "y": np.ones((16, 1), np.float32)}
+
+    def loss_fn(view, batch, key):
+        return jnp.mean((view(batch["x"]) - batch["y"]) ** 2)
+
+    def run(kind):
+        config = {"zero": {"optimizer_memory": kind, "min_shard_elements": 0}}
+        return zjax.initialize(Perceptron(), optax.adam(0.1), loss_fn, batch, config)
+
+    moved = run("pinned_host")
+    whole = state_bytes(moved.plan)
+    peak = moved.step.predict_peak(batch).total
+
+    def plan_with(room):
+        capacity = (peak + room) / fitting.DEVICE_SHARE
+        monkeypatch.setattr(fitting, "device_capacity_bytes", lambda mesh: capacity)
+        return state_bytes(run("auto").plan)
+
+    assert plan_with(0) == whole
+    assert plan_with(whole[HOST] + 1) == {DEVICE: whole[HOST]}
+
+
+def test_what_a_step_takes_must_be_known(monkeypatch, tmp_path):
+    with pytest.raises(ConfigError) as error:
+        small_run.make_trainer(
+            tmp_path,
+            "zero.optimizer_memory=auto",
+            "model.remat=full",
+            model=models.make_mlp(),
+            batches=[],
+        )
+    assert str(error.value) == (
+        "zero.optimizer_memory='auto' cannot tell what a step takes of the devices "
+        "from batches to come; use 'pinned_host' or 'nvme', or zjax.initialize"
+    )
+    monkeypatch.setattr("zjax.step.Step.predict_peak", lambda self, batch: None)
+    with pytest.raises(PlanError) as error:
+        start(make_config("auto"))
+    assert str(error.value) == (
+        "zero.optimizer_memory='auto' does not know what a step takes of these "
+        "devices; use 'pinned_host' or 'nvme'"
+    )
