@@ -17,6 +17,7 @@ from zjax.offload.stream import IN_FLIGHT_BYTES, READ_AHEAD_BYTES
 from zjax.processes.host import HOST_SHARE, PINNED_SPARE, host_memory_bytes
 from zjax.sharding import memory
 from zjax.sharding.describe import format_bytes
+from zjax.sharding.mesh import device_capacity_bytes
 from zjax.sharding.plan import AUTO, DEVICE, HOST, NVME, Plan, make_plan
 from zjax.sharding.room import spread_state
 from zjax.step import make_step
@@ -69,19 +70,6 @@ def fit_plan(
     )
     logging.warning("state per device: %s there, %s on the host, %s on disks", *sizes)
     return found
-
-
-def device_capacity_bytes(mesh: Mesh) -> float:
-    """Memory that the smallest device of a mesh offers.
-
-    Args:
-        mesh: The devices; only those of this process are asked.
-
-    Returns:
-        Bytes; infinite where the device does not say, as a CPU.
-    """
-    stats = [device.memory_stats() or {} for device in mesh.local_devices]
-    return min((s.get("bytes_limit", float("inf")) for s in stats), default=0.0)
 
 
 def abstract_batch(config: Config, plan: Plan) -> Batch:

@@ -13,7 +13,7 @@ from zjax.config.check import check_config
 from zjax.config.load import load_config
 from zjax.config.schema import Config
 from zjax.errors import ConfigError, ModelError, Problem
-from zjax.fitting import device_capacity_bytes, fit_plan
+from zjax.fitting import fit_plan
 from zjax.models import adapter
 from zjax.offload.init import init_layer_by_layer
 from zjax.optim.build import make_optimizer
@@ -197,7 +197,7 @@ def make_run(
     """
     mesh = meshes.make_mesh(config.mesh, devices)
     plan = fit_plan(config, mesh, model, tx, batch)
-    memory.check_memory(plan, device_capacity_bytes(mesh))
+    memory.check_memory(plan, meshes.device_capacity_bytes(mesh))
     num_devices = len(mesh.local_devices)
     waiting = memory.waiting_on_host_bytes(plan, config, plan.num_batch_shares)
     memory.check_host_memory(plan, num_devices, host_memory_bytes(), waiting)

@@ -1,5 +1,6 @@
 """Every example runs as its reader would run it, with fewer steps."""
 
+import os
 import pathlib
 import subprocess
 import sys
@@ -31,20 +32,40 @@ def test_example(name, last_line):
     assert (script.parent / "README.md").read_text().count(f"{name}/train.py") == 1
 
 
-def test_notebook_runs(monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "num_pictures", "text"),
+    [("quickstart", 2, "optimizer state"), ("offload", 1, "pinned_host")],
+)
+def test_notebook_runs(monkeypatch, name, num_pictures, text):
     monkeypatch.setenv("ZJAX_EXAMPLE_STEPS", "2")
-    notebook = jupytext.read(EXAMPLES / "notebooks" / "quickstart.py")
+    notebook = jupytext.read(EXAMPLES / "notebooks" / f"{name}.py")
     # A kernel spec would have to be installed; the name of one that always is.
     nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
     outputs = [out for cell in notebook.cells for out in cell.get("outputs", [])]
-    assert sum("image/png" in out.get("data", {}) for out in outputs) == 2
-    assert any("optimizer state" in out.get("text", "") for out in outputs)
+    pictures = sum("image/png" in out.get("data", {}) for out in outputs)
+    assert pictures == num_pictures
+    assert any(text in out.get("text", "") for out in outputs)
 
 
-def test_notebook_is_built_from_its_source():
+@pytest.mark.parametrize("name", ["quickstart", "offload"])
+def test_notebook_is_built_from_its_source(name):
     """Fails if one was edited without the other."""
-    source = jupytext.read(EXAMPLES / "notebooks" / "quickstart.py")
-    built = nbformat.read(EXAMPLES / "notebooks" / "quickstart.ipynb", as_version=4)
+    source = jupytext.read(EXAMPLES / "notebooks" / f"{name}.py")
+    built = nbformat.read(EXAMPLES / "notebooks" / f"{name}.ipynb", as_version=4)
     assert [c.source for c in built.cells] == [c.source for c in source.cells]
     code = [cell for cell in built.cells if cell.cell_type == "code"]
     assert any(cell.outputs for cell in code)
+
+
+def test_table_of_what_fits():
+    script = EXAMPLES / "offload" / "fits.py"
+    given = os.environ | {"ZJAX_EXAMPLE_SHAPES": "1", "ZJAX_EXAMPLE_LENGTH": "64"}
+    command = [sys.executable, str(script)]
+    result = subprocess.run(
+        command, env=given, capture_output=True, text=True, timeout=240
+    )
+    assert result.returncode == 0, result.stderr
+    rows = [line for line in result.stdout.splitlines() if " GB " in line]
+    assert [row.split()[1] for row in rows] == ["16", "24", "40", "80", "141"]
+    assert rows[0].count("1.3B") == 3  # all on the GPU does not fit
+    assert rows[-1].count("1.3B") == 4

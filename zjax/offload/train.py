@@ -20,9 +20,10 @@ import jax
 from zjax.config.schema import Config
 from zjax.offload.parts import Jit
 from zjax.offload.segments import Arrived, Segments
-from zjax.offload.stream import Load, Stream
+from zjax.offload.stream import Load, Stream, in_flight_bytes
 from zjax.offload.update import GroupedUpdate
 from zjax.offload.whole import Whole
+from zjax.sharding.mesh import device_capacity_bytes
 from zjax.sharding.placement import Row
 from zjax.sharding.plan import DEVICE, Plan
 from zjax.storage.move import rest
@@ -98,7 +99,7 @@ class OffloadedTrain:
             sum(row.device_bytes for row in rows if row.memory != DEVICE)
             for rows in ([self.rows[i] for i in x] for x in self.update.state_inputs)
         ]
-        self.stream = Stream()
+        self.stream = Stream(in_flight_bytes(device_capacity_bytes(plan.mesh)))
         self.known_forms: set[Any] = set()  # of batches that suit the model
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:

@@ -112,3 +112,16 @@ def num_shares(mesh: Mesh | AbstractMesh, names: Sequence[str]) -> int:
         8
     """
     return math.prod(mesh.shape[axis] for axis in names)
+
+
+def device_capacity_bytes(mesh: Mesh) -> float:
+    """Memory that the smallest device of a mesh offers.
+
+    Args:
+        mesh: The devices; only those of this process are asked.
+
+    Returns:
+        Bytes; infinite where the device does not say, as a CPU.
+    """
+    stats = [device.memory_stats() or {} for device in mesh.local_devices]
+    return min((s.get("bytes_limit", float("inf")) for s in stats), default=0.0)

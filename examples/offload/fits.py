@@ -1,0 +1,135 @@
+"""What fits on your GPU: the largest GPT for each card and each place of its state.
+
+A step of every shape is planned and its programs are compiled, on the devices here but
+without running: a laptop answers for a cluster.
+
+python examples/offload/fits.py
+"""
+
+import dataclasses
+import os
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+import zjax
+from zjax.config.schema import Config
+from zjax.fitting import abstract_batch
+from zjax.offload.stream import in_flight_bytes
+from zjax.sharding import memory
+from zjax.sharding.plan import HOST, NVME
+
+CARDS = (16, 24, 40, 80, 141)
+"""Gigabytes."""
+USABLE = 0.92
+"""Of a card, after the driver and the libraries."""
+SHAPES = {
+    "1.3B": (24, 2048, 16),
+    "2.7B": (32, 2560, 32),
+    "6.7B": (32, 4096, 32),
+    "13B": (40, 5120, 40),
+    "30B": (48, 7168, 56),
+    "66B": (64, 9216, 72),
+    "175B": (96, 12288, 96),
+}
+"""Layers, width and heads of the models of OPT, by their size."""
+PLACES = {
+    "all on the GPU": {},
+    "optimizer on the host": {"optimizer_memory": "pinned_host"},
+    "blocks and gradients too": {
+        "optimizer_memory": "pinned_host",
+        "parameter_memory": "pinned_host",
+        "gradient_memory": "pinned_host",
+    },
+    "optimizer on disks": {
+        "optimizer_memory": "nvme",
+        "parameter_memory": "pinned_host",
+        "gradient_memory": "pinned_host",
+        "nvme_paths": ("/tmp",),
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """What one model takes: `device` without what is on its way, in bytes."""
+
+    name: str
+    device: int
+    passing: int
+    host: int
+    disk: int
+
+    def fits(self, card: int) -> bool:
+        room = USABLE * card * 1e9
+        return self.device + min(self.passing, in_flight_bytes(room)) <= room
+
+
+def needs(name: str, place: str, length: int) -> Needs:
+    """Plans and compiles one step of one sequence."""
+    config = make_config(*SHAPES[name], length, PLACES[place])
+    mesh = zjax.make_mesh(config.mesh, jax.devices()[:1])
+    model = zjax.make_model(config)
+    tx = zjax.make_optimizer(config, model)
+    plan = zjax.make_plan(config, mesh, model, tx)
+    if not plan.is_offloaded:
+        total = int(memory.plan_bytes(plan).total)
+        return Needs(name, total, passing=0, host=0, disk=0)
+    step = zjax.make_step(model, tx, plan, config)
+    peak = step.predict_peak(abstract_batch(config, plan))
+    passing = peak.parts["groups on their way"]
+    waiting = memory.waiting_on_host_bytes(plan, config, plan.num_batch_shares)
+    host, disk = (memory.resting_bytes(plan, where) for where in (HOST, NVME))
+    return Needs(name, peak.total - passing, passing, host + waiting, disk)
+
+
+def make_config(layers: int, width: int, heads: int, length: int, zero: dict) -> Config:
+    return zjax.load_config(
+        {
+            "microbatch_size": 1,
+            "global_batch_size": 0,
+            "zero": {"stage": 1} | zero,
+            "data": {"source": "synthetic", "length": length},
+            "model": {
+                "num_layers": layers,
+                "embed_size": width,
+                "mlp_size": 4 * width,
+                "num_heads": heads,
+                "num_kv_heads": heads,
+                "vocab_size": 50304,
+                "max_length": length,
+                "remat": "full",
+                "layers_per_scan": 0 if zero else 1,
+            },
+        }
+    )
+
+
+def cell(found: list[Needs], card: int) -> str:
+    """The largest that fits, and what it takes of the host and of disks."""
+    fitting = [each for each in found if each.fits(card)]
+    if not fitting:
+        return "-"
+    best = fitting[-1]
+    parts = [f"{best.host / 1e9:,.0f} GB host"] if best.host else []
+    parts += [f"{best.disk / 1e9:,.0f} GB disk"] if best.disk else []
+    return f"{best.name} ({', '.join(parts)})" if parts else best.name
+
+
+def main() -> None:
+    length = int(os.environ.get("ZJAX_EXAMPLE_LENGTH", 1024))
+    names = list(SHAPES)[: int(os.environ.get("ZJAX_EXAMPLE_SHAPES", len(SHAPES)))]
+    table = Table(title=f"largest GPT, 1 x {length} tokens per step", title_style="")
+    table.add_column("card")
+    found = {}
+    for place in PLACES:
+        table.add_column(place)
+        found[place] = [needs(name, place, length) for name in names]
+    for card in CARDS:
+        table.add_row(f"{card} GB", *(cell(found[place], card) for place in PLACES))
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()
