@@ -4,6 +4,8 @@ A step of every shape is planned and its programs are compiled, on the devices h
 without running: a laptop answers for a cluster.
 
 python examples/offload/fits.py
+
+ZJAX_EXAMPLE_SHAPES=3 takes the first three shapes alone.
 """
 
 import dataclasses
@@ -22,6 +24,7 @@ from zjax.sharding.plan import HOST, NVME
 
 CARDS = (16, 24, 40, 80, 141)
 """Gigabytes."""
+WIDTH = 100
 USABLE = 0.92
 """Of a card, after the driver and the libraries."""
 SHAPES = {
@@ -107,20 +110,23 @@ def make_config(layers: int, width: int, heads: int, length: int, zero: dict) ->
 
 
 def cell(found: list[Needs], card: int) -> str:
-    """The largest that fits, and what it takes of the host and of disks."""
+    """The largest that fits, and the gigabytes it takes of the host and of disks."""
     fitting = [each for each in found if each.fits(card)]
     if not fitting:
         return "-"
     best = fitting[-1]
-    parts = [f"{best.host / 1e9:,.0f} GB host"] if best.host else []
-    parts += [f"{best.disk / 1e9:,.0f} GB disk"] if best.disk else []
-    return f"{best.name} ({', '.join(parts)})" if parts else best.name
+    sizes = [f"{size / 1e9:,.0f}" for size in (best.host, best.disk) if size]
+    return f"{best.name}: {' + '.join(sizes)} GB" if sizes else best.name
 
 
 def main() -> None:
     length = int(os.environ.get("ZJAX_EXAMPLE_LENGTH", 1024))
     names = list(SHAPES)[: int(os.environ.get("ZJAX_EXAMPLE_SHAPES", len(SHAPES)))]
-    table = Table(title=f"largest GPT, 1 x {length} tokens per step", title_style="")
+    table = Table(
+        title=f"largest GPT, 1 x {length} tokens per step: what it takes of the host"
+        " (+ disks)",
+        title_style="",
+    )
     table.add_column("card")
     found = {}
     for place in PLACES:
@@ -128,7 +134,7 @@ def main() -> None:
         found[place] = [needs(name, place, length) for name in names]
     for card in CARDS:
         table.add_row(f"{card} GB", *(cell(found[place], card) for place in PLACES))
-    Console(width=110).print(table)
+    Console(width=WIDTH).print(table)
 
 
 if __name__ == "__main__":
