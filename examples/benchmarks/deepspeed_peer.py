@@ -35,7 +35,14 @@ def make_settings(shape: Shape, given: argparse.Namespace) -> dict:
         "steps_per_print": 10**9,
     }
     if given.offload:
-        place = {"device": "cpu", "pin_memory": True}
+        place = {"device": given.offload, "pin_memory": True}
+        if given.offload == "nvme":
+            place |= {
+                "nvme_path": given.nvme_path,
+                "pipeline_read": True,
+                "pipeline_write": True,
+            }
+            settings["aio"] = {"block_size": 2**20, "queue_depth": 32}
         settings["zero_optimization"]["offload_optimizer"] = place
     return settings
 
@@ -61,7 +68,9 @@ def main() -> None:
     parser = torch_gpt.make_torch_parser("DeepSpeed ZeRO on a GPT")
     parser.add_argument("--stage", type=int, choices=(1, 2, 3), required=True)
     parser.add_argument("--clip_norm", type=float, default=1.0, help="0 does not clip")
-    parser.add_argument("--offload", action="store_true", help="optimizer on the CPU")
+    places = ("", "cpu", "nvme")
+    parser.add_argument("--offload", choices=places, default="", help="optimizer state")
+    parser.add_argument("--nvme_path", default="", help="directory on the disk")
     parser.add_argument("--recompute", action="store_true", help="blocks, in full")
     given = parser.parse_args()
     shape = shape_of(given)
@@ -69,7 +78,7 @@ def main() -> None:
         deepspeed.init_distributed()
         settings = make_settings(shape, given)
         model = make_model(shape, settings, given)
-        optimizer = make_optimizer(model, offload=given.offload)
+        optimizer = make_optimizer(model, offload=bool(given.offload))
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=settings
         )

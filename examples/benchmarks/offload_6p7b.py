@@ -32,7 +32,7 @@ BARS = {"clip": (1.15, 1.4), "noclip": (1.3, 1.7)}
 
 def get_contest():
     config, ones = "configs/gpt_6p7b.py", {"CUDA_VISIBLE_DEVICES": "0"}
-    options = ("--offload", "--recompute")
+    options = ("--offload=cpu", "--recompute")
     ours = {
         "clip": zjax(
             "zjax with clipping", config, *SETTINGS, *CLIPPED, environment=ones
