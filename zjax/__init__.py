@@ -18,6 +18,7 @@ from zjax.errors import (
     ProcessError,
     ZjaxError,
 )
+from zjax.fitting import fit_plan
 from zjax.initialize import Run, adopt_optimizer, initialize, make_run
 from zjax.models.adapter import adapt
 from zjax.models.build import make_model
@@ -58,6 +59,7 @@ __all__ = [
     "check_config",
     "describe_plan",
     "describe_plan_totals",
+    "fit_plan",
     "generate",
     "init_state",
     "initialize",

@@ -13,12 +13,26 @@ from jax.sharding import Mesh
 from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
+from zjax.offload.peak import Peak
 from zjax.offload.stream import IN_FLIGHT_BYTES, READ_AHEAD_BYTES
-from zjax.processes.host import HOST_SHARE, PINNED_SPARE, host_memory_bytes
+from zjax.processes.host import (
+    HOST_SHARE,
+    PINNED_SPARE,
+    devices_of_host,
+    host_memory_bytes,
+)
 from zjax.sharding import memory
 from zjax.sharding.describe import format_bytes
 from zjax.sharding.mesh import device_capacity_bytes
-from zjax.sharding.plan import AUTO, DEVICE, HOST, NVME, Plan, make_plan
+from zjax.sharding.plan import (
+    AUTO,
+    DEVICE,
+    HOST,
+    NVME,
+    Plan,
+    make_plan,
+    plan_on_device,
+)
 from zjax.sharding.room import spread_state
 from zjax.step import make_step
 from zjax.typing import Batch, Model
@@ -60,7 +74,12 @@ def fit_plan(
         problem = "does not know what a step takes of these devices"
         remedy = "use 'pinned_host' or 'nvme'"
         raise PlanError(Problem("zero.optimizer_memory", AUTO, problem, remedy))
-    room = _room(plan, config, peak.total)
+    capacity = _free_bytes(mesh)
+    if peak.total > capacity:
+        raise PlanError(_no_room(peak, capacity))
+    whole = memory.tree_bytes(plan_on_device(plan).compute)  # as to generate with them
+    needed = max(peak.total, memory.resting_bytes(plan, DEVICE) + whole)
+    room = _room(plan, config, DEVICE_SHARE * capacity - needed)
     order = step.programs["train"].forward_order()
     found = spread_state(plan, order, room, config.zero.nvme_paths)
     rows = jax.tree.leaves((found.master, found.opt_state))
@@ -69,6 +88,8 @@ def fit_plan(
         for where in (DEVICE, HOST, NVME)
     )
     logging.warning("state per device: %s there, %s on the host, %s on disks", *sizes)
+    if {row.memory for row in rows} == {DEVICE}:
+        logging.warning("all of it fits: zero.optimizer_memory=device is faster")
     return found
 
 
@@ -88,21 +109,34 @@ def abstract_batch(config: Config, plan: Plan) -> Batch:
     return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
 
 
-def _room(plan: Plan, config: Config, peak_bytes: int) -> Mapping[str, float]:
+def _free_bytes(mesh: Mesh) -> float:
+    """Memory of a device that no other run in this process has taken."""
+    stats = [device.memory_stats() or {} for device in mesh.local_devices]
+    return device_capacity_bytes(mesh) - max(s.get("bytes_in_use", 0) for s in stats)
+
+
+def _no_room(peak: Peak, capacity: float) -> Problem:
+    return Problem(
+        "zero.optimizer_memory",
+        AUTO,
+        f"leaves a step that takes {peak.total / 1e9:.1f} GB, most of it "
+        f"{max(peak.parts, key=peak.parts.__getitem__)}, on devices with "
+        f"{capacity / 1e9:.1f} GB free",
+        "use a smaller microbatch_size, more devices, or the host for "
+        "zero.parameter_memory, zero.gradient_memory and model.activation_memory",
+    )
+
+
+def _room(plan: Plan, config: Config, on_device: float) -> Mapping[str, float]:
     """Bytes per device for state, the same in all processes."""
     mesh = plan.mesh
     assert isinstance(mesh, Mesh)
-    host = (HOST_SHARE * host_memory_bytes()) / len(mesh.local_devices)
+    host = HOST_SHARE * host_memory_bytes() / devices_of_host(len(mesh.local_devices))
     host -= IN_FLIGHT_BYTES + (2 * READ_AHEAD_BYTES if config.zero.nvme_paths else 0)
     blocks = [row for row in jax.tree.leaves(plan.compute) if row.memory == HOST]
     taken = memory.tree_bytes(blocks)
     taken += memory.waiting_on_host_bytes(plan, config, plan.num_batch_shares)
-    here = np.array(
-        [
-            DEVICE_SHARE * device_capacity_bytes(mesh) - peak_bytes,
-            host / PINNED_SPARE - taken,
-        ]
-    )
+    here = np.array([on_device, host / PINNED_SPARE - taken])
     if jax.process_count() > 1:
         here = multihost_utils.process_allgather(here).min(0)
     return dict(zip((DEVICE, HOST), here.tolist(), strict=True))

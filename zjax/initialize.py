@@ -20,7 +20,7 @@ from zjax.optim.build import make_optimizer
 from zjax.optim.matrices import named_params
 from zjax.optim.per_layer import respect_layers
 from zjax.optim.schedules import make_schedule
-from zjax.processes.host import host_memory_bytes
+from zjax.processes.host import devices_of_host, host_memory_bytes
 from zjax.sharding import memory, placement
 from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
@@ -200,7 +200,13 @@ def make_run(
     memory.check_memory(plan, meshes.device_capacity_bytes(mesh))
     num_devices = len(mesh.local_devices)
     waiting = memory.waiting_on_host_bytes(plan, config, plan.num_batch_shares)
-    memory.check_host_memory(plan, num_devices, host_memory_bytes(), waiting)
+    memory.check_host_memory(
+        plan,
+        devices_of_host(num_devices),
+        host_memory_bytes(),
+        waiting,
+        asked=config.zero.optimizer_memory,
+    )
     on_disk = memory.disk_bytes(plan)
     if on_disk:
         check_disks(config.zero.nvme_paths, on_disk)

@@ -7,6 +7,7 @@ its arrays need, and a process that pins more than the host has is killed.
 import functools
 import os
 
+from zjax.config.check import check_config
 from zjax.config.schema import Config, Mesh
 from zjax.errors import ZjaxError
 from zjax.models.build import make_model
@@ -41,6 +42,7 @@ def pin_what_is_needed(config: Config, num_processes: int = 1) -> None:
         return
     gpus = len(count_gpus(os.environ)) or 1
     try:
+        check_config(config, gpus * num_processes)
         arrays = pinned_bytes(config, gpus * num_processes)
     except ZjaxError:
         return

@@ -21,6 +21,9 @@ from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
 from zjax.step import Step, make_step
 
+_NO_MACHINE = (
+    "zero.optimizer_memory=auto is shown as pinned_host: no device is here to be filled"
+)
 PAPER_DEVICES = (1, 4, 16, 64, 256, 1024)
 
 
@@ -69,6 +72,11 @@ def report_plan(
         zero = dataclasses.replace(config.zero, stage=stage)
         return plans.make_plan(dataclasses.replace(config, zero=zero), mesh, model, tx)
 
+    asked = config.zero.optimizer_memory
+    if collectives and asked != plans.DEVICE:
+        problem = "needs a step of one program; one that moves its state is many"
+        remedy = "leave it out, or set zero.optimizer_memory=device"
+        raise ConfigError(Problem("collectives", True, problem, remedy))
     stages = [plan_for(stage) for stage in memory.STAGES]
     plan = stages[config.zero.stage]
     if isinstance(mesh, Mesh):
@@ -80,6 +88,7 @@ def report_plan(
     parts = [
         describe.describe_plan(plan),
         *filter(None, [describe.describe_memories(plan)]),
+        *([_NO_MACHINE] if not here and asked == plans.AUTO else []),
         f"bytes per device by ZeRO stage on {num_devices} devices"
         + ("" if here else " (estimate: the devices are not here)"),
         describe.describe_stages(stages),
@@ -92,7 +101,8 @@ def report_plan(
             parts.append(describe_peak(step.predict_peak(batch)))
         else:
             parts.append(describe_compiled(plan, compiled))
-        if collectives and compiled is not None:
+        if collectives:
+            assert compiled is not None
             parts.append(describe_collectives(step, compiled))
     return "\n\n".join([*parts, f"picture: {path}"])
 

@@ -97,6 +97,9 @@ class Model:
     takes_layers_apart: bool = False
     """Whether the loss takes `zjax.sharding.layers.Layers` for the arrays whose first
     dim is `layers`, so that each layer can be gathered and reduced alone."""
+    loops_over_layers: bool = False
+    """Whether the loss runs its layers in a loop, which fetches the parameters of each
+    as it comes to it."""
     init_layer: Callable[[jax.Array, jax.Array], Params] | None = None
     """`init_layer(key, number) -> params`, as `init` gives them, but with one layer in
     each array that stacks layers: what would not fit at once starts layer by layer."""

@@ -1,7 +1,8 @@
 """A run whose blocks rest on the host: its speed, and its least device memory.
 
 Three blocks have to be on the device with their gradients, the embedding, the input of
-every block, and what the program of a block needs besides. The run takes 20 steps.
+every block, and what the program of a block needs besides. The run takes 20 steps or
+more, on one device and in bfloat16.
 
 python examples/benchmarks/device_peak.py configs/gpt_6p7b.py zero.stage=2
     zero.optimizer_memory=pinned_host zero.parameter_memory=pinned_host
@@ -39,7 +40,9 @@ def least_bytes(config: zjax.Config) -> dict[str, int]:
             blocks += row.device_bytes
     block = blocks // config.model.num_layers
     inputs = 2 * batch["tokens"].size * config.model.embed_size
-    program = step.predict_peak(batch).parts["program"]
+    peak = step.predict_peak(batch)
+    assert peak.moment == "backward", peak
+    program = peak.parts["program"]
     return {
         "blocks with gradients": 2 * NUM_BLOCKS * block,
         "embedding and head": others,

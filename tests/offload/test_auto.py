@@ -2,7 +2,9 @@
 
 import collections
 import dataclasses
+import socket
 import sys
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +26,7 @@ from tests.support.offload import (
 )
 from zjax import fitting
 from zjax.errors import ConfigError, PlanError
+from zjax.processes import host
 from zjax.sharding import plan as plans
 from zjax.sharding.plan import DEVICE, HOST, NVME
 
@@ -93,7 +96,11 @@ def test_without_disks_a_full_host_refuses(machine, monkeypatch):
     size = fitting.host_memory_bytes()
     module = sys.modules["zjax.initialize"]  # the package has a function of this name
     monkeypatch.setattr(module, "host_memory_bytes", lambda: size)
-    with pytest.raises(PlanError, match=r"may be pinned; use more hosts"):
+    with pytest.raises(
+        PlanError,
+        match=r"^zero.optimizer_memory='auto' needs .* may be pinned; name disks in "
+        r"zero.nvme_paths, use more hosts, or a smaller model$",
+    ):
         start(make_config("auto", model=DEEP))
 
 
@@ -140,3 +147,34 @@ def test_what_a_step_takes_must_be_known(monkeypatch, tmp_path):
         "zero.optimizer_memory='auto' does not know what a step takes of these "
         "devices; use 'pinned_host' or 'nvme'"
     )
+
+
+def test_a_step_that_does_not_fit_is_refused(machine, monkeypatch):
+    machine(0)
+    whole = fitting.device_capacity_bytes(None)
+    monkeypatch.setattr(fitting, "device_capacity_bytes", lambda mesh: whole / 10)
+    with pytest.raises(PlanError) as error:
+        start(make_config("auto", model=DEEP))
+    assert str(error.value) == (
+        "zero.optimizer_memory='auto' leaves a step that takes 0.0 GB, most of it "
+        "resting, on devices with 0.0 GB free; use a smaller "
+        "microbatch_size, more devices, or the host for zero.parameter_memory, "
+        "zero.gradient_memory and model.activation_memory"
+    )
+
+
+def test_a_model_too_small_to_move_stays_on_the_devices(monkeypatch):
+    monkeypatch.setattr(plans, "MIN_MOVED_BYTES", 1 << 18)
+    run = start(make_config("auto"))
+    rows = jax.tree.leaves((run.plan.master, run.plan.opt_state))
+    assert {row.memory for row in rows} == {DEVICE}
+    train(run, 1)
+
+
+def test_processes_of_one_host_share_it(monkeypatch):
+    """Fails if each process takes the whole host for its own devices."""
+    names = [zlib.crc32(socket.gethostname().encode())] * 2 + [7]
+    told = np.array([[name, 2] for name in names])
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    monkeypatch.setattr(host.multihost_utils, "process_allgather", lambda x: told)
+    assert host.devices_of_host(2) == 4

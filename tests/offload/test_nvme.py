@@ -249,5 +249,5 @@ def test_paths_and_memories_go_together():
         "nvme": "zero.nvme_paths=() names no disk for what rests on 'nvme'; name a "
         "directory on each disk, such as ('/mnt/nvme0',)",
         "device": "zero.nvme_paths=('/nvme',) has no effect, as nothing rests on "
-        "'nvme'; leave it at (), or set zero.optimizer_memory to 'nvme'",
+        "'nvme'; leave it at (), or set zero.optimizer_memory to 'nvme' or 'auto'",
     }

@@ -30,7 +30,8 @@ def predict(num_layers=4, limit=0, inputs="device", changes=(), **zero):
 def test_depth_costs_the_inputs_of_blocks_alone():
     """Fails if something else of every block is on the devices."""
     zero = {"parameter_memory": "pinned_host", "gradient_memory": "pinned_host"}
-    (_, few), (_, many) = (predict(n, **zero) for n in (4, 12))
+    changes = UNDER_BACKWARD  # no gradient waits
+    (_, few), (_, many) = (predict(n, changes=changes, **zero) for n in (4, 12))
     tokens, name = make_batch(0)["tokens"], "inputs of blocks, then gradients"
     one = tokens.size // SHARE * GPT.embed_size * 4
     assert few.moment == many.moment == "backward"
@@ -71,3 +72,18 @@ def test_room_for_groups_is_counted():
     text = describe_peak(least)
     assert "groups on their way" in text
     assert f"program: {least.moment}" in text
+
+
+def test_all_streams_are_counted():
+    """Fails if sums or inputs that rest on the host are forgotten on their way."""
+    run, peak = predict(
+        inputs="pinned_host",
+        gradient_memory="pinned_host",
+        parameter_memory="pinned_host",
+        changes={"num_microbatches": 2},
+    )
+    passes = run.step.programs["train"].backward
+    block = sum(row.device_bytes for row in passes.sum_rows[0])
+    assert peak.parts["sums of gradients"] >= 3 * block
+    one = make_batch(0)["tokens"].size // SHARE // 2 * GPT.embed_size * 4
+    assert peak.parts["inputs on their way"] >= one

@@ -168,7 +168,7 @@ def _offload(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         yield Problem("zero.nvme_paths", (), problem, remedy)
     if config.zero.nvme_paths and not on_disk and memory != "auto":
         problem = "has no effect, as nothing rests on 'nvme'"
-        remedy = "leave it at (), or set zero.optimizer_memory to 'nvme'"
+        remedy = "leave it at (), or set zero.optimizer_memory to 'nvme' or 'auto'"
         yield Problem("zero.nvme_paths", config.zero.nvme_paths, problem, remedy)
     memory, decay = config.zero.parameter_memory, config.optimizer.ema_decay
     if memory != "device" and decay:

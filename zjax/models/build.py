@@ -64,6 +64,7 @@ def make_model(config: Config) -> Model:
         init_layer=init_layer,
         separable=separable,
         takes_layers_apart=stride == 0,
+        loops_over_layers=stride > 0,
         keeps=remat.keeps(config.model.remat, config.model.activation_memory),
     )
 

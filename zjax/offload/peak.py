@@ -55,12 +55,16 @@ def predict_peak(train: OffloadedTrain, batch: Batch) -> Peak | None:
         return None
     inputs = found.inputs if passes.carry_memory == DEVICE else 0
     sums = passes.sum_rows if passes.num_microbatches > 1 else []
+    inputs_away = [found.inputs] if passes.carry_memory != DEVICE else []
     always = {
         "resting": resting_bytes(passes.plan, DEVICE),
         "groups on their way": _on_their_way(train.stream, train.group_bytes),
-        "sums of gradients": _resting_here(row for rows in sums for row in rows),
+        "sums of gradients": _resting_here(row for rows in sums for row in rows)
+        + _on_their_way(passes.sums, [_moved_bytes(rows) for rows in sums]),
+        "inputs on their way": _on_their_way(passes.carries, inputs_away),
     }
-    blocks = {"blocks on their way": _on_their_way(passes.stream, _block_bytes(passes))}
+    all_blocks = [_moved_bytes(passes.block_rows)] * passes.segment.num_blocks
+    blocks = {"blocks on their way": _on_their_way(passes.stream, all_blocks)}
     waiting = _waiting(train, passes, inputs)
     there = {
         "forward": blocks | {"inputs of blocks": inputs},
@@ -162,23 +166,24 @@ def _resting_here(rows: Iterable[Row]) -> int:
     return sum(row.device_bytes for row in rows if row.memory == DEVICE)
 
 
-def _block_bytes(passes: Segments) -> list[int]:
-    moved = [row.device_bytes for row in passes.block_rows if row.memory != DEVICE]
-    return [sum(moved)] * passes.segment.num_blocks
+def _moved_bytes(rows: Iterable[Row]) -> int:
+    return sum(row.device_bytes for row in rows if row.memory != DEVICE)
 
 
 def _on_their_way(stream: Stream, loads: list[int]) -> int:
     """Most that a stream holds: one load, or as many as there is room for."""
-    return max(max(loads), min(stream.limit, sum(loads)))
+    return max(max(loads, default=0), min(stream.limit, sum(loads)))
 
 
 def _waiting(train: OffloadedTrain, passes: Segments, inputs: int) -> int:
     """Gradients that wait on the device for a number of all of them."""
-    if not train.update.waits or passes.num_microbatches > 1:
-        return 0  # sums of gradients wait as they are
+    if not train.update.waits:
+        return 0
     rows = jax.tree.leaves(passes.grad_rows)
     everything = sum(row.device_bytes for row in rows)
-    own = sum(row.device_bytes for row in train.resting_grads if row.memory == DEVICE)
-    kept = max(own, min(everything, inputs))
-    going = 0 if own == everything else train.stream.limit // GOING_SHARE
-    return min(everything, kept + going)
+    if _moved_bytes(train.resting_grads) == 0:
+        return 0 if passes.num_microbatches > 1 else everything  # sums wait as they are
+    going = train.stream.limit // GOING_SHARE
+    state = sum(train.group_bytes)
+    beside_state = everything * _on_their_way(train.stream, train.group_bytes) // state
+    return min(everything, inputs + going + beside_state)

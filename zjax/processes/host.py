@@ -3,6 +3,12 @@
 import math
 import os
 import pathlib
+import socket
+import zlib
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 _LIMIT = pathlib.Path("/sys/fs/cgroup/memory.max")
 _PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
@@ -24,6 +30,22 @@ def host_memory_bytes() -> int:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _LIMIT.read_text().strip() if _LIMIT.exists() else "max"
     return memory if limit == "max" else min(memory, int(limit))
+
+
+def devices_of_host(num_local: int) -> int:
+    """Devices that share the memory of this host, those of other processes included.
+
+    Args:
+        num_local: Devices of this process.
+
+    Returns:
+        Their number; all processes must ask, as they tell each other.
+    """
+    if jax.process_count() == 1:
+        return num_local
+    name = zlib.crc32(socket.gethostname().encode())
+    hosts = multihost_utils.process_allgather(np.array([name, num_local], np.int64))
+    return int(sum(count for host, count in hosts.tolist() if host == name))
 
 
 def limit_pinned_memory(num_bytes: int) -> None:

@@ -12,7 +12,7 @@ from zjax.errors import PlanError, Problem
 from zjax.processes.host import HOST_SHARE
 from zjax.sharding.mesh import ZERO_AXES, num_shares
 from zjax.sharding.placement import Row, dtype_bytes, num_distinct_shards
-from zjax.sharding.plan import DEVICE, HOST, NVME, Plan
+from zjax.sharding.plan import AUTO, DEVICE, HOST, NVME, Plan
 
 STAGES = (0, 1, 2, 3)
 
@@ -212,15 +212,21 @@ def moved_bytes(plan: Plan) -> int:
 
 
 def check_host_memory(
-    plan: Plan, num_devices: int, capacity_bytes: int, waiting: int = 0
+    plan: Plan,
+    num_devices: int,
+    capacity_bytes: int,
+    waiting: int = 0,
+    *,
+    asked: str = HOST,
 ) -> None:
     """Refuses a plan whose share of a host does not fit into its memory.
 
     Args:
         plan: Placement of every array.
-        num_devices: Of this process.
+        num_devices: Of the host.
         capacity_bytes: Memory of the host.
         waiting: Bytes per device of gradients that wait there.
+        asked: The setting `zero.optimizer_memory`.
 
     Raises:
         PlanError: States both numbers and what would help.
@@ -231,10 +237,12 @@ def check_host_memory(
     raise PlanError(
         Problem(
             "zero.optimizer_memory",
-            HOST,
+            asked,
             f"needs {needed / 1e9:.1f} GB on a host of {capacity_bytes / 1e9:.1f} GB, "
             f"of which {HOST_SHARE:.0%} may be pinned",
-            "use more hosts, or a smaller model",
+            "name disks in zero.nvme_paths, use more hosts, or a smaller model"
+            if asked == AUTO
+            else "use nvme, more hosts, or a smaller model",
         )
     )
 

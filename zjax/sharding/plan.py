@@ -117,7 +117,8 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
     """Decides where every array of a run lives.
 
     Args:
-        config: Read for `zero` and `precision`.
+        config: Read for `zero` and `precision`; `zero.optimizer_memory="auto"` is
+            planned for the host, until `zjax.fit_plan` asks a machine.
         mesh: Devices, or an abstract mesh.
         model: Its abstract parameters and the names of their dims.
         tx: Optax gradient transformation of `make_optimizer` or `adopt_optimizer`.
@@ -179,7 +180,8 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
     kept = split if stage >= 1 else whole
     stored = params_rows(kept, dtypes.master_dtype)
     opt_state = abstract_opt_state(tx, _logical_arrays(stored))
-    _check_moved("optimizer", state_memory, at_rest(stored))
+    if asked != AUTO:
+        _check_moved("optimizer", asked, at_rest(stored))
     _check_moved("parameter", config.zero.parameter_memory, compute)
     return Plan(
         mesh=mesh,

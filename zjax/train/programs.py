@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zjax.config.layers import layers_per_scan
 from zjax.config.schema import Config
 from zjax.sharding.placement import shardings, unpad_tree
 from zjax.sharding.plan import Plan
@@ -115,7 +114,7 @@ def make_gradients(
     Args:
         model: Its loss, and whether it is separable.
         plan: Places every array.
-        config: Read for `precision.reduce_dtype` and the loop over layers.
+        config: Read for `precision.reduce_dtype`.
         num_microbatches: Gradient accumulation, 1 or more.
 
     Returns:
@@ -125,7 +124,7 @@ def make_gradients(
     sizes = plan.mesh.shape
     splits_batch_alone = plan.num_batch_shares == math.prod(sizes.values()) > 1
     # Layers in a loop fetch their parameters inside it, which the compiler arranges.
-    looped = plan.stage >= 3 and layers_per_scan(config) > 0
+    looped = plan.stage >= 3 and model.loops_over_layers
     by_hand = (wide and plan.num_batch_shares > 1) or (
         model.separable and splits_batch_alone and not looped
     )
