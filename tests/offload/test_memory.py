@@ -238,7 +238,7 @@ def test_state_that_does_not_fit_on_the_host_is_refused():
         memory.check_host_memory(plan, 8, 1000)
     assert str(error.value) == (
         "zero.optimizer_memory='pinned_host' needs 0.0 GB on a host of 0.0 GB, of "
-        "which 90% may be pinned; use more hosts, or a smaller model"
+        "which 90% may be pinned; use nvme, more hosts, or a smaller model"
     )
 
 

@@ -114,14 +114,15 @@ def num_shares(mesh: Mesh | AbstractMesh, names: Sequence[str]) -> int:
     return math.prod(mesh.shape[axis] for axis in names)
 
 
-def device_capacity_bytes(mesh: Mesh) -> float:
+def device_capacity_bytes(mesh: Mesh | AbstractMesh) -> float:
     """Memory that the smallest device of a mesh offers.
 
     Args:
         mesh: The devices; only those of this process are asked.
 
     Returns:
-        Bytes; infinite where the device does not say, as a CPU.
+        Bytes; infinite where no device says, as CPUs.
     """
-    stats = [device.memory_stats() or {} for device in mesh.local_devices]
-    return min((s.get("bytes_limit", float("inf")) for s in stats), default=0.0)
+    devices = mesh.local_devices if isinstance(mesh, Mesh) else []
+    stats = [device.memory_stats() or {} for device in devices]
+    return min((s.get("bytes_limit", math.inf) for s in stats), default=math.inf)
