@@ -62,8 +62,8 @@ def fit_plan(
         The plan.
 
     Raises:
-        PlanError: Arrays or an optimizer that cannot be placed, or a step whose memory
-            cannot be predicted.
+        PlanError: Arrays or an optimizer that cannot be placed, or a step that does not
+            fit these devices or whose memory cannot be predicted.
     """
     plan = make_plan(config, mesh, model, tx)
     if config.zero.optimizer_memory != AUTO:

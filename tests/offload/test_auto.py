@@ -163,9 +163,10 @@ def test_a_step_that_does_not_fit_is_refused(machine, monkeypatch):
     )
 
 
-def test_a_model_too_small_to_move_stays_on_the_devices(monkeypatch):
+@pytest.mark.parametrize("gradient_memory", ["device", "pinned_host"])
+def test_a_model_too_small_to_move_stays_on_the_devices(monkeypatch, gradient_memory):
     monkeypatch.setattr(plans, "MIN_MOVED_BYTES", 1 << 18)
-    run = start(make_config("auto"))
+    run = start(make_config("auto", zero={"gradient_memory": gradient_memory}))
     rows = jax.tree.leaves((run.plan.master, run.plan.opt_state))
     assert {row.memory for row in rows} == {DEVICE}
     train(run, 1)

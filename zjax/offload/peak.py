@@ -184,6 +184,6 @@ def _waiting(train: OffloadedTrain, passes: Segments, inputs: int) -> int:
     if _moved_bytes(train.resting_grads) == 0:
         return 0 if passes.num_microbatches > 1 else everything  # sums wait as they are
     going = train.stream.limit // GOING_SHARE
-    state = sum(train.group_bytes)
-    beside_state = everything * _on_their_way(train.stream, train.group_bytes) // state
+    moving = _on_their_way(train.stream, train.group_bytes)
+    beside_state = everything * moving // max(1, sum(train.group_bytes))
     return min(everything, inputs + going + beside_state)
