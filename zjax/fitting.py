@@ -77,8 +77,7 @@ def fit_plan(
     capacity = _free_bytes(mesh)
     if peak.total > capacity:
         raise PlanError(_no_room(peak, capacity))
-    whole = memory.tree_bytes(plan_on_device(plan).compute)  # as to generate with them
-    needed = max(peak.total, memory.resting_bytes(plan, DEVICE) + whole)
+    needed = max(peak.total, _bytes_to_generate(plan, capacity))
     room = _room(plan, config, DEVICE_SHARE * capacity - needed)
     order = step.programs["train"].forward_order()
     found = spread_state(plan, order, room, config.zero.nvme_paths)
@@ -113,6 +112,14 @@ def _free_bytes(mesh: Mesh) -> float:
     """Memory of a device that no other run in this process has taken."""
     stats = [device.memory_stats() or {} for device in mesh.local_devices]
     return device_capacity_bytes(mesh) - max(s.get("bytes_in_use", 0) for s in stats)
+
+
+def _bytes_to_generate(plan: Plan, capacity: float) -> int:
+    """What holds all parameters at once; 0 where they take more than half a device."""
+    whole = memory.tree_bytes(plan_on_device(plan).compute)
+    if whole > capacity / 2:
+        return 0
+    return memory.resting_bytes(plan, DEVICE) + whole
 
 
 def _no_room(peak: Peak, capacity: float) -> Problem:
