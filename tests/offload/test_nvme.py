@@ -185,31 +185,41 @@ SETTINGS = (
 )
 
 
-def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path):
+KILLS = [(4, 2, 2), pytest.param((4, *[1, 2] * 9, 3), marks=pytest.mark.slow)]
+"""Steps that a run takes until it is killed."""
+
+
+@pytest.mark.parametrize("kills", KILLS, ids=["three times", "twenty times"])
+def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path, kills):
     """Fails if what is on disks after a kill is taken for a state."""
     disk = tmp_path / "disk"
     disk.mkdir()
     settings = (*SETTINGS, f"zero.nvme_paths=('{disk}',)")
 
-    def run(directory, *, killed_after=None):
+    def run(directory, *, num_steps=0):
+        metrics = directory / "metrics.jsonl"
+
+        def count():
+            return metrics.read_text().count('"loss"') if metrics.exists() else 0
+
+        start = count()
         command = [sys.executable, "-m", "tests.support.small_run", str(directory), "8"]
         with subprocess.Popen(
             [*command, *settings], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         ) as process:
-            metrics = directory / "metrics.jsonl"
-            while killed_after and process.poll() is None:
-                text = metrics.read_text() if metrics.exists() else ""
-                if f'"step": {killed_after}' in text:
+            while num_steps and process.poll() is None:
+                if count() - start >= num_steps:
                     process.kill()
             output, _ = process.communicate()
-        assert killed_after or process.returncode == 0, output.decode()[-2000:]
+        assert num_steps or process.returncode == 0, output.decode()[-2000:]
         return small_run.losses(directory)
 
     expected = run(tmp_path / "whole")
-    run(tmp_path / "killed", killed_after=5)
+    for num_steps in kills:
+        run(tmp_path / "killed", num_steps=num_steps)
     found = run(tmp_path / "killed")
     assert list(disk.iterdir()) == []
-    assert found[8] == pytest.approx(expected[8], rel=1e-6)
+    assert found == pytest.approx(expected, rel=1e-6)
     assert zjax.checkpoint.store.Store(
         str(tmp_path / "killed" / "checkpoints")
     ).latest()
