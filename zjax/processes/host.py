@@ -44,7 +44,7 @@ def devices_of_host(num_local: int) -> int:
     if jax.process_count() == 1:
         return num_local
     name = zlib.crc32(socket.gethostname().encode())
-    hosts = multihost_utils.process_allgather(np.array([name, num_local], np.int64))
+    hosts = multihost_utils.process_allgather(np.array([name, num_local], np.uint32))
     return int(sum(count for host, count in hosts.tolist() if host == name))
 
 
