@@ -12,7 +12,7 @@ from zjax.offload.groups import SHARED, cut_update
 from zjax.offload.parts import Jit, Known, compile_parts
 from zjax.optim.dataflow import Constant, Name, trace
 from zjax.sharding.opt_state import optimizer_name
-from zjax.sharding.placement import layer_of, owners, path_of, unpad_tree
+from zjax.sharding.placement import path_of, position_finder, unpad_tree
 from zjax.sharding.plan import Plan, plan_on_device
 from zjax.train.state import TrainState, state_rows
 from zjax.train.update import Schedule, make_update
@@ -166,22 +166,16 @@ def _of_stored_gradients(
 
 def _grouping(plan: Plan, groups: Sequence[int]) -> Callable[[Any], int]:
     """Tells the group of a leaf of `(state, grads, loss)` or `(state, metrics)`."""
-    leaves = jax.tree_util.tree_leaves_with_path(plan.master)
-    known = {
-        (path_of(keys), layer_of(keys)): group
-        for (keys, _), group in zip(leaves, groups, strict=True)
-    }
-    paths = {path: path for path, _ in known}
+    position = position_finder(plan.master)
+    trees = (*BY_PARAMETER, "opt_state")
 
     def group_of(keys: Any) -> int:
         part, *rest = keys
-        if part.idx == 0 and rest[0].name in BY_PARAMETER:
-            return known[path_of(rest[1:]), layer_of(rest)]
-        if part.idx == 0 and rest[0].name == "opt_state":
-            places = ((owner, layer_of(rest)) for owner in owners(rest[1:], paths))
-            return next((known[p] for p in places if p in known), SHARED)
-        is_gradient = part.idx == 1 and (path_of(rest), layer_of(rest)) in known
-        return known[path_of(rest), layer_of(rest)] if is_gradient else SHARED
+        if part.idx == 0 and rest[0].name in trees:
+            found = position(rest[1:])
+        else:
+            found = position(rest) if part.idx == 1 else None
+        return SHARED if found is None else groups[found]
 
     return group_of
 

@@ -7,7 +7,7 @@ give back: no mathematics ever sees the padding.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -313,3 +313,30 @@ def owners(keys: Any, params: Mapping[str, Any]) -> Iterator[Any]:
             path = "/".join(names[start:end])
             if path in params:
                 yield params[path]
+
+
+def position_finder(params: Any) -> Callable[[Any], int | None]:
+    """Tells which parameter a leaf of the state belongs to.
+
+    Args:
+        params: A tree with one leaf per parameter, or per layer of one.
+
+    Returns:
+        A function of the leaf's key path: the position among the leaves of `params`;
+        None for a leaf that belongs to none.
+
+    Example:
+        >>> position = position_finder({"bias": 0, "kernel": 0})
+        >>> position((jax.tree_util.DictKey("mu"), jax.tree_util.DictKey("kernel")))
+        1
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    names = [(path_of(keys), layer_of(keys)) for keys, _ in leaves]
+    positions = {name: i for i, name in enumerate(names)}
+    paths = {path: path for path, _ in names}
+
+    def position(keys: Any) -> int | None:
+        found = ((path, layer_of(keys)) for path in owners(keys, paths))
+        return next((positions[x] for x in found if x in positions), None)
+
+    return position

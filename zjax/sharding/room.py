@@ -2,11 +2,10 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 
-from zjax.sharding.placement import Row, layer_of, owners, path_of
+from zjax.sharding.placement import Row, position_finder
 from zjax.sharding.plan import DEVICE, HOST, NVME, Plan
 
 
@@ -27,9 +26,13 @@ def spread_state(
     Returns:
         The same plan with other memories.
     """
-    owner = _owners(plan)
+    position = position_finder(plan.master)
     sizes = [0] * len(order)
     trees = (plan.master, plan.opt_state)
+    owner = [
+        [position(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(tree)]
+        for tree in trees
+    ]
     for tree, of in zip(trees, owner, strict=True):
         for row, i in zip(jax.tree.leaves(tree), of, strict=True):
             if i is not None and row.memory != DEVICE:
@@ -55,18 +58,3 @@ def spread_state(
         for tree, of in zip(trees, owner, strict=True)
     )
     return dataclasses.replace(plan, master=master, opt_state=opt_state)
-
-
-def _owners(plan: Plan) -> tuple[list[int | None], list[int | None]]:
-    """The position of the parameter that each leaf of the state belongs to."""
-    params = jax.tree_util.tree_leaves_with_path(plan.master)
-    names = [(path_of(keys), layer_of(keys)) for keys, _ in params]
-    positions = {name: i for i, name in enumerate(names)}
-    paths = {path: path for path, _ in names}
-
-    def position(keys: Any) -> int | None:
-        found = ((path, layer_of(keys)) for path in owners(keys, paths))
-        return next((positions[x] for x in found if x in positions), None)
-
-    state = jax.tree_util.tree_leaves_with_path(plan.opt_state)
-    return list(range(len(names))), [position(keys) for keys, _ in state]
