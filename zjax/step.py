@@ -73,6 +73,21 @@ class Step:
         """
         return self._call("evaluate", state, self.place_batch(batch))
 
+    def settle(self, state: TrainState) -> TrainState:
+        """Applies a gradient that a delayed update left for the next step.
+
+        Args:
+            state: Arrays placed by the plan; consumed.
+
+        Returns:
+            The state with nothing pending, such as a checkpoint holds.
+        """
+        train = self.programs["train"]
+        if not isinstance(train, OffloadedTrain):
+            return state
+        with jax.set_mesh(self.mesh):
+            return train.settle(state)
+
     def place_batch(self, batch: Batch) -> Batch:
         """Puts a batch on the devices; what is there already stays.
 

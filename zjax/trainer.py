@@ -32,7 +32,7 @@ from zjax.pinned import pin_what_is_needed
 from zjax.sharding.describe import describe_plan, describe_plan_totals
 from zjax.sharding.mesh import BATCH_AXES, mesh_sizes
 from zjax.stopping import stop_signals
-from zjax.train.state import TrainState, saved_rows
+from zjax.train.state import TrainState, saved_rows, saved_state
 from zjax.typing import Device, Model
 
 
@@ -217,8 +217,9 @@ class Trainer:
         }
         step, loss = self._evaluated
         loss = loss if step == self.step else None
+        self.state = self.run.step.settle(self.state)
         rows = saved_rows(self.run.plan, self.config)
-        saved = dataclasses.replace(self.state, params=())
+        saved = saved_state(self.state)
         self.store.save(self.step, saved, rows, extra=extra, loss=loss)
 
     def generate(

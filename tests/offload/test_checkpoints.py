@@ -12,7 +12,7 @@ from zjax.checkpoint.export import export_safetensors
 from zjax.checkpoint.store import Store
 from zjax.config import schema
 from zjax.errors import CheckpointError
-from zjax.train.state import saved_rows
+from zjax.train.state import saved_rows, saved_state
 
 MEMORIES = ("device", "pinned_host")
 
@@ -20,8 +20,7 @@ MEMORIES = ("device", "pinned_host")
 def save(run, state, directory):
     store = Store(str(directory))
     rows = saved_rows(run.plan, run.config)
-    saved = dataclasses.replace(state, params=())
-    store.save(int(state.step), saved, rows, extra={})
+    store.save(int(state.step), saved_state(state), rows, extra={})
     store.wait()
     return store
 

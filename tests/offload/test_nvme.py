@@ -31,7 +31,7 @@ from zjax.offload import stream as streams
 from zjax.sharding import describe, memory
 from zjax.sharding import plan as plans
 from zjax.storage.array import DiskArray
-from zjax.train.state import saved_rows
+from zjax.train.state import saved_rows, saved_state
 
 
 def on_disk(path, stage=2, *, zero=None, **changes):
@@ -109,7 +109,7 @@ def test_a_state_that_was_given_up_is_not_saved(tmp_path):
     )
     run.step(run.state, make_batch(0))
     store = zjax.checkpoint.store.Store(str(tmp_path / "run"))
-    saved = dataclasses.replace(before, params=())
+    saved = saved_state(before)
     with pytest.raises(RuntimeError, match="has been deleted"):
         store.save(1, saved, saved_rows(run.plan, run.config), extra={})
     assert store.steps() == ()
@@ -149,7 +149,7 @@ def test_checkpoints_link_what_rests_on_disks(tmp_path):
     state = run.state
     for number in range(3):
         state, _ = run.step(state, make_batch(number))
-        saved = dataclasses.replace(state, params=())
+        saved = saved_state(state)
         store.save(number + 1, saved, saved_rows(run.plan, run.config), extra={})
         store.wait()
     held = [x for x in jax.tree.leaves(state) if isinstance(x, DiskArray)]

@@ -24,6 +24,7 @@ NEEDS = (
     Needs("zero.min_shard_elements", "zero.stage", (1, 2, 3)),
     Needs("zero.parameter_memory", "zero.optimizer_memory", _AWAY),
     Needs("zero.gradient_memory", "zero.optimizer_memory", _AWAY),
+    Needs("zero.delay_updates_from", "zero.optimizer_memory", _AWAY),
     Needs("precision.reduce_dtype", "precision.compute_dtype", ("bfloat16", "float16")),
     *(
         Needs(

@@ -49,7 +49,7 @@ RANGES: dict[type, dict[str, Range]] = {
         "sequence": AXIS,
         "tensor": AXIS,
     },
-    schema.Zero: {"min_shard_elements": _from(0)},
+    schema.Zero: {"min_shard_elements": _from(0), "delay_updates_from": STEP},
     schema.LossScale: {
         "initial": POWER_OF_TWO,
         "window": _from(0),

@@ -49,6 +49,10 @@ class Zero:
     """Where gradients rest from one microbatch to the next, and while updates of what
     rests elsewhere wait for their norm; then those that the inputs of blocks leave room
     for stay on the device."""
+    delay_updates_from: int = -1
+    """Step from which gradients are applied one step late, under the next backward
+    pass, so that no update waits for a norm (arXiv:2101.06840, section 5.2, where it is
+    40); -1 for never. A checkpoint applies first what is pending."""
 
 
 @section

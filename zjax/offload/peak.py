@@ -62,6 +62,7 @@ def predict_peak(train: OffloadedTrain, batch: Batch) -> Peak | None:
         "sums of gradients": _resting_here(row for rows in sums for row in rows)
         + _on_their_way(passes.sums, [_moved_bytes(rows) for rows in sums]),
         "inputs on their way": _on_their_way(passes.carries, inputs_away),
+        "pending gradients": _pending(train),
     }
     all_blocks = [_moved_bytes(passes.block_rows)] * passes.segment.num_blocks
     blocks = {"blocks on their way": _on_their_way(passes.stream, all_blocks)}
@@ -175,9 +176,18 @@ def _on_their_way(stream: Stream, loads: list[int]) -> int:
     return max(max(loads, default=0), min(stream.limit, sum(loads)))
 
 
+def _pending(train: OffloadedTrain) -> int:
+    """Gradients of the last step on the device, as those of this one come."""
+    if train.delay_from < 0:
+        return 0
+    going = _moved_bytes(train.resting_grads)
+    here = _resting_here(train.resting_grads)
+    return here + min(going, train.stream.limit // GOING_SHARE)
+
+
 def _waiting(train: OffloadedTrain, passes: Segments, inputs: int) -> int:
     """Gradients that wait on the device for a number of all of them."""
-    if not train.update.waits:
+    if not train.update.waits or train.delay_from >= 0:
         return 0
     rows = jax.tree.leaves(passes.grad_rows)
     everything = sum(row.device_bytes for row in rows)

@@ -122,14 +122,26 @@ class Stream:
             self.here[name][0].extend(arrays)
             return
         load = next(load for load in self.waiting if load.name == name)
-        resting = rest(arrays, rows)
-        load.arrays.extend(resting)
+        load.arrays.extend(self.send(arrays, rows))
         load.rows.extend(rows)
+
+    def send(self, arrays: list[jax.Array], rows: list[Row]) -> list[jax.Array]:
+        """Sends arrays of no load to where they rest, few of them at a time.
+
+        Args:
+            arrays: On the devices; those that move are consumed.
+            rows: Where each rests.
+
+        Returns:
+            The arrays at rest, perhaps still on their way.
+        """
+        resting = rest(arrays, rows)
         size = sum(row.device_bytes for row in rows if row.memory != DEVICE)
         self.in_flight += size
         self.leaving.append((size, resting))
         while self.in_flight > self.limit + self.limit // GOING_SHARE and self.leaving:
             self._release(wait=True)
+        return resting
 
     def take(self, name: Hashable) -> tuple[list[jax.Array], int]:
         """A load on the devices.

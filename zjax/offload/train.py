@@ -4,11 +4,13 @@ The order of events follows from what the update reads. Where the update of a gr
 needs nothing but its own gradients, it runs as soon as these exist, under the rest of
 the backward pass; where it needs a number of all gradients, as clipping does, the first
 groups come up meanwhile and the updates follow. Either way the arithmetic is that of a
-step without offload.
+step without offload. Only where updates are delayed does a gradient wait for the next
+step, and is applied under its backward pass.
 
 Reference: ZeRO-Offload, arXiv:2101.06840; ZeRO-Infinity, arXiv:2104.07857, section 5.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -35,6 +37,20 @@ GROUP_BYTES = 300 << 20
 """Of master weights on one device, in a group of more than one array."""
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pending:
+    """A gradient between the step that computed it and the one that applies it.
+
+    Args:
+        grads: For each group, in the order of its leaves and at rest.
+        numbers: What updates read besides the arrays of their group.
+    """
+
+    grads: list[list[jax.Array]]
+    numbers: list[jax.Array]
+
+
 class OffloadedTrain:
     """`train(state, batch) -> (state, metrics)` with a streamed update.
 
@@ -42,7 +58,7 @@ class OffloadedTrain:
         model: Its stack, if it has one, is differentiated block by block.
         tx: Optax gradient transformation.
         plan: Some of its state rests on the host, or on disks.
-        config: Read for `seed`, `optimizer` and `precision`.
+        config: Read for `seed`, `zero`, `optimizer` and `precision`.
         num_microbatches: Gradient accumulation, 1 or more.
         schedule: Learning rate by applied step, for the metrics.
         jit: Compiles.
@@ -87,8 +103,8 @@ class OffloadedTrain:
         )
         self.parts = _parts_of(groups, parts)
         arriving = [part for group in self.backward.order for part in self.parts[group]]
-        # The next forward pass reads the embedding first and the head last.
-        self.order = arriving[::-1] if self.update.waits else arriving
+        self.arriving = arriving
+        self.delay_from = config.zero.delay_updates_from
         self.state_rows = state_rows(plan, config)
         self.rows = jax.tree.leaves(self.state_rows)
         self.resting_grads = [
@@ -97,7 +113,7 @@ class OffloadedTrain:
         ]
         self.group_bytes = [
             sum(row.device_bytes for row in rows if row.memory != DEVICE)
-            for rows in ([self.rows[i] for i in x] for x in self.update.state_inputs)
+            for rows in map(self.load_rows, range(self.update.num_groups))
         ]
         self.stream = Stream(in_flight_bytes(device_capacity_bytes(plan.mesh)))
         self.known_forms: set[Any] = set()  # of batches that suit the model
@@ -112,7 +128,32 @@ class OffloadedTrain:
         Returns:
             The next state and the metrics, both perhaps still being computed.
         """
-        return _Running(self, state).step(state, batch)
+        is_delayed = bool(state.pending) or 0 <= self.delay_from <= int(state.step)
+        return _Running(self, state, is_delayed=is_delayed).step(state, batch)
+
+    def settle(self, state: TrainState) -> TrainState:
+        """Applies a gradient that is pending.
+
+        Args:
+            state: Arrays placed by the plan; consumed.
+
+        Returns:
+            The state with nothing pending.
+        """
+        if not state.pending:
+            return state
+        return _Running(self, state, is_delayed=True).settle(state)
+
+    def load_rows(self, group: int) -> list[Row]:
+        """Where the arrays rest that an update of a group takes with it."""
+        rows = [self.rows[name] for name in self.update.state_inputs[group]]
+        return rows + (self.grad_rows_of(group) if self.delay_from >= 0 else [])
+
+    def grad_rows_of(self, group: int) -> list[Row]:
+        """Where the gradients of a group rest."""
+        first = len(self.update.state_names)
+        names = self.update.grad_inputs[group]
+        return [self.resting_grads[name - first] for name in names]
 
     def forward_order(self) -> list[int]:
         """Positions of the parameters, in the order of the forward pass."""
@@ -135,13 +176,25 @@ class OffloadedTrain:
 
 
 class _Running:
-    """One step: what is known of the update's program so far."""
+    """One step: what is known of the update's program so far.
 
-    def __init__(self, train: OffloadedTrain, state: TrainState):
+    A delayed one reads the numbers of the step before where its updates run.
+    """
+
+    def __init__(self, train: OffloadedTrain, state: TrainState, *, is_delayed: bool):
         self.train, self.update, self.stream = train, train.update, train.stream
-        leaves = zip(self.update.state_names, jax.tree.leaves(state), strict=True)
-        self.known = dict(leaves)
+        self.is_delayed, self.pending = is_delayed, state.pending
+        leaves = jax.tree.leaves(dataclasses.replace(state, pending=()))
+        self.known = dict(zip(self.update.state_names, leaves, strict=True))
+        self.read = self.known
+        if self.pending:
+            pairs = zip(self.update.numbers, self.pending.numbers, strict=True)
+            self.read = dict(pairs)
+        self.waits = self.update.waits and not is_delayed
+        # The next forward pass reads the embedding first and the head last.
+        self.order = train.arriving[::-1] if self.waits else train.arriving
         self.outputs: dict[int, Any] = {}
+        self.held: dict[int, list[jax.Array]] = {}
         self.grad_bytes_to_come = sum(row.device_bytes for row in train.resting_grads)
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -152,22 +205,40 @@ class _Running:
             # A batch that does not suit the model fails here, before anything moves.
             arriving = itertools.chain([next(arriving)], arriving)
             train.known_forms.add(form)
-        self.stream.begin(map(self.load_of, train.order))
+        self.begin()
         loss = self.receive(arriving)
         of_loss = jax.tree.leaves(loss._replace(metrics={}))
         self.known.update(zip(update.loss_names, of_loss, strict=True))
         self.combine()
-        if update.waits:
-            for group in train.order:
+        if self.waits:
+            for group in self.order:
                 self.run(group)
         new, metrics = update.rebuild(self.outputs)
+        if self.is_delayed:
+            grads = [self.held[group] for group in range(update.num_groups)]
+            numbers = [self.known[name] for name in update.numbers]
+            new = dataclasses.replace(new, pending=Pending(grads, numbers))
         shown = {name: x.astype("float32") for name, x in loss.metrics.items()}
         return new, shown | metrics
+
+    def settle(self, state: TrainState) -> TrainState:
+        self.begin()
+        for group in self.order:
+            self.run(group)
+        leaves, tree = jax.tree.flatten(dataclasses.replace(state, pending=()))
+        return tree.unflatten(self.outputs.get(i, x) for i, x in enumerate(leaves))
+
+    def begin(self) -> None:
+        waits_for_next = self.is_delayed and not self.pending
+        self.stream.begin(map(self.load_of, () if waits_for_next else self.order))
 
     def load_of(self, group: int) -> Load:
         names = self.update.state_inputs[group]
         arrays = [self.known.pop(name) for name in names]
         rows = [self.train.rows[name] for name in names]
+        if self.pending:
+            arrays += self.pending.grads[group]
+            rows += self.train.grad_rows_of(group)
         return Load(group, arrays, rows, is_consumed=True)
 
     def receive(self, arriving: Iterator[Arrived | Loss]) -> Loss:
@@ -186,11 +257,17 @@ class _Running:
         self.known.update(zip(names, grads, strict=True))
         measured = self.update.measures[group](self.known)
         self.known.update(zip(self.update.measured[group], measured, strict=True))
-        if not self.update.waits:
+        if self.waits:
+            self.set_aside(group)
+        elif self.is_delayed:
+            self.hold(group)
+        else:
             self.run(group)
-            return
-        first = len(self.update.state_names)
-        rows = [self.train.resting_grads[name - first] for name in names]
+
+    def set_aside(self, group: int) -> None:
+        """Keeps gradients until a number of all of them is known."""
+        names = self.update.grad_inputs[group]
+        rows = self.train.grad_rows_of(group)
         if self.grad_bytes_to_come <= self.train.backward.kept_bytes:
             # The inputs of blocks, which the pass has given up, leave room.
             rows = [row.rest_in(DEVICE) for row in rows]
@@ -204,17 +281,27 @@ class _Running:
         meetings = results[len(shared) :]
         self.known.update(zip(self.update.meetings, meetings, strict=True))
 
+    def hold(self, group: int) -> None:
+        """Keeps gradients for the next step, and applies those of the last."""
+        grads = [self.known.pop(name) for name in self.update.grad_inputs[group]]
+        if self.pending:
+            self.run(group)
+        else:
+            positions = self.update.positions[group]
+            self.outputs.update((i, self.known[i]) for i in positions)
+        self.held[group] = self.stream.send(grads, self.train.grad_rows_of(group))
+
     def run(self, group: int) -> None:
         arrays, num_bytes = self.stream.take(group)
         update = self.update
         names = [*update.state_inputs[group], *update.grad_inputs[group]]
-        self.known.update(zip(names, arrays, strict=False))
+        self.read.update(zip(names, arrays, strict=False))
         positions = update.positions[group]
         for name in {*positions} - {*names}:
             self.known.pop(name).delete()  # nobody reads what the update replaces
-        results = update.updates[group](self.known)
+        results = update.updates[group](self.read)
         for name in names:
-            self.known.pop(name).delete()
+            self.read.pop(name).delete()
         rows = [self.train.rows[i] for i in positions]
         resting = rest(results, rows)
         self.stream.leave(num_bytes, resting)

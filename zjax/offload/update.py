@@ -27,8 +27,9 @@ class GroupedUpdate:
 
     Arrays go by their names in the program of the whole update; `state_names`,
     `grad_names` and `loss_names` are those of its inputs, in the order of the leaves,
-    and `state_inputs` and `grad_inputs` what each group reads of them. `positions` are
-    the leaves of the state in each group, `shared` the outputs of none.
+    `state_inputs` and `grad_inputs` what each group reads of them, and `numbers` what
+    the updates read besides. `positions` are the leaves of the state in each group,
+    `shared` the outputs of none.
 
     Args:
         tx: Optax gradient transformation.
@@ -97,6 +98,8 @@ class GroupedUpdate:
             [n for n in self.grad_names if self.group_of(n) == g]
             for g in range(self.num_groups)
         ]
+        arrays = set().union(*self.state_inputs, *self.grad_inputs)
+        self.numbers = sorted(set().union(*read) - arrays)
         late = {*cut.meetings, *self.loss_names}
         self.waits = any(late & {*part.inputs} for part in cut.updates)
         self.measured = [

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zjax.config.schema import Config
+from zjax.errors import CheckpointError, Problem
 from zjax.optim import loss_scale
 from zjax.sharding.layers import take_apart
 from zjax.sharding.placement import (
@@ -42,6 +43,7 @@ class TrainState:
         extra: What an algorithm carries; an empty tuple where none does.
         params: Parameters in use, kept where the master weights rest elsewhere; an
             empty tuple otherwise.
+        pending: A gradient that the next step applies; an empty tuple where none waits.
     """
 
     step: Any
@@ -53,6 +55,7 @@ class TrainState:
     ema: Any = ()
     extra: Any = ()
     params: Any = ()
+    pending: Any = ()
 
 
 def state_rows(plan: Plan, config: Config) -> TrainState:
@@ -93,6 +96,25 @@ def saved_rows(plan: Plan, config: Config) -> TrainState:
         Rows without the parameters in use, which follow from the master weights.
     """
     return dataclasses.replace(state_rows(plan, config), params=())
+
+
+def saved_state(state: TrainState) -> TrainState:
+    """What a checkpoint holds of a state, in the form of `saved_rows`.
+
+    Args:
+        state: With nothing pending.
+
+    Returns:
+        The state without the parameters in use.
+
+    Raises:
+        CheckpointError: A gradient is pending.
+    """
+    if state.pending:
+        problem = "is not applied yet, and a checkpoint does not hold it"
+        remedy = "save what step.settle(state) gives"
+        raise CheckpointError(Problem("state.pending", "gradient", problem, remedy))
+    return dataclasses.replace(state, params=())
 
 
 def init_state(
@@ -183,7 +205,7 @@ def without_update(state: TrainState) -> TrainState:
     Returns:
         The rest; parameters in use may be at rest elsewhere.
     """
-    return dataclasses.replace(state, master=(), opt_state=())
+    return dataclasses.replace(state, master=(), opt_state=(), pending=())
 
 
 def of_master(master: Params, rows: Any, plan: Plan) -> Params:
