@@ -30,7 +30,8 @@ from zjax.optim.build import make_optimizer
 from zjax.optim.schedules import make_schedule
 from zjax.pinned import pin_what_is_needed
 from zjax.sharding.describe import format_bytes, render_table
-from zjax.sharding.memory import moved_bytes, num_params
+from zjax.sharding.memory import moved_bytes, num_params, resting_bytes
+from zjax.sharding.plan import NVME
 from zjax.train.state import TrainState
 from zjax.typing import Batch, Device
 
@@ -65,6 +66,7 @@ class Measurement:
             None where the compiler does not say.
         state_bytes: Shards of the state on the first device.
         moved_state_bytes: Shares of the state per device that rest elsewhere.
+        disk_state_bytes: Those of them that are on disks.
         closed_form_bytes: What they should take by the ZeRO paper: K Psi / N, with the
             K = 12 of Adam.
         num_params: Parameters of the model.
@@ -86,6 +88,7 @@ class Measurement:
     predicted_peak_bytes: int | None
     state_bytes: int
     moved_state_bytes: int
+    disk_state_bytes: int
     closed_form_bytes: float
     num_params: int
     compile_seconds: float
@@ -99,6 +102,7 @@ def measure(
     *,
     name: str = "zjax",
     devices: Sequence[Device] | None = None,
+    num_warm_up: int = WARM_UP_STEPS,
     num_rounds: int = TIMED_ROUNDS,
 ) -> Measurement:
     """Trains a few steps on made-up tokens and times them.
@@ -109,6 +113,7 @@ def measure(
         config: A run of a built-in model; its data is not read.
         name: Recorded with the numbers.
         devices: Devices to use; all of them by default.
+        num_warm_up: Steps before the timed ones, 1 or more.
         num_rounds: Timed rounds of one step or more, 1 or more.
 
     Returns:
@@ -122,7 +127,7 @@ def measure(
     pin_what_is_needed(config)
     devices = jax.devices() if devices is None else devices
     check_config(config, len(devices))
-    config = _few_steps(config, WARM_UP_STEPS + num_rounds * STEPS_PER_ROUND)
+    config = _few_steps(config, num_warm_up + num_rounds * STEPS_PER_ROUND)
     model = make_model(config)
     tx = make_optimizer(config, model)
     schedule = make_schedule(config)
@@ -132,7 +137,7 @@ def measure(
     compiled, peak = run.step.compile(batch), run.step.predict_peak(batch)
     predicted = peak.total if peak else memory.predicted_peak_bytes(compiled)
     compile_seconds = time.perf_counter() - start
-    seconds, losses, state = _take_steps(run, batch, num_rounds)
+    seconds, losses, state = _take_steps(run, batch, num_warm_up, num_rounds)
     check_losses(losses)
     return Measurement(
         name=name,
@@ -143,6 +148,7 @@ def measure(
         predicted_peak_bytes=predicted,
         state_bytes=memory.state_bytes(state, run.mesh.local_devices[0]),
         moved_state_bytes=moved_bytes(run.plan),
+        disk_state_bytes=resting_bytes(run.plan, NVME),
         closed_form_bytes=memory.closed_form_bytes(run.plan),
         num_params=num_params(run.plan),
         compile_seconds=compile_seconds,
@@ -182,6 +188,7 @@ def describe_measurement(measurement: Measurement) -> str:
         "peak memory by the compiler": measurement.predicted_peak_bytes,
         "state per device": measurement.state_bytes,
         "state elsewhere, per device": measurement.moved_state_bytes or None,
+        "of it on disks": measurement.disk_state_bytes or None,
     }
     rows += [(what, format_bytes(x)) for what, x in sizes.items() if x is not None]
     rows += [
@@ -248,12 +255,12 @@ def _make_batch(run: Run) -> Batch:
 
 
 def _take_steps(
-    run: Run, batch: Batch, num_rounds: int
+    run: Run, batch: Batch, num_warm_up: int, num_rounds: int
 ) -> tuple[list[float], list[float], TrainState]:
     state, seconds, losses = run.state, [], []
     num_steps = 1
-    for number in range(WARM_UP_STEPS + num_rounds):
-        if number == WARM_UP_STEPS:
+    for number in range(num_warm_up + num_rounds):
+        if number == num_warm_up:
             num_steps = steps_per_round(seconds[-1])
         start = time.perf_counter()
         for _ in range(num_steps):
@@ -261,7 +268,7 @@ def _take_steps(
             losses.append(metrics["loss"])
         jax.block_until_ready((state, losses))
         seconds.append((time.perf_counter() - start) / num_steps)
-    return seconds[WARM_UP_STEPS:], [float(loss) for loss in losses], state
+    return seconds[num_warm_up:], [float(loss) for loss in losses], state
 
 
 def steps_per_round(step_seconds: float) -> int:

@@ -5,12 +5,15 @@ array is there once all its chunks are, and a new value is a new array: no power
 leaves a value that is half of one and half of another.
 """
 
-import contextlib
 import functools
+import itertools
 import math
+import os
+import queue
 import shutil
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -22,6 +25,7 @@ from jax.sharding import SingleDeviceSharding
 from zjax.errors import Problem, StorageError
 from zjax.sharding.placement import Row
 from zjax.storage.buffers import Buffers
+from zjax.storage.files import BLOCK_BYTES, read_file, write_file
 from zjax.storage.scratch import open_scratch
 
 CHUNK_BYTES = 16 << 20
@@ -31,8 +35,6 @@ CONCURRENCY = 32
 """Chunks on their way to or from disks at a time."""
 THREADS = 4
 """That read arrays, and as many that write."""
-
-Index = tuple[slice, ...]
 
 
 class DiskArray:
@@ -47,9 +49,11 @@ class DiskArray:
         self.row, self.path = row, path
         self.shape, self.dtype = row.stored_shape, np.dtype(row.dtype)
         self.nbytes = math.prod(self.shape) * self.dtype.itemsize
+        shard = row.sharding.shard_shape(self.shape)
+        self._chunk = chunk_shape(self.shape, shard, self.dtype.itemsize)
         self._written: futures.Future[None] | None = None
         self._coming: futures.Future[list[np.ndarray]] | None = None
-        self._remove = weakref.finalize(self, _remove_files, path)
+        self._remove = weakref.finalize(self, _removals().put, path)
         self._remove.atexit = False  # the directory of the process goes then
 
     @classmethod
@@ -148,9 +152,9 @@ class DiskArray:
         if self._remove.detach() is None:
             return
         if written is None:
-            _remove_files(self.path)
+            _removals().put(self.path)
         else:
-            written.add_done_callback(lambda _: _remove_files(self.path))
+            written.add_done_callback(lambda _: _removals().put(self.path))
 
     def is_deleted(self) -> bool:
         """Whether it was deleted."""
@@ -174,28 +178,63 @@ class DiskArray:
         return list(dict.fromkeys(_key(i, self.shape) for i in indices.values()))
 
     def _write(self, parts: list[tuple[Any, Any]]) -> None:
-        files = _create_files(self.path, self.row)
-        written = [
-            files[_index(bounds)].write(
-                np.asarray(data), can_reference_source_data_indefinitely=True
-            )
+        _create_files(self.path, self._chunk, self.row)
+        pieces = [
+            piece
             for bounds, data in parts
+            for piece in self._pieces(bounds, np.asarray(data))
         ]
-        for each in written:
-            each.result()
+        for path in {os.path.dirname(path) for path, _ in pieces}:
+            os.makedirs(path, exist_ok=True)
+        _each(self._write_chunk, pieces)
 
     def _read(self) -> list[np.ndarray]:
         if self._written is not None:
             self._written.result()
-        files, parts, coming = open_files(self.path), [], []
-        for bounds in self._bounds():
-            part = _buffers().take([stop - start for start, stop in bounds], self.dtype)
-            source = files[_index(bounds)].translate_to[0]
-            coming.append(tensorstore.array(part, copy=False).write(source))
-            parts.append(part)
-        for each in coming:
-            each.result()
+        bounds = self._bounds()
+        parts = [
+            _buffers().take([stop - start for start, stop in each], self.dtype)
+            for each in bounds
+        ]
+        pairs = zip(bounds, parts, strict=True)
+        pieces = [piece for pair in pairs for piece in self._pieces(*pair)]
+        _each(self._read_chunk, pieces)
         return parts
+
+    def _pieces(self, bounds: Any, part: np.ndarray) -> list[tuple[str, np.ndarray]]:
+        """The file of every chunk of a shard, and what lies in it."""
+        spans = [
+            range(start, stop, size)
+            for (start, stop), size in zip(bounds, self._chunk, strict=True)
+        ]
+        pieces = []
+        for corner in itertools.product(*spans):
+            sized = list(zip(corner, self._chunk, strict=True))
+            name = "/".join(str(at // size) for at, size in sized)
+            firsts = [start for start, _ in bounds]
+            index = tuple(
+                slice(at - first, at - first + size)
+                for (at, size), first in zip(sized, firsts, strict=True)
+            )
+            pieces.append((f"{self.path}/c/{name}".rstrip("/"), part[index]))
+        return pieces
+
+    def _write_chunk(self, path: str, part: np.ndarray) -> None:
+        whole = self._whole_chunk()
+        whole[tuple(map(slice, part.shape))] = part
+        write_file(path, _bytes_of(whole))
+
+    def _read_chunk(self, path: str, part: np.ndarray) -> None:
+        if part.shape == self._chunk and not part.ctypes.data % BLOCK_BYTES:
+            read_file(path, _bytes_of(part))
+            return
+        whole = self._whole_chunk()
+        read_file(path, _bytes_of(whole))
+        part[...] = whole[tuple(map(slice, part.shape))]
+
+    def _whole_chunk(self) -> np.ndarray:
+        """Memory for a chunk; the last along a dim may have less of the array."""
+        return _buffers().take(self._chunk, self.dtype)
 
     def _result(self, future: futures.Future[Any]) -> Any:
         return _told(self.path, future.result)
@@ -251,9 +290,7 @@ def chunk_shape(
     return tuple(chunk)
 
 
-def _create_files(path: str, row: Row) -> tensorstore.TensorStore:
-    shard = row.sharding.shard_shape(row.stored_shape)
-    chunk = chunk_shape(row.stored_shape, shard, np.dtype(row.dtype).itemsize)
+def _create_files(path: str, chunk: tuple[int, ...], row: Row) -> None:
     metadata = {
         "shape": row.stored_shape,
         "data_type": np.dtype(row.dtype).name,
@@ -264,7 +301,7 @@ def _create_files(path: str, row: Row) -> tensorstore.TensorStore:
         ],
     }
     spec = _driver(path) | {"metadata": metadata}
-    return tensorstore.open(spec, context=_context(), create=True).result()
+    tensorstore.open(spec, context=_context(), create=True).result()
 
 
 def _driver(path: str) -> dict[str, Any]:
@@ -272,19 +309,13 @@ def _driver(path: str) -> dict[str, Any]:
         "driver": "zarr3",
         "kvstore": {"driver": "file", "path": f"{path}/"},
         # Zeros are written like other numbers, so that a file that is gone is noticed.
-        "store_data_equal_to_fill_value": True,
         "fill_missing_data_reads": False,
     }
 
 
 @functools.cache
 def _context() -> tensorstore.Context:
-    settings = {
-        "file_io_mode": {"mode": "direct"},
-        "file_io_sync": False,  # a file that is not whole fails its checksum
-        "file_io_concurrency": {"limit": CONCURRENCY},
-    }
-    return tensorstore.Context(settings)
+    return tensorstore.Context({"file_io_concurrency": {"limit": CONCURRENCY}})
 
 
 @functools.cache
@@ -298,8 +329,25 @@ def _readers() -> futures.ThreadPoolExecutor:
 
 
 @functools.cache
+def _movers() -> futures.ThreadPoolExecutor:
+    return futures.ThreadPoolExecutor(CONCURRENCY, "storage-chunk")
+
+
+@functools.cache
 def _buffers() -> Buffers:
     return Buffers()
+
+
+def _each(act: Callable[[str, np.ndarray], None], pieces: Sequence[Any]) -> None:
+    """Acts on all chunks at once, and waits for the last even where one fails."""
+    moving = [_movers().submit(act, *piece) for piece in pieces]
+    futures.wait(moving)
+    for each in moving:
+        each.result()
+
+
+def _bytes_of(chunk: np.ndarray) -> np.ndarray:
+    return chunk.reshape(-1).view(np.uint8)
 
 
 def _told(path: str, call: Callable[[], Any]) -> Any:
@@ -320,15 +368,23 @@ def _told(path: str, call: Callable[[], Any]) -> Any:
         ) from error
 
 
-def _remove_files(path: str) -> None:
-    with contextlib.suppress(RuntimeError):  # at the end of the process
-        _writers().submit(shutil.rmtree, path, ignore_errors=True)
+@functools.cache
+def _removals() -> queue.SimpleQueue[str]:
+    """Directories to be removed, by a thread that does nothing else.
+
+    A finalizer may run within any other call, so that it may put them here but not
+    submit them to threads: that takes a lock.
+    """
+    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def remove() -> None:
+        while True:
+            shutil.rmtree(waiting.get(), ignore_errors=True)
+
+    threading.Thread(target=remove, name="storage-remover", daemon=True).start()
+    return waiting
 
 
 def _key(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     bounds = (s.indices(n) for s, n in zip(index, shape, strict=True))
     return tuple((start, stop) for start, stop, _ in bounds)
-
-
-def _index(bounds: Any) -> Index:
-    return tuple(slice(*pair) for pair in bounds)

@@ -1,0 +1,70 @@
+"""The largest GPT of width 8192 on one device: with the host and a disk, over without.
+
+1 x 1024 tokens per step, blocks recomputed in full. The depth with offload is what a
+device of 141 GB, a host of 512 GiB and 40 GB of a disk hold; on a smaller host more
+goes to the disk, which is that of the folder `runs` of this repository.
+"""
+
+import pathlib
+
+from zjax.bench import Case, Contest, Contestant, Row
+
+NUM_LAYERS = 51
+POOL_GIGABYTES = 138.7
+"""92 % of an H200."""
+SETTINGS = (
+    "model.embed_size=8192",
+    "model.mlp_size=32768",
+    "model.num_heads=64",
+    "model.num_kv_heads=64",
+    "model.max_length=1024",
+    "data.length=1024",
+    "microbatch_size=1",
+    "global_batch_size=0",
+    "model.remat=full",
+    "optimizer.clip_norm=inf",
+    "precision.on_nonfinite=update",
+)
+ALONE, OFFLOADED = "device alone", "device, host and disk"
+
+
+def get_contest():
+    scripts, folder = "examples/benchmarks", pathlib.Path("runs/nvme").absolute()
+    search = ("largest_model.py", f"--pool_gigabytes={POOL_GIGABYTES}")
+    places = (
+        f"model.num_layers={NUM_LAYERS}",
+        "zero.optimizer_memory=auto",
+        "zero.parameter_memory=pinned_host",
+        f"zero.nvme_paths=('{folder}',)",
+    )
+
+    def contestant(name, script, *changes):
+        command = ("{python}", f"{scripts}/{script[0]}", *script[1:])
+        environment = {
+            "CUDA_VISIBLE_DEVICES": "0",
+            "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
+        }
+        words = (*command, "configs/gpt_6p7b.py", *SETTINGS, *changes)
+        return Contestant(name, words, "zjax", environment, timeout_seconds=590)
+
+    case = Case(
+        ours=(OFFLOADED,),
+        peer=(ALONE,),
+        metric="num_params",
+        unit="parameters",
+        must=4.0,
+        aim=6.0,
+    )
+    row = Row(
+        "largest_model_1gpu",
+        "One device with its host and a disk trains a larger GPT than it does alone.",
+        (case,),
+        notes="three steps each way; `used_bytes` of the record is what the offloaded "
+        "one takes of the device, the host and the disk",
+        by_devices=False,
+    )
+    contestants = (
+        contestant(ALONE, search, "zero.stage=0"),
+        contestant(OFFLOADED, ("three_steps.py",), "zero.stage=2", *places),
+    )
+    return Contest("Largest GPT of width 8192 on one device", contestants, (row,))

@@ -1,0 +1,127 @@
+"""Files of chunks: past the page cache, and readable to others."""
+
+import ctypes
+import mmap
+import os
+
+import numpy as np
+import pytest
+import tensorstore
+
+from zjax.storage import files
+from zjax.storage.buffers import Buffers
+
+NUM_BYTES = 4 << 20
+
+
+def make_content(size=NUM_BYTES):
+    content = Buffers().take((size,), np.uint8)
+    content[:] = np.random.default_rng(0).integers(0, 256, size, np.uint8)
+    return content
+
+
+def cached_bytes(path):
+    """How much of a file lies in the page cache."""
+    size, pages = os.path.getsize(path), os.path.getsize(path) // mmap.PAGESIZE + 1
+    present = (ctypes.c_ubyte * pages)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), size) as mapped:
+        start = ctypes.c_char.from_buffer(mapped)
+        where = ctypes.c_void_p(ctypes.addressof(start))
+        assert libc.mincore(where, ctypes.c_size_t(size), present) == 0
+        del start
+    return sum(x & 1 for x in present) * mmap.PAGESIZE
+
+
+@pytest.fixture
+def direct(tmp_path):
+    files.write_file(f"{tmp_path}/first", make_content(1))
+    if not files._FLAGS[os.stat(tmp_path).st_dev]:
+        pytest.skip("the file system of tmp_path takes no O_DIRECT")
+    return tmp_path
+
+
+def test_what_is_written_and_read_leaves_the_page_cache_alone(direct):
+    """Fails if the host's memory fills with copies of its disks."""
+    path, content = f"{direct}/file", make_content()
+    files.write_file(path, content)
+    assert cached_bytes(path) <= 2 * mmap.PAGESIZE
+    found = Buffers().take(content.shape, np.uint8)
+    files.read_file(path, found)
+    np.testing.assert_array_equal(found, content)
+    assert cached_bytes(path) <= NUM_BYTES // 16
+    with open(path, "rb") as file:
+        file.read()
+    assert cached_bytes(path) >= NUM_BYTES  # so that the measure can fail
+
+
+@pytest.mark.parametrize("size", [1, 4095, 4096, 3 * 4096 + 7])
+@pytest.mark.parametrize("offset", [0, 8])
+def test_any_size_from_any_memory(tmp_path, size, offset):
+    path = str(tmp_path / "file")
+    content = make_content(size + offset)[offset:]
+    files.write_file(path, content)
+    found = Buffers().take((size + offset,), np.uint8)[offset:]
+    files.read_file(path, found)
+    np.testing.assert_array_equal(found, content)
+    assert os.path.getsize(path) == size + 4
+
+
+def test_a_shorter_value_replaces_a_longer_one(tmp_path):
+    path, content = str(tmp_path / "file"), make_content(9000)
+    files.write_file(path, content)
+    files.write_file(path, content[:5000])
+    found = np.empty(5000, np.uint8)
+    files.read_file(path, found)
+    np.testing.assert_array_equal(found, content[:5000])
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda x: x[:70] + bytes([x[70] ^ 1]) + x[71:], "does not match its checksum"),
+        (lambda x: x[:-1] + bytes([x[-1] ^ 1]), "does not match its checksum"),
+        (lambda x: x[:5000], "ends after 5000 bytes"),
+    ],
+)
+def test_damage_is_told(tmp_path, damage, told):
+    path, content = tmp_path / "file", make_content(9000)
+    files.write_file(str(path), content)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=told):
+        files.read_file(str(path), np.empty(9000, np.uint8))
+
+
+def test_file_systems_without_direct_access_are_told_once(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(files, "_FLAGS", {})
+    opened = os.open
+
+    def refuse(path, flags, *mode):
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return opened(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", refuse)
+    for name in ("first", "second"):
+        files.write_file(f"{tmp_path}/{name}", make_content(9000))
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said == f"{tmp_path}: files there go through the page cache"
+
+
+def test_a_chunk_is_one_of_zarr(tmp_path):
+    """Fails if a checkpoint could not be read with other tools."""
+    content = make_content(8192)
+    metadata = {
+        "shape": [8192],
+        "data_type": "uint8",
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [8192]}},
+        "codecs": [{"name": "bytes"}, {"name": "crc32c"}],
+    }
+    kvstore = {"driver": "file", "path": f"{tmp_path}/"}
+    spec = {"driver": "zarr3", "kvstore": kvstore, "metadata": metadata}
+    opened = tensorstore.open(spec, create=True).result()
+    (tmp_path / "c").mkdir()
+    files.write_file(f"{tmp_path}/c/0", content)
+    np.testing.assert_array_equal(opened.read().result(), content)

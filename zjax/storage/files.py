@@ -1,0 +1,111 @@
+"""Files of one chunk each, written and read past the page cache.
+
+The content of a file is followed by its CRC-32C, as in a chunk of Zarr 3. tensorstore
+reads such files; those that it writes go through the page cache, which the host needs
+for other things than a copy of its disks.
+"""
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Callable
+
+import crc32c
+import numpy as np
+from absl import logging
+
+BLOCK_BYTES = 4096
+"""Direct reads and writes start, end and lie in memory at multiples of this."""
+_SUM_BYTES = 4
+_FLAGS: dict[int, int] = {}
+"""How files are opened, by the device of their directory."""
+
+
+def write_file(path: str, content: np.ndarray) -> None:
+    """Writes a file that is not there yet, or is to be replaced.
+
+    Args:
+        path: In a directory that exists.
+        content: uint8[n]; memory that starts at a block is not copied.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    whole = _num_direct(content)
+    end = content[whole:].tobytes() + _sum_of(content)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _direct_flag(os.path.dirname(path))
+    file = os.open(path, flags, 0o600)
+    try:
+        _move_all(os.pwritev, file, content[:whole], 0)
+        _leave_direct(file)
+        _move_all(os.pwritev, file, np.frombuffer(end, np.uint8), whole)
+    finally:
+        os.close(file)
+
+
+def read_file(path: str, content: np.ndarray) -> None:
+    """Reads what `write_file` wrote.
+
+    Args:
+        path: Of the file.
+        content: uint8[n], to be filled; memory that starts at a block is fastest.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is not what was written.
+    """
+    whole = _num_direct(content)
+    end = np.empty(len(content) - whole + _SUM_BYTES, np.uint8)
+    file = os.open(path, os.O_RDONLY | _direct_flag(os.path.dirname(path)))
+    try:
+        _move_all(os.preadv, file, content[:whole], 0)
+        _leave_direct(file)
+        _move_all(os.preadv, file, end, whole)
+    finally:
+        os.close(file)
+    content[whole:] = end[:-_SUM_BYTES]
+    if _sum_of(content) != end[-_SUM_BYTES:].tobytes():
+        raise ValueError(f"{os.path.basename(path)} does not match its checksum")
+
+
+def _num_direct(content: np.ndarray) -> int:
+    """Bytes from the start that can go directly."""
+    if content.ctypes.data % BLOCK_BYTES:
+        return 0
+    return len(content) - len(content) % BLOCK_BYTES
+
+
+def _sum_of(content: np.ndarray) -> bytes:
+    return crc32c.crc32c(content.data).to_bytes(_SUM_BYTES, "little")
+
+
+def _move_all(
+    move: Callable[..., int], file: int, content: np.ndarray, offset: int
+) -> None:
+    done = 0
+    while done < len(content):
+        moved = move(file, [content[done:]], offset + done)
+        if not moved:
+            raise ValueError(f"ends after {offset + done} bytes")
+        done += moved
+
+
+def _leave_direct(file: int) -> None:
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    fcntl.fcntl(file, fcntl.F_SETFL, flags & ~getattr(os, "O_DIRECT", 0))
+
+
+def _direct_flag(directory: str) -> int:
+    """O_DIRECT where the file system takes it, and 0 elsewhere."""
+    device = os.stat(directory).st_dev
+    if device not in _FLAGS:
+        flag = getattr(os, "O_DIRECT", 0)
+        with tempfile.NamedTemporaryFile(dir=directory) as probe:
+            try:
+                os.close(os.open(probe.name, os.O_RDWR | flag))
+            except OSError:
+                flag = 0
+        if not flag:
+            logging.warning("%s: files there go through the page cache", directory)
+        _FLAGS[device] = flag
+    return _FLAGS[device]
