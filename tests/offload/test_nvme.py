@@ -1,12 +1,14 @@
 """State and parameters that rest on disks."""
 
 import collections
+import contextlib
 import dataclasses
 import math
 import os
 import pathlib
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -66,7 +68,11 @@ def test_trajectory_is_that_of_a_run_on_the_devices(tmp_path, case):
 
 
 def disk_bytes(path):
-    return sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+    found = 0
+    for p in path.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            found += p.stat().st_size if p.is_file() else 0
+    return found
 
 
 def test_state_rests_on_disks(tmp_path):
@@ -86,7 +92,10 @@ def test_state_rests_on_disks(tmp_path):
     assert numbers == sum(
         math.prod(row.stored_shape) * row.dtype.itemsize for row in rows if row.disks
     )
-    assert numbers < disk_bytes(tmp_path) < numbers + len(arrays) * 8 * 1000
+    most, end = numbers + len(arrays) * 8 * 1000, time.monotonic() + 30
+    while disk_bytes(tmp_path) >= most and time.monotonic() < end:
+        time.sleep(0.1)  # files of the last step go in the background
+    assert numbers < disk_bytes(tmp_path) < most
 
 
 def test_parameters_on_disks_generate(tmp_path):
