@@ -13,7 +13,7 @@ import time
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zjax.bench import Spread, describe_measurement, measure, result_line
 from zjax.config import load_config
@@ -23,11 +23,11 @@ WARM_UP_ROUNDS, ROUNDS = 3, 5
 
 
 def link_rate() -> Spread:
-    """Bytes per second, both ways together, of one device."""
-    device = jax.local_devices()[0]
-    here = SingleDeviceSharding(device)
-    there = SingleDeviceSharding(device, memory_kind="pinned_host")
-    ones = jax.device_put(jnp.ones(ARRAY_BYTES // 4, jnp.float32), here)
+    """Bytes per second of each device, both ways together and all devices at once."""
+    mesh = Mesh(jax.local_devices(), ("device",))
+    here = NamedSharding(mesh, PartitionSpec("device"))
+    there = here.with_memory_kind("pinned_host")
+    ones = jax.device_put(jnp.ones((mesh.size, ARRAY_BYTES // 4), jnp.float32), here)
     held = [jax.device_put(ones, there) for _ in range(NUM_ARRAYS)]
     rates = []
     for _ in range(WARM_UP_ROUNDS + ROUNDS):
