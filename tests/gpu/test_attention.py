@@ -52,7 +52,9 @@ def test_cudnn_equals_xla_forward_and_backward(num_kv_heads, masked):
         assert np.linalg.norm(grad - exact) <= 2e-2 * np.linalg.norm(exact)
 
 
-@pytest.mark.parametrize(("policy", "kernels"), [("full", 2), ("attention_and_mlp", 1)])
+@pytest.mark.parametrize(
+    ("policy", "kernels"), [("full", 2), ("attention", 1), ("attention_and_mlp", 1)]
+)
 def test_recomputation_runs_the_forward_kernel_again_only_if_asked(policy, kernels):
     q, k, v, _ = make_inputs(4)
 

@@ -1,4 +1,5 @@
 import jax
+import jax.extend
 import jax.numpy as jnp
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
@@ -34,6 +35,7 @@ def kept_shapes(policy):
     ("policy", "expected"),
     [
         pytest.param("full", [], id="full-keeps-nothing"),
+        pytest.param("attention", [(TOKENS, WIDTH)], id="one-named-value"),
         pytest.param(
             "attention_and_mlp",
             [(TOKENS, WIDTH), (TOKENS, HIDDEN)],
@@ -52,7 +54,9 @@ def test_policy_keeps_what_it_names(policy, expected):
 
 
 @pytest.mark.parametrize("in_loop", [False, True])
-@pytest.mark.parametrize("policy", ["full", "attention_and_mlp", "elementwise"])
+@pytest.mark.parametrize(
+    "policy", ["full", "attention", "attention_and_mlp", "elementwise"]
+)
 def test_what_is_kept_goes_to_the_host_and_comes_back(policy, in_loop):
     """Fails if `memory` does nothing, in the program as GPUs are given it."""
     weights = {name: jnp.ones((3, *shape)) for name, shape in WEIGHTS.items()}
@@ -105,11 +109,53 @@ def test_value_and_gradient_are_those_of_the_block(policy, in_loop):
     )
 
 
+@pytest.mark.parametrize(
+    ("policy", "memory", "number"),
+    [
+        ("full", "device", 3),
+        ("attention", "device", 3),
+        ("elementwise", "device", 0),
+        ("elementwise", "pinned_host", 3),
+    ],
+)
+def test_gradients_of_a_block_come_before_those_of_the_one_before(
+    policy, memory, number
+):
+    """Fails if a compiler may leave the gradients of all weights to the end, and keep
+    until then what they are made of."""
+    run = remat.recompute(block, policy, in_loop=False, memory=memory)
+    weights = {name: jnp.ones(shape) for name, shape in WEIGHTS.items()}
+
+    def loss(layers):
+        x = jnp.ones((TOKENS, WIDTH))
+        for layer in layers:
+            x = run(layer, x)
+        return x.sum()
+
+    program = jax.make_jaxpr(jax.grad(loss))([weights] * 3)
+    shapes = sorted([*WEIGHTS.values(), (TOKENS, WIDTH)])
+    found = [
+        sorted(x.aval.shape for x in each.invars)
+        for each in equations(program.jaxpr)
+        if each.primitive.name == "optimization_barrier"
+    ]
+    assert found.count(shapes) == number
+
+
+def equations(program):
+    for each in program.eqns:
+        yield each
+        for inner in jax.extend.core.jaxprs_in_params(each.params):
+            yield from equations(inner)
+
+
 def test_softmax_sums_of_cudnn_are_kept():
     """Fails if the kernel is renamed: attention would run twice unnoticed."""
     kernel = cudnn._dot_product_attention_fwd_p_wrapper
     assert remat.keeps("attention_and_mlp")(kernel)
+    assert remat.keeps("attention", "pinned_host")(kernel).dst == "pinned_host"
     assert not remat.keeps("full")(kernel)
+    assert not remat.keeps("full", "pinned_host")(kernel)
 
 
 def test_views_of_parameters_are_not_kept():

@@ -47,7 +47,7 @@ NEEDS = (
     Needs(
         "model.activation_memory",
         "model.remat",
-        ("elementwise", "attention_and_mlp", "full"),
+        ("elementwise", "attention_and_mlp", "attention", "full"),
     ),
     Needs("model.rope_theta", "model.positions", ("rotary",)),
     Needs("data.path", "data.source", ("tokens",)),

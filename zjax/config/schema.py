@@ -162,9 +162,9 @@ class Model:
     layers_per_scan: int = 0
     """0 unrolls the layers; k scans over blocks of k layers (compiles faster), as
     `deterministic` does with 1."""
-    remat: Literal["none", "elementwise", "attention_and_mlp", "dots", "full"] = (
-        "elementwise"
-    )
+    remat: Literal[
+        "none", "elementwise", "attention_and_mlp", "dots", "attention", "full"
+    ] = "elementwise"
     """What the backward pass recomputes; see `zjax.parallel.remat`."""
     activation_memory: Literal["device", "pinned_host"] = "device"
     """Where what is not recomputed rests until the backward pass."""

@@ -235,7 +235,7 @@ class Attention(nnx.Module):
             q, k = rotary.rotate(q, *rotation), rotary.rotate(k, *rotation)
         q, k, v = (remat.mark(x, remat.PROJECTIONS) for x in (q, k, v))
         averages, kept = attend(q, k, v)
-        return self.out(remat.mark(averages, remat.ATTENTION)), kept
+        return self.out(averages), kept
 
 
 class FeedForward(nnx.Module):

@@ -10,11 +10,15 @@ from typing import Literal
 
 import jax
 from absl import logging
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from zjax.errors import ConfigError, Problem
 
 Implementation = Literal["auto", "cudnn", "xla"]
+
+AVERAGES = "attention"
+"""Name of what attention returns, before the output projection, for recomputation."""
 
 
 def dot_product_attention(
@@ -70,7 +74,7 @@ def dot_product_attention(
         masked=mask is not None,
     )
     _log_choice(chosen, reason)
-    return jax.nn.dot_product_attention(
+    averages = jax.nn.dot_product_attention(
         q,
         k,
         v,
@@ -80,6 +84,8 @@ def dot_product_attention(
         key_value_seq_lengths=lengths,
         implementation=chosen,
     )
+    # What cuDNN's kernel returns is found by the kernel, with its softmax sums.
+    return checkpoint_name(averages, AVERAGES) if chosen == "xla" else averages
 
 
 def choose_implementation(

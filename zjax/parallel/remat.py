@@ -6,15 +6,18 @@ wide, `elementwise` keeps 10 units for the backward pass, its input being one of
 Reference: Chen et al., sublinear memory cost (arXiv:1604.06174).
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from zjax.ops import cross_entropy, norm
+from zjax.ops import attention, cross_entropy, norm
 
-Policy = Literal["none", "elementwise", "attention_and_mlp", "dots", "full"]
+Policy = Literal[
+    "none", "elementwise", "attention_and_mlp", "dots", "attention", "full"
+]
 Memory = Literal["device", "pinned_host"]
 Keeps = Callable[..., Any]
 """A policy as `jax.checkpoint` takes it."""
@@ -28,8 +31,7 @@ MIDDLE = "block_middle"
 """The stream after each half of a block has added to it."""
 PROJECTIONS = "projections"
 """Queries, keys and values as attention reads them."""
-ATTENTION = "attention"
-"""The averages that attention returns, before the output projection."""
+ATTENTION = attention.AVERAGES
 MLP = "mlp"
 """Outputs of the first matrices of a feed-forward layer."""
 
@@ -37,6 +39,7 @@ KEPT = {
     "elementwise": (INPUT, MIDDLE, PROJECTIONS, ATTENTION, MLP, norm.STATISTICS),
     "attention_and_mlp": (INPUT, ATTENTION, MLP),
     "dots": (INPUT,),
+    "attention": (INPUT, ATTENTION),
     "full": (INPUT,),
 }
 """The names that each policy keeps; `none` names nothing."""
@@ -56,10 +59,11 @@ def recompute(
     - `elementwise` computes norms and activation functions again;
     - `attention_and_mlp` also computes the projections again;
     - `dots` keeps what multiplications by weights return and computes the rest again;
+    - `attention` keeps the input of the block and what attention returns;
     - `full` keeps the input of the block and computes all of it again.
 
     Args:
-        block: Pure function of arrays.
+        block: Pure function of arrays, parameters and the stream first.
         policy: One of the names above.
         in_loop: Whether the block runs inside a loop of more than one turn, where the
             compiler cannot undo the recomputation and need not be kept from it.
@@ -76,7 +80,29 @@ def recompute(
     if policy == "none":
         return block
     kept = keeps(policy, memory)
-    return jax.checkpoint(block, policy=kept, prevent_cse=not in_loop)
+
+    def run(*args: Any) -> Any:
+        if policy in ("attention", "full") or memory != "device":
+            args = (*_one_after_another(args[:2]), *args[2:])
+        return block(*args)
+
+    return jax.checkpoint(run, policy=kept, prevent_cse=not in_loop)
+
+
+@jax.custom_vjp
+def _one_after_another(inputs: Any) -> Any:
+    """Makes the block before wait for all gradients of this one.
+
+    The compiler would rather compute gradients of weights later, under communication,
+    and keep what they are made of in all blocks until then.
+    """
+    return inputs
+
+
+_one_after_another.defvjp(
+    lambda inputs: (inputs, None),
+    lambda _, grads: (jax.lax.optimization_barrier(grads),),
+)
 
 
 def keeps(policy: Policy, memory: Memory = "device") -> Keeps:
@@ -84,8 +110,7 @@ def keeps(policy: Policy, memory: Memory = "device") -> Keeps:
 
     Args:
         policy: A name of `recompute`; `none` keeps what is dear to compute.
-        memory: Where what the policy names rests; what attention's own kernel keeps
-            stays on the device.
+        memory: Where what the policy names rests.
 
     Returns:
         A function of a primitive and its parameters: whether, or where to.
@@ -96,7 +121,7 @@ def keeps(policy: Policy, memory: Memory = "device") -> Keeps:
     """
     if policy == "none":
         return _is_dear
-    names = _keep_names(KEPT[policy], (cross_entropy.GRADIENTS,), memory)
+    names = _keep_names(KEPT[policy], memory)
     if policy == "dots":
         dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         return jax.checkpoint_policies.save_from_both_policies(names, dots)
@@ -104,20 +129,25 @@ def keeps(policy: Policy, memory: Memory = "device") -> Keeps:
     def is_kept(primitive: Any, *avals: Any, **params: Any) -> Any:
         # cuDNN's kernel keeps its softmax sums too; its outputs have no name of ours.
         if primitive.name == "dot_product_attention_fwd_wrapper":
-            return ATTENTION in KEPT[policy]
+            return names(_naming(), *avals, name=ATTENTION)
         return names(primitive, *avals, **params)
 
     return is_kept
 
 
-def _keep_names(
-    names: tuple[str, ...], on_device: tuple[str, ...], memory: Memory
-) -> Keeps:
+@functools.cache
+def _naming() -> Any:
+    """The primitive that gives a value its name."""
+    (equation,) = jax.make_jaxpr(lambda x: checkpoint_name(x, ""))(0.0).eqns
+    return equation.primitive
+
+
+def _keep_names(names: tuple[str, ...], memory: Memory) -> Keeps:
     policies = jax.checkpoint_policies
     if memory == "device":
-        return policies.save_only_these_names(*names, *on_device)
+        return policies.save_only_these_names(*names, cross_entropy.GRADIENTS)
     return policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=list(on_device),
+        names_which_can_be_saved=[cross_entropy.GRADIENTS],
         names_which_can_be_offloaded=list(names),
         offload_src="device",
         offload_dst=memory,
