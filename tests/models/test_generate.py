@@ -8,7 +8,7 @@ import pytest
 
 from tests.support import language
 from zjax.errors import ConfigError
-from zjax.models import generate
+from zjax.models import cached, generate
 from zjax.models.sampling import sample_tokens
 
 NUM_NEW = 5
@@ -27,11 +27,11 @@ def test_cached_scores_equal_those_of_the_whole_sequence(config):
 
     @jax.jit
     def start(tokens):
-        return generate.prefill(model, tokens, starts, room=NUM_NEW, padded=False)
+        return cached.prefill(model, tokens, starts, room=NUM_NEW, padded=False)
 
     @jax.jit
     def step(tokens, column, caches):
-        return generate.decode(model, tokens, starts, column, caches)
+        return cached.decode(model, tokens, starts, column, caches)
 
     found, caches = start(tokens[:, :3])
     scores = [found]

@@ -1,0 +1,201 @@
+"""Passes through a decoder that keep keys and values, whole or one block at a time."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from zjax.models.block import Block, run_blocks
+from zjax.models.decoder import Decoder
+from zjax.models.embedding import Context, Embedding
+from zjax.models.heads import Head
+from zjax.ops import attention
+
+Cache = tuple[Float[Array, "B S K D"], Float[Array, "B S K D"]]
+"""Keys and values of one block, for every column that there will be."""
+
+
+def prefill(
+    model: Decoder,
+    tokens: Int[Array, "B L"],
+    starts: Int[Array, " B"],
+    *,
+    room: int,
+    padded: bool,
+) -> tuple[Float[Array, "B V"], Any]:
+    """Reads whole prompts.
+
+    Args:
+        model: The decoder.
+        tokens: Prompts.
+        starts: First column of each prompt.
+        room: Columns to keep free in the caches.
+        padded: Whether any start is above 0.
+
+    Returns:
+        Scores after the last column, and the caches: keys and values per layer, or per
+        layer of a turn.
+    """
+
+    def step(block, x, _):
+        return read_prompt(block, x, context, starts, room, padded)
+
+    x, context = embed(model.embedding, tokens, starts, 0)
+    config = model.config
+    inputs = (None,) * (config.layers_per_scan or config.num_layers)
+    x, caches = run_blocks(step, model.blocks, x, inputs, config=config)
+    return score(model.head, x[:, -1:], _table(model)), caches
+
+
+def decode(
+    model: Decoder,
+    new: Int[Array, " B"],
+    starts: Int[Array, " B"],
+    column: Int[Array, ""],
+    caches: Any,
+) -> tuple[Float[Array, "B V"], Any]:
+    """Reads one more token per row.
+
+    Args:
+        model: The decoder.
+        new: The tokens.
+        starts: First column of each prompt.
+        column: Where the tokens stand.
+        caches: Of all columns before.
+
+    Returns:
+        Scores of the next tokens, and the caches with this column.
+    """
+
+    def step(block, x, cache):
+        return read_token(block, x, context, starts, column, cache)
+
+    x, context = embed(model.embedding, new[:, None], starts, column)
+    x, caches = run_blocks(step, model.blocks, x, caches, config=model.config)
+    return score(model.head, x, _table(model)), caches
+
+
+def embed(
+    embedding: Embedding,
+    tokens: Int[Array, "B L"],
+    starts: Int[Array, " B"],
+    column: Any,
+) -> tuple[Float[Array, "B L M"], Context]:
+    """What enters the first block for some columns, and what every block reads.
+
+    Args:
+        embedding: Of the decoder.
+        tokens: Of these columns.
+        starts: First column of each prompt.
+        column: int32[], the first of these columns.
+
+    Returns:
+        The stream and its context.
+    """
+    columns = column + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    positions = jnp.maximum(columns[None, :] - starts[:, None], 0)
+    return embedding({"tokens": tokens, "positions": positions})
+
+
+def read_prompt(
+    block: Block,
+    x: Float[Array, "B L M"],
+    context: Context,
+    starts: Int[Array, " B"],
+    room: int,
+    padded: bool,
+) -> tuple[Float[Array, "B L M"], Cache]:
+    """Whole prompts through one block.
+
+    Args:
+        block: With its weights.
+        x: The stream.
+        context: What every block reads.
+        starts: First column of each prompt.
+        room: Columns to keep free in the cache.
+        padded: Whether any start is above 0.
+
+    Returns:
+        The stream, and the cache of this block.
+    """
+    visible = None
+    if padded:
+        columns = jnp.arange(x.shape[1], dtype=jnp.int32)[None, None, :]
+        visible = columns >= starts[:, None, None]
+        visible = jnp.broadcast_to(visible, (*x.shape[:2], x.shape[1]))
+
+    def attend(q, k, v):
+        averages = attention.dot_product_attention(
+            q,
+            k,
+            v,
+            causal=True,
+            mask=visible,
+            implementation="xla" if block.implementation == "xla" else "auto",
+        )
+        free = ((0, 0), (0, room), (0, 0), (0, 0))
+        return averages, (jnp.pad(k, free), jnp.pad(v, free))
+
+    return block.attend_with(attend, x, context)
+
+
+def read_token(
+    block: Block,
+    x: Float[Array, "B 1 M"],
+    context: Context,
+    starts: Int[Array, " B"],
+    column: Any,
+    cache: Cache,
+) -> tuple[Float[Array, "B 1 M"], Cache]:
+    """One more token per row through one block.
+
+    Args:
+        block: With its weights.
+        x: The stream.
+        context: What every block reads.
+        starts: First column of each prompt.
+        column: int32[], where the tokens stand.
+        cache: Of all columns before.
+
+    Returns:
+        The stream, and the cache with this column.
+    """
+
+    def attend(q, k, v):
+        at = (0, column, 0, 0)
+        keys = jax.lax.dynamic_update_slice(cache[0], k, at)
+        values = jax.lax.dynamic_update_slice(cache[1], v, at)
+        # One query has nothing to gain from a fused kernel.
+        mask = _seen(starts, column, keys.shape[1])
+        averages = jax.nn.dot_product_attention(
+            q, keys, values, mask=mask[:, None], implementation="xla"
+        )
+        return averages, (keys, values)
+
+    return block.attend_with(attend, x, context)
+
+
+def score(
+    head: Head, x: Float[Array, "B 1 M"], table: Float[Array, "V M"] | None
+) -> Float[Array, "B V"]:
+    """Scores the tokens that may follow a column.
+
+    Args:
+        head: Of the decoder.
+        x: The stream after the last block, in this column.
+        table: That of a tied head.
+
+    Returns:
+        Scores.
+    """
+    return head.logits(x, table)[:, 0]
+
+
+def _seen(starts, column, num_columns) -> Bool[Array, "B 1 S"]:
+    columns = jnp.arange(num_columns, dtype=jnp.int32)[None, None, :]
+    return (columns >= starts[:, None, None]) & (columns <= column)
+
+
+def _table(model):
+    return model.embedding.tokens[...] if model.config.tied_head else None
