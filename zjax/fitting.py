@@ -115,9 +115,13 @@ def _free_bytes(mesh: Mesh) -> float:
 
 
 def _bytes_to_generate(plan: Plan, capacity: float) -> int:
-    """What holds all parameters at once; 0 where they take more than half a device."""
+    """What holds all parameters at once, unless they come up block by block.
+
+    0 where they take more than half a device.
+    """
     whole = memory.tree_bytes(plan_on_device(plan).compute)
-    if whole > capacity / 2:
+    by_block = any(row.memory != DEVICE for row in jax.tree.leaves(plan.compute))
+    if by_block or whole > capacity / 2:
         return 0
     return memory.resting_bytes(plan, DEVICE) + whole
 

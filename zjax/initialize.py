@@ -15,6 +15,7 @@ from zjax.config.schema import Config
 from zjax.errors import ConfigError, ModelError, Problem
 from zjax.fitting import fit_plan
 from zjax.models import adapter
+from zjax.models.generate import generate
 from zjax.offload.init import init_layer_by_layer
 from zjax.optim.build import make_optimizer
 from zjax.optim.matrices import named_params
@@ -67,6 +68,26 @@ class Run:
             float32 scalars still on the device.
         """
         return self.step.evaluate(state, batch)
+
+    def generate(self, state: TrainState, tokens: Any, **settings: Any) -> jax.Array:
+        """Continues prompts with the built-in decoder.
+
+        Parameters that rest elsewhere come up block by block.
+
+        Args:
+            state: Any state of this run; not consumed.
+            tokens: Prompts, int32[B, L].
+            settings: Other arguments of `zjax.generate`.
+
+        Returns:
+            Prompts and continuations, int32[B, L + max_new_tokens].
+
+        Raises:
+            ConfigError: A setting out of range, or no room for the tokens.
+        """
+        if "generate" in self.step.programs:
+            return self.step.generate(state, tokens, **settings)
+        return generate(self.bind(state), tokens, **settings)
 
 
 def initialize(

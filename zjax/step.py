@@ -12,7 +12,10 @@ from zjax.compiler import Options, step_options
 from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config
 from zjax.errors import DataError, PlanError, Problem
+from zjax.offload.generate import Generation
+from zjax.offload.parts import Jit
 from zjax.offload.peak import Peak, predict_peak
+from zjax.offload.segments import Segments
 from zjax.offload.train import OffloadedTrain
 from zjax.sharding import placement
 from zjax.sharding import plan as plans
@@ -88,6 +91,22 @@ class Step:
         with jax.set_mesh(self.mesh):
             return train.settle(state)
 
+    def generate(self, state: TrainState, tokens: Any, **settings: Any) -> jax.Array:
+        """Continues prompts with parameters that come up block by block.
+
+        Args:
+            state: Arrays placed by the plan; not consumed.
+            tokens: Prompts, int32[B, L].
+            settings: Other arguments of `zjax.generate`.
+
+        Returns:
+            Prompts and continuations, int32[B, L + max_new_tokens].
+
+        Raises:
+            ConfigError: A setting out of range, or no room for the tokens.
+        """
+        return self._call("generate", state, tokens, **settings)
+
     def place_batch(self, batch: Batch) -> Batch:
         """Puts a batch on the devices; what is there already stays.
 
@@ -162,10 +181,10 @@ class Step:
         with jax.set_mesh(self.mesh):
             return predict_peak(train, batch)
 
-    def _call(self, program: str, *args: Any) -> Any:
+    def _call(self, program: str, *args: Any, **settings: Any) -> Any:
         # Losses read from the mesh in how many shares the batch is.
         with jax.set_mesh(self.mesh):
-            results = self.programs[program](*args)
+            results = self.programs[program](*args, **settings)
         return jax.block_until_ready(results) if _is_simulated(self.mesh) else results
 
 
@@ -209,6 +228,7 @@ def make_step(
     options = step_options(config, plan)
     programs = compile_programs(pure, options)
     if plan.is_offloaded:
+        jit = functools.partial(_jit_in_turn, plan.mesh, options)
         streamed = OffloadedTrain(
             model,
             tx,
@@ -216,7 +236,7 @@ def make_step(
             config,
             num_microbatches=num_microbatches,
             schedule=schedule,
-            jit=functools.partial(_jit_in_turn, plan.mesh, options),
+            jit=jit,
         )
         evaluate = programs["evaluate"]
         programs = {
@@ -224,7 +244,8 @@ def make_step(
             "evaluate": lambda state, batch: evaluate(without_update(state), batch),
         }
         if config.zero.parameter_memory != plans.DEVICE:
-            programs["evaluate"] = streamed.evaluate
+            assert isinstance(streamed.backward, Segments)
+            programs |= _programs_by_block(streamed.backward, jit)
     return Step(
         mesh=plan.mesh,
         plan=plan,
@@ -232,6 +253,13 @@ def make_step(
         num_microbatches=num_microbatches,
         programs=programs,
     )
+
+
+def _programs_by_block(passes: Segments, jit: Jit) -> dict[str, Any]:
+    found: dict[str, Any] = {"evaluate": passes.evaluate}
+    if passes.stack.continuation:
+        found["generate"] = Generation(passes.stack.continuation, passes, jit)
+    return found
 
 
 def _is_simulated(mesh: Mesh) -> bool:

@@ -20,7 +20,6 @@ from zjax.data.loader import Loader
 from zjax.errors import CheckpointError, ConfigError, DataError, Problem
 from zjax.initialize import adopt_optimizer, make_run, without_clipping
 from zjax.models.build import make_model
-from zjax.models.generate import generate
 from zjax.observe.directory import check_directory
 from zjax.observe.monitor import Callback, Monitor
 from zjax.observe.sinks import check_sinks
@@ -254,8 +253,8 @@ class Trainer:
             problem = f"is {tokens.shape[1]} tokens"
             remedy = f"use 1 to {longest}, with the built-in decoder"
             raise ConfigError(Problem("prompt", prompt[:20], problem, remedy))
-        out = generate(
-            self.run.bind(self.state),
+        out = self.run.generate(
+            self.state,
             tokens,
             max_new_tokens=max_new_tokens or room,
             key=jax.random.key(seed),

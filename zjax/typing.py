@@ -54,6 +54,30 @@ class Segment:
 
 
 @dataclasses.dataclass(frozen=True)
+class Continuation:
+    """How a line of blocks continues text, with a cache for each.
+
+    `starts` int32[B] is the first column of each prompt; `settings` are those of
+    `zjax.models.generate`.
+    """
+
+    check: Callable[..., None]
+    """`check(length, settings, key)` refuses settings that cannot work."""
+    embed: Callable[..., Any]
+    """`embed(params, tokens, starts, column) -> (carry, context)`, of tokens that stand
+    from a column on."""
+    read_prompt: Callable[..., Any]
+    """`read_prompt(params, carry, context, starts, room, padded) -> (carry, cache)`: a
+    block and whole prompts."""
+    read_token: Callable[..., Any]
+    """`read_token(params, carry, context, starts, column, cache) -> (carry, cache)`: a
+    block and one more column."""
+    score: Callable[..., Any]
+    """`score(params, carry) -> float32[B, V]`, of the tokens that may follow a column;
+    takes the head's parameters."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Stack:
     """A model as a line of blocks: the seam of pipelines, offload and layer drop."""
 
@@ -70,6 +94,8 @@ class Stack:
     shared leaves, of which it returns the sum."""
     shared: tuple[str, ...] = ()
     """Paths of leaves that both embed and head use, such as tied embeddings."""
+    continuation: Continuation | None = None
+    """How it continues text; None where it does not."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,11 +57,12 @@ def make_batch(step, vocab_size=29):
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
 
 
-def start(config, tx=None):
+def start(config, tx=None, **changes):
     model = make_model(config)
     if tx is None:
-        return make_run(config, model, make_optimizer(config, model))
-    return make_run(config, model, zjax.adopt_optimizer(tx, model, config))
+        return make_run(config, model, make_optimizer(config, model), **changes)
+    tx = zjax.adopt_optimizer(tx, model, config)
+    return make_run(config, model, tx, **changes)
 
 
 def train(run, steps=STEPS):

@@ -4,16 +4,18 @@
 key `fold_in(key, i + 1)`; a caller who does the same gets the same dropout.
 """
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 
 from zjax.config import schema
+from zjax.models import cached, generate
 from zjax.models.decoder import Decoder
 from zjax.models.encoder import Encoder
 from zjax.sharding.layers import layers_of, side_by_side
-from zjax.typing import Params, Segment, Stack
+from zjax.typing import Continuation, Params, Segment, Stack
 
 SHARED = "embedding/tokens"
 """The token table, which the head of a tied model reads too."""
@@ -46,7 +48,7 @@ def make_stack(model: Decoder | Encoder) -> Stack:
         return carry, jnp.zeros((), jnp.float32)
 
     def head(params, carry, batch):
-        table = params["embedding"]["tokens"] if config.tied_head else None
+        table = _table(params, config)
         sums = nnx.merge(last, params["head"]).loss(carry, table, batch)
         return sums.loss_sum, sums.weight_sum, {"accuracy": sums.correct_sum}
 
@@ -57,7 +59,40 @@ def make_stack(model: Decoder | Encoder) -> Stack:
         split=lambda params: _split(params, config),
         join=lambda embed, segments, head: _join(embed, segments, head, config),
         shared=(SHARED,) if config.tied_head else (),
+        continuation=_continue(model) if isinstance(model, Decoder) else None,
     )
+
+
+def _continue(model: Decoder) -> Continuation:
+    config = model.config
+    embedding, _ = nnx.split(model.embedding)
+    blocks, _ = nnx.split(model.blocks)
+    last, _ = nnx.split(model.head)
+
+    def embed(params, *args):
+        return cached.embed(nnx.merge(embedding, params["embedding"]), *args)
+
+    def read_prompt(params, *args):
+        return cached.read_prompt(nnx.merge(blocks, params), *args)
+
+    def read_token(params, *args):
+        return cached.read_token(nnx.merge(blocks, params), *args)
+
+    def score(params, carry):
+        head = nnx.merge(last, params["head"])
+        return cached.score(head, carry, _table(params, config))
+
+    return Continuation(
+        check=functools.partial(generate.check, config),
+        embed=embed,
+        read_prompt=read_prompt,
+        read_token=read_token,
+        score=score,
+    )
+
+
+def _table(params: Params, config: schema.Model):
+    return params["embedding"]["tokens"] if config.tied_head else None
 
 
 def _split(params: Params, config: schema.Model):

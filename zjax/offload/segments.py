@@ -63,6 +63,7 @@ class Segments:
         self.plan = plan
         self.num_microbatches = num_microbatches
         programs = BlockPrograms(model, plan_on_device(plan), num_microbatches)
+        self.in_use = programs.in_use
         _, (blocks,), _ = self.stack.split(plan.compute)
         self.block_rows = jax.tree.leaves(blocks[0])
         block_bytes = sum(row.device_bytes for row in self.block_rows)
@@ -251,8 +252,13 @@ class Segments:
         return rest(leaves, rows), rows
 
     def announce(self, blocks: Sequence[Params], names: Sequence[Any]) -> None:
-        """Has blocks come up in this order."""
-        self.stream.begin(
+        """Has blocks come up in this order, and no others."""
+        self.stream.begin(())
+        self.announce_more(blocks, names)
+
+    def announce_more(self, blocks: Sequence[Params], names: Sequence[Any]) -> None:
+        """Has blocks come up in this order, after those announced before."""
+        self.stream.extend(
             Load(name, jax.tree.leaves(blocks[name[1]]), self.block_rows, False)
             for name in names
         )

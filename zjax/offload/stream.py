@@ -110,6 +110,15 @@ class Stream:
         self.in_flight = sum(num_bytes for num_bytes, _ in self.leaving)
         self.fill()
 
+    def extend(self, loads: Iterable[Load]) -> None:
+        """Announces more loads.
+
+        Args:
+            loads: To be taken after those announced before.
+        """
+        self.waiting.extend(loads)
+        self.fill()
+
     def add(self, name: Hashable, arrays: list[jax.Array], rows: list[Row]) -> None:
         """Adds arrays to a load; if that is not here yet, they rest until it comes.
 

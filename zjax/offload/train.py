@@ -161,19 +161,6 @@ class OffloadedTrain:
         groups = self.backward.groups()
         return sorted(range(len(groups)), key=lambda i: rank[groups[i]])
 
-    def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
-        """Loss and metrics of parameters that come up block by block.
-
-        Args:
-            state: Arrays placed by the plan; not consumed.
-            batch: Placed arrays.
-
-        Returns:
-            float32 scalars.
-        """
-        assert isinstance(self.backward, Segments)
-        return self.backward.evaluate(state, batch)
-
 
 class _Running:
     """One step: what is known of the update's program so far.

@@ -1,0 +1,213 @@
+"""Text from parameters that rest elsewhere and come up block by block."""
+
+import dataclasses
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support import small_run
+from tests.support.language import make_text
+from tests.support.offload import (
+    GPT,
+    LLAMA,
+    make_batch,
+    make_config,
+    memories,
+    start,
+    train,
+)
+from zjax.errors import ConfigError
+from zjax.models.generate import generate
+from zjax.offload import segments
+from zjax.sharding.placement import pad
+from zjax.sharding.plan import plan_on_device
+from zjax.storage.move import rest
+
+NUM_NEW, PROMPT = 5, 4
+SAMPLED = {"temperature": 1.5, "top_k": 20, "top_p": 0.95, "key": jax.random.key(3)}
+
+
+def make_run(model=GPT, stage=2, num_devices=8, memory="pinned_host", **zero):
+    """A run whose blocks rest elsewhere, and a state in which every layer matters."""
+    zero |= {"parameter_memory": memory}
+    config = make_config(memory, stage, model=model, zero=zero)
+    run = start(config, devices=jax.devices()[:num_devices])
+    rng = np.random.default_rng(1)
+
+    def fill(row):
+        x = ("scale" in row.path) + 0.3 * rng.normal(size=row.shape)
+        return jax.device_put(pad(jnp.asarray(x, row.dtype), row), row.sharding)
+
+    params = jax.tree.map(fill, plan_on_device(run.plan).compute)
+    params = rest(params, run.plan.compute)
+    return run, dataclasses.replace(run.state, params=params)
+
+
+def prompts(rows):
+    return make_text(GPT, rows=rows, length=PROMPT)["tokens"]
+
+
+def assert_same_text(run, state, tokens, **settings):
+    """Fails if blocks that come up in turn write another text than all at once."""
+    settings = {"max_new_tokens": NUM_NEW} | settings
+    found = run.generate(state, tokens, **settings)
+    expected = generate(run.bind(state), tokens, **settings)
+    np.testing.assert_array_equal(found, expected)
+    return np.asarray(found)
+
+
+@pytest.mark.parametrize("form", ["GPT", "LLAMA"])
+@pytest.mark.parametrize(
+    ("num_devices", "stage"), [(1, 1), (8, 1), (8, 2), (8, 3)], ids=str
+)
+def test_text_is_that_of_all_blocks_at_once(num_devices, stage, form):
+    """Fails if a pass is not that of the whole program, or devices change the text."""
+    run, state = make_run({"GPT": GPT, "LLAMA": LLAMA}[form], stage, num_devices)
+    for settings in ({}, SAMPLED):
+        whole = assert_same_text(run, state, prompts(8), **settings)
+        assert len(set(whole[:, PROMPT:].ravel().tolist())) > 4
+    found = run.generate(state, prompts(3), max_new_tokens=NUM_NEW, **SAMPLED)
+    np.testing.assert_array_equal(found, whole[:3])
+
+
+@pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_prompts_of_different_lengths_and_rows_that_end(settings):
+    run, state = make_run(stage=3)
+    settings |= {"lengths": jnp.array([4, 2, 3], jnp.int32)}
+    free = assert_same_text(run, state, prompts(3), **settings)
+    end_id = int(free[1, PROMPT + 1])
+    ended = assert_same_text(run, state, prompts(3), end_id=end_id, **settings)
+    assert (ended[1, PROMPT + 1 :] == end_id).all()
+    assert not np.array_equal(free, ended)
+
+
+def test_blocks_on_disks(tmp_path):
+    run, state = make_run(memory="nvme", nvme_paths=(str(tmp_path),))
+    assert_same_text(run, state, prompts(3), **SAMPLED)
+
+
+def test_no_pass_follows_the_last_end(monkeypatch):
+    """Fails if rows that have ended go on to bring up blocks, or what came up for them
+    stays."""
+    run, state = make_run()
+    free = np.asarray(run.generate(state, prompts(1), max_new_tokens=NUM_NEW))
+    end_id = int(free[0, PROMPT])
+    program = run.step.programs["generate"]
+    monkeypatch.delattr(program, "read_token")
+    settings = {"max_new_tokens": NUM_NEW, "end_id": end_id}
+    found = np.asarray(run.generate(state, prompts(1), **settings))
+    assert (found[0, PROMPT:] == end_id).all()
+    assert (program.passes.stream.here, len(program.passes.stream.waiting)) == ({}, 0)
+
+
+def test_text_is_that_of_a_run_without_offload(tmp_path):
+    texts = []
+    for name, settings in (("whole", ()), ("blocks", BY_BLOCK)):
+        trainer = small_run.fit(tmp_path / name, *TEXT, *settings)
+        texts.append(trainer.generate("def ", max_new_tokens=8))
+    assert texts[0] == texts[1]
+
+
+TEXT = (
+    "num_steps=2",
+    "data.source=standard_library",
+    "model.vocab_size=257",
+    "model.num_layers=3",
+    "model.dropout_rate=0",
+)
+BY_BLOCK = (
+    "model.remat=full",
+    "zero.optimizer_memory=pinned_host",
+    "zero.parameter_memory=pinned_host",
+)
+
+
+def deep(num_layers):
+    # No other array has the shape of this matrix.
+    return dataclasses.replace(GPT, num_layers=num_layers, mlp_size=47)
+
+
+@pytest.mark.parametrize("num_layers", [4, 12])
+def test_a_few_blocks_are_on_the_devices_whatever_the_depth(monkeypatch, num_layers):
+    """Fails if all blocks come up at once, stay after their use, or do not come up
+    ahead of it."""
+    monkeypatch.setattr(segments, "AHEAD_BYTES", 0)
+    run, state = make_run(deep(num_layers))
+    program = run.step.programs["generate"]
+    stream, found = program.passes.stream, []
+    on_device = {id(x) for x in jax.live_arrays()}
+
+    def watched(*args):
+        new = [x for x in jax.live_arrays() if id(x) not in on_device]
+        blocks = [x for x in new if x.shape == (16, 47) and not x.is_deleted()]
+        assert {x.sharding.memory_kind for x in blocks} == {"device"}
+        found.append((len(blocks), stream.in_flight))
+        return read_token(*args)
+
+    read_token = program.read_token
+    monkeypatch.setattr(program, "read_token", watched)
+    run.generate(state, prompts(2), max_new_tokens=3)
+    assert len(found) == 2 * num_layers
+    assert max(num for num, _ in found) == 3
+    assert max(size for _, size in found) == stream.limit
+
+
+def test_blocks_of_the_next_token_come_up_while_one_is_chosen(monkeypatch):
+    run, state = make_run()
+    program = run.step.programs["generate"]
+    choose, here = program.choose, []
+
+    def watched(*args):
+        here.append(sorted(program.passes.stream.here))
+        return choose(*args)
+
+    monkeypatch.setattr(program, "choose", watched)
+    run.generate(state, prompts(1), max_new_tokens=2)
+    column = PROMPT + 1
+    assert here == [[(column, 0), (column, 1), (column, 2)], []]
+
+
+def test_each_program_is_compiled_once(caplog):
+    """Fails if a block, a token or a call compiles again."""
+    run, state = make_run(deep(4), stage=3)
+
+    def compiled():
+        caplog.clear()
+        with jax.log_compiles(), caplog.at_level(logging.WARNING):
+            run.generate(state, prompts(3), max_new_tokens=4, **SAMPLED)
+        texts = (record.getMessage() for record in caplog.records)
+        texts = (x.split()[1] for x in texts if x.startswith("Compiling"))
+        kinds = ("_begin", "_embed", "_read_prompt", "_read_token", "_choose")
+        return sorted(x[4:-1] for x in texts if x[4:-1] in kinds)
+
+    once = ["_begin", "_choose", "_embed", "_embed", "_read_prompt", "_read_token"]
+    assert compiled() == once  # the embedding, of prompts and of a token
+    assert compiled() == []
+
+
+def test_generating_leaves_the_state_as_it_is():
+    """Fails if parameters stay on the devices, or training cannot go on."""
+    losses = []
+    config = make_config("pinned_host", zero={"parameter_memory": "pinned_host"})
+    for generates in (False, True):
+        run = start(config)
+        state, _ = train(run, 2)
+        if generates:
+            run.generate(state, prompts(2), max_new_tokens=3)
+            assert memories(state.params["blocks"]) == {"pinned_host"}
+        _, metrics = run.step(state, make_batch(2))
+        losses.append(float(metrics["loss"]))
+    assert losses[0] == losses[1]
+
+
+def test_settings_out_of_range_are_refused():
+    run, state = make_run()
+    with pytest.raises(ConfigError) as error:
+        run.generate(state, prompts(1), max_new_tokens=0, temperature=1.0)
+    assert str(error.value) == (
+        "max_new_tokens=0 is below 1; ask for 1 or more\n"
+        "key=None is missing and temperature=1.0 draws tokens; pass jax.random.key(0)"
+    )

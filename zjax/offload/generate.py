@@ -1,0 +1,160 @@
+"""Text from a decoder whose blocks rest elsewhere.
+
+Each token takes a pass through all blocks, which come up in turn: the devices hold a
+few of them, the embedding, the head and the caches. The first blocks of the next pass
+are on their way while a token is chosen.
+
+Reference: ZeRO-Inference, in DeepSpeed Inference, arXiv:2207.00032.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jaxtyping import Array, Int
+
+from zjax.models.generate import Settings, Text, add_token, begin
+from zjax.offload.parts import Jit
+from zjax.offload.segments import Segments
+from zjax.train.state import TrainState
+from zjax.typing import Continuation, Params
+
+
+class Generation:
+    """`generate(state, tokens, ...)`: what `zjax.generate` does, block by block.
+
+    Args:
+        continuation: Of the model's stack.
+        passes: Bring up its blocks.
+        jit: Compiles.
+    """
+
+    def __init__(self, continuation: Continuation, passes: Segments, jit: Jit):
+        self.continuation, self.passes = continuation, passes
+        self.begin = jit(self._begin, static_argnums=2)
+        self.embed = jit(self._embed)
+        self.read_prompt = jit(self._read_prompt, static_argnums=(4, 5))
+        self.read_token = jit(self._read_token, donate_argnums=5)
+        self.choose = jit(self._choose, static_argnums=5)
+
+    def __call__(
+        self,
+        state: TrainState,
+        tokens: Int[Array, "B L"],
+        *,
+        lengths: Int[Array, " B"] | None = None,
+        key: jax.Array | None = None,
+        **settings: Any,
+    ) -> Int[Array, "B total"]:
+        """Continues prompts.
+
+        Args:
+            state: Its parameters in use are read.
+            tokens: Prompts, padded on the left where they differ in length.
+            lengths: Tokens of each prompt without its padding; L by default.
+            key: Random key, needed above temperature 0.
+            settings: Other arguments of `zjax.generate`.
+
+        Returns:
+            Prompts and continuations, int32[B, L + max_new_tokens].
+
+        Raises:
+            ConfigError: A setting out of range, or no room for the tokens.
+        """
+        chosen = Settings(**settings)
+        self.continuation.check(tokens.shape[1], chosen, key)
+        key = jax.random.key(0) if key is None else key
+        return _Writing(self, state, tokens, lengths, key, chosen).write()
+
+    def _begin(self, tokens: Any, lengths: Any, settings: Settings) -> Any:
+        return self._held(begin(tokens, lengths, settings))
+
+    def _embed(self, params: Params, *args: Any) -> Any:
+        params = self.passes.in_use("embed", params)
+        carry, context = self.continuation.embed(params, *args)
+        return self._held(carry), context
+
+    def _read_prompt(self, params: Params, *args: Any) -> Any:
+        params = self.passes.in_use("block", params)
+        carry, cache = self.continuation.read_prompt(params, *args)
+        return self._held(carry), self._held(carry[:, -1:]), cache
+
+    def _read_token(self, params: Params, *args: Any) -> Any:
+        params = self.passes.in_use("block", params)
+        carry, cache = self.continuation.read_token(params, *args)
+        return self._held(carry), self._held(carry), cache
+
+    def _choose(self, params: Params, last: Any, text: Text, *args: Any) -> Any:
+        scores = self.continuation.score(self.passes.in_use("head", params), last)
+        text = self._held(add_token(text, scores, *args))
+        return text, text.ended.all()
+
+    def _held(self, tree: Any) -> Any:
+        """Rows on the devices of their share, or on all where they do not divide."""
+        plan = self.passes.plan
+
+        def held(x: jax.Array) -> jax.Array:
+            divides = x.shape[0] % plan.num_batch_shares == 0
+            sharding = plan.batch_sharding(x) if divides else plan.replicated
+            return jax.lax.with_sharding_constraint(x, sharding)
+
+        return jax.tree.map(held, tree)
+
+
+class _Writing:
+    """One text: its rows and its caches so far."""
+
+    def __init__(
+        self,
+        programs: Generation,
+        state: TrainState,
+        tokens: jax.Array,
+        lengths: jax.Array | None,
+        key: jax.Array,
+        settings: Settings,
+    ):
+        self.programs, self.passes = programs, programs.passes
+        self.embed, (self.blocks,), self.head = self.passes.stack.split(state.params)
+        self.tokens, self.is_padded = tokens, lengths is not None
+        self.key, self.settings = key, settings
+        self.starts, self.text = programs.begin(tokens, lengths, settings)
+        self.caches: list[Any] = [None] * len(self.blocks)
+
+    def write(self) -> jax.Array:
+        length, settings = self.tokens.shape[1], self.settings
+        columns = range(length, length + settings.max_new_tokens)
+        self.passes.announce(self.blocks, self.names(length))
+        for column in columns:
+            if column + 1 in columns:
+                self.passes.announce_more(self.blocks, self.names(column + 1))
+            last = self.read(column)
+            self.text, is_over = self.programs.choose(
+                self.head, last, self.text, self.key, column, settings
+            )
+            if settings.end_id >= 0 and is_over:
+                break
+        self.passes.announce(self.blocks, ())  # gives up what nobody reads any more
+        return self.text.tokens
+
+    def names(self, column: int) -> Sequence[tuple[int, int]]:
+        return [(column, number) for number in range(len(self.blocks))]
+
+    def read(self, column: int) -> jax.Array:
+        """The last column of the stream, before the one that is to be written."""
+        programs, is_prompt = self.programs, column == self.tokens.shape[1]
+        tokens = self.tokens if is_prompt else self.text.new[:, None]
+        first = column - tokens.shape[1]
+        room = self.settings.max_new_tokens
+        carry, context = programs.embed(self.embed, tokens, self.starts, first)
+        last = carry
+        for number, resting in enumerate(self.blocks):
+            with self.passes.fetched(resting, (column, number)) as (block, used):
+                inputs = (block, carry, context, self.starts)
+                if is_prompt:
+                    results = programs.read_prompt(*inputs, room, self.is_padded)
+                else:
+                    cache = self.caches[number]
+                    results = programs.read_token(*inputs, first, cache)
+                carry, last, self.caches[number] = results
+                used.append(last)
+        return last
