@@ -67,6 +67,19 @@ def machine(monkeypatch):
     return give
 
 
+def test_room_for_all_weights_is_kept_where_they_come_up_at_once():
+    """Fails if blocks that come up one by one to write a text cost the state room."""
+    whole, by_block = (
+        start(make_config("pinned_host", zero={"parameter_memory": kind})).plan
+        for kind in ("device", "pinned_host")
+    )
+    size = memory.tree_bytes(whole.compute)
+    kept = memory.resting_bytes(whole, DEVICE)
+    assert fitting._bytes_to_generate(whole, 2.0 * size) == kept + size
+    assert fitting._bytes_to_generate(whole, 2.0 * size - 1) == 0
+    assert fitting._bytes_to_generate(by_block, 2.0 * size) == 0
+
+
 @pytest.mark.parametrize("changes", [{}, UNDER_BACKWARD])
 def test_devices_keep_what_they_have_room_for(machine, changes):
     """Fails if all of the state moves, or more of it stays than fits."""
