@@ -115,9 +115,9 @@ def _free_bytes(mesh: Mesh) -> float:
 
 
 def _bytes_to_generate(plan: Plan, capacity: float) -> int:
-    """What holds all parameters at once, unless they come up block by block.
+    """What holds all parameters at once.
 
-    0 where they take more than half a device.
+    0 where blocks come up one by one, and where all take more than half a device.
     """
     whole = memory.tree_bytes(plan_on_device(plan).compute)
     by_block = any(row.memory != DEVICE for row in jax.tree.leaves(plan.compute))

@@ -59,16 +59,15 @@ def make_stack(model: Decoder | Encoder) -> Stack:
         split=lambda params: _split(params, config),
         join=lambda embed, segments, head: _join(embed, segments, head, config),
         shared=(SHARED,) if config.tied_head else (),
-        continuation=_continue(model) if isinstance(model, Decoder) else None,
+        continuation=(
+            _continuation(config, embedding, blocks, last)
+            if isinstance(model, Decoder)
+            else None
+        ),
     )
 
 
-def _continue(model: Decoder) -> Continuation:
-    config = model.config
-    embedding, _ = nnx.split(model.embedding)
-    blocks, _ = nnx.split(model.blocks)
-    last, _ = nnx.split(model.head)
-
+def _continuation(config: schema.Model, embedding, blocks, last) -> Continuation:
     def embed(params, *args):
         return cached.embed(nnx.merge(embedding, params["embedding"]), *args)
 
