@@ -77,12 +77,16 @@ class Generation:
     def _read_prompt(self, params: Params, *args: Any) -> Any:
         params = self.passes.in_use("block", params)
         carry, cache = self.continuation.read_prompt(params, *args)
-        return self._held(carry), self._held(carry[:, -1:]), cache
+        return self._after_block(carry, cache)
 
     def _read_token(self, params: Params, *args: Any) -> Any:
         params = self.passes.in_use("block", params)
         carry, cache = self.continuation.read_token(params, *args)
-        return self._held(carry), self._held(carry), cache
+        return self._after_block(carry, cache)
+
+    def _after_block(self, carry: jax.Array, cache: Any) -> Any:
+        """The stream, its last column, which says that the block is done, the cache."""
+        return self._held(carry), self._held(carry[:, -1:]), cache
 
     def _choose(self, params: Params, last: Any, text: Text, *args: Any) -> Any:
         scores = self.continuation.score(self.passes.in_use("head", params), last)
