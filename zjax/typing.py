@@ -44,6 +44,19 @@ class Loss(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
+class Tiles:
+    """A block as a trunk, to whose stream tiles add one after another."""
+
+    split: Callable[[Params], tuple[Params, tuple[Params, ...]]]
+    """Parameters of a block -> (the trunk's, each tile's); tiles are alike."""
+    trunk: Callable[..., Any]
+    """`trunk(params, carry, context, key) -> ((carry, entering), aux)`: the block
+    without its tiles, and what every tile reads."""
+    tile: Callable[..., Any]
+    """`tile(params, entering, key) -> what it adds to the carry`."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Segment:
     """Equal blocks run one after another."""
 
@@ -51,6 +64,8 @@ class Segment:
     """`block(params, carry, context, key) -> (carry, aux)`; aux is a float32 scalar of
     auxiliary loss."""
     num_blocks: int
+    tiles: Tiles | None = None
+    """The same block in parts, where its parameters are too many to be in one place."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,9 @@ Rule = Callable[[schema.Config, int], Iterator[Problem]]
 Entry = tuple[tuple[str, ...], Rule]
 """Prefixes of the settings that a rule divides or compares by, and the rule."""
 
+_BY_MATRIX = ("lamb", "adafactor", "muon")
+"""Optimizers that measure a matrix as a whole."""
+
 
 def _heads(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     model = config.model
@@ -33,15 +36,35 @@ def _tensor(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     size = axes.axis_sizes(config, num_devices)["tensor"]
     if not axes.mesh_fills(config, num_devices):
         return
-    for name in ("num_heads", "num_kv_heads", "mlp_size"):
-        whole = getattr(config.model, name)
+    model = config.model
+    wholes = {f"model.{x}": getattr(model, x) for x in ("num_heads", "num_kv_heads")}
+    mlp = "model.mlp_size" if model.mlp_tiles == 1 else "model.mlp_size/mlp_tiles"
+    for name, whole in (wholes | {mlp: model.mlp_size // model.mlp_tiles}).items():
         if whole % size:
-            problem = f"does not divide model.{name}={whole}"
+            problem = f"does not divide {name}={whole}"
             remedy = axes.name_divisors(math.gcd(whole, num_devices))
             given = config.mesh.tensor
             if given == -1:
                 problem = f"comes out as {size} and {problem}"
             yield Problem("mesh.tensor", given, problem, remedy)
+
+
+def _tiles(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    model, field, name = config.model, "model.mlp_tiles", config.optimizer.name
+    if model.mlp_tiles == 1:
+        return
+    if model.mlp_size % model.mlp_tiles:
+        problem = f"does not divide model.mlp_size={model.mlp_size}"
+        remedy = axes.name_divisors(model.mlp_size)
+        yield Problem(field, model.mlp_tiles, problem, remedy)
+    if model.kind == "encoder":
+        problem = "adds to the stream in parts, and model.kind='encoder' normalises "
+        problem += "their sum"
+        yield Problem(field, model.mlp_tiles, problem, "use 1, or a decoder")
+    if name in _BY_MATRIX:
+        problem = f"makes each part a matrix of its own to optimizer.name={name!r}"
+        remedy = "use 1, or adamw, adam, lion or sgd"
+        yield Problem(field, model.mlp_tiles, problem, remedy)
 
 
 def _layers(config: schema.Config, num_devices: int) -> Iterator[Problem]:
@@ -102,6 +125,7 @@ def _data(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 MODEL_RULES: tuple[Entry, ...] = (
     (("model",), _heads),
     (("model", "mesh"), _tensor),
+    (("model",), _tiles),
     (("model",), _layers),
     ((), _offload),
     ((), _attention),

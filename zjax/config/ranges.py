@@ -76,6 +76,7 @@ RANGES: dict[type, dict[str, Range]] = {
         "num_layers": _from(1),
         "embed_size": _from(1),
         "mlp_size": _from(1),
+        "mlp_tiles": _from(1),
         "num_heads": _from(1),
         "num_kv_heads": _from(1),
         "vocab_size": _from(2),

@@ -142,6 +142,9 @@ class Model:
     num_layers: int = 12
     embed_size: int = 768
     mlp_size: int = 3_072
+    mlp_tiles: int = 1
+    """Parts of the feed-forward that come up, run and are updated one after another,
+    for layers that do not fit on a device (arXiv:2104.07857, section 5.1.3)."""
     num_heads: int = 12
     num_kv_heads: int = 12
     """Fewer than `num_heads` is grouped-query attention; 1 is multi-query."""

@@ -53,7 +53,9 @@ class Block(nnx.Module):
             config, out_std=out_std, matmul_dtype=matmul_dtype, rngs=rngs
         )
         self.mlp_norm = layers.Norm(config)
-        self.mlp = layers.FeedForward(
+        is_tiled = config.mlp_tiles > 1
+        feed_forward = layers.TiledFeedForward if is_tiled else layers.FeedForward
+        self.mlp = feed_forward(
             config, out_std=out_std, matmul_dtype=matmul_dtype, rngs=rngs
         )
 
@@ -61,20 +63,7 @@ class Block(nnx.Module):
         self, x: Float[Array, "B L M"], context: Context, key: jax.Array | None = None
     ) -> Float[Array, "B L M"]:
         """Transforms the stream; a key of None is evaluation."""
-
-        def attend(q, k, v):
-            averages = attention.dot_product_attention(
-                q,
-                k,
-                v,
-                causal=self.causal,
-                segment_ids=context.segment_ids,
-                lengths=context.lengths,
-                implementation=self.implementation,
-            )
-            return averages, None
-
-        return self.attend_with(attend, x, context, key)[0]
+        return self.attend_with(self._average(context), x, context, key)[0]
 
     def attend_with(
         self,
@@ -94,13 +83,51 @@ class Block(nnx.Module):
         Returns:
             The stream, and what `attend` kept.
         """
-        keys = (None, None) if key is None else tuple(jax.random.split(key))
+        x, kept = self._attend(attend, x, context, _keys(key)[0])
+        y = self.mlp(self._enter(self.mlp_norm, x))
+        return self._leave(self.mlp_norm, x, y, _keys(key)[1]), kept
+
+    def trunk(
+        self, x: Float[Array, "B L M"], context: Context, key: jax.Array | None
+    ) -> tuple[Float[Array, "B L M"], Float[Array, "B L M"]]:
+        """All of the block but the tiles of its feed-forward.
+
+        Args:
+            x: The stream.
+            context: What every block reads.
+            key: For dropout; None is evaluation.
+
+        Returns:
+            The stream to which `run_tile` is to be added for each tile, and what all of
+            them read.
+        """
+        x, _ = self._attend(self._average(context), x, context, _keys(key)[0])
+        entering = self.mlp_norm(x)
+        if self.mlp.down is not None:
+            bias = self.mlp.down(jax.numpy.zeros_like(x))
+            x = x + layers.dropout(bias, self.dropout_rate, _keys(key)[1])
+        return x, entering
+
+    def _average(self, context):
+        def attend(q, k, v):
+            averages = attention.dot_product_attention(
+                q,
+                k,
+                v,
+                causal=self.causal,
+                segment_ids=context.segment_ids,
+                lengths=context.lengths,
+                implementation=self.implementation,
+            )
+            return averages, None
+
+        return attend
+
+    def _attend(self, attend, x, context, key):
         x = remat.mark(x, remat.INPUT)
         y = self._enter(self.attention_norm, x)
         y, kept = self.attention(y, context.rotation, attend)
-        x = self._leave(self.attention_norm, x, y, keys[0])
-        y = self.mlp(self._enter(self.mlp_norm, x))
-        return self._leave(self.mlp_norm, x, y, keys[1]), kept
+        return self._leave(self.attention_norm, x, y, key), kept
 
     def _enter(self, norm, x):
         return norm(x) if self.norm_position == "pre" else x
@@ -108,6 +135,27 @@ class Block(nnx.Module):
     def _leave(self, norm, x, y, key):
         x = remat.mark(x + layers.dropout(y, self.dropout_rate, key), remat.MIDDLE)
         return x if self.norm_position == "pre" else norm(x)
+
+
+def run_tile(
+    tile: layers.FeedForward,
+    entering: Float[Array, "B L M"],
+    key: jax.Array | None,
+    *,
+    dropout_rate: float,
+) -> Float[Array, "B L M"]:
+    """What a tile adds to the stream of its block.
+
+    Args:
+        tile: Of the block's feed-forward.
+        entering: As `Block.trunk` gave it.
+        key: That of the block: the tiles of a sum lose the same entries.
+        dropout_rate: Of the model.
+
+    Returns:
+        The summand.
+    """
+    return layers.dropout(tile(entering), dropout_rate, _keys(key)[1])
 
 
 def make_blocks(
@@ -216,6 +264,11 @@ def transform(
 
     x, _ = run_blocks(step, blocks, x, _layer_keys(key, config), config=config)
     return remat.mark(x, remat.INPUT)
+
+
+def _keys(key):
+    """For the dropout behind attention, and behind the feed-forward."""
+    return (None, None) if key is None else tuple(jax.random.split(key))
 
 
 def _layer_keys(key, config):

@@ -12,10 +12,11 @@ from flax import nnx
 
 from zjax.config import schema
 from zjax.models import cached, generate
+from zjax.models.block import Block, run_tile
 from zjax.models.decoder import Decoder
 from zjax.models.encoder import Encoder
 from zjax.sharding.layers import layers_of, side_by_side
-from zjax.typing import Continuation, Params, Segment, Stack
+from zjax.typing import Continuation, Params, Segment, Stack, Tiles
 
 SHARED = "embedding/tokens"
 """The token table, which the head of a tied model reads too."""
@@ -52,9 +53,10 @@ def make_stack(model: Decoder | Encoder) -> Stack:
         sums = nnx.merge(last, params["head"]).loss(carry, table, batch)
         return sums.loss_sum, sums.weight_sum, {"accuracy": sums.correct_sum}
 
+    tiles = _tiles(model.blocks, config) if config.mlp_tiles > 1 else None
     return Stack(
         embed=embed,
-        segments=(Segment(block, config.num_layers),),
+        segments=(Segment(block, config.num_layers, tiles),),
         head=head,
         split=lambda params: _split(params, config),
         join=lambda embed, segments, head: _join(embed, segments, head, config),
@@ -92,6 +94,28 @@ def _continuation(config: schema.Model, embedding, blocks, last) -> Continuation
 
 def _table(params: Params, config: schema.Model):
     return params["embedding"]["tokens"] if config.tied_head else None
+
+
+def _tiles(blocks: Block, config: schema.Model) -> Tiles:
+    one, _ = nnx.split(blocks.mlp.tiles["0"])
+    without_tiles = nnx.clone(blocks)
+    without_tiles.mlp.tiles = nnx.Dict({})
+    rest, _ = nnx.split(without_tiles)
+
+    def split(params):
+        mlp = dict(params["mlp"])
+        tiles = mlp.pop("tiles")
+        return params | {"mlp": mlp}, tuple(tiles[str(i)] for i in range(len(tiles)))
+
+    def trunk(params, carry, context, key):
+        carry, entering = nnx.merge(rest, params).trunk(carry, context, key)
+        return (carry, entering), jnp.zeros((), jnp.float32)
+
+    def tile(params, entering, key):
+        tile = nnx.merge(one, params)
+        return run_tile(tile, entering, key, dropout_rate=config.dropout_rate)
+
+    return Tiles(split=split, trunk=trunk, tile=tile)
 
 
 def _split(params: Params, config: schema.Model):

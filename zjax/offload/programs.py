@@ -1,4 +1,7 @@
-"""The programs of a model in parts: embedding, one block, head, each there and back."""
+"""The programs of a model in parts: embedding, one block, head, each there and back.
+
+A block with tiles is a trunk, whose programs are those of any block, and one tile.
+"""
 
 import dataclasses
 from typing import Any
@@ -6,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zjax.offload.units import trunk_of, units_of
 from zjax.sharding.placement import Row, pad_tree, path_of, place_tree, unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.sharding.zero import whole_spec
@@ -26,8 +30,8 @@ class BlockPrograms:
     def __init__(self, model: Model, plan: Plan, num_microbatches: int):
         assert model.stack is not None
         self.stack = model.stack
-        (segment,) = self.stack.segments
-        self.run_block = segment.block
+        (self.segment,) = self.stack.segments
+        self.run_block = trunk_of(self.segment)
         self.plan = plan
         self.num_microbatches = num_microbatches
         wide = plan.grads if num_microbatches > 1 else plan.compute
@@ -37,19 +41,23 @@ class BlockPrograms:
         self.grad_rows = self.of_parts(grads)
 
     def of_parts(self, rows: Any) -> dict[str, Any]:
-        """Rows of the parameters, for `embed`, one `block` and `head`."""
+        """Rows of the parameters, for `embed`, one `block`, its `tile`s and `head`."""
         embed, (blocks,), head = self.stack.split(rows)
-        return {"embed": embed, "block": blocks[0], "head": head}
+        block, *tiles = units_of(self.segment, blocks[0])
+        tile = tiles[0] if tiles else ()
+        return {"embed": embed, "block": block, "tile": tile, "head": head}
 
-    def rows_by_group(self, num_blocks: int) -> list[list[Row]]:
-        """Rows of the gradients that arrive together: of blocks, embedding and head."""
-        embed, block = (jax.tree.leaves(self.grad_rows[x]) for x in ("embed", "block"))
+    def rows_by_group(self) -> list[list[Row]]:
+        """Rows of the gradients that arrive together, as `groups_of` numbers them."""
+        embed = jax.tree.leaves(self.grad_rows["embed"])
+        _, (blocks,), _ = self.stack.split(self.grad_tree)
+        units = [unit for block in blocks for unit in units_of(self.segment, block)]
         head = [
             row
             for keys, row in jax.tree_util.tree_leaves_with_path(self.grad_rows["head"])
             if path_of(keys) not in self.stack.shared
         ]
-        return [*[block] * num_blocks, embed, head]
+        return [*map(jax.tree.leaves, units), embed, head]
 
     def split_batch(self, batch: Batch, number: int) -> Batch:
         """One of the microbatches."""
@@ -74,11 +82,30 @@ class BlockPrograms:
         number: jax.Array,
         auxiliary: jax.Array,
     ) -> Any:
-        """The stream after a block, and the auxiliary loss so far."""
+        """The stream after a block, what its tiles read, and the auxiliary loss so far.
+
+        The stream is that without the tiles.
+        """
         params = self.in_use("block", params)
         block_key = _fold_in(key, number + 1)
         carry, own = self.run_block(params, carry, context, block_key)
         return self.held(carry), auxiliary + own
+
+    def tile(
+        self,
+        params: Params,
+        carry: Any,
+        entering: Any,
+        key: jax.Array | None,
+        number: jax.Array,
+    ) -> tuple[Any, jax.Array]:
+        """The stream with what a tile adds to it; a number once it is."""
+        assert self.segment.tiles is not None
+        block_key = _fold_in(key, number + 1)
+        params = self.in_use("tile", params)
+        added = self.segment.tiles.tile(params, entering, block_key)
+        carry = jax.tree.map(jnp.add, carry, added)
+        return self.held(carry), _number_of(carry)
 
     def head(
         self,
@@ -135,9 +162,30 @@ class BlockPrograms:
 
         _, pull = jax.vjp(run, self.in_use("block", params), carry)
         grads, cotangent = pull((cotangent, scale))
-        done = jax.tree.leaves(cotangent)[0].ravel()[0]
         stored = jax.tree.leaves(self.stored("block", grads))
-        return stored, self.held(cotangent), done
+        return stored, self.held(cotangent), _number_of(cotangent)
+
+    def tile_backward(
+        self,
+        params: Params,
+        entering: Any,
+        key: jax.Array,
+        number: jax.Array,
+        cotangents: tuple[Any, Any],
+    ) -> tuple[list[jax.Array], tuple[Any, Any], jax.Array]:
+        """Gradients of a tile; those of the stream, and so far of what tiles read."""
+        assert self.segment.tiles is not None
+        run_tile, block_key = self.segment.tiles.tile, _fold_in(key, number + 1)
+
+        def run(params: Params, entering: Any) -> Any:
+            return run_tile(params, entering, block_key)
+
+        of_carry, of_entering = cotangents
+        _, pull = jax.vjp(run, self.in_use("tile", params), entering)
+        grads, own = pull(of_carry)
+        total = jax.tree.map(jnp.add, of_entering, own)
+        stored = jax.tree.leaves(self.stored("tile", grads))
+        return stored, (of_carry, self.held(total)), _number_of(total)
 
     def embed_backward(
         self,
@@ -161,6 +209,10 @@ class BlockPrograms:
             for keys, grad in jax.tree_util.tree_leaves_with_path(stored)
         ]
 
+    def no_cotangent(self, entering: Any) -> Any:
+        """That of what tiles read, before the first of them."""
+        return self.held(jax.tree.map(jnp.zeros_like, entering))
+
     def in_use(self, part: str, params: Params) -> Params:
         """Parameters whole, as the function of a part takes them."""
         rows = self.rows[part]
@@ -177,6 +229,10 @@ class BlockPrograms:
             lambda x: jax.lax.with_sharding_constraint(x, self.plan.batch_sharding(x)),
             carry,
         )
+
+
+def _number_of(stream: Any) -> jax.Array:
+    return jax.tree.leaves(stream)[0].ravel()[0]
 
 
 def _fold_in(key: jax.Array | None, number: Any) -> jax.Array | None:

@@ -2,11 +2,12 @@
 
 The model runs as compiled programs of one block each, called from Python. Between them
 only the input of every block is kept, and the backward program of a block computes the
-block again.
+block again. Where a block has tiles, its trunk and each tile are programs of their own,
+and what the tiles read is kept too (ZeRO-Infinity, arXiv:2104.07857, section 5.1.3).
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from zjax.models.part import fold_name
 from zjax.offload.parts import Jit
 from zjax.offload.programs import BlockPrograms
 from zjax.offload.stream import Load, Stream
+from zjax.offload.units import groups_of, units_of
 from zjax.sharding.placement import Row
 from zjax.sharding.plan import DEVICE, Plan, plan_on_device
 from zjax.storage.move import rest
@@ -35,8 +37,8 @@ AHEAD_BYTES = 512 * 10**6
 class Segments:
     """The programs of a model's stack.
 
-    Groups of parameters are the blocks from 0 on, then the embedding with what the head
-    shares, then the rest of the head.
+    Blocks come up whole, or, where they have tiles, unit by unit; groups of parameters
+    are those of `groups_of`.
 
     Args:
         model: It has a stack of one segment and takes its layers apart.
@@ -65,24 +67,28 @@ class Segments:
         programs = BlockPrograms(model, plan_on_device(plan), num_microbatches)
         self.in_use = programs.in_use
         _, (blocks,), _ = self.stack.split(plan.compute)
-        self.block_rows = jax.tree.leaves(blocks[0])
-        block_bytes = sum(row.device_bytes for row in self.block_rows)
-        self.stream = Stream(max(3 * block_bytes, AHEAD_BYTES))
+        units = units_of(self.segment, blocks[0])
+        self.unit_rows: list[list[Row]] = [jax.tree.leaves(unit) for unit in units]
+        unit_bytes = max(sum(x.device_bytes for x in rows) for rows in self.unit_rows)
+        self.stream = Stream(max(3 * unit_bytes, AHEAD_BYTES))
         self.carries = Stream(AHEAD_BYTES)
         self.carry_memory = carry_memory
         self.kept_bytes = 0  # of inputs of blocks on a device, at the last pass
-        self.sums = Stream(max(3 * block_bytes, AHEAD_BYTES))
+        self.sums = Stream(max(3 * unit_bytes, AHEAD_BYTES))
         self.sum_rows = [
             [row.rest_in(sum_memory) for row in rows]
-            for rows in programs.rows_by_group(len(blocks))
+            for rows in programs.rows_by_group()
         ]
         self.grad_rows = programs.grad_tree
         self.embed = jit(programs.embed)
         self.block = jit(programs.block)
+        self.tile = jit(programs.tile, donate_argnums=1)
         self.head = jit(programs.head)
         self.head_loss = jit(programs.head_loss)
         self.block_backward = jit(programs.block_backward, donate_argnums=5)
+        self.tile_backward = jit(programs.tile_backward, donate_argnums=4)
         self.embed_backward = jit(programs.embed_backward)
+        self.no_cotangent = jit(programs.no_cotangent)
         self.scale_by = jit(_scaled)
         self.add = jit(_add, donate_argnums=0)
         self.mean = jit(_mean, donate_argnums=0)
@@ -92,21 +98,12 @@ class Segments:
     @property
     def order(self) -> list[int]:
         """The groups as their gradients arrive."""
-        embed, head = self.segment.num_blocks, self.segment.num_blocks + 1
-        return [head, *reversed(range(embed)), embed]
+        embed = self.segment.num_blocks * len(self.unit_rows)
+        return [embed + 1, *reversed(range(embed)), embed]
 
     def groups(self) -> list[int]:
         """The group of each leaf of the parameters, in their order."""
-        leaves, tree = jax.tree.flatten(self.plan.master)
-        positions = jax.tree.unflatten(tree, range(len(leaves)))
-        embed, (blocks,), head = self.stack.split(positions)
-        groups = [0] * len(leaves)
-        # What the embedding shares with the head is the embedding's.
-        parts = [*enumerate(blocks), (len(blocks) + 1, head), (len(blocks), embed)]
-        for group, part in parts:
-            for position in jax.tree.leaves(part):
-                groups[position] = group
-        return groups
+        return groups_of(self.stack, self.plan.master)
 
     def run(
         self, state: TrainState, batch: Batch, key: jax.Array
@@ -173,51 +170,89 @@ class Segments:
     ) -> Iterator[Any]:
         """One microbatch: its loss, then gradients by group."""
         embed, (blocks,), head = self.stack.split(params)
+        units = self.units(blocks)
         back = range(len(blocks))[::-1]
         kept: list[Any] = []
-        there = [("forward", i) for i in back[::-1]]
-        self.announce(blocks, [*there, *(("backward", i) for i in back)])
-        carry, context, auxiliary = self.forward(embed, blocks, batch, key, kept)
-        rows = [row for _, rows in kept for row in rows if row.memory == DEVICE]
-        self.kept_bytes = sum(row.device_bytes for row in rows)
+        there = [("forward", i) for i in range(len(units))]
+        self.announce(units, [*there, *(("backward", i) for _, i in there[::-1])])
+        carry, context, auxiliary = self.forward(embed, units, batch, key, kept)
+        rows = [row for _, rows in kept for row in jax.tree.leaves(rows)]
+        here = [row for row in rows if row.memory == DEVICE]
+        self.kept_bytes = sum(row.device_bytes for row in here)
         loss, own, shared, cotangent = self.head(head, carry, batch, scale, auxiliary)
-        tree = jax.tree.structure(carry)
         del carry
         yield loss
-        yield len(blocks) + 1, own
-        self.carries.begin(Load(i, *kept.pop(), is_consumed=True) for i in back)
-        for number in back:
-            leaves, num_bytes = self.carries.take(number)
-            with self.fetched(blocks[number], ("backward", number)) as (block, tokens):
-                inputs = (block, tree.unflatten(leaves), context, key, number)
-                del leaves
-                results = self.block_backward(*inputs, cotangent, scale)
-                grads, cotangent, done = results
+        yield len(units) + 1, own
+        tree = jax.tree.structure(kept[0][1])
+        self.carries.begin(
+            Load(i, leaves, jax.tree.leaves(rows), is_consumed=True)
+            for i, (leaves, rows) in ((i, kept.pop()) for i in back)
+        )
+        for i in back:
+            reads = (tree, context, key, scale)
+            cotangent = yield from self.block_back(units, i, cotangent, *reads)
+        yield len(units), self.embed_backward(embed, batch, key, cotangent, shared)
+
+    def block_back(
+        self,
+        units: Sequence[Params],
+        number: int,
+        cotangent: Any,
+        tree: Any,
+        context: Any,
+        key: jax.Array,
+        scale: jax.Array,
+    ) -> Generator[Arrived, None, Any]:
+        """Gradients of a block by group; returns that of what entered it."""
+        leaves, num_bytes = self.carries.take(number)
+        entering, for_tiles = tree.unflatten(leaves)
+        del leaves
+        trunk, *tiles = self.groups_of_block(number)
+        cotangents = cotangent, jax.tree.map(self.no_cotangent, for_tiles)
+        for group in reversed(tiles):
+            with self.fetched(units, ("backward", group)) as (tile, tokens):
+                results = self.tile_backward(tile, for_tiles, key, number, cotangents)
+                grads, cotangents, done = results
                 tokens.append(done)
-            del inputs, results
-            self.carries.leave(num_bytes, [done])
-            yield number, grads
-        yield len(blocks), self.embed_backward(embed, batch, key, cotangent, shared)
+            del tile, results
+            yield group, grads
+        del for_tiles
+        with self.fetched(units, ("backward", trunk)) as (block, tokens):
+            inputs = (block, entering, context, key, number)
+            del entering
+            results = self.block_backward(*inputs, cotangents, scale)
+            grads, cotangent, done = results
+            tokens.append(done)
+        del inputs, results
+        self.carries.leave(num_bytes, [done])
+        yield trunk, grads
+        return cotangent
 
     def forward(
         self,
         embed: Params,
-        blocks: Sequence[Params],
+        units: Sequence[Params],
         batch: Batch,
         key: jax.Array | None,
         kept: list[Any] | None = None,
     ) -> tuple[Any, Any, jax.Array]:
-        """The stream after the last block; what enters each goes to `kept`."""
+        """The stream after the last block; what the backward pass of each block reads
+        goes to `kept`."""
         carry, context = self.embed(embed, batch, key)
         auxiliary = jnp.float32(0)
-        for number, resting in enumerate(blocks):
+        for number in range(self.segment.num_blocks):
             entering = carry
-            with self.fetched(resting, ("forward", number)) as (block, tokens):
+            trunk, *tiles = self.groups_of_block(number)
+            with self.fetched(units, ("forward", trunk)) as (block, tokens):
                 inputs = (block, entering, context, key, number)
-                carry, auxiliary = self.block(*inputs, auxiliary)
+                (carry, for_tiles), auxiliary = self.block(*inputs, auxiliary)
                 tokens.append(auxiliary)
+            for group in tiles:
+                with self.fetched(units, ("forward", group)) as (tile, tokens):
+                    carry, done = self.tile(tile, carry, for_tiles, key, number)
+                    tokens.append(done)
             if kept is not None:
-                kept.append(self.put_away(entering))
+                kept.append(self.put_away((entering, for_tiles)))
         return carry, context, auxiliary
 
     def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
@@ -231,53 +266,67 @@ class Segments:
             float32 scalars.
         """
         embed, (blocks,), head = self.stack.split(state.params)
-        losses = []
+        units, losses = self.units(blocks), []
         for number in range(self.num_microbatches):
             part = self.split(batch, number)
-            self.announce(blocks, [("forward", i) for i in range(len(blocks))])
-            carry, _, auxiliary = self.forward(embed, blocks, part, None)
+            self.announce(units, [("forward", i) for i in range(len(units))])
+            carry, _, auxiliary = self.forward(embed, units, part, None)
             losses.append(self.head_loss(head, carry, part, auxiliary))
         loss = self.mean_loss(losses)
         return loss.metrics | {"loss": loss.value, "weight": loss.weight}
 
-    def put_away(self, carry: Any) -> tuple[list[jax.Array], list[Row]]:
-        """What enters a block, until its backward pass."""
-        leaves = jax.tree.leaves(carry)
-        rows = [
-            Row("", x.shape, x.shape, x.dtype, self.plan.batch_sharding(x)).rest_in(
-                self.carry_memory
-            )
-            for x in leaves
-        ]
-        return rest(leaves, rows), rows
+    def units(self, blocks: Sequence[Params]) -> list[Params]:
+        """The units of all blocks, in the order of the forward pass."""
+        return [unit for block in blocks for unit in units_of(self.segment, block)]
 
-    def announce(self, blocks: Sequence[Params], names: Sequence[Any]) -> None:
-        """Has blocks come up in this order, and no others."""
+    def groups_of_block(self, number: int) -> range:
+        """The units of one block, by number."""
+        size = len(self.unit_rows)
+        return range(number * size, (number + 1) * size)
+
+    def put_away(self, entering: Any) -> tuple[list[jax.Array], Any]:
+        """What enters a block and its tiles, until their backward pass."""
+        rows = jax.tree.map(
+            lambda x: Row(
+                "", x.shape, x.shape, x.dtype, self.plan.batch_sharding(x)
+            ).rest_in(self.carry_memory),
+            entering,
+        )
+        return rest(jax.tree.leaves(entering), jax.tree.leaves(rows)), rows
+
+    def announce(self, units: Sequence[Params], names: Sequence[Any]) -> None:
+        """Has units come up in this order, and no others."""
         self.stream.begin(())
-        self.announce_more(blocks, names)
+        self.announce_more(units, names)
 
-    def announce_more(self, blocks: Sequence[Params], names: Sequence[Any]) -> None:
-        """Has blocks come up in this order, after those announced before."""
+    def announce_more(self, units: Sequence[Params], names: Sequence[Any]) -> None:
+        """Has units come up in this order, after those announced before."""
         self.stream.extend(
-            Load(name, jax.tree.leaves(blocks[name[1]]), self.block_rows, False)
+            Load(name, jax.tree.leaves(units[name[1]]), self.rows_of(name[1]), False)
             for name in names
         )
 
+    def rows_of(self, unit: int) -> list[Row]:
+        """The places of the arrays of a unit; blocks are alike."""
+        return self.unit_rows[unit % len(self.unit_rows)]
+
     @contextlib.contextmanager
-    def fetched(self, block: Params, name: Any) -> Iterator[tuple[Params, list[Any]]]:
-        """The parameters of a block on the devices, for as long as they are used.
+    def fetched(
+        self, units: Sequence[Params], name: Any
+    ) -> Iterator[tuple[Params, list[Any]]]:
+        """The parameters of a unit on the devices, for as long as they are used.
 
         Args:
-            block: At rest.
-            name: As it was announced.
+            units: At rest.
+            name: As it was announced: the pass, and the number of the unit.
 
         Yields:
             The parameters, and a list to which to add a result of their last use.
         """
         arrays, num_bytes = self.stream.take(name)
         tokens: list[Any] = []
-        yield jax.tree.unflatten(jax.tree.structure(block), arrays), tokens
-        for x, row in zip(arrays, self.block_rows, strict=True):
+        yield jax.tree.unflatten(jax.tree.structure(units[name[1]]), arrays), tokens
+        for x, row in zip(arrays, self.rows_of(name[1]), strict=True):
             if row.memory != DEVICE:
                 x.delete()
         self.stream.leave(num_bytes, tokens)
