@@ -7,6 +7,7 @@ import jax
 
 from zjax.config.schema import Config
 from zjax.offload.parts import compile_parts
+from zjax.offload.units import groups_of, num_units
 from zjax.optim.dataflow import trace
 from zjax.sharding.placement import Row, layer_of, pad, place_tree, shardings, unpad
 from zjax.sharding.plan import DEVICE, Plan
@@ -53,22 +54,33 @@ def init_layer_by_layer(
 
 
 def _init_master(key: jax.Array, model: Model, plan: Plan) -> Params:
-    """Master weights, layer by layer."""
+    """Master weights, layer by layer and, where layers have tiles, tile by tile."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(plan.master)
     layers = [layer_of(keys) for keys, _ in leaves]
     rows = [row for _, row in leaves]
-    numbers = sorted({number for number in layers if number is not None})
-    programs: dict[bool, Any] = {}
+    places = list(zip(layers, _units(model, plan.master, layers), strict=True))
+    programs: dict[int | None, Any] = {}
     arrays: dict[int, jax.Array] = {}
-    for number in (None, *numbers):
-        own = [i for i, layer in enumerate(layers) if layer == number]
-        is_layer = number is not None
-        if is_layer not in programs:
-            programs[is_layer] = jax.jit(_creator(model, layers, rows, own))
-        created = programs[is_layer](key, number or 0)
+    for place in dict.fromkeys(places):
+        number, unit = place
+        own = [i for i, other in enumerate(places) if other == place]
+        if unit not in programs:
+            programs[unit] = jax.jit(_creator(model, layers, rows, own))
+        created = programs[unit](key, number or 0)
         resting = rest(created, [rows[i] for i in own])
         arrays |= zip(own, jax.block_until_ready(resting), strict=True)
     return tree.unflatten(arrays[i] for i in range(len(arrays)))
+
+
+def _units(
+    model: Model, params: Params, layers: Sequence[int | None]
+) -> list[int | None]:
+    """For every leaf of layers apart, its unit in the layer; None outside of layers."""
+    assert model.stack is not None
+    size = num_units(model.stack, params)
+    groups = groups_of(model.stack, params)
+    pairs = zip(groups, layers, strict=True)
+    return [None if layer is None else group % size for group, layer in pairs]
 
 
 def _creator(

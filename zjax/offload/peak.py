@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from zjax.offload.segments import Segments
 from zjax.offload.stream import GOING_SHARE, Stream
 from zjax.offload.train import OffloadedTrain
+from zjax.offload.units import units_of
 from zjax.offload.whole import Whole
 from zjax.sharding.memory import resting_bytes
 from zjax.sharding.placement import Row, abstract_key, abstract_tree
@@ -64,18 +65,22 @@ def predict_peak(train: OffloadedTrain, batch: Batch) -> Peak | None:
         "inputs on their way": _on_their_way(passes.carries, inputs_away),
         "pending gradients": _pending(train),
     }
-    all_blocks = [_moved_bytes(passes.block_rows)] * passes.segment.num_blocks
+    all_blocks = [*map(_moved_bytes, passes.unit_rows)] * passes.segment.num_blocks
     blocks = {"blocks on their way": _on_their_way(passes.stream, all_blocks)}
     waiting = _waiting(train, passes, inputs)
+    # A gradient waits where the input of its block was.
+    back = "inputs of blocks, then gradients"
+    streams = found.carry + found.for_tiles
     there = {
         "forward": blocks | {"inputs of blocks": inputs},
         "head": blocks | {"inputs of blocks": inputs + found.carry},
-        # A gradient waits where the input of its block was.
-        "backward": blocks
-        | {"inputs of blocks, then gradients": max(inputs, waiting) + found.carry},
+        "backward": blocks | {back: max(inputs, waiting) + streams},
         "embedding, backward": {"gradients": waiting + found.carry},
         "update": {"gradients": waiting},
     }
+    if found.for_tiles:
+        there["tile"] = blocks | {"inputs of blocks": inputs + streams}
+        there["tile, backward"] = there["backward"]
     moments = [
         Peak(name, always | parts | {"program": found.bytes[name] or 0})
         for name, parts in there.items()
@@ -95,19 +100,28 @@ class _Programs:
         key = abstract_key()
         carry, context = _shapes_of(passes.embed, embed, part, key)
         carry = _like_batch(self.plan, carry)
-        inputs = (blocks[0], carry, context, key, 0)
+        trunk, *tiles = units_of(passes.segment, blocks[0])
+        inputs = (trunk, carry, context, key, 0)
+        leaving = _like_batch(self.plan, _shapes_of(passes.block, *inputs, number)[0])
         shared = _shapes_of(passes.head, head, carry, part, number, number)[2]
         self.carry = self.bytes_of(carry)
-        self.inputs = self.carry * len(blocks)
+        self.for_tiles = self.bytes_of(leaving[1])
+        self.inputs = (self.carry + self.for_tiles) * len(blocks)
         self.bytes = {
             "forward": _added_bytes(passes.block, *inputs, number),
             "head": _added_bytes(passes.head, head, carry, part, number, number),
-            "backward": _added_bytes(passes.block_backward, *inputs, carry, number),
+            "backward": _added_bytes(passes.block_backward, *inputs, leaving, number),
             "embedding, backward": _added_bytes(
                 passes.embed_backward, embed, part, key, carry, shared
             ),
             "update": _update_bytes(train),
         }
+        for tile in tiles[:1]:
+            back = (tile, leaving[1], key, 0, leaving)
+            self.bytes |= {
+                "tile": _added_bytes(passes.tile, tile, *leaving, key, 0),
+                "tile, backward": _added_bytes(passes.tile_backward, *back),
+            }
 
     def bytes_of(self, tree: Any) -> int:
         """Of shapes on one device."""

@@ -28,6 +28,20 @@ def units_of(segment: Segment, block: Params) -> list[Params]:
     return [trunk, *tiles]
 
 
+def num_units(stack: Stack, params: Params) -> int:
+    """Units of each block.
+
+    Args:
+        stack: It has one segment.
+        params: A tree of the parameters, layers apart.
+
+    Returns:
+        1 for blocks that come up whole.
+    """
+    _, (blocks,), _ = stack.split(params)
+    return len(units_of(stack.segments[0], blocks[0]))
+
+
 def trunk_of(segment: Segment) -> Callable[..., Any]:
     """The program of the first unit of a block.
 
