@@ -57,12 +57,13 @@ def make_batch(step, vocab_size=29):
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
 
 
-def start(config, tx=None, **changes):
+def start(config, tx=None, devices=None):
     model = make_model(config)
     if tx is None:
-        return make_run(config, model, make_optimizer(config, model), **changes)
-    tx = zjax.adopt_optimizer(tx, model, config)
-    return make_run(config, model, tx, **changes)
+        tx = make_optimizer(config, model)
+    else:
+        tx = zjax.adopt_optimizer(tx, model, config)
+    return make_run(config, model, tx, devices=devices)
 
 
 def train(run, steps=STEPS):

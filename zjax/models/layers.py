@@ -247,7 +247,7 @@ class Bias(nnx.Module):
 
     def __call__(self, x: Float[Array, "B L M"]) -> Float[Array, "B L M"]:
         """Adds it."""
-        return store_gradient(x + self.bias[...])
+        return store_gradient(x + jnp.broadcast_to(self.bias[...], x.shape))
 
 
 class FeedForward(nnx.Module):

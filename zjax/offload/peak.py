@@ -110,14 +110,16 @@ class _Programs:
         self.bytes = {
             "forward": _added_bytes(passes.block, *inputs, number),
             "head": _added_bytes(passes.head, head, carry, part, number, number),
-            "backward": _added_bytes(passes.block_backward, *inputs, leaving, number),
+            "backward": _added_bytes(
+                passes.block_backward, *inputs, *leaving, number
+            ),
             "embedding, backward": _added_bytes(
                 passes.embed_backward, embed, part, key, carry, shared
             ),
             "update": _update_bytes(train),
         }
         for tile in tiles[:1]:
-            back = (tile, leaving[1], key, 0, leaving)
+            back = (tile, leaving[1], key, 0, *leaving)
             self.bytes |= {
                 "tile": _added_bytes(passes.tile, tile, *leaving, key, 0),
                 "tile, backward": _added_bytes(passes.tile_backward, *back),

@@ -152,16 +152,20 @@ class BlockPrograms:
         key: jax.Array,
         number: jax.Array,
         cotangent: Any,
+        of_entering: Any,
         scale: jax.Array,
     ) -> tuple[list[jax.Array], Any, jax.Array]:
-        """Gradients of a block and of what entered it; a number once they are."""
+        """Gradients of a block and of what entered it; a number once they are.
+
+        They follow from those of its stream and of what its tiles read.
+        """
         block_key = _fold_in(key, number + 1)
 
         def run(params: Params, carry: Any) -> Any:
             return self.run_block(params, carry, context, block_key)
 
         _, pull = jax.vjp(run, self.in_use("block", params), carry)
-        grads, cotangent = pull((cotangent, scale))
+        grads, cotangent = pull(((cotangent, of_entering), scale))
         stored = jax.tree.leaves(self.stored("block", grads))
         return stored, self.held(cotangent), _number_of(cotangent)
 
@@ -171,21 +175,24 @@ class BlockPrograms:
         entering: Any,
         key: jax.Array,
         number: jax.Array,
-        cotangents: tuple[Any, Any],
-    ) -> tuple[list[jax.Array], tuple[Any, Any], jax.Array]:
-        """Gradients of a tile; those of the stream, and so far of what tiles read."""
+        cotangent: Any,
+        of_entering: Any,
+    ) -> tuple[list[jax.Array], Any, jax.Array]:
+        """Gradients of a tile, and so far of what tiles read; a number once they are.
+
+        The stream has the same cotangent before and after a tile.
+        """
         assert self.segment.tiles is not None
         run_tile, block_key = self.segment.tiles.tile, _fold_in(key, number + 1)
 
         def run(params: Params, entering: Any) -> Any:
             return run_tile(params, entering, block_key)
 
-        of_carry, of_entering = cotangents
         _, pull = jax.vjp(run, self.in_use("tile", params), entering)
-        grads, own = pull(of_carry)
+        grads, own = pull(cotangent)
         total = jax.tree.map(jnp.add, of_entering, own)
         stored = jax.tree.leaves(self.stored("tile", grads))
-        return stored, (of_carry, self.held(total)), _number_of(total)
+        return stored, self.held(total), _number_of(total)
 
     def embed_backward(
         self,

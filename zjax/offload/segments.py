@@ -86,7 +86,7 @@ class Segments:
         self.head = jit(programs.head)
         self.head_loss = jit(programs.head_loss)
         self.block_backward = jit(programs.block_backward, donate_argnums=5)
-        self.tile_backward = jit(programs.tile_backward, donate_argnums=4)
+        self.tile_backward = jit(programs.tile_backward, donate_argnums=5)
         self.embed_backward = jit(programs.embed_backward)
         self.no_cotangent = jit(programs.no_cotangent)
         self.scale_by = jit(_scaled)
@@ -208,19 +208,20 @@ class Segments:
         entering, for_tiles = tree.unflatten(leaves)
         del leaves
         trunk, *tiles = self.groups_of_block(number)
-        cotangents = cotangent, jax.tree.map(self.no_cotangent, for_tiles)
+        of_read = jax.tree.map(self.no_cotangent, for_tiles)
         for group in reversed(tiles):
             with self.fetched(units, ("backward", group)) as (tile, tokens):
-                results = self.tile_backward(tile, for_tiles, key, number, cotangents)
-                grads, cotangents, done = results
+                inputs = (tile, for_tiles, key, number, cotangent, of_read)
+                results = self.tile_backward(*inputs)
+                grads, of_read, done = results
                 tokens.append(done)
-            del tile, results
+            del inputs, results
             yield group, grads
         del for_tiles
         with self.fetched(units, ("backward", trunk)) as (block, tokens):
             inputs = (block, entering, context, key, number)
             del entering
-            results = self.block_backward(*inputs, cotangents, scale)
+            results = self.block_backward(*inputs, cotangent, of_read, scale)
             grads, cotangent, done = results
             tokens.append(done)
         del inputs, results
