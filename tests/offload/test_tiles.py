@@ -19,6 +19,11 @@ from tests.support.offload import (
 )
 from tests.support.tiles import cut, started_from_the_same
 from zjax.checkpoint.layout import name_leaves
+from zjax.checkpoint.store import Store
+from zjax.errors import CheckpointError
+from zjax.offload import init, segments
+from zjax.offload import peak as peaks
+from zjax.train.state import saved_rows
 
 TILES = 3
 ROUNDING = "blocks/attention/key/bias"
@@ -55,7 +60,9 @@ def assert_same_run(config, directory, *, devices=None, memory="pinned_host"):
     configs = [with_tiles(config, tiles) for tiles in (1, TILES)]
     zero = dataclasses.replace(config.zero, optimizer_memory=memory)
     configs[1] = dataclasses.replace(configs[1], zero=zero)
-    runs = [start(started_from_the_same(c, directory), devices=devices) for c in configs]
+    runs = [
+        start(started_from_the_same(c, directory), devices=devices) for c in configs
+    ]
     (expected, metrics), (state, found) = map(train, runs)
     for x, y in zip(found, metrics, strict=True):
         np.testing.assert_allclose([*x.values()], [y[name] for name in x], 1e-6)
@@ -89,3 +96,123 @@ def test_tiles_without_offload_are_the_same_model(tmp_path):
     """Fails if a model with tiles cannot be used where its state is on the devices."""
     model = dataclasses.replace(GPT, dropout_rate=0.3)
     assert_same_run(make_config("device", model=model), tmp_path, memory="device")
+
+
+HUGE = dataclasses.replace(LLAMA, num_layers=1, mlp_size=2048)
+
+
+def start_huge(monkeypatch, tiles, **changes):
+    """One layer that is nearly all feed-forward, without room but for what runs."""
+    monkeypatch.setattr(segments, "AHEAD_BYTES", 0)
+    config = make_config("pinned_host", 3, zero=AWAY, model=HUGE, **changes)
+    run = start(with_tiles(config, tiles))
+    step = run.step.programs["train"]
+    step.stream.limit = 0
+    return run, step
+
+
+def test_a_tile_is_all_that_passes_through_the_devices(monkeypatch):
+    """Fails if whole layers come up, leave, or are updated or computed with."""
+    found = {}
+    for tiles in (1, 8):
+        run, step = start_huge(monkeypatch, tiles, **UNDER_BACKWARD)
+        peak = run.step.predict_peak(make_batch(0))
+        programs = peaks._Programs(step, step.backward, make_batch(0)).bytes
+        found[tiles] = {
+            "largest update": max(step.group_bytes),
+            "room for parameters": step.backward.stream.limit,
+            "backward": max(b for n, b in programs.items() if n.endswith("backward")),
+            "forward": max(programs["forward"], programs.get("tile", 0)),
+            "update": programs["update"],
+            "peak": peak.total,
+        }
+    for name, whole in found[1].items():
+        assert found[8][name] < whole / 6, name
+    assert peak.moment == "tile, backward"
+    of_tile = step.update.state_inputs[1]
+    assert step.group_bytes[1] == sum(step.rows[i].device_bytes for i in of_tile)
+    assert max(step.group_bytes) == step.group_bytes[1]
+
+
+def live_bytes():
+    """Of arrays that exist on the first device."""
+    return sum(
+        x.addressable_shards[0].data.nbytes
+        for x in jax.live_arrays()
+        if not x.is_deleted() and x.sharding.memory_kind == "device"
+    )
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_few_tiles_are_on_the_devices_in_a_step(monkeypatch, waits):
+    """Fails if parameters, gradients or state of tiles stay after their use."""
+    largest = {}
+    for tiles in (1, 8):
+        changes = {} if waits else UNDER_BACKWARD
+        run, step = start_huge(monkeypatch, tiles, **changes)
+        seen, before = [], live_bytes()
+        for owner in (step.backward, step.backward.stream, step.stream):
+            for name in ("block_backward", "tile_backward", "_bring", "leave"):
+                if hasattr(owner, name):
+                    monkeypatch.setattr(owner, name, noting(getattr(owner, name), seen))
+        train(run, 1)
+        largest[tiles] = max(seen) - before
+    assert largest[8] < largest[1] / 4
+
+
+def noting(run, seen):
+    def noted(*args):
+        results = run(*args)
+        seen.append(live_bytes())
+        return results
+
+    return noted
+
+
+def test_a_state_starts_tile_by_tile(monkeypatch):
+    """Fails if a program makes more than a tile of the first weights."""
+    largest = {}
+    for tiles in (1, 8):
+        sizes, rest = [], init.rest
+
+        def counted(arrays, rows, rest=rest, sizes=sizes):
+            sizes.append(sum(row.device_bytes for row in rows))
+            return rest(arrays, rows)
+
+        monkeypatch.setattr(init, "rest", counted)
+        start_huge(monkeypatch, tiles)
+        monkeypatch.setattr(init, "rest", rest)
+        largest[tiles] = max(sizes)
+    assert largest[8] < largest[1] / 6
+
+
+def save(run, directory):
+    store = Store(str(directory))
+    saved = dataclasses.replace(run.state, params=())
+    store.save(int(run.state.step), saved, saved_rows(run.plan, run.config), extra={})
+    store.wait()
+    return store
+
+
+@pytest.mark.parametrize("there", ["device", "pinned_host"])
+def test_checkpoints_with_tiles_restore_where_there_are_as_many(tmp_path, there):
+    run = start(with_tiles(make_config("pinned_host"), TILES))
+    store = save(run, tmp_path)
+    other = start(with_tiles(make_config(there, 3), TILES))
+    state, _ = store.restore(saved_rows(other.plan, other.config))
+    jax.tree.map(
+        np.testing.assert_array_equal, weights_of(state), weights_of(run.state)
+    )
+
+
+@pytest.mark.parametrize(("here", "there"), [(1, TILES), (TILES, 1)])
+def test_checkpoints_of_other_tiles_are_refused(tmp_path, here, there):
+    config = make_config("pinned_host")
+    store = save(start(with_tiles(config, here)), tmp_path)
+    other = start(with_tiles(config, there))
+    with pytest.raises(CheckpointError) as error:
+        store.restore(saved_rows(other.plan, other.config))
+    assert str(error.value) == (
+        f"model.mlp_tiles={there} does not fit {tmp_path / '0'}, which has "
+        f"{here}; use {here}"
+    )

@@ -8,6 +8,7 @@ parameters a step passes in.
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -333,5 +334,5 @@ class TiledFeedForward(nnx.Module):
 
     def __call__(self, x: Float[Array, "B L M"]) -> Float[Array, "B L M"]:
         """Transforms each token."""
-        y = sum(tile(x) for tile in self.tiles.values())
+        y = functools.reduce(operator.add, (tile(x) for tile in self.tiles.values()))
         return y if self.down is None else self.down(y)

@@ -15,6 +15,7 @@ from zjax.models import cached, generate
 from zjax.models.block import Block, run_tile
 from zjax.models.decoder import Decoder
 from zjax.models.encoder import Encoder
+from zjax.models.layers import TiledFeedForward
 from zjax.sharding.layers import layers_of, side_by_side
 from zjax.typing import Continuation, Params, Segment, Stack, Tiles
 
@@ -97,9 +98,11 @@ def _table(params: Params, config: schema.Model):
 
 
 def _tiles(blocks: Block, config: schema.Model) -> Tiles:
-    one, _ = nnx.split(blocks.mlp.tiles["0"])
     without_tiles = nnx.clone(blocks)
-    without_tiles.mlp.tiles = nnx.Dict({})
+    mlp = without_tiles.mlp
+    assert isinstance(mlp, TiledFeedForward)
+    one, _ = nnx.split(mlp.tiles["0"])
+    mlp.tiles = nnx.Dict({})
     rest, _ = nnx.split(without_tiles)
 
     def split(params):

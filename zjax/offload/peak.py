@@ -110,9 +110,7 @@ class _Programs:
         self.bytes = {
             "forward": _added_bytes(passes.block, *inputs, number),
             "head": _added_bytes(passes.head, head, carry, part, number, number),
-            "backward": _added_bytes(
-                passes.block_backward, *inputs, *leaving, number
-            ),
+            "backward": _added_bytes(passes.block_backward, *inputs, *leaving, number),
             "embedding, backward": _added_bytes(
                 passes.embed_backward, embed, part, key, carry, shared
             ),

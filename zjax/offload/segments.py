@@ -237,8 +237,7 @@ class Segments:
         key: jax.Array | None,
         kept: list[Any] | None = None,
     ) -> tuple[Any, Any, jax.Array]:
-        """The stream after the last block; what the backward pass of each block reads
-        goes to `kept`."""
+        """The stream after the last block; what each block reads goes to `kept`."""
         carry, context = self.embed(embed, batch, key)
         auxiliary = jnp.float32(0)
         for number in range(self.segment.num_blocks):

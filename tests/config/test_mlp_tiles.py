@@ -1,0 +1,40 @@
+"""Every rule about the tiles of a feed-forward, with the exact words."""
+
+import pytest
+
+from tests.support.refusals import case, refusal
+
+RULES = [
+    case(
+        "model.mlp_tiles=0",
+        "model.mlp_tiles=0 is out of range; use 1 or more",
+        id="none",
+    ),
+    case(
+        "model.mlp_tiles=5",
+        "model.mlp_tiles=5 does not divide model.mlp_size=3072; use a divisor of 3072",
+        id="uneven",
+    ),
+    case(
+        "mesh.tensor=4;model.mlp_size=96;model.mlp_tiles=16",
+        "mesh.tensor=4 does not divide model.mlp_size/mlp_tiles=6; use 1 or 2",
+        id="tensor",
+    ),
+    case(
+        "model.kind=encoder;model.mlp_tiles=2",
+        "model.mlp_tiles=2 adds to the stream in parts, and model.kind='encoder' "
+        "normalises their sum; use 1, or a decoder",
+        id="encoder",
+    ),
+    case(
+        "model.mlp_tiles=2;optimizer.name=muon",
+        "model.mlp_tiles=2 makes each part a matrix of its own to "
+        "optimizer.name='muon'; use 1, or adamw, adam, lion or sgd",
+        id="optimizer-of-matrices",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "num_devices", "message"), RULES)
+def test_rule(overrides, num_devices, message):
+    assert refusal(overrides, num_devices) == message
