@@ -7,8 +7,19 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from tests.support.offload import GPT, make_config, memories, start, train, weights_of
+from tests.support.offload import (
+    GPT,
+    LLAMA,
+    in_memory,
+    make_config,
+    memories,
+    start,
+    train,
+    weights_of,
+)
+from tests.support.tiles import cut, started_from_the_same
 from zjax.checkpoint.export import export_safetensors
+from zjax.checkpoint.layout import name_leaves
 from zjax.checkpoint.store import Store
 from zjax.config import schema
 from zjax.errors import CheckpointError
@@ -64,3 +75,51 @@ def test_checkpoint_of_another_number_of_layers_is_refused(tmp_path, here):
         store.restore(saved_rows(deeper.plan, deeper.config))
     print(error.value)
     assert "differs from this model in" in str(error.value)
+
+
+FORMS = [
+    ("pinned_host", 3),
+    ("pinned_host", 6),
+    ("device", 3),
+    ("pinned_host", 1),
+    ("device", 6),
+    ("device", 1),
+]
+"""Memories and tiles, as one checkpoint goes from each to the next."""
+
+
+def test_checkpoints_restore_to_any_number_of_tiles(tmp_path):
+    """Fails if a tile is read from the place of another, or along another dim."""
+    config = make_config("device", model=LLAMA)
+    first = start(started_from_the_same(config, tmp_path))
+    state, _ = train(first, 1)
+    stores, restored = [save(first, state, tmp_path / "0")], state
+    for number, (memory, tiles) in enumerate(FORMS, start=1):
+        model = dataclasses.replace(LLAMA, mlp_tiles=tiles)
+        run = start(make_config(memory, 3, model=model))
+        restored, _ = stores[-1].restore(saved_rows(run.plan, run.config))
+        stores.append(save(run, restored, tmp_path / str(number)))
+        wanted = cut(weights_of(state), tiles)
+        found = name_leaves(weights_of(restored))
+        assert found.keys() == wanted.keys()
+        for name, x in found.items():
+            np.testing.assert_array_equal(x, wanted[name], err_msg=name)
+    expected, found = (name_leaves(in_memory(x.opt_state)) for x in (state, restored))
+    for name, x in found.items():
+        np.testing.assert_array_equal(x, expected[name], err_msg=name)
+    for store in stores:
+        path = tmp_path / "model.safetensors"
+        export_safetensors(store, str(path))
+        tensors = safetensors.numpy.load_file(path)
+        for name, x in cut(weights_of(state), 1).items():
+            np.testing.assert_array_equal(tensors[name.replace("/", ".")], x)
+
+
+def test_moments_with_scales_are_not_cut_into_tiles(tmp_path):
+    """Fails if codes are restored beside the scales of other tiles."""
+    config = make_config("pinned_host", optimizer={"moment_dtype": "int8"})
+    store = save(run := start(config), run.state, tmp_path)
+    model = dataclasses.replace(GPT, mlp_tiles=3)
+    other = start(dataclasses.replace(config, model=model))
+    with pytest.raises(CheckpointError, match="differs from this model in"):
+        store.restore(saved_rows(other.plan, other.config))

@@ -19,11 +19,8 @@ from tests.support.offload import (
 )
 from tests.support.tiles import cut, started_from_the_same
 from zjax.checkpoint.layout import name_leaves
-from zjax.checkpoint.store import Store
-from zjax.errors import CheckpointError
 from zjax.offload import init, segments
 from zjax.offload import peak as peaks
-from zjax.train.state import saved_rows
 
 TILES = 3
 ROUNDING = "blocks/attention/key/bias"
@@ -184,35 +181,3 @@ def test_a_state_starts_tile_by_tile(monkeypatch):
         monkeypatch.setattr(init, "rest", rest)
         largest[tiles] = max(sizes)
     assert largest[8] < largest[1] / 6
-
-
-def save(run, directory):
-    store = Store(str(directory))
-    saved = dataclasses.replace(run.state, params=())
-    store.save(int(run.state.step), saved, saved_rows(run.plan, run.config), extra={})
-    store.wait()
-    return store
-
-
-@pytest.mark.parametrize("there", ["device", "pinned_host"])
-def test_checkpoints_with_tiles_restore_where_there_are_as_many(tmp_path, there):
-    run = start(with_tiles(make_config("pinned_host"), TILES))
-    store = save(run, tmp_path)
-    other = start(with_tiles(make_config(there, 3), TILES))
-    state, _ = store.restore(saved_rows(other.plan, other.config))
-    jax.tree.map(
-        np.testing.assert_array_equal, weights_of(state), weights_of(run.state)
-    )
-
-
-@pytest.mark.parametrize(("here", "there"), [(1, TILES), (TILES, 1)])
-def test_checkpoints_of_other_tiles_are_refused(tmp_path, here, there):
-    config = make_config("pinned_host")
-    store = save(start(with_tiles(config, here)), tmp_path)
-    other = start(with_tiles(config, there))
-    with pytest.raises(CheckpointError) as error:
-        store.restore(saved_rows(other.plan, other.config))
-    assert str(error.value) == (
-        f"model.mlp_tiles={there} does not fit {tmp_path / '0'}, which has "
-        f"{here}; use {here}"
-    )

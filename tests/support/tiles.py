@@ -30,13 +30,10 @@ def cut(weights, num_tiles):
 
 def started_from_the_same(config, directory):
     """The settings with large weights to start from, the same for any tiles."""
-    tiles = config.model.mlp_tiles
     whole = dataclasses.replace(config.model, mlp_tiles=1)
     weights = language.params_of(language.make_language_model(whole))
-    path = directory / f"{tiles}.safetensors"
-    tensors = {n.replace("/", "."): x for n, x in cut(weights, tiles).items()}
-    tensors = {n: np.ascontiguousarray(x) for n, x in tensors.items()}
+    path = directory / "weights.safetensors"
+    tensors = {n.replace("/", "."): np.asarray(x) for n, x in cut(weights, 1).items()}
     safetensors.numpy.save_file(tensors, path)
-    return dataclasses.replace(
-        config, checkpoint=schema.Checkpoint(init_from=str(path))
-    )
+    checkpoint = schema.Checkpoint(init_from=str(path))
+    return dataclasses.replace(config, checkpoint=checkpoint)

@@ -10,7 +10,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from zjax.checkpoint import layers, layout
+from zjax.checkpoint import layers, layout, tiles
 from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.saved import READ_AHEAD_BYTES, Saved, at_rest, place_slices
 from zjax.processes.host import host_memory_bytes
@@ -134,13 +134,16 @@ def read_arrays(saved: Saved, named: Mapping[str, Row]) -> list[Any]:
     device never holds what the plan keeps off it.
 
     Args:
-        saved: Those of a checkpoint: of these names, or their layers or stacks.
+        saved: Those of a checkpoint: of these names, or their layers or stacks, in
+            as many tiles or others.
         named: Places by name.
 
     Returns:
         Arrays in their stored shapes, in the order of `named`.
     """
-    found, arrays = saved.entries, dict[str, Any]()
+    num_tiles, arrays = tiles.num_tiles(named), dict[str, Any]()
+    wanted = tiles.as_tiled(saved.entries, num_tiles)
+    found = {n: entry for n, entry in saved.entries.items() if wanted.get(n) == entry}
     written = {
         name: row
         for name, row in named.items()
@@ -155,11 +158,17 @@ def read_arrays(saved: Saved, named: Mapping[str, Row]) -> list[Any]:
                 data = jax.random.wrap_key_data(data, impl=found[name].key_impl)
             arrays[name] = at_rest(data, group[name])
 
-    # Layers of one stack follow one another.
     whole = functools.lru_cache(maxsize=1)(saved.whole)
-    for name, row in named.items():
+
+    @functools.lru_cache(maxsize=1)
+    def read(name: str) -> np.ndarray:
+        return tiles.read(name, num_tiles, saved.entries, whole)
+
+    # Layers of one stack, and tiles of one layer, follow one another.
+    for name in sorted(named, key=tiles.whole_of):
+        row = named[name]
         if name not in found:
-            given = place_given(layers.read(name, found, whole), row)
+            given = place_given(layers.read(name, wanted, read), row)
             arrays[name] = jax.block_until_ready(given)
         elif found[name].is_empty:
             data = np.zeros(row.stored_shape, row.dtype)

@@ -6,6 +6,7 @@ checkpoint and the tensors follow one by one, so host memory holds one at a time
 """
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -17,7 +18,7 @@ from typing import IO
 import jax.numpy as jnp
 import numpy as np
 
-from zjax.checkpoint import layers
+from zjax.checkpoint import layers, tiles
 from zjax.checkpoint.layout import Entry, is_floating
 from zjax.checkpoint.store import Store
 from zjax.errors import CheckpointError, Problem
@@ -69,8 +70,10 @@ def export_safetensors(
         CheckpointError: There is no such checkpoint or part, it is damaged, a dtype or
             two names do not fit the format, or the file cannot be written.
     """
-    found = store.entries(step)
+    saved = store.entries(step)
+    found = tiles.as_tiled(saved, 1)
     entries = _exported(layers.together(found), part, dtype)
+    read_array = functools.partial(store.read_array, step=step)
     target = pathlib.Path(path)
     partial = target.with_name(f".{target.name}.partial")
     try:
@@ -79,7 +82,8 @@ def export_safetensors(
             file.write(_header(entries, part))
             for name, entry in entries.items():
                 for source in layers.sources_of(name, found):
-                    _write(file, store.read_array(source, step), entry.dtype)
+                    array = tiles.read(source, 1, saved, read_array)
+                    _write(file, array, entry.dtype)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, target)

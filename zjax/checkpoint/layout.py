@@ -7,7 +7,6 @@ of equal training states are equal whatever the devices, the ZeRO stage or the m
 
 import dataclasses
 import difflib
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,7 +17,6 @@ from zjax.errors import CheckpointError, Problem
 from zjax.sharding.placement import Row, layer_of, path_of
 
 _NUM_SHOWN = 5
-_TILE = re.compile(r"blocks[/.]mlp[/.]tiles[/.](\d+)[/.]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,11 +128,6 @@ def check_same(
     Raises:
         CheckpointError: They differ; the first differences are listed.
     """
-    tiles, saved_tiles = _num_tiles(expected), _num_tiles(found)
-    if tiles != saved_tiles:
-        problem = f"does not fit {place}, which has {saved_tiles}"
-        remedy = f"use {saved_tiles}"
-        raise CheckpointError(Problem("model.mlp_tiles", tiles, problem, remedy))
     differences = [*_differences(expected, found, place, cast)]
     if not differences:
         return
@@ -149,12 +142,6 @@ def check_same(
             "use the configuration that wrote it, or another checkpoint",
         ),
     )
-
-
-def _num_tiles(names: Iterable[str]) -> int:
-    """Parts of each feed-forward of a built-in model, by the paths of its arrays."""
-    numbers = [int(n) for name in names for n in _TILE.findall(name)]
-    return max(numbers, default=0) + 1
 
 
 def _differences(

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from zjax.checkpoint import arrays, failures, layers, layout, quiet
+from zjax.checkpoint import arrays, failures, layers, layout, quiet, tiles
 from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.manager import INDEX, INDEX_FILE, STATE, make_manager, write
 from zjax.checkpoint.saved import Saved, link
@@ -216,7 +216,8 @@ class Store:
         index = self._read_index(step)
         named = layout.name_leaves(rows)
         expected = {name: layout.describe_row(row) for name, row in named.items()}
-        inside = layers.as_wanted(expected, index["arrays"])
+        inside = tiles.as_tiled(index["arrays"], tiles.num_tiles(expected))
+        inside = layers.as_wanted(expected, inside)
         layout.check_same(expected, inside, str(self._path(step)))
         leaves = self._read(step, named)
         return jax.tree.unflatten(jax.tree.structure(rows), leaves), index["extra"]
@@ -241,6 +242,7 @@ class Store:
         named = layout.name_leaves(rows, part)
         expected = {name: layout.describe_row(row) for name, row in named.items()}
         inside = {name: e for name, e in found.items() if name.startswith(f"{part}/")}
+        inside = tiles.as_tiled(inside, tiles.num_tiles(expected))
         inside = layers.as_wanted(expected, inside)
         layout.check_same(expected, inside, str(self._path(step)), cast=True)
         leaves = self._read(step, named)

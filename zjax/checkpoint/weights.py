@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import safetensors
 
-from zjax.checkpoint import layers, layout
+from zjax.checkpoint import layers, layout, tiles
 from zjax.checkpoint.export import DTYPES, tensor_name
 from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.saved import place_slices
@@ -39,10 +40,12 @@ def load_safetensors(path: str, rows: Any) -> Params:
     files = _find_tensors(path)
     expected = {name: layout.describe_row(row) for name, row in named.items()}
     found = _describe(files)
+    if tiles.num_tiles(found) == 1:
+        found = tiles.as_tiled(found, tiles.num_tiles(expected))
     inside = layers.as_wanted(expected, found)
     layout.check_same(expected, inside, path, cast=True)
     leaves = [
-        _load(files[source], source, row, name)
+        _load(files, source, row, name)
         for name, row in named.items()
         for source in layers.sources_of(name, found)
     ]
@@ -102,12 +105,19 @@ def _describe(files: Mapping[str, pathlib.Path]) -> dict[str, Entry]:
     return {name: entries[name] for name in files}
 
 
-def _load(file: pathlib.Path, source: str, row: Row, name: str) -> jax.Array:
+def _load(
+    files: Mapping[str, pathlib.Path], source: str, row: Row, name: str
+) -> jax.Array:
     layer = () if source == name else (layers.number_of(name),)
+    stored = source if source in files else tiles.whole_of(source)[0]
 
-    with safetensors.safe_open(file, framework="numpy") as tensors:
-        view = tensors.get_slice(source)
-        return place_slices(lambda index: view[(*layer, *index)], row)
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        there = index if stored == source else tiles.in_whole(index, name, row.shape)
+        return view[(*layer, *there)]
+
+    with safetensors.safe_open(files[stored], framework="numpy") as tensors:
+        view = tensors.get_slice(stored)
+        return place_slices(read, row)
 
 
 def _unusable(path: str, problem: str) -> CheckpointError:
