@@ -82,11 +82,11 @@ class Continuation:
     """`embed(params, tokens, starts, column) -> (carry, context)`, of tokens that stand
     from a column on."""
     read_prompt: Callable[..., Any]
-    """`read_prompt(params, carry, context, starts, room, padded) -> (carry, cache)`: a
-    block and whole prompts."""
+    """`read_prompt(params, carry, context, starts, room, padded) -> ((carry, entering),
+    cache)`: whole prompts through a block or, where it has tiles, through its trunk."""
     read_token: Callable[..., Any]
-    """`read_token(params, carry, context, starts, column, cache) -> (carry, cache)`: a
-    block and one more column."""
+    """`read_token(params, carry, context, starts, column, cache) -> ((carry, entering),
+    cache)`: the same for one more column."""
     score: Callable[..., Any]
     """`score(params, carry) -> float32[B, V]`, of the tokens that may follow a column;
     takes the head's parameters."""

@@ -28,6 +28,12 @@ from zjax.sharding.plan import plan_on_device
 from zjax.storage.move import rest
 
 NUM_NEW, PROMPT = 5, 4
+FORMS = {
+    "GPT": GPT,
+    "LLAMA": LLAMA,
+    "tiles": dataclasses.replace(GPT, mlp_tiles=2),
+    "tiles without biases": dataclasses.replace(LLAMA, mlp_tiles=4),
+}
 SAMPLED = {"temperature": 1.5, "top_k": 20, "top_p": 0.95, "key": jax.random.key(3)}
 
 
@@ -60,13 +66,13 @@ def assert_same_text(run, state, tokens, **settings):
     return np.asarray(found)
 
 
-@pytest.mark.parametrize("form", ["GPT", "LLAMA"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("num_devices", "stage"), [(1, 1), (8, 1), (8, 2), (8, 3)], ids=str
 )
 def test_text_is_that_of_all_blocks_at_once(num_devices, stage, form):
     """Fails if a pass is not that of the whole program, or devices change the text."""
-    run, state = make_run({"GPT": GPT, "LLAMA": LLAMA}[form], stage, num_devices)
+    run, state = make_run(FORMS[form], stage, num_devices)
     for settings in ({}, SAMPLED):
         whole = assert_same_text(run, state, prompts(8), **settings)
         assert len(set(whole[:, PROMPT:].ravel().tolist())) > 4

@@ -101,12 +101,32 @@ class Block(nnx.Module):
             The stream to which `run_tile` is to be added for each tile, and what all of
             them read.
         """
-        x, _ = self._attend(self._average(context), x, context, _keys(key)[0])
+        return self.trunk_with(self._average(context), x, context, key)[0]
+
+    def trunk_with(
+        self,
+        attend: layers.Attend,
+        x: Float[Array, "B L M"],
+        context: Context,
+        key: jax.Array | None = None,
+    ) -> tuple[tuple[Float[Array, "B L M"], Float[Array, "B L M"]], Any]:
+        """The same with a given attention.
+
+        Args:
+            attend: Averages the values, and may keep them.
+            x: The stream.
+            context: Read for the rotation alone.
+            key: For dropout; None is evaluation.
+
+        Returns:
+            As `trunk`, and what `attend` kept.
+        """
+        x, kept = self._attend(attend, x, context, _keys(key)[0])
         entering = self.mlp_norm(x)
         if self.mlp.down is not None:
             bias = self.mlp.down(jax.numpy.zeros_like(x))
             x = x + layers.dropout(bias, self.dropout_rate, _keys(key)[1])
-        return x, entering
+        return (x, entering), kept
 
     def _average(self, context):
         def attend(q, k, v):

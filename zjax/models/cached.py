@@ -1,5 +1,6 @@
 """Passes through a decoder that keep keys and values, whole or one block at a time."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,6 +15,8 @@ from zjax.ops import attention
 
 Cache = tuple[Float[Array, "B S K D"], Float[Array, "B S K D"]]
 """Keys and values of one block, for every column that there will be."""
+Run = Callable[..., Any]
+"""`run(block, attend, x, context) -> (stream, kept)`."""
 
 
 def prefill(
@@ -105,7 +108,9 @@ def read_prompt(
     starts: Int[Array, " B"],
     room: int,
     padded: bool,
-) -> tuple[Float[Array, "B L M"], Cache]:
+    *,
+    run: Run = Block.attend_with,
+) -> tuple[Any, Cache]:
     """Whole prompts through one block.
 
     Args:
@@ -115,9 +120,10 @@ def read_prompt(
         starts: First column of each prompt.
         room: Columns to keep free in the cache.
         padded: Whether any start is above 0.
+        run: `Block.attend_with`, or `Block.trunk_with` where tiles run by themselves.
 
     Returns:
-        The stream, and the cache of this block.
+        What `run` returns for the stream, and the cache of this block.
     """
     visible = None
     if padded:
@@ -137,7 +143,7 @@ def read_prompt(
         free = ((0, 0), (0, room), (0, 0), (0, 0))
         return averages, (jnp.pad(k, free), jnp.pad(v, free))
 
-    return block.attend_with(attend, x, context)
+    return run(block, attend, x, context)
 
 
 def read_token(
@@ -147,7 +153,9 @@ def read_token(
     starts: Int[Array, " B"],
     column: Any,
     cache: Cache,
-) -> tuple[Float[Array, "B 1 M"], Cache]:
+    *,
+    run: Run = Block.attend_with,
+) -> tuple[Any, Cache]:
     """One more token per row through one block.
 
     Args:
@@ -157,9 +165,10 @@ def read_token(
         starts: First column of each prompt.
         column: int32[], where the tokens stand.
         cache: Of all columns before.
+        run: As of `read_prompt`.
 
     Returns:
-        The stream, and the cache with this column.
+        What `run` returns for the stream, and the cache with this column.
     """
 
     def attend(q, k, v):
@@ -173,7 +182,7 @@ def read_token(
         )
         return averages, (keys, values)
 
-    return block.attend_with(attend, x, context)
+    return run(block, attend, x, context)
 
 
 def score(

@@ -63,22 +63,30 @@ def make_stack(model: Decoder | Encoder) -> Stack:
         join=lambda embed, segments, head: _join(embed, segments, head, config),
         shared=(SHARED,) if config.tied_head else (),
         continuation=(
-            _continuation(config, embedding, blocks, last)
+            _continuation(config, embedding, model.blocks, last)
             if isinstance(model, Decoder)
             else None
         ),
     )
 
 
-def _continuation(config: schema.Model, embedding, blocks, last) -> Continuation:
+def _continuation(config: schema.Model, embedding, blocks: Block, last) -> Continuation:
+    block, _ = nnx.split(_without_tiles(blocks) if config.mlp_tiles > 1 else blocks)
+
+    def run(block, attend, x, context):
+        if config.mlp_tiles > 1:
+            return block.trunk_with(attend, x, context)
+        x, kept = block.attend_with(attend, x, context)
+        return (x, ()), kept
+
     def embed(params, *args):
         return cached.embed(nnx.merge(embedding, params["embedding"]), *args)
 
     def read_prompt(params, *args):
-        return cached.read_prompt(nnx.merge(blocks, params), *args)
+        return cached.read_prompt(nnx.merge(block, params), *args, run=run)
 
     def read_token(params, *args):
-        return cached.read_token(nnx.merge(blocks, params), *args)
+        return cached.read_token(nnx.merge(block, params), *args, run=run)
 
     def score(params, carry):
         head = nnx.merge(last, params["head"])
@@ -97,13 +105,20 @@ def _table(params: Params, config: schema.Model):
     return params["embedding"]["tokens"] if config.tied_head else None
 
 
+def _tiled(blocks: Block) -> TiledFeedForward:
+    assert isinstance(blocks.mlp, TiledFeedForward)
+    return blocks.mlp
+
+
+def _without_tiles(blocks: Block) -> Block:
+    rest = nnx.clone(blocks)
+    _tiled(rest).tiles = nnx.Dict({})
+    return rest
+
+
 def _tiles(blocks: Block, config: schema.Model) -> Tiles:
-    without_tiles = nnx.clone(blocks)
-    mlp = without_tiles.mlp
-    assert isinstance(mlp, TiledFeedForward)
-    one, _ = nnx.split(mlp.tiles["0"])
-    mlp.tiles = nnx.Dict({})
-    rest, _ = nnx.split(without_tiles)
+    one, _ = nnx.split(_tiled(blocks).tiles["0"])
+    rest, _ = nnx.split(_without_tiles(blocks))
 
     def split(params):
         mlp = dict(params["mlp"])

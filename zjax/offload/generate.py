@@ -35,6 +35,7 @@ class Generation:
         self.embed = jit(self._embed)
         self.read_prompt = jit(self._read_prompt, static_argnums=(4, 5))
         self.read_token = jit(self._read_token, donate_argnums=5)
+        self.add_tile = jit(self._add_tile, donate_argnums=1)
         self.choose = jit(self._choose, static_argnums=5)
 
     def __call__(
@@ -76,17 +77,24 @@ class Generation:
 
     def _read_prompt(self, params: Params, *args: Any) -> Any:
         params = self.passes.in_use("block", params)
-        carry, cache = self.continuation.read_prompt(params, *args)
-        return self._after_block(carry, cache)
+        stream, cache = self.continuation.read_prompt(params, *args)
+        return self._after_block(*stream), cache
 
     def _read_token(self, params: Params, *args: Any) -> Any:
         params = self.passes.in_use("block", params)
-        carry, cache = self.continuation.read_token(params, *args)
-        return self._after_block(carry, cache)
+        stream, cache = self.continuation.read_token(params, *args)
+        return self._after_block(*stream), cache
 
-    def _after_block(self, carry: jax.Array, cache: Any) -> Any:
-        """The stream, its last column, which says that the block is done, the cache."""
-        return self._held(carry), self._held(carry[:, -1:]), cache
+    def _add_tile(self, params: Params, carry: jax.Array, entering: jax.Array) -> Any:
+        tiles = self.passes.segment.tiles
+        assert tiles is not None
+        params = self.passes.in_use("tile", params)
+        carry += tiles.tile(params, entering, None)
+        return self._held((carry, carry[:, -1:]))
+
+    def _after_block(self, carry: jax.Array, entering: Any) -> Any:
+        """The stream, what tiles read, and the last column, which says that it is."""
+        return self._held((carry, entering, carry[:, -1:]))
 
     def _choose(self, params: Params, last: Any, text: Text, *args: Any) -> Any:
         scores = self.continuation.score(self.passes.in_use("head", params), last)
@@ -118,30 +126,31 @@ class _Writing:
         settings: Settings,
     ):
         self.programs, self.passes = programs, programs.passes
-        self.embed, (self.blocks,), self.head = self.passes.stack.split(state.params)
+        self.embed, (blocks,), self.head = self.passes.stack.split(state.params)
+        self.units = self.passes.units(blocks)
         self.tokens, self.is_padded = tokens, lengths is not None
         self.key, self.settings = key, settings
         self.starts, self.text = programs.begin(tokens, lengths, settings)
-        self.caches: list[Any] = [None] * len(self.blocks)
+        self.caches: list[Any] = [None] * len(blocks)
 
     def write(self) -> jax.Array:
         length, settings = self.tokens.shape[1], self.settings
         columns = range(length, length + settings.max_new_tokens)
-        self.passes.announce(self.blocks, self.names(length))
+        self.passes.announce(self.units, self.names(length))
         for column in columns:
             if column + 1 in columns:
-                self.passes.announce_more(self.blocks, self.names(column + 1))
+                self.passes.announce_more(self.units, self.names(column + 1))
             last = self.read(column)
             self.text, is_over = self.programs.choose(
                 self.head, last, self.text, self.key, column, settings
             )
             if settings.end_id >= 0 and is_over:
                 break
-        self.passes.announce(self.blocks, ())  # gives up what nobody reads any more
+        self.passes.announce(self.units, ())  # gives up what nobody reads any more
         return self.text.tokens
 
     def names(self, column: int) -> Sequence[tuple[int, int]]:
-        return [(column, number) for number in range(len(self.blocks))]
+        return [(column, number) for number in range(len(self.units))]
 
     def read(self, column: int) -> jax.Array:
         """The last column of the stream, before the one that is to be written."""
@@ -151,14 +160,18 @@ class _Writing:
         room = self.settings.max_new_tokens
         carry, context = programs.embed(self.embed, tokens, self.starts, first)
         last = carry
-        for number, resting in enumerate(self.blocks):
-            with self.passes.fetched(resting, (column, number)) as (block, used):
+        for number, cache in enumerate(self.caches):
+            trunk, *tiles = self.passes.groups_of_block(number)
+            with self.passes.fetched(self.units, (column, trunk)) as (block, used):
                 inputs = (block, carry, context, self.starts)
                 if is_prompt:
                     results = programs.read_prompt(*inputs, room, self.is_padded)
                 else:
-                    cache = self.caches[number]
                     results = programs.read_token(*inputs, first, cache)
-                carry, last, self.caches[number] = results
+                (carry, entering, last), self.caches[number] = results
                 used.append(last)
+            for group in tiles:
+                with self.passes.fetched(self.units, (column, group)) as (tile, used):
+                    carry, last = programs.add_tile(tile, carry, entering)
+                    used.append(last)
         return last
