@@ -25,7 +25,7 @@ SETTINGS = (
     "optimizer.clip_norm=inf",
     "precision.on_nonfinite=update",
 )
-ALONE, OFFLOADED = "device alone", "device, host and disk"
+ALONE, OFFLOADED = "device alone", "device with host and disk"
 
 
 def get_contest():

@@ -174,6 +174,10 @@ def contest_problems(contest: Contest) -> Iterator[Problem]:
     """
     names = [contestant.name for contestant in contest.contestants]
     yield from _repeated("contestants", names)
+    for name in names:
+        if "," in name:
+            problem, remedy = "cannot be given to --only", "name it without a comma"
+            yield Problem("contestant", name, problem, remedy)
     yield from _repeated("rows", [row.id for row in contest.rows])
     for row in contest.rows:
         yield from unknown("contestant", row.contestants(), names, f"rows.{row.id}")
