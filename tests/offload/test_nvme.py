@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import errno
 import math
 import os
 import pathlib
@@ -233,6 +234,34 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path, kills):
     assert zjax.checkpoint.store.Store(
         str(tmp_path / "killed" / "checkpoints")
     ).latest()
+
+
+def test_a_disk_that_fills_up_in_a_step(tmp_path, monkeypatch):
+    """Fails if the run goes on, or its checkpoint is lost."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    settings = (*SETTINGS, f"zero.nvme_paths=('{disk}',)")
+    small_run.fit(tmp_path / "whole", *settings)
+    trainer = small_run.make_trainer(tmp_path / "full", *settings)
+    write = os.pwritev
+
+    def until_full(*args):
+        if trainer.step >= 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(*args)
+
+    monkeypatch.setattr(os, "pwritev", until_full)
+    with pytest.raises(StorageError, match=r"holds .*No space left on device"):
+        trainer.fit()
+    monkeypatch.undo()
+    trainer.close()
+    resumed = small_run.make_trainer(tmp_path / "full", *settings)
+    assert resumed.step == 3
+    resumed.fit()
+    resumed.close()
+    assert small_run.losses(tmp_path / "full") == pytest.approx(
+        small_run.losses(tmp_path / "whole"), rel=1e-6
+    )
 
 
 def test_disks_that_cannot_hold_the_state(tmp_path, monkeypatch):

@@ -33,7 +33,7 @@ SPECS = {
 def make_row(disks, spec=SPECS["split"], dtype="float32", shape=(16, 12)):
     mesh = meshes.make_mesh(schema.Mesh(replica=2))
     sharding = NamedSharding(mesh, spec)
-    return Row("x", shape, shape, jnp.dtype(dtype), sharding, disks=tuple(disks))
+    return Row("blocks/x", shape, shape, jnp.dtype(dtype), sharding, disks=tuple(disks))
 
 
 def make_array(row):
@@ -170,7 +170,7 @@ def test_damage_is_noticed(disks, damage):
         array.to_devices()
     text = str(error.value)
     assert text.startswith(
-        f"zero.nvme_paths='{array.path}' cannot be written or read ("
+        f"zero.nvme_paths='{array.path}' holds blocks/x and cannot be written or read ("
     )
     assert text.endswith(
         "; make room or mend the disk; the run resumes from its last checkpoint"
@@ -182,7 +182,7 @@ def test_a_disk_that_fails_is_told(disks, monkeypatch):
     opened = scratch.open_scratch(row.disks)
     monkeypatch.setattr(opened, "new_path", lambda: "/proc/nowhere/0")
     array = DiskArray.write(make_array(row), row)
-    with pytest.raises(StorageError, match=re.escape("'/proc/nowhere/0' cannot be")):
+    with pytest.raises(StorageError, match=re.escape("'/proc/nowhere/0' holds")):
         array.block_until_ready()
 
 
@@ -195,6 +195,41 @@ def test_paths_that_are_no_directories(disks, tmp_path):
     assert str(error.value) == (
         f"zero.nvme_paths='{file}' is not a directory to write to; {remedy}\n"
         f"zero.nvme_paths='/nowhere' is not a directory to write to; {remedy}"
+    )
+
+
+def test_paths_in_the_memory_of_the_host(disks, monkeypatch, tmp_path):
+    """Fails if what is to leave the host's memory goes there."""
+    mounts = tmp_path / "mounts"
+    lines = [("/", "ext4"), (disks[1], "tmpfs"), (f"{disks[0]}x", "tmpfs")]
+    mounts.write_text(
+        "".join(f"1 2 3:4 / {point} rw - {kind} none rw\n" for point, kind in lines)
+    )
+    monkeypatch.setattr(scratch, "_MOUNTS", mounts)
+    with pytest.raises(StorageError) as error:
+        scratch.Scratch(disks)
+    assert str(error.value) == (
+        f"zero.nvme_paths='{disks[1]}' lies in the memory of this host; name "
+        "directories on disks: zero.optimizer_memory=pinned_host is faster"
+    )
+
+
+def test_disks_that_are_too_slow(disks, monkeypatch):
+    """Fails if a state is placed on a disk that no step can wait for."""
+    rates = {"first": 3e9, "second": 0.02e9}
+    monkeypatch.setattr(scratch, "free_bytes", lambda paths: 10**12)
+    scratch.check_disks(disks, 10**9)
+    assert [files(disk) for disk in disks] == [
+        [pathlib.Path(place) / "lock"] for place in scratch.open_scratch(disks).places
+    ]
+    monkeypatch.setattr(
+        scratch, "_write_rate", lambda place: rates[pathlib.Path(place).parent.name]
+    )
+    with pytest.raises(StorageError) as error:
+        scratch.check_disks(disks, 80 * 10**9)
+    assert str(error.value) == (
+        f"zero.nvme_paths='{disks[1]}' writes 0.020 GB/s, so that the 80 GB of a step "
+        "take 0.6 hours; name a faster disk, or more of them"
     )
 
 

@@ -128,7 +128,7 @@ class DiskArray:
             StorageError: As `to_devices`.
         """
         self.block_until_ready()
-        return _told(self.path, lambda: open_files(self.path)[index].read().result())
+        return self._told(lambda: open_files(self.path)[index].read().result())
 
     def block_until_ready(self) -> "DiskArray":
         """Waits until it is written.
@@ -237,7 +237,26 @@ class DiskArray:
         return _buffers().take(self._chunk, self.dtype)
 
     def _result(self, future: futures.Future[Any]) -> Any:
-        return _told(self.path, future.result)
+        return self._told(future.result)
+
+    def _told(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except StorageError:
+            raise
+        except (OSError, ValueError) as error:
+            said, _, _ = str(error).partition(" [")  # a description of the files
+            cause = said.splitlines()[0] if said else type(error).__name__
+            holds = f"holds {self.row.path} and " if self.row.path else ""
+            raise StorageError(
+                Problem(
+                    "zero.nvme_paths",
+                    self.path,
+                    f"{holds}cannot be written or read ({cause})",
+                    "make room or mend the disk; the run resumes from its last "
+                    "checkpoint",
+                )
+            ) from error
 
 
 def open_files(path: str) -> tensorstore.TensorStore:
@@ -348,24 +367,6 @@ def _each(act: Callable[[str, np.ndarray], None], pieces: Sequence[Any]) -> None
 
 def _bytes_of(chunk: np.ndarray) -> np.ndarray:
     return chunk.reshape(-1).view(np.uint8)
-
-
-def _told(path: str, call: Callable[[], Any]) -> Any:
-    try:
-        return call()
-    except StorageError:
-        raise
-    except (OSError, ValueError) as error:
-        said, _, _ = str(error).partition(" [")  # a description of the files
-        cause = said.splitlines()[0] if said else type(error).__name__
-        raise StorageError(
-            Problem(
-                "zero.nvme_paths",
-                path,
-                f"cannot be written or read ({cause})",
-                "make room or mend the disk; the run resumes from its last checkpoint",
-            )
-        ) from error
 
 
 @functools.cache

@@ -4,20 +4,31 @@ import contextlib
 import fcntl
 import functools
 import itertools
+import mmap
 import os
 import pathlib
 import shutil
 import tempfile
+import time
 import weakref
 from collections.abc import Sequence
 from typing import IO
 
+import numpy as np
+
 from zjax.errors import Problem, StorageError
+from zjax.storage.files import write_file
 
 _PREFIX = "zjax-"
 _LOCK = "lock"
 _SPACE = 1.2
 """Of the bytes of a state: arrays are replaced one after another."""
+_MOUNTS = pathlib.Path("/proc/self/mountinfo")
+_IN_MEMORY = ("tmpfs", "ramfs")
+MIN_BYTES_PER_SECOND = 50 * 10**6
+"""That a disk must write: over a slower one a step moves its state for hours."""
+_TRIAL_BYTES, _TRIED_FROM = 64 << 20, 10**9
+"""Written to measure that, and the bytes of a state from which it is measured."""
 
 
 class Scratch:
@@ -87,9 +98,12 @@ def check_disks(paths: tuple[str, ...], needed_bytes: int) -> None:
         needed_bytes: Of the arrays of this process.
 
     Raises:
-        StorageError: Names paths that cannot be used, or both numbers.
+        StorageError: Names paths that cannot be used or are too slow, or says how much
+            is needed and how much is free.
     """
     open_scratch(paths)  # removes what killed runs have left
+    if needed_bytes >= _TRIED_FROM:
+        _check_speed(paths, needed_bytes)
     needed, free = needed_bytes * _SPACE, free_bytes(paths)
     if needed > free:
         raise StorageError(
@@ -110,8 +124,54 @@ def _check_paths(paths: tuple[str, ...]) -> None:
         for path in paths
         if not (os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK))
     ]
+    remedy = "name directories on disks: zero.optimizer_memory=pinned_host is faster"
+    problems += [
+        Problem("zero.nvme_paths", path, "lies in the memory of this host", remedy)
+        for path in paths
+        if _kind_of_files(path) in _IN_MEMORY
+    ]
     if problems:
         raise StorageError(*problems)
+
+
+def _kind_of_files(path: str) -> str:
+    """The file system of a path, as Linux calls it; empty where nobody tells."""
+    if not _MOUNTS.exists():
+        return ""
+    whole, found = f"{os.path.realpath(path)}/", ("", "")
+    for line in _MOUNTS.read_text().splitlines():
+        mount, _, rest = line.partition(" - ")
+        point = mount.split()[4]
+        if whole.startswith(f"{point.rstrip('/')}/") and len(point) >= len(found[0]):
+            found = point, rest.split()[0]
+    return found[1]
+
+
+def _check_speed(paths: tuple[str, ...], needed_bytes: int) -> None:
+    rates = [_write_rate(place) for place in open_scratch(paths).places]
+    hours = needed_bytes / (len(paths) * max(min(rates), 1)) / 3600
+    problems = [
+        Problem(
+            "zero.nvme_paths",
+            path,
+            f"writes {rate / 1e9:.3f} GB/s, so that the {needed_bytes / 1e9:.0f} GB of "
+            f"a step take {hours:.1f} hours",
+            "name a faster disk, or more of them",
+        )
+        for path, rate in zip(paths, rates, strict=True)
+        if rate < MIN_BYTES_PER_SECOND
+    ]
+    if problems:
+        raise StorageError(*problems)
+
+
+def _write_rate(place: str) -> float:
+    """Bytes per second of one file."""
+    path, content = f"{place}/trial", mmap.mmap(-1, _TRIAL_BYTES)
+    start = time.perf_counter()
+    write_file(path, np.frombuffer(content, np.uint8))
+    os.unlink(path)
+    return _TRIAL_BYTES / (time.perf_counter() - start)
 
 
 def _make_place(path: str) -> tuple[str, IO[str]]:
