@@ -51,6 +51,17 @@ def test_gradients_wait_on_the_devices_only_for_a_norm(waits):
     assert (peak.parts["inputs of blocks, then gradients"] >= grads) is waits
 
 
+def test_gradients_that_wait_for_the_next_step_are_always_there():
+    """Fails if a delayed update is said to need no room for what is pending."""
+    run, late = predict(delay_updates_from=1)
+    _, at_once = predict(changes=UNDER_BACKWARD)
+    rows = run.step.programs["train"].backward.grad_rows
+    grads = sum(row.device_bytes for row in jax.tree.leaves(rows))
+    assert late.parts["pending gradients"] == grads
+    assert at_once.parts["pending gradients"] == 0
+    assert late.total == at_once.total + grads
+
+
 def test_parameters_rest_where_the_plan_says():
     (_, here), (run, away) = predict(), predict(parameter_memory="pinned_host")
     moved = [
