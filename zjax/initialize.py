@@ -83,8 +83,13 @@ class Run:
             Prompts and continuations, int32[B, L + max_new_tokens].
 
         Raises:
-            ConfigError: A setting out of range, or no room for the tokens.
+            ConfigError: A setting out of range, no room for the tokens, or a model that
+                is not the built-in decoder.
         """
+        if self.model.stack is None or self.model.stack.continuation is None:
+            problem, remedy = "writes no text", "use the built-in decoder"
+            raise ConfigError(Problem("model", "given", problem, remedy))
+        tokens = jax.numpy.asarray(tokens)
         if "generate" in self.step.programs:
             return self.step.generate(state, tokens, **settings)
         return generate(self.bind(state), tokens, **settings)

@@ -103,8 +103,12 @@ class Step:
             Prompts and continuations, int32[B, L + max_new_tokens].
 
         Raises:
+            PlanError: They are on the devices: `zjax.generate` is faster then.
             ConfigError: A setting out of range, or no room for the tokens.
         """
+        if "generate" not in self.programs:
+            problem, remedy = "leaves blocks on the devices", "use zjax.generate"
+            raise PlanError(Problem("zero.parameter_memory", "device", problem, remedy))
         return self._call("generate", state, tokens, **settings)
 
     def place_batch(self, batch: Batch) -> Batch:

@@ -158,10 +158,13 @@ class Trainer:
                     self.state, numbers = self.run.step(self.state, batch)
                     metrics.append(numbers)
                 last = step == config.num_steps
+                saves = last or _is_due(step, config.checkpoint.every_steps)
+                if saves:  # what is evaluated is what is saved
+                    self.state = self.run.step.settle(self.state)
                 if last or _is_due(step, config.evaluation.every_steps):
                     with monitor.pause():
                         monitor.tell(step, self.evaluate())
-                if last or _is_due(step, config.checkpoint.every_steps):
+                if saves:
                     with monitor.pause():
                         self.save()
                     saved = step

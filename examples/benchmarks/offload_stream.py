@@ -60,8 +60,6 @@ def get_contest():
             "offload_scaling",
             "Several devices stream as fast, each, as one alone.",
             (scaling,),
-            notes="large arrays copied on four devices at once reach 44.5 GB/s a "
-            "device, 0.44 of what one reaches alone: this host carries no more",
         ),
     )
     return Contest("State between host and devices", contestants, rows)

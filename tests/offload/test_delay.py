@@ -1,6 +1,8 @@
 """Updates that are delayed by one step, against a queue that holds one gradient."""
 
 import itertools
+import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +24,7 @@ from tests.support.offload import (
     weights_of,
 )
 from zjax.config.check import check_config
-from zjax.errors import CheckpointError, ConfigError
+from zjax.errors import CheckpointError, ConfigError, PlanError
 from zjax.models.build import make_model
 from zjax.train.state import saved_state
 
@@ -93,9 +95,8 @@ def assert_close(found, expected, rtol=2e-4, atol=2e-6):
 
 CASES = {
     "one gradient": {},
-    "stage 3": {"stage": 3},
     "gradients on the host": {"zero": {"gradient_memory": "pinned_host"}},
-    "two microbatches": {"num_microbatches": 2, "model": LLAMA},
+    "two microbatches, stage 3": {"num_microbatches": 2, "model": LLAMA, "stage": 3},
     "parameters on the host": {
         "zero": {"parameter_memory": "pinned_host", "gradient_memory": "pinned_host"}
     },
@@ -238,4 +239,32 @@ def test_settings_of_delays_that_mean_nothing():
         "zero.delay_updates_from=0 has no effect with zero.optimizer_memory='device'; "
         "leave it at -1, or set zero.optimizer_memory to 'pinned_host' or 'nvme' or "
         "'auto'"
+    )
+
+
+def test_a_checkpoint_is_as_good_as_was_evaluated(tmp_path):
+    """Fails if what is pending is applied between the two."""
+    trainer = small_run.make_trainer(
+        tmp_path,
+        "model.dropout_rate=0.0",
+        "model.remat=full",
+        "zero.optimizer_memory=pinned_host",
+        f"zero.delay_updates_from={DELAY_FROM}",
+        "num_steps=4",
+    )
+    trainer.fit()
+    saved = json.loads((trainer.store.directory / "4/metrics/metrics").read_text())
+    assert trainer.evaluate()["eval_loss"] == saved["loss"]
+    trainer.close()
+
+
+def test_delay_that_gains_nothing_is_refused():
+    config = delayed(
+        optimizer={"clip_norm": math.inf}, precision={"on_nonfinite": "update"}
+    )
+    with pytest.raises(PlanError) as error:
+        start(config)
+    assert str(error.value) == (
+        "zero.delay_updates_from=2 gains nothing, as no update waits for all "
+        "gradients; leave it at -1"
     )

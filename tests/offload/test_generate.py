@@ -66,9 +66,9 @@ def assert_same_text(run, state, tokens, **settings):
     return np.asarray(found)
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    ("num_devices", "stage"), [(1, 1), (8, 1), (8, 2), (8, 3)], ids=str
+    ("num_devices", "stage", "form"),
+    [(1, 1, "GPT"), (8, 1, "LLAMA"), *((8, 3, form) for form in FORMS)],
 )
 def test_text_is_that_of_all_blocks_at_once(num_devices, stage, form):
     """Fails if a pass is not that of the whole program, or devices change the text."""

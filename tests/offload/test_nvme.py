@@ -240,7 +240,8 @@ def test_a_disk_that_fills_up_in_a_step(tmp_path, monkeypatch):
     """Fails if the run goes on, or its checkpoint is lost."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    settings = (*SETTINGS, f"zero.nvme_paths=('{disk}',)")
+    small = ("model.embed_size=16", "model.mlp_size=64")
+    settings = (*SETTINGS, *small, f"zero.nvme_paths=('{disk}',)")
     small_run.fit(tmp_path / "whole", *settings)
     trainer = small_run.make_trainer(tmp_path / "full", *settings)
     write = os.pwritev

@@ -77,7 +77,13 @@ def assert_same_run(config, directory, *, devices=None, memory="pinned_host"):
     return state
 
 
-@pytest.mark.parametrize("case", CASES)
+LONG = {"stage 1", "stage 2, two microbatches", "under the backward pass"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(x, marks=[pytest.mark.slow] if x in LONG else []) for x in CASES],
+)
 def test_tiles_add_up_to_the_layer(tmp_path, case):
     """Fails if a tile is left out of the stream, of its cotangent, or of dropout."""
     state = assert_same_run(make_config("pinned_host", **CASES[case]), tmp_path)

@@ -158,11 +158,12 @@ def read_arrays(saved: Saved, named: Mapping[str, Row]) -> list[Any]:
                 data = jax.random.wrap_key_data(data, impl=found[name].key_impl)
             arrays[name] = at_rest(data, group[name])
 
-    whole = functools.lru_cache(maxsize=1)(saved.whole)
-
     @functools.lru_cache(maxsize=1)
+    def whole(name: str) -> np.ndarray:
+        return tiles.read_joined(name, saved.entries, saved.whole)
+
     def read(name: str) -> np.ndarray:
-        return tiles.read(name, num_tiles, saved.entries, whole)
+        return tiles.part_of(name, num_tiles, whole)
 
     # Layers of one stack, and tiles of one layer, follow one another.
     for name in sorted(named, key=tiles.whole_of):

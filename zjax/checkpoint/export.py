@@ -82,7 +82,7 @@ def export_safetensors(
             file.write(_header(entries, part))
             for name, entry in entries.items():
                 for source in layers.sources_of(name, found):
-                    array = tiles.read(source, 1, saved, read_array)
+                    array = tiles.read_joined(source, saved, read_array)
                     _write(file, array, entry.dtype)
             file.flush()
             os.fsync(file.fileno())

@@ -80,7 +80,7 @@ def as_tiled(found: Mapping[str, Entry], tiles: int) -> dict[str, Entry]:
     for name, entry in found.items():
         whole, _ = whole_of(name)
         dim = _hidden_dim(whole)
-        if dim is None:
+        if dim is None or len(entry.shape) < -dim:  # the optimizer's own, maybe
             entries[name] = entry
             continue
         joined = _resized(entry, dim, given, 1)
@@ -92,31 +92,44 @@ def as_tiled(found: Mapping[str, Entry], tiles: int) -> dict[str, Entry]:
     return entries
 
 
-def read(
-    name: str,
-    tiles: int,
-    found: Mapping[str, Entry],
-    read_whole: Callable[[str], np.ndarray],
+def read_joined(
+    whole: str, found: Mapping[str, Entry], read: Callable[[str], np.ndarray]
 ) -> np.ndarray:
-    """Reads an array whose feed-forward is stored in other tiles.
+    """Reads an array that a file may hold in tiles.
 
     Args:
-        name: As `as_tiled` has it.
-        tiles: As `as_tiled` was given them.
+        whole: As `whole_of` names it.
         found: Arrays of the file.
-        read_whole: Reads one of them.
+        read: Reads one of them.
 
     Returns:
-        The array.
+        The array of which they are tiles, or the one of this name.
     """
-    given, (whole, number) = num_tiles(found), whole_of(name)
+    given, dim = num_tiles(found), _hidden_dim(whole)
+    if given == 1 or dim is None:
+        return read(whole)
+    parts = [read(tile_of(whole, number, given)) for number in range(given)]
+    return np.concatenate(parts, dim)
+
+
+def part_of(
+    name: str, tiles: int, read_whole: Callable[[str], np.ndarray]
+) -> np.ndarray:
+    """One of the tiles of an array, or the array.
+
+    Args:
+        name: Of either.
+        tiles: How many there are.
+        read_whole: Gives the array by the name of the whole.
+
+    Returns:
+        A view of what `read_whole` gives.
+    """
+    whole, number = whole_of(name)
     dim = _hidden_dim(whole)
-    if tiles == given or dim is None:
-        return read_whole(name)
-    sources = [tile_of(whole, i, given) for i in range(given)]
-    parts = [read_whole(source) for source in sources]
-    joined = parts[0] if given == 1 else np.concatenate(parts, dim)
-    return np.split(joined, tiles, dim)[number] if whole != name else joined
+    if whole == name or dim is None:
+        return read_whole(whole)
+    return np.split(read_whole(whole), tiles, dim)[number]
 
 
 def in_whole(

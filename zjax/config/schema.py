@@ -52,7 +52,8 @@ class Zero:
     delay_updates_from: int = -1
     """Step from which gradients are applied one step late, under the next backward
     pass, so that no update waits for a norm (arXiv:2101.06840, section 5.2, where it is
-    40); -1 for never. A checkpoint applies first what is pending."""
+    40); -1 for never. Until then all of them rest in `gradient_memory`; a checkpoint
+    applies them first."""
 
 
 @section

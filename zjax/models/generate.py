@@ -177,6 +177,9 @@ def check(
         ConfigError: A setting out of range, or no room for the tokens.
     """
     problems = []
+    if length < 1:
+        remedy = "give each row one token or more"
+        problems.append(Problem("tokens", f"[B, {length}]", "are no prompts", remedy))
     num_new = settings.max_new_tokens
     if num_new < 1:
         problem = "is below 1"

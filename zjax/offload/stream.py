@@ -71,6 +71,11 @@ class Load:
         for x in self._on_disk():
             x.prefetch()
 
+    def forget(self) -> None:
+        """Gives up what was read ahead."""
+        for x in self._on_disk():
+            x.forget()
+
     def is_read(self) -> bool:
         """Whether nothing has to be waited for any more."""
         return all(x.is_read() for x in self._on_disk())
@@ -105,6 +110,8 @@ class Stream:
         Args:
             loads: In the order in which they will be taken.
         """
+        for load in self.waiting:
+            load.forget()
         self.waiting = collections.deque(loads)
         self.here = {}
         self.in_flight = sum(num_bytes for num_bytes, _ in self.leaving)

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 
 from zjax.config.schema import Config
+from zjax.errors import PlanError, Problem
 from zjax.offload.parts import Jit
 from zjax.offload.segments import Arrived, Segments
 from zjax.offload.stream import Load, Stream, in_flight_bytes
@@ -64,7 +65,7 @@ class OffloadedTrain:
         jit: Compiles.
 
     Raises:
-        PlanError: The optimizer cannot run group by group.
+        PlanError: The optimizer cannot run group by group, or gains nothing by delay.
     """
 
     def __init__(
@@ -101,6 +102,15 @@ class OffloadedTrain:
             grad_rows=self.backward.grad_rows,
             jit=jit,
         )
+        if config.zero.delay_updates_from >= 0 and not self.update.waits:
+            raise PlanError(
+                Problem(
+                    "zero.delay_updates_from",
+                    config.zero.delay_updates_from,
+                    "gains nothing, as no update waits for all gradients",
+                    "leave it at -1",
+                )
+            )
         self.parts = _parts_of(groups, parts)
         arriving = [part for group in self.backward.order for part in self.parts[group]]
         self.arriving = arriving

@@ -62,6 +62,9 @@ def recompute(
     - `attention` keeps the input of the block and what attention returns;
     - `full` keeps the input of the block and computes all of it again.
 
+    Under the last two, and where what is kept rests elsewhere, all gradients of a block
+    come before those of the block before it; the function then has no forward mode.
+
     Args:
         block: Pure function of arrays, parameters and the stream first.
         policy: One of the names above.

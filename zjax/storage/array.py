@@ -1,13 +1,14 @@
 """An array that rests on a disk, in files of its own that never change.
 
-Files are written and read past the page cache, in chunks that carry a checksum. An
-array is there once all its chunks are, and a new value is a new array: no power cut
-leaves a value that is half of one and half of another.
+On the way from and to devices files are written and read past the page cache, in chunks
+that carry a checksum. An array is there once all its chunks are, and a new value is a
+new array: no power cut leaves a value that is half of one and half of another.
 """
 
 import functools
 import itertools
 import math
+import mmap
 import os
 import queue
 import shutil
@@ -35,6 +36,7 @@ CONCURRENCY = 32
 """Chunks on their way to or from disks at a time."""
 THREADS = 4
 """That read arrays, and as many that write."""
+_SPARE = threading.local()
 
 
 class DiskArray:
@@ -61,7 +63,8 @@ class DiskArray:
         """Starts to write an array.
 
         Args:
-            x: On the devices, split as the row says.
+            x: On the devices, of one element or more in one dim or more; split as the
+                row says.
             row: Where it rests.
 
         Returns:
@@ -87,6 +90,10 @@ class DiskArray:
         self.check_held()
         if self._coming is None:
             self._coming = _readers().submit(self._read)
+
+    def forget(self) -> None:
+        """Gives up what `prefetch` brought, or brings, into host memory."""
+        self._coming = None
 
     def is_read(self) -> bool:
         """Whether it is in host memory, or never will be."""
@@ -226,6 +233,7 @@ class DiskArray:
 
     def _read_chunk(self, path: str, part: np.ndarray) -> None:
         if part.shape == self._chunk and not part.ctypes.data % BLOCK_BYTES:
+            assert part.flags.c_contiguous
             read_file(path, _bytes_of(part))
             return
         whole = self._whole_chunk()
@@ -233,8 +241,12 @@ class DiskArray:
         part[...] = whole[tuple(map(slice, part.shape))]
 
     def _whole_chunk(self) -> np.ndarray:
-        """Memory for a chunk; the last along a dim may have less of the array."""
-        return _buffers().take(self._chunk, self.dtype)
+        """Memory of this thread for a chunk; the last along a dim may fill less."""
+        size = math.prod(self._chunk) * self.dtype.itemsize
+        if len(getattr(_SPARE, "memory", b"")) < size:
+            _SPARE.memory = mmap.mmap(-1, size)
+        memory = np.frombuffer(_SPARE.memory, np.uint8, size)
+        return memory.view(self.dtype).reshape(self._chunk)
 
     def _result(self, future: futures.Future[Any]) -> Any:
         return self._told(future.result)

@@ -5,9 +5,12 @@ reads such files; those that it writes go through the page cache, which the host
 for other things than a copy of its disks.
 """
 
+import errno
 import fcntl
+import mmap
 import os
 import tempfile
+import threading
 from collections.abc import Callable
 
 import crc32c
@@ -19,6 +22,7 @@ BLOCK_BYTES = 4096
 _SUM_BYTES = 4
 _FLAGS: dict[int, int] = {}
 """How files are opened, by the device of their directory."""
+_FLAGS_LOCK = threading.Lock()
 
 
 def write_file(path: str, content: np.ndarray) -> None:
@@ -98,14 +102,25 @@ def _leave_direct(file: int) -> None:
 def _direct_flag(directory: str) -> int:
     """O_DIRECT where the file system takes it, and 0 elsewhere."""
     device = os.stat(directory).st_dev
-    if device not in _FLAGS:
-        flag = getattr(os, "O_DIRECT", 0)
-        with tempfile.NamedTemporaryFile(dir=directory) as probe:
+    with _FLAGS_LOCK:
+        if device not in _FLAGS:
+            _FLAGS[device] = _try_direct(directory)
+        return _FLAGS[device]
+
+
+def _try_direct(directory: str) -> int:
+    flag = getattr(os, "O_DIRECT", 0)
+    with tempfile.NamedTemporaryFile(dir=directory) as trial:
+        try:
+            file = os.open(trial.name, os.O_WRONLY | flag)
             try:
-                os.close(os.open(probe.name, os.O_RDWR | flag))
-            except OSError:
-                flag = 0
-        if not flag:
-            logging.warning("%s: files there go through the page cache", directory)
-        _FLAGS[device] = flag
-    return _FLAGS[device]
+                os.pwrite(file, mmap.mmap(-1, BLOCK_BYTES), 0)
+            finally:
+                os.close(file)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
+            flag = 0
+    if not flag:
+        logging.warning("%s: files there go through the page cache", directory)
+    return flag
