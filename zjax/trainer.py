@@ -159,8 +159,8 @@ class Trainer:
                     metrics.append(numbers)
                 last = step == config.num_steps
                 saves = last or _is_due(step, config.checkpoint.every_steps)
-                if saves:  # what is evaluated is what is saved
-                    self.state = self.run.step.settle(self.state)
+                if saves:
+                    self._settle()  # what is evaluated is what is saved
                 if last or _is_due(step, config.evaluation.every_steps):
                     with monitor.pause():
                         monitor.tell(step, self.evaluate())
@@ -219,7 +219,7 @@ class Trainer:
         }
         step, loss = self._evaluated
         loss = loss if step == self.step else None
-        self.state = self.run.step.settle(self.state)
+        self._settle()
         rows = saved_rows(self.run.plan, self.config)
         saved = saved_state(self.state)
         self.store.save(self.step, saved, rows, extra=extra, loss=loss)
@@ -296,6 +296,10 @@ class Trainer:
                 f"ends at {self.config.num_steps}",
             ]
         )
+
+    def _settle(self) -> None:
+        if self.state.pending:
+            self.state = self.run.step.settle(self.state)
 
     def _first_step(self) -> int:
         resume = self.config.checkpoint.resume

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.support import small_run
+from zjax.bench.contest import Contest, Contestant, contest_problems
 from zjax.bench.table import BEGIN, END
 from zjax.config import describe_config
 
@@ -90,3 +91,11 @@ def test_a_contest_reads_what_a_measurement_prints(folder):
 )
 def test_what_has_no_effect_is_refused(folder, words, message):
     assert run(folder, *words, code=2) == message
+
+
+def test_names_that_the_command_line_would_split_are_refused():
+    contest = Contest("x", (Contestant("ours, faster", ("true",), "zjax"),), ())
+    (problem,) = contest_problems(contest)
+    assert str(problem) == (
+        "contestant='ours, faster' cannot be given to --only; name it without a comma"
+    )

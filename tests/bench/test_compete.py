@@ -317,14 +317,6 @@ def test_names_that_mean_nothing_are_refused_together(ground):
     )
 
 
-def test_names_that_the_command_line_would_split_are_refused(ground):
-    with pytest.raises(BenchError) as error:
-        ground.hold([runner("ours, faster", 1.0)], [])
-    assert str(error.value) == (
-        "contestant='ours, faster' cannot be given to --only; name it without a comma"
-    )
-
-
 def test_a_contest_that_contradicts_itself_is_refused(ground):
     twice = [runner("ours", 1.0), runner("ours", 2.0)]
     bar = Case(("ours",), 3.0, "peak_bytes", "bytes")

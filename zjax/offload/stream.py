@@ -141,7 +141,7 @@ class Stream:
         load.arrays.extend(self.send(arrays, rows))
         load.rows.extend(rows)
 
-    def send(self, arrays: list[jax.Array], rows: list[Row]) -> list[jax.Array]:
+    def send(self, arrays: list[Any], rows: list[Row]) -> list[Any]:
         """Sends arrays of no load to where they rest, few of them at a time.
 
         Args:

@@ -210,20 +210,14 @@ class DiskArray:
 
     def _pieces(self, bounds: Any, part: np.ndarray) -> list[tuple[str, np.ndarray]]:
         """The file of every chunk of a shard, and what lies in it."""
-        spans = [
-            range(start, stop, size)
-            for (start, stop), size in zip(bounds, self._chunk, strict=True)
-        ]
+        sized = list(zip(bounds, self._chunk, strict=True))
         pieces = []
+        spans = (range(start, stop, size) for (start, stop), size in sized)
         for corner in itertools.product(*spans):
-            sized = list(zip(corner, self._chunk, strict=True))
-            name = "/".join(str(at // size) for at, size in sized)
-            firsts = [start for start, _ in bounds]
-            index = tuple(
-                slice(at - first, at - first + size)
-                for (at, size), first in zip(sized, firsts, strict=True)
-            )
-            pieces.append((f"{self.path}/c/{name}".rstrip("/"), part[index]))
+            ats = list(zip(corner, sized, strict=True))
+            name = "/".join(str(at // size) for at, (_, size) in ats)
+            index = (slice(at - a, at - a + size) for at, ((a, _), size) in ats)
+            pieces.append((f"{self.path}/c/{name}", part[tuple(index)]))
         return pieces
 
     def _write_chunk(self, path: str, part: np.ndarray) -> None:
