@@ -103,7 +103,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+LONG = {"one gradient", "gradients on the host"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(x, marks=[pytest.mark.slow] if x in LONG else []) for x in CASES],
+)
 def test_gradients_are_applied_one_step_late(case):
     config = delayed(**CASES[case])
     state, _ = train(start(config), NUM_STEPS)

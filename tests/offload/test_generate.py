@@ -68,7 +68,13 @@ def assert_same_text(run, state, tokens, **settings):
 
 @pytest.mark.parametrize(
     ("num_devices", "stage", "form"),
-    [(1, 1, "GPT"), (8, 1, "LLAMA"), *((8, 3, form) for form in FORMS)],
+    [
+        (1, 1, "GPT"),
+        (8, 3, "LLAMA"),
+        (8, 3, "tiles"),
+        pytest.param(8, 1, "GPT", marks=pytest.mark.slow),
+        pytest.param(8, 3, "tiles without biases", marks=pytest.mark.slow),
+    ],
 )
 def test_text_is_that_of_all_blocks_at_once(num_devices, stage, form):
     """Fails if a pass is not that of the whole program, or devices change the text."""

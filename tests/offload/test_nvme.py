@@ -251,10 +251,10 @@ def test_a_disk_that_fills_up_in_a_step(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(*args)
 
-    monkeypatch.setattr(os, "pwritev", until_full)
-    with pytest.raises(StorageError, match=r"holds .*No space left on device"):
-        trainer.fit()
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwritev", until_full)
+        with pytest.raises(StorageError, match=r"holds .*No space left on device"):
+            trainer.fit()
     trainer.close()
     resumed = small_run.make_trainer(tmp_path / "full", *settings)
     assert resumed.step == 3

@@ -77,12 +77,12 @@ def assert_same_run(config, directory, *, devices=None, memory="pinned_host"):
     return state
 
 
-LONG = {"stage 1", "stage 2, two microbatches", "under the backward pass"}
+SHORT = {"stage 3, gated, two microbatches", "stage 3, dropout"}
 
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(x, marks=[pytest.mark.slow] if x in LONG else []) for x in CASES],
+    [pytest.param(x, marks=[] if x in SHORT else [pytest.mark.slow]) for x in CASES],
 )
 def test_tiles_add_up_to_the_layer(tmp_path, case):
     """Fails if a tile is left out of the stream, of its cotangent, or of dropout."""
@@ -90,6 +90,7 @@ def test_tiles_add_up_to_the_layer(tmp_path, case):
     assert memories(state.master["blocks"]["mlp"]["tiles"]) == {"pinned_host"}
 
 
+@pytest.mark.slow
 def test_tiles_on_one_device(tmp_path):
     config = make_config("pinned_host", 0, zero=AWAY, num_microbatches=2)
     assert_same_run(config, tmp_path, devices=jax.devices()[:1])
