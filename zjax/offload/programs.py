@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zjax.offload.units import trunk_of, units_of
+from zjax.offload.units import trunk_of, units_of, units_of_all
 from zjax.sharding.placement import Row, pad_tree, path_of, place_tree, unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.sharding.zero import whole_spec
@@ -51,7 +51,7 @@ class BlockPrograms:
         """Rows of the gradients that arrive together, as `groups_of` numbers them."""
         embed = jax.tree.leaves(self.grad_rows["embed"])
         _, (blocks,), _ = self.stack.split(self.grad_tree)
-        units = [unit for block in blocks for unit in units_of(self.segment, block)]
+        units = units_of_all(self.segment, blocks)
         head = [
             row
             for keys, row in jax.tree_util.tree_leaves_with_path(self.grad_rows["head"])

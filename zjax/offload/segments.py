@@ -17,7 +17,7 @@ from zjax.models.part import fold_name
 from zjax.offload.parts import Jit
 from zjax.offload.programs import BlockPrograms
 from zjax.offload.stream import Load, Stream
-from zjax.offload.units import groups_of, units_of
+from zjax.offload.units import groups_of, units_of, units_of_all
 from zjax.sharding.placement import Row
 from zjax.sharding.plan import DEVICE, Plan, plan_on_device
 from zjax.storage.move import rest
@@ -277,7 +277,7 @@ class Segments:
 
     def units(self, blocks: Sequence[Params]) -> list[Params]:
         """The units of all blocks, in the order of the forward pass."""
-        return [unit for block in blocks for unit in units_of(self.segment, block)]
+        return units_of_all(self.segment, blocks)
 
     def groups_of_block(self, number: int) -> range:
         """The units of one block, by number."""

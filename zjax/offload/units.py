@@ -1,6 +1,6 @@
 """What comes up together: a block of a model, or its trunk and each of its tiles."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,19 @@ def units_of(segment: Segment, block: Params) -> list[Params]:
         return [block]
     trunk, tiles = segment.tiles.split(block)
     return [trunk, *tiles]
+
+
+def units_of_all(segment: Segment, blocks: Sequence[Params]) -> list[Params]:
+    """The units of all blocks, in the order of the forward pass.
+
+    Args:
+        segment: Says whether blocks have tiles.
+        blocks: Their parameters, or anything in their place.
+
+    Returns:
+        Those of the first block, and so on.
+    """
+    return [unit for block in blocks for unit in units_of(segment, block)]
 
 
 def num_units(stack: Stack, params: Params) -> int:
@@ -75,7 +88,7 @@ def groups_of(stack: Stack, params: Params) -> list[int]:
     leaves, tree = jax.tree.flatten(params)
     embed, (blocks,), head = stack.split(jax.tree.unflatten(tree, range(len(leaves))))
     (segment,) = stack.segments
-    units = [unit for block in blocks for unit in units_of(segment, block)]
+    units = units_of_all(segment, blocks)
     groups = [0] * len(leaves)
     # What the embedding shares with the head is the embedding's.
     parts = [*enumerate(units), (len(units) + 1, head), (len(units), embed)]
