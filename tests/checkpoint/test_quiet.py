@@ -7,6 +7,7 @@ import pytest
 from zjax.checkpoint.quiet import silence_failures
 
 ORBAX = ValueError("cannot write 2.orbax-checkpoint-tmp")
+READ = ValueError("OUT_OF_RANGE: Error opening [tensorstore_spec='{}']")
 OTHER = ValueError("a mistake of someone else")
 
 
@@ -17,6 +18,7 @@ OTHER = ValueError("a mistake of someone else")
         pytest.param("absl", logging.ERROR, OTHER, True, id="other-failure"),
         pytest.param("absl", logging.WARNING, None, True, id="warning"),
         pytest.param("asyncio", logging.ERROR, ORBAX, False, id="task-of-orbax"),
+        pytest.param("asyncio", logging.ERROR, READ, False, id="read-for-orbax"),
         pytest.param("asyncio", logging.ERROR, OTHER, True, id="other-task"),
         pytest.param("zjax", logging.ERROR, ORBAX, True, id="other-logger"),
     ],

@@ -1,6 +1,7 @@
 """Layers that pass through the devices tile by tile."""
 
 import dataclasses
+import gc
 
 import jax
 import numpy as np
@@ -154,6 +155,7 @@ def test_a_few_tiles_are_on_the_devices_in_a_step(monkeypatch, waits):
     for tiles in (1, 8):
         changes = {} if waits else UNDER_BACKWARD
         run, step = start_huge(monkeypatch, tiles, **changes)
+        gc.collect()  # what earlier tests left must not go in mid-step
         seen, before = [], live_bytes()
         for owner in (step.backward, step.backward.stream, step.stream):
             for name in ("block_backward", "tile_backward", "_bring", "leave"):
