@@ -1,0 +1,137 @@
+"""Layouts keep each distinct pattern once, and no block twice."""
+
+import numpy as np
+import pytest
+
+from zjax_kernels.sparse_attention.layout import BlockLayout, Pattern
+
+
+def random_live(shape, seed=0):
+    return np.random.default_rng(seed).random(shape) < 0.3
+
+
+def from_heads(live, **given):
+    """A layout from patterns built apart."""
+    heads = []
+    for head in live:
+        rows, columns = np.nonzero(head)
+        heads.append(Pattern.from_entries(rows, columns, *head.shape))
+    return BlockLayout.from_heads(heads, num_columns=live.shape[-1], **given)
+
+
+def test_entries_may_repeat_in_any_order():
+    rows, columns = np.array([2, 0, 2, 2, 0]), np.array([1, 3, 0, 1, 3])
+    pattern = Pattern.from_entries(rows, columns, 4, 5)
+    assert pattern.starts.tolist() == [0, 1, 1, 3, 3]
+    assert pattern.columns.tolist() == [3, 0, 1]
+    assert pattern.rows.tolist() == [0, 2, 2]
+    assert (pattern.starts.dtype, pattern.columns.dtype) == (np.int64, np.int32)
+
+
+def test_entries_are_those_of_a_loop():
+    for seed in range(50):
+        random = np.random.default_rng(seed)
+        num_rows, num_columns = random.integers(1, 12, size=2)
+        rows = random.integers(0, num_rows, size=30).astype(np.int32)
+        columns = random.integers(0, num_columns, size=30)
+        pattern = Pattern.from_entries(rows, columns, num_rows, num_columns)
+        expected = sorted(set(zip(rows.tolist(), columns.tolist(), strict=True)))
+        assert [*zip(pattern.rows, pattern.columns, strict=True)] == expected
+        counts = np.bincount(rows_of(expected), minlength=num_rows)
+        assert np.diff(pattern.starts).tolist() == counts.tolist()
+
+
+def rows_of(entries):
+    return [row for row, _ in entries]
+
+
+def test_entries_may_lie_beyond_what_int32_counts():
+    side = 100_000
+    last = np.array([side - 1], np.int32)
+    pattern = Pattern.from_entries(last, last, side, side)
+    assert (pattern.rows.tolist(), pattern.columns.tolist()) == ([side - 1],) * 2
+
+
+def test_entries_may_be_none():
+    none = np.zeros(0, int)
+    pattern = Pattern.from_entries(none, none, 2, 2)
+    assert (pattern.starts.tolist(), pattern.columns.tolist()) == ([0, 0, 0], [])
+
+
+@pytest.mark.parametrize("shape", [(3, 6, 6), (1, 4, 9), (2, 9, 4)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_dense_arrays_come_back(shape, causal):
+    live = random_live(shape)
+    layout = BlockLayout.from_dense(live, block=32, causal=causal)
+    expected = live & np.tri(*shape[1:], dtype=bool) if causal else live
+    np.testing.assert_array_equal(layout.to_dense(), expected)
+    assert (layout.num_heads, layout.num_rows, layout.num_columns) == shape
+    assert layout.density == pytest.approx(expected.mean())
+    assert layout.causal is causal
+
+
+def test_one_array_serves_all_heads():
+    live = random_live((5, 5))
+    layout = BlockLayout.from_dense(live, block=16, num_heads=4)
+    np.testing.assert_array_equal(layout.to_dense(), [live] * 4)
+    assert (len(layout.patterns), layout.head_patterns) == (1, (0, 0, 0, 0))
+
+
+@pytest.mark.parametrize("build", [BlockLayout.from_dense, from_heads])
+def test_equal_heads_share_a_pattern(build):
+    first, second = random_live((2, 6, 6))
+    layout = build(np.stack([first, second, first, second]), block=16)
+    assert (len(layout.patterns), layout.head_patterns) == (2, (0, 1, 0, 1))
+
+
+@pytest.mark.parametrize("build", [BlockLayout.from_dense, from_heads])
+def test_heads_that_differ_in_the_future_alone_share_a_pattern(build):
+    live = np.stack([np.tri(4), np.ones((4, 4))])
+    layout = build(live, block=16, causal=True)
+    assert (len(layout.patterns), layout.head_patterns) == (1, (0, 0))
+    np.testing.assert_array_equal(layout.to_dense(), [np.tri(4)] * 2)
+
+
+def test_rows_and_layouts_may_be_empty():
+    live = np.zeros((2, 4, 4), bool)
+    live[1, 2] = True
+    layout = BlockLayout.from_dense(live, block=16)
+    np.testing.assert_array_equal(layout.to_dense(), live)
+    assert layout.density == 4 / 32
+    assert layout.patterns[0].starts.tolist() == [0] * 5
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_heads", "message"),
+    [
+        (
+            (4, 4),
+            None,
+            "live.shape=(4, 4) is not a layout; give [heads, rows, columns], or [rows, "
+            "columns] and num_heads",
+        ),
+        (
+            (2, 4, 4),
+            3,
+            "live.shape=(2, 4, 4) is not a layout of 3 heads; give [heads, rows, "
+            "columns], or [rows, columns] and num_heads",
+        ),
+        (
+            (2, 0, 4),
+            None,
+            "live.shape=(2, 0, 4) is not a layout; give [heads, rows, columns], or "
+            "[rows, columns] and num_heads",
+        ),
+    ],
+)
+def test_other_shapes_are_refused(shape, num_heads, message):
+    with pytest.raises(ValueError) as error:
+        BlockLayout.from_dense(np.ones(shape, bool), block=16, num_heads=num_heads)
+    assert str(error.value) == message
+
+
+def test_other_blocks_are_refused():
+    with pytest.raises(ValueError) as error:
+        BlockLayout.from_dense(np.ones((1, 2, 2), bool), block=24)
+    message = "block=24 is not a size of blocks; use 16, 32, 64 or 128"
+    assert str(error.value) == message

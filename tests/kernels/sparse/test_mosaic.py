@@ -1,0 +1,170 @@
+"""The GPU kernels: run by the interpreter with races detected, and lowered for CUDA."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.kernels.sparse.dense import attend, make_inputs, mask_of
+from tests.kernels.sparse.test_plan import random_live
+from zjax_kernels.sparse_attention import BlockLayout, make_plan
+from zjax_kernels.sparse_attention import plan as plans
+from zjax_kernels.sparse_attention.mosaic_gpu import (
+    backward_keys,
+    backward_queries,
+    forward,
+    launch,
+)
+from zjax_kernels.sparse_attention.reference import Options
+
+try:
+    from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
+except ImportError:
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+SLOW = pytest.mark.slow
+CASES = [
+    pytest.param({"block": 64, "causal": True, "ping_pong": True}, id="64-causal"),
+    pytest.param({"block": 16, "heads": 4, "num_kv_heads": 2}, id="16-groups"),
+    pytest.param({"block": 16, "causal": True, "segments": True}, id="16-segments"),
+    pytest.param({"block": 128, "tokens": 512, "split": True}, id="128-split"),
+    pytest.param(
+        {"block": 32, "soft_cap": 2.0, "stages": 3}, id="32-capped", marks=SLOW
+    ),
+    pytest.param({"block": 64, "empty": True, "dtype": jnp.float16}, id="64-empty"),
+    pytest.param(
+        {"block": 64, "alike": True, "programs": 1}, id="64-alike", marks=SLOW
+    ),
+    pytest.param(
+        {"block": 64, "tokens": 320, "head_size": 128, "segments": True},
+        id="64-128-channels",
+        marks=SLOW,
+    ),
+    pytest.param({"block": 32, "head_size": 256}, id="32-256-channels", marks=SLOW),
+    pytest.param({"block": 32, "head_size": 96}, id="32-96-channels", marks=SLOW),
+]
+
+
+def make_case(
+    block,
+    *,
+    tokens=256,
+    heads=2,
+    num_kv_heads=1,
+    causal=False,
+    alike=False,
+    empty=False,
+    segments=False,
+    head_size=64,
+    dtype=jnp.bfloat16,
+    **_,
+):
+    rows = tokens // block
+    live = random_live((rows, rows) if alike else (heads, rows, rows))
+    if empty:
+        live[..., rows // 2 :, :] = False
+    layout = BlockLayout.from_dense(live, block=block, num_heads=heads, causal=causal)
+    plan = make_plan(
+        layout, num_kv_heads=num_kv_heads, head_size=head_size, segments=segments
+    )
+    inputs = make_inputs(
+        layout, batch=1, num_kv_heads=num_kv_heads, head_size=head_size, dtype=dtype
+    )
+    numbers = None
+    if segments:
+        rng = np.random.default_rng(0)
+        documents = np.sort(rng.integers(0, 3, (1, plan.queries.num_rows)))
+        numbers = (documents.astype(np.int32),) * 2
+    return layout, jax.tree.map(jnp.asarray, plan), inputs, numbers
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_are_dense_attention_under_the_mask(monkeypatch, capfd, case):
+    """Fails if a kernel leaves out, adds or races for anything."""
+    if case.get("split"):
+        monkeypatch.setattr(plans, "WORTH_SPLITTING", 128)
+    layout, plan, inputs, segments = make_case(**case)
+    assert bool(plan.queries.num_slots and plan.keys.num_slots) == case.get(
+        "split", False
+    )
+    *qkv, d_out, _ = inputs
+    options = Options(qkv[0].shape[-1] ** -0.5, case.get("soft_cap", 0.0))
+    tokens = qkv[0].shape[1]
+    seen = segments and tuple(x[:, :tokens] for x in segments)
+    (out, lse), vjp = jax.vjp(
+        functools.partial(
+            attend, mask=mask_of(layout, seen), soft_cap=options.soft_cap
+        ),
+        *(x.astype(jnp.float32) for x in qkv),
+    )
+    expected = vjp((d_out.astype(jnp.float32), jnp.zeros_like(lse)))
+    padding = [(0, 0), (0, plan.queries.num_rows - tokens), (0, 0), (0, 0)]
+    *qkv, d_out, averages = (jnp.pad(x, padding) for x in (*qkv, d_out, out))
+    run = functools.partial(
+        interpret, case.get("stages", 2), case.get("programs", 2), options
+    )
+    wide = qkv[0].shape[-1] > 128
+    ping_pong = case.get("ping_pong", False)
+    found, sums = run(
+        forward, (*qkv, segments, plan.queries), 1 if wide else 2, ping_pong
+    )
+    delta = jnp.einsum("bshd,bshd->bhs", averages, d_out.astype(jnp.float32))
+    args = *qkv, d_out, sums, delta, segments
+    dq = run(backward_queries, (*args, plan.queries), 1, False)
+    dk, dv = run(backward_keys, (*args, plan.keys), 1, False)
+    assert "RACE" not in "".join(capfd.readouterr())
+    np.testing.assert_allclose(sums[..., :tokens], lse, atol=1e-3, rtol=0)
+    np.testing.assert_allclose(found[:, :tokens].astype(np.float32), out, atol=2e-2)
+    for x, y in zip((dq, dk, dv), expected, strict=True):
+        error = jnp.abs(x[:, :tokens].astype(jnp.float32) - y).max()
+        assert error <= 1e-2 * jnp.abs(y).max()
+    assert not found[:, tokens:].any()
+
+
+def interpret(stages, programs, options, kernel, args, tiles, ping_pong):
+    tuning = launch.Tuning(stages, tiles, ping_pong, programs=programs)
+    params = InterpretGPUParams(detect_races=True)
+    run = functools.partial(kernel, options=options, tuning=tuning, interpret=params)
+    return jax.jit(lambda args: run(*args))(args)
+
+
+@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+@pytest.mark.parametrize("masks", ["none", "all"])
+def test_every_variant_lowers_for_cuda(block, head_size, masks):
+    """Fails if a kernel asks for what Mosaic cannot do: copies, layouts, products."""
+    everything = masks == "all"
+    tokens = 4096 if block == 128 else 512
+    live = random_live((4, tokens // block, tokens // block))
+    layout = BlockLayout.from_dense(live, block=block, causal=everything)
+    plan = make_plan(layout, num_kv_heads=2, head_size=head_size, segments=everything)
+    dtype = jnp.float16 if everything else jnp.bfloat16
+    options = Options(0.1, 2.0 if everything else 0.0)
+    q = jax.ShapeDtypeStruct((2, tokens, 4, head_size), dtype)
+    k = jax.ShapeDtypeStruct((2, tokens, 2, head_size), dtype)
+    sums = jax.ShapeDtypeStruct((2, 4, tokens), jnp.float32)
+    numbers = jax.ShapeDtypeStruct((2, tokens), jnp.int32)
+    segments = (numbers, numbers) if everything else None
+    args = q, k, k, q, sums, sums, segments
+    for kernel, arrays in (
+        (forward, (q, k, k, segments, plan.queries)),
+        (backward_queries, (*args, plan.queries)),
+        (backward_keys, (*args, plan.keys)),
+    ):
+        run = jax.jit(lambda arrays, kernel=kernel: kernel(*arrays, options))
+        text = run.trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
+        assert "mosaic_gpu" in text
+
+
+def test_lowering_by_warpgroups_is_a_choice():
+    layout = BlockLayout.from_dense(random_live((8, 8)), block=64, num_heads=2)
+    plan = make_plan(layout)
+    x = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
+    tuning = launch.Tuning(warpgroup=True)
+    run = jax.jit(
+        lambda x, plan: forward(x, x, x, None, plan, Options(1.0), tuning=tuning)
+    )
+    traced = run.trace(x, plan.queries)
+    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()

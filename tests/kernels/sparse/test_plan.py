@@ -1,0 +1,108 @@
+"""Plans say exactly what layouts say, tile by tile."""
+
+import numpy as np
+import pytest
+
+from tests.kernels.sparse.decoding import decode
+from zjax_kernels.sparse_attention.layout import BlockLayout
+from zjax_kernels.sparse_attention.plan import make_plan
+
+
+def random_live(shape, density=0.3, *, heavy=True, seed=0):
+    live = np.random.default_rng(seed).random(shape) < density
+    if heavy:
+        live[..., :1, :] = True
+        live[..., :, 1:2] = True
+    return live
+
+
+def tokens_of(layout):
+    """The layout as a mask of tokens: the specification."""
+    live = layout.to_dense().repeat(layout.block, 1).repeat(layout.block, 2)
+    return live & np.tri(*live.shape[1:], dtype=bool) if layout.causal else live
+
+
+CASES = {
+    "16": (16, 24, 24, False),
+    "16, causal": (16, 24, 24, True),
+    "16, padded": (16, 11, 11, True),
+    "32, keys longer": (32, 8, 13, False),
+    "64, causal": (64, 9, 9, True),
+    "128": (128, 5, 5, False),
+    "128, causal": (128, 5, 5, True),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("head_size", [64, 256])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+def test_each_live_token_is_visited_once(case, head_size, num_kv_heads):
+    """Fails if a cell is lost, added, cut wrongly, or visited in two chunks."""
+    block, num_rows, num_columns, causal = CASES[case]
+    live = random_live((4, num_rows, num_columns))
+    live[2] = live[0]
+    live[3, num_rows // 2] = False
+    layout = BlockLayout.from_dense(live, block=block, causal=causal)
+    plan = make_plan(layout, num_kv_heads=num_kv_heads, head_size=head_size)
+    expected = tokens_of(layout)
+    queries, keys = decode(plan.queries), decode(plan.keys)
+    num_queries, num_keys = expected.shape[1:]
+    np.testing.assert_array_equal(queries[:, :num_queries, :num_keys], expected)
+    assert queries.sum() == expected.sum()
+    group = 4 // num_kv_heads
+    heads = keys.reshape(num_kv_heads, plan.keys.num_rows, group, -1)
+    heads = heads.transpose(0, 2, 3, 1).reshape(4, -1, plan.keys.num_rows)
+    np.testing.assert_array_equal(heads[:, :num_queries, :num_keys], expected)
+    assert keys.sum() == expected.sum()
+
+
+def test_small_blocks_visit_little_that_is_dead():
+    """Fails if a tile visits all that lies between the blocks that it sees."""
+    rows = np.arange(256)
+    live = rows[:, None] // 4 == rows // 4
+    live[:, 3::4] = True
+    layout = BlockLayout.from_dense(live, block=16, num_heads=1)
+    for schedule, most in zip(visited(make_plan(layout)), (0.29, 0.29), strict=True):
+        assert schedule <= most
+
+
+def visited(plan):
+    for each in (plan.queries, plan.keys):
+        chunks = each.items[each.items[..., 0] >= 0][:, 2].sum()
+        yield chunks * 128 * each.chunk / (each.num_rows * each.num_columns)
+
+
+def test_no_item_is_long_and_the_longest_come_first():
+    """Fails if one row that sees everything is left to one program."""
+    live = np.eye(512, dtype=bool)
+    live[0] = True
+    live[:, 0] = True
+    plan = make_plan(BlockLayout.from_dense(live, block=128, num_heads=1))
+    for schedule in (plan.queries, plan.keys):
+        counts = schedule.items[0, : int(schedule.num_items[0]), 2]
+        assert max(counts) <= 16 * 128 // schedule.chunk
+        assert (np.diff(counts) <= 0).all()
+        tile, *slots = schedule.splits[0, 0]
+        assert tile == 0
+        assert sorted(slots) == list(range(len(slots)))
+        assert len(slots) <= schedule.num_slots
+
+
+def test_random_layouts_of_one_kind_have_plans_of_one_shape():
+    """Fails if another seed means another program."""
+    shapes = set()
+    for seed in range(8):
+        live = random_live((128, 128), 0.05, heavy=False, seed=seed)
+        plan = make_plan(BlockLayout.from_dense(live, block=128, num_heads=1))
+        shapes.add(tuple(x.shape for x in (plan.queries.columns, plan.queries.items)))
+    assert len(shapes) <= 2
+
+
+def test_heads_that_do_not_divide():
+    layout = BlockLayout.from_dense(np.ones((2, 2), bool), block=64, num_heads=6)
+    with pytest.raises(ValueError) as caught:
+        make_plan(layout, num_kv_heads=4)
+    assert str(caught.value) == (
+        "num_kv_heads=4 does not divide the 6 heads of the layout; give a divisor, or "
+        "a layout with other heads"
+    )

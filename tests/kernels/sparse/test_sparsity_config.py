@@ -1,0 +1,273 @@
+"""Rules of one's own need little, and what cannot work is told all at once."""
+
+import numpy as np
+import pytest
+
+from zjax_kernels.sparse_attention.layout import Pattern
+from zjax_kernels.sparse_attention.patterns import Dense, Fixed, Variable
+from zjax_kernels.sparse_attention.sliding_patterns import (
+    BigBird,
+    BSLongformer,
+    LocalSlidingWindow,
+)
+from zjax_kernels.sparse_attention.sparsity_config import SparsityConfig
+
+each_class = pytest.mark.parametrize(
+    "rule", [Dense, Fixed, Variable, BigBird, BSLongformer, LocalSlidingWindow]
+)
+
+
+class Own(SparsityConfig):
+    """The diagonal, by default; the tests set other patterns."""
+
+    patterns = None
+
+    def heads(self, num_blocks):
+        rows = np.arange(num_blocks)
+        diagonal = Pattern.from_entries(rows, rows, num_blocks, num_blocks)
+        return self.patterns or [diagonal]
+
+
+def pattern_of(live):
+    rows, columns = np.nonzero(live)
+    return Pattern.from_entries(rows, columns, *np.shape(live))
+
+
+def test_an_own_rule_needs_one_method():
+    live = Own(2).layout(48).to_dense()
+    np.testing.assert_array_equal(live, [np.eye(3, dtype=bool)] * 2)
+
+
+def test_an_own_rule_is_cut_at_the_diagonal(monkeypatch):
+    full = pattern_of(np.ones((3, 3)))
+    monkeypatch.setattr(Own, "patterns", [full, pattern_of(np.eye(3))])
+    live = Own(2, attention="unidirectional").layout(48).to_dense()
+    np.testing.assert_array_equal(live, [np.tri(3), np.eye(3)])
+
+
+def test_a_rule_without_heads_cannot_be_made():
+    with pytest.raises(TypeError, match="heads"):
+        SparsityConfig(4)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (
+            [pattern_of(np.eye(3))] * 2,
+            "len(heads)=2 is not one of num_heads=4; return one pattern per head, or a "
+            "single one for all",
+        ),
+        (
+            [pattern_of(np.eye(3))] * 3 + [pattern_of(np.eye(4))],
+            "head=3 is no pattern of 3 rows and columns; build it with "
+            "num_rows=num_columns=3",
+        ),
+        (
+            [pattern_of(np.ones((3, 5)))],
+            "head=0 is no pattern of 3 rows and columns; build it with "
+            "num_rows=num_columns=3",
+        ),
+    ],
+)
+def test_an_own_rule_that_is_wrong_is_told(patterns, message, monkeypatch):
+    monkeypatch.setattr(Own, "patterns", patterns)
+    with pytest.raises(ValueError) as error:
+        Own(4).layout(48)
+    assert str(error.value) == message
+
+
+@each_class
+def test_every_problem_of_all_rules_is_told_at_once(rule):
+    with pytest.raises(ValueError) as error:
+        rule(0, block=8, attention="both")
+    assert str(error.value) == (
+        "num_heads=0 is not an integer >= 1; give 1 or more\n"
+        "block=8 is not a size of blocks; use 16, 32, 64 or 128\n"
+        "attention=both is not a direction of attention; "
+        "use bidirectional or unidirectional"
+    )
+
+
+def refusal(rule, given, message, id):
+    return pytest.param(rule, given, message, id=id)
+
+
+@pytest.mark.parametrize(
+    ("rule", "given", "message"),
+    [
+        refusal(
+            Dense,
+            {"num_heads": True},
+            "num_heads=True is not an integer >= 1; give 1 or more",
+            "no-number",
+        ),
+        refusal(
+            Dense,
+            {"block": 16.0},
+            "block=16.0 is not a size of blocks; use 16, 32, 64 or 128",
+            "no-whole-block",
+        ),
+        refusal(
+            Fixed,
+            {
+                "num_local_blocks": 0,
+                "num_global_blocks": 1.5,
+                "num_different_global_patterns": -1,
+                "attention": "unidirectional",
+                "horizontal_global_attention": True,
+            },
+            "num_local_blocks=0 is not an integer >= 1; give 1 or more\n"
+            "num_global_blocks=1.5 is not an integer >= 1; give 1 or more\n"
+            "num_different_global_patterns=-1 is not an integer >= 1; give 1 or more\n"
+            "horizontal_global_attention=True cannot be with attention=unidirectional; "
+            "leave it out, or use bidirectional",
+            "counts",
+        ),
+        refusal(
+            Fixed,
+            {"num_local_blocks": 5, "num_global_blocks": 2},
+            "num_global_blocks=2 does not divide num_local_blocks=5; give a divisor of "
+            "it",
+            "indivisible",
+        ),
+        refusal(
+            Fixed,
+            {"num_local_blocks": 2, "num_global_blocks": 4},
+            "num_global_blocks=4 does not divide num_local_blocks=2; give a divisor of "
+            "it",
+            "more-global-than-local",
+        ),
+        refusal(
+            Fixed,
+            {"num_different_global_patterns": 5},
+            "num_different_global_patterns=5 is more than num_local_blocks / "
+            "num_global_blocks=4; give 4 or less\n"
+            "num_different_global_patterns=5 asks for heads that differ; set "
+            "different_layout_per_head=True",
+            "places",
+        ),
+        refusal(
+            Variable,
+            {
+                "num_random_blocks": -1,
+                "local_window_blocks": [],
+                "global_block_indices": [0, -1],
+                "global_block_end_indices": [0],
+                "attention": "unidirectional",
+                "horizontal_global_attention": True,
+                "seed": -2,
+            },
+            "num_random_blocks=-1 is not an integer >= 0; give 0 or more\n"
+            "local_window_blocks=() is empty; give one like [4]\n"
+            "global_block_indices=(0, -1) is not a list of integers >= 0; give one "
+            "like [0]\n"
+            "global_block_end_indices=(0,) is not a list of integers >= 1; give one "
+            "like [1]\n"
+            "horizontal_global_attention=True cannot be with attention=unidirectional; "
+            "leave it out, or use bidirectional\n"
+            "seed=-2 is not an integer >= 0; give 0 or more",
+            "variable",
+        ),
+        refusal(
+            Variable,
+            {"local_window_blocks": 4, "global_block_indices": "0"},
+            "local_window_blocks=4 is not a list of integers >= 1; give one like [1]\n"
+            "global_block_indices=0 is not a list of integers >= 0; give one like [0]",
+            "no-lists",
+        ),
+        refusal(
+            BSLongformer,
+            {"global_block_indices": [0, 4], "global_block_end_indices": [2]},
+            "global_block_end_indices=(2,) has not one end for each of "
+            "global_block_indices=(0, 4); give 2 ends",
+            "number-of-ends",
+        ),
+        refusal(
+            BSLongformer,
+            {"global_block_indices": [0, 4], "global_block_end_indices": [2, 4]},
+            "global_block_end_indices=(2, 4) is not beyond global_block_indices=(0, 4)"
+            "; give each range an end after its start",
+            "empty-range",
+        ),
+        refusal(
+            BigBird,
+            {
+                "num_random_blocks": -1,
+                "num_sliding_window_blocks": 0,
+                "num_global_blocks": -1,
+                "seed": -1,
+            },
+            "num_random_blocks=-1 is not an integer >= 0; give 0 or more\n"
+            "num_sliding_window_blocks=0 is not an integer >= 1; give 1 or more\n"
+            "num_global_blocks=-1 is not an integer >= 0; give 0 or more\n"
+            "seed=-1 is not an integer >= 0; give 0 or more",
+            "big-bird",
+        ),
+        refusal(
+            LocalSlidingWindow,
+            {"num_sliding_window_blocks": -3},
+            "num_sliding_window_blocks=-3 is not an integer >= 1; give 1 or more",
+            "local",
+        ),
+    ],
+)
+def test_arguments_that_cannot_work_are_told(rule, given, message):
+    with pytest.raises(ValueError) as error:
+        rule(**{"num_heads": 2, **given})
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "message"),
+    [
+        (100, "seq_len=100 is not a multiple of block=16; pad it to 112"),
+        (7, "seq_len=7 is not a multiple of block=16; pad it to 16"),
+        (0, "seq_len=0 is no number of tokens; give a multiple of block=16"),
+        (32.0, "seq_len=32.0 is no number of tokens; give a multiple of block=16"),
+    ],
+)
+@each_class
+def test_other_lengths_are_refused(rule, seq_len, message):
+    with pytest.raises(ValueError) as error:
+        rule(1).layout(seq_len)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            Fixed(1, num_local_blocks=6, num_global_blocks=3),
+            "num_global_blocks=3 is more than the 2 blocks of seq_len=32; give at most "
+            "2, or seq_len=48 or more",
+        ),
+        (
+            Variable(1, num_random_blocks=4, attention="unidirectional"),
+            "num_random_blocks=4 is more than the 2 blocks of seq_len=32; give at most "
+            "2, or seq_len=64 or more",
+        ),
+        (
+            BigBird(1, num_random_blocks=3, num_global_blocks=4),
+            "num_random_blocks=3 is more than the 2 blocks of seq_len=32; give at most "
+            "2, or seq_len=48 or more\n"
+            "num_sliding_window_blocks=3 is more than the 2 blocks of seq_len=32; give "
+            "at most 2, or seq_len=48 or more\n"
+            "num_global_blocks=4 is more than the 2 blocks of seq_len=32; give at most "
+            "2, or seq_len=64 or more",
+        ),
+        *[
+            (
+                rule(1),
+                "num_sliding_window_blocks=3 is more than the 2 blocks of seq_len=32; "
+                "give at most 2, or seq_len=48 or more",
+            )
+            for rule in (BSLongformer, LocalSlidingWindow)
+        ],
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_sequences_too_short_for_the_counts_are_refused(config, message):
+    with pytest.raises(ValueError) as error:
+        config.layout(32)
+    assert str(error.value) == message

@@ -1,0 +1,45 @@
+"""GPU kernels for JAX, of use in any program: they import JAX and no framework.
+
+Example:
+    >>> import jax.numpy as jnp
+    >>> import zjax_kernels
+    >>> layout = zjax_kernels.BigBird(num_heads=4, block=64).layout(1024)
+    >>> plan = zjax_kernels.make_plan(layout)
+    >>> x = jnp.ones((1, 1024, 4, 64))
+    >>> zjax_kernels.sparse_attention(x, x, x, plan).shape
+    (1, 1024, 4, 64)
+"""
+
+from zjax_kernels.sparse_attention import (
+    BigBird,
+    BlockLayout,
+    BSLongformer,
+    Dense,
+    Fixed,
+    LocalSlidingWindow,
+    Pattern,
+    Plan,
+    SparsityConfig,
+    Variable,
+    draw_layout,
+    make_plan,
+    plot_layout,
+    sparse_attention,
+)
+
+__all__ = [
+    "BSLongformer",
+    "BigBird",
+    "BlockLayout",
+    "Dense",
+    "Fixed",
+    "LocalSlidingWindow",
+    "Pattern",
+    "Plan",
+    "SparsityConfig",
+    "Variable",
+    "draw_layout",
+    "make_plan",
+    "plot_layout",
+    "sparse_attention",
+]

@@ -1,0 +1,98 @@
+"""Which implementation runs on which device."""
+
+import functools
+import logging
+
+import jax
+
+_LOG = logging.getLogger("zjax_kernels")
+HEAD_SIZES = (64, 96, 128, 256)
+DTYPES = ("bfloat16", "float16")
+
+
+def check_implementation(requested: str, *, dtype: str, head_size: int) -> str:
+    """Decides what runs; says once what `auto` took.
+
+    Args:
+        requested: `auto`, `mosaic_gpu` or `reference`.
+        dtype: Name of the dtype of the arrays.
+        head_size: Channels per head.
+
+    Returns:
+        `mosaic_gpu` or `reference`.
+
+    Raises:
+        ValueError: There is no implementation of that name, or not for these arrays.
+        NotImplementedError: `mosaic_gpu` was asked for and this device cannot run it.
+
+    Example:
+        >>> check_implementation("auto", dtype="float32", head_size=64)
+        'reference'
+    """
+    if requested not in ("auto", "mosaic_gpu", "reference"):
+        from zjax_kernels.errors import invalid
+
+        remedy = "use auto, mosaic_gpu or reference"
+        raise invalid("implementation", requested, "is none that exists", remedy)
+    if requested == "reference":
+        return requested
+    arrays = _obstacle_of_arrays(dtype, head_size)
+    device = _obstacle_of_device(*first_device())
+    if requested == "mosaic_gpu":
+        if arrays:
+            raise ValueError(
+                f"implementation=mosaic_gpu cannot run: {arrays}; {_REMEDY}"
+            )
+        if device:
+            raise NotImplementedError(
+                f"implementation=mosaic_gpu cannot run: {device}; {_REMEDY}"
+            )
+        return requested
+    obstacle = arrays or device
+    chosen = "reference" if obstacle else "mosaic_gpu"
+    _say(chosen, obstacle or f"{dtype}, head size {head_size}")
+    return chosen
+
+
+_REMEDY = "use an H100 or H200 with one of these, or implementation='reference'"
+
+
+def first_device() -> tuple[str, tuple[int, int]]:
+    """What this process computes on.
+
+    Returns:
+        Platform, such as `cuda`, and compute capability, (0, 0) without one.
+
+    Example:
+        >>> first_device()
+        ('cpu', (0, 0))
+    """
+    device = jax.devices()[0]
+    capability = getattr(device, "compute_capability", None)
+    if device.platform != "gpu" or "cuda" not in device.client.platform_version:
+        return device.platform, (0, 0)
+    major, minor = str(capability).split(".")
+    return "cuda", (int(major), int(minor))
+
+
+def _obstacle_of_arrays(dtype, head_size):
+    if dtype not in DTYPES:
+        return f"it needs bfloat16 or float16 and the arrays are {dtype}"
+    if head_size not in HEAD_SIZES:
+        sizes = ", ".join(map(str, HEAD_SIZES))
+        return f"it needs a head size of {sizes} and this is {head_size}"
+    return ""
+
+
+def _obstacle_of_device(platform, capability):
+    if platform != "cuda":
+        return f"it needs a Hopper GPU and this is {platform}"
+    if capability[0] != 9:
+        found = ".".join(map(str, capability))
+        return f"it needs compute capability 9.0 and this GPU has {found}"
+    return ""
+
+
+@functools.cache
+def _say(chosen, reason):
+    _LOG.warning("sparse attention: %s (%s)", chosen, reason)

@@ -1,0 +1,174 @@
+"""Attention over the live blocks of a plan: one function, differentiable anywhere."""
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from zjax_kernels.device import check_implementation
+from zjax_kernels.errors import invalid
+from zjax_kernels.sparse_attention import reference
+from zjax_kernels.sparse_attention.plan import Plan
+from zjax_kernels.sparse_attention.reference import Options
+
+Implementation = Literal["auto", "mosaic_gpu", "reference"]
+SAVED = "sparse_attention"
+"""Name of what the backward pass needs of the forward pass, for recomputation."""
+
+
+def sparse_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    plan: Plan,
+    *,
+    scale: float | None = None,
+    soft_cap: float = 0.0,
+    segment_ids: tuple[jax.Array, jax.Array] | None = None,
+    key_mask: jax.Array | None = None,
+    return_lse: bool = False,
+    implementation: Implementation = "auto",
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Averages the values by softmax(scale q k) over the keys in live blocks.
+
+    Args:
+        q: [B, S, H, D] queries; S is `plan.num_queries`.
+        k: [B, T, K, D] keys; T is `plan.num_keys` and H a multiple of K.
+        v: [B, T, K, D] values.
+        plan: From `make_plan`, for H heads of queries and K of keys.
+        scale: Factor of the scores, above 0; 1 / sqrt(D) if none.
+        soft_cap: Bends scores into (-soft_cap, soft_cap); 0 leaves them.
+        segment_ids: int32[B, S] and int32[B, T], documents of the queries and of the
+            keys, >= 0; documents do not see each other.
+        key_mask: bool[B, T], false for keys that none sees, such as padding.
+        return_lse: Whether to return the logarithms of the sums of exponentials too.
+        implementation: `mosaic_gpu` runs on Hopper GPUs, `reference` anywhere; `auto`
+            takes the first that can run and says once what it took.
+
+    Returns:
+        [B, S, H, D] in the dtype of `q`, and float32[B, H, S] if `return_lse`. A query
+        that sees no key has 0 and -inf, and passes no gradient on.
+
+    Raises:
+        ValueError: Shapes or dtypes do not fit each other or the plan.
+        NotImplementedError: This device cannot run what was asked for.
+
+    Example:
+        >>> import numpy as np
+        >>> from zjax_kernels.sparse_attention import BlockLayout, make_plan
+        >>> live = np.tri(4, dtype=bool)
+        >>> layout = BlockLayout.from_dense(live, block=16, num_heads=2, causal=True)
+        >>> x = jnp.ones((1, 64, 2, 8))
+        >>> sparse_attention(x, x, x, make_plan(layout)).shape
+        (1, 64, 2, 8)
+
+    Reference:
+        Child et al. (arXiv:1904.10509); the online softmax of Dao et al.
+        (arXiv:2205.14135), algorithm 1.
+    """
+    _check(q, k, v, plan, scale, soft_cap)
+    chosen = check_implementation(
+        implementation, dtype=q.dtype.name, head_size=q.shape[-1]
+    )
+    options = Options(
+        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        soft_cap=float(soft_cap),
+    )
+    lengths = plan.queries.num_rows, plan.keys.num_rows
+    segments = _segments(segment_ids, key_mask, q.shape[:2], k.shape[:2])
+    if segments is not None:
+        segments = tuple(map(_lengthen, segments, lengths))
+    padded = (_lengthen(q, lengths[0]), *(_lengthen(x, lengths[1]) for x in (k, v)))
+    plan = jax.tree.map(jnp.asarray, plan)
+    found: Any = _attend(_Static(chosen, options), *padded, segments, plan)
+    out, lse = found
+    out = out[:, : q.shape[1]]
+    return (out, lse[:, :, : q.shape[1]]) if return_lse else out
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    implementation: str
+    options: Options
+
+    @property
+    def passes(self):
+        if self.implementation == "reference":
+            return reference
+        from zjax_kernels.sparse_attention import mosaic_gpu
+
+        return mosaic_gpu
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(static: Any, q: Any, k: Any, v: Any, segments: Any, plan: Any) -> Any:
+    return static.passes.forward(q, k, v, segments, plan.queries, static.options)
+
+
+def _attend_forward(static, q, k, v, segments, plan):
+    found: Any = _attend(static, q, k, v, segments, plan)
+    out, lse = (checkpoint_name(x, SAVED) for x in found)
+    return (out, lse), (q, k, v, out, lse, segments, plan)
+
+
+def _attend_backward(static, saved, gradients):
+    q, k, v, out, lse, segments, plan = saved
+    d_out, d_lse = gradients
+    delta = jnp.einsum("bshd,bshd->bhs", out, d_out, preferred_element_type=jnp.float32)
+    args = q, k, v, d_out.astype(q.dtype), lse, delta - d_lse, segments
+    dq = static.passes.backward_queries(*args, plan.queries, static.options)
+    dk, dv = static.passes.backward_keys(*args, plan.keys, static.options)
+    return dq, dk, dv, None, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _segments(segment_ids, key_mask, queries, keys):
+    if segment_ids is None and key_mask is None:
+        return None
+    if segment_ids is None:
+        segment_ids = jnp.zeros(queries, jnp.int32), jnp.zeros(keys, jnp.int32)
+    of_queries, of_keys = (jnp.asarray(x, jnp.int32) for x in segment_ids)
+    if key_mask is not None:
+        of_keys = jnp.where(key_mask, of_keys, -1)
+    if of_queries.shape != queries or of_keys.shape != keys:
+        shapes = of_queries.shape, of_keys.shape
+        problem = f"does not fit queries of shape {queries} and keys of shape {keys}"
+        raise invalid("segment_ids.shape", shapes, problem, "give one number per token")
+    return of_queries, of_keys
+
+
+def _lengthen(x, length):
+    rest = [(0, 0)] * (x.ndim - 2)
+    return jnp.pad(x, [(0, 0), (0, length - x.shape[1]), *rest])
+
+
+def _check(q, k, v, plan, scale, soft_cap):
+    """Raises what is wrong with the arguments."""
+    heads, kv_heads = len(plan.queries.head_patterns), len(plan.keys.head_patterns)
+    for name, x, length, num_heads in (
+        ("q", q, plan.num_queries, heads),
+        ("k", k, plan.num_keys, kv_heads),
+        ("v", v, plan.num_keys, kv_heads),
+    ):
+        expected = (q.shape[0], length, num_heads, q.shape[-1])
+        if x.shape != expected:
+            raise invalid(
+                f"{name}.shape",
+                x.shape,
+                f"is not {expected}, which the plan and q ask for",
+                "make a plan for this length and these heads, or pad the sequence",
+            )
+        if x.dtype != q.dtype:
+            remedy = f"cast all to {q.dtype}"
+            raise invalid(
+                f"{name}.dtype", x.dtype, f"is not that of q, {q.dtype}", remedy
+            )
+    if scale is not None and not scale > 0:
+        raise invalid("scale", scale, "is not above 0", "give one like 0.125, or none")
+    if soft_cap < 0:
+        raise invalid("soft_cap", soft_cap, "is below 0", "give one like 50, or 0")

@@ -1,0 +1,191 @@
+"""Which blocks of the attention matrix exist, kept as the lists of their columns."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from zjax_kernels.errors import invalid
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pattern:
+    """The live blocks of one attention matrix, in compressed sparse rows.
+
+    Args:
+        starts: int64[rows + 1]; row r holds entries `starts[r]` to `starts[r + 1]`.
+        columns: int32[entries], ascending within a row.
+    """
+
+    starts: np.ndarray
+    columns: np.ndarray
+
+    @classmethod
+    def from_entries(
+        cls, rows: np.ndarray, columns: np.ndarray, num_rows: int, num_columns: int
+    ) -> "Pattern":
+        """Builds it from live blocks in any order, which may repeat.
+
+        Args:
+            rows: Block row of each entry.
+            columns: Block column of each entry.
+            num_rows: Number of block rows.
+            num_columns: Number of block columns.
+
+        Returns:
+            The pattern.
+        """
+        keys = rows.astype(np.int64) * num_columns + columns
+        keys.sort(kind="stable")  # joins sorted runs without sorting them again
+        keys = keys[np.diff(keys, prepend=-1) != 0]
+        starts = np.searchsorted(keys, np.arange(num_rows + 1) * num_columns)
+        return cls(starts, (keys % num_columns).astype(np.int32))
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Block row of each entry, int32[entries]."""
+        numbers = np.arange(len(self.starts) - 1, dtype=np.int32)
+        return np.repeat(numbers, np.diff(self.starts))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BlockLayout:
+    """The live blocks of every head; heads with the same ones share a pattern.
+
+    Args:
+        block: Tokens per block and side: 16, 32, 64 or 128.
+        num_rows: Block rows: queries over `block`.
+        num_columns: Block columns: keys over `block`.
+        patterns: The distinct patterns.
+        head_patterns: Which pattern each head has.
+        causal: Whether a token sees no later one; no block lies above the diagonal
+            then, and those on it are cut token by token.
+
+    Example:
+        >>> live = np.tri(4, dtype=bool)
+        >>> layout = BlockLayout.from_dense(live, block=16, num_heads=2)
+        >>> layout.num_heads, len(layout.patterns), layout.density
+        (2, 1, 0.625)
+    """
+
+    block: int
+    num_rows: int
+    num_columns: int
+    patterns: tuple[Pattern, ...]
+    head_patterns: tuple[int, ...]
+    causal: bool = False
+
+    @classmethod
+    def from_heads(
+        cls,
+        heads: Sequence[Pattern],
+        *,
+        block: int,
+        num_columns: int,
+        causal: bool = False,
+    ) -> "BlockLayout":
+        """Collects one pattern per head and keeps each distinct one once.
+
+        Args:
+            heads: Pattern of each head.
+            block: Tokens per block and side.
+            num_columns: Number of block columns.
+            causal: Whether a token sees no later one; drops blocks above the diagonal.
+
+        Returns:
+            The layout.
+        """
+        if block not in (16, 32, 64, 128):
+            raise invalid(
+                "block", block, "is not a size of blocks", "use 16, 32, 64 or 128"
+            )
+        numbers: dict[Pattern, int] = {}
+        distinct: dict[tuple[bytes, bytes], int] = {}
+        patterns: list[Pattern] = []
+        for pattern in dict.fromkeys(heads):
+            kept = _lower(pattern, num_columns) if causal else pattern
+            key = kept.starts.tobytes(), kept.columns.tobytes()
+            if key not in distinct:
+                distinct[key] = len(patterns)
+                patterns.append(kept)
+            numbers[pattern] = distinct[key]
+        head_patterns = tuple(numbers[pattern] for pattern in heads)
+        num_rows = len(patterns[0].starts) - 1
+        return cls(block, num_rows, num_columns, tuple(patterns), head_patterns, causal)
+
+    @classmethod
+    def from_dense(
+        cls,
+        live: np.ndarray,
+        *,
+        block: int,
+        num_heads: int | None = None,
+        causal: bool = False,
+    ) -> "BlockLayout":
+        """Reads a layout of your own making.
+
+        Args:
+            live: bool[rows, columns] for all heads, or bool[heads, rows, columns].
+            block: Tokens per block and side: 16, 32, 64 or 128.
+            num_heads: Number of heads; needed where `live` has none.
+            causal: Whether a token sees no later one; drops blocks above the diagonal.
+
+        Returns:
+            The layout.
+
+        Raises:
+            ValueError: The array has another shape.
+        """
+        live = np.asarray(live)
+        if live.ndim == 2 and num_heads is not None:
+            live = np.broadcast_to(live, (num_heads, *live.shape))
+        if live.ndim != 3 or num_heads not in (None, live.shape[0]) or 0 in live.shape:
+            problem = "is not a layout"
+            remedy = "give [heads, rows, columns], or [rows, columns] and num_heads"
+            if num_heads is not None:
+                problem = f"is not a layout of {num_heads} heads"
+            raise invalid("live.shape", live.shape, problem, remedy)
+        _, num_rows, num_columns = live.shape
+        same = all(np.array_equal(head, live[0]) for head in live[1:])
+        heads = []
+        for head in live[:1] if same else live:
+            rows, columns = np.nonzero(head)
+            heads.append(Pattern.from_entries(rows, columns, num_rows, num_columns))
+        heads *= len(live) // len(heads)
+        return cls.from_heads(
+            heads, block=block, num_columns=num_columns, causal=causal
+        )
+
+    @property
+    def num_heads(self) -> int:
+        """Number of heads."""
+        return len(self.head_patterns)
+
+    @functools.cached_property
+    def density(self) -> float:
+        """Share of all blocks that live, over all heads."""
+        live = sum(len(self.patterns[number].columns) for number in self.head_patterns)
+        return live / (self.num_heads * self.num_rows * self.num_columns)
+
+    def to_dense(self) -> np.ndarray:
+        """The layout as an array, for pictures and tests.
+
+        Returns:
+            bool[heads, rows, columns].
+        """
+        live = np.zeros((len(self.patterns), self.num_rows, self.num_columns), bool)
+        for number, pattern in enumerate(self.patterns):
+            live[number, pattern.rows, pattern.columns] = True
+        return live[list(self.head_patterns)]
+
+
+def _lower(pattern: Pattern, num_columns: int) -> Pattern:
+    rows = pattern.rows
+    kept = pattern.columns <= rows
+    if kept.all():
+        return pattern
+    num_rows = len(pattern.starts) - 1
+    return Pattern.from_entries(
+        rows[kept], pattern.columns[kept], num_rows, num_columns
+    )

@@ -1,0 +1,170 @@
+"""Moves of tokens between the GPU's memory and shared memory."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from zjax_kernels.sparse_attention.mosaic_gpu.arithmetic import index
+from zjax_kernels.sparse_attention.mosaic_gpu.launch import Tuning
+from zjax_kernels.sparse_attention.mosaic_gpu.work import Item, Work
+from zjax_kernels.sparse_attention.plan import HALF, TILE
+
+
+def copy_all(
+    work: Work,
+    tuning: Tuning,
+    copy_tile: Callable[[Item, jax.Array], None],
+    copy_chunk: Callable[[Item, jax.Array, jax.Array], None],
+    tile_used: Any,
+    chunk_used: Sequence[Any],
+) -> None:
+    """Fills shared memory with the tile and the chunks of one item after another.
+
+    Args:
+        work: The items.
+        tuning: How many tiles and chunks there is room for.
+        copy_tile: Starts to copy the tile of an item into a slot.
+        copy_chunk: Starts to copy a chunk of an item, given how many were copied; it
+            waits for room itself.
+        tile_used: Says that the tile in a slot was used.
+        chunk_used: Say the same of parts of a chunk.
+    """
+
+    def copy_item(number, copied):
+        item = work.item(number)
+
+        def copy(nth, copied):
+            copy_chunk(item, item.first + nth, copied)
+            return copied + 1
+
+        early = jnp.minimum(item.count, 1)  # the slot of the tile is free later
+        copied = lax.fori_loop(0, early, copy, copied)
+        wait_for_room(tile_used, number, tuning.tiles)
+        copy_tile(item, lax.rem(number, index(tuning.tiles)))
+        return lax.fori_loop(early, item.count, copy, copied)
+
+    count = work.count()
+    copied = lax.fori_loop(0, count, copy_item, index(0))
+    _drain([tile_used], count, tuning.tiles)
+    _drain(chunk_used, copied, tuning.stages)
+
+
+def wait_for_room(used: Any, number: jax.Array, slots: int) -> None:
+    """Waits until a slot can be filled again.
+
+    Args:
+        used: Says that what was in a slot was used.
+        number: How many were filled before.
+        slots: Number of slots.
+    """
+
+    @pl.when(number >= index(slots))
+    def _():
+        plgpu.barrier_wait(used.at[lax.rem(number, index(slots))])
+
+
+def _drain(barriers, filled, slots):
+    """Waits until the last of what was copied has been used, as barriers must."""
+
+    @pl.loop(jnp.maximum(filled - index(slots), 0), filled)
+    def _(number):
+        for used in barriers:
+            plgpu.barrier_wait(used.at[lax.rem(number, index(slots))])
+
+
+def copy_rows(
+    work: Work,
+    item: Item,
+    there: Any,
+    moves: Sequence[tuple[Callable[[Any], Any], Any]],
+) -> None:
+    """Starts to copy the tokens of a tile.
+
+    Args:
+        work: Where rows are.
+        item: Of which the tile is.
+        there: Hears of each copy.
+        moves: Per array, its part for some tokens, and where all of them go:
+            [halves, HALF, ...].
+    """
+    size = work.sizes.row_unit
+    for number in range(TILE // size):
+        half, within = divmod(number * size, HALF)
+        tile = jnp.maximum(item.tile, 0)
+        tokens = _tokens(work.schedule.rows[item.pattern, tile, number], size)
+        for source, buffer in moves:
+            place = half, pl.ds(within, size)
+            plgpu.copy_gmem_to_smem(source(tokens), buffer.at[place], there)
+
+
+def store_rows(
+    work: Work, item: Item, moves: Sequence[tuple[Any, Callable[[Any], Any]]]
+) -> None:
+    """Copies what a half of a tile computed, and waits until it was read.
+
+    Args:
+        work: Where rows are.
+        item: Of which the tile is.
+        moves: Per array, what was computed, [HALF, ...], and where some tokens go.
+    """
+    size = work.sizes.row_unit
+    plgpu.commit_smem()
+    for number in range(HALF // size):
+        nth = lax.axis_index("warpgroup") * index(HALF // size) + number
+        tokens = _tokens(work.schedule.rows[item.pattern, item.tile, nth], size)
+        for buffer, target in moves:
+            part = buffer.at[pl.ds(number * size, size)]
+            plgpu.copy_smem_to_gmem(part, target(tokens))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def store_part(item: Item, moves: Sequence[tuple[Any, jax.Array]]) -> None:
+    """Writes what an item computed of a tile that several items make up.
+
+    Args:
+        item: Of which the tile is.
+        moves: Per array, where parts are, [sequences, heads, slots, TILE, ...], and the
+            half of this warpgroup.
+    """
+
+    @pl.when(item.slot >= 0)
+    def _():
+        rows = pl.ds(lax.axis_index("warpgroup") * index(HALF), HALF)
+        for ref, x in moves:
+            ref.at[item.sequence, item.head, item.slot, rows][...] = x
+
+
+def copy_columns(
+    work: Work,
+    chunk: jax.Array,
+    there: Any,
+    moves: Sequence[tuple[Callable[..., Any], Any]],
+) -> None:
+    """Starts to copy the tokens of a chunk.
+
+    Args:
+        work: Where columns are.
+        chunk: Which chunk.
+        there: Hears of each copy.
+        moves: Per array, its part for some tokens of the head of that number in the
+            group, and where all go: [chunk, ...].
+    """
+    sizes = work.sizes
+    size = sizes.column_unit
+    per_head = sizes.num_columns // size // work.group
+    for lane in range(sizes.chunk // size):
+        unit = work.schedule.columns[chunk, lane]
+        member = lax.div(unit, index(per_head))
+        tokens = _tokens(unit - member * index(per_head), size)
+        for source, buffer in moves:
+            place = buffer.at[pl.ds(lane * size, size)]
+            plgpu.copy_gmem_to_smem(source(tokens, member), place, there)
+
+
+def _tokens(unit, size):
+    return pl.ds(pl.multiple_of(unit * index(size), size), size)

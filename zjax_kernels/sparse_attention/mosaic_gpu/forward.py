@@ -1,0 +1,237 @@
+"""The forward pass: averages and log-sum-exps."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from zjax_kernels.sparse_attention.mosaic_gpu import copies, launch, logits
+from zjax_kernels.sparse_attention.mosaic_gpu.arithmetic import (
+    COLUMNS,
+    ROWS,
+    Arithmetic,
+    index,
+)
+from zjax_kernels.sparse_attention.mosaic_gpu.splits import merge_averages
+from zjax_kernels.sparse_attention.mosaic_gpu.work import Work
+from zjax_kernels.sparse_attention.plan import HALF, TILE, Schedule
+from zjax_kernels.sparse_attention.reference import Options
+
+
+def forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: tuple[jax.Array, jax.Array] | None,
+    schedule: Schedule,
+    options: Options,
+    *,
+    tuning: launch.Tuning | None = None,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """As `reference.forward`, on a Hopper GPU.
+
+    Args:
+        q: [B, S, H, D] queries, of 16 bits.
+        k: [B, T, K, D] keys.
+        v: [B, T, K, D] values.
+        segments: int32[B, S] and int32[B, T].
+        schedule: Tiles of queries.
+        options: What scores mean.
+        tuning: How the kernel runs; chosen by the head size if none.
+        interpret: Parameters of the interpreter, or none on a GPU.
+
+    Returns:
+        [B, S, H, D] in the dtype of `q`, and float32[B, H, S].
+
+    Reference:
+        Shah et al., FlashAttention-3 (arXiv:2407.08608), algorithm 2.
+    """
+    tuning = tuning or _tune(q.shape[-1])
+    batch, length, heads, size = q.shape
+    slots, copies = schedule.num_slots, tuning.tiles
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    outputs = [jax.ShapeDtypeStruct(q.shape, q.dtype), shape((batch, heads, length))]
+    if slots:
+        outputs.append(shape((batch, heads, slots, TILE, size)))
+        outputs.append(shape((batch, heads, slots, TILE)))
+    stages, chunk = tuning.stages, schedule.chunk
+    lanes = chunk // schedule.column_unit
+    rows = TILE // schedule.row_unit
+    vectors = 1 if segments is None else 2
+    scratch = [
+        launch.matrix((copies, launch.NUM_HALVES, HALF, size), q.dtype),
+        launch.matrix((stages, chunk, size), q.dtype),
+        launch.matrix((stages, chunk, size), q.dtype),
+        plgpu.SMEM((launch.NUM_HALVES, HALF), jnp.float32),
+        plgpu.Barrier(num_arrivals=rows * vectors, num_barriers=copies),
+        plgpu.Barrier(num_arrivals=lanes * vectors, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=lanes, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=copies),
+        plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=1),
+    ]
+    if segments is not None:
+        scratch.append(plgpu.SMEM((copies, launch.NUM_HALVES, HALF), jnp.int32))
+        scratch.append(plgpu.SMEM((stages, chunk), jnp.int32))
+    body = functools.partial(_body, schedule, options, tuning, interpret is not None)
+    inputs = (q, k, v, *(segments or ()))
+    out, lse, *parts = launch.call(
+        body, schedule, inputs, outputs, scratch, tuning, interpret
+    )
+    return merge_averages(out, lse, parts, schedule) if slots else (out, lse)
+
+
+def _tune(head_size):
+    if head_size <= 64:
+        return launch.Tuning(stages=4, tiles=2, ping_pong=True)
+    return launch.Tuning(stages=2, tiles=2 if head_size <= 128 else 1, ping_pong=True)
+
+
+def _body(sizes, options, tuning, simulated, schedule, inputs, outputs, scratch):
+    work = Work(schedule, sizes, inputs[0].shape[0], tuning.programs)
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup < launch.NUM_HALVES)
+    def _():
+        plgpu.set_max_registers(240, action="increase")
+        _compute(work, options, tuning, Arithmetic(simulated), outputs, scratch)
+
+    @pl.when(warpgroup == launch.NUM_HALVES)
+    def _():
+        plgpu.set_max_registers(24, action="decrease")
+        _copy(work, tuning, inputs, scratch)
+
+
+def _copy(work, tuning, inputs, scratch):
+    """Fills shared memory with the queries of each item, and its keys and values."""
+    q_ref, k_ref, v_ref, *segment_refs = inputs
+    q_tile, k_chunk, v_chunk, _, q_there, k_there, v_there = scratch[:7]
+    q_used, k_used, v_used, _, *segment_tiles = scratch[7:]
+    group = q_ref.shape[2] // k_ref.shape[2]
+    stages = tuning.stages
+
+    def copy_tile(item, slot):
+        sequence, head = item.sequence, item.head
+        moves = [(lambda tokens: q_ref.at[sequence, tokens, head], q_tile.at[slot])]
+        if segment_refs:
+            ref, tile = segment_refs[0], segment_tiles[0]
+            moves.append((lambda tokens: ref.at[sequence, tokens], tile.at[slot]))
+        copies.copy_rows(work, item, q_there.at[slot], moves)
+
+    def copy_chunk(item, chunk, copied):
+        sequence, head = item.sequence, lax.div(item.head, index(group))
+        slot = lax.rem(copied, index(stages))
+        moves = [(lambda tokens, _: k_ref.at[sequence, tokens, head], k_chunk.at[slot])]
+        if segment_refs:
+            ref, tile = segment_refs[1], segment_tiles[1]
+            moves.append((lambda tokens, _: ref.at[sequence, tokens], tile.at[slot]))
+        copies.wait_for_room(k_used, copied, stages)
+        copies.copy_columns(work, chunk, k_there.at[slot], moves)
+        moves = [(lambda tokens, _: v_ref.at[sequence, tokens, head], v_chunk.at[slot])]
+        copies.wait_for_room(v_used, copied, stages)
+        copies.copy_columns(work, chunk, v_there.at[slot], moves)
+
+    copies.copy_all(work, tuning, copy_tile, copy_chunk, q_used, (k_used, v_used))
+
+
+def _compute(work, options, tuning, arithmetic, outputs, scratch):
+    """Averages the values of each item for a half of its tile."""
+    q_tile, k_chunk, v_chunk, lse_tile, q_there, k_there, v_there = scratch[:7]
+    q_used, k_used, v_used, turns, *segment_tiles = scratch[7:]
+    out_ref, lse_ref, *partial_refs = outputs
+    schedule, sizes = work.schedule, work.sizes
+    half = lax.axis_index("warpgroup")
+    size = q_tile.shape[-1]
+    shape = HALF, sizes.chunk
+
+    def turn():
+        if tuning.ping_pong:
+            plgpu.barrier_arrive(turns.at[0])
+            plgpu.barrier_wait(turns.at[0])
+
+    def compute_item(number, taken):
+        item = work.item(number)
+        slot = lax.rem(number, index(tuning.tiles))
+        start = (
+            arithmetic.full((HALF, size), 0.0, plgpu.Layout.WGMMA),
+            arithmetic.full((HALF,), -jnp.inf, ROWS),
+            arithmetic.full((HALF,), 0.0, ROWS),
+        )
+        plgpu.barrier_wait(q_there.at[slot])
+        of_rows: Any = None
+        if segment_tiles:
+            of_rows = arithmetic.load(segment_tiles[0].at[slot, half], ROWS)
+
+        def chunk(nth, carry, masked):
+            out, top, total = carry
+            stage = lax.rem(taken + nth, index(tuning.stages))
+            number = item.first + nth
+            words = logits.read_words(schedule, number, half) if masked else None
+            plgpu.barrier_wait(k_there.at[stage])
+            [scores] = arithmetic.products([(q_tile.at[slot, half], k_chunk.at[stage])])
+            turn()
+            factor = options.scale * logits.LOG2E
+            if options.soft_cap:
+                scores, _ = logits.bend(scores, options)
+                factor = 1.0
+            if segment_tiles:
+                of_columns = arithmetic.load(segment_tiles[1].at[stage], COLUMNS)
+                scores = logits.mask_segments(scores, of_rows, of_columns, -jnp.inf)
+                plgpu.commit_smem()
+            plgpu.barrier_arrive(k_used.at[stage])
+            scores = logits.mask_cells(arithmetic, scores, sizes, words, -jnp.inf)
+            higher = jnp.maximum(top, scores.max(axis=1) * factor)
+            guarded = masked or segment_tiles
+            level = jnp.where(higher == -jnp.inf, 0.0, higher) if guarded else higher
+            shrink = jnp.exp2(top - level)
+            p = jnp.exp2(scores * factor - logits.along_rows(level, shape))
+            total = total * shrink + p.sum(axis=1)
+            out = out * logits.along_rows(shrink, out.shape)
+            p = p.astype(v_chunk.dtype)
+            plgpu.barrier_wait(v_there.at[stage])
+            turn()
+            out = arithmetic.accumulate(out, p, v_chunk.at[stage])
+            plgpu.barrier_arrive(v_used.at[stage])
+            return out, higher, total
+
+        full = functools.partial(chunk, masked=False)
+        carry = lax.fori_loop(0, item.full, full, start)
+        partly = functools.partial(chunk, masked=True)
+        out, top, total = lax.fori_loop(item.full, item.count, partly, carry)
+        some = jnp.where(total == 0.0, 1.0, total)
+        out = out / logits.along_rows(some, out.shape)
+        lse = jnp.where(
+            total == 0.0, -jnp.inf, top * (1 / logits.LOG2E) + jnp.log(some)
+        )
+
+        @pl.when((item.tile >= 0) & (item.slot < 0))
+        def _():
+            sequence, head = item.sequence, item.head
+            averages, sums = q_tile.at[slot, half], lse_tile.at[half]
+            averages[...] = out.astype(q_tile.dtype)
+            sums[...] = lse
+            moves = (
+                (averages, lambda tokens: out_ref.at[sequence, tokens, head]),
+                (sums, lambda tokens: lse_ref.at[sequence, head, tokens]),
+            )
+            copies.store_rows(work, item, moves)
+
+        if partial_refs:
+            sums = zip(partial_refs, (out, lse), strict=True)
+            copies.store_part(item, list(sums))
+        if segment_tiles:
+            plgpu.commit_smem()
+        plgpu.barrier_arrive(q_used.at[slot])
+        return taken + item.count
+
+    if tuning.ping_pong:
+        pl.when(half == 1)(turn)
+    lax.fori_loop(0, work.count(), compute_item, index(0))
+    if tuning.ping_pong:
+        pl.when(half == 0)(turn)

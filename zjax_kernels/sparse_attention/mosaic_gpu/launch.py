@@ -1,0 +1,105 @@
+"""How kernels run: three warpgroups a program, and one program a processor.
+
+Two warpgroups compute, a half of the tile's rows each, and one copies what they need
+into shared memory, ahead of them. Programs take one item after another.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from zjax_kernels.sparse_attention.plan import HALF, PROCESSORS, TILE, Schedule
+
+NUM_HALVES = TILE // HALF
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """How a kernel runs; none of it changes the result.
+
+    Args:
+        stages: Chunks in shared memory at a time, 1 or more.
+        tiles: Tiles in shared memory at a time, 1 or 2.
+        ping_pong: Whether the two halves take turns on the tensor cores.
+        warpgroup: Whether Mosaic lowers by warpgroups rather than by lanes.
+        programs: Programs that run side by side.
+    """
+
+    stages: int = 2
+    tiles: int = 1
+    ping_pong: bool = False
+    warpgroup: bool = False
+    programs: int = PROCESSORS
+
+
+def call(
+    body: Callable[..., None],
+    schedule: Schedule,
+    inputs: Sequence[jax.Array],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    scratch: Sequence[Any],
+    tuning: Tuning,
+    interpret: Any,
+) -> Sequence[jax.Array]:
+    """Runs a kernel: `body(schedule references, inputs, outputs, scratch)`.
+
+    Args:
+        body: What a program does.
+        schedule: The plan of this pass.
+        inputs: Arrays in the GPU's memory.
+        outputs: What the kernel writes.
+        scratch: Shared memory and barriers.
+        tuning: How it runs.
+        interpret: Parameters of the interpreter, or none on a GPU.
+
+    Returns:
+        The outputs.
+    """
+    arrays, structure = jax.tree.flatten(schedule)
+    counts = len(arrays), len(inputs), len(outputs)
+
+    def run(*refs):
+        refs = list(refs)
+        parts = [[refs.pop(0) for _ in range(count)] for count in counts]
+        body(jax.tree.unflatten(structure, parts[0]), parts[1], parts[2], refs)
+
+    semantics = plgpu.LoweringSemantics
+    kernel = plgpu.kernel(
+        run,
+        out_type=list(outputs),
+        grid=(tuning.programs,),
+        grid_names=("program",),
+        num_threads=NUM_HALVES + 1,
+        thread_name="warpgroup",
+        scratch_types=list(scratch),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            reduction_scratch_bytes=0,
+            lowering_semantics=(
+                semantics.Warpgroup if tuning.warpgroup else semantics.Lane
+            ),
+        ),
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    return kernel(*arrays, *inputs)
+
+
+def matrix(shape: Sequence[int], dtype: Any) -> Any:
+    """Shared memory that tensor cores read.
+
+    Args:
+        shape: Any, of which the last two are the matrix.
+        dtype: 16 bits wide.
+
+    Returns:
+        What to ask for.
+    """
+    width = 64 if shape[-1] % 64 == 0 else 32
+    transforms = (
+        plgpu.TilingTransform((8, width)),
+        plgpu.SwizzleTransform(2 * width),
+    )
+    return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)

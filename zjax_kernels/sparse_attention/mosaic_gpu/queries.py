@@ -1,0 +1,219 @@
+"""The backward pass of the queries."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from zjax_kernels.sparse_attention.mosaic_gpu import copies, launch, logits
+from zjax_kernels.sparse_attention.mosaic_gpu.arithmetic import (
+    COLUMNS,
+    ROWS,
+    Arithmetic,
+    index,
+)
+from zjax_kernels.sparse_attention.mosaic_gpu.splits import merge_sums
+from zjax_kernels.sparse_attention.mosaic_gpu.work import Work
+from zjax_kernels.sparse_attention.plan import HALF, TILE, Schedule
+from zjax_kernels.sparse_attention.reference import Options
+
+
+def backward_queries(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    d_out: jax.Array,
+    lse: jax.Array,
+    delta: jax.Array,
+    segments: tuple[jax.Array, jax.Array] | None,
+    schedule: Schedule,
+    options: Options,
+    *,
+    tuning: launch.Tuning | None = None,
+    interpret: Any = None,
+) -> jax.Array:
+    """As `reference.backward_queries`, on a Hopper GPU.
+
+    Args:
+        q: [B, S, H, D] queries, of 16 bits.
+        k: [B, T, K, D] keys.
+        v: [B, T, K, D] values.
+        d_out: [B, S, H, D] gradient of the averages.
+        lse: float32[B, H, S] as `forward` returned it.
+        delta: float32[B, H, S], as in the reference.
+        segments: int32[B, S] and int32[B, T].
+        schedule: Tiles of queries.
+        options: What scores mean.
+        tuning: How the kernel runs; chosen by the head size if none.
+        interpret: Parameters of the interpreter, or none on a GPU.
+
+    Returns:
+        [B, S, H, D] in the dtype of `q`.
+
+    Reference:
+        Dao (arXiv:2307.08691), algorithm 2, of which this is the loop over keys.
+    """
+    tuning = tuning or _tune(q.shape[-1])
+    batch, _, heads, size = q.shape
+    slots, stages, chunk = schedule.num_slots, tuning.stages, schedule.chunk
+    outputs = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
+    if slots:
+        part = (batch, heads, slots, TILE, size)
+        outputs.append(jax.ShapeDtypeStruct(part, jnp.float32))
+    rows = TILE // schedule.row_unit
+    lanes = chunk // schedule.column_unit
+    vectors = 1 if segments is None else 2
+    halves = (tuning.tiles, launch.NUM_HALVES, HALF)
+    scratch = [
+        launch.matrix((*halves, size), q.dtype),
+        launch.matrix((*halves, size), q.dtype),
+        plgpu.SMEM((2, *halves), jnp.float32),
+        launch.matrix((stages, chunk, size), q.dtype),
+        launch.matrix((stages, chunk, size), q.dtype),
+        plgpu.Barrier(num_arrivals=rows * (3 + vectors), num_barriers=tuning.tiles),
+        plgpu.Barrier(num_arrivals=lanes * vectors, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=lanes, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=tuning.tiles),
+        plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=stages),
+    ]
+    if segments is not None:
+        scratch.append(plgpu.SMEM(halves, jnp.int32))
+        scratch.append(plgpu.SMEM((stages, chunk), jnp.int32))
+    body = functools.partial(_body, schedule, options, tuning, interpret is not None)
+    stats = logits.base_2(lse), delta
+    inputs = (q, k, v, d_out, *stats, *(segments or ()))
+    dq, *part = launch.call(body, schedule, inputs, outputs, scratch, tuning, interpret)
+    return merge_sums(dq, part[0], schedule) if slots else dq
+
+
+def _tune(head_size):
+    if head_size <= 64:
+        return launch.Tuning(stages=3, tiles=2)
+    return launch.Tuning(stages=2 if head_size <= 128 else 1)
+
+
+def _body(sizes, options, tuning, simulated, schedule, inputs, outputs, scratch):
+    work = Work(schedule, sizes, inputs[0].shape[0], tuning.programs)
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup < launch.NUM_HALVES)
+    def _():
+        plgpu.set_max_registers(240, action="increase")
+        _compute(work, options, tuning, Arithmetic(simulated), outputs, scratch)
+
+    @pl.when(warpgroup == launch.NUM_HALVES)
+    def _():
+        plgpu.set_max_registers(24, action="decrease")
+        _copy(work, tuning, inputs, scratch)
+
+
+def _copy(work, tuning, inputs, scratch):
+    """Fills shared memory with what each item needs."""
+    q_ref, k_ref, v_ref, d_ref, lse_ref, delta_ref, *segment_refs = inputs
+    q_tile, d_tile, stats_tile, k_chunk, v_chunk = scratch[:5]
+    there, k_there, v_there, used, k_used, v_used, *segment_tiles = scratch[5:]
+    group = q_ref.shape[2] // k_ref.shape[2]
+
+    def copy_tile(item, slot):
+        sequence, head = item.sequence, item.head
+        moves = [
+            (lambda tokens: q_ref.at[sequence, tokens, head], q_tile.at[slot]),
+            (lambda tokens: d_ref.at[sequence, tokens, head], d_tile.at[slot]),
+            (lambda tokens: lse_ref.at[sequence, head, tokens], stats_tile.at[0, slot]),
+            (
+                lambda tokens: delta_ref.at[sequence, head, tokens],
+                stats_tile.at[1, slot],
+            ),
+        ]
+        if segment_refs:
+            ref, tile = segment_refs[0], segment_tiles[0]
+            moves.append((lambda tokens: ref.at[sequence, tokens], tile.at[slot]))
+        copies.copy_rows(work, item, there.at[slot], moves)
+
+    def copy_chunk(item, chunk, copied):
+        sequence, head = item.sequence, lax.div(item.head, index(group))
+        slot = lax.rem(copied, index(tuning.stages))
+        moves = [(lambda tokens, _: v_ref.at[sequence, tokens, head], v_chunk.at[slot])]
+        copies.wait_for_room(v_used, copied, tuning.stages)
+        copies.copy_columns(work, chunk, v_there.at[slot], moves)
+        moves = [(lambda tokens, _: k_ref.at[sequence, tokens, head], k_chunk.at[slot])]
+        if segment_refs:
+            ref, tile = segment_refs[1], segment_tiles[1]
+            moves.append((lambda tokens, _: ref.at[sequence, tokens], tile.at[slot]))
+        copies.wait_for_room(k_used, copied, tuning.stages)
+        copies.copy_columns(work, chunk, k_there.at[slot], moves)
+
+    copies.copy_all(work, tuning, copy_tile, copy_chunk, used, (k_used, v_used))
+
+
+def _compute(work, options, tuning, arithmetic, outputs, scratch):
+    """Gradients of the queries of each item, for a half of its tile."""
+    q_tile, d_tile, stats_tile, k_chunk, v_chunk = scratch[:5]
+    there, k_there, v_there, used, k_used, v_used, *segment_tiles = scratch[5:]
+    dq_ref, *part_refs = outputs
+    schedule, sizes = work.schedule, work.sizes
+    half = lax.axis_index("warpgroup")
+    shape = HALF, sizes.chunk
+
+    def compute_item(number, taken):
+        item = work.item(number)
+        slot = lax.rem(number, index(tuning.tiles))
+        plgpu.barrier_wait(there.at[slot])
+        lse = arithmetic.load(stats_tile.at[0, slot, half], ROWS)
+        delta = arithmetic.load(stats_tile.at[1, slot, half], ROWS)
+        of_rows: Any = None
+        if segment_tiles:
+            of_rows = arithmetic.load(segment_tiles[0].at[slot, half], ROWS)
+
+        def chunk(nth, dq, masked):
+            stage = lax.rem(taken + nth, index(tuning.stages))
+            words = (
+                logits.read_words(schedule, item.first + nth, half) if masked else None
+            )
+            plgpu.barrier_wait(v_there.at[stage])
+            plgpu.barrier_wait(k_there.at[stage])
+            scores, dp = arithmetic.products(
+                [
+                    (q_tile.at[slot, half], k_chunk.at[stage]),
+                    (d_tile.at[slot, half], v_chunk.at[stage]),
+                ]
+            )
+            plgpu.barrier_arrive(v_used.at[stage])
+            scores, slope = logits.bend(scores, options)
+            p = jnp.exp2(scores - logits.along_rows(lse, shape))
+            p = logits.mask_cells(arithmetic, p, sizes, words, 0.0)
+            if segment_tiles:
+                of_columns = arithmetic.load(segment_tiles[1].at[stage], COLUMNS)
+                p = logits.mask_segments(p, of_rows, of_columns, 0.0)
+                plgpu.commit_smem()
+            ds = p * (dp - logits.along_rows(delta, shape))
+            ds = ds if slope is None else ds * slope
+            dq = arithmetic.accumulate(dq, ds, k_chunk.at[stage])
+            plgpu.barrier_arrive(k_used.at[stage])
+            return dq
+
+        dq = arithmetic.full((HALF, q_tile.shape[-1]), 0.0, plgpu.Layout.WGMMA)
+        dq = lax.fori_loop(0, item.full, functools.partial(chunk, masked=False), dq)
+        masked = functools.partial(chunk, masked=True)
+        dq = lax.fori_loop(item.full, item.count, masked, dq) * options.scale
+
+        @pl.when((item.tile >= 0) & (item.slot < 0))
+        def _():
+            sequence, head = item.sequence, item.head
+            buffer = q_tile.at[slot, half]
+            buffer[...] = dq.astype(q_tile.dtype)
+            target = [(buffer, lambda tokens: dq_ref.at[sequence, tokens, head])]
+            copies.store_rows(work, item, target)
+
+        if part_refs:
+            copies.store_part(item, [(part_refs[0], dq)])
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(used.at[slot])
+        return taken + item.count
+
+    lax.fori_loop(0, work.count(), compute_item, index(0))

@@ -1,0 +1,275 @@
+"""Rules without a sliding window, under DeepSpeed's names of arguments.
+
+In a unidirectional layout no block above the diagonal lives, random blocks are drawn
+from those that a row may see, and every draw has a seed: one configuration gives one
+layout, in all processes.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from zjax_kernels.errors import describe
+from zjax_kernels.sparse_attention import blocks
+from zjax_kernels.sparse_attention.arguments import any_below, below, wrong_ranges
+from zjax_kernels.sparse_attention.layout import Pattern
+from zjax_kernels.sparse_attention.sparsity_config import SparsityConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dense(SparsityConfig):
+    """All blocks: for comparison with the others.
+
+    Args:
+        num_heads: As in `SparsityConfig`, like `block`, `attention` and `token_causal`.
+        different_layout_per_head: Taken for DeepSpeed's sake; heads are alike.
+
+    Raises:
+        ValueError: Arguments that cannot be used, one line each.
+
+    Example:
+        >>> from zjax_kernels.sparse_attention.picture import draw_layout
+        >>> print(draw_layout(Dense(2, attention="unidirectional").layout(128)))
+        +.......
+        #+......
+        ##+.....
+        ###+....
+        ####+...
+        #####+..
+        ######+.
+        #######+
+    """
+
+    different_layout_per_head: bool = False
+
+    def heads(self, num_blocks: int) -> Sequence[Pattern]:
+        """All blocks that a row may see.
+
+        Args:
+            num_blocks: Blocks of the sequence.
+
+        Returns:
+            One pattern for all heads.
+        """
+        visible = self.visible(num_blocks)
+        return [blocks.span_pattern((np.zeros_like(visible), visible), visible)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fixed(SparsityConfig):
+    """Windows side by side; the last blocks of each window are seen from everywhere.
+
+    A last window that is short has its global blocks where a whole one has them, or at
+    the end of the sequence where that lies beyond it.
+
+    Args:
+        num_heads: As in `SparsityConfig`, like `block`, `attention` and `token_causal`.
+        different_layout_per_head: Whether heads may differ, see
+            `num_different_global_patterns`.
+        num_local_blocks: Blocks of a window, >= 1.
+        num_global_blocks: Global blocks of a window, which divide `num_local_blocks`.
+        horizontal_global_attention: Whether global blocks see all in turn; in
+            bidirectional attention only.
+        num_different_global_patterns: Number of places for global blocks, from 1 to
+            `num_local_blocks / num_global_blocks`: the last blocks of the window for
+            head 0, those before them for head 1, and so on, then anew. Above 1 heads
+            differ, so that `different_layout_per_head` must be set.
+
+    Raises:
+        ValueError: Arguments that cannot be used, one line each.
+
+    Example:
+        >>> from zjax_kernels.sparse_attention.picture import draw_layout
+        >>> print(draw_layout(Fixed(2, num_local_blocks=3).layout(128)))
+        ###..#.#
+        ###..#.#
+        ###..#.#
+        ..####.#
+        ..####.#
+        ..####.#
+        ..#..###
+        ..#..###
+
+    Reference:
+        Child et al., "Generating long sequences with sparse transformers",
+        arXiv:1904.10509, the fixed pattern.
+    """
+
+    different_layout_per_head: bool = False
+    num_local_blocks: int = 4
+    num_global_blocks: int = 1
+    horizontal_global_attention: bool = False
+    num_different_global_patterns: int = 1
+
+    counts_of_blocks: ClassVar[tuple[str, ...]] = ("num_global_blocks",)
+
+    def problems(self) -> list[str]:
+        """What is wrong with the arguments.
+
+        Returns:
+            One line for each.
+        """
+        counts = (
+            "num_local_blocks",
+            "num_global_blocks",
+            "num_different_global_patterns",
+        )
+        wrong = [
+            line for name in counts for line in below(name, getattr(self, name), 1)
+        ]
+        found = super().problems() + wrong + _horizontal_problems(self)
+        return found if wrong else found + self._window_problems()
+
+    def heads(self, num_blocks: int) -> Sequence[Pattern]:
+        """Windows and global blocks.
+
+        Args:
+            num_blocks: Blocks of the sequence.
+
+        Returns:
+            One pattern per head.
+        """
+        visible = self.visible(num_blocks)
+        windows = blocks.windows(num_blocks, [self.num_local_blocks])
+        patterns = [
+            blocks.global_pattern(
+                windows,
+                self._global_blocks(num_blocks, number),
+                visible,
+                horizontal=self.horizontal_global_attention,
+            )
+            for number in range(self.num_different_global_patterns)
+        ]
+        return [patterns[head % len(patterns)] for head in range(self.num_heads)]
+
+    def _global_blocks(self, num_blocks: int, number: int) -> np.ndarray:
+        width, count = self.num_local_blocks, self.num_global_blocks
+        starts = np.arange(0, num_blocks, width) + width - (1 + number) * count
+        starts = np.minimum(starts, num_blocks - count)
+        return np.unique(starts[:, None] + np.arange(count))
+
+    def _window_problems(self) -> list[str]:
+        width, count = self.num_local_blocks, self.num_global_blocks
+        number = self.num_different_global_patterns
+        name, found = "num_different_global_patterns", []
+        if width % count:
+            problem = f"does not divide num_local_blocks={width}"
+            remedy = "give a divisor of it"
+            found.append(describe("num_global_blocks", count, problem, remedy))
+        if number > max(width // count, 1):
+            problem = (
+                f"is more than num_local_blocks / num_global_blocks={width // count}"
+            )
+            remedy = f"give {width // count} or less"
+            found.append(describe(name, number, problem, remedy))
+        if number > 1 and not self.different_layout_per_head:
+            problem = "asks for heads that differ"
+            remedy = "set different_layout_per_head=True"
+            found.append(describe(name, number, problem, remedy))
+        return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variable(SparsityConfig):
+    """Windows of listed sizes, listed global blocks, and random ones.
+
+    Args:
+        num_heads: As in `SparsityConfig`, like `block`, `attention` and `token_causal`.
+        different_layout_per_head: Whether each head draws random blocks of its own.
+        num_random_blocks: Random blocks per row, >= 0; a row that may see fewer takes
+            them all.
+        local_window_blocks: Blocks of each window, >= 1; the last size repeats.
+        global_block_indices: Blocks seen from everywhere, >= 0; those beyond the end of
+            the sequence do not count.
+        global_block_end_indices: With it, `global_block_indices` are the starts of
+            ranges, and these their ends: the block after the last.
+        horizontal_global_attention: Whether global blocks see all in turn; in
+            bidirectional attention only.
+        seed: Says with the number of the head which blocks are drawn, >= 0.
+
+    Raises:
+        ValueError: Arguments that cannot be used, one line each.
+
+    Example:
+        >>> from zjax_kernels.sparse_attention.picture import draw_layout
+        >>> print(draw_layout(Variable(2, local_window_blocks=[2, 3]).layout(128)))
+        ##......
+        ##......
+        #.###...
+        #.###...
+        #.###...
+        #....###
+        #....###
+        #....###
+
+    Reference:
+        Child et al., "Generating long sequences with sparse transformers",
+        arXiv:1904.10509, of which this is a generalisation.
+    """
+
+    different_layout_per_head: bool = False
+    num_random_blocks: int = 0
+    local_window_blocks: Sequence[int] = (4,)
+    global_block_indices: Sequence[int] = (0,)
+    global_block_end_indices: Sequence[int] | None = None
+    horizontal_global_attention: bool = False
+    seed: int = 0
+
+    counts_of_blocks: ClassVar[tuple[str, ...]] = ("num_random_blocks",)
+
+    def problems(self) -> list[str]:
+        """What is wrong with the arguments.
+
+        Returns:
+            One line for each.
+        """
+        return [
+            *super().problems(),
+            *below("num_random_blocks", self.num_random_blocks, 0),
+            *self._window_problems(),
+            *wrong_ranges(self.global_block_indices, self.global_block_end_indices),
+            *_horizontal_problems(self),
+            *below("seed", self.seed, 0),
+        ]
+
+    def heads(self, num_blocks: int) -> Sequence[Pattern]:
+        """Windows, global blocks and random blocks.
+
+        Args:
+            num_blocks: Blocks of the sequence.
+
+        Returns:
+            One pattern per head, or one for all.
+        """
+        visible = self.visible(num_blocks)
+        base = blocks.global_pattern(
+            blocks.windows(num_blocks, self.local_window_blocks),
+            blocks.global_blocks(
+                self.global_block_indices, self.global_block_end_indices, num_blocks
+            ),
+            visible,
+            horizontal=self.horizontal_global_attention,
+        )
+        return blocks.random_heads(
+            base,
+            visible,
+            self.num_random_blocks,
+            seed=self.seed,
+            num_patterns=self.num_heads if self.different_layout_per_head else 1,
+        )
+
+    def _window_problems(self) -> list[str]:
+        name, sizes = "local_window_blocks", self.local_window_blocks
+        if sizes == ():
+            return [describe(name, sizes, "is empty", "give one like [4]")]
+        return any_below(name, sizes, 1)
+
+
+def _horizontal_problems(config: Fixed | Variable) -> list[str]:
+    if not config.horizontal_global_attention or config.attention == "bidirectional":
+        return []
+    problem = f"cannot be with attention={config.attention}"
+    remedy = "leave it out, or use bidirectional"
+    return [describe("horizontal_global_attention", True, problem, remedy)]

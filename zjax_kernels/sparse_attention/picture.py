@@ -1,0 +1,150 @@
+"""Pictures of a layout: as text, and as a plot."""
+
+import os
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from zjax_kernels.errors import invalid
+from zjax_kernels.sparse_attention.layout import BlockLayout, Pattern
+
+MOST_CELLS = 512
+"""Cells per side of a plot; blocks of a larger layout share them."""
+_LIVE = (0.20, 0.40, 0.67)
+_CUT = (0.87, 0.47, 0.13)
+_FAINTEST = 0.4
+"""Shade of a cell with a single live block among many."""
+
+
+def draw_layout(layout: BlockLayout, head: int = 0) -> str:
+    """Draws one head as text, a character per block.
+
+    Args:
+        layout: What to draw, of at most 512 blocks per side.
+        head: Number of the head.
+
+    Returns:
+        One line per block row: `#` lives, `+` is cut by the causal diagonal, `.` is
+        dead.
+
+    Raises:
+        ValueError: There is no such head, or there are too many blocks.
+
+    Example:
+        >>> live = [[1, 0, 0], [0, 1, 0], [1, 1, 0]]
+        >>> print(draw_layout(BlockLayout.from_dense(live, block=16, num_heads=1)))
+        #..
+        .#.
+        ##.
+    """
+    pattern = _pattern_of(layout, head)
+    shape = layout.num_rows, layout.num_columns
+    if max(shape) > MOST_CELLS:
+        problem = f"is more than {MOST_CELLS} blocks a side"
+        raise invalid("layout", shape, problem, "use plot_layout, which gathers blocks")
+    rows, columns = pattern.rows, pattern.columns
+    marks = np.full(shape, ".")
+    marks[rows, columns] = np.where(_is_cut(layout, rows, columns), "+", "#")
+    return "\n".join("".join(row) for row in marks)
+
+
+def plot_layout(
+    layout: BlockLayout,
+    *,
+    head: int = 0,
+    axes: Any = None,
+    path: str | os.PathLike[str] | None = None,
+) -> Any:
+    """Plots one head: live blocks, those cut by the causal diagonal, and dead ones.
+
+    More than 512 blocks share cells, which are the darker the more of their blocks
+    live. Needs matplotlib.
+
+    Args:
+        layout: What to plot.
+        head: Number of the head.
+        axes: matplotlib Axes to draw in; a new figure where there are none.
+        path: File to write; its suffix says the format.
+
+    Returns:
+        The matplotlib Figure.
+
+    Raises:
+        ValueError: There is no such head.
+
+    Example:
+        >>> layout = BlockLayout.from_dense(np.ones([2, 2]), block=64, num_heads=1)
+        >>> plot_layout(layout).axes[0].get_title()
+        '128 tokens, blocks of 64, density 100%'
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    pattern = _pattern_of(layout, head)
+    if axes is None:
+        axes = Figure(figsize=(7, 7), layout="constrained").subplots()
+    side = -(-max(layout.num_rows, layout.num_columns) // MOST_CELLS)
+    density, is_cut = _gather(layout, pattern, side)
+    bottom, right = (side * cells for cells in density.shape)
+    colors = _shade(density, is_cut)
+    axes.imshow(colors, extent=(0, right, bottom, 0))
+    margin = max(bottom, right) / 100  # the frame would hide the first row and column
+    axes.set_xlim(-margin, layout.num_columns + margin)
+    axes.set_ylim(layout.num_rows + margin, -margin)
+    axes.set_title(_title(layout, pattern), fontsize=11)
+    axes.set_xlabel("block of keys")
+    axes.set_ylabel("block of queries")
+    if is_cut.any():
+        labels = (_LIVE, "live"), (_CUT, "cut by the causal diagonal")
+        marks = [Patch(color=color, label=label) for color, label in labels]
+        axes.legend(handles=marks, loc="upper right", fontsize=8, frameon=False)
+    figure = axes.get_figure(root=True)
+    if path is not None:
+        pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=140)
+    return figure
+
+
+def _shade(density: np.ndarray, is_cut: np.ndarray) -> np.ndarray:
+    color = np.where(is_cut[..., None], _CUT, _LIVE)
+    strength = np.where(density > 0, _FAINTEST + (1 - _FAINTEST) * density, 0)[
+        ..., None
+    ]
+    return 1 - strength * (1 - color)
+
+
+def _gather(
+    layout: BlockLayout, pattern: Pattern, side: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Share of live blocks of each cell, and whether one of them is cut."""
+    num_rows, num_columns = layout.num_rows, layout.num_columns
+    shape = -(-num_rows // side), -(-num_columns // side)
+    rows, columns = pattern.rows, pattern.columns
+    cells = rows // side * shape[1] + columns // side
+    live = np.bincount(cells, minlength=shape[0] * shape[1]).reshape(shape)
+    heights = np.minimum(side, num_rows - side * np.arange(shape[0]))
+    widths = np.minimum(side, num_columns - side * np.arange(shape[1]))
+    is_cut = np.zeros(shape[0] * shape[1], bool)
+    is_cut[cells[_is_cut(layout, rows, columns)]] = True
+    return live / np.outer(heights, widths), is_cut.reshape(shape)
+
+
+def _is_cut(layout: BlockLayout, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    return layout.causal & (rows == columns)
+
+
+def _title(layout: BlockLayout, pattern: Pattern) -> str:
+    block, num_rows, num_columns = layout.block, layout.num_rows, layout.num_columns
+    tokens = f"{num_rows * block:,}"
+    if num_rows != num_columns:
+        tokens += f" x {num_columns * block:,}"
+    density = len(pattern.columns) / (num_rows * num_columns)
+    return f"{tokens} tokens, blocks of {block}, density {100 * density:.3g}%"
+
+
+def _pattern_of(layout: BlockLayout, head: int) -> Pattern:
+    if not 0 <= head < layout.num_heads:
+        problem = f"is not one of {layout.num_heads} heads"
+        raise invalid("head", head, problem, f"give 0 to {layout.num_heads - 1}")
+    return layout.patterns[layout.head_patterns[head]]

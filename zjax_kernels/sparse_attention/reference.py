@@ -1,0 +1,277 @@
+"""Block-sparse attention in jax.numpy: what the kernels compute, on any device.
+
+Memory grows with the length and never with its square. The work is that of the plan,
+item by item, as the kernels do it; heads and sequences run side by side.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zjax_kernels.sparse_attention.plan import HALF, TILE, Schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What scores mean.
+
+    Args:
+        scale: Factor of q k, above 0.
+        soft_cap: Scores become `soft_cap * tanh(score / soft_cap)`; 0 leaves them.
+    """
+
+    scale: float
+    soft_cap: float = 0.0
+
+
+def forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: tuple[jax.Array, jax.Array] | None,
+    schedule: Schedule,
+    options: Options,
+) -> tuple[jax.Array, jax.Array]:
+    """Averages of values, and the logarithms of the sums of exponentials.
+
+    Args:
+        q: [B, S, H, D] queries; S is `schedule.num_rows`.
+        k: [B, T, K, D] keys; H is a multiple of K.
+        v: [B, T, K, D] values.
+        segments: int32[B, S] and int32[B, T]; a query sees keys of its own number.
+        schedule: Tiles of queries.
+        options: What scores mean.
+
+    Returns:
+        [B, S, H, D] in the dtype of `q`, and float32[B, H, S]. A query that sees no
+        key has 0 and -inf.
+    """
+
+    def head(q, k, v, segments, pattern):
+        def item(tile, chunks, carry):
+            rows = _tokens(schedule.rows[pattern, tile], schedule.row_unit)
+
+            def chunk(number, carry):
+                top, total, out = carry
+                columns = _tokens(schedule.columns[number], schedule.column_unit)
+                scores = _scores(q[rows], k[columns], options)[0]
+                mask = _mask(schedule, number, segments, rows, columns)
+                scores = jnp.where(mask, scores, -jnp.inf)
+                higher = jnp.maximum(top, scores.max(axis=1))
+                level = jnp.where(jnp.isneginf(higher), 0.0, higher)
+                shrink = jnp.exp(top - level)
+                p = jnp.exp(scores - level[:, None])
+                total = total * shrink + p.sum(axis=1)
+                return higher, total, out * shrink[:, None] + _dot(p, v[columns])
+
+            found = lax.fori_loop(
+                chunks[0], chunks[1], chunk, tuple(x[rows] for x in carry)
+            )
+            return tuple(x.at[rows].set(y) for x, y in zip(carry, found, strict=True))
+
+        length = schedule.num_rows
+        zeros = jnp.zeros((length,), jnp.float32)
+        start = zeros - jnp.inf, zeros, jnp.zeros((length, q.shape[1]), jnp.float32)
+        top, total, out = _over_items(schedule, pattern, item, start)
+        some = jnp.where(total == 0, 1.0, total)
+        lse = jnp.where(total == 0, -jnp.inf, top + jnp.log(some))
+        return (out / some[:, None]).astype(q.dtype), lse
+
+    group = q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
+    out, lse = _over_heads(head, schedule)(q, k, v, segments)
+    return out.swapaxes(1, 2), lse
+
+
+def backward_queries(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    d_out: jax.Array,
+    lse: jax.Array,
+    delta: jax.Array,
+    segments: tuple[jax.Array, jax.Array] | None,
+    schedule: Schedule,
+    options: Options,
+) -> jax.Array:
+    """Gradient of the queries.
+
+    Args:
+        q: [B, S, H, D] queries.
+        k: [B, T, K, D] keys.
+        v: [B, T, K, D] values.
+        d_out: [B, S, H, D] gradient of the averages.
+        lse: float32[B, H, S] as `forward` returned it.
+        delta: float32[B, H, S] sums of `d_out` times the averages, less the gradient of
+            `lse`.
+        segments: As in `forward`.
+        schedule: Tiles of queries.
+        options: What scores mean.
+
+    Returns:
+        [B, S, H, D] in the dtype of `q`.
+    """
+
+    def head(q, d_out, k, v, lse, delta, segments, pattern):
+        def item(tile, chunks, dq):
+            rows = _tokens(schedule.rows[pattern, tile], schedule.row_unit)
+
+            def chunk(number, dq):
+                columns = _tokens(schedule.columns[number], schedule.column_unit)
+                mask = _mask(schedule, number, segments, rows, columns)
+                stats = lse[rows, None], delta[rows, None]
+                pairs = (q[rows], k[columns]), (d_out[rows], v[columns])
+                _, ds = _d_scores(pairs, stats, mask, options)
+                return dq + _dot(ds, k[columns])
+
+            return dq.at[rows].set(lax.fori_loop(chunks[0], chunks[1], chunk, dq[rows]))
+
+        start = jnp.zeros(q.shape, jnp.float32)
+        dq = _over_items(schedule, pattern, item, start)
+        return (dq * options.scale).astype(q.dtype)
+
+    group = q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
+    stats = (x.swapaxes(1, 2) for x in (lse, delta))
+    dq = _over_heads(head, schedule)(q, d_out, k, v, *stats, segments)
+    return dq.swapaxes(1, 2)
+
+
+def backward_keys(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    d_out: jax.Array,
+    lse: jax.Array,
+    delta: jax.Array,
+    segments: tuple[jax.Array, jax.Array] | None,
+    schedule: Schedule,
+    options: Options,
+) -> tuple[jax.Array, jax.Array]:
+    """Gradients of the keys and the values.
+
+    Args:
+        q: [B, S, H, D] queries.
+        k: [B, T, K, D] keys.
+        v: [B, T, K, D] values.
+        d_out: [B, S, H, D] gradient of the averages.
+        lse: float32[B, H, S] as `forward` returned it.
+        delta: As in `backward_queries`.
+        segments: As in `forward`.
+        schedule: Tiles of keys.
+        options: What scores mean.
+
+    Returns:
+        [B, T, K, D] each, in the dtypes of `k` and `v`.
+    """
+
+    def head(k, v, q, d_out, lse, delta, segments, pattern):
+        def item(tile, chunks, carry):
+            rows = _tokens(schedule.rows[pattern, tile], schedule.row_unit)
+
+            def chunk(number, carry):
+                dk, dv = carry
+                columns = _tokens(schedule.columns[number], schedule.column_unit)
+                mask = _mask(schedule, number, segments, rows, columns)
+                stats = lse[None, columns], delta[None, columns]
+                pairs = (k[rows], q[columns]), (v[rows], d_out[columns])
+                p, ds = _d_scores(pairs, stats, mask, options)
+                return dk + _dot(ds, q[columns]), dv + _dot(p, d_out[columns])
+
+            found = lax.fori_loop(
+                chunks[0], chunks[1], chunk, tuple(x[rows] for x in carry)
+            )
+            return tuple(x.at[rows].set(y) for x, y in zip(carry, found, strict=True))
+
+        start = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+        dk, dv = _over_items(schedule, pattern, item, start)
+        return (dk * options.scale).astype(k.dtype), dv.astype(v.dtype)
+
+    num_kv_heads = k.shape[2]
+    q, d_out, lse, delta = (
+        _group(x, num_kv_heads)
+        for x in (q, d_out, lse.swapaxes(1, 2), delta.swapaxes(1, 2))
+    )
+    if segments is not None:
+        group = q.shape[1] // segments[0].shape[1]
+        segments = segments[1], jnp.tile(segments[0], (1, group))
+    grads = _over_heads(head, schedule)(k, v, q, d_out, lse, delta, segments)
+    return tuple(x.swapaxes(1, 2) for x in grads)
+
+
+def _group(x, num_kv_heads):
+    """[B, S, H, ...] to [B, G * S, K, ...]: a head of keys and all that ask it."""
+    batch, length, heads, *rest = x.shape
+    x = x.reshape(batch, length, num_kv_heads, heads // num_kv_heads, *rest)
+    return jnp.moveaxis(x, 3, 1).reshape(batch, -1, num_kv_heads, *rest)
+
+
+def _over_heads(head, schedule):
+    """Runs `head` for all sequences [B, length, heads, ...] and heads at once."""
+
+    def run(*arrays_and_segments: Any):
+        *arrays, segments = arrays_and_segments
+        shared = len(schedule.items) == 1
+        patterns = 0 if shared else schedule.head_patterns
+        axes = [1] * len(arrays)
+        heads = jax.vmap(head, in_axes=(*axes, None, None if shared else 0))
+        sequences = jax.vmap(heads, in_axes=(*(0 for _ in axes), 0, None))
+        return sequences(*arrays, segments, patterns)
+
+    return run
+
+
+def _over_items(schedule, pattern, run, carry):
+    def body(number, carry):
+        tile, first, count = (schedule.items[pattern, number, i] for i in range(3))
+        return run(tile, (first, first + count), carry)
+
+    return lax.fori_loop(0, schedule.num_items[0], body, carry)
+
+
+def _tokens(units, size):
+    return (units[:, None] * size + jnp.arange(size)[None]).reshape(-1)
+
+
+def _mask(schedule, chunk, segments, rows, columns):
+    """bool[TILE, chunk]: which tokens of a chunk see each other."""
+    across, down = schedule.chunk // schedule.cell, HALF // schedule.cell
+    bits = jnp.arange(across * down, dtype=jnp.uint32)
+
+    def unpack(words):
+        cells = words.astype(jnp.uint32)[:, None] >> bits[None] & 1
+        cells = cells.reshape(TILE // schedule.cell, across).astype(bool)
+        return cells.repeat(schedule.cell, 0).repeat(schedule.cell, 1)
+
+    mask = unpack(schedule.live[chunk])
+    if schedule.causal:
+        row, column = rows[:, None] % schedule.cell, columns[None] % schedule.cell
+        above = row > column if schedule.transposed else column > row
+        mask &= ~(unpack(schedule.diagonal[chunk]) & above)
+    if segments is not None:
+        mask &= segments[0][rows, None] == segments[1][None, columns]
+    return mask
+
+
+def _scores(x, y, options):
+    """Scores, and what a gradient of them is multiplied with."""
+    scores = _dot(x, y.T) * options.scale
+    if not options.soft_cap:
+        return scores, 1.0
+    bent = jnp.tanh(scores / options.soft_cap)
+    return bent * options.soft_cap, 1 - bent * bent
+
+
+def _d_scores(pairs, stats, mask, options):
+    (x, y), (dx, dy) = pairs
+    lse, delta = stats
+    scores, slope = _scores(x, y, options)
+    p = jnp.where(mask, jnp.exp(scores - lse), 0.0)
+    return p, p * (_dot(dx, dy.T) - delta) * slope
+
+
+def _dot(x, y):
+    return jnp.dot(x.astype(y.dtype), y, preferred_element_type=jnp.float32)

@@ -1,0 +1,172 @@
+"""What all rules of block-sparse attention share: arguments, checks and `layout`."""
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from zjax_kernels.errors import describe, invalid, refuse
+from zjax_kernels.sparse_attention.arguments import below
+from zjax_kernels.sparse_attention.layout import BlockLayout, Pattern
+
+BLOCKS = (16, 32, 64, 128)
+"""Tokens per block and side that the kernels can run."""
+DIRECTIONS = ("bidirectional", "unidirectional")
+
+
+@dataclasses.dataclass(frozen=True)
+class SparsityConfig(abc.ABC):
+    """A rule that says which blocks live, for sequences of any length.
+
+    A rule of your own is a subclass with one method, `heads`; arguments of its own
+    make it a frozen dataclass that extends `problems`. A fixed array of your own needs
+    no rule: `BlockLayout.from_dense` reads it.
+
+    Args:
+        num_heads: Number of heads, >= 1.
+        block: Tokens per block and side: 16, 32, 64 or 128.
+        attention: "bidirectional", or "unidirectional": no block above the diagonal
+            lives.
+        token_causal: Whether unidirectional attention also cuts the blocks on the
+            diagonal token by token, so that no token sees a later one. False lets the
+            tokens of such a block see each other, as DeepSpeed does. Bidirectional
+            attention does not read it.
+
+    Raises:
+        ValueError: Arguments that cannot be used, one line each.
+
+    Example:
+        >>> from zjax_kernels.sparse_attention.picture import draw_layout
+        >>> class Previous(SparsityConfig):
+        ...     def heads(self, num_blocks):
+        ...         rows = np.arange(num_blocks)
+        ...         columns = np.maximum(rows - 1, 0)
+        ...         return [Pattern.from_entries(rows, columns, num_blocks, num_blocks)]
+        >>> print(draw_layout(Previous(num_heads=2).layout(64)))
+        #...
+        #...
+        .#..
+        ..#.
+    """
+
+    num_heads: int
+    block: int = 16
+    _: dataclasses.KW_ONLY
+    attention: Literal["bidirectional", "unidirectional"] = "bidirectional"
+    token_causal: bool = True
+
+    counts_of_blocks: ClassVar[tuple[str, ...]] = ()
+    """Arguments that count blocks of one row: no more than a sequence has."""
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, list):
+                object.__setattr__(self, field.name, tuple(value))
+        refuse(self.problems())
+
+    @abc.abstractmethod
+    def heads(self, num_blocks: int) -> Sequence[Pattern]:
+        """The live blocks of each head.
+
+        Args:
+            num_blocks: Blocks of the sequence.
+
+        Returns:
+            One pattern for all heads, or one per head, of `num_blocks` rows and
+            columns. What lies above the diagonal is dropped where attention is
+            unidirectional.
+        """
+
+    def problems(self) -> list[str]:
+        """What is wrong with the arguments; a subclass adds what it finds.
+
+        Returns:
+            One line of `errors.describe` for each.
+        """
+        found = below("num_heads", self.num_heads, 1)
+        if below("block", self.block, 1) or self.block not in BLOCKS:
+            remedy = "use 16, 32, 64 or 128"
+            found += [describe("block", self.block, "is not a size of blocks", remedy)]
+        if self.attention not in DIRECTIONS:
+            remedy = f"use {' or '.join(DIRECTIONS)}"
+            problem = "is not a direction of attention"
+            found += [describe("attention", self.attention, problem, remedy)]
+        return found
+
+    def layout(self, seq_len: int) -> BlockLayout:
+        """Applies the rule to sequences of one length.
+
+        Args:
+            seq_len: Tokens, a multiple of `block`.
+
+        Returns:
+            The layout of all heads.
+
+        Raises:
+            ValueError: The length cannot be used, or `heads` returned what is no
+                pattern of that length.
+        """
+        num_blocks = self._num_blocks(seq_len)
+        heads = list(self.heads(num_blocks))
+        self._check_heads(heads, num_blocks)
+        causal = self.attention == "unidirectional"
+        layout = BlockLayout.from_heads(
+            heads * self.num_heads if len(heads) == 1 else heads,
+            block=self.block,
+            num_columns=num_blocks,
+            causal=causal,
+        )
+        return dataclasses.replace(layout, causal=causal and self.token_causal)
+
+    def visible(self, num_blocks: int) -> np.ndarray:
+        """How far each row may look: all blocks, or those up to the diagonal.
+
+        Args:
+            num_blocks: Blocks of the sequence.
+
+        Returns:
+            int64[num_blocks]; row r may see the blocks before `visible[r]`.
+        """
+        if self.attention == "unidirectional":
+            return np.arange(1, num_blocks + 1)
+        return np.full(num_blocks, num_blocks)
+
+    def _num_blocks(self, seq_len: int) -> int:
+        block = self.block
+        if below("seq_len", seq_len, 1):
+            remedy = f"give a multiple of block={block}"
+            raise invalid("seq_len", seq_len, "is no number of tokens", remedy)
+        num_blocks = -(-seq_len // block)
+        if seq_len % block:
+            problem = f"is not a multiple of block={block}"
+            raise invalid(
+                "seq_len", seq_len, problem, f"pad it to {num_blocks * block}"
+            )
+        refuse(self._counts_above(num_blocks, seq_len))
+        return num_blocks
+
+    def _counts_above(self, num_blocks: int, seq_len: int) -> list[str]:
+        found = []
+        for field in self.counts_of_blocks:
+            count = getattr(self, field)
+            if count > num_blocks:
+                problem = f"is more than the {num_blocks} blocks of seq_len={seq_len}"
+                tokens = count * self.block
+                remedy = f"give at most {num_blocks}, or seq_len={tokens} or more"
+                found.append(describe(field, count, problem, remedy))
+        return found
+
+    def _check_heads(self, heads: Sequence[Pattern], num_blocks: int) -> None:
+        if len(heads) not in (1, self.num_heads):
+            problem = f"is not one of num_heads={self.num_heads}"
+            remedy = "return one pattern per head, or a single one for all"
+            raise invalid("len(heads)", len(heads), problem, remedy)
+        for number, pattern in enumerate(heads):
+            num_rows = len(pattern.starts) - 1
+            if num_rows != num_blocks or np.any(pattern.columns >= num_blocks):
+                problem = f"is no pattern of {num_blocks} rows and columns"
+                remedy = f"build it with num_rows=num_columns={num_blocks}"
+                raise invalid("head", number, problem, remedy)
