@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zjax_kernels.sparse_attention.plan import HALF, TILE, Schedule
+from zjax_kernels.sparse_attention.cells import HALF, TILE
+from zjax_kernels.sparse_attention.schedule import Schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,9 +252,19 @@ def _mask(schedule, chunk, segments, rows, columns):
         row, column = rows[:, None] % schedule.cell, columns[None] % schedule.cell
         above = row > column if schedule.transposed else column > row
         mask &= ~(unpack(schedule.diagonal[chunk]) & above)
+    if schedule.masks is not None:
+        mask &= _element_mask(schedule, chunk)
     if segments is not None:
         mask &= segments[0][rows, None] == segments[1][None, columns]
     return mask
+
+
+def _element_mask(schedule, chunk):
+    words = schedule.masks[schedule.elements[chunk]].swapaxes(1, 2).reshape(TILE, -1)
+    bits = words.astype(jnp.uint32)[..., None] >> jnp.arange(
+        32, dtype=jnp.uint32
+    ).reshape(1, 1, -1)
+    return (bits & 1).astype(bool).reshape(TILE, -1)
 
 
 def _scores(x, y, options):

@@ -38,7 +38,7 @@ def chunk_mask(schedule, chunk, rows, columns):
         else (rows[:, None], columns)
     )
     above = late % schedule.cell > early % schedule.cell
-    return cells & ~(diagonal & above)
+    return cells & ~(diagonal & above) & elements_of(schedule, chunk)
 
 
 def unpack(schedule, words):
@@ -51,3 +51,11 @@ def unpack(schedule, words):
 
 def tokens(units, size):
     return (np.asarray(units)[:, None] * size + np.arange(size)).reshape(-1)
+
+
+def elements_of(schedule, chunk):
+    if schedule.masks is None:
+        return True
+    words = np.concatenate(list(schedule.masks[schedule.elements[chunk]]), axis=1)
+    bits = words.T.view(np.uint32)[..., None] >> np.arange(32) & 1
+    return bits.reshape(128, schedule.chunk).astype(bool)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.sparse.dense import attend, make_inputs, mask_of
-from tests.kernels.sparse.test_plan import random_live
+from tests.kernels.sparse.test_plan import random_live, random_mask
 from zjax_kernels.sparse_attention import BlockLayout, make_plan, sparse_attention
 
 CASES = {
@@ -29,6 +29,7 @@ CASES = {
         "key_mask": True,
     },
     "32, key mask": {"block": 32, "rows": 8, "key_mask": True, "num_kv_heads": 2},
+    "32, mask of tokens": {"block": 32, "rows": 8, "causal": True, "mask": True},
     "all heads alike": {"block": 32, "rows": 8, "alike": True, "num_kv_heads": 2},
 }
 
@@ -57,9 +58,13 @@ def make_case(
 def test_reference_is_dense_attention_under_the_mask(case):
     """Fails if a live pair is left out, a dead one counted, or a gradient is wrong."""
     layout, num_kv_heads, options, masks = make_case(**CASES[case])
-    plan = make_plan(layout, num_kv_heads=num_kv_heads)
+    tokens = None
+    if CASES[case].get("mask"):
+        tokens = random_mask((layout.num_rows * 32, layout.num_columns * 32))
+    plan = make_plan(layout, num_kv_heads=num_kv_heads, mask=tokens)
     *inputs, d_out, d_lse = make_inputs(layout, num_kv_heads=num_kv_heads)
     mask = mask_of(layout, masks.get("segment_ids"), masks.get("key_mask"))
+    mask &= True if tokens is None else tokens
     found = run(
         lambda *x: sparse_attention(*x, plan, **options, **masks, return_lse=True),
         inputs,

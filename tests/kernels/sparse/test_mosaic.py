@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests.kernels.sparse.dense import attend, make_inputs, mask_of
-from tests.kernels.sparse.test_plan import random_live
+from tests.kernels.sparse.test_plan import random_live, random_mask
 from zjax_kernels.sparse_attention import BlockLayout, make_plan
-from zjax_kernels.sparse_attention import plan as plans
+from zjax_kernels.sparse_attention import schedule as schedules
 from zjax_kernels.sparse_attention.mosaic_gpu import (
     backward_keys,
     backward_queries,
@@ -28,7 +28,9 @@ SLOW = pytest.mark.slow
 CASES = [
     pytest.param({"block": 64, "causal": True, "ping_pong": True}, id="64-causal"),
     pytest.param({"block": 16, "heads": 4, "num_kv_heads": 2}, id="16-groups"),
-    pytest.param({"block": 16, "causal": True, "segments": True}, id="16-segments"),
+    pytest.param(
+        {"block": 16, "causal": True, "segments": True, "mask": True}, id="16-all-masks"
+    ),
     pytest.param({"block": 128, "tokens": 512, "split": True}, id="128-split"),
     pytest.param(
         {"block": 32, "soft_cap": 2.0, "stages": 3}, id="32-capped", marks=SLOW
@@ -57,6 +59,7 @@ def make_case(
     alike=False,
     empty=False,
     segments=False,
+    mask=False,
     head_size=64,
     dtype=jnp.bfloat16,
     **_,
@@ -66,8 +69,13 @@ def make_case(
     if empty:
         live[..., rows // 2 :, :] = False
     layout = BlockLayout.from_dense(live, block=block, num_heads=heads, causal=causal)
+    seen = random_mask((tokens, tokens)) if mask else None
     plan = make_plan(
-        layout, num_kv_heads=num_kv_heads, head_size=head_size, segments=segments
+        layout,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        segments=segments,
+        mask=seen,
     )
     inputs = make_inputs(
         layout, batch=1, num_kv_heads=num_kv_heads, head_size=head_size, dtype=dtype
@@ -77,26 +85,25 @@ def make_case(
         rng = np.random.default_rng(0)
         documents = np.sort(rng.integers(0, 3, (1, plan.queries.num_rows)))
         numbers = (documents.astype(np.int32),) * 2
-    return layout, jax.tree.map(jnp.asarray, plan), inputs, numbers
+    shown = mask_of(layout, numbers and tuple(x[:, :tokens] for x in numbers))
+    shown = shown if seen is None else shown & seen
+    return shown, jax.tree.map(jnp.asarray, plan), inputs, numbers
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_are_dense_attention_under_the_mask(monkeypatch, capfd, case):
     """Fails if a kernel leaves out, adds or races for anything."""
     if case.get("split"):
-        monkeypatch.setattr(plans, "WORTH_SPLITTING", 128)
-    layout, plan, inputs, segments = make_case(**case)
+        monkeypatch.setattr(schedules, "WORTH_SPLITTING", 128)
+    mask, plan, inputs, segments = make_case(**case)
     assert bool(plan.queries.num_slots and plan.keys.num_slots) == case.get(
         "split", False
     )
     *qkv, d_out, _ = inputs
     options = Options(qkv[0].shape[-1] ** -0.5, case.get("soft_cap", 0.0))
     tokens = qkv[0].shape[1]
-    seen = segments and tuple(x[:, :tokens] for x in segments)
     (out, lse), vjp = jax.vjp(
-        functools.partial(
-            attend, mask=mask_of(layout, seen), soft_cap=options.soft_cap
-        ),
+        functools.partial(attend, mask=mask, soft_cap=options.soft_cap),
         *(x.astype(jnp.float32) for x in qkv),
     )
     expected = vjp((d_out.astype(jnp.float32), jnp.zeros_like(lse)))

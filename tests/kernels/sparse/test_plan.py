@@ -16,6 +16,17 @@ def random_live(shape, density=0.3, *, heavy=True, seed=0):
     return live
 
 
+def random_mask(shape):
+    """Hides single tokens of some blocks, whole rows, and whole blocks."""
+    mask = np.ones(shape, bool)
+    mask[: shape[0] // 2] = (
+        np.random.default_rng(1).random(shape)[: shape[0] // 2] < 0.9
+    )
+    mask[:, 64:128] = False
+    mask[3] = False
+    return mask
+
+
 def tokens_of(layout):
     """The layout as a mask of tokens: the specification."""
     live = layout.to_dense().repeat(layout.block, 1).repeat(layout.block, 2)
@@ -36,15 +47,18 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("head_size", [64, 256])
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-def test_each_live_token_is_visited_once(case, head_size, num_kv_heads):
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_each_live_token_is_visited_once(case, head_size, num_kv_heads, has_mask):
     """Fails if a cell is lost, added, cut wrongly, or visited in two chunks."""
     block, num_rows, num_columns, causal = CASES[case]
     live = random_live((4, num_rows, num_columns))
     live[2] = live[0]
     live[3, num_rows // 2] = False
     layout = BlockLayout.from_dense(live, block=block, causal=causal)
-    plan = make_plan(layout, num_kv_heads=num_kv_heads, head_size=head_size)
     expected = tokens_of(layout)
+    mask = random_mask(expected.shape[1:]) if has_mask else None
+    plan = make_plan(layout, num_kv_heads=num_kv_heads, head_size=head_size, mask=mask)
+    expected &= True if mask is None else mask
     queries, keys = decode(plan.queries), decode(plan.keys)
     num_queries, num_keys = expected.shape[1:]
     np.testing.assert_array_equal(queries[:, :num_queries, :num_keys], expected)
@@ -106,3 +120,21 @@ def test_heads_that_do_not_divide():
         "num_kv_heads=4 does not divide the 6 heads of the layout; give a divisor, or "
         "a layout with other heads"
     )
+
+
+def test_a_mask_of_another_shape():
+    layout = BlockLayout.from_dense(np.ones((2, 2), bool), block=64, num_heads=2)
+    with pytest.raises(ValueError) as caught:
+        make_plan(layout, mask=np.ones((64, 128), bool))
+    assert str(caught.value) == (
+        "mask.shape=(64, 128) is not that of the layout's tokens, (128, 128); give one "
+        "for all tokens"
+    )
+
+
+def test_chunks_that_are_masked_alike_share_a_mask():
+    """Fails if the memory of a mask grows with what repeats."""
+    layout = BlockLayout.from_dense(np.eye(16, dtype=bool), block=128, num_heads=1)
+    mask = np.tri(2048, dtype=bool)
+    plan = make_plan(layout, mask=mask)
+    assert len(plan.queries.masks) <= 3

@@ -63,12 +63,13 @@ class Arithmetic:
         """
         return self.lay(jnp.full(shape, value, jnp.float32), layout)
 
-    def load(self, ref: Any, layout: Any) -> jax.Array:
-        """Reads a vector from shared memory.
+    def load(self, ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
+        """Reads a vector.
 
         Args:
             ref: Where it is.
             layout: Of the result.
+            optimized: Whether it is in shared memory.
 
         Returns:
             What is there.
@@ -76,7 +77,7 @@ class Arithmetic:
         if self.simulated:
             return ref[...]
         where = () if _NEWER else ((),)
-        return plgpu.load(ref, *where, layout=layout)
+        return plgpu.load(ref, *where, layout=layout, optimized=optimized)
 
     def products(self, pairs: Sequence[tuple[Any, Any]]) -> list[jax.Array]:
         """Products of matrices in shared memory, all under way at once.

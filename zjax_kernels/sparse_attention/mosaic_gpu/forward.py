@@ -9,6 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from zjax_kernels.sparse_attention.cells import HALF, TILE
 from zjax_kernels.sparse_attention.mosaic_gpu import copies, launch, logits
 from zjax_kernels.sparse_attention.mosaic_gpu.arithmetic import (
     COLUMNS,
@@ -18,8 +19,8 @@ from zjax_kernels.sparse_attention.mosaic_gpu.arithmetic import (
 )
 from zjax_kernels.sparse_attention.mosaic_gpu.splits import merge_averages
 from zjax_kernels.sparse_attention.mosaic_gpu.work import Work
-from zjax_kernels.sparse_attention.plan import HALF, TILE, Schedule
 from zjax_kernels.sparse_attention.reference import Options
+from zjax_kernels.sparse_attention.schedule import Schedule
 
 
 def forward(
@@ -147,6 +148,7 @@ def _compute(work, options, tuning, arithmetic, outputs, scratch):
     out_ref, lse_ref, *partial_refs = outputs
     schedule, sizes = work.schedule, work.sizes
     half = lax.axis_index("warpgroup")
+    read_words = functools.partial(logits.read_words, arithmetic, schedule)
     size = q_tile.shape[-1]
     shape = HALF, sizes.chunk
 
@@ -172,7 +174,7 @@ def _compute(work, options, tuning, arithmetic, outputs, scratch):
             out, top, total = carry
             stage = lax.rem(taken + nth, index(tuning.stages))
             number = item.first + nth
-            words = logits.read_words(schedule, number, half) if masked else None
+            words = read_words(number, half) if masked else None
             plgpu.barrier_wait(k_there.at[stage])
             [scores] = arithmetic.products([(q_tile.at[slot, half], k_chunk.at[stage])])
             turn()

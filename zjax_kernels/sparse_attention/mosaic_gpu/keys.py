@@ -9,6 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from zjax_kernels.sparse_attention.cells import HALF, TILE
 from zjax_kernels.sparse_attention.mosaic_gpu import copies, launch, logits
 from zjax_kernels.sparse_attention.mosaic_gpu.arithmetic import (
     COLUMNS,
@@ -18,8 +19,8 @@ from zjax_kernels.sparse_attention.mosaic_gpu.arithmetic import (
 )
 from zjax_kernels.sparse_attention.mosaic_gpu.splits import merge_sums
 from zjax_kernels.sparse_attention.mosaic_gpu.work import Work
-from zjax_kernels.sparse_attention.plan import HALF, TILE, Schedule
 from zjax_kernels.sparse_attention.reference import Options
+from zjax_kernels.sparse_attention.schedule import Schedule
 
 
 def backward_keys(
@@ -200,6 +201,7 @@ def _compute(work, options, tuning, arithmetic, channels, outputs, scratch):
     dk_ref, dv_ref, *part_refs = outputs
     schedule, sizes = work.schedule, work.sizes
     half = lax.axis_index("warpgroup")
+    read_words = functools.partial(logits.read_words, arithmetic, schedule)
     shape = HALF, sizes.chunk
     width = channels.stop - channels.start
     part = pl.ds(channels.start, width)
@@ -215,9 +217,8 @@ def _compute(work, options, tuning, arithmetic, channels, outputs, scratch):
         def chunk(nth, grads, masked):
             dk, dv = grads
             stage = lax.rem(taken + nth, index(tuning.stages))
-            words = (
-                logits.read_words(schedule, item.first + nth, half) if masked else None
-            )
+            number = item.first + nth
+            words = read_words(number, half) if masked else None
             plgpu.barrier_wait(q_there.at[stage])
             plgpu.barrier_wait(d_there.at[stage])
             scores, dp = arithmetic.products(

@@ -11,7 +11,8 @@ from typing import Any
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from zjax_kernels.sparse_attention.plan import HALF, PROCESSORS, TILE, Schedule
+from zjax_kernels.sparse_attention.cells import HALF, TILE
+from zjax_kernels.sparse_attention.schedule import PROCESSORS, Schedule
 
 NUM_HALVES = TILE // HALF
 

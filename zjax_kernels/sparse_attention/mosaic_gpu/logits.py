@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zjax_kernels.sparse_attention.mosaic_gpu.arithmetic import Arithmetic, index
-from zjax_kernels.sparse_attention.plan import HALF, Schedule
+from zjax_kernels.sparse_attention.cells import HALF
+from zjax_kernels.sparse_attention.mosaic_gpu.arithmetic import ROWS, Arithmetic, index
 from zjax_kernels.sparse_attention.reference import Options
+from zjax_kernels.sparse_attention.schedule import Schedule
 
 LOG2E = math.log2(math.e)
 
@@ -44,7 +45,7 @@ def mask_cells(
     arithmetic: Arithmetic,
     x: jax.Array,
     schedule: Schedule,
-    words: tuple[Any, Any] | None,
+    words: tuple[Any, Any, Any] | None,
     dead: float,
 ) -> jax.Array:
     """Puts `dead` where a half of a tile does not see a token of a chunk.
@@ -55,7 +56,7 @@ def mask_cells(
         arithmetic: Operations on registers.
         x: float32[HALF, chunk].
         schedule: The plan's sizes.
-        words: Bits of live cells, and of those on the diagonal; none if all live.
+        words: From `read_words`; none if all live.
         dead: What to put.
 
     Returns:
@@ -63,39 +64,63 @@ def mask_cells(
     """
     if words is None:
         return x
-    cell = index(schedule.cell)
+    live, diagonal, element = words
+    across = schedule.chunk // schedule.cell
     row, column = (arithmetic.iota(x.shape, axis) for axis in (0, 1))
-    nth = lax.div(column, cell)
+    nth = _over(column, schedule.cell)
     if schedule.cell < HALF:
-        nth += lax.div(row, cell) * index(schedule.chunk // schedule.cell)
+        nth += _over(row, schedule.cell) * index(across)
 
-    live, diagonal = words
+    def bit(words, nth):
+        return lax.bitwise_and(lax.shift_right_logical(words, nth), index(1))
 
-    def bit(word):
-        shifted = lax.shift_right_logical(arithmetic.spread(word, x.shape), nth)
-        return lax.bitwise_and(shifted, index(1))
+    def of_cell(word):
+        return bit(arithmetic.spread(word, x.shape), nth)
 
     if schedule.causal:
-        after = lax.rem(column, cell) - lax.rem(row, cell)
+        after = _modulo(column, schedule.cell) - _modulo(row, schedule.cell)
         after = jnp.maximum(-after if schedule.transposed else after, 0)
-        x = jnp.where(bit(diagonal) * after > 0, dead, x)
-    return jnp.where(bit(live) != 0, x, dead)
+        x = jnp.where(of_cell(diagonal) * after > 0, dead, x)
+    if element is not None:
+        word, *others = (along_rows(word, x.shape) for word in element)
+        for number, other in enumerate(others, start=1):
+            word = jnp.where(column < number * 32, word, other)
+        x = jnp.where(bit(word, _modulo(column, 32)) != 0, x, dead)
+    return jnp.where(of_cell(live) != 0, x, dead)
+
+
+def _over(x, power_of_2):
+    return lax.shift_right_logical(x, index(power_of_2.bit_length() - 1))
+
+
+def _modulo(x, power_of_2):
+    return lax.bitwise_and(x, index(power_of_2 - 1))
 
 
 def read_words(
-    schedule: Schedule, chunk: jax.Array, half: jax.Array
-) -> tuple[Any, Any]:
-    """Reads which cells of a chunk live.
+    arithmetic: Arithmetic, schedule: Schedule, chunk: jax.Array, half: jax.Array
+) -> tuple[Any, Any, Any]:
+    """Reads what lives in a chunk.
 
     Args:
+        arithmetic: Operations on registers.
         schedule: References to the GPU's memory.
         chunk: Which chunk.
         half: Which half of the tile.
 
     Returns:
-        Bits of live cells, and of those on the diagonal.
+        Bits of live cells, of those on the diagonal, and those of tokens by row for
+        every 32 columns, or none.
     """
-    return schedule.live[chunk, half], schedule.diagonal[chunk, half]
+    element = None
+    masks: Any = schedule.masks
+    if schedule.elements is not None:
+        number = schedule.elements[chunk, half]
+        element = [
+            arithmetic.load(masks.at[number, word], ROWS, optimized=False)
+            for word in range(masks.shape[1])
+        ]
+    return schedule.live[chunk, half], schedule.diagonal[chunk, half], element
 
 
 def bend(scores: jax.Array, options: Options) -> tuple[jax.Array, jax.Array | None]:

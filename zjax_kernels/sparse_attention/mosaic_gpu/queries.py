@@ -9,6 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from zjax_kernels.sparse_attention.cells import HALF, TILE
 from zjax_kernels.sparse_attention.mosaic_gpu import copies, launch, logits
 from zjax_kernels.sparse_attention.mosaic_gpu.arithmetic import (
     COLUMNS,
@@ -18,8 +19,8 @@ from zjax_kernels.sparse_attention.mosaic_gpu.arithmetic import (
 )
 from zjax_kernels.sparse_attention.mosaic_gpu.splits import merge_sums
 from zjax_kernels.sparse_attention.mosaic_gpu.work import Work
-from zjax_kernels.sparse_attention.plan import HALF, TILE, Schedule
 from zjax_kernels.sparse_attention.reference import Options
+from zjax_kernels.sparse_attention.schedule import Schedule
 
 
 def backward_queries(
@@ -158,6 +159,7 @@ def _compute(work, options, tuning, arithmetic, outputs, scratch):
     dq_ref, *part_refs = outputs
     schedule, sizes = work.schedule, work.sizes
     half = lax.axis_index("warpgroup")
+    read_words = functools.partial(logits.read_words, arithmetic, schedule)
     shape = HALF, sizes.chunk
 
     def compute_item(number, taken):
@@ -172,9 +174,8 @@ def _compute(work, options, tuning, arithmetic, outputs, scratch):
 
         def chunk(nth, dq, masked):
             stage = lax.rem(taken + nth, index(tuning.stages))
-            words = (
-                logits.read_words(schedule, item.first + nth, half) if masked else None
-            )
+            number = item.first + nth
+            words = read_words(number, half) if masked else None
             plgpu.barrier_wait(v_there.at[stage])
             plgpu.barrier_wait(k_there.at[stage])
             scores, dp = arithmetic.products(

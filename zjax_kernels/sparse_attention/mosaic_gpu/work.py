@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zjax_kernels.sparse_attention.mosaic_gpu.arithmetic import index
-from zjax_kernels.sparse_attention.plan import Schedule
+from zjax_kernels.sparse_attention.schedule import Schedule
 
 
 @dataclasses.dataclass(frozen=True)
