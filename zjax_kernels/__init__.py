@@ -19,11 +19,14 @@ from zjax_kernels.sparse_attention import (
     LocalSlidingWindow,
     Pattern,
     Plan,
+    SequencePlan,
     SparsityConfig,
     Variable,
     draw_layout,
     make_plan,
+    make_sequence_plan,
     plot_layout,
+    sequence_attention,
     sparse_attention,
 )
 
@@ -36,10 +39,13 @@ __all__ = [
     "LocalSlidingWindow",
     "Pattern",
     "Plan",
+    "SequencePlan",
     "SparsityConfig",
     "Variable",
     "draw_layout",
     "make_plan",
+    "make_sequence_plan",
     "plot_layout",
+    "sequence_attention",
     "sparse_attention",
 ]

@@ -5,6 +5,11 @@ from zjax_kernels.sparse_attention.layout import BlockLayout, Pattern
 from zjax_kernels.sparse_attention.patterns import Dense, Fixed, Variable
 from zjax_kernels.sparse_attention.picture import draw_layout, plot_layout
 from zjax_kernels.sparse_attention.plan import Plan, make_plan
+from zjax_kernels.sparse_attention.sequence import (
+    SequencePlan,
+    make_sequence_plan,
+    sequence_attention,
+)
 from zjax_kernels.sparse_attention.sliding_patterns import (
     BigBird,
     BSLongformer,
@@ -21,10 +26,13 @@ __all__ = [
     "LocalSlidingWindow",
     "Pattern",
     "Plan",
+    "SequencePlan",
     "SparsityConfig",
     "Variable",
     "draw_layout",
     "make_plan",
+    "make_sequence_plan",
     "plot_layout",
+    "sequence_attention",
     "sparse_attention",
 ]

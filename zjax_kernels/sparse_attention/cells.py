@@ -24,6 +24,7 @@ class Cells:
         ragged: bool[cells], whether `mask` hides some of its tokens.
         num_rows: Rows, a whole number of tiles.
         num_columns: Columns, a whole number of tiles.
+        size: Tokens per side.
         mask: bool[tokens, tokens] that hides single tokens, or none; columns beyond
             its width begin anew.
     """
@@ -34,6 +35,7 @@ class Cells:
     ragged: np.ndarray
     num_rows: int
     num_columns: int
+    size: int
     mask: np.ndarray | None = None
 
     @classmethod
@@ -73,7 +75,7 @@ class Cells:
         rows, columns, ragged = rows[seen], columns[seen], ragged[seen]
         cut = (rows == columns) & layout.causal
         num_rows, num_columns = (n // cell for n in tokens)
-        return cls(rows, columns, cut, ragged, num_rows, num_columns, mask)
+        return cls(rows, columns, cut, ragged, num_rows, num_columns, cell, mask)
 
     @classmethod
     def of_group(cls, heads: Sequence["Cells"]) -> "Cells":
@@ -93,5 +95,6 @@ class Cells:
             np.concatenate([head.ragged for head in heads]),
             first.num_columns,
             first.num_rows * len(heads),
+            first.size,
             None if first.mask is None else first.mask.T,
         )

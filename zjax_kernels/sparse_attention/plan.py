@@ -1,6 +1,7 @@
 """Layouts made ready for the kernels."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -65,7 +66,49 @@ def make_plan(
         >>> plan.queries.columns.shape, plan.keys.head_patterns.shape
         ((3, 4), (2,))
     """
-    heads = layout.num_heads
+    tokens = layout.num_rows * layout.block, layout.num_columns * layout.block
+    if mask is not None and np.shape(mask) != tokens:
+        problem = f"is not that of the layout's tokens, {tokens}"
+        raise invalid("mask.shape", np.shape(mask), problem, "give one for all tokens")
+    return plan_cells(
+        [Cells.of(pattern, layout, mask) for pattern in layout.patterns],
+        layout.head_patterns,
+        tokens,
+        block=layout.block,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        segments=segments,
+    )
+
+
+def plan_cells(
+    patterns: Sequence[Cells],
+    head_patterns: Sequence[int],
+    tokens: tuple[int, int],
+    *,
+    block: int,
+    num_kv_heads: int | None,
+    head_size: int,
+    segments: bool,
+) -> Plan:
+    """As `make_plan`, of live cells.
+
+    Args:
+        patterns: Live cells of each pattern.
+        head_patterns: Pattern of each head.
+        tokens: Numbers of queries and of keys.
+        block: Tokens that lie side by side wherever one of them is seen.
+        num_kv_heads: Heads of keys and values; none is as many as of queries.
+        head_size: Channels per head.
+        segments: Whether segments or a mask of keys will be given.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: The heads do not divide.
+    """
+    heads = len(head_patterns)
     num_kv_heads = heads if num_kv_heads is None else num_kv_heads
     if num_kv_heads < 1 or heads % num_kv_heads:
         raise invalid(
@@ -75,33 +118,26 @@ def make_plan(
             "give a divisor, or a layout with other heads",
         )
     group = heads // num_kv_heads
-    tokens = layout.num_rows * layout.block, layout.num_columns * layout.block
-    if mask is not None and np.shape(mask) != tokens:
-        problem = f"is not that of the layout's tokens, {tokens}"
-        raise invalid("mask.shape", np.shape(mask), problem, "give one for all tokens")
-    cell = min(layout.block, HALF)
-    cells = [Cells.of(pattern, layout, mask) for pattern in layout.patterns]
     groups = [
-        tuple(layout.head_patterns[first : first + group])
-        for first in range(0, heads, group)
+        tuple(head_patterns[first : first + group]) for first in range(0, heads, group)
     ]
     distinct = list(dict.fromkeys(groups))
+    cell = patterns[0].size
     narrow = HALF if head_size > 128 else TILE
+    least = COPY if segments else cell
     return Plan(
         queries=make_schedule(
-            cells,
-            layout.head_patterns,
-            cell=cell,
+            patterns,
+            head_patterns,
             row_unit=max(cell, COPY),
-            column_unit=max(min(layout.block, narrow), COPY if segments else 0),
+            column_unit=max(min(block, narrow), least),
             chunk=narrow,
             transposed=False,
         ),
         keys=make_schedule(
-            [Cells.of_group([cells[number] for number in each]) for each in distinct],
+            [Cells.of_group([patterns[i] for i in each]) for each in distinct],
             [distinct.index(each) for each in groups],
-            cell=cell,
-            row_unit=max(cell, COPY if segments else 0),
+            row_unit=max(cell, least),
             column_unit=max(cell, COPY),
             chunk=HALF,
             transposed=True,

@@ -78,7 +78,6 @@ def make_schedule(
     patterns: Sequence[Cells],
     head_patterns: Sequence[int],
     *,
-    cell: int,
     row_unit: int,
     column_unit: int,
     chunk: int,
@@ -89,7 +88,6 @@ def make_schedule(
     Args:
         patterns: Live cells of each distinct pattern.
         head_patterns: Pattern of each head.
-        cell: Tokens per side of a cell.
         row_unit: Tokens of a unit of rows, a multiple of `cell`.
         column_unit: Tokens of a unit of columns, a multiple of `cell`.
         chunk: Columns per chunk, a multiple of `column_unit`.
@@ -98,6 +96,7 @@ def make_schedule(
     Returns:
         The schedule, of NumPy arrays.
     """
+    cell = patterns[0].size
     sizes = _Sizes(*(n // cell for n in (TILE, row_unit, column_unit, chunk)))
     parts = [_chunks(each, sizes) for each in patterns]
     work = sum(int(parts[number].counts.sum()) for number in head_patterns)
@@ -126,6 +125,41 @@ def make_schedule(
         num_slots=_bucket(int(max(each[:, 4].max() for each in items)) + 1),
         causal=any(each.cut.any() for each in patterns),
         transposed=transposed,
+    )
+
+
+def stack_schedules(schedules: Sequence[Schedule]) -> Schedule:
+    """Schedules of devices that run one program.
+
+    Args:
+        schedules: Of layouts of one shape, without masks of tokens.
+
+    Returns:
+        Their arrays, stacked; those that differ in length are padded with nothing.
+    """
+
+    def stack(name, value):
+        arrays = [np.asarray(getattr(each, name)) for each in schedules]
+        shape = np.max([x.shape for x in arrays], axis=0)
+        return np.stack(
+            [
+                np.pad(
+                    x,
+                    [(0, n - size) for n, size in zip(shape, x.shape, strict=True)],
+                    constant_values=value,
+                )
+                for x in arrays
+            ]
+        )
+
+    padding = {"items": -1, "splits": -1}
+    names = ("num_items", "rows", "columns", "live", "diagonal", "head_patterns")
+    padding |= dict.fromkeys(names, 0)
+    return dataclasses.replace(
+        schedules[0],
+        **{name: stack(name, value) for name, value in padding.items()},
+        num_slots=max(each.num_slots for each in schedules),
+        causal=any(each.causal for each in schedules),
     )
 
 

@@ -1,0 +1,108 @@
+"""A sequence over devices equals the sequence on one, and sends what is seen."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from tests.kernels.sparse.dense import attend, make_inputs, mask_of
+from zjax_kernels.sparse_attention import (
+    BigBird,
+    BlockLayout,
+    LocalSlidingWindow,
+    make_sequence_plan,
+    sequence_attention,
+)
+
+AXIS = "sequence"
+RULES = {
+    "window": (LocalSlidingWindow(4, block=64), 1),
+    "bigbird, causal": (BigBird(4, block=32, attention="unidirectional", seed=1), 4),
+    "bigbird, heads differ": (BigBird(4, block=128, different_layout_per_head=True), 2),
+}
+
+
+def on_devices(function, plan, num_devices):
+    devices = jax.devices()[:num_devices]
+    mesh = jax.sharding.Mesh(np.array(devices), (AXIS,))
+    split = P(None, AXIS)
+    arrays = (split,) * 3
+    return jax.jit(
+        jax.shard_map(
+            functools.partial(function, axis=AXIS),
+            mesh=mesh,
+            in_specs=(*arrays, jax.tree.map(lambda _: P(AXIS), plan), (split, split)),
+            out_specs=split,
+            check_vma=False,
+        )
+    )
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_parts_are_the_whole(rule):
+    """Fails if a device lacks a block, sees a wrong one, or loses its gradient."""
+    rule, num_kv_heads = RULES[rule]
+    layout = rule.layout(1024)
+    plan = make_sequence_plan(layout, 4, num_kv_heads=num_kv_heads, segments=True)
+    *inputs, d_out, _ = make_inputs(layout, batch=2, num_kv_heads=num_kv_heads)
+    rng = np.random.default_rng(0)
+    segments = (np.sort(rng.integers(0, 3, (2, 1024))).astype(np.int32),) * 2
+
+    def run(q, k, v, plan, segments, axis):
+        return sequence_attention(q, k, v, plan, axis=axis, segment_ids=segments)
+
+    spread = on_devices(run, plan, 4)
+    found, vjp = jax.vjp(lambda *x: spread(*x, plan, segments), *inputs)
+    mask = mask_of(layout, segments)
+    expected, dense_vjp = jax.vjp(lambda *x: attend(*x, mask)[0], *inputs)
+    pairs = zip((found, *vjp(d_out)), (expected, *dense_vjp(d_out)), strict=True)
+    for x, y in pairs:
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-5)
+
+
+def test_a_window_costs_its_edges():
+    """Fails if whole sequences are gathered, or blocks that nobody sees are sent."""
+    layout = LocalSlidingWindow(4, block=64, num_sliding_window_blocks=5).layout(4096)
+    plan = make_sequence_plan(layout, 8)
+    assert plan.distances == (1,)
+    assert plan.num_blocks_sent == 2
+
+    def run(q, k, v, plan, segments, axis):
+        return sequence_attention(q, k, v, plan, axis=axis)
+
+    x = jax.ShapeDtypeStruct((1, 4096, 4, 16), jnp.float32)
+    numbers = jax.ShapeDtypeStruct((1, 4096), jnp.int32)
+    spread = on_devices(run, plan, 8)
+    text = spread.lower(x, x, x, plan, (numbers, numbers)).compile().as_text()
+    assert "all-gather" not in text
+    assert (
+        text.count(" collective-permute(") + text.count("collective-permute-start(")
+        == 2
+    )
+    assert "f32[1,2,64,4,16]" in text
+
+
+def test_one_global_block_is_one_block():
+    live = np.eye(32, dtype=bool)
+    live[:, 0] = True
+    layout = BlockLayout.from_dense(live, block=64, num_heads=1)
+    assert make_sequence_plan(layout, 8).num_blocks_sent == 7
+
+
+def test_refusals():
+    layout = LocalSlidingWindow(4, block=64).layout(1024)
+    with pytest.raises(ValueError) as caught:
+        make_sequence_plan(layout, 5)
+    assert str(caught.value) == (
+        "layout=(16, 16) blocks do not divide into 5 equal parts of a sequence; use a "
+        "length that divides"
+    )
+    with pytest.raises(ValueError) as caught:
+        make_sequence_plan(layout, 16)
+    assert str(caught.value) == (
+        "num_devices=16 leave 64 tokens to a device, no multiple of 128; use fewer "
+        "devices"
+    )

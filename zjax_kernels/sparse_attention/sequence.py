@@ -1,0 +1,221 @@
+"""Sequences spread over devices: each sends the blocks that others see, and no more.
+
+Every device holds consecutive queries and their keys. A plan knows which blocks of
+keys each device lacks, so that a window costs its neighbours' edges and a global block
+one block, however long the sequence is.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from zjax_kernels.errors import invalid
+from zjax_kernels.sparse_attention.api import sparse_attention
+from zjax_kernels.sparse_attention.cells import TILE, Cells
+from zjax_kernels.sparse_attention.layout import BlockLayout
+from zjax_kernels.sparse_attention.plan import Plan, plan_cells
+from zjax_kernels.sparse_attention.schedule import stack_schedules
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SequencePlan:
+    """The plans of all devices, to be split along the first dim of every array.
+
+    Args:
+        plan: One plan per device, stacked.
+        sends: int32[devices, blocks] per distance: which of its blocks a device sends
+            to the one that many places after it.
+        distances: Of each of `sends`.
+        block: Tokens per block.
+    """
+
+    plan: Plan
+    sends: tuple[jax.Array | np.ndarray, ...]
+    distances: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    block: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def num_blocks_sent(self) -> int:
+        """Blocks that each device sends, over all distances."""
+        return sum(send.shape[-1] for send in self.sends)
+
+
+def make_sequence_plan(
+    layout: BlockLayout,
+    num_devices: int,
+    *,
+    num_kv_heads: int | None = None,
+    head_size: int = 128,
+    segments: bool = False,
+) -> SequencePlan:
+    """Prepares a layout for a sequence that is spread over devices.
+
+    Args:
+        layout: The live blocks of the whole sequence, of as many queries as keys.
+        num_devices: Devices along the sequence; divides the blocks.
+        num_kv_heads: Heads of keys and values; divides the heads of the layout.
+        head_size: Channels per head.
+        segments: Whether segments or a mask of keys will be given.
+
+    Returns:
+        The plan, of NumPy arrays.
+
+    Raises:
+        ValueError: The sequence does not divide.
+
+    Example:
+        >>> from zjax_kernels.sparse_attention.sliding_patterns import BigBird
+        >>> rule = BigBird(2, 64, attention="unidirectional", num_random_blocks=0)
+        >>> make_sequence_plan(rule.layout(4096), 4).num_blocks_sent
+        4
+    """
+    tokens = layout.num_rows * layout.block // num_devices
+    if layout.num_rows != layout.num_columns or layout.num_rows % num_devices:
+        shape = layout.num_rows, layout.num_columns
+        problem = f"blocks do not divide into {num_devices} equal parts of a sequence"
+        raise invalid("layout", shape, problem, "use a length that divides")
+    if tokens % TILE:
+        problem = f"leave {tokens} tokens to a device, no multiple of {TILE}"
+        raise invalid("num_devices", num_devices, problem, "use fewer devices")
+    per_device = layout.num_rows // num_devices
+    needs = _needs(layout, num_devices, per_device)
+    distances = [d for d in range(1, num_devices) if any(len(x) for x in needs[d])]
+    widths = {d: max(map(len, needs[d])) for d in distances}
+    whole = [Cells.of(pattern, layout) for pattern in layout.patterns]
+    plans = [
+        plan_cells(
+            [_part(x, layout, device, per_device, needs, widths) for x in whole],
+            layout.head_patterns,
+            (tokens, (per_device + sum(widths.values())) * layout.block),
+            block=layout.block,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            segments=segments,
+        )
+        for device in range(num_devices)
+    ]
+    return SequencePlan(
+        Plan(
+            stack_schedules([plan.queries for plan in plans]),
+            stack_schedules([plan.keys for plan in plans]),
+            plans[0].num_queries,
+            plans[0].num_keys,
+        ),
+        tuple(_sends(needs[d], d, widths[d]) % per_device for d in distances),
+        tuple(distances),
+        layout.block,
+    )
+
+
+def _needs(layout, num_devices, per_device):
+    """Blocks of the device some places before it that each device sees."""
+    seen = np.zeros((num_devices, layout.num_columns), bool)
+    for pattern in layout.patterns:
+        seen[pattern.rows // per_device, pattern.columns] = True
+
+    def of_device(device, distance):
+        first = (device - distance) % num_devices * per_device
+        return np.flatnonzero(seen[device, first : first + per_device]) + first
+
+    return {
+        distance: [of_device(device, distance) for device in range(num_devices)]
+        for distance in range(1, num_devices)
+    }
+
+
+def _sends(needs, distance, width):
+    """What each device sends over a distance; the rest of its places nobody reads."""
+    sends = np.zeros((len(needs), width), np.int32)
+    for receiver, blocks in enumerate(needs):
+        sender = (receiver - distance) % len(needs)
+        sends[sender, : len(blocks)] = blocks
+    return sends
+
+
+def _part(cells, layout, device, per_device, needs, widths):
+    """Cells of the queries of a device, over the keys that it will have."""
+    place = np.zeros(layout.num_columns, np.int64)
+    first = device * per_device
+    place[first : first + per_device] = np.arange(per_device)
+    start = per_device
+    for distance, width in widths.items():
+        blocks = needs[distance][device]
+        place[blocks] = start + np.arange(len(blocks))
+        start += width
+    fine = layout.block // cells.size
+    mine = cells.rows // fine // per_device == device
+    columns = cells.columns[mine]
+    return dataclasses.replace(
+        cells,
+        rows=cells.rows[mine] - first * fine,
+        columns=place[columns // fine] * fine + columns % fine,
+        cut=cells.cut[mine],
+        ragged=cells.ragged[mine],
+        num_rows=per_device * fine,
+        num_columns=-(-start * layout.block // TILE) * (TILE // cells.size),
+    )
+
+
+def sequence_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    plan: SequencePlan,
+    *,
+    axis: str,
+    segment_ids: tuple[jax.Array, jax.Array] | None = None,
+    key_mask: jax.Array | None = None,
+    **options: Any,
+) -> Any:
+    """`sparse_attention` of a sequence that is spread over a mesh axis.
+
+    To be called inside `jax.shard_map`, with the plan split along `axis`.
+
+    Args:
+        q: [B, S / devices, H, D] queries of this device.
+        k: [B, S / devices, K, D] keys.
+        v: [B, S / devices, K, D] values.
+        plan: From `make_sequence_plan`, for as many devices as `axis` has.
+        axis: The mesh axis.
+        segment_ids: int32[B, S / devices] twice, of these queries and keys.
+        key_mask: bool[B, S / devices], false for keys that none sees.
+        **options: As in `sparse_attention`.
+
+    Returns:
+        What `sparse_attention` returns, for the queries of this device.
+
+    Raises:
+        ValueError: The plan is for another number of devices.
+    """
+    num_devices = lax.axis_size(axis)
+    mine = jax.tree.map(lambda x: x[0], plan)
+    if len(plan.plan.queries.items) != 1:
+        shares = len(plan.plan.queries.items) * num_devices
+        problem = f"is not that of axis {axis!r}, {num_devices}"
+        raise invalid("num_devices", shares, problem, "make a plan for it")
+
+    def gather(x):
+        parts = [x]
+        blocks = x.reshape(x.shape[0], -1, plan.block, *x.shape[2:])
+        for distance, send in zip(plan.distances, mine.sends, strict=True):
+            moves = [(i, (i + distance) % num_devices) for i in range(num_devices)]
+            sent = lax.ppermute(blocks[:, send], axis, moves)
+            parts.append(sent.reshape(x.shape[0], -1, *x.shape[2:]))
+        return jnp.concatenate(parts, axis=1)
+
+    if segment_ids is not None:
+        segment_ids = segment_ids[0], gather(segment_ids[1])
+    return sparse_attention(
+        q,
+        gather(k),
+        gather(v),
+        mine.plan,
+        segment_ids=segment_ids,
+        key_mask=None if key_mask is None else gather(key_mask),
+        **options,
+    )
