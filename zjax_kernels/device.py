@@ -5,6 +5,8 @@ import logging
 
 import jax
 
+from zjax_kernels.errors import invalid
+
 _LOG = logging.getLogger("zjax_kernels")
 HEAD_SIZES = (64, 96, 128, 256)
 DTYPES = ("bfloat16", "float16")
@@ -30,31 +32,26 @@ def check_implementation(requested: str, *, dtype: str, head_size: int) -> str:
         'reference'
     """
     if requested not in ("auto", "mosaic_gpu", "reference"):
-        from zjax_kernels.errors import invalid
-
         remedy = "use auto, mosaic_gpu or reference"
         raise invalid("implementation", requested, "is none that exists", remedy)
     if requested == "reference":
         return requested
-    arrays = _obstacle_of_arrays(dtype, head_size)
+    arrays, remedy = _obstacle_of_arrays(dtype, head_size)
     device = _obstacle_of_device(*first_device())
-    if requested == "mosaic_gpu":
-        if arrays:
-            raise ValueError(
-                f"implementation=mosaic_gpu cannot run: {arrays}; {_REMEDY}"
-            )
-        if device:
-            raise NotImplementedError(
-                f"implementation=mosaic_gpu cannot run: {device}; {_REMEDY}"
-            )
-        return requested
-    obstacle = arrays or device
-    chosen = "reference" if obstacle else "mosaic_gpu"
-    _say(chosen, obstacle or f"{dtype}, head size {head_size}")
-    return chosen
+    if requested == "auto":
+        chosen = "reference" if arrays or device else "mosaic_gpu"
+        _say(chosen, arrays or device or f"{dtype}, head size {head_size}")
+        return chosen
+    if arrays:
+        raise ValueError(_REFUSAL.format(arrays, remedy))
+    if device:
+        raise NotImplementedError(_REFUSAL.format(device, "use an H100 or H200"))
+    return requested
 
 
-_REMEDY = "use an H100 or H200 with one of these, or implementation='reference'"
+_REFUSAL = (
+    "implementation=mosaic_gpu cannot run: {}; {}, or use implementation='reference'"
+)
 
 
 def first_device() -> tuple[str, tuple[int, int]]:
@@ -77,11 +74,15 @@ def first_device() -> tuple[str, tuple[int, int]]:
 
 def _obstacle_of_arrays(dtype, head_size):
     if dtype not in DTYPES:
-        return f"it needs bfloat16 or float16 and the arrays are {dtype}"
+        problem = f"it needs bfloat16 or float16 and the arrays are {dtype}"
+        return problem, "cast them"
     if head_size not in HEAD_SIZES:
         sizes = ", ".join(map(str, HEAD_SIZES))
-        return f"it needs a head size of {sizes} and this is {head_size}"
-    return ""
+        return (
+            f"it needs a head size of {sizes} and this is {head_size}",
+            "pad the heads",
+        )
+    return "", ""
 
 
 def _obstacle_of_device(platform, capability):

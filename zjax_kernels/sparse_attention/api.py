@@ -11,7 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 from zjax_kernels.device import check_implementation
 from zjax_kernels.errors import invalid
 from zjax_kernels.sparse_attention import reference
-from zjax_kernels.sparse_attention.plan import Plan
+from zjax_kernels.sparse_attention.cells import HALF
+from zjax_kernels.sparse_attention.plan import COPY, Plan
 from zjax_kernels.sparse_attention.reference import Options
 
 Implementation = Literal["auto", "mosaic_gpu", "reference"]
@@ -79,6 +80,8 @@ def sparse_attention(
     )
     lengths = plan.queries.num_rows, plan.keys.num_rows
     segments = _segments(segment_ids, key_mask, q.shape[:2], k.shape[:2])
+    if chosen == "mosaic_gpu":
+        _check_plan(plan, q.shape[-1], segments is not None)
     if segments is not None:
         segments = tuple(map(_lengthen, segments, lengths))
     padded = (_lengthen(q, lengths[0]), *(_lengthen(x, lengths[1]) for x in (k, v)))
@@ -133,13 +136,16 @@ def _segments(segment_ids, key_mask, queries, keys):
     if segment_ids is None:
         segment_ids = jnp.zeros(queries, jnp.int32), jnp.zeros(keys, jnp.int32)
     of_queries, of_keys = (jnp.asarray(x, jnp.int32) for x in segment_ids)
-    if key_mask is not None:
-        of_keys = jnp.where(key_mask, of_keys, -1)
     if of_queries.shape != queries or of_keys.shape != keys:
         shapes = of_queries.shape, of_keys.shape
         problem = f"does not fit queries of shape {queries} and keys of shape {keys}"
         raise invalid("segment_ids.shape", shapes, problem, "give one number per token")
-    return of_queries, of_keys
+    if key_mask is None:
+        return of_queries, of_keys
+    if key_mask.shape != keys:
+        problem = f"does not fit keys of shape {keys}"
+        raise invalid("key_mask.shape", key_mask.shape, problem, "give one per key")
+    return of_queries, jnp.where(key_mask, of_keys, -1)
 
 
 def _lengthen(x, length):
@@ -160,7 +166,7 @@ def _check(q, k, v, plan, scale, soft_cap):
             raise invalid(
                 f"{name}.shape",
                 x.shape,
-                f"is not {expected}, which the plan and q ask for",
+                f"is not {expected}, as the plan asks",
                 "make a plan for this length and these heads, or pad the sequence",
             )
         if x.dtype != q.dtype:
@@ -172,3 +178,15 @@ def _check(q, k, v, plan, scale, soft_cap):
         raise invalid("scale", scale, "is not above 0", "give one like 0.125, or none")
     if soft_cap < 0:
         raise invalid("soft_cap", soft_cap, "is below 0", "give one like 50, or 0")
+
+
+def _check_plan(plan, head_size, segmented):
+    """Raises what the kernels cannot run of a plan that the reference can."""
+    if head_size > 128 and plan.queries.chunk > HALF:
+        problem = "does not fit the plan, which is for up to 128 channels"
+        remedy = f"use make_plan(..., head_size={head_size})"
+        raise invalid("head_size", head_size, problem, remedy)
+    if segmented and min(plan.queries.column_unit, plan.keys.row_unit) < COPY:
+        problem = "cannot be used with the plan, which gathers blocks one by one"
+        remedy = "use make_plan(..., segments=True)"
+        raise invalid("segment_ids or key_mask", "...", problem, remedy)

@@ -1,13 +1,22 @@
 """The portable implementation, the rules of arguments, and gradients."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from tests.kernels.sparse.dense import attend, make_inputs, mask_of
 from tests.kernels.sparse.test_plan import random_live, random_mask
-from zjax_kernels.sparse_attention import BlockLayout, make_plan, sparse_attention
+from zjax_kernels import device
+from zjax_kernels.sparse_attention import (
+    BigBird,
+    BlockLayout,
+    make_plan,
+    sparse_attention,
+)
 
 CASES = {
     "16": {"block": 16, "rows": 16},
@@ -86,3 +95,139 @@ def run(function, inputs, d_out, d_lse):
 
     grads, found = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(*inputs)
     return *found, *grads
+
+
+LAYOUT = BlockLayout.from_dense(np.tri(4, dtype=bool), block=16, num_heads=4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"q": (1, 60, 4, 64)},
+            "q.shape=(1, 60, 4, 64) is not (1, 64, 4, 64), as the plan asks; "
+            "make a plan for this length and these heads, or pad the sequence",
+        ),
+        (
+            {"k": (1, 64, 4, 64)},
+            "k.shape=(1, 64, 4, 64) is not (1, 64, 2, 64), as the plan asks; "
+            "make a plan for this length and these heads, or pad the sequence",
+        ),
+        (
+            {"v": (2, 64, 2, 64)},
+            "v.shape=(2, 64, 2, 64) is not (1, 64, 2, 64), as the plan asks; "
+            "make a plan for this length and these heads, or pad the sequence",
+        ),
+        (
+            {"dtype": jnp.float16},
+            "k.dtype=float16 is not that of q, bfloat16; cast all to bfloat16",
+        ),
+        ({"scale": -1.0}, "scale=-1.0 is not above 0; give one like 0.125, or none"),
+        ({"soft_cap": -1.0}, "soft_cap=-1.0 is below 0; give one like 50, or 0"),
+        (
+            {"segment_ids": (np.zeros((1, 8), np.int32),) * 2},
+            "segment_ids.shape=((1, 8), (1, 8)) does not fit queries of shape (1, 64) "
+            "and keys of shape (1, 64); give one number per token",
+        ),
+        (
+            {"key_mask": np.ones((2, 64), bool)},
+            "key_mask.shape=(2, 64) does not fit keys of shape (1, 64); give one per "
+            "key",
+        ),
+    ],
+)
+def test_refusals(changes, message):
+    shapes = {"q": (1, 64, 4, 64), "k": (1, 64, 2, 64), "v": (1, 64, 2, 64)}
+    dtype = changes.pop("dtype", jnp.bfloat16)
+    arrays = [
+        jnp.zeros(changes.pop(name, shape), dtype if name == "k" else jnp.bfloat16)
+        for name, shape in shapes.items()
+    ]
+    with pytest.raises(ValueError) as caught:
+        sparse_attention(*arrays, make_plan(LAYOUT, num_kv_heads=2), **changes)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("head_size", "options", "message"),
+    [
+        (
+            256,
+            {},
+            "head_size=256 does not fit the plan, which is for up to 128 channels; use "
+            "make_plan(..., head_size=256)",
+        ),
+        (
+            64,
+            {"key_mask": np.ones((1, 64), bool)},
+            "segment_ids or key_mask=... cannot be used with the plan, which gathers "
+            "blocks one by one; use make_plan(..., segments=True)",
+        ),
+    ],
+)
+def test_plans_that_the_kernels_cannot_run(monkeypatch, head_size, options, message):
+    monkeypatch.setattr(device, "first_device", lambda: ("cuda", (9, 0)))
+    x = jnp.zeros((1, 64, 4, head_size), jnp.bfloat16)
+    with pytest.raises(ValueError) as caught:
+        sparse_attention(x, x, x, make_plan(LAYOUT), **options)
+    assert str(caught.value) == message
+
+
+def test_rows_without_keys_are_zero():
+    """Fails if an empty row is NaN, or passes a gradient on."""
+    live = np.eye(4, dtype=bool)
+    live[2] = False
+    layout = BlockLayout.from_dense(live, block=32, num_heads=2)
+    *inputs, d_out, _ = make_inputs(layout)
+    plan = make_plan(layout)
+
+    def run(*inputs):
+        return sparse_attention(*inputs, plan, return_lse=True)
+
+    (out, lse), vjp = jax.vjp(run, *inputs)
+    assert not out[:, 64:96].any()
+    assert np.isneginf(lse[:, :, 64:96]).all()
+    grads = vjp((d_out, jnp.zeros_like(lse)))
+    for grad in grads:
+        assert not grad[:, 64:96].any()
+        assert jnp.isfinite(grad).all()
+
+
+def test_the_future_does_not_leak():
+    """Fails if a token of a causal layout sees a later one."""
+    layout = BigBird(4, block=32, attention="unidirectional").layout(256)
+    plan = make_plan(layout)
+    q, k, v, *_ = make_inputs(layout, batch=1)
+    found = sparse_attention(q, k, v, plan)
+    k, v = (x.at[:, 100:].add(3.0) for x in (k, v))
+    changed = sparse_attention(q, k, v, plan)
+    np.testing.assert_array_equal(found[:, :100], changed[:, :100])
+    assert (found[:, 100:] != changed[:, 100:]).any(axis=(0, 2, 3)).all()
+
+
+def test_heads_spread_over_devices_and_batches_of_batches():
+    """Fails if a device or a mapped batch takes another's pattern."""
+    live = random_live((4, 8, 8))
+    layout = BlockLayout.from_dense(live, block=32)
+    plan = make_plan(layout, num_kv_heads=2)
+    *inputs, _, _ = make_inputs(layout, num_kv_heads=2)
+    expected = sparse_attention(*inputs, plan)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("tensor",))
+    heads = P(None, None, "tensor")
+    specs = jax.tree.map(lambda _: P(), plan)
+    specs = dataclasses.replace(
+        specs,
+        queries=dataclasses.replace(specs.queries, head_patterns=P("tensor")),
+        keys=dataclasses.replace(specs.keys, head_patterns=P("tensor")),
+    )
+    spread = jax.shard_map(
+        sparse_attention,
+        mesh=mesh,
+        in_specs=(heads, heads, heads, specs),
+        out_specs=heads,
+        check_vma=False,
+    )
+    np.testing.assert_allclose(jax.jit(spread)(*inputs, plan), expected, atol=1e-6)
+    mapped = jax.vmap(lambda *x: sparse_attention(*x, plan))
+    several = (jnp.stack([x, 2 * x]) for x in inputs)
+    np.testing.assert_allclose(mapped(*several)[0], expected, atol=1e-6)
