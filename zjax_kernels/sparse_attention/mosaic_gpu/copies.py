@@ -35,9 +35,7 @@ def copy_all(
         chunk_used: Say the same of parts of a chunk.
     """
 
-    def copy_item(number, copied):
-        item = work.item(number)
-
+    def copy_item(number, item, copied):
         def copy(nth, copied):
             copy_chunk(item, item.first + nth, copied)
             return copied + 1
@@ -48,8 +46,7 @@ def copy_all(
         copy_tile(item, lax.rem(number, index(tuning.tiles)))
         return lax.fori_loop(early, item.count, copy, copied)
 
-    count = work.count()
-    copied = lax.fori_loop(0, count, copy_item, index(0))
+    count, copied = work.for_each(copy_item, index(0))
     _drain([tile_used], count, tuning.tiles)
     _drain(chunk_used, copied, tuning.stages)
 
@@ -139,29 +136,43 @@ def store_part(item: Item, moves: Sequence[tuple[Any, jax.Array]]) -> None:
             ref.at[item.sequence, item.head, item.slot, rows][...] = x
 
 
+def read_columns(work: Work, chunk: jax.Array) -> list[tuple[Any, jax.Array]]:
+    """Reads which tokens make up a chunk.
+
+    Args:
+        work: Where columns are.
+        chunk: Which chunk.
+
+    Returns:
+        Per unit its tokens, and the number of their head in the group.
+    """
+    sizes = work.sizes
+    size = sizes.column_unit
+    per_head = index(sizes.num_columns // size // work.group)
+    found = []
+    for lane in range(sizes.chunk // size):
+        unit = work.schedule.columns[chunk, lane]
+        member = lax.div(unit, per_head) if work.group > 1 else index(0)
+        found.append((_tokens(unit - member * per_head, size), member))
+    return found
+
+
 def copy_columns(
-    work: Work,
-    chunk: jax.Array,
+    columns: Sequence[tuple[Any, jax.Array]],
     there: Any,
     moves: Sequence[tuple[Callable[..., Any], Any]],
 ) -> None:
     """Starts to copy the tokens of a chunk.
 
     Args:
-        work: Where columns are.
-        chunk: Which chunk.
+        columns: From `read_columns`.
         there: Hears of each copy.
         moves: Per array, its part for some tokens of the head of that number in the
-            group, and where all go: [chunk, ...].
+            group, and where all of them go: [chunk, ...].
     """
-    sizes = work.sizes
-    size = sizes.column_unit
-    per_head = sizes.num_columns // size // work.group
-    for lane in range(sizes.chunk // size):
-        unit = work.schedule.columns[chunk, lane]
-        member = lax.div(unit, index(per_head))
-        tokens = _tokens(unit - member * index(per_head), size)
+    for lane, (tokens, member) in enumerate(columns):
         for source, buffer in moves:
+            size = buffer.shape[0] // len(columns)
             place = buffer.at[pl.ds(lane * size, size)]
             plgpu.copy_gmem_to_smem(source(tokens, member), place, there)
 

@@ -126,6 +126,7 @@ def _copy(work, tuning, inputs, scratch):
         copies.copy_rows(work, item, q_there.at[slot], moves)
 
     def copy_chunk(item, chunk, copied):
+        columns = copies.read_columns(work, chunk)
         sequence, head = item.sequence, lax.div(item.head, index(group))
         slot = lax.rem(copied, index(stages))
         moves = [(lambda tokens, _: k_ref.at[sequence, tokens, head], k_chunk.at[slot])]
@@ -133,10 +134,10 @@ def _copy(work, tuning, inputs, scratch):
             ref, tile = segment_refs[1], segment_tiles[1]
             moves.append((lambda tokens, _: ref.at[sequence, tokens], tile.at[slot]))
         copies.wait_for_room(k_used, copied, stages)
-        copies.copy_columns(work, chunk, k_there.at[slot], moves)
+        copies.copy_columns(columns, k_there.at[slot], moves)
         moves = [(lambda tokens, _: v_ref.at[sequence, tokens, head], v_chunk.at[slot])]
         copies.wait_for_room(v_used, copied, stages)
-        copies.copy_columns(work, chunk, v_there.at[slot], moves)
+        copies.copy_columns(columns, v_there.at[slot], moves)
 
     copies.copy_all(work, tuning, copy_tile, copy_chunk, q_used, (k_used, v_used))
 
@@ -157,8 +158,7 @@ def _compute(work, options, tuning, arithmetic, outputs, scratch):
             plgpu.barrier_arrive(turns.at[0])
             plgpu.barrier_wait(turns.at[0])
 
-    def compute_item(number, taken):
-        item = work.item(number)
+    def compute_item(number, item, taken):
         slot = lax.rem(number, index(tuning.tiles))
         start = (
             arithmetic.full((HALF, size), 0.0, plgpu.Layout.WGMMA),
@@ -207,7 +207,7 @@ def _compute(work, options, tuning, arithmetic, outputs, scratch):
         partly = functools.partial(chunk, masked=True)
         out, top, total = lax.fori_loop(item.full, item.count, partly, carry)
         some = jnp.where(total == 0.0, 1.0, total)
-        out = out / logits.along_rows(some, out.shape)
+        out = out * logits.along_rows(1.0 / some, out.shape)
         lse = jnp.where(
             total == 0.0, -jnp.inf, top * (1 / logits.LOG2E) + jnp.log(some)
         )
@@ -234,6 +234,6 @@ def _compute(work, options, tuning, arithmetic, outputs, scratch):
 
     if tuning.ping_pong:
         pl.when(half == 1)(turn)
-    lax.fori_loop(0, work.count(), compute_item, index(0))
+    work.for_each(compute_item, index(0))
     if tuning.ping_pong:
         pl.when(half == 0)(turn)

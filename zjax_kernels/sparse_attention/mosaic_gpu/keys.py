@@ -166,6 +166,7 @@ def _copy(work, tuning, inputs, scratch):
         copies.copy_rows(work, item, there.at[slot], moves)
 
     def copy_chunk(item, chunk, copied):
+        columns = copies.read_columns(work, chunk)
         slot = lax.rem(copied, index(tuning.stages))
         sequence, first = item.sequence, item.head * index(work.group)
 
@@ -183,13 +184,13 @@ def _copy(work, tuning, inputs, scratch):
             ref, tile = segment_refs[0], segment_tiles[1]
             moves.append((lambda tokens, _: ref.at[sequence, tokens], tile.at[slot]))
         copies.wait_for_room(q_used, copied, tuning.stages)
-        copies.copy_columns(work, chunk, q_there.at[slot], moves)
+        copies.copy_columns(columns, q_there.at[slot], moves)
         moves = [
             (of_matrix(d_ref), d_chunk.at[slot]),
             (of_vector(delta_ref), stats_chunk.at[1, slot]),
         ]
         copies.wait_for_room(d_used, copied, tuning.stages)
-        copies.copy_columns(work, chunk, d_there.at[slot], moves)
+        copies.copy_columns(columns, d_there.at[slot], moves)
 
     copies.copy_all(work, tuning, copy_tile, copy_chunk, used, (q_used, d_used))
 
@@ -206,8 +207,7 @@ def _compute(work, options, tuning, arithmetic, channels, outputs, scratch):
     width = channels.stop - channels.start
     part = pl.ds(channels.start, width)
 
-    def compute_item(number, taken):
-        item = work.item(number)
+    def compute_item(number, item, taken):
         slot = lax.rem(number, index(tuning.tiles))
         plgpu.barrier_wait(there.at[slot])
         of_rows: Any = None
@@ -267,7 +267,7 @@ def _compute(work, options, tuning, arithmetic, channels, outputs, scratch):
             copies.store_part(item, list(zip(part_refs, (dk, dv), strict=True)))
         return taken + item.count
 
-    lax.fori_loop(0, work.count(), compute_item, index(0))
+    work.for_each(compute_item, index(0))
 
 
 def _place(ref, sequence, head, tokens):

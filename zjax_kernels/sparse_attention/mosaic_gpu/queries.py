@@ -137,17 +137,18 @@ def _copy(work, tuning, inputs, scratch):
         copies.copy_rows(work, item, there.at[slot], moves)
 
     def copy_chunk(item, chunk, copied):
+        columns = copies.read_columns(work, chunk)
         sequence, head = item.sequence, lax.div(item.head, index(group))
         slot = lax.rem(copied, index(tuning.stages))
         moves = [(lambda tokens, _: v_ref.at[sequence, tokens, head], v_chunk.at[slot])]
         copies.wait_for_room(v_used, copied, tuning.stages)
-        copies.copy_columns(work, chunk, v_there.at[slot], moves)
+        copies.copy_columns(columns, v_there.at[slot], moves)
         moves = [(lambda tokens, _: k_ref.at[sequence, tokens, head], k_chunk.at[slot])]
         if segment_refs:
             ref, tile = segment_refs[1], segment_tiles[1]
             moves.append((lambda tokens, _: ref.at[sequence, tokens], tile.at[slot]))
         copies.wait_for_room(k_used, copied, tuning.stages)
-        copies.copy_columns(work, chunk, k_there.at[slot], moves)
+        copies.copy_columns(columns, k_there.at[slot], moves)
 
     copies.copy_all(work, tuning, copy_tile, copy_chunk, used, (k_used, v_used))
 
@@ -162,8 +163,7 @@ def _compute(work, options, tuning, arithmetic, outputs, scratch):
     read_words = functools.partial(logits.read_words, arithmetic, schedule)
     shape = HALF, sizes.chunk
 
-    def compute_item(number, taken):
-        item = work.item(number)
+    def compute_item(number, item, taken):
         slot = lax.rem(number, index(tuning.tiles))
         plgpu.barrier_wait(there.at[slot])
         lse = arithmetic.load(stats_tile.at[0, slot, half], ROWS)
@@ -217,4 +217,4 @@ def _compute(work, options, tuning, arithmetic, outputs, scratch):
         plgpu.barrier_arrive(used.at[slot])
         return taken + item.count
 
-    lax.fori_loop(0, work.count(), compute_item, index(0))
+    work.for_each(compute_item, index(0))

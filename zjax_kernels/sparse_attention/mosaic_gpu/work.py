@@ -1,6 +1,8 @@
 """Who computes which item."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,38 +35,45 @@ class Work:
         """Heads of the rows."""
         return self.sizes.head_patterns.shape[0]
 
-    def count(self) -> jax.Array:
-        """How many items this program has.
+    def for_each(
+        self, run: Callable[[jax.Array, "Item", Any], Any], carry: Any
+    ) -> tuple[jax.Array, Any]:
+        """Runs one item after another, and reads the next while one runs.
+
+        Args:
+            run: Of the item's number in this program, the item and what is carried;
+                returns what is carried on.
+            carry: What is carried into the first.
 
         Returns:
-            int32[].
+            The number of items, and what is carried out of the last.
         """
+
+        def body(number, state):
+            item, carry = state
+            after = self._item(jnp.minimum(number + 1, count - 1))
+            return after, run(number, Item(*item), carry)
+
+        count = self._count()
+        state = lax.fori_loop(0, count, body, (self._item(index(0)), carry))
+        return count, state[1]
+
+    def _count(self):
         total = self.schedule.num_items[0] * index(self.batch * self.heads)
         rounds = lax.div(total, index(self.programs))
         return rounds + (self._place(rounds) < total).astype(jnp.int32)
 
-    def item(self, number: jax.Array) -> "Item":
-        """Reads an item.
-
-        Heads come one after another, so that keys and values stay in the cache.
-
-        Args:
-            number: int32[], below `count()`.
-
-        Returns:
-            The item.
-        """
+    def _item(self, number):
+        """Heads come one after another, so that keys and values stay in the cache."""
         per_head = self.schedule.num_items[0]
         at = self._place(number)
-        rest, head = lax.div(at, per_head), index(self.heads)
-        nth, sequence, head = (
-            lax.rem(at, per_head),
-            lax.div(rest, head),
-            lax.rem(rest, head),
-        )
-        pattern = self.schedule.head_patterns[head]
+        rest = lax.div(at, per_head)
+        head = lax.rem(rest, index(self.heads))
+        shared = self.sizes.items.shape[0] == 1
+        pattern = index(0) if shared else self.schedule.head_patterns[head]
+        nth = lax.rem(at, per_head)
         fields = (self.schedule.items[pattern, nth, field] for field in range(5))
-        return Item(sequence, head, pattern, *fields)
+        return lax.div(rest, index(self.heads)), head, pattern, *fields
 
     def _place(self, number):
         """Long items come first, so that every other round turns the order about."""
