@@ -1,7 +1,7 @@
 """The live cells of an attention matrix: blocks, or the parts of blocks of 128."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -11,6 +11,12 @@ TILE = 128
 """Rows that one program computes together."""
 HALF = 64
 """Rows of one warpgroup, of which a program has two; no cell is larger."""
+
+
+Mask = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""Whether tokens see each other: of numbers of queries and of keys, which broadcast."""
+_AT_ONCE = 2**24
+"""Pairs of tokens that a mask is asked for at one time."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -25,8 +31,8 @@ class Cells:
         num_rows: Rows, a whole number of tiles.
         num_columns: Columns, a whole number of tiles.
         size: Tokens per side.
-        mask: bool[tokens, tokens] that hides single tokens, or none; columns beyond
-            its width begin anew.
+        mask: Says of numbers of tokens, row and column, whether they see each other;
+            none where all in live cells do.
     """
 
     rows: np.ndarray
@@ -36,18 +42,18 @@ class Cells:
     num_rows: int
     num_columns: int
     size: int
-    mask: np.ndarray | None = None
+    mask: Mask | None = None
 
     @classmethod
     def of(
-        cls, pattern: Pattern, layout: BlockLayout, mask: np.ndarray | None = None
+        cls, pattern: Pattern, layout: BlockLayout, mask: Mask | None = None
     ) -> "Cells":
         """Takes the blocks of a pattern apart.
 
         Args:
             pattern: One of the patterns of `layout`.
             layout: Its blocks' size, and whether it is causal.
-            mask: bool[S, T] of tokens that see each other, or none.
+            mask: Which queries see which keys, by number, or none.
 
         Returns:
             The cells.
@@ -62,16 +68,9 @@ class Cells:
         tokens = [-(-size * layout.block // TILE) * TILE for size in sizes]
         ragged = np.zeros(len(rows), bool)
         if mask is not None:
-            padding = [
-                (0, n - size) for n, size in zip(tokens, mask.shape, strict=True)
-            ]
-            mask = np.pad(mask, padding)
-            shape = (tokens[0] // cell, cell, tokens[1] // cell, cell)
-            some, every = (
-                f(mask.reshape(shape), axis=(1, 3)) for f in (np.any, np.all)
-            )
-            seen &= some[rows, columns]
-            ragged = ~every[rows, columns]
+            some, every = _look(mask, rows, columns, cell)
+            seen &= some
+            ragged = ~every
         rows, columns, ragged = rows[seen], columns[seen], ragged[seen]
         cut = (rows == columns) & layout.causal
         num_rows, num_columns = (n // cell for n in tokens)
@@ -96,5 +95,24 @@ class Cells:
             first.num_columns,
             first.num_rows * len(heads),
             first.size,
-            None if first.mask is None else first.mask.T,
+            first.mask and _turn(first.mask, first.num_rows * first.size),
         )
+
+
+def _look(mask, rows, columns, cell):
+    """Whether some tokens of each cell see each other, and whether all do."""
+    within = np.arange(cell)
+    some, every = np.zeros((2, len(rows)), bool)
+    step = _AT_ONCE // cell**2
+    for start in range(0, len(rows), step):
+        part = slice(start, start + step)
+        queries = rows[part, None, None] * cell + within[:, None]
+        keys = columns[part, None, None] * cell + within
+        shape = np.broadcast_shapes(queries.shape, keys.shape)
+        live = np.broadcast_to(mask(queries, keys), shape)
+        some[part], every[part] = live.any(axis=(1, 2)), live.all(axis=(1, 2))
+    return some, every
+
+
+def _turn(mask, num_queries):
+    return lambda keys, queries: mask(queries % num_queries, keys)

@@ -1,13 +1,14 @@
 """Layouts made ready for the kernels."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
 import numpy as np
 
 from zjax_kernels.errors import invalid
-from zjax_kernels.sparse_attention.cells import HALF, TILE, Cells
+from zjax_kernels.sparse_attention.cells import HALF, TILE, Cells, Mask
 from zjax_kernels.sparse_attention.layout import BlockLayout
 from zjax_kernels.sparse_attention.schedule import Schedule, make_schedule
 
@@ -40,7 +41,7 @@ def make_plan(
     num_kv_heads: int | None = None,
     head_size: int = 128,
     segments: bool = False,
-    mask: np.ndarray | None = None,
+    mask: np.ndarray | Mask | None = None,
 ) -> Plan:
     """Prepares a layout for attention; done once, on the host.
 
@@ -50,8 +51,9 @@ def make_plan(
         head_size: Channels per head, which sets the size of chunks.
         segments: Whether segments or a mask of keys will be given: blocks of 16 are
             then gathered in pairs.
-        mask: bool[S, T] of tokens that see each other, besides the layout; blocks that
-            it hides wholly are not visited.
+        mask: bool[S, T] of tokens that see each other, besides the layout, or a
+            function that says so of numbers of queries and of keys, NumPy arrays that
+            broadcast. Blocks that it hides wholly are not visited.
 
     Returns:
         The plan.
@@ -65,11 +67,17 @@ def make_plan(
         >>> plan = make_plan(layout, num_kv_heads=2)
         >>> plan.queries.columns.shape, plan.keys.head_patterns.shape
         ((3, 4), (2,))
+
+        A window of 48 tokens, of which no array is made:
+
+        >>> near = make_plan(layout, mask=lambda query, key: query - key < 48)
     """
     tokens = layout.num_rows * layout.block, layout.num_columns * layout.block
-    if mask is not None and np.shape(mask) != tokens:
-        problem = f"is not that of the layout's tokens, {tokens}"
-        raise invalid("mask.shape", np.shape(mask), problem, "give one for all tokens")
+    if isinstance(mask, np.ndarray):
+        if mask.shape != tokens:
+            problem = f"is not that of the layout's tokens, {tokens}"
+            raise invalid("mask.shape", mask.shape, problem, "give one for all tokens")
+        mask = functools.partial(_read, mask)
     return plan_cells(
         [Cells.of(pattern, layout, mask) for pattern in layout.patterns],
         layout.head_patterns,
@@ -145,3 +153,9 @@ def plan_cells(
         num_queries=tokens[0],
         num_keys=tokens[1],
     )
+
+
+def _read(mask, queries, keys):
+    """Tokens that pad a sequence are in no live block, whatever is read for them."""
+    rows, columns = mask.shape
+    return mask[np.minimum(queries, rows - 1), np.minimum(keys, columns - 1)]

@@ -254,11 +254,19 @@ def _masks(cells, rows, counts, columns, sizes):
     cell = TILE // sizes.tile
     units = rows[np.repeat(np.arange(len(rows)), counts)]
     row = _tokens(units, sizes.row_unit * cell)
-    column = _tokens(columns, sizes.column_unit * cell) % cells.mask.shape[1]
-    bits = cells.mask[row[:, :, None], column[:, None]]
-    words = np.packbits(bits, axis=-1, bitorder="little").view("<i4")
-    words = words.reshape(len(columns), 2, HALF, -1)
+    column = _tokens(columns, sizes.column_unit * cell)
+    bits = _bits(cells.mask, row, column)
+    words = bits.reshape(len(columns), 2, HALF, -1)
     return words.swapaxes(2, 3)
+
+
+def _bits(mask, rows, columns):
+    """int32[chunks, TILE, chunk / 32] of what a mask says."""
+    words = []
+    for row, column in zip(rows, columns, strict=True):
+        live = np.broadcast_to(mask(row[:, None], column), (len(row), len(column)))
+        words.append(np.packbits(live, axis=-1, bitorder="little").view("<i4"))
+    return np.stack(words) if words else np.empty((0, TILE, 1), np.int32)
 
 
 def _number_masks(parts):

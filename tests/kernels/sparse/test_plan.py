@@ -138,3 +138,16 @@ def test_chunks_that_are_masked_alike_share_a_mask():
     mask = np.tri(2048, dtype=bool)
     plan = make_plan(layout, mask=mask)
     assert len(plan.queries.masks) <= 3
+
+
+def test_a_mask_may_be_a_function():
+    """Fails if a window of tokens is not the window that an array says."""
+    rows = np.arange(512)
+    window = rows[:, None] - rows < 200
+    live = np.ones((8, 8), bool)
+    layout = BlockLayout.from_dense(live, block=64, num_heads=2, causal=True)
+    plan = make_plan(layout, mask=lambda query, key: query - key < 200)
+    expected = tokens_of(layout) & window
+    np.testing.assert_array_equal(decode(plan.queries), expected)
+    np.testing.assert_array_equal(decode(plan.keys), expected.swapaxes(1, 2))
+    assert len(plan.queries.columns) < len(make_plan(layout).queries.columns)
