@@ -1,0 +1,111 @@
+"""Block-sparse attention against FlexAttention and the dense attention of cuDNN.
+
+One sequence, 16 heads, blocks of 128 tokens, bfloat16. cuDNN is the faster of what JAX
+and torch make of it.
+"""
+
+import sparse_cases as cases
+from sparse_cases import Case
+
+from zjax.bench import Case as Comparison
+from zjax.bench import Contest, Contestant, Row
+
+OURS, FLEX = "zjax_kernels", "FlexAttention"
+CUDNN = ("cuDNN in JAX", "cuDNN in torch")
+FOLDER = "examples/benchmarks"
+RATE = "calls/s"
+
+
+def contestant(name, kind, script, *words):
+    command = ("{python}", f"{FOLDER}/{script}.py", *words)
+    return Contestant(name, command, kind, timeout_seconds=420)
+
+
+def compare(case, which, peer, must, aim, *, peer_case=None, unit=RATE, name=""):
+    suffix = "" if unit == RATE else f" {unit}"
+    return Comparison(
+        ours=(OURS,),
+        peer=peer,
+        metric=case.metric(which) + suffix,
+        peer_metric=(peer_case or case).metric(which) + suffix,
+        unit=unit,
+        must=must,
+        aim=aim,
+        name=name or case.name,
+    )
+
+
+def against_flex():
+    for name, which, must, aim in (
+        ("sparse_fwd_vs_flex", "forward", 2.0, 3.0),
+        ("sparse_fwdbwd_vs_flex", "both", 1.8, 2.5),
+    ):
+        found = [compare(each, which, (FLEX,), must, aim) for each in cases.LAYOUTS]
+        claim = f"Sparse attention is faster than FlexAttention ({which} pass)."
+        if which == "both":
+            claim = "Sparse attention is faster than FlexAttention, with gradients."
+        yield Row(name, claim, tuple(found), by_devices=False)
+
+
+def against_dense():
+    for which, must, aim in (("forward", 0.97, 1.05), ("backward", 0.85, 1.0)):
+        found = compare(cases.BOTH_WAYS, which, CUDNN, must, aim, unit="TFLOP/s")
+        claim = f"Where all blocks live, the {which} pass is that of cuDNN."
+        short = {"forward": "fwd", "backward": "bwd"}[which]
+        yield Row(f"sparse_dense_{short}", claim, (found,), by_devices=False)
+    for length, must, aim in ((2**14, 6, 8), (2**16, 25, 35), (2**17, 45, 65)):
+        case, dense = (Case(name, length, 128) for name in ("bigbird", "dense"))
+        found = compare(case, "both", CUDNN, must, aim, peer_case=dense)
+        claim = f"BigBird over causal dense attention, {length // 1024}k tokens."
+        name = f"sparse_vs_dense_{length // 1024}k"
+        yield Row(name, claim, (found,), by_devices=False)
+
+
+def roofline():
+    for which, must, aim in (("forward", 0.65, 0.85), ("backward", 0.5, 0.75)):
+        found = [
+            compare(
+                Case(layout, length, 128),
+                which,
+                CUDNN,
+                must,
+                aim,
+                peer_case=cases.BOTH_WAYS,
+                unit="TFLOP/s",
+            )
+            for layout in cases.CAUSAL
+            for length in (2**14, 2**16)
+        ]
+        claim = f"Live pairs cost what pairs of dense attention cost ({which} pass)."
+        short = {"forward": "fwd", "backward": "bwd"}[which]
+        yield Row(f"sparse_roofline_{short}", claim, tuple(found), by_devices=False)
+
+
+def others():
+    sliding = Case("sliding", 2**15, 64)
+    found = [
+        compare(sliding, which, CUDNN[:1], 1.0, 1.2, name=f"{sliding.name}, {which}")
+        for which in cases.PASSES
+    ]
+    claim = "A window of 1024 tokens is as fast as cuDNN's, 64 heads over 8."
+    yield Row("sparse_swa", claim, tuple(found), by_devices=False)
+    found = [
+        compare(
+            cases.SMALL, which, CUDNN, 0.5, 0.77, name=f"{cases.SMALL.name}, {which}"
+        )
+        for which in cases.PASSES
+    ]
+    claim = "Blocks of 16 cost at most twice their share of dense attention."
+    notes = "calls per second over those of dense attention divided by the density"
+    yield Row("sparse_block16", claim, tuple(found), notes=notes, by_devices=False)
+
+
+def get_contest():
+    contestants = (
+        contestant(OURS, "zjax", "sparse_ours"),
+        contestant(FLEX, "peer", "sparse_torch"),
+        contestant(CUDNN[0], "peer", "sparse_ours", "--dense"),
+        contestant(CUDNN[1], "peer", "sparse_torch", "--dense"),
+    )
+    rows = (*against_flex(), *against_dense(), *roofline(), *others())
+    return Contest("Block-sparse attention", contestants, rows)
