@@ -37,6 +37,7 @@ RULES = {
     "dense-128": Dense(HEADS, 128),
 }
 SIZES, DTYPES, GROUPS = (64, 96, 128, 256), (jnp.bfloat16, jnp.float16), (1, 2, 8)
+RULES_AT = {rule: number for number, rule in enumerate(RULES)}
 GRID = [*itertools.product(RULES, SIZES, DTYPES, GROUPS)]
 
 
@@ -46,9 +47,6 @@ def named(case):
     marks = [] if GROUPS.index(group) == often else [pytest.mark.slow]
     name = f"{rule}-{size}-{jnp.dtype(dtype).name}-{group}"
     return pytest.param(*case, id=name, marks=marks)
-
-
-RULES_AT = {rule: number for number, rule in enumerate(RULES)}
 
 
 def run(plan, inputs, d_out, **masks):
