@@ -79,7 +79,7 @@ def assert_close(found, inputs, d_out, mask):
         assert error <= (2e-3 if half else 1e-2)
 
 
-@pytest.mark.parametrize(("rule", "size", "dtype", "group"), map(named, GRID))
+@pytest.mark.parametrize(("rule", "size", "dtype", "group"), [*map(named, GRID)])
 def test_kernels_are_dense_attention_under_the_mask(rule, size, dtype, group):
     """Fails if any head size, dtype, layout or group is computed wrongly, both ways."""
     layout = RULES[rule].layout(LENGTH)
