@@ -28,6 +28,7 @@ from zjax_kernels.sparse_attention import (
     plot_layout,
     sequence_attention,
     sparse_attention,
+    tune,
 )
 
 __all__ = [
@@ -48,4 +49,5 @@ __all__ = [
     "plot_layout",
     "sequence_attention",
     "sparse_attention",
+    "tune",
 ]

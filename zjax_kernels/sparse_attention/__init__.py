@@ -16,6 +16,7 @@ from zjax_kernels.sparse_attention.sliding_patterns import (
     LocalSlidingWindow,
 )
 from zjax_kernels.sparse_attention.sparsity_config import SparsityConfig
+from zjax_kernels.sparse_attention.tuning import tune
 
 __all__ = [
     "BSLongformer",
@@ -35,4 +36,5 @@ __all__ = [
     "plot_layout",
     "sequence_attention",
     "sparse_attention",
+    "tune",
 ]

@@ -9,13 +9,12 @@ import pytest
 
 from tests.kernels.sparse.dense import attend, make_inputs, mask_of
 from tests.kernels.sparse.test_plan import random_live, random_mask
-from zjax_kernels.sparse_attention import BlockLayout, make_plan
+from zjax_kernels.sparse_attention import BlockLayout, make_plan, tuning
 from zjax_kernels.sparse_attention import schedule as schedules
 from zjax_kernels.sparse_attention.mosaic_gpu import (
     backward_keys,
     backward_queries,
     forward,
-    launch,
 )
 from zjax_kernels.sparse_attention.reference import Options
 
@@ -131,9 +130,9 @@ def test_kernels_are_dense_attention_under_the_mask(monkeypatch, capfd, case):
 
 
 def interpret(stages, programs, options, kernel, args, tiles, ping_pong):
-    tuning = launch.Tuning(stages, tiles, ping_pong, programs=programs)
+    how = tuning.Tuning(stages, tiles, ping_pong, programs=programs)
     params = InterpretGPUParams(detect_races=True)
-    run = functools.partial(kernel, options=options, tuning=tuning, interpret=params)
+    run = functools.partial(kernel, options=options, tuning=how, interpret=params)
     return jax.jit(lambda args: run(*args))(args)
 
 
@@ -169,9 +168,9 @@ def test_lowering_by_warpgroups_is_a_choice():
     layout = BlockLayout.from_dense(random_live((8, 8)), block=64, num_heads=2)
     plan = make_plan(layout)
     x = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
-    tuning = launch.Tuning(warpgroup=True)
+    how = tuning.Tuning(warpgroup=True)
     run = jax.jit(
-        lambda x, plan: forward(x, x, x, None, plan, Options(1.0), tuning=tuning)
+        lambda x, plan: forward(x, x, x, None, plan, Options(1.0), tuning=how)
     )
     traced = run.trace(x, plan.queries)
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()

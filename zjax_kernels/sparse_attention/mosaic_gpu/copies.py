@@ -11,8 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from zjax_kernels.sparse_attention.cells import HALF, TILE
 from zjax_kernels.sparse_attention.mosaic_gpu.arithmetic import index
-from zjax_kernels.sparse_attention.mosaic_gpu.launch import Tuning
 from zjax_kernels.sparse_attention.mosaic_gpu.work import Item, Work
+from zjax_kernels.sparse_attention.tuning import Tuning
 
 
 def copy_all(

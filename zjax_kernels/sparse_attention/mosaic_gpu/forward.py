@@ -21,6 +21,7 @@ from zjax_kernels.sparse_attention.mosaic_gpu.splits import merge_averages
 from zjax_kernels.sparse_attention.mosaic_gpu.work import Work
 from zjax_kernels.sparse_attention.reference import Options
 from zjax_kernels.sparse_attention.schedule import Schedule
+from zjax_kernels.sparse_attention.tuning import Tuning, choose
 
 
 def forward(
@@ -31,7 +32,7 @@ def forward(
     schedule: Schedule,
     options: Options,
     *,
-    tuning: launch.Tuning | None = None,
+    tuning: Tuning | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """As `reference.forward`, on a Hopper GPU.
@@ -52,7 +53,8 @@ def forward(
     Reference:
         Shah et al., FlashAttention-3 (arXiv:2407.08608), algorithm 2.
     """
-    tuning = tuning or _tune(q.shape[-1])
+    segmented = segments is not None
+    tuning = tuning or choose("forward", q.shape[-1], segmented=segmented)
     batch, length, heads, size = q.shape
     slots, copies = schedule.num_slots, tuning.tiles
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
@@ -63,7 +65,7 @@ def forward(
     stages, chunk = tuning.stages, schedule.chunk
     lanes = chunk // schedule.column_unit
     rows = TILE // schedule.row_unit
-    vectors = 1 if segments is None else 2
+    vectors = 1 + segmented
     scratch = [
         launch.matrix((copies, launch.NUM_HALVES, HALF, size), q.dtype),
         launch.matrix((stages, chunk, size), q.dtype),
@@ -88,25 +90,13 @@ def forward(
     return merge_averages(out, lse, parts, schedule) if slots else (out, lse)
 
 
-def _tune(head_size):
-    if head_size <= 64:
-        return launch.Tuning(stages=4, tiles=2, ping_pong=True)
-    return launch.Tuning(stages=2, tiles=2 if head_size <= 128 else 1, ping_pong=True)
-
-
 def _body(sizes, options, tuning, simulated, schedule, inputs, outputs, scratch):
     work = Work(schedule, sizes, inputs[0].shape[0], tuning.programs)
-    warpgroup = lax.axis_index("warpgroup")
-
-    @pl.when(warpgroup < launch.NUM_HALVES)
-    def _():
-        plgpu.set_max_registers(240, action="increase")
-        _compute(work, options, tuning, Arithmetic(simulated), outputs, scratch)
-
-    @pl.when(warpgroup == launch.NUM_HALVES)
-    def _():
-        plgpu.set_max_registers(24, action="decrease")
-        _copy(work, tuning, inputs, scratch)
+    arithmetic = Arithmetic(simulated)
+    launch.divide(
+        lambda: _compute(work, options, tuning, arithmetic, outputs, scratch),
+        lambda: _copy(work, tuning, inputs, scratch),
+    )
 
 
 def _copy(work, tuning, inputs, scratch):

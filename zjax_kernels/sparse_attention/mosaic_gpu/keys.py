@@ -21,6 +21,7 @@ from zjax_kernels.sparse_attention.mosaic_gpu.splits import merge_sums
 from zjax_kernels.sparse_attention.mosaic_gpu.work import Work
 from zjax_kernels.sparse_attention.reference import Options
 from zjax_kernels.sparse_attention.schedule import Schedule
+from zjax_kernels.sparse_attention.tuning import Tuning, choose
 
 
 def backward_keys(
@@ -34,7 +35,7 @@ def backward_keys(
     schedule: Schedule,
     options: Options,
     *,
-    tuning: launch.Tuning | None = None,
+    tuning: Tuning | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """As `reference.backward_keys`, on a Hopper GPU.
@@ -58,23 +59,16 @@ def backward_keys(
     Reference:
         Dao (arXiv:2307.08691), algorithm 2, of which this is the loop over queries.
     """
-    tuning = tuning or _tune(q.shape[-1], segments is not None)
+    segmented = segments is not None
+    tuning = tuning or choose("keys", q.shape[-1], segmented=segmented)
     stats = logits.base_2(lse), delta
     inputs = (q, k, v, d_out, *stats, *(segments or ()))
     run = functools.partial(
         _run, inputs, schedule, options, tuning=tuning, interpret=interpret
     )
-    found = [run(channels) for channels in _parts(k.shape[-1], segments is not None)]
+    found = [run(channels) for channels in _parts(k.shape[-1], segmented)]
     dk, dv = (jnp.concatenate(x, axis=-1) for x in zip(*found, strict=True))
     return dk, dv
-
-
-def _tune(head_size, segmented):
-    if head_size <= 64:
-        return launch.Tuning(stages=4, tiles=2)
-    if head_size <= 128:
-        return launch.Tuning(stages=2, tiles=1 if segmented else 2)
-    return launch.Tuning(stages=1)
 
 
 def _parts(head_size, segmented):
@@ -134,18 +128,11 @@ def _body(
     q_ref, k_ref = inputs[:2]
     group = q_ref.shape[2] // k_ref.shape[2]
     work = Work(schedule, sizes, q_ref.shape[0], tuning.programs, group)
-    warpgroup = lax.axis_index("warpgroup")
-
-    @pl.when(warpgroup < launch.NUM_HALVES)
-    def _():
-        plgpu.set_max_registers(240, action="increase")
-        arithmetic = Arithmetic(simulated)
-        _compute(work, options, tuning, arithmetic, channels, outputs, scratch)
-
-    @pl.when(warpgroup == launch.NUM_HALVES)
-    def _():
-        plgpu.set_max_registers(24, action="decrease")
-        _copy(work, tuning, inputs, scratch)
+    arithmetic = Arithmetic(simulated)
+    launch.divide(
+        lambda: _compute(work, options, tuning, arithmetic, channels, outputs, scratch),
+        lambda: _copy(work, tuning, inputs, scratch),
+    )
 
 
 def _copy(work, tuning, inputs, scratch):

@@ -4,36 +4,19 @@ Two warpgroups compute, a half of the tile's rows each, and one copies what they
 into shared memory, ahead of them. Programs take one item after another.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from zjax_kernels.sparse_attention.cells import HALF, TILE
-from zjax_kernels.sparse_attention.schedule import PROCESSORS, Schedule
+from zjax_kernels.sparse_attention.schedule import Schedule
+from zjax_kernels.sparse_attention.tuning import Tuning
 
 NUM_HALVES = TILE // HALF
-
-
-@dataclasses.dataclass(frozen=True)
-class Tuning:
-    """How a kernel runs; none of it changes the result.
-
-    Args:
-        stages: Chunks in shared memory at a time, 1 or more.
-        tiles: Tiles in shared memory at a time, 1 or 2.
-        ping_pong: Whether the two halves take turns on the tensor cores.
-        warpgroup: Whether Mosaic lowers by warpgroups rather than by lanes.
-        programs: Programs that run side by side.
-    """
-
-    stages: int = 2
-    tiles: int = 1
-    ping_pong: bool = False
-    warpgroup: bool = False
-    programs: int = PROCESSORS
 
 
 def call(
@@ -104,3 +87,23 @@ def matrix(shape: Sequence[int], dtype: Any) -> Any:
         plgpu.SwizzleTransform(2 * width),
     )
     return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)
+
+
+def divide(compute: Callable[[], None], copy: Callable[[], None]) -> None:
+    """Gives the warpgroups of a program their work, and registers to do it.
+
+    Args:
+        compute: What each of the two that compute does.
+        copy: What the one that copies does.
+    """
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup < NUM_HALVES)
+    def _():
+        plgpu.set_max_registers(240, action="increase")
+        compute()
+
+    @pl.when(warpgroup == NUM_HALVES)
+    def _():
+        plgpu.set_max_registers(24, action="decrease")
+        copy()

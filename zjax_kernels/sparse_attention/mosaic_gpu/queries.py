@@ -21,6 +21,7 @@ from zjax_kernels.sparse_attention.mosaic_gpu.splits import merge_sums
 from zjax_kernels.sparse_attention.mosaic_gpu.work import Work
 from zjax_kernels.sparse_attention.reference import Options
 from zjax_kernels.sparse_attention.schedule import Schedule
+from zjax_kernels.sparse_attention.tuning import Tuning, choose
 
 
 def backward_queries(
@@ -34,7 +35,7 @@ def backward_queries(
     schedule: Schedule,
     options: Options,
     *,
-    tuning: launch.Tuning | None = None,
+    tuning: Tuning | None = None,
     interpret: Any = None,
 ) -> jax.Array:
     """As `reference.backward_queries`, on a Hopper GPU.
@@ -58,7 +59,8 @@ def backward_queries(
     Reference:
         Dao (arXiv:2307.08691), algorithm 2, of which this is the loop over keys.
     """
-    tuning = tuning or _tune(q.shape[-1])
+    segmented = segments is not None
+    tuning = tuning or choose("queries", q.shape[-1], segmented=segmented)
     batch, _, heads, size = q.shape
     slots, stages, chunk = schedule.num_slots, tuning.stages, schedule.chunk
     outputs = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
@@ -67,7 +69,7 @@ def backward_queries(
         outputs.append(jax.ShapeDtypeStruct(part, jnp.float32))
     rows = TILE // schedule.row_unit
     lanes = chunk // schedule.column_unit
-    vectors = 1 if segments is None else 2
+    vectors = 1 + segmented
     halves = (tuning.tiles, launch.NUM_HALVES, HALF)
     scratch = [
         launch.matrix((*halves, size), q.dtype),
@@ -92,25 +94,13 @@ def backward_queries(
     return merge_sums(dq, part[0], schedule) if slots else dq
 
 
-def _tune(head_size):
-    if head_size <= 64:
-        return launch.Tuning(stages=3, tiles=2)
-    return launch.Tuning(stages=2 if head_size <= 128 else 1)
-
-
 def _body(sizes, options, tuning, simulated, schedule, inputs, outputs, scratch):
     work = Work(schedule, sizes, inputs[0].shape[0], tuning.programs)
-    warpgroup = lax.axis_index("warpgroup")
-
-    @pl.when(warpgroup < launch.NUM_HALVES)
-    def _():
-        plgpu.set_max_registers(240, action="increase")
-        _compute(work, options, tuning, Arithmetic(simulated), outputs, scratch)
-
-    @pl.when(warpgroup == launch.NUM_HALVES)
-    def _():
-        plgpu.set_max_registers(24, action="decrease")
-        _copy(work, tuning, inputs, scratch)
+    arithmetic = Arithmetic(simulated)
+    launch.divide(
+        lambda: _compute(work, options, tuning, arithmetic, outputs, scratch),
+        lambda: _copy(work, tuning, inputs, scratch),
+    )
 
 
 def _copy(work, tuning, inputs, scratch):

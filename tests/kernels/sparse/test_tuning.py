@@ -1,0 +1,62 @@
+"""What a kernel is run with: the table, or what was measured and kept."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from zjax_kernels.sparse_attention import BlockLayout, make_plan, tune, tuning
+from zjax_kernels.sparse_attention.tuning import H200, Tuning, choose
+
+PLAN = make_plan(BlockLayout.from_dense(np.eye(2, dtype=bool), block=64, num_heads=2))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tuning._tuned.cache_clear()
+    yield tmp_path
+    tuning._tuned.cache_clear()
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    monkeypatch.setattr(tuning, "check_implementation", lambda *args, **kwargs: None)
+
+
+def test_the_table_is_used_until_something_was_measured(cache, on_hopper, monkeypatch):
+    """Fails if what was measured is lost, or is used for another kernel or size."""
+    assert choose("forward", 64, segmented=False) == H200["forward"][64]
+    fastest = Tuning(stages=3, tiles=1, warpgroup=True)
+
+    def seconds(compile_):
+        how = compile_.args[0]
+        if how.stages == 4:
+            raise ValueError("exceeds available shared memory")
+        return 1.0 if dataclasses.replace(how, ping_pong=False) == fastest else 2.0
+
+    monkeypatch.setattr(tuning, "_seconds", seconds)
+    found = tune(PLAN, head_size=64)
+    assert found["queries"][0] == (fastest, 1.0)
+    assert {how.stages for how, _ in found["queries"]} == {1, 2, 3}
+    assert choose("queries", 64, segmented=False) == fastest
+    assert choose("queries", 128, segmented=False) == H200["queries"][128]
+    kept = json.loads((cache / "zjax_kernels" / "sparse_attention.json").read_text())
+    assert len(kept) == 3
+    tune(PLAN, head_size=128)
+    assert choose("queries", 64, segmented=False) == fastest
+
+
+def test_segments_take_room():
+    assert choose("keys", 128, segmented=False).tiles == 2
+    assert choose("keys", 128, segmented=True).tiles == 1
+
+
+def test_only_a_hopper_gpu_can_be_measured():
+    with pytest.raises(NotImplementedError) as caught:
+        tune(PLAN, head_size=64)
+    assert str(caught.value) == (
+        "implementation=mosaic_gpu cannot run: it needs a Hopper GPU and this is cpu; "
+        "use an H100 or H200, or use implementation='reference'"
+    )
