@@ -9,8 +9,16 @@ import pytest
 
 from tests.kernels.sparse.dense import attend, make_inputs, mask_of
 from tests.kernels.sparse.test_plan import random_live, random_mask
-from zjax_kernels.sparse_attention import BlockLayout, make_plan, tuning
+from zjax_kernels import device
+from zjax_kernels.sparse_attention import (
+    BigBird,
+    BlockLayout,
+    make_plan,
+    sparse_attention,
+    tuning,
+)
 from zjax_kernels.sparse_attention import schedule as schedules
+from zjax_kernels.sparse_attention.api import SAVED
 from zjax_kernels.sparse_attention.mosaic_gpu import (
     backward_keys,
     backward_queries,
@@ -26,15 +34,24 @@ except ImportError:
 SLOW = pytest.mark.slow
 CASES = [
     pytest.param({"block": 64, "causal": True, "ping_pong": True}, id="64-causal"),
-    pytest.param({"block": 16, "heads": 4, "num_kv_heads": 2}, id="16-groups"),
     pytest.param(
-        {"block": 16, "causal": True, "segments": True, "mask": True}, id="16-all-masks"
+        {
+            "block": 16,
+            "heads": 4,
+            "num_kv_heads": 2,
+            "causal": True,
+            "segments": True,
+            "mask": True,
+        },
+        id="16-groups-all-masks",
     ),
     pytest.param({"block": 128, "tokens": 512, "split": True}, id="128-split"),
     pytest.param(
         {"block": 32, "soft_cap": 2.0, "stages": 3}, id="32-capped", marks=SLOW
     ),
-    pytest.param({"block": 64, "empty": True, "dtype": jnp.float16}, id="64-empty"),
+    pytest.param(
+        {"block": 64, "empty": True, "dtype": jnp.float16}, id="64-empty", marks=SLOW
+    ),
     pytest.param(
         {"block": 64, "alike": True, "programs": 1}, id="64-alike", marks=SLOW
     ),
@@ -174,3 +191,50 @@ def test_lowering_by_warpgroups_is_a_choice():
     )
     traced = run.trace(x, plan.queries)
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    monkeypatch.setattr(device, "first_device", lambda: ("cuda", (9, 0)))
+
+
+def kernels_of(function, *arrays):
+    """How often the lowered program runs a kernel."""
+    traced = jax.jit(jax.grad(function, argnums=(0, 1, 2))).trace(*arrays)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    return text.count("custom_call @mosaic_gpu")
+
+
+def test_kernels_run_in_any_program(on_hopper):
+    """Fails if a transformation cannot hold the kernels, or repeats them unasked."""
+    layout = BigBird(4, block=64, attention="unidirectional").layout(256)
+    plan = make_plan(layout, num_kv_heads=2)
+    q = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((2, 256, 2, 64), jnp.bfloat16)
+
+    def attend(q, k, v):
+        return sparse_attention(q, k, v, plan)
+
+    def total(function):
+        return lambda *x: function(*x).astype(jnp.float32).sum()
+
+    def loop(q, k, v):
+        return jax.lax.scan(lambda q, _: (attend(q, k, v), None), q, length=3)[0]
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+    rows = jax.sharding.PartitionSpec("data")
+    spread = jax.shard_map(
+        attend, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False
+    )
+    kept = jax.checkpoint_policies.save_only_these_names(SAVED)
+    several = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in (q, k, k)]
+    assert kernels_of(total(attend), q, k, k) == 3
+    assert kernels_of(total(loop), q, k, k) == 3
+    assert kernels_of(total(spread), q, k, k) == 3
+    assert kernels_of(total(jax.vmap(attend)), *several) == 3
+
+    def doubled(*x):  # so that the forward pass is needed for itself
+        return (attend(*x).astype(jnp.float32) ** 2).sum()
+
+    assert kernels_of(jax.checkpoint(doubled), q, k, k) == 4
+    assert kernels_of(jax.checkpoint(doubled, policy=kept), q, k, k) == 3
