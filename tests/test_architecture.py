@@ -16,7 +16,7 @@ FLOORS = (
     ("ops", "comm", "compiler", "storage"),
     ("parallel", "optim", "data"),
     ("models", "train"),
-    ("checkpoint", "observe", "offload"),
+    ("linen", "nnx", "checkpoint", "observe", "offload"),
     ("step", "stopping"),
     ("fitting",),
     ("initialize", "pinned"),
