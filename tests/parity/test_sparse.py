@@ -10,6 +10,7 @@ from tests.support import sparse as small
 from zjax.config import check_config, schema
 from zjax.initialize import make_run
 from zjax.models.build import make_model
+from zjax.observe import CompileReport
 from zjax.optim.build import make_optimizer
 from zjax.sharding import plan as plans
 
@@ -43,9 +44,13 @@ def train(config, num_devices):
     devices = jax.devices()[:num_devices]
     run = make_run(config, model, make_optimizer(config, model), devices=devices)
     state, losses = run.state, []
-    for step in range(STEPS):
-        state, metrics = run.step(state, make_batch(step))
-        losses.append(float(metrics["loss"]))
+    with CompileReport() as report:
+        for step in range(STEPS):
+            batch = make_batch(step)
+            with report.watch(step + 1, batch) as compiled:
+                state, metrics = run.step(state, batch)
+            losses.append(float(metrics["loss"]))
+    assert compiled.seconds == 0.0, "plans compile anew with each step"
     return [*losses, float(run.evaluate(state, make_batch(STEPS))["loss"])]
 
 
