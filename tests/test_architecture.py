@@ -4,6 +4,7 @@ import ast
 import functools
 import graphlib
 import pathlib
+import sys
 
 import pytest
 
@@ -16,7 +17,7 @@ FLOORS = (
     ("ops", "comm", "compiler", "storage"),
     ("parallel", "optim", "data"),
     ("models", "train"),
-    ("checkpoint", "observe", "offload"),
+    ("linen", "nnx", "checkpoint", "observe", "offload"),
     ("step", "stopping"),
     ("fitting",),
     ("initialize", "pinned"),
@@ -28,6 +29,8 @@ FLOOR = {part: height for height, parts in enumerate(FLOORS) for part in parts}
 AXES = {"pipeline", "replica", "expert", "sequence", "tensor"}
 """Without `data`, which is a common word."""
 MODULES = sorted((ROOT / "zjax").rglob("*.py"))
+KERNELS = sorted((ROOT / "zjax_kernels").rglob("*.py"))
+PACKAGES = ("zjax", "zjax_kernels")
 SITTING = 400
 """Lines of the longest file that is read in one go."""
 CONFIGURATION = (
@@ -54,6 +57,7 @@ def name_of(path):
 
 
 NAMES = {name_of(path) for path in MODULES}
+KERNEL_NAMES = {name_of(path) for path in KERNELS}
 
 
 def part_of(name):
@@ -64,9 +68,9 @@ def place(path, node):
     return f"{path.relative_to(ROOT)}:{node.lineno}"
 
 
-def each_node(*kinds):
+def each_node(*kinds, modules=MODULES):
     """Every node of these kinds in zjax, with its file."""
-    for path in MODULES:
+    for path in modules:
         for node in ast.walk(tree_of(path)):
             if isinstance(node, kinds):
                 yield path, node
@@ -80,7 +84,7 @@ def imported(node):
 
 
 def module_of(name):
-    return name if name in NAMES else name.rpartition(".")[0]
+    return name if name in NAMES | KERNEL_NAMES else name.rpartition(".")[0]
 
 
 def test_every_part_has_a_floor():
@@ -100,17 +104,31 @@ def test_imports_point_down():
 
 
 def test_imports_are_absolute():
-    imports = each_node(ast.ImportFrom)
+    imports = each_node(ast.ImportFrom, modules=MODULES + KERNELS)
     assert [place(path, node) for path, node in imports if node.level] == []
 
 
 def test_imports_have_no_cycle():
-    graph = {name_of(path): set() for path in MODULES}
-    for path, node in each_node(ast.Import, ast.ImportFrom):
+    known = NAMES | KERNEL_NAMES
+    graph = {name: set() for name in known}
+    statements = each_node(ast.Import, ast.ImportFrom, modules=MODULES + KERNELS)
+    for path, node in statements:
         names = {module_of(name) for name in imported(node)}
-        graph[name_of(path)] |= names & NAMES
+        graph[name_of(path)] |= names & known
     order = list(graphlib.TopologicalSorter(graph).static_order())
-    assert set(order) == NAMES
+    assert set(order) == known
+
+
+def test_kernels_import_jax_alone():
+    """Fails if they could not be used without zjax; pictures may load Matplotlib."""
+    allowed = {"jax", "numpy", "zjax_kernels", *sys.stdlib_module_names}
+    wrong = []
+    for path, node in each_node(ast.Import, ast.ImportFrom, modules=KERNELS):
+        is_top = node in tree_of(path).body
+        libraries = {name.split(".")[0] for name in imported(node)} - allowed
+        if libraries - (set() if is_top else {"matplotlib"}):
+            wrong.append(place(path, node))
+    assert wrong == []
 
 
 def test_zjax_is_imported_at_the_top_only():
@@ -143,13 +161,14 @@ def test_only_models_import_flax():
 
 
 def test_every_module_says_its_idea():
-    wrong = [name_of(p) for p in MODULES if not ast.get_docstring(tree_of(p))]
+    modules = MODULES + KERNELS
+    wrong = [name_of(p) for p in modules if not ast.get_docstring(tree_of(p))]
     assert wrong == []
 
 
 def test_public_names_are_documented():
     wrong = []
-    for path in MODULES:
+    for path in MODULES + KERNELS:
         scopes = [tree_of(path)]
         for scope in scopes:
             for node in scope.body:
@@ -166,7 +185,7 @@ def test_public_names_are_documented():
 
 def test_packages_only_list_their_public_names():
     wrong = []
-    for path in MODULES:
+    for path in MODULES + KERNELS:
         if path.name != "__init__.py":
             continue
         body = tree_of(path).body
@@ -196,7 +215,7 @@ def test_mesh_axes_are_named_in_one_place():
     assert wrong == []
 
 
-@pytest.mark.parametrize("folder", ["zjax", "tests", "configs", "examples"])
+@pytest.mark.parametrize("folder", [*PACKAGES, "tests", "configs", "examples"])
 def test_files_are_one_sitting(folder):
     lengths = {
         str(path.relative_to(ROOT)): len(path.read_text().splitlines())

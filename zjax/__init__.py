@@ -4,6 +4,7 @@ Start at `zjax.initialize`, which turns a model, an optimizer and a loss into a 
 at `zjax.Trainer`, which trains from a config file.
 """
 
+from zjax import linen, nnx
 from zjax.config import Config, check_config, load_config
 from zjax.data import make_loader, make_tokenizer, wrap_batches
 from zjax.errors import (
@@ -23,6 +24,11 @@ from zjax.initialize import Run, adopt_optimizer, initialize, make_run
 from zjax.models.adapter import adapt
 from zjax.models.build import make_model
 from zjax.models.generate import generate
+from zjax.ops.sparse_self import (
+    extend_position_embedding,
+    pad_to_block_size,
+    unpad_sequence_output,
+)
 from zjax.optim.build import make_optimizer
 from zjax.optim.schedules import make_schedule
 from zjax.sharding import Plan, abstract_mesh, make_mesh, make_plan
@@ -59,10 +65,12 @@ __all__ = [
     "check_config",
     "describe_plan",
     "describe_plan_totals",
+    "extend_position_embedding",
     "fit_plan",
     "generate",
     "init_state",
     "initialize",
+    "linen",
     "load_config",
     "make_loader",
     "make_mesh",
@@ -73,5 +81,8 @@ __all__ = [
     "make_schedule",
     "make_step",
     "make_tokenizer",
+    "nnx",
+    "pad_to_block_size",
+    "unpad_sequence_output",
     "wrap_batches",
 ]

@@ -5,7 +5,7 @@ import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from zjax.config import schema
+from zjax.config import schema, sparsity
 from zjax.errors import Problem
 
 
@@ -48,6 +48,14 @@ NEEDS = (
         "model.activation_memory",
         "model.remat",
         ("elementwise", "attention_and_mlp", "attention", "full"),
+    ),
+    *(
+        Needs(f"model.sparsity.{field.name}", "model.attention", ("sparse",))
+        for field in dataclasses.fields(schema.Sparsity)
+    ),
+    *(
+        Needs(f"model.sparsity.{name}", "model.sparsity.mode", modes)
+        for name, modes in sparsity.MODES.items()
     ),
     Needs("model.rope_theta", "model.positions", ("rotary",)),
     Needs("data.path", "data.source", ("tokens",)),

@@ -16,7 +16,8 @@ def repeats_kernels(config: schema.Config) -> bool:
         True for deterministic runs that may take cuDNN's attention.
     """
     may_take_cudnn = (
-        config.model.attention != "xla" and config.precision.compute_dtype != "float32"
+        config.model.attention in ("auto", "cudnn")
+        and config.precision.compute_dtype != "float32"
     )
     return config.deterministic and may_take_cudnn
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 
-from zjax.config import axes, schema
+from zjax.config import axes, schema, sparsity
 from zjax.config.layers import repeats_kernels
 from zjax.errors import Problem
 
@@ -129,6 +129,7 @@ MODEL_RULES: tuple[Entry, ...] = (
     (("model",), _layers),
     ((), _offload),
     ((), _attention),
+    (("data", "model"), sparsity.sparsity_problems),
     ((), _data),
     (("data", "model"), _length),
     (("model",), _vocabulary),

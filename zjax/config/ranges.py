@@ -72,6 +72,14 @@ RANGES: dict[type, dict[str, Range]] = {
         "clip_norm": LIMIT,
         "ema_decay": DECAY,
     },
+    schema.Sparsity: {
+        "num_local_blocks": _from(1),
+        "num_global_blocks": _from(0),
+        "num_different_global_patterns": _from(1),
+        "num_random_blocks": _from(-1),
+        "num_sliding_window_blocks": _from(1),
+        "seed": SEED,
+    },
     schema.Model: {
         "num_layers": _from(1),
         "embed_size": _from(1),

@@ -136,6 +136,47 @@ class Optimizer:
 
 
 @section
+class Sparsity:
+    """Which blocks live under `model.attention="sparse"`, in DeepSpeed's names.
+
+    They are laid out for `model.max_length` tokens; a shorter sequence has the first of
+    them. A decoder sees no later token.
+    """
+
+    mode: Literal["fixed", "variable", "bigbird", "bslongformer", "local", "dense"] = (
+        "fixed"
+    )
+    """`fixed` has windows side by side (arXiv:1904.10509), `variable` lists their
+    sizes, `bigbird` is arXiv:2007.14062, `bslongformer` arXiv:2004.05150, `local` its
+    sliding window alone."""
+    block: Literal[16, 32, 64, 128] = 64
+    """Tokens per block and side; DeepSpeed's 16 is slower on Hopper GPUs."""
+    different_layout_per_head: bool = False
+    num_local_blocks: int = 4
+    """Blocks per window of `fixed`."""
+    num_global_blocks: int = 1
+    """Blocks seen from everywhere: the last of each window of `fixed`, the first of a
+    sequence under `bigbird`."""
+    horizontal_global_attention: bool = False
+    """Whether global blocks of an encoder see everything too; they always do under
+    `bigbird` and `bslongformer`."""
+    num_different_global_patterns: int = 1
+    """Places for the global blocks of `fixed`, which heads take in turn."""
+    num_random_blocks: int = -1
+    """Random blocks per row; -1 is 1 under `bigbird` and 0 under `variable`."""
+    num_sliding_window_blocks: int = 3
+    """Width of the window, the block of a row in its middle."""
+    local_window_blocks: tuple[int, ...] = (4,)
+    """Blocks of each window of `variable`; the last size repeats."""
+    global_block_indices: tuple[int, ...] = (0,)
+    """Blocks seen from everywhere, under `variable` and `bslongformer`."""
+    global_block_end_indices: tuple[int, ...] = ()
+    """Makes ranges of them, each up to but without its end; () for none."""
+    seed: int = 0
+    """Says which random blocks are drawn."""
+
+
+@section
 class Model:
     """Shape of the built-in decoder or encoder."""
 
@@ -161,8 +202,9 @@ class Model:
     tied_head: bool = True
     """The output matrix is the embedding table."""
     dropout_rate: float = 0.0
-    attention: Literal["auto", "cudnn", "xla"] = "auto"
-    """Attention kernel; `auto` says which one it took, a named one runs or fails."""
+    attention: Literal["auto", "cudnn", "xla", "sparse"] = "auto"
+    """Attention kernel; `auto` says which one it took, a named one runs or fails;
+    `sparse` visits the blocks of `sparsity` alone."""
     layers_per_scan: int = 0
     """0 unrolls the layers; k scans over blocks of k layers (compiles faster), as
     `deterministic` does with 1."""
@@ -176,6 +218,7 @@ class Model:
     """Tokens whose logits exist at one time; 0 computes them all at once."""
     z_loss: float = 0.0
     """Weight of the squared log-partition penalty."""
+    sparsity: Sparsity = Sparsity()
 
 
 @section

@@ -9,13 +9,14 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from zjax.config import schema
 from zjax.models import layers
 from zjax.models.embedding import Context
-from zjax.ops import attention
+from zjax.ops import attention, sparse
 from zjax.parallel import remat
 from zjax.sharding.layers import layers_of
 
@@ -44,7 +45,11 @@ class Block(nnx.Module):
     ):
         self.causal = causal
         self.norm_position = norm_position
-        self.implementation: attention.Implementation = config.attention
+        is_sparse = config.attention == "sparse"
+        self.sparse = sparse.sparse_of(config) if is_sparse else None
+        self.implementation: attention.Implementation = (
+            "auto" if config.attention == "sparse" else config.attention
+        )
         self.dropout_rate = config.dropout_rate
         num_writers = 2 * config.num_layers if norm_position == "pre" else 1
         out_std = layers.INIT_STD / num_writers**0.5
@@ -124,19 +129,27 @@ class Block(nnx.Module):
         x, kept = self._attend(attend, x, context, _keys(key)[0])
         entering = self.mlp_norm(x)
         if self.mlp.down is not None:
-            bias = self.mlp.down(jax.numpy.zeros_like(x))
+            bias = self.mlp.down(jnp.zeros_like(x))
             x = x + layers.dropout(bias, self.dropout_rate, _keys(key)[1])
         return (x, entering), kept
 
     def _average(self, context):
+        ids, lengths = context.segment_ids, context.lengths
+
         def attend(q, k, v):
+            if self.sparse is not None:
+                mask = None if lengths is None else _before(lengths, k.shape[1])
+                averages = sparse.sparse_attention(
+                    q, k, v, self.sparse, segment_ids=ids, key_mask=mask
+                )
+                return averages, None
             averages = attention.dot_product_attention(
                 q,
                 k,
                 v,
                 causal=self.causal,
-                segment_ids=context.segment_ids,
-                lengths=context.lengths,
+                segment_ids=ids,
+                lengths=lengths,
                 implementation=self.implementation,
             )
             return averages, None
@@ -203,7 +216,7 @@ def make_blocks(
     def name_layers(variable):
         return variable.replace(logical=("layers", *variable.get_metadata("logical")))
 
-    numbers = jax.numpy.arange(num_layers) if only is None else only[None]
+    numbers = jnp.arange(num_layers) if only is None else only[None]
     keys = _fold_in(rngs.params(), numbers)
     graph, _ = nnx.split(nnx.eval_shape(lambda: make_block(nnx.Rngs(params=keys[0]))))
     state = jax.tree.map(
@@ -286,6 +299,10 @@ def transform(
     return remat.mark(x, remat.INPUT)
 
 
+def _before(lengths, size):
+    return jnp.arange(size, dtype=lengths.dtype)[None] < lengths[:, None]
+
+
 def _keys(key):
     """For the dropout behind attention, and behind the feed-forward."""
     return (None, None) if key is None else tuple(jax.random.split(key))
@@ -295,7 +312,7 @@ def _layer_keys(key, config):
     stride = config.layers_per_scan
     if key is None:
         return (None,) * (stride or config.num_layers)
-    keys = _fold_in(key, jax.numpy.arange(1, config.num_layers + 1))
+    keys = _fold_in(key, jnp.arange(1, config.num_layers + 1))
     return tuple(keys[j::stride] for j in range(stride)) if stride else tuple(keys)
 
 

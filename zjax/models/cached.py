@@ -1,5 +1,6 @@
 """Passes through a decoder that keep keys and values, whole or one block at a time."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from zjax.models.block import Block, run_blocks
 from zjax.models.decoder import Decoder
 from zjax.models.embedding import Context, Embedding
 from zjax.models.heads import Head
-from zjax.ops import attention
+from zjax.ops import attention, sparse
 
 Cache = tuple[Float[Array, "B S K D"], Float[Array, "B S K D"]]
 """Keys and values of one block, for every column that there will be."""
@@ -132,14 +133,17 @@ def read_prompt(
         visible = jnp.broadcast_to(visible, (*x.shape[:2], x.shape[1]))
 
     def attend(q, k, v):
-        averages = attention.dot_product_attention(
-            q,
-            k,
-            v,
-            causal=True,
-            mask=visible,
-            implementation="xla" if block.implementation == "xla" else "auto",
-        )
+        if block.sparse is not None:
+            averages = _attend_to_blocks(q, k, v, block.sparse, starts, padded)
+        else:
+            averages = attention.dot_product_attention(
+                q,
+                k,
+                v,
+                causal=True,
+                mask=visible,
+                implementation="xla" if block.implementation == "xla" else "auto",
+            )
         free = ((0, 0), (0, room), (0, 0), (0, 0))
         return averages, (jnp.pad(k, free), jnp.pad(v, free))
 
@@ -176,9 +180,11 @@ def read_token(
         keys = jax.lax.dynamic_update_slice(cache[0], k, at)
         values = jax.lax.dynamic_update_slice(cache[1], v, at)
         # One query has nothing to gain from a fused kernel.
-        mask = _seen(starts, column, keys.shape[1])
+        mask = _seen(starts, column, keys.shape[1])[:, None]
+        if block.sparse is not None:
+            mask &= _seen_in_blocks(block.sparse, starts, column, keys.shape[1])
         averages = jax.nn.dot_product_attention(
-            q, keys, values, mask=mask[:, None], implementation="xla"
+            q, keys, values, mask=mask, implementation="xla"
         )
         return averages, (keys, values)
 
@@ -204,6 +210,21 @@ def score(
 def _seen(starts, column, num_columns) -> Bool[Array, "B 1 S"]:
     columns = jnp.arange(num_columns, dtype=jnp.int32)[None, None, :]
     return (columns >= starts[:, None, None]) & (columns <= column)
+
+
+def _attend_to_blocks(q, k, v, pattern, starts, padded):
+    """Blocks count from the start of each prompt: its padding goes behind it."""
+    if not padded:
+        return sparse.sparse_attention(q, k, v, pattern)
+    roll = jax.vmap(functools.partial(jnp.roll, axis=0))
+    q, k, v = (roll(x, -starts) for x in (q, k, v))
+    return roll(sparse.sparse_attention(q, k, v, pattern), starts)
+
+
+def _seen_in_blocks(pattern, starts, column, num_columns) -> Bool[Array, "B H 1 S"]:
+    columns = jnp.arange(num_columns, dtype=jnp.int32)[None]
+    starts = starts[:, None]
+    return sparse.visible_keys(pattern, column - starts, columns - starts)
 
 
 def _table(model):

@@ -200,7 +200,8 @@ def check(
         problem = "is not above 0 and up to 1"
         problems.append(Problem("top_p", settings.top_p, problem, "use 1 for all"))
     room = config.max_length - length
-    if config.positions == "learned" and num_new > room:
+    is_bounded = config.positions == "learned" or config.attention == "sparse"
+    if is_bounded and num_new > room:
         problem = f"leaves model.max_length={config.max_length} after {length}"
         remedy = f"ask for {max(room, 0)} or fewer, or shorten the prompt"
         problems.append(Problem("max_new_tokens", num_new, problem, remedy))

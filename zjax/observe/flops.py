@@ -8,6 +8,7 @@ appendix B), not hardware utilisation. Two conventions for causal attention are 
 from typing import Literal
 
 from zjax.config import schema
+from zjax.ops import sparse
 
 CausalAttention = Literal["half", "full"]
 
@@ -62,7 +63,8 @@ def flops_per_token(
     """FLOPs of forward and backward pass per token: 6 N, and attention over the length.
 
     Attention costs 12 x layers x width x length where every query meets every key, and
-    half of that where `causal_attention` is "half". An encoder's attention is full.
+    half of that where `causal_attention` is "half". An encoder's attention is full, and
+    of sparse attention what a layout leaves counts, whatever is asked for.
 
     Args:
         model: Shape of the model.
@@ -80,7 +82,7 @@ def flops_per_token(
         Narayanan et al., arXiv:2104.04473, appendix; PaLM, arXiv:2204.02311,
         appendix B.
     """
-    factor = _attention_factor(model, causal_attention)
+    factor = _attention_factor(model, length, causal_attention)
     attention = factor * model.num_layers * model.embed_size * length
     return float(6 * matmul_params(model) + attention)
 
@@ -102,10 +104,10 @@ def describe_flops(
         >>> print(describe_flops(schema.Model(), 1024, causal_attention="full"))
         6 x 123,653,376 + 12 x 12 layers x 768 x 1,024 = 855.2 MFLOP per token
     """
-    factor = _attention_factor(model, causal_attention)
+    factor = _attention_factor(model, length, causal_attention)
     total = flops_per_token(model, length, causal_attention=causal_attention)
     attention = f"{model.num_layers} layers x {model.embed_size:,} x {length:,}"
-    text = f"6 x {matmul_params(model):,} + {factor} x {attention}"
+    text = f"6 x {matmul_params(model):,} + {factor:.4g} x {attention}"
     return f"{text} = {total / 1e6:,.1f} MFLOP per token"
 
 
@@ -168,5 +170,9 @@ def _table_params(model: schema.Model) -> int:
     return (model.vocab_size + num_positions) * model.embed_size
 
 
-def _attention_factor(model: schema.Model, causal_attention: CausalAttention) -> int:
-    return 6 if model.kind == "decoder" and causal_attention == "half" else 12
+def _attention_factor(
+    model: schema.Model, length: int, causal_attention: CausalAttention
+) -> float:
+    if model.attention == "sparse":
+        return 12 * sparse.live_share(sparse.sparse_of(model), length)
+    return 6.0 if model.kind == "decoder" and causal_attention == "half" else 12.0

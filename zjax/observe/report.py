@@ -14,6 +14,7 @@ from zjax.errors import ConfigError
 from zjax.ops.attention import Implementation, choose_implementation
 from zjax.processes.host import host_memory_bytes
 from zjax.sharding.describe import format_bytes, render_table
+from zjax_kernels.device import first_device
 
 _PACKAGES = ("zjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 _CUDA_PACKAGES = (
@@ -99,14 +100,12 @@ def _attention() -> Iterator[tuple[str, str]]:
 
 
 def _describe_attention(name: Implementation) -> str:
-    device = jax.local_devices()[0]
-    is_cuda = "cuda" in device.client.platform_version
-    capability = device.compute_capability.split(".") if is_cuda else ("0", "0")
+    platform, capability = first_device()
     try:
         chosen, reason = choose_implementation(
             name,
-            platform="cuda" if is_cuda else device.platform,
-            compute_capability=(int(capability[0]), int(capability[1])),
+            platform=platform,
+            compute_capability=capability,
             dtype="bfloat16",
             head_size=64,
             lengths=(1024, 1024),

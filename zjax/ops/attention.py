@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from zjax.errors import ConfigError, Problem
+from zjax_kernels.device import first_device
 
 Implementation = Literal["auto", "cudnn", "xla"]
 
@@ -63,7 +64,7 @@ def dot_product_attention(
         (arXiv:2305.13245).
     """
     mask = _combine(mask, segment_ids)
-    platform, capability = _first_device()
+    platform, capability = first_device()
     chosen, reason = choose_implementation(
         implementation,
         platform=platform,
@@ -155,16 +156,6 @@ def _cudnn_obstacle(platform, capability, dtype, head_size, lengths, masked):
         remedy = f"use an even data.length, or {other}"
         return f"needs even lengths under a mask and this is {odd}", remedy
     return "", ""
-
-
-def _first_device() -> tuple[str, tuple[int, int]]:
-    device = jax.devices()[0]
-    if device.platform != "gpu":
-        return device.platform, (0, 0)
-    if "cuda" not in device.client.platform_version:
-        return "rocm", (0, 0)
-    major, minor = device.compute_capability.split(".")
-    return "cuda", (int(major), int(minor))
 
 
 def _combine(mask, segment_ids):

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from zjax.ops import attention, cross_entropy, norm
+from zjax.ops import attention, cross_entropy, norm, sparse
 
 Policy = Literal[
     "none", "elementwise", "attention_and_mlp", "dots", "attention", "full"
@@ -32,14 +32,24 @@ MIDDLE = "block_middle"
 PROJECTIONS = "projections"
 """Queries, keys and values as attention reads them."""
 ATTENTION = attention.AVERAGES
+SPARSE = sparse.AVERAGES
+"""What sparse attention returns, with the sums of its softmax."""
 MLP = "mlp"
 """Outputs of the first matrices of a feed-forward layer."""
 
 KEPT = {
-    "elementwise": (INPUT, MIDDLE, PROJECTIONS, ATTENTION, MLP, norm.STATISTICS),
-    "attention_and_mlp": (INPUT, ATTENTION, MLP),
+    "elementwise": (
+        INPUT,
+        MIDDLE,
+        PROJECTIONS,
+        ATTENTION,
+        SPARSE,
+        MLP,
+        norm.STATISTICS,
+    ),
+    "attention_and_mlp": (INPUT, ATTENTION, SPARSE, MLP),
     "dots": (INPUT,),
-    "attention": (INPUT, ATTENTION),
+    "attention": (INPUT, ATTENTION, SPARSE),
     "full": (INPUT,),
 }
 """The names that each policy keeps; `none` names nothing."""

@@ -1,0 +1,40 @@
+"""BERT-base on texts of 16,384 tokens, with Longformer's attention in blocks.
+
+Each token sees the blocks beside its own and the first of all: 1.9 % of all pairs. To
+learn, it needs batches of yours whose `weights` are 1 where a token was masked; as it
+stands the targets are the next tokens, which an encoder sees.
+
+Run:     zjax train --config=configs/bert_sparse_16k.py
+Needs:   one H100 or H200, or several whose number divides 8. Other devices run the
+         same blocks without the kernels, slowly.
+Expect:  memory that grows with the length, where scores of all pairs in bfloat16 would
+         take 6.4 GB per layer and sequence. Not measured on a GPU yet.
+"""
+
+from zjax import config as zconfig
+
+
+def get_config():
+    config = zconfig.base()
+    config.directory = "runs/bert_sparse_16k"
+    config.num_steps = 10_000
+    config.global_batch_size = 8
+    config.microbatch_size = 1
+
+    config.model.kind = "encoder"
+    config.model.num_layers = 12
+    config.model.embed_size = 768
+    config.model.mlp_size = 3_072
+    config.model.num_heads = 12
+    config.model.num_kv_heads = 12
+    config.model.vocab_size = 30_522
+    config.model.max_length = 16_384
+    config.model.norm_eps = 1e-12
+    config.model.attention = "sparse"
+    config.model.sparsity.mode = "bslongformer"
+    config.model.sparsity.block = 64
+    config.data.length = 16_384
+
+    config.optimizer.peak_learning_rate = 1e-4
+    config.optimizer.num_warmup_steps = 1_000
+    return config

@@ -1,0 +1,153 @@
+"""The layout of a longest sequence, cut to each length and split over devices."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.kernels.sparse.dense import attend
+from tests.support import sparse as small
+from zjax.config import schema
+from zjax.errors import ConfigError
+from zjax.ops import sparse
+from zjax.sharding import mesh as meshes
+
+MODES = {
+    "fixed": schema.Sparsity(mode="fixed", num_local_blocks=2),
+    "fixed, heads": schema.Sparsity(
+        mode="fixed", num_different_global_patterns=2, different_layout_per_head=True
+    ),
+    "variable": schema.Sparsity(
+        mode="variable",
+        num_random_blocks=1,
+        local_window_blocks=(1, 2),
+        global_block_indices=(1, 3),
+        global_block_end_indices=(2, 5),
+        different_layout_per_head=True,
+        seed=3,
+    ),
+    "bigbird": schema.Sparsity(mode="bigbird", different_layout_per_head=True),
+    "bslongformer": schema.Sparsity(mode="bslongformer", global_block_indices=(0, 2)),
+    "local": schema.Sparsity(mode="local", num_sliding_window_blocks=1),
+    "dense": schema.Sparsity(mode="dense"),
+}
+
+
+def make_model(mode, kind="decoder", **changes):
+    sparsity = dataclasses.replace(MODES[mode], block=small.BLOCK)
+    return dataclasses.replace(small.GPT, kind=kind, sparsity=sparsity, **changes)
+
+
+def make_heads(length, *, rows=2, heads=2, kv_heads=2, size=8):
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = [(rows, length, n, size) for n in (heads, kv_heads, kv_heads)]
+    return [jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["decoder", "encoder"])
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_see_what_the_blocks_of_the_longest_sequence_say(mode, kind):
+    """Fails if a setting is lost, a direction is wrong or a layout is not cut."""
+    config = make_model(mode, kind)
+    found = sparse.sparse_of(config)
+    for length in (small.LENGTH, 37):
+        mask = small.mask_of(config, length)
+        positions = jnp.arange(length)[None]
+        seen = sparse.visible_keys(found, positions, positions)[0]
+        np.testing.assert_array_equal(seen, mask)
+    blocks = found.pattern.layout(small.LENGTH)
+    cut = sparse._first_blocks(blocks, 3).to_dense()
+    np.testing.assert_array_equal(cut, blocks.to_dense()[:, :3, :3])
+
+
+@pytest.mark.parametrize("kind", ["decoder", "encoder"])
+@pytest.mark.parametrize(("length", "masked"), [(small.LENGTH, True), (37, False)])
+def test_attention_is_dense_attention_under_the_mask(kind, length, masked):
+    """Lengths that are not whole blocks, masks, documents, and heads that share."""
+    config = make_model("bigbird", kind, num_kv_heads=1)
+    heads = make_heads(length, kv_heads=1)
+    masks, visible = {}, small.mask_of(config, length)[None]
+    if masked:
+        ids = np.sort(np.random.default_rng(0).integers(1, 3, (2, length)))
+        keys = np.arange(length) < np.array([length, length - 9])[:, None]
+        masks = {"segment_ids": jnp.array(ids), "key_mask": jnp.array(keys)}
+        same = ids[:, None, :, None] == ids[:, None, None, :]
+        visible = visible & same & keys[:, None, None]
+    run = jax.jit(sparse.sparse_attention, static_argnums=3)
+    found = run(*heads, sparse.sparse_of(config), **masks)
+    expected, _ = attend(*heads, visible)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "kv_heads", "of_device"),
+    [
+        pytest.param(2, 2, (1, small.LENGTH, 1, 8), id="rows-and-heads"),
+        pytest.param(3, 1, (3, small.LENGTH, 1, 8), id="neither-divides"),
+    ],
+)
+def test_rows_and_heads_are_split_over_the_mesh(rows, kv_heads, of_device):
+    """Fails if heads of a device take the layout of others, or rows are gathered."""
+    mode = "bigbird" if kv_heads == 2 else "fixed, heads"
+    found = sparse.sparse_of(make_model(mode))
+    heads = make_heads(small.LENGTH, rows=rows, kv_heads=kv_heads)
+
+    def gradients(*heads):
+        return jax.grad(
+            lambda *x: jnp.sin(sparse.sparse_attention(*x, found)).sum(), (0, 1, 2)
+        )(*heads)
+
+    expected = jax.jit(gradients)(*heads)
+    with jax.set_mesh(meshes.make_mesh(schema.Mesh(tensor=2), jax.devices()[:4])):
+        traced = jax.jit(gradients).trace(*heads)
+        result = traced.lower().compile()(*heads)
+    text = str(traced.jaxpr)
+    assert "shard_map" in text
+    assert f"f32[{','.join(map(str, of_device))}]" in text
+    for x, y in zip(result, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_one_device_needs_no_split():
+    found = sparse.sparse_of(make_model("local"))
+    heads = make_heads(small.LENGTH)
+    with jax.set_mesh(meshes.make_mesh(schema.Mesh(), jax.devices()[:1])):
+        text = str(
+            jax.make_jaxpr(lambda *x: sparse.sparse_attention(*x, found))(*heads)
+        )
+    assert "shard_map" not in text
+
+
+def test_plans_are_made_once():
+    """Fails if a layout is made again with each layer, step or trace."""
+    found = sparse.sparse_of(make_model("bigbird", max_length=112))
+    heads = make_heads(112)
+    sparse._plan.cache_clear()
+    for _ in range(2):
+        jax.eval_shape(lambda *x: sparse.sparse_attention(*x, found), *heads)
+    again = sparse.sparse_of(make_model("bigbird", max_length=112))
+    jax.eval_shape(lambda *x: sparse.sparse_attention(*x, again), *heads)
+    assert sparse._plan.cache_info().misses == 1
+
+
+@pytest.mark.parametrize("kind", ["decoder", "encoder"])
+@pytest.mark.parametrize("mode", ["bigbird", "fixed", "dense"])
+def test_share_of_live_pairs(mode, kind):
+    """Under causality a diagonal counts half, as in dense attention."""
+    config = make_model(mode, kind)
+    found = sparse.live_share(sparse.sparse_of(config), small.LENGTH)
+    mask = small.mask_of(config)
+    diagonal = mask.shape[0] * small.LENGTH / 2 if kind == "decoder" else 0
+    assert found == pytest.approx((mask.sum() - diagonal) / mask.size)
+
+
+def test_longer_than_the_layout_is_refused():
+    found = sparse.sparse_of(make_model("local"))
+    with pytest.raises(ConfigError) as error:
+        sparse.sparse_attention(*make_heads(100), found)
+    assert str(error.value) == (
+        "length=100 exceeds the 96 tokens of the layout; shorten the sequence, or "
+        "raise model.max_length or max_seq_length"
+    )

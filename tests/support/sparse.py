@@ -1,0 +1,37 @@
+"""Small models with sparse attention, and the mask of tokens that they mean."""
+
+import dataclasses
+
+import numpy as np
+
+from tests.support import language
+from zjax.config import schema
+from zjax.ops import sparse
+
+BLOCK, LENGTH = 16, 96
+SPARSITY = schema.Sparsity(block=BLOCK, mode="bigbird")
+GPT = dataclasses.replace(
+    language.GPT,
+    num_heads=2,
+    num_kv_heads=2,
+    attention="sparse",
+    max_length=LENGTH,
+    sparsity=SPARSITY,
+)
+LLAMA = dataclasses.replace(
+    GPT,
+    num_kv_heads=1,
+    norm="rms_norm",
+    positions="rotary",
+    activation="swiglu",
+    use_bias=False,
+)
+BERT = dataclasses.replace(GPT, kind="encoder")
+
+
+def mask_of(config, length=LENGTH):
+    """bool[heads, length, length], from the blocks of the longest sequence."""
+    pattern = sparse.sparse_of(config).pattern
+    blocks = pattern.layout(-(-config.max_length // BLOCK) * BLOCK).to_dense()
+    live = blocks.repeat(BLOCK, 1).repeat(BLOCK, 2)[:, :length, :length]
+    return live & np.tri(length, dtype=bool) if config.kind == "decoder" else live

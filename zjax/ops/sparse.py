@@ -1,0 +1,271 @@
+"""Attention over the live blocks of a pattern, on every device of the mesh in use.
+
+A pattern is laid out once, for the longest sequence that there may be; a shorter one
+has the first blocks of that layout, so that a token sees the same ones whatever follows
+it. Plans are made on the host, once per length.
+
+Reference: DeepSpeed's sparse attention, which cuts its layouts from a longest one too.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
+
+import zjax_kernels
+from zjax.config import schema
+from zjax.errors import ConfigError, Problem
+from zjax.sharding import mesh as meshes
+from zjax_kernels import BlockLayout, Pattern, SparsityConfig
+from zjax_kernels.sparse_attention import api
+
+AVERAGES = api.SAVED
+"""Name of what the kernel returns, for recomputation."""
+
+_RULES = {
+    "fixed": zjax_kernels.Fixed,
+    "variable": zjax_kernels.Variable,
+    "bigbird": zjax_kernels.BigBird,
+    "bslongformer": zjax_kernels.BSLongformer,
+    "local": zjax_kernels.LocalSlidingWindow,
+    "dense": zjax_kernels.Dense,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sparse:
+    """A pattern and the longest sequence that it is laid out for.
+
+    Args:
+        pattern: Says which blocks live; hashable, as frozen dataclasses are.
+        max_length: Tokens, 1 or more; the layout has whole blocks.
+    """
+
+    pattern: SparsityConfig
+    max_length: int
+
+    @property
+    def block(self) -> int:
+        """Tokens per block and side."""
+        return self.pattern.block
+
+
+def sparse_of(config: schema.Model) -> Sparse:
+    """The pattern that a model asks for.
+
+    Args:
+        config: Checked settings; `sparsity` is read, the heads, the kind of model, for
+            the direction, and `max_length`.
+
+    Returns:
+        The pattern and its length.
+
+    Example:
+        >>> config = schema.Model(attention="sparse", num_heads=2)
+        >>> sparse_of(config).pattern.attention
+        'unidirectional'
+    """
+    given = dataclasses.asdict(config.sparsity)
+    rule = _RULES[given.pop("mode")]
+    if given["num_random_blocks"] == -1:
+        del given["num_random_blocks"]
+    given["global_block_end_indices"] = given["global_block_end_indices"] or None
+    known = {field.name for field in dataclasses.fields(rule)}
+    causal = config.kind == "decoder"
+    pattern = rule(
+        num_heads=config.num_heads,
+        attention="unidirectional" if causal else "bidirectional",
+        **{name: value for name, value in given.items() if name in known},
+    )
+    return Sparse(pattern, config.max_length)
+
+
+def sparse_attention(
+    q: Float[Array, "B L H D"],
+    k: Float[Array, "B L K D"],
+    v: Float[Array, "B L K D"],
+    sparse: Sparse,
+    *,
+    segment_ids: Int[Array, "B L"] | None = None,
+    key_mask: Bool[Array, "B L"] | None = None,
+) -> Float[Array, "B L H D"]:
+    """Averages the values by softmax(q k / sqrt(D)) over the keys in live blocks.
+
+    Rows of the batch are split over the batch axes of the mesh set by `jax.set_mesh`,
+    and heads over its tensor axis, where they divide.
+
+    Args:
+        q: Queries; H is that of the pattern and a multiple of K.
+        k: Keys.
+        v: Values.
+        sparse: The pattern; L is at most its length, and need not be whole blocks.
+        segment_ids: Document of each token, 0 or more; documents do not see each other.
+        key_mask: False for keys that none sees, such as padding.
+
+    Returns:
+        One average per query and head, 0 where a query sees no key.
+
+    Raises:
+        ConfigError: The sequence is longer than the layout.
+
+    Example:
+        >>> sparse = sparse_of(schema.Model(num_heads=2, num_kv_heads=2))
+        >>> x = jnp.ones((1, 100, 2, 8))
+        >>> sparse_attention(x, x, x, sparse).shape
+        (1, 100, 2, 8)
+    """
+    length, block = q.shape[1], sparse.block
+    num_blocks = -(-length // block)
+    layout = _layout(sparse)
+    if num_blocks > layout.num_rows:
+        problem = f"exceeds the {sparse.max_length} tokens of the layout"
+        remedy = "shorten the sequence, or raise model.max_length or max_seq_length"
+        raise ConfigError(Problem("length", length, problem, remedy))
+    missing = num_blocks * block - length
+    if missing and not layout.causal:
+        key_mask = jnp.ones(q.shape[:2], bool) if key_mask is None else key_mask
+    masks = segment_ids, key_mask
+    plan = _plan(
+        sparse,
+        num_blocks,
+        num_kv_heads=k.shape[2],
+        head_size=q.shape[3],
+        segments=masks != (None, None),
+    )
+    q, k, v, masks = jax.tree.map(lambda x: _lengthen(x, missing), (q, k, v, masks))
+    return _over_devices(q, k, v, masks, plan)[:, :length]
+
+
+def visible_keys(
+    sparse: Sparse, queries: Int[Array, "B L"], keys: Int[Array, "B S"]
+) -> Bool[Array, "B H L S"]:
+    """Which keys some queries see: the pattern token by token.
+
+    Args:
+        sparse: A pattern.
+        queries: Positions of the queries, from 0 to below its length.
+        keys: Positions of the keys; none sees those below 0.
+
+    Returns:
+        True where a query sees a key.
+
+    Example:
+        >>> sparse = sparse_of(schema.Model(num_heads=2, num_kv_heads=2))
+        >>> positions = jnp.arange(4)[None]
+        >>> visible_keys(sparse, positions, positions)[0, 0].sum(1).tolist()
+        [1, 2, 3, 4]
+    """
+    layout = _layout(sparse)
+    live = np.zeros((len(layout.patterns), layout.num_rows, layout.num_columns), bool)
+    for number, pattern in enumerate(layout.patterns):
+        live[number, pattern.rows, pattern.columns] = True
+    rows, columns = queries[:, None, :, None], keys[:, None, None, :]
+    heads = jnp.array(layout.head_patterns)[None, :, None, None]
+    block = sparse.block
+    seen = jnp.array(live)[heads, rows // block, columns // block] & (columns >= 0)
+    return seen & (columns <= rows) if layout.causal else seen
+
+
+def live_share(sparse: Sparse, length: int) -> float:
+    """Share of all pairs of tokens that see each other, over all heads.
+
+    Args:
+        sparse: A pattern.
+        length: Tokens per sequence, at most its length.
+
+    Returns:
+        More than 0, and half for a causal pattern of all blocks.
+
+    Example:
+        >>> model = schema.Model(sparsity=schema.Sparsity(mode="dense"))
+        >>> live_share(sparse_of(model), 1024)
+        0.5
+    """
+    num_blocks = -(-length // sparse.block)
+    layout = _first_blocks(_layout(sparse), num_blocks)
+    cut = 0.5 / num_blocks if layout.causal else 0.0
+    return layout.density - cut
+
+
+@functools.cache
+def _layout(sparse: Sparse) -> BlockLayout:
+    num_blocks = -(-sparse.max_length // sparse.block)
+    return sparse.pattern.layout(num_blocks * sparse.block)
+
+
+@functools.cache
+def _plan(
+    sparse: Sparse,
+    num_blocks: int,
+    *,
+    num_kv_heads: int,
+    head_size: int,
+    segments: bool,
+) -> zjax_kernels.Plan:
+    return zjax_kernels.make_plan(
+        _first_blocks(_layout(sparse), num_blocks),
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        segments=segments,
+    )
+
+
+def _first_blocks(layout: BlockLayout, num_blocks: int) -> BlockLayout:
+    def cut(pattern: Pattern) -> Pattern:
+        rows, columns = pattern.rows, pattern.columns
+        kept = (rows < num_blocks) & (columns < num_blocks)
+        return Pattern.from_entries(rows[kept], columns[kept], num_blocks, num_blocks)
+
+    if num_blocks == layout.num_rows:
+        return layout
+    patterns = tuple(map(cut, layout.patterns))
+    return dataclasses.replace(
+        layout, num_rows=num_blocks, num_columns=num_blocks, patterns=patterns
+    )
+
+
+def _lengthen(x, missing):
+    rest = [(0, 0)] * (x.ndim - 2)
+    return jnp.pad(x, [(0, 0), (0, missing), *rest]) if missing else x
+
+
+def _over_devices(q, k, v, masks, plan):
+    """Kernels have no rule of partition: each device is given its rows and heads."""
+
+    def attend(q, k, v, masks, plan) -> Any:
+        segment_ids, key_mask = masks
+        both = None if segment_ids is None else (segment_ids, segment_ids)
+        return api.sparse_attention(q, k, v, plan, segment_ids=both, key_mask=key_mask)
+
+    mesh = jax.sharding.get_abstract_mesh()
+    if meshes.num_shares(mesh, mesh.auto_axes) == 1:
+        return attend(q, k, v, masks, plan)
+    rows, heads = _axes(mesh, q.shape[0], k.shape[2])
+    of_plan = jax.tree_util.tree_map_with_path(
+        lambda path, _: P(heads) if path[-1].name == "head_patterns" else P(), plan
+    )
+    of_heads = P(rows, None, heads)
+    return jax.shard_map(
+        attend,
+        in_specs=(of_heads, of_heads, of_heads, P(rows), of_plan),
+        out_specs=of_heads,
+        axis_names=set(mesh.auto_axes),
+        check_vma=False,
+    )(q, k, v, masks, jax.tree.map(jnp.asarray, plan))
+
+
+def _axes(mesh, batch_size, num_kv_heads):
+    """The axes that split the rows, and the one that splits the heads."""
+    rows: tuple[str, ...] = ()
+    for axis in meshes.BATCH_AXES:
+        longer = (*rows, axis)
+        if axis in mesh.auto_axes and not batch_size % meshes.num_shares(mesh, longer):
+            rows = longer
+    splits = meshes.TENSOR in mesh.auto_axes
+    splits = splits and not num_kv_heads % mesh.shape[meshes.TENSOR]
+    return rows, meshes.TENSOR if splits else None
