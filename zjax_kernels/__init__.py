@@ -10,7 +10,7 @@ Example:
     (1, 1024, 4, 64)
 """
 
-from zjax_kernels.sparse_attention import (
+from zjax_kernels.sparse import (
     BigBird,
     BlockLayout,
     BSLongformer,

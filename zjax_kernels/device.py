@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from typing import Any
 
 import jax
 
@@ -58,17 +59,19 @@ def first_device() -> tuple[str, tuple[int, int]]:
     """What this process computes on.
 
     Returns:
-        Platform, such as `cuda`, and compute capability, (0, 0) without one.
+        Platform, `cuda`, `rocm`, `tpu` or `cpu`, and compute capability, (0, 0) where
+        it is none of NVIDIA's.
 
     Example:
         >>> first_device()
         ('cpu', (0, 0))
     """
-    device = jax.devices()[0]
-    capability = getattr(device, "compute_capability", None)
-    if device.platform != "gpu" or "cuda" not in device.client.platform_version:
+    device: Any = jax.devices()[0]
+    if device.platform != "gpu":
         return device.platform, (0, 0)
-    major, minor = str(capability).split(".")
+    if "cuda" not in device.client.platform_version:
+        return "rocm", (0, 0)
+    major, minor = device.compute_capability.split(".")
     return "cuda", (int(major), int(minor))
 
 

@@ -15,7 +15,7 @@ import sparse_cases as cases
 from sparse_cases import Case
 
 import zjax_kernels
-from zjax_kernels.sparse_attention import BlockLayout, make_plan
+from zjax_kernels.sparse import BlockLayout, make_plan
 
 LONG = [
     Case("fixed", 2**14, 128),

@@ -9,7 +9,7 @@ import pytest
 
 from tests.kernels.sparse.dense import attend, make_inputs, mask_of
 from zjax_kernels.device import first_device
-from zjax_kernels.sparse_attention import (
+from zjax_kernels.sparse import (
     BigBird,
     BSLongformer,
     Dense,

@@ -22,7 +22,7 @@ from zjax.config import schema
 from zjax.errors import ConfigError, Problem
 from zjax.sharding import mesh as meshes
 from zjax_kernels import BlockLayout, Pattern, SparsityConfig
-from zjax_kernels.sparse_attention import api
+from zjax_kernels.sparse import api
 
 AVERAGES = api.SAVED
 """Name of what the kernel returns, for recomputation."""

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from tests.kernels.sparse.dense import attend, make_inputs, mask_of
 from tests.kernels.sparse.test_plan import random_live, random_mask
 from zjax_kernels import device
-from zjax_kernels.sparse_attention import (
+from zjax_kernels.sparse import (
     BigBird,
     BlockLayout,
     make_plan,

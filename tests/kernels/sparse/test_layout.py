@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from zjax_kernels.sparse_attention.layout import BlockLayout, Pattern
+from zjax_kernels.sparse.layout import BlockLayout, Pattern
 
 
 def random_live(shape, seed=0):

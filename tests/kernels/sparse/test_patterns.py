@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tests.kernels.sparse import oracle
-from zjax_kernels.sparse_attention import blocks
-from zjax_kernels.sparse_attention.patterns import Dense, Fixed, Variable
-from zjax_kernels.sparse_attention.sliding_patterns import (
+from zjax_kernels.sparse import blocks
+from zjax_kernels.sparse.patterns import Dense, Fixed, Variable
+from zjax_kernels.sparse.sliding_patterns import (
     BigBird,
     BSLongformer,
     LocalSlidingWindow,

@@ -8,10 +8,10 @@ import pytest
 from matplotlib import image
 from matplotlib.figure import Figure
 
-from zjax_kernels.sparse_attention.layout import BlockLayout
-from zjax_kernels.sparse_attention.patterns import Dense
-from zjax_kernels.sparse_attention.picture import draw_layout, plot_layout
-from zjax_kernels.sparse_attention.sliding_patterns import (
+from zjax_kernels.sparse.layout import BlockLayout
+from zjax_kernels.sparse.patterns import Dense
+from zjax_kernels.sparse.picture import draw_layout, plot_layout
+from zjax_kernels.sparse.sliding_patterns import (
     BSLongformer,
     LocalSlidingWindow,
 )

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from tests.kernels.sparse.decoding import decode
-from zjax_kernels.sparse_attention.layout import BlockLayout
-from zjax_kernels.sparse_attention.plan import make_plan
+from zjax_kernels.sparse.layout import BlockLayout
+from zjax_kernels.sparse.plan import make_plan
 
 
 def random_live(shape, density=0.3, *, heavy=True, seed=0):

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from zjax_kernels.sparse_attention.layout import Pattern
-from zjax_kernels.sparse_attention.patterns import Dense, Fixed, Variable
-from zjax_kernels.sparse_attention.sliding_patterns import (
+from zjax_kernels.sparse.layout import Pattern
+from zjax_kernels.sparse.patterns import Dense, Fixed, Variable
+from zjax_kernels.sparse.sliding_patterns import (
     BigBird,
     BSLongformer,
     LocalSlidingWindow,
 )
-from zjax_kernels.sparse_attention.sparsity_config import SparsityConfig
+from zjax_kernels.sparse.sparsity_config import SparsityConfig
 
 each_class = pytest.mark.parametrize(
     "rule", [Dense, Fixed, Variable, BigBird, BSLongformer, LocalSlidingWindow]

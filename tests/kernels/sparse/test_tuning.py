@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from zjax_kernels.sparse_attention import BlockLayout, make_plan, tune, tuning
-from zjax_kernels.sparse_attention.tuning import H200, Tuning, choose
+from zjax_kernels.sparse import BlockLayout, make_plan, search, tuning
+from zjax_kernels.sparse.tuning import H200, Tuning, choose
 
 PLAN = make_plan(BlockLayout.from_dense(np.eye(2, dtype=bool), block=64, num_heads=2))
 
@@ -22,7 +22,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    monkeypatch.setattr(tuning, "check_implementation", lambda *args, **kwargs: None)
+    monkeypatch.setattr(search, "check_implementation", lambda *args, **kwargs: None)
 
 
 def test_the_table_is_used_until_something_was_measured(cache, on_hopper, monkeypatch):
@@ -36,15 +36,15 @@ def test_the_table_is_used_until_something_was_measured(cache, on_hopper, monkey
             raise ValueError("exceeds available shared memory")
         return 1.0 if dataclasses.replace(how, ping_pong=False) == fastest else 2.0
 
-    monkeypatch.setattr(tuning, "_seconds", seconds)
-    found = tune(PLAN, head_size=64)
+    monkeypatch.setattr(search, "_seconds", seconds)
+    found = search.tune(PLAN, head_size=64)
     assert found["queries"][0] == (fastest, 1.0)
     assert {how.stages for how, _ in found["queries"]} == {1, 2, 3}
     assert choose("queries", 64, segmented=False) == fastest
     assert choose("queries", 128, segmented=False) == H200["queries"][128]
     kept = json.loads((cache / "zjax_kernels" / "sparse_attention.json").read_text())
     assert len(kept) == 3
-    tune(PLAN, head_size=128)
+    search.tune(PLAN, head_size=128)
     assert choose("queries", 64, segmented=False) == fastest
 
 
@@ -55,7 +55,7 @@ def test_segments_take_room():
 
 def test_only_a_hopper_gpu_can_be_measured():
     with pytest.raises(NotImplementedError) as caught:
-        tune(PLAN, head_size=64)
+        search.tune(PLAN, head_size=64)
     assert str(caught.value) == (
         "implementation=mosaic_gpu cannot run: it needs a Hopper GPU and this is cpu; "
         "use an H100 or H200, or use implementation='reference'"

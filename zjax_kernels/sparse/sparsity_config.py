@@ -8,8 +8,8 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from zjax_kernels.errors import describe, invalid, refuse
-from zjax_kernels.sparse_attention.arguments import below
-from zjax_kernels.sparse_attention.layout import BlockLayout, Pattern
+from zjax_kernels.sparse.arguments import below
+from zjax_kernels.sparse.layout import BlockLayout, Pattern
 
 BLOCKS = (16, 32, 64, 128)
 """Tokens per block and side that the kernels can run."""
@@ -38,7 +38,7 @@ class SparsityConfig(abc.ABC):
         ValueError: Arguments that cannot be used, one line each.
 
     Example:
-        >>> from zjax_kernels.sparse_attention.picture import draw_layout
+        >>> from zjax_kernels.sparse.picture import draw_layout
         >>> class Previous(SparsityConfig):
         ...     def heads(self, num_blocks):
         ...         rows = np.arange(num_blocks)

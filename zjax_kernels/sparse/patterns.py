@@ -12,10 +12,10 @@ from typing import ClassVar
 import numpy as np
 
 from zjax_kernels.errors import describe
-from zjax_kernels.sparse_attention import blocks
-from zjax_kernels.sparse_attention.arguments import any_below, below, wrong_ranges
-from zjax_kernels.sparse_attention.layout import Pattern
-from zjax_kernels.sparse_attention.sparsity_config import SparsityConfig
+from zjax_kernels.sparse import blocks
+from zjax_kernels.sparse.arguments import any_below, below, wrong_ranges
+from zjax_kernels.sparse.layout import Pattern
+from zjax_kernels.sparse.sparsity_config import SparsityConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Dense(SparsityConfig):
         ValueError: Arguments that cannot be used, one line each.
 
     Example:
-        >>> from zjax_kernels.sparse_attention.picture import draw_layout
+        >>> from zjax_kernels.sparse.picture import draw_layout
         >>> print(draw_layout(Dense(2, attention="unidirectional").layout(128)))
         +.......
         #+......
@@ -81,7 +81,7 @@ class Fixed(SparsityConfig):
         ValueError: Arguments that cannot be used, one line each.
 
     Example:
-        >>> from zjax_kernels.sparse_attention.picture import draw_layout
+        >>> from zjax_kernels.sparse.picture import draw_layout
         >>> print(draw_layout(Fixed(2, num_local_blocks=3).layout(128)))
         ###..#.#
         ###..#.#
@@ -193,7 +193,7 @@ class Variable(SparsityConfig):
         ValueError: Arguments that cannot be used, one line each.
 
     Example:
-        >>> from zjax_kernels.sparse_attention.picture import draw_layout
+        >>> from zjax_kernels.sparse.picture import draw_layout
         >>> print(draw_layout(Variable(2, local_window_blocks=[2, 3]).layout(128)))
         ##......
         ##......

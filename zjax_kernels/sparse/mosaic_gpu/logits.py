@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zjax_kernels.sparse_attention.cells import HALF
-from zjax_kernels.sparse_attention.mosaic_gpu.arithmetic import ROWS, Arithmetic, index
-from zjax_kernels.sparse_attention.reference import Options
-from zjax_kernels.sparse_attention.schedule import Schedule
+from zjax_kernels.sparse.cells import HALF
+from zjax_kernels.sparse.mosaic_gpu.arithmetic import ROWS, Arithmetic, index
+from zjax_kernels.sparse.reference import Options
+from zjax_kernels.sparse.schedule import Schedule
 
 LOG2E = math.log2(math.e)
 

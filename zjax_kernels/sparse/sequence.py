@@ -14,11 +14,11 @@ import numpy as np
 from jax import lax
 
 from zjax_kernels.errors import invalid
-from zjax_kernels.sparse_attention.api import sparse_attention
-from zjax_kernels.sparse_attention.cells import TILE, Cells
-from zjax_kernels.sparse_attention.layout import BlockLayout
-from zjax_kernels.sparse_attention.plan import Plan, plan_cells
-from zjax_kernels.sparse_attention.schedule import stack_schedules
+from zjax_kernels.sparse.api import sparse_attention
+from zjax_kernels.sparse.cells import TILE, Cells
+from zjax_kernels.sparse.layout import BlockLayout
+from zjax_kernels.sparse.plan import Plan, plan_cells
+from zjax_kernels.sparse.schedule import stack_schedules
 
 
 @jax.tree_util.register_dataclass
@@ -69,7 +69,7 @@ def make_sequence_plan(
         ValueError: The sequence does not divide.
 
     Example:
-        >>> from zjax_kernels.sparse_attention.sliding_patterns import BigBird
+        >>> from zjax_kernels.sparse.sliding_patterns import BigBird
         >>> rule = BigBird(2, 64, attention="unidirectional", num_random_blocks=0)
         >>> make_sequence_plan(rule.layout(4096), 4).num_blocks_sent
         4

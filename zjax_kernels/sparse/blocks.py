@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from zjax_kernels.sparse_attention.layout import Pattern
+from zjax_kernels.sparse.layout import Pattern
 
 Spans = tuple[np.ndarray, np.ndarray]
 """First block of each row, and the one after its last."""

@@ -6,10 +6,10 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from zjax_kernels.sparse_attention import blocks
-from zjax_kernels.sparse_attention.arguments import below, wrong_ranges
-from zjax_kernels.sparse_attention.layout import Pattern
-from zjax_kernels.sparse_attention.sparsity_config import SparsityConfig
+from zjax_kernels.sparse import blocks
+from zjax_kernels.sparse.arguments import below, wrong_ranges
+from zjax_kernels.sparse.layout import Pattern
+from zjax_kernels.sparse.sparsity_config import SparsityConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class BigBird(SparsityConfig):
         ValueError: Arguments that cannot be used, one line each.
 
     Example:
-        >>> from zjax_kernels.sparse_attention.picture import draw_layout
+        >>> from zjax_kernels.sparse.picture import draw_layout
         >>> print(draw_layout(BigBird(2).layout(128)))
         ########
         ###..#..
@@ -115,7 +115,7 @@ class BSLongformer(SparsityConfig):
         ValueError: Arguments that cannot be used, one line each.
 
     Example:
-        >>> from zjax_kernels.sparse_attention.picture import draw_layout
+        >>> from zjax_kernels.sparse.picture import draw_layout
         >>> print(draw_layout(BSLongformer(2, global_block_indices=[0, 5]).layout(128)))
         ########
         ###..#..
@@ -183,7 +183,7 @@ class LocalSlidingWindow(SparsityConfig):
         ValueError: Arguments that cannot be used, one line each.
 
     Example:
-        >>> from zjax_kernels.sparse_attention.picture import draw_layout
+        >>> from zjax_kernels.sparse.picture import draw_layout
         >>> print(draw_layout(LocalSlidingWindow(2).layout(128)))
         +.......
         #+......

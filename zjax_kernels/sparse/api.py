@@ -10,10 +10,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from zjax_kernels.device import check_implementation
 from zjax_kernels.errors import invalid
-from zjax_kernels.sparse_attention import reference
-from zjax_kernels.sparse_attention.cells import HALF
-from zjax_kernels.sparse_attention.plan import COPY, Plan
-from zjax_kernels.sparse_attention.reference import Options
+from zjax_kernels.sparse import reference
+from zjax_kernels.sparse.cells import HALF
+from zjax_kernels.sparse.plan import COPY, Plan
+from zjax_kernels.sparse.reference import Options
 
 Implementation = Literal["auto", "mosaic_gpu", "reference"]
 SAVED = "sparse_attention"
@@ -59,7 +59,7 @@ def sparse_attention(
 
     Example:
         >>> import numpy as np
-        >>> from zjax_kernels.sparse_attention import BlockLayout, make_plan
+        >>> from zjax_kernels.sparse import BlockLayout, make_plan
         >>> live = np.tri(4, dtype=bool)
         >>> layout = BlockLayout.from_dense(live, block=16, num_heads=2, causal=True)
         >>> x = jnp.ones((1, 64, 2, 8))
@@ -101,7 +101,7 @@ class _Static:
     def passes(self):
         if self.implementation == "reference":
             return reference
-        from zjax_kernels.sparse_attention import mosaic_gpu
+        from zjax_kernels.sparse import mosaic_gpu
 
         return mosaic_gpu
 

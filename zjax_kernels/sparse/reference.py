@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zjax_kernels.sparse_attention.cells import HALF, TILE
-from zjax_kernels.sparse_attention.schedule import Schedule
+from zjax_kernels.sparse.cells import HALF, TILE
+from zjax_kernels.sparse.schedule import Schedule
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from zjax_kernels.sparse_attention.schedule import Schedule
+from zjax_kernels.sparse.schedule import Schedule
 
 
 def merge_averages(

@@ -12,9 +12,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from zjax_kernels.sparse_attention.cells import HALF, TILE
-from zjax_kernels.sparse_attention.schedule import Schedule
-from zjax_kernels.sparse_attention.tuning import Tuning
+from zjax_kernels.sparse.cells import HALF, TILE
+from zjax_kernels.sparse.schedule import Schedule
+from zjax_kernels.sparse.tuning import Tuning
 
 NUM_HALVES = TILE // HALF
 

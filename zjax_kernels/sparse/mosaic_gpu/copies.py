@@ -9,10 +9,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from zjax_kernels.sparse_attention.cells import HALF, TILE
-from zjax_kernels.sparse_attention.mosaic_gpu.arithmetic import index
-from zjax_kernels.sparse_attention.mosaic_gpu.work import Item, Work
-from zjax_kernels.sparse_attention.tuning import Tuning
+from zjax_kernels.sparse.cells import HALF, TILE
+from zjax_kernels.sparse.mosaic_gpu.arithmetic import index
+from zjax_kernels.sparse.mosaic_gpu.work import Item, Work
+from zjax_kernels.sparse.tuning import Tuning
 
 
 def copy_all(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from zjax_kernels.sparse_attention.cells import HALF, TILE, Cells
+from zjax_kernels.sparse.cells import HALF, TILE, Cells
 
 PROCESSORS = 132
 """Of an H100 or H200; work is cut for as many."""

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zjax_kernels.sparse_attention.mosaic_gpu.arithmetic import index
-from zjax_kernels.sparse_attention.schedule import Schedule
+from zjax_kernels.sparse.mosaic_gpu.arithmetic import index
+from zjax_kernels.sparse.schedule import Schedule
 
 
 @dataclasses.dataclass(frozen=True)

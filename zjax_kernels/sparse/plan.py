@@ -8,9 +8,9 @@ import jax
 import numpy as np
 
 from zjax_kernels.errors import invalid
-from zjax_kernels.sparse_attention.cells import HALF, TILE, Cells, Mask
-from zjax_kernels.sparse_attention.layout import BlockLayout
-from zjax_kernels.sparse_attention.schedule import Schedule, make_schedule
+from zjax_kernels.sparse.cells import HALF, TILE, Cells, Mask
+from zjax_kernels.sparse.layout import BlockLayout
+from zjax_kernels.sparse.schedule import Schedule, make_schedule
 
 COPY = 32
 """Fewest 4-byte numbers that one copy into shared memory can move."""

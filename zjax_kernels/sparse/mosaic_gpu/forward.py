@@ -9,19 +9,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from zjax_kernels.sparse_attention.cells import HALF, TILE
-from zjax_kernels.sparse_attention.mosaic_gpu import copies, launch, logits
-from zjax_kernels.sparse_attention.mosaic_gpu.arithmetic import (
+from zjax_kernels.sparse.cells import HALF, TILE
+from zjax_kernels.sparse.mosaic_gpu import copies, launch, logits
+from zjax_kernels.sparse.mosaic_gpu.arithmetic import (
     COLUMNS,
     ROWS,
     Arithmetic,
     index,
 )
-from zjax_kernels.sparse_attention.mosaic_gpu.splits import merge_averages
-from zjax_kernels.sparse_attention.mosaic_gpu.work import Work
-from zjax_kernels.sparse_attention.reference import Options
-from zjax_kernels.sparse_attention.schedule import Schedule
-from zjax_kernels.sparse_attention.tuning import Tuning, choose
+from zjax_kernels.sparse.mosaic_gpu.splits import merge_averages
+from zjax_kernels.sparse.mosaic_gpu.work import Work
+from zjax_kernels.sparse.reference import Options
+from zjax_kernels.sparse.schedule import Schedule
+from zjax_kernels.sparse.tuning import Tuning, choose
 
 
 def forward(

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from zjax_kernels.errors import invalid
-from zjax_kernels.sparse_attention.layout import BlockLayout, Pattern
+from zjax_kernels.sparse.layout import BlockLayout, Pattern
 
 MOST_CELLS = 512
 """Cells per side of a plot; blocks of a larger layout share them."""

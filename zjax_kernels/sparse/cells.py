@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from zjax_kernels.sparse_attention.layout import BlockLayout, Pattern
+from zjax_kernels.sparse.layout import BlockLayout, Pattern
 
 TILE = 128
 """Rows that one program computes together."""

@@ -1,0 +1,40 @@
+"""Block-sparse attention: layouts, plans, and the kernels that run them."""
+
+from zjax_kernels.sparse.api import sparse_attention
+from zjax_kernels.sparse.layout import BlockLayout, Pattern
+from zjax_kernels.sparse.patterns import Dense, Fixed, Variable
+from zjax_kernels.sparse.picture import draw_layout, plot_layout
+from zjax_kernels.sparse.plan import Plan, make_plan
+from zjax_kernels.sparse.search import tune
+from zjax_kernels.sparse.sequence import (
+    SequencePlan,
+    make_sequence_plan,
+    sequence_attention,
+)
+from zjax_kernels.sparse.sliding_patterns import (
+    BigBird,
+    BSLongformer,
+    LocalSlidingWindow,
+)
+from zjax_kernels.sparse.sparsity_config import SparsityConfig
+
+__all__ = [
+    "BSLongformer",
+    "BigBird",
+    "BlockLayout",
+    "Dense",
+    "Fixed",
+    "LocalSlidingWindow",
+    "Pattern",
+    "Plan",
+    "SequencePlan",
+    "SparsityConfig",
+    "Variable",
+    "draw_layout",
+    "make_plan",
+    "make_sequence_plan",
+    "plot_layout",
+    "sequence_attention",
+    "sparse_attention",
+    "tune",
+]

@@ -1,0 +1,105 @@
+"""Measures how the kernels run best on this GPU.
+
+What is found is kept under the user's cache folder, and used from then on in place of
+the table that is shipped.
+"""
+
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zjax_kernels.device import check_implementation
+from zjax_kernels.sparse.plan import Plan
+from zjax_kernels.sparse.reference import Options
+from zjax_kernels.sparse.tuning import Tuning, keep
+
+ROUNDS, CALLS = 5, 10
+
+
+def tune(
+    plan: Plan, *, head_size: int, batch: int = 1, dtype: Any = jnp.bfloat16
+) -> dict[str, list[tuple[Tuning, float]]]:
+    """Measures what runs a plan fastest, and keeps it for this kind of GPU.
+
+    Args:
+        plan: A plan like those that will be run.
+        head_size: Channels per head: 64, 96, 128 or 256.
+        batch: Sequences per call.
+        dtype: bfloat16 or float16.
+
+    Returns:
+        Per kernel what was tried and the seconds it took, fastest first.
+
+    Raises:
+        NotImplementedError: This GPU cannot run the kernels.
+        ValueError: The head size or dtype is none of the kernels'.
+    """
+    check_implementation("mosaic_gpu", dtype=jnp.dtype(dtype).name, head_size=head_size)
+    results = {}
+    for kernel, run in _kernels(plan, head_size, batch, dtype).items():
+        tried = []
+        for tuning in _candidates(kernel):
+            try:
+                tried.append((tuning, _seconds(functools.partial(run, tuning))))
+            except ValueError:  # more than there is shared memory
+                continue
+        results[kernel] = sorted(tried, key=lambda each: each[1])
+    keep({(kernel, head_size): tried[0][0] for kernel, tried in results.items()})
+    return results
+
+
+def _candidates(kernel: str) -> Iterator[Tuning]:
+    turns = (False, True) if kernel == "forward" else (False,)
+    for stages, tiles, turn, warpgroup in itertools.product(
+        (1, 2, 3, 4), (1, 2), turns, (False, True)
+    ):
+        yield Tuning(stages, tiles, turn, warpgroup)
+
+
+def _kernels(plan, head_size, batch, dtype) -> dict[str, Callable[[Tuning], Any]]:
+    from zjax_kernels.sparse import mosaic_gpu
+
+    heads, kv_heads = (len(x.head_patterns) for x in (plan.queries, plan.keys))
+    of_q = (batch, plan.queries.num_rows, heads, head_size)
+    of_k = (batch, plan.keys.num_rows, kv_heads, head_size)
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v, d_out = (
+        jax.random.normal(key, shape, dtype)
+        for key, shape in zip(keys, (of_q, of_k, of_k, of_q), strict=True)
+    )
+    sums = jnp.zeros((batch, heads, plan.queries.num_rows))
+    options = Options(head_size**-0.5)
+    backward = q, k, v, d_out, sums, sums, None
+    arguments = {
+        "forward": (mosaic_gpu.forward, (q, k, v, None, plan.queries)),
+        "queries": (mosaic_gpu.backward_queries, (*backward, plan.queries)),
+        "keys": (mosaic_gpu.backward_keys, (*backward, plan.keys)),
+    }
+
+    def runner(kernel, arrays):
+        arrays = jax.tree.map(jnp.asarray, arrays)
+
+        def run(tuning):
+            call = jax.jit(lambda arrays: kernel(*arrays, options, tuning=tuning))
+            return call.lower(arrays).compile(), arrays
+
+        return run
+
+    return {name: runner(*each) for name, each in arguments.items()}
+
+
+def _seconds(compile_: Callable[[], tuple[Callable[..., Any], Any]]) -> float:
+    call, arrays = compile_()
+    jax.block_until_ready(call(arrays))
+    seconds = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        jax.block_until_ready([call(arrays) for _ in range(CALLS)])
+        seconds.append((time.perf_counter() - start) / CALLS)
+    return statistics.median(seconds)

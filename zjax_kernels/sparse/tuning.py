@@ -1,0 +1,108 @@
+"""How the kernels run best: a table of the H200, or what `tune` found on this GPU."""
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+
+import jax
+
+from zjax_kernels.sparse.schedule import PROCESSORS
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """How a kernel runs; none of it changes the result.
+
+    Args:
+        stages: Chunks in shared memory at a time, 1 or more.
+        tiles: Tiles in shared memory at a time, 1 or more.
+        ping_pong: Whether the two halves take turns on the tensor cores; in the forward
+            pass alone.
+        warpgroup: Whether Mosaic lowers by warpgroups rather than by lanes.
+        programs: Programs that run side by side.
+    """
+
+    stages: int = 2
+    tiles: int = 1
+    ping_pong: bool = False
+    warpgroup: bool = False
+    programs: int = PROCESSORS
+
+
+H200 = {
+    "forward": {
+        64: Tuning(stages=4, tiles=2, ping_pong=True),
+        96: Tuning(stages=2, tiles=2, ping_pong=True),
+        128: Tuning(stages=2, tiles=2, ping_pong=True),
+        256: Tuning(stages=2, ping_pong=True),
+    },
+    "queries": {
+        64: Tuning(stages=3, tiles=2),
+        96: Tuning(stages=2),
+        128: Tuning(stages=2),
+        256: Tuning(stages=1),
+    },
+    "keys": {
+        64: Tuning(stages=4, tiles=2),
+        96: Tuning(stages=2, tiles=2),
+        128: Tuning(stages=2, tiles=2),
+        256: Tuning(stages=1),
+    },
+}
+"""By kernel and head size."""
+
+
+def choose(kernel: str, head_size: int, *, segmented: bool) -> Tuning:
+    """What a kernel is run with if nothing is asked for.
+
+    Args:
+        kernel: `forward`, `queries` or `keys`.
+        head_size: Channels per head: 64, 96, 128 or 256.
+        segmented: Whether there are segments, which take room.
+
+    Returns:
+        What `tune` found on this kind of GPU, or what the table says.
+
+    Example:
+        >>> choose("forward", 128, segmented=False).stages
+        2
+    """
+    found = _tuned().get(_key(kernel, head_size)) or H200[kernel][head_size]
+    crowded = kernel == "keys" and head_size == 128
+    return dataclasses.replace(found, tiles=1) if crowded and segmented else found
+
+
+def _key(kernel, head_size):
+    return f"{jax.devices()[0].device_kind}, {kernel}, {head_size}"
+
+
+def _file() -> pathlib.Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(cache) / "zjax_kernels" / "sparse_attention.json"
+
+
+@functools.cache
+def _tuned() -> dict[str, Tuning]:
+    path = _file()
+    if not path.is_file():
+        return {}
+    found = json.loads(path.read_text())
+    return {key: Tuning(**fields) for key, fields in found.items()}
+
+
+def keep(best: dict[tuple[str, int], Tuning]) -> None:
+    """Writes what was found best into the user's cache folder.
+
+    Args:
+        best: By kernel and head size; the rest of what is kept stays as it is.
+    """
+    path = _file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = _tuned() | {_key(*key): tuning for key, tuning in best.items()}
+    known = {key: dataclasses.asdict(tuning) for key, tuning in found.items()}
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(known, indent=2) + "\n")
+    part.replace(path)
+    _tuned.cache_clear()
