@@ -84,6 +84,11 @@ class Row:
             num_layers=0,
         )
 
+    @property
+    def unnamed(self) -> "Row":
+        """The place of any array like this one, for what is compiled once for all."""
+        return dataclasses.replace(self, path="")
+
     def rest_in(self, memory: str) -> "Row":
         """The same place in another memory, which JAX calls by the same name."""
         sharding = self.sharding.with_memory_kind(memory)
