@@ -222,9 +222,7 @@ def of_master(master: Params, rows: Any, plan: Plan) -> Params:
 
     def one(x: Any, stored: Row, row: Row) -> Any:
         here = move(x, stored, DEVICE, is_consumed=False)
-        made = _cast(
-            here, stored.rest_in(DEVICE).unnamed, row.rest_in(DEVICE).unnamed
-        )
+        made = _cast(here, stored.rest_in(DEVICE).unnamed, row.rest_in(DEVICE).unnamed)
         return jax.block_until_ready(rest(made, row))
 
     return jax.tree.map(one, master, plan.master, rows)
