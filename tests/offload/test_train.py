@@ -31,9 +31,9 @@ from zjax.errors import ConfigError, PlanError
 
 
 @functools.cache
-def trained(config, tx):
+def trained(config, tx, num_devices):
     """Metrics and weights, which many cases are compared with."""
-    state, metrics = train(start(config, tx))
+    state, metrics = train(start(config, tx, jax.devices()[:num_devices]))
     return metrics, weights_of(state)
 
 
@@ -46,7 +46,8 @@ def assert_same_run(run, tx=None):
         parameter_memory="device",
         nvme_paths=(),
     )
-    metrics, weights = trained(dataclasses.replace(run.config, zero=zero), tx)
+    config = dataclasses.replace(run.config, zero=zero)
+    metrics, weights = trained(config, tx, run.mesh.size)
     state, found = train(run)
     for x, y in zip(found, metrics, strict=True):
         assert x.keys() == y.keys()
