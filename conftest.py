@@ -1,7 +1,8 @@
 """Every test sees 8 CPU devices, and implicit rank promotion is an error.
 
 Programs are compiled once for all tests and for the programs that they start, and with
-little optimisation: nothing here runs for long.
+little optimisation: nothing here runs for long. Most of the time of the tests is that
+of the compiler, and kernels of its older emitter compile in half of it.
 """
 
 import os
@@ -11,6 +12,8 @@ CACHE = pathlib.Path(__file__).parent / ".pytest_cache" / "programs"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+QUICK = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+os.environ["XLA_FLAGS"] = f"{QUICK} {os.environ.get('XLA_FLAGS', '')}"
 
 import jax  # noqa: E402  (reads the environment)
 

@@ -43,13 +43,13 @@ def save(run, state, directory):
 def test_exported_weights_are_the_same_file_and_start_any_run(tmp_path, here, there):
     """Fails if layers stored one by one are exported so, or weights are read twice,
     or not cast for use."""
-    run = start(make_config(here, model=dataclasses.replace(GPT, num_layers=3)))
+    run = start(make_config(here))
     state, _ = train(run, 1)
     path = tmp_path / "model.safetensors"
     export_safetensors(save(run, state, tmp_path / "run"), str(path))
     tensors = safetensors.numpy.load_file(path)
     kernel = "blocks.attention.query.kernel"
-    assert tensors[kernel].shape[0] == 3
+    assert tensors[kernel].shape[0] == GPT.num_layers
     expected = weights_of(state)
     np.testing.assert_array_equal(
         tensors[kernel], expected["blocks"]["attention"]["query"]["kernel"]

@@ -49,7 +49,7 @@ def queued(config, *, spoilt_step=None, flush=False):
     `flush` empties the queue at the end.
     """
     model = make_model(config)
-    params, _ = model.init(jax.random.key(config.seed))
+    params, _ = jax.jit(model.init)(jax.random.key(config.seed))
     given = config.optimizer
     tx = optax.chain(
         optax.clip_by_global_norm(given.clip_norm),
@@ -66,11 +66,14 @@ def queued(config, *, spoilt_step=None, flush=False):
         jax.grad(lambda p, batch: model.loss(p, (), batch, None).value)
     )
 
-    def apply(grads, opt_state, params):
-        if not np.isfinite(optax.tree.norm(grads)):
-            return opt_state, params
+    @jax.jit
+    def update(grads, opt_state, params):
         updates, opt_state = tx.update(grads, opt_state, params)
         return opt_state, optax.apply_updates(params, updates)
+
+    def apply(grads, opt_state, params):
+        is_finite = np.isfinite(optax.tree.norm(grads))
+        return update(grads, opt_state, params) if is_finite else (opt_state, params)
 
     for step in range(NUM_STEPS):
         batch = spoilt(make_batch(step), step == spoilt_step)

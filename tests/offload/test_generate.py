@@ -12,8 +12,8 @@ import pytest
 from tests.support import small_run
 from tests.support.language import make_text
 from tests.support.offload import (
-    GPT,
     LLAMA,
+    THREE,
     make_batch,
     make_config,
     memories,
@@ -29,15 +29,15 @@ from zjax.storage.move import rest
 
 NUM_NEW, PROMPT = 5, 4
 FORMS = {
-    "GPT": GPT,
+    "GPT": THREE,
     "LLAMA": LLAMA,
-    "tiles": dataclasses.replace(GPT, mlp_tiles=2),
+    "tiles": dataclasses.replace(THREE, mlp_tiles=2),
     "tiles without biases": dataclasses.replace(LLAMA, mlp_tiles=4),
 }
 SAMPLED = {"temperature": 1.5, "top_k": 20, "top_p": 0.95, "key": jax.random.key(3)}
 
 
-def make_run(model=GPT, stage=2, num_devices=8, memory="pinned_host", **zero):
+def make_run(model=THREE, stage=2, num_devices=8, memory="pinned_host", **zero):
     """A run whose blocks rest elsewhere, and a state in which every layer matters."""
     zero |= {"parameter_memory": memory}
     config = make_config(memory, stage, model=model, zero=zero)
@@ -54,7 +54,7 @@ def make_run(model=GPT, stage=2, num_devices=8, memory="pinned_host", **zero):
 
 
 def prompts(rows):
-    return make_text(GPT, rows=rows, length=PROMPT)["tokens"]
+    return make_text(THREE, rows=rows, length=PROMPT)["tokens"]
 
 
 def assert_same_text(run, state, tokens, **settings):
@@ -140,7 +140,7 @@ BY_BLOCK = (
 
 def deep(num_layers):
     # No other array has the shape of this matrix.
-    return dataclasses.replace(GPT, num_layers=num_layers, mlp_size=47)
+    return dataclasses.replace(THREE, num_layers=num_layers, mlp_size=47)
 
 
 @pytest.mark.parametrize("num_layers", [4, 12])

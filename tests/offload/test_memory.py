@@ -366,7 +366,7 @@ def test_inputs_of_blocks_are_given_up_as_the_backward_pass_goes(monkeypatch):
     monkeypatch.setattr(segments, "put_away", watched)
     monkeypatch.setattr(segments, "block_backward", counted)
     train(run, 1)
-    assert alive == [3, 2, 1]
+    assert alive == [2, 1]
 
 
 def test_sums_of_gradients_rest_on_the_host(monkeypatch):

@@ -28,7 +28,7 @@ from zjax.sharding.layers import (
 from zjax.sharding.placement import Row
 from zjax.sharding.plan import plan_in_use
 
-SHAPE = dataclasses.replace(language.GPT, num_layers=4)
+SHAPE = language.GPT
 TABLE = SHAPE.vocab_size * SHAPE.embed_size
 """Elements of the largest array but for stacks: more than any matrix of one layer."""
 
@@ -100,16 +100,16 @@ def test_a_layer_has_the_place_of_its_stack():
     run = make_language_run(2)
     row = run.plan.master["blocks"]["mlp"]["up"]["kernel"]
     assert (row.shape, row.spec, row.num_layers) == (
-        (4, 16, 24),
+        (2, 16, 24),
         P(None, "data", None),
-        4,
+        2,
     )
     assert row.layer == Row(
         row.path, (16, 24), (16, 24), row.dtype, row.layer.sharding, num_layers=0
     )
     assert row.layer.spec == P("data", None)
     in_use = plan_in_use(make_model(run.config), run.plan)
-    assert in_use.master["blocks"]["mlp"]["up"]["kernel"] == (row.layer,) * 4
+    assert in_use.master["blocks"]["mlp"]["up"]["kernel"] == (row.layer,) * 2
     assert in_use.opt_state is run.plan.opt_state
 
 

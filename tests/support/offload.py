@@ -17,7 +17,9 @@ from zjax.optim.build import make_optimizer
 from zjax.storage.array import DiskArray
 
 ROWS, LENGTH, STEPS = 16, 8, 4
-GPT = dataclasses.replace(language.GPT, remat="full", num_layers=3)
+GPT = dataclasses.replace(language.GPT, remat="full")
+THREE = dataclasses.replace(GPT, num_layers=3)
+"""The fewest layers of which one has others on both sides."""
 LLAMA = dataclasses.replace(language.LLAMA, remat="full")
 BERT = dataclasses.replace(language.BERT, remat="full")
 

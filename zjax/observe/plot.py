@@ -1,13 +1,15 @@
-"""Pictures of a run and of a plan, drawn without a screen."""
+"""Pictures of a run and of a plan, drawn without a screen.
+
+Matplotlib is read when there is something to draw: few commands do.
+"""
 
 import dataclasses
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from zjax.sharding.describe import format_bytes
 from zjax.sharding.memory import StageBytes
@@ -55,7 +57,7 @@ def plot_run(
         path: File to write; its suffix says the format.
         title: Heading.
     """
-    figure = Figure(figsize=(8, 6), layout="constrained")
+    figure = _make_figure(8, 6)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     figure.suptitle(title, fontsize=12)
     _draw_loss(upper, *_curve(history, "loss"))
@@ -95,7 +97,7 @@ def plot_memory_per_stage(
     Reference:
         ZeRO, arXiv:1910.02054, figure 1.
     """
-    figure = Figure(figsize=(8, 4), layout="constrained")
+    figure = _make_figure(8, 4)
     axes = figure.subplots()
     rows = np.arange(len(stages))
     start = np.zeros(len(stages))
@@ -134,7 +136,7 @@ def plot_contest(
         path: File to write; its suffix says the format.
         title: Heading, such as the model and the devices.
     """
-    figure = Figure(figsize=(10, 1.4 + 0.36 * len(bars)), layout="constrained")
+    figure = _make_figure(10, 1.4 + 0.36 * len(bars))
     left, right = figure.subplots(1, 2, sharey=True)
     figure.suptitle(title, fontsize=12)
     rows = np.arange(len(bars))
@@ -161,13 +163,19 @@ def plot_contest(
     _save(figure, path)
 
 
-def _label_bars(axes: Axes, ends: np.ndarray, texts: Sequence[str]) -> None:
+def _make_figure(width: int, height: int | float) -> Any:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _label_bars(axes: Any, ends: np.ndarray, texts: Sequence[str]) -> None:
     for row, (end, text) in enumerate(zip(ends, texts, strict=True)):
         axes.text(float(end), row, f" {text}", va="center", fontsize=9)
     axes.set_xlim(0, 1.3 * (float(max(ends)) or 1.0))
 
 
-def _draw_loss(axes: Axes, steps: np.ndarray, losses: np.ndarray) -> None:
+def _draw_loss(axes: Any, steps: np.ndarray, losses: np.ndarray) -> None:
     if not len(steps):
         return
     if len(steps) < _LEAST_FOR_AVERAGE:
@@ -193,12 +201,12 @@ def _unit(num_bytes: float) -> tuple[str, float]:
     return next(((name, n) for name, n in units.items() if num_bytes >= n), ("B", 1.0))
 
 
-def _finish(axes: Axes) -> None:
+def _finish(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
 
 
-def _save(figure: Figure, path: str | os.PathLike[str]) -> None:
+def _save(figure: Any, path: str | os.PathLike[str]) -> None:
     pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=140)

@@ -130,6 +130,6 @@ def _init_opt_state(tx: Any, master: Params, plan: Plan) -> Any:
     for part, place in zip(parts, places, strict=True):
         (x,) = part({name: bring(name) for name in part.inputs})
         here = place.rest_in(DEVICE).sharding
-        x = jax.jit(pad, static_argnums=1, out_shardings=here)(x, place)
+        x = jax.jit(pad, static_argnums=1, out_shardings=here)(x, place.unnamed)
         found += jax.block_until_ready(rest([x], [place]))
     return jax.tree.unflatten(jax.tree.structure(shapes), found)

@@ -44,6 +44,10 @@ class Layers(tuple[Any, ...]):
             (LayerKey(self.name, i), layer) for i, layer in enumerate(self)
         ], self.name
 
+    def tree_flatten(self) -> tuple[tuple[Any, ...], str]:
+        """The same where no path is asked for."""
+        return tuple(self), self.name
+
     @classmethod
     def tree_unflatten(cls, name: str, layers: Iterable[Any]) -> "Layers":
         """Takes them back."""

@@ -6,6 +6,7 @@ give back: no mathematics ever sees the padding.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -59,12 +60,12 @@ class Row:
         """Mesh axes of each dim."""
         return self.sharding.spec
 
-    @property
+    @functools.cached_property
     def memory(self) -> str:
         """`device`, `pinned_host` or `nvme`."""
         return "nvme" if self.disks else self.sharding.memory_kind or "device"
 
-    @property
+    @functools.cached_property
     def device_bytes(self) -> int:
         """Bytes on one device, padding included."""
         return math.prod(self.sharding.shard_shape(self.stored_shape)) * dtype_bytes(
@@ -82,6 +83,11 @@ class Row:
             sharding=self.sharding.update(spec=spec),
             num_layers=0,
         )
+
+    @property
+    def unnamed(self) -> "Row":
+        """The place of any array like this one, for what is compiled once for all."""
+        return dataclasses.replace(self, path="")
 
     def rest_in(self, memory: str) -> "Row":
         """The same place in another memory, which JAX calls by the same name."""

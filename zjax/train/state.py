@@ -220,16 +220,17 @@ def of_master(master: Params, rows: Any, plan: Plan) -> Params:
         Stored arrays at rest.
     """
 
-    @functools.partial(jax.jit, static_argnums=(1, 2))
-    def cast(x: jax.Array, stored: Row, row: Row) -> jax.Array:
-        return pad(param_in_use(unpad(x, stored), stored, row), row)
-
     def one(x: Any, stored: Row, row: Row) -> Any:
         here = move(x, stored, DEVICE, is_consumed=False)
-        made = cast(here, stored.rest_in(DEVICE), row.rest_in(DEVICE))
+        made = _cast(here, stored.rest_in(DEVICE).unnamed, row.rest_in(DEVICE).unnamed)
         return jax.block_until_ready(rest(made, row))
 
     return jax.tree.map(one, master, plan.master, rows)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _cast(x: jax.Array, stored: Row, row: Row) -> jax.Array:
+    return pad(param_in_use(unpad(x, stored), stored, row), row)
 
 
 def first_scalars(config: Config) -> dict[str, Any]:
