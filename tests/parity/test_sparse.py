@@ -15,6 +15,7 @@ from zjax.optim.build import make_optimizer
 from zjax.sharding import plan as plans
 
 ROWS, STEPS = 8, 3
+SLOW = pytest.mark.slow
 
 
 def make_config(stage, *, zero=None, mesh=None, num_microbatches=1, **model):
@@ -24,7 +25,7 @@ def make_config(stage, *, zero=None, mesh=None, num_microbatches=1, **model):
         num_microbatches=num_microbatches,
         num_steps=20,
         mesh=mesh or schema.Mesh(),
-        model=dataclasses.replace(small.GPT, **model),
+        model=dataclasses.replace(small.GPT, num_layers=2, **model),
         data=schema.Data(length=small.LENGTH, source="synthetic"),
         zero=schema.Zero(stage=stage, **away, **(zero or {})),
         precision=schema.Precision(compute_dtype="float32"),
@@ -56,7 +57,7 @@ def train(config, num_devices):
 
 @pytest.fixture(scope="module")
 def alone():
-    losses = train(make_config(0), 1)
+    losses = train(make_config(0, layers_per_scan=1), 1)
     assert len(set(losses)) == len(losses)
     return losses
 
@@ -68,9 +69,13 @@ HOST = {"remat": "attention", "activation_memory": "pinned_host"}
 @pytest.mark.parametrize(
     ("config", "num_devices"),
     [
-        pytest.param(make_config(0), 4, id="stage-0"),
-        pytest.param(make_config(1, num_microbatches=4), 2, id="stage-1-accumulated"),
-        pytest.param(make_config(2, **HOST), 4, id="stage-2-activations-on-the-host"),
+        pytest.param(make_config(0), 4, id="stage-0", marks=SLOW),
+        pytest.param(
+            make_config(1, num_microbatches=4), 2, id="stage-1-accumulated", marks=SLOW
+        ),
+        pytest.param(
+            make_config(2, **HOST), 4, id="stage-2-activations-on-the-host", marks=SLOW
+        ),
         pytest.param(make_config(3, layers_per_scan=1), 8, id="stage-3-loop"),
         pytest.param(
             make_config(3, mesh=schema.Mesh(tensor=2), num_microbatches=4),
