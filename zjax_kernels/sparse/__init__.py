@@ -6,6 +6,7 @@ from zjax_kernels.sparse.patterns import Dense, Fixed, Variable
 from zjax_kernels.sparse.picture import draw_layout, plot_layout
 from zjax_kernels.sparse.plan import Plan, make_plan
 from zjax_kernels.sparse.search import tune
+from zjax_kernels.sparse.selection import make_selected_plan
 from zjax_kernels.sparse.sequence import (
     SequencePlan,
     make_sequence_plan,
@@ -32,6 +33,7 @@ __all__ = [
     "Variable",
     "draw_layout",
     "make_plan",
+    "make_selected_plan",
     "make_sequence_plan",
     "plot_layout",
     "sequence_attention",
