@@ -15,10 +15,11 @@ CACHE = pathlib.Path(__file__).parent / ".pytest_cache" / "programs"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-QUICK = "--xla_cpu_parallel_codegen_split_count=1"
-if jaxlib.version.__version_info__ < (0, 11):  # a name that is not known is fatal
-    QUICK += " --xla_cpu_use_fusion_emitters=false"
-os.environ["XLA_FLAGS"] = f"{QUICK} {os.environ.get('XLA_FLAGS', '')}"
+if jaxlib.version.__version_info__ < (0, 11):  # elsewhere an unknown flag is fatal
+    QUICK = (
+        "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    )
+    os.environ["XLA_FLAGS"] = f"{QUICK} {os.environ.get('XLA_FLAGS', '')}"
 
 import jax  # noqa: E402  (reads the environment)
 
