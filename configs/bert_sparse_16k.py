@@ -1,10 +1,10 @@
 """BERT-base on texts of 16,384 tokens, with Longformer's attention in blocks.
 
-Each token sees the blocks beside its own and the first of all: 1.9 % of all pairs. To
-learn, it needs batches of yours whose `weights` are 1 where a token was masked; as it
-stands the targets are the next tokens, which an encoder sees.
+Each token sees the blocks beside its own and the first of all: 1.9 % of all pairs. An
+encoder learns from batches whose `weights` are 1 where a token was masked: make them
+yourself, as the example does.
 
-Run:     zjax train --config=configs/bert_sparse_16k.py
+Run:     python examples/long_document/train.py --model=encoder
 Needs:   one H100 or H200, or several whose number divides 8. Other devices run the
          same blocks without the kernels, slowly.
 Expect:  memory that grows with the length, where scores of all pairs in bfloat16 would

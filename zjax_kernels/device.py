@@ -41,12 +41,12 @@ def check_implementation(requested: str, *, dtype: str, head_size: int) -> str:
     device = _obstacle_of_device(*first_device())
     if requested == "auto":
         chosen = "reference" if arrays or device else "mosaic_gpu"
-        _say(chosen, arrays or device or f"{dtype}, head size {head_size}")
+        _say(chosen, device or arrays or f"{dtype}, head size {head_size}")
         return chosen
-    if arrays:
-        raise ValueError(_REFUSAL.format(arrays, remedy))
     if device:
         raise NotImplementedError(_REFUSAL.format(device, "use an H100 or H200"))
+    if arrays:
+        raise ValueError(_REFUSAL.format(arrays, remedy))
     return requested
 
 

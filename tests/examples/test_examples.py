@@ -14,17 +14,20 @@ EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.parametrize(
-    ("name", "last_line"),
+    ("given", "last_line"),
     [
         ("quickstart", "step 2: "),
         ("your_own_linen_model", "accuracy on new points: "),
         ("your_own_nnx_model", ""),
         ("image_classifier", "accuracy in an unseen typeface: "),
+        ("long_document --model=encoder", "step 2: "),
+        ("long_document --model=decoder", "step 2: "),
     ],
 )
-def test_example(name, last_line):
+def test_example(given, last_line):
+    name, *flags = given.split()
     script = EXAMPLES / name / "train.py"
-    command = [sys.executable, str(script), "--steps=3"]
+    command = [sys.executable, str(script), "--steps=3", *flags]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert "step 0: " in result.stdout
@@ -34,7 +37,11 @@ def test_example(name, last_line):
 
 @pytest.mark.parametrize(
     ("name", "num_pictures", "text"),
-    [("quickstart", 2, "optimizer state"), ("offload", 1, "pinned_host")],
+    [
+        ("quickstart", 2, "optimizer state"),
+        ("offload", 1, "pinned_host"),
+        ("long_document", 4, "sparse attention: "),
+    ],
 )
 def test_notebook_runs(monkeypatch, name, num_pictures, text):
     monkeypatch.setenv("ZJAX_EXAMPLE_STEPS", "2")
@@ -47,7 +54,7 @@ def test_notebook_runs(monkeypatch, name, num_pictures, text):
     assert any(text in out.get("text", "") for out in outputs)
 
 
-@pytest.mark.parametrize("name", ["quickstart", "offload"])
+@pytest.mark.parametrize("name", ["quickstart", "offload", "long_document"])
 def test_notebook_is_built_from_its_source(name):
     """Fails if one was edited without the other."""
     source = jupytext.read(EXAMPLES / "notebooks" / f"{name}.py")
