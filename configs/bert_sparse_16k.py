@@ -4,7 +4,8 @@ Each token sees the blocks beside its own and the first of all: 1.9 % of all pai
 encoder learns from batches whose `weights` are 1 where a token was masked: make them
 yourself, as the example does.
 
-Run:     python examples/long_document/train.py --model=encoder
+Run:     python examples/long_document/train.py --model=encoder, which reads
+         configs/bert_sparse_16k.py
 Needs:   one H100 or H200, or several whose number divides 8. Other devices run the
          same blocks without the kernels, slowly.
 Expect:  memory that grows with the length, where scores of all pairs in bfloat16 would
