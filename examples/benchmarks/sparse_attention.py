@@ -1,7 +1,8 @@
 """Block-sparse attention against FlexAttention and the dense attention of cuDNN.
 
 One sequence, 16 heads, blocks of 128 tokens, bfloat16. cuDNN is the faster of what JAX
-and torch make of it.
+and torch make of it; FlexAttention is compiled anew for every case, with the sizes of
+tiles that torch chooses for this GPU.
 """
 
 import sparse_cases as cases
@@ -89,15 +90,21 @@ def others():
     ]
     claim = "A window of 1024 tokens is as fast as cuDNN's, 64 heads over 8."
     yield Row("sparse_swa", claim, tuple(found), by_devices=False)
+    name = cases.SMALL.name
     found = [
         compare(
-            cases.SMALL, which, CUDNN, 0.5, 0.77, name=f"{cases.SMALL.name}, {which}"
+            cases.SMALL, which, CUDNN, 2.0, 1.3, unit="seconds", name=f"{name}, {which}"
         )
         for which in cases.PASSES
     ]
-    claim = "Blocks of 16 cost at most twice their share of dense attention."
-    notes = "calls per second over those of dense attention divided by the density"
-    yield Row("sparse_block16", claim, tuple(found), notes=notes, by_devices=False)
+    yield Row(
+        "sparse_block16",
+        "Blocks of 16 cost at most twice their share of dense attention.",
+        tuple(found),
+        higher_is_better=False,
+        notes="the peer's time is that of dense attention times the density",
+        by_devices=False,
+    )
 
 
 def get_contest():

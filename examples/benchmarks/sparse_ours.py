@@ -105,16 +105,17 @@ def small_plan():
 
 def our_runs():
     for case in (*cases.LAYOUTS, *LONG, cases.BOTH_WAYS):
-        yield case, sparse(plan_of(case)), make_inputs(case)
-    yield SLIDING, sparse(sliding_plan()), make_inputs(SLIDING, 64, 8)
-    yield cases.SMALL, sparse(small_plan()), make_inputs(cases.SMALL)
+        yield case, lambda case=case: (sparse(plan_of(case)), make_inputs(case))
+    yield SLIDING, lambda: (sparse(sliding_plan()), make_inputs(SLIDING, 64, 8))
+    yield cases.SMALL, lambda: (sparse(small_plan()), make_inputs(cases.SMALL))
 
 
 def dense_runs():
     for case in cases.DENSE:
-        yield case, cudnn(case != cases.BOTH_WAYS), make_inputs(case)
+        attend = cudnn(case != cases.BOTH_WAYS)
+        yield case, lambda case=case, attend=attend: (attend, make_inputs(case))
     attend = functools.partial(cudnn(True), local_window_size=(WINDOW - 1, 0))
-    yield SLIDING, attend, make_inputs(SLIDING, 64, 8)
+    yield SLIDING, lambda: (attend, make_inputs(SLIDING, 64, 8))
 
 
 def main() -> None:
@@ -123,9 +124,9 @@ def main() -> None:
     parser.add_argument("--only", default="")
     args = parser.parse_args()
     metrics = {}
-    for case, attend, inputs in dense_runs() if args.dense else our_runs():
+    for case, prepare in dense_runs() if args.dense else our_runs():
         if args.only in case.name:
-            metrics |= cases.describe(case, time_both(case, attend, inputs))
+            metrics |= cases.describe(case, time_both(case, *prepare()))
     if args.dense:
         metrics |= cases.share_of_dense(metrics)
     cases.print_result(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any, Literal
 
 import jax
@@ -16,6 +17,7 @@ from zjax_kernels.sparse.plan import COPY, Plan
 from zjax_kernels.sparse.reference import Options
 
 Implementation = Literal["auto", "mosaic_gpu", "reference"]
+_NO_DOCUMENT = -(2**31)
 SAVED = "sparse_attention"
 """Name of what the backward pass needs of the forward pass, for recomputation."""
 
@@ -47,7 +49,8 @@ def sparse_attention(
         key_mask: bool[B, T], false for keys that none sees, such as padding.
         return_lse: Whether to return the logarithms of the sums of exponentials too.
         implementation: `mosaic_gpu` runs on Hopper GPUs, `reference` anywhere; `auto`
-            takes the first that can run and says once what it took.
+            takes the first that the first device of this process can run, and says
+            once what it took.
 
     Returns:
         [B, S, H, D] in the dtype of `q`, and float32[B, H, S] if `return_lse`. A query
@@ -121,7 +124,8 @@ def _attend_backward(static, saved, gradients):
     q, k, v, out, lse, segments, plan = saved
     d_out, d_lse = gradients
     delta = jnp.einsum("bshd,bshd->bhs", out, d_out, preferred_element_type=jnp.float32)
-    args = q, k, v, d_out.astype(q.dtype), lse, delta - d_lse, segments
+    delta -= jnp.where(jnp.isneginf(lse), 0.0, d_lse)
+    args = q, k, v, d_out.astype(q.dtype), lse, delta, segments
     dq = static.passes.backward_queries(*args, plan.queries, static.options)
     dk, dv = static.passes.backward_keys(*args, plan.keys, static.options)
     return dq, dk, dv, None, None
@@ -135,6 +139,15 @@ def _segments(segment_ids, key_mask, queries, keys):
         return None
     if segment_ids is None:
         segment_ids = jnp.zeros(queries, jnp.int32), jnp.zeros(keys, jnp.int32)
+    if not isinstance(segment_ids, tuple) or len(segment_ids) != 2:
+        remedy = "give two, of the queries and of the keys"
+        raise invalid(
+            "segment_ids", type(segment_ids).__name__, "is not a pair", remedy
+        )
+    for x in segment_ids:
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            problem = "is not one of integers"
+            raise invalid("segment_ids.dtype", x.dtype, problem, "number the documents")
     of_queries, of_keys = (jnp.asarray(x, jnp.int32) for x in segment_ids)
     if of_queries.shape != queries or of_keys.shape != keys:
         shapes = of_queries.shape, of_keys.shape
@@ -142,10 +155,13 @@ def _segments(segment_ids, key_mask, queries, keys):
         raise invalid("segment_ids.shape", shapes, problem, "give one number per token")
     if key_mask is None:
         return of_queries, of_keys
+    if key_mask.dtype != bool:
+        remedy = "give True for keys that are seen"
+        raise invalid("key_mask.dtype", key_mask.dtype, "is not bool", remedy)
     if key_mask.shape != keys:
         problem = f"does not fit keys of shape {keys}"
         raise invalid("key_mask.shape", key_mask.shape, problem, "give one per key")
-    return of_queries, jnp.where(key_mask, of_keys, -1)
+    return of_queries, jnp.where(key_mask, of_keys, _NO_DOCUMENT)
 
 
 def _lengthen(x, length):
@@ -174,10 +190,12 @@ def _check(q, k, v, plan, scale, soft_cap):
             raise invalid(
                 f"{name}.dtype", x.dtype, f"is not that of q, {q.dtype}", remedy
             )
-    if scale is not None and not scale > 0:
-        raise invalid("scale", scale, "is not above 0", "give one like 0.125, or none")
-    if soft_cap < 0:
-        raise invalid("soft_cap", soft_cap, "is below 0", "give one like 50, or 0")
+    if scale is not None and not 0 < scale < math.inf:
+        problem = "is not above 0 and finite"
+        raise invalid("scale", scale, problem, "give one like 0.125, or none")
+    if not 0 <= soft_cap < math.inf:
+        problem = "is not 0 or above and finite"
+        raise invalid("soft_cap", soft_cap, problem, "give one like 50, or 0")
 
 
 def _check_plan(plan, head_size, segmented):

@@ -35,7 +35,18 @@ class Pattern:
 
         Returns:
             The pattern.
+
+        Raises:
+            ValueError: An entry lies outside.
         """
+        for name, found, most in (
+            ("rows", rows, num_rows),
+            ("columns", columns, num_columns),
+        ):
+            if len(found) and not 0 <= found.min() <= found.max() < most:
+                ends = int(found.min()), int(found.max())
+                problem = f"is not from 0 to {most - 1}"
+                raise invalid(name, ends, problem, "number blocks from 0")
         keys = rows.astype(np.int64) * num_columns + columns
         keys.sort(kind="stable")  # joins sorted runs without sorting them again
         keys = keys[np.diff(keys, prepend=-1) != 0]
@@ -95,11 +106,16 @@ class BlockLayout:
 
         Returns:
             The layout.
+
+        Raises:
+            ValueError: The patterns do not make one layout, or the block has another
+                size.
         """
         if block not in (16, 32, 64, 128):
             raise invalid(
                 "block", block, "is not a size of blocks", "use 16, 32, 64 or 128"
             )
+        _check(heads, num_columns)
         numbers: dict[Pattern, int] = {}
         distinct: dict[tuple[bytes, bytes], int] = {}
         patterns: list[Pattern] = []
@@ -178,6 +194,20 @@ class BlockLayout:
         for number, pattern in enumerate(self.patterns):
             live[number, pattern.rows, pattern.columns] = True
         return live[list(self.head_patterns)]
+
+
+def _check(heads, num_columns):
+    """Raises what is wrong with the patterns of heads."""
+    if not heads:
+        raise invalid("heads", "[]", "is empty", "give one pattern per head")
+    rows = sorted({len(pattern.starts) - 1 for pattern in heads})
+    if len(rows) > 1:
+        problem, remedy = "have different numbers of rows", "give patterns of one shape"
+        raise invalid("heads", rows, problem, remedy)
+    last = max(int(pattern.columns.max(initial=-1)) for pattern in set(heads))
+    if last >= num_columns:
+        problem = f"has a block in column {last}"
+        raise invalid("num_columns", num_columns, problem, f"use {last + 1} or more")
 
 
 def _lower(pattern: Pattern, num_columns: int) -> Pattern:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -73,13 +74,11 @@ def make_plan(
         >>> near = make_plan(layout, mask=lambda query, key: query - key < 48)
     """
     tokens = layout.num_rows * layout.block, layout.num_columns * layout.block
-    if isinstance(mask, np.ndarray):
-        if mask.shape != tokens:
-            problem = f"is not that of the layout's tokens, {tokens}"
-            raise invalid("mask.shape", mask.shape, problem, "give one for all tokens")
-        mask = functools.partial(_read, mask)
+    asked = (
+        None if mask is None else functools.partial(_ask, _read(mask, tokens), tokens)
+    )
     return plan_cells(
-        [Cells.of(pattern, layout, mask) for pattern in layout.patterns],
+        [Cells.of(pattern, layout, asked) for pattern in layout.patterns],
         layout.head_patterns,
         tokens,
         block=layout.block,
@@ -155,7 +154,19 @@ def plan_cells(
     )
 
 
-def _read(mask, queries, keys):
-    """Tokens that pad a sequence are in no live block, whatever is read for them."""
-    rows, columns = mask.shape
-    return mask[np.minimum(queries, rows - 1), np.minimum(keys, columns - 1)]
+def _read(mask: Any, tokens: tuple[int, int]) -> Any:
+    """A mask as a function."""
+    if callable(mask):
+        return mask
+    mask = np.asarray(mask)
+    if mask.dtype != bool:
+        raise invalid("mask.dtype", mask.dtype, "is not bool", "give True where seen")
+    if mask.shape != tokens:
+        problem = f"is not that of the layout's tokens, {tokens}"
+        raise invalid("mask.shape", mask.shape, problem, "give one for all tokens")
+    return lambda queries, keys: mask[queries, keys]
+
+
+def _ask(mask, tokens, queries, keys):
+    """Tokens that pad a sequence are in no live cell, whatever is said of them."""
+    return mask(np.minimum(queries, tokens[0] - 1), np.minimum(keys, tokens[1] - 1))

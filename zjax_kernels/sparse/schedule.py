@@ -16,6 +16,8 @@ from zjax_kernels.sparse.cells import HALF, TILE, Cells
 
 PROCESSORS = 132
 """Of an H100 or H200; work is cut for as many."""
+NOTHING = np.array([-1, 0, 0, 0, -1], np.int32)
+"""An item that is none."""
 WORTH_SPLITTING = 2048
 """Columns of an item from which on it may pay to cut it."""
 
@@ -107,7 +109,7 @@ def make_schedule(
     num_items = max(map(len, items))
     elements, masks = _number_masks(parts)
     return Schedule(
-        items=_stack(items),
+        items=np.maximum(_stack(items), NOTHING),
         num_items=np.array([num_items], np.int32),
         rows=np.stack([part.rows for part in parts]).astype(np.int32),
         columns=_pad(np.concatenate([part.columns for part in parts]), 0),
@@ -152,12 +154,14 @@ def stack_schedules(schedules: Sequence[Schedule]) -> Schedule:
             ]
         )
 
-    padding = {"items": -1, "splits": -1}
+    padding: dict[str, int] = {"items": -1, "splits": -1}
     names = ("num_items", "rows", "columns", "live", "diagonal", "head_patterns")
     padding |= dict.fromkeys(names, 0)
+    stacked = {name: stack(name, value) for name, value in padding.items()}
+    stacked["items"] = np.maximum(stacked["items"], NOTHING)
     return dataclasses.replace(
         schedules[0],
-        **{name: stack(name, value) for name, value in padding.items()},
+        **stacked,
         num_slots=max(each.num_slots for each in schedules),
         causal=any(each.causal for each in schedules),
     )
@@ -200,8 +204,9 @@ def _chunks(cells: Cells, sizes: _Sizes) -> _Chunks:
     full[pair[cells.cut | cells.ragged]] = False
     tiles = pairs // num_units
     at, lane, counts = _places(tiles, full, len(rows), sizes.chunk // sizes.column_unit)
-    columns = np.zeros((counts.sum(), sizes.chunk // sizes.column_unit), np.int32)
+    columns = np.full((counts.sum(), sizes.chunk // sizes.column_unit), -1, np.int32)
     columns[at, lane] = pairs % num_units
+    columns = np.where(columns < 0, columns[:, :1], columns)  # of what the tile sees
     half = sizes.tile // 2
     word = at[pair] * 2 + row % sizes.tile // half
     column = lane[pair] * sizes.column_unit + cells.columns % sizes.column_unit
@@ -213,7 +218,7 @@ def _chunks(cells: Cells, sizes: _Sizes) -> _Chunks:
         columns,
         _words(word, bit, len(columns)),
         _words(word[cells.cut], bit[cells.cut], len(columns)),
-        _masks(cells, rows, counts, columns, sizes),
+        _masks(cells, rows, counts, columns, at[pair[cells.ragged]], sizes),
     )
 
 
@@ -247,26 +252,24 @@ def _words(word, bit, num_chunks):
     return values.astype(np.uint32).view(np.int32).reshape(num_chunks, 2)
 
 
-def _masks(cells, rows, counts, columns, sizes):
-    """One bit per token of each half of each chunk."""
+def _masks(cells, rows, counts, columns, ragged, sizes):
+    """One bit per token of each half of each chunk; all are 1 where nothing is hidden.
+
+    The mask is asked for the chunks `ragged` alone.
+    """
     if cells.mask is None:
         return None
-    cell = TILE // sizes.tile
+    cell = cells.size
+    width = sizes.chunk * cell // 32
+    words = np.full((len(columns), TILE, width), -1, np.int32)
     units = rows[np.repeat(np.arange(len(rows)), counts)]
     row = _tokens(units, sizes.row_unit * cell)
     column = _tokens(columns, sizes.column_unit * cell)
-    bits = _bits(cells.mask, row, column)
-    words = bits.reshape(len(columns), 2, HALF, -1)
-    return words.swapaxes(2, 3)
-
-
-def _bits(mask, rows, columns):
-    """int32[chunks, TILE, chunk / 32] of what a mask says."""
-    words = []
-    for row, column in zip(rows, columns, strict=True):
-        live = np.broadcast_to(mask(row[:, None], column), (len(row), len(column)))
-        words.append(np.packbits(live, axis=-1, bitorder="little").view("<i4"))
-    return np.stack(words) if words else np.empty((0, TILE, 1), np.int32)
+    for chunk in np.unique(ragged):
+        live = cells.mask(row[chunk, :, None], column[chunk, None])
+        live = np.broadcast_to(live, (TILE, sizes.chunk * cell))
+        words[chunk] = np.packbits(live, axis=-1, bitorder="little").view("<i4")
+    return words.reshape(len(columns), 2, HALF, width).swapaxes(2, 3)
 
 
 def _number_masks(parts):
@@ -288,7 +291,8 @@ def _number_masks(parts):
 
 
 def _tokens(units, size):
-    return (units[..., None] * size + np.arange(size)).reshape(len(units), -1)
+    tokens = units[..., None] * size + np.arange(size)
+    return tokens.reshape(len(units), units.shape[1] * size)
 
 
 def _items(chunks: _Chunks, start: int, longest: int) -> tuple[np.ndarray, np.ndarray]:

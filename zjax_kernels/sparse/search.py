@@ -47,8 +47,9 @@ def tune(
         for tuning in _candidates(kernel):
             try:
                 tried.append((tuning, _seconds(functools.partial(run, tuning))))
-            except ValueError:  # more than there is shared memory
-                continue
+            except ValueError as error:
+                if "shared memory" not in str(error):
+                    raise
         results[kernel] = sorted(tried, key=lambda each: each[1])
     keep({(kernel, head_size): tried[0][0] for kernel, tried in results.items()})
     return results

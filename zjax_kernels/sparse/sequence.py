@@ -74,6 +74,9 @@ def make_sequence_plan(
         >>> make_sequence_plan(rule.layout(4096), 4).num_blocks_sent
         4
     """
+    if num_devices < 1:
+        remedy = "give how many there are"
+        raise invalid("num_devices", num_devices, "is below 1", remedy)
     tokens = layout.num_rows * layout.block // num_devices
     if layout.num_rows != layout.num_columns or layout.num_rows % num_devices:
         shape = layout.num_rows, layout.num_columns

@@ -3,12 +3,15 @@
 import dataclasses
 import functools
 import json
+import logging
 import os
 import pathlib
 
 import jax
 
 from zjax_kernels.sparse.schedule import PROCESSORS
+
+_LOG = logging.getLogger("zjax_kernels")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +63,7 @@ def choose(kernel: str, head_size: int, *, segmented: bool) -> Tuning:
     Args:
         kernel: `forward`, `queries` or `keys`.
         head_size: Channels per head: 64, 96, 128 or 256.
-        segmented: Whether there are segments, which take room.
+        segmented: Whether there are segments: they take room, and are not tuned for.
 
     Returns:
         What `tune` found on this kind of GPU, or what the table says.
@@ -69,9 +72,11 @@ def choose(kernel: str, head_size: int, *, segmented: bool) -> Tuning:
         >>> choose("forward", 128, segmented=False).stages
         2
     """
-    found = _tuned().get(_key(kernel, head_size)) or H200[kernel][head_size]
+    shipped = H200[kernel][head_size]
+    if not segmented:
+        return _tuned().get(_key(kernel, head_size), shipped)
     crowded = kernel == "keys" and head_size == 128
-    return dataclasses.replace(found, tiles=1) if crowded and segmented else found
+    return dataclasses.replace(shipped, tiles=1) if crowded else shipped
 
 
 def _key(kernel, head_size):
@@ -86,23 +91,38 @@ def _file() -> pathlib.Path:
 @functools.cache
 def _tuned() -> dict[str, Tuning]:
     path = _file()
-    if not path.is_file():
+    try:
+        found = json.loads(path.read_text())
+        return {key: _checked(Tuning(**fields)) for key, fields in found.items()}
+    except FileNotFoundError:
         return {}
-    found = json.loads(path.read_text())
-    return {key: Tuning(**fields) for key, fields in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        _LOG.warning("%s cannot be read (%s); delete it and tune again", path, error)
+        return {}
+
+
+def _checked(tuning: Tuning) -> Tuning:
+    counts = tuning.stages, tuning.tiles, tuning.programs
+    if any(not isinstance(count, int) or count < 1 for count in counts):
+        raise ValueError(f"{tuning} has a count below 1")
+    return tuning
 
 
 def keep(best: dict[tuple[str, int], Tuning]) -> None:
-    """Writes what was found best into the user's cache folder.
+    """Writes what was found best into the user's cache folder, if that can be written.
 
     Args:
         best: By kernel and head size; the rest of what is kept stays as it is.
     """
     path = _file()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _tuned.cache_clear()
     found = _tuned() | {_key(*key): tuning for key, tuning in best.items()}
     known = {key: dataclasses.asdict(tuning) for key, tuning in found.items()}
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(known, indent=2) + "\n")
-    part.replace(path)
+    part = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(known, indent=2) + "\n")
+        part.replace(path)
+    except OSError as error:
+        _LOG.warning("%s cannot be written (%s); nothing is kept", path, error)
     _tuned.cache_clear()

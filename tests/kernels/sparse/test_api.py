@@ -122,8 +122,27 @@ LAYOUT = BlockLayout.from_dense(np.tri(4, dtype=bool), block=16, num_heads=4)
             {"dtype": jnp.float16},
             "k.dtype=float16 is not that of q, bfloat16; cast all to bfloat16",
         ),
-        ({"scale": -1.0}, "scale=-1.0 is not above 0; give one like 0.125, or none"),
-        ({"soft_cap": -1.0}, "soft_cap=-1.0 is below 0; give one like 50, or 0"),
+        (
+            {"scale": -1.0},
+            "scale=-1.0 is not above 0 and finite; give one like 0.125, or none",
+        ),
+        (
+            {"soft_cap": float("nan")},
+            "soft_cap=nan is not 0 or above and finite; give one like 50, or 0",
+        ),
+        (
+            {"segment_ids": np.zeros((1, 64), np.int32)},
+            "segment_ids=ndarray is not a pair; give two, of the queries and of the "
+            "keys",
+        ),
+        (
+            {"segment_ids": (np.zeros((1, 64)),) * 2},
+            "segment_ids.dtype=float64 is not one of integers; number the documents",
+        ),
+        (
+            {"key_mask": np.zeros((1, 64))},
+            "key_mask.dtype=float64 is not bool; give True for keys that are seen",
+        ),
         (
             {"segment_ids": (np.zeros((1, 8), np.int32),) * 2},
             "segment_ids.shape=((1, 8), (1, 8)) does not fit queries of shape (1, 64) "
@@ -187,7 +206,7 @@ def test_rows_without_keys_are_zero():
     (out, lse), vjp = jax.vjp(run, *inputs)
     assert not out[:, 64:96].any()
     assert np.isneginf(lse[:, :, 64:96]).all()
-    grads = vjp((d_out, jnp.zeros_like(lse)))
+    grads = vjp((d_out, jnp.where(jnp.isneginf(lse), jnp.nan, 0.0)))
     for grad in grads:
         assert not grad[:, 64:96].any()
         assert jnp.isfinite(grad).all()
@@ -231,3 +250,27 @@ def test_heads_spread_over_devices_and_batches_of_batches():
     mapped = jax.vmap(lambda *x: sparse_attention(*x, plan))
     several = (jnp.stack([x, 2 * x]) for x in inputs)
     np.testing.assert_allclose(mapped(*several)[0], expected, atol=1e-6)
+
+
+def test_keys_that_none_sees_are_of_no_document():
+    """Fails if a query of document -1, as padding has, sees keys that are hidden."""
+    layout = BlockLayout.from_dense(np.ones((2, 2), bool), block=32, num_heads=2)
+    *inputs, _, _ = make_inputs(layout)
+    nowhere = jnp.full((2, 64), -1)
+    out = sparse_attention(
+        *inputs,
+        make_plan(layout),
+        segment_ids=(nowhere, nowhere),
+        key_mask=jnp.zeros((2, 64), bool),
+    )
+    assert not out.any()
+
+
+def test_what_no_row_of_a_tile_sees_may_be_anything():
+    """Fails if places of a chunk that stay empty read what nobody asked for."""
+    live = np.eye(4, dtype=bool)
+    layout = BlockLayout.from_dense(live, block=128, num_heads=2)
+    q, k, v, *_ = make_inputs(layout, batch=1)
+    k, v = (x.at[:, :128].set(jnp.nan) for x in (k, v))
+    out = sparse_attention(q, k, v, make_plan(layout))
+    assert jnp.isfinite(out[:, 128:]).all()

@@ -135,3 +135,38 @@ def test_other_blocks_are_refused():
         BlockLayout.from_dense(np.ones((1, 2, 2), bool), block=24)
     message = "block=24 is not a size of blocks; use 16, 32, 64 or 128"
     assert str(error.value) == message
+
+
+TWO = Pattern.from_entries(np.array([0]), np.array([1]), 2, 2)
+THREE = Pattern.from_entries(np.array([0]), np.array([1]), 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("heads", "num_columns", "message"),
+    [
+        ([], 2, "heads=[] is empty; give one pattern per head"),
+        (
+            [TWO, THREE],
+            2,
+            "heads=[2, 3] have different numbers of rows; give patterns of one shape",
+        ),
+        ([TWO], 1, "num_columns=1 has a block in column 1; use 2 or more"),
+    ],
+)
+def test_heads_that_make_no_layout(heads, num_columns, message):
+    with pytest.raises(ValueError) as caught:
+        BlockLayout.from_heads(heads, block=16, num_columns=num_columns)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "message"),
+    [
+        ([0, 2], [0, 0], "rows=(0, 2) is not from 0 to 1; number blocks from 0"),
+        ([0, 1], [-1, 0], "columns=(-1, 0) is not from 0 to 1; number blocks from 0"),
+    ],
+)
+def test_entries_outside(rows, columns, message):
+    with pytest.raises(ValueError) as caught:
+        Pattern.from_entries(np.array(rows), np.array(columns), 2, 2)
+    assert str(caught.value) == message

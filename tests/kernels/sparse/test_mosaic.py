@@ -47,6 +47,24 @@ CASES = [
     ),
     pytest.param({"block": 128, "tokens": 512, "split": True}, id="128-split"),
     pytest.param(
+        {
+            "block": 64,
+            "tokens": 512,
+            "heads": 4,
+            "num_kv_heads": 2,
+            "uneven": True,
+            "split": True,
+            "ping_pong": True,
+            "tiles": 1,
+        },
+        id="64-uneven-heads",
+    ),
+    pytest.param(
+        {"block": 64, "heads": 4, "uneven": True, "ping_pong": True, "stages": 1},
+        id="64-uneven-one-stage",
+        marks=SLOW,
+    ),
+    pytest.param(
         {"block": 32, "soft_cap": 2.0, "stages": 3}, id="32-capped", marks=SLOW
     ),
     pytest.param(
@@ -74,6 +92,7 @@ def make_case(
     causal=False,
     alike=False,
     empty=False,
+    uneven=False,
     segments=False,
     mask=False,
     head_size=64,
@@ -84,6 +103,9 @@ def make_case(
     live = random_live((rows, rows) if alike else (heads, rows, rows))
     if empty:
         live[..., rows // 2 :, :] = False
+    if uneven:  # heads of a long row, of nothing, and of everything
+        live[::2, 2:], live[::2, :2] = False, True
+        live[1], live[3:] = False, True
     layout = BlockLayout.from_dense(live, block=block, num_heads=heads, causal=causal)
     seen = random_mask((tokens, tokens)) if mask else None
     plan = make_plan(
@@ -128,11 +150,9 @@ def test_kernels_are_dense_attention_under_the_mask(monkeypatch, capfd, case):
     run = functools.partial(
         interpret, case.get("stages", 2), case.get("programs", 2), options
     )
-    wide = qkv[0].shape[-1] > 128
+    tiles = case.get("tiles", 1 if qkv[0].shape[-1] > 128 else 2)
     ping_pong = case.get("ping_pong", False)
-    found, sums = run(
-        forward, (*qkv, segments, plan.queries), 1 if wide else 2, ping_pong
-    )
+    found, sums = run(forward, (*qkv, segments, plan.queries), tiles, ping_pong)
     delta = jnp.einsum("bshd,bshd->bhs", averages, d_out.astype(jnp.float32))
     args = *qkv, d_out, sums, delta, segments
     dq = run(backward_queries, (*args, plan.queries), 1, False)

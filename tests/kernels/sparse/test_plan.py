@@ -151,3 +151,27 @@ def test_a_mask_may_be_a_function():
     np.testing.assert_array_equal(decode(plan.queries), expected)
     np.testing.assert_array_equal(decode(plan.keys), expected.swapaxes(1, 2))
     assert len(plan.queries.columns) < len(make_plan(layout).queries.columns)
+
+
+def test_a_mask_may_hide_everything_or_end_early():
+    """Fails if a head without visible cells, or a padded length, has no plan."""
+    layout = BlockLayout.from_dense(np.ones((3, 3), bool), block=64, num_heads=2)
+    nothing = make_plan(layout, mask=np.zeros((192, 192), bool))
+    assert not decode(nothing.queries).any()
+    documents = np.repeat([0, 1], 96)
+    plan = make_plan(layout, mask=lambda query, key: documents[query] == documents[key])
+    expected = documents[:, None] == documents
+    np.testing.assert_array_equal(decode(plan.queries)[0, :192, :192], expected)
+
+
+def test_heads_with_fewer_items_have_nothing_to_do():
+    """Fails if a program counts what is no item."""
+    live = np.zeros((2, 4, 64), bool)
+    live[0, 0] = True
+    live[1] = True
+    plan = make_plan(BlockLayout.from_dense(live, block=128))
+    for schedule in (plan.queries, plan.keys):
+        items = schedule.items
+        assert (items[..., 1:4] >= 0).all()
+        assert (items[items[..., 0] < 0] == [-1, 0, 0, 0, -1]).all()
+    assert (plan.queries.items[0, : int(plan.queries.num_items[0]), 0] < 0).any()

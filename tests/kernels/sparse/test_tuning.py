@@ -48,6 +48,28 @@ def test_the_table_is_used_until_something_was_measured(cache, on_hopper, monkey
     assert choose("queries", 64, segmented=False) == fastest
 
 
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"a": 1}', '{"a": {"speed": 1}}', '{"a": {"stages": -3}}']
+)
+def test_a_damaged_file_is_named_and_passed_over(cache, caplog, text):
+    """Fails if what was kept can stop a program that only wants to run."""
+    path = cache / "zjax_kernels" / "sparse_attention.json"
+    path.parent.mkdir()
+    path.write_text(text)
+    assert choose("forward", 64, segmented=False) == H200["forward"][64]
+    assert f"{path} cannot be read" in caplog.text
+    assert "delete it and tune again" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_costs_nothing_else(
+    cache, on_hopper, monkeypatch, caplog
+):
+    (cache / "zjax_kernels").write_text("a file")
+    monkeypatch.setattr(search, "_seconds", lambda compile_: 1.0)
+    assert set(search.tune(PLAN, head_size=64)) == {"forward", "queries", "keys"}
+    assert "cannot be written" in caplog.text
+
+
 def test_segments_take_room():
     assert choose("keys", 128, segmented=False).tiles == 2
     assert choose("keys", 128, segmented=True).tiles == 1

@@ -148,6 +148,9 @@ def _compute(work, options, tuning, arithmetic, outputs, scratch):
             plgpu.barrier_arrive(turns.at[0])
             plgpu.barrier_wait(turns.at[0])
 
+    def see_last_turn():
+        plgpu.barrier_wait(turns.at[0])
+
     def compute_item(number, item, taken):
         slot = lax.rem(number, index(tuning.tiles))
         start = (
@@ -156,6 +159,9 @@ def _compute(work, options, tuning, arithmetic, outputs, scratch):
             arithmetic.full((HALF,), 0.0, ROWS),
         )
         plgpu.barrier_wait(q_there.at[slot])
+        if tuning.ping_pong:  # no turn waits for another item
+            pl.when(half == 1)(turn)
+            pl.when((half == 0) & (number > 0))(see_last_turn)
         of_rows: Any = None
         if segment_tiles:
             of_rows = arithmetic.load(segment_tiles[0].at[slot, half], ROWS)
@@ -196,6 +202,8 @@ def _compute(work, options, tuning, arithmetic, outputs, scratch):
         carry = lax.fori_loop(0, item.full, full, start)
         partly = functools.partial(chunk, masked=True)
         out, top, total = lax.fori_loop(item.full, item.count, partly, carry)
+        if tuning.ping_pong:
+            pl.when(half == 0)(lambda: plgpu.barrier_arrive(turns.at[0]))
         some = jnp.where(total == 0.0, 1.0, total)
         out = out * logits.along_rows(1.0 / some, out.shape)
         lse = jnp.where(
@@ -222,8 +230,6 @@ def _compute(work, options, tuning, arithmetic, outputs, scratch):
         plgpu.barrier_arrive(q_used.at[slot])
         return taken + item.count
 
+    count, _ = work.for_each(compute_item, index(0))
     if tuning.ping_pong:
-        pl.when(half == 1)(turn)
-    work.for_each(compute_item, index(0))
-    if tuning.ping_pong:
-        pl.when(half == 0)(turn)
+        pl.when((half == 0) & (count > 0))(see_last_turn)
