@@ -1,7 +1,7 @@
 """The forward pass: averages and log-sum-exps."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,7 @@ def forward(
     segmented = segments is not None
     tuning = tuning or choose("forward", q.shape[-1], segmented=segmented)
     batch, length, heads, size = q.shape
-    slots, copies = schedule.num_slots, tuning.tiles
+    slots, tiles = schedule.num_slots, tuning.tiles
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     outputs = [jax.ShapeDtypeStruct(q.shape, q.dtype), shape((batch, heads, length))]
     if slots:
@@ -66,22 +66,24 @@ def forward(
     lanes = chunk // schedule.column_unit
     rows = TILE // schedule.row_unit
     vectors = 1 + segmented
-    scratch = [
-        launch.matrix((copies, launch.NUM_HALVES, HALF, size), q.dtype),
-        launch.matrix((stages, chunk, size), q.dtype),
-        launch.matrix((stages, chunk, size), q.dtype),
-        plgpu.SMEM((launch.NUM_HALVES, HALF), jnp.float32),
-        plgpu.Barrier(num_arrivals=rows * vectors, num_barriers=copies),
-        plgpu.Barrier(num_arrivals=lanes * vectors, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=lanes, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=copies),
-        plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=1),
-    ]
-    if segments is not None:
-        scratch.append(plgpu.SMEM((copies, launch.NUM_HALVES, HALF), jnp.int32))
-        scratch.append(plgpu.SMEM((stages, chunk), jnp.int32))
+    scratch = _Memory(
+        q=launch.matrix((tiles, launch.NUM_HALVES, HALF, size), q.dtype),
+        k=launch.matrix((stages, chunk, size), q.dtype),
+        v=launch.matrix((stages, chunk, size), q.dtype),
+        lse=plgpu.SMEM((launch.NUM_HALVES, HALF), jnp.float32),
+        q_there=plgpu.Barrier(num_arrivals=rows * vectors, num_barriers=tiles),
+        k_there=plgpu.Barrier(num_arrivals=lanes * vectors, num_barriers=stages),
+        v_there=plgpu.Barrier(num_arrivals=lanes, num_barriers=stages),
+        q_used=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=tiles),
+        k_used=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=stages),
+        v_used=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=stages),
+        turns=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=1),
+    )
+    if segmented:
+        scratch = scratch._replace(
+            row_segments=plgpu.SMEM((tiles, launch.NUM_HALVES, HALF), jnp.int32),
+            column_segments=plgpu.SMEM((stages, chunk), jnp.int32),
+        )
     body = functools.partial(_body, schedule, options, tuning, interpret is not None)
     inputs = (q, k, v, *(segments or ()))
     out, lse, *parts = launch.call(
@@ -90,66 +92,92 @@ def forward(
     return merge_averages(out, lse, parts, schedule) if slots else (out, lse)
 
 
-def _body(sizes, options, tuning, simulated, schedule, inputs, outputs, scratch):
+class _Memory(NamedTuple):
+    """Tiles and chunks of a program, and what says that they are there or used."""
+
+    q: Any
+    k: Any
+    v: Any
+    lse: Any
+    q_there: Any
+    k_there: Any
+    v_there: Any
+    q_used: Any
+    k_used: Any
+    v_used: Any
+    turns: Any
+    row_segments: Any = None
+    column_segments: Any = None
+
+
+def _body(sizes, options, tuning, simulated, schedule, inputs, outputs, memory):
     work = Work(schedule, sizes, inputs[0].shape[0], tuning.programs)
     arithmetic = Arithmetic(simulated)
     launch.divide(
-        lambda: _compute(work, options, tuning, arithmetic, outputs, scratch),
-        lambda: _copy(work, tuning, inputs, scratch),
+        lambda: _compute(work, options, tuning, arithmetic, outputs, memory),
+        lambda: _copy(work, tuning, inputs, memory),
     )
 
 
-def _copy(work, tuning, inputs, scratch):
+def _copy(work, tuning, inputs, memory):
     """Fills shared memory with the queries of each item, and its keys and values."""
     q_ref, k_ref, v_ref, *segment_refs = inputs
-    q_tile, k_chunk, v_chunk, _, q_there, k_there, v_there = scratch[:7]
-    q_used, k_used, v_used, _, *segment_tiles = scratch[7:]
     group = q_ref.shape[2] // k_ref.shape[2]
     stages = tuning.stages
 
     def copy_tile(item, slot):
         sequence, head = item.sequence, item.head
-        moves = [(lambda tokens: q_ref.at[sequence, tokens, head], q_tile.at[slot])]
+        moves = [(lambda tokens: q_ref.at[sequence, tokens, head], memory.q.at[slot])]
         if segment_refs:
-            ref, tile = segment_refs[0], segment_tiles[0]
+            ref, tile = segment_refs[0], memory.row_segments
             moves.append((lambda tokens: ref.at[sequence, tokens], tile.at[slot]))
-        copies.copy_rows(work, item, q_there.at[slot], moves)
+        copies.copy_rows(work, item, memory.q_there.at[slot], moves)
 
     def copy_chunk(item, chunk, copied):
         columns = copies.read_columns(work, chunk)
         sequence, head = item.sequence, lax.div(item.head, index(group))
         slot = lax.rem(copied, index(stages))
-        moves = [(lambda tokens, _: k_ref.at[sequence, tokens, head], k_chunk.at[slot])]
+        moves = [
+            (lambda tokens, _: k_ref.at[sequence, tokens, head], memory.k.at[slot])
+        ]
         if segment_refs:
-            ref, tile = segment_refs[1], segment_tiles[1]
+            ref, tile = segment_refs[1], memory.column_segments
             moves.append((lambda tokens, _: ref.at[sequence, tokens], tile.at[slot]))
-        copies.wait_for_room(k_used, copied, stages)
-        copies.copy_columns(columns, k_there.at[slot], moves)
-        moves = [(lambda tokens, _: v_ref.at[sequence, tokens, head], v_chunk.at[slot])]
-        copies.wait_for_room(v_used, copied, stages)
-        copies.copy_columns(columns, v_there.at[slot], moves)
+        copies.wait_for_room(memory.k_used, copied, stages)
+        copies.copy_columns(columns, memory.k_there.at[slot], moves)
+        moves = [
+            (lambda tokens, _: v_ref.at[sequence, tokens, head], memory.v.at[slot])
+        ]
+        copies.wait_for_room(memory.v_used, copied, stages)
+        copies.copy_columns(columns, memory.v_there.at[slot], moves)
 
-    copies.copy_all(work, tuning, copy_tile, copy_chunk, q_used, (k_used, v_used))
+    copies.copy_all(
+        work,
+        tuning,
+        copy_tile,
+        copy_chunk,
+        memory.q_used,
+        (memory.k_used, memory.v_used),
+    )
 
 
-def _compute(work, options, tuning, arithmetic, outputs, scratch):
+def _compute(work, options, tuning, arithmetic, outputs, memory):
     """Averages the values of each item for a half of its tile."""
-    q_tile, k_chunk, v_chunk, lse_tile, q_there, k_there, v_there = scratch[:7]
-    q_used, k_used, v_used, turns, *segment_tiles = scratch[7:]
     out_ref, lse_ref, *partial_refs = outputs
+    segmented = memory.row_segments is not None
     schedule, sizes = work.schedule, work.sizes
     half = lax.axis_index("warpgroup")
     read_words = functools.partial(logits.read_words, arithmetic, schedule)
-    size = q_tile.shape[-1]
+    size = memory.q.shape[-1]
     shape = HALF, sizes.chunk
 
     def turn():
         if tuning.ping_pong:
-            plgpu.barrier_arrive(turns.at[0])
-            plgpu.barrier_wait(turns.at[0])
+            plgpu.barrier_arrive(memory.turns.at[0])
+            plgpu.barrier_wait(memory.turns.at[0])
 
     def see_last_turn():
-        plgpu.barrier_wait(turns.at[0])
+        plgpu.barrier_wait(memory.turns.at[0])
 
     def compute_item(number, item, taken):
         slot = lax.rem(number, index(tuning.tiles))
@@ -158,44 +186,46 @@ def _compute(work, options, tuning, arithmetic, outputs, scratch):
             arithmetic.full((HALF,), -jnp.inf, ROWS),
             arithmetic.full((HALF,), 0.0, ROWS),
         )
-        plgpu.barrier_wait(q_there.at[slot])
+        plgpu.barrier_wait(memory.q_there.at[slot])
         if tuning.ping_pong:  # no turn waits for another item
             pl.when(half == 1)(turn)
             pl.when((half == 0) & (number > 0))(see_last_turn)
         of_rows: Any = None
-        if segment_tiles:
-            of_rows = arithmetic.load(segment_tiles[0].at[slot, half], ROWS)
+        if segmented:
+            of_rows = arithmetic.load(memory.row_segments.at[slot, half], ROWS)
 
         def chunk(nth, carry, masked):
             out, top, total = carry
             stage = lax.rem(taken + nth, index(tuning.stages))
             number = item.first + nth
             words = read_words(number, half) if masked else None
-            plgpu.barrier_wait(k_there.at[stage])
-            [scores] = arithmetic.products([(q_tile.at[slot, half], k_chunk.at[stage])])
+            plgpu.barrier_wait(memory.k_there.at[stage])
+            [scores] = arithmetic.products(
+                [(memory.q.at[slot, half], memory.k.at[stage])]
+            )
             turn()
             factor = options.scale * logits.LOG2E
             if options.soft_cap:
                 scores, _ = logits.bend(scores, options)
                 factor = 1.0
-            if segment_tiles:
-                of_columns = arithmetic.load(segment_tiles[1].at[stage], COLUMNS)
+            if segmented:
+                of_columns = arithmetic.load(memory.column_segments.at[stage], COLUMNS)
                 scores = logits.mask_segments(scores, of_rows, of_columns, -jnp.inf)
                 plgpu.commit_smem()
-            plgpu.barrier_arrive(k_used.at[stage])
+            plgpu.barrier_arrive(memory.k_used.at[stage])
             scores = logits.mask_cells(arithmetic, scores, sizes, words, -jnp.inf)
             higher = jnp.maximum(top, scores.max(axis=1) * factor)
-            guarded = masked or segment_tiles
+            guarded = masked or segmented
             level = jnp.where(higher == -jnp.inf, 0.0, higher) if guarded else higher
             shrink = jnp.exp2(top - level)
             p = jnp.exp2(scores * factor - logits.along_rows(level, shape))
             total = total * shrink + p.sum(axis=1)
             out = out * logits.along_rows(shrink, out.shape)
-            p = p.astype(v_chunk.dtype)
-            plgpu.barrier_wait(v_there.at[stage])
+            p = p.astype(memory.v.dtype)
+            plgpu.barrier_wait(memory.v_there.at[stage])
             turn()
-            out = arithmetic.accumulate(out, p, v_chunk.at[stage])
-            plgpu.barrier_arrive(v_used.at[stage])
+            out = arithmetic.accumulate(out, p, memory.v.at[stage])
+            plgpu.barrier_arrive(memory.v_used.at[stage])
             return out, higher, total
 
         full = functools.partial(chunk, masked=False)
@@ -203,7 +233,7 @@ def _compute(work, options, tuning, arithmetic, outputs, scratch):
         partly = functools.partial(chunk, masked=True)
         out, top, total = lax.fori_loop(item.full, item.count, partly, carry)
         if tuning.ping_pong:
-            pl.when(half == 0)(lambda: plgpu.barrier_arrive(turns.at[0]))
+            pl.when(half == 0)(lambda: plgpu.barrier_arrive(memory.turns.at[0]))
         some = jnp.where(total == 0.0, 1.0, total)
         out = out * logits.along_rows(1.0 / some, out.shape)
         lse = jnp.where(
@@ -213,8 +243,8 @@ def _compute(work, options, tuning, arithmetic, outputs, scratch):
         @pl.when((item.tile >= 0) & (item.slot < 0))
         def _():
             sequence, head = item.sequence, item.head
-            averages, sums = q_tile.at[slot, half], lse_tile.at[half]
-            averages[...] = out.astype(q_tile.dtype)
+            averages, sums = memory.q.at[slot, half], memory.lse.at[half]
+            averages[...] = out.astype(memory.q.dtype)
             sums[...] = lse
             moves = (
                 (averages, lambda tokens: out_ref.at[sequence, tokens, head]),
@@ -225,9 +255,9 @@ def _compute(work, options, tuning, arithmetic, outputs, scratch):
         if partial_refs:
             sums = zip(partial_refs, (out, lse), strict=True)
             copies.store_part(item, list(sums))
-        if segment_tiles:
+        if segmented:
             plgpu.commit_smem()
-        plgpu.barrier_arrive(q_used.at[slot])
+        plgpu.barrier_arrive(memory.q_used.at[slot])
         return taken + item.count
 
     count, _ = work.for_each(compute_item, index(0))

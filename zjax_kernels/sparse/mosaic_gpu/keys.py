@@ -1,7 +1,7 @@
 """The backward pass of the keys and the values."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -92,23 +92,29 @@ def _run(inputs, schedule, options, channels, *, tuning, interpret):
     lanes = chunk // schedule.column_unit
     segmented = len(inputs) > 6
     tile = (tuning.tiles, launch.NUM_HALVES, HALF)
-    scratch = [
-        launch.matrix((*tile, size), q.dtype),
-        launch.matrix((*tile, size), q.dtype),
-        launch.matrix((stages, chunk, size), q.dtype),
-        launch.matrix((stages, chunk, size), q.dtype),
-        plgpu.SMEM((2, stages, chunk), jnp.float32),
-        launch.matrix((launch.NUM_HALVES, HALF, width), k.dtype),
-        plgpu.Barrier(num_arrivals=rows * (2 + segmented), num_barriers=tuning.tiles),
-        plgpu.Barrier(num_arrivals=lanes * (2 + segmented), num_barriers=stages),
-        plgpu.Barrier(num_arrivals=lanes * 2, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=tuning.tiles),
-        plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=stages),
-    ]
+    scratch = _Memory(
+        k=launch.matrix((*tile, size), q.dtype),
+        v=launch.matrix((*tile, size), q.dtype),
+        q=launch.matrix((stages, chunk, size), q.dtype),
+        d_out=launch.matrix((stages, chunk, size), q.dtype),
+        stats=plgpu.SMEM((2, stages, chunk), jnp.float32),
+        result=launch.matrix((launch.NUM_HALVES, HALF, width), k.dtype),
+        there=plgpu.Barrier(
+            num_arrivals=rows * (2 + segmented), num_barriers=tuning.tiles
+        ),
+        q_there=plgpu.Barrier(
+            num_arrivals=lanes * (2 + segmented), num_barriers=stages
+        ),
+        d_there=plgpu.Barrier(num_arrivals=lanes * 2, num_barriers=stages),
+        used=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=tuning.tiles),
+        q_used=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=stages),
+        d_used=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=stages),
+    )
     if segmented:
-        scratch.append(plgpu.SMEM(tile, jnp.int32))
-        scratch.append(plgpu.SMEM((stages, chunk), jnp.int32))
+        scratch = scratch._replace(
+            row_segments=plgpu.SMEM(tile, jnp.int32),
+            column_segments=plgpu.SMEM((stages, chunk), jnp.int32),
+        )
     body = functools.partial(
         _body, schedule, options, tuning, interpret is not None, channels
     )
@@ -122,35 +128,52 @@ def _run(inputs, schedule, options, channels, *, tuning, interpret):
     return dk, dv
 
 
+class _Memory(NamedTuple):
+    """Tiles and chunks of a program, and what says that they are there or used."""
+
+    k: Any
+    v: Any
+    q: Any
+    d_out: Any
+    stats: Any
+    result: Any
+    there: Any
+    q_there: Any
+    d_there: Any
+    used: Any
+    q_used: Any
+    d_used: Any
+    row_segments: Any = None
+    column_segments: Any = None
+
+
 def _body(
-    sizes, options, tuning, simulated, channels, schedule, inputs, outputs, scratch
+    sizes, options, tuning, simulated, channels, schedule, inputs, outputs, memory
 ):
     q_ref, k_ref = inputs[:2]
     group = q_ref.shape[2] // k_ref.shape[2]
     work = Work(schedule, sizes, q_ref.shape[0], tuning.programs, group)
     arithmetic = Arithmetic(simulated)
     launch.divide(
-        lambda: _compute(work, options, tuning, arithmetic, channels, outputs, scratch),
-        lambda: _copy(work, tuning, inputs, scratch),
+        lambda: _compute(work, options, tuning, arithmetic, channels, outputs, memory),
+        lambda: _copy(work, tuning, inputs, memory),
     )
 
 
-def _copy(work, tuning, inputs, scratch):
+def _copy(work, tuning, inputs, memory):
     """Fills shared memory with what each item needs."""
     q_ref, k_ref, v_ref, d_ref, lse_ref, delta_ref, *segment_refs = inputs
-    k_tile, v_tile, q_chunk, d_chunk, stats_chunk, _ = scratch[:6]
-    there, q_there, d_there, used, q_used, d_used, *segment_tiles = scratch[6:]
 
     def copy_tile(item, slot):
         sequence, head = item.sequence, item.head
         moves = [
-            (lambda tokens: k_ref.at[sequence, tokens, head], k_tile.at[slot]),
-            (lambda tokens: v_ref.at[sequence, tokens, head], v_tile.at[slot]),
+            (lambda tokens: k_ref.at[sequence, tokens, head], memory.k.at[slot]),
+            (lambda tokens: v_ref.at[sequence, tokens, head], memory.v.at[slot]),
         ]
         if segment_refs:
-            ref, tile = segment_refs[1], segment_tiles[0]
+            ref, tile = segment_refs[1], memory.row_segments
             moves.append((lambda tokens: ref.at[sequence, tokens], tile.at[slot]))
-        copies.copy_rows(work, item, there.at[slot], moves)
+        copies.copy_rows(work, item, memory.there.at[slot], moves)
 
     def copy_chunk(item, chunk, copied):
         columns = copies.read_columns(work, chunk)
@@ -164,29 +187,30 @@ def _copy(work, tuning, inputs, scratch):
             return lambda tokens, member: ref.at[sequence, first + member, tokens]
 
         moves: list[Any] = [
-            (of_matrix(q_ref), q_chunk.at[slot]),
-            (of_vector(lse_ref), stats_chunk.at[0, slot]),
+            (of_matrix(q_ref), memory.q.at[slot]),
+            (of_vector(lse_ref), memory.stats.at[0, slot]),
         ]
         if segment_refs:
-            ref, tile = segment_refs[0], segment_tiles[1]
+            ref, tile = segment_refs[0], memory.column_segments
             moves.append((lambda tokens, _: ref.at[sequence, tokens], tile.at[slot]))
-        copies.wait_for_room(q_used, copied, tuning.stages)
-        copies.copy_columns(columns, q_there.at[slot], moves)
+        copies.wait_for_room(memory.q_used, copied, tuning.stages)
+        copies.copy_columns(columns, memory.q_there.at[slot], moves)
         moves = [
-            (of_matrix(d_ref), d_chunk.at[slot]),
-            (of_vector(delta_ref), stats_chunk.at[1, slot]),
+            (of_matrix(d_ref), memory.d_out.at[slot]),
+            (of_vector(delta_ref), memory.stats.at[1, slot]),
         ]
-        copies.wait_for_room(d_used, copied, tuning.stages)
-        copies.copy_columns(columns, d_there.at[slot], moves)
+        copies.wait_for_room(memory.d_used, copied, tuning.stages)
+        copies.copy_columns(columns, memory.d_there.at[slot], moves)
 
-    copies.copy_all(work, tuning, copy_tile, copy_chunk, used, (q_used, d_used))
+    copies.copy_all(
+        work, tuning, copy_tile, copy_chunk, memory.used, (memory.q_used, memory.d_used)
+    )
 
 
-def _compute(work, options, tuning, arithmetic, channels, outputs, scratch):
+def _compute(work, options, tuning, arithmetic, channels, outputs, memory):
     """Gradients of the keys and values of each item, for a half of its tile."""
-    k_tile, v_tile, q_chunk, d_chunk, stats_chunk, result = scratch[:6]
-    there, q_there, d_there, used, q_used, d_used, *segment_tiles = scratch[6:]
     dk_ref, dv_ref, *part_refs = outputs
+    segmented = memory.row_segments is not None
     schedule, sizes = work.schedule, work.sizes
     half = lax.axis_index("warpgroup")
     read_words = functools.partial(logits.read_words, arithmetic, schedule)
@@ -196,39 +220,39 @@ def _compute(work, options, tuning, arithmetic, channels, outputs, scratch):
 
     def compute_item(number, item, taken):
         slot = lax.rem(number, index(tuning.tiles))
-        plgpu.barrier_wait(there.at[slot])
+        plgpu.barrier_wait(memory.there.at[slot])
         of_rows: Any = None
-        if segment_tiles:
-            of_rows = arithmetic.load(segment_tiles[0].at[slot, half], ROWS)
+        if segmented:
+            of_rows = arithmetic.load(memory.row_segments.at[slot, half], ROWS)
 
         def chunk(nth, grads, masked):
             dk, dv = grads
             stage = lax.rem(taken + nth, index(tuning.stages))
             number = item.first + nth
             words = read_words(number, half) if masked else None
-            plgpu.barrier_wait(q_there.at[stage])
-            plgpu.barrier_wait(d_there.at[stage])
+            plgpu.barrier_wait(memory.q_there.at[stage])
+            plgpu.barrier_wait(memory.d_there.at[stage])
             scores, dp = arithmetic.products(
                 [
-                    (k_tile.at[slot, half], q_chunk.at[stage]),
-                    (v_tile.at[slot, half], d_chunk.at[stage]),
+                    (memory.k.at[slot, half], memory.q.at[stage]),
+                    (memory.v.at[slot, half], memory.d_out.at[stage]),
                 ]
             )
             scores, slope = logits.bend(scores, options)
-            lse = arithmetic.load(stats_chunk.at[0, stage], COLUMNS)
+            lse = arithmetic.load(memory.stats.at[0, stage], COLUMNS)
             p = jnp.exp2(scores - logits.along_columns(lse, shape))
             p = logits.mask_cells(arithmetic, p, sizes, words, 0.0)
-            if segment_tiles:
-                of_columns = arithmetic.load(segment_tiles[1].at[stage], COLUMNS)
+            if segmented:
+                of_columns = arithmetic.load(memory.column_segments.at[stage], COLUMNS)
                 p = logits.mask_segments(p, of_rows, of_columns, 0.0)
-            delta = arithmetic.load(stats_chunk.at[1, stage], COLUMNS)
+            delta = arithmetic.load(memory.stats.at[1, stage], COLUMNS)
             ds = p * (dp - logits.along_columns(delta, shape))
             ds = ds if slope is None else ds * slope
-            dv = arithmetic.accumulate(dv, p, d_chunk.at[stage, :, part])
+            dv = arithmetic.accumulate(dv, p, memory.d_out.at[stage, :, part])
             plgpu.commit_smem()  # numbers that were loaded may be copied over now
-            plgpu.barrier_arrive(d_used.at[stage])
-            dk = arithmetic.accumulate(dk, ds, q_chunk.at[stage, :, part])
-            plgpu.barrier_arrive(q_used.at[stage])
+            plgpu.barrier_arrive(memory.d_used.at[stage])
+            dk = arithmetic.accumulate(dk, ds, memory.q.at[stage, :, part])
+            plgpu.barrier_arrive(memory.q_used.at[stage])
             return dk, dv
 
         zeros = arithmetic.full((HALF, width), 0.0, plgpu.Layout.WGMMA)
@@ -238,15 +262,15 @@ def _compute(work, options, tuning, arithmetic, channels, outputs, scratch):
         dk, dv = lax.fori_loop(item.full, item.count, masked, grads)
         dk *= options.scale
 
-        if segment_tiles:
+        if segmented:
             plgpu.commit_smem()
-        plgpu.barrier_arrive(used.at[slot])
+        plgpu.barrier_arrive(memory.used.at[slot])
 
         @pl.when((item.tile >= 0) & (item.slot < 0))
         def _():
-            sequence, head, buffer = item.sequence, item.head, result.at[half]
+            sequence, head, buffer = item.sequence, item.head, memory.result.at[half]
             for grad, ref in ((dk, dk_ref), (dv, dv_ref)):
-                buffer[...] = grad.astype(k_tile.dtype)
+                buffer[...] = grad.astype(memory.k.dtype)
                 place = functools.partial(_place, ref, sequence, head)
                 copies.store_rows(work, item, [(buffer, place)])
 

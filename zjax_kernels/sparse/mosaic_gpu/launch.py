@@ -24,7 +24,7 @@ def call(
     schedule: Schedule,
     inputs: Sequence[jax.Array],
     outputs: Sequence[jax.ShapeDtypeStruct],
-    scratch: Sequence[Any],
+    scratch: Any,
     tuning: Tuning,
     interpret: Any,
 ) -> Sequence[jax.Array]:
@@ -35,7 +35,7 @@ def call(
         schedule: The plan of this pass.
         inputs: Arrays in the GPU's memory.
         outputs: What the kernel writes.
-        scratch: Shared memory and barriers.
+        scratch: Shared memory and barriers, a pytree.
         tuning: How it runs.
         interpret: Parameters of the interpreter, or none on a GPU.
 
@@ -43,12 +43,14 @@ def call(
         The outputs.
     """
     arrays, structure = jax.tree.flatten(schedule)
+    rooms, of_rooms = jax.tree.flatten(scratch)
     counts = len(arrays), len(inputs), len(outputs)
 
     def run(*refs):
         refs = list(refs)
         parts = [[refs.pop(0) for _ in range(count)] for count in counts]
-        body(jax.tree.unflatten(structure, parts[0]), parts[1], parts[2], refs)
+        plan = jax.tree.unflatten(structure, parts[0])
+        body(plan, parts[1], parts[2], jax.tree.unflatten(of_rooms, refs))
 
     semantics = plgpu.LoweringSemantics
     kernel = plgpu.kernel(
@@ -58,7 +60,7 @@ def call(
         grid_names=("program",),
         num_threads=NUM_HALVES + 1,
         thread_name="warpgroup",
-        scratch_types=list(scratch),
+        scratch_types=rooms,
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             reduction_scratch_bytes=0,

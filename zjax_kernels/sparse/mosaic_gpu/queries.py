@@ -1,7 +1,7 @@
 """The backward pass of the queries."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,22 +71,26 @@ def backward_queries(
     lanes = chunk // schedule.column_unit
     vectors = 1 + segmented
     halves = (tuning.tiles, launch.NUM_HALVES, HALF)
-    scratch = [
-        launch.matrix((*halves, size), q.dtype),
-        launch.matrix((*halves, size), q.dtype),
-        plgpu.SMEM((2, *halves), jnp.float32),
-        launch.matrix((stages, chunk, size), q.dtype),
-        launch.matrix((stages, chunk, size), q.dtype),
-        plgpu.Barrier(num_arrivals=rows * (3 + vectors), num_barriers=tuning.tiles),
-        plgpu.Barrier(num_arrivals=lanes * vectors, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=lanes, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=tuning.tiles),
-        plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=stages),
-    ]
-    if segments is not None:
-        scratch.append(plgpu.SMEM(halves, jnp.int32))
-        scratch.append(plgpu.SMEM((stages, chunk), jnp.int32))
+    scratch = _Memory(
+        q=launch.matrix((*halves, size), q.dtype),
+        d_out=launch.matrix((*halves, size), q.dtype),
+        stats=plgpu.SMEM((2, *halves), jnp.float32),
+        k=launch.matrix((stages, chunk, size), q.dtype),
+        v=launch.matrix((stages, chunk, size), q.dtype),
+        there=plgpu.Barrier(
+            num_arrivals=rows * (3 + vectors), num_barriers=tuning.tiles
+        ),
+        k_there=plgpu.Barrier(num_arrivals=lanes * vectors, num_barriers=stages),
+        v_there=plgpu.Barrier(num_arrivals=lanes, num_barriers=stages),
+        used=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=tuning.tiles),
+        k_used=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=stages),
+        v_used=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=stages),
+    )
+    if segmented:
+        scratch = scratch._replace(
+            row_segments=plgpu.SMEM(halves, jnp.int32),
+            column_segments=plgpu.SMEM((stages, chunk), jnp.int32),
+        )
     body = functools.partial(_body, schedule, options, tuning, interpret is not None)
     stats = logits.base_2(lse), delta
     inputs = (q, k, v, d_out, *stats, *(segments or ()))
@@ -94,60 +98,84 @@ def backward_queries(
     return merge_sums(dq, part[0], schedule) if slots else dq
 
 
-def _body(sizes, options, tuning, simulated, schedule, inputs, outputs, scratch):
+class _Memory(NamedTuple):
+    """Tiles and chunks of a program, and what says that they are there or used."""
+
+    q: Any
+    d_out: Any
+    stats: Any
+    k: Any
+    v: Any
+    there: Any
+    k_there: Any
+    v_there: Any
+    used: Any
+    k_used: Any
+    v_used: Any
+    row_segments: Any = None
+    column_segments: Any = None
+
+
+def _body(sizes, options, tuning, simulated, schedule, inputs, outputs, memory):
     work = Work(schedule, sizes, inputs[0].shape[0], tuning.programs)
     arithmetic = Arithmetic(simulated)
     launch.divide(
-        lambda: _compute(work, options, tuning, arithmetic, outputs, scratch),
-        lambda: _copy(work, tuning, inputs, scratch),
+        lambda: _compute(work, options, tuning, arithmetic, outputs, memory),
+        lambda: _copy(work, tuning, inputs, memory),
     )
 
 
-def _copy(work, tuning, inputs, scratch):
+def _copy(work, tuning, inputs, memory):
     """Fills shared memory with what each item needs."""
     q_ref, k_ref, v_ref, d_ref, lse_ref, delta_ref, *segment_refs = inputs
-    q_tile, d_tile, stats_tile, k_chunk, v_chunk = scratch[:5]
-    there, k_there, v_there, used, k_used, v_used, *segment_tiles = scratch[5:]
     group = q_ref.shape[2] // k_ref.shape[2]
 
     def copy_tile(item, slot):
         sequence, head = item.sequence, item.head
         moves = [
-            (lambda tokens: q_ref.at[sequence, tokens, head], q_tile.at[slot]),
-            (lambda tokens: d_ref.at[sequence, tokens, head], d_tile.at[slot]),
-            (lambda tokens: lse_ref.at[sequence, head, tokens], stats_tile.at[0, slot]),
+            (lambda tokens: q_ref.at[sequence, tokens, head], memory.q.at[slot]),
+            (lambda tokens: d_ref.at[sequence, tokens, head], memory.d_out.at[slot]),
+            (
+                lambda tokens: lse_ref.at[sequence, head, tokens],
+                memory.stats.at[0, slot],
+            ),
             (
                 lambda tokens: delta_ref.at[sequence, head, tokens],
-                stats_tile.at[1, slot],
+                memory.stats.at[1, slot],
             ),
         ]
         if segment_refs:
-            ref, tile = segment_refs[0], segment_tiles[0]
+            ref, tile = segment_refs[0], memory.row_segments
             moves.append((lambda tokens: ref.at[sequence, tokens], tile.at[slot]))
-        copies.copy_rows(work, item, there.at[slot], moves)
+        copies.copy_rows(work, item, memory.there.at[slot], moves)
 
     def copy_chunk(item, chunk, copied):
         columns = copies.read_columns(work, chunk)
         sequence, head = item.sequence, lax.div(item.head, index(group))
         slot = lax.rem(copied, index(tuning.stages))
-        moves = [(lambda tokens, _: v_ref.at[sequence, tokens, head], v_chunk.at[slot])]
-        copies.wait_for_room(v_used, copied, tuning.stages)
-        copies.copy_columns(columns, v_there.at[slot], moves)
-        moves = [(lambda tokens, _: k_ref.at[sequence, tokens, head], k_chunk.at[slot])]
+        moves = [
+            (lambda tokens, _: v_ref.at[sequence, tokens, head], memory.v.at[slot])
+        ]
+        copies.wait_for_room(memory.v_used, copied, tuning.stages)
+        copies.copy_columns(columns, memory.v_there.at[slot], moves)
+        moves = [
+            (lambda tokens, _: k_ref.at[sequence, tokens, head], memory.k.at[slot])
+        ]
         if segment_refs:
-            ref, tile = segment_refs[1], segment_tiles[1]
+            ref, tile = segment_refs[1], memory.column_segments
             moves.append((lambda tokens, _: ref.at[sequence, tokens], tile.at[slot]))
-        copies.wait_for_room(k_used, copied, tuning.stages)
-        copies.copy_columns(columns, k_there.at[slot], moves)
+        copies.wait_for_room(memory.k_used, copied, tuning.stages)
+        copies.copy_columns(columns, memory.k_there.at[slot], moves)
 
-    copies.copy_all(work, tuning, copy_tile, copy_chunk, used, (k_used, v_used))
+    copies.copy_all(
+        work, tuning, copy_tile, copy_chunk, memory.used, (memory.k_used, memory.v_used)
+    )
 
 
-def _compute(work, options, tuning, arithmetic, outputs, scratch):
+def _compute(work, options, tuning, arithmetic, outputs, memory):
     """Gradients of the queries of each item, for a half of its tile."""
-    q_tile, d_tile, stats_tile, k_chunk, v_chunk = scratch[:5]
-    there, k_there, v_there, used, k_used, v_used, *segment_tiles = scratch[5:]
     dq_ref, *part_refs = outputs
+    segmented = memory.row_segments is not None
     schedule, sizes = work.schedule, work.sizes
     half = lax.axis_index("warpgroup")
     read_words = functools.partial(logits.read_words, arithmetic, schedule)
@@ -155,40 +183,40 @@ def _compute(work, options, tuning, arithmetic, outputs, scratch):
 
     def compute_item(number, item, taken):
         slot = lax.rem(number, index(tuning.tiles))
-        plgpu.barrier_wait(there.at[slot])
-        lse = arithmetic.load(stats_tile.at[0, slot, half], ROWS)
-        delta = arithmetic.load(stats_tile.at[1, slot, half], ROWS)
+        plgpu.barrier_wait(memory.there.at[slot])
+        lse = arithmetic.load(memory.stats.at[0, slot, half], ROWS)
+        delta = arithmetic.load(memory.stats.at[1, slot, half], ROWS)
         of_rows: Any = None
-        if segment_tiles:
-            of_rows = arithmetic.load(segment_tiles[0].at[slot, half], ROWS)
+        if segmented:
+            of_rows = arithmetic.load(memory.row_segments.at[slot, half], ROWS)
 
         def chunk(nth, dq, masked):
             stage = lax.rem(taken + nth, index(tuning.stages))
             number = item.first + nth
             words = read_words(number, half) if masked else None
-            plgpu.barrier_wait(v_there.at[stage])
-            plgpu.barrier_wait(k_there.at[stage])
+            plgpu.barrier_wait(memory.v_there.at[stage])
+            plgpu.barrier_wait(memory.k_there.at[stage])
             scores, dp = arithmetic.products(
                 [
-                    (q_tile.at[slot, half], k_chunk.at[stage]),
-                    (d_tile.at[slot, half], v_chunk.at[stage]),
+                    (memory.q.at[slot, half], memory.k.at[stage]),
+                    (memory.d_out.at[slot, half], memory.v.at[stage]),
                 ]
             )
-            plgpu.barrier_arrive(v_used.at[stage])
+            plgpu.barrier_arrive(memory.v_used.at[stage])
             scores, slope = logits.bend(scores, options)
             p = jnp.exp2(scores - logits.along_rows(lse, shape))
             p = logits.mask_cells(arithmetic, p, sizes, words, 0.0)
-            if segment_tiles:
-                of_columns = arithmetic.load(segment_tiles[1].at[stage], COLUMNS)
+            if segmented:
+                of_columns = arithmetic.load(memory.column_segments.at[stage], COLUMNS)
                 p = logits.mask_segments(p, of_rows, of_columns, 0.0)
                 plgpu.commit_smem()
             ds = p * (dp - logits.along_rows(delta, shape))
             ds = ds if slope is None else ds * slope
-            dq = arithmetic.accumulate(dq, ds, k_chunk.at[stage])
-            plgpu.barrier_arrive(k_used.at[stage])
+            dq = arithmetic.accumulate(dq, ds, memory.k.at[stage])
+            plgpu.barrier_arrive(memory.k_used.at[stage])
             return dq
 
-        dq = arithmetic.full((HALF, q_tile.shape[-1]), 0.0, plgpu.Layout.WGMMA)
+        dq = arithmetic.full((HALF, memory.q.shape[-1]), 0.0, plgpu.Layout.WGMMA)
         dq = lax.fori_loop(0, item.full, functools.partial(chunk, masked=False), dq)
         masked = functools.partial(chunk, masked=True)
         dq = lax.fori_loop(item.full, item.count, masked, dq) * options.scale
@@ -196,15 +224,15 @@ def _compute(work, options, tuning, arithmetic, outputs, scratch):
         @pl.when((item.tile >= 0) & (item.slot < 0))
         def _():
             sequence, head = item.sequence, item.head
-            buffer = q_tile.at[slot, half]
-            buffer[...] = dq.astype(q_tile.dtype)
+            buffer = memory.q.at[slot, half]
+            buffer[...] = dq.astype(memory.q.dtype)
             target = [(buffer, lambda tokens: dq_ref.at[sequence, tokens, head])]
             copies.store_rows(work, item, target)
 
         if part_refs:
             copies.store_part(item, [(part_refs[0], dq)])
         plgpu.commit_smem()
-        plgpu.barrier_arrive(used.at[slot])
+        plgpu.barrier_arrive(memory.used.at[slot])
         return taken + item.count
 
     work.for_each(compute_item, index(0))
