@@ -38,8 +38,15 @@ def save(run, state, directory):
     return store
 
 
-@pytest.mark.parametrize("there", MEMORIES)
-@pytest.mark.parametrize("here", MEMORIES)
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [
+        ("device", "pinned_host"),
+        ("pinned_host", "device"),
+        pytest.param("device", "device", marks=pytest.mark.slow),
+        pytest.param("pinned_host", "pinned_host", marks=pytest.mark.slow),
+    ],
+)
 def test_exported_weights_are_the_same_file_and_start_any_run(tmp_path, here, there):
     """Fails if layers stored one by one are exported so, or weights are read twice,
     or not cast for use."""

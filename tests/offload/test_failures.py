@@ -36,7 +36,9 @@ def copy_of(state):
     return jax.tree.map(np.asarray, state)
 
 
-@pytest.mark.parametrize("changes", [{}, UNDER_BACKWARD, ON_HOST])
+@pytest.mark.parametrize(
+    "changes", [pytest.param({}, marks=pytest.mark.slow), UNDER_BACKWARD, ON_HOST]
+)
 def test_a_batch_that_does_not_suit_the_model_leaves_the_state(changes):
     """Fails if arrays are moved, and so consumed, before the batch is looked at."""
     run = start(make_config("pinned_host", **changes))

@@ -86,7 +86,13 @@ def test_text_is_that_of_all_blocks_at_once(num_devices, stage, form):
     np.testing.assert_array_equal(found, whole[:3])
 
 
-@pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="greedy", marks=pytest.mark.slow),
+        pytest.param(SAMPLED, id="sampled"),
+    ],
+)
 def test_prompts_of_different_lengths_and_rows_that_end(settings):
     run, state = make_run(stage=3)
     settings |= {"lengths": jnp.array([4, 2, 3], jnp.int32)}

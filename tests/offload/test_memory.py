@@ -63,7 +63,7 @@ def watch(monkeypatch, stream, limit):
     return seen
 
 
-@pytest.mark.parametrize("bound", [1 << 30, 256])
+@pytest.mark.parametrize("bound", [pytest.param(1 << 30, marks=pytest.mark.slow), 256])
 def test_groups_come_one_after_another(monkeypatch, bound):
     """Fails if the whole state is on the devices at once, or groups are not cut."""
     monkeypatch.setattr(offload, "GROUP_BYTES", bound)

@@ -64,7 +64,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+BY_HAND = {"optimizer", "parameters too"}
+"""What other cases hold among more."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(x, marks=[pytest.mark.slow] * (x in BY_HAND)) for x in CASES],
+)
 def test_trajectory_is_that_of_a_run_on_the_devices(tmp_path, case):
     config = on_disk(tmp_path, **CASES[case])
     assert_same_run(start(config, devices=jax.devices()[:2]))

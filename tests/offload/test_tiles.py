@@ -148,7 +148,7 @@ def live_bytes():
     )
 
 
-@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("waits", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_few_tiles_are_on_the_devices_in_a_step(monkeypatch, waits):
     """Fails if parameters, gradients or state of tiles stay after their use."""
     largest = {}

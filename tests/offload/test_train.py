@@ -107,7 +107,21 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+BY_HAND = {
+    "averaged weights",
+    "gradients on the host",
+    "parameters on the host",
+    "stage 1, two microbatches",
+    "stage 2",
+    "stage 3",
+}
+"""What other cases hold among more."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(x, marks=[pytest.mark.slow] * (x in BY_HAND)) for x in CASES],
+)
 def test_trajectory_is_that_of_a_run_without_offload(case):
     assert_same_run(start(make_config("pinned_host", **CASES[case])))
 

@@ -76,7 +76,9 @@ HOST = {"remat": "attention", "activation_memory": "pinned_host"}
         pytest.param(
             make_config(2, **HOST), 4, id="stage-2-activations-on-the-host", marks=SLOW
         ),
-        pytest.param(make_config(3, layers_per_scan=1), 8, id="stage-3-loop"),
+        pytest.param(
+            make_config(3, layers_per_scan=1), 8, id="stage-3-loop", marks=SLOW
+        ),
         pytest.param(
             make_config(3, mesh=schema.Mesh(tensor=2), num_microbatches=4),
             4,

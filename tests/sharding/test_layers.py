@@ -141,7 +141,13 @@ def test_every_layer_is_gathered_alone(stage, dropout_rate):
     assert max(each.elements for each in gathers) == TABLE
 
 
-@pytest.mark.parametrize("tx", [optax.lamb(1e-2), optax.contrib.muon(1e-2)])
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.lamb(1e-2),
+        pytest.param(optax.contrib.muon(1e-2), marks=pytest.mark.slow),
+    ],
+)
 def test_your_optimizer_sees_layers_on_any_devices_and_in_a_trainer(tx, tmp_path):
     """Fails where the stack is measured as one array, or a shard of it is."""
     config = dataclasses.replace(make_config(2), optimizer=schema.Optimizer())
@@ -191,8 +197,17 @@ def test_another_number_of_layers_is_refused():
     )
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "num_microbatches"),
+    [
+        (0, 2),
+        (2, 1),
+        (3, 2),
+        pytest.param(0, 1, marks=pytest.mark.slow),
+        pytest.param(2, 2, marks=pytest.mark.slow),
+        pytest.param(3, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_steps_equal_one_device(stage, num_microbatches):
     def losses(num_devices, stage, num_microbatches):
         run = make_language_run(stage, num_devices, num_microbatches)
