@@ -8,6 +8,9 @@ import numpy as np
 
 from zjax_kernels.errors import invalid
 
+BLOCKS = (16, 32, 64, 128)
+"""Tokens per block and side that the kernels can run."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pattern:
@@ -111,7 +114,7 @@ class BlockLayout:
             ValueError: The patterns do not make one layout, or the block has another
                 size.
         """
-        if block not in (16, 32, 64, 128):
+        if block not in BLOCKS:
             raise invalid(
                 "block", block, "is not a size of blocks", "use 16, 32, 64 or 128"
             )

@@ -262,11 +262,12 @@ def _masks(cells, rows, counts, columns, ragged, sizes):
     cell = cells.size
     width = sizes.chunk * cell // 32
     words = np.full((len(columns), TILE, width), -1, np.int32)
-    units = rows[np.repeat(np.arange(len(rows)), counts)]
-    row = _tokens(units, sizes.row_unit * cell)
-    column = _tokens(columns, sizes.column_unit * cell)
-    for chunk in np.unique(ragged):
-        live = cells.mask(row[chunk, :, None], column[chunk, None])
+    chunks = np.unique(ragged)
+    tiles = np.repeat(np.arange(len(rows)), counts)[chunks]
+    row = _tokens(rows[tiles], sizes.row_unit * cell)
+    column = _tokens(columns[chunks], sizes.column_unit * cell)
+    for number, chunk in enumerate(chunks):
+        live = cells.mask(row[number, :, None], column[number, None])
         live = np.broadcast_to(live, (TILE, sizes.chunk * cell))
         words[chunk] = np.packbits(live, axis=-1, bitorder="little").view("<i4")
     return words.reshape(len(columns), 2, HALF, width).swapaxes(2, 3)

@@ -9,10 +9,8 @@ import numpy as np
 
 from zjax_kernels.errors import describe, invalid, refuse
 from zjax_kernels.sparse.arguments import below
-from zjax_kernels.sparse.layout import BlockLayout, Pattern
+from zjax_kernels.sparse.layout import BLOCKS, BlockLayout, Pattern
 
-BLOCKS = (16, 32, 64, 128)
-"""Tokens per block and side that the kernels can run."""
 DIRECTIONS = ("bidirectional", "unidirectional")
 
 
