@@ -14,6 +14,7 @@ from tests.support.language import make_text
 from tests.support.offload import (
     LLAMA,
     THREE,
+    arrays_besides,
     make_batch,
     make_config,
     memories,
@@ -157,11 +158,10 @@ def test_a_few_blocks_are_on_the_devices_whatever_the_depth(monkeypatch, num_lay
     run, state = make_run(deep(num_layers))
     program = run.step.programs["generate"]
     stream, found = program.passes.stream, []
-    on_device = {id(x) for x in jax.live_arrays()}
+    before = jax.live_arrays()
 
     def watched(*args):
-        new = [x for x in jax.live_arrays() if id(x) not in on_device]
-        blocks = [x for x in new if x.shape == (16, 47) and not x.is_deleted()]
+        blocks = [x for x in arrays_besides(before) if x.shape == (16, 47)]
         assert {x.sharding.memory_kind for x in blocks} == {"device"}
         found.append((len(blocks), stream.in_flight))
         return read_token(*args)

@@ -92,6 +92,12 @@ def in_memory(tree):
     return jax.tree.map(bring, tree)
 
 
+def arrays_besides(others):
+    """Arrays that exist and are not among others, which must exist as well."""
+    known = set(map(id, others))
+    return [x for x in jax.live_arrays() if id(x) not in known and not x.is_deleted()]
+
+
 def memories(tree):
     return {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.nbytes >= 512}
 
