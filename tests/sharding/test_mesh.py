@@ -1,6 +1,7 @@
 """One mesh with all axes, or an error that says what would fill the devices."""
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import AxisType
 
@@ -9,11 +10,24 @@ from zjax.errors import ConfigError
 from zjax.sharding import mesh
 
 
-def test_mesh_has_every_axis_in_order_and_is_auto():
+def test_mesh_has_every_axis_and_is_auto():
     made = mesh.make_mesh(schema.Mesh(tensor=2))
-    assert made.axis_names == mesh.AXES
-    assert tuple(made.shape.values()) == (1, 1, 4, 1, 1, 2)
+    assert set(made.axis_names) == set(mesh.AXES)
+    assert (made.shape["data"], made.shape["tensor"], made.size) == (4, 2, 8)
     assert set(made.axis_types) == {AxisType.Auto}
+
+
+def test_tensor_neighbours_are_closest_and_stages_farthest():
+    made = mesh.make_mesh(schema.Mesh(pipeline=2, data=2, tensor=2))
+    groups = {
+        "tensor": {(0, 1), (2, 3), (4, 5), (6, 7)},
+        "data": {(0, 2), (1, 3), (4, 6), (5, 7)},
+        "pipeline": {(0, 4), (1, 5), (2, 6), (3, 7)},
+    }
+    for axis, expected in groups.items():
+        along = np.moveaxis(made.devices, made.axis_names.index(axis), -1)
+        found = {tuple(d.id for d in group) for group in along.reshape(-1, 2)}
+        assert found == expected, axis
 
 
 def test_mesh_takes_the_devices_it_is_given():

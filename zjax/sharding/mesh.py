@@ -16,8 +16,13 @@ from zjax.typing import Device
 PIPELINE, REPLICA, DATA, EXPERT, SEQUENCE, TENSOR = AXES = axes.AXES
 BATCH_AXES = axes.BATCH_AXES
 """Axes that split the batch."""
+NESTED_AXES = (*BATCH_AXES, PIPELINE, SEQUENCE, TENSOR)
+"""The order of names in a mesh: maps by hand lie in each other, outer axes first. The
+devices lie as `AXES` says."""
 ZERO_AXES = (DATA, EXPERT, SEQUENCE)
 """Axes over which ZeRO splits what would be copies; `replica` keeps whole copies."""
+
+_AUTO = (AxisType.Auto,) * len(AXES)
 
 
 def mesh_sizes(mesh: schema.Mesh, num_devices: int) -> dict[str, int]:
@@ -72,8 +77,9 @@ def make_mesh(mesh: schema.Mesh, devices: Sequence[Device] | None = None) -> Mes
     """
     devices = jax.devices() if devices is None else devices
     sizes = mesh_sizes(mesh, len(devices))
-    types = (AxisType.Auto,) * len(AXES)
-    return jax.make_mesh(tuple(sizes.values()), AXES, types, devices=devices)
+    laid = jax.make_mesh(tuple(sizes.values()), AXES, _AUTO, devices=devices).devices
+    nested = laid.transpose([AXES.index(axis) for axis in NESTED_AXES])
+    return Mesh(nested, NESTED_AXES, axis_types=_AUTO)
 
 
 def abstract_mesh(mesh: schema.Mesh, num_devices: int) -> AbstractMesh:
@@ -94,7 +100,8 @@ def abstract_mesh(mesh: schema.Mesh, num_devices: int) -> AbstractMesh:
         128
     """
     sizes = mesh_sizes(mesh, num_devices)
-    return AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * 6)
+    nested = tuple(sizes[axis] for axis in NESTED_AXES)
+    return AbstractMesh(nested, NESTED_AXES, axis_types=_AUTO)
 
 
 def num_shares(mesh: Mesh | AbstractMesh, names: Sequence[str]) -> int:
