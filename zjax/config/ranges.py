@@ -49,6 +49,7 @@ RANGES: dict[type, dict[str, Range]] = {
         "sequence": AXIS,
         "tensor": AXIS,
     },
+    schema.Pipeline: {"num_chunks": _from(2)},
     schema.Zero: {"min_shard_elements": _from(0), "delay_updates_from": STEP},
     schema.LossScale: {
         "initial": POWER_OF_TWO,

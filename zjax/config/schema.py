@@ -57,6 +57,23 @@ class Zero:
 
 
 @section
+class Pipeline:
+    """How the stages of `mesh.pipeline` share the work of a step."""
+
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zb_h1"] = "1f1b"
+    """`gpipe` takes all forward passes first; `1f1b` a backward pass with each of them
+    once the first is back; `interleaved` cuts stages into `num_chunks`; `zb_h1` takes
+    gradients of weights apart. The first two take equally long, and the last two waste
+    less, but keep more."""
+    num_chunks: int = 2
+    """Parts of a stage under `interleaved`; each microbatch passes all stages as many
+    times."""
+    recompute: bool = True
+    """Whether a stage keeps only what entered it until its backward pass, which then
+    computes the rest again; if not, what `model.remat` says."""
+
+
+@section
 class LossScale:
     """Loss scaling for float16 (arXiv:1710.03740); unused by the other dtypes."""
 
@@ -317,6 +334,7 @@ class Config:
     xla_options: tuple[str, ...] = ()
     """Compiler options `name=value` that add to and replace those that zjax derives."""
     mesh: Mesh = Mesh()
+    pipeline: Pipeline = Pipeline()
     zero: Zero = Zero()
     precision: Precision = Precision()
     optimizer: Optimizer = Optimizer()

@@ -14,13 +14,12 @@ RULES: dict[str, tuple[str, ...]] = {
     "kv_heads": (meshes.TENSOR,),
     "head_dim": (),
     "mlp": (meshes.TENSOR,),
-    "vocab": (meshes.TENSOR,),
+    "vocab": (meshes.PIPELINE, meshes.TENSOR),
     "experts": (meshes.EXPERT,),
     "capacity": (),
-    "layers": (),
-    "stages": (meshes.PIPELINE,),
+    "layers": (meshes.PIPELINE,),
 }
-STACKED_DIMS = ("layers", "stages")
+STACKED_DIMS = ("layers",)
 """Dims that number whole layers; ZeRO never splits them, or one layer would live on one
 device."""
 

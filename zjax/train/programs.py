@@ -13,13 +13,20 @@ import jax
 import jax.numpy as jnp
 
 from zjax.config.schema import Config
-from zjax.sharding.placement import shardings, unpad_tree
+from zjax.parallel.schedule import make_schedule
+from zjax.sharding.mesh import PIPELINE
+from zjax.sharding.placement import pad_tree, shardings, unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.train.gradients import (
     compute_dtype,
     make_forward,
     params_in_use,
     whole_gradients,
+)
+from zjax.train.pipelined import (
+    PipelinedModel,
+    pipelined_forward,
+    pipelined_gradients,
 )
 from zjax.train.shares import share_gradients
 from zjax.train.state import TrainState, state_rows
@@ -72,7 +79,7 @@ def make_programs(
         Functions that nothing has compiled yet.
     """
     gradients = make_gradients(model, plan, config, num_microbatches)
-    forward = make_forward(model, plan, num_microbatches)
+    loss_of, loss_with = make_losses(model, plan, config, num_microbatches)
     update = make_update(tx, plan, config, schedule)
 
     def step_key(state: TrainState) -> jax.Array:
@@ -85,9 +92,9 @@ def make_programs(
     def update_with(
         state: TrainState, grads: Params, loss: Loss, batch: Batch
     ) -> tuple[TrainState, Metrics]:
-        def value_fn(params: Params) -> jax.Array:
-            params = params_in_use(model, plan, params)
-            return forward(params, state.model_state, batch, step_key(state)).value
+        def value_fn(master: Params) -> jax.Array:
+            key = step_key(state)
+            return loss_with(master, state.model_state, batch, key).value
 
         return update(state, grads, loss, value_fn)
 
@@ -95,11 +102,11 @@ def make_programs(
         return update_with(state, *gradients_of(state, batch), batch)
 
     def evaluate(state: TrainState, batch: Batch) -> Metrics:
-        params = kept_params(model, plan, state)
-        if state.ema != ():
+        if state.ema == ():
+            loss = loss_of(state, batch)
+        else:
             average = unpad_tree(state.ema, plan.ema)
-            params = params_in_use(model, plan, average)
-        loss = forward(params, state.model_state, batch, None)
+            loss = loss_with(average, state.model_state, batch, None)
         return loss.metrics | {"loss": loss.value, "weight": loss.weight}
 
     rows = state_rows(plan, config)
@@ -121,7 +128,12 @@ def make_gradients(
         `gradients(state, batch, key, scale) -> (grads, loss)`.
     """
     wide = config.precision.reduce_dtype == "float32"
+    dtype = jnp.float32 if wide else compute_dtype(plan)
     sizes = plan.mesh.shape
+    if sizes[PIPELINE] > 1:
+        pipelined = pipelined_model(model, plan, config, num_microbatches)
+        staged = pipelined_gradients(pipelined, plan, reduce_dtype=dtype)
+        return lambda state, *inputs: staged(state.master, state.model_state, *inputs)
     splits_batch_alone = plan.num_batch_shares == math.prod(sizes.values()) > 1
     # Layers in a loop fetch their parameters inside it, which the compiler arranges.
     looped = plan.stage >= 3 and model.loops_over_layers
@@ -129,13 +141,72 @@ def make_gradients(
         model.separable and splits_batch_alone and not looped
     )
     if by_hand and not plan.is_offloaded:
-        dtype = jnp.float32 if wide else compute_dtype(plan)
         shared = share_gradients(model, plan, num_microbatches, reduce_dtype=dtype)
         return lambda state, *inputs: shared(state.master, state.model_state, *inputs)
     whole = whole_gradients(model, plan, num_microbatches)
     return lambda state, *inputs: whole(
         kept_params(model, plan, state), state.model_state, *inputs
     )
+
+
+def make_losses(
+    model: Model, plan: Plan, config: Config, num_microbatches: int
+) -> tuple[Callable[..., Loss], Callable[..., Loss]]:
+    """Chooses how the loss is computed without gradients.
+
+    Args:
+        model: Its loss.
+        plan: Places every array.
+        config: Read for `pipeline`.
+        num_microbatches: Parts of the batch that follow one another.
+
+    Returns:
+        `loss_of(state, batch)`, in evaluation, and `loss_with(master, model_state,
+        batch, key)` of other parameters in their logical shapes.
+    """
+    if plan.mesh.shape[PIPELINE] > 1:
+        pipelined = pipelined_model(model, plan, config, num_microbatches)
+        staged = pipelined_forward(pipelined, plan)
+        return (
+            lambda state, batch: staged(state.master, state.model_state, batch, None),
+            lambda master, *inputs: staged(pad_tree(master, plan.master), *inputs),
+        )
+    forward = make_forward(model, plan, num_microbatches)
+
+    def loss_of(state: TrainState, batch: Batch) -> Loss:
+        params = kept_params(model, plan, state)
+        return forward(params, state.model_state, batch, None)
+
+    def loss_with(master: Params, *inputs: Any) -> Loss:
+        return forward(params_in_use(model, plan, master), *inputs)
+
+    return loss_of, loss_with
+
+
+def pipelined_model(
+    model: Model, plan: Plan, config: Config, num_microbatches: int
+) -> PipelinedModel:
+    """A model with the schedule of its stages.
+
+    Args:
+        model: It has a stack.
+        plan: Its mesh says how many stages there are.
+        config: Read for `pipeline`, and for `model.remat` of the built-in models.
+        num_microbatches: Parts of the batch that follow one another.
+
+    Returns:
+        What the pipelined programs are built from.
+    """
+    given = config.pipeline
+    num_chunks = given.num_chunks if given.schedule == "interleaved" else 1
+    schedule = make_schedule(
+        given.schedule,
+        num_stages=plan.mesh.shape[PIPELINE],
+        num_microbatches=num_microbatches,
+        num_chunks=num_chunks,
+    )
+    policy = config.model.remat if model.keeps else "none"
+    return PipelinedModel(model, schedule, given.recompute, policy)
 
 
 def kept_params(model: Model, plan: Plan, state: TrainState) -> Params:

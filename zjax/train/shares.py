@@ -54,7 +54,7 @@ def share_gradients(
         is not scaled.
     """
     in_use = plan_in_use(model, plan)
-    share = _Share(model, in_use, num_microbatches, reduce_dtype)
+    share = Share(model, in_use, num_microbatches, reduce_dtype)
 
     def of_device(master: Params, *inputs: Any) -> tuple[Params, Loss]:
         grads, loss = share.gradients(take_apart(master, in_use.master), *inputs)
@@ -80,8 +80,15 @@ def share_gradients(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Share:
-    """The program of one device inside `shard_map`."""
+class Share:
+    """The program of one device inside `shard_map`.
+
+    Args:
+        model: Its loss.
+        plan: Places parameters, gradients and their sum, as the program uses them.
+        num_microbatches: Parts of the batch that follow one another.
+        reduce_dtype: In which gradients are added over devices.
+    """
 
     model: Model
     plan: Plan
@@ -146,9 +153,7 @@ class _Share:
         def share_of_mean(params: Params) -> tuple[jax.Array, Any]:
             whole = self.fetch(params) if self.refetches else params
             result = self.model.loss(whole, state, batch, key)
-            weight = jax.lax.stop_gradient(result.weight)
-            total = jax.lax.psum(weight, self.axes)
-            part = weight / jnp.where(total == 0, 1, total)
+            part, total = self.part_of(result)
             return result.value * part * scale, (result, part, total)
 
         if self.refetches:
@@ -162,10 +167,19 @@ class _Share:
         loss = self.mean(result, part, total)
         return microbatches.cast_like(grads, self.plan.grad_sum), loss
 
+    def part_of(self, result: Loss) -> tuple[jax.Array, jax.Array]:
+        """Share of a device in the weight of all, and that weight."""
+        weight = jax.lax.stop_gradient(result.weight)
+        total = self.sum(weight)
+        return weight / jnp.where(total == 0, 1, total), total
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        return jax.lax.psum(x, self.axes) if self.axes else x
+
     def mean(self, result: Loss, part: jax.Array, total: jax.Array) -> Loss:
         def over_devices(x: jax.Array) -> jax.Array:
             wide = jnp.asarray(x, jnp.float32)
-            return jax.lax.psum(microbatches.scaled(wide, part), self.axes)
+            return self.sum(microbatches.scaled(wide, part))
 
         def average(x: jax.Array) -> jax.Array:
             return shards.mean_over(x, self.axes)
@@ -181,11 +195,11 @@ class _Share:
         return jax.tree.map(one, params, self.plan.master)
 
     def reduce(self, grads: Params) -> Params:
-        def one(x: jax.Array, row: Any) -> jax.Array:
-            total = shards.reduce(x.astype(self.reduce_dtype), row, self.axes)
-            return total.astype(row.dtype)
+        return jax.tree.map(self.reduce_one, grads, self.plan.grads)
 
-        return jax.tree.map(one, grads, self.plan.grads)
+    def reduce_one(self, grad: jax.Array, row: Any) -> jax.Array:
+        total = shards.reduce(grad.astype(self.reduce_dtype), row, self.axes)
+        return total.astype(row.dtype)
 
     def zeros(self) -> Params:
         def one(row: Any) -> jax.Array:

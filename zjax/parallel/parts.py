@@ -1,0 +1,246 @@
+"""A function and its derivative as passes that other work may come between.
+
+JAX differentiates in one go. A pipeline does not: what the forward pass leaves waits in
+a buffer, and gradients of weights may be made later than those of the stream. Here the
+derivative is traced once, and its operations are dealt out to the passes.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core as jex
+
+from zjax.typing import Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Passes:
+    """`function(params, stream, rest) -> stream` in passes of its own.
+
+    Args:
+        forward: `forward(params, stream, rest) -> (stream, kept)`; what it keeps was
+            computed from the stream that entered.
+        backward: `backward(params, kept, rest, cotangent) -> (grads, cotangent)`: of
+            the parameters, and of the stream that entered. What follows from parameters
+            and rest alone is computed again.
+    """
+
+    forward: Callable[[Params, Any, Any], tuple[Any, list[jax.Array]]]
+    backward: Callable[[Params, list[jax.Array], Any, Any], tuple[Params, Any]]
+
+
+def differentiate_in_passes(
+    function: Callable[[Params, Any, Any], Any], params: Params, stream: Any, rest: Any
+) -> Passes:
+    """Traces a function and its derivative.
+
+    Args:
+        function: Pure; is differentiated by the first two arguments.
+        params: Arrays or their shapes, in the form in which the passes will be called.
+        stream: The same.
+        rest: The same; whatever else it reads.
+
+    Returns:
+        Functions of arrays of these shapes.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> x = jnp.float32(3)
+        >>> passes = differentiate_in_passes(lambda w, x, _: w * x * x, x, x, ())
+        >>> y, kept = passes.forward(x, 2 * x, ())
+        >>> [float(g) for g in passes.backward(x, kept, (), jnp.float32(1))]
+        [36.0, 36.0]
+    """
+    pulls: list[Any] = []
+
+    def run(params: Params, stream: Any, rest: Any) -> Any:
+        out, pull = jax.vjp(lambda p, x: function(p, x, rest), params, stream)
+        leaves, tree = jax.tree.flatten(pull)
+        pulls[:] = [tree]
+        return out, leaves
+
+    graph, (out, _) = _trace(run, params, stream, rest)
+    num_outs, num_params, num_stream = _sizes(out, params, stream)
+    of_params, entering = graph.ins[:num_params], graph.ins[num_params:][:num_stream]
+    of_rest = graph.ins[num_params + num_stream :]
+    outs, left = graph.outs[:num_outs], graph.outs[num_outs:]
+    reached = graph.reached(entering)
+    waiting = list(dict.fromkeys(x for x in left if _is_in(x, reached)))
+    again = [x for x in left if not _is_in(x, reached)]
+
+    def forward(params: Params, stream: Any, rest: Any) -> tuple[Any, list[jax.Array]]:
+        values = graph.run(graph.ins, [*outs, *waiting], (params, stream, rest))
+        return _like(out, values[:num_outs]), values[num_outs:]
+
+    def backward(
+        params: Params, kept: list[jax.Array], rest: Any, cotangent: Any
+    ) -> tuple[Params, Any]:
+        found = iter(graph.run([*of_params, *of_rest], again, (params, rest)))
+        by_name = dict(zip(waiting, kept, strict=True))
+        leaves = [by_name[x] if _is_in(x, reached) else next(found) for x in left]
+        return jax.tree.unflatten(pulls[0], leaves)(cotangent)
+
+    return Passes(forward, backward)
+
+
+@dataclasses.dataclass(frozen=True)
+class Halves:
+    """A backward pass, and what is left of it once the stream has its cotangent.
+
+    Args:
+        of_stream: `of_stream(params, kept, rest, cotangent) -> (cotangent, handed)`.
+        of_params: `of_params(params, kept, rest, handed) -> grads`.
+    """
+
+    of_stream: Callable[
+        [Params, list[jax.Array], Any, Any], tuple[Any, list[jax.Array]]
+    ]
+    of_params: Callable[[Params, list[jax.Array], Any, list[jax.Array]], Params]
+
+
+def split_backward(
+    backward: Callable[..., tuple[Params, Any]],
+    params: Params,
+    kept: list[Any],
+    rest: Any,
+    cotangent: Any,
+) -> Halves:
+    """Leaves the gradients of parameters to a pass of their own.
+
+    Args:
+        backward: As `differentiate_in_passes` gives it.
+        params: Arrays or their shapes.
+        kept: The same.
+        rest: The same.
+        cotangent: The same.
+
+    Returns:
+        Functions that together compute what `backward` does. An operation that gives
+        both, such as a kernel with a derivative of its own, is part of the first.
+
+    Reference:
+        Zero Bubble Pipeline Parallelism (arXiv:2401.10241, section 2).
+    """
+    graph, (grads, stream) = _trace(backward, params, kept, rest, cotangent)
+    graph = graph.inlined()
+    (num_grads,) = _sizes(grads)
+    num_again = sum(_sizes(params, kept, rest))
+    of_grads, of_stream = graph.outs[:num_grads], graph.outs[num_grads:]
+    again, cotangents = graph.ins[:num_again], graph.ins[num_again:]
+    first = graph.needed(of_stream)
+    later = [number for number in graph.needed(of_grads) if number not in first]
+    made = {x for number in first for x in graph.equations[number].outvars}
+    read = [x for number in later for x in graph.equations[number].invars]
+    between = made.union(cotangents)
+    handed = list(dict.fromkeys(x for x in [*read, *of_grads] if _is_in(x, between)))
+
+    def stream_first(*args: Any) -> tuple[Any, list[jax.Array]]:
+        values = graph.run(graph.ins, [*of_stream, *handed], args)
+        return _like(stream, values[: len(of_stream)]), values[len(of_stream) :]
+
+    def params_later(*args: Any) -> Params:
+        return _like(grads, graph.run([*again, *handed], of_grads, args))
+
+    return Halves(stream_first, params_later)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Graph:
+    """Operations on named values."""
+
+    closed: Any
+
+    @property
+    def ins(self) -> list[Any]:
+        return list(self.closed.jaxpr.invars)
+
+    @property
+    def outs(self) -> list[Any]:
+        return list(self.closed.jaxpr.outvars)
+
+    @property
+    def equations(self) -> list[Any]:
+        return self.closed.jaxpr.eqns
+
+    def reached(self, names: Iterable[Any]) -> set[Any]:
+        """What is computed from any of these."""
+        found = set(names)
+        for equation in self.equations:
+            if any(_is_in(x, found) for x in equation.invars):
+                found.update(equation.outvars)
+        return found
+
+    def needed(self, names: Sequence[Any], given: Sequence[Any] = ()) -> list[int]:
+        """Numbers of the operations that compute these from what is given."""
+        wanted, found = {x for x in names if isinstance(x, jex.Var)}, []
+        wanted -= set(given)
+        for number in reversed(range(len(self.equations))):
+            equation = self.equations[number]
+            if wanted.intersection(equation.outvars):
+                found.append(number)
+                wanted.update(x for x in equation.invars if isinstance(x, jex.Var))
+                wanted -= set(given)
+        return found[::-1]
+
+    def run(self, ins: Sequence[Any], outs: Sequence[Any], args: Any) -> list[Any]:
+        """Computes some values from others, and nothing else."""
+        numbers = self.needed(outs, ins)
+        part = self.closed.jaxpr.replace(
+            invars=list(ins),
+            outvars=list(outs),
+            eqns=[self.equations[number] for number in numbers],
+        )
+        return _call(jex.ClosedJaxpr(part, self.closed.consts), jax.tree.leaves(args))
+
+    def inlined(self) -> "_Graph":
+        """The same with the operations of each function called by name on their own."""
+        shapes = [x.aval for x in self.ins]
+        return _Graph(
+            jax.make_jaxpr(functools.partial(_run_inlined, self.closed))(*shapes)
+        )
+
+
+def _trace(function: Callable[..., Any], *args: Any) -> tuple[_Graph, Any]:
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    return _Graph(closed), shapes
+
+
+def _call(closed: Any, args: Sequence[Any]) -> list[Any]:
+    return list(jex.jaxpr_as_fun(closed)(*args))
+
+
+def _run_inlined(closed: Any, *args: Any) -> list[Any]:
+    jaxpr = closed.jaxpr
+    values = dict(zip(jaxpr.invars, args, strict=True))
+    values |= dict(zip(jaxpr.constvars, closed.consts, strict=True))
+
+    def value(x: Any) -> Any:
+        return values[x] if isinstance(x, jex.Var) else x.val
+
+    for equation in jaxpr.eqns:
+        inputs = [value(x) for x in equation.invars]
+        operation = equation.primitive
+        if operation.name in ("jit", "pjit"):
+            results = _run_inlined(equation.params["jaxpr"], *inputs)
+        else:
+            settings = operation.get_bind_params(equation.params)
+            results = operation.bind(*inputs, **settings)
+            results = results if operation.multiple_results else [results]
+        values |= dict(zip(equation.outvars, results, strict=True))
+    return [value(x) for x in jaxpr.outvars]
+
+
+def _sizes(*trees: Any) -> list[int]:
+    return [len(jax.tree.leaves(tree)) for tree in trees]
+
+
+def _like(tree: Any, leaves: list[Any]) -> Any:
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
+def _is_in(x: Any, names: set[Any]) -> bool:
+    # Constants are written in place and have no name.
+    return isinstance(x, jex.Var) and x in names

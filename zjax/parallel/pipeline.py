@@ -1,0 +1,451 @@
+"""Runs a schedule: all stages in one program, which hands results on after each tick.
+
+Blocks run where their parameters are, mapped by hand over the `pipeline` axis, and no
+pass hangs on a condition: a stage that has nothing to do computes what nobody reads.
+Embedding and head run outside of the map, on whatever devices their parameters are on;
+where the vocabulary is split over the stages, these share their work and their memory.
+
+Reference: vocabulary parallelism in pipelines (arXiv:2411.05288).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from zjax.parallel.parts import (
+    Halves,
+    Passes,
+    differentiate_in_passes,
+    split_backward,
+)
+from zjax.parallel.schedule import IDLE, Kind, Lane, Schedule
+from zjax.typing import Batch, Loss, Params
+
+PIPELINE = "pipeline"
+STAGED, EVERYWHERE = P(PIPELINE), P()
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A model as a pipeline takes it; a stream is any tree of arrays.
+
+    Args:
+        embed: `embed(params, batch, key) -> (stream, context)`.
+        chunk: `chunk(params, stream, context, key, number) -> stream`: the layers of
+            one chunk; int32[] `number` counts the chunks of the model.
+        head: `head(params, stream, batch) -> (objective, loss)`: what to differentiate,
+            and what to report.
+    """
+
+    embed: Callable[..., Any]
+    chunk: Callable[..., Any]
+    head: Callable[..., tuple[jax.Array, Loss]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """Trees of the embedding, of the stages [stages, chunks, ...] and of the head."""
+
+    embed: Any
+    stages: Any
+    head: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """The passes of a step.
+
+    Args:
+        line: The model.
+        schedule: Which passes each tick takes.
+        recomputes: Whether a stage keeps only what entered it until its backward pass,
+            and computes the rest again.
+        add: For each of the `Parts`, `add(total, grads, factor) -> total`.
+    """
+
+    line: Line
+    schedule: Schedule
+    recomputes: bool
+    add: Parts
+
+    def differentiate(
+        self, params: Parts, zeros: Parts, parts: Batch, key: jax.Array
+    ) -> tuple[Parts, Loss]:
+        """Gradients of the objectives of all microbatches.
+
+        Args:
+            params: Parameters in use; `stages` are split over the pipeline axis.
+            zeros: Sums of gradients at their start.
+            parts: Microbatches, stacked.
+            key: Folded with the number of each microbatch.
+
+        Returns:
+            The sum of gradients times the weights of their losses, and the losses,
+            stacked.
+        """
+        step = _Step(self, params, parts, key)
+        state = step.start(zeros)
+        for phase in self.schedule.phases:
+            ticks = slice(phase.start, phase.end)
+            lanes = {kind: step.lanes[kind] for kind in phase.kinds}
+            lanes = jax.tree.map(lambda x, ticks=ticks: x[ticks], lanes)
+            state, _ = jax.lax.scan(step.tick, state, lanes)
+        return state.grads, state.losses
+
+    def evaluate(self, params: Parts, parts: Batch, key: jax.Array | None) -> Loss:
+        """Losses of all microbatches, without gradients.
+
+        Args:
+            params: Parameters in use.
+            parts: Microbatches, stacked.
+            key: Folded with the number of each microbatch; None evaluates.
+
+        Returns:
+            The losses, stacked.
+        """
+        step = _Step(self, params, parts, key)
+        busy = (self.schedule.lanes["forward"].microbatch != IDLE).any(1)
+        lane = jax.tree.map(lambda x: x[: busy.sum()], step.lanes["forward"])
+        start = step.empty_stream(), step.no_losses()
+        (_, losses), _ = jax.lax.scan(step.forward_alone, start, lane)
+        return losses
+
+
+@dataclasses.dataclass(frozen=True)
+class _State:
+    """What goes from tick to tick.
+
+    Args:
+        up: What came from the stage before, [stages, ...].
+        down: The cotangent that came from the stage behind, [stages, ...].
+        kept: What forward passes left, [stages, slots, ...].
+        handed: What backward passes left to those of weights, the same.
+        grads: Sums of gradients.
+        losses: Of the microbatches that are through.
+    """
+
+    up: Any
+    down: Any
+    kept: Any
+    handed: Any
+    grads: Parts
+    losses: Loss
+
+
+for _record in (Parts, Lane, _State):
+    _fields = [field.name for field in dataclasses.fields(_record)]
+    jax.tree_util.register_dataclass(_record, _fields, [])
+
+
+class _Step:
+    """The passes of one step, on its parameters and microbatches."""
+
+    def __init__(
+        self, pipeline: Pipeline, params: Parts, parts: Batch, key: jax.Array | None
+    ):
+        self.line, self.schedule = pipeline.line, pipeline.schedule
+        self.recomputes, self.add = pipeline.recomputes, pipeline.add
+        self.splits = "weights" in self.schedule.lanes
+        self.params, self.parts, self.key = params, parts, key
+        self.lanes = jax.tree.map(jnp.asarray, self.schedule.lanes)
+        numbers = jnp.arange(self.schedule.num_microbatches)
+        self.stream, _ = jax.eval_shape(self.embed, params.embed, numbers[0])
+        self.contexts = jax.lax.map(lambda i: self.embed(params.embed, i)[1], numbers)
+
+    def start(self, zeros: Parts) -> _State:
+        lane = jax.tree.map(lambda x: x[0], self.lanes["forward"])
+
+        def leave(here, stream):
+            left = self.run_forward(here, stream)[1]
+            if not self.splits:
+                return left, ()
+            cotangent = jax.tree.map(jnp.zeros_like, stream)
+            halves = self.halves(here, left[0], cotangent)
+            return left, halves.of_stream(*here.args(left[0]), cotangent)[1]
+
+        empty = self.empty_stream()
+        mapped = functools.partial(self.mapped, leave, lane, (STAGED, STAGED))
+        kept, handed = jax.eval_shape(mapped, staged=(empty,))
+        kept = _buffers(kept, self.schedule.num_slots)
+        handed = _buffers(handed, self.schedule.num_handed)
+        return _State(empty, empty, kept, handed, zeros, self.no_losses())
+
+    def tick(self, state: _State, lanes: dict[Kind, Lane]) -> tuple[_State, None]:
+        if "forward" in lanes:
+            state = self.forward(state, lanes["forward"])
+        if "backward" in lanes:
+            state = self.backward(state, lanes["backward"])
+        if "weights" in lanes:
+            state = self.weights(state, lanes["weights"])
+        return state, None
+
+    def forward(self, state: _State, lane: Lane) -> _State:
+        def run(here, up, kept, entering):
+            stream = _either(here.is_first, entering, up)
+            out, left = self.run_forward(here, stream)
+            return self.passed(out, 1), _written(kept, left, here.lane.slot)
+
+        staged, everywhere = (state.up, state.kept), (self.embedded(lane),)
+        up, kept = self.mapped(run, lane, (STAGED, STAGED), staged, everywhere)
+        return dataclasses.replace(state, up=up, kept=kept)
+
+    def forward_alone(self, state: Any, lane: Lane) -> tuple[Any, None]:
+        def run(here, up, entering):
+            stream = _either(here.is_first, entering, up)
+            out = self.chunk(here.params, stream, here.rest)
+            return self.passed(out, 1), _told(here.is_last, out)
+
+        up, losses = state
+        everywhere = (self.embedded(lane),)
+        up, last = self.mapped(run, lane, (STAGED, EVERYWHERE), (up,), everywhere)
+        number, is_due = self.due(lane, -1)
+        _, loss = self.line.head(self.params.head, last, self.batch(number))
+        return (up, _noted(losses, loss, number, is_due)), None
+
+    def backward(self, state: _State, lane: Lane) -> _State:
+        def recall(here, kept):
+            left = _read(kept, here.lane.slot)
+            if self.recomputes:
+                out, left = self.passes(here, left).forward(*here.args(left))
+            else:
+                left, out = left
+            return _told(here.is_last, out), left
+
+        def run(here, left, down, total, handed, seed, weights):
+            cotangent = _either(here.is_last, seed, down)
+            if self.splits:
+                halves = self.halves(here, left, cotangent)
+                stream, own = halves.of_stream(*here.args(left), cotangent)
+                handed = _written(handed, own, here.lane.handed)
+            else:
+                passes = self.passes(here, cotangent)
+                own, stream = passes.backward(*here.args(left), cotangent)
+                total = self.added(here, total, own, weights)
+            first = _told(here.is_first, stream)
+            return self.passed(stream, -1), total, handed, first
+
+        last, left = self.mapped(recall, lane, (EVERYWHERE, STAGED), (state.kept,))
+        state, seed = self.through_head(state, last, lane)
+        staged = left, state.down, state.grads.stages, state.handed
+        outs = STAGED, STAGED, STAGED, EVERYWHERE
+        everywhere = seed, state.losses.weight
+        down, total, handed, first = self.mapped(run, lane, outs, staged, everywhere)
+        number, is_due = self.due(lane, 0)
+        factor = jnp.where(is_due, state.losses.weight[number], 0)
+        embed = self.embed_backward(number, first)
+        embed = self.add.embed(state.grads.embed, embed, factor)
+        grads = Parts(embed, total, state.grads.head)
+        return dataclasses.replace(state, down=down, handed=handed, grads=grads)
+
+    def through_head(self, state: _State, last: Any, lane: Lane) -> tuple[_State, Any]:
+        """Adds the gradients of the head; returns that of what entered it, too."""
+        number, is_due = self.due(lane, -1)
+        batch = self.batch(number)
+
+        def objective(params, stream):
+            return self.line.head(params, stream, batch)
+
+        differentiate = jax.grad(objective, argnums=(0, 1), has_aux=True)
+        (own, seed), loss = differentiate(self.params.head, last)
+        factor = jnp.where(is_due, loss.weight, 0)
+        head = self.add.head(state.grads.head, own, factor)
+        grads = dataclasses.replace(state.grads, head=head)
+        losses = _noted(state.losses, loss, number, is_due)
+        return dataclasses.replace(state, grads=grads, losses=losses), seed
+
+    def weights(self, state: _State, lane: Lane) -> _State:
+        def run(here, kept, handed, total, weights):
+            left, _ = _read(kept, here.lane.slot)
+            own = _read(handed, here.lane.handed)
+            halves = self.halves(here, left, self.stream)
+            grads = halves.of_params(*here.args(left), own)
+            return self.added(here, total, grads, weights)
+
+        staged = state.kept, state.handed, state.grads.stages
+        everywhere = (state.losses.weight,)
+        total = self.mapped(run, lane, STAGED, staged, everywhere)
+        grads = dataclasses.replace(state.grads, stages=total)
+        return dataclasses.replace(state, grads=grads)
+
+    def run_forward(self, here: "_Here", stream: Any) -> tuple[Any, Any]:
+        """What leaves a stage, and what waits for the backward pass."""
+        if self.recomputes:
+            return self.chunk(here.params, stream, here.rest), stream
+        out, left = self.passes(here, stream).forward(*here.args(stream))
+        return out, (left, out)
+
+    def passes(self, here: "_Here", stream: Any) -> Passes:
+        return differentiate_in_passes(self.chunk, *here.args(stream))
+
+    def halves(self, here: "_Here", left: Any, cotangent: Any) -> Halves:
+        backward = self.passes(here, cotangent).backward
+        return split_backward(backward, *here.args(left), cotangent)
+
+    def chunk(self, params: Params, stream: Any, rest: Any) -> Any:
+        return self.line.chunk(params, stream, *rest)
+
+    def added(self, here: "_Here", total: Any, grads: Any, weights: jax.Array) -> Any:
+        number = here.lane.microbatch
+        factor = jnp.where(number == IDLE, 0, weights[jnp.maximum(number, 0)])
+        chunk = self.add.stages(_read(total, here.lane.chunk), grads, factor)
+        return _written(total, chunk, here.lane.chunk)
+
+    def passed(self, stream: Any, by: int) -> Any:
+        size = self.schedule.num_stages
+        pairs = [(stage, (stage + by) % size) for stage in range(size)]
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, PIPELINE, pairs), stream)
+
+    def mapped(
+        self,
+        run: Callable[..., Any],
+        lane: Lane,
+        outs: Any,
+        staged: tuple[Any, ...] = (),
+        everywhere: tuple[Any, ...] = (),
+    ) -> Any:
+        """Calls `run(here, *staged, *everywhere)` on every stage."""
+        num_staged, num_chunks = len(staged), self.schedule.num_chunks
+        last_stage = self.schedule.num_stages - 1
+
+        def of_stage(params, stage, lane, contexts, key, *args):
+            params, stage, lane, staged = _local(
+                (params, stage, lane, args[:num_staged])
+            )
+            number = jnp.maximum(lane.microbatch, 0)
+            here = _Here(
+                params=_read(params, lane.chunk),
+                lane=lane,
+                rest=(
+                    _read(contexts, number),
+                    _fold_in(key, number),
+                    lane.chunk * (last_stage + 1) + stage,
+                ),
+                is_first=(stage == 0) & (lane.chunk == 0),
+                is_last=(stage == last_stage) & (lane.chunk == num_chunks - 1),
+            )
+            return _global(run(here, *staged, *args[num_staged:]), outs)
+
+        stages = jnp.arange(last_stage + 1)
+        given = (self.params.stages, stages, lane, self.contexts, self.key)
+        specs = (STAGED, STAGED, STAGED, EVERYWHERE, EVERYWHERE)
+        return jax.shard_map(
+            of_stage,
+            in_specs=(*specs, *[STAGED] * num_staged, *[EVERYWHERE] * len(everywhere)),
+            out_specs=outs,
+            axis_names={PIPELINE},
+            check_vma=False,
+        )(*given, *staged, *everywhere)
+
+    def embedded(self, lane: Lane) -> Any:
+        """What enters the first stage in a tick."""
+        return self.embed(self.params.embed, self.due(lane, 0)[0])[0]
+
+    def embed(self, params: Params, number: jax.Array) -> tuple[Any, Any]:
+        batch = self.batch(number)
+        return self.line.embed(params, batch, _fold_in(self.key, number))
+
+    def embed_backward(self, number: jax.Array, cotangent: Any) -> Params:
+        _, pull = jax.vjp(lambda p: self.embed(p, number)[0], self.params.embed)
+        return pull(cotangent)[0]
+
+    def batch(self, number: jax.Array) -> Batch:
+        return _read(self.parts, number)
+
+    def due(self, lane: Lane, end: Literal[0, -1]) -> tuple[jax.Array, jax.Array]:
+        """The microbatch at one end of the line in a tick, and whether there is one."""
+        chunk = end % self.schedule.num_chunks
+        number, is_due = lane.microbatch[end], lane.chunk[end] == chunk
+        return jnp.maximum(number, 0), is_due & (number != IDLE)
+
+    def empty_stream(self) -> Any:
+        size = self.schedule.num_stages
+        return jax.tree.map(lambda x: _zeros(size, *x.shape, like=x), self.stream)
+
+    def no_losses(self) -> Loss:
+        batch = self.batch(jnp.int32(0))
+        _, loss = jax.eval_shape(self.line.head, self.params.head, self.stream, batch)
+        size = self.schedule.num_microbatches
+        return jax.tree.map(lambda x: jnp.zeros((size, *x.shape), x.dtype), loss)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Here:
+    """A stage in a tick: its chunk's parameters, and what that reads and is."""
+
+    params: Params
+    lane: Lane
+    rest: tuple[Any, Any, jax.Array]
+    is_first: jax.Array
+    is_last: jax.Array
+
+    def args(self, values: Any) -> tuple[Params, Any, Any]:
+        return self.params, values, self.rest
+
+
+def _zeros(*shape: int, like: Any) -> jax.Array:
+    zeros = jnp.zeros(shape, like.dtype)
+    return jax.lax.with_sharding_constraint(zeros, STAGED)
+
+
+def _buffers(shapes: Any, num_slots: int) -> Any:
+    """Zeros [stages, slots, ...], with a slot more, for what none reads."""
+
+    def one(x):
+        return _zeros(x.shape[0], num_slots + 1, *x.shape[1:], like=x)
+
+    return jax.tree.map(one, shapes)
+
+
+def _local(trees: Any) -> Any:
+    return jax.tree.map(lambda x: x[0], trees)
+
+
+def _global(results: Any, specs: Any) -> Any:
+    def one(spec, result):
+        return jax.tree.map(lambda x: x[None], result) if spec == STAGED else result
+
+    return jax.tree.map(one, specs, results, is_leaf=lambda x: isinstance(x, P))
+
+
+def _read(buffers: Any, slot: jax.Array) -> Any:
+    def one(x):
+        # A slice of the only part is the array itself.
+        return x[0] if x.shape[0] == 1 else x[slot]
+
+    return jax.tree.map(one, buffers)
+
+
+def _written(buffers: Any, values: Any, slot: jax.Array) -> Any:
+    def one(x, value):
+        return jax.lax.dynamic_update_index_in_dim(x, value.astype(x.dtype), slot, 0)
+
+    return jax.tree.map(one, buffers, values)
+
+
+def _either(condition: jax.Array, first: Any, second: Any) -> Any:
+    return jax.tree.map(functools.partial(jnp.where, condition), first, second)
+
+
+def _told(is_teller: jax.Array, stream: Any) -> Any:
+    """What one stage has, on all of them."""
+
+    def one(x):
+        return jax.lax.psum(jnp.where(is_teller, x, 0), PIPELINE)
+
+    return jax.tree.map(one, stream)
+
+
+def _noted(losses: Loss, loss: Loss, number: jax.Array, is_due: jax.Array) -> Loss:
+    def one(all_, x):
+        return jnp.where(is_due, all_.at[number].set(x), all_)
+
+    return jax.tree.map(one, losses, loss)
+
+
+def _fold_in(key: jax.Array | None, number: jax.Array) -> jax.Array | None:
+    return None if key is None else jax.random.fold_in(key, number)

@@ -1,0 +1,401 @@
+"""Gradients of a model whose blocks lie on the stages of a pipeline.
+
+Every device differentiates its own rows, as in `zjax.train.shares`, with the same
+communication over the batch axes: gradients are reduced once per step, or from ZeRO
+stage 2 on after each microbatch; at stage 3 the parameters of a block are fetched for
+each of its passes.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from zjax.comm import shards
+from zjax.errors import PlanError, Problem
+from zjax.parallel import remat
+from zjax.parallel.pipeline import STAGED, Line, Parts, Pipeline
+from zjax.parallel.schedule import Schedule
+from zjax.sharding.layers import Layers, layers_of
+from zjax.sharding.mesh import BATCH_AXES, PIPELINE
+from zjax.sharding.placement import Row, name_of, unpad_tree
+from zjax.sharding.plan import Plan
+from zjax.train import microbatches
+from zjax.train.gradients import compute_dtype
+from zjax.train.shares import Share
+from zjax.typing import Batch, Loss, Model, ModelState, Params
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelinedModel:
+    """A model and how its stages run.
+
+    Args:
+        model: It has a stack of one segment, whose arrays stack their layers.
+        schedule: The passes of a step.
+        recomputes: Whether a stage keeps only what entered it until its backward pass.
+        remat: What a block keeps besides.
+    """
+
+    model: Model
+    schedule: Schedule
+    recomputes: bool
+    remat: remat.Policy
+
+
+def pipelined_gradients(
+    pipelined: PipelinedModel, plan: Plan, *, reduce_dtype: Any
+) -> Callable[..., tuple[Params, Loss]]:
+    """Builds `gradients(master, model_state, batch, key, scale) -> (grads, loss)`.
+
+    Args:
+        pipelined: The model and its schedule.
+        plan: Places parameters, gradients and their sum.
+        reduce_dtype: In which gradients are added over devices.
+
+    Returns:
+        A pure function of the stored master parameters, as
+        `zjax.train.shares.share_gradients` builds it.
+
+    Raises:
+        PlanError: The model is not a line of equal blocks whose arrays stack them.
+    """
+    run = _Run(pipelined, plan, reduce_dtype)
+
+    def of_device(
+        master: Params, state: ModelState, batch: Batch, key: Any, scale: Any
+    ) -> tuple[Params, Loss]:
+        grads, loss = run.gradients(master, batch, key, scale)
+        return grads, loss._replace(model_state=state)
+
+    def gradients(
+        master: Params, state: ModelState, batch: Batch, key: jax.Array, scale: Any
+    ) -> tuple[Params, Loss]:
+        outs = run.share.specs(plan.grads), P()
+        stored, loss = run.mapped(of_device, outs)(master, state, batch, key, scale)
+        return unpad_tree(stored, plan.grads), loss
+
+    return gradients
+
+
+def pipelined_forward(pipelined: PipelinedModel, plan: Plan) -> Callable[..., Loss]:
+    """Builds `forward(master, model_state, batch, key) -> Loss`, without gradients.
+
+    Args:
+        pipelined: The model and its schedule.
+        plan: Places the parameters.
+
+    Returns:
+        A pure function of the stored master parameters; a key of None evaluates.
+
+    Raises:
+        PlanError: The model is not a line of equal blocks whose arrays stack them.
+    """
+    run = _Run(pipelined, plan, jnp.float32)
+
+    def of_device(master: Params, state: ModelState, batch: Batch, key: Any) -> Loss:
+        return run.forward(master, batch, key)._replace(model_state=state)
+
+    def forward(
+        master: Params, state: ModelState, batch: Batch, key: jax.Array | None
+    ) -> Loss:
+        return run.mapped(of_device, P())(master, state, batch, key)
+
+    return forward
+
+
+class _Run:
+    """The program of the devices that hold the same rows, one in each stage."""
+
+    def __init__(self, pipelined: PipelinedModel, plan: Plan, reduce_dtype: Any):
+        self.pipelined, self.schedule = pipelined, pipelined.schedule
+        model = pipelined.model
+        self.plan = _with_padded_layers(plan)
+        num_microbatches = self.schedule.num_microbatches
+        self.share = Share(model, self.plan, num_microbatches, reduce_dtype)
+        self.cut = Cut(model, self.plan)
+        self.is_split = plan.stage >= 3
+
+    def mapped(self, run: Callable[..., Any], outs: Any) -> Callable[..., Any]:
+        def call(master, state, batch, *rest):
+            num_microbatches = self.schedule.num_microbatches
+            num_shares = self.plan.num_batch_shares
+            microbatches.check_batch(batch, num_microbatches, num_shares)
+            by_row = jax.tree.map(lambda x: P(BATCH_AXES) if x.ndim else P(), batch)
+            specs = (
+                self.share.specs(self.plan.master),
+                P(),
+                by_row,
+                *[P() for _ in rest],
+            )
+            return jax.shard_map(
+                run,
+                mesh=self.plan.mesh,
+                in_specs=specs,
+                out_specs=outs,
+                axis_names=set(BATCH_AXES),
+                check_vma=False,
+            )(master, state, batch, *rest)
+
+        return call
+
+    def gradients(
+        self, master: Params, batch: Batch, key: jax.Array, scale: Any
+    ) -> tuple[Params, Loss]:
+        pipeline = self.pipeline(scale)
+        params, parts = self.start(master, batch)
+        grads, losses = pipeline.differentiate(
+            params, self.zeros(), parts, self.own(key)
+        )
+        loss = microbatches.mean_loss(losses, ())
+        inverse = 1 / jnp.where(loss.weight == 0, 1, loss.weight)
+        grads = jax.tree.map(lambda g: microbatches.scaled(g, inverse), grads)
+        grads = self.cut.join(
+            dataclasses.replace(grads, stages=self.in_line(grads.stages))
+        )
+        return grads if self.share.reduces_each else self.share.reduce(grads), loss
+
+    def forward(self, master: Params, batch: Batch, key: jax.Array | None) -> Loss:
+        params, parts = self.start(master, batch)
+        key = None if key is None else self.own(key)
+        losses = self.pipeline(jnp.float32(1)).evaluate(params, parts, key)
+        return microbatches.mean_loss(losses, ())
+
+    def start(self, master: Params, batch: Batch) -> tuple[Parts, Batch]:
+        params = microbatches.cast_like(master, self.plan.compute)
+        params = params if self.is_split else self.share.fetch(params)
+        params = self.cut.split(params)
+        stages = self.by_stage(params.stages)
+        batch = microbatches.cast_batch(batch, compute_dtype(self.plan))
+        parts = microbatches.split_batch(batch, self.schedule.num_microbatches, 1)
+        return dataclasses.replace(params, stages=stages), parts
+
+    def own(self, key: jax.Array) -> jax.Array:
+        """The key of these rows."""
+        if self.pipelined.model.separable:
+            return key
+        return jax.random.fold_in(key, jax.lax.axis_index(BATCH_AXES))
+
+    def pipeline(self, scale: jax.Array) -> Pipeline:
+        rows = self.cut.split(self.plan.grads)
+        of_chunk = jax.tree.map(self.in_chunk, rows.stages)
+        rows = dataclasses.replace(rows, stages=of_chunk)
+        return Pipeline(
+            self.line(scale),
+            self.schedule,
+            self.pipelined.recomputes,
+            jax.tree.map(self.adder, rows, is_leaf=lambda x: not isinstance(x, Parts)),
+        )
+
+    def adder(self, rows: Any) -> Callable[..., Any]:
+        def add(total, grads, factor):
+            def one(t, g, row):
+                if self.share.reduces_each and not self.is_split:
+                    g = self.share.reduce_one(g, row)
+                return t + microbatches.scaled(g.astype(t.dtype), factor)
+
+            return jax.tree.map(one, total, grads, rows)
+
+        return add
+
+    def zeros(self) -> Parts:
+        zeros = self.cut.split(self.share.zeros())
+        return dataclasses.replace(zeros, stages=self.by_stage(zeros.stages))
+
+    def line(self, scale: jax.Array) -> Line:
+        stack, rows = self.cut.stack, self.cut.split(self.plan.master)
+        (segment,) = stack.segments
+        of_layer = jax.tree.map(lambda row: row.layer, rows.stages)
+        chunk_size = self.chunk_size
+
+        def embed(params, batch, key):
+            carry, context = stack.embed(
+                self.whole(params, rows.embed), batch, _fold_in(key, 0)
+            )
+            return (carry, jnp.zeros((), jnp.float32)), context
+
+        def block(params, stream, context, key):
+            carry, auxiliary = stream
+            carry, own = segment.block(
+                self.whole(params, of_layer), carry, context, key
+            )
+            return carry, auxiliary + own
+
+        kept = remat.recompute(block, self.pipelined.remat, in_loop=False)
+
+        def chunk(params, stream, context, key, number):
+            first = number * chunk_size
+            for i, layer in enumerate(layers_of(params, chunk_size)):
+                out = kept(layer, stream, context, _fold_in(key, first + i + 1))
+                stream = self.unless_padding(first + i, out, stream)
+            return stream
+
+        def head(params, stream, batch):
+            carry, auxiliary = stream
+            whole = self.whole(params, rows.head)
+            loss_sum, weight, sums = stack.head(whole, carry, batch)
+            divisor = jnp.where(weight > 0, weight, 1.0)
+            metrics = {name: x / divisor for name, x in sums.items()}
+            loss = Loss(loss_sum / divisor + auxiliary, weight, (), metrics)
+            part, total = self.share.part_of(loss)
+            return loss.value * part * scale, self.share.mean(loss, part, total)
+
+        return Line(embed, chunk, head)
+
+    @property
+    def num_layers(self) -> int:
+        """With those that only fill up the last stages."""
+        (first, *_) = jax.tree.leaves(self.cut.split(self.plan.master).stages)
+        return first.num_layers
+
+    @property
+    def chunk_size(self) -> int:
+        num_chunks = self.schedule.num_stages * self.schedule.num_chunks
+        return self.num_layers // num_chunks
+
+    def in_chunk(self, row: Row) -> Row:
+        """The place of the part of a stacked array that is one chunk's."""
+        size = self.chunk_size
+        return dataclasses.replace(
+            row,
+            shape=(size, *row.shape[1:]),
+            stored_shape=(size, *row.stored_shape[1:]),
+            sharding=row.sharding.update(spec=P(None, *row.spec[1:])),
+            num_layers=size,
+        )
+
+    def unless_padding(self, number: jax.Array, out: Any, stream: Any) -> Any:
+        (segment,) = self.cut.stack.segments
+        if segment.num_blocks == self.num_layers:
+            return out
+        is_real = number < segment.num_blocks
+        return jax.tree.map(lambda x, y: jnp.where(is_real, x, y), out, stream)
+
+    def whole(self, params: Params, rows: Any) -> Params:
+        if not self.is_split:
+            return params
+        return jax.tree.map(
+            lambda x, row: shards.fetch(x, row, self.share.axes), params, rows
+        )
+
+    def by_stage(self, stacked: Params) -> Params:
+        """[layers, ...] -> [stages, chunks, layers, ...]."""
+        stages, chunks = self.schedule.num_stages, self.schedule.num_chunks
+
+        def one(x):
+            x = x.reshape(chunks, stages, -1, *x.shape[1:]).swapaxes(0, 1)
+            return jax.lax.with_sharding_constraint(x, STAGED)
+
+        return jax.tree.map(one, stacked)
+
+    def in_line(self, staged: Params) -> Params:
+        """The inverse."""
+
+        def one(x):
+            x = x.swapaxes(0, 1).reshape(-1, *x.shape[3:])
+            return jax.lax.with_sharding_constraint(x, STAGED)
+
+        return jax.tree.map(one, staged)
+
+
+class Cut:
+    """Takes trees of a model apart into embedding, stacked layers and head.
+
+    Args:
+        model: It has a stack of one segment.
+        plan: Says which arrays stack layers.
+
+    Raises:
+        PlanError: The model is not a line of equal blocks whose arrays stack them.
+    """
+
+    def __init__(self, model: Model, plan: Plan):
+        stack = model.stack
+        if stack is None or len(stack.segments) != 1:
+            raise PlanError(_no_line(plan, "a model that is no line of equal blocks"))
+        self.stack = stack
+        self.rows = plan.master
+        paths = [row.path for row in jax.tree.leaves(plan.master)]
+        _, (blocks,), _ = stack.split(self._marked(plan.master))
+        self.blocks = blocks
+        self.index = {path: number for number, path in enumerate(paths)}
+        for number, block in enumerate(blocks):
+            marks = jax.tree.leaves(block)
+            if jax.tree.structure(block) != jax.tree.structure(blocks[0]) or any(
+                not isinstance(mark, _Mark) or mark.layer != number for mark in marks
+            ):
+                problem = "blocks that are not equal, or whose arrays do not stack them"
+                raise PlanError(_no_line(plan, problem))
+
+    def split(self, tree: Any) -> Parts:
+        """Arrays, or rows, of the embedding, of all layers, and of the head."""
+        leaves = jax.tree.leaves(tree)
+        embed, _, head = self.stack.split(self._marked(tree))
+        stages = jax.tree.map(
+            lambda mark: leaves[self.index[mark.path]], self.blocks[0]
+        )
+        return Parts(embed, stages, head)
+
+    def join(self, parts: Parts) -> Any:
+        """One tree, with the sum of what embedding and head share."""
+        marks = jax.tree.leaves(self.blocks[0])
+        stacked = {
+            mark.path: x
+            for mark, x in zip(marks, jax.tree.leaves(parts.stages), strict=True)
+        }
+        joined = self.stack.join(parts.embed, (self.blocks,), parts.head)
+
+        def is_marked(x: Any) -> bool:
+            return isinstance(x, Layers) and isinstance(x[0], _Mark)
+
+        return jax.tree.map(
+            lambda x: stacked[x[0].path] if is_marked(x) else x,
+            joined,
+            is_leaf=is_marked,
+        )
+
+    def _marked(self, tree: Any) -> Any:
+        def one(row: Row, x: Any) -> Any:
+            if not row.num_layers:
+                return x
+            number = self.stack.segments[0].num_blocks
+            marks = (_Mark(row.path, layer) for layer in range(number))
+            return Layers(marks, name_of(row.path))
+
+        return jax.tree.map(one, self.rows, tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mark:
+    """In place of one layer of a stacked array."""
+
+    path: str
+    layer: int
+
+
+def _no_line(plan: Plan, what: str) -> Problem:
+    size = plan.mesh.shape[PIPELINE]
+    remedy = "use 1, or a model with a zjax.Stack of one segment"
+    return Problem("mesh.pipeline", size, f"cannot cut {what}", remedy)
+
+
+def _with_padded_layers(plan: Plan) -> Plan:
+    """Stages of equal size: what fills up the last ones counts as layers."""
+
+    def one(row: Row) -> Row:
+        if not row.num_layers:
+            return row
+        number = row.stored_shape[0]
+        shape = (number, *row.shape[1:])
+        return dataclasses.replace(row, shape=shape, num_layers=number)
+
+    names = ("master", "compute", "grad_sum", "grads")
+    rows = {name: jax.tree.map(one, getattr(plan, name)) for name in names}
+    return dataclasses.replace(plan, **rows)
+
+
+def _fold_in(key: jax.Array | None, number: Any) -> jax.Array | None:
+    return None if key is None else jax.random.fold_in(key, number)
