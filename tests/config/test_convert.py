@@ -107,7 +107,7 @@ SINKS = "use one of console, jsonl, csv, tensorboard, wandb"
             "mesh.data=None is a NoneType; expected int\n"
             "5=1 is not a setting; use one of seed, num_steps, global_batch_size, "
             "num_microbatches, microbatch_size, directory, deterministic, "
-            "xla_options, mesh, zero, precision, "
+            "xla_options, mesh, pipeline, zero, precision, "
             "optimizer, model, data, evaluation, checkpoint, observe, processes",
             id="all-at-once",
         ),

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from zjax.config import axes, batch, effect, model_rules, ranges, schema
+from zjax.config import axes, batch, effect, model_rules, ranges, schema, stages
 from zjax.errors import ConfigError, Problem
 
 _UNUSED_OPTIMIZER = schema.Optimizer(num_warmup_steps=0)
@@ -258,6 +258,7 @@ _RULES: tuple[model_rules.Entry, ...] = (
     (("mesh",), _mesh),
     (("mesh",), _unbuilt_axes),
     (("global_batch", "num_microbatches", "microbatch", "mesh"), _batch),
+    (("global_batch", "num_microbatches", "microbatch", "mesh"), stages.stage_problems),
     (("precision.loss_scale",), _loss_scale),
     ((), _precision),
     ((), _offload),

@@ -21,6 +21,7 @@ _AWAY = ("pinned_host", "nvme", "auto")
 _MOMENTS = ("adamw", "adam", "lamb", "muon")
 
 NEEDS = (
+    Needs("pipeline.num_chunks", "pipeline.schedule", ("interleaved",)),
     Needs("zero.min_shard_elements", "zero.stage", (1, 2, 3)),
     Needs("zero.parameter_memory", "zero.optimizer_memory", _AWAY),
     Needs("zero.gradient_memory", "zero.optimizer_memory", _AWAY),

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 
-from zjax.config import axes, schema, sparsity
+from zjax.config import axes, schema, sparsity, stages
 from zjax.config.layers import repeats_kernels
 from zjax.errors import Problem
 
@@ -127,6 +127,7 @@ MODEL_RULES: tuple[Entry, ...] = (
     (("model", "mesh"), _tensor),
     (("model",), _tiles),
     (("model",), _layers),
+    (("model", "mesh", "pipeline"), stages.model_problems),
     ((), _offload),
     ((), _attention),
     (("data", "model"), sparsity.sparsity_problems),

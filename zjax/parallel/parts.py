@@ -125,7 +125,6 @@ def split_backward(
         Zero Bubble Pipeline Parallelism (arXiv:2401.10241, section 2).
     """
     graph, (grads, stream) = _trace(backward, params, kept, rest, cotangent)
-    graph = graph.inlined()
     (num_grads,) = _sizes(grads)
     num_again = sum(_sizes(params, kept, rest))
     of_grads, of_stream = graph.outs[:num_grads], graph.outs[num_grads:]
@@ -205,7 +204,10 @@ class _Graph:
 
 def _trace(function: Callable[..., Any], *args: Any) -> tuple[_Graph, Any]:
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-    return _Graph(closed), shapes
+    # Functions called by name hide what does not follow from all of their arguments.
+    run = functools.partial(_run_inlined, closed)
+    inlined = jax.make_jaxpr(run)(*(x.aval for x in closed.jaxpr.invars))
+    return _Graph(inlined), shapes
 
 
 def _call(closed: Any, args: Sequence[Any]) -> list[Any]:

@@ -11,7 +11,8 @@ stage s - 1 and, on the first stage, behind chunk c - 1 of the last.
 
 import dataclasses
 import functools
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import numpy as np
 
@@ -35,10 +36,10 @@ class Lane:
             of weights.
     """
 
-    microbatch: np.ndarray
-    chunk: np.ndarray
-    slot: np.ndarray
-    handed: np.ndarray
+    microbatch: Any
+    chunk: Any
+    slot: Any
+    handed: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Schedule:
         """Ticks from the first pass to the last."""
         return len(self.lanes["forward"].microbatch)
 
-    def time(self, costs: dict[Kind, float]) -> float:
+    def time(self, costs: Mapping[Kind, int | float]) -> float:
         """How long all ticks take.
 
         Args:
@@ -114,7 +115,7 @@ class Schedule:
         )
         return sum(ticks) / self.num_chunks
 
-    def bubble(self, costs: dict[Kind, float]) -> float:
+    def bubble(self, costs: Mapping[Kind, int | float]) -> float:
         """The share of its time in which a stage has nothing to do.
 
         Args:
@@ -124,9 +125,9 @@ class Schedule:
             0 to below 1.
 
         Example:
-            >>> schedule = make_schedule("gpipe", num_stages=4, num_microbatches=12)
+            >>> schedule = make_schedule("gpipe", num_stages=2, num_microbatches=3)
             >>> schedule.bubble({"forward": 1, "backward": 1, "weights": 1})
-            0.2
+            0.25
         """
         return 1 - self.num_microbatches * sum(costs.values()) / self.time(costs)
 
@@ -180,9 +181,8 @@ def make_schedule(
         ticks["weights"] = first + unit + num_stages - 1 + 0 * stage
     microbatch, chunk = _units(num_stages, num_microbatches, num_chunks)
     chunks = {k: chunk if k == "forward" else num_chunks - 1 - chunk for k in ticks}
-    tables = _Tables(
-        ticks, microbatch, chunks, max(x.max() for x in ticks.values()) + 1
-    )
+    num_ticks = 1 + max(int(x.max()) for x in ticks.values())
+    tables = _Tables(ticks, microbatch, chunks, num_ticks)
     slots, num_slots = tables.slots("forward", list(ticks)[-1])
     handed, num_handed = (
         tables.slots("backward", "weights") if "weights" in ticks else ({}, 0)

@@ -1,0 +1,96 @@
+"""A function and its derivative in passes that add up to what JAX computes in one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from zjax.parallel import remat
+from zjax.parallel.parts import differentiate_in_passes, split_backward
+
+WIDTH = 6
+
+
+def two_layers(params, stream, rest):
+    """Has what blocks have: products, a norm of its own, masks, and more results."""
+    x, total = stream
+    table, key = rest
+    for weights in params["layers"]:
+        hidden = jax.nn.silu(x @ weights["up"]) * jnp.sin(table)[None]
+        keep = jax.random.bernoulli(key, 0.5, hidden.shape)
+        x = x + jnp.where(keep, hidden, 0) @ weights["down"]
+        total = total + jnp.square(x * weights["scale"][None]).mean()
+    return x, total
+
+
+@pytest.fixture
+def given():
+    keys = iter(jax.random.split(jax.random.key(0), 9))
+
+    def layer():
+        return {
+            "up": jax.random.normal(next(keys), (WIDTH, 2 * WIDTH)),
+            "down": jax.random.normal(next(keys), (2 * WIDTH, WIDTH)),
+            "scale": jax.random.normal(next(keys), (WIDTH,)),
+        }
+
+    params = {"layers": [layer(), layer()]}
+    stream = jax.random.normal(next(keys), (3, WIDTH)), jnp.float32(0.25)
+    rest = jax.random.normal(next(keys), (2 * WIDTH,)), next(keys)
+    cotangent = jnp.ones((3, WIDTH)), jnp.float32(2)
+    return params, stream, rest, cotangent
+
+
+def expected(function, params, stream, rest, cotangent):
+    out, pull = jax.vjp(lambda p, x: function(p, x, rest), params, stream)
+    return out, *pull(cotangent)
+
+
+def assert_same(found, wanted):
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-6), found, wanted)
+
+
+def num_products(function, *args):
+    return str(jax.make_jaxpr(function)(*args)).count("dot_general[")
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_passes_compute_what_jax_does(given, policy):
+    params, stream, rest, cotangent = given
+    function = remat.recompute(two_layers, policy, in_loop=True)
+    passes = differentiate_in_passes(function, params, stream, rest)
+    out, kept = jax.jit(passes.forward)(params, stream, rest)
+    grads, back = jax.jit(passes.backward)(params, kept, rest, cotangent)
+    assert_same((out, grads, back), expected(function, params, stream, rest, cotangent))
+
+
+def test_what_waits_follows_from_the_stream(given):
+    """Fails if parameters, tables or random masks are kept for each microbatch."""
+    params, stream, rest, _ = given
+    passes = differentiate_in_passes(two_layers, params, stream, rest)
+    _, kept = passes.forward(params, stream, rest)
+    _, others = passes.forward(params, jax.tree.map(lambda x: x + 1, stream), rest)
+    for x, other in zip(kept, others, strict=True):
+        assert x.shape[:1] in ((3,), ())
+        assert (np.asarray(x) != np.asarray(other)).any()
+    remembering = differentiate_in_passes(
+        remat.recompute(two_layers, "full", in_loop=True), params, stream, rest
+    )
+    _, least = remembering.forward(params, stream, rest)
+    assert sum(x.size for x in least) == stream[0].size < sum(x.size for x in kept)
+
+
+def test_gradients_of_weights_are_made_apart(given):
+    """Fails if a pass computes what is the other's, or both compute it."""
+    params, stream, rest, cotangent = given
+    passes = differentiate_in_passes(two_layers, params, stream, rest)
+    _, kept = passes.forward(params, stream, rest)
+    halves = split_backward(passes.backward, params, kept, rest, cotangent)
+    back, handed = jax.jit(halves.of_stream)(params, kept, rest, cotangent)
+    grads = jax.jit(halves.of_params)(params, kept, rest, handed)
+    _, *wanted = expected(two_layers, params, stream, rest, cotangent)
+    assert_same([grads, back], wanted)
+    assert num_products(passes.backward, params, kept, rest, cotangent) == 8
+    assert num_products(halves.of_stream, params, kept, rest, cotangent) == 4
+    assert num_products(halves.of_params, params, kept, rest, handed) == 4

@@ -1,0 +1,169 @@
+"""Tables of passes: their order, their time, and what waits in the meantime."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from tests.reference import schedules
+from zjax.parallel.schedule import IDLE, KINDS, make_schedule
+
+EQUAL = {"forward": 1, "backward": 1, "weights": 1}
+CASES = [
+    *itertools.product(("gpipe", "1f1b", "zb_h1"), (1, 2, 3, 4, 8), (1, 2, 5, 8), (1,)),
+    *itertools.product(("interleaved",), (2, 4), (4, 8), (2, 3)),
+]
+
+
+def make(name, num_stages, num_microbatches, num_chunks):
+    return make_schedule(
+        name,
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        num_chunks=num_chunks,
+    )
+
+
+def passes(schedule):
+    """(tick, place of its kind in the tick, kind, stage, microbatch, chunk) of each."""
+    for order, kind in enumerate(KINDS):
+        lane = schedule.lanes.get(kind)
+        if lane is not None:
+            for tick, stage in np.argwhere(lane.microbatch != IDLE):
+                yield (
+                    tick,
+                    order,
+                    kind,
+                    stage,
+                    int(lane.microbatch[tick, stage]),
+                    int(lane.chunk[tick, stage]),
+                )
+
+
+def orders(schedule):
+    found = [[] for _ in range(schedule.num_stages)]
+    for _, _, kind, stage, microbatch, chunk in sorted(passes(schedule)):
+        found[stage].append((kind[0].upper(), microbatch, chunk))
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_pass_is_taken_once_and_reads_what_came_in_the_tick_before(case):
+    """Fails if a neighbour, a microbatch or a chunk is not the right one."""
+    schedule = make(*case)
+    _, size, num_microbatches, num_chunks = case
+    at = {(kind, *rest): tick for tick, _, kind, *rest in passes(schedule)}
+    assert len(at) == len(list(passes(schedule)))
+    assert len(at) == len(schedule.lanes) * size * num_microbatches * num_chunks
+    for (kind, stage, microbatch, chunk), tick in at.items():
+        place = chunk * size + stage
+        if kind == "weights":
+            assert at["backward", stage, microbatch, chunk] <= tick
+            continue
+        if kind == "backward":
+            assert at["forward", stage, microbatch, chunk] <= tick
+        before = place - 1 if kind == "forward" else place + 1
+        if 0 <= before < size * num_chunks:
+            sender = kind, before % size, microbatch, before // size
+            assert at[sender] == tick - 1
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_is_written_where_something_waits(case):
+    schedule = make(*case)
+    for table, writer, last in (
+        ("slot", "forward", list(schedule.lanes)[-1]),
+        ("handed", "backward", "weights"),
+    ):
+        if last not in schedule.lanes:
+            continue
+        holds = {}
+        for _, _, kind, stage, *unit in sorted(passes(schedule)):
+            if KINDS.index(kind) < KINDS.index(writer):
+                continue
+            lane = schedule.lanes[kind]
+            (tick,) = (
+                t
+                for t in range(schedule.num_ticks)
+                if [lane.microbatch[t, stage], lane.chunk[t, stage]] == unit
+            )
+            slot = int(getattr(lane, table)[tick, stage])
+            assert slot < (schedule.num_slots, schedule.num_handed)[table == "handed"]
+            if kind == writer:
+                assert (stage, slot) not in holds
+                holds[stage, slot] = unit
+            assert holds[stage, slot] == unit
+            if kind == last:
+                del holds[stage, slot]
+        assert not holds
+
+
+def test_idle_stages_write_where_none_reads():
+    for case in CASES:
+        schedule = make(*case)
+        for lane in schedule.lanes.values():
+            idle = lane.microbatch == IDLE
+            assert (lane.slot[idle] == schedule.num_slots).all()
+            assert (lane.handed[idle] == schedule.num_handed).all()
+
+
+def test_the_simulator_gives_the_times_of_the_papers():
+    """The goldens of the schedules as they are written for stages that run freely."""
+    apart = {"F": 1, "B": 1, "W": 1}
+    whole = {"F": 1, "B": 2}
+    free = schedules.simulate(schedules.one_f_one_b(4, 8), whole)
+    assert schedules.makespan(free) == 33
+    assert [schedules.most_alive(free, s) for s in range(4)] == [4, 3, 2, 1]
+    free = schedules.simulate(schedules.interleaved(4, 8, 2), whole, num_chunks=2)
+    assert schedules.makespan(free) == 28.5
+    assert [schedules.most_alive(free, s) for s in range(4)] == [11, 9, 7, 5]
+    for size, number, time in ((4, 8, 27), (8, 16, 55)):
+        free = schedules.simulate(schedules.zero_bubble(size, number), apart)
+        assert schedules.makespan(free) == time
+    free = schedules.simulate(schedules.zero_bubble(4, 12, second=True), apart)
+    assert schedules.makespan(free) == 39
+    for stage in range(4):
+        spans = [span for (s, *_), span in free.items() if s == stage]
+        first, last = min(a for a, _ in spans), max(b for _, b in spans)
+        assert last - first == 36
+
+
+@pytest.mark.parametrize(
+    ("case", "time", "num_slots"),
+    [
+        (("gpipe", 4, 8, 1), 33, 8),
+        (("1f1b", 4, 8, 1), 33, 7),
+        (("interleaved", 4, 8, 2), 28.5, 11),
+        (("zb_h1", 4, 8, 1), 30, 7),
+        (("1f1b", 8, 16, 1), 69, 15),
+        (("zb_h1", 8, 16, 1), 62, 15),
+        (("1f1b", 4, 2, 1), 15, 2),
+    ],
+)
+def test_time_in_lock_step(case, time, num_slots):
+    schedule = make(*case)
+    assert schedule.time(EQUAL) == time
+    assert schedule.num_slots == num_slots
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case[1] > 1])
+def test_lock_step_costs_nothing_but_the_freedom_of_zero_bubble(case):
+    """Stages that ran freely in the same order would take as long, or less only where
+    gradients of weights are apart."""
+    name, size, number, num_chunks = case
+    schedule = make(*case)
+    costs = {"F": 1, "B": 1, "W": 1} if name == "zb_h1" else {"F": 1, "B": 2}
+    free = schedules.simulate(orders(schedule), costs, num_chunks)
+    if name == "zb_h1":
+        assert schedule.time(EQUAL) == 3 * number + 2 * (size - 1)
+        assert schedules.makespan(free) <= schedule.time(EQUAL)
+    else:
+        assert schedule.time(EQUAL) == 3 * (number + (size - 1) / num_chunks)
+        assert schedules.makespan(free) == pytest.approx(schedule.time(EQUAL))
+
+
+def test_waiting_grows_with_the_microbatches_under_gpipe_alone():
+    for size, number in ((4, 16), (4, 3), (2, 9)):
+        assert make("gpipe", size, number, 1).num_slots == number
+        expected = min(2 * size - 1, number)
+        assert make("1f1b", size, number, 1).num_slots == expected

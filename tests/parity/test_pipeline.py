@@ -1,0 +1,91 @@
+"""Pipelines of any schedule, mesh and stage compute what one device computes."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from tests.support import pipelines
+
+KEPT = {"recompute": False}
+LLAMA = {
+    "norm": "rms_norm",
+    "positions": "rotary",
+    "activation": "swiglu",
+    "use_bias": False,
+    "tied_head": False,
+    "num_kv_heads": 2,
+}
+CASES = {
+    "1f1b": {"mesh": {"pipeline": 4, "data": 2}},
+    "gpipe, kept, stage 3": {
+        "mesh": {"pipeline": 2, "data": 4},
+        "stage": 3,
+        "pipeline": {"schedule": "gpipe", **KEPT},
+    },
+    "interleaved, stage 2, llama": {
+        "mesh": {"pipeline": 2, "data": 2, "tensor": 2},
+        "stage": 2,
+        "pipeline": {"schedule": "interleaved"},
+        **LLAMA,
+    },
+    "weights apart, tensor": {
+        "mesh": {"pipeline": 4, "tensor": 2},
+        "stage": 0,
+        "pipeline": {"schedule": "zb_h1", **KEPT},
+    },
+    "layers that do not divide, vocabulary neither": {
+        "mesh": {"pipeline": 4, "data": 2},
+        "stage": 1,
+        "num_layers": 5,
+        "vocab_size": 41,
+        "remat": "full",
+    },
+    "fewer microbatches than stages": {
+        "mesh": {"pipeline": 4, "replica": 2},
+        "num_microbatches": 2,
+        "stage": 3,
+    },
+}
+GRID = list(
+    itertools.product(
+        [
+            {"pipeline": 2, "data": 4},
+            {"pipeline": 4, "data": 2},
+            {"pipeline": 2, "tensor": 4},
+            {"pipeline": 2, "data": 2, "tensor": 2},
+            {"pipeline": 4, "tensor": 2},
+        ],
+        [0, 1, 2, 3],
+        [1, 4],
+        ["1f1b", "gpipe", "zb_h1"],
+    )
+)
+
+
+def assert_same(case):
+    shape = {k: v for k, v in case.items() if k not in ("mesh", "stage", "pipeline")}
+    losses, weights = pipelines.train(pipelines.start(pipelines.make_config(**case)))
+    wanted_losses, wanted = pipelines.on_one_device(**shape)
+    np.testing.assert_allclose(losses, wanted_losses, rtol=1e-5)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-5),
+        weights,
+        wanted,
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_equal_one_device(name):
+    """Fails if a stage has another's input, a microbatch is lost, gradients of what
+    embedding and head share are not added, or padding counts."""
+    assert_same(CASES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "stage", "num_microbatches", "schedule"), GRID)
+def test_grid(mesh, stage, num_microbatches, schedule):
+    pipeline = {"schedule": schedule, "recompute": schedule == "1f1b"}
+    case = {"mesh": mesh, "stage": stage, "pipeline": pipeline}
+    assert_same(case | {"num_microbatches": num_microbatches})

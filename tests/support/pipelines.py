@@ -1,0 +1,80 @@
+"""Small language models in a pipeline, and the same on one device."""
+
+import functools
+
+import jax
+import numpy as np
+
+from zjax.config import schema
+from zjax.initialize import make_run
+from zjax.models.build import make_model
+from zjax.optim.build import make_optimizer
+
+ROWS, LENGTH, WIDTH, VOCABULARY = 16, 8, 16, 40
+
+
+def make_config(
+    *,
+    mesh=None,
+    stage=1,
+    num_microbatches=4,
+    pipeline=None,
+    compute_dtype="float32",
+    optimizer="adamw",
+    **model,
+):
+    shape = {"num_layers": 4, "num_heads": 4, "num_kv_heads": 4, "mlp_size": 24}
+    shape |= {"vocab_size": VOCABULARY, "max_length": LENGTH, "remat": "none"}
+    return schema.Config(
+        global_batch_size=ROWS,
+        num_microbatches=num_microbatches,
+        mesh=schema.Mesh(**(mesh or {})),
+        pipeline=schema.Pipeline(**(pipeline or {})),
+        zero=schema.Zero(stage=stage, min_shard_elements=0),
+        precision=schema.Precision(compute_dtype=compute_dtype),
+        optimizer=schema.Optimizer(
+            name=optimizer, num_warmup_steps=0, peak_learning_rate=1e-2
+        ),
+        model=schema.Model(embed_size=WIDTH, **(shape | model)),
+        data=schema.Data(length=LENGTH),
+    )
+
+
+def make_batch(step):
+    """Rows of unequal weight, so that a mean of means would show."""
+    rng = np.random.default_rng(step)
+    tokens = rng.integers(0, VOCABULARY, (ROWS, LENGTH + 1)).astype(np.int32)
+    weights = rng.random((ROWS, LENGTH)) > rng.random((ROWS, 1))
+    return {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "weights": weights.astype(np.float32),
+    }
+
+
+def start(config, devices=None):
+    model = make_model(config)
+    return make_run(config, model, make_optimizer(config, model), devices=devices)
+
+
+def train(run, num_steps=3):
+    """Losses, the loss of an evaluation, and the weights in their logical shapes."""
+    state, losses = run.state, []
+    for step in range(num_steps):
+        state, metrics = run.step(state, make_batch(step))
+        losses.append(float(metrics["loss"]))
+    evaluated = float(run.evaluate(state, make_batch(99))["loss"])
+
+    def cut(x, row):
+        return np.asarray(x)[tuple(map(slice, row.shape))]
+
+    weights = jax.tree.map(cut, state.master, run.plan.master)
+    return [*losses, evaluated], weights
+
+
+@functools.cache
+def on_one_device(num_microbatches=4, optimizer="adamw", **model):
+    config = make_config(
+        stage=0, num_microbatches=num_microbatches, optimizer=optimizer, **model
+    )
+    return train(start(config, jax.devices()[:1]))

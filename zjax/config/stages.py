@@ -1,0 +1,114 @@
+"""Whether a run can be cut into the stages of a pipeline."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from zjax.config import axes, batch, schema
+from zjax.config.layers import repeats_kernels
+from zjax.errors import ConfigError, Problem
+
+
+def stage_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Finds settings that a pipeline, or the lack of one, does not allow.
+
+    Args:
+        config: Settings in range.
+        num_devices: Devices of the run.
+
+    Yields:
+        One problem per setting.
+    """
+    given, size = config.pipeline, _num_stages(config, num_devices)
+    if size == 1:
+        for field in dataclasses.fields(schema.Pipeline):
+            value = getattr(given, field.name)
+            if value != field.default:
+                problem = "has no effect with mesh.pipeline=1"
+                remedy = f"leave it at {field.default!r}, or set mesh.pipeline above 1"
+                yield Problem(f"pipeline.{field.name}", value, problem, remedy)
+        return
+    memory = config.zero.optimizer_memory
+    if memory != "device":
+        problem = f"moves blocks one by one, and mesh.pipeline={size} runs whole stages"
+        remedy = "use 'device', or mesh.pipeline=1"
+        yield Problem("zero.optimizer_memory", memory, problem, remedy)
+    if given.schedule == "zb_h1" and given.recompute:
+        problem = "would compute all of a stage again for the gradients of weights"
+        remedy = "set pipeline.recompute to False, or use '1f1b'"
+        yield Problem("pipeline.schedule", "zb_h1", problem, remedy)
+    if given.schedule == "interleaved":
+        yield from _groups(config, num_devices, size)
+
+
+def model_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Finds settings of the built-in models that do not fit the stages.
+
+    Args:
+        config: Settings in range.
+        num_devices: Devices of the run.
+
+    Yields:
+        One problem per setting.
+    """
+    given, size = config.pipeline, _num_stages(config, num_devices)
+    if size == 1:
+        return
+    model = config.model
+    if model.num_layers < size:
+        problem = f"makes more stages than model.num_layers={model.num_layers}"
+        remedy = f"use at most {model.num_layers}"
+        yield Problem("mesh.pipeline", config.mesh.pipeline, problem, remedy)
+    elif given.schedule == "interleaved":
+        yield from _chunks(config, size)
+    if model.layers_per_scan:
+        problem = "has no effect in the stages of a pipeline, which run layers in line"
+        yield Problem("model.layers_per_scan", model.layers_per_scan, problem, "use 0")
+    if model.activation_memory != "device":
+        problem = "has no effect in the stages of a pipeline, which keep their own"
+        remedy = "leave it at 'device'"
+        memory = model.activation_memory
+        yield Problem("model.activation_memory", memory, problem, remedy)
+    if given.schedule == "zb_h1" and model.remat != "none":
+        problem = "leaves no gradients of weights for pipeline.schedule='zb_h1' to take"
+        problem += " apart"
+        yield Problem("model.remat", model.remat, problem, "use 'none', or '1f1b'")
+    if repeats_kernels(config):
+        problem = "repeats a kernel of cuDNN in each stage, which cannot be"
+        problem += " deterministic"
+        remedy = "use False, or model.attention='xla'"
+        yield Problem("deterministic", True, problem, remedy)
+
+
+def _chunks(config: schema.Config, num_stages: int) -> Iterator[Problem]:
+    num_layers, given = config.model.num_layers, config.pipeline.num_chunks
+    if num_layers % (num_stages * given) == 0:
+        return
+    problem = f"does not cut model.num_layers={num_layers} into equal parts on"
+    problem += f" {num_stages} stages"
+    sizes = range(2, num_layers // num_stages + 1)
+    fits = [size for size in sizes if num_layers % (num_stages * size) == 0]
+    remedy = f"use {fits[0]}" if fits else "use '1f1b', or another number of layers"
+    yield Problem("pipeline.num_chunks", given, problem, remedy)
+
+
+def _num_stages(config: schema.Config, num_devices: int) -> int:
+    return max(1, axes.axis_sizes(config, num_devices)["pipeline"])
+
+
+def _groups(
+    config: schema.Config, num_devices: int, num_stages: int
+) -> Iterator[Problem]:
+    sizes = axes.axis_sizes(config, num_devices)
+    if not axes.mesh_fills(config, num_devices):
+        return
+    try:
+        shares = math.prod(sizes[axis] for axis in axes.BATCH_AXES)
+        number = batch.resolve_batch(config, shares).num_microbatches
+    except ConfigError:
+        return
+    if number % num_stages:
+        problem = f"does not divide into groups of {num_stages}, as"
+        problem += " pipeline.schedule='interleaved' takes them"
+        remedy = f"use a multiple of {num_stages}"
+        yield Problem("num_microbatches", number, problem, remedy)
