@@ -11,7 +11,7 @@ CASES = {
     "scanned norm/gain": (("layers", "embed"), False, None),
     "scanned/kernel": (("layers", "embed", "mlp"), True, ((1,), (2,))),
     "stages of layers/kernel": (
-        ("stages", "layers", "embed", "mlp"),
+        ("experts", "layers", "embed", "mlp"),
         True,
         ((2,), (3,)),
     ),

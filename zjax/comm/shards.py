@@ -1,6 +1,6 @@
 """Shards of a plan inside `jax.shard_map`: gathered whole, summed back to shards."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -50,11 +50,14 @@ def gather(shard: jax.Array, row: Row, axes: Sequence[str]) -> jax.Array:
     Returns:
         The array in its logical shape, in the dtype of the shard.
     """
-    whole = shard
-    for dim, names in enumerate(_split_dims(row, axes)):
-        if names:
-            whole = jax.lax.all_gather(whole, names, axis=dim, tiled=True)
-    return unpad(whole, row)
+
+    def run(whole: jax.Array) -> jax.Array:
+        for dim, names in enumerate(_split_dims(row, axes)):
+            if names:
+                whole = jax.lax.all_gather(whole, names, axis=dim, tiled=True)
+        return whole
+
+    return unpad(_by_share(run, row, axes)(shard), row)
 
 
 def reduce(x: jax.Array, row: Row, axes: Sequence[str]) -> jax.Array:
@@ -70,14 +73,18 @@ def reduce(x: jax.Array, row: Row, axes: Sequence[str]) -> jax.Array:
     Returns:
         This device's part of the stored sum, in the dtype of `x`.
     """
-    total, rest = pad(x, row), list(axes)
-    for dim, names in enumerate(_split_dims(row, axes)):
-        if names:
-            total = jax.lax.psum_scatter(
-                total, names, scatter_dimension=dim, tiled=True
-            )
-            rest = [axis for axis in rest if axis not in names]
-    return jax.lax.psum(total, tuple(rest)) if rest else total
+
+    def run(total: jax.Array) -> jax.Array:
+        rest = list(axes)
+        for dim, names in enumerate(_split_dims(row, axes)):
+            if names:
+                total = jax.lax.psum_scatter(
+                    total, names, scatter_dimension=dim, tiled=True
+                )
+                rest = [axis for axis in rest if axis not in names]
+        return jax.lax.psum(total, tuple(rest)) if rest else total
+
+    return _by_share(run, row, axes)(pad(x, row))
 
 
 def fetch(shard: jax.Array, row: Row, axes: Sequence[str]) -> jax.Array:
@@ -118,6 +125,22 @@ def mean_over(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     if not axes or not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     return jax.lax.pmean(x.astype(jnp.float32), tuple(axes)).astype(x.dtype)
+
+
+def _by_share(
+    run: Callable[[jax.Array], jax.Array], row: Row, axes: Sequence[str]
+) -> Callable[[jax.Array], jax.Array]:
+    # A compiler that had the other axes would gather the array over them first.
+    mesh = jax.sharding.get_abstract_mesh()
+    named = {axis for dim in rules.axes_of(row.spec, len(row.shape)) for axis in dim}
+    others = named.intersection(mesh.auto_axes).difference(axes)
+    others = {axis for axis in others if mesh.shape[axis] > 1}
+    if not others:
+        return run
+    spec = manual_spec(row, tuple(others))
+    return jax.shard_map(
+        run, in_specs=spec, out_specs=spec, axis_names=others, check_vma=False
+    )
 
 
 def _split_dims(row: Row, axes: Sequence[str]) -> list[tuple[str, ...]]:

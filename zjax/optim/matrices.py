@@ -2,7 +2,7 @@
 
 Weight decay, Muon and LAMB treat a parameter by its role, and the shape alone does not
 tell it: the norm scales of scanned layers have two dims, and so has the bias of an
-attention head. Leading dims named `layers`, `stages` or `experts` only stack
+attention head. Leading dims named `layers` or `experts` only stack
 parameters, and are not counted. Where nothing is known of the dims, all are counted.
 """
 
@@ -14,7 +14,7 @@ import optax
 from zjax.sharding.placement import abstract_key, name_of, path_of
 from zjax.typing import Logical, Model, Params
 
-STACKED = ("layers", "stages", "experts")
+STACKED = ("layers", "experts")
 VECTORS = ("bias", "scale")
 Names = dict[str, Logical]
 """The dims of parameters by path, as far as they are known."""

@@ -11,10 +11,11 @@ Reference: vocabulary parallelism in pipelines (arXiv:2411.05288).
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from zjax.parallel.parts import (
@@ -40,11 +41,14 @@ class Line:
             one chunk; int32[] `number` counts the chunks of the model.
         head: `head(params, stream, batch) -> (objective, loss)`: what to differentiate,
             and what to report.
+        fetches: Whether these gather the parameters, which then are there for one pass
+            alone.
     """
 
     embed: Callable[..., Any]
     chunk: Callable[..., Any]
     head: Callable[..., tuple[jax.Array, Loss]]
+    fetches: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,9 +96,9 @@ class Pipeline:
         state = step.start(zeros)
         for phase in self.schedule.phases:
             ticks = slice(phase.start, phase.end)
-            lanes = {kind: step.lanes[kind] for kind in phase.kinds}
-            lanes = jax.tree.map(lambda x, ticks=ticks: x[ticks], lanes)
-            state, _ = jax.lax.scan(step.tick, state, lanes)
+            turns = {kind: step.turns[kind] for kind in phase.kinds}
+            turns = jax.tree.map(lambda x, ticks=ticks: x[ticks], turns)
+            state, _ = jax.lax.scan(step.tick, state, turns)
         return state.grads, state.losses
 
     def evaluate(self, params: Parts, parts: Batch, key: jax.Array | None) -> Loss:
@@ -110,9 +114,9 @@ class Pipeline:
         """
         step = _Step(self, params, parts, key)
         busy = (self.schedule.lanes["forward"].microbatch != IDLE).any(1)
-        lane = jax.tree.map(lambda x: x[: busy.sum()], step.lanes["forward"])
+        turns = jax.tree.map(lambda x: x[: busy.sum()], step.turns["forward"])
         start = step.empty_stream(), step.no_losses()
-        (_, losses), _ = jax.lax.scan(step.forward_alone, start, lane)
+        (_, losses), _ = jax.lax.scan(step.forward_alone, start, turns)
         return losses
 
 
@@ -137,7 +141,22 @@ class _State:
     losses: Loss
 
 
-for _record in (Parts, Lane, _State):
+@dataclasses.dataclass(frozen=True)
+class _Turn:
+    """The passes of one kind in a tick, or in each of some.
+
+    Args:
+        lane: Of every stage.
+        first: The microbatch that is in the first chunk of the first stage, or `IDLE`.
+        last: The one that is in the last chunk of the last stage, or `IDLE`.
+    """
+
+    lane: Lane
+    first: Any
+    last: Any
+
+
+for _record in (Parts, Lane, _State, _Turn):
     _fields = [field.name for field in dataclasses.fields(_record)]
     jax.tree_util.register_dataclass(_record, _fields, [])
 
@@ -152,13 +171,14 @@ class _Step:
         self.recomputes, self.add = pipeline.recomputes, pipeline.add
         self.splits = "weights" in self.schedule.lanes
         self.params, self.parts, self.key = params, parts, key
-        self.lanes = jax.tree.map(jnp.asarray, self.schedule.lanes)
+        lanes = self.schedule.lanes.items()
+        self.turns = {kind: self.make_turns(lane) for kind, lane in lanes}
         numbers = jnp.arange(self.schedule.num_microbatches)
         self.stream, _ = jax.eval_shape(self.embed, params.embed, numbers[0])
         self.contexts = jax.lax.map(lambda i: self.embed(params.embed, i)[1], numbers)
 
     def start(self, zeros: Parts) -> _State:
-        lane = jax.tree.map(lambda x: x[0], self.lanes["forward"])
+        lane = jax.tree.map(lambda x: x[0], self.turns["forward"].lane)
 
         def leave(here, stream):
             left = self.run_forward(here, stream)[1]
@@ -175,39 +195,45 @@ class _Step:
         handed = _buffers(handed, self.schedule.num_handed)
         return _State(empty, empty, kept, handed, zeros, self.no_losses())
 
-    def tick(self, state: _State, lanes: dict[Kind, Lane]) -> tuple[_State, None]:
-        if "forward" in lanes:
-            state = self.forward(state, lanes["forward"])
-        if "backward" in lanes:
-            state = self.backward(state, lanes["backward"])
-        if "weights" in lanes:
-            state = self.weights(state, lanes["weights"])
+    def make_turns(self, lane: Lane) -> _Turn:
+        last_chunk = self.schedule.num_chunks - 1
+        first = np.where(lane.chunk[:, 0] == 0, lane.microbatch[:, 0], IDLE)
+        last = np.where(lane.chunk[:, -1] == last_chunk, lane.microbatch[:, -1], IDLE)
+        return jax.tree.map(jnp.asarray, _Turn(lane, first, last))
+
+    def tick(self, state: _State, turns: dict[Kind, _Turn]) -> tuple[_State, None]:
+        if "forward" in turns:
+            state = self.forward(state, turns["forward"])
+        if "backward" in turns:
+            state = self.backward(state, turns["backward"])
+        if "weights" in turns:
+            state = self.weights(state, turns["weights"])
         return state, None
 
-    def forward(self, state: _State, lane: Lane) -> _State:
+    def forward(self, state: _State, turn: _Turn) -> _State:
         def run(here, up, kept, entering):
             stream = _either(here.is_first, entering, up)
             out, left = self.run_forward(here, stream)
             return self.passed(out, 1), _written(kept, left, here.lane.slot)
 
-        staged, everywhere = (state.up, state.kept), (self.embedded(lane),)
-        up, kept = self.mapped(run, lane, (STAGED, STAGED), staged, everywhere)
+        staged, everywhere = (state.up, state.kept), (self.embedded(turn),)
+        up, kept = self.mapped(run, turn.lane, (STAGED, STAGED), staged, everywhere)
         return dataclasses.replace(state, up=up, kept=kept)
 
-    def forward_alone(self, state: Any, lane: Lane) -> tuple[Any, None]:
+    def forward_alone(self, state: Any, turn: _Turn) -> tuple[Any, None]:
         def run(here, up, entering):
             stream = _either(here.is_first, entering, up)
-            out = self.chunk(here.params, stream, here.rest)
+            out = self.chunk(*here.args(stream))
             return self.passed(out, 1), _told(here.is_last, out)
 
         up, losses = state
-        everywhere = (self.embedded(lane),)
-        up, last = self.mapped(run, lane, (STAGED, EVERYWHERE), (up,), everywhere)
-        number, is_due = self.due(lane, -1)
+        everywhere = (self.embedded(turn),)
+        up, last = self.mapped(run, turn.lane, (STAGED, EVERYWHERE), (up,), everywhere)
+        number, is_due = _due(turn.last)
         _, loss = self.line.head(self.params.head, last, self.batch(number))
         return (up, _noted(losses, loss, number, is_due)), None
 
-    def backward(self, state: _State, lane: Lane) -> _State:
+    def backward(self, state: _State, turn: _Turn) -> _State:
         def recall(here, kept):
             left = _read(kept, here.lane.slot)
             if self.recomputes:
@@ -229,22 +255,24 @@ class _Step:
             first = _told(here.is_first, stream)
             return self.passed(stream, -1), total, handed, first
 
-        last, left = self.mapped(recall, lane, (EVERYWHERE, STAGED), (state.kept,))
-        state, seed = self.through_head(state, last, lane)
+        last, left = self.mapped(recall, turn.lane, (EVERYWHERE, STAGED), (state.kept,))
+        state, seed = self.through_head(state, last, turn)
         staged = left, state.down, state.grads.stages, state.handed
         outs = STAGED, STAGED, STAGED, EVERYWHERE
         everywhere = seed, state.losses.weight
-        down, total, handed, first = self.mapped(run, lane, outs, staged, everywhere)
-        number, is_due = self.due(lane, 0)
+        down, total, handed, first = self.mapped(
+            run, turn.lane, outs, staged, everywhere
+        )
+        number, is_due = _due(turn.first)
         factor = jnp.where(is_due, state.losses.weight[number], 0)
         embed = self.embed_backward(number, first)
         embed = self.add.embed(state.grads.embed, embed, factor)
         grads = Parts(embed, total, state.grads.head)
         return dataclasses.replace(state, down=down, handed=handed, grads=grads)
 
-    def through_head(self, state: _State, last: Any, lane: Lane) -> tuple[_State, Any]:
+    def through_head(self, state: _State, last: Any, turn: _Turn) -> tuple[_State, Any]:
         """Adds the gradients of the head; returns that of what entered it, too."""
-        number, is_due = self.due(lane, -1)
+        number, is_due = _due(turn.last)
         batch = self.batch(number)
 
         def objective(params, stream):
@@ -258,7 +286,7 @@ class _Step:
         losses = _noted(state.losses, loss, number, is_due)
         return dataclasses.replace(state, grads=grads, losses=losses), seed
 
-    def weights(self, state: _State, lane: Lane) -> _State:
+    def weights(self, state: _State, turn: _Turn) -> _State:
         def run(here, kept, handed, total, weights):
             left, _ = _read(kept, here.lane.slot)
             own = _read(handed, here.lane.handed)
@@ -268,14 +296,14 @@ class _Step:
 
         staged = state.kept, state.handed, state.grads.stages
         everywhere = (state.losses.weight,)
-        total = self.mapped(run, lane, STAGED, staged, everywhere)
+        total = self.mapped(run, turn.lane, STAGED, staged, everywhere)
         grads = dataclasses.replace(state.grads, stages=total)
         return dataclasses.replace(state, grads=grads)
 
     def run_forward(self, here: "_Here", stream: Any) -> tuple[Any, Any]:
         """What leaves a stage, and what waits for the backward pass."""
         if self.recomputes:
-            return self.chunk(here.params, stream, here.rest), stream
+            return self.chunk(*here.args(stream)), stream
         out, left = self.passes(here, stream).forward(*here.args(stream))
         return out, (left, out)
 
@@ -296,8 +324,9 @@ class _Step:
         return _written(total, chunk, here.lane.chunk)
 
     def passed(self, stream: Any, by: int) -> Any:
-        size = self.schedule.num_stages
-        pairs = [(stage, (stage + by) % size) for stage in range(size)]
+        size, is_ring = self.schedule.num_stages, self.schedule.num_chunks > 1
+        ends = [(stage, stage + by) for stage in range(size)]
+        pairs = [(a, b % size) for a, b in ends if is_ring or 0 <= b < size]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, PIPELINE, pairs), stream)
 
     def mapped(
@@ -327,6 +356,7 @@ class _Step:
                 ),
                 is_first=(stage == 0) & (lane.chunk == 0),
                 is_last=(stage == last_stage) & (lane.chunk == num_chunks - 1),
+                fetches=self.line.fetches,
             )
             return _global(run(here, *staged, *args[num_staged:]), outs)
 
@@ -341,9 +371,9 @@ class _Step:
             check_vma=False,
         )(*given, *staged, *everywhere)
 
-    def embedded(self, lane: Lane) -> Any:
+    def embedded(self, turn: _Turn) -> Any:
         """What enters the first stage in a tick."""
-        return self.embed(self.params.embed, self.due(lane, 0)[0])[0]
+        return self.embed(self.params.embed, _due(turn.first)[0])[0]
 
     def embed(self, params: Params, number: jax.Array) -> tuple[Any, Any]:
         batch = self.batch(number)
@@ -355,12 +385,6 @@ class _Step:
 
     def batch(self, number: jax.Array) -> Batch:
         return _read(self.parts, number)
-
-    def due(self, lane: Lane, end: Literal[0, -1]) -> tuple[jax.Array, jax.Array]:
-        """The microbatch at one end of the line in a tick, and whether there is one."""
-        chunk = end % self.schedule.num_chunks
-        number, is_due = lane.microbatch[end], lane.chunk[end] == chunk
-        return jnp.maximum(number, 0), is_due & (number != IDLE)
 
     def empty_stream(self) -> Any:
         size = self.schedule.num_stages
@@ -382,14 +406,23 @@ class _Here:
     rest: tuple[Any, Any, jax.Array]
     is_first: jax.Array
     is_last: jax.Array
+    fetches: bool
 
     def args(self, values: Any) -> tuple[Params, Any, Any]:
-        return self.params, values, self.rest
+        if not self.fetches:
+            return self.params, values, self.rest
+        # Else the compiler fetches before the first tick, and keeps it all to the last.
+        return *jax.lax.optimization_barrier((self.params, values)), self.rest
+
+
+def _due(number: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A microbatch to work on, and whether there is one."""
+    return jnp.maximum(number, 0), number != IDLE
 
 
 def _zeros(*shape: int, like: Any) -> jax.Array:
-    zeros = jnp.zeros(shape, like.dtype)
-    return jax.lax.with_sharding_constraint(zeros, STAGED)
+    spec = P(PIPELINE, *[P.UNCONSTRAINED] * (len(shape) - 1))
+    return jax.lax.with_sharding_constraint(jnp.zeros(shape, like.dtype), spec)
 
 
 def _buffers(shapes: Any, num_slots: int) -> Any:

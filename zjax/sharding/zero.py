@@ -59,10 +59,13 @@ def extend_spec(
         if dim not in whole_dims
     ]
 
-    def cost(candidate: PartitionSpec) -> tuple[int, int]:
+    def cost(candidate: PartitionSpec) -> tuple[int, int, int]:
         stored = stored_shape(shape, candidate, mesh)
         shares = meshes.num_shares(mesh, [*taken, *free])
-        return math.prod(stored) // shares, math.prod(stored)
+        # A dim that others split too cannot be gathered in one piece.
+        dims = rules.axes_of(candidate, len(shape))
+        is_shared = any(set(free) < set(dim) for dim in dims)
+        return math.prod(stored) // shares, math.prod(stored), is_shared
 
     current = math.prod(stored_shape(shape, spec, mesh))
     current //= meshes.num_shares(mesh, list(taken))

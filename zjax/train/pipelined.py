@@ -17,10 +17,10 @@ from jax.sharding import PartitionSpec as P
 from zjax.comm import shards
 from zjax.errors import PlanError, Problem
 from zjax.parallel import remat
-from zjax.parallel.pipeline import STAGED, Line, Parts, Pipeline
+from zjax.parallel.pipeline import Line, Parts, Pipeline
 from zjax.parallel.schedule import Schedule
 from zjax.sharding.layers import Layers, layers_of
-from zjax.sharding.mesh import BATCH_AXES, PIPELINE
+from zjax.sharding.mesh import BATCH_AXES, PIPELINE, SEQUENCE, TENSOR
 from zjax.sharding.placement import Row, name_of, unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.train import microbatches
@@ -117,6 +117,7 @@ class _Run:
         num_microbatches = self.schedule.num_microbatches
         self.share = Share(model, self.plan, num_microbatches, reduce_dtype)
         self.cut = Cut(model, self.plan)
+        self.rows = self.cut.split(self.plan.master)
         self.is_split = plan.stage >= 3
 
     def mapped(self, run: Callable[..., Any], outs: Any) -> Callable[..., Any]:
@@ -171,7 +172,9 @@ class _Run:
         stages = self.by_stage(params.stages)
         batch = microbatches.cast_batch(batch, compute_dtype(self.plan))
         parts = microbatches.split_batch(batch, self.schedule.num_microbatches, 1)
-        return dataclasses.replace(params, stages=stages), parts
+        embed = self.in_place(params.embed, self.rows.embed)
+        head = self.in_place(params.head, self.rows.head)
+        return Parts(embed, stages, head), parts
 
     def own(self, key: jax.Array) -> jax.Array:
         """The key of these rows."""
@@ -197,31 +200,33 @@ class _Run:
                     g = self.share.reduce_one(g, row)
                 return t + microbatches.scaled(g.astype(t.dtype), factor)
 
-            return jax.tree.map(one, total, grads, rows)
+            return self.in_place(jax.tree.map(one, total, grads, rows), rows)
 
         return add
 
     def zeros(self) -> Parts:
         zeros = self.cut.split(self.share.zeros())
-        return dataclasses.replace(zeros, stages=self.by_stage(zeros.stages))
+        return Parts(
+            self.in_place(zeros.embed, self.rows.embed),
+            self.by_stage(zeros.stages),
+            self.in_place(zeros.head, self.rows.head),
+        )
 
     def line(self, scale: jax.Array) -> Line:
-        stack, rows = self.cut.stack, self.cut.split(self.plan.master)
+        stack, rows = self.cut.stack, self.rows
         (segment,) = stack.segments
         of_layer = jax.tree.map(lambda row: row.layer, rows.stages)
         chunk_size = self.chunk_size
 
         def embed(params, batch, key):
-            carry, context = stack.embed(
-                self.whole(params, rows.embed), batch, _fold_in(key, 0)
-            )
+            whole, batch = self.in_turn(params, batch, rows.embed)
+            carry, context = stack.embed(whole, batch, _fold_in(key, 0))
             return (carry, jnp.zeros((), jnp.float32)), context
 
         def block(params, stream, context, key):
             carry, auxiliary = stream
-            carry, own = segment.block(
-                self.whole(params, of_layer), carry, context, key
-            )
+            whole = self.whole(params, of_layer)
+            carry, own = segment.block(whole, carry, context, key)
             return carry, auxiliary + own
 
         kept = remat.recompute(block, self.pipelined.remat, in_loop=False)
@@ -229,13 +234,13 @@ class _Run:
         def chunk(params, stream, context, key, number):
             first = number * chunk_size
             for i, layer in enumerate(layers_of(params, chunk_size)):
-                out = kept(layer, stream, context, _fold_in(key, first + i + 1))
+                layer_key = _fold_in(key, first + i + 1)
+                out = kept(layer, stream, context, layer_key)
                 stream = self.unless_padding(first + i, out, stream)
             return stream
 
         def head(params, stream, batch):
-            carry, auxiliary = stream
-            whole = self.whole(params, rows.head)
+            whole, (carry, auxiliary) = self.in_turn(params, stream, rows.head)
             loss_sum, weight, sums = stack.head(whole, carry, batch)
             divisor = jnp.where(weight > 0, weight, 1.0)
             metrics = {name: x / divisor for name, x in sums.items()}
@@ -243,12 +248,12 @@ class _Run:
             part, total = self.share.part_of(loss)
             return loss.value * part * scale, self.share.mean(loss, part, total)
 
-        return Line(embed, chunk, head)
+        return Line(embed, chunk, head, fetches=self.is_split)
 
     @property
     def num_layers(self) -> int:
         """With those that only fill up the last stages."""
-        (first, *_) = jax.tree.leaves(self.cut.split(self.plan.master).stages)
+        (first, *_) = jax.tree.leaves(self.rows.stages)
         return first.num_layers
 
     @property
@@ -275,30 +280,43 @@ class _Run:
         return jax.tree.map(lambda x, y: jnp.where(is_real, x, y), out, stream)
 
     def whole(self, params: Params, rows: Any) -> Params:
+        """Parameters as a part of the model takes them."""
         if not self.is_split:
             return params
-        return jax.tree.map(
-            lambda x, row: shards.fetch(x, row, self.share.axes), params, rows
-        )
+
+        def one(x, row):
+            return shards.fetch(x, row, self.share.axes)
+
+        return jax.tree.map(one, params, rows)
+
+    def in_turn(self, params: Params, inputs: Any, rows: Any) -> tuple[Params, Any]:
+        """The same, fetched no earlier than what is read with them is there."""
+        if self.is_split:
+            params, inputs = jax.lax.optimization_barrier((params, inputs))
+        return self.whole(params, rows), inputs
 
     def by_stage(self, stacked: Params) -> Params:
         """[layers, ...] -> [stages, chunks, layers, ...]."""
         stages, chunks = self.schedule.num_stages, self.schedule.num_chunks
 
-        def one(x):
+        def one(x, row):
             x = x.reshape(chunks, stages, -1, *x.shape[1:]).swapaxes(0, 1)
-            return jax.lax.with_sharding_constraint(x, STAGED)
+            return _held(x, P(PIPELINE, None, None, *_besides_batch(row)[1:]))
 
-        return jax.tree.map(one, stacked)
+        return jax.tree.map(one, stacked, self.rows.stages)
 
     def in_line(self, staged: Params) -> Params:
         """The inverse."""
 
-        def one(x):
+        def one(x, row):
             x = x.swapaxes(0, 1).reshape(-1, *x.shape[3:])
-            return jax.lax.with_sharding_constraint(x, STAGED)
+            return _held(x, _besides_batch(row))
 
-        return jax.tree.map(one, staged)
+        return jax.tree.map(one, staged, self.rows.stages)
+
+    def in_place(self, params: Params, rows: Any) -> Params:
+        """Held where they are split by other axes than those of the batch."""
+        return jax.tree.map(lambda x, row: _held(x, _besides_batch(row)), params, rows)
 
 
 class Cut:
@@ -374,6 +392,14 @@ class _Mark:
 
     path: str
     layer: int
+
+
+def _held(x: jax.Array, spec: P) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
+def _besides_batch(row: Row) -> P:
+    return shards.manual_spec(row, (PIPELINE, SEQUENCE, TENSOR))
 
 
 def _no_line(plan: Plan, what: str) -> Problem:

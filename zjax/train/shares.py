@@ -97,10 +97,12 @@ class Share:
 
     @property
     def axes(self) -> tuple[str, ...]:
+        """Axes that split the batch."""
         return tuple(axis for axis in BATCH_AXES if self.plan.mesh.shape[axis] > 1)
 
     @property
     def mapped_axes(self) -> set[str]:
+        """Axes that are mapped by hand."""
         # Mapping axes of size 1 too, where that maps all, keeps the compiler out.
         sizes = self.plan.mesh.shape
         mapped = {axis for axis in sizes if axis in self.axes or sizes[axis] == 1}
@@ -108,14 +110,17 @@ class Share:
 
     @property
     def refetches(self) -> bool:
+        """Whether parameters are fetched within what is differentiated."""
         # A gradient that may be 0 / 0 must be cleared before it meets the others.
         return self.plan.stage >= 3 and self.model.separable
 
     @property
     def reduces_each(self) -> bool:
+        """Whether the sum over microbatches is split over the devices."""
         return self.plan.stage >= 2 or self.num_microbatches == 1
 
     def specs(self, rows: Any) -> Any:
+        """What `shard_map` is told of arrays in these rows."""
         return jax.tree.map(lambda row: shards.manual_spec(row, self.axes), rows)
 
     def gradients(
@@ -126,6 +131,7 @@ class Share:
         key: jax.Array,
         scale: Any,
     ) -> tuple[Params, Loss]:
+        """Gradients of the weighted mean over the devices and all microbatches."""
         batch = microbatches.cast_batch(batch, compute_dtype(self.plan))
         params = microbatches.cast_like(master, self.plan.compute)
         params = params if self.refetches else self.fetch(params)
@@ -147,6 +153,7 @@ class Share:
         key: jax.Array,
         scale: Any,
     ) -> tuple[Params, Loss]:
+        """The same for one microbatch."""
         if not self.model.separable:
             key = jax.random.fold_in(key, jax.lax.axis_index(self.axes))
 
@@ -174,9 +181,12 @@ class Share:
         return weight / jnp.where(total == 0, 1, total), total
 
     def sum(self, x: jax.Array) -> jax.Array:
+        """Adds what the devices have."""
         return jax.lax.psum(x, self.axes) if self.axes else x
 
     def mean(self, result: Loss, part: jax.Array, total: jax.Array) -> Loss:
+        """The loss over all devices, from each one's and its share in the weight."""
+
         def over_devices(x: jax.Array) -> jax.Array:
             wide = jnp.asarray(x, jnp.float32)
             return self.sum(microbatches.scaled(wide, part))
@@ -189,19 +199,25 @@ class Share:
         return Loss(value, total, jax.tree.map(average, result.model_state), metrics)
 
     def fetch(self, params: Params) -> Params:
+        """Gathers stored parameters."""
+
         def one(x: jax.Array, row: Any) -> jax.Array:
             return shards.fetch(x, row, self.axes)
 
         return jax.tree.map(one, params, self.plan.master)
 
     def reduce(self, grads: Params) -> Params:
+        """Sums gradients; each device keeps its shards."""
         return jax.tree.map(self.reduce_one, grads, self.plan.grads)
 
     def reduce_one(self, grad: jax.Array, row: Any) -> jax.Array:
+        """The same for one array."""
         total = shards.reduce(grad.astype(self.reduce_dtype), row, self.axes)
         return total.astype(row.dtype)
 
     def zeros(self) -> Params:
+        """Sums of gradients at their start."""
+
         def one(row: Any) -> jax.Array:
             shape = row.shape
             if self.reduces_each:

@@ -1,0 +1,135 @@
+"""What stages, schedules and ZeRO do to a pipeline's memory and communication."""
+
+import collections
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from tests.support import pipelines
+from zjax.observe.collectives import list_collectives
+
+MICROBATCHES, STAGES = 4, 4
+TICKS = MICROBATCHES + STAGES - 1
+TOKENS = pipelines.ROWS // 2 // MICROBATCHES * pipelines.LENGTH
+"""Of one microbatch on one of two shares of the batch."""
+STREAM = TOKENS * pipelines.WIDTH
+"""Elements that a stage hands on, beside its auxiliary loss."""
+
+
+def abstract(batch):
+    return {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in batch.items()}
+
+
+@functools.cache
+def compiled(stage, schedule="1f1b"):
+    config = pipelines.make_config(
+        mesh={"pipeline": STAGES, "data": 2},
+        stage=stage,
+        pipeline={"schedule": schedule},
+        tied_head=False,
+    )
+    run = pipelines.start(config)
+    return run, run.step.compile(abstract(pipelines.make_batch(0))).as_text()
+
+
+def sent(stage, axis, schedule="1f1b"):
+    """Elements in one step by operation, scalars aside, along one axis."""
+    run, text = compiled(stage, schedule)
+    shape, names = run.mesh.devices.shape, run.mesh.axis_names
+    elements = collections.Counter()
+    for each in list_collectives(text):
+        places = [np.array(np.unravel_index(group, shape)) for group in each.groups]
+        moves = sum((x != x[:, :1]).any(1) for x in places)
+        along = [name for name, n in zip(names, moves, strict=True) if n]
+        if along == [axis] and each.elements > 8:
+            elements[each.op] += each.elements * each.times
+    return elements
+
+
+def elements_of(plan, is_stacked):
+    """Of parameters, as they are stored, of which a stage has its share."""
+    rows = [r for r in jax.tree.leaves(plan.master) if bool(r.num_layers) == is_stacked]
+    over = [r for r in rows if "pipeline" in str(r.spec)]
+    return sum(
+        int(np.prod(row.stored_shape)) // (STAGES if row in over else 1) for row in rows
+    )
+
+
+def test_a_stage_holds_its_layers_and_its_share_of_the_vocabulary():
+    """Fails if the stages keep each other's parameters."""
+    run, _ = compiled(0)
+    for row in jax.tree.leaves(run.plan.master):
+        splits = row.num_layers or "vocab" in row.path or row.path.endswith("tokens")
+        whole = int(np.prod(row.stored_shape)) * 4
+        share = STAGES if splits or row.path == "head/kernel" else 1
+        assert row.device_bytes == whole // share, row.path
+    leaf = run.state.master["blocks"]["mlp"]["up"]["kernel"]
+    assert leaf.addressable_shards[0].data.shape[0] == 1
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_neighbours_exchange_a_stream_and_its_cotangent_in_each_tick(stage):
+    """Fails if parameters cross the stages, or streams more often than they must."""
+    assert sent(stage, "pipeline")["collective-permute"] == 2 * TICKS * STREAM
+    assert sent(stage, "pipeline")["all-gather"] == 0
+    assert sent(stage, "pipeline")["all-to-all"] == 0
+
+
+def test_gradients_are_reduced_once_in_a_step():
+    """Fails if each microbatch, or each tick, adds gradients over the devices."""
+    run, _ = compiled(1)
+    own = elements_of(run.plan, True) + elements_of(run.plan, False)
+    data = sent(1, "data")
+    assert data["reduce-scatter"] == pytest.approx(own, rel=0.05)
+    assert data["all-gather"] == pytest.approx(own, rel=0.05)
+    assert data["all-reduce"] < 0.05 * own
+
+
+def test_stage_2_reduces_after_each_microbatch():
+    run, _ = compiled(2)
+    own = elements_of(run.plan, True) + elements_of(run.plan, False)
+    assert sent(2, "data")["reduce-scatter"] == pytest.approx(TICKS * own, rel=0.05)
+    assert sent(2, "data")["all-gather"] == pytest.approx(own, rel=0.05)
+
+
+def test_stage_3_fetches_layers_in_each_tick():
+    """Fails if the compiler keeps what it fetched for one tick until the last."""
+    run, _ = compiled(3)
+    layers, num_ticks = elements_of(run.plan, True), TICKS + STAGES - 1
+    found = sent(3, "data")["all-gather"]
+    assert found >= num_ticks * layers
+    assert found <= 3 * num_ticks * (layers + elements_of(run.plan, False))
+
+
+def test_no_pass_hangs_on_a_condition():
+    for stage in (1, 3):
+        assert " conditional(" not in compiled(stage)[1]
+
+
+def temporaries(schedule, num_microbatches, monkeypatch):
+    rows = 2 * num_microbatches
+    for name, value in (("ROWS", rows), ("LENGTH", 64), ("WIDTH", 32)):
+        monkeypatch.setattr(pipelines, name, value)
+    config = pipelines.make_config(
+        mesh={"pipeline": 4, "data": 1},
+        stage=0,
+        num_microbatches=num_microbatches,
+        pipeline={"schedule": schedule},
+    )
+    config = dataclasses.replace(config, global_batch_size=rows)
+    run = pipelines.start(config, jax.devices()[:4])
+    step = run.step.compile(abstract(pipelines.make_batch(0)))
+    return step.memory_analysis().temp_size_in_bytes
+
+
+def test_gpipe_keeps_every_microbatch_and_1f1b_a_few(monkeypatch):
+    """Fails if more waits than what entered a stage, or for longer than it must."""
+    stream = 2 * 64 * 32 * 4
+    gpipe = [temporaries("gpipe", n, monkeypatch) for n in (8, 16)]
+    assert gpipe[1] - gpipe[0] == pytest.approx(8 * stream, rel=0.02)
+    short, long = (temporaries("1f1b", n, monkeypatch) for n in (8, 16))
+    assert long == pytest.approx(short, abs=0.05 * stream)
+    assert gpipe[1] - long == pytest.approx((16 - 7) * stream, rel=0.3)
