@@ -41,6 +41,7 @@ USAGE = """zjax trains Flax models that do not fit on one device.
   zjax train --config=configs/quickstart.py [--config.zero.stage=3 ...]
   zjax plan --config=... [--num_devices=1024]     what a run would take
   zjax plan --config=... --collectives             and what it would communicate
+  zjax plan --config=... --schedule                and when its stages are busy
   zjax plan --num_params=7.5e9                     the memory table of ZeRO
   zjax bench --config=...                          how fast it is on these devices
   zjax bench --contest=FILE [--only=A,B]           it and its peers, in turn
@@ -73,6 +74,11 @@ def define_flags() -> None:
     )
     flags.DEFINE_boolean(
         "collectives", False, "plan: what the compiled step sends between devices."
+    )
+    flags.DEFINE_boolean(
+        "schedule",
+        False,
+        "plan: when the stages of a pipeline are busy, with a picture.",
     )
     flags.DEFINE_list("nvme", [], "bench: directories on the disks to measure.")
     flags.DEFINE_multi_string("input", [], "data: text, JSONL, Parquet; or a folder.")
@@ -147,10 +153,11 @@ def sample(trainer: Trainer) -> str:
 def plan() -> None:
     """Says what a run would take."""
     if flags.FLAGS.num_params:
-        if flags.FLAGS.collectives:
-            problem = "has no effect with --num_params"
-            remedy = "leave one of the two out"
-            raise ConfigError(Problem("--collectives", True, problem, remedy))
+        for name in ("collectives", "schedule"):
+            if flags.FLAGS[name].value:
+                problem = "has no effect with --num_params"
+                remedy = "leave one of the two out"
+                raise ConfigError(Problem(f"--{name}", True, problem, remedy))
         print(describe_zero_table(flags.FLAGS.num_params, PAPER_DEVICES))
         return
     config = config_flags.config_from_flags()
@@ -160,6 +167,7 @@ def plan() -> None:
             num_devices=flags.FLAGS.num_devices,
             picture=flags.FLAGS.output,
             collectives=flags.FLAGS.collectives,
+            schedule=flags.FLAGS.schedule,
         )
     )
 
@@ -248,7 +256,7 @@ COMMANDS: dict[str, Callable[[], None]] = {
     "config": lambda: print(describe_settings(), end=""),
 }
 OWN_FLAGS = {
-    "plan": ("num_devices", "num_params", "collectives", "output"),
+    "plan": ("num_devices", "num_params", "collectives", "schedule", "output"),
     "bench": ("contest", "nvme", *CONTEST_FLAGS),
     "generate": ("prompt", "max_new_tokens", "temperature"),
     "train": ("prompt",),

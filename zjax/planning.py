@@ -6,12 +6,14 @@ import pathlib
 import jax
 from jax.sharding import Mesh
 
+from zjax.config.axes import axis_sizes
+from zjax.config.batch import resolve_batch
 from zjax.config.check import check_config
 from zjax.config.schema import Config
 from zjax.errors import ConfigError, Problem
 from zjax.fitting import abstract_batch, fit_plan
 from zjax.models.build import make_model
-from zjax.observe import plot
+from zjax.observe import plot, timeline
 from zjax.observe.collectives import list_collectives
 from zjax.observe.communication import CPU_NOTE, describe_communication
 from zjax.offload.peak import Peak
@@ -20,6 +22,7 @@ from zjax.sharding import describe, memory
 from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
 from zjax.step import Step, make_step
+from zjax.train.programs import make_pipeline_schedule
 
 _NO_MACHINE = (
     "zero.optimizer_memory=auto is shown as pinned_host: no device is here to be filled"
@@ -33,6 +36,7 @@ def report_plan(
     num_devices: int = 0,
     picture: str = "",
     collectives: bool = False,
+    schedule: bool = False,
 ) -> str:
     """Plans a run and says what it takes.
 
@@ -44,6 +48,8 @@ def report_plan(
             `<directory>/plan.png`.
         collectives: Whether to say what the compiled step sends between devices; not
             possible with `num_devices`.
+        schedule: Whether to say when the stages of the pipeline are busy, and to draw
+            it into `schedule.png` beside the other picture.
 
     Returns:
         The plan, the table of the stages beside the closed form, and, where there are
@@ -61,6 +67,10 @@ def report_plan(
         raise ConfigError(Problem("collectives", True, problem, remedy))
     num_devices = num_devices or jax.device_count()
     check_config(config, num_devices)
+    if schedule and axis_sizes(config, num_devices)["pipeline"] == 1:
+        problem = "has no stages to draw with mesh.pipeline=1"
+        remedy = "leave it out, or set mesh.pipeline above 1"
+        raise ConfigError(Problem("schedule", True, problem, remedy))
     build = meshes.make_mesh if here else None
     mesh = (
         build(config.mesh) if build else meshes.abstract_mesh(config.mesh, num_devices)
@@ -104,7 +114,30 @@ def report_plan(
         if collectives:
             assert compiled is not None
             parts.append(describe_collectives(step, compiled))
-    return "\n\n".join([*parts, f"picture: {path}"])
+    pictures = [path]
+    if schedule:
+        pictures.append(path.with_name("schedule.png"))
+        parts.append(report_schedule(config, plan, pictures[-1]))
+    return "\n\n".join([*parts, f"picture: {' and '.join(map(str, pictures))}"])
+
+
+def report_schedule(config: Config, plan: plans.Plan, picture: pathlib.Path) -> str:
+    """Says when the stages of a pipeline are busy, and draws it.
+
+    Args:
+        config: Checked settings.
+        plan: Its mesh has the stages.
+        picture: File to write.
+
+    Returns:
+        A table of the schedules that there are.
+    """
+    batch = resolve_batch(config, plan.num_batch_shares)
+    schedule = make_pipeline_schedule(config, plan, batch.num_microbatches)
+    recompute = config.pipeline.recompute
+    costs = timeline.costs_of(recompute=recompute)
+    timeline.plot_schedule(schedule, picture, costs=costs)
+    return timeline.describe_schedules(schedule, recompute=recompute)
 
 
 def describe_compiled(plan: plans.Plan, compiled: jax.stages.Compiled) -> str:

@@ -14,7 +14,8 @@ import numpy as np
 from zjax.sharding.describe import format_bytes
 from zjax.sharding.memory import StageBytes
 
-_BLUE, _ORANGE, _GREEN, _GRAY = "#3366aa", "#dd7722", "#339977", "#888888"
+BLUE, ORANGE, GREEN, GRAY = "#3366aa", "#dd7722", "#339977", "#888888"
+"""What parts of a whole, or curves, are drawn in."""
 _LEAST_FOR_AVERAGE = 50
 _STAGES = (
     "stage 0\nnothing split",
@@ -57,31 +58,31 @@ def plot_run(
         path: File to write; its suffix says the format.
         title: Heading.
     """
-    figure = _make_figure(8, 6)
+    figure = make_figure(8, 6)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     figure.suptitle(title, fontsize=12)
     _draw_loss(upper, *_curve(history, "loss"))
     steps, losses = _curve(history, "eval_loss")
     if len(steps):
-        style = {"color": _ORANGE, "marker": "o", "markersize": 4, "linewidth": 1.5}
+        style = {"color": ORANGE, "marker": "o", "markersize": 4, "linewidth": 1.5}
         label = f"validation (last {losses[-1]:.3f})"
         upper.plot(steps, losses, label=label, **style)
     upper.set_ylabel("loss")
     if upper.get_legend_handles_labels()[0]:
         upper.legend(frameon=False)
     steps, speeds = _curve(history, "tokens_per_second")
-    lower.plot(steps, speeds, color=_GREEN, linewidth=1.2)
+    lower.plot(steps, speeds, color=GREEN, linewidth=1.2)
     if len(speeds):
         median = float(np.median(speeds))
-        lower.axhline(median, color=_GRAY, linestyle="--", linewidth=1, zorder=1)
+        lower.axhline(median, color=GRAY, linestyle="--", linewidth=1, zorder=1)
         lower.set_title(f"median {median:,.0f} tokens/s", fontsize=9, loc="right")
         lower.set_ylim(0, 1.2 * max(speeds))
     lower.set_ylabel("tokens/s")
     lower.set_xlabel("step")
     lower.yaxis.set_major_formatter("{x:,.10g}")
     for axes in (upper, lower):
-        _finish(axes)
-    _save(figure, path)
+        finish(axes)
+    save(figure, path)
 
 
 def plot_memory_per_stage(
@@ -97,14 +98,14 @@ def plot_memory_per_stage(
     Reference:
         ZeRO, arXiv:1910.02054, figure 1.
     """
-    figure = _make_figure(8, 4)
+    figure = make_figure(8, 4)
     axes = figure.subplots()
     rows = np.arange(len(stages))
     start = np.zeros(len(stages))
     parts = (
-        ("parameters", _BLUE, [stage.parameters for stage in stages]),
-        ("gradients", _ORANGE, [stage.gradients for stage in stages]),
-        ("optimizer state", _GREEN, [stage.optimizer for stage in stages]),
+        ("parameters", BLUE, [stage.parameters for stage in stages]),
+        ("gradients", ORANGE, [stage.gradients for stage in stages]),
+        ("optimizer state", GREEN, [stage.optimizer for stage in stages]),
     )
     for label, color, sizes in parts:
         widths = np.asarray(sizes, dtype=float)
@@ -121,9 +122,9 @@ def plot_memory_per_stage(
     axes.set_xlabel(f"{unit} per device")
     axes.set_title(title, fontsize=12)
     axes.legend(frameon=False, loc="lower right")
-    _finish(axes)
+    finish(axes)
     axes.grid(visible=False, axis="y")
-    _save(figure, path)
+    save(figure, path)
 
 
 def plot_contest(
@@ -136,13 +137,13 @@ def plot_contest(
         path: File to write; its suffix says the format.
         title: Heading, such as the model and the devices.
     """
-    figure = _make_figure(10, 1.4 + 0.36 * len(bars))
+    figure = make_figure(10, 1.4 + 0.36 * len(bars))
     left, right = figure.subplots(1, 2, sharey=True)
     figure.suptitle(title, fontsize=12)
     rows = np.arange(len(bars))
     style = {
         "height": 0.6,
-        "color": [_BLUE if bar.is_ours else _GRAY for bar in bars],
+        "color": [BLUE if bar.is_ours else GRAY for bar in bars],
     }
     speeds = np.array([bar.tokens_per_second for bar in bars])
     ends = np.array([bar.tokens_per_second_range for bar in bars]).T
@@ -158,12 +159,21 @@ def plot_contest(
     _label_bars(right, sizes / 1e9, texts)
     right.set_xlabel("peak memory per device, GB")
     for axes in (left, right):
-        _finish(axes)
+        finish(axes)
         axes.grid(visible=False, axis="y")
-    _save(figure, path)
+    save(figure, path)
 
 
-def _make_figure(width: int, height: int | float) -> Any:
+def make_figure(width: int, height: int | float) -> Any:
+    """An empty picture.
+
+    Args:
+        width: Inches.
+        height: Inches.
+
+    Returns:
+        A Matplotlib figure that needs no screen.
+    """
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
@@ -179,14 +189,14 @@ def _draw_loss(axes: Any, steps: np.ndarray, losses: np.ndarray) -> None:
     if not len(steps):
         return
     if len(steps) < _LEAST_FOR_AVERAGE:
-        axes.plot(steps, losses, color=_BLUE, linewidth=1.5, label="training")
+        axes.plot(steps, losses, color=BLUE, linewidth=1.5, label="training")
         return
-    axes.plot(steps, losses, color=_BLUE, linewidth=0.8, alpha=0.35, label="training")
+    axes.plot(steps, losses, color=BLUE, linewidth=0.8, alpha=0.35, label="training")
     half = len(steps) // 50
     window = np.full(2 * half + 1, 1 / (2 * half + 1))
     means = np.convolve(losses, window, mode="valid")
     label = f"training, mean of {len(window)} points"
-    axes.plot(steps[half:-half], means, color=_BLUE, linewidth=1.8, label=label)
+    axes.plot(steps[half:-half], means, color=BLUE, linewidth=1.8, label=label)
 
 
 def _curve(
@@ -201,12 +211,23 @@ def _unit(num_bytes: float) -> tuple[str, float]:
     return next(((name, n) for name, n in units.items() if num_bytes >= n), ("B", 1.0))
 
 
-def _finish(axes: Any) -> None:
+def finish(axes: Any) -> None:
+    """Gives axes the look that all pictures have.
+
+    Args:
+        axes: Of Matplotlib, drawn on.
+    """
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
 
 
-def _save(figure: Any, path: str | os.PathLike[str]) -> None:
+def save(figure: Any, path: str | os.PathLike[str]) -> None:
+    """Writes a picture, and the folder that it is in.
+
+    Args:
+        figure: As `make_figure` gave it.
+        path: File to write; its suffix says the format.
+    """
     pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=140)

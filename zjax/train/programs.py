@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from zjax.config.schema import Config
-from zjax.parallel.schedule import make_schedule
+from zjax.parallel import schedule as schedules
 from zjax.sharding.mesh import PIPELINE
 from zjax.sharding.placement import pad_tree, shardings, unpad_tree
 from zjax.sharding.plan import Plan
@@ -197,16 +197,31 @@ def pipelined_model(
     Returns:
         What the pipelined programs are built from.
     """
+    schedule = make_pipeline_schedule(config, plan, num_microbatches)
+    policy = config.model.remat if model.keeps else "none"
+    return PipelinedModel(model, schedule, config.pipeline.recompute, policy)
+
+
+def make_pipeline_schedule(
+    config: Config, plan: Plan, num_microbatches: int
+) -> schedules.Schedule:
+    """The passes of a step that a run asks for.
+
+    Args:
+        config: Read for `pipeline`.
+        plan: Its mesh says how many stages there are.
+        num_microbatches: Parts of the batch that follow one another.
+
+    Returns:
+        Tables of passes.
+    """
     given = config.pipeline
-    num_chunks = given.num_chunks if given.schedule == "interleaved" else 1
-    schedule = make_schedule(
+    return schedules.make_schedule(
         given.schedule,
         num_stages=plan.mesh.shape[PIPELINE],
         num_microbatches=num_microbatches,
-        num_chunks=num_chunks,
+        num_chunks=given.num_chunks if given.schedule == "interleaved" else 1,
     )
-    policy = config.model.remat if model.keeps else "none"
-    return PipelinedModel(model, schedule, given.recompute, policy)
 
 
 def kept_params(model: Model, plan: Plan, state: TrainState) -> Params:

@@ -1,0 +1,126 @@
+"""The schedule of a pipeline as a table and as a picture."""
+
+import os
+from collections.abc import Mapping
+
+import numpy as np
+
+from zjax.observe import plot
+from zjax.parallel.schedule import IDLE, Kind, Name, Schedule, make_schedule
+from zjax.sharding.describe import render_table
+
+COLORS: dict[Kind, str] = {
+    "forward": plot.BLUE,
+    "backward": plot.ORANGE,
+    "weights": plot.GREEN,
+}
+NAMES: tuple[Name, ...] = ("gpipe", "1f1b", "interleaved", "zb_h1")
+Costs = Mapping[Kind, int | float]
+
+
+def costs_of(*, recompute: bool) -> Costs:
+    """What the passes of a stage take, as far as its matrix products go.
+
+    Args:
+        recompute: Whether a backward pass computes the stage again.
+
+    Returns:
+        Times in units of a forward pass.
+
+    Example:
+        >>> dict(costs_of(recompute=True))
+        {'forward': 1, 'backward': 2, 'weights': 1}
+    """
+    return {"forward": 1, "backward": 2 if recompute else 1, "weights": 1}
+
+
+def describe_schedules(schedule: Schedule, *, recompute: bool) -> str:
+    """Sets a schedule beside the others for the same stages and microbatches.
+
+    Args:
+        schedule: The one of the run.
+        recompute: As the run has it; `zb_h1` is shown without.
+
+    Returns:
+        A table: time, share of it that is idle, and what waits on a stage.
+
+    Example:
+        >>> schedule = make_schedule("1f1b", num_stages=4, num_microbatches=8)
+        >>> print(describe_schedules(schedule, recompute=False).splitlines()[3])
+        * 1f1b                33     27.3 %                7  whole stages
+    """
+    size, number = schedule.num_stages, schedule.num_microbatches
+    chunks = max(2, schedule.num_chunks)
+    rows = []
+    for name in NAMES:
+        if name == "interleaved" and number % size:
+            continue
+        parts = chunks if name == "interleaved" else 1
+        each = make_schedule(
+            name, num_stages=size, num_microbatches=number, num_chunks=parts
+        )
+        costs = costs_of(recompute=recompute and name != "zb_h1")
+        rows.append(
+            (
+                f"{'*' if name == schedule.name else ' '} {name}",
+                f"{each.time(costs):g}",
+                f"{each.bubble(costs):.1%}".replace("%", " %"),
+                str(each.num_slots),
+                "whole stages" if parts == 1 else f"1/{parts} of a stage",
+            )
+        )
+    heading = f"{size} stages, {number} microbatches; a forward pass takes 1\n"
+    columns = ("schedule", "time", "idle", "waiting at most", "each")
+    return heading + render_table(columns, rows, right=(1, 2, 3))
+
+
+def plot_schedule(
+    schedule: Schedule, path: str | os.PathLike[str], *, costs: Costs
+) -> None:
+    """Draws which stage works on which microbatch when, and saves the picture.
+
+    Args:
+        schedule: The passes.
+        path: File to write; its suffix says the format.
+        costs: Of the passes of a whole stage.
+    """
+    figure = plot.make_figure(12, 1.6 + 0.45 * schedule.num_stages)
+    axes = figure.subplots()
+    time = 0.0
+    for phase in schedule.phases:
+        for tick in range(phase.start, phase.end):
+            for kind in phase.kinds:
+                width = _width(schedule, kind, costs)
+                _draw_tick(axes, schedule, kind, tick, time, width)
+                time += width
+    for kind in schedule.lanes:
+        axes.barh(0, 0, color=COLORS[kind], label=kind)
+    axes.set_yticks(range(schedule.num_stages))
+    axes.set_ylabel("stage")
+    axes.invert_yaxis()
+    axes.set_xlim(0, time)
+    axes.set_xlabel("time, in forward passes of a stage")
+    idle = schedule.bubble(costs)
+    title = f"{schedule.name}: {schedule.num_microbatches} microbatches, "
+    axes.set_title(f"{title}{idle:.1%} of the time idle", fontsize=12)
+    axes.legend(frameon=False, ncols=3, loc="upper right", bbox_to_anchor=(1, -0.12))
+    plot.finish(axes)
+    axes.grid(visible=False)
+    plot.save(figure, path)
+
+
+def _width(schedule: Schedule, kind: Kind, costs: Costs) -> float:
+    includes = kind == "backward" and "weights" not in schedule.lanes
+    return (costs[kind] + includes * costs["weights"]) / schedule.num_chunks
+
+
+def _draw_tick(axes, schedule, kind, tick, time, width):
+    lane = schedule.lanes[kind]
+    for stage in np.flatnonzero(lane.microbatch[tick] != IDLE):
+        chunk = int(lane.chunk[tick, stage])
+        shade = 1 - 0.5 * chunk / schedule.num_chunks
+        style = {"color": COLORS[kind], "alpha": shade, "edgecolor": "white"}
+        axes.barh(stage, width, left=time, height=0.9, **style)
+        text = str(lane.microbatch[tick, stage])
+        place = {"ha": "center", "va": "center", "color": "white", "fontsize": 8}
+        axes.text(time + width / 2, float(stage), text, **place)
