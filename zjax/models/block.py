@@ -16,8 +16,9 @@ from jaxtyping import Array, Float
 from zjax.config import schema
 from zjax.models import layers
 from zjax.models.embedding import Context
+from zjax.models.feed_forward import FeedForward, TiledFeedForward
 from zjax.ops import attention, sparse
-from zjax.parallel import remat
+from zjax.parallel import remat, tensor
 from zjax.sharding.layers import layers_of
 
 
@@ -59,7 +60,7 @@ class Block(nnx.Module):
         )
         self.mlp_norm = layers.Norm(config)
         is_tiled = config.mlp_tiles > 1
-        feed_forward = layers.TiledFeedForward if is_tiled else layers.FeedForward
+        feed_forward = TiledFeedForward if is_tiled else FeedForward
         self.mlp = feed_forward(
             config, out_std=out_std, matmul_dtype=matmul_dtype, rngs=rngs
         )
@@ -157,7 +158,7 @@ class Block(nnx.Module):
         return attend
 
     def _attend(self, attend, x, context, key):
-        x = remat.mark(x, remat.INPUT)
+        x = remat.mark(tensor.split_stream(x), remat.INPUT)
         y = self._enter(self.attention_norm, x)
         y, kept = self.attention(y, context.rotation, attend)
         return self._leave(self.attention_norm, x, y, key), kept
@@ -171,7 +172,7 @@ class Block(nnx.Module):
 
 
 def run_tile(
-    tile: layers.FeedForward,
+    tile: FeedForward,
     entering: Float[Array, "B L M"],
     key: jax.Array | None,
     *,
@@ -296,7 +297,7 @@ def transform(
         return kept(nnx.state(block), x, context, key), None
 
     x, _ = run_blocks(step, blocks, x, _layer_keys(key, config), config=config)
-    return remat.mark(x, remat.INPUT)
+    return remat.mark(tensor.split_stream(x), remat.INPUT)
 
 
 def _before(lengths, size):
