@@ -1,0 +1,92 @@
+"""Language models on the tensor axis, small enough to compile in seconds."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zjax.config import check_config, schema
+from zjax.initialize import make_run
+from zjax.models.build import make_model
+from zjax.observe.collectives import list_collectives, mesh_axes
+from zjax.optim.build import make_optimizer
+
+ROWS, LENGTH = 8, 16
+GPT = schema.Model(
+    num_layers=2,
+    embed_size=32,
+    mlp_size=64,
+    num_heads=8,
+    num_kv_heads=8,
+    vocab_size=509,
+    max_length=2 * LENGTH,
+    remat="none",
+)
+LLAMA = dataclasses.replace(
+    GPT,
+    norm="rms_norm",
+    positions="rotary",
+    activation="swiglu",
+    use_bias=False,
+    tied_head=False,
+)
+
+
+def make_config(model, mesh, stage=0, *, length=LENGTH, **settings):
+    """float32 and SGD: what the mesh changes shows, and is not made larger."""
+    precision = settings.pop("precision", schema.Precision(compute_dtype="float32"))
+    zero = settings.pop("zero", {"min_shard_elements": 0} if stage else {})
+    return schema.Config(
+        global_batch_size=ROWS,
+        num_steps=10,
+        mesh=mesh,
+        model=model,
+        data=schema.Data(length=length, source="synthetic"),
+        zero=schema.Zero(stage=stage, **zero),
+        precision=precision,
+        optimizer=schema.Optimizer(
+            name="sgd", peak_learning_rate=0.5, schedule="constant", num_warmup_steps=0
+        ),
+        **settings,
+    )
+
+
+def start(config, num_devices):
+    check_config(config, num_devices)
+    model = make_model(config)
+    devices = jax.devices()[:num_devices]
+    return make_run(config, model, make_optimizer(config, model), devices=devices)
+
+
+def make_batch(config, step):
+    shape = (ROWS, config.data.length + 1)
+    rng = np.random.default_rng(step)
+    tokens = rng.integers(0, config.model.vocab_size, shape).astype(np.int32)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+def train(config, num_devices, num_steps=3):
+    """The losses of some steps, and the weights after them as a flat dict."""
+    run = start(config, num_devices)
+    state, losses = run.state, []
+    for step in range(num_steps):
+        state, metrics = run.step(state, make_batch(config, step))
+        losses.append(float(metrics["loss"]))
+    stored = jax.tree_util.tree_leaves_with_path(state.master)
+    rows = jax.tree.leaves(run.plan.master)
+    weights = {
+        jax.tree_util.keystr(keys): np.asarray(x)[tuple(map(slice, row.shape))]
+        for (keys, x), row in zip(stored, rows, strict=True)
+    }
+    return np.array(losses), weights
+
+
+def compile_step(config, num_devices):
+    """The run, its compiled step, and what that sends along the tensor axis alone."""
+    run = start(config, num_devices)
+    tokens = jax.ShapeDtypeStruct((ROWS, config.data.length), jnp.int32)
+    compiled = run.step.compile({"tokens": tokens, "targets": tokens})
+    found = list_collectives(compiled.as_text())
+    along = [c for c in found if mesh_axes(c.groups, run.plan.mesh) == ("tensor",)]
+    return run, compiled, along
