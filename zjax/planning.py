@@ -87,7 +87,9 @@ def report_plan(
     plot.plot_memory_per_stage(totals, path, title=title)
     parts = [
         describe.describe_plan(plan),
-        *filter(None, [describe.describe_memories(plan)]),
+        *filter(
+            None, [describe.describe_whole(plan), describe.describe_memories(plan)]
+        ),
         *([_NO_MACHINE] if not here and asked == plans.AUTO else []),
         f"bytes per device by ZeRO stage on {num_devices} devices"
         + ("" if here else " (estimate: the devices are not here)"),

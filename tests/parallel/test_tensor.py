@@ -35,7 +35,7 @@ def product(x, kernel):
 
 def transform(x, up, gate, down):
     up, gate = (tensor.fill_up(kernel, 1) for kernel in (up, gate))
-    ups = tensor.multiply_columns([product] * 2, tensor.split_stream(x), [up, gate])
+    ups = tensor.multiply_columns([product] * 2, x, [up, gate])
     y = tensor.multiply_rows(product, ups[0] * ups[1], tensor.fill_up(down, 0))
     return tensor.join_stream(y)
 
@@ -99,8 +99,8 @@ def test_block_runs_inside_a_pipeline():
         return value[None], grads
 
     layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)
-    first, second = (jax.tree.map(lambda y: y[i : i + 1], layers) for i in range(2))
-    expected = [jax.value_and_grad(stage_loss)(one, x) for one in (first, second)]
+    alone = [jax.tree.map(lambda leaf: leaf[None], one) for one in blocks]
+    expected = [jax.value_and_grad(stage_loss)(one, x) for one in alone]
     mesh = meshes.make_mesh(config.mesh)
     mapped = jax.shard_map(
         of_stage,

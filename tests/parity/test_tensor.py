@@ -1,12 +1,19 @@
 """Whatever is split over the tensor axis, training is that of one device."""
 
 import dataclasses
+import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 from tests.support import tensor
-from zjax.config import schema
+from zjax.config import check_config, schema
+from zjax.models.build import make_model
+from zjax.optim.build import make_optimizer
+from zjax.sharding import plan as plans
+from zjax.sharding.mesh import abstract_mesh
 
 SLOW = pytest.mark.slow
 GPT, LLAMA = tensor.GPT, tensor.LLAMA
@@ -55,12 +62,32 @@ CASES = [
         id="chunks-of-logits",
         marks=SLOW,
     ),
+    case(
+        replace(GPT, attention="sparse", sparsity=schema.Sparsity(block=16)),
+        mesh(4, 2),
+        1,
+        length=32,
+        id="sparse",
+        marks=SLOW,
+    ),
     case(TURING, mesh(8), 2, num_microbatches=4, id="28-heads", marks=SLOW),
 ]
 
 
 @pytest.mark.parametrize("config", CASES)
 def test_losses_and_weights_are_those_of_one_device(config):
+    check(config)
+
+
+@SLOW
+def test_state_on_the_host(monkeypatch):
+    monkeypatch.setattr(plans, "MIN_MOVED_BYTES", 64)
+    zero = {"optimizer_memory": "pinned_host", "min_shard_elements": 0}
+    model = replace(TURING, remat="full")
+    check(tensor.make_config(model, mesh(4, 2), 2, zero=zero))
+
+
+def check(config):
     alone = replace(config, mesh=schema.Mesh(), zero=schema.Zero(stage=0))
     num_devices = config.mesh.tensor * config.mesh.data
     losses, weights = tensor.train(config, num_devices)
@@ -69,3 +96,23 @@ def test_losses_and_weights_are_those_of_one_device(config):
     assert weights.keys() == expected_weights.keys()
     for path, x in expected_weights.items():
         np.testing.assert_allclose(weights[path], x, rtol=1e-5, atol=1e-6, err_msg=path)
+
+
+@SLOW
+def test_28_heads_on_16_devices():
+    """12 devices have two heads and 4 have one, or 14 have two: both take two."""
+    words = [sys.executable, "-m", "tests.support.sixteen"]
+    out = subprocess.run(words, capture_output=True, text=True, check=True, timeout=300)
+    found, expected = json.loads(out.stdout.splitlines()[-1])
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_28_heads_are_planned_for_16_devices():
+    config = tensor.make_config(TURING, mesh(16))
+    check_config(config, 16)
+    model = make_model(config)
+    abstract = abstract_mesh(config.mesh, 16)
+    plan = plans.make_plan(config, abstract, model, make_optimizer(config, model))
+    row = plan.compute["blocks"]["attention"]["query"]["kernel"]
+    assert (row.shape[2], row.stored_shape[2]) == (28, 32)
+    assert row.device_bytes == 4 * 2 * 56 * 2 * 2

@@ -30,7 +30,7 @@ def test_spec_for(logical, expected):
             ("embd",),
             "w=('embd',) has no rule for embd; use one of batch, length, embed, "
             "heads, kv_heads, head_dim, mlp, vocab, experts, capacity, layers, stages, "
-            "or None",
+            "tensor, or None",
         ),
         (
             ("heads", "mlp"),

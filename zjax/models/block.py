@@ -18,7 +18,7 @@ from zjax.models import layers
 from zjax.models.embedding import Context
 from zjax.models.feed_forward import FeedForward, TiledFeedForward
 from zjax.ops import attention, sparse
-from zjax.parallel import remat, tensor
+from zjax.parallel import remat
 from zjax.sharding.layers import layers_of
 
 
@@ -158,7 +158,7 @@ class Block(nnx.Module):
         return attend
 
     def _attend(self, attend, x, context, key):
-        x = remat.mark(tensor.split_stream(x), remat.INPUT)
+        x = remat.mark(x, remat.INPUT)
         y = self._enter(self.attention_norm, x)
         y, kept = self.attention(y, context.rotation, attend)
         return self._leave(self.attention_norm, x, y, key), kept
@@ -297,7 +297,7 @@ def transform(
         return kept(nnx.state(block), x, context, key), None
 
     x, _ = run_blocks(step, blocks, x, _layer_keys(key, config), config=config)
-    return remat.mark(tensor.split_stream(x), remat.INPUT)
+    return remat.mark(x, remat.INPUT)
 
 
 def _before(lengths, size):

@@ -64,20 +64,8 @@ def fill_up(x: Float[Array, "..."], dim: int) -> Float[Array, "..."]:
     return jnp.pad(x, [(0, missing * (i == dim)) for i in range(x.ndim)])
 
 
-def split_stream(x: Float[Array, "B L M"]) -> Float[Array, "B L M"]:
-    """Splits a stream along its length, where that divides.
-
-    Args:
-        x: Activations.
-
-    Returns:
-        The same values.
-    """
-    return _place(x, _Split.of(x).length)
-
-
 def join_stream(x: Float[Array, "B L M"]) -> Float[Array, "B L M"]:
-    """Undoes `split_stream`: each device of the tensor axis has the whole length.
+    """Gives each device of the tensor axis the whole length of a stream.
 
     Args:
         x: Activations.
@@ -85,7 +73,11 @@ def join_stream(x: Float[Array, "B L M"]) -> Float[Array, "B L M"]:
     Returns:
         The same values.
     """
-    return _place(x, _Split.of(x).others)
+    if num_shares() == 1:
+        return x
+    rest = [P.UNCONSTRAINED] * (x.ndim - 2)
+    spec = P(P.UNCONSTRAINED, entry(_Split.of(x).others), *rest)
+    return jax.lax.with_sharding_constraint(x, spec)
 
 
 def multiply_columns(
@@ -239,11 +231,3 @@ def _axes_for(candidates: Sequence[str], size: int) -> tuple[str, ...]:
             break
         axes = (*axes, axis)
     return axes
-
-
-def _place(x: jax.Array, length: tuple[str, ...]) -> jax.Array:
-    if num_shares() == 1:
-        return x
-    rest = [P.UNCONSTRAINED] * (x.ndim - 2)
-    spec = P(P.UNCONSTRAINED, entry(length), *rest)
-    return jax.lax.with_sharding_constraint(x, spec)
