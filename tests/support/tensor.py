@@ -11,6 +11,8 @@ from zjax.initialize import make_run
 from zjax.models.build import make_model
 from zjax.observe.collectives import list_collectives, mesh_axes
 from zjax.optim.build import make_optimizer
+from zjax.sharding.layers import put_together
+from zjax.sharding.placement import unpad_tree
 
 ROWS, LENGTH = 8, 16
 GPT = schema.Model(
@@ -73,13 +75,10 @@ def train(config, num_devices, num_steps=3):
     for step in range(num_steps):
         state, metrics = run.step(state, make_batch(config, step))
         losses.append(float(metrics["loss"]))
-    stored = jax.tree_util.tree_leaves_with_path(state.master)
-    rows = jax.tree.leaves(run.plan.master)
-    weights = {
-        jax.tree_util.keystr(keys): np.asarray(x)[tuple(map(slice, row.shape))]
-        for (keys, x), row in zip(stored, rows, strict=True)
-    }
-    return np.array(losses), weights
+    held = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), state.master)
+    weights = put_together(unpad_tree(held, run.plan.master))
+    leaves = jax.tree_util.tree_leaves_with_path(weights)
+    return np.array(losses), {jax.tree_util.keystr(keys): x for keys, x in leaves}
 
 
 def compile_step(config, num_devices):

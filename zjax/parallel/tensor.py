@@ -146,7 +146,7 @@ def look_up(
     def own_rows(indices: jax.Array, rows: jax.Array) -> jax.Array:
         indices -= jax.lax.axis_index(meshes.TENSOR) * rows.shape[0]
         is_own = (indices >= 0) & (indices < rows.shape[0])
-        found = lookup.look_up(rows, jnp.where(is_own, indices, 0), deterministic)
+        found: Any = lookup.look_up(rows, jnp.where(is_own, indices, 0), deterministic)
         return jnp.where(is_own[..., None], found, 0)
 
     split = _Split.of(indices)
