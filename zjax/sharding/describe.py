@@ -153,14 +153,14 @@ def describe_whole(plan: Plan) -> str:
         if len(shape) < 2:
             vectors.append(path)
             continue
-        dims = ("",) * shape.index(max(shape)) + ("tensor",)
+        dims = ("",) * shape.index(max(shape)) + (TENSOR,)
         cells = (path, _shape(row), format_bytes(sizes[path]))
         lines.append((*cells, f"[{{'pattern': '{path}', 'dims': {dims}}}]"))
     if vectors:
         size = format_bytes(sum(map(sizes.__getitem__, vectors)))
         lines.append((f"{len(vectors)} vectors", "", size, "not worth it"))
     total = format_bytes(sum(row.device_bytes for row in rows))
-    title = f"whole over tensor={plan.mesh.shape[TENSOR]}: "
+    title = f"whole over {TENSOR}={plan.mesh.shape[TENSOR]}: "
     title += f"{format_bytes(sum(sizes.values()))} per device of {total} in use"
     columns = ("array", "shape", "bytes/device", "split by mesh.rules=")
     return f"{title}\n{render_table(columns, lines, right=(2,))}"

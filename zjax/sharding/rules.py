@@ -19,7 +19,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "capacity": (),
     "layers": (),
     "stages": (meshes.PIPELINE,),
-    "tensor": (meshes.TENSOR,),
+    meshes.TENSOR: (meshes.TENSOR,),
 }
 STACKED_DIMS = ("layers", "stages")
 """Dims that number whole layers; ZeRO never splits them, or one layer would live on one
