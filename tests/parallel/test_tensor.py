@@ -83,11 +83,11 @@ def test_block_runs_inside_a_pipeline():
     """Whoever splits the layers by hand leaves the tensor axis to the block."""
     config = small.make_config(small.GPT, schema.Mesh(pipeline=2, tensor=2, data=2))
     model = make_model(config)
-    params, _ = model.init(jax.random.key(0))
+    params, _ = jax.jit(model.init)(jax.random.key(0))
     batch = jax.tree.map(jnp.asarray, small.make_batch(config, 0))
     stack = model.stack
     embed, (blocks,), _ = stack.split(params)
-    x, context = stack.embed(embed, batch, None)
+    x, context = jax.jit(lambda *args: stack.embed(*args, None))(embed, batch)
     block = stack.segments[0].block
 
     def stage_loss(layers, x):
@@ -100,7 +100,7 @@ def test_block_runs_inside_a_pipeline():
 
     layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)
     alone = [jax.tree.map(lambda leaf: leaf[None], one) for one in blocks]
-    expected = [jax.value_and_grad(stage_loss)(one, x) for one in alone]
+    expected = [jax.jit(jax.value_and_grad(stage_loss))(one, x) for one in alone]
     mesh = meshes.make_mesh(config.mesh)
     mapped = jax.shard_map(
         of_stage,

@@ -80,6 +80,21 @@ def test_losses_and_weights_are_those_of_one_device(config):
 
 
 @SLOW
+@pytest.mark.parametrize("reduce_dtype", ["compute", "float32"])
+def test_bfloat16_stays_near_one_device(reduce_dtype):
+    """Sums in another order differ by the digits of the dtype, and by no factor."""
+    precision = schema.Precision(compute_dtype="bfloat16", reduce_dtype=reduce_dtype)
+    config = tensor.make_config(LLAMA, mesh(4, 2), 2, precision=precision)
+    alone = replace(config, mesh=schema.Mesh(), zero=schema.Zero(stage=0))
+    losses, weights = tensor.train(config, 8)
+    expected, expected_weights = tensor.train(alone, 1)
+    np.testing.assert_allclose(losses, expected, rtol=5e-3)
+    for path, x in expected_weights.items():
+        moved = np.abs(x - x.mean()).max()
+        np.testing.assert_allclose(weights[path], x, atol=2e-2 * moved, err_msg=path)
+
+
+@SLOW
 def test_state_on_the_host(monkeypatch):
     monkeypatch.setattr(plans, "MIN_MOVED_BYTES", 64)
     zero = {"optimizer_memory": "pinned_host", "min_shard_elements": 0}

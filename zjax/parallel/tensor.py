@@ -190,8 +190,8 @@ class _Split(NamedTuple):
     def map(self, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
         if num_shares() == 1:
             return body
-        # The compiler would gather the rows for a collective that others write.
-        axes = {*self.batch, *self.length, meshes.TENSOR}
+        # All axes: of one left to it the compiler would gather what it splits.
+        axes = set(jax.sharding.get_abstract_mesh().auto_axes)
         return jax.shard_map(
             body,
             in_specs=in_specs,
