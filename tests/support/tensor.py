@@ -1,5 +1,6 @@
 """Language models on the tensor axis, small enough to compile in seconds."""
 
+import collections
 import dataclasses
 
 import jax
@@ -89,3 +90,19 @@ def compile_step(config, num_devices):
     found = list_collectives(compiled.as_text())
     along = [c for c in found if mesh_axes(c.groups, run.plan.mesh) == ("tensor",)]
     return run, compiled, along
+
+
+def sent_per_layer(model, mesh, num_devices, *, length=LENGTH, **settings):
+    """How often a layer sends a whole stream in a step, and all its other elements."""
+    counts: dict[str, int] = collections.Counter()
+    others = 0
+    for num_layers, sign in ((3, 1), (2, -1)):
+        deep = dataclasses.replace(model, num_layers=num_layers)
+        config = make_config(deep, mesh, length=length, **settings)
+        run, _, found = compile_step(config, num_devices)
+        stream = ROWS // run.plan.num_batch_shares * length * model.embed_size
+        for each in found:
+            streams, rest = divmod(each.elements, stream)
+            counts[each.op] += sign * each.times * streams
+            others += sign * each.times * rest
+    return {op: count for op, count in counts.items() if count}, others
