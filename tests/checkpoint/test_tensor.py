@@ -25,12 +25,16 @@ def test_other_devices_and_exports_see_the_heads_of_the_model(tmp_path):
     exported = tmp_path / "model.safetensors"
     export_safetensors(split.store, str(exported))
     stored = kernel_of(split)
+    tokens = np.asarray(split.state.master["embedding"]["tokens"])
     split.close()
     alone = small_run.make_trainer(
         tmp_path, *HEADS, "checkpoint.resume=required", num_devices=1
     )
     assert stored.shape[2] == 8
     assert not stored[:, :, 6:].any()
+    assert tokens.shape[0] == 64
+    assert tokens[:61].any(1).all()
+    assert not tokens[61:].any()
     np.testing.assert_array_equal(kernel_of(alone), stored[:, :, :6])
     (found,) = (x for name, x in load_file(exported).items() if "query.kernel" in name)
     np.testing.assert_array_equal(found, stored[:, :, :6])
