@@ -39,6 +39,16 @@ def test_bytes_of_a_layer(layers_per_scan):
     assert compiler.layer_bytes(plan) == 2 * LAYER_PARAMS
 
 
+def test_bytes_of_a_layer_are_those_of_a_device():
+    """Fails if ZeRO shares are taken for weights that never meet on a device."""
+    mesh = schema.Mesh(data=4, tensor=2)
+    zero = schema.Zero(stage=3, min_shard_elements=0)
+    config = schema.Config(
+        model=SHAPE, data=schema.Data(length=8), mesh=mesh, zero=zero
+    )
+    assert compiler.layer_bytes(make_plan(config)) == LAYER_PARAMS - 2 * 16 + 2 * 2 * 16
+
+
 def test_collectives_of_one_layer_are_combined(monkeypatch):
     monkeypatch.setattr(compiler, "_platform", lambda mesh: "gpu")
     monkeypatch.setattr(compiler, "MIN_COMBINED_BYTES", 1)

@@ -105,9 +105,14 @@ def test_plan_prints_arrays_stages_and_the_compiled_program(tmp_path, settings):
 
 
 def test_plan_for_devices_that_are_not_here_is_an_estimate(tmp_path, settings):
-    more = ("--num_devices=1024", "--gin=config.global_batch_size=1024")
+    more = (
+        "--num_devices=1024",
+        "--gin=config.global_batch_size=1024",
+        "--gin=config.mesh.tensor=2",
+    )
     out = run("plan", settings, *more, f"--output={tmp_path / 'plan.png'}")
     assert "on 1024 devices (estimate: the devices are not here)" in out
+    assert "whole over tensor=2: " in out
     assert "compiled train step" not in out
 
 

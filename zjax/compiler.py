@@ -12,12 +12,14 @@ from typing import Any
 
 import jax
 from absl import logging
+from jax.sharding import NamedSharding
 
 from zjax.config.schema import Config
 from zjax.errors import ConfigError, Problem
 from zjax.sharding.memory import num_zero_shares
-from zjax.sharding.placement import dtype_bytes
+from zjax.sharding.placement import Row, dtype_bytes
 from zjax.sharding.plan import Plan
+from zjax.sharding.zero import stored_shape, whole_spec
 
 Options = dict[str, Any]
 
@@ -135,7 +137,7 @@ def _gpu_options(config: Config, plan: Plan) -> Options:
 
 
 def layer_bytes(plan: Plan) -> int:
-    """Bytes of the parameters of one layer, once gathered.
+    """Bytes of the parameters of one layer on a device, once gathered.
 
     Args:
         plan: Its parameters in use; layers are what stacked arrays stack.
@@ -143,8 +145,15 @@ def layer_bytes(plan: Plan) -> int:
     Returns:
         Bytes; 0 for a model without such layers.
     """
-    stacks = [row for row in jax.tree.leaves(plan.compute) if row.num_layers]
-    return sum(math.prod(row.shape[1:]) * dtype_bytes(row.dtype) for row in stacks)
+
+    def one(row: Row) -> int:
+        spec = whole_spec(row.spec)
+        shape = NamedSharding(plan.mesh, spec).shard_shape(
+            stored_shape(row.shape, spec, plan.mesh)
+        )
+        return math.prod(shape[1:]) * dtype_bytes(row.dtype)
+
+    return sum(one(row) for row in jax.tree.leaves(plan.compute) if row.num_layers)
 
 
 def _platform(mesh: Any) -> str:

@@ -67,7 +67,7 @@ def report_plan(
         raise ConfigError(Problem("collectives", True, problem, remedy))
     num_devices = num_devices or jax.device_count()
     check_config(config, num_devices)
-    if schedule and axis_sizes(config, num_devices)["pipeline"] == 1:
+    if schedule and axis_sizes(config, num_devices)[meshes.PIPELINE] == 1:
         problem = "has no stages to draw with mesh.pipeline=1"
         remedy = "leave it out, or set mesh.pipeline above 1"
         raise ConfigError(Problem("schedule", True, problem, remedy))
@@ -97,7 +97,9 @@ def report_plan(
     plot.plot_memory_per_stage(totals, path, title=title)
     parts = [
         describe.describe_plan(plan),
-        *filter(None, [describe.describe_memories(plan)]),
+        *filter(
+            None, [describe.describe_whole(plan), describe.describe_memories(plan)]
+        ),
         *([_NO_MACHINE] if not here and asked == plans.AUTO else []),
         f"bytes per device by ZeRO stage on {num_devices} devices"
         + ("" if here else " (estimate: the devices are not here)"),

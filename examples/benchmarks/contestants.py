@@ -36,6 +36,13 @@ def fsdp(name: str, shape: Shape, *, reshard: bool) -> Contestant:
     return Contestant(name, command, "peer")
 
 
+def tensor(name: str, shape: Shape, *, asynchronous: bool) -> Contestant:
+    """Torch tensor parallelism over all devices, with compiled blocks."""
+    options = (f"--asynchronous={int(asynchronous)}", "--compile=blocks")
+    command = (*_TORCH, f"{_HERE}/tensor_peer.py", *_size(shape), *options)
+    return Contestant(name, command, "peer")
+
+
 def plain_jax(name: str, shape: Shape, stage: int) -> Contestant:
     """ZeRO as shardings, by hand."""
     script = ("{python}", f"{_HERE}/plain_jax.py", f"--stage={stage}")

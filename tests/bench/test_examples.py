@@ -16,7 +16,15 @@ from zjax.observe import flops
 
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "benchmarks"
-SCRIPTS = ("deepspeed_peer", "fsdp_peer", "plain_jax", "torch_gpt", "timing", "shape")
+SCRIPTS = (
+    "deepspeed_peer",
+    "fsdp_peer",
+    "plain_jax",
+    "shape",
+    "tensor_peer",
+    "timing",
+    "torch_gpt",
+)
 TINY = {
     "num_layers": 2,
     "embed_size": 32,
@@ -74,7 +82,7 @@ def trains(contestant):
     return not kernels and not any(word.startswith("--nvme=") for word in words)
 
 
-@pytest.mark.parametrize("name", ["gpt_1p5b", "gpt_6p7b"])
+@pytest.mark.parametrize("name", ["gpt_1p5b", "gpt_6p7b", "tensor_6p7b"])
 def test_all_of_a_contest_do_the_same_work(name):
     contest = load_contest(FOLDER / f"{name}.py")
     work = set()
@@ -87,7 +95,8 @@ def test_all_of_a_contest_do_the_same_work(name):
             config = config_of(contestant)
             params = flops.matmul_params(config.model)
             assert config.model.remat == "elementwise"
-            work.add((params, config.data.length, config.microbatch_size))
+            rows = config.microbatch_size // config.mesh.tensor
+            work.add((params, config.data.length, rows))
     assert len(work) == 1
 
 

@@ -230,16 +230,20 @@ MODEL = [
         id="odd-rotary-heads",
     ),
     case(
-        "mesh.tensor=8;model.mlp_size=100",
-        "mesh.tensor=8 does not divide model.num_heads=12; use 1, 2 or 4\n"
-        "mesh.tensor=8 does not divide model.num_kv_heads=12; use 1, 2 or 4\n"
-        "mesh.tensor=8 does not divide model.mlp_size=100; use 1, 2 or 4",
-        id="tensor-over-heads-and-mlp",
+        "mesh.tensor=8;model.attention=sparse",
+        "mesh.tensor=8 does not divide model.num_heads=12, whose blocks are laid out "
+        "by model.attention='sparse'; use 1, 2 or 4",
+        id="tensor-over-sparse-heads",
+    ),
+    case(
+        "mesh.tensor=8;model.num_heads=24;model.num_kv_heads=3",
+        "mesh.tensor=8 does not divide model.num_kv_heads=3 of 24 heads; use 1",
+        id="tensor-over-groups-of-heads",
     ),
     case(
         "mesh.tensor=-1;mesh.data=1;model.num_kv_heads=6;model.num_heads=24",
-        "mesh.tensor=-1 comes out as 8 and does not divide model.num_kv_heads=6; "
-        "use 1 or 2",
+        "mesh.tensor=-1 comes out as 8 and does not divide model.num_kv_heads=6 of 24 "
+        "heads; use 1 or 2",
         id="tensor-as-the-rest",
     ),
     case(
@@ -303,6 +307,12 @@ def test_problems_are_reported_together():
         pytest.param([], 1, id="one-device"),
         pytest.param(["mesh.replica=2", "zero.stage=0"], 8, id="replica-at-stage-0"),
         pytest.param(["mesh.tensor=4", "model.vocab_size=50257"], 8, id="tensor"),
+        pytest.param(["mesh.tensor=8", "model.mlp_size=100"], 8, id="tensor-uneven"),
+        pytest.param(
+            ["mesh.tensor=8", "model.num_heads=24", "model.num_kv_heads=4"],
+            8,
+            id="tensor-copies-kv-heads",
+        ),
         pytest.param(["optimizer.clip_norm=inf"], 8, id="no-clipping"),
         pytest.param(["optimizer.weight_decay=0"], 8, id="no-decay"),
         pytest.param(["model.kind=encoder", "model.positions=rotary"], 8, id="encoder"),
@@ -333,7 +343,7 @@ def test_what_works_is_let_through(overrides, num_devices):
 
 
 def test_own_model_is_not_held_to_the_built_in_one():
-    config = zconfig.load_config({}, "mesh.tensor=8", "data.length=4096")
+    config = zconfig.load_config({}, "data.length=4096")
     zconfig.check_config(config, 8, own_model=True)
     with pytest.raises(ConfigError):
         zconfig.check_config(config, 8)

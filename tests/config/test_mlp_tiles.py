@@ -16,11 +16,6 @@ RULES = [
         id="uneven",
     ),
     case(
-        "mesh.tensor=4;model.mlp_size=96;model.mlp_tiles=16",
-        "mesh.tensor=4 does not divide model.mlp_size/mlp_tiles=6; use 1 or 2",
-        id="tensor",
-    ),
-    case(
         "model.kind=encoder;model.mlp_tiles=2",
         "model.mlp_tiles=2 adds to the stream in parts, and model.kind='encoder' "
         "normalises their sum; use 1, or a decoder",

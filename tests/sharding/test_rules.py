@@ -29,7 +29,7 @@ def test_spec_for(logical, expected):
         (
             ("embd",),
             "w=('embd',) has no rule for embd; use one of batch, length, embed, "
-            "heads, kv_heads, head_dim, mlp, vocab, experts, capacity, layers, "
+            "heads, kv_heads, head_dim, mlp, vocab, experts, capacity, layers, tensor, "
             "or None",
         ),
         (

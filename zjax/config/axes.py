@@ -1,6 +1,7 @@
 """The axes of the mesh as numbers, before any device is asked for."""
 
 import math
+from collections.abc import Sequence
 
 from zjax.config import schema
 
@@ -28,8 +29,18 @@ def name_divisors(number: int) -> str:
         >>> name_divisors(4)
         'use 1, 2 or 4'
     """
-    divisors = [str(d) for d in range(1, number + 1) if number % d == 0]
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
     if len(divisors) > 8:
         return f"use a divisor of {number}"
-    *first, last = divisors
+    return name_choices(divisors)
+
+
+def name_choices(numbers: Sequence[int]) -> str:
+    """The remedy that lists what works.
+
+    Example:
+        >>> name_choices([1]), name_choices([1, 2])
+        ('use 1', 'use 1 or 2')
+    """
+    *first, last = map(str, numbers)
     return f"use {', '.join(first)} or {last}" if first else f"use {last}"

@@ -6,7 +6,7 @@ Each rule is a small function that yields problems; all of them are reported at 
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from zjax.config import axes, batch, effect, model_rules, ranges, schema, stages
 from zjax.errors import ConfigError, Problem
@@ -193,20 +193,32 @@ def _schedule(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         yield Problem(field, warmup, problem, f"use at most {stable_end}")
 
 
-def _groups(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+def _patterns(
+    field: str, entries: Sequence[schema.ParamGroup | schema.DimRule]
+) -> Iterator[Problem]:
     seen: dict[str, str] = {}
-    for index, group in enumerate(config.optimizer.groups):
-        path = f"optimizer.groups[{index}]"
+    for index, entry in enumerate(entries):
+        path = f"{field}[{index}]"
         try:
-            re.compile(group.pattern)
+            re.compile(entry.pattern)
         except re.error as error:
             problem = f"is not a regular expression: {error}"
             remedy = "correct it, or escape characters with \\"
-            yield Problem(f"{path}.pattern", group.pattern, problem, remedy)
-        if group.pattern in seen:
-            problem = f"never matches after {seen[group.pattern]}"
-            yield Problem(f"{path}.pattern", group.pattern, problem, "remove one")
-        seen.setdefault(group.pattern, path)
+            yield Problem(f"{path}.pattern", entry.pattern, problem, remedy)
+        if entry.pattern in seen:
+            problem = f"never matches after {seen[entry.pattern]}"
+            yield Problem(f"{path}.pattern", entry.pattern, problem, "remove one")
+        seen.setdefault(entry.pattern, path)
+
+
+def _rules(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    yield from _patterns("mesh.rules", config.mesh.rules)
+
+
+def _groups(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    yield from _patterns("optimizer.groups", config.optimizer.groups)
+    for index, group in enumerate(config.optimizer.groups):
+        path = f"optimizer.groups[{index}]"
         if group.learning_rate_scale == 0 and group.weight_decay:
             problem = "has no effect on parameters that are frozen"
             remedy = "use 0.0, or a learning_rate_scale above 0"
@@ -263,6 +275,7 @@ _RULES: tuple[model_rules.Entry, ...] = (
     ((), _precision),
     ((), _offload),
     (("num_steps", "optimizer"), _schedule),
+    ((), _rules),
     ((), _groups),
     (("num_steps", "observe"), _profile),
     ((), _checkpoint),

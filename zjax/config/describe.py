@@ -41,8 +41,9 @@ def describe_settings() -> str:
     """
     lines = []
     last = None
+    rules = _settings(schema.DimRule(), "mesh.rules[i]")
     groups = _settings(schema.ParamGroup(), "optimizer.groups[i]")
-    for path, section, value in (*_settings(schema.Config(), ""), *groups):
+    for path, section, value in (*_settings(schema.Config(), ""), *rules, *groups):
         if section is not last:
             lines += ["", (section.__doc__ or "").strip()]
             last = section

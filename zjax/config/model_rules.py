@@ -1,6 +1,5 @@
 """Whether the built-in model and its data fit each other and the mesh."""
 
-import math
 from collections.abc import Callable, Iterator
 
 from zjax.config import axes, schema, sparsity, stages
@@ -36,17 +35,28 @@ def _tensor(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     size = axes.axis_sizes(config, num_devices)["tensor"]
     if not axes.mesh_fills(config, num_devices):
         return
+    problem = _split_problem(config, size)
+    if problem:
+        fit = [n for n in range(1, size) if num_devices % n == 0]
+        sizes = [n for n in fit if not _split_problem(config, n)]
+        given = config.mesh.tensor
+        problem = f"comes out as {size} and {problem}" if given == -1 else problem
+        yield Problem("mesh.tensor", given, problem, axes.name_choices(sizes))
+
+
+def _split_problem(config: schema.Config, size: int) -> str:
+    """What keeps heads from being split; others are filled up, or copied to share."""
     model = config.model
-    wholes = {f"model.{x}": getattr(model, x) for x in ("num_heads", "num_kv_heads")}
-    mlp = "model.mlp_size" if model.mlp_tiles == 1 else "model.mlp_size/mlp_tiles"
-    for name, whole in (wholes | {mlp: model.mlp_size // model.mlp_tiles}).items():
-        if whole % size:
-            problem = f"does not divide {name}={whole}"
-            remedy = axes.name_divisors(math.gcd(whole, num_devices))
-            given = config.mesh.tensor
-            if given == -1:
-                problem = f"comes out as {size} and {problem}"
-            yield Problem("mesh.tensor", given, problem, remedy)
+    heads, kv_heads = model.num_heads, model.num_kv_heads
+    is_copied = size % kv_heads == 0 and heads % size == 0
+    if kv_heads % size and kv_heads < heads and not is_copied:
+        return f"does not divide model.num_kv_heads={kv_heads} of {heads} heads"
+    if heads % size and model.attention == "sparse":
+        return (
+            f"does not divide model.num_heads={heads}, whose blocks are laid out "
+            "by model.attention='sparse'"
+        )
+    return ""
 
 
 def _tiles(config: schema.Config, num_devices: int) -> Iterator[Problem]:

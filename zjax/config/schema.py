@@ -11,6 +11,17 @@ def section(cls):
 
 
 @section
+class DimRule:
+    """Names for the dims of parameters whose path matches; the first match wins."""
+
+    pattern: str = ".*"
+    """Regular expression searched in paths like `blocks/attention/query/kernel`."""
+    dims: tuple[str, ...] = ()
+    """A name per dim of a layer, from the first on: heads, kv_heads, mlp, vocab and
+    tensor are split over `mesh.tensor`, embed, head_dim and '' are not."""
+
+
+@section
 class Mesh:
     """Devices along each mesh axis, slowest link first; one may be -1: the rest."""
 
@@ -26,6 +37,8 @@ class Mesh:
     """Shares of each sequence."""
     tensor: int = 1
     """Shares of each weight matrix."""
+    rules: tuple[DimRule, ...] = ()
+    """What dims of parameters are, where the model does not say, or says otherwise."""
 
 
 @section

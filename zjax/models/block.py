@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 from zjax.config import schema
 from zjax.models import layers
 from zjax.models.embedding import Context
+from zjax.models.feed_forward import FeedForward, TiledFeedForward
 from zjax.ops import attention, sparse
 from zjax.parallel import remat
 from zjax.sharding.layers import layers_of
@@ -59,7 +60,7 @@ class Block(nnx.Module):
         )
         self.mlp_norm = layers.Norm(config)
         is_tiled = config.mlp_tiles > 1
-        feed_forward = layers.TiledFeedForward if is_tiled else layers.FeedForward
+        feed_forward = TiledFeedForward if is_tiled else FeedForward
         self.mlp = feed_forward(
             config, out_std=out_std, matmul_dtype=matmul_dtype, rngs=rngs
         )
@@ -171,7 +172,7 @@ class Block(nnx.Module):
 
 
 def run_tile(
-    tile: layers.FeedForward,
+    tile: FeedForward,
     entering: Float[Array, "B L M"],
     key: jax.Array | None,
     *,

@@ -12,6 +12,7 @@ from zjax.errors import ConfigError, Problem
 from zjax.models import layers
 from zjax.ops import rotary
 from zjax.ops.lookup import look_up
+from zjax.parallel import tensor
 
 
 class Context(NamedTuple):
@@ -80,7 +81,7 @@ class Embedding(nnx.Module):
         positions = batch.get("positions")
         if positions is None and segment_ids is not None:
             positions = positions_in_segments(segment_ids)
-        x = self._look_up(self.tokens, tokens)
+        x = tensor.look_up(self.tokens[...], tokens, self.deterministic)
         if self.positions is not None:
             x += self._learned_positions(positions, tokens.shape[1])
         if self.token_types is not None:

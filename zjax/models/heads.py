@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from zjax.config import schema
 from zjax.models import layers
 from zjax.ops.cross_entropy import TokenLoss, token_loss
+from zjax.parallel import tensor
 
 
 class Head(nnx.Module):
@@ -75,7 +76,7 @@ class Head(nnx.Module):
     def _features(self, x):
         if self.transform is not None:
             x = jax.nn.gelu(self.transform(x), approximate=True)
-        return self.norm(x)
+        return tensor.join_stream(self.norm(x))
 
     def _matrix(self, table):
         if self.kernel is not None:

@@ -5,11 +5,9 @@ softmax and rotations are float32 inside; the dtype of everything else is that o
 parameters a step passes in.
 """
 
-import dataclasses
 import functools
 import math
-import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -20,8 +18,9 @@ from jaxtyping import Array, Float
 from zjax.config import schema
 from zjax.ops import float8, norm, rotary
 from zjax.ops.storing import store, store_gradient
-from zjax.parallel import remat
+from zjax.parallel import remat, tensor
 from zjax.sharding import mesh as meshes
+from zjax.sharding import rules
 
 Dims = tuple[tuple[str | None, int], ...]
 """Logical name and size of each array dim."""
@@ -141,6 +140,8 @@ class Linear(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.num_inputs = len(inputs)
+        self.is_row_split = is_split(inputs[0][0])
+        self.is_column_split = is_split(outputs[0][0])
         self.fuse_bias = fuse_bias
         self.matmul_dtype: MatmulDtype = matmul_dtype
         self.kernel = make_param(inputs + outputs, make_normal(rngs.params(), std))
@@ -156,23 +157,93 @@ class Linear(nnx.Module):
         Returns:
             Activations with the dims of the output.
         """
+        if self.is_column_split:
+            return project(x, (self,), name)[0]
         kernel = self.kernel[...]
-        inputs = kernel.shape[: self.num_inputs]
-        # A product can add a bias only where its output dims are one.
-        y = self._multiply(x, kernel.reshape(*inputs, -1))
-        if not self.fuse_bias:
-            y = remat.mark(store(y), name) if name else store(y)
-        if self.bias is not None:
-            bias = self.bias[...].reshape(*[1] * (y.ndim - 1), -1)
-            y = store_gradient(y + bias)
-        y = store(y) if self.fuse_bias else y
-        return y.reshape(*y.shape[:-1], *kernel.shape[self.num_inputs :])
+        if self.is_row_split:
+            kernel = tensor.fill_up(kernel, 0)
+            y = tensor.multiply_rows(self.multiply, x, kernel)
+        else:
+            y = self.multiply(x, kernel)
+        return self.finish(y, kernel.shape[self.num_inputs :], name)
 
-    def _multiply(self, x, kernel):
+    def multiply(self, x: Float[Array, "..."], kernel: Array) -> Float[Array, "..."]:
+        """The product with a kernel in place of the own one, its output dims as one."""
+        kernel = kernel.reshape(*kernel.shape[: self.num_inputs], -1)
         if self.matmul_dtype == "compute":
             return jnp.tensordot(x, kernel, axes=self.num_inputs)
         num_shares = num_batch_shares(x.shape[0])
         return float8.dot(x, kernel, self.num_inputs, num_shares=num_shares)
+
+    def finish(
+        self, y: Float[Array, "..."], dims: tuple[int, ...], name: str, copies: int = 1
+    ) -> Float[Array, "..."]:
+        """Adds the bias to what `multiply` made, and gives the output its dims."""
+        # A product can add a bias only where its output dims are one.
+        if not self.fuse_bias:
+            y = remat.mark(store(y), name) if name else store(y)
+        if self.bias is not None:
+            bias = self._columns(self.bias[...], 0, copies)
+            bias = bias.reshape(*[1] * (y.ndim - 1), -1)
+            y = store_gradient(y + bias)
+        y = store(y) if self.fuse_bias else y
+        return y.reshape(*y.shape[:-1], *dims)
+
+    def columns(self, copies: int) -> Array:
+        """The kernel, with each of its first columns several times over, filled up."""
+        return self._columns(self.kernel[...], 1, copies)
+
+    def _columns(self, x, dim, copies):
+        x = jnp.repeat(x, copies, dim) if copies > 1 else x
+        return tensor.fill_up(x, dim) if self.is_column_split else x
+
+
+def is_split(name: str | None) -> bool:
+    """Whether a dim is split over the tensor axis.
+
+    Args:
+        name: Logical name.
+
+    Returns:
+        What the table of placements says.
+
+    Example:
+        >>> is_split("mlp"), is_split("embed")
+        (True, False)
+    """
+    return name is not None and meshes.TENSOR in rules.RULES[name]
+
+
+def project(
+    x: Float[Array, "B L M"],
+    linears: Sequence[Linear],
+    name: str = "",
+    *,
+    copies: Sequence[int] | None = None,
+) -> list[Float[Array, "..."]]:
+    """Multiplies one stream by several matrices that are split by columns.
+
+    Args:
+        x: The stream.
+        linears: Each with one input dim.
+        name: Marks the products, before their biases, for the policies of `remat`.
+        copies: How often each column of a matrix, such as a head, is wanted.
+
+    Returns:
+        One output per matrix, its first dim filled up with zeros.
+    """
+    copies = copies or [1] * len(linears)
+    pairs = list(zip(linears, copies, strict=True))
+    kernels = [linear.columns(number) for linear, number in pairs]
+    products = tensor.multiply_columns(
+        [linear.multiply for linear in linears],
+        x,
+        [kernel.reshape(kernel.shape[0], -1) for kernel in kernels],
+    )
+    return [
+        linear.finish(y, kernel.shape[1:], name, number)
+        for (linear, number), y, kernel in zip(pairs, products, kernels, strict=True)
+    ]
 
 
 class Norm(nnx.Module):
@@ -220,6 +291,7 @@ class Attention(nnx.Module):
         linear = functools.partial(
             Linear, use_bias=config.use_bias, matmul_dtype=matmul_dtype, rngs=rngs
         )
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.query = linear(embed, heads, fuse_bias=True)
         self.key = linear(embed, kv_heads, fuse_bias=True)
         self.value = linear(embed, kv_heads, fuse_bias=True)
@@ -232,107 +304,16 @@ class Attention(nnx.Module):
         attend: Attend,
     ) -> tuple[Float[Array, "B L M"], Any]:
         """Projects, rotates, attends and projects back; passes on what attend kept."""
-        q, k, v = self.query(x), self.key(x), self.value(x)
+        copies = (1, self._kv_copies(), self._kv_copies())
+        q, k, v = project(x, (self.query, self.key, self.value), copies=copies)
         if rotation is not None:
             q, k = rotary.rotate(q, *rotation), rotary.rotate(k, *rotation)
         q, k, v = (remat.mark(x, remat.PROJECTIONS) for x in (q, k, v))
         averages, kept = attend(q, k, v)
         return self.out(averages), kept
 
-
-class Bias(nnx.Module):
-    """What is added to every token, from zero on."""
-
-    def __init__(self, dims: Dims):
-        self.bias = make_param(dims, jnp.zeros)
-
-    def __call__(self, x: Float[Array, "B L M"]) -> Float[Array, "B L M"]:
-        """Adds it."""
-        return store_gradient(x + jnp.broadcast_to(self.bias[...], x.shape))
-
-
-class FeedForward(nnx.Module):
-    """Two matrices with a GELU between them, or three with a gated SiLU.
-
-    GELU is the tanh form of GPT-2 and the original BERT (arXiv:1606.08415); the gated
-    form is SwiGLU (arXiv:2002.05202).
-
-    Args:
-        config: Shape of the model.
-        out_std: Standard deviation of the matrix that writes to the residual stream.
-        matmul_dtype: Dtype in which the matrices are multiplied.
-        is_tile: Whether others are added to it, so that it has no bias at its end.
-        rngs: Source of the initial values.
-    """
-
-    def __init__(
-        self,
-        config: schema.Model,
-        *,
-        out_std: float,
-        matmul_dtype: MatmulDtype = "compute",
-        is_tile: bool = False,
-        rngs: nnx.Rngs,
-    ):
-        embed: Dims = (("embed", config.embed_size),)
-        mlp: Dims = (("mlp", config.mlp_size),)
-        linear = functools.partial(Linear, matmul_dtype=matmul_dtype, rngs=rngs)
-        gated, use_bias = config.activation == "swiglu", config.use_bias
-        self.gate = linear(embed, mlp, use_bias=use_bias) if gated else None
-        self.up = linear(embed, mlp, use_bias=use_bias)
-        ends_with_bias = use_bias and not is_tile
-        self.down = linear(mlp, embed, std=out_std, use_bias=ends_with_bias)
-
-    def __call__(self, x: Float[Array, "B L M"]) -> Float[Array, "B L M"]:
-        """Transforms each token."""
-        up = self.up(x, remat.MLP)
-        if self.gate is None:
-            return self.down(jax.nn.gelu(up, approximate=True))
-        gate = self.gate(x, remat.MLP)
-        return self.down(jax.nn.silu(gate) * up)
-
-
-class TiledFeedForward(nnx.Module):
-    """A feed-forward as a sum of narrow ones, each with arrays of its own.
-
-    Whatever stands between the matrices works on each hidden channel by itself, so that
-    the sum over a part of them is a feed-forward too, and all of them add up to the
-    whole: memory-centric tiling (arXiv:2104.07857, section 5.1.3).
-
-    Args:
-        config: Shape of the model; `mlp_tiles` are its parts.
-        out_std: Standard deviation of the matrices that write to the residual stream.
-        matmul_dtype: Dtype in which the matrices are multiplied.
-        rngs: Source of the initial values.
-    """
-
-    def __init__(
-        self,
-        config: schema.Model,
-        *,
-        out_std: float,
-        matmul_dtype: MatmulDtype = "compute",
-        rngs: nnx.Rngs,
-    ):
-        size = config.mlp_size // config.mlp_tiles
-        narrow = dataclasses.replace(config, mlp_size=size)
-        embed: Dims = (("embed", config.embed_size),)
-
-        def make_tile() -> FeedForward:
-            return FeedForward(
-                narrow,
-                out_std=out_std,
-                matmul_dtype=matmul_dtype,
-                is_tile=True,
-                rngs=rngs,
-            )
-
-        # In the order in which JAX keeps a dict of them.
-        names = sorted(map(str, range(config.mlp_tiles)))
-        self.tiles = nnx.Dict({name: make_tile() for name in names})
-        self.down = Bias(embed) if config.use_bias else None
-
-    def __call__(self, x: Float[Array, "B L M"]) -> Float[Array, "B L M"]:
-        """Transforms each token."""
-        y = functools.reduce(operator.add, (tile(x) for tile in self.tiles.values()))
-        return y if self.down is None else self.down(y)
+    def _kv_copies(self):
+        """How often devices that share a head of keys and values have it."""
+        shares = tensor.num_shares()
+        is_shared = self.num_kv_heads < min(shares, self.num_heads)
+        return shares // self.num_kv_heads if is_shared else 1

@@ -15,7 +15,7 @@ from zjax.models import cached, generate
 from zjax.models.block import Block, run_tile
 from zjax.models.decoder import Decoder
 from zjax.models.encoder import Encoder
-from zjax.models.layers import TiledFeedForward
+from zjax.models.feed_forward import TiledFeedForward
 from zjax.sharding.layers import layers_of, side_by_side
 from zjax.typing import Continuation, Params, Segment, Stack, Tiles
 

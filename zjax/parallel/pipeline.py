@@ -16,8 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
+from zjax.parallel import staged as arrays
+from zjax.parallel.line import Line, Parts
 from zjax.parallel.parts import (
     Halves,
     Passes,
@@ -25,39 +26,9 @@ from zjax.parallel.parts import (
     split_backward,
 )
 from zjax.parallel.schedule import IDLE, Kind, Lane, Schedule
+from zjax.parallel.staged import EVERYWHERE, STAGED
+from zjax.sharding.mesh import PIPELINE
 from zjax.typing import Batch, Loss, Params
-
-PIPELINE = "pipeline"
-STAGED, EVERYWHERE = P(PIPELINE), P()
-
-
-@dataclasses.dataclass(frozen=True)
-class Line:
-    """A model as a pipeline takes it; a stream is any tree of arrays.
-
-    Args:
-        embed: `embed(params, batch, key) -> (stream, context)`.
-        chunk: `chunk(params, stream, context, key, number) -> stream`: the layers of
-            one chunk; int32[] `number` counts the chunks of the model.
-        head: `head(params, stream, batch) -> (objective, loss)`: what to differentiate,
-            and what to report.
-        fetches: Whether these gather the parameters, which then are there for one pass
-            alone.
-    """
-
-    embed: Callable[..., Any]
-    chunk: Callable[..., Any]
-    head: Callable[..., tuple[jax.Array, Loss]]
-    fetches: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Parts:
-    """Trees of the embedding, of the stages [stages, chunks, ...] and of the head."""
-
-    embed: Any
-    stages: Any
-    head: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +127,7 @@ class _Turn:
     last: Any
 
 
-for _record in (Parts, Lane, _State, _Turn):
+for _record in (Lane, _State, _Turn):
     _fields = [field.name for field in dataclasses.fields(_record)]
     jax.tree_util.register_dataclass(_record, _fields, [])
 
@@ -191,8 +162,8 @@ class _Step:
         empty = self.empty_stream()
         mapped = functools.partial(self.mapped, leave, lane, (STAGED, STAGED))
         kept, handed = jax.eval_shape(mapped, staged=(empty,))
-        kept = _buffers(kept, self.schedule.num_slots)
-        handed = _buffers(handed, self.schedule.num_handed)
+        kept = arrays.make_buffers(kept, self.schedule.num_slots)
+        handed = arrays.make_buffers(handed, self.schedule.num_handed)
         return _State(empty, empty, kept, handed, zeros, self.no_losses())
 
     def make_turns(self, lane: Lane) -> _Turn:
@@ -212,9 +183,9 @@ class _Step:
 
     def forward(self, state: _State, turn: _Turn) -> _State:
         def run(here, up, kept, entering):
-            stream = _either(here.is_first, entering, up)
+            stream = arrays.either(here.is_first, entering, up)
             out, left = self.run_forward(here, stream)
-            return self.passed(out, 1), _written(kept, left, here.lane.slot)
+            return self.passed(out, 1), arrays.written(kept, left, here.lane.slot)
 
         staged, everywhere = (state.up, state.kept), (self.embedded(turn),)
         up, kept = self.mapped(run, turn.lane, (STAGED, STAGED), staged, everywhere)
@@ -222,9 +193,9 @@ class _Step:
 
     def forward_alone(self, state: Any, turn: _Turn) -> tuple[Any, None]:
         def run(here, up, entering):
-            stream = _either(here.is_first, entering, up)
+            stream = arrays.either(here.is_first, entering, up)
             out = self.chunk(*here.args(stream))
-            return self.passed(out, 1), _told(here.is_last, out)
+            return self.passed(out, 1), arrays.tell(here.is_last, out)
 
         up, losses = state
         everywhere = (self.embedded(turn),)
@@ -235,24 +206,24 @@ class _Step:
 
     def backward(self, state: _State, turn: _Turn) -> _State:
         def recall(here, kept):
-            left = _read(kept, here.lane.slot)
+            left = arrays.read(kept, here.lane.slot)
             if self.recomputes:
                 out, left = self.passes(here, left).forward(*here.args(left))
             else:
                 left, out = left
-            return _told(here.is_last, out), left
+            return arrays.tell(here.is_last, out), left
 
         def run(here, left, down, total, handed, seed, weights):
-            cotangent = _either(here.is_last, seed, down)
+            cotangent = arrays.either(here.is_last, seed, down)
             if self.splits:
                 halves = self.halves(here, left, cotangent)
                 stream, own = halves.of_stream(*here.args(left), cotangent)
-                handed = _written(handed, own, here.lane.handed)
+                handed = arrays.written(handed, own, here.lane.handed)
             else:
                 passes = self.passes(here, cotangent)
                 own, stream = passes.backward(*here.args(left), cotangent)
                 total = self.added(here, total, own, weights)
-            first = _told(here.is_first, stream)
+            first = arrays.tell(here.is_first, stream)
             return self.passed(stream, -1), total, handed, first
 
         last, left = self.mapped(recall, turn.lane, (EVERYWHERE, STAGED), (state.kept,))
@@ -288,8 +259,8 @@ class _Step:
 
     def weights(self, state: _State, turn: _Turn) -> _State:
         def run(here, kept, handed, total, weights):
-            left, _ = _read(kept, here.lane.slot)
-            own = _read(handed, here.lane.handed)
+            left, _ = arrays.read(kept, here.lane.slot)
+            own = arrays.read(handed, here.lane.handed)
             halves = self.halves(here, left, self.stream)
             grads = halves.of_params(*here.args(left), own)
             return self.added(here, total, grads, weights)
@@ -320,8 +291,8 @@ class _Step:
     def added(self, here: "_Here", total: Any, grads: Any, weights: jax.Array) -> Any:
         number = here.lane.microbatch
         factor = jnp.where(number == IDLE, 0, weights[jnp.maximum(number, 0)])
-        chunk = self.add.stages(_read(total, here.lane.chunk), grads, factor)
-        return _written(total, chunk, here.lane.chunk)
+        chunk = self.add.stages(arrays.read(total, here.lane.chunk), grads, factor)
+        return arrays.written(total, chunk, here.lane.chunk)
 
     def passed(self, stream: Any, by: int) -> Any:
         size, is_ring = self.schedule.num_stages, self.schedule.num_chunks > 1
@@ -338,38 +309,30 @@ class _Step:
         everywhere: tuple[Any, ...] = (),
     ) -> Any:
         """Calls `run(here, *staged, *everywhere)` on every stage."""
-        num_staged, num_chunks = len(staged), self.schedule.num_chunks
         last_stage = self.schedule.num_stages - 1
+        last_chunk = self.schedule.num_chunks - 1
+        num_staged = len(staged)
 
-        def of_stage(params, stage, lane, contexts, key, *args):
-            params, stage, lane, staged = _local(
-                (params, stage, lane, args[:num_staged])
-            )
+        def of_stage(params, stage, lane, *args):
+            own, (contexts, key, *rest) = args[:num_staged], args[num_staged:]
             number = jnp.maximum(lane.microbatch, 0)
+            chunk_number = lane.chunk * (last_stage + 1) + stage
+            context, key = arrays.read(contexts, number), _fold_in(key, number)
             here = _Here(
-                params=_read(params, lane.chunk),
+                params=arrays.read(params, lane.chunk),
                 lane=lane,
-                rest=(
-                    _read(contexts, number),
-                    _fold_in(key, number),
-                    lane.chunk * (last_stage + 1) + stage,
-                ),
+                rest=(context, key, chunk_number),
                 is_first=(stage == 0) & (lane.chunk == 0),
-                is_last=(stage == last_stage) & (lane.chunk == num_chunks - 1),
+                is_last=(stage == last_stage) & (lane.chunk == last_chunk),
                 fetches=self.line.fetches,
             )
-            return _global(run(here, *staged, *args[num_staged:]), outs)
+            return run(here, *own, *rest)
 
-        stages = jnp.arange(last_stage + 1)
-        given = (self.params.stages, stages, lane, self.contexts, self.key)
-        specs = (STAGED, STAGED, STAGED, EVERYWHERE, EVERYWHERE)
-        return jax.shard_map(
-            of_stage,
-            in_specs=(*specs, *[STAGED] * num_staged, *[EVERYWHERE] * len(everywhere)),
-            out_specs=outs,
-            axis_names={PIPELINE},
-            check_vma=False,
-        )(*given, *staged, *everywhere)
+        given = self.params.stages, jnp.arange(last_stage + 1), lane
+        shared = self.contexts, self.key
+        return arrays.map_stages(
+            of_stage, outs, (*given, *staged), *shared, *everywhere
+        )
 
     def embedded(self, turn: _Turn) -> Any:
         """What enters the first stage in a tick."""
@@ -384,11 +347,13 @@ class _Step:
         return pull(cotangent)[0]
 
     def batch(self, number: jax.Array) -> Batch:
-        return _read(self.parts, number)
+        return arrays.read(self.parts, number)
 
     def empty_stream(self) -> Any:
         size = self.schedule.num_stages
-        return jax.tree.map(lambda x: _zeros(size, *x.shape, like=x), self.stream)
+        return jax.tree.map(
+            lambda x: arrays.staged_zeros((size, *x.shape), x.dtype), self.stream
+        )
 
     def no_losses(self) -> Loss:
         batch = self.batch(jnp.int32(0))
@@ -418,59 +383,6 @@ class _Here:
 def _due(number: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A microbatch to work on, and whether there is one."""
     return jnp.maximum(number, 0), number != IDLE
-
-
-def _zeros(*shape: int, like: Any) -> jax.Array:
-    spec = P(PIPELINE, *[P.UNCONSTRAINED] * (len(shape) - 1))
-    return jax.lax.with_sharding_constraint(jnp.zeros(shape, like.dtype), spec)
-
-
-def _buffers(shapes: Any, num_slots: int) -> Any:
-    """Zeros [stages, slots, ...], with a slot more, for what none reads."""
-
-    def one(x):
-        return _zeros(x.shape[0], num_slots + 1, *x.shape[1:], like=x)
-
-    return jax.tree.map(one, shapes)
-
-
-def _local(trees: Any) -> Any:
-    return jax.tree.map(lambda x: x[0], trees)
-
-
-def _global(results: Any, specs: Any) -> Any:
-    def one(spec, result):
-        return jax.tree.map(lambda x: x[None], result) if spec == STAGED else result
-
-    return jax.tree.map(one, specs, results, is_leaf=lambda x: isinstance(x, P))
-
-
-def _read(buffers: Any, slot: jax.Array) -> Any:
-    def one(x):
-        # A slice of the only part is the array itself.
-        return x[0] if x.shape[0] == 1 else x[slot]
-
-    return jax.tree.map(one, buffers)
-
-
-def _written(buffers: Any, values: Any, slot: jax.Array) -> Any:
-    def one(x, value):
-        return jax.lax.dynamic_update_index_in_dim(x, value.astype(x.dtype), slot, 0)
-
-    return jax.tree.map(one, buffers, values)
-
-
-def _either(condition: jax.Array, first: Any, second: Any) -> Any:
-    return jax.tree.map(functools.partial(jnp.where, condition), first, second)
-
-
-def _told(is_teller: jax.Array, stream: Any) -> Any:
-    """What one stage has, on all of them."""
-
-    def one(x):
-        return jax.lax.psum(jnp.where(is_teller, x, 0), PIPELINE)
-
-    return jax.tree.map(one, stream)
 
 
 def _noted(losses: Loss, loss: Loss, number: jax.Array, is_due: jax.Array) -> Loss:

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import numpy as np
 
 Name = Literal["gpipe", "1f1b", "interleaved", "zb_h1"]
-Kind = Literal["forward", "backward", "weights"]
+Kind = str
 KINDS: tuple[Kind, ...] = ("forward", "backward", "weights")
-"""The passes, in the order in which a tick takes them."""
+"""The passes by name, in the order in which a tick takes them."""
 IDLE = -1
 
 

@@ -14,8 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from zjax.sharding import memory
+from zjax.sharding.mesh import TENSOR
 from zjax.sharding.placement import Row, dtype_bytes
 from zjax.sharding.plan import DEVICE, HOST, NVME, Plan
+from zjax.sharding.rules import axes_of
 
 WIDTH = 100
 LINK_BYTES_PER_SECOND = 42.5e9
@@ -124,6 +126,44 @@ def _disks(plan: Plan) -> tuple[str, ...]:
 def _bytes_in(where: str, rows: Any) -> int:
     moved = (row for row in jax.tree.leaves(rows) if row.memory == where)
     return sum(row.device_bytes for row in moved)
+
+
+def describe_whole(plan: Plan) -> str:
+    """Lists the parameters that the tensor axis does not split, and what they cost.
+
+    Args:
+        plan: Placement of every array.
+
+    Returns:
+        A table of the parameters in use, the largest first, and the setting that would
+        split them; empty without a tensor axis, and where all are split.
+    """
+    rows = jax.tree.leaves(plan.compute)
+    paths: dict[str, list[Row]] = collections.defaultdict(list)
+    for row in rows:
+        if TENSOR not in sum(axes_of(row.spec, len(row.shape)), ()):
+            paths[row.path].append(row)
+    if plan.mesh.shape[TENSOR] == 1 or not paths:
+        return ""
+    sizes = {path: sum(r.device_bytes for r in own) for path, own in paths.items()}
+    lines, vectors = [], []
+    for path in sorted(paths, key=lambda path: -sizes[path]):
+        row = paths[path][0]
+        shape = row.shape[1:] if row.num_layers else row.shape
+        if len(shape) < 2:
+            vectors.append(path)
+            continue
+        dims = ("",) * shape.index(max(shape)) + (TENSOR,)
+        cells = (path, _shape(row), format_bytes(sizes[path]))
+        lines.append((*cells, f"[{{'pattern': '{path}', 'dims': {dims}}}]"))
+    if vectors:
+        size = format_bytes(sum(map(sizes.__getitem__, vectors)))
+        lines.append((f"{len(vectors)} vectors", "", size, "not worth it"))
+    total = format_bytes(sum(row.device_bytes for row in rows))
+    title = f"whole over {TENSOR}={plan.mesh.shape[TENSOR]}: "
+    title += f"{format_bytes(sum(sizes.values()))} per device of {total} in use"
+    columns = ("array", "shape", "bytes/device", "split by mesh.rules=")
+    return f"{title}\n{render_table(columns, lines, right=(2,))}"
 
 
 def describe_stages(plans: Sequence[Plan]) -> str:

@@ -29,6 +29,7 @@ from zjax.errors import PlanError, Problem
 from zjax.sharding import mesh as meshes
 from zjax.sharding import rules, zero
 from zjax.sharding.layers import Layers
+from zjax.sharding.naming import names_of_dims
 from zjax.sharding.opt_state import abstract_opt_state
 from zjax.sharding.placement import (
     Row,
@@ -117,8 +118,9 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
     """Decides where every array of a run lives.
 
     Args:
-        config: Read for `zero` and `precision`; `zero.optimizer_memory="auto"` is
-            planned for the host, until `zjax.fit_plan` asks a machine.
+        config: Read for `zero`, `precision` and `mesh.rules`;
+            `zero.optimizer_memory="auto"` is planned for the host, until
+            `zjax.fit_plan` asks a machine.
         mesh: Devices, or an abstract mesh.
         model: Its abstract parameters and the names of their dims.
         tx: Optax gradient transformation of `make_optimizer` or `adopt_optimizer`.
@@ -133,7 +135,7 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
     params, model_state = jax.eval_shape(model.init, abstract_key())
     dtypes = config.precision
     master = _cast(params, dtypes.master_dtype)
-    logical = _logical_names(model, params)
+    logical = names_of_dims(model, params, config.mesh.rules)
     stage = config.zero.stage
     whole, split = _param_specs(config, mesh, master, logical)
     is_apart = stores_layers_apart(config, model)
@@ -310,12 +312,6 @@ def _rows(tree: Any, mesh: Any) -> Any:
     return jax.tree_util.tree_map_with_path(
         lambda keys, leaf: _row(path_of(keys), leaf, PartitionSpec(), mesh), tree
     )
-
-
-def _logical_names(model: Model, params: Any) -> list[tuple[str | None, ...]]:
-    leaves, tree = jax.tree.flatten(params)
-    pairs = zip(tree.flatten_up_to(model.logical(params)), leaves, strict=True)
-    return [(None,) * leaf.ndim if name is None else name for name, leaf in pairs]
 
 
 def _param_specs(

@@ -18,6 +18,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "experts": (meshes.EXPERT,),
     "capacity": (),
     "layers": (meshes.PIPELINE,),
+    meshes.TENSOR: (meshes.TENSOR,),
 }
 STACKED_DIMS = ("layers",)
 """Dims that number whole layers; ZeRO never splits them, or one layer would live on one

@@ -1,0 +1,43 @@
+"""What a plan says of arrays that the tensor axis does not split."""
+
+import dataclasses
+
+from tests.support import tensor
+from zjax.config import load_config, schema
+from zjax.models.build import make_model
+from zjax.optim.build import make_optimizer
+from zjax.sharding import mesh as meshes
+from zjax.sharding.describe import describe_whole
+from zjax.sharding.plan import make_plan
+
+
+def make_tensor_plan(size, *overrides):
+    config = tensor.make_config(tensor.GPT, schema.Mesh(tensor=size))
+    config = load_config(config, *overrides)
+    model = make_model(config)
+    mesh = meshes.abstract_mesh(config.mesh, 8)
+    return make_plan(config, mesh, model, make_optimizer(config, model))
+
+
+def test_whole_parameters_are_listed_with_what_would_split_them():
+    lines = describe_whole(make_tensor_plan(4)).splitlines()
+    assert lines[0] == "whole over tensor=4: 5.89 kB per device of 38.98 kB in use"
+    assert " ".join(lines[3].split()) == (
+        "embedding/positions 32x32 4.10 kB [{'pattern': 'embedding/positions', 'dims':"
+    )
+    assert lines[4].strip() == "('tensor',)}]"
+    assert " ".join(lines[5].split()) == "8 vectors 1.79 kB not worth it"
+
+
+def test_what_it_says_splits_them():
+    """Fails if the setting that is printed is not one, or changes nothing."""
+    plan = make_tensor_plan(
+        4, "mesh.rules=[{'pattern': 'embedding/positions', 'dims': ('tensor',)}]"
+    )
+    assert "positions" not in describe_whole(plan)
+
+
+def test_nothing_is_said_without_a_tensor_axis():
+    plan = make_tensor_plan(1)
+    assert describe_whole(plan) == ""
+    assert describe_whole(dataclasses.replace(plan, compute={})) == ""

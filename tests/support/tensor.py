@@ -1,0 +1,108 @@
+"""Language models on the tensor axis, small enough to compile in seconds."""
+
+import collections
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zjax.config import check_config, schema
+from zjax.initialize import make_run
+from zjax.models.build import make_model
+from zjax.observe.collectives import list_collectives, mesh_axes
+from zjax.optim.build import make_optimizer
+from zjax.sharding.layers import put_together
+from zjax.sharding.placement import unpad_tree
+
+ROWS, LENGTH = 8, 16
+GPT = schema.Model(
+    num_layers=2,
+    embed_size=32,
+    mlp_size=64,
+    num_heads=8,
+    num_kv_heads=8,
+    vocab_size=509,
+    max_length=2 * LENGTH,
+    remat="none",
+)
+LLAMA = dataclasses.replace(
+    GPT,
+    norm="rms_norm",
+    positions="rotary",
+    activation="swiglu",
+    use_bias=False,
+    tied_head=False,
+)
+
+
+def make_config(model, mesh, stage=0, *, length=LENGTH, **settings):
+    """float32 and SGD: what the mesh changes shows, and is not made larger."""
+    precision = settings.pop("precision", schema.Precision(compute_dtype="float32"))
+    zero = settings.pop("zero", {"min_shard_elements": 0} if stage else {})
+    return schema.Config(
+        global_batch_size=ROWS,
+        num_steps=10,
+        mesh=mesh,
+        model=model,
+        data=schema.Data(length=length, source="synthetic"),
+        zero=schema.Zero(stage=stage, **zero),
+        precision=precision,
+        optimizer=schema.Optimizer(
+            name="sgd", peak_learning_rate=0.5, schedule="constant", num_warmup_steps=0
+        ),
+        **settings,
+    )
+
+
+def start(config, num_devices):
+    check_config(config, num_devices)
+    model = make_model(config)
+    devices = jax.devices()[:num_devices]
+    return make_run(config, model, make_optimizer(config, model), devices=devices)
+
+
+def make_batch(config, step):
+    shape = (ROWS, config.data.length + 1)
+    rng = np.random.default_rng(step)
+    tokens = rng.integers(0, config.model.vocab_size, shape).astype(np.int32)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+def train(config, num_devices, num_steps=3):
+    """The losses of some steps, and the weights after them as a flat dict."""
+    run = start(config, num_devices)
+    state, losses = run.state, []
+    for step in range(num_steps):
+        state, metrics = run.step(state, make_batch(config, step))
+        losses.append(float(metrics["loss"]))
+    held = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), state.master)
+    weights = put_together(unpad_tree(held, run.plan.master))
+    leaves = jax.tree_util.tree_leaves_with_path(weights)
+    return np.array(losses), {jax.tree_util.keystr(keys): x for keys, x in leaves}
+
+
+def compile_step(config, num_devices):
+    """The run, its compiled step, and what that sends along the tensor axis alone."""
+    run = start(config, num_devices)
+    tokens = jax.ShapeDtypeStruct((ROWS, config.data.length), jnp.int32)
+    compiled = run.step.compile({"tokens": tokens, "targets": tokens})
+    found = list_collectives(compiled.as_text())
+    along = [c for c in found if mesh_axes(c.groups, run.plan.mesh) == ("tensor",)]
+    return run, compiled, along
+
+
+def sent_per_layer(model, mesh, num_devices, *, length=LENGTH, **settings):
+    """How often a layer sends a whole stream in a step, and all its other elements."""
+    counts: dict[str, int] = collections.Counter()
+    others = 0
+    for num_layers, sign in ((3, 1), (2, -1)):
+        deep = dataclasses.replace(model, num_layers=num_layers)
+        config = make_config(deep, mesh, length=length, **settings)
+        run, _, found = compile_step(config, num_devices)
+        stream = ROWS // run.plan.num_batch_shares * length * model.embed_size
+        for each in found:
+            streams, rest = divmod(each.elements, stream)
+            counts[each.op] += sign * each.times * streams
+            others += sign * each.times * rest
+    return {op: count for op, count in counts.items() if count}, others

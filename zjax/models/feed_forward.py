@@ -1,0 +1,113 @@
+"""What a block does to each token by itself."""
+
+import dataclasses
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from zjax.config import schema
+from zjax.models import layers
+from zjax.ops.storing import store_gradient
+from zjax.parallel import remat
+
+
+class Bias(nnx.Module):
+    """What is added to every token, from zero on."""
+
+    def __init__(self, dims: layers.Dims):
+        self.bias = layers.make_param(dims, jnp.zeros)
+
+    def __call__(self, x: Float[Array, "B L M"]) -> Float[Array, "B L M"]:
+        """Adds it."""
+        return store_gradient(x + jnp.broadcast_to(self.bias[...], x.shape))
+
+
+class FeedForward(nnx.Module):
+    """Two matrices with a GELU between them, or three with a gated SiLU.
+
+    GELU is the tanh form of GPT-2 and the original BERT (arXiv:1606.08415); the gated
+    form is SwiGLU (arXiv:2002.05202).
+
+    Args:
+        config: Shape of the model.
+        out_std: Standard deviation of the matrix that writes to the residual stream.
+        matmul_dtype: Dtype in which the matrices are multiplied.
+        is_tile: Whether others are added to it, so that it has no bias at its end.
+        rngs: Source of the initial values.
+    """
+
+    def __init__(
+        self,
+        config: schema.Model,
+        *,
+        out_std: float,
+        matmul_dtype: layers.MatmulDtype = "compute",
+        is_tile: bool = False,
+        rngs: nnx.Rngs,
+    ):
+        embed: layers.Dims = (("embed", config.embed_size),)
+        mlp: layers.Dims = (("mlp", config.mlp_size),)
+        linear = functools.partial(layers.Linear, matmul_dtype=matmul_dtype, rngs=rngs)
+        gated, use_bias = config.activation == "swiglu", config.use_bias
+        self.gate = linear(embed, mlp, use_bias=use_bias) if gated else None
+        self.up = linear(embed, mlp, use_bias=use_bias)
+        ends_with_bias = use_bias and not is_tile
+        self.down = linear(mlp, embed, std=out_std, use_bias=ends_with_bias)
+
+    def __call__(self, x: Float[Array, "B L M"]) -> Float[Array, "B L M"]:
+        """Transforms each token."""
+        if self.gate is None:
+            up = self.up(x, remat.MLP)
+            return self.down(jax.nn.gelu(up, approximate=True))
+        up, gate = layers.project(x, (self.up, self.gate), remat.MLP)
+        return self.down(jax.nn.silu(gate) * up)
+
+
+class TiledFeedForward(nnx.Module):
+    """A feed-forward as a sum of narrow ones, each with arrays of its own.
+
+    Whatever stands between the matrices works on each hidden channel by itself, so that
+    the sum over a part of them is a feed-forward too, and all of them add up to the
+    whole: memory-centric tiling (arXiv:2104.07857, section 5.1.3).
+
+    Args:
+        config: Shape of the model; `mlp_tiles` are its parts.
+        out_std: Standard deviation of the matrices that write to the residual stream.
+        matmul_dtype: Dtype in which the matrices are multiplied.
+        rngs: Source of the initial values.
+    """
+
+    def __init__(
+        self,
+        config: schema.Model,
+        *,
+        out_std: float,
+        matmul_dtype: layers.MatmulDtype = "compute",
+        rngs: nnx.Rngs,
+    ):
+        size = config.mlp_size // config.mlp_tiles
+        narrow = dataclasses.replace(config, mlp_size=size)
+        embed: layers.Dims = (("embed", config.embed_size),)
+
+        def make_tile() -> FeedForward:
+            return FeedForward(
+                narrow,
+                out_std=out_std,
+                matmul_dtype=matmul_dtype,
+                is_tile=True,
+                rngs=rngs,
+            )
+
+        # In the order in which JAX keeps a dict of them.
+        names = sorted(map(str, range(config.mlp_tiles)))
+        self.tiles = nnx.Dict({name: make_tile() for name in names})
+        self.down = Bias(embed) if config.use_bias else None
+
+    def __call__(self, x: Float[Array, "B L M"]) -> Float[Array, "B L M"]:
+        """Transforms each token."""
+        y = functools.reduce(operator.add, (tile(x) for tile in self.tiles.values()))
+        return y if self.down is None else self.down(y)

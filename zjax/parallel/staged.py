@@ -1,0 +1,161 @@
+"""Arrays of which each stage of a pipeline has its own, and programs on them.
+
+Outside of a map by hand they are [stages, ...], split over the `pipeline` axis; inside
+each stage sees what is its own.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from zjax.sharding.mesh import PIPELINE
+
+STAGED, EVERYWHERE = P(PIPELINE), P()
+"""Places of an array [stages, ...], and of one that all stages have."""
+
+
+def map_stages(
+    run: Callable[..., Any], outs: Any, staged: tuple[Any, ...], *everywhere: Any
+) -> Any:
+    """Calls `run(*staged, *everywhere)` on every stage, with its part of `staged`.
+
+    Args:
+        run: Returns what `outs` has places for.
+        outs: `STAGED`, `EVERYWHERE` or a tuple of them.
+        staged: Trees of arrays [stages, ...].
+        everywhere: Trees that every stage sees whole.
+
+    Returns:
+        The results; what is `EVERYWHERE` must be the same on all stages.
+    """
+    num_staged = len(staged)
+
+    def of_stage(*args: Any) -> Any:
+        own = jax.tree.map(lambda x: x[0], args[:num_staged])
+        results = run(*own, *args[num_staged:])
+        return jax.tree.map(
+            lambda place, tree: _apart(tree) if place == STAGED else tree,
+            outs,
+            results,
+            is_leaf=lambda x: isinstance(x, P),
+        )
+
+    places = (*[STAGED] * num_staged, *[EVERYWHERE] * len(everywhere))
+    return jax.shard_map(
+        of_stage,
+        in_specs=places,
+        out_specs=outs,
+        axis_names={PIPELINE},
+        check_vma=False,
+    )(*staged, *everywhere)
+
+
+def _apart(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x[None], tree)
+
+
+def staged_zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Zeros, of which each stage has its own.
+
+    Args:
+        shape: The stages first.
+        dtype: Of the elements.
+
+    Returns:
+        An array whose other dims the compiler places.
+    """
+    spec = P(PIPELINE, *[P.UNCONSTRAINED] * (len(shape) - 1))
+    return jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), spec)
+
+
+def make_buffers(shapes: Any, num_slots: int) -> Any:
+    """Room for some trees on each stage, and for one more, which none reads.
+
+    Args:
+        shapes: A tree of arrays [stages, ...] or their shapes.
+        num_slots: Trees that wait at the same time.
+
+    Returns:
+        Zeros [stages, num_slots + 1, ...].
+    """
+
+    def one(x: Any) -> jax.Array:
+        size, *rest = x.shape
+        return staged_zeros((size, num_slots + 1, *rest), x.dtype)
+
+    return jax.tree.map(one, shapes)
+
+
+def read(buffers: Any, slot: jax.Array) -> Any:
+    """The tree in a slot.
+
+    Args:
+        buffers: Arrays [slots, ...].
+        slot: int32[].
+
+    Returns:
+        Arrays [...].
+
+    Example:
+        >>> read({"x": jnp.arange(6).reshape(3, 2)}, jnp.int32(1))["x"].tolist()
+        [2, 3]
+    """
+
+    def one(x: jax.Array) -> jax.Array:
+        # Of one slot the tree is what there is, and not a copy.
+        return x[0] if x.shape[0] == 1 else x[slot]
+
+    return jax.tree.map(one, buffers)
+
+
+def written(buffers: Any, tree: Any, slot: jax.Array) -> Any:
+    """The buffers with a tree in a slot.
+
+    Args:
+        buffers: Arrays [slots, ...].
+        tree: Arrays [...].
+        slot: int32[].
+
+    Returns:
+        Arrays [slots, ...].
+    """
+
+    def one(x: jax.Array, value: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(x, value.astype(x.dtype), slot, 0)
+
+    return jax.tree.map(one, buffers, tree)
+
+
+def either(condition: jax.Array, first: Any, second: Any) -> Any:
+    """One of two trees.
+
+    Args:
+        condition: bool[].
+        first: Where it holds.
+        second: Where not.
+
+    Returns:
+        Either of them.
+    """
+    return jax.tree.map(functools.partial(jnp.where, condition), first, second)
+
+
+def tell(is_teller: jax.Array, tree: Any) -> Any:
+    """What one stage has, on all of them.
+
+    Args:
+        is_teller: bool[], true on that stage alone, or on none.
+        tree: Of each stage.
+
+    Returns:
+        That of the teller; zeros where there is none.
+    """
+
+    def one(x: jax.Array) -> jax.Array:
+        return jax.lax.psum(jnp.where(is_teller, x, 0), PIPELINE)
+
+    return jax.tree.map(one, tree)

@@ -1,0 +1,233 @@
+"""Products with matrices that are split over the tensor axis of the mesh in use.
+
+A matrix that leaves the stream is split by columns, one that comes back to it by rows,
+and whatever lies between them stays on its device. Around them the stream is split
+along its length, so that norms, dropout and the residual are too: a gather before the
+columns and a sum that is scattered after the rows move as much as the one sum of whole
+streams that they replace. A length that does not divide is not split, and summed whole.
+
+Heads, channels and rows of a table that do not divide over the axis are filled up with
+zeros, which reach no sum and whose gradients are cut off.
+
+Reference: Shoeybi et al. (arXiv:1909.08053, section 3); the split of the stream:
+Korthikanti et al. (arXiv:2205.05198, section 4.2).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from zjax.ops import lookup
+from zjax.sharding import mesh as meshes
+from zjax.sharding.rules import entry
+
+Product = Callable[[jax.Array, jax.Array], jax.Array]
+"""`product(x, kernel) -> [B, L, channels]`, on one device."""
+
+
+def num_shares() -> int:
+    """Parts in which the devices hold each matrix.
+
+    Returns:
+        Size of the tensor axis of the mesh set by `jax.set_mesh`; 1 without a mesh, and
+        where the axis is split by hand already.
+
+    Example:
+        >>> num_shares()
+        1
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.shape[meshes.TENSOR] if meshes.TENSOR in mesh.auto_axes else 1
+
+
+def fill_up(x: Float[Array, "..."], dim: int) -> Float[Array, "..."]:
+    """Appends zeros until a dim divides over the tensor axis.
+
+    Args:
+        x: Weights.
+        dim: The dim that is split.
+
+    Returns:
+        Weights; `x` itself where its dim divides.
+
+    Example:
+        >>> fill_up(jnp.ones((2, 3)), 1).shape
+        (2, 3)
+    """
+    missing = -x.shape[dim] % num_shares()
+    if not missing:
+        return x
+    return jnp.pad(x, [(0, missing * (i == dim)) for i in range(x.ndim)])
+
+
+def join_stream(x: Float[Array, "B L M"]) -> Float[Array, "B L M"]:
+    """Gives each device of the tensor axis the whole length of a stream.
+
+    Args:
+        x: Activations.
+
+    Returns:
+        The same values.
+    """
+    if num_shares() == 1:
+        return x
+    rest = [P.UNCONSTRAINED] * (x.ndim - 2)
+    spec = P(P.UNCONSTRAINED, entry(_Split.of(x).others), *rest)
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
+def multiply_columns(
+    products: Sequence[Product], x: Float[Array, "B L M"], kernels: Sequence[jax.Array]
+) -> tuple[Float[Array, "B L N"], ...]:
+    """Multiplies a stream by matrices that are split by columns.
+
+    The stream is gathered once for all of them, and so are their gradients added before
+    they are sent.
+
+    Args:
+        products: That with each matrix, on one device.
+        x: The stream.
+        kernels: Matrices whose second dim divides over the tensor axis.
+
+    Returns:
+        One product per matrix, split along its last dim.
+    """
+    split = _Split.of(x)
+
+    def region(x: jax.Array, *kernels: jax.Array) -> tuple[jax.Array, ...]:
+        if split.is_scattered:
+            x = jax.lax.all_gather(x, meshes.TENSOR, axis=1, tiled=True)
+        return tuple(f(x, kernel) for f, kernel in zip(products, kernels, strict=True))
+
+    return split.map(
+        region,
+        (split.stream, *[P(None, meshes.TENSOR)] * len(kernels)),
+        (split.columns,) * len(kernels),
+    )(x, *kernels)
+
+
+def multiply_rows(
+    product: Product, x: Float[Array, "B L *N"], kernel: jax.Array
+) -> Float[Array, "B L M"]:
+    """Multiplies activations by a matrix that is split by rows.
+
+    Args:
+        product: That with the matrix, on one device.
+        x: Activations, split along their third dim.
+        kernel: Matrix whose first dim divides over the tensor axis.
+
+    Returns:
+        The product, split along its length where that divides.
+    """
+    split = _Split.of(x)
+    return split.sum(product, (split.columns, P(meshes.TENSOR)))(x, kernel)
+
+
+def look_up(
+    table: Float[Array, "V M"], indices: Int[Array, "B L"], deterministic: bool = False
+) -> Float[Array, "B L M"]:
+    """Rows of a table that is split by rows, each found by the device that holds it.
+
+    Args:
+        table: Rows, in any floating dtype.
+        indices: Which of them, 0 to V - 1.
+        deterministic: Whether gradients are added in the same order each time.
+
+    Returns:
+        One row for each index, split along the length where that divides.
+    """
+    if num_shares() == 1:
+        return lookup.look_up(table, indices, deterministic)
+
+    def own_rows(indices: jax.Array, rows: jax.Array) -> jax.Array:
+        indices -= jax.lax.axis_index(meshes.TENSOR) * rows.shape[0]
+        is_own = (indices >= 0) & (indices < rows.shape[0])
+        found: Any = lookup.look_up(rows, jnp.where(is_own, indices, 0), deterministic)
+        return jnp.where(is_own[..., None], found, 0)
+
+    split = _Split.of(indices)
+    specs = P(split.rows, entry(split.others)), P(meshes.TENSOR)
+    return split.sum(own_rows, specs)(indices, fill_up(table, 0))
+
+
+class _Split(NamedTuple):
+    """How the devices of the mesh in use hold rows and lengths of activations."""
+
+    batch: tuple[str, ...]
+    length: tuple[str, ...]
+
+    @classmethod
+    def of(cls, x: jax.Array) -> "_Split":
+        return cls(
+            _axes_for(meshes.BATCH_AXES, x.shape[0]),
+            _axes_for((meshes.SEQUENCE, meshes.TENSOR), x.shape[1]),
+        )
+
+    @property
+    def is_scattered(self) -> bool:
+        return meshes.TENSOR in self.length
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        return tuple(axis for axis in self.length if axis != meshes.TENSOR)
+
+    @property
+    def rows(self) -> str | tuple[str, ...] | None:
+        return entry(self.batch)
+
+    @property
+    def stream(self) -> P:
+        return P(self.rows, entry(self.length))
+
+    @property
+    def columns(self) -> P:
+        return P(self.rows, entry(self.others), meshes.TENSOR)
+
+    def map(self, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+        if num_shares() == 1:
+            return body
+        # All axes: of one left to it the compiler would gather what it splits.
+        axes = set(jax.sharding.get_abstract_mesh().auto_axes)
+        return jax.shard_map(
+            body,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=axes,
+            check_vma=False,
+        )
+
+    def sum(self, summand: Callable[..., jax.Array], specs: Any) -> Any:
+        """Adds up what the devices of the tensor axis make of their parts."""
+
+        def scattered(*parts: jax.Array) -> jax.Array:
+            return jax.lax.psum_scatter(
+                summand(*parts), meshes.TENSOR, scatter_dimension=1, tiled=True
+            )
+
+        def stacked(*parts: jax.Array) -> jax.Array:
+            return summand(*parts)[None]
+
+        if num_shares() == 1:
+            return summand
+        if self.is_scattered:
+            return self.map(scattered, specs, self.stream)
+        # Added outside: by hand, the gradient would be added a second time.
+        mapped = self.map(stacked, specs, P(meshes.TENSOR, *self.stream))
+        return lambda *arrays: mapped(*arrays).sum(0)
+
+
+def _axes_for(candidates: Sequence[str], size: int) -> tuple[str, ...]:
+    """The first of some axes over which a dim divides."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes: tuple[str, ...] = ()
+    for axis in candidates:
+        if axis not in mesh.auto_axes or mesh.shape[axis] == 1:
+            continue
+        if size % meshes.num_shares(mesh, (*axes, axis)):
+            break
+        axes = (*axes, axis)
+    return axes

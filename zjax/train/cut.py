@@ -1,0 +1,95 @@
+"""A model that is a line of equal blocks, cut where a pipeline cuts it."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from zjax.errors import PlanError, Problem
+from zjax.parallel.line import Parts
+from zjax.sharding.layers import Layers
+from zjax.sharding.mesh import PIPELINE
+from zjax.sharding.placement import Row, name_of
+from zjax.sharding.plan import Plan
+from zjax.typing import Model
+
+
+class Cut:
+    """Takes trees of a model apart into embedding, stacked layers and head.
+
+    Args:
+        model: It has a stack of one segment.
+        plan: Says which arrays stack layers.
+
+    Raises:
+        PlanError: The model is not a line of equal blocks whose arrays stack them.
+    """
+
+    def __init__(self, model: Model, plan: Plan):
+        stack = model.stack
+        if stack is None or len(stack.segments) != 1:
+            raise PlanError(_no_line(plan, "a model that is no line of equal blocks"))
+        self.stack = stack
+        self.rows = plan.master
+        paths = [row.path for row in jax.tree.leaves(plan.master)]
+        _, (blocks,), _ = stack.split(self._marked(plan.master))
+        self.blocks = blocks
+        self.index = {path: number for number, path in enumerate(paths)}
+        for number, block in enumerate(blocks):
+            marks = jax.tree.leaves(block)
+            if jax.tree.structure(block) != jax.tree.structure(blocks[0]) or any(
+                not isinstance(mark, _Mark) or mark.layer != number for mark in marks
+            ):
+                problem = "blocks that are not equal, or whose arrays do not stack them"
+                raise PlanError(_no_line(plan, problem))
+
+    def split(self, tree: Any) -> Parts:
+        """Arrays, or rows, of the embedding, of all layers, and of the head."""
+        leaves = jax.tree.leaves(tree)
+        embed, _, head = self.stack.split(self._marked(tree))
+        stages = jax.tree.map(
+            lambda mark: leaves[self.index[mark.path]], self.blocks[0]
+        )
+        return Parts(embed, stages, head)
+
+    def join(self, parts: Parts) -> Any:
+        """One tree, with the sum of what embedding and head share."""
+        marks = jax.tree.leaves(self.blocks[0])
+        stacked = {
+            mark.path: x
+            for mark, x in zip(marks, jax.tree.leaves(parts.stages), strict=True)
+        }
+        joined = self.stack.join(parts.embed, (self.blocks,), parts.head)
+
+        def is_marked(x: Any) -> bool:
+            return isinstance(x, Layers) and isinstance(x[0], _Mark)
+
+        return jax.tree.map(
+            lambda x: stacked[x[0].path] if is_marked(x) else x,
+            joined,
+            is_leaf=is_marked,
+        )
+
+    def _marked(self, tree: Any) -> Any:
+        def one(row: Row, x: Any) -> Any:
+            if not row.num_layers:
+                return x
+            number = self.stack.segments[0].num_blocks
+            marks = (_Mark(row.path, layer) for layer in range(number))
+            return Layers(marks, name_of(row.path))
+
+        return jax.tree.map(one, self.rows, tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mark:
+    """In place of one layer of a stacked array."""
+
+    path: str
+    layer: int
+
+
+def _no_line(plan: Plan, what: str) -> Problem:
+    size = plan.mesh.shape[PIPELINE]
+    remedy = "use 1, or a model with a zjax.Stack of one segment"
+    return Problem("mesh.pipeline", size, f"cannot cut {what}", remedy)
