@@ -5,7 +5,7 @@ import math
 from zjax.config import schema
 
 AXES = ("pipeline", "replica", "data", "expert", "sequence", "tensor")
-BUILT_AXES = ("replica", "data", "tensor")
+BUILT_AXES = ("replica", "data", "sequence", "tensor")
 BATCH_AXES = ("replica", "data", "expert")
 
 

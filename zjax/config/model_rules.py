@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 
-from zjax.config import axes, schema, sparsity
+from zjax.config import axes, schema, sequence, sparsity
 from zjax.config.layers import repeats_kernels
 from zjax.errors import Problem
 
@@ -130,6 +130,7 @@ MODEL_RULES: tuple[Entry, ...] = (
     ((), _offload),
     ((), _attention),
     (("data", "model"), sparsity.sparsity_problems),
+    (("data", "model", "mesh"), sequence.sequence_problems),
     ((), _data),
     (("data", "model"), _length),
     (("model",), _vocabulary),

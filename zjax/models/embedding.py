@@ -1,5 +1,6 @@
 """Tokens to vectors, and what every block of a model reads besides them."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,8 @@ from zjax.errors import ConfigError, Problem
 from zjax.models import layers
 from zjax.ops import rotary
 from zjax.ops.lookup import look_up
+from zjax.parallel import sequence
+from zjax.sharding.activations import pin_tokens
 
 
 class Context(NamedTuple):
@@ -80,17 +83,22 @@ class Embedding(nnx.Module):
         positions = batch.get("positions")
         if positions is None and segment_ids is not None:
             positions = positions_in_segments(segment_ids)
+        order = sequence.token_order(tokens.shape[1], self.config)
+        if positions is None and order is not None:
+            positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        arrange = functools.partial(sequence.arrange, config=self.config)
+        tokens, segment_ids, positions = map(arrange, (tokens, segment_ids, positions))
         x = self._look_up(self.tokens, tokens)
         if self.positions is not None:
             x += self._learned_positions(positions, tokens.shape[1])
         if self.token_types is not None:
-            x += self._look_up(self.token_types, batch["token_types"])
+            x += self._look_up(self.token_types, arrange(batch["token_types"]))
         x = x if self.norm is None else self.norm(x)
         rotation = None
         if self.config.positions == "rotary":
             rotation = self._rotation(positions, tokens.shape[1])
         context = Context(segment_ids, batch.get("lengths"), rotation)
-        return layers.dropout(x, self.config.dropout_rate, key), context
+        return pin_tokens(layers.dropout(x, self.config.dropout_rate, key)), context
 
     def _look_up(self, table, indices) -> Any:
         return look_up(table[...], indices, self.deterministic)
@@ -115,11 +123,12 @@ class Embedding(nnx.Module):
         config = self.config
         if positions is None:
             positions = jnp.arange(length, dtype=jnp.int32)[None]
-        return rotary.make_rotary_tables(
+        tables = rotary.make_rotary_tables(
             positions,
             head_size=config.embed_size // config.num_heads,
             theta=config.rope_theta,
         )
+        return tuple(map(pin_tokens, tables))
 
 
 def positions_in_segments(segment_ids: Int[Array, "B L"]) -> Int[Array, "B L"]:
