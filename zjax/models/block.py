@@ -142,9 +142,7 @@ class Block(nnx.Module):
         def attend(q, k, v):
             averages = sequence_attention(
                 self._average_whole,
-                q,
-                k,
-                v,
+                *(q, k, v),
                 self.config,
                 segment_ids=ids,
                 lengths=lengths,
@@ -154,6 +152,7 @@ class Block(nnx.Module):
         return attend
 
     def _average_whole(self, q, k, v, segment_ids, lengths):
+        q, k, v = (remat.mark(x, remat.PROJECTIONS) for x in (q, k, v))
         if self.sparse is not None:
             mask = None if lengths is None else _before(lengths, k.shape[1])
             return sparse.sparse_attention(

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from zjax.config import schema
@@ -14,7 +15,7 @@ from zjax.models import layers
 from zjax.ops import rotary
 from zjax.ops.lookup import look_up
 from zjax.parallel import sequence
-from zjax.sharding.activations import pin_tokens
+from zjax.sharding.activations import pin, pin_tokens
 
 
 class Context(NamedTuple):
@@ -101,7 +102,11 @@ class Embedding(nnx.Module):
         return pin_tokens(layers.dropout(x, self.config.dropout_rate, key)), context
 
     def _look_up(self, table, indices) -> Any:
-        return look_up(table[...], indices, self.deterministic)
+        rows = table[...]
+        if sequence.is_split():
+            # Vectors in parts, as ZeRO may store them, would come for all tokens.
+            rows = pin(rows, P.UNCONSTRAINED, None)
+        return look_up(rows, indices, self.deterministic)
 
     def _learned_positions(self, positions, length):
         assert self.positions is not None

@@ -235,7 +235,6 @@ class Attention(nnx.Module):
         q, k, v = self.query(x), self.key(x), self.value(x)
         if rotation is not None:
             q, k = rotary.rotate(q, *rotation), rotary.rotate(k, *rotation)
-        q, k, v = (remat.mark(x, remat.PROJECTIONS) for x in (q, k, v))
         averages, kept = attend(q, k, v)
         return self.out(averages), kept
 

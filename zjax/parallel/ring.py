@@ -84,20 +84,10 @@ def ring_attention(
     Reference:
         Liu et al. (arXiv:2310.01889).
     """
-    mesh, size = jax.sharding.get_abstract_mesh(), open_size(meshes.SEQUENCE)
+    size = open_size(meshes.SEQUENCE)
     order = zigzag(q.shape[1], size) if causal else np.arange(q.shape[1])
     ids = _documents(segment_ids, lengths, order, q.shape[:2])
-    splits = open_size(meshes.TENSOR) > 1 and k.shape[2] % open_size(meshes.TENSOR) == 0
-    tokens = P(row_axes(q.shape[0]), meshes.SEQUENCE)
-    of_heads = P(*tokens, meshes.TENSOR if splits else None)
-    ring = _Ring(size, causal, implementation)
-    return jax.shard_map(
-        functools.partial(_attend, ring),
-        in_specs=(of_heads, of_heads, of_heads, tokens),
-        out_specs=of_heads,
-        axis_names=set(mesh.auto_axes),
-        check_vma=False,
-    )(q, k, v, ids)
+    return _attend(_Ring(size, causal, implementation), q, k, v, ids)
 
 
 def _documents(segment_ids, lengths, order, shape):
@@ -120,6 +110,44 @@ class _Ring:
     @property
     def options(self) -> dict[str, Any]:
         return {"causal": False, "implementation": self.implementation}
+
+    def over_devices(self, run: Any, q: Any, k: Any) -> Any:
+        """Gives each device its rows, its tokens and its heads of all that comes."""
+        tensor = open_size(meshes.TENSOR)
+        heads = meshes.TENSOR if tensor > 1 and k.shape[2] % tensor == 0 else None
+        tokens = P(row_axes(q.shape[0]), meshes.SEQUENCE)
+        places = P(*tokens, heads)
+        return jax.shard_map(
+            run,
+            in_specs=(places, tokens),
+            out_specs=places,
+            axis_names=set(jax.sharding.get_abstract_mesh().auto_axes),
+            check_vma=False,
+        )
+
+    def forward(self, arrays: Any, ids: Any) -> Any:
+        q, *held = *arrays, _keys_of(ids)
+        total = None
+        for step in range(self.size):
+            coming = self.send(held) if step + 1 < self.size else None
+            k, v, of_keys = held
+            total = self.attend(step, total, q, k, v, _with_keys(ids, of_keys))
+            # What is sent next waits for this step, or all would come at once.
+            held, total = jax.lax.optimization_barrier((coming, total))
+        return total[0].astype(q.dtype), total[1]
+
+    def backward(self, arrays: Any, ids: Any) -> Any:
+        q, k, v, *sums = arrays
+        held, dq, dkv = (k, v, _keys_of(ids)), 0.0, None
+        for step in range(self.size):
+            coming = self.send(held) if step + 1 < self.size else None
+            more, *found = self.gradients(
+                step, q, *held[:2], sums, _with_keys(ids, held[2])
+            )
+            dkv = jax.tree.map(jnp.add, self.send(dkv), found) if step else found
+            held, dq, dkv = jax.lax.optimization_barrier((coming, dq + more, dkv))
+        grads = dq, *self.send(dkv)
+        return tuple(x.astype(y.dtype) for x, y in zip(grads, (q, k, v), strict=True))
 
     def send(self, tree: Any) -> Any:
         """To the next device; what comes is from the one before."""
@@ -215,35 +243,20 @@ def _merge(total, found):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(ring: _Ring, q: Any, k: Any, v: Any, ids: Any) -> Any:
-    return _attend_forward(ring, q, k, v, ids)[0]
+    return ring.over_devices(ring.forward, q, k)((q, k, v), ids)[0]
 
 
 def _attend_forward(ring, q, k, v, ids):
-    held, total = (k, v, _keys_of(ids)), None
-    for step in range(ring.size):
-        coming = ring.send(held) if step + 1 < ring.size else None
-        total = ring.attend(step, total, q, *held[:2], _with_keys(ids, held[2]))
-        # What is sent next waits for this step, or all would come at once.
-        held, total = jax.lax.optimization_barrier((coming, total))
-    out, lse = total
-    out, lse = (checkpoint_name(x, AVERAGES) for x in (out.astype(q.dtype), lse))
+    found = ring.over_devices(ring.forward, q, k)((q, k, v), ids)
+    out, lse = (checkpoint_name(x, AVERAGES) for x in found)
     return out, (q, k, v, ids, out, lse)
 
 
 def _attend_backward(ring, saved, d_out):
     q, k, v, ids, out, lse = saved
     delta = jnp.einsum("blhd,blhd->blh", out, d_out, preferred_element_type=jnp.float32)
-    held, sums = (k, v, _keys_of(ids)), (d_out, lse, delta)
-    dq, dkv = jnp.zeros(q.shape, jnp.float32), None
-    for step in range(ring.size):
-        coming = ring.send(held) if step + 1 < ring.size else None
-        more, *found = ring.gradients(
-            step, q, *held[:2], sums, _with_keys(ids, held[2])
-        )
-        dkv = found if dkv is None else jax.tree.map(jnp.add, ring.send(dkv), found)
-        held, dq, dkv = jax.lax.optimization_barrier((coming, dq + more, dkv))
-    dk, dv = ring.send(dkv)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+    arrays = q, k, v, d_out, lse, delta
+    return *ring.over_devices(ring.backward, q, k)(arrays, ids), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

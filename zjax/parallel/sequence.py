@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from zjax.config import schema
 from zjax.config.sequence import length_problems, takes_ring, way_problems
 from zjax.errors import ConfigError
+from zjax.parallel import remat
 from zjax.parallel.ring import ring_attention, zigzag
 from zjax.parallel.ulysses import ulysses_attention
 from zjax.sharding import mesh as meshes
@@ -66,9 +67,7 @@ def sequence_attention(
         return ulysses_attention(whole, q, k, v, segment_ids)
     _say("ring", f"{config.num_heads} heads")
     return ring_attention(
-        q,
-        k,
-        v,
+        *(remat.mark(x, remat.PROJECTIONS) for x in (q, k, v)),
         causal=config.kind == "decoder",
         segment_ids=segment_ids,
         lengths=lengths,

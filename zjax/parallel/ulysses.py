@@ -15,8 +15,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Shaped
 
+from zjax.ops.attention import AVERAGES
 from zjax.sharding import mesh as meshes
 from zjax.sharding import rules
 from zjax.sharding.activations import open_size, pin, row_axes
@@ -71,4 +73,6 @@ def ulysses_attention(
         return None if x is None else pin(x, rows, None)
 
     k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
-    return to_tokens(attend(*map(to_heads, (q, k, v)), *map(whole, per_token)))
+    averages = attend(*map(to_heads, (q, k, v)), *map(whole, per_token))
+    # Kept for the backward pass as they come back, or they would trade places again.
+    return checkpoint_name(to_tokens(averages), AVERAGES)
