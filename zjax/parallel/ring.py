@@ -2,9 +2,11 @@
 
 Each device along the sequence holds some tokens. At every step it attends to the keys
 that it holds, passes them to the next device and takes those of the one before. What
-each step finds is merged by the logarithms of the softmax sums, in float32; the
-backward pass sends keys, values and their gradients round together, until these are
-home. Memory is that of the tokens of one device.
+each step finds is merged by the logarithms of the softmax sums, in float32. The backward
+pass sends keys, values and their gradients round together, until these are home. It
+turns the other way: the compiler would take keys that come twice on the same way for
+the same, and keep them all from one pass to the other. Memory is that of the tokens of
+one device.
 
 Under a causal mask a device that held one run of tokens would wait for the last one.
 The tokens therefore lie in zigzag: cut into twice as many chunks as there are devices,
@@ -129,7 +131,7 @@ class _Ring:
         q, *held = *arrays, _keys_of(ids)
         total = None
         for step in range(self.size):
-            coming = self.send(held) if step + 1 < self.size else None
+            coming = self.send(held, 1) if step + 1 < self.size else None
             k, v, of_keys = held
             total = self.attend(step, total, q, k, v, _with_keys(ids, of_keys))
             # What is sent next waits for this step, or all would come at once.
@@ -140,18 +142,18 @@ class _Ring:
         q, k, v, *sums = arrays
         held, dq, dkv = (k, v, _keys_of(ids)), 0.0, None
         for step in range(self.size):
-            coming = self.send(held) if step + 1 < self.size else None
+            coming = self.send(held, -1) if step + 1 < self.size else None
             more, *found = self.gradients(
                 step, q, *held[:2], sums, _with_keys(ids, held[2])
             )
-            dkv = jax.tree.map(jnp.add, self.send(dkv), found) if step else found
+            dkv = jax.tree.map(jnp.add, self.send(dkv, -1), found) if step else found
             held, dq, dkv = jax.lax.optimization_barrier((coming, dq + more, dkv))
-        grads = dq, *self.send(dkv)
+        grads = dq, *self.send(dkv, -1)
         return tuple(x.astype(y.dtype) for x, y in zip(grads, (q, k, v), strict=True))
 
-    def send(self, tree: Any) -> Any:
-        """To the next device; what comes is from the one before."""
-        moves = [(i, (i + 1) % self.size) for i in range(self.size)]
+    def send(self, tree: Any, places: int) -> Any:
+        """To the device so many places on; what comes is from as many back."""
+        moves = [(i, (i + places) % self.size) for i in range(self.size)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, meshes.SEQUENCE, moves), tree)
 
     def attend(self, step: int, total: Any, q: Any, k: Any, v: Any, ids: Any) -> Any:
@@ -171,7 +173,7 @@ class _Ring:
         if step == 0 or not self.causal:
             causal = {"causal": self.causal and step == 0}
             return blocks.gradients(q, k, v, *sums, ids, **self.options | causal)
-        seen = self.seen(step)
+        seen = self.seen(self.size - step)
         *pairs, ids = seen.pairs(q, k, v, ids)
         sums = (seen.pick(x, LATE) for x in sums)
         dq, dk, dv = blocks.gradients(*pairs, *sums, ids, **self.options)
@@ -182,8 +184,9 @@ class _Ring:
             seen.add(zeros[2], dv, EARLY, jnp.add),
         )
 
-    def seen(self, step: int) -> "_Seen":
-        return _Seen(jax.lax.axis_index(meshes.SEQUENCE) >= step)
+    def seen(self, places: int) -> "_Seen":
+        """With the keys of the device so many places back."""
+        return _Seen(jax.lax.axis_index(meshes.SEQUENCE) >= places)
 
 
 EARLY, LATE = 0, 1
