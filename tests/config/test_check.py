@@ -49,10 +49,10 @@ MESH = [
         id="axis-of-zero",
     ),
     case(
-        "mesh.pipeline=2;mesh.sequence=2",
+        "mesh.pipeline=2;mesh.expert=2",
         "mesh.pipeline=2 is an axis that is not built yet; use 1\n"
-        "mesh.sequence=2 is an axis that is not built yet; use 1",
-        id="pipeline-and-sequence",
+        "mesh.expert=2 is an axis that is not built yet; use 1",
+        id="pipeline-and-expert",
     ),
     case(
         "mesh.expert=-1;mesh.data=1",
