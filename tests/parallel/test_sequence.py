@@ -153,8 +153,8 @@ def test_a_batch_that_does_not_divide_is_refused_by_name():
     batch = {"x": np.ones((2, 8, 8), np.float32)}
     run = initialize(Mean, None, mean_loss, batch, {"mesh.sequence": 4})
     message = (
-        "batch/x=(2, 6, 8) does not divide over mesh.sequence=4; use a multiple of 4 as "
-        "its second dim, or mesh.sequence=1"
+        "batch/x=(2, 6, 8) does not divide over mesh.sequence=4; use a multiple of 4 "
+        "as its second dim, or mesh.sequence=1"
     )
     for call in (run.step.place_batch, run.step.compile):
         with pytest.raises(PlanError) as error:

@@ -168,7 +168,7 @@ def test_losses_and_weights_equal_one_device(alone, monkeypatch, kind, settings)
 @pytest.mark.parametrize("way", ["ulysses", "ring"])
 def test_half_precision_is_as_far_as_on_one_device(dtype, way):
     precision = schema.Precision(compute_dtype=dtype)
-    alone, before = train("llama", make_config("llama", precision=precision), 1)
+    alone, _ = train("llama", make_config("llama", precision=precision), 1)
     config = make_config(
         "llama",
         stage=3,

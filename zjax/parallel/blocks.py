@@ -16,11 +16,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from jaxtyping import Array, Float, Int
 
 import zjax_kernels
 from zjax.ops.attention import Implementation
-from zjax_kernels.device import check_implementation
+from zjax_kernels.device import obstacle
 
 CHUNK = 1024
 """Most keys whose scores exist at one time."""
@@ -147,10 +148,18 @@ def gradients(
 
 
 def _has_kernel(q, k, implementation):
-    if implementation == "xla" or q.shape[1] % BLOCK or k.shape[1] % BLOCK:
-        return False
-    dtype, head_size = q.dtype.name, q.shape[-1]
-    return check_implementation("auto", dtype=dtype, head_size=head_size) != "reference"
+    reason = "asked for" if implementation == "xla" else ""
+    reason = reason or obstacle(q.dtype.name, q.shape[-1])
+    odd = [x.shape[1] for x in (q, k) if x.shape[1] % BLOCK]
+    if odd and not reason:
+        reason = f"{odd[0]} tokens at a time are not whole blocks of {BLOCK}"
+    _say("plain JAX" if reason else "kernels", reason or q.dtype.name)
+    return not reason
+
+
+@functools.cache
+def _say(chosen, reason):
+    logging.warning("ring attention: %s (%s)", chosen, reason)
 
 
 @functools.cache

@@ -2,11 +2,11 @@
 
 Each device along the sequence holds some tokens. At every step it attends to the keys
 that it holds, passes them to the next device and takes those of the one before. What
-each step finds is merged by the logarithms of the softmax sums, in float32. The backward
-pass sends keys, values and their gradients round together, until these are home. It
-turns the other way: the compiler would take keys that come twice on the same way for
-the same, and keep them all from one pass to the other. Memory is that of the tokens of
-one device.
+each step finds is merged by the logarithms of the softmax sums, in float32. The
+backward pass sends keys, values and their gradients round together, until these are
+home. It turns the other way: the compiler would take keys that come twice on the same
+way for the same, and keep them all from one pass to the other. Memory is that of the
+tokens of one device.
 
 Under a causal mask a device that held one run of tokens would wait for the last one.
 The tokens therefore lie in zigzag: cut into twice as many chunks as there are devices,

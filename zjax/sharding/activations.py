@@ -1,4 +1,4 @@
-"""Where activations live: which axes of the mesh in use split tokens, and pins for them.
+"""Where activations live: which axes of the mesh in use split tokens, and their pins.
 
 Only axes that are left to the compiler count. Those that a `jax.shard_map` around the
 caller has split by hand are done, so that a block of a model runs inside any of them.

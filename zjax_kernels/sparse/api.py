@@ -119,9 +119,10 @@ def sparse_attention_gradients(
     Example:
         >>> import numpy as np
         >>> from zjax_kernels.sparse import BlockLayout, make_plan
-        >>> layout = BlockLayout.from_dense(np.ones((1, 1), bool), block=16, num_heads=1)
-        >>> x, zeros = jnp.ones((1, 16, 1, 8)), jnp.zeros((1, 1, 16))
-        >>> found = sparse_attention_gradients(x, x, x, make_plan(layout), x, zeros, zeros)
+        >>> live = np.ones((1, 1), bool)
+        >>> plan = make_plan(BlockLayout.from_dense(live, block=16, num_heads=1))
+        >>> x, sums = jnp.ones((1, 16, 1, 8)), jnp.zeros((1, 1, 16))
+        >>> found = sparse_attention_gradients(x, x, x, plan, x, sums, sums)
         >>> [x.shape for x in found]
         [(1, 16, 1, 8), (1, 16, 1, 8), (1, 16, 1, 8)]
     """
