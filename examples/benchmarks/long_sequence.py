@@ -1,4 +1,4 @@
-"""The longest sequence on which a model of Llama 8B's shape trains: split, over whole."""
+"""The longest sequence on which a Llama 8B trains: split over devices, over whole."""
 
 from zjax.bench import Case, Contest, Contestant, Row
 
@@ -30,8 +30,8 @@ def get_contest():
         "ulysses_ring",
         "With the sequence split over four GPUs longer sequences train than without.",
         (case,),
-        notes="Llama 8B, one sequence per share of the batch, ZeRO-3, blocks recomputed; "
-        f"with {UNIT:,} tokens more each ran out of memory",
+        notes="Llama 8B, one sequence per share of the batch, ZeRO-3, blocks "
+        f"recomputed; with {UNIT:,} tokens more each ran out of memory",
         by_devices=False,
     )
     contestants = (

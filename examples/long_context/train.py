@@ -23,6 +23,7 @@ SETTINGS = {
         "use_bias": False,
         "vocab_size": 257,
         "remat": "full",
+        "layers_per_scan": 1,
     },
     "optimizer.peak_learning_rate": 3e-3,
 }
