@@ -27,7 +27,8 @@ MODELS = {
 def make_config(kind, *, stage=0, mesh=None, zero=None, precision=None, **settings):
     num_microbatches = settings.pop("num_microbatches", 1)
     away = {"min_shard_elements": 0} if stage else {}
-    model = {"max_length": LENGTH, "loss_chunk_tokens": 24, **settings}
+    longest = max(LENGTH, MODELS[kind].max_length)
+    model = {"max_length": longest, "loss_chunk_tokens": 24, **settings}
     return schema.Config(
         global_batch_size=ROWS,
         num_microbatches=num_microbatches,
@@ -164,10 +165,9 @@ def test_losses_and_weights_equal_one_device(alone, monkeypatch, kind, settings)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("way", ["ulysses", "ring"])
-def test_half_precision_is_as_far_as_on_one_device(dtype, way):
-    precision = schema.Precision(compute_dtype=dtype)
+def test_bfloat16_is_as_far_as_on_one_device(way):
+    precision = schema.Precision(compute_dtype="bfloat16")
     alone, _ = train("llama", make_config("llama", precision=precision), 1)
     config = make_config(
         "llama",

@@ -88,7 +88,9 @@ class Embedding(nnx.Module):
         if positions is None and order is not None:
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         arrange = functools.partial(sequence.arrange, config=self.config)
-        tokens, segment_ids, positions = map(arrange, (tokens, segment_ids, positions))
+        tokens, segment_ids, positions = jax.tree.map(
+            arrange, (tokens, segment_ids, positions)
+        )
         x = self._look_up(self.tokens, tokens)
         if self.positions is not None:
             x += self._learned_positions(positions, tokens.shape[1])
@@ -128,12 +130,12 @@ class Embedding(nnx.Module):
         config = self.config
         if positions is None:
             positions = jnp.arange(length, dtype=jnp.int32)[None]
-        tables = rotary.make_rotary_tables(
+        one, other = rotary.make_rotary_tables(
             positions,
             head_size=config.embed_size // config.num_heads,
             theta=config.rope_theta,
         )
-        return tuple(map(pin_tokens, tables))
+        return pin_tokens(one), pin_tokens(other)
 
 
 def positions_in_segments(segment_ids: Int[Array, "B L"]) -> Int[Array, "B L"]:

@@ -124,10 +124,10 @@ def gradients(
     if _has_kernel(q, k, implementation):
         plan = _plan(q.shape, k.shape, causal, ids is not None)
         sums = lse.swapaxes(1, 2), delta.swapaxes(1, 2)
-        found = zjax_kernels.sparse_attention_gradients(
+        dq, dk, dv = zjax_kernels.sparse_attention_gradients(
             q, k, v, plan, d_out, *sums, segment_ids=ids
         )
-        return tuple(x.astype(jnp.float32) for x in found)
+        return dq.astype(jnp.float32), dk.astype(jnp.float32), dv.astype(jnp.float32)
     queries, d_out = (_group(x, k.shape[2]) for x in (q, d_out))
     lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse)
     lse, delta = (x.reshape(*queries.shape[:-1], 1) for x in (lse, delta))

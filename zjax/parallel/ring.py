@@ -109,9 +109,8 @@ class _Ring:
     causal: bool
     implementation: Implementation
 
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"causal": False, "implementation": self.implementation}
+    def options(self, *, causal: bool = False) -> Any:
+        return {"causal": causal, "implementation": self.implementation}
 
     def over_devices(self, run: Any, q: Any, k: Any) -> Any:
         """Gives each device its rows, its tokens and its heads of all that comes."""
@@ -128,8 +127,9 @@ class _Ring:
         )
 
     def forward(self, arrays: Any, ids: Any) -> Any:
-        q, *held = *arrays, _keys_of(ids)
-        total = None
+        q, k, v = arrays
+        held: Any = (k, v, _keys_of(ids))
+        total: Any = None
         for step in range(self.size):
             coming = self.send(held, 1) if step + 1 < self.size else None
             k, v, of_keys = held
@@ -140,7 +140,9 @@ class _Ring:
 
     def backward(self, arrays: Any, ids: Any) -> Any:
         q, k, v, *sums = arrays
-        held, dq, dkv = (k, v, _keys_of(ids)), 0.0, None
+        held: Any = (k, v, _keys_of(ids))
+        dq: Any = 0.0
+        dkv: Any = None
         for step in range(self.size):
             coming = self.send(held, -1) if step + 1 < self.size else None
             more, *found = self.gradients(
@@ -159,25 +161,27 @@ class _Ring:
     def attend(self, step: int, total: Any, q: Any, k: Any, v: Any, ids: Any) -> Any:
         """Merges averages over the keys held at a step into those so far."""
         if step == 0:
-            own = self.options | {"causal": self.causal}
+            own = self.options(causal=self.causal)
             out, lse = blocks.attend(q, k, v, ids, **own)
             return out.astype(jnp.float32), lse
         if not self.causal:
-            return _merge(total, blocks.attend(q, k, v, ids, **self.options))
+            return _merge(total, blocks.attend(q, k, v, ids, **self.options()))
         seen = self.seen(step)
-        found = blocks.attend(*seen.pairs(q, k, v, ids), **self.options)
+        q, k, v, ids = seen.pairs(q, k, v, ids)
+        found = blocks.attend(q, k, v, ids, **self.options())
         return seen.add(total, found, LATE, _merge)
 
     def gradients(self, step: int, q: Any, k: Any, v: Any, sums: Any, ids: Any) -> Any:
         """What the keys held at a step add to the gradients, float32."""
+        d_out, lse, delta = sums
         if step == 0 or not self.causal:
-            causal = {"causal": self.causal and step == 0}
-            return blocks.gradients(q, k, v, *sums, ids, **self.options | causal)
-        seen = self.seen(self.size - step)
-        *pairs, ids = seen.pairs(q, k, v, ids)
-        sums = (seen.pick(x, LATE) for x in sums)
-        dq, dk, dv = blocks.gradients(*pairs, *sums, ids, **self.options)
+            options = self.options(causal=self.causal and step == 0)
+            return blocks.gradients(q, k, v, d_out, lse, delta, ids, **options)
         zeros = [jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)]
+        seen = self.seen(self.size - step)
+        q, k, v, ids = seen.pairs(q, k, v, ids)
+        d_out, lse, delta = (seen.pick(x, LATE) for x in sums)
+        dq, dk, dv = blocks.gradients(q, k, v, d_out, lse, delta, ids, **self.options())
         return (
             seen.add(zeros[0], dq, LATE, jnp.add),
             seen.add(zeros[1], dk, EARLY, jnp.add),

@@ -109,19 +109,17 @@ def token_order(length: int, config: schema.Model) -> Int[np.ndarray, " L"] | No
 
 
 def arrange(
-    x: Shaped[Array, "B L *dims"] | None, config: schema.Model
-) -> Shaped[Array, "B L *dims"] | None:
+    x: Shaped[Array, "B L *dims"], config: schema.Model
+) -> Shaped[Array, "B L *dims"]:
     """Puts tokens in the order in which the devices hold them, and pins them there.
 
     Args:
-        x: Anything per token, in the order of the sequence; None stays.
+        x: Anything per token, in the order of the sequence.
         config: Shape of the model.
 
     Returns:
         The same in the order of `token_order`.
     """
-    if x is None:
-        return None
     order = token_order(x.shape[1], config)
     return pin_tokens(x if order is None else x[:, order])
 

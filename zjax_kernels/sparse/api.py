@@ -137,7 +137,9 @@ def sparse_attention_gradients(
     return dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : k.shape[1]]
 
 
-def _prepare(q, k, v, plan, scale, soft_cap, segment_ids, key_mask, implementation):
+def _prepare(
+    q, k, v, plan, scale, soft_cap, segment_ids, key_mask, implementation
+) -> Any:
     """What runs, and its arguments in whole tiles."""
     chosen = check_implementation(
         implementation, dtype=q.dtype.name, head_size=q.shape[-1]
