@@ -78,6 +78,9 @@ def test_a_block_runs_where_another_axis_is_split_by_hand(way):
         text = gradients.lower(*args).compile().as_text()
         found = gradients(*args)
     assert ("all-to-all" if way == "ulysses" else "collective-permute") in text
+    config = model.config
+    assert f"f32[2,{LENGTH // 2},{config.mlp_size}]" in text
+    assert f"f32[2,{LENGTH},{config.mlp_size}]" not in text
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4),
         found,

@@ -129,7 +129,6 @@ def gradients(
         )
         return dq.astype(jnp.float32), dk.astype(jnp.float32), dv.astype(jnp.float32)
     queries, d_out = (_group(x, k.shape[2]) for x in (q, d_out))
-    lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse)
     lse, delta = (x.reshape(*queries.shape[:-1], 1) for x in (lse, delta))
 
     def add(dq: Any, chunk: Any) -> Any:
