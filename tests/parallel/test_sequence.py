@@ -60,7 +60,7 @@ def test_a_block_runs_where_another_axis_is_split_by_hand(way):
         return segment.block(block, x, context, None)[0]
 
     def loss(run, *args):
-        return jnp.sum(run(*args) ** 2)
+        return jnp.mean(run(*args) ** 2)
 
     args = embed, first, batch["tokens"]
     expected = jax.grad(functools.partial(loss, run), argnums=(0, 1))(*args)
@@ -82,7 +82,7 @@ def test_a_block_runs_where_another_axis_is_split_by_hand(way):
     assert f"f32[2,{LENGTH // 2},{config.mlp_size}]" in text
     assert f"f32[2,{LENGTH},{config.mlp_size}]" not in text
     jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4),
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6),
         found,
         expected,
     )
