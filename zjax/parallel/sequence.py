@@ -51,6 +51,7 @@ def sequence_attention(
         ConfigError: The heads or the length do not divide.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> x = jnp.ones((1, 4, 2, 8))
         >>> sequence_attention(lambda q, *_: q, x, x, x, schema.Model()).shape
         (1, 4, 2, 8)
