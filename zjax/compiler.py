@@ -120,7 +120,7 @@ def _gpu_options(config: Config, plan: Plan) -> Options:
         # Products of the same input, once merged, cannot add their biases.
         "xla_gpu_dot_merger_threshold_mb": "0",
     }
-    if plan.num_batch_shares > 1:
+    if plan.num_batch_shares * plan.num_length_shares > 1:
         whole = max(MIN_COMBINED_BYTES, layer_bytes(plan))
         # A reduce-scatter is measured by what it leaves on a device.
         scattered = max(MIN_COMBINED_BYTES, layer_bytes(plan) // num_zero_shares(plan))

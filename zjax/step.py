@@ -19,7 +19,7 @@ from zjax.offload.segments import Segments
 from zjax.offload.train import OffloadedTrain
 from zjax.sharding import placement
 from zjax.sharding import plan as plans
-from zjax.train.microbatches import check_batch
+from zjax.train.microbatches import check_batch, check_lengths
 from zjax.train.programs import Programs, make_programs
 from zjax.train.state import TrainState, state_rows, without_update
 from zjax.train.update import Schedule
@@ -127,6 +127,7 @@ class Step:
         check_arrays(batch)
         num_shares = self.plan.num_batch_shares
         check_batch(batch, 1, max(1, num_shares // jax.process_count()))
+        check_lengths(batch, self.plan.num_length_shares)
 
         def place(x: Any) -> jax.Array:
             sharding = self.plan.batch_sharding(x)
@@ -157,6 +158,7 @@ class Step:
             PlanError: The batch does not divide over the devices.
         """
         check_batch(batch, self.num_microbatches, self.plan.num_batch_shares)
+        check_lengths(batch, self.plan.num_length_shares)
         if not hasattr(self.programs[program], "lower"):
             return None
 

@@ -29,6 +29,7 @@ from zjax_kernels.sparse import (
     plot_layout,
     sequence_attention,
     sparse_attention,
+    sparse_attention_gradients,
     tune,
 )
 
@@ -51,5 +52,6 @@ __all__ = [
     "plot_layout",
     "sequence_attention",
     "sparse_attention",
+    "sparse_attention_gradients",
     "tune",
 ]

@@ -50,6 +50,25 @@ def check_implementation(requested: str, *, dtype: str, head_size: int) -> str:
     return requested
 
 
+def obstacle(dtype: str, head_size: int) -> str:
+    """Why this process cannot run the kernels for Hopper GPUs.
+
+    Args:
+        dtype: Name of the dtype of the arrays.
+        head_size: Channels per head.
+
+    Returns:
+        Words that go on from their name; empty where they run.
+
+    Example:
+        >>> obstacle("bfloat16", 64)
+        'it needs a Hopper GPU and this is cpu'
+    """
+    return (
+        _obstacle_of_device(*first_device()) or _obstacle_of_arrays(dtype, head_size)[0]
+    )
+
+
 _REFUSAL = (
     "implementation=mosaic_gpu cannot run: {}; {}, or use implementation='reference'"
 )

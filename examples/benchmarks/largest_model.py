@@ -1,10 +1,13 @@
-"""How many layers of a model train in a memory of given size.
+"""How large a model, or how long a sequence, trains in a memory of given size.
 
-The compiler's memory analysis of two small depths says by a straight line which depth
-should fit. That one is trained for some steps, and one layer more is shown to fail.
+The compiler's memory analysis of two small sizes says by a straight line which size
+should fit. That one is trained for some steps, and one unit more is shown to fail.
 
 python examples/benchmarks/largest_model.py --pool_gigabytes=32 configs/gpt2_1p5b.py
     zero.stage=3 model.remat=full global_batch_size=0 microbatch_size=1
+
+`--grow=data.length,model.max_length --unit=8192` grows the sequence in place of the
+layers; without `--pool_gigabytes` programs may take 92 % of a device.
 """
 
 import argparse
@@ -21,26 +24,32 @@ from zjax.bench import predicted_peak_bytes, result_line
 from zjax.fitting import abstract_batch
 
 PROBES = (4, 8)
+"""Units."""
+WHOLE_POOL = 0.92
 MOST_TRIALS = 8
 NO_ROOM = re.compile("RESOURCE_EXHAUSTED|out of memory|of model state on devices")
 
 
-def estimate(config: str, settings: list[str]) -> int:
-    """Layers that fit by the compiler; runs in a process that then ends."""
+def sized(given: argparse.Namespace, size: int) -> list[str]:
+    return [*given.settings, *(f"{name}={size}" for name in given.grow.split(","))]
 
-    def peak(num_layers: int) -> int:
-        sized = zjax.load_config(config, *settings, f"model.num_layers={num_layers}")
-        model = zjax.make_model(sized)
-        tx = zjax.make_optimizer(sized, model)
-        plan = zjax.make_plan(sized, zjax.make_mesh(sized.mesh), model, tx)
-        step = zjax.make_step(model, tx, plan, sized)
-        return predicted_peak_bytes(step.compile(abstract_batch(sized, plan)))
+
+def estimate(given: argparse.Namespace) -> int:
+    """Size that fits by the compiler; runs in a process that then ends."""
+
+    def peak(units: int) -> int:
+        config = zjax.load_config(given.config, *sized(given, units * given.unit))
+        model = zjax.make_model(config)
+        tx = zjax.make_optimizer(config, model)
+        plan = zjax.make_plan(config, zjax.make_mesh(config.mesh), model, tx)
+        step = zjax.make_step(model, tx, plan, config)
+        return predicted_peak_bytes(step.compile(abstract_batch(config, plan)))
 
     few, many = PROBES
     low, high = peak(few), peak(many)
-    per_layer = (high - low) / (many - few)
+    per_unit = (high - low) / (many - few)
     room = jax.local_devices()[0].memory_stats()["bytes_limit"]
-    return int(few + (room - low) // per_layer)
+    return int(few + (room - low) // per_unit) * given.unit
 
 
 def call(words: list[str], environment: dict[str, str]) -> tuple[int, str]:
@@ -56,38 +65,37 @@ def call(words: list[str], environment: dict[str, str]) -> tuple[int, str]:
 
 
 def train(
-    given: argparse.Namespace, num_layers: int, environment: dict[str, str]
+    given: argparse.Namespace, size: int, environment: dict[str, str]
 ) -> dict | None:
-    """What `zjax bench` measures at a depth; None where it does not fit."""
-    settings = [*given.settings, f"model.num_layers={num_layers}"]
+    """What `zjax bench` measures at a size; None where it does not fit."""
     command = [sys.executable, "-m", "zjax.main", "bench", f"--config={given.config}"]
-    words = [f"--config.{setting}" for setting in settings]
+    words = [f"--config.{setting}" for setting in sized(given, size)]
     code, text = call([*command, *words], environment)
     if code and not NO_ROOM.search(text):
         raise SystemExit(text)
-    print(f"{num_layers} layers: {'no room' if code else 'trained'}", flush=True)
+    print(f"{given.grow}={size}: {'no room' if code else 'trained'}", flush=True)
     if code:
         return None
     return json.loads(re.findall(r"^RESULT (.*)$", text, re.MULTILINE)[-1])
 
 
 def search(given: argparse.Namespace) -> dict:
-    """What the deepest model measures that trains where one layer more does not."""
-    environment = os.environ | {
-        "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{pool_fraction(given.pool_gigabytes):.6f}"
-    }
+    """What the largest size measures that trains where one unit more does not."""
+    pool = given.pool_gigabytes
+    share = pool_fraction(pool) if pool else WHOLE_POOL
+    environment = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{share:.6f}"}
     code, text = call([sys.executable, *sys.argv, "--estimate"], environment)
     if code:
         raise SystemExit(text)
-    num_layers = int(text.split()[-1])
+    size, name = int(text.split()[-1]), given.grow.split(",")[0].rpartition(".")[2]
     results: dict[int, dict | None] = {}
     for _ in range(MOST_TRIALS):
-        result = results[num_layers] = train(given, num_layers, environment)
-        num_layers += 1 if result else -1
-        if num_layers in results:
-            depth = num_layers if results[num_layers] else num_layers - 1
-            found = {"num_layers": depth, "failed_num_layers": depth + 1}
-            return (results[depth] or {}) | found
+        result = results[size] = train(given, size, environment)
+        size += given.unit if result else -given.unit
+        if size in results:
+            most = size if results[size] else size - given.unit
+            found = {name: most, f"failed_{name}": most + given.unit}
+            return (results[most] or {}) | found
     raise SystemExit(f"no end of the search after {MOST_TRIALS} trials: {[*results]}")
 
 
@@ -100,13 +108,15 @@ def pool_fraction(gigabytes: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--pool_gigabytes", type=float, required=True)
+    parser.add_argument("--pool_gigabytes", type=float)
+    parser.add_argument("--grow", default="model.num_layers")
+    parser.add_argument("--unit", type=int, default=1)
     parser.add_argument("--estimate", action="store_true")
     parser.add_argument("config")
     parser.add_argument("settings", nargs="*")
     given = parser.parse_args()
     if given.estimate:
-        print(estimate(given.config, given.settings))
+        print(estimate(given))
     else:
         print(result_line(search(given)))
 

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import pathlib
 import sys
+import types
 
 import pytest
 
@@ -27,18 +28,21 @@ def largest(monkeypatch):
     """Finds the largest model of a device on which `deepest` layers have room."""
     module = load("largest_model")
 
-    def search(guess, deepest):
+    def search(guess, deepest, *, grow="model.num_layers", unit=1, pool=32):
         trained = []
 
-        def train(given, num_layers, environment):
-            assert environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.250000"
-            trained.append(num_layers)
-            return {"loss": 1.0} if num_layers <= deepest else None
+        def train(given, size, environment):
+            share = "0.250000" if pool else "0.920000"
+            assert environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] == share
+            trained.append(size)
+            return {"loss": 1.0} if size <= deepest else None
 
         monkeypatch.setattr(module, "train", train)
         monkeypatch.setattr(module, "pool_fraction", lambda gigabytes: gigabytes / 128)
         monkeypatch.setattr(module, "call", lambda *_: (0, f"a warning\n{guess}\n"))
-        given = argparse.Namespace(pool_gigabytes=32, config="x.py", settings=[])
+        given = argparse.Namespace(
+            pool_gigabytes=pool, config="x.py", settings=[], grow=grow, unit=unit
+        )
         return module.search(given), trained
 
     return search
@@ -51,6 +55,28 @@ def test_one_layer_more_is_shown_to_fail(largest, guess, trained):
     found, tried = largest(guess, deepest=11)
     assert found == {"loss": 1.0, "num_layers": 11, "failed_num_layers": 12}
     assert tried == trained
+
+
+def test_one_unit_of_length_more_is_shown_to_fail(largest):
+    grow = "data.length,model.max_length"
+    found, tried = largest(48, deepest=50, grow=grow, unit=8, pool=None)
+    assert found == {"loss": 1.0, "length": 48, "failed_length": 56}
+    assert tried == [48, 56]
+
+
+def test_the_length_that_fits_is_read_off_a_straight_line(tmp_path, monkeypatch):
+    """On eight devices, of which each has its part of the sequence."""
+    module = load("largest_model")
+    path = tmp_path / "small.gin"
+    path.write_text(describe_config(small_run.make_config("run", "mesh.sequence=8")))
+    room = 3 * 2**20
+    device = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": room})
+    monkeypatch.setattr(module.jax, "local_devices", lambda: [device])
+    grow = "data.length,model.max_length"
+    given = argparse.Namespace(config=path, settings=[], grow=grow, unit=16)
+    length = module.estimate(given)
+    assert length % 16 == 0
+    assert length > 8 * 16
 
 
 def test_a_search_that_finds_no_end_says_so(largest):

@@ -49,10 +49,9 @@ MESH = [
         id="axis-of-zero",
     ),
     case(
-        "mesh.sequence=2;mesh.expert=2",
-        "mesh.expert=2 is an axis that is not built yet; use 1\n"
-        "mesh.sequence=2 is an axis that is not built yet; use 1",
-        id="expert-and-sequence",
+        "mesh.pipeline=2;mesh.expert=2",
+        "mesh.expert=2 is an axis that is not built yet; use 1",
+        id="expert",
     ),
     case(
         "mesh.expert=-1;mesh.data=1",

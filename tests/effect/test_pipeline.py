@@ -37,7 +37,10 @@ def compiled(stage, schedule="1f1b"):
 
 def sent(stage, axis, schedule="1f1b"):
     """Elements in one step by operation, scalars aside, along one axis."""
-    run, text = compiled(stage, schedule)
+    return sent_by(*compiled(stage, schedule), axis)
+
+
+def sent_by(run, text, axis):
     shape, names = run.mesh.devices.shape, run.mesh.axis_names
     elements = collections.Counter()
     for each in list_collectives(text):
@@ -102,6 +105,19 @@ def test_stage_3_fetches_layers_in_each_tick():
     found = sent(3, "data")["all-gather"]
     assert found >= num_ticks * layers
     assert found <= 3 * num_ticks * (layers + elements_of(run.plan, False))
+
+
+def test_stages_hand_on_what_each_device_has_of_a_stream():
+    """Fails if a stream that other axes split is joined before it is sent."""
+    config = pipelines.make_config(
+        mesh={"pipeline": 2, "sequence": 2, "tensor": 2}, stage=0, tied_head=False
+    )
+    run = pipelines.start(config)
+    text = run.step.compile(abstract(pipelines.make_batch(0))).as_text()
+    ticks, whole = MICROBATCHES + 1, 2 * STREAM
+    found = sent_by(run, text, "pipeline")["collective-permute"] / (whole / 4)
+    assert found in (2 * ticks, 2 * ticks - 1)  # the last one goes nowhere
+    assert sent_by(run, text, "pipeline")["all-gather"] == 0
 
 
 def test_no_pass_hangs_on_a_condition():

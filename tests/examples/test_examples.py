@@ -21,6 +21,7 @@ EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
         ("your_own_nnx_model", ""),
         ("image_classifier", "accuracy in an unseen typeface: "),
         ("long_document --model=encoder", "step 2: "),
+        ("long_context --length=64", "step 2: "),
         pytest.param(
             "long_document --model=decoder", "step 2: ", marks=pytest.mark.slow
         ),

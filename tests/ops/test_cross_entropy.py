@@ -20,7 +20,8 @@ BIAS = RNG.normal(size=VOCAB).astype(np.float32)
 TARGETS = RNG.integers(0, VOCAB, size=(ROWS, LENGTH)).astype(np.int32)
 WEIGHTS = RNG.choice([0.0, 0.5, 1.0], size=(ROWS, LENGTH)).astype(np.float32)
 
-summed = jax.jit(token_loss, static_argnames=("z_loss", "chunk_tokens", "num_shares"))
+STATIC = ("z_loss", "chunk_tokens", "num_shares", "num_length_shares")
+summed = jax.jit(token_loss, static_argnames=STATIC)
 CUTS = pytest.mark.parametrize(
     ("chunk_tokens", "num_shares"),
     [
@@ -77,6 +78,32 @@ def test_gradients_equal_finite_differences(argument, chunk_tokens, num_shares):
     found = np.sum(gradient * towards)
     expected = 3.0 * (reference_at(1e-4) - reference_at(-1e-4)) / 2e-4
     np.testing.assert_allclose(found, expected, rtol=1e-3)
+
+
+@pytest.mark.parametrize("chunk_tokens", [0, 3])
+def test_parts_of_each_sequence_add_up(chunk_tokens):
+    """Fails if targets or weights part from the states they belong to."""
+
+    def gradients(**shares):
+        def loss(hidden, head, bias):
+            return summed(
+                hidden,
+                head,
+                jnp.array(TARGETS[:, :4]),
+                jnp.array(WEIGHTS[:, :4]),
+                bias=bias,
+                chunk_tokens=chunk_tokens,
+                **shares,
+            ).loss_sum
+
+        given = map(jnp.array, (HIDDEN[:, :4], HEAD, BIAS))
+        return jax.value_and_grad(loss, argnums=(0, 1, 2))(*given)
+
+    found = gradients(num_shares=2, num_length_shares=2)
+    for one, other in zip(
+        jax.tree.leaves(found), jax.tree.leaves(gradients()), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_bfloat16_states_give_a_float32_loss():

@@ -42,6 +42,18 @@ CASES = {
         "vocab_size": 41,
         "remat": "full",
     },
+    "heads traded along the sequence": {
+        "mesh": {"pipeline": 2, "sequence": 2, "tensor": 2},
+        "stage": 1,
+        "sequence_attention": "ulysses",
+    },
+    "ring": {
+        "mesh": {"pipeline": 2, "data": 2, "sequence": 2},
+        "stage": 3,
+        "pipeline": {"schedule": "interleaved", **KEPT},
+        "sequence_attention": "ring",
+        **LLAMA,
+    },
     "fewer microbatches than stages": {
         "mesh": {"pipeline": 4, "replica": 2},
         "num_microbatches": 2,
@@ -65,7 +77,8 @@ GRID = list(
 
 
 def assert_same(case):
-    shape = {k: v for k, v in case.items() if k not in ("mesh", "stage", "pipeline")}
+    of_devices = ("mesh", "stage", "pipeline", "sequence_attention")
+    shape = {k: v for k, v in case.items() if k not in of_devices}
     losses, weights = pipelines.train(pipelines.start(pipelines.make_config(**case)))
     wanted_losses, wanted = pipelines.on_one_device(**shape)
     np.testing.assert_allclose(losses, wanted_losses, rtol=1e-5)

@@ -17,6 +17,31 @@ def attend(q, k, v, visible):
     return averages
 
 
+def attend_with_gradients(q, k, v, visible, d_out):
+    """Averages, and gradients of q, k and v; a query that sees no key has only 0."""
+    group, scale = q.shape[2] // k.shape[2], q.shape[3] ** -0.5
+    q, keys, values, d_out = (
+        np.moveaxis(np.float64(x), 2, 1)
+        for x in (q, k.repeat(group, 2), v.repeat(group, 2), d_out)
+    )
+    mask = visible[:, None]
+    scores = np.where(mask, q @ keys.swapaxes(2, 3) * scale, -np.inf)
+    top = scores.max(-1, keepdims=True)
+    p = np.exp(scores - np.where(np.isinf(top), 0, top))
+    total = p.sum(-1, keepdims=True)
+    p /= np.where(total == 0, 1, total)
+    slopes = d_out @ values.swapaxes(2, 3)
+    slopes = p * (slopes - (p * slopes).sum(-1, keepdims=True)) * scale
+    pairs = slopes.swapaxes(2, 3) @ q, p.swapaxes(2, 3) @ d_out
+
+    def of_group(x):
+        x = x.reshape(x.shape[0], -1, group, *x.shape[2:]).sum(2)
+        return np.moveaxis(x, 1, 2)
+
+    averages, d_queries = (np.moveaxis(x, 1, 2) for x in (p @ values, slopes @ keys))
+    return averages, (d_queries, *map(of_group, pairs))
+
+
 def causal(num_rows, length):
     return np.broadcast_to(np.tri(length, dtype=bool), (num_rows, length, length))
 

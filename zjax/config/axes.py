@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from zjax.config import schema
 
 AXES = ("pipeline", "replica", "data", "expert", "sequence", "tensor")
-BUILT_AXES = ("pipeline", "replica", "data", "tensor")
+BUILT_AXES = ("pipeline", "replica", "data", "sequence", "tensor")
 BATCH_AXES = ("replica", "data", "expert")
 
 

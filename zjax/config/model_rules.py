@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from zjax.config import axes, schema, sparsity, stages
+from zjax.config import axes, schema, sequence, sparsity, stages
 from zjax.config.layers import repeats_kernels
 from zjax.errors import Problem
 
@@ -141,6 +141,7 @@ MODEL_RULES: tuple[Entry, ...] = (
     ((), _offload),
     ((), _attention),
     (("data", "model"), sparsity.sparsity_problems),
+    (("data", "model", "mesh"), sequence.sequence_problems),
     ((), _data),
     (("data", "model"), _length),
     (("model",), _vocabulary),

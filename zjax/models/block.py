@@ -18,7 +18,8 @@ from zjax.models import layers
 from zjax.models.embedding import Context
 from zjax.models.feed_forward import FeedForward, TiledFeedForward
 from zjax.ops import attention, sparse
-from zjax.parallel import remat
+from zjax.parallel import remat, tensor
+from zjax.parallel.sequence import sequence_attention
 from zjax.sharding.layers import layers_of
 
 
@@ -44,6 +45,7 @@ class Block(nnx.Module):
         matmul_dtype: layers.MatmulDtype = "compute",
         rngs: nnx.Rngs,
     ):
+        self.config = config
         self.causal = causal
         self.norm_position = norm_position
         is_sparse = config.attention == "sparse"
@@ -138,27 +140,36 @@ class Block(nnx.Module):
         ids, lengths = context.segment_ids, context.lengths
 
         def attend(q, k, v):
-            if self.sparse is not None:
-                mask = None if lengths is None else _before(lengths, k.shape[1])
-                averages = sparse.sparse_attention(
-                    q, k, v, self.sparse, segment_ids=ids, key_mask=mask
-                )
-                return averages, None
-            averages = attention.dot_product_attention(
-                q,
-                k,
-                v,
-                causal=self.causal,
+            averages = sequence_attention(
+                self._average_whole,
+                *(q, k, v),
+                self.config,
                 segment_ids=ids,
                 lengths=lengths,
-                implementation=self.implementation,
             )
             return averages, None
 
         return attend
 
+    def _average_whole(self, q, k, v, segment_ids, lengths):
+        q, k, v = (remat.mark(x, remat.PROJECTIONS) for x in (q, k, v))
+        if self.sparse is not None:
+            mask = None if lengths is None else _before(lengths, k.shape[1])
+            return sparse.sparse_attention(
+                q, k, v, self.sparse, segment_ids=segment_ids, key_mask=mask
+            )
+        return attention.dot_product_attention(
+            q,
+            k,
+            v,
+            causal=self.causal,
+            segment_ids=segment_ids,
+            lengths=lengths,
+            implementation=self.implementation,
+        )
+
     def _attend(self, attend, x, context, key):
-        x = remat.mark(x, remat.INPUT)
+        x = remat.mark(tensor.pin_stream(x), remat.INPUT)
         y = self._enter(self.attention_norm, x)
         y, kept = self.attention(y, context.rotation, attend)
         return self._leave(self.attention_norm, x, y, key), kept

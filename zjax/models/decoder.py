@@ -15,6 +15,7 @@ from zjax.models.block import Block, make_blocks, transform
 from zjax.models.embedding import Embedding
 from zjax.models.heads import Head
 from zjax.ops.cross_entropy import TokenLoss
+from zjax.parallel import sequence
 
 
 class Decoder(nnx.Module):
@@ -83,7 +84,8 @@ class Decoder(nnx.Module):
         batch = {"tokens": tokens}
         if segment_ids is not None:
             batch["segment_ids"] = segment_ids
-        return self.head.logits(self._hidden(batch, None), self._table())
+        x = sequence.restore(self._hidden(batch, None), self.config)
+        return self.head.logits(x, self._table())
 
     def loss(self, batch: dict[str, Any], key: jax.Array | None = None) -> TokenLoss:
         """Sums of the loss over the targets of a batch.

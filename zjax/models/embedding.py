@@ -1,5 +1,6 @@
 """Tokens to vectors, and what every block of a model reads besides them."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,8 @@ from zjax.errors import ConfigError, Problem
 from zjax.models import layers
 from zjax.ops import rotary
 from zjax.ops.lookup import look_up
-from zjax.parallel import tensor
+from zjax.parallel import sequence, tensor
+from zjax.sharding.activations import pin_tokens, pin_whole
 
 
 class Context(NamedTuple):
@@ -81,20 +83,28 @@ class Embedding(nnx.Module):
         positions = batch.get("positions")
         if positions is None and segment_ids is not None:
             positions = positions_in_segments(segment_ids)
+        order = sequence.token_order(tokens.shape[1], self.config)
+        if positions is None and order is not None:
+            positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        arrange = functools.partial(sequence.arrange, config=self.config)
+        tokens, segment_ids, positions = jax.tree.map(
+            arrange, (tokens, segment_ids, positions)
+        )
         x = tensor.look_up(self.tokens[...], tokens, self.deterministic)
         if self.positions is not None:
             x += self._learned_positions(positions, tokens.shape[1])
         if self.token_types is not None:
-            x += self._look_up(self.token_types, batch["token_types"])
+            x += self._look_up(self.token_types, arrange(batch["token_types"]))
         x = x if self.norm is None else self.norm(x)
         rotation = None
         if self.config.positions == "rotary":
             rotation = self._rotation(positions, tokens.shape[1])
         context = Context(segment_ids, batch.get("lengths"), rotation)
-        return layers.dropout(x, self.config.dropout_rate, key), context
+        x = layers.dropout(x, self.config.dropout_rate, key)
+        return tensor.pin_stream(x), context
 
     def _look_up(self, table, indices) -> Any:
-        return look_up(table[...], indices, self.deterministic)
+        return look_up(pin_whole(table[...]), indices, self.deterministic)
 
     def _learned_positions(self, positions, length):
         assert self.positions is not None
@@ -116,11 +126,12 @@ class Embedding(nnx.Module):
         config = self.config
         if positions is None:
             positions = jnp.arange(length, dtype=jnp.int32)[None]
-        return rotary.make_rotary_tables(
+        one, other = rotary.make_rotary_tables(
             positions,
             head_size=config.embed_size // config.num_heads,
             theta=config.rope_theta,
         )
+        return pin_tokens(one), pin_tokens(other)
 
 
 def positions_in_segments(segment_ids: Int[Array, "B L"]) -> Int[Array, "B L"]:

@@ -1,5 +1,6 @@
 """From the last hidden states to scores of the vocabulary and the loss."""
 
+import math
 from typing import Any
 
 import jax
@@ -10,7 +11,9 @@ from jaxtyping import Array, Float
 from zjax.config import schema
 from zjax.models import layers
 from zjax.ops.cross_entropy import TokenLoss, token_loss
-from zjax.parallel import tensor
+from zjax.parallel import sequence, tensor
+from zjax.sharding import mesh as meshes
+from zjax.sharding.activations import open_size
 
 
 class Head(nnx.Module):
@@ -65,12 +68,13 @@ class Head(nnx.Module):
         return token_loss(
             self._features(x),
             self._matrix(table),
-            batch["targets"],
-            token_weights(batch),
+            sequence.arrange(batch["targets"], self.config),
+            sequence.arrange(token_weights(batch), self.config),
             bias=None if self.bias is None else self.bias[...],
             z_loss=self.config.z_loss,
             chunk_tokens=self.config.loss_chunk_tokens,
             num_shares=layers.num_batch_shares(x.shape[0]),
+            num_length_shares=math.gcd(x.shape[1], open_size(meshes.SEQUENCE)),
         )
 
     def _features(self, x):

@@ -308,7 +308,6 @@ class Attention(nnx.Module):
         q, k, v = project(x, (self.query, self.key, self.value), copies=copies)
         if rotation is not None:
             q, k = rotary.rotate(q, *rotation), rotary.rotate(k, *rotation)
-        q, k, v = (remat.mark(x, remat.PROJECTIONS) for x in (q, k, v))
         averages, kept = attend(q, k, v)
         return self.out(averages), kept
 

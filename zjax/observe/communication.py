@@ -34,12 +34,12 @@ def zero_volume(plan: Plan, num_microbatches: int) -> int:
         num_microbatches: 1 or more.
 
     Returns:
-        Elements by the paper's convention; 0 where the batch is not shared.
+        Elements by the paper's convention; 0 where nothing of the batch is shared.
 
     Reference:
         ZeRO, arXiv:1910.02054, section 7.
     """
-    if plan.num_batch_shares == 1:
+    if plan.num_batch_shares * plan.num_length_shares == 1:
         return 0
     reductions = num_microbatches if plan.stage >= 2 else 1
     gathers = 2 * num_microbatches if plan.stage == 3 else 1

@@ -37,6 +37,7 @@ def token_loss(
     z_loss: float = 0.0,
     chunk_tokens: int = 0,
     num_shares: int = 1,
+    num_length_shares: int = 1,
 ) -> TokenLoss:
     """Sums the cross-entropy of integer targets over tokens.
 
@@ -53,6 +54,7 @@ def token_loss(
         chunk_tokens: Tokens per share whose logits exist at one time; 0 is all of them.
         num_shares: Parts in which the devices hold the batch; divides B. The gradient
             of the head is summed over them once, not per chunk.
+        num_length_shares: The same of each sequence; divides L.
 
     Returns:
         The sums of loss, weight and hits.
@@ -66,24 +68,29 @@ def token_loss(
     Reference:
         z-loss: Chowdhery et al., PaLM (arXiv:2204.02311, section 5).
     """
-    cut = functools.partial(_cut, num_shares=num_shares, chunk_tokens=chunk_tokens)
+    shares = num_shares, num_length_shares
+    cut = functools.partial(_cut, shares=shares, chunk_tokens=chunk_tokens)
     loss_sum, correct_sum = _summed_loss(
         z_loss, cut(hidden), head, bias, cut(targets), cut(weights)
     )
     return TokenLoss(loss_sum, jnp.sum(weights, dtype=jnp.float32), correct_sum)
 
 
-def _cut(tokens, *, num_shares, chunk_tokens):
+def _cut(tokens, *, shares, chunk_tokens):
     """[B, L, ...] -> [chunks, shares, rows, columns, ...], padded with zeros.
 
-    Chunks are cut from the length: cut from the batch, they would lie on a few devices.
+    Chunks are cut from the length that a device holds: cut from the batch, or from all
+    of the length, they would lie on a few devices.
     """
     num_rows, length, *rest = tokens.shape
-    rows = num_rows // num_shares
+    rows, length = num_rows // shares[0], length // shares[1]
+    tokens = tokens.reshape(shares[0], rows, shares[1], length, *rest)
+    tokens = tokens.swapaxes(1, 2).reshape(-1, rows, length, *rest)
     num_chunks = -(-length // max(1, chunk_tokens // rows)) if chunk_tokens else 1
     columns = -(-length // num_chunks)
-    padding = [(0, 0), (0, num_chunks * columns - length)] + [(0, 0)] * len(rest)
-    shape = (num_shares, rows, num_chunks, columns, *rest)
+    missing = num_chunks * columns - length
+    padding = [(0, 0), (0, 0), (0, missing)] + [(0, 0)] * len(rest)
+    shape = (*tokens.shape[:2], num_chunks, columns, *rest)
     return jnp.moveaxis(jnp.pad(tokens, padding).reshape(shape), 2, 0)
 
 

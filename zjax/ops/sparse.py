@@ -21,6 +21,8 @@ import zjax_kernels
 from zjax.config import schema
 from zjax.errors import ConfigError, Problem
 from zjax.sharding import mesh as meshes
+from zjax.sharding import rules
+from zjax.sharding.activations import open_size, row_axes
 from zjax_kernels import BlockLayout, Pattern, SparsityConfig
 from zjax_kernels.sparse import api
 
@@ -97,7 +99,7 @@ def sparse_attention(
     """Averages the values by softmax(q k / sqrt(D)) over the keys in live blocks.
 
     Rows of the batch are split over the batch axes of the mesh set by `jax.set_mesh`,
-    and heads over its tensor axis, where they divide.
+    and heads over its tensor and sequence axes, where they divide.
 
     Args:
         q: Queries; H is that of the pattern and a multiple of K.
@@ -245,7 +247,7 @@ def _over_devices(q, k, v, masks, plan):
     mesh = jax.sharding.get_abstract_mesh()
     if meshes.num_shares(mesh, mesh.auto_axes) == 1:
         return attend(q, k, v, masks, plan)
-    rows, heads = _axes(mesh, q.shape[0], k.shape[2])
+    rows, heads = row_axes(q.shape[0]), _head_axes(mesh, k.shape[2])
     of_plan = jax.tree_util.tree_map_with_path(
         lambda path, _: P(heads) if path[-1].name == "head_patterns" else P(), plan
     )
@@ -259,13 +261,10 @@ def _over_devices(q, k, v, masks, plan):
     )(q, k, v, masks, jax.tree.map(jnp.asarray, plan))
 
 
-def _axes(mesh, batch_size, num_kv_heads):
-    """The axes that split the rows, and the one that splits the heads."""
-    rows: tuple[str, ...] = ()
-    for axis in meshes.BATCH_AXES:
-        longer = (*rows, axis)
-        if axis in mesh.auto_axes and not batch_size % meshes.num_shares(mesh, longer):
-            rows = longer
-    splits = meshes.TENSOR in mesh.auto_axes
-    splits = splits and not num_kv_heads % mesh.shape[meshes.TENSOR]
-    return rows, meshes.TENSOR if splits else None
+def _head_axes(mesh, num_kv_heads):
+    """The axes that split the heads; those of the sequence hold it whole."""
+    axes = (meshes.TENSOR, meshes.SEQUENCE)
+    found = tuple(axis for axis in axes if open_size(axis) > 1)
+    while found and num_kv_heads % meshes.num_shares(mesh, found):
+        found = found[:-1]
+    return rules.entry(found)

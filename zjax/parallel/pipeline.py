@@ -27,6 +27,7 @@ from zjax.parallel.parts import (
 )
 from zjax.parallel.schedule import IDLE, Kind, Lane, Schedule
 from zjax.parallel.staged import EVERYWHERE, STAGED
+from zjax.parallel.tensor import by_parts
 from zjax.sharding.mesh import PIPELINE
 from zjax.typing import Batch, Loss, Params
 
@@ -298,7 +299,8 @@ class _Step:
         size, is_ring = self.schedule.num_stages, self.schedule.num_chunks > 1
         ends = [(stage, stage + by) for stage in range(size)]
         pairs = [(a, b % size) for a, b in ends if is_ring or 0 <= b < size]
-        return jax.tree.map(lambda x: jax.lax.ppermute(x, PIPELINE, pairs), stream)
+        send = functools.partial(jax.lax.ppermute, axis_name=PIPELINE, perm=pairs)
+        return jax.tree.map(functools.partial(by_parts, send), stream)
 
     def mapped(
         self,

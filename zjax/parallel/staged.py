@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from zjax.parallel.tensor import by_parts
 from zjax.sharding.mesh import PIPELINE
 
 STAGED, EVERYWHERE = P(PIPELINE), P()
@@ -155,7 +156,7 @@ def tell(is_teller: jax.Array, tree: Any) -> Any:
         That of the teller; zeros where there is none.
     """
 
-    def one(x: jax.Array) -> jax.Array:
-        return jax.lax.psum(jnp.where(is_teller, x, 0), PIPELINE)
+    def add(x: jax.Array) -> jax.Array:
+        return jax.lax.psum(x, PIPELINE)
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(lambda x: by_parts(add, jnp.where(is_teller, x, 0)), tree)

@@ -13,6 +13,7 @@ Reference: Shoeybi et al. (arXiv:1909.08053, section 3); the split of the stream
 Korthikanti et al. (arXiv:2205.05198, section 4.2).
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from zjax.ops import lookup
 from zjax.sharding import mesh as meshes
+from zjax.sharding.activations import open_size, pin, pin_whole
 from zjax.sharding.rules import entry
 
 Product = Callable[[jax.Array, jax.Array], jax.Array]
@@ -40,16 +42,18 @@ def num_shares() -> int:
         >>> num_shares()
         1
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    return mesh.shape[meshes.TENSOR] if meshes.TENSOR in mesh.auto_axes else 1
+    return open_size(meshes.TENSOR)
 
 
-def fill_up(x: Float[Array, "..."], dim: int) -> Float[Array, "..."]:
-    """Appends zeros until a dim divides over the tensor axis.
+def fill_up(
+    x: Float[Array, "..."], dim: int, shares: int | None = None
+) -> Float[Array, "..."]:
+    """Appends zeros until a dim divides.
 
     Args:
         x: Weights.
         dim: The dim that is split.
+        shares: Into how many parts; as many as the tensor axis has devices by default.
 
     Returns:
         Weights; `x` itself where its dim divides.
@@ -58,10 +62,40 @@ def fill_up(x: Float[Array, "..."], dim: int) -> Float[Array, "..."]:
         >>> fill_up(jnp.ones((2, 3)), 1).shape
         (2, 3)
     """
-    missing = -x.shape[dim] % num_shares()
+    missing = -x.shape[dim] % (shares or num_shares())
     if not missing:
         return x
     return jnp.pad(x, [(0, missing * (i == dim)) for i in range(x.ndim)])
+
+
+def pin_stream(x: Float[Array, "B L M"]) -> Float[Array, "B L M"]:
+    """Keeps a stream where the sequence axis, and with it this one, splits its length.
+
+    Args:
+        x: Activations.
+
+    Returns:
+        The same values; `x` itself where sequences are not split.
+    """
+    if open_size(meshes.SEQUENCE) == 1:
+        return x
+    return pin(x, *_Split.of(x).stream, *[P.UNCONSTRAINED] * (x.ndim - 2))
+
+
+def by_parts(run: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Calls a function that communicates, on each device's part of a stream.
+
+    Args:
+        run: Of arrays of any shape; sends over axes that are split by hand already.
+        x: A stream, or a number.
+
+    Returns:
+        What the function makes of the parts; a compiler would join them before it.
+    """
+    if x.ndim < 2 or not _Split.of(x).length:
+        return run(x)
+    split = _Split.of(x)
+    return split.map(run, split.stream, split.stream)(x)
 
 
 def join_stream(x: Float[Array, "B L M"]) -> Float[Array, "B L M"]:
@@ -103,6 +137,8 @@ def multiply_columns(
             x = jax.lax.all_gather(x, meshes.TENSOR, axis=1, tiled=True)
         return tuple(f(x, kernel) for f, kernel in zip(products, kernels, strict=True))
 
+    if num_shares() == 1:
+        return region(x, *kernels)
     return split.map(
         region,
         (split.stream, *[P(None, meshes.TENSOR)] * len(kernels)),
@@ -132,6 +168,8 @@ def look_up(
 ) -> Float[Array, "B L M"]:
     """Rows of a table that is split by rows, each found by the device that holds it.
 
+    Stages of a pipeline, where these are left to the compiler, share the table too.
+
     Args:
         table: Rows, in any floating dtype.
         indices: Which of them, 0 to V - 1.
@@ -140,18 +178,20 @@ def look_up(
     Returns:
         One row for each index, split along the length where that divides.
     """
-    if num_shares() == 1:
-        return lookup.look_up(table, indices, deterministic)
+    axes = tuple(a for a in (meshes.PIPELINE, meshes.TENSOR) if open_size(a) > 1)
+    if not axes:
+        return lookup.look_up(pin_whole(table), indices, deterministic)
 
     def own_rows(indices: jax.Array, rows: jax.Array) -> jax.Array:
-        indices -= jax.lax.axis_index(meshes.TENSOR) * rows.shape[0]
+        indices -= jax.lax.axis_index(axes) * rows.shape[0]
         is_own = (indices >= 0) & (indices < rows.shape[0])
         found: Any = lookup.look_up(rows, jnp.where(is_own, indices, 0), deterministic)
         return jnp.where(is_own[..., None], found, 0)
 
     split = _Split.of(indices)
-    specs = P(split.rows, entry(split.others)), P(meshes.TENSOR)
-    return split.sum(own_rows, specs)(indices, fill_up(table, 0))
+    specs = P(split.rows, entry(split.others)), P(axes)
+    table = fill_up(table, 0, math.prod(map(open_size, axes)))
+    return split.sum(own_rows, specs, axes)(indices, table)
 
 
 class _Split(NamedTuple):
@@ -188,8 +228,6 @@ class _Split(NamedTuple):
         return P(self.rows, entry(self.others), meshes.TENSOR)
 
     def map(self, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
-        if num_shares() == 1:
-            return body
         # All axes: of one left to it the compiler would gather what it splits.
         axes = set(jax.sharding.get_abstract_mesh().auto_axes)
         return jax.shard_map(
@@ -200,23 +238,31 @@ class _Split(NamedTuple):
             check_vma=False,
         )
 
-    def sum(self, summand: Callable[..., jax.Array], specs: Any) -> Any:
-        """Adds up what the devices of the tensor axis make of their parts."""
-
-        def scattered(*parts: jax.Array) -> jax.Array:
-            return jax.lax.psum_scatter(
-                summand(*parts), meshes.TENSOR, scatter_dimension=1, tiled=True
-            )
-
-        def stacked(*parts: jax.Array) -> jax.Array:
-            return summand(*parts)[None]
-
-        if num_shares() == 1:
+    def sum(
+        self,
+        summand: Callable[..., jax.Array],
+        specs: Any,
+        axes: tuple[str, ...] = (meshes.TENSOR,),
+    ) -> Any:
+        """Adds up what the devices along some axes make of their parts."""
+        scatters = self.is_scattered and meshes.TENSOR in axes
+        stacked = tuple(a for a in axes if not (scatters and a == meshes.TENSOR))
+        stacked = tuple(a for a in stacked if open_size(a) > 1)
+        if not scatters and not stacked:
             return summand
-        if self.is_scattered:
-            return self.map(scattered, specs, self.stream)
+
+        def part(*parts: jax.Array) -> jax.Array:
+            own = summand(*parts)
+            if scatters:
+                own = jax.lax.psum_scatter(
+                    own, meshes.TENSOR, scatter_dimension=1, tiled=True
+                )
+            return own[None] if stacked else own
+
+        if not stacked:
+            return self.map(part, specs, self.stream)
         # Added outside: by hand, the gradient would be added a second time.
-        mapped = self.map(stacked, specs, P(meshes.TENSOR, *self.stream))
+        mapped = self.map(part, specs, P(entry(stacked), *self.stream))
         return lambda *arrays: mapped(*arrays).sum(0)
 
 

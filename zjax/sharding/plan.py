@@ -101,6 +101,11 @@ class Plan:
         """Parts into which the batch dim is cut."""
         return meshes.num_shares(self.mesh, meshes.BATCH_AXES)
 
+    @property
+    def num_length_shares(self) -> int:
+        """Parts into which each sequence is cut."""
+        return meshes.num_shares(self.mesh, (meshes.SEQUENCE,))
+
     def batch_sharding(self, leaf: Any) -> NamedSharding:
         """The placement of one array of a batch.
 

@@ -70,6 +70,31 @@ def check_batch(batch: Batch, num_microbatches: int, num_shares: int) -> None:
         raise PlanError(*problems)
 
 
+def check_lengths(batch: Batch, num_shares: int) -> None:
+    """Refuses a batch whose second dim the devices of a sequence cannot share.
+
+    Args:
+        batch: Arrays or their shapes.
+        num_shares: Devices along the sequence.
+
+    Raises:
+        PlanError: Names every array whose second dim does not divide.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    problems = [
+        Problem(
+            f"batch/{path_of(keys)}",
+            leaf.shape,
+            f"does not divide over mesh.sequence={num_shares}",
+            f"use a multiple of {num_shares} as its second dim, or mesh.sequence=1",
+        )
+        for keys, leaf in leaves
+        if leaf.ndim > 1 and leaf.shape[1] % num_shares
+    ]
+    if problems:
+        raise PlanError(*problems)
+
+
 def mean_loss(losses: Loss, model_state: ModelState) -> Loss:
     """Weighted mean of stacked microbatch losses.
 

@@ -1,6 +1,6 @@
 """Block-sparse attention: layouts, plans, and the kernels that run them."""
 
-from zjax_kernels.sparse.api import sparse_attention
+from zjax_kernels.sparse.api import sparse_attention, sparse_attention_gradients
 from zjax_kernels.sparse.layout import BlockLayout, Pattern
 from zjax_kernels.sparse.patterns import Dense, Fixed, Variable
 from zjax_kernels.sparse.picture import draw_layout, plot_layout
@@ -38,5 +38,6 @@ __all__ = [
     "plot_layout",
     "sequence_attention",
     "sparse_attention",
+    "sparse_attention_gradients",
     "tune",
 ]

@@ -74,6 +74,73 @@ def sparse_attention(
         (arXiv:2205.14135), algorithm 1.
     """
     _check(q, k, v, plan, scale, soft_cap)
+    static, padded, segments, plan = _prepare(
+        q, k, v, plan, scale, soft_cap, segment_ids, key_mask, implementation
+    )
+    found: Any = _attend(static, *padded, segments, plan)
+    out, lse = found
+    out = out[:, : q.shape[1]]
+    return (out, lse[:, :, : q.shape[1]]) if return_lse else out
+
+
+def sparse_attention_gradients(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    plan: Plan,
+    d_out: jax.Array,
+    lse: jax.Array,
+    delta: jax.Array,
+    *,
+    segment_ids: tuple[jax.Array, jax.Array] | None = None,
+    implementation: Implementation = "auto",
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What some keys add to the gradients of attention over these and others.
+
+    Of attention over all keys at once, `sparse_attention` has gradients of its own.
+
+    Args:
+        q: [B, S, H, D] queries.
+        k: [B, T, K, D] keys of this part.
+        v: [B, T, K, D] values.
+        plan: From `make_plan`, for this part.
+        d_out: [B, S, H, D] gradient of the averages over all parts.
+        lse: float32[B, H, S] logarithms of the sums of exponentials over all parts.
+        delta: float32[B, H, S] sums over D of `d_out` times those averages.
+        segment_ids: As in `sparse_attention`.
+        implementation: As in `sparse_attention`.
+
+    Returns:
+        Gradients in the shapes and dtypes of `q`, `k` and `v`.
+
+    Raises:
+        ValueError: Shapes or dtypes do not fit each other or the plan.
+
+    Example:
+        >>> import numpy as np
+        >>> from zjax_kernels.sparse import BlockLayout, make_plan
+        >>> live = np.ones((1, 1), bool)
+        >>> plan = make_plan(BlockLayout.from_dense(live, block=16, num_heads=1))
+        >>> x, sums = jnp.ones((1, 16, 1, 8)), jnp.zeros((1, 1, 16))
+        >>> found = sparse_attention_gradients(x, x, x, plan, x, sums, sums)
+        >>> [x.shape for x in found]
+        [(1, 16, 1, 8), (1, 16, 1, 8), (1, 16, 1, 8)]
+    """
+    _check(q, k, v, plan, None, 0.0)
+    static, padded, segments, plan = _prepare(
+        q, k, v, plan, None, 0.0, segment_ids, None, implementation
+    )
+    missing = plan.queries.num_rows - q.shape[1]
+    lse, delta = (jnp.pad(x, [(0, 0), (0, 0), (0, missing)]) for x in (lse, delta))
+    d_out = _lengthen(d_out.astype(q.dtype), plan.queries.num_rows)
+    dq, dk, dv = static.gradients(*padded, d_out, lse, delta, segments, plan)
+    return dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : k.shape[1]]
+
+
+def _prepare(
+    q, k, v, plan, scale, soft_cap, segment_ids, key_mask, implementation
+) -> Any:
+    """What runs, and its arguments in whole tiles."""
     chosen = check_implementation(
         implementation, dtype=q.dtype.name, head_size=q.shape[-1]
     )
@@ -88,11 +155,7 @@ def sparse_attention(
     if segments is not None:
         segments = tuple(map(_lengthen, segments, lengths))
     padded = (_lengthen(q, lengths[0]), *(_lengthen(x, lengths[1]) for x in (k, v)))
-    plan = jax.tree.map(jnp.asarray, plan)
-    found: Any = _attend(_Static(chosen, options), *padded, segments, plan)
-    out, lse = found
-    out = out[:, : q.shape[1]]
-    return (out, lse[:, :, : q.shape[1]]) if return_lse else out
+    return _Static(chosen, options), padded, segments, jax.tree.map(jnp.asarray, plan)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +170,11 @@ class _Static:
         from zjax_kernels.sparse import mosaic_gpu
 
         return mosaic_gpu
+
+    def gradients(self, q, k, v, d_out, lse, delta, segments, plan):
+        args = q, k, v, d_out, lse, delta, segments
+        dq = self.passes.backward_queries(*args, plan.queries, self.options)
+        return dq, *self.passes.backward_keys(*args, plan.keys, self.options)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -126,9 +194,7 @@ def _attend_backward(static, saved, gradients):
     delta = jnp.einsum("bshd,bshd->bhs", out, d_out, preferred_element_type=jnp.float32)
     delta -= jnp.where(jnp.isneginf(lse), 0.0, d_lse)
     args = q, k, v, d_out.astype(q.dtype), lse, delta, segments
-    dq = static.passes.backward_queries(*args, plan.queries, static.options)
-    dk, dv = static.passes.backward_keys(*args, plan.keys, static.options)
-    return dq, dk, dv, None, None
+    return *static.gradients(*args, plan), None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -1,0 +1,96 @@
+"""Ulysses on cuDNN and ring attention on the kernels of Hopper, on several GPUs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zjax.config import schema
+from zjax.ops.attention import dot_product_attention
+from zjax.parallel.ring import ring_attention, zigzag
+from zjax.parallel.ulysses import ulysses_attention
+from zjax.sharding import mesh as meshes
+
+pytestmark = pytest.mark.gpu
+ROWS, LENGTH, HEADS, KV_HEADS, SIZE = 2, 2048, 8, 2, 128
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    if jax.default_backend() != "gpu" or jax.device_count() not in (2, 4, 8):
+        pytest.skip("needs 2, 4 or 8 GPUs")
+    return meshes.make_mesh(schema.Mesh(data=1, sequence=-1))
+
+
+def make_arrays():
+    keys = jax.random.split(jax.random.key(0), 4)
+    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    return [
+        jax.random.normal(key, (ROWS, LENGTH, number, SIZE), jnp.bfloat16)
+        for key, number in zip(keys, heads, strict=True)
+    ]
+
+
+def make_documents():
+    numbers = jax.random.randint(jax.random.key(1), (ROWS, LENGTH), 0, 5)
+    return jnp.sort(numbers, axis=1).astype(jnp.int32)
+
+
+def with_gradients(attend, q, k, v, d_out, documents):
+    out, back = jax.vjp(lambda *qkv: attend(*qkv, documents), q, k, v)
+    return out, *back(d_out)
+
+
+def expected_of(causal, arrays, documents):
+    """In float32, on one device."""
+
+    def attend(q, k, v, documents):
+        return dot_product_attention(
+            q, k, v, causal=causal, segment_ids=documents, implementation="xla"
+        )
+
+    wide = (x.astype(jnp.float32) for x in arrays)
+    return jax.jit(functools.partial(with_gradients, attend))(*wide, documents)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("way", ["ulysses", "ring"])
+def test_both_ways_are_attention(mesh, way, causal, packed):
+    def attend(q, k, v, documents):
+        if way == "ring":
+            return ring_attention(q, k, v, causal=causal, segment_ids=documents)
+
+        def whole(q, k, v, documents):
+            return dot_product_attention(
+                q, k, v, causal=causal, segment_ids=documents, implementation="cudnn"
+            )
+
+        return ulysses_attention(whole, q, k, v, documents)
+
+    arrays, documents = make_arrays(), make_documents() if packed else None
+    expected = expected_of(causal, arrays, documents)
+    order = np.arange(LENGTH)
+    if causal and way == "ring":
+        order = zigzag(LENGTH, mesh.size)
+    place = NamedSharding(mesh, P(None, meshes.SEQUENCE))
+    given = jax.tree.map(
+        lambda x: jax.device_put(x[:, order], place), (*arrays, documents)
+    )
+    with jax.set_mesh(mesh):
+        run = jax.jit(functools.partial(with_gradients, attend), out_shardings=place)
+        compiled = run.lower(*given).compile()
+        found = compiled(*given)
+    for one, other in zip(found, expected, strict=True):
+        one = np.asarray(one, np.float32)[:, np.argsort(order)]
+        error = np.linalg.norm(one - other) / np.linalg.norm(other)
+        assert error < 1e-2
+    text = compiled.as_text()
+    sent = "all-to-all" if way == "ulysses" else "collective-permute"
+    assert sent in text
+    gathered = [line for line in text.splitlines() if " all-gather" in line]
+    assert not [line for line in gathered if "bf16" in line]

@@ -1,0 +1,125 @@
+"""Ring attention equals dense attention, sends what the paper says, and is balanced."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support import sequences as small
+from zjax.parallel import blocks
+from zjax.parallel.ring import ring_attention, zigzag
+
+SLOW = pytest.mark.slow
+ELEMENTS = small.LENGTH * small.KV_HEADS * small.SIZE
+"""Of the keys of one row."""
+
+
+def make_ring(**options):
+    def attend(q, k, v, documents=None):
+        return ring_attention(q, k, v, segment_ids=documents, **options)
+
+    return attend
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param({"sequence": 2, "tensor": 2}, marks=SLOW),
+        {"sequence": 4},
+        pytest.param({"sequence": 8}, marks=SLOW),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("masked", [False, True])
+def test_ring_is_dense_attention(sizes, causal, masked):
+    """Tokens in zigzag, put back in order, are what tokens in order would give."""
+    masks = {"documents": small.make_documents(), "lengths": small.LENGTHS}
+    masks = masks if masked else {}
+    lengths = {"lengths": jnp.array(small.LENGTHS)} if masked else {}
+    order = zigzag(small.LENGTH, sizes["sequence"]) if causal else None
+    attend = make_ring(causal=causal, **lengths)
+    mesh = small.make_mesh(**sizes)
+    out, grads = small.compare(attend, mesh, order=order, causal=causal, **masks)
+    if masked:
+        order = np.arange(small.LENGTH) if order is None else order
+        padding = order >= small.LENGTHS[0]
+        assert padding.any()
+        for x in (out, *grads):
+            assert not np.asarray(x)[0, padding].any()
+
+
+def test_scores_exist_for_few_keys_at_a_time(monkeypatch):
+    monkeypatch.setattr(blocks, "CHUNK", 2)
+    attend, mesh = make_ring(causal=True), small.make_mesh(sequence=4)
+    small.compare(attend, mesh, order=zigzag(small.LENGTH, 4), causal=True)
+    per_device = small.LENGTH // 4
+    (largest,) = largest_products(attend, mesh)
+    assert largest == small.HEADS * per_device * small.SIZE  # the queries, no scores
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_keys_go_round_once_and_come_home_with_their_gradients(causal):
+    """Fails if the compiler keeps what came in the forward pass for the other one."""
+    mesh = small.make_mesh(sequence=4)
+    compiled, _ = small.compile_with_gradients(make_ring(causal=causal), mesh)
+    rounds = 2 * 3 + (2 * 3 + 2 * 4)  # k and v; again, with dk and dv
+    a_part = ELEMENTS // 4  # of the one row that a device has
+    assert (
+        small.sent(compiled, mesh)
+        == [("collective-permute", "f32", a_part, ("sequence",), 1)] * rounds
+    )
+
+
+def test_every_step_after_the_first_costs_two_chunks_by_one():
+    """Fails if masked pairs are computed, or if devices choose between programs."""
+    size, head = 4, small.HEADS * small.SIZE
+    chunk = small.LENGTH // (2 * size)
+    mesh = small.make_mesh(sequence=size)
+    products = dot_products(make_ring(causal=True), mesh)
+    diagonal = 2 * 2 * head * (2 * chunk) ** 2  # scores and averages, 2 flops each
+    assert sum(products) == diagonal + (size - 1) * 2 * 2 * head * 2 * chunk**2
+    everything = sum(dot_products(make_ring(causal=False), mesh))
+    assert sum(products) / everything == (size + 1) / (2 * size)
+
+
+def dot_products(attend, mesh):
+    """Flops of each product of one device and one row."""
+    return [
+        2 * np.prod(x.shape) * np.prod([y.shape[i] for i in params[0][1]]) // 1
+        for x, y, params in inner_products(attend, mesh)
+    ]
+
+
+def largest_products(attend, mesh):
+    """Elements of the largest result of a product."""
+    return {max(int(np.prod(x.shape)) for x, *_ in inner_products(attend, mesh))}
+
+
+def inner_products(attend, mesh):
+    q, k, v, _ = (
+        jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in small.make_arrays()
+    )
+    with jax.set_mesh(mesh):
+        jaxpr = jax.make_jaxpr(attend)(q, k, v)
+    return list(_walk(jaxpr.jaxpr))
+
+
+def _walk(jaxpr):
+    for equation in jaxpr.eqns:
+        assert equation.primitive.name not in ("cond", "while"), "not the same for all"
+        if equation.primitive.name == "dot_general":
+            params = equation.params["dimension_numbers"]
+            yield equation.outvars[0].aval, equation.invars[1].aval, params
+        inner = [
+            x
+            for x in jax.tree.leaves(equation.params, is_leaf=_is_jaxpr)
+            if _is_jaxpr(x)
+        ]
+        turns = equation.params.get("length", 1)
+        for each in inner:
+            yield from list(_walk(getattr(each, "jaxpr", each))) * turns
+
+
+def _is_jaxpr(x):
+    return hasattr(x, "eqns") or hasattr(x, "jaxpr")

@@ -1,0 +1,180 @@
+"""A sequence in parts: every mesh, stage and way computes what one device computes."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from tests.support import language
+from tests.support import sparse as patterns
+from zjax.config import check_config, schema
+from zjax.initialize import make_run
+from zjax.models.build import make_model
+from zjax.optim.build import make_optimizer
+from zjax.sharding import plan as plans
+
+ROWS, LENGTH, STEPS = 8, 32, 3
+SLOW = pytest.mark.slow
+MODELS = {
+    "llama": language.LLAMA,
+    "gpt": language.GPT,
+    "bert": language.BERT,
+    "sparse": dataclasses.replace(patterns.LLAMA, num_heads=4, num_layers=2),
+}
+
+
+def make_config(kind, *, stage=0, mesh=None, zero=None, precision=None, **settings):
+    num_microbatches = settings.pop("num_microbatches", 1)
+    away = {"min_shard_elements": 0} if stage else {}
+    longest = max(LENGTH, MODELS[kind].max_length)
+    model = {"max_length": longest, "loss_chunk_tokens": 24, **settings}
+    return schema.Config(
+        global_batch_size=ROWS,
+        num_microbatches=num_microbatches,
+        num_steps=20,
+        mesh=mesh or schema.Mesh(),
+        model=dataclasses.replace(MODELS[kind], **model),
+        data=schema.Data(length=LENGTH, source="synthetic"),
+        zero=schema.Zero(stage=stage, **away, **(zero or {})),
+        precision=precision or schema.Precision(compute_dtype="float32"),
+        optimizer=schema.Optimizer(eps=1e-3, num_warmup_steps=1),
+    )
+
+
+def make_batch(kind, step):
+    """Texts of unequal weight: packed with padding, or padded rows of an encoder."""
+    rng = np.random.default_rng(step)
+    tokens = rng.integers(0, 29, (ROWS, LENGTH + 1)).astype(np.int32)
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    if kind == "bert":
+        return batch | {"lengths": rng.integers(1, LENGTH + 1, ROWS).astype(np.int32)}
+    documents = np.sort(rng.integers(1, 4, (ROWS, LENGTH)), 1).astype(np.int32)
+    documents[:3, 11:] = 0
+    return batch | {"segment_ids": documents}
+
+
+def train(kind, config, num_devices):
+    check_config(config, num_devices)
+    model = make_model(config)
+    devices = jax.devices()[:num_devices]
+    run = make_run(config, model, make_optimizer(config, model), devices=devices)
+    state, losses = run.state, []
+    for step in range(STEPS):
+        state, metrics = run.step(state, make_batch(kind, step))
+        losses.append(float(metrics["loss"]))
+    losses.append(float(run.evaluate(state, make_batch(kind, STEPS))["loss"]))
+    return np.array(losses), jax.tree.map(np.asarray, state.master)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    found = {}
+
+    def get(kind):
+        if kind not in found:
+            found[kind] = train(kind, make_config(kind), 1)
+        return found[kind]
+
+    return get
+
+
+AWAY = {"optimizer_memory": "pinned_host", "parameter_memory": "pinned_host"}
+CASES = {
+    "llama-ulysses-3": ("llama", {"stage": 3, "mesh": schema.Mesh(sequence=4)}),
+    "llama-ring-2-tensor-accumulated": (
+        "llama",
+        {
+            "stage": 2,
+            "mesh": schema.Mesh(sequence=2, tensor=2),
+            "num_microbatches": 2,
+            "sequence_attention": "ring",
+        },
+    ),
+    "bert-ring": ("bert", {"stage": 1, "mesh": schema.Mesh(sequence=8)}),
+}
+MORE = {
+    "bert-ulysses-2": ("bert", {"stage": 2, "mesh": schema.Mesh(sequence=4)}),
+    "gpt-ulysses-3-loop": (
+        "gpt",
+        {"stage": 3, "mesh": schema.Mesh(sequence=4), "layers_per_scan": 1},
+    ),
+    "gpt-ring-3-loop-full": (
+        "gpt",
+        {
+            "stage": 3,
+            "mesh": schema.Mesh(sequence=8),
+            "layers_per_scan": 1,
+            "remat": "full",
+        },
+    ),
+    "gpt-ring-0-none": (
+        "gpt",
+        {
+            "mesh": schema.Mesh(sequence=4),
+            "remat": "none",
+            "sequence_attention": "ring",
+        },
+    ),
+    "llama-ulysses-replica-tensor": (
+        "llama",
+        {
+            "stage": 1,
+            "mesh": schema.Mesh(replica=2, sequence=2, tensor=2),
+            "remat": "attention",
+        },
+    ),
+    "sparse-ulysses-3": ("sparse", {"stage": 3, "mesh": schema.Mesh(sequence=4)}),
+    "llama-ulysses-on-the-host": (
+        "llama",
+        {"stage": 2, "mesh": schema.Mesh(sequence=4), "zero": AWAY, "remat": "full"},
+    ),
+    "llama-ring-on-the-host": (
+        "llama",
+        {
+            "stage": 3,
+            "mesh": schema.Mesh(sequence=4),
+            "zero": AWAY,
+            "remat": "full",
+            "sequence_attention": "ring",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        *(pytest.param(*case, id=name) for name, case in CASES.items()),
+        *(pytest.param(*case, id=name, marks=SLOW) for name, case in MORE.items()),
+    ],
+)
+def test_losses_and_weights_equal_one_device(alone, monkeypatch, kind, settings):
+    monkeypatch.setattr(plans, "MIN_MOVED_BYTES", 64)
+    losses, weights = train(kind, make_config(kind, **settings), 8)
+    expected, expected_weights = alone(kind)
+    assert len(set(expected)) == len(expected)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5, atol=1e-6)
+
+    def compare(one, other):
+        stored = other[tuple(map(slice, one.shape))]
+        np.testing.assert_allclose(stored, one, rtol=1e-5, atol=1e-6)
+
+    if "zero" not in settings:  # layers are stored one by one there
+        jax.tree.map(compare, expected_weights, weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["ulysses", "ring"])
+def test_bfloat16_is_as_far_as_on_one_device(way):
+    precision = schema.Precision(compute_dtype="bfloat16")
+    alone, _ = train("llama", make_config("llama", precision=precision), 1)
+    config = make_config(
+        "llama",
+        stage=3,
+        mesh=schema.Mesh(sequence=4),
+        precision=precision,
+        sequence_attention=way,
+    )
+    losses, _ = train("llama", config, 8)
+    np.testing.assert_allclose(losses, alone, rtol=5e-3)

@@ -1,0 +1,78 @@
+"""Ulysses: attention over whole sequences, on a part of the heads.
+
+Outside of attention each device holds a part of every sequence. For attention the
+devices along the sequence trade: queries, keys and values go from all heads of some
+tokens to all tokens of some heads, and the averages go back. That is four all-to-alls,
+and four in the backward pass, whose size per device falls with the number of devices.
+Both places are pinned one after the other, so that the gradients take the same way.
+
+Reference: Jacobs et al., DeepSpeed Ulysses (arXiv:2309.14509), section 3.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Shaped
+
+from zjax.ops.attention import AVERAGES
+from zjax.sharding import mesh as meshes
+from zjax.sharding import rules
+from zjax.sharding.activations import open_size, pin, row_axes
+
+
+def ulysses_attention(
+    attend: Callable[..., Float[Array, "B L H D"]],
+    q: Float[Array, "B L H D"],
+    k: Float[Array, "B L K D"],
+    v: Float[Array, "B L K D"],
+    *per_token: Shaped[Array, "B L"] | None,
+) -> Float[Array, "B L H D"]:
+    """Runs an attention with its heads split over tensor and sequence axis together.
+
+    Heads of keys that are too few to be split are repeated as often as it takes.
+
+    Args:
+        attend: `attend(q, k, v, *per_token)`, by any kernel.
+        q: Queries, their length split over the sequence axis of the mesh in use. The
+            two axes together divide H.
+        k: Keys.
+        v: Values.
+        per_token: Numbers that every head reads for the whole sequence, or None.
+
+    Returns:
+        What `attend` returned, its length split again.
+
+    Example:
+        >>> from zjax.ops.attention import dot_product_attention
+        >>> x = jnp.ones((1, 3, 2, 4))
+        >>> attend = lambda *qkv: dot_product_attention(*qkv, causal=True)
+        >>> ulysses_attention(attend, x, x, x).shape
+        (1, 3, 2, 4)
+    """
+    if open_size(meshes.SEQUENCE) == 1:
+        return attend(q, k, v, *per_token)
+    rows = rules.entry(row_axes(q.shape[0]))
+    tensor = meshes.TENSOR if open_size(meshes.TENSOR) > 1 else None
+    heads = (meshes.SEQUENCE,) if tensor is None else (tensor, meshes.SEQUENCE)
+    shares = open_size(meshes.TENSOR) * open_size(meshes.SEQUENCE)
+    repeats = shares // math.gcd(k.shape[2], shares)
+
+    def to_heads(x: jax.Array) -> jax.Array:
+        x = pin(x, rows, meshes.SEQUENCE, tensor)
+        return pin(x, rows, None, rules.entry(heads))
+
+    def to_tokens(x: jax.Array) -> jax.Array:
+        x = pin(x, rows, None, rules.entry(heads))
+        return pin(x, rows, meshes.SEQUENCE, tensor)
+
+    def whole(x: Any) -> Any:
+        return None if x is None else pin(x, rows, None)
+
+    k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
+    averages = attend(*map(to_heads, (q, k, v)), *map(whole, per_token))
+    # Kept for the backward pass as they come back, or they would trade places again.
+    return checkpoint_name(to_tokens(averages), AVERAGES)
