@@ -31,8 +31,8 @@ CASES = {
         **LLAMA,
     },
     "weights apart, tensor": {
-        "mesh": {"pipeline": 4, "tensor": 2},
-        "stage": 0,
+        "mesh": {"pipeline": 2, "data": 2, "tensor": 2},
+        "stage": 1,
         "pipeline": {"schedule": "zb_h1", **KEPT},
     },
     "layers that do not divide, vocabulary neither": {
@@ -68,6 +68,7 @@ GRID = list(
             {"pipeline": 2, "tensor": 4},
             {"pipeline": 2, "data": 2, "tensor": 2},
             {"pipeline": 4, "tensor": 2},
+            {"pipeline": 2, "data": 2, "sequence": 2},
         ],
         [0, 1, 2, 3],
         [1, 4],

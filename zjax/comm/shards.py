@@ -130,11 +130,12 @@ def mean_over(x: jax.Array, axes: Sequence[str]) -> jax.Array:
 def _by_share(
     run: Callable[[jax.Array], jax.Array], row: Row, axes: Sequence[str]
 ) -> Callable[[jax.Array], jax.Array]:
-    # A compiler that had the other axes would gather the array over them first.
+    # A compiler that had the other axes would gather the array over them first; it has
+    # those of the dims that are cut by hand, whose parts would come in another order.
     mesh = jax.sharding.get_abstract_mesh()
-    named = {axis for dim in rules.axes_of(row.spec, len(row.shape)) for axis in dim}
-    others = named.intersection(mesh.auto_axes).difference(axes)
-    others = {axis for axis in others if mesh.shape[axis] > 1}
+    dims = rules.axes_of(row.spec, len(row.shape))
+    apart = {axis for dim in dims if not set(dim) & set(axes) for axis in dim}
+    others = {axis for axis in apart & set(mesh.auto_axes) if mesh.shape[axis] > 1}
     if not others:
         return run
     spec = manual_spec(row, tuple(others))

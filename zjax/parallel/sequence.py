@@ -20,7 +20,8 @@ from zjax.parallel import remat
 from zjax.parallel.ring import ring_attention, zigzag
 from zjax.parallel.ulysses import ulysses_attention
 from zjax.sharding import mesh as meshes
-from zjax.sharding.activations import open_size, pin_tokens
+from zjax.sharding import rules
+from zjax.sharding.activations import open_size, pin, pin_tokens, row_axes
 
 
 def sequence_attention(
@@ -142,10 +143,14 @@ def restore(
 
 
 def _in_order(x, order):
-    # Slices and not a gather, which XLA cannot part where other axes are split by hand.
+    # Each device has all of it, and takes slices: XLA cannot part a gather where other
+    # axes are split by hand, and would send the slices one by one.
+    whole = rules.entry(row_axes(x.shape[0])), None
+    x = pin(x, *whole)
     starts = np.flatnonzero(np.diff(order) != 1) + 1
     runs = (range(run[0], run[-1] + 1) for run in np.split(order, starts))
-    return jnp.concatenate([x[:, run.start : run.stop] for run in runs], axis=1)
+    pieces = [x[:, run.start : run.stop] for run in runs]
+    return pin(jnp.concatenate(pieces, axis=1), *whole)
 
 
 def _is_ring(config):
