@@ -22,6 +22,8 @@ EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
         ("image_classifier", "accuracy in an unseen typeface: "),
         ("long_document --model=encoder", "step 2: "),
         ("long_context --length=64", "step 2: "),
+        ("tensor_and_pipeline --way=pipeline", "step 2: "),
+        pytest.param("tensor_and_pipeline", "step 2: ", marks=pytest.mark.slow),
         pytest.param(
             "long_document --model=decoder", "step 2: ", marks=pytest.mark.slow
         ),

@@ -97,6 +97,14 @@ def test_steps_equal_one_device(name):
     assert_same(CASES[name])
 
 
+def test_bfloat16_is_close_to_float32():
+    """Fails if a compiler cannot take sums of 16 bits where it has other axes."""
+    mesh = {"pipeline": 2, "data": 2, "tensor": 2}
+    config = pipelines.make_config(mesh=mesh, stage=2, compute_dtype="bfloat16")
+    losses, _ = pipelines.train(pipelines.start(config))
+    np.testing.assert_allclose(losses, pipelines.on_one_device()[0], rtol=1e-2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "stage", "num_microbatches", "schedule"), GRID)
 def test_grid(mesh, stage, num_microbatches, schedule):

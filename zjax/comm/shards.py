@@ -130,15 +130,14 @@ def mean_over(x: jax.Array, axes: Sequence[str]) -> jax.Array:
 def _by_share(
     run: Callable[[jax.Array], jax.Array], row: Row, axes: Sequence[str]
 ) -> Callable[[jax.Array], jax.Array]:
-    # A compiler that had the other axes would gather the array over them first; it has
-    # those of the dims that are cut by hand, whose parts would come in another order.
-    mesh = jax.sharding.get_abstract_mesh()
-    dims = rules.axes_of(row.spec, len(row.shape))
-    apart = {axis for dim in dims if not set(dim) & set(axes) for axis in dim}
-    others = {axis for axis in apart & set(mesh.auto_axes) if mesh.shape[axis] > 1}
+    # A compiler that had the other axes would gather the array over them first. Not in
+    # dims that are cut by hand, whose parts would come in another order.
+    others = set(jax.sharding.get_abstract_mesh().auto_axes).difference(axes)
     if not others:
         return run
-    spec = manual_spec(row, tuple(others))
+    dims = rules.axes_of(row.spec, len(row.shape))
+    whole = [dim if set(dim) <= others else () for dim in dims]
+    spec = PartitionSpec(*map(rules.entry, whole))
     return jax.shard_map(
         run, in_specs=spec, out_specs=spec, axis_names=others, check_vma=False
     )

@@ -28,8 +28,8 @@ class Passes:
             and rest alone is computed again.
     """
 
-    forward: Callable[[Params, Any, Any], tuple[Any, list[jax.Array]]]
-    backward: Callable[[Params, list[jax.Array], Any, Any], tuple[Params, Any]]
+    forward: Callable[..., tuple[Any, list[jax.Array]]]
+    backward: Callable[..., tuple[Params, Any]]
 
 
 def differentiate_in_passes(
@@ -95,10 +95,8 @@ class Halves:
         of_params: `of_params(params, kept, rest, handed) -> grads`.
     """
 
-    of_stream: Callable[
-        [Params, list[jax.Array], Any, Any], tuple[Any, list[jax.Array]]
-    ]
-    of_params: Callable[[Params, list[jax.Array], Any, list[jax.Array]], Params]
+    of_stream: Callable[..., tuple[Any, list[jax.Array]]]
+    of_params: Callable[..., Params]
 
 
 def split_backward(

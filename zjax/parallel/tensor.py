@@ -92,10 +92,8 @@ def by_parts(run: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     Returns:
         What the function makes of the parts; a compiler would join them before it.
     """
-    if x.ndim < 2 or not _Split.of(x).length:
-        return run(x)
-    split = _Split.of(x)
-    return split.map(run, split.stream, split.stream)(x)
+    place = _Split.of(x).stream if x.ndim > 1 else P()
+    return _map_open_axes(run, place, place)(x)
 
 
 def join_stream(x: Float[Array, "B L M"]) -> Float[Array, "B L M"]:
@@ -139,7 +137,7 @@ def multiply_columns(
 
     if num_shares() == 1:
         return region(x, *kernels)
-    return split.map(
+    return _map_open_axes(
         region,
         (split.stream, *[P(None, meshes.TENSOR)] * len(kernels)),
         (split.columns,) * len(kernels),
@@ -227,17 +225,6 @@ class _Split(NamedTuple):
     def columns(self) -> P:
         return P(self.rows, entry(self.others), meshes.TENSOR)
 
-    def map(self, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
-        # All axes: of one left to it the compiler would gather what it splits.
-        axes = set(jax.sharding.get_abstract_mesh().auto_axes)
-        return jax.shard_map(
-            body,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names=axes,
-            check_vma=False,
-        )
-
     def sum(
         self,
         summand: Callable[..., jax.Array],
@@ -260,10 +247,18 @@ class _Split(NamedTuple):
             return own[None] if stacked else own
 
         if not stacked:
-            return self.map(part, specs, self.stream)
+            return _map_open_axes(part, specs, self.stream)
         # Added outside: by hand, the gradient would be added a second time.
-        mapped = self.map(part, specs, P(entry(stacked), *self.stream))
+        mapped = _map_open_axes(part, specs, P(entry(stacked), *self.stream))
         return lambda *arrays: mapped(*arrays).sum(0)
+
+
+def _map_open_axes(body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+    # All of them: of one left to it the compiler would gather what it splits.
+    axes = set(jax.sharding.get_abstract_mesh().auto_axes)
+    return jax.shard_map(
+        body, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False
+    )
 
 
 def _axes_for(candidates: Sequence[str], size: int) -> tuple[str, ...]:
