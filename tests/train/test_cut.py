@@ -1,0 +1,76 @@
+"""Models cut into embedding, layers and head, and those that cannot be."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zjax
+from tests.support import pipelines
+from zjax.errors import PlanError
+from zjax.models.build import make_model
+from zjax.optim.build import make_optimizer
+from zjax.sharding.mesh import abstract_mesh
+from zjax.sharding.plan import make_plan
+from zjax.train.cut import Cut
+
+
+def plan_of(config, model):
+    mesh = abstract_mesh(config.mesh, 8)
+    return make_plan(config, mesh, model, make_optimizer(config, model))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_is_cut_is_joined_again(tied):
+    """Fails if a layer is lost, or the gradient of what embedding and head share."""
+    config = pipelines.make_config(mesh={"pipeline": 2}, tied_head=tied)
+    model = make_model(config)
+    params, _ = model.init(jax.random.key(0))
+    cut = Cut(model, plan_of(config, model))
+    parts = cut.split(params)
+    assert parts.stages["mlp"]["up"]["kernel"].shape[0] == config.model.num_layers
+    joined = cut.join(parts)
+    if tied:
+        params["embedding"]["tokens"] *= 2  # as the sum of two gradients
+    jax.tree.map(np.testing.assert_array_equal, joined, params)
+
+
+def test_model_that_is_no_line_is_refused():
+    def loss_fn(model, batch, key):
+        return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+    def init(key):
+        return {"w": jnp.zeros((4, 1))}
+
+    def apply(params, x):
+        return x @ params["w"]
+
+    batch = {"x": jnp.ones((8, 4)), "y": jnp.ones((8, 1))}
+    with pytest.raises(PlanError) as error:
+        config = {"mesh.pipeline": 2}
+        zjax.initialize((init, apply), optax.sgd(0.1), loss_fn, batch, config)
+    assert str(error.value) == (
+        "mesh.pipeline=2 cannot cut a model that is no line of equal blocks; use 1, or "
+        "a model with a zjax.Stack of one segment"
+    )
+
+
+def test_blocks_that_are_not_equal_are_refused():
+    config = pipelines.make_config(mesh={"pipeline": 2})
+    model = make_model(config)
+    stack = model.stack
+
+    def split(params):
+        embed, (blocks,), head = stack.split(params)
+        return embed, ((*blocks[:-1], {"norm": blocks[-1]["mlp_norm"]}),), head
+
+    other = dataclasses.replace(model, stack=dataclasses.replace(stack, split=split))
+    with pytest.raises(PlanError) as error:
+        Cut(other, plan_of(config, model))
+    assert str(error.value) == (
+        "mesh.pipeline=2 cannot cut blocks that are not equal, or whose arrays do not "
+        "stack them; use 1, or a model with a zjax.Stack of one segment"
+    )
