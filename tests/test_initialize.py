@@ -202,7 +202,7 @@ def test_a_plan_without_devices_cannot_step():
     with pytest.raises(PlanError) as error:
         zjax.make_step(models.make_mlp(), optax.sgd(0.1), plan, config)
     assert str(error.value) == (
-        "plan.mesh=(1, 1, 64, 1, 1, 1) is abstract: its devices are not here; make the "
+        "plan.mesh=(1, 64, 1, 1, 1, 1) is abstract: its devices are not here; make the "
         "plan on zjax.make_mesh"
     )
 

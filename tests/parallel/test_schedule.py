@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from tests.reference import schedules
+from tests.reference import stages
 from zjax.parallel.schedule import IDLE, KINDS, make_schedule
 
 EQUAL = {"forward": 1, "backward": 1, "weights": 1}
@@ -111,17 +111,17 @@ def test_the_simulator_gives_the_times_of_the_papers():
     """The goldens of the schedules as they are written for stages that run freely."""
     apart = {"F": 1, "B": 1, "W": 1}
     whole = {"F": 1, "B": 2}
-    free = schedules.simulate(schedules.one_f_one_b(4, 8), whole)
-    assert schedules.makespan(free) == 33
-    assert [schedules.most_alive(free, s) for s in range(4)] == [4, 3, 2, 1]
-    free = schedules.simulate(schedules.interleaved(4, 8, 2), whole, num_chunks=2)
-    assert schedules.makespan(free) == 28.5
-    assert [schedules.most_alive(free, s) for s in range(4)] == [11, 9, 7, 5]
+    free = stages.simulate(stages.one_f_one_b(4, 8), whole)
+    assert stages.makespan(free) == 33
+    assert [stages.most_alive(free, s) for s in range(4)] == [4, 3, 2, 1]
+    free = stages.simulate(stages.interleaved(4, 8, 2), whole, num_chunks=2)
+    assert stages.makespan(free) == 28.5
+    assert [stages.most_alive(free, s) for s in range(4)] == [11, 9, 7, 5]
     for size, number, time in ((4, 8, 27), (8, 16, 55)):
-        free = schedules.simulate(schedules.zero_bubble(size, number), apart)
-        assert schedules.makespan(free) == time
-    free = schedules.simulate(schedules.zero_bubble(4, 12, second=True), apart)
-    assert schedules.makespan(free) == 39
+        free = stages.simulate(stages.zero_bubble(size, number), apart)
+        assert stages.makespan(free) == time
+    free = stages.simulate(stages.zero_bubble(4, 12, second=True), apart)
+    assert stages.makespan(free) == 39
     for stage in range(4):
         spans = [span for (s, *_), span in free.items() if s == stage]
         first, last = min(a for a, _ in spans), max(b for _, b in spans)
@@ -153,13 +153,13 @@ def test_lock_step_costs_nothing_but_the_freedom_of_zero_bubble(case):
     name, size, number, num_chunks = case
     schedule = make(*case)
     costs = {"F": 1, "B": 1, "W": 1} if name == "zb_h1" else {"F": 1, "B": 2}
-    free = schedules.simulate(orders(schedule), costs, num_chunks)
+    free = stages.simulate(orders(schedule), costs, num_chunks)
     if name == "zb_h1":
         assert schedule.time(EQUAL) == 3 * number + 2 * (size - 1)
-        assert schedules.makespan(free) <= schedule.time(EQUAL)
+        assert stages.makespan(free) <= schedule.time(EQUAL)
     else:
         assert schedule.time(EQUAL) == 3 * (number + (size - 1) / num_chunks)
-        assert schedules.makespan(free) == pytest.approx(schedule.time(EQUAL))
+        assert stages.makespan(free) == pytest.approx(schedule.time(EQUAL))
 
 
 def test_waiting_grows_with_the_microbatches_under_gpipe_alone():

@@ -46,8 +46,8 @@ def describe_schedules(schedule: Schedule, *, recompute: bool) -> str:
 
     Example:
         >>> schedule = make_schedule("1f1b", num_stages=4, num_microbatches=8)
-        >>> print(describe_schedules(schedule, recompute=False).splitlines()[3])
-        * 1f1b                33     27.3 %                7  whole stages
+        >>> print(describe_schedules(schedule, recompute=False).splitlines()[4])
+        * 1f1b            33   27.3 %                 7   whole stages
     """
     size, number = schedule.num_stages, schedule.num_microbatches
     chunks = max(2, schedule.num_chunks)
