@@ -250,6 +250,7 @@ def make_run(
     def bind(state: TrainState) -> Any:
         return model.bind(model_params(state, plan), state.model_state)
 
+    step = make_step(model, tx, plan, config, schedule=schedule)
     moved = num_devices * (memory.moved_bytes(plan) if jax.process_index() == 0 else 0)
     with shown("placing the state", moved):
         state = restored(restore) if restore else fresh()
@@ -259,7 +260,7 @@ def make_run(
         mesh=mesh,
         plan=plan,
         state=state,
-        step=make_step(model, tx, plan, config, schedule=schedule),
+        step=step,
         bind=bind,
     )
 

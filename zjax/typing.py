@@ -97,7 +97,8 @@ class Stack:
     """A model as a line of blocks: the seam of pipelines, offload and layer drop."""
 
     embed: Callable[..., Any]
-    """`embed(params, batch, key) -> (carry, context)`; every block reads context."""
+    """`embed(params, batch, key) -> (carry, context)`; every block reads context, which
+    follows from the batch alone and gets no gradient."""
     segments: tuple[Segment, ...]
     head: Callable[..., Any]
     """`head(params, carry, batch) -> (loss_sum, weight, metric_sums)`, for `Loss` once

@@ -48,7 +48,7 @@ RULES = [
         "mesh.pipeline=4;pipeline.schedule=interleaved;num_microbatches=4"
         ";model.num_layers=6",
         "pipeline.num_chunks=2 does not cut model.num_layers=6 into equal parts on 4 "
-        "stages; use '1f1b', or another number of layers",
+        "stages; use pipeline.schedule='1f1b', or another number of layers",
         id="no-chunks-fit",
     ),
     case(
@@ -74,7 +74,8 @@ RULES = [
         "mesh.pipeline=2;pipeline.schedule=zb_h1;pipeline.recompute=False"
         ";model.remat=full",
         "model.remat='full' leaves no gradients of weights for "
-        "pipeline.schedule='zb_h1' to take apart; use 'none', or '1f1b'",
+        "pipeline.schedule='zb_h1' to take apart; use 'none', or "
+        "pipeline.schedule='1f1b'",
         id="weights-apart-and-remat",
     ),
     case(

@@ -91,7 +91,7 @@ def test_gradients_are_reduced_once_in_a_step():
     assert data["all-reduce"] < 0.05 * own
 
 
-def test_stage_2_reduces_after_each_microbatch():
+def test_stage_2_reduces_in_each_tick_with_a_backward_pass():
     run, _ = compiled(2)
     own = elements_of(run.plan, True) + elements_of(run.plan, False)
     assert sent(2, "data")["reduce-scatter"] == pytest.approx(TICKS * own, rel=0.05)

@@ -11,6 +11,7 @@ import pytest
 import zjax
 from tests.support import pipelines
 from zjax.errors import PlanError
+from zjax.initialize import make_run
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
 from zjax.sharding.mesh import abstract_mesh
@@ -74,3 +75,59 @@ def test_blocks_that_are_not_equal_are_refused():
         "mesh.pipeline=2 cannot cut blocks that are not equal, or whose arrays do not "
         "stack them; use 1, or a model with a zjax.Stack of one segment"
     )
+
+
+def test_context_that_follows_from_parameters_is_refused():
+    """Fails if parameters that only the context reads silently get no gradient."""
+    config = pipelines.make_config(mesh={"pipeline": 2}, stage=3)
+    model = make_model(config)
+    stack = model.stack
+
+    def embed(params, batch, key):
+        carry, context = stack.embed(params, batch, key)
+        lengths = params["embedding"]["positions"].sum().astype(int)
+        return carry, context._replace(lengths=lengths)
+
+    other = dataclasses.replace(model, stack=dataclasses.replace(stack, embed=embed))
+    run = make_run(config, other, make_optimizer(config, other))
+    with pytest.raises(PlanError) as error:
+        run.step(run.state, pipelines.make_batch(0))
+    assert str(error.value) == (
+        "mesh.pipeline=2 gives no gradient to parameters that the context follows "
+        "from; use 1, or have Stack.embed put what does into the carry"
+    )
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "num_layers", "message"),
+    [
+        (
+            {"schedule": "interleaved"},
+            6,
+            "pipeline.num_chunks=2 does not cut 6 blocks into equal parts on 4 stages; "
+            "use a number that does, or pipeline.schedule='1f1b'",
+        ),
+        (
+            {},
+            3,
+            "mesh.pipeline=4 makes more stages than the 3 blocks of the model; use at "
+            "most 3",
+        ),
+        (
+            {"schedule": "zb_h1", "recompute": False},
+            4,
+            "pipeline.schedule='zb_h1' cannot take gradients of weights from blocks "
+            "that are recomputed; use '1f1b', or a model whose `keeps` is None",
+        ),
+    ],
+    ids=["chunks", "stages", "weights-apart"],
+)
+def test_model_of_yours_that_does_not_fit_is_refused(pipeline, num_layers, message):
+    remat = "full" if "recompute" in pipeline else "none"
+    config = pipelines.make_config(
+        mesh={"pipeline": 4}, pipeline=pipeline, num_layers=num_layers, remat=remat
+    )
+    model = make_model(config)
+    with pytest.raises(PlanError) as error:
+        zjax.initialize(model, None, None, pipelines.make_batch(0), config)
+    assert str(error.value) == message

@@ -8,6 +8,9 @@ from zjax.config import axes, batch, schema
 from zjax.config.layers import repeats_kernels
 from zjax.errors import ConfigError, Problem
 
+_OF_CHUNKS = ("num_chunks",)
+"""Settings that only `interleaved` reads, which is said of all runs."""
+
 
 def stage_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     """Finds settings that a pipeline, or the lack of one, does not allow.
@@ -23,7 +26,7 @@ def stage_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]
     if size == 1:
         for field in dataclasses.fields(schema.Pipeline):
             value = getattr(given, field.name)
-            if value != field.default:
+            if value != field.default and field.name not in _OF_CHUNKS:
                 problem = "has no effect with mesh.pipeline=1"
                 remedy = f"leave it at {field.default!r}, or set mesh.pipeline above 1"
                 yield Problem(f"pipeline.{field.name}", value, problem, remedy)
@@ -72,7 +75,8 @@ def model_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]
     if given.schedule == "zb_h1" and model.remat != "none":
         problem = "leaves no gradients of weights for pipeline.schedule='zb_h1' to take"
         problem += " apart"
-        yield Problem("model.remat", model.remat, problem, "use 'none', or '1f1b'")
+        remedy = "use 'none', or pipeline.schedule='1f1b'"
+        yield Problem("model.remat", model.remat, problem, remedy)
     if repeats_kernels(config):
         problem = "repeats a kernel of cuDNN in each stage, which cannot be"
         problem += " deterministic"
@@ -88,7 +92,8 @@ def _chunks(config: schema.Config, num_stages: int) -> Iterator[Problem]:
     problem += f" {num_stages} stages"
     sizes = range(2, num_layers // num_stages + 1)
     fits = [size for size in sizes if num_layers % (num_stages * size) == 0]
-    remedy = f"use {fits[0]}" if fits else "use '1f1b', or another number of layers"
+    other = "use pipeline.schedule='1f1b', or another number of layers"
+    remedy = f"use {fits[0]}" if fits else other
     yield Problem("pipeline.num_chunks", given, problem, remedy)
 
 

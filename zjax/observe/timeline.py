@@ -47,7 +47,7 @@ def describe_schedules(schedule: Schedule, *, recompute: bool) -> str:
     Example:
         >>> schedule = make_schedule("1f1b", num_stages=4, num_microbatches=8)
         >>> print(describe_schedules(schedule, recompute=False).splitlines()[4])
-        * 1f1b            33   27.3 %                 7   whole stages
+        * 1f1b            33   27.3 %                 7   activations of a stage
     """
     size, number = schedule.num_stages, schedule.num_microbatches
     chunks = max(2, schedule.num_chunks)
@@ -59,14 +59,16 @@ def describe_schedules(schedule: Schedule, *, recompute: bool) -> str:
         each = make_schedule(
             name, num_stages=size, num_microbatches=number, num_chunks=parts
         )
-        costs = costs_of(recompute=recompute and name != "zb_h1")
+        recomputes = recompute and name != "zb_h1"
+        costs = costs_of(recompute=recomputes)
+        part = "a stage" if parts == 1 else f"1/{parts} of a stage"
         rows.append(
             (
                 f"{'*' if name == schedule.name else ' '} {name}",
                 f"{each.time(costs):g}",
                 f"{each.bubble(costs):.1%}".replace("%", " %"),
                 str(each.num_slots),
-                "whole stages" if parts == 1 else f"1/{parts} of a stage",
+                f"{'input' if recomputes else 'activations'} of {part}",
             )
         )
     heading = f"{size} stages, {number} microbatches; a forward pass takes 1\n"

@@ -86,6 +86,29 @@ def differentiate_in_passes(
     return Passes(forward, backward)
 
 
+def follows_from_params(
+    function: Callable[..., Any], params: Params, *inputs: Any
+) -> list[bool]:
+    """Which results of a function depend on its parameters.
+
+    Args:
+        function: `function(params, *inputs)`, pure.
+        params: Arrays or their shapes.
+        inputs: The same.
+
+    Returns:
+        One answer per array of the result.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> follows_from_params(lambda w, x: (w * x, x + 1), jnp.ones(2), jnp.ones(2))
+        [True, False]
+    """
+    graph, _ = _trace(function, params, *inputs)
+    reached = graph.reached(graph.ins[: len(jax.tree.leaves(params))])
+    return [_is_in(x, reached) for x in graph.outs]
+
+
 @dataclasses.dataclass(frozen=True)
 class Halves:
     """A backward pass, and what is left of it once the stream has its cotangent.
@@ -191,13 +214,6 @@ class _Graph:
             eqns=[self.equations[number] for number in numbers],
         )
         return _call(jex.ClosedJaxpr(part, self.closed.consts), jax.tree.leaves(args))
-
-    def inlined(self) -> "_Graph":
-        """The same with the operations of each function called by name on their own."""
-        shapes = [x.aval for x in self.ins]
-        return _Graph(
-            jax.make_jaxpr(functools.partial(_run_inlined, self.closed))(*shapes)
-        )
 
 
 def _trace(function: Callable[..., Any], *args: Any) -> tuple[_Graph, Any]:

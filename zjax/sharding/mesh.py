@@ -1,6 +1,6 @@
 """The device mesh: six named axes that always exist, slowest link first.
 
-Axes of size 1 cost nothing, so no code asks whether a kind of parallelism is on.
+Axes of size 1 cost nothing.
 """
 
 import math

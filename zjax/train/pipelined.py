@@ -2,8 +2,8 @@
 
 Every device differentiates its own rows, as in `zjax.train.shares`, with the same
 communication over the batch axes: gradients are reduced once per step, or from ZeRO
-stage 2 on after each microbatch; at stage 3 the parameters of a block are fetched for
-each of its passes.
+stage 2 on in each tick that has a backward pass; at stage 3 the parameters of blocks
+are fetched in each tick.
 """
 
 import dataclasses
@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from zjax.comm import shards
-from zjax.parallel import remat
+from zjax.errors import PlanError, Problem
 from zjax.parallel.line import Line, Parts
+from zjax.parallel.parts import follows_from_params
 from zjax.parallel.pipeline import Pipeline
 from zjax.parallel.schedule import Schedule
 from zjax.sharding.layers import layers_of
@@ -38,13 +39,14 @@ class PipelinedModel:
         model: It has a stack of one segment, whose arrays stack their layers.
         schedule: The passes of a step.
         recomputes: Whether a stage keeps only what entered it until its backward pass.
-        remat: What a block keeps besides.
+        keeps: What a block keeps besides, as a policy of `jax.checkpoint`; None keeps
+            what its gradients read.
     """
 
     model: Model
     schedule: Schedule
     recomputes: bool
-    remat: remat.Policy
+    keeps: Callable[..., Any] | None
 
 
 def pipelined_gradients(
@@ -116,10 +118,45 @@ class _Run:
         model = pipelined.model
         self.plan = _with_padded_layers(plan)
         num_microbatches = self.schedule.num_microbatches
-        self.share = Share(model, self.plan, num_microbatches, reduce_dtype)
+        self.share = Share(
+            model, self.plan, num_microbatches, reduce_dtype, plan.stage >= 2
+        )
         self.cut = Cut(model, self.plan)
         self.rows = self.cut.split(self.plan.master)
         self.is_split = plan.stage >= 3
+        self.check_sizes()
+
+    def check_sizes(self) -> None:
+        """Refuses what `zjax.config.stages` does, of models that it does not know."""
+        (segment,), schedule = self.cut.stack.segments, self.schedule
+        size, number = schedule.num_stages, segment.num_blocks
+        if number < size:
+            problem = f"makes more stages than the {number} blocks of the model"
+            remedy = f"use at most {number}"
+            raise PlanError(Problem("mesh.pipeline", size, problem, remedy))
+        if schedule.num_chunks > 1 and number % (size * schedule.num_chunks):
+            problem = f"does not cut {number} blocks into equal parts on {size} stages"
+            remedy = "use a number that does, or pipeline.schedule='1f1b'"
+            chunks = schedule.num_chunks
+            raise PlanError(Problem("pipeline.num_chunks", chunks, problem, remedy))
+        if schedule.name == "zb_h1" and self.pipelined.keeps:
+            problem = "cannot take gradients of weights from blocks that are recomputed"
+            remedy = "use '1f1b', or a model whose `keeps` is None"
+            raise PlanError(Problem("pipeline.schedule", "zb_h1", problem, remedy))
+
+    def check_context(self, batch: Batch) -> None:
+        """Refuses what would get no gradient."""
+
+        def context(params, batch):
+            return self.cut.stack.embed(params, batch, None)[1]
+
+        rows = self.cut.split(self.plan.compute).embed
+        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), rows)
+        if any(follows_from_params(context, params, batch)):
+            size = self.schedule.num_stages
+            problem = "gives no gradient to parameters that the context follows from"
+            remedy = "use 1, or have Stack.embed put what does into the carry"
+            raise PlanError(Problem("mesh.pipeline", size, problem, remedy))
 
     def mapped(self, run: Callable[..., Any], outs: Any) -> Callable[..., Any]:
         def call(master, state, batch, *rest):
@@ -173,13 +210,14 @@ class _Run:
         stages = self.by_stage(params.stages)
         batch = microbatches.cast_batch(batch, compute_dtype(self.plan))
         parts = microbatches.split_batch(batch, self.schedule.num_microbatches, 1)
+        self.check_context(jax.tree.map(lambda x: x[0], parts))
         embed = self.in_place(params.embed, self.rows.embed)
         head = self.in_place(params.head, self.rows.head)
         return Parts(embed, stages, head), parts
 
     def own(self, key: jax.Array) -> jax.Array:
         """The key of these rows."""
-        if self.pipelined.model.separable:
+        if self.pipelined.model.separable or not self.share.axes:
             return key
         return jax.random.fold_in(key, jax.lax.axis_index(BATCH_AXES))
 
@@ -230,7 +268,8 @@ class _Run:
             carry, own = segment.block(whole, carry, context, key)
             return carry, auxiliary + own
 
-        kept = remat.recompute(block, self.pipelined.remat, in_loop=False)
+        keeps = self.pipelined.keeps
+        kept = jax.checkpoint(block, policy=keeps) if keeps else block
 
         def chunk(params, stream, context, key, number):
             first = number * chunk_size

@@ -71,7 +71,7 @@ def make_programs(
         model: Its loss.
         tx: Optax gradient transformation.
         plan: Places every array.
-        config: Read for `seed`, `optimizer` and `precision`.
+        config: Read for `seed`, `optimizer`, `precision` and `pipeline`.
         num_microbatches: Gradient accumulation, 1 or more.
         schedule: Learning rate by applied step, for the metrics.
 
@@ -121,7 +121,7 @@ def make_gradients(
     Args:
         model: Its loss, and whether it is separable.
         plan: Places every array.
-        config: Read for `precision.reduce_dtype`.
+        config: Read for `precision.reduce_dtype` and `pipeline`.
         num_microbatches: Gradient accumulation, 1 or more.
 
     Returns:
@@ -198,8 +198,8 @@ def pipelined_model(
         What the pipelined programs are built from.
     """
     schedule = make_pipeline_schedule(config, plan, num_microbatches)
-    policy = config.model.remat if model.keeps else "none"
-    return PipelinedModel(model, schedule, config.pipeline.recompute, policy)
+    keeps = None if config.model.remat == "none" else model.keeps
+    return PipelinedModel(model, schedule, config.pipeline.recompute, keeps)
 
 
 def make_pipeline_schedule(

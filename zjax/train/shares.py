@@ -54,7 +54,8 @@ def share_gradients(
         is not scaled.
     """
     in_use = plan_in_use(model, plan)
-    share = Share(model, in_use, num_microbatches, reduce_dtype)
+    reduces_each = plan.stage >= 2 or num_microbatches == 1
+    share = Share(model, in_use, num_microbatches, reduce_dtype, reduces_each)
 
     def of_device(master: Params, *inputs: Any) -> tuple[Params, Loss]:
         grads, loss = share.gradients(take_apart(master, in_use.master), *inputs)
@@ -88,12 +89,14 @@ class Share:
         plan: Places parameters, gradients and their sum, as the program uses them.
         num_microbatches: Parts of the batch that follow one another.
         reduce_dtype: In which gradients are added over devices.
+        reduces_each: Whether the sum over microbatches is split over the devices.
     """
 
     model: Model
     plan: Plan
     num_microbatches: int
     reduce_dtype: Any
+    reduces_each: bool
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -113,11 +116,6 @@ class Share:
         """Whether parameters are fetched within what is differentiated."""
         # A gradient that may be 0 / 0 must be cleared before it meets the others.
         return self.plan.stage >= 3 and self.model.separable
-
-    @property
-    def reduces_each(self) -> bool:
-        """Whether the sum over microbatches is split over the devices."""
-        return self.plan.stage >= 2 or self.num_microbatches == 1
 
     def specs(self, rows: Any) -> Any:
         """What `shard_map` is told of arrays in these rows."""
