@@ -213,7 +213,8 @@ class _Graph:
             outvars=list(outs),
             eqns=[self.equations[number] for number in numbers],
         )
-        return _call(jex.ClosedJaxpr(part, self.closed.consts), jax.tree.leaves(args))
+        function = jex.jaxpr_as_fun(jex.ClosedJaxpr(part, self.closed.consts))
+        return list(function(*jax.tree.leaves(args)))
 
 
 def _trace(function: Callable[..., Any], *args: Any) -> tuple[_Graph, Any]:
@@ -222,10 +223,6 @@ def _trace(function: Callable[..., Any], *args: Any) -> tuple[_Graph, Any]:
     run = functools.partial(_run_inlined, closed)
     inlined = jax.make_jaxpr(run)(*(x.aval for x in closed.jaxpr.invars))
     return _Graph(inlined), shapes
-
-
-def _call(closed: Any, args: Sequence[Any]) -> list[Any]:
-    return list(jex.jaxpr_as_fun(closed)(*args))
 
 
 def _run_inlined(closed: Any, *args: Any) -> list[Any]:

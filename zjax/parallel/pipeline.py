@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zjax.parallel import staged as arrays
-from zjax.parallel.line import Line, Parts
+from zjax.parallel.line import Line, Parts, fold_in
 from zjax.parallel.parts import (
     Halves,
     Passes,
@@ -319,7 +319,7 @@ class _Step:
             own, (contexts, key, *rest) = args[:num_staged], args[num_staged:]
             number = jnp.maximum(lane.microbatch, 0)
             chunk_number = lane.chunk * (last_stage + 1) + stage
-            context, key = arrays.read(contexts, number), _fold_in(key, number)
+            context, key = arrays.read(contexts, number), fold_in(key, number)
             here = _Here(
                 params=arrays.read(params, lane.chunk),
                 lane=lane,
@@ -342,7 +342,7 @@ class _Step:
 
     def embed(self, params: Params, number: jax.Array) -> tuple[Any, Any]:
         batch = self.batch(number)
-        return self.line.embed(params, batch, _fold_in(self.key, number))
+        return self.line.embed(params, batch, fold_in(self.key, number))
 
     def embed_backward(self, number: jax.Array, cotangent: Any) -> Params:
         _, pull = jax.vjp(lambda p: self.embed(p, number)[0], self.params.embed)
@@ -392,7 +392,3 @@ def _noted(losses: Loss, loss: Loss, number: jax.Array, is_due: jax.Array) -> Lo
         return jnp.where(is_due, all_.at[number].set(x), all_)
 
     return jax.tree.map(one, losses, loss)
-
-
-def _fold_in(key: jax.Array | None, number: jax.Array) -> jax.Array | None:
-    return None if key is None else jax.random.fold_in(key, number)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from zjax.errors import PlanError, Problem
 from zjax.sharding.placement import path_of
-from zjax.typing import Batch, Loss, ModelState, Params
+from zjax.typing import Batch, Loss, Metrics, ModelState, Params
 
 
 def split_batch(batch: Batch, num_microbatches: int, num_shares: int) -> Batch:
@@ -93,6 +93,30 @@ def check_lengths(batch: Batch, num_shares: int) -> None:
     ]
     if problems:
         raise PlanError(*problems)
+
+
+def loss_of_sums(
+    total: jax.Array, weight: jax.Array, sums: Metrics, auxiliary: jax.Array
+) -> Loss:
+    """The loss of a microbatch from what the head of a stack returns.
+
+    Args:
+        total: Sum of the loss.
+        weight: Over how many units; 0 gives a loss of 0.
+        sums: Of the metrics.
+        auxiliary: What the blocks add to the mean.
+
+    Returns:
+        Means.
+
+    Example:
+        >>> one = jnp.float32(1)
+        >>> float(loss_of_sums(6 * one, 3 * one, {}, one).value)
+        3.0
+    """
+    divisor = jnp.where(weight > 0, weight, 1.0)
+    metrics = {name: x / divisor for name, x in sums.items()}
+    return Loss(total / divisor + auxiliary, weight, (), metrics)
 
 
 def mean_loss(losses: Loss, model_state: ModelState) -> Loss:

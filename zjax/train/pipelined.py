@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from zjax.comm import shards
 from zjax.errors import PlanError, Problem
-from zjax.parallel.line import Line, Parts
+from zjax.parallel.line import Line, Parts, fold_in
 from zjax.parallel.parts import follows_from_params
 from zjax.parallel.pipeline import Pipeline
 from zjax.parallel.schedule import Schedule
@@ -259,7 +259,7 @@ class _Run:
 
         def embed(params, batch, key):
             whole, batch = self.in_turn(params, batch, rows.embed)
-            carry, context = stack.embed(whole, batch, _fold_in(key, 0))
+            carry, context = stack.embed(whole, batch, fold_in(key, 0))
             return (carry, jnp.zeros((), jnp.float32)), context
 
         def block(params, stream, context, key):
@@ -274,17 +274,15 @@ class _Run:
         def chunk(params, stream, context, key, number):
             first = number * chunk_size
             for i, layer in enumerate(layers_of(params, chunk_size)):
-                layer_key = _fold_in(key, first + i + 1)
+                layer_key = fold_in(key, first + i + 1)
                 out = kept(layer, stream, context, layer_key)
                 stream = self.unless_padding(first + i, out, stream)
             return stream
 
         def head(params, stream, batch):
             whole, (carry, auxiliary) = self.in_turn(params, stream, rows.head)
-            loss_sum, weight, sums = stack.head(whole, carry, batch)
-            divisor = jnp.where(weight > 0, weight, 1.0)
-            metrics = {name: x / divisor for name, x in sums.items()}
-            loss = Loss(loss_sum / divisor + auxiliary, weight, (), metrics)
+            total_loss, weight, sums = stack.head(whole, carry, batch)
+            loss = microbatches.loss_of_sums(total_loss, weight, sums, auxiliary)
             part, total = self.share.part_of(loss)
             return loss.value * part * scale, self.share.mean(loss, part, total)
 
@@ -380,7 +378,3 @@ def _with_padded_layers(plan: Plan) -> Plan:
     names = ("master", "compute", "grad_sum", "grads")
     rows = {name: jax.tree.map(one, getattr(plan, name)) for name in names}
     return dataclasses.replace(plan, **rows)
-
-
-def _fold_in(key: jax.Array | None, number: Any) -> jax.Array | None:
-    return None if key is None else jax.random.fold_in(key, number)
