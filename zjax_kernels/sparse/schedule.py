@@ -7,6 +7,7 @@ end.
 """
 
 import dataclasses
+import heapq
 from collections.abc import Sequence
 
 import jax
@@ -18,8 +19,12 @@ PROCESSORS = 132
 """Of an H100 or H200; work is cut for as many."""
 NOTHING = np.array([-1, 0, 0, 0, -1], np.int32)
 """An item that is none."""
+ROUNDS = 4
+"""Items of a program, at least, before any item is cut to make the work even."""
 WORTH_SPLITTING = 2048
 """Columns of an item from which on it may pay to cut it."""
+_TO_BEGIN = 128
+"""Columns that take as long as to begin an item and to end it."""
 
 
 @jax.tree_util.register_dataclass
@@ -38,6 +43,9 @@ class Schedule:
         splits: int32[patterns, split tiles, 1 + parts]: a tile whose work is split, and
             the slots of its partial results; -1 is padding.
         head_patterns: int32[heads]: pattern of each head.
+        order: int32[heads * items, 3]: head, its pattern and the item, in the order in
+            which one program after another computes them.
+        ends: int32[programs + 1]: where the items of each program end in `order`.
         elements: int32[chunks, 2]: which of `masks` holds in a half of a chunk; none
             where no layout has a mask of tokens.
         masks: int32[masks, chunk / 32, HALF]: one bit per token, by column.
@@ -59,6 +67,8 @@ class Schedule:
     diagonal: jax.Array | np.ndarray
     splits: jax.Array | np.ndarray
     head_patterns: jax.Array | np.ndarray
+    order: jax.Array | np.ndarray
+    ends: jax.Array | np.ndarray
     elements: jax.Array | np.ndarray | None
     masks: jax.Array | np.ndarray | None
     row_unit: int = dataclasses.field(metadata={"static": True})
@@ -69,6 +79,11 @@ class Schedule:
     num_slots: int = dataclasses.field(metadata={"static": True})
     causal: bool = dataclasses.field(metadata={"static": True})
     transposed: bool = dataclasses.field(metadata={"static": True})
+
+    @property
+    def num_programs(self) -> int:
+        """Programs that share the work, one for each processor."""
+        return self.ends.shape[0] - 1
 
     @property
     def chunk(self) -> int:
@@ -102,12 +117,13 @@ def make_schedule(
     sizes = _Sizes(*(n // cell for n in (TILE, row_unit, column_unit, chunk)))
     parts = [_chunks(each, sizes) for each in patterns]
     work = sum(int(parts[number].counts.sum()) for number in head_patterns)
-    longest = max(WORTH_SPLITTING // chunk, -(-work // (4 * PROCESSORS)))
+    longest = max(WORTH_SPLITTING // chunk, -(-work // (ROUNDS * PROCESSORS)))
     starts = np.cumsum([0, *(len(part.columns) for part in parts)])
     found = [_items(part, starts[i], longest) for i, part in enumerate(parts)]
     items, splits = zip(*found, strict=True)
     num_items = max(map(len, items))
     elements, masks = _number_masks(parts)
+    order, ends = _share_out([each[:, 2] * chunk for each in items], head_patterns)
     return Schedule(
         items=np.maximum(_stack(items), NOTHING),
         num_items=np.array([num_items], np.int32),
@@ -117,6 +133,8 @@ def make_schedule(
         diagonal=_pad(np.concatenate([part.diagonal for part in parts]), 0),
         splits=_stack(splits),
         head_patterns=np.array(head_patterns, np.int32),
+        order=_pad(order, 0),
+        ends=ends,
         elements=elements,
         masks=masks,
         row_unit=row_unit,
@@ -128,6 +146,26 @@ def make_schedule(
         causal=any(each.cut.any() for each in patterns),
         transposed=transposed,
     )
+
+
+def deal_out(heads: int, items: int) -> tuple[np.ndarray, np.ndarray]:
+    """Who computes which item where nobody knows yet how long any is.
+
+    Long items come first, so that every other round turns the order about.
+
+    Args:
+        heads: Each of a pattern of its own.
+        items: Of each head.
+
+    Returns:
+        `order` and `ends` of a schedule.
+    """
+    nth, place = np.divmod(np.arange(heads * items), PROCESSORS)
+    program = np.where(nth % 2 == 0, place, PROCESSORS - 1 - place)
+    order = np.argsort(program, kind="stable")
+    ends = np.searchsorted(program[order], np.arange(PROCESSORS + 1))
+    head, item = np.divmod(order, items)
+    return np.stack([head, head, item], axis=1).astype(np.int32), ends.astype(np.int32)
 
 
 def stack_schedules(schedules: Sequence[Schedule]) -> Schedule:
@@ -155,8 +193,8 @@ def stack_schedules(schedules: Sequence[Schedule]) -> Schedule:
         )
 
     padding: dict[str, int] = {"items": -1, "splits": -1}
-    names = ("num_items", "rows", "columns", "live", "diagonal", "head_patterns")
-    padding |= dict.fromkeys(names, 0)
+    names = ("num_items", "rows", "columns", "live", "diagonal")
+    padding |= dict.fromkeys((*names, "head_patterns", "order", "ends"), 0)
     stacked = {name: stack(name, value) for name, value in padding.items()}
     stacked["items"] = np.maximum(stacked["items"], NOTHING)
     return dataclasses.replace(
@@ -207,6 +245,7 @@ def _chunks(cells: Cells, sizes: _Sizes) -> _Chunks:
     columns = np.full((counts.sum(), sizes.chunk // sizes.column_unit), -1, np.int32)
     columns[at, lane] = pairs % num_units
     columns = np.where(columns < 0, columns[:, :1], columns)  # of what the tile sees
+    columns = np.maximum(columns, 0)
     half = sizes.tile // 2
     word = at[pair] * 2 + row % sizes.tile // half
     column = lane[pair] * sizes.column_unit + cells.columns % sizes.column_unit
@@ -235,7 +274,7 @@ def _cluster(cells, units, num_units, sizes):
 def _places(tiles, full, num_tiles, per_chunk):
     """Chunk and lane of each pair of tile and unit, and how many chunks a tile has."""
     numbers = np.bincount(tiles, minlength=num_tiles)
-    counts = -(-numbers // per_chunk)
+    counts = np.maximum(-(-numbers // per_chunk), 1)  # all dead where nothing is seen
     order = np.lexsort((~full, tiles))
     nth = np.empty(len(tiles), np.int64)
     starts = np.cumsum(numbers) - numbers
@@ -312,6 +351,22 @@ def _items(chunks: _Chunks, start: int, longest: int) -> tuple[np.ndarray, np.nd
     splits[:, 0] = np.flatnonzero(parts > 1)
     splits[np.searchsorted(splits[:, 0], tile[split]), 1 + part[split]] = slot[split]
     return items[np.argsort(-count, kind="stable")], splits
+
+
+def _share_out(columns, head_patterns):
+    """Gives each item to the program that would be free first, head after head.
+
+    The keys and values of one head then stay in the cache until all have read them.
+    """
+    free = [(0, program) for program in range(PROCESSORS)]
+    shares: list[list[tuple[int, int, int]]] = [[] for _ in free]
+    for head, pattern in enumerate(head_patterns):
+        for item, length in enumerate(columns[pattern]):
+            busy, program = free[0]
+            shares[program].append((head, pattern, item))
+            heapq.heapreplace(free, (busy + int(length) + _TO_BEGIN, program))
+    ends = np.cumsum([0, *map(len, shares)], dtype=np.int32)
+    return np.array([each for share in shares for each in share]), ends
 
 
 def _stack(parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from zjax_kernels.errors import invalid
 from zjax_kernels.sparse.cells import HALF, TILE
 from zjax_kernels.sparse.plan import Plan
-from zjax_kernels.sparse.schedule import Schedule
+from zjax_kernels.sparse.schedule import Schedule, deal_out
 
 BLOCK = TILE
 """Tokens per block and side of what is selected."""
@@ -119,9 +119,15 @@ def _keys(selected, there, cut, num_kv_heads, causal):
 
 def _schedule(counts, full, first, *, columns, live, diagonal, **static):
     heads, num_blocks = counts.shape
+    first = jnp.where(counts > 0, first, len(columns))  # one more chunk, of nothing
+    counts = jnp.maximum(counts, 1)
+    columns, live, diagonal = (
+        jnp.pad(x, ((0, 1), (0, 0))) for x in (columns, live, diagonal)
+    )
     tiles = jnp.broadcast_to(jnp.arange(num_blocks), counts.shape)
     items = jnp.stack([tiles, first, counts, full, jnp.full_like(tiles, -1)], axis=2)
     longest = jnp.argsort(-counts, axis=1, stable=True)
+    order, ends = deal_out(heads, num_blocks)
     units = jnp.arange(num_blocks * _PER_BLOCK).reshape(1, num_blocks, _PER_BLOCK)
     return Schedule(
         items=jnp.take_along_axis(items, longest[..., None], axis=1).astype(jnp.int32),
@@ -132,6 +138,8 @@ def _schedule(counts, full, first, *, columns, live, diagonal, **static):
         diagonal=diagonal.astype(jnp.int32),
         splits=jnp.full((heads, 1, 2), -1, jnp.int32),
         head_patterns=jnp.arange(heads, dtype=jnp.int32),
+        order=jnp.asarray(order),
+        ends=jnp.asarray(ends),
         elements=None,
         masks=None,
         row_unit=HALF,

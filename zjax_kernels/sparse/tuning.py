@@ -9,8 +9,6 @@ import pathlib
 
 import jax
 
-from zjax_kernels.sparse.schedule import PROCESSORS
-
 _LOG = logging.getLogger("zjax_kernels")
 
 
@@ -24,14 +22,12 @@ class Tuning:
         ping_pong: Whether the two halves take turns on the tensor cores; in the forward
             pass alone.
         warpgroup: Whether Mosaic lowers by warpgroups rather than by lanes.
-        programs: Programs that run side by side.
     """
 
     stages: int = 2
     tiles: int = 1
     ping_pong: bool = False
     warpgroup: bool = False
-    programs: int = PROCESSORS
 
 
 H200 = {
@@ -39,7 +35,7 @@ H200 = {
         64: Tuning(stages=4, tiles=2, ping_pong=True),
         96: Tuning(stages=2, tiles=2, ping_pong=True),
         128: Tuning(stages=2, tiles=2, ping_pong=True),
-        256: Tuning(stages=2, ping_pong=True),
+        256: Tuning(stages=2),
     },
     "queries": {
         64: Tuning(stages=3, tiles=2),
@@ -50,7 +46,7 @@ H200 = {
     "keys": {
         64: Tuning(stages=4, tiles=2),
         96: Tuning(stages=2, tiles=2),
-        128: Tuning(stages=2, tiles=2),
+        128: Tuning(stages=2),
         256: Tuning(stages=1),
     },
 }
@@ -73,10 +69,7 @@ def choose(kernel: str, head_size: int, *, segmented: bool) -> Tuning:
         2
     """
     shipped = H200[kernel][head_size]
-    if not segmented:
-        return _tuned().get(_key(kernel, head_size), shipped)
-    crowded = kernel == "keys" and head_size == 128
-    return dataclasses.replace(shipped, tiles=1) if crowded else shipped
+    return shipped if segmented else _tuned().get(_key(kernel, head_size), shipped)
 
 
 def _key(kernel, head_size):
@@ -102,7 +95,7 @@ def _tuned() -> dict[str, Tuning]:
 
 
 def _checked(tuning: Tuning) -> Tuning:
-    counts = tuning.stages, tuning.tiles, tuning.programs
+    counts = tuning.stages, tuning.tiles
     if any(not isinstance(count, int) or count < 1 for count in counts):
         raise ValueError(f"{tuning} has a count below 1")
     return tuning

@@ -1,7 +1,7 @@
 """Operations on the registers of a warpgroup: products of matrices, and layouts."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -79,48 +79,56 @@ class Arithmetic:
         where = () if _NEWER else ((),)
         return plgpu.load(ref, *where, layout=layout, optimized=optimized)
 
-    def products(self, pairs: Sequence[tuple[Any, Any]]) -> list[jax.Array]:
-        """Products of matrices in shared memory, all under way at once.
+    def product(
+        self, x: Any, y: Any, meanwhile: Callable[[], Any] = lambda: None
+    ) -> tuple[jax.Array, Any]:
+        """The product of two matrices in shared memory, and what is done meanwhile.
 
         Args:
-            pairs: Rows of scores and columns of scores, [m, d] and [n, d].
+            x: [m, d].
+            y: [n, d].
+            meanwhile: Runs while the tensor cores do.
 
         Returns:
-            float32[m, n] for each pair.
+            float32[m, n], and what `meanwhile` returned.
         """
         if self.simulated and not _NEWER:
-            return [
-                jnp.dot(x[...].astype(jnp.float32), y[...].astype(jnp.float32).T)
-                for x, y in pairs
-            ]
+            found = jnp.dot(x[...].astype(jnp.float32), y[...].astype(jnp.float32).T)
+            return found, meanwhile()
 
-        def run(*sums):
-            for total, (x, y) in zip(sums, pairs, strict=True):
-                plgpu.wgmma(total, x, y.transpose((1, 0)))
-            return [total[...] for total in sums]
+        def run(total):
+            plgpu.wgmma(total, x, y.transpose((1, 0)))
+            beside = meanwhile()
+            return total[...], beside
 
-        shapes = [(x.shape[0], y.shape[0]) for x, y in pairs]
-        sums = [ACC(shape, jnp.float32) for shape in shapes]
-        return pl.run_scoped(run, *sums)
+        return pl.run_scoped(run, ACC((x.shape[0], y.shape[0]), jnp.float32))
 
-    def accumulate(self, total: jax.Array, x: jax.Array, y: Any) -> jax.Array:
-        """Adds a product to registers.
+    def accumulate(
+        self, *sums: tuple[jax.Array, jax.Array, Any]
+    ) -> tuple[jax.Array, ...]:
+        """Adds products to registers, all under way at once.
 
         Args:
-            total: float32[m, n].
-            x: [m, k] in registers.
-            y: [k, n] in shared memory.
+            *sums: float32[m, n], [m, k] in registers, and [k, n] in shared memory.
 
         Returns:
-            `total + x y`.
+            Each first plus the product of the others.
         """
-        x = x.astype(y.dtype)
         if self.simulated:
-            total += jnp.dot(x.astype(jnp.float32), y[...].astype(jnp.float32))
+            found = [
+                total
+                + jnp.dot(*(z.astype(jnp.float32) for z in (x.astype(y.dtype), y[...])))
+                for total, x, y in sums
+            ]
             plgpu.commit_smem()  # tensor cores need no fence after a read
-            return total
-        run: Any = pl.run_state(lambda ref: plgpu.wgmma(ref, x, y))
-        return run(ACC.init(total))
+            return tuple(found)
+
+        def run(refs):
+            for ref, (_, x, y) in zip(refs, sums, strict=True):
+                plgpu.wgmma(ref, x.astype(y.dtype), y)
+
+        run_with: Any = pl.run_state(run)
+        return run_with(tuple(ACC.init(total) for total, _, _ in sums))
 
     def iota(self, shape: tuple[int, ...], axis: int) -> jax.Array:
         """Numbers along an axis.

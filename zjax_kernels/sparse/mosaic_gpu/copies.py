@@ -34,20 +34,20 @@ def copy_all(
         tile_used: Says that the tile in a slot was used.
         chunk_used: Say the same of parts of a chunk.
     """
+    early = int(tuning.stages > 1)  # chunks for which there is room before the tile
 
     def copy_item(number, item, copied):
         def copy(nth, copied):
             copy_chunk(item, item.first + nth, copied)
             return copied + 1
 
-        early = jnp.minimum(item.count, 1)  # the slot of the tile is free later
         copied = lax.fori_loop(0, early, copy, copied)
         wait_for_room(tile_used, number, tuning.tiles)
         copy_tile(item, lax.rem(number, index(tuning.tiles)))
         return lax.fori_loop(early, item.count, copy, copied)
 
-    count, copied = work.for_each(copy_item, index(0))
-    _drain([tile_used], count, tuning.tiles)
+    copied = work.for_each(copy_item, index(0))
+    _drain([tile_used], work.count, tuning.tiles)
     _drain(chunk_used, copied, tuning.stages)
 
 
@@ -102,7 +102,7 @@ def copy_rows(
 def store_rows(
     work: Work, item: Item, moves: Sequence[tuple[Any, Callable[[Any], Any]]]
 ) -> None:
-    """Copies what a half of a tile computed, and waits until it was read.
+    """Starts to copy what a half of a tile computed.
 
     Args:
         work: Where rows are.
@@ -117,7 +117,40 @@ def store_rows(
         for buffer, target in moves:
             part = buffer.at[pl.ds(number * size, size)]
             plgpu.copy_smem_to_gmem(part, target(tokens))
+
+
+def wait_until_stored() -> None:
+    """Waits until what was last stored may be written over."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def rows_of(
+    ref: Any, item: Item, channels: slice = slice(None)
+) -> Callable[[Any], Any]:
+    """Where some tokens of the item's sequence and head are.
+
+    Args:
+        ref: [sequences, tokens, heads, channels].
+        item: Of which sequence and head.
+        channels: Which of them.
+
+    Returns:
+        A function of the tokens.
+    """
+    return lambda tokens: ref.at[item.sequence, tokens, item.head, channels]
+
+
+def numbers_of(ref: Any, item: Item) -> Callable[[Any], Any]:
+    """As `rows_of`, of numbers per token.
+
+    Args:
+        ref: [sequences, heads, tokens].
+        item: Of which sequence and head.
+
+    Returns:
+        A function of the tokens.
+    """
+    return lambda tokens: ref.at[item.sequence, item.head, tokens]
 
 
 def store_part(item: Item, moves: Sequence[tuple[Any, jax.Array]]) -> None:

@@ -18,7 +18,7 @@ from zjax_kernels.sparse.mosaic_gpu.arithmetic import (
     index,
 )
 from zjax_kernels.sparse.mosaic_gpu.splits import merge_averages
-from zjax_kernels.sparse.mosaic_gpu.work import Work
+from zjax_kernels.sparse.mosaic_gpu.work import find_work
 from zjax_kernels.sparse.reference import Options
 from zjax_kernels.sparse.schedule import Schedule
 from zjax_kernels.sparse.tuning import Tuning, choose
@@ -66,10 +66,12 @@ def forward(
     lanes = chunk // schedule.column_unit
     rows = TILE // schedule.row_unit
     vectors = 1 + segmented
+    parts = launch.parts(size, segmented=segmented)
     scratch = _Memory(
         q=launch.matrix((tiles, launch.NUM_HALVES, HALF, size), q.dtype),
         k=launch.matrix((stages, chunk, size), q.dtype),
         v=launch.matrix((stages, chunk, size), q.dtype),
+        result=launch.matrix((launch.NUM_HALVES, HALF, parts[0].stop), q.dtype),
         lse=plgpu.SMEM((launch.NUM_HALVES, HALF), jnp.float32),
         q_there=plgpu.Barrier(num_arrivals=rows * vectors, num_barriers=tiles),
         k_there=plgpu.Barrier(num_arrivals=lanes * vectors, num_barriers=stages),
@@ -98,6 +100,7 @@ class _Memory(NamedTuple):
     q: Any
     k: Any
     v: Any
+    result: Any
     lse: Any
     q_there: Any
     k_there: Any
@@ -111,7 +114,7 @@ class _Memory(NamedTuple):
 
 
 def _body(sizes, options, tuning, simulated, schedule, inputs, outputs, memory):
-    work = Work(schedule, sizes, inputs[0].shape[0], tuning.programs)
+    work = find_work(schedule, sizes, inputs[0].shape[0])
     arithmetic = Arithmetic(simulated)
     launch.divide(
         lambda: _compute(work, options, tuning, arithmetic, outputs, memory),
@@ -126,11 +129,10 @@ def _copy(work, tuning, inputs, memory):
     stages = tuning.stages
 
     def copy_tile(item, slot):
-        sequence, head = item.sequence, item.head
-        moves = [(lambda tokens: q_ref.at[sequence, tokens, head], memory.q.at[slot])]
+        moves = [(copies.rows_of(q_ref, item), memory.q.at[slot])]
         if segment_refs:
             ref, tile = segment_refs[0], memory.row_segments
-            moves.append((lambda tokens: ref.at[sequence, tokens], tile.at[slot]))
+            moves.append((lambda tokens: ref.at[item.sequence, tokens], tile.at[slot]))
         copies.copy_rows(work, item, memory.q_there.at[slot], moves)
 
     def copy_chunk(item, chunk, copied):
@@ -162,14 +164,16 @@ def _copy(work, tuning, inputs, memory):
 
 
 def _compute(work, options, tuning, arithmetic, outputs, memory):
-    """Averages the values of each item for a half of its tile."""
+    """Averages the values of each item for a half of its tile.
+
+    The scores of a chunk are computed while the weights of the one before it are, be it
+    of the same item or not.
+    """
     out_ref, lse_ref, *partial_refs = outputs
+    sizes, half = work.sizes, lax.axis_index("warpgroup")
     segmented = memory.row_segments is not None
-    schedule, sizes = work.schedule, work.sizes
-    half = lax.axis_index("warpgroup")
-    read_words = functools.partial(logits.read_words, arithmetic, schedule)
+    read_words = functools.partial(logits.read_words, arithmetic, work.schedule)
     size = memory.q.shape[-1]
-    shape = HALF, sizes.chunk
 
     def turn():
         if tuning.ping_pong:
@@ -179,59 +183,83 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
     def see_last_turn():
         plgpu.barrier_wait(memory.turns.at[0])
 
-    def compute_item(number, item, taken):
-        slot = lax.rem(number, index(tuning.tiles))
-        start = (
-            arithmetic.full((HALF, size), 0.0, plgpu.Layout.WGMMA),
-            arithmetic.full((HALF,), -jnp.inf, ROWS),
-            arithmetic.full((HALF,), 0.0, ROWS),
+    def scores_of(number, taken, meanwhile=lambda: None, there=True):
+        """Of a chunk and the tile of an item, or of nothing if none will be there."""
+        slot, stage = lax.rem(number, index(tuning.tiles)), _stage(taken, tuning)
+
+        @pl.when(there)
+        def _():
+            plgpu.barrier_wait(memory.k_there.at[stage])
+
+        return arithmetic.product(
+            memory.q.at[slot, half], memory.k.at[stage], meanwhile
         )
-        plgpu.barrier_wait(memory.q_there.at[slot])
+
+    def compute_item(number, item, carry):
+        scores, taken = carry
+        of_rows: Any = None
+        if segmented:
+            slot = lax.rem(number, index(tuning.tiles))
+            of_rows = arithmetic.load(memory.row_segments.at[slot, half], ROWS)
         if tuning.ping_pong:  # no turn waits for another item
             pl.when(half == 1)(turn)
             pl.when((half == 0) & (number > 0))(see_last_turn)
-        of_rows: Any = None
-        if segmented:
-            of_rows = arithmetic.load(memory.row_segments.at[slot, half], ROWS)
 
-        def chunk(nth, carry, masked):
-            out, top, total = carry
-            stage = lax.rem(taken + nth, index(tuning.stages))
-            number = item.first + nth
-            words = read_words(number, half) if masked else None
-            plgpu.barrier_wait(memory.k_there.at[stage])
-            [scores] = arithmetic.products(
-                [(memory.q.at[slot, half], memory.k.at[stage])]
-            )
+        def weigh(state, scores, stage, words, of_columns):
+            """Adds what a chunk contributes."""
+            out, top, total = state
             turn()
             factor = options.scale * logits.LOG2E
             if options.soft_cap:
                 scores, _ = logits.bend(scores, options)
                 factor = 1.0
-            if segmented:
-                of_columns = arithmetic.load(memory.column_segments.at[stage], COLUMNS)
+            if of_columns is not None:
                 scores = logits.mask_segments(scores, of_rows, of_columns, -jnp.inf)
-                plgpu.commit_smem()
-            plgpu.barrier_arrive(memory.k_used.at[stage])
             scores = logits.mask_cells(arithmetic, scores, sizes, words, -jnp.inf)
             higher = jnp.maximum(top, scores.max(axis=1) * factor)
-            guarded = masked or segmented
+            guarded = words is not None or of_columns is not None
             level = jnp.where(higher == -jnp.inf, 0.0, higher) if guarded else higher
             shrink = jnp.exp2(top - level)
-            p = jnp.exp2(scores * factor - logits.along_rows(level, shape))
+            p = jnp.exp2(scores * factor - logits.along_rows(level, scores.shape))
             total = total * shrink + p.sum(axis=1)
             out = out * logits.along_rows(shrink, out.shape)
             p = p.astype(memory.v.dtype)
             plgpu.barrier_wait(memory.v_there.at[stage])
             turn()
-            out = arithmetic.accumulate(out, p, memory.v.at[stage])
+            [out] = arithmetic.accumulate((out, p, memory.v.at[stage]))
             plgpu.barrier_arrive(memory.v_used.at[stage])
             return out, higher, total
 
+        def chunk(nth, carry, masked, is_last=False):
+            scores, state = carry
+            at = taken + nth
+            stage = _stage(at, tuning)
+            words = read_words(item.first + nth, half) if masked else None
+            of_columns = None
+            if of_rows is not None:
+                of_columns = arithmetic.load(memory.column_segments.at[stage], COLUMNS)
+                plgpu.commit_smem()
+            plgpu.barrier_arrive(memory.k_used.at[stage])
+            run = functools.partial(weigh, state, scores, stage, words, of_columns)
+            if not is_last:
+                return scores_of(number, at + 1, run)
+            plgpu.barrier_arrive(memory.q_used.at[lax.rem(number, index(tuning.tiles))])
+            more = number + 1 < work.count
+            pl.when(more)(lambda: wait_for_tile(number + 1))
+            return scores_of(number + 1, at + 1, run, more)
+
+        start = (
+            arithmetic.full((HALF, size), 0.0, plgpu.Layout.WGMMA),
+            arithmetic.full((HALF,), -jnp.inf, ROWS),
+            arithmetic.full((HALF,), 0.0, ROWS),
+        )
+        last = item.count - 1
         full = functools.partial(chunk, masked=False)
-        carry = lax.fori_loop(0, item.full, full, start)
         partly = functools.partial(chunk, masked=True)
-        out, top, total = lax.fori_loop(item.full, item.count, partly, carry)
+        num_full = jnp.minimum(item.full, last)
+        carry = lax.fori_loop(0, num_full, full, (scores, start))
+        carry = lax.fori_loop(num_full, last, partly, carry)
+        scores, (out, top, total) = partly(last, carry, is_last=True)
         if tuning.ping_pong:
             pl.when(half == 0)(lambda: plgpu.barrier_arrive(memory.turns.at[0]))
         some = jnp.where(total == 0.0, 1.0, total)
@@ -239,27 +267,38 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
         lse = jnp.where(
             total == 0.0, -jnp.inf, top * (1 / logits.LOG2E) + jnp.log(some)
         )
+        store(item, out, lse)
+        return scores, taken + item.count
 
-        @pl.when((item.tile >= 0) & (item.slot < 0))
+    def wait_for_tile(number):
+        plgpu.barrier_wait(memory.q_there.at[lax.rem(number, index(tuning.tiles))])
+
+    def store(item, out, lse):
+        averages, sums = memory.result.at[half], memory.lse.at[half]
+
+        @pl.when(item.slot < 0)
         def _():
-            sequence, head = item.sequence, item.head
-            averages, sums = memory.q.at[slot, half], memory.lse.at[half]
-            averages[...] = out.astype(memory.q.dtype)
-            sums[...] = lse
-            moves = (
-                (averages, lambda tokens: out_ref.at[sequence, tokens, head]),
-                (sums, lambda tokens: lse_ref.at[sequence, head, tokens]),
-            )
-            copies.store_rows(work, item, moves)
+            for part in launch.parts(size, segmented=segmented):
+                copies.wait_until_stored()
+                averages[...] = out[:, part].astype(memory.q.dtype)
+                moves = [(averages, copies.rows_of(out_ref, item, part))]
+                if part.stop == size:
+                    sums[...] = lse
+                    moves.append((sums, copies.numbers_of(lse_ref, item)))
+                copies.store_rows(work, item, moves)
 
         if partial_refs:
-            sums = zip(partial_refs, (out, lse), strict=True)
-            copies.store_part(item, list(sums))
-        if segmented:
-            plgpu.commit_smem()
-        plgpu.barrier_arrive(memory.q_used.at[slot])
-        return taken + item.count
+            copies.store_part(item, list(zip(partial_refs, (out, lse), strict=True)))
 
-    count, _ = work.for_each(compute_item, index(0))
-    if tuning.ping_pong:
-        pl.when((half == 0) & (count > 0))(see_last_turn)
+    @pl.when(work.count > 0)
+    def _():
+        wait_for_tile(index(0))
+        scores, _ = scores_of(index(0), index(0))
+        work.for_each(compute_item, (scores, index(0)))
+        if tuning.ping_pong:
+            pl.when(half == 0)(see_last_turn)
+        copies.wait_until_stored()
+
+
+def _stage(number, tuning):
+    return lax.rem(number, index(tuning.stages))

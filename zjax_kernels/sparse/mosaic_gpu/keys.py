@@ -18,7 +18,7 @@ from zjax_kernels.sparse.mosaic_gpu.arithmetic import (
     index,
 )
 from zjax_kernels.sparse.mosaic_gpu.splits import merge_sums
-from zjax_kernels.sparse.mosaic_gpu.work import Work
+from zjax_kernels.sparse.mosaic_gpu.work import find_work
 from zjax_kernels.sparse.reference import Options
 from zjax_kernels.sparse.schedule import Schedule
 from zjax_kernels.sparse.tuning import Tuning, choose
@@ -66,16 +66,11 @@ def backward_keys(
     run = functools.partial(
         _run, inputs, schedule, options, tuning=tuning, interpret=interpret
     )
-    found = [run(channels) for channels in _parts(k.shape[-1], segmented)]
+    size = k.shape[-1]
+    parts = launch.parts(size, segmented=segmented and size > 128)
+    found = [run(channels) for channels in parts]
     dk, dv = (jnp.concatenate(x, axis=-1) for x in zip(*found, strict=True))
     return dk, dv
-
-
-def _parts(head_size, segmented):
-    """Channels of dk and dv that there is room for at a time."""
-    most = 64 if head_size > 128 and segmented else 128
-    starts = range(0, head_size, most)
-    return [slice(start, min(start + most, head_size)) for start in starts]
 
 
 def _run(inputs, schedule, options, channels, *, tuning, interpret):
@@ -92,13 +87,14 @@ def _run(inputs, schedule, options, channels, *, tuning, interpret):
     lanes = chunk // schedule.column_unit
     segmented = len(inputs) > 6
     tile = (tuning.tiles, launch.NUM_HALVES, HALF)
+    buffers = 1 if size > 128 else 2
     scratch = _Memory(
         k=launch.matrix((*tile, size), q.dtype),
         v=launch.matrix((*tile, size), q.dtype),
         q=launch.matrix((stages, chunk, size), q.dtype),
         d_out=launch.matrix((stages, chunk, size), q.dtype),
         stats=plgpu.SMEM((2, stages, chunk), jnp.float32),
-        result=launch.matrix((launch.NUM_HALVES, HALF, width), k.dtype),
+        results=launch.matrix((buffers, launch.NUM_HALVES, HALF, width), k.dtype),
         there=plgpu.Barrier(
             num_arrivals=rows * (2 + segmented), num_barriers=tuning.tiles
         ),
@@ -136,7 +132,7 @@ class _Memory(NamedTuple):
     q: Any
     d_out: Any
     stats: Any
-    result: Any
+    results: Any
     there: Any
     q_there: Any
     d_there: Any
@@ -152,7 +148,7 @@ def _body(
 ):
     q_ref, k_ref = inputs[:2]
     group = q_ref.shape[2] // k_ref.shape[2]
-    work = Work(schedule, sizes, q_ref.shape[0], tuning.programs, group)
+    work = find_work(schedule, sizes, q_ref.shape[0], group)
     arithmetic = Arithmetic(simulated)
     launch.divide(
         lambda: _compute(work, options, tuning, arithmetic, channels, outputs, memory),
@@ -165,14 +161,13 @@ def _copy(work, tuning, inputs, memory):
     q_ref, k_ref, v_ref, d_ref, lse_ref, delta_ref, *segment_refs = inputs
 
     def copy_tile(item, slot):
-        sequence, head = item.sequence, item.head
         moves = [
-            (lambda tokens: k_ref.at[sequence, tokens, head], memory.k.at[slot]),
-            (lambda tokens: v_ref.at[sequence, tokens, head], memory.v.at[slot]),
+            (copies.rows_of(k_ref, item), memory.k.at[slot]),
+            (copies.rows_of(v_ref, item), memory.v.at[slot]),
         ]
         if segment_refs:
             ref, tile = segment_refs[1], memory.row_segments
-            moves.append((lambda tokens: ref.at[sequence, tokens], tile.at[slot]))
+            moves.append((lambda tokens: ref.at[item.sequence, tokens], tile.at[slot]))
         copies.copy_rows(work, item, memory.there.at[slot], moves)
 
     def copy_chunk(item, chunk, copied):
@@ -224,34 +219,43 @@ def _compute(work, options, tuning, arithmetic, channels, outputs, memory):
         of_rows: Any = None
         if segmented:
             of_rows = arithmetic.load(memory.row_segments.at[slot, half], ROWS)
+            plgpu.commit_smem()  # numbers that were loaded may be copied over soon
 
         def chunk(nth, grads, masked):
             dk, dv = grads
             stage = lax.rem(taken + nth, index(tuning.stages))
-            number = item.first + nth
-            words = read_words(number, half) if masked else None
+            words = read_words(item.first + nth, half) if masked else None
             plgpu.barrier_wait(memory.q_there.at[stage])
-            plgpu.barrier_wait(memory.d_there.at[stage])
-            scores, dp = arithmetic.products(
-                [
-                    (memory.k.at[slot, half], memory.q.at[stage]),
-                    (memory.v.at[slot, half], memory.d_out.at[stage]),
-                ]
-            )
+            scores, _ = arithmetic.product(memory.k.at[slot, half], memory.q.at[stage])
             scores, slope = logits.bend(scores, options)
-            lse = arithmetic.load(memory.stats.at[0, stage], COLUMNS)
-            p = jnp.exp2(scores - logits.along_columns(lse, shape))
-            p = logits.mask_cells(arithmetic, p, sizes, words, 0.0)
-            if segmented:
+
+            def weigh():
+                lse = arithmetic.load(memory.stats.at[0, stage], COLUMNS)
+                p = jnp.exp2(scores - logits.along_columns(lse, shape))
+                p = logits.mask_cells(arithmetic, p, sizes, words, 0.0)
+                if of_rows is None:
+                    return p
                 of_columns = arithmetic.load(memory.column_segments.at[stage], COLUMNS)
-                p = logits.mask_segments(p, of_rows, of_columns, 0.0)
+                return logits.mask_segments(p, of_rows, of_columns, 0.0)
+
+            plgpu.barrier_wait(memory.d_there.at[stage])
+            dp, p = arithmetic.product(
+                memory.v.at[slot, half], memory.d_out.at[stage], weigh
+            )
+
+            @pl.when(nth == item.count - 1)
+            def _():
+                plgpu.barrier_arrive(memory.used.at[slot])
+
             delta = arithmetic.load(memory.stats.at[1, stage], COLUMNS)
+            plgpu.commit_smem()  # numbers that were loaded may be copied over soon
             ds = p * (dp - logits.along_columns(delta, shape))
             ds = ds if slope is None else ds * slope
-            dv = arithmetic.accumulate(dv, p, memory.d_out.at[stage, :, part])
-            plgpu.commit_smem()  # numbers that were loaded may be copied over now
+            dv, dk = arithmetic.accumulate(
+                (dv, p, memory.d_out.at[stage, :, part]),
+                (dk, ds, memory.q.at[stage, :, part]),
+            )
             plgpu.barrier_arrive(memory.d_used.at[stage])
-            dk = arithmetic.accumulate(dk, ds, memory.q.at[stage, :, part])
             plgpu.barrier_arrive(memory.q_used.at[stage])
             return dk, dv
 
@@ -262,24 +266,19 @@ def _compute(work, options, tuning, arithmetic, channels, outputs, memory):
         dk, dv = lax.fori_loop(item.full, item.count, masked, grads)
         dk *= options.scale
 
-        if segmented:
-            plgpu.commit_smem()
-        plgpu.barrier_arrive(memory.used.at[slot])
-
-        @pl.when((item.tile >= 0) & (item.slot < 0))
+        @pl.when(item.slot < 0)
         def _():
-            sequence, head, buffer = item.sequence, item.head, memory.result.at[half]
-            for grad, ref in ((dk, dk_ref), (dv, dv_ref)):
+            num_buffers = memory.results.shape[0]
+            for number, (grad, ref) in enumerate(((dk, dk_ref), (dv, dv_ref))):
+                if number % num_buffers == 0:
+                    copies.wait_until_stored()
+                buffer = memory.results.at[number % num_buffers, half]
                 buffer[...] = grad.astype(memory.k.dtype)
-                place = functools.partial(_place, ref, sequence, head)
-                copies.store_rows(work, item, [(buffer, place)])
+                copies.store_rows(work, item, [(buffer, copies.rows_of(ref, item))])
 
         if part_refs:
             copies.store_part(item, list(zip(part_refs, (dk, dv), strict=True)))
         return taken + item.count
 
     work.for_each(compute_item, index(0))
-
-
-def _place(ref, sequence, head, tokens):
-    return ref.at[sequence, tokens, head]
+    copies.wait_until_stored()

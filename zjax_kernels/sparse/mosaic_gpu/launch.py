@@ -56,7 +56,7 @@ def call(
     kernel = plgpu.kernel(
         run,
         out_type=list(outputs),
-        grid=(tuning.programs,),
+        grid=(schedule.num_programs,),
         grid_names=("program",),
         num_threads=NUM_HALVES + 1,
         thread_name="warpgroup",
@@ -89,6 +89,20 @@ def matrix(shape: Sequence[int], dtype: Any) -> Any:
         plgpu.SwizzleTransform(2 * width),
     )
     return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)
+
+
+def parts(head_size: int, *, segmented: bool) -> list[slice]:
+    """Channels of a result for which there is room at a time.
+
+    Args:
+        head_size: Channels per head.
+        segmented: Whether there are segments, which take room.
+
+    Returns:
+        Parts of equal size.
+    """
+    size = min(head_size, 64 if segmented and head_size >= 128 else 128)
+    return [slice(start, start + size) for start in range(0, head_size, size)]
 
 
 def divide(compute: Callable[[], None], copy: Callable[[], None]) -> None:

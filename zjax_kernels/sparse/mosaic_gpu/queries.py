@@ -18,7 +18,7 @@ from zjax_kernels.sparse.mosaic_gpu.arithmetic import (
     index,
 )
 from zjax_kernels.sparse.mosaic_gpu.splits import merge_sums
-from zjax_kernels.sparse.mosaic_gpu.work import Work
+from zjax_kernels.sparse.mosaic_gpu.work import find_work
 from zjax_kernels.sparse.reference import Options
 from zjax_kernels.sparse.schedule import Schedule
 from zjax_kernels.sparse.tuning import Tuning, choose
@@ -70,6 +70,7 @@ def backward_queries(
     rows = TILE // schedule.row_unit
     lanes = chunk // schedule.column_unit
     vectors = 1 + segmented
+    parts = launch.parts(size, segmented=segmented)
     halves = (tuning.tiles, launch.NUM_HALVES, HALF)
     scratch = _Memory(
         q=launch.matrix((*halves, size), q.dtype),
@@ -77,6 +78,7 @@ def backward_queries(
         stats=plgpu.SMEM((2, *halves), jnp.float32),
         k=launch.matrix((stages, chunk, size), q.dtype),
         v=launch.matrix((stages, chunk, size), q.dtype),
+        result=launch.matrix((launch.NUM_HALVES, HALF, parts[0].stop), q.dtype),
         there=plgpu.Barrier(
             num_arrivals=rows * (3 + vectors), num_barriers=tuning.tiles
         ),
@@ -106,6 +108,7 @@ class _Memory(NamedTuple):
     stats: Any
     k: Any
     v: Any
+    result: Any
     there: Any
     k_there: Any
     v_there: Any
@@ -117,7 +120,7 @@ class _Memory(NamedTuple):
 
 
 def _body(sizes, options, tuning, simulated, schedule, inputs, outputs, memory):
-    work = Work(schedule, sizes, inputs[0].shape[0], tuning.programs)
+    work = find_work(schedule, sizes, inputs[0].shape[0])
     arithmetic = Arithmetic(simulated)
     launch.divide(
         lambda: _compute(work, options, tuning, arithmetic, outputs, memory),
@@ -131,22 +134,15 @@ def _copy(work, tuning, inputs, memory):
     group = q_ref.shape[2] // k_ref.shape[2]
 
     def copy_tile(item, slot):
-        sequence, head = item.sequence, item.head
         moves = [
-            (lambda tokens: q_ref.at[sequence, tokens, head], memory.q.at[slot]),
-            (lambda tokens: d_ref.at[sequence, tokens, head], memory.d_out.at[slot]),
-            (
-                lambda tokens: lse_ref.at[sequence, head, tokens],
-                memory.stats.at[0, slot],
-            ),
-            (
-                lambda tokens: delta_ref.at[sequence, head, tokens],
-                memory.stats.at[1, slot],
-            ),
+            (copies.rows_of(q_ref, item), memory.q.at[slot]),
+            (copies.rows_of(d_ref, item), memory.d_out.at[slot]),
+            (copies.numbers_of(lse_ref, item), memory.stats.at[0, slot]),
+            (copies.numbers_of(delta_ref, item), memory.stats.at[1, slot]),
         ]
         if segment_refs:
             ref, tile = segment_refs[0], memory.row_segments
-            moves.append((lambda tokens: ref.at[sequence, tokens], tile.at[slot]))
+            moves.append((lambda tokens: ref.at[item.sequence, tokens], tile.at[slot]))
         copies.copy_rows(work, item, memory.there.at[slot], moves)
 
     def copy_chunk(item, chunk, copied):
@@ -179,7 +175,7 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
     schedule, sizes = work.schedule, work.sizes
     half = lax.axis_index("warpgroup")
     read_words = functools.partial(logits.read_words, arithmetic, schedule)
-    shape = HALF, sizes.chunk
+    shape, size = (HALF, sizes.chunk), memory.q.shape[-1]
 
     def compute_item(number, item, taken):
         slot = lax.rem(number, index(tuning.tiles))
@@ -189,50 +185,57 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
         of_rows: Any = None
         if segmented:
             of_rows = arithmetic.load(memory.row_segments.at[slot, half], ROWS)
+        plgpu.commit_smem()  # numbers that were loaded may be copied over soon
 
         def chunk(nth, dq, masked):
             stage = lax.rem(taken + nth, index(tuning.stages))
-            number = item.first + nth
-            words = read_words(number, half) if masked else None
-            plgpu.barrier_wait(memory.v_there.at[stage])
+            words = read_words(item.first + nth, half) if masked else None
             plgpu.barrier_wait(memory.k_there.at[stage])
-            scores, dp = arithmetic.products(
-                [
-                    (memory.q.at[slot, half], memory.k.at[stage]),
-                    (memory.d_out.at[slot, half], memory.v.at[stage]),
-                ]
+            scores, _ = arithmetic.product(memory.q.at[slot, half], memory.k.at[stage])
+            scores, slope = logits.bend(scores, options)
+
+            def weigh():
+                p = jnp.exp2(scores - logits.along_rows(lse, shape))
+                p = logits.mask_cells(arithmetic, p, sizes, words, 0.0)
+                if of_rows is None:
+                    return p
+                of_columns = arithmetic.load(memory.column_segments.at[stage], COLUMNS)
+                plgpu.commit_smem()
+                return logits.mask_segments(p, of_rows, of_columns, 0.0)
+
+            plgpu.barrier_wait(memory.v_there.at[stage])
+            dp, p = arithmetic.product(
+                memory.d_out.at[slot, half], memory.v.at[stage], weigh
             )
             plgpu.barrier_arrive(memory.v_used.at[stage])
-            scores, slope = logits.bend(scores, options)
-            p = jnp.exp2(scores - logits.along_rows(lse, shape))
-            p = logits.mask_cells(arithmetic, p, sizes, words, 0.0)
-            if segmented:
-                of_columns = arithmetic.load(memory.column_segments.at[stage], COLUMNS)
-                p = logits.mask_segments(p, of_rows, of_columns, 0.0)
-                plgpu.commit_smem()
+
+            @pl.when(nth == item.count - 1)
+            def _():
+                plgpu.barrier_arrive(memory.used.at[slot])
+
             ds = p * (dp - logits.along_rows(delta, shape))
             ds = ds if slope is None else ds * slope
-            dq = arithmetic.accumulate(dq, ds, memory.k.at[stage])
+            [dq] = arithmetic.accumulate((dq, ds, memory.k.at[stage]))
             plgpu.barrier_arrive(memory.k_used.at[stage])
             return dq
 
-        dq = arithmetic.full((HALF, memory.q.shape[-1]), 0.0, plgpu.Layout.WGMMA)
+        dq = arithmetic.full((HALF, size), 0.0, plgpu.Layout.WGMMA)
         dq = lax.fori_loop(0, item.full, functools.partial(chunk, masked=False), dq)
         masked = functools.partial(chunk, masked=True)
         dq = lax.fori_loop(item.full, item.count, masked, dq) * options.scale
 
-        @pl.when((item.tile >= 0) & (item.slot < 0))
+        @pl.when(item.slot < 0)
         def _():
-            sequence, head = item.sequence, item.head
-            buffer = memory.q.at[slot, half]
-            buffer[...] = dq.astype(memory.q.dtype)
-            target = [(buffer, lambda tokens: dq_ref.at[sequence, tokens, head])]
-            copies.store_rows(work, item, target)
+            buffer = memory.result.at[half]
+            for part in launch.parts(size, segmented=segmented):
+                copies.wait_until_stored()
+                buffer[...] = dq[:, part].astype(memory.q.dtype)
+                target = copies.rows_of(dq_ref, item, part)
+                copies.store_rows(work, item, [(buffer, target)])
 
         if part_refs:
             copies.store_part(item, [(part_refs[0], dq)])
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(memory.used.at[slot])
         return taken + item.count
 
     work.for_each(compute_item, index(0))
+    copies.wait_until_stored()

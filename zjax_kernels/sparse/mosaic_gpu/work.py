@@ -20,24 +20,19 @@ class Work:
         schedule: The same fields as references to the GPU's memory.
         sizes: The schedule.
         batch: Sequences.
-        programs: Programs that share the work.
         group: Heads whose tokens the columns of one head are.
+        start: Where its items begin in `order`.
+        size: Number of its items per sequence.
     """
 
     schedule: Schedule
     sizes: Schedule
     batch: int
-    programs: int
-    group: int = 1
+    group: int
+    start: jax.Array
+    size: jax.Array
 
-    @property
-    def heads(self) -> int:
-        """Heads of the rows."""
-        return self.sizes.head_patterns.shape[0]
-
-    def for_each(
-        self, run: Callable[[jax.Array, "Item", Any], Any], carry: Any
-    ) -> tuple[jax.Array, Any]:
+    def for_each(self, run: Callable[[jax.Array, "Item", Any], Any], carry: Any) -> Any:
         """Runs one item after another, and reads the next while one runs.
 
         Args:
@@ -46,41 +41,52 @@ class Work:
             carry: What is carried into the first.
 
         Returns:
-            The number of items, and what is carried out of the last.
+            What is carried out of the last.
         """
 
         def body(number, state):
-            item, carry = state
-            after = self._item(jnp.minimum(number + 1, count - 1))
-            return after, run(number, Item(*item), carry)
+            item, after, carry = state
+            following = self._item(number + 1, after), self._place(number + 2)
+            return *following, run(number, Item(*item), carry)
 
-        count = self._count()
-        state = lax.fori_loop(0, count, body, (self._item(index(0)), carry))
-        return count, state[1]
+        first = self._item(index(0), self._place(index(0))), self._place(index(1))
+        return lax.fori_loop(0, self.count, body, (*first, carry))[-1]
 
-    def _count(self):
-        total = self.schedule.num_items[0] * index(self.batch * self.heads)
-        rounds = lax.div(total, index(self.programs))
-        return rounds + (self._place(rounds) < total).astype(jnp.int32)
-
-    def _item(self, number):
-        """Heads come one after another, so that keys and values stay in the cache."""
-        per_head = self.schedule.num_items[0]
-        at = self._place(number)
-        rest = lax.div(at, per_head)
-        head = lax.rem(rest, index(self.heads))
-        shared = self.sizes.items.shape[0] == 1
-        pattern = index(0) if shared else self.schedule.head_patterns[head]
-        nth = lax.rem(at, per_head)
-        fields = (self.schedule.items[pattern, nth, field] for field in range(5))
-        return lax.div(rest, index(self.heads)), head, pattern, *fields
+    @property
+    def count(self) -> jax.Array:
+        """Items of this program."""
+        return self.size * index(self.batch)
 
     def _place(self, number):
-        """Long items come first, so that every other round turns the order about."""
-        program = lax.axis_index("program")
-        last = index(self.programs - 1)
-        turned = jnp.where(lax.rem(number, index(2)) == 0, program, last - program)
-        return number * index(self.programs) + turned
+        """Head, pattern and item: what to read an item by."""
+        nth = lax.rem(number, jnp.maximum(self.size, 1))
+        at = jnp.minimum(self.start + nth, index(self.sizes.order.shape[0] - 1))
+        return tuple(self.schedule.order[at, field] for field in range(3))
+
+    def _item(self, number, place):
+        head, pattern, nth = place
+        fields = (self.schedule.items[pattern, nth, field] for field in range(5))
+        sequence = lax.div(number, jnp.maximum(self.size, 1))
+        return sequence, head, pattern, *fields
+
+
+def find_work(schedule: Schedule, sizes: Schedule, batch: int, group: int = 1) -> Work:
+    """The items of this program.
+
+    Args:
+        schedule: The fields of a schedule as references to the GPU's memory.
+        sizes: The schedule.
+        batch: Sequences.
+        group: Heads whose tokens the columns of one head are.
+
+    Returns:
+        Its work.
+    """
+    program = lax.axis_index("program")
+    ends: Any = schedule.ends
+    start = ends[program]
+    size = ends[program + 1] - start
+    return Work(schedule, sizes, batch, group, start, size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,9 +97,9 @@ class Item:
         sequence: Which sequence.
         head: Which head of the rows.
         pattern: Pattern of the head.
-        tile: Which tile; -1 is no item.
+        tile: Which tile.
         first: First chunk.
-        count: Number of chunks.
+        count: Number of chunks, 1 or more.
         full: How many of them are full; they come first.
         slot: Where the partial result goes, or -1.
     """
