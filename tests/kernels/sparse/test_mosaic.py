@@ -33,7 +33,10 @@ except ImportError:
 
 SLOW = pytest.mark.slow
 CASES = [
-    pytest.param({"block": 64, "causal": True, "ping_pong": True}, id="64-causal"),
+    pytest.param(
+        {"block": 128, "tokens": 640, "causal": True, "dense": True, "ping_pong": True},
+        id="128-causal",
+    ),
     pytest.param(
         {
             "block": 16,
@@ -90,6 +93,7 @@ def make_case(
     num_kv_heads=1,
     causal=False,
     alike=False,
+    dense=False,
     empty=False,
     uneven=False,
     segments=False,
@@ -100,6 +104,8 @@ def make_case(
 ):
     rows = tokens // block
     live = random_live((rows, rows) if alike else (heads, rows, rows))
+    if dense:
+        live[...] = True
     if empty:
         live[..., rows // 2 :, :] = False
     if uneven:  # heads of a long row, of nothing, and of everything

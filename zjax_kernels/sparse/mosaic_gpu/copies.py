@@ -34,7 +34,7 @@ def copy_all(
         tile_used: Says that the tile in a slot was used.
         chunk_used: Say the same of parts of a chunk.
     """
-    early = int(tuning.stages > 1)  # chunks for which there is room before the tile
+    early = int(tuning.tiles == 1 < tuning.stages)  # chunks with room before the tile
 
     def copy_item(number, item, copied):
         def copy(nth, copied):
