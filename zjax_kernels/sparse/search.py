@@ -44,7 +44,7 @@ def tune(
     results = {}
     for kernel, run in _kernels(plan, head_size, batch, dtype).items():
         tried = []
-        for tuning in _candidates(kernel):
+        for tuning in _candidates():
             try:
                 tried.append((tuning, _seconds(functools.partial(run, tuning))))
             except ValueError as error:
@@ -55,12 +55,10 @@ def tune(
     return results
 
 
-def _candidates(kernel: str) -> Iterator[Tuning]:
-    turns = (False, True) if kernel == "forward" else (False,)
-    for stages, tiles, turn, warpgroup in itertools.product(
-        (1, 2, 3, 4), (1, 2), turns, (False, True)
-    ):
-        yield Tuning(stages, tiles, turn, warpgroup)
+def _candidates() -> Iterator[Tuning]:
+    return itertools.starmap(
+        Tuning, itertools.product((1, 2, 3, 4), (1, 2), (False, True))
+    )
 
 
 def _kernels(plan, head_size, batch, dtype) -> dict[str, Callable[[Tuning], Any]]:

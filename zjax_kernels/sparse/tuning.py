@@ -19,22 +19,19 @@ class Tuning:
     Args:
         stages: Chunks in shared memory at a time, 1 or more.
         tiles: Tiles in shared memory at a time, 1 or more.
-        ping_pong: Whether the two halves take turns on the tensor cores; in the forward
-            pass alone.
         warpgroup: Whether Mosaic lowers by warpgroups rather than by lanes.
     """
 
     stages: int = 2
     tiles: int = 1
-    ping_pong: bool = False
     warpgroup: bool = False
 
 
 H200 = {
     "forward": {
-        64: Tuning(stages=4, tiles=2, ping_pong=True),
-        96: Tuning(stages=2, tiles=2, ping_pong=True),
-        128: Tuning(stages=2, tiles=2, ping_pong=True),
+        64: Tuning(stages=4, tiles=2),
+        96: Tuning(stages=2, tiles=2),
+        128: Tuning(stages=2, tiles=2),
         256: Tuning(stages=2),
     },
     "queries": {

@@ -34,7 +34,7 @@ except ImportError:
 SLOW = pytest.mark.slow
 CASES = [
     pytest.param(
-        {"block": 128, "tokens": 640, "causal": True, "dense": True, "ping_pong": True},
+        {"block": 128, "tokens": 640, "causal": True, "dense": True},
         id="128-causal",
     ),
     pytest.param(
@@ -156,12 +156,11 @@ def test_kernels_are_dense_attention_under_the_mask(monkeypatch, capfd, case):
     *qkv, d_out, averages = (jnp.pad(x, padding) for x in (*qkv, d_out, out))
     run = functools.partial(interpret, case.get("stages", 2), options)
     tiles = case.get("tiles", 1 if qkv[0].shape[-1] > 128 else 2)
-    ping_pong = case.get("ping_pong", False)
-    found, sums = run(forward, (*qkv, segments, plan.queries), tiles, ping_pong)
+    found, sums = run(forward, (*qkv, segments, plan.queries), tiles)
     delta = jnp.einsum("bshd,bshd->bhs", averages, d_out.astype(jnp.float32))
     args = *qkv, d_out, sums, delta, segments
-    dq = run(backward_queries, (*args, plan.queries), 1, False)
-    dk, dv = run(backward_keys, (*args, plan.keys), 1, False)
+    dq = run(backward_queries, (*args, plan.queries), 1)
+    dk, dv = run(backward_keys, (*args, plan.keys), 1)
     assert "RACE" not in "".join(capfd.readouterr())
     np.testing.assert_allclose(sums[..., :tokens], lse, atol=1e-3, rtol=0)
     np.testing.assert_allclose(found[:, :tokens].astype(np.float32), out, atol=2e-2)
@@ -171,8 +170,8 @@ def test_kernels_are_dense_attention_under_the_mask(monkeypatch, capfd, case):
     assert not found[:, tokens:].any()
 
 
-def interpret(stages, options, kernel, args, tiles, ping_pong):
-    how = tuning.Tuning(stages, tiles, ping_pong)
+def interpret(stages, options, kernel, args, tiles):
+    how = tuning.Tuning(stages, tiles)
     params = InterpretGPUParams(detect_races=True)
     run = functools.partial(kernel, options=options, tuning=how, interpret=params)
     return jax.jit(lambda args: run(*args))(args)

@@ -93,15 +93,43 @@ class Arithmetic:
             float32[m, n], and what `meanwhile` returned.
         """
         if self.simulated and not _NEWER:
-            found = jnp.dot(x[...].astype(jnp.float32), y[...].astype(jnp.float32).T)
-            return found, meanwhile()
+            return _dot(x[...], y[...].T), meanwhile()
 
         def run(total):
-            plgpu.wgmma(total, x, y.transpose((1, 0)))
+            _start(total, x, y)
             beside = meanwhile()
             return total[...], beside
 
-        return pl.run_scoped(run, ACC((x.shape[0], y.shape[0]), jnp.float32))
+        return pl.run_scoped(run, _room(x, y))
+
+    def products(
+        self,
+        pair: tuple[Any, Any],
+        get_other: Callable[[], tuple[Any, Any]],
+        use: Callable[[jax.Array], Any],
+    ) -> tuple[Any, jax.Array]:
+        """Two products, of which one is used while the other is under way.
+
+        Args:
+            pair: [m, d] and [n, d].
+            get_other: Waits for the other pair.
+            use: Of the first product.
+
+        Returns:
+            What `use` returned, and the other product.
+        """
+        if self.simulated and not _NEWER:
+            found = use(_dot(pair[0][...], pair[1][...].T))
+            other = get_other()
+            return found, _dot(other[0][...], other[1][...].T)
+
+        def run(first, second):
+            _start(first, *pair)
+            _start(second, *get_other())
+            found = use(plgpu.wgmma_accumulator_load(first, wait_n=1))
+            return found, second[...]
+
+        return pl.run_scoped(run, _room(*pair), _room(*pair))
 
     def accumulate(
         self, *sums: tuple[jax.Array, jax.Array, Any]
@@ -115,11 +143,7 @@ class Arithmetic:
             Each first plus the product of the others.
         """
         if self.simulated:
-            found = [
-                total
-                + jnp.dot(*(z.astype(jnp.float32) for z in (x.astype(y.dtype), y[...])))
-                for total, x, y in sums
-            ]
+            found = [total + _dot(x.astype(y.dtype), y[...]) for total, x, y in sums]
             plgpu.commit_smem()  # tensor cores need no fence after a read
             return tuple(found)
 
@@ -156,3 +180,15 @@ class Arithmetic:
             The tile.
         """
         return self.lay(jnp.broadcast_to(x, shape), plgpu.Layout.WGMMA)
+
+
+def _room(x, y):
+    return ACC((x.shape[0], y.shape[0]), jnp.float32)
+
+
+def _start(total, x, y):
+    plgpu.wgmma(total, x, y.transpose((1, 0)))
+
+
+def _dot(x, y):
+    return jnp.dot(x.astype(jnp.float32), y.astype(jnp.float32))

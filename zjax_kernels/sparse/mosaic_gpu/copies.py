@@ -18,9 +18,9 @@ from zjax_kernels.sparse.tuning import Tuning
 def copy_all(
     work: Work,
     tuning: Tuning,
-    copy_tile: Callable[[Item, jax.Array], None],
+    copy_tile: Callable[[Item, Sequence[jax.Array], jax.Array], None],
     copy_chunk: Callable[[Item, jax.Array, jax.Array], None],
-    tile_used: Any,
+    tile_used: Sequence[Any],
     chunk_used: Sequence[Any],
 ) -> None:
     """Fills shared memory with the tile and the chunks of one item after another.
@@ -28,26 +28,27 @@ def copy_all(
     Args:
         work: The items.
         tuning: How many tiles and chunks there is room for.
-        copy_tile: Starts to copy the tile of an item into a slot.
-        copy_chunk: Starts to copy a chunk of an item, given how many were copied; it
-            waits for room itself.
-        tile_used: Says that the tile in a slot was used.
+        copy_tile: Starts to copy the tile of an item, given its rows and how many were
+            copied; it waits for room itself.
+        copy_chunk: The same for a chunk, given which.
+        tile_used: Say that parts of the tile in a slot were used.
         chunk_used: Say the same of parts of a chunk.
     """
     early = int(tuning.tiles == 1 < tuning.stages)  # chunks with room before the tile
 
     def copy_item(number, item, copied):
+        rows = read_rows(work, item, index(0), TILE)
+
         def copy(nth, copied):
             copy_chunk(item, item.first + nth, copied)
             return copied + 1
 
         copied = lax.fori_loop(0, early, copy, copied)
-        wait_for_room(tile_used, number, tuning.tiles)
-        copy_tile(item, lax.rem(number, index(tuning.tiles)))
+        copy_tile(item, rows, number)
         return lax.fori_loop(early, item.count, copy, copied)
 
     copied = work.for_each(copy_item, index(0))
-    _drain([tile_used], work.count, tuning.tiles)
+    _drain(tile_used, work.count, tuning.tiles)
     _drain(chunk_used, copied, tuning.stages)
 
 
@@ -74,49 +75,68 @@ def _drain(barriers, filled, slots):
             plgpu.barrier_wait(used.at[lax.rem(number, index(slots))])
 
 
+def read_rows(work: Work, item: Item, first: jax.Array, count: int) -> list[jax.Array]:
+    """Reads which tokens make up a tile, or a part of it.
+
+    Args:
+        work: Where rows are.
+        item: Of which the tile is.
+        first: The first row of the part.
+        count: Rows of the part.
+
+    Returns:
+        The first token of each unit.
+    """
+    size = work.sizes.row_unit
+    units: Any = work.schedule.rows
+    start = lax.div(first, index(size))
+    return [
+        units[item.pattern, item.tile, start + number] * index(size)
+        for number in range(count // size)
+    ]
+
+
 def copy_rows(
     work: Work,
-    item: Item,
+    rows: Sequence[jax.Array],
     there: Any,
     moves: Sequence[tuple[Callable[[Any], Any], Any]],
 ) -> None:
     """Starts to copy the tokens of a tile.
 
     Args:
-        work: Where rows are.
-        item: Of which the tile is.
+        work: What they are read by.
+        rows: From `read_rows`.
         there: Hears of each copy.
         moves: Per array, its part for some tokens, and where all of them go:
             [halves, HALF, ...].
     """
     size = work.sizes.row_unit
-    for number in range(TILE // size):
+    for number, row in enumerate(rows):
         half, within = divmod(number * size, HALF)
-        tile = jnp.maximum(item.tile, 0)
-        tokens = _tokens(work.schedule.rows[item.pattern, tile, number], size)
         for source, buffer in moves:
             place = half, pl.ds(within, size)
-            plgpu.copy_gmem_to_smem(source(tokens), buffer.at[place], there)
+            plgpu.copy_gmem_to_smem(source(_tokens(row, size)), buffer.at[place], there)
 
 
 def store_rows(
-    work: Work, item: Item, moves: Sequence[tuple[Any, Callable[[Any], Any]]]
+    work: Work,
+    rows: Sequence[jax.Array],
+    moves: Sequence[tuple[Any, Callable[[Any], Any]]],
 ) -> None:
     """Starts to copy what a half of a tile computed.
 
     Args:
-        work: Where rows are.
-        item: Of which the tile is.
+        work: What rows are read by.
+        rows: From `read_rows`.
         moves: Per array, what was computed, [HALF, ...], and where some tokens go.
     """
     size = work.sizes.row_unit
     plgpu.commit_smem()
-    for number in range(HALF // size):
-        nth = lax.axis_index("warpgroup") * index(HALF // size) + number
-        tokens = _tokens(work.schedule.rows[item.pattern, item.tile, nth], size)
+    for number, row in enumerate(rows):
         for buffer, target in moves:
             part = buffer.at[pl.ds(number * size, size)]
-            plgpu.copy_smem_to_gmem(part, target(tokens))
+            plgpu.copy_smem_to_gmem(part, target(_tokens(row, size)))
 
 
 def wait_until_stored() -> None:
@@ -186,7 +206,8 @@ def read_columns(work: Work, chunk: jax.Array) -> list[tuple[Any, jax.Array]]:
     for lane in range(sizes.chunk // size):
         unit = work.schedule.columns[chunk, lane]
         member = lax.div(unit, per_head) if work.group > 1 else index(0)
-        found.append((_tokens(unit - member * per_head, size), member))
+        first = (unit - member * per_head) * index(size)
+        found.append((_tokens(first, size), member))
     return found
 
 
@@ -210,5 +231,5 @@ def copy_columns(
             plgpu.copy_gmem_to_smem(source(tokens, member), place, there)
 
 
-def _tokens(unit, size):
-    return pl.ds(pl.multiple_of(unit * index(size), size), size)
+def _tokens(first, size):
+    return pl.ds(pl.multiple_of(first, size), size)

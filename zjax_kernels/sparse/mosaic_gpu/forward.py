@@ -79,7 +79,6 @@ def forward(
         q_used=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=tiles),
         k_used=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=stages),
         v_used=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=stages),
-        turns=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=1),
     )
     if segmented:
         scratch = scratch._replace(
@@ -108,7 +107,6 @@ class _Memory(NamedTuple):
     q_used: Any
     k_used: Any
     v_used: Any
-    turns: Any
     row_segments: Any = None
     column_segments: Any = None
 
@@ -128,12 +126,14 @@ def _copy(work, tuning, inputs, memory):
     group = q_ref.shape[2] // k_ref.shape[2]
     stages = tuning.stages
 
-    def copy_tile(item, slot):
+    def copy_tile(item, rows, number):
+        slot = lax.rem(number, index(tuning.tiles))
         moves = [(copies.rows_of(q_ref, item), memory.q.at[slot])]
         if segment_refs:
             ref, tile = segment_refs[0], memory.row_segments
             moves.append((lambda tokens: ref.at[item.sequence, tokens], tile.at[slot]))
-        copies.copy_rows(work, item, memory.q_there.at[slot], moves)
+        copies.wait_for_room(memory.q_used, number, tuning.tiles)
+        copies.copy_rows(work, rows, memory.q_there.at[slot], moves)
 
     def copy_chunk(item, chunk, copied):
         columns = copies.read_columns(work, chunk)
@@ -158,8 +158,8 @@ def _copy(work, tuning, inputs, memory):
         tuning,
         copy_tile,
         copy_chunk,
-        memory.q_used,
-        (memory.k_used, memory.v_used),
+        [memory.q_used],
+        [memory.k_used, memory.v_used],
     )
 
 
@@ -175,14 +175,6 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
     read_words = functools.partial(logits.read_words, arithmetic, work.schedule)
     size = memory.q.shape[-1]
 
-    def turn():
-        if tuning.ping_pong:
-            plgpu.barrier_arrive(memory.turns.at[0])
-            plgpu.barrier_wait(memory.turns.at[0])
-
-    def see_last_turn():
-        plgpu.barrier_wait(memory.turns.at[0])
-
     def scores_of(number, taken, meanwhile=lambda: None, there=True):
         """Of a chunk and the tile of an item, or of nothing if none will be there."""
         slot, stage = lax.rem(number, index(tuning.tiles)), _stage(taken, tuning)
@@ -197,18 +189,15 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
 
     def compute_item(number, item, carry):
         scores, taken = carry
+        rows = copies.read_rows(work, item, half * index(HALF), HALF)
         of_rows: Any = None
         if segmented:
             slot = lax.rem(number, index(tuning.tiles))
             of_rows = arithmetic.load(memory.row_segments.at[slot, half], ROWS)
-        if tuning.ping_pong:  # no turn waits for another item
-            pl.when(half == 1)(turn)
-            pl.when((half == 0) & (number > 0))(see_last_turn)
 
         def weigh(state, scores, stage, words, of_columns):
             """Adds what a chunk contributes."""
             out, top, total = state
-            turn()
             factor = options.scale * logits.LOG2E
             if options.soft_cap:
                 scores, _ = logits.bend(scores, options)
@@ -225,7 +214,6 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
             out = out * logits.along_rows(shrink, out.shape)
             p = p.astype(memory.v.dtype)
             plgpu.barrier_wait(memory.v_there.at[stage])
-            turn()
             [out] = arithmetic.accumulate((out, p, memory.v.at[stage]))
             plgpu.barrier_arrive(memory.v_used.at[stage])
             return out, higher, total
@@ -260,20 +248,18 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
         carry = lax.fori_loop(0, num_full, full, (scores, start))
         carry = lax.fori_loop(num_full, last, partly, carry)
         scores, (out, top, total) = partly(last, carry, is_last=True)
-        if tuning.ping_pong:
-            pl.when(half == 0)(lambda: plgpu.barrier_arrive(memory.turns.at[0]))
         some = jnp.where(total == 0.0, 1.0, total)
         out = out * logits.along_rows(1.0 / some, out.shape)
         lse = jnp.where(
             total == 0.0, -jnp.inf, top * (1 / logits.LOG2E) + jnp.log(some)
         )
-        store(item, out, lse)
+        store(item, rows, out, lse)
         return scores, taken + item.count
 
     def wait_for_tile(number):
         plgpu.barrier_wait(memory.q_there.at[lax.rem(number, index(tuning.tiles))])
 
-    def store(item, out, lse):
+    def store(item, rows, out, lse):
         averages, sums = memory.result.at[half], memory.lse.at[half]
 
         @pl.when(item.slot < 0)
@@ -285,7 +271,7 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
                 if part.stop == size:
                     sums[...] = lse
                     moves.append((sums, copies.numbers_of(lse_ref, item)))
-                copies.store_rows(work, item, moves)
+                copies.store_rows(work, rows, moves)
 
         if partial_refs:
             copies.store_part(item, list(zip(partial_refs, (out, lse), strict=True)))
@@ -295,8 +281,6 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
         wait_for_tile(index(0))
         scores, _ = scores_of(index(0), index(0))
         work.for_each(compute_item, (scores, index(0)))
-        if tuning.ping_pong:
-            pl.when(half == 0)(see_last_turn)
         copies.wait_until_stored()
 
 

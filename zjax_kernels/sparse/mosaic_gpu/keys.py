@@ -86,7 +86,8 @@ def _run(inputs, schedule, options, channels, *, tuning, interpret):
     rows = TILE // schedule.row_unit
     lanes = chunk // schedule.column_unit
     segmented = len(inputs) > 6
-    tile = (tuning.tiles, launch.NUM_HALVES, HALF)
+    tiles = tuning.tiles
+    tile = (tiles, launch.NUM_HALVES, HALF)
     buffers = 1 if size > 128 else 2
     scratch = _Memory(
         k=launch.matrix((*tile, size), q.dtype),
@@ -95,14 +96,14 @@ def _run(inputs, schedule, options, channels, *, tuning, interpret):
         d_out=launch.matrix((stages, chunk, size), q.dtype),
         stats=plgpu.SMEM((2, stages, chunk), jnp.float32),
         results=launch.matrix((buffers, launch.NUM_HALVES, HALF, width), k.dtype),
-        there=plgpu.Barrier(
-            num_arrivals=rows * (2 + segmented), num_barriers=tuning.tiles
-        ),
+        k_there=plgpu.Barrier(num_arrivals=rows * (1 + segmented), num_barriers=tiles),
+        v_there=plgpu.Barrier(num_arrivals=rows, num_barriers=tiles),
         q_there=plgpu.Barrier(
             num_arrivals=lanes * (2 + segmented), num_barriers=stages
         ),
         d_there=plgpu.Barrier(num_arrivals=lanes * 2, num_barriers=stages),
-        used=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=tuning.tiles),
+        k_used=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=tiles),
+        v_used=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=tiles),
         q_used=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=stages),
         d_used=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=stages),
     )
@@ -133,10 +134,12 @@ class _Memory(NamedTuple):
     d_out: Any
     stats: Any
     results: Any
-    there: Any
+    k_there: Any
+    v_there: Any
     q_there: Any
     d_there: Any
-    used: Any
+    k_used: Any
+    v_used: Any
     q_used: Any
     d_used: Any
     row_segments: Any = None
@@ -160,15 +163,17 @@ def _copy(work, tuning, inputs, memory):
     """Fills shared memory with what each item needs."""
     q_ref, k_ref, v_ref, d_ref, lse_ref, delta_ref, *segment_refs = inputs
 
-    def copy_tile(item, slot):
-        moves = [
-            (copies.rows_of(k_ref, item), memory.k.at[slot]),
-            (copies.rows_of(v_ref, item), memory.v.at[slot]),
-        ]
+    def copy_tile(item, rows, number):
+        slot = lax.rem(number, index(tuning.tiles))
+        moves = [(copies.rows_of(k_ref, item), memory.k.at[slot])]
         if segment_refs:
             ref, tile = segment_refs[1], memory.row_segments
             moves.append((lambda tokens: ref.at[item.sequence, tokens], tile.at[slot]))
-        copies.copy_rows(work, item, memory.there.at[slot], moves)
+        copies.wait_for_room(memory.k_used, number, tuning.tiles)
+        copies.copy_rows(work, rows, memory.k_there.at[slot], moves)
+        moves = [(copies.rows_of(v_ref, item), memory.v.at[slot])]
+        copies.wait_for_room(memory.v_used, number, tuning.tiles)
+        copies.copy_rows(work, rows, memory.v_there.at[slot], moves)
 
     def copy_chunk(item, chunk, copied):
         columns = copies.read_columns(work, chunk)
@@ -198,7 +203,12 @@ def _copy(work, tuning, inputs, memory):
         copies.copy_columns(columns, memory.d_there.at[slot], moves)
 
     copies.copy_all(
-        work, tuning, copy_tile, copy_chunk, memory.used, (memory.q_used, memory.d_used)
+        work,
+        tuning,
+        copy_tile,
+        copy_chunk,
+        [memory.k_used, memory.v_used],
+        [memory.q_used, memory.d_used],
     )
 
 
@@ -215,7 +225,8 @@ def _compute(work, options, tuning, arithmetic, channels, outputs, memory):
 
     def compute_item(number, item, taken):
         slot = lax.rem(number, index(tuning.tiles))
-        plgpu.barrier_wait(memory.there.at[slot])
+        rows = copies.read_rows(work, item, half * index(HALF), HALF)
+        plgpu.barrier_wait(memory.k_there.at[slot])
         of_rows: Any = None
         if segmented:
             of_rows = arithmetic.load(memory.row_segments.at[slot, half], ROWS)
@@ -224,29 +235,30 @@ def _compute(work, options, tuning, arithmetic, channels, outputs, memory):
         def chunk(nth, grads, masked):
             dk, dv = grads
             stage = lax.rem(taken + nth, index(tuning.stages))
+            is_last = nth == item.count - 1
             words = read_words(item.first + nth, half) if masked else None
-            plgpu.barrier_wait(memory.q_there.at[stage])
-            scores, _ = arithmetic.product(memory.k.at[slot, half], memory.q.at[stage])
-            scores, slope = logits.bend(scores, options)
 
-            def weigh():
+            def get_values():
+                pl.when(nth == 0)(lambda: plgpu.barrier_wait(memory.v_there.at[slot]))
+                plgpu.barrier_wait(memory.d_there.at[stage])
+                return memory.v.at[slot, half], memory.d_out.at[stage]
+
+            def weigh(scores):
+                pl.when(is_last)(lambda: plgpu.barrier_arrive(memory.k_used.at[slot]))
+                scores, slope = logits.bend(scores, options)
                 lse = arithmetic.load(memory.stats.at[0, stage], COLUMNS)
                 p = jnp.exp2(scores - logits.along_columns(lse, shape))
                 p = logits.mask_cells(arithmetic, p, sizes, words, 0.0)
-                if of_rows is None:
-                    return p
-                of_columns = arithmetic.load(memory.column_segments.at[stage], COLUMNS)
-                return logits.mask_segments(p, of_rows, of_columns, 0.0)
+                if segmented:
+                    ref = memory.column_segments.at[stage]
+                    of_columns = arithmetic.load(ref, COLUMNS)
+                    p = logits.mask_segments(p, of_rows, of_columns, 0.0)
+                return p, slope
 
-            plgpu.barrier_wait(memory.d_there.at[stage])
-            dp, p = arithmetic.product(
-                memory.v.at[slot, half], memory.d_out.at[stage], weigh
-            )
-
-            @pl.when(nth == item.count - 1)
-            def _():
-                plgpu.barrier_arrive(memory.used.at[slot])
-
+            plgpu.barrier_wait(memory.q_there.at[stage])
+            pair = memory.k.at[slot, half], memory.q.at[stage]
+            (p, slope), dp = arithmetic.products(pair, get_values, weigh)
+            pl.when(is_last)(lambda: plgpu.barrier_arrive(memory.v_used.at[slot]))
             delta = arithmetic.load(memory.stats.at[1, stage], COLUMNS)
             plgpu.commit_smem()  # numbers that were loaded may be copied over soon
             ds = p * (dp - logits.along_columns(delta, shape))
@@ -274,7 +286,7 @@ def _compute(work, options, tuning, arithmetic, channels, outputs, memory):
                     copies.wait_until_stored()
                 buffer = memory.results.at[number % num_buffers, half]
                 buffer[...] = grad.astype(memory.k.dtype)
-                copies.store_rows(work, item, [(buffer, copies.rows_of(ref, item))])
+                copies.store_rows(work, rows, [(buffer, copies.rows_of(ref, item))])
 
         if part_refs:
             copies.store_part(item, list(zip(part_refs, (dk, dv), strict=True)))

@@ -71,7 +71,8 @@ def backward_queries(
     lanes = chunk // schedule.column_unit
     vectors = 1 + segmented
     parts = launch.parts(size, segmented=segmented)
-    halves = (tuning.tiles, launch.NUM_HALVES, HALF)
+    tiles = tuning.tiles
+    halves = (tiles, launch.NUM_HALVES, HALF)
     scratch = _Memory(
         q=launch.matrix((*halves, size), q.dtype),
         d_out=launch.matrix((*halves, size), q.dtype),
@@ -79,12 +80,12 @@ def backward_queries(
         k=launch.matrix((stages, chunk, size), q.dtype),
         v=launch.matrix((stages, chunk, size), q.dtype),
         result=launch.matrix((launch.NUM_HALVES, HALF, parts[0].stop), q.dtype),
-        there=plgpu.Barrier(
-            num_arrivals=rows * (3 + vectors), num_barriers=tuning.tiles
-        ),
+        q_there=plgpu.Barrier(num_arrivals=rows * (1 + vectors), num_barriers=tiles),
+        d_there=plgpu.Barrier(num_arrivals=rows * 2, num_barriers=tiles),
         k_there=plgpu.Barrier(num_arrivals=lanes * vectors, num_barriers=stages),
         v_there=plgpu.Barrier(num_arrivals=lanes, num_barriers=stages),
-        used=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=tuning.tiles),
+        q_used=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=tiles),
+        d_used=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=tiles),
         k_used=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=stages),
         v_used=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=stages),
     )
@@ -109,10 +110,12 @@ class _Memory(NamedTuple):
     k: Any
     v: Any
     result: Any
-    there: Any
+    q_there: Any
+    d_there: Any
     k_there: Any
     v_there: Any
-    used: Any
+    q_used: Any
+    d_used: Any
     k_used: Any
     v_used: Any
     row_segments: Any = None
@@ -133,17 +136,23 @@ def _copy(work, tuning, inputs, memory):
     q_ref, k_ref, v_ref, d_ref, lse_ref, delta_ref, *segment_refs = inputs
     group = q_ref.shape[2] // k_ref.shape[2]
 
-    def copy_tile(item, slot):
+    def copy_tile(item, rows, number):
+        slot = lax.rem(number, index(tuning.tiles))
         moves = [
             (copies.rows_of(q_ref, item), memory.q.at[slot]),
-            (copies.rows_of(d_ref, item), memory.d_out.at[slot]),
             (copies.numbers_of(lse_ref, item), memory.stats.at[0, slot]),
-            (copies.numbers_of(delta_ref, item), memory.stats.at[1, slot]),
         ]
         if segment_refs:
             ref, tile = segment_refs[0], memory.row_segments
             moves.append((lambda tokens: ref.at[item.sequence, tokens], tile.at[slot]))
-        copies.copy_rows(work, item, memory.there.at[slot], moves)
+        copies.wait_for_room(memory.q_used, number, tuning.tiles)
+        copies.copy_rows(work, rows, memory.q_there.at[slot], moves)
+        moves = [
+            (copies.rows_of(d_ref, item), memory.d_out.at[slot]),
+            (copies.numbers_of(delta_ref, item), memory.stats.at[1, slot]),
+        ]
+        copies.wait_for_room(memory.d_used, number, tuning.tiles)
+        copies.copy_rows(work, rows, memory.d_there.at[slot], moves)
 
     def copy_chunk(item, chunk, copied):
         columns = copies.read_columns(work, chunk)
@@ -164,7 +173,12 @@ def _copy(work, tuning, inputs, memory):
         copies.copy_columns(columns, memory.k_there.at[slot], moves)
 
     copies.copy_all(
-        work, tuning, copy_tile, copy_chunk, memory.used, (memory.k_used, memory.v_used)
+        work,
+        tuning,
+        copy_tile,
+        copy_chunk,
+        [memory.q_used, memory.d_used],
+        [memory.k_used, memory.v_used],
     )
 
 
@@ -179,9 +193,9 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
 
     def compute_item(number, item, taken):
         slot = lax.rem(number, index(tuning.tiles))
-        plgpu.barrier_wait(memory.there.at[slot])
+        rows = copies.read_rows(work, item, half * index(HALF), HALF)
+        plgpu.barrier_wait(memory.q_there.at[slot])
         lse = arithmetic.load(memory.stats.at[0, slot, half], ROWS)
-        delta = arithmetic.load(memory.stats.at[1, slot, half], ROWS)
         of_rows: Any = None
         if segmented:
             of_rows = arithmetic.load(memory.row_segments.at[slot, half], ROWS)
@@ -189,29 +203,36 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
 
         def chunk(nth, dq, masked):
             stage = lax.rem(taken + nth, index(tuning.stages))
+            is_last = nth == item.count - 1
             words = read_words(item.first + nth, half) if masked else None
-            plgpu.barrier_wait(memory.k_there.at[stage])
-            scores, _ = arithmetic.product(memory.q.at[slot, half], memory.k.at[stage])
-            scores, slope = logits.bend(scores, options)
 
-            def weigh():
+            def get_values():
+                pl.when(nth == 0)(lambda: plgpu.barrier_wait(memory.d_there.at[slot]))
+                plgpu.barrier_wait(memory.v_there.at[stage])
+                return memory.d_out.at[slot, half], memory.v.at[stage]
+
+            def weigh(scores):
+                pl.when(is_last)(lambda: plgpu.barrier_arrive(memory.q_used.at[slot]))
+                scores, slope = logits.bend(scores, options)
                 p = jnp.exp2(scores - logits.along_rows(lse, shape))
                 p = logits.mask_cells(arithmetic, p, sizes, words, 0.0)
-                if of_rows is None:
-                    return p
-                of_columns = arithmetic.load(memory.column_segments.at[stage], COLUMNS)
-                plgpu.commit_smem()
-                return logits.mask_segments(p, of_rows, of_columns, 0.0)
+                if segmented:
+                    ref = memory.column_segments.at[stage]
+                    of_columns = arithmetic.load(ref, COLUMNS)
+                    p = logits.mask_segments(p, of_rows, of_columns, 0.0)
+                    plgpu.commit_smem()
+                return p, slope
 
-            plgpu.barrier_wait(memory.v_there.at[stage])
-            dp, p = arithmetic.product(
-                memory.d_out.at[slot, half], memory.v.at[stage], weigh
-            )
+            plgpu.barrier_wait(memory.k_there.at[stage])
+            pair = memory.q.at[slot, half], memory.k.at[stage]
+            (p, slope), dp = arithmetic.products(pair, get_values, weigh)
             plgpu.barrier_arrive(memory.v_used.at[stage])
+            delta = arithmetic.load(memory.stats.at[1, slot, half], ROWS)
 
-            @pl.when(nth == item.count - 1)
+            @pl.when(is_last)
             def _():
-                plgpu.barrier_arrive(memory.used.at[slot])
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(memory.d_used.at[slot])
 
             ds = p * (dp - logits.along_rows(delta, shape))
             ds = ds if slope is None else ds * slope
@@ -231,7 +252,7 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
                 copies.wait_until_stored()
                 buffer[...] = dq[:, part].astype(memory.q.dtype)
                 target = copies.rows_of(dq_ref, item, part)
-                copies.store_rows(work, item, [(buffer, target)])
+                copies.store_rows(work, rows, [(buffer, target)])
 
         if part_refs:
             copies.store_part(item, [(part_refs[0], dq)])
