@@ -159,8 +159,8 @@ def test_kernels_are_dense_attention_under_the_mask(monkeypatch, capfd, case):
     found, sums = run(forward, (*qkv, segments, plan.queries), tiles)
     delta = jnp.einsum("bshd,bshd->bhs", averages, d_out.astype(jnp.float32))
     args = *qkv, d_out, sums, delta, segments
-    dq = run(backward_queries, (*args, plan.queries), 1)
-    dk, dv = run(backward_keys, (*args, plan.keys), 1)
+    dq = run(backward_queries, (*args, plan.queries), tiles)
+    dk, dv = run(backward_keys, (*args, plan.keys), tiles)
     assert "RACE" not in "".join(capfd.readouterr())
     np.testing.assert_allclose(sums[..., :tokens], lse, atol=1e-3, rtol=0)
     np.testing.assert_allclose(found[:, :tokens].astype(np.float32), out, atol=2e-2)

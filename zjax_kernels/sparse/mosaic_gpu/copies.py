@@ -20,7 +20,7 @@ def copy_all(
     tuning: Tuning,
     copy_tile: Callable[[Item, Sequence[jax.Array], jax.Array], None],
     copy_chunk: Callable[[Item, jax.Array, jax.Array], None],
-    tile_used: Sequence[Any],
+    tile_used: Sequence[tuple[Any, int]],
     chunk_used: Sequence[Any],
 ) -> None:
     """Fills shared memory with the tile and the chunks of one item after another.
@@ -31,7 +31,8 @@ def copy_all(
         copy_tile: Starts to copy the tile of an item, given its rows and how many were
             copied; it waits for room itself.
         copy_chunk: The same for a chunk, given which.
-        tile_used: Say that parts of the tile in a slot were used.
+        tile_used: Say that parts of the tile in a slot were used, and how many slots
+            there are for each.
         chunk_used: Say the same of parts of a chunk.
     """
     early = int(tuning.tiles == 1 < tuning.stages)  # chunks with room before the tile
@@ -48,8 +49,10 @@ def copy_all(
         return lax.fori_loop(early, item.count, copy, copied)
 
     copied = work.for_each(copy_item, index(0))
-    _drain(tile_used, work.count, tuning.tiles)
-    _drain(chunk_used, copied, tuning.stages)
+    for used, slots in tile_used:
+        _drain(used, work.count, slots)
+    for used in chunk_used:
+        _drain(used, copied, tuning.stages)
 
 
 def wait_for_room(used: Any, number: jax.Array, slots: int) -> None:
@@ -66,13 +69,12 @@ def wait_for_room(used: Any, number: jax.Array, slots: int) -> None:
         plgpu.barrier_wait(used.at[lax.rem(number, index(slots))])
 
 
-def _drain(barriers, filled, slots):
+def _drain(used, filled, slots):
     """Waits until the last of what was copied has been used, as barriers must."""
 
     @pl.loop(jnp.maximum(filled - index(slots), 0), filled)
     def _(number):
-        for used in barriers:
-            plgpu.barrier_wait(used.at[lax.rem(number, index(slots))])
+        plgpu.barrier_wait(used.at[lax.rem(number, index(slots))])
 
 
 def read_rows(work: Work, item: Item, first: jax.Array, count: int) -> list[jax.Array]:

@@ -158,7 +158,7 @@ def _copy(work, tuning, inputs, memory):
         tuning,
         copy_tile,
         copy_chunk,
-        [memory.q_used],
+        [(memory.q_used, tuning.tiles)],
         [memory.k_used, memory.v_used],
     )
 

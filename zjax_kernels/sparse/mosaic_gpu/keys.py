@@ -88,14 +88,12 @@ def _run(inputs, schedule, options, channels, *, tuning, interpret):
     segmented = len(inputs) > 6
     tiles = tuning.tiles
     tile = (tiles, launch.NUM_HALVES, HALF)
-    buffers = 1 if size > 128 else 2
     scratch = _Memory(
         k=launch.matrix((*tile, size), q.dtype),
         v=launch.matrix((*tile, size), q.dtype),
         q=launch.matrix((stages, chunk, size), q.dtype),
         d_out=launch.matrix((stages, chunk, size), q.dtype),
         stats=plgpu.SMEM((2, stages, chunk), jnp.float32),
-        results=launch.matrix((buffers, launch.NUM_HALVES, HALF, width), k.dtype),
         k_there=plgpu.Barrier(num_arrivals=rows * (1 + segmented), num_barriers=tiles),
         v_there=plgpu.Barrier(num_arrivals=rows, num_barriers=tiles),
         q_there=plgpu.Barrier(
@@ -107,6 +105,9 @@ def _run(inputs, schedule, options, channels, *, tuning, interpret):
         q_used=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=stages),
         d_used=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=stages),
     )
+    if width < size:
+        result = launch.matrix((launch.NUM_HALVES, HALF, width), k.dtype)
+        scratch = scratch._replace(result=result)
     if segmented:
         scratch = scratch._replace(
             row_segments=plgpu.SMEM(tile, jnp.int32),
@@ -133,7 +134,6 @@ class _Memory(NamedTuple):
     q: Any
     d_out: Any
     stats: Any
-    results: Any
     k_there: Any
     v_there: Any
     q_there: Any
@@ -142,6 +142,7 @@ class _Memory(NamedTuple):
     v_used: Any
     q_used: Any
     d_used: Any
+    result: Any = None
     row_segments: Any = None
     column_segments: Any = None
 
@@ -207,7 +208,7 @@ def _copy(work, tuning, inputs, memory):
         tuning,
         copy_tile,
         copy_chunk,
-        [memory.k_used, memory.v_used],
+        [(memory.k_used, tuning.tiles), (memory.v_used, tuning.tiles)],
         [memory.q_used, memory.d_used],
     )
 
@@ -223,6 +224,13 @@ def _compute(work, options, tuning, arithmetic, channels, outputs, memory):
     width = channels.stop - channels.start
     part = pl.ds(channels.start, width)
 
+    def release(number):
+        """Where keys and values were results lie until they are stored."""
+        slot = lax.rem(number, index(tuning.tiles))
+        copies.wait_until_stored()
+        plgpu.barrier_arrive(memory.k_used.at[slot])
+        plgpu.barrier_arrive(memory.v_used.at[slot])
+
     def compute_item(number, item, taken):
         slot = lax.rem(number, index(tuning.tiles))
         rows = copies.read_rows(work, item, half * index(HALF), HALF)
@@ -235,16 +243,16 @@ def _compute(work, options, tuning, arithmetic, channels, outputs, memory):
         def chunk(nth, grads, masked):
             dk, dv = grads
             stage = lax.rem(taken + nth, index(tuning.stages))
-            is_last = nth == item.count - 1
             words = read_words(item.first + nth, half) if masked else None
 
             def get_values():
+                if tuning.tiles > 1:
+                    pl.when((nth == 0) & (number > 0))(lambda: release(number - 1))
                 pl.when(nth == 0)(lambda: plgpu.barrier_wait(memory.v_there.at[slot]))
                 plgpu.barrier_wait(memory.d_there.at[stage])
                 return memory.v.at[slot, half], memory.d_out.at[stage]
 
             def weigh(scores):
-                pl.when(is_last)(lambda: plgpu.barrier_arrive(memory.k_used.at[slot]))
                 scores, slope = logits.bend(scores, options)
                 lse = arithmetic.load(memory.stats.at[0, stage], COLUMNS)
                 p = jnp.exp2(scores - logits.along_columns(lse, shape))
@@ -258,7 +266,6 @@ def _compute(work, options, tuning, arithmetic, channels, outputs, memory):
             plgpu.barrier_wait(memory.q_there.at[stage])
             pair = memory.k.at[slot, half], memory.q.at[stage]
             (p, slope), dp = arithmetic.products(pair, get_values, weigh)
-            pl.when(is_last)(lambda: plgpu.barrier_arrive(memory.v_used.at[slot]))
             delta = arithmetic.load(memory.stats.at[1, stage], COLUMNS)
             plgpu.commit_smem()  # numbers that were loaded may be copied over soon
             ds = p * (dp - logits.along_columns(delta, shape))
@@ -280,17 +287,20 @@ def _compute(work, options, tuning, arithmetic, channels, outputs, memory):
 
         @pl.when(item.slot < 0)
         def _():
-            num_buffers = memory.results.shape[0]
-            for number, (grad, ref) in enumerate(((dk, dk_ref), (dv, dv_ref))):
-                if number % num_buffers == 0:
+            for grad, room, ref in ((dk, memory.k, dk_ref), (dv, memory.v, dv_ref)):
+                buffer = room.at[slot, half]
+                if memory.result is not None:
                     copies.wait_until_stored()
-                buffer = memory.results.at[number % num_buffers, half]
+                    buffer = memory.result.at[half]
                 buffer[...] = grad.astype(memory.k.dtype)
                 copies.store_rows(work, rows, [(buffer, copies.rows_of(ref, item))])
 
         if part_refs:
             copies.store_part(item, list(zip(part_refs, (dk, dv), strict=True)))
+        if tuning.tiles == 1:
+            release(number)
         return taken + item.count
 
     work.for_each(compute_item, index(0))
-    copies.wait_until_stored()
+    if tuning.tiles > 1:
+        pl.when(work.count > 0)(lambda: release(work.count - 1))

@@ -70,28 +70,28 @@ def backward_queries(
     rows = TILE // schedule.row_unit
     lanes = chunk // schedule.column_unit
     vectors = 1 + segmented
-    parts = launch.parts(size, segmented=segmented)
     tiles = tuning.tiles
-    halves = (tiles, launch.NUM_HALVES, HALF)
+    d_tiles = tiles if size < 128 else 1  # of its gradients come once it is under way
+    halves = launch.NUM_HALVES, HALF
     scratch = _Memory(
-        q=launch.matrix((*halves, size), q.dtype),
-        d_out=launch.matrix((*halves, size), q.dtype),
-        stats=plgpu.SMEM((2, *halves), jnp.float32),
+        q=launch.matrix((tiles, *halves, size), q.dtype),
+        d_out=launch.matrix((d_tiles, *halves, size), q.dtype),
+        lse=plgpu.SMEM((tiles, *halves), jnp.float32),
+        delta=plgpu.SMEM((d_tiles, *halves), jnp.float32),
         k=launch.matrix((stages, chunk, size), q.dtype),
         v=launch.matrix((stages, chunk, size), q.dtype),
-        result=launch.matrix((launch.NUM_HALVES, HALF, parts[0].stop), q.dtype),
         q_there=plgpu.Barrier(num_arrivals=rows * (1 + vectors), num_barriers=tiles),
-        d_there=plgpu.Barrier(num_arrivals=rows * 2, num_barriers=tiles),
+        d_there=plgpu.Barrier(num_arrivals=rows * 2, num_barriers=d_tiles),
         k_there=plgpu.Barrier(num_arrivals=lanes * vectors, num_barriers=stages),
         v_there=plgpu.Barrier(num_arrivals=lanes, num_barriers=stages),
         q_used=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=tiles),
-        d_used=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=tiles),
+        d_used=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=d_tiles),
         k_used=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=stages),
         v_used=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=stages),
     )
     if segmented:
         scratch = scratch._replace(
-            row_segments=plgpu.SMEM(halves, jnp.int32),
+            row_segments=plgpu.SMEM((tiles, *halves), jnp.int32),
             column_segments=plgpu.SMEM((stages, chunk), jnp.int32),
         )
     body = functools.partial(_body, schedule, options, tuning, interpret is not None)
@@ -106,10 +106,10 @@ class _Memory(NamedTuple):
 
     q: Any
     d_out: Any
-    stats: Any
+    lse: Any
+    delta: Any
     k: Any
     v: Any
-    result: Any
     q_there: Any
     d_there: Any
     k_there: Any
@@ -140,18 +140,20 @@ def _copy(work, tuning, inputs, memory):
         slot = lax.rem(number, index(tuning.tiles))
         moves = [
             (copies.rows_of(q_ref, item), memory.q.at[slot]),
-            (copies.numbers_of(lse_ref, item), memory.stats.at[0, slot]),
+            (copies.numbers_of(lse_ref, item), memory.lse.at[slot]),
         ]
         if segment_refs:
             ref, tile = segment_refs[0], memory.row_segments
             moves.append((lambda tokens: ref.at[item.sequence, tokens], tile.at[slot]))
         copies.wait_for_room(memory.q_used, number, tuning.tiles)
         copies.copy_rows(work, rows, memory.q_there.at[slot], moves)
+        d_tiles = memory.d_out.shape[0]
+        slot = lax.rem(number, index(d_tiles))
         moves = [
             (copies.rows_of(d_ref, item), memory.d_out.at[slot]),
-            (copies.numbers_of(delta_ref, item), memory.stats.at[1, slot]),
+            (copies.numbers_of(delta_ref, item), memory.delta.at[slot]),
         ]
-        copies.wait_for_room(memory.d_used, number, tuning.tiles)
+        copies.wait_for_room(memory.d_used, number, d_tiles)
         copies.copy_rows(work, rows, memory.d_there.at[slot], moves)
 
     def copy_chunk(item, chunk, copied):
@@ -177,7 +179,7 @@ def _copy(work, tuning, inputs, memory):
         tuning,
         copy_tile,
         copy_chunk,
-        [memory.q_used, memory.d_used],
+        [(memory.q_used, tuning.tiles), (memory.d_used, memory.d_out.shape[0])],
         [memory.k_used, memory.v_used],
     )
 
@@ -190,12 +192,18 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
     half = lax.axis_index("warpgroup")
     read_words = functools.partial(logits.read_words, arithmetic, schedule)
     shape, size = (HALF, sizes.chunk), memory.q.shape[-1]
+    tiles, d_tiles = tuning.tiles, memory.d_out.shape[0]
+
+    def release(number):
+        """A result lies where its queries were until it is stored."""
+        copies.wait_until_stored()
+        plgpu.barrier_arrive(memory.q_used.at[lax.rem(number, index(tiles))])
 
     def compute_item(number, item, taken):
-        slot = lax.rem(number, index(tuning.tiles))
+        slot, d_slot = (lax.rem(number, index(slots)) for slots in (tiles, d_tiles))
         rows = copies.read_rows(work, item, half * index(HALF), HALF)
         plgpu.barrier_wait(memory.q_there.at[slot])
-        lse = arithmetic.load(memory.stats.at[0, slot, half], ROWS)
+        lse = arithmetic.load(memory.lse.at[slot, half], ROWS)
         of_rows: Any = None
         if segmented:
             of_rows = arithmetic.load(memory.row_segments.at[slot, half], ROWS)
@@ -207,12 +215,13 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
             words = read_words(item.first + nth, half) if masked else None
 
             def get_values():
-                pl.when(nth == 0)(lambda: plgpu.barrier_wait(memory.d_there.at[slot]))
+                if tiles > 1:
+                    pl.when((nth == 0) & (number > 0))(lambda: release(number - 1))
+                pl.when(nth == 0)(lambda: plgpu.barrier_wait(memory.d_there.at[d_slot]))
                 plgpu.barrier_wait(memory.v_there.at[stage])
-                return memory.d_out.at[slot, half], memory.v.at[stage]
+                return memory.d_out.at[d_slot, half], memory.v.at[stage]
 
             def weigh(scores):
-                pl.when(is_last)(lambda: plgpu.barrier_arrive(memory.q_used.at[slot]))
                 scores, slope = logits.bend(scores, options)
                 p = jnp.exp2(scores - logits.along_rows(lse, shape))
                 p = logits.mask_cells(arithmetic, p, sizes, words, 0.0)
@@ -227,12 +236,12 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
             pair = memory.q.at[slot, half], memory.k.at[stage]
             (p, slope), dp = arithmetic.products(pair, get_values, weigh)
             plgpu.barrier_arrive(memory.v_used.at[stage])
-            delta = arithmetic.load(memory.stats.at[1, slot, half], ROWS)
+            delta = arithmetic.load(memory.delta.at[d_slot, half], ROWS)
 
             @pl.when(is_last)
             def _():
                 plgpu.commit_smem()
-                plgpu.barrier_arrive(memory.d_used.at[slot])
+                plgpu.barrier_arrive(memory.d_used.at[d_slot])
 
             ds = p * (dp - logits.along_rows(delta, shape))
             ds = ds if slope is None else ds * slope
@@ -247,16 +256,16 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
 
         @pl.when(item.slot < 0)
         def _():
-            buffer = memory.result.at[half]
-            for part in launch.parts(size, segmented=segmented):
-                copies.wait_until_stored()
-                buffer[...] = dq[:, part].astype(memory.q.dtype)
-                target = copies.rows_of(dq_ref, item, part)
-                copies.store_rows(work, rows, [(buffer, target)])
+            buffer = memory.q.at[slot, half]
+            buffer[...] = dq.astype(memory.q.dtype)
+            copies.store_rows(work, rows, [(buffer, copies.rows_of(dq_ref, item))])
 
         if part_refs:
             copies.store_part(item, [(part_refs[0], dq)])
+        if tiles == 1:
+            release(number)
         return taken + item.count
 
     work.for_each(compute_item, index(0))
-    copies.wait_until_stored()
+    if tiles > 1:
+        pl.when(work.count > 0)(lambda: release(work.count - 1))
