@@ -245,27 +245,29 @@ def _compute(work, options, tuning, arithmetic, channels, outputs, memory):
             stage = lax.rem(taken + nth, index(tuning.stages))
             words = read_words(item.first + nth, half) if masked else None
 
-            def get_values():
-                if tuning.tiles > 1:
-                    pl.when((nth == 0) & (number > 0))(lambda: release(number - 1))
-                pl.when(nth == 0)(lambda: plgpu.barrier_wait(memory.v_there.at[slot]))
-                plgpu.barrier_wait(memory.d_there.at[stage])
-                return memory.v.at[slot, half], memory.d_out.at[stage]
+            plgpu.barrier_wait(memory.q_there.at[stage])
+            scores, _ = arithmetic.product(memory.k.at[slot, half], memory.q.at[stage])
+            scores, slope = logits.bend(scores, options)
 
-            def weigh(scores):
-                scores, slope = logits.bend(scores, options)
+            def weigh():
                 lse = arithmetic.load(memory.stats.at[0, stage], COLUMNS)
                 p = jnp.exp2(scores - logits.along_columns(lse, shape))
                 p = logits.mask_cells(arithmetic, p, sizes, words, 0.0)
-                if segmented:
-                    ref = memory.column_segments.at[stage]
-                    of_columns = arithmetic.load(ref, COLUMNS)
-                    p = logits.mask_segments(p, of_rows, of_columns, 0.0)
-                return p, slope
+                if not segmented:
+                    return p
+                of_columns = arithmetic.load(memory.column_segments.at[stage], COLUMNS)
+                return logits.mask_segments(p, of_rows, of_columns, 0.0)
 
-            plgpu.barrier_wait(memory.q_there.at[stage])
-            pair = memory.k.at[slot, half], memory.q.at[stage]
-            (p, slope), dp = arithmetic.products(pair, get_values, weigh)
+            @pl.when(nth == 0)
+            def _():
+                if tuning.tiles > 1:
+                    pl.when(number > 0)(lambda: release(number - 1))
+                plgpu.barrier_wait(memory.v_there.at[slot])
+
+            plgpu.barrier_wait(memory.d_there.at[stage])
+            dp, p = arithmetic.product(
+                memory.v.at[slot, half], memory.d_out.at[stage], weigh
+            )
             delta = arithmetic.load(memory.stats.at[1, stage], COLUMNS)
             plgpu.commit_smem()  # numbers that were loaded may be copied over soon
             ds = p * (dp - logits.along_columns(delta, shape))
