@@ -1,8 +1,7 @@
 """What a step of a built-in model keeps on a device beside its state, by formula.
 
 It counts what the backward pass keeps, what computing one block again takes, and the
-logits of one chunk; attention is taken to keep no scores, as kernels do. Peaks that
-were measured lie up to a tenth below.
+logits of one chunk; attention is taken to keep no scores, as kernels do.
 """
 
 from collections.abc import Mapping
