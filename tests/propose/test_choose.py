@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import optax
 import pytest
 
 import zjax
@@ -162,6 +163,19 @@ def test_no_room_states_the_numbers_and_the_remedy(
     with pytest.raises(PlanError) as error:
         propose_mesh(config_of(shape, changes), machine_of(num_devices, 80))
     assert str(error.value) == message
+
+
+def test_optimizer_of_yours_counts_as_it_is():
+    """Fails if the state of an optimizer is taken for that of the config; plain SGD
+    has none, and needs no matrices in parts."""
+    rate = {"peak_learning_rate": 3e-4, "num_warmup_steps": 100}
+    config, machine = config_of("gpt 6.7b", ONE, {"optimizer": rate}), machine_of(4, 80)
+    assert propose_mesh(config, machine).mesh == schema.Mesh(data=2, tensor=2)
+    own = propose_mesh(config, machine, optax.sgd(0.1))
+    assert own.mesh == schema.Mesh(data=4)
+    moved = load_config(config, {"optimizer.clip_norm": 0.5})
+    with pytest.raises(ConfigError, match=r"optimizer\.clip_norm=0\.5 "):
+        propose_mesh(moved, machine, optax.sgd(0.1))
 
 
 def test_devices_that_do_not_say_their_memory_fit_everything():
