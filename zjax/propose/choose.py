@@ -14,6 +14,7 @@ model training for everyone", 2020.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -32,7 +33,7 @@ from zjax.processes.host import devices_of_host
 from zjax.propose.reasons import FEW, Proposal, describe_proposal, no_room, reasons
 from zjax.propose.trial import Machine, Trial, batch_on, weigh
 from zjax.sharding import mesh as meshes
-from zjax.typing import Device
+from zjax.typing import Device, Model
 
 
 def is_open(mesh: schema.Mesh) -> bool:
@@ -114,21 +115,22 @@ def propose_mesh(config: schema.Config, machine: Machine, tx: Any = None) -> Pro
         >>> proposal.mesh.data, proposal.mesh.tensor
         (8, 1)
     """
-    tried = {
-        mesh: _obstacle(config, mesh, machine, tx) for mesh in _meshes(config, machine)
-    }
-    if all(tried.values()):
-        raise _refusal(config, machine, tx)
-    model = make_model(config)
-    optimizer = make_optimizer(config, model) if tx is None else tx
+
+    @functools.cache
+    def parts() -> tuple[Model, Any]:
+        """Made once settings have passed their check."""
+        model = make_model(config)
+        return model, make_optimizer(config, model) if tx is None else tx
+
     trials: list[Trial] = []
-    for mesh, obstacle in tried.items():
+    for mesh in _meshes(config, machine):
         if not _may_split_sequences(config, mesh, trials, machine):
             continue
+        obstacle = _obstacle(config, mesh, machine, tx)
         trials.append(
             Trial(mesh, obstacle=obstacle)
             if obstacle
-            else weigh(config, mesh, model, optimizer)
+            else weigh(config, mesh, *parts())
         )
         if trials[-1].fits(machine):
             why = tuple(reasons(config, trials, machine))
