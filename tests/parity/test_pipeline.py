@@ -99,8 +99,8 @@ def test_steps_equal_one_device(name):
 
 
 def test_norms_and_averages_are_those_of_all_stages():
-    """Fails if a stage clips by its own norm, or layers that fill it up count in it;
-    SGD shows what Adam would divide away."""
+    """Fails if a stage clips by its own norm, or some gradients are of another scale,
+    which SGD shows and Adam would divide away."""
     case = {"optimizer": "sgd", "clip_norm": 0.05, "ema_decay": 0.9, "num_layers": 5}
     split = pipelines.make_config(mesh={"pipeline": 4, "data": 2}, **case)
     found = steps_of(pipelines.start(split))
