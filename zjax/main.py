@@ -163,11 +163,12 @@ def sample(trainer: Trainer) -> str:
 def plan() -> None:
     """Says what a run would take."""
     if flags.FLAGS.num_params:
-        for name in ("collectives", "schedule"):
-            if flags.FLAGS[name].value:
+        for name in ("collectives", "schedule", "device_gb", "devices_per_host"):
+            value = flags.FLAGS[name].value
+            if value:
                 problem = "has no effect with --num_params"
                 remedy = "leave one of the two out"
-                raise ConfigError(Problem(f"--{name}", True, problem, remedy))
+                raise ConfigError(Problem(f"--{name}", value, problem, remedy))
         print(describe_zero_table(flags.FLAGS.num_params, PAPER_DEVICES))
         return
     config = config_flags.config_from_flags()

@@ -76,13 +76,13 @@ def test_another_word_is_refused():
 RULES = [
     case(
         "mesh=auto",
-        "mesh='auto' is left to zjax, which chooses for the models of zjax.Trainer "
+        "mesh='auto' is left to zjax.Trainer, which chooses for the built-in models "
         "alone; give sizes, such as mesh.data=-1",
         id="all",
     ),
     case(
         "mesh.tensor=0",
-        "mesh.tensor=0 is left to zjax, which chooses for the models of zjax.Trainer "
+        "mesh.tensor=0 is left to zjax.Trainer, which chooses for the built-in models "
         "alone; give a size",
         id="one",
     ),

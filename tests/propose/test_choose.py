@@ -205,6 +205,6 @@ def test_model_of_yours_is_refused():
     with pytest.raises(ConfigError) as error:
         zjax.initialize(model, None, None, batch, {"mesh": "auto"})
     assert str(error.value) == (
-        "mesh='auto' is left to zjax, which chooses for the models of zjax.Trainer "
+        "mesh='auto' is left to zjax.Trainer, which chooses for the built-in models "
         "alone; give sizes, such as mesh.data=-1"
     )
