@@ -20,7 +20,7 @@ FLOORS = (
     ("linen", "nnx", "checkpoint", "observe", "offload"),
     ("step", "stopping"),
     ("fitting",),
-    ("initialize", "pinned"),
+    ("initialize", "pinned", "propose"),
     ("trainer", "planning"),
     ("bench",),
     ("main",),

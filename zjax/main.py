@@ -40,6 +40,7 @@ USAGE = """zjax trains Flax models that do not fit on one device.
 
   zjax train --config=configs/quickstart.py [--config.zero.stage=3 ...]
   zjax plan --config=... [--num_devices=1024]     what a run would take
+  zjax plan --config=... --config.mesh=auto        and on which mesh it fits
   zjax plan --config=... --collectives             and what it would communicate
   zjax plan --config=... --schedule                and when its stages are busy
   zjax plan --num_params=7.5e9                     the memory table of ZeRO
@@ -79,6 +80,15 @@ def define_flags() -> None:
         "schedule",
         False,
         "plan: when the stages of a pipeline are busy, with a picture.",
+    )
+    flags.DEFINE_float(
+        "device_gb", 0.0, "plan: memory of a device, for mesh=auto.", lower_bound=0
+    )
+    flags.DEFINE_integer(
+        "devices_per_host",
+        0,
+        "plan: devices that fast links join, for mesh=auto.",
+        lower_bound=0,
     )
     flags.DEFINE_list("nvme", [], "bench: directories on the disks to measure.")
     flags.DEFINE_multi_string("input", [], "data: text, JSONL, Parquet; or a folder.")
@@ -153,11 +163,12 @@ def sample(trainer: Trainer) -> str:
 def plan() -> None:
     """Says what a run would take."""
     if flags.FLAGS.num_params:
-        for name in ("collectives", "schedule"):
-            if flags.FLAGS[name].value:
+        for name in ("collectives", "schedule", "device_gb", "devices_per_host"):
+            value = flags.FLAGS[name].value
+            if value:
                 problem = "has no effect with --num_params"
                 remedy = "leave one of the two out"
-                raise ConfigError(Problem(f"--{name}", True, problem, remedy))
+                raise ConfigError(Problem(f"--{name}", value, problem, remedy))
         print(describe_zero_table(flags.FLAGS.num_params, PAPER_DEVICES))
         return
     config = config_flags.config_from_flags()
@@ -168,6 +179,8 @@ def plan() -> None:
             picture=flags.FLAGS.output,
             collectives=flags.FLAGS.collectives,
             schedule=flags.FLAGS.schedule,
+            device_gb=flags.FLAGS.device_gb,
+            devices_per_host=flags.FLAGS.devices_per_host,
         )
     )
 
@@ -256,7 +269,15 @@ COMMANDS: dict[str, Callable[[], None]] = {
     "config": lambda: print(describe_settings(), end=""),
 }
 OWN_FLAGS = {
-    "plan": ("num_devices", "num_params", "collectives", "schedule", "output"),
+    "plan": (
+        "num_devices",
+        "num_params",
+        "collectives",
+        "schedule",
+        "device_gb",
+        "devices_per_host",
+        "output",
+    ),
     "bench": ("contest", "nvme", *CONTEST_FLAGS),
     "generate": ("prompt", "max_new_tokens", "temperature"),
     "train": ("prompt",),

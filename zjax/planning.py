@@ -18,6 +18,14 @@ from zjax.observe.collectives import list_collectives
 from zjax.observe.communication import CPU_NOTE, describe_communication
 from zjax.offload.peak import Peak
 from zjax.optim.build import make_optimizer
+from zjax.propose import (
+    Machine,
+    Proposal,
+    describe_proposal,
+    is_open,
+    propose_mesh,
+    this_machine,
+)
 from zjax.sharding import describe, memory
 from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
@@ -27,6 +35,8 @@ from zjax.train.programs import make_pipeline_schedule
 _NO_MACHINE = (
     "zero.optimizer_memory=auto is shown as pinned_host: no device is here to be filled"
 )
+DEVICES_PER_HOST = 8
+"""Where nothing else is known."""
 PAPER_DEVICES = (1, 4, 16, 64, 256, 1024)
 
 
@@ -37,6 +47,8 @@ def report_plan(
     picture: str = "",
     collectives: bool = False,
     schedule: bool = False,
+    device_gb: int | float = 0,
+    devices_per_host: int = 0,
 ) -> str:
     """Plans a run and says what it takes.
 
@@ -50,10 +62,13 @@ def report_plan(
             possible with `num_devices`.
         schedule: Whether to say when the stages of the pipeline are busy, and to draw
             it into `schedule.png` beside the other picture.
+        device_gb: Memory of a device, for `mesh="auto"`; 0 asks the devices here.
+        devices_per_host: The same; 0 asks the devices here, and is 8 for others.
 
     Returns:
         The plan, the table of the stages beside the closed form, and, where there are
-        devices, the memory analysis of the compiled step.
+        devices, the memory analysis of the compiled step; under `mesh="auto"` also why
+        it is this mesh.
 
     Raises:
         ConfigError: Settings that cannot work, or collectives of a step that is not
@@ -65,6 +80,9 @@ def report_plan(
         problem = f"needs a compiled step, and num_devices={num_devices} compiles none"
         remedy = "use --simulated_devices, or the devices themselves"
         raise ConfigError(Problem("collectives", True, problem, remedy))
+    proposal = _proposal(config, num_devices, device_gb, devices_per_host)
+    if proposal:
+        config = dataclasses.replace(config, mesh=proposal.mesh)
     num_devices = num_devices or jax.device_count()
     check_config(config, num_devices)
     if schedule and axis_sizes(config, num_devices)[meshes.PIPELINE] == 1:
@@ -120,7 +138,39 @@ def report_plan(
     if schedule:
         pictures.append(path.with_name("schedule.png"))
         parts.append(report_schedule(config, plan, pictures[-1]))
-    return "\n\n".join([*parts, f"picture: {' and '.join(map(str, pictures))}"])
+    parts.append(f"picture: {' and '.join(map(str, pictures))}")
+    parts += [describe_proposal(proposal)] if proposal else []
+    return "\n\n".join(parts)
+
+
+def _proposal(
+    config: Config, num_devices: int, device_gb: int | float, devices_per_host: int
+) -> Proposal | None:
+    """The mesh for the machine of a plan, where the config leaves it open."""
+    given = {"device_gb": device_gb, "devices_per_host": devices_per_host}
+    if not is_open(config.mesh):
+        problem, remedy = "is read under mesh='auto' alone", "leave it out"
+        unread = [Problem(k, x, problem, remedy) for k, x in given.items() if x]
+        if unread:
+            raise ConfigError(*unread)
+        return None
+    if num_devices and not device_gb:
+        problem = "does not say what fits devices that are not here, for mesh='auto'"
+        remedy = "give their memory, such as --device_gb=80"
+        raise ConfigError(Problem("device_gb", device_gb, problem, remedy))
+    machine = (
+        Machine(num_devices, DEVICES_PER_HOST, 0)
+        if num_devices
+        else this_machine(jax.devices())
+    )
+    return propose_mesh(
+        config,
+        Machine(
+            machine.num_devices,
+            devices_per_host or machine.devices_per_host,
+            device_gb * 1e9 or machine.device_bytes,
+        ),
+    )
 
 
 def report_schedule(config: Config, plan: plans.Plan, picture: pathlib.Path) -> str:

@@ -28,6 +28,7 @@ from zjax.optim.build import make_optimizer
 from zjax.optim.precision import describe_precision
 from zjax.optim.schedules import make_schedule
 from zjax.pinned import pin_what_is_needed
+from zjax.propose import choose_mesh
 from zjax.sharding.describe import describe_plan, describe_plan_totals
 from zjax.sharding.mesh import BATCH_AXES, mesh_sizes
 from zjax.stopping import stop_signals
@@ -70,6 +71,8 @@ class Trainer:
         if model is None:
             pin_what_is_needed(config)
         devices = jax.devices() if devices is None else devices
+        if model is None:
+            config = choose_mesh(config, devices, tx)
         check_config(
             config,
             len(devices),

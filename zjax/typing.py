@@ -104,10 +104,12 @@ class Stack:
     """`head(params, carry, batch) -> (loss_sum, weight, metric_sums)`, for `Loss` once
     divided by the weight."""
     split: Callable[[Params], tuple[Params, tuple[tuple[Params, ...], ...], Params]]
-    """Model parameters -> (embed's, each segment's per-block trees, head's)."""
+    """Model parameters -> (embed's, each segment's per-block trees, head's). It selects
+    leaves and computes nothing; `zjax.sharding.layers.layers_of` takes layers apart."""
     join: Callable[[Params, tuple[tuple[Params, ...], ...], Params], Params]
     """The transpose of `split`, for gradients: its inverse with layers apart, but for
-    shared leaves, of which it returns the sum."""
+    shared leaves, of which it returns the sum. `zjax.sharding.layers.side_by_side` puts
+    layers back."""
     shared: tuple[str, ...] = ()
     """Paths of leaves that both embed and head use, such as tied embeddings."""
     continuation: Continuation | None = None

@@ -246,6 +246,12 @@ MODEL = [
         id="tensor-as-the-rest",
     ),
     case(
+        "model.layers_per_scan=5;zero.optimizer_memory=pinned_host;model.remat=full",
+        "model.layers_per_scan=5 has no effect with zero.optimizer_memory='pinned_host'"
+        ", which runs blocks one by one; use 0",
+        id="loop-over-blocks-that-move",
+    ),
+    case(
         "model.layers_per_scan=5",
         "model.layers_per_scan=5 does not divide model.num_layers=12; "
         "use 1, 2, 3, 4, 6 or 12",

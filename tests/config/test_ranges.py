@@ -15,7 +15,12 @@ from zjax.config import ranges, schema
         ("seed", "4294967296", "use 0 to 4294967295"),
         ("num_steps", "0", "use 1 or more"),
         ("global_batch_size", "-1", "use 0 or more"),
-        ("mesh.tensor", "-2", "use 1 or more, or -1 for the rest"),
+        ("mesh.data", "-2", "use 1 or more, or -1 for the rest"),
+        (
+            "mesh.tensor",
+            "-2",
+            "use 1 or more, -1 for the rest, or 0 for zjax to choose",
+        ),
         ("optimizer.peak_learning_rate", "0.0", "use more than 0"),
         ("optimizer.peak_learning_rate", "inf", "use more than 0"),
         ("optimizer.b1", "1.0", "use 0 or more and less than 1"),

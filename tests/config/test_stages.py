@@ -85,6 +85,20 @@ RULES = [
         id="loop-over-layers",
     ),
     case(
+        "mesh.pipeline=2;model.layers_per_scan=5",
+        "model.layers_per_scan=5 has no effect in the stages of a pipeline, which run "
+        "layers in line; use 0",
+        id="loop-that-does-not-divide-layers",
+    ),
+    case(
+        "mesh.pipeline=2;model.layers_per_scan=2;deterministic=True",
+        "model.layers_per_scan=2 has no effect in the stages of a pipeline, which run "
+        "layers in line; use 0\n"
+        "deterministic=True repeats a kernel of cuDNN in each stage, which cannot be "
+        "deterministic; use False, or model.attention='xla'",
+        id="loop-and-deterministic",
+    ),
+    case(
         "mesh.pipeline=2;model.remat=full;model.activation_memory=pinned_host",
         "model.activation_memory='pinned_host' has no effect in the stages of a "
         "pipeline, which keep their own; leave it at 'device'",

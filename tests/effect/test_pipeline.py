@@ -10,6 +10,7 @@ import pytest
 
 from tests.support import pipelines
 from zjax.observe.collectives import list_collectives
+from zjax.observe.communication import describe_communication, zero_volume
 
 MICROBATCHES, STAGES = 4, 4
 TICKS = MICROBATCHES + STAGES - 1
@@ -89,6 +90,18 @@ def test_gradients_are_reduced_once_in_a_step():
     assert data["reduce-scatter"] == pytest.approx(own, rel=0.05)
     assert data["all-gather"] == pytest.approx(own, rel=0.05)
     assert data["all-reduce"] < 0.05 * own
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_plan_judges_what_stages_move_over_data(stage):
+    """Fails if the volume of a stage of layers is taken for that of the model, or is
+    said of steps that communicate in each tick."""
+    run, text = compiled(stage)
+    said = describe_communication(list_collectives(text), run.plan, MICROBATCHES)
+    moved = sum(sent(stage, "data").values()) + sent(stage, "data")["all-reduce"]
+    wanted = zero_volume(run.plan, MICROBATCHES)
+    assert (moved == pytest.approx(wanted, rel=0.03)) == (stage == 1)
+    assert (f"ZeRO {stage} should move" in said) == (stage == 1)
 
 
 def test_stage_2_reduces_in_each_tick_with_a_backward_pass():

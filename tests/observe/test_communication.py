@@ -96,3 +96,27 @@ def test_a_loop_of_unknown_length_is_said():
     assert text.endswith(
         "A loop whose turns the compiler does not know is counted once."
     )
+
+
+STAGES = schema.Mesh(pipeline=2, data=4)
+JUDGED = """\
+volume                                  elements     Psi
+────────────────────────────────────────────────────────
+this step moves over data                      6   0.003
+ZeRO 1 should move for 4 microbatches      4,112   2.001
+What the stages of the pipeline hand to each other is not judged."""
+NOT_JUDGED = """\
+volume                      elements     Psi
+────────────────────────────────────────────
+this step moves over data          6   0.003
+What the stages of the pipeline hand to each other is not judged.
+ZeRO 2 communicates in each tick of it; how much is not foretold."""
+
+
+@pytest.mark.parametrize(("stage", "text"), [(1, JUDGED), (2, NOT_JUDGED)])
+def test_pipelines_are_judged_as_far_as_they_can_be(stage, text):
+    """Fails if a pipeline is held against what a step without stages moves."""
+    plan = runs.make_small_plan(optax.sgd(0.1), stage, mesh=STAGES)
+    found = [collective("all-reduce", 3, "data")]
+    said = describe_communication(found, plan, 4)
+    assert said.partition("\n\n")[2] == text

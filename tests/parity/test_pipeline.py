@@ -1,5 +1,6 @@
 """Pipelines of any schedule, mesh and stage compute what one device computes."""
 
+import functools
 import itertools
 
 import jax
@@ -95,6 +96,28 @@ def test_steps_equal_one_device(name):
     """Fails if a stage has another's input, a microbatch is lost, gradients of what
     embedding and head share are not added, or padding counts."""
     assert_same(CASES[name])
+
+
+def test_norms_and_averages_are_those_of_all_stages():
+    """Fails if a stage clips by its own norm, or some gradients are of another scale,
+    which SGD shows and Adam would divide away."""
+    case = {"optimizer": "sgd", "clip_norm": 0.05, "ema_decay": 0.9, "num_layers": 5}
+    split = pipelines.make_config(mesh={"pipeline": 4, "data": 2}, **case)
+    found = steps_of(pipelines.start(split))
+    one = pipelines.make_config(**case)
+    wanted = steps_of(pipelines.start(one, jax.devices()[:1]))
+    assert min(wanted[0]) > 2 * case["clip_norm"]
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+    jax.tree.map(close, found, wanted)
+
+
+def steps_of(run):
+    """Norms of gradients, and averaged weights after three steps."""
+    state, norms = run.state, []
+    for step in range(3):
+        state, metrics = run.step(state, pipelines.make_batch(step))
+        norms.append(float(metrics["grad_norm"]))
+    return norms, pipelines.whole(state.ema, run.plan.ema)
 
 
 def test_bfloat16_is_close_to_float32():

@@ -21,6 +21,8 @@ def make_config(
     pipeline=None,
     compute_dtype="float32",
     optimizer="adamw",
+    clip_norm=1.0,
+    ema_decay=0.0,
     **model,
 ):
     shape = {"num_layers": 4, "num_heads": 4, "num_kv_heads": 4, "mlp_size": 24}
@@ -33,7 +35,11 @@ def make_config(
         zero=schema.Zero(stage=stage, min_shard_elements=0),
         precision=schema.Precision(compute_dtype=compute_dtype),
         optimizer=schema.Optimizer(
-            name=optimizer, num_warmup_steps=0, peak_learning_rate=1e-2
+            name=optimizer,
+            num_warmup_steps=0,
+            peak_learning_rate=1e-2,
+            clip_norm=clip_norm,
+            ema_decay=ema_decay,
         ),
         model=schema.Model(embed_size=WIDTH, **(shape | model)),
         data=schema.Data(length=LENGTH),
@@ -65,11 +71,16 @@ def train(run, num_steps=3):
         losses.append(float(metrics["loss"]))
     evaluated = float(run.evaluate(state, make_batch(99))["loss"])
 
+    return [*losses, evaluated], whole(state.master, run.plan.master)
+
+
+def whole(arrays, rows):
+    """Arrays in their logical shapes."""
+
     def cut(x, row):
         return np.asarray(x)[tuple(map(slice, row.shape))]
 
-    weights = jax.tree.map(cut, state.master, run.plan.master)
-    return [*losses, evaluated], weights
+    return jax.tree.map(cut, arrays, rows)
 
 
 @functools.cache

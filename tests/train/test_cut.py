@@ -1,6 +1,7 @@
 """Models cut into embedding, layers and head, and those that cannot be."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +75,67 @@ def test_blocks_that_are_not_equal_are_refused():
     assert str(error.value) == (
         "mesh.pipeline=2 cannot cut blocks that are not equal, or whose arrays do not "
         "stack them; use 1, or a model with a zjax.Stack of one segment"
+    )
+
+
+def stacked_layers(split, params):
+    """What one would write for arrays: each layer an index of the stack."""
+    embed, (blocks,), head = split(params)
+    stack = params["blocks"]
+    layers = [jax.tree.map(lambda x, i=i: x[i], stack) for i in range(len(blocks))]
+    return embed, (tuple(layers),), head
+
+
+def doubled_tables(split, params):
+    embed, blocks, head = split(params)
+    return jax.tree.map(lambda x: 2 * x, embed), blocks, head
+
+
+def two_lines(split, params):
+    embed, (blocks,), head = split(params)
+    return embed, (blocks[:2], blocks[2:]), head
+
+
+def stacked(join, embed, segments, head):
+    (layers,) = segments
+    joined = join(embed, segments, head)
+    return joined | {"blocks": jax.tree.map(lambda *x: jnp.stack(x), *layers)}
+
+
+def lost_head(join, embed, segments, head):
+    return join(embed, segments, head) | {"head": {}}
+
+
+@pytest.mark.parametrize(
+    ("function", "mine", "what"),
+    [
+        ("split", stacked_layers, "fails with TypeError on leaves that are no arrays"),
+        ("split", doubled_tables, "fails with TypeError on leaves that are no arrays"),
+        ("split", two_lines, "fails with ValueError on leaves that are no arrays"),
+        (
+            "join",
+            stacked,
+            "fails with TypeError on layers that are no arrays",
+        ),
+        ("join", lost_head, "does not put back what Stack.split selects"),
+    ],
+)
+def test_stack_that_does_more_than_select_is_refused(function, mine, what):
+    """Fails if a user sees an exception of ours from the middle of their function."""
+    config = pipelines.make_config(mesh={"pipeline": 2}, tied_head=False)
+    model = make_model(config)
+    given = functools.partial(mine, getattr(model.stack, function))
+    stack = dataclasses.replace(model.stack, **{function: given})
+    other = dataclasses.replace(model, stack=stack)
+    with pytest.raises(PlanError) as error:
+        make_run(config, other, make_optimizer(config, other))
+    remedy = {
+        "split": "let it select leaves alone, layers by zjax.sharding.layers.layers_of",
+        "join": "let it put leaves back, layers by zjax.sharding.layers.side_by_side",
+    }[function]
+    assert str(error.value) == (
+        f"mesh.pipeline=2 cannot cut a model whose Stack.{function} {what}; {remedy}, "
+        "or use 1"
     )
 
 

@@ -29,6 +29,7 @@ from zjax.observe import flops
 from zjax.optim.build import make_optimizer
 from zjax.optim.schedules import make_schedule
 from zjax.pinned import pin_what_is_needed
+from zjax.propose import choose_mesh
 from zjax.sharding.describe import format_bytes, render_table
 from zjax.sharding.memory import moved_bytes, num_params, resting_bytes
 from zjax.sharding.plan import NVME
@@ -126,6 +127,7 @@ def measure(
     """
     pin_what_is_needed(config)
     devices = jax.devices() if devices is None else devices
+    config = choose_mesh(config, devices)
     check_config(config, len(devices))
     config = _few_steps(config, num_warm_up + num_rounds * STEPS_PER_ROUND)
     model = make_model(config)

@@ -8,6 +8,10 @@ from zjax.config import schema
 AXES = ("pipeline", "replica", "data", "expert", "sequence", "tensor")
 BUILT_AXES = ("pipeline", "replica", "data", "sequence", "tensor")
 BATCH_AXES = ("replica", "data", "expert")
+OPEN_AXES = ("pipeline", "sequence", "tensor")
+"""Axes whose size of 0 leaves it to zjax."""
+AUTO = "auto"
+"""In place of a mesh: all of these are left to zjax."""
 
 
 def axis_sizes(config: schema.Config, num_devices: int) -> dict[str, int]:

@@ -45,6 +45,7 @@ def check_config(
         config = dataclasses.replace(config, optimizer=_UNUSED_OPTIMIZER)
     if own_model:
         problems += effect.own_model_problems(config)
+    problems += _open_axes(config)
     broken = tuple(problem.field for problem in problems)
     for parts, rule in _RULES if own_model else _RULES + model_rules.MODEL_RULES:
         # A rule may divide by what it reads, so that its settings must be in range.
@@ -75,6 +76,16 @@ def check_processes(config: schema.Config) -> None:
     problems = problems or list(_processes(config, 1))
     if problems:
         raise ConfigError(*problems)
+
+
+def _open_axes(config: schema.Config) -> Iterator[Problem]:
+    """What `zjax.propose` has not filled in."""
+    left = [axis for axis in axes.OPEN_AXES if getattr(config.mesh, axis) == 0]
+    problem = "is left to zjax.Trainer, which chooses for the built-in models alone"
+    if left == list(axes.OPEN_AXES):
+        yield Problem("mesh", axes.AUTO, problem, "give sizes, such as mesh.data=-1")
+    elif left:
+        yield Problem(f"mesh.{left[0]}", 0, problem, "give a size")
 
 
 def _mesh(config: schema.Config, num_devices: int) -> Iterator[Problem]:

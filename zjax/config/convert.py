@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import ml_collections
 
-from zjax.config import schema
+from zjax.config import axes, schema
 from zjax.errors import ConfigError, Problem
 
 Section = TypeVar("Section")
@@ -78,6 +78,24 @@ def to_mapping(section: Any) -> dict[str, Any]:
     return dataclasses.asdict(section)
 
 
+def spelled_out(path: str, value: Any) -> Any:
+    """Gives the sizes that the word `auto` stands for in place of a mesh.
+
+    Args:
+        path: Of a section.
+        value: What was given for it.
+
+    Returns:
+        A mapping for `mesh="auto"`; any other value as it is.
+
+    Example:
+        >>> spelled_out("mesh", "auto")
+        {'pipeline': 0, 'sequence': 0, 'tensor': 0}
+    """
+    is_auto = (path, value) == ("mesh", axes.AUTO)
+    return dict.fromkeys(axes.OPEN_AXES, 0) if is_auto else value
+
+
 def hint_at(path: str) -> Any:
     """Looks up the type of a setting.
 
@@ -101,10 +119,11 @@ def hint_at(path: str) -> Any:
 def _section(section: Any, values: Any, path: str, problems: list[Problem]) -> Any:
     if isinstance(values, section):
         values = {f.name: getattr(values, f.name) for f in dataclasses.fields(values)}
-    hints = typing.get_type_hints(section)
+    values, hints = spelled_out(path, values), typing.get_type_hints(section)
     if not isinstance(values, Mapping):
-        names = ", ".join(hints)
-        _refuse_type(path, values, f"a mapping with any of {names}", problems)
+        word = f"{axes.AUTO!r}, or " if section is schema.Mesh else ""
+        expected = f"{word}a mapping with any of {', '.join(hints)}"
+        _refuse_type(path, values, expected, problems)
         return values
     arguments, before = {}, len(problems)
     for name, value in values.items():

@@ -79,6 +79,9 @@ def _tiles(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 
 def _layers(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     block, layers = config.model.layers_per_scan, config.model.num_layers
+    by_stage = axes.axis_sizes(config, num_devices)["pipeline"] > 1
+    if by_stage or config.zero.optimizer_memory != "device":
+        return  # other rules say that there is no loop
     if block and layers % block:
         problem = f"does not divide model.num_layers={layers}"
         yield Problem(

@@ -59,7 +59,7 @@ def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
         name, _, rest = path.partition(".")
         inner = {rest: change} if rest else change
         if isinstance(inner, Mapping):
-            merged[name] = merge(_nested(merged.get(name)), inner)
+            merged[name] = merge(_nested(name, merged.get(name)), inner)
         else:
             merged[name] = inner
     return merged
@@ -101,7 +101,8 @@ def merge_overrides(
     return merged
 
 
-def _nested(value: Any) -> Mapping[str, Any]:
+def _nested(name: str, value: Any) -> Mapping[str, Any]:
+    value = convert.spelled_out(name, value)
     if dataclasses.is_dataclass(value):
         return convert.to_mapping(value)
     return value if isinstance(value, Mapping) else {}

@@ -30,6 +30,9 @@ FRACTION = Range(lambda x: 0 <= x <= 1, "use 0 to 1")
 DECAY = Range(lambda x: 0 <= x < 1, "use 0 or more and less than 1")
 POWER_OF_TWO = Range(_power_of_two, "use a power of two, such as 65536.0")
 AXIS = Range(lambda x: x >= 1 or x == -1, "use 1 or more, or -1 for the rest")
+OPEN_AXIS = Range(
+    lambda x: x >= -1, "use 1 or more, -1 for the rest, or 0 for zjax to choose"
+)
 STEP = Range(lambda x: x >= 1 or x == -1, "use 1 or more, or -1 for never")
 SEED = Range(lambda x: 0 <= x < 2**32, "use 0 to 4294967295")
 
@@ -42,12 +45,12 @@ RANGES: dict[type, dict[str, Range]] = {
         "microbatch_size": _from(0),
     },
     schema.Mesh: {
-        "pipeline": AXIS,
+        "pipeline": OPEN_AXIS,
         "replica": AXIS,
         "data": AXIS,
         "expert": AXIS,
-        "sequence": AXIS,
-        "tensor": AXIS,
+        "sequence": OPEN_AXIS,
+        "tensor": OPEN_AXIS,
     },
     schema.Pipeline: {"num_chunks": _from(2)},
     schema.Zero: {"min_shard_elements": _from(0), "delay_updates_from": STEP},

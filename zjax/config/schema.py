@@ -23,7 +23,10 @@ class DimRule:
 
 @section
 class Mesh:
-    """Devices along each mesh axis, slowest link first; one may be -1: the rest."""
+    """Devices along each mesh axis, slowest link first; one may be -1: the rest.
+
+    `mesh="auto"` sets pipeline, sequence and tensor to 0: zjax chooses them.
+    """
 
     pipeline: int = 1
     """Stages of consecutive layers."""

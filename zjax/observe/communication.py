@@ -9,7 +9,13 @@ import jax
 from zjax.observe.collectives import Collective, mesh_axes
 from zjax.sharding import memory, rules
 from zjax.sharding.describe import format_bytes, render_table
-from zjax.sharding.mesh import BATCH_AXES, REPLICA, ZERO_AXES, num_shares
+from zjax.sharding.mesh import (
+    BATCH_AXES,
+    PIPELINE,
+    REPLICA,
+    ZERO_AXES,
+    num_shares,
+)
 from zjax.sharding.plan import Plan
 
 SMALL_SHARE = 1 / 1000
@@ -18,6 +24,8 @@ CPU_NOTE = (
     "Compiled for CPUs: bf16 is sent as f32, and where the compiler chose the\n"
     "collectives, all-reduce and slice stand for reduce-scatter."
 )
+STAGES_NOTE = "What the stages of the pipeline hand to each other is not judged."
+TICKS_NOTE = "ZeRO {stage} communicates in each tick of it; how much is not foretold."
 UNBOUNDED_NOTE = "A loop whose turns the compiler does not know is counted once."
 
 
@@ -27,7 +35,8 @@ def zero_volume(plan: Plan, num_microbatches: int) -> int:
     A step of one microbatch moves 2 Psi up to stage 2, and 3 Psi at stage 3. Gradients
     are reduced once per step up to stage 1, once per microbatch from 2 on; parameters
     are gathered once per step up to stage 2, and twice per microbatch at 3. Arrays too
-    small to split are all-reduced. Copies over `replica` add up shares.
+    small to split are all-reduced. Copies over `replica` add up shares. In a pipeline,
+    where this holds up to stage 1, it is that of one stage of layers.
 
     Args:
         plan: Its stage, mesh and gradients.
@@ -89,6 +98,7 @@ def describe_communication(
             render_table(columns, rows, right=range(3, 7)),
             "",
             _describe_volume(found, plan, num_microbatches),
+            *_pipeline_notes(plan),
             *([] if bounded else [UNBOUNDED_NOTE]),
         ]
     )
@@ -116,7 +126,20 @@ def _describe_volume(
     if num_microbatches > 1:
         stage += f" for {num_microbatches} microbatches"
     step = f"this step moves over {' and '.join(dict.fromkeys(copies)) or 'no axis'}"
-    volumes = {step: moved, stage: zero_volume(plan, num_microbatches)}
+    volumes = {step: moved}
+    if not _communicates_in_ticks(plan):
+        volumes[stage] = zero_volume(plan, num_microbatches)
     psi = memory.num_params(plan)
     rows = [(name, f"{n:,}", f"{n / psi:.3f}") for name, n in volumes.items()]
     return render_table(("volume", "elements", "Psi"), rows, right=(1, 2))
+
+
+def _communicates_in_ticks(plan: Plan) -> bool:
+    return plan.mesh.shape[PIPELINE] > 1 and plan.stage >= 2
+
+
+def _pipeline_notes(plan: Plan) -> list[str]:
+    notes = [STAGES_NOTE] if plan.mesh.shape[PIPELINE] > 1 else []
+    if _communicates_in_ticks(plan):
+        notes.append(TICKS_NOTE.format(stage=plan.stage))
+    return notes

@@ -182,6 +182,27 @@ def waiting_on_host_bytes(plan: Plan, config: Config, num_shares: int) -> int:
     return waiting_bytes(plan, resolve_batch(config, num_shares).num_microbatches)
 
 
+def step_state_bytes(plan: Plan, config: Config, num_microbatches: int) -> int | float:
+    """Model state on a device while gradients of a step are there.
+
+    Args:
+        plan: Placement of every array.
+        config: Read for `zero.gradient_memory`.
+        num_microbatches: With one, gradients are not summed before they are split.
+
+    Returns:
+        Bytes of parameters in use, gradients, master weights and optimizer state; of
+        those on the device where part of them rests elsewhere.
+    """
+    if plan.is_offloaded:
+        on_host = config.zero.gradient_memory == HOST
+        waiting = 0 if on_host else waiting_bytes(plan, num_microbatches)
+        return resting_bytes(plan, DEVICE) + waiting
+    state = plan_bytes(plan)
+    grads = plan.grad_sum if num_microbatches > 1 else plan.grads
+    return state.parameters + state.optimizer + tree_bytes(grads)
+
+
 def disk_bytes(plan: Plan) -> int:
     """What this process writes to disks: every shard of its devices once.
 

@@ -43,7 +43,7 @@ def mesh_sizes(mesh: schema.Mesh, num_devices: int) -> dict[str, int]:
         4
     """
     sizes = {axis: getattr(mesh, axis) for axis in AXES}
-    known = math.prod(size for size in sizes.values() if size != -1)
+    known = math.prod(size for size in sizes.values() if size > 0)
     free = num_devices // known if num_devices % known == 0 else 1
     resolved = {axis: free if size == -1 else size for axis, size in sizes.items()}
     if math.prod(resolved.values()) != num_devices:

@@ -22,17 +22,18 @@ class Cut:
         plan: Says which arrays stack layers.
 
     Raises:
-        PlanError: The model is not a line of equal blocks whose arrays stack them.
+        PlanError: The model is not a line of equal blocks whose arrays stack them, or
+            its stack does more than to select leaves and to put them back.
     """
 
     def __init__(self, model: Model, plan: Plan):
         stack = model.stack
         if stack is None or len(stack.segments) != 1:
             raise PlanError(_no_line(plan, "a model that is no line of equal blocks"))
-        self.stack = stack
+        self.plan, self.stack = plan, stack
         self.rows = plan.master
         paths = [row.path for row in jax.tree.leaves(plan.master)]
-        _, (blocks,), _ = stack.split(self._marked(plan.master))
+        _, blocks, _ = self._selected(plan.master)
         self.blocks = blocks
         self.index = {path: number for number, path in enumerate(paths)}
         for number, block in enumerate(blocks):
@@ -42,11 +43,17 @@ class Cut:
             ):
                 problem = "blocks that are not equal, or whose arrays do not stack them"
                 raise PlanError(_no_line(plan, problem))
+        arrays = jax.tree.map(
+            lambda row: jax.ShapeDtypeStruct(row.stored_shape, row.dtype), plan.master
+        )
+        if jax.eval_shape(lambda tree: self.join(self.split(tree)), arrays) != arrays:
+            problem = "does not put back what Stack.split selects"
+            raise PlanError(_no_selection(plan, "join", problem))
 
     def split(self, tree: Any) -> Parts:
         """Arrays, or rows, of the embedding, of all layers, and of the head."""
         leaves = jax.tree.leaves(tree)
-        embed, _, head = self.stack.split(self._marked(tree))
+        embed, _, head = self._selected(tree)
         stages = jax.tree.map(
             lambda mark: leaves[self.index[mark.path]], self.blocks[0]
         )
@@ -59,7 +66,11 @@ class Cut:
             mark.path: x
             for mark, x in zip(marks, jax.tree.leaves(parts.stages), strict=True)
         }
-        joined = self.stack.join(parts.embed, (self.blocks,), parts.head)
+        try:
+            joined = self.stack.join(parts.embed, (self.blocks,), parts.head)
+        except Exception as error:  # the function is the user's, and may raise anything
+            problem = f"fails with {type(error).__name__} on layers that are no arrays"
+            raise PlanError(_no_selection(self.plan, "join", problem)) from error
 
         def is_marked(x: Any) -> bool:
             return isinstance(x, Layers) and isinstance(x[0], _Mark)
@@ -69,6 +80,14 @@ class Cut:
             joined,
             is_leaf=is_marked,
         )
+
+    def _selected(self, tree: Any) -> tuple[Any, Any, Any]:
+        try:
+            embed, (blocks,), head = self.stack.split(self._marked(tree))
+        except Exception as error:  # the function is the user's, and may raise anything
+            problem = f"fails with {type(error).__name__} on leaves that are no arrays"
+            raise PlanError(_no_selection(self.plan, "split", problem)) from error
+        return embed, blocks, head
 
     def _marked(self, tree: Any) -> Any:
         def one(row: Row, x: Any) -> Any:
@@ -93,3 +112,13 @@ def _no_line(plan: Plan, what: str) -> Problem:
     size = plan.mesh.shape[PIPELINE]
     remedy = "use 1, or a model with a zjax.Stack of one segment"
     return Problem("mesh.pipeline", size, f"cannot cut {what}", remedy)
+
+
+def _no_selection(plan: Plan, function: str, what: str) -> Problem:
+    size = plan.mesh.shape[PIPELINE]
+    remedy = {
+        "split": "let it select leaves alone, layers by zjax.sharding.layers.layers_of",
+        "join": "let it put leaves back, layers by zjax.sharding.layers.side_by_side",
+    }[function]
+    problem = f"cannot cut a model whose Stack.{function} {what}"
+    return Problem("mesh.pipeline", size, problem, f"{remedy}, or use 1")

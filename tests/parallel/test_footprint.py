@@ -1,0 +1,83 @@
+"""Activations by formula against sums by hand, in units of tokens times width."""
+
+import dataclasses
+
+import pytest
+
+from zjax.config import schema
+from zjax.config.axes import axis_sizes
+from zjax.config.batch import BatchSizes
+from zjax.parallel.footprint import activation_bytes
+
+LAYERS, WIDTH, LENGTH = 8, 64, 256
+BLOCK, KEPT, INPUT = 16, 10, 1
+"""Of a block: everything, what `elementwise` keeps, what enters it."""
+
+
+WORKING = 2 * BLOCK
+
+
+def units(num_microbatches=8, ways=None, remat="elementwise", **settings):
+    """Per token of a microbatch on one device, without logits."""
+    memory = settings.pop("memory", "device")
+    config = schema.Config(
+        mesh=schema.Mesh(**settings),
+        pipeline=schema.Pipeline(**(ways or {})),
+        model=schema.Model(
+            num_layers=LAYERS,
+            embed_size=WIDTH,
+            mlp_size=4 * WIDTH,
+            num_heads=4,
+            num_kv_heads=4,
+            vocab_size=0,
+            remat=remat,
+            activation_memory=memory,
+        ),
+        data=schema.Data(length=LENGTH),
+    )
+    batch = BatchSizes(2 * num_microbatches, num_microbatches, 2)
+    found = activation_bytes(config, axis_sizes(config, 8), batch)
+    return found / (2 * LENGTH * WIDTH * 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, LAYERS * KEPT + WORKING),
+        ({"remat": "full"}, LAYERS * INPUT + WORKING),
+        ({"remat": "full", "memory": "pinned_host"}, WORKING),
+        ({"tensor": 4}, (LAYERS * KEPT + WORKING) / 4),
+        ({"sequence": 2, "tensor": 2}, (LAYERS * KEPT + WORKING) / 4),
+    ],
+)
+def test_what_a_device_keeps(settings, expected):
+    assert units(**settings) == expected
+
+
+@pytest.mark.parametrize(
+    ("schedule", "waiting", "layers"),
+    [("1f1b", 3, 4), ("gpipe", 8, 4), ("interleaved", 5, 2)],
+)
+def test_stages_keep_what_waits(schedule, waiting, layers):
+    """Two stages of one chunk of four layers, or two of two; what waits is what entered
+    a chunk, or all that it keeps."""
+    ways = {"schedule": schedule}
+    again = units(pipeline=2, ways=ways)
+    assert again == waiting * INPUT + layers * KEPT + WORKING
+    kept = units(pipeline=2, ways=ways | {"recompute": False})
+    assert kept == waiting * layers * KEPT + WORKING
+
+
+def test_logits_of_one_chunk_of_tokens():
+    """float32 and their gradients, with the float32 gradient of the matrix."""
+    model = schema.Model(num_layers=1, vocab_size=1000, loss_chunk_tokens=64)
+    none = dataclasses.replace(model, vocab_size=0)
+    one, two = (
+        activation_bytes(
+            schema.Config(model=each, mesh=schema.Mesh(tensor=2)),
+            axis_sizes(schema.Config(mesh=schema.Mesh(tensor=2)), 2),
+            BatchSizes(1, 1, 1),
+        )
+        for each in (model, none)
+    )
+    assert one - two == 500 * (64 * (4 + 2) + 4 * model.embed_size)

@@ -1,0 +1,160 @@
+"""Why it is this mesh, in sentences and in a table."""
+
+import dataclasses
+import math
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from zjax.config import axes, schema
+from zjax.errors import Problem
+from zjax.propose.trial import Machine, Trial
+from zjax.sharding import mesh as meshes
+from zjax.sharding.describe import WIDTH, format_bytes, render_table
+from zjax.sharding.plan import DEVICE
+
+FEW = "exceeds num_microbatches"
+"""Of stages."""
+_WHY = {
+    meshes.TENSOR: "matrices split within a host",
+    meshes.SEQUENCE: "the activations of one sequence do not fit",
+    meshes.PIPELINE: "what else there is does not suffice",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """A mesh, and why it is this one.
+
+    Args:
+        mesh: The choice; all sizes are numbers.
+        reasons: Sentences.
+        trials: What was thought of, in order; the last one was taken.
+        machine: For which.
+    """
+
+    mesh: schema.Mesh
+    reasons: tuple[str, ...]
+    trials: tuple[Trial, ...]
+    machine: Machine
+
+
+def describe_proposal(proposal: Proposal) -> str:
+    """Says which meshes were thought of, why the last was taken, and what to type.
+
+    Args:
+        proposal: Of `propose_mesh`.
+
+    Returns:
+        Text of at most 100 columns.
+    """
+    shown = [
+        axis
+        for axis in axes.AXES
+        if any(getattr(trial.mesh, axis) > 1 for trial in proposal.trials)
+    ] or [meshes.DATA]
+    rows = []
+    for trial in proposal.trials:
+        sizes = [str(getattr(trial.mesh, axis)) for axis in shown]
+        parts = (trial.state, trial.activations, trial.total)
+        numbers = [""] * 3 if trial.obstacle else map(format_bytes, parts)
+        fits = "taken" if trial.fits(proposal.machine) else "does not fit"
+        rows.append((*sizes, *numbers, trial.obstacle or fits))
+    columns = (*shown, "state", "activations", "a step", "")
+    table = render_table(columns, rows, right=range(len(shown) + 3))
+    lines = [*proposal.reasons, explicit_setting(proposal.mesh)]
+    return "\n".join([table, "", *(textwrap.fill(line, WIDTH) for line in lines)])
+
+
+def explicit_setting(mesh: schema.Mesh) -> str:
+    """What to type for a mesh.
+
+    Args:
+        mesh: All sizes are numbers.
+
+    Returns:
+        Flags for the axes of more than one device.
+
+    Example:
+        >>> explicit_setting(schema.Mesh(data=4, tensor=2))
+        '--config.mesh.data=4 --config.mesh.tensor=2'
+    """
+    sizes = {axis: getattr(mesh, axis) for axis in axes.AXES}
+    given = {k: n for k, n in sizes.items() if n > 1} or {meshes.DATA: 1}
+    return " ".join(f"--config.mesh.{axis}={size}" for axis, size in given.items())
+
+
+def reasons(
+    config: schema.Config, trials: Sequence[Trial], machine: Machine
+) -> Iterator[str]:
+    """Says why a mesh was taken.
+
+    Args:
+        config: What was asked for.
+        trials: What was thought of; the last one was taken.
+        machine: For which.
+
+    Yields:
+        Sentences.
+    """
+    mesh = trials[-1].mesh
+    if math.isinf(machine.device_bytes):
+        yield "The memory of these devices is not known: all is taken to fit."
+    else:
+        size, usable = map(format_bytes, (machine.device_bytes, machine.usable_bytes))
+        yield f"A step may take {usable} of the {size} of a device."
+    for axis, why in _WHY.items():
+        size = getattr(mesh, axis)
+        if size > 1 and not getattr(config.mesh, axis):
+            yield f"{axis}={size}: {why}; {_with_less(axis, trials)}."
+    if mesh.data > 1:
+        yield f"data={mesh.data}: the rest, over which ZeRO {config.zero.stage} splits."
+    if mesh.pipeline > 1 and config.zero.stage > 1:
+        yield (
+            f"zero.stage={config.zero.stage} communicates in each tick of a pipeline; "
+            "zero.stage=1 once per step, where it fits."
+        )
+
+
+def no_room(
+    config: schema.Config, trials: Sequence[Trial], machine: Machine
+) -> Problem:
+    """Says that no mesh has room for a step, and what would help.
+
+    Args:
+        config: What was asked for.
+        trials: What was thought of.
+        machine: For which.
+
+    Returns:
+        The problem, with the numbers of the mesh that takes least.
+    """
+    best = min((x for x in trials if not x.obstacle), key=lambda x: x.total)
+    parts = f"{best.state / 1e9:.1f} GB of state, {best.activations / 1e9:.1f} besides"
+    state_fits = best.state <= machine.usable_bytes
+    offers = {
+        "a higher zero.stage": config.zero.stage < 3,
+        "zero.optimizer_memory='pinned_host'": config.zero.optimizer_memory == DEVICE,
+        "model.remat='full'": state_fits and config.model.remat != "full",
+        "a smaller microbatch_size": state_fits and best.of_one < best.activations,
+        "more microbatches": any(FEW in trial.obstacle for trial in trials),
+        "more devices": True,
+    }
+    helps = ", ".join(offer for offer, does_help in offers.items() if does_help)
+    return Problem(
+        "mesh",
+        axes.AUTO,
+        f"finds no room on {machine.num_devices} x {machine.device_bytes / 1e9:.1f} "
+        f"GB: a step takes {best.total / 1e9:.1f} GB "
+        f"({parts}) with {explicit_setting(best.mesh)}",
+        f"use {helps} or a smaller model",
+    )
+
+
+def _with_less(axis: str, trials: Sequence[Trial]) -> str:
+    *before, taken = trials
+    less = [x for x in before if getattr(x.mesh, axis) < getattr(taken.mesh, axis)]
+    weighed = [x for x in less if not x.obstacle]
+    if not weighed:
+        return less[-1].obstacle
+    closest = min(weighed, key=lambda x: x.total)
+    return f"with less, a step takes {format_bytes(closest.total)} or more"
