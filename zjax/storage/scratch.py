@@ -24,7 +24,7 @@ from zjax.storage.files import write_file
 
 _PREFIX = "zjax-"
 _LOCK = "lock"
-_ROOM = 1.25
+_ROOM = 1.5
 """Of the bytes of a state, where disks have them: writes need not wait for removals."""
 _MOUNTS = pathlib.Path("/proc/self/mountinfo")
 _IN_MEMORY = ("tmpfs", "ramfs")
