@@ -26,6 +26,7 @@ from zjax.sharding import memory, placement
 from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
 from zjax.step import Step, check_arrays, make_step
+from zjax.storage.chunks import disk_bytes
 from zjax.storage.move import move
 from zjax.storage.progress import shown
 from zjax.storage.scratch import check_disks
@@ -233,9 +234,9 @@ def make_run(
         waiting,
         asked=config.zero.optimizer_memory,
     )
-    on_disk = memory.disk_bytes(plan)
+    on_disk = memory.rows_on_disk(plan)
     if on_disk:
-        check_disks(config.zero.nvme_paths, on_disk)
+        check_disks(config.zero.nvme_paths, [*map(disk_bytes, on_disk)])
 
     def fresh() -> TrainState:
         start, key = config.checkpoint.init_from, jax.random.key(config.seed)

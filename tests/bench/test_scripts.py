@@ -1,6 +1,7 @@
 """The programs of `examples/benchmarks` that measure zjax in ways of their own."""
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import pathlib
@@ -10,6 +11,7 @@ import types
 import pytest
 
 from tests.support import small_run
+from zjax.bench import Measurement, Spread
 from zjax.config import describe_config
 from zjax.observe import flops
 
@@ -102,3 +104,89 @@ def test_the_share_of_a_product_is_that_of_its_rate(tmp_path, monkeypatch, capsy
         work = flops.flops_per_token(config.model, 16, causal_attention=count)
         share = speed * work / found["matmul_flops"]["median"]
         assert found[name] == pytest.approx(share)
+
+
+@pytest.fixture
+def budget(monkeypatch):
+    """Searches among lengths of which only those up to `longest` cost little enough."""
+    monkeypatch.syspath_prepend(FOLDER)
+    module = load("longest_in_budget")
+
+    def search(longest, *, limited="time", dense=("x=1",)):
+        tried = []
+
+        def trial(given, length, *more):
+            tried.append(length)
+            if more:
+                return measured(1.0, 100)
+            dear = length > longest
+            if dear and limited == "room":
+                return None
+            seconds = 1.1 if dear and limited == "time" else 0.9
+            return measured(seconds, 101 if dear and limited == "memory" else 100)
+
+        monkeypatch.setattr(module, "trial", trial)
+        given = argparse.Namespace(config="", settings=[], base=16, dense=dense)
+        return module.search(given), tried
+
+    return search
+
+
+def measured(seconds, num_bytes):
+    unread = {"name": "", "device": "", "versions": {}}
+    numbers = {x.name: 1 for x in dataclasses.fields(Measurement)}
+    rates = {"model_tflops_per_device", "mfu", "mfu_full_attention"}
+    rates |= {"closed_form_bytes", "compile_seconds", "first_loss", "loss"}
+    spread = Spread.of([seconds])
+    costs = {"step_seconds": spread, "predicted_peak_bytes": num_bytes}
+    costs["tokens_per_second_per_device"] = spread
+    return Measurement(**(numbers | dict.fromkeys(rates, 1.0) | unread | costs))
+
+
+@pytest.mark.parametrize("limited", ["time", "memory", "room"])
+@pytest.mark.parametrize(
+    ("longest", "found", "failed", "tried"),
+    [
+        (70, 64, 96, [16, 32, 64, 128, 96]),
+        (100, 96, 128, [16, 32, 64, 128, 96]),
+        (16, 16, 24, [16, 32, 16, 24]),
+    ],
+)
+def test_the_longest_sequence_costs_no_more(
+    budget, limited, longest, found, failed, tried
+):
+    result, all_tried = budget(longest, limited=limited)
+    assert (result["length"], result["failed_length"]) == (found, failed)
+    assert (result["budget_seconds"], result["budget_bytes"]) == (1.0, 100)
+    assert all_tried == tried
+
+
+def test_a_search_for_a_longest_sequence_that_finds_none_says_so(budget):
+    with pytest.raises(SystemExit, match="16 tokens already cost more than the dense"):
+        budget(15)
+    with pytest.raises(SystemExit, match="1024 tokens still cost less: no end of the"):
+        budget(10**9)
+
+
+def test_a_trial_measures_the_length_it_is_given(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    module = load("longest_in_budget")
+    path = tmp_path / "small.gin"
+    sparse = ("model.kind=encoder", "model.vocab_size=300", "data.source=synthetic")
+    path.write_text(describe_config(small_run.make_config("run", *sparse)))
+    seen = []
+
+    def watched(config, **options):
+        seen.append((config.model.max_length, config.data.length, config.model.remat))
+        return measured(1.0, 1)
+
+    monkeypatch.setattr(module, "measure", watched)
+    given = argparse.Namespace(config=path, settings=["model.remat=full"])
+    assert module.trial(given, 48, "model.num_layers=2")
+    assert seen == [(48, 48, "full")]
+
+    def fails(config, **options):
+        raise module.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(module, "measure", fails)
+    assert module.trial(given, 48) is None

@@ -18,6 +18,7 @@ import pytest
 import zjax
 from tests.offload.test_train import assert_same_run
 from tests.support import small_run
+from tests.support.disks import block_bytes
 from tests.support.offload import (
     GPT,
     LLAMA,
@@ -34,6 +35,7 @@ from zjax.errors import ConfigError, StorageError
 from zjax.offload import stream as streams
 from zjax.sharding import describe, memory
 from zjax.sharding import plan as plans
+from zjax.storage import chunks, scratch
 from zjax.storage.array import DiskArray
 from zjax.train.state import saved_rows, saved_state
 
@@ -107,6 +109,28 @@ def test_state_rests_on_disks(tmp_path):
     while disk_bytes(tmp_path) >= most and time.monotonic() < end:
         time.sleep(0.1)  # files of the last step go in the background
     assert numbers < disk_bytes(tmp_path) < most
+
+
+def test_steps_take_no_more_of_the_disks_than_the_state(tmp_path, monkeypatch):
+    """Fails if old files stay beside the new ones where they go slowly."""
+    monkeypatch.setattr(scratch, "_ROOM", 1)
+    run = start(on_disk(tmp_path), devices=jax.devices()[:1])
+    asked = sum(map(chunks.disk_bytes, memory.rows_on_disk(run.plan)))
+    remove, write, found = scratch.shutil.rmtree, os.pwritev, []
+
+    def slowly(path, **options):
+        time.sleep(0.02)
+        remove(path, **options)
+
+    def watched(*args):
+        done = write(*args)
+        found.append(block_bytes(*tmp_path.glob("*/zjax-*/*")))
+        return done
+
+    monkeypatch.setattr(scratch.shutil, "rmtree", slowly)
+    monkeypatch.setattr(os, "pwritev", watched)
+    train(run, 3)
+    assert 0.8 * asked < max(found) <= asked
 
 
 def test_parameters_on_disks_generate(tmp_path):
@@ -275,10 +299,39 @@ def test_a_disk_that_fills_up_in_a_step(tmp_path, monkeypatch):
     )
 
 
+FILLS_UP = """
+import errno, os, sys
+from tests.support import small_run
+trainer = small_run.make_trainer(*sys.argv[1:], num_devices=1)
+write, left = os.pwritev, [5]
+def until_full(*args):
+    left[0] -= 1
+    if left[0] < 0:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return write(*args)
+os.pwritev = until_full
+trainer.fit()
+"""
+
+
+def test_a_run_for_which_there_is_no_room_leaves_nothing(tmp_path):
+    """Fails if files of a step that failed stay on the disk."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    settings = (*SETTINGS, "num_steps=2", f"zero.nvme_paths=('{disk}',)")
+    command = [sys.executable, "-c", FILLS_UP, str(tmp_path / "full"), *settings]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode
+    assert "No space left on device" in ended.stderr
+    assert '"loss"' not in (tmp_path / "full" / "metrics.jsonl").read_text()
+    assert list(disk.iterdir()) == []
+    small_run.fit(tmp_path / "next", *settings, num_devices=1)
+
+
 def test_disks_that_cannot_hold_the_state(tmp_path, monkeypatch):
     monkeypatch.setattr(zjax.storage.scratch, "free_bytes", lambda paths: 1000)
     with pytest.raises(
-        StorageError, match=r"have 0.0 GB free for 0.0 GB, as files that"
+        StorageError, match=r"have 0.0 GB free for 0.0 GB of files; make room"
     ):
         start(on_disk(tmp_path))
 

@@ -1,39 +1,23 @@
 """Arrays on disks come back, or say what is wrong."""
 
+import errno
 import gc
-import math
+import os
 import pathlib
-import re
 import signal
 import subprocess
 import sys
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
-from zjax.config import schema
+from tests.storage.conftest import CHUNK_BYTES, SPECS, make_row
 from zjax.errors import StorageError
-from zjax.sharding import mesh as meshes
-from zjax.sharding.placement import Row
-from zjax.storage import array as arrays
 from zjax.storage import scratch
 from zjax.storage.array import DiskArray
-
-SPECS = {
-    "split": PartitionSpec("data"),
-    "split along both dims": PartitionSpec("replica", "data"),
-    "on every device": PartitionSpec(),
-}
-
-
-def make_row(disks, spec=SPECS["split"], dtype="float32", shape=(16, 12)):
-    mesh = meshes.make_mesh(schema.Mesh(replica=2))
-    sharding = NamedSharding(mesh, spec)
-    return Row("blocks/x", shape, shape, jnp.dtype(dtype), sharding, disks=tuple(disks))
+from zjax.storage.chunks import disk_bytes
 
 
 def make_array(row):
@@ -42,22 +26,14 @@ def make_array(row):
     return jax.device_put(x.astype(row.dtype), row.sharding)
 
 
-@pytest.fixture
-def disks(tmp_path):
-    paths = [tmp_path / name for name in ("first", "second")]
-    for path in paths:
-        path.mkdir()
-    return tuple(map(str, paths))
-
-
 def files(path):
     return [p for p in pathlib.Path(path).rglob("*") if p.is_file()]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "uint8"])
 @pytest.mark.parametrize("spec", SPECS)
-def test_comes_back_as_it_was(disks, monkeypatch, spec, dtype):
-    monkeypatch.setattr(arrays, "CHUNK_BYTES", 64)
+@pytest.mark.usefixtures("small_chunks")
+def test_comes_back_as_it_was(disks, spec, dtype):
     row = make_row(disks, SPECS[spec], dtype)
     x = make_array(row)
     array = DiskArray.write(x, row)
@@ -65,7 +41,7 @@ def test_comes_back_as_it_was(disks, monkeypatch, spec, dtype):
     np.testing.assert_array_equal(found, x)
     assert (found.sharding, found.dtype) == (x.sharding, x.dtype)
     np.testing.assert_array_equal(array.read((slice(3, 7), slice(1))), x[3:7, :1])
-    assert len(files(array.path)) > x.nbytes / 64
+    assert len(files(array.path)) > x.nbytes / CHUNK_BYTES
     array.prefetch()
     np.testing.assert_array_equal(array.to_devices(), x)
 
@@ -124,26 +100,6 @@ def test_numpy_reads_it(disks):
     np.testing.assert_array_equal(np.asarray(DiskArray.write(x, row)), x)
 
 
-@pytest.mark.parametrize(
-    ("shape", "split", "fewest", "most"),
-    [
-        ((6287, 4096), 1, 6, 7),
-        ((8 * 6287, 4096), 8, 1, 1),
-        ((1 << 26,), 1, 16, 16),
-        ((8 * 131 * 32, 4096), 8, 2, 32),
-        ((3, 5), 1, 1, 1),
-    ],
-)
-def test_chunks_are_neither_tiny_nor_huge(shape, split, fewest, most):
-    """Fails if an awkward number of rows makes thousands of files."""
-    shard = (shape[0] // split, *shape[1:])
-    chunk = arrays.chunk_shape(shape, shard, 4)
-    number = math.prod(math.ceil(n / c) for n, c in zip(shard, chunk, strict=True))
-    assert fewest <= number <= most
-    if split > 1:
-        assert shard[0] % chunk[0] == 0
-
-
 def test_paths_may_be_relative(tmp_path, monkeypatch):
     """Fails if files are looked for elsewhere once the directory changes."""
     monkeypatch.chdir(tmp_path)
@@ -179,10 +135,13 @@ def test_damage_is_noticed(disks, damage):
 
 def test_a_disk_that_fails_is_told(disks, monkeypatch):
     row = make_row(disks)
-    opened = scratch.open_scratch(row.disks)
-    monkeypatch.setattr(opened, "new_path", lambda: "/proc/nowhere/0")
+
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pwritev", fail)
     array = DiskArray.write(make_array(row), row)
-    with pytest.raises(StorageError, match=re.escape("'/proc/nowhere/0' holds")):
+    with pytest.raises(StorageError, match=r"holds blocks/x .*Input/output error"):
         array.block_until_ready()
 
 
@@ -218,7 +177,7 @@ def test_disks_that_are_too_slow(disks, monkeypatch):
     """Fails if a state is placed on a disk that no step can wait for."""
     rates = {"first": 3e9, "second": 0.02e9}
     monkeypatch.setattr(scratch, "free_bytes", lambda paths: 10**12)
-    scratch.check_disks(disks, 10**9)
+    scratch.check_disks(disks, [10**9])
     assert [files(disk) for disk in disks] == [
         [pathlib.Path(place) / "lock"] for place in scratch.open_scratch(disks).places
     ]
@@ -226,7 +185,7 @@ def test_disks_that_are_too_slow(disks, monkeypatch):
         scratch, "_write_rate", lambda place: rates[pathlib.Path(place).parent.name]
     )
     with pytest.raises(StorageError) as error:
-        scratch.check_disks(disks, 80 * 10**9)
+        scratch.check_disks(disks, 80 * [10**9])
     assert str(error.value) == (
         f"zero.nvme_paths='{disks[1]}' writes 0.020 GB/s, so that the 80 GB of a step "
         "take 0.6 hours; name a faster disk, or more of them"
@@ -234,15 +193,56 @@ def test_disks_that_are_too_slow(disks, monkeypatch):
 
 
 def test_disks_that_are_too_small(disks, monkeypatch):
+    """Fails if the sizes of single arrays are forgotten: only one disk has the last."""
     monkeypatch.setattr(scratch, "free_bytes", lambda paths: 5 * 10**9)
-    scratch.check_disks(disks, 4 * 10**9)
+    scratch.check_disks(disks[:1], 5 * [10**9])
+    scratch.check_disks(disks, 4 * [10**9])
     with pytest.raises(StorageError) as error:
-        scratch.check_disks(disks, 5 * 10**9)
+        scratch.check_disks(disks, 5 * [10**9])
     assert str(error.value) == (
-        f"zero.nvme_paths={disks!r} have 5.0 GB free for 6.0 GB, as files that are "
-        "replaced stay until the new ones are there; make room, name more disks, or "
-        "use more hosts"
+        f"zero.nvme_paths={disks!r} have 5.0 GB free for 6.0 GB of files; make room, "
+        "name more disks, or use more hosts"
     )
+
+
+def test_arrays_of_any_order_are_spread_over_disks(disks):
+    """Fails if arrays that are large come to lie on one disk, as in turns they would,
+    or if what is gone still counts."""
+    opened, sizes = scratch.Scratch(disks), (9, 1) * 8
+    first, second = opened.places
+    paths = [opened.new_path(size) for size in sizes]
+    held = dict.fromkeys(opened.places, 0)
+    for path, size in zip(paths, sizes, strict=True):
+        held[os.path.dirname(path)] += size
+    assert max(held.values()) <= sum(sizes) / 2 + max(sizes)
+    on_first = [path for path in paths if path.startswith(f"{first}/")]
+    for path in on_first:
+        opened.remove(path)
+    opened.reserve(-held[first])
+    new = [opened.new_path(1) for _ in range(held[second])]
+    assert {os.path.dirname(path) for path in new} == {first}
+
+
+def test_an_array_waits_for_room(disks, monkeypatch):
+    """Fails if files that go slowly pile up beside new ones."""
+    remove = scratch.shutil.rmtree
+
+    def slowly(path, **options):
+        time.sleep(0.05)
+        remove(path, **options)
+
+    monkeypatch.setattr(scratch.shutil, "rmtree", slowly)
+    row = make_row(disks)
+    old = [DiskArray.write(make_array(row), row) for _ in range(5)]
+    for array in old:
+        array.block_until_ready()
+    scratch.open_scratch(disks).reserve(disk_bytes(row))
+    for array in old:
+        array.delete()
+    for _ in range(5):
+        array = DiskArray.write(make_array(row), row).block_until_ready()
+        assert len([*pathlib.Path(disks[0]).parent.glob("*/zjax-*/*/zarr.json")]) <= 6
+        old.append(array)
 
 
 PROGRAM = """

@@ -98,10 +98,10 @@ def test_file_systems_without_direct_access_are_told_once(
     monkeypatch.setattr(files, "_FLAGS", {})
     opened = os.open
 
-    def refuse(path, flags, *mode):
+    def refuse(path, flags, *mode, **options):
         if flags & os.O_DIRECT:
             raise OSError(22, "Invalid argument")
-        return opened(path, flags, *mode)
+        return opened(path, flags, *mode, **options)
 
     monkeypatch.setattr(os, "open", refuse)
     for name in ("first", "second"):

@@ -17,7 +17,8 @@ from zjax.config.schema import Mesh
 from zjax.sharding.describe import render_table
 from zjax.sharding.mesh import make_mesh
 from zjax.sharding.placement import Row
-from zjax.storage.array import CHUNK_BYTES, CONCURRENCY, DiskArray
+from zjax.storage.array import CONCURRENCY, DiskArray
+from zjax.storage.chunks import CHUNK_BYTES, disk_bytes
 from zjax.storage.scratch import check_disks, open_scratch
 
 ARRAY_BYTES = 256 << 20
@@ -64,11 +65,12 @@ def measure_disks(
     Raises:
         StorageError: Directories in which nothing can be written, or too small ones.
     """
-    check_disks(paths, 2 * num_arrays * array_bytes)
+    row = _row(paths, array_bytes)
+    check_disks(paths, 2 * num_arrays * [disk_bytes(row)])
     total = num_arrays * array_bytes
     chunk = min(CHUNK_BYTES, array_bytes)
     sides = (
-        _Arrays(paths, array_bytes, num_arrays),
+        _Arrays(row, num_arrays),
         _Files(paths, chunk, num_files=total // chunk),
     )
     rates: list[list[float]] = []
@@ -105,32 +107,34 @@ def describe_disks(speed: DiskSpeed) -> str:
     return render_table(columns, rows, right=(1, 2, 3))
 
 
-class _Arrays:
-    """Arrays of a device, as a step moves them."""
+def _row(paths: tuple[str, ...], array_bytes: int) -> Row:
+    mesh = make_mesh(Mesh(), jax.devices()[:1])
+    sharding = NamedSharding(mesh, PartitionSpec())
+    shape, dtype = (array_bytes // 1024, 256), np.dtype(np.float32)
+    return Row("", shape, shape, dtype, sharding, disks=paths)
 
-    def __init__(self, paths: tuple[str, ...], array_bytes: int, num_arrays: int):
-        mesh = make_mesh(Mesh(), jax.devices()[:1])
-        sharding = NamedSharding(mesh, PartitionSpec())
-        shape, dtype = (array_bytes // 1024, 256), np.dtype(np.float32)
-        self.row = Row("", shape, shape, dtype, sharding, disks=paths)
-        make = jax.jit(jax.random.normal, static_argnums=1, out_shardings=sharding)
+
+class _Arrays:
+    """Arrays of a device, as a step moves them: those that are read are given up."""
+
+    def __init__(self, row: Row, num_arrays: int):
+        self.row = row
+        make = jax.jit(jax.random.normal, static_argnums=1, out_shardings=row.sharding)
         keys = jax.random.split(jax.random.key(0), num_arrays)
-        self.arrays = jax.block_until_ready([make(key, shape) for key in keys])
+        self.arrays = jax.block_until_ready([make(key, row.shape) for key in keys])
         self.held: list[DiskArray] = []
 
     def write(self) -> None:
-        before = self.held
         self.held = [DiskArray.write(x, self.row) for x in self.arrays]
         for x in self.held:
             x.block_until_ready()
-        for x in before:
-            x.delete()
 
     def read(self) -> None:
         for x in self.held:
             x.prefetch()
         arrays: list[jax.Array] = [x.to_devices() for x in self.held]
         jax.block_until_ready(arrays)
+        self.remove()
 
     def remove(self) -> None:
         for x in self.held:
@@ -140,9 +144,10 @@ class _Arrays:
 class _Files:
     """Files of one chunk each, written and read as directly as Linux can."""
 
-    def __init__(self, paths: tuple[str, ...], size: int, *, num_files: int):
-        scratch = open_scratch(paths)
-        self.files = [pathlib.Path(scratch.new_path()) for _ in range(num_files)]
+    def __init__(self, disks: tuple[str, ...], size: int, *, num_files: int):
+        scratch = open_scratch(disks)
+        paths = (scratch.new_path(size) for _ in range(num_files))
+        self.files = [*map(pathlib.Path, paths)]
         content = np.random.default_rng(0).bytes(size)
         self.free = [mmap.mmap(-1, size) for _ in range(CONCURRENCY)]
         for buffer in self.free:

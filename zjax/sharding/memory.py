@@ -11,7 +11,7 @@ from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
 from zjax.processes.host import HOST_SHARE
 from zjax.sharding.mesh import ZERO_AXES, num_shares
-from zjax.sharding.placement import Row, dtype_bytes, num_distinct_shards
+from zjax.sharding.placement import Row, dtype_bytes
 from zjax.sharding.plan import AUTO, DEVICE, HOST, NVME, Plan
 
 STAGES = (0, 1, 2, 3)
@@ -203,21 +203,17 @@ def step_state_bytes(plan: Plan, config: Config, num_microbatches: int) -> int |
     return state.parameters + state.optimizer + tree_bytes(grads)
 
 
-def disk_bytes(plan: Plan) -> int:
-    """What this process writes to disks: every shard of its devices once.
+def rows_on_disk(plan: Plan) -> list[Row]:
+    """The arrays that rest on disks.
 
     Args:
-        plan: Placement of every array, on devices that are here.
+        plan: Placement of every array.
 
     Returns:
-        Bytes.
+        Their rows.
     """
-    rows = jax.tree.leaves((plan.master, plan.opt_state, plan.compute))
-    return sum(
-        num_distinct_shards(row.sharding, row.stored_shape) * row.device_bytes
-        for row in rows
-        if row.disks
-    )
+    kept = (plan.master, plan.opt_state, plan.ema, plan.compute)
+    return [row for row in jax.tree.leaves(kept) if row.disks]
 
 
 def moved_bytes(plan: Plan) -> int:

@@ -10,8 +10,6 @@ import itertools
 import math
 import mmap
 import os
-import queue
-import shutil
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,12 +24,10 @@ from jax.sharding import SingleDeviceSharding
 from zjax.errors import Problem, StorageError
 from zjax.sharding.placement import Row
 from zjax.storage.buffers import Buffers
+from zjax.storage.chunks import chunk_shape, disk_bytes
 from zjax.storage.files import BLOCK_BYTES, read_file, write_file
-from zjax.storage.scratch import open_scratch
+from zjax.storage.scratch import Scratch, open_scratch
 
-CHUNK_BYTES = 16 << 20
-"""Of a file; each lies within the shard of one device. Memory for much larger ones
-would be asked of Linux, and cleared, each time."""
 CONCURRENCY = 32
 """Chunks on their way to or from disks at a time."""
 THREADS = 4
@@ -42,21 +38,23 @@ _SPARE = threading.local()
 class DiskArray:
     """A leaf of a state in place of a `jax.Array`, of which this process has a part.
 
+    `path` is the directory of its files, once they are being written.
+
     Args:
         row: Its place: the disks, and how devices split it.
-        path: Directory of its files.
+        shards: Parts that this process has, each with the bounds of its dims.
     """
 
-    def __init__(self, row: Row, path: str):
-        self.row, self.path = row, path
+    def __init__(self, row: Row, shards: Sequence[tuple[Any, Any]]):
+        self.row, self.path = row, ""
         self.shape, self.dtype = row.stored_shape, np.dtype(row.dtype)
         self.nbytes = math.prod(self.shape) * self.dtype.itemsize
         shard = row.sharding.shard_shape(self.shape)
         self._chunk = chunk_shape(self.shape, shard, self.dtype.itemsize)
-        self._written: futures.Future[None] | None = None
+        self._is_deleted = False
         self._coming: futures.Future[list[np.ndarray]] | None = None
-        self._remove = weakref.finalize(self, _removals().put, path)
-        self._remove.atexit = False  # the directory of the process goes then
+        scratch = open_scratch(row.disks)
+        self._written = _writers().submit(self._write, shards, scratch)
 
     @classmethod
     def write(cls, x: jax.Array, row: Row) -> "DiskArray":
@@ -72,9 +70,7 @@ class DiskArray:
         """
         x.copy_to_host_async()
         shards = {_key(s.index, x.shape): s.data for s in x.addressable_shards}
-        array = cls(row, open_scratch(row.disks).new_path())
-        array._written = _writers().submit(array._write, list(shards.items()))
-        return array
+        return cls(row, list(shards.items()))
 
     @property
     def sharding(self) -> Any:
@@ -145,27 +141,22 @@ class DiskArray:
             RuntimeError: The array was given up.
         """
         self.check_held()
-        if self._written is not None:
-            self._result(self._written)
+        self._result(self._written)
         return self
 
     def is_ready(self) -> bool:
         """Whether it is written, or never will be."""
-        return self._written is None or self._written.done()
+        return self._written.done()
 
     def delete(self) -> None:
         """Removes its files, once they are written."""
-        written = self._written
-        if self._remove.detach() is None:
-            return
-        if written is None:
-            _removals().put(self.path)
-        else:
-            written.add_done_callback(lambda _: _removals().put(self.path))
+        if not self._is_deleted:
+            self._is_deleted = True
+            self._written.add_done_callback(lambda _: self._remove())
 
     def is_deleted(self) -> bool:
         """Whether it was deleted."""
-        return not self._remove.alive
+        return self._is_deleted
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """All of it, for NumPy."""
@@ -184,7 +175,10 @@ class DiskArray:
         indices = self.row.sharding.addressable_devices_indices_map(self.shape)
         return list(dict.fromkeys(_key(i, self.shape) for i in indices.values()))
 
-    def _write(self, parts: list[tuple[Any, Any]]) -> None:
+    def _write(self, parts: Sequence[tuple[Any, Any]], scratch: Scratch) -> None:
+        self.path = scratch.new_path(disk_bytes(self.row))
+        self._remove = weakref.finalize(self, scratch.remove, self.path)
+        self._remove.atexit = False  # the directory of the process goes then
         _create_files(self.path, self._chunk, self.row)
         pieces = [
             piece
@@ -196,8 +190,7 @@ class DiskArray:
         _each(self._write_chunk, pieces)
 
     def _read(self) -> list[np.ndarray]:
-        if self._written is not None:
-            self._written.result()
+        self._written.result()
         bounds = self._bounds()
         parts = [
             _buffers().take([stop - start for start, stop in each], self.dtype)
@@ -277,44 +270,6 @@ def open_files(path: str) -> tensorstore.TensorStore:
     return tensorstore.open(_driver(path), context=_context(), open=True).result()
 
 
-@functools.cache
-def chunk_shape(
-    shape: tuple[int, ...], shard_shape: tuple[int, ...], itemsize: int
-) -> tuple[int, ...]:
-    """Parts of a shard that are as large as a file should be, or somewhat larger.
-
-    Args:
-        shape: Of the array.
-        shard_shape: Of one device.
-        itemsize: Bytes of an element.
-
-    Returns:
-        A shape that divides that of the shard where an array is split, so that every
-        chunk lies on one device.
-
-    Example:
-        >>> chunk_shape((48, 1 << 20), (24, 1 << 20), 4)
-        (4, 1048576)
-        >>> chunk_shape((6287, 4096), (6287, 4096), 4)
-        (1024, 4096)
-    """
-    chunk = list(shard_shape)
-    for dim, size in enumerate(shard_shape):
-        row_bytes = math.prod(chunk[dim + 1 :]) * itemsize
-        fitting = CHUNK_BYTES // row_bytes
-        if fitting >= size:
-            break
-        chunk[dim] = max(fitting, 1)
-        if shape[dim] != size:  # split
-            enough = max(1, CHUNK_BYTES // 4 // row_bytes)
-            divisors = [n for n in range(1, size + 1) if size % n == 0]
-            fit = [n for n in divisors if enough <= n <= max(fitting, 1)]
-            chunk[dim] = max(fit) if fit else min(n for n in divisors if n >= enough)
-        if fitting:
-            break
-    return tuple(chunk)
-
-
 def _create_files(path: str, chunk: tuple[int, ...], row: Row) -> None:
     metadata = {
         "shape": row.stored_shape,
@@ -373,23 +328,6 @@ def _each(act: Callable[[str, np.ndarray], None], pieces: Sequence[Any]) -> None
 
 def _bytes_of(chunk: np.ndarray) -> np.ndarray:
     return chunk.reshape(-1).view(np.uint8)
-
-
-@functools.cache
-def _removals() -> queue.SimpleQueue[str]:
-    """Directories to be removed, by a thread that does nothing else.
-
-    A finalizer may run within any other call, so that it may put them here but not
-    submit them to threads: that takes a lock.
-    """
-    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
-
-    def remove() -> None:
-        while True:
-            shutil.rmtree(waiting.get(), ignore_errors=True)
-
-    threading.Thread(target=remove, name="storage-remover", daemon=True).start()
-    return waiting
 
 
 def _key(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:

@@ -19,7 +19,8 @@ from absl import logging
 
 BLOCK_BYTES = 4096
 """Direct reads and writes start, end and lie in memory at multiples of this."""
-_SUM_BYTES = 4
+SUM_BYTES = 4
+"""Of the checksum that follows the content of a file."""
 _FLAGS: dict[int, int] = {}
 """How files are opened, by the device of their directory."""
 _FLAGS_LOCK = threading.Lock()
@@ -59,7 +60,7 @@ def read_file(path: str, content: np.ndarray) -> None:
         ValueError: It is not what was written.
     """
     whole = _num_direct(content)
-    end = np.empty(len(content) - whole + _SUM_BYTES, np.uint8)
+    end = np.empty(len(content) - whole + SUM_BYTES, np.uint8)
     file = os.open(path, os.O_RDONLY | _direct_flag(os.path.dirname(path)))
     try:
         _move_all(os.preadv, file, content[:whole], 0)
@@ -67,8 +68,8 @@ def read_file(path: str, content: np.ndarray) -> None:
         _move_all(os.preadv, file, end, whole)
     finally:
         os.close(file)
-    content[whole:] = end[:-_SUM_BYTES]
-    if _sum_of(content) != end[-_SUM_BYTES:].tobytes():
+    content[whole:] = end[:-SUM_BYTES]
+    if _sum_of(content) != end[-SUM_BYTES:].tobytes():
         raise ValueError(f"{os.path.basename(path)} does not match its checksum")
 
 
@@ -80,7 +81,7 @@ def _num_direct(content: np.ndarray) -> int:
 
 
 def _sum_of(content: np.ndarray) -> bytes:
-    return crc32c.crc32c(content.data).to_bytes(_SUM_BYTES, "little")
+    return crc32c.crc32c(content.data).to_bytes(SUM_BYTES, "little")
 
 
 def _move_all(

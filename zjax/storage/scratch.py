@@ -4,11 +4,14 @@ import contextlib
 import fcntl
 import functools
 import itertools
+import math
 import mmap
 import os
 import pathlib
+import queue
 import shutil
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -21,8 +24,8 @@ from zjax.storage.files import write_file
 
 _PREFIX = "zjax-"
 _LOCK = "lock"
-_SPACE = 1.2
-"""Of the bytes of a state: arrays are replaced one after another."""
+_ROOM = 1.5
+"""Of the bytes of a state, where disks have them: writes need not wait for removals."""
 _MOUNTS = pathlib.Path("/proc/self/mountinfo")
 _IN_MEMORY = ("tmpfs", "ramfs")
 MIN_BYTES_PER_SECOND = 50 * 10**6
@@ -32,7 +35,7 @@ _TRIAL_BYTES, _TRIED_FROM = 64 << 20, 10**9
 
 
 class Scratch:
-    """A directory on each of some disks; arrays go to them in turn.
+    """A directory on each of some disks, over which arrays are spread.
 
     What a process left that was killed is removed by the next that comes.
 
@@ -49,12 +52,64 @@ class Scratch:
             _remove_abandoned(pathlib.Path(path))
         self.places, locks = zip(*map(_make_place, paths), strict=True)
         self._names = itertools.count()
+        self._sizes: dict[str, int] = {}
+        self._held = dict.fromkeys(self.places, 0)
+        self._room: int | float = math.inf
+        self._leaving: set[str] = set()
+        self._to_remove: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._removed = threading.Condition()
+        threading.Thread(target=self._remove_all, daemon=True).start()
         weakref.finalize(self, _close, self.places, locks, os.getpid())
 
-    def new_path(self) -> str:
-        """Where one more array may go."""
-        number = next(self._names)
-        return f"{self.places[number % len(self.places)]}/{number}"
+    def reserve(self, num_bytes: int | float) -> None:
+        """Says how much arrays may take besides those that are here.
+
+        Args:
+            num_bytes: As many as all arrays that are held at a time, or more.
+        """
+        with self._removed:
+            self._room = sum(self._held.values()) + num_bytes
+
+    def new_path(self, num_bytes: int) -> str:
+        """Where one more array may go; waits for removals where there is no room.
+
+        Args:
+            num_bytes: Of its files.
+
+        Returns:
+            A path on the disk that holds least.
+        """
+
+        def has_room() -> bool:
+            return sum(self._held.values()) + num_bytes <= self._room
+
+        with self._removed:
+            self._removed.wait_for(lambda: has_room() or not self._leaving)
+            place = min(self.places, key=self._held.__getitem__)
+            path = f"{place}/{next(self._names)}"
+            self._sizes[path] = num_bytes
+            self._held[place] += num_bytes
+        return path
+
+    def remove(self, path: str) -> None:
+        """Starts to remove an array.
+
+        A finalizer may run within any other call, so that nothing here may lock.
+
+        Args:
+            path: Of `new_path`; it need not be there.
+        """
+        self._leaving.add(path)
+        self._to_remove.put(path)
+
+    def _remove_all(self) -> None:
+        while True:
+            path = self._to_remove.get()
+            shutil.rmtree(path, ignore_errors=True)
+            with self._removed:
+                self._leaving.remove(path)
+                self._held[os.path.dirname(path)] -= self._sizes.pop(path)
+                self._removed.notify_all()
 
 
 @functools.cache
@@ -74,7 +129,7 @@ def open_scratch(paths: tuple[str, ...]) -> Scratch:
 
 
 def free_bytes(paths: tuple[str, ...]) -> int:
-    """What arrays in turn over some directories may take, as the fullest disk allows.
+    """What arrays spread over some directories may take, as the fullest disk allows.
 
     Args:
         paths: Directories that exist.
@@ -90,31 +145,34 @@ def free_bytes(paths: tuple[str, ...]) -> int:
     return int(len(paths) * min(shares))
 
 
-def check_disks(paths: tuple[str, ...], needed_bytes: int) -> None:
-    """Refuses disks on which a state does not fit.
+def check_disks(paths: tuple[str, ...], sizes: Sequence[int]) -> None:
+    """Refuses disks on which a state does not fit, and keeps to them if it does.
 
     Args:
         paths: Directories that exist, one per disk.
-        needed_bytes: Of the arrays of this process.
+        sizes: What the files of each array of this process take, in bytes.
 
     Raises:
         StorageError: Names paths that cannot be used or are too slow, or says how much
             is needed and how much is free.
     """
-    open_scratch(paths)  # removes what killed runs have left
-    if needed_bytes >= _TRIED_FROM:
-        _check_speed(paths, needed_bytes)
-    needed, free = needed_bytes * _SPACE, free_bytes(paths)
+    opened = open_scratch(paths)  # removes what killed runs have left
+    total = sum(sizes)
+    if total >= _TRIED_FROM:
+        _check_speed(paths, total)
+    # The disk that holds least takes the next array, whose size others may not have.
+    uneven = (len(paths) - 1) * max(sizes)
+    needed, free = total + uneven, free_bytes(paths)
     if needed > free:
         raise StorageError(
             Problem(
                 "zero.nvme_paths",
                 paths,
-                f"have {free / 1e9:.1f} GB free for {needed / 1e9:.1f} GB, as files "
-                "that are replaced stay until the new ones are there",
+                f"have {free / 1e9:.1f} GB free for {needed / 1e9:.1f} GB of files",
                 "make room, name more disks, or use more hosts",
             )
         )
+    opened.reserve(min(_ROOM * total, free - uneven))
 
 
 def _check_paths(paths: tuple[str, ...]) -> None:
