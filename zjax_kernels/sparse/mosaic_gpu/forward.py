@@ -198,18 +198,13 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
         def weigh(state, scores, stage, words, of_columns):
             """Adds what a chunk contributes."""
             out, top, total = state
-            factor = options.scale * logits.LOG2E
             if options.soft_cap:
                 scores, _ = logits.bend(scores, options)
-                factor = 1.0
             if of_columns is not None:
                 scores = logits.mask_segments(scores, of_rows, of_columns, -jnp.inf)
             scores = logits.mask_cells(arithmetic, scores, sizes, words, -jnp.inf)
-            higher = jnp.maximum(top, scores.max(axis=1) * factor)
-            guarded = words is not None or of_columns is not None
-            level = jnp.where(higher == -jnp.inf, 0.0, higher) if guarded else higher
-            shrink = jnp.exp2(top - level)
-            p = jnp.exp2(scores * factor - logits.along_rows(level, scores.shape))
+            masked = words is not None or of_columns is not None
+            p, higher, shrink = _soften(scores, top, options, masked)
             total = total * shrink + p.sum(axis=1)
             out = out * logits.along_rows(shrink, out.shape)
             p = p.astype(memory.v.dtype)
@@ -220,7 +215,7 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
 
         def chunk(nth, carry, masked, is_last=False):
             scores, state = carry
-            at = taken + nth
+            at, slot = taken + nth, lax.rem(number, index(tuning.tiles))
             stage = _stage(at, tuning)
             words = read_words(item.first + nth, half) if masked else None
             of_columns = None
@@ -231,7 +226,7 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
             run = functools.partial(weigh, state, scores, stage, words, of_columns)
             if not is_last:
                 return scores_of(number, at + 1, run)
-            plgpu.barrier_arrive(memory.q_used.at[lax.rem(number, index(tuning.tiles))])
+            plgpu.barrier_arrive(memory.q_used.at[slot])
             more = number + 1 < work.count
             pl.when(more)(lambda: wait_for_tile(number + 1))
             return scores_of(number + 1, at + 1, run, more)
@@ -248,12 +243,7 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
         carry = lax.fori_loop(0, num_full, full, (scores, start))
         carry = lax.fori_loop(num_full, last, partly, carry)
         scores, (out, top, total) = partly(last, carry, is_last=True)
-        some = jnp.where(total == 0.0, 1.0, total)
-        out = out * logits.along_rows(1.0 / some, out.shape)
-        lse = jnp.where(
-            total == 0.0, -jnp.inf, top * (1 / logits.LOG2E) + jnp.log(some)
-        )
-        store(item, rows, out, lse)
+        store(item, rows, *_average(out, top, total))
         return scores, taken + item.count
 
     def wait_for_tile(number):
@@ -282,6 +272,22 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
         scores, _ = scores_of(index(0), index(0))
         work.for_each(compute_item, (scores, index(0)))
         copies.wait_until_stored()
+
+
+def _soften(scores, top, options, masked):
+    """Weights relative to the highest score so far, that, and how much lower it was."""
+    factor = 1.0 if options.soft_cap else options.scale * logits.LOG2E
+    higher = jnp.maximum(top, scores.max(axis=1) * factor)
+    level = jnp.where(higher == -jnp.inf, 0.0, higher) if masked else higher
+    p = jnp.exp2(scores * factor - logits.along_rows(level, scores.shape))
+    return p, higher, jnp.exp2(top - level)
+
+
+def _average(out, top, total):
+    """Averages and log-sum-exps; 0 and -inf where nothing is seen."""
+    some = jnp.where(total == 0.0, 1.0, total)
+    lse = jnp.where(total == 0.0, -jnp.inf, top * (1 / logits.LOG2E) + jnp.log(some))
+    return out * logits.along_rows(1.0 / some, out.shape), lse
 
 
 def _stage(number, tuning):
