@@ -19,6 +19,7 @@ FOLDER = ROOT / "examples" / "benchmarks"
 SCRIPTS = (
     "deepspeed_peer",
     "fsdp_peer",
+    "pipeline_peer",
     "plain_jax",
     "shape",
     "tensor_peer",
@@ -49,16 +50,16 @@ def options(words):
     return dict(word.split("=", 1) for word in words if word.startswith("--"))
 
 
-def config_of(contestant):
+def config_of(contestant, *more, num_devices=8):
     """The settings of a contestant that is zjax, whatever starts it."""
-    words = contestant.words("python", 8)
+    words = contestant.words("python", num_devices)
     if "zjax.main" in words:
         given = options(words)
         path = given.pop("--config")
         changes = [f"{key.removeprefix('--config.')}={x}" for key, x in given.items()]
     else:
         path, *changes = [word for word in words[2:] if not word.startswith("--")]
-    return load_config(ROOT / path, *changes)
+    return load_config(ROOT / path, *changes, *more)
 
 
 @pytest.mark.parametrize("path", [*contest_files()])
@@ -82,21 +83,32 @@ def trains(contestant):
     return not kernels and not any(word.startswith("--nvme=") for word in words)
 
 
-@pytest.mark.parametrize("name", ["gpt_1p5b", "gpt_6p7b", "tensor_6p7b"])
-def test_all_of_a_contest_do_the_same_work(name):
+@pytest.mark.parametrize(
+    ("name", "remat"),
+    [
+        ("gpt_1p5b", "elementwise"),
+        ("gpt_6p7b", "elementwise"),
+        ("tensor_6p7b", "elementwise"),
+        ("pipeline_vs_deepspeed", "full"),
+    ],
+)
+def test_all_of_a_contest_do_the_same_work(name, remat):
     contest = load_contest(FOLDER / f"{name}.py")
     work = set()
     for contestant in contest.contestants:
         given = options(contestant.command)
         if contestant.kind == "peer":
             size = {key: int(given[f"--{key}"]) for key in TINY}
-            work.add((num_matmul_params(size), size["length"], size["microbatch_size"]))
+            count = int(given.get("--num_microbatches", 1))
+            batch = (size["microbatch_size"], count)
+            work.add((num_matmul_params(size), size["length"], *batch))
         else:
             config = config_of(contestant)
             params = flops.matmul_params(config.model)
-            assert config.model.remat == "elementwise"
+            assert config.model.remat == remat
             rows = config.microbatch_size // config.mesh.tensor
-            work.add((params, config.data.length, rows))
+            count = config.num_microbatches or 1
+            work.add((params, config.data.length, rows, count))
     assert len(work) == 1
 
 
