@@ -3,19 +3,17 @@
 import ast
 import json
 import os
-import pathlib
 import py_compile
 import subprocess
 import sys
 
 import pytest
 
+from tests.support.benchmarks import FOLDER, ROOT, config_of, options
 from zjax.bench.contest import Contest, load_contest
-from zjax.config import check_config, load_config, schema
+from zjax.config import check_config, schema
 from zjax.observe import flops
 
-ROOT = pathlib.Path(__file__).parents[2]
-FOLDER = ROOT / "examples" / "benchmarks"
 SCRIPTS = (
     "deepspeed_peer",
     "fsdp_peer",
@@ -44,22 +42,6 @@ def contest_files():
             reason = "precision.matmul_dtype is not a setting yet"
             skip = pytest.mark.skipif(missing, reason=reason)
             yield pytest.param(path, marks=skip, id=path.stem)
-
-
-def options(words):
-    return dict(word.split("=", 1) for word in words if word.startswith("--"))
-
-
-def config_of(contestant, *more, num_devices=8):
-    """The settings of a contestant that is zjax, whatever starts it."""
-    words = contestant.words("python", num_devices)
-    if "zjax.main" in words:
-        given = options(words)
-        path = given.pop("--config")
-        changes = [f"{key.removeprefix('--config.')}={x}" for key, x in given.items()]
-    else:
-        path, *changes = [word for word in words[2:] if not word.startswith("--")]
-    return load_config(ROOT / path, *changes, *more)
 
 
 @pytest.mark.parametrize("path", [*contest_files()])

@@ -5,8 +5,7 @@ import json
 import jax
 import pytest
 
-from tests.bench.test_examples import FOLDER, config_of
-from tests.bench.test_scripts import load
+from tests.support.benchmarks import FOLDER, config_of, load
 from zjax.bench import measure
 from zjax.bench.contest import load_contest
 from zjax.config import axes, check_config, load_config
