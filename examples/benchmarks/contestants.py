@@ -43,6 +43,16 @@ def tensor(name: str, shape: Shape, *, asynchronous: bool) -> Contestant:
     return Contestant(name, command, "peer")
 
 
+def pipeline(
+    name: str, shape: Shape, num_microbatches: int, compiled: str, partition: str
+) -> Contestant:
+    """DeepSpeed's pipeline, a stage per device; layers are dealt by `partition`."""
+    parts = (f"--num_microbatches={num_microbatches}", f"--partition={partition}")
+    options = (*parts, f"--compile={compiled}")
+    command = (*_TORCH, f"{_HERE}/pipeline_peer.py", *_size(shape), *options)
+    return Contestant(name, command, "peer")
+
+
 def plain_jax(name: str, shape: Shape, stage: int) -> Contestant:
     """ZeRO as shardings, by hand."""
     script = ("{python}", f"{_HERE}/plain_jax.py", f"--stage={stage}")
@@ -50,7 +60,10 @@ def plain_jax(name: str, shape: Shape, stage: int) -> Contestant:
 
 
 def compare_speed(
-    ours: tuple[str, ...], peer: tuple[str, ...], must: float, aim: float | None
+    ours: tuple[str, ...],
+    peer: tuple[str, ...],
+    must: float | None,
+    aim: float | None,
 ) -> tuple[Case]:
     """The one case of a row about speed."""
     metric, unit = "tokens_per_second_per_device", "tokens/s/device"

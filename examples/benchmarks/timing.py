@@ -53,7 +53,7 @@ def print_result(
     num_devices: int,
     peak_bytes: int | None,
     packages: tuple[str, ...],
-    num_microbatches: int = 1,
+    num_microbatches: int | float = 1,
 ) -> None:
     """Prints what a contest reads; one process of a run calls it."""
     num_tokens = shape.microbatch_size * num_microbatches * shape.length

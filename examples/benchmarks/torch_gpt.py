@@ -136,8 +136,12 @@ def time_and_print(
     given: argparse.Namespace,
     step: Callable[[], torch.Tensor],
     packages: tuple[str, ...],
+    num_stages: int = 1,
 ) -> None:
-    """Times the steps of all processes; the first one prints."""
+    """Times the steps of all processes; the first one prints.
+
+    Stages share the microbatches, of which each is then counted in part.
+    """
     seconds, losses = timing.time_steps(step, settle)
     peak = torch.cuda.max_memory_allocated() if IS_CUDA else 0
     most = torch.tensor(peak, device=DEVICE)
@@ -151,6 +155,6 @@ def time_and_print(
             num_devices=dist.get_world_size(),
             peak_bytes=most.item() or None,
             packages=packages,
-            num_microbatches=given.num_microbatches,
+            num_microbatches=given.num_microbatches / num_stages,
         )
     dist.destroy_process_group()

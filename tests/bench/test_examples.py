@@ -3,22 +3,21 @@
 import ast
 import json
 import os
-import pathlib
 import py_compile
 import subprocess
 import sys
 
 import pytest
 
+from tests.support.benchmarks import FOLDER, ROOT, config_of, options
 from zjax.bench.contest import Contest, load_contest
-from zjax.config import check_config, load_config, schema
+from zjax.config import check_config, schema
 from zjax.observe import flops
 
-ROOT = pathlib.Path(__file__).parents[2]
-FOLDER = ROOT / "examples" / "benchmarks"
 SCRIPTS = (
     "deepspeed_peer",
     "fsdp_peer",
+    "pipeline_peer",
     "plain_jax",
     "shape",
     "tensor_peer",
@@ -45,22 +44,6 @@ def contest_files():
             yield pytest.param(path, marks=skip, id=path.stem)
 
 
-def options(words):
-    return dict(word.split("=", 1) for word in words if word.startswith("--"))
-
-
-def config_of(contestant):
-    """The settings of a contestant that is zjax, whatever starts it."""
-    words = contestant.words("python", 8)
-    if "zjax.main" in words:
-        given = options(words)
-        path = given.pop("--config")
-        changes = [f"{key.removeprefix('--config.')}={x}" for key, x in given.items()]
-    else:
-        path, *changes = [word for word in words[2:] if not word.startswith("--")]
-    return load_config(ROOT / path, *changes)
-
-
 @pytest.mark.parametrize("path", [*contest_files()])
 def test_every_contest_can_start(path, monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -82,21 +65,32 @@ def trains(contestant):
     return not kernels and not any(word.startswith("--nvme=") for word in words)
 
 
-@pytest.mark.parametrize("name", ["gpt_1p5b", "gpt_6p7b", "tensor_6p7b"])
-def test_all_of_a_contest_do_the_same_work(name):
+@pytest.mark.parametrize(
+    ("name", "remat"),
+    [
+        ("gpt_1p5b", "elementwise"),
+        ("gpt_6p7b", "elementwise"),
+        ("tensor_6p7b", "elementwise"),
+        ("pipeline_vs_deepspeed", "full"),
+    ],
+)
+def test_all_of_a_contest_do_the_same_work(name, remat):
     contest = load_contest(FOLDER / f"{name}.py")
     work = set()
     for contestant in contest.contestants:
         given = options(contestant.command)
         if contestant.kind == "peer":
             size = {key: int(given[f"--{key}"]) for key in TINY}
-            work.add((num_matmul_params(size), size["length"], size["microbatch_size"]))
+            count = int(given.get("--num_microbatches", 1))
+            batch = (size["microbatch_size"], count)
+            work.add((num_matmul_params(size), size["length"], *batch))
         else:
             config = config_of(contestant)
             params = flops.matmul_params(config.model)
-            assert config.model.remat == "elementwise"
+            assert config.model.remat == remat
             rows = config.microbatch_size // config.mesh.tensor
-            work.add((params, config.data.length, rows))
+            count = config.num_microbatches or 1
+            work.add((params, config.data.length, rows, count))
     assert len(work) == 1
 
 

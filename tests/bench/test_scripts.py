@@ -2,27 +2,17 @@
 
 import argparse
 import dataclasses
-import importlib.util
 import json
-import pathlib
 import sys
 import types
 
 import pytest
 
 from tests.support import small_run
+from tests.support.benchmarks import FOLDER, load
 from zjax.bench import Measurement, Spread
 from zjax.config import describe_config
 from zjax.observe import flops
-
-FOLDER = pathlib.Path(__file__).parents[2] / "examples" / "benchmarks"
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture

@@ -1,0 +1,33 @@
+"""The programs and contests of `examples/benchmarks`, as a test takes them."""
+
+import importlib.util
+import pathlib
+
+from zjax.config import load_config
+
+ROOT = pathlib.Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "benchmarks"
+
+
+def load(name):
+    """A program as a module."""
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def options(words):
+    return dict(word.split("=", 1) for word in words if word.startswith("--"))
+
+
+def config_of(contestant, *more, num_devices=8):
+    """The settings of a contestant that is zjax, whatever starts it."""
+    words = contestant.words("python", num_devices)
+    if "zjax.main" in words:
+        given = options(words)
+        path = given.pop("--config")
+        changes = [f"{key.removeprefix('--config.')}={x}" for key, x in given.items()]
+    else:
+        path, *changes = [word for word in words[2:] if not word.startswith("--")]
+    return load_config(ROOT / path, *changes, *more)
