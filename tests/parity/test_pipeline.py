@@ -55,6 +55,10 @@ CASES = {
         "sequence_attention": "ring",
         **LLAMA,
     },
+    "nothing to split parameters over": {
+        "mesh": {"pipeline": 4, "tensor": 2},
+        "stage": 3,
+    },
     "fewer microbatches than stages": {
         "mesh": {"pipeline": 4, "replica": 2},
         "num_microbatches": 2,

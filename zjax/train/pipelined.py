@@ -21,7 +21,7 @@ from zjax.parallel.parts import follows_from_params
 from zjax.parallel.pipeline import Pipeline
 from zjax.parallel.schedule import Schedule
 from zjax.sharding.layers import layers_of
-from zjax.sharding.mesh import BATCH_AXES, PIPELINE, SEQUENCE, TENSOR
+from zjax.sharding.mesh import BATCH_AXES, PIPELINE, SEQUENCE, TENSOR, num_shares
 from zjax.sharding.placement import Row, unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.train import microbatches
@@ -123,7 +123,7 @@ class _Run:
         )
         self.cut = Cut(model, self.plan)
         self.rows = self.cut.split(self.plan.master)
-        self.is_split = plan.stage >= 3
+        self.is_split = plan.stage >= 3 and num_shares(plan.mesh, BATCH_AXES) > 1
         self.check_sizes()
 
     def check_sizes(self) -> None:
