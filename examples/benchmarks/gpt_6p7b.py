@@ -1,18 +1,11 @@
 """GPT 6.7B, 2 x 4096 tokens per device: speed and memory of ZeRO 2 and 3."""
 
 from contestants import compare_speed, deepspeed, fsdp, plain_jax, zjax
-from shape import Shape
+from shape import GPT_6P7B
 
 from zjax.bench import Case, Contest, Row
 
-SHAPE = Shape(
-    num_layers=32,
-    embed_size=4096,
-    num_heads=32,
-    vocab_size=50304,
-    length=4096,
-    microbatch_size=2,
-)
+SHAPE = GPT_6P7B
 SETTINGS = (
     f"microbatch_size={SHAPE.microbatch_size}",
     "global_batch_size=0",

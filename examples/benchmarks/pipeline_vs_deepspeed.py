@@ -4,20 +4,15 @@ zjax bench --contest=examples/benchmarks/pipeline_vs_deepspeed.py
 zjax bench --contest=examples/benchmarks/pipeline_vs_deepspeed.py --only="zjax 1F1B"
 """
 
+import dataclasses
+
 from contestants import compare_speed, pipeline, zjax
 from pipeline_bubble import BY_BLOCK, CONFIG, IN_STAGES
-from shape import Shape
+from shape import GPT_6P7B
 
 from zjax.bench import Contest, Row
 
-SHAPE = Shape(
-    num_layers=32,
-    embed_size=4096,
-    num_heads=32,
-    vocab_size=50304,
-    length=4096,
-    microbatch_size=1,
-)
+SHAPE = dataclasses.replace(GPT_6P7B, microbatch_size=1)
 NUM_MICROBATCHES = 16
 OURS = "zjax 1F1B"
 PEERS = {

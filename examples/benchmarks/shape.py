@@ -30,6 +30,16 @@ class Shape:
         return self.num_layers * (12 * width**2 + 13 * width)
 
 
+GPT_6P7B = Shape(
+    num_layers=32,
+    embed_size=4096,
+    num_heads=32,
+    vocab_size=50304,
+    length=4096,
+    microbatch_size=2,
+)
+
+
 def make_parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     for field in dataclasses.fields(Shape):

@@ -1,19 +1,12 @@
 """GPT 6.7B on four devices, each matrix split over all of them."""
 
 from contestants import compare_speed, tensor, zjax
-from shape import Shape
+from shape import GPT_6P7B
 
 from zjax.bench import Contest, Row
 
 DEVICES = 4
-SHAPE = Shape(
-    num_layers=32,
-    embed_size=4096,
-    num_heads=32,
-    vocab_size=50304,
-    length=4096,
-    microbatch_size=2,
-)
+SHAPE = GPT_6P7B
 OURS = "zjax tensor 4"
 PEERS = {"torch async TP": True, "torch TP": False}
 

@@ -6,18 +6,11 @@ import shutil
 import subprocess
 import sys
 
-import jax
 import pytest
 
-from zjax_kernels.device import first_device
+from tests.support.hopper import NEEDS_HOPPER
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        jax.default_backend() != "gpu" or first_device()[1][0] != 9,
-        reason="needs a Hopper GPU",
-    ),
-]
+pytestmark = NEEDS_HOPPER
 PATHS = os.pathsep.join((os.environ.get("PATH", ""), "/usr/local/cuda/bin"))
 ALLOCATIONS_APART = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",

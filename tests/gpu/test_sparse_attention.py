@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.sparse.dense import attend, make_inputs, mask_of
-from zjax_kernels.device import first_device
+from tests.support.hopper import NEEDS_HOPPER
 from zjax_kernels.sparse import (
     BigBird,
     BSLongformer,
@@ -19,13 +19,7 @@ from zjax_kernels.sparse import (
     sparse_attention,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        jax.default_backend() != "gpu" or first_device()[1][0] != 9,
-        reason="needs a Hopper GPU",
-    ),
-]
+pytestmark = NEEDS_HOPPER
 LENGTH, HEADS = 1024, 8
 RULES = {
     "bigbird-128": BigBird(HEADS, 128, attention="unidirectional"),

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.sparse.decoding import decode
+from zjax_kernels.sparse import BSLongformer
 from zjax_kernels.sparse.layout import BlockLayout
 from zjax_kernels.sparse.plan import make_plan
 
@@ -84,6 +85,21 @@ def visited(plan):
     for each in (plan.queries, plan.keys):
         chunks = each.items[each.items[..., 0] >= 0][:, 2].sum()
         yield chunks * 128 * each.chunk / (each.num_rows * each.num_columns)
+
+
+def test_programs_share_the_work_evenly():
+    """Fails if an item is lost, or if rows that see much keep others waiting."""
+    layout = BSLongformer(4, 128).layout(2**14)
+    plan = make_plan(layout)
+    for schedule in (plan.queries, plan.keys):
+        items, number = schedule.items[0], int(schedule.num_items[0])
+        order = schedule.order[: schedule.ends[-1]]
+        expected = {(head, 0, item) for head in range(4) for item in range(number)}
+        assert len(order) == len(expected)
+        assert set(map(tuple, order.tolist())) == expected
+        counts = items[order[:, 2], 2]
+        loads = [part.sum() for part in np.split(counts, schedule.ends[1:-1])]
+        assert max(loads) <= counts.sum() / schedule.num_programs + counts.max()
 
 
 def test_no_item_is_long_and_the_longest_come_first():
