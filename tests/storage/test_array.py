@@ -17,7 +17,6 @@ from tests.storage.conftest import CHUNK_BYTES, SPECS, make_row
 from zjax.errors import StorageError
 from zjax.storage import scratch
 from zjax.storage.array import DiskArray
-from zjax.storage.chunks import disk_bytes
 
 
 def make_array(row):
@@ -62,7 +61,7 @@ def test_files_go_when_an_array_does(disks):
     array = DiskArray.write(make_array(row), row)
     array.to_devices()
     array.delete()
-    assert gone(array.path)
+    assert gone(array.path)  # no other is held
     assert array.is_deleted()
 
 
@@ -210,39 +209,43 @@ def test_arrays_of_any_order_are_spread_over_disks(disks):
     or if what is gone still counts."""
     opened, sizes = scratch.Scratch(disks), (9, 1) * 8
     first, second = opened.places
-    paths = [opened.new_path(size) for size in sizes]
+    paths = [opened.take(size, size) for size in sizes]
     held = dict.fromkeys(opened.places, 0)
     for path, size in zip(paths, sizes, strict=True):
         held[os.path.dirname(path)] += size
     assert max(held.values()) <= sum(sizes) / 2 + max(sizes)
     on_first = [path for path in paths if path.startswith(f"{first}/")]
     for path in on_first:
-        opened.remove(path)
-    opened.reserve(-held[first])
-    new = [opened.new_path(1) for _ in range(held[second])]
+        opened.give_back(path)
+    opened.clear()
+    new = [opened.take("other", 1) for _ in range(held[second])]
     assert {os.path.dirname(path) for path in new} == {first}
 
 
-def test_an_array_waits_for_room(disks, monkeypatch):
-    """Fails if files that go slowly pile up beside new ones."""
-    remove = scratch.shutil.rmtree
+def test_files_of_an_array_that_is_gone_are_written_over(disks):
+    """Fails if a step makes new files, or takes those of an array that is held, or of
+    another kind."""
+    row, other = make_row(disks), make_row(disks, shape=(40, 64))
+    held = DiskArray.write(make_array(row), row).block_until_ready()
+    content = np.asarray(held)
+    gone = DiskArray.write(make_array(row), row).block_until_ready()
+    gone.delete()
+    files_before = inodes(disks)
+    new = DiskArray.write(make_array(row) + 1, row).block_until_ready()
+    assert inodes(disks) == files_before
+    np.testing.assert_array_equal(np.asarray(held), content)
+    np.testing.assert_array_equal(np.asarray(new), content + 1)
+    new.delete()
+    another = DiskArray.write(make_array(other), other).block_until_ready()
+    assert inodes(disks) > files_before
+    scratch.open_scratch(disks).clear()
+    assert not pathlib.Path(new.path).exists()
+    for kept in (held, another):
+        assert np.isfinite(np.asarray(kept)).all()
 
-    def slowly(path, **options):
-        time.sleep(0.05)
-        remove(path, **options)
 
-    monkeypatch.setattr(scratch.shutil, "rmtree", slowly)
-    row = make_row(disks)
-    old = [DiskArray.write(make_array(row), row) for _ in range(5)]
-    for array in old:
-        array.block_until_ready()
-    scratch.open_scratch(disks).reserve(disk_bytes(row))
-    for array in old:
-        array.delete()
-    for _ in range(5):
-        array = DiskArray.write(make_array(row), row).block_until_ready()
-        assert len([*pathlib.Path(disks[0]).parent.glob("*/zjax-*/*/zarr.json")]) <= 6
-        old.append(array)
+def inodes(disks):
+    return {path.stat().st_ino for disk in disks for path in files(disk)}
 
 
 PROGRAM = """

@@ -146,7 +146,7 @@ class _Files:
 
     def __init__(self, disks: tuple[str, ...], size: int, *, num_files: int):
         scratch = open_scratch(disks)
-        paths = (scratch.new_path(size) for _ in range(num_files))
+        paths = (scratch.take("file", size) for _ in range(num_files))
         self.files = [*map(pathlib.Path, paths)]
         content = np.random.default_rng(0).bytes(size)
         self.free = [mmap.mmap(-1, size) for _ in range(CONCURRENCY)]
@@ -155,7 +155,7 @@ class _Files:
         self.threads = futures.ThreadPoolExecutor(CONCURRENCY)
 
     def write(self) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        flags = os.O_WRONLY | os.O_CREAT
         self._each(flags, lambda file, buffer: os.pwrite(file, buffer, 0))
 
     def read(self) -> None:

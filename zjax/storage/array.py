@@ -1,8 +1,7 @@
-"""An array that rests on a disk, in files of its own that never change.
+"""An array that rests on a disk, in files of its own until it is given up.
 
 On the way from and to devices files are written and read past the page cache, in chunks
-that carry a checksum. An array is there once all its chunks are, and a new value is a
-new array: no power cut leaves a value that is half of one and half of another.
+that carry a checksum. They are scratch: what a process left is never read by another.
 """
 
 import functools
@@ -149,10 +148,10 @@ class DiskArray:
         return self._written.done()
 
     def delete(self) -> None:
-        """Removes its files, once they are written."""
+        """Gives up its files, once they are written."""
         if not self._is_deleted:
             self._is_deleted = True
-            self._written.add_done_callback(lambda _: self._remove())
+            self._written.add_done_callback(lambda _: self._give_back())
 
     def is_deleted(self) -> bool:
         """Whether it was deleted."""
@@ -176,10 +175,11 @@ class DiskArray:
         return list(dict.fromkeys(_key(i, self.shape) for i in indices.values()))
 
     def _write(self, parts: Sequence[tuple[Any, Any]], scratch: Scratch) -> None:
-        self.path = scratch.new_path(disk_bytes(self.row))
-        self._remove = weakref.finalize(self, scratch.remove, self.path)
-        self._remove.atexit = False  # the directory of the process goes then
-        _create_files(self.path, self._chunk, self.row)
+        kind = self.shape, self.dtype, self._chunk, tuple(bounds for bounds, _ in parts)
+        self.path = scratch.take(kind, disk_bytes(self.row))
+        self._give_back = weakref.finalize(self, scratch.give_back, self.path)
+        self._give_back.atexit = False  # the directory of the process goes then
+        _describe_files(self.path, self._chunk, self.row)
         pieces = [
             piece
             for bounds, data in parts
@@ -270,7 +270,9 @@ def open_files(path: str) -> tensorstore.TensorStore:
     return tensorstore.open(_driver(path), context=_context(), open=True).result()
 
 
-def _create_files(path: str, chunk: tuple[int, ...], row: Row) -> None:
+def _describe_files(path: str, chunk: tuple[int, ...], row: Row) -> None:
+    if os.path.exists(f"{path}/zarr.json"):
+        return
     metadata = {
         "shape": row.stored_shape,
         "data_type": np.dtype(row.dtype).name,

@@ -27,7 +27,7 @@ _FLAGS_LOCK = threading.Lock()
 
 
 def write_file(path: str, content: np.ndarray) -> None:
-    """Writes a file that is not there yet, or is to be replaced.
+    """Writes a file that is not there yet, or over one of the same length.
 
     Args:
         path: In a directory that exists.
@@ -38,7 +38,7 @@ def write_file(path: str, content: np.ndarray) -> None:
     """
     whole = _num_direct(content)
     end = content[whole:].tobytes() + _sum_of(content)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _direct_flag(os.path.dirname(path))
+    flags = os.O_WRONLY | os.O_CREAT | _direct_flag(os.path.dirname(path))
     file = os.open(path, flags, 0o600)
     try:
         _move_all(os.pwritev, file, content[:whole], 0)

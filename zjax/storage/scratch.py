@@ -1,10 +1,10 @@
 """Directories for the arrays of one process: its own, and gone when it is."""
 
+import collections
 import contextlib
 import fcntl
 import functools
 import itertools
-import math
 import mmap
 import os
 import pathlib
@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import IO
 
 import numpy as np
@@ -24,8 +24,6 @@ from zjax.storage.files import write_file
 
 _PREFIX = "zjax-"
 _LOCK = "lock"
-_ROOM = 1.5
-"""Of the bytes of a state, where disks have them: writes need not wait for removals."""
 _MOUNTS = pathlib.Path("/proc/self/mountinfo")
 _IN_MEMORY = ("tmpfs", "ramfs")
 MIN_BYTES_PER_SECOND = 50 * 10**6
@@ -37,7 +35,9 @@ _TRIAL_BYTES, _TRIED_FROM = 64 << 20, 10**9
 class Scratch:
     """A directory on each of some disks, over which arrays are spread.
 
-    What a process left that was killed is removed by the next that comes.
+    The files of an array that is gone are those of the next of its kind: to write over
+    blocks that a file has is faster than to remove it and make another. All go once no
+    array is held. What a process left that was killed is removed by the next that comes.
 
     Args:
         paths: Directories that exist, one per disk.
@@ -52,64 +52,74 @@ class Scratch:
             _remove_abandoned(pathlib.Path(path))
         self.places, locks = zip(*map(_make_place, paths), strict=True)
         self._names = itertools.count()
-        self._sizes: dict[str, int] = {}
+        self._taken: dict[str, tuple[Hashable, int]] = {}
         self._held = dict.fromkeys(self.places, 0)
-        self._room: int | float = math.inf
-        self._leaving: set[str] = set()
-        self._to_remove: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._removed = threading.Condition()
-        threading.Thread(target=self._remove_all, daemon=True).start()
+        self._free: dict[Hashable, list[str]] = collections.defaultdict(list)
+        self._returned: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        threading.Thread(target=self._clear_unheld, daemon=True).start()
         weakref.finalize(self, _close, self.places, locks, os.getpid())
 
-    def reserve(self, num_bytes: int | float) -> None:
-        """Says how much arrays may take besides those that are here.
+    def take(self, kind: Hashable, num_bytes: int) -> str:
+        """Where one more array may go.
 
         Args:
-            num_bytes: As many as all arrays that are held at a time, or more.
-        """
-        with self._removed:
-            self._room = sum(self._held.values()) + num_bytes
-
-    def new_path(self, num_bytes: int) -> str:
-        """Where one more array may go; waits for removals where there is no room.
-
-        Args:
+            kind: The same for arrays whose files have the same names and sizes.
             num_bytes: Of its files.
 
         Returns:
-            A path on the disk that holds least.
+            The path of an array of this kind that is gone, whose files may be there;
+            a new one, on the disk that holds least, if there is none.
         """
-
-        def has_room() -> bool:
-            return sum(self._held.values()) + num_bytes <= self._room
-
-        with self._removed:
-            self._removed.wait_for(lambda: has_room() or not self._leaving)
+        with self._lock:
+            self._sort_returned()
+            if self._free[kind]:
+                return self._free[kind].pop()
             place = min(self.places, key=self._held.__getitem__)
             path = f"{place}/{next(self._names)}"
-            self._sizes[path] = num_bytes
+            self._taken[path] = kind, num_bytes
             self._held[place] += num_bytes
-        return path
+            return path
 
-    def remove(self, path: str) -> None:
-        """Starts to remove an array.
+    def give_back(self, path: str) -> None:
+        """Leaves the files of an array to the next of its kind.
 
         A finalizer may run within any other call, so that nothing here may lock.
 
         Args:
-            path: Of `new_path`; it need not be there.
+            path: Of `take`; it need not be there.
         """
-        self._leaving.add(path)
-        self._to_remove.put(path)
+        self._returned.put(path)
+        self._wake.put(None)
 
-    def _remove_all(self) -> None:
+    def clear(self) -> None:
+        """Removes the files of arrays that are gone."""
+        with self._lock:
+            self._sort_returned()
+            self._remove_free()
+
+    def _clear_unheld(self) -> None:
         while True:
-            path = self._to_remove.get()
+            self._wake.get()
+            with self._lock:
+                self._sort_returned()
+                if sum(map(len, self._free.values())) == len(self._taken):
+                    self._remove_free()
+
+    def _remove_free(self) -> None:
+        for path in itertools.chain(*self._free.values()):
             shutil.rmtree(path, ignore_errors=True)
-            with self._removed:
-                self._leaving.remove(path)
-                self._held[os.path.dirname(path)] -= self._sizes.pop(path)
-                self._removed.notify_all()
+            _, num_bytes = self._taken.pop(path)
+            self._held[os.path.dirname(path)] -= num_bytes
+        self._free.clear()
+
+    def _sort_returned(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                path = self._returned.get_nowait()
+                kind, _ = self._taken[path]
+                self._free[kind].append(path)
 
 
 @functools.cache
@@ -146,7 +156,7 @@ def free_bytes(paths: tuple[str, ...]) -> int:
 
 
 def check_disks(paths: tuple[str, ...], sizes: Sequence[int]) -> None:
-    """Refuses disks on which a state does not fit, and keeps to them if it does.
+    """Refuses disks on which a state does not fit.
 
     Args:
         paths: Directories that exist, one per disk.
@@ -156,7 +166,7 @@ def check_disks(paths: tuple[str, ...], sizes: Sequence[int]) -> None:
         StorageError: Names paths that cannot be used or are too slow, or says how much
             is needed and how much is free.
     """
-    opened = open_scratch(paths)  # removes what killed runs have left
+    open_scratch(paths).clear()  # of what killed runs have left, too
     total = sum(sizes)
     if total >= _TRIED_FROM:
         _check_speed(paths, total)
@@ -172,7 +182,6 @@ def check_disks(paths: tuple[str, ...], sizes: Sequence[int]) -> None:
                 "make room, name more disks, or use more hosts",
             )
         )
-    opened.reserve(min(_ROOM * total, free - uneven))
 
 
 def _check_paths(paths: tuple[str, ...]) -> None:
