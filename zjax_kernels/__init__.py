@@ -10,6 +10,8 @@ Example:
     (1, 1024, 4, 64)
 """
 
+from zjax_kernels.norm import layer_norm, rms_norm
+from zjax_kernels.quantise import dequantise_blocks, quantise_blocks
 from zjax_kernels.sparse import (
     BigBird,
     BlockLayout,
@@ -45,11 +47,15 @@ __all__ = [
     "SequencePlan",
     "SparsityConfig",
     "Variable",
+    "dequantise_blocks",
     "draw_layout",
+    "layer_norm",
     "make_plan",
     "make_selected_plan",
     "make_sequence_plan",
     "plot_layout",
+    "quantise_blocks",
+    "rms_norm",
     "sequence_attention",
     "sparse_attention",
     "sparse_attention_gradients",

@@ -32,21 +32,50 @@ def check_implementation(requested: str, *, dtype: str, head_size: int) -> str:
         >>> check_implementation("auto", dtype="float32", head_size=64)
         'reference'
     """
+    problem, remedy = _obstacle_of_arrays(dtype, head_size)
+    arrays = f"{dtype}, head size {head_size}"
+    return choose_implementation(
+        requested, "sparse attention", arrays, problem=problem, remedy=remedy
+    )
+
+
+def choose_implementation(
+    requested: str, what: str, arrays: str, *, problem: str, remedy: str
+) -> str:
+    """Decides what runs; says once what `auto` took.
+
+    Args:
+        requested: `auto`, `mosaic_gpu` or `reference`.
+        what: Is computed.
+        arrays: In words.
+        problem: Why the kernels cannot take these arrays; empty if they can.
+        remedy: Against that.
+
+    Returns:
+        `mosaic_gpu` or `reference`.
+
+    Raises:
+        ValueError: There is no implementation of that name, or not for these arrays.
+        NotImplementedError: `mosaic_gpu` was asked for and this device cannot run it.
+
+    Example:
+        >>> choose_implementation("reference", "a sum", "int8", problem="", remedy="")
+        'reference'
+    """
     if requested not in ("auto", "mosaic_gpu", "reference"):
-        remedy = "use auto, mosaic_gpu or reference"
-        raise invalid("implementation", requested, "is none that exists", remedy)
+        known = "use auto, mosaic_gpu or reference"
+        raise invalid("implementation", requested, "is none that exists", known)
     if requested == "reference":
         return requested
-    arrays, remedy = _obstacle_of_arrays(dtype, head_size)
     device = _obstacle_of_device(*first_device())
     if requested == "auto":
-        chosen = "reference" if arrays or device else "mosaic_gpu"
-        _say(chosen, device or arrays or f"{dtype}, head size {head_size}")
+        chosen = "reference" if problem or device else "mosaic_gpu"
+        _say(what, chosen, device or problem or arrays)
         return chosen
     if device:
         raise NotImplementedError(_REFUSAL.format(device, "use an H100 or H200"))
-    if arrays:
-        raise ValueError(_REFUSAL.format(arrays, remedy))
+    if problem:
+        raise ValueError(_REFUSAL.format(problem, remedy))
     return requested
 
 
@@ -117,5 +146,5 @@ def _obstacle_of_device(platform, capability):
 
 
 @functools.cache
-def _say(chosen, reason):
-    _LOG.warning("sparse attention: %s (%s)", chosen, reason)
+def _say(what, chosen, reason):
+    _LOG.warning("%s: %s (%s)", what, chosen, reason)

@@ -1,9 +1,10 @@
 """Peers of block-sparse attention in torch: FlexAttention, or dense attention of cuDNN.
 
-python examples/benchmarks/sparse_torch.py [--dense] [--only=PART_OF_A_NAME]
+python examples/benchmarks/sparse_torch.py [--how=blocks|mask|dense] [--only=NAME_PART]
 """
 
 import argparse
+import functools
 import multiprocessing
 import os
 import platform
@@ -47,15 +48,36 @@ def time_both(case: Case, attend) -> dict[str, list[float]]:
     return found
 
 
-def flex(case: Case):
-    """Blocks are given as they are: whole ones apart from those that causality cuts."""
-    live = torch.tensor(cases.CAUSAL[case.layout](case.length // cases.BLOCK)).cuda()
+def with_blocks(case: Case):
+    """Within the blocks that causality cuts, a mask that knows of causality alone."""
+    return flex(live_blocks(case), is_causal)
+
+
+def with_mask(case: Case):
+    """A mask that looks the layout up, as torch documents it for any layout.
+
+    The blocks are those that `create_block_mask` would find with it.
+    """
+    live = live_blocks(case)
+
+    def is_seen(batch, head, query, key):
+        return live[query // cases.BLOCK, key // cases.BLOCK] & (query >= key)
+
+    return flex(live, is_seen)
+
+
+def live_blocks(case: Case) -> torch.Tensor:
+    return torch.tensor(cases.CAUSAL[case.layout](case.length // cases.BLOCK)).cuda()
+
+
+def flex(live: torch.Tensor, sees):
+    """Whole blocks are told apart from those that causality cuts."""
     is_cut = torch.eye(len(live), dtype=torch.bool, device="cuda")
     mask = BlockMask.from_kv_blocks(
         *in_order(live & is_cut),
         *in_order(live & ~is_cut),
         BLOCK_SIZE=cases.BLOCK,
-        mask_mod=is_causal,
+        mask_mod=sees,
     )
     torch._dynamo.reset()  # every case is compiled, whatever came before it
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
@@ -72,7 +94,7 @@ def in_order(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return blocks.sum(1, dtype=torch.int32)[None, None], columns.int()[None, None]
 
 
-def fill_cache(chosen: list[Case]) -> None:
+def fill_cache(make, chosen: list[Case]) -> None:
     """Compiles all sizes at once, each in a process of its own, for this one to read.
 
     The layouts of one size differ in their numbers alone.
@@ -81,11 +103,11 @@ def fill_cache(chosen: list[Case]) -> None:
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # in each of these processes
     spawn = multiprocessing.get_context("spawn")
     with futures.ProcessPoolExecutor(len(sizes), spawn) as pool:
-        list(pool.map(compile_both, sizes.values()))
+        list(pool.map(functools.partial(compile_both, make), sizes.values()))
 
 
-def compile_both(case: Case) -> None:
-    for call in make_calls(case, flex(case)).values():
+def compile_both(make, case: Case) -> None:
+    for call in make_calls(case, make(case)).values():
         call()
 
 
@@ -100,17 +122,19 @@ def dense(case: Case):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--dense", action="store_true")
+    ways = {"blocks": with_blocks, "mask": with_mask, "dense": dense}
+    parser.add_argument("--how", choices=ways, default="blocks")
     parser.add_argument("--only", default="")
     args = parser.parse_args()
-    make, known = (dense, cases.DENSE) if args.dense else (flex, cases.LAYOUTS)
+    make = ways[args.how]
+    known = cases.DENSE if make is dense else cases.LAYOUTS
     chosen = [case for case in known if args.only in case.name]
-    if make is flex:
-        fill_cache(chosen)
+    if make is not dense:
+        fill_cache(make, chosen)
     metrics = {}
     for case in chosen:
         metrics |= cases.describe(case, time_both(case, make(case)))
-    if args.dense:
+    if make is dense:
         metrics |= cases.share_of_dense(metrics)
     cases.print_result(
         metrics,

@@ -13,7 +13,8 @@ from typing import Any, Literal
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from zjax.ops import attention, cross_entropy, norm, sparse
+from zjax.ops import attention, cross_entropy, sparse
+from zjax_kernels import norm
 
 Policy = Literal[
     "none", "elementwise", "attention_and_mlp", "dots", "attention", "full"

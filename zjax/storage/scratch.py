@@ -37,7 +37,7 @@ class Scratch:
 
     The files of an array that is gone are those of the next of its kind: to write over
     blocks that a file has is faster than to remove it and make another. All go once no
-    array is held. What a process left that was killed is removed by the next that comes.
+    array is held. What a process that was killed left is removed by the next.
 
     Args:
         paths: Directories that exist, one per disk.

@@ -9,6 +9,7 @@ import pytest
 
 from tests.kernels.sparse.dense import attend, make_inputs, mask_of
 from tests.kernels.sparse.test_plan import random_live, random_mask
+from tests.support.interpreter import InterpretGPUParams
 from zjax_kernels import device
 from zjax_kernels.sparse import (
     BigBird,
@@ -25,11 +26,6 @@ from zjax_kernels.sparse.mosaic_gpu import (
     forward,
 )
 from zjax_kernels.sparse.reference import Options
-
-try:
-    from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
-except ImportError:
-    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 SLOW = pytest.mark.slow
 CASES = [

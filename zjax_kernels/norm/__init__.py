@@ -1,0 +1,5 @@
+"""Normalisation of rows."""
+
+from zjax_kernels.norm.api import STATISTICS, layer_norm, rms_norm
+
+__all__ = ["STATISTICS", "layer_norm", "rms_norm"]

@@ -1,0 +1,126 @@
+"""Normalisation over the last dim, computed in float32 whatever the input.
+
+The backward pass keeps two numbers per row besides the input. Forward-mode
+differentiation is not defined.
+"""
+
+import functools
+
+import jax.numpy as jnp
+from jax import Array, custom_vjp
+from jax.ad_checkpoint import checkpoint_name
+
+from zjax_kernels.device import choose_implementation
+from zjax_kernels.norm import mosaic_gpu, reference
+
+STATISTICS = "norm_statistics"
+"""Name of the mean and the inverse deviation of each row, for `jax.checkpoint`."""
+
+
+def layer_norm(
+    x: Array,
+    scale: Array,
+    bias: Array | None = None,
+    *,
+    eps: float = 1e-5,
+    implementation: str = "auto",
+) -> Array:
+    """Subtracts the mean and divides by the standard deviation.
+
+    Args:
+        x: [..., C], any floating dtype.
+        scale: [C] factor per channel.
+        bias: [C] offset per channel, or none.
+        eps: Added to the variance, above 0.
+        implementation: `mosaic_gpu`, for a multiple of 128 channels up to 4096, of 16
+            bits, on one Hopper GPU; `reference`, anywhere and in any split; or `auto`.
+
+    Returns:
+        [..., C] in the dtype of `x`.
+
+    Raises:
+        ValueError: There is no such implementation, or not for these arrays.
+        NotImplementedError: `mosaic_gpu` was asked for and this device cannot run it.
+
+    Example:
+        >>> x = jnp.array([[-3.0, 3.0]])
+        >>> layer_norm(x, jnp.ones(2)).round(3).tolist()
+        [[-1.0, 1.0]]
+
+    Reference:
+        Ba et al., Layer Normalization (arXiv:1607.06450).
+    """
+    return _normalize(eps, True, _choose(implementation, x), x, scale, bias)
+
+
+def rms_norm(
+    x: Array, scale: Array, *, eps: float = 1e-5, implementation: str = "auto"
+) -> Array:
+    """Divides by the root mean square.
+
+    Args:
+        x: [..., C], any floating dtype.
+        scale: [C] factor per channel.
+        eps: Added to the mean square, above 0.
+        implementation: As in `layer_norm`.
+
+    Returns:
+        [..., C] in the dtype of `x`.
+
+    Raises:
+        ValueError: As `layer_norm`.
+        NotImplementedError: As `layer_norm`.
+
+    Example:
+        >>> rms_norm(jnp.array([[3.0, 3.0]]), jnp.ones(2)).round(3).tolist()
+        [[1.0, 1.0]]
+
+    Reference:
+        Zhang and Sennrich (arXiv:1910.07467).
+    """
+    return _normalize(eps, False, _choose(implementation, x), x, scale, None)
+
+
+@functools.partial(custom_vjp, nondiff_argnums=(0, 1, 2))
+def _normalize(eps, centre, implementation, x, scale, bias):
+    return _forward(eps, centre, implementation, x, scale, bias)[0]
+
+
+def _forward(eps, centre, implementation, x, scale, bias):
+    run = _module(implementation).forward
+    out, *statistics = run(x, scale, bias, eps=eps, centre=centre)
+    statistics = checkpoint_name(tuple(statistics), STATISTICS)
+    return out, (x, statistics, scale, bias)
+
+
+def _backward(eps, centre, implementation, residuals, d_out):
+    x, statistics, scale, bias = residuals
+    run = _module(implementation).backward
+    dx, d_scale, d_bias = run(x, *statistics, scale, d_out, centre=centre)
+    return (
+        dx,
+        d_scale.astype(scale.dtype),
+        None if bias is None else d_bias.astype(bias.dtype),
+    )
+
+
+_normalize.defvjp(_forward, _backward)
+
+
+def _module(implementation):
+    return {"mosaic_gpu": mosaic_gpu, "reference": reference}[implementation]
+
+
+def _choose(implementation, x):
+    dtype, channels = jnp.dtype(x.dtype).name, x.shape[-1]
+    problem = remedy = ""
+    most = mosaic_gpu.MOST_CHANNELS
+    if x.dtype.itemsize != 2:
+        problem, remedy = f"it needs 16 bits and the array is {dtype}", "cast it"
+    elif channels % mosaic_gpu.THREADS or channels > most or not x.size:
+        problem = f"it needs rows of 128, 256, ... {most} and this is {x.shape}"
+        remedy = "pad the channels"
+    arrays = f"{dtype}, {channels} channels"
+    return choose_implementation(
+        implementation, "normalisation", arrays, problem=problem, remedy=remedy
+    )

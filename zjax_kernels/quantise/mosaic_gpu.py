@@ -1,0 +1,80 @@
+"""Blocks of 8-bit integers on a Hopper GPU, from one reading of the numbers."""
+
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from zjax_kernels.quantise.reference import LEAST_SCALE, MOST
+
+BLOCKS = 64
+"""That a warpgroup holds in its registers, and takes at a time."""
+SIZES = (64, 128, 256)
+_PROGRAMS = 3 * 132
+_INDEX = inspect.signature(plgpu.load).parameters["idx"]
+"""Of a load; it must be given before JAX 0.11, and not after."""
+
+
+def quantise_blocks(
+    x: jax.Array, block: int, *, interpret: Any = None
+) -> tuple[jax.Array, jax.Array]:
+    """As `reference.quantise_blocks`, with a multiple of 64 blocks.
+
+    Args:
+        x: float32[N], N a multiple of 64 blocks.
+        block: Numbers that share a scale: 64, 128 or 256.
+        interpret: Parameters of the interpreter, or none on a GPU.
+
+    Returns:
+        As `reference.quantise_blocks`.
+    """
+    num_blocks = x.size // block
+    tiles = num_blocks // BLOCKS
+    programs = min(tiles, _PROGRAMS)
+
+    def body(x_ref, integers_ref, scales_ref, staged):
+        program = lax.axis_index("program")
+
+        def step(i, _):
+            rows = pl.ds((program + i * programs) * BLOCKS, BLOCKS)
+            numbers = _load(x_ref.at[rows], interpret)
+            most = jnp.max(jnp.abs(numbers), axis=1)
+            scales = jnp.maximum(most / MOST, LEAST_SCALE)
+            wide = lax.broadcast_in_dim(scales, numbers.shape, (0,))
+            rounded = lax.round(numbers / wide, lax.RoundingMethod.TO_NEAREST_EVEN)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            staged[...] = rounded.astype(jnp.int32).astype(jnp.int8)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(staged, integers_ref.at[rows])
+            scales_ref[rows] = scales
+
+        own = lax.div(tiles - 1 - program, programs) + 1
+        lax.fori_loop(0, own, step, None)
+        plgpu.wait_smem_to_gmem(0)
+
+    run = plgpu.kernel(
+        body,
+        out_type=[
+            jax.ShapeDtypeStruct((num_blocks, block), jnp.int8),
+            jax.ShapeDtypeStruct((num_blocks,), jnp.float32),
+        ],
+        grid=(programs,),
+        grid_names=("program",),
+        scratch_types=[plgpu.SMEM((BLOCKS, block), jnp.int8)],
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    return tuple(run(x.reshape(num_blocks, block)))
+
+
+def _load(ref, interpret):
+    if interpret is not None:  # which knows no layouts
+        return ref[...]
+    index = {"idx": ()} if _INDEX.default is _INDEX.empty else {}
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False, **index)
