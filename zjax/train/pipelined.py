@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from zjax.comm import shards
 from zjax.errors import PlanError, Problem
-from zjax.parallel.line import Line, Parts, fold_in
+from zjax.ops.keys import part_key
+from zjax.parallel.line import Line, Parts
 from zjax.parallel.parts import follows_from_params
 from zjax.parallel.pipeline import Pipeline
 from zjax.parallel.schedule import Schedule
@@ -186,9 +187,7 @@ class _Run:
     ) -> tuple[Params, Loss]:
         pipeline = self.pipeline(scale)
         params, parts = self.start(master, batch)
-        grads, losses = pipeline.differentiate(
-            params, self.zeros(), parts, self.own(key)
-        )
+        grads, losses = pipeline.differentiate(params, self.zeros(), parts, key)
         loss = microbatches.mean_loss(losses, ())
         inverse = 1 / jnp.where(loss.weight == 0, 1, loss.weight)
         grads = jax.tree.map(lambda g: microbatches.scaled(g, inverse), grads)
@@ -199,7 +198,6 @@ class _Run:
 
     def forward(self, master: Params, batch: Batch, key: jax.Array | None) -> Loss:
         params, parts = self.start(master, batch)
-        key = None if key is None else self.own(key)
         losses = self.pipeline(jnp.float32(1)).evaluate(params, parts, key)
         return microbatches.mean_loss(losses, ())
 
@@ -214,12 +212,6 @@ class _Run:
         embed = self.in_place(params.embed, self.rows.embed)
         head = self.in_place(params.head, self.rows.head)
         return Parts(embed, stages, head), parts
-
-    def own(self, key: jax.Array) -> jax.Array:
-        """The key of these rows."""
-        if self.pipelined.model.separable or not self.share.axes:
-            return key
-        return jax.random.fold_in(key, jax.lax.axis_index(BATCH_AXES))
 
     def pipeline(self, scale: jax.Array) -> Pipeline:
         rows = self.cut.split(self.plan.grads)
@@ -259,7 +251,8 @@ class _Run:
 
         def embed(params, batch, key):
             whole, batch = self.in_turn(params, batch, rows.embed)
-            carry, context = stack.embed(whole, batch, fold_in(key, 0))
+            own_key = part_key(self.share.own_key(key), 0)
+            carry, context = stack.embed(whole, batch, own_key)
             return (carry, jnp.zeros((), jnp.float32)), context
 
         def block(params, stream, context, key):
@@ -272,9 +265,9 @@ class _Run:
         kept = jax.checkpoint(block, policy=keeps) if keeps else block
 
         def chunk(params, stream, context, key, number):
-            first = number * chunk_size
+            first, key = number * chunk_size, self.share.own_key(key)
             for i, layer in enumerate(layers_of(params, chunk_size)):
-                layer_key = fold_in(key, first + i + 1)
+                layer_key = part_key(key, first + i + 1)
                 out = kept(layer, stream, context, layer_key)
                 stream = self.unless_padding(first + i, out, stream)
             return stream
