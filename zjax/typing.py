@@ -96,9 +96,8 @@ class Continuation:
 class Stack:
     """A model as a line of blocks: the seam of pipelines, offload and layer drop.
 
-    Its parts take no model state.
-    Where the loss draws, the embedding gets the key `fold_in(key, 0)` of the key that
-    `loss_fn` gets, and block i `fold_in(key, i + 1)`.
+    Its parts take no model state. Of the key that a loss gets, the embedding gets
+    `fold_in(key, 0)`, and block i `fold_in(key, i + 1)`.
     """
 
     embed: Callable[..., Any]

@@ -7,6 +7,7 @@ are fetched in each tick.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from zjax.parallel.line import Line, Parts
 from zjax.parallel.parts import follows_from_params
 from zjax.parallel.pipeline import Pipeline
 from zjax.parallel.schedule import Schedule
+from zjax.parallel.staged import either
 from zjax.sharding.layers import layers_of
 from zjax.sharding.mesh import BATCH_AXES, PIPELINE, SEQUENCE, TENSOR, num_shares
 from zjax.sharding.placement import Row, unpad_tree
@@ -278,8 +280,8 @@ class _Run:
             first, key = number * chunk_size, self.share.own_key(key)
             for i, layer in enumerate(layers_of(params, chunk_size)):
                 layer_key = part_key(key, first + i + 1)
-                out = kept(layer, stream, context, layer_key)
-                stream = self.unless_padding(first + i, out, stream)
+                run = functools.partial(kept, layer, context=context, key=layer_key)
+                stream = self.unless_padding(first + i, run, stream)
             return stream
 
         def head(params, stream, batch):
@@ -313,12 +315,16 @@ class _Run:
             num_layers=size,
         )
 
-    def unless_padding(self, number: jax.Array, out: Any, stream: Any) -> Any:
+    def unless_padding(
+        self, number: jax.Array, run: Callable[..., Any], stream: Any
+    ) -> Any:
         (segment,) = self.cut.stack.segments
         if segment.num_blocks == self.num_layers:
-            return out
+            return run(stream)
         is_real = number < segment.num_blocks
-        return jax.tree.map(lambda x, y: jnp.where(is_real, x, y), out, stream)
+        # Of weights that are all 0, a block may have a gradient of 0 / 0.
+        entering = either(is_real, stream, jax.lax.stop_gradient(stream))
+        return either(is_real, run(entering), stream)
 
     def whole(self, params: Params, rows: Any) -> Params:
         """Parameters as a part of the model takes them."""
