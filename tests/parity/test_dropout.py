@@ -47,7 +47,7 @@ def test_training_equals_one_device(name):
     )
 
 
-def test_model_of_yours_draws_in_a_pipeline_what_its_shares_draw_without():
+def test_model_of_yours_draws_in_a_pipeline_what_it_draws_without():
     """Fails if shares of a batch draw the same, or stages by another key."""
 
     def losses(num_devices, **mesh):
@@ -64,4 +64,5 @@ def test_model_of_yours_draws_in_a_pipeline_what_its_shares_draw_without():
     found, wanted = losses(4, pipeline=2, data=2), losses(2, data=2)
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
     as_one = losses(1)
+    np.testing.assert_allclose(losses(2, pipeline=2), as_one, rtol=1e-5)
     assert abs(wanted[0] / as_one[0] - 1) > 1e-4
