@@ -94,7 +94,11 @@ class Continuation:
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """A model as a line of blocks: the seam of pipelines, offload and layer drop."""
+    """A model as a line of blocks: the seam of pipelines, offload and layer drop.
+
+    Its parts take no model state. Of the key that a loss gets, the embedding gets
+    `fold_in(key, 0)`, and block i `fold_in(key, i + 1)`.
+    """
 
     embed: Callable[..., Any]
     """`embed(params, batch, key) -> (carry, context)`; every block reads context, which
@@ -135,9 +139,9 @@ class Model:
     stack: Stack | None = None
     separable: bool = False
     """Whether the loss is the weighted mean of losses of single rows, is 0 without
-    weight, and uses no key and no model state: devices then differentiate alone. At
-    ZeRO stage 3 its parameters are fetched whole, so it must not loop over stacked
-    layers."""
+    weight, uses no model state, and draws for each row by its number in the microbatch
+    if at all: devices then differentiate alone. At ZeRO stage 3 its parameters are
+    fetched whole, so it must not loop over stacked layers."""
     takes_layers_apart: bool = False
     """Whether the loss takes `zjax.sharding.layers.Layers` for the arrays whose first
     dim is `layers`, so that each layer can be gathered and reduced alone."""

@@ -155,10 +155,11 @@ def temporaries(schedule, num_microbatches, monkeypatch):
 
 
 def test_gpipe_keeps_every_microbatch_and_1f1b_a_few(monkeypatch):
-    """Fails if more waits than what entered a stage, or for longer than it must."""
-    stream = 2 * 64 * 32 * 4
+    """Fails if more waits than what entered a stage, or for longer than it must,
+    beside the batch itself in parts."""
+    stream, batch = 2 * 64 * 32 * 4, 3 * 2 * 64 * 4
     gpipe = [temporaries("gpipe", n, monkeypatch) for n in (8, 16)]
-    assert gpipe[1] - gpipe[0] == pytest.approx(8 * stream, rel=0.02)
+    assert 8 * stream <= gpipe[1] - gpipe[0] <= 8 * (stream + batch)
     short, long = (temporaries("1f1b", n, monkeypatch) for n in (8, 16))
-    assert long == pytest.approx(short, abs=0.05 * stream)
+    assert long - short <= 8 * batch < stream
     assert gpipe[1] - long == pytest.approx((16 - 7) * stream, rel=0.3)

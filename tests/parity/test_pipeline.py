@@ -82,14 +82,15 @@ GRID = list(
 )
 
 
-def assert_same(case):
+def assert_same(case, num_steps=3, rtol=1e-4, atol=2e-5):
     of_devices = ("mesh", "stage", "pipeline", "sequence_attention")
     shape = {k: v for k, v in case.items() if k not in of_devices}
-    losses, weights = pipelines.train(pipelines.start(pipelines.make_config(**case)))
-    wanted_losses, wanted = pipelines.on_one_device(**shape)
+    run = pipelines.start(pipelines.make_config(**case))
+    losses, weights = pipelines.train(run, num_steps)
+    wanted_losses, wanted = pipelines.on_one_device(num_steps=num_steps, **shape)
     np.testing.assert_allclose(losses, wanted_losses, rtol=1e-5)
     jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-5),
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol),
         weights,
         wanted,
     )
@@ -135,6 +136,8 @@ def test_bfloat16_is_close_to_float32():
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "stage", "num_microbatches", "schedule"), GRID)
 def test_grid(mesh, stage, num_microbatches, schedule):
+    """Ten steps of SGD, as Adam would make rounding errors of small gradients large."""
     pipeline = {"schedule": schedule, "recompute": schedule == "1f1b"}
-    case = {"mesh": mesh, "stage": stage, "pipeline": pipeline}
-    assert_same(case | {"num_microbatches": num_microbatches})
+    case = {"mesh": mesh, "stage": stage, "pipeline": pipeline, "optimizer": "sgd"}
+    case |= {"num_microbatches": num_microbatches}
+    assert_same(case, num_steps=10, rtol=1e-5, atol=1e-6)

@@ -130,11 +130,14 @@ def test_layers_that_are_not_split_stay_stacked(stage, is_apart):
 
 
 @pytest.mark.parametrize(
-    ("stage", "dropout_rate"), [(1, 0.0), (2, 0.0), (3, 0.0), (1, 0.1), (2, 0.1)]
+    ("stage", "separable"),
+    [(1, True), (2, True), (3, True), (1, False), (2, False)],
 )
-def test_every_layer_is_gathered_alone(stage, dropout_rate):
-    """Fails if layers are not taken apart; dropout leaves it to the compiler."""
-    run = make_language_run(stage, dropout_rate=dropout_rate)
+def test_every_layer_is_gathered_alone(stage, separable):
+    """Fails if layers are not taken apart, by hand or by the compiler."""
+    config = make_config(stage, dropout_rate=0.1)
+    model = dataclasses.replace(make_model(config), separable=separable)
+    run = make_run(config, model, make_optimizer(config, model))
     text = run.step.compile(make_batch()).as_text()
     gathers = [each for each in list_collectives(text) if each.op == "all-gather"]
     assert gathers

@@ -84,8 +84,8 @@ def whole(arrays, rows):
 
 
 @functools.cache
-def on_one_device(num_microbatches=4, optimizer="adamw", **model):
+def on_one_device(num_microbatches=4, optimizer="adamw", num_steps=3, **model):
     config = make_config(
         stage=0, num_microbatches=num_microbatches, optimizer=optimizer, **model
     )
-    return train(start(config, jax.devices()[:1]))
+    return train(start(config, jax.devices()[:1]), num_steps)

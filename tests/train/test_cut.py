@@ -160,6 +160,24 @@ def test_context_that_follows_from_parameters_is_refused():
     )
 
 
+def test_model_state_is_refused():
+    """Fails if statistics silently stay as they start."""
+    config = pipelines.make_config(mesh={"pipeline": 2})
+    model = make_model(config)
+    statistics = {"norm": {"mean": jnp.zeros(2), "count": jnp.int32(0)}}
+
+    def init(key):
+        return model.init(key)[0], statistics
+
+    other = dataclasses.replace(model, init=init)
+    with pytest.raises(PlanError) as error:
+        make_run(config, other, make_optimizer(config, other))
+    assert str(error.value) == (
+        "mesh.pipeline=2 never updates the model state norm/count, norm/mean, which no "
+        "Stack takes; use 1, or a model without model state"
+    )
+
+
 @pytest.mark.parametrize(
     ("pipeline", "num_layers", "message"),
     [

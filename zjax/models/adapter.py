@@ -11,7 +11,8 @@ from flax import nnx as flax_nnx
 from zjax.errors import ModelError, Problem
 from zjax.models import linen, nnx, plain
 from zjax.models.contract import call_loss, check_model_state, check_params, strong
-from zjax.models.part import Part, Started, combine, fold_name
+from zjax.models.part import Part, Started, combine
+from zjax.ops.keys import fold_name, loss_key
 from zjax.sharding.placement import abstract_key
 from zjax.typing import Batch, Loss, Model, ModelState, Params
 
@@ -64,7 +65,7 @@ def adapt(model: Any, loss_fn: Callable[..., Any], batch: Batch) -> Model:
         view, started = part.start(fold_name(key, "model"))
         if part.needs_calls:
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-            call_loss(loss_fn, view, zeros, fold_name(key, "loss"))
+            call_loss(loss_fn, view, zeros, loss_key(key))
         params, model_state, logical = started()
         check_params(model, params)
         return strong(params), strong(model_state), logical
@@ -80,7 +81,7 @@ def adapt(model: Any, loss_fn: Callable[..., Any], batch: Batch) -> Model:
             value, weight, metrics = call_loss(loss_fn, view, batch, None)
             return Loss(value, weight, model_state, metrics)
         view = part.resume(params, model_state, fold_name(key, "model"))
-        value, weight, metrics = call_loss(loss_fn, view, batch, fold_name(key, "loss"))
+        value, weight, metrics = call_loss(loss_fn, view, batch, loss_key(key))
         after = strong(part.model_state(view))
         check_model_state(model_state, after)
         return Loss(value, weight, after, metrics)

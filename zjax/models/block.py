@@ -53,7 +53,6 @@ class Block(nnx.Module):
         self.implementation: attention.Implementation = (
             "auto" if config.attention == "sparse" else config.attention
         )
-        self.dropout_rate = config.dropout_rate
         num_writers = 2 * config.num_layers if norm_position == "pre" else 1
         out_std = layers.INIT_STD / num_writers**0.5
         self.attention_norm = layers.Norm(config)
@@ -133,7 +132,7 @@ class Block(nnx.Module):
         entering = self.mlp_norm(x)
         if self.mlp.down is not None:
             bias = self.mlp.down(jnp.zeros_like(x))
-            x = x + layers.dropout(bias, self.dropout_rate, _keys(key)[1])
+            x = x + layers.dropout(bias, self.config, _keys(key)[1])
         return (x, entering), kept
 
     def _average(self, context):
@@ -178,7 +177,7 @@ class Block(nnx.Module):
         return norm(x) if self.norm_position == "pre" else x
 
     def _leave(self, norm, x, y, key):
-        x = remat.mark(x + layers.dropout(y, self.dropout_rate, key), remat.MIDDLE)
+        x = remat.mark(x + layers.dropout(y, self.config, key), remat.MIDDLE)
         return x if self.norm_position == "pre" else norm(x)
 
 
@@ -187,7 +186,7 @@ def run_tile(
     entering: Float[Array, "B L M"],
     key: jax.Array | None,
     *,
-    dropout_rate: float,
+    config: schema.Model,
 ) -> Float[Array, "B L M"]:
     """What a tile adds to the stream of its block.
 
@@ -195,12 +194,12 @@ def run_tile(
         tile: Of the block's feed-forward.
         entering: As `Block.trunk` gave it.
         key: That of the block: the tiles of a sum lose the same entries.
-        dropout_rate: Of the model.
+        config: Shape of the model.
 
     Returns:
         The summand.
     """
-    return layers.dropout(tile(entering), dropout_rate, _keys(key)[1])
+    return layers.dropout(tile(entering), config, _keys(key)[1])
 
 
 def make_blocks(

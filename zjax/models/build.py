@@ -57,12 +57,11 @@ def make_model(config: Config) -> Model:
         return adapter.adapt(one, mean_loss, batch).init(key)[0]
 
     abstract = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
-    separable = config.model.dropout_rate == 0
     return dataclasses.replace(
         model,
         stack=make_stack(abstract),
         init_layer=init_layer,
-        separable=separable,
+        separable=True,
         takes_layers_apart=stride == 0,
         loops_over_layers=stride > 0,
         keeps=remat.keeps(config.model.remat, config.model.activation_memory),

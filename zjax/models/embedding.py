@@ -100,7 +100,7 @@ class Embedding(nnx.Module):
         if self.config.positions == "rotary":
             rotation = self._rotation(positions, tokens.shape[1])
         context = Context(segment_ids, batch.get("lengths"), rotation)
-        x = layers.dropout(x, self.config.dropout_rate, key)
+        x = layers.dropout(x, self.config, key)
         return tensor.pin_stream(x), context
 
     def _look_up(self, table, indices) -> Any:

@@ -18,9 +18,10 @@ from jaxtyping import Array, Float
 from zjax.config import schema
 from zjax.ops import float8, rotary
 from zjax.ops.storing import store, store_gradient
-from zjax.parallel import remat, tensor
+from zjax.parallel import remat, sequence, tensor
 from zjax.sharding import mesh as meshes
 from zjax.sharding import rules
+from zjax.sharding.activations import first_row
 from zjax_kernels import norm
 
 Dims = tuple[tuple[str | None, int], ...]
@@ -71,29 +72,42 @@ def make_normal(key: jax.Array, std: float) -> Callable[[tuple[int, ...]], Array
 
 
 def dropout(
-    x: Float[Array, "*dims"], rate: float, key: jax.Array | None
-) -> Float[Array, "*dims"]:
+    x: Float[Array, "B L M"], config: schema.Model, key: jax.Array | None
+) -> Float[Array, "B L M"]:
     """Zeroes a share of the entries and scales up the rest.
 
+    Each token draws by its place in the microbatch, whatever device holds it.
+
     Args:
-        x: Activations.
-        rate: Probability of a zero, 0 to below 1.
+        x: Activations, their tokens as `sequence.arrange` has put them.
+        config: Read for `dropout_rate`, the probability of a zero, and for the order.
         key: Random key; None changes nothing, which is evaluation.
 
     Returns:
         Activations of the same expectation.
 
     Example:
-        >>> dropout(jnp.ones(4), 0.5, None).tolist()
-        [1.0, 1.0, 1.0, 1.0]
+        >>> dropout(jnp.ones((1, 2, 2)), schema.Model(dropout_rate=0.5), None).tolist()
+        [[[1.0, 1.0], [1.0, 1.0]]]
 
     Reference:
         Srivastava et al. (JMLR 15, 2014).
     """
-    if key is None or rate == 0.0:
+    share_kept = 1.0 - config.dropout_rate
+    if key is None or share_kept == 1.0:
         return x
-    kept = jax.random.bernoulli(key, 1.0 - rate, x.shape)
-    return jnp.where(kept, x / (1.0 - rate), jnp.zeros_like(x))
+    num_rows, length, size = x.shape
+    rows = first_row(num_rows) + jnp.arange(num_rows)
+    order = sequence.token_order(length, config)
+    places = jnp.arange(length) if order is None else jnp.asarray(order)
+
+    @functools.partial(jax.vmap, in_axes=(0, None))
+    @functools.partial(jax.vmap, in_axes=(None, 0))
+    def draw(row: jax.Array, place: jax.Array) -> jax.Array:
+        own = jax.random.fold_in(key, row * length + place)
+        return jax.random.bernoulli(own, share_kept, (size,))
+
+    return jnp.where(draw(rows, places), x / share_kept, jnp.zeros_like(x))
 
 
 def num_batch_shares(batch_size: int) -> int:

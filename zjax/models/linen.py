@@ -8,7 +8,8 @@ import flax.linen as nn
 import jax
 from flax.core import meta
 
-from zjax.models.part import Part, Started, check_logical, fold_name
+from zjax.models.part import Part, Started, check_logical
+from zjax.ops.keys import fold_name
 from zjax.sharding.placement import path_of
 from zjax.typing import ModelState, Params
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from zjax.errors import ModelError, Problem
-from zjax.models.part import Part, Started, check_logical, fold_name
+from zjax.models.part import Part, Started, check_logical
+from zjax.ops.keys import fold_name
 from zjax.sharding.placement import abstract_key
 from zjax.typing import ModelState, Params
 

@@ -1,13 +1,13 @@
 """One model of a loss, whatever library wrote it; several of them are one again."""
 
 import dataclasses
-import zlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from zjax.errors import ModelError, Problem
+from zjax.ops.keys import fold_name
 from zjax.typing import Logical, ModelState, Params
 
 Started = tuple[Params, ModelState, Any]
@@ -97,19 +97,6 @@ def combine(parts: dict[str, Part]) -> Part:
 def _columns(rows: dict[str, tuple[Any, ...]]) -> tuple[Any, ...]:
     values = zip(*rows.values(), strict=True)
     return tuple(dict(zip(rows, column, strict=True)) for column in values)
-
-
-def fold_name(key: jax.Array, name: str) -> jax.Array:
-    """Derives the key of something that has a name.
-
-    Args:
-        key: Random key.
-        name: Any text; other names give other keys (but for one pair in 2**32).
-
-    Returns:
-        A key that depends on nothing else, whatever else draws from `key`.
-    """
-    return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
 def check_logical(path: str, names: tuple[Any, ...], num_dims: int) -> Logical:

@@ -131,7 +131,7 @@ def _tiles(blocks: Block, config: schema.Model) -> Tiles:
 
     def tile(params, entering, key):
         tile = nnx.merge(one, params)
-        return run_tile(tile, entering, key, dropout_rate=config.dropout_rate)
+        return run_tile(tile, entering, key, config=config)
 
     return Tiles(split=split, trunk=trunk, tile=tile)
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from zjax.offload.units import trunk_of, units_of, units_of_all
-from zjax.parallel.line import fold_in
+from zjax.ops.keys import part_key
 from zjax.sharding.placement import Row, pad_tree, path_of, place_tree, unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.sharding.zero import whole_spec
@@ -71,7 +71,7 @@ class BlockPrograms:
     def embed(self, params: Params, batch: Batch, key: jax.Array | None) -> Any:
         """The stream that enters the first block, and what every block reads."""
         params = self.in_use("embed", params)
-        carry, context = self.stack.embed(params, batch, fold_in(key, 0))
+        carry, context = self.stack.embed(params, batch, part_key(key, 0))
         return self.held(carry), context
 
     def block(
@@ -88,7 +88,7 @@ class BlockPrograms:
         The stream is that without the tiles.
         """
         params = self.in_use("block", params)
-        block_key = fold_in(key, number + 1)
+        block_key = part_key(key, number + 1)
         carry, own = self.run_block(params, carry, context, block_key)
         return self.held(carry), auxiliary + own
 
@@ -102,7 +102,7 @@ class BlockPrograms:
     ) -> tuple[Any, jax.Array]:
         """The stream with what a tile adds to it; a number once it is."""
         assert self.segment.tiles is not None
-        block_key = fold_in(key, number + 1)
+        block_key = part_key(key, number + 1)
         params = self.in_use("tile", params)
         added = self.segment.tiles.tile(params, entering, block_key)
         carry = jax.tree.map(jnp.add, carry, added)
@@ -158,7 +158,7 @@ class BlockPrograms:
 
         They follow from those of its stream and of what its tiles read.
         """
-        block_key = fold_in(key, number + 1)
+        block_key = part_key(key, number + 1)
 
         def run(params: Params, carry: Any) -> Any:
             return self.run_block(params, carry, context, block_key)
@@ -182,7 +182,7 @@ class BlockPrograms:
         The stream has the same cotangent before and after a tile.
         """
         assert self.segment.tiles is not None
-        run_tile, block_key = self.segment.tiles.tile, fold_in(key, number + 1)
+        run_tile, block_key = self.segment.tiles.tile, part_key(key, number + 1)
 
         def run(params: Params, entering: Any) -> Any:
             return run_tile(params, entering, block_key)
@@ -204,7 +204,7 @@ class BlockPrograms:
         """Gradients of the embedding, with those of what the head shares."""
 
         def run(params: Params) -> Any:
-            return self.stack.embed(params, batch, fold_in(key, 0))[0]
+            return self.stack.embed(params, batch, part_key(key, 0))[0]
 
         _, pull = jax.vjp(run, self.in_use("embed", params))
         (grads,) = pull(cotangent)

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zjax.models.part import fold_name
 from zjax.offload.parts import Jit
 from zjax.offload.programs import BlockPrograms
 from zjax.offload.stream import Load, Stream
@@ -125,7 +124,7 @@ class Segments:
         last = self.num_microbatches - 1
         for number in range(self.num_microbatches):
             part = self.split(batch, number)
-            part_key = fold_name(jax.random.fold_in(key, number), "loss")
+            part_key = jax.random.fold_in(key, number)
             arriving = self.differentiate(params, part, part_key, scale)
             losses.append(next(arriving))
             if self.num_microbatches == 1:

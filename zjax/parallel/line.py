@@ -39,20 +39,3 @@ class Parts:
 
 
 jax.tree_util.register_dataclass(Parts, ["embed", "stages", "head"], [])
-
-
-def fold_in(key: jax.Array | None, number: Any) -> jax.Array | None:
-    """The key of a part of a model.
-
-    Args:
-        key: Random key; None is evaluation.
-        number: int32[], of the part.
-
-    Returns:
-        A key of its own; None where there is none.
-
-    Example:
-        >>> fold_in(None, 3) is None
-        True
-    """
-    return None if key is None else jax.random.fold_in(key, number)

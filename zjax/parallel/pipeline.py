@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zjax.ops.keys import fold_in
 from zjax.parallel import staged as arrays
-from zjax.parallel.line import Line, Parts, fold_in
+from zjax.parallel.line import Line, Parts
 from zjax.parallel.parts import (
     Halves,
     Passes,

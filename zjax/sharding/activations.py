@@ -51,6 +51,24 @@ def row_axes(num_rows: int) -> tuple[str, ...]:
     return axes
 
 
+def first_row(num_rows: int) -> jax.Array | int:
+    """The number, in its microbatch, of the first of the rows that are here.
+
+    Args:
+        num_rows: How many are here: all of them, where no axis is split by hand.
+
+    Returns:
+        int32[].
+
+    Example:
+        >>> first_row(8)
+        0
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = tuple(axis for axis in meshes.BATCH_AXES if axis in mesh.manual_axes)
+    return jax.lax.axis_index(axes) * num_rows if axes else 0
+
+
 def pin_tokens(x: Shaped[Array, "B L *dims"]) -> Shaped[Array, "B L *dims"]:
     """Keeps tokens where the batch has them: rows and length split, the rest free.
 

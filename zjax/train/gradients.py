@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zjax.ops.keys import fold_in
 from zjax.sharding.layers import put_together, take_apart
 from zjax.sharding.placement import Row, place_tree
 from zjax.sharding.plan import Plan, plan_in_use
@@ -128,8 +129,7 @@ def make_forward(
 
         def one(state: ModelState, inputs: Any) -> tuple[ModelState, Loss]:
             index, microbatch = inputs
-            step_key = None if key is None else jax.random.fold_in(key, index)
-            result = model.loss(params, state, microbatch, step_key)
+            result = model.loss(params, state, microbatch, fold_in(key, index))
             return result.model_state, result._replace(model_state=())
 
         state, losses = jax.lax.scan(one, state, (jnp.arange(num_microbatches), parts))

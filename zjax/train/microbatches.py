@@ -12,32 +12,30 @@ from zjax.typing import Batch, Loss, Metrics, ModelState, Params
 
 
 def split_batch(batch: Batch, num_microbatches: int, num_shares: int) -> Batch:
-    """Cuts each device's own share of a batch into microbatches.
+    """Cuts a batch into microbatches.
 
     Args:
         batch: Arrays [B, ...]; scalars are repeated.
-        num_microbatches: Parts, 1 or more.
+        num_microbatches: N, 1 or more.
         num_shares: Devices along the batch dim.
 
     Returns:
-        Arrays [N, B / N, ...]; no row leaves its device.
+        Arrays [N, B / N, ...]: row i is in microbatch i mod N, so that no row leaves
+        its device, and all meshes make the same microbatches.
 
     Raises:
         PlanError: B does not divide.
 
     Example:
         >>> split_batch(jnp.arange(8), 2, 2).tolist()
-        [[0, 1, 4, 5], [2, 3, 6, 7]]
+        [[0, 2, 4, 6], [1, 3, 5, 7]]
     """
 
     def split(x: jax.Array) -> jax.Array:
         if x.ndim == 0:
             return jnp.broadcast_to(x, (num_microbatches,))
-        rows = (num_shares, num_microbatches, x.shape[0] // parts)
-        cut = x.reshape(*rows, *x.shape[1:]).swapaxes(0, 1)
-        return cut.reshape(num_microbatches, -1, *x.shape[1:])
+        return x.reshape(-1, num_microbatches, *x.shape[1:]).swapaxes(0, 1)
 
-    parts = num_shares * num_microbatches
     check_batch(batch, num_microbatches, num_shares)
     return jax.tree.map(split, batch)
 

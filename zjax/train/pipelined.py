@@ -7,6 +7,7 @@ are fetched in each tick.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +17,12 @@ from jax.sharding import PartitionSpec as P
 
 from zjax.comm import shards
 from zjax.errors import PlanError, Problem
-from zjax.parallel.line import Line, Parts, fold_in
+from zjax.ops.keys import part_key
+from zjax.parallel.line import Line, Parts
 from zjax.parallel.parts import follows_from_params
 from zjax.parallel.pipeline import Pipeline
 from zjax.parallel.schedule import Schedule
+from zjax.parallel.staged import either
 from zjax.sharding.layers import layers_of
 from zjax.sharding.mesh import BATCH_AXES, PIPELINE, SEQUENCE, TENSOR, num_shares
 from zjax.sharding.placement import Row, unpad_tree
@@ -125,6 +128,7 @@ class _Run:
         self.rows = self.cut.split(self.plan.master)
         self.is_split = plan.stage >= 3 and num_shares(plan.mesh, BATCH_AXES) > 1
         self.check_sizes()
+        self.check_state()
 
     def check_sizes(self) -> None:
         """Refuses what `zjax.config.stages` does, of models that it does not know."""
@@ -143,6 +147,15 @@ class _Run:
             problem = "cannot take gradients of weights from blocks that are recomputed"
             remedy = "use '1f1b', or a model whose `keeps` is None"
             raise PlanError(Problem("pipeline.schedule", "zb_h1", problem, remedy))
+
+    def check_state(self) -> None:
+        """Refuses what would stay as it starts."""
+        paths = [row.path for row in jax.tree.leaves(self.plan.model_state)]
+        if paths:
+            size, names = self.schedule.num_stages, ", ".join(paths)
+            problem = f"never updates the model state {names}, which no Stack takes"
+            remedy = "use 1, or a model without model state"
+            raise PlanError(Problem("mesh.pipeline", size, problem, remedy))
 
     def check_context(self, batch: Batch) -> None:
         """Refuses what would get no gradient."""
@@ -186,9 +199,7 @@ class _Run:
     ) -> tuple[Params, Loss]:
         pipeline = self.pipeline(scale)
         params, parts = self.start(master, batch)
-        grads, losses = pipeline.differentiate(
-            params, self.zeros(), parts, self.own(key)
-        )
+        grads, losses = pipeline.differentiate(params, self.zeros(), parts, key)
         loss = microbatches.mean_loss(losses, ())
         inverse = 1 / jnp.where(loss.weight == 0, 1, loss.weight)
         grads = jax.tree.map(lambda g: microbatches.scaled(g, inverse), grads)
@@ -199,7 +210,6 @@ class _Run:
 
     def forward(self, master: Params, batch: Batch, key: jax.Array | None) -> Loss:
         params, parts = self.start(master, batch)
-        key = None if key is None else self.own(key)
         losses = self.pipeline(jnp.float32(1)).evaluate(params, parts, key)
         return microbatches.mean_loss(losses, ())
 
@@ -214,12 +224,6 @@ class _Run:
         embed = self.in_place(params.embed, self.rows.embed)
         head = self.in_place(params.head, self.rows.head)
         return Parts(embed, stages, head), parts
-
-    def own(self, key: jax.Array) -> jax.Array:
-        """The key of these rows."""
-        if self.pipelined.model.separable or not self.share.axes:
-            return key
-        return jax.random.fold_in(key, jax.lax.axis_index(BATCH_AXES))
 
     def pipeline(self, scale: jax.Array) -> Pipeline:
         rows = self.cut.split(self.plan.grads)
@@ -259,7 +263,8 @@ class _Run:
 
         def embed(params, batch, key):
             whole, batch = self.in_turn(params, batch, rows.embed)
-            carry, context = stack.embed(whole, batch, fold_in(key, 0))
+            own_key = part_key(self.share.own_key(key), 0)
+            carry, context = stack.embed(whole, batch, own_key)
             return (carry, jnp.zeros((), jnp.float32)), context
 
         def block(params, stream, context, key):
@@ -272,11 +277,11 @@ class _Run:
         kept = jax.checkpoint(block, policy=keeps) if keeps else block
 
         def chunk(params, stream, context, key, number):
-            first = number * chunk_size
+            first, key = number * chunk_size, self.share.own_key(key)
             for i, layer in enumerate(layers_of(params, chunk_size)):
-                layer_key = fold_in(key, first + i + 1)
-                out = kept(layer, stream, context, layer_key)
-                stream = self.unless_padding(first + i, out, stream)
+                layer_key = part_key(key, first + i + 1)
+                run = functools.partial(kept, layer, context=context, key=layer_key)
+                stream = self.unless_padding(first + i, run, stream)
             return stream
 
         def head(params, stream, batch):
@@ -310,12 +315,16 @@ class _Run:
             num_layers=size,
         )
 
-    def unless_padding(self, number: jax.Array, out: Any, stream: Any) -> Any:
+    def unless_padding(
+        self, number: jax.Array, run: Callable[..., Any], stream: Any
+    ) -> Any:
         (segment,) = self.cut.stack.segments
         if segment.num_blocks == self.num_layers:
-            return out
+            return run(stream)
         is_real = number < segment.num_blocks
-        return jax.tree.map(lambda x, y: jnp.where(is_real, x, y), out, stream)
+        # Of weights that are all 0, a block may have a gradient of 0 / 0.
+        entering = either(is_real, stream, jax.lax.stop_gradient(stream))
+        return either(is_real, run(entering), stream)
 
     def whole(self, params: Params, rows: Any) -> Params:
         """Parameters as a part of the model takes them."""

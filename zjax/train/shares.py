@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from zjax.comm import shards
+from zjax.ops.keys import fold_in
 from zjax.parallel import remat
 from zjax.sharding.layers import put_together, take_apart
 from zjax.sharding.mesh import BATCH_AXES
@@ -148,12 +149,11 @@ class Share:
         params: Params,
         state: ModelState,
         batch: Batch,
-        key: jax.Array,
+        key: jax.Array | None,
         scale: Any,
     ) -> tuple[Params, Loss]:
         """The same for one microbatch."""
-        if not self.model.separable:
-            key = jax.random.fold_in(key, jax.lax.axis_index(self.axes))
+        key = self.own_key(key)
 
         def share_of_mean(params: Params) -> tuple[jax.Array, Any]:
             whole = self.fetch(params) if self.refetches else params
@@ -171,6 +171,12 @@ class Share:
             grads = self.reduce(grads)
         loss = self.mean(result, part, total)
         return microbatches.cast_like(grads, self.plan.grad_sum), loss
+
+    def own_key(self, key: jax.Array | None) -> jax.Array | None:
+        """The key of a device in a microbatch."""
+        if self.model.separable or not self.axes:
+            return key
+        return fold_in(key, jax.lax.axis_index(self.axes))
 
     def part_of(self, result: Loss) -> tuple[jax.Array, jax.Array]:
         """Share of a device in the weight of all, and that weight."""
