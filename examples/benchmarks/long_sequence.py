@@ -9,7 +9,7 @@ zjax bench --contest=examples/benchmarks/long_sequence.py --only="zjax Ulysses"
 
 from zjax.bench import Case, Contest, Contestant, Row
 
-UNIT = 8_192
+UNIT = 4_096
 POOL_GIGABYTES = 80
 RING, ULYSSES, WHOLE = "zjax ring", "zjax Ulysses", "zjax whole sequences"
 
