@@ -7,10 +7,12 @@ python examples/benchmarks/largest_model.py --pool_gigabytes=32 configs/gpt2_1p5
     zero.stage=3 model.remat=full global_batch_size=0 microbatch_size=1
 
 `--grow=data.length,model.max_length --unit=8192` grows the sequence in place of the
-layers; without `--pool_gigabytes` programs may take 92 % of a device.
+layers; without `--pool_gigabytes` programs may take 92 % of a device. `--brief` trains
+two steps.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import re
@@ -20,7 +22,7 @@ import sys
 import jax
 
 import zjax
-from zjax.bench import predicted_peak_bytes, result_line
+from zjax.bench import measure, predicted_peak_bytes, result_line
 from zjax.fitting import abstract_batch
 
 PROBES = (4, 8)
@@ -67,10 +69,14 @@ def call(words: list[str], environment: dict[str, str]) -> tuple[int, str]:
 def train(
     given: argparse.Namespace, size: int, environment: dict[str, str]
 ) -> dict | None:
-    """What `zjax bench` measures at a size; None where it does not fit."""
-    command = [sys.executable, "-m", "zjax.main", "bench", f"--config={given.config}"]
-    words = [f"--config.{setting}" for setting in sized(given, size)]
-    code, text = call([*command, *words], environment)
+    """What is measured at a size; None where it does not fit."""
+    if given.brief:
+        settings = sized(given, size)
+        words = [__file__, "--two_steps", given.config]
+    else:
+        settings = [f"--config.{setting}" for setting in sized(given, size)]
+        words = ["-m", "zjax.main", "bench", f"--config={given.config}"]
+    code, text = call([sys.executable, *words, *settings], environment)
     if code and not NO_ROOM.search(text):
         raise SystemExit(text)
     print(f"{given.grow}={size}: {'no room' if code else 'trained'}", flush=True)
@@ -95,7 +101,9 @@ def search(given: argparse.Namespace) -> dict:
         if size in results:
             most = size if results[size] else size - given.unit
             found = {name: most, f"failed_{name}": most + given.unit}
-            return (results[most] or {}) | found
+            trained = results[most] or {}
+            of_all = {"size_times_devices": most * trained["num_devices"]}
+            return trained | found | of_all
     raise SystemExit(f"no end of the search after {MOST_TRIALS} trials: {[*results]}")
 
 
@@ -111,12 +119,19 @@ def main() -> None:
     parser.add_argument("--pool_gigabytes", type=float)
     parser.add_argument("--grow", default="model.num_layers")
     parser.add_argument("--unit", type=int, default=1)
-    parser.add_argument("--estimate", action="store_true")
+    parser.add_argument("--brief", action="store_true")
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument("--estimate", action="store_true")
+    modes.add_argument("--two_steps", action="store_true")
     parser.add_argument("config")
     parser.add_argument("settings", nargs="*")
     given = parser.parse_args()
     if given.estimate:
         print(estimate(given))
+    elif given.two_steps:
+        config = zjax.load_config(given.config, *given.settings)
+        found = measure(config, num_warm_up=1, num_rounds=1)
+        print(result_line(dataclasses.asdict(found)))
     else:
         print(result_line(search(given)))
 

@@ -109,7 +109,7 @@ def main() -> None:
             given,
             lambda: engine.train_batch(data_iter=batches),
             packages=("torch", "deepspeed"),
-            num_stages=dist.get_world_size(),
+            num_sharing=dist.get_world_size(),
         )
 
 

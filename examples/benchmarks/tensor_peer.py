@@ -2,15 +2,17 @@
 
 python -m torch.distributed.run --nproc_per_node=4 examples/benchmarks/tensor_peer.py
     --num_layers=32 --embed_size=4096 --num_heads=32 --vocab_size=50304 --length=4096
-    --microbatch_size=2 --compile=blocks --asynchronous=1
+    --microbatch_size=4 --compile=blocks --asynchronous=1
 
-As torchtitan does, a mesh of one data share gives the precision of FSDP2.
+The sequences of a microbatch are those of all devices together. As in torchtitan, FSDP2
+over one data share gives the precision.
 """
 
 import torch
 import torch.distributed as dist
 import torch_gpt
 from shape import Shape, shape_of
+from torch import nn
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -23,7 +25,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn import functional
-from torch_gpt import DEVICE, GPT, Block
+from torch_gpt import DEVICE, GPT, INITIAL_SCALE, Block, Linear
 
 OF_MODEL = {
     "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
@@ -34,14 +36,53 @@ OF_BLOCK = {
     "attention_norm": SequenceParallel(),
     "query_key_value": ColwiseParallel(input_layouts=Shard(1)),
     "output": RowwiseParallel(output_layouts=Shard(1)),
+    "output_bias": SequenceParallel(use_local_output=True),
     "mlp_norm": SequenceParallel(),
     "up": ColwiseParallel(input_layouts=Shard(1)),
     "down": RowwiseParallel(output_layouts=Shard(1)),
+    "down_bias": SequenceParallel(use_local_output=True),
 }
+
+
+class Columns(Linear):
+    """Its bias is a sum of its own: torch fuses no gather with a biased product."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.weight) + self.bias
+
+
+class Rows(nn.Linear):
+    """Without the bias, which is added where the sum of all devices is scattered."""
+
+    def __init__(self, entering: int, leaving: int):
+        super().__init__(entering, leaving, bias=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=INITIAL_SCALE)
+
+
+class Bias(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.bias
 
 
 class SplitBlock(Block):
     """The same block with the columns of a head side by side, so that heads split."""
+
+    def __init__(self, width: int, num_heads: int):
+        super().__init__(width, num_heads)
+        self.query_key_value = Columns(width, 3 * width)
+        self.output, self.output_bias = Rows(width, width), Bias(width)
+        self.up = Columns(width, 4 * width)
+        self.down, self.down_bias = Rows(4 * width, width), Bias(width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         head_size = self.output.in_features // self.num_heads
@@ -51,9 +92,9 @@ class SplitBlock(Block):
         mixed = functional.scaled_dot_product_attention(
             query, key, value, is_causal=True
         )
-        x = x + self.output(mixed.transpose(1, 2).flatten(2))
+        x = x + self.output_bias(self.output(mixed.transpose(1, 2).flatten(2)))
         hidden = functional.gelu(self.up(self.mlp_norm(x)), approximate="tanh")
-        return x + self.down(hidden)
+        return x + self.down_bias(self.down(hidden))
 
 
 class SplitGPT(GPT):
@@ -75,7 +116,7 @@ def make_model(shape: Shape, mesh: DeviceMesh, compile_parts: str) -> GPT:
         model = SplitGPT(shape)
         layers = range(shape.num_layers)
         blocks = (SplitBlock(shape.embed_size, shape.num_heads) for _ in layers)
-        model.blocks = torch.nn.ModuleList(blocks)
+        model.blocks = nn.ModuleList(blocks)
     parallelize_module(model, mesh["tensor"], OF_MODEL)
     for block in model.blocks:
         parallelize_module(block, mesh["tensor"], OF_BLOCK)
@@ -95,9 +136,9 @@ def make_model(shape: Shape, mesh: DeviceMesh, compile_parts: str) -> GPT:
 
 
 def make_batch(shape: Shape) -> torch.Tensor:
-    """Random tokens, the same in each process: those of all devices together."""
+    """Random tokens, the same in each process."""
     generator = torch.Generator(DEVICE).manual_seed(0)
-    size = (shape.microbatch_size * dist.get_world_size(), shape.length + 1)
+    size = (shape.microbatch_size, shape.length + 1)
     return torch.randint(shape.vocab_size, size, device=DEVICE, generator=generator)
 
 
@@ -129,7 +170,9 @@ def main() -> None:
             loss = loss.detach()
             return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
-        torch_gpt.time_and_print(given, step, packages=("torch",))
+        torch_gpt.time_and_print(
+            given, step, packages=("torch",), num_sharing=dist.get_world_size()
+        )
 
 
 if __name__ == "__main__":

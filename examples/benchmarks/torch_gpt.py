@@ -136,11 +136,11 @@ def time_and_print(
     given: argparse.Namespace,
     step: Callable[[], torch.Tensor],
     packages: tuple[str, ...],
-    num_stages: int = 1,
+    num_sharing: int = 1,
 ) -> None:
     """Times the steps of all processes; the first one prints.
 
-    Stages share the microbatches, of which each is then counted in part.
+    Processes that share a microbatch count a part of it each.
     """
     seconds, losses = timing.time_steps(step, settle)
     peak = torch.cuda.max_memory_allocated() if IS_CUDA else 0
@@ -155,6 +155,6 @@ def time_and_print(
             num_devices=dist.get_world_size(),
             peak_bytes=most.item() or None,
             packages=packages,
-            num_microbatches=given.num_microbatches / num_stages,
+            num_microbatches=given.num_microbatches / num_sharing,
         )
     dist.destroy_process_group()

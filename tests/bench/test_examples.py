@@ -88,9 +88,8 @@ def test_all_of_a_contest_do_the_same_work(name, remat):
             config = config_of(contestant)
             params = flops.matmul_params(config.model)
             assert config.model.remat == remat
-            rows = config.microbatch_size // config.mesh.tensor
-            count = config.num_microbatches or 1
-            work.add((params, config.data.length, rows, count))
+            batch = (config.microbatch_size, config.num_microbatches or 1)
+            work.add((params, config.data.length, *batch))
     assert len(work) == 1
 
 

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import os
 import sys
 import types
 
@@ -27,7 +28,7 @@ def largest(monkeypatch):
             share = "0.250000" if pool else "0.920000"
             assert environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] == share
             trained.append(size)
-            return {"loss": 1.0} if size <= deepest else None
+            return {"num_devices": 2} if size <= deepest else None
 
         monkeypatch.setattr(module, "train", train)
         monkeypatch.setattr(module, "pool_fraction", lambda gigabytes: gigabytes / 128)
@@ -45,14 +46,15 @@ def largest(monkeypatch):
 )
 def test_one_layer_more_is_shown_to_fail(largest, guess, trained):
     found, tried = largest(guess, deepest=11)
-    assert found == {"loss": 1.0, "num_layers": 11, "failed_num_layers": 12}
+    assert (found["num_layers"], found["failed_num_layers"]) == (11, 12)
+    assert found["size_times_devices"] == 22
     assert tried == trained
 
 
 def test_one_unit_of_length_more_is_shown_to_fail(largest):
     grow = "data.length,model.max_length"
     found, tried = largest(48, deepest=50, grow=grow, unit=8, pool=None)
-    assert found == {"loss": 1.0, "length": 48, "failed_length": 56}
+    assert (found["length"], found["failed_length"]) == (48, 56)
     assert tried == [48, 56]
 
 
@@ -69,6 +71,20 @@ def test_the_length_that_fits_is_read_off_a_straight_line(tmp_path, monkeypatch)
     length = module.estimate(given)
     assert length % 16 == 0
     assert length > 8 * 16
+
+
+def test_a_brief_trial_takes_two_steps(tmp_path, monkeypatch):
+    module = load("largest_model")
+    path = tmp_path / "small.gin"
+    path.write_text(describe_config(small_run.make_config("run", "mesh.sequence=2")))
+    given = argparse.Namespace(
+        config=str(path), settings=[], grow="data.length", unit=8, brief=True
+    )
+    simulated = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
+    found = module.train(given, 16, os.environ | simulated)
+    assert found["num_devices"] == 2
+    assert found["step_seconds"]["n"] == 1
+    assert found["loss"] < found["first_loss"]
 
 
 def test_a_search_that_finds_no_end_says_so(largest):

@@ -9,19 +9,25 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.support.hopper import NEEDS_HOPPER
 from zjax.config import schema
 from zjax.ops.attention import dot_product_attention
 from zjax.parallel.ring import ring_attention, zigzag
 from zjax.parallel.ulysses import ulysses_attention
 from zjax.sharding import mesh as meshes
 
-pytestmark = pytest.mark.gpu
+pytestmark = NEEDS_HOPPER
 ROWS, LENGTH, HEADS, KV_HEADS, SIZE = 2, 2048, 8, 2, 128
+MARKS = {
+    "ulysses": ("all-to-all", "__cudnn$fmha"),
+    "ring": ("collective-permute", "mosaic_gpu"),
+}
+"""How a program shows what it sends, and which kernel runs."""
 
 
 @pytest.fixture(scope="module")
 def mesh():
-    if jax.default_backend() != "gpu" or jax.device_count() not in (2, 4, 8):
+    if jax.device_count() not in (2, 4, 8):
         pytest.skip("needs 2, 4 or 8 GPUs")
     return meshes.make_mesh(schema.Mesh(data=1, sequence=-1))
 
@@ -90,7 +96,8 @@ def test_both_ways_are_attention(mesh, way, causal, packed):
         error = np.linalg.norm(one - other) / np.linalg.norm(other)
         assert error < 1e-2
     text = compiled.as_text()
-    sent = "all-to-all" if way == "ulysses" else "collective-permute"
+    sent, kernel = MARKS[way]
     assert sent in text
+    assert kernel in text
     gathered = [line for line in text.splitlines() if " all-gather" in line]
     assert not [line for line in gathered if "bf16" in line]

@@ -1,13 +1,17 @@
 import logging
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from tests.reference import attention as reference
+from zjax.config import schema
 from zjax.errors import ConfigError
 from zjax.ops import attention
+from zjax.sharding import mesh as meshes
 
 RNG = np.random.default_rng(0)
 ROWS, LENGTH, HEADS, SIZE = 2, 6, 4, 8
@@ -167,6 +171,42 @@ def test_cudnn_is_refused_on_cpu_when_called():
     x = jnp.ones((1, 2, 1, 8), jnp.bfloat16)
     with pytest.raises(ConfigError, match=r"^model\.attention='cudnn' cannot run"):
         attention.dot_product_attention(x, x, x, causal=True, implementation="cudnn")
+
+
+@pytest.mark.parametrize("sizes", [{}, {"data": 2}, {"data": 2, "tensor": 2}], ids=str)
+def test_cudnn_is_given_the_rows_and_heads_of_one_device(monkeypatch, sizes):
+    """Its rule of partition fails within the stages of a pipeline."""
+    plain, seen = jax.nn.dot_product_attention, []
+
+    def kernel(q, k, v, *, implementation, **settings):
+        mesh = jax.sharding.get_abstract_mesh()
+        seen.append((implementation, mesh.auto_axes, q.shape[0], q.shape[2]))
+        return plain(q, k, v, implementation="xla", **settings)
+
+    given = make_heads(2), {"segment_ids": SEGMENTS, "lengths": LENGTHS}
+    expected = attend(*given[0], causal=True, **given[1])
+    monkeypatch.setattr(jax.nn, "dot_product_attention", kernel)
+    choice = ("cudnn", "for this test")
+    monkeypatch.setattr(attention, "choose_implementation", lambda *_, **__: choice)
+
+    def on_stage(heads, masks):
+        return attention.dot_product_attention(*heads, causal=True, **masks)
+
+    given_sizes = {"data": 1, "pipeline": 2} | sizes
+    devices = jax.devices()[: math.prod(given_sizes.values())]
+    mesh = meshes.make_mesh(schema.Mesh(**given_sizes), devices)
+    mapped = jax.shard_map(
+        on_stage,
+        in_specs=P(),
+        out_specs=P(),
+        axis_names={meshes.PIPELINE},
+        check_vma=False,
+    )
+    with jax.set_mesh(mesh):
+        found = jax.jit(mapped)(*given)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    rows, heads = ROWS // sizes.get("data", 1), HEADS // sizes.get("tensor", 1)
+    assert set(seen) == {("cudnn", (), rows, heads)}
 
 
 def test_choice_is_logged_once(caplog):

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from zjax.parallel import remat
 from zjax.parallel.parts import differentiate_in_passes, split_backward
@@ -94,3 +96,29 @@ def test_gradients_of_weights_are_made_apart(given):
     assert num_products(passes.backward, params, kept, rest, cotangent) == 8
     assert num_products(halves.of_stream, params, kept, rest, cotangent) == 4
     assert num_products(halves.of_params, params, kept, rest, handed) == 4
+
+
+def test_what_has_no_elements_does_not_wait():
+    """Fails in a pipeline on GPUs: the compiler dies of such arrays in its buffers."""
+
+    @jax.custom_vjp
+    def kernel(x):
+        return x
+
+    def forward(x):
+        return x, (x, jnp.zeros((2, 0), x.dtype))
+
+    def backward(kept, cotangent):
+        x, mask = kept
+        return (cotangent * x + mask.sum(),)
+
+    kernel.defvjp(forward, backward)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    run = jax.shard_map(kernel, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    x = jnp.arange(4.0)
+    passes = differentiate_in_passes(lambda w, x, _: run(w * x), x, x, ())
+    _, kept = passes.forward(x, x, ())
+    assert all(array.size for array in kept)
+    grads, cotangent = passes.backward(x, kept, (), jnp.ones(4))
+    np.testing.assert_allclose(grads, x**3)
+    np.testing.assert_allclose(cotangent, x**3)

@@ -6,14 +6,16 @@ fails.
 """
 
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 from absl import logging
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from zjax.errors import ConfigError, Problem
+from zjax.sharding.activations import head_axes, row_axes
 from zjax_kernels.device import first_device
 
 Implementation = Literal["auto", "cudnn", "xla"]
@@ -75,18 +77,23 @@ def dot_product_attention(
         masked=mask is not None,
     )
     _log_choice(chosen, reason)
-    averages = jax.nn.dot_product_attention(
-        q,
-        k,
-        v,
-        mask=mask,
-        is_causal=causal,
-        query_seq_lengths=lengths,
-        key_value_seq_lengths=lengths,
-        implementation=chosen,
-    )
+
+    def attend(q: Any, k: Any, v: Any, mask: Any, lengths: Any) -> jax.Array:
+        return jax.nn.dot_product_attention(
+            q,
+            k,
+            v,
+            mask=mask,
+            is_causal=causal,
+            query_seq_lengths=lengths,
+            key_value_seq_lengths=lengths,
+            implementation=chosen,
+        )
+
+    if chosen == "xla":
+        return checkpoint_name(attend(q, k, v, mask, lengths), AVERAGES)
     # What cuDNN's kernel returns is found by the kernel, with its softmax sums.
-    return checkpoint_name(averages, AVERAGES) if chosen == "xla" else averages
+    return _over_devices(attend, q, k, v, mask, lengths)
 
 
 def choose_implementation(
@@ -156,6 +163,25 @@ def _cudnn_obstacle(platform, capability, dtype, head_size, lengths, masked):
         remedy = f"use an even data.length, or {other}"
         return f"needs even lengths under a mask and this is {odd}", remedy
     return "", ""
+
+
+def _over_devices(attend, q, k, v, mask, lengths):
+    """Gives each device its rows and heads.
+
+    cuDNN's own rule of partition fails where other axes are split by hand already.
+    """
+    axes = jax.sharding.get_abstract_mesh().auto_axes
+    if not axes:
+        return attend(q, k, v, mask, lengths)
+    rows = row_axes(q.shape[0])
+    of_heads = P(rows, None, head_axes(k.shape[2]))
+    return jax.shard_map(
+        attend,
+        in_specs=(of_heads, of_heads, of_heads, P(rows), P(rows)),
+        out_specs=of_heads,
+        axis_names=set(axes),
+        check_vma=False,
+    )(q, k, v, mask, lengths)
 
 
 def _combine(mask, segment_ids):

@@ -21,8 +21,7 @@ import zjax_kernels
 from zjax.config import schema
 from zjax.errors import ConfigError, Problem
 from zjax.sharding import mesh as meshes
-from zjax.sharding import rules
-from zjax.sharding.activations import open_size, row_axes
+from zjax.sharding.activations import head_axes, row_axes
 from zjax_kernels import BlockLayout, Pattern, SparsityConfig
 from zjax_kernels.sparse import api
 
@@ -247,7 +246,7 @@ def _over_devices(q, k, v, masks, plan):
     mesh = jax.sharding.get_abstract_mesh()
     if meshes.num_shares(mesh, mesh.auto_axes) == 1:
         return attend(q, k, v, masks, plan)
-    rows, heads = row_axes(q.shape[0]), _head_axes(mesh, k.shape[2])
+    rows, heads = row_axes(q.shape[0]), head_axes(k.shape[2])
     of_plan = jax.tree_util.tree_map_with_path(
         lambda path, _: P(heads) if path[-1].name == "head_patterns" else P(), plan
     )
@@ -259,12 +258,3 @@ def _over_devices(q, k, v, masks, plan):
         axis_names=set(mesh.auto_axes),
         check_vma=False,
     )(q, k, v, masks, jax.tree.map(jnp.asarray, plan))
-
-
-def _head_axes(mesh, num_kv_heads):
-    """The axes that split the heads; those of the sequence hold it whole."""
-    axes = (meshes.TENSOR, meshes.SEQUENCE)
-    found = tuple(axis for axis in axes if open_size(axis) > 1)
-    while found and num_kv_heads % meshes.num_shares(mesh, found):
-        found = found[:-1]
-    return rules.entry(found)

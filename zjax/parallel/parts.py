@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core as jex
 
 from zjax.typing import Params
@@ -47,7 +48,6 @@ def differentiate_in_passes(
         Functions of arrays of these shapes.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> x = jnp.float32(3)
         >>> passes = differentiate_in_passes(lambda w, x, _: w * x * x, x, x, ())
         >>> y, kept = passes.forward(x, 2 * x, ())
@@ -68,8 +68,10 @@ def differentiate_in_passes(
     of_rest = graph.ins[num_params + num_stream :]
     outs, left = graph.outs[:num_outs], graph.outs[num_outs:]
     reached = graph.reached(entering)
-    waiting = list(dict.fromkeys(x for x in left if _is_in(x, reached)))
-    again = [x for x in left if not _is_in(x, reached)]
+    # What has no elements, as masks that a kernel is not given, need not wait.
+    empty = {x for x in left if not x.aval.size}
+    waiting = list(dict.fromkeys(x for x in left if _is_in(x, reached - empty)))
+    again = [x for x in left if not _is_in(x, reached | empty)]
 
     def forward(params: Params, stream: Any, rest: Any) -> tuple[Any, list[jax.Array]]:
         values = graph.run(graph.ins, [*outs, *waiting], (params, stream, rest))
@@ -79,8 +81,9 @@ def differentiate_in_passes(
         params: Params, kept: list[jax.Array], rest: Any, cotangent: Any
     ) -> tuple[Params, Any]:
         found = iter(graph.run([*of_params, *of_rest], again, (params, rest)))
-        by_name = dict(zip(waiting, kept, strict=True))
-        leaves = [by_name[x] if _is_in(x, reached) else next(found) for x in left]
+        by_name = {x: jnp.zeros_like(x.aval) for x in empty}
+        by_name |= dict(zip(waiting, kept, strict=True))
+        leaves = [by_name[x] if _is_in(x, {*by_name}) else next(found) for x in left]
         return jax.tree.unflatten(pulls[0], leaves)(cotangent)
 
     return Passes(forward, backward)
@@ -100,7 +103,6 @@ def follows_from_params(
         One answer per array of the result.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> follows_from_params(lambda w, x: (w * x, x + 1), jnp.ones(2), jnp.ones(2))
         [True, False]
     """

@@ -69,6 +69,26 @@ def first_row(num_rows: int) -> jax.Array | int:
     return jax.lax.axis_index(axes) * num_rows if axes else 0
 
 
+def head_axes(num_kv_heads: int) -> tuple[str, ...]:
+    """The axes that split the heads of attention; those of the sequence hold it whole.
+
+    Args:
+        num_kv_heads: Heads of keys and values.
+
+    Returns:
+        Names of axes, major first, that divide them.
+
+    Example:
+        >>> head_axes(8)
+        ()
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    found = tuple(a for a in (meshes.TENSOR, meshes.SEQUENCE) if open_size(a) > 1)
+    while found and num_kv_heads % meshes.num_shares(mesh, found):
+        found = found[:-1]
+    return found
+
+
 def pin_tokens(x: Shaped[Array, "B L *dims"]) -> Shaped[Array, "B L *dims"]:
     """Keeps tokens where the batch has them: rows and length split, the rest free.
 
