@@ -28,6 +28,9 @@ from tests.support.offload import (
 )
 from zjax.config import schema
 from zjax.errors import ConfigError, PlanError
+from zjax.initialize import make_run
+from zjax.models.build import make_model
+from zjax.optim.build import make_optimizer
 
 
 @functools.cache
@@ -213,4 +216,20 @@ def test_settings_that_offload_cannot_use():
         "zero.optimizer_memory='pinned_host', which runs blocks one by one; use 0\n"
         "model.remat='dots' has no effect with zero.optimizer_memory='pinned_host', "
         "which runs blocks of which only the inputs are kept; use full"
+    )
+
+
+def test_model_state_beside_a_stack_is_refused():
+    """Fails if statistics silently stay as they start."""
+    config = make_config("pinned_host")
+    model = make_model(config)
+    statistics = {"norm": {"mean": jnp.zeros(2)}}
+    other = dataclasses.replace(
+        model, init=lambda key: (model.init(key)[0], statistics)
+    )
+    with pytest.raises(PlanError) as error:
+        make_run(config, other, make_optimizer(config, other))
+    assert str(error.value) == (
+        "zero.optimizer_memory='pinned_host' never updates the model state norm/mean, "
+        "which no Stack takes; use 'device', or a model without model state"
     )

@@ -30,6 +30,7 @@ from zjax.sharding.mesh import device_capacity_bytes
 from zjax.sharding.placement import Row
 from zjax.sharding.plan import DEVICE, Plan
 from zjax.storage.move import rest
+from zjax.train.cut import check_no_model_state
 from zjax.train.state import TrainState, state_rows
 from zjax.train.update import Schedule
 from zjax.typing import Batch, Loss, Metrics, Model
@@ -65,7 +66,8 @@ class OffloadedTrain:
         jit: Compiles.
 
     Raises:
-        PlanError: The optimizer cannot run group by group, or gains nothing by delay.
+        PlanError: The optimizer cannot run group by group, or gains nothing by delay;
+            or a stack would leave a model state as it starts.
     """
 
     def __init__(
@@ -81,6 +83,8 @@ class OffloadedTrain:
     ):
         self.seed = config.seed
         if model.stack and model.takes_layers_apart:
+            where = config.zero.optimizer_memory
+            check_no_model_state(plan, "zero.optimizer_memory", where, DEVICE)
             self.backward = Segments(
                 model,
                 plan,

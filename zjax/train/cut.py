@@ -122,3 +122,22 @@ def _no_selection(plan: Plan, function: str, what: str) -> Problem:
     }[function]
     problem = f"cannot cut a model whose Stack.{function} {what}"
     return Problem("mesh.pipeline", size, problem, f"{remedy}, or use 1")
+
+
+def check_no_model_state(plan: Plan, field: str, value: Any, instead: Any) -> None:
+    """Refuses what would stay as it starts, where a stack takes the place of the loss.
+
+    Args:
+        plan: Places the model state.
+        field: Setting that has a stack run.
+        value: Of this setting.
+        instead: A value that has the loss run.
+
+    Raises:
+        PlanError: There is a model state.
+    """
+    paths = ", ".join(row.path for row in jax.tree.leaves(plan.model_state))
+    if paths:
+        problem = f"never updates the model state {paths}, which no Stack takes"
+        remedy = f"use {instead!r}, or a model without model state"
+        raise PlanError(Problem(field, value, problem, remedy))

@@ -28,7 +28,7 @@ from zjax.sharding.mesh import BATCH_AXES, PIPELINE, SEQUENCE, TENSOR, num_share
 from zjax.sharding.placement import Row, unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.train import microbatches
-from zjax.train.cut import Cut
+from zjax.train.cut import Cut, check_no_model_state
 from zjax.train.gradients import compute_dtype
 from zjax.train.shares import Share
 from zjax.typing import Batch, Loss, Model, ModelState, Params
@@ -128,7 +128,8 @@ class _Run:
         self.rows = self.cut.split(self.plan.master)
         self.is_split = plan.stage >= 3 and num_shares(plan.mesh, BATCH_AXES) > 1
         self.check_sizes()
-        self.check_state()
+        size = self.schedule.num_stages
+        check_no_model_state(self.plan, "mesh.pipeline", size, 1)
 
     def check_sizes(self) -> None:
         """Refuses what `zjax.config.stages` does, of models that it does not know."""
@@ -147,15 +148,6 @@ class _Run:
             problem = "cannot take gradients of weights from blocks that are recomputed"
             remedy = "use '1f1b', or a model whose `keeps` is None"
             raise PlanError(Problem("pipeline.schedule", "zb_h1", problem, remedy))
-
-    def check_state(self) -> None:
-        """Refuses what would stay as it starts."""
-        paths = [row.path for row in jax.tree.leaves(self.plan.model_state)]
-        if paths:
-            size, names = self.schedule.num_stages, ", ".join(paths)
-            problem = f"never updates the model state {names}, which no Stack takes"
-            remedy = "use 1, or a model without model state"
-            raise PlanError(Problem("mesh.pipeline", size, problem, remedy))
 
     def check_context(self, batch: Batch) -> None:
         """Refuses what would get no gradient."""
