@@ -40,18 +40,23 @@ def estimate(given: argparse.Namespace) -> int:
     """Size that fits by the compiler; runs in a process that then ends."""
 
     def peak(units: int) -> int:
-        config = zjax.load_config(given.config, *sized(given, units * given.unit))
-        model = zjax.make_model(config)
-        tx = zjax.make_optimizer(config, model)
-        plan = zjax.make_plan(config, zjax.make_mesh(config.mesh), model, tx)
-        step = zjax.make_step(model, tx, plan, config)
-        return predicted_peak_bytes(step.compile(abstract_batch(config, plan)))
+        settings = sized(given, units * given.unit)
+        return peak_bytes(zjax.load_config(given.config, *settings))
 
     few, many = PROBES
     low, high = peak(few), peak(many)
     per_unit = (high - low) / (many - few)
     room = jax.local_devices()[0].memory_stats()["bytes_limit"]
     return int(few + (room - low) // per_unit) * given.unit
+
+
+def peak_bytes(config: zjax.Config) -> int:
+    """What a step takes of a device, by the compiler."""
+    model = zjax.make_model(config)
+    tx = zjax.make_optimizer(config, model)
+    plan = zjax.make_plan(config, zjax.make_mesh(config.mesh), model, tx)
+    step = zjax.make_step(model, tx, plan, config)
+    return predicted_peak_bytes(step.compile(abstract_batch(config, plan)))
 
 
 def call(words: list[str], environment: dict[str, str]) -> tuple[int, str]:

@@ -1,7 +1,6 @@
 """The programs of `examples/benchmarks` that measure zjax in ways of their own."""
 
 import argparse
-import dataclasses
 import json
 import os
 import sys
@@ -11,7 +10,6 @@ import pytest
 
 from tests.support import small_run
 from tests.support.benchmarks import FOLDER, load
-from zjax.bench import Measurement, Spread
 from zjax.config import describe_config
 from zjax.observe import flops
 
@@ -113,43 +111,35 @@ def test_the_share_of_a_product_is_that_of_its_rate(tmp_path, monkeypatch, capsy
 
 
 @pytest.fixture
-def budget(monkeypatch):
+def budget(monkeypatch, tmp_path):
     """Searches among lengths of which only those up to `longest` cost little enough."""
     monkeypatch.syspath_prepend(FOLDER)
     module = load("longest_in_budget")
+    path = tmp_path / "small.gin"
+    sparse = ("model.kind=encoder", "model.vocab_size=300", "data.source=synthetic")
+    path.write_text(describe_config(small_run.make_config("run", *sparse)))
 
-    def search(longest, *, limited="time", dense=("x=1",)):
+    def search(longest, *, kind="time", dear=1.1):
         tried = []
 
-        def trial(given, length, *more):
-            tried.append(length)
-            if more:
-                return measured(1.0, 100)
-            dear = length > longest
-            if dear and limited == "room":
-                return None
-            seconds = 1.1 if dear and limited == "time" else 0.9
-            return measured(seconds, 101 if dear and limited == "memory" else 100)
+        def cost(config):
+            tried.append(config.data.length)
+            assert config.model.max_length == config.data.length
+            assert config.model.remat == "full"
+            if config.model.num_layers == 2:  # dense
+                return 1.0
+            return 0.9 if config.data.length <= longest else dear
 
-        monkeypatch.setattr(module, "trial", trial)
-        given = argparse.Namespace(config="", settings=[], base=16, dense=dense)
-        return module.search(given), tried
+        monkeypatch.setitem(module.COSTS, kind, cost)
+        given = argparse.Namespace(config=path, settings=["model.remat=full"], base=16)
+        return module.search(given, kind, ["model.num_layers=2"]), tried
 
     return search
 
 
-def measured(seconds, num_bytes):
-    unread = {"name": "", "device": "", "versions": {}}
-    numbers = {x.name: 1 for x in dataclasses.fields(Measurement)}
-    rates = {"model_tflops_per_device", "mfu", "mfu_full_attention"}
-    rates |= {"closed_form_bytes", "compile_seconds", "first_loss", "loss"}
-    spread = Spread.of([seconds])
-    costs = {"step_seconds": spread, "predicted_peak_bytes": num_bytes}
-    costs["tokens_per_second_per_device"] = spread
-    return Measurement(**(numbers | dict.fromkeys(rates, 1.0) | unread | costs))
-
-
-@pytest.mark.parametrize("limited", ["time", "memory", "room"])
+@pytest.mark.parametrize(
+    ("kind", "dear"), [("time", 1.1), ("memory", 1.1), ("time", None)]
+)
 @pytest.mark.parametrize(
     ("longest", "found", "failed", "tried"),
     [
@@ -159,11 +149,14 @@ def measured(seconds, num_bytes):
     ],
 )
 def test_the_longest_sequence_costs_no_more(
-    budget, limited, longest, found, failed, tried
+    budget, kind, dear, longest, found, failed, tried
 ):
-    result, all_tried = budget(longest, limited=limited)
-    assert (result["length"], result["failed_length"]) == (found, failed)
-    assert (result["budget_seconds"], result["budget_bytes"]) == (1.0, 100)
+    result, all_tried = budget(longest, kind=kind, dear=dear)
+    assert result == {
+        f"length_in_{kind}": found,
+        f"failed_length_in_{kind}": failed,
+        f"budget_of_{kind}": 1.0,
+    }
     assert all_tried == tried
 
 
@@ -174,25 +167,12 @@ def test_a_search_for_a_longest_sequence_that_finds_none_says_so(budget):
         budget(10**9)
 
 
-def test_a_trial_measures_the_length_it_is_given(tmp_path, monkeypatch):
+def test_a_step_that_does_not_fit_has_no_time(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
     module = load("longest_in_budget")
-    path = tmp_path / "small.gin"
-    sparse = ("model.kind=encoder", "model.vocab_size=300", "data.source=synthetic")
-    path.write_text(describe_config(small_run.make_config("run", *sparse)))
-    seen = []
-
-    def watched(config, **options):
-        seen.append((config.model.max_length, config.data.length, config.model.remat))
-        return measured(1.0, 1)
-
-    monkeypatch.setattr(module, "measure", watched)
-    given = argparse.Namespace(config=path, settings=["model.remat=full"])
-    assert module.trial(given, 48, "model.num_layers=2")
-    assert seen == [(48, 48, "full")]
 
     def fails(config, **options):
         raise module.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
     monkeypatch.setattr(module, "measure", fails)
-    assert module.trial(given, 48) is None
+    assert module.seconds(None) is None
