@@ -1,15 +1,18 @@
 """The largest GPT of width 8192 on one device: with the host and a disk, over without.
 
 1 x 1024 tokens per step, blocks recomputed in full. The depth with offload is what a
-device of 141 GB, a host of 512 GiB and 40 GB of a disk hold; on a smaller host more
-goes to the disk, which is that of the folder `runs` of this repository.
+device of 141 GB and a host of 512 GiB hold with 40 GB of a disk, or one of 256 GiB with
+70 GB: more of a disk takes minutes a step. It is that of the folder `runs` of this
+repository.
 """
 
+import os
 import pathlib
 
 from zjax.bench import Case, Contest, Contestant, Row
 
-NUM_LAYERS = 51
+DEPTHS = {500: 51, 0: 36}
+"""By the GiB of a host, or more."""
 POOL_GIGABYTES = 138.7
 """92 % of an H200."""
 SETTINGS = (
@@ -31,8 +34,10 @@ ALONE, OFFLOADED = "device alone", "device with host and disk"
 def get_contest():
     scripts, folder = "examples/benchmarks", pathlib.Path("runs/nvme").absolute()
     search = ("largest_model.py", f"--pool_gigabytes={POOL_GIGABYTES}")
+    num_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30
+    depth = next(DEPTHS[least] for least in DEPTHS if num_gib >= least)
     places = (
-        f"model.num_layers={NUM_LAYERS}",
+        f"model.num_layers={depth}",
         "zero.optimizer_memory=auto",
         "zero.parameter_memory=pinned_host",
         f"zero.nvme_paths=('{folder}',)",
