@@ -4,13 +4,13 @@ import dataclasses
 import functools
 import operator
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from zjax.config import schema
 from zjax.models import layers
+from zjax.ops import activation
 from zjax.ops.storing import store_gradient
 from zjax.parallel import remat
 
@@ -28,9 +28,6 @@ class Bias(nnx.Module):
 
 class FeedForward(nnx.Module):
     """Two matrices with a GELU between them, or three with a gated SiLU.
-
-    GELU is the tanh form of GPT-2 and the original BERT (arXiv:1606.08415); the gated
-    form is SwiGLU (arXiv:2002.05202).
 
     Args:
         config: Shape of the model.
@@ -62,9 +59,9 @@ class FeedForward(nnx.Module):
         """Transforms each token."""
         if self.gate is None:
             up = self.up(x, remat.MLP)
-            return self.down(jax.nn.gelu(up, approximate=True))
+            return self.down(activation.gelu(up))
         up, gate = layers.project(x, (self.up, self.gate), remat.MLP)
-        return self.down(jax.nn.silu(gate) * up)
+        return self.down(activation.swiglu(gate, up))
 
 
 class TiledFeedForward(nnx.Module):

@@ -3,13 +3,13 @@
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from zjax.config import schema
 from zjax.models import layers
+from zjax.ops import activation
 from zjax.ops.cross_entropy import TokenLoss, token_loss
 from zjax.parallel import sequence, tensor
 from zjax.sharding import mesh as meshes
@@ -79,7 +79,7 @@ class Head(nnx.Module):
 
     def _features(self, x):
         if self.transform is not None:
-            x = jax.nn.gelu(self.transform(x), approximate=True)
+            x = activation.gelu(self.transform(x))
         return tensor.join_stream(self.norm(x))
 
     def _matrix(self, table):

@@ -1,0 +1,53 @@
+"""What stands between the matrices of a feed-forward.
+
+The backward pass finds all of it from what entered. Left to itself it would have
+several arrays of that size kept where passes are apart, as in a pipeline.
+"""
+
+import functools
+
+import jax
+from jaxtyping import Array, Float
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def gelu(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
+    """GELU in its tanh form, as of GPT-2 and the original BERT.
+
+    Args:
+        x: Any floating dtype.
+
+    Returns:
+        The same shape and dtype.
+
+    Example:
+        >>> gelu(jax.numpy.array([-10.0, 0.0, 10.0])).tolist()
+        [-0.0, 0.0, 10.0]
+
+    Reference:
+        Hendrycks and Gimpel (arXiv:1606.08415).
+    """
+    return jax.nn.gelu(x, approximate=True)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def swiglu(
+    gate: Float[Array, "*dims"], up: Float[Array, "*dims"]
+) -> Float[Array, "*dims"]:
+    """The product of one half and the SiLU of the other.
+
+    Args:
+        gate: Any floating dtype.
+        up: The same shape and dtype.
+
+    Returns:
+        The same shape and dtype.
+
+    Example:
+        >>> swiglu(jax.numpy.array([0.0, 20.0]), jax.numpy.array([5.0, 2.0])).tolist()
+        [0.0, 40.0]
+
+    Reference:
+        Shazeer, GLU Variants Improve Transformer (arXiv:2002.05202).
+    """
+    return jax.nn.silu(gate) * up
