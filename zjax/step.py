@@ -116,7 +116,8 @@ class Step:
 
         Args:
             batch: Arrays of the global batch; in a run of many processes, NumPy arrays
-                are this process's share of it.
+                are the rows that devices of this process hold, which are all rows where
+                a pipeline or a sequence goes through every process.
 
         Returns:
             Global arrays on the plan's batch sharding.

@@ -89,6 +89,16 @@ def test_two_processes_equal_one(tmp_path):
     assert extra == {"by": 2}
 
 
+@pytest.mark.slow
+def test_a_pipeline_through_two_processes_is_that_of_one(tmp_path):
+    """Fails if each process gives its own part of a batch that both hold whole."""
+    launched = launcher("pipeline", tmp_path)
+    with ended(launched) as [(_, errors)]:
+        assert launched.returncode == 0, errors[-3000:]
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert found == pytest.approx(worker.measure_pipeline(), rel=1e-6)
+
+
 OBITUARY = (
     "process=1 on host {host} (pid {pid}) ended ({reason}); the last checkpoint is "
     "step 40 in {directory}/checkpoints: run the same command again to resume"

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.checkpoint import states
 from zjax import processes
+from zjax.bench import measure
 from zjax.checkpoint.store import Store
 from zjax.config import schema
 from zjax.errors import DataError, Problem
@@ -73,6 +74,36 @@ def work(info, directory):
         "saved": equal(store.restore(other)[0], values, other),
         "given": equal(Store(str(directory / "given")).restore(rows)[0], values, rows),
     }
+    if info.process_id == 0:
+        (directory / "results.json").write_text(json.dumps(results))
+
+
+def measure_pipeline():
+    """The first loss of eight stages, and what else is the same anywhere."""
+    model = schema.Model(
+        num_layers=8,
+        embed_size=32,
+        mlp_size=64,
+        num_heads=4,
+        num_kv_heads=4,
+        vocab_size=300,
+        max_length=16,
+    )
+    config = schema.Config(
+        global_batch_size=8,
+        microbatch_size=2,
+        mesh=schema.Mesh(pipeline=8),
+        precision=schema.Precision(compute_dtype="float32"),
+        model=model,
+        data=schema.Data(length=16),
+    )
+    found = measure(config, num_warm_up=2, num_rounds=1)
+    return [found.first_loss, found.tokens_per_second_per_device.n, found.num_devices]
+
+
+def pipeline(info, directory):
+    """Hands streams from the stages of one process to those of the other."""
+    results = measure_pipeline()
     if info.process_id == 0:
         (directory / "results.json").write_text(json.dumps(results))
 

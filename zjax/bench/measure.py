@@ -21,6 +21,8 @@ from zjax.bench.spread import Spread
 from zjax.config.batch import resolve_batch
 from zjax.config.check import check_config
 from zjax.config.schema import Config
+from zjax.data.loader import find_local_rows
+from zjax.data.placement import place_rows
 from zjax.data.source import open_rows
 from zjax.errors import BenchError, Problem
 from zjax.initialize import Run, make_run
@@ -134,7 +136,7 @@ def measure(
     tx = make_optimizer(config, model)
     schedule = make_schedule(config)
     run = make_run(config, model, tx, schedule=schedule, devices=devices)
-    batch = run.step.place_batch(_make_batch(run))
+    batch = _make_batch(run)
     start = time.perf_counter()
     compiled, peak = run.step.compile(batch), run.step.predict_peak(batch)
     predicted = peak.total if peak else memory.predicted_peak_bytes(compiled)
@@ -248,12 +250,12 @@ def _few_steps(config: Config, num_steps: int) -> Config:
 
 
 def _make_batch(run: Run) -> Batch:
-    """This process's rows of one global batch."""
+    """One global batch, on the devices."""
+    rows, shardings = open_rows(run.config, "train"), run.plan.batch_sharding
     sizes = resolve_batch(run.config, run.plan.num_batch_shares)
-    num_rows = sizes.global_batch_size // jax.process_count()
-    first = num_rows * jax.process_index()
-    rows = np.arange(first, first + num_rows)
-    return open_rows(run.config, "train").read(rows)
+    num_rows = sizes.global_batch_size
+    local_rows = find_local_rows(rows, num_rows, shardings)
+    return place_rows(rows.read(local_rows), local_rows, num_rows, shardings)
 
 
 def _take_steps(

@@ -165,7 +165,7 @@ def load_rows(
     check_batch_size(config)
     num_rows = config.global_batch_size
     order = sampler.Sampler(seed, len(rows), num_rows)
-    local_rows = _local_rows(rows, num_rows, shardings)
+    local_rows = find_local_rows(rows, num_rows, shardings)
     end = sys.maxsize if num_batches is None else start_step + num_batches
 
     def place(batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
@@ -240,9 +240,20 @@ class StepSource:
         return self._rows.read(indices[self._local_rows])
 
 
-def _local_rows(
+def find_local_rows(
     rows: packing.Rows, num_rows: int, shardings: placement.Shardings
 ) -> Int64[np.ndarray, " local"]:
+    """Lists the rows of a global batch of which this process holds any part.
+
+    Args:
+        rows: Any rows, to read one of.
+        num_rows: Rows of the global batch.
+        shardings: Where each array of a batch goes.
+
+    Returns:
+        Their numbers, ascending: all of them where the devices that split the batch
+        are in every process, as where a pipeline goes through several.
+    """
     example = rows.read(np.zeros(1, np.int64))
     shapes = {
         name: jax.ShapeDtypeStruct((num_rows, *array.shape[1:]), array.dtype)
