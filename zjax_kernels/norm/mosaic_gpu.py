@@ -7,7 +7,6 @@ read once for all three gradients.
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,14 +15,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from zjax_kernels.registers import load
+
 THREADS = 128
 MOST_CHANNELS = 32 * THREADS
 """Of a row and its sums, as far as registers go."""
 _PROCESSORS = 132
 _MOST_PROGRAMS = 8
 """That one processor runs at a time; long rows take more registers."""
-_INDEX = inspect.signature(plgpu.load).parameters["idx"]
-"""Of a load; it must be given before JAX 0.11, and not after."""
 
 
 def forward(
@@ -54,20 +53,20 @@ def forward(
 
     def body(x_ref, *refs):
         weight_refs, (out_ref, mean_ref, inverse_ref) = refs[:-3], refs[-3:]
-        load = _loader(channels, interpret)
+        read = _loader(channels, interpret)
 
         def normalize(row, narrow):
             wide = narrow[0].astype(jnp.float32)
             mean = jnp.sum(wide) / channels if centre else jnp.float32(0)
             centred = wide - mean
             inverse = lax.rsqrt(jnp.sum(centred * centred) / channels + eps)
-            result = centred * inverse * load(weight_refs[0])
+            result = centred * inverse * read(weight_refs[0])
             if bias is not None:
-                result += load(weight_refs[1])
+                result += read(weight_refs[1])
             out_ref[row] = result.astype(x.dtype)
             mean_ref[row], inverse_ref[row] = mean, inverse
 
-        _each_row(rows, programs, lambda row: (load(x_ref.at[row]),), normalize)
+        _each_row(rows, programs, lambda row: (read(x_ref.at[row]),), normalize)
 
     statistic = jax.ShapeDtypeStruct((rows,), jnp.float32)
     outputs = jax.ShapeDtypeStruct((rows, channels), x.dtype), statistic, statistic
@@ -106,17 +105,17 @@ def backward(
     num_sums = 2 if centre else 1
 
     def body(x_ref, d_ref, mean_ref, inverse_ref, scale_ref, dx_ref, *sum_refs):
-        load = _loader(channels, interpret)
+        read = _loader(channels, interpret)
 
         def fetch(row):
-            arrays = load(x_ref.at[row]), load(d_ref.at[row])
+            arrays = read(x_ref.at[row]), read(d_ref.at[row])
             return *arrays, mean_ref[row], inverse_ref[row]
 
         def differentiate(row, fetched, sums):
             narrow, d_narrow, mean, inverse = fetched
             normal = (narrow.astype(jnp.float32) - mean) * inverse
             wide = d_narrow.astype(jnp.float32)
-            scaled = wide * load(scale_ref)
+            scaled = wide * read(scale_ref)
             dx = scaled - normal * (jnp.sum(scaled * normal) / channels)
             if centre:
                 dx -= jnp.sum(scaled) / channels
@@ -189,7 +188,4 @@ def _layout(channels):
 
 
 def _loader(channels, interpret):
-    if interpret is not None:  # which knows no layouts
-        return lambda ref: ref[...]
-    index = {"idx": ()} if _INDEX.default is _INDEX.empty else {}
-    return functools.partial(plgpu.load, layout=_layout(channels), **index)
+    return functools.partial(load, layout=_layout(channels), interpret=interpret)

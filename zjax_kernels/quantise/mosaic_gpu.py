@@ -1,6 +1,5 @@
 """Blocks of 8-bit integers on a Hopper GPU, from one reading of the numbers."""
 
-import inspect
 from typing import Any
 
 import jax
@@ -10,13 +9,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from zjax_kernels.quantise.reference import LEAST_SCALE, MOST
+from zjax_kernels.registers import load
 
 BLOCKS = 64
 """That a warpgroup holds in its registers, and takes at a time."""
 SIZES = (64, 128, 256)
 _PROGRAMS = 3 * 132
-_INDEX = inspect.signature(plgpu.load).parameters["idx"]
-"""Of a load; it must be given before JAX 0.11, and not after."""
 
 
 def quantise_blocks(
@@ -41,7 +39,9 @@ def quantise_blocks(
 
         def step(i, _):
             rows = pl.ds((program + i * programs) * BLOCKS, BLOCKS)
-            numbers = _load(x_ref.at[rows], interpret)
+            numbers = load(
+                x_ref.at[rows], plgpu.Layout.WGMMA, interpret=interpret, optimized=False
+            )
             most = jnp.max(jnp.abs(numbers), axis=1)
             scales = jnp.maximum(most / MOST, LEAST_SCALE)
             wide = lax.broadcast_in_dim(scales, numbers.shape, (0,))
@@ -71,10 +71,3 @@ def quantise_blocks(
         **({} if interpret is None else {"interpret": interpret}),
     )
     return tuple(run(x.reshape(num_blocks, block)))
-
-
-def _load(ref, interpret):
-    if interpret is not None:  # which knows no layouts
-        return ref[...]
-    index = {"idx": ()} if _INDEX.default is _INDEX.empty else {}
-    return plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False, **index)
