@@ -24,6 +24,7 @@ def make_calls(implementation):
     """What runs one kernel each, by name: the others have no result that is read."""
     layout = BigBird(HEADS, BLOCK, attention="unidirectional").layout(LENGTH)
     plan = make_plan(layout, head_size=HEAD_SIZE)
+    segments = (jnp.arange(LENGTH)[None] // (LENGTH // 2),) * 2
     *qkv, d_out, _ = make_inputs(
         layout, batch=1, head_size=HEAD_SIZE, dtype=jnp.bfloat16
     )
@@ -33,15 +34,22 @@ def make_calls(implementation):
     def forward():
         return sparse_attention(*qkv, plan, implementation=implementation)
 
-    def gradients():
+    def gradients(segment_ids=None):
         return sparse_attention_gradients(
-            *qkv, plan, d_out, sums, sums, implementation=implementation
+            *qkv,
+            plan,
+            d_out,
+            sums,
+            sums,
+            segment_ids=segment_ids,
+            implementation=implementation,
         )
 
     return {
         "forward": forward,
-        "backward_queries": jax.jit(lambda: gradients()[0]),
-        "backward_keys": jax.jit(lambda: gradients()[1:]),
+        "backward": jax.jit(gradients),
+        "backward_queries": jax.jit(lambda: gradients(segments)[0]),
+        "backward_keys": jax.jit(lambda: gradients(segments)[1:]),
     }
 
 

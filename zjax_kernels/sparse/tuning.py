@@ -46,15 +46,39 @@ H200 = {
         128: Tuning(stages=2, tiles=2),
         256: Tuning(stages=1),
     },
+    "backward": {
+        64: Tuning(stages=2, tiles=2),
+        128: Tuning(stages=2, tiles=2),
+    },
 }
 """By kernel and head size."""
+FUSED = {64: 128, 128: 64}
+"""Queries of a chunk by head size, for which one kernel does the backward pass."""
+
+
+def is_fused(head_size: int, chunk: int, *, segmented: bool) -> bool:
+    """Whether the backward pass is one kernel, or else one for dq and one for dk, dv.
+
+    Args:
+        head_size: Channels per head.
+        chunk: Queries per chunk of the plan.
+        segmented: Whether there are segments, for which one kernel has no room.
+
+    Returns:
+        Whether it is.
+
+    Example:
+        >>> is_fused(128, 64, segmented=False), is_fused(256, 64, segmented=False)
+        (True, False)
+    """
+    return FUSED.get(head_size) == chunk and not segmented
 
 
 def choose(kernel: str, head_size: int, *, segmented: bool) -> Tuning:
     """What a kernel is run with if nothing is asked for.
 
     Args:
-        kernel: `forward`, `queries` or `keys`.
+        kernel: `forward`, `backward`, `queries` or `keys`.
         head_size: Channels per head: 64, 96, 128 or 256.
         segmented: Whether there are segments: they take room, and are not tuned for.
 

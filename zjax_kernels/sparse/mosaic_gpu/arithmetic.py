@@ -132,12 +132,15 @@ class Arithmetic:
         return pl.run_scoped(run, _room(*pair), _room(*pair))
 
     def accumulate(
-        self, *sums: tuple[jax.Array, jax.Array, Any]
+        self,
+        *sums: tuple[jax.Array, jax.Array, Any],
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> tuple[jax.Array, ...]:
         """Adds products to registers, all under way at once.
 
         Args:
             *sums: float32[m, n], [m, k] in registers, and [k, n] in shared memory.
+            meanwhile: Runs once the first is under way.
 
         Returns:
             Each first plus the product of the others.
@@ -145,14 +148,39 @@ class Arithmetic:
         if self.simulated:
             found = [total + _dot(x.astype(y.dtype), y[...]) for total, x, y in sums]
             plgpu.commit_smem()  # tensor cores need no fence after a read
+            meanwhile()
             return tuple(found)
 
         def run(refs):
-            for ref, (_, x, y) in zip(refs, sums, strict=True):
+            for nth, (ref, (_, x, y)) in enumerate(zip(refs, sums, strict=True)):
                 plgpu.wgmma(ref, x.astype(y.dtype), y)
+                if nth == 0:
+                    meanwhile()
 
         run_with: Any = pl.run_state(run)
         return run_with(tuple(ACC.init(total) for total, _, _ in sums))
+
+    def contract(self, *pairs: tuple[Any, Any]) -> jax.Array:
+        """Sums products of matrices in shared memory over the rows of both.
+
+        Args:
+            *pairs: [k, m] and [k, n] each.
+
+        Returns:
+            float32[m, n].
+        """
+        if self.simulated:
+            found = sum(_dot(x[...].T, y[...]) for x, y in pairs)
+            plgpu.commit_smem()  # tensor cores need no fence after a read
+            return jnp.asarray(found)
+
+        def run(total):
+            for x, y in pairs:
+                plgpu.wgmma(total, x.transpose((1, 0)), y)
+            return total[...]
+
+        x, y = pairs[0]
+        return pl.run_scoped(run, ACC((x.shape[1], y.shape[1]), jnp.float32))
 
     def iota(self, shape: tuple[int, ...], axis: int) -> jax.Array:
         """Numbers along an axis.
