@@ -174,11 +174,9 @@ class _Static:
 
     def gradients(self, q, k, v, d_out, lse, delta, segments, plan):
         args = q, k, v, d_out, lse, delta, segments
-        size, chunk = q.shape[-1], plan.keys.chunk
-        if self.implementation == "mosaic_gpu" and is_fused(
-            size, chunk, segmented=segments is not None
-        ):
-            return self.passes.backward(*args[:-1], plan.keys, self.options)
+        fused = is_fused(q.shape[-1], plan.keys.chunk)
+        if fused and self.implementation == "mosaic_gpu":
+            return self.passes.backward(*args, plan.keys, self.options)
         dq = self.passes.backward_queries(*args, plan.queries, self.options)
         return dq, *self.passes.backward_keys(*args, plan.keys, self.options)
 

@@ -147,7 +147,7 @@ def plan_cells(
             [distinct.index(each) for each in groups],
             row_unit=max(cell, least),
             column_unit=max(cell, COPY),
-            chunk=HALF if segments else FUSED.get(head_size, HALF),
+            chunk=FUSED.get(head_size, HALF),
             transposed=True,
         ),
         num_queries=tokens[0],

@@ -80,8 +80,8 @@ def _kernels(plan, head_size, batch, dtype) -> dict[str, Callable[[Tuning], Any]
         "queries": (mosaic_gpu.backward_queries, (*backward, plan.queries)),
         "keys": (mosaic_gpu.backward_keys, (*backward, plan.keys)),
     }
-    if is_fused(head_size, plan.keys.chunk, segmented=False):
-        arguments["backward"] = mosaic_gpu.backward, (*backward[:-1], plan.keys)
+    if is_fused(head_size, plan.keys.chunk):
+        arguments["backward"] = mosaic_gpu.backward, (*backward, plan.keys)
 
     def runner(kernel, arrays):
         arrays = jax.tree.map(jnp.asarray, arrays)

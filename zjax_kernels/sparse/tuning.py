@@ -56,22 +56,21 @@ FUSED = {64: 128, 128: 64}
 """Queries of a chunk by head size, for which one kernel does the backward pass."""
 
 
-def is_fused(head_size: int, chunk: int, *, segmented: bool) -> bool:
+def is_fused(head_size: int, chunk: int) -> bool:
     """Whether the backward pass is one kernel, or else one for dq and one for dk, dv.
 
     Args:
         head_size: Channels per head.
         chunk: Queries per chunk of the plan.
-        segmented: Whether there are segments, for which one kernel has no room.
 
     Returns:
         Whether it is.
 
     Example:
-        >>> is_fused(128, 64, segmented=False), is_fused(256, 64, segmented=False)
+        >>> is_fused(128, 64), is_fused(256, 64)
         (True, False)
     """
-    return FUSED.get(head_size) == chunk and not segmented
+    return FUSED.get(head_size) == chunk
 
 
 def choose(kernel: str, head_size: int, *, segmented: bool) -> Tuning:
@@ -92,7 +91,7 @@ def choose(kernel: str, head_size: int, *, segmented: bool) -> Tuning:
     shipped = H200[kernel][head_size]
     if not segmented:
         return _tuned().get(_key(kernel, head_size), shipped)
-    crowded = kernel == "queries" and head_size == 128
+    crowded = kernel in ("queries", "backward") and head_size == 128
     return dataclasses.replace(shipped, tiles=1) if crowded else shipped
 
 

@@ -162,12 +162,12 @@ def test_kernels_are_dense_attention_under_the_mask(monkeypatch, capfd, case):
     tiles = case.get("tiles", 1 if qkv[0].shape[-1] > 128 else 2)
     found, sums = run(forward, (*qkv, segments, plan.queries), tiles)
     delta = jnp.einsum("bshd,bshd->bhs", averages, d_out.astype(jnp.float32))
-    args = *qkv, d_out, sums, delta
-    if fused(args, segments, plan):
+    args = *qkv, d_out, sums, delta, segments
+    if tuning.is_fused(qkv[0].shape[-1], plan.keys.chunk):
         dq, dk, dv = run(backward, (*args, plan.keys), tiles)
     else:
-        dq = run(backward_queries, (*args, segments, plan.queries), tiles)
-        dk, dv = run(backward_keys, (*args, segments, plan.keys), tiles)
+        dq = run(backward_queries, (*args, plan.queries), tiles)
+        dk, dv = run(backward_keys, (*args, plan.keys), tiles)
     assert "RACE" not in "".join(capfd.readouterr())
     np.testing.assert_allclose(sums[..., :tokens], lse, atol=1e-3, rtol=0)
     np.testing.assert_allclose(found[:, :tokens].astype(np.float32), out, atol=2e-2)
@@ -175,11 +175,6 @@ def test_kernels_are_dense_attention_under_the_mask(monkeypatch, capfd, case):
         error = jnp.abs(x[:, :tokens].astype(jnp.float32) - y).max()
         assert error <= 1e-2 * jnp.abs(y).max()
     assert not found[:, tokens:].any()
-
-
-def fused(args, segments, plan):
-    segmented = segments is not None
-    return tuning.is_fused(args[0].shape[-1], plan.keys.chunk, segmented=segmented)
 
 
 def interpret(stages, options, kernel, args, tiles):
@@ -206,13 +201,13 @@ def test_every_variant_lowers_for_cuda(block, head_size, masks):
     sums = jax.ShapeDtypeStruct((2, 4, tokens), jnp.float32)
     numbers = jax.ShapeDtypeStruct((2, tokens), jnp.int32)
     segments = (numbers, numbers) if everything else None
-    args = q, k, k, q, sums, sums
+    args = q, k, k, q, sums, sums, segments
     calls = [
         (forward, (q, k, k, segments, plan.queries)),
-        (backward_queries, (*args, segments, plan.queries)),
-        (backward_keys, (*args, segments, plan.keys)),
+        (backward_queries, (*args, plan.queries)),
+        (backward_keys, (*args, plan.keys)),
     ]
-    if fused(args, segments, plan):
+    if tuning.is_fused(head_size, plan.keys.chunk):
         calls.append((backward, (*args, plan.keys)))
     for kernel, arrays in calls:
         run = jax.jit(lambda arrays, kernel=kernel: kernel(*arrays, options))
@@ -227,7 +222,7 @@ def test_gradients_are_the_same_whoever_computes_first(monkeypatch):
         monkeypatch.setattr(schedules, "PROCESSORS", programs)
         _, plan, inputs, _ = make_case(block=64, heads=4, num_kv_heads=2)
         *qkv, d_out, sums = inputs
-        args = *qkv, d_out, 5 + abs(sums), sums, plan.keys
+        args = *qkv, d_out, 5 + abs(sums), sums, None, plan.keys
         assert plan.keys.num_programs == programs
         found.append(interpret(2, Options(0.1), backward, args, 2))
     for x, y in zip(*found, strict=True):
@@ -241,7 +236,7 @@ def test_programs_add_to_one_sum_that_begins_as_0():
     x = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
     sums = jax.ShapeDtypeStruct((1, 2, 512), jnp.float32)
     run = jax.jit(lambda *x: backward(*x, Options(1.0)))
-    traced = run.trace(x, x, x, x, sums, sums, plan.keys)
+    traced = run.trace(x, x, x, x, sums, sums, None, plan.keys)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     [call] = re.findall(r"custom_call @mosaic_gpu.*", text)
     zeros = re.search(

@@ -38,6 +38,7 @@ def backward(
     d_out: jax.Array,
     lse: jax.Array,
     delta: jax.Array,
+    segments: tuple[jax.Array, jax.Array] | None,
     schedule: Schedule,
     options: Options,
     *,
@@ -53,6 +54,7 @@ def backward(
         d_out: [B, S, H, D] gradient of the averages.
         lse: float32[B, H, S] as `forward` returned it.
         delta: float32[B, H, S], as in the reference.
+        segments: int32[B, S] and int32[B, T].
         schedule: Tiles of keys, of which `is_fused` is true.
         options: What scores mean.
         tuning: How the kernel runs; chosen by the head size if none.
@@ -64,7 +66,8 @@ def backward(
     Reference:
         Dao (arXiv:2307.08691), algorithm 2.
     """
-    tuning = tuning or choose("backward", q.shape[-1], segmented=False)
+    segmented = segments is not None
+    tuning = tuning or choose("backward", q.shape[-1], segmented=segmented)
     batch, _, heads, size = k.shape
     slots, stages, chunk = schedule.num_slots, tuning.stages, schedule.chunk
     outputs = [jax.ShapeDtypeStruct(k.shape, k.dtype)] * 2
@@ -86,9 +89,9 @@ def backward(
         d_scores=launch.matrix((_KEPT, halves, HALF, chunk), q.dtype),
         d_q=launch.matrix((halves, HALF, HALF), jnp.int32),
         stats=plgpu.SMEM((3, stages, chunk), jnp.float32),
-        k_there=barrier(rows, tiles),
+        k_there=barrier(rows * (1 + segmented), tiles),
         v_there=barrier(rows, 1),
-        q_there=barrier(lanes * 2, stages),
+        q_there=barrier(lanes * (2 + segmented), stages),
         d_there=barrier(lanes * 3, stages),
         d_scores_there=barrier(halves, _KEPT),
         d_q_there=barrier(1, halves),
@@ -99,10 +102,16 @@ def backward(
         k_read=barrier(halves, 1),
         d_q_used=barrier(1, halves),
     )
+    if segmented:
+        scratch = scratch._replace(
+            row_segments=plgpu.SMEM((tiles, halves, HALF), jnp.int32),
+            column_segments=plgpu.SMEM((stages, chunk), jnp.int32),
+        )
     simulated = interpret is not None
     body = functools.partial(_body, schedule, options, tuning, simulated)
     unit = sums.find_unit(k, v, d_out, delta)
-    inputs = q, k, v, d_out, logits.base_2(lse), delta, 1 / unit
+    stats = logits.base_2(lse), delta, 1 / unit
+    inputs = (q, k, v, d_out, *stats, *(segments or ()))
     shape = (schedule.num_programs, *q.shape) if simulated else q.shape
     total, dk, dv, *part = launch.call(
         body,
@@ -181,6 +190,10 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
         slot = lax.rem(number, index(tuning.tiles))
         rows = copies.read_rows(work, item, half * index(HALF), HALF)
         plgpu.barrier_wait(memory.k_there.at[slot])
+        of_rows: Any = None
+        if memory.row_segments is not None:
+            of_rows = arithmetic.load(memory.row_segments.at[slot, half], ROWS)
+            plgpu.commit_smem()  # numbers that were loaded may be copied over soon
 
         def chunk(nth, carry, masked):
             dk, dv, per_unit = carry
@@ -195,7 +208,11 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
             def weigh():
                 lse = arithmetic.load(memory.stats.at[0, stage], COLUMNS)
                 p = jnp.exp2(scores - logits.along_columns(lse, shape))
-                return logits.mask_cells(arithmetic, p, sizes, words, 0.0)
+                p = logits.mask_cells(arithmetic, p, sizes, words, 0.0)
+                if of_rows is None:
+                    return p
+                of_columns = arithmetic.load(memory.column_segments.at[stage], COLUMNS)
+                return logits.mask_segments(p, of_rows, of_columns, 0.0)
 
             @pl.when(nth == 0)
             def _():
