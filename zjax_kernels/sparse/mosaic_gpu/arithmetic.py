@@ -1,7 +1,8 @@
 """Operations on the registers of a warpgroup: products of matrices, and layouts."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -160,27 +161,43 @@ class Arithmetic:
         run_with: Any = pl.run_state(run)
         return run_with(tuple(ACC.init(total) for total, _, _ in sums))
 
-    def contract(self, *pairs: tuple[Any, Any]) -> jax.Array:
-        """Sums products of matrices in shared memory over the rows of both.
+    def contract(
+        self,
+        pairs: Sequence[tuple[Any, Any]],
+        use: Callable[[jax.Array], None],
+        other: Any = None,
+        wait: Callable[[], None] = lambda: None,
+    ) -> jax.Array | None:
+        """Sums products over rows, and uses the sum while another product is under way.
 
         Args:
-            *pairs: [k, m] and [k, n] each.
+            pairs: [k, m] and [k, n] each, in shared memory.
+            use: Of the sum, float32[m, n].
+            other: A pair as `product` takes it, if there is one.
+            wait: Waits for that pair.
 
         Returns:
-            float32[m, n].
+            The other product, if there is one.
         """
         if self.simulated:
-            found = sum(_dot(x[...].T, y[...]) for x, y in pairs)
+            found = [_dot(x[...].T, y[...]) for x, y in pairs]
             plgpu.commit_smem()  # tensor cores need no fence after a read
-            return jnp.asarray(found)
+            wait()
+            use(functools.reduce(jnp.add, found))
+            return self.product(*other)[0] if other else None
 
-        def run(total):
+        def run(total, *beside):
             for x, y in pairs:
                 plgpu.wgmma(total, x.transpose((1, 0)), y)
-            return total[...]
+            wait()
+            for room in beside:
+                _start(room, *other)
+            use(plgpu.wgmma_accumulator_load(total, wait_n=len(beside)))
+            return beside[0][...] if beside else None
 
         x, y = pairs[0]
-        return pl.run_scoped(run, ACC((x.shape[1], y.shape[1]), jnp.float32))
+        rooms = [ACC((x.shape[1], y.shape[1]), jnp.float32)]
+        return pl.run_scoped(run, *rooms, *([_room(*other)] if other else []))
 
     def iota(self, shape: tuple[int, ...], axis: int) -> jax.Array:
         """Numbers along an axis.

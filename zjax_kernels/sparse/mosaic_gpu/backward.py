@@ -199,11 +199,19 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
             dk, dv, per_unit = carry
             stage = lax.rem(taken + nth, index(tuning.stages))
             words = read_words(item.first + nth, half) if masked else None
-            pl.when(nth > 0)(lambda: add_queries(slot, taken + nth - 1, per_unit))
+            pair = memory.k.at[slot, half], memory.q.at[stage]
 
-            plgpu.barrier_wait(memory.q_there.at[stage])
-            scores, _ = arithmetic.product(memory.k.at[slot, half], memory.q.at[stage])
-            scores, slope = logits.bend(scores, options)
+            def wait():
+                plgpu.barrier_wait(memory.q_there.at[stage])
+
+            def first():
+                wait()
+                return arithmetic.product(*pair)[0]
+
+            def later():
+                return add_queries(slot, taken + nth - 1, per_unit, pair, wait)
+
+            scores, slope = logits.bend(lax.cond(nth == 0, first, later), options)
 
             def weigh():
                 lse = arithmetic.load(memory.stats.at[0, stage], COLUMNS)
@@ -265,10 +273,10 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
             release(number)
         return taken + item.count
 
-    taken = work.for_each(compute_item, index(0))
+    work.for_each(compute_item, index(0))
     if tuning.tiles > 1:
         pl.when(work.count > 0)(lambda: release(work.count - 1))
-    pl.when(taken > 0)(lambda: plgpu.barrier_wait(memory.d_q_used.at[half]))
+    plgpu.barrier_wait(memory.d_q_used.at[half])
 
 
 def _share(half, memory):
@@ -286,7 +294,7 @@ def _keep(ds, memory, half, number):
     plgpu.barrier_arrive(memory.d_scores_there.at[nth])
 
 
-def _add_queries(arithmetic, memory, half, slot, number, per_unit):
+def _add_queries(arithmetic, memory, half, slot, number, per_unit, *beside):
     """Hands on the gradients of a share of the queries of a chunk, as integers.
 
     No one reads an older chunk's gradients of scores once both have shown this one's.
@@ -294,13 +302,16 @@ def _add_queries(arithmetic, memory, half, slot, number, per_unit):
     nth = lax.rem(number, index(_KEPT))
     queries, channels = _share(half, memory)
     plgpu.barrier_wait(memory.d_scores_there.at[nth])
-    pairs = (
+    pairs = [
         (memory.d_scores.at[nth, i, :, queries], memory.k.at[slot, i, :, channels])
         for i in range(launch.NUM_HALVES)
-    )
-    d_q = arithmetic.contract(*pairs)
-    d_q *= logits.along_rows(per_unit, d_q.shape)
-    pl.when(number > 0)(lambda: plgpu.barrier_wait(memory.d_q_used.at[half]))
-    memory.d_q.at[half][...] = d_q.astype(jnp.int32)
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(memory.d_q_there.at[half])
+    ]
+
+    def hand_on(d_q):
+        d_q *= logits.along_rows(per_unit, d_q.shape)
+        plgpu.barrier_wait(memory.d_q_used.at[half])
+        memory.d_q.at[half][...] = d_q.astype(jnp.int32)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(memory.d_q_there.at[half])
+
+    return arithmetic.contract(pairs, hand_on, *beside)

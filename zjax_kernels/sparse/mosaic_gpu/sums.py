@@ -62,6 +62,8 @@ def add(work: Work, simulated: bool, memory: Any, total: Any) -> None:
         total = total.at[lax.axis_index("program")]
         total[...] = jnp.zeros(total.shape, total.dtype)
     column_unit = work.sizes.column_unit
+    for part in range(launch.NUM_HALVES):
+        plgpu.barrier_arrive(memory.d_q_used.at[part])
 
     def add_item(_, item, carry):
         @pl.loop(index(0), item.count)
