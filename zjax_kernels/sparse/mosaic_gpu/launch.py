@@ -1,7 +1,8 @@
-"""How kernels run: three warpgroups a program, and one program a processor.
+"""How kernels run: three warpgroups a program, or four, and one program a processor.
 
 Two warpgroups compute, a half of the tile's rows each, and one copies what they need
-into shared memory, ahead of them. Programs take one item after another.
+into shared memory, ahead of them. Where programs add to sums, one more does that.
+Programs take one item after another.
 """
 
 import functools
@@ -42,7 +43,6 @@ def call(
         scratch: Shared memory and barriers, a pytree.
         tuning: How it runs.
         interpret: Parameters of the interpreter, or none on a GPU.
-
         sums: Outputs that begin as 0, to be added to; they come first.
 
     Returns:
@@ -85,7 +85,7 @@ def call(
 
 
 def _run_in_place(run, sums, outputs, rooms, mesh, options):
-    """A kernel whose outputs are arrays that were there before."""
+    """A kernel that writes into arrays, some of which are 0 before it runs."""
 
     def body(*refs):
         scoped: Any = functools.partial(run, *refs)
