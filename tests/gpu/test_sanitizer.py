@@ -20,8 +20,7 @@ ALLOCATIONS_APART = {
 REFUSED = re.compile(
     r"not supported|[Ii]nsufficient.*(permission|privilege)|terminated before first"
 )
-FOUND = 9
-KERNELS = "forward", "backward", "backward_queries", "backward_keys"
+FOUND, KERNELS = 9, ("forward", "backward_queries", "backward_keys")
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])

@@ -17,40 +17,32 @@ from zjax_kernels.sparse import (
     sparse_attention_gradients,
 )
 
-LENGTH, HEADS, BLOCK = 512, 2, 64
-FUSED, APART = 64, 96
-"""Head sizes whose backward pass is one kernel, and two."""
+LENGTH, HEADS, HEAD_SIZE, BLOCK = 512, 2, 64, 64
 
 
 def make_calls(implementation):
     """What runs one kernel each, by name: the others have no result that is read."""
     layout = BigBird(HEADS, BLOCK, attention="unidirectional").layout(LENGTH)
+    plan = make_plan(layout, head_size=HEAD_SIZE)
+    *qkv, d_out, _ = make_inputs(
+        layout, batch=1, head_size=HEAD_SIZE, dtype=jnp.bfloat16
+    )
     sums = jnp.zeros((1, HEADS, LENGTH))
 
-    def prepare(head_size):
-        plan = make_plan(layout, head_size=head_size)
-        *arrays, _ = make_inputs(
-            layout, batch=1, head_size=head_size, dtype=jnp.bfloat16
-        )
-        return plan, arrays
-
+    @jax.jit
     def forward():
-        plan, (*qkv, _) = prepare(FUSED)
         return sparse_attention(*qkv, plan, implementation=implementation)
 
-    def gradients(head_size):
-        plan, (*qkv, d_out) = prepare(head_size)
+    def gradients():
         return sparse_attention_gradients(
             *qkv, plan, d_out, sums, sums, implementation=implementation
         )
 
-    calls = {
+    return {
         "forward": forward,
-        "backward": lambda: gradients(FUSED),
-        "backward_queries": lambda: gradients(APART)[0],
-        "backward_keys": lambda: gradients(APART)[1:],
+        "backward_queries": jax.jit(lambda: gradients()[0]),
+        "backward_keys": jax.jit(lambda: gradients()[1:]),
     }
-    return {name: jax.jit(call) for name, call in calls.items()}
 
 
 def main(implementation="mosaic_gpu"):

@@ -5,5 +5,5 @@ from tests.support import kernel_calls
 
 def test_every_call_runs(capsys):
     kernel_calls.main("reference")
-    names = "forward", "backward", "backward_queries", "backward_keys"
-    assert capsys.readouterr().out.splitlines() == [f"ran {name}" for name in names]
+    expected = ["ran forward", "ran backward_queries", "ran backward_keys"]
+    assert capsys.readouterr().out.splitlines() == expected
