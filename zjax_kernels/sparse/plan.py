@@ -12,6 +12,7 @@ from zjax_kernels.errors import invalid
 from zjax_kernels.sparse.cells import HALF, TILE, Cells, Mask
 from zjax_kernels.sparse.layout import BlockLayout
 from zjax_kernels.sparse.schedule import Schedule, make_schedule
+from zjax_kernels.sparse.tuning import FUSED
 
 COPY = 32
 """Fewest 4-byte numbers that one copy into shared memory can move."""
@@ -146,7 +147,7 @@ def plan_cells(
             [distinct.index(each) for each in groups],
             row_unit=max(cell, least),
             column_unit=max(cell, COPY),
-            chunk=HALF,
+            chunk=FUSED.get(head_size, HALF),
             transposed=True,
         ),
         num_queries=tokens[0],
