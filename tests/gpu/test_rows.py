@@ -11,8 +11,9 @@ from zjax_kernels import layer_norm, quantise_blocks, rms_norm
 pytestmark = NEEDS_HOPPER
 
 
-@pytest.mark.parametrize("rows", [1, 333, 16_384])
-@pytest.mark.parametrize("channels", [128, 768, 1280, 4096])
+@pytest.mark.parametrize(
+    ("rows", "channels"), [(1, 128), (333, 1280), (16_384, 768), (16_384, 4096)]
+)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("norm", [layer_norm, rms_norm])
 def test_normalisation(norm, dtype, channels, rows):
