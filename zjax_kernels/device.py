@@ -69,6 +69,7 @@ def choose_implementation(
         return requested
     device = _obstacle_of_device(*first_device())
     if requested == "auto":
+        device = device or _obstacle_of_mesh()
         chosen = "reference" if problem or device else "mosaic_gpu"
         _say(what, chosen, device or problem or arrays)
         return chosen
@@ -134,6 +135,13 @@ def _obstacle_of_arrays(dtype, head_size):
             "pad the heads",
         )
     return "", ""
+
+
+def _obstacle_of_mesh():
+    mesh = jax.sharding.get_abstract_mesh()
+    if any(mesh.shape[axis] > 1 for axis in mesh.auto_axes):
+        return "it is for one device and the compiler splits this program"
+    return ""
 
 
 def _obstacle_of_device(platform, capability):

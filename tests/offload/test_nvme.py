@@ -211,6 +211,38 @@ def test_checkpoints_link_what_rests_on_disks(tmp_path):
     )
 
 
+@pytest.mark.parametrize("parts", [1, 6], ids=["all at once", "part by part"])
+def test_a_step_writes_over_files_but_not_over_checkpoints(tmp_path, parts):
+    """Fails if a step makes new files, or if a checkpoint follows later steps."""
+    run = start(on_disk(tmp_path / "disks"))
+    stream = run.step.programs["train"].stream
+    stream.limit = memory.resting_bytes(run.plan, "nvme") // parts
+    store = zjax.checkpoint.store.Store(str(tmp_path / "run"), keep_last=2)
+    rows, state, numbers = saved_rows(run.plan, run.config), run.state, []
+    for number in (1, 2):
+        state, _ = run.step(state, make_batch(number))
+        saved = saved_state(state)
+        store.save(number, saved, rows, extra={})
+        store.wait()
+        numbers.append(jax.tree.map(np.asarray, in_memory(saved.master)))
+    state, _ = run.step(state, make_batch(3))  # from here on no file has two names
+    before = inodes_of(state)
+    state, _ = run.step(state, make_batch(4))
+    assert inodes_of(state) == before
+    store.close()
+    for step, expected in zip((1, 2), numbers, strict=True):
+        found = in_memory(store.restore(rows, step)[0].master)
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+    leaves = zip(*map(jax.tree.leaves, numbers), strict=True)
+    assert any((x != y).any() for x, y in leaves)
+
+
+def inodes_of(state):
+    held = [x for x in jax.tree.leaves(state) if isinstance(x, DiskArray)]
+    paths = (pathlib.Path(x.block_until_ready().path) for x in held)
+    return {file.stat().st_ino for path in paths for file in path.rglob("*")}
+
+
 SETTINGS = (
     "zero.optimizer_memory=nvme",
     "zero.parameter_memory=pinned_host",

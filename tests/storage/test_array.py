@@ -61,8 +61,15 @@ def test_files_go_when_an_array_does(disks):
     array = DiskArray.write(make_array(row), row)
     array.to_devices()
     array.delete()
-    assert gone(array.path)  # no other is held
     assert array.is_deleted()
+    another = DiskArray.write(make_array(row), row).block_until_ready()
+    assert another.path == array.path
+    spare = DiskArray.write(make_array(row), row).block_until_ready()
+    spare.delete()
+    del another
+    gc.collect()
+    assert gone(array.path)
+    assert gone(spare.path)  # with the last that is held
 
 
 def gone(path):

@@ -145,8 +145,8 @@ class _Files:
     """Files of one chunk each, written and read as directly as Linux can."""
 
     def __init__(self, disks: tuple[str, ...], size: int, *, num_files: int):
-        scratch = open_scratch(disks)
-        paths = (scratch.take("file", size) for _ in range(num_files))
+        self.scratch = open_scratch(disks)
+        paths = (self.scratch.take("file", size) for _ in range(num_files))
         self.files = [*map(pathlib.Path, paths)]
         content = np.random.default_rng(0).bytes(size)
         self.free = [mmap.mmap(-1, size) for _ in range(CONCURRENCY)]
@@ -164,6 +164,7 @@ class _Files:
     def remove(self) -> None:
         for path in self.files:
             path.unlink()
+            self.scratch.remove(str(path))
 
     def _each(self, flags: int, act: Callable[[int, mmap.mmap], int]) -> None:
         def one(path: pathlib.Path) -> None:

@@ -175,9 +175,10 @@ def _over_devices(attend, q, k, v, mask, lengths):
         return attend(q, k, v, mask, lengths)
     rows = row_axes(q.shape[0])
     of_heads = P(rows, None, head_axes(k.shape[2]))
+    of_mask = P() if mask is not None and mask.shape[0] == 1 else P(rows)
     return jax.shard_map(
         attend,
-        in_specs=(of_heads, of_heads, of_heads, P(rows), P(rows)),
+        in_specs=(of_heads, of_heads, of_heads, of_mask, P(rows)),
         out_specs=of_heads,
         axis_names=set(axes),
         check_vma=False,

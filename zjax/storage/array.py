@@ -1,7 +1,8 @@
 """An array that rests on a disk, in files of its own until it is given up.
 
 On the way from and to devices files are written and read past the page cache, in chunks
-that carry a checksum. They are scratch: what a process left is never read by another.
+that carry a checksum. They are scratch: what a process left is read by another only
+where a checkpoint has names for it, under which it never changes.
 """
 
 import functools
@@ -148,10 +149,17 @@ class DiskArray:
         return self._written.done()
 
     def delete(self) -> None:
-        """Gives up its files, once they are written."""
+        """Leaves its files to another array, once they are written.
+
+        Those of an array that nobody holds are removed.
+        """
         if not self._is_deleted:
             self._is_deleted = True
             self._written.add_done_callback(lambda _: self._give_back())
+
+    def _give_back(self) -> None:
+        self._drop.detach()
+        open_scratch(self.row.disks).give_back(self.path)
 
     def is_deleted(self) -> bool:
         """Whether it was deleted."""
@@ -177,8 +185,8 @@ class DiskArray:
     def _write(self, parts: Sequence[tuple[Any, Any]], scratch: Scratch) -> None:
         kind = self.shape, self.dtype, self._chunk, tuple(bounds for bounds, _ in parts)
         self.path = scratch.take(kind, disk_bytes(self.row))
-        self._give_back = weakref.finalize(self, scratch.give_back, self.path)
-        self._give_back.atexit = False  # the directory of the process goes then
+        self._drop = weakref.finalize(self, scratch.remove, self.path)
+        self._drop.atexit = False  # the directory of the process goes then
         _describe_files(self.path, self._chunk, self.row)
         pieces = [
             piece

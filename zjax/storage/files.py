@@ -5,6 +5,7 @@ reads such files; those that it writes go through the page cache, which the host
 for other things than a copy of its disks.
 """
 
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -29,6 +30,8 @@ _FLAGS_LOCK = threading.Lock()
 def write_file(path: str, content: np.ndarray) -> None:
     """Writes a file that is not there yet, or over one of the same length.
 
+    A file that has another name too, as in a checkpoint, stays as it is under that one.
+
     Args:
         path: In a directory that exists.
         content: uint8[n]; memory that starts at a block is not copied.
@@ -39,6 +42,9 @@ def write_file(path: str, content: np.ndarray) -> None:
     whole = _num_direct(content)
     end = content[whole:].tobytes() + _sum_of(content)
     flags = os.O_WRONLY | os.O_CREAT | _direct_flag(os.path.dirname(path))
+    with contextlib.suppress(FileNotFoundError):
+        if os.stat(path).st_nlink > 1:
+            os.unlink(path)
     file = os.open(path, flags, 0o600)
     try:
         _move_all(os.pwritev, file, content[:whole], 0)

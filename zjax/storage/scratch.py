@@ -35,9 +35,9 @@ _TRIAL_BYTES, _TRIED_FROM = 64 << 20, 10**9
 class Scratch:
     """A directory on each of some disks, over which arrays are spread.
 
-    The files of an array that is gone are those of the next of its kind: to write over
-    blocks that a file has is faster than to remove it and make another. All go once no
-    array is held. What a process that was killed left is removed by the next.
+    The files of an array that is given up are those of the next of its kind: to write
+    over blocks that a file has is faster than to remove it and make another. What a
+    process that was killed left is removed by the next.
 
     Args:
         paths: Directories that exist, one per disk.
@@ -55,10 +55,9 @@ class Scratch:
         self._taken: dict[str, tuple[Hashable, int]] = {}
         self._held = dict.fromkeys(self.places, 0)
         self._free: dict[Hashable, list[str]] = collections.defaultdict(list)
-        self._returned: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
-        threading.Thread(target=self._clear_unheld, daemon=True).start()
+        self._to_remove: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=self._remove_all, daemon=True).start()
         weakref.finalize(self, _close, self.places, locks, os.getpid())
 
     def take(self, kind: Hashable, num_bytes: int) -> str:
@@ -69,11 +68,10 @@ class Scratch:
             num_bytes: Of its files.
 
         Returns:
-            The path of an array of this kind that is gone, whose files may be there;
+            The path of an array of this kind that was given up, whose files are there;
             a new one, on the disk that holds least, if there is none.
         """
         with self._lock:
-            self._sort_returned()
             if self._free[kind]:
                 return self._free[kind].pop()
             place = min(self.places, key=self._held.__getitem__)
@@ -85,44 +83,49 @@ class Scratch:
     def give_back(self, path: str) -> None:
         """Leaves the files of an array to the next of its kind.
 
+        Args:
+            path: Of `take`.
+        """
+        with self._lock:
+            kind, _ = self._taken[path]
+            self._free[kind].append(path)
+
+    def remove(self, path: str) -> None:
+        """Starts to remove an array; with the last that is held all others go too.
+
         A finalizer may run within any other call, so that nothing here may lock.
 
         Args:
             path: Of `take`; it need not be there.
         """
-        self._returned.put(path)
-        self._wake.put(None)
+        self._to_remove.put(path)
 
     def clear(self) -> None:
-        """Removes the files of arrays that are gone."""
+        """Removes the files of arrays that were given up."""
         with self._lock:
-            self._sort_returned()
-            self._remove_free()
+            for path in itertools.chain(*self._free.values()):
+                self._forget(path)
+            self._free.clear()
 
-    def _clear_unheld(self) -> None:
+    def _remove_all(self) -> None:
         while True:
-            self._wake.get()
+            path = self._to_remove.get()
             with self._lock:
-                self._sort_returned()
-                if sum(map(len, self._free.values())) == len(self._taken):
-                    self._remove_free()
+                self._forget(path)
+                is_last = len(self._taken) == sum(map(len, self._free.values()))
+            if is_last:
+                self.clear()
 
-    def _remove_free(self) -> None:
-        for path in itertools.chain(*self._free.values()):
-            shutil.rmtree(path, ignore_errors=True)
-            _, num_bytes = self._taken.pop(path)
-            self._held[os.path.dirname(path)] -= num_bytes
-        self._free.clear()
-
-    def _sort_returned(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                path = self._returned.get_nowait()
-                kind, _ = self._taken[path]
-                self._free[kind].append(path)
+    def _forget(self, path: str) -> None:
+        shutil.rmtree(path, ignore_errors=True)
+        _, num_bytes = self._taken.pop(path)
+        self._held[os.path.dirname(path)] -= num_bytes
 
 
-@functools.cache
+_OPENING = threading.Lock()
+_open = functools.cache(Scratch)
+
+
 def open_scratch(paths: tuple[str, ...]) -> Scratch:
     """The scratch directories of this process.
 
@@ -135,7 +138,8 @@ def open_scratch(paths: tuple[str, ...]) -> Scratch:
     Raises:
         StorageError: Names every path in which nothing can be written.
     """
-    return Scratch(paths)
+    with _OPENING:
+        return _open(paths)
 
 
 def free_bytes(paths: tuple[str, ...]) -> int:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, custom_vjp
 from jax.ad_checkpoint import checkpoint_name
 
-from zjax_kernels.device import choose_implementation
+from zjax_kernels.device import DTYPES, choose_implementation
 from zjax_kernels.norm import mosaic_gpu, reference
 
 STATISTICS = "norm_statistics"
@@ -33,7 +33,8 @@ def layer_norm(
         bias: [C] offset per channel, or none.
         eps: Added to the variance, above 0.
         implementation: `mosaic_gpu`, for a multiple of 128 channels up to 4096, of 16
-            bits, on one Hopper GPU; `reference`, anywhere and in any split; or `auto`.
+            bits, on one Hopper GPU; `reference`, anywhere and in any split; or `auto`,
+            which takes the latter where the compiler splits a mesh that is in use.
 
     Returns:
         [..., C] in the dtype of `x`.
@@ -115,8 +116,9 @@ def _choose(implementation, x):
     dtype, channels = jnp.dtype(x.dtype).name, x.shape[-1]
     problem = remedy = ""
     most = mosaic_gpu.MOST_CHANNELS
-    if x.dtype.itemsize != 2:
-        problem, remedy = f"it needs 16 bits and the array is {dtype}", "cast it"
+    if dtype not in DTYPES:
+        problem = f"it needs {' or '.join(DTYPES)} and the array is {dtype}"
+        remedy = "cast it"
     elif channels % mosaic_gpu.THREADS or channels > most or not x.size:
         problem = f"it needs rows of 128, 256, ... {most} and this is {x.shape}"
         remedy = "pad the channels"

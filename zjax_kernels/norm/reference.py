@@ -60,10 +60,10 @@ def backward(
 
 
 def _variance(wide, mean, dtype):
-    if dtype == jnp.float32:
+    if dtype != jnp.bfloat16:
         return jnp.square(wide - mean).mean(-1, keepdims=True)
-    # Both sums from one reading. They only cancel where the mean is so large that a
-    # narrow input has no digits left for the deviation either.
+    # Both sums from one reading. They only cancel where the mean is so large that so
+    # narrow an input has no digits left for the deviation either.
     difference = jnp.square(wide).mean(-1, keepdims=True) - jnp.square(mean)
     return jnp.maximum(difference, 0.0)
 

@@ -18,7 +18,8 @@ def quantise_blocks(
         block: Consecutive numbers that share a scale, 1 or more.
         implementation: `mosaic_gpu`, for blocks of 64, 128 or 256 float32 numbers,
             64 blocks or a multiple, on one Hopper GPU; `reference`, anywhere and in any
-            split; or `auto`.
+            split; or `auto`, which takes the latter where the compiler splits a mesh
+            that is in use.
 
     Returns:
         int8[N / block, block] from -127 to 127, and float32[N / block] scales.

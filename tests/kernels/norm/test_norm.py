@@ -6,11 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from tests.support.interpreter import InterpretGPUParams
 from zjax_kernels import device, layer_norm, rms_norm
 from zjax_kernels.norm import api, mosaic_gpu, reference
 
+AUTO = AxisType.Auto
 RNG = np.random.default_rng(0)
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}
 
@@ -133,6 +136,12 @@ def test_float32_keeps_its_digits_far_from_zero():
     np.testing.assert_allclose(layer_norm(x, scale), expected, atol=1e-3)
 
 
+def test_float16_keeps_its_digits_far_from_zero():
+    x = jnp.tile(jnp.float16([2000, 2001]), (3, 128))
+    found = layer_norm(x, jnp.ones(256))
+    np.testing.assert_allclose(found, np.tile([-1, 1], (3, 128)), atol=1e-2)
+
+
 def test_bfloat16_stays_finite_where_it_has_no_digits():
     x = jnp.full((2, 256), 1000, jnp.bfloat16)
     found = layer_norm(x, jnp.ones(256, jnp.bfloat16), eps=1e-12)
@@ -149,12 +158,24 @@ def test_auto_takes_the_kernels_for_what_they_can(monkeypatch):
     others = ((2, 3, 100), (2, 3, 8192), (0, 128), (2, 0))
     assert {chosen(shape) for shape in others} == {"reference"}
     assert chosen((2, 256), jnp.float32) == "reference"
+    with jax.set_mesh(jax.make_mesh((2,), ("data",), axis_types=(AUTO,))):
+        assert chosen((2, 3, 4096)) == "reference"
+        spread = jax.shard_map(
+            lambda x: x if chosen(x.shape) == "mosaic_gpu" else None,
+            in_specs=P("data"),
+            out_specs=P("data"),
+        )
+        assert jax.eval_shape(spread, jnp.ones((4, 256))).shape == (4, 256)
 
 
 @pytest.mark.parametrize(
     ("dtype", "channels", "message"),
     [
-        ("float32", 128, "it needs 16 bits and the array is float32; cast it"),
+        (
+            "float32",
+            128,
+            "it needs bfloat16 or float16 and the array is float32; cast it",
+        ),
         (
             "bfloat16",
             100,
