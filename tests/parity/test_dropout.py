@@ -15,6 +15,11 @@ from zjax.optim.build import make_optimizer
 RATE = 0.1
 CASES = {
     "rows on eight devices": {"mesh": {"data": 8}, "stage": 3, "num_microbatches": 2},
+    "rows twice, tensors and Ulysses": {
+        "mesh": {"replica": 2, "tensor": 2, "sequence": 2},
+        "num_microbatches": 2,
+        "sequence_attention": "ulysses",
+    },
     "1f1b": {"mesh": {"pipeline": 2, "data": 2}, "remat": "full"},
     "interleaved": {
         "mesh": {"pipeline": 2, "data": 4},
@@ -29,7 +34,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = {"interleaved"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES],
+)
 def test_training_equals_one_device(name):
     """Fails if a token draws by its device, its stage, or the order of the passes."""
     case = {"dropout_rate": RATE} | CASES[name]
