@@ -22,7 +22,8 @@ def quantise_blocks(
             that is in use.
 
     Returns:
-        int8[N / block, block] from -127 to 127, and float32[N / block] scales.
+        int8[N / block, block] from -127 to 127, and float32[N / block] scales, which
+        are not finite where a number of the block is not.
 
     Raises:
         ValueError: Numbers that are no whole blocks, or no such implementation, or not
