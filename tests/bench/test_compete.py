@@ -135,6 +135,25 @@ def test_the_table_shows_wins_and_losses_by_id(ground, capsys):
     assert ends == [["1.500", "met"], ["0.667", "missed"]]
 
 
+@pytest.mark.parametrize(
+    ("bars", "notes"),
+    [
+        ((1.0, 1.0), "asked at most 1, aim 0.5"),
+        ((1.0, 2.0), "a: asked at most 1, aim 0.5; b: asked at most 2, aim 0.5"),
+        ((1.0, None), "a: asked at most 1, aim 0.5"),
+    ],
+)
+def test_what_all_cases_ask_for_is_said_once(ground, bars, notes):
+    sides = {"ours": ("ours",), "peer": ("theirs",), "metric": "peak_bytes"}
+    cases = tuple(
+        Case(**sides, unit="bytes", name=name, must=must, aim=0.5 if must else None)
+        for name, must in zip("ab", bars, strict=True)
+    )
+    pair = [runner("ours", 30.0), runner("theirs", 20.0, kind="peer")]
+    ground.hold(pair, [Row("memory", "claim", cases, higher_is_better=False)])
+    assert ground.read("memory_x2.json")["notes"] == notes
+
+
 def test_the_best_of_each_side_counts(ground):
     """Fails if the first or the worst is taken, or memory is taken for speed."""
     many = [runner("a", 30.0, 5), runner("b", 40.0, 9), runner("c", 50.0, 4)]

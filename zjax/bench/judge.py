@@ -131,13 +131,18 @@ def _side(name: str, number: Any, unit: str) -> Side:
 
 
 def _notes(row: Row, known: Mapping[str, Record]) -> list[str]:
-    bound = "at least" if row.higher_is_better else "at most"
-    asked = [
-        (f"{case.name}: " if case.name else "")
-        + f"asked {bound} {case.must:g}"
-        + (f", aim {case.aim:g}" if case.aim is not None else "")
-        for case in row.cases
-        if case.must is not None
-    ]
+    asked = {case.name: _asked(case, row.higher_is_better) for case in row.cases}
+    if len({*asked.values()}) == 1:
+        bars = [*asked.values()][:1]
+    else:
+        bars = [f"{name}: {bar}" for name, bar in asked.items() if bar]
     failed = [f"{name}: {r.failure}" for name, r in known.items() if r.failure]
-    return [note for note in (row.notes, *asked, *failed) if note]
+    return [note for note in (row.notes, *bars, *failed) if note]
+
+
+def _asked(case: Case, higher_is_better: bool) -> str:
+    if case.must is None:
+        return ""
+    bound = "at least" if higher_is_better else "at most"
+    aim = "" if case.aim is None else f", aim {case.aim:g}"
+    return f"asked {bound} {case.must:g}{aim}"
