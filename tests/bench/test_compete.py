@@ -5,10 +5,7 @@ import datetime
 import json
 import os
 import pathlib
-import signal
-import subprocess
 import sys
-import time
 
 import pytest
 from matplotlib import image
@@ -17,7 +14,6 @@ from tests.support import contests
 from tests.support.contests import MACHINE, contestant, runner, speed_row
 from zjax.bench import Case, Row, Selection, compete
 from zjax.bench.table import BEGIN, END
-from zjax.bench.turns import find_machine
 from zjax.errors import BenchError
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -372,48 +368,3 @@ def test_a_table_without_a_place_is_refused(ground):
     rows = [speed_row("speed", ("ours",), ("ours",))]
     with pytest.raises(BenchError, match="has no place for the results; write a file"):
         ground.hold([runner("ours", 9.0)], rows)
-
-
-def test_devices_are_counted_without_being_held():
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "3"}
-    machine = find_machine(environment)
-    assert (machine.num_devices, machine.device) == (3, "cpu")
-    assert machine.identity == find_machine(environment).identity
-    with pytest.raises(BenchError, match=r"jax.devices.* fails: "):
-        find_machine(environment | {"JAX_PLATFORMS": "nonsense"})
-
-
-def test_stopping_a_contest_stops_its_program_and_what_that_started(tmp_path):
-    """Fails if an orphan would go on holding the devices."""
-    code = (
-        "import os, pathlib, subprocess, sys, time;"
-        "child = subprocess.Popen(['sleep', '99']);"
-        "pathlib.Path('pids').write_text(f'{os.getpid()} {child.pid}');"
-        "time.sleep(99)"
-    )
-    rows = [speed_row("speed", ("ours",), ("ours",))]
-    contests.write_contest(tmp_path / "toy.py", [contestant("ours", code=code)], rows)
-    words = ("-m", "zjax.main", "bench", "--contest=toy.py", "--simulated_devices=2")
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    program = subprocess.Popen(
-        [sys.executable, *words], cwd=tmp_path, env=environment, stdout=subprocess.PIPE
-    )
-    pids = tmp_path / "pids"
-    while not (pids.exists() and len(pids.read_text().split()) == 2):
-        assert program.poll() is None
-        time.sleep(0.05)
-    program.send_signal(signal.SIGTERM)
-    program.communicate(timeout=60)
-    assert program.returncode == 128 + signal.SIGTERM
-    for pid in map(int, pids.read_text().split()):
-        assert not is_running(pid)
-
-
-def is_running(pid):
-    try:
-        state = (
-            pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        )
-    except FileNotFoundError:
-        return False
-    return state != "Z"
