@@ -131,11 +131,11 @@ def _side(name: str, number: Any, unit: str) -> Side:
 
 
 def _notes(row: Row, known: Mapping[str, Record]) -> list[str]:
-    asked = {case.name: _asked(case, row.higher_is_better) for case in row.cases}
-    if len({*asked.values()}) == 1:
-        bars = [*asked.values()][:1]
+    asked = [(case.name, _asked(case, row.higher_is_better)) for case in row.cases]
+    if len({bar for _, bar in asked}) == 1:
+        bars = [asked[0][1]]
     else:
-        bars = [f"{name}: {bar}" for name, bar in asked.items() if bar]
+        bars = [f"{name}: {bar}" for name, bar in asked if bar]
     failed = [f"{name}: {r.failure}" for name, r in known.items() if r.failure]
     return [note for note in (row.notes, *bars, *failed) if note]
 

@@ -124,8 +124,8 @@ class Segments:
         last = self.num_microbatches - 1
         for number in range(self.num_microbatches):
             part = self.split(batch, number)
-            part_key = jax.random.fold_in(key, number)
-            arriving = self.differentiate(params, part, part_key, scale)
+            microbatch_key = jax.random.fold_in(key, number)
+            arriving = self.differentiate(params, part, microbatch_key, scale)
             losses.append(next(arriving))
             if self.num_microbatches == 1:
                 yield from arriving

@@ -83,7 +83,8 @@ def differentiate_in_passes(
         found = iter(graph.run([*of_params, *of_rest], again, (params, rest)))
         by_name = {x: jnp.zeros_like(x.aval) for x in empty}
         by_name |= dict(zip(waiting, kept, strict=True))
-        leaves = [by_name[x] if _is_in(x, {*by_name}) else next(found) for x in left]
+        named = {*by_name}
+        leaves = [by_name[x] if _is_in(x, named) else next(found) for x in left]
         return jax.tree.unflatten(pulls[0], leaves)(cotangent)
 
     return Passes(forward, backward)

@@ -30,20 +30,21 @@ from zjax_kernels.sparse.mosaic_gpu import (
 from zjax_kernels.sparse.reference import Options
 
 SLOW = pytest.mark.slow
+ALL_MASKS = {
+    "block": 16,
+    "heads": 4,
+    "num_kv_heads": 2,
+    "causal": True,
+    "segments": True,
+    "mask": True,
+}
 CASES = [
     pytest.param(
         {"block": 128, "tokens": 640, "causal": True, "dense": True},
         id="128-causal",
     ),
     pytest.param(
-        {
-            "block": 16,
-            "heads": 4,
-            "num_kv_heads": 2,
-            "causal": True,
-            "segments": True,
-            "mask": True,
-        },
+        ALL_MASKS,
         id="16-groups-all-masks",
     ),
     pytest.param({"block": 128, "tokens": 512, "split": True}, id="128-split"),
@@ -58,15 +59,7 @@ CASES = [
         id="128-split-fused",
     ),
     pytest.param(
-        {
-            "block": 16,
-            "heads": 4,
-            "num_kv_heads": 2,
-            "causal": True,
-            "segments": True,
-            "mask": True,
-            "fused": True,
-        },
+        ALL_MASKS | {"fused": True},
         id="16-groups-all-masks-fused",
     ),
     pytest.param(
