@@ -15,7 +15,6 @@ from zjax_kernels.sparse import reference
 from zjax_kernels.sparse.cells import HALF
 from zjax_kernels.sparse.plan import COPY, Plan
 from zjax_kernels.sparse.reference import Options
-from zjax_kernels.sparse.tuning import is_fused
 
 Implementation = Literal["auto", "mosaic_gpu", "reference"]
 _NO_DOCUMENT = -(2**31)
@@ -165,7 +164,7 @@ class _Static:
     options: Options
 
     @property
-    def passes(self) -> Any:
+    def passes(self):
         if self.implementation == "reference":
             return reference
         from zjax_kernels.sparse import mosaic_gpu
@@ -174,9 +173,6 @@ class _Static:
 
     def gradients(self, q, k, v, d_out, lse, delta, segments, plan):
         args = q, k, v, d_out, lse, delta, segments
-        fused = is_fused(q.shape[-1], plan.keys.chunk)
-        if fused and self.implementation == "mosaic_gpu":
-            return self.passes.backward(*args, plan.keys, self.options)
         dq = self.passes.backward_queries(*args, plan.queries, self.options)
         return dq, *self.passes.backward_keys(*args, plan.keys, self.options)
 

@@ -12,7 +12,6 @@ from zjax_kernels.errors import invalid
 from zjax_kernels.sparse.cells import HALF, TILE, Cells, Mask
 from zjax_kernels.sparse.layout import BlockLayout
 from zjax_kernels.sparse.schedule import Schedule, make_schedule
-from zjax_kernels.sparse.tuning import FUSED
 
 COPY = 32
 """Fewest 4-byte numbers that one copy into shared memory can move."""
@@ -147,7 +146,7 @@ def plan_cells(
             [distinct.index(each) for each in groups],
             row_unit=max(cell, least),
             column_unit=max(cell, COPY),
-            chunk=FUSED.get(head_size, HALF),
+            chunk=HALF,
             transposed=True,
         ),
         num_queries=tokens[0],

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from zjax_kernels.device import check_implementation
 from zjax_kernels.sparse.plan import Plan
 from zjax_kernels.sparse.reference import Options
-from zjax_kernels.sparse.tuning import Tuning, is_fused, keep
+from zjax_kernels.sparse.tuning import Tuning, keep
 
 ROUNDS, CALLS = 5, 10
 
@@ -80,8 +80,6 @@ def _kernels(plan, head_size, batch, dtype) -> dict[str, Callable[[Tuning], Any]
         "queries": (mosaic_gpu.backward_queries, (*backward, plan.queries)),
         "keys": (mosaic_gpu.backward_keys, (*backward, plan.keys)),
     }
-    if is_fused(head_size, plan.keys.chunk):
-        arguments["backward"] = mosaic_gpu.backward, (*backward, plan.keys)
 
     def runner(kernel, arrays):
         arrays = jax.tree.map(jnp.asarray, arrays)

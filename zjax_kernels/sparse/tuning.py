@@ -46,40 +46,15 @@ H200 = {
         128: Tuning(stages=2, tiles=2),
         256: Tuning(stages=1),
     },
-    "backward": {
-        64: Tuning(stages=2, tiles=2),
-        128: Tuning(stages=2, tiles=2),
-    },
 }
 """By kernel and head size."""
-CAN_FUSE = {64: 128, 128: 64}
-"""Queries of a chunk by head size, for which one kernel can do the backward pass."""
-FUSED: dict[int, int] = {}
-"""Those for which one does: none, until it has been timed on a GPU beside the two."""
-
-
-def is_fused(head_size: int, chunk: int) -> bool:
-    """Whether the backward pass is one kernel, or else one for dq and one for dk, dv.
-
-    Args:
-        head_size: Channels per head.
-        chunk: Queries per chunk of the plan.
-
-    Returns:
-        Whether it is.
-
-    Example:
-        >>> is_fused(128, 64)
-        False
-    """
-    return FUSED.get(head_size) == chunk
 
 
 def choose(kernel: str, head_size: int, *, segmented: bool) -> Tuning:
     """What a kernel is run with if nothing is asked for.
 
     Args:
-        kernel: `forward`, `backward`, `queries` or `keys`.
+        kernel: `forward`, `queries` or `keys`.
         head_size: Channels per head: 64, 96, 128 or 256.
         segmented: Whether there are segments: they take room, and are not tuned for.
 
@@ -93,7 +68,7 @@ def choose(kernel: str, head_size: int, *, segmented: bool) -> Tuning:
     shipped = H200[kernel][head_size]
     if not segmented:
         return _tuned().get(_key(kernel, head_size), shipped)
-    crowded = kernel in ("queries", "backward") and head_size == 128
+    crowded = kernel == "queries" and head_size == 128
     return dataclasses.replace(shipped, tiles=1) if crowded else shipped
 
 

@@ -1,7 +1,6 @@
 """The GPU kernels: run by the interpreter with races detected, and lowered for CUDA."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,6 @@ from zjax_kernels.sparse import (
 from zjax_kernels.sparse import schedule as schedules
 from zjax_kernels.sparse.api import SAVED
 from zjax_kernels.sparse.mosaic_gpu import (
-    backward,
     backward_keys,
     backward_queries,
     forward,
@@ -30,38 +28,23 @@ from zjax_kernels.sparse.mosaic_gpu import (
 from zjax_kernels.sparse.reference import Options
 
 SLOW = pytest.mark.slow
-ALL_MASKS = {
-    "block": 16,
-    "heads": 4,
-    "num_kv_heads": 2,
-    "causal": True,
-    "segments": True,
-    "mask": True,
-}
 CASES = [
     pytest.param(
         {"block": 128, "tokens": 640, "causal": True, "dense": True},
         id="128-causal",
     ),
     pytest.param(
-        ALL_MASKS,
+        {
+            "block": 16,
+            "heads": 4,
+            "num_kv_heads": 2,
+            "causal": True,
+            "segments": True,
+            "mask": True,
+        },
         id="16-groups-all-masks",
     ),
     pytest.param({"block": 128, "tokens": 512, "split": True}, id="128-split"),
-    pytest.param(
-        {
-            "block": 128,
-            "tokens": 512,
-            "split": True,
-            "head_size": 128,
-            "fused": True,
-        },
-        id="128-split-fused",
-    ),
-    pytest.param(
-        ALL_MASKS | {"fused": True},
-        id="16-groups-all-masks-fused",
-    ),
     pytest.param(
         {
             "block": 64,
@@ -146,22 +129,9 @@ def make_case(
     return shown, jax.tree.map(jnp.asarray, plan), inputs, numbers
 
 
-@pytest.fixture
-def fuse(monkeypatch):
-    """One kernel does the backward pass wherever it can."""
-
-    def all_that_can():
-        for size, chunk in tuning.CAN_FUSE.items():
-            monkeypatch.setitem(tuning.FUSED, size, chunk)
-
-    return all_that_can
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_kernels_are_dense_attention_under_the_mask(monkeypatch, capfd, fuse, case):
+def test_kernels_are_dense_attention_under_the_mask(monkeypatch, capfd, case):
     """Fails if a kernel leaves out, adds or races for anything."""
-    if case.get("fused"):
-        fuse()
     monkeypatch.setattr(schedules, "PROCESSORS", case.get("programs", 2))
     if case.get("split"):
         monkeypatch.setattr(schedules, "WORTH_SPLITTING", 128)
@@ -185,11 +155,8 @@ def test_kernels_are_dense_attention_under_the_mask(monkeypatch, capfd, fuse, ca
     found, sums = run(forward, (*qkv, segments, plan.queries), tiles)
     delta = jnp.einsum("bshd,bshd->bhs", averages, d_out.astype(jnp.float32))
     args = *qkv, d_out, sums, delta, segments
-    if case.get("fused"):
-        dq, dk, dv = run(backward, (*args, plan.keys), tiles)
-    else:
-        dq = run(backward_queries, (*args, plan.queries), tiles)
-        dk, dv = run(backward_keys, (*args, plan.keys), tiles)
+    dq = run(backward_queries, (*args, plan.queries), tiles)
+    dk, dv = run(backward_keys, (*args, plan.keys), tiles)
     assert "RACE" not in "".join(capfd.readouterr())
     np.testing.assert_allclose(sums[..., :tokens], lse, atol=1e-3, rtol=0)
     np.testing.assert_allclose(found[:, :tokens].astype(np.float32), out, atol=2e-2)
@@ -209,16 +176,13 @@ def interpret(stages, options, kernel, args, tiles):
 @pytest.mark.parametrize("head_size", [64, 96, 128, 256])
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
 @pytest.mark.parametrize("masks", ["none", "all"])
-def test_every_variant_lowers_for_cuda(fuse, block, head_size, masks):
+def test_every_variant_lowers_for_cuda(block, head_size, masks):
     """Fails if a kernel asks for what Mosaic cannot do: copies, layouts, products."""
     everything = masks == "all"
     tokens = 4096 if block == 128 else 512
     live = random_live((4, tokens // block, tokens // block))
     layout = BlockLayout.from_dense(live, block=block, causal=everything)
-    planned = functools.partial(
-        make_plan, layout, num_kv_heads=2, head_size=head_size, segments=everything
-    )
-    plan = planned()
+    plan = make_plan(layout, num_kv_heads=2, head_size=head_size, segments=everything)
     dtype = jnp.float16 if everything else jnp.bfloat16
     options = Options(0.1, 2.0 if everything else 0.0)
     q = jax.ShapeDtypeStruct((2, tokens, 4, head_size), dtype)
@@ -227,53 +191,14 @@ def test_every_variant_lowers_for_cuda(fuse, block, head_size, masks):
     numbers = jax.ShapeDtypeStruct((2, tokens), jnp.int32)
     segments = (numbers, numbers) if everything else None
     args = q, k, k, q, sums, sums, segments
-    calls = [
+    for kernel, arrays in (
         (forward, (q, k, k, segments, plan.queries)),
         (backward_queries, (*args, plan.queries)),
         (backward_keys, (*args, plan.keys)),
-    ]
-    if head_size in tuning.CAN_FUSE:
-        fuse()
-        calls.append((backward, (*args, planned().keys)))
-    for kernel, arrays in calls:
+    ):
         run = jax.jit(lambda arrays, kernel=kernel: kernel(*arrays, options))
         text = run.trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
         assert "mosaic_gpu" in text
-
-
-def test_gradients_are_the_same_whoever_computes_first(monkeypatch, fuse):
-    """Fails if the order in which programs add to a sum is seen in it."""
-    fuse()
-    found = []
-    for programs in (1, 2):
-        monkeypatch.setattr(schedules, "PROCESSORS", programs)
-        _, plan, inputs, _ = make_case(block=64, heads=4, num_kv_heads=2)
-        *qkv, d_out, sums = inputs
-        args = *qkv, d_out, 5 + abs(sums), sums, None, plan.keys
-        assert plan.keys.num_programs == programs
-        found.append(interpret(2, Options(0.1), backward, args, 2))
-    for x, y in zip(*found, strict=True):
-        np.testing.assert_array_equal(x.astype(np.float32), y.astype(np.float32))
-
-
-def test_programs_add_to_one_sum_that_begins_as_0(fuse):
-    """Fails if what one program found replaces what others did, or garbage is added."""
-    fuse()
-    layout = BlockLayout.from_dense(random_live((8, 8)), block=64, num_heads=2)
-    plan = make_plan(layout, head_size=64)
-    x = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
-    sums = jax.ShapeDtypeStruct((1, 2, 512), jnp.float32)
-    run = jax.jit(lambda *x: backward(*x, Options(1.0)))
-    traced = run.trace(x, x, x, x, sums, sums, None, plan.keys)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    [call] = re.findall(r"custom_call @mosaic_gpu.*", text)
-    zeros = re.search(
-        r"(%\w+) = stablehlo.broadcast_in_dim .*tensor<1x512x2x64xi32>", text
-    )
-    operands = re.search(r"\(([^)]*)\)", call).group(1).split(", ")
-    assert "cp.reduce.async.bulk.tensor" in call
-    assert operands.count(zeros.group(1)) == 1
-    assert f"operand_index = {operands.index(zeros.group(1))}" in call
 
 
 def test_lowering_by_warpgroups_is_a_choice():
@@ -300,14 +225,10 @@ def kernels_of(function, *arrays):
     return text.count("custom_call @mosaic_gpu")
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
-def test_kernels_run_in_any_program(on_hopper, fuse, fused):
+def test_kernels_run_in_any_program(on_hopper):
     """Fails if a transformation cannot hold the kernels, or repeats them unasked."""
-    if fused:
-        fuse()
-    number = 2 if fused else 3
     layout = BigBird(4, block=64, attention="unidirectional").layout(256)
-    plan = make_plan(layout, num_kv_heads=2, head_size=64)
+    plan = make_plan(layout, num_kv_heads=2)
     q = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((2, 256, 2, 64), jnp.bfloat16)
 
@@ -327,9 +248,9 @@ def test_kernels_run_in_any_program(on_hopper, fuse, fused):
     )
     kept = jax.checkpoint_policies.save_only_these_names(SAVED)
     several = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in (q, k, k)]
-    assert kernels_of(total(attend), q, k, k) == number
-    assert kernels_of(total(loop), q, k, k) == number
-    assert kernels_of(total(spread), q, k, k) == number
-    assert kernels_of(total(jax.vmap(attend)), *several) == number
-    assert kernels_of(jax.checkpoint(total(attend)), q, k, k) == number + 1
-    assert kernels_of(jax.checkpoint(total(attend), policy=kept), q, k, k) == number
+    assert kernels_of(total(attend), q, k, k) == 3
+    assert kernels_of(total(loop), q, k, k) == 3
+    assert kernels_of(total(spread), q, k, k) == 3
+    assert kernels_of(total(jax.vmap(attend)), *several) == 3
+    assert kernels_of(jax.checkpoint(total(attend)), q, k, k) == 4
+    assert kernels_of(jax.checkpoint(total(attend), policy=kept), q, k, k) == 3

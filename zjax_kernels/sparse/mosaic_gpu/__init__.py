@@ -1,8 +1,7 @@
 """Block-sparse attention on Hopper GPUs."""
 
-from zjax_kernels.sparse.mosaic_gpu.backward import backward
 from zjax_kernels.sparse.mosaic_gpu.forward import forward
 from zjax_kernels.sparse.mosaic_gpu.keys import backward_keys
 from zjax_kernels.sparse.mosaic_gpu.queries import backward_queries
 
-__all__ = ["backward", "backward_keys", "backward_queries", "forward"]
+__all__ = ["backward_keys", "backward_queries", "forward"]

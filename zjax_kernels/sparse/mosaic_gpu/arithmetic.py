@@ -1,8 +1,7 @@
 """Operations on the registers of a warpgroup: products of matrices, and layouts."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -133,15 +132,12 @@ class Arithmetic:
         return pl.run_scoped(run, _room(*pair), _room(*pair))
 
     def accumulate(
-        self,
-        *sums: tuple[jax.Array, jax.Array, Any],
-        meanwhile: Callable[[], None] = lambda: None,
+        self, *sums: tuple[jax.Array, jax.Array, Any]
     ) -> tuple[jax.Array, ...]:
         """Adds products to registers, all under way at once.
 
         Args:
             *sums: float32[m, n], [m, k] in registers, and [k, n] in shared memory.
-            meanwhile: Runs once the first is under way.
 
         Returns:
             Each first plus the product of the others.
@@ -149,55 +145,14 @@ class Arithmetic:
         if self.simulated:
             found = [total + _dot(x.astype(y.dtype), y[...]) for total, x, y in sums]
             plgpu.commit_smem()  # tensor cores need no fence after a read
-            meanwhile()
             return tuple(found)
 
         def run(refs):
-            for nth, (ref, (_, x, y)) in enumerate(zip(refs, sums, strict=True)):
+            for ref, (_, x, y) in zip(refs, sums, strict=True):
                 plgpu.wgmma(ref, x.astype(y.dtype), y)
-                if nth == 0:
-                    meanwhile()
 
         run_with: Any = pl.run_state(run)
         return run_with(tuple(ACC.init(total) for total, _, _ in sums))
-
-    def contract(
-        self,
-        pairs: Sequence[tuple[Any, Any]],
-        use: Callable[[jax.Array], None],
-        other: Any = None,
-        wait: Callable[[], None] = lambda: None,
-    ) -> jax.Array | None:
-        """Sums products over rows, and uses the sum while another product is under way.
-
-        Args:
-            pairs: [k, m] and [k, n] each, in shared memory.
-            use: Of the sum, float32[m, n].
-            other: A pair as `product` takes it, if there is one.
-            wait: Waits for that pair.
-
-        Returns:
-            The other product, if there is one.
-        """
-        if self.simulated:
-            found = [_dot(x[...].T, y[...]) for x, y in pairs]
-            plgpu.commit_smem()  # tensor cores need no fence after a read
-            wait()
-            use(functools.reduce(jnp.add, found))
-            return self.product(*other)[0] if other else None
-
-        def run(total, *beside):
-            for x, y in pairs:
-                plgpu.wgmma(total, x.transpose((1, 0)), y)
-            wait()
-            for room in beside:
-                _start(room, *other)
-            use(plgpu.wgmma_accumulator_load(total, wait_n=len(beside)))
-            return beside[0][...] if beside else None
-
-        x, y = pairs[0]
-        rooms = [ACC((x.shape[1], y.shape[1]), jnp.float32)]
-        return pl.run_scoped(run, *rooms, *([_room(*other)] if other else []))
 
     def iota(self, shape: tuple[int, ...], axis: int) -> jax.Array:
         """Numbers along an axis.

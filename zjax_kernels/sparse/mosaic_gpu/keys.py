@@ -1,7 +1,6 @@
 """The backward pass of the keys and the values."""
 
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +18,7 @@ from zjax_kernels.sparse.mosaic_gpu.arithmetic import (
     index,
 )
 from zjax_kernels.sparse.mosaic_gpu.splits import merge_sums
-from zjax_kernels.sparse.mosaic_gpu.work import Work, find_work
+from zjax_kernels.sparse.mosaic_gpu.work import find_work
 from zjax_kernels.sparse.reference import Options
 from zjax_kernels.sparse.schedule import Schedule
 from zjax_kernels.sparse.tuning import Tuning, choose
@@ -157,27 +156,13 @@ def _body(
     arithmetic = Arithmetic(simulated)
     launch.divide(
         lambda: _compute(work, options, tuning, arithmetic, channels, outputs, memory),
-        lambda: copy(work, tuning, inputs, memory),
+        lambda: _copy(work, tuning, inputs, memory),
     )
 
 
-def copy(work: Work, tuning: Tuning, inputs: Sequence[Any], memory: Any) -> None:
-    """Fills shared memory with what each item needs.
-
-    Args:
-        work: The items.
-        tuning: How many tiles of keys and chunks there is room for.
-        inputs: q, k, v, d_out, lse, delta, what else there is of numbers of queries,
-            and the segments, if any.
-        memory: Where they go.
-    """
-    q_ref, k_ref, v_ref, d_ref, *stat_refs = inputs
-    segment_refs = []
-    if memory.row_segments is not None:
-        *stat_refs, of_queries, of_keys = stat_refs
-        segment_refs = [of_queries, of_keys]
-    lse_ref, *d_stat_refs = stat_refs
-    v_tiles = memory.v.shape[0]
+def _copy(work, tuning, inputs, memory):
+    """Fills shared memory with what each item needs."""
+    q_ref, k_ref, v_ref, d_ref, lse_ref, delta_ref, *segment_refs = inputs
 
     def copy_tile(item, rows, number):
         slot = lax.rem(number, index(tuning.tiles))
@@ -187,9 +172,8 @@ def copy(work: Work, tuning: Tuning, inputs: Sequence[Any], memory: Any) -> None
             moves.append((lambda tokens: ref.at[item.sequence, tokens], tile.at[slot]))
         copies.wait_for_room(memory.k_used, number, tuning.tiles)
         copies.copy_rows(work, rows, memory.k_there.at[slot], moves)
-        slot = lax.rem(number, index(v_tiles))
         moves = [(copies.rows_of(v_ref, item), memory.v.at[slot])]
-        copies.wait_for_room(memory.v_used, number, v_tiles)
+        copies.wait_for_room(memory.v_used, number, tuning.tiles)
         copies.copy_rows(work, rows, memory.v_there.at[slot], moves)
 
     def copy_chunk(item, chunk, copied):
@@ -214,10 +198,7 @@ def copy(work: Work, tuning: Tuning, inputs: Sequence[Any], memory: Any) -> None
         copies.copy_columns(columns, memory.q_there.at[slot], moves)
         moves = [
             (of_matrix(d_ref), memory.d_out.at[slot]),
-            *(
-                (of_vector(ref), memory.stats.at[nth, slot])
-                for nth, ref in enumerate(d_stat_refs, start=1)
-            ),
+            (of_vector(delta_ref), memory.stats.at[1, slot]),
         ]
         copies.wait_for_room(memory.d_used, copied, tuning.stages)
         copies.copy_columns(columns, memory.d_there.at[slot], moves)
@@ -227,7 +208,7 @@ def copy(work: Work, tuning: Tuning, inputs: Sequence[Any], memory: Any) -> None
         tuning,
         copy_tile,
         copy_chunk,
-        [(memory.k_used, tuning.tiles), (memory.v_used, v_tiles)],
+        [(memory.k_used, tuning.tiles), (memory.v_used, tuning.tiles)],
         [memory.q_used, memory.d_used],
     )
 
