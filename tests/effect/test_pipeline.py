@@ -3,13 +3,15 @@
 import collections
 import dataclasses
 import functools
+import itertools
 
 import jax
 import numpy as np
 import pytest
 
 from tests.support import pipelines
-from zjax.observe.collectives import list_collectives
+from zjax.observe import hlo
+from zjax.observe.collectives import OPS, list_collectives
 from zjax.observe.communication import describe_communication, zero_volume
 
 MICROBATCHES, STAGES = 4, 4
@@ -31,6 +33,7 @@ def compiled(stage, schedule="1f1b"):
         stage=stage,
         pipeline={"schedule": schedule},
         tied_head=False,
+        num_layers=8 if schedule == "interleaved" else 4,
     )
     run = pipelines.start(config)
     return run, run.step.compile(abstract(pipelines.make_batch(0))).as_text()
@@ -133,9 +136,46 @@ def test_stages_hand_on_what_each_device_has_of_a_stream():
     assert sent_by(run, text, "pipeline")["all-gather"] == 0
 
 
-def test_no_pass_hangs_on_a_condition():
-    for stage in (1, 3):
-        assert " conditional(" not in compiled(stage)[1]
+def conditions(text):
+    """Whether each is of a stage by itself, and whether communication hangs on it."""
+    module = hlo.parse_module(text)
+
+    def communicates(name):
+        return any(
+            each.opcode.removesuffix("-start") in OPS
+            or any(map(communicates, each.called))
+            for each in module.computations[name]
+        )
+
+    for each in itertools.chain(*module.computations.values()):
+        if each.opcode == "conditional":
+            # The map over the data lies around the ticks, that over stages inside.
+            is_own = "shard_map" in each.op_name.split("while/body")[-1]
+            yield is_own, any(map(communicates, each.called))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_no_communication_hangs_on_what_a_stage_decides(stage, schedule):
+    """Fails if some stages communicate and others do not, which would wait forever."""
+    found = collections.Counter(conditions(compiled(stage, schedule)[1]))
+    assert (found[True, False] > 0) == (schedule == "interleaved"), "nothing to see"
+    assert found[False, True] > 0
+    assert found[True, True] == 0
+
+
+def test_stages_add_split_gradients_where_they_are():
+    """Fails if a stage brings a gradient into place under a condition of its own."""
+    config = pipelines.make_config(
+        mesh={"pipeline": 2, "sequence": 2, "tensor": 2},
+        stage=0,
+        pipeline={"schedule": "interleaved"},
+    )
+    run = pipelines.start(config)
+    text = run.step.compile(abstract(pipelines.make_batch(0))).as_text()
+    found = collections.Counter(conditions(text))
+    assert found[True, False] > 0, "nothing to see"
+    assert found[True, True] == 0
 
 
 def temporaries(schedule, num_microbatches, monkeypatch):

@@ -15,8 +15,8 @@ class Line:
 
     Args:
         embed: `embed(params, batch, key) -> (stream, context)`.
-        chunk: `chunk(params, stream, context, key, number) -> stream`: the layers of
-            one chunk; int32[] `number` counts the chunks of the model.
+        chunk: `chunk(layers, stream, context, key, number) -> stream`: those of one
+            chunk, a list; int32[] `number` counts the chunks of the model.
         head: `head(params, stream, batch) -> (objective, loss)`: what to differentiate,
             and what to report.
         fetches: Whether these gather the parameters, which then are there for one pass

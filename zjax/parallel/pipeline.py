@@ -1,9 +1,10 @@
 """Runs a schedule: all stages in one program, which hands results on after each tick.
 
 Blocks run where their parameters are, mapped by hand over the `pipeline` axis, and no
-pass hangs on a condition: a stage that has nothing to do computes what nobody reads.
-Embedding and head run outside of the map, on whatever devices their parameters are on;
-where the vocabulary is split over the stages, these share their work and their memory.
+pass of theirs hangs on a condition: a stage that has nothing to do computes what nobody
+reads. Embedding and head run outside of the map, in the ticks that have a microbatch
+for them, on whatever devices their parameters are on; where the vocabulary is split
+over the stages, these share their work and their memory.
 
 Reference: vocabulary parallelism in pipelines (arXiv:2411.05288).
 """
@@ -15,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from zjax.ops.keys import fold_in
 from zjax.parallel import staged as arrays
@@ -29,6 +29,8 @@ from zjax.parallel.parts import (
 from zjax.parallel.schedule import IDLE, Kind, Lane, Schedule
 from zjax.parallel.staged import EVERYWHERE, STAGED
 from zjax.parallel.tensor import by_parts
+from zjax.parallel.turns import Turn, due, make_turns, where_due
+from zjax.sharding.layers import layers_of
 from zjax.sharding.mesh import PIPELINE
 from zjax.typing import Batch, Loss, Params
 
@@ -42,13 +44,16 @@ class Pipeline:
         schedule: Which passes each tick takes.
         recomputes: Whether a stage keeps only what entered it until its backward pass,
             and computes the rest again.
-        add: For each of the `Parts`, `add(total, grads, factor) -> total`.
+        reduce: For each of the `Parts`, `reduce(grads) -> grads`, as they are added;
+            those of stages are a list of layers.
+        add: `add(total, grads, factor) -> total`, on every device by itself.
     """
 
     line: Line
     schedule: Schedule
     recomputes: bool
-    add: Parts
+    reduce: Parts
+    add: Callable[..., Any]
 
     def differentiate(
         self, params: Parts, zeros: Parts, parts: Batch, key: jax.Array
@@ -71,7 +76,8 @@ class Pipeline:
             ticks = slice(phase.start, phase.end)
             turns = {kind: step.turns[kind] for kind in phase.kinds}
             turns = jax.tree.map(lambda x, ticks=ticks: x[ticks], turns)
-            state, _ = jax.lax.scan(step.tick, state, turns)
+            run = functools.partial(step.tick, turns)
+            state, _ = jax.lax.scan(run, state, turns)
         return state.grads, state.losses
 
     def evaluate(self, params: Parts, parts: Batch, key: jax.Array | None) -> Loss:
@@ -89,7 +95,8 @@ class Pipeline:
         busy = (self.schedule.lanes["forward"].microbatch != IDLE).any(1)
         turns = jax.tree.map(lambda x: x[: busy.sum()], step.turns["forward"])
         start = step.empty_stream(), step.no_losses()
-        (_, losses), _ = jax.lax.scan(step.forward_alone, start, turns)
+        run = functools.partial(step.forward_alone, turns)
+        (_, losses), _ = jax.lax.scan(run, start, turns)
         return losses
 
 
@@ -114,24 +121,8 @@ class _State:
     losses: Loss
 
 
-@dataclasses.dataclass(frozen=True)
-class _Turn:
-    """The passes of one kind in a tick, or in each of some.
-
-    Args:
-        lane: Of every stage.
-        first: The microbatch that is in the first chunk of the first stage, or `IDLE`.
-        last: The one that is in the last chunk of the last stage, or `IDLE`.
-    """
-
-    lane: Lane
-    first: Any
-    last: Any
-
-
-for _record in (Lane, _State, _Turn):
-    _fields = [field.name for field in dataclasses.fields(_record)]
-    jax.tree_util.register_dataclass(_record, _fields, [])
+_FIELDS = [field.name for field in dataclasses.fields(_State)]
+jax.tree_util.register_dataclass(_State, _FIELDS, [])
 
 
 class _Step:
@@ -141,11 +132,11 @@ class _Step:
         self, pipeline: Pipeline, params: Parts, parts: Batch, key: jax.Array | None
     ):
         self.line, self.schedule = pipeline.line, pipeline.schedule
-        self.recomputes, self.add = pipeline.recomputes, pipeline.add
+        self.recomputes = pipeline.recomputes
+        self.reduce, self.add = pipeline.reduce, pipeline.add
         self.splits = "weights" in self.schedule.lanes
         self.params, self.parts, self.key = params, parts, key
-        lanes = self.schedule.lanes.items()
-        self.turns = {kind: self.make_turns(lane) for kind, lane in lanes}
+        self.turns = make_turns(self.schedule)
         numbers = jnp.arange(self.schedule.num_microbatches)
         self.stream, _ = jax.eval_shape(self.embed, params.embed, numbers[0])
         self.contexts = jax.lax.map(lambda i: self.embed(params.embed, i)[1], numbers)
@@ -168,22 +159,18 @@ class _Step:
         handed = arrays.make_buffers(handed, self.schedule.num_handed)
         return _State(empty, empty, kept, handed, zeros, self.no_losses())
 
-    def make_turns(self, lane: Lane) -> _Turn:
-        last_chunk = self.schedule.num_chunks - 1
-        first = np.where(lane.chunk[:, 0] == 0, lane.microbatch[:, 0], IDLE)
-        last = np.where(lane.chunk[:, -1] == last_chunk, lane.microbatch[:, -1], IDLE)
-        return jax.tree.map(jnp.asarray, _Turn(lane, first, last))
-
-    def tick(self, state: _State, turns: dict[Kind, _Turn]) -> tuple[_State, None]:
+    def tick(
+        self, phase: dict[Kind, Turn], state: _State, turns: dict[Kind, Turn]
+    ) -> tuple[_State, None]:
         if "forward" in turns:
             state = self.forward(state, turns["forward"])
         if "backward" in turns:
-            state = self.backward(state, turns["backward"])
+            state = self.backward(phase["backward"], state, turns["backward"])
         if "weights" in turns:
             state = self.weights(state, turns["weights"])
         return state, None
 
-    def forward(self, state: _State, turn: _Turn) -> _State:
+    def forward(self, state: _State, turn: Turn) -> _State:
         def run(here, up, kept, entering):
             stream = arrays.either(here.is_first, entering, up)
             out, left = self.run_forward(here, stream)
@@ -193,7 +180,7 @@ class _Step:
         up, kept = self.mapped(run, turn.lane, (STAGED, STAGED), staged, everywhere)
         return dataclasses.replace(state, up=up, kept=kept)
 
-    def forward_alone(self, state: Any, turn: _Turn) -> tuple[Any, None]:
+    def forward_alone(self, phase: Turn, state: Any, turn: Turn) -> tuple[Any, None]:
         def run(here, up, entering):
             stream = arrays.either(here.is_first, entering, up)
             out = self.chunk(*here.args(stream))
@@ -202,11 +189,14 @@ class _Step:
         up, losses = state
         everywhere = (self.embedded(turn),)
         up, last = self.mapped(run, turn.lane, (STAGED, EVERYWHERE), (up,), everywhere)
-        number, is_due = _due(turn.last)
-        _, loss = self.line.head(self.params.head, last, self.batch(number))
-        return (up, _noted(losses, loss, number, is_due)), None
 
-    def backward(self, state: _State, turn: _Turn) -> _State:
+        def note(number, losses):
+            loss = self.line.head(self.params.head, last, self.batch(number))[1]
+            return arrays.written(losses, loss, number)
+
+        return (up, where_due(phase.last, turn.last, note, losses)), None
+
+    def backward(self, phase: Turn, state: _State, turn: Turn) -> _State:
         def recall(here, kept):
             left = arrays.read(kept, here.lane.slot)
             if self.recomputes:
@@ -229,37 +219,46 @@ class _Step:
             return self.passed(stream, -1), total, handed, first
 
         last, left = self.mapped(recall, turn.lane, (EVERYWHERE, STAGED), (state.kept,))
-        state, seed = self.through_head(state, last, turn)
+        state, seed = self.through_head(phase, state, last, turn)
         staged = left, state.down, state.grads.stages, state.handed
         outs = STAGED, STAGED, STAGED, EVERYWHERE
         everywhere = seed, state.losses.weight
         down, total, handed, first = self.mapped(
             run, turn.lane, outs, staged, everywhere
         )
-        number, is_due = _due(turn.first)
-        factor = jnp.where(is_due, state.losses.weight[number], 0)
-        embed = self.embed_backward(number, first)
-        embed = self.add.embed(state.grads.embed, embed, factor)
+
+        def add(number, grads):
+            own = self.reduce.embed(self.embed_backward(number, first))
+            return self.add(grads, own, state.losses.weight[number])
+
+        embed = where_due(phase.first, turn.first, add, state.grads.embed)
         grads = Parts(embed, total, state.grads.head)
         return dataclasses.replace(state, down=down, handed=handed, grads=grads)
 
-    def through_head(self, state: _State, last: Any, turn: _Turn) -> tuple[_State, Any]:
+    def through_head(
+        self, phase: Turn, state: _State, last: Any, turn: Turn
+    ) -> tuple[_State, Any]:
         """Adds the gradients of the head; returns that of what entered it, too."""
-        number, is_due = _due(turn.last)
-        batch = self.batch(number)
 
-        def objective(params, stream):
-            return self.line.head(params, stream, batch)
+        def run(number, start):
+            head, losses, _ = start
+            batch = self.batch(number)
 
-        differentiate = jax.grad(objective, argnums=(0, 1), has_aux=True)
-        (own, seed), loss = differentiate(self.params.head, last)
-        factor = jnp.where(is_due, loss.weight, 0)
-        head = self.add.head(state.grads.head, own, factor)
+            def objective(params, stream):
+                return self.line.head(params, stream, batch)
+
+            differentiate = jax.grad(objective, argnums=(0, 1), has_aux=True)
+            (own, seed), loss = differentiate(self.params.head, last)
+            head = self.add(head, self.reduce.head(own), loss.weight)
+            return head, arrays.written(losses, loss, number), seed
+
+        nothing = jax.tree.map(jnp.zeros_like, last)
+        start = state.grads.head, state.losses, nothing
+        head, losses, seed = where_due(phase.last, turn.last, run, start)
         grads = dataclasses.replace(state.grads, head=head)
-        losses = _noted(state.losses, loss, number, is_due)
         return dataclasses.replace(state, grads=grads, losses=losses), seed
 
-    def weights(self, state: _State, turn: _Turn) -> _State:
+    def weights(self, state: _State, turn: Turn) -> _State:
         def run(here, kept, handed, total, weights):
             left, _ = arrays.read(kept, here.lane.slot)
             own = arrays.read(handed, here.lane.handed)
@@ -287,14 +286,22 @@ class _Step:
         backward = self.passes(here, cotangent).backward
         return split_backward(backward, *here.args(left), cotangent)
 
-    def chunk(self, params: Params, stream: Any, rest: Any) -> Any:
-        return self.line.chunk(params, stream, *rest)
+    def chunk(self, layers: list[Params], stream: Any, rest: Any) -> Any:
+        return self.line.chunk(layers, stream, *rest)
 
     def added(self, here: "_Here", total: Any, grads: Any, weights: jax.Array) -> Any:
-        number = here.lane.microbatch
+        number, grads = here.lane.microbatch, self.reduce.stages(grads)
         factor = jnp.where(number == IDLE, 0, weights[jnp.maximum(number, 0)])
-        chunk = self.add.stages(arrays.read(total, here.lane.chunk), grads, factor)
-        return arrays.written(total, chunk, here.lane.chunk)
+
+        def to_chunk(chunk: int, total: Any) -> Any:
+            stacked = jax.tree.map(lambda *layers: jnp.stack(layers), *grads)
+            part = self.add(jax.tree.map(lambda x: x[chunk], total), stacked, factor)
+            return arrays.written(total, part, chunk)
+
+        # A chunk by its number is added to in place, and by a variable in a copy.
+        chunks = range(self.schedule.num_chunks)
+        ways = [functools.partial(to_chunk, chunk) for chunk in chunks]
+        return jax.lax.switch(here.lane.chunk, ways, total)
 
     def passed(self, stream: Any, by: int) -> Any:
         size, is_ring = self.schedule.num_stages, self.schedule.num_chunks > 1
@@ -322,7 +329,7 @@ class _Step:
             chunk_number = lane.chunk * (last_stage + 1) + stage
             context, key = arrays.read(contexts, number), fold_in(key, number)
             here = _Here(
-                params=arrays.read(params, lane.chunk),
+                layers=_layers(arrays.read(params, lane.chunk)),
                 lane=lane,
                 rest=(context, key, chunk_number),
                 is_first=(stage == 0) & (lane.chunk == 0),
@@ -337,9 +344,9 @@ class _Step:
             of_stage, outs, (*given, *staged), *shared, *everywhere
         )
 
-    def embedded(self, turn: _Turn) -> Any:
+    def embedded(self, turn: Turn) -> Any:
         """What enters the first stage in a tick."""
-        return self.embed(self.params.embed, _due(turn.first)[0])[0]
+        return self.embed(self.params.embed, due(turn.first)[0])[0]
 
     def embed(self, params: Params, number: jax.Array) -> tuple[Any, Any]:
         batch = self.batch(number)
@@ -367,29 +374,21 @@ class _Step:
 
 @dataclasses.dataclass(frozen=True)
 class _Here:
-    """A stage in a tick: its chunk's parameters, and what that reads and is."""
+    """A stage in a tick: the layers of its chunk, and what that reads and is."""
 
-    params: Params
+    layers: list[Params]
     lane: Lane
     rest: tuple[Any, Any, jax.Array]
     is_first: jax.Array
     is_last: jax.Array
     fetches: bool
 
-    def args(self, values: Any) -> tuple[Params, Any, Any]:
+    def args(self, values: Any) -> tuple[list[Params], Any, Any]:
         if not self.fetches:
-            return self.params, values, self.rest
+            return self.layers, values, self.rest
         # Else the compiler fetches before the first tick, and keeps it all to the last.
-        return *jax.lax.optimization_barrier((self.params, values)), self.rest
+        return *jax.lax.optimization_barrier((self.layers, values)), self.rest
 
 
-def _due(number: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A microbatch to work on, and whether there is one."""
-    return jnp.maximum(number, 0), number != IDLE
-
-
-def _noted(losses: Loss, loss: Loss, number: jax.Array, is_due: jax.Array) -> Loss:
-    def one(all_, x):
-        return jnp.where(is_due, all_.at[number].set(x), all_)
-
-    return jax.tree.map(one, losses, loss)
+def _layers(stacked: Params) -> list[Params]:
+    return layers_of(stacked, len(jax.tree.leaves(stacked)[0]))

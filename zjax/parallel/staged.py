@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
 from zjax.parallel.tensor import by_parts
@@ -108,12 +109,12 @@ def read(buffers: Any, slot: jax.Array) -> Any:
 
     def one(x: jax.Array) -> jax.Array:
         # Of one slot the tree is what there is, and not a copy.
-        return x[0] if x.shape[0] == 1 else x[slot]
+        return x[0] if x.shape[0] == 1 else _in_order(x[slot])
 
     return jax.tree.map(one, buffers)
 
 
-def written(buffers: Any, tree: Any, slot: jax.Array) -> Any:
+def written(buffers: Any, tree: Any, slot: jax.Array | int) -> Any:
     """The buffers with a tree in a slot.
 
     Args:
@@ -160,3 +161,8 @@ def tell(is_teller: jax.Array, tree: Any) -> Any:
         return jax.lax.psum(x, PIPELINE)
 
     return jax.tree.map(lambda x: by_parts(add, jnp.where(is_teller, x, 0)), tree)
+
+
+def _in_order(x: jax.Array) -> jax.Array:
+    # For a reader that wants its bytes in another order, all slots would be copied.
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))

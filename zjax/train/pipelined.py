@@ -23,7 +23,6 @@ from zjax.parallel.parts import follows_from_params
 from zjax.parallel.pipeline import Pipeline
 from zjax.parallel.schedule import Schedule
 from zjax.parallel.staged import either
-from zjax.sharding.layers import layers_of
 from zjax.sharding.mesh import BATCH_AXES, PIPELINE, SEQUENCE, TENSOR, num_shares
 from zjax.sharding.placement import Row, unpad_tree
 from zjax.sharding.plan import Plan
@@ -219,25 +218,25 @@ class _Run:
 
     def pipeline(self, scale: jax.Array) -> Pipeline:
         rows = self.cut.split(self.plan.grads)
-        of_chunk = jax.tree.map(self.in_chunk, rows.stages)
-        rows = dataclasses.replace(rows, stages=of_chunk)
+        of_layer = jax.tree.map(lambda row: row.layer, rows.stages)
+        rows = dataclasses.replace(rows, stages=[of_layer] * self.chunk_size)
         return Pipeline(
             self.line(scale),
             self.schedule,
             self.pipelined.recomputes,
-            jax.tree.map(self.adder, rows, is_leaf=lambda x: not isinstance(x, Parts)),
+            jax.tree.map(
+                self.reducer, rows, is_leaf=lambda x: not isinstance(x, Parts)
+            ),
+            _add,
         )
 
-    def adder(self, rows: Any) -> Callable[..., Any]:
-        def add(total, grads, factor):
-            def one(t, g, row):
-                if self.share.reduces_each and not self.is_split:
-                    g = self.share.reduce_one(g, row)
-                return t + microbatches.scaled(g.astype(t.dtype), factor)
+    def reducer(self, rows: Any) -> Callable[..., Any]:
+        def reduce(grads: Params) -> Params:
+            if self.share.reduces_each and not self.is_split:
+                grads = jax.tree.map(self.share.reduce_one, grads, rows)
+            return self.in_place(grads, rows)
 
-            return self.in_place(jax.tree.map(one, total, grads, rows), rows)
-
-        return add
+        return reduce
 
     def zeros(self) -> Parts:
         zeros = self.cut.split(self.share.zeros())
@@ -268,9 +267,9 @@ class _Run:
         keeps = self.pipelined.keeps
         kept = jax.checkpoint(block, policy=keeps) if keeps else block
 
-        def chunk(params, stream, context, key, number):
+        def chunk(layers, stream, context, key, number):
             first, key = number * chunk_size, self.share.own_key(key)
-            for i, layer in enumerate(layers_of(params, chunk_size)):
+            for i, layer in enumerate(layers):
                 layer_key = part_key(key, first + i + 1)
                 run = functools.partial(kept, layer, context=context, key=layer_key)
                 stream = self.unless_padding(first + i, run, stream)
@@ -295,17 +294,6 @@ class _Run:
     def chunk_size(self) -> int:
         num_chunks = self.schedule.num_stages * self.schedule.num_chunks
         return self.num_layers // num_chunks
-
-    def in_chunk(self, row: Row) -> Row:
-        """The place of the part of a stacked array that is one chunk's."""
-        size = self.chunk_size
-        return dataclasses.replace(
-            row,
-            shape=(size, *row.shape[1:]),
-            stored_shape=(size, *row.stored_shape[1:]),
-            sharding=row.sharding.update(spec=P(None, *row.spec[1:])),
-            num_layers=size,
-        )
 
     def unless_padding(
         self, number: jax.Array, run: Callable[..., Any], stream: Any
@@ -356,6 +344,13 @@ class _Run:
     def in_place(self, params: Params, rows: Any) -> Params:
         """Held where they are split by other axes than those of the batch."""
         return jax.tree.map(lambda x, row: _held(x, _besides_batch(row)), params, rows)
+
+
+def _add(total: Params, grads: Params, factor: jax.Array) -> Params:
+    def one(t, g):
+        return t + microbatches.scaled(g.astype(t.dtype), factor)
+
+    return jax.tree.map(one, total, grads)
 
 
 def _held(x: jax.Array, spec: P) -> jax.Array:
