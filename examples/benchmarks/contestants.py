@@ -6,6 +6,9 @@ from zjax.bench import Case, Contestant
 
 JAX_MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
 """JAX takes three quarters of a device unless told otherwise; torch takes all."""
+FOR_THIS_GPU = {"TORCH_CUDA_ARCH_LIST": ""}
+"""DeepSpeed builds its extensions for the GPU that is there: `9.0a`, as some machines
+have it in this variable, is a version that it cannot read."""
 _HERE = "examples/benchmarks"
 _TORCH = ("{python}", "-m", "torch.distributed.run", "--nproc_per_node={devices}")
 
@@ -26,7 +29,7 @@ def deepspeed(
     """DeepSpeed ZeRO; `compiled` is none, blocks or blocks_and_loss."""
     options = (f"--stage={stage}", f"--compile={compiled}", *more)
     command = (*_TORCH, f"{_HERE}/deepspeed_peer.py", *_size(shape), *options)
-    return Contestant(name, command, "peer")
+    return Contestant(name, command, "peer", FOR_THIS_GPU)
 
 
 def fsdp(name: str, shape: Shape, *, reshard: bool) -> Contestant:
@@ -50,7 +53,7 @@ def pipeline(
     parts = (f"--num_microbatches={num_microbatches}", f"--partition={partition}")
     options = (*parts, f"--compile={compiled}")
     command = (*_TORCH, f"{_HERE}/pipeline_peer.py", *_size(shape), *options)
-    return Contestant(name, command, "peer")
+    return Contestant(name, command, "peer", FOR_THIS_GPU)
 
 
 def plain_jax(name: str, shape: Shape, stage: int) -> Contestant:
