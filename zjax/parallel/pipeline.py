@@ -362,7 +362,7 @@ class _Step:
     def empty_stream(self) -> Any:
         size = self.schedule.num_stages
         return jax.tree.map(
-            lambda x: arrays.staged_zeros((size, *x.shape), x.dtype), self.stream
+            lambda x: arrays.make_room((size, *x.shape), x.dtype), self.stream
         )
 
     def no_losses(self) -> Loss:

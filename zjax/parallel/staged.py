@@ -60,18 +60,18 @@ def _apart(tree: Any) -> Any:
     return jax.tree.map(lambda x: x[None], tree)
 
 
-def staged_zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Zeros, of which each stage has its own.
+def make_room(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Memory of each stage that nothing has been written to.
 
     Args:
         shape: The stages first.
         dtype: Of the elements.
 
     Returns:
-        An array whose other dims the compiler places.
+        An array of any values, whose other dims the compiler places.
     """
     spec = P(PIPELINE, *[P.UNCONSTRAINED] * (len(shape) - 1))
-    return jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), spec)
+    return jax.lax.with_sharding_constraint(jax.lax.empty(shape, dtype), spec)
 
 
 def make_buffers(shapes: Any, num_slots: int) -> Any:
@@ -82,12 +82,12 @@ def make_buffers(shapes: Any, num_slots: int) -> Any:
         num_slots: Trees that wait at the same time.
 
     Returns:
-        Zeros [stages, num_slots + 1, ...].
+        Any values, [stages, num_slots + 1, ...].
     """
 
     def one(x: Any) -> jax.Array:
         size, *rest = x.shape
-        return staged_zeros((size, num_slots + 1, *rest), x.dtype)
+        return make_room((size, num_slots + 1, *rest), x.dtype)
 
     return jax.tree.map(one, shapes)
 
