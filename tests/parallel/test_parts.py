@@ -98,6 +98,53 @@ def test_gradients_of_weights_are_made_apart(given):
     assert num_products(halves.of_params, params, kept, rest, handed) == 4
 
 
+def a_block(params, stream, rest):
+    """A norm in float32, and a layer with biases and a gate, in bfloat16."""
+    x = stream.astype(jnp.float32)
+    x = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1)
+    x = (x * params["scale"][None] + params["bias"][None]).astype(stream.dtype)
+    gate, up = x @ params["gate"], x @ params["up"] + params["up_bias"][None]
+    hidden = jax.nn.silu(gate) * up
+    return stream + hidden @ params["down"] + params["down_bias"][None]
+
+
+def test_weights_wait_for_no_more_than_their_products_read():
+    """Fails if float32 forms of the stream wait for gradients of norms, or twice what
+    a bias and a product read, or what follows from what the forward pass left."""
+    shapes = {
+        "scale": (WIDTH,),
+        "bias": (WIDTH,),
+        "gate": (WIDTH, 2 * WIDTH),
+        "up": (WIDTH, 2 * WIDTH),
+        "up_bias": (2 * WIDTH,),
+        "down": (2 * WIDTH, WIDTH),
+        "down_bias": (WIDTH,),
+    }
+    params = {
+        name: jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)
+        for i, (name, shape) in enumerate(shapes.items())
+    }
+    stream = jax.random.normal(jax.random.key(9), (3, WIDTH), jnp.bfloat16)
+    passes = differentiate_in_passes(a_block, params, stream, ())
+    _, kept = passes.forward(params, stream, ())
+    halves = split_backward(passes.backward, params, kept, (), stream)
+    back, handed = jax.jit(halves.of_stream)(params, kept, (), stream)
+    of_tokens = sorted(x.shape for x in handed if x.ndim == 2)
+    assert of_tokens == [(3, WIDTH), (3, 2 * WIDTH), (3, 2 * WIDTH)]
+    of_norm_and_biases = sorted(x.shape for x in handed if x.ndim == 1)
+    assert of_norm_and_biases == [(WIDTH,), (WIDTH,), (WIDTH,), (2 * WIDTH,)]
+    assert {x.dtype.name for x in handed} == {"bfloat16"}
+    grads = jax.jit(halves.of_params)(params, kept, (), handed)
+    wanted = jax.jit(passes.backward)(params, kept, (), stream)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(
+            x.astype(np.float32), y.astype(np.float32), 0.02, 0.02
+        ),
+        (grads, back),
+        wanted,
+    )
+
+
 def test_what_has_no_elements_does_not_wait():
     """Fails in a pipeline on GPUs: the compiler dies of such arrays in its buffers."""
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 
+from zjax.parallel.remat import CHEAP
 from zjax.typing import Params
 
 
@@ -142,8 +143,9 @@ def split_backward(
         cotangent: The same.
 
     Returns:
-        Functions that together compute what `backward` does. An operation that gives
-        both, such as a kernel with a derivative of its own, is part of the first.
+        Functions that together compute what `backward` does. The second has what takes
+        products or kernels of gradients of parameters alone, and what follows from it;
+        it is handed the operands, unless they follow cheaply from `kept`.
 
     Reference:
         Zero Bubble Pipeline Parallelism (arXiv:2401.10241, section 2).
@@ -153,11 +155,18 @@ def split_backward(
     num_again = sum(_sizes(params, kept, rest))
     of_grads, of_stream = graph.outs[:num_grads], graph.outs[num_grads:]
     again, cotangents = graph.ins[:num_again], graph.ins[num_again:]
-    first = graph.needed(of_stream)
+    first = set(graph.needed(of_stream))
     later = [number for number in graph.needed(of_grads) if number not in first]
-    made = {x for number in first for x in graph.equations[number].outvars}
-    read = [x for number in later for x in graph.equations[number].invars]
-    between = made.union(cotangents)
+    dear = {n for n, each in enumerate(graph.equations) if not _is_cheap(each)}
+    late = graph.reached(graph.made(dear.intersection(later)))
+    far = graph.reached(graph.made(dear).union(cotangents))
+    read = [
+        x
+        for number in later
+        if late.intersection(graph.equations[number].outvars)
+        for x in graph.equations[number].invars
+    ]
+    between = far - late
     handed = list(dict.fromkeys(x for x in [*read, *of_grads] if _is_in(x, between)))
 
     def stream_first(*args: Any) -> tuple[Any, list[jax.Array]]:
@@ -187,6 +196,10 @@ class _Graph:
     @property
     def equations(self) -> list[Any]:
         return self.closed.jaxpr.eqns
+
+    def made(self, numbers: Iterable[int]) -> set[Any]:
+        """What operations return."""
+        return {x for number in numbers for x in self.equations[number].outvars}
 
     def reached(self, names: Iterable[Any]) -> set[Any]:
         """What is computed from any of these."""
@@ -247,6 +260,17 @@ def _run_inlined(closed: Any, *args: Any) -> list[Any]:
             results = results if operation.multiple_results else [results]
         values |= dict(zip(equation.outvars, results, strict=True))
     return [value(x) for x in jaxpr.outvars]
+
+
+def _is_cheap(equation: Any) -> bool:
+    inner = [x for x in jax.tree.leaves(equation.params) if _is_jaxpr(x)]
+    if inner:
+        return all(_is_cheap(each) for x in inner for each in x.eqns)
+    return equation.primitive.name in CHEAP
+
+
+def _is_jaxpr(x: Any) -> bool:
+    return isinstance(x, jex.Jaxpr | jex.ClosedJaxpr)
 
 
 def _sizes(*trees: Any) -> list[int]:

@@ -168,13 +168,13 @@ def _keep_names(names: tuple[str, ...], memory: Memory) -> Keeps:
     )
 
 
-_CHEAP = frozenset(
-    """abs add all_gather and broadcast_in_dim ceil clamp concatenate
+CHEAP = frozenset(
+    """abs add add_any all_gather and broadcast_in_dim ceil clamp concatenate
     convert_element_type copy cos div dynamic_slice eq erf exp exp2 expm1 floor ge
-    gt integer_pow iota is_finite le log log1p logistic lt max min mul ne neg not or
-    pad pow reduce_max reduce_min reduce_precision reduce_sum reshape rev round
-    rsqrt select_n sign sin slice split sqrt square squeeze stop_gradient sub tanh
-    transpose""".split()
+    gt integer_pow iota is_finite le log log1p logistic lt max min mul ne neg not
+    one_minus_square optimization_barrier or pad pow reduce_max reduce_min
+    reduce_precision reduce_sum reshape rev round rsqrt select_n sign sin slice
+    split sqrt square squeeze stack stop_gradient sub tanh transpose""".split()
 )
 """What costs no more than to read its operands, and the gathering of parameters."""
 
@@ -183,4 +183,4 @@ def _is_dear(primitive: Any, *avals: Any, **params: Any) -> bool:
     if primitive.name == "dot_general":
         # Sums wider than their operands are the inside of a softmax.
         return params["preferred_element_type"] in (None, avals[0].dtype)
-    return primitive.name not in _CHEAP
+    return primitive.name not in CHEAP
