@@ -61,7 +61,7 @@ def _apart(tree: Any) -> Any:
 
 
 def make_room(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Memory of each stage that nothing has been written to.
+    """Memory of each stage that none of them has written to.
 
     Args:
         shape: The stages first.
@@ -71,7 +71,9 @@ def make_room(shape: tuple[int, ...], dtype: Any) -> jax.Array:
         An array of any values, whose other dims the compiler places.
     """
     spec = P(PIPELINE, *[P.UNCONSTRAINED] * (len(shape) - 1))
-    return jax.lax.with_sharding_constraint(jax.lax.empty(shape, dtype), spec)
+    # A value for each: of equal ones there would be one array, and copies of that.
+    room = jnp.broadcast_to(jax.lax.empty((), dtype), shape)
+    return jax.lax.with_sharding_constraint(room, spec)
 
 
 def make_buffers(shapes: Any, num_slots: int) -> Any:
