@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import re
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from tests.support import pipelines
 from zjax.observe import hlo
 from zjax.observe.collectives import OPS, list_collectives
 from zjax.observe.communication import describe_communication, zero_volume
+from zjax.parallel.schedule import make_schedule
 
 MICROBATCHES, STAGES = 4, 4
 TICKS = MICROBATCHES + STAGES - 1
@@ -176,6 +178,20 @@ def test_stages_add_split_gradients_where_they_are():
     found = collections.Counter(conditions(text))
     assert found[True, False] > 0, "nothing to see"
     assert found[True, True] == 0
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
+def test_what_waits_is_written_in_place(name):
+    """Fails if the compiler makes one array of the first values of all buffers."""
+    pipeline = {"schedule": name, "recompute": False}
+    config = pipelines.make_config(mesh={"pipeline": 2}, stage=0, pipeline=pipeline)
+    run = pipelines.start(config, jax.devices()[:2])
+    text = run.step.compile(abstract(pipelines.make_batch(0))).as_text()
+    schedule = make_schedule(name, num_stages=2, num_microbatches=MICROBATCHES)
+    for slots in {schedule.num_slots, schedule.num_handed} - {0}:
+        stream = f"1,{slots + 1},{pipelines.ROWS // MICROBATCHES},{pipelines.LENGTH}"
+        assert re.search(rf"= f32\[{stream},.* dynamic-update-slice\(", text)
+        assert not re.search(rf"= f32\[{stream},\S+ copy\(", text)
 
 
 def temporaries(schedule, num_microbatches, monkeypatch):

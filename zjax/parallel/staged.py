@@ -5,6 +5,7 @@ each stage sees what is its own.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -60,20 +61,19 @@ def _apart(tree: Any) -> Any:
     return jax.tree.map(lambda x: x[None], tree)
 
 
-def make_room(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def make_room(shape: tuple[int, ...], dtype: Any, value: int = 0) -> jax.Array:
     """Memory of each stage that none of them has written to.
 
     Args:
         shape: The stages first.
         dtype: Of the elements.
+        value: Of all elements.
 
     Returns:
-        An array of any values, whose other dims the compiler places.
+        An array whose other dims the compiler places.
     """
     spec = P(PIPELINE, *[P.UNCONSTRAINED] * (len(shape) - 1))
-    # A value for each: of equal ones there would be one array, and copies of that.
-    room = jnp.broadcast_to(jax.lax.empty((), dtype), shape)
-    return jax.lax.with_sharding_constraint(room, spec)
+    return jax.lax.with_sharding_constraint(jnp.full(shape, value, dtype), spec)
 
 
 def make_buffers(shapes: Any, num_slots: int) -> Any:
@@ -84,12 +84,15 @@ def make_buffers(shapes: Any, num_slots: int) -> Any:
         num_slots: Trees that wait at the same time.
 
     Returns:
-        Any values, [stages, num_slots + 1, ...].
+        Arrays [stages, num_slots + 1, ...], each of another value: of equal ones the
+        compiler would make one, and copies of that.
     """
+    values = itertools.count()
 
     def one(x: Any) -> jax.Array:
         size, *rest = x.shape
-        return make_room((size, num_slots + 1, *rest), x.dtype)
+        value = next(values) if jnp.issubdtype(x.dtype, jnp.floating) else 0
+        return make_room((size, num_slots + 1, *rest), x.dtype, value)
 
     return jax.tree.map(one, shapes)
 
