@@ -6,6 +6,7 @@ of the compiler, and kernels of its older emitter, where JAX still has it, compi
 half of it.
 """
 
+import importlib
 import os
 import pathlib
 
@@ -25,3 +26,8 @@ import jax  # noqa: E402  (reads the environment)
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_sessionstart():
+    """Else a module whose examples run alone is imported by its package and again."""
+    importlib.import_module("zjax")
