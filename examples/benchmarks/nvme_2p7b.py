@@ -55,5 +55,5 @@ def get_contest():
         notes="DeepSpeed keeps optimizer state on disks at stage 3 alone",
         by_devices=False,
     )
-    ours, theirs = (dataclasses.replace(c, timeout_seconds=590) for c in (ours, theirs))
+    ours, theirs = (dataclasses.replace(c, timeout_seconds=900) for c in (ours, theirs))
     return Contest("GPT 2.7B, optimizer state on a disk", (ours, theirs), (row,))
