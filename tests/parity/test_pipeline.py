@@ -50,6 +50,12 @@ CASES = {
         "stage": 1,
         "sequence_attention": "ulysses",
     },
+    "weights apart, heads traded along the sequence": {
+        "mesh": {"pipeline": 2, "sequence": 2, "tensor": 2},
+        "stage": 1,
+        "pipeline": {"schedule": "zb_h1", **KEPT},
+        "sequence_attention": "ulysses",
+    },
     "ring": {
         "mesh": {"pipeline": 2, "data": 2, "sequence": 2},
         "stage": 3,

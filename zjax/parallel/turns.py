@@ -80,8 +80,9 @@ def where_due(
     """Does what is due in some ticks alone.
 
     Args:
-        ticks: The microbatch of each tick that runs this program, or `IDLE`: if all
-            have one, or none has, there is no condition.
+        ticks: The microbatch of each tick that runs this program, or `IDLE`; if all
+            have one, there is no condition. If none has, there is: without a reader of
+            what stages send, JAX 0.10 fails to compile some of them.
         number: int32[], that of this tick.
         run: `run(number, start)` returns what has the form of `start`.
         start: A tree of arrays.
@@ -94,8 +95,6 @@ def where_due(
         >>> [int(where_due(ticks, jnp.int32(tick), add, 1)) for tick in ticks]
         [6, 1]
     """
-    if (ticks == IDLE).all():
-        return start
     microbatch, is_due = due(number)
     if (ticks != IDLE).all():
         return run(microbatch, start)
