@@ -61,8 +61,8 @@ def _apart(tree: Any) -> Any:
     return jax.tree.map(lambda x: x[None], tree)
 
 
-def make_room(shape: tuple[int, ...], dtype: Any, value: int = 0) -> jax.Array:
-    """Memory of each stage that none of them has written to.
+def make_room(shape: tuple[int, ...], dtype: Any, value: float = 0) -> jax.Array:
+    """An array of one value, of which each stage has its part.
 
     Args:
         shape: The stages first.
@@ -84,8 +84,9 @@ def make_buffers(shapes: Any, num_slots: int) -> Any:
         num_slots: Trees that wait at the same time.
 
     Returns:
-        Arrays [stages, num_slots + 1, ...], each of another value: of equal ones the
-        compiler would make one, and copies of that.
+        Arrays [stages, num_slots + 1, ...]. Those of floats start as different numbers,
+        as far as their dtype has these: of equal arrays the compiler would make one,
+        and copies of that.
     """
     values = itertools.count()
 
