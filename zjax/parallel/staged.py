@@ -61,7 +61,7 @@ def _apart(tree: Any) -> Any:
     return jax.tree.map(lambda x: x[None], tree)
 
 
-def make_room(shape: tuple[int, ...], dtype: Any, value: float = 0) -> jax.Array:
+def make_room(shape: tuple[int, ...], dtype: Any, value: int | float = 0) -> jax.Array:
     """An array of one value, of which each stage has its part.
 
     Args:
