@@ -28,6 +28,11 @@ def abstract(batch):
     return {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in batch.items()}
 
 
+def program(config, devices=None):
+    run = pipelines.start(config, devices)
+    return run, run.step.compile(abstract(pipelines.make_batch(0)))
+
+
 @functools.cache
 def compiled(stage, schedule="1f1b"):
     config = pipelines.make_config(
@@ -37,8 +42,8 @@ def compiled(stage, schedule="1f1b"):
         tied_head=False,
         num_layers=8 if schedule == "interleaved" else 4,
     )
-    run = pipelines.start(config)
-    return run, run.step.compile(abstract(pipelines.make_batch(0))).as_text()
+    run, step = program(config)
+    return run, step.as_text()
 
 
 def sent(stage, axis, schedule="1f1b"):
@@ -130,8 +135,8 @@ def test_stages_hand_on_what_each_device_has_of_a_stream():
     config = pipelines.make_config(
         mesh={"pipeline": 2, "sequence": 2, "tensor": 2}, stage=0, tied_head=False
     )
-    run = pipelines.start(config)
-    text = run.step.compile(abstract(pipelines.make_batch(0))).as_text()
+    run, step = program(config)
+    text = step.as_text()
     ticks, whole = MICROBATCHES + 1, 2 * STREAM
     found = sent_by(run, text, "pipeline")["collective-permute"] / (whole / 4)
     assert found in (2 * ticks, 2 * ticks - 1)  # the last one goes nowhere
@@ -173,9 +178,7 @@ def test_stages_add_split_gradients_where_they_are():
         stage=0,
         pipeline={"schedule": "interleaved"},
     )
-    run = pipelines.start(config)
-    text = run.step.compile(abstract(pipelines.make_batch(0))).as_text()
-    found = collections.Counter(conditions(text))
+    found = collections.Counter(conditions(program(config)[1].as_text()))
     assert found[True, False] > 0, "nothing to see"
     assert found[True, True] == 0
 
@@ -185,8 +188,7 @@ def test_what_waits_is_written_in_place(name):
     """Fails if the compiler makes one array of the first values of all buffers."""
     pipeline = {"schedule": name, "recompute": False}
     config = pipelines.make_config(mesh={"pipeline": 2}, stage=0, pipeline=pipeline)
-    run = pipelines.start(config, jax.devices()[:2])
-    text = run.step.compile(abstract(pipelines.make_batch(0))).as_text()
+    text = program(config, jax.devices()[:2])[1].as_text()
     schedule = make_schedule(name, num_stages=2, num_microbatches=MICROBATCHES)
     for slots in {schedule.num_slots, schedule.num_handed} - {0}:
         stream = f"1,{slots + 1},{pipelines.ROWS // MICROBATCHES},{pipelines.LENGTH}"
@@ -205,8 +207,7 @@ def temporaries(schedule, num_microbatches, monkeypatch):
         pipeline={"schedule": schedule},
     )
     config = dataclasses.replace(config, global_batch_size=rows)
-    run = pipelines.start(config, jax.devices()[:4])
-    step = run.step.compile(abstract(pipelines.make_batch(0)))
+    _, step = program(config, jax.devices()[:4])
     return step.memory_analysis().temp_size_in_bytes
 
 

@@ -290,8 +290,9 @@ class _Step:
         return self.line.chunk(layers, stream, *rest)
 
     def added(self, here: "_Here", total: Any, grads: Any, weights: jax.Array) -> Any:
-        number, grads = here.lane.microbatch, self.reduce.stages(grads)
-        factor = jnp.where(number == IDLE, 0, weights[jnp.maximum(number, 0)])
+        grads = self.reduce.stages(grads)
+        number, is_due = due(here.lane.microbatch)
+        factor = jnp.where(is_due, weights[number], 0)
 
         def to_chunk(chunk: int, total: Any) -> Any:
             stacked = jax.tree.map(lambda *layers: jnp.stack(layers), *grads)
@@ -325,7 +326,7 @@ class _Step:
 
         def of_stage(params, stage, lane, *args):
             own, (contexts, key, *rest) = args[:num_staged], args[num_staged:]
-            number = jnp.maximum(lane.microbatch, 0)
+            number, _ = due(lane.microbatch)
             chunk_number = lane.chunk * (last_stage + 1) + stage
             context, key = arrays.read(contexts, number), fold_in(key, number)
             here = _Here(
