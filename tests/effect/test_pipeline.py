@@ -183,6 +183,16 @@ def test_stages_add_split_gradients_where_they_are():
     assert found[True, True] == 0
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_layers_are_cut_before_the_first_tick(stage):
+    """Fails if every tick copies the weights of its layers out of their stack."""
+    config = pipelines.make_config(mesh={"pipeline": 2}, stage=stage, num_layers=4)
+    text = program(config, jax.devices()[:2])[1].as_text()
+    in_ticks = [line for line in text.splitlines() if "while/body/" in line]
+    assert in_ticks
+    assert not [line for line in in_ticks if "shard_map/slice" in line]
+
+
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
 def test_what_waits_is_written_in_place(name):
     """Fails if the compiler makes one array of the first values of all buffers."""

@@ -30,7 +30,6 @@ from zjax.parallel.schedule import IDLE, Kind, Lane, Schedule
 from zjax.parallel.staged import EVERYWHERE, STAGED
 from zjax.parallel.tensor import by_parts
 from zjax.parallel.turns import Turn, due, make_turns, where_due
-from zjax.sharding.layers import layers_of
 from zjax.sharding.mesh import PIPELINE
 from zjax.typing import Batch, Loss, Params
 
@@ -136,6 +135,7 @@ class _Step:
         self.reduce, self.add = pipeline.reduce, pipeline.add
         self.splits = "weights" in self.schedule.lanes
         self.params, self.parts, self.key = params, parts, key
+        self.layers = _layers(params.stages)
         self.turns = make_turns(self.schedule)
         numbers = jnp.arange(self.schedule.num_microbatches)
         self.stream, _ = jax.eval_shape(self.embed, params.embed, numbers[0])
@@ -324,13 +324,13 @@ class _Step:
         last_chunk = self.schedule.num_chunks - 1
         num_staged = len(staged)
 
-        def of_stage(params, stage, lane, *args):
+        def of_stage(layers, stage, lane, *args):
             own, (contexts, key, *rest) = args[:num_staged], args[num_staged:]
             number, _ = due(lane.microbatch)
             chunk_number = lane.chunk * (last_stage + 1) + stage
             context, key = arrays.read(contexts, number), fold_in(key, number)
             here = _Here(
-                layers=_layers(arrays.read(params, lane.chunk)),
+                layers=[arrays.read(layer, lane.chunk) for layer in layers],
                 lane=lane,
                 rest=(context, key, chunk_number),
                 is_first=(stage == 0) & (lane.chunk == 0),
@@ -339,7 +339,7 @@ class _Step:
             )
             return run(here, *own, *rest)
 
-        given = self.params.stages, jnp.arange(last_stage + 1), lane
+        given = self.layers, jnp.arange(last_stage + 1), lane
         shared = self.contexts, self.key
         return arrays.map_stages(
             of_stage, outs, (*given, *staged), *shared, *everywhere
@@ -391,5 +391,7 @@ class _Here:
         return *jax.lax.optimization_barrier((self.layers, values)), self.rest
 
 
-def _layers(stacked: Params) -> list[Params]:
-    return layers_of(stacked, len(jax.tree.leaves(stacked)[0]))
+def _layers(stages: Params) -> list[Params]:
+    """Arrays [stages, chunks, ...]; out of one stack, every tick would copy them."""
+    num_layers = jax.tree.leaves(stages)[0].shape[2]
+    return [jax.tree.map(lambda x, i=i: x[:, :, i], stages) for i in range(num_layers)]
