@@ -47,11 +47,10 @@ def tensor(name: str, shape: Shape, *, asynchronous: bool) -> Contestant:
 
 
 def pipeline(
-    name: str, shape: Shape, num_microbatches: int, compiled: str, partition: str
+    name: str, shape: Shape, num_microbatches: int, compiled: str, *more: str
 ) -> Contestant:
-    """DeepSpeed's pipeline, a stage per device; layers are dealt by `partition`."""
-    parts = (f"--num_microbatches={num_microbatches}", f"--partition={partition}")
-    options = (*parts, f"--compile={compiled}")
+    """DeepSpeed's pipeline, a stage per device with its share of the parameters."""
+    options = (f"--num_microbatches={num_microbatches}", f"--compile={compiled}", *more)
     command = (*_TORCH, f"{_HERE}/pipeline_peer.py", *_size(shape), *options)
     return Contestant(name, command, "peer", FOR_THIS_GPU)
 

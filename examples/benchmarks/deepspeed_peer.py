@@ -16,6 +16,17 @@ from shape import Shape, shape_of
 from torch_gpt import DEVICE, GPT
 
 BUCKET_ELEMENTS = 200_000_000
+TILE_ELEMENTS = 200_000_000
+"""Of an update with its state on disks: read, updated and written in turn."""
+BUFFERS = 12
+"""Weights, two moments and gradients of the tile in each of the three states; the
+default of 4 ends in a failed assertion."""
+ON_DISKS = {
+    "block_size": 2**20,
+    "queue_depth": 32,
+    "intra_op_parallelism": 4,
+    "overlap_events": True,
+}
 
 
 def make_settings(shape: Shape, given: argparse.Namespace) -> dict:
@@ -41,8 +52,10 @@ def make_settings(shape: Shape, given: argparse.Namespace) -> dict:
                 "nvme_path": given.nvme_path,
                 "pipeline_read": True,
                 "pipeline_write": True,
+                "buffer_count": BUFFERS,
             }
-            settings["aio"] = {"block_size": 2**20, "queue_depth": 32}
+            settings["aio"] = ON_DISKS
+            settings["zero_optimization"]["sub_group_size"] = TILE_ELEMENTS
         settings["zero_optimization"]["offload_optimizer"] = place
     return settings
 

@@ -1,8 +1,8 @@
-"""DeepSpeed's pipeline on a GPT: a stage per device, blocks computed again.
+"""DeepSpeed's pipeline on a GPT: a stage per device.
 
 python -m torch.distributed.run --nproc_per_node=4 examples/benchmarks/pipeline_peer.py
     --num_layers=32 --embed_size=4096 --num_heads=32 --vocab_size=50304 --length=4096
-    --microbatch_size=1 --num_microbatches=16 --partition=parameters
+    --microbatch_size=1 --num_microbatches=16 --recompute
 """
 
 import argparse
@@ -65,8 +65,8 @@ def make_model(shape: Shape, given: argparse.Namespace) -> PipelineModule:
             ],
             num_stages=dist.get_world_size(),
             loss_fn=torch.compile(loss) if whole_loss else loss,
-            partition_method=given.partition,
-            activation_checkpoint_interval=1,
+            partition_method="parameters",
+            activation_checkpoint_interval=int(given.recompute),
             activation_checkpoint_func=functools.partial(
                 checkpoint, use_reentrant=False
             ),
@@ -90,8 +90,7 @@ def make_batches(
 
 def main() -> None:
     parser = torch_gpt.make_torch_parser("DeepSpeed's pipeline on a GPT")
-    ways = ("parameters", "type:block")
-    parser.add_argument("--partition", choices=ways, required=True)
+    parser.add_argument("--recompute", action="store_true", help="blocks, in full")
     given = parser.parse_args()
     shape = shape_of(given)
     with torch_gpt.prepared(given.attention):

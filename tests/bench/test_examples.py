@@ -68,10 +68,10 @@ def trains(contestant):
 @pytest.mark.parametrize(
     ("name", "remat"),
     [
-        ("gpt_1p5b", "elementwise"),
-        ("gpt_6p7b", "elementwise"),
-        ("tensor_6p7b", "elementwise"),
-        ("pipeline_vs_deepspeed", "full"),
+        ("gpt_1p5b", {"elementwise"}),
+        ("gpt_6p7b", {"elementwise"}),
+        ("tensor_6p7b", {"elementwise"}),
+        ("pipeline_vs_deepspeed", {"elementwise", "full"}),
     ],
 )
 def test_all_of_a_contest_do_the_same_work(name, remat):
@@ -87,7 +87,7 @@ def test_all_of_a_contest_do_the_same_work(name, remat):
         else:
             config = config_of(contestant)
             params = flops.matmul_params(config.model)
-            assert config.model.remat == remat
+            assert config.model.remat in remat
             batch = (config.microbatch_size, config.num_microbatches or 1)
             work.add((params, config.data.length, *batch))
     assert len(work) == 1

@@ -18,7 +18,7 @@ def load(name):
 
 
 def options(words):
-    return dict(word.split("=", 1) for word in words if word.startswith("--"))
+    return dict(word.partition("=")[::2] for word in words if word.startswith("--"))
 
 
 def config_of(contestant, *more, num_devices=8):
