@@ -7,21 +7,33 @@ import pytest
 
 from zjax.config import load_config
 from zjax.pinned import pinned_bytes
+from zjax.processes.host import pinnable_bytes
+from zjax.storage.move import BUFFER_BYTES
 
-PROGRAM = """
-import os, sys
+LARGE_HOST = """
+import os
+from zjax.processes import host
+names = ("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "ZJAX_PINNED_LIMIT_GB")
+if names[1] in os.environ:
+    os.environ.update(dict.fromkeys(names, "1000"))
+    host.host_memory_bytes = lambda: 1016 * 2**30
+"""
+
+PROGRAM = (
+    LARGE_HOST
+    + """
+import sys
 import jax
 from jax._src import xla_bridge
 from zjax.config import load_config
 from zjax.pinned import pin_what_is_needed
-names = ("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "ZJAX_PINNED_LIMIT_GB")
-if names[1] in os.environ:
-    os.environ.update(dict.fromkeys(names, "1000"))  # as on a large host
 config = load_config("configs/llama_8b_pinned_host.py", *sys.argv[2:])
 pin_what_is_needed(config, int(sys.argv[1]))
+pin_what_is_needed(config, int(sys.argv[1]))  # as in what a command starts
 print(os.environ["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"])
 assert not xla_bridge.backends_are_initialized()
 """
+)
 
 
 def limit(*arguments, **environment):
@@ -70,23 +82,37 @@ def test_other_runs_may_pin_the_hosts_share(settings):
     assert share == limit(2, *settings)
 
 
+def test_each_process_of_a_host_leaves_room_to_others():
+    """Fails if eight processes of a large host have to do with the room of one."""
+    large, gib = 512 * 2**30, 2**30
+    left = [(large - pinnable_bytes(large, n)) // gib for n in (1, 2, 8)]
+    assert left == [16, 32, 51]
+
+
+def test_what_is_read_from_disks_has_room_beside_the_pool():
+    """Fails if the pool may grow to all of the host where disks are read, too."""
+    settings = ("zero.optimizer_memory=auto", "model.num_layers=400")
+    whole = limit(1, *settings)
+    beside_disks = limit(1, *settings, "zero.nvme_paths=('/nvme',)")
+    assert (whole - beside_disks) * 2**30 == pytest.approx(2 * BUFFER_BYTES, abs=2**30)
+
+
 def test_what_the_user_has_set_stays():
     assert limit(1, XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB="7") == 7
 
 
-COMMAND = """
-import os
+COMMAND = (
+    LARGE_HOST
+    + """
 import jax
 from zjax.main import run
 def start():
     print(os.environ["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"])
     raise SystemExit
 jax.default_backend = jax.devices = start
-os.environ.update(dict.fromkeys(
-    ("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "ZJAX_PINNED_LIMIT_GB"), "1000"
-))  # as on a large host
 run()
 """
+)
 
 
 @pytest.mark.parametrize("name", ["train", "bench"])

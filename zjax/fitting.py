@@ -14,12 +14,11 @@ from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
 from zjax.offload.peak import Peak
-from zjax.offload.stream import IN_FLIGHT_BYTES, READ_AHEAD_BYTES
 from zjax.processes.host import (
-    HOST_SHARE,
     PINNED_SPARE,
     devices_of_host,
     host_memory_bytes,
+    pinnable_bytes,
 )
 from zjax.sharding import memory
 from zjax.sharding.describe import format_bytes
@@ -35,6 +34,7 @@ from zjax.sharding.plan import (
 )
 from zjax.sharding.room import spread_state
 from zjax.step import make_step
+from zjax.storage.move import IN_FLIGHT_BYTES, buffer_bytes
 from zjax.typing import Batch, Model
 
 DEVICE_SHARE = 0.94
@@ -142,8 +142,12 @@ def _room(plan: Plan, config: Config, on_device: float) -> Mapping[str, float]:
     """Bytes per device for state, the same in all processes."""
     mesh = plan.mesh
     assert isinstance(mesh, Mesh)
-    host = HOST_SHARE * host_memory_bytes() / devices_of_host(len(mesh.local_devices))
-    host -= IN_FLIGHT_BYTES + (2 * READ_AHEAD_BYTES if config.zero.nvme_paths else 0)
+    num_local = len(mesh.local_devices)
+    num_devices = devices_of_host(num_local)
+    num_processes = num_devices // max(1, num_local)
+    host = pinnable_bytes(host_memory_bytes(), num_processes) / max(1, num_devices)
+    host -= IN_FLIGHT_BYTES
+    host -= buffer_bytes(memory.moved_bytes(plan), config.zero.nvme_paths)
     blocks = [row for row in jax.tree.leaves(plan.compute) if row.memory == HOST]
     taken = memory.tree_bytes(blocks)
     taken += memory.waiting_on_host_bytes(plan, config, plan.num_batch_shares)

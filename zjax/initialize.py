@@ -27,7 +27,7 @@ from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
 from zjax.step import Step, check_arrays, make_step
 from zjax.storage.chunks import disk_bytes
-from zjax.storage.move import move
+from zjax.storage.move import buffer_bytes, move
 from zjax.storage.progress import shown
 from zjax.storage.scratch import check_disks
 from zjax.train.gradients import compute_params
@@ -225,13 +225,17 @@ def make_run(
     mesh = meshes.make_mesh(config.mesh, devices)
     plan = fit_plan(config, mesh, model, tx, batch)
     memory.check_memory(plan, meshes.device_capacity_bytes(mesh))
-    num_devices = len(mesh.local_devices)
+    num_local = len(mesh.local_devices)
+    num_devices = devices_of_host(num_local)
+    moved = memory.moved_bytes(plan)
     waiting = memory.waiting_on_host_bytes(plan, config, plan.num_batch_shares)
     memory.check_host_memory(
         plan,
-        devices_of_host(num_devices),
+        num_devices,
         host_memory_bytes(),
         waiting,
+        num_processes=num_devices // max(1, num_local),
+        beside_bytes=num_devices * buffer_bytes(moved, config.zero.nvme_paths),
         asked=config.zero.optimizer_memory,
     )
     on_disk = memory.rows_on_disk(plan)
@@ -252,8 +256,8 @@ def make_run(
         return model.bind(model_params(state, plan), state.model_state)
 
     step = make_step(model, tx, plan, config, schedule=schedule)
-    moved = num_devices * (memory.moved_bytes(plan) if jax.process_index() == 0 else 0)
-    with shown("placing the state", moved):
+    placed = num_local * moved if jax.process_index() == 0 else 0
+    with shown("placing the state", placed):
         state = restored(restore) if restore else fresh()
     return Run(
         config=config,

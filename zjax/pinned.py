@@ -10,13 +10,13 @@ import os
 from zjax.config.schema import Config, Mesh
 from zjax.errors import ZjaxError
 from zjax.models.build import make_model
-from zjax.offload.stream import IN_FLIGHT_BYTES
 from zjax.optim.build import make_optimizer
 from zjax.processes.cluster import count_gpus
 from zjax.processes.host import PINNED_SPARE, limit_pinned_memory
 from zjax.sharding import memory
 from zjax.sharding import mesh as meshes
 from zjax.sharding.plan import AUTO, DEVICE, HOST, Plan, make_plan
+from zjax.storage.move import IN_FLIGHT_BYTES, buffer_bytes
 
 _SPARE_BYTES = 2**30
 """For batches on their way."""
@@ -40,12 +40,15 @@ def pin_what_is_needed(config: Config, num_processes: int = 1) -> None:
     if config.model.activation_memory != DEVICE or not zero.stage:
         return
     gpus = len(count_gpus(os.environ)) or 1
+    num_devices = gpus * num_processes
     try:
-        arrays = pinned_bytes(config, gpus * num_processes)
+        arrays = pinned_bytes(config, num_devices)
+        moved = memory.moved_bytes(_plan_of_one(config)) // num_devices
     except (ZjaxError, ArithmeticError):  # as of a model without heads
         return
     needed = PINNED_SPARE * arrays / shares + gpus * IN_FLIGHT_BYTES
-    limit_pinned_memory(int(needed) + _SPARE_BYTES)
+    buffers = gpus * buffer_bytes(moved, zero.nvme_paths)
+    limit_pinned_memory(int(needed) + _SPARE_BYTES, beside_bytes=buffers)
 
 
 def pinned_bytes(config: Config, num_devices: int) -> int:

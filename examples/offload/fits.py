@@ -18,9 +18,9 @@ from rich.table import Table
 import zjax
 from zjax.config.schema import Config
 from zjax.fitting import abstract_batch
-from zjax.offload.stream import in_flight_bytes
 from zjax.sharding import memory
 from zjax.sharding.plan import HOST, NVME
+from zjax.storage.move import in_flight_bytes
 
 CARDS = (16, 24, 40, 80, 141)
 """Gigabytes."""

@@ -22,6 +22,7 @@ from tests.support.offload import (
     Perceptron,
     make_batch,
     make_config,
+    smallest_host,
     start,
     train,
 )
@@ -31,6 +32,7 @@ from zjax.processes import host
 from zjax.sharding import memory
 from zjax.sharding import plan as plans
 from zjax.sharding.plan import DEVICE, HOST, NVME
+from zjax.storage import move
 
 DEEP = dataclasses.replace(GPT, num_layers=4)
 
@@ -66,8 +68,8 @@ def machine(monkeypatch):
         if on_host is not None:
             pinned = fitting.PINNED_SPARE * on_host * whole
             monkeypatch.setattr(fitting, "IN_FLIGHT_BYTES", 0)
-            monkeypatch.setattr(fitting, "READ_AHEAD_BYTES", 0)
-            size = int(jax.device_count() * pinned / fitting.HOST_SHARE)
+            monkeypatch.setattr(move, "BUFFER_BYTES", 0)
+            size = smallest_host(jax.device_count() * pinned)
             monkeypatch.setattr(fitting, "host_memory_bytes", lambda: size)
         return whole
 
@@ -112,6 +114,21 @@ def test_the_rest_goes_to_disks(machine, tmp_path):
     assert 0.2 * whole < found[HOST] <= 0.4 * whole
     assert found[NVME] == whole - found[DEVICE] - found[HOST]
     assert_same_run(run)
+
+
+def test_blocks_leave_buffers_of_disks_their_room(monkeypatch, tmp_path):
+    """Fails if what rests on the host may take what is on its way to disks."""
+    zero = {"parameter_memory": "pinned_host", "nvme_paths": (str(tmp_path),)}
+    config = make_config("nvme", model=DEEP, zero=zero)
+    plan = start(config).plan
+    blocks, moved = memory.resting_bytes(plan, HOST), memory.moved_bytes(plan)
+    size = smallest_host(jax.device_count() * (blocks + moved))
+    module = sys.modules["zjax.initialize"]
+    monkeypatch.setattr(module, "host_memory_bytes", lambda: size)
+    start(config)
+    monkeypatch.setattr(module, "host_memory_bytes", lambda: int(0.99 * size))
+    with pytest.raises(PlanError, match="may be pinned"):
+        start(config)
 
 
 def test_without_disks_a_full_host_refuses(machine, monkeypatch):

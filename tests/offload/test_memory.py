@@ -19,6 +19,7 @@ from tests.support.offload import (
     make_batch,
     make_config,
     memories,
+    smallest_host,
     start,
     train,
 )
@@ -229,7 +230,7 @@ def test_bytes_by_memory():
     assert device + host == sum(row.device_bytes for row in rows)
     assert device == sum(r.device_bytes for r in rows if r.memory == "device")
     memory.check_memory(plan, device)
-    memory.check_host_memory(plan, 8, int(8 * host / memory.HOST_SHARE) + 1)
+    memory.check_host_memory(plan, 8, smallest_host(8 * host))
     with pytest.raises(PlanError, match="of model state on devices of"):
         memory.check_memory(plan, device - 1)
 
@@ -240,7 +241,7 @@ def test_state_that_does_not_fit_on_the_host_is_refused():
         memory.check_host_memory(plan, 8, 1000)
     assert str(error.value) == (
         "zero.optimizer_memory='pinned_host' needs 0.0 GB on a host of 0.0 GB, of "
-        "which 90% may be pinned; use nvme, more hosts, or a smaller model"
+        "which 0.0 GB may be pinned; use nvme, more hosts, or a smaller model"
     )
 
 
@@ -249,8 +250,7 @@ def test_gradients_that_wait_on_the_host_need_room_there():
     sums, own = (memory.waiting_bytes(plan, number) for number in (4, 1))
     assert sums == sum(row.device_bytes for row in jax.tree.leaves(plan.grads))
     assert own == sum(row.device_bytes for row in jax.tree.leaves(plan.compute))
-    needed = 8 * (memory.resting_bytes(plan, "pinned_host") + sums)
-    capacity = int(needed / memory.HOST_SHARE) + 1
+    capacity = smallest_host(8 * (memory.resting_bytes(plan, "pinned_host") + sums))
     memory.check_host_memory(plan, 8, capacity, sums)
     with pytest.raises(PlanError, match="may be pinned"):
         memory.check_host_memory(plan, 8, capacity, sums + 1)

@@ -178,14 +178,14 @@ def test_a_state_starts_tile_by_tile(monkeypatch):
     """Fails if a program makes more than a tile of the first weights."""
     largest = {}
     for tiles in (1, 8):
-        sizes, rest = [], init.rest
+        sizes, creator = [], init._creator
 
-        def counted(arrays, rows, rest=rest, sizes=sizes):
-            sizes.append(sum(row.device_bytes for row in rows))
-            return rest(arrays, rows)
+        def counted(model, layers, rows, own, creator=creator, sizes=sizes):
+            sizes.append(sum(rows[i].device_bytes for i in own))
+            return creator(model, layers, rows, own)
 
-        monkeypatch.setattr(init, "rest", counted)
+        monkeypatch.setattr(init, "_creator", counted)
         start_huge(monkeypatch, tiles)
-        monkeypatch.setattr(init, "rest", rest)
+        monkeypatch.setattr(init, "_creator", creator)
         largest[tiles] = max(sizes)
     assert largest[8] < largest[1] / 6

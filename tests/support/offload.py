@@ -14,6 +14,7 @@ from zjax.config import schema
 from zjax.initialize import make_run
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
+from zjax.processes.host import KEPT_SHARE
 from zjax.storage.array import DiskArray
 
 ROWS, LENGTH, STEPS = 16, 8, 4
@@ -108,3 +109,8 @@ class Perceptron(linen.Module):
     @linen.compact
     def __call__(self, x):
         return linen.Dense(1)(jnp.tanh(linen.Dense(32)(x)))
+
+
+def smallest_host(pinned_bytes):
+    """Bytes of a host of which so many may be pinned, and no fixed part is kept."""
+    return int(pinned_bytes / (1 - KEPT_SHARE)) + 1

@@ -1,17 +1,18 @@
 """A first state that never is on the devices as a whole."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 
 from zjax.config.schema import Config
-from zjax.offload.parts import compile_parts
+from zjax.offload.parts import Part, compile_parts
 from zjax.offload.units import groups_of, num_units
 from zjax.optim.dataflow import trace
+from zjax.sharding.mesh import device_capacity_bytes
 from zjax.sharding.placement import Row, layer_of, pad, place_tree, shardings, unpad
 from zjax.sharding.plan import DEVICE, Plan
-from zjax.storage.move import move, rest
+from zjax.storage.move import in_flight_bytes, move, rest_in_turn
 from zjax.train.state import TrainState, first_scalars, of_master, with_params
 from zjax.typing import Model, Params
 
@@ -60,15 +61,21 @@ def _init_master(key: jax.Array, model: Model, plan: Plan) -> Params:
     rows = [row for _, row in leaves]
     places = list(zip(layers, _units(model, plan.master, layers), strict=True))
     programs: dict[int | None, Any] = {}
-    arrays: dict[int, jax.Array] = {}
-    for place in dict.fromkeys(places):
-        number, unit = place
-        own = [i for i, other in enumerate(places) if other == place]
-        if unit not in programs:
-            programs[unit] = jax.jit(_creator(model, layers, rows, own))
-        created = programs[unit](key, number or 0)
-        resting = rest(created, [rows[i] for i in own])
-        arrays |= zip(own, jax.block_until_ready(resting), strict=True)
+    order: list[int] = []
+
+    def created() -> Iterator[tuple[jax.Array, Row]]:
+        for place in dict.fromkeys(places):
+            number, unit = place
+            own = [i for i, other in enumerate(places) if other == place]
+            if unit not in programs:
+                programs[unit] = jax.jit(_creator(model, layers, rows, own))
+            order.extend(own)
+            yield from zip(
+                programs[unit](key, number or 0), (rows[i] for i in own), strict=True
+            )
+
+    resting = list(rest_in_turn(created(), _limit_bytes(plan)))
+    arrays = dict(zip(order, resting, strict=True))
     return tree.unflatten(arrays[i] for i in range(len(arrays)))
 
 
@@ -126,10 +133,16 @@ def _init_opt_state(tx: Any, master: Params, plan: Plan) -> Any:
         here = move(arrays[name], rows[name], DEVICE, is_consumed=False)
         return unpad(here, rows[name])
 
-    found = []
-    for part, place in zip(parts, places, strict=True):
+    def create(part: Part, place: Row) -> jax.Array:
         (x,) = part({name: bring(name) for name in part.inputs})
         here = place.rest_in(DEVICE).sharding
-        x = jax.jit(pad, static_argnums=1, out_shardings=here)(x, place.unnamed)
-        found += jax.block_until_ready(rest([x], [place]))
-    return jax.tree.unflatten(jax.tree.structure(shapes), found)
+        return jax.jit(pad, static_argnums=1, out_shardings=here)(x, place.unnamed)
+
+    pairs = zip(parts, places, strict=True)
+    created = ((create(part, place), place) for part, place in pairs)
+    resting = rest_in_turn(created, _limit_bytes(plan))
+    return jax.tree.unflatten(jax.tree.structure(shapes), resting)
+
+
+def _limit_bytes(plan: Plan) -> int:
+    return in_flight_bytes(device_capacity_bytes(plan.mesh))

@@ -10,34 +10,10 @@ import jax
 from zjax.sharding.placement import Row
 from zjax.sharding.plan import DEVICE, NVME
 from zjax.storage.array import DiskArray
-from zjax.storage.move import move, rest
-
-IN_FLIGHT_BYTES, IN_FLIGHT_SHARE = 5 * 10**9, 0.15
-"""On a device, and of its memory, of arrays on their way; the next wait until some have
-left. While a few groups come up and go down, others wait behind the block that the
-device computes."""
+from zjax.storage.move import READ_AHEAD_BYTES, move, rest
 
 GOING_SHARE = 8
 """Of the same room, one part more is for what leaves before its group comes up."""
-
-READ_AHEAD_BYTES = 4 * 10**9
-"""On the host for one device, of what is read from disks before there is room."""
-
-
-def in_flight_bytes(capacity_bytes: int | float) -> int:
-    """Room on a device for state that passes through it.
-
-    Args:
-        capacity_bytes: Memory of the device; infinite where it does not say.
-
-    Returns:
-        Bytes.
-
-    Example:
-        >>> [in_flight_bytes(size * 10**9) / 1e9 for size in (16, 141)]
-        [2.4, 5.0]
-    """
-    return int(min(IN_FLIGHT_BYTES, IN_FLIGHT_SHARE * capacity_bytes))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,13 +23,13 @@ from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
 from zjax.offload.parts import Jit
 from zjax.offload.segments import Arrived, Segments
-from zjax.offload.stream import Load, Stream, in_flight_bytes
+from zjax.offload.stream import Load, Stream
 from zjax.offload.update import GroupedUpdate
 from zjax.offload.whole import Whole
 from zjax.sharding.mesh import device_capacity_bytes
 from zjax.sharding.placement import Row
 from zjax.sharding.plan import DEVICE, Plan
-from zjax.storage.move import rest
+from zjax.storage.move import in_flight_bytes, rest
 from zjax.train.cut import check_no_model_state
 from zjax.train.state import TrainState, state_rows
 from zjax.train.update import Schedule

@@ -15,8 +15,8 @@ _PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """What JAX may pin, in GiB."""
 _OUR_LIMIT = "ZJAX_PINNED_LIMIT_GB"
 """The same, where zjax has set it: here, or in the process that started this one."""
-HOST_SHARE = 0.9
-"""Of a host's memory, that arrays may take."""
+KEPT_SHARE, KEPT_BYTES = 0.1, 16 * 2**30
+"""Of a host's memory, and at most for each process, what arrays leave to others."""
 PINNED_SPARE = 1.05
 """What the pool of pinned memory takes, of the bytes of its arrays: for gaps."""
 
@@ -30,6 +30,24 @@ def host_memory_bytes() -> int:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _LIMIT.read_text().strip() if _LIMIT.exists() else "max"
     return memory if limit == "max" else min(memory, int(limit))
+
+
+def pinnable_bytes(host_bytes: int, num_processes: int = 1) -> int:
+    """What arrays may take of a host's memory.
+
+    Args:
+        host_bytes: Memory of the host.
+        num_processes: That share it.
+
+    Returns:
+        Bytes: all but a tenth, or less than that where it is much.
+
+    Example:
+        >>> [pinnable_bytes(size * 2**30) >> 30 for size in (100, 256, 1024)]
+        [90, 240, 1008]
+    """
+    kept = min(KEPT_SHARE * host_bytes, KEPT_BYTES * num_processes)
+    return host_bytes - int(kept)
 
 
 def devices_of_host(num_local: int) -> int:
@@ -48,18 +66,19 @@ def devices_of_host(num_local: int) -> int:
     return int(sum(count for host, count in hosts.tolist() if host == name))
 
 
-def limit_pinned_memory(num_bytes: int) -> None:
+def limit_pinned_memory(num_bytes: int, beside_bytes: int = 0) -> None:
     """Lowers how much JAX may pin; it reads this once, when it starts its devices.
 
     What is set outside of zjax has the last word.
 
     Args:
-        num_bytes: No more than the host's share is taken of it.
+        num_bytes: No more is taken of it than the host has for arrays.
+        beside_bytes: Of what the host has, for arrays that are not pinned.
     """
     ours = os.environ.get(_OUR_LIMIT)
     if os.environ.get(_PINNED_LIMIT, ours) == ours:
-        most = int(ours or HOST_SHARE * host_memory_bytes() / 2**30)
-        limit = str(min(math.ceil(num_bytes / 2**30), most))
+        room = max(1, pinnable_bytes(host_memory_bytes()) - beside_bytes >> 30)
+        limit = str(min(math.ceil(num_bytes / 2**30), room, int(ours or room)))
         os.environ.update({_PINNED_LIMIT: limit, _OUR_LIMIT: limit})
 
 

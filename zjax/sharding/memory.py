@@ -9,7 +9,7 @@ import jax
 from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
-from zjax.processes.host import HOST_SHARE
+from zjax.processes.host import pinnable_bytes
 from zjax.sharding.mesh import ZERO_AXES, num_shares
 from zjax.sharding.placement import Row, dtype_bytes
 from zjax.sharding.plan import AUTO, DEVICE, HOST, NVME, Plan
@@ -234,6 +234,8 @@ def check_host_memory(
     capacity_bytes: int,
     waiting: int = 0,
     *,
+    num_processes: int = 1,
+    beside_bytes: int = 0,
     asked: str = HOST,
 ) -> None:
     """Refuses a plan whose share of a host does not fit into its memory.
@@ -243,20 +245,23 @@ def check_host_memory(
         num_devices: Of the host.
         capacity_bytes: Memory of the host.
         waiting: Bytes per device of gradients that wait there.
+        num_processes: Of the host.
+        beside_bytes: Of the host, for buffers of disks.
         asked: The setting `zero.optimizer_memory`.
 
     Raises:
         PlanError: States both numbers and what would help.
     """
     needed = num_devices * (resting_bytes(plan, HOST) + waiting)
-    if needed <= HOST_SHARE * capacity_bytes:
+    pinnable = max(0, pinnable_bytes(capacity_bytes, num_processes) - beside_bytes)
+    if needed <= pinnable:
         return
     raise PlanError(
         Problem(
             "zero.optimizer_memory",
             asked,
             f"needs {needed / 1e9:.1f} GB on a host of {capacity_bytes / 1e9:.1f} GB, "
-            f"of which {HOST_SHARE:.0%} may be pinned",
+            f"of which {pinnable / 1e9:.1f} GB may be pinned",
             "name disks in zero.nvme_paths, use more hosts, or a smaller model"
             if asked == AUTO
             else "use nvme, more hosts, or a smaller model",

@@ -1,5 +1,7 @@
 """Moves of arrays between the memory of devices, that of the host, and disks."""
 
+import collections
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -9,6 +11,46 @@ from zjax.sharding.plan import DEVICE, NVME
 from zjax.storage.array import DiskArray
 from zjax.storage.lanes import LANES
 from zjax.storage.progress import tell
+
+IN_FLIGHT_BYTES, IN_FLIGHT_SHARE = 5 * 10**9, 0.15
+"""On a device, and of its memory, of arrays on their way; the next wait until some have
+left. While a few groups come up and go down, others wait behind the block that the
+device computes."""
+
+READ_AHEAD_BYTES = 4 * 10**9
+"""On the host for one device, of what is read from disks before there is room."""
+
+BUFFER_BYTES = READ_AHEAD_BYTES + 2 * IN_FLIGHT_BYTES
+"""On the host for one device, of what is read ahead, goes up, or goes down to disks."""
+
+
+def in_flight_bytes(capacity_bytes: int | float) -> int:
+    """Room on a device for state that passes through it.
+
+    Args:
+        capacity_bytes: Memory of the device; infinite where it does not say.
+
+    Returns:
+        Bytes.
+
+    Example:
+        >>> [in_flight_bytes(size * 10**9) / 1e9 for size in (16, 141)]
+        [2.4, 5.0]
+    """
+    return int(min(IN_FLIGHT_BYTES, IN_FLIGHT_SHARE * capacity_bytes))
+
+
+def buffer_bytes(moved_bytes: int, disks: tuple[str, ...]) -> int:
+    """Room on a host for what is on its way between one device and disks.
+
+    Args:
+        moved_bytes: Of the device's state, that does not rest there.
+        disks: Directories on them; none where there are no disks.
+
+    Returns:
+        Bytes.
+    """
+    return min(BUFFER_BYTES, moved_bytes) if disks else 0
 
 
 def move(x: Any, row: Row, memory: str, *, is_consumed: bool) -> Any:
@@ -56,3 +98,29 @@ def rest(arrays: Any, rows: Any) -> Any:
         return moved
 
     return jax.tree.map(one, arrays, rows)
+
+
+def rest_in_turn(pairs: Iterable[tuple[Any, Row]], limit_bytes: int) -> Iterator[Any]:
+    """Sends arrays to where they rest, few of them at a time.
+
+    Args:
+        pairs: Arrays on the devices, made as they are asked for, and their places;
+            those that move are consumed.
+        limit_bytes: On one device, of arrays on their way; one goes whatever its size.
+
+    Yields:
+        The arrays at rest, perhaps still on their way; none is once the last has come.
+    """
+    going: collections.deque[tuple[Any, int]] = collections.deque()
+    num_bytes = 0
+    for x, row in pairs:
+        resting = rest(x, row)
+        del x  # or it stays on the device while the next is made
+        going.append((resting, row.device_bytes))
+        num_bytes += row.device_bytes
+        while num_bytes > limit_bytes:
+            first, size = going.popleft()
+            jax.block_until_ready(first)
+            num_bytes -= size
+        yield resting
+    jax.block_until_ready([resting for resting, _ in going])

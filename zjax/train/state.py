@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from zjax.config.schema import Config
 from zjax.errors import CheckpointError, Problem
 from zjax.optim import loss_scale
 from zjax.sharding.layers import take_apart
+from zjax.sharding.mesh import device_capacity_bytes
 from zjax.sharding.placement import (
     Row,
     pad,
@@ -22,7 +24,8 @@ from zjax.sharding.placement import (
     unpad_tree,
 )
 from zjax.sharding.plan import DEVICE, NVME, Plan, plan_on_device
-from zjax.storage.move import move, rest
+from zjax.storage.array import DiskArray
+from zjax.storage.move import in_flight_bytes, move, rest, rest_in_turn
 from zjax.train.gradients import compute_params, param_in_use
 from zjax.typing import Model, ModelState, Params
 
@@ -219,13 +222,23 @@ def of_master(master: Params, rows: Any, plan: Plan) -> Params:
     Returns:
         Stored arrays at rest.
     """
+    arrays, tree = jax.tree.flatten(master)
+    places = zip(jax.tree.leaves(plan.master), jax.tree.leaves(rows), strict=True)
 
-    def one(x: Any, stored: Row, row: Row) -> Any:
+    def made(x: Any, stored: Row, row: Row) -> jax.Array:
         here = move(x, stored, DEVICE, is_consumed=False)
-        made = _cast(here, stored.rest_in(DEVICE).unnamed, row.rest_in(DEVICE).unnamed)
-        return jax.block_until_ready(rest(made, row))
+        return _cast(here, stored.rest_in(DEVICE).unnamed, row.rest_in(DEVICE).unnamed)
 
-    return jax.tree.map(one, master, plan.master, rows)
+    def all_made() -> Iterator[tuple[jax.Array, Row]]:
+        for i, (stored, row) in enumerate(places):
+            for following in arrays[i + 1 : i + 2]:
+                if isinstance(following, DiskArray):
+                    following.prefetch()
+            yield made(arrays[i], stored, row), row
+
+    # Beside each, what it is made of may be there too, in up to twice as many bytes.
+    limit = in_flight_bytes(device_capacity_bytes(plan.mesh)) // 3
+    return tree.unflatten(rest_in_turn(all_made(), limit))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
