@@ -193,6 +193,33 @@ def test_layers_are_cut_before_the_first_tick(stage):
     assert not [line for line in in_ticks if "shard_map/slice" in line]
 
 
+@pytest.mark.parametrize(
+    ("case", "adds"),
+    [
+        ({}, True),
+        ({"remat": "full", "pipeline": {"recompute": False}}, True),
+        ({"pipeline": {"schedule": "zb_h1", "recompute": False}}, True),
+        ({"mesh": {"pipeline": 2, "data": 2}}, True),
+        ({"mesh": {"pipeline": 2, "data": 2}, "stage": 2}, False),
+        ({"mesh": {"pipeline": 2, "sequence": 2}}, False),
+    ],
+)
+def test_products_add_to_the_sums_of_gradients(case, adds):
+    """Fails if gradients of matrices are rounded, written and read to be added; or if
+    what devices have to add up is twice as wide for it."""
+    case = {"mesh": {"pipeline": 2}, "num_layers": 2} | case
+    config = pipelines.make_config(compute_dtype="bfloat16", **case)
+    run = pipelines.start(config, jax.devices()[: config.mesh.pipeline * 2])
+    batch = abstract(pipelines.make_batch(0))
+    state = jax.eval_shape(lambda: run.state)
+    with jax.set_mesh(run.mesh):
+        text = str(jax.make_jaxpr(run.step.programs["train"])(state, batch))
+
+    made = re.findall(rf":(?:bf16|f32)\[24,{pipelines.WIDTH}\] = dot_general", text)
+    assert made
+    assert all(each.startswith(":f32") == adds for each in made)
+
+
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
 def test_what_waits_is_written_in_place(name):
     """Fails if the compiler makes one array of the first values of all buffers."""

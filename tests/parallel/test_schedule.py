@@ -101,10 +101,35 @@ def test_nothing_is_written_where_something_waits(case):
 def test_idle_stages_write_where_none_reads():
     for case in CASES:
         schedule = make(*case)
-        for lane in schedule.lanes.values():
-            idle = lane.microbatch == IDLE
-            assert (lane.slot[idle] == schedule.num_slots).all()
-            assert (lane.handed[idle] == schedule.num_handed).all()
+        idle = {k: lane.microbatch == IDLE for k, lane in schedule.lanes.items()}
+        slot = schedule.lanes["forward"].slot[idle["forward"]]
+        assert (slot == schedule.num_slots).all()
+        for kind, lane in schedule.lanes.items():
+            assert (lane.handed[idle[kind]] == schedule.num_handed).all()
+
+
+def test_idle_stages_read_what_was_written():
+    """Fails if a backward pass of nothing may meet what is not a number; gradients of
+    weights, which are added without a cotangent, have no such pass."""
+    for case in CASES:
+        schedule = make(*case)
+        forward, backward = (schedule.lanes[kind] for kind in ("forward", "backward"))
+        in_use = {t for p in schedule.phases if "backward" in p.kinds for t in ticks(p)}
+        for tick, stage in zip(*np.nonzero(backward.microbatch == IDLE), strict=True):
+            if tick in in_use:
+                before = slice(None, tick + 1)
+                written = forward.slot[before, stage][
+                    forward.microbatch[before, stage] != IDLE
+                ]
+                assert backward.slot[tick, stage] in written
+        for phase in schedule.phases:
+            if "weights" in phase.kinds:
+                table = schedule.lanes["weights"].microbatch
+                assert (table[phase.start : phase.end] != IDLE).all()
+
+
+def ticks(phase):
+    return range(phase.start, phase.end)
 
 
 def test_the_simulator_gives_the_times_of_the_papers():

@@ -123,6 +123,26 @@ def test_steps_equal_one_device(name):
     assert_same(CASES[name])
 
 
+def test_a_first_microbatch_without_weight_counts_for_nothing(monkeypatch):
+    """Fails if all others are counted by the weight of the first, which is 0."""
+    real = pipelines.make_batch
+
+    def make_batch(step):
+        batch = real(step)
+        batch["weights"][::4] = 0  # row i is in microbatch i mod 4
+        return batch
+
+    monkeypatch.setattr(pipelines, "make_batch", make_batch)
+    case = {"optimizer": "sgd", "clip_norm": 0.0}
+    split = pipelines.make_config(mesh={"pipeline": 2, "data": 2}, **case)
+    one = pipelines.start(pipelines.make_config(**case), jax.devices()[:1])
+    wanted_losses, wanted = pipelines.train(one)
+    losses, weights = pipelines.train(pipelines.start(split, jax.devices()[:4]))
+    np.testing.assert_allclose(losses, wanted_losses, rtol=1e-5)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+    jax.tree.map(close, weights, wanted)
+
+
 def test_norms_and_averages_are_those_of_all_stages():
     """Fails if a stage clips by its own norm, or some gradients are of another scale,
     which SGD shows and Adam would divide away."""

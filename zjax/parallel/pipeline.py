@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from zjax.ops.keys import fold_in
 from zjax.parallel import staged as arrays
+from zjax.parallel import sums
 from zjax.parallel.line import Line, Parts
 from zjax.parallel.parts import (
     Halves,
@@ -45,14 +46,15 @@ class Pipeline:
             and computes the rest again.
         reduce: For each of the `Parts`, `reduce(grads) -> grads`, as they are added;
             those of stages are a list of layers.
-        add: `add(total, grads, factor) -> total`, on every device by itself.
+        adds_in_products: Whether products add to the sums of stages by themselves;
+            `reduce` then says where these are, and no more.
     """
 
     line: Line
     schedule: Schedule
     recomputes: bool
     reduce: Parts
-    add: Callable[..., Any]
+    adds_in_products: bool
 
     def differentiate(
         self, params: Parts, zeros: Parts, parts: Batch, key: jax.Array
@@ -66,8 +68,8 @@ class Pipeline:
             key: Folded with the number of each microbatch.
 
         Returns:
-            The sum of gradients times the weights of their losses, and the losses,
-            stacked.
+            The sum of gradients times the weights of their losses in the unit of these,
+            as `unit_of` gives it; and the losses, stacked.
         """
         step = _Step(self, params, parts, key)
         state = step.start(zeros)
@@ -77,7 +79,8 @@ class Pipeline:
             turns = jax.tree.map(lambda x, ticks=ticks: x[ticks], turns)
             run = functools.partial(step.tick, turns)
             state, _ = jax.lax.scan(run, state, turns)
-        return state.grads, state.losses
+        stages = arrays.stack(state.grads.stages)
+        return dataclasses.replace(state.grads, stages=stages), state.losses
 
     def evaluate(self, params: Parts, parts: Batch, key: jax.Array | None) -> Loss:
         """Losses of all microbatches, without gradients.
@@ -131,11 +134,11 @@ class _Step:
         self, pipeline: Pipeline, params: Parts, parts: Batch, key: jax.Array | None
     ):
         self.line, self.schedule = pipeline.line, pipeline.schedule
-        self.recomputes = pipeline.recomputes
-        self.reduce, self.add = pipeline.reduce, pipeline.add
+        self.reduce, self.recomputes = pipeline.reduce, pipeline.recomputes
+        self.adds_in_products = pipeline.adds_in_products
         self.splits = "weights" in self.schedule.lanes
         self.params, self.parts, self.key = params, parts, key
-        self.layers = _layers(params.stages)
+        self.layers = arrays.cut(params.stages)
         self.turns = make_turns(self.schedule)
         numbers = jnp.arange(self.schedule.num_microbatches)
         self.stream, _ = jax.eval_shape(self.embed, params.embed, numbers[0])
@@ -157,7 +160,8 @@ class _Step:
         kept, handed = jax.eval_shape(mapped, staged=(empty,))
         kept = arrays.make_buffers(kept, self.schedule.num_slots)
         handed = arrays.make_buffers(handed, self.schedule.num_handed)
-        return _State(empty, empty, kept, handed, zeros, self.no_losses())
+        grads = dataclasses.replace(zeros, stages=arrays.cut(zeros.stages))
+        return _State(empty, empty, kept, handed, grads, self.no_losses())
 
     def tick(
         self, phase: dict[Kind, Turn], state: _State, turns: dict[Kind, Turn]
@@ -205,16 +209,18 @@ class _Step:
                 left, out = left
             return arrays.tell(here.is_last, out), left
 
-        def run(here, left, down, total, handed, seed, weights):
+        def run(here, left, down, total, handed, seed):
             cotangent = arrays.either(here.is_last, seed, down)
+            nothing = jax.tree.map(jnp.zeros_like, cotangent)
+            cotangent = arrays.either(here.is_due, cotangent, nothing)
             if self.splits:
                 halves = self.halves(here, left, cotangent)
                 stream, own = halves.of_stream(*here.args(left), cotangent)
                 handed = arrays.written(handed, own, here.lane.handed)
             else:
-                passes = self.passes(here, cotangent)
-                own, stream = passes.backward(*here.args(left), cotangent)
-                total = self.added(here, total, own, weights)
+                backward = self.passes(here, cotangent).backward
+                given = *here.args(left), cotangent
+                total, stream = self.added(here, total, backward, *given)
             first = arrays.tell(here.is_first, stream)
             return self.passed(stream, -1), total, handed, first
 
@@ -222,14 +228,11 @@ class _Step:
         state, seed = self.through_head(phase, state, last, turn)
         staged = left, state.down, state.grads.stages, state.handed
         outs = STAGED, STAGED, STAGED, EVERYWHERE
-        everywhere = seed, state.losses.weight
-        down, total, handed, first = self.mapped(
-            run, turn.lane, outs, staged, everywhere
-        )
+        down, total, handed, first = self.mapped(run, turn.lane, outs, staged, (seed,))
 
         def add(number, grads):
             own = self.reduce.embed(self.embed_backward(number, first))
-            return self.add(grads, own, state.losses.weight[number])
+            return sums.add(grads, own)
 
         embed = where_due(phase.first, turn.first, add, state.grads.embed)
         grads = Parts(embed, total, state.grads.head)
@@ -238,7 +241,10 @@ class _Step:
     def through_head(
         self, phase: Turn, state: _State, last: Any, turn: Turn
     ) -> tuple[_State, Any]:
-        """Adds the gradients of the head; returns that of what entered it, too."""
+        """Adds the gradients of the head; returns that of what entered it, too.
+
+        All that follows from them is counted as the weight of the microbatch says.
+        """
 
         def run(number, start):
             head, losses, _ = start
@@ -248,9 +254,11 @@ class _Step:
                 return self.line.head(params, stream, batch)
 
             differentiate = jax.grad(objective, argnums=(0, 1), has_aux=True)
-            (own, seed), loss = differentiate(self.params.head, last)
-            head = self.add(head, self.reduce.head(own), loss.weight)
-            return head, arrays.written(losses, loss, number), seed
+            found, loss = differentiate(self.params.head, last)
+            losses = arrays.written(losses, loss, number)
+            factor = loss.weight / sums.unit_of(losses.weight)
+            own, seed = jax.tree.map(lambda x: sums.scaled(x, factor), found)
+            return sums.add(head, self.reduce.head(own)), losses, seed
 
         nothing = jax.tree.map(jnp.zeros_like, last)
         start = state.grads.head, state.losses, nothing
@@ -259,16 +267,18 @@ class _Step:
         return dataclasses.replace(state, grads=grads, losses=losses), seed
 
     def weights(self, state: _State, turn: Turn) -> _State:
-        def run(here, kept, handed, total, weights):
+        def run(here, kept, handed, total):
             left, _ = arrays.read(kept, here.lane.slot)
             own = arrays.read(handed, here.lane.handed)
             halves = self.halves(here, left, self.stream)
-            grads = halves.of_params(*here.args(left), own)
-            return self.added(here, total, grads, weights)
+
+            def of_params(*args):
+                return halves.of_params(*args), ()
+
+            return self.added(here, total, of_params, *here.args(left), own)[0]
 
         staged = state.kept, state.handed, state.grads.stages
-        everywhere = (state.losses.weight,)
-        total = self.mapped(run, turn.lane, STAGED, staged, everywhere)
+        total = self.mapped(run, turn.lane, STAGED, staged)
         grads = dataclasses.replace(state.grads, stages=total)
         return dataclasses.replace(state, grads=grads)
 
@@ -289,20 +299,17 @@ class _Step:
     def chunk(self, layers: list[Params], stream: Any, rest: Any) -> Any:
         return self.line.chunk(layers, stream, *rest)
 
-    def added(self, here: "_Here", total: Any, grads: Any, weights: jax.Array) -> Any:
+    def added(
+        self, here: "_Here", total: Any, run: Callable[..., Any], *args: Any
+    ) -> tuple[Any, Any]:
+        """Calls `run(*args) -> (grads, other)` and adds the gradients to their sum."""
+        if self.adds_in_products:
+            only = jax.tree.map(lambda x: x[0], total)
+            only, other = sums.add_in_products(run, only, *args)
+            return jax.tree.map(lambda x: x[None], self.reduce.stages(only)), other
+        grads, other = run(*args)
         grads = self.reduce.stages(grads)
-        number, is_due = due(here.lane.microbatch)
-        factor = jnp.where(is_due, weights[number], 0)
-
-        def to_chunk(chunk: int, total: Any) -> Any:
-            stacked = jax.tree.map(lambda *layers: jnp.stack(layers), *grads)
-            part = self.add(jax.tree.map(lambda x: x[chunk], total), stacked, factor)
-            return arrays.written(total, part, chunk)
-
-        # A chunk by its number is added to in place, and by a variable in a copy.
-        chunks = range(self.schedule.num_chunks)
-        ways = [functools.partial(to_chunk, chunk) for chunk in chunks]
-        return jax.lax.switch(here.lane.chunk, ways, total)
+        return sums.add_to_chunk(total, grads, here.lane.chunk), other
 
     def passed(self, stream: Any, by: int) -> Any:
         size, is_ring = self.schedule.num_stages, self.schedule.num_chunks > 1
@@ -326,13 +333,14 @@ class _Step:
 
         def of_stage(layers, stage, lane, *args):
             own, (contexts, key, *rest) = args[:num_staged], args[num_staged:]
-            number, _ = due(lane.microbatch)
+            number, is_due = due(lane.microbatch)
             chunk_number = lane.chunk * (last_stage + 1) + stage
             context, key = arrays.read(contexts, number), fold_in(key, number)
             here = _Here(
                 layers=[arrays.read(layer, lane.chunk) for layer in layers],
                 lane=lane,
                 rest=(context, key, chunk_number),
+                is_due=is_due,
                 is_first=(stage == 0) & (lane.chunk == 0),
                 is_last=(stage == last_stage) & (lane.chunk == last_chunk),
                 fetches=self.line.fetches,
@@ -380,6 +388,7 @@ class _Here:
     layers: list[Params]
     lane: Lane
     rest: tuple[Any, Any, jax.Array]
+    is_due: jax.Array
     is_first: jax.Array
     is_last: jax.Array
     fetches: bool
@@ -389,9 +398,3 @@ class _Here:
             return self.layers, values, self.rest
         # Else the compiler fetches before the first tick, and keeps it all to the last.
         return *jax.lax.optimization_barrier((self.layers, values)), self.rest
-
-
-def _layers(stages: Params) -> list[Params]:
-    """Arrays [stages, chunks, ...]; out of one stack, every tick would copy them."""
-    num_layers = jax.tree.leaves(stages)[0].shape[2]
-    return [jax.tree.map(lambda x, i=i: x[:, :, i], stages) for i in range(num_layers)]

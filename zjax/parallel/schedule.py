@@ -31,9 +31,10 @@ class Lane:
         microbatch: int32[ticks, stages]; `IDLE` where a stage takes none.
         chunk: int32[ticks, stages], 0 where a stage takes none.
         slot: int32[ticks, stages], where a stage keeps what the forward pass leaves to
-            the others; the last slot, which none reads, where it takes none.
-        handed: int32[ticks, stages], the same for what the backward pass leaves to that
-            of weights.
+            the others. Where it takes none, a forward pass writes to the last slot,
+            which none reads, and another reads the first, which has been written to.
+        handed: int32[ticks, stages], where it keeps what the backward pass leaves to
+            that of weights; the last slot where it takes none.
     """
 
     microbatch: Any
@@ -191,7 +192,7 @@ def make_schedule(
         kind: Lane(
             tables.table(kind, tables.microbatches(kind), IDLE),
             tables.table(kind, tables.chunks_of(kind), 0),
-            tables.table(kind, slots[kind], num_slots),
+            tables.table(kind, slots[kind], num_slots if kind == "forward" else 0),
             tables.table(kind, handed.get(kind, 0 * ticks[kind]), num_handed),
         )
         for kind in ticks

@@ -76,6 +76,24 @@ def make_room(shape: tuple[int, ...], dtype: Any, value: int | float = 0) -> jax
     return jax.lax.with_sharding_constraint(jnp.full(shape, value, dtype), spec)
 
 
+def cut(stages: Any) -> list[Any]:
+    """Takes layers out of their stack, which in a loop each turn would copy.
+
+    Args:
+        stages: Arrays [stages, chunks, layers, ...].
+
+    Returns:
+        By layer, arrays [stages, chunks, ...].
+    """
+    num_layers = jax.tree.leaves(stages)[0].shape[2]
+    return [jax.tree.map(lambda x, i=i: x[:, :, i], stages) for i in range(num_layers)]
+
+
+def stack(layers: list[Any]) -> Any:
+    """The inverse of `cut`."""
+    return jax.tree.map(lambda *x: jnp.stack(x, 2), *layers)
+
+
 def make_buffers(shapes: Any, num_slots: int) -> Any:
     """Room for some trees on each stage, and for one more, which none reads.
 

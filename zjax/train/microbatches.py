@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from zjax.errors import PlanError, Problem
+from zjax.parallel.sums import scaled
 from zjax.sharding.placement import path_of
 from zjax.typing import Batch, Loss, Metrics, ModelState, Params
 
@@ -199,23 +200,6 @@ def accumulate(
     result = mean_loss(losses, state)
     inverse = 1 / jnp.where(result.weight == 0, 1, result.weight)
     return jax.tree.map(lambda t: scaled(t, inverse), total), result
-
-
-def scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
-    """Scales an array; a factor of 0 gives 0, even where `x` is 0 / 0.
-
-    Args:
-        x: Any floating dtype.
-        factor: float32[].
-
-    Returns:
-        The product in the dtype of `x`.
-
-    Example:
-        >>> float(scaled(jnp.float32(jnp.nan), jnp.float32(0)))
-        0.0
-    """
-    return jnp.where(factor == 0, 0, x * factor.astype(x.dtype))
 
 
 def cast_like(tree: Any, rows: Any) -> Any:

@@ -23,6 +23,7 @@ from zjax.parallel.parts import follows_from_params
 from zjax.parallel.pipeline import Pipeline
 from zjax.parallel.schedule import Schedule
 from zjax.parallel.staged import either
+from zjax.parallel.sums import scaled, unit_of
 from zjax.sharding.mesh import BATCH_AXES, PIPELINE, SEQUENCE, TENSOR, num_shares
 from zjax.sharding.placement import Row, unpad_tree
 from zjax.sharding.plan import Plan
@@ -192,8 +193,9 @@ class _Run:
         params, parts = self.start(master, batch)
         grads, losses = pipeline.differentiate(params, self.zeros(), parts, key)
         loss = microbatches.mean_loss(losses, ())
-        inverse = 1 / jnp.where(loss.weight == 0, 1, loss.weight)
-        grads = jax.tree.map(lambda g: microbatches.scaled(g, inverse), grads)
+        unit = unit_of(losses.weight)
+        inverse = unit / jnp.where(loss.weight == 0, 1, loss.weight)
+        grads = jax.tree.map(lambda g: scaled(g, inverse), grads)
         grads = self.cut.join(
             dataclasses.replace(grads, stages=self.in_line(grads.stages))
         )
@@ -227,12 +229,25 @@ class _Run:
             jax.tree.map(
                 self.reducer, rows, is_leaf=lambda x: not isinstance(x, Parts)
             ),
-            _add,
+            self.adds_in_products,
         )
+
+    @property
+    def reduces_each(self) -> bool:
+        """Whether gradients are reduced in the ticks that make them."""
+        share = self.share
+        return bool(share.reduces_each and share.axes and not self.is_split)
+
+    @property
+    def adds_in_products(self) -> bool:
+        """Whether nothing comes between a gradient and the sum of its chunk."""
+        # What devices of a sequence add up would be twice as wide.
+        is_whole = self.plan.mesh.shape[SEQUENCE] == 1
+        return is_whole and self.schedule.num_chunks == 1 and not self.reduces_each
 
     def reducer(self, rows: Any) -> Callable[..., Any]:
         def reduce(grads: Params) -> Params:
-            if self.share.reduces_each and not self.is_split:
+            if self.reduces_each:
                 grads = jax.tree.map(self.share.reduce_one, grads, rows)
             return self.in_place(grads, rows)
 
@@ -344,13 +359,6 @@ class _Run:
     def in_place(self, params: Params, rows: Any) -> Params:
         """Held where they are split by other axes than those of the batch."""
         return jax.tree.map(lambda x, row: _held(x, _besides_batch(row)), params, rows)
-
-
-def _add(total: Params, grads: Params, factor: jax.Array) -> Params:
-    def one(t, g):
-        return t + microbatches.scaled(g.astype(t.dtype), factor)
-
-    return jax.tree.map(one, total, grads)
 
 
 def _held(x: jax.Array, spec: P) -> jax.Array:

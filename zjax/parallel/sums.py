@@ -1,0 +1,192 @@
+"""Sums of gradients over microbatches.
+
+The gradient of a matrix is a product over all tokens. By itself it is rounded, written
+to memory and read again, to be added to a sum of twice its width; a product that starts
+from that sum spares both ways and the rounding.
+"""
+
+import collections
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex
+
+from zjax.parallel.graph import Graph, apply, is_in, like, sizes, trace
+from zjax.parallel.staged import written
+from zjax.typing import Params
+
+
+def add(totals: Params, grads: Params) -> Params:
+    """Adds gradients to their sums.
+
+    Args:
+        totals: Sums.
+        grads: A tree of the same structure, of any floating dtype.
+
+    Returns:
+        Sums in their own dtype.
+    """
+    return jax.tree.map(lambda total, x: total + x.astype(total.dtype), totals, grads)
+
+
+def add_to_chunk(totals: Params, grads: Params, chunk: jax.Array) -> Params:
+    """Adds gradients to the sums of one chunk.
+
+    Args:
+        totals: Sums [chunks, ...].
+        grads: Arrays [...].
+        chunk: int32[].
+
+    Returns:
+        Sums [chunks, ...].
+    """
+
+    def add_to(number: int, totals: Params) -> Params:
+        part = add(jax.tree.map(lambda x: x[number], totals), grads)
+        return written(totals, part, number)
+
+    # A chunk by its number is added to in place, and by a variable in a copy.
+    num_chunks = jax.tree.leaves(totals)[0].shape[0]
+    ways = [functools.partial(add_to, number) for number in range(num_chunks)]
+    return jax.lax.switch(chunk, ways, totals)
+
+
+def add_in_products(
+    function: Callable[..., tuple[Params, Any]], totals: Params, *args: Any
+) -> tuple[Params, Any]:
+    """Adds gradients to their sums, in the products that make them.
+
+    Args:
+        function: `function(*args) -> (grads, other)`, pure.
+        totals: Sums of such gradients.
+        args: Of the function.
+
+    Returns:
+        The sums, and what else the function returns. A gradient that is no product, or
+        that something else is computed from, is added as it is.
+
+    Example:
+        >>> x = jnp.full((2, 2), 1.5, "bfloat16")
+        >>> total, _ = add_in_products(lambda x: (x @ x, ()), jnp.ones((2, 2)), x)
+        >>> str(total.dtype), total.tolist()
+        ('float32', [[5.5, 5.5], [5.5, 5.5]])
+    """
+    graph, (grads, other) = trace(function, *args)
+    (num_grads,) = sizes(grads)
+    of_grads, outs = graph.outs[:num_grads], graph.outs[num_grads:]
+    ways = _ways_from_products(graph, of_grads)
+    pairs = zip(ways, of_grads, strict=True)
+    wanted = [way[0].invars if way else [x] for way, x in pairs]
+    values = iter(graph.run(graph.ins, [x for xs in wanted for x in xs] + outs, args))
+    added = []
+    for total, way, names in zip(jax.tree.leaves(totals), ways, wanted, strict=True):
+        inputs = [next(values) for _ in names]
+        x = _walk(way, inputs, total.dtype) if way else inputs[0]
+        added.append(total + x.astype(total.dtype))
+    return like(totals, added), like(other, list(values))
+
+
+_PRODUCT = "dot_general"
+_MOVES = ("transpose", "reshape", "squeeze", "convert_element_type")
+"""What may come between a product and its result."""
+
+
+def _ways_from_products(graph: Graph, names: list[Any]) -> list[list[Any]]:
+    """The operations from a product to each result; none where there is another way."""
+    makers = {x: each for each in graph.equations for x in each.outvars}
+    read = [graph.outs, *(each.invars for each in graph.equations)]
+    readers = collections.Counter(
+        x for names in read for x in names if isinstance(x, jex.Var)
+    )
+
+    def way(name: Any) -> list[Any]:
+        found: list[Any] = []
+        while is_in(name, makers.keys()) and readers[name] == 1:
+            found.insert(0, makers[name])
+            kind = found[0].primitive.name
+            if kind == _PRODUCT:
+                return found if _is_of_matrices(found[0]) else []
+            if kind not in _MOVES:
+                break
+            name = found[0].invars[0]
+        return []
+
+    return [way(name) for name in names]
+
+
+def _walk(way: list[Any], inputs: list[Any], dtype: Any) -> jax.Array:
+    """Goes the way without rounding."""
+    product, *moves = way
+    x = _wide_product(product, *inputs, dtype)
+    for move in moves:
+        if move.primitive.name != "convert_element_type":
+            (x,) = apply(move, x)
+    return x
+
+
+def _wide_product(product: Any, x: jax.Array, y: jax.Array, dtype: Any) -> jax.Array:
+    """Of matrices, as CPUs have no other products of 16 bits with wider results."""
+    contracted, _ = product.params["dimension_numbers"]
+    x, of_x = _as_matrix(x, contracted[0])
+    y, of_y = _as_matrix(y, contracted[1])
+    dims = ((of_x, of_y), ((), ()))
+    precision = product.params["precision"]
+    found = jax.lax.dot_general(x, y, dims, precision, jnp.dtype(dtype))
+    return found.reshape(product.outvars[0].aval.shape)
+
+
+def _as_matrix(x: jax.Array, contracted: tuple[int, ...]) -> tuple[jax.Array, Any]:
+    """Joins the dims that a product leaves, which follow one another."""
+    left = _left(x, contracted)
+    start, end = left[0], left[-1]
+    matrix = x.reshape(*x.shape[:start], -1, *x.shape[end + 1 :])
+    return matrix, tuple(i if i < start else i - end + start for i in contracted)
+
+
+def _left(x: Any, contracted: tuple[int, ...]) -> list[int]:
+    return sorted(set(range(x.ndim)).difference(contracted))
+
+
+def _is_of_matrices(product: Any) -> bool:
+    (contracted, batch) = product.params["dimension_numbers"]
+    pairs = zip(product.invars, contracted, strict=True)
+    sides = [_left(x.aval, dims) for x, dims in pairs]
+    follow = all(side and side[-1] - side[0] == len(side) - 1 for side in sides)
+    return follow and not any(batch)
+
+
+def scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
+    """Scales an array; a factor of 0 gives 0, even where `x` is 0 / 0.
+
+    Args:
+        x: Any floating dtype.
+        factor: float32[].
+
+    Returns:
+        The product in the dtype of `x`.
+
+    Example:
+        >>> float(scaled(jnp.float32(jnp.nan), jnp.float32(0)))
+        0.0
+    """
+    return jnp.where(factor == 0, 0, x * factor.astype(x.dtype))
+
+
+def unit_of(weights: jax.Array) -> jax.Array:
+    """What the weights of microbatches are counted in.
+
+    Args:
+        weights: float32[microbatches], 0 or more.
+
+    Returns:
+        float32[]: that of the first, so that gradients of microbatches that are worth
+        the same are added as they are; 1 where that is 0.
+
+    Example:
+        >>> [float(unit_of(jnp.array(weights))) for weights in ([5.0, 3.0], [0.0, 3.0])]
+        [5.0, 1.0]
+    """
+    return jnp.where(weights[0] > 0, weights[0], 1)
