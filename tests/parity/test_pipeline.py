@@ -27,6 +27,16 @@ CASES = {
         "stage": 3,
         "pipeline": {"schedule": "gpipe", **KEPT},
     },
+    "interleaved": {
+        "mesh": {"pipeline": 2, "data": 4},
+        "stage": 1,
+        "pipeline": {"schedule": "interleaved"},
+    },
+    "interleaved, kept, stage 2": {
+        "mesh": {"pipeline": 2, "data": 4},
+        "stage": 2,
+        "pipeline": {"schedule": "interleaved", **KEPT},
+    },
     "interleaved, stage 2, llama": {
         "mesh": {"pipeline": 2, "data": 2, "tensor": 2},
         "stage": 2,

@@ -21,12 +21,14 @@ class Line:
             and what to report.
         fetches: Whether these gather the parameters, which then are there for one pass
             alone.
+        communicates: Whether chunks exchange anything between devices.
     """
 
     embed: Callable[..., Any]
     chunk: Callable[..., Any]
     head: Callable[..., tuple[jax.Array, Loss]]
     fetches: bool = False
+    communicates: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Runs a schedule: all stages in one program, which hands results on after each tick.
 
-Blocks run where their parameters are, mapped by hand over the `pipeline` axis, and no
-pass of theirs hangs on a condition: a stage that has nothing to do computes what nobody
-reads. Embedding and head run outside of the map, in the ticks that have a microbatch
+Blocks run where their parameters are, mapped by hand over the `pipeline` axis. What
+communicates never hangs on what a stage decides, and no pass on whether there is one: a
+stage that has nothing to do computes what nobody reads. Embedding and head run outside of the map, in the ticks that have a microbatch
 for them, on whatever devices their parameters are on; where the vocabulary is split
 over the stages, these share their work and their memory.
 
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from zjax.ops.keys import fold_in
 from zjax.parallel import staged as arrays
 from zjax.parallel import sums
+from zjax.parallel.here import Here
 from zjax.parallel.line import Line, Parts
 from zjax.parallel.parts import (
     Halves,
@@ -138,7 +139,7 @@ class _Step:
         self.adds_in_products = pipeline.adds_in_products
         self.splits = "weights" in self.schedule.lanes
         self.params, self.parts, self.key = params, parts, key
-        self.layers = arrays.cut(params.stages)
+        self.chunks = arrays.cut(params.stages)
         self.turns = make_turns(self.schedule)
         numbers = jnp.arange(self.schedule.num_microbatches)
         self.stream, _ = jax.eval_shape(self.embed, params.embed, numbers[0])
@@ -148,12 +149,11 @@ class _Step:
         lane = jax.tree.map(lambda x: x[0], self.turns["forward"].lane)
 
         def leave(here, stream):
-            left = self.run_forward(here, stream)[1]
+            left = here.in_chunk(self.run_forward, stream)[1]
             if not self.splits:
                 return left, ()
             cotangent = jax.tree.map(jnp.zeros_like, stream)
-            halves = self.halves(here, left[0], cotangent)
-            return left, halves.of_stream(*here.args(left[0]), cotangent)[1]
+            return left, here.in_chunk(self.of_stream, left[0], cotangent)[1]
 
         empty = self.empty_stream()
         mapped = functools.partial(self.mapped, leave, lane, (STAGED, STAGED))
@@ -177,7 +177,7 @@ class _Step:
     def forward(self, state: _State, turn: Turn) -> _State:
         def run(here, up, kept, entering):
             stream = arrays.either(here.is_first, entering, up)
-            out, left = self.run_forward(here, stream)
+            out, left = here.in_chunk(self.run_forward, stream)
             return self.passed(out, 1), arrays.written(kept, left, here.lane.slot)
 
         staged, everywhere = (state.up, state.kept), (self.embedded(turn),)
@@ -187,7 +187,7 @@ class _Step:
     def forward_alone(self, phase: Turn, state: Any, turn: Turn) -> tuple[Any, None]:
         def run(here, up, entering):
             stream = arrays.either(here.is_first, entering, up)
-            out = self.chunk(*here.args(stream))
+            out = here.in_chunk(self.run_alone, stream)
             return self.passed(out, 1), arrays.tell(here.is_last, out)
 
         up, losses = state
@@ -203,10 +203,9 @@ class _Step:
     def backward(self, phase: Turn, state: _State, turn: Turn) -> _State:
         def recall(here, kept):
             left = arrays.read(kept, here.lane.slot)
-            if self.recomputes:
-                out, left = self.passes(here, left).forward(*here.args(left))
-            else:
-                left, out = left
+            left, out = (
+                here.in_chunk(self.recomputed, left) if self.recomputes else left
+            )
             return arrays.tell(here.is_last, out), left
 
         def run(here, left, down, total, handed, seed):
@@ -214,13 +213,11 @@ class _Step:
             nothing = jax.tree.map(jnp.zeros_like, cotangent)
             cotangent = arrays.either(here.is_due, cotangent, nothing)
             if self.splits:
-                halves = self.halves(here, left, cotangent)
-                stream, own = halves.of_stream(*here.args(left), cotangent)
+                stream, own = here.in_chunk(self.of_stream, left, cotangent)
                 handed = arrays.written(handed, own, here.lane.handed)
             else:
-                backward = self.passes(here, cotangent).backward
-                given = *here.args(left), cotangent
-                total, stream = self.added(here, total, backward, *given)
+                given = total, left, cotangent
+                total, stream = self.added(here, self.run_backward, *given)
             first = arrays.tell(here.is_first, stream)
             return self.passed(stream, -1), total, handed, first
 
@@ -270,29 +267,42 @@ class _Step:
         def run(here, kept, handed, total):
             left, _ = arrays.read(kept, here.lane.slot)
             own = arrays.read(handed, here.lane.handed)
-            halves = self.halves(here, left, self.stream)
-
-            def of_params(*args):
-                return halves.of_params(*args), ()
-
-            return self.added(here, total, of_params, *here.args(left), own)[0]
+            return self.added(here, self.of_params, total, left, own)[0]
 
         staged = state.kept, state.handed, state.grads.stages
         total = self.mapped(run, turn.lane, STAGED, staged)
         grads = dataclasses.replace(state.grads, stages=total)
         return dataclasses.replace(state, grads=grads)
 
-    def run_forward(self, here: "_Here", stream: Any) -> tuple[Any, Any]:
+    def run_alone(self, here: Here, stream: Any) -> Any:
+        return self.chunk(*here.args(stream))
+
+    def run_forward(self, here: Here, stream: Any) -> tuple[Any, Any]:
         """What leaves a stage, and what waits for the backward pass."""
         if self.recomputes:
-            return self.chunk(*here.args(stream)), stream
-        out, left = self.passes(here, stream).forward(*here.args(stream))
+            return self.run_alone(here, stream), stream
+        left, out = self.recomputed(here, stream)
         return out, (left, out)
 
-    def passes(self, here: "_Here", stream: Any) -> Passes:
+    def recomputed(self, here: Here, stream: Any) -> tuple[Any, Any]:
+        out, left = self.passes(here, stream).forward(*here.args(stream))
+        return left, out
+
+    def run_backward(self, here: Here, left: Any, cotangent: Any) -> tuple[Any, Any]:
+        return self.passes(here, cotangent).backward(*here.args(left), cotangent)
+
+    def of_stream(self, here: Here, left: Any, cotangent: Any) -> tuple[Any, Any]:
+        halves = self.halves(here, left, cotangent)
+        return halves.of_stream(*here.args(left), cotangent)
+
+    def of_params(self, here: Here, left: Any, handed: Any) -> tuple[Any, Any]:
+        halves = self.halves(here, left, self.stream)
+        return halves.of_params(*here.args(left), handed), ()
+
+    def passes(self, here: Here, stream: Any) -> Passes:
         return differentiate_in_passes(self.chunk, *here.args(stream))
 
-    def halves(self, here: "_Here", left: Any, cotangent: Any) -> Halves:
+    def halves(self, here: Here, left: Any, cotangent: Any) -> Halves:
         backward = self.passes(here, cotangent).backward
         return split_backward(backward, *here.args(left), cotangent)
 
@@ -300,14 +310,18 @@ class _Step:
         return self.line.chunk(layers, stream, *rest)
 
     def added(
-        self, here: "_Here", total: Any, run: Callable[..., Any], *args: Any
+        self, here: Here, run: Callable[..., Any], total: Any, *args: Any
     ) -> tuple[Any, Any]:
-        """Calls `run(*args) -> (grads, other)` and adds the gradients to their sum."""
+        """Calls `run(here, *args) -> (grads, other)`; adds gradients to their sum."""
+
+        def run_adding(here, total, *args):
+            function = functools.partial(run, here)
+            own, other = sums.add_in_products(function, total[here.chunk], *args)
+            return sums.of_chunk(total, here.chunk, self.reduce.stages(own)), other
+
         if self.adds_in_products:
-            only = jax.tree.map(lambda x: x[0], total)
-            only, other = sums.add_in_products(run, only, *args)
-            return jax.tree.map(lambda x: x[None], self.reduce.stages(only)), other
-        grads, other = run(*args)
+            return here.in_chunk(run_adding, total, *args)
+        grads, other = here.in_chunk(run, *args)
         grads = self.reduce.stages(grads)
         return sums.add_to_chunk(total, grads, here.lane.chunk), other
 
@@ -331,23 +345,24 @@ class _Step:
         last_chunk = self.schedule.num_chunks - 1
         num_staged = len(staged)
 
-        def of_stage(layers, stage, lane, *args):
+        def of_stage(chunks, stage, lane, *args):
             own, (contexts, key, *rest) = args[:num_staged], args[num_staged:]
             number, is_due = due(lane.microbatch)
             chunk_number = lane.chunk * (last_stage + 1) + stage
             context, key = arrays.read(contexts, number), fold_in(key, number)
-            here = _Here(
-                layers=[arrays.read(layer, lane.chunk) for layer in layers],
+            here = Here(
+                chunks=chunks,
                 lane=lane,
                 rest=(context, key, chunk_number),
                 is_due=is_due,
                 is_first=(stage == 0) & (lane.chunk == 0),
                 is_last=(stage == last_stage) & (lane.chunk == last_chunk),
                 fetches=self.line.fetches,
+                communicates=self.line.communicates,
             )
             return run(here, *own, *rest)
 
-        given = self.layers, jnp.arange(last_stage + 1), lane
+        given = self.chunks, jnp.arange(last_stage + 1), lane
         shared = self.contexts, self.key
         return arrays.map_stages(
             of_stage, outs, (*given, *staged), *shared, *everywhere
@@ -379,22 +394,3 @@ class _Step:
         _, loss = jax.eval_shape(self.line.head, self.params.head, self.stream, batch)
         size = self.schedule.num_microbatches
         return jax.tree.map(lambda x: jnp.zeros((size, *x.shape), x.dtype), loss)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Here:
-    """A stage in a tick: the layers of its chunk, and what that reads and is."""
-
-    layers: list[Params]
-    lane: Lane
-    rest: tuple[Any, Any, jax.Array]
-    is_due: jax.Array
-    is_first: jax.Array
-    is_last: jax.Array
-    fetches: bool
-
-    def args(self, values: Any) -> tuple[list[Params], Any, Any]:
-        if not self.fetches:
-            return self.layers, values, self.rest
-        # Else the compiler fetches before the first tick, and keeps it all to the last.
-        return *jax.lax.optimization_barrier((self.layers, values)), self.rest

@@ -76,22 +76,32 @@ def make_room(shape: tuple[int, ...], dtype: Any, value: int | float = 0) -> jax
     return jax.lax.with_sharding_constraint(jnp.full(shape, value, dtype), spec)
 
 
-def cut(stages: Any) -> list[Any]:
+def cut(stages: Any) -> list[list[Any]]:
     """Takes layers out of their stack, which in a loop each turn would copy.
 
     Args:
         stages: Arrays [stages, chunks, layers, ...].
 
     Returns:
-        By layer, arrays [stages, chunks, ...].
+        By chunk and layer, arrays [stages, ...].
     """
-    num_layers = jax.tree.leaves(stages)[0].shape[2]
-    return [jax.tree.map(lambda x, i=i: x[:, :, i], stages) for i in range(num_layers)]
+    _, num_chunks, num_layers, *_ = jax.tree.leaves(stages)[0].shape
+    return [
+        [
+            jax.tree.map(lambda x, c=c, i=i: x[:, c, i], stages)
+            for i in range(num_layers)
+        ]
+        for c in range(num_chunks)
+    ]
 
 
-def stack(layers: list[Any]) -> Any:
+def stack(chunks: list[list[Any]]) -> Any:
     """The inverse of `cut`."""
-    return jax.tree.map(lambda *x: jnp.stack(x, 2), *layers)
+
+    def joined(trees: list[Any]) -> Any:
+        return jax.tree.map(lambda *x: jnp.stack(x, 1), *trees)
+
+    return joined([joined(layers) for layers in chunks])
 
 
 def make_buffers(shapes: Any, num_slots: int) -> Any:

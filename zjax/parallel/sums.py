@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 
 from zjax.parallel.graph import Graph, apply, is_in, like, sizes, trace
-from zjax.parallel.staged import written
 from zjax.typing import Params
 
 
@@ -32,25 +31,27 @@ def add(totals: Params, grads: Params) -> Params:
     return jax.tree.map(lambda total, x: total + x.astype(total.dtype), totals, grads)
 
 
-def add_to_chunk(totals: Params, grads: Params, chunk: jax.Array) -> Params:
+def of_chunk(totals: list[Params], chunk: int, own: Params) -> list[Params]:
+    """The sums of all chunks, with others for one of them."""
+    return [own if number == chunk else x for number, x in enumerate(totals)]
+
+
+def add_to_chunk(totals: list[Params], grads: Params, chunk: jax.Array) -> list[Params]:
     """Adds gradients to the sums of one chunk.
 
     Args:
-        totals: Sums [chunks, ...].
-        grads: Arrays [...].
-        chunk: int32[].
+        totals: Sums of each chunk.
+        grads: Those of one.
+        chunk: int32[], its number.
 
     Returns:
-        Sums [chunks, ...].
+        The sums of all chunks.
     """
 
-    def add_to(number: int, totals: Params) -> Params:
-        part = add(jax.tree.map(lambda x: x[number], totals), grads)
-        return written(totals, part, number)
+    def add_to(number: int, totals: list[Params]) -> list[Params]:
+        return of_chunk(totals, number, add(totals[number], grads))
 
-    # A chunk by its number is added to in place, and by a variable in a copy.
-    num_chunks = jax.tree.leaves(totals)[0].shape[0]
-    ways = [functools.partial(add_to, number) for number in range(num_chunks)]
+    ways = [functools.partial(add_to, number) for number in range(len(totals))]
     return jax.lax.switch(chunk, ways, totals)
 
 

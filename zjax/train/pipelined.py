@@ -239,11 +239,18 @@ class _Run:
         return bool(share.reduces_each and share.axes and not self.is_split)
 
     @property
+    def communicates(self) -> bool:
+        """Whether devices exchange anything within a chunk."""
+        sizes = self.plan.mesh.shape
+        return self.is_split or sizes[SEQUENCE] > 1 or sizes[TENSOR] > 1
+
+    @property
     def adds_in_products(self) -> bool:
         """Whether nothing comes between a gradient and the sum of its chunk."""
         # What devices of a sequence add up would be twice as wide.
         is_whole = self.plan.mesh.shape[SEQUENCE] == 1
-        return is_whole and self.schedule.num_chunks == 1 and not self.reduces_each
+        is_fixed = self.schedule.num_chunks == 1 or not self.communicates
+        return is_whole and is_fixed and not self.reduces_each
 
     def reducer(self, rows: Any) -> Callable[..., Any]:
         def reduce(grads: Params) -> Params:
@@ -297,7 +304,13 @@ class _Run:
             part, total = self.share.part_of(loss)
             return loss.value * part * scale, self.share.mean(loss, part, total)
 
-        return Line(embed, chunk, head, fetches=self.is_split)
+        return Line(
+            embed,
+            chunk,
+            head,
+            fetches=self.is_split,
+            communicates=self.communicates,
+        )
 
     @property
     def num_layers(self) -> int:
