@@ -2,9 +2,10 @@
 
 Blocks run where their parameters are, mapped by hand over the `pipeline` axis. What
 communicates never hangs on what a stage decides, and no pass on whether there is one: a
-stage that has nothing to do computes what nobody reads. Embedding and head run outside of the map, in the ticks that have a microbatch
-for them, on whatever devices their parameters are on; where the vocabulary is split
-over the stages, these share their work and their memory.
+stage that has nothing to do computes what nobody reads. Embedding and head run outside
+of the map, in the ticks that have a microbatch for them, on whatever devices their
+parameters are on; where the vocabulary is split over the stages, these share their work
+and their memory.
 
 Reference: vocabulary parallelism in pipelines (arXiv:2411.05288).
 """

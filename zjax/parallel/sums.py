@@ -134,8 +134,13 @@ def _wide_product(product: Any, x: jax.Array, y: jax.Array, dtype: Any) -> jax.A
     x, of_x = _as_matrix(x, contracted[0])
     y, of_y = _as_matrix(y, contracted[1])
     dims = ((of_x, of_y), ((), ()))
-    precision = product.params["precision"]
-    found = jax.lax.dot_general(x, y, dims, precision, jnp.dtype(dtype))
+    found = jax.lax.dot_general(
+        x,
+        y,
+        dims,
+        precision=product.params["precision"],
+        preferred_element_type=jnp.dtype(dtype),
+    )
     return found.reshape(product.outvars[0].aval.shape)
 
 
