@@ -148,7 +148,7 @@ def _as_matrix(x: jax.Array, contracted: tuple[int, ...]) -> tuple[jax.Array, An
     """Joins the dims that a product leaves, which follow one another."""
     left = _left(x, contracted)
     start, end = left[0], left[-1]
-    matrix = x.reshape(*x.shape[:start], -1, *x.shape[end + 1 :])
+    matrix = x.reshape((*x.shape[:start], -1, *x.shape[end + 1 :]))
     return matrix, tuple(i if i < start else i - end + start for i in contracted)
 
 
