@@ -120,8 +120,8 @@ def _ways_from_products(graph: Graph, names: list[Any]) -> list[list[Any]]:
 
 def _walk(way: list[Any], inputs: list[Any], dtype: Any) -> jax.Array:
     """Goes the way without rounding."""
-    product, *moves = way
-    x = _wide_product(product, *inputs, dtype)
+    (product, *moves), (left, right) = way, inputs
+    x = _wide_product(product, left, right, dtype)
     for move in moves:
         if move.primitive.name != "convert_element_type":
             (x,) = apply(move, x)
