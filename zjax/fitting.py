@@ -16,9 +16,9 @@ from zjax.errors import PlanError, Problem
 from zjax.offload.peak import Peak
 from zjax.processes.host import (
     PINNED_SPARE,
-    devices_of_host,
     host_memory_bytes,
     pinnable_bytes,
+    sharers_of_host,
 )
 from zjax.sharding import memory
 from zjax.sharding.describe import format_bytes
@@ -142,10 +142,9 @@ def _room(plan: Plan, config: Config, on_device: float) -> Mapping[str, float]:
     """Bytes per device for state, the same in all processes."""
     mesh = plan.mesh
     assert isinstance(mesh, Mesh)
-    num_local = len(mesh.local_devices)
-    num_devices = devices_of_host(num_local)
-    num_processes = num_devices // max(1, num_local)
-    host = pinnable_bytes(host_memory_bytes(), num_processes) / max(1, num_devices)
+    sharers = sharers_of_host(len(mesh.local_devices))
+    host = pinnable_bytes(host_memory_bytes(), sharers.num_processes)
+    host /= max(1, sharers.num_devices)
     host -= IN_FLIGHT_BYTES
     host -= buffer_bytes(memory.moved_bytes(plan), config.zero.nvme_paths)
     blocks = [row for row in jax.tree.leaves(plan.compute) if row.memory == HOST]

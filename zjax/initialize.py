@@ -21,7 +21,7 @@ from zjax.optim.build import make_optimizer
 from zjax.optim.matrices import named_params
 from zjax.optim.per_layer import respect_layers
 from zjax.optim.schedules import make_schedule
-from zjax.processes.host import devices_of_host, host_memory_bytes
+from zjax.processes.host import host_memory_bytes, sharers_of_host
 from zjax.sharding import memory, placement
 from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
@@ -226,7 +226,7 @@ def make_run(
     plan = fit_plan(config, mesh, model, tx, batch)
     memory.check_memory(plan, meshes.device_capacity_bytes(mesh))
     num_local = len(mesh.local_devices)
-    num_devices = devices_of_host(num_local)
+    num_devices, num_processes = sharers_of_host(num_local)
     moved = memory.moved_bytes(plan)
     waiting = memory.waiting_on_host_bytes(plan, config, plan.num_batch_shares)
     memory.check_host_memory(
@@ -234,7 +234,7 @@ def make_run(
         num_devices,
         host_memory_bytes(),
         waiting,
-        num_processes=num_devices // max(1, num_local),
+        num_processes=num_processes,
         beside_bytes=num_devices * buffer_bytes(moved, config.zero.nvme_paths),
         asked=config.zero.optimizer_memory,
     )

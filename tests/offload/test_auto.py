@@ -218,4 +218,4 @@ def test_processes_of_one_host_share_it(monkeypatch):
     told = np.array([[name, 2] for name in names])
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     monkeypatch.setattr(host.multihost_utils, "process_allgather", lambda x: told)
-    assert host.devices_of_host(2) == 4
+    assert host.sharers_of_host(2) == (4, 2)

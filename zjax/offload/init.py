@@ -9,10 +9,9 @@ from zjax.config.schema import Config
 from zjax.offload.parts import Part, compile_parts
 from zjax.offload.units import groups_of, num_units
 from zjax.optim.dataflow import trace
-from zjax.sharding.mesh import device_capacity_bytes
 from zjax.sharding.placement import Row, layer_of, pad, place_tree, shardings, unpad
 from zjax.sharding.plan import DEVICE, Plan
-from zjax.storage.move import in_flight_bytes, move, rest_in_turn
+from zjax.storage.move import move, rest_in_turn, room_to_pass
 from zjax.train.state import TrainState, first_scalars, of_master, with_params
 from zjax.typing import Model, Params
 
@@ -74,7 +73,7 @@ def _init_master(key: jax.Array, model: Model, plan: Plan) -> Params:
                 programs[unit](key, number or 0), (rows[i] for i in own), strict=True
             )
 
-    resting = list(rest_in_turn(created(), _limit_bytes(plan)))
+    resting = list(rest_in_turn(created(), room_to_pass(plan.mesh)))
     arrays = dict(zip(order, resting, strict=True))
     return tree.unflatten(arrays[i] for i in range(len(arrays)))
 
@@ -140,9 +139,5 @@ def _init_opt_state(tx: Any, master: Params, plan: Plan) -> Any:
 
     pairs = zip(parts, places, strict=True)
     created = ((create(part, place), place) for part, place in pairs)
-    resting = rest_in_turn(created, _limit_bytes(plan))
+    resting = rest_in_turn(created, room_to_pass(plan.mesh))
     return jax.tree.unflatten(jax.tree.structure(shapes), resting)
-
-
-def _limit_bytes(plan: Plan) -> int:
-    return in_flight_bytes(device_capacity_bytes(plan.mesh))

@@ -26,10 +26,9 @@ from zjax.offload.segments import Arrived, Segments
 from zjax.offload.stream import Load, Stream
 from zjax.offload.update import GroupedUpdate
 from zjax.offload.whole import Whole
-from zjax.sharding.mesh import device_capacity_bytes
 from zjax.sharding.placement import Row
 from zjax.sharding.plan import DEVICE, Plan
-from zjax.storage.move import in_flight_bytes, rest
+from zjax.storage.move import rest, room_to_pass
 from zjax.train.cut import check_no_model_state
 from zjax.train.state import TrainState, state_rows
 from zjax.train.update import Schedule
@@ -129,7 +128,7 @@ class OffloadedTrain:
             sum(row.device_bytes for row in rows if row.memory != DEVICE)
             for rows in map(self.load_rows, range(self.update.num_groups))
         ]
-        self.stream = Stream(in_flight_bytes(device_capacity_bytes(plan.mesh)))
+        self.stream = Stream(room_to_pass(plan.mesh))
         self.known_forms: set[Any] = set()  # of batches that suit the model
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:

@@ -5,6 +5,7 @@ import os
 import pathlib
 import socket
 import zlib
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -50,20 +51,28 @@ def pinnable_bytes(host_bytes: int, num_processes: int = 1) -> int:
     return host_bytes - int(kept)
 
 
-def devices_of_host(num_local: int) -> int:
-    """Devices that share the memory of this host, those of other processes included.
+class Sharers(NamedTuple):
+    """Who shares the memory of a host."""
+
+    num_devices: int
+    num_processes: int
+
+
+def sharers_of_host(num_local: int) -> Sharers:
+    """Who shares the memory of this host, other processes included.
 
     Args:
         num_local: Devices of this process.
 
     Returns:
-        Their number; all processes must ask, as they tell each other.
+        Their numbers; all processes must ask, as they tell each other.
     """
     if jax.process_count() == 1:
-        return num_local
+        return Sharers(num_local, 1)
     name = zlib.crc32(socket.gethostname().encode())
     hosts = multihost_utils.process_allgather(np.array([name, num_local], np.uint32))
-    return int(sum(count for host, count in hosts.tolist() if host == name))
+    counts = [count for host, count in hosts.tolist() if host == name]
+    return Sharers(int(sum(counts)), len(counts))
 
 
 def limit_pinned_memory(num_bytes: int, beside_bytes: int = 0) -> None:

@@ -29,7 +29,7 @@ from zjax.config.check import check_config
 from zjax.errors import ConfigError, PlanError, Problem
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
-from zjax.processes.host import devices_of_host
+from zjax.processes.host import sharers_of_host
 from zjax.propose.reasons import FEW, Proposal, describe_proposal, no_room, reasons
 from zjax.propose.trial import Machine, Trial, batch_on, weigh
 from zjax.sharding import mesh as meshes
@@ -88,7 +88,9 @@ def this_machine(devices: Sequence[Device]) -> Machine:
     """
     num_local = sum(each.process_index == jax.process_index() for each in devices)
     mesh = meshes.make_mesh(schema.Mesh(), devices)
-    here = np.array([devices_of_host(num_local), meshes.device_capacity_bytes(mesh)])
+    here = np.array(
+        [sharers_of_host(num_local).num_devices, meshes.device_capacity_bytes(mesh)]
+    )
     if jax.process_count() > 1:
         here = multihost_utils.process_allgather(here).min(0)
     return Machine(len(devices), int(here[0]), float(here[1]))

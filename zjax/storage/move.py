@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from zjax.sharding.mesh import device_capacity_bytes
 from zjax.sharding.placement import Row
 from zjax.sharding.plan import DEVICE, NVME
 from zjax.storage.array import DiskArray
@@ -38,6 +39,18 @@ def in_flight_bytes(capacity_bytes: int | float) -> int:
         [2.4, 5.0]
     """
     return int(min(IN_FLIGHT_BYTES, IN_FLIGHT_SHARE * capacity_bytes))
+
+
+def room_to_pass(mesh: Any) -> int:
+    """The same for the smallest device of a mesh.
+
+    Args:
+        mesh: The devices.
+
+    Returns:
+        Bytes.
+    """
+    return in_flight_bytes(device_capacity_bytes(mesh))
 
 
 def buffer_bytes(moved_bytes: int, disks: tuple[str, ...]) -> int:

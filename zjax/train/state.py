@@ -13,7 +13,6 @@ from zjax.config.schema import Config
 from zjax.errors import CheckpointError, Problem
 from zjax.optim import loss_scale
 from zjax.sharding.layers import take_apart
-from zjax.sharding.mesh import device_capacity_bytes
 from zjax.sharding.placement import (
     Row,
     pad,
@@ -25,7 +24,7 @@ from zjax.sharding.placement import (
 )
 from zjax.sharding.plan import DEVICE, NVME, Plan, plan_on_device
 from zjax.storage.array import DiskArray
-from zjax.storage.move import in_flight_bytes, move, rest, rest_in_turn
+from zjax.storage.move import move, rest, rest_in_turn, room_to_pass
 from zjax.train.gradients import compute_params, param_in_use
 from zjax.typing import Model, ModelState, Params
 
@@ -237,7 +236,7 @@ def of_master(master: Params, rows: Any, plan: Plan) -> Params:
             yield made(arrays[i], stored, row), row
 
     # Beside each, what it is made of may be there too, in up to twice as many bytes.
-    limit = in_flight_bytes(device_capacity_bytes(plan.mesh)) // 3
+    limit = room_to_pass(plan.mesh) // 3
     return tree.unflatten(rest_in_turn(all_made(), limit))
 
 
