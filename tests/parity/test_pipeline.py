@@ -175,11 +175,19 @@ def steps_of(run):
     return norms, pipelines.whole(state.ema, run.plan.ema)
 
 
-def test_bfloat16_is_close_to_float32():
-    """Fails if a compiler cannot take sums of 16 bits where it has other axes."""
-    mesh = {"pipeline": 2, "data": 2, "tensor": 2}
-    config = pipelines.make_config(mesh=mesh, stage=2, compute_dtype="bfloat16")
-    losses, _ = pipelines.train(pipelines.start(config))
+@pytest.mark.parametrize(
+    ("case", "num_devices"),
+    [
+        ({"mesh": {"pipeline": 2, "data": 2, "tensor": 2}, "stage": 2}, 8),
+        ({"mesh": {"pipeline": 2}, "remat": "full", "pipeline": KEPT}, 2),
+        ({"mesh": {"pipeline": 2}, "pipeline": {"schedule": "interleaved"}}, 2),
+    ],
+)
+def test_bfloat16_is_close_to_float32(case, num_devices):
+    """Fails if a compiler cannot take sums of 16 bits where it has other axes, or
+    products of 16 bits that add to wider sums."""
+    config = pipelines.make_config(compute_dtype="bfloat16", **case)
+    losses, _ = pipelines.train(pipelines.start(config, jax.devices()[:num_devices]))
     np.testing.assert_allclose(losses, pipelines.on_one_device()[0], rtol=1e-2)
 
 

@@ -109,7 +109,7 @@ def _ways_from_products(graph: Graph, names: list[Any]) -> list[list[Any]]:
             found.insert(0, makers[name])
             kind = found[0].primitive.name
             if kind == _PRODUCT:
-                return found if _is_of_matrices(found[0]) else []
+                return found
             if kind not in _MOVES:
                 break
             name = found[0].invars[0]
@@ -129,39 +129,15 @@ def _walk(way: list[Any], inputs: list[Any], dtype: Any) -> jax.Array:
 
 
 def _wide_product(product: Any, x: jax.Array, y: jax.Array, dtype: Any) -> jax.Array:
-    """Of matrices, as CPUs have no other products of 16 bits with wider results."""
-    contracted, _ = product.params["dimension_numbers"]
-    x, of_x = _as_matrix(x, contracted[0])
-    y, of_y = _as_matrix(y, contracted[1])
-    dims = ((of_x, of_y), ((), ()))
-    found = jax.lax.dot_general(
-        x,
-        y,
-        dims,
-        precision=product.params["precision"],
-        preferred_element_type=jnp.dtype(dtype),
-    )
-    return found.reshape(product.outvars[0].aval.shape)
+    def multiply(x: jax.Array, y: jax.Array) -> jax.Array:
+        settings = product.params | {"preferred_element_type": jnp.dtype(dtype)}
+        return product.primitive.bind(x, y, **settings)
 
+    def multiply_wide(x: jax.Array, y: jax.Array) -> jax.Array:
+        return multiply(x.astype(dtype), y.astype(dtype))
 
-def _as_matrix(x: jax.Array, contracted: tuple[int, ...]) -> tuple[jax.Array, Any]:
-    """Joins the dims that a product leaves, which follow one another."""
-    left = _left(x, contracted)
-    start, end = left[0], left[-1]
-    matrix = x.reshape((*x.shape[:start], -1, *x.shape[end + 1 :]))
-    return matrix, tuple(i if i < start else i - end + start for i in contracted)
-
-
-def _left(x: Any, contracted: tuple[int, ...]) -> list[int]:
-    return sorted(set(range(x.ndim)).difference(contracted))
-
-
-def _is_of_matrices(product: Any) -> bool:
-    (contracted, batch) = product.params["dimension_numbers"]
-    pairs = zip(product.invars, contracted, strict=True)
-    sides = [_left(x.aval, dims) for x, dims in pairs]
-    follow = all(side and side[-1] - side[0] == len(side) - 1 for side in sides)
-    return follow and not any(batch)
+    # XLA for CPUs lacks some products of 16 bits with wider results.
+    return jax.lax.platform_dependent(x, y, cpu=multiply_wide, default=multiply)
 
 
 def scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
