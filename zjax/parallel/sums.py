@@ -32,7 +32,16 @@ def add(totals: Params, grads: Params) -> Params:
 
 
 def of_chunk(totals: list[Params], chunk: int, own: Params) -> list[Params]:
-    """The sums of all chunks, with others for one of them."""
+    """Puts other sums in the place of those of one chunk.
+
+    Args:
+        totals: Sums of each chunk.
+        chunk: Its number.
+        own: Its sums.
+
+    Returns:
+        The sums of all chunks.
+    """
     return [own if number == chunk else x for number, x in enumerate(totals)]
 
 
