@@ -138,12 +138,14 @@ def _walk(way: list[Any], inputs: list[Any], dtype: Any) -> jax.Array:
 
 
 def _wide_product(product: Any, x: jax.Array, y: jax.Array, dtype: Any) -> jax.Array:
+    settings = product.params | {"preferred_element_type": jnp.dtype(dtype)}
+
     def multiply(x: jax.Array, y: jax.Array) -> jax.Array:
-        settings = product.params | {"preferred_element_type": jnp.dtype(dtype)}
         return product.primitive.bind(x, y, **settings)
 
     def multiply_wide(x: jax.Array, y: jax.Array) -> jax.Array:
-        return multiply(x.astype(dtype), y.astype(dtype))
+        exact = settings | {"precision": None}
+        return product.primitive.bind(x.astype(dtype), y.astype(dtype), **exact)
 
     # XLA for CPUs lacks some products of 16 bits with wider results.
     return jax.lax.platform_dependent(x, y, cpu=multiply_wide, default=multiply)
