@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -49,9 +50,14 @@ def ended(*launchers):
 
 
 def wait_until_ready(launched):
-    for line in launched.stdout:
-        if line == "[process 1] ready\n":
-            return
+    limit = threading.Timer(120, launched.kill)
+    limit.start()
+    try:
+        for line in launched.stdout:
+            if line == "[process 1] ready\n":
+                return
+    finally:
+        limit.cancel()
     raise AssertionError(launched.stderr.read()[-3000:])
 
 
