@@ -58,7 +58,8 @@ def wait_until_ready(launched):
                 return
     finally:
         limit.cancel()
-    raise AssertionError(launched.stderr.read()[-3000:])
+    launched.kill()
+    raise AssertionError(launched.communicate()[1][-3000:])
 
 
 def pid_of(directory, process_id):

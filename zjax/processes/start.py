@@ -2,6 +2,7 @@
 
 import ctypes
 import dataclasses
+import io
 import os
 import pathlib
 import signal
@@ -81,6 +82,7 @@ def start(
     if roster.ROSTER_VARIABLE in os.environ:
         _die_with_parent()
         _report_failures()
+        _print_whole_lines()
     _initialize(cluster, own, settings.heartbeat_seconds)
     _check_used(len(own))
     members = roster.read_members(paths[0])
@@ -256,6 +258,12 @@ def _report_failures() -> None:
         report(kind, error, trace)
 
     sys.excepthook = record_and_report
+
+
+def _print_whole_lines() -> None:
+    """Keeps what C++ prints out of the middle of a line of Python's."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
 
 
 def _die_with_parent() -> None:
