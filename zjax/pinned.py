@@ -5,13 +5,14 @@ its arrays need, and a process that pins more than the host has is killed.
 """
 
 import functools
+import math
 import os
 
 from zjax.config.schema import Config, Mesh
 from zjax.errors import ZjaxError
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
-from zjax.processes.cluster import count_gpus
+from zjax.processes.cluster import Cluster, count_gpus, own_gpus
 from zjax.processes.host import PINNED_SPARE, limit_pinned_memory
 from zjax.sharding import memory
 from zjax.sharding import mesh as meshes
@@ -22,33 +23,40 @@ _SPARE_BYTES = 2**30
 """For batches on their way."""
 
 
-def pin_what_is_needed(config: Config, num_processes: int = 1) -> None:
+def pin_what_is_needed(config: Config, cluster: Cluster | None = None) -> None:
     """Limits the pool to what a built-in model keeps on the host.
 
-    Does nothing where the state rests on devices, where the inputs of blocks leave
-    them, and once JAX has started.
+    Where the state rests on devices, or the inputs of blocks leave them, the limit is
+    what this process has of the host. Does nothing once JAX has started.
 
     Args:
         config: Checked or not; what cannot work is told later.
-        num_processes: That share the state.
+        cluster: The processes that share the state; None where this is the only one.
     """
+    cluster = cluster or Cluster()
+    needed = _needed_bytes(config, cluster) or (math.inf, 0)
+    limit_pinned_memory(*needed, num_processes=cluster.num_local)
+
+
+def _needed_bytes(config: Config, cluster: Cluster) -> tuple[float, int] | None:
+    """What this process pins, and keeps beside it; None where nobody can tell yet."""
     zero = config.zero
-    shares = num_processes if zero.stage else 1
     memories = (zero.optimizer_memory, zero.parameter_memory, zero.gradient_memory)
     if not {HOST, AUTO} & {*memories}:
-        return
+        return None
     if config.model.activation_memory != DEVICE or not zero.stage:
-        return
-    gpus = len(count_gpus(os.environ)) or 1
-    num_devices = gpus * num_processes
+        return None
+    # Kubernetes tells nobody how many there are.
+    num_processes = cluster.num_processes or 1
     try:
+        gpus = len(own_gpus(cluster, len(count_gpus(os.environ)))) or 1
+        num_devices = gpus * num_processes
         arrays = pinned_bytes(config, num_devices)
         moved = memory.moved_bytes(_plan_of_one(config)) // num_devices
     except (ZjaxError, ArithmeticError):  # as of a model without heads
-        return
-    needed = PINNED_SPARE * arrays / shares + gpus * IN_FLIGHT_BYTES
-    buffers = gpus * buffer_bytes(moved, zero.nvme_paths)
-    limit_pinned_memory(int(needed) + _SPARE_BYTES, beside_bytes=buffers)
+        return None
+    needed = PINNED_SPARE * arrays / num_processes + gpus * IN_FLIGHT_BYTES
+    return needed + _SPARE_BYTES, gpus * buffer_bytes(moved, zero.nvme_paths)
 
 
 def pinned_bytes(config: Config, num_devices: int) -> int:

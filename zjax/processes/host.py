@@ -75,20 +75,24 @@ def sharers_of_host(num_local: int) -> Sharers:
     return Sharers(int(sum(counts)), len(counts))
 
 
-def limit_pinned_memory(num_bytes: int, beside_bytes: int = 0) -> None:
+def limit_pinned_memory(
+    num_bytes: float = math.inf, beside_bytes: int = 0, num_processes: int = 1
+) -> None:
     """Lowers how much JAX may pin; it reads this once, when it starts its devices.
 
     What is set outside of zjax has the last word.
 
     Args:
-        num_bytes: No more is taken of it than the host has for arrays.
+        num_bytes: What is needed; the host has less for arrays where that is more.
         beside_bytes: Of what the host has, for arrays that are not pinned.
+        num_processes: That share the host equally.
     """
     ours = os.environ.get(_OUR_LIMIT)
     if os.environ.get(_PINNED_LIMIT, ours) == ours:
-        room = max(1, pinnable_bytes(host_memory_bytes()) - beside_bytes >> 30)
-        limit = str(min(math.ceil(num_bytes / 2**30), room, int(ours or room)))
+        host = pinnable_bytes(host_memory_bytes(), num_processes) // num_processes
+        room = max(1, host - beside_bytes >> 30)
+        limit = str(math.ceil(min(num_bytes / 2**30, room, int(ours or room))))
         os.environ.update({_PINNED_LIMIT: limit, _OUR_LIMIT: limit})
 
 
-limit_pinned_memory(host_memory_bytes())  # JAX would stop at 64 GB
+limit_pinned_memory()  # JAX would stop at 64 GB

@@ -46,15 +46,14 @@ def start(
     settings: schema.Processes,
     directory: str,
     *,
-    prepare: Callable[[int], None] = lambda num_processes: None,
+    prepare: Callable[[Cluster], None] = lambda cluster: None,
 ) -> ProcessInfo:
     """Finds the other processes of the run; call it before anything touches a device.
 
     Args:
         settings: How to find them.
         directory: The run's directory, on a file system that all of them see.
-        prepare: Called before devices are started, with the number of processes, or 1
-            where nobody knows it yet.
+        prepare: Called before devices are started, with what started the processes.
 
     Returns:
         Who they are; `describe_processes` prints it.
@@ -65,7 +64,7 @@ def start(
     """
     cluster = find_cluster(settings, os.environ)
     gpus = count_gpus(os.environ)
-    prepare(cluster.num_processes or 1)
+    prepare(cluster)
     if cluster.is_alone:
         _check_used(len(gpus))
         return ProcessInfo(1, 0, cluster.name, (socket.gethostname(),))
