@@ -17,8 +17,9 @@ from zjax.config.schema import Mesh
 from zjax.sharding.describe import render_table
 from zjax.sharding.mesh import make_mesh
 from zjax.sharding.placement import Row
-from zjax.storage.array import CONCURRENCY, DiskArray
+from zjax.storage.array import DiskArray
 from zjax.storage.chunks import CHUNK_BYTES, disk_bytes
+from zjax.storage.crew import CONCURRENCY
 from zjax.storage.scratch import check_disks, open_scratch
 
 ARRAY_BYTES = 256 << 20
@@ -119,13 +120,15 @@ class _Arrays:
 
     def __init__(self, row: Row, num_arrays: int):
         self.row = row
-        make = jax.jit(jax.random.normal, static_argnums=1, out_shardings=row.sharding)
-        keys = jax.random.split(jax.random.key(0), num_arrays)
-        self.arrays = jax.block_until_ready([make(key, row.shape) for key in keys])
+        place = row.sharding
+        self.make = jax.jit(jax.random.normal, static_argnums=1, out_shardings=place)
+        self.keys = jax.random.split(jax.random.key(0), num_arrays)
         self.held: list[DiskArray] = []
 
     def write(self) -> None:
-        self.held = [DiskArray.write(x, self.row) for x in self.arrays]
+        # Of an array that came down before, JAX has a copy on the host.
+        arrays = [self.make(key, self.row.shape) for key in self.keys]
+        self.held = [DiskArray.write(x, self.row) for x in arrays]
         for x in self.held:
             x.block_until_ready()
 

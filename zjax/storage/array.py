@@ -25,13 +25,10 @@ from zjax.errors import Problem, StorageError
 from zjax.sharding.placement import Row
 from zjax.storage.buffers import Buffers
 from zjax.storage.chunks import chunk_shape, disk_bytes
+from zjax.storage.crew import CONCURRENCY, Job, move_chunks
 from zjax.storage.files import BLOCK_BYTES, read_file, write_file
 from zjax.storage.scratch import Scratch, open_scratch
 
-CONCURRENCY = 32
-"""Chunks on their way to or from disks at a time."""
-THREADS = 4
-"""That read arrays, and as many that write."""
 _SPARE = threading.local()
 
 
@@ -53,8 +50,8 @@ class DiskArray:
         self._chunk = chunk_shape(self.shape, shard, self.dtype.itemsize)
         self._is_deleted = False
         self._coming: futures.Future[list[np.ndarray]] | None = None
-        scratch = open_scratch(row.disks)
-        self._written = _writers().submit(self._write, shards, scratch)
+        write = functools.partial(self._write, shards, open_scratch(row.disks))
+        self._written = move_chunks("write", write)
 
     @classmethod
     def write(cls, x: jax.Array, row: Row) -> "DiskArray":
@@ -68,7 +65,6 @@ class DiskArray:
         Returns:
             The array on disk, perhaps still on its way.
         """
-        x.copy_to_host_async()
         shards = {_key(s.index, x.shape): s.data for s in x.addressable_shards}
         return cls(row, list(shards.items()))
 
@@ -85,7 +81,7 @@ class DiskArray:
         """
         self.check_held()
         if self._coming is None:
-            self._coming = _readers().submit(self._read)
+            self._coming = move_chunks("read", self._read)
 
     def forget(self) -> None:
         """Gives up what `prefetch` brought, or brings, into host memory."""
@@ -182,7 +178,7 @@ class DiskArray:
         indices = self.row.sharding.addressable_devices_indices_map(self.shape)
         return list(dict.fromkeys(_key(i, self.shape) for i in indices.values()))
 
-    def _write(self, parts: Sequence[tuple[Any, Any]], scratch: Scratch) -> None:
+    def _write(self, parts: Sequence[tuple[Any, Any]], scratch: Scratch) -> Job:
         kind = self.shape, self.dtype, self._chunk, tuple(bounds for bounds, _ in parts)
         self.path = scratch.take(kind, disk_bytes(self.row))
         self._drop = weakref.finalize(self, scratch.remove, self.path)
@@ -195,9 +191,9 @@ class DiskArray:
         ]
         for path in {os.path.dirname(path) for path, _ in pieces}:
             os.makedirs(path, exist_ok=True)
-        _each(self._write_chunk, pieces)
+        return Job(self._write_chunk, pieces, None)
 
-    def _read(self) -> list[np.ndarray]:
+    def _read(self) -> Job:
         self._written.result()
         bounds = self._bounds()
         parts = [
@@ -206,8 +202,7 @@ class DiskArray:
         ]
         pairs = zip(bounds, parts, strict=True)
         pieces = [piece for pair in pairs for piece in self._pieces(*pair)]
-        _each(self._read_chunk, pieces)
-        return parts
+        return Job(self._read_chunk, pieces, parts)
 
     def _pieces(self, bounds: Any, part: np.ndarray) -> list[tuple[str, np.ndarray]]:
         """The file of every chunk of a shard, and what lies in it."""
@@ -309,31 +304,8 @@ def _context() -> tensorstore.Context:
 
 
 @functools.cache
-def _writers() -> futures.ThreadPoolExecutor:
-    return futures.ThreadPoolExecutor(THREADS, "storage-writer")
-
-
-@functools.cache
-def _readers() -> futures.ThreadPoolExecutor:
-    return futures.ThreadPoolExecutor(THREADS, "storage-reader")
-
-
-@functools.cache
-def _movers() -> futures.ThreadPoolExecutor:
-    return futures.ThreadPoolExecutor(CONCURRENCY, "storage-chunk")
-
-
-@functools.cache
 def _buffers() -> Buffers:
     return Buffers()
-
-
-def _each(act: Callable[[str, np.ndarray], None], pieces: Sequence[Any]) -> None:
-    """Acts on all chunks at once, and waits for the last even where one fails."""
-    moving = [_movers().submit(act, *piece) for piece in pieces]
-    futures.wait(moving)
-    for each in moving:
-        each.result()
 
 
 def _bytes_of(chunk: np.ndarray) -> np.ndarray:
