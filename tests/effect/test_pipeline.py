@@ -15,6 +15,7 @@ from zjax.observe import hlo
 from zjax.observe.collectives import OPS, list_collectives
 from zjax.observe.communication import describe_communication, zero_volume
 from zjax.parallel.schedule import make_schedule
+from zjax.sharding import placement
 
 MICROBATCHES, STAGES = 4, 4
 TICKS = MICROBATCHES + STAGES - 1
@@ -29,21 +30,24 @@ def abstract(batch):
 
 
 def program(config, devices=None):
-    run = pipelines.start(config, devices)
-    return run, run.step.compile(abstract(pipelines.make_batch(0)))
+    step = pipelines.make_step(config, devices)
+    return step, step.compile(abstract(pipelines.make_batch(0)))
 
 
-@functools.cache
-def compiled(stage, schedule="1f1b"):
-    config = pipelines.make_config(
+def on_four_stages(stage, schedule="1f1b"):
+    return pipelines.make_config(
         mesh={"pipeline": STAGES, "data": 2},
         stage=stage,
         pipeline={"schedule": schedule},
         tied_head=False,
         num_layers=8 if schedule == "interleaved" else 4,
     )
-    run, step = program(config)
-    return run, step.as_text()
+
+
+@functools.cache
+def compiled(stage, schedule="1f1b"):
+    step, train = program(on_four_stages(stage, schedule))
+    return step, train.as_text()
 
 
 def sent(stage, axis, schedule="1f1b"):
@@ -51,8 +55,8 @@ def sent(stage, axis, schedule="1f1b"):
     return sent_by(*compiled(stage, schedule), axis)
 
 
-def sent_by(run, text, axis):
-    shape, names = run.mesh.devices.shape, run.mesh.axis_names
+def sent_by(step, text, axis):
+    shape, names = step.mesh.devices.shape, step.mesh.axis_names
     elements = collections.Counter()
     for each in list_collectives(text):
         places = [np.array(np.unravel_index(group, shape)) for group in each.groups]
@@ -74,7 +78,7 @@ def elements_of(plan, is_stacked):
 
 def test_a_stage_holds_its_layers_and_its_share_of_the_vocabulary():
     """Fails if the stages keep each other's parameters."""
-    run, _ = compiled(0)
+    run = pipelines.start(on_four_stages(0))
     for row in jax.tree.leaves(run.plan.master):
         splits = row.num_layers or "vocab" in row.path or row.path.endswith("tokens")
         whole = int(np.prod(row.stored_shape)) * 4
@@ -94,8 +98,8 @@ def test_neighbours_exchange_a_stream_and_its_cotangent_in_each_tick(stage):
 
 def test_gradients_are_reduced_once_in_a_step():
     """Fails if each microbatch, or each tick, adds gradients over the devices."""
-    run, _ = compiled(1)
-    own = elements_of(run.plan, True) + elements_of(run.plan, False)
+    step, _ = compiled(1)
+    own = elements_of(step.plan, True) + elements_of(step.plan, False)
     data = sent(1, "data")
     assert data["reduce-scatter"] == pytest.approx(own, rel=0.05)
     assert data["all-gather"] == pytest.approx(own, rel=0.05)
@@ -106,41 +110,44 @@ def test_gradients_are_reduced_once_in_a_step():
 def test_plan_judges_what_stages_move_over_data(stage):
     """Fails if the volume of a stage of layers is taken for that of the model, or is
     said of steps that communicate in each tick."""
-    run, text = compiled(stage)
-    said = describe_communication(list_collectives(text), run.plan, MICROBATCHES)
+    step, text = compiled(stage)
+    said = describe_communication(list_collectives(text), step.plan, MICROBATCHES)
     moved = sum(sent(stage, "data").values()) + sent(stage, "data")["all-reduce"]
-    wanted = zero_volume(run.plan, MICROBATCHES)
+    wanted = zero_volume(step.plan, MICROBATCHES)
     assert (moved == pytest.approx(wanted, rel=0.03)) == (stage == 1)
     assert (f"ZeRO {stage} should move" in said) == (stage == 1)
 
 
 def test_stage_2_reduces_in_each_tick_with_a_backward_pass():
-    run, _ = compiled(2)
-    own = elements_of(run.plan, True) + elements_of(run.plan, False)
+    step, _ = compiled(2)
+    own = elements_of(step.plan, True) + elements_of(step.plan, False)
     assert sent(2, "data")["reduce-scatter"] == pytest.approx(TICKS * own, rel=0.05)
     assert sent(2, "data")["all-gather"] == pytest.approx(own, rel=0.05)
 
 
 def test_stage_3_fetches_layers_in_each_tick():
     """Fails if the compiler keeps what it fetched for one tick until the last."""
-    run, _ = compiled(3)
-    layers, num_ticks = elements_of(run.plan, True), TICKS + STAGES - 1
+    step, _ = compiled(3)
+    layers, num_ticks = elements_of(step.plan, True), TICKS + STAGES - 1
     found = sent(3, "data")["all-gather"]
     assert found >= num_ticks * layers
-    assert found <= 3 * num_ticks * (layers + elements_of(run.plan, False))
+    assert found <= 3 * num_ticks * (layers + elements_of(step.plan, False))
 
 
 def test_stages_hand_on_what_each_device_has_of_a_stream():
     """Fails if a stream that other axes split is joined before it is sent."""
     config = pipelines.make_config(
-        mesh={"pipeline": 2, "sequence": 2, "tensor": 2}, stage=0, tied_head=False
+        mesh={"pipeline": 2, "sequence": 2, "tensor": 2},
+        stage=0,
+        tied_head=False,
+        num_layers=2,
     )
-    run, step = program(config)
-    text = step.as_text()
+    step, train = program(config)
+    text = train.as_text()
     ticks, whole = MICROBATCHES + 1, 2 * STREAM
-    found = sent_by(run, text, "pipeline")["collective-permute"] / (whole / 4)
+    found = sent_by(step, text, "pipeline")["collective-permute"] / (whole / 4)
     assert found in (2 * ticks, 2 * ticks - 1)  # the last one goes nowhere
-    assert sent_by(run, text, "pipeline")["all-gather"] == 0
+    assert sent_by(step, text, "pipeline")["all-gather"] == 0
 
 
 def conditions(text):
@@ -203,11 +210,11 @@ def equations_of(jaxpr):
 
 
 def traced(config, devices):
-    run = pipelines.start(config, devices)
+    step = pipelines.make_step(config, devices)
     batch = abstract(pipelines.make_batch(0))
-    state = jax.eval_shape(lambda: run.state)
-    with jax.set_mesh(run.mesh):
-        closed = jax.make_jaxpr(run.step.programs["train"])(state, batch)
+    state = placement.abstract_tree(step.rows)
+    with jax.set_mesh(step.mesh):
+        closed = jax.make_jaxpr(step.programs["train"])(state, batch)
     return list(equations_of(closed.jaxpr))
 
 
@@ -263,7 +270,9 @@ def test_products_add_to_the_sums_of_gradients(case, adds):
 def test_what_waits_is_written_in_place(name):
     """Fails if the compiler makes one array of the first values of all buffers."""
     pipeline = {"schedule": name, "recompute": False}
-    config = pipelines.make_config(mesh={"pipeline": 2}, stage=0, pipeline=pipeline)
+    config = pipelines.make_config(
+        mesh={"pipeline": 2}, stage=0, num_layers=2, pipeline=pipeline
+    )
     text = program(config, jax.devices()[:2])[1].as_text()
     schedule = make_schedule(name, num_stages=2, num_microbatches=MICROBATCHES)
     for slots in {schedule.num_slots, schedule.num_handed} - {0}:
@@ -283,8 +292,8 @@ def temporaries(schedule, num_microbatches, monkeypatch):
         pipeline={"schedule": schedule},
     )
     config = dataclasses.replace(config, global_batch_size=rows)
-    _, step = program(config, jax.devices()[:4])
-    return step.memory_analysis().temp_size_in_bytes
+    _, train = program(config, jax.devices()[:4])
+    return train.memory_analysis().temp_size_in_bytes
 
 
 def test_gpipe_keeps_every_microbatch_and_1f1b_a_few(monkeypatch):
