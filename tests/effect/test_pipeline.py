@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support import pipelines
+from tests.support.steps import make_step
 from zjax.observe import hlo
 from zjax.observe.collectives import OPS, list_collectives
 from zjax.observe.communication import describe_communication, zero_volume
@@ -30,7 +31,7 @@ def abstract(batch):
 
 
 def program(config, devices=None):
-    step = pipelines.make_step(config, devices)
+    step = make_step(config, devices)
     return step, step.compile(abstract(pipelines.make_batch(0)))
 
 
@@ -210,7 +211,7 @@ def equations_of(jaxpr):
 
 
 def traced(config, devices):
-    step = pipelines.make_step(config, devices)
+    step = make_step(config, devices)
     batch = abstract(pipelines.make_batch(0))
     state = placement.abstract_tree(step.rows)
     with jax.set_mesh(step.mesh):

@@ -9,11 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 from tests.support import language
+from tests.support.steps import make_step
 from zjax.config import schema
-from zjax.initialize import make_run
-from zjax.models.build import make_model
 from zjax.observe.collectives import list_collectives, mesh_axes
-from zjax.optim.build import make_optimizer
 
 ROWS, LENGTH, EMBED, VOCAB = 2, 256, 16, 61
 PER_DEVICE = LENGTH // 8
@@ -40,11 +38,9 @@ def compile_step(sequence, *, stage=3, **settings):
         data=schema.Data(length=LENGTH),
         precision=schema.Precision(compute_dtype="float32"),
     )
-    built = make_model(config)
-    devices = jax.devices()[:sequence]
-    run = make_run(config, built, make_optimizer(config, built), devices=devices)
+    step = make_step(config, jax.devices()[:sequence])
     tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)
-    return run.step.compile({"tokens": tokens, "targets": tokens}), run.mesh
+    return step.compile({"tokens": tokens, "targets": tokens}), step.mesh
 
 
 @pytest.fixture(scope="module", params=["ulysses", "ring"])

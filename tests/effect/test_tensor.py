@@ -50,13 +50,13 @@ def test_neither_logits_nor_the_table_are_gathered():
 def test_device_holds_its_share_of_the_weights():
     """Fails if a matrix stays whole, or a share is more than it should be."""
     model = dataclasses.replace(tensor.GPT, vocab_size=512)
-    run, _, _ = tensor.compile_step(tensor.make_config(model, MESH), 8)
+    step, _, _ = tensor.compile_step(tensor.make_config(model, MESH), 8)
     width, hidden, layers = model.embed_size, model.mlp_size, model.num_layers
     split = layers * (4 * width**2 + 3 * width + 2 * width * hidden + hidden)
     split += model.vocab_size * width
     whole = layers * (2 * width + 4 * width) + 2 * width + model.max_length * width
-    assert memory.num_params(run.plan) == split + whole
-    assert memory.tree_bytes(run.plan.compute) == 4 * (split // 4 + whole)
+    assert memory.num_params(step.plan) == split + whole
+    assert memory.tree_bytes(step.plan.compute) == 4 * (split // 4 + whole)
 
 
 def kept_bytes(num_layers, mesh, num_devices):

@@ -5,13 +5,10 @@ import functools
 import jax
 import numpy as np
 
-from zjax import step as steps
 from zjax.config import schema
 from zjax.initialize import make_run
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
-from zjax.sharding.mesh import make_mesh
-from zjax.sharding.plan import make_plan
 
 ROWS, LENGTH, WIDTH, VOCABULARY = 16, 8, 16, 40
 
@@ -64,13 +61,6 @@ def make_batch(step):
 def start(config, devices=None):
     model = make_model(config)
     return make_run(config, model, make_optimizer(config, model), devices=devices)
-
-
-def make_step(config, devices=None):
-    """The step of a run without its state, for what is read off its program."""
-    model = make_model(config)
-    tx, mesh = make_optimizer(config, model), make_mesh(config.mesh, devices)
-    return steps.make_step(model, tx, make_plan(config, mesh, model, tx), config)
 
 
 def train(run, num_steps=3):

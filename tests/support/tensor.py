@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.support.steps import make_step
 from zjax.config import check_config, schema
 from zjax.initialize import make_run
 from zjax.models.build import make_model
@@ -83,13 +84,14 @@ def train(config, num_devices, num_steps=3):
 
 
 def compile_step(config, num_devices):
-    """The run, its compiled step, and what that sends along the tensor axis alone."""
-    run = start(config, num_devices)
+    """The step, its program, and what that sends along the tensor axis alone."""
+    check_config(config, num_devices)
+    step = make_step(config, jax.devices()[:num_devices])
     tokens = jax.ShapeDtypeStruct((ROWS, config.data.length), jnp.int32)
-    compiled = run.step.compile({"tokens": tokens, "targets": tokens})
+    compiled = step.compile({"tokens": tokens, "targets": tokens})
     found = list_collectives(compiled.as_text())
-    along = [c for c in found if mesh_axes(c.groups, run.plan.mesh) == ("tensor",)]
-    return run, compiled, along
+    along = [c for c in found if mesh_axes(c.groups, step.mesh) == ("tensor",)]
+    return step, compiled, along
 
 
 def sent_per_layer(model, mesh, num_devices, *, length=LENGTH, **settings):
@@ -99,8 +101,8 @@ def sent_per_layer(model, mesh, num_devices, *, length=LENGTH, **settings):
     for num_layers, sign in ((3, 1), (2, -1)):
         deep = dataclasses.replace(model, num_layers=num_layers)
         config = make_config(deep, mesh, length=length, **settings)
-        run, _, found = compile_step(config, num_devices)
-        stream = ROWS // run.plan.num_batch_shares * length * model.embed_size
+        step, _, found = compile_step(config, num_devices)
+        stream = ROWS // step.plan.num_batch_shares * length * model.embed_size
         for each in found:
             streams, rest = divmod(each.elements, stream)
             counts[each.op] += sign * each.times * streams
