@@ -55,8 +55,11 @@ def _needed_bytes(config: Config, cluster: Cluster) -> tuple[float, int] | None:
         moved = memory.moved_bytes(_plan_of_one(config)) // num_devices
     except (ZjaxError, ArithmeticError):  # as of a model without heads
         return None
-    needed = PINNED_SPARE * arrays / num_processes + gpus * IN_FLIGHT_BYTES
-    return needed + _SPARE_BYTES, gpus * buffer_bytes(moved, zero.nvme_paths)
+    buffers = buffer_bytes(moved, zero.nvme_paths)
+    to_disks = min(IN_FLIGHT_BYTES, buffers)
+    needed = PINNED_SPARE * arrays / num_processes
+    needed += gpus * (IN_FLIGHT_BYTES + to_disks) + _SPARE_BYTES
+    return needed, gpus * (buffers - to_disks)
 
 
 def pinned_bytes(config: Config, num_devices: int) -> int:

@@ -27,6 +27,7 @@ from zjax.storage.buffers import Buffers
 from zjax.storage.chunks import chunk_shape, disk_bytes
 from zjax.storage.crew import CONCURRENCY, Job, move_chunks
 from zjax.storage.files import BLOCK_BYTES, read_file, write_file
+from zjax.storage.lanes import DOWN, LANES
 from zjax.storage.scratch import Scratch, open_scratch
 
 _SPARE = threading.local()
@@ -65,7 +66,11 @@ class DiskArray:
         Returns:
             The array on disk, perhaps still on its way.
         """
-        shards = {_key(s.index, x.shape): s.data for s in x.addressable_shards}
+        # Pinned memory is used again and again, where another copy of JAX's on the host
+        # would ask Linux for its own.
+        LANES.enter(DOWN, row.sharding)
+        down = jax.device_put(x, row.rest_in(DOWN).sharding, may_alias=False)
+        shards = {_key(s.index, x.shape): s.data for s in down.addressable_shards}
         return cls(row, list(shards.items()))
 
     @property

@@ -22,7 +22,8 @@ READ_AHEAD_BYTES = 4 * 10**9
 """On the host for one device, of what is read from disks before there is room."""
 
 BUFFER_BYTES = READ_AHEAD_BYTES + 2 * IN_FLIGHT_BYTES
-"""On the host for one device, of what is read ahead, goes up, or goes down to disks."""
+"""On the host for one device, of what is read ahead, goes up, or goes down to disks:
+the last of these is pinned."""
 
 
 def in_flight_bytes(capacity_bytes: int | float) -> int:
@@ -73,8 +74,7 @@ def move(x: Any, row: Row, memory: str, *, is_consumed: bool) -> Any:
         x: The array, in `row.memory` or on the devices.
         row: Where it rests.
         memory: Where it goes: `row.memory`, or the devices.
-        is_consumed: Whether `x` is given up; on the way to disks it stays until nobody
-            holds it.
+        is_consumed: Whether `x` is given up.
 
     Returns:
         The array there, perhaps still on its way.
@@ -82,8 +82,8 @@ def move(x: Any, row: Row, memory: str, *, is_consumed: bool) -> Any:
     if row.memory == DEVICE:
         return x
     if memory == NVME:
-        return DiskArray.write(x, row)
-    if row.memory == NVME:
+        moved = DiskArray.write(x, row)
+    elif row.memory == NVME:
         moved = x.to_devices()
     else:
         LANES.enter(memory, row.sharding)
