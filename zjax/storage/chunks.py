@@ -34,6 +34,8 @@ def chunk_shape(
         (4, 1048576)
         >>> chunk_shape((6287, 4096), (6287, 4096), 4)
         (899, 4096)
+        >>> chunk_shape((10240, 2560), (10240, 2560), 4)
+        (1464, 2560)
     """
     chunk = list(shard_shape)
     for dim, size in enumerate(shard_shape):
@@ -42,6 +44,9 @@ def chunk_shape(
         if fitting >= size:
             break
         chunk[dim] = math.ceil(size / math.ceil(size / max(fitting, 1)))
+        in_blocks = BLOCK_BYTES // math.gcd(row_bytes, BLOCK_BYTES)
+        if fitting >= in_blocks:  # then the next part starts at a block of memory
+            chunk[dim] = math.ceil(chunk[dim] / in_blocks) * in_blocks
         if shape[dim] != size:  # split
             enough = max(1, CHUNK_BYTES // 4 // row_bytes)
             divisors = [n for n in range(1, size + 1) if size % n == 0]
