@@ -222,18 +222,25 @@ class DiskArray:
         return pieces
 
     def _write_chunk(self, path: str, part: np.ndarray) -> None:
+        if self._is_in_blocks(part):
+            write_file(path, _bytes_of(part))
+            return
         whole = self._whole_chunk()
         whole[tuple(map(slice, part.shape))] = part
         write_file(path, _bytes_of(whole))
 
     def _read_chunk(self, path: str, part: np.ndarray) -> None:
-        if part.shape == self._chunk and not part.ctypes.data % BLOCK_BYTES:
-            assert part.flags.c_contiguous
+        if self._is_in_blocks(part):
             read_file(path, _bytes_of(part))
             return
         whole = self._whole_chunk()
         read_file(path, _bytes_of(whole))
         part[...] = whole[tuple(map(slice, part.shape))]
+
+    def _is_in_blocks(self, part: np.ndarray) -> bool:
+        """Whether a whole chunk lies in memory as it does on the disk."""
+        is_whole = part.shape == self._chunk and part.flags.c_contiguous
+        return is_whole and not part.ctypes.data % BLOCK_BYTES
 
     def _whole_chunk(self) -> np.ndarray:
         """Memory of this thread for a chunk; the last along a dim may fill less."""
