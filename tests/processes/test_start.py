@@ -106,6 +106,16 @@ def test_a_pipeline_through_two_processes_is_that_of_one(tmp_path):
     assert found == pytest.approx(worker.measure_pipeline(), rel=1e-6)
 
 
+def test_two_processes_keep_their_state_elsewhere_as_one_does(tmp_path):
+    """Fails if a process moves what another has, or not all that it has itself."""
+    launched = launcher("rest", tmp_path)
+    with ended(launched) as [(_, errors)]:
+        assert launched.returncode == 0, errors[-3000:]
+    alone = worker.train_offloaded("device", tmp_path)
+    for losses in json.loads((tmp_path / "results.json").read_text()):
+        np.testing.assert_allclose(losses, alone, rtol=1e-6)
+
+
 OBITUARY = (
     "process=1 on host {host} (pid {pid}) ended ({reason}); the last checkpoint is "
     "step 40 in {directory}/checkpoints: run the same command again to resume"

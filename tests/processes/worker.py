@@ -13,11 +13,13 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.checkpoint import states
+from tests.support import offload
 from zjax import processes
 from zjax.bench import measure
 from zjax.checkpoint.store import Store
 from zjax.config import schema
 from zjax.errors import DataError, Problem
+from zjax.sharding import plan as plans
 
 HEARTBEAT_SECONDS = 3
 
@@ -106,6 +108,32 @@ def pipeline(info, directory):
     results = measure_pipeline()
     if info.process_id == 0:
         (directory / "results.json").write_text(json.dumps(results))
+
+
+def train_offloaded(memory, directory):
+    """Losses of three steps whose state rests elsewhere."""
+    zero = {"nvme_paths": (str(directory),)} if memory == "nvme" else {}
+    run = offload.start(offload.make_config(memory, zero=zero))
+    state, losses = run.state, []
+    for step in range(3):
+        batch = jax.tree.map(
+            lambda x: jax.make_array_from_callback(
+                x.shape, run.plan.batch_sharding(x), x.__getitem__
+            ),
+            offload.make_batch(step),
+        )
+        state, metrics = run.step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return losses
+
+
+def rest(info, directory):
+    """Each process keeps its part of the state on the host, then on a disk."""
+    plans.MIN_MOVED_BYTES = 64  # its arrays are small
+    memories = ("pinned_host", "nvme")
+    losses = [train_offloaded(memory, directory) for memory in memories]
+    if info.process_id == 0:
+        (directory / "results.json").write_text(json.dumps(losses))
 
 
 def use_together(info, directory):
