@@ -106,6 +106,13 @@ def test_what_the_user_has_set_stays(limit):
     assert limit(1, users="7") == 7
 
 
+def test_no_plan_takes_more_than_the_user_lets_jax_pin(limit):
+    """Fails if a state fills the host, and JAX then refuses to pin all of it."""
+    limit(1, users="7")
+    gib = 2**30
+    assert [pinnable_bytes(size * gib, 2) / gib for size in (10, 1016)] == [9, 14]
+
+
 COMMAND = """
 import os
 from zjax.processes import host

@@ -41,14 +41,22 @@ def pinnable_bytes(host_bytes: int, num_processes: int = 1) -> int:
         num_processes: That share it.
 
     Returns:
-        Bytes: all but a tenth, or less than that where it is much.
+        Bytes: all but a tenth, or less than that where it is much; or less than both,
+        where the environment lets JAX pin no more.
 
     Example:
         >>> [pinnable_bytes(size * 2**30) >> 30 for size in (100, 256, 1024)]
         [90, 240, 1008]
     """
     kept = min(KEPT_SHARE * host_bytes, KEPT_BYTES * num_processes)
-    return host_bytes - int(kept)
+    room, given = host_bytes - int(kept), _given_limit()
+    return room if given is None else min(room, num_processes * int(given) * 2**30)
+
+
+def _given_limit() -> str | None:
+    """What is set outside of zjax, in GiB for each process."""
+    given = os.environ.get(_PINNED_LIMIT)
+    return None if given == os.environ.get(_OUR_LIMIT) else given
 
 
 class Sharers(NamedTuple):
@@ -87,8 +95,8 @@ def limit_pinned_memory(
         beside_bytes: Of what the host has, for arrays that are not pinned.
         num_processes: That share the host equally.
     """
-    ours = os.environ.get(_OUR_LIMIT)
-    if os.environ.get(_PINNED_LIMIT, ours) == ours:
+    if _given_limit() is None:
+        ours = os.environ.get(_OUR_LIMIT)
         host = pinnable_bytes(host_memory_bytes(), num_processes) // num_processes
         room = max(1, host - beside_bytes >> 30)
         limit = str(math.ceil(min(num_bytes / 2**30, room, int(ours or room))))
