@@ -95,6 +95,27 @@ def test_what_else_reads_a_gradient_has_it_as_it_was():
     assert (found != alone).any()
 
 
+@pytest.mark.parametrize("dtype", ["int32", "float8_e4m3fn"])
+def test_what_is_rounded_on_purpose_is_added_as_it_is(dtype):
+    """Fails if a gradient that is quantised is added as it was before."""
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(8, 8)), "bfloat16")
+
+    def rounded(x):
+        return (x @ x).astype(dtype).astype("bfloat16"), ()
+
+    found, _ = add_in_products(rounded, jnp.zeros((8, 8)), x)
+    np.testing.assert_array_equal(found, jnp.asarray(rounded(x)[0], "float32"))
+
+
+def test_products_are_no_narrower_than_they_were():
+    """Fails if operands are rounded to the dtype of a narrower sum."""
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(8, 8)), "float32")
+    zeros = jnp.zeros((8, 8), "bfloat16")
+    found, _ = add_in_products(lambda x: (x @ x, ()), zeros, x)
+    assert found.dtype == zeros.dtype
+    np.testing.assert_array_equal(found, (x @ x).astype(zeros.dtype))
+
+
 def test_a_chunk_alone_is_added_to():
     totals = [{"w": jnp.full(2, float(chunk))} for chunk in range(3)]
     grads = {"w": jnp.ones(2, "bfloat16")}

@@ -105,7 +105,10 @@ _MOVES = ("transpose", "reshape", "squeeze", "convert_element_type")
 
 
 def _ways_from_products(graph: Graph, names: list[Any]) -> list[list[Any]]:
-    """The operations from a product to each result; none where there is another way."""
+    """The operations from a product to each result; none where there is another way.
+
+    A result that is rounded to whole numbers, or to float8, is rounded on purpose.
+    """
     makers = {x: each for each in graph.equations for x in each.outvars}
     read = [graph.outs, *(each.invars for each in graph.equations)]
     readers = collections.Counter(
@@ -114,7 +117,7 @@ def _ways_from_products(graph: Graph, names: list[Any]) -> list[list[Any]]:
 
     def way(name: Any) -> list[Any]:
         found: list[Any] = []
-        while is_in(name, makers.keys()) and readers[name] == 1:
+        while is_in(name, makers.keys()) and readers[name] == 1 and _is_wide(name):
             found.insert(0, makers[name])
             kind = found[0].primitive.name
             if kind == _PRODUCT:
@@ -125,6 +128,11 @@ def _ways_from_products(graph: Graph, names: list[Any]) -> list[list[Any]]:
         return []
 
     return [way(name) for name in names]
+
+
+def _is_wide(name: Any) -> bool:
+    dtype = name.aval.dtype
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16
 
 
 def _walk(way: list[Any], inputs: list[Any], dtype: Any) -> jax.Array:
@@ -138,14 +146,15 @@ def _walk(way: list[Any], inputs: list[Any], dtype: Any) -> jax.Array:
 
 
 def _wide_product(product: Any, x: jax.Array, y: jax.Array, dtype: Any) -> jax.Array:
-    settings = product.params | {"preferred_element_type": jnp.dtype(dtype)}
+    dtype = jnp.promote_types(product.outvars[0].aval.dtype, dtype)
+    settings = product.params | {"preferred_element_type": dtype}
 
     def multiply(x: jax.Array, y: jax.Array) -> jax.Array:
         return product.primitive.bind(x, y, **settings)
 
     def multiply_wide(x: jax.Array, y: jax.Array) -> jax.Array:
-        exact = settings | {"precision": None}
-        return product.primitive.bind(x.astype(dtype), y.astype(dtype), **exact)
+        default = settings | {"precision": None}
+        return product.primitive.bind(x.astype(dtype), y.astype(dtype), **default)
 
     # XLA for CPUs lacks some products of 16 bits with wider results.
     return jax.lax.platform_dependent(x, y, cpu=multiply_wide, default=multiply)
