@@ -109,23 +109,38 @@ def test_idle_stages_write_where_none_reads():
 
 
 def test_idle_stages_read_what_was_written():
-    """Fails if a backward pass of nothing may meet what is not a number; gradients of
-    weights, which are added without a cotangent, have no such pass."""
+    """Fails if a backward pass of nothing may meet what is not a number, as what one
+    microbatch or chunk left may be with the context or the layers of another; gradients
+    of weights, which are added without a cotangent, have no such pass."""
     for case in CASES:
         schedule = make(*case)
         forward, backward = (schedule.lanes[kind] for kind in ("forward", "backward"))
         in_use = {t for p in schedule.phases if "backward" in p.kinds for t in ticks(p)}
-        for tick, stage in zip(*np.nonzero(backward.microbatch == IDLE), strict=True):
-            if tick in in_use:
-                before = slice(None, tick + 1)
-                written = forward.slot[before, stage][
-                    forward.microbatch[before, stage] != IDLE
-                ]
-                assert backward.slot[tick, stage] in written
+        for stage in range(schedule.num_stages):
+            written = {}
+            for tick in range(schedule.num_ticks):
+                *unit, slot = entry(forward, tick, stage)
+                if forward.microbatch[tick, stage] != IDLE:
+                    written[slot] = unit
+                *unit, slot = entry(backward, tick, stage)
+                if tick in in_use:
+                    assert written[slot] == unit
         for phase in schedule.phases:
             if "weights" in phase.kinds:
                 table = schedule.lanes["weights"].microbatch
                 assert (table[phase.start : phase.end] != IDLE).all()
+
+
+def entry(lane, tick, stage):
+    names = "context", "chunk", "slot"
+    return [int(getattr(lane, name)[tick, stage]) for name in names]
+
+
+def test_passes_read_the_context_of_their_microbatch():
+    for case in CASES:
+        for lane in make(*case).lanes.values():
+            is_due = lane.microbatch != IDLE
+            assert (lane.context[is_due] == lane.microbatch[is_due]).all()
 
 
 def ticks(phase):

@@ -19,7 +19,8 @@ class Here:
         chunks: The layers of each chunk.
         lane: The pass of the stage.
         rest: Context, key and int32[] number of the chunk in the model.
-        is_due: bool[], whether the stage has a pass; else nobody reads its results.
+        is_due: bool[], whether the stage has a pass; else what it hands on is not read,
+            and what it adds to gradients must be 0.
         is_first: bool[], whether the chunk is the first of the model.
         is_last: bool[], whether it is the last.
         fetches: Whether layers gather their parameters.
@@ -46,11 +47,11 @@ class Here:
         what communicates must not hang on what a stage decides, and has a copy.
         """
 
-        def layers_of(chunk: int) -> list[Params]:
+        def own_layers(chunk: int) -> list[Params]:
             return self.chunks[chunk]
 
         def run_alone(chunk: int, *args: Any) -> Any:
-            own = dataclasses.replace(self, chunk=chunk, layers=layers_of(chunk))
+            own = dataclasses.replace(self, chunk=chunk, layers=own_layers(chunk))
             return run(own, *args)
 
         def by_chunk(function: Callable[..., Any], *args: Any) -> Any:
@@ -60,7 +61,7 @@ class Here:
 
         if not self.communicates or len(self.chunks) == 1:
             return by_chunk(run_alone, *args)
-        return run(dataclasses.replace(self, layers=by_chunk(layers_of)), *args)
+        return run(dataclasses.replace(self, layers=by_chunk(own_layers)), *args)
 
     def args(self, values: Any) -> tuple[list[Params], Any, Any]:
         """What a pass takes: layers, values of its own, and the rest."""

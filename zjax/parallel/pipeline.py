@@ -2,10 +2,10 @@
 
 Blocks run where their parameters are, mapped by hand over the `pipeline` axis. What
 communicates never hangs on what a stage decides, and no pass on whether there is one: a
-stage that has nothing to do computes what nobody reads. Embedding and head run outside
-of the map, in the ticks that have a microbatch for them, on whatever devices their
-parameters are on; where the vocabulary is split over the stages, these share their work
-and their memory.
+stage that has nothing to do computes what nobody reads, and adds gradients that are 0.
+Embedding and head run outside of the map, in the ticks that have a microbatch for them,
+on whatever devices their parameters are on; where the vocabulary is split over the
+stages, these share their work and their memory.
 
 Reference: vocabulary parallelism in pipelines (arXiv:2411.05288).
 """
@@ -265,6 +265,7 @@ class _Step:
         return dataclasses.replace(state, grads=grads, losses=losses), seed
 
     def weights(self, state: _State, turn: Turn) -> _State:
+        # No stage is idle in these ticks: nothing here keeps it from adding.
         def run(here, kept, handed, total):
             left, _ = arrays.read(kept, here.lane.slot)
             own = arrays.read(handed, here.lane.handed)
@@ -348,14 +349,13 @@ class _Step:
 
         def of_stage(chunks, stage, lane, *args):
             own, (contexts, key, *rest) = args[:num_staged], args[num_staged:]
-            number, is_due = due(lane.microbatch)
+            context = arrays.read(contexts, lane.context)
             chunk_number = lane.chunk * (last_stage + 1) + stage
-            context, key = arrays.read(contexts, number), fold_in(key, number)
             here = Here(
                 chunks=chunks,
                 lane=lane,
-                rest=(context, key, chunk_number),
-                is_due=is_due,
+                rest=(context, fold_in(key, lane.context), chunk_number),
+                is_due=lane.microbatch != IDLE,
                 is_first=(stage == 0) & (lane.chunk == 0),
                 is_last=(stage == last_stage) & (lane.chunk == last_chunk),
                 fetches=self.line.fetches,

@@ -27,17 +27,22 @@ IDLE = -1
 class Lane:
     """The passes of one kind.
 
+    A stage that takes none computes all the same: a forward pass of anything, which it
+    writes to the last slot; or a backward pass on what its latest forward pass left,
+    with all that this one read: else that might not be finite.
+
     Args:
         microbatch: int32[ticks, stages]; `IDLE` where a stage takes none.
-        chunk: int32[ticks, stages], 0 where a stage takes none.
+        context: int32[ticks, stages], the microbatch whose context and key are read.
+        chunk: int32[ticks, stages], that of its layers.
         slot: int32[ticks, stages], where a stage keeps what the forward pass leaves to
-            the others. Where it takes none, a forward pass writes to the last slot,
-            which none reads, and another reads the first, which has been written to.
+            the others.
         handed: int32[ticks, stages], where it keeps what the backward pass leaves to
             that of weights; the last slot where it takes none.
     """
 
     microbatch: Any
+    context: Any
     chunk: Any
     slot: Any
     handed: Any
@@ -191,15 +196,32 @@ def make_schedule(
     lanes = {
         kind: Lane(
             tables.table(kind, tables.microbatches(kind), IDLE),
+            tables.table(kind, tables.microbatches(kind), 0),
             tables.table(kind, tables.chunks_of(kind), 0),
             tables.table(kind, slots[kind], num_slots if kind == "forward" else 0),
             tables.table(kind, handed.get(kind, 0 * ticks[kind]), num_handed),
         )
         for kind in ticks
     }
+    lanes["backward"] = _reading(lanes["backward"], lanes["forward"])
     return Schedule(
         name, num_stages, num_microbatches, num_chunks, lanes, num_slots, num_handed
     )
+
+
+def _reading(lane: Lane, forward: Lane) -> Lane:
+    """Idle stages read what their latest forward pass left, and what it read."""
+    ticks = np.arange(len(lane.microbatch))[:, None]
+    latest = np.maximum.accumulate(np.where(forward.microbatch != IDLE, ticks, 0))
+    found = {
+        name: np.where(
+            lane.microbatch == IDLE,
+            np.take_along_axis(getattr(forward, name), latest, 0),
+            getattr(lane, name),
+        )
+        for name in ("context", "chunk", "slot")
+    }
+    return dataclasses.replace(lane, **found)
 
 
 def _units(num_stages, num_microbatches, num_chunks):

@@ -1,0 +1,88 @@
+"""A line of small blocks of one's own, of any width and any mathematics."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import zjax
+from zjax.sharding.layers import layers_of, side_by_side
+from zjax.typing import Loss, Model, Segment, Stack
+
+WIDTH, ROWS = 8, 16
+
+
+def embed(params, batch, key):
+    return batch["x"] @ params["embed"], ()
+
+
+def head(params, x, batch):
+    """Has a loss without gradient where rows do not count."""
+    counts = jnp.float32(batch["weights"])[:, None]
+    error = jnp.where(counts > 0, (x @ params["head"] - batch["y"]) ** 2, 0)
+    return (counts * error).sum(), counts.sum(), {}
+
+
+def make_model(block, num_layers, embed=embed, head=head):
+    def split(params):
+        layers = layers_of(params["blocks"], num_layers)
+        return {"embed": params["embed"]}, (tuple(layers),), {"head": params["head"]}
+
+    def init(key):
+        keys = jax.random.split(key, 3)
+        square = (WIDTH, WIDTH)
+        return {
+            "embed": jax.random.normal(keys[0], square),
+            "blocks": {"w": jax.random.normal(keys[1], (num_layers, *square))},
+            "head": jax.random.normal(keys[2], (WIDTH, 1)),
+        }, {}
+
+    def loss(params, model_state, batch, key):
+        x, context = embed(params, batch, key)
+        for layer in layers_of(params["blocks"], num_layers):
+            x, _ = block(layer, x, context, key)
+        total, weight, _ = head(params, x, batch)
+        mean = total / jnp.where(weight > 0, weight, 1)
+        return Loss(mean, weight, model_state, {})
+
+    return Model(
+        init=init,
+        loss=loss,
+        bind=lambda params, model_state: functools.partial(embed, params),
+        logical=logical,
+        stack=Stack(embed, (Segment(block, num_layers),), head, split, join),
+        separable=True,
+    )
+
+
+def join(embed, segments, head):
+    (layers,) = segments
+    return {**embed, "blocks": side_by_side(layers), **head}
+
+
+def logical(params):
+    names = {"embed": (None, None), "head": (None, None)}
+    return names | {"blocks": {"w": ("layers", None, None)}}
+
+
+def make_batch():
+    rng = np.random.default_rng(0)
+    batch = {"x": rng.normal(size=(ROWS, WIDTH)), "y": rng.normal(size=(ROWS, 1))}
+    batch = {name: x.astype(np.float32) for name, x in batch.items()}
+    return batch | {"weights": np.ones(ROWS, np.float32)}
+
+
+def train(model, batch, devices=None, **settings):
+    """Losses and norms of gradients of four steps."""
+    fixed = {
+        "num_microbatches": 4,
+        "optimizer": {"name": "sgd", "num_warmup_steps": 0},
+        "precision": {"compute_dtype": "float32"},
+    }
+    run = zjax.initialize(model, None, None, batch, fixed | settings, devices=devices)
+    state, found = run.state, []
+    for _ in range(4):
+        state, metrics = run.step(state, batch)
+        found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    return found
