@@ -106,7 +106,7 @@ class Stack:
     segments: tuple[Segment, ...]
     head: Callable[..., Any]
     """`head(params, carry, batch) -> (loss_sum, weight, metric_sums)`, for `Loss` once
-    divided by the weight."""
+    divided by the weight, which a pipeline needs to follow from the batch alone."""
     split: Callable[[Params], tuple[Params, tuple[tuple[Params, ...], ...], Params]]
     """Model parameters -> (embed's, each segment's per-block trees, head's). It selects
     leaves and computes nothing; `zjax.sharding.layers.layers_of` takes layers apart."""

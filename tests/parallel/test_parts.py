@@ -8,7 +8,11 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from zjax.parallel import remat
-from zjax.parallel.parts import differentiate_in_passes, split_backward
+from zjax.parallel.parts import (
+    differentiate_in_passes,
+    follows_from_params,
+    split_backward,
+)
 
 WIDTH = 6
 
@@ -169,3 +173,16 @@ def test_what_has_no_elements_does_not_wait():
     grads, cotangent = passes.backward(x, kept, (), jnp.ones(4))
     np.testing.assert_allclose(grads, x**3)
     np.testing.assert_allclose(cotangent, x**3)
+
+
+def test_what_a_loop_computes_beside_its_sums_does_not_follow_from_them():
+    """Fails if all that one loop, or one recomputed block, returns counts as one."""
+
+    @jax.checkpoint
+    def sums(w, rows):
+        def add(totals, row):
+            return (totals[0] + w * row, totals[1] + row), ()
+
+        return jax.lax.scan(add, (jnp.zeros(2), jnp.zeros(2)), rows)[0]
+
+    assert follows_from_params(sums, jnp.ones(2), jnp.ones((3, 2))) == [True, False]

@@ -95,3 +95,59 @@ def test_idle_stages_read_what_a_pass_read(schedule):
     wanted = lines.train(model, batch, jax.devices()[:1], **settings)
     assert np.isfinite(wanted).all()
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+def rooted(params, x, context, key):
+    """Has no gradient where a row is 0."""
+    w = params["w"]
+    size = jnp.sqrt((x**2).sum(-1, keepdims=True))
+    return x + jnp.tanh(size * x @ w), jnp.float32(0)
+
+
+KEPT = {"recompute": False}
+
+
+@pytest.mark.parametrize(
+    ("stage", "pipeline", "mesh", "weightless"),
+    [
+        (0, {"schedule": "1f1b"}, {}, np.s_[2::4]),
+        (1, {"schedule": "gpipe", **KEPT}, {"data": 2}, np.s_[:8]),
+        (2, {"schedule": "interleaved", **KEPT}, {"data": 2}, np.s_[:8]),
+        (3, {"schedule": "zb_h1", **KEPT}, {"data": 2}, np.s_[1:8:2]),
+        (1, {"schedule": "1f1b", **KEPT}, {"data": 2}, np.s_[:]),
+        (3, {"schedule": "1f1b"}, {"data": 2}, np.s_[:]),
+    ],
+    ids=["microbatch", "device", "device-2", "part-3", "all", "all-3"],
+)
+def test_padding_alone_may_have_no_gradient(stage, pipeline, mesh, weightless):
+    """Fails if 0 / 0 of microbatches without weight reaches the others: of all devices,
+    of one device, or all that one device or any has. Row i is in microbatch i mod 4."""
+    model = lines.make_model(rooted, 4)
+    batch = lines.make_batch()
+    batch["weights"][weightless] = 0
+    devices = jax.devices()[: 4 if mesh else 2]
+    found = lines.train(
+        model,
+        batch | {"x": np.where(batch["weights"][:, None] > 0, batch["x"], 0)},
+        devices,
+        mesh={"pipeline": 2, **mesh},
+        zero={"stage": stage, "min_shard_elements": 0} if stage else {"stage": 0},
+        pipeline=pipeline,
+    )
+    wanted = lines.train(model, batch, jax.devices()[:1])
+    assert np.isfinite(wanted).all()
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+def test_microbatches_of_very_unequal_weight_keep_the_range_of_float16():
+    """Fails if gradients are counted in the smallest weight, which takes them past what
+    float16 holds."""
+    model = lines.make_model(normed, 2)
+    batch = lines.make_batch()
+    batch["weights"][1::4] = 100_000
+    precision = {"compute_dtype": "float16", "loss_scale": {"initial": 16.0}}
+    settings = {"mesh": {"pipeline": 2}, "precision": precision}
+    found = lines.train(model, batch, jax.devices()[:2], **settings)
+    wanted = lines.train(model, batch, jax.devices()[:1])
+    np.testing.assert_allclose(found, wanted, rtol=1e-2)
+    assert wanted[-1][0] < wanted[0][0]

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import zjax
-from tests.support import pipelines
+from tests.support import lines, pipelines
 from zjax.errors import PlanError
 from zjax.initialize import make_run
 from zjax.models.build import make_model
@@ -157,6 +157,22 @@ def test_context_that_follows_from_parameters_is_refused():
     assert str(error.value) == (
         "mesh.pipeline=2 gives no gradient to parameters that the context follows "
         "from; use 1, or have Stack.embed put what does into the carry"
+    )
+
+
+def test_weight_that_follows_from_more_than_the_batch_is_refused():
+    """Fails if weights are taken from a stream that is not there yet."""
+
+    def head(params, x, batch):
+        total, _, sums = lines.head(params, x, batch)
+        return total, jnp.float32((x > 0).sum()), sums
+
+    model = lines.make_model(lines.block, 2, head=head)
+    with pytest.raises(PlanError) as error:
+        lines.train(model, lines.make_batch(), mesh={"pipeline": 2, "data": 4})
+    assert str(error.value) == (
+        "mesh.pipeline=2 needs weights that follow from the batch alone; use 1, or "
+        "have Stack.head compute its weight from nothing else"
     )
 
 

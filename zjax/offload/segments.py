@@ -17,7 +17,6 @@ from zjax.offload.parts import Jit
 from zjax.offload.programs import BlockPrograms
 from zjax.offload.stream import Load, Stream
 from zjax.offload.units import groups_of, units_of, units_of_all
-from zjax.parallel.sums import scaled
 from zjax.sharding.placement import Row
 from zjax.sharding.plan import DEVICE, Plan, plan_on_device
 from zjax.storage.move import rest
@@ -333,7 +332,7 @@ class Segments:
 
 
 def _scaled(grads: Params, weight: jax.Array) -> Params:
-    return jax.tree.map(lambda g: scaled(g, weight), grads)
+    return jax.tree.map(lambda g: microbatches.scaled(g, weight), grads)
 
 
 def _add(total: Params, grads: Params, weight: jax.Array) -> Params:

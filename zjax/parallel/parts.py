@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from zjax.parallel.graph import is_in, like, sizes, trace
 from zjax.parallel.remat import CHEAP
@@ -108,9 +109,15 @@ def follows_from_params(
         >>> follows_from_params(lambda w, x: (w * x, x + 1), jnp.ones(2), jnp.ones(2))
         [True, False]
     """
-    graph, _ = trace(function, params, *inputs)
-    reached = graph.reached(graph.ins[: len(jax.tree.leaves(params))])
-    return [is_in(x, reached) for x in graph.outs]
+    (num_params,) = sizes(params)
+    jaxpr = jax.make_jaxpr(function)(params, *inputs).jaxpr
+
+    def follows(number: int) -> bool:
+        wanted = [each == number for each in range(len(jaxpr.outvars))]
+        _, is_read = dce_jaxpr(jaxpr, wanted)
+        return any(is_read[:num_params])
+
+    return [follows(number) for number in range(len(jaxpr.outvars))]
 
 
 @dataclasses.dataclass(frozen=True)

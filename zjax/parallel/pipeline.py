@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from zjax.ops.keys import fold_in
 from zjax.parallel import staged as arrays
 from zjax.parallel import sums
+from zjax.parallel.feed import Feed
 from zjax.parallel.here import Here
 from zjax.parallel.line import Line, Parts
 from zjax.parallel.parts import (
@@ -34,7 +35,7 @@ from zjax.parallel.staged import EVERYWHERE, STAGED
 from zjax.parallel.tensor import by_parts
 from zjax.parallel.turns import Turn, due, make_turns, where_due
 from zjax.sharding.mesh import PIPELINE
-from zjax.typing import Batch, Loss, Params
+from zjax.typing import Loss, Params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +47,9 @@ class Pipeline:
         schedule: Which passes each tick takes.
         recomputes: Whether a stage keeps only what entered it until its backward pass,
             and computes the rest again.
-        reduce: For each of the `Parts`, `reduce(grads) -> grads`, as they are added;
-            those of stages are a list of layers.
+        reduce: For each of the `Parts`, `reduce(grads, counts) -> grads`, as they are
+            added; those of stages are a list of layers. Where no microbatch has weight,
+            bool[] `counts` is false and gradients may be 0 / 0.
         adds_in_products: Whether products add to the sums of stages by themselves;
             `reduce` then says where these are, and no more.
     """
@@ -59,21 +61,20 @@ class Pipeline:
     adds_in_products: bool
 
     def differentiate(
-        self, params: Parts, zeros: Parts, parts: Batch, key: jax.Array
+        self, params: Parts, zeros: Parts, feed: Feed, key: jax.Array
     ) -> tuple[Parts, Loss]:
         """Gradients of the objectives of all microbatches.
 
         Args:
             params: Parameters in use; `stages` are split over the pipeline axis.
             zeros: Sums of gradients at their start.
-            parts: Microbatches, stacked.
+            feed: Microbatches.
             key: Folded with the number of each microbatch.
 
         Returns:
-            The sum of gradients times the weights of their losses in the unit of these,
-            as `unit_of` gives it; and the losses, stacked.
+            The sum of gradients; and the losses, stacked.
         """
-        step = _Step(self, params, parts, key)
+        step = _Step(self, params, feed, key)
         state = step.start(zeros)
         for phase in self.schedule.phases:
             ticks = slice(phase.start, phase.end)
@@ -84,18 +85,18 @@ class Pipeline:
         stages = arrays.stack(state.grads.stages)
         return dataclasses.replace(state.grads, stages=stages), state.losses
 
-    def evaluate(self, params: Parts, parts: Batch, key: jax.Array | None) -> Loss:
+    def evaluate(self, params: Parts, feed: Feed, key: jax.Array | None) -> Loss:
         """Losses of all microbatches, without gradients.
 
         Args:
             params: Parameters in use.
-            parts: Microbatches, stacked.
+            feed: Microbatches.
             key: Folded with the number of each microbatch; None evaluates.
 
         Returns:
             The losses, stacked.
         """
-        step = _Step(self, params, parts, key)
+        step = _Step(self, params, feed, key)
         busy = (self.schedule.lanes["forward"].microbatch != IDLE).any(1)
         turns = jax.tree.map(lambda x: x[: busy.sum()], step.turns["forward"])
         start = step.empty_stream(), step.no_losses()
@@ -133,13 +134,13 @@ class _Step:
     """The passes of one step, on its parameters and microbatches."""
 
     def __init__(
-        self, pipeline: Pipeline, params: Parts, parts: Batch, key: jax.Array | None
+        self, pipeline: Pipeline, params: Parts, feed: Feed, key: jax.Array | None
     ):
         self.line, self.schedule = pipeline.line, pipeline.schedule
         self.reduce, self.recomputes = pipeline.reduce, pipeline.recomputes
         self.adds_in_products = pipeline.adds_in_products
         self.splits = "weights" in self.schedule.lanes
-        self.params, self.parts, self.key = params, parts, key
+        self.params, self.feed, self.key = params, feed, key
         self.chunks = arrays.cut(params.stages)
         self.turns = make_turns(self.schedule)
         numbers = jnp.arange(self.schedule.num_microbatches)
@@ -196,7 +197,7 @@ class _Step:
         up, last = self.mapped(run, turn.lane, (STAGED, EVERYWHERE), (up,), everywhere)
 
         def note(number, losses):
-            loss = self.line.head(self.params.head, last, self.batch(number))[1]
+            loss = self.head(self.params.head, last, number)[1]
             return arrays.written(losses, loss, number)
 
         return (up, where_due(phase.last, turn.last, note, losses)), None
@@ -229,8 +230,8 @@ class _Step:
         down, total, handed, first = self.mapped(run, turn.lane, outs, staged, (seed,))
 
         def add(number, grads):
-            own = self.reduce.embed(self.embed_backward(number, first))
-            return sums.add(grads, own)
+            own = self.embed_backward(number, first)
+            return sums.add(grads, self.reduce.embed(own, self.feed.counts))
 
         embed = where_due(phase.first, turn.first, add, state.grads.embed)
         grads = Parts(embed, total, state.grads.head)
@@ -239,24 +240,15 @@ class _Step:
     def through_head(
         self, phase: Turn, state: _State, last: Any, turn: Turn
     ) -> tuple[_State, Any]:
-        """Adds the gradients of the head; returns that of what entered it, too.
-
-        All that follows from them is counted as the weight of the microbatch says.
-        """
+        """Adds the gradients of the head; returns that of what entered it, too."""
+        differentiate = jax.grad(self.head, argnums=(0, 1), has_aux=True)
 
         def run(number, start):
             head, losses, _ = start
-            batch = self.batch(number)
-
-            def objective(params, stream):
-                return self.line.head(params, stream, batch)
-
-            differentiate = jax.grad(objective, argnums=(0, 1), has_aux=True)
-            found, loss = differentiate(self.params.head, last)
+            (own, seed), loss = differentiate(self.params.head, last, number)
             losses = arrays.written(losses, loss, number)
-            factor = loss.weight / sums.unit_of(losses.weight)
-            own, seed = jax.tree.map(lambda x: sums.scaled(x, factor), found)
-            return sums.add(head, self.reduce.head(own)), losses, seed
+            own = self.reduce.head(own, self.feed.counts)
+            return sums.add(head, own), losses, seed
 
         nothing = jax.tree.map(jnp.zeros_like, last)
         start = state.grads.head, state.losses, nothing
@@ -319,12 +311,13 @@ class _Step:
         def run_adding(here, total, *args):
             function = functools.partial(run, here)
             own, other = sums.add_in_products(function, total[here.chunk], *args)
-            return sums.of_chunk(total, here.chunk, self.reduce.stages(own)), other
+            own = self.reduce.stages(own, here.counts)
+            return sums.of_chunk(total, here.chunk, own), other
 
         if self.adds_in_products:
             return here.in_chunk(run_adding, total, *args)
         grads, other = here.in_chunk(run, *args)
-        grads = self.reduce.stages(grads)
+        grads = self.reduce.stages(grads, here.counts)
         return sums.add_to_chunk(total, grads, here.lane.chunk), other
 
     def passed(self, stream: Any, by: int) -> Any:
@@ -348,7 +341,7 @@ class _Step:
         num_staged = len(staged)
 
         def of_stage(chunks, stage, lane, *args):
-            own, (contexts, key, *rest) = args[:num_staged], args[num_staged:]
+            own, (contexts, key, counts, *rest) = args[:num_staged], args[num_staged:]
             context = arrays.read(contexts, lane.context)
             chunk_number = lane.chunk * (last_stage + 1) + stage
             here = Here(
@@ -356,6 +349,7 @@ class _Step:
                 lane=lane,
                 rest=(context, fold_in(key, lane.context), chunk_number),
                 is_due=lane.microbatch != IDLE,
+                counts=counts,
                 is_first=(stage == 0) & (lane.chunk == 0),
                 is_last=(stage == last_stage) & (lane.chunk == last_chunk),
                 fetches=self.line.fetches,
@@ -364,7 +358,7 @@ class _Step:
             return run(here, *own, *rest)
 
         given = self.chunks, jnp.arange(last_stage + 1), lane
-        shared = self.contexts, self.key
+        shared = self.contexts, self.key, self.feed.counts
         return arrays.map_stages(
             of_stage, outs, (*given, *staged), *shared, *everywhere
         )
@@ -374,15 +368,16 @@ class _Step:
         return self.embed(self.params.embed, due(turn.first)[0])[0]
 
     def embed(self, params: Params, number: jax.Array) -> tuple[Any, Any]:
-        batch = self.batch(number)
+        batch = self.feed.batch(number)
         return self.line.embed(params, batch, fold_in(self.key, number))
 
     def embed_backward(self, number: jax.Array, cotangent: Any) -> Params:
         _, pull = jax.vjp(lambda p: self.embed(p, number)[0], self.params.embed)
         return pull(cotangent)[0]
 
-    def batch(self, number: jax.Array) -> Batch:
-        return arrays.read(self.parts, number)
+    def head(self, params: Params, stream: Any, number: jax.Array) -> Any:
+        batch, weight = self.feed.batch(number), self.feed.weights[number]
+        return self.line.head(params, stream, batch, weight)
 
     def empty_stream(self) -> Any:
         size = self.schedule.num_stages
@@ -391,7 +386,7 @@ class _Step:
         )
 
     def no_losses(self) -> Loss:
-        batch = self.batch(jnp.int32(0))
-        _, loss = jax.eval_shape(self.line.head, self.params.head, self.stream, batch)
+        first = jnp.int32(0)
+        _, loss = jax.eval_shape(self.head, self.params.head, self.stream, first)
         size = self.schedule.num_microbatches
         return jax.tree.map(lambda x: jnp.zeros((size, *x.shape), x.dtype), loss)

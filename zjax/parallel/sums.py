@@ -158,37 +158,3 @@ def _wide_product(product: Any, x: jax.Array, y: jax.Array, dtype: Any) -> jax.A
 
     # XLA for CPUs lacks some products of 16 bits with wider results.
     return jax.lax.platform_dependent(x, y, cpu=multiply_wide, default=multiply)
-
-
-def scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
-    """Scales an array; a factor of 0 gives 0, even where `x` is 0 / 0.
-
-    Args:
-        x: Any floating dtype.
-        factor: float32[].
-
-    Returns:
-        The product in the dtype of `x`.
-
-    Example:
-        >>> float(scaled(jnp.float32(jnp.nan), jnp.float32(0)))
-        0.0
-    """
-    return jnp.where(factor == 0, 0, x * factor.astype(x.dtype))
-
-
-def unit_of(weights: jax.Array) -> jax.Array:
-    """What the weights of microbatches are counted in.
-
-    Args:
-        weights: float32[microbatches], 0 or more.
-
-    Returns:
-        float32[]: that of the first, so that gradients of microbatches that are worth
-        the same are added as they are; 1 where that is 0.
-
-    Example:
-        >>> [float(unit_of(jnp.array(weights))) for weights in ([5.0, 3.0], [0.0, 3.0])]
-        [5.0, 1.0]
-    """
-    return jnp.where(weights[0] > 0, weights[0], 1)

@@ -1,17 +1,20 @@
 """A model that is a line of equal blocks, cut where a pipeline cuts it."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from zjax.errors import PlanError, Problem
 from zjax.parallel.line import Parts
+from zjax.parallel.parts import follows_from_params
 from zjax.sharding.layers import Layers
 from zjax.sharding.mesh import PIPELINE
 from zjax.sharding.placement import Row, name_of
 from zjax.sharding.plan import Plan
-from zjax.typing import Model
+from zjax.typing import Batch, Model, Params
 
 
 class Cut:
@@ -81,6 +84,51 @@ class Cut:
             is_leaf=is_marked,
         )
 
+    def check_context(self, batch: Batch) -> None:
+        """Refuses what would get no gradient.
+
+        Args:
+            batch: Arrays of a microbatch or their shapes.
+
+        Raises:
+            PlanError: The context follows from parameters.
+        """
+        embed = _shapes(self.split(self.plan.compute).embed)
+        if any(follows_from_params(lambda *x: self._embedded(*x)[1], embed, batch)):
+            problem = "gives no gradient to parameters that the context follows from"
+            remedy = "use 1, or have Stack.embed put what does into the carry"
+            raise PlanError(_of_size(self.plan, problem, remedy))
+
+    def weights(self, parts: Batch) -> jax.Array:
+        """The weights of microbatches before the first of them has run.
+
+        Args:
+            parts: Microbatches, stacked.
+
+        Returns:
+            float32[microbatches].
+
+        Raises:
+            PlanError: They follow from more than the batch.
+        """
+        rows = self.split(self.plan.compute)
+        embed, head = _shapes(rows.embed), _shapes(rows.head)
+        first = jax.tree.map(lambda x: x[0], parts)
+        carry, _ = jax.eval_shape(self._embedded, embed, first)
+
+        def weight(inputs: Any, batch: Batch) -> jax.Array:
+            return jnp.asarray(self.stack.head(*inputs, batch)[1], jnp.float32)
+
+        if any(follows_from_params(weight, (head, carry), first)):
+            problem = "needs weights that follow from the batch alone"
+            remedy = "use 1, or have Stack.head compute its weight from nothing else"
+            raise PlanError(_of_size(self.plan, problem, remedy))
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (head, carry))
+        return jax.lax.map(functools.partial(weight, nothing), parts)
+
+    def _embedded(self, params: Params, batch: Batch) -> tuple[Any, Any]:
+        return self.stack.embed(params, batch, None)
+
     def _selected(self, tree: Any) -> tuple[Any, Any, Any]:
         try:
             embed, (blocks,), head = self.stack.split(self._marked(tree))
@@ -108,20 +156,26 @@ class _Mark:
     layer: int
 
 
+def _shapes(rows: Any) -> Any:
+    return jax.tree.map(lambda row: jax.ShapeDtypeStruct(row.shape, row.dtype), rows)
+
+
+def _of_size(plan: Plan, problem: str, remedy: str) -> Problem:
+    return Problem("mesh.pipeline", plan.mesh.shape[PIPELINE], problem, remedy)
+
+
 def _no_line(plan: Plan, what: str) -> Problem:
-    size = plan.mesh.shape[PIPELINE]
     remedy = "use 1, or a model with a zjax.Stack of one segment"
-    return Problem("mesh.pipeline", size, f"cannot cut {what}", remedy)
+    return _of_size(plan, f"cannot cut {what}", remedy)
 
 
 def _no_selection(plan: Plan, function: str, what: str) -> Problem:
-    size = plan.mesh.shape[PIPELINE]
     remedy = {
         "split": "let it select leaves alone, layers by zjax.sharding.layers.layers_of",
         "join": "let it put leaves back, layers by zjax.sharding.layers.side_by_side",
     }[function]
     problem = f"cannot cut a model whose Stack.{function} {what}"
-    return Problem("mesh.pipeline", size, problem, f"{remedy}, or use 1")
+    return _of_size(plan, problem, f"{remedy}, or use 1")
 
 
 def check_no_model_state(plan: Plan, field: str, value: Any, instead: Any) -> None:

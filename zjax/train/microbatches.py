@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from zjax.errors import PlanError, Problem
-from zjax.parallel.sums import scaled
 from zjax.sharding.placement import path_of
 from zjax.typing import Batch, Loss, Metrics, ModelState, Params
 
@@ -213,3 +212,41 @@ def cast_like(tree: Any, rows: Any) -> Any:
         The same values as far as the dtypes hold them.
     """
     return jax.tree.map(lambda x, row: x.astype(row.dtype), tree, rows)
+
+
+def scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
+    """Scales an array; a factor of 0 gives 0, even where `x` is 0 / 0.
+
+    Args:
+        x: Any floating dtype.
+        factor: float32[], which the dtype of `x` need not hold.
+
+    Returns:
+        The product in the dtype of `x`.
+
+    Example:
+        >>> float(scaled(jnp.float32(jnp.nan), jnp.float32(0)))
+        0.0
+        >>> float(scaled(jnp.float16(0.25), jnp.float32(131072)))
+        32768.0
+    """
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.where(factor == 0, 0, (x.astype(wide) * factor).astype(x.dtype))
+
+
+def unit_of(weights: jax.Array) -> jax.Array:
+    """What the weights of microbatches are counted in.
+
+    Args:
+        weights: float32[microbatches], 0 or more.
+
+    Returns:
+        float32[]: the largest, so that gradients become no larger, and those of
+        microbatches that are worth the same are added as they are; 1 where that is 0.
+
+    Example:
+        >>> [float(unit_of(jnp.array(weights))) for weights in ([3.0, 5.0], [0.0, 0.0])]
+        [5.0, 1.0]
+    """
+    largest = jnp.max(weights)
+    return jnp.where(largest > 0, largest, 1)

@@ -18,12 +18,11 @@ from jax.sharding import PartitionSpec as P
 from zjax.comm import shards
 from zjax.errors import PlanError, Problem
 from zjax.ops.keys import part_key
+from zjax.parallel.feed import Feed, make_feed
 from zjax.parallel.line import Line, Parts
-from zjax.parallel.parts import follows_from_params
 from zjax.parallel.pipeline import Pipeline
 from zjax.parallel.schedule import Schedule
 from zjax.parallel.staged import either
-from zjax.parallel.sums import scaled, unit_of
 from zjax.sharding.mesh import BATCH_AXES, PIPELINE, SEQUENCE, TENSOR, num_shares
 from zjax.sharding.placement import Row, unpad_tree
 from zjax.sharding.plan import Plan
@@ -149,20 +148,6 @@ class _Run:
             remedy = "use '1f1b', or a model whose `keeps` is None"
             raise PlanError(Problem("pipeline.schedule", "zb_h1", problem, remedy))
 
-    def check_context(self, batch: Batch) -> None:
-        """Refuses what would get no gradient."""
-
-        def context(params, batch):
-            return self.cut.stack.embed(params, batch, None)[1]
-
-        rows = self.cut.split(self.plan.compute).embed
-        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), rows)
-        if any(follows_from_params(context, params, batch)):
-            size = self.schedule.num_stages
-            problem = "gives no gradient to parameters that the context follows from"
-            remedy = "use 1, or have Stack.embed put what does into the carry"
-            raise PlanError(Problem("mesh.pipeline", size, problem, remedy))
-
     def mapped(self, run: Callable[..., Any], outs: Any) -> Callable[..., Any]:
         def call(master, state, batch, *rest):
             num_microbatches = self.schedule.num_microbatches
@@ -189,41 +174,44 @@ class _Run:
     def gradients(
         self, master: Params, batch: Batch, key: jax.Array, scale: Any
     ) -> tuple[Params, Loss]:
-        pipeline = self.pipeline(scale)
-        params, parts = self.start(master, batch)
-        grads, losses = pipeline.differentiate(params, self.zeros(), parts, key)
+        params, feed = self.start(master, batch)
+        unit = microbatches.unit_of(self.share.sum(feed.weights))
+        pipeline = self.pipeline(scale, unit)
+        grads, losses = pipeline.differentiate(params, self.zeros(), feed, key)
         loss = microbatches.mean_loss(losses, ())
-        unit = unit_of(losses.weight)
-        inverse = unit / jnp.where(loss.weight == 0, 1, loss.weight)
-        grads = jax.tree.map(lambda g: scaled(g, inverse), grads)
+        counts = loss.weight > 0 if self.share.reduces_each else feed.counts
+        inverse = jnp.where(counts, unit / loss.weight, 0)
+        grads = jax.tree.map(lambda g: microbatches.scaled(g, inverse), grads)
         grads = self.cut.join(
             dataclasses.replace(grads, stages=self.in_line(grads.stages))
         )
         return grads if self.share.reduces_each else self.share.reduce(grads), loss
 
     def forward(self, master: Params, batch: Batch, key: jax.Array | None) -> Loss:
-        params, parts = self.start(master, batch)
-        losses = self.pipeline(jnp.float32(1)).evaluate(params, parts, key)
+        params, feed = self.start(master, batch)
+        one = jnp.float32(1)
+        losses = self.pipeline(one, one).evaluate(params, feed, key)
         return microbatches.mean_loss(losses, ())
 
-    def start(self, master: Params, batch: Batch) -> tuple[Parts, Batch]:
+    def start(self, master: Params, batch: Batch) -> tuple[Parts, Feed]:
         params = microbatches.cast_like(master, self.plan.compute)
         params = params if self.is_split else self.share.fetch(params)
         params = self.cut.split(params)
         stages = self.by_stage(params.stages)
         batch = microbatches.cast_batch(batch, compute_dtype(self.plan))
         parts = microbatches.split_batch(batch, self.schedule.num_microbatches, 1)
-        self.check_context(jax.tree.map(lambda x: x[0], parts))
+        self.cut.check_context(jax.tree.map(lambda x: x[0], parts))
         embed = self.in_place(params.embed, self.rows.embed)
         head = self.in_place(params.head, self.rows.head)
-        return Parts(embed, stages, head), parts
+        feed = make_feed(parts, self.cut.weights(parts))
+        return Parts(embed, stages, head), feed
 
-    def pipeline(self, scale: jax.Array) -> Pipeline:
+    def pipeline(self, scale: jax.Array, unit: jax.Array) -> Pipeline:
         rows = self.cut.split(self.plan.grads)
         of_layer = jax.tree.map(lambda row: row.layer, rows.stages)
         rows = dataclasses.replace(rows, stages=[of_layer] * self.chunk_size)
         return Pipeline(
-            self.line(scale),
+            self.line(scale, unit),
             self.schedule,
             self.pipelined.recomputes,
             jax.tree.map(
@@ -253,8 +241,9 @@ class _Run:
         return is_whole and is_fixed and not self.reduces_each
 
     def reducer(self, rows: Any) -> Callable[..., Any]:
-        def reduce(grads: Params) -> Params:
+        def reduce(grads: Params, counts: jax.Array) -> Params:
             if self.reduces_each:
+                grads = jax.tree.map(lambda g: jnp.where(counts, g, 0), grads)
                 grads = jax.tree.map(self.share.reduce_one, grads, rows)
             return self.in_place(grads, rows)
 
@@ -268,7 +257,7 @@ class _Run:
             self.in_place(zeros.head, self.rows.head),
         )
 
-    def line(self, scale: jax.Array) -> Line:
+    def line(self, scale: jax.Array, unit: jax.Array) -> Line:
         stack, rows = self.cut.stack, self.rows
         (segment,) = stack.segments
         of_layer = jax.tree.map(lambda row: row.layer, rows.stages)
@@ -297,12 +286,13 @@ class _Run:
                 stream = self.unless_padding(first + i, run, stream)
             return stream
 
-        def head(params, stream, batch):
+        def head(params, stream, batch, weight):
             whole, (carry, auxiliary) = self.in_turn(params, stream, rows.head)
-            total_loss, weight, sums = stack.head(whole, carry, batch)
-            loss = microbatches.loss_of_sums(total_loss, weight, sums, auxiliary)
-            part, total = self.share.part_of(loss)
-            return loss.value * part * scale, self.share.mean(loss, part, total)
+            total_loss, divisor, sums = stack.head(whole, carry, batch)
+            loss = microbatches.loss_of_sums(total_loss, divisor, sums, auxiliary)
+            part, total = self.share.part_of(loss._replace(weight=weight))
+            objective = loss.value * (weight / unit) * scale
+            return objective, self.share.mean(loss, part, total)
 
         return Line(
             embed,

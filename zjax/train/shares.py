@@ -26,7 +26,6 @@ from jax.sharding import PartitionSpec as P
 from zjax.comm import shards
 from zjax.ops.keys import fold_in
 from zjax.parallel import remat
-from zjax.parallel.sums import scaled
 from zjax.sharding.layers import put_together, take_apart
 from zjax.sharding.mesh import BATCH_AXES
 from zjax.sharding.placement import unpad_tree
@@ -194,7 +193,7 @@ class Share:
 
         def over_devices(x: jax.Array) -> jax.Array:
             wide = jnp.asarray(x, jnp.float32)
-            return self.sum(scaled(wide, part))
+            return self.sum(microbatches.scaled(wide, part))
 
         def average(x: jax.Array) -> jax.Array:
             return shards.mean_over(x, self.axes)
