@@ -92,10 +92,10 @@ def differentiate_in_passes(
     return Passes(forward, backward)
 
 
-def follows_from_params(
+def without_params(
     function: Callable[..., Any], params: Params, *inputs: Any
-) -> list[bool]:
-    """Which results of a function depend on its parameters.
+) -> Callable[..., Any] | None:
+    """What is left of a function whose parameters its results do not depend on.
 
     Args:
         function: `function(params, *inputs)`, pure.
@@ -103,21 +103,25 @@ def follows_from_params(
         inputs: The same.
 
     Returns:
-        One answer per array of the result.
+        A function of the inputs, which computes nothing that the results do not need;
+        None where they depend on parameters.
 
     Example:
-        >>> follows_from_params(lambda w, x: (w * x, x + 1), jnp.ones(2), jnp.ones(2))
-        [True, False]
+        >>> x = jnp.ones(2)
+        >>> size = without_params(lambda w, x: jnp.sum(0 * x) + (w * x).size, x, x)
+        >>> float(size(x))
+        2.0
+        >>> without_params(lambda w, x: w * x, x, x) is None
+        True
     """
-    (num_params,) = sizes(params)
-    jaxpr = jax.make_jaxpr(function)(params, *inputs).jaxpr
-
-    def follows(number: int) -> bool:
-        wanted = [each == number for each in range(len(jaxpr.outvars))]
-        _, is_read = dce_jaxpr(jaxpr, wanted)
-        return any(is_read[:num_params])
-
-    return [follows(number) for number in range(len(jaxpr.outvars))]
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(params, *inputs)
+    num_params, *others = sizes(params, *inputs)
+    stay = [False] * num_params + [True] * sum(others)
+    jaxpr, are_read = dce_jaxpr(closed.jaxpr, True, instantiate=stay)
+    if any(are_read[:num_params]):
+        return None
+    run = jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, closed.consts))
+    return lambda *inputs: like(shapes, run(*jax.tree.leaves(inputs)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """A model that is a line of equal blocks, cut where a pipeline cuts it."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 
 from zjax.errors import PlanError, Problem
 from zjax.parallel.line import Parts
-from zjax.parallel.parts import follows_from_params
+from zjax.parallel.parts import without_params
 from zjax.sharding.layers import Layers
 from zjax.sharding.mesh import PIPELINE
 from zjax.sharding.placement import Row, name_of
@@ -94,7 +93,7 @@ class Cut:
             PlanError: The context follows from parameters.
         """
         embed = _shapes(self.split(self.plan.compute).embed)
-        if any(follows_from_params(lambda *x: self._embedded(*x)[1], embed, batch)):
+        if without_params(lambda *x: self._embedded(*x)[1], embed, batch) is None:
             problem = "gives no gradient to parameters that the context follows from"
             remedy = "use 1, or have Stack.embed put what does into the carry"
             raise PlanError(_of_size(self.plan, problem, remedy))
@@ -119,12 +118,12 @@ class Cut:
         def weight(inputs: Any, batch: Batch) -> jax.Array:
             return jnp.asarray(self.stack.head(*inputs, batch)[1], jnp.float32)
 
-        if any(follows_from_params(weight, (head, carry), first)):
+        weigh = without_params(weight, (head, carry), first)
+        if weigh is None:
             problem = "needs weights that follow from the batch alone"
             remedy = "use 1, or have Stack.head compute its weight from nothing else"
             raise PlanError(_of_size(self.plan, problem, remedy))
-        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (head, carry))
-        return jax.lax.map(functools.partial(weight, nothing), parts)
+        return jax.vmap(weigh)(parts)
 
     def _embedded(self, params: Params, batch: Batch) -> tuple[Any, Any]:
         return self.stack.embed(params, batch, None)
