@@ -19,6 +19,7 @@ from zjax.offload.segments import Segments
 from zjax.offload.train import OffloadedTrain
 from zjax.sharding import placement
 from zjax.sharding import plan as plans
+from zjax.sharding.mesh import is_simulated
 from zjax.train.microbatches import check_batch, check_lengths
 from zjax.train.programs import Programs, make_programs
 from zjax.train.state import TrainState, state_rows, without_update
@@ -192,7 +193,7 @@ class Step:
         # Losses read from the mesh in how many shares the batch is.
         with jax.set_mesh(self.mesh):
             results = self.programs[program](*args, **settings)
-        return jax.block_until_ready(results) if _is_simulated(self.mesh) else results
+        return jax.block_until_ready(results) if is_simulated(self.mesh) else results
 
 
 def make_step(
@@ -269,20 +270,11 @@ def _programs_by_block(passes: Segments, jit: Jit) -> dict[str, Any]:
     return found
 
 
-def _is_simulated(mesh: Mesh) -> bool:
-    """Whether programs must run one after another.
-
-    Simulated devices share few threads: the collectives of many programs in flight take
-    them from each other, and wait for ever.
-    """
-    return mesh.devices.flat[0].platform == "cpu"
-
-
 def _jit_in_turn(
     mesh: Mesh, options: Options, function: Callable[..., Any], **settings: Any
 ) -> Callable[..., Any]:
     run = jax.jit(function, compiler_options=options, **settings)
-    if not _is_simulated(mesh):
+    if not is_simulated(mesh):
         return run
 
     @functools.wraps(run)

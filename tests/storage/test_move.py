@@ -23,6 +23,7 @@ def events(monkeypatch):
     def wait(x):
         found.extend(("here", each) for each in (x if isinstance(x, list) else [x]))
 
+    monkeypatch.setattr(move, "is_simulated", lambda mesh: False)
     monkeypatch.setattr(move, "rest", rest)
     monkeypatch.setattr(move.jax, "block_until_ready", wait)
     return found
@@ -59,3 +60,10 @@ def test_the_next_is_made_while_few_are_on_their_way(events):
 def test_one_that_is_larger_goes_alone(events):
     list(move.rest_in_turn(pairs(events, 2), ARRAY_BYTES - 1))
     assert [what for what, _ in events] == ["made", "sent", "here"] * 2
+
+
+def test_simulated_devices_make_one_at_a_time(events, monkeypatch):
+    """Fails if their collectives may wait for ever for those of another program."""
+    monkeypatch.setattr(move, "is_simulated", lambda mesh: True)
+    list(move.rest_in_turn(pairs(events, 2), 2 * ARRAY_BYTES))
+    assert [what for what, _ in events[:6]] == ["made", "here", "sent"] * 2

@@ -133,3 +133,22 @@ def device_capacity_bytes(mesh: Mesh | AbstractMesh) -> float:
     devices = mesh.local_devices if isinstance(mesh, Mesh) else []
     stats = [device.memory_stats() or {} for device in devices]
     return min((s.get("bytes_limit", math.inf) for s in stats), default=math.inf)
+
+
+def is_simulated(mesh: Mesh | AbstractMesh) -> bool:
+    """Whether programs must run one after another.
+
+    Simulated devices share few threads: the collectives of many programs in flight take
+    them from each other, and wait for ever.
+
+    Args:
+        mesh: Devices, here or not.
+
+    Returns:
+        Whether they are here and simulated.
+
+    Example:
+        >>> is_simulated(make_mesh(schema.Mesh(), jax.devices("cpu")[:1]))
+        True
+    """
+    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from zjax.sharding.mesh import device_capacity_bytes
+from zjax.sharding.mesh import device_capacity_bytes, is_simulated
 from zjax.sharding.placement import Row
 from zjax.sharding.plan import DEVICE, NVME
 from zjax.storage.array import DiskArray
@@ -127,6 +127,8 @@ def rest_in_turn(pairs: Iterable[tuple[Any, Row]], limit_bytes: int) -> Iterator
     going: collections.deque[tuple[Any, int]] = collections.deque()
     num_bytes = 0
     for x, row in pairs:
+        if is_simulated(row.sharding.mesh):
+            jax.block_until_ready(x)
         resting = rest(x, row)
         del x  # or it stays on the device while the next is made
         going.append((resting, row.device_bytes))
