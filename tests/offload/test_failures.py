@@ -89,7 +89,7 @@ def test_evaluation_uses_averaged_weights():
 @pytest.mark.parametrize("changes", [{}, UNDER_BACKWARD, ON_HOST])
 def test_steps_that_nothing_waits_for(monkeypatch, changes):
     """Fails if a step gives up an array that a program in flight still reads."""
-    monkeypatch.setattr(steps, "_is_simulated", lambda mesh: False)
+    monkeypatch.setattr(steps, "is_simulated", lambda mesh: False)
     found = []
     for memory in ("device", "pinned_host"):
         config = make_config(memory, **(changes if memory != "device" else {}))
