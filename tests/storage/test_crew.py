@@ -1,7 +1,10 @@
 """Chunks on their way: whose turn it is, and how an array ends."""
 
+import gc
 import threading
+import weakref
 
+import numpy as np
 import pytest
 
 from zjax.storage.crew import CONCURRENCY, Job, move_chunks
@@ -58,3 +61,15 @@ def test_an_array_that_cannot_be_made_ready_fails():
 
     with pytest.raises(MemoryError, match="no room"):
         move_chunks("write", prepare).result(PATIENCE_SECONDS)
+
+
+def test_what_has_moved_is_held_by_nobody():
+    """Fails if memory of what is done is free only once garbage is looked for."""
+    held, free = [np.ones(3)], threading.Event()
+    weakref.finalize(held[0], free.set)
+    gc.disable()
+    try:
+        move_chunks("read", lambda: Job(str, [(1,), (2,)], held.pop())).result()
+        assert free.wait(PATIENCE_SECONDS)
+    finally:
+        gc.enable()

@@ -63,16 +63,15 @@ def move_chunks(direction: Direction, prepare: Callable[[], Job]) -> futures.Fut
     return whole
 
 
-def _settle(
-    whole: futures.Future, moving: Sequence[futures.Future], result: Any
-) -> None:
-    """Ends the whole with the last of its parts."""
+def _settle(whole: futures.Future, moving: list[futures.Future], result: Any) -> None:
+    """Ends the whole with the last of its parts, and holds nothing any more."""
     left = itertools.count(len(moving) - 1, -1)  # its steps are atomic
 
     def note(_: futures.Future) -> None:
         if next(left):
             return
         errors = [error for each in moving if (error := each.exception())]
+        moving.clear()  # or they hold the result, and each other, until garbage goes
         if errors:
             whole.set_exception(errors[0])
         else:
