@@ -50,13 +50,15 @@ def pinnable_bytes(host_bytes: int, num_processes: int = 1) -> int:
     """
     kept = min(KEPT_SHARE * host_bytes, KEPT_BYTES * num_processes)
     room, given = host_bytes - int(kept), _given_limit()
-    return room if given is None else min(room, num_processes * int(given) * 2**30)
+    if given is None:
+        return room
+    return min(room, num_processes * int(float(given) * 2**30))
 
 
 def _given_limit() -> str | None:
     """What is set outside of zjax, in GiB for each process."""
     given = os.environ.get(_PINNED_LIMIT)
-    return None if given == os.environ.get(_OUR_LIMIT) else given
+    return None if not given or given == os.environ.get(_OUR_LIMIT) else given
 
 
 class Sharers(NamedTuple):
