@@ -11,7 +11,7 @@ from zjax.pinned import pin_what_is_needed, pinned_bytes
 from zjax.processes import host
 from zjax.processes.cluster import Cluster
 from zjax.processes.host import pinnable_bytes
-from zjax.storage.move import BUFFER_BYTES, IN_FLIGHT_BYTES
+from zjax.storage.move import IN_FLIGHT_BYTES, READ_AHEAD_BYTES
 
 CONFIG = "configs/llama_8b_pinned_host.py"
 NAMES = ("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "ZJAX_PINNED_LIMIT_GB")
@@ -98,12 +98,28 @@ def test_what_is_read_from_disks_has_room_beside_the_pool(limit):
     settings = ("zero.optimizer_memory=auto", "model.mlp_size=1433600")
     whole = limit(1, *settings)
     beside_disks = limit(1, *settings, "zero.nvme_paths=('/nvme',)")
-    buffers = 2 * (BUFFER_BYTES - IN_FLIGHT_BYTES)  # what goes down is in the pool
+    buffers = 2 * (READ_AHEAD_BYTES + IN_FLIGHT_BYTES)  # what goes down is in the pool
     assert (whole - beside_disks) * 2**30 == pytest.approx(buffers, abs=2**30)
 
 
 def test_what_the_user_has_set_stays(limit):
     assert limit(1, users="7") == 7
+
+
+@pytest.mark.parametrize(("users", "gib"), [("7.5", 7.5), ("", 1016 - 16)])
+def test_what_the_user_has_set_is_read_as_jax_does(limit, monkeypatch, users, gib):
+    """Fails on a part of a GiB, or if an empty variable is taken for a number."""
+    limit(1)
+    monkeypatch.setenv(NAMES[0], users)
+    assert pinnable_bytes(1016 * 2**30) == gib * 2**30
+
+
+def test_a_users_limit_is_for_what_is_pinned(limit):
+    """Fails if it is charged with memory that is read into from disks."""
+    limit(1, users="7")
+    gib = 2**30
+    rooms = [pinnable_bytes(20 * gib, 1, beside * gib) // gib for beside in (0, 9, 15)]
+    assert rooms == [7, 7, 3]
 
 
 def test_no_plan_takes_more_than_the_user_lets_jax_pin(limit):

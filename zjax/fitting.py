@@ -16,6 +16,7 @@ from zjax.errors import PlanError, Problem
 from zjax.offload.peak import Peak
 from zjax.processes.host import (
     PINNED_SPARE,
+    Sharers,
     host_memory_bytes,
     pinnable_bytes,
     sharers_of_host,
@@ -34,7 +35,7 @@ from zjax.sharding.plan import (
 )
 from zjax.sharding.room import spread_state
 from zjax.step import make_step
-from zjax.storage.move import IN_FLIGHT_BYTES, buffer_bytes
+from zjax.storage.move import IN_FLIGHT_BYTES, passing_bytes
 from zjax.typing import Batch, Model
 
 DEVICE_SHARE = 0.94
@@ -108,6 +109,26 @@ def abstract_batch(config: Config, plan: Plan) -> Batch:
     return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
 
 
+def room_on_host(plan: Plan, config: Config, sharers: Sharers) -> int:
+    """What arrays that rest on this host may take of it.
+
+    Args:
+        plan: Says what moves between devices and disks, and passes through the host.
+        config: Names the disks.
+        sharers: Of the host.
+
+    Returns:
+        Bytes, of all that share it together.
+    """
+    passing = passing_bytes(memory.moved_bytes(plan), config.zero.nvme_paths)
+    room = pinnable_bytes(
+        host_memory_bytes(),
+        sharers.num_processes,
+        sharers.num_devices * passing.from_disks,
+    )
+    return max(0, room - sharers.num_devices * passing.to_disks)
+
+
 def _free_bytes(mesh: Mesh) -> float:
     """Memory of a device that no other run in this process has taken."""
     stats = [device.memory_stats() or {} for device in mesh.local_devices]
@@ -143,10 +164,8 @@ def _room(plan: Plan, config: Config, on_device: float) -> Mapping[str, float]:
     mesh = plan.mesh
     assert isinstance(mesh, Mesh)
     sharers = sharers_of_host(len(mesh.local_devices))
-    host = pinnable_bytes(host_memory_bytes(), sharers.num_processes)
-    host /= max(1, sharers.num_devices)
+    host = room_on_host(plan, config, sharers) / max(1, sharers.num_devices)
     host -= IN_FLIGHT_BYTES
-    host -= buffer_bytes(memory.moved_bytes(plan), config.zero.nvme_paths)
     blocks = [row for row in jax.tree.leaves(plan.compute) if row.memory == HOST]
     taken = memory.tree_bytes(blocks)
     taken += memory.waiting_on_host_bytes(plan, config, plan.num_batch_shares)

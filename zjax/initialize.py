@@ -13,7 +13,7 @@ from zjax.config.check import check_config
 from zjax.config.load import load_config
 from zjax.config.schema import Config
 from zjax.errors import ConfigError, ModelError, Problem
-from zjax.fitting import fit_plan
+from zjax.fitting import fit_plan, room_on_host
 from zjax.models import adapter
 from zjax.models.generate import generate
 from zjax.offload.init import init_layer_by_layer
@@ -27,7 +27,7 @@ from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
 from zjax.step import Step, check_arrays, make_step
 from zjax.storage.chunks import disk_bytes
-from zjax.storage.move import buffer_bytes, move
+from zjax.storage.move import move
 from zjax.storage.progress import shown
 from zjax.storage.scratch import check_disks
 from zjax.train.gradients import compute_params
@@ -226,16 +226,13 @@ def make_run(
     plan = fit_plan(config, mesh, model, tx, batch)
     memory.check_memory(plan, meshes.device_capacity_bytes(mesh))
     num_local = len(mesh.local_devices)
-    num_devices, num_processes = sharers_of_host(num_local)
-    moved = memory.moved_bytes(plan)
-    waiting = memory.waiting_on_host_bytes(plan, config, plan.num_batch_shares)
+    sharers = sharers_of_host(num_local)
     memory.check_host_memory(
         plan,
-        num_devices,
+        sharers.num_devices,
         host_memory_bytes(),
-        waiting,
-        num_processes=num_processes,
-        beside_bytes=num_devices * buffer_bytes(moved, config.zero.nvme_paths),
+        room_on_host(plan, config, sharers),
+        memory.waiting_on_host_bytes(plan, config, plan.num_batch_shares),
         asked=config.zero.optimizer_memory,
     )
     on_disk = memory.rows_on_disk(plan)
@@ -256,8 +253,8 @@ def make_run(
         return model.bind(model_params(state, plan), state.model_state)
 
     step = make_step(model, tx, plan, config, schedule=schedule)
-    placed = num_local * moved if jax.process_index() == 0 else 0
-    with shown("placing the state", placed):
+    moved = num_local * memory.moved_bytes(plan)
+    with shown("placing the state", moved if jax.process_index() == 0 else 0):
         state = restored(restore) if restore else fresh()
     return Run(
         config=config,

@@ -17,7 +17,7 @@ from zjax.processes.host import PINNED_SPARE, limit_pinned_memory
 from zjax.sharding import memory
 from zjax.sharding import mesh as meshes
 from zjax.sharding.plan import AUTO, DEVICE, HOST, Plan, make_plan
-from zjax.storage.move import IN_FLIGHT_BYTES, buffer_bytes
+from zjax.storage.move import IN_FLIGHT_BYTES, passing_bytes
 
 _SPARE_BYTES = 2**30
 """For batches on their way."""
@@ -55,11 +55,10 @@ def _needed_bytes(config: Config, cluster: Cluster) -> tuple[float, int] | None:
         moved = memory.moved_bytes(_plan_of_one(config)) // num_devices
     except (ZjaxError, ArithmeticError):  # as of a model without heads
         return None
-    buffers = buffer_bytes(moved, zero.nvme_paths)
-    to_disks = min(IN_FLIGHT_BYTES, buffers)
+    passing = passing_bytes(moved, zero.nvme_paths)
     needed = PINNED_SPARE * arrays / num_processes
-    needed += gpus * (IN_FLIGHT_BYTES + to_disks) + _SPARE_BYTES
-    return needed, gpus * (buffers - to_disks)
+    needed += gpus * (IN_FLIGHT_BYTES + passing.to_disks) + _SPARE_BYTES
+    return needed, gpus * passing.from_disks
 
 
 def pinned_bytes(config: Config, num_devices: int) -> int:

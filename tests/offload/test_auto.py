@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import functools
 import socket
-import sys
 import zlib
 
 import jax
@@ -68,7 +67,8 @@ def machine(monkeypatch):
         if on_host is not None:
             pinned = fitting.PINNED_SPARE * on_host * whole
             monkeypatch.setattr(fitting, "IN_FLIGHT_BYTES", 0)
-            monkeypatch.setattr(move, "BUFFER_BYTES", 0)
+            passing = move.Passing(0, 0)
+            monkeypatch.setattr(fitting, "passing_bytes", lambda *_: passing)
             size = smallest_host(jax.device_count() * pinned)
             monkeypatch.setattr(fitting, "host_memory_bytes", lambda: size)
         return whole
@@ -117,25 +117,21 @@ def test_the_rest_goes_to_disks(machine, tmp_path):
 
 
 def test_blocks_leave_buffers_of_disks_their_room(monkeypatch, tmp_path):
-    """Fails if what rests on the host may take what is on its way to disks."""
+    """Fails if what rests on the host may take what is on its way to or from disks."""
     zero = {"parameter_memory": "pinned_host", "nvme_paths": (str(tmp_path),)}
     config = make_config("nvme", model=DEEP, zero=zero)
     plan = start(config).plan
     blocks, moved = memory.resting_bytes(plan, HOST), memory.moved_bytes(plan)
-    size = smallest_host(jax.device_count() * (blocks + moved))
-    module = sys.modules["zjax.initialize"]
-    monkeypatch.setattr(module, "host_memory_bytes", lambda: size)
+    size = smallest_host(jax.device_count() * (blocks + 2 * moved))
+    monkeypatch.setattr(fitting, "host_memory_bytes", lambda: size)
     start(config)
-    monkeypatch.setattr(module, "host_memory_bytes", lambda: int(0.99 * size))
+    monkeypatch.setattr(fitting, "host_memory_bytes", lambda: int(0.99 * size))
     with pytest.raises(PlanError, match="may be pinned"):
         start(config)
 
 
-def test_without_disks_a_full_host_refuses(machine, monkeypatch):
+def test_without_disks_a_full_host_refuses(machine):
     machine(0.3, on_host=0.4)
-    size = fitting.host_memory_bytes()
-    module = sys.modules["zjax.initialize"]  # the package has a function of this name
-    monkeypatch.setattr(module, "host_memory_bytes", lambda: size)
     with pytest.raises(
         PlanError,
         match=r"^zero.optimizer_memory='auto' needs .* may be pinned; name disks in "

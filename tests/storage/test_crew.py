@@ -55,6 +55,22 @@ def test_an_array_fails_once_none_of_its_chunks_is_on_its_way():
     assert sorted(done) == [0, 2]
 
 
+def test_an_array_of_which_some_chunks_do_not_start_waits_for_the_others():
+    """Fails if its memory is given back while a chunk of it is on its way."""
+    gate = threading.Event()
+
+    def pieces():
+        yield (PATIENCE_SECONDS,)
+        raise RuntimeError("no more threads")
+
+    whole = move_chunks("read", lambda: Job(gate.wait, pieces(), None))
+    with pytest.raises(TimeoutError):
+        whole.result(0.2)
+    gate.set()
+    with pytest.raises(RuntimeError, match="no more threads"):
+        whole.result(PATIENCE_SECONDS)
+
+
 def test_an_array_that_cannot_be_made_ready_fails():
     def prepare():
         raise MemoryError("no room")

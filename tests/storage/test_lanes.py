@@ -32,7 +32,6 @@ def copies(monkeypatch):
 
     monkeypatch.setattr(lanes, "_has_streams", lambda mesh: True)
     monkeypatch.setattr(lanes, "LANES", lanes.Lanes())
-    monkeypatch.setattr("zjax.storage.move.LANES", lanes.LANES)
     monkeypatch.setattr(jax, "device_put", recorded)
     return found
 

@@ -33,23 +33,26 @@ def host_memory_bytes() -> int:
     return memory if limit == "max" else min(memory, int(limit))
 
 
-def pinnable_bytes(host_bytes: int, num_processes: int = 1) -> int:
-    """What arrays may take of a host's memory.
+def pinnable_bytes(
+    host_bytes: int, num_processes: int = 1, beside_bytes: int = 0
+) -> int:
+    """What pinned arrays may take of a host's memory.
 
     Args:
         host_bytes: Memory of the host.
         num_processes: That share it.
+        beside_bytes: For arrays that are not pinned.
 
     Returns:
-        Bytes: all but a tenth, or less than that where it is much; or less than both,
-        where the environment lets JAX pin no more.
+        Bytes: all but a tenth, or less than that where it is much, and but for what
+        lies beside; or less than both, where the environment lets JAX pin no more.
 
     Example:
         >>> [pinnable_bytes(size * 2**30) >> 30 for size in (100, 256, 1024)]
         [90, 240, 1008]
     """
     kept = min(KEPT_SHARE * host_bytes, KEPT_BYTES * num_processes)
-    room, given = host_bytes - int(kept), _given_limit()
+    room, given = max(0, host_bytes - int(kept) - beside_bytes), _given_limit()
     if given is None:
         return room
     return min(room, num_processes * int(float(given) * 2**30))
@@ -94,13 +97,14 @@ def limit_pinned_memory(
 
     Args:
         num_bytes: What is needed; the host has less for arrays where that is more.
-        beside_bytes: Of what the host has, for arrays that are not pinned.
+        beside_bytes: Of this process, for arrays that are not pinned.
         num_processes: That share the host equally.
     """
     if _given_limit() is None:
         ours = os.environ.get(_OUR_LIMIT)
-        host = pinnable_bytes(host_memory_bytes(), num_processes) // num_processes
-        room = max(1, host - beside_bytes >> 30)
+        beside = num_processes * beside_bytes
+        host = pinnable_bytes(host_memory_bytes(), num_processes, beside)
+        room = max(1, host // num_processes >> 30)
         limit = str(math.ceil(min(num_bytes / 2**30, room, int(ours or room))))
         os.environ.update({_PINNED_LIMIT: limit, _OUR_LIMIT: limit})
 

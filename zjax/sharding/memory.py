@@ -9,7 +9,6 @@ import jax
 from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
-from zjax.processes.host import pinnable_bytes
 from zjax.sharding.mesh import ZERO_AXES, num_shares
 from zjax.sharding.placement import Row, dtype_bytes
 from zjax.sharding.plan import AUTO, DEVICE, HOST, NVME, Plan
@@ -232,10 +231,9 @@ def check_host_memory(
     plan: Plan,
     num_devices: int,
     capacity_bytes: int,
+    room_bytes: int,
     waiting: int = 0,
     *,
-    num_processes: int = 1,
-    beside_bytes: int = 0,
     asked: str = HOST,
 ) -> None:
     """Refuses a plan whose share of a host does not fit into its memory.
@@ -244,24 +242,22 @@ def check_host_memory(
         plan: Placement of every array.
         num_devices: Of the host.
         capacity_bytes: Memory of the host.
+        room_bytes: Of it, for what rests there.
         waiting: Bytes per device of gradients that wait there.
-        num_processes: Of the host.
-        beside_bytes: Of the host, for buffers of disks.
         asked: The setting `zero.optimizer_memory`.
 
     Raises:
         PlanError: States both numbers and what would help.
     """
     needed = num_devices * (resting_bytes(plan, HOST) + waiting)
-    pinnable = max(0, pinnable_bytes(capacity_bytes, num_processes) - beside_bytes)
-    if needed <= pinnable:
+    if needed <= room_bytes:
         return
     raise PlanError(
         Problem(
             "zero.optimizer_memory",
             asked,
             f"needs {needed / 1e9:.1f} GB on a host of {capacity_bytes / 1e9:.1f} GB, "
-            f"of which {pinnable / 1e9:.1f} GB may be pinned",
+            f"of which {room_bytes / 1e9:.1f} GB may be pinned",
             "name disks in zero.nvme_paths, use more hosts, or a smaller model"
             if asked == AUTO
             else "use nvme, more hosts, or a smaller model",

@@ -27,7 +27,7 @@ from zjax.storage.buffers import Buffers
 from zjax.storage.chunks import chunk_shape, disk_bytes
 from zjax.storage.crew import CONCURRENCY, Job, move_chunks
 from zjax.storage.files import BLOCK_BYTES, read_file, write_file
-from zjax.storage.lanes import DOWN, LANES
+from zjax.storage.lanes import DOWN, send
 from zjax.storage.scratch import Scratch, open_scratch
 
 _SPARE = threading.local()
@@ -68,8 +68,7 @@ class DiskArray:
         """
         # Pinned memory is used again and again, where another copy of JAX's on the host
         # would ask Linux for its own.
-        LANES.enter(DOWN, row.sharding)
-        down = jax.device_put(x, row.rest_in(DOWN).sharding, may_alias=False)
+        down = send(x, row.rest_in(DOWN).sharding)
         shards = {_key(s.index, x.shape): s.data for s in down.addressable_shards}
         return cls(row, list(shards.items()))
 

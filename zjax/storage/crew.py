@@ -51,16 +51,23 @@ def move_chunks(direction: Direction, prepare: Callable[[], Job]) -> futures.Fut
     whole: futures.Future[Any] = futures.Future()
 
     def start() -> None:
+        moving, result = [], None
         try:
             act, pieces, result = prepare()
-            moving = [_movers(direction).submit(act, *piece) for piece in pieces]
+            for piece in pieces:
+                moving.append(_movers(direction).submit(act, *piece))
         except BaseException as error:
-            whole.set_exception(error)
-        else:
-            _settle(whole, moving, result)
+            moving.append(_failed(error))
+        _settle(whole, moving, result)
 
     _starters(direction).submit(start)
     return whole
+
+
+def _failed(error: BaseException) -> futures.Future:
+    future: futures.Future[None] = futures.Future()
+    future.set_exception(error)
+    return future
 
 
 def _settle(whole: futures.Future, moving: list[futures.Future], result: Any) -> None:

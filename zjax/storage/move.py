@@ -2,7 +2,7 @@
 
 import collections
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -10,7 +10,7 @@ from zjax.sharding.mesh import device_capacity_bytes, is_simulated
 from zjax.sharding.placement import Row
 from zjax.sharding.plan import DEVICE, NVME
 from zjax.storage.array import DiskArray
-from zjax.storage.lanes import LANES
+from zjax.storage.lanes import send
 from zjax.storage.progress import tell
 
 IN_FLIGHT_BYTES, IN_FLIGHT_SHARE = 5 * 10**9, 0.15
@@ -21,9 +21,17 @@ device computes."""
 READ_AHEAD_BYTES = 4 * 10**9
 """On the host for one device, of what is read from disks before there is room."""
 
-BUFFER_BYTES = READ_AHEAD_BYTES + 2 * IN_FLIGHT_BYTES
-"""On the host for one device, of what is read ahead, goes up, or goes down to disks:
-the last of these is pinned."""
+
+class Passing(NamedTuple):
+    """Bytes on a host, for one device, of what is on its way between it and disks.
+
+    Args:
+        from_disks: Read ahead, or going up; not pinned.
+        to_disks: Pinned.
+    """
+
+    from_disks: int
+    to_disks: int
 
 
 def in_flight_bytes(capacity_bytes: int | float) -> int:
@@ -54,7 +62,7 @@ def room_to_pass(mesh: Any) -> int:
     return in_flight_bytes(device_capacity_bytes(mesh))
 
 
-def buffer_bytes(moved_bytes: int, disks: tuple[str, ...]) -> int:
+def passing_bytes(moved_bytes: int, disks: tuple[str, ...]) -> Passing:
     """Room on a host for what is on its way between one device and disks.
 
     Args:
@@ -62,9 +70,16 @@ def buffer_bytes(moved_bytes: int, disks: tuple[str, ...]) -> int:
         disks: Directories on them; none where there are no disks.
 
     Returns:
-        Bytes.
+        At most what moves, either way.
+
+    Example:
+        >>> passing_bytes(6 * 10**9, ("/nvme",))
+        Passing(from_disks=6000000000, to_disks=5000000000)
     """
-    return min(BUFFER_BYTES, moved_bytes) if disks else 0
+    if not disks:
+        return Passing(0, 0)
+    from_disks = min(READ_AHEAD_BYTES + IN_FLIGHT_BYTES, moved_bytes)
+    return Passing(from_disks, min(IN_FLIGHT_BYTES, moved_bytes))
 
 
 def move(x: Any, row: Row, memory: str, *, is_consumed: bool) -> Any:
@@ -86,8 +101,7 @@ def move(x: Any, row: Row, memory: str, *, is_consumed: bool) -> Any:
     elif row.memory == NVME:
         moved = x.to_devices()
     else:
-        LANES.enter(memory, row.sharding)
-        moved = jax.device_put(x, row.rest_in(memory).sharding, may_alias=False)
+        moved = send(x, row.rest_in(memory).sharding)
     if is_consumed:
         x.delete()  # its memory is free once the copy is done
     return moved
@@ -111,6 +125,22 @@ def rest(arrays: Any, rows: Any) -> Any:
         return moved
 
     return jax.tree.map(one, arrays, rows)
+
+
+def rest_all(arrays: Any, rows: Any, limit_bytes: int) -> Any:
+    """Sends arrays that exist already to where they rest, few of them at a time.
+
+    Args:
+        arrays: A tree, on the devices; those that move are consumed.
+        rows: A tree of `Row` of the same structure.
+        limit_bytes: As of `rest_in_turn`.
+
+    Returns:
+        The arrays at rest.
+    """
+    leaves, tree = jax.tree.flatten(arrays)
+    pairs = zip(leaves, tree.flatten_up_to(rows), strict=True)
+    return tree.unflatten(rest_in_turn(pairs, limit_bytes))
 
 
 def rest_in_turn(pairs: Iterable[tuple[Any, Row]], limit_bytes: int) -> Iterator[Any]:

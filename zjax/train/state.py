@@ -24,7 +24,7 @@ from zjax.sharding.placement import (
 )
 from zjax.sharding.plan import DEVICE, NVME, Plan, plan_on_device
 from zjax.storage.array import DiskArray
-from zjax.storage.move import move, rest, rest_in_turn, room_to_pass
+from zjax.storage.move import move, rest, rest_all, rest_in_turn, room_to_pass
 from zjax.train.gradients import compute_params, param_in_use
 from zjax.typing import Model, ModelState, Params
 
@@ -176,9 +176,11 @@ def init_state(
         create = jax.jit(
             lambda key: from_params(*model.init(key)), out_shardings=places
         )
-        return rest(create(key), state_rows(plan, config))
+        state = create(key)
+        return rest_all(state, state_rows(plan, config), room_to_pass(plan.mesh))
     complete = jax.jit(from_stored, out_shardings=places, donate_argnums=0)
-    return rest(complete(master, model_state), state_rows(plan, config))
+    state = complete(master, model_state)
+    return rest_all(state, state_rows(plan, config), room_to_pass(plan.mesh))
 
 
 def with_params(state: TrainState, plan: Plan) -> TrainState:

@@ -1,0 +1,64 @@
+"""How the first state comes to where it rests."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import zjax
+from tests.support.offload import (
+    BERT,
+    GPT,
+    LLAMA,
+    Perceptron,
+    make_config,
+    memories,
+    start,
+)
+from zjax.sharding import memory
+from zjax.sharding.layers import put_together
+from zjax.storage.array import DiskArray
+
+
+@pytest.mark.parametrize("form", ["GPT", "LLAMA", "BERT"])
+def test_a_state_started_layer_by_layer_is_the_state(form):
+    """Fails if a layer starts from another's random numbers, or is not moved."""
+    model = {"GPT": GPT, "LLAMA": LLAMA, "BERT": BERT}[form]
+    changes = {"model": model, "optimizer": {"ema_decay": 0.5}}
+    expected = start(make_config("device", **changes)).state
+    found = start(make_config("pinned_host", **changes)).state
+    for part in ("master", "opt_state", "ema", "step", "scaler"):
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            put_together(getattr(found, part)),
+            getattr(expected, part),
+        )
+    assert memories((found.master, found.opt_state)) == {"pinned_host"}
+
+
+def test_a_users_model_goes_to_disks_in_turn(tmp_path, monkeypatch):
+    """Fails if all of it is pinned at once, where a little would do."""
+    monkeypatch.setattr("zjax.train.state.room_to_pass", lambda mesh: 0)
+    events = []
+    for name in ("write", "block_until_ready"):
+        noted = noting(events, name, getattr(DiskArray, name))
+        monkeypatch.setattr(DiskArray, name, noted)
+    zero = {"optimizer_memory": "nvme", "nvme_paths": (str(tmp_path),)}
+    run = zjax.initialize(
+        Perceptron(),
+        optax.adam(1e-2),
+        lambda model, batch, _: model(batch["x"]).mean(),
+        {"x": np.ones((8, 24), np.float32)},
+        {"zero": zero | {"min_shard_elements": 0}},
+    )
+    number = len(memory.rows_on_disk(run.plan))
+    assert number > 2
+    assert events[: 2 * number] == ["write", "block_until_ready"] * number
+
+
+def noting(events, name, act):
+    def noted(*args):
+        events.append(name)
+        return act(*args)
+
+    return noted
