@@ -8,23 +8,28 @@ end.
 
 import dataclasses
 import heapq
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
-from zjax_kernels.sparse.cells import HALF, TILE, Cells
+from zjax_kernels.sparse.cells import TILE, Cells
+from zjax_kernels.sparse.chunks import Chunks, Sizes, cut_chunks, number_masks
 
 PROCESSORS = 132
 """Of an H100 or H200; work is cut for as many."""
 NOTHING = np.array([-1, 0, 0, 0, -1], np.int32)
 """An item that is none."""
-ROUNDS = 4
-"""Items of a program, at least, before any item is cut to make the work even."""
+LONGEST_SHARE = 1.0
+"""Of the work of a program, that one item may be."""
 WORTH_SPLITTING = 2048
 """Columns of an item from which on it may pay to cut it."""
 _TO_BEGIN = 128
 """Columns that take as long as to begin an item and to end it."""
+_WORTH_CHANGING = 0.01
+"""Of the time of all programs, by which they must end earlier for it to pay."""
 
 
 @jax.tree_util.register_dataclass
@@ -114,19 +119,13 @@ def make_schedule(
         The schedule, of NumPy arrays.
     """
     cell = patterns[0].size
-    sizes = _Sizes(*(n // cell for n in (TILE, row_unit, column_unit, chunk)))
-    parts = [_chunks(each, sizes) for each in patterns]
-    work = sum(int(parts[number].counts.sum()) for number in head_patterns)
-    longest = max(WORTH_SPLITTING // chunk, -(-work // (ROUNDS * PROCESSORS)))
-    starts = np.cumsum([0, *(len(part.columns) for part in parts)])
-    found = [_items(part, starts[i], longest) for i, part in enumerate(parts)]
-    items, splits = zip(*found, strict=True)
-    num_items = max(map(len, items))
-    elements, masks = _number_masks(parts)
-    order, ends = _share_out([each[:, 2] * chunk for each in items], head_patterns)
+    sizes = Sizes(*(n // cell for n in (TILE, row_unit, column_unit, chunk)))
+    parts = [cut_chunks(each, sizes) for each in patterns]
+    items, splits, order, ends = _cut_evenly(parts, chunk, head_patterns)
+    elements, masks = number_masks(parts)
     return Schedule(
         items=np.maximum(_stack(items), NOTHING),
-        num_items=np.array([num_items], np.int32),
+        num_items=np.array([max(map(len, items))], np.int32),
         rows=np.stack([part.rows for part in parts]).astype(np.int32),
         columns=_pad(np.concatenate([part.columns for part in parts]), 0),
         live=_pad(np.concatenate([part.live for part in parts]), 0),
@@ -135,7 +134,7 @@ def make_schedule(
         head_patterns=np.array(head_patterns, np.int32),
         order=_pad(order, 0),
         ends=ends,
-        elements=elements,
+        elements=None if elements is None else _pad(elements, 0),
         masks=masks,
         row_unit=row_unit,
         column_unit=column_unit,
@@ -205,139 +204,47 @@ def stack_schedules(schedules: Sequence[Schedule]) -> Schedule:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sizes:
-    """In cells."""
+def _cut_evenly(parts: Sequence[Chunks], chunk: int, head_patterns: Sequence[int]):
+    """Items and splits of each pattern, and who computes which: `order` and `ends`.
 
-    tile: int
-    row_unit: int
-    column_unit: int
-    chunk: int
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Chunks:
-    """All chunks of one pattern, tile by tile, full ones first."""
-
-    rows: np.ndarray
-    counts: np.ndarray
-    full: np.ndarray
-    columns: np.ndarray
-    live: np.ndarray
-    diagonal: np.ndarray
-    masks: np.ndarray | None
-    """int32[chunks, 2, chunk / 32, HALF], where the pattern has a mask of tokens."""
-
-
-def _chunks(cells: Cells, sizes: _Sizes) -> _Chunks:
-    num_units = cells.num_columns // sizes.column_unit
-    units = cells.columns // sizes.column_unit
-    places, rows = _cluster(cells, units, num_units, sizes)
-    row = places[cells.rows // sizes.row_unit] * sizes.row_unit
-    row += cells.rows % sizes.row_unit
-    pairs, pair, live = np.unique(
-        row // sizes.tile * num_units + units, return_inverse=True, return_counts=True
-    )
-    full = live == sizes.tile * sizes.column_unit
-    full[pair[cells.cut | cells.ragged]] = False
-    tiles = pairs // num_units
-    at, lane, counts = _places(tiles, full, len(rows), sizes.chunk // sizes.column_unit)
-    columns = np.full((counts.sum(), sizes.chunk // sizes.column_unit), -1, np.int32)
-    columns[at, lane] = pairs % num_units
-    columns = np.where(columns < 0, columns[:, :1], columns)  # of what the tile sees
-    columns = np.maximum(columns, 0)
-    half = sizes.tile // 2
-    word = at[pair] * 2 + row % sizes.tile // half
-    column = lane[pair] * sizes.column_unit + cells.columns % sizes.column_unit
-    bit = row % half * sizes.chunk + column
-    return _Chunks(
-        rows,
-        counts,
-        np.bincount(tiles[full], minlength=len(rows)) // columns.shape[1],
-        columns,
-        _words(word, bit, len(columns)),
-        _words(word[cells.cut], bit[cells.cut], len(columns)),
-        _masks(cells, rows, counts, columns, at[pair[cells.ragged]], sizes),
-    )
-
-
-def _cluster(cells, units, num_units, sizes):
-    """Puts rows that see much side by side, so that they share tiles."""
-    seen = np.unique(cells.rows // sizes.row_unit * num_units + units) // num_units
-    counts = np.bincount(seen, minlength=cells.num_rows // sizes.row_unit)
-    few = counts <= 2 * np.median(counts)
-    order = np.argsort(few, kind="stable")
-    places = np.argsort(order)
-    return places, order.reshape(-1, sizes.tile // sizes.row_unit)
-
-
-def _places(tiles, full, num_tiles, per_chunk):
-    """Chunk and lane of each pair of tile and unit, and how many chunks a tile has."""
-    numbers = np.bincount(tiles, minlength=num_tiles)
-    counts = np.maximum(-(-numbers // per_chunk), 1)  # all dead where nothing is seen
-    order = np.lexsort((~full, tiles))
-    nth = np.empty(len(tiles), np.int64)
-    starts = np.cumsum(numbers) - numbers
-    nth[order] = np.arange(len(tiles)) - starts[tiles[order]]
-    return (
-        (np.cumsum(counts) - counts)[tiles] + nth // per_chunk,
-        nth % per_chunk,
-        counts,
-    )
-
-
-def _words(word, bit, num_chunks):
-    values = np.bincount(word, np.exp2(bit), minlength=2 * num_chunks)
-    return values.astype(np.uint32).view(np.int32).reshape(num_chunks, 2)
-
-
-def _masks(cells, rows, counts, columns, ragged, sizes):
-    """One bit per token of each half of each chunk; all are 1 where nothing is hidden.
-
-    The mask is asked for the chunks `ragged` alone.
+    An item that is longer than what is left of all work keeps others waiting: such
+    items may come first, and where all are as long, a few tiles of each head may be
+    cut to fill the last round.
     """
-    if cells.mask is None:
-        return None
-    cell = cells.size
-    width = sizes.chunk * cell // 32
-    words = np.full((len(columns), TILE, width), -1, np.int32)
-    chunks = np.unique(ragged)
-    tiles = np.repeat(np.arange(len(rows)), counts)[chunks]
-    row = _tokens(rows[tiles], sizes.row_unit * cell)
-    column = _tokens(columns[chunks], sizes.column_unit * cell)
-    for number, chunk in enumerate(chunks):
-        live = cells.mask(row[number, :, None], column[number, None])
-        live = np.broadcast_to(live, (TILE, sizes.chunk * cell))
-        words[chunk] = np.packbits(live, axis=-1, bitorder="little").view("<i4")
-    return words.reshape(len(columns), 2, HALF, width).swapaxes(2, 3)
+    heads = [parts[pattern].counts * chunk + _TO_BEGIN for pattern in head_patterns]
+    share = sum(int(times.sum()) for times in heads) / PROCESSORS
+    longest = max(WORTH_SPLITTING, LONGEST_SHARE * share)
+    last_round = sum(map(len, heads)) % PROCESSORS
+    starts = np.cumsum([0, *(len(part.columns) for part in parts)])
+    best: tuple[float, Any] = math.inf, None
+    for num_cut in (0, -(-last_round // len(heads))):
+        pieces = [_pieces(part.counts * chunk, longest, num_cut) for part in parts]
+        cut = zip(parts, starts[:-1], pieces, strict=True)
+        items, splits = zip(*(_items(*each) for each in cut), strict=True)
+        times = [each[:, 2] * chunk + _TO_BEGIN for each in items]
+        for late in (math.inf, *(n * share / len(heads) for n in (1, 2, 4))):
+            if best[0] <= (1 + _WORTH_CHANGING) * share:
+                continue
+            end, *shares = _share_out(times, head_patterns, late)
+            if end < (1 - _WORTH_CHANGING) * best[0]:
+                best = end, (items, splits, *shares)
+    return best[1]
 
 
-def _number_masks(parts):
-    """Which mask each half of a chunk has, and the distinct ones."""
-    if all(part.masks is None for part in parts):
-        return None, None
-    width = next(part.masks.shape[2] for part in parts if part.masks is not None)
-    none = np.full((1, width, HALF), -1, np.int32)
-    of_parts = [
-        np.broadcast_to(none, (2 * len(part.columns), width, HALF))
-        if part.masks is None
-        else part.masks.reshape(-1, width, HALF)
-        for part in parts
-    ]
-    masks, numbers = np.unique(
-        np.concatenate([none, *of_parts]), axis=0, return_inverse=True
+def _pieces(columns: np.ndarray, longest: float, num_cut: int) -> np.ndarray:
+    """Into how many items each tile is cut, the shortest tiles further than others."""
+    pieces = np.maximum(np.ceil(columns / longest), 1)
+    shortest = np.argsort(-columns, kind="stable")[len(columns) - num_cut :]
+    pieces[shortest] = np.maximum(
+        pieces[shortest], np.ceil(columns[shortest] / WORTH_SPLITTING)
     )
-    return _pad(numbers.reshape(-1)[1:].reshape(-1, 2), 0), masks
+    return pieces.astype(int)
 
 
-def _tokens(units, size):
-    tokens = units[..., None] * size + np.arange(size)
-    return tokens.reshape(len(units), units.shape[1] * size)
-
-
-def _items(chunks: _Chunks, start: int, longest: int) -> tuple[np.ndarray, np.ndarray]:
+def _items(
+    chunks: Chunks, start: int, parts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """The items of a pattern, longest first, and its tiles whose work is split."""
-    parts = np.maximum(-(-chunks.counts // longest), 1)
     tile = np.repeat(np.arange(len(parts)), parts)
     part = np.arange(len(tile)) - np.repeat(np.cumsum(parts) - parts, parts)
     before = chunks.counts[tile] * part // parts[tile]
@@ -353,20 +260,27 @@ def _items(chunks: _Chunks, start: int, longest: int) -> tuple[np.ndarray, np.nd
     return items[np.argsort(-count, kind="stable")], splits
 
 
-def _share_out(columns, head_patterns):
+def _share_out(times, head_patterns, late):
     """Gives each item to the program that would be free first, head after head.
 
     The keys and values of one head then stay in the cache until all have read them.
+    Items that take longer than `late` come before those of all heads.
+
+    Returns:
+        When the last program ends, `order` and `ends`.
     """
     free = [(0, program) for program in range(PROCESSORS)]
     shares: list[list[tuple[int, int, int]]] = [[] for _ in free]
-    for head, pattern in enumerate(head_patterns):
-        for item, length in enumerate(columns[pattern]):
-            busy, program = free[0]
-            shares[program].append((head, pattern, item))
-            heapq.heapreplace(free, (busy + int(length) + _TO_BEGIN, program))
+    for is_early in (True, False):
+        for head, pattern in enumerate(head_patterns):
+            for item, length in enumerate(times[pattern].tolist()):
+                if (length > late) == is_early:
+                    busy, program = free[0]
+                    shares[program].append((head, pattern, item))
+                    heapq.heapreplace(free, (busy + length, program))
     ends = np.cumsum([0, *map(len, shares)], dtype=np.int32)
-    return np.array([each for share in shares for each in share]), ends
+    order = np.array([each for share in shares for each in share])
+    return max(free)[0], order, ends
 
 
 def _stack(parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -135,7 +135,7 @@ def test_kernels_are_dense_attention_under_the_mask(monkeypatch, capfd, case):
     monkeypatch.setattr(schedules, "PROCESSORS", case.get("programs", 2))
     if case.get("split"):
         monkeypatch.setattr(schedules, "WORTH_SPLITTING", 128)
-        monkeypatch.setattr(schedules, "ROUNDS", 100)
+        monkeypatch.setattr(schedules, "LONGEST_SHARE", 0.01)
     mask, plan, inputs, segments = make_case(**case)
     assert bool(plan.queries.num_slots and plan.keys.num_slots) == case.get(
         "split", False

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from tests.kernels.sparse.decoding import decode
-from zjax_kernels.sparse import BSLongformer
 from zjax_kernels.sparse.layout import BlockLayout
 from zjax_kernels.sparse.plan import make_plan
 
@@ -87,19 +86,38 @@ def visited(plan):
         yield chunks * 128 * each.chunk / (each.num_rows * each.num_columns)
 
 
-def test_programs_share_the_work_evenly():
-    """Fails if an item is lost, or if rows that see much keep others waiting."""
-    layout = BSLongformer(4, 128).layout(2**14)
-    plan = make_plan(layout)
+def window(*, all_seen):
+    """The row's own block and the seven before it, and the first column."""
+    rows = np.arange(128)
+    live = np.tril(rows[:, None] - rows < 8)
+    live[:, 0] = True
+    live[0] = all_seen
+    return live
+
+
+EVEN = {
+    "a long column": (window(all_seen=False), 1.05, 0),
+    "a long row too": (window(all_seen=True), 1.05, 0),
+    "all as long": (np.ones((128, 128), bool), 1.02, 5),
+}
+"""Layouts, the most that a program computes of the mean, and tiles that are cut."""
+
+
+@pytest.mark.parametrize(("live", "most", "num_cut"), EVEN.values(), ids=EVEN)
+def test_programs_share_the_work_evenly(live, most, num_cut):
+    """Fails if an item is lost, if long rows keep others waiting, if a last round is
+    hardly filled, or if more is cut than that takes."""
+    plan = make_plan(BlockLayout.from_dense(live, block=128, num_heads=16))
     for schedule in (plan.queries, plan.keys):
         items, number = schedule.items[0], int(schedule.num_items[0])
         order = schedule.order[: schedule.ends[-1]]
-        expected = {(head, 0, item) for head in range(4) for item in range(number)}
+        expected = {(head, 0, item) for head in range(16) for item in range(number)}
         assert len(order) == len(expected)
         assert set(map(tuple, order.tolist())) == expected
-        counts = items[order[:, 2], 2]
-        loads = [part.sum() for part in np.split(counts, schedule.ends[1:-1])]
-        assert max(loads) <= counts.sum() / schedule.num_programs + counts.max()
+        times = items[order[:, 2], 2] * schedule.chunk + 128  # to begin and to end
+        loads = [part.sum() for part in np.split(times, schedule.ends[1:-1])]
+        assert max(loads) <= most * np.mean(loads)
+        assert np.count_nonzero(schedule.splits[0, :, 0] >= 0) <= num_cut
 
 
 def test_no_item_is_long_and_the_longest_come_first():
