@@ -4,6 +4,7 @@ Two warpgroups compute, a half of the tile's rows each, and one copies what they
 into shared memory, ahead of them. Programs take one item after another.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,7 +43,7 @@ def call(
     Returns:
         The outputs.
     """
-    arrays, structure = jax.tree.flatten(schedule)
+    arrays, structure = jax.tree.flatten(_read_by_programs(schedule))
     rooms, of_rooms = jax.tree.flatten(scratch)
     counts = len(arrays), len(inputs), len(outputs)
 
@@ -71,6 +72,12 @@ def call(
         **({} if interpret is None else {"interpret": interpret}),
     )
     return kernel(*arrays, *inputs)
+
+
+def _read_by_programs(schedule: Schedule) -> Schedule:
+    """Without arrays that only others read: XLA would fill constants for each call."""
+    unread = dict.fromkeys(("num_items", "splits", "head_patterns"))
+    return dataclasses.replace(schedule, **unread)
 
 
 def matrix(shape: Sequence[int], dtype: Any) -> Any:
