@@ -1,12 +1,17 @@
 """Options of the compiler: derived from the plan, told where unknown, kept on disk."""
 
 import dataclasses
+import os
 import pathlib
+import subprocess
+import sys
 
 import jax
 import pytest
+from absl import flags
 
 from zjax import compiler
+from zjax.bench import command
 from zjax.config import schema
 from zjax.errors import ConfigError
 from zjax.models.build import make_model
@@ -109,3 +114,58 @@ def test_programs_are_kept_unless_the_caller_chose(monkeypatch, tmp_path):
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / "zjax/programs")
     finally:
         jax.config.update("jax_compilation_cache_dir", chosen)
+
+
+COMMAND = """
+import sys
+import jax
+from zjax import compiler, main
+
+def report():
+    print(compiler.use_program_cache())
+    jax.jit(lambda x: x + 1)(1)
+
+compiler.LOADS_SIMULATED = sys.argv.pop() == "True"
+main.COMMANDS["report"] = report
+main.run()
+"""
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_simulated_devices_keep_no_programs_that_may_wait_for_ever(loads, tmp_path):
+    """Fails if what a command simulates is kept where it must not be loaded, or nothing
+    where it may be."""
+    folder = tmp_path / "programs"
+    variables = {
+        "JAX_COMPILATION_CACHE_DIR": str(folder),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    out = subprocess.run(
+        [sys.executable, "-c", COMMAND, "report", "--simulated_devices=2", str(loads)],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+    )
+    assert out.stdout == f"{folder if loads else None}\n"
+    assert folder.exists() == loads
+
+
+def test_programs_of_a_contest_keep_what_their_command_may(monkeypatch):
+    """Fails if only the command itself is told, which runs nothing on the devices."""
+    found = {}
+
+    def compete(*_, environment, **__):
+        found.update(environment)
+
+    monkeypatch.setattr(compiler, "LOADS_SIMULATED", False)
+    monkeypatch.setattr(command, "compete", compete)
+    given = flags.FlagValues()
+    flags.DEFINE_integer("simulated_devices", 2, "", flag_values=given)
+    for name in ("contest", *command.CONTEST_FLAGS):
+        flags.DEFINE_string(name, "", "", flag_values=given)
+    given.mark_as_parsed()
+    command.hold_contest(given)
+    assert found["JAX_NUM_CPU_DEVICES"] == "2"
+    assert found["JAX_ENABLE_COMPILATION_CACHE"] == "False"

@@ -1,4 +1,4 @@
-"""What is asked of XLA: options derived from the plan, and the cache of programs.
+"""What is asked of XLA: options, the cache of programs, simulated devices.
 
 Options are passed with each program, where an unknown name can be told and left out; in
 XLA_FLAGS it would end the process.
@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from absl import logging
 from jax.sharding import NamedSharding
+from jaxlib import version
 
 from zjax.config.schema import Config
 from zjax.errors import ConfigError, Problem
@@ -32,6 +33,11 @@ MIN_EARLY_BYTES = 128 * 2**20
 
 Its estimates by the speed of the links start them as late as they may, which spares
 memory: 0.8 % faster for layers of 61 MB, 2.2 % slower for layers of 403 MB.
+"""
+LOADS_SIMULATED = version.__version_info__ < (0, 11)
+"""Whether simulated devices may run programs from a disk.
+
+Under newer versions their collectives may wait for ever, and nothing tells beforehand.
 """
 
 
@@ -94,7 +100,8 @@ def parse_options(pairs: tuple[str, ...]) -> Options:
 def use_program_cache(shared: str = "") -> pathlib.Path | None:
     """Keeps compiled programs on disk, so that a restart does not compile again.
 
-    A directory chosen by `jax_compilation_cache_dir` stays; an empty one turns it off.
+    A directory chosen by `jax_compilation_cache_dir` stays; an empty one turns it off,
+    and so does `jax_enable_compilation_cache`.
 
     Args:
         shared: Folder that all processes of a run see; empty for a run of one process,
@@ -103,6 +110,8 @@ def use_program_cache(shared: str = "") -> pathlib.Path | None:
     Returns:
         The directory, or None if it is off.
     """
+    if not jax.config.values.get("jax_enable_compilation_cache"):
+        return None
     chosen: str | None = jax.config.values.get("jax_compilation_cache_dir")
     if chosen or "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return pathlib.Path(chosen) if chosen else None
@@ -110,6 +119,27 @@ def use_program_cache(shared: str = "") -> pathlib.Path | None:
     folder = pathlib.Path(shared) if shared else pathlib.Path(home) / "zjax"
     jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))
     return folder / "programs"
+
+
+def simulation(num_devices: int) -> Options:
+    """Settings that have JAX simulate devices, before it starts.
+
+    Args:
+        num_devices: CPU devices; 0 takes the devices that there are.
+
+    Returns:
+        Values by their names in `jax.config`, which in capitals are variables.
+
+    Example:
+        >>> simulation(8)["jax_num_cpu_devices"]
+        8
+    """
+    if not num_devices:
+        return {}
+    options: Options = {"jax_platforms": "cpu", "jax_num_cpu_devices": num_devices}
+    if not LOADS_SIMULATED:
+        options["jax_enable_compilation_cache"] = False
+    return options
 
 
 def _gpu_options(config: Config, plan: Plan) -> Options:

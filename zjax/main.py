@@ -22,7 +22,7 @@ from zjax.bench.disks import describe_disks, measure_disks
 from zjax.bench.measure import describe_measurement, measure, result_line
 from zjax.checkpoint.export import export_safetensors
 from zjax.checkpoint.store import Store
-from zjax.compiler import use_program_cache
+from zjax.compiler import simulation, use_program_cache
 from zjax.config import flags as config_flags
 from zjax.config.check import check_processes
 from zjax.config.describe import describe_settings
@@ -338,9 +338,8 @@ def _remedy(word: str) -> str:
 def _call(name: str, words: Sequence[str]) -> None:
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)
-    if flags.FLAGS.simulated_devices:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", flags.FLAGS.simulated_devices)
+    for option, value in simulation(flags.FLAGS.simulated_devices).items():
+        jax.config.update(option, value)
     try:
         check_words(name, words)
         COMMANDS[name]()

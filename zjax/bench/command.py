@@ -5,6 +5,7 @@ import os
 from absl import flags
 
 from zjax.bench.compete import Selection, compete
+from zjax.compiler import simulation
 from zjax.errors import ConfigError, Problem
 
 CONTEST_FLAGS = ("only", "rows", "records", "output")
@@ -29,11 +30,13 @@ def hold_contest(given: flags.FlagValues) -> None:
     Raises:
         BenchError: A contest, selection, record or number that means nothing.
     """
+    simulated = simulation(given.simulated_devices)
+    variables = {name.upper(): str(value) for name, value in simulated.items()}
     compete(
         given.contest,
         Selection(only=given.only, rows=given.rows, records=given.records),
         output=given.output or OUTPUT,
-        environment=os.environ | _simulation(given.simulated_devices),
+        environment=os.environ | variables,
     )
 
 
@@ -59,10 +62,3 @@ def check_contest_flags(given: flags.FlagValues) -> None:
     ]
     if problems:
         raise ConfigError(*problems)
-
-
-def _simulation(num_devices: int) -> dict[str, str]:
-    """Variables that give the programs simulated devices; 0 takes those there are."""
-    if not num_devices:
-        return {}
-    return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(num_devices)}
