@@ -1,6 +1,7 @@
 """Shards of a plan inside `jax.shard_map`: gathered whole, summed back to shards."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -127,20 +128,52 @@ def mean_over(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     return jax.lax.pmean(x.astype(jnp.float32), tuple(axes)).astype(x.dtype)
 
 
+def from_one(tree: Any, is_from: jax.Array, axes: Sequence[str]) -> Any:
+    """Hands what one device has to all.
+
+    Args:
+        tree: This device's arrays, of any dtype; they may be NaN.
+        is_from: bool[], true on the one.
+        axes: Mesh axes that `shard_map` maps.
+
+    Returns:
+        The arrays of that device.
+    """
+
+    def run(tree: Any, is_from: jax.Array) -> Any:
+        terms = jax.tree.map(lambda x: jnp.where(is_from, x, jnp.zeros_like(x)), tree)
+        return jax.lax.psum(terms, tuple(axes))
+
+    totals = _by_hand(run, PartitionSpec(), axes)(tree, is_from)
+    return jax.tree.map(lambda total, x: total.astype(x.dtype), totals, tree)
+
+
 def _by_share(
     run: Callable[[jax.Array], jax.Array], row: Row, axes: Sequence[str]
 ) -> Callable[[jax.Array], jax.Array]:
     # A compiler that had the other axes would gather the array over them first. Not in
     # dims that are cut by hand, whose parts would come in another order.
-    others = set(jax.sharding.get_abstract_mesh().auto_axes).difference(axes)
-    if not others:
-        return run
+    others = _others(axes)
     dims = rules.axes_of(row.spec, len(row.shape))
     whole = [dim if set(dim) <= others else () for dim in dims]
-    spec = PartitionSpec(*map(rules.entry, whole))
+    return _by_hand(run, PartitionSpec(*map(rules.entry, whole)), axes)
+
+
+def _by_hand(
+    run: Callable[..., Any], spec: PartitionSpec, axes: Sequence[str]
+) -> Callable[..., Any]:
+    """Maps the other axes too: for CPUs, XLA fails on sums of 16 bits where it cuts."""
+    others = _others(axes)
+    if not others:
+        return run
     return jax.shard_map(
         run, in_specs=spec, out_specs=spec, axis_names=others, check_vma=False
     )
+
+
+def _others(axes: Sequence[str]) -> set[str]:
+    """Mesh axes that are left to the compiler."""
+    return set(jax.sharding.get_abstract_mesh().auto_axes).difference(axes)
 
 
 def _split_dims(row: Row, axes: Sequence[str]) -> list[tuple[str, ...]]:

@@ -21,7 +21,6 @@ class Here:
         rest: Context, key and int32[] number of the chunk in the model.
         is_due: bool[], whether the stage has a pass; else what it hands on is not read,
             and what it adds to gradients must be 0.
-        counts: bool[], whether any microbatch has weight.
         is_first: bool[], whether the chunk is the first of the model.
         is_last: bool[], whether it is the last.
         fetches: Whether layers gather their parameters.
@@ -34,7 +33,6 @@ class Here:
     lane: Lane
     rest: tuple[Any, Any, jax.Array]
     is_due: jax.Array
-    counts: jax.Array
     is_first: jax.Array
     is_last: jax.Array
     fetches: bool

@@ -47,9 +47,8 @@ class Pipeline:
         schedule: Which passes each tick takes.
         recomputes: Whether a stage keeps only what entered it until its backward pass,
             and computes the rest again.
-        reduce: For each of the `Parts`, `reduce(grads, counts) -> grads`, as they are
-            added; those of stages are a list of layers. Where no microbatch has weight,
-            bool[] `counts` is false and gradients may be 0 / 0.
+        reduce: For each of the `Parts`, `reduce(grads) -> grads`, as they are added;
+            those of stages are a list of layers.
         adds_in_products: Whether products add to the sums of stages by themselves;
             `reduce` then says where these are, and no more.
     """
@@ -231,7 +230,7 @@ class _Step:
 
         def add(number, grads):
             own = self.embed_backward(number, first)
-            return sums.add(grads, self.reduce.embed(own, self.feed.counts))
+            return sums.add(grads, self.reduce.embed(own))
 
         embed = where_due(phase.first, turn.first, add, state.grads.embed)
         grads = Parts(embed, total, state.grads.head)
@@ -247,8 +246,7 @@ class _Step:
             head, losses, _ = start
             (own, seed), loss = differentiate(self.params.head, last, number)
             losses = arrays.written(losses, loss, number)
-            own = self.reduce.head(own, self.feed.counts)
-            return sums.add(head, own), losses, seed
+            return sums.add(head, self.reduce.head(own)), losses, seed
 
         nothing = jax.tree.map(jnp.zeros_like, last)
         start = state.grads.head, state.losses, nothing
@@ -311,13 +309,12 @@ class _Step:
         def run_adding(here, total, *args):
             function = functools.partial(run, here)
             own, other = sums.add_in_products(function, total[here.chunk], *args)
-            own = self.reduce.stages(own, here.counts)
-            return sums.of_chunk(total, here.chunk, own), other
+            return sums.of_chunk(total, here.chunk, self.reduce.stages(own)), other
 
         if self.adds_in_products:
             return here.in_chunk(run_adding, total, *args)
         grads, other = here.in_chunk(run, *args)
-        grads = self.reduce.stages(grads, here.counts)
+        grads = self.reduce.stages(grads)
         return sums.add_to_chunk(total, grads, here.lane.chunk), other
 
     def passed(self, stream: Any, by: int) -> Any:
@@ -341,7 +338,7 @@ class _Step:
         num_staged = len(staged)
 
         def of_stage(chunks, stage, lane, *args):
-            own, (contexts, key, counts, *rest) = args[:num_staged], args[num_staged:]
+            own, (contexts, key, *rest) = args[:num_staged], args[num_staged:]
             context = arrays.read(contexts, lane.context)
             chunk_number = lane.chunk * (last_stage + 1) + stage
             here = Here(
@@ -349,7 +346,6 @@ class _Step:
                 lane=lane,
                 rest=(context, fold_in(key, lane.context), chunk_number),
                 is_due=lane.microbatch != IDLE,
-                counts=counts,
                 is_first=(stage == 0) & (lane.chunk == 0),
                 is_last=(stage == last_stage) & (lane.chunk == last_chunk),
                 fetches=self.line.fetches,
@@ -358,7 +354,7 @@ class _Step:
             return run(here, *own, *rest)
 
         given = self.chunks, jnp.arange(last_stage + 1), lane
-        shared = self.contexts, self.key, self.feed.counts
+        shared = self.contexts, self.key
         return arrays.map_stages(
             of_stage, outs, (*given, *staged), *shared, *everywhere
         )

@@ -3,7 +3,8 @@
 Every device differentiates its own rows, as in `zjax.train.shares`, with the same
 communication over the batch axes: gradients are reduced once per step, or from ZeRO
 stage 2 on in each tick that has a backward pass; at stage 3 the parameters of blocks
-are fetched in each tick.
+are fetched in each tick. Before the first, devices without any microbatch of weight are
+lent one.
 """
 
 import dataclasses
@@ -179,8 +180,7 @@ class _Run:
         pipeline = self.pipeline(scale, unit)
         grads, losses = pipeline.differentiate(params, self.zeros(), feed, key)
         loss = microbatches.mean_loss(losses, ())
-        counts = loss.weight > 0 if self.share.reduces_each else feed.counts
-        inverse = jnp.where(counts, unit / loss.weight, 0)
+        inverse = jnp.where(loss.weight > 0, unit / loss.weight, 0)
         grads = jax.tree.map(lambda g: microbatches.scaled(g, inverse), grads)
         grads = self.cut.join(
             dataclasses.replace(grads, stages=self.in_line(grads.stages))
@@ -203,7 +203,7 @@ class _Run:
         self.cut.check_context(jax.tree.map(lambda x: x[0], parts))
         embed = self.in_place(params.embed, self.rows.embed)
         head = self.in_place(params.head, self.rows.head)
-        feed = make_feed(parts, self.cut.weights(parts))
+        feed = make_feed(parts, self.cut.weights(parts), self.share.axes)
         return Parts(embed, stages, head), feed
 
     def pipeline(self, scale: jax.Array, unit: jax.Array) -> Pipeline:
@@ -241,9 +241,8 @@ class _Run:
         return is_whole and is_fixed and not self.reduces_each
 
     def reducer(self, rows: Any) -> Callable[..., Any]:
-        def reduce(grads: Params, counts: jax.Array) -> Params:
+        def reduce(grads: Params) -> Params:
             if self.reduces_each:
-                grads = jax.tree.map(lambda g: jnp.where(counts, g, 0), grads)
                 grads = jax.tree.map(self.share.reduce_one, grads, rows)
             return self.in_place(grads, rows)
 

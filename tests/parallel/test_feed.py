@@ -1,0 +1,53 @@
+"""Which microbatches a pipeline computes, where some have no weight."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from zjax.parallel.feed import make_feed
+
+AXES = ("replica", "data")
+WEIGHTS = np.float32([[0, 0], [2, 0], [0, 5], [0, 0]])
+"""Of two microbatches on each of four devices."""
+COMPUTED = [[5, 5], [2, 2], [5, 5], [5, 5]]
+
+
+def batch_of(number):
+    """Arrays of all kinds, which tell the microbatch and the device; of 0 infinite."""
+    return {
+        "tokens": jnp.full((3, 2), number, jnp.int32),
+        "mask": jnp.arange(8) == number,
+        "image": jnp.full((1, 4), jnp.log(number), jnp.bfloat16),
+        "bytes": jnp.uint8(100 + number),
+    }
+
+
+def test_devices_without_weight_compute_the_heaviest_of_all():
+    """Fails if one computes what counts nothing, another's than the heaviest, or what
+    was rounded or mixed on its way; or if one that has weight does not keep its own."""
+    names = (*AXES, "pipeline")
+    mesh = jax.make_mesh((2, 2, 2), names, (AxisType.Auto,) * 3)
+
+    def run(parts, weights):
+        feed = make_feed(*jax.tree.map(lambda x: x[0], (parts, weights)), AXES)
+        batches = jax.vmap(feed.batch)(jnp.arange(2))
+        return jax.tree.map(lambda x: x[None], (batches, feed.weights))
+
+    parts = jax.vmap(jax.vmap(batch_of))(jnp.arange(8).reshape(4, 2))
+    mapped = jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=P(AXES),
+        out_specs=P(AXES),
+        axis_names=set(AXES),
+        check_vma=False,
+    )
+    found, weights = jax.jit(mapped)(parts, WEIGHTS)
+    wanted = jax.vmap(jax.vmap(batch_of))(jnp.array(COMPUTED))
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(
+        lambda x: x.dtype, parts
+    )
+    np.testing.assert_array_equal(weights, WEIGHTS)
