@@ -2,8 +2,8 @@
 
 A tile is `TILE` rows and a chunk some columns, both gathered from units of consecutive
 tokens, so that a tile visits few dead cells however small the blocks are. Work is cut
-into items, of which no one is long: a row that sees everything must not be the last to
-end.
+into items, and these are ordered, so that no program ends long after the others: a row
+that sees everything must not be the last to begin.
 """
 
 import dataclasses
@@ -28,6 +28,8 @@ WORTH_SPLITTING = 2048
 """Columns of an item from which on it may pay to cut it."""
 _TO_BEGIN = 128
 """Columns that take as long as to begin an item and to end it."""
+_TO_MERGE = 1024
+"""Columns that take as long as to put together what was cut."""
 _WORTH_CHANGING = 0.01
 """Of the time of all programs, by which they must end earlier for it to pay."""
 
@@ -207,17 +209,17 @@ def stack_schedules(schedules: Sequence[Schedule]) -> Schedule:
 def _cut_evenly(parts: Sequence[Chunks], chunk: int, head_patterns: Sequence[int]):
     """Items and splits of each pattern, and who computes which: `order` and `ends`.
 
-    An item that is longer than what is left of all work keeps others waiting: such
-    items may come first, and where all are as long, a few tiles of each head may be
-    cut to fill the last round.
+    An item that is longer than what is left of all work keeps others waiting. Such
+    items may come first, or be cut further; and where all are as long, a few tiles of
+    each head may be cut to fill the last round.
     """
     heads = [parts[pattern].counts * chunk + _TO_BEGIN for pattern in head_patterns]
     share = sum(int(times.sum()) for times in heads) / PROCESSORS
-    longest = max(WORTH_SPLITTING, LONGEST_SHARE * share)
-    last_round = sum(map(len, heads)) % PROCESSORS
+    last_round = -(-(sum(map(len, heads)) % PROCESSORS) // len(heads))
     starts = np.cumsum([0, *(len(part.columns) for part in parts)])
     best: tuple[float, Any] = math.inf, None
-    for num_cut in (0, -(-last_round // len(heads))):
+    for most, num_cut in ((1, 0), (1, last_round), (1 / 4, 0)):
+        longest = max(WORTH_SPLITTING, most * LONGEST_SHARE * share)
         pieces = [_pieces(part.counts * chunk, longest, num_cut) for part in parts]
         cut = zip(parts, starts[:-1], pieces, strict=True)
         items, splits = zip(*(_items(*each) for each in cut), strict=True)
@@ -226,6 +228,7 @@ def _cut_evenly(parts: Sequence[Chunks], chunk: int, head_patterns: Sequence[int
             if best[0] <= (1 + _WORTH_CHANGING) * share:
                 continue
             end, *shares = _share_out(times, head_patterns, late)
+            end += _TO_MERGE * any(map(len, splits))
             if end < (1 - _WORTH_CHANGING) * best[0]:
                 best = end, (items, splits, *shares)
     return best[1]

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.sparse.decoding import decode
+from zjax_kernels.sparse import schedule as schedules
 from zjax_kernels.sparse.layout import BlockLayout
 from zjax_kernels.sparse.plan import make_plan
 
@@ -48,8 +49,14 @@ CASES = {
 @pytest.mark.parametrize("head_size", [64, 256])
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("has_mask", [False, True])
-def test_each_live_token_is_visited_once(case, head_size, num_kv_heads, has_mask):
-    """Fails if a cell is lost, added, cut wrongly, or visited in two chunks."""
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_each_live_token_is_visited_once(
+    monkeypatch, case, head_size, num_kv_heads, has_mask, is_cut
+):
+    """Fails if a cell is lost, added, cut wrongly, or visited twice."""
+    if is_cut:
+        monkeypatch.setattr(schedules, "WORTH_SPLITTING", 128)
+        monkeypatch.setattr(schedules, "LONGEST_SHARE", 0.01)
     block, num_rows, num_columns, causal = CASES[case]
     live = random_live((4, num_rows, num_columns))
     live[2] = live[0]
@@ -68,6 +75,7 @@ def test_each_live_token_is_visited_once(case, head_size, num_kv_heads, has_mask
     heads = heads.transpose(0, 2, 3, 1).reshape(4, -1, plan.keys.num_rows)
     np.testing.assert_array_equal(heads[:, :num_queries, :num_keys], expected)
     assert keys.sum() == expected.sum()
+    assert plan.queries.num_slots or plan.keys.num_slots or not is_cut
 
 
 def test_small_blocks_visit_little_that_is_dead():
@@ -87,31 +95,36 @@ def visited(plan):
 
 
 def window(*, all_seen):
-    """The row's own block and the seven before it, and the first column."""
+    """A row's own block and the seven before it, the first column, and all of a row."""
     rows = np.arange(128)
     live = np.tril(rows[:, None] - rows < 8)
     live[:, 0] = True
-    live[0] = all_seen
+    live[0] |= all_seen
     return live
 
 
 EVEN = {
-    "a long column": (window(all_seen=False), 1.05, 0),
-    "a long row too": (window(all_seen=True), 1.05, 0),
-    "all as long": (np.ones((128, 128), bool), 1.02, 5),
+    "a long column": (window(all_seen=False), (16, 16), 1.05, 0),
+    "a long row too": (window(all_seen=True), (16, 16), 1.05, 0),
+    "all as long": (np.ones((128, 128), bool), (16, 16), 1.02, 5),
+    "of all lengths, in groups": (np.tri(64, dtype=bool), (32, 8), 1.08, 64),
 }
-"""Layouts, the most that a program computes of the mean, and tiles that are cut."""
+"""Layouts, heads of queries and of keys, the most that a program computes of the mean,
+and tiles that are cut."""
 
 
-@pytest.mark.parametrize(("live", "most", "num_cut"), EVEN.values(), ids=EVEN)
-def test_programs_share_the_work_evenly(live, most, num_cut):
+@pytest.mark.parametrize(("live", "heads", "most", "num_cut"), EVEN.values(), ids=EVEN)
+def test_programs_share_the_work_evenly(live, heads, most, num_cut):
     """Fails if an item is lost, if long rows keep others waiting, if a last round is
     hardly filled, or if more is cut than that takes."""
-    plan = make_plan(BlockLayout.from_dense(live, block=128, num_heads=16))
-    for schedule in (plan.queries, plan.keys):
+    layout = BlockLayout.from_dense(live, block=128, num_heads=heads[0])
+    plan = make_plan(layout, num_kv_heads=heads[1])
+    for num_heads, schedule in zip(heads, (plan.queries, plan.keys), strict=True):
         items, number = schedule.items[0], int(schedule.num_items[0])
         order = schedule.order[: schedule.ends[-1]]
-        expected = {(head, 0, item) for head in range(16) for item in range(number)}
+        expected = {
+            (head, 0, item) for head in range(num_heads) for item in range(number)
+        }
         assert len(order) == len(expected)
         assert set(map(tuple, order.tolist())) == expected
         times = items[order[:, 2], 2] * schedule.chunk + 128  # to begin and to end
