@@ -107,8 +107,9 @@ def test_what_the_user_has_set_stays(limit):
 
 
 @pytest.mark.parametrize(("users", "gib"), [("7.5", 7.5), ("", 1016 - 16)])
-def test_what_the_user_has_set_is_read_as_jax_does(limit, monkeypatch, users, gib):
-    """Fails on a part of a GiB, or if an empty variable is taken for a number."""
+def test_what_the_user_has_set_may_be_a_part_of_a_gib_or_empty(
+    limit, monkeypatch, users, gib
+):
     limit(1)
     monkeypatch.setenv(NAMES[0], users)
     assert pinnable_bytes(1016 * 2**30) == gib * 2**30

@@ -109,24 +109,22 @@ def abstract_batch(config: Config, plan: Plan) -> Batch:
     return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
 
 
-def room_on_host(plan: Plan, config: Config, sharers: Sharers) -> int:
+def room_on_host(plan: Plan, on_disks: int, sharers: Sharers) -> int:
     """What arrays that rest on this host may take of it.
 
     Args:
-        plan: Says what moves between devices and disks, and passes through the host.
-        config: Names the disks.
+        plan: Says what moves between it and devices.
+        on_disks: Bytes per device that rest on disks, and pass through the host.
         sharers: Of the host.
 
     Returns:
         Bytes, of all that share it together.
     """
-    passing = passing_bytes(memory.moved_bytes(plan), config.zero.nvme_paths)
-    room = pinnable_bytes(
-        host_memory_bytes(),
-        sharers.num_processes,
-        sharers.num_devices * passing.from_disks,
-    )
-    return max(0, room - sharers.num_devices * passing.to_disks)
+    passing, number = passing_bytes(on_disks), sharers.num_devices
+    beside = number * passing.from_disks
+    room = pinnable_bytes(host_memory_bytes(), sharers.num_processes, beside)
+    moving = min(IN_FLIGHT_BYTES, memory.moved_bytes(plan)) + passing.to_disks
+    return max(0, int((room - number * moving) / PINNED_SPARE))
 
 
 def _free_bytes(mesh: Mesh) -> float:
@@ -164,12 +162,12 @@ def _room(plan: Plan, config: Config, on_device: float) -> Mapping[str, float]:
     mesh = plan.mesh
     assert isinstance(mesh, Mesh)
     sharers = sharers_of_host(len(mesh.local_devices))
-    host = room_on_host(plan, config, sharers) / max(1, sharers.num_devices)
-    host -= IN_FLIGHT_BYTES
+    on_disks = memory.moved_bytes(plan) if config.zero.nvme_paths else 0
+    host = room_on_host(plan, on_disks, sharers) / max(1, sharers.num_devices)
     blocks = [row for row in jax.tree.leaves(plan.compute) if row.memory == HOST]
     taken = memory.tree_bytes(blocks)
     taken += memory.waiting_on_host_bytes(plan, config, plan.num_batch_shares)
-    here = np.array([on_device, host / PINNED_SPARE - taken])
+    here = np.array([on_device, host - taken])
     if jax.process_count() > 1:
         here = multihost_utils.process_allgather(here).min(0)
     return dict(zip((DEVICE, HOST), here.tolist(), strict=True))

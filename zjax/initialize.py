@@ -231,7 +231,7 @@ def make_run(
         plan,
         sharers.num_devices,
         host_memory_bytes(),
-        room_on_host(plan, config, sharers),
+        room_on_host(plan, memory.resting_bytes(plan, plans.NVME), sharers),
         memory.waiting_on_host_bytes(plan, config, plan.num_batch_shares),
         asked=config.zero.optimizer_memory,
     )

@@ -16,7 +16,7 @@ from zjax.processes.cluster import Cluster, count_gpus, own_gpus
 from zjax.processes.host import PINNED_SPARE, limit_pinned_memory
 from zjax.sharding import memory
 from zjax.sharding import mesh as meshes
-from zjax.sharding.plan import AUTO, DEVICE, HOST, Plan, make_plan
+from zjax.sharding.plan import AUTO, DEVICE, HOST, NVME, Plan, make_plan
 from zjax.storage.move import IN_FLIGHT_BYTES, passing_bytes
 
 _SPARE_BYTES = 2**30
@@ -52,13 +52,20 @@ def _needed_bytes(config: Config, cluster: Cluster) -> tuple[float, int] | None:
         gpus = len(own_gpus(cluster, len(count_gpus(os.environ)))) or 1
         num_devices = gpus * num_processes
         arrays = pinned_bytes(config, num_devices)
-        moved = memory.moved_bytes(_plan_of_one(config)) // num_devices
+        on_disks = _most_on_disks(config) // num_devices
     except (ZjaxError, ArithmeticError):  # as of a model without heads
         return None
-    passing = passing_bytes(moved, zero.nvme_paths)
+    passing = passing_bytes(on_disks)
     needed = PINNED_SPARE * arrays / num_processes
     needed += gpus * (IN_FLIGHT_BYTES + passing.to_disks) + _SPARE_BYTES
     return needed, gpus * passing.from_disks
+
+
+def _most_on_disks(config: Config) -> int:
+    plan = _plan_of_one(config)
+    if config.zero.optimizer_memory == AUTO and config.zero.nvme_paths:
+        return memory.moved_bytes(plan)
+    return memory.resting_bytes(plan, NVME)
 
 
 def pinned_bytes(config: Config, num_devices: int) -> int:

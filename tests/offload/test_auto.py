@@ -121,8 +121,9 @@ def test_blocks_leave_buffers_of_disks_their_room(monkeypatch, tmp_path):
     zero = {"parameter_memory": "pinned_host", "nvme_paths": (str(tmp_path),)}
     config = make_config("nvme", model=DEEP, zero=zero)
     plan = start(config).plan
-    blocks, moved = memory.resting_bytes(plan, HOST), memory.moved_bytes(plan)
-    size = smallest_host(jax.device_count() * (blocks + 2 * moved))
+    blocks, disks = (memory.resting_bytes(plan, kind) for kind in (HOST, NVME))
+    passing = 2 * disks + memory.moved_bytes(plan)
+    size = smallest_host(jax.device_count() * (fitting.PINNED_SPARE * blocks + passing))
     monkeypatch.setattr(fitting, "host_memory_bytes", lambda: size)
     start(config)
     monkeypatch.setattr(fitting, "host_memory_bytes", lambda: int(0.99 * size))

@@ -26,7 +26,8 @@ class Passing(NamedTuple):
     """Bytes on a host, for one device, of what is on its way between it and disks.
 
     Args:
-        from_disks: Read ahead, or going up; not pinned.
+        from_disks: Read ahead, or going up. It is not pinned, though JAX may take what
+            goes up through pinned memory, as it does what goes up from the host.
         to_disks: Pinned.
     """
 
@@ -62,24 +63,21 @@ def room_to_pass(mesh: Any) -> int:
     return in_flight_bytes(device_capacity_bytes(mesh))
 
 
-def passing_bytes(moved_bytes: int, disks: tuple[str, ...]) -> Passing:
+def passing_bytes(on_disks: int) -> Passing:
     """Room on a host for what is on its way between one device and disks.
 
     Args:
-        moved_bytes: Of the device's state, that does not rest there.
-        disks: Directories on them; none where there are no disks.
+        on_disks: Bytes of the device's state that rest there.
 
     Returns:
-        At most what moves, either way.
+        At most those, either way.
 
     Example:
-        >>> passing_bytes(6 * 10**9, ("/nvme",))
+        >>> passing_bytes(6 * 10**9)
         Passing(from_disks=6000000000, to_disks=5000000000)
     """
-    if not disks:
-        return Passing(0, 0)
-    from_disks = min(READ_AHEAD_BYTES + IN_FLIGHT_BYTES, moved_bytes)
-    return Passing(from_disks, min(IN_FLIGHT_BYTES, moved_bytes))
+    from_disks = min(READ_AHEAD_BYTES + IN_FLIGHT_BYTES, on_disks)
+    return Passing(from_disks, min(IN_FLIGHT_BYTES, on_disks))
 
 
 def move(x: Any, row: Row, memory: str, *, is_consumed: bool) -> Any:
@@ -139,8 +137,12 @@ def rest_all(arrays: Any, rows: Any, limit_bytes: int) -> Any:
         The arrays at rest.
     """
     leaves, tree = jax.tree.flatten(arrays)
-    pairs = zip(leaves, tree.flatten_up_to(rows), strict=True)
-    return tree.unflatten(rest_in_turn(pairs, limit_bytes))
+    pairs = list(zip(leaves, tree.flatten_up_to(rows), strict=True))
+    going = [(x, row) for x, row in pairs if row.memory != DEVICE]
+    there = iter(list(rest_in_turn(going, limit_bytes)))
+    return tree.unflatten(
+        x if row.memory == DEVICE else next(there) for x, row in pairs
+    )
 
 
 def rest_in_turn(pairs: Iterable[tuple[Any, Row]], limit_bytes: int) -> Iterator[Any]:

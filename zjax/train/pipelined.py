@@ -9,7 +9,7 @@ lent one.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -175,7 +175,7 @@ class _Run:
     def gradients(
         self, master: Params, batch: Batch, key: jax.Array, scale: Any
     ) -> tuple[Params, Loss]:
-        params, feed = self.start(master, batch)
+        params, feed = self.start(master, batch, self.share.axes)
         unit = microbatches.unit_of(self.share.sum(feed.weights))
         pipeline = self.pipeline(scale, unit)
         grads, losses = pipeline.differentiate(params, self.zeros(), feed, key)
@@ -193,7 +193,9 @@ class _Run:
         losses = self.pipeline(one, one).evaluate(params, feed, key)
         return microbatches.mean_loss(losses, ())
 
-    def start(self, master: Params, batch: Batch) -> tuple[Parts, Feed]:
+    def start(
+        self, master: Params, batch: Batch, lenders: Sequence[str] = ()
+    ) -> tuple[Parts, Feed]:
         params = microbatches.cast_like(master, self.plan.compute)
         params = params if self.is_split else self.share.fetch(params)
         params = self.cut.split(params)
@@ -203,7 +205,7 @@ class _Run:
         self.cut.check_context(jax.tree.map(lambda x: x[0], parts))
         embed = self.in_place(params.embed, self.rows.embed)
         head = self.in_place(params.head, self.rows.head)
-        feed = make_feed(parts, self.cut.weights(parts), self.share.axes)
+        feed = make_feed(parts, self.cut.weights(parts), lenders)
         return Parts(embed, stages, head), feed
 
     def pipeline(self, scale: jax.Array, unit: jax.Array) -> Pipeline:
