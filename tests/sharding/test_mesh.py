@@ -1,5 +1,7 @@
 """One mesh with all axes, or an error that says what would fill the devices."""
 
+import types
+
 import jax
 import numpy as np
 import pytest
@@ -41,6 +43,17 @@ def test_mesh_that_does_not_fill_the_devices_is_refused():
         "mesh='1x1x3x1x1x1' does not fill 8 devices; choose pipeline, replica, data, "
         "expert, sequence, tensor whose product is 8"
     )
+
+
+@pytest.mark.parametrize("told", [[10, 7, 9], [10, None, 7]])
+def test_memory_of_a_mesh_is_that_of_the_smallest_device(monkeypatch, told):
+    """Fails too if whole numbers of bytes, as GPUs tell them, stay integers."""
+    stats = [None if size is None else {"bytes_limit": size} for size in told]
+    devices = [types.SimpleNamespace(memory_stats=lambda x=x: x) for x in stats]
+    found = mesh.make_mesh(schema.Mesh(), jax.devices()[:1])
+    monkeypatch.setattr(type(found), "local_devices", devices)
+    size = mesh.device_capacity_bytes(found)
+    assert (size, type(size)) == (7, float)
 
 
 def test_abstract_mesh_needs_no_devices():

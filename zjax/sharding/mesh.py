@@ -132,7 +132,7 @@ def device_capacity_bytes(mesh: Mesh | AbstractMesh) -> float:
     """
     devices = mesh.local_devices if isinstance(mesh, Mesh) else []
     stats = [device.memory_stats() or {} for device in devices]
-    return min((s.get("bytes_limit", math.inf) for s in stats), default=math.inf)
+    return float(min((s.get("bytes_limit", math.inf) for s in stats), default=math.inf))
 
 
 def is_simulated(mesh: Mesh | AbstractMesh) -> bool:
