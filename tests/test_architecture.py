@@ -19,7 +19,7 @@ FLOORS = (
     ("models", "train"),
     ("linen", "nnx", "checkpoint", "observe", "offload"),
     ("step", "stopping"),
-    ("fitting",),
+    ("fitting", "exhausted"),
     ("initialize", "pinned", "propose"),
     ("trainer", "planning"),
     ("bench",),

@@ -18,6 +18,7 @@ from zjax.config.load import load_config
 from zjax.config.schema import Config
 from zjax.data.loader import Loader
 from zjax.errors import CheckpointError, ConfigError, DataError, Problem
+from zjax.exhausted import remedies_told
 from zjax.initialize import adopt_optimizer, make_run, without_clipping
 from zjax.models.build import make_model
 from zjax.observe.directory import check_directory
@@ -137,6 +138,7 @@ class Trainer:
             NonFiniteError: A step was not finite and the run is to stop at such.
             CheckpointError: A checkpoint could not be written.
             DataError: The data ended or is malformed.
+            PlanError: A step takes more memory than the devices have.
         """
         config, step = self.config, self.step
         monitor = Monitor(
@@ -149,7 +151,10 @@ class Trainer:
         )
         if config.checkpoint.every_steps:
             self.store.prepare(saved_rows(self.run.plan, config))
-        with _finished(self.store), stop_signals() as stopped, monitor, self.loader:
+        own = not self._is_language_model
+        told = remedies_told(config, self.run.plan, own_model=own)
+        written = _finished(self.store)
+        with told, written, stop_signals() as stopped, monitor, self.loader:
             saved, ended = step, False
             while step < config.num_steps and not stopped(step):
                 batch = next(self.loader, None)

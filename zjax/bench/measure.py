@@ -25,6 +25,7 @@ from zjax.data.loader import find_local_rows
 from zjax.data.placement import place_rows
 from zjax.data.source import open_rows
 from zjax.errors import BenchError, Problem
+from zjax.exhausted import remedies_told
 from zjax.initialize import Run, make_run
 from zjax.models.build import make_model
 from zjax.observe import flops
@@ -141,7 +142,8 @@ def measure(
     compiled, peak = run.step.compile(batch), run.step.predict_peak(batch)
     predicted = peak.total if peak else memory.predicted_peak_bytes(compiled)
     compile_seconds = time.perf_counter() - start
-    seconds, losses, state = _take_steps(run, batch, num_warm_up, num_rounds)
+    with remedies_told(config, run.plan, own_model=False):
+        seconds, losses, state = _take_steps(run, batch, num_warm_up, num_rounds)
     check_losses(losses)
     return Measurement(
         name=name,
