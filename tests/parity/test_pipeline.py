@@ -77,6 +77,11 @@ CASES = {
         "mesh": {"pipeline": 4, "tensor": 2},
         "stage": 3,
     },
+    "the same, vocabulary that does not divide": {
+        "mesh": {"pipeline": 2, "tensor": 4},
+        "stage": 2,
+        "vocab_size": 41,
+    },
     "fewer microbatches than stages": {
         "mesh": {"pipeline": 4, "replica": 2},
         "num_microbatches": 2,

@@ -121,12 +121,12 @@ class _Run:
         model = pipelined.model
         self.plan = _with_padded_layers(plan)
         num_microbatches = self.schedule.num_microbatches
-        self.share = Share(
-            model, self.plan, num_microbatches, reduce_dtype, plan.stage >= 2
-        )
+        # Alone with its rows, a device has nothing to split sums of gradients over.
+        stage = plan.stage if num_shares(plan.mesh, BATCH_AXES) > 1 else 0
+        self.share = Share(model, self.plan, num_microbatches, reduce_dtype, stage >= 2)
         self.cut = Cut(model, self.plan)
         self.rows = self.cut.split(self.plan.master)
-        self.is_split = plan.stage >= 3 and num_shares(plan.mesh, BATCH_AXES) > 1
+        self.is_split = stage >= 3
         self.check_sizes()
         size = self.schedule.num_stages
         check_no_model_state(self.plan, "mesh.pipeline", size, 1)
@@ -225,8 +225,7 @@ class _Run:
     @property
     def reduces_each(self) -> bool:
         """Whether gradients are reduced in the ticks that make them."""
-        share = self.share
-        return bool(share.reduces_each and share.axes and not self.is_split)
+        return self.share.reduces_each and not self.is_split
 
     @property
     def communicates(self) -> bool:
