@@ -86,6 +86,15 @@ def test_cache_is_longer_than_the_queries():
     np.testing.assert_allclose(found, reference.attend(*heads, mask), atol=1e-5)
 
 
+def test_float16_runs_without_a_gpu():
+    """Fails if a program asks for a product of float16 that only GPUs have."""
+    heads = [jnp.array(x, jnp.float16) for x in make_heads(2)]
+    found = attend(*heads, causal=True)
+    assert found.dtype == jnp.float16
+    wanted = reference.attend(*(np.float32(x) for x in heads), CAUSAL)
+    np.testing.assert_allclose(found, wanted, atol=2e-3)
+
+
 @pytest.mark.parametrize(
     ("change", "chosen", "reason"),
     [

@@ -195,6 +195,22 @@ def test_bfloat16_is_close_to_float32(case, num_devices):
     np.testing.assert_allclose(losses, pipelines.on_one_device()[0], rtol=1e-2)
 
 
+def test_float16_takes_steps_and_writes_text():
+    """Fails if the passes of stages overflow at the first scale, or find no product."""
+    weights_apart = {"schedule": "zb_h1", **KEPT}
+    mesh = {"pipeline": 2, "tensor": 2}
+    config = pipelines.make_config(
+        mesh=mesh, stage=2, pipeline=weights_apart, compute_dtype="float16"
+    )
+    run = pipelines.start(config, jax.devices()[:4])
+    state, metrics = run.step(run.state, pipelines.make_batch(0))
+    assert metrics["skipped_steps"] == 0
+    wanted = pipelines.on_one_device()[0][0]
+    np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-3)
+    prompts = np.ones((2, 3), np.int32)
+    assert run.generate(state, prompts, max_new_tokens=2).shape == (2, 5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "stage", "num_microbatches", "schedule"), GRID)
 def test_grid(mesh, stage, num_microbatches, schedule):

@@ -183,9 +183,7 @@ def read_token(
         mask = _seen(starts, column, keys.shape[1])[:, None]
         if block.sparse is not None:
             mask &= _seen_in_blocks(block.sparse, starts, column, keys.shape[1])
-        averages = jax.nn.dot_product_attention(
-            q, keys, values, mask=mask, implementation="xla"
-        )
+        averages = attention.call_jax(q, keys, values, mask=mask, implementation="xla")
         return averages, (keys, values)
 
     return run(block, attend, x, context)

@@ -9,6 +9,7 @@ import functools
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from absl import logging
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
@@ -19,6 +20,8 @@ from zjax.sharding.activations import head_axes, row_axes
 from zjax_kernels.device import first_device
 
 Implementation = Literal["auto", "cudnn", "xla"]
+
+_WITH_FLOAT16 = ("cuda", "rocm")
 
 AVERAGES = "attention"
 """Name of what attention returns, before the output projection, for recomputation."""
@@ -79,7 +82,7 @@ def dot_product_attention(
     _log_choice(chosen, reason)
 
     def attend(q: Any, k: Any, v: Any, mask: Any, lengths: Any) -> jax.Array:
-        return jax.nn.dot_product_attention(
+        return call_jax(
             q,
             k,
             v,
@@ -94,6 +97,34 @@ def dot_product_attention(
         return checkpoint_name(attend(q, k, v, mask, lengths), AVERAGES)
     # What cuDNN's kernel returns is found by the kernel, with its softmax sums.
     return _over_devices(attend, q, k, v, mask, lengths)
+
+
+def call_jax(
+    q: Float[Array, "B L H D"],
+    k: Float[Array, "B S K D"],
+    v: Float[Array, "B S K D"],
+    **given: Any,
+) -> Float[Array, "B L H D"]:
+    """Attention of JAX, in float16 too where its product in float16 is for GPUs alone.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        given: Other arguments of `jax.nn.dot_product_attention`.
+
+    Returns:
+        One average per query and head, in the dtype of `q`.
+
+    Example:
+        >>> x = jax.numpy.ones((1, 3, 2, 4), "float16")
+        >>> jax.jit(call_jax)(x, x, x).dtype
+        dtype('float16')
+    """
+    arrays = q, k, v
+    if q.dtype == jnp.float16 and first_device()[0] not in _WITH_FLOAT16:
+        arrays = (x.astype(jnp.float32) for x in arrays)
+    return jax.nn.dot_product_attention(*arrays, **given).astype(q.dtype)
 
 
 def choose_implementation(
