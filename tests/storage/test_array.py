@@ -7,6 +7,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import jax
@@ -160,6 +161,21 @@ def test_paths_that_are_no_directories(disks, tmp_path):
     assert str(error.value) == (
         f"zero.nvme_paths='{file}' is not a directory to write to; {remedy}\n"
         f"zero.nvme_paths='/nowhere' is not a directory to write to; {remedy}"
+    )
+
+
+def test_a_disk_that_is_full_from_the_start(tmp_path, monkeypatch):
+    """Fails if the disk's error reaches the user as it is."""
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    with pytest.raises(StorageError) as caught:
+        scratch.Scratch((str(tmp_path),))
+    assert str(caught.value) == (
+        f"zero.nvme_paths='{tmp_path}' takes no files (No space left on device); make "
+        "room or mend the disk, or name another"
     )
 
 

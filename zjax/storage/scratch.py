@@ -247,12 +247,17 @@ def _write_rate(place: str) -> float:
 
 def _make_place(path: str) -> tuple[str, IO[str]]:
     """A directory that has its name only once it is locked."""
-    new = pathlib.Path(
-        tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=os.path.abspath(path))
-    )
-    lock = (new / _LOCK).open("w")
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    place = new.rename(new.with_name(new.name.removeprefix(".")))
+    try:
+        new = pathlib.Path(
+            tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=os.path.abspath(path))
+        )
+        lock = (new / _LOCK).open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        place = new.rename(new.with_name(new.name.removeprefix(".")))
+    except OSError as error:
+        problem = f"takes no files ({error.strerror})"
+        remedy = "make room or mend the disk, or name another"
+        raise StorageError(Problem("zero.nvme_paths", path, problem, remedy)) from error
     return str(place), lock
 
 

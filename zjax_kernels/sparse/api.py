@@ -17,6 +17,7 @@ from zjax_kernels.sparse.plan import COPY, Plan
 from zjax_kernels.sparse.reference import Options
 
 Implementation = Literal["auto", "mosaic_gpu", "reference"]
+DTYPES = ("bfloat16", "float16", "float32", "float64")
 _NO_DOCUMENT = -(2**31)
 SAVED = "sparse_attention"
 """Name of what the backward pass needs of the forward pass, for recomputation."""
@@ -237,6 +238,10 @@ def _lengthen(x, length):
 
 def _check(q, k, v, plan, scale, soft_cap):
     """Raises what is wrong with the arguments."""
+    if q.dtype.name not in DTYPES:
+        known = ", ".join(DTYPES)
+        problem = "is not one that attention is computed in"
+        raise invalid("q.dtype", q.dtype, problem, f"cast to one of {known}")
     heads, kv_heads = len(plan.queries.head_patterns), len(plan.keys.head_patterns)
     for name, x, length, num_heads in (
         ("q", q, plan.num_queries, heads),

@@ -169,4 +169,9 @@ def _read(mask: Any, tokens: tuple[int, int]) -> Any:
 
 def _ask(mask, tokens, queries, keys):
     """Tokens that pad a sequence are in no live cell, whatever is said of them."""
-    return mask(np.minimum(queries, tokens[0] - 1), np.minimum(keys, tokens[1] - 1))
+    keys = np.minimum(keys, tokens[1] - 1)
+    found = np.asarray(mask(np.minimum(queries, tokens[0] - 1), keys))
+    if found.dtype != bool:
+        problem = "is what the function returns, and not bool"
+        raise invalid("mask.dtype", found.dtype, problem, "return True where seen")
+    return found

@@ -100,6 +100,18 @@ def run(function, inputs, d_out, d_lse):
 LAYOUT = BlockLayout.from_dense(np.tri(4, dtype=bool), block=16, num_heads=4)
 
 
+@pytest.mark.parametrize("dtype", ["int32", "complex64", "float8_e4m3fn"])
+def test_other_dtypes_are_refused(dtype):
+    """Fails if numbers are rounded to integers or lose their imaginary parts."""
+    x = jnp.zeros((1, 64, 4, 8), dtype)
+    with pytest.raises(ValueError) as caught:
+        sparse_attention(x, x, x, make_plan(LAYOUT))
+    assert str(caught.value) == (
+        f"q.dtype={dtype} is not one that attention is computed in; cast to one of "
+        "bfloat16, float16, float32, float64"
+    )
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

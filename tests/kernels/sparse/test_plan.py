@@ -200,6 +200,18 @@ def test_a_mask_may_be_a_function():
     assert len(plan.queries.columns) < len(make_plan(layout).queries.columns)
 
 
+@pytest.mark.parametrize(("one", "dtype"), [(-1e9, "float64"), (1, "int64")])
+def test_a_function_that_returns_numbers_is_refused(one, dtype):
+    """Fails if a mask that is added to scores is read as one of what is seen."""
+    layout = BlockLayout.from_dense(np.ones((2, 2), bool), block=64, num_heads=2)
+    with pytest.raises(ValueError) as caught:
+        make_plan(layout, mask=lambda query, key: np.where(query < key, one, 0))
+    assert str(caught.value) == (
+        f"mask.dtype={dtype} is what the function returns, and not bool; return True "
+        "where seen"
+    )
+
+
 def test_a_mask_may_hide_everything_or_end_early():
     """Fails if a head without visible cells, or a padded length, has no plan."""
     layout = BlockLayout.from_dense(np.ones((3, 3), bool), block=64, num_heads=2)
