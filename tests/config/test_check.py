@@ -235,14 +235,15 @@ MODEL = [
         id="tensor-over-sparse-heads",
     ),
     case(
-        "mesh.tensor=8;model.num_heads=24;model.num_kv_heads=3",
-        "mesh.tensor=8 does not divide model.num_kv_heads=3 of 24 heads; use 1",
-        id="tensor-over-groups-of-heads",
+        "mesh.tensor=8;model.num_heads=24;model.num_kv_heads=3;model.attention=sparse",
+        "mesh.tensor=8 does not divide model.num_kv_heads=3 of 24 heads, whose blocks "
+        "are laid out by model.attention='sparse'; use 1",
+        id="tensor-over-groups-of-sparse-heads",
     ),
     case(
-        "mesh.tensor=-1;mesh.data=1;model.num_kv_heads=6;model.num_heads=24",
-        "mesh.tensor=-1 comes out as 8 and does not divide model.num_kv_heads=6 of 24 "
-        "heads; use 1 or 2",
+        "mesh.tensor=-1;mesh.data=1;model.attention=sparse",
+        "mesh.tensor=-1 comes out as 8 and does not divide model.num_heads=12, whose "
+        "blocks are laid out by model.attention='sparse'; use 1, 2 or 4",
         id="tensor-as-the-rest",
     ),
     case(
@@ -317,6 +318,11 @@ def test_problems_are_reported_together():
             ["mesh.tensor=8", "model.num_heads=24", "model.num_kv_heads=4"],
             8,
             id="tensor-copies-kv-heads",
+        ),
+        pytest.param(
+            ["mesh.tensor=8", "model.num_heads=24", "model.num_kv_heads=3"],
+            8,
+            id="tensor-over-groups-of-heads",
         ),
         pytest.param(["optimizer.clip_norm=inf"], 8, id="no-clipping"),
         pytest.param(["optimizer.weight_decay=0"], 8, id="no-decay"),

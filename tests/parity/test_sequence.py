@@ -92,8 +92,28 @@ CASES = {
         },
     ),
     "bert-ring": ("bert", {"stage": 1, "mesh": schema.Mesh(sequence=8)}),
+    "llama-ring-pipeline": (
+        "llama",
+        {
+            "stage": 2,
+            "mesh": schema.Mesh(pipeline=2, sequence=2),
+            "num_microbatches": 2,
+            "sequence_attention": "ring",
+            "remat": "full",
+        },
+    ),
 }
 MORE = {
+    "llama-ulysses-pipeline-tensor": (
+        "llama",
+        {
+            "stage": 3,
+            "mesh": schema.Mesh(pipeline=2, sequence=2, tensor=2),
+            "num_microbatches": 4,
+            "sequence_attention": "ulysses",
+            "remat": "none",
+        },
+    ),
     "bert-ulysses-2": ("bert", {"stage": 2, "mesh": schema.Mesh(sequence=4)}),
     "gpt-ulysses-3-loop": (
         "gpt",

@@ -31,7 +31,18 @@ def mesh(tensor, data=1):
 
 
 replace = dataclasses.replace
+QWEN = replace(LLAMA, num_heads=14, num_kv_heads=2, embed_size=56)
+"""Groups of seven heads, as Qwen2 7B has."""
 CASES = [
+    case(replace(QWEN, use_bias=True), mesh(4, 2), 1, id="groups-do-not-divide"),
+    case(
+        replace(LLAMA, num_heads=6, num_kv_heads=3, embed_size=24),
+        mesh(4),
+        2,
+        id="kv-heads-do-not-divide",
+        marks=SLOW,
+    ),
+    case(replace(QWEN, num_kv_heads=1), mesh(8), id="one-kv-head-of-14", marks=SLOW),
     case(
         replace(LLAMA, num_kv_heads=2, mlp_size=58),
         mesh(4, 2),

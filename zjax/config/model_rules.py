@@ -48,14 +48,14 @@ def _split_problem(config: schema.Config, size: int) -> str:
     """What keeps heads from being split; others are filled up, or copied to share."""
     model = config.model
     heads, kv_heads = model.num_heads, model.num_kv_heads
-    is_copied = size % kv_heads == 0 and heads % size == 0
-    if kv_heads % size and kv_heads < heads and not is_copied:
-        return f"does not divide model.num_kv_heads={kv_heads} of {heads} heads"
-    if heads % size and model.attention == "sparse":
-        return (
-            f"does not divide model.num_heads={heads}, whose blocks are laid out "
-            "by model.attention='sparse'"
-        )
+    if model.attention != "sparse":
+        return ""
+    laid_out = "whose blocks are laid out by model.attention='sparse'"
+    if heads % size:
+        return f"does not divide model.num_heads={heads}, {laid_out}"
+    if kv_heads < heads and kv_heads % size and size % kv_heads:
+        said = f"does not divide model.num_kv_heads={kv_heads} of {heads} heads"
+        return f"{said}, {laid_out}"
     return ""
 
 

@@ -26,6 +26,8 @@ from zjax_kernels import norm
 
 Dims = tuple[tuple[str | None, int], ...]
 """Logical name and size of each array dim."""
+Lay = Callable[[jax.Array, int], jax.Array]
+"""Weights and the dim to be split -> weights as they stand on the devices."""
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 """`attend(q, k, v) -> (averages, kept)`; kept leaves the block, for caches."""
 
@@ -162,12 +164,15 @@ class Linear(nnx.Module):
         self.kernel = make_param(inputs + outputs, make_normal(rngs.params(), std))
         self.bias = make_param(outputs, jnp.zeros) if use_bias else None
 
-    def __call__(self, x: Float[Array, "..."], name: str = "") -> Float[Array, "..."]:
+    def __call__(
+        self, x: Float[Array, "..."], name: str = "", lay: Lay = tensor.fill_up
+    ) -> Float[Array, "..."]:
         """Multiplies the last dims of `x`, whose first is the batch, by the kernel.
 
         Args:
             x: Activations.
             name: Marks the product, before the bias, for the policies of `remat`.
+            lay: Makes rows that devices split stand as `x` does.
 
         Returns:
             Activations with the dims of the output.
@@ -176,7 +181,7 @@ class Linear(nnx.Module):
             return project(x, (self,), name)[0]
         kernel = self.kernel[...]
         if self.is_row_split:
-            kernel = tensor.fill_up(kernel, 0)
+            kernel = lay(kernel, 0)
             y = tensor.multiply_rows(self.multiply, x, kernel)
         else:
             y = self.multiply(x, kernel)
@@ -191,26 +196,29 @@ class Linear(nnx.Module):
         return float8.dot(x, kernel, self.num_inputs, num_shares=num_shares)
 
     def finish(
-        self, y: Float[Array, "..."], dims: tuple[int, ...], name: str, copies: int = 1
+        self,
+        y: Float[Array, "..."],
+        dims: tuple[int, ...],
+        name: str,
+        lay: Lay = tensor.fill_up,
     ) -> Float[Array, "..."]:
         """Adds the bias to what `multiply` made, and gives the output its dims."""
         # A product can add a bias only where its output dims are one.
         if not self.fuse_bias:
             y = remat.mark(store(y), name) if name else store(y)
         if self.bias is not None:
-            bias = self._columns(self.bias[...], 0, copies)
+            bias = self._columns(self.bias[...], 0, lay)
             bias = bias.reshape(*[1] * (y.ndim - 1), -1)
             y = store_gradient(y + bias)
         y = store(y) if self.fuse_bias else y
         return y.reshape(*y.shape[:-1], *dims)
 
-    def columns(self, copies: int) -> Array:
-        """The kernel, with each of its first columns several times over, filled up."""
-        return self._columns(self.kernel[...], 1, copies)
+    def columns(self, lay: Lay) -> Array:
+        """The kernel, with columns as they are to stand on the devices."""
+        return self._columns(self.kernel[...], 1, lay)
 
-    def _columns(self, x, dim, copies):
-        x = jnp.repeat(x, copies, dim) if copies > 1 else x
-        return tensor.fill_up(x, dim) if self.is_column_split else x
+    def _columns(self, x, dim, lay):
+        return lay(x, dim) if self.is_column_split else x
 
 
 def is_split(name: str | None) -> bool:
@@ -234,7 +242,7 @@ def project(
     linears: Sequence[Linear],
     name: str = "",
     *,
-    copies: Sequence[int] | None = None,
+    lays: Sequence[Lay] | None = None,
 ) -> list[Float[Array, "..."]]:
     """Multiplies one stream by several matrices that are split by columns.
 
@@ -242,22 +250,22 @@ def project(
         x: The stream.
         linears: Each with one input dim.
         name: Marks the products, before their biases, for the policies of `remat`.
-        copies: How often each column of a matrix, such as a head, is wanted.
+        lays: Makes the columns of each matrix stand as the devices split them.
 
     Returns:
         One output per matrix, its first dim filled up with zeros.
     """
-    copies = copies or [1] * len(linears)
-    pairs = list(zip(linears, copies, strict=True))
-    kernels = [linear.columns(number) for linear, number in pairs]
+    lays = lays or [tensor.fill_up] * len(linears)
+    pairs = list(zip(linears, lays, strict=True))
+    kernels = [linear.columns(lay) for linear, lay in pairs]
     products = tensor.multiply_columns(
         [linear.multiply for linear in linears],
         x,
         [kernel.reshape(kernel.shape[0], -1) for kernel in kernels],
     )
     return [
-        linear.finish(y, kernel.shape[1:], name, number)
-        for (linear, number), y, kernel in zip(pairs, products, kernels, strict=True)
+        linear.finish(y, kernel.shape[1:], name, lay)
+        for (linear, lay), y, kernel in zip(pairs, products, kernels, strict=True)
     ]
 
 
@@ -321,15 +329,11 @@ class Attention(nnx.Module):
         attend: Attend,
     ) -> tuple[Float[Array, "B L M"], Any]:
         """Projects, rotates, attends and projects back; passes on what attend kept."""
-        copies = (1, self._kv_copies(), self._kv_copies())
-        q, k, v = project(x, (self.query, self.key, self.value), copies=copies)
+        shares = tensor.num_shares()
+        heads = tensor.Heads.of(self.num_heads, self.num_kv_heads, shares)
+        lays = heads.lay_queries, heads.lay_keys, heads.lay_keys
+        q, k, v = project(x, (self.query, self.key, self.value), lays=lays)
         if rotation is not None:
             q, k = rotary.rotate(q, *rotation), rotary.rotate(k, *rotation)
         averages, kept = attend(q, k, v)
-        return self.out(averages), kept
-
-    def _kv_copies(self):
-        """How often devices that share a head of keys and values have it."""
-        shares = tensor.num_shares()
-        is_shared = self.num_kv_heads < min(shares, self.num_heads)
-        return shares // self.num_kv_heads if is_shared else 1
+        return self.out(averages, lay=heads.lay_queries), kept

@@ -68,6 +68,72 @@ def fill_up(
     return jnp.pad(x, [(0, missing * (i == dim)) for i in range(x.ndim)])
 
 
+class Heads(NamedTuple):
+    """How heads stand on the devices of the tensor axis, those of a group together.
+
+    Devices that share a head of keys and values have a copy of it each, and its queries
+    in equal parts; zeros fill up the last part, as they do the last groups.
+
+    Args:
+        kv_heads: Heads of keys and values.
+        copies: Of each of them.
+        group: Heads of queries per copy, zeros included.
+    """
+
+    kv_heads: int
+    copies: int
+    group: int
+
+    @classmethod
+    def of(cls, num_heads: int, num_kv_heads: int, shares: int) -> "Heads":
+        """The heads of a model, over some devices.
+
+        Args:
+            num_heads: Of queries.
+            num_kv_heads: Of keys and values; a divisor.
+            shares: Devices of the tensor axis.
+
+        Returns:
+            How they stand.
+
+        Example:
+            >>> Heads.of(28, 4, 8)
+            Heads(kv_heads=4, copies=2, group=4)
+        """
+        is_shared = num_kv_heads < num_heads and shares % num_kv_heads == 0
+        copies = shares // num_kv_heads if is_shared else 1
+        return cls(num_kv_heads, copies, -(-num_heads // (num_kv_heads * copies)))
+
+    def lay_queries(self, x: Float[Array, "..."], dim: int) -> Float[Array, "..."]:
+        """Weights of queries, as their heads stand.
+
+        Args:
+            x: Weights.
+            dim: That of the heads.
+
+        Returns:
+            Weights with as many heads on each device; `x` itself where they are.
+        """
+        before, after = x.shape[:dim], x.shape[dim + 1 :]
+        whole = self.copies * self.group
+        if x.shape[dim] != self.kv_heads * whole:
+            groups = x.reshape(*before, self.kv_heads, -1, *after)
+            x = fill_up(groups, dim + 1, whole).reshape(*before, -1, *after)
+        return fill_up(x, dim, num_shares() * self.group)
+
+    def lay_keys(self, x: Float[Array, "..."], dim: int) -> Float[Array, "..."]:
+        """Weights of keys or values, as their heads stand.
+
+        Args:
+            x: Weights.
+            dim: That of the heads.
+
+        Returns:
+            Weights with as many heads on each device; `x` itself where they are.
+        """
+        return fill_up(jnp.repeat(x, self.copies, dim) if self.copies > 1 else x, dim)
+
+
 def pin_stream(x: Float[Array, "B L M"]) -> Float[Array, "B L M"]:
     """Keeps a stream where the sequence axis, and with it this one, splits its length.
 
