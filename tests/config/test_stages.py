@@ -38,6 +38,12 @@ RULES = [
         id="more-stages-than-layers",
     ),
     case(
+        "mesh.pipeline=-1;mesh.data=1;model.num_layers=4",
+        "mesh.pipeline=-1 comes out as 8 and makes more stages than "
+        "model.num_layers=4; use at most 4",
+        id="more-stages-than-layers-as-the-rest",
+    ),
+    case(
         "mesh.pipeline=2;pipeline.schedule=interleaved;pipeline.num_chunks=4"
         ";num_microbatches=2",
         "pipeline.num_chunks=4 does not cut model.num_layers=12 into equal parts on 2 "

@@ -164,15 +164,16 @@ def test_paths_that_are_no_directories(disks, tmp_path):
     )
 
 
-def test_a_disk_that_is_full_from_the_start(tmp_path, monkeypatch):
+@pytest.mark.parametrize("call", ["mkdtemp", "write_file"])
+def test_a_disk_that_is_full_from_the_start(tmp_path, monkeypatch, call):
     """Fails if the disk's error reaches the user as it is."""
 
     def full(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    monkeypatch.setattr(tempfile if call == "mkdtemp" else scratch, call, full)
     with pytest.raises(StorageError) as caught:
-        scratch.Scratch((str(tmp_path),))
+        scratch.check_disks((str(tmp_path),), [10**9])
     assert str(caught.value) == (
         f"zero.nvme_paths='{tmp_path}' takes no files (No space left on device); make "
         "room or mend the disk, or name another"

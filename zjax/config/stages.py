@@ -59,9 +59,11 @@ def model_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]
         return
     model = config.model
     if model.num_layers < size:
+        asked = config.mesh.pipeline
         problem = f"makes more stages than model.num_layers={model.num_layers}"
+        problem = f"comes out as {size} and {problem}" if asked == -1 else problem
         remedy = f"use at most {model.num_layers}"
-        yield Problem("mesh.pipeline", config.mesh.pipeline, problem, remedy)
+        yield Problem("mesh.pipeline", asked, problem, remedy)
     elif given.schedule == "interleaved":
         yield from _chunks(config, size)
     if model.layers_per_scan:

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import IO
 
 import numpy as np
@@ -219,7 +219,10 @@ def _kind_of_files(path: str) -> str:
 
 
 def _check_speed(paths: tuple[str, ...], needed_bytes: int) -> None:
-    rates = [_write_rate(place) for place in open_scratch(paths).places]
+    rates = []
+    for path, place in zip(paths, open_scratch(paths).places, strict=True):
+        with _trouble_told(path):
+            rates.append(_write_rate(place))
     hours = needed_bytes / (len(paths) * max(min(rates), 1)) / 3600
     problems = [
         Problem(
@@ -245,19 +248,26 @@ def _write_rate(place: str) -> float:
     return _TRIAL_BYTES / (time.perf_counter() - start)
 
 
+@contextlib.contextmanager
+def _trouble_told(path: str) -> Iterator[None]:
+    """Says of which disk an error is."""
+    try:
+        yield
+    except OSError as error:
+        problem = f"takes no files ({error.strerror})"
+        remedy = "make room or mend the disk, or name another"
+        raise StorageError(Problem("zero.nvme_paths", path, problem, remedy)) from error
+
+
 def _make_place(path: str) -> tuple[str, IO[str]]:
     """A directory that has its name only once it is locked."""
-    try:
+    with _trouble_told(path):
         new = pathlib.Path(
             tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=os.path.abspath(path))
         )
         lock = (new / _LOCK).open("w")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         place = new.rename(new.with_name(new.name.removeprefix(".")))
-    except OSError as error:
-        problem = f"takes no files ({error.strerror})"
-        remedy = "make room or mend the disk, or name another"
-        raise StorageError(Problem("zero.nvme_paths", path, problem, remedy)) from error
     return str(place), lock
 
 
