@@ -67,5 +67,5 @@ def test_steps_that_overflow_change_nothing(memory, monkeypatch, tmp_path):
     assert [metrics["loss_scale"] for metrics in found] == scales
     assert found[-1]["skipped_steps"] == told[-1]["skipped_steps"] > 0
     jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), weights, expected
+        lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4), weights, expected
     )
