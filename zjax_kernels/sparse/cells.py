@@ -24,8 +24,8 @@ class Cells:
     """Live cells of one pattern; numbers of cells are those of the padded lengths.
 
     Args:
-        rows: int64[cells] row of each.
-        columns: int64[cells] column of each.
+        rows: int32[cells] row of each.
+        columns: int32[cells] column of each.
         cut: bool[cells], whether causality cuts it token by token.
         ragged: bool[cells], whether `mask` hides some of its tokens.
         num_rows: Rows, a whole number of tiles.
@@ -59,9 +59,9 @@ class Cells:
             The cells.
         """
         cell = min(layout.block, HALF)
-        fine = np.arange(layout.block // cell)
-        rows = pattern.rows.astype(np.int64)[:, None, None] * len(fine) + fine[:, None]
-        columns = pattern.columns[:, None, None] * len(fine) + fine
+        fine = np.arange(layout.block // cell, dtype=np.int32)
+        rows = pattern.rows[:, None] * np.int32(len(fine)) + fine[:, None, None]
+        columns = pattern.columns[:, None] * np.int32(len(fine)) + fine
         rows, columns = (x.reshape(-1) for x in np.broadcast_arrays(rows, columns))
         seen = columns <= rows if layout.causal else np.ones(len(rows), bool)
         sizes = layout.num_rows, layout.num_columns
@@ -88,15 +88,21 @@ class Cells:
         """
         first = heads[0]
         return cls(
-            np.concatenate([head.columns for head in heads]),
-            np.concatenate([x.rows + i * x.num_rows for i, x in enumerate(heads)]),
-            np.concatenate([head.cut for head in heads]),
-            np.concatenate([head.ragged for head in heads]),
+            _join([head.columns for head in heads]),
+            _join(
+                [x.rows + i * x.num_rows if i else x.rows for i, x in enumerate(heads)]
+            ),
+            _join([head.cut for head in heads]),
+            _join([head.ragged for head in heads]),
             first.num_columns,
             first.num_rows * len(heads),
             first.size,
             first.mask and _turn(first.mask, first.num_rows * first.size),
         )
+
+
+def _join(parts):
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _look(mask, rows, columns, cell):
@@ -106,8 +112,8 @@ def _look(mask, rows, columns, cell):
     step = _AT_ONCE // cell**2
     for start in range(0, len(rows), step):
         part = slice(start, start + step)
-        queries = rows[part, None, None] * cell + within[:, None]
-        keys = columns[part, None, None] * cell + within
+        queries, keys = (x[part, None, None].astype(int) for x in (rows, columns))
+        queries, keys = queries * cell + within[:, None], keys * cell + within
         shape = np.broadcast_shapes(queries.shape, keys.shape)
         live = np.broadcast_to(mask(queries, keys), shape)
         some[part], every[part] = live.any(axis=(1, 2)), live.all(axis=(1, 2))

@@ -59,45 +59,92 @@ def cut_chunks(cells: Cells, sizes: Sizes) -> Chunks:
     Returns:
         The chunks.
     """
+    places, rows = _cluster(cells, sizes)
+    of_rows, of_columns = _numbers(cells, places, sizes)
+    keys = of_rows[cells.rows]
+    keys += of_columns[cells.columns]
+    bits = _bits(sizes)
+    pairs, full, live = _gather(keys, bits)
     num_units = cells.num_columns // sizes.column_unit
-    units = cells.columns // sizes.column_unit
-    places, rows = _cluster(cells, units, num_units, sizes)
-    row = places[cells.rows // sizes.row_unit] * sizes.row_unit
-    row += cells.rows % sizes.row_unit
-    pairs, pair, live = np.unique(
-        row // sizes.tile * num_units + units, return_inverse=True, return_counts=True
-    )
-    full = live == sizes.tile * sizes.column_unit
-    full[pair[cells.cut | cells.ragged]] = False
+    special = cells.cut | cells.ragged
+    keys = of_rows[cells.rows[special]] + of_columns[cells.columns[special]]
+    pair = np.searchsorted(pairs, keys // len(bits))
+    full[pair] = False
     tiles = pairs // num_units
     at, lane, counts = _places(tiles, full, len(rows), sizes.chunk // sizes.column_unit)
     columns = np.full((counts.sum(), sizes.chunk // sizes.column_unit), -1, np.int32)
     columns[at, lane] = pairs % num_units
     columns = np.where(columns < 0, columns[:, :1], columns)  # of what the tile sees
     columns = np.maximum(columns, 0)
-    half = sizes.tile // 2
-    word = at[pair] * 2 + row % sizes.tile // half
-    column = lane[pair] * sizes.column_unit + cells.columns % sizes.column_unit
-    bit = row % half * sizes.chunk + column
+    shift = (lane * sizes.column_unit).astype(np.uint64)
+    cut, ragged = cells.cut[special], cells.ragged[special]
+    diagonal = bits[keys[cut] % len(bits)] << shift[pair[cut]]
     return Chunks(
         rows,
         counts,
         np.bincount(tiles[full], minlength=len(rows)) // columns.shape[1],
         columns,
-        _words(word, bit, len(columns)),
-        _words(word[cells.cut], bit[cells.cut], len(columns)),
-        _masks(cells, rows, counts, columns, at[pair[cells.ragged]], sizes),
+        _words(at, live << shift, len(columns)),
+        _words(at[pair[cut]], diagonal, len(columns)),
+        _masks(cells, rows, counts, columns, at[pair[ragged]], sizes),
     )
 
 
-def _cluster(cells, units, num_units, sizes):
+def _cluster(cells, sizes):
     """Puts rows that see much side by side, so that they share tiles."""
-    seen = np.unique(cells.rows // sizes.row_unit * num_units + units) // num_units
-    counts = np.bincount(seen, minlength=cells.num_rows // sizes.row_unit)
+    rows = cells.rows // sizes.row_unit
+    if sizes.row_unit * sizes.column_unit > 1:
+        num_units = cells.num_columns // sizes.column_unit
+        keys = rows.astype(np.int64) * num_units
+        keys += cells.columns // sizes.column_unit
+        keys.sort(kind="stable")  # rows come in order, but for what is turned about
+        rows = keys[_firsts(keys)] // num_units
+    counts = np.bincount(rows, minlength=cells.num_rows // sizes.row_unit)
     few = counts <= 2 * np.median(counts)
     order = np.argsort(few, kind="stable")
     places = np.argsort(order)
     return places, order.reshape(-1, sizes.tile // sizes.row_unit)
+
+
+def _numbers(cells, places, sizes):
+    """What a row and a column add to the number of a cell, by which they are sorted.
+
+    Cells are numbered tile by tile, unit by unit of columns, and row by row in those.
+    """
+    row = np.arange(cells.num_rows)
+    row = places[row // sizes.row_unit] * sizes.row_unit + row % sizes.row_unit
+    tile, row = np.divmod(row, sizes.tile)
+    unit, column = np.divmod(np.arange(cells.num_columns), sizes.column_unit)
+    of_rows = tile * cells.num_columns * sizes.tile + row * sizes.column_unit
+    return of_rows, unit * sizes.tile * sizes.column_unit + column
+
+
+def _bits(sizes):
+    """The bit of each cell of a tile and a unit, of 32 for each half."""
+    row, column = np.divmod(
+        np.arange(sizes.tile * sizes.column_unit), sizes.column_unit
+    )
+    half, row = np.divmod(row, sizes.tile // 2)
+    bit = half * 32 + row * sizes.chunk + column
+    return np.left_shift(np.uint64(1), bit.astype(np.uint64))
+
+
+def _gather(keys, bits):
+    """Pairs of a tile and a unit that have cells, whether all, and their bits."""
+    if not len(keys):
+        return keys, np.zeros(0, bool), bits[:0]
+    keys.sort(kind="stable")
+    pairs = keys // len(bits)
+    firsts = _firsts(pairs)
+    pairs = pairs[firsts]
+    keys %= len(bits)
+    live = np.add.reduceat(bits[keys], firsts)
+    return pairs, live == bits.sum(), live
+
+
+def _firsts(keys):
+    """Where each distinct one begins, of keys in order."""
+    return np.flatnonzero(np.append(True, keys[1:] != keys[:-1])[: len(keys)])
 
 
 def _places(tiles, full, num_tiles, per_chunk):
@@ -115,9 +162,14 @@ def _places(tiles, full, num_tiles, per_chunk):
     )
 
 
-def _words(word, bit, num_chunks):
-    values = np.bincount(word, np.exp2(bit), minlength=2 * num_chunks)
-    return values.astype(np.uint32).view(np.int32).reshape(num_chunks, 2)
+def _words(chunk, bits, num_chunks):
+    words = np.zeros(num_chunks, np.uint64)
+    np.add.at(words, chunk, bits)
+    halves = np.empty((num_chunks, 2), np.uint32)
+    halves[:, 0] = words & np.uint64(2**32 - 1)
+    words >>= np.uint64(32)
+    halves[:, 1] = words
+    return halves.view(np.int32)
 
 
 def _masks(cells, rows, counts, columns, ragged, sizes):

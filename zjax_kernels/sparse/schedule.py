@@ -296,7 +296,8 @@ def _pad(x, value, length=None, width=None):
     """Lengths of a few sizes, so that another random layout needs no other program."""
     rows = _bucket(max(length or len(x), 1)) - len(x)
     columns = (width or x.shape[1]) - x.shape[1]
-    return np.pad(x, ((0, rows), (0, columns)), constant_values=value).astype(np.int32)
+    x = np.pad(x, ((0, rows), (0, columns)), constant_values=value)
+    return x.astype(np.int32, copy=False)
 
 
 def _bucket(number: int) -> int:
