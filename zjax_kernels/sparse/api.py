@@ -3,11 +3,14 @@
 import dataclasses
 import functools
 import math
+import numbers
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 
 from zjax_kernels.device import check_implementation
 from zjax_kernels.errors import invalid
@@ -37,6 +40,8 @@ def sparse_attention(
     implementation: Implementation = "auto",
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Averages the values by softmax(scale q k) over the keys in live blocks.
+
+    It is differentiable once, in reverse mode.
 
     Args:
         q: [B, S, H, D] queries; S is `plan.num_queries`.
@@ -206,11 +211,12 @@ def _segments(segment_ids, key_mask, queries, keys):
         return None
     if segment_ids is None:
         segment_ids = jnp.zeros(queries, jnp.int32), jnp.zeros(keys, jnp.int32)
-    if not isinstance(segment_ids, tuple) or len(segment_ids) != 2:
+    if not isinstance(segment_ids, tuple | list) or len(segment_ids) != 2:
         remedy = "give two, of the queries and of the keys"
         raise invalid(
             "segment_ids", type(segment_ids).__name__, "is not a pair", remedy
         )
+    segment_ids = [x if hasattr(x, "dtype") else np.asarray(x) for x in segment_ids]
     for x in segment_ids:
         if not jnp.issubdtype(x.dtype, jnp.integer):
             problem = "is not one of integers"
@@ -222,6 +228,7 @@ def _segments(segment_ids, key_mask, queries, keys):
         raise invalid("segment_ids.shape", shapes, problem, "give one number per token")
     if key_mask is None:
         return of_queries, of_keys
+    key_mask = key_mask if hasattr(key_mask, "dtype") else np.asarray(key_mask)
     if key_mask.dtype != bool:
         remedy = "give True for keys that are seen"
         raise invalid("key_mask.dtype", key_mask.dtype, "is not bool", remedy)
@@ -238,10 +245,16 @@ def _lengthen(x, length):
 
 def _check(q, k, v, plan, scale, soft_cap):
     """Raises what is wrong with the arguments."""
+    if not isinstance(plan, Plan):
+        remedy = "give make_plan(layout)"
+        raise invalid("plan", type(plan).__name__, "is not a plan", remedy)
     if q.dtype.name not in DTYPES:
         known = ", ".join(DTYPES)
         problem = "is not one that attention is computed in"
         raise invalid("q.dtype", q.dtype, problem, f"cast to one of {known}")
+    if 0 in (q.shape[:1] + q.shape[-1:]):
+        problem, remedy = "has no sequence or no channel", "give one or more of both"
+        raise invalid("q.shape", q.shape, problem, remedy)
     heads, kv_heads = len(plan.queries.head_patterns), len(plan.keys.head_patterns)
     for name, x, length, num_heads in (
         ("q", q, plan.num_queries, heads),
@@ -261,12 +274,30 @@ def _check(q, k, v, plan, scale, soft_cap):
             raise invalid(
                 f"{name}.dtype", x.dtype, f"is not that of q, {q.dtype}", remedy
             )
+    _check_factors(scale, soft_cap)
+
+
+def _check_factors(scale, soft_cap):
+    for name, x in (("scale", scale), ("soft_cap", soft_cap)):
+        if isinstance(x, Tracer):
+            problem, remedy = "is traced", "give a number known before compilation"
+            raise invalid(name, "...", problem, remedy)
+        if (x is not None or name == "soft_cap") and not _is_number(x):
+            remedy = "give one like 0.125, or none" if name == "scale" else "give 0"
+            raise invalid(name, repr(x), "is not a number", remedy)
     if scale is not None and not 0 < scale < math.inf:
         problem = "is not above 0 and finite"
         raise invalid("scale", scale, problem, "give one like 0.125, or none")
     if not 0 <= soft_cap < math.inf:
         problem = "is not 0 or above and finite"
         raise invalid("soft_cap", soft_cap, problem, "give one like 50, or 0")
+
+
+def _is_number(x):
+    """Arrays of one number are taken too."""
+    if isinstance(x, jax.Array | np.ndarray):
+        return x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.number)
+    return isinstance(x, numbers.Real) and not isinstance(x, bool)
 
 
 def _check_plan(plan, head_size, segmented):

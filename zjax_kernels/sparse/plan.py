@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from zjax_kernels.errors import invalid
+from zjax_kernels.errors import invalid, refuse
+from zjax_kernels.sparse.arguments import below
 from zjax_kernels.sparse.cells import HALF, TILE, Cells, Mask
 from zjax_kernels.sparse.layout import BlockLayout
 from zjax_kernels.sparse.schedule import Schedule, make_schedule
@@ -73,6 +74,7 @@ def make_plan(
 
         >>> near = make_plan(layout, mask=lambda query, key: query - key < 48)
     """
+    _check(num_kv_heads, head_size)
     tokens = layout.num_rows * layout.block, layout.num_columns * layout.block
     asked = (
         None if mask is None else functools.partial(_ask, _read(mask, tokens), tokens)
@@ -115,9 +117,10 @@ def plan_cells(
     Raises:
         ValueError: The heads do not divide.
     """
+    _check(num_kv_heads, head_size)
     heads = len(head_patterns)
     num_kv_heads = heads if num_kv_heads is None else num_kv_heads
-    if num_kv_heads < 1 or heads % num_kv_heads:
+    if heads % num_kv_heads:
         raise invalid(
             "num_kv_heads",
             num_kv_heads,
@@ -154,6 +157,12 @@ def plan_cells(
     )
 
 
+def _check(num_kv_heads, head_size):
+    """Raises what is wrong with the sizes."""
+    found = [] if num_kv_heads is None else below("num_kv_heads", num_kv_heads, 1)
+    refuse(found + below("head_size", head_size, 1))
+
+
 def _read(mask: Any, tokens: tuple[int, int]) -> Any:
     """A mask as a function."""
     if callable(mask):
@@ -174,4 +183,15 @@ def _ask(mask, tokens, queries, keys):
     if found.dtype != bool:
         problem = "is what the function returns, and not bool"
         raise invalid("mask.dtype", found.dtype, problem, "return True where seen")
+    shape = np.broadcast_shapes(queries.shape, keys.shape)
+    if not _fits(found.shape, shape):
+        problem = f"is what the function returns, and does not broadcast to {shape}"
+        remedy = "return one for each pair of a query and a key"
+        raise invalid("mask.shape", found.shape, problem, remedy)
     return found
+
+
+def _fits(found, shape):
+    """Whether an array of one shape broadcasts to another."""
+    lengths = zip(found[::-1], shape[::-1], strict=False)
+    return len(found) <= len(shape) and all(n in (1, size) for n, size in lengths)

@@ -139,6 +139,24 @@ def test_other_dtypes_are_refused(dtype):
             "scale=-1.0 is not above 0 and finite; give one like 0.125, or none",
         ),
         (
+            {"scale": "big"},
+            "scale='big' is not a number; give one like 0.125, or none",
+        ),
+        (
+            {"q": (0, 64, 4, 64)},
+            "q.shape=(0, 64, 4, 64) has no sequence or no channel; give one or more of "
+            "both",
+        ),
+        (
+            {"q": (1, 64, 4, 0)},
+            "q.shape=(1, 64, 4, 0) has no sequence or no channel; give one or more of "
+            "both",
+        ),
+        (
+            {"key_mask": [[1.0] * 64]},
+            "key_mask.dtype=float64 is not bool; give True for keys that are seen",
+        ),
+        (
             {"soft_cap": float("nan")},
             "soft_cap=nan is not 0 or above and finite; give one like 50, or 0",
         ),
@@ -177,6 +195,35 @@ def test_refusals(changes, message):
     with pytest.raises(ValueError) as caught:
         sparse_attention(*arrays, make_plan(LAYOUT, num_kv_heads=2), **changes)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("plan", [LAYOUT, None], ids=["layout", "none"])
+def test_what_is_no_plan_is_refused(plan):
+    x = jnp.zeros((1, 64, 4, 8))
+    with pytest.raises(ValueError) as caught:
+        sparse_attention(x, x, x, plan)
+    name = type(plan).__name__
+    assert str(caught.value) == f"plan={name} is not a plan; give make_plan(layout)"
+
+
+def test_a_traced_scale_is_refused():
+    """Fails if the error is one of tracing, which does not name the argument."""
+    x, plan = jnp.zeros((1, 64, 4, 8)), make_plan(LAYOUT)
+    with pytest.raises(ValueError) as caught:
+        jax.jit(lambda scale: sparse_attention(x, x, x, plan, scale=scale))(0.5)
+    assert str(caught.value) == (
+        "scale=... is traced; give a number known before compilation"
+    )
+
+
+def test_segments_and_masks_of_keys_may_be_lists():
+    x = jax.random.normal(jax.random.key(0), (1, 64, 4, 8))
+    ids, seen = np.arange(64)[None] // 20, np.arange(64)[None] % 3 > 0
+    plan = make_plan(LAYOUT)
+    expected = sparse_attention(x, x, x, plan, segment_ids=(ids, ids), key_mask=seen)
+    ids, seen = ids.tolist(), seen.tolist()
+    found = sparse_attention(x, x, x, plan, segment_ids=(ids, ids), key_mask=seen)
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize(

@@ -169,6 +169,28 @@ def test_heads_that_do_not_divide():
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("num_kv_heads", 1.0), ("num_kv_heads", 0), ("head_size", 0)]
+)
+def test_sizes_that_are_none(name, value):
+    layout = BlockLayout.from_dense(np.ones((2, 2), bool), block=64, num_heads=2)
+    with pytest.raises(ValueError) as caught:
+        make_plan(layout, **{name: value})
+    assert str(caught.value) == (
+        f"{name}={value} is not an integer >= 1; give 1 or more"
+    )
+
+
+def test_a_function_that_returns_another_shape_is_refused():
+    layout = BlockLayout.from_dense(np.ones((2, 2), bool), block=64, num_heads=2)
+    with pytest.raises(ValueError) as caught:
+        make_plan(layout, mask=lambda query, key: np.ones((3, 5), bool))
+    assert str(caught.value) == (
+        "mask.shape=(3, 5) is what the function returns, and does not broadcast to "
+        "(4, 64, 64); return one for each pair of a query and a key"
+    )
+
+
 def test_a_mask_of_another_shape():
     layout = BlockLayout.from_dense(np.ones((2, 2), bool), block=64, num_heads=2)
     with pytest.raises(ValueError) as caught:
