@@ -47,6 +47,16 @@ def exhausted(monkeypatch):
             "set zero.parameter_memory=pinned_host, or ",
             id="little",
         ),
+        pytest.param(
+            (
+                "global_batch_size=8",
+                "num_microbatches=4",
+                "mesh.pipeline=4",
+                "model.num_layers=4",
+            ),
+            "set model.remat=full or zero.stage=3, or ",
+            id="stages",
+        ),
     ],
 )
 def test_remedies_are_what_is_not_done_yet(tmp_path, exhausted, settings, remedy):

@@ -9,6 +9,7 @@ from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
 from zjax.sharding.memory import num_zero_shares
+from zjax.sharding.mesh import PIPELINE
 from zjax.sharding.plan import DEVICE, Plan
 
 _STATUS = "RESOURCE_EXHAUSTED"
@@ -51,6 +52,8 @@ def _settings(config: Config, plan: Plan, size: int, own_model: bool) -> Iterato
         yield "model.remat=full"
     if config.zero.stage < 3 and num_zero_shares(plan) > 1:
         yield "zero.stage=3"
+    if plan.mesh.shape[PIPELINE] > 1:
+        return  # stages stay where they are
     if config.zero.optimizer_memory == DEVICE:
         yield "zero.optimizer_memory=pinned_host"
     elif config.zero.parameter_memory == DEVICE and not own_model:
