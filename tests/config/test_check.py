@@ -319,11 +319,6 @@ def test_problems_are_reported_together():
             8,
             id="tensor-copies-kv-heads",
         ),
-        pytest.param(
-            ["mesh.tensor=8", "model.num_heads=24", "model.num_kv_heads=3"],
-            8,
-            id="tensor-over-groups-of-heads",
-        ),
         pytest.param(["optimizer.clip_norm=inf"], 8, id="no-clipping"),
         pytest.param(["optimizer.weight_decay=0"], 8, id="no-decay"),
         pytest.param(["model.kind=encoder", "model.positions=rotary"], 8, id="encoder"),

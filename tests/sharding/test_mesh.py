@@ -51,7 +51,7 @@ def test_memory_of_a_mesh_is_that_of_the_smallest_device(monkeypatch, told):
     stats = [None if size is None else {"bytes_limit": size} for size in told]
     devices = [types.SimpleNamespace(memory_stats=lambda x=x: x) for x in stats]
     found = mesh.make_mesh(schema.Mesh(), jax.devices()[:1])
-    monkeypatch.setattr(type(found), "local_devices", devices)
+    monkeypatch.setitem(vars(found), "local_devices", devices)
     size = mesh.device_capacity_bytes(found)
     assert (size, type(size)) == (7, float)
 

@@ -205,8 +205,12 @@ def _obstacle(
     if problems:
         return str(problems[0]).partition(";")[0]
     model, number = config.model, batch_on(config, mesh).num_microbatches
-    if not config.mesh.tensor and model.num_heads % mesh.tensor:
-        return f"tensor={mesh.tensor} does not divide model.num_heads={model.num_heads}"
+    if not config.mesh.tensor:
+        size, heads, kv_heads = mesh.tensor, model.num_heads, model.num_kv_heads
+        if heads % size:
+            return f"tensor={size} does not divide model.num_heads={heads}"
+        if kv_heads % size and size % kv_heads:
+            return f"tensor={size} does not divide model.num_kv_heads={kv_heads}"
     if config.mesh.pipeline:
         return ""
     stages = f"pipeline={mesh.pipeline}"
