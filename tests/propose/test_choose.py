@@ -67,7 +67,9 @@ def test_kv_heads_say_how_wide_tensor_may_be():
     heads = {"num_heads": 24, "num_kv_heads": 3, "embed_size": 3072}
     config = config_of("llama 8b", ONE, {"model": heads})
     trials = propose_mesh(config, machine_of(8, 30)).trials
-    assert trials[1].obstacle == "tensor=2 does not divide model.num_kv_heads=3"
+    assert trials[1].obstacle == (
+        "tensor=2 does not divide model.num_kv_heads=3 of 24 heads"
+    )
 
 
 def test_stages_need_layers_and_microbatches():

@@ -46,16 +46,32 @@ def _tensor(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 
 def _split_problem(config: schema.Config, size: int) -> str:
     """What keeps heads from being split; others are filled up, or copied to share."""
-    model = config.model
-    heads, kv_heads = model.num_heads, model.num_kv_heads
-    if model.attention != "sparse":
+    heads = uneven_heads(config.model, size)
+    if not heads or config.model.attention != "sparse":
         return ""
     laid_out = "whose blocks are laid out by model.attention='sparse'"
+    return f"does not divide {heads}, {laid_out}"
+
+
+def uneven_heads(model: schema.Model, size: int) -> str:
+    """Heads of which some devices of the tensor axis would have fewer than others.
+
+    Args:
+        model: Its heads.
+        size: Devices of the tensor axis, 1 or more.
+
+    Returns:
+        The setting; empty where heads divide, or devices that share heads of keys do.
+
+    Example:
+        >>> uneven_heads(schema.Model(num_heads=24, num_kv_heads=3), 2)
+        'model.num_kv_heads=3 of 24 heads'
+    """
+    heads, kv_heads = model.num_heads, model.num_kv_heads
     if heads % size:
-        return f"does not divide model.num_heads={heads}, {laid_out}"
-    if kv_heads < heads and kv_heads % size and size % kv_heads:
-        said = f"does not divide model.num_kv_heads={kv_heads} of {heads} heads"
-        return f"{said}, {laid_out}"
+        return f"model.num_heads={heads}"
+    if kv_heads % size and size % kv_heads:
+        return f"model.num_kv_heads={kv_heads} of {heads} heads"
     return ""
 
 

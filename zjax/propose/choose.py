@@ -26,6 +26,7 @@ from jax.experimental import multihost_utils
 
 from zjax.config import axes, schema
 from zjax.config.check import check_config
+from zjax.config.model_rules import uneven_heads
 from zjax.errors import ConfigError, PlanError, Problem
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
@@ -205,12 +206,9 @@ def _obstacle(
     if problems:
         return str(problems[0]).partition(";")[0]
     model, number = config.model, batch_on(config, mesh).num_microbatches
-    if not config.mesh.tensor:
-        size, heads, kv_heads = mesh.tensor, model.num_heads, model.num_kv_heads
-        if heads % size:
-            return f"tensor={size} does not divide model.num_heads={heads}"
-        if kv_heads % size and size % kv_heads:
-            return f"tensor={size} does not divide model.num_kv_heads={kv_heads}"
+    heads = "" if config.mesh.tensor else uneven_heads(model, mesh.tensor)
+    if heads:
+        return f"tensor={mesh.tensor} does not divide {heads}"
     if config.mesh.pipeline:
         return ""
     stages = f"pipeline={mesh.pipeline}"
