@@ -31,6 +31,7 @@ from zjax.storage.move import move
 from zjax.storage.progress import shown
 from zjax.storage.scratch import check_disks
 from zjax.train.gradients import compute_params
+from zjax.train.master import whole_rows
 from zjax.train.state import TrainState, init_state, saved_rows, with_params
 from zjax.train.update import Schedule
 from zjax.typing import Batch, Device, Metrics, Model, Params
@@ -241,9 +242,11 @@ def make_run(
 
     def fresh() -> TrainState:
         start, key = config.checkpoint.init_from, jax.random.key(config.seed)
-        master = weights.load_safetensors(start, plan.master) if start else None
         if plan.is_offloaded and (model.init_layer or start):
-            return init_layer_by_layer(key, model, tx, plan, config, master=master)
+            here = whole_rows(plans.plan_on_device(plan).master)
+            given = weights.load_in_turn(start, here) if start else None
+            return init_layer_by_layer(key, model, tx, plan, config, weights=given)
+        master = weights.load_safetensors(start, plan.master) if start else None
         return init_state(key, model, tx, plan, config, master=master)
 
     def restored(read: Callable[[TrainState], TrainState]) -> TrainState:

@@ -229,7 +229,7 @@ class Trainer:
         loss = loss if step == self.step else None
         self._settle()
         rows = saved_rows(self.run.plan, self.config)
-        saved = saved_state(self.state)
+        saved = saved_state(self.state, self.run.plan)
         self.store.save(self.step, saved, rows, extra=extra, loss=loss)
 
     def generate(

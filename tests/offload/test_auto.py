@@ -148,7 +148,10 @@ def test_a_model_of_your_own_is_asked_with_its_batch(monkeypatch):
         return jnp.mean((view(batch["x"]) - batch["y"]) ** 2)
 
     def run(kind):
-        config = {"zero": {"optimizer_memory": kind, "min_shard_elements": 0}}
+        config = {
+            "zero": {"optimizer_memory": kind, "min_shard_elements": 0},
+            "precision": {"compute_dtype": "float32"},
+        }
         return zjax.initialize(Perceptron(), optax.adam(0.1), loss_fn, batch, config)
 
     moved = run("pinned_host")

@@ -33,7 +33,7 @@ MEMORIES = ("device", "pinned_host")
 def save(run, state, directory):
     store = Store(str(directory))
     rows = saved_rows(run.plan, run.config)
-    store.save(int(state.step), saved_state(state), rows, extra={})
+    store.save(int(state.step), saved_state(state, run.plan), rows, extra={})
     store.wait()
     return store
 

@@ -205,9 +205,10 @@ def test_a_run_resumed_is_the_run_that_saved(tmp_path):
 
 
 def test_state_with_a_gradient_pending_is_not_saved():
-    state, _ = train(start(delayed()), DELAY_FROM + 1)
+    run = start(delayed())
+    state, _ = train(run, DELAY_FROM + 1)
     with pytest.raises(CheckpointError) as error:
-        saved_state(state)
+        saved_state(state, run.plan)
     assert str(error.value) == (
         "state.pending='gradient' is not applied yet, and a checkpoint does not hold "
         "it; save what step.settle(state) gives"

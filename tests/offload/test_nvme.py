@@ -147,7 +147,7 @@ def test_a_state_that_was_given_up_is_not_saved(tmp_path):
     )
     run.step(run.state, make_batch(0))
     store = zjax.checkpoint.store.Store(str(tmp_path / "run"))
-    saved = saved_state(before)
+    saved = saved_state(before, run.plan)
     with pytest.raises(RuntimeError, match="has been deleted"):
         store.save(1, saved, saved_rows(run.plan, run.config), extra={})
     assert store.steps() == ()
@@ -187,7 +187,7 @@ def test_checkpoints_link_what_rests_on_disks(tmp_path):
     state = run.state
     for number in range(3):
         state, _ = run.step(state, make_batch(number))
-        saved = saved_state(state)
+        saved = saved_state(state, run.plan)
         store.save(number + 1, saved, saved_rows(run.plan, run.config), extra={})
         store.wait()
     held = [x for x in jax.tree.leaves(state) if isinstance(x, DiskArray)]
@@ -221,7 +221,7 @@ def test_a_step_writes_over_files_but_not_over_checkpoints(tmp_path, parts):
     rows, state, numbers = saved_rows(run.plan, run.config), run.state, []
     for number in (1, 2):
         state, _ = run.step(state, make_batch(number))
-        saved = saved_state(state)
+        saved = saved_state(state, run.plan)
         store.save(number, saved, rows, extra={})
         store.wait()
         numbers.append(jax.tree.map(np.asarray, in_memory(saved.master)))

@@ -14,6 +14,7 @@ from zjax.config import schema
 from zjax.initialize import make_run
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
+from zjax.optim.halves import joined
 from zjax.processes.host import KEPT_SHARE
 from zjax.storage.array import DiskArray
 
@@ -78,9 +79,21 @@ def train(run, steps=STEPS):
 
 
 def weights_of(state):
-    """Master weights by path, stacked as without offload."""
-    master = zjax.sharding.layers.put_together(in_memory(state.master))
-    return jax.tree.map(np.asarray, master)
+    """Whole master weights by path, stacked as without offload."""
+    master = jax.tree.map(np.asarray, in_memory(state.master))
+    if any(x.dtype == np.int16 for x in jax.tree.leaves(master)):
+        master = jax.tree.map(whole, master, state.params)
+    return zjax.sharding.layers.put_together(master)
+
+
+def whole(x, upper):
+    """Master weights from what is stored of them."""
+    if x.dtype != np.int16:
+        return x
+    upper = np.asarray(upper)[tuple(map(slice, x.shape))]
+    pairs = zip(x.shape, upper.shape, strict=True)
+    upper = np.pad(upper, [(0, stored - size) for stored, size in pairs])
+    return joined(upper, x)
 
 
 def in_memory(tree):

@@ -10,7 +10,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from zjax.checkpoint import layers, layout, tiles
+from zjax.checkpoint import halves, layers, layout, tiles
 from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.saved import READ_AHEAD_BYTES, Saved, at_rest, place_slices
 from zjax.processes.host import host_memory_bytes
@@ -18,6 +18,7 @@ from zjax.sharding import placement
 from zjax.sharding.placement import Row, dtype_bytes, num_distinct_shards
 from zjax.sharding.plan import DEVICE
 from zjax.storage.array import DiskArray
+from zjax.train.master import half_at_rest
 from zjax.train.state import place_given
 
 _HOST_GROUP_BYTES = 2**30
@@ -135,15 +136,23 @@ def read_arrays(saved: Saved, named: Mapping[str, Row]) -> list[Any]:
 
     Args:
         saved: Those of a checkpoint: of these names, or their layers or stacks, in
-            as many tiles or others.
+            as many tiles or others, whole or in halves.
         named: Places by name.
 
     Returns:
         Arrays in their stored shapes, in the order of `named`.
     """
     num_tiles, arrays = tiles.num_tiles(named), dict[str, Any]()
-    wanted = tiles.as_tiled(saved.entries, num_tiles)
-    found = {n: entry for n, entry in saved.entries.items() if wanted.get(n) == entry}
+    inside = halves.whole_entries(saved.entries)
+    wanted = tiles.as_tiled(inside, num_tiles)
+
+    def is_as_saved(name: str) -> bool:
+        master = halves.master_of(name)
+        in_halves = halves.upper_of(master) in saved.entries
+        is_half = master in named and named[master].half_of is not None
+        return wanted.get(master) == inside.get(master) and in_halves == is_half
+
+    found = {n: entry for n, entry in saved.entries.items() if is_as_saved(n)}
     written = {
         name: row
         for name, row in named.items()
@@ -160,16 +169,17 @@ def read_arrays(saved: Saved, named: Mapping[str, Row]) -> list[Any]:
 
     @functools.lru_cache(maxsize=1)
     def whole(name: str) -> np.ndarray:
-        return tiles.read_joined(name, saved.entries, saved.whole)
+        return tiles.read_joined(name, inside, saved.whole)
 
     def read(name: str) -> np.ndarray:
         return tiles.part_of(name, num_tiles, whole)
 
-    # Layers of one stack, and tiles of one layer, follow one another.
-    for name in sorted(named, key=tiles.whole_of):
+    # Layers of one stack, tiles of one layer, and halves follow one another.
+    for name in sorted(named, key=lambda name: tiles.whole_of(halves.master_of(name))):
         row = named[name]
         if name not in found:
-            given = place_given(layers.read(name, wanted, read), row)
+            data = layers.read(halves.master_of(name), wanted, read)
+            given = place_given(half_at_rest(data, row), row)
             arrays[name] = jax.block_until_ready(given)
         elif found[name].is_empty:
             data = np.zeros(row.stored_shape, row.dtype)

@@ -18,7 +18,9 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from zjax.checkpoint import halves
 from zjax.checkpoint.layout import Entry
+from zjax.optim.halves import joined
 from zjax.sharding.placement import Row
 from zjax.sharding.plan import DEVICE
 from zjax.storage.array import DiskArray, open_files
@@ -43,7 +45,7 @@ class Saved:
     linked: Mapping[str, pathlib.Path]
 
     def whole(self, name: str) -> np.ndarray:
-        """Reads one array into host memory.
+        """Reads one array into host memory, master weights from both their halves.
 
         Args:
             name: One of `entries`.
@@ -51,6 +53,10 @@ class Saved:
         Returns:
             The whole unpadded array.
         """
+        lower, upper = self._stored(name), halves.upper_of(name)
+        return joined(self._stored(upper), lower) if upper in self.entries else lower
+
+    def _stored(self, name: str) -> np.ndarray:
         entry = self.entries[name]
         if entry.is_empty:
             return np.zeros(entry.shape, entry.dtype)

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from zjax.checkpoint import arrays, failures, layers, layout, quiet, tiles
+from zjax.checkpoint import arrays, failures, halves, layers, layout, quiet, tiles
 from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.manager import INDEX, INDEX_FILE, STATE, make_manager, write
 from zjax.checkpoint.saved import Saved, link
@@ -215,8 +215,10 @@ class Store:
         step = self._existing(step)
         index = self._read_index(step)
         named = layout.name_leaves(rows)
-        expected = {name: layout.describe_row(row) for name, row in named.items()}
-        inside = tiles.as_tiled(index["arrays"], tiles.num_tiles(expected))
+        whole = halves.whole_rows(named)
+        expected = {name: layout.describe_row(row) for name, row in whole.items()}
+        inside = halves.whole_entries(index["arrays"])
+        inside = tiles.as_tiled(inside, tiles.num_tiles(expected))
         inside = layers.as_wanted(expected, inside)
         layout.check_same(expected, inside, str(self._path(step)))
         leaves = self._read(step, named)
@@ -238,7 +240,7 @@ class Store:
                 is damaged.
         """
         step = self._existing(step)
-        found = self._read_index(step)["arrays"]
+        found = halves.whole_entries(self._read_index(step)["arrays"])
         named = layout.name_leaves(rows, part)
         expected = {name: layout.describe_row(row) for name, row in named.items()}
         inside = {name: e for name, e in found.items() if name.startswith(f"{part}/")}
@@ -263,7 +265,7 @@ class Store:
         return self._read_index(self._existing(step))["extra"]
 
     def entries(self, step: int | None = None) -> dict[str, Entry]:
-        """The arrays of a checkpoint, without their data.
+        """The arrays of a checkpoint, without their data; master weights whole.
 
         Args:
             step: Which checkpoint; None for the newest.
@@ -274,7 +276,7 @@ class Store:
         Raises:
             CheckpointError: There is no such checkpoint, or it is damaged.
         """
-        return self._read_index(self._existing(step))["arrays"]
+        return halves.whole_entries(self._read_index(self._existing(step))["arrays"])
 
     def read_array(self, name: str, step: int | None = None) -> np.ndarray:
         """Reads one array into host memory.

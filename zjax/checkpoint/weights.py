@@ -2,7 +2,7 @@
 
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -36,6 +36,19 @@ def load_safetensors(path: str, rows: Any) -> Params:
         CheckpointError: The file is missing or not safetensors, or names, shapes or
             dtypes differ; the first differences are listed.
     """
+    return jax.tree.unflatten(jax.tree.structure(rows), load_in_turn(path, rows))
+
+
+def load_in_turn(path: str, rows: Any) -> Iterator[Any]:
+    """Reads weights one by one, as they are asked for; see `load_safetensors`.
+
+    Args:
+        path: A safetensors file, or a directory that holds one.
+        rows: A tree of `Row`.
+
+    Returns:
+        Arrays in the order of `rows`; all that is wrong with the file is told at once.
+    """
     named = {tensor_name(name): r for name, r in layout.name_leaves(rows).items()}
     files = _find_tensors(path)
     expected = {name: layout.describe_row(row) for name, row in named.items()}
@@ -44,12 +57,11 @@ def load_safetensors(path: str, rows: Any) -> Params:
         found = tiles.as_tiled(found, tiles.num_tiles(expected))
     inside = layers.as_wanted(expected, found)
     layout.check_same(expected, inside, path, cast=True)
-    leaves = [
+    return (
         _load(files, source, row, name)
         for name, row in named.items()
         for source in layers.sources_of(name, found)
-    ]
-    return jax.tree.unflatten(jax.tree.structure(rows), leaves)
+    )
 
 
 def _find_tensors(path: str) -> dict[str, pathlib.Path]:

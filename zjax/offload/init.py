@@ -1,6 +1,7 @@
 """A first state that never is on the devices as a whole."""
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -9,10 +10,12 @@ from zjax.config.schema import Config
 from zjax.offload.parts import Part, compile_parts
 from zjax.offload.units import groups_of, num_units
 from zjax.optim.dataflow import trace
+from zjax.optim.halves import lower_half
 from zjax.sharding.placement import Row, layer_of, pad, place_tree, shardings, unpad
 from zjax.sharding.plan import DEVICE, Plan
 from zjax.storage.move import move, rest_in_turn, room_to_pass
-from zjax.train.state import TrainState, first_scalars, of_master, with_params
+from zjax.train.master import join
+from zjax.train.state import TrainState, cast_param, first_scalars
 from zjax.typing import Model, Params
 
 
@@ -23,7 +26,7 @@ def init_layer_by_layer(
     plan: Plan,
     config: Config,
     *,
-    master: Params | None = None,
+    weights: Iterable[jax.Array] | None = None,
 ) -> TrainState:
     """Creates the state of `zjax.train.init_state`, one array after another.
 
@@ -33,49 +36,68 @@ def init_layer_by_layer(
         tx: Optax gradient transformation.
         plan: Places every array.
         config: Read for `precision` and `optimizer.ema_decay`.
-        master: Stored parameters at rest, in place of the model's.
+        weights: Stored parameters on the devices, made as they are asked for, in the
+            order and the dtypes of the master weights; in place of the model's.
 
     Returns:
         The state of step 0, at rest.
     """
-    if master is None:
-        master = _init_master(key, model, plan)
+    created = _created(key, model, plan) if weights is None else enumerate(weights)
+    master, params, ema = _first_weights(created, plan)
     create = jax.jit(
         lambda key: model.init(key)[1], out_shardings=shardings(plan.model_state)
     )
-    state = TrainState(
+    return TrainState(
         **jax.device_put(first_scalars(config), plan.replicated),
         master=master,
-        opt_state=_init_opt_state(tx, master, plan),
+        opt_state=_init_opt_state(tx, master, params, plan),
         model_state=create(key),
-        ema=of_master(master, plan.ema, plan) if plan.ema else (),
+        ema=ema,
+        params=params,
     )
-    return with_params(state, plan)
 
 
-def _init_master(key: jax.Array, model: Model, plan: Plan) -> Params:
-    """Master weights, layer by layer and, where layers have tiles, tile by tile."""
-    leaves, tree = jax.tree_util.tree_flatten_with_path(plan.master)
+def _first_weights(created: Iterable[tuple[int, jax.Array]], plan: Plan) -> list[Any]:
+    """All that holds weights at rest: `master`, `params` and `ema`."""
+    trees = (plan.master, plan.compute, plan.ema)
+    places = [jax.tree.leaves(rows) for rows in trees]
+    order: list[tuple[int, int]] = []
+
+    def made() -> Iterator[tuple[jax.Array, Row]]:
+        for i, x in created:
+            row, *others = (rows[i] for rows in places if rows)
+            for role, other in enumerate(others, 1):
+                order.append((role, i))
+                yield cast_param(x, row, other), other
+            order.append((0, i))
+            yield (x if row.half_of is None else _lower_half(x)), row
+
+    resting = list(rest_in_turn(made(), room_to_pass(plan.mesh)))
+    arrays = dict(zip(order, resting, strict=True))
+    leaves = (
+        [arrays[role, i] for i in range(len(rows))] for role, rows in enumerate(places)
+    )
+    return [
+        jax.tree.unflatten(jax.tree.structure(t), x)
+        for t, x in zip(trees, leaves, strict=True)
+    ]
+
+
+def _created(
+    key: jax.Array, model: Model, plan: Plan
+) -> Iterator[tuple[int, jax.Array]]:
+    """Whole master weights, layer by layer and, where layers have tiles, by tile."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(plan.master)
     layers = [layer_of(keys) for keys, _ in leaves]
-    rows = [row for _, row in leaves]
+    rows = [row.whole for _, row in leaves]
     places = list(zip(layers, _units(model, plan.master, layers), strict=True))
     programs: dict[int | None, Any] = {}
-    order: list[int] = []
-
-    def created() -> Iterator[tuple[jax.Array, Row]]:
-        for place in dict.fromkeys(places):
-            number, unit = place
-            own = [i for i, other in enumerate(places) if other == place]
-            if unit not in programs:
-                programs[unit] = jax.jit(_creator(model, layers, rows, own))
-            order.extend(own)
-            yield from zip(
-                programs[unit](key, number or 0), (rows[i] for i in own), strict=True
-            )
-
-    resting = list(rest_in_turn(created(), room_to_pass(plan.mesh)))
-    arrays = dict(zip(order, resting, strict=True))
-    return tree.unflatten(arrays[i] for i in range(len(arrays)))
+    for place in dict.fromkeys(places):
+        number, unit = place
+        own = [i for i, other in enumerate(places) if other == place]
+        if unit not in programs:
+            programs[unit] = jax.jit(_creator(model, layers, rows, own))
+        yield from zip(own, programs[unit](key, number or 0), strict=True)
 
 
 def _units(
@@ -117,10 +139,13 @@ def _stacks_of(arrays: Sequence[Any], layers: Sequence[int | None]) -> list[Any]
     return found
 
 
-def _init_opt_state(tx: Any, master: Params, plan: Plan) -> Any:
+def _init_opt_state(tx: Any, master: Params, params: Params, plan: Plan) -> Any:
     """The state of the optimizer, array by array."""
-    arrays, rows = jax.tree.leaves(master), jax.tree.leaves(plan.master)
-    abstract = [jax.ShapeDtypeStruct(row.shape, row.dtype) for row in rows]
+    trees = (master, plan.master, params, plan.compute)
+    weights = list(zip(*map(jax.tree.leaves, trees), strict=True))
+    abstract = [
+        jax.ShapeDtypeStruct(row.shape, row.whole.dtype) for _, row, _, _ in weights
+    ]
     tree = jax.tree.structure(plan.master)
     program, shapes = trace(tx.init, tree.unflatten(abstract))
     places = jax.tree.leaves(plan.opt_state)
@@ -129,8 +154,11 @@ def _init_opt_state(tx: Any, master: Params, plan: Plan) -> Any:
     )
 
     def bring(name: int) -> jax.Array:
-        here = move(arrays[name], rows[name], DEVICE, is_consumed=False)
-        return unpad(here, rows[name])
+        x, row, upper, in_use = weights[name]
+        here = move(x, row, DEVICE, is_consumed=False)
+        if row.half_of is None:
+            return unpad(here, row)
+        return _joined(here, row.rest_in(DEVICE).unnamed, upper, in_use.unnamed)
 
     def create(part: Part, place: Row) -> jax.Array:
         (x,) = part({name: bring(name) for name in part.inputs})
@@ -141,3 +169,11 @@ def _init_opt_state(tx: Any, master: Params, plan: Plan) -> Any:
     created = ((create(part, place), place) for part, place in pairs)
     resting = rest_in_turn(created, room_to_pass(plan.mesh))
     return jax.tree.unflatten(jax.tree.structure(shapes), resting)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 3))
+def _joined(x: jax.Array, row: Row, upper: jax.Array, in_use: Row) -> jax.Array:
+    return unpad(join(x, row, upper, in_use), row)
+
+
+_lower_half = jax.jit(lower_half)

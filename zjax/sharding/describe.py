@@ -71,8 +71,9 @@ def _title(plan: Plan) -> str:
 
 
 def _roles(plan: Plan) -> list[tuple[str, list[Row]]]:
+    in_halves = any(row.half_of for row in jax.tree.leaves(plan.master))
     trees = {
-        "master weights": plan.master,
+        "master weights, lower half" if in_halves else "master weights": plan.master,
         "optimizer state": plan.opt_state,
         "averaged weights": plan.ema,
         "gradient sum": plan.grad_sum,

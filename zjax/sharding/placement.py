@@ -45,6 +45,8 @@ class Row:
         sharding: Mesh, spec and memory.
         num_layers: Equal layers that the first dim stacks; 0 where it is no stack.
         disks: Directories of the disks among which it rests; none for arrays in memory.
+        half_of: Element type of the weights of which this is the lower half, as of
+            `zjax.optim.halves`; None for all other arrays.
     """
 
     path: str
@@ -54,6 +56,7 @@ class Row:
     sharding: NamedSharding
     num_layers: int = 0
     disks: tuple[str, ...] = ()
+    half_of: Any = None
 
     @property
     def spec(self) -> PartitionSpec:
@@ -83,6 +86,17 @@ class Row:
             sharding=self.sharding.update(spec=spec),
             num_layers=0,
         )
+
+    @property
+    def lower_half(self) -> "Row":
+        """The place of what is left of weights beside their upper half."""
+        return dataclasses.replace(self, dtype=jnp.dtype("int16"), half_of=self.dtype)
+
+    @property
+    def whole(self) -> "Row":
+        """The place of the weights of which this is one half, or of all others."""
+        dtype = self.half_of or self.dtype
+        return dataclasses.replace(self, dtype=dtype, half_of=None)
 
     @property
     def unnamed(self) -> "Row":

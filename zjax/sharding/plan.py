@@ -14,7 +14,9 @@ The optimizer takes gradients as it holds its state.
 
 Master weights and optimizer state may rest in the memory of the host or on disks. Their
 layers are then stored one by one, to be moved one by one, and the parameters in use
-stay on the devices between steps, or rest elsewhere themselves.
+stay on the devices between steps, or rest elsewhere themselves. Where they stay, in
+bfloat16, they are the upper half of the master weights, of which the lower half alone
+is stored elsewhere.
 """
 
 import dataclasses
@@ -57,7 +59,7 @@ class Plan:
     Args:
         mesh: Devices, or an abstract mesh for planning alone.
         stage: ZeRO stage, 0 to 3.
-        master: Parameters as the optimizer sees them.
+        master: Parameters as the optimizer sees them, or their lower halves.
         compute: Parameters as the model sees them.
         grad_sum: Gradients as they are added over microbatches.
         grads: Gradients as they enter the optimizer.
@@ -193,7 +195,7 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
     return Plan(
         mesh=mesh,
         stage=stage,
-        master=at_rest(stored),
+        master=jax.tree.map(_in_halves, at_rest(stored), compute),
         compute=compute,
         grad_sum=params_rows(split if stage >= 2 else whole, dtypes.grad_sum_dtype),
         grads=params_rows(kept, dtypes.grad_sum_dtype),
@@ -286,6 +288,13 @@ def _layer_by_layer(row: Row) -> Any:
 
 def _is_moved(row: Row, memory: str) -> bool:
     return memory != DEVICE and row.device_bytes >= MIN_MOVED_BYTES
+
+
+def _in_halves(row: Row, in_use: Row) -> Row:
+    """Master weights that move, without the half that is on the devices already."""
+    halves = (jnp.dtype("float32"), jnp.dtype("bfloat16"))
+    is_there = in_use.memory == DEVICE and (row.dtype, in_use.dtype) == halves
+    return row.lower_half if is_there and row.memory != DEVICE else row
 
 
 def _check_moved(what: str, memory: str, rows: Any) -> None:

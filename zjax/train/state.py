@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from zjax.sharding.plan import DEVICE, NVME, Plan, plan_on_device
 from zjax.storage.array import DiskArray
 from zjax.storage.move import move, rest, rest_all, rest_in_turn, room_to_pass
 from zjax.train.gradients import compute_params, param_in_use
+from zjax.train.master import half_at_rest, upper_halves, whole_rows
 from zjax.typing import Model, ModelState, Params
 
 
@@ -37,7 +38,7 @@ class TrainState:
     Args:
         step: int32[]; steps taken, skipped ones included.
         num_skipped: int32[]; steps whose gradients were not finite.
-        master: Parameters in `precision.master_dtype`.
+        master: Parameters in `precision.master_dtype`, or their lower halves.
         opt_state: State of the optimizer.
         model_state: BatchNorm statistics and the like.
         scaler: The loss scale of float16; an empty tuple otherwise.
@@ -95,19 +96,21 @@ def saved_rows(plan: Plan, config: Config) -> TrainState:
         config: As in `state_rows`.
 
     Returns:
-        Rows without the parameters in use, which follow from the master weights.
+        Rows without the parameters in use that follow from the master weights.
     """
-    return dataclasses.replace(state_rows(plan, config), params=())
+    params = upper_halves(plan.compute, plan)
+    return dataclasses.replace(state_rows(plan, config), params=params)
 
 
-def saved_state(state: TrainState) -> TrainState:
+def saved_state(state: TrainState, plan: Plan) -> TrainState:
     """What a checkpoint holds of a state, in the form of `saved_rows`.
 
     Args:
         state: With nothing pending.
+        plan: Places every array.
 
     Returns:
-        The state without the parameters in use.
+        The state without the parameters in use that follow from the master weights.
 
     Raises:
         CheckpointError: A gradient is pending.
@@ -116,7 +119,7 @@ def saved_state(state: TrainState) -> TrainState:
         problem = "is not applied yet, and a checkpoint does not hold it"
         remedy = "save what step.settle(state) gives"
         raise CheckpointError(Problem("state.pending", "gradient", problem, remedy))
-    return dataclasses.replace(state, params=())
+    return dataclasses.replace(state, params=upper_halves(state.params, plan))
 
 
 def init_state(
@@ -147,12 +150,14 @@ def init_state(
 
     def from_params(params: Params, model_state: ModelState) -> TrainState:
         params = take_apart(params, plan.master)
-        params = jax.tree.map(lambda x, row: x.astype(row.dtype), params, plan.master)
+        params = jax.tree.map(
+            lambda x, row: x.astype(row.whole.dtype), params, plan.master
+        )
         params = place_tree(params, passing.master)
         stored = pad_tree(params, plan.master)
         return TrainState(
             **first_scalars(config),
-            master=stored,
+            master=jax.tree.map(half_at_rest, stored, plan.master),
             opt_state=pad_tree(tx.init(params), plan.opt_state),
             model_state=model_state,
             ema=jax.tree.map(lambda x, row: x.astype(row.dtype), stored, plan.ema)
@@ -171,7 +176,9 @@ def init_state(
         model_state = jax.jit(lambda key: model.init(key)[1])(key)
     elif model.given is not None:
         params, model_state = model.given()
-        master = place_given(take_apart(params, plan.master), passing.master)
+        master = place_given(
+            take_apart(params, plan.master), whole_rows(passing.master)
+        )
     else:
         create = jax.jit(
             lambda key: from_params(*model.init(key)), out_shardings=places
@@ -187,7 +194,7 @@ def with_params(state: TrainState, plan: Plan) -> TrainState:
     """Adds the parameters in use to a state that was stored without them.
 
     Args:
-        state: Master weights at rest.
+        state: In the form of `saved_rows`.
         plan: Places every array.
 
     Returns:
@@ -195,9 +202,30 @@ def with_params(state: TrainState, plan: Plan) -> TrainState:
     """
     if not plan.is_offloaded:
         return state
-    return dataclasses.replace(
-        state, params=of_master(state.master, plan.compute, plan)
-    )
+    arrays, tree = jax.tree.flatten(state.master)
+    none = [None] * len(arrays)
+    halves = none if state.params == () else tree.flatten_up_to(state.params)
+    rows = jax.tree.leaves(plan.master), jax.tree.leaves(plan.compute)
+    missing = [
+        (x, *places)
+        for x, half, *places in zip(arrays, halves, *rows, strict=True)
+        if half is None
+    ]
+    # Beside each, what it is made of may be there too, in up to twice as many bytes.
+    made = rest_in_turn(_in_use(missing), room_to_pass(plan.mesh) // 3)
+    there = iter(list(made))
+    params = tree.unflatten(next(there) if x is None else x for x in halves)
+    return dataclasses.replace(state, params=params)
+
+
+def _in_use(stored: Sequence[tuple[Any, Row, Row]]) -> Iterator[tuple[jax.Array, Row]]:
+    """Parameters on the devices, each made from master weights at rest."""
+    for i, (x, row, in_use) in enumerate(stored):
+        for following, _, _ in stored[i + 1 : i + 2]:
+            if isinstance(following, DiskArray):
+                following.prefetch()
+        here = move(x, row, DEVICE, is_consumed=False)
+        yield cast_param(here, row, in_use), in_use
 
 
 def without_update(state: TrainState) -> TrainState:
@@ -212,34 +240,19 @@ def without_update(state: TrainState) -> TrainState:
     return dataclasses.replace(state, master=(), opt_state=(), pending=())
 
 
-def of_master(master: Params, rows: Any, plan: Plan) -> Params:
-    """Master weights in another dtype and place, one array after another.
+def cast_param(x: jax.Array, row: Row, other: Row) -> jax.Array:
+    """Master weights in another dtype and place.
 
     Args:
-        master: At rest.
-        rows: The dtypes and places that are wanted.
-        plan: Places the master weights.
+        x: One array on the devices, whole, in its stored shape.
+        row: Its place at rest.
+        other: The dtype and place that are wanted.
 
     Returns:
-        Stored arrays at rest.
+        A stored array on the devices.
     """
-    arrays, tree = jax.tree.flatten(master)
-    places = zip(jax.tree.leaves(plan.master), jax.tree.leaves(rows), strict=True)
-
-    def made(x: Any, stored: Row, row: Row) -> jax.Array:
-        here = move(x, stored, DEVICE, is_consumed=False)
-        return _cast(here, stored.rest_in(DEVICE).unnamed, row.rest_in(DEVICE).unnamed)
-
-    def all_made() -> Iterator[tuple[jax.Array, Row]]:
-        for i, (stored, row) in enumerate(places):
-            for following in arrays[i + 1 : i + 2]:
-                if isinstance(following, DiskArray):
-                    following.prefetch()
-            yield made(arrays[i], stored, row), row
-
-    # Beside each, what it is made of may be there too, in up to twice as many bytes.
-    limit = room_to_pass(plan.mesh) // 3
-    return tree.unflatten(rest_in_turn(all_made(), limit))
+    rows = (row.whole.rest_in(DEVICE).unnamed, other.rest_in(DEVICE).unnamed)
+    return _cast(x, *rows)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

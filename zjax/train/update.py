@@ -14,6 +14,7 @@ from zjax.optim.groups import trained_params
 from zjax.sharding.placement import pad_tree, place_tree, unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.train.gradients import compute_params
+from zjax.train.master import half_at_rest, whole_master
 from zjax.train.state import TrainState
 from zjax.typing import Loss, Metrics, Params
 
@@ -64,7 +65,7 @@ def make_update(
         inverse = 1 / loss_scale_of(state)
         grads = place_tree(grads, plan.grads)
         grads = jax.tree.map(
-            lambda g, row: (g.astype(jnp.float32) * inverse).astype(row.dtype),
+            lambda g, row: (g.astype(jnp.float32) * inverse).astype(row.whole.dtype),
             grads,
             plan.master,
         )
@@ -75,7 +76,8 @@ def make_update(
         if config.precision.on_nonfinite == "update":
             finite = jnp.bool_(True)
         grads = clip.clip_by_norm(grads, norm, limit)
-        master = unpad_tree(state.master, plan.master)
+        stored = whole_master(state.master, state.params, plan)
+        master = unpad_tree(stored, plan.master)
         updates, opt_state = tx.update(
             grads,
             unpad_tree(state.opt_state, plan.opt_state),
@@ -85,27 +87,27 @@ def make_update(
             value_fn=value_fn,
         )
         new = place_tree(optax.apply_updates(master, updates), plan.master)
+        new = keep(pad_tree(new, plan.master), stored, finite)
         changed = state_after(state, new, opt_state, loss, finite)
         return changed, _metrics(state, loss, norm, finite)
+
+    def keep(new: Any, old: Any, finite: jax.Array) -> Any:
+        if config.precision.on_nonfinite == "update":
+            return new
+        return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
 
     def state_after(
         state: TrainState, master: Params, opt_state: Any, loss: Loss, finite: jax.Array
     ) -> TrainState:
-        def keep(new: Any, old: Any) -> Any:
-            if config.precision.on_nonfinite == "update":
-                return new
-            return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
-
         scaler = state.scaler
         if scaler != ():
             settings = config.precision.loss_scale
             scaler = loss_scale.update_scaler(scaler, ~finite, settings)
-        master = keep(pad_tree(master, plan.master), state.master)
         ema = state.ema
         if ema != ():
             applied = state.step - state.num_skipped
             average = update_ema(ema, master, config.optimizer.ema_decay, applied)
-            ema = keep(average, ema)
+            ema = keep(average, ema, finite)
         params = state.params
         if params != ():
             logical = unpad_tree(master, plan.master)
@@ -113,9 +115,11 @@ def make_update(
         return TrainState(
             step=state.step + 1,
             num_skipped=state.num_skipped + ~finite,
-            master=master,
-            opt_state=keep(pad_tree(opt_state, plan.opt_state), state.opt_state),
-            model_state=keep(loss.model_state, state.model_state),
+            master=jax.tree.map(half_at_rest, master, plan.master),
+            opt_state=keep(
+                pad_tree(opt_state, plan.opt_state), state.opt_state, finite
+            ),
+            model_state=keep(loss.model_state, state.model_state, finite),
             scaler=scaler,
             ema=ema,
             extra=state.extra,

@@ -1,0 +1,239 @@
+"""Master weights that lack the half that is in use."""
+
+import collections
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import safetensors.numpy
+
+import zjax
+from tests.support.offload import (
+    BERT,
+    GPT,
+    LLAMA,
+    THREE,
+    UNDER_BACKWARD,
+    Perceptron,
+    make_batch,
+    make_config,
+    memories,
+    start,
+    train,
+    weights_of,
+)
+from zjax.checkpoint import export_safetensors
+from zjax.checkpoint.store import Store
+from zjax.config import schema
+from zjax.sharding import memory
+from zjax.sharding import plan as plans
+from zjax.sharding.plan import DEVICE, HOST, NVME
+from zjax.train.state import saved_rows, saved_state, with_params
+
+
+def halves(stage=2, state_memory="pinned_host", **sections):
+    precision = sections.pop("precision", {}) | {"compute_dtype": "bfloat16"}
+    return make_config(state_memory, stage, precision=precision, **sections)
+
+
+def lower_halves(run):
+    return [row for row in jax.tree.leaves(run.plan.master) if row.half_of is not None]
+
+
+@pytest.fixture
+def whole(monkeypatch):
+    """Keeps master weights whole, as they are where nothing else holds a half."""
+
+    def use(case):
+        with monkeypatch.context() as patched:
+            patched.setattr(plans, "_in_halves", lambda row, in_use: row)
+            run = start(case)
+        assert not lower_halves(run)
+        return run
+
+    return use
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_two_bytes_of_each_master_weight_rest_and_move(stage):
+    """Fails if halves are made and all of the weights rest beside them."""
+    run = start(halves(stage))
+    moved = lower_halves(run)
+    assert len(moved) > 10
+    weights = sum(row.device_bytes for row in moved) // 2
+    state = memory.tree_bytes(
+        [row for row in jax.tree.leaves(run.plan.opt_state) if row.memory == HOST]
+    )
+    assert state == 8 * weights
+    assert memory.resting_bytes(run.plan, HOST) == 10 * weights
+    assert sum(run.step.programs["train"].group_bytes) == 10 * weights
+    state, _ = train(run, 1)
+    for x, row in zip(
+        *map(jax.tree.leaves, (state.master, run.plan.master)), strict=True
+    ):
+        assert x.dtype == row.dtype == (jnp.int16 if row in moved else jnp.float32)
+    assert memories((state.master, state.opt_state)) == {"pinned_host"}
+    assert memories(state.params) == {"device"}
+
+
+def test_weights_that_are_in_use_elsewhere_stay_whole():
+    """Fails if a half is taken from what is not on the devices, or of another type."""
+    on_host = start(halves(zero={"parameter_memory": "pinned_host"}))
+    rows = on_host.plan.master
+    assert not [r for r in jax.tree.leaves(rows["blocks"]) if r.half_of is not None]
+    assert rows["embedding"]["tokens"].half_of is not None
+    for dtype in ("float32", "float16"):
+        other = make_config("pinned_host", precision={"compute_dtype": dtype})
+        assert not lower_halves(start(other))
+    assert not lower_halves(start(halves(precision={"master_dtype": "bfloat16"})))
+    assert not lower_halves(start(halves(state_memory="device")))
+
+
+CASES = {
+    "stage 0": {"stage": 0},
+    "stage 1, two microbatches": {"stage": 1, "num_microbatches": 2, "model": LLAMA},
+    "stage 2, averaged weights": {"optimizer": {"ema_decay": 0.9}},
+    "stage 3, under the backward pass": {"stage": 3, "model": THREE, **UNDER_BACKWARD},
+    "lamb": {"optimizer": {"name": "lamb"}, "model": BERT},
+    "delayed": {"zero": {"delay_updates_from": 1}},
+    "blocks on the host": {"zero": {"parameter_memory": "pinned_host"}},
+    "disks": {"state_memory": "nvme"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_trajectory_is_that_of_whole_master_weights(case, whole, tmp_path):
+    """Fails if a half is lost, stale, or of another weight: it is worth 4e-3."""
+    settings = dict(CASES[case])
+    if case == "disks":
+        settings["zero"] = {"nvme_paths": (str(tmp_path),)}
+    config = halves(**settings)
+    run, other = start(config), whole(config)
+    assert lower_halves(run)
+    (state, found), (expected, metrics) = train(run), train(other)
+    for x, y in zip(found, metrics, strict=True):
+        np.testing.assert_allclose([*x.values()], [y[n] for n in x], 1e-5)
+    pairs = (weights_of(state), state.ema), (weights_of(expected), expected.ema)
+    for x, y in zip(*map(jax.tree.leaves, pairs), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_that_is_skipped_changes_neither_half():
+    run = start(halves())
+    before = jax.tree.map(np.array, (run.state.master, run.state.params))
+    batch = make_batch(0)
+    batch["weights"][0, 0] = np.nan
+    state, metrics = run.step(run.state, batch)
+    assert metrics["skipped_steps"] == 1
+    after = state.master, state.params
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.array, after), before)
+
+
+def test_models_of_the_users_are_halved_too(monkeypatch):
+    batch = {"x": np.ones((16, 24), np.float32), "y": np.ones((16, 1), np.float32)}
+
+    def loss_fn(model, batch, key):
+        return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+    def trained():
+        zero = {"stage": 3, "min_shard_elements": 0, "optimizer_memory": "pinned_host"}
+        run = zjax.initialize(
+            Perceptron(), optax.adam(1e-2), loss_fn, batch, {"zero": zero}
+        )
+        state = run.state
+        for _ in range(4):
+            state, _ = run.step(state, batch)
+        return run, weights_of(state)
+
+    run, found = trained()
+    assert lower_halves(run)
+    monkeypatch.setattr(plans, "_in_halves", lambda row, in_use: row)
+    other, expected = trained()
+    assert not lower_halves(other)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), found, expected
+    )
+
+
+FORMS = [
+    ("pinned_host", 2, "bfloat16"),
+    ("nvme", 3, "bfloat16"),
+    ("device", 1, "bfloat16"),
+    ("pinned_host", 0, "bfloat16"),
+    ("pinned_host", 2, "float32"),
+    ("nvme", 0, "bfloat16"),
+]
+"""Memory, ZeRO stage and type in use, as one checkpoint goes from each to the next."""
+
+
+def test_checkpoints_restore_whole_or_in_halves(tmp_path):
+    """Fails if one half is restored without the other, or from another's place."""
+    config = halves(model=dataclasses.replace(LLAMA, mlp_tiles=3))
+    run = start(config)
+    state, _ = train(run, 1)
+    expected = weights_of(state)
+    store = saved(run, state, tmp_path / "first")
+    entries = collections.Counter(entry.dtype for entry in store.entries().values())
+    assert "int16" not in entries and "bfloat16" not in entries
+    files = []
+    for number, (place, stage, dtype) in enumerate(FORMS):
+        paths = (str(tmp_path),) if place == NVME else ()
+        config = make_config(
+            place,
+            stage,
+            model=LLAMA,
+            zero={"nvme_paths": paths},
+            precision={"compute_dtype": dtype},
+        )
+        run = start(config)
+        state, _ = store.restore(saved_rows(run.plan, run.config))
+        state = with_params(state, run.plan)
+        assert bool(lower_halves(run)) == (place != DEVICE and dtype == "bfloat16")
+        store = saved(run, state, tmp_path / str(number))
+        if number == 0:
+            expected = joined_tiles(expected)
+        jax.tree.map(cut_and_compare, weights_of(state), expected)
+        export_safetensors(store, str(tmp_path / f"{number}.safetensors"))
+        tensors = safetensors.numpy.load_file(tmp_path / f"{number}.safetensors")
+        files.append({name: x.tobytes() for name, x in tensors.items()})
+    assert all(file == files[0] for file in files)
+    run.step(state, make_batch(1))
+
+
+def joined_tiles(weights):
+    """The weights of feed-forwards in tiles, as they are without."""
+    tiles = list(weights["blocks"]["mlp"]["tiles"].values())
+    dims = {"up": -1, "gate": -1, "down": -2}
+    whole = {
+        name: {"kernel": np.concatenate([tile[name]["kernel"] for tile in tiles], dim)}
+        for name, dim in dims.items()
+    }
+    mlp = {k: x for k, x in weights["blocks"]["mlp"].items() if k != "tiles"} | whole
+    return weights | {"blocks": weights["blocks"] | {"mlp": mlp}}
+
+
+def cut_and_compare(found, expected):
+    """Without the padding of either."""
+    size = tuple(map(slice, map(min, found.shape, expected.shape)))
+    np.testing.assert_array_equal(found[size], expected[size])
+
+
+def saved(run, state, directory):
+    store = Store(str(directory))
+    rows = saved_rows(run.plan, run.config)
+    store.save(1, saved_state(state, run.plan), rows, extra={})
+    store.wait()
+    return store
+
+
+def test_weights_of_a_file_start_both_halves(tmp_path):
+    first = start(make_config("device"))
+    path = tmp_path / "model.safetensors"
+    export_safetensors(saved(first, first.state, tmp_path / "run"), str(path))
+    checkpoint = schema.Checkpoint(init_from=str(path))
+    config = dataclasses.replace(halves(model=GPT), checkpoint=checkpoint)
+    run = start(dataclasses.replace(config, seed=5))
+    jax.tree.map(cut_and_compare, weights_of(run.state), weights_of(first.state))

@@ -1,0 +1,99 @@
+"""Master weights: whole where the optimizer sees them, perhaps in halves at rest."""
+
+from typing import Any
+
+import jax
+
+from zjax.optim.halves import joined, lower_half
+from zjax.sharding.placement import Row, pad, place_tree, unpad
+from zjax.sharding.plan import Plan
+from zjax.typing import Params
+
+
+def whole_master(stored: Params, params: Any, plan: Plan) -> Params:
+    """The master weights as the optimizer sees them.
+
+    Args:
+        stored: On the devices; of some perhaps the lower half.
+        params: Parameters in use, whose arrays are the upper halves; may be empty where
+            no array is in halves.
+        plan: Places both.
+
+    Returns:
+        Arrays in their stored shapes, traced by `jit`.
+    """
+    if not in_halves(plan):
+        return stored
+    return jax.tree.map(join, stored, plan.master, params, plan.compute)
+
+
+def join(x: jax.Array, row: Row, upper: jax.Array, in_use: Row) -> jax.Array:
+    """One array of `whole_master`.
+
+    Args:
+        x: Stored, on the devices.
+        row: Its place.
+        upper: The same parameter in use.
+        in_use: Its place.
+
+    Returns:
+        The array in its stored shape.
+    """
+    if row.half_of is None:
+        return x
+    return joined(pad(place_tree(unpad(upper, in_use), row), row), x)
+
+
+def half_at_rest(x: Any, row: Row) -> Any:
+    """What is stored of master weights: all, or the half that is not in use.
+
+    Args:
+        x: Of JAX or NumPy, in the dtype of `row.whole`.
+        row: Its place.
+
+    Returns:
+        An array in the dtype of `row`.
+    """
+    return x if row.half_of is None else lower_half(x)
+
+
+def upper_halves(params: Any, plan: Plan) -> Any:
+    """The parameters in use, or their places, that are halves of the master weights.
+
+    Args:
+        params: A tree of one leaf for each parameter; may be empty where no array is in
+            halves.
+        plan: Places the master weights.
+
+    Returns:
+        A tree with None in place of all others; empty where there are only others.
+    """
+    if not in_halves(plan):
+        return ()
+    return jax.tree.map(
+        lambda row, x: None if row.half_of is None else x, plan.master, params
+    )
+
+
+def whole_rows(rows: Any) -> Any:
+    """The places of master weights as the optimizer sees them.
+
+    Args:
+        rows: A tree of `Row`; of some perhaps those of lower halves.
+
+    Returns:
+        A tree of `Row` of whole arrays.
+    """
+    return jax.tree.map(lambda row: row.whole, rows)
+
+
+def in_halves(plan: Plan) -> bool:
+    """Whether the upper half of some master weights is kept as a parameter in use.
+
+    Args:
+        plan: Places every array.
+
+    Returns:
+        False where all are stored whole.
+    """
+    return any(row.half_of is not None for row in jax.tree.leaves(plan.master))
