@@ -2,7 +2,7 @@
 
 Run:     zjax train --config=configs/llama_8b_pinned_host.py
 Needs:   tokens in data/llama, made by `zjax data prepare`; GPUs of 40 GiB or more whose
-         number divides 32, and 130 GB of host memory over all of them.
+         number divides 32, and 120 GB of host memory over all of them.
 Expect:  16.1 GB of parameters on each GPU; inputs of blocks, activations of one block
          and what is on its way come on top.
          `zjax plan --config=configs/llama_8b_pinned_host.py --num_devices=1` says what

@@ -52,19 +52,20 @@ def test_pool_holds_the_arrays_and_little_more(limit, num_processes, shown):
     """Fails if JAX may pin twice what is needed."""
     config = load_config(CONFIG)
     arrays = pinned_bytes(config, 2) / num_processes
-    assert pinned_bytes(config, 2) >= 12 * 8.0e9
+    assert pinned_bytes(config, 2) >= 14 * 8.0e9
     pool = limit(num_processes, **shown) * 2**30
     on_their_way = 2 / num_processes * 5e9
     assert arrays + on_their_way < pool < 1.06 * arrays + on_their_way + 2 * 2**30
 
 
 def test_gradients_that_wait_on_the_host_count():
+    """Beside ten bytes a parameter, four of a sum, or two of a single microbatch."""
     on_host = load_config(CONFIG, "zero.gradient_memory=pinned_host")
     on_device = load_config(CONFIG, "zero.gradient_memory=device")
     extra = pinned_bytes(on_host, 2) - pinned_bytes(on_device, 2)
-    assert extra == pytest.approx(pinned_bytes(on_device, 2) / 3, rel=1e-3)
+    assert extra == pytest.approx(pinned_bytes(on_device, 2) * 4 / 10, rel=1e-3)
     extra = pinned_bytes(on_host, 32) - pinned_bytes(on_device, 32)
-    assert extra == pytest.approx(pinned_bytes(on_device, 32) / 6, rel=1e-3)
+    assert extra == pytest.approx(pinned_bytes(on_device, 32) * 2 / 10, rel=1e-3)
 
 
 @pytest.mark.parametrize(
