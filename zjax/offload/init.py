@@ -158,12 +158,13 @@ def _init_opt_state(tx: Any, master: Params, params: Params, plan: Plan) -> Any:
         here = move(x, row, DEVICE, is_consumed=False)
         if row.half_of is None:
             return unpad(here, row)
-        return _joined(here, row.rest_in(DEVICE).unnamed, upper, in_use.unnamed)
+        upper = move(upper, in_use, DEVICE, is_consumed=False)
+        return _joined(here, row.passing, upper, in_use.passing)
 
     def create(part: Part, place: Row) -> jax.Array:
         (x,) = part({name: bring(name) for name in part.inputs})
-        here = place.rest_in(DEVICE).sharding
-        return jax.jit(pad, static_argnums=1, out_shardings=here)(x, place.unnamed)
+        here = place.passing
+        return jax.jit(pad, static_argnums=1, out_shardings=here.sharding)(x, here)
 
     pairs = zip(parts, places, strict=True)
     created = ((create(part, place), place) for part, place in pairs)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from zjax.offload.units import trunk_of, units_of, units_of_all
 from zjax.ops.keys import part_key
+from zjax.sharding.memory import waiting_rows
 from zjax.sharding.placement import Row, pad_tree, path_of, place_tree, unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.sharding.zero import whole_spec
@@ -35,8 +36,7 @@ class BlockPrograms:
         self.run_block = trunk_of(self.segment)
         self.plan = plan
         self.num_microbatches = num_microbatches
-        wide = plan.grads if num_microbatches > 1 else plan.compute
-        grads = jax.tree.map(_with_dtype_of, plan.grads, wide)
+        grads = waiting_rows(plan, num_microbatches)
         self.grad_tree = grads
         self.rows = self.of_parts(plan.compute)
         self.grad_rows = self.of_parts(grads)
@@ -239,10 +239,6 @@ class BlockPrograms:
 
 def _number_of(stream: Any) -> jax.Array:
     return jax.tree.leaves(stream)[0].ravel()[0]
-
-
-def _with_dtype_of(row: Row, other: Row) -> Row:
-    return dataclasses.replace(row, dtype=other.dtype)
 
 
 def _whole(row: Row) -> Row:

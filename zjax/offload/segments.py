@@ -8,7 +8,7 @@ and what the tiles read is kept too (ZeRO-Infinity, arXiv:2104.07857, section 5.
 
 import contextlib
 from collections.abc import Generator, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,20 @@ from zjax.train.state import TrainState
 from zjax.train.update import loss_scale_of
 from zjax.typing import Batch, Loss, Metrics, Model, Params
 
-Arrived = tuple[int, list[jax.Array]]
-"""A group of parameters, and its gradients in the order of its leaves."""
+
+class Arrived(NamedTuple):
+    """What a backward pass hands over.
+
+    Args:
+        group: Of parameters.
+        grads: In the order of its leaves.
+        params: In the same order, on the devices until the next group is asked for;
+            empty for what is no part of a block.
+    """
+
+    group: int
+    grads: list[jax.Array]
+    params: Sequence[jax.Array] = ()
 
 
 AHEAD_BYTES = 512 * 10**6
@@ -69,7 +81,11 @@ class Segments:
         units = units_of(self.segment, blocks[0])
         self.unit_rows: list[list[Row]] = [jax.tree.leaves(unit) for unit in units]
         unit_bytes = max(sum(x.device_bytes for x in rows) for rows in self.unit_rows)
-        self.stream = Stream(max(3 * unit_bytes, AHEAD_BYTES))
+        moved_bytes = max(
+            sum(x.device_bytes for x in rows if x.memory != DEVICE)
+            for rows in self.unit_rows
+        )
+        self.stream = Stream(max(3 * moved_bytes, AHEAD_BYTES))
         self.carries = Stream(AHEAD_BYTES)
         self.carry_memory = carry_memory
         self.kept_bytes = 0  # of inputs of blocks on a device, at the last pass
@@ -131,11 +147,11 @@ class Segments:
                 yield from arriving
                 break
             weights = [loss.weight for loss in losses]
-            for group, total in self.added(totals, arriving, weights):
+            for arrived in self.added(totals, arriving, weights):
                 if number == last:
-                    yield group, total
+                    yield arrived
                 else:
-                    totals[group] = total
+                    totals[arrived.group] = arrived.grads
         yield self.mean_loss(losses)._replace(model_state=state.model_state)
 
     def added(
@@ -143,17 +159,17 @@ class Segments:
         totals: dict[int, Any],
         arriving: Iterator[Arrived],
         weights: list[jax.Array],
-    ) -> Iterator[tuple[int, Any]]:
+    ) -> Iterator[Arrived]:
         """Sums of gradients so far, at rest; at the end their means, on the devices."""
         announced = [group for group in self.order if group in totals]
         self.sums.begin(
             Load(group, totals.pop(group), self.sum_rows[group], is_consumed=True)
             for group in announced
         )
-        for group, grads in arriving:
+        for group, grads, params in arriving:
             if not announced:
                 total = self.scale_by(grads, weights[0])
-                yield group, rest(total, self.sum_rows[group])
+                yield Arrived(group, rest(total, self.sum_rows[group]))
                 continue
             total, num_bytes = self.sums.take(group)
             total = self.add(total, grads, weights[-1])
@@ -162,7 +178,7 @@ class Segments:
             else:
                 total = rest(total, self.sum_rows[group])
             self.sums.leave(num_bytes, total)
-            yield group, total
+            yield Arrived(group, total, params)
 
     def differentiate(
         self, params: Params, batch: Batch, key: jax.Array, scale: jax.Array
@@ -181,7 +197,7 @@ class Segments:
         loss, own, shared, cotangent = self.head(head, carry, batch, scale, auxiliary)
         del carry
         yield loss
-        yield len(units) + 1, own
+        yield Arrived(len(units) + 1, own)
         tree = jax.tree.structure(kept[0][1])
         self.carries.begin(
             Load(i, leaves, jax.tree.leaves(rows), is_consumed=True)
@@ -190,7 +206,8 @@ class Segments:
         for i in back:
             reads = (tree, context, key, scale)
             cotangent = yield from self.block_back(units, i, cotangent, *reads)
-        yield len(units), self.embed_backward(embed, batch, key, cotangent, shared)
+        own = self.embed_backward(embed, batch, key, cotangent, shared)
+        yield Arrived(len(units), own)
 
     def block_back(
         self,
@@ -214,8 +231,8 @@ class Segments:
                 results = self.tile_backward(*inputs)
                 grads, of_read, done = results
                 tokens.append(done)
-            del inputs, results
-            yield group, grads
+                del inputs, results
+                yield Arrived(group, grads, jax.tree.leaves(tile))
         del for_tiles
         with self.fetched(units, ("backward", trunk)) as (block, tokens):
             inputs = (block, entering, context, key, number)
@@ -223,9 +240,9 @@ class Segments:
             results = self.block_backward(*inputs, cotangent, of_read, scale)
             grads, cotangent, done = results
             tokens.append(done)
-        del inputs, results
-        self.carries.leave(num_bytes, [done])
-        yield trunk, grads
+            del inputs, results
+            self.carries.leave(num_bytes, [done])
+            yield Arrived(trunk, grads, jax.tree.leaves(block))
         return cotangent
 
     def forward(

@@ -26,6 +26,7 @@ from zjax.offload.segments import Arrived, Segments
 from zjax.offload.stream import Load, Stream
 from zjax.offload.update import GroupedUpdate
 from zjax.offload.whole import Whole
+from zjax.optim.dataflow import Name
 from zjax.sharding.placement import Row
 from zjax.sharding.plan import DEVICE, Plan
 from zjax.storage.move import rest, room_to_pass
@@ -120,6 +121,11 @@ class OffloadedTrain:
         self.delay_from = config.zero.delay_updates_from
         self.state_rows = state_rows(plan, config)
         self.rows = jax.tree.leaves(self.state_rows)
+        self.params = _params_of_groups(self.state_rows, self.update)
+        away = {n for own in self.params for n in own if self.rows[n].memory != DEVICE}
+        inputs = self.update.state_inputs
+        self.away_inputs = [[n for n in own if n in away] for own in inputs]
+        self.own_inputs = [[n for n in own if n not in away] for own in inputs]
         self.resting_grads = [
             row.rest_in(config.zero.gradient_memory)
             for row in jax.tree.leaves(self.backward.grad_rows)
@@ -159,7 +165,8 @@ class OffloadedTrain:
 
     def load_rows(self, group: int) -> list[Row]:
         """Where the arrays rest that an update of a group takes with it."""
-        rows = [self.rows[name] for name in self.update.state_inputs[group]]
+        names = self.update.state_inputs if self.update.waits else self.own_inputs
+        rows = [self.rows[name] for name in names[group]]
         return rows + (self.grad_rows_of(group) if self.delay_from >= 0 else [])
 
     def grad_rows_of(self, group: int) -> list[Row]:
@@ -184,13 +191,14 @@ class _Running:
     def __init__(self, train: OffloadedTrain, state: TrainState, *, is_delayed: bool):
         self.train, self.update, self.stream = train, train.update, train.stream
         self.is_delayed, self.pending = is_delayed, state.pending
+        self.waits = self.update.waits and not is_delayed
+        self.has_params = not self.waits
         leaves = jax.tree.leaves(dataclasses.replace(state, pending=()))
         self.known = dict(zip(self.update.state_names, leaves, strict=True))
         self.read = self.known
         if self.pending:
             pairs = zip(self.update.numbers, self.pending.numbers, strict=True)
             self.read = dict(pairs)
-        self.waits = self.update.waits and not is_delayed
         # The next forward pass reads the embedding first and the head last.
         self.order = train.arriving[::-1] if self.waits else train.arriving
         self.outputs: dict[int, Any] = {}
@@ -222,6 +230,7 @@ class _Running:
         return new, shown | metrics
 
     def settle(self, state: TrainState) -> TrainState:
+        self.has_params = False
         self.begin()
         for group in self.order:
             self.run(group)
@@ -230,29 +239,41 @@ class _Running:
 
     def begin(self) -> None:
         waits_for_next = self.is_delayed and not self.pending
-        self.stream.begin(map(self.load_of, () if waits_for_next else self.order))
+        order = () if waits_for_next else self.order
+        self.stream.begin(load for group in order for load in self.loads_of(group))
 
-    def load_of(self, group: int) -> Load:
-        names = self.update.state_inputs[group]
-        arrays = [self.known.pop(name) for name in names]
-        rows = [self.train.rows[name] for name in names]
+    def loads_of(self, group: int) -> Iterator[Load]:
+        train = self.train
+        if not self.has_params and train.away_inputs[group]:
+            # The passes of the model read them, until the update replaces them.
+            arrays, rows = self.at_rest(train.away_inputs[group])
+            yield Load(("parameters", group), arrays, rows, is_consumed=False)
+        names = train.own_inputs[group]
+        arrays, rows = self.at_rest(names)
+        for name in names:
+            del self.known[name]
         if self.pending:
             arrays += self.pending.grads[group]
-            rows += self.train.grad_rows_of(group)
-        return Load(group, arrays, rows, is_consumed=True)
+            rows += train.grad_rows_of(group)
+        yield Load(group, arrays, rows, is_consumed=True)
+
+    def at_rest(self, names: Sequence[Name]) -> tuple[list[Any], list[Row]]:
+        return [self.known[x] for x in names], [self.train.rows[x] for x in names]
 
     def receive(self, arriving: Iterator[Arrived | Loss]) -> Loss:
         for item in arriving:
             if isinstance(item, Loss):
                 return item
-            arrived, grads = item
-            for group in self.train.parts[arrived]:
-                names = self.update.grad_inputs[group]
-                own, grads = grads[: len(names)], grads[len(names) :]
-                self.measure(group, own)
+            _, grads, params = item
+            for group in self.train.parts[item.group]:
+                size = len(self.update.grad_inputs[group])
+                self.measure(group, grads[:size], params[:size])
+                grads, params = grads[size:], params[size:]
         raise AssertionError("a backward pass ends with its loss")
 
-    def measure(self, group: int, grads: list[jax.Array]) -> None:
+    def measure(
+        self, group: int, grads: list[jax.Array], params: Sequence[jax.Array]
+    ) -> None:
         names = self.update.grad_inputs[group]
         self.known.update(zip(names, grads, strict=True))
         measured = self.update.measures[group](self.known)
@@ -260,9 +281,9 @@ class _Running:
         if self.waits:
             self.set_aside(group)
         elif self.is_delayed:
-            self.hold(group)
+            self.hold(group, params)
         else:
-            self.run(group)
+            self.run(group, params)
 
     def set_aside(self, group: int) -> None:
         """Keeps gradients until a number of all of them is known."""
@@ -281,30 +302,36 @@ class _Running:
         meetings = results[len(shared) :]
         self.known.update(zip(self.update.meetings, meetings, strict=True))
 
-    def hold(self, group: int) -> None:
+    def hold(self, group: int, params: Sequence[jax.Array]) -> None:
         """Keeps gradients for the next step, and applies those of the last."""
         grads = [self.known.pop(name) for name in self.update.grad_inputs[group]]
         if self.pending:
-            self.run(group)
+            self.run(group, params)
         else:
             positions = self.update.positions[group]
             self.outputs.update((i, self.known[i]) for i in positions)
         self.held[group] = self.stream.send(grads, self.train.grad_rows_of(group))
 
-    def run(self, group: int) -> None:
-        arrays, num_bytes = self.stream.take(group)
-        update = self.update
-        names = [*update.state_inputs[group], *update.grad_inputs[group]]
-        self.read.update(zip(names, arrays, strict=False))
+    def run(self, group: int, params: Sequence[jax.Array] = ()) -> None:
+        train, update = self.train, self.update
+        away = dict(zip(train.params[group], params, strict=False))
+        num_bytes = 0
+        if not self.has_params and train.away_inputs[group]:
+            arrays, num_bytes = self.stream.take(("parameters", group))
+            away = dict(zip(train.away_inputs[group], arrays, strict=True))
+        arrays, more_bytes = self.stream.take(group)
+        names = [*train.own_inputs[group], *update.grad_inputs[group]]
         positions = update.positions[group]
         for name in {*positions} - {*names}:
             self.known.pop(name).delete()  # nobody reads what the update replaces
+        self.read.update(zip(names, arrays, strict=False))
+        self.read.update((name, away[name]) for name in train.away_inputs[group])
         results = update.updates[group](self.read)
-        for name in names:
+        for name in (*names, *train.away_inputs[group]):
             self.read.pop(name).delete()
-        rows = [self.train.rows[i] for i in positions]
+        rows = [train.rows[i] for i in positions]
         resting = rest(results, rows)
-        self.stream.leave(num_bytes, resting)
+        self.stream.leave(num_bytes + more_bytes, resting)
         self.outputs.update(zip(positions, resting, strict=True))
 
 
@@ -335,6 +362,16 @@ def bounded_groups(groups: Sequence[int], rows: Sequence[Row]) -> list[int]:
 def _parts_of(groups: Sequence[int], parts: Sequence[int]) -> list[list[int]]:
     pairs = sorted(set(zip(groups, parts, strict=True)))
     return [[p for g, p in pairs if g == group] for group in range(max(groups) + 1)]
+
+
+def _params_of_groups(rows: TrainState, update: GroupedUpdate) -> list[list[Name]]:
+    """The parameters in use of each group, in the order of its leaves."""
+    found: list[list[Name]] = [[] for _ in range(update.num_groups)]
+    leaves = jax.tree_util.tree_leaves_with_path(rows)
+    for name, (keys, _) in zip(update.state_names, leaves, strict=True):
+        if keys[0].name == "params":
+            found[update.group_of(name)].append(name)
+    return found
 
 
 def _form(batch: Batch) -> Any:

@@ -55,5 +55,5 @@ class Whole:
     ) -> Iterator[Arrived | Loss]:
         """Differentiates the mean loss over a batch; see `Segments.run`."""
         grads, model_state, loss = self.gradients(without_update(state), batch, key)
-        yield 0, jax.tree.leaves(grads)
+        yield Arrived(0, jax.tree.leaves(grads))
         yield loss._replace(model_state=model_state)

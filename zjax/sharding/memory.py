@@ -151,18 +151,33 @@ def resting_bytes(plan: Plan, memory: str) -> int:
     return sum(row.device_bytes for row in rows if row.memory == memory)
 
 
-def waiting_bytes(plan: Plan, num_microbatches: int) -> int:
-    """Bytes per device of gradients that wait for the update.
+def waiting_rows(plan: Plan, num_microbatches: int) -> Any:
+    """The places of gradients that wait for the update.
 
     Args:
         plan: Placement of every array.
         num_microbatches: With more than one, what waits are their sums.
 
     Returns:
+        A tree of `Row` on the devices, split as the optimizer takes them.
+    """
+    wide = plan.grads if num_microbatches > 1 else plan.compute
+    return jax.tree.map(
+        lambda row, other: dataclasses.replace(row, dtype=other.dtype), plan.grads, wide
+    )
+
+
+def waiting_bytes(plan: Plan, num_microbatches: int) -> int:
+    """Bytes per device of the gradients of `waiting_rows`.
+
+    Args:
+        plan: Placement of every array.
+        num_microbatches: As of `waiting_rows`.
+
+    Returns:
         All of them.
     """
-    rows = plan.grads if num_microbatches > 1 else plan.compute
-    return sum(row.device_bytes for row in jax.tree.leaves(rows))
+    return tree_bytes(waiting_rows(plan, num_microbatches))
 
 
 def waiting_on_host_bytes(plan: Plan, config: Config, num_shares: int) -> int:

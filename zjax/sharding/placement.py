@@ -99,9 +99,12 @@ class Row:
         return dataclasses.replace(self, dtype=dtype, half_of=None)
 
     @property
-    def unnamed(self) -> "Row":
-        """The place of any array like this one, for what is compiled once for all."""
-        return dataclasses.replace(self, path="")
+    def passing(self) -> "Row":
+        """The place on the devices of any array like this one.
+
+        It has no path, for what is compiled once for all of them.
+        """
+        return dataclasses.replace(self.rest_in("device"), path="")
 
     def rest_in(self, memory: str) -> "Row":
         """The same place in another memory, which JAX calls by the same name."""

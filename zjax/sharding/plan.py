@@ -10,13 +10,15 @@ extended over the ZeRO axes:
       2             split                  split               whole
       3             split                  split               split
 
-The optimizer takes gradients as it holds its state.
+The optimizer takes gradients as it holds its state. Parameters of blocks that rest
+outside of the devices do so split from stage 1 on: each device brings its share up, and
+the block is put together on the devices.
 
 Master weights and optimizer state may rest in the memory of the host or on disks. Their
 layers are then stored one by one, to be moved one by one, and the parameters in use
-stay on the devices between steps, or rest elsewhere themselves. Where they stay, in
-bfloat16, they are the upper half of the master weights, of which the lower half alone
-is stored elsewhere.
+are kept from step to step, on the devices or elsewhere. Where these are bfloat16, they
+are the upper half of the master weights, of which only the lower half is stored beside
+them.
 """
 
 import dataclasses
@@ -92,6 +94,11 @@ class Plan:
             A replicated row of shape ().
         """
         return Row(path, (), (), jnp.dtype(dtype), self.replicated)
+
+    @property
+    def in_halves(self) -> bool:
+        """Whether some master weights are kept as their lower halves."""
+        return any(row.half_of is not None for row in jax.tree.leaves(self.master))
 
     @property
     def replicated(self) -> NamedSharding:
@@ -170,9 +177,12 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
         return jax.tree.map(one, rows)
 
     def blocks_at_rest(rows: Any) -> Any:
-        resting = at_rest(rows, config.zero.parameter_memory)
+        split_blocks = params_rows(kept, dtypes.compute_dtype)
+        resting = at_rest(split_blocks, config.zero.parameter_memory)
         return jax.tree_util.tree_map_with_path(
-            lambda keys, row, other: row if layer_of(keys) is None else other,
+            lambda keys, row, other: (
+                row if layer_of(keys) is None or other.memory == DEVICE else other
+            ),
             rows,
             resting,
         )
@@ -183,26 +193,28 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
             lambda keys, row: at_rest(row) if any(owners(keys, paths)) else row, rows
         )
 
+    is_offloaded = config.zero.optimizer_memory != DEVICE
+    kept = split if stage >= 1 else whole
     compute = blocks_at_rest(
         params_rows(split if stage >= 3 else whole, dtypes.compute_dtype)
     )
-    kept = split if stage >= 1 else whole
     stored = params_rows(kept, dtypes.master_dtype)
     opt_state = abstract_opt_state(tx, _logical_arrays(stored))
+    resting = at_rest(stored)
     if asked != AUTO:
-        _check_moved("optimizer", asked, at_rest(stored))
+        _check_moved("optimizer", asked, resting)
     _check_moved("parameter", config.zero.parameter_memory, compute)
     return Plan(
         mesh=mesh,
         stage=stage,
-        master=jax.tree.map(_in_halves, at_rest(stored), compute),
+        master=jax.tree.map(_in_halves, resting, compute) if is_offloaded else stored,
         compute=compute,
         grad_sum=params_rows(split if stage >= 2 else whole, dtypes.grad_sum_dtype),
         grads=params_rows(kept, dtypes.grad_sum_dtype),
         opt_state=owned_at_rest(_opt_state_rows(config, mesh, opt_state, stored)),
         model_state=_rows(model_state, mesh),
         ema=params_rows(kept, "float32") if config.optimizer.ema_decay else (),
-        is_offloaded=config.zero.optimizer_memory != DEVICE,
+        is_offloaded=is_offloaded,
     )
 
 
@@ -291,10 +303,9 @@ def _is_moved(row: Row, memory: str) -> bool:
 
 
 def _in_halves(row: Row, in_use: Row) -> Row:
-    """Master weights that move, without the half that is on the devices already."""
+    """Master weights without the half that is kept as parameters in use."""
     halves = (jnp.dtype("float32"), jnp.dtype("bfloat16"))
-    is_there = in_use.memory == DEVICE and (row.dtype, in_use.dtype) == halves
-    return row.lower_half if is_there and row.memory != DEVICE else row
+    return row.lower_half if (row.dtype, in_use.dtype) == halves else row
 
 
 def _check_moved(what: str, memory: str, rows: Any) -> None:

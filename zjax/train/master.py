@@ -22,7 +22,7 @@ def whole_master(stored: Params, params: Any, plan: Plan) -> Params:
     Returns:
         Arrays in their stored shapes, traced by `jit`.
     """
-    if not in_halves(plan):
+    if not plan.in_halves:
         return stored
     return jax.tree.map(join, stored, plan.master, params, plan.compute)
 
@@ -68,7 +68,7 @@ def upper_halves(params: Any, plan: Plan) -> Any:
     Returns:
         A tree with None in place of all others; empty where there are only others.
     """
-    if not in_halves(plan):
+    if not plan.in_halves:
         return ()
     return jax.tree.map(
         lambda row, x: None if row.half_of is None else x, plan.master, params
@@ -85,15 +85,3 @@ def whole_rows(rows: Any) -> Any:
         A tree of `Row` of whole arrays.
     """
     return jax.tree.map(lambda row: row.whole, rows)
-
-
-def in_halves(plan: Plan) -> bool:
-    """Whether the upper half of some master weights is kept as a parameter in use.
-
-    Args:
-        plan: Places every array.
-
-    Returns:
-        False where all are stored whole.
-    """
-    return any(row.half_of is not None for row in jax.tree.leaves(plan.master))

@@ -251,8 +251,7 @@ def cast_param(x: jax.Array, row: Row, other: Row) -> jax.Array:
     Returns:
         A stored array on the devices.
     """
-    rows = (row.whole.rest_in(DEVICE).unnamed, other.rest_in(DEVICE).unnamed)
-    return _cast(x, *rows)
+    return _cast(x, row.whole.passing, other.passing)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
