@@ -2,11 +2,12 @@
 
 Run:     zjax train --config=configs/llama_30b_nvme.py
 Needs:   tokens in data/llama, made by `zjax data prepare`; one GPU, 215 GB of host
-         memory, and 470 GB free under zero.nvme_paths: name a directory on each of
+         memory, and 390 GB free under zero.nvme_paths: name a directory on each of
          your disks, and measure them with `zjax bench --nvme=DIRECTORY,...`.
-Expect:  390 GB of state on the disks, 65 GB of parameters and 130 GB of sums of
+Expect:  325 GB of state on the disks, 65 GB of parameters and 130 GB of sums of
          gradients on the host; a step reads and writes all of the state, so that at
-         6 GB/s each way it takes a minute or more: hence many microbatches.
+         6 GB/s each way it takes about a minute: hence a large batch. Every microbatch
+         brings the parameters up twice: hence large ones.
          `zjax plan --config=configs/llama_30b_nvme.py --num_devices=1` says what rests
          where, and what a step moves.
 """
@@ -19,7 +20,7 @@ def get_config():
     config.directory = "runs/llama_30b_nvme"
     config.num_steps = 20_000
     config.global_batch_size = 128
-    config.microbatch_size = 1
+    config.microbatch_size = 16
 
     config.zero.stage = 2
     config.zero.optimizer_memory = "nvme"

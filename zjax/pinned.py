@@ -8,7 +8,8 @@ import functools
 import math
 import os
 
-from zjax.config.schema import Config, Mesh
+from zjax.config.axes import closed
+from zjax.config.schema import Config
 from zjax.errors import ZjaxError
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
@@ -40,11 +41,9 @@ def pin_what_is_needed(config: Config, cluster: Cluster | None = None) -> None:
 
 def _needed_bytes(config: Config, cluster: Cluster) -> tuple[float, int] | None:
     """What this process pins, and keeps beside it; None where nobody can tell yet."""
-    zero = config.zero
-    memories = (zero.optimizer_memory, zero.parameter_memory, zero.gradient_memory)
-    if not {HOST, AUTO} & {*memories}:
+    if config.zero.optimizer_memory == DEVICE:
         return None
-    if config.model.activation_memory != DEVICE or not zero.stage:
+    if config.model.activation_memory != DEVICE:
         return None
     # Kubernetes tells nobody how many there are.
     num_processes = cluster.num_processes or 1
@@ -52,39 +51,43 @@ def _needed_bytes(config: Config, cluster: Cluster) -> tuple[float, int] | None:
         gpus = len(own_gpus(cluster, len(count_gpus(os.environ)))) or 1
         num_devices = gpus * num_processes
         arrays = pinned_bytes(config, num_devices)
-        on_disks = _most_on_disks(config) // num_devices
+        passing = passing_bytes(_most_on_disks(config, num_devices))
     except (ZjaxError, ArithmeticError):  # as of a model without heads
         return None
-    passing = passing_bytes(on_disks)
-    needed = PINNED_SPARE * arrays / num_processes
-    needed += gpus * (IN_FLIGHT_BYTES + passing.to_disks) + _SPARE_BYTES
-    return needed, gpus * passing.from_disks
+    needed = PINNED_SPARE * arrays + IN_FLIGHT_BYTES + passing.to_disks
+    return gpus * needed + _SPARE_BYTES, gpus * passing.from_disks
 
 
-def _most_on_disks(config: Config) -> int:
-    plan = _plan_of_one(config)
+def _most_on_disks(config: Config, num_devices: int) -> int:
+    plan = _plan(config, num_devices)
     if config.zero.optimizer_memory == AUTO and config.zero.nvme_paths:
         return memory.moved_bytes(plan)
     return memory.resting_bytes(plan, NVME)
 
 
 def pinned_bytes(config: Config, num_devices: int) -> int:
-    """What all hosts hold of a built-in model, each number once.
+    """What a host pins of a built-in model for each of its devices.
 
     Args:
-        config: Read for the model, the optimizer, the batch and `zero`.
-        num_devices: Over which the batch is split.
+        config: Read for the model, the optimizer, the batch, the mesh and `zero`; what
+            `mesh="auto"` leaves open is taken for 1.
+        num_devices: Of all hosts.
 
     Returns:
-        Bytes of state, and of gradients where they wait on the host.
+        Bytes of state, and of gradients where they wait on the host; where no state
+        rests there, of the copies that a checkpoint makes of what is on the devices.
+
+    Raises:
+        ConfigError: The mesh or the batch does not suit so many devices.
     """
-    plan = _plan_of_one(config)
-    waiting = memory.waiting_on_host_bytes(plan, config, num_devices)
-    return memory.resting_bytes(plan, HOST) + waiting
+    plan = _plan(config, num_devices)
+    waiting = memory.waiting_on_host_bytes(plan, config, plan.num_batch_shares)
+    resting = memory.resting_bytes(plan, HOST) or memory.resting_bytes(plan, DEVICE)
+    return resting + waiting
 
 
 @functools.lru_cache(maxsize=1)  # a command asks before the run that it starts
-def _plan_of_one(config: Config) -> Plan:
+def _plan(config: Config, num_devices: int) -> Plan:
     model = make_model(config)
-    mesh = meshes.abstract_mesh(Mesh(), 1)
+    mesh = meshes.abstract_mesh(closed(config.mesh), num_devices)
     return make_plan(config, mesh, model, make_optimizer(config, model))

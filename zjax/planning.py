@@ -113,11 +113,10 @@ def report_plan(
     title = f"{memory.num_params(plan):,} parameters on {num_devices} devices"
     totals = [memory.plan_bytes(each) for each in stages]
     plot.plot_memory_per_stage(totals, path, title=title)
+    memories = describe.describe_memories(plan, config)
     parts = [
         describe.describe_plan(plan),
-        *filter(
-            None, [describe.describe_whole(plan), describe.describe_memories(plan)]
-        ),
+        *filter(None, [describe.describe_whole(plan), memories]),
         *([_NO_MACHINE] if not here and asked == plans.AUTO else []),
         f"bytes per device by ZeRO stage on {num_devices} devices"
         + ("" if here else " (estimate: the devices are not here)"),

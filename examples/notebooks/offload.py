@@ -125,7 +125,7 @@ if not weights:
     del first
 
 tuned = zjax.Trainer(make_config("tuned", source="tokens", path="tokens"))
-print(describe.describe_memories(tuned.run.plan))
+print(describe.describe_memories(tuned.run.plan, tuned.config))
 
 # %% [markdown]
 # ## Where everything is

@@ -1,5 +1,6 @@
 """The axes of the mesh as numbers, before any device is asked for."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -19,6 +20,17 @@ def axis_sizes(config: schema.Config, num_devices: int) -> dict[str, int]:
     sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
     rest = num_devices // math.prod(size for size in sizes.values() if size > 0)
     return {axis: rest if size == -1 else size for axis, size in sizes.items()}
+
+
+def closed(mesh: schema.Mesh) -> schema.Mesh:
+    """The plainest mesh of those that `mesh="auto"` may choose.
+
+    Example:
+        >>> closed(schema.Mesh(pipeline=0, sequence=0, tensor=2)).pipeline
+        1
+    """
+    sizes = {axis: getattr(mesh, axis) or 1 for axis in OPEN_AXES}
+    return dataclasses.replace(mesh, **sizes)
 
 
 def mesh_fills(config: schema.Config, num_devices: int) -> bool:

@@ -175,9 +175,7 @@ def _problems(
 
 
 def _refusal(config: schema.Config, machine: Machine, tx: Any) -> ConfigError:
-    sizes = {axis: getattr(config.mesh, axis) or 1 for axis in axes.OPEN_AXES}
-    plainest = dataclasses.replace(config.mesh, **sizes)
-    return ConfigError(*_problems(config, plainest, machine, tx))
+    return ConfigError(*_problems(config, axes.closed(config.mesh), machine, tx))
 
 
 def _may_split_sequences(

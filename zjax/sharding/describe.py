@@ -13,11 +13,13 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from zjax.config.schema import Config
 from zjax.sharding import memory
 from zjax.sharding.mesh import TENSOR
 from zjax.sharding.placement import Row, dtype_bytes
-from zjax.sharding.plan import DEVICE, HOST, NVME, Plan
+from zjax.sharding.plan import DEVICE, NVME, Plan
 from zjax.sharding.rules import axes_of
+from zjax.sharding.traffic import traffic_of_step
 
 WIDTH = 100
 LINK_BYTES_PER_SECOND = 42.5e9
@@ -71,9 +73,9 @@ def _title(plan: Plan) -> str:
 
 
 def _roles(plan: Plan) -> list[tuple[str, list[Row]]]:
-    in_halves = any(row.half_of for row in jax.tree.leaves(plan.master))
+    master = "master weights" + (", lower half" if plan.in_halves else "")
     trees = {
-        "master weights, lower half" if in_halves else "master weights": plan.master,
+        master: plan.master,
         "optimizer state": plan.opt_state,
         "averaged weights": plan.ema,
         "gradient sum": plan.grad_sum,
@@ -84,49 +86,41 @@ def _roles(plan: Plan) -> list[tuple[str, list[Row]]]:
     return [(role, leaves) for role, leaves in roles if leaves]
 
 
-def describe_memories(plan: Plan) -> str:
+def describe_memories(plan: Plan, config: Config) -> str:
     """What rests in each memory, and what a step moves between them.
 
     Args:
         plan: Placement of every array.
+        config: As of `traffic_of_step`.
 
     Returns:
-        A table of text, with the time that the way takes at the speed of a link of
-        PCIe 5; empty where nothing is moved.
+        A table of text in bytes per device, with the time that the way takes at the
+        speed of a link of PCIe 5; empty where nothing is moved.
     """
     if not plan.is_offloaded:
         return ""
+    found = traffic_of_step(plan, config)
+    rows = [
+        (x.memory, x.what, *map(format_bytes, (x.resting, x.up, x.down))) for x in found
+    ]
     on_device = format_bytes(memory.resting_bytes(plan, DEVICE))
-    rows: list[tuple[str, ...]] = [(DEVICE, on_device, "", "")]
-    ways = [0, 0]
-    for where in (HOST, NVME):
-        resting = memory.resting_bytes(plan, where)
-        if not resting:
-            continue
-        params = _bytes_in(where, plan.compute)
-        state = _bytes_in(where, (plan.master, plan.opt_state))
-        # Parameters come up for forward and backward pass, and go down changed.
-        moves = (state + 2 * params, state + params)
-        rows.append((where, format_bytes(resting), *map(format_bytes, moves)))
-        ways = [way + move for way, move in zip(ways, moves, strict=True)]
     speed = f"both ways at {LINK_BYTES_PER_SECOND / 1e9:.1f} GB/s each"
+    ways = (sum(x.up for x in found), sum(x.down for x in found))
     seconds = (f"{way / LINK_BYTES_PER_SECOND:.2f} s" for way in ways)
-    columns = ("memory", "rests there", "up in a step", "down in a step")
-    rows.append((speed, "", *seconds))
-    table = render_table(columns, rows, right=(1, 2, 3))
-    if memory.resting_bytes(plan, NVME):
-        table += "\nhow fast the disks are: zjax bench --nvme=" + ",".join(_disks(plan))
+    table = render_table(
+        ("memory", "", "rests there", "up in a step", "down in a step"),
+        [(DEVICE, "", on_device, "", ""), *rows, (speed, "", "", *seconds)],
+        right=(2, 3, 4),
+    )
+    moved = [max(x.up, x.down) for x in found if x.memory == NVME]
+    if moved:
+        table += f"\nat 1 GB/s each way the disks take {sum(moved) / 1e9:.0f} s; "
+        table += f"how fast they are: zjax bench --nvme={','.join(_disks(plan))}"
     return table
 
 
 def _disks(plan: Plan) -> tuple[str, ...]:
-    rows = jax.tree.leaves((plan.master, plan.opt_state, plan.compute))
-    return next(row.disks for row in rows if row.disks)
-
-
-def _bytes_in(where: str, rows: Any) -> int:
-    moved = (row for row in jax.tree.leaves(rows) if row.memory == where)
-    return sum(row.device_bytes for row in moved)
+    return next(row.disks for row in memory.rows_on_disk(plan))
 
 
 def describe_whole(plan: Plan) -> str:
