@@ -35,7 +35,9 @@ from zjax.sharding.plan import (
 )
 from zjax.sharding.room import spread_state
 from zjax.step import make_step
+from zjax.storage.chunks import disk_bytes
 from zjax.storage.move import IN_FLIGHT_BYTES, passing_bytes
+from zjax.storage.scratch import check_disks
 from zjax.typing import Batch, Model
 
 DEVICE_SHARE = 0.94
@@ -118,13 +120,41 @@ def room_on_host(plan: Plan, on_disks: int, sharers: Sharers) -> int:
         sharers: Of the host.
 
     Returns:
-        Bytes, of all that share it together.
+        Bytes, of all that share it together; below 0 where what is on its way has no
+        room.
     """
     passing, number = passing_bytes(on_disks), sharers.num_devices
     beside = number * passing.from_disks
     room = pinnable_bytes(host_memory_bytes(), sharers.num_processes, beside)
     moving = min(IN_FLIGHT_BYTES, memory.moved_bytes(plan)) + passing.to_disks
-    return max(0, int((room - number * moving) / PINNED_SPARE))
+    return int((room - number * moving) / PINNED_SPARE)
+
+
+def check_room(plan: Plan, config: Config, mesh: Mesh) -> None:
+    """Refuses a plan for which the devices here, their hosts or disks have no room.
+
+    Args:
+        plan: Placement of every array.
+        config: Read for the batch and `zero`.
+        mesh: Devices that are here; all processes must ask.
+
+    Raises:
+        PlanError: A device or a host has too little memory.
+        StorageError: Disks are too small or too slow, or cannot be used.
+    """
+    memory.check_memory(plan, device_capacity_bytes(mesh))
+    sharers = sharers_of_host(len(mesh.local_devices))
+    memory.check_host_memory(
+        plan,
+        sharers.num_devices,
+        host_memory_bytes(),
+        room_on_host(plan, memory.resting_bytes(plan, NVME), sharers),
+        memory.waiting_on_host_bytes(plan, config, plan.num_batch_shares),
+        asked=config.zero.optimizer_memory,
+    )
+    sizes = [*map(disk_bytes, memory.rows_on_disk(plan))]
+    if sizes:
+        check_disks(config.zero.nvme_paths, sizes, sharers.num_processes)
 
 
 def _free_bytes(mesh: Mesh) -> float:

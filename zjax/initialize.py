@@ -13,7 +13,7 @@ from zjax.config.check import check_config
 from zjax.config.load import load_config
 from zjax.config.schema import Config
 from zjax.errors import ConfigError, ModelError, Problem
-from zjax.fitting import fit_plan, room_on_host
+from zjax.fitting import check_room, fit_plan
 from zjax.models import adapter
 from zjax.models.generate import generate
 from zjax.offload.init import init_layer_by_layer
@@ -21,15 +21,12 @@ from zjax.optim.build import make_optimizer
 from zjax.optim.matrices import named_params
 from zjax.optim.per_layer import respect_layers
 from zjax.optim.schedules import make_schedule
-from zjax.processes.host import host_memory_bytes, sharers_of_host
 from zjax.sharding import memory, placement
 from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
 from zjax.step import Step, check_arrays, make_step
-from zjax.storage.chunks import disk_bytes
 from zjax.storage.move import move
 from zjax.storage.progress import shown
-from zjax.storage.scratch import check_disks
 from zjax.train.gradients import compute_params
 from zjax.train.master import whole_rows
 from zjax.train.state import TrainState, init_state, saved_rows, with_params
@@ -225,20 +222,7 @@ def make_run(
     """
     mesh = meshes.make_mesh(config.mesh, devices)
     plan = fit_plan(config, mesh, model, tx, batch)
-    memory.check_memory(plan, meshes.device_capacity_bytes(mesh))
-    num_local = len(mesh.local_devices)
-    sharers = sharers_of_host(num_local)
-    memory.check_host_memory(
-        plan,
-        sharers.num_devices,
-        host_memory_bytes(),
-        room_on_host(plan, memory.resting_bytes(plan, plans.NVME), sharers),
-        memory.waiting_on_host_bytes(plan, config, plan.num_batch_shares),
-        asked=config.zero.optimizer_memory,
-    )
-    on_disk = memory.rows_on_disk(plan)
-    if on_disk:
-        check_disks(config.zero.nvme_paths, [*map(disk_bytes, on_disk)])
+    check_room(plan, config, mesh)
 
     def fresh() -> TrainState:
         start, key = config.checkpoint.init_from, jax.random.key(config.seed)
@@ -256,7 +240,7 @@ def make_run(
         return model.bind(model_params(state, plan), state.model_state)
 
     step = make_step(model, tx, plan, config, schedule=schedule)
-    moved = num_local * memory.moved_bytes(plan)
+    moved = len(mesh.local_devices) * memory.moved_bytes(plan)
     with shown("placing the state", moved if jax.process_index() == 0 else 0):
         state = restored(restore) if restore else fresh()
     return Run(

@@ -10,8 +10,8 @@ from zjax.config.axes import axis_sizes
 from zjax.config.batch import resolve_batch
 from zjax.config.check import check_config
 from zjax.config.schema import Config
-from zjax.errors import ConfigError, Problem
-from zjax.fitting import abstract_batch, fit_plan
+from zjax.errors import ConfigError, Problem, ZjaxError
+from zjax.fitting import abstract_batch, check_room, fit_plan
 from zjax.models.build import make_model
 from zjax.observe import plot, timeline
 from zjax.observe.collectives import list_collectives
@@ -133,6 +133,8 @@ def report_plan(
         if collectives:
             assert compiled is not None
             parts.append(describe_collectives(step, compiled))
+        assert isinstance(mesh, Mesh)
+        parts += _what_does_not_fit(plan, config, mesh)
     pictures = [path]
     if schedule:
         pictures.append(path.with_name("schedule.png"))
@@ -140,6 +142,14 @@ def report_plan(
     parts.append(f"picture: {' and '.join(map(str, pictures))}")
     parts += [describe_proposal(proposal)] if proposal else []
     return "\n\n".join(parts)
+
+
+def _what_does_not_fit(plan: plans.Plan, config: Config, mesh: Mesh) -> list[str]:
+    try:
+        check_room(plan, config, mesh)
+    except ZjaxError as error:
+        return [f"this machine has no room for it: {error}"]
+    return []
 
 
 def _proposal(

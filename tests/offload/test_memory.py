@@ -25,10 +25,8 @@ from zjax.offload import segments
 from zjax.offload import stream as streams
 from zjax.offload import train as offload
 from zjax.offload.stream import Stream
-from zjax.sharding import describe, memory
+from zjax.sharding import memory
 from zjax.sharding import plan as plans
-from zjax.sharding.traffic import traffic_of_step
-from zjax.storage import move as moves
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -242,56 +240,6 @@ def test_gradients_that_wait_on_the_host_need_room_there():
     memory.check_host_memory(plan, 8, 10**9, room, sums)
     with pytest.raises(PlanError, match="may be pinned"):
         memory.check_host_memory(plan, 8, 10**9, room, sums + 1)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize(
-    ("number", "changes"),
-    [
-        pytest.param(1, {}, id="one microbatch, clipped"),
-        pytest.param(2, UNDER_BACKWARD, id="two microbatches"),
-        pytest.param(2, {}, id="two microbatches, clipped"),
-    ],
-)
-def test_what_a_step_moves_is_told(monkeypatch, stage, number, changes):
-    """Fails if a pass over the parameters or a sum of gradients is not counted, or
-    blocks come up whole to each device."""
-    away = {"parameter_memory": "pinned_host", "gradient_memory": "pinned_host"}
-    precision = changes.get("precision", {}) | {"compute_dtype": "bfloat16"}
-    changes = changes | {"precision": precision, "zero": away}
-    config = make_config("pinned_host", stage, num_microbatches=number, **changes)
-    run = start(config)
-    step = run.step.programs["train"]
-    monkeypatch.setattr(step.stream, "limit", 1)
-    moved, send = collections.Counter(), moves.send
-
-    def watched(x, place):
-        moved[place.memory_kind] += x.addressable_shards[0].data.nbytes
-        return send(x, place)
-
-    monkeypatch.setattr(moves, "send", watched)
-    train(run, 1)
-    told = traffic_of_step(run.plan, config)
-    assert [x.what for x in told] == ["state", "parameters in use", "gradients"]
-    stays = step.backward.kept_bytes if step.update.waits else 0
-    for way, name in (("device", "up"), ("pinned_host", "down")):
-        everything = sum(getattr(x, name) for x in told)
-        assert everything - stays <= moved[way] <= everything
-    resting = memory.resting_bytes(run.plan, "pinned_host")
-    assert sum(x.resting for x in told[:2]) == resting
-
-
-def test_what_a_step_moves_is_shown():
-    run = start(make_config("pinned_host"))
-    text = describe.describe_memories(run.plan, run.config)
-    moved = sum(
-        row.device_bytes
-        for row in jax.tree.leaves((run.plan.master, run.plan.opt_state))
-        if row.memory == "pinned_host"
-    )
-    assert text.count(describe.format_bytes(moved)) == 3  # rests, up and down
-    other = start(make_config("device"))
-    assert describe.describe_memories(other.plan, other.config) == ""
 
 
 class Slow:

@@ -220,10 +220,12 @@ def test_disks_that_are_too_small(disks, monkeypatch):
     monkeypatch.setattr(scratch, "free_bytes", lambda paths: 5 * 10**9)
     scratch.check_disks(disks[:1], 5 * [10**9])
     scratch.check_disks(disks, 4 * [10**9])
+    with pytest.raises(StorageError, match=r"5\.00 GB free for 6\.00 GB of"):
+        scratch.check_disks(disks[:1], 3 * [10**9], num_processes=2)
     with pytest.raises(StorageError) as error:
         scratch.check_disks(disks, 5 * [10**9])
     assert str(error.value) == (
-        f"zero.nvme_paths={disks!r} have 5.0 GB free for 6.0 GB of files; make room, "
+        f"zero.nvme_paths={disks!r} have 5.00 GB free for 6.00 GB of files; make room, "
         "name more disks, or use more hosts"
     )
 

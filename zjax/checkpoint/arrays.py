@@ -16,7 +16,7 @@ from zjax.checkpoint.saved import READ_AHEAD_BYTES, Saved, at_rest, place_slices
 from zjax.processes.host import host_memory_bytes
 from zjax.sharding import placement
 from zjax.sharding.placement import Row, dtype_bytes, num_distinct_shards
-from zjax.sharding.plan import DEVICE
+from zjax.sharding.plan import DEVICE, HOST
 from zjax.storage.array import DiskArray
 from zjax.train.master import half_at_rest
 from zjax.train.state import place_given
@@ -78,16 +78,10 @@ def copy_to_host(named: Mapping[str, jax.Array]) -> dict[str, jax.Array] | None:
         copies of all shards would take too much of the host, and in a run of many
         processes.
     """
-    if any(x.sharding.memory_kind == "pinned_host" for x in named.values()):
-        return None
-    if jax.process_count() > 1:  # its barriers are programs, to be started in turn
-        return None
-    if not _has_room([(x.sharding, x.shape, x.dtype) for x in named.values()]):
+    if not _are_copied([(x.sharding, x.shape, x.dtype) for x in named.values()]):
         return None
     return {
-        name: jax.device_put(
-            x, x.sharding.with_memory_kind("pinned_host"), may_alias=False
-        )
+        name: jax.device_put(x, x.sharding.with_memory_kind(HOST), may_alias=False)
         for name, x in named.items()
     }
 
@@ -102,14 +96,14 @@ def pin(rows: Iterable[Row]) -> None:
     moved = [
         (row.sharding, row.stored_shape, row.dtype)
         for row in rows
-        if row.memory == DEVICE and not layout.is_key(row.dtype)
+        if not row.disks and not layout.is_key(row.dtype)
     ]
-    if not devices or not _has_room(moved):
+    if not devices or not _are_copied(moved):
         return
     held = [
         jax.device_put(
             np.zeros(sharding.shard_shape(shape), dtype),
-            SingleDeviceSharding(device, memory_kind="pinned_host"),
+            SingleDeviceSharding(device, memory_kind=HOST),
         )
         for device in devices
         for sharding, shape, dtype in moved
@@ -117,8 +111,12 @@ def pin(rows: Iterable[Row]) -> None:
     jax.block_until_ready(held)
 
 
-def _has_room(arrays: Sequence[tuple[Any, tuple[int, ...], Any]]) -> bool:
-    """Whether copies of all shards are not much more than the arrays, and fit."""
+def _are_copied(arrays: Sequence[tuple[Any, tuple[int, ...], Any]]) -> bool:
+    """Whether none rests on the host, and copies of all shards are not much more."""
+    if any(sharding.memory_kind == HOST for sharding, _, _ in arrays):
+        return False
+    if jax.process_count() > 1:  # its barriers are programs, to be started in turn
+        return False
     copied = distinct = 0
     for sharding, shape, dtype in arrays:
         size = math.prod(sharding.shard_shape(shape)) * dtype_bytes(dtype)
@@ -145,12 +143,12 @@ def read_arrays(saved: Saved, named: Mapping[str, Row]) -> list[Any]:
     num_tiles, arrays = tiles.num_tiles(named), dict[str, Any]()
     inside = halves.whole_entries(saved.entries)
     wanted = tiles.as_tiled(inside, num_tiles)
+    masters = halves.masters_of_halves(layout.describe_rows(named))
 
     def is_as_saved(name: str) -> bool:
-        master = halves.master_of(name)
-        in_halves = halves.upper_of(master) in saved.entries
-        is_half = master in named and named[master].half_of is not None
-        return wanted.get(master) == inside.get(master) and in_halves == is_half
+        master = saved.masters.get(name, name)
+        in_halves = (master in names.values() for names in (saved.masters, masters))
+        return wanted.get(master) == inside.get(master) and len({*in_halves}) == 1
 
     found = {n: entry for n, entry in saved.entries.items() if is_as_saved(n)}
     written = {
@@ -175,10 +173,10 @@ def read_arrays(saved: Saved, named: Mapping[str, Row]) -> list[Any]:
         return tiles.part_of(name, num_tiles, whole)
 
     # Layers of one stack, tiles of one layer, and halves follow one another.
-    for name in sorted(named, key=lambda name: tiles.whole_of(halves.master_of(name))):
+    for name in sorted(named, key=lambda name: tiles.whole_of(masters.get(name, name))):
         row = named[name]
         if name not in found:
-            data = layers.read(halves.master_of(name), wanted, read)
+            data = layers.read(masters.get(name, name), wanted, read)
             given = place_given(half_at_rest(data, row), row)
             arrays[name] = jax.block_until_ready(given)
         elif found[name].is_empty:

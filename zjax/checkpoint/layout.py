@@ -2,7 +2,7 @@
 
 A name is the tree path of an array and its shape is the unpadded one, so checkpoints
 of equal training states are equal whatever the devices, the ZeRO stage or the memory
-(after Universal Checkpointing, arXiv:2406.18820).
+(after Universal Checkpointing, arXiv:2406.18820), but for master weights in halves.
 """
 
 import dataclasses
@@ -98,16 +98,16 @@ def is_floating(dtype: str) -> bool:
     return "float" in dtype
 
 
-def describe_row(row: Row) -> Entry:
-    """What a file will say of a planned array.
+def describe_rows(named: Mapping[str, Row]) -> dict[str, Entry]:
+    """What a file will say of planned arrays.
 
     Args:
-        row: Its place.
+        named: Places by name.
 
     Returns:
-        Its unpadded shape and dtype.
+        Unpadded shapes and dtypes by name.
     """
-    return Entry(tuple(row.shape), str(row.dtype))
+    return {n: Entry(tuple(row.shape), str(row.dtype)) for n, row in named.items()}
 
 
 def check_same(

@@ -53,8 +53,15 @@ class Saved:
         Returns:
             The whole unpadded array.
         """
-        lower, upper = self._stored(name), halves.upper_of(name)
-        return joined(self._stored(upper), lower) if upper in self.entries else lower
+        uppers = {lower: upper for upper, lower in self.masters.items()}
+        if name not in uppers:
+            return self._stored(name)
+        return joined(self._stored(uppers[name]), self._stored(name))
+
+    @functools.cached_property
+    def masters(self) -> dict[str, str]:
+        """The master weights in halves, by their upper halves."""
+        return halves.masters_of_halves(self.entries)
 
     def _stored(self, name: str) -> np.ndarray:
         entry = self.entries[name]

@@ -215,8 +215,7 @@ class Store:
         step = self._existing(step)
         index = self._read_index(step)
         named = layout.name_leaves(rows)
-        whole = halves.whole_rows(named)
-        expected = {name: layout.describe_row(row) for name, row in whole.items()}
+        expected = halves.whole_entries(layout.describe_rows(named))
         inside = halves.whole_entries(index["arrays"])
         inside = tiles.as_tiled(inside, tiles.num_tiles(expected))
         inside = layers.as_wanted(expected, inside)
@@ -242,7 +241,7 @@ class Store:
         step = self._existing(step)
         found = halves.whole_entries(self._read_index(step)["arrays"])
         named = layout.name_leaves(rows, part)
-        expected = {name: layout.describe_row(row) for name, row in named.items()}
+        expected = layout.describe_rows(named)
         inside = {name: e for name, e in found.items() if name.startswith(f"{part}/")}
         inside = tiles.as_tiled(inside, tiles.num_tiles(expected))
         inside = layers.as_wanted(expected, inside)

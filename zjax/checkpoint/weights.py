@@ -51,7 +51,7 @@ def load_in_turn(path: str, rows: Any) -> Iterator[Any]:
     """
     named = {tensor_name(name): r for name, r in layout.name_leaves(rows).items()}
     files = _find_tensors(path)
-    expected = {name: layout.describe_row(row) for name, row in named.items()}
+    expected = layout.describe_rows(named)
     found = _describe(files)
     if tiles.num_tiles(found) == 1:
         found = tiles.as_tiled(found, tiles.num_tiles(expected))

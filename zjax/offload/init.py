@@ -10,11 +10,10 @@ from zjax.config.schema import Config
 from zjax.offload.parts import Part, compile_parts
 from zjax.offload.units import groups_of, num_units
 from zjax.optim.dataflow import trace
-from zjax.optim.halves import lower_half
 from zjax.sharding.placement import Row, layer_of, pad, place_tree, shardings, unpad
 from zjax.sharding.plan import DEVICE, Plan
 from zjax.storage.move import move, rest_in_turn, room_to_pass
-from zjax.train.master import join
+from zjax.train.master import half_at_rest, join
 from zjax.train.state import TrainState, cast_param, first_scalars
 from zjax.typing import Model, Params
 
@@ -70,7 +69,7 @@ def _first_weights(created: Iterable[tuple[int, jax.Array]], plan: Plan) -> list
                 order.append((role, i))
                 yield cast_param(x, row, other), other
             order.append((0, i))
-            yield (x if row.half_of is None else _lower_half(x)), row
+            yield _half_at_rest(x, row.passing), row
 
     resting = list(rest_in_turn(made(), room_to_pass(plan.mesh)))
     arrays = dict(zip(order, resting, strict=True))
@@ -177,4 +176,4 @@ def _joined(x: jax.Array, row: Row, upper: jax.Array, in_use: Row) -> jax.Array:
     return unpad(join(x, row, upper, in_use), row)
 
 
-_lower_half = jax.jit(lower_half)
+_half_at_rest = jax.jit(half_at_rest, static_argnums=1)

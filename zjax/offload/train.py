@@ -31,6 +31,7 @@ from zjax.sharding.placement import Row
 from zjax.sharding.plan import DEVICE, Plan
 from zjax.storage.move import rest, room_to_pass
 from zjax.train.cut import check_no_model_state
+from zjax.train.master import whole_rows
 from zjax.train.state import TrainState, state_rows
 from zjax.train.update import Schedule
 from zjax.typing import Batch, Loss, Metrics, Model
@@ -96,7 +97,7 @@ class OffloadedTrain:
         else:
             self.backward = Whole(model, plan, num_microbatches, jit)
         groups = self.backward.groups()
-        parts = bounded_groups(groups, jax.tree.leaves(plan.master))
+        parts = bounded_groups(groups, jax.tree.leaves(whole_rows(plan.master)))
         self.update = GroupedUpdate(
             tx,
             plan,

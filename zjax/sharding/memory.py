@@ -257,7 +257,8 @@ def check_host_memory(
         plan: Placement of every array.
         num_devices: Of the host.
         capacity_bytes: Memory of the host.
-        room_bytes: Of it, for what rests there.
+        room_bytes: Of it, for what rests there; below 0 where it has none for what is
+            on its way.
         waiting: Bytes per device of gradients that wait there.
         asked: The setting `zero.optimizer_memory`.
 
@@ -267,6 +268,13 @@ def check_host_memory(
     needed = num_devices * (resting_bytes(plan, HOST) + waiting)
     if needed <= room_bytes:
         return
+    if room_bytes < 0:
+        problem = (
+            f"lacks {-room_bytes / 1e9:.1f} GB for what is on its way to and from "
+            f"{num_devices} devices on a host of {capacity_bytes / 1e9:.1f} GB"
+        )
+        remedy = "use fewer devices on a host, or a host with more memory"
+        raise PlanError(Problem("zero.optimizer_memory", asked, problem, remedy))
     raise PlanError(
         Problem(
             "zero.optimizer_memory",

@@ -20,6 +20,7 @@ from typing import IO
 import numpy as np
 
 from zjax.errors import Problem, StorageError
+from zjax.sharding.describe import format_bytes
 from zjax.storage.files import write_file
 
 _PREFIX = "zjax-"
@@ -159,12 +160,15 @@ def free_bytes(paths: tuple[str, ...]) -> int:
     return int(len(paths) * min(shares))
 
 
-def check_disks(paths: tuple[str, ...], sizes: Sequence[int]) -> None:
+def check_disks(
+    paths: tuple[str, ...], sizes: Sequence[int], num_processes: int = 1
+) -> None:
     """Refuses disks on which a state does not fit.
 
     Args:
         paths: Directories that exist, one per disk.
         sizes: What the files of each array of this process take, in bytes.
+        num_processes: That share the disks, each with as many files.
 
     Raises:
         StorageError: Names paths that cannot be used or are too slow, or says how much
@@ -176,13 +180,13 @@ def check_disks(paths: tuple[str, ...], sizes: Sequence[int]) -> None:
         _check_speed(paths, total)
     # The disk that holds least takes the next array, whose size others may not have.
     uneven = (len(paths) - 1) * max(sizes)
-    needed, free = total + uneven, free_bytes(paths)
+    needed, free = num_processes * (total + uneven), free_bytes(paths)
     if needed > free:
         raise StorageError(
             Problem(
                 "zero.nvme_paths",
                 paths,
-                f"have {free / 1e9:.1f} GB free for {needed / 1e9:.1f} GB of files",
+                f"have {format_bytes(free)} free for {format_bytes(needed)} of files",
                 "make room, name more disks, or use more hosts",
             )
         )

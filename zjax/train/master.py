@@ -44,6 +44,21 @@ def join(x: jax.Array, row: Row, upper: jax.Array, in_use: Row) -> jax.Array:
     return joined(pad(place_tree(unpad(upper, in_use), row), row), x)
 
 
+def computed_once(x: jax.Array, row: Row) -> jax.Array:
+    """Master weights of which both halves are taken.
+
+    A compiler may compute a number again for each of its uses, and round it otherwise.
+
+    Args:
+        x: New, traced by `jit`.
+        row: Its place.
+
+    Returns:
+        The same numbers.
+    """
+    return x if row.half_of is None else jax.lax.optimization_barrier(x)
+
+
 def half_at_rest(x: Any, row: Row) -> Any:
     """What is stored of master weights: all, or the half that is not in use.
 

@@ -26,7 +26,7 @@ from zjax.sharding.plan import DEVICE, NVME, Plan, plan_on_device
 from zjax.storage.array import DiskArray
 from zjax.storage.move import move, rest, rest_all, rest_in_turn, room_to_pass
 from zjax.train.gradients import compute_params, param_in_use
-from zjax.train.master import half_at_rest, upper_halves, whole_rows
+from zjax.train.master import computed_once, half_at_rest, upper_halves, whole_rows
 from zjax.typing import Model, ModelState, Params
 
 
@@ -153,6 +153,7 @@ def init_state(
         params = jax.tree.map(
             lambda x, row: x.astype(row.whole.dtype), params, plan.master
         )
+        params = jax.tree.map(computed_once, params, plan.master)
         params = place_tree(params, passing.master)
         stored = pad_tree(params, plan.master)
         return TrainState(

@@ -14,7 +14,7 @@ from zjax.optim.groups import trained_params
 from zjax.sharding.placement import pad_tree, place_tree, unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.train.gradients import compute_params
-from zjax.train.master import half_at_rest, whole_master
+from zjax.train.master import computed_once, half_at_rest, whole_master
 from zjax.train.state import TrainState
 from zjax.typing import Loss, Metrics, Params
 
@@ -88,6 +88,7 @@ def make_update(
         )
         new = place_tree(optax.apply_updates(master, updates), plan.master)
         new = keep(pad_tree(new, plan.master), stored, finite)
+        new = jax.tree.map(computed_once, new, plan.master)
         changed = state_after(state, new, opt_state, loss, finite)
         return changed, _metrics(state, loss, norm, finite)
 

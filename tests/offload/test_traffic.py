@@ -1,0 +1,71 @@
+"""What a plan says that a step moves, against what it moves."""
+
+import collections
+
+import jax
+import pytest
+
+from tests.support.offload import UNDER_BACKWARD, make_config, start, train
+from zjax.sharding import describe, memory
+from zjax.sharding.traffic import traffic_of_step
+from zjax.storage import move as moves
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    ("number", "changes"),
+    [
+        pytest.param(1, {}, id="one microbatch, clipped"),
+        pytest.param(2, UNDER_BACKWARD, id="two microbatches"),
+        pytest.param(2, {}, id="two microbatches, clipped"),
+    ],
+)
+def test_what_a_step_moves_is_told(monkeypatch, stage, number, changes):
+    """Fails if a pass over the parameters or a sum of gradients is not counted, or
+    blocks come up whole to each device."""
+    away = {"parameter_memory": "pinned_host", "gradient_memory": "pinned_host"}
+    precision = changes.get("precision", {}) | {"compute_dtype": "bfloat16"}
+    changes = changes | {"precision": precision, "zero": away}
+    config = make_config("pinned_host", stage, num_microbatches=number, **changes)
+    run = start(config)
+    step = run.step.programs["train"]
+    monkeypatch.setattr(step.stream, "limit", 1)
+    moved, send = collections.Counter(), moves.send
+
+    def watched(x, place):
+        moved[place.memory_kind] += x.addressable_shards[0].data.nbytes
+        return send(x, place)
+
+    monkeypatch.setattr(moves, "send", watched)
+    train(run, 1)
+    told = traffic_of_step(run.plan, config)
+    assert [x.what for x in told] == ["state", "parameters in use", "gradients"]
+    stays = step.backward.kept_bytes if step.update.waits else 0
+    for way, name in (("device", "up"), ("pinned_host", "down")):
+        everything = sum(getattr(x, name) for x in told)
+        assert everything - stays <= moved[way] <= everything
+    resting = memory.resting_bytes(run.plan, "pinned_host")
+    assert sum(x.resting for x in told[:2]) == resting
+
+
+def test_what_a_step_moves_is_shown():
+    run = start(make_config("pinned_host"))
+    text = describe.describe_memories(run.plan, run.config)
+    moved = sum(
+        row.device_bytes
+        for row in jax.tree.leaves((run.plan.master, run.plan.opt_state))
+        if row.memory == "pinned_host"
+    )
+    assert text.count(describe.format_bytes(moved)) == 3  # rests, up and down
+    other = start(make_config("device"))
+    assert describe.describe_memories(other.plan, other.config) == ""
+
+
+@pytest.mark.parametrize(("stage", "shares"), [(0, 1), (1, 8), (2, 8), (3, 8)])
+def test_blocks_rest_split_over_the_devices(stage, shares):
+    """Fails if every device keeps, and brings up, all of a block of its own."""
+    config = make_config("pinned_host", stage, zero={"parameter_memory": "pinned_host"})
+    run = start(config)
+    weights = run.state.params["blocks"]["mlp"]["up"]["kernel"][0]
+    assert weights.sharding.memory_kind == "pinned_host"
+    assert weights.size == shares * weights.addressable_shards[0].data.size
