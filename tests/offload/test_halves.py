@@ -11,6 +11,7 @@ import pytest
 import safetensors.numpy
 
 import zjax
+from tests.support import small_run
 from tests.support.offload import (
     BERT,
     GPT,
@@ -18,6 +19,7 @@ from tests.support.offload import (
     THREE,
     UNDER_BACKWARD,
     Perceptron,
+    in_memory,
     make_batch,
     make_config,
     memories,
@@ -280,6 +282,29 @@ def saved(run, state, directory):
     store.save(1, saved_state(state, run.plan), rows, extra={})
     store.wait()
     return store
+
+
+def test_a_run_resumed_from_halves_is_the_run_that_saved(tmp_path):
+    """Fails if a bit of either half is lost; tensors and stages split both."""
+    settings = (
+        "model.remat=full",
+        "precision.compute_dtype=bfloat16",
+        "zero.stage=3",
+        "zero.optimizer_memory=pinned_host",
+        "zero.parameter_memory=pinned_host",
+        "mesh.tensor=2",
+        "optimizer.schedule=constant",
+    )
+    whole = small_run.fit(tmp_path / "whole", *settings)
+    assert whole.run.plan.in_halves
+    small_run.fit(tmp_path / "parts", *settings, "num_steps=4")
+    parts = small_run.fit(tmp_path / "parts", *settings)
+    trees = [
+        (weights_of(x.state), in_memory(x.state.opt_state)) for x in (whole, parts)
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *trees)
+    losses = [small_run.losses(tmp_path / name) for name in ("whole", "parts")]
+    assert losses[0] == losses[1]
 
 
 def test_weights_of_a_file_start_both_halves(tmp_path):
