@@ -190,6 +190,14 @@ def test_bad_input_is_refused_before_anything_compiles():
         "optimizer.clip_norm=0.5 has no effect on the optimizer that was given; leave "
         "it at 1.0, or give no optimizer"
     )
+    with pytest.raises(ConfigError) as error:
+        settings = {"model": {"activation_memory": "pinned_host", "remat": "full"}}
+        zjax.initialize(Tied, optax.sgd(0.1), squared_error, batch, settings)
+    assert str(error.value) == (
+        "model.activation_memory='pinned_host' has no effect on the model that was "
+        "given; leave it at 'device', and wrap blocks in "
+        "zjax.parallel.remat.recompute"
+    )
     with pytest.raises(ConfigError, match="is read by zjax"):
         settings = {"precision": {"on_nonfinite": "stop"}}
         zjax.initialize(Tied, optax.sgd(0.1), squared_error, batch, settings)

@@ -143,17 +143,18 @@ def check_room(plan: Plan, config: Config, mesh: Mesh) -> None:
         StorageError: Disks are too small or too slow, or cannot be used.
     """
     memory.check_memory(plan, device_capacity_bytes(mesh))
+    on_disk = memory.rows_on_disk(plan, config)
     sharers = sharers_of_host(len(mesh.local_devices))
     memory.check_host_memory(
         plan,
         sharers.num_devices,
         host_memory_bytes(),
-        room_on_host(plan, memory.resting_bytes(plan, NVME), sharers),
+        room_on_host(plan, memory.tree_bytes(on_disk), sharers),
         memory.waiting_on_host_bytes(plan, config, plan.num_batch_shares),
         asked=config.zero.optimizer_memory,
     )
-    sizes = [*map(disk_bytes, memory.rows_on_disk(plan))]
-    if sizes:
+    if on_disk:
+        sizes = [*map(disk_bytes, on_disk)]
         check_disks(config.zero.nvme_paths, sizes, sharers.num_processes)
 
 

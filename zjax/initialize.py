@@ -155,6 +155,13 @@ def initialize(
         problem = "is read by zjax.Trainer alone"
         remedy = "look at metrics['skipped_steps'], or leave it at 'skip'"
         raise ConfigError(Problem("precision.on_nonfinite", "stop", problem, remedy))
+    where = config.model.activation_memory
+    if where != plans.DEVICE and not _runs_by_block(model, config):
+        problem = "has no effect on the model that was given"
+        remedy = (
+            "leave it at 'device', and wrap blocks in zjax.parallel.remat.recompute"
+        )
+        raise ConfigError(Problem("model.activation_memory", where, problem, remedy))
     if isinstance(model, Model) != (loss_fn is None):
         given = "is not needed" if loss_fn else "does not say what to train"
         remedy = "give loss_fn(model, batch, key), or a zjax.Model that has its own"
@@ -169,6 +176,13 @@ def initialize(
         config = without_clipping(config)
         tx = adopt_optimizer(tx, model, config)
     return make_run(config, model, tx, schedule=schedule, devices=devices, batch=batch)
+
+
+def _runs_by_block(model: Any, config: Config) -> bool:
+    """Whether what enters the blocks of a model is handed from program to program."""
+    is_offloaded = config.zero.optimizer_memory != plans.DEVICE
+    has_blocks = isinstance(model, Model) and model.stack and model.takes_layers_apart
+    return is_offloaded and bool(has_blocks)
 
 
 def adopt_optimizer(tx: Any, model: Model, config: Config) -> Any:

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
@@ -133,12 +134,35 @@ def train() -> None:
         if info.process_id == 0:
             print(f"compiled programs: {cache or 'not kept'}")
             print(trainer.describe())
-            print(f"every array of the plan: zjax plan {' '.join(sys.argv[2:])}")
+            print(f"every array of the plan: {plan_command(sys.argv[2:])}")
         trainer.fit()
         text = sample(trainer)
         if text and info.process_id == 0:
             print(f"sample:\n{text}")
         trainer.close()
+
+
+def plan_command(words: Sequence[str]) -> str:
+    """The command that plans what another runs.
+
+    Args:
+        words: Those of `zjax train`, after the name.
+
+    Returns:
+        A line for a shell.
+
+    Example:
+        >>> plan_command(["--config=a.py", "--config.seed=1", "--prompt", "some text"])
+        'zjax plan --config=a.py --config.seed=1'
+    """
+    kept, given = ["zjax", "plan"], iter(words)
+    for word in given:
+        flag, has_value, _ = word.lstrip("-").partition("=")
+        if flag not in OWN_FLAGS["train"]:
+            kept.append(word)
+        elif not has_value:
+            next(given, None)
+    return shlex.join(kept)
 
 
 def sample(trainer: Trainer) -> str:

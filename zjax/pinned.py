@@ -17,7 +17,7 @@ from zjax.processes.cluster import Cluster, count_gpus, own_gpus
 from zjax.processes.host import PINNED_SPARE, limit_pinned_memory
 from zjax.sharding import memory
 from zjax.sharding import mesh as meshes
-from zjax.sharding.plan import AUTO, DEVICE, HOST, NVME, Plan, make_plan
+from zjax.sharding.plan import AUTO, DEVICE, HOST, Plan, make_plan
 from zjax.storage.move import IN_FLIGHT_BYTES, passing_bytes
 
 _SPARE_BYTES = 2**30
@@ -62,7 +62,7 @@ def _most_on_disks(config: Config, num_devices: int) -> int:
     plan = _plan(config, num_devices)
     if config.zero.optimizer_memory == AUTO and config.zero.nvme_paths:
         return memory.moved_bytes(plan)
-    return memory.resting_bytes(plan, NVME)
+    return memory.tree_bytes(memory.rows_on_disk(plan, config))
 
 
 def pinned_bytes(config: Config, num_devices: int) -> int:

@@ -44,6 +44,15 @@ def test_numbers_come_back():
     assert numbers.decode(numbers.encode("3 14 15")) == "3 14 15"
 
 
+def test_text_is_no_number():
+    with pytest.raises(DataError) as error:
+        tokenizer.make_numbers(100).encode("def ")
+    assert str(error.value) == (
+        "prompt='def ' is not made of numbers, as the tokens of this run are; use "
+        "some, such as '5 6 7'"
+    )
+
+
 def test_missing_file():
     with pytest.raises(DataError) as error:
         tokenizer.load_tokenizer("nowhere.json")

@@ -27,6 +27,7 @@ from tests.support.offload import (
 )
 from zjax import fitting
 from zjax.errors import ConfigError, PlanError
+from zjax.planning import report_plan
 from zjax.processes import host
 from zjax.sharding import memory
 from zjax.sharding import plan as plans
@@ -139,6 +140,25 @@ def test_without_disks_a_full_host_refuses(machine):
         r"zero.nvme_paths, use more hosts, or a smaller model$",
     ):
         start(make_config("auto", model=DEEP))
+
+
+def test_a_host_without_room_for_what_passes_through_it(monkeypatch, tmp_path):
+    """Fails if state on disks is said to need nothing of the host; `zjax plan` says so
+    after its tables, where a run is refused."""
+    zero = {"nvme_paths": (str(tmp_path),)}
+    config = dataclasses.replace(
+        make_config("nvme", zero=zero), directory=str(tmp_path)
+    )
+    start(config)
+    monkeypatch.setattr(fitting, "host_memory_bytes", lambda: 1000)
+    with pytest.raises(PlanError) as error:
+        start(config)
+    assert str(error.value) == (
+        "zero.optimizer_memory='nvme' lacks 0.0 GB for what is on its way to and from "
+        "8 devices on a host of 0.0 GB; use fewer devices on a host, or a host "
+        "with more memory"
+    )
+    assert f"this machine has no room for it: {error.value}\n" in report_plan(config)
 
 
 def test_a_model_of_your_own_is_asked_with_its_batch(monkeypatch):

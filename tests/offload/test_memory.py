@@ -179,8 +179,8 @@ def test_blocks_of_models_without_blocks_cannot_rest_on_the_host():
             settings,
         )
     assert str(error.value) == (
-        "zero.parameter_memory='pinned_host' moves nothing: the model has no blocks of "
-        "such a size that run one by one; use device"
+        "zero.parameter_memory='pinned_host' moves nothing: no blocks of such a size "
+        "run one by one; use device, or give a zjax.Model whose stack has them"
     )
 
 

@@ -136,7 +136,7 @@ def test_damage_is_noticed(disks, damage):
         f"zero.nvme_paths='{array.path}' holds blocks/x and cannot be written or read ("
     )
     assert text.endswith(
-        "; make room or mend the disk; the run resumes from its last checkpoint"
+        "; make room or mend the disk; the run resumes from its last sound checkpoint"
     )
 
 

@@ -28,6 +28,14 @@ def test_all_bytes_are_told(monkeypatch):
     assert size in text.rpartition("placing the state")[2]
 
 
-def test_short_moves_and_files_show_nothing(monkeypatch):
+def test_short_moves_show_nothing(monkeypatch):
     assert bar_of(monkeypatch, 10**9)[0] == ""
+
+
+def test_a_log_has_a_line_now_and_then(monkeypatch):
+    """Fails if a job is silent while its state is placed, or a bar fills its log."""
     assert bar_of(monkeypatch, 1, is_terminal=False)[0] == ""
+    monkeypatch.setattr(progress, "_LINE_SECONDS", 0)
+    text, total = bar_of(monkeypatch, 1, is_terminal=False)
+    said = f"{total / 1e9:.1f} of {total / 1e9:.1f} GB"
+    assert text.splitlines()[-1] == f"placing the state: {said}"

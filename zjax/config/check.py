@@ -172,7 +172,8 @@ def _offload(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         problem = f"is not built for zero.optimizer_memory={memory!r}"
         remedy = "use 'compute', or keep the state on the devices"
         yield Problem("precision.reduce_dtype", "float32", problem, remedy)
-    on_disk = "nvme" in (config.zero.optimizer_memory, config.zero.parameter_memory)
+    zero = config.zero
+    on_disk = "nvme" in (memory, zero.parameter_memory, zero.gradient_memory)
     if on_disk and not config.zero.nvme_paths:
         problem = "names no disk for what rests on 'nvme'"
         remedy = "name a directory on each disk, such as ('/mnt/nvme0',)"

@@ -61,7 +61,7 @@ class Zero:
     nvme_paths: tuple[str, ...] = ()
     """Directories for what rests on `nvme`, one per disk; each process makes its own
     there, and removes it at its end."""
-    gradient_memory: Literal["device", "pinned_host"] = "device"
+    gradient_memory: Literal["device", "pinned_host", "nvme"] = "device"
     """Where gradients rest from one microbatch to the next, and while updates of what
     rests elsewhere wait for their norm; then those that the inputs of blocks leave room
     for stay on the device."""

@@ -66,7 +66,12 @@ def make_numbers(vocab_size: int) -> Tokenizer:
     """
 
     def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.array(text.split(), np.int32) for text in texts]
+        try:
+            return [np.array(text.split(), np.int32) for text in texts]
+        except ValueError as error:
+            problem = "is not made of numbers, as the tokens of this run are"
+            remedy = "use some, such as '5 6 7'"
+            raise DataError(Problem("prompt", texts[0], problem, remedy)) from error
 
     def decode(ids: Any) -> str:
         return " ".join(map(str, np.asarray(ids).tolist()))

@@ -7,7 +7,7 @@ and what the tiles read is kept too (ZeRO-Infinity, arXiv:2104.07857, section 5.
 """
 
 import contextlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -57,7 +57,8 @@ class Segments:
         num_microbatches: Parts of the batch that follow one another.
         jit: Compiles.
         carry_memory: Where the inputs of blocks rest until the backward pass.
-        sum_memory: Where sums of gradients rest until the next microbatch.
+        sum_at_rest: Where a sum of gradients rests until the next microbatch, by its
+            place on the devices.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Segments:
         jit: Jit,
         *,
         carry_memory: str = DEVICE,
-        sum_memory: str = DEVICE,
+        sum_at_rest: Callable[[Row], Row],
     ):
         assert model.stack is not None
         self.stack = model.stack
@@ -91,8 +92,7 @@ class Segments:
         self.kept_bytes = 0  # of inputs of blocks on a device, at the last pass
         self.sums = Stream(max(3 * unit_bytes, AHEAD_BYTES))
         self.sum_rows = [
-            [row.rest_in(sum_memory) for row in rows]
-            for rows in programs.rows_by_group()
+            [sum_at_rest(row) for row in rows] for rows in programs.rows_by_group()
         ]
         self.grad_rows = programs.grad_tree
         self.embed = jit(programs.embed)

@@ -28,7 +28,7 @@ from zjax.offload.update import GroupedUpdate
 from zjax.offload.whole import Whole
 from zjax.optim.dataflow import Name
 from zjax.sharding.placement import Row
-from zjax.sharding.plan import DEVICE, Plan
+from zjax.sharding.plan import DEVICE, Plan, gradient_at_rest
 from zjax.storage.move import rest, room_to_pass
 from zjax.train.cut import check_no_model_state
 from zjax.train.master import whole_rows
@@ -92,7 +92,7 @@ class OffloadedTrain:
                 num_microbatches,
                 jit,
                 carry_memory=config.model.activation_memory,
-                sum_memory=config.zero.gradient_memory,
+                sum_at_rest=functools.partial(gradient_at_rest, config=config),
             )
         else:
             self.backward = Whole(model, plan, num_microbatches, jit)
@@ -128,7 +128,7 @@ class OffloadedTrain:
         self.away_inputs = [[n for n in own if n in away] for own in inputs]
         self.own_inputs = [[n for n in own if n not in away] for own in inputs]
         self.resting_grads = [
-            row.rest_in(config.zero.gradient_memory)
+            gradient_at_rest(row, config)
             for row in jax.tree.leaves(self.backward.grad_rows)
         ]
         self.group_bytes = [

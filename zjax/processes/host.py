@@ -5,13 +5,15 @@ import os
 import pathlib
 import socket
 import zlib
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-_LIMIT = pathlib.Path("/sys/fs/cgroup/memory.max")
+_GROUPS = pathlib.Path("/sys/fs/cgroup")
+_OWN_GROUPS = pathlib.Path("/proc/self/cgroup")
 _PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """What JAX may pin, in GiB."""
 _OUR_LIMIT = "ZJAX_PINNED_LIMIT_GB"
@@ -29,8 +31,25 @@ def host_memory_bytes() -> int:
         Bytes.
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _LIMIT.read_text().strip() if _LIMIT.exists() else "max"
-    return memory if limit == "max" else min(memory, int(limit))
+    return min([memory, *_limits()])
+
+
+def _limits() -> Iterator[int]:
+    """Those of the control groups that this process is in, of both versions."""
+    groups = {(_GROUPS, "memory.max", pathlib.PurePath("/"))}
+    lines = _OWN_GROUPS.read_text().splitlines() if _OWN_GROUPS.exists() else []
+    for number, controllers, path in (line.split(":", 2) for line in lines):
+        own = pathlib.PurePath(path)
+        for group in (own, *own.parents):
+            if number == "0":
+                groups.add((_GROUPS, "memory.max", group))
+            elif "memory" in controllers.split(","):
+                groups.add((_GROUPS / "memory", "memory.limit_in_bytes", group))
+    for root, name, group in groups:
+        file = root / str(group).lstrip("/") / name
+        limit = file.read_text().strip() if file.exists() else "max"
+        if limit != "max":
+            yield int(limit)
 
 
 def pinnable_bytes(

@@ -115,12 +115,10 @@ def describe_memories(plan: Plan, config: Config) -> str:
     moved = [max(x.up, x.down) for x in found if x.memory == NVME]
     if moved:
         table += f"\nat 1 GB/s each way the disks take {sum(moved) / 1e9:.0f} s; "
-        table += f"how fast they are: zjax bench --nvme={','.join(_disks(plan))}"
+        table += (
+            f"how fast they are: zjax bench --nvme={','.join(config.zero.nvme_paths)}"
+        )
     return table
-
-
-def _disks(plan: Plan) -> tuple[str, ...]:
-    return next(row.disks for row in memory.rows_on_disk(plan))
 
 
 def describe_whole(plan: Plan) -> str:

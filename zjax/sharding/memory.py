@@ -11,7 +11,7 @@ from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
 from zjax.sharding.mesh import ZERO_AXES, num_shares
 from zjax.sharding.placement import Row, dtype_bytes
-from zjax.sharding.plan import AUTO, DEVICE, HOST, NVME, Plan
+from zjax.sharding.plan import AUTO, DEVICE, HOST, NVME, Plan, gradient_at_rest
 
 STAGES = (0, 1, 2, 3)
 
@@ -148,7 +148,7 @@ def resting_bytes(plan: Plan, memory: str) -> int:
     """
     kept = (plan.master, plan.opt_state, plan.ema)
     rows = jax.tree.leaves((kept, plan.compute if plan.is_offloaded else ()))
-    return sum(row.device_bytes for row in rows if row.memory == memory)
+    return _bytes_in(memory, rows)
 
 
 def waiting_rows(plan: Plan, num_microbatches: int) -> Any:
@@ -191,9 +191,27 @@ def waiting_on_host_bytes(plan: Plan, config: Config, num_shares: int) -> int:
     Returns:
         0 where gradients wait on the devices.
     """
-    if config.zero.gradient_memory != HOST:
-        return 0
-    return waiting_bytes(plan, resolve_batch(config, num_shares).num_microbatches)
+    number = resolve_batch(config, num_shares).num_microbatches
+    return _bytes_in(HOST, waiting_at_rest(plan, config, number))
+
+
+def waiting_at_rest(plan: Plan, config: Config, num_microbatches: int) -> list[Row]:
+    """Where gradients rest while they wait.
+
+    Args:
+        plan: Placement of every array.
+        config: Read for `zero.gradient_memory`.
+        num_microbatches: As of `waiting_rows`.
+
+    Returns:
+        The rows of all parameters.
+    """
+    rows = jax.tree.leaves(waiting_rows(plan, num_microbatches))
+    return [gradient_at_rest(row, config) for row in rows]
+
+
+def _bytes_in(where: str, rows: list[Row]) -> int:
+    return tree_bytes([row for row in rows if row.memory == where])
 
 
 def step_state_bytes(plan: Plan, config: Config, num_microbatches: int) -> int | float:
@@ -209,25 +227,27 @@ def step_state_bytes(plan: Plan, config: Config, num_microbatches: int) -> int |
         those on the device where part of them rests elsewhere.
     """
     if plan.is_offloaded:
-        on_host = config.zero.gradient_memory == HOST
-        waiting = 0 if on_host else waiting_bytes(plan, num_microbatches)
-        return resting_bytes(plan, DEVICE) + waiting
+        waiting = waiting_at_rest(plan, config, num_microbatches)
+        return resting_bytes(plan, DEVICE) + _bytes_in(DEVICE, waiting)
     state = plan_bytes(plan)
     grads = plan.grad_sum if num_microbatches > 1 else plan.grads
     return state.parameters + state.optimizer + tree_bytes(grads)
 
 
-def rows_on_disk(plan: Plan) -> list[Row]:
-    """The arrays that rest on disks.
+def rows_on_disk(plan: Plan, config: Config) -> list[Row]:
+    """The arrays that rest on disks, gradients that wait there among them.
 
     Args:
         plan: Placement of every array.
+        config: Read for `zero.gradient_memory` and the batch.
 
     Returns:
         Their rows.
     """
     kept = (plan.master, plan.opt_state, plan.ema, plan.compute)
-    return [row for row in jax.tree.leaves(kept) if row.disks]
+    number = resolve_batch(config, plan.num_batch_shares).num_microbatches
+    rows = [*jax.tree.leaves(kept), *waiting_at_rest(plan, config, number)]
+    return [row for row in rows if row.disks]
 
 
 def moved_bytes(plan: Plan) -> int:

@@ -115,6 +115,10 @@ class Row:
         """The same place on disks, from which arrays go to the devices."""
         return dataclasses.replace(self.rest_in("device"), disks=disks)
 
+    def rest_at(self, memory: str, disks: tuple[str, ...]) -> "Row":
+        """The same place in another memory, or on these disks where that is `nvme`."""
+        return self.rest_on(disks) if memory == "nvme" else self.rest_in(memory)
+
     @property
     def abstract(self) -> jax.ShapeDtypeStruct:
         """The stored array without its data."""

@@ -167,14 +167,7 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
     state_memory = HOST if asked == AUTO else asked
 
     def at_rest(rows: Any, memory: str = state_memory) -> Any:
-        def one(row: Row) -> Row:
-            if not _is_moved(row, memory):
-                return row
-            if memory == NVME:
-                return row.rest_on(config.zero.nvme_paths)
-            return row.rest_in(memory)
-
-        return jax.tree.map(one, rows)
+        return jax.tree.map(lambda row: _at_rest(row, memory, config), rows)
 
     def blocks_at_rest(rows: Any) -> Any:
         split_blocks = params_rows(kept, dtypes.compute_dtype)
@@ -298,8 +291,23 @@ def _layer_by_layer(row: Row) -> Any:
     return Layers([row.layer] * row.num_layers, name_of(row.path))
 
 
-def _is_moved(row: Row, memory: str) -> bool:
-    return memory != DEVICE and row.device_bytes >= MIN_MOVED_BYTES
+def gradient_at_rest(row: Row, config: Config) -> Row:
+    """Where a gradient waits.
+
+    Args:
+        row: Its place on the devices.
+        config: Read for `zero.gradient_memory`.
+
+    Returns:
+        Its place while it waits; small ones never go to disks.
+    """
+    where = config.zero.gradient_memory
+    return _at_rest(row, where, config) if where == NVME else row.rest_in(where)
+
+
+def _at_rest(row: Row, memory: str, config: Config) -> Row:
+    is_moved = memory != DEVICE and row.device_bytes >= MIN_MOVED_BYTES
+    return row.rest_at(memory, config.zero.nvme_paths) if is_moved else row
 
 
 def _in_halves(row: Row, in_use: Row) -> Row:
@@ -312,12 +320,12 @@ def _check_moved(what: str, memory: str, rows: Any) -> None:
     """Refuses a memory that would hold nothing."""
     if memory == DEVICE or any(r.memory == memory for r in jax.tree.leaves(rows)):
         return
-    problem = (
-        f"moves nothing: no array has {MIN_MOVED_BYTES:,} bytes on a device"
-        if what == "optimizer"
-        else "moves nothing: the model has no blocks of such a size that run one by one"
-    )
-    raise PlanError(Problem(f"zero.{what}_memory", memory, problem, "use device"))
+    problem = f"moves nothing: no array has {MIN_MOVED_BYTES:,} bytes on a device"
+    remedy = "use device"
+    if what == "parameter":
+        problem = "moves nothing: no blocks of such a size run one by one"
+        remedy += ", or give a zjax.Model whose stack has them"
+    raise PlanError(Problem(f"zero.{what}_memory", memory, problem, remedy))
 
 
 def _logical_arrays(rows: Any) -> Any:

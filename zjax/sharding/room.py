@@ -49,7 +49,7 @@ def spread_state(
         if i is None or row.memory == DEVICE:
             return row
         where = chosen[i]
-        return row.rest_on(disks) if where == NVME else row.rest_in(where)
+        return row.rest_at(where, disks)
 
     master, opt_state = (
         jax.tree.unflatten(

@@ -73,7 +73,8 @@ def _at_rest(plan: Plan, config: Config) -> Iterator[Traffic]:
 
 def _gradients(plan: Plan, config: Config) -> Traffic:
     number, where = _num_microbatches(plan, config), config.zero.gradient_memory
-    waiting = memory.waiting_bytes(plan, number) if where != DEVICE else 0
+    rows = memory.waiting_at_rest(plan, config, number)
+    waiting = memory.tree_bytes([row for row in rows if row.memory != DEVICE])
     times = number - 1 + updates_wait(config)
     return Traffic("gradients", where, waiting, times * waiting, times * waiting)
 

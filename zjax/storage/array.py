@@ -266,7 +266,7 @@ class DiskArray:
                     "zero.nvme_paths",
                     self.path,
                     f"{holds}cannot be written or read ({cause})",
-                    "make room or mend the disk; the run resumes from its last "
+                    "make room or mend the disk; the run resumes from its last sound "
                     "checkpoint",
                 )
             ) from error

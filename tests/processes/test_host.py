@@ -1,0 +1,37 @@
+"""How much memory this process may use."""
+
+import pytest
+
+from zjax.processes import host
+
+
+@pytest.mark.parametrize(
+    ("own", "limits", "expected"),
+    [
+        pytest.param("0::/", {}, 2**40, id="no limit"),
+        pytest.param("0::/", {"memory.max": 700}, 700, id="of a container"),
+        pytest.param(
+            "0::/job/step",
+            {"memory.max": 900, "job/memory.max": 500, "job/step/memory.max": "max"},
+            500,
+            id="of a group above",
+        ),
+        pytest.param(
+            "4:cpu:/other\n3:memory:/job",
+            {"memory/job/memory.limit_in_bytes": 300, "memory/other/x": 1},
+            300,
+            id="of the first version",
+        ),
+    ],
+)
+def test_the_least_limit_counts(monkeypatch, tmp_path, own, limits, expected):
+    """Fails if a limit of a job is not seen, and arrays are killed in place of told."""
+    for name, limit in limits.items():
+        path = tmp_path / "groups" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{limit}\n")
+    (tmp_path / "own").write_text(own)
+    monkeypatch.setattr(host, "_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(host, "_OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(host.os, "sysconf", lambda name: 2**20)
+    assert host.host_memory_bytes() == expected
