@@ -1,6 +1,7 @@
 """Block-sparse attention: layouts, plans, and the kernels that run them."""
 
 from zjax_kernels.sparse.api import sparse_attention, sparse_attention_gradients
+from zjax_kernels.sparse.custom import Custom
 from zjax_kernels.sparse.layout import BlockLayout, Pattern
 from zjax_kernels.sparse.patterns import Dense, Fixed, Variable
 from zjax_kernels.sparse.picture import draw_layout, plot_layout
@@ -23,6 +24,7 @@ __all__ = [
     "BSLongformer",
     "BigBird",
     "BlockLayout",
+    "Custom",
     "Dense",
     "Fixed",
     "LocalSlidingWindow",
