@@ -262,7 +262,7 @@ class Variable(SparsityConfig):
 
     def _window_problems(self) -> list[str]:
         name, sizes = "local_window_blocks", self.local_window_blocks
-        if sizes == ():
+        if isinstance(sizes, tuple) and not sizes:
             return [describe(name, sizes, "is empty", "give one like [4]")]
         return any_below(name, sizes, 1)
 

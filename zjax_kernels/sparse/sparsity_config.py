@@ -14,13 +14,23 @@ from zjax_kernels.sparse.layout import BLOCKS, BlockLayout, Pattern
 DIRECTIONS = ("bidirectional", "unidirectional")
 
 
+class _Declared:
+    """Layouts are kept by the fields of their rules: no other attribute may count."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        rule = type(self).__name__
+        problem = f"is no field of {rule}, and layouts would not depend on it"
+        remedy = f"make {rule} a frozen dataclass with the field {name}"
+        raise AttributeError(describe(name, value, problem, remedy))
+
+
 @dataclasses.dataclass(frozen=True)
-class SparsityConfig(abc.ABC):
+class SparsityConfig(_Declared, abc.ABC):
     """A rule that says which blocks live, for sequences of any length.
 
     A rule of your own is a subclass with one method, `heads`; arguments of its own
-    make it a frozen dataclass that extends `problems`. A fixed array of your own needs
-    no rule: `BlockLayout.from_dense` reads it.
+    make it a frozen dataclass that extends `problems`. `Custom` is the rule of an array
+    of your own.
 
     Args:
         num_heads: Number of heads, >= 1.
@@ -58,11 +68,19 @@ class SparsityConfig(abc.ABC):
     counts_of_blocks: ClassVar[tuple[str, ...]] = ()
     """Arguments that count blocks of one row: no more than a sequence has."""
 
+    def __init_subclass__(cls, **given: object):
+        super().__init_subclass__(**given)
+        if "make_layout" in vars(cls):
+            name = f"{cls.__name__}.make_layout"
+            problem = "is DeepSpeed's method, which nothing here calls"
+            remedy = "define heads(num_blocks), or give the array that it returns "
+            remedy += "to zjax_kernels.Custom"
+            raise TypeError(describe("make_layout", name, problem, remedy))
+
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, list):
-                object.__setattr__(self, field.name, tuple(value))
+            value = _list_as_tuple(getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
         refuse(self.problems())
 
     @abc.abstractmethod
@@ -92,7 +110,7 @@ class SparsityConfig(abc.ABC):
             remedy = f"use {' or '.join(DIRECTIONS)}"
             problem = "is not a direction of attention"
             found += [describe("attention", self.attention, problem, remedy)]
-        return found
+        return found + self._flag_problems()
 
     def layout(self, seq_len: int) -> BlockLayout:
         """Applies the rule to sequences of one length.
@@ -108,11 +126,11 @@ class SparsityConfig(abc.ABC):
                 pattern of that length.
         """
         num_blocks = self._num_blocks(seq_len)
-        heads = list(self.heads(num_blocks))
+        heads = self.heads(num_blocks)
         self._check_heads(heads, num_blocks)
         causal = self.attention == "unidirectional"
         layout = BlockLayout.from_heads(
-            heads * self.num_heads if len(heads) == 1 else heads,
+            list(heads) * (self.num_heads if len(heads) == 1 else 1),
             block=self.block,
             num_columns=num_blocks,
             causal=causal,
@@ -131,6 +149,15 @@ class SparsityConfig(abc.ABC):
         if self.attention == "unidirectional":
             return np.arange(1, num_blocks + 1)
         return np.full(num_blocks, num_blocks)
+
+    def _flag_problems(self) -> list[str]:
+        found = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type in (bool, "bool") and not isinstance(value, bool | np.bool_):
+                remedy = "give True or False"
+                found.append(describe(field.name, value, "is not a flag", remedy))
+        return found
 
     def _num_blocks(self, seq_len: int) -> int:
         block = self.block
@@ -158,13 +185,30 @@ class SparsityConfig(abc.ABC):
         return found
 
     def _check_heads(self, heads: Sequence[Pattern], num_blocks: int) -> None:
+        if not isinstance(heads, Sequence):
+            problem = "is what heads returned, and no list of patterns"
+            remedy = "return [Pattern.from_entries(...)], or give an array to Custom"
+            raise invalid("type(heads)", type(heads).__name__, problem, remedy)
         if len(heads) not in (1, self.num_heads):
             problem = f"is not one of num_heads={self.num_heads}"
             remedy = "return one pattern per head, or a single one for all"
             raise invalid("len(heads)", len(heads), problem, remedy)
         for number, pattern in enumerate(heads):
-            num_rows = len(pattern.starts) - 1
-            if num_rows != num_blocks or np.any(pattern.columns >= num_blocks):
+            if not _is_square(pattern, num_blocks):
                 problem = f"is no pattern of {num_blocks} rows and columns"
                 remedy = f"build it with num_rows=num_columns={num_blocks}"
                 raise invalid("head", number, problem, remedy)
+
+
+def _list_as_tuple(value):
+    if isinstance(value, list | range):
+        return tuple(value)
+    if getattr(value, "ndim", None) == 1:
+        return tuple(np.asarray(value).tolist())
+    return value
+
+
+def _is_square(pattern, num_blocks):
+    if not isinstance(pattern, Pattern) or len(pattern.starts) != num_blocks + 1:
+        return False
+    return not np.any(pattern.columns >= num_blocks)

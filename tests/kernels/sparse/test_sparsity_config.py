@@ -1,8 +1,11 @@
 """Rules of one's own need little, and what cannot work is told all at once."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
+from zjax_kernels.sparse.custom import Custom
 from zjax_kernels.sparse.layout import Pattern
 from zjax_kernels.sparse.patterns import Dense, Fixed, Variable
 from zjax_kernels.sparse.sliding_patterns import (
@@ -25,7 +28,7 @@ class Own(SparsityConfig):
     def heads(self, num_blocks):
         rows = np.arange(num_blocks)
         diagonal = Pattern.from_entries(rows, rows, num_blocks, num_blocks)
-        return self.patterns or [diagonal]
+        return [diagonal] if self.patterns is None else self.patterns
 
 
 def pattern_of(live):
@@ -43,6 +46,36 @@ def test_an_own_rule_is_cut_at_the_diagonal(monkeypatch):
     monkeypatch.setattr(Own, "patterns", [full, pattern_of(np.eye(3))])
     live = Own(2, attention="unidirectional").layout(48).to_dense()
     np.testing.assert_array_equal(live, [np.tri(3), np.eye(3)])
+
+
+def test_arguments_of_an_own_rule_are_declared():
+    """Fails if rules that are not equal could be taken for one another."""
+
+    class Shifted(Own):
+        def __init__(self, num_heads, shift):
+            super().__init__(num_heads)
+            self.shift = shift
+
+    with pytest.raises(AttributeError) as error:
+        Shifted(2, 3)
+    assert str(error.value) == (
+        "shift=3 is no field of Shifted, and layouts would not depend on it; make "
+        "Shifted a frozen dataclass with the field shift"
+    )
+
+
+def test_the_method_of_deepspeed_is_refused_where_it_is_defined():
+    with pytest.raises(TypeError) as error:
+
+        class Ported(Own):
+            def make_layout(self, seq_len):
+                return np.ones((2, 4, 4))
+
+    assert str(error.value) == (
+        "make_layout=Ported.make_layout is DeepSpeed's method, which nothing here "
+        "calls; define heads(num_blocks), or give the array that it returns to "
+        "zjax_kernels.Custom"
+    )
 
 
 def test_a_rule_without_heads_cannot_be_made():
@@ -65,6 +98,21 @@ def test_a_rule_without_heads_cannot_be_made():
         ),
         (
             [pattern_of(np.ones((3, 5)))],
+            "head=0 is no pattern of 3 rows and columns; build it with "
+            "num_rows=num_columns=3",
+        ),
+        (
+            np.ones((3, 3)),
+            "type(heads)=ndarray is what heads returned, and no list of patterns; "
+            "return [Pattern.from_entries(...)], or give an array to Custom",
+        ),
+        (
+            pattern_of(np.eye(3)),
+            "type(heads)=Pattern is what heads returned, and no list of patterns; "
+            "return [Pattern.from_entries(...)], or give an array to Custom",
+        ),
+        (
+            [np.eye(3)],
             "head=0 is no pattern of 3 rows and columns; build it with "
             "num_rows=num_columns=3",
         ),
@@ -205,6 +253,33 @@ def refusal(rule, given, message, id):
             "big-bird",
         ),
         refusal(
+            Fixed,
+            {
+                "token_causal": "no",
+                "different_layout_per_head": 1,
+                "horizontal_global_attention": "no",
+            },
+            "token_causal=no is not a flag; give True or False\n"
+            "different_layout_per_head=1 is not a flag; give True or False\n"
+            "horizontal_global_attention=no is not a flag; give True or False",
+            "flags",
+        ),
+        refusal(
+            Custom,
+            {"live": np.ones((3, 4, 4))},
+            "live.shape=(3, 4, 4) is no layout of 2 heads; give [blocks, blocks] or "
+            "[2, blocks, blocks]",
+            "other-heads",
+        ),
+        refusal(
+            Custom,
+            {"live": [1, 2]},
+            "live.shape=(2,) is no layout of 2 heads; give [blocks, blocks] or [2, "
+            "blocks, blocks]\n"
+            "live=2 is neither 0 nor 1; give True for blocks that live",
+            "no-blocks",
+        ),
+        refusal(
             LocalSlidingWindow,
             {"num_sliding_window_blocks": -3},
             "num_sliding_window_blocks=-3 is not an integer >= 1; give 1 or more",
@@ -216,6 +291,14 @@ def test_arguments_that_cannot_work_are_told(rule, given, message):
     with pytest.raises(ValueError) as error:
         rule(**{"num_heads": 2, **given})
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize("indices", [range(2), np.arange(2), (0, 1)])
+def test_lists_of_any_kind_make_one_rule(indices):
+    """Fails if equal rules would have layouts of their own, or no hash."""
+    given = BSLongformer(2, global_block_indices=indices)
+    assert given == BSLongformer(2, global_block_indices=[0, 1])
+    assert hash(given) == hash(dataclasses.replace(given))
 
 
 @pytest.mark.parametrize(
