@@ -30,6 +30,7 @@ if not IS_NEW:  # elsewhere an unknown flag is fatal
     os.environ["XLA_FLAGS"] = f"{QUICK} {os.environ.get('XLA_FLAGS', '')}"
 
 import jax  # noqa: E402  (reads the environment)
+import pytest  # noqa: E402
 
 check_types = jaxtyping.jaxtyped
 
@@ -54,6 +55,12 @@ jaxtyping.jaxtyped = check_what_is_told
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def untyped(monkeypatch):
+    """Shapes and dtypes are not checked by annotations, as in programs of users."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 def pytest_sessionstart():

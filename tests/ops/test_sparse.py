@@ -13,6 +13,7 @@ from zjax.config import schema
 from zjax.errors import ConfigError
 from zjax.ops import sparse
 from zjax.sharding import mesh as meshes
+from zjax_kernels import BigBird, Custom, Dense
 
 MODES = {
     "fixed": schema.Sparsity(mode="fixed", num_local_blocks=2),
@@ -62,6 +63,23 @@ def test_tokens_see_what_the_blocks_of_the_longest_sequence_say(mode, kind):
     np.testing.assert_array_equal(cut, blocks.to_dense()[:, :3, :3])
 
 
+def test_what_a_program_holds_of_a_pattern_is_its_live_blocks():
+    """Fails if an array of all blocks is a constant of the program of each step."""
+    pattern = BigBird(12, 16, different_layout_per_head=True)
+    found = sparse.Sparse(pattern, 16_384)
+    positions = jnp.zeros((1, 1), jnp.int32)
+    program = jax.make_jaxpr(lambda x: sparse.visible_keys(found, x, x))(positions)
+    live = sum(len(each.columns) for each in pattern.layout(16_384).patterns)
+    size = sum(np.size(each) for each in program.consts)
+    assert live < size < 1.2 * live
+
+
+def test_where_no_block_lives_no_key_is_seen():
+    found = sparse.Sparse(Custom(2, live=np.zeros((2, 2))), 32)
+    positions = jnp.arange(32)[None]
+    assert not sparse.visible_keys(found, positions, positions).any()
+
+
 @pytest.mark.parametrize("kind", ["decoder", "encoder"])
 @pytest.mark.parametrize(("length", "masked"), [(small.LENGTH, True), (37, False)])
 def test_attention_is_dense_attention_under_the_mask(kind, length, masked):
@@ -79,6 +97,18 @@ def test_attention_is_dense_attention_under_the_mask(kind, length, masked):
     found = run(*heads, sparse.sparse_of(config), **masks)
     expected, _ = attend(*heads, visible)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["decoder", "encoder"])
+def test_a_mask_of_tokens_hides_more_than_the_pattern(kind):
+    """Fails if a plan is taken that was made of another mask, or a mask is not cut."""
+    config, length = make_model("bigbird", kind), 37
+    heads = make_heads(length)
+    for seed in range(2):
+        mask = np.random.default_rng(seed).random((length, length)) < 0.7
+        found = sparse.sparse_attention(*heads, sparse.sparse_of(config), mask=mask)
+        expected, _ = attend(*heads, small.mask_of(config, length)[None] & mask)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +171,44 @@ def test_share_of_live_pairs(mode, kind):
     mask = small.mask_of(config)
     diagonal = mask.shape[0] * small.LENGTH / 2 if kind == "decoder" else 0
     assert found == pytest.approx((mask.sum() - diagonal) / mask.size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Listed(Dense):
+    blocks: np.ndarray | None = None
+
+
+NO_RULE = (
+    "is no rule of live blocks; give one like zjax_kernels.BigBird(num_heads=4), or an "
+    "array as zjax_kernels.Custom"
+)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "length", "message"),
+    [
+        pytest.param(None, 96, f"sparsity_config=None {NO_RULE}", id="none"),
+        pytest.param(
+            "bigbird",
+            0,
+            f"sparsity_config='bigbird' {NO_RULE}\n"
+            "max_seq_length=0 is no number of tokens; give 1 or more",
+            id="a-name-and-no-token",
+        ),
+        pytest.param(
+            Listed(1, blocks=np.ones((1, 1))),
+            96,
+            "sparsity_config=Listed(num_heads=1, block=16, attention='bidirectional', "
+            "token_causal=True, different_layout_per_head=False, blocks=array([[1.]])) "
+            "has no hash; keep tuples in its fields, not arrays",
+            id="an-array-in-a-field",
+        ),
+    ],
+)
+def test_what_is_no_pattern_is_refused(pattern, length, message, untyped):
+    with pytest.raises(ConfigError) as error:
+        sparse.Sparse(pattern, length)
+    assert str(error.value) == message
 
 
 def test_longer_than_the_layout_is_refused():

@@ -24,6 +24,8 @@ from zjax.sharding import mesh as meshes
 from zjax.sharding.activations import head_axes, row_axes
 from zjax_kernels import BlockLayout, Pattern, SparsityConfig
 from zjax_kernels.sparse import api
+from zjax_kernels.sparse.arguments import below
+from zjax_kernels.sparse.bits import Bits
 
 AVERAGES = api.SAVED
 """Name of what the kernel returns, for recomputation."""
@@ -36,6 +38,8 @@ _RULES = {
     "local": zjax_kernels.LocalSlidingWindow,
     "dense": zjax_kernels.Dense,
 }
+_PLANS = 64
+"""Plans that are kept: of lengths, heads, and masks of tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +49,29 @@ class Sparse:
     Args:
         pattern: Says which blocks live; hashable, as frozen dataclasses are.
         max_length: Tokens, 1 or more; the layout has whole blocks.
+
+    Raises:
+        ConfigError: It is no pattern, or no length.
     """
 
     pattern: SparsityConfig
     max_length: int
+
+    def __post_init__(self):
+        name, found = "sparsity_config", []
+        if not isinstance(self.pattern, SparsityConfig):
+            problem = "is no rule of live blocks"
+            remedy = "give one like zjax_kernels.BigBird(num_heads=4), or an array as "
+            remedy += "zjax_kernels.Custom"
+            found.append(Problem(name, self.pattern, problem, remedy))
+        elif not _has_hash(self.pattern):
+            problem, remedy = "has no hash", "keep tuples in its fields, not arrays"
+            found.append(Problem(name, self.pattern, problem, remedy))
+        if below("max_seq_length", self.max_length, 1):
+            problem, remedy = "is no number of tokens", "give 1 or more"
+            found.append(Problem("max_seq_length", self.max_length, problem, remedy))
+        if found:
+            raise ConfigError(*found)
 
     @property
     def block(self) -> int:
@@ -94,6 +117,7 @@ def sparse_attention(
     *,
     segment_ids: Int[Array, "B L"] | None = None,
     key_mask: Bool[Array, "B L"] | None = None,
+    mask: Bool[np.ndarray, "L L"] | None = None,
 ) -> Float[Array, "B L H D"]:
     """Averages the values by softmax(q k / sqrt(D)) over the keys in live blocks.
 
@@ -107,6 +131,8 @@ def sparse_attention(
         sparse: The pattern; L is at most its length, and need not be whole blocks.
         segment_ids: Document of each token, 0 or more; documents do not see each other.
         key_mask: False for keys that none sees, such as padding.
+        mask: False where a query does not see a key, besides the pattern; a plan is
+            kept for what it holds.
 
     Returns:
         One average per query and head, 0 where a query sees no key.
@@ -128,7 +154,7 @@ def sparse_attention(
         remedy = "shorten the sequence, or raise model.max_length or max_seq_length"
         raise ConfigError(Problem("length", length, problem, remedy))
     missing = num_blocks * block - length
-    if missing and not layout.causal:
+    if missing and mask is None and not layout.causal:
         key_mask = jnp.ones(q.shape[:2], bool) if key_mask is None else key_mask
     masks = segment_ids, key_mask
     plan = _plan(
@@ -137,6 +163,7 @@ def sparse_attention(
         num_kv_heads=k.shape[2],
         head_size=q.shape[3],
         segments=masks != (None, None),
+        mask=None if mask is None else Bits.of(np.pad(mask, (0, missing))),
     )
     q, k, v, masks = jax.tree.map(lambda x: _lengthen(x, missing), (q, k, v, masks))
     return _over_devices(q, k, v, masks, plan)[:, :length]
@@ -161,15 +188,14 @@ def visible_keys(
         >>> visible_keys(sparse, positions, positions)[0, 0].sum(1).tolist()
         [1, 2, 3, 4]
     """
-    layout = _layout(sparse)
-    live = np.zeros((len(layout.patterns), layout.num_rows, layout.num_columns), bool)
-    for number, pattern in enumerate(layout.patterns):
-        live[number, pattern.rows, pattern.columns] = True
-    rows, columns = queries[:, None, :, None], keys[:, None, None, :]
-    heads = jnp.array(layout.head_patterns)[None, :, None, None]
-    block = sparse.block
-    seen = jnp.array(live)[heads, rows // block, columns // block] & (columns >= 0)
-    return seen & (columns <= rows) if layout.causal else seen
+    layout, block = _layout(sparse), sparse.block
+    live = _live_rows(layout, queries // block)
+    columns = keys[:, None, None] // block
+    seen = jnp.take_along_axis(live, columns, axis=3, mode="clip")
+    seen &= keys[:, None, None] >= 0
+    if layout.causal:
+        seen &= (keys[:, None] <= queries[..., None])[:, None]
+    return seen[:, jnp.array(layout.head_patterns)]
 
 
 def live_share(sparse: Sparse, length: int) -> float:
@@ -193,13 +219,38 @@ def live_share(sparse: Sparse, length: int) -> float:
     return layout.density - cut
 
 
+def _has_hash(pattern):
+    try:
+        hash(pattern)
+    except TypeError:
+        return False
+    return True
+
+
+def _live_rows(layout, rows):
+    """Which blocks some rows see in each pattern: bool[B, patterns, L, columns]."""
+    patterns, num_columns = layout.patterns, layout.num_columns
+    counts = np.concatenate([np.diff(pattern.starts) for pattern in patterns])
+    starts = jnp.array(np.cumsum([0, *counts]), jnp.int32)
+    columns = np.concatenate([pattern.columns for pattern in patterns])
+    columns = jnp.array(np.append(columns, num_columns), jnp.int32)
+
+    def look_up(row):
+        entries = starts[row] + jnp.arange(counts.max())
+        found = jnp.where(entries < starts[row + 1], columns[entries], num_columns)
+        return jnp.zeros(num_columns, bool).at[found].set(True, mode="drop")
+
+    first = jnp.arange(len(patterns))[None, :, None] * layout.num_rows
+    return jnp.vectorize(look_up, signature="()->(n)")(first + rows[:, None])
+
+
 @functools.cache
 def _layout(sparse: Sparse) -> BlockLayout:
     num_blocks = -(-sparse.max_length // sparse.block)
     return sparse.pattern.layout(num_blocks * sparse.block)
 
 
-@functools.cache
+@functools.lru_cache(_PLANS)
 def _plan(
     sparse: Sparse,
     num_blocks: int,
@@ -207,12 +258,14 @@ def _plan(
     num_kv_heads: int,
     head_size: int,
     segments: bool,
+    mask: Bits | None = None,
 ) -> zjax_kernels.Plan:
     return zjax_kernels.make_plan(
         _first_blocks(_layout(sparse), num_blocks),
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         segments=segments,
+        mask=None if mask is None else mask.array(),
     )
 
 
