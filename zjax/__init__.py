@@ -24,7 +24,7 @@ from zjax.initialize import Run, adopt_optimizer, initialize, make_run
 from zjax.models.adapter import adapt
 from zjax.models.build import make_model
 from zjax.models.generate import generate
-from zjax.ops.sparse_self import (
+from zjax.ops.padding import (
     extend_position_embedding,
     pad_to_block_size,
     unpad_sequence_output,

@@ -1,4 +1,4 @@
-"""DeepSpeed's module and helpers, in Linen and in NNX."""
+"""DeepSpeed's module, in Linen and in NNX."""
 
 import jax
 import jax.numpy as jnp
@@ -102,41 +102,3 @@ def test_a_mask_that_no_program_can_refuse_makes_nan():
     module = nnx()
     found = jax.jit(lambda m, *x: module(*x, key_padding_mask=m))(mask, *make_heads())
     assert np.isnan(found).all(axis=(1, 2, 3)).tolist() == [False, True]
-
-
-def test_padding_to_blocks_and_back():
-    ids = jnp.arange(10).reshape(2, 5)
-    vectors = jnp.ones((2, 5, 3))
-    padded = zjax.pad_to_block_size(
-        4,
-        ids,
-        jnp.ones((2, 5)),
-        jnp.ones((2, 5), jnp.int32),
-        ids,
-        vectors,
-        pad_token_id=7,
-        model_embeddings=lambda ids: jnp.full((*ids.shape, 3), ids[0, 0] + 0.5),
-    )
-    pad_len, *arrays = padded
-    ends = [np.asarray(x)[0, 5:].ravel().tolist() for x in arrays]
-    assert pad_len == 3
-    assert ends == [[7] * 3, [0.0] * 3, [0] * 3, [7] * 3, [7.5] * 9]
-    np.testing.assert_array_equal(
-        zjax.unpad_sequence_output(pad_len, padded.inputs_embeds), vectors
-    )
-    whole = zjax.pad_to_block_size(5, inputs_embeds=vectors)
-    assert whole.pad_len == 0 and whole.input_ids is None
-    assert whole.attention_mask.tolist() == [[True] * 5] * 2
-    np.testing.assert_array_equal(zjax.unpad_sequence_output(0, vectors), vectors)
-    with pytest.raises(ValueError, match="leaves nothing to pad"):
-        zjax.pad_to_block_size(4)
-
-
-def test_position_tables_repeat():
-    table = jnp.arange(8.0).reshape(4, 2)
-    bert = zjax.extend_position_embedding(table, 10)
-    np.testing.assert_array_equal(bert, table[np.arange(10) % 4])
-    roberta = zjax.extend_position_embedding(table, 4, num_reserved=2)
-    np.testing.assert_array_equal(roberta, table[np.array([0, 1, 2, 3, 2, 3])])
-    with pytest.raises(ValueError, match=r"^max_position=4 is no more than the 4 of"):
-        zjax.extend_position_embedding(table, 4)

@@ -1,0 +1,201 @@
+"""DeepSpeed's helpers for models of sparse attention, under their names.
+
+Reference: DeepSpeed, `ops/sparse_attention/sparse_attention_utils.py`.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from zjax.errors import ConfigError, Problem
+from zjax_kernels.sparse.arguments import below
+
+
+class Padded(NamedTuple):
+    """Inputs of whole blocks, in DeepSpeed's order; those not given are None."""
+
+    pad_len: int
+    """Tokens that were added."""
+    input_ids: Array | None
+    attention_mask: Array | None
+    """False on what was added."""
+    token_type_ids: Array | None
+    position_ids: Array | None
+    inputs_embeds: Array | None
+
+
+def pad_to_block_size(
+    block_size: int,
+    input_ids: Int[Array, "B S"] | None = None,
+    attention_mask: Any = None,
+    token_type_ids: Int[Array, "B S"] | None = None,
+    position_ids: Int[Array, "B S"] | None = None,
+    inputs_embeds: Float[Array, "B S M"] | None = None,
+    *,
+    pad_token_id: int = 0,
+    model_embeddings: Callable[[Array], Array] | None = None,
+) -> Padded:
+    """Lengthens the inputs of a model to whole blocks.
+
+    `SparseSelfAttention` needs no help with that; other layers may.
+
+    Args:
+        block_size: Tokens per block, >= 1.
+        input_ids: Padded with `pad_token_id`, like `position_ids`.
+        attention_mask: [B, S], padded with False; all True where there is none.
+        token_type_ids: Padded with 0.
+        position_ids: Positions.
+        inputs_embeds: Padded with the vector of `pad_token_id`, or with 0.
+        pad_token_id: Id of padding, >= 0.
+        model_embeddings: Ids to vectors, for `inputs_embeds`, in whose dtype they are
+            added.
+
+    Returns:
+        The number of tokens added, and the inputs.
+
+    Raises:
+        ConfigError: Neither `input_ids` nor `inputs_embeds` is given, inputs have not
+            the same rows and tokens, or a number is out of range.
+
+    Example:
+        >>> pad_to_block_size(4, jnp.ones((1, 5), jnp.int32)).attention_mask.tolist()
+        [[True, True, True, True, True, False, False, False]]
+    """
+    _check_integer("block_size", block_size, 1)
+    _check_integer("pad_token_id", pad_token_id, 0)
+    batch, length = _common_shape(
+        input_ids=input_ids,
+        inputs_embeds=inputs_embeds,
+        attention_mask=attention_mask,
+        token_type_ids=token_type_ids,
+        position_ids=position_ids,
+    )
+    pad_len = -length % block_size
+    if attention_mask is None:
+        attention_mask = jnp.ones((batch, length), bool)
+
+    def pad(x, filler=0):
+        if x is None:
+            return None
+        return jnp.pad(x, ((0, 0), (0, pad_len)), constant_values=filler)
+
+    if inputs_embeds is not None:
+        ids = jnp.full((batch, pad_len), pad_token_id, jnp.int32)
+        inputs_embeds = _lengthen(inputs_embeds, ids, model_embeddings)
+    return Padded(
+        pad_len,
+        pad(input_ids, pad_token_id),
+        pad(attention_mask, False),
+        pad(token_type_ids),
+        pad(position_ids, pad_token_id),
+        inputs_embeds,
+    )
+
+
+def unpad_sequence_output(
+    pad_len: int, sequence_output: Float[Array, "B S *dims"]
+) -> Float[Array, "B T *dims"]:
+    """Drops what `pad_to_block_size` added.
+
+    Args:
+        pad_len: Tokens that were added, from 0 to S - 1.
+        sequence_output: What came out of the model.
+
+    Returns:
+        The first `S - pad_len` tokens.
+
+    Raises:
+        ConfigError: There are not more tokens than that.
+
+    Example:
+        >>> unpad_sequence_output(3, jnp.ones((1, 8, 2))).shape
+        (1, 5, 2)
+    """
+    _check_integer("pad_len", pad_len, 0)
+    length = sequence_output.shape[1]
+    if pad_len >= length:
+        problem = f"is not below the {length} tokens of sequence_output"
+        remedy = "give what pad_to_block_size returned"
+        raise ConfigError(Problem("pad_len", pad_len, problem, remedy))
+    return sequence_output[:, : length - pad_len]
+
+
+def extend_position_embedding(
+    table: Float[Array, "N M"], max_position: int, *, num_reserved: int = 0
+) -> Float[Array, "P M"]:
+    """Repeats a table of learned positions, for a trained model to read longer texts.
+
+    Args:
+        table: One row per position, after the reserved ones.
+        max_position: Positions to have, more than there are.
+        num_reserved: First rows that stand for no position, from 0 to N - 1: 0 in BERT,
+            2 in RoBERTa.
+
+    Returns:
+        The reserved rows once, and the others again and again.
+
+    Raises:
+        ConfigError: The table is long enough, or has no row that repeats.
+
+    Example:
+        >>> table = jnp.array([[7.0], [8.0], [1.0], [2.0]])
+        >>> extend_position_embedding(table, 5, num_reserved=2)[:, 0].tolist()
+        [7.0, 8.0, 1.0, 2.0, 1.0, 2.0, 1.0]
+    """
+    _check_integer("num_reserved", num_reserved, 0)
+    _check_integer("max_position", max_position, 1)
+    if num_reserved >= len(table):
+        problem = f"leaves no position of table.shape={table.shape}"
+        remedy = "give fewer, or a table with rows after them"
+        raise ConfigError(Problem("num_reserved", num_reserved, problem, remedy))
+    reserved, positions = table[:num_reserved], table[num_reserved:]
+    if max_position <= len(positions):
+        problem = f"is no more than the {len(positions)} of the table"
+        remedy = "leave the table as it is"
+        raise ConfigError(Problem("max_position", max_position, problem, remedy))
+    repeats = -(-max_position // len(positions))
+    return jnp.concatenate([reserved, jnp.tile(positions, (repeats, 1))[:max_position]])
+
+
+def _check_integer(name, value, least):
+    if below(name, value, least):
+        problem, remedy = f"is not an integer >= {least}", f"give {least} or more"
+        raise ConfigError(Problem(name, value, problem, remedy))
+
+
+def _common_shape(**inputs):
+    """Rows and tokens, on which all inputs must agree."""
+    given = {name: jnp.shape(x) for name, x in inputs.items() if x is not None}
+    if not {"input_ids", "inputs_embeds"} & set(given):
+        problem, remedy = "leaves nothing to pad", "give ids or vectors"
+        raise ConfigError(Problem("input_ids", None, problem, remedy))
+    first, *_ = given
+    common = given[first][:2]
+    for name, shape in given.items():
+        dims = "batch, tokens, channels" if name == "inputs_embeds" else "batch, tokens"
+        if len(shape) != len(dims.split()):
+            problem, remedy = f"is not [{dims}]", "give one row for each text"
+            raise ConfigError(Problem(f"{name}.shape", shape, problem, remedy))
+        if shape[:2] != common:
+            problem = f"is not of {common}, as {first} is"
+            remedy = "give one for each token"
+            raise ConfigError(Problem(f"{name}.shape", shape, problem, remedy))
+    return common
+
+
+def _lengthen(vectors, ids, model_embeddings):
+    """Adds the vectors of some ids."""
+    shape = *ids.shape, vectors.shape[2]
+    if model_embeddings is None:
+        added = jnp.zeros(shape, vectors.dtype)
+    else:
+        added = model_embeddings(ids).astype(vectors.dtype)
+    if added.shape != shape:
+        problem = f"is not {shape}, as inputs_embeds ask"
+        remedy = "return a vector for each id, as long as those"
+        raise ConfigError(
+            Problem("model_embeddings(ids).shape", added.shape, problem, remedy)
+        )
+    return jnp.concatenate([vectors, added], axis=1)
