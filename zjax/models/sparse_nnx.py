@@ -1,6 +1,7 @@
 """Sparse self-attention for an NNX module."""
 
 from flax import nnx
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from zjax.ops.sparse import Sparse
@@ -12,9 +13,10 @@ class SparseSelfAttention(nnx.Module):
     """Attention over live blocks, in place of DeepSpeed's module; without parameters.
 
     Args:
-        sparsity_config: A pattern of `zjax_kernels`, such as `BigBird(num_heads=4)`.
-        key_padding_mask_mode: `add` has 0 and -10000, `mul` 1 and 0.
-        attn_mask_mode: Taken for DeepSpeed's sake; masks of scores are refused.
+        sparsity_config: A pattern of `zjax_kernels`, such as `BigBird(num_heads=4)`, or
+            an array of yours as `Custom(num_heads=4, live=...)`.
+        key_padding_mask_mode: `add` has 0.0 and -10000.0, `mul` 1 and 0.
+        attn_mask_mode: The same for `attn_mask`.
         max_seq_length: Tokens that the layout is made for, 1 or more; a shorter
             sequence has its first blocks, and need not be whole blocks.
 
@@ -38,17 +40,38 @@ class SparseSelfAttention(nnx.Module):
     ):
         self.sparse = Sparse(sparsity_config, max_seq_length)
         self.key_padding_mask_mode: Mode = key_padding_mask_mode
+        self.attn_mask_mode: Mode = attn_mask_mode
 
     def __call__(
         self,
         query: Float[Array, "B S H D"],
         key: Float[Array, "B S K D"],
         value: Float[Array, "B S K D"],
-        rpe: Array | None = None,
-        key_padding_mask: Array | None = None,
-        attn_mask: Array | None = None,
+        rpe: ArrayLike | None = None,
+        key_padding_mask: ArrayLike | None = None,
+        attn_mask: ArrayLike | None = None,
     ) -> Float[Array, "B S H D"]:
-        """Averages the values, as `zjax.ops.sparse_self.self_attention` says."""
+        """Averages the values by softmax(q k / sqrt(D)) over the keys in live blocks.
+
+        Args:
+            query: [B, S, H, D] queries; H is that of the pattern.
+            key: [B, S, K, D] keys; K divides H.
+            value: [B, S, K, D] values.
+            rpe: Refused: nothing is added to the scores of blocks.
+            key_padding_mask: [B, S] or [B, 1, 1, S], which keys are seen in a row.
+                What `add` can neither mask nor leave makes NaN of a row where it is
+                known only while the program runs.
+            attn_mask: [S, S], which keys each query sees; known before the program
+                runs, such as a NumPy array.
+
+        Returns:
+            [B, S, H, D], one average per query and head, 0 where a query sees no key.
+
+        Raises:
+            NotImplementedError: `rpe` is given, or `attn_mask` is known only later.
+            ConfigError: A setting, a shape or a mask cannot be used, or the sequence is
+                longer than `max_seq_length`.
+        """
         return self_attention(
             query,
             key,
@@ -58,4 +81,5 @@ class SparseSelfAttention(nnx.Module):
             key_padding_mask=key_padding_mask,
             attn_mask=attn_mask,
             key_padding_mask_mode=self.key_padding_mask_mode,
+            attn_mask_mode=self.attn_mask_mode,
         )
