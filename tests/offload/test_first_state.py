@@ -51,7 +51,7 @@ def test_a_users_model_goes_to_disks_in_turn(tmp_path, monkeypatch):
         {"x": np.ones((8, 24), np.float32)},
         {"zero": zero | {"min_shard_elements": 0}},
     )
-    number = len(memory.rows_on_disk(run.plan))
+    number = len(memory.rows_on_disk(run.plan, run.config))
     assert number > 2
     assert events[: 2 * number] == ["write", "block_until_ready"] * number
 

@@ -27,6 +27,7 @@ from zjax.offload import train as offload
 from zjax.offload.stream import Stream
 from zjax.sharding import memory
 from zjax.sharding import plan as plans
+from zjax.storage.array import DiskArray
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -343,17 +344,18 @@ def test_inputs_of_blocks_are_given_up_as_the_backward_pass_goes(monkeypatch):
     assert alive == [2, 1]
 
 
-def test_sums_of_gradients_rest_on_the_host(monkeypatch):
+def test_sums_of_gradients_rest_elsewhere(monkeypatch, tmp_path):
     """Fails if `zero.gradient_memory` leaves sums on the devices between microbatches,
     or brings all of them up at once."""
     found = {}
-    for kind in ("device", "pinned_host"):
+    for kind in ("device", "pinned_host", "nvme"):
+        disks = {"nvme_paths": (str(tmp_path),)} if kind == "nvme" else {}
         config = make_config(
             "pinned_host",
             1,
             num_microbatches=2,
             model=dataclasses.replace(GPT, num_layers=6),
-            zero={"gradient_memory": kind},
+            zero={"gradient_memory": kind} | disks,
         )
         run = start(config)
         backward = run.step.programs["train"].backward
@@ -362,7 +364,11 @@ def test_sums_of_gradients_rest_on_the_host(monkeypatch):
         def watched(loads, begin=begin, kinds=kinds):
             loads = list(loads)
             arrays = [x for load in loads for x in load.arrays]
-            kinds.update(x.sharding.memory_kind for x in arrays)
+            kinds.update(
+                "nvme" if isinstance(x, DiskArray) else x.sharding.memory_kind
+                for x in arrays
+                if x.nbytes >= 8 * plans.MIN_MOVED_BYTES
+            )
             begin(loads)
 
         monkeypatch.setattr(backward.sums, "begin", watched)
@@ -370,5 +376,5 @@ def test_sums_of_gradients_rest_on_the_host(monkeypatch):
         seen = watch(monkeypatch, backward.sums, total // 3)
         _, found[kind] = train(run, 1)
         assert kinds == {kind}
-        assert max(seen) <= (total // 3 if kind == "pinned_host" else 0)
-    assert found["device"] == found["pinned_host"]
+        assert max(seen) <= (0 if kind == "device" else total // 3)
+    assert found["device"] == found["pinned_host"] == found["nvme"]

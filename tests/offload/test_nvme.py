@@ -114,7 +114,7 @@ def test_state_rests_on_disks(tmp_path):
 def test_steps_take_no_more_of_the_disks_than_the_state(tmp_path, monkeypatch):
     """Fails if old files stay beside the new ones."""
     run = start(on_disk(tmp_path), devices=jax.devices()[:1])
-    asked = sum(map(chunks.disk_bytes, memory.rows_on_disk(run.plan)))
+    asked = sum(map(chunks.disk_bytes, memory.rows_on_disk(run.plan, run.config)))
     write, found = os.pwritev, []
 
     def watched(*args):

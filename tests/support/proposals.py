@@ -12,6 +12,7 @@ ON_DEVICE = {
     "zero.gradient_memory": "device",
     "zero.nvme_paths": (),
     "model.remat": "elementwise",
+    "microbatch_size": 1,
 }
 SHAPES = {
     "gpt 1.5b": ("gpt2_1p5b", {}),

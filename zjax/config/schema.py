@@ -64,7 +64,7 @@ class Zero:
     gradient_memory: Literal["device", "pinned_host", "nvme"] = "device"
     """Where gradients rest from one microbatch to the next, and while updates of what
     rests elsewhere wait for their norm; then those that the inputs of blocks leave room
-    for stay on the device."""
+    for stay on the device, as small ones do in place of `nvme`."""
     delay_updates_from: int = -1
     """Step from which gradients are applied one step late, under the next backward
     pass, so that no update waits for a norm (arXiv:2101.06840, section 5.2, where it is
