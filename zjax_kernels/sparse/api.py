@@ -98,7 +98,10 @@ def sparse_attention_gradients(
     lse: jax.Array,
     delta: jax.Array,
     *,
+    scale: float | None = None,
+    soft_cap: float = 0.0,
     segment_ids: tuple[jax.Array, jax.Array] | None = None,
+    key_mask: jax.Array | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What some keys add to the gradients of attention over these and others.
@@ -113,14 +116,18 @@ def sparse_attention_gradients(
         d_out: [B, S, H, D] gradient of the averages over all parts.
         lse: float32[B, H, S] logarithms of the sums of exponentials over all parts.
         delta: float32[B, H, S] sums over D of `d_out` times those averages.
-        segment_ids: As in `sparse_attention`.
-        implementation: As in `sparse_attention`.
+        scale: As in `sparse_attention`, like all that follow.
+        soft_cap: Bends scores.
+        segment_ids: Documents of the queries and of the keys.
+        key_mask: False for keys that none sees.
+        implementation: What runs.
 
     Returns:
         Gradients in the shapes and dtypes of `q`, `k` and `v`.
 
     Raises:
         ValueError: Shapes or dtypes do not fit each other or the plan.
+        NotImplementedError: This device cannot run what was asked for.
 
     Example:
         >>> import numpy as np
@@ -132,9 +139,10 @@ def sparse_attention_gradients(
         >>> [x.shape for x in found]
         [(1, 16, 1, 8), (1, 16, 1, 8), (1, 16, 1, 8)]
     """
-    _check(q, k, v, plan, None, 0.0)
+    _check(q, k, v, plan, scale, soft_cap)
+    _check_gradients(q, d_out, lse, delta)
     static, padded, segments, plan = _prepare(
-        q, k, v, plan, None, 0.0, segment_ids, None, implementation
+        q, k, v, plan, scale, soft_cap, segment_ids, key_mask, implementation
     )
     missing = plan.queries.num_rows - q.shape[1]
     lse, delta = (jnp.pad(x, [(0, 0), (0, 0), (0, missing)]) for x in (lse, delta))
@@ -275,6 +283,19 @@ def _check(q, k, v, plan, scale, soft_cap):
                 f"{name}.dtype", x.dtype, f"is not that of q, {q.dtype}", remedy
             )
     _check_factors(scale, soft_cap)
+
+
+def _check_gradients(q, d_out, lse, delta):
+    batch, length, heads, _ = q.shape
+    sums = batch, heads, length
+    for name, x, expected in (
+        ("d_out", d_out, q.shape),
+        ("lse", lse, sums),
+        ("delta", delta, sums),
+    ):
+        if x.shape != expected:
+            problem = f"is not {expected}, as the queries ask"
+            raise invalid(f"{name}.shape", x.shape, problem, "give all queries")
 
 
 def _check_factors(scale, soft_cap):
