@@ -21,7 +21,7 @@ from zjax_kernels.sparse.reference import Options
 
 Implementation = Literal["auto", "mosaic_gpu", "reference"]
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-_NO_DOCUMENT = -(2**31)
+_NO_DOCUMENT, _LAST_DOCUMENT = -(2**31), 2**31 - 1
 SAVED = "sparse_attention"
 """Name of what the backward pass needs of the forward pass, for recomputation."""
 
@@ -51,7 +51,9 @@ def sparse_attention(
         scale: Factor of the scores, above 0; 1 / sqrt(D) if none.
         soft_cap: Bends scores into (-soft_cap, soft_cap); 0 leaves them.
         segment_ids: int32[B, S] and int32[B, T], documents of the queries and of the
-            keys, >= 0; documents do not see each other.
+            keys; documents do not see each other. Numbers of other dtypes are cast to
+            int32: traced ones must lie from -(2**31 - 1) to 2**31 - 1, others are
+            refused where they do not.
         key_mask: bool[B, T], false for keys that none sees, such as padding.
         return_lse: Whether to return the logarithms of the sums of exponentials too.
         implementation: `mosaic_gpu` runs on Hopper GPUs, `reference` anywhere; `auto`
@@ -229,11 +231,13 @@ def _segments(segment_ids, key_mask, queries, keys):
         if not jnp.issubdtype(x.dtype, jnp.integer):
             problem = "is not one of integers"
             raise invalid("segment_ids.dtype", x.dtype, problem, "number the documents")
-    of_queries, of_keys = (jnp.asarray(x, jnp.int32) for x in segment_ids)
-    if of_queries.shape != queries or of_keys.shape != keys:
-        shapes = of_queries.shape, of_keys.shape
+    shapes = tuple(x.shape for x in segment_ids)
+    if shapes != (queries, keys):
         problem = f"does not fit queries of shape {queries} and keys of shape {keys}"
         raise invalid("segment_ids.shape", shapes, problem, "give one number per token")
+    for x in segment_ids:
+        _check_documents(x)
+    of_queries, of_keys = (jnp.asarray(x, jnp.int32) for x in segment_ids)
     if key_mask is None:
         return of_queries, of_keys
     key_mask = key_mask if hasattr(key_mask, "dtype") else np.asarray(key_mask)
@@ -244,6 +248,17 @@ def _segments(segment_ids, key_mask, queries, keys):
         problem = f"does not fit keys of shape {keys}"
         raise invalid("key_mask.shape", key_mask.shape, problem, "give one per key")
     return of_queries, jnp.where(key_mask, of_keys, _NO_DOCUMENT)
+
+
+def _check_documents(ids):
+    """Numbers that int32 has not would be others."""
+    if isinstance(ids, Tracer):
+        return
+    with jax.ensure_compile_time_eval():
+        ends = int(ids.min()), int(ids.max())
+    if not _NO_DOCUMENT < ends[0] <= ends[1] <= _LAST_DOCUMENT:
+        problem = f"is not from {-_LAST_DOCUMENT} to {_LAST_DOCUMENT}"
+        raise invalid("segment_ids", ends, problem, "number the documents from 0")
 
 
 def _lengthen(x, length):

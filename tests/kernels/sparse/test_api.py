@@ -251,6 +251,33 @@ def test_plans_that_the_kernels_cannot_run(monkeypatch, head_size, options, mess
     assert str(caught.value) == message
 
 
+@pytest.mark.parametrize(
+    ("number", "dtype", "library"),
+    [
+        (2**32, "int64", np),
+        (-(2**31), "int64", np),
+        (2**31, "uint32", jnp),
+        (-(2**31), "int32", jnp),
+    ],
+)
+@pytest.mark.parametrize("wrap", [lambda run: run, jax.jit], ids=["eager", "compiled"])
+def test_documents_that_int32_has_no_number_for(number, dtype, library, wrap):
+    """Fails if documents see each other, or keys that are hidden are seen."""
+    ids = library.asarray([[0] * 32 + [number] * 32], dtype)
+    x, plan = jnp.zeros((1, 64, 4, 8)), make_plan(LAYOUT)
+
+    def run(x):
+        return sparse_attention(x, x, x, plan, segment_ids=(ids, ids))
+
+    with pytest.raises(ValueError) as caught:
+        wrap(run)(x)
+    ends = min(0, number), max(0, number)
+    assert str(caught.value) == (
+        f"segment_ids={ends} is not from -2147483647 to 2147483647; number the "
+        "documents from 0"
+    )
+
+
 def test_rows_without_keys_are_zero():
     """Fails if an empty row is NaN, or passes a gradient on."""
     live = np.eye(4, dtype=bool)
