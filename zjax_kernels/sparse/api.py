@@ -340,7 +340,10 @@ def _check_plan(plan, head_size, segmented):
     """Raises what the kernels cannot run of a plan that the reference can."""
     if head_size > 128 and plan.queries.chunk > HALF:
         problem = "does not fit the plan, which is for up to 128 channels"
-        remedy = f"use make_plan(..., head_size={head_size})"
+        remedy = (
+            f"use make_plan(..., head_size={head_size}), or at most 128 channels with "
+            "make_selected_plan"
+        )
         raise invalid("head_size", head_size, problem, remedy)
     if segmented and min(plan.queries.column_unit, plan.keys.row_unit) < COPY:
         problem = "cannot be used with the plan, which gathers blocks one by one"

@@ -2,6 +2,7 @@
 
 import numbers
 from collections.abc import Sequence
+from typing import Any
 
 from zjax_kernels.errors import describe
 
@@ -46,6 +47,31 @@ def any_below(field: str, values: object, least: int) -> list[str]:
         return []
     problem = f"is not a list of integers >= {least}"
     return [describe(field, values, problem, f"give one like [{least}]")]
+
+
+def no_array(field: str, value: Any, shape: str) -> list[str]:
+    """Tells of an argument that is no array, or has another number of dims.
+
+    Args:
+        field: Name of the argument.
+        value: What was given.
+        shape: Its dims in words.
+
+    Returns:
+        One line, or none where it is fine.
+
+    Example:
+        >>> no_array("lse", None, "[B, H, S]")
+        ['lse=NoneType is not an array; give one of shape [B, H, S]']
+    """
+    remedy = f"give one of shape {shape}"
+    if not hasattr(value, "dtype"):
+        return [describe(field, type(value).__name__, "is not an array", remedy)]
+    num_dims = shape.count(",") + 1
+    if value.ndim == num_dims:
+        return []
+    problem = f"has not {num_dims} dims"
+    return [describe(f"{field}.shape", value.shape, problem, remedy)]
 
 
 def wrong_ranges(indices: Sequence[int], ends: Sequence[int] | None) -> list[str]:

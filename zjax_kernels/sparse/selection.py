@@ -7,7 +7,8 @@ kernels then visit these and no others, forward and backward.
 import jax
 import jax.numpy as jnp
 
-from zjax_kernels.errors import invalid
+from zjax_kernels.errors import invalid, refuse
+from zjax_kernels.sparse.arguments import below, no_array
 from zjax_kernels.sparse.cells import HALF, TILE
 from zjax_kernels.sparse.plan import Plan
 from zjax_kernels.sparse.schedule import Schedule, deal_out
@@ -28,7 +29,8 @@ def make_selected_plan(
 
     Args:
         selected: int32[H, n, k]: for each head and block of queries the numbers of
-            different blocks of keys, in any order; -1 is none.
+            blocks of keys, 0 to n - 1 in any order; others, such as -1, are none, and
+            repeats count once.
         num_kv_heads: Heads of keys and values; divides H.
         causal: Whether a token sees no later one; later blocks are left out.
 
@@ -36,7 +38,7 @@ def make_selected_plan(
         The plan of n * 128 queries and keys, for head sizes up to 128.
 
     Raises:
-        ValueError: The heads do not divide.
+        ValueError: What is selected is no such array, or its heads do not divide.
 
     Example:
         >>> near = jnp.array([[[0, -1], [0, 1], [1, 2]]])
@@ -48,10 +50,10 @@ def make_selected_plan(
         Yuan et al., native sparse attention (arXiv:2502.11089), section 3.3.2; Lu et
         al., mixture of block attention (arXiv:2502.13189).
     """
-    heads, num_blocks, _ = selected.shape
-    if num_kv_heads < 1 or heads % num_kv_heads:
-        problem = f"does not divide the {heads} heads of what is selected"
-        raise invalid("num_kv_heads", num_kv_heads, problem, "give a divisor")
+    _check(selected, num_kv_heads)
+    num_blocks = selected.shape[1]
+    selected = jnp.sort(jnp.asarray(selected, jnp.int32), axis=2)
+    selected = jnp.where(jnp.diff(selected, axis=2, prepend=-1) == 0, -1, selected)
     rows = jnp.arange(num_blocks)[None, :, None]
     last = rows if causal else num_blocks - 1
     there = (selected >= 0) & (selected <= last)
@@ -63,6 +65,21 @@ def make_selected_plan(
         num_queries=tokens,
         num_keys=tokens,
     )
+
+
+def _check(selected, num_kv_heads):
+    refuse(no_array("selected", selected, "[H, n, k]"))
+    if not jnp.issubdtype(selected.dtype, jnp.integer):
+        problem, remedy = "is not one of integers", "number the blocks"
+        raise invalid("selected.dtype", selected.dtype, problem, remedy)
+    if 0 in selected.shape:
+        problem, remedy = "has no head, block or choice", "give one or more of each"
+        raise invalid("selected.shape", selected.shape, problem, remedy)
+    refuse(below("num_kv_heads", num_kv_heads, 1))
+    heads = selected.shape[0]
+    if heads % num_kv_heads:
+        problem = f"does not divide the {heads} heads of what is selected"
+        raise invalid("num_kv_heads", num_kv_heads, problem, "give a divisor")
 
 
 def _queries(selected, there, cut, causal):

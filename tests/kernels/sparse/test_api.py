@@ -233,7 +233,8 @@ def test_segments_and_masks_of_keys_may_be_lists():
             256,
             {},
             "head_size=256 does not fit the plan, which is for up to 128 channels; use "
-            "make_plan(..., head_size=256)",
+            "make_plan(..., head_size=256), or at most 128 channels with "
+            "make_selected_plan",
         ),
         (
             64,

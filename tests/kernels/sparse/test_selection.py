@@ -67,9 +67,58 @@ def test_each_sequence_has_its_own_blocks():
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-5)
 
 
-def test_heads_that_do_not_divide():
+def test_repeats_and_what_is_no_block_count_for_nothing():
+    """Fails if a block that a router names twice has twice the weight."""
+    selected = select(5, 3)
+    repeated = np.concatenate([selected[..., ::-1], selected], axis=2)
+    repeated[:, 0, 0], repeated[:, 1, 1] = 5, -7
+    expected = np.where((repeated < 0) | (repeated > 4), -1, repeated)
+    make = jax.jit(jax.vmap(lambda x: make_selected_plan(x, num_kv_heads=2)))
+    plan = jax.tree.map(lambda x: np.asarray(x[0]), make(repeated[None]))
+    expected = mask_of(layout_of(expected, False))[0]
+    np.testing.assert_array_equal(decode(plan.queries), expected)
+    assert decode(plan.keys).sum() == expected.sum()
+
+
+@pytest.mark.parametrize(
+    ("selected", "num_kv_heads", "message"),
+    [
+        (
+            [[[0]]],
+            1,
+            "selected=list is not an array; give one of shape [H, n, k]",
+        ),
+        (
+            np.zeros((2, 1), np.int32),
+            1,
+            "selected.shape=(2, 1) has not 3 dims; give one of shape [H, n, k]",
+        ),
+        (
+            np.zeros((2, 2, 1), np.float32),
+            1,
+            "selected.dtype=float32 is not one of integers; number the blocks",
+        ),
+        (
+            np.zeros((2, 2, 0), np.int32),
+            1,
+            "selected.shape=(2, 2, 0) has no head, block or choice; give one or more "
+            "of each",
+        ),
+        (
+            np.zeros((2, 2, 1), np.int32),
+            1.0,
+            "num_kv_heads=1.0 is not an integer >= 1; give 1 or more",
+        ),
+        (
+            np.zeros((4, 2, 1), np.int32),
+            3,
+            "num_kv_heads=3 does not divide the 4 heads of what is selected; give a "
+            "divisor",
+        ),
+    ],
+    ids=["list", "two dims", "no integers", "no choice", "no number", "no divisor"],
+)
+def test_selections_that_are_refused(selected, num_kv_heads, message):
     with pytest.raises(ValueError) as caught:
-        make_selected_plan(jnp.zeros((4, 2, 1), jnp.int32), num_kv_heads=3)
-    assert str(caught.value) == (
-        "num_kv_heads=3 does not divide the 4 heads of what is selected; give a divisor"
-    )
+        make_selected_plan(selected, num_kv_heads=num_kv_heads)
+    assert str(caught.value) == message
