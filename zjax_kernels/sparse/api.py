@@ -15,8 +15,7 @@ from jax.core import Tracer
 from zjax_kernels.device import check_implementation
 from zjax_kernels.errors import invalid
 from zjax_kernels.sparse import reference
-from zjax_kernels.sparse.cells import HALF
-from zjax_kernels.sparse.plan import COPY, Plan
+from zjax_kernels.sparse.plan import Plan, check_plan
 from zjax_kernels.sparse.reference import Options
 
 Implementation = Literal["auto", "mosaic_gpu", "reference"]
@@ -167,7 +166,7 @@ def _prepare(
     lengths = plan.queries.num_rows, plan.keys.num_rows
     segments = _segments(segment_ids, key_mask, q.shape[:2], k.shape[:2])
     if chosen == "mosaic_gpu":
-        _check_plan(plan, q.shape[-1], segments is not None)
+        check_plan(plan, head_size=q.shape[-1], segmented=segments is not None)
     if segments is not None:
         segments = tuple(map(_lengthen, segments, lengths))
     padded = (_lengthen(q, lengths[0]), *(_lengthen(x, lengths[1]) for x in (k, v)))
@@ -268,9 +267,7 @@ def _lengthen(x, length):
 
 def _check(q, k, v, plan, scale, soft_cap):
     """Raises what is wrong with the arguments."""
-    if not isinstance(plan, Plan):
-        remedy = "give make_plan(layout)"
-        raise invalid("plan", type(plan).__name__, "is not a plan", remedy)
+    check_plan(plan)
     if q.dtype.name not in DTYPES:
         known = ", ".join(DTYPES)
         problem = "is not one that attention is computed in"
@@ -334,18 +331,3 @@ def _is_number(x):
     if isinstance(x, jax.Array | np.ndarray):
         return x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.number)
     return isinstance(x, numbers.Real) and not isinstance(x, bool)
-
-
-def _check_plan(plan, head_size, segmented):
-    """Raises what the kernels cannot run of a plan that the reference can."""
-    if head_size > 128 and plan.queries.chunk > HALF:
-        problem = "does not fit the plan, which is for up to 128 channels"
-        remedy = (
-            f"use make_plan(..., head_size={head_size}), or at most 128 channels with "
-            "make_selected_plan"
-        )
-        raise invalid("head_size", head_size, problem, remedy)
-    if segmented and min(plan.queries.column_unit, plan.keys.row_unit) < COPY:
-        problem = "cannot be used with the plan, which gathers blocks one by one"
-        remedy = "use make_plan(..., segments=True)"
-        raise invalid("segment_ids or key_mask", "...", problem, remedy)

@@ -25,6 +25,7 @@ def below(field: str, value: object, least: int) -> list[str]:
     if _is_integer(value, least):
         return []
     remedy = f"give {least} or more"
+    value = repr(value) if isinstance(value, str) else value
     return [describe(field, value, f"is not an integer >= {least}", remedy)]
 
 

@@ -90,6 +90,38 @@ def make_plan(
     )
 
 
+def check_plan(plan: object, *, head_size: int = 1, segmented: bool = False) -> None:
+    """Refuses what is no plan, or one that the kernels cannot run.
+
+    Args:
+        plan: What was given.
+        head_size: Channels per head.
+        segmented: Whether there are segments or a mask of keys.
+
+    Raises:
+        ValueError: It was not made for this.
+
+    Example:
+        >>> live = np.ones((1, 1), bool)
+        >>> layout = BlockLayout.from_dense(live, block=16, num_heads=1)
+        >>> check_plan(make_plan(layout, head_size=256), head_size=256)
+    """
+    if not isinstance(plan, Plan):
+        remedy = "give make_plan(layout)"
+        raise invalid("plan", type(plan).__name__, "is not a plan", remedy)
+    if head_size > 128 and plan.queries.chunk > HALF:
+        problem = "does not fit the plan, which is for up to 128 channels"
+        remedy = (
+            f"use make_plan(..., head_size={head_size}), or at most 128 channels with "
+            "make_selected_plan"
+        )
+        raise invalid("head_size", head_size, problem, remedy)
+    if segmented and min(plan.queries.column_unit, plan.keys.row_unit) < COPY:
+        problem = "cannot be used with the plan, which gathers blocks one by one"
+        remedy = "use make_plan(..., segments=True)"
+        raise invalid("segment_ids or key_mask", "...", problem, remedy)
+
+
 def plan_cells(
     patterns: Sequence[Cells],
     head_patterns: Sequence[int],

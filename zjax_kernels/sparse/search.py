@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from zjax_kernels.device import check_implementation
-from zjax_kernels.sparse.plan import Plan
+from zjax_kernels.errors import invalid, refuse
+from zjax_kernels.sparse.arguments import below
+from zjax_kernels.sparse.plan import Plan, check_plan
 from zjax_kernels.sparse.reference import Options
 from zjax_kernels.sparse.tuning import Tuning, keep
 
@@ -30,7 +32,7 @@ def tune(
     Args:
         plan: A plan like those that will be run.
         head_size: Channels per head: 64, 96, 128 or 256.
-        batch: Sequences per call.
+        batch: Sequences per call, >= 1.
         dtype: bfloat16 or float16.
 
     Returns:
@@ -38,8 +40,17 @@ def tune(
 
     Raises:
         NotImplementedError: This GPU cannot run the kernels.
-        ValueError: The head size or dtype is none of the kernels'.
+        ValueError: The head size or dtype is none of the kernels', or of the plan.
+
+    Example:
+        >>> from zjax_kernels.sparse import BigBird, make_plan
+        >>> rule = BigBird(8, 64, attention="unidirectional")
+        >>> plan = make_plan(rule.layout(16_384), num_kv_heads=2)
+        >>> found = tune(plan, head_size=64)  # doctest: +SKIP
+        >>> fastest, seconds = found["forward"][0]  # doctest: +SKIP
     """
+    refuse(below("head_size", head_size, 1) + below("batch", batch, 1))
+    check_plan(plan, head_size=head_size)
     check_implementation("mosaic_gpu", dtype=jnp.dtype(dtype).name, head_size=head_size)
     results = {}
     for kernel, run in _kernels(plan, head_size, batch, dtype).items():
@@ -50,6 +61,9 @@ def tune(
             except ValueError as error:
                 if "shared memory" not in str(error):
                     raise
+        if not tried:
+            problem = f"leaves no room in shared memory for the kernel {kernel!r}"
+            raise invalid("head_size", head_size, problem, "use a smaller head")
         results[kernel] = sorted(tried, key=lambda each: each[1])
     keep({(kernel, head_size): tried[0][0] for kernel, tried in results.items()})
     return results

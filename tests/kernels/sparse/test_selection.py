@@ -1,7 +1,6 @@
 """Blocks that are selected while a program runs are the blocks that are attended to."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 

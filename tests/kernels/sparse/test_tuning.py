@@ -79,6 +79,46 @@ def test_what_was_measured_is_not_for_segments(cache, on_hopper, monkeypatch):
     assert choose("keys", 64, segmented=True) == H200["keys"][64]
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"plan": PLAN.queries},
+            "plan=Schedule is not a plan; give make_plan(layout)",
+        ),
+        ({"batch": 0}, "batch=0 is not an integer >= 1; give 1 or more"),
+        (
+            {"head_size": "64"},
+            "head_size='64' is not an integer >= 1; give 1 or more",
+        ),
+        (
+            {"head_size": 256},
+            "head_size=256 does not fit the plan, which is for up to 128 channels; use "
+            "make_plan(..., head_size=256), or at most 128 channels with "
+            "make_selected_plan",
+        ),
+    ],
+    ids=["no plan", "no sequence", "text", "a plan for fewer channels"],
+)
+def test_what_cannot_be_measured(changes, message):
+    with pytest.raises(ValueError) as caught:
+        search.tune(**{"plan": PLAN, "head_size": 64} | changes)
+    assert str(caught.value) == message
+
+
+def test_kernels_that_never_fit_are_named(on_hopper, monkeypatch):
+    def seconds(compile_):
+        raise ValueError("exceeds available shared memory")
+
+    monkeypatch.setattr(search, "_seconds", seconds)
+    with pytest.raises(ValueError) as caught:
+        search.tune(PLAN, head_size=128)
+    assert str(caught.value) == (
+        "head_size=128 leaves no room in shared memory for the kernel 'forward'; use a "
+        "smaller head"
+    )
+
+
 def test_only_a_hopper_gpu_can_be_measured():
     with pytest.raises(NotImplementedError) as caught:
         search.tune(PLAN, head_size=64)
