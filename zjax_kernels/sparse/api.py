@@ -13,8 +13,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
 from zjax_kernels.device import check_implementation
-from zjax_kernels.errors import invalid
+from zjax_kernels.errors import invalid, refuse
 from zjax_kernels.sparse import reference
+from zjax_kernels.sparse.arguments import no_array
 from zjax_kernels.sparse.plan import Plan, check_plan
 from zjax_kernels.sparse.reference import Options
 
@@ -268,6 +269,8 @@ def _lengthen(x, length):
 def _check(q, k, v, plan, scale, soft_cap):
     """Raises what is wrong with the arguments."""
     check_plan(plan)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        refuse(no_array(name, x, "[batch, tokens, heads, channels]"))
     if q.dtype.name not in DTYPES:
         known = ", ".join(DTYPES)
         problem = "is not one that attention is computed in"
@@ -305,6 +308,7 @@ def _check_gradients(q, d_out, lse, delta):
         ("lse", lse, sums),
         ("delta", delta, sums),
     ):
+        refuse(no_array(name, x, str(expected)))
         if x.shape != expected:
             problem = f"is not {expected}, as the queries ask"
             raise invalid(f"{name}.shape", x.shape, problem, "give all queries")
@@ -317,7 +321,7 @@ def _check_factors(scale, soft_cap):
             raise invalid(name, "...", problem, remedy)
         if (x is not None or name == "soft_cap") and not _is_number(x):
             remedy = "give one like 0.125, or none" if name == "scale" else "give 0"
-            raise invalid(name, repr(x), "is not a number", remedy)
+            raise invalid(name, repr(x), "is not a real number", remedy)
     if scale is not None and not 0 < scale < math.inf:
         problem = "is not above 0 and finite"
         raise invalid("scale", scale, problem, "give one like 0.125, or none")
@@ -329,5 +333,6 @@ def _check_factors(scale, soft_cap):
 def _is_number(x):
     """Arrays of one number are taken too."""
     if isinstance(x, jax.Array | np.ndarray):
-        return x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.number)
+        kinds = jnp.integer, jnp.floating
+        return x.ndim == 0 and any(jnp.issubdtype(x.dtype, kind) for kind in kinds)
     return isinstance(x, numbers.Real) and not isinstance(x, bool)

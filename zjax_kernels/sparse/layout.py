@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from zjax_kernels.errors import invalid
+from zjax_kernels.errors import invalid, refuse
+from zjax_kernels.sparse.arguments import below
 
 BLOCKS = (16, 32, 64, 128)
 """Tokens per block and side that the kernels can run."""
@@ -76,6 +77,10 @@ class BlockLayout:
         causal: Whether a token sees no later one; no block lies above the diagonal
             then, and those on it are cut token by token.
 
+    Raises:
+        ValueError: The patterns are none of this shape, heads have others, or the
+            block has another size.
+
     Example:
         >>> live = np.tri(4, dtype=bool)
         >>> layout = BlockLayout.from_dense(live, block=16, num_heads=2)
@@ -89,6 +94,21 @@ class BlockLayout:
     patterns: tuple[Pattern, ...]
     head_patterns: tuple[int, ...]
     causal: bool = False
+
+    def __post_init__(self):
+        if self.block not in BLOCKS:
+            problem, remedy = "is not a size of blocks", "use 16, 32, 64 or 128"
+            raise invalid("block", self.block, problem, remedy)
+        _check("patterns", self.patterns, self.num_columns)
+        num_rows = len(self.patterns[0].starts) - 1
+        if self.num_rows != num_rows:
+            problem = "is not that of the patterns"
+            raise invalid("num_rows", self.num_rows, problem, f"use {num_rows}")
+        numbers = range(len(self.patterns))
+        if not self.head_patterns or not set(self.head_patterns) <= set(numbers):
+            problem = f"is not from 0 to {numbers[-1]} for each head"
+            remedy = "number the patterns from 0"
+            raise invalid("head_patterns", self.head_patterns, problem, remedy)
 
     @classmethod
     def from_heads(
@@ -114,11 +134,7 @@ class BlockLayout:
             ValueError: The patterns do not make one layout, or the block has another
                 size.
         """
-        if block not in BLOCKS:
-            raise invalid(
-                "block", block, "is not a size of blocks", "use 16, 32, 64 or 128"
-            )
-        _check(heads, num_columns)
+        _check("heads", heads, num_columns)
         numbers: dict[Pattern, int] = {}
         distinct: dict[tuple[bytes, bytes], int] = {}
         patterns: list[Pattern] = []
@@ -145,7 +161,8 @@ class BlockLayout:
         """Reads a layout of your own making.
 
         Args:
-            live: bool[rows, columns] for all heads, or bool[heads, rows, columns].
+            live: bool[rows, columns] for all heads, or bool[heads, rows, columns];
+                numbers live where they are not 0.
             block: Tokens per block and side: 16, 32, 64 or 128.
             num_heads: Number of heads; needed where `live` has none.
             causal: Whether a token sees no later one; drops blocks above the diagonal.
@@ -154,9 +171,16 @@ class BlockLayout:
             The layout.
 
         Raises:
-            ValueError: The array has another shape.
+            ValueError: The array has another shape or holds no numbers.
         """
         live = np.asarray(live)
+        refuse([] if num_heads is None else below("num_heads", num_heads, 1))
+        if not np.can_cast(live.dtype, float):
+            problem, remedy = "is not bool", "give True where a block lives"
+            raise invalid("live.dtype", live.dtype, problem, remedy)
+        if (live != live).any():
+            problem, remedy = "neither lives nor is dead", "give True or False"
+            raise invalid("live", "nan", problem, remedy)
         if live.ndim == 2 and num_heads is not None:
             live = np.broadcast_to(live, (num_heads, *live.shape))
         if live.ndim != 3 or num_heads not in (None, live.shape[0]) or 0 in live.shape:
@@ -199,15 +223,32 @@ class BlockLayout:
         return live[list(self.head_patterns)]
 
 
-def _check(heads, num_columns):
-    """Raises what is wrong with the patterns of heads."""
-    if not heads:
-        raise invalid("heads", "[]", "is empty", "give one pattern per head")
-    rows = sorted({len(pattern.starts) - 1 for pattern in heads})
+def check_layout(layout: object) -> None:
+    """Refuses what is no layout, such as a rule that makes one.
+
+    Args:
+        layout: What was given.
+
+    Raises:
+        ValueError: It is no layout.
+
+    Example:
+        >>> check_layout(BlockLayout.from_dense(np.eye(2), block=16, num_heads=1))
+    """
+    if not isinstance(layout, BlockLayout):
+        remedy = "give rule.layout(seq_len), or BlockLayout.from_dense(live, ...)"
+        raise invalid("layout", type(layout).__name__, "is not a layout", remedy)
+
+
+def _check(name, patterns, num_columns):
+    """Raises what is wrong with some patterns."""
+    if not patterns:
+        raise invalid(name, "[]", "is empty", "give one pattern per head")
+    rows = sorted({len(pattern.starts) - 1 for pattern in patterns})
     if len(rows) > 1:
         problem, remedy = "have different numbers of rows", "give patterns of one shape"
-        raise invalid("heads", rows, problem, remedy)
-    last = max(int(pattern.columns.max(initial=-1)) for pattern in set(heads))
+        raise invalid(name, rows, problem, remedy)
+    last = max(int(pattern.columns.max(initial=-1)) for pattern in set(patterns))
     if last >= num_columns:
         problem = f"has a block in column {last}"
         raise invalid("num_columns", num_columns, problem, f"use {last + 1} or more")

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from zjax_kernels.errors import invalid
-from zjax_kernels.sparse.layout import BlockLayout, Pattern
+from zjax_kernels.sparse.arguments import below
+from zjax_kernels.sparse.layout import BlockLayout, Pattern, check_layout
 
 MOST_CELLS = 512
 """Cells per side of a plot; blocks of a larger layout share them."""
@@ -29,7 +30,8 @@ def draw_layout(layout: BlockLayout, head: int = 0) -> str:
         dead.
 
     Raises:
-        ValueError: There is no such head, or there are too many blocks.
+        ValueError: It is no layout, there is no such head, or there are too many
+            blocks.
 
     Example:
         >>> live = [[1, 0, 0], [0, 1, 0], [1, 1, 0]]
@@ -71,7 +73,7 @@ def plot_layout(
         The matplotlib Figure.
 
     Raises:
-        ValueError: There is no such head.
+        ValueError: It is no layout, or there is no such head.
 
     Example:
         >>> layout = BlockLayout.from_dense(np.ones([2, 2]), block=64, num_heads=1)
@@ -144,7 +146,8 @@ def _title(layout: BlockLayout, pattern: Pattern) -> str:
 
 
 def _pattern_of(layout: BlockLayout, head: int) -> Pattern:
-    if not 0 <= head < layout.num_heads:
+    check_layout(layout)
+    if below("head", head, 0) or head >= layout.num_heads:
         problem = f"is not one of {layout.num_heads} heads"
         raise invalid("head", head, problem, f"give 0 to {layout.num_heads - 1}")
     return layout.patterns[layout.head_patterns[head]]

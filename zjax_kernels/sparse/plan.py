@@ -11,7 +11,7 @@ import numpy as np
 from zjax_kernels.errors import invalid, refuse
 from zjax_kernels.sparse.arguments import below
 from zjax_kernels.sparse.cells import HALF, TILE, Cells, Mask
-from zjax_kernels.sparse.layout import BlockLayout
+from zjax_kernels.sparse.layout import BlockLayout, check_layout
 from zjax_kernels.sparse.schedule import Schedule, make_schedule
 
 COPY = 32
@@ -61,7 +61,8 @@ def make_plan(
         The plan.
 
     Raises:
-        ValueError: The heads do not divide, or the mask has another shape.
+        ValueError: It is no layout, the heads do not divide, or the mask has another
+            shape.
 
     Example:
         >>> live = np.tri(8, dtype=bool)
@@ -74,6 +75,7 @@ def make_plan(
 
         >>> near = make_plan(layout, mask=lambda query, key: query - key < 48)
     """
+    check_layout(layout)
     _check(num_kv_heads, head_size)
     tokens = layout.num_rows * layout.block, layout.num_columns * layout.block
     asked = (

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from zjax_kernels.errors import invalid
+from zjax_kernels.errors import invalid, refuse
 from zjax_kernels.sparse.api import sparse_attention
+from zjax_kernels.sparse.arguments import below
 from zjax_kernels.sparse.cells import TILE, Cells
-from zjax_kernels.sparse.layout import BlockLayout
+from zjax_kernels.sparse.layout import BlockLayout, check_layout
 from zjax_kernels.sparse.plan import Plan, plan_cells
 from zjax_kernels.sparse.schedule import stack_schedules
 
@@ -66,7 +67,7 @@ def make_sequence_plan(
         The plan, of NumPy arrays.
 
     Raises:
-        ValueError: The sequence does not divide.
+        ValueError: It is no layout, or the sequence does not divide.
 
     Example:
         >>> from zjax_kernels.sparse.sliding_patterns import BigBird
@@ -74,9 +75,8 @@ def make_sequence_plan(
         >>> make_sequence_plan(rule.layout(4096), 4).num_blocks_sent
         4
     """
-    if num_devices < 1:
-        remedy = "give how many there are"
-        raise invalid("num_devices", num_devices, "is below 1", remedy)
+    check_layout(layout)
+    refuse(below("num_devices", num_devices, 1))
     tokens = layout.num_rows * layout.block // num_devices
     if layout.num_rows != layout.num_columns or layout.num_rows % num_devices:
         shape = layout.num_rows, layout.num_columns
@@ -164,6 +164,14 @@ def _part(cells, layout, device, per_device, needs, widths):
     )
 
 
+def _axis_size(axis):
+    try:
+        return lax.axis_size(axis)
+    except NameError:
+        remedy = "call it inside jax.shard_map over a mesh that has it"
+        raise invalid("axis", repr(axis), "is no axis here", remedy) from None
+
+
 def sequence_attention(
     q: jax.Array,
     k: jax.Array,
@@ -193,9 +201,30 @@ def sequence_attention(
         What `sparse_attention` returns, for the queries of this device.
 
     Raises:
-        ValueError: The plan is for another number of devices.
+        ValueError: The plan is none of a sequence, or for another number of devices,
+            or there is no such axis.
+
+    Example:
+        >>> from jax.sharding import PartitionSpec as P
+        >>> from zjax_kernels.sparse.sliding_patterns import BigBird
+        >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("sequence",))
+        >>> plan = make_sequence_plan(BigBird(2, 64).layout(512), mesh.size)
+        >>> split = P(None, "sequence")
+        >>> attend = jax.shard_map(
+        ...     lambda *given: sequence_attention(*given, axis="sequence"),
+        ...     mesh=mesh,
+        ...     in_specs=(split, split, split, P("sequence")),
+        ...     out_specs=split,
+        ...     check_vma=False,
+        ... )
+        >>> x = jnp.ones((1, 512, 2, 8))
+        >>> jax.jit(attend)(x, x, x, plan).shape
+        (1, 512, 2, 8)
     """
-    num_devices = lax.axis_size(axis)
+    if not isinstance(plan, SequencePlan):
+        problem, remedy = "is not a plan of a sequence", "give make_sequence_plan(...)"
+        raise invalid("plan", type(plan).__name__, problem, remedy)
+    num_devices = _axis_size(axis)
     mine = jax.tree.map(lambda x: x[0], plan)
     if len(plan.plan.queries.items) != 1:
         shares = len(plan.plan.queries.items) * num_devices

@@ -140,7 +140,12 @@ def test_other_dtypes_are_refused(dtype):
         ),
         (
             {"scale": "big"},
-            "scale='big' is not a number; give one like 0.125, or none",
+            "scale='big' is not a real number; give one like 0.125, or none",
+        ),
+        (
+            {"scale": np.array(1j, np.complex64)},
+            "scale=array(0.+1.j, dtype=complex64) is not a real number; give one like "
+            "0.125, or none",
         ),
         (
             {"q": (0, 64, 4, 64)},
@@ -204,6 +209,23 @@ def test_what_is_no_plan_is_refused(plan):
         sparse_attention(x, x, x, plan)
     name = type(plan).__name__
     assert str(caught.value) == f"plan={name} is not a plan; give make_plan(layout)"
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "problem"),
+    [
+        ("q", [[1.0]], "q=list is not an array"),
+        ("k", None, "k=NoneType is not an array"),
+        ("v", jnp.float32(1.0), "v.shape=() has not 4 dims"),
+    ],
+    ids=["list", "none", "number"],
+)
+def test_what_is_no_array_is_refused(name, given, problem):
+    arrays = dict.fromkeys("qkv", jnp.zeros((1, 64, 4, 8))) | {name: given}
+    with pytest.raises(ValueError) as caught:
+        sparse_attention(**arrays, plan=make_plan(LAYOUT))
+    shape = "[batch, tokens, heads, channels]"
+    assert str(caught.value) == f"{problem}; give one of shape {shape}"
 
 
 def test_a_traced_scale_is_refused():

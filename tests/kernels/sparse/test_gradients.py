@@ -51,6 +51,15 @@ def test_parts_add_up(options, masked):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
+def test_sums_that_are_no_array_are_refused():
+    q, k, v, d_out, sums = make_inputs(PART)
+    with pytest.raises(ValueError) as caught:
+        sparse_attention_gradients(q, k, v, make_plan(PART), d_out, sums, None)
+    assert str(caught.value) == (
+        "delta=NoneType is not an array; give one of shape (2, 4, 96)"
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "expected"),
     [

@@ -1,8 +1,17 @@
 """Layouts keep each distinct pattern once, and no block twice."""
 
+import functools
+
 import numpy as np
 import pytest
 
+from zjax_kernels.sparse import (
+    BigBird,
+    draw_layout,
+    make_plan,
+    make_sequence_plan,
+    plot_layout,
+)
 from zjax_kernels.sparse.layout import BlockLayout, Pattern
 
 
@@ -130,6 +139,38 @@ def test_other_shapes_are_refused(shape, num_heads, message):
     assert str(error.value) == message
 
 
+@pytest.mark.parametrize(
+    ("live", "num_heads", "message"),
+    [
+        (
+            np.ones((2, 2)),
+            -1,
+            "num_heads=-1 is not an integer >= 1; give 1 or more",
+        ),
+        (
+            np.ones((2, 2)),
+            "2",
+            "num_heads='2' is not an integer >= 1; give 1 or more",
+        ),
+        (
+            [["#", "."]],
+            1,
+            "live.dtype=<U1 is not bool; give True where a block lives",
+        ),
+        (
+            [[1.0, np.nan]],
+            1,
+            "live=nan neither lives nor is dead; give True or False",
+        ),
+    ],
+    ids=["fewer than none", "text", "marks", "nan"],
+)
+def test_what_says_no_blocks_is_refused(live, num_heads, message):
+    with pytest.raises(ValueError) as error:
+        BlockLayout.from_dense(live, block=16, num_heads=num_heads)
+    assert str(error.value) == message
+
+
 def test_other_blocks_are_refused():
     with pytest.raises(ValueError) as error:
         BlockLayout.from_dense(np.ones((1, 2, 2), bool), block=24)
@@ -160,6 +201,37 @@ def test_heads_that_make_no_layout(heads, num_columns, message):
 
 
 @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"block": 8},
+            "block=8 is not a size of blocks; use 16, 32, 64 or 128",
+        ),
+        ({"patterns": ()}, "patterns=[] is empty; give one pattern per head"),
+        ({"num_rows": 3}, "num_rows=3 is not that of the patterns; use 2"),
+        ({"num_columns": 1}, "num_columns=1 has a block in column 1; use 2 or more"),
+        (
+            {"head_patterns": (0, 5)},
+            "head_patterns=(0, 5) is not from 0 to 0 for each head; number the "
+            "patterns from 0",
+        ),
+        (
+            {"head_patterns": ()},
+            "head_patterns=() is not from 0 to 0 for each head; number the patterns "
+            "from 0",
+        ),
+    ],
+    ids=["block", "patterns", "rows", "columns", "no such pattern", "no head"],
+)
+def test_layouts_made_by_hand_are_checked(changes, message):
+    """Fails if an error comes later, from a plan."""
+    given = {"block": 16, "num_rows": 2, "num_columns": 2, "patterns": (TWO,)}
+    with pytest.raises(ValueError) as caught:
+        BlockLayout(**{**given, "head_patterns": (0,), **changes})
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
     ("rows", "columns", "message"),
     [
         ([0, 2], [0, 0], "rows=(0, 2) is not from 0 to 1; number blocks from 0"),
@@ -170,3 +242,32 @@ def test_entries_outside(rows, columns, message):
     with pytest.raises(ValueError) as caught:
         Pattern.from_entries(np.array(rows), np.array(columns), 2, 2)
     assert str(caught.value) == message
+
+
+NO_LAYOUTS = {
+    "a rule": BigBird(4),
+    "an array": np.ones((2, 2), bool),
+    "none": None,
+    "a plan": make_plan(BlockLayout.from_dense(np.eye(2), block=64, num_heads=2)),
+}
+
+
+@pytest.mark.parametrize("given", NO_LAYOUTS.values(), ids=NO_LAYOUTS)
+@pytest.mark.parametrize(
+    "use",
+    [
+        make_plan,
+        functools.partial(make_sequence_plan, num_devices=2),
+        draw_layout,
+        plot_layout,
+    ],
+    ids=["make_plan", "make_sequence_plan", "draw_layout", "plot_layout"],
+)
+def test_what_is_no_layout_is_refused(use, given):
+    with pytest.raises(ValueError) as caught:
+        use(given)
+    name = type(given).__name__
+    assert str(caught.value) == (
+        f"layout={name} is not a layout; give rule.layout(seq_len), or "
+        "BlockLayout.from_dense(live, ...)"
+    )

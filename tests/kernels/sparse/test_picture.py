@@ -131,7 +131,7 @@ def test_no_state_of_pyplot_is_touched(monkeypatch):
 
 
 @pytest.mark.parametrize("draw", [draw_layout, plot_layout])
-@pytest.mark.parametrize("head", [-1, 2])
+@pytest.mark.parametrize("head", [-1, 2, 1.5])
 def test_other_heads_are_refused(draw, head):
     with pytest.raises(ValueError) as error:
         draw(Dense(2).layout(64), head=head)

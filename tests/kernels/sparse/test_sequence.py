@@ -13,6 +13,7 @@ from zjax_kernels.sparse import (
     BigBird,
     BlockLayout,
     LocalSlidingWindow,
+    make_plan,
     make_sequence_plan,
     sequence_attention,
 )
@@ -90,6 +91,32 @@ def test_one_global_block_is_one_block():
     live[:, 0] = True
     layout = BlockLayout.from_dense(live, block=64, num_heads=1)
     assert make_sequence_plan(layout, 8).num_blocks_sent == 7
+
+
+@pytest.mark.parametrize("number", ["2", 1.0, 0])
+def test_numbers_of_devices_that_are_none(number):
+    with pytest.raises(ValueError) as caught:
+        make_sequence_plan(LocalSlidingWindow(4, block=64).layout(1024), number)
+    assert str(caught.value) == (
+        f"num_devices={number!r} is not an integer >= 1; give 1 or more"
+    )
+
+
+def test_attention_outside_of_a_mesh_and_other_plans():
+    """Fails if the error does not name the argument."""
+    layout = LocalSlidingWindow(4, block=64).layout(1024)
+    x = jnp.zeros((1, 1024, 4, 16))
+    with pytest.raises(ValueError) as caught:
+        sequence_attention(x, x, x, make_sequence_plan(layout, 1), axis=AXIS)
+    assert str(caught.value) == (
+        "axis='sequence' is no axis here; call it inside jax.shard_map over a mesh "
+        "that has it"
+    )
+    with pytest.raises(ValueError) as caught:
+        sequence_attention(x, x, x, make_plan(layout), axis=AXIS)
+    assert str(caught.value) == (
+        "plan=Plan is not a plan of a sequence; give make_sequence_plan(...)"
+    )
 
 
 def test_refusals():
