@@ -63,7 +63,7 @@ def test_each_sequence_has_its_own_blocks():
     expected, dense_vjp = jax.vjp(lambda *x: attend(*x, mask)[0], *inputs)
     pairs = zip((found, *vjp(d_out)), (expected, *dense_vjp(d_out)), strict=True)
     for x, y in pairs:
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-5)
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
 def test_repeats_and_what_is_no_block_count_for_nothing():

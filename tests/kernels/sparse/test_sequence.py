@@ -61,7 +61,7 @@ def test_parts_are_the_whole(rule):
     expected, dense_vjp = jax.vjp(lambda *x: attend(*x, mask)[0], *inputs)
     pairs = zip((found, *vjp(d_out)), (expected, *dense_vjp(d_out)), strict=True)
     for x, y in pairs:
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-5)
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
 def test_a_window_costs_its_edges():
