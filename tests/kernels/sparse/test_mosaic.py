@@ -15,6 +15,9 @@ from zjax_kernels.sparse import (
     BigBird,
     BlockLayout,
     make_plan,
+    make_selected_plan,
+    make_sequence_plan,
+    sequence_attention,
     sparse_attention,
     tuning,
 )
@@ -30,19 +33,25 @@ from zjax_kernels.sparse.reference import Options
 SLOW = pytest.mark.slow
 CASES = [
     pytest.param(
-        {"block": 128, "tokens": 640, "causal": True, "dense": True},
-        id="128-causal",
+        {
+            "block": 128,
+            "tokens": 640,
+            "num_kv_heads": 2,
+            "causal": True,
+            "dense": True,
+        },
+        id="128-no-groups-causal",
     ),
     pytest.param(
         {
             "block": 16,
-            "heads": 4,
-            "num_kv_heads": 2,
+            "tokens": 192,
+            "heads": 8,
             "causal": True,
             "segments": True,
             "mask": True,
         },
-        id="16-groups-all-masks",
+        id="16-groups-of-eight-all-masks",
     ),
     pytest.param({"block": 128, "tokens": 512, "split": True}, id="128-split"),
     pytest.param(
@@ -180,14 +189,21 @@ def test_every_variant_lowers_for_cuda(block, head_size, masks):
     """Fails if a kernel asks for what Mosaic cannot do: copies, layouts, products."""
     everything = masks == "all"
     tokens = 4096 if block == 128 else 512
-    live = random_live((4, tokens // block, tokens // block))
+    num_heads, num_kv_heads = (8, 1) if everything else (4, 4)
+    live = random_live((num_heads, tokens // block, tokens // block))
     layout = BlockLayout.from_dense(live, block=block, causal=everything)
-    plan = make_plan(layout, num_kv_heads=2, head_size=head_size, segments=everything)
+    plan = make_plan(
+        layout,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        segments=everything,
+        mask=(lambda query, key: query - key < 100) if everything else None,
+    )
     dtype = jnp.float16 if everything else jnp.bfloat16
     options = Options(0.1, 2.0 if everything else 0.0)
-    q = jax.ShapeDtypeStruct((2, tokens, 4, head_size), dtype)
-    k = jax.ShapeDtypeStruct((2, tokens, 2, head_size), dtype)
-    sums = jax.ShapeDtypeStruct((2, 4, tokens), jnp.float32)
+    q = jax.ShapeDtypeStruct((2, tokens, num_heads, head_size), dtype)
+    k = jax.ShapeDtypeStruct((2, tokens, num_kv_heads, head_size), dtype)
+    sums = jax.ShapeDtypeStruct((2, num_heads, tokens), jnp.float32)
     numbers = jax.ShapeDtypeStruct((2, tokens), jnp.int32)
     segments = (numbers, numbers) if everything else None
     args = q, k, k, q, sums, sums, segments
@@ -201,16 +217,21 @@ def test_every_variant_lowers_for_cuda(block, head_size, masks):
         assert "mosaic_gpu" in text
 
 
-def test_lowering_by_warpgroups_is_a_choice():
+@pytest.mark.parametrize(
+    ("kernel", "side"),
+    [(forward, "queries"), (backward_queries, "queries"), (backward_keys, "keys")],
+    ids=["forward", "dq", "dk and dv"],
+)
+def test_lowering_by_warpgroups_is_a_choice(kernel, side):
     layout = BlockLayout.from_dense(random_live((8, 8)), block=64, num_heads=2)
-    plan = make_plan(layout)
     x = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
+    sums = jax.ShapeDtypeStruct((1, 2, 512), jnp.float32)
+    gradients = () if kernel is forward else (x, sums, sums)
+    arrays = x, x, x, *gradients, None, getattr(make_plan(layout), side)
     how = tuning.Tuning(warpgroup=True)
-    run = jax.jit(
-        lambda x, plan: forward(x, x, x, None, plan, Options(1.0), tuning=how)
-    )
-    traced = run.trace(x, plan.queries)
-    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    run = jax.jit(lambda arrays: kernel(*arrays, Options(1.0), tuning=how))
+    text = run.trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
 
 
 @pytest.fixture
@@ -225,6 +246,39 @@ def kernels_of(function, *arrays):
     return text.count("custom_call @mosaic_gpu")
 
 
+def total(function):
+    return lambda *x: function(*x).astype(jnp.float32).sum()
+
+
+def test_selected_blocks_lower_for_cuda(on_hopper):
+    """Fails if the kernels ask for what a plan made on the device has not."""
+    q = jax.ShapeDtypeStruct((2, 1, 256, 4, 64), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((2, 1, 256, 2, 64), jnp.bfloat16)
+    chosen = jax.ShapeDtypeStruct((2, 4, 2, 1), jnp.int32)
+
+    def attend(q, k, v, chosen):
+        return sparse_attention(q, k, v, make_selected_plan(chosen, num_kv_heads=2))
+
+    assert kernels_of(total(jax.vmap(attend)), q, k, k, chosen) == 3
+
+
+def test_sequences_over_devices_lower_for_cuda(on_hopper):
+    """Fails if the kernels cannot run what each device has gathered."""
+    layout = BigBird(2, block=64).layout(512)
+    plan = jax.tree.map(jnp.asarray, make_sequence_plan(layout, 2))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("sequence",))
+    split = jax.sharding.PartitionSpec(None, "sequence")
+    spread = jax.shard_map(
+        functools.partial(sequence_attention, axis="sequence"),
+        mesh=mesh,
+        in_specs=(split, split, split, jax.sharding.PartitionSpec("sequence")),
+        out_specs=split,
+        check_vma=False,
+    )
+    x = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
+    assert kernels_of(total(spread), x, x, x, plan) == 3
+
+
 def test_kernels_run_in_any_program(on_hopper):
     """Fails if a transformation cannot hold the kernels, or repeats them unasked."""
     layout = BigBird(4, block=64, attention="unidirectional").layout(256)
@@ -234,9 +288,6 @@ def test_kernels_run_in_any_program(on_hopper):
 
     def attend(q, k, v):
         return sparse_attention(q, k, v, plan)
-
-    def total(function):
-        return lambda *x: function(*x).astype(jnp.float32).sum()
 
     def loop(q, k, v):
         return jax.lax.scan(lambda q, _: (attend(q, k, v), None), q, length=3)[0]
