@@ -29,6 +29,7 @@ from zjax.offload.whole import Whole
 from zjax.optim.dataflow import Name
 from zjax.sharding.placement import Row
 from zjax.sharding.plan import DEVICE, Plan, gradient_at_rest
+from zjax.storage.array import DiskArray
 from zjax.storage.move import rest, room_to_pass
 from zjax.train.cut import check_no_model_state
 from zjax.train.master import whole_rows
@@ -50,7 +51,7 @@ class Pending:
         numbers: What updates read besides the arrays of their group.
     """
 
-    grads: list[list[jax.Array]]
+    grads: list[list[jax.Array | DiskArray]]
     numbers: list[jax.Array]
 
 
