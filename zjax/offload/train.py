@@ -51,7 +51,7 @@ class Pending:
         numbers: What updates read besides the arrays of their group.
     """
 
-    grads: list[list[jax.Array | DiskArray]]
+    grads: Sequence[Sequence[jax.Array | DiskArray]]
     numbers: list[jax.Array]
 
 
