@@ -10,9 +10,8 @@ extended over the ZeRO axes:
       2             split                  split               whole
       3             split                  split               split
 
-The optimizer takes gradients as it holds its state. Parameters of blocks that rest
-outside of the devices do so split from stage 1 on: each device brings its share up, and
-the block is put together on the devices.
+The optimizer takes gradients as it holds its state. Blocks that rest elsewhere do so
+split from stage 1 on, and are put together on the devices.
 
 Master weights and optimizer state may rest in the memory of the host or on disks. Their
 layers are then stored one by one, to be moved one by one, and the parameters in use
