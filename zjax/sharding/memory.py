@@ -90,6 +90,19 @@ def tree_bytes(rows: Any) -> int:
     return sum(row.device_bytes for row in jax.tree.leaves(rows))
 
 
+def bytes_in(where: str, rows: Any) -> int:
+    """Bytes that a tree of arrays takes in one memory for one device.
+
+    Args:
+        where: `device`, `pinned_host` or `nvme`.
+        rows: A tree of `Row`.
+
+    Returns:
+        The sum over those that rest there.
+    """
+    return tree_bytes([row for row in jax.tree.leaves(rows) if row.memory == where])
+
+
 def plan_bytes(plan: Plan) -> StageBytes:
     """Model state per device as the plan places it.
 
@@ -147,8 +160,7 @@ def resting_bytes(plan: Plan, memory: str) -> int:
         kept.
     """
     kept = (plan.master, plan.opt_state, plan.ema)
-    rows = jax.tree.leaves((kept, plan.compute if plan.is_offloaded else ()))
-    return _bytes_in(memory, rows)
+    return bytes_in(memory, (kept, plan.compute if plan.is_offloaded else ()))
 
 
 def waiting_rows(plan: Plan, num_microbatches: int) -> Any:
@@ -192,7 +204,7 @@ def waiting_on_host_bytes(plan: Plan, config: Config, num_shares: int) -> int:
         0 where gradients wait on the devices.
     """
     number = resolve_batch(config, num_shares).num_microbatches
-    return _bytes_in(HOST, waiting_at_rest(plan, config, number))
+    return bytes_in(HOST, waiting_at_rest(plan, config, number))
 
 
 def waiting_at_rest(plan: Plan, config: Config, num_microbatches: int) -> list[Row]:
@@ -210,10 +222,6 @@ def waiting_at_rest(plan: Plan, config: Config, num_microbatches: int) -> list[R
     return [gradient_at_rest(row, config) for row in rows]
 
 
-def _bytes_in(where: str, rows: list[Row]) -> int:
-    return tree_bytes([row for row in rows if row.memory == where])
-
-
 def step_state_bytes(plan: Plan, config: Config, num_microbatches: int) -> int | float:
     """Model state on a device while gradients of a step are there.
 
@@ -228,7 +236,7 @@ def step_state_bytes(plan: Plan, config: Config, num_microbatches: int) -> int |
     """
     if plan.is_offloaded:
         waiting = waiting_at_rest(plan, config, num_microbatches)
-        return resting_bytes(plan, DEVICE) + _bytes_in(DEVICE, waiting)
+        return resting_bytes(plan, DEVICE) + bytes_in(DEVICE, waiting)
     state = plan_bytes(plan)
     grads = plan.grad_sum if num_microbatches > 1 else plan.grads
     return state.parameters + state.optimizer + tree_bytes(grads)

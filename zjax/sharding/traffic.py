@@ -3,9 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
-
-import jax
 
 from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config
@@ -63,9 +60,9 @@ def _at_rest(plan: Plan, config: Config) -> Iterator[Traffic]:
     passes = 2 * _num_microbatches(plan, config)
     is_late = updates_wait(config) and config.zero.delay_updates_from < 0
     for where in (HOST, NVME):
-        state = _bytes_in(where, (plan.master, plan.opt_state))
+        state = memory.bytes_in(where, (plan.master, plan.opt_state))
         yield Traffic("state", where, state, state, state)
-        params = _bytes_in(where, plan.compute)
+        params = memory.bytes_in(where, plan.compute)
         # Halves of master weights that wait come up once more, for their update.
         times = passes + (is_late and plan.in_halves)
         yield Traffic("parameters in use", where, params, times * params, params)
@@ -81,7 +78,3 @@ def _gradients(plan: Plan, config: Config) -> Traffic:
 
 def _num_microbatches(plan: Plan, config: Config) -> int:
     return resolve_batch(config, plan.num_batch_shares).num_microbatches
-
-
-def _bytes_in(where: str, rows: Any) -> int:
-    return memory.tree_bytes([r for r in jax.tree.leaves(rows) if r.memory == where])
