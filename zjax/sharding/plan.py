@@ -166,17 +166,16 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
     state_memory = HOST if asked == AUTO else asked
 
     def at_rest(rows: Any, memory: str = state_memory) -> Any:
-        return jax.tree.map(lambda row: _at_rest(row, memory, config), rows)
+        return jax.tree.map(lambda row: _at_rest(row, row, memory, config), rows)
 
     def blocks_at_rest(rows: Any) -> Any:
-        split_blocks = params_rows(kept, dtypes.compute_dtype)
-        resting = at_rest(split_blocks, config.zero.parameter_memory)
+        where = config.zero.parameter_memory
         return jax.tree_util.tree_map_with_path(
             lambda keys, row, other: (
-                row if layer_of(keys) is None or other.memory == DEVICE else other
+                row if layer_of(keys) is None else _at_rest(row, other, where, config)
             ),
             rows,
-            resting,
+            params_rows(kept, dtypes.compute_dtype),
         )
 
     def owned_at_rest(rows: Any) -> Any:
@@ -301,12 +300,13 @@ def gradient_at_rest(row: Row, config: Config) -> Row:
         Its place while it waits; small ones never go to disks.
     """
     where = config.zero.gradient_memory
-    return _at_rest(row, where, config) if where == NVME else row.rest_in(where)
+    return _at_rest(row, row, where, config) if where == NVME else row.rest_in(where)
 
 
-def _at_rest(row: Row, memory: str, config: Config) -> Row:
+def _at_rest(row: Row, other: Row, memory: str, config: Config) -> Row:
+    """The other place, in a memory, of what would take much of a device in its own."""
     is_moved = memory != DEVICE and row.device_bytes >= MIN_MOVED_BYTES
-    return row.rest_at(memory, config.zero.nvme_paths) if is_moved else row
+    return other.rest_at(memory, config.zero.nvme_paths) if is_moved else row
 
 
 def _in_halves(row: Row, in_use: Row) -> Row:
