@@ -357,7 +357,7 @@ def test_a_run_for_which_there_is_no_room_leaves_nothing(tmp_path):
 def test_disks_that_cannot_hold_the_state(tmp_path, monkeypatch):
     monkeypatch.setattr(zjax.storage.scratch, "free_bytes", lambda paths: 1000)
     with pytest.raises(
-        StorageError, match=r"have 0.0 GB free for 0.0 GB of files; make room"
+        StorageError, match=r"have 1\.00 kB free for 4\.17 MB of files; make room"
     ):
         start(on_disk(tmp_path))
 
