@@ -12,6 +12,7 @@ import pytest
 
 import zjax
 from tests.support import small_run
+from tests.support.cases import some_by_hand
 from tests.support.offload import (
     GPT,
     LLAMA,
@@ -106,13 +107,11 @@ CASES = {
 }
 
 
-LONG = {"one gradient", "gradients on the host"}
+BY_HAND = {"one gradient", "gradients on the host"}
+"""What other cases hold among more."""
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(x, marks=[pytest.mark.slow] if x in LONG else []) for x in CASES],
-)
+@pytest.mark.parametrize("case", some_by_hand(CASES, BY_HAND))
 def test_gradients_are_applied_one_step_late(case):
     config = delayed(**CASES[case])
     state, _ = train(start(config), NUM_STEPS)

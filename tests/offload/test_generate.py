@@ -71,8 +71,8 @@ def assert_same_text(run, state, tokens, **settings):
     ("num_devices", "stage", "form"),
     [
         (1, 1, "GPT"),
-        (8, 3, "LLAMA"),
         (8, 3, "tiles"),
+        pytest.param(8, 3, "LLAMA", marks=pytest.mark.slow),
         pytest.param(8, 1, "GPT", marks=pytest.mark.slow),
         pytest.param(8, 3, "tiles without biases", marks=pytest.mark.slow),
     ],

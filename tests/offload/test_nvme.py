@@ -18,6 +18,7 @@ import pytest
 import zjax
 from tests.offload.test_train import assert_same_run
 from tests.support import small_run
+from tests.support.cases import some_by_hand
 from tests.support.disks import block_bytes
 from tests.support.offload import (
     GPT,
@@ -66,14 +67,11 @@ CASES = {
 }
 
 
-BY_HAND = {"optimizer", "parameters too"}
+BY_HAND = {"optimizer", "optimizer, whole on every device", "parameters too"}
 """What other cases hold among more."""
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(x, marks=[pytest.mark.slow] * (x in BY_HAND)) for x in CASES],
-)
+@pytest.mark.parametrize("case", some_by_hand(CASES, BY_HAND))
 def test_trajectory_is_that_of_a_run_on_the_devices(tmp_path, case):
     config = on_disk(tmp_path, **CASES[case])
     assert_same_run(start(config, devices=jax.devices()[:2]))

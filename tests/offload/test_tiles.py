@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.support.cases import some_by_hand
 from tests.support.offload import (
     GPT,
     LLAMA,
@@ -79,13 +80,10 @@ def assert_same_run(config, directory, *, devices=None, memory="pinned_host"):
     return state
 
 
-SHORT = {"stage 3, gated, two microbatches", "stage 3, dropout"}
+BY_HAND = CASES.keys() - {"stage 3, gated, two microbatches", "stage 3, dropout"}
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(x, marks=[] if x in SHORT else [pytest.mark.slow]) for x in CASES],
-)
+@pytest.mark.parametrize("case", some_by_hand(CASES, BY_HAND))
 def test_tiles_add_up_to_the_layer(tmp_path, case):
     """Fails if a tile is left out of the stream, of its cotangent, or of dropout."""
     state = assert_same_run(make_config("pinned_host", **CASES[case]), tmp_path)

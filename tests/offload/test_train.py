@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import zjax
+from tests.support.cases import some_by_hand
 from tests.support.offload import (
     BERT,
     GPT,
@@ -112,7 +113,10 @@ CASES = {
 
 BY_HAND = {
     "averaged weights",
+    "encoder",
     "gradients on the host",
+    "muon",
+    "no clipping, under the backward pass",
     "parameters on the host",
     "stage 1, two microbatches",
     "stage 2",
@@ -121,10 +125,7 @@ BY_HAND = {
 """What other cases hold among more."""
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(x, marks=[pytest.mark.slow] * (x in BY_HAND)) for x in CASES],
-)
+@pytest.mark.parametrize("case", some_by_hand(CASES, BY_HAND))
 def test_trajectory_is_that_of_a_run_without_offload(case):
     assert_same_run(start(make_config("pinned_host", **CASES[case])))
 

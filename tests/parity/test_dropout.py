@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support import pipelines
+from tests.support.cases import some_by_hand
 from zjax.initialize import make_run
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
@@ -34,13 +35,11 @@ CASES = {
 }
 
 
-SLOW = {"interleaved"}
+BY_HAND = {"1f1b", "interleaved"}
+"""What other cases hold among more."""
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES],
-)
+@pytest.mark.parametrize("name", some_by_hand(CASES, BY_HAND))
 def test_training_equals_one_device(name):
     """Fails if a token draws by its device, its stage, or the order of the passes."""
     case = {"dropout_rate": RATE} | CASES[name]

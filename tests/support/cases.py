@@ -1,0 +1,15 @@
+"""Cases of which some run by hand alone."""
+
+from collections.abc import Collection, Iterable
+
+import pytest
+
+
+def some_by_hand(names: Iterable[str], by_hand: Collection[str]):
+    """Parameters of a test: those by hand are slow, and others hold what they hold."""
+    unknown = set(by_hand) - set(names)
+    assert not unknown, unknown
+    return [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in by_hand))
+        for name in names
+    ]
