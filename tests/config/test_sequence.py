@@ -29,11 +29,28 @@ CASES = [
         id="heads-of-ulysses",
     ),
     case(
-        "mesh.sequence=8;model.attention=sparse",
-        "model.attention='sparse' needs whole sequences and cannot split "
-        "model.num_heads=12 over mesh.tensor * mesh.sequence=8; use 'auto', or a "
-        "multiple of 8 heads",
+        "mesh.sequence=8;model.attention=sparse;model.sequence_attention=ulysses",
+        "model.sequence_attention='ulysses' cannot split model.num_heads=12 over "
+        "mesh.tensor * mesh.sequence=8; use 'halo', or a multiple of 8 heads",
         id="heads-of-sparse",
+    ),
+    case(
+        "mesh.sequence=8;model.attention=sparse;data.length=960",
+        "data.length=960 is not a multiple of 1024, 128 tokens for each of "
+        "mesh.sequence=8, as sparse attention by halos needs; use 1024",
+        id="length-of-halos",
+    ),
+    case(
+        "mesh.sequence=4;model.sequence_attention=halo",
+        "model.sequence_attention='halo' needs a pattern, which "
+        "model.attention='auto' has not; use 'ring', or model.attention='sparse'",
+        id="halo-of-dense",
+    ),
+    case(
+        "mesh.sequence=4;model.attention=cudnn;model.sequence_attention=ring",
+        "model.sequence_attention='ring' never has the whole sequences of "
+        "model.attention='cudnn'; use 'ulysses', or model.attention='auto'",
+        id="ring-of-cudnn",
     ),
     case(
         "mesh.sequence=-1;mesh.data=1;model.attention=cudnn",
@@ -45,7 +62,7 @@ CASES = [
     case(
         "mesh.sequence=4;model.attention=sparse;model.sequence_attention=ring",
         "model.sequence_attention='ring' never has the whole sequences of "
-        "model.attention='sparse'; use 'ulysses', or model.attention='auto'",
+        "model.attention='sparse'; use 'halo' or 'ulysses', or model.attention='auto'",
         id="ring-of-sparse",
     ),
     case(
@@ -69,6 +86,8 @@ def test_what_cannot_be_split_is_refused(overrides, num_devices, message):
         ["mesh.sequence=8"],
         ["mesh.sequence=8", "model.sequence_attention=ring"],
         ["mesh.sequence=4", "model.attention=sparse"],
+        ["mesh.sequence=8", "model.attention=sparse"],
+        ["mesh.sequence=4", "model.attention=sparse", "model.sequence_attention=halo"],
         ["mesh.sequence=-1", "mesh.data=2", "model.kind=encoder"],
     ],
     ids=" ".join,

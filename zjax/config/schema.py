@@ -238,10 +238,11 @@ class Model:
     attention: Literal["auto", "cudnn", "xla", "sparse"] = "auto"
     """Attention kernel; `auto` says which one it took, a named one runs or fails;
     `sparse` visits the blocks of `sparsity` alone."""
-    sequence_attention: Literal["auto", "ulysses", "ring"] = "auto"
+    sequence_attention: Literal["auto", "ulysses", "ring", "halo"] = "auto"
     """How attention crosses the devices of `mesh.sequence`: `ulysses` trades tokens for
-    heads (arXiv:2309.14509), `ring` passes keys round (arXiv:2310.01889); `auto` trades
-    where heads divide, and says which one it took."""
+    heads (arXiv:2309.14509), `ring` passes keys round (arXiv:2310.01889), `halo` sends
+    the blocks that sparse attention sees elsewhere; `auto` trades where heads divide,
+    and says which one it took."""
     layers_per_scan: int = 0
     """0 unrolls the layers; k scans over blocks of k layers (compiles faster), as
     `deterministic` does with 1."""

@@ -1,33 +1,39 @@
 """How attention crosses the devices of the sequence axis, and whether it can."""
 
+import math
 from collections.abc import Iterator
+from typing import Literal
 
 from zjax.config import axes, schema
 from zjax.errors import Problem
 
-_WHOLE = ("cudnn", "sparse")
-"""Kernels that need whole sequences, which ring attention never has."""
+Way = Literal["ulysses", "ring", "halo"]
+TILE = 128
+"""Tokens that the kernels of sparse attention compute together, on one device."""
 
 
-def takes_ring(model: schema.Model, *, sequence: int, tensor: int) -> bool:
-    """Whether keys go round, or else heads are split for attention.
+def way_across(model: schema.Model, *, sequence: int, tensor: int) -> Way:
+    """What the devices of a sequence send each other for attention.
 
     Args:
-        model: Read for `sequence_attention` and its heads.
+        model: Read for `sequence_attention`, `attention` and its heads.
         sequence: Devices along the sequence.
         tensor: Devices along the heads.
 
     Returns:
-        True for ring attention, False for Ulysses.
+        `ulysses`, which splits heads in place of tokens; `ring`, in which all keys go
+        round; or `halo`, in which blocks of keys go where they are seen.
 
     Example:
         >>> model = schema.Model(num_heads=12)
-        >>> [takes_ring(model, sequence=size, tensor=1) for size in (4, 8)]
-        [False, True]
+        >>> [way_across(model, sequence=size, tensor=1) for size in (4, 8)]
+        ['ulysses', 'ring']
     """
     if model.sequence_attention != "auto":
-        return model.sequence_attention == "ring"
-    return model.num_heads % (sequence * tensor) != 0
+        return model.sequence_attention
+    if model.num_heads % (sequence * tensor) == 0:
+        return "ulysses"
+    return "halo" if model.attention == "sparse" else "ring"
 
 
 def way_problems(
@@ -53,12 +59,19 @@ mesh.tensor * mesh.sequence=8; use 'ring', or a multiple of 8 heads
     asked, kernel = model.sequence_attention, model.attention
     split = f"split model.num_heads={heads} over mesh.tensor * mesh.sequence={shares}"
     field, more = "model.sequence_attention", f"a multiple of {shares} heads"
-    if asked == "ring" and kernel in _WHOLE:
+    parts = "halo" if kernel == "sparse" else "ring"
+    if asked == "ring" and kernel in ("cudnn", "sparse"):
         problem = f"never has the whole sequences of model.attention={kernel!r}"
-        yield Problem(field, asked, problem, "use 'ulysses', or model.attention='auto'")
+        other = "'halo' or 'ulysses'" if kernel == "sparse" else "'ulysses'"
+        remedy = f"use {other}, or model.attention='auto'"
+        yield Problem(field, asked, problem, remedy)
+    elif asked == "halo" and kernel != "sparse":
+        problem = f"needs a pattern, which model.attention={kernel!r} has not"
+        remedy = "use 'ring', or model.attention='sparse'"
+        yield Problem(field, asked, problem, remedy)
     elif heads % shares and asked == "ulysses":
-        yield Problem(field, asked, f"cannot {split}", f"use 'ring', or {more}")
-    elif heads % shares and kernel in _WHOLE:
+        yield Problem(field, asked, f"cannot {split}", f"use {parts!r}, or {more}")
+    elif heads % shares and kernel == "cudnn":
         problem = f"needs whole sequences and cannot {split}"
         yield Problem("model.attention", kernel, problem, f"use 'auto', or {more}")
 
@@ -85,10 +98,16 @@ def length_problems(
 attention needs; use 8 or 16
     """
     unit, why = sequence, f"of mesh.sequence={sequence}"
-    if model.kind == "decoder" and takes_ring(model, sequence=sequence, tensor=tensor):
+    way = way_across(model, sequence=sequence, tensor=tensor)
+    if way == "ring" and model.kind == "decoder":
         unit = 2 * sequence
         why = f"of {unit}, twice mesh.sequence={sequence}, as causal ring attention "
         why += "needs"
+    elif way == "halo":
+        tokens = math.lcm(TILE, model.sparsity.block)
+        unit = tokens * sequence
+        why = f"of {unit}, {tokens} tokens for each of mesh.sequence={sequence}, as "
+        why += "sparse attention by halos needs"
     below = length // unit * unit
     if below != length:
         around = f"{below} or {below + unit}" if below else f"{unit}"

@@ -150,13 +150,12 @@ class Block(nnx.Module):
 
         return attend
 
-    def _average_whole(self, q, k, v, segment_ids, lengths):
+    def _average_whole(self, q, k, v, segment_ids, lengths, *, spread=False):
         q, k, v = (remat.mark(x, remat.PROJECTIONS) for x in (q, k, v))
         if self.sparse is not None:
             mask = None if lengths is None else _before(lengths, k.shape[1])
-            return sparse.sparse_attention(
-                q, k, v, self.sparse, segment_ids=segment_ids, key_mask=mask
-            )
+            masks = {"segment_ids": segment_ids, "key_mask": mask}
+            return sparse.sparse_attention(q, k, v, self.sparse, spread=spread, **masks)
         return attention.dot_product_attention(
             q,
             k,

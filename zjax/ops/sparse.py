@@ -21,7 +21,7 @@ import zjax_kernels
 from zjax.config import schema
 from zjax.errors import ConfigError, Problem
 from zjax.sharding import mesh as meshes
-from zjax.sharding.activations import head_axes, row_axes
+from zjax.sharding.activations import head_axes, open_size, row_axes
 from zjax_kernels import BlockLayout, Pattern, SparsityConfig
 from zjax_kernels.sparse import api
 from zjax_kernels.sparse.arguments import below
@@ -118,6 +118,7 @@ def sparse_attention(
     segment_ids: Int[Array, "B L"] | None = None,
     key_mask: Bool[Array, "B L"] | None = None,
     mask: Bool[np.ndarray, "L L"] | None = None,
+    spread: bool = False,
 ) -> Float[Array, "B L H D"]:
     """Averages the values by softmax(q k / sqrt(D)) over the keys in live blocks.
 
@@ -133,6 +134,9 @@ def sparse_attention(
         key_mask: False for keys that none sees, such as padding.
         mask: False where a query does not see a key, besides the pattern; a plan is
             kept for what it holds.
+        spread: Whether tokens stay on the devices of the sequence axis, which then send
+            each other the blocks that others see; not with a mask. Each has a multiple
+            of 128 tokens.
 
     Returns:
         One average per query and head, 0 where a query sees no key.
@@ -146,6 +150,9 @@ def sparse_attention(
         >>> sparse_attention(x, x, x, sparse).shape
         (1, 100, 2, 8)
     """
+    if spread and mask is not None:
+        problem, remedy = "cannot be used with spread=True", "use spread=False"
+        raise ConfigError(Problem("mask", mask.shape, problem, remedy))
     length, block = q.shape[1], sparse.block
     num_blocks = -(-length // block)
     layout = _layout(sparse)
@@ -160,6 +167,7 @@ def sparse_attention(
     plan = _plan(
         sparse,
         num_blocks,
+        num_devices=open_size(meshes.SEQUENCE) if spread else 0,
         num_kv_heads=k.shape[2],
         head_size=q.shape[3],
         segments=masks != (None, None),
@@ -255,18 +263,15 @@ def _plan(
     sparse: Sparse,
     num_blocks: int,
     *,
-    num_kv_heads: int,
-    head_size: int,
-    segments: bool,
-    mask: Bits | None = None,
-) -> zjax_kernels.Plan:
-    return zjax_kernels.make_plan(
-        _first_blocks(_layout(sparse), num_blocks),
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
-        segments=segments,
-        mask=None if mask is None else mask.array(),
-    )
+    num_devices: int,
+    mask: Bits | None,
+    **sizes: int,
+) -> zjax_kernels.Plan | zjax_kernels.SequencePlan:
+    layout = _first_blocks(_layout(sparse), num_blocks)
+    if num_devices:
+        return zjax_kernels.make_sequence_plan(layout, num_devices, **sizes)
+    mask = None if mask is None else mask.array()
+    return zjax_kernels.make_plan(layout, mask=mask, **sizes)
 
 
 def _first_blocks(layout: BlockLayout, num_blocks: int) -> BlockLayout:
@@ -289,24 +294,33 @@ def _lengthen(x, missing):
 
 
 def _over_devices(q, k, v, masks, plan):
-    """Kernels have no rule of partition: each device is given its rows and heads."""
+    """Kernels have no rule of partition: each device is given its share of all."""
+    tokens = (meshes.SEQUENCE,) if isinstance(plan, zjax_kernels.SequencePlan) else ()
+    run: Any = api.sparse_attention
+    if tokens:
+        run = functools.partial(zjax_kernels.sequence_attention, axis=meshes.SEQUENCE)
 
     def attend(q, k, v, masks, plan) -> Any:
         segment_ids, key_mask = masks
         both = None if segment_ids is None else (segment_ids, segment_ids)
-        return api.sparse_attention(q, k, v, plan, segment_ids=both, key_mask=key_mask)
+        return run(q, k, v, plan, segment_ids=both, key_mask=key_mask)
 
     mesh = jax.sharding.get_abstract_mesh()
     if meshes.num_shares(mesh, mesh.auto_axes) == 1:
         return attend(q, k, v, masks, plan)
-    rows, heads = row_axes(q.shape[0]), head_axes(k.shape[2])
-    of_plan = jax.tree_util.tree_map_with_path(
-        lambda path, _: P(heads) if path[-1].name == "head_patterns" else P(), plan
-    )
-    of_heads = P(rows, None, heads)
+    rows = row_axes(q.shape[0])
+    heads = tuple(axis for axis in head_axes(k.shape[2]) if axis not in tokens)
+    devices = (tokens,) if tokens else ()
+
+    def place(path, _):
+        is_of_heads = getattr(path[-1], "name", "") == "head_patterns"
+        return P(*devices, heads) if is_of_heads else P(*devices)
+
+    of_plan = jax.tree_util.tree_map_with_path(place, plan)
+    of_heads = P(rows, tokens, heads)
     return jax.shard_map(
         attend,
-        in_specs=(of_heads, of_heads, of_heads, P(rows), of_plan),
+        in_specs=(of_heads, of_heads, of_heads, P(rows, tokens), of_plan),
         out_specs=of_heads,
         axis_names=set(mesh.auto_axes),
         check_vma=False,

@@ -1,7 +1,7 @@
 """Attention over sequences that the devices of the sequence axis hold in parts.
 
 Everything but attention works on each token alone, so that activations stay where the
-batch has them. Attention goes one of two ways, which is said once in the log.
+batch has them. Attention goes one of three ways, which is said once in the log.
 """
 
 import functools
@@ -14,7 +14,7 @@ from absl import logging
 from jaxtyping import Array, Float, Int, Shaped
 
 from zjax.config import schema
-from zjax.config.sequence import length_problems, takes_ring, way_problems
+from zjax.config.sequence import length_problems, way_across, way_problems
 from zjax.errors import ConfigError
 from zjax.parallel import remat
 from zjax.parallel.ring import ring_attention, zigzag
@@ -37,7 +37,8 @@ def sequence_attention(
     """Attention in the way that `config.sequence_attention` and the mesh say.
 
     Args:
-        attend: `attend(q, k, v, segment_ids, lengths)`, over whole sequences.
+        attend: `attend(q, k, v, segment_ids, lengths)`, over whole sequences; with
+            `spread=True` over tokens that stay where they are, if it is sparse.
         q: Queries, their tokens as `arrange` has put them.
         k: Keys.
         v: Values.
@@ -60,14 +61,16 @@ def sequence_attention(
     if not is_split():
         return attend(q, k, v, segment_ids, lengths)
     _check(config, q.shape[1])
-    if not _is_ring(config):
-        _say("ulysses", f"{config.num_heads} heads")
+    way = way_across(config, **_sizes())
+    _say(way, f"{config.num_heads} heads")
+    if way == "halo":
+        return attend(q, k, v, segment_ids, lengths, spread=True)
+    if way == "ulysses":
 
         def whole(q: Any, k: Any, v: Any, segment_ids: Any) -> Any:
             return attend(q, k, v, segment_ids, lengths)
 
         return ulysses_attention(whole, q, k, v, segment_ids)
-    _say("ring", f"{config.num_heads} heads")
     return ring_attention(
         *(remat.mark(x, remat.PROJECTIONS) for x in (q, k, v)),
         causal=config.kind == "decoder",
@@ -104,7 +107,9 @@ def token_order(length: int, config: schema.Model) -> Int[np.ndarray, " L"] | No
         >>> token_order(8, schema.Model()) is None
         True
     """
-    if not is_split() or config.kind != "decoder" or not _is_ring(config):
+    if not is_split() or config.kind != "decoder":
+        return None
+    if way_across(config, **_sizes()) != "ring":
         return None
     _check(config, length)
     return zigzag(length, open_size(meshes.SEQUENCE))
@@ -151,10 +156,6 @@ def _in_order(x, order):
     runs = (range(run[0], run[-1] + 1) for run in np.split(order, starts))
     pieces = [x[:, run.start : run.stop] for run in runs]
     return pin(jnp.concatenate(pieces, axis=1), *whole)
-
-
-def _is_ring(config):
-    return takes_ring(config, **_sizes())
 
 
 def _sizes():

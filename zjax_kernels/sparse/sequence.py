@@ -6,6 +6,7 @@ one block, however long the sequence is.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -231,23 +232,66 @@ def sequence_attention(
         problem = f"is not that of axis {axis!r}, {num_devices}"
         raise invalid("num_devices", shares, problem, "make a plan for it")
 
-    def gather(x):
-        parts = [x]
-        blocks = x.reshape(x.shape[0], -1, plan.block, *x.shape[2:])
-        for distance, send in zip(plan.distances, mine.sends, strict=True):
-            moves = [(i, (i + distance) % num_devices) for i in range(num_devices)]
-            sent = lax.ppermute(blocks[:, send], axis, moves)
-            parts.append(sent.reshape(x.shape[0], -1, *x.shape[2:]))
-        return jnp.concatenate(parts, axis=1)
-
+    halo = _Halo(axis, num_devices, plan.distances, plan.block)
     if segment_ids is not None:
-        segment_ids = segment_ids[0], gather(segment_ids[1])
+        segment_ids = segment_ids[0], _gather(halo, segment_ids[1], mine.sends)
+    if key_mask is not None:
+        key_mask = _gather(halo, key_mask, mine.sends)
     return sparse_attention(
         q,
-        gather(k),
-        gather(v),
+        _gather(halo, k, mine.sends),
+        _gather(halo, v, mine.sends),
         mine.plan,
         segment_ids=segment_ids,
-        key_mask=None if key_mask is None else gather(key_mask),
+        key_mask=key_mask,
         **options,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Halo:
+    """Where blocks go; gradients come back the same way."""
+
+    axis: str
+    size: int
+    distances: tuple[int, ...]
+    block: int
+
+    def cut(self, x):
+        return x.reshape(x.shape[0], -1, self.block, *x.shape[2:])
+
+    def move(self, x, places):
+        moves = [(i, (i + places) % self.size) for i in range(self.size)]
+        return lax.ppermute(x, self.axis, moves)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather(halo, x, sends):
+    """What a device holds, and after it the blocks that others send."""
+    blocks = halo.cut(x)
+    coming = [
+        halo.move(blocks[:, send], distance)
+        for distance, send in zip(halo.distances, sends, strict=True)
+    ]
+    blocks = jnp.concatenate([blocks, *coming], axis=1)
+    return blocks.reshape(x.shape[0], -1, *x.shape[2:])
+
+
+def _gather_forward(halo, x, sends):
+    return _gather(halo, x, sends), sends
+
+
+def _gather_backward(halo, sends, gradient):
+    """Adds up in float32: many devices may see one block."""
+    blocks = halo.cut(gradient)
+    widths = [send.shape[0] for send in sends]
+    starts = np.cumsum([blocks.shape[1] - sum(widths), *widths])
+    total = blocks[:, : starts[0]].astype(jnp.float32)
+    for places, send, start in zip(halo.distances, sends, starts, strict=False):
+        found = halo.move(blocks[:, start : start + send.shape[0]], -places)
+        total = total.at[:, send].add(found.astype(jnp.float32))
+    total = total.reshape(gradient.shape[0], -1, *gradient.shape[2:])
+    return total.astype(gradient.dtype), None
+
+
+_gather.defvjp(_gather_forward, _gather_backward)

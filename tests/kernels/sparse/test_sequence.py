@@ -15,6 +15,7 @@ from zjax_kernels.sparse import (
     LocalSlidingWindow,
     make_plan,
     make_sequence_plan,
+    sequence,
     sequence_attention,
 )
 
@@ -91,6 +92,24 @@ def test_one_global_block_is_one_block():
     live[:, 0] = True
     layout = BlockLayout.from_dense(live, block=64, num_heads=1)
     assert make_sequence_plan(layout, 8).num_blocks_sent == 7
+
+
+def test_gradients_of_a_block_that_all_see_are_summed_in_float32():
+    """Fails if each device that saw it rounds the sum to bfloat16 once more."""
+    halo = sequence._Halo(AXIS, 8, tuple(range(1, 8)), 1)
+
+    def own(gradient, sends):
+        gather = functools.partial(sequence._gather, halo, sends=sends)
+        return jax.vjp(gather, jnp.zeros((1, 1, 1), jnp.bfloat16))[1](gradient)[0]
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), (AXIS,))
+    split = P(None, AXIS)
+    places = {"in_specs": (split, P()), "out_specs": split}
+    run = jax.shard_map(own, mesh=mesh, **places, check_vma=False)
+    ones = jnp.ones((1, 8, 8, 1), jnp.bfloat16).at[:, :, 0].set(256)
+    sends = (jnp.zeros(1, jnp.int32),) * 7
+    found = jax.jit(run)(ones.reshape(1, 64, 1), sends)
+    np.testing.assert_array_equal(found.astype(np.float32), 264)  # 263, rounded once
 
 
 @pytest.mark.parametrize("number", ["2", 1.0, 0])
