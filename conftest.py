@@ -21,7 +21,7 @@ IS_NEW = jaxlib.version.__version_info__ >= (0, 11)
 # Collectives of programs that newer versions load from a disk may wait for ever.
 CACHE = "" if IS_NEW else pathlib.Path(__file__).parent / ".pytest_cache" / "programs"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 if not IS_NEW:  # elsewhere an unknown flag is fatal
     QUICK = (

@@ -7,9 +7,10 @@ import pytest
 
 from tests.support.refusals import case, refusal
 from zjax import config as zconfig
-from zjax.config import schema, sparsity
+from zjax.config import schema, sequence, sparsity
 from zjax.errors import ConfigError
 from zjax.ops import sparse
+from zjax_kernels.sparse import cells
 
 SPARSE = "model.attention=sparse;"
 FIELD = "model.sparsity."
@@ -165,3 +166,7 @@ def test_deepspeed_defaults():
 def test_defaults_can_work():
     config = zconfig.load_config({}, "model.attention=sparse")
     zconfig.check_config(config, 8)
+
+
+def test_devices_of_a_sequence_have_tiles_of_the_kernels():
+    assert sequence.TILE == cells.TILE

@@ -1,4 +1,4 @@
-"""Ulysses on cuDNN and ring attention on the kernels of Hopper, on several GPUs."""
+"""Ulysses on cuDNN, rings and halos on the kernels of Hopper, on several GPUs."""
 
 import functools
 
@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.support.hopper import NEEDS_HOPPER
 from zjax.config import schema
+from zjax.ops import sparse
 from zjax.ops.attention import dot_product_attention
 from zjax.parallel.ring import ring_attention, zigzag
 from zjax.parallel.ulysses import ulysses_attention
@@ -101,3 +102,43 @@ def test_both_ways_are_attention(mesh, way, causal, packed):
     assert kernel in text
     gathered = [line for line in text.splitlines() if " all-gather" in line]
     assert not [line for line in gathered if "bf16" in line]
+
+
+@pytest.mark.parametrize("kind", ["decoder", "encoder"])
+def test_halos_are_sparse_attention(mesh, kind):
+    model = schema.Model(
+        kind=kind,
+        num_heads=HEADS,
+        max_length=LENGTH,
+        attention="sparse",
+        sparsity=schema.Sparsity(mode="bigbird", block=64),
+    )
+    pattern = sparse.sparse_of(model)
+    positions = jnp.arange(LENGTH)[None]
+    mask = sparse.visible_keys(pattern, positions, positions)
+
+    def dense(q, k, v, documents):
+        seen = mask & (documents[:, None, :, None] == documents[:, None, None])
+        return jax.nn.dot_product_attention(q, k, v, mask=seen, implementation="xla")
+
+    def spread(q, k, v, documents):
+        return sparse.sparse_attention(
+            q, k, v, pattern, segment_ids=documents, spread=True
+        )
+
+    arrays, documents = make_arrays(), make_documents()
+    wide = [x.astype(jnp.float32) for x in arrays]
+    expected = jax.jit(functools.partial(with_gradients, dense))(*wide, documents)
+    place = NamedSharding(mesh, P(None, meshes.SEQUENCE))
+    given = [jax.device_put(x, place) for x in (*arrays, documents)]
+    with jax.set_mesh(mesh):
+        run = jax.jit(functools.partial(with_gradients, spread), out_shardings=place)
+        compiled = run.lower(*given).compile()
+        found = compiled(*given)
+    for one, other in zip(found, expected, strict=True):
+        one = np.asarray(one, np.float32)
+        assert np.linalg.norm(one - other) < 1e-2 * np.linalg.norm(other)
+    text = compiled.as_text()
+    assert "collective-permute" in text
+    assert "mosaic_gpu" in text
+    assert "all-to-all" not in text

@@ -91,6 +91,19 @@ def test_a_window_sends_the_edge_of_each_device_and_no_more():
     )
 
 
+@pytest.mark.parametrize(("kv_heads", "length"), [(2, 512), (4, 512), (2, 448)])
+def test_tokens_stay_where_heads_cannot_be_shared(kv_heads, length):
+    """Fails if attention of your own gathers keys that its pattern never sees."""
+    q, k, v, _ = (jnp.array(x[:, :length]) for x in make_arrays(kv_heads))
+    mesh = sequences.make_mesh(sequence=4)
+    place = NamedSharding(mesh, P(meshes.BATCH_AXES, meshes.SEQUENCE))
+    with jax.set_mesh(mesh):
+        run = jax.jit(lambda *x: sparse.sparse_attention(*x, make_pattern(WINDOW)))
+        compiled = run.lower(*(jax.device_put(x, place) for x in (q, k, v))).compile()
+    sent = {op for op, *_ in sequences.sent(compiled, mesh)}
+    assert (sent == {"collective-permute"}) == ((kv_heads, length) == (2, 512))
+
+
 def test_a_mask_of_tokens_is_refused():
     q, k, v, _ = map(jnp.array, make_arrays())
     with pytest.raises(ConfigError) as error:

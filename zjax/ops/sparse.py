@@ -9,6 +9,7 @@ Reference: DeepSpeed's sparse attention, which cuts its layouts from a longest o
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from zjax_kernels import BlockLayout, Pattern, SparsityConfig
 from zjax_kernels.sparse import api
 from zjax_kernels.sparse.arguments import below
 from zjax_kernels.sparse.bits import Bits
+from zjax_kernels.sparse.cells import TILE
 
 AVERAGES = api.SAVED
 """Name of what the kernel returns, for recomputation."""
@@ -118,7 +120,7 @@ def sparse_attention(
     segment_ids: Int[Array, "B L"] | None = None,
     key_mask: Bool[Array, "B L"] | None = None,
     mask: Bool[np.ndarray, "L L"] | None = None,
-    spread: bool = False,
+    spread: bool | None = None,
 ) -> Float[Array, "B L H D"]:
     """Averages the values by softmax(q k / sqrt(D)) over the keys in live blocks.
 
@@ -135,8 +137,8 @@ def sparse_attention(
         mask: False where a query does not see a key, besides the pattern; a plan is
             kept for what it holds.
         spread: Whether tokens stay on the devices of the sequence axis, which then send
-            each other the blocks that others see; not with a mask. Each has a multiple
-            of 128 tokens.
+            each other the blocks that others see. Each has a multiple of 128 tokens,
+            and there is no mask. None: where these devices cannot share the heads.
 
     Returns:
         One average per query and head, 0 where a query sees no key.
@@ -154,6 +156,8 @@ def sparse_attention(
         problem, remedy = "cannot be used with spread=True", "use spread=False"
         raise ConfigError(Problem("mask", mask.shape, problem, remedy))
     length, block = q.shape[1], sparse.block
+    if spread is None:
+        spread = mask is None and _may_stay(length, block, k.shape[2])
     num_blocks = -(-length // block)
     layout = _layout(sparse)
     if num_blocks > layout.num_rows:
@@ -227,6 +231,17 @@ def live_share(sparse: Sparse, length: int) -> float:
     return layout.density - cut
 
 
+def _may_stay(length, block, num_kv_heads):
+    """Whether tokens are in parts that kernels take, and heads would not be."""
+    size = open_size(meshes.SEQUENCE)
+    parts = size * math.lcm(TILE, block)
+    return (
+        size > 1
+        and not length % parts
+        and meshes.SEQUENCE not in head_axes(num_kv_heads)
+    )
+
+
 def _has_hash(pattern):
     try:
         hash(pattern)
@@ -265,13 +280,13 @@ def _plan(
     *,
     num_devices: int,
     mask: Bits | None,
-    **sizes: int,
+    **sizes: Any,
 ) -> zjax_kernels.Plan | zjax_kernels.SequencePlan:
     layout = _first_blocks(_layout(sparse), num_blocks)
     if num_devices:
         return zjax_kernels.make_sequence_plan(layout, num_devices, **sizes)
-    mask = None if mask is None else mask.array()
-    return zjax_kernels.make_plan(layout, mask=mask, **sizes)
+    tokens = None if mask is None else mask.array()
+    return zjax_kernels.make_plan(layout, mask=tokens, **sizes)
 
 
 def _first_blocks(layout: BlockLayout, num_blocks: int) -> BlockLayout:
