@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
+from zjax.offload.inputs import waiting_inputs_bytes
 from zjax.offload.peak import Peak
 from zjax.processes.host import (
     PINNED_SPARE,
@@ -72,7 +73,8 @@ def fit_plan(
     if config.zero.optimizer_memory != AUTO:
         return plan
     step = make_step(model, tx, plan, config)
-    peak = step.predict_peak(abstract_batch(config, plan) if batch is None else batch)
+    batch = abstract_batch(config, plan) if batch is None else batch
+    peak = step.predict_peak(batch)
     if peak is None:
         problem = "does not know what a step takes of these devices"
         remedy = "use 'pinned_host' or 'nvme'"
@@ -81,7 +83,9 @@ def fit_plan(
     if peak.total > capacity:
         raise PlanError(_no_room(peak, capacity))
     needed = max(peak.total, _bytes_to_generate(plan, capacity))
-    room = _room(plan, config, DEVICE_SHARE * capacity - needed)
+    waiting = memory.waiting_on_host_bytes(plan, config, plan.num_batch_shares)
+    waiting += waiting_inputs_bytes(model, plan, config, batch)
+    room = _room(plan, config, DEVICE_SHARE * capacity - needed, waiting)
     order = step.programs["train"].forward_order()
     found = spread_state(plan, order, room, config.zero.nvme_paths)
     rows = jax.tree.leaves((found.master, found.opt_state))
@@ -130,13 +134,14 @@ def room_on_host(plan: Plan, on_disks: int, sharers: Sharers) -> int:
     return int((room - number * moving) / PINNED_SPARE)
 
 
-def check_room(plan: Plan, config: Config, mesh: Mesh) -> None:
+def check_room(plan: Plan, config: Config, mesh: Mesh, inputs: int) -> None:
     """Refuses a plan for which the devices here, their hosts or disks have no room.
 
     Args:
         plan: Placement of every array.
         config: Read for the batch and `zero`.
         mesh: Devices that are here; all processes must ask.
+        inputs: Bytes of one device that `waiting_inputs_bytes` told.
 
     Raises:
         PlanError: A device or a host has too little memory.
@@ -150,7 +155,7 @@ def check_room(plan: Plan, config: Config, mesh: Mesh) -> None:
         sharers.num_devices,
         host_memory_bytes(),
         room_on_host(plan, memory.tree_bytes(on_disk), sharers),
-        memory.waiting_on_host_bytes(plan, config, plan.num_batch_shares),
+        memory.waiting_on_host_bytes(plan, config, plan.num_batch_shares) + inputs,
         asked=config.zero.optimizer_memory,
     )
     if on_disk:
@@ -188,7 +193,9 @@ def _no_room(peak: Peak, capacity: float) -> Problem:
     )
 
 
-def _room(plan: Plan, config: Config, on_device: float) -> Mapping[str, float]:
+def _room(
+    plan: Plan, config: Config, on_device: float, waiting: int
+) -> Mapping[str, float]:
     """Bytes per device for state, the same in all processes."""
     mesh = plan.mesh
     assert isinstance(mesh, Mesh)
@@ -196,8 +203,7 @@ def _room(plan: Plan, config: Config, on_device: float) -> Mapping[str, float]:
     on_disks = memory.moved_bytes(plan) if config.zero.nvme_paths else 0
     host = room_on_host(plan, on_disks, sharers) / max(1, sharers.num_devices)
     blocks = [row for row in jax.tree.leaves(plan.compute) if row.memory == HOST]
-    taken = memory.tree_bytes(blocks)
-    taken += memory.waiting_on_host_bytes(plan, config, plan.num_batch_shares)
+    taken = memory.tree_bytes(blocks) + waiting
     here = np.array([on_device, host - taken])
     if jax.process_count() > 1:
         here = multihost_utils.process_allgather(here).min(0)

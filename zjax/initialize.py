@@ -13,10 +13,11 @@ from zjax.config.check import check_config
 from zjax.config.load import load_config
 from zjax.config.schema import Config
 from zjax.errors import ConfigError, ModelError, Problem
-from zjax.fitting import check_room, fit_plan
+from zjax.fitting import abstract_batch, check_room, fit_plan
 from zjax.models import adapter
 from zjax.models.generate import generate
 from zjax.offload.init import init_layer_by_layer
+from zjax.offload.inputs import waiting_inputs_bytes
 from zjax.optim.build import make_optimizer
 from zjax.optim.matrices import named_params
 from zjax.optim.per_layer import respect_layers
@@ -236,7 +237,8 @@ def make_run(
     """
     mesh = meshes.make_mesh(config.mesh, devices)
     plan = fit_plan(config, mesh, model, tx, batch)
-    check_room(plan, config, mesh)
+    shapes = abstract_batch(config, plan) if batch is None else batch
+    check_room(plan, config, mesh, waiting_inputs_bytes(model, plan, config, shapes))
 
     def fresh() -> TrainState:
         start, key = config.checkpoint.init_from, jax.random.key(config.seed)

@@ -11,7 +11,9 @@ import os
 from zjax.config.axes import closed
 from zjax.config.schema import Config
 from zjax.errors import ZjaxError
+from zjax.fitting import abstract_batch
 from zjax.models.build import make_model
+from zjax.offload.inputs import waiting_inputs_bytes
 from zjax.optim.build import make_optimizer
 from zjax.processes.cluster import Cluster, count_gpus, own_gpus
 from zjax.processes.host import PINNED_SPARE, limit_pinned_memory
@@ -19,6 +21,7 @@ from zjax.sharding import memory
 from zjax.sharding import mesh as meshes
 from zjax.sharding.plan import AUTO, DEVICE, HOST, Plan, make_plan
 from zjax.storage.move import IN_FLIGHT_BYTES, passing_bytes
+from zjax.typing import Model
 
 _SPARE_BYTES = 2**30
 """For batches on their way."""
@@ -27,8 +30,8 @@ _SPARE_BYTES = 2**30
 def pin_what_is_needed(config: Config, cluster: Cluster | None = None) -> None:
     """Limits the pool to what a built-in model keeps on the host.
 
-    Where the state rests on devices, or the inputs of blocks leave them, the limit is
-    what this process has of the host. Does nothing once JAX has started.
+    Where the state rests on devices the limit is what this process has of the host.
+    Does nothing once JAX has started.
 
     Args:
         config: Checked or not; what cannot work is told later.
@@ -42,8 +45,6 @@ def pin_what_is_needed(config: Config, cluster: Cluster | None = None) -> None:
 def _needed_bytes(config: Config, cluster: Cluster) -> tuple[float, int] | None:
     """What this process pins, and keeps beside it; None where nobody can tell yet."""
     if config.zero.optimizer_memory == DEVICE:
-        return None
-    if config.model.activation_memory != DEVICE:
         return None
     # Kubernetes tells nobody how many there are.
     num_processes = cluster.num_processes or 1
@@ -59,7 +60,7 @@ def _needed_bytes(config: Config, cluster: Cluster) -> tuple[float, int] | None:
 
 
 def _most_on_disks(config: Config, num_devices: int) -> int:
-    plan = _plan(config, num_devices)
+    plan, _ = _planned(config, num_devices)
     if config.zero.optimizer_memory == AUTO and config.zero.nvme_paths:
         return memory.moved_bytes(plan)
     return memory.tree_bytes(memory.rows_on_disk(plan, config))
@@ -74,20 +75,22 @@ def pinned_bytes(config: Config, num_devices: int) -> int:
         num_devices: Of all hosts.
 
     Returns:
-        Bytes of state, and of gradients where they wait on the host; where no state
-        rests there, of the copies that a checkpoint makes of what is on the devices.
+        Bytes of state, and of gradients and inputs of blocks where they wait on the
+        host; where no state rests there, of the copies that a checkpoint makes of what
+        is on the devices.
 
     Raises:
         ConfigError: The mesh or the batch does not suit so many devices.
     """
-    plan = _plan(config, num_devices)
+    plan, model = _planned(config, num_devices)
     waiting = memory.waiting_on_host_bytes(plan, config, plan.num_batch_shares)
+    waiting += waiting_inputs_bytes(model, plan, config, abstract_batch(config, plan))
     resting = memory.resting_bytes(plan, HOST) or memory.resting_bytes(plan, DEVICE)
     return resting + waiting
 
 
 @functools.lru_cache(maxsize=1)  # a command asks before the run that it starts
-def _plan(config: Config, num_devices: int) -> Plan:
+def _planned(config: Config, num_devices: int) -> tuple[Plan, Model]:
     model = make_model(config)
     mesh = meshes.abstract_mesh(closed(config.mesh), num_devices)
-    return make_plan(config, mesh, model, make_optimizer(config, model))
+    return make_plan(config, mesh, model, make_optimizer(config, model)), model

@@ -16,6 +16,7 @@ from zjax.models.build import make_model
 from zjax.observe import plot, timeline
 from zjax.observe.collectives import list_collectives
 from zjax.observe.communication import CPU_NOTE, describe_communication
+from zjax.offload.inputs import waiting_inputs_bytes
 from zjax.offload.peak import Peak
 from zjax.optim.build import make_optimizer
 from zjax.propose import (
@@ -113,7 +114,9 @@ def report_plan(
     title = f"{memory.num_params(plan):,} parameters on {num_devices} devices"
     totals = [memory.plan_bytes(each) for each in stages]
     plot.plot_memory_per_stage(totals, path, title=title)
-    memories = describe.describe_memories(plan, config)
+    batch = abstract_batch(config, plan)
+    inputs = waiting_inputs_bytes(model, plan, config, batch)
+    memories = describe.describe_memories(plan, config, inputs)
     parts = [
         describe.describe_plan(plan),
         *filter(None, [describe.describe_whole(plan), memories]),
@@ -123,7 +126,6 @@ def report_plan(
         describe.describe_stages(stages),
     ]
     if here:
-        batch = abstract_batch(config, plan)
         step = make_step(model, tx, plan, config)
         compiled = step.compile(batch)
         if compiled is None:
@@ -134,7 +136,7 @@ def report_plan(
             assert compiled is not None
             parts.append(describe_collectives(step, compiled))
         assert isinstance(mesh, Mesh)
-        parts += _what_does_not_fit(plan, config, mesh)
+        parts += _what_does_not_fit(plan, config, mesh, inputs)
     pictures = [path]
     if schedule:
         pictures.append(path.with_name("schedule.png"))
@@ -144,9 +146,11 @@ def report_plan(
     return "\n\n".join(parts)
 
 
-def _what_does_not_fit(plan: plans.Plan, config: Config, mesh: Mesh) -> list[str]:
+def _what_does_not_fit(
+    plan: plans.Plan, config: Config, mesh: Mesh, inputs: int
+) -> list[str]:
     try:
-        check_room(plan, config, mesh)
+        check_room(plan, config, mesh, inputs)
     except ZjaxError as error:
         return [f"this machine has no room for it: {error}"]
     return []

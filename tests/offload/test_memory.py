@@ -24,6 +24,7 @@ from zjax.errors import PlanError
 from zjax.offload import segments
 from zjax.offload import stream as streams
 from zjax.offload import train as offload
+from zjax.offload.inputs import waiting_inputs_bytes
 from zjax.offload.stream import Stream
 from zjax.sharding import memory
 from zjax.sharding import plan as plans
@@ -200,6 +201,8 @@ def test_inputs_of_blocks_wait_on_the_host(monkeypatch):
         rows = jax.tree.leaves([rows for _, rows in away])
         found[kind] = {row.memory for row in rows}
         assert len(away) == GPT.num_layers
+        told = waiting_inputs_bytes(run.model, run.plan, run.config, make_batch(0))
+        assert told == memory.bytes_in("pinned_host", rows)
     assert found == {"device": {"device"}, "pinned_host": {"pinned_host"}}
 
 

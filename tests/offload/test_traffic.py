@@ -1,21 +1,34 @@
 """What a plan says that a step moves, against what it moves."""
 
 import collections
+import dataclasses
 
 import jax
 import pytest
 
-from tests.support.offload import UNDER_BACKWARD, make_config, start, train
+from tests.support.offload import (
+    GPT,
+    UNDER_BACKWARD,
+    make_batch,
+    make_config,
+    start,
+    train,
+)
+from zjax.offload.inputs import waiting_inputs_bytes
 from zjax.sharding import describe, memory
 from zjax.sharding.traffic import traffic_of_step
 from zjax.storage import move as moves
+
+INPUTS = UNDER_BACKWARD | {
+    "model": dataclasses.replace(GPT, activation_memory="pinned_host")
+}
 
 
 @pytest.mark.parametrize(
     ("stage", "number", "changes"),
     [
         pytest.param(1, 1, {}, id="one microbatch, clipped"),
-        pytest.param(1, 2, UNDER_BACKWARD, id="two microbatches"),
+        pytest.param(1, 2, INPUTS, id="two microbatches, inputs of blocks"),
         pytest.param(3, 2, {}, id="stage 3, two microbatches, clipped"),
     ],
 )
@@ -37,8 +50,10 @@ def test_what_a_step_moves_is_told(monkeypatch, stage, number, changes):
 
     monkeypatch.setattr(moves, "send", watched)
     train(run, 1)
-    told = traffic_of_step(run.plan, config)
-    assert [x.what for x in told] == ["state", "parameters in use", "gradients"]
+    inputs = waiting_inputs_bytes(run.model, run.plan, config, make_batch(0))
+    told = traffic_of_step(run.plan, config, inputs)
+    kinds = ["state", "parameters in use", "gradients"]
+    assert [x.what for x in told] == kinds + ["inputs of blocks"] * bool(inputs)
     stays = step.backward.kept_bytes if step.update.waits else 0
     for way, name in (("device", "up"), ("pinned_host", "down")):
         everything = sum(getattr(x, name) for x in told)

@@ -86,12 +86,13 @@ def _roles(plan: Plan) -> list[tuple[str, list[Row]]]:
     return [(role, leaves) for role, leaves in roles if leaves]
 
 
-def describe_memories(plan: Plan, config: Config) -> str:
+def describe_memories(plan: Plan, config: Config, inputs: int = 0) -> str:
     """What rests in each memory, and what a step moves between them.
 
     Args:
         plan: Placement of every array.
         config: As of `traffic_of_step`.
+        inputs: As of `traffic_of_step`.
 
     Returns:
         A table of text in bytes per device, with the time that the way takes at the
@@ -99,7 +100,7 @@ def describe_memories(plan: Plan, config: Config) -> str:
     """
     if not plan.is_offloaded:
         return ""
-    found = traffic_of_step(plan, config)
+    found = traffic_of_step(plan, config, inputs)
     rows = [
         (x.memory, x.what, *map(format_bytes, (x.resting, x.up, x.down))) for x in found
     ]

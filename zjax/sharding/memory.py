@@ -287,7 +287,7 @@ def check_host_memory(
         capacity_bytes: Memory of the host.
         room_bytes: Of it, for what rests there; below 0 where it has none for what is
             on its way.
-        waiting: Bytes per device of gradients that wait there.
+        waiting: Bytes per device of gradients and inputs of blocks that wait there.
         asked: The setting `zero.optimizer_memory`.
 
     Raises:

@@ -29,18 +29,25 @@ class Traffic:
     down: int
 
 
-def traffic_of_step(plan: Plan, config: Config) -> list[Traffic]:
+def traffic_of_step(plan: Plan, config: Config, inputs: int = 0) -> list[Traffic]:
     """Everything that rests outside of the devices, and how often a step moves it.
 
     Args:
         plan: Placement of every array.
         config: Read for the batch, clipping and the memories of `zero`.
+        inputs: What `zjax.offload.inputs.waiting_inputs_bytes` told.
 
     Returns:
         One for each kind of arrays and memory. Gradients that wait for a norm move at
         most as often as said: those for which there is room stay on the device.
     """
-    return [x for x in (*_at_rest(plan, config), _gradients(plan, config)) if x.resting]
+    moved = inputs * _num_microbatches(plan, config)
+    found = [
+        *_at_rest(plan, config),
+        _gradients(plan, config),
+        Traffic("inputs of blocks", HOST, inputs, moved, moved),
+    ]
+    return [x for x in found if x.resting]
 
 
 def updates_wait(config: Config) -> bool:

@@ -1,0 +1,51 @@
+"""What enters the blocks of a model, and waits for the backward pass on the host."""
+
+from typing import Any
+
+import jax
+
+from zjax.config.batch import resolve_batch
+from zjax.config.schema import Config
+from zjax.offload.units import num_units
+from zjax.sharding.placement import Row, abstract_key
+from zjax.sharding.plan import DEVICE, Plan
+from zjax.train import microbatches
+from zjax.train.gradients import compute_dtype
+from zjax.typing import Batch, Model
+
+
+def waiting_inputs_bytes(model: Model, plan: Plan, config: Config, batch: Batch) -> int:
+    """Bytes of one device that wait on the host at the end of a forward pass.
+
+    Args:
+        model: The model as pure functions.
+        plan: Placement of every array.
+        config: Read for the batch and `model.activation_memory`.
+        batch: Arrays or ShapeDtypeStructs of the global batch.
+
+    Returns:
+        Of one microbatch: one stream for each block, or two where it has tiles; 0 where
+        they wait on the devices, or the model does not run block by block.
+    """
+    stack = model.stack
+    stays = config.model.activation_memory == DEVICE or not plan.is_offloaded
+    if stays or stack is None or not model.takes_layers_apart:
+        return 0
+    number = resolve_batch(config, plan.num_batch_shares).num_microbatches
+    params = jax.tree.map(
+        lambda row: jax.ShapeDtypeStruct(row.shape, row.dtype), plan.compute
+    )
+
+    def enter(params: Any, batch: Batch, key: jax.Array) -> Any:
+        batch = microbatches.cast_batch(batch, compute_dtype(plan))
+        parts = microbatches.split_batch(batch, number, plan.num_batch_shares)
+        return stack.embed(params, jax.tree.map(lambda x: x[0], parts), key)[0]
+
+    embed, (blocks,), _ = stack.split(params)
+    streams = len(blocks) * min(2, num_units(stack, params))
+    entering = jax.tree.leaves(jax.eval_shape(enter, embed, batch, abstract_key()))
+    return streams * sum(_device_bytes(plan, x) for x in entering)
+
+
+def _device_bytes(plan: Plan, x: jax.ShapeDtypeStruct) -> int:
+    return Row("", x.shape, x.shape, x.dtype, plan.batch_sharding(x)).device_bytes
