@@ -278,8 +278,8 @@ def _plan(
     sparse: Sparse,
     num_blocks: int,
     *,
-    num_devices: int,
-    mask: Bits | None,
+    num_devices: int = 0,
+    mask: Bits | None = None,
     **sizes: Any,
 ) -> zjax_kernels.Plan | zjax_kernels.SequencePlan:
     layout = _first_blocks(_layout(sparse), num_blocks)
