@@ -1,6 +1,6 @@
 """The plan of a run on this machine, where the settings leave memories to it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
-from zjax.offload.inputs import waiting_inputs_bytes
+from zjax.offload.inputs import waiting_inputs
 from zjax.offload.peak import Peak
 from zjax.processes.host import (
     PINNED_SPARE,
@@ -25,6 +25,7 @@ from zjax.processes.host import (
 from zjax.sharding import memory
 from zjax.sharding.describe import format_bytes
 from zjax.sharding.mesh import device_capacity_bytes
+from zjax.sharding.placement import Row
 from zjax.sharding.plan import (
     AUTO,
     DEVICE,
@@ -84,7 +85,7 @@ def fit_plan(
         raise PlanError(_no_room(peak, capacity))
     needed = max(peak.total, _bytes_to_generate(plan, capacity))
     waiting = memory.waiting_on_host_bytes(plan, config, plan.num_batch_shares)
-    waiting += waiting_inputs_bytes(model, plan, config, batch)
+    waiting += memory.bytes_in(HOST, waiting_inputs(model, plan, config, batch))
     room = _room(plan, config, DEVICE_SHARE * capacity - needed, waiting)
     order = step.programs["train"].forward_order()
     found = spread_state(plan, order, room, config.zero.nvme_paths)
@@ -134,14 +135,14 @@ def room_on_host(plan: Plan, on_disks: int, sharers: Sharers) -> int:
     return int((room - number * moving) / PINNED_SPARE)
 
 
-def check_room(plan: Plan, config: Config, mesh: Mesh, inputs: int) -> None:
+def check_room(plan: Plan, config: Config, mesh: Mesh, inputs: Sequence[Row]) -> None:
     """Refuses a plan for which the devices here, their hosts or disks have no room.
 
     Args:
         plan: Placement of every array.
         config: Read for the batch and `zero`.
         mesh: Devices that are here; all processes must ask.
-        inputs: Bytes of one device that `waiting_inputs_bytes` told.
+        inputs: Of blocks, as `waiting_inputs` tells them.
 
     Raises:
         PlanError: A device or a host has too little memory.
@@ -149,13 +150,15 @@ def check_room(plan: Plan, config: Config, mesh: Mesh, inputs: int) -> None:
     """
     memory.check_memory(plan, device_capacity_bytes(mesh))
     on_disk = memory.rows_on_disk(plan, config)
+    on_disk += [row for row in inputs if row.disks]
+    waiting = memory.waiting_on_host_bytes(plan, config, plan.num_batch_shares)
     sharers = sharers_of_host(len(mesh.local_devices))
     memory.check_host_memory(
         plan,
         sharers.num_devices,
         host_memory_bytes(),
         room_on_host(plan, memory.tree_bytes(on_disk), sharers),
-        memory.waiting_on_host_bytes(plan, config, plan.num_batch_shares) + inputs,
+        waiting + memory.bytes_in(HOST, inputs),
         asked=config.zero.optimizer_memory,
     )
     if on_disk:

@@ -17,7 +17,7 @@ from zjax.fitting import abstract_batch, check_room, fit_plan
 from zjax.models import adapter
 from zjax.models.generate import generate
 from zjax.offload.init import init_layer_by_layer
-from zjax.offload.inputs import waiting_inputs_bytes
+from zjax.offload.inputs import waiting_inputs
 from zjax.optim.build import make_optimizer
 from zjax.optim.matrices import named_params
 from zjax.optim.per_layer import respect_layers
@@ -238,7 +238,7 @@ def make_run(
     mesh = meshes.make_mesh(config.mesh, devices)
     plan = fit_plan(config, mesh, model, tx, batch)
     shapes = abstract_batch(config, plan) if batch is None else batch
-    check_room(plan, config, mesh, waiting_inputs_bytes(model, plan, config, shapes))
+    check_room(plan, config, mesh, waiting_inputs(model, plan, config, shapes))
 
     def fresh() -> TrainState:
         start, key = config.checkpoint.init_from, jax.random.key(config.seed)

@@ -7,21 +7,22 @@ its arrays need, and a process that pins more than the host has is killed.
 import functools
 import math
 import os
+from collections.abc import Sequence
 
 from zjax.config.axes import closed
 from zjax.config.schema import Config
 from zjax.errors import ZjaxError
 from zjax.fitting import abstract_batch
 from zjax.models.build import make_model
-from zjax.offload.inputs import waiting_inputs_bytes
+from zjax.offload.inputs import waiting_inputs
 from zjax.optim.build import make_optimizer
 from zjax.processes.cluster import Cluster, count_gpus, own_gpus
 from zjax.processes.host import PINNED_SPARE, limit_pinned_memory
 from zjax.sharding import memory
 from zjax.sharding import mesh as meshes
-from zjax.sharding.plan import AUTO, DEVICE, HOST, Plan, make_plan
+from zjax.sharding.placement import Row
+from zjax.sharding.plan import AUTO, DEVICE, HOST, NVME, Plan, make_plan
 from zjax.storage.move import IN_FLIGHT_BYTES, passing_bytes
-from zjax.typing import Model
 
 _SPARE_BYTES = 2**30
 """For batches on their way."""
@@ -60,10 +61,11 @@ def _needed_bytes(config: Config, cluster: Cluster) -> tuple[float, int] | None:
 
 
 def _most_on_disks(config: Config, num_devices: int) -> int:
-    plan, _ = _planned(config, num_devices)
+    plan, inputs = _planned(config, num_devices)
+    of_inputs = memory.bytes_in(NVME, inputs)
     if config.zero.optimizer_memory == AUTO and config.zero.nvme_paths:
-        return memory.moved_bytes(plan)
-    return memory.tree_bytes(memory.rows_on_disk(plan, config))
+        return memory.moved_bytes(plan) + of_inputs
+    return memory.tree_bytes(memory.rows_on_disk(plan, config)) + of_inputs
 
 
 def pinned_bytes(config: Config, num_devices: int) -> int:
@@ -82,15 +84,17 @@ def pinned_bytes(config: Config, num_devices: int) -> int:
     Raises:
         ConfigError: The mesh or the batch does not suit so many devices.
     """
-    plan, model = _planned(config, num_devices)
+    plan, inputs = _planned(config, num_devices)
     waiting = memory.waiting_on_host_bytes(plan, config, plan.num_batch_shares)
-    waiting += waiting_inputs_bytes(model, plan, config, abstract_batch(config, plan))
+    waiting += memory.bytes_in(HOST, inputs)
     resting = memory.resting_bytes(plan, HOST) or memory.resting_bytes(plan, DEVICE)
     return resting + waiting
 
 
 @functools.lru_cache(maxsize=1)  # a command asks before the run that it starts
-def _planned(config: Config, num_devices: int) -> tuple[Plan, Model]:
+def _planned(config: Config, num_devices: int) -> tuple[Plan, Sequence[Row]]:
+    """Placement of the state, and what else waits in other memories."""
     model = make_model(config)
     mesh = meshes.abstract_mesh(closed(config.mesh), num_devices)
-    return make_plan(config, mesh, model, make_optimizer(config, model)), model
+    plan = make_plan(config, mesh, model, make_optimizer(config, model))
+    return plan, waiting_inputs(model, plan, config, abstract_batch(config, plan))

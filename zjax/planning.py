@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+from collections.abc import Sequence
 
 import jax
 from jax.sharding import Mesh
@@ -16,7 +17,7 @@ from zjax.models.build import make_model
 from zjax.observe import plot, timeline
 from zjax.observe.collectives import list_collectives
 from zjax.observe.communication import CPU_NOTE, describe_communication
-from zjax.offload.inputs import waiting_inputs_bytes
+from zjax.offload.inputs import waiting_inputs
 from zjax.offload.peak import Peak
 from zjax.optim.build import make_optimizer
 from zjax.propose import (
@@ -30,6 +31,7 @@ from zjax.propose import (
 from zjax.sharding import describe, memory
 from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
+from zjax.sharding.placement import Row
 from zjax.step import Step, make_step
 from zjax.train.programs import make_pipeline_schedule
 
@@ -115,7 +117,7 @@ def report_plan(
     totals = [memory.plan_bytes(each) for each in stages]
     plot.plot_memory_per_stage(totals, path, title=title)
     batch = abstract_batch(config, plan)
-    inputs = waiting_inputs_bytes(model, plan, config, batch)
+    inputs = waiting_inputs(model, plan, config, batch)
     memories = describe.describe_memories(plan, config, inputs)
     parts = [
         describe.describe_plan(plan),
@@ -147,7 +149,7 @@ def report_plan(
 
 
 def _what_does_not_fit(
-    plan: plans.Plan, config: Config, mesh: Mesh, inputs: int
+    plan: plans.Plan, config: Config, mesh: Mesh, inputs: Sequence[Row]
 ) -> list[str]:
     try:
         check_room(plan, config, mesh, inputs)

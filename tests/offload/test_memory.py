@@ -24,7 +24,7 @@ from zjax.errors import PlanError
 from zjax.offload import segments
 from zjax.offload import stream as streams
 from zjax.offload import train as offload
-from zjax.offload.inputs import waiting_inputs_bytes
+from zjax.offload.inputs import waiting_inputs
 from zjax.offload.stream import Stream
 from zjax.sharding import memory
 from zjax.sharding import plan as plans
@@ -186,12 +186,13 @@ def test_blocks_of_models_without_blocks_cannot_rest_on_the_host():
     )
 
 
-def test_inputs_of_blocks_wait_on_the_host(monkeypatch):
+def test_inputs_of_blocks_wait_elsewhere(monkeypatch, tmp_path):
     """Fails if `model.activation_memory` does nothing."""
     found = {}
-    for kind in ("device", "pinned_host"):
+    for kind in ("device", "pinned_host", "nvme"):
         model = dataclasses.replace(GPT, activation_memory=kind)
-        run = start(make_config("pinned_host", model=model))
+        disks = {"nvme_paths": (str(tmp_path),)} if kind == "nvme" else {}
+        run = start(make_config("pinned_host", model=model, zero=disks))
         backward, away = run.step.programs["train"].backward, []
         put_away = backward.put_away
         monkeypatch.setattr(
@@ -201,9 +202,9 @@ def test_inputs_of_blocks_wait_on_the_host(monkeypatch):
         rows = jax.tree.leaves([rows for _, rows in away])
         found[kind] = {row.memory for row in rows}
         assert len(away) == GPT.num_layers
-        told = waiting_inputs_bytes(run.model, run.plan, run.config, make_batch(0))
-        assert told == memory.bytes_in("pinned_host", rows)
-    assert found == {"device": {"device"}, "pinned_host": {"pinned_host"}}
+        told = waiting_inputs(run.model, run.plan, run.config, make_batch(0))
+        assert [*told] == [row for row in rows if row.memory != "device"]
+    assert found == {kind: {kind} for kind in found}
 
 
 def test_bytes_by_memory():

@@ -31,8 +31,7 @@ from tests.support.offload import (
     start,
     train,
 )
-from zjax.config import schema
-from zjax.errors import ConfigError, StorageError
+from zjax.errors import StorageError
 from zjax.offload import stream as streams
 from zjax.sharding import describe, memory
 from zjax.sharding import plan as plans
@@ -63,6 +62,10 @@ CASES = {
     },
     "parameters on the host, gradients too": {
         "zero": {"parameter_memory": "pinned_host", "gradient_memory": "pinned_host"}
+    },
+    "inputs of blocks on disks": {
+        "model": dataclasses.replace(LLAMA, mlp_tiles=3, activation_memory="nvme"),
+        "num_microbatches": 2,
     },
 }
 
@@ -370,21 +373,3 @@ def test_plan_tells_what_rests_on_disks(tmp_path):
         "pinned_host",
         "nvme",
     ]
-
-
-def test_paths_and_memories_go_together():
-    problems = {}
-    for zero in (
-        schema.Zero(stage=2, optimizer_memory="nvme"),
-        schema.Zero(stage=2, nvme_paths=("/nvme",)),
-    ):
-        config = dataclasses.replace(make_config("device"), zero=zero)
-        with pytest.raises(ConfigError) as error:
-            zjax.config.check.check_config(config, 8)
-        problems[zero.optimizer_memory] = str(error.value)
-    assert problems == {
-        "nvme": "zero.nvme_paths=() names no disk for what rests on 'nvme'; name a "
-        "directory on each disk, such as ('/mnt/nvme0',)",
-        "device": "zero.nvme_paths=('/nvme',) has no effect, as nothing rests on "
-        "'nvme'; leave it at (), or set zero.optimizer_memory to 'nvme' or 'auto'",
-    }

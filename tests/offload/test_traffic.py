@@ -14,7 +14,7 @@ from tests.support.offload import (
     start,
     train,
 )
-from zjax.offload.inputs import waiting_inputs_bytes
+from zjax.offload.inputs import waiting_inputs
 from zjax.sharding import describe, memory
 from zjax.sharding.traffic import traffic_of_step
 from zjax.storage import move as moves
@@ -50,7 +50,7 @@ def test_what_a_step_moves_is_told(monkeypatch, stage, number, changes):
 
     monkeypatch.setattr(moves, "send", watched)
     train(run, 1)
-    inputs = waiting_inputs_bytes(run.model, run.plan, config, make_batch(0))
+    inputs = waiting_inputs(run.model, run.plan, config, make_batch(0))
     told = traffic_of_step(run.plan, config, inputs)
     kinds = ["state", "parameters in use", "gradients"]
     assert [x.what for x in told] == kinds + ["inputs of blocks"] * bool(inputs)

@@ -172,8 +172,14 @@ def _offload(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         problem = f"is not built for zero.optimizer_memory={memory!r}"
         remedy = "use 'compute', or keep the state on the devices"
         yield Problem("precision.reduce_dtype", "float32", problem, remedy)
-    zero = config.zero
-    on_disk = "nvme" in (memory, zero.parameter_memory, zero.gradient_memory)
+    zero, activations = config.zero, config.model.activation_memory
+    if activations == "nvme" and memory == "device":
+        problem = "cannot be reached from one program, as zero.optimizer_memory="
+        problem += "'device' has it"
+        remedy = "use 'pinned_host', or another zero.optimizer_memory"
+        yield Problem("model.activation_memory", activations, problem, remedy)
+    kept = memory, zero.parameter_memory, zero.gradient_memory, activations
+    on_disk = "nvme" in kept
     if on_disk and not config.zero.nvme_paths:
         problem = "names no disk for what rests on 'nvme'"
         remedy = "name a directory on each disk, such as ('/mnt/nvme0',)"

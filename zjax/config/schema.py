@@ -250,8 +250,9 @@ class Model:
         "none", "elementwise", "attention_and_mlp", "dots", "attention", "full"
     ] = "elementwise"
     """What the backward pass recomputes; see `zjax.parallel.remat`."""
-    activation_memory: Literal["device", "pinned_host"] = "device"
-    """Where what is not recomputed rests until the backward pass."""
+    activation_memory: Literal["device", "pinned_host", "nvme"] = "device"
+    """Where what is not recomputed rests until the backward pass; `nvme` takes blocks
+    that run one by one, as `zero.optimizer_memory` has them run."""
     loss_chunk_tokens: int = 4_096
     """Tokens whose logits exist at one time; 0 computes them all at once."""
     z_loss: float = 0.0

@@ -299,7 +299,7 @@ def transform(
     def run(state, x, context, key):
         return nnx.merge(graph, state)(x, context, key)
 
-    memory = config.activation_memory
+    memory = remat.within_reach(config.activation_memory)
     kept = remat.recompute(run, config.remat, in_loop=in_loop, memory=memory)
 
     def step(block, x, key):

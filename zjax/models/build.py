@@ -64,7 +64,9 @@ def make_model(config: Config) -> Model:
         separable=True,
         takes_layers_apart=stride == 0,
         loops_over_layers=stride > 0,
-        keeps=remat.keeps(config.model.remat, config.model.activation_memory),
+        keeps=remat.keeps(
+            config.model.remat, remat.within_reach(config.model.activation_memory)
+        ),
     )
 
 

@@ -1,5 +1,6 @@
-"""What enters the blocks of a model, and waits for the backward pass on the host."""
+"""What enters the blocks of a model, and waits elsewhere for the backward pass."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,29 +9,48 @@ from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config
 from zjax.offload.units import num_units
 from zjax.sharding.placement import Row, abstract_key
-from zjax.sharding.plan import DEVICE, Plan
+from zjax.sharding.plan import DEVICE, Plan, while_it_waits
 from zjax.train import microbatches
 from zjax.train.gradients import compute_dtype
 from zjax.typing import Batch, Model
 
 
-def waiting_inputs_bytes(model: Model, plan: Plan, config: Config, batch: Batch) -> int:
-    """Bytes of one device that wait on the host at the end of a forward pass.
+def input_at_rest(
+    x: jax.Array | jax.ShapeDtypeStruct, plan: Plan, config: Config
+) -> Row:
+    """Where a part of what enters a block waits.
+
+    Args:
+        x: The part.
+        plan: It is placed as a batch of this plan is.
+        config: Read for `model.activation_memory` and `zero.nvme_paths`.
+
+    Returns:
+        Its place until the backward pass.
+    """
+    here = Row("an input of a block", x.shape, x.shape, x.dtype, plan.batch_sharding(x))
+    return while_it_waits(here, config.model.activation_memory, config)
+
+
+def waiting_inputs(
+    model: Model, plan: Plan, config: Config, batch: Batch
+) -> Sequence[Row]:
+    """What waits outside of the devices at the end of a forward pass.
 
     Args:
         model: The model as pure functions.
         plan: Placement of every array.
-        config: Read for the batch and `model.activation_memory`.
+        config: Read for the batch, `model.activation_memory` and `zero.nvme_paths`.
         batch: Arrays or ShapeDtypeStructs of the global batch.
 
     Returns:
-        Of one microbatch: one stream for each block, or two where it has tiles; 0 where
-        they wait on the devices, or the model does not run block by block.
+        Of one microbatch: one stream for each block, or two where it has tiles; none
+        where they wait on the devices, or the model does not run block by block.
     """
     stack = model.stack
     stays = config.model.activation_memory == DEVICE or not plan.is_offloaded
     if stays or stack is None or not model.takes_layers_apart:
-        return 0
+        return ()
     number = resolve_batch(config, plan.num_batch_shares).num_microbatches
     params = jax.tree.map(
         lambda row: jax.ShapeDtypeStruct(row.shape, row.dtype), plan.compute
@@ -44,8 +64,4 @@ def waiting_inputs_bytes(model: Model, plan: Plan, config: Config, batch: Batch)
     embed, (blocks,), _ = stack.split(params)
     streams = len(blocks) * min(2, num_units(stack, params))
     entering = jax.tree.leaves(jax.eval_shape(enter, embed, batch, abstract_key()))
-    return streams * sum(_device_bytes(plan, x) for x in entering)
-
-
-def _device_bytes(plan: Plan, x: jax.ShapeDtypeStruct) -> int:
-    return Row("", x.shape, x.shape, x.dtype, plan.batch_sharding(x)).device_bytes
+    return streams * [input_at_rest(x, plan, config) for x in entering]

@@ -54,15 +54,16 @@ def predict_peak(train: OffloadedTrain, batch: Batch) -> Peak | None:
     found = _Programs(train, passes, batch)
     if None in found.bytes.values():
         return None
-    inputs = found.inputs if passes.carry_memory == DEVICE else 0
+    inputs = _resting_here(found.inputs)
     sums = passes.sum_rows if passes.num_microbatches > 1 else []
-    inputs_away = [found.inputs] if passes.carry_memory != DEVICE else []
     always = {
         "resting": resting_bytes(passes.plan, DEVICE),
         "groups on their way": _on_their_way(train.stream, train.group_bytes),
         "sums of gradients": _resting_here(row for rows in sums for row in rows)
         + _on_their_way(passes.sums, [_moved_bytes(rows) for rows in sums]),
-        "inputs on their way": _on_their_way(passes.carries, inputs_away),
+        "inputs on their way": _on_their_way(
+            passes.carries, [_moved_bytes(found.inputs)]
+        ),
         "pending gradients": _pending(train),
     }
     all_blocks = [*map(_moved_bytes, passes.unit_rows)] * passes.segment.num_blocks
@@ -106,7 +107,8 @@ class _Programs:
         shared = _shapes_of(passes.head, head, carry, part, number, number)[2]
         self.carry = self.bytes_of(carry)
         self.for_tiles = self.bytes_of(leaving[1])
-        self.inputs = (self.carry + self.for_tiles) * len(blocks)
+        entering = jax.tree.leaves((carry, leaving[1]))
+        self.inputs = [*map(passes.input_at_rest, entering)] * len(blocks)
         self.bytes = {
             "forward": _added_bytes(passes.block, *inputs, number),
             "head": _added_bytes(passes.head, head, carry, part, number, number),

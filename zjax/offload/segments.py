@@ -56,7 +56,7 @@ class Segments:
         plan: Places parameters and gradients.
         num_microbatches: Parts of the batch that follow one another.
         jit: Compiles.
-        carry_memory: Where the inputs of blocks rest until the backward pass.
+        input_at_rest: Where what enters a block rests until the backward pass.
         sum_at_rest: Where a sum of gradients rests until the next microbatch, by its
             place on the devices.
     """
@@ -68,7 +68,7 @@ class Segments:
         num_microbatches: int,
         jit: Jit,
         *,
-        carry_memory: str = DEVICE,
+        input_at_rest: Callable[[jax.Array], Row],
         sum_at_rest: Callable[[Row], Row],
     ):
         assert model.stack is not None
@@ -88,7 +88,7 @@ class Segments:
         )
         self.stream = Stream(max(3 * moved_bytes, AHEAD_BYTES))
         self.carries = Stream(AHEAD_BYTES)
-        self.carry_memory = carry_memory
+        self.input_at_rest = input_at_rest
         self.kept_bytes = 0  # of inputs of blocks on a device, at the last pass
         self.sums = Stream(max(3 * unit_bytes, AHEAD_BYTES))
         self.sum_rows = [
@@ -300,15 +300,10 @@ class Segments:
         size = len(self.unit_rows)
         return range(number * size, (number + 1) * size)
 
-    def put_away(self, entering: Any) -> tuple[list[jax.Array], Any]:
+    def put_away(self, entering: Any) -> tuple[list[Any], Any]:
         """What enters a block and its tiles, until their backward pass."""
-        rows = jax.tree.map(
-            lambda x: Row(
-                "", x.shape, x.shape, x.dtype, self.plan.batch_sharding(x)
-            ).rest_in(self.carry_memory),
-            entering,
-        )
-        return rest(jax.tree.leaves(entering), jax.tree.leaves(rows)), rows
+        rows = jax.tree.map(self.input_at_rest, entering)
+        return self.carries.send(*map(jax.tree.leaves, (entering, rows))), rows
 
     def announce(self, units: Sequence[Params], names: Sequence[Any]) -> None:
         """Has units come up in this order, and no others."""

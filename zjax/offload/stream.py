@@ -128,9 +128,10 @@ class Stream:
             The arrays at rest, perhaps still on their way.
         """
         resting = rest(arrays, rows)
+        gone = [x for x, row in zip(resting, rows, strict=True) if row.memory != DEVICE]
         size = sum(row.device_bytes for row in rows if row.memory != DEVICE)
         self.in_flight += size
-        self.leaving.append((size, resting))
+        self.leaving.append((size, gone))
         while self.in_flight > self.limit + self.limit // GOING_SHARE and self.leaving:
             self._release(wait=True)
         return resting

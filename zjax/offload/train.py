@@ -21,6 +21,7 @@ import jax
 
 from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
+from zjax.offload.inputs import input_at_rest
 from zjax.offload.parts import Jit
 from zjax.offload.segments import Arrived, Segments
 from zjax.offload.stream import Load, Stream
@@ -28,7 +29,7 @@ from zjax.offload.update import GroupedUpdate
 from zjax.offload.whole import Whole
 from zjax.optim.dataflow import Name
 from zjax.sharding.placement import Row
-from zjax.sharding.plan import DEVICE, Plan, gradient_at_rest
+from zjax.sharding.plan import DEVICE, Plan, while_it_waits
 from zjax.storage.array import DiskArray
 from zjax.storage.move import rest, room_to_pass
 from zjax.train.cut import check_no_model_state
@@ -84,6 +85,9 @@ class OffloadedTrain:
         jit: Jit,
     ):
         self.seed = config.seed
+        gradient_at_rest = functools.partial(
+            while_it_waits, memory=config.zero.gradient_memory, config=config
+        )
         if model.stack and model.takes_layers_apart:
             where = config.zero.optimizer_memory
             check_no_model_state(plan, "zero.optimizer_memory", where, DEVICE)
@@ -92,8 +96,10 @@ class OffloadedTrain:
                 plan,
                 num_microbatches,
                 jit,
-                carry_memory=config.model.activation_memory,
-                sum_at_rest=functools.partial(gradient_at_rest, config=config),
+                input_at_rest=functools.partial(
+                    input_at_rest, plan=plan, config=config
+                ),
+                sum_at_rest=gradient_at_rest,
             )
         else:
             self.backward = Whole(model, plan, num_microbatches, jit)
@@ -129,8 +135,7 @@ class OffloadedTrain:
         self.away_inputs = [[n for n in own if n in away] for own in inputs]
         self.own_inputs = [[n for n in own if n not in away] for own in inputs]
         self.resting_grads = [
-            gradient_at_rest(row, config)
-            for row in jax.tree.leaves(self.backward.grad_rows)
+            gradient_at_rest(row) for row in jax.tree.leaves(self.backward.grad_rows)
         ]
         self.group_bytes = [
             sum(row.device_bytes for row in rows if row.memory != DEVICE)

@@ -119,6 +119,23 @@ _one_after_another.defvjp(
 )
 
 
+def within_reach(memory: str) -> Memory:
+    """Where one program keeps what is asked to rest in a memory.
+
+    Args:
+        memory: `model.activation_memory`.
+
+    Returns:
+        The same, but for disks: only blocks that run one by one hand over what enters
+        them, and keep nothing else.
+
+    Example:
+        >>> within_reach("nvme")
+        'device'
+    """
+    return "pinned_host" if memory == "pinned_host" else "device"
+
+
 def keeps(policy: Policy, memory: Memory = "device") -> Keeps:
     """What is kept, as `jax.checkpoint` asks for it.
 

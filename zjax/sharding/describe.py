@@ -86,7 +86,7 @@ def _roles(plan: Plan) -> list[tuple[str, list[Row]]]:
     return [(role, leaves) for role, leaves in roles if leaves]
 
 
-def describe_memories(plan: Plan, config: Config, inputs: int = 0) -> str:
+def describe_memories(plan: Plan, config: Config, inputs: Sequence[Row] = ()) -> str:
     """What rests in each memory, and what a step moves between them.
 
     Args:

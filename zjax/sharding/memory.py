@@ -11,7 +11,7 @@ from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
 from zjax.sharding.mesh import ZERO_AXES, num_shares
 from zjax.sharding.placement import Row, dtype_bytes
-from zjax.sharding.plan import AUTO, DEVICE, HOST, NVME, Plan, gradient_at_rest
+from zjax.sharding.plan import AUTO, DEVICE, HOST, NVME, Plan, while_it_waits
 
 STAGES = (0, 1, 2, 3)
 
@@ -219,7 +219,8 @@ def waiting_at_rest(plan: Plan, config: Config, num_microbatches: int) -> list[R
         The rows of all parameters.
     """
     rows = jax.tree.leaves(waiting_rows(plan, num_microbatches))
-    return [gradient_at_rest(row, config) for row in rows]
+    where = config.zero.gradient_memory
+    return [while_it_waits(row, where, config) for row in rows]
 
 
 def step_state_bytes(plan: Plan, config: Config, num_microbatches: int) -> int | float:

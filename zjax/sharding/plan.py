@@ -289,18 +289,18 @@ def _layer_by_layer(row: Row) -> Any:
     return Layers([row.layer] * row.num_layers, name_of(row.path))
 
 
-def gradient_at_rest(row: Row, config: Config) -> Row:
-    """Where a gradient waits.
+def while_it_waits(row: Row, memory: str, config: Config) -> Row:
+    """Where a gradient waits, or what enters a block.
 
     Args:
         row: Its place on the devices.
-        config: Read for `zero.gradient_memory`.
+        memory: That was asked for.
+        config: Read for `zero.nvme_paths`.
 
     Returns:
-        Its place while it waits; small ones never go to disks.
+        Its place while it waits; what is small never goes to disks.
     """
-    where = config.zero.gradient_memory
-    return _at_rest(row, row, where, config) if where == NVME else row.rest_in(where)
+    return _at_rest(row, row, memory, config) if memory == NVME else row.rest_in(memory)
 
 
 def _at_rest(row: Row, other: Row, memory: str, config: Config) -> Row:

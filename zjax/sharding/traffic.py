@@ -2,11 +2,12 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config
 from zjax.sharding import memory
+from zjax.sharding.placement import Row
 from zjax.sharding.plan import DEVICE, HOST, NVME, Plan
 
 
@@ -29,24 +30,25 @@ class Traffic:
     down: int
 
 
-def traffic_of_step(plan: Plan, config: Config, inputs: int = 0) -> list[Traffic]:
+def traffic_of_step(
+    plan: Plan, config: Config, inputs: Sequence[Row] = ()
+) -> list[Traffic]:
     """Everything that rests outside of the devices, and how often a step moves it.
 
     Args:
         plan: Placement of every array.
         config: Read for the batch, clipping and the memories of `zero`.
-        inputs: What `zjax.offload.inputs.waiting_inputs_bytes` told.
+        inputs: Of blocks, as `zjax.offload.inputs.waiting_inputs` tells them.
 
     Returns:
         One for each kind of arrays and memory. Gradients that wait for a norm move at
         most as often as said: those for which there is room stay on the device.
     """
-    moved = inputs * _num_microbatches(plan, config)
-    found = [
-        *_at_rest(plan, config),
-        _gradients(plan, config),
-        Traffic("inputs of blocks", HOST, inputs, moved, moved),
-    ]
+    found = [*_at_rest(plan, config), _gradients(plan, config)]
+    for where in (HOST, NVME):
+        waiting = memory.bytes_in(where, inputs)
+        moved = waiting * _num_microbatches(plan, config)
+        found.append(Traffic("inputs of blocks", where, waiting, moved, moved))
     return [x for x in found if x.resting]
 
 
