@@ -213,8 +213,10 @@ def test_models_of_the_users_are_halved_too(monkeypatch):
     monkeypatch.setattr(plans, "_in_halves", lambda row, in_use: row)
     other, expected = trained()
     assert not lower_halves(other)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), found, expected
+    jax.tree.map(  # compilers may round products before they add them, or not
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7),
+        found,
+        expected,
     )
 
 
