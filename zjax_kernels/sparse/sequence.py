@@ -57,6 +57,9 @@ def make_sequence_plan(
 ) -> SequencePlan:
     """Prepares a layout for a sequence that is spread over devices.
 
+    As they run one program, all devices send what the one asks for that lacks most: for
+    a row that sees every block, such as a global one, they send all.
+
     Args:
         layout: The live blocks of the whole sequence, of as many queries as keys.
         num_devices: Devices along the sequence; divides the blocks.
