@@ -43,7 +43,7 @@ CASES = [
     case(
         "mesh.sequence=4;model.sequence_attention=halo",
         "model.sequence_attention='halo' needs a pattern, which "
-        "model.attention='auto' has not; use 'ring', or model.attention='sparse'",
+        "model.attention='auto' has not; use 'auto', or model.attention='sparse'",
         id="halo-of-dense",
     ),
     case(

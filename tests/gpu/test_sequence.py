@@ -105,13 +105,18 @@ def test_both_ways_are_attention(mesh, way, causal, packed):
 
 
 @pytest.mark.parametrize("kind", ["decoder", "encoder"])
-def test_halos_are_sparse_attention(mesh, kind):
+@pytest.mark.parametrize("axis", [meshes.SEQUENCE, meshes.TENSOR])
+def test_devices_that_share_tokens_or_heads_have_their_own(mesh, kind, axis):
+    """Fails if a kernel computes heads that its device does not have."""
+    mesh = meshes.make_mesh(schema.Mesh(data=1, **{axis: mesh.size}))
     model = schema.Model(
         kind=kind,
         num_heads=HEADS,
         max_length=LENGTH,
         attention="sparse",
-        sparsity=schema.Sparsity(mode="bigbird", block=64),
+        sparsity=schema.Sparsity(
+            mode="bigbird", block=64, different_layout_per_head=True
+        ),
     )
     pattern = sparse.sparse_of(model)
     positions = jnp.arange(LENGTH)[None]
@@ -123,14 +128,21 @@ def test_halos_are_sparse_attention(mesh, kind):
 
     def spread(q, k, v, documents):
         return sparse.sparse_attention(
-            q, k, v, pattern, segment_ids=documents, spread=True
+            q,
+            k,
+            v,
+            pattern,
+            segment_ids=documents,
+            spread=axis == meshes.SEQUENCE,
         )
 
     arrays, documents = make_arrays(), make_documents()
     wide = [x.astype(jnp.float32) for x in arrays]
     expected = jax.jit(functools.partial(with_gradients, dense))(*wide, documents)
-    place = NamedSharding(mesh, P(None, meshes.SEQUENCE))
-    given = [jax.device_put(x, place) for x in (*arrays, documents)]
+    spec = (None, axis) if axis == meshes.SEQUENCE else (None, None, axis)
+    place = NamedSharding(mesh, P(*spec))
+    given = [jax.device_put(x, place) for x in arrays]
+    given.append(jax.device_put(documents, NamedSharding(mesh, P(*spec[:2]))))
     with jax.set_mesh(mesh):
         run = jax.jit(functools.partial(with_gradients, spread), out_shardings=place)
         compiled = run.lower(*given).compile()
@@ -139,6 +151,6 @@ def test_halos_are_sparse_attention(mesh, kind):
         one = np.asarray(one, np.float32)
         assert np.linalg.norm(one - other) < 1e-2 * np.linalg.norm(other)
     text = compiled.as_text()
-    assert "collective-permute" in text
+    assert ("collective-permute" in text) == (axis == meshes.SEQUENCE)
     assert "mosaic_gpu" in text
     assert "all-to-all" not in text

@@ -104,6 +104,31 @@ def test_tokens_stay_where_heads_cannot_be_shared(kv_heads, length):
     assert (sent == {"collective-permute"}) == ((kv_heads, length) == (2, 512))
 
 
+@pytest.mark.parametrize(
+    ("length", "sizes", "message"),
+    [
+        (
+            448,
+            {"sequence": 4},
+            "length=448 is not a multiple of 512, 128 tokens for each device along "
+            "'sequence'; use 512, or spread=False",
+        ),
+        (
+            512,
+            {"tensor": 2},
+            "spread=True needs a mesh with several devices along 'sequence', left to "
+            "the compiler; use spread=False",
+        ),
+    ],
+)
+def test_tokens_that_cannot_stay_are_refused(length, sizes, message):
+    q, k, v, _ = (jnp.array(x[:, :length]) for x in make_arrays())
+    with jax.set_mesh(sequences.make_mesh(**sizes)):
+        with pytest.raises(ConfigError) as error:
+            sparse.sparse_attention(q, k, v, make_pattern(BIGBIRD), spread=True)
+    assert str(error.value) == message
+
+
 def test_a_mask_of_tokens_is_refused():
     q, k, v, _ = map(jnp.array, make_arrays())
     with pytest.raises(ConfigError) as error:

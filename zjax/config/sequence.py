@@ -1,6 +1,5 @@
 """How attention crosses the devices of the sequence axis, and whether it can."""
 
-import math
 from collections.abc import Iterator
 from typing import Literal
 
@@ -9,7 +8,8 @@ from zjax.errors import Problem
 
 Way = Literal["ulysses", "ring", "halo"]
 TILE = 128
-"""Tokens that the kernels of sparse attention compute together, on one device."""
+"""Tokens that the kernels of sparse attention compute together, on one device: theirs,
+which nothing here may import. Blocks divide it."""
 
 
 def way_across(model: schema.Model, *, sequence: int, tensor: int) -> Way:
@@ -67,7 +67,7 @@ mesh.tensor * mesh.sequence=8; use 'ring', or a multiple of 8 heads
         yield Problem(field, asked, problem, remedy)
     elif asked == "halo" and kernel != "sparse":
         problem = f"needs a pattern, which model.attention={kernel!r} has not"
-        remedy = "use 'ring', or model.attention='sparse'"
+        remedy = "use 'auto', or model.attention='sparse'"
         yield Problem(field, asked, problem, remedy)
     elif heads % shares and asked == "ulysses":
         yield Problem(field, asked, f"cannot {split}", f"use {parts!r}, or {more}")
@@ -104,9 +104,8 @@ attention needs; use 8 or 16
         why = f"of {unit}, twice mesh.sequence={sequence}, as causal ring attention "
         why += "needs"
     elif way == "halo":
-        tokens = math.lcm(TILE, model.sparsity.block)
-        unit = tokens * sequence
-        why = f"of {unit}, {tokens} tokens for each of mesh.sequence={sequence}, as "
+        unit = TILE * sequence
+        why = f"of {unit}, {TILE} tokens for each of mesh.sequence={sequence}, as "
         why += "sparse attention by halos needs"
     below = length // unit * unit
     if below != length:
@@ -135,8 +134,9 @@ at 'auto', or set mesh.sequence above 1
         return
     model, shares = config.model, {axis: sizes[axis] for axis in ("sequence", "tensor")}
     if shares["sequence"] > 1:
-        yield from way_problems(model, **shares)
-        yield from length_problems("data.length", config.data.length, model, **shares)
+        found = [*way_problems(model, **shares)]
+        length = config.data.length
+        yield from found or length_problems("data.length", length, model, **shares)
     elif model.sequence_attention != "auto":
         problem = f"has no effect with mesh.sequence={config.mesh.sequence}"
         remedy = "leave it at 'auto', or set mesh.sequence above 1"

@@ -144,7 +144,8 @@ def sparse_attention(
         One average per query and head, 0 where a query sees no key.
 
     Raises:
-        ConfigError: The sequence is longer than the layout.
+        ConfigError: The sequence is longer than the layout, or tokens that are to stay
+            are in no such parts.
 
     Example:
         >>> sparse = sparse_of(schema.Model(num_heads=2, num_kv_heads=2))
@@ -157,7 +158,9 @@ def sparse_attention(
         raise ConfigError(Problem("mask", mask.shape, problem, remedy))
     length, block = q.shape[1], sparse.block
     if spread is None:
-        spread = mask is None and _may_stay(length, block, k.shape[2])
+        spread = mask is None and _may_stay(length, k.shape[2])
+    if spread:
+        _check_parts(length)
     num_blocks = -(-length // block)
     layout = _layout(sparse)
     if num_blocks > layout.num_rows:
@@ -168,6 +171,9 @@ def sparse_attention(
     if missing and mask is None and not layout.causal:
         key_mask = jnp.ones(q.shape[:2], bool) if key_mask is None else key_mask
     masks = segment_ids, key_mask
+    heads = head_axes(k.shape[2])
+    if spread:
+        heads = tuple(axis for axis in heads if axis != meshes.SEQUENCE)
     plan = _plan(
         sparse,
         num_blocks,
@@ -176,9 +182,10 @@ def sparse_attention(
         head_size=q.shape[3],
         segments=masks != (None, None),
         mask=None if mask is None else Bits.of(np.pad(mask, (0, missing))),
+        head_shares=math.prod(map(open_size, heads)),
     )
     q, k, v, masks = jax.tree.map(lambda x: _lengthen(x, missing), (q, k, v, masks))
-    return _over_devices(q, k, v, masks, plan)[:, :length]
+    return _over_devices(q, k, v, masks, plan, heads)[:, :length]
 
 
 def visible_keys(
@@ -231,15 +238,26 @@ def live_share(sparse: Sparse, length: int) -> float:
     return layout.density - cut
 
 
-def _may_stay(length, block, num_kv_heads):
+def _may_stay(length, num_kv_heads):
     """Whether tokens are in parts that kernels take, and heads would not be."""
     size = open_size(meshes.SEQUENCE)
-    parts = size * math.lcm(TILE, block)
-    return (
-        size > 1
-        and not length % parts
-        and meshes.SEQUENCE not in head_axes(num_kv_heads)
-    )
+    in_parts = size > 1 and not length % (size * TILE)
+    return in_parts and meshes.SEQUENCE not in head_axes(num_kv_heads)
+
+
+def _check_parts(length):
+    """Raises why tokens cannot stay on the devices of the sequence axis."""
+    size, name = open_size(meshes.SEQUENCE), meshes.SEQUENCE
+    if size == 1:
+        problem = f"needs a mesh with several devices along {name!r}, left to the "
+        problem += "compiler"
+        raise ConfigError(Problem("spread", True, problem, "use spread=False"))
+    if length % (size * TILE):
+        problem = f"is not a multiple of {size * TILE}, {TILE} tokens for each device "
+        problem += f"along {name!r}"
+        above = -(-length // (size * TILE)) * size * TILE
+        remedy = f"use {above}, or spread=False"
+        raise ConfigError(Problem("length", length, problem, remedy))
 
 
 def _has_hash(pattern):
@@ -308,7 +326,7 @@ def _lengthen(x, missing):
     return jnp.pad(x, [(0, 0), (0, missing), *rest]) if missing else x
 
 
-def _over_devices(q, k, v, masks, plan):
+def _over_devices(q, k, v, masks, plan, heads):
     """Kernels have no rule of partition: each device is given its share of all."""
     tokens = (meshes.SEQUENCE,) if isinstance(plan, zjax_kernels.SequencePlan) else ()
     run: Any = api.sparse_attention
@@ -324,14 +342,9 @@ def _over_devices(q, k, v, masks, plan):
     if meshes.num_shares(mesh, mesh.auto_axes) == 1:
         return attend(q, k, v, masks, plan)
     rows = row_axes(q.shape[0])
-    heads = tuple(axis for axis in head_axes(k.shape[2]) if axis not in tokens)
-    devices = (tokens,) if tokens else ()
-
-    def place(path, _):
-        is_of_heads = getattr(path[-1], "name", "") == "head_patterns"
-        return P(*devices, heads) if is_of_heads else P(*devices)
-
-    of_plan = jax.tree_util.tree_map_with_path(place, plan)
+    of_plan = jax.tree.map(lambda _: P((*tokens, *heads)), plan)
+    if tokens:
+        of_plan = dataclasses.replace(of_plan, sends=(P(tokens),) * len(plan.sends))
     of_heads = P(rows, tokens, heads)
     return jax.shard_map(
         attend,

@@ -163,10 +163,8 @@ def _sizes():
 
 
 def _check(config, length):
-    problems = [
-        *way_problems(config, **_sizes()),
-        *length_problems("length", length, config, **_sizes()),
-    ]
+    problems = [*way_problems(config, **_sizes())]
+    problems = problems or [*length_problems("length", length, config, **_sizes())]
     if problems:
         raise ConfigError(*problems)
 

@@ -16,7 +16,7 @@ from zjax_kernels.device import check_implementation
 from zjax_kernels.errors import invalid, refuse
 from zjax_kernels.sparse import reference
 from zjax_kernels.sparse.arguments import no_array
-from zjax_kernels.sparse.plan import Plan, check_plan
+from zjax_kernels.sparse.plan import Plan, check_plan, plan_of_device
 from zjax_kernels.sparse.reference import Options
 
 Implementation = Literal["auto", "mosaic_gpu", "reference"]
@@ -81,6 +81,7 @@ def sparse_attention(
         Child et al. (arXiv:1904.10509); the online softmax of Dao et al.
         (arXiv:2205.14135), algorithm 1.
     """
+    plan = plan_of_device(plan)
     _check(q, k, v, plan, scale, soft_cap)
     static, padded, segments, plan = _prepare(
         q, k, v, plan, scale, soft_cap, segment_ids, key_mask, implementation
@@ -141,6 +142,7 @@ def sparse_attention_gradients(
         >>> [x.shape for x in found]
         [(1, 16, 1, 8), (1, 16, 1, 8), (1, 16, 1, 8)]
     """
+    plan = plan_of_device(plan)
     _check(q, k, v, plan, scale, soft_cap)
     _check_gradients(q, d_out, lse, delta)
     static, padded, segments, plan = _prepare(
@@ -278,7 +280,7 @@ def _check(q, k, v, plan, scale, soft_cap):
     if 0 in (q.shape[:1] + q.shape[-1:]):
         problem, remedy = "has no sequence or no channel", "give one or more of both"
         raise invalid("q.shape", q.shape, problem, remedy)
-    heads, kv_heads = len(plan.queries.head_patterns), len(plan.keys.head_patterns)
+    heads, kv_heads = plan.queries.num_heads, plan.keys.num_heads
     for name, x, length, num_heads in (
         ("q", q, plan.num_queries, heads),
         ("k", k, plan.num_keys, kv_heads),

@@ -211,6 +211,42 @@ class BlockLayout:
         live = sum(len(self.patterns[number].columns) for number in self.head_patterns)
         return live / (self.num_heads * self.num_rows * self.num_columns)
 
+    def share_heads(self, num_shares: int) -> "list[BlockLayout]":
+        """The layouts of consecutive heads, each with the patterns of its own.
+
+        Args:
+            num_shares: Devices that share the heads; divides them.
+
+        Returns:
+            One layout for each device; equal ones are the same object.
+
+        Raises:
+            ValueError: The heads do not divide.
+
+        Example:
+            >>> live = np.ones((4, 2, 2), bool)
+            >>> layout = BlockLayout.from_dense(live, block=64)
+            >>> [part.num_heads for part in layout.share_heads(2)]
+            [2, 2]
+        """
+        refuse(below("head_shares", num_shares, 1))
+        if self.num_heads % num_shares:
+            problem = f"does not divide the {self.num_heads} heads of the layout"
+            raise invalid("head_shares", num_shares, problem, "use a divisor")
+        size = self.num_heads // num_shares
+        starts = range(0, self.num_heads, size)
+        parts = [self.head_patterns[start : start + size] for start in starts]
+        found = {numbers: self._of_heads(numbers) for numbers in dict.fromkeys(parts)}
+        return [found[numbers] for numbers in parts]
+
+    def _of_heads(self, numbers):
+        used = list(dict.fromkeys(numbers))
+        return dataclasses.replace(
+            self,
+            patterns=tuple(self.patterns[number] for number in used),
+            head_patterns=tuple(used.index(number) for number in numbers),
+        )
+
     def to_dense(self) -> np.ndarray:
         """The layout as an array, for pictures and tests.
 

@@ -12,7 +12,7 @@ from zjax_kernels.errors import invalid, refuse
 from zjax_kernels.sparse.arguments import below
 from zjax_kernels.sparse.cells import HALF, TILE, Cells, Mask
 from zjax_kernels.sparse.layout import BlockLayout, check_layout
-from zjax_kernels.sparse.schedule import Schedule, make_schedule
+from zjax_kernels.sparse.schedule import Schedule, make_schedule, stack_schedules
 
 COPY = 32
 """Fewest 4-byte numbers that one copy into shared memory can move."""
@@ -44,6 +44,7 @@ def make_plan(
     head_size: int = 128,
     segments: bool = False,
     mask: np.ndarray | Mask | None = None,
+    head_shares: int = 1,
 ) -> Plan:
     """Prepares a layout for attention; done once, on the host.
 
@@ -56,6 +57,9 @@ def make_plan(
         mask: bool[S, T] of tokens that see each other, besides the layout, or a
             function that says so of numbers of queries and of keys, NumPy arrays that
             broadcast. Blocks that it hides wholly are not visited.
+        head_shares: Devices that share the heads; divides those of the keys. With more
+            than one, every array of the plan is to be split over them along its first
+            dim, as by `jax.shard_map`.
 
     Returns:
         The plan.
@@ -77,6 +81,12 @@ def make_plan(
     """
     check_layout(layout)
     _check(num_kv_heads, head_size)
+    if head_shares != 1:
+        parts = layout.share_heads(head_shares)
+        num_kv_heads = share_kv_heads(layout, num_kv_heads, head_shares)
+        given = {"num_kv_heads": num_kv_heads, "head_size": head_size, "mask": mask}
+        plans = {part: make_plan(part, segments=segments, **given) for part in parts}
+        return stack_plans([plans[part] for part in parts])
     tokens = layout.num_rows * layout.block, layout.num_columns * layout.block
     asked = (
         None if mask is None else functools.partial(_ask, _read(mask, tokens), tokens)
@@ -90,6 +100,67 @@ def make_plan(
         head_size=head_size,
         segments=segments,
     )
+
+
+def share_kv_heads(
+    layout: BlockLayout, num_kv_heads: int | None, head_shares: int
+) -> int:
+    """Heads of keys that one of several devices has.
+
+    Args:
+        layout: Of all heads.
+        num_kv_heads: Of all devices; none is as many as of queries.
+        head_shares: Devices that share the heads.
+
+    Returns:
+        Their number.
+
+    Raises:
+        ValueError: They do not divide.
+    """
+    number = layout.num_heads if num_kv_heads is None else num_kv_heads
+    if number % head_shares:
+        problem = f"does not divide num_kv_heads={number}"
+        raise invalid("head_shares", head_shares, problem, "use a divisor")
+    return number // head_shares
+
+
+def stack_plans(plans: Sequence[Plan]) -> Plan:
+    """Plans of devices that run one program, to be split along the first dim.
+
+    Args:
+        plans: Of as many heads and tokens.
+
+    Returns:
+        Their arrays, stacked.
+    """
+    queries, keys = (
+        stack_schedules([getattr(plan, name) for plan in plans])
+        for name in ("queries", "keys")
+    )
+    return dataclasses.replace(plans[0], queries=queries, keys=keys)
+
+
+def plan_of_device(plan: Any) -> Any:
+    """The plan that a device has of a stack.
+
+    Args:
+        plan: Any plan, or what is none.
+
+    Returns:
+        The same without the first dim of a stack.
+
+    Raises:
+        ValueError: Those of several devices are still together.
+    """
+    if not isinstance(plan, Plan) or plan.queries.items.ndim == 3:
+        return plan
+    number = len(plan.queries.items)
+    if number > 1:
+        problem = "are in one plan"
+        remedy = "split its arrays along their first dim, as by jax.shard_map"
+        raise invalid("head_shares", number, problem, remedy)
+    return jax.tree.map(lambda x: x[0], plan)
 
 
 def check_plan(plan: object, *, head_size: int = 1, segmented: bool = False) -> None:

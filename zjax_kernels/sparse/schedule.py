@@ -49,13 +49,14 @@ class Schedule:
         diagonal: int32[chunks, 2]: the same, for cells that causality cuts.
         splits: int32[patterns, split tiles, 1 + parts]: a tile whose work is split, and
             the slots of its partial results; -1 is padding.
-        head_patterns: int32[heads]: pattern of each head.
+        head_patterns: int32[num_heads]: pattern of each head.
         order: int32[heads * items, 3]: head, its pattern and the item, in the order in
             which one program after another computes them.
         ends: int32[programs + 1]: where the items of each program end in `order`.
         elements: int32[chunks, 2]: which of `masks` holds in a half of a chunk; none
             where no layout has a mask of tokens.
         masks: int32[masks, chunk / 32, HALF]: one bit per token, by column.
+        num_heads: Heads that `order` has work for.
         row_unit: Tokens of a unit of rows.
         column_unit: Tokens of a unit of columns.
         cell: Tokens per side of what a bit of `live` stands for.
@@ -78,6 +79,7 @@ class Schedule:
     ends: jax.Array | np.ndarray
     elements: jax.Array | np.ndarray | None
     masks: jax.Array | np.ndarray | None
+    num_heads: int = dataclasses.field(metadata={"static": True})
     row_unit: int = dataclasses.field(metadata={"static": True})
     column_unit: int = dataclasses.field(metadata={"static": True})
     cell: int = dataclasses.field(metadata={"static": True})
@@ -138,6 +140,7 @@ def make_schedule(
         ends=ends,
         elements=None if elements is None else _pad(elements, 0),
         masks=masks,
+        num_heads=len(head_patterns),
         row_unit=row_unit,
         column_unit=column_unit,
         cell=cell,
@@ -173,14 +176,14 @@ def stack_schedules(schedules: Sequence[Schedule]) -> Schedule:
     """Schedules of devices that run one program.
 
     Args:
-        schedules: Of layouts of one shape, without masks of tokens.
+        schedules: Of layouts of one shape, and of as many heads.
 
     Returns:
         Their arrays, stacked; those that differ in length are padded with nothing.
     """
 
     def stack(name, value):
-        arrays = [np.asarray(getattr(each, name)) for each in schedules]
+        arrays = [np.asarray(getattr(each, name)) for each in masked]
         shape = np.max([x.shape for x in arrays], axis=0)
         return np.stack(
             [
@@ -193,9 +196,12 @@ def stack_schedules(schedules: Sequence[Schedule]) -> Schedule:
             ]
         )
 
+    masked = _masked_alike(schedules)
     padding: dict[str, int] = {"items": -1, "splits": -1}
     names = ("num_items", "rows", "columns", "live", "diagonal")
     padding |= dict.fromkeys((*names, "head_patterns", "order", "ends"), 0)
+    if masked[0].masks is not None:
+        padding |= {"elements": 0, "masks": -1}
     stacked = {name: stack(name, value) for name, value in padding.items()}
     stacked["items"] = np.maximum(stacked["items"], NOTHING)
     return dataclasses.replace(
@@ -204,6 +210,20 @@ def stack_schedules(schedules: Sequence[Schedule]) -> Schedule:
         num_slots=max(each.num_slots for each in schedules),
         causal=any(each.causal for each in schedules),
     )
+
+
+def _masked_alike(schedules: Sequence[Schedule]) -> Sequence[Schedule]:
+    """All with masks of tokens, if any has one: those without get one of nothing."""
+    masks = next((x.masks for x in schedules if x.masks is not None), None)
+    if masks is None:
+        return schedules
+    nothing = np.full((1, *masks.shape[1:]), -1, np.int32)
+    return [
+        x
+        if x.masks is not None
+        else dataclasses.replace(x, masks=nothing, elements=np.zeros_like(x.live))
+        for x in schedules
+    ]
 
 
 def _cut_evenly(parts: Sequence[Chunks], chunk: int, head_patterns: Sequence[int]):

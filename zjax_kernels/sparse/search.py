@@ -78,7 +78,7 @@ def _candidates() -> Iterator[Tuning]:
 def _kernels(plan, head_size, batch, dtype) -> dict[str, Callable[[Tuning], Any]]:
     from zjax_kernels.sparse import mosaic_gpu
 
-    heads, kv_heads = (len(x.head_patterns) for x in (plan.queries, plan.keys))
+    heads, kv_heads = (x.num_heads for x in (plan.queries, plan.keys))
     of_q = (batch, plan.queries.num_rows, heads, head_size)
     of_k = (batch, plan.keys.num_rows, kv_heads, head_size)
     keys = jax.random.split(jax.random.key(0), 4)

@@ -159,6 +159,7 @@ def _schedule(counts, full, first, *, columns, live, diagonal, **static):
         ends=jnp.asarray(ends),
         elements=None,
         masks=None,
+        num_heads=heads,
         row_unit=HALF,
         cell=HALF,
         num_rows=num_blocks * BLOCK,

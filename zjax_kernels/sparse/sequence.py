@@ -19,8 +19,7 @@ from zjax_kernels.sparse.api import sparse_attention
 from zjax_kernels.sparse.arguments import below
 from zjax_kernels.sparse.cells import TILE, Cells
 from zjax_kernels.sparse.layout import BlockLayout, check_layout
-from zjax_kernels.sparse.plan import Plan, plan_cells
-from zjax_kernels.sparse.schedule import stack_schedules
+from zjax_kernels.sparse.plan import Plan, plan_cells, share_kv_heads, stack_plans
 
 
 @jax.tree_util.register_dataclass
@@ -29,17 +28,20 @@ class SequencePlan:
     """The plans of all devices, to be split along the first dim of every array.
 
     Args:
-        plan: One plan per device, stacked.
+        plan: One plan per device, stacked; where devices share heads too, one for each
+            of these in turn.
         sends: int32[devices, blocks] per distance: which of its blocks a device sends
             to the one that many places after it.
         distances: Of each of `sends`.
         block: Tokens per block.
+        num_devices: Along the sequence.
     """
 
     plan: Plan
     sends: tuple[jax.Array | np.ndarray, ...]
     distances: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     block: int = dataclasses.field(metadata={"static": True})
+    num_devices: int = dataclasses.field(metadata={"static": True})
 
     @property
     def num_blocks_sent(self) -> int:
@@ -54,6 +56,7 @@ def make_sequence_plan(
     num_kv_heads: int | None = None,
     head_size: int = 128,
     segments: bool = False,
+    head_shares: int = 1,
 ) -> SequencePlan:
     """Prepares a layout for a sequence that is spread over devices.
 
@@ -66,12 +69,14 @@ def make_sequence_plan(
         num_kv_heads: Heads of keys and values; divides the heads of the layout.
         head_size: Channels per head.
         segments: Whether segments or a mask of keys will be given.
+        head_shares: Devices that share the heads, as of `make_plan`: `plan.plan` is to
+            be split over both axes, that of the sequence first.
 
     Returns:
         The plan, of NumPy arrays.
 
     Raises:
-        ValueError: It is no layout, or the sequence does not divide.
+        ValueError: It is no layout, or the sequence or the heads do not divide.
 
     Example:
         >>> from zjax_kernels.sparse.sliding_patterns import BigBird
@@ -93,11 +98,15 @@ def make_sequence_plan(
     needs = _needs(layout, num_devices, per_device)
     distances = [d for d in range(1, num_devices) if any(len(x) for x in needs[d])]
     widths = {d: max(map(len, needs[d])) for d in distances}
-    whole = [Cells.of(pattern, layout) for pattern in layout.patterns]
+    shares = [
+        (part, [Cells.of(pattern, layout) for pattern in part.patterns])
+        for part in layout.share_heads(head_shares)
+    ]
+    num_kv_heads = share_kv_heads(layout, num_kv_heads, head_shares)
     plans = [
         plan_cells(
-            [_part(x, layout, device, per_device, needs, widths) for x in whole],
-            layout.head_patterns,
+            [_part(x, layout, device, per_device, needs, widths) for x in cells],
+            part.head_patterns,
             (tokens, (per_device + sum(widths.values())) * layout.block),
             block=layout.block,
             num_kv_heads=num_kv_heads,
@@ -105,17 +114,14 @@ def make_sequence_plan(
             segments=segments,
         )
         for device in range(num_devices)
+        for part, cells in shares
     ]
     return SequencePlan(
-        Plan(
-            stack_schedules([plan.queries for plan in plans]),
-            stack_schedules([plan.keys for plan in plans]),
-            plans[0].num_queries,
-            plans[0].num_keys,
-        ),
+        stack_plans(plans),
         tuple(_sends(needs[d], d, widths[d]) % per_device for d in distances),
         tuple(distances),
         layout.block,
+        num_devices,
     )
 
 
@@ -228,12 +234,14 @@ def sequence_attention(
     if not isinstance(plan, SequencePlan):
         problem, remedy = "is not a plan of a sequence", "give make_sequence_plan(...)"
         raise invalid("plan", type(plan).__name__, problem, remedy)
-    num_devices = _axis_size(axis)
-    mine = jax.tree.map(lambda x: x[0], plan)
-    if len(plan.plan.queries.items) != 1:
-        shares = len(plan.plan.queries.items) * num_devices
+    num_devices, given = _axis_size(axis), plan.num_devices
+    if given != num_devices:
         problem = f"is not that of axis {axis!r}, {num_devices}"
-        raise invalid("num_devices", shares, problem, "make a plan for it")
+        raise invalid("num_devices", given, problem, "make a plan for it")
+    if len(plan.plan.queries.items) != 1:
+        problem, remedy = "are in one plan", "split its arrays along their first dim"
+        raise invalid("num_devices", num_devices, problem, remedy)
+    mine = jax.tree.map(lambda x: x[0], plan)
 
     halo = _Halo(axis, num_devices, plan.distances, plan.block)
     if segment_ids is not None:

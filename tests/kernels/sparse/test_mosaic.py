@@ -63,8 +63,9 @@ CASES = [
             "uneven": True,
             "split": True,
             "tiles": 1,
+            "shares": 2,
         },
-        id="64-uneven-heads",
+        id="64-uneven-heads-on-two-devices",
     ),
     pytest.param(
         {"block": 64, "heads": 4, "uneven": True, "stages": 1},
@@ -105,8 +106,10 @@ def make_case(
     mask=False,
     head_size=64,
     dtype=jnp.bfloat16,
+    shares=1,
     **_,
 ):
+    """What each of some devices has: its mask, plan, inputs and segments."""
     rows = tokens // block
     live = random_live((rows, rows) if alike else (heads, rows, rows))
     if dense:
@@ -124,6 +127,7 @@ def make_case(
         head_size=head_size,
         segments=segments,
         mask=seen,
+        head_shares=shares,
     )
     inputs = make_inputs(
         layout, batch=1, num_kv_heads=num_kv_heads, head_size=head_size, dtype=dtype
@@ -135,7 +139,14 @@ def make_case(
         numbers = (documents.astype(np.int32),) * 2
     shown = mask_of(layout, numbers and tuple(x[:, :tokens] for x in numbers))
     shown = shown if seen is None else shown & seen
-    return shown, jax.tree.map(jnp.asarray, plan), inputs, numbers
+    if shares == 1:
+        yield shown, jax.tree.map(jnp.asarray, plan), inputs, numbers
+        return
+    for share in range(shares):
+        mine = jax.tree.map(lambda x, share=share: jnp.asarray(x[share]), plan)
+        parts = [jnp.split(x, shares, axis=2)[share] for x in inputs[:4]]
+        heads = np.split(shown, shares, axis=1)[share]
+        yield heads, mine, (*parts, None), numbers
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -145,7 +156,12 @@ def test_kernels_are_dense_attention_under_the_mask(monkeypatch, capfd, case):
     if case.get("split"):
         monkeypatch.setattr(schedules, "WORTH_SPLITTING", 128)
         monkeypatch.setattr(schedules, "LONGEST_SHARE", 0.01)
-    mask, plan, inputs, segments = make_case(**case)
+    for of_device in make_case(**case):
+        assert_dense(*of_device, case)
+    assert "RACE" not in "".join(capfd.readouterr())
+
+
+def assert_dense(mask, plan, inputs, segments, case):
     assert bool(plan.queries.num_slots and plan.keys.num_slots) == case.get(
         "split", False
     )
@@ -166,7 +182,6 @@ def test_kernels_are_dense_attention_under_the_mask(monkeypatch, capfd, case):
     args = *qkv, d_out, sums, delta, segments
     dq = run(backward_queries, (*args, plan.queries), tiles)
     dk, dv = run(backward_keys, (*args, plan.keys), tiles)
-    assert "RACE" not in "".join(capfd.readouterr())
     np.testing.assert_allclose(sums[..., :tokens], lse, atol=1e-3, rtol=0)
     np.testing.assert_allclose(found[:, :tokens].astype(np.float32), out, atol=2e-2)
     for x, y in zip((dq, dk, dv), expected, strict=True):

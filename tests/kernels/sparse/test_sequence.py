@@ -152,3 +152,23 @@ def test_refusals():
         "num_devices=16 leave 64 tokens to a device, no multiple of 128; use fewer "
         "devices"
     )
+
+
+def test_a_plan_for_other_devices_is_refused():
+    """Fails if each device could attend to its own tokens alone."""
+    layout = LocalSlidingWindow(4, block=64).layout(1024)
+    plan = make_sequence_plan(layout, 1)
+    x = jax.ShapeDtypeStruct((1, 1024, 4, 16), jnp.float32)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), (AXIS,))
+    spread = jax.shard_map(
+        functools.partial(sequence_attention, axis=AXIS),
+        mesh=mesh,
+        in_specs=(P(None, AXIS),) * 3 + (P(),),
+        out_specs=P(None, AXIS),
+        check_vma=False,
+    )
+    with pytest.raises(ValueError) as caught:
+        jax.eval_shape(spread, x, x, x, plan)
+    assert str(caught.value) == (
+        "num_devices=1 is not that of axis 'sequence', 4; make a plan for it"
+    )
