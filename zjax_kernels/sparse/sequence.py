@@ -1,8 +1,10 @@
-"""Sequences spread over devices: each sends the blocks that others see, and no more.
+"""Sequences spread over devices: each sends the blocks that others see.
 
 Every device holds consecutive queries and their keys. A plan knows which blocks of
-keys each device lacks, so that a window costs its neighbours' edges and a global block
-one block, however long the sequence is.
+keys each device lacks, so that a window costs its neighbours' edges, however long the
+sequence is, and a block that all see is sent once to each. What comes from so many
+devices away is for all as much as the one gets that lacks most: a row that sees every
+block has all devices hold all keys.
 """
 
 import dataclasses
@@ -33,6 +35,7 @@ class SequencePlan:
         sends: int32[devices, blocks] per distance: which of its blocks a device sends
             to the one that many places after it.
         distances: Of each of `sends`.
+        receivers: The devices that lack any of these blocks.
         block: Tokens per block.
         num_devices: Along the sequence.
     """
@@ -40,12 +43,15 @@ class SequencePlan:
     plan: Plan
     sends: tuple[jax.Array | np.ndarray, ...]
     distances: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    receivers: tuple[tuple[int, ...], ...] = dataclasses.field(
+        metadata={"static": True}
+    )
     block: int = dataclasses.field(metadata={"static": True})
     num_devices: int = dataclasses.field(metadata={"static": True})
 
     @property
     def num_blocks_sent(self) -> int:
-        """Blocks that each device sends, over all distances."""
+        """Most blocks that a device sends, over all distances."""
         return sum(send.shape[-1] for send in self.sends)
 
 
@@ -59,9 +65,6 @@ def make_sequence_plan(
     head_shares: int = 1,
 ) -> SequencePlan:
     """Prepares a layout for a sequence that is spread over devices.
-
-    As they run one program, all devices send what the one asks for that lacks most: for
-    a row that sees every block, such as a global one, they send all.
 
     Args:
         layout: The live blocks of the whole sequence, of as many queries as keys.
@@ -120,6 +123,10 @@ def make_sequence_plan(
         stack_plans(plans),
         tuple(_sends(needs[d], d, widths[d]) % per_device for d in distances),
         tuple(distances),
+        tuple(
+            tuple(device for device, blocks in enumerate(needs[d]) if len(blocks))
+            for d in distances
+        ),
         layout.block,
         num_devices,
     )
@@ -243,7 +250,7 @@ def sequence_attention(
         raise invalid("num_devices", num_devices, problem, remedy)
     mine = jax.tree.map(lambda x: x[0], plan)
 
-    halo = _Halo(axis, num_devices, plan.distances, plan.block)
+    halo = _Halo(axis, num_devices, plan.distances, plan.receivers, plan.block)
     if segment_ids is not None:
         segment_ids = segment_ids[0], _gather(halo, segment_ids[1], mine.sends)
     if key_mask is not None:
@@ -266,24 +273,29 @@ class _Halo:
     axis: str
     size: int
     distances: tuple[int, ...]
+    receivers: tuple[tuple[int, ...], ...]
     block: int
 
     def cut(self, x):
         return x.reshape(x.shape[0], -1, self.block, *x.shape[2:])
 
-    def move(self, x, places):
-        moves = [(i, (i + places) % self.size) for i in range(self.size)]
+    def send(self, x, nth):
+        return lax.ppermute(x, self.axis, self._moves(nth))
+
+    def send_back(self, x, nth):
+        moves = [(receiver, sender) for sender, receiver in self._moves(nth)]
         return lax.ppermute(x, self.axis, moves)
+
+    def _moves(self, nth):
+        distance = self.distances[nth]
+        return [((to - distance) % self.size, to) for to in self.receivers[nth]]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gather(halo, x, sends):
     """What a device holds, and after it the blocks that others send."""
     blocks = halo.cut(x)
-    coming = [
-        halo.move(blocks[:, send], distance)
-        for distance, send in zip(halo.distances, sends, strict=True)
-    ]
+    coming = [halo.send(blocks[:, send], nth) for nth, send in enumerate(sends)]
     blocks = jnp.concatenate([blocks, *coming], axis=1)
     return blocks.reshape(x.shape[0], -1, *x.shape[2:])
 
@@ -298,8 +310,8 @@ def _gather_backward(halo, sends, gradient):
     widths = [send.shape[0] for send in sends]
     starts = np.cumsum([blocks.shape[1] - sum(widths), *widths])
     total = blocks[:, : starts[0]].astype(jnp.float32)
-    for places, send, start in zip(halo.distances, sends, starts, strict=False):
-        found = halo.move(blocks[:, start : start + send.shape[0]], -places)
+    for nth, (send, start) in enumerate(zip(sends, starts, strict=False)):
+        found = halo.send_back(blocks[:, start : start + send.shape[0]], nth)
         total = total.at[:, send].add(found.astype(jnp.float32))
     total = total.reshape(gradient.shape[0], -1, *gradient.shape[2:])
     return total.astype(gradient.dtype), None

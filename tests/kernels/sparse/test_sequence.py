@@ -70,6 +70,7 @@ def test_a_window_costs_its_edges():
     layout = LocalSlidingWindow(4, block=64, num_sliding_window_blocks=5).layout(4096)
     plan = make_sequence_plan(layout, 8)
     assert plan.distances == (1,)
+    assert plan.receivers == ((1, 2, 3, 4, 5, 6, 7),)  # none comes before the first
     assert plan.num_blocks_sent == 2
 
     def run(q, k, v, plan, segments, axis):
@@ -96,7 +97,8 @@ def test_one_global_block_is_one_block():
 
 def test_gradients_of_a_block_that_all_see_are_summed_in_float32():
     """Fails if each device that saw it rounds the sum to bfloat16 once more."""
-    halo = sequence._Halo(AXIS, 8, tuple(range(1, 8)), 1)
+    distances, everyone = tuple(range(1, 8)), tuple(range(8))
+    halo = sequence._Halo(AXIS, 8, distances, (everyone,) * 7, 1)
 
     def own(gradient, sends):
         gather = functools.partial(sequence._gather, halo, sends=sends)
