@@ -2,21 +2,18 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 
 from tests.support import sparse as small
-from zjax.config import check_config, schema
-from zjax.initialize import make_run
-from zjax.models.build import make_model
+from tests.support import texts
+from zjax.config import schema
 from zjax.observe.collectives import list_collectives, mesh_axes
 from zjax.ops import sparse
-from zjax.optim.build import make_optimizer
 from zjax.sharding import plan as plans
 from zjax_kernels import make_sequence_plan
 
-ROWS, LENGTH, STEPS = 2, 512, 3
+ROWS, LENGTH = 2, 512
 BLOCK = 128
 SLOW = pytest.mark.slow
 MODELS = {"gpt": small.GPT, "llama": small.LLAMA, "bert": small.BERT}
@@ -40,42 +37,13 @@ def make_config(kind, *, stage=0, mesh=None, zero=None, num_microbatches=1, **mo
     )
 
 
-def make_batch(kind, step):
-    """Documents with padding, or padded rows of an encoder."""
-    rng = np.random.default_rng(step)
-    tokens = rng.integers(0, 29, (ROWS, LENGTH + 1)).astype(np.int32)
-    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-    if kind == "bert":
-        return batch | {"lengths": rng.integers(1, LENGTH + 1, ROWS).astype(np.int32)}
-    documents = np.sort(rng.integers(1, 4, (ROWS, LENGTH)), 1).astype(np.int32)
-    documents[:1, 400:] = 0
-    return batch | {"segment_ids": documents}
-
-
-def make(kind, num_devices, **settings):
-    config = make_config(kind, **settings)
-    check_config(config, num_devices)
-    model = make_model(config)
-    devices = jax.devices()[:num_devices]
-    return make_run(config, model, make_optimizer(config, model), devices=devices)
-
-
-def train(kind, num_devices, **settings):
-    run = make(kind, num_devices, **settings)
-    state, losses = run.state, []
-    for step in range(STEPS):
-        state, metrics = run.step(state, make_batch(kind, step))
-        losses.append(float(metrics["loss"]))
-    return [*losses, float(run.evaluate(state, make_batch(kind, STEPS))["loss"])]
-
-
 @pytest.fixture(scope="module")
 def alone():
     found = {}
 
     def get(kind):
         if kind not in found:
-            found[kind] = train(kind, 1)
+            found[kind], _ = texts.train(make_config(kind), 1)
             assert len(set(found[kind])) == len(found[kind])
         return found[kind]
 
@@ -129,14 +97,15 @@ IN_FOUR, HALO = schema.Mesh(sequence=4), {"sequence_attention": "halo"}
 )
 def test_losses_equal_one_device(alone, monkeypatch, kind, settings):
     monkeypatch.setattr(plans, "MIN_MOVED_BYTES", 64)
-    found = train(kind, 8, **settings)
+    found, _ = texts.train(make_config(kind, **settings), 8)
     np.testing.assert_allclose(found, alone(kind), rtol=1e-5, atol=1e-6)
 
 
 def test_a_step_sends_blocks_and_gathers_no_tokens():
     """Fails if attention takes the tokens of all devices together."""
-    run = make("gpt", 4, mesh=IN_FOUR, num_layers=1)
-    text = run.step.compile(make_batch("gpt", 0)).as_text()
+    config = make_config("gpt", mesh=IN_FOUR, num_layers=1)
+    run = texts.start(config, 4)
+    text = run.step.compile(texts.make_batch(config, 0)).as_text()
     sent = [
         (each.op, each.elements)
         for each in list_collectives(text)
@@ -146,8 +115,8 @@ def test_a_step_sends_blocks_and_gathers_no_tokens():
     ops = {op for op, _ in sent}
     assert "all-to-all" not in ops
     assert max((n for op, n in sent if op == "all-gather"), default=0) < LENGTH
-    pattern = sparse.sparse_of(run.config.model).pattern
+    pattern = sparse.sparse_of(config.model).pattern
     blocks = make_sequence_plan(pattern.layout(LENGTH), 4).num_blocks_sent
-    each = blocks * ROWS * BLOCK * run.config.model.embed_size
+    each = blocks * ROWS * BLOCK * config.model.embed_size
     # keys and values: forward, once more for the backward pass, and their gradients
     assert sum(n for op, n in sent if op == "collective-permute") == 2 * 3 * each

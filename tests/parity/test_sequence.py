@@ -6,15 +6,12 @@ import jax
 import numpy as np
 import pytest
 
-from tests.support import language
+from tests.support import language, texts
 from tests.support import sparse as patterns
-from zjax.config import check_config, schema
-from zjax.initialize import make_run
-from zjax.models.build import make_model
-from zjax.optim.build import make_optimizer
+from zjax.config import schema
 from zjax.sharding import plan as plans
 
-ROWS, LENGTH, STEPS = 8, 32, 3
+ROWS, LENGTH = 8, 32
 SLOW = pytest.mark.slow
 MODELS = {
     "llama": language.LLAMA,
@@ -42,29 +39,9 @@ def make_config(kind, *, stage=0, mesh=None, zero=None, precision=None, **settin
     )
 
 
-def make_batch(kind, step):
-    """Texts of unequal weight: packed with padding, or padded rows of an encoder."""
-    rng = np.random.default_rng(step)
-    tokens = rng.integers(0, 29, (ROWS, LENGTH + 1)).astype(np.int32)
-    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-    if kind == "bert":
-        return batch | {"lengths": rng.integers(1, LENGTH + 1, ROWS).astype(np.int32)}
-    documents = np.sort(rng.integers(1, 4, (ROWS, LENGTH)), 1).astype(np.int32)
-    documents[:3, 11:] = 0
-    return batch | {"segment_ids": documents}
-
-
-def train(kind, config, num_devices):
-    check_config(config, num_devices)
-    model = make_model(config)
-    devices = jax.devices()[:num_devices]
-    run = make_run(config, model, make_optimizer(config, model), devices=devices)
-    state, losses = run.state, []
-    for step in range(STEPS):
-        state, metrics = run.step(state, make_batch(kind, step))
-        losses.append(float(metrics["loss"]))
-    losses.append(float(run.evaluate(state, make_batch(kind, STEPS))["loss"]))
-    return np.array(losses), jax.tree.map(np.asarray, state.master)
+def train(config, num_devices):
+    losses, state = texts.train(config, num_devices)
+    return losses, jax.tree.map(np.asarray, state.master)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +50,7 @@ def alone():
 
     def get(kind):
         if kind not in found:
-            found[kind] = train(kind, make_config(kind), 1)
+            found[kind] = train(make_config(kind), 1)
         return found[kind]
 
     return get
@@ -171,7 +148,7 @@ MORE = {
 )
 def test_losses_and_weights_equal_one_device(alone, monkeypatch, kind, settings):
     monkeypatch.setattr(plans, "MIN_MOVED_BYTES", 64)
-    losses, weights = train(kind, make_config(kind, **settings), 8)
+    losses, weights = train(make_config(kind, **settings), 8)
     expected, expected_weights = alone(kind)
     assert len(set(expected)) == len(expected)
     np.testing.assert_allclose(losses, expected, rtol=1e-5, atol=1e-6)
@@ -188,7 +165,7 @@ def test_losses_and_weights_equal_one_device(alone, monkeypatch, kind, settings)
 @pytest.mark.parametrize("way", ["ulysses", "ring"])
 def test_bfloat16_is_as_far_as_on_one_device(way):
     precision = schema.Precision(compute_dtype="bfloat16")
-    alone, _ = train("llama", make_config("llama", precision=precision), 1)
+    alone, _ = train(make_config("llama", precision=precision), 1)
     config = make_config(
         "llama",
         stage=3,
@@ -196,5 +173,5 @@ def test_bfloat16_is_as_far_as_on_one_device(way):
         precision=precision,
         sequence_attention=way,
     )
-    losses, _ = train("llama", config, 8)
+    losses, _ = train(config, 8)
     np.testing.assert_allclose(losses, alone, rtol=5e-3)

@@ -34,6 +34,28 @@ def test_each_device_has_the_work_of_its_heads():
             ]
 
 
+def over_heads(inputs, plan):
+    """Attention of two devices that share the heads."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("tensor",))
+    heads = P(None, None, "tensor")
+    spread = jax.shard_map(
+        sparse_attention,
+        mesh=mesh,
+        in_specs=(heads, heads, heads, P("tensor")),
+        out_specs=heads,
+        check_vma=False,
+    )
+    return jax.jit(spread)(*inputs, plan)
+
+
+def test_shares_are_the_whole():
+    """Fails if a device takes another's pattern."""
+    *inputs, _, _ = make_inputs(LAYOUT, num_kv_heads=2)
+    expected = sparse_attention(*inputs, make_plan(LAYOUT, num_kv_heads=2))
+    plan = make_plan(LAYOUT, num_kv_heads=2, head_shares=2)
+    np.testing.assert_allclose(over_heads(inputs, plan), expected, atol=1e-6)
+
+
 def test_devices_with_the_same_patterns_have_the_same_plan():
     """Fails if what is alike is planned once for each device."""
     layout = BlockLayout.from_dense(np.ones((4, 4), bool), block=64, num_heads=4)
@@ -58,16 +80,7 @@ def test_masks_of_tokens_on_devices_that_share_heads(hides):
     *inputs, _, _ = make_inputs(layout, batch=1)
     expected = sparse_attention(*inputs, make_plan(layout, mask=mask))
     plan = make_plan(layout, mask=mask, head_shares=2)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("tensor",))
-    heads = P(None, None, "tensor")
-    spread = jax.shard_map(
-        sparse_attention,
-        mesh=mesh,
-        in_specs=(heads, heads, heads, P("tensor")),
-        out_specs=heads,
-        check_vma=False,
-    )
-    np.testing.assert_allclose(jax.jit(spread)(*inputs, plan), expected, atol=1e-6)
+    np.testing.assert_allclose(over_heads(inputs, plan), expected, atol=1e-6)
 
 
 def test_plans_of_others_are_refused():

@@ -1,0 +1,42 @@
+"""Runs of built-in models over texts that weigh differently."""
+
+import jax
+import numpy as np
+
+from zjax.config import check_config
+from zjax.initialize import make_run
+from zjax.models.build import make_model
+from zjax.optim.build import make_optimizer
+
+STEPS = 3
+
+
+def make_batch(config, step):
+    """Packed texts with padding, or padded rows of an encoder."""
+    rows, length = config.global_batch_size, config.data.length
+    rng = np.random.default_rng(step)
+    shape = rows, length + 1
+    tokens = rng.integers(0, config.model.vocab_size, shape).astype(np.int32)
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    if config.model.kind == "encoder":
+        return batch | {"lengths": rng.integers(1, length + 1, rows).astype(np.int32)}
+    documents = np.sort(rng.integers(1, 4, (rows, length)), 1).astype(np.int32)
+    documents[: rows // 2, length // 3 :] = 0
+    return batch | {"segment_ids": documents}
+
+
+def start(config, num_devices):
+    check_config(config, num_devices)
+    model, devices = make_model(config), jax.devices()[:num_devices]
+    return make_run(config, model, make_optimizer(config, model), devices=devices)
+
+
+def train(config, num_devices):
+    """Losses, that of an evaluation, and the state after some steps."""
+    run = start(config, num_devices)
+    state, losses = run.state, []
+    for step in range(STEPS):
+        state, metrics = run.step(state, make_batch(config, step))
+        losses.append(float(metrics["loss"]))
+    losses.append(float(run.evaluate(state, make_batch(config, STEPS))["loss"]))
+    return np.array(losses), state
