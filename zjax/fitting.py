@@ -84,9 +84,8 @@ def fit_plan(
     if peak.total > capacity:
         raise PlanError(_no_room(peak, capacity))
     needed = max(peak.total, _bytes_to_generate(plan, capacity))
-    waiting = memory.waiting_on_host_bytes(plan, config, plan.num_batch_shares)
-    waiting += memory.bytes_in(HOST, waiting_inputs(model, plan, config, batch))
-    room = _room(plan, config, DEVICE_SHARE * capacity - needed, waiting)
+    inputs = waiting_inputs(model, plan, config, batch)
+    room = _room(plan, config, DEVICE_SHARE * capacity - needed, inputs)
     order = step.programs["train"].forward_order()
     found = spread_state(plan, order, room, config.zero.nvme_paths)
     rows = jax.tree.leaves((found.master, found.opt_state))
@@ -197,16 +196,18 @@ def _no_room(peak: Peak, capacity: float) -> Problem:
 
 
 def _room(
-    plan: Plan, config: Config, on_device: float, waiting: int
+    plan: Plan, config: Config, on_device: float, inputs: Sequence[Row]
 ) -> Mapping[str, float]:
     """Bytes per device for state, the same in all processes."""
     mesh = plan.mesh
     assert isinstance(mesh, Mesh)
     sharers = sharers_of_host(len(mesh.local_devices))
     on_disks = memory.moved_bytes(plan) if config.zero.nvme_paths else 0
+    on_disks += memory.bytes_in(NVME, inputs)
     host = room_on_host(plan, on_disks, sharers) / max(1, sharers.num_devices)
     blocks = [row for row in jax.tree.leaves(plan.compute) if row.memory == HOST]
-    taken = memory.tree_bytes(blocks) + waiting
+    taken = memory.tree_bytes(blocks) + memory.bytes_in(HOST, inputs)
+    taken += memory.waiting_on_host_bytes(plan, config, plan.num_batch_shares)
     here = np.array([on_device, host - taken])
     if jax.process_count() > 1:
         here = multihost_utils.process_allgather(here).min(0)

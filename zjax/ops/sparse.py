@@ -157,10 +157,11 @@ def sparse_attention(
         problem, remedy = "cannot be used with spread=True", "use spread=False"
         raise ConfigError(Problem("mask", mask.shape, problem, remedy))
     length, block = q.shape[1], sparse.block
+    heads, problems = head_axes(k.shape[2]), [*_parts_problems(length)]
     if spread is None:
-        spread = mask is None and _may_stay(length, k.shape[2])
-    if spread:
-        _check_parts(length)
+        spread = mask is None and meshes.SEQUENCE not in heads and not problems
+    if spread and problems:
+        raise ConfigError(*problems)
     num_blocks = -(-length // block)
     layout = _layout(sparse)
     if num_blocks > layout.num_rows:
@@ -171,7 +172,6 @@ def sparse_attention(
     if missing and mask is None and not layout.causal:
         key_mask = jnp.ones(q.shape[:2], bool) if key_mask is None else key_mask
     masks = segment_ids, key_mask
-    heads = head_axes(k.shape[2])
     if spread:
         heads = tuple(axis for axis in heads if axis != meshes.SEQUENCE)
     plan = _plan(
@@ -238,26 +238,19 @@ def live_share(sparse: Sparse, length: int) -> float:
     return layout.density - cut
 
 
-def _may_stay(length, num_kv_heads):
-    """Whether tokens are in parts that kernels take, and heads would not be."""
-    size = open_size(meshes.SEQUENCE)
-    in_parts = size > 1 and not length % (size * TILE)
-    return in_parts and meshes.SEQUENCE not in head_axes(num_kv_heads)
-
-
-def _check_parts(length):
-    """Raises why tokens cannot stay on the devices of the sequence axis."""
+def _parts_problems(length):
+    """Finds why tokens cannot stay on the devices of the sequence axis."""
     size, name = open_size(meshes.SEQUENCE), meshes.SEQUENCE
+    unit = size * TILE
     if size == 1:
         problem = f"needs a mesh with several devices along {name!r}, left to the "
         problem += "compiler"
-        raise ConfigError(Problem("spread", True, problem, "use spread=False"))
-    if length % (size * TILE):
-        problem = f"is not a multiple of {size * TILE}, {TILE} tokens for each device "
-        problem += f"along {name!r}"
-        above = -(-length // (size * TILE)) * size * TILE
-        remedy = f"use {above}, or spread=False"
-        raise ConfigError(Problem("length", length, problem, remedy))
+        yield Problem("spread", True, problem, "use spread=False")
+    elif length % unit:
+        problem = f"is not a multiple of {unit}, {TILE} tokens for each device along "
+        problem += f"{name!r}"
+        remedy = f"use {-(-length // unit) * unit}, or spread=False"
+        yield Problem("length", length, problem, remedy)
 
 
 def _has_hash(pattern):

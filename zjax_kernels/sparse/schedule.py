@@ -181,6 +181,7 @@ def stack_schedules(schedules: Sequence[Schedule]) -> Schedule:
     Returns:
         Their arrays, stacked; those that differ in length are padded with nothing.
     """
+    masked = _masked_alike(schedules)
 
     def stack(name, value):
         arrays = [np.asarray(getattr(each, name)) for each in masked]
@@ -196,7 +197,6 @@ def stack_schedules(schedules: Sequence[Schedule]) -> Schedule:
             ]
         )
 
-    masked = _masked_alike(schedules)
     padding: dict[str, int] = {"items": -1, "splits": -1}
     names = ("num_items", "rows", "columns", "live", "diagonal")
     padding |= dict.fromkeys((*names, "head_patterns", "order", "ends"), 0)
