@@ -11,7 +11,7 @@ from zjax.pinned import pin_what_is_needed, pinned_bytes
 from zjax.processes import host
 from zjax.processes.cluster import Cluster
 from zjax.processes.host import pinnable_bytes
-from zjax.storage.move import IN_FLIGHT_BYTES, READ_AHEAD_BYTES
+from zjax.storage.passing import IN_FLIGHT_BYTES, READ_AHEAD_BYTES
 
 CONFIG = "configs/llama_8b_pinned_host.py"
 NAMES = ("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "ZJAX_PINNED_LIMIT_GB")
@@ -86,8 +86,8 @@ def test_inputs_of_blocks_that_wait_on_the_host_count():
 )
 def test_other_runs_may_pin_their_share_of_the_host(limit, settings):
     """Fails if each of several processes limits its pool as if it were alone."""
-    assert limit(1, *settings) == 1000
-    assert limit(2, *settings) == (1016 - 2 * 16) // 2
+    assert limit(1, *settings) == int(0.95 * 1016 - 12)
+    assert limit(2, *settings) == (0.95 * 1016 - 2 * 12) // 2
 
 
 @pytest.mark.parametrize(
@@ -115,14 +115,14 @@ def test_state_on_disks_leaves_the_host_to_what_passes_through_it(limit):
 
 def test_state_of_any_size_leaves_the_others_their_share(limit):
     settings = ("zero.optimizer_memory=auto", "model.mlp_size=1433600")
-    assert limit(2, *settings) <= (1016 - 2 * 16) // 2
+    assert limit(2, *settings) <= (0.95 * 1016 - 2 * 12) // 2
 
 
 def test_each_process_of_a_host_leaves_room_to_others():
     """Fails if eight processes of a large host have to do with the room of one."""
     large, gib = 512 * 2**30, 2**30
     left = [(large - pinnable_bytes(large, n)) // gib for n in (1, 2, 8)]
-    assert left == [16, 32, 51]
+    assert left == [37, 49, 61]
 
 
 def test_what_is_read_from_disks_has_room_beside_the_pool(limit):
@@ -138,13 +138,13 @@ def test_what_the_user_has_set_stays(limit):
     assert limit(1, users="7") == 7
 
 
-@pytest.mark.parametrize(("users", "gib"), [("7.5", 7.5), ("", 1016 - 16)])
+@pytest.mark.parametrize(("users", "gib"), [("7.5", 7.5), ("", 0.95 * 1016 - 12)])
 def test_what_the_user_has_set_may_be_a_part_of_a_gib_or_empty(
     limit, monkeypatch, users, gib
 ):
     limit(1)
     monkeypatch.setenv(NAMES[0], users)
-    assert pinnable_bytes(1016 * 2**30) == gib * 2**30
+    assert pinnable_bytes(1016 * 2**30) == pytest.approx(gib * 2**30)
 
 
 def test_a_users_limit_is_for_what_is_pinned(limit):
@@ -152,14 +152,15 @@ def test_a_users_limit_is_for_what_is_pinned(limit):
     limit(1, users="7")
     gib = 2**30
     rooms = [pinnable_bytes(20 * gib, 1, beside * gib) // gib for beside in (0, 9, 15)]
-    assert rooms == [7, 7, 3]
+    assert rooms == [7, 7, 2]
 
 
 def test_no_plan_takes_more_than_the_user_lets_jax_pin(limit):
     """Fails if a state fills the host, and JAX then refuses to pin all of it."""
     limit(1, users="7")
     gib = 2**30
-    assert [pinnable_bytes(size * gib, 2) / gib for size in (10, 1016)] == [9, 14]
+    found = [pinnable_bytes(size * gib, 2) / gib for size in (10, 1016)]
+    assert found == pytest.approx([8.8, 14])
 
 
 COMMAND = """

@@ -38,7 +38,7 @@ from zjax.sharding.plan import (
 from zjax.sharding.room import spread_state
 from zjax.step import make_step
 from zjax.storage.chunks import disk_bytes
-from zjax.storage.move import IN_FLIGHT_BYTES, passing_bytes
+from zjax.storage.passing import IN_FLIGHT_BYTES, passing_bytes
 from zjax.storage.scratch import check_disks
 from zjax.typing import Batch, Model
 

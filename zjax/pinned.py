@@ -22,7 +22,7 @@ from zjax.sharding import memory
 from zjax.sharding import mesh as meshes
 from zjax.sharding.placement import Row
 from zjax.sharding.plan import AUTO, DEVICE, HOST, NVME, Plan, make_plan
-from zjax.storage.move import IN_FLIGHT_BYTES, passing_bytes
+from zjax.storage.passing import IN_FLIGHT_BYTES, passing_bytes
 
 _SPARE_BYTES = 2**30
 """For batches on their way."""

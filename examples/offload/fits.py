@@ -20,7 +20,7 @@ from zjax.config.schema import Config
 from zjax.fitting import abstract_batch
 from zjax.sharding import memory
 from zjax.sharding.plan import HOST, NVME
-from zjax.storage.move import in_flight_bytes
+from zjax.storage.passing import in_flight_bytes
 
 CARDS = (16, 24, 40, 80, 141)
 """Gigabytes."""

@@ -26,7 +26,13 @@ SLOW, QUICK = 100.0, 2.0
 
 
 @pytest.fixture(scope="module")
-def timed():
+def told():
+    """Lines that `timed` logs."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def timed(told):
     """A measurement by a clock on which compiling and the first steps take long."""
     compiling, warm_up = [SLOW], [SLOW] * (measuring.WARM_UP_STEPS - 1) + [0.25]
     quick = [measuring.STEPS_PER_ROUND * QUICK] * (measuring.TIMED_ROUNDS - 1)
@@ -38,6 +44,8 @@ def timed():
     with pytest.MonkeyPatch.context() as patch:
         clock = types.SimpleNamespace(perf_counter=lambda: float(next(ticks)))
         patch.setattr(measuring, "time", clock)
+        log = types.SimpleNamespace(warning=lambda text, *x: told.append(text % x))
+        patch.setattr(measuring, "logging", log)
         return measure(CONFIG, name="small")
 
 
@@ -54,6 +62,10 @@ def test_the_first_steps_do_not_count(timed):
 def test_rounds_of_long_steps_have_few():
     """Fails if a round of steps of some seconds takes half a minute."""
     assert list(map(measuring.steps_per_round, [0.1, 0.5, 2.0, 9.0])) == [8, 8, 2, 1]
+
+
+def test_each_long_step_is_told(timed, told):
+    assert told == [f"step {number}: {SLOW} s" for number in (1, 2)]
 
 
 def test_work_is_counted_by_both_conventions(timed):

@@ -32,7 +32,7 @@ from zjax.processes import host
 from zjax.sharding import memory
 from zjax.sharding import plan as plans
 from zjax.sharding.plan import DEVICE, HOST, NVME
-from zjax.storage import move
+from zjax.storage import passing
 
 DEEP = dataclasses.replace(GPT, num_layers=4)
 
@@ -68,8 +68,8 @@ def machine(monkeypatch):
         if on_host is not None:
             pinned = fitting.PINNED_SPARE * on_host * whole
             monkeypatch.setattr(fitting, "IN_FLIGHT_BYTES", 0)
-            passing = move.Passing(0, 0)
-            monkeypatch.setattr(fitting, "passing_bytes", lambda *_: passing)
+            nothing = passing.Passing(0, 0)
+            monkeypatch.setattr(fitting, "passing_bytes", lambda *_: nothing)
             size = smallest_host(jax.device_count() * pinned)
             monkeypatch.setattr(fitting, "host_memory_bytes", lambda: size)
         return whole

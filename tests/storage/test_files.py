@@ -15,7 +15,7 @@ NUM_BYTES = 4 << 20
 
 
 def make_content(size=NUM_BYTES):
-    content = Buffers().take((size,), np.uint8)
+    content = Buffers(0).take((size,), np.uint8)
     content[:] = np.random.default_rng(0).integers(0, 256, size, np.uint8)
     return content
 
@@ -46,7 +46,7 @@ def test_what_is_written_and_read_leaves_the_page_cache_alone(direct):
     path, content = f"{direct}/file", make_content()
     files.write_file(path, content)
     assert cached_bytes(path) <= 2 * mmap.PAGESIZE
-    found = Buffers().take(content.shape, np.uint8)
+    found = Buffers(0).take(content.shape, np.uint8)
     files.read_file(path, found)
     np.testing.assert_array_equal(found, content)
     assert cached_bytes(path) <= NUM_BYTES // 16
@@ -61,7 +61,7 @@ def test_any_size_from_any_memory(tmp_path, size, offset):
     path = str(tmp_path / "file")
     content = make_content(size + offset)[offset:]
     files.write_file(path, content)
-    found = Buffers().take((size + offset,), np.uint8)[offset:]
+    found = Buffers(0).take((size + offset,), np.uint8)[offset:]
     files.read_file(path, found)
     np.testing.assert_array_equal(found, content)
     assert os.path.getsize(path) == size + 4

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 
 from zjax.bench import memory
 from zjax.bench.spread import Spread
@@ -44,6 +45,8 @@ TIMED_ROUNDS = 5
 STEPS_PER_ROUND = 8
 """Of short steps; of long ones fewer."""
 _ROUND_SECONDS = 4
+_LONG_SECONDS = 10
+"""From then on each step is told."""
 _PACKAGES = ("zjax", "jax", "jaxlib")
 
 
@@ -274,6 +277,8 @@ def _take_steps(
             losses.append(metrics["loss"])
         jax.block_until_ready((state, losses))
         seconds.append((time.perf_counter() - start) / num_steps)
+        if seconds[-1] >= _LONG_SECONDS:
+            logging.warning("step %d: %.1f s", len(losses), seconds[-1])
     return seconds[num_warm_up:], [float(loss) for loss in losses], state
 
 

@@ -12,7 +12,8 @@ from zjax.offload.units import groups_of, num_units
 from zjax.optim.dataflow import trace
 from zjax.sharding.placement import Row, layer_of, pad, place_tree, shardings, unpad
 from zjax.sharding.plan import DEVICE, Plan
-from zjax.storage.move import move, rest_in_turn, room_to_pass
+from zjax.storage.move import move, rest_in_turn
+from zjax.storage.passing import room_to_pass
 from zjax.train.master import half_at_rest, join
 from zjax.train.state import TrainState, cast_param, first_scalars
 from zjax.typing import Model, Params

@@ -10,7 +10,8 @@ import jax
 from zjax.sharding.placement import Row
 from zjax.sharding.plan import DEVICE, NVME
 from zjax.storage.array import DiskArray
-from zjax.storage.move import READ_AHEAD_BYTES, move, rest
+from zjax.storage.move import move, rest
+from zjax.storage.passing import READ_AHEAD_BYTES
 
 GOING_SHARE = 8
 """Of the same room, one part more is for what leaves before its group comes up."""

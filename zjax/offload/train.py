@@ -31,7 +31,8 @@ from zjax.optim.dataflow import Name
 from zjax.sharding.placement import Row
 from zjax.sharding.plan import DEVICE, Plan, while_it_waits
 from zjax.storage.array import DiskArray
-from zjax.storage.move import rest, room_to_pass
+from zjax.storage.move import rest
+from zjax.storage.passing import room_to_pass
 from zjax.train.cut import check_no_model_state
 from zjax.train.master import whole_rows
 from zjax.train.state import TrainState, state_rows

@@ -28,6 +28,7 @@ from zjax.storage.chunks import chunk_shape, disk_bytes
 from zjax.storage.crew import CONCURRENCY, Job, move_chunks
 from zjax.storage.files import BLOCK_BYTES, read_file, write_file
 from zjax.storage.lanes import DOWN, send
+from zjax.storage.passing import FROM_DISKS_BYTES
 from zjax.storage.scratch import Scratch, open_scratch
 
 _SPARE = threading.local()
@@ -316,7 +317,7 @@ def _context() -> tensorstore.Context:
 
 @functools.cache
 def _buffers() -> Buffers:
-    return Buffers()
+    return Buffers(jax.local_device_count() * FROM_DISKS_BYTES)
 
 
 def _bytes_of(chunk: np.ndarray) -> np.ndarray:

@@ -7,6 +7,7 @@ import collections
 import contextlib
 import math
 import mmap
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -15,10 +16,16 @@ import numpy as np
 
 
 class Buffers:
-    """Memory by size; an array that nobody holds any more gives its own back."""
+    """Memory by size; an array that nobody holds any more gives its own back.
 
-    def __init__(self) -> None:
-        # A finalizer may run within any other call, so that nothing here may lock.
+    Args:
+        limit_bytes: Beyond it, memory that is free leaves before other is made.
+    """
+
+    def __init__(self, limit_bytes: int):
+        self._limit, self._held = limit_bytes, 0
+        self._lock = threading.Lock()
+        # A finalizer may run within any other call, so that it may not lock.
         self._free: dict[int, collections.deque[mmap.mmap]] = {}
 
     def take(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
@@ -32,14 +39,20 @@ class Buffers:
             The array; its memory is used again once it and all its views are gone.
         """
         size = math.prod(shape) * np.dtype(dtype).itemsize
-        free = self._free.setdefault(size, collections.deque())
-        try:
-            memory = free.pop()
-        except IndexError:
-            memory = _new(size)
+        with self._lock:
+            free = self._free.setdefault(size, collections.deque())
+            memory = free.pop() if free else self._make(size)
         view = np.frombuffer(memory, np.uint8)
         weakref.finalize(view, free.append, memory).atexit = False
         return view.view(dtype).reshape(shape)
+
+    def _make(self, size: int) -> mmap.mmap:
+        for other in sorted(self._free, reverse=True):
+            while self._free[other] and self._held + size > self._limit:
+                self._free[other].pop()
+                self._held -= other
+        self._held += size
+        return _new(size)
 
 
 def _new(size: int) -> mmap.mmap:
