@@ -82,7 +82,8 @@ def fit_plan(
         raise PlanError(Problem("zero.optimizer_memory", AUTO, problem, remedy))
     capacity = _free_bytes(mesh)
     if peak.total > capacity:
-        raise PlanError(_no_room(peak, capacity))
+        recomputes = model.keeps is None or config.model.remat == "full"
+        raise PlanError(_no_room(peak, capacity, recomputes=recomputes))
     needed = max(peak.total, _bytes_to_generate(plan, capacity))
     inputs = waiting_inputs(model, plan, config, batch)
     room = _room(plan, config, DEVICE_SHARE * capacity - needed, inputs)
@@ -183,14 +184,15 @@ def _bytes_to_generate(plan: Plan, capacity: float) -> int:
     return memory.resting_bytes(plan, DEVICE) + whole
 
 
-def _no_room(peak: Peak, capacity: float) -> Problem:
+def _no_room(peak: Peak, capacity: float, *, recomputes: bool) -> Problem:
+    more = "" if recomputes else "model.remat=full, "
     return Problem(
         "zero.optimizer_memory",
         AUTO,
         f"leaves a step that takes {peak.total / 1e9:.1f} GB, most of it "
         f"{max(peak.parts, key=peak.parts.__getitem__)}, on devices with "
         f"{capacity / 1e9:.1f} GB free",
-        "use a smaller microbatch_size, more devices, or the host for "
+        f"use {more}a smaller microbatch_size, more devices, or the host for "
         "zero.parameter_memory, zero.gradient_memory and model.activation_memory",
     )
 

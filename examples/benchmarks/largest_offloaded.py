@@ -2,7 +2,7 @@
 
 1 x 1024 tokens per step, blocks recomputed in full. The depth with offload is what a
 device of 141 GB and a host of 512 GiB hold with 36 GB of a disk, or one of 256 GiB with
-59 GB, where a step takes a minute or more, at 12 bytes for each parameter. The disk is
+50 GB, where a step takes a minute or more, at 12 bytes for each parameter. The disk is
 that of the folder `runs` of this repository.
 """
 
@@ -11,7 +11,7 @@ import pathlib
 
 from zjax.bench import Case, Contest, Contestant, Row
 
-DEPTHS = {500: 62, 0: 40}
+DEPTHS = {500: 62, 0: 39}
 """By the GiB of a host, or more."""
 POOL_SHARE = 0.94
 POOL_GIGABYTES = 141.7

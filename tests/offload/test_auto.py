@@ -209,15 +209,19 @@ def test_what_a_step_takes_must_be_known(monkeypatch, tmp_path):
     )
 
 
-def test_a_step_that_does_not_fit_is_refused(machine, monkeypatch):
+@pytest.mark.parametrize(
+    ("remat", "first"), [("full", ""), ("dots", "model.remat=full, ")]
+)
+def test_a_step_that_does_not_fit_is_refused(machine, monkeypatch, remat, first):
     machine(0)
     whole = fitting.device_capacity_bytes(None)
     monkeypatch.setattr(fitting, "device_capacity_bytes", lambda mesh: whole / 10)
     with pytest.raises(PlanError) as error:
-        start(make_config("auto", model=DEEP))
+        model = dataclasses.replace(DEEP, remat=remat)
+        start(make_config("auto", model=model))
     assert str(error.value) == (
         "zero.optimizer_memory='auto' leaves a step that takes 0.0 GB, most of it "
-        "resting, on devices with 0.0 GB free; use a smaller "
+        f"resting, on devices with 0.0 GB free; use {first}a smaller "
         "microbatch_size, more devices, or the host for zero.parameter_memory, "
         "zero.gradient_memory and model.activation_memory"
     )

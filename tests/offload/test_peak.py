@@ -34,7 +34,7 @@ def test_depth_costs_the_inputs_of_blocks_alone():
     zero = {"parameter_memory": "pinned_host", "gradient_memory": "pinned_host"}
     changes = UNDER_BACKWARD  # no gradient waits
     (_, few), (run, many) = (predict(n, changes=changes, **zero) for n in (4, 12))
-    tokens, name = make_batch(0)["tokens"], "inputs of blocks, then gradients"
+    tokens, name = make_batch(0)["tokens"], "what blocks keep, then gradients"
     one = tokens.size // SHARE * GPT.embed_size * 4
     assert few.moment == many.moment == "backward"
     assert many.parts.pop(name) - few.parts.pop(name) == 8 * one
@@ -53,7 +53,7 @@ def test_gradients_wait_on_the_devices_only_for_a_norm(waits):
     rows = run.step.programs["train"].backward.grad_rows
     grads = sum(row.device_bytes for row in jax.tree.leaves(rows))
     assert peak.moment == "backward"
-    assert (peak.parts["inputs of blocks, then gradients"] >= grads) is waits
+    assert (peak.parts["what blocks keep, then gradients"] >= grads) is waits
 
 
 def test_gradients_that_wait_for_the_next_step_are_always_there():

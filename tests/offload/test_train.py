@@ -196,7 +196,7 @@ def test_optimizer_that_reads_the_loss_again_is_refused():
 
 
 def test_settings_that_offload_cannot_use():
-    model = dataclasses.replace(GPT, remat="dots", layers_per_scan=1)
+    model = dataclasses.replace(GPT, layers_per_scan=1)
     config = make_config(
         "pinned_host",
         model=model,
@@ -214,9 +214,7 @@ def test_settings_that_offload_cannot_use():
         "zero.parameter_memory='pinned_host'; use 0, or keep the parameters on the "
         "devices too\n"
         "model.layers_per_scan=1 has no effect with "
-        "zero.optimizer_memory='pinned_host', which runs blocks one by one; use 0\n"
-        "model.remat='dots' has no effect with zero.optimizer_memory='pinned_host', "
-        "which runs blocks of which only the inputs are kept; use full"
+        "zero.optimizer_memory='pinned_host', which runs blocks one by one; use 0"
     )
 
 

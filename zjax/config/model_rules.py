@@ -117,9 +117,11 @@ def _offload(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     if model.layers_per_scan:
         problem = f"{alone} one by one"
         yield Problem("model.layers_per_scan", model.layers_per_scan, problem, "use 0")
-    if model.remat != "full":
-        problem = f"{alone} of which only the inputs are kept"
-        yield Problem("model.remat", model.remat, problem, "use full")
+    if model.remat != "full" and model.activation_memory != "device":
+        rests = f"model.activation_memory={model.activation_memory!r}"
+        problem = f"keeps more than what enters blocks, which alone can rest in {rests}"
+        remedy = "use full, or device there"
+        yield Problem("model.remat", model.remat, problem, remedy)
 
 
 def _attention(config: schema.Config, num_devices: int) -> Iterator[Problem]:

@@ -251,8 +251,9 @@ class Model:
     ] = "elementwise"
     """What the backward pass recomputes; see `zjax.parallel.remat`."""
     activation_memory: Literal["device", "pinned_host", "nvme"] = "device"
-    """Where what is not recomputed rests until the backward pass; `nvme` takes blocks
-    that run one by one, as `zero.optimizer_memory` has them run."""
+    """Where what is not recomputed rests until the backward pass. Blocks that run one
+    by one, as `zero.optimizer_memory` has them run, send away what enters them, under
+    `remat="full"`; `nvme` takes such blocks."""
     loss_chunk_tokens: int = 4_096
     """Tokens whose logits exist at one time; 0 computes them all at once."""
     z_loss: float = 0.0

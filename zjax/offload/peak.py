@@ -70,17 +70,17 @@ def predict_peak(train: OffloadedTrain, batch: Batch) -> Peak | None:
     blocks = {"blocks on their way": _on_their_way(passes.stream, all_blocks)}
     waiting = _waiting(train, passes, inputs)
     # A gradient waits where the input of its block was.
-    back = "inputs of blocks, then gradients"
+    back = "what blocks keep, then gradients"
     streams = found.carry + found.for_tiles
     there = {
-        "forward": blocks | {"inputs of blocks": inputs},
-        "head": blocks | {"inputs of blocks": inputs + found.carry},
+        "forward": blocks | {"what blocks keep": inputs},
+        "head": blocks | {"what blocks keep": inputs + found.carry},
         "backward": blocks | {back: max(inputs, waiting) + streams},
         "embedding, backward": {"gradients": waiting + found.carry},
         "update": {"gradients": waiting},
     }
     if found.for_tiles:
-        there["tile"] = blocks | {"inputs of blocks": inputs + streams}
+        there["tile"] = blocks | {"what blocks keep": inputs + streams}
         there["tile, backward"] = there["backward"]
     moments = [
         Peak(name, always | parts | {"program": found.bytes[name] or 0})
@@ -102,17 +102,23 @@ class _Programs:
         carry, context = _shapes_of(passes.embed, embed, part, key)
         carry = _like_batch(self.plan, carry)
         trunk, *tiles = units_of(passes.segment, blocks[0])
-        inputs = (trunk, carry, context, key, 0)
-        leaving = _like_batch(self.plan, _shapes_of(passes.block, *inputs, number)[0])
+        inputs = (trunk, carry, context, key, 0, number)
+        leaving = _like_batch(self.plan, _shapes_of(passes.block, *inputs)[0])
+        forward, left = passes.block, carry
+        if passes.block_kept is not None:
+            forward = passes.block_kept
+            _, left = _placed_by(forward, *inputs)
         shared = _shapes_of(passes.head, head, carry, part, number, number)[2]
         self.carry = self.bytes_of(carry)
         self.for_tiles = self.bytes_of(leaving[1])
-        entering = jax.tree.leaves((carry, leaving[1]))
-        self.inputs = [*map(passes.input_at_rest, entering)] * len(blocks)
+        rows = jax.tree.leaves(passes.rows_kept(left, leaving[1]))
+        self.inputs = rows * len(blocks)
         self.bytes = {
-            "forward": _added_bytes(passes.block, *inputs, number),
+            "forward": _added_bytes(forward, *inputs),
             "head": _added_bytes(passes.head, head, carry, part, number, number),
-            "backward": _added_bytes(passes.block_backward, *inputs, *leaving, number),
+            "backward": _added_bytes(
+                passes.block_backward, trunk, left, context, key, 0, *leaving, number
+            ),
             "embedding, backward": _added_bytes(
                 passes.embed_backward, embed, part, key, carry, shared
             ),
@@ -165,6 +171,16 @@ def _like_batch(plan: Plan, tree: Any) -> Any:
 
 def _shapes_of(program: Any, *args: Any) -> Any:
     return program.lower(*args).out_info
+
+
+def _placed_by(program: Any, *args: Any) -> Any:
+    """Shapes of its results, placed as the compiler does."""
+    lowered = program.lower(*args)
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        lowered.out_info,
+        lowered.compile().output_shardings,
+    )
 
 
 def _added_bytes(program: Any, *args: Any) -> int | None:

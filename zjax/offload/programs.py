@@ -4,11 +4,13 @@ A block with tiles is a trunk, whose programs are those of any block, and one ti
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from zjax.offload.kept import kept_of, pull_with
 from zjax.offload.units import trunk_of, units_of, units_of_all
 from zjax.ops.keys import part_key
 from zjax.sharding.memory import waiting_rows
@@ -27,15 +29,23 @@ class BlockPrograms:
         model: It has a stack of one segment.
         plan: Places parameters and gradients on the devices.
         num_microbatches: Parts of the batch that follow one another.
+        keeps: What the forward pass of a block leaves to the backward pass, as a policy
+            of `jax.checkpoint`; None leaves what enters the block.
     """
 
-    def __init__(self, model: Model, plan: Plan, num_microbatches: int):
+    def __init__(
+        self,
+        model: Model,
+        plan: Plan,
+        num_microbatches: int,
+        keeps: Callable[..., Any] | None,
+    ):
         assert model.stack is not None
         self.stack = model.stack
         (self.segment,) = self.stack.segments
         self.run_block = trunk_of(self.segment)
         self.plan = plan
-        self.num_microbatches = num_microbatches
+        self.num_microbatches, self.keeps = num_microbatches, keeps
         grads = waiting_rows(plan, num_microbatches)
         self.grad_tree = grads
         self.rows = self.of_parts(plan.compute)
@@ -92,6 +102,32 @@ class BlockPrograms:
         carry, own = self.run_block(params, carry, context, block_key)
         return self.held(carry), auxiliary + own
 
+    def block_kept(
+        self,
+        params: Params,
+        carry: Any,
+        context: Any,
+        key: jax.Array,
+        number: jax.Array,
+        auxiliary: jax.Array,
+    ) -> Any:
+        """The same, and what `keeps` has it leave to the backward pass."""
+        block_key = part_key(key, number + 1)
+        given = self.in_use("block", params), context, block_key
+        (carry, own), pull = self.pull_of(given, carry)
+        return (self.held(carry), auxiliary + own), kept_of(pull, given)
+
+    def pull_of(self, given: Any, carry: Any) -> Any:
+        """Results of a block, and what takes their cotangents to its operands."""
+        params, context, block_key = given
+
+        def run(params: Params, carry: Any) -> Any:
+            return self.run_block(params, carry, context, block_key)
+
+        if self.keeps:
+            run = jax.checkpoint(run, policy=self.keeps, prevent_cse=False)
+        return jax.vjp(run, params, carry)
+
     def tile(
         self,
         params: Params,
@@ -146,7 +182,7 @@ class BlockPrograms:
     def block_backward(
         self,
         params: Params,
-        carry: Any,
+        left: Any,
         context: Any,
         key: jax.Array,
         number: jax.Array,
@@ -156,14 +192,16 @@ class BlockPrograms:
     ) -> tuple[list[jax.Array], Any, jax.Array]:
         """Gradients of a block and of what entered it; a number once they are.
 
-        They follow from those of its stream and of what its tiles read.
+        They follow from those of its stream and of what its tiles read, and from what
+        the forward pass has left: what entered the block, or what it kept.
         """
-        block_key = part_key(key, number + 1)
-
-        def run(params: Params, carry: Any) -> Any:
-            return self.run_block(params, carry, context, block_key)
-
-        _, pull = jax.vjp(run, self.in_use("block", params), carry)
+        given = self.in_use("block", params), context, part_key(key, number + 1)
+        if self.keeps:
+            # What entered the block is not there, nor is anything computed from it.
+            nothing = jax.tree.map(jnp.zeros_like, cotangent)
+            pull = pull_with(left, self.pull_of(given, nothing)[1], given)
+        else:
+            _, pull = self.pull_of(given, left)
         grads, cotangent = pull(((cotangent, of_entering), scale))
         stored = jax.tree.leaves(self.stored("block", grads))
         return stored, self.held(cotangent), _number_of(cotangent)

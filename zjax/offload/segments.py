@@ -1,9 +1,10 @@
 """A backward pass that hands over the gradients of each block as soon as they exist.
 
 The model runs as compiled programs of one block each, called from Python. Between them
-only the input of every block is kept, and the backward program of a block computes the
-block again. Where a block has tiles, its trunk and each tile are programs of their own,
-and what the tiles read is kept too (ZeRO-Infinity, arXiv:2104.07857, section 5.1.3).
+the input of every block is kept, and the backward program of a block computes the block
+again; or what a policy names, and it computes the rest. Where a block has tiles, its
+trunk and each tile are programs of their own, and what the tiles read is kept too
+(ZeRO-Infinity, arXiv:2104.07857, section 5.1.3).
 """
 
 import contextlib
@@ -59,6 +60,8 @@ class Segments:
         input_at_rest: Where what enters a block rests until the backward pass.
         sum_at_rest: Where a sum of gradients rests until the next microbatch, by its
             place on the devices.
+        keeps: What a block leaves to its backward pass, as a policy of `jax.checkpoint`
+            whose choice stays on the devices; None leaves what enters it.
     """
 
     def __init__(
@@ -70,13 +73,15 @@ class Segments:
         *,
         input_at_rest: Callable[[jax.Array], Row],
         sum_at_rest: Callable[[Row], Row],
+        keeps: Callable[..., Any] | None = None,
     ):
         assert model.stack is not None
         self.stack = model.stack
         (self.segment,) = self.stack.segments
         self.plan = plan
         self.num_microbatches = num_microbatches
-        programs = BlockPrograms(model, plan_on_device(plan), num_microbatches)
+        on_device = plan_on_device(plan)
+        programs = BlockPrograms(model, on_device, num_microbatches, keeps)
         self.in_use = programs.in_use
         _, (blocks,), _ = self.stack.split(plan.compute)
         units = units_of(self.segment, blocks[0])
@@ -97,6 +102,7 @@ class Segments:
         self.grad_rows = programs.grad_tree
         self.embed = jit(programs.embed)
         self.block = jit(programs.block)
+        self.block_kept = jit(programs.block_kept) if keeps else None
         self.tile = jit(programs.tile, donate_argnums=1)
         self.head = jit(programs.head)
         self.head_loss = jit(programs.head_loss)
@@ -221,7 +227,7 @@ class Segments:
     ) -> Generator[Arrived, None, Any]:
         """Gradients of a block by group; returns that of what entered it."""
         leaves, num_bytes = self.carries.take(number)
-        entering, for_tiles = tree.unflatten(leaves)
+        left, for_tiles = tree.unflatten(leaves)
         del leaves
         trunk, *tiles = self.groups_of_block(number)
         of_read = jax.tree.map(self.no_cotangent, for_tiles)
@@ -235,8 +241,8 @@ class Segments:
                 yield Arrived(group, grads, jax.tree.leaves(tile))
         del for_tiles
         with self.fetched(units, ("backward", trunk)) as (block, tokens):
-            inputs = (block, entering, context, key, number)
-            del entering
+            inputs = (block, left, context, key, number)
+            del left
             results = self.block_backward(*inputs, cotangent, of_read, scale)
             grads, cotangent, done = results
             tokens.append(done)
@@ -260,15 +266,22 @@ class Segments:
             entering = carry
             trunk, *tiles = self.groups_of_block(number)
             with self.fetched(units, ("forward", trunk)) as (block, tokens):
-                inputs = (block, entering, context, key, number)
-                (carry, for_tiles), auxiliary = self.block(*inputs, auxiliary)
+                inputs = (block, entering, context, key, number, auxiliary)
+                if kept is None or self.block_kept is None:
+                    (carry, for_tiles), auxiliary = self.block(*inputs)
+                    left = entering
+                else:
+                    results, left = self.block_kept(*inputs)
+                    (carry, for_tiles), auxiliary = results
+                    del results
+                del inputs, entering
                 tokens.append(auxiliary)
             for group in tiles:
                 with self.fetched(units, ("forward", group)) as (tile, tokens):
                     carry, done = self.tile(tile, carry, for_tiles, key, number)
                     tokens.append(done)
             if kept is not None:
-                kept.append(self.put_away((entering, for_tiles)))
+                kept.append(self.put_away(left, for_tiles))
         return carry, context, auxiliary
 
     def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
@@ -300,10 +313,23 @@ class Segments:
         size = len(self.unit_rows)
         return range(number * size, (number + 1) * size)
 
-    def put_away(self, entering: Any) -> tuple[list[Any], Any]:
-        """What enters a block and its tiles, until their backward pass."""
-        rows = jax.tree.map(self.input_at_rest, entering)
-        return self.carries.send(*map(jax.tree.leaves, (entering, rows))), rows
+    def put_away(self, left: Any, for_tiles: Any) -> tuple[list[Any], Any]:
+        """What a block leaves, and what enters its tiles, until the backward pass."""
+        arrays, rows = (left, for_tiles), self.rows_kept(left, for_tiles)
+        return self.carries.send(*map(jax.tree.leaves, (arrays, rows))), rows
+
+    def rows_kept(self, left: Any, for_tiles: Any) -> Any:
+        """Where those rest; what a policy keeps stays where its program put it."""
+        at_rest = self.input_at_rest if self.block_kept is None else self.shard_of
+        return (
+            jax.tree.map(at_rest, left),
+            jax.tree.map(self.input_at_rest, for_tiles),
+        )
+
+    def shard_of(self, x: Any) -> Row:
+        """One device's part of an array that its program has placed."""
+        shape = x.sharding.shard_shape(x.shape)
+        return Row("what a block keeps", shape, shape, x.dtype, self.plan.replicated)
 
     def announce(self, units: Sequence[Params], names: Sequence[Any]) -> None:
         """Has units come up in this order, and no others."""

@@ -101,6 +101,7 @@ class OffloadedTrain:
                     input_at_rest, plan=plan, config=config
                 ),
                 sum_at_rest=gradient_at_rest,
+                keeps=None if config.model.remat == "full" else model.keeps,
             )
         else:
             self.backward = Whole(model, plan, num_microbatches, jit)

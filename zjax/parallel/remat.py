@@ -190,8 +190,8 @@ CHEAP = frozenset(
     convert_element_type copy cos div dynamic_slice eq erf exp exp2 expm1 floor ge
     gt integer_pow iota is_finite le log log1p logistic lt max min mul ne neg not
     one_minus_square optimization_barrier or pad pow reduce_max reduce_min
-    reduce_precision reduce_sum reshape rev round rsqrt select_n sign sin slice
-    split sqrt square squeeze stack stop_gradient sub tanh transpose""".split()
+    reduce_precision reduce_sum reshape reshard rev round rsqrt select_n sign sin
+    slice split sqrt square squeeze stack stop_gradient sub tanh transpose""".split()
 )
 """What costs no more than to read its operands, and the gathering of parameters."""
 

@@ -1,0 +1,146 @@
+"""What blocks keep for the backward pass, where they run one by one."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from tests.support.cases import some_by_hand
+from tests.support.offload import (
+    BERT,
+    GPT,
+    LLAMA,
+    UNDER_BACKWARD,
+    make_batch,
+    make_config,
+    start,
+    train,
+    weights_of,
+)
+from zjax.config.check import check_config
+from zjax.errors import ConfigError
+from zjax.offload import peak as peaks
+
+DEVICES = 8
+STREAM, HEADS, MLP, NORM = (2, 8, 16), (2, 8, 4, 4), (2, 8, 24), 2 * [(2, 8, 1)]
+SCORES = (2, 4, 8, 1, 8)
+"""Parts that one of the devices has of a small model's activations."""
+POLICIES = ("none", "elementwise", "dots", "attention_and_mlp", "attention")
+CASES = {
+    "stage 2, under the backward pass": UNDER_BACKWARD,
+    "stage 3": {"stage": 3},
+    "stage 3, gated, blocks on the host": {
+        "stage": 3,
+        "model": LLAMA,
+        "zero": {"parameter_memory": "pinned_host"},
+    },
+    "encoder": {"model": BERT},
+    "two microbatches": {"num_microbatches": 2},
+    "dropout": {"model": dataclasses.replace(GPT, dropout_rate=0.3)},
+    "tiles": {
+        "model": dataclasses.replace(GPT, mlp_tiles=3),
+        "zero": {"parameter_memory": "pinned_host"},
+    },
+    "tensor": {"mesh": {"tensor": 2}},
+    "sequence, stage 3": {"stage": 3, "mesh": {"sequence": 2}},
+}
+
+
+def run_of(remat, *, mesh=None, **changes):
+    model = dataclasses.replace(changes.pop("model", GPT), remat=remat)
+    config = make_config("pinned_host", model=model, **changes)
+    if mesh:
+        axes = dataclasses.replace(config.mesh, **mesh)
+        config = dataclasses.replace(config, mesh=axes)
+    return start(config)
+
+
+def passes_of(run):
+    return run.step.programs["train"].backward
+
+
+def assert_same_run(remat, **changes):
+    (state, found), (other, expected) = (
+        train(run_of(policy, **changes), 3) for policy in (remat, "full")
+    )
+    for name in ("loss", "grad_norm"):
+        values = [[metrics[name] for metrics in each] for each in (found, expected)]
+        np.testing.assert_allclose(*values, rtol=2e-6, err_msg=name)
+    weights = (jax.tree.leaves(weights_of(each)) for each in (state, other))
+    for pair in zip(*weights, strict=True):
+        np.testing.assert_allclose(*pair, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("remat", POLICIES)
+def test_any_policy_changes_nothing(remat):
+    assert_same_run(remat, stage=1)
+
+
+@pytest.mark.parametrize("remat", some_by_hand(POLICIES, POLICIES[1:]))
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_kept_changes_nothing(case, remat):
+    assert_same_run(remat, **CASES[case])
+
+
+def rows_kept(run):
+    """One device's part of what a block leaves, as the peak of a step counts it."""
+    train, batch = run.step.programs["train"], make_batch(0)
+    rows = peaks._Programs(train, passes_of(run), batch).inputs
+    return rows[: len(rows) // GPT.num_layers]
+
+
+def flops_back(run, monkeypatch):
+    """Of the backward program of a block, on one device."""
+    passes, found = passes_of(run), []
+    back = passes.block_backward
+
+    def noted(*args):
+        found.append(back.lower(*args).compile().cost_analysis()["flops"])
+        return back(*args)
+
+    monkeypatch.setattr(passes, "block_backward", noted)
+    run.step(run.state, make_batch(0))
+    return found[0]
+
+
+def test_what_is_kept_is_not_computed_again(monkeypatch):
+    """Fails if a policy only costs memory: of three products two are left."""
+    wide = dataclasses.replace(GPT, embed_size=64, mlp_size=256)
+    full, *others = (
+        flops_back(run_of(remat, stage=1, model=wide), monkeypatch)
+        for remat in ("full", "attention", "attention_and_mlp", "elementwise", "none")
+    )
+    assert sorted([full, *others], reverse=True) == [full, *others]
+    assert others[-1] < 0.77 * full  # products alone would give 2/3
+
+
+@pytest.mark.parametrize(
+    ("remat", "shapes"),
+    [
+        ("attention", [STREAM, HEADS]),
+        ("attention_and_mlp", [STREAM, HEADS, MLP]),
+        ("elementwise", [STREAM, *NORM, *4 * [HEADS], STREAM, *NORM, MLP]),
+        ("dots", [*5 * [STREAM], MLP]),
+        ("none", [STREAM, *NORM, *4 * [HEADS], SCORES, STREAM, *NORM, MLP]),
+    ],
+)
+def test_blocks_keep_what_the_policy_names(remat, shapes):
+    """Fails if parameters are kept with it, or anything twice, or is not counted."""
+    run = run_of(remat, stage=1)
+    rows = rows_kept(run)
+    assert sorted(row.shape for row in rows) == sorted(shapes)
+    run.step(run.state, make_batch(0))
+    each = sum(row.device_bytes for row in rows)
+    assert passes_of(run).kept_bytes == GPT.num_layers * each
+
+
+def test_more_than_inputs_of_blocks_stays_on_the_devices():
+    changes = {"remat": "attention", "activation_memory": "pinned_host"}
+    model = dataclasses.replace(GPT, **changes)
+    with pytest.raises(ConfigError) as error:
+        check_config(make_config("pinned_host", model=model), DEVICES)
+    assert str(error.value) == (
+        "model.remat='attention' keeps more than what enters blocks, which alone can "
+        "rest in model.activation_memory='pinned_host'; use full, or device there"
+    )
