@@ -18,6 +18,7 @@ from tests.support.offload import (
     train,
     weights_of,
 )
+from zjax.config import schema
 from zjax.config.check import check_config
 from zjax.errors import ConfigError
 from zjax.offload import peak as peaks
@@ -133,6 +134,15 @@ def test_blocks_keep_what_the_policy_names(remat, shapes):
     run.step(run.state, make_batch(0))
     each = sum(row.device_bytes for row in rows)
     assert passes_of(run).kept_bytes == GPT.num_layers * each
+
+
+def test_tables_of_sparse_attention_are_not_kept():
+    """Fails if constants, such as which blocks are live, are kept for every block."""
+    sparsity = schema.Sparsity(block=16)
+    sparse = dataclasses.replace(GPT, attention="sparse", sparsity=sparsity)
+    rows = rows_kept(run_of("attention", stage=1, model=sparse))
+    assert {row.dtype for row in rows} == {np.dtype("float32")}
+    assert_same_run("attention", stage=1, model=sparse)
 
 
 def test_more_than_inputs_of_blocks_stays_on_the_devices():

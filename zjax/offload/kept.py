@@ -14,7 +14,7 @@ Pull = TypeVar("Pull", bound=Callable[..., Any])
 
 
 def kept_of(pull: Any, given: Any) -> list[jax.Array]:
-    """What a pull-back holds besides arrays that are given.
+    """What a pull-back holds besides constants and arrays that are given.
 
     Args:
         pull: Of `jax.vjp`, within a program.
@@ -24,8 +24,8 @@ def kept_of(pull: Any, given: Any) -> list[jax.Array]:
         Each array once.
     """
     known = set(map(id, jax.tree.leaves(given)))
-    others = {id(x): x for x in jax.tree.leaves(pull) if id(x) not in known}
-    return list(others.values())
+    held = [x for x in jax.tree.leaves(pull) if isinstance(x, jax.core.Tracer)]
+    return list({id(x): x for x in held if id(x) not in known}.values())
 
 
 def pull_with(kept: Sequence[jax.Array], pull: Pull, given: Any) -> Pull:
@@ -40,14 +40,14 @@ def pull_with(kept: Sequence[jax.Array], pull: Pull, given: Any) -> Pull:
         A pull-back of those other operands.
 
     Example:
+        >>> x, y, nothing = map(jax.numpy.float32, (3, 2, 0))
         >>> def there(x, y):
-        ...     z, pull = jax.vjp(lambda x: jax.numpy.sin(x) * y, x)
-        ...     return z, kept_of(pull, y)
-        >>> def back(kept, y):
-        ...     _, pull = jax.vjp(lambda x: jax.numpy.sin(x) * y, 0.0)
-        ...     return pull_with(kept, pull, y)(1.0)
-        >>> _, kept = jax.jit(there)(3.0, 2.0)
-        >>> bool(jax.jit(back)(kept, 2.0)[0] == 2 * jax.numpy.cos(3.0))
+        ...     return kept_of(jax.vjp(lambda x: jax.numpy.sin(x) * y, x)[1], y)
+        >>> def back(kept, y, x):
+        ...     _, pull = jax.vjp(lambda x: jax.numpy.sin(x) * y, x)
+        ...     return pull_with(kept, pull, y)(y / y)
+        >>> (found,) = jax.jit(back)(jax.jit(there)(x, y), y, nothing)
+        >>> bool(found == y * jax.numpy.cos(x))
         True
     """
     pairs = list(zip(kept_of(pull, given), kept, strict=True))
