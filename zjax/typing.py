@@ -153,4 +153,6 @@ class Model:
     each array that stacks layers: what would not fit at once starts layer by layer."""
     keeps: Callable[..., bool] | None = None
     """What the backward pass keeps besides parameters, as a policy of `jax.checkpoint`;
-    None keeps what is dear to compute."""
+    None keeps what is dear to compute. Blocks that run one by one, as offload has them
+    run, keep it on the devices, also what is but made of parameters; what enters them
+    alone for None, `model.remat="full"` or a `model.activation_memory` elsewhere."""

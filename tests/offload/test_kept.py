@@ -3,9 +3,12 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import zjax
+from tests.support import lines
 from tests.support.cases import some_by_hand
 from tests.support.offload import (
     BERT,
@@ -20,8 +23,9 @@ from tests.support.offload import (
 )
 from zjax.config import schema
 from zjax.config.check import check_config
-from zjax.errors import ConfigError
+from zjax.errors import ConfigError, PlanError
 from zjax.offload import peak as peaks
+from zjax.sharding import plan as plans
 
 DEVICES = 8
 STREAM, HEADS, MLP, NORM = (2, 8, 16), (2, 8, 4, 4), (2, 8, 24), 2 * [(2, 8, 1)]
@@ -87,7 +91,8 @@ def test_what_is_kept_changes_nothing(case, remat):
 def rows_kept(run):
     """One device's part of what a block leaves, as the peak of a step counts it."""
     train, batch = run.step.programs["train"], make_batch(0)
-    rows = peaks._Programs(train, passes_of(run), batch).inputs
+    with jax.set_mesh(run.mesh):
+        rows = peaks._Programs(train, passes_of(run), batch).inputs
     return rows[: len(rows) // GPT.num_layers]
 
 
@@ -154,3 +159,113 @@ def test_more_than_inputs_of_blocks_stays_on_the_devices():
         "model.remat='attention' keeps more than what enters blocks, which alone can "
         "rest in model.activation_memory='pinned_host'; use full, or device there"
     )
+
+
+@pytest.fixture(autouse=True)
+def _smaller_arrays_move(monkeypatch):
+    monkeypatch.setattr(plans, "MIN_MOVED_BYTES", 16)
+
+
+def own_run(block=lines.block, activation_memory="device", **changes):
+    """A line of a user's blocks, whose model says what they keep."""
+    policies = jax.checkpoint_policies
+    changes = {"keeps": policies.dots_saveable, "takes_layers_apart": True} | changes
+    model = dataclasses.replace(lines.make_model(block, 3), **changes)
+    zero = {"stage": 2, "min_shard_elements": 0, "optimizer_memory": "pinned_host"}
+    sections = {
+        "model": {"activation_memory": activation_memory},
+        "precision": {"compute_dtype": "float32"},
+        "zero": zero,
+    }
+    return zjax.initialize(model, None, None, lines.make_batch(), sections)
+
+
+def kept_by(run):
+    """What a step finds at rest of each of a user's blocks."""
+    passes, found = passes_of(run), []
+    put_away = passes.put_away
+    passes.put_away = lambda *parts: (found.append(put_away(*parts)), found[-1])[1]
+    _, metrics = run.step(run.state, lines.make_batch())
+    arrays = [x for leaves, _ in found for x in leaves]
+    return [x.sharding.memory_kind for x in arrays], float(metrics["grad_norm"])
+
+
+def test_blocks_of_ones_own_keep_what_their_model_names():
+    """Fails if its policy counts where the inputs of blocks are to go elsewhere."""
+    here, elsewhere = own_run(), own_run(activation_memory="pinned_host")
+    places, norm = kept_by(here)
+    assert places == 2 * 3 * ["device"]  # the stream, and a product
+    places, other = kept_by(elsewhere)
+    assert places == 3 * ["pinned_host"]
+    assert norm == pytest.approx(other, rel=1e-6)
+
+
+def test_a_policy_that_sends_away_is_refused():
+    def block(params, x, context, key):
+        y = jax.ad_checkpoint.checkpoint_name(jnp.tanh(x @ params["w"]), "y")
+        return x + jnp.sin(y), jnp.float32(0)
+
+    keeps = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["y"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    run = own_run(block, keeps=keeps)
+    with pytest.raises(PlanError) as error:
+        run.step(run.state, lines.make_batch())
+    assert str(error.value) == (
+        "keeps='pinned_host' sends what a block keeps to the host; have it stay, or "
+        "set model.activation_memory to send inputs alone"
+    )
+
+
+def test_a_stream_that_changes_its_type_is_refused():
+    def block(params, x, context, key):
+        x, auxiliary = lines.block(params, x, context, key)
+        return x.astype(jnp.bfloat16), auxiliary
+
+    run = own_run(block)
+    with pytest.raises(PlanError) as error:
+        run.step(run.state, lines.make_batch())
+    assert str(error.value) == (
+        "stream='bfloat16[16, 8]' enters a block as float32[16, 8]; have embedding and "
+        "blocks agree, or leave Model.keeps out"
+    )
+
+
+def test_a_pass_that_failed_keeps_nothing_while_the_next_runs(monkeypatch):
+    run, other = (run_of("elementwise", stage=1) for _ in range(2))
+    passes, left = passes_of(run), []
+
+    def fail(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(passes, "block_backward", fail)
+        with pytest.raises(KeyboardInterrupt):
+            run.step(run.state, make_batch(0))
+    assert passes.carries.here
+    monkeypatch.setattr(
+        passes, "embed", lambda *args: left.append(passes.carries.here) or embed(*args)
+    )
+    embed = passes_of(other).embed
+    run.step(other.state, make_batch(0))
+    assert left == [{}]
+
+
+def test_gradients_of_the_head_come_before_blocks_give_anything_up():
+    """Fails if they are said to wait where nothing is free yet."""
+    model = dataclasses.replace(LLAMA, vocab_size=200)
+    run = run_of("elementwise", stage=1, model=model)
+    train, passes = run.step.programs["train"], passes_of(run)
+    with jax.set_mesh(run.mesh):
+        programs = peaks._Programs(train, passes, make_batch(0))
+        moments = {
+            each.moment: each for each in peaks._moments(train, passes, programs)
+        }
+    inputs = sum(row.device_bytes for row in programs.inputs)
+    of_head = (200 + 1) * LLAMA.embed_size * 4 // DEVICES  # with the norm before it
+    assert inputs + of_head > peaks._waiting(train, passes, inputs)
+    back = moments["backward"].parts["what blocks keep, then gradients"]
+    assert back == inputs + of_head + programs.carry

@@ -4,6 +4,7 @@ import gc
 import weakref
 
 import numpy as np
+import pytest
 
 from zjax.storage import buffers as buffers_module
 from zjax.storage.buffers import Buffers
@@ -65,3 +66,21 @@ def test_memory_in_use_does_not_leave():
     second = buffers.take((8192,), np.uint8)
     second[:] = 8
     np.testing.assert_array_equal(first, 7)
+
+
+def test_memory_that_could_not_be_had_does_not_count(monkeypatch):
+    """Fails if others leave for it ever after."""
+    made = buffers_module._new
+    buffers = Buffers(limit_bytes=16_384)
+
+    def fail(size):
+        raise MemoryError
+
+    monkeypatch.setattr(buffers_module, "_new", fail)
+    with pytest.raises(MemoryError):
+        buffers.take((16_384,), np.uint8)
+    monkeypatch.setattr(buffers_module, "_new", made)
+    place = address(buffers.take((4096,), np.uint8))
+    gc.collect()
+    buffers.take((8192,), np.uint8)
+    assert address(buffers.take((4096,), np.uint8)) == place

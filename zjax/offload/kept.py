@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.core as jax_core
 
 Pull = TypeVar("Pull", bound=Callable[..., Any])
 
@@ -24,7 +25,7 @@ def kept_of(pull: Any, given: Any) -> list[jax.Array]:
         Each array once.
     """
     known = set(map(id, jax.tree.leaves(given)))
-    held = [x for x in jax.tree.leaves(pull) if isinstance(x, jax.core.Tracer)]
+    held = [x for x in jax.tree.leaves(pull) if isinstance(x, jax_core.Tracer)]
     return list({id(x): x for x in held if id(x) not in known}.values())
 
 

@@ -1,7 +1,7 @@
 """Memory of a device that a streamed step takes, from its programs and its streams."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -54,6 +54,13 @@ def predict_peak(train: OffloadedTrain, batch: Batch) -> Peak | None:
     found = _Programs(train, passes, batch)
     if None in found.bytes.values():
         return None
+    return max(_moments(train, passes, found), key=lambda moment: moment.total)
+
+
+def _moments(
+    train: OffloadedTrain, passes: Segments, found: "_Programs"
+) -> Iterator[Peak]:
+    """What is on a device while each of the programs runs."""
     inputs = _resting_here(found.inputs)
     sums = passes.sum_rows if passes.num_microbatches > 1 else []
     always = {
@@ -69,24 +76,22 @@ def predict_peak(train: OffloadedTrain, batch: Batch) -> Peak | None:
     all_blocks = [*map(_moved_bytes, passes.unit_rows)] * passes.segment.num_blocks
     blocks = {"blocks on their way": _on_their_way(passes.stream, all_blocks)}
     waiting = _waiting(train, passes, inputs)
-    # A gradient waits where the input of its block was.
+    # A gradient waits where its block kept something; that of the head comes before.
+    first = min(waiting, sum(x.device_bytes for x in passes.sum_rows[passes.order[0]]))
     back = "what blocks keep, then gradients"
     streams = found.carry + found.for_tiles
     there = {
         "forward": blocks | {"what blocks keep": inputs},
         "head": blocks | {"what blocks keep": inputs + found.carry},
-        "backward": blocks | {back: max(inputs, waiting) + streams},
+        "backward": blocks | {back: max(inputs + first, waiting) + streams},
         "embedding, backward": {"gradients": waiting + found.carry},
         "update": {"gradients": waiting},
     }
     if found.for_tiles:
         there["tile"] = blocks | {"what blocks keep": inputs + streams}
         there["tile, backward"] = there["backward"]
-    moments = [
-        Peak(name, always | parts | {"program": found.bytes[name] or 0})
-        for name, parts in there.items()
-    ]
-    return max(moments, key=lambda moment: moment.total)
+    for name, parts in there.items():
+        yield Peak(name, always | parts | {"program": found.bytes[name] or 0})
 
 
 class _Programs:

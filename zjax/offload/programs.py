@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zjax.errors import PlanError, Problem
 from zjax.offload.kept import kept_of, pull_with
 from zjax.offload.units import trunk_of, units_of, units_of_all
 from zjax.ops.keys import part_key
@@ -114,8 +115,9 @@ class BlockPrograms:
         """The same, and what `keeps` has it leave to the backward pass."""
         block_key = part_key(key, number + 1)
         given = self.in_use("block", params), context, block_key
-        (carry, own), pull = self.pull_of(given, carry)
-        return (self.held(carry), auxiliary + own), kept_of(pull, given)
+        (left, own), pull = self.pull_of(given, carry)
+        _check_same(carry, left[0])
+        return (self.held(left), auxiliary + own), kept_of(pull, given)
 
     def pull_of(self, given: Any, carry: Any) -> Any:
         """Results of a block, and what takes their cotangents to its operands."""
@@ -273,6 +275,18 @@ class BlockPrograms:
             lambda x: jax.lax.with_sharding_constraint(x, self.plan.batch_sharding(x)),
             carry,
         )
+
+
+def _check_same(entering: Any, leaving: Any) -> None:
+    """Refuses a stream whose cotangent does not say how it entered a block."""
+    types = [
+        [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(tree)]
+        for tree in (entering, leaving)
+    ]
+    if types[0] != types[1]:
+        problem = f"enters a block as {' '.join(types[0])}"
+        remedy = "have embedding and blocks agree, or leave Model.keeps out"
+        raise PlanError(Problem("stream", " ".join(types[1]), problem, remedy))
 
 
 def _number_of(stream: Any) -> jax.Array:

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from zjax.errors import PlanError, Problem
 from zjax.offload.parts import Jit
 from zjax.offload.programs import BlockPrograms
 from zjax.offload.stream import Load, Stream
 from zjax.offload.units import groups_of, units_of, units_of_all
 from zjax.sharding.placement import Row
-from zjax.sharding.plan import DEVICE, Plan, plan_on_device
+from zjax.sharding.plan import DEVICE, HOST, Plan, plan_on_device
 from zjax.storage.move import rest
 from zjax.train import microbatches
 from zjax.train.state import TrainState
@@ -94,7 +95,7 @@ class Segments:
         self.stream = Stream(max(3 * moved_bytes, AHEAD_BYTES))
         self.carries = Stream(AHEAD_BYTES)
         self.input_at_rest = input_at_rest
-        self.kept_bytes = 0  # of inputs of blocks on a device, at the last pass
+        self.kept_bytes = 0  # by all blocks on a device, at the last pass
         self.sums = Stream(max(3 * unit_bytes, AHEAD_BYTES))
         self.sum_rows = [
             [sum_at_rest(row) for row in rows] for rows in programs.rows_by_group()
@@ -192,6 +193,7 @@ class Segments:
         """One microbatch: its loss, then gradients by group."""
         embed, (blocks,), head = self.stack.split(params)
         units = self.units(blocks)
+        self.carries.begin(())  # and forget those of a pass that failed
         back = range(len(blocks))[::-1]
         kept: list[Any] = []
         there = [("forward", i) for i in range(len(units))]
@@ -259,7 +261,7 @@ class Segments:
         key: jax.Array | None,
         kept: list[Any] | None = None,
     ) -> tuple[Any, Any, jax.Array]:
-        """The stream after the last block; what each block reads goes to `kept`."""
+        """The stream after the last block; what each block leaves goes to `kept`."""
         carry, context = self.embed(embed, batch, key)
         auxiliary = jnp.float32(0)
         for number in range(self.segment.num_blocks):
@@ -328,6 +330,10 @@ class Segments:
 
     def shard_of(self, x: Any) -> Row:
         """One device's part of an array that its program has placed."""
+        if x.sharding.memory_kind == HOST:
+            problem = "sends what a block keeps to the host"
+            remedy = "have it stay, or set model.activation_memory to send inputs alone"
+            raise PlanError(Problem("keeps", HOST, problem, remedy))
         shape = x.sharding.shard_shape(x.shape)
         return Row("what a block keeps", shape, shape, x.dtype, self.plan.replicated)
 

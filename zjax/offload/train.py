@@ -101,7 +101,7 @@ class OffloadedTrain:
                     input_at_rest, plan=plan, config=config
                 ),
                 sum_at_rest=gradient_at_rest,
-                keeps=None if config.model.remat == "full" else model.keeps,
+                keeps=_kept_here(model, config),
             )
         else:
             self.backward = Whole(model, plan, num_microbatches, jit)
@@ -299,7 +299,7 @@ class _Running:
         names = self.update.grad_inputs[group]
         rows = self.train.grad_rows_of(group)
         if self.grad_bytes_to_come <= self.train.backward.kept_bytes:
-            # The inputs of blocks, which the pass has given up, leave room.
+            # What blocks have kept, and the pass gives up, leaves room.
             rows = [row.rest_in(DEVICE) for row in rows]
         self.grad_bytes_to_come -= sum(row.device_bytes for row in rows)
         self.stream.add(group, [self.known.pop(name) for name in names], rows)
@@ -366,6 +366,12 @@ def bounded_groups(groups: Sequence[int], rows: Sequence[Row]) -> list[int]:
                 number, filled = number + 1, 0
             found[i], filled = number, filled + rows[i].device_bytes
     return found
+
+
+def _kept_here(model: Model, config: Config) -> Any:
+    """What blocks keep besides what enters them; that alone may rest elsewhere."""
+    goes = config.model.activation_memory != DEVICE
+    return None if goes or config.model.remat == "full" else model.keeps
 
 
 def _parts_of(groups: Sequence[int], parts: Sequence[int]) -> list[list[int]]:

@@ -127,7 +127,7 @@ def within_reach(memory: str) -> Memory:
 
     Returns:
         The same, but for disks: only blocks that run one by one hand over what enters
-        them, and keep nothing else.
+        them.
 
     Example:
         >>> within_reach("nvme")

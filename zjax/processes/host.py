@@ -66,7 +66,7 @@ def pinnable_bytes(
         beside_bytes: For arrays that are not pinned.
 
     Returns:
-        Bytes: all but an eighth, or less than that where it is much, and but for what
+        Bytes: all but 12 %, or less than that where it is much, and but for what
         lies beside; or less than both, where the environment lets JAX pin no more.
 
     Example:

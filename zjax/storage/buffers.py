@@ -9,7 +9,7 @@ import math
 import mmap
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,18 +41,28 @@ class Buffers:
         size = math.prod(shape) * np.dtype(dtype).itemsize
         with self._lock:
             free = self._free.setdefault(size, collections.deque())
-            memory = free.pop() if free else self._make(size)
+            memory = free.pop() if free else None
+            dropped = [] if memory else list(self._make_room(size))
+        del dropped  # Linux takes a while, in which others need not wait
+        memory = memory or self._make(size)
         view = np.frombuffer(memory, np.uint8)
         weakref.finalize(view, free.append, memory).atexit = False
         return view.view(dtype).reshape(shape)
 
-    def _make(self, size: int) -> mmap.mmap:
+    def _make_room(self, size: int) -> Iterator[mmap.mmap]:
         for other in sorted(self._free, reverse=True):
             while self._free[other] and self._held + size > self._limit:
-                self._free[other].pop()
                 self._held -= other
+                yield self._free[other].pop()
         self._held += size
-        return _new(size)
+
+    def _make(self, size: int) -> mmap.mmap:
+        try:
+            return _new(size)
+        except BaseException:
+            with self._lock:
+                self._held -= size
+            raise
 
 
 def _new(size: int) -> mmap.mmap:

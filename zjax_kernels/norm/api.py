@@ -1,7 +1,7 @@
 """Normalisation over the last dim, computed in float32 whatever the input.
 
-The backward pass keeps two numbers per row besides the input. Forward-mode
-differentiation is not defined.
+The backward pass keeps two numbers per row besides the input, or one where no mean is
+taken off. Forward-mode differentiation is not defined.
 """
 
 import functools
@@ -89,15 +89,16 @@ def _normalize(eps, centre, implementation, x, scale, bias):
 
 def _forward(eps, centre, implementation, x, scale, bias):
     run = _module(implementation).forward
-    out, *statistics = run(x, scale, bias, eps=eps, centre=centre)
-    statistics = checkpoint_name(tuple(statistics), STATISTICS)
-    return out, (x, statistics, scale, bias)
+    out, mean, inverse = run(x, scale, bias, eps=eps, centre=centre)
+    statistics = (mean, inverse) if centre else (inverse,)
+    return out, (x, checkpoint_name(statistics, STATISTICS), scale, bias)
 
 
 def _backward(eps, centre, implementation, residuals, d_out):
-    x, statistics, scale, bias = residuals
+    x, (*means, inverse), scale, bias = residuals
+    mean = means[0] if centre else jnp.zeros_like(inverse)
     run = _module(implementation).backward
-    dx, d_scale, d_bias = run(x, *statistics, scale, d_out, centre=centre)
+    dx, d_scale, d_bias = run(x, mean, inverse, scale, d_out, centre=centre)
     return (
         dx,
         d_scale.astype(scale.dtype),
