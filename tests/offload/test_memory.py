@@ -196,7 +196,9 @@ def test_inputs_of_blocks_wait_elsewhere(monkeypatch, tmp_path):
         backward, away = run.step.programs["train"].backward, []
         put_away = backward.put_away
         monkeypatch.setattr(
-            backward, "put_away", lambda x, f=put_away, a=away: a.append(f(x)) or a[-1]
+            backward,
+            "put_away",
+            lambda *x, f=put_away, a=away: a.append(f(*x)) or a[-1],
         )
         train(run, 1)
         rows = jax.tree.leaves([rows for _, rows in away])
@@ -325,14 +327,18 @@ def test_few_gradients_are_on_their_way_down(monkeypatch):
     assert len(sent) == 22
 
 
-def test_inputs_of_blocks_are_given_up_as_the_backward_pass_goes(monkeypatch):
-    """Fails if the inputs of all blocks stay until its end."""
-    run = start(make_config("pinned_host"))
+@pytest.mark.parametrize(("remat", "each"), [("full", 1), ("elementwise", 11)])
+def test_what_blocks_keep_is_given_up_as_the_backward_pass_goes(
+    monkeypatch, remat, each
+):
+    """Fails if the inputs of all blocks, or what else they keep, stay until its end."""
+    model = dataclasses.replace(GPT, remat=remat)
+    run = start(make_config("pinned_host", model=model))
     segments = run.step.programs["train"].backward
     kept, put_away, backward = [], segments.put_away, segments.block_backward
 
-    def watched(carry):
-        stored = put_away(carry)
+    def watched(*parts):
+        stored = put_away(*parts)
         kept.extend(weakref.ref(x) for x in stored[0])
         return stored
 
@@ -345,7 +351,7 @@ def test_inputs_of_blocks_are_given_up_as_the_backward_pass_goes(monkeypatch):
     monkeypatch.setattr(segments, "put_away", watched)
     monkeypatch.setattr(segments, "block_backward", counted)
     train(run, 1)
-    assert alive == [2, 1]
+    assert alive == [2 * each, each]
 
 
 def test_sums_of_gradients_rest_elsewhere(monkeypatch, tmp_path):
