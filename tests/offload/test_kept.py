@@ -14,6 +14,7 @@ from tests.support.offload import (
     BERT,
     GPT,
     LLAMA,
+    ROWS,
     UNDER_BACKWARD,
     make_batch,
     make_config,
@@ -139,6 +140,13 @@ def test_blocks_keep_what_the_policy_names(remat, shapes):
     run.step(run.state, make_batch(0))
     each = sum(row.device_bytes for row in rows)
     assert passes_of(run).kept_bytes == GPT.num_layers * each
+
+
+def test_norms_without_a_mean_keep_one_number_of_a_row():
+    """Fails if zeros are kept in its place, whole on every device."""
+    shapes = [row.shape for row in rows_kept(run_of("elementwise", model=LLAMA))]
+    assert shapes.count(NORM[0]) == 2
+    assert {shape[0] for shape in shapes} == {ROWS // DEVICES}
 
 
 def test_tables_of_sparse_attention_are_not_kept():
