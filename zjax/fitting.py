@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
-from zjax.offload.inputs import waiting_inputs
+from zjax.offload.inputs import kept_here, waiting_inputs
 from zjax.offload.peak import Peak
 from zjax.processes.host import (
     PINNED_SPARE,
@@ -82,7 +82,7 @@ def fit_plan(
         raise PlanError(Problem("zero.optimizer_memory", AUTO, problem, remedy))
     capacity = _free_bytes(mesh)
     if peak.total > capacity:
-        recomputes = model.keeps is None or config.model.remat == "full"
+        recomputes = kept_here(model, config) is None
         raise PlanError(_no_room(peak, capacity, recomputes=recomputes))
     needed = max(peak.total, _bytes_to_generate(plan, capacity))
     inputs = waiting_inputs(model, plan, config, batch)

@@ -113,9 +113,9 @@ def _offload(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     memory, model = config.zero.optimizer_memory, config.model
     if memory == "device":
         return
-    alone = f"has no effect with zero.optimizer_memory={memory!r}, which runs blocks"
     if model.layers_per_scan:
-        problem = f"{alone} one by one"
+        problem = f"has no effect with zero.optimizer_memory={memory!r}, which runs "
+        problem += "blocks one by one"
         yield Problem("model.layers_per_scan", model.layers_per_scan, problem, "use 0")
     if model.remat != "full" and model.activation_memory != "device":
         rests = f"model.activation_memory={model.activation_memory!r}"

@@ -1,6 +1,6 @@
 """What enters the blocks of a model, and waits elsewhere for the backward pass."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,21 @@ from zjax.sharding.plan import DEVICE, Plan, while_it_waits
 from zjax.train import microbatches
 from zjax.train.gradients import compute_dtype
 from zjax.typing import Batch, Model
+
+
+def kept_here(model: Model, config: Config) -> Callable[..., Any] | None:
+    """What blocks that run one by one keep on the devices besides what enters them.
+
+    Args:
+        model: It says what the backward pass keeps.
+        config: Read for `model.remat` and `model.activation_memory`.
+
+    Returns:
+        A policy of `jax.checkpoint`; None where they keep what enters them alone, which
+        alone may rest elsewhere.
+    """
+    goes = config.model.activation_memory != DEVICE
+    return None if goes or config.model.remat == "full" else model.keeps
 
 
 def input_at_rest(

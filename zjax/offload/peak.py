@@ -109,17 +109,17 @@ class _Programs:
         trunk, *tiles = units_of(passes.segment, blocks[0])
         inputs = (trunk, carry, context, key, 0, number)
         leaving = _like_batch(self.plan, _shapes_of(passes.block, *inputs)[0])
-        forward, left = passes.block, carry
+        lowered = (passes.block_kept or passes.block).lower(*inputs)
+        forward, left = lowered.compile(), carry
         if passes.block_kept is not None:
-            forward = passes.block_kept
-            _, left = _placed_by(forward, *inputs)
+            _, left = _placed(lowered.out_info, forward.output_shardings)
         shared = _shapes_of(passes.head, head, carry, part, number, number)[2]
         self.carry = self.bytes_of(carry)
         self.for_tiles = self.bytes_of(leaving[1])
         rows = jax.tree.leaves(passes.rows_kept(left, leaving[1]))
         self.inputs = rows * len(blocks)
         self.bytes = {
-            "forward": _added_bytes(forward, *inputs),
+            "forward": _added_by(forward),
             "head": _added_bytes(passes.head, head, carry, part, number, number),
             "backward": _added_bytes(
                 passes.block_backward, trunk, left, context, key, 0, *leaving, number
@@ -178,18 +178,21 @@ def _shapes_of(program: Any, *args: Any) -> Any:
     return program.lower(*args).out_info
 
 
-def _placed_by(program: Any, *args: Any) -> Any:
-    """Shapes of its results, placed as the compiler does."""
-    lowered = program.lower(*args)
+def _placed(shapes: Any, places: Any) -> Any:
+    """Shapes with their places."""
     return jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-        lowered.out_info,
-        lowered.compile().output_shardings,
+        shapes,
+        places,
     )
 
 
 def _added_bytes(program: Any, *args: Any) -> int | None:
-    analysis = program.lower(*args).compile().memory_analysis()
+    return _added_by(program.lower(*args).compile())
+
+
+def _added_by(compiled: Any) -> int | None:
+    analysis = compiled.memory_analysis()
     if analysis is None:
         return None
     results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes

@@ -98,8 +98,7 @@ class BlockPrograms:
 
         The stream is that without the tiles.
         """
-        params = self.in_use("block", params)
-        block_key = part_key(key, number + 1)
+        params, context, block_key = self.given(params, context, key, number)
         carry, own = self.run_block(params, carry, context, block_key)
         return self.held(carry), auxiliary + own
 
@@ -113,11 +112,14 @@ class BlockPrograms:
         auxiliary: jax.Array,
     ) -> Any:
         """The same, and what `keeps` has it leave to the backward pass."""
-        block_key = part_key(key, number + 1)
-        given = self.in_use("block", params), context, block_key
+        given = self.given(params, context, key, number)
         (left, own), pull = self.pull_of(given, carry)
         _check_same(carry, left[0])
         return (self.held(left), auxiliary + own), kept_of(pull, given)
+
+    def given(self, params: Params, context: Any, key: Any, number: Any) -> Any:
+        """What every program of a block has besides its stream."""
+        return self.in_use("block", params), context, part_key(key, number + 1)
 
     def pull_of(self, given: Any, carry: Any) -> Any:
         """Results of a block, and what takes their cotangents to its operands."""
@@ -197,7 +199,7 @@ class BlockPrograms:
         They follow from those of its stream and of what its tiles read, and from what
         the forward pass has left: what entered the block, or what it kept.
         """
-        given = self.in_use("block", params), context, part_key(key, number + 1)
+        given = self.given(params, context, key, number)
         if self.keeps:
             # What entered the block is not there, nor is anything computed from it.
             nothing = jax.tree.map(jnp.zeros_like, cotangent)

@@ -21,7 +21,7 @@ import jax
 
 from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
-from zjax.offload.inputs import input_at_rest
+from zjax.offload.inputs import input_at_rest, kept_here
 from zjax.offload.parts import Jit
 from zjax.offload.segments import Arrived, Segments
 from zjax.offload.stream import Load, Stream
@@ -101,7 +101,7 @@ class OffloadedTrain:
                     input_at_rest, plan=plan, config=config
                 ),
                 sum_at_rest=gradient_at_rest,
-                keeps=_kept_here(model, config),
+                keeps=kept_here(model, config),
             )
         else:
             self.backward = Whole(model, plan, num_microbatches, jit)
@@ -366,12 +366,6 @@ def bounded_groups(groups: Sequence[int], rows: Sequence[Row]) -> list[int]:
                 number, filled = number + 1, 0
             found[i], filled = number, filled + rows[i].device_bytes
     return found
-
-
-def _kept_here(model: Model, config: Config) -> Any:
-    """What blocks keep besides what enters them; that alone may rest elsewhere."""
-    goes = config.model.activation_memory != DEVICE
-    return None if goes or config.model.remat == "full" else model.keeps
 
 
 def _parts_of(groups: Sequence[int], parts: Sequence[int]) -> list[list[int]]:
