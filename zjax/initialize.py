@@ -22,6 +22,7 @@ from zjax.optim.build import make_optimizer
 from zjax.optim.matrices import named_params
 from zjax.optim.per_layer import respect_layers
 from zjax.optim.schedules import make_schedule
+from zjax.processes.host import tell_of_small_pages
 from zjax.sharding import memory, placement
 from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
@@ -256,7 +257,9 @@ def make_run(
         return model.bind(model_params(state, plan), state.model_state)
 
     step = make_step(model, tx, plan, config, schedule=schedule)
-    moved = len(mesh.local_devices) * memory.moved_bytes(plan)
+    num_local, platform = len(mesh.local_devices), mesh.devices.flat[0].platform
+    tell_of_small_pages(num_local * memory.resting_bytes(plan, plans.HOST), platform)
+    moved = num_local * memory.moved_bytes(plan)
     with shown("placing the state", moved if jax.process_index() == 0 else 0):
         state = restored(restore) if restore else fresh()
     return Run(

@@ -1,5 +1,7 @@
 """How the first state comes to where it rests."""
 
+import importlib
+
 import jax
 import numpy as np
 import optax
@@ -62,3 +64,14 @@ def noting(events, name, act):
         return act(*args)
 
     return noted
+
+
+def test_a_run_asks_for_what_its_devices_pin(monkeypatch):
+    """Fails if the bytes are those of one device, or of what rests on them."""
+    asked = []
+    module = importlib.import_module("zjax.initialize")
+    monkeypatch.setattr(module, "tell_of_small_pages", lambda *args: asked.append(args))
+    run = start(make_config("pinned_host"))
+    pinned = memory.resting_bytes(run.plan, "pinned_host")
+    assert asked == [(len(run.mesh.local_devices) * pinned, "cpu")]
+    assert pinned > 0

@@ -1,5 +1,7 @@
 """How much memory this process may use."""
 
+import logging
+
 import pytest
 
 from zjax.processes import host
@@ -35,3 +37,33 @@ def test_the_least_limit_counts(monkeypatch, tmp_path, own, limits, expected):
     monkeypatch.setattr(host, "_OWN_GROUPS", tmp_path / "own")
     monkeypatch.setattr(host.os, "sysconf", lambda name: 2**20)
     assert host.host_memory_bytes() == expected
+
+
+TOLD = "large pages would make placing the state faster; as root: echo always > {}"
+
+
+@pytest.mark.parametrize(
+    ("setting", "num_bytes", "platform", "told"),
+    [
+        ("always within_size advise [never] deny force", 8 * 2**30, "gpu", True),
+        ("always within_size [advise] never deny force", 8 * 2**30, "gpu", True),
+        ("[always] within_size advise never deny force", 8 * 2**30, "gpu", False),
+        ("always [within_size] advise never deny force", 8 * 2**30, "gpu", False),
+        ("always within_size advise never deny [force]", 8 * 2**30, "gpu", False),
+        ("always within_size advise [never] deny force", 2**30, "gpu", False),
+        ("always within_size advise [never] deny force", 8 * 2**30, "cpu", False),
+        (None, 8 * 2**30, "gpu", False),
+    ],
+)
+def test_small_pages_are_told(
+    monkeypatch, tmp_path, caplog, setting, num_bytes, platform, told
+):
+    """Fails if a host is slow to pin and nobody says what to type, or told in vain."""
+    file = tmp_path / "shmem_enabled"
+    if setting is not None:
+        file.write_text(f"{setting}\n")
+    monkeypatch.setattr(host, "_PINNED_PAGES", file)
+    with caplog.at_level(logging.WARNING, logger="absl"):
+        host.tell_of_small_pages(num_bytes, platform)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ([TOLD.format(file)] if told else [])

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from absl import logging
 from jax.experimental import multihost_utils
 
 _GROUPS = pathlib.Path("/sys/fs/cgroup")
@@ -25,6 +26,12 @@ KEPT_BYTES, PINNED_COST = 12 * 2**30, 0.05
 where they are pinned: 226 GiB cost 11 GiB beside an H200, and the process took 5."""
 PINNED_SPARE = 1.05
 """What the pool of pinned memory takes, of the bytes of its arrays: for gaps."""
+
+_PINNED_PAGES = pathlib.Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+"""What the kernel does for shared memory, which pinned memory of a GPU is."""
+_LARGE_PAGES = ("[always]", "[within_size]", "[force]")
+_SLOW_BYTES = 8 * 2**30
+"""Takes some four seconds to pin in pages of 4 KiB."""
 
 
 def host_memory_bytes() -> int:
@@ -85,6 +92,20 @@ def _given_limit() -> str | None:
     """What is set outside of zjax, in GiB for each process."""
     given = os.environ.get(_PINNED_LIMIT)
     return None if not given or given == os.environ.get(_OUR_LIMIT) else given
+
+
+def tell_of_small_pages(num_bytes: int, platform: str) -> None:
+    """Warns where much is to be pinned for GPUs in pages of 4 KiB, which is slow.
+
+    Args:
+        num_bytes: That this process pins.
+        platform: Of its devices, as JAX names it.
+    """
+    if platform != "gpu" or num_bytes < _SLOW_BYTES or not _PINNED_PAGES.exists():
+        return
+    if not set(_LARGE_PAGES) & set(_PINNED_PAGES.read_text().split()):
+        how = f"as root: echo always > {_PINNED_PAGES}"
+        logging.warning("large pages would make placing the state faster; %s", how)
 
 
 class Sharers(NamedTuple):
