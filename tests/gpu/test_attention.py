@@ -5,13 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.gpu import NEEDS_GPU
 from zjax.ops.attention import dot_product_attention
 from zjax.parallel import remat
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU"),
-]
+pytestmark = NEEDS_GPU
 
 
 def make_inputs(num_kv_heads, batch=2, length=256, num_heads=4, head_size=64):

@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from tests.support import small_run
+from tests.support.gpu import NEEDS_GPU
 from zjax.fitting import abstract_batch
 from zjax.models.build import make_model
 from zjax.observe.collectives import list_collectives
@@ -17,11 +18,8 @@ from zjax.sharding.plan import make_plan
 from zjax.step import make_step
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        jax.default_backend() != "gpu" or jax.device_count() < 2,
-        reason="needs two NVIDIA GPUs",
-    ),
+    *NEEDS_GPU,
+    pytest.mark.skipif(jax.device_count() < 2, reason="needs two NVIDIA GPUs"),
 ]
 
 MODEL = {

@@ -10,14 +10,12 @@ import numpy as np
 import pytest
 
 from tests.reference import float8 as reference
+from tests.support.gpu import NEEDS_GPU
 from zjax.config import schema
 from zjax.models.build import make_model
 from zjax.ops import float8
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU"),
-]
+pytestmark = NEEDS_GPU
 OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 """Left to itself, the compiler times its own kernels against cuBLAS for each shape."""
 SHAPE = schema.Model(

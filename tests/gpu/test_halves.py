@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.support.gpu import NEEDS_GPU
 from tests.support.offload import (
     GPT,
     UNDER_BACKWARD,
@@ -16,10 +17,7 @@ from tests.support.offload import (
 )
 from zjax.sharding import plan as plans
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU"),
-]
+pytestmark = NEEDS_GPU
 MODEL = dataclasses.replace(GPT, vocab_size=30_000, embed_size=256, mlp_size=1024)
 
 

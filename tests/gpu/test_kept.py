@@ -6,12 +6,10 @@ import jax
 import numpy as np
 import pytest
 
+from tests.support.gpu import NEEDS_GPU
 from tests.support.offload import LLAMA, make_batch, make_config, start
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU"),
-]
+pytestmark = NEEDS_GPU
 MODEL = dataclasses.replace(LLAMA, vocab_size=30_000, embed_size=256, mlp_size=1024)
 
 

@@ -10,6 +10,7 @@ import sys
 import jax
 import pytest
 
+from tests.support.gpu import NEEDS_GPU
 from zjax.bench import measure
 from zjax.config import load_config, schema
 from zjax.config.axes import axis_sizes
@@ -17,10 +18,7 @@ from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
 from zjax.propose.trial import weigh
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU"),
-]
+pytestmark = NEEDS_GPU
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "gpt2_124m.py"
 SMALL = ("model.num_layers=4", "global_batch_size=0", "microbatch_size=16")
 ON_SEQUENCE = ("mesh.data=1", "mesh.sequence=-1")

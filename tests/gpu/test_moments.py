@@ -6,15 +6,13 @@ import numpy as np
 import pytest
 
 from tests.support import runs
+from tests.support.gpu import NEEDS_GPU
 from zjax.config import schema
 from zjax.optim.build import make_optimizer
 from zjax.sharding import memory
 from zjax.typing import Loss, Model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU"),
-]
+pytestmark = NEEDS_GPU
 
 WIDTH, NUM_LAYERS = 1024, 16
 NUM_PARAMS = NUM_LAYERS * WIDTH**2

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.hopper import NEEDS_HOPPER
+from tests.support.gpu import NEEDS_HOPPER
 from zjax_kernels import layer_norm, quantise_blocks, rms_norm
 
 pytestmark = NEEDS_HOPPER

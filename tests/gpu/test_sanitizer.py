@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.support.hopper import NEEDS_HOPPER
+from tests.support.gpu import NEEDS_HOPPER
 
 pytestmark = NEEDS_HOPPER
 PATHS = os.pathsep.join((os.environ.get("PATH", ""), "/usr/local/cuda/bin"))

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.support.hopper import NEEDS_HOPPER
+from tests.support.gpu import NEEDS_HOPPER
 from zjax.config import schema
 from zjax.ops import sparse
 from zjax.ops.attention import dot_product_attention

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.sparse.dense import attend, make_inputs, mask_of
-from tests.support.hopper import NEEDS_HOPPER
+from tests.support.gpu import NEEDS_HOPPER
 from zjax_kernels.sparse import (
     BigBird,
     BSLongformer,

@@ -6,13 +6,13 @@ import jax
 import pytest
 
 from tests.support import tensor
+from tests.support.gpu import NEEDS_GPU
 from zjax.config import schema
 
 pytestmark = [
-    pytest.mark.gpu,
+    *NEEDS_GPU,
     pytest.mark.skipif(
-        jax.default_backend() != "gpu" or jax.device_count() not in (2, 4, 8),
-        reason="needs 2, 4 or 8 NVIDIA GPUs",
+        jax.device_count() not in (2, 4, 8), reason="needs 2, 4 or 8 NVIDIA GPUs"
     ),
 ]
 

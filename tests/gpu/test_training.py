@@ -5,11 +5,9 @@ import numpy as np
 import pytest
 
 from tests.support import small_run
+from tests.support.gpu import NEEDS_GPU
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU"),
-]
+pytestmark = NEEDS_GPU
 
 
 @pytest.mark.parametrize("compute_dtype", ["bfloat16", "float16"])
