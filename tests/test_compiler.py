@@ -56,7 +56,7 @@ def test_bytes_of_a_layer_are_those_of_a_device():
 
 
 def test_collectives_of_one_layer_are_combined(monkeypatch):
-    monkeypatch.setattr(compiler, "_platform", lambda mesh: "gpu")
+    monkeypatch.setattr(compiler, "platform_of", lambda mesh: "gpu")
     monkeypatch.setattr(compiler, "MIN_COMBINED_BYTES", 1)
     config = schema.Config(model=SHAPE, data=schema.Data(length=8))
     options = compiler.step_options(config, make_plan(config))
@@ -67,7 +67,7 @@ def test_collectives_of_one_layer_are_combined(monkeypatch):
 
 
 def test_collectives_of_large_layers_start_early(monkeypatch):
-    monkeypatch.setattr(compiler, "_platform", lambda mesh: "gpu")
+    monkeypatch.setattr(compiler, "platform_of", lambda mesh: "gpu")
     config = schema.Config(model=SHAPE, data=schema.Data(length=8))
     name = "xla_gpu_enable_analytical_sol_latency_estimator"
     assert name not in compiler.step_options(config, make_plan(config))
@@ -76,7 +76,7 @@ def test_collectives_of_large_layers_start_early(monkeypatch):
 
 
 def test_deterministic_runs_exclude_other_kernels(monkeypatch):
-    monkeypatch.setattr(compiler, "_platform", lambda mesh: "gpu")
+    monkeypatch.setattr(compiler, "platform_of", lambda mesh: "gpu")
     config = schema.Config(model=SHAPE, data=schema.Data(length=8), deterministic=True)
     options = compiler.step_options(config, make_plan(config))
     assert options["xla_gpu_exclude_nondeterministic_ops"] is True

@@ -18,6 +18,7 @@ from jaxlib import version
 from zjax.config.schema import Config
 from zjax.errors import ConfigError, Problem
 from zjax.sharding.memory import num_zero_shares
+from zjax.sharding.mesh import platform_of
 from zjax.sharding.placement import Row, dtype_bytes
 from zjax.sharding.plan import Plan
 from zjax.sharding.zero import stored_shape, whole_spec
@@ -56,7 +57,7 @@ def step_options(config: Config, plan: Plan) -> Options:
     """
     given = parse_options(config.xla_options)
     derived: Options = {}
-    if _platform(plan.mesh) in GPUS:
+    if platform_of(plan.mesh) in GPUS:
         derived = _gpu_options(config, plan)
     known = {name: value for name, value in derived.items() if _is_known(name, value)}
     _log_options(tuple(sorted((known | given).items())), tuple(derived.keys() - known))
@@ -184,10 +185,6 @@ def layer_bytes(plan: Plan) -> int:
         return math.prod(shape[1:]) * dtype_bytes(row.dtype)
 
     return sum(one(row) for row in jax.tree.leaves(plan.compute) if row.num_layers)
-
-
-def _platform(mesh: Any) -> str:
-    return mesh.devices.flat[0].platform
 
 
 @functools.cache

@@ -257,7 +257,7 @@ def make_run(
         return model.bind(model_params(state, plan), state.model_state)
 
     step = make_step(model, tx, plan, config, schedule=schedule)
-    num_local, platform = len(mesh.local_devices), mesh.devices.flat[0].platform
+    num_local, platform = len(mesh.local_devices), meshes.platform_of(mesh)
     tell_of_small_pages(num_local * memory.resting_bytes(plan, plans.HOST), platform)
     moved = num_local * memory.moved_bytes(plan)
     with shown("placing the state", moved if jax.process_index() == 0 else 0):

@@ -268,5 +268,4 @@ def describe_collectives(step: Step, compiled: jax.stages.Compiled) -> str:
         return "this platform gives no text of compiled programs"
     found = list_collectives(program)
     text = describe_communication(found, step.plan, step.num_microbatches)
-    is_cpu = step.mesh.devices.flat[0].platform == "cpu"
-    return f"{text}\n{CPU_NOTE}" if is_cpu else text
+    return f"{text}\n{CPU_NOTE}" if meshes.is_simulated(step.mesh) else text

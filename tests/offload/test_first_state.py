@@ -58,14 +58,6 @@ def test_a_users_model_goes_to_disks_in_turn(tmp_path, monkeypatch):
     assert events[: 2 * number] == ["write", "block_until_ready"] * number
 
 
-def noting(events, name, act):
-    def noted(*args):
-        events.append(name)
-        return act(*args)
-
-    return noted
-
-
 def test_a_run_asks_for_what_its_devices_pin(monkeypatch):
     """Fails if the bytes are those of one device, or of what rests on them."""
     asked = []
@@ -75,3 +67,11 @@ def test_a_run_asks_for_what_its_devices_pin(monkeypatch):
     pinned = memory.resting_bytes(run.plan, "pinned_host")
     assert asked == [(len(run.mesh.local_devices) * pinned, "cpu")]
     assert pinned > 0
+
+
+def noting(events, name, act):
+    def noted(*args):
+        events.append(name)
+        return act(*args)
+
+    return noted

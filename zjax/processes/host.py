@@ -26,7 +26,6 @@ KEPT_BYTES, PINNED_COST = 12 * 2**30, 0.05
 where they are pinned: 226 GiB cost 11 GiB beside an H200, and the process took 5."""
 PINNED_SPARE = 1.05
 """What the pool of pinned memory takes, of the bytes of its arrays: for gaps."""
-
 _PINNED_PAGES = pathlib.Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 """What the kernel does for shared memory, which pinned memory of a GPU is."""
 _LARGE_PAGES = ("[always]", "[within_size]", "[force]")

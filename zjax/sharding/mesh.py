@@ -135,6 +135,22 @@ def device_capacity_bytes(mesh: Mesh | AbstractMesh) -> float:
     return float(min((s.get("bytes_limit", math.inf) for s in stats), default=math.inf))
 
 
+def platform_of(mesh: Mesh | AbstractMesh) -> str:
+    """What kind of devices a mesh has.
+
+    Args:
+        mesh: Devices, here or not.
+
+    Returns:
+        As JAX names it, `cpu` or `gpu`; empty where they are not here.
+
+    Example:
+        >>> platform_of(make_mesh(schema.Mesh(), jax.devices("cpu")[:1]))
+        'cpu'
+    """
+    return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else ""
+
+
 def is_simulated(mesh: Mesh | AbstractMesh) -> bool:
     """Whether programs must run one after another.
 
@@ -151,4 +167,4 @@ def is_simulated(mesh: Mesh | AbstractMesh) -> bool:
         >>> is_simulated(make_mesh(schema.Mesh(), jax.devices("cpu")[:1]))
         True
     """
-    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
+    return platform_of(mesh) == "cpu"

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zjax.sharding.mesh import platform_of
+
 UP, DOWN = "device", "pinned_host"
 """Directions, by the memory where they end."""
 
@@ -59,7 +61,7 @@ def send(x: jax.Array, place: NamedSharding) -> jax.Array:
 
 
 def _has_streams(mesh: Mesh) -> bool:
-    return mesh.devices.flat[0].platform == "gpu"
+    return platform_of(mesh) == "gpu"
 
 
 @functools.lru_cache(maxsize=4)
