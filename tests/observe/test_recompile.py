@@ -1,12 +1,18 @@
 """A step that compiles says why, and one that does not says nothing."""
 
+import contextlib
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
-from zjax.observe import CompileReport
+from zjax.checkpoint.store import Store
+from zjax.observe import CompileReport, recompile
 from zjax.observe.recompile import describe_arrays, describe_change
+from zjax.sharding.placement import Row
 
 
 def watched(report, step, function, batch):
@@ -51,7 +57,7 @@ def test_a_batch_that_did_not_change_is_not_blamed():
             report, 2, jax.jit(lambda batch: batch["tokens"] + 2), batch
         ).line
     assert line.endswith(
-        "the batch is as before, so shapes or placements of the state changed"
+        "the batch is as before, so the state or the program of the step changed"
     )
 
 
@@ -61,6 +67,32 @@ def test_compiling_between_steps_is_not_the_steps():
         watched(report, 1, triple, zeros(2, 2))
         jax.jit(lambda x: x - 1)(jnp.ones(5))
         assert watched(report, 2, triple, zeros(2, 2)).line == ""
+
+
+def test_what_the_writer_of_a_checkpoint_compiles_is_not_the_steps(tmp_path):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    # Of copies on 8 devices Orbax has each write a slice, which is a program.
+    array = jax.device_put(jnp.ones((24, 128)), everywhere)
+    row = Row("x", array.shape, array.shape, array.dtype, everywhere)
+    threads = []
+
+    def listen(event, duration_secs, **_):
+        if event == recompile._COMPILED:
+            threads.append(threading.current_thread().name)
+
+    double, store = jax.jit(lambda batch: 2 * batch["tokens"]), Store(str(tmp_path))
+    with CompileReport() as report, contextlib.ExitStack() as stack:
+        watched(report, 1, double, zeros(3, 7))
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        stack.callback(jax.monitoring.unregister_event_duration_listener, listen)
+        with report.watch(2, zeros(3, 7)) as compiled:
+            store.save(2, {"x": array}, {"x": row}, extra={})
+            double(zeros(3, 7))
+            store.wait()
+        store.close()
+    assert threads and threading.current_thread().name not in threads
+    assert (compiled.seconds, compiled.line) == (0.0, "")
 
 
 def test_a_closed_report_hears_nothing():

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -29,10 +30,14 @@ class Compiled:
 class CompileReport:
     """Notices when a step compiles, and says why.
 
+    Other threads compile as well, as that which writes a checkpoint does while the next
+    steps run: only the thread that dispatches the step counts.
+
     Leave it as a context manager, or call `close`, to stop listening.
     """
 
     def __init__(self) -> None:
+        self._thread: int | None = None
         self._seconds = 0.0
         self._inputs: dict[str, str] | None = None
         jax.monitoring.register_event_duration_secs_listener(self._listen)
@@ -45,7 +50,7 @@ class CompileReport:
 
     @contextlib.contextmanager
     def watch(self, step: int, batch: Any) -> Iterator[Compiled]:
-        """Watches the dispatch of one step.
+        """Watches the dispatch of one step by this thread.
 
         Args:
             step: Number of the step.
@@ -54,9 +59,13 @@ class CompileReport:
         Yields:
             A record that is filled in when the block ends.
         """
-        inputs, before, compiled = describe_arrays(batch), self._seconds, Compiled()
-        yield compiled
-        compiled.seconds = self._seconds - before
+        inputs, compiled = describe_arrays(batch), Compiled()
+        self._thread, self._seconds = threading.get_ident(), 0.0
+        try:
+            yield compiled
+        finally:
+            self._thread = None
+        compiled.seconds = self._seconds
         if compiled.seconds:
             compiled.line = _line(step, compiled.seconds, self._inputs, inputs)
         self._inputs = inputs
@@ -66,7 +75,7 @@ class CompileReport:
         jax.monitoring.unregister_event_duration_listener(self._listen)
 
     def _listen(self, event: str, duration_secs: float, **_: str | int) -> None:
-        if event == _COMPILED:
+        if event == _COMPILED and threading.get_ident() == self._thread:
             self._seconds += duration_secs
 
 
@@ -117,7 +126,7 @@ def _line(
     if old is None:
         return f"compiled the first step in {seconds:.1f} s"
     reason = describe_change(old, new) or (
-        "the batch is as before, so shapes or placements of the state changed"
+        "the batch is as before, so the state or the program of the step changed"
     )
     return f"step {step} compiles again ({seconds:.1f} s): {reason}"
 
