@@ -2,7 +2,6 @@
 
 from zjax.config.batch import BatchSizes, resolve_batch
 from zjax.config.check import check_config, check_processes
-from zjax.config.compare import Difference, differences, digest
 from zjax.config.convert import base, from_mapping, to_mapping
 from zjax.config.describe import describe_config, describe_settings
 from zjax.config.load import load_config
@@ -11,14 +10,11 @@ from zjax.config.schema import Config
 __all__ = [
     "BatchSizes",
     "Config",
-    "Difference",
     "base",
     "check_config",
     "check_processes",
     "describe_config",
     "describe_settings",
-    "differences",
-    "digest",
     "from_mapping",
     "load_config",
     "resolve_batch",
