@@ -95,7 +95,12 @@ def test_plan_prints_arrays_stages_and_the_compiled_program(tmp_path, settings):
     out = run("plan", settings, *words)
     assert "blocks/mlp/up/kernel" in out
     assert "bytes per device by ZeRO stage on 8 devices\n" in out
-    assert "compiled train step, bytes per device" in out
+    assert "\ntrain step compiled for CPUs, bytes per device\n" in out
+    assert (
+        "\nA program for CPUs keeps the scores of attention and computes bf16 in f32: "
+        "its\ntemporaries are not those of a program for GPUs.\n"
+    ) in out
+    assert "\na step on GPUs by formula, attention as a kernel" in out
     assert "what one device sends in a train step, Psi = " in out
     assert "\nZeRO 2 should move " in out
     assert "\nCompiled for CPUs: bf16 is sent as f32" in out
@@ -113,7 +118,7 @@ def test_plan_for_devices_that_are_not_here_is_an_estimate(tmp_path, settings):
     out = run("plan", settings, *more, f"--output={tmp_path / 'plan.png'}")
     assert "on 1024 devices (estimate: the devices are not here)" in out
     assert "whole over tensor=2: " in out
-    assert "compiled train step" not in out
+    assert "train step compiled" not in out
 
 
 def test_plan_prints_the_table_of_the_paper():

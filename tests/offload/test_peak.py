@@ -83,9 +83,20 @@ def test_room_for_groups_is_counted():
     largest = max(run.step.programs["train"].group_bytes)
     assert least.parts["groups on their way"] == largest
     assert more.parts["groups on their way"] == 10_000
-    text = describe_peak(least)
-    assert "groups on their way" in text
-    assert f"program: {least.moment}" in text
+    title, *table = describe_peak(least, "gpu").splitlines()
+    assert title == (
+        "most that a step compiled for GPUs takes, predicted for the program: "
+        f"{least.moment}"
+    )
+    assert any("groups on their way" in line for line in table)
+    title, *of_cpus = describe_peak(least, "cpu").splitlines()
+    assert title.startswith("most that a step compiled for CPUs takes, ")
+    assert of_cpus == [
+        *table,
+        "A program for CPUs keeps the scores of attention and computes bf16 in f32: "
+        "its",
+        "bytes of the program are not those of a program for GPUs.",
+    ]
 
 
 def test_all_streams_are_counted():

@@ -1,0 +1,49 @@
+"""Figures of a plan say for which devices they hold."""
+
+import re
+
+from tests.support import small_run
+from zjax.config import schema
+from zjax.planning import describe_on_gpus, report_plan
+from zjax.propose.trial import Trial
+
+
+def test_a_step_on_gpus_is_told_as_text():
+    trial = Trial(schema.Mesh(), state=2.5e9, activations=1.25e9)
+    assert describe_on_gpus(trial) == (
+        "a step on GPUs by formula, attention as a kernel that keeps no scores\n"
+        "(two measured peaks lie up to a tenth below)\n"
+        "                      bytes/device\n"
+        "──────────────────────────────────\n"
+        "state and gradients        2.50 GB\n"
+        "activations                1.25 GB\n"
+        "a step                     3.75 GB"
+    )
+
+
+def test_what_a_step_takes_of_gpus_needs_none(tmp_path):
+    """Fails if figures of the formula are not those of the mesh and the model."""
+    config = small_run.make_config(tmp_path)
+    text = report_plan(config, num_devices=1, picture=str(tmp_path / "plan.png"))
+    assert "compiled" not in text
+    (count,) = re.findall(r"([\d,]+) parameters\n", text)
+    # In float32: parameters in use, gradients, master weights and two moments; and two
+    # counters of updates.
+    state = 5 * 4 * int(count.replace(",", "")) + 8
+    (told,) = re.findall(r"state and gradients +([\d.]+) kB", text)
+    assert told == f"{state / 1e3:.2f}"
+    tokens, vocabulary, width, hidden = 16 * 16, 61, 16, 32
+    # Of the one block, `elementwise` and what computing it again takes; then logits.
+    kept = 2 * width + 3 * width + width + hidden
+    block = kept + 2 * width + hidden
+    found = re.findall(r"activations +([\d.]+) kB", text)
+    logits = vocabulary * (tokens * 8 + 4 * width)
+    assert found == [f"{(4 * tokens * (kept + 2 * block) + logits) / 1e3:.2f}"]
+
+
+def test_a_step_that_moves_its_state_has_no_such_formula(tmp_path):
+    settings = ("zero.optimizer_memory=pinned_host", "model.embed_size=256")
+    config = small_run.make_config(tmp_path, *settings)
+    text = report_plan(config, num_devices=1, picture=str(tmp_path / "plan.png"))
+    assert "rests there" in text
+    assert "by formula" not in text
