@@ -17,6 +17,7 @@ from zjax.errors import (
     OutputError,
     PlanError,
     ProcessError,
+    StateError,
     ZjaxError,
 )
 from zjax.fitting import fit_plan
@@ -55,6 +56,7 @@ __all__ = [
     "Run",
     "Segment",
     "Stack",
+    "StateError",
     "Step",
     "TrainState",
     "Trainer",

@@ -55,6 +55,10 @@ class ModelError(ZjaxError):
     """A model or a loss that does not keep its contract."""
 
 
+class StateError(ZjaxError):
+    """A state of a run that a step has consumed."""
+
+
 class DataError(ZjaxError):
     """Training data that is missing or malformed."""
 

@@ -31,7 +31,13 @@ from zjax.storage.move import move
 from zjax.storage.progress import shown
 from zjax.train.gradients import compute_params
 from zjax.train.master import whole_rows
-from zjax.train.state import TrainState, init_state, saved_rows, with_params
+from zjax.train.state import (
+    TrainState,
+    check_not_consumed,
+    init_state,
+    saved_rows,
+    with_params,
+)
 from zjax.train.update import Schedule
 from zjax.typing import Batch, Device, Metrics, Model, Params
 
@@ -295,7 +301,11 @@ def model_params(state: TrainState, plan: plans.Plan) -> Params:
 
     Returns:
         Arrays in the compute dtype and their logical shapes, placed as in a step.
+
+    Raises:
+        StateError: The state was consumed.
     """
+    check_not_consumed(state)
 
     def place(row: placement.Row) -> jax.sharding.NamedSharding:
         padded = row.shape != row.stored_shape

@@ -22,7 +22,12 @@ from zjax.sharding import plan as plans
 from zjax.sharding.mesh import is_simulated
 from zjax.train.microbatches import check_batch, check_lengths
 from zjax.train.programs import Programs, make_programs
-from zjax.train.state import TrainState, state_rows, without_update
+from zjax.train.state import (
+    TrainState,
+    check_not_consumed,
+    state_rows,
+    without_update,
+)
 from zjax.train.update import Schedule
 from zjax.typing import Batch, Metrics, Model
 
@@ -59,6 +64,7 @@ class Step:
 
         Raises:
             PlanError: The batch does not divide over the devices.
+            StateError: The state was consumed before.
         """
         return self._call("train", state, self.place_batch(batch))
 
@@ -74,6 +80,7 @@ class Step:
 
         Raises:
             PlanError: The batch does not divide over the devices.
+            StateError: The state was consumed before.
         """
         return self._call("evaluate", state, self.place_batch(batch))
 
@@ -85,7 +92,11 @@ class Step:
 
         Returns:
             The state with nothing pending, such as a checkpoint holds.
+
+        Raises:
+            StateError: The state was consumed before.
         """
+        check_not_consumed(state)
         train = self.programs["train"]
         if not isinstance(train, OffloadedTrain):
             return state
@@ -106,6 +117,7 @@ class Step:
         Raises:
             PlanError: They are on the devices: `zjax.generate` is faster then.
             ConfigError: A setting out of range, or no room for the tokens.
+            StateError: The state was consumed before.
         """
         if "generate" not in self.programs:
             problem, remedy = "leaves blocks on the devices", "use zjax.generate"
@@ -189,10 +201,13 @@ class Step:
         with jax.set_mesh(self.mesh):
             return predict_peak(train, batch)
 
-    def _call(self, program: str, *args: Any, **settings: Any) -> Any:
+    def _call(
+        self, program: str, state: TrainState, *args: Any, **settings: Any
+    ) -> Any:
+        check_not_consumed(state)
         # Losses read from the mesh in how many shares the batch is.
         with jax.set_mesh(self.mesh):
-            results = self.programs[program](*args, **settings)
+            results = self.programs[program](state, *args, **settings)
         return jax.block_until_ready(results) if is_simulated(self.mesh) else results
 
 

@@ -37,6 +37,7 @@ from zjax.sharding import describe, memory
 from zjax.sharding import plan as plans
 from zjax.storage import chunks
 from zjax.storage.array import DiskArray
+from zjax.train.master import upper_halves
 from zjax.train.state import saved_rows, saved_state
 
 
@@ -147,8 +148,10 @@ def test_a_state_that_was_given_up_is_not_saved(tmp_path):
         lambda x: x if isinstance(x, DiskArray) else x.copy(), run.state
     )
     run.step(run.state, make_batch(0))
+    with pytest.raises(zjax.StateError, match="was passed to a step"):
+        saved_state(before, run.plan)
     store = zjax.checkpoint.store.Store(str(tmp_path / "run"))
-    saved = saved_state(before, run.plan)
+    saved = dataclasses.replace(before, params=upper_halves(before.params, run.plan))
     with pytest.raises(RuntimeError, match="has been deleted"):
         store.save(1, saved, saved_rows(run.plan, run.config), extra={})
     assert store.steps() == ()

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zjax.config.schema import Config
-from zjax.errors import CheckpointError, Problem
+from zjax.errors import CheckpointError, Problem, StateError
 from zjax.optim import loss_scale
 from zjax.sharding.layers import take_apart
 from zjax.sharding.placement import (
@@ -60,6 +60,24 @@ class TrainState:
     extra: Any = ()
     params: Any = ()
     pending: Any = ()
+
+
+def check_not_consumed(state: TrainState) -> None:
+    """Refuses a state whose memory a step has taken; XLA may end Python at one.
+
+    Args:
+        state: Any state of a run.
+
+    Raises:
+        StateError: An array of it is gone.
+    """
+    if any(x.is_deleted() for x in jax.tree.leaves(state) if hasattr(x, "is_deleted")):
+        problem = "was passed to a step, which used its memory for the next state"
+        remedy = (
+            "pass what the step returned, `state, metrics = run.step(state, batch)`"
+        )
+        remedy += ", or make the run anew"
+        raise StateError(Problem("state", "consumed", problem, remedy))
 
 
 def state_rows(plan: Plan, config: Config) -> TrainState:
@@ -115,7 +133,9 @@ def saved_state(state: TrainState, plan: Plan) -> TrainState:
 
     Raises:
         CheckpointError: A gradient is pending.
+        StateError: The state was consumed.
     """
+    check_not_consumed(state)
     if state.pending:
         problem = "is not applied yet, and a checkpoint does not hold it"
         remedy = "save what step.settle(state) gives"
