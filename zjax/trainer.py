@@ -116,11 +116,10 @@ class Trainer:
             restore=self._restore(start) if start else None,
         )
         self.state: TrainState = self.run.state
-        self.loader = self._make_loader("train")
+        self.loader = self._make_loader()
         if start:
             self.loader.set_state(self.store.extra(start)["data"])
-        if self._has_evaluation():
-            self._make_loader("validation").close()  # finds what is wrong with it now
+        self._evaluation = self._make_evaluation()
         self._evaluated = -1, 0.0
 
     @property
@@ -189,27 +188,24 @@ class Trainer:
         return self.state
 
     def evaluate(self) -> dict[str, float]:
-        """Averages loss and metrics over the evaluation batches.
+        """Averages loss and metrics over the evaluation set, each row once.
+
+        All rows count alike, or by the weights that the loss returns. Where they do not
+        fill the last batch, they stand in it several times, which changes no mean over
+        rows; a loss that couples rows needs a set of whole batches.
 
         Returns:
-            `eval_loss` and `eval_<metric>`; empty where there is no evaluation data.
+            `eval_loss`, `eval_<metric>` and `evaluated_rows`; empty where there is no
+            evaluation data, and NaN where no row has weight.
+
+        Raises:
+            DataError: The evaluation data gave no batch, or is malformed.
         """
-        if not self._has_evaluation():
+        if self._evaluation is None:
             return {}
-        totals: dict[str, float] = {}
-        with self._make_loader("validation") as batches:
-            given = [self.run.evaluate(self.state, batch) for batch in batches]
-        if not given:
-            problem = "gave no batch"
-            remedy = "give an iterable that starts anew, such as a list"
-            raise DataError(Problem("evaluation_batches", "given", problem, remedy))
-        for metrics in jax.device_get(given):
-            weight = float(metrics.pop("weight"))
-            totals["weight"] = totals.get("weight", 0.0) + weight
-            for name, value in metrics.items():
-                totals[name] = totals.get(name, 0.0) + weight * float(value)
-        total = totals.pop("weight") or 1.0
-        values = {f"eval_{name}": value / total for name, value in totals.items()}
+        values = self._evaluation.mean(
+            lambda batch: self.run.evaluate(self.state, batch)
+        )
         self._evaluated = self.step, values["eval_loss"]
         return values
 
@@ -302,6 +298,9 @@ class Trainer:
                 f"x {self.run.plan.num_batch_shares} shares x "
                 f"{sizes.num_microbatches} microbatches; {start}, "
                 f"ends at {self.config.num_steps}",
+                f"evaluation: {self._evaluation.description}"
+                if self._evaluation
+                else "evaluation: none",
             ]
         )
 
@@ -327,22 +326,21 @@ class Trainer:
     def _restore(self, step: int) -> Callable[[TrainState], TrainState]:
         return lambda rows: self.store.restore(rows, step)[0]
 
-    def _make_loader(self, split: str) -> Loader:
-        is_training = split == "train"
-        given = self._batches if is_training else self._evaluation_batches
-        number = None if is_training else self.config.evaluation.num_batches
+    def _make_loader(self) -> Loader:
         shardings = self.run.plan.batch_sharding
-        if given is not None:
-            return data.wrap_batches(given, self.config, shardings, num_batches=number)
-        config = self.config
-        if not is_training:
-            readers = dataclasses.replace(config.data, num_workers=0)
-            config = dataclasses.replace(config, data=readers)
-        return data.make_loader(config, shardings, split=split, num_batches=number)
+        if self._batches is not None:
+            return data.wrap_batches(self._batches, self.config, shardings)
+        return data.make_loader(self.config, shardings)
 
-    def _has_evaluation(self) -> bool:
-        own = self._evaluation_batches is None and self._batches is not None
-        return self.config.evaluation.num_batches > 0 and not own
+    def _make_evaluation(self) -> data.EvaluationSet | None:
+        given, shardings = self._evaluation_batches, self.run.plan.batch_sharding
+        if not self.config.evaluation.num_batches:
+            return None
+        if given is not None:
+            return data.wrap_evaluation(given, self.config, shardings)
+        if self._batches is not None:
+            return None
+        return data.make_evaluation(self.config, shardings)
 
     def _tokens_per_step(self) -> int:
         if not self._is_language_model:

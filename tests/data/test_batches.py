@@ -1,5 +1,3 @@
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +6,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.reference import sampling
+from tests.support.squares import Columns
 from zjax.config import schema
 from zjax.data import batches as wrapping
 from zjax.errors import DataError
@@ -18,26 +17,6 @@ CONFIG = schema.Config(seed=3, global_batch_size=8)
 def shardings(leaf):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     return NamedSharding(mesh, P("data") if leaf.ndim else P())
-
-
-@dataclasses.dataclass
-class Columns:
-    """What a dataset of Hugging Face looks like from outside."""
-
-    columns: dict
-
-    @property
-    def column_names(self):
-        return list(self.columns)
-
-    def __len__(self):
-        return len(next(iter(self.columns.values())))
-
-    def __getitem__(self, indices):
-        return {
-            name: [values[index] for index in indices]
-            for name, values in self.columns.items()
-        }
 
 
 def make_batches(num_batches):

@@ -110,19 +110,6 @@ def test_other_data_cannot_be_resumed():
     )
 
 
-def test_validation_is_the_same_for_every_seed():
-    config = make_config()
-    other = dataclasses.replace(config, seed=9)
-    found = []
-    for each in (config, other):
-        with loader.make_loader(
-            each, make_shardings(), split="validation", num_batches=2
-        ) as batches:
-            found.append(as_lists(batches))
-    assert len(found[0]) == 2
-    assert found[0] == found[1]
-
-
 def test_a_finite_loader_ends():
     with loader.make_loader(
         make_config(), make_shardings(), start_step=4, num_batches=3
@@ -155,9 +142,7 @@ class TornRows(packing.BlockRows):
 
 def test_an_error_of_the_reading_thread_arrives_with_its_traceback():
     rows = TornRows(np.zeros(100, np.uint16), 16)
-    batches = loader.load_rows(
-        rows, make_config(), make_shardings(), seed=0, start_step=0, num_batches=None
-    )
+    batches = loader.sample_rows(rows, make_config(), make_shardings())
     with pytest.raises(OSError, match="Input/output error") as error:
         next(batches)
     assert "read" in [entry.name for entry in error.traceback]

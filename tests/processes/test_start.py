@@ -16,6 +16,7 @@ import pytest
 
 from tests.checkpoint import states
 from tests.processes import worker
+from tests.support import squares
 from zjax import processes
 from zjax.checkpoint.store import Store
 from zjax.config import schema
@@ -90,6 +91,7 @@ def test_two_processes_equal_one(tmp_path):
         f"      0  {HOST:<4}  4 x cpu (0-3)\n"
         f"      1  {HOST:<4}  4 x cpu (4-7)"
     )
+    assert results.pop("evaluated") == squares.MEAN
     assert results == {"saved": True, "given": True}
     state, extra = Store(str(tmp_path / "checkpoints")).restore(rows)
     states.assert_same(state, values, rows)

@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.checkpoint import states
-from tests.support import offload
+from tests.support import offload, squares
 from zjax import processes
 from zjax.bench import measure
 from zjax.checkpoint.store import Store
@@ -62,7 +62,8 @@ def equal(state, values, rows):
 
 
 def work(info, directory):
-    """Computes, saves, restores onto another stage, and reads what the test saved."""
+    """Computes, saves, restores onto another stage, reads what the test saved, and
+    evaluates."""
     values = states.make_values()
     rows = states.make_rows(values)
     total = compute(rows["step"].sharding.mesh)
@@ -75,6 +76,7 @@ def work(info, directory):
         "table": processes.describe_processes(info),
         "saved": equal(store.restore(other)[0], values, other),
         "given": equal(Store(str(directory / "given")).restore(rows)[0], values, rows),
+        "evaluated": squares.make_trainer(directory / "run").evaluate()["eval_loss"],
     }
     if info.process_id == 0:
         (directory / "results.json").write_text(json.dumps(results))

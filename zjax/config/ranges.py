@@ -105,7 +105,7 @@ RANGES: dict[type, dict[str, Range]] = {
         "num_workers": _from(0),
         "prefetch_batches": _from(0),
     },
-    schema.Evaluation: {"every_steps": _from(0), "num_batches": _from(0)},
+    schema.Evaluation: {"every_steps": _from(0), "num_batches": _from(-1)},
     schema.Checkpoint: {
         "every_steps": _from(0),
         "keep_last": _from(1),

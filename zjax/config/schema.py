@@ -286,7 +286,8 @@ class Evaluation:
     every_steps: int = 500
     """0 evaluates only at the end."""
     num_batches: int = 8
-    """0 never evaluates."""
+    """At most as many batches of `global_batch_size` rows, the same ones for every
+    seed and each row once; -1 takes all rows, and 0 never evaluates."""
 
 
 @section

@@ -1,8 +1,22 @@
 """Tokens: where they come from, in which order, and how they reach the devices."""
 
 from zjax.data.batches import wrap_batches
+from zjax.data.evaluation import (
+    EvaluationSet,
+    make_evaluation,
+    wrap_evaluation,
+)
 from zjax.data.loader import Loader, make_loader
 from zjax.data.source import make_tokenizer
 from zjax.data.tokenizer import Tokenizer
 
-__all__ = ["Loader", "Tokenizer", "make_loader", "make_tokenizer", "wrap_batches"]
+__all__ = [
+    "EvaluationSet",
+    "Loader",
+    "Tokenizer",
+    "make_evaluation",
+    "make_loader",
+    "make_tokenizer",
+    "wrap_batches",
+    "wrap_evaluation",
+]

@@ -1,7 +1,7 @@
 """Other people's data: datasets with columns, and iterables of ready batches."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import grain
@@ -51,11 +51,10 @@ def wrap_batches(
             of another size, when it comes up.
     """
     if isinstance(batches, ColumnDataset):
-        return loader.load_rows(
+        return loader.sample_rows(
             ColumnRows(batches),
             config,
             shardings,
-            seed=config.seed,
             start_step=start_step,
             num_batches=num_batches,
         )
@@ -76,7 +75,7 @@ def wrap_batches(
                 )
             )
         opened.append(step)
-        given = GivenBatches(itertools.islice(enumerate(iterator), step, end))
+        given = itertools.islice(enumerate(iterator), step, end)
 
         def place(numbered: tuple[int, Any]) -> Any:
             number, batch = numbered
@@ -84,13 +83,30 @@ def wrap_batches(
                 batch, shardings, config.global_batch_size, f"batches[{number}]"
             )
 
-        return iter(
-            grain.experimental.ThreadPrefetchIterDataset(
-                given.map(place), prefetch_buffer_size=config.data.prefetch_batches
-            )
-        )
+        return read_ahead(given, place, config.data)
 
     return loader.Loader(open_at, {}, start_step)
+
+
+def read_ahead(
+    iterator: Iterator[Any], place: Callable[[Any], Any], data: schema.Data
+) -> Any:
+    """Reads an iterator in a thread that also places what it gives.
+
+    Args:
+        iterator: What to read, once.
+        place: Called in the thread with each of its items.
+        data: `prefetch_batches`.
+
+    Returns:
+        An iterator of what `place` returns, with a `close`.
+    """
+    return iter(
+        grain.experimental.ThreadPrefetchIterDataset(
+            GivenBatches(iterator).map(place),
+            prefetch_buffer_size=data.prefetch_batches,
+        )
+    )
 
 
 class ColumnRows:

@@ -8,7 +8,7 @@ so a loader resumes by starting anew at its step.
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import grain
 import jax
@@ -22,8 +22,15 @@ from zjax.errors import ConfigError, DataError, Problem
 
 READ_THREADS = 2
 """Batches that each reading process works on at a time."""
-VALIDATION_SEED = 0
-"""Every run is evaluated on the same rows, whatever its own seed."""
+
+
+@runtime_checkable
+class Order(Protocol):
+    """Which rows make up the global batch of a step."""
+
+    def indices(self, step: int) -> Int64[np.ndarray, " B"]:
+        """Lists the rows of one step, in the order they stand in the batch."""
+        ...
 
 
 class Loader:
@@ -74,6 +81,11 @@ class Loader:
         """Stops all threads and processes; the next batch would start them again."""
         _close_all(self._open)
 
+    def rewind(self) -> None:
+        """Goes back to step 0."""
+        self.close()
+        self._step = 0
+
     def state(self) -> dict[str, int]:
         """Says where the loader is: the `step` of the next batch, and which data."""
         return {"step": self._step} | self._position
@@ -108,11 +120,10 @@ def make_loader(
     config: schema.Config,
     shardings: placement.Shardings,
     *,
-    split: str = "train",
     start_step: int = 0,
     num_batches: int | None = None,
 ) -> Loader:
-    """Makes the loader of the data that `config` names.
+    """Makes the loader of the training data that `config` names.
 
     With `data.num_workers`, the script that runs must guard its work by
     `if __name__ == "__main__":`, since each worker process imports it.
@@ -120,8 +131,6 @@ def make_loader(
     Args:
         config: `data`, `seed`, `global_batch_size` (1 or more) and `model.vocab_size`.
         shardings: Where each array of a batch goes.
-        split: `train`, in the order of `config.seed`; or `validation`, in one order
-            for all runs.
         start_step: Step of the first batch.
         num_batches: Batches until the end; None goes on for ever.
 
@@ -133,11 +142,40 @@ def make_loader(
         DataError: The data is missing, damaged, too short for one row, or has a larger
             vocabulary than the model.
     """
-    return load_rows(
-        source.open_rows(config, split),
+    return sample_rows(
+        source.open_rows(config, "train"),
         config,
         shardings,
-        seed=config.seed if split == "train" else VALIDATION_SEED,
+        start_step=start_step,
+        num_batches=num_batches,
+    )
+
+
+def sample_rows(
+    rows: packing.Rows,
+    config: schema.Config,
+    shardings: placement.Shardings,
+    *,
+    start_step: int = 0,
+    num_batches: int | None = None,
+) -> Loader:
+    """Makes the loader of any rows in the order of `config.seed`.
+
+    Args:
+        rows: The rows.
+        config: `seed`, and as for `load_rows`.
+        shardings: Where each array of a batch goes.
+        start_step: Step of the first batch.
+        num_batches: Batches until the end; None goes on for ever.
+    """
+    check_batch_size(config)
+    seed, num_rows, size = config.seed, len(rows), config.global_batch_size
+    return load_rows(
+        rows,
+        config,
+        shardings,
+        order=sampler.Sampler(seed, num_rows, size),
+        position={"seed": seed, "num_rows": num_rows, "global_batch_size": size},
         start_step=start_step,
         num_batches=num_batches,
     )
@@ -148,9 +186,10 @@ def load_rows(
     config: schema.Config,
     shardings: placement.Shardings,
     *,
-    seed: int,
-    start_step: int,
-    num_batches: int | None,
+    order: Order,
+    position: dict[str, int] | None = None,
+    start_step: int = 0,
+    num_batches: int | None = None,
 ) -> Loader:
     """Makes the loader of any rows that can be read by number.
 
@@ -158,13 +197,12 @@ def load_rows(
         rows: The rows.
         config: `data.num_workers`, `data.prefetch_batches` and `global_batch_size`.
         shardings: Where each array of a batch goes.
-        seed: Decides the order.
+        order: Which of them each step takes.
+        position: What the order follows from, to be compared at resume.
         start_step: Step of the first batch.
         num_batches: Batches until the end; None goes on for ever.
     """
-    check_batch_size(config)
     num_rows = config.global_batch_size
-    order = sampler.Sampler(seed, len(rows), num_rows)
     local_rows = find_local_rows(rows, num_rows, shardings)
     end = sys.maxsize if num_batches is None else start_step + num_batches
 
@@ -181,12 +219,7 @@ def load_rows(
             )
         )
 
-    position = {
-        "seed": seed,
-        "num_rows": len(rows),
-        "global_batch_size": num_rows,
-    }
-    return Loader(open_at, position, start_step)
+    return Loader(open_at, position or {}, start_step)
 
 
 def _close_all(opened: list[Any]) -> None:
@@ -221,7 +254,7 @@ class StepSource:
     def __init__(
         self,
         rows: packing.Rows,
-        order: sampler.Sampler,
+        order: Order,
         local_rows: Int64[np.ndarray, " local"],
         start_step: int,
         end_step: int,

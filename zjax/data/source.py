@@ -40,7 +40,7 @@ def open_rows(config: schema.Config, split: str) -> packing.Rows:
     if data.source == "synthetic":
         documents = data.packing == "documents"
         return synthetic.SyntheticRows(
-            config.seed,
+            config.seed if split == "train" else 0,  # one evaluation set for all runs
             split,
             config.model.vocab_size,
             data.length,

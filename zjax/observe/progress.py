@@ -13,6 +13,7 @@ from rich.text import Text
 _SHOWN = {
     "loss": "loss {:.4f}",
     "eval_loss": "eval loss {:.4f}",
+    "evaluated_rows": "{:,.0f} rows",
     "grad_norm": "grad {:.2f}",
     "learning_rate": "lr {:.2e}",
     "loss_scale": "scale {:.0f}",
