@@ -97,6 +97,25 @@ def test_neighbours_exchange_a_stream_and_its_cotangent_in_each_tick(stage):
     assert sent(stage, "pipeline")["all-to-all"] == 0
 
 
+def neighbours(schedule):
+    """Stages that hand to each other, from and to."""
+    step, text = compiled(1, schedule)
+    found = set()
+    for each in list_collectives(text):
+        if each.op == "collective-permute":
+            places = np.unravel_index(np.array(each.groups), step.mesh.devices.shape)
+            stages = places[step.mesh.axis_names.index("pipeline")]
+            found |= {(a, b) for a, b in stages.tolist() if a != b}
+    return found
+
+
+def test_the_last_stage_hands_on_to_the_first_only_where_it_has_another_chunk():
+    """Fails if 1F1B sends what nobody reads, over the longest way that there is."""
+    line = {(0, 1), (1, 2), (2, 3), (1, 0), (2, 1), (3, 2)}
+    assert neighbours("1f1b") == line
+    assert neighbours("interleaved") == line | {(3, 0), (0, 3)}
+
+
 def test_gradients_are_reduced_once_in_a_step():
     """Fails if each microbatch, or each tick, adds gradients over the devices."""
     step, _ = compiled(1)

@@ -22,10 +22,8 @@ from tests.support.offload import (
 )
 from zjax.errors import PlanError
 from zjax.offload import segments
-from zjax.offload import stream as streams
 from zjax.offload import train as offload
 from zjax.offload.inputs import waiting_inputs
-from zjax.offload.stream import Stream
 from zjax.sharding import memory
 from zjax.sharding import plan as plans
 from zjax.storage.array import DiskArray
@@ -247,84 +245,6 @@ def test_gradients_that_wait_on_the_host_need_room_there():
     memory.check_host_memory(plan, 8, 10**9, room, sums)
     with pytest.raises(PlanError, match="may be pinned"):
         memory.check_host_memory(plan, 8, 10**9, room, sums + 1)
-
-
-class Slow:
-    """Stands for an array whose copy has not ended."""
-
-    def __init__(self):
-        self.is_over = self.is_gone = False
-
-    def is_ready(self):
-        assert not self.is_gone, "asked of what was deleted"
-        return self.is_over
-
-    def is_deleted(self):
-        return self.is_gone
-
-    def block_until_ready(self):
-        self.is_over = True
-
-
-class Two:
-    """Stands for a load of two bytes."""
-
-    moved_bytes, disk_bytes, is_consumed = 2, 0, True
-
-    def __init__(self, name):
-        self.name, self.arrays, self.rows = name, [], []
-
-    def prefetch(self):
-        pass
-
-    def is_read(self):
-        return True
-
-
-def test_more_is_on_its_way_before_what_came_up_is_read():
-    """Fails if the next load is asked for only once the last is in use."""
-    stream = Stream(8)
-    stream.begin(map(Two, range(10)))
-    for name in range(10):
-        _, num_bytes = stream.take(name)
-        assert len(stream.here) >= min(2, 9 - name)
-        assert stream.in_flight <= 8
-        stream.leave(num_bytes, [Slow()])
-
-
-def test_a_load_gives_back_its_room_when_it_has_left_or_gone_up_again():
-    """Fails if the stream asks an array that the next step has consumed."""
-    stream, first, second = Stream(10), Slow(), Slow()
-    stream.in_flight = 10
-    stream.leave(4, [first])
-    stream.leave(6, [second])
-    assert stream.in_flight == 10
-    second.is_over = True
-    stream.fill()
-    assert stream.in_flight == 10
-    first.is_gone = True
-    stream.fill()
-    assert stream.in_flight == 0
-
-
-def test_few_gradients_are_on_their_way_down(monkeypatch):
-    """Fails if calls run ahead of the copies, whose arrays stay until they end."""
-    sent = []
-
-    def send(arrays, rows):
-        tokens = [Slow() for _ in arrays]
-        sent.extend(tokens)
-        return tokens
-
-    monkeypatch.setattr(streams, "rest", send)
-    plan = start(make_config("pinned_host")).plan
-    row = plan.scalar("gradient", "int8").rest_in("pinned_host")
-    stream = Stream(16)
-    stream.begin(map(Two, range(30)))
-    for name in range(8, 30):
-        stream.add(name, [jax.numpy.zeros(())], [row])
-        assert sum(not x.is_over for x in sent) <= 2
-    assert len(sent) == 22
 
 
 @pytest.mark.parametrize(("remat", "each"), [("full", 1), ("elementwise", 11)])

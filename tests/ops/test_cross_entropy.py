@@ -117,6 +117,30 @@ def test_bfloat16_states_give_a_float32_loss():
     assert [grad.dtype for grad in grads] == [jnp.bfloat16, jnp.bfloat16]
 
 
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [
+        pytest.param(1, {"chunk_tokens": 2}, id="chunks"),
+        pytest.param(2, {"num_shares": 2}, id="shares"),
+        pytest.param(2, {"num_shares": 2, "chunk_tokens": 1}, id="chunks-of-shares"),
+    ],
+)
+def test_gradient_of_the_head_is_summed_in_float32(rows, options):
+    """Fails if sums of chunks or shares are bfloat16, which has 257 as 256: half of
+    512 + 2 is followed by half of 1 + 1."""
+    hidden = jnp.ones((rows, 4 // rows, 1), jnp.bfloat16)
+    head, bias = jnp.zeros((2, 1), jnp.bfloat16), jnp.zeros(2, jnp.bfloat16)
+    targets = jnp.zeros((rows, 4 // rows), jnp.int32)
+    weights = jnp.array([512.0, 2.0, 1.0, 1.0]).reshape(targets.shape)
+
+    def loss(head, bias):
+        return token_loss(hidden, head, targets, weights, bias=bias, **options).loss_sum
+
+    of_head, of_bias = jax.jit(jax.grad(loss, (0, 1)))(head, bias)
+    assert of_head.dtype == of_bias.dtype == jnp.bfloat16
+    assert of_head[:, 0].tolist() == of_bias.tolist() == [-258.0, 258.0]
+
+
 def gradients_of(mesh=None, **options):
     """A jitted function and its abstract arguments."""
     shapes = {"hidden": (16, 64, 8), "head": (2048, 8)}

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from tests.support import models, runs
 from zjax.config import schema
 from zjax.observe.collectives import list_collectives
+from zjax.typing import Loss
 
 SPLIT = 2 * models.WIDTH * models.HIDDEN + 8
 """Elements of the two matrices and of the bias of 7, which is padded to 8."""
@@ -49,6 +51,42 @@ def test_ten_steps_equal_one_device(alone, stage, num_microbatches, mesh):
     for name, expected in alone[1].items():
         found = np.asarray(state.master[name])[: expected.shape[0]]
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def make_plain_mean_model():
+    """Divides by the weight of its rows, whatever that is."""
+
+    def loss(params, model_state, batch, key):
+        error = (models.apply(params, batch["x"]) - batch["y"]) ** 2
+        weight = batch["weight"].sum()
+        value = jnp.sum(error * batch["weight"][:, None]) / (models.WIDTH * weight)
+        return Loss(value, weight, model_state, {"error": value})
+
+    return dataclasses.replace(models.make_mlp(), loss=loss)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_devices_without_weight_count_for_nothing(stage):
+    """Fails if 0 / 0 on devices that have padding alone makes the whole step NaN."""
+    batch = models.make_batch()
+    batch["weight"][:] = 0
+    batch["weight"][8:10] = 1, 2  # on the third of eight devices
+    found = []
+    precision = schema.Precision(compute_dtype="float32", reduce_dtype="float32")
+    for num_devices in (1, 8):
+        run = runs.make_small_run(
+            optax.sgd(0.1),
+            stage if num_devices > 1 else 0,
+            model=make_plain_mean_model(),
+            num_devices=num_devices,
+            precision=precision,
+        )
+        state, metrics = run.step(run.state, batch)
+        assert metrics["skipped_steps"] == 0
+        found.append((metrics["loss"], metrics["error"], metrics["grad_norm"]))
+        found[-1] += (np.asarray(state.master["up"]),)
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
 def sent(stage, num_microbatches):

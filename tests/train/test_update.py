@@ -1,5 +1,7 @@
 """What one step does to the state, and what it leaves alone."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,6 +44,29 @@ def test_step_that_is_not_finite_changes_only_counters(compute_dtype):
         jax.tree.map(
             np.testing.assert_array_equal, getattr(after, name), getattr(before, name)
         )
+
+
+def test_step_whose_loss_alone_is_not_finite_is_skipped():
+    """Fails if only gradients are looked at: a loss may overflow in a term that has
+    none."""
+
+    def loss(params, model_state, batch, key):
+        out = models.loss(params, model_state, batch, key)
+        offset = jax.lax.stop_gradient(jnp.max(batch["offset"]))
+        return out._replace(value=out.value + offset)
+
+    model = dataclasses.replace(models.make_mlp(), loss=loss)
+    run = runs.make_small_run(optax.adam(1e-2), model=model)
+    batch = models.make_batch() | {"offset": np.zeros(models.BATCH, np.float32)}
+    state, metrics = run.step(run.state, batch)
+    assert metrics["skipped_steps"] == 0
+    before = copy((state.master, state.opt_state))
+    batch["offset"][5] = np.inf
+    state, metrics = run.step(state, batch)
+    assert np.isfinite(metrics["grad_norm"])
+    assert metrics["skipped_steps"] == 1
+    after = copy((state.master, state.opt_state))
+    jax.tree.map(np.testing.assert_array_equal, after, before)
 
 
 def test_gradients_are_unscaled_with_the_scale_they_were_made_with():
@@ -101,6 +126,20 @@ def test_average_follows_the_parameters():
     }
     alone = models.loss(params, {}, batch, None).value
     np.testing.assert_allclose(evaluated, alone, rtol=1e-5)
+
+
+def test_skipped_steps_do_not_ramp_up_the_average():
+    """Fails if the decay counts steps that were skipped: the first that is applied
+    moves the average by 9 / 10, and as the third step it would by 9 / 12."""
+    settings = schema.Optimizer(ema_decay=0.999)
+    run = runs.make_small_run(optax.sgd(0.5), optimizer=settings)
+    start = copy(run.state.master["up"])
+    state, _ = run.step(run.state, poisoned())
+    state, _ = run.step(state, poisoned())
+    state, metrics = run.step(state, models.make_batch())
+    assert metrics["skipped_steps"] == 2
+    moved = np.asarray(state.master["up"]) - start
+    np.testing.assert_allclose(state.ema["up"] - start, 0.9 * moved, rtol=1e-4)
 
 
 def test_learning_rate_is_that_of_the_applied_step():

@@ -1,5 +1,7 @@
 """Plans say exactly what layouts say, tile by tile."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from tests.kernels.sparse.decoding import decode
 from zjax_kernels.sparse import schedule as schedules
 from zjax_kernels.sparse.layout import BlockLayout
 from zjax_kernels.sparse.plan import make_plan
+from zjax_kernels.sparse.sequence import make_sequence_plan
 
 
 def random_live(shape, density=0.3, *, heavy=True, seed=0):
@@ -76,6 +79,24 @@ def test_each_live_token_is_visited_once(
     np.testing.assert_array_equal(heads[:, :num_queries, :num_keys], expected)
     assert keys.sum() == expected.sum()
     assert plan.queries.num_slots or plan.keys.num_slots or not is_cut
+
+
+MAKERS = {
+    "whole": make_plan,
+    "shares of heads": functools.partial(make_plan, head_shares=2),
+    "parts of a sequence": lambda *x, **kw: make_sequence_plan(*x, 4, **kw).plan,
+}
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("block", [16, 32, 64])
+def test_plans_for_segments_move_as_many_as_a_copy_can(block, make):
+    """Fails if blocks of 16 are gathered one by one: no copy moves so few numbers."""
+    live = np.ones((512 // block, 512 // block), bool)
+    layout = BlockLayout.from_dense(live, block=block, num_heads=2)
+    for segments, unit in ((True, max(block, 32)), (False, block)):
+        plan = MAKERS[make](layout, segments=segments)
+        assert (plan.queries.column_unit, plan.keys.row_unit) == (unit, unit)
 
 
 def test_small_blocks_visit_little_that_is_dead():
