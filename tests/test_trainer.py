@@ -220,12 +220,37 @@ def test_run_that_is_to_stop_at_nan_says_at_which_step(tmp_path):
     )
     with pytest.raises(NonFiniteError) as error:
         trainer.fit()
-    assert str(error.value) == (
+    assert str(error.value).splitlines()[0] == (
         "loss=nan is not finite at step 4, whose update was not applied; lower "
         "optimizer.peak_learning_rate or look at the data"
     )
     trainer.close()
     assert trainer.store.latest() == 2
+
+
+def test_run_that_skips_for_ever_ends_with_its_cause_and_its_checkpoint(tmp_path):
+    trainer = own_trainer(tmp_path, list(broken_batches(6)), "num_steps=60")
+    with pytest.raises(NonFiniteError) as error:
+        trainer.fit()
+    assert str(error.value) == (
+        "precision.on_nonfinite='skip' left out 20 steps in a row, beginning with "
+        "loss=nan at step 6; lower optimizer.peak_learning_rate or look at the data; "
+        "what was saved before is as it was\n"
+        "batch='x' of 3 arrays are not finite at step 26; look at the data of that "
+        "step, unless these are meant\n"
+        "gradients='bias, down, up' of 3 arrays are not finite at step 26; look for "
+        "what overflows or divides by 0 in the model and its loss"
+    )
+    trainer.close()
+    assert trainer.store.steps() == (2, 4)
+
+
+def test_run_of_skipped_steps_alone_is_not_done(tmp_path):
+    trainer = own_trainer(tmp_path, list(broken_batches(1)))
+    with pytest.raises(NonFiniteError, match="left out all 6 steps, beginning with"):
+        trainer.fit()
+    trainer.close()
+    assert trainer.store.steps() == ()
 
 
 def test_error_right_after_a_save_costs_no_checkpoint(tmp_path):

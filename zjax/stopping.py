@@ -1,4 +1,4 @@
-"""Stopping between two steps when a person or a scheduler asks for it."""
+"""Stopping: between two steps when asked to, and with the checkpoint on its way."""
 
 import contextlib
 import os
@@ -9,6 +9,9 @@ from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
+
+from zjax.checkpoint.store import Store
+from zjax.errors import CheckpointError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -47,3 +50,21 @@ def stop_signals() -> Iterator[Callable[[int], bool]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def finishing(store: Store) -> Iterator[None]:
+    """Lets a checkpoint that is being written come to its end, whatever happens.
+
+    Args:
+        store: That writes it.
+
+    Yields:
+        Nothing.
+    """
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(CheckpointError, jax.errors.JaxRuntimeError):
+            store.wait()
+        raise

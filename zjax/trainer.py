@@ -1,10 +1,9 @@
 """A whole run: loader, steps, evaluation, checkpoints and what is shown of them."""
 
-import contextlib
 import dataclasses
 import math
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +20,7 @@ from zjax.errors import CheckpointError, ConfigError, DataError, Problem
 from zjax.exhausted import remedies_told
 from zjax.initialize import adopt_optimizer, make_run, without_clipping
 from zjax.models.build import make_model
+from zjax.nonfinite import arrays_told, find_nonfinite
 from zjax.observe.directory import check_directory
 from zjax.observe.monitor import Callback, Monitor
 from zjax.observe.sinks import check_sinks
@@ -32,7 +32,7 @@ from zjax.pinned import pin_what_is_needed
 from zjax.propose import choose_mesh
 from zjax.sharding.describe import describe_plan, describe_plan_totals
 from zjax.sharding.mesh import BATCH_AXES, mesh_sizes
-from zjax.stopping import stop_signals
+from zjax.stopping import finishing, stop_signals
 from zjax.train.state import TrainState, saved_rows, saved_state
 from zjax.typing import Device, Model
 
@@ -152,8 +152,10 @@ class Trainer:
             self.store.prepare(saved_rows(self.run.plan, config))
         own = not self._is_language_model
         told = remedies_told(config, self.run.plan, own_model=own)
-        written = _finished(self.store)
-        with told, written, stop_signals() as stopped, monitor, self.loader:
+        written = finishing(self.store)
+        batch: Any = None
+        causes = arrays_told(lambda: find_nonfinite(self.run.step, self.state, batch))
+        with told, written, causes, stop_signals() as stopped, monitor, self.loader:
             saved, ended = step, False
             while step < config.num_steps and not stopped(step):
                 batch = next(self.loader, None)
@@ -173,8 +175,10 @@ class Trainer:
                         monitor.tell(step, self.evaluate())
                 if saves:
                     with monitor.pause():
-                        self.save()
-                    saved = step
+                        # weights that skip steps push out no checkpoint of others
+                        if last or not monitor.skipped_in_a_row:
+                            self.save()
+                            saved = step
             with monitor.pause():
                 if saved != step:
                     self.save()
@@ -351,7 +355,9 @@ class Trainer:
         if jax.process_index():
             return
         done = step >= self.config.num_steps
-        print(f"{'done' if done else 'stopped'} at step {step}")
+        skipped = int(self.state.num_skipped)
+        note = f", {skipped} of them skipped" if skipped else ""
+        print(f"{'done' if done else 'stopped'} at step {step}{note}")
         print(f"checkpoint: {self.store.directory / str(self.store.latest())}")
         if picture is not None:
             print(f"picture: {picture}")
@@ -380,17 +386,6 @@ def _resolved(config: Config, num_devices: int) -> Config:
     sizes = mesh_sizes(config.mesh, num_devices)
     batch = resolve_batch(config, math.prod(sizes[axis] for axis in BATCH_AXES))
     return dataclasses.replace(config, **dataclasses.asdict(batch))
-
-
-@contextlib.contextmanager
-def _finished(store: Store) -> Iterator[None]:
-    """Lets a checkpoint that is being written come to its end, whatever happens."""
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(CheckpointError, jax.errors.JaxRuntimeError):
-            store.wait()
-        raise
 
 
 def _is_due(step: int, every: int) -> bool:

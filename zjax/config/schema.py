@@ -120,8 +120,10 @@ class Precision:
     reduce_dtype: Literal["compute", "float32"] = "compute"
     """Gradients as they are added over devices."""
     on_nonfinite: Literal["skip", "stop", "update"] = "skip"
-    """A NaN or infinite gradient skips the step, ends the run naming the step, or is
-    not looked for, so that updates need not wait for all gradients."""
+    """A NaN or infinite gradient skips the step, and 20 of them in a row end the run;
+    ends the run naming the step; or is not looked for, so that updates need not wait
+    for all gradients, and the first such loss ends the run. Overflows that a lower loss
+    scale may cure are skipped, and not counted."""
     loss_scale: LossScale = LossScale()
 
 

@@ -1,7 +1,6 @@
 """All that a run tells while it trains, behind three calls; the device never waits."""
 
 import contextlib
-import math
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -9,12 +8,12 @@ from typing import Any
 import jax
 
 from zjax.config.schema import Config
-from zjax.errors import NonFiniteError, Problem
 from zjax.observe import plot
 from zjax.observe.directory import writing
 from zjax.observe.metrics import LateMetrics
 from zjax.observe.recompile import CompileReport
 from zjax.observe.sinks import HISTORY, make_sinks, read_history
+from zjax.observe.skipped import SkippedSteps
 from zjax.observe.throughput import Throughput, make_throughput
 from zjax.observe.trace import Trace
 from zjax.typing import Metrics
@@ -52,7 +51,9 @@ class Monitor:
         self._config = config
         self._callbacks = callbacks
         self._tokens_per_step = tokens_per_step
-        self._num_skipped = num_skipped
+        self._skipped = SkippedSteps(
+            config.precision, num_steps=config.num_steps, num_skipped=num_skipped
+        )
         self._late = LateMetrics()
         self._sinks = make_sinks(config, config.directory, last_step=last_step)
         self._trace = Trace(config.observe, config.directory)
@@ -72,6 +73,11 @@ class Monitor:
                 stack.callback(sink.close)
             stack.enter_context(self._trace)
             stack.enter_context(self._compiles)
+
+    @property
+    def skipped_in_a_row(self) -> int:
+        """The newest steps that changed no weight; those whose numbers are known."""
+        return self._skipped.in_a_row
 
     @contextlib.contextmanager
     def step(self, step: int, state: Any, batch: Any) -> Iterator[list[Metrics]]:
@@ -146,37 +152,20 @@ class Monitor:
         return path
 
     def _tell(self, step: int, values: dict[str, float]) -> None:
-        skipped = int(values["skipped_steps"])
-        is_new, self._num_skipped = skipped > self._num_skipped, skipped
+        is_skipped = self._skipped.count(step, values)
         due = step % self._config.observe.log_every_steps == 0
-        if due or is_new or step == self._config.num_steps:
+        if due or is_skipped or step == self._config.num_steps:
             values |= self._speed()
             if self._tokens_per_step:
                 values["consumed_tokens"] = float(step * self._tokens_per_step)
             self.tell(step, values)
-        if is_new:
-            self._check_skipped(step, values)
+        self._skipped.check(step, values)
 
     def _speed(self) -> dict[str, float]:
         speed = self._throughput.read()
         if not self._tokens_per_step:
             speed.pop("tokens_per_second", None)
         return speed
-
-    def _check_skipped(self, step: int, values: Mapping[str, float]) -> None:
-        precision = self._config.precision
-        name = "loss" if not math.isfinite(values["loss"]) else "grad_norm"
-        if precision.on_nonfinite == "stop":
-            remedy = "lower optimizer.peak_learning_rate or look at the data"
-            problem = f"is not finite at step {step}, whose update was not applied"
-            raise NonFiniteError(Problem(name, values[name], problem, remedy))
-        minimum = precision.loss_scale.minimum
-        if values.get("loss_scale_spent"):
-            remedy = "use precision.compute_dtype='bfloat16' or a lower learning rate"
-            problem = f"is the minimum and step {step} still overflows"
-            raise NonFiniteError(
-                Problem("precision.loss_scale.minimum", minimum, problem, remedy)
-            )
 
 
 def _make_throughput(

@@ -1,0 +1,81 @@
+"""Which arrays of a run that ends are not finite: its batch, weights or gradients."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zjax.errors import NonFiniteError, Problem
+from zjax.sharding.placement import path_of
+from zjax.step import Step
+from zjax.train.state import TrainState
+from zjax.typing import Batch
+
+_NUM_NAMED = 3
+_REMEDIES = {
+    "batch": "look at the data of that step, unless these are meant",
+    "weights": "start again from an earlier checkpoint",
+    "gradients": "look for what overflows or divides by 0 in the model and its loss",
+}
+
+
+@contextlib.contextmanager
+def arrays_told(find: Callable[[], Sequence[Problem]]) -> Iterator[None]:
+    """Adds to the error of a run that ends the arrays that are not finite.
+
+    Args:
+        find: Calls `find_nonfinite` on the newest step.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        NonFiniteError: That of the enclosed work, with a line for each kind of array.
+    """
+    try:
+        yield
+    except NonFiniteError as error:
+        raise NonFiniteError(*error.problems, *find()) from error
+
+
+def find_nonfinite(step: Step, state: TrainState, batch: Batch) -> list[Problem]:
+    """Looks for NaN and infinity; compiles programs that no finite run needs.
+
+    Args:
+        step: That of the run.
+        state: After a step that was skipped; not consumed.
+        batch: Of that step, placed.
+
+    Returns:
+        One problem for the batch, the weights and the gradients each, where they are
+        not finite. Weights and gradients of a run that moves its state are not read.
+    """
+    number = int(state.step)
+    given: dict[str, Any] = {"batch": batch}
+    with contextlib.suppress(jax.errors.JaxRuntimeError), jax.set_mesh(step.mesh):
+        if "gradients" in step.programs:
+            gradients, _ = step.programs["gradients"](state, batch)
+            given |= {"weights": state.master, "gradients": gradients}
+    with jax.set_mesh(step.mesh):
+        flags = jax.device_get(jax.jit(_is_finite)(given))
+    problems = []
+    for kind, remedy in _REMEDIES.items():
+        leaves = jax.tree_util.tree_leaves_with_path(flags.get(kind))
+        names = [path_of(keys) for keys, is_finite in leaves if not is_finite]
+        if names:
+            shown = ", ".join(names[:_NUM_NAMED])
+            others = len(names) - _NUM_NAMED
+            shown += f" and {others} more" if others > 0 else ""
+            problem = f"of {len(leaves)} arrays are not finite at step {number}"
+            problems.append(Problem(kind, shown, problem, remedy))
+    return problems
+
+
+def _is_finite(tree: Any) -> Any:
+    def of(x: jax.Array) -> jax.Array:
+        inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+        return jnp.isfinite(x).all() if inexact else jnp.bool_(True)
+
+    return jax.tree.map(of, tree)

@@ -1,0 +1,120 @@
+"""Steps whose loss or gradients are not finite: which end the run, and with what cause.
+
+A step that is skipped changes no weight, so that a run whose weights give NaN skips for
+ever. Under float16 the first steps overflow until the loss scale is found; those have a
+finite loss, and a bound: the least scale.
+"""
+
+import math
+from collections.abc import Mapping
+
+from zjax.config.schema import Precision
+from zjax.errors import NonFiniteError, Problem
+
+MAX_SKIPPED_IN_A_ROW = 20
+"""Steps in a row without an update that end a run, under `on_nonfinite="skip"`."""
+
+_LOWER = "lower optimizer.peak_learning_rate or look at the data"
+
+
+class SkippedSteps:
+    """Counts skipped steps in a row, and knows the first of them.
+
+    Args:
+        precision: What is to be done with such steps.
+        num_steps: Steps of the whole run.
+        num_skipped: Steps that were skipped before.
+
+    Example:
+        >>> skipped = SkippedSteps(Precision(), num_steps=100, num_skipped=0)
+        >>> bad = {"loss": math.nan, "grad_norm": math.nan, "skipped_steps": 1.0}
+        >>> skipped.count(7, bad), skipped.in_a_row
+        (True, 1)
+        >>> skipped.count(8, {"loss": 2.5, "grad_norm": 1.0, "skipped_steps": 1.0})
+        False
+        >>> skipped.in_a_row
+        0
+    """
+
+    def __init__(self, precision: Precision, *, num_steps: int, num_skipped: int):
+        self._precision = precision
+        self._num_steps = num_steps
+        self._num_skipped = num_skipped
+        self._first = 0, "", 0.0
+        self.in_a_row = 0
+        """Newest steps without an update that no loss scale would have helped."""
+
+    def count(self, step: int, values: Mapping[str, float]) -> bool:
+        """Takes note of a step.
+
+        Args:
+            step: Its number.
+            values: Its metrics.
+
+        Returns:
+            Whether it was skipped.
+        """
+        total = int(values["skipped_steps"])
+        is_new, self._num_skipped = total > self._num_skipped, total
+        if not is_new:
+            self.in_a_row = 0
+        elif not self._searches_scale(values):
+            if not self.in_a_row:
+                name = _cause(values)
+                self._first = step, name, values[name]
+            self.in_a_row += 1
+        return is_new
+
+    def check(self, step: int, values: Mapping[str, float]) -> None:
+        """Ends the run where going on would train nothing, or is not wanted.
+
+        Args:
+            step: The step counted last.
+            values: Its metrics.
+
+        Raises:
+            NonFiniteError: Names the first step in a row, and what was not finite.
+        """
+        policy, name = self._precision.on_nonfinite, _cause(values)
+        if policy == "update":
+            if name == "loss":
+                problem = f"is not finite at step {step}, whose update was applied"
+                remedy = f"go back to the last checkpoint, and {_LOWER}"
+                raise NonFiniteError(Problem(name, values[name], problem, remedy))
+            return
+        if not self.in_a_row:
+            return
+        if policy == "stop":
+            problem = f"is not finite at step {step}, whose update was not applied"
+            raise NonFiniteError(Problem(name, values[name], problem, _LOWER))
+        if values.get("loss_scale_spent"):
+            minimum, remedy = self._precision.loss_scale.minimum, _LOWER
+            problem = f"is the minimum and step {step} still overflows"
+            if name == "loss":
+                problem += f", whose loss is {values['loss']}"
+            else:
+                remedy = (
+                    "use precision.compute_dtype='bfloat16' or a lower learning rate"
+                )
+            field = "precision.loss_scale.minimum"
+            raise NonFiniteError(Problem(field, minimum, problem, remedy))
+        is_all = step == self._num_steps == self._num_skipped
+        if is_all or self.in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise NonFiniteError(self._too_many(step, is_all))
+
+    def _too_many(self, step: int, is_all: bool) -> Problem:
+        first, name, value = self._first
+        skipped = f"all {step} steps" if is_all else f"{self.in_a_row} steps in a row"
+        problem = f"left out {skipped}, beginning with {name}={value} at step {first}"
+        remedy = f"{_LOWER}; what was saved before is as it was"
+        return Problem("precision.on_nonfinite", "skip", problem, remedy)
+
+    def _searches_scale(self, values: Mapping[str, float]) -> bool:
+        """Whether a lower loss scale may cure the overflow of a step."""
+        is_dynamic = "loss_scale" in values and self._precision.loss_scale.window > 0
+        spent = values.get("loss_scale_spent", 0.0)
+        return is_dynamic and math.isfinite(values["loss"]) and not spent
+
+
+def _cause(values: Mapping[str, float]) -> str:
+    return "loss" if not math.isfinite(values["loss"]) else "grad_norm"
