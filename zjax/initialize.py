@@ -115,9 +115,10 @@ def initialize(
     """Turns a model, an optimizer and a loss into a run on all devices.
 
     Args:
-        model: A Linen module; an NNX module, or a function `rngs -> module`, which lets
-            the parameters be born on their shards; a pair of plain functions
-            `(init, apply)`; a dict of several; or a `zjax.Model`.
+        model: A Linen module, or a bound one that brings its variables; an NNX module,
+            or a function `rngs -> module`, which lets the parameters be born on their
+            shards; a pair of plain functions `(init, apply)`, or `(params, apply)`; a
+            dict of several; or a `zjax.Model`.
         tx: Optax gradient transformation, used as it is: add
             `optax.clip_by_global_norm` to clip. Layers stored in one array, named
             `layers`, are updated as if each had its own. None makes the one of
@@ -199,7 +200,8 @@ def adopt_optimizer(tx: Any, model: Model, config: Config) -> Any:
     Args:
         tx: Optax gradient transformation, written for one array per layer.
         model: Names the dims of its parameters; those of `layers` stack them.
-        config: Read for `zero.optimizer_memory`: what moves is stored layer by layer.
+        config: Read for `zero.optimizer_memory`: what moves is stored layer by layer;
+            and for names of dims in `mesh`.
 
     Returns:
         `tx`, or the same layer by layer, where that makes a difference.
@@ -209,7 +211,7 @@ def adopt_optimizer(tx: Any, model: Model, config: Config) -> Any:
     """
     if plans.stores_layers_apart(config, model):
         return tx
-    return respect_layers(tx, *named_params(model))
+    return respect_layers(tx, *named_params(model, config.mesh))
 
 
 def make_run(

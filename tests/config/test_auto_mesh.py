@@ -68,7 +68,7 @@ def test_another_word_is_refused():
     mesh, zero = str(error.value).splitlines()
     assert mesh == (
         "mesh='fast' is a str; expected 'auto', or a mapping with any of pipeline, "
-        "replica, data, expert, sequence, tensor, rules"
+        "replica, data, expert, sequence, tensor, names, rules"
     )
     assert zero.startswith("zero='auto' is a str; expected a mapping with any of ")
 

@@ -1,11 +1,12 @@
 """Plain values become a Config, or one error that names every mistake."""
 
+import json
 import math
 
 import ml_collections
 import pytest
 
-from zjax.config import convert, schema
+from zjax.config import convert, describe, gin, load, schema
 from zjax.errors import ConfigError
 
 SINKS = "use one of console, jsonl, csv, tensorboard, wandb"
@@ -95,6 +96,18 @@ SINKS = "use one of console, jsonl, csv, tensorboard, wandb"
             id="no-choice-inside-tuple",
         ),
         pytest.param(
+            {"mesh": {"names": {"fsdp": None, 3: "mlp", "tp": "tensor"}}},
+            "mesh.names['fsdp']=None is a NoneType; expected str, or '' for a dim that "
+            "is not split\n"
+            "mesh.names[3]='mlp' is the name of no dim; expected a str before it",
+            id="no-names-inside-a-table",
+        ),
+        pytest.param(
+            {"mesh": {"names": ["tp"]}},
+            "mesh.names=['tp'] is a list; expected a mapping of names to names",
+            id="list-for-table",
+        ),
+        pytest.param(
             {"optimizer": {"groups": [{}, {"patern": "x"}]}},
             "optimizer.groups[1].patern='x' is not a setting; "
             "did you mean optimizer.groups[1].pattern?",
@@ -126,6 +139,25 @@ def test_int_becomes_float():
 
 def test_infinity_is_a_float():
     assert convert.from_mapping(schema.Optimizer, {"clip_norm": math.inf})
+
+
+def test_a_table_of_names_is_a_mapping_on_every_way_in():
+    table = {"tp": "tensor", "fsdp": ""}
+    changed = convert.base()
+    changed.mesh.names = table
+    by_name = "mesh.names.fsdp=''"
+    ways = [
+        load.load_config({"mesh": {"names": table}}),
+        load.load_config(changed),
+        load.load_config({}, f"mesh.names={table}"),
+        load.load_config({"mesh": {"names": {"tp": "tensor"}}}, by_name),
+        load.load_config(load.load_config({}, "mesh.names.tp=tensor"), by_name),
+        gin.from_gin(bindings=[f"config.mesh.names = {table}"]),
+    ]
+    again = gin.from_gin(bindings=describe.describe_config(ways[0]).splitlines())
+    assert {hash(config) for config in (*ways, again)} == {hash(ways[0])}
+    assert ways[0].mesh.names == (("fsdp", ""), ("tp", "tensor"))
+    assert json.loads(json.dumps(convert.to_mapping(again)))["mesh"]["names"] == table
 
 
 def test_groups_and_sinks_become_tuples():

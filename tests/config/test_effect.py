@@ -9,12 +9,6 @@ from zjax.errors import ConfigError
 
 EFFECT = [
     case(
-        "zero.stage=0;zero.min_shard_elements=1",
-        "zero.min_shard_elements=1 has no effect with zero.stage=0; "
-        "leave it at 16384, or set zero.stage to 1 or 2 or 3",
-        id="threshold-at-stage-0",
-    ),
-    case(
         "precision.compute_dtype=float32;precision.reduce_dtype=float32",
         "precision.reduce_dtype='float32' has no effect with "
         "precision.compute_dtype='float32'; leave it at 'compute', or set "

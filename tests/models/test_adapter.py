@@ -223,6 +223,13 @@ def test_the_key_of_the_loss_is_not_the_key_of_the_model():
     assert seen[-2] != key
 
 
+def test_parameters_in_memory_start_a_plain_function():
+    params = plain_init(jax.random.key(7))
+    adapted, initial, _ = started((params, plain_apply), plain_loss)
+    assert adapted.given() == (params, {})
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, initial, params))
+
+
 class Generator(nnx.Module):
     def __init__(self, rngs):
         self.dense = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)

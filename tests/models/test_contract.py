@@ -15,7 +15,7 @@ from zjax.models import adapter
 X = np.ones((2, 4), np.float32)
 KINDS = (
     "a Linen module, an NNX module, a function `rngs -> nnx.Module`, a pair "
-    "(init, apply), or a dict of these"
+    "(init, apply) or (params, apply), or a dict of these"
 )
 
 
@@ -46,18 +46,6 @@ def init_integers(key):
 class Empty(nn.Module):
     def __call__(self, x):
         return x
-
-
-def too_many_names(rngs):
-    module = Dense(4, rngs=rngs)
-    module.kernel = nnx.Param(jnp.ones((4, 4)), logical=("embed", "mlp", "heads"))
-    return module
-
-
-def two_names_for_a_dim(rngs):
-    module = Dense(4, rngs=rngs)
-    module.kernel = nnx.Param(jnp.ones((4, 4)), logical=(("embed", "mlp"),))
-    return module
 
 
 @pytest.mark.parametrize(
@@ -109,18 +97,6 @@ def two_names_for_a_dim(rngs):
             "table='int32[2,3]' is not floating-point; keep it in another collection "
             "than the parameters",
             id="parameters-that-are-no-floats",
-        ),
-        pytest.param(
-            too_many_names,
-            "kernel=('embed', 'mlp', 'heads') has more names than the 2 dims; use one "
-            "name per dim",
-            id="too-many-names",
-        ),
-        pytest.param(
-            two_names_for_a_dim,
-            "kernel=(('embed', 'mlp'),) names several axes for one dim; use one "
-            "logical name per dim",
-            id="two-names-for-a-dim",
         ),
     ],
 )

@@ -1,12 +1,14 @@
 """What is particular to Linen: variables by calling, streams, boxes and sown values."""
 
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zjax.models import adapter
+from zjax.errors import ModelError
+from zjax.models import adapter, metadata
 
 X = np.arange(12, dtype=np.float32).reshape(3, 4) / 12
 
@@ -144,6 +146,103 @@ def test_boxes_give_logical_names_and_leave_plain_arrays(box):
     }
     assert params["Dense_0"]["kernel"].shape == (4, 2)
     assert jnp.isfinite(adapted.loss(params, model_state, X, None).value)
+
+
+def test_boxes_constrain_again_once_the_code_of_a_user_has_run():
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    box = nn.Partitioned(jnp.ones((2, 2)), ("mlp", None))
+    with jax.set_mesh(mesh):
+        with metadata.names_only():
+            assert box.unbox() is box.value
+        with pytest.raises(ValueError, match="mlp"):
+            box.unbox()
+
+
+def test_frozen_dicts_become_plain_ones():
+    class Frozen(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            table = {"scale": jnp.full((), 2.0)}
+            made = self.variable("tables", "table", lambda: flax.core.freeze(table))
+            if self.is_mutable_collection("tables") and not self.is_initializing():
+                made.value = flax.core.freeze({"scale": made.value["scale"] + 1})
+            return nn.Dense(1)(x) * made.value["scale"]
+
+    _, _, model_state = trained = started(Frozen(), mean_of_output)
+    assert model_state == {"tables": {"table": {"scale": 2}}}
+    adapted, params, _ = trained
+    loss = adapted.loss(params, model_state, X, jax.random.key(0))
+    assert loss.model_state == {"tables": {"table": {"scale": 3}}}
+
+
+def mean_of_output(view, batch, key):
+    return jnp.mean(view(batch))
+
+
+def test_parameters_are_read_after_the_calls_that_create_them():
+    def penalty(view, batch, key):
+        loss = jnp.mean(view(batch) ** 2)
+        assert view.model_state == {}
+        return loss + jnp.sum(view.params["kernel"] ** 2)
+
+    adapted, params, _ = started(nn.Dense(2, use_bias=False), penalty)
+    loss = adapted.loss(params, {}, X, jax.random.key(0)).value
+    kernel = params["kernel"]
+    expected = np.mean((X @ kernel) ** 2) + np.sum(kernel**2)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+
+    def too_early(view, batch, key):
+        return jnp.sum(view.params["kernel"] ** 2) + penalty(view, batch, key)
+
+    with pytest.raises(ModelError) as error:
+        adapter.adapt(nn.Dense(2), too_early, X)
+    assert str(error.value) == (
+        "model.params='Dense' is asked for parameters that no call has created; call "
+        "the model before its params are read in loss_fn"
+    )
+
+
+class Backbone(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=False)(nn.Dense(3, name="body")(x))
+        return nn.Dense(1, name="head")(x)
+
+
+def test_a_bound_module_starts_from_its_variables():
+    variables = Backbone().init(jax.random.key(5), X)
+    variables["batch_stats"]["BatchNorm_0"]["mean"] = jnp.full((3,), 0.5)
+    variables["losses"] = {"of a call": (1.0,)}
+    adapted = adapter.adapt(Backbone().bind(variables), mean_of_output, X)
+    params, model_state = adapted.given()
+    assert model_state.keys() == {"batch_stats"}
+    assert params["body"]["kernel"] is variables["params"]["body"]["kernel"]
+    assert jnp.all(model_state["batch_stats"]["BatchNorm_0"]["mean"] == 0.5)
+
+
+@pytest.mark.parametrize("missing", ["head", "batch_stats"])
+def test_a_bound_module_that_lacks_variables_creates_the_others(missing):
+    given = Backbone().init(jax.random.key(0), X)["params"]
+    body = given["body"]
+    if missing == "head":
+        given = {"body": body}
+    module = Backbone().bind({"params": given})
+    adapted, params, model_state = started(module, mean_of_output)
+    assert adapted.given is None
+    assert jnp.array_equal(params["body"]["kernel"], body["kernel"])
+    _, fresh, _ = started(Backbone(), mean_of_output)
+    head = given.get("head", fresh["head"])
+    assert jnp.array_equal(params["head"]["kernel"], head["kernel"])
+    assert jnp.all(model_state["batch_stats"]["BatchNorm_0"]["var"] == 1)
+
+
+def test_a_bound_module_of_another_shape_is_refused():
+    variables = Backbone().init(jax.random.key(5), X[:, :2])
+    with pytest.raises(ModelError) as error:
+        adapter.adapt(Backbone().bind(variables), mean_of_output, X)
+    assert str(error.value) == (
+        "params/body/kernel=(2, 3) has the shape (4, 3) in the model; give it that"
+    )
 
 
 class Block(nn.Module):

@@ -153,7 +153,7 @@ def test_names_come_from_logical_or_from_flax_partitioning():
     assert adapted.logical(params) == {
         "up": {"kernel": ("embed", "mlp"), "bias": None},
         "scale": (None, "mlp"),
-        "stack": ("layers", None, None),
+        "stack": ("layers",),
     }
 
 

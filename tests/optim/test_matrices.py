@@ -1,8 +1,11 @@
 """Which parameters decay, and which sides Muon sees."""
 
+import jax.numpy as jnp
 import pytest
 
+from zjax.config import schema
 from zjax.optim import matrices
+from zjax.typing import Model
 
 CASES = {
     "kernel": (("embed", "mlp"), True, ((0,), (1,))),
@@ -53,7 +56,14 @@ def test_role_follows_the_shape_where_names_are_unknown(path, num_dims, decays, 
     assert (matrices.muon_dims(path, num_dims, {}) is not None) is muon
 
 
-def test_names_skip_what_is_unknown():
-    params = {"a": [1.0, 2.0], "b": 3.0}
-    logical = {"a": [("embed",), None], "b": ()}
-    assert matrices.names_by_path(params, logical) == {"a/0": ("embed",), "b": ()}
+def test_names_skip_what_is_unknown_and_follow_the_settings_of_the_mesh():
+    model = Model(
+        init=lambda key: ({"a": [jnp.ones((2, 3)), jnp.ones(2)], "b": jnp.ones(2)}, {}),
+        loss=lambda *args: None,
+        bind=lambda *args: None,
+        logical=lambda params: {"a": [("kv", "what"), None], "b": None},
+    )
+    rules = (schema.DimRule(pattern="b", dims=("layers",)),)
+    table = schema.NameTable({"kv": "head_dim"}.items())
+    _, names = matrices.named_params(model, schema.Mesh(names=table, rules=rules))
+    assert names == {"a/0": ("head_dim", None), "b": ("layers",)}

@@ -7,6 +7,7 @@ import pytest
 from zjax.config import check_config, load_config, schema
 from zjax.errors import ConfigError, PlanError
 from zjax.sharding import naming
+from zjax.sharding.mesh import abstract_mesh
 from zjax.typing import Model
 
 PARAMS = {
@@ -19,15 +20,24 @@ NAMES = {
 }
 
 
-def names_by_path(*rules):
+FOREIGN = {
+    "up": {"kernel": ("fsdp", ("data", "tp")), "bias": ("tp",)},
+    "blocks": {"kernel": ("layers", "embed", "mlp", "kv")},
+}
+
+
+def names_by_path(*rules, given=NAMES, mesh=None, **names):
     model = Model(
         init=lambda key: (PARAMS, {}),
         loss=lambda *args: None,
         bind=lambda *args: None,
-        logical=lambda params: NAMES,
+        logical=lambda params: given,
     )
-    rules = tuple(schema.DimRule(pattern=p, dims=dims) for p, dims in rules)
-    names = naming.names_of_dims(model, PARAMS, rules)
+    settings = schema.Mesh(
+        rules=tuple(schema.DimRule(pattern=p, dims=dims) for p, dims in rules),
+        names=schema.NameTable(names.items()),
+    )
+    names = naming.names_of_dims(model, PARAMS, settings, mesh)
     paths = [p for p, _ in jax.tree_util.tree_leaves_with_path(PARAMS)]
     keys = [jax.tree_util.keystr(p, simple=True, separator="/") for p in paths]
     return dict(zip(keys, names, strict=True))
@@ -68,6 +78,70 @@ def test_impossible_rules_are_refused_together():
         "name each dim once, from the first on\n"
         "mesh.rules[0].dims=('', '', 'mlp') names 3 dims, and up/kernel has 2; "
         "name each dim once, from the first on"
+    )
+
+
+def test_names_of_other_meshes_are_told_once_where_nothing_is_split_by_name(caplog):
+    mesh = abstract_mesh(schema.Mesh(replica=2, sequence=2), 8)
+    for _ in range(2):
+        found = names_by_path(given=FOREIGN, mesh=mesh)
+    assert found == {
+        "blocks/kernel": ("layers", "embed", "mlp"),
+        "up/bias": (None,),
+        "up/kernel": (None, None),
+    }
+    assert caplog.messages == [
+        "names of dims that split nothing on this mesh: blocks/kernel, tp, fsdp, data"
+    ]
+
+
+def test_a_table_translates_names_of_other_meshes():
+    mesh = abstract_mesh(schema.Mesh(tensor=2), 8)
+    given = FOREIGN | {"blocks": {"kernel": ("layers", "kv", "embed")}}
+    table = {"tp": "tensor", "fsdp": "", "data": "", "kv": "head_dim", "embed": "mlp"}
+    assert names_by_path(given=given, mesh=mesh, **table) == {
+        "blocks/kernel": ("layers", "head_dim", "mlp"),
+        "up/bias": ("tensor",),
+        "up/kernel": (None, "tensor"),
+    }
+
+
+def test_names_that_no_rule_can_place_are_refused_where_names_split(caplog):
+    mesh = abstract_mesh(schema.Mesh(tensor=2), 8)
+    with pytest.raises(PlanError) as error:
+        names_by_path(given=FOREIGN, mesh=mesh, fsdp="embed", data="heads", layers="")
+    known = "one of batch, length, embed, heads, kv_heads, head_dim, mlp, vocab, "
+    known += "experts, capacity, layers, tensor, or '' for a dim that is not split"
+    table = "{'fsdp': 'embed', 'data': 'heads', 'layers': ''}"
+    assert str(error.value) == (
+        "blocks/kernel=('layers', 'embed', 'mlp', 'kv') has more names than the 3 "
+        "dims; use one name per dim, or mesh.rules\n"
+        f"mesh.names={table} does not say what tp is, in up/bias=('tp',); give it a "
+        f"name of zjax, as in {{'tp': 'tensor'}}: {known}"
+    )
+    with pytest.raises(PlanError) as error:
+        names_by_path(
+            ("blocks", ()), given=FOREIGN, mesh=mesh, fsdp="", data="mlp", tp="tensor"
+        )
+    assert str(error.value) == (
+        "up/kernel=('fsdp', ('data', 'tp')) names one dim mlp and tensor; leave one of "
+        "them, with '' for the other in mesh.names"
+    )
+    # A rule wins over what the model says, so that nothing is left to refuse.
+    found = names_by_path(("", ("tensor",)), given=FOREIGN, mesh=mesh)
+    assert found["up/kernel"] == ("tensor", None)
+    assert not caplog.messages
+
+
+def test_entries_of_the_table_that_change_nothing_are_refused():
+    with pytest.raises(PlanError) as error:
+        names_by_path(mlp="mpl", tp="tensor")
+    assert str(error.value) == (
+        "mesh.names['mlp']='mpl' has no rule for mpl; use one of batch, length, "
+        "embed, heads, kv_heads, head_dim, mlp, vocab, experts, capacity, layers, "
+        "tensor, or ''\n"
+        "mesh.names['tp']='tensor' translates no name of the model; remove it; the "
+        "model names layers, embed, mlp"
     )
 
 

@@ -27,12 +27,6 @@ def test_spec_for(logical, expected):
     ("logical", "message"),
     [
         (
-            ("embd",),
-            "w=('embd',) has no rule for embd; use one of batch, length, embed, "
-            "heads, kv_heads, head_dim, mlp, vocab, experts, capacity, layers, tensor, "
-            "or None",
-        ),
-        (
             ("heads", "mlp"),
             "w=('heads', 'mlp') claims the tensor axis twice; name one of the two dims "
             "None",

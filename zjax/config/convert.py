@@ -69,13 +69,20 @@ def to_mapping(section: Any) -> dict[str, Any]:
         section: An instance of a dataclass of the schema, usually a `Config`.
 
     Returns:
-        A dict per section; tuples stay tuples.
+        A dict per section and table of names; tuples stay tuples.
 
     Example:
         >>> to_mapping(schema.Config())["zero"]["stage"]
         1
     """
-    return dataclasses.asdict(section)
+    return dataclasses.asdict(section, dict_factory=_with_tables)
+
+
+def _with_tables(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {
+        name: dict(value) if isinstance(value, schema.NameTable) else value
+        for name, value in fields
+    }
 
 
 def spelled_out(path: str, value: Any) -> Any:
@@ -148,6 +155,8 @@ def _value(hint: Any, value: Any, field: str, problems: list[Problem]) -> Any:
         return _section(hint, value, field, problems)
     if typing.get_origin(hint) is typing.Literal:
         return _choice(typing.get_args(hint), value, field, problems)
+    if hint is schema.NameTable:
+        return _names(value, field, problems)
     if typing.get_origin(hint) is tuple:
         return _tuple(typing.get_args(hint)[0], value, field, problems)
     if hint is float and type(value) is int:
@@ -176,6 +185,23 @@ def _tuple(hint: Any, value: Any, field: str, problems: list[Problem]) -> Any:
         return value
     entries = enumerate(value)
     return tuple(_value(hint, v, f"{field}[{i}]", problems) for i, v in entries)
+
+
+def _names(value: Any, field: str, problems: list[Problem]) -> Any:
+    if isinstance(value, schema.NameTable):
+        return value
+    if not isinstance(value, Mapping):
+        _refuse_type(field, value, "a mapping of names to names", problems)
+        return value
+    for name, meaning in value.items():
+        entry = f"{field}[{name!r}]"
+        if not isinstance(name, str):
+            problem, remedy = "is the name of no dim", "expected a str before it"
+            problems.append(Problem(entry, meaning, problem, remedy))
+        elif not isinstance(meaning, str):
+            expected = "str, or '' for a dim that is not split"
+            _refuse_type(entry, meaning, expected, problems)
+    return schema.NameTable(sorted(value.items(), key=str))
 
 
 def _refuse_type(

@@ -96,6 +96,8 @@ def _literal(value: Any) -> str:
         fields = dataclasses.fields(value)
         entries = (f"{f.name!r}: {_literal(getattr(value, f.name))}" for f in fields)
         return "{" + ", ".join(entries) + "}"
+    if isinstance(value, schema.NameTable):
+        return repr(dict(value))
     if isinstance(value, tuple):
         entries = [_literal(entry) for entry in value]
         return f"({', '.join(entries)}{',' * (len(entries) == 1)})"

@@ -22,7 +22,6 @@ _MOMENTS = ("adamw", "adam", "lamb", "muon")
 
 NEEDS = (
     Needs("pipeline.num_chunks", "pipeline.schedule", ("interleaved",)),
-    Needs("zero.min_shard_elements", "zero.stage", (1, 2, 3)),
     Needs("zero.parameter_memory", "zero.optimizer_memory", _AWAY),
     Needs("zero.gradient_memory", "zero.optimizer_memory", _AWAY),
     Needs("zero.delay_updates_from", "zero.optimizer_memory", _AWAY),

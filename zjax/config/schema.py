@@ -10,6 +10,10 @@ def section(cls):
     return dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls)
 
 
+class NameTable(tuple[tuple[str, str], ...]):
+    """Pairs of names in order, hashable as sections are; written as a mapping."""
+
+
 @section
 class DimRule:
     """Names for the dims of parameters whose path matches; the first match wins."""
@@ -40,6 +44,9 @@ class Mesh:
     """Shares of each sequence."""
     tensor: int = 1
     """Shares of each weight matrix."""
+    names: NameTable = NameTable()
+    """What names of dims in the metadata of your own model mean here, such as {"tp":
+    "tensor", "fsdp": ""}: a name as in `rules`, or '' for a dim that is not split."""
     rules: tuple[DimRule, ...] = ()
     """What dims of parameters are, where the model does not say, or says otherwise."""
 

@@ -11,6 +11,7 @@ from flax import nnx as flax_nnx
 from zjax.errors import ModelError, Problem
 from zjax.models import linen, nnx, plain
 from zjax.models.contract import call_loss, check_model_state, check_params, strong
+from zjax.models.metadata import names_only
 from zjax.models.part import Part, Started, combine
 from zjax.ops.keys import fold_name, loss_key
 from zjax.sharding.placement import abstract_key
@@ -18,7 +19,7 @@ from zjax.typing import Batch, Loss, Model, ModelState, Params
 
 KINDS = (
     "a Linen module, an NNX module, a function `rngs -> nnx.Module`, a pair "
-    "(init, apply), or a dict of these"
+    "(init, apply) or (params, apply), or a dict of these"
 )
 
 
@@ -29,10 +30,12 @@ def adapt(model: Any, loss_fn: Callable[..., Any], batch: Batch) -> Model:
 
     - Linen: call the view as `module.apply`, without variables and `rngs`. `view.train`
       is False in evaluation, `view.sown` holds what calls have sown. Parameters are
-      those that the calls of `loss_fn` create.
+      those that the calls of `loss_fn` create; after them, `view.params` holds them.
+      `module.bind(variables)` starts from variables in memory.
     - NNX: the view is the module, in training or evaluation mode. Values are sown under
       `nnx.capture`. What the loss writes into parameters is not kept.
-    - Plain functions: the view is `partial(apply, params)`.
+    - Plain functions: the view is `partial(apply, params)`. A pair `(params, apply)`
+      starts from parameters in memory.
     - A dict of models: the view has one item, and attribute, per model.
 
     Args:
@@ -58,13 +61,15 @@ def adapt(model: Any, loss_fn: Callable[..., Any], batch: Batch) -> Model:
         >>> float(model.loss(params, model_state, jnp.full(2, 3.0), None).value)
         9.0
     """
-    part = _make_part(model, "model")
-    shapes = jax.eval_shape(lambda batch: batch, batch)
+    with names_only():
+        part = _make_part(model, "model")
+    inputs = jax.eval_shape(lambda batch: batch, batch)
 
+    @names_only()
     def start(key: jax.Array) -> Started:
         view, started = part.start(fold_name(key, "model"))
         if part.needs_calls:
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs)
             call_loss(loss_fn, view, zeros, loss_key(key))
         params, model_state, logical = started()
         check_params(model, params)
@@ -73,6 +78,7 @@ def adapt(model: Any, loss_fn: Callable[..., Any], batch: Batch) -> Model:
     def init(key: jax.Array) -> tuple[Params, ModelState]:
         return start(key)[:2]
 
+    @names_only()
     def loss(
         params: Params, model_state: ModelState, batch: Batch, key: jax.Array | None
     ) -> Loss:
@@ -89,13 +95,17 @@ def adapt(model: Any, loss_fn: Callable[..., Any], batch: Batch) -> Model:
     def bind(params: Params, model_state: ModelState) -> Any:
         return part.resume(params, model_state, None)
 
-    logical = _trace_logical(start)
+    shapes, logical = _trace(start)
+    given = part.given
+    if given and part.needs_calls:
+        is_complete = jax.tree.structure(given()) == jax.tree.structure(shapes)
+        given = given if is_complete else None
     return Model(
         init=init,
         loss=loss,
         bind=bind,
         logical=lambda params: logical,
-        given=part.given,
+        given=given,
     )
 
 
@@ -110,7 +120,7 @@ def _make_part(model: Any, field: str) -> Part:
     if isinstance(model, flax_nnx.Module):
         return nnx.make_part(model, field)
     init, apply = _init_and_apply(model)
-    if callable(init) and callable(apply):
+    if init is not None and callable(apply):
         return plain.make_part(init, apply)
     if callable(model):
         return nnx.make_part(model, field)
@@ -124,12 +134,14 @@ def _init_and_apply(model: Any) -> tuple[Any, Any]:
     return getattr(model, "init", None), getattr(model, "apply", None)
 
 
-def _trace_logical(start: Callable[[jax.Array], Started]) -> Any:
+def _trace(start: Callable[[jax.Array], Started]) -> tuple[Any, Any]:
+    """Abstract parameters and model state, and the names of dims."""
     # Names are no arrays: they leave the trace by the side.
     found: list[Any] = []
 
-    def trace(key: jax.Array) -> None:
-        found.append(start(key)[2])
+    def trace(key: jax.Array) -> tuple[Params, ModelState]:
+        params, model_state, logical = start(key)
+        found.append(logical)
+        return params, model_state
 
-    jax.eval_shape(trace, abstract_key())
-    return found[0]
+    return jax.eval_shape(trace, abstract_key()), found[0]

@@ -1,14 +1,18 @@
 """A Linen module as a part: variables beside it, created by the calls of the loss."""
 
+import collections
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.core
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from flax.core import meta
 
-from zjax.models.part import Part, Started, check_logical
+from zjax.errors import ModelError, Problem
+from zjax.models.metadata import names_of_boxes
+from zjax.models.part import Part, Started
 from zjax.ops.keys import fold_name
 from zjax.sharding.placement import path_of
 from zjax.typing import ModelState, Params
@@ -62,7 +66,7 @@ class View:
             mutable=flax.core.DenyList(frozen),
             **kwargs,
         )
-        for name, value in updates.items():
+        for name, value in _unfreeze(updates).items():
             target = self.model_state if name in self.model_state else self.sown
             target[name] = value
         return out
@@ -73,16 +77,28 @@ class FirstView:
 
     Args:
         module: The module.
+        given: Variables that exist already.
         key: Where parameters and random streams start.
     """
 
     train = True
 
-    def __init__(self, module: nn.Module, key: jax.Array):
+    def __init__(self, module: nn.Module, given: dict[str, Any], key: jax.Array):
         self.module = module
-        self.variables: dict[str, Any] = {}
+        self.variables: dict[str, Any] = dict(given)
         self.sown: dict[str, Any] = {}
         self._key = key
+
+    @property
+    def params(self) -> Params:
+        """The parameters that calls so far have created."""
+        created = meta.unbox(self.variables.get("params", {}))
+        return collections.defaultdict(self._refuse, created)
+
+    @property
+    def model_state(self) -> ModelState:
+        """The other collections that calls so far have created."""
+        return meta.unbox({k: v for k, v in self.variables.items() if k != "params"})
 
     def __call__(
         self, *args: Any, method: str | Callable[..., Any] | None = None, **kwargs: Any
@@ -92,31 +108,43 @@ class FirstView:
         out, created = self.module.init_with_output(
             _streams(self._key, 0), *args, method=method, mutable=True, **kwargs
         )
-        for name, value in created.items():
+        _check_shapes(self.variables, created)
+        for name, value in _unfreeze(created).items():
             if _is_sown(name, value):
                 self.sown[name] = value
             else:
                 self.variables[name] = _merge(value, self.variables.get(name, {}))
         return out
 
+    def _refuse(self) -> Any:
+        problem = "is asked for parameters that no call has created"
+        remedy = "call the model before its params are read in loss_fn"
+        name = type(self.module).__name__
+        raise ModelError(Problem("model.params", name, problem, remedy))
+
 
 def make_part(module: nn.Module) -> Part:
     """Presents a Linen module to the adapter.
 
     Args:
-        module: An unbound module.
+        module: A module; one that is bound brings its variables.
 
     Returns:
         The part; every collection but `params` and those sown is model state.
     """
+    variables: dict[str, Any] = {}
+    is_bound = module.scope is not None
+    if is_bound:
+        module, bound = module.unbind()
+        variables = _unfreeze(bound)
+        variables = {k: x for k, x in variables.items() if not _is_sown(k, x)}
 
     def start(key: jax.Array) -> tuple[FirstView, Callable[[], Started]]:
-        view = FirstView(module, key)
+        view = FirstView(module, variables, key)
 
         def started() -> Started:
-            rest = dict(view.variables)
-            params = rest.pop("params", {})
-            return meta.unbox(params), meta.unbox(rest), _logical(params)
+            names = names_of_boxes(view.variables.get("params", {}))
+            return dict(view.params), view.model_state, names
 
         return view, started
 
@@ -126,11 +154,16 @@ def make_part(module: nn.Module) -> Part:
     def model_state(view: Any) -> ModelState:
         return view.model_state
 
+    def given() -> tuple[Params, ModelState]:
+        rest = dict(meta.unbox(variables))
+        return rest.pop("params", {}), rest
+
     return Part(
         start=start,
         resume=resume,
         model_state=model_state,
         needs_calls=True,
+        given=given if is_bound else None,
     )
 
 
@@ -155,14 +188,22 @@ def _merge(new: Any, old: Any) -> Any:
     return {**new, **old, **merged}
 
 
-def _is_box(x: Any) -> bool:
-    return isinstance(x, meta.AxisMetadata)
+def _unfreeze(variables: Mapping[str, Any]) -> dict[str, Any]:
+    return flax.core.unfreeze(dict(variables))
 
 
-def _logical(params: Any) -> Any:
-    def names(keys: Any, x: Any) -> Any:
-        if isinstance(x, meta.Partitioned):
-            return check_logical(path_of(keys), tuple(x.names), x.value.ndim)
-        return None
+def _check_shapes(variables: Any, created: Any) -> None:
+    """Refuses variables that exist already, but have other shapes than the model's."""
+    old, new = _shapes(variables), _shapes(created)
+    problems = [
+        Problem(path, old[path], f"has the shape {shape} in the model", "give it that")
+        for path, shape in new.items()
+        if old.get(path, shape) != shape
+    ]
+    if problems:
+        raise ModelError(*problems)
 
-    return jax.tree_util.tree_map_with_path(names, params, is_leaf=_is_box)
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_leaves_with_path(meta.unbox(tree))
+    return {path_of(keys): jnp.shape(x) for keys, x in leaves}

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from zjax.errors import ModelError, Problem
-from zjax.models.part import Part, Started, check_logical
+from zjax.models.metadata import names_of_sharding
+from zjax.models.part import Part, Started
 from zjax.ops.keys import fold_name
 from zjax.sharding.placement import abstract_key
 from zjax.typing import ModelState, Params
@@ -111,9 +112,7 @@ def _check_factory(model: Any, field: str) -> Callable[[jax.Array], Any]:
 
     def make(key: jax.Array) -> Any:
         args, keywords = arguments(nnx.Rngs(key))
-        # Partitioning by name would ask for a mesh here; the plan places arrays.
-        with nnx.use_eager_sharding(False):
-            module = model(*args, **keywords)
+        module = model(*args, **keywords)
         if isinstance(module, nnx.Module):
             return module
         text = f"returns {type(module).__name__}, not an nnx.Module"
@@ -176,16 +175,14 @@ def _values(state: Any) -> Flat:
 
 
 def _logical(module: nnx.Module) -> Flat:
-    def names(path: tuple[Any, ...], var: nnx.Variable[Any]) -> Any:
+    def names(var: nnx.Variable[Any]) -> Any:
         metadata = var.get_metadata()
         given = metadata.get("logical") or metadata.get("out_sharding")
-        value = var.get_value()
-        if given is None:
-            return jax.tree.map(lambda _: None, value)
-        return check_logical("/".join(map(str, path)), tuple(given), value.ndim)
+        names = names_of_sharding(given) or None
+        return jax.tree.map(lambda _: names, var.get_value())
 
     params = nnx.to_flat_state(nnx.state(module, nnx.Param))
-    return {path: names(path, var) for path, var in params}
+    return {path: names(var) for path, var in params}
 
 
 def _resume(

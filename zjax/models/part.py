@@ -6,9 +6,8 @@ from typing import Any
 
 import jax
 
-from zjax.errors import ModelError, Problem
 from zjax.ops.keys import fold_name
-from zjax.typing import Logical, ModelState, Params
+from zjax.typing import ModelState, Params
 
 Started = tuple[Params, ModelState, Any]
 
@@ -97,33 +96,3 @@ def combine(parts: dict[str, Part]) -> Part:
 def _columns(rows: dict[str, tuple[Any, ...]]) -> tuple[Any, ...]:
     values = zip(*rows.values(), strict=True)
     return tuple(dict(zip(rows, column, strict=True)) for column in values)
-
-
-def check_logical(path: str, names: tuple[Any, ...], num_dims: int) -> Logical:
-    """Turns what a library says about the dims of an array into one name per dim.
-
-    Args:
-        path: The parameter, for the error.
-        names: Names of the first dims.
-        num_dims: Dims of the array.
-
-    Returns:
-        `names`, with None for the dims that have no name.
-
-    Raises:
-        ModelError: There are more names than dims, or a dim has several.
-
-    Example:
-        >>> check_logical("kernel", ("embed",), 2)
-        ('embed', None)
-    """
-    if any(not isinstance(name, str | None) for name in names):
-        text, remedy = "names several axes for one dim", "use one logical name per dim"
-    elif len(names) > num_dims:
-        text, remedy = (
-            f"has more names than the {num_dims} dims",
-            "use one name per dim",
-        )
-    else:
-        return (*names, *[None] * (num_dims - len(names)))
-    raise ModelError(Problem(path, names, text, remedy))

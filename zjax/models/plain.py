@@ -1,4 +1,4 @@
-"""A pair of plain functions, `init` and `apply`, as a part."""
+"""Plain functions, `init` and `apply`, as a part."""
 
 import functools
 from collections.abc import Callable
@@ -6,15 +6,16 @@ from typing import Any
 
 import jax
 
+from zjax.models.metadata import names_of_boxes
 from zjax.models.part import Part, Started
 from zjax.typing import ModelState, Params
 
 
-def make_part(init: Callable[..., Any], apply: Callable[..., Any]) -> Part:
-    """Presents two functions to the adapter.
+def make_part(init: Any, apply: Callable[..., Any]) -> Part:
+    """Presents two functions, or parameters and a function, to the adapter.
 
     Args:
-        init: `init(key) -> params`.
+        init: `init(key) -> params`, or the parameters.
         apply: `apply(params, ...)`; the view is `partial(apply, params)`, in training
             and evaluation alike.
 
@@ -23,8 +24,8 @@ def make_part(init: Callable[..., Any], apply: Callable[..., Any]) -> Part:
     """
 
     def start(key: jax.Array) -> tuple[Any, Callable[[], Started]]:
-        params = init(key)
-        logical = jax.tree.map(lambda _: None, params)
+        params = init(key) if callable(init) else init
+        logical = names_of_boxes(params, boxed=True)
         return functools.partial(apply, params), lambda: (params, {}, logical)
 
     def resume(params: Params, model_state: ModelState, key: jax.Array | None) -> Any:
@@ -33,4 +34,9 @@ def make_part(init: Callable[..., Any], apply: Callable[..., Any]) -> Part:
     def model_state(view: Any) -> ModelState:
         return {}
 
-    return Part(start=start, resume=resume, model_state=model_state)
+    return Part(
+        start=start,
+        resume=resume,
+        model_state=model_state,
+        given=None if callable(init) else lambda: (init, {}),
+    )

@@ -32,7 +32,8 @@ def make_optimizer(
     column.
 
     Args:
-        config: Read for `num_steps`, `optimizer` and `precision.master_dtype`.
+        config: Read for `num_steps`, `optimizer`, `precision.master_dtype` and, for the
+            names of dims, `mesh`.
         model: Names the dims of its parameters, which tells matrices from stacked
             vectors; without it, arrays of two dims or more not called `bias` or
             `scale` are matrices, and groups are not checked.
@@ -56,7 +57,7 @@ def make_optimizer(
     settings = config.optimizer
     names: matrices.Names = {}
     if model is not None:
-        params, names = matrices.named_params(model)
+        params, names = matrices.named_params(model, config.mesh)
         groups.check_groups(settings.groups, params, names)
         if stores_layers_apart(config, model):
             names = matrices.of_layers(names)

@@ -6,11 +6,11 @@ attention head. Leading dims named `layers` or `experts` only stack
 parameters, and are not counted. Where nothing is known of the dims, all are counted.
 """
 
-from typing import Any
-
 import jax
 import optax
 
+from zjax.config import schema
+from zjax.sharding.naming import names_of_dims
 from zjax.sharding.placement import abstract_key, name_of, path_of
 from zjax.typing import Logical, Model, Params
 
@@ -20,37 +20,23 @@ Names = dict[str, Logical]
 """The dims of parameters by path, as far as they are known."""
 
 
-def names_by_path(params: Any, logical: Any) -> Names:
-    """Collects what is known of the dims.
-
-    Args:
-        params: Parameters, abstract or not.
-        logical: Tree of the structure of `params`, of `Logical` or None.
-
-    Returns:
-        The names by path.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> names_by_path({"w": jnp.ones((2, 3))}, {"w": ("embed", "mlp")})
-        {'w': ('embed', 'mlp')}
-    """
-    leaves, tree = jax.tree_util.tree_flatten_with_path(params)
-    pairs = zip(leaves, tree.flatten_up_to(logical), strict=True)
-    return {path_of(keys): dims for (keys, _), dims in pairs if dims is not None}
-
-
-def named_params(model: Model) -> tuple[Params, Names]:
+def named_params(model: Model, mesh: schema.Mesh) -> tuple[Params, Names]:
     """The parameters of a model, and what is known of their dims.
 
     Args:
         model: Its `init`, which is only traced, and the names of its dims.
+        mesh: Translates and adds names.
 
     Returns:
         Abstract parameters, and dims by path.
+
+    Raises:
+        PlanError: Names in `mesh` that match nothing or say nothing.
     """
     params, _ = jax.eval_shape(model.init, abstract_key())
-    return params, names_by_path(params, model.logical(params))
+    paths = [path_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
+    names = zip(paths, names_of_dims(model, params, mesh), strict=True)
+    return params, {path: dims for path, dims in names if any(dims)}
 
 
 def of_layers(names: Names) -> Names:

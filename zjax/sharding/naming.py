@@ -1,70 +1,154 @@
-"""What the dims of each parameter are: by the model, or by rules of a config."""
+"""What the dims of each parameter are: by the model, or by rules of a config.
+
+Models of other authors name dims for other meshes. A table of the config translates
+their names; names without a rule stop a run only where a mesh axis would split
+parameters by name.
+"""
 
 import difflib
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+from absl import logging
+from jax.sharding import AbstractMesh, Mesh
 
 from zjax.config import schema
 from zjax.errors import PlanError, Problem
+from zjax.sharding import mesh as meshes
 from zjax.sharding.placement import path_of
 from zjax.sharding.rules import RULES, STACKED_DIMS
 from zjax.typing import Logical, Model, Params
 
+SPLITTING_AXES = (meshes.PIPELINE, meshes.EXPERT, meshes.TENSOR)
+"""Axes that split parameters by the names of their dims."""
+
 
 def names_of_dims(
-    model: Model, params: Params, rules: Sequence[schema.DimRule] = ()
+    model: Model,
+    params: Params,
+    settings: schema.Mesh,
+    mesh: Mesh | AbstractMesh | None = None,
 ) -> list[Logical]:
     """Names the dims of each parameter.
 
     Args:
         model: Says what it knows of them.
         params: Parameters, abstract or not.
-        rules: `mesh.rules`; the first whose pattern is found in a path wins over the
-            model. The dim of stacked layers keeps its name.
+        settings: `names` translates what the model says. Of `rules`, the first whose
+            pattern is found in a path wins over the model; the dim of stacked layers
+            keeps its name.
+        mesh: Devices over which the names are to split parameters; None where they are
+            only read.
 
     Returns:
-        One name or None per dim, in the order of the leaves.
+        One name of the table of rules, or None, per dim, in the order of the leaves.
 
     Raises:
-        PlanError: Rules that match nothing, name more dims than there are, or names
-            that have no rule of placement; all of them at once.
+        PlanError: Settings that match nothing, that name more dims than there are, or
+            that have no rule of placement; and names of the model without a rule,
+            where the mesh splits parameters by name. All of them at once.
     """
     leaves, tree = jax.tree_util.tree_flatten_with_path(params)
-    known = tree.flatten_up_to(model.logical(params))
+    given = [tuple(x or ()) for x in tree.flatten_up_to(model.logical(params))]
     paths = [path_of(keys) for keys, _ in leaves]
-    owners = {path: _first_match(path, rules) for path in paths}
-    problems = [
-        problem
-        for index, rule in enumerate(rules)
-        for problem in _useless(f"mesh.rules[{index}]", index, rule, owners)
-    ]
+    table = dict(settings.names)
+    owners = {path: _first_match(path, settings.rules) for path in paths}
+    problems = list(_table_problems(table, given))
+    for index, rule in enumerate(settings.rules):
+        problems += _useless(f"mesh.rules[{index}]", index, rule, owners)
     found: list[Logical] = []
-    for path, (_, leaf), names in zip(paths, leaves, known, strict=True):
-        names = (None,) * leaf.ndim if names is None else names
+    misfits: dict[str, Problem] = {}
+    for path, (_, leaf), dims in zip(paths, leaves, given, strict=True):
+        said = [_translate(dim, table) for dim in dims]
+        names = tuple(x[0] if len(x) == 1 and x[0] in RULES else None for x in said)
+        names = (*names, *[None] * leaf.ndim)[: leaf.ndim]
         owner = owners[path]
-        if owner is not None:
-            num_stacked = sum(name in STACKED_DIMS for name in names)
-            dims = rules[owner].dims
-            names = (*names[:num_stacked], *(name or None for name in dims))
-            if len(names) > leaf.ndim:
-                problem = f"names {len(dims)} dims, and {path} has "
-                problem += f"{leaf.ndim - num_stacked}"
-                remedy = "name each dim once, from the first on"
-                field = f"mesh.rules[{owner}].dims"
-                problems.append(Problem(field, dims, problem, remedy))
-            names = (*names, *[None] * (leaf.ndim - len(names)))
+        if owner is None:
+            for word, problem in _misfits(path, dims, said, leaf.ndim, table):
+                misfits.setdefault(word, problem)
+        else:
+            names, misfit = _by_rule(owner, settings.rules[owner], names, path)
+            problems += misfit
         found.append(names)
+    if mesh is not None and any(mesh.shape[axis] > 1 for axis in SPLITTING_AXES):
+        problems += misfits.values()
     if problems:
         raise PlanError(*problems)
+    if mesh is not None and misfits:
+        _log_unused(", ".join(misfits))
     return found
+
+
+def _translate(dim: Any, table: dict[str, str]) -> tuple[str, ...]:
+    """What a model calls one dim: no name, one or, in Flax, several."""
+    several = dim if isinstance(dim, tuple | list) else (dim,)
+    names = (table.get(name, name) for name in several if isinstance(name, str))
+    return tuple(name for name in names if name)
+
+
+def _misfits(
+    path: str,
+    dims: tuple[Any, ...],
+    said: list[tuple[str, ...]],
+    rank: int,
+    table: dict[str, str],
+) -> Iterator[tuple[str, Problem]]:
+    """What of the names of one parameter cannot be placed."""
+    if len(dims) > rank:
+        problem = f"has more names than the {rank} dims"
+        yield path, Problem(path, dims, problem, "use one name per dim, or mesh.rules")
+        return
+    for name in (name for names in said for name in names if name not in RULES):
+        problem = f"does not say what {name} is, in {path}={dims!r}"
+        remedy = f"give it a name of zjax, as in {{{name!r}: 'tensor'}}: one of "
+        remedy += f"{', '.join(RULES)}, or '' for a dim that is not split"
+        yield name, Problem("mesh.names", table, problem, remedy)
+    for names in said:
+        if len(names) > 1 and set(names) <= set(RULES):
+            problem = f"names one dim {' and '.join(names)}"
+            remedy = "leave one of them, with '' for the other in mesh.names"
+            yield path, Problem(path, dims, problem, remedy)
+
+
+@functools.cache
+def _log_unused(names: str) -> None:
+    logging.warning("names of dims that split nothing on this mesh: %s", names)
+
+
+def _table_problems(
+    table: dict[str, str], given: Sequence[tuple[Any, ...]]
+) -> Iterator[Problem]:
+    used = {name: None for dims in given for x in dims for name in _translate(x, {})}
+    for name, meaning in table.items():
+        field = f"mesh.names[{name!r}]"
+        if meaning and meaning not in RULES:
+            remedy = f"use one of {', '.join(RULES)}, or ''"
+            yield Problem(field, meaning, f"has no rule for {meaning}", remedy)
+        if name not in used:
+            remedy = f"remove it; the model names {', '.join(used) or 'nothing'}"
+            yield Problem(field, meaning, "translates no name of the model", remedy)
 
 
 def _first_match(path: str, rules: Sequence[schema.DimRule]) -> int | None:
     matches = (i for i, rule in enumerate(rules) if re.search(rule.pattern, path))
     return next(matches, None)
+
+
+def _by_rule(
+    index: int, rule: schema.DimRule, names: Logical, path: str
+) -> tuple[Logical, list[Problem]]:
+    """Names by a rule of the config, but for the dim of stacked layers."""
+    rank = len(names)
+    stacked = names[: sum(name in STACKED_DIMS for name in names)]
+    ruled = (*stacked, *(name or None for name in rule.dims))
+    if len(ruled) <= rank:
+        return (*ruled, *[None] * (rank - len(ruled))), []
+    problem = f"names {len(rule.dims)} dims, and {path} has {rank - len(stacked)}"
+    remedy = "name each dim once, from the first on"
+    return names, [Problem(f"mesh.rules[{index}].dims", rule.dims, problem, remedy)]
 
 
 def _useless(

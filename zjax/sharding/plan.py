@@ -131,7 +131,7 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
     """Decides where every array of a run lives.
 
     Args:
-        config: Read for `zero`, `precision` and `mesh.rules`;
+        config: Read for `zero`, `precision`, `mesh.names` and `mesh.rules`;
             `zero.optimizer_memory="auto"` is planned for the host, until
             `zjax.fit_plan` asks a machine.
         mesh: Devices, or an abstract mesh.
@@ -148,7 +148,7 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
     params, model_state = jax.eval_shape(model.init, abstract_key())
     dtypes = config.precision
     master = _cast(params, dtypes.master_dtype)
-    logical = names_of_dims(model, params, config.mesh.rules)
+    logical = names_of_dims(model, params, config.mesh, mesh)
     stage = config.zero.stage
     whole, split = _param_specs(config, mesh, master, logical)
     is_apart = stores_layers_apart(config, model)
@@ -352,11 +352,7 @@ def _param_specs(
     whole, split = [], []
     leaves = jax.tree_util.tree_leaves_with_path(params)
     for (keys, leaf), names in zip(leaves, logical, strict=True):
-        path = path_of(keys)
-        if len(names) != leaf.ndim:
-            remedy = f"give {leaf.ndim} names"
-            raise PlanError(Problem(path, names, f"names {leaf.shape}", remedy))
-        spec = rules.spec_for(names, path, mesh)
+        spec = rules.spec_for(names, path_of(keys), mesh)
         whole.append(spec)
         split.append(_zero_spec(config, mesh, leaf.shape, spec, names))
     return whole, split

@@ -1,0 +1,97 @@
+"""Flax models as other people write them: ZeRO-3 on eight devices equals one device."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from zjax.initialize import initialize
+
+WIDTH, BATCH, LENGTH = 8, 8, 4
+LECUN = nn.initializers.lecun_normal()
+
+
+def make_batch():
+    x, y = np.random.default_rng(0).normal(size=(2, BATCH, LENGTH, WIDTH))
+    return {"x": x.astype(np.float32), "y": y.astype(np.float32)}
+
+
+def mean_square(model, batch, key):
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+class Attention(nn.Module):
+    """Names of T5X, of meshes of other programs and of several axes for one dim."""
+
+    @nn.compact
+    def __call__(self, x):
+        named = nn.with_partitioning
+        x = nn.MultiHeadDotProductAttention(
+            num_heads=2,
+            kernel_init=named(LECUN, ("embed", "heads", "kv")),
+            bias_init=named(nn.initializers.zeros, ("kv",)),
+        )(x)
+        x = nn.DenseGeneral(
+            (2, WIDTH), kernel_init=named(LECUN, (("data", "fsdp"), None, "tp"))
+        )(x)
+        logical = nn.with_logical_partitioning(LECUN, ("mlp", "embed"))
+        return nn.Dense(WIDTH, kernel_init=logical)(x.reshape(*x.shape[:-2], -1))
+
+
+class NnxAttention(nnx.Module):
+    def __init__(self, rngs):
+        named = nnx.with_partitioning
+        self.attention = nnx.MultiHeadAttention(
+            *(2, WIDTH),
+            kernel_init=named(LECUN, ("embed", "heads", "kv")),
+            decode=False,
+            rngs=rngs,
+        )
+        self.out = nnx.LinearGeneral(
+            *(WIDTH, (2, WIDTH)),
+            kernel_init=named(LECUN, jax.P(("data", "fsdp"), None, "tp")),
+            rngs=rngs,
+        )
+
+    def __call__(self, x):
+        return jnp.sum(self.out(self.attention(x)), axis=-2)
+
+
+def plain_init(key):
+    return Attention().init(key, jnp.zeros((1, LENGTH, WIDTH)))
+
+
+def penalised(model, batch, key):
+    error = mean_square(model, batch, key)
+    return error + 0.1 * sum(jnp.sum(w**2) for w in jax.tree.leaves(model.params))
+
+
+def train(model, loss_fn, stage, num_devices, tx=None):
+    config = {"zero.stage": stage, "zero.min_shard_elements": 1}
+    config["precision.compute_dtype"] = "float32"
+    devices = jax.devices()[:num_devices]
+    tx = optax.adam(0.01) if tx is None else tx
+    run = initialize(model, tx, loss_fn, make_batch(), config, devices=devices)
+    state, losses = run.state, []
+    for _ in range(2):
+        state, metrics = run.step(state, make_batch())
+        losses.append(float(metrics["loss"]))
+    return [*losses, float(run.evaluate(state, make_batch())["loss"])]
+
+
+@pytest.mark.parametrize(
+    ("model", "loss_fn"),
+    [
+        pytest.param(Attention(), mean_square, id="linen-names"),
+        pytest.param(NnxAttention, mean_square, id="nnx-names"),
+        pytest.param((plain_init, Attention().apply), mean_square, id="plain-names"),
+        pytest.param(nn.Dense(WIDTH), penalised, id="linen-penalty"),
+    ],
+)
+def test_zero_3_on_eight_devices_equals_one(model, loss_fn):
+    losses = train(model, loss_fn, 3, 8)
+    np.testing.assert_allclose(losses, train(model, loss_fn, 0, 1), rtol=1e-5)
+    assert losses[2] < losses[1] < losses[0]
