@@ -9,8 +9,10 @@ JAX_MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
 FOR_THIS_GPU = {"TORCH_CUDA_ARCH_LIST": ""}
 """DeepSpeed builds its extensions for the GPU that is there: `9.0a`, as some machines
 have it in this variable, is a version that it cannot read."""
+ONE_DEVICE = {"CUDA_VISIBLE_DEVICES": "0"}
 _HERE = "examples/benchmarks"
-_TORCH = ("{python}", "-m", "torch.distributed.run", "--nproc_per_node={devices}")
+_TORCH = ("{python}", "-m", "torch.distributed.run")
+_PROCESSES = "--nproc_per_node={devices}"
 
 
 def zjax(
@@ -24,26 +26,33 @@ def zjax(
 
 
 def deepspeed(
-    name: str, shape: Shape, stage: int, compiled: str, *more: str
+    name: str,
+    shape: Shape,
+    stage: int,
+    compiled: str,
+    *more: str,
+    on_one_device: bool = False,
+    timeout_seconds: int = 300,
 ) -> Contestant:
-    """DeepSpeed ZeRO; `compiled` is none, blocks or blocks_and_loss."""
+    """DeepSpeed ZeRO; `compiled` is one of `torch_gpt.COMPILED`."""
     options = (f"--stage={stage}", f"--compile={compiled}", *more)
-    command = (*_TORCH, f"{_HERE}/deepspeed_peer.py", *_size(shape), *options)
-    return Contestant(name, command, "peer", FOR_THIS_GPU)
+    processes = "--nproc_per_node=1" if on_one_device else _PROCESSES
+    script = f"{_HERE}/deepspeed_peer.py"
+    command = (*_TORCH, processes, script, *_size(shape), *options)
+    variables = FOR_THIS_GPU | (ONE_DEVICE if on_one_device else {})
+    return Contestant(name, command, "peer", variables, timeout_seconds)
 
 
-def fsdp(name: str, shape: Shape, *, reshard: bool) -> Contestant:
+def fsdp(name: str, shape: Shape, *more: str, reshard: bool) -> Contestant:
     """Torch FSDP2 with compiled blocks and loss."""
-    options = (f"--reshard={int(reshard)}", "--compile=blocks_and_loss")
-    command = (*_TORCH, f"{_HERE}/fsdp_peer.py", *_size(shape), *options)
-    return Contestant(name, command, "peer")
+    options = (f"--reshard={int(reshard)}", "--compile=blocks_and_loss", *more)
+    return _on_all(name, "fsdp_peer", shape, *options)
 
 
 def tensor(name: str, shape: Shape, *, asynchronous: bool) -> Contestant:
     """Torch tensor parallelism over all devices, with compiled blocks."""
     options = (f"--asynchronous={int(asynchronous)}", "--compile=blocks")
-    command = (*_TORCH, f"{_HERE}/tensor_peer.py", *_size(shape), *options)
-    return Contestant(name, command, "peer")
+    return _on_all(name, "tensor_peer", shape, *options)
 
 
 def pipeline(
@@ -51,8 +60,7 @@ def pipeline(
 ) -> Contestant:
     """DeepSpeed's pipeline, a stage per device with its share of the parameters."""
     options = (f"--num_microbatches={num_microbatches}", f"--compile={compiled}", *more)
-    command = (*_TORCH, f"{_HERE}/pipeline_peer.py", *_size(shape), *options)
-    return Contestant(name, command, "peer", FOR_THIS_GPU)
+    return _on_all(name, "pipeline_peer", shape, *options, environment=FOR_THIS_GPU)
 
 
 def plain_jax(name: str, shape: Shape, stage: int) -> Contestant:
@@ -70,6 +78,18 @@ def compare_speed(
     """The one case of a row about speed."""
     metric, unit = "tokens_per_second_per_device", "tokens/s/device"
     return (Case(ours, peer, metric, unit, must=must, aim=aim),)
+
+
+def _on_all(
+    name: str,
+    script: str,
+    shape: Shape,
+    *options: str,
+    environment: dict[str, str] | None = None,
+) -> Contestant:
+    """A program of torch with a process for each device."""
+    words = (f"{_HERE}/{script}.py", *_size(shape), *options)
+    return Contestant(name, (*_TORCH, _PROCESSES, *words), "peer", environment or {})
 
 
 def _size(shape: Shape) -> tuple[str, ...]:

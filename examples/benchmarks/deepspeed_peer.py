@@ -7,6 +7,7 @@ python -m torch.distributed.run --nproc_per_node=2 examples/benchmarks/deepspeed
 
 import argparse
 import contextlib
+import json
 
 import deepspeed
 import torch
@@ -15,6 +16,8 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from shape import Shape, shape_of
 from torch_gpt import DEVICE, GPT
 
+ADAM = {"lr": 1e-4, "weight_decay": 0.1, "betas": (0.9, 0.95)}
+BLOCK = "torch_gpt.Block"
 BUCKET_ELEMENTS = 200_000_000
 TILE_ELEMENTS = 200_000_000
 """Of an update with its state on disks: read, updated and written in turn."""
@@ -57,6 +60,13 @@ def make_settings(shape: Shape, given: argparse.Namespace) -> dict:
             settings["aio"] = ON_DISKS
             settings["zero_optimization"]["sub_group_size"] = TILE_ELEMENTS
         settings["zero_optimization"]["offload_optimizer"] = place
+    if given.deepcompile:
+        settings["compile"] = {"deepcompile": True}
+    if given.leaf_blocks:
+        settings["zero_optimization"]["leaf_module"] = {"classes": [BLOCK]}
+    if "zenflow" in given.zero:
+        settings["optimizer"] = {"type": "AdamW", "params": ADAM}
+    settings["zero_optimization"] |= given.zero
     return settings
 
 
@@ -70,11 +80,10 @@ def make_model(shape: Shape, settings: dict, given: argparse.Namespace) -> GPT:
     return model
 
 
-def make_optimizer(model: GPT, *, offload: bool) -> torch.optim.Optimizer:
-    settings = {"lr": 1e-4, "weight_decay": 0.1, "betas": (0.9, 0.95)}
+def make_optimizer(model: GPT, offload: bool) -> torch.optim.Optimizer:
     if offload:
-        return DeepSpeedCPUAdam(model.parameters(), adamw_mode=True, **settings)
-    return torch.optim.AdamW(model.parameters(), fused=True, **settings)
+        return DeepSpeedCPUAdam(model.parameters(), adamw_mode=True, **ADAM)
+    return torch.optim.AdamW(model.parameters(), fused=True, **ADAM)
 
 
 def main() -> None:
@@ -85,16 +94,25 @@ def main() -> None:
     parser.add_argument("--offload", choices=places, default="", help="optimizer state")
     parser.add_argument("--nvme_path", default="", help="directory on the disk")
     parser.add_argument("--recompute", action="store_true", help="blocks, in full")
+    parser.add_argument("--deepcompile", action="store_true", help="the whole model")
+    parser.add_argument("--leaf_blocks", action="store_true", help="gathered at once")
+    more = "more of zero_optimization, in JSON"
+    parser.add_argument("--zero", type=json.loads, default={}, help=more)
     given = parser.parse_args()
     shape = shape_of(given)
     with torch_gpt.prepared(given.attention):
         deepspeed.init_distributed()
         settings = make_settings(shape, given)
         model = make_model(shape, settings, given)
-        optimizer = make_optimizer(model, offload=bool(given.offload))
+        # DeepSpeed makes the optimizers of ZenFlow itself, from its settings.
+        optimizer = None
+        if "optimizer" not in settings:
+            optimizer = make_optimizer(model, bool(given.offload))
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=settings
         )
+        if given.deepcompile:
+            engine.compile()
         batch = torch_gpt.make_batch(shape)
 
         def step() -> torch.Tensor:

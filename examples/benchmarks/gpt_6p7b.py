@@ -1,6 +1,6 @@
 """GPT 6.7B, 2 x 4096 tokens per device: speed and memory of ZeRO 2 and 3."""
 
-from contestants import compare_speed, deepspeed, fsdp, plain_jax, zjax
+from contestants import compare_speed, deepspeed, fsdp, zjax
 from shape import GPT_6P7B
 
 from zjax.bench import Case, Contest, Row
@@ -23,8 +23,6 @@ def get_contest():
         deepspeed("DeepSpeed ZeRO-3", SHAPE, 3, "none"),
         fsdp(KEPT, SHAPE, reshard=False),
         fsdp(RESHARDED, SHAPE, reshard=True),
-        plain_jax("plain JAX ZeRO-2", SHAPE, 2),
-        plain_jax("plain JAX ZeRO-3", SHAPE, 3),
     )
 
     def peak(name, ours, peer):
@@ -46,11 +44,6 @@ def get_contest():
             "fsdp_6p7b",
             "GPT 6.7B: our best stage is as fast as the better of FSDP2's two modes.",
             compare_speed(OURS, (KEPT, RESHARDED), 1.02, 1.1),
-        ),
-        Row(
-            "plain_jax_6p7b",
-            "GPT 6.7B: our best stage is no slower than ZeRO written by hand in JAX.",
-            compare_speed(OURS, ("plain JAX ZeRO-2", "plain JAX ZeRO-3"), 1.0, None),
         ),
         Row(
             "peak_memory_6p7b",

@@ -7,7 +7,7 @@
 import dataclasses
 import pathlib
 
-from contestants import compare_speed, deepspeed, zjax
+from contestants import ONE_DEVICE, compare_speed, deepspeed, zjax
 from shape import Shape
 
 from zjax.bench import Contest, Row
@@ -44,10 +44,12 @@ def get_contest():
         "configs/gpt_6p7b.py",
         *SETTINGS,
         f"zero.nvme_paths=('{folder}',)",
-        environment={"CUDA_VISIBLE_DEVICES": "0"},
+        environment=ONE_DEVICE,
     )
     options = ("--offload=nvme", f"--nvme_path={folder}", "--recompute")
-    theirs = deepspeed("DeepSpeed ZeRO-3", SHAPE, 3, "none", *options)
+    theirs = deepspeed(
+        "DeepSpeed ZeRO-3", SHAPE, 3, "none", *options, on_one_device=True
+    )
     row = Row(
         "nvme_vs_deepspeed",
         "GPT 2.7B on one device: optimizer state on a disk is faster than DeepSpeed's.",

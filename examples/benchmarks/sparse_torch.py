@@ -1,15 +1,13 @@
 """Peers of block-sparse attention in torch: FlexAttention, or dense attention of cuDNN.
 
-python examples/benchmarks/sparse_torch.py [--how=blocks|mask|dense] [--only=NAME_PART]
+python examples/benchmarks/sparse_torch.py [--how=blocks|mask|dense] [--tma]
+    [--only=NAME_PART]
 """
 
 import argparse
 import functools
-import multiprocessing
-import os
 import platform
 from collections.abc import Callable
-from concurrent import futures
 from importlib import metadata
 from typing import Any
 
@@ -19,6 +17,9 @@ from sparse_cases import Case
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
+
+TUNED = {"PRESCALE_QK": True, "ROWS_GUARANTEED_SAFE": True}
+"""Options of the kernel that every layout here allows: each row sees its own block."""
 
 
 def make_calls(case: Case, attend) -> dict[str, Callable[[], Any]]:
@@ -48,12 +49,12 @@ def time_both(case: Case, attend) -> dict[str, list[float]]:
     return found
 
 
-def with_blocks(case: Case):
+def with_blocks(case: Case, options: dict[str, bool]):
     """Within the blocks that causality cuts, a mask that knows of causality alone."""
-    return flex(live_blocks(case), is_causal)
+    return flex(live_blocks(case), is_causal, options)
 
 
-def with_mask(case: Case):
+def with_mask(case: Case, options: dict[str, bool]):
     """A mask that looks the layout up, as torch documents it for any layout.
 
     The blocks are those that `create_block_mask` would find with it.
@@ -63,15 +64,19 @@ def with_mask(case: Case):
     def is_seen(batch, head, query, key):
         return live[query // cases.BLOCK, key // cases.BLOCK] & (query >= key)
 
-    return flex(live, is_seen)
+    return flex(live, is_seen, options)
 
 
 def live_blocks(case: Case) -> torch.Tensor:
     return torch.tensor(cases.CAUSAL[case.layout](case.length // cases.BLOCK)).cuda()
 
 
-def flex(live: torch.Tensor, sees):
-    """Whole blocks are told apart from those that causality cuts."""
+def flex(live: torch.Tensor, sees, options: dict[str, bool]):
+    """Whole blocks are told apart from those that causality cuts.
+
+    Torch tries its sizes of tiles and takes the fastest, once for each size of the
+    arrays: the layouts of one size differ in their numbers alone.
+    """
     is_cut = torch.eye(len(live), dtype=torch.bool, device="cuda")
     mask = BlockMask.from_kv_blocks(
         *in_order(live & is_cut),
@@ -80,8 +85,13 @@ def flex(live: torch.Tensor, sees):
         mask_mod=sees,
     )
     torch._dynamo.reset()  # every case is compiled, whatever came before it
-    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-    return lambda q, k, v: compiled(q, k, v, block_mask=mask)
+    compiled = torch.compile(
+        flex_attention,
+        dynamic=False,
+        fullgraph=True,
+        mode="max-autotune-no-cudagraphs",
+    )
+    return functools.partial(compiled, block_mask=mask, kernel_options=options)
 
 
 def is_causal(batch, head, query, key):
@@ -94,24 +104,7 @@ def in_order(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return blocks.sum(1, dtype=torch.int32)[None, None], columns.int()[None, None]
 
 
-def fill_cache(make, chosen: list[Case]) -> None:
-    """Compiles all sizes at once, each in a process of its own, for this one to read.
-
-    The layouts of one size differ in their numbers alone.
-    """
-    sizes = {(case.length, case.head_size): case for case in chosen}
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # in each of these processes
-    spawn = multiprocessing.get_context("spawn")
-    with futures.ProcessPoolExecutor(len(sizes), spawn) as pool:
-        list(pool.map(functools.partial(compile_both, make), sizes.values()))
-
-
-def compile_both(make, case: Case) -> None:
-    for call in make_calls(case, make(case)).values():
-        call()
-
-
-def dense(case: Case):
+def dense(case: Case, options: dict[str, bool]):
     def attend(q, k, v):
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             causal = case != cases.BOTH_WAYS
@@ -124,16 +117,16 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     ways = {"blocks": with_blocks, "mask": with_mask, "dense": dense}
     parser.add_argument("--how", choices=ways, default="blocks")
+    parser.add_argument("--tma", action="store_true", help="by the bulk copy engine")
     parser.add_argument("--only", default="")
     args = parser.parse_args()
     make = ways[args.how]
     known = cases.DENSE if make is dense else cases.LAYOUTS
     chosen = [case for case in known if args.only in case.name]
-    if make is not dense:
-        fill_cache(make, chosen)
+    options = TUNED | ({"USE_TMA": True} if args.tma else {})
     metrics = {}
     for case in chosen:
-        metrics |= cases.describe(case, time_both(case, make(case)))
+        metrics |= cases.describe(case, time_both(case, make(case, options)))
     if make is dense:
         metrics |= cases.share_of_dense(metrics)
     cases.print_result(

@@ -24,6 +24,8 @@ ATTENTION = {
     "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH],
 }
 """Kernels in the order of preference; `default` is torch's own choice."""
+COMPILED = ("none", "loss", "blocks", "blocks_and_loss", "forwards_and_loss")
+"""What `torch.compile` is given."""
 
 
 class Linear(nn.Linear):
@@ -84,12 +86,17 @@ class GPT(nn.Module):
         return self.loss(logits, targets)
 
     def compile_parts(self, parts: str) -> None:
-        """Compiles nothing, the blocks, or the blocks and the loss."""
-        if parts == "none":
-            return
+        """Compiles the named parts, such as `blocks_and_loss`.
+
+        `forwards` are those of the blocks without the hooks around them.
+        """
+        names = parts.split("_and_")
         for block in self.blocks:
-            block.compile()
-        if parts == "blocks_and_loss":
+            if "blocks" in names:
+                block.compile()
+            if "forwards" in names:
+                block.forward = torch.compile(block.forward)
+        if "loss" in names:
             self.loss = torch.compile(token_loss)
 
 
@@ -100,8 +107,7 @@ def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def make_torch_parser(description: str) -> argparse.ArgumentParser:
     parser = make_parser(description)
     parser.add_argument("--num_microbatches", type=int, default=1)
-    parts = ("none", "blocks", "blocks_and_loss")
-    parser.add_argument("--compile", choices=parts, default="none")
+    parser.add_argument("--compile", choices=COMPILED, default="none")
     parser.add_argument("--attention", choices=tuple(ATTENTION), default="cudnn")
     return parser
 
