@@ -61,7 +61,7 @@ def get_contest():
     alone = _zjax(ALONE, 2, ONE_DEVICE)
     theirs = (
         *(
-            deepspeed(name, SHAPE, stage, *how)
+            deepspeed(name, SHAPE, stage, *how, timeout_seconds=160)
             for stage, ways in PEERS.items()
             for name, how in ways.items()
         ),
