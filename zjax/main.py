@@ -28,6 +28,7 @@ from zjax.config import flags as config_flags
 from zjax.config.check import check_processes
 from zjax.config.describe import describe_settings
 from zjax.config.load import load_config
+from zjax.config.paths import local_path
 from zjax.config.schema import Config
 from zjax.data.prepare import prepare
 from zjax.errors import ConfigError, Problem, ZjaxError
@@ -216,7 +217,8 @@ def bench() -> None:
         hold_contest(flags.FLAGS)
         return
     if flags.FLAGS.nvme:
-        speed = measure_disks(tuple(flags.FLAGS.nvme))
+        disks = [local_path("nvme", path) for path in flags.FLAGS.nvme]
+        speed = measure_disks(tuple(disks))
         print(describe_disks(speed))
         print(result_line(dataclasses.asdict(speed)))
         return
@@ -262,7 +264,7 @@ def export() -> None:
     """Writes the weights of the last checkpoint as safetensors."""
     config = config_flags.config_from_flags()
     folder = pathlib.Path(config.directory)
-    output = flags.FLAGS.output or str(folder / "model.safetensors")
+    output = local_path("output", flags.FLAGS.output or folder / "model.safetensors")
     size = export_safetensors(
         Store(str(folder / "checkpoints")), output, dtype=flags.FLAGS.dtype
     )

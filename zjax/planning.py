@@ -1,6 +1,7 @@
 """What a run would take, before it runs: the plan, the stages, the compiled program."""
 
 import dataclasses
+import os
 import pathlib
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ from jax.sharding import Mesh
 from zjax.config.axes import axis_sizes
 from zjax.config.batch import resolve_batch
 from zjax.config.check import check_config
+from zjax.config.paths import local_path
 from zjax.config.schema import Config
 from zjax.errors import ConfigError, Problem, ZjaxError
 from zjax.fitting import abstract_batch, check_room, fit_plan
@@ -122,7 +124,8 @@ def report_plan(
     plan = stages[config.zero.stage]
     if isinstance(mesh, Mesh):
         plan = fit_plan(config, mesh, model, tx)
-    path = pathlib.Path(picture or pathlib.Path(config.directory) / "plan.png")
+    picture = picture or os.path.join(config.directory, "plan.png")
+    path = pathlib.Path(local_path("output", picture))
     title = f"{memory.num_params(plan):,} parameters on {num_devices} devices"
     totals = [memory.plan_bytes(each) for each in stages]
     plot.plot_memory_per_stage(totals, path, title=title)

@@ -6,6 +6,7 @@ from absl import flags
 
 from zjax.bench.compete import Selection, compete
 from zjax.compiler import simulation
+from zjax.config.paths import local_path
 from zjax.errors import ConfigError, Problem
 
 CONTEST_FLAGS = ("only", "rows", "records", "output")
@@ -32,10 +33,11 @@ def hold_contest(given: flags.FlagValues) -> None:
     """
     simulated = simulation(given.simulated_devices)
     variables = {name.upper(): str(value) for name, value in simulated.items()}
+    records = [local_path("records", path) for path in given.records]
     compete(
-        given.contest,
-        Selection(only=given.only, rows=given.rows, records=given.records),
-        output=given.output or OUTPUT,
+        local_path("contest", given.contest),
+        Selection(only=given.only, rows=given.rows, records=records),
+        output=local_path("output", given.output or OUTPUT),
         environment=os.environ | variables,
     )
 

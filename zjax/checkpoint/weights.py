@@ -13,6 +13,7 @@ from zjax.checkpoint import layers, layout, tiles
 from zjax.checkpoint.export import DTYPES, tensor_name
 from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.saved import place_slices
+from zjax.config.paths import local_path
 from zjax.errors import CheckpointError, Problem
 from zjax.sharding.placement import Row
 from zjax.typing import Params
@@ -66,7 +67,7 @@ def load_in_turn(path: str, rows: Any) -> Iterator[Any]:
 
 def _find_tensors(path: str) -> dict[str, pathlib.Path]:
     """Name to the file that holds it."""
-    place = pathlib.Path(path)
+    place = pathlib.Path(local_path("checkpoint.init_from", path, CheckpointError))
     if place.is_dir():
         indices = sorted(place.glob("*.safetensors.index.json"))
         files = sorted(place.glob("*.safetensors"))

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import ml_collections
 
-from zjax.config import axes, schema
+from zjax.config import axes, paths, schema
 from zjax.errors import ConfigError, Problem
 
 Section = TypeVar("Section")
@@ -166,7 +166,17 @@ def _value(hint: Any, value: Any, field: str, problems: list[Problem]) -> Any:
         _refuse_type(field, value, expected, problems)
     elif hint is float and math.isnan(value):
         problems.append(Problem(field, value, "is not a number", "use a number"))
+    elif field.partition("[")[0] in paths.SETTINGS:
+        return _path(value, field, problems)
     return value
+
+
+def _path(value: str, field: str, problems: list[Problem]) -> str:
+    try:
+        return paths.local_path(field, value)
+    except ConfigError as error:
+        problems += error.problems
+        return value
 
 
 def _choice(

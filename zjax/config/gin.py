@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from gin import config_parser
 
-from zjax.config import convert, override, schema
+from zjax.config import convert, override, paths, schema
 from zjax.errors import ConfigError, Problem
 
 WIRING = "set values only: config.section.name = value"
@@ -58,7 +58,8 @@ def read_gin(files: Sequence[str] = (), bindings: Sequence[str] = ()) -> dict[st
     problems: list[Problem] = []
     found: list[tuple[str, Any]] = []
     for path in files:
-        found += _read_file(pathlib.Path(path), (), problems)
+        local = paths.local_path("gin_file", path)
+        found += _read_file(pathlib.Path(local), (), problems)
     for binding in bindings:
         found += _read_text(binding, "gin", (), problems)
     macros = {"inf": math.inf}

@@ -10,7 +10,7 @@ from typing import Any
 
 import ml_collections
 
-from zjax.config import convert, gin, override, schema
+from zjax.config import convert, gin, override, paths, schema
 from zjax.errors import ConfigError, Problem
 
 
@@ -59,7 +59,7 @@ def _read(source: Any) -> Mapping[str, Any]:
         problem = f"is a {type(source).__name__}, which holds no settings"
         remedy = "give a .py or .gin file, a dict, a ConfigDict or a Config"
         raise ConfigError(Problem("config", source, problem, remedy))
-    path = pathlib.Path(source)
+    path = pathlib.Path(paths.local_path("config", source))
     if path.suffix not in _READERS:
         kinds = " or ".join(suffix for suffix in _READERS if suffix != ".json")
         problem = Problem("config", str(path), "is not a config file", f"use {kinds}")

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import tokenizers
 from rich import console, progress
 
+from zjax.config.paths import local_path
 from zjax.data import documents, store
 from zjax.data import tokenizer as text
 from zjax.errors import DataError, Problem
@@ -57,6 +58,10 @@ def prepare(
         DataError: An input, the tokenizer or the output cannot be used; nothing is
             left behind.
     """
+    output = local_path("output", output, DataError)
+    inputs = [local_path("input", path, DataError) for path in inputs]
+    if tokenizer.endswith(".json"):
+        tokenizer = local_path("tokenizer", tokenizer, DataError)
     problems = _check_settings(output, tokenizer, validation_fraction)
     if problems:
         raise DataError(*problems)

@@ -10,6 +10,7 @@ import tokenizers
 from jaxtyping import Int32
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from zjax.config.paths import local_path
 from zjax.errors import DataError, Problem
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<|eos|>", "<eos>", "</s>")
@@ -87,6 +88,7 @@ def load_tokenizer(path: str | pathlib.Path) -> Tokenizer:
     Raises:
         DataError: The file is missing or unreadable, or has no end-of-document token.
     """
+    path = local_path("tokenizer", path, DataError)
     if not pathlib.Path(path).is_file():
         raise DataError(
             Problem("tokenizer", str(path), "is not a file", "give a tokenizer.json")

@@ -1,0 +1,122 @@
+"""Paths of users: `~` is a home wherever one may be given, and buckets are refused."""
+
+import dataclasses
+import pathlib
+
+import pytest
+
+from zjax.checkpoint.weights import load_safetensors
+from zjax.config import base, load_config, schema
+from zjax.config.convert import to_mapping
+from zjax.config.gin import from_gin
+from zjax.config.paths import SETTINGS, local_path
+from zjax.data.prepare import prepare
+from zjax.data.tokenizer import load_tokenizer
+from zjax.errors import ConfigError, ZjaxError
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    """A home of its own for each test."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def names_of(section, path=""):
+    for field in dataclasses.fields(section):
+        name, value = f"{path}{field.name}", getattr(section, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from names_of(value, f"{name}.")
+        else:
+            yield name
+
+
+def test_no_setting_that_is_a_path_is_left_out():
+    """Fails where a new setting has the name of one."""
+    words = ("path", "directory", "file", "folder", "init_from")
+    found = {name for name in names_of(schema.Config()) if name.endswith(words)}
+    assert found | {"zero.nvme_paths"} == {*SETTINGS}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_home_is_expanded_in_every_setting(setting, home):
+    section, _, name = setting.rpartition(".")
+    many = setting == "zero.nvme_paths"
+    value = ("~/a",) if many else "~/a"
+    config = load_config({}, {setting: value})
+    found = getattr(getattr(config, section), name) if section else config.directory
+    assert found == ((f"{home}/a",) if many else f"{home}/a")
+
+
+def test_a_path_with_a_scheme_is_refused_by_name_with_all_others():
+    with pytest.raises(ConfigError) as error:
+        load_config({"directory": "gs://b/run", "data": {"path": "s3://b/d"}, "x": 1})
+    remedy = "give one on a disk, or where the bucket is mounted"
+    assert str(error.value).splitlines()[:2] == [
+        f"directory='gs://b/run' is not a path of a file system; {remedy}",
+        f"data.path='s3://b/d' is not a path of a file system; {remedy}",
+    ]
+    assert "x=1 is not a setting" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("~nobody-of-this-name/a", "begins with ~nobody-of-this-name, which names no"),
+        ("a\0b", "holds a NUL"),
+        ("file:///tmp/a", "is not a path of a file system"),
+    ],
+)
+def test_what_cannot_be_opened_is_refused(path, problem):
+    with pytest.raises(ConfigError, match=problem):
+        load_config({"directory": path})
+
+
+@pytest.mark.parametrize("path", ["", "a", "./~", "a:b", "c:/d", "x/gs://y"])
+def test_plain_paths_stay_as_they_are(path):
+    assert local_path("directory", path) == path
+
+
+def test_files_of_settings_may_lie_at_home(home):
+    (home / "a.gin").write_text("config.seed = 3\nconfig.directory = '~/b'")
+    for config in (load_config("~/a.gin"), from_gin(["~/a.gin"])):
+        assert (config.seed, config.directory) == (3, f"{home}/b")
+
+
+def test_defaults_and_loaded_configs_are_loaded_again_unchanged():
+    config = load_config({"directory": "~/a"})
+    assert load_config(config) == config
+    assert load_config(base()) == load_config(to_mapping(schema.Config()))
+
+
+def arguments(path):
+    """Every call, beside settings, that takes a path of the user."""
+    text = pathlib.Path("text.txt")
+    text.write_text("one\n")
+    return {
+        "config": lambda: load_config(f"{path}.gin"),
+        "gin_file": lambda: from_gin([path]),
+        "input": lambda: prepare([path], "out"),
+        "output": lambda: prepare([text], path),
+        "tokenizer": lambda: prepare([text], "out", tokenizer=f"{path}.json"),
+        "load_tokenizer": lambda: load_tokenizer(path),
+        "weights": lambda: load_safetensors(path, {}),
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["config", "gin_file", "input", "output", "tokenizer", "load_tokenizer", "weights"],
+)
+def test_arguments_with_a_scheme_are_refused(name, home):
+    with pytest.raises(ZjaxError, match="is not a path of a file system"):
+        arguments("gs://bucket/a")[name]()
+    assert not (home / "gs:").exists()
+
+
+def test_prepared_data_lies_at_home(home):
+    (home / "in").mkdir()
+    (home / "in" / "a.txt").write_text("one\n")
+    prepare(["~/in"], "~/out", validation_fraction=0.0)
+    assert (home / "out" / "meta.json").is_file()

@@ -1,0 +1,51 @@
+"""Paths as users write them: `~` is a home, and a URL is refused."""
+
+import os
+import re
+
+from zjax.errors import ConfigError, Problem, ZjaxError
+
+SETTINGS = ("directory", "zero.nvme_paths", "data.path", "checkpoint.init_from")
+"""All settings that are paths."""
+
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+def local_path(
+    field: str, path: str | os.PathLike[str], error: type[ZjaxError] = ConfigError
+) -> str:
+    """Expands `~` and `~user`, and refuses what no file system has.
+
+    Args:
+        field: The setting or flag, for the problem.
+        path: As the user gave it; an empty one stays empty.
+        error: What to raise.
+
+    Returns:
+        The path, as it can be opened.
+
+    Raises:
+        ZjaxError: Of the type `error`: a URL, an unknown home, or a NUL in the path.
+
+    Example:
+        >>> local_path("directory", "runs/a")
+        'runs/a'
+        >>> local_path("directory", "gs://bucket/a")
+        Traceback (most recent call last):
+        zjax.errors.ConfigError: directory='gs://bucket/a' is not a path of a file \
+system; give one on a disk, or where the bucket is mounted
+    """
+    given = os.fspath(path)
+    if _SCHEME.match(given):
+        problem = "is not a path of a file system"
+        remedy = "give one on a disk, or where the bucket is mounted"
+        raise error(Problem(field, given, problem, remedy))
+    if "\0" in given:
+        raise error(Problem(field, given, "holds a NUL", "leave it out"))
+    expanded = os.path.expanduser(given)
+    if expanded.startswith("~"):
+        home, _, _ = given.partition("/")
+        problem = f"begins with {home}, which names no home"
+        remedy = "give the whole path, or begin it with ./"
+        raise error(Problem(field, given, problem, remedy))
+    return expanded
