@@ -19,7 +19,7 @@ FLOORS = (
     ("models", "train"),
     ("linen", "nnx", "checkpoint", "observe", "offload"),
     ("step", "stopping"),
-    ("fitting", "exhausted", "nonfinite"),
+    ("fitting", "exhausted", "nonfinite", "resume"),
     ("initialize", "pinned", "propose"),
     ("trainer", "planning"),
     ("bench",),

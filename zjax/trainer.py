@@ -16,7 +16,7 @@ from zjax.config.convert import to_mapping
 from zjax.config.load import load_config
 from zjax.config.schema import Config
 from zjax.data.loader import Loader
-from zjax.errors import CheckpointError, ConfigError, DataError, Problem
+from zjax.errors import ConfigError, DataError, Problem
 from zjax.exhausted import remedies_told
 from zjax.initialize import adopt_optimizer, make_run, without_clipping
 from zjax.models.build import make_model
@@ -30,6 +30,7 @@ from zjax.optim.precision import describe_precision
 from zjax.optim.schedules import make_schedule
 from zjax.pinned import pin_what_is_needed
 from zjax.propose import choose_mesh
+from zjax.resume import first_step, report_changes
 from zjax.sharding.describe import describe_plan, describe_plan_totals
 from zjax.sharding.mesh import BATCH_AXES, mesh_sizes
 from zjax.stopping import finishing, stop_signals
@@ -102,7 +103,9 @@ class Trainer:
         self.store = Store(
             str(folder), keep_last=kept.keep_last, keep_best=kept.keep_best
         )
-        start = self._first_step()
+        start = first_step(self.store, kept.resume)
+        if start:
+            report_changes(self.store.extra(start), self.config, start)
         model = make_model(self.config) if model is None else model
         own = tx is None
         self.run = make_run(
@@ -311,21 +314,6 @@ class Trainer:
     def _settle(self) -> None:
         if self.state.pending:
             self.state = self.run.step.settle(self.state)
-
-    def _first_step(self) -> int:
-        resume = self.config.checkpoint.resume
-        latest = self.store.latest()
-        if resume == "required" and latest is None:
-            remedy = "give the directory of a run, or set checkpoint.resume=auto"
-            directory = str(self.store.directory)
-            problem = "holds no checkpoint to resume from"
-            raise CheckpointError(Problem("directory", directory, problem, remedy))
-        if resume == "never" and latest is not None:
-            remedy = "choose another directory, or set checkpoint.resume=auto"
-            directory = str(self.store.directory)
-            problem = f"holds a run at step {latest}"
-            raise CheckpointError(Problem("directory", directory, problem, remedy))
-        return latest or 0
 
     def _restore(self, step: int) -> Callable[[TrainState], TrainState]:
         return lambda rows: self.store.restore(rows, step)[0]

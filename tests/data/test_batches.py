@@ -9,6 +9,7 @@ from tests.reference import sampling
 from tests.support.squares import Columns
 from zjax.config import schema
 from zjax.data import batches as wrapping
+from zjax.data import digest
 from zjax.errors import DataError
 
 CONFIG = schema.Config(seed=3, global_batch_size=8)
@@ -24,6 +25,11 @@ def make_batches(num_batches):
         {"x": np.full((8, 2), float(n)), "scale": np.float32(n)}
         for n in range(num_batches)
     ]
+
+
+def digest_of(given):
+    chain = digest.BatchChain()
+    return [chain.add(batch) for batch in given][-1]
 
 
 def test_columns_are_sampled_by_seed_and_step():
@@ -58,7 +64,9 @@ def test_batches_come_in_order_and_end(kind):
     given = kind(make_batches(5))
     with wrapping.wrap_batches(given, CONFIG, shardings, start_step=2) as batches:
         found = list(batches)
-        assert batches.state() == {"step": 5}
+        state = batches.state()
+    assert (state["step"], state["global_batch_size"]) == (5, 8)
+    assert state["drawn"] == digest_of(make_batches(5))
     assert [float(batch["x"][7, 1]) for batch in found] == [2.0, 3.0, 4.0]
     assert [float(batch["scale"]) for batch in found] == [2.0, 3.0, 4.0]
     assert found[0]["x"].dtype == np.float32

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import logging
 import pathlib
 import subprocess
 import sys
@@ -94,7 +95,7 @@ def test_a_loader_resumes_at_the_sample_where_another_stopped(num_read):
         assert take(second, 4) == expected
 
 
-def test_other_data_cannot_be_resumed():
+def test_another_order_cannot_be_resumed():
     config = make_config()
     with loader.make_loader(config, make_shardings()) as first:
         state = first.state()
@@ -108,6 +109,24 @@ def test_other_data_cannot_be_resumed():
         "seed=4 was 3 in the saved run, so its samples are not these; restore that "
         "setting or that data, or start a new run"
     )
+
+
+@pytest.mark.parametrize("name", ["num_rows", "data.digest", "data.tokenizer"])
+def test_each_word_of_the_position_is_compared(name):
+    """Fails if one of them is left out where all else is the same."""
+    batches = loader.make_loader(make_config(), make_shardings())
+    with pytest.raises(DataError, match=f"^{name}=.* was 'other' in the saved run"):
+        batches.set_state(batches.state() | {name: "other"})
+
+
+def test_a_position_that_says_less_is_taken_and_told(caplog):
+    batches = loader.make_loader(make_config(), make_shardings())
+    state = batches.state()
+    del state["data.digest"]
+    with caplog.at_level(logging.WARNING, logger="absl"):
+        batches.set_state(state | {"step": 3})
+    assert batches.state()["step"] == 3
+    assert caplog.messages == ["the checkpoint does not say its data.digest"]
 
 
 def test_a_finite_loader_ends():

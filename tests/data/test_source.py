@@ -5,7 +5,15 @@ import numpy as np
 import pytest
 
 from zjax.config import schema
-from zjax.data import packing, prepare, source, standard_library, store, synthetic
+from zjax.data import (
+    digest,
+    packing,
+    prepare,
+    source,
+    standard_library,
+    store,
+    synthetic,
+)
 from zjax.errors import DataError
 
 
@@ -266,7 +274,7 @@ def test_split_that_was_not_made():
 
 def test_long_streams_are_searched_in_parts(monkeypatch):
     """Fails if the parts leave out the end of the stream."""
-    monkeypatch.setattr(store, "SCAN_TOKENS", 640)
+    monkeypatch.setattr(digest, "SCAN_TOKENS", 640)
     tokens = np.zeros(100_000, np.uint16)
     tokens[-1] = 7
     assert store.largest_id(tokens) == 7

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from zjax.config import schema
-from zjax.data import loader, placement
+from zjax.data import digest, loader, placement
 from zjax.errors import DataError, Problem
 
 
@@ -36,7 +36,8 @@ def wrap_batches(
 
     A dataset (`column_names`, `len`, `dataset[[3, 1]] -> dict of columns`) is sampled
     by (seed, step) like our own data. Anything else must yield whole global batches,
-    the same in every process; resuming draws and drops those before `start_step`.
+    the same in every process; resuming draws and drops those before `start_step`, and
+    tells if they are not those of the saved run.
 
     Args:
         batches: The dataset, or the iterable of trees of numeric arrays whose first dim
@@ -61,7 +62,9 @@ def wrap_batches(
 
     loader.check_batch_size(config)
     end = None if num_batches is None else start_step + num_batches
+    num_rows = config.global_batch_size
     opened: list[Any] = []
+    drawn: dict[int, str] = {}
 
     def open_at(step: int) -> Any:
         iterator = iter(batches)
@@ -75,17 +78,25 @@ def wrap_batches(
                 )
             )
         opened.append(step)
-        given = itertools.islice(enumerate(iterator), step, end)
+        chain = digest.BatchChain()
+
+        def draw() -> Iterator[tuple[int, Any]]:
+            for number, batch in enumerate(itertools.islice(iterator, end)):
+                drawn[number + 1] = chain.add(batch)
+                if number >= step:
+                    yield number, batch
 
         def place(numbered: tuple[int, Any]) -> Any:
             number, batch = numbered
             return placement.place_batch(
-                batch, shardings, config.global_batch_size, f"batches[{number}]"
+                batch, shardings, num_rows, f"batches[{number}]"
             )
 
-        return read_ahead(given, place, config.data)
+        return read_ahead(draw(), place, config.data)
 
-    return loader.Loader(open_at, {}, start_step)
+    return loader.Loader(
+        open_at, {"global_batch_size": num_rows}, start_step, drawn=drawn
+    )
 
 
 def read_ahead(
@@ -134,6 +145,10 @@ class ColumnRows:
             name: placement.narrow(_stack(values), f"batches[{name!r}]")
             for name, values in columns.items()
         }
+
+    def digest(self) -> str:
+        """Sums up some of the rows."""
+        return digest.digest_columns(self.read, len(self))
 
 
 class GivenBatches(grain.IterDataset):

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import grain
 import jax
 import numpy as np
-from absl import flags
+from absl import flags, logging
 from jaxtyping import Int64
 
 from zjax.config import schema
@@ -41,17 +41,23 @@ class Loader:
         position: What, besides the step, decides which samples come; it is compared
             when a state is restored.
         start_step: Step of the first batch.
+        drawn: Filled by the iterator: by step, a digest of the batches before it, where
+            batches are drawn in order.
     """
 
     def __init__(
         self,
         open_at: Callable[[int], Any],
-        position: dict[str, int],
+        position: dict[str, Any],
         start_step: int,
+        *,
+        drawn: dict[int, str] | None = None,
     ):
         self._open_at = open_at
         self._position = position
         self._step = start_step
+        self._drawn = {} if drawn is None else drawn
+        self._saved_digest: str | None = None
         self._open: list[Any] = []
         # Also runs at exit: a thread that places arrays while the interpreter goes down
         # would crash it.
@@ -68,6 +74,9 @@ class Loader:
         except BaseException:
             self.close()
             raise
+        self._check_drawn()
+        for step in [step for step in list(self._drawn) if step <= self._step]:
+            del self._drawn[step]
         self._step += 1
         return batch
 
@@ -86,34 +95,47 @@ class Loader:
         self.close()
         self._step = 0
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, Any]:
         """Says where the loader is: the `step` of the next batch, and which data."""
-        return {"step": self._step} | self._position
+        drawn = {"drawn": self._drawn[self._step]} if self._step in self._drawn else {}
+        return {"step": self._step} | self._position | drawn
 
-    def set_state(self, state: dict[str, int]) -> None:
+    def set_state(self, state: dict[str, Any]) -> None:
         """Goes to where another loader of the same data was.
 
         Args:
             state: What `state` gave.
 
         Raises:
-            DataError: The data, seed or batch size differ, so the same step would be
-                other samples.
+            DataError: The data, its order or the batch size differ, so the same step
+                would be other samples.
         """
+        saved = {name: x for name, x in state.items() if name not in ("step", "drawn")}
         problems = [
             Problem(
                 name,
                 self._position.get(name),
-                f"was {state.get(name)} in the saved run, so its samples are not these",
+                f"was {saved[name]!r} in the saved run, so its samples are not these",
                 "restore that setting or that data, or start a new run",
             )
-            for name in sorted({*self._position, *state} - {"step"})
-            if self._position.get(name) != state.get(name)
+            for name in sorted(saved)
+            if self._position.get(name) != saved[name]
         ]
         if problems:
             raise DataError(*problems)
+        unknown = [name for name in self._position if name not in saved]
+        if unknown:
+            logging.warning("the checkpoint does not say its %s", ", ".join(unknown))
         self.close()
         self._step = state["step"]
+        self._saved_digest = state.get("drawn")
+
+    def _check_drawn(self) -> None:
+        saved, self._saved_digest = self._saved_digest, None
+        if saved is not None and saved != self._drawn.get(self._step):
+            logging.warning(
+                "batches: the first %d are not those of the saved run", self._step
+            )
 
 
 def make_loader(
@@ -146,6 +168,7 @@ def make_loader(
         source.open_rows(config, "train"),
         config,
         shardings,
+        made_from=source.row_settings(config),
         start_step=start_step,
         num_batches=num_batches,
     )
@@ -156,6 +179,7 @@ def sample_rows(
     config: schema.Config,
     shardings: placement.Shardings,
     *,
+    made_from: dict[str, Any] | None = None,
     start_step: int = 0,
     num_batches: int | None = None,
 ) -> Loader:
@@ -165,17 +189,19 @@ def sample_rows(
         rows: The rows.
         config: `seed`, and as for `load_rows`.
         shardings: Where each array of a batch goes.
+        made_from: Settings that the rows follow from, to be compared at resume.
         start_step: Step of the first batch.
         num_batches: Batches until the end; None goes on for ever.
     """
     check_batch_size(config)
     seed, num_rows, size = config.seed, len(rows), config.global_batch_size
+    position = {"seed": seed, "num_rows": num_rows, "global_batch_size": size}
     return load_rows(
         rows,
         config,
         shardings,
         order=sampler.Sampler(seed, num_rows, size),
-        position={"seed": seed, "num_rows": num_rows, "global_batch_size": size},
+        position=position | (made_from or {}) | {"data.digest": rows.digest()},
         start_step=start_step,
         num_batches=num_batches,
     )
@@ -187,7 +213,7 @@ def load_rows(
     shardings: placement.Shardings,
     *,
     order: Order,
-    position: dict[str, int] | None = None,
+    position: dict[str, Any] | None = None,
     start_step: int = 0,
     num_batches: int | None = None,
 ) -> Loader:

@@ -11,6 +11,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, Int, Int64
 
+from zjax.data.digest import digest_tokens
+
 WINDOW_ROWS = 128
 """Rows' worth of documents among which first-fit looks for a place."""
 MAX_WINDOW_DOCUMENTS = 4_096
@@ -33,6 +35,10 @@ class Rows(Protocol):
 
     def read(self, indices: Int64[np.ndarray, " n"], /) -> dict[str, np.ndarray]:
         """Stacks the rows `indices` along a first dim, one array per field."""
+        ...
+
+    def digest(self) -> str:
+        """Sums up the data that the rows are made of; see `zjax.data.digest`."""
         ...
 
 
@@ -68,6 +74,10 @@ class BlockRows:
             "weights": np.ones((len(indices), self._length), np.float32),
         }
 
+    def digest(self) -> str:
+        """Sums up the stream."""
+        return digest_tokens(self._tokens)
+
 
 class DocumentRows:
     """Documents packed into rows; longer ones are cut into pieces of a row.
@@ -93,6 +103,7 @@ class DocumentRows:
         self, tokens: TokenArray, offsets: Int64[np.ndarray, " offsets"], length: int
     ):
         self._tokens = tokens
+        self._offsets = offsets
         self._length = length
         starts, sizes, closes = cut_documents(offsets, length)
         rows = pack_first_fit(sizes, length)
@@ -110,6 +121,10 @@ class DocumentRows:
         """Gives `tokens, targets, segment_ids, positions` (int32), `weights`."""
         rows = [self._pieces(row) for row in indices.tolist()]
         return stack_pieces(rows, self._length)
+
+    def digest(self) -> str:
+        """Sums up the stream and where its documents start."""
+        return digest_tokens(self._tokens, self._offsets)
 
     def _pieces(self, row: int) -> list[tuple[np.ndarray, bool]]:
         pieces = slice(self._first_piece[row], self._first_piece[row + 1])

@@ -1,5 +1,7 @@
 """From the settings of a run to its rows and its vocabulary."""
 
+from typing import Any
+
 from zjax.config import schema
 from zjax.data import packing, standard_library, store, synthetic
 from zjax.data import tokenizer as text
@@ -52,6 +54,23 @@ def open_rows(config: schema.Config, split: str) -> packing.Rows:
         opened = store.open_store(data.path, split)
     check_vocabulary(opened, data.source, config.model.vocab_size)
     return _cut_rows(opened, data, split)
+
+
+def row_settings(config: schema.Config) -> dict[str, Any]:
+    """Lists what, besides the data, decides what is in each row.
+
+    Returns:
+        Settings by path, and the vocabulary as the tokens have it.
+
+    Example:
+        >>> row_settings(schema.Config())["data.packing"]
+        'blocks'
+    """
+    names = ("source", "length", "packing")
+    settings = {f"data.{name}": getattr(config.data, name) for name in names}
+    if config.data.source == "tokens":
+        settings["data.tokenizer"] = store.digest_tokenizer(config.data.path)
+    return settings
 
 
 def check_vocabulary(opened: store.Store, source: str, vocab_size: int) -> None:

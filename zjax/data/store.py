@@ -8,6 +8,7 @@ validation.bin, .idx     the same for held-out documents, unless there are none
 """
 
 import dataclasses
+import hashlib
 import json
 import os
 import pathlib
@@ -16,15 +17,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64
 
+from zjax.data import digest
 from zjax.data import tokenizer as text
 from zjax.errors import DataError, Problem
 
 FORMAT = 1
 META_NAME = "meta.json"
 TOKENIZER_NAME = "tokenizer.json"
-SCAN_TOKENS = 1 << 26
-"""Streams up to this long are searched whole for ids out of range; others in parts."""
-SCAN_PARTS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,13 +205,18 @@ def open_tokenizer(path: str) -> text.Tokenizer:
     return text.load_tokenizer(pathlib.Path(path) / TOKENIZER_NAME)
 
 
+def digest_tokenizer(path: str) -> str:
+    """Sums up the vocabulary of a directory made by `zjax data prepare`."""
+    meta = read_meta(path)
+    file = pathlib.Path(path) / TOKENIZER_NAME
+    content = b"" if meta.tokenizer == "bytes" else file.read_bytes()
+    found = hashlib.sha256(f"{meta.vocab_size} {meta.end_id} ".encode() + content)
+    return found.hexdigest()[:16]
+
+
 def largest_id(tokens: np.ndarray | MappedTokens) -> int:
     """Finds the largest id: of all tokens, or of 64 equally spaced parts if many."""
-    if len(tokens) <= SCAN_TOKENS:
-        return int(tokens[:].max())
-    size = SCAN_TOKENS // SCAN_PARTS
-    starts = np.linspace(0, len(tokens) - size, SCAN_PARTS).astype(np.int64).tolist()
-    return max(int(tokens[start : start + size].max()) for start in starts)
+    return max(int(part.max()) for part in digest.token_parts(tokens))
 
 
 def _check_size(file: pathlib.Path, expected_bytes: int) -> None:

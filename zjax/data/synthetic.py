@@ -51,6 +51,11 @@ class SyntheticRows:
             "weights": np.ones((len(indices), self._length), np.float32),
         }
 
+    def digest(self) -> str:
+        """Sums up what the rows follow from."""
+        numbers = [*self._entropy, self._vocab_size, self._length, self._num_documents]
+        return "-".join(map(str, ["synthetic", *numbers]))
+
     def _walk(self, row: int) -> np.ndarray:
         """`length + 1` tokens: jumps at random places, steps of the stride between."""
         generator = np.random.default_rng([*self._entropy, row])

@@ -1,0 +1,161 @@
+"""A run goes on with the data and the settings it was saved with, or says otherwise."""
+
+import json
+import logging
+import shutil
+
+import numpy as np
+import pytest
+
+from tests.support import small_run, squares
+from zjax.data import prepare
+from zjax.errors import DataError
+from zjax.resume import changes
+
+LOST = (
+    "so its samples are not these; restore that setting or that data, or start a new "
+    "run"
+)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run of two steps on the stream `a`; `b` is as long, `c` has other tokens."""
+    root = tmp_path_factory.mktemp("saved")
+    for name, offset, tokenizer in (
+        ("a", 100, "bytes"),
+        ("b", 200, "bytes"),
+        ("c", 100, "bpe:260"),
+    ):
+        lines = [json.dumps({"text": str(offset + n)}) for n in range(99)]
+        (root / "text.jsonl").write_text("\n".join(lines))
+        prepare.prepare(
+            [root / "text.jsonl"],
+            root / name,
+            tokenizer=tokenizer,
+            validation_fraction=0.1,
+        )
+    small_run.fit(root / "run", *token_settings(root / "a"), num_devices=1)
+    return root
+
+
+def token_settings(path, *overrides):
+    return (
+        "data.source=tokens",
+        f"data.path={path}",
+        "model.vocab_size=300",
+        "num_steps=2",
+        "evaluation.num_batches=0",
+        *overrides,
+    )
+
+
+def resume(saved, path, *overrides):
+    settings = token_settings(path, *overrides)
+    return small_run.make_trainer(saved / "run", *settings, num_devices=1)
+
+
+def settings_told(caplog):
+    told = [record.getMessage() for record in caplog.records]
+    return [message for message in told if message.startswith("settings")]
+
+
+@pytest.mark.parametrize(
+    ("path", "overrides", "named"),
+    [
+        pytest.param("b", (), {"data.digest"}, id="another stream of the same length"),
+        pytest.param("a", ("data.length=15",), {"data.length"}, id="length"),
+        pytest.param("a", ("seed=4",), {"seed"}, id="order"),
+        pytest.param(
+            "a", ("global_batch_size=8",), {"global_batch_size"}, id="batch size"
+        ),
+        pytest.param("c", (), {"data.digest", "data.tokenizer"}, id="tokenizer"),
+        pytest.param("a", ("data.packing=documents",), {"data.packing"}, id="packing"),
+    ],
+)
+def test_other_data_is_refused_by_name(saved, path, overrides, named):
+    with pytest.raises(DataError) as error:
+        resume(saved, saved / path, *overrides)
+    assert named <= {problem.field for problem in error.value.problems}
+    assert all(str(problem).endswith(LOST) for problem in error.value.problems)
+
+
+def test_the_same_data_elsewhere_is_taken_and_told(saved, tmp_path, caplog):
+    shutil.copytree(saved / "a", tmp_path / "moved")
+    with caplog.at_level(logging.WARNING, logger="absl"):
+        assert resume(saved, tmp_path / "moved").step == 2
+    assert settings_told(caplog) == [
+        "settings that are not those of step 2:\n"
+        f"  data.path: '{saved}/a' -> '{tmp_path}/moved'"
+    ]
+
+
+def test_every_setting_that_differs_is_told_with_both_values(saved, caplog):
+    """Fails if another optimizer, model or length of the run is taken in silence."""
+    others = ("num_steps=3", "model.norm_eps=0.1", "optimizer.b2=0.99", "zero.stage=3")
+    with caplog.at_level(logging.WARNING, logger="absl"):
+        resume(saved, saved / "a", *others)
+    assert settings_told(caplog) == [
+        "settings that are not those of step 2:\n"
+        "  num_steps: 2 -> 3\n"
+        "  zero.stage: 2 -> 3\n"
+        "  optimizer.b2: 0.95 -> 0.99\n"
+        "  model.norm_eps: 1e-05 -> 0.1"
+    ]
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="absl"):
+        resume(saved, saved / "a")
+    assert settings_told(caplog) == []
+
+
+def test_another_jax_is_told():
+    config = small_run.make_config("x")
+    found = changes({"config": {}, "jax": "0.1"}, config)
+    assert found[-1].setting == "jax"
+    assert found[-1].value == "0.1"
+
+
+def make_columns(directory, num_rows, first=0.0, **given):
+    columns = squares.Columns({"x": [first, *np.arange(1.0, num_rows)]})
+    return squares.make_trainer(directory, batches=columns, **given)
+
+
+@pytest.fixture
+def columns(tmp_path):
+    trainer = make_columns(tmp_path / "run", 20)
+    trainer.fit()
+    trainer.close()
+    return tmp_path / "run"
+
+
+def test_columns_of_another_number_of_rows_are_refused(columns):
+    """Fails if `num_rows` is not compared, where all else is the same."""
+    with pytest.raises(DataError) as error:
+        make_columns(columns, 21)
+    assert f"num_rows=21 was 20 in the saved run, {LOST}" in str(error.value)
+
+
+def test_columns_of_other_values_are_refused(columns):
+    with pytest.raises(DataError) as error:
+        make_columns(columns, 20, first=0.5)
+    assert [problem.field for problem in error.value.problems] == ["data.digest"]
+    assert make_columns(columns, 20).step == 2
+
+
+def test_a_list_of_other_batches_is_told(tmp_path, caplog):
+    """Fails if what was drawn before the step is not compared, or more than that."""
+
+    def draw_next(*numbers):
+        batches = [{"x": np.full(8, n, np.float32)} for n in numbers]
+        trainer = squares.make_trainer(tmp_path, "num_steps=3", batches=batches)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="absl"):
+            next(trainer.loader)
+        trainer.close()
+        return [r.getMessage() for r in caplog.records]
+
+    batches = [{"x": np.full(8, n, np.float32)} for n in range(3)]
+    squares.make_trainer(tmp_path, batches=batches).fit()
+    told = ["batches: the first 2 are not those of the saved run"]
+    assert draw_next(0, 5, 2, 3) == told
+    assert draw_next(0, 1, 5, 3) == []

@@ -1,0 +1,70 @@
+"""Where a run starts, and what of it is not as it was saved."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from absl import logging
+
+from zjax.checkpoint.store import Store
+from zjax.config.differences import Difference, differences
+from zjax.config.schema import Config
+from zjax.errors import CheckpointError, Problem
+
+
+def first_step(store: Store, resume: str) -> int:
+    """Finds the step at which a run starts.
+
+    Args:
+        store: Its checkpoints.
+        resume: `checkpoint.resume` of its config.
+
+    Returns:
+        The newest step that was saved; 0 where there is none.
+
+    Raises:
+        CheckpointError: There is a checkpoint where none is to be continued, or there
+            is none where one is required.
+    """
+    latest = store.latest()
+    directory = str(store.directory)
+    if resume == "required" and latest is None:
+        remedy = "give the directory of a run, or set checkpoint.resume=auto"
+        problem = "holds no checkpoint to resume from"
+        raise CheckpointError(Problem("directory", directory, problem, remedy))
+    if resume == "never" and latest is not None:
+        remedy = "choose another directory, or set checkpoint.resume=auto"
+        problem = f"holds a run at step {latest}"
+        raise CheckpointError(Problem("directory", directory, problem, remedy))
+    return latest or 0
+
+
+def changes(saved: Mapping[str, Any], config: Config) -> list[Difference]:
+    """Compares a run with the one that goes on.
+
+    Args:
+        saved: The `extra` of a checkpoint.
+        config: Resolved settings of this run.
+
+    Returns:
+        Settings with their saved and their present value, then the version of JAX.
+    """
+    found = list(differences(saved.get("config", {}), config))
+    if saved.get("jax") != jax.__version__:
+        found.append(Difference("jax", saved.get("jax"), jax.__version__))
+    return found
+
+
+def report_changes(saved: Mapping[str, Any], config: Config, step: int) -> None:
+    """Logs every setting that is not as it was saved, on process 0.
+
+    Args:
+        saved: The `extra` of a checkpoint.
+        config: Resolved settings of this run.
+        step: Of the checkpoint.
+    """
+    found = changes(saved, config)
+    if found and jax.process_index() == 0:
+        lines = (f"  {d.setting}: {d.value!r} -> {d.other!r}" for d in found)
+        text = "\n".join(lines)
+        logging.warning("settings that are not those of step %d:\n%s", step, text)
