@@ -52,7 +52,7 @@ def run(folder, *words, code=0):
 
 def test_a_contest_reads_what_a_measurement_prints(folder):
     out = run(folder, "--contest=contest.py", "--output=out")
-    assert "compared" in out
+    assert "no bar" in out
     found = json.loads((folder / "results" / "close_x8.json").read_text())
     assert found["device"] == "8 x cpu"
     assert found["ratio"] == found["ours"]["median"] / found["peer"]["median"]

@@ -7,8 +7,16 @@ import shutil
 
 import pytest
 
-from zjax.bench.result import Comparison, Result, Side, read_result, write_result
-from zjax.bench.table import update_table
+from zjax.bench.contest import load_contest
+from zjax.bench.result import (
+    Comparison,
+    Result,
+    Side,
+    read_result,
+    verdict,
+    write_result,
+)
+from zjax.bench.table import table_rows, update_table
 from zjax.errors import BenchError
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -38,9 +46,12 @@ def result(*cases, **changes):
     return dataclasses.replace(RESULT, cases=made, **changes)
 
 
-@pytest.mark.parametrize("cases", [(ONE,), (("a", OURS, PEER), ("b", PEER, OURS))])
+@pytest.mark.parametrize(
+    "cases",
+    [(ONE,), ((*ONE, 1.2, 2),), (("a", OURS, PEER, 1), ("b", PEER, OURS))],
+)
 def test_what_is_written_is_read(tmp_path, cases):
-    written = result(*cases)
+    written = result(*cases, outdated="before it was faster")
     path = write_result(written, tmp_path / "new")
     assert path.name == "speed_1p5b.json"
     assert read_result(path) == written
@@ -80,6 +91,11 @@ def test_what_is_written_is_read(tmp_path, cases):
             "peer=(0.0, 20.0, 21.0) are not finite numbers above 0; measure again",
         ),
         (
+            result((*ONE, 0.0, float("nan"))),
+            "must=0.0 is not a finite ratio above 0; state one\n"
+            "aim=nan is not a finite ratio above 0; state one",
+        ),
+        (
             result(("", OURS, side(PEER, unit="bytes"))),
             "unit='tokens/s' is not that of the peer, 'bytes'; compare numbers of one "
             "kind",
@@ -101,6 +117,7 @@ def test_what_means_nothing_is_not_written(tmp_path, wrong, message):
         ({"more": 1}, "result='{path}' is not a result (TypeError: "),
         ({"peer": None}, "result='{path}' is not a result (TypeError: "),
         ({"peer": {}}, "result='{path}' is not a result (TypeError: "),
+        ({"must": "1"}, "result='{path}' is not a result (Type"),
     ],
 )
 def test_what_was_changed_by_hand_is_not_read(tmp_path, change, message):
@@ -116,6 +133,34 @@ def test_a_file_that_is_no_json_is_not_read(tmp_path):
     path.write_text("{")
     with pytest.raises(BenchError, match="is not a result \\(JSONDecodeError"):
         read_result(path)
+
+
+@pytest.mark.parametrize(
+    ("must", "aim", "higher_is_better", "meaning"),
+    [
+        (1.5, 2.0, True, "met"),
+        (1.5, 1.5, True, "aim reached"),
+        (1.5, None, True, "met"),
+        (1.6, 2.0, True, "missed by 6.2 %"),
+        (1.5008, None, True, "missed by 0.053 %"),
+        (1.5, 1.4, False, "met"),
+        (1.2, 1.0, False, "missed by 25 %"),
+        (0.001, None, False, "missed by 149,900 %"),
+        (None, None, True, "no bar"),
+        (None, 1.5, True, "aim reached"),
+        (None, 1.6, True, "aim not reached"),
+    ],
+)
+def test_a_ratio_is_judged_by_its_own_bar(must, aim, higher_is_better, meaning):
+    case = Comparison("", OURS, PEER, must, aim)  # ours is 1.5 times the peer's
+    assert verdict(case, higher_is_better) == meaning
+
+
+def test_rows_of_older_revisions_say_so():
+    old = dataclasses.replace(RESULT, outdated="before it was faster")
+    (line,) = table_rows(old, "r/a.json")
+    where = "8 x toy, 2026-01-31; **older revision**: before it was faster"
+    assert line.split(" | ")[-3] == where
 
 
 def test_rows_are_sorted_by_id_and_devices(tmp_path):
@@ -142,3 +187,65 @@ def test_the_published_table_is_that_of_the_published_files(tmp_path):
     shutil.copy(ROOT / "BENCHMARKS.md", table)
     update_table(table, results)
     assert table.read_text() == (ROOT / "BENCHMARKS.md").read_text()
+
+
+UNPUBLISHED = {
+    "offload_6p7b_noclip_memory",
+    "offload_6p7b_zenflow",
+    "plain_jax_floor",
+    "tensor_6p7b",
+    "three_d",
+    "ulysses_ring",
+}
+"""Claims of contests that nothing was measured of."""
+
+
+def contest_rows():
+    for path in sorted(FOLDER.parent.glob("*.py")):
+        if "def get_contest(" in path.read_text():
+            for row in load_contest(path).rows:
+                yield path.name, row
+
+
+def test_every_contest_has_its_rows():
+    """Fails if a claim is measured and never published, or published no longer
+    measured."""
+    published = {path.stem for path in FOLDER.glob("*.json")}
+    found = {
+        row.id: {x for x in published if x == row.id or x.startswith(f"{row.id}_x")}
+        for _, row in contest_rows()
+    }
+    assert {id for id, files in found.items() if not files} <= UNPUBLISHED
+    assert set().union(*found.values()) == published
+
+
+def sides_of(row):
+    """What a contest asks of each case, and who may be its peer."""
+    for case in row.cases:
+        ours = set(case.ours)
+        peers = set(case.peer) if isinstance(case.peer, tuple) else set()
+        peers = {case.peer_name} if case.peer_name else peers
+        yield case, ours, peers
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda x: x.stem)
+def test_a_row_quotes_the_contest_that_makes_it(path):
+    """Fails if a contest changed what it compares or asks, or a bar was moved in a
+    file, and the row does not say that it is of an older revision."""
+    result = read_result(path)
+    contest, id = result.command.split(" --contest=")[1].split(" --rows=")
+    rows = {row.id: row for name, row in contest_rows() if contest.endswith(name)}
+    row = rows[id]
+    assert result.id in (row.id, f"{row.id}_x{result.device.split()[0]}")
+    assert result.higher_is_better == row.higher_is_better
+    if result.outdated:
+        return
+    assert result.claim == row.claim
+    assert result.notes.startswith(row.notes)
+    for found, (case, ours, peers) in zip(result.cases, sides_of(row), strict=True):
+        assert (found.must, found.aim) == (case.must, case.aim)
+        assert found.name == (case.name if len(row.cases) > 1 else "")
+        assert found.ours.name in ours
+        assert found.peer.name in peers
+        if not isinstance(case.peer, tuple):
+            assert found.peer.median == case.peer

@@ -6,8 +6,8 @@ import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 
 from zjax.bench.contest import Contest, Row, load_contest, unknown
-from zjax.bench.judge import make_result, missing, verdict
-from zjax.bench.result import Result, write_result
+from zjax.bench.judge import make_result, missing
+from zjax.bench.result import Result, verdict, write_result
 from zjax.bench.table import format_number, update_table
 from zjax.bench.turns import Record, find_machine, read_records, take_turns
 from zjax.errors import BenchError
@@ -80,7 +80,7 @@ def compete(
         result = make_result(row, records, command=command)
         write_result(result, folder)
         results.append(result)
-        lines += _summary(row, result)
+        lines += _summary(row.id, result)
     name = f"{pathlib.Path(path).stem}_x{machine.num_devices}"
     _draw(contest, records, folder / f"{name}.png")
     if results:
@@ -145,16 +145,16 @@ def _hold(
     return list(take_turns(chosen, machine, place, environment))
 
 
-def _summary(row: Row, result: Result) -> list[tuple[str, ...]]:
+def _summary(row: str, result: Result) -> list[tuple[str, ...]]:
     lines = []
-    for case, found in zip(row.cases, result.cases, strict=True):
-        name = f"{row.id}: {case.name}" if case.name else row.id
+    for case in result.cases:
+        name = f"{row}: {case.name}" if case.name else row
         sides = [
             f"{side.name}: {format_number(side.median, side.unit)}"
-            for side in (found.ours, found.peer)
+            for side in (case.ours, case.peer)
         ]
-        meaning = verdict(case, found.ratio, row.higher_is_better)
-        lines.append((name, *sides, f"{found.ratio:.3f}", meaning))
+        meaning = verdict(case, result.higher_is_better)
+        lines.append((name, *sides, f"{case.ratio:.3f}", meaning))
     return lines
 
 

@@ -62,33 +62,6 @@ def make_result(row: Row, records: Sequence[Record], *, command: str) -> Result:
     )
 
 
-def verdict(case: Case, ratio: int | float, higher_is_better: bool) -> str:
-    """What a ratio means for a claim.
-
-    Args:
-        case: What was asked for.
-        ratio: Ours over the peer's.
-        higher_is_better: Whether a ratio above 1 speaks for zjax.
-
-    Returns:
-        `missed`, `met` or `aim met`; `compared` where nothing was asked for.
-
-    Example:
-        >>> case = Case(ours=(), peer=(), metric="", unit="", must=1.0, aim=1.1)
-        >>> verdict(case, 1.05, True), verdict(case, 1.05, False)
-        ('met', 'missed')
-    """
-
-    def reaches(wanted: float) -> bool:
-        return ratio >= wanted if higher_is_better else ratio <= wanted
-
-    if case.must is None:
-        return "compared"
-    if not reaches(case.must):
-        return "missed"
-    return "aim met" if case.aim is not None and reaches(case.aim) else "met"
-
-
 def _compare(
     case: Case, known: Mapping[str, Record], higher_is_better: bool
 ) -> Comparison:
@@ -100,7 +73,7 @@ def _compare(
         peer = _side(case.peer_name, case.peer, case.unit)
     if case.peer_name:
         peer = Side(**{**vars(peer), "name": case.peer_name})
-    return Comparison(case.name, ours, peer)
+    return Comparison(case.name, ours, peer, case.must, case.aim)
 
 
 def _best(
@@ -131,18 +104,5 @@ def _side(name: str, number: Any, unit: str) -> Side:
 
 
 def _notes(row: Row, known: Mapping[str, Record]) -> list[str]:
-    asked = [(case.name, _asked(case, row.higher_is_better)) for case in row.cases]
-    if len({bar for _, bar in asked}) == 1:
-        bars = [asked[0][1]]
-    else:
-        bars = [f"{name}: {bar}" for name, bar in asked if bar]
     failed = [f"{name}: {r.failure}" for name, r in known.items() if r.failure]
-    return [note for note in (row.notes, *bars, *failed) if note]
-
-
-def _asked(case: Case, higher_is_better: bool) -> str:
-    if case.must is None:
-        return ""
-    bound = "at least" if higher_is_better else "at most"
-    aim = "" if case.aim is None else f", aim {case.aim:g}"
-    return f"asked {bound} {case.must:g}{aim}"
+    return [note for note in (row.notes, *failed) if note]

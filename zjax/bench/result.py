@@ -1,8 +1,9 @@
 """What a comparison found, in the one form of `examples/benchmarks/results/*.json`.
 
-A file holds `id, claim, command, date, device, versions`, then `ours, peer, ratio` (or
-`cases`, a list of these three with a `name` each), then `higher_is_better` and `notes`.
-A side is `name, median, min, max, n, unit`. A ratio is ours over the peer's.
+A file holds `id, claim, command, date, device, versions`, then `ours, peer, must, aim,
+ratio` (or `cases`, a list of these five with a `name` each), then `higher_is_better`,
+`notes` and `outdated`. A side is `name, median, min, max, n, unit`. A ratio is ours
+over the peer's; `must` and `aim` are those that were asked and hoped for, or null.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ from typing import Any
 from zjax.errors import BenchError, Problem
 
 _ID = re.compile(r"[a-z0-9_]+")
+_OF_CASE = ("ours", "peer", "must", "aim", "ratio")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +51,16 @@ class Comparison:
         name: Tells the comparisons of one result apart; empty where there is one.
         ours: That of zjax.
         peer: What it is compared with.
+        must: Ratio that was asked for, as a least one (a greatest one where lower is
+            better); None where none was.
+        aim: Ratio that was hoped for.
     """
 
     name: str
     ours: Side
     peer: Side
+    must: int | float | None = None
+    aim: int | float | None = None
 
     @property
     def ratio(self) -> float:
@@ -75,6 +82,9 @@ class Result:
         cases: One comparison, or several with names.
         higher_is_better: Whether a ratio above 1 speaks for zjax.
         notes: What a reader should know besides.
+        outdated: How what was measured differs from what the command measures now;
+            empty where it does not. Written into the file of a row that cannot be run
+            again at once.
     """
 
     id: str
@@ -86,6 +96,7 @@ class Result:
     cases: tuple[Comparison, ...]
     higher_is_better: bool
     notes: str
+    outdated: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """The result in the form of the files."""
@@ -95,14 +106,45 @@ class Result:
         ]
         found = {"cases": cases}
         if len(cases) == 1:
-            found = {key: cases[0][key] for key in ("ours", "peer", "ratio")}
+            found = {key: cases[0][key] for key in _OF_CASE}
         heading = ("id", "claim", "command", "date", "device", "versions")
-        ending = ("higher_is_better", "notes")
+        ending = ("higher_is_better", "notes", "outdated")
         return (
             {name: plain[name] for name in heading}
             | found
             | {name: plain[name] for name in ending}
         )
+
+
+def verdict(case: Comparison, higher_is_better: bool) -> str:
+    """What a ratio means against the bar of its own row.
+
+    Args:
+        case: What was found, and asked for.
+        higher_is_better: Whether a ratio above 1 speaks for zjax.
+
+    Returns:
+        `aim reached`, `met`, or `missed by 5 %` of the bar; where there is none,
+        `aim reached`, `aim not reached` or `no bar`.
+
+    Example:
+        >>> sides = [Side("", n, n, n, 1, "s") for n in (57, 100)]
+        >>> case = Comparison("", *sides, must=0.6, aim=0.5)
+        >>> verdict(case, True), verdict(case, False)
+        ('missed by 5 %', 'met')
+    """
+
+    def reaches(wanted: int | float) -> bool:
+        return case.ratio >= wanted if higher_is_better else case.ratio <= wanted
+
+    if case.must is not None and not reaches(case.must):
+        gap = 100 * abs(case.ratio / case.must - 1)
+        return f"missed by {gap:{'.2g' if gap < 99.5 else ',.0f'}} %"
+    if case.aim is not None and reaches(case.aim):
+        return "aim reached"
+    if case.must is not None:
+        return "met"
+    return "no bar" if case.aim is None else "aim not reached"
 
 
 def write_result(result: Result, folder: str | os.PathLike[str]) -> pathlib.Path:
@@ -144,7 +186,7 @@ def read_result(path: str | os.PathLike[str]) -> Result:
         given = json.loads(pathlib.Path(path).read_text())
         cases = given.pop("cases", None)
         if cases is None:
-            sides = {key: given.pop(key) for key in ("ours", "peer", "ratio")}
+            sides = {key: given.pop(key) for key in _OF_CASE}
             cases = [{"name": "", **sides}]
         ratios = [case.pop("ratio") for case in cases]
         result = Result(**given, cases=tuple(map(_comparison, cases)))
@@ -207,6 +249,11 @@ def _case_problems(case: Comparison) -> Iterator[Problem]:
         for part in ("name", "unit"):
             if not getattr(side, part):
                 yield Problem(f"{field}.{part}", "", "is missing", "say what it is")
+    for label in ("must", "aim"):
+        bar = getattr(case, label)
+        field = f"{case.name}.{label}".lstrip(".")
+        if bar is not None and not (math.isfinite(bar) and bar > 0):
+            yield Problem(field, bar, "is not a finite ratio above 0", "state one")
     if case.ours.unit != case.peer.unit:
         problem = f"is not that of the peer, {case.peer.unit!r}"
         remedy = "compare numbers of one kind"
@@ -216,5 +263,9 @@ def _case_problems(case: Comparison) -> Iterator[Problem]:
 
 def _comparison(given: Mapping[str, Any]) -> Comparison:
     return Comparison(
-        name=given["name"], ours=Side(**given["ours"]), peer=Side(**given["peer"])
+        name=given["name"],
+        ours=Side(**given["ours"]),
+        peer=Side(**given["peer"]),
+        must=given["must"],
+        aim=given["aim"],
     )

@@ -5,14 +5,25 @@ import pathlib
 import re
 from collections.abc import Sequence
 
-from zjax.bench.result import Comparison, Result, Side, read_result
+from zjax.bench.result import Comparison, Result, Side, read_result, verdict
 from zjax.bench.spread import Spread
 from zjax.errors import BenchError, Problem
 from zjax.sharding.describe import format_bytes
 
 BEGIN = "<!-- results: written by `zjax bench --contest`, from the files it names -->"
 END = "<!-- end of results -->"
-_COLUMNS = ("row", "claim", "ours", "peer", "ours / peer", "where", "notes", "command")
+_COLUMNS = (
+    "row",
+    "claim",
+    "ours",
+    "peer",
+    "ours / peer",
+    "asked",
+    "verdict",
+    "where",
+    "notes",
+    "command",
+)
 
 
 def update_table(path: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:
@@ -35,10 +46,37 @@ def update_table(path: str | os.PathLike[str], folder: str | os.PathLike[str]) -
         raise BenchError(Problem("table", str(path), problem, remedy))
     link = pathlib.Path(os.path.relpath(folder, path.parent))
     lines = [_line(_COLUMNS), "|---" * len(_COLUMNS) + "|"]
+    results = []
     for file in sorted(folder.glob("*.json"), key=_order):
-        lines += table_rows(read_result(file), (link / file.name).as_posix())
+        results.append(read_result(file))
+        lines += table_rows(results[-1], (link / file.name).as_posix())
     table = "\n".join(lines)
-    path.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{after}")
+    told = f"{BEGIN}\n\n{count_verdicts(results)}\n\n{table}\n\n{END}"
+    path.write_text(f"{before}{told}{after}")
+
+
+def count_verdicts(results: Sequence[Result]) -> str:
+    """How the comparisons of some results stand.
+
+    Args:
+        results: What was found.
+
+    Returns:
+        One sentence.
+    """
+    found = [
+        verdict(case, result.higher_is_better)
+        for result in results
+        for case in result.cases
+    ]
+    missed = sum(meaning.startswith("missed") for meaning in found)
+    unasked = found.count("no bar") + found.count("aim not reached")
+    old = sum(len(result.cases) for result in results if result.outdated)
+    return (
+        f"Of {len(found)} comparisons {found.count('aim reached')} reach their aim, "
+        f"{found.count('met')} meet what was asked, {missed} miss it, and of {unasked} "
+        f"no more than an aim was stated, if that; {old} are of an older revision."
+    )
 
 
 def table_rows(result: Result, link: str) -> list[str]:
@@ -59,8 +97,10 @@ def table_rows(result: Result, link: str) -> list[str]:
             result.claim,
             _describe(case.ours),
             _describe(case.peer),
-            f"**{case.ratio:.3f}** ({_standing(case, result.higher_is_better)})",
-            f"{result.device}, {result.date}",
+            f"**{case.ratio:.3f}**",
+            _asked(case, result.higher_is_better),
+            _bold_if_missed(verdict(case, result.higher_is_better)),
+            _where(result),
             result.notes,
             f"`{result.command}`",
         )
@@ -94,10 +134,19 @@ def _describe(side: Side) -> str:
     return f"{side.name}: {text}{unit}"
 
 
-def _standing(case: Comparison, higher_is_better: bool) -> str:
-    if case.ratio == 1:
-        return "equal"
-    return "ahead" if (case.ratio > 1) == higher_is_better else "behind"
+def _asked(case: Comparison, higher_is_better: bool) -> str:
+    bound = "at least" if higher_is_better else "at most"
+    bars = {bound: case.must, "aim": case.aim}
+    return ", ".join(f"{name} {x:g}" for name, x in bars.items() if x is not None)
+
+
+def _bold_if_missed(meaning: str) -> str:
+    return f"**{meaning}**" if meaning.startswith("missed") else meaning
+
+
+def _where(result: Result) -> str:
+    older = f"; **older revision**: {result.outdated}" if result.outdated else ""
+    return f"{result.device}, {result.date}{older}"
 
 
 def _line(cells: Sequence[str]) -> str:
