@@ -67,6 +67,13 @@ def test_first_fit_by_windows_equals_the_oracle(window_rows, monkeypatch):
     assert found == reference.first_fit(sizes.tolist(), 20, window)
 
 
+def test_windows_hold_a_bounded_number_of_short_documents(monkeypatch):
+    """Fails if documents of a token each make a window, and its table, without end."""
+    monkeypatch.setattr(packing, "MAX_WINDOW_DOCUMENTS", 16)
+    rows = packing.pack_first_fit(np.ones(40, np.int64), 64)
+    assert rows.tolist() == [0] * 16 + [1] * 16 + [2] * 8
+
+
 def test_packing_wastes_little_of_ordinary_text():
     """Fails if documents stop sharing rows (57 % would be used)."""
     sizes = np.random.default_rng(3).lognormal(6, 1, 5000).astype(np.int64) + 1

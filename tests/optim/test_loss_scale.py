@@ -1,5 +1,6 @@
 """The loss scale against a plain class, and against golden sequences."""
 
+import dataclasses
 import functools
 
 import jax
@@ -105,7 +106,8 @@ def test_window_of_zero_keeps_the_scale_and_counts_on():
     assert states.scale.tolist() == [65536] * 5
     assert states.iteration.tolist() == [1, 2, 3, 4, 5]
     assert states.last_overflow.tolist() == [-1, 1, 2, 3, 3]
-    assert not loss_scale.at_minimum(loss_scale.init_scaler(settings), settings)
+    least = dataclasses.replace(settings, initial=1.0, minimum=1.0, hysteresis=1)
+    assert not loss_scale.at_minimum(loss_scale.init_scaler(least), least)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 
 from zjax.config import schema
 from zjax.optim import build, rounding
+from zjax.sharding.layers import Layers
 from zjax.typing import Model
 
 NAMES = ("adamw", "adam", "lamb", "lion", "sgd", "muon")
@@ -223,14 +224,16 @@ def test_second_moment_forgets_large_gradients(dtype):
 
 
 def test_rounding_differs_from_step_to_step_and_between_moments():
-    """Fails if the bits are those of the step or of the moment before."""
-    params = {"kernel": jnp.ones((32, 32)), "other": jnp.ones((32, 32))}
+    """Fails if the bits are those of the step, of the moment or of the layer before."""
+    layers = Layers([jnp.ones((32, 32))] * 2, "kernel")
+    params = {"blocks": layers, "other": jnp.ones((32, 32))}
     tx = make_tx("sgd", "bfloat16", b1=1e-6)
     grads = jax.tree.map(lambda x: x * (1 + 2**-8), params)  # halfway between two
     state, up = tx.init(params), []
     for _ in range(2):
         _, state = tx.update(grads, state, params)
-        up += [np.asarray(state.state[0].trace[k] > 1) for k in params]
+        up += [np.asarray(x > 1) for x in jax.tree.leaves(state.state[0].trace)]
+    assert len(up) == 6
     for index, one in enumerate(up):
         for other in up[index + 1 :]:
             assert abs((one == other).mean() - 0.5) < 5 * 0.5 / 32

@@ -1,12 +1,14 @@
 """Ring attention equals dense attention, sends what the paper says, and is balanced."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.support import sequences as small
-from zjax.parallel import blocks
+from zjax.parallel import blocks, remat
 from zjax.parallel.ring import ring_attention, zigzag
 
 SLOW = pytest.mark.slow
@@ -69,6 +71,35 @@ def test_keys_go_round_once_and_come_home_with_their_gradients(causal):
         small.sent(compiled, mesh)
         == [("collective-permute", "f32", a_part, ("sequence",), 1)] * rounds
     )
+
+
+def permuted(function, dtype):
+    """Dtypes of what goes round, in a program of q, k and v before it is compiled."""
+    q, k, v, _ = (jnp.asarray(x, dtype) for x in small.make_arrays())
+    with jax.set_mesh(small.make_mesh(sequence=4)):
+        text = str(jax.make_jaxpr(function)(q, k, v))
+    return re.findall(r"(\w+)\[[\d,]*\] = ppermute", text)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_go_round_in_float32(causal):
+    """Fails if gradients of keys and values are rounded at each of the devices."""
+
+    def total(q, k, v):
+        return jnp.sum(make_ring(causal=causal)(q, k, v), dtype=jnp.float32)
+
+    found = permuted(jax.grad(total, (0, 1, 2)), jnp.bfloat16)
+    assert sorted(found) == ["bf16"] * (2 * 3 + 2 * 3) + ["f32"] * (2 * 4)
+
+
+def test_averages_that_a_policy_keeps_send_no_keys_again():
+    """Fails if a block that keeps what attention returns goes round once more."""
+
+    def total(q, k, v):
+        block = jax.checkpoint(make_ring(causal=True), policy=remat.keeps("attention"))
+        return jnp.sum(block(q, k, v))
+
+    assert len(permuted(jax.grad(total, (0, 1, 2)), jnp.float32)) == 2 * (3 + 3 + 4)
 
 
 def test_every_step_after_the_first_costs_two_chunks_by_one():

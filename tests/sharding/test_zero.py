@@ -31,6 +31,13 @@ HYBRID = mesh.abstract_mesh(schema.Mesh(replica=2, data=4), 8)
             P(None, ("tensor", "data", "sequence")),
             id="minor-to-tensor",
         ),
+        pytest.param(
+            MIXED,
+            (64, 64),
+            P("tensor", None),
+            P("tensor", ("data", "sequence")),
+            id="a-dim-of-its-own-first",
+        ),
         pytest.param(HYBRID, (64,), P(), P("data"), id="replicas-keep-copies"),
     ],
 )

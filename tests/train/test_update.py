@@ -46,6 +46,17 @@ def test_step_that_is_not_finite_changes_only_counters(compute_dtype):
         )
 
 
+def test_steps_that_update_regardless_skip_none():
+    """Fails if `on_nonfinite="update"` counts a step as skipped that it took: schedule
+    and average would lag behind the weights."""
+    precision = schema.Precision(compute_dtype="float32", on_nonfinite="update")
+    run = runs.make_small_run(optax.sgd(0.1), precision=precision)
+    state, metrics = run.step(run.state, poisoned())
+    assert metrics["skipped_steps"] == 0
+    assert (int(state.step), int(state.num_skipped)) == (1, 0)
+    assert np.isnan(state.master["up"]).any()
+
+
 def test_step_whose_loss_alone_is_not_finite_is_skipped():
     """Fails if only gradients are looked at: a loss may overflow in a term that has
     none."""
