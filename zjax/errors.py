@@ -2,6 +2,9 @@
 
 import dataclasses
 
+_MOST_SHOWN = 1_000
+"""Characters of a value in a message."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
@@ -24,7 +27,15 @@ class Problem:
     remedy: str
 
     def __str__(self) -> str:
-        return f"{self.field}={self.value!r} {self.problem}; {self.remedy}"
+        return f"{self.field}={self._shown()} {self.problem}; {self.remedy}"
+
+    def _shown(self) -> str:
+        try:
+            text = repr(self.value)
+        except (RecursionError, ValueError):  # nested too deep, or too many digits
+            return f"<{type(self.value).__name__}>"
+        half = _MOST_SHOWN // 2
+        return text if len(text) <= _MOST_SHOWN else f"{text[:half]}...{text[-half:]}"
 
 
 class ZjaxError(ValueError):

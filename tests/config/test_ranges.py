@@ -33,6 +33,15 @@ from zjax.config import ranges, schema
         ("observe.profile_start_step", "-2", "use 1 or more, or -1 for never"),
         ("observe.profile_start_step", "0", "use 1 or more, or -1 for never"),
         ("processes.num_processes", "-1", "use 0 or more"),
+        ("num_steps", f"{2**31}", "use at most 2147483647"),
+        ("model.num_heads", f"{2**31 - 1}", "use at most 4194304"),
+        ("model.embed_size", f"{2**62}", "use at most 4194304"),
+        ("model.num_layers", f"{2**62}", "use at most 16384"),
+        ("data.length", f"{2**62}", "use at most 16777216"),
+        ("mesh.data", f"{2**62}", "use at most 1048576"),
+        ("data.num_workers", "1000000", "use at most 1024"),
+        ("optimizer.peak_learning_rate", "1e+300", "use at most 3e+38"),
+        ("optimizer.eps", "1e-300", "use at least 1.2e-38"),
     ],
 )
 def test_number_out_of_range(setting, value, remedy):
@@ -45,6 +54,27 @@ def test_number_out_of_range_inside_a_group():
     groups = "optimizer.groups=[{}, {'pattern': 'x', 'learning_rate_scale': -1}]"
     assert refusal([groups], 8) == (
         "optimizer.groups[1].learning_rate_scale=-1.0 is out of range; use 0 or more"
+    )
+
+
+@pytest.mark.parametrize("section", list(ranges.RANGES), ids=lambda s: s.__name__)
+def test_no_number_is_without_bounds(section):
+    """Fails where a setting takes any number: its sizes would overflow, or take all."""
+    types = {field.name: field.type for field in dataclasses.fields(section)}
+    for name, allowed in ranges.RANGES[section].items():
+        huge = 2**63 if name == "min_shard_elements" else 2**33
+        for value in (huge, 2**62, -(2**62)) if types[name] is int else (1e39, -1e39):
+            assert allowed.misfit(value) or (name, value) == (
+                "min_shard_elements",
+                2**62,
+            )
+
+
+def test_a_batch_that_comes_out_too_large_is_refused():
+    settings = ["global_batch_size=0", "microbatch_size=65536", "num_microbatches=256"]
+    assert refusal(settings, 8) == (
+        "global_batch_size=0 comes out as 134217728; use at most 16777216, such as by "
+        "num_microbatches"
     )
 
 

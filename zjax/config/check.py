@@ -134,6 +134,11 @@ def _batch(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     except ConfigError as error:
         yield from error.problems
         return
+    rows = resolved.global_batch_size
+    if rows > ranges.MOST_ROWS:
+        problem = f"comes out as {rows}"
+        remedy = f"use at most {ranges.MOST_ROWS}, such as by num_microbatches"
+        yield Problem("global_batch_size", config.global_batch_size, problem, remedy)
     dtype = config.precision.grad_sum_dtype
     if dtype != "float32" and resolved.num_microbatches == 1:
         problem = "has no effect with one microbatch"
@@ -271,7 +276,7 @@ def _processes(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     host, _, port = given.coordinator.rpartition(":")
     if given.coordinator in ("auto", "none"):
         return
-    if not host or not port.isdecimal():
+    if not host or not port.isdecimal() or not 0 < int(port[:6]) < 2**16:
         field = "processes.coordinator"
         problem, remedy = "is not an address", "use host:port, auto or none"
         yield Problem(field, given.coordinator, problem, remedy)

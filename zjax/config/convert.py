@@ -14,6 +14,9 @@ from zjax.errors import ConfigError, Problem
 
 Section = TypeVar("Section")
 
+_MOST_ENTRIES = 10_000
+"""Of a setting that is a list."""
+
 
 def base() -> ml_collections.ConfigDict:
     """Gives all settings at their defaults, open for a config file to change.
@@ -193,6 +196,13 @@ def _tuple(hint: Any, value: Any, field: str, problems: list[Problem]) -> Any:
     if not isinstance(value, list | tuple):
         _refuse_type(field, value, "list or tuple", problems)
         return value
+    if len(value) > _MOST_ENTRIES:
+        problem, remedy = (
+            f"has {len(value):,} entries",
+            f"use at most {_MOST_ENTRIES:,}",
+        )
+        problems.append(Problem(field, "...", problem, remedy))
+        return ()
     entries = enumerate(value)
     return tuple(_value(hint, v, f"{field}[{i}]", problems) for i, v in entries)
 

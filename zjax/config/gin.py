@@ -6,6 +6,7 @@ references (`@name`) reach nothing, and all mistakes are reported together.
 """
 
 import math
+import os
 import pathlib
 import tokenize
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,12 @@ from gin import config_parser
 
 from zjax.config import convert, override, paths, schema
 from zjax.errors import ConfigError, Problem
+from zjax.reading import read_text
 
+MOST_FILES = 100
+"""Files that a run is read from, each as often as it is included."""
+MOST_VALUES = 10_000
+"""Values that macros make of a file."""
 WIRING = "set values only: config.section.name = value"
 
 
@@ -25,6 +31,25 @@ class _Macro(NamedTuple):
 
 class _Reference(NamedTuple):
     name: str
+
+
+class _Budget:
+    """What may still be read, or be made of it by macros."""
+
+    def __init__(self) -> None:
+        self._files, self._values = MOST_FILES, MOST_VALUES
+
+    def take_file(self, path: pathlib.Path) -> None:
+        self._files -= 1
+        if self._files < 0:
+            problem, remedy = f"is file {MOST_FILES + 1}", "include fewer"
+            raise ConfigError(Problem("include", str(path), problem, remedy))
+
+    def take_value(self, path: str) -> None:
+        self._values -= 1
+        if self._values < 0:
+            problem = f"is made of more than {MOST_VALUES:,} values by macros"
+            raise ConfigError(Problem(path, "...", problem, "write what is meant"))
 
 
 class _Delegate(config_parser.ParserDelegate):
@@ -55,20 +80,31 @@ def read_gin(files: Sequence[str] = (), bindings: Sequence[str] = ()) -> dict[st
         >>> read_gin(bindings=["config.zero.stage = 3"])
         {'zero': {'stage': 3}}
     """
+    try:
+        return _read_all(files, bindings)
+    except RecursionError:
+        given = files[0] if files else bindings[0]
+        problem, remedy = "is nested too deep", "write config.section.name = value"
+        field = "gin_file" if files else "gin"
+        raise ConfigError(Problem(field, given, problem, remedy)) from None
+
+
+def _read_all(files: Sequence[str], bindings: Sequence[str]) -> dict[str, Any]:
     problems: list[Problem] = []
     found: list[tuple[str, Any]] = []
+    budget = _Budget()
     for path in files:
         local = paths.local_path("gin_file", path)
-        found += _read_file(pathlib.Path(local), (), problems)
+        found += _read_file(pathlib.Path(local), (), problems, budget)
     for binding in bindings:
-        found += _read_text(binding, "gin", (), problems)
+        found += _read_text(binding, "gin", (), problems, budget)
     macros = {"inf": math.inf}
     macros |= {path: value for path, value in found if "." not in path}
     unused = set(macros) - {"inf"}
     values: dict[str, Any] = {}
     for path, value in found:
         if "." in path:
-            resolved = _resolve(value, path, macros, unused, problems)
+            resolved = _resolve(value, path, macros, unused, problems, budget)
             values = _bind(values, path, resolved, problems)
     for name in sorted(unused):
         remedy = f"write config.{name} if it is a setting"
@@ -99,23 +135,27 @@ def from_gin(files: Sequence[str] = (), bindings: Sequence[str] = ()) -> schema.
 
 
 def _read_file(
-    path: pathlib.Path, parents: tuple[pathlib.Path, ...], problems: list[Problem]
+    path: pathlib.Path,
+    parents: tuple[pathlib.Path, ...],
+    problems: list[Problem],
+    budget: _Budget,
 ) -> list[tuple[str, Any]]:
-    if path in parents:
+    budget.take_file(path)
+    if os.path.realpath(path) in map(os.path.realpath, parents):
         names = " -> ".join(map(str, (*parents, path)))
         problems.append(
             Problem("include", str(path), f"is a circle: {names}", "cut it")
         )
         return []
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        text = read_text(path)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
         remedy = "give the path of a Gin file"
         problem = f"cannot be read: {reason}"
         problems.append(Problem("gin_file", str(path), problem, remedy))
         return []
-    return _read_text(text, str(path), (*parents, path), problems)
+    return _read_text(text, str(path), (*parents, path), problems, budget)
 
 
 def _read_text(
@@ -123,6 +163,7 @@ def _read_text(
     source: str,
     parents: tuple[pathlib.Path, ...],
     problems: list[Problem],
+    budget: _Budget,
 ) -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
     for statement in _statements(text, source, problems):
@@ -136,7 +177,8 @@ def _read_text(
                 found.append((path, value))
         elif isinstance(statement, config_parser.IncludeStatement):
             folder = parents[-1].parent if parents else pathlib.Path()
-            found += _read_file(folder / statement.filename, parents, problems)
+            name = paths.local_path("include", statement.filename)
+            found += _read_file(folder / name, parents, problems, budget)
         elif isinstance(statement, config_parser.ImportStatement):
             problem = Problem("import", statement.module, "would run code", WIRING)
             problems.append(problem)
@@ -146,8 +188,13 @@ def _read_text(
 def _statements(text: str, source: str, problems: list[Problem]) -> Iterator[Any]:
     try:
         yield from config_parser.ConfigParser(text, _Delegate())
-    except (SyntaxError, tokenize.TokenError) as error:
-        line = error.lineno if isinstance(error, SyntaxError) else error.args[1][0]
+    except (RecursionError, MemoryError):
+        remedy = "write config.section.name = value"
+        problems.append(Problem(source, text, "is nested too deep", remedy))
+    except (SyntaxError, tokenize.TokenError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        if isinstance(error, tokenize.TokenError):
+            line = error.args[1][0]
         reason = str(error.args[0]).splitlines()[0].rstrip(".")
         if "malformed node" in reason:
             reason = "a string lacks its quotes, or a macro its %"
@@ -164,11 +211,13 @@ def _resolve(
     macros: dict[str, Any],
     unused: set[str],
     problems: list[Problem],
+    budget: _Budget,
     seen: tuple[str, ...] = (),
 ) -> Any:
     def inner(item):
-        return _resolve(item, path, macros, unused, problems, seen)
+        return _resolve(item, path, macros, unused, problems, budget, seen)
 
+    budget.take_value(path)
     if isinstance(value, _Reference):
         problems.append(Problem(path, f"@{value.name}", "refers to code", WIRING))
     elif isinstance(value, _Macro):
@@ -176,7 +225,7 @@ def _resolve(
         if value.name in macros and value.name not in seen:
             again = (*seen, value.name)
             macro = macros[value.name]
-            return _resolve(macro, path, macros, unused, problems, again)
+            return _resolve(macro, path, macros, unused, problems, budget, again)
         remedy = f"define it: {value.name} = ..."
         problems.append(Problem(path, f"%{value.name}", "is not a macro", remedy))
     elif isinstance(value, dict):

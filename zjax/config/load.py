@@ -43,9 +43,14 @@ def load_config(
         >>> load_config({"seed": 1}, "zero.stage=3", num_steps=20).zero.stage
         3
     """
-    values = _read(source)
-    merged = override.merge_overrides(values, [*overrides, settings])
-    return convert.from_mapping(schema.Config, merged)
+    try:
+        values = _read(source)
+        merged = override.merge_overrides(values, [*overrides, settings])
+        return convert.from_mapping(schema.Config, merged)
+    except RecursionError:
+        problem, remedy = "is nested too deep", "write settings by section"
+        kind = type(source).__name__
+        raise ConfigError(Problem("config", kind, problem, remedy)) from None
 
 
 def _read(source: Any) -> Mapping[str, Any]:

@@ -111,7 +111,7 @@ def _nested(name: str, value: Any) -> Mapping[str, Any]:
 def _parse_value(hint: Any, text: str) -> Any:
     try:
         value = ast.literal_eval(text)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         value = text
     strings = hint is str or (
         typing.get_origin(hint) is typing.Literal

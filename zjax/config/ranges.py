@@ -8,41 +8,72 @@ from typing import Any, NamedTuple
 from zjax.config import schema
 from zjax.errors import Problem
 
+MOST_STEPS = 2**31 - 1
+"""What the counters of a state hold, which are int32."""
+MOST_DEVICES = 2**20
+MOST_ROWS = 2**24
+"""Rows of a global batch: their numbers are a list on the host."""
+MOST_LAYERS = 2**14
+MOST_TOKENS = 2**24
+"""Of a sequence, and of a vocabulary."""
+_MOST_WIDTH = 2**22
+_MOST_FLOAT, _LEAST_FLOAT = 3e38, 1.2e-38
+"""What float32 holds without infinity, and without underflow."""
+_DAY = 86_400
+
 
 class Range(NamedTuple):
     """Numbers that a setting may take."""
 
     holds: Callable[[float], bool]
     remedy: str
+    most: int | float = _MOST_FLOAT
+    least: float = -math.inf
+
+    def misfit(self, value: int | float) -> str:
+        """The remedy for a value outside; empty for one inside."""
+        if not self.holds(value):
+            return self.remedy
+        if self.most < value < math.inf:
+            return f"use at most {self.most}"
+        return f"use at least {self.least}" if value < self.least else ""
 
 
-def _from(low: int) -> Range:
-    return Range(lambda x: low <= x < math.inf, f"use {low} or more")
+def _from(low: int, most: int = MOST_STEPS) -> Range:
+    return Range(lambda x: low <= x < math.inf, f"use {low} or more", most)
 
 
 def _power_of_two(x: float) -> bool:
     return 0 < x < math.inf and math.frexp(x)[0] == 0.5
 
 
-POSITIVE = Range(lambda x: 0 < x < math.inf, "use more than 0")
-LIMIT = Range(lambda x: x > 0, "use more than 0, or inf for no limit")
+POSITIVE = Range(lambda x: 0 < x < math.inf, "use more than 0", least=_LEAST_FLOAT)
+LIMIT = Range(
+    lambda x: x > 0, "use more than 0, or inf for no limit", least=_LEAST_FLOAT
+)
 FRACTION = Range(lambda x: 0 <= x <= 1, "use 0 to 1")
 DECAY = Range(lambda x: 0 <= x < 1, "use 0 or more and less than 1")
-POWER_OF_TWO = Range(_power_of_two, "use a power of two, such as 65536.0")
-AXIS = Range(lambda x: x >= 1 or x == -1, "use 1 or more, or -1 for the rest")
-OPEN_AXIS = Range(
-    lambda x: x >= -1, "use 1 or more, -1 for the rest, or 0 for zjax to choose"
+POWER_OF_TWO = Range(
+    _power_of_two, "use a power of two, such as 65536.0", 2.0**64, 2.0**-64
 )
-STEP = Range(lambda x: x >= 1 or x == -1, "use 1 or more, or -1 for never")
+AXIS = Range(
+    lambda x: x >= 1 or x == -1, "use 1 or more, or -1 for the rest", MOST_DEVICES
+)
+OPEN_AXIS = Range(
+    lambda x: x >= -1,
+    "use 1 or more, -1 for the rest, or 0 for zjax to choose",
+    MOST_DEVICES,
+)
+STEP = Range(lambda x: x >= 1 or x == -1, "use 1 or more, or -1 for never", MOST_STEPS)
 SEED = Range(lambda x: 0 <= x < 2**32, "use 0 to 4294967295")
 
 RANGES: dict[type, dict[str, Range]] = {
     schema.Config: {
         "seed": SEED,
         "num_steps": _from(1),
-        "global_batch_size": _from(0),
-        "num_microbatches": _from(0),
-        "microbatch_size": _from(0),
+        "global_batch_size": _from(0, MOST_ROWS),
+        "num_microbatches": _from(0, MOST_ROWS),
+        "microbatch_size": _from(0, MOST_ROWS),
     },
     schema.Mesh: {
         "pipeline": OPEN_AXIS,
@@ -52,8 +83,11 @@ RANGES: dict[type, dict[str, Range]] = {
         "sequence": OPEN_AXIS,
         "tensor": OPEN_AXIS,
     },
-    schema.Pipeline: {"num_chunks": _from(2)},
-    schema.Zero: {"min_shard_elements": _from(0), "delay_updates_from": STEP},
+    schema.Pipeline: {"num_chunks": _from(2, MOST_LAYERS)},
+    schema.Zero: {
+        "min_shard_elements": _from(0, 2**63 - 1),
+        "delay_updates_from": STEP,
+    },
     schema.LossScale: {
         "initial": POWER_OF_TWO,
         "window": _from(0),
@@ -77,33 +111,33 @@ RANGES: dict[type, dict[str, Range]] = {
         "ema_decay": DECAY,
     },
     schema.Sparsity: {
-        "num_local_blocks": _from(1),
-        "num_global_blocks": _from(0),
-        "num_different_global_patterns": _from(1),
-        "num_random_blocks": _from(-1),
-        "num_sliding_window_blocks": _from(1),
+        "num_local_blocks": _from(1, MOST_TOKENS),
+        "num_global_blocks": _from(0, MOST_TOKENS),
+        "num_different_global_patterns": _from(1, MOST_TOKENS),
+        "num_random_blocks": _from(-1, MOST_TOKENS),
+        "num_sliding_window_blocks": _from(1, MOST_TOKENS),
         "seed": SEED,
     },
     schema.Model: {
-        "num_layers": _from(1),
-        "embed_size": _from(1),
-        "mlp_size": _from(1),
-        "mlp_tiles": _from(1),
-        "num_heads": _from(1),
-        "num_kv_heads": _from(1),
-        "vocab_size": _from(2),
-        "max_length": _from(1),
+        "num_layers": _from(1, MOST_LAYERS),
+        "embed_size": _from(1, _MOST_WIDTH),
+        "mlp_size": _from(1, _MOST_WIDTH),
+        "mlp_tiles": _from(1, _MOST_WIDTH),
+        "num_heads": _from(1, _MOST_WIDTH),
+        "num_kv_heads": _from(1, _MOST_WIDTH),
+        "vocab_size": _from(2, MOST_TOKENS),
+        "max_length": _from(1, MOST_TOKENS),
         "norm_eps": POSITIVE,
         "rope_theta": POSITIVE,
         "dropout_rate": DECAY,
-        "layers_per_scan": _from(0),
+        "layers_per_scan": _from(0, MOST_LAYERS),
         "loss_chunk_tokens": _from(0),
         "z_loss": _from(0),
     },
     schema.Data: {
-        "length": _from(1),
-        "num_workers": _from(0),
-        "prefetch_batches": _from(0),
+        "length": _from(1, MOST_TOKENS),
+        "num_workers": _from(0, 1_024),
+        "prefetch_batches": _from(0, 1_024),
     },
     schema.Evaluation: {"every_steps": _from(0), "num_batches": _from(-1)},
     schema.Checkpoint: {
@@ -118,9 +152,9 @@ RANGES: dict[type, dict[str, Range]] = {
         "peak_tflops": _from(0),
     },
     schema.Processes: {
-        "num_processes": _from(0),
-        "process_id": _from(-1),
-        "heartbeat_seconds": _from(1),
+        "num_processes": _from(0, MOST_DEVICES),
+        "process_id": _from(-1, MOST_DEVICES),
+        "heartbeat_seconds": _from(1, _DAY),
     },
 }
 """By section and setting. A test keeps the table complete."""
@@ -150,5 +184,5 @@ def range_problems(section: Any, path: str = "") -> Iterator[Problem]:
             for index, entry in enumerate(value):
                 if dataclasses.is_dataclass(entry):
                     yield from range_problems(entry, f"{name}[{index}]")
-        elif allowed and not allowed.holds(value):
-            yield Problem(name, value, "is out of range", allowed.remedy)
+        elif allowed and allowed.misfit(value):
+            yield Problem(name, value, "is out of range", allowed.misfit(value))
