@@ -182,7 +182,7 @@ def test_bad_input_is_refused_before_anything_compiles():
         zjax.initialize(
             Tied, optax.sgd(0.1), squared_error, {"x": [1.0], "y": batch["y"]}
         )
-    assert str(error.value) == ("batch/x/0='float' is not an array; use numpy.asarray")
+    assert str(error.value) == "batch/x='list' is not an array; use numpy.asarray"
     with pytest.raises(ConfigError) as error:
         settings = {"optimizer": {"clip_norm": 0.5}}
         zjax.initialize(Tied, optax.sgd(0.1), squared_error, batch, settings)
@@ -225,3 +225,19 @@ def test_state_that_does_not_fit_is_refused_with_both_numbers():
         "smaller model"
     )
     memory.check_memory(plan, 1e9)
+
+
+def test_a_step_refuses_what_the_example_did_not_have():
+    """Fails if integers are cut to 32 bits, or a column that lacks is compiled for."""
+    batch = models.make_batch()
+    run = zjax.initialize(Tied, optax.sgd(0.1), squared_error, batch)
+    given = {"x": np.full(batch["x"].shape, 1 << 40), "id": np.zeros(32, np.int32)}
+    for call in (run.step, run.evaluate):
+        with pytest.raises(DataError) as error:
+            call(run.state, given)
+        assert str(error.value) == (
+            "batch/x=1099511627776 does not fit 32 bits; renumber it or remove it\n"
+            "batch/weight=None is missing; give float32[B]\n"
+            "batch/y=None is missing; give float32[B, 16]\n"
+            "batch/id='int32[32]' is not read by the loss; leave it out"
+        )

@@ -12,6 +12,8 @@ from zjax.checkpoint import weights
 from zjax.config.check import check_config
 from zjax.config.load import load_config
 from zjax.config.schema import Config
+from zjax.data.entries import check_batch, entries_of
+from zjax.data.placement import BatchPlacement
 from zjax.errors import ConfigError, ModelError, Problem
 from zjax.fitting import abstract_batch, check_room, fit_plan
 from zjax.models import adapter
@@ -26,7 +28,8 @@ from zjax.processes.host import tell_of_small_pages
 from zjax.sharding import memory, placement
 from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
-from zjax.step import Step, check_arrays, make_step
+from zjax.sharding.batch import rows_of
+from zjax.step import Step, make_step
 from zjax.storage.move import move
 from zjax.storage.progress import shown
 from zjax.train.gradients import compute_params
@@ -39,7 +42,7 @@ from zjax.train.state import (
     with_params,
 )
 from zjax.train.update import Schedule
-from zjax.typing import Batch, Device, Metrics, Model, Params
+from zjax.typing import Batch, Device, Entries, Metrics, Model, Params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +66,11 @@ class Run:
     state: TrainState
     step: Step
     bind: Callable[[TrainState], Any]
+
+    @property
+    def batch_placement(self) -> BatchPlacement:
+        """Where loaders are to place batches, and what they are to check."""
+        return BatchPlacement(self.plan.batch_sharding, self.model.entries)
 
     def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
         """Loss and metrics without gradients, dropout or state change.
@@ -109,6 +117,7 @@ def initialize(
     batch: Batch,
     config: Any = None,
     *,
+    replicated: Sequence[str] = (),
     schedule: Schedule | None = None,
     devices: Sequence[Device] | None = None,
 ) -> Run:
@@ -126,9 +135,13 @@ def initialize(
         loss_fn: `loss_fn(model, batch, key)` returns the mean loss, or `(loss, weight,
             metrics)`. A key of None means evaluation. None for a `zjax.Model`.
         batch: A global batch or its ShapeDtypeStructs; its first dim takes the place of
-            `config.global_batch_size`. Floating-point arrays of two dims or more are
-            cast to `precision.compute_dtype`.
+            `config.global_batch_size`. Each device cuts the rows that it holds into
+            microbatches of adjacent rows, so that a loss may compare rows that lie in
+            one. Batches to come must have the same arrays. Floating-point arrays of two
+            dims or more are cast to `precision.compute_dtype`.
         config: A Config, a mapping, or the path of a config file; None for defaults.
+        replicated: Paths of arrays of the batch that hold no rows, such as a table of
+            class weights: devices and microbatches get them whole.
         schedule: Learning rate by applied step, to be shown among the metrics.
         devices: Devices to use; all of them by default.
 
@@ -137,6 +150,8 @@ def initialize(
 
     Raises:
         ConfigError: Settings that cannot work.
+        DataError: A batch that is no tree of arrays of numbers with equal numbers of
+            rows, or not what a `zjax.Model` asks for.
         ModelError: A model or a loss of no known kind.
         PlanError: Arrays or an optimizer that cannot be placed.
 
@@ -156,8 +171,9 @@ def initialize(
     """
     devices = jax.devices() if devices is None else devices
     config = load_config({} if config is None else config)
-    check_arrays(batch)
-    sizes = {leaf.shape[0] for leaf in jax.tree.leaves(batch) if len(leaf.shape)}
+    batch = check_batch(batch, {}, rows_differ=True)
+    entries = _entries_of(model, batch, replicated)
+    sizes = {leaf.shape[0] for _, leaf in rows_of(batch, entries)}
     config = dataclasses.replace(config, global_batch_size=max(sizes, default=1))
     check_config(config, len(devices), own_model=True, own_optimizer=tx is not None)
     if config.precision.on_nonfinite == "stop":
@@ -177,7 +193,9 @@ def initialize(
         name = getattr(loss_fn, "__name__", None)
         raise ModelError(Problem("loss_fn", name, given, remedy))
     if loss_fn is not None:
-        model = adapter.adapt(model, loss_fn, batch)
+        model = adapter.adapt(model, loss_fn, batch, replicated=replicated)
+    else:
+        model = dataclasses.replace(model, entries=entries)
     if tx is None:
         tx = make_optimizer(config, model)
         schedule = make_schedule(config)
@@ -185,6 +203,18 @@ def initialize(
         config = without_clipping(config)
         tx = adopt_optimizer(tx, model, config)
     return make_run(config, model, tx, schedule=schedule, devices=devices, batch=batch)
+
+
+def _entries_of(model: Any, batch: Batch, replicated: Sequence[str]) -> Entries:
+    """What the loss asks of a batch: as the model says, or by the example."""
+    given = model.entries if isinstance(model, Model) else {}
+    if not given:
+        return entries_of(batch, replicated=replicated)
+    if replicated:
+        problem, remedy = "is said by the entries of the model", "leave it out"
+        raise ConfigError(Problem("replicated", tuple(replicated), problem, remedy))
+    check_batch(batch, given)
+    return given
 
 
 def _runs_by_block(model: Any, config: Config) -> bool:

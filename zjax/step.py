@@ -11,7 +11,8 @@ from jax.sharding import Mesh
 from zjax.compiler import Options, step_options
 from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config
-from zjax.errors import DataError, PlanError, Problem
+from zjax.data.entries import check_batch
+from zjax.errors import PlanError, Problem
 from zjax.offload.generate import Generation
 from zjax.offload.parts import Jit
 from zjax.offload.peak import Peak, predict_peak
@@ -19,8 +20,9 @@ from zjax.offload.segments import Segments
 from zjax.offload.train import OffloadedTrain
 from zjax.sharding import placement
 from zjax.sharding import plan as plans
+from zjax.sharding.batch import batch_shardings
 from zjax.sharding.mesh import is_simulated
-from zjax.train.microbatches import check_batch, check_lengths
+from zjax.train import microbatches
 from zjax.train.programs import Programs, make_programs
 from zjax.train.state import (
     TrainState,
@@ -42,6 +44,7 @@ class Step:
         mesh: The devices.
         plan: Places batches.
         rows: The places of the state's arrays.
+        model: What its loss asks of a batch.
         num_microbatches: Gradient accumulation.
         programs: The compiled functions by name.
     """
@@ -49,6 +52,7 @@ class Step:
     mesh: Mesh
     plan: plans.Plan
     rows: TrainState
+    model: Model
     num_microbatches: int
     programs: Mapping[str, Any]
 
@@ -136,15 +140,16 @@ class Step:
             Global arrays on the plan's batch sharding.
 
         Raises:
+            DataError: The batch is not what the loss asks for.
             PlanError: The batch does not divide over the devices.
         """
-        check_arrays(batch)
+        batch = check_batch(batch, self.model.entries)
         num_shares = self.plan.num_batch_shares
-        check_batch(batch, 1, max(1, num_shares // jax.process_count()))
-        check_lengths(batch, self.plan.num_length_shares)
+        num_local = max(1, num_shares // jax.process_count())
+        microbatches.check_batch(batch, self.model, 1, num_local)
+        microbatches.check_lengths(batch, self.model, self.plan.num_length_shares)
 
-        def place(x: Any) -> jax.Array:
-            sharding = self.plan.batch_sharding(x)
+        def place(x: Any, sharding: Any) -> jax.Array:
             if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(
                 sharding, x.ndim
             ):
@@ -153,7 +158,18 @@ class Step:
                 return jax.device_put(x, sharding)
             return jax.make_array_from_process_local_data(sharding, x)
 
-        return jax.tree.map(place, batch)
+        return jax.tree.map(place, batch, self.batch_shardings(batch))
+
+    def batch_shardings(self, batch: Batch) -> Any:
+        """The placement of a batch.
+
+        Args:
+            batch: Arrays or their shapes.
+
+        Returns:
+            A tree of shardings.
+        """
+        return batch_shardings(self.plan, batch, self.model.entries)
 
     def compile(
         self, batch: Batch, program: str = "train"
@@ -171,18 +187,19 @@ class Step:
         Raises:
             PlanError: The batch does not divide over the devices.
         """
-        check_batch(batch, self.num_microbatches, self.plan.num_batch_shares)
-        check_lengths(batch, self.plan.num_length_shares)
+        number, shares = self.num_microbatches, self.plan.num_batch_shares
+        microbatches.check_batch(batch, self.model, number, shares)
+        microbatches.check_lengths(batch, self.model, self.plan.num_length_shares)
         if not hasattr(self.programs[program], "lower"):
             return None
 
-        def abstract(x: Any) -> jax.ShapeDtypeStruct:
-            sharding = self.plan.batch_sharding(x)
+        def abstract(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
         state = placement.abstract_tree(self.rows)
+        batch = jax.tree.map(abstract, batch, self.batch_shardings(batch))
         with jax.set_mesh(self.mesh):
-            lowered = self.programs[program].lower(state, jax.tree.map(abstract, batch))
+            lowered = self.programs[program].lower(state, batch)
         return lowered.compile()
 
     def predict_peak(self, batch: Batch) -> Peak | None:
@@ -273,6 +290,7 @@ def make_step(
         mesh=plan.mesh,
         plan=plan,
         rows=state_rows(plan, config),
+        model=model,
         num_microbatches=num_microbatches,
         programs=programs,
     )
@@ -319,26 +337,3 @@ def compile_programs(pure: Programs, options: Options) -> dict[str, Any]:
         "update": jit(pure.update, donate_argnums=0, out_shardings=(places, None)),
         "evaluate": jit(pure.evaluate),
     }
-
-
-def check_arrays(batch: Batch) -> None:
-    """Refuses a batch whose leaves are not arrays.
-
-    Args:
-        batch: A tree.
-
-    Raises:
-        DataError: Names every leaf that has no shape or no dtype.
-    """
-    problems = [
-        Problem(
-            f"batch/{placement.path_of(keys)}",
-            type(leaf).__name__,
-            "is not an array",
-            "use numpy.asarray",
-        )
-        for keys, leaf in jax.tree_util.tree_leaves_with_path(batch)
-        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
-    ]
-    if problems:
-        raise DataError(*problems)

@@ -319,13 +319,13 @@ class Trainer:
         return lambda rows: self.store.restore(rows, step)[0]
 
     def _make_loader(self) -> Loader:
-        shardings = self.run.plan.batch_sharding
+        shardings = self.run.batch_placement
         if self._batches is not None:
             return data.wrap_batches(self._batches, self.config, shardings)
         return data.make_loader(self.config, shardings)
 
     def _make_evaluation(self) -> data.EvaluationSet | None:
-        given, shardings = self._evaluation_batches, self.run.plan.batch_sharding
+        given, shardings = self._evaluation_batches, self.run.batch_placement
         if not self.config.evaluation.num_batches:
             return None
         if given is not None:

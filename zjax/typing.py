@@ -5,7 +5,7 @@ D head dim, M model width, F feed-forward width, V vocabulary, T tokens, N micro
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,8 @@ Params = Any
 ModelState = Any
 """A tree of what a model carries besides parameters: BatchNorm statistics, caches."""
 Batch = Any
-"""A tree of arrays whose first dim is the batch (scalars are the same everywhere)."""
+"""A tree of arrays whose first dim is the batch (scalars are the same everywhere, and
+so is what `Model.entries` says has no rows)."""
 Metrics = dict[str, jax.Array]
 """Named scalars."""
 Logical = tuple[str | None, ...]
@@ -25,12 +26,45 @@ Logical = tuple[str | None, ...]
 experts, capacity, layers, tensor`, or None."""
 
 
+IGNORED = -100
+"""The target of a token that does not count, as in other libraries."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """What a loss asks of one array of a batch."""
+
+    shape: tuple[int | str, ...] | None = None
+    """Size of each dim; a letter is any size that is the same in all entries. The first
+    dim is `B` where the array holds rows, of which each device and each microbatch gets
+    some; all others are replicated. None asks nothing, and takes it for rows."""
+    dtype: Any = None
+    """Dtype, or a kind such as `numpy.integer`; None asks nothing."""
+    is_optional: bool = False
+    """Whether a batch may come without it."""
+    num_ids: int = 0
+    """Ids that it may hold, from 0 on; 0 does not check them."""
+    may_be_ignored: bool = False
+    """Whether it may also hold `IGNORED`."""
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether its first dim is cut; False for what is replicated."""
+        return self.shape is None or self.shape[:1] == ("B",)
+
+
+Entries = Mapping[str, Entry]
+"""Entries by path in the batch, such as `tokens` or `images/left`."""
+
+
 class Loss(NamedTuple):
     """What one microbatch gives.
 
     The loss is a mean and `weight` says over how many units, so that accumulation gives
     the weighted mean over the global batch, and float16 gradients keep their range
-    whatever the number of tokens.
+    whatever the number of tokens. Each device cuts the rows that it holds into
+    microbatches of adjacent rows: a loss may compare neighbours as long as they lie in
+    one microbatch, and which rows do depends on the number of devices.
     """
 
     value: jax.Array
@@ -140,8 +174,9 @@ class Model:
     separable: bool = False
     """Whether the loss is the weighted mean of losses of single rows, is 0 without
     weight, uses no model state, and draws for each row by its number in the microbatch
-    if at all: devices then differentiate alone. At ZeRO stage 3 its parameters are
-    fetched whole, so it must not loop over stacked layers."""
+    if at all: devices then differentiate alone, and of N microbatches row i is in i mod
+    N on every mesh, so that all meshes draw the same. At ZeRO stage 3 its parameters
+    are fetched whole, so it must not loop over stacked layers."""
     takes_layers_apart: bool = False
     """Whether the loss takes `zjax.sharding.layers.Layers` for the arrays whose first
     dim is `layers`, so that each layer can be gathered and reduced alone."""
@@ -156,3 +191,6 @@ class Model:
     None keeps what is dear to compute. Blocks that run one by one, as offload has them
     run, keep it on the devices, also what is but made of parameters; what enters them
     alone for None, `model.remat="full"` or a `model.activation_memory` elsewhere."""
+    entries: Entries = dataclasses.field(default_factory=dict)
+    """What the loss asks of each array of a batch; empty asks nothing, and takes all
+    arrays but scalars for rows."""

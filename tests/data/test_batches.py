@@ -9,8 +9,9 @@ from tests.reference import sampling
 from tests.support.squares import Columns
 from zjax.config import schema
 from zjax.data import batches as wrapping
-from zjax.data import digest
+from zjax.data import digest, placement
 from zjax.errors import DataError
+from zjax.typing import Entry
 
 CONFIG = schema.Config(seed=3, global_batch_size=8)
 
@@ -48,7 +49,7 @@ def test_columns_of_unequal_rows_are_refused():
     with pytest.raises(DataError) as error:
         next(wrapping.wrap_batches(dataset, CONFIG, shardings))
     assert str(error.value) == (
-        "batches['x']='object' is not a dtype of numbers (text, or rows of unequal "
+        "batches/x='object' is not a dtype of numbers (text, or rows of unequal "
         "length); turn it into token ids and pad them, or remove it"
     )
 
@@ -119,6 +120,31 @@ def test_a_partial_batch_is_named():
         with pytest.raises(DataError) as error:
             next(batches)
     assert str(error.value) == (
-        "batches[2]['x']='float32[5, 2]' has 5 rows, but global_batch_size=8; make all "
+        "batches[2]/x='float32[5, 2]' has 5 rows, but global_batch_size=8; make all "
         "batches that size and drop the last, partial one"
     )
+
+
+def checked(**entries):
+    return placement.BatchPlacement(shardings, entries)
+
+
+def test_columns_are_checked_before_the_first_batch():
+    dataset = Columns({"x": [[0, 1]] * 20, "extra": [0] * 20})
+    asked = checked(x=Entry(("B", 3)), y=Entry(("B",), np.dtype("int32")))
+    with pytest.raises(DataError) as error:
+        wrapping.wrap_batches(dataset, CONFIG, asked)
+    assert str(error.value) == (
+        "batches/y=None is missing; give int32[B]\n"
+        "batches/extra='int32[1]' is not read by the loss; leave it out\n"
+        "batches/x='int32[1, 2]' is not array[B, 3]; give that shape and dtype"
+    )
+
+
+def test_an_array_without_rows_is_placed_whole():
+    batch = {"x": np.zeros((8, 2)), "table": np.arange(3)}
+    asked = checked(x=Entry(), table=Entry((3,)))
+    with wrapping.wrap_batches([batch], CONFIG, asked) as batches:
+        found = next(batches)
+    assert found["table"].sharding.is_fully_replicated
+    assert found["table"].tolist() == [0, 1, 2]

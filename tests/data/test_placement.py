@@ -70,17 +70,16 @@ def test_rows_become_global_arrays():
     [
         (
             np.array(["a", "b"]),
-            "batches[3]['x']='<U1' is not a dtype of numbers (text, or rows of unequal "
+            "batches[3]/x='<U1' is not a dtype of numbers (text, or rows of unequal "
             "length); turn it into token ids and pad them, or remove it",
         ),
         (
             np.array([1, 1 << 40]),
-            "batches[3]['x']=1099511627776 does not fit 32 bits; renumber it or remove "
-            "it",
+            "batches[3]/x=1099511627776 does not fit 32 bits; renumber it or remove it",
         ),
         (
             np.zeros((3, 2), np.float32),
-            "batches[3]['x']='float32[3, 2]' has 3 rows, but global_batch_size=2; make "
+            "batches[3]/x='float32[3, 2]' has 3 rows, but global_batch_size=2; make "
             "all batches that size and drop the last, partial one",
         ),
     ],

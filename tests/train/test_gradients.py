@@ -1,7 +1,6 @@
 """Gradients over microbatches and devices against one batch on one device."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -9,7 +8,6 @@ import pytest
 from tests.support import models, runs
 from zjax.config import schema
 from zjax.errors import PlanError
-from zjax.train import microbatches
 
 
 def grads_of(run, batch):
@@ -61,18 +59,6 @@ def test_reduce_dtype_is_what_crosses_the_devices():
     """Fails if `reduce_dtype` does nothing."""
     assert reduced_dtypes("compute") == {"f16"}
     assert reduced_dtypes("float32") == {"f32"}
-
-
-def test_rows_of_a_microbatch_stay_on_their_device():
-    """Fails if a device has rows of another in a microbatch, or meshes differ in it."""
-    batch = {"x": jnp.arange(16), "scale": jnp.float32(2)}
-    parts = microbatches.split_batch(batch, 2, 4)
-    assert parts["scale"].tolist() == [2, 2]
-    for part in parts["x"]:
-        devices = [part[i : i + 2] // 4 for i in range(0, 8, 2)]
-        assert np.array_equal(devices, [[0, 0], [1, 1], [2, 2], [3, 3]])
-    alone = microbatches.split_batch(batch, 2, 1)
-    assert np.array_equal(parts["x"], alone["x"])
 
 
 def test_batch_that_does_not_divide_is_refused():

@@ -10,6 +10,7 @@ from jaxtyping import Int64
 
 from zjax.config import schema
 from zjax.data import digest, loader, placement
+from zjax.data.entries import check_batch
 from zjax.errors import DataError, Problem
 
 
@@ -141,10 +142,8 @@ class ColumnRows:
     def read(self, indices: Int64[np.ndarray, " n"], /) -> dict[str, np.ndarray]:
         """Stacks the rows `indices` of each column."""
         columns = self._dataset[indices.tolist()]
-        return {
-            name: placement.narrow(_stack(values), f"batches[{name!r}]")
-            for name, values in columns.items()
-        }
+        stacked = {name: _stack(values) for name, values in columns.items()}
+        return check_batch(stacked, {}, name="batches")
 
     def digest(self) -> str:
         """Sums up some of the rows."""

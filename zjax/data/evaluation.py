@@ -22,7 +22,10 @@ from jaxtyping import Int64
 from zjax.config import schema
 from zjax.data import batches as wrapping
 from zjax.data import loader, packing, placement, sampler, source, synthetic
+from zjax.data.entries import check_batch
 from zjax.errors import ConfigError, DataError, Problem
+from zjax.sharding.batch import map_rows, rows_of
+from zjax.typing import Entries
 
 ALL = -1
 """`evaluation.num_batches` of a pass over all rows."""
@@ -200,8 +203,9 @@ def wrap_evaluation(
     @contextlib.contextmanager
     def open_parts() -> Iterator[Iterator[Part]]:
         taken = itertools.islice(batches, end)
+        entries = placement.entries_in(shardings)
         parts = itertools.chain.from_iterable(
-            cut_batch(batch, batch_size, f"evaluation_batches[{number}]")
+            cut_batch(batch, batch_size, f"evaluation_batches[{number}]", entries)
             for number, batch in enumerate(taken)
         )
         read = wrapping.read_ahead(parts, place, config.data)
@@ -238,7 +242,9 @@ def _of_rows(
     return EvaluationSet(open_parts, f"{order.num_rows:,} of {num_all:,} rows")
 
 
-def cut_batch(batch: Any, batch_size: int, place: str) -> Iterator[Part]:
+def cut_batch(
+    batch: Any, batch_size: int, place: str, entries: Entries
+) -> Iterator[Part]:
     """Makes full batches of one that may be smaller.
 
     Args:
@@ -246,20 +252,21 @@ def cut_batch(batch: Any, batch_size: int, place: str) -> Iterator[Part]:
             are free.
         batch_size: Rows of the full batches.
         place: What to call the batch in messages.
+        entries: What its loss asks of it.
 
     Yields:
         The batch itself if it is full, else its parts.
 
     Raises:
-        DataError: It has no rows, or more than a full batch.
+        DataError: It has no rows, more than a full batch, or is not what its loss asks.
 
     Example:
-        >>> parts = cut_batch({"x": np.arange(3)}, 4, "batch")
+        >>> parts = cut_batch({"x": np.arange(3)}, 4, "batch", {})
         >>> [(part.num_rows, part.batch["x"].tolist()) for part in parts]
         [(2, [0, 1, 0, 1]), (1, [2, 2, 2, 2])]
     """
-    shapes = {np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)}
-    num_rows = shapes.pop() if len(shapes) == 1 else batch_size
+    batch = check_batch(batch, entries, name=place)
+    num_rows = next((x.shape[0] for _, x in rows_of(batch, entries)), batch_size)
     if not 1 <= num_rows <= batch_size:
         problem = f"rows are not 1 to global_batch_size={batch_size}"
         remedy = "cut the evaluation data into such batches"
@@ -272,14 +279,11 @@ def cut_batch(batch: Any, batch_size: int, place: str) -> Iterator[Part]:
         rows = slice(first, first + size)
         first += size
         filled = functools.partial(_fill, rows=rows, times=batch_size // size)
-        yield Part(size, jax.tree.map(filled, batch))
+        yield Part(size, map_rows(filled, lambda leaf: leaf, batch, entries))
 
 
-def _fill(leaf: Any, rows: slice, times: int) -> Any:
-    if not np.ndim(leaf):
-        return leaf
-    array = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
-    tile = jax.numpy.tile if isinstance(leaf, jax.Array) else np.tile
+def _fill(array: Any, rows: slice, times: int) -> Any:
+    tile = jax.numpy.tile if isinstance(array, jax.Array) else np.tile
     return tile(array[rows], (times, *[1] * (array.ndim - 1)))
 
 

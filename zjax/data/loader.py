@@ -18,6 +18,7 @@ from jaxtyping import Int64
 
 from zjax.config import schema
 from zjax.data import packing, placement, sampler, source
+from zjax.data.entries import check_batch
 from zjax.errors import ConfigError, DataError, Problem
 
 READ_THREADS = 2
@@ -314,6 +315,7 @@ def find_local_rows(
         are in every process, as where a pipeline goes through several.
     """
     example = rows.read(np.zeros(1, np.int64))
+    check_batch(example, placement.entries_in(shardings), name="batches")
     shapes = {
         name: jax.ShapeDtypeStruct((num_rows, *array.shape[1:]), array.dtype)
         for name, array in example.items()

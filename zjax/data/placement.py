@@ -1,5 +1,6 @@
 """Host rows to global arrays: each process places what its own devices hold."""
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -8,10 +9,42 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 from jaxtyping import Int64
 
-from zjax.errors import DataError, Problem
+from zjax.data.entries import check_batch
+from zjax.sharding.batch import map_rows
+from zjax.typing import Entries
 
 Shardings = Callable[[jax.ShapeDtypeStruct], NamedSharding]
-"""Shape and dtype of a global array -> its placement; the plan has one for batches."""
+"""Shape and dtype of a global array -> its placement; the plan has one for batches, and
+`BatchPlacement` also checks them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchPlacement:
+    """Where the arrays of a batch go, and what its loss asks of them.
+
+    Args:
+        shardings: Those of rows; a scalar is replicated.
+        entries: What the loss asks; batches are checked before they are placed.
+    """
+
+    shardings: Shardings
+    entries: Entries
+
+    def __call__(self, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        """The placement of an array of rows."""
+        return self.shardings(leaf)
+
+
+def entries_in(shardings: Shardings) -> Entries:
+    """What is asked of the batches that go to these places.
+
+    Args:
+        shardings: A `BatchPlacement`, or any function, which asks nothing.
+
+    Returns:
+        Entries by path.
+    """
+    return shardings.entries if isinstance(shardings, BatchPlacement) else {}
 
 
 def needed_rows(
@@ -69,6 +102,9 @@ def place_rows(
         rows: Their numbers in the global batch, ascending.
         num_rows: Rows of the global batch.
         shardings: Where each array goes.
+
+    Raises:
+        DataError: An id is out of range.
     """
 
     def place(local: np.ndarray) -> jax.Array:
@@ -78,6 +114,7 @@ def place_rows(
             shape, sharding, lambda index: cut_rows(local, rows, num_rows, index)
         )
 
+    batch = check_batch(batch, entries_in(shardings))
     return {name: place(local) for name, local in batch.items()}
 
 
@@ -91,60 +128,21 @@ def place_batch(batch: Any, shardings: Shardings, num_rows: int, place: str) -> 
         place: What to call this batch in messages.
 
     Raises:
-        DataError: An array is not numeric, does not fit JAX's integers, or has another
-            number of rows.
+        DataError: The batch is not what its loss asks for, as `check_batch` says.
     """
-    leaves, structure = jax.tree_util.tree_flatten_with_path(batch)
-    checked = [
-        _check_leaf(leaf, num_rows, f"{place}{jax.tree_util.keystr(path)}")
-        for path, leaf in leaves
-    ]
-    return jax.tree.unflatten(structure, [_place(leaf, shardings) for leaf in checked])
+
+    def place_rows(x: Any) -> jax.Array:
+        return _place(x, shardings(jax.ShapeDtypeStruct(x.shape, x.dtype)))
+
+    def replicate(x: Any) -> jax.Array:
+        return _place(x, shardings(jax.ShapeDtypeStruct((), x.dtype)))
+
+    entries = entries_in(shardings)
+    checked = check_batch(batch, entries, name=place, num_rows=num_rows)
+    return map_rows(place_rows, replicate, checked, entries)
 
 
-def narrow(array: np.ndarray, name: str) -> np.ndarray:
-    """Turns an array into the dtype that JAX gives it, if its values fit.
-
-    Args:
-        array: Any array of NumPy.
-        name: What to call it in messages.
-
-    Raises:
-        DataError: It is not numeric, or an integer is too large.
-    """
-    if array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16":
-        raise DataError(
-            Problem(
-                name,
-                str(array.dtype),
-                "is not a dtype of numbers (text, or rows of unequal length)",
-                "turn it into token ids and pad them, or remove it",
-            )
-        )
-    result = array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
-    if array.dtype.kind in "iu" and not np.array_equal(array, result):
-        largest = int(np.abs(array).max())
-        said, remedy = "does not fit 32 bits", "renumber it or remove it"
-        raise DataError(Problem(name, largest, said, remedy))
-    return result
-
-
-def _check_leaf(leaf: Any, num_rows: int, name: str) -> Any:
-    array = leaf if isinstance(leaf, jax.Array) else narrow(np.asarray(leaf), name)
-    if array.ndim and array.shape[0] != num_rows:
-        raise DataError(
-            Problem(
-                name,
-                f"{array.dtype}{list(array.shape)}",
-                f"has {array.shape[0]} rows, but global_batch_size={num_rows}",
-                "make all batches that size and drop the last, partial one",
-            )
-        )
-    return array
-
-
-def _place(array: Any, shardings: Shardings) -> jax.Array:
-    sharding = shardings(jax.ShapeDtypeStruct(array.shape, array.dtype))
+def _place(array: Any, sharding: NamedSharding) -> jax.Array:
     if isinstance(array, jax.Array):
         return jax.device_put(array, sharding)
     return jax.make_array_from_callback(

@@ -1,6 +1,6 @@
 """Any model with any loss as pure functions of parameters, state, batch and key."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen
@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx as flax_nnx
 
+from zjax.data.entries import entries_of
 from zjax.errors import ModelError, Problem
 from zjax.models import linen, nnx, plain
 from zjax.models.contract import call_loss, check_model_state, check_params, strong
@@ -23,7 +24,13 @@ KINDS = (
 )
 
 
-def adapt(model: Any, loss_fn: Callable[..., Any], batch: Batch) -> Model:
+def adapt(
+    model: Any,
+    loss_fn: Callable[..., Any],
+    batch: Batch,
+    *,
+    replicated: Sequence[str] = (),
+) -> Model:
     """Turns a model and its loss into the record that training works with.
 
     The loss sees a view of the model, not its parameters:
@@ -43,13 +50,17 @@ def adapt(model: Any, loss_fn: Callable[..., Any], batch: Batch) -> Model:
         loss_fn: `loss_fn(view, batch, key)` returns the mean loss as a scalar, or
             `(loss, weight, metrics)`: the number of units behind the mean (1 by
             default) and a dict of scalars. A key of None means evaluation.
-        batch: Arrays or ShapeDtypeStructs; only shapes and dtypes are read.
+        batch: Arrays or ShapeDtypeStructs; only shapes and dtypes are read. Batches to
+            come must have the same arrays, of any number of rows.
+        replicated: Paths of arrays that hold no rows, such as a table of class weights:
+            devices and microbatches get them whole.
 
     Returns:
         The model. Its trees are nested dicts for Flax modules, and what `init` returns
         for plain functions; `given` is set if all weights exist already.
 
     Raises:
+        DataError: The batch is no tree of arrays of numbers with equal numbers of rows.
         ModelError: The model is of no known kind, or has no parameters or some that are
             not floating-point; or the loss returns something else.
 
@@ -61,6 +72,7 @@ def adapt(model: Any, loss_fn: Callable[..., Any], batch: Batch) -> Model:
         >>> float(model.loss(params, model_state, jnp.full(2, 3.0), None).value)
         9.0
     """
+    entries = entries_of(batch, replicated=replicated)
     with names_only():
         part = _make_part(model, "model")
     inputs = jax.eval_shape(lambda batch: batch, batch)
@@ -106,6 +118,7 @@ def adapt(model: Any, loss_fn: Callable[..., Any], batch: Batch) -> Model:
         bind=bind,
         logical=lambda params: logical,
         given=given,
+        entries=entries,
     )
 
 

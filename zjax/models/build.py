@@ -6,8 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
+from zjax.config import schema
 from zjax.config.layers import layers_per_scan
 from zjax.config.schema import Config
 from zjax.models import adapter
@@ -15,7 +17,7 @@ from zjax.models.decoder import Decoder
 from zjax.models.encoder import Encoder
 from zjax.models.stack import make_stack
 from zjax.parallel import remat
-from zjax.typing import Batch, Metrics, Model, Params
+from zjax.typing import Batch, Entries, Entry, Metrics, Model, Params
 
 
 def make_model(config: Config) -> Model:
@@ -59,6 +61,7 @@ def make_model(config: Config) -> Model:
     abstract = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
     return dataclasses.replace(
         model,
+        entries=_entries(config.model),
         stack=make_stack(abstract),
         init_layer=init_layer,
         separable=True,
@@ -68,6 +71,19 @@ def make_model(config: Config) -> Model:
             config.model.remat, remat.within_reach(config.model.activation_memory)
         ),
     )
+
+
+def _entries(config: schema.Model) -> Entries:
+    ids, size = functools.partial(Entry, ("B", "L"), np.integer), config.vocab_size
+    positions = config.max_length if config.positions == "learned" else 0
+    return {
+        "tokens": ids(num_ids=size),
+        "targets": ids(num_ids=size, may_be_ignored=True),
+        "weights": Entry(("B", "L"), is_optional=True),
+        "segment_ids": ids(is_optional=True),
+        "positions": ids(is_optional=True, num_ids=positions),
+        "lengths": Entry(("B",), np.integer, is_optional=True),
+    }
 
 
 def mean_loss(

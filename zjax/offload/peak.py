@@ -12,11 +12,12 @@ from zjax.offload.stream import GOING_SHARE, Stream
 from zjax.offload.train import OffloadedTrain
 from zjax.offload.units import units_of
 from zjax.offload.whole import Whole
+from zjax.sharding.batch import batch_shardings
 from zjax.sharding.memory import resting_bytes
 from zjax.sharding.placement import Row, abstract_key, abstract_tree
 from zjax.sharding.plan import DEVICE, Plan, plan_on_device
 from zjax.train.state import without_update
-from zjax.typing import Batch
+from zjax.typing import Batch, Entries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,8 +102,9 @@ class _Programs:
         number = jax.ShapeDtypeStruct((), jnp.float32)
         self.plan = plan_on_device(passes.plan)
         embed, (blocks,), head = passes.stack.split(abstract_tree(self.plan.compute))
-        batch = _like_batch(self.plan, batch)
-        part = _like_batch(self.plan, _shapes_of(passes.split, batch, 0))
+        batch = _like_batch(self.plan, batch, train.entries)
+        part = _shapes_of(passes.split, batch, 0)
+        part = _like_batch(self.plan, part, train.entries)
         key = abstract_key()
         carry, context = _shapes_of(passes.embed, embed, part, key)
         carry = _like_batch(self.plan, carry)
@@ -143,7 +145,8 @@ class _Programs:
 
 def _peak_of_whole(train: OffloadedTrain, passes: Whole, batch: Batch) -> Peak | None:
     state = without_update(abstract_tree(train.state_rows))
-    args = (state, _like_batch(passes.plan, batch), abstract_key())
+    batch = _like_batch(passes.plan, batch, train.entries)
+    args = (state, batch, abstract_key())
     added = _added_bytes(passes.gradients, *args), _update_bytes(train)
     if None in added:
         return None
@@ -164,14 +167,9 @@ def _update_bytes(train: OffloadedTrain) -> int | None:
     return max((x for x in found if x is not None), default=None)
 
 
-def _like_batch(plan: Plan, tree: Any) -> Any:
-    """Shapes, placed as a batch is."""
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=plan.batch_sharding(x)
-        ),
-        tree,
-    )
+def _like_batch(plan: Plan, tree: Any, entries: Entries | None = None) -> Any:
+    """Shapes, placed as a batch is, or as what follows from one."""
+    return _placed(tree, batch_shardings(plan, tree, entries or {}))
 
 
 def _shapes_of(program: Any, *args: Any) -> Any:

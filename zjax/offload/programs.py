@@ -45,7 +45,7 @@ class BlockPrograms:
         self.stack = model.stack
         (self.segment,) = self.stack.segments
         self.run_block = trunk_of(self.segment)
-        self.plan = plan
+        self.model, self.plan = model, plan
         self.num_microbatches, self.keeps = num_microbatches, keeps
         grads = waiting_rows(plan, num_microbatches)
         self.grad_tree = grads
@@ -75,7 +75,7 @@ class BlockPrograms:
         """One of the microbatches."""
         batch = microbatches.cast_batch(batch, compute_dtype(self.plan))
         parts = microbatches.split_batch(
-            batch, self.num_microbatches, self.plan.num_batch_shares
+            batch, self.model, self.num_microbatches, self.plan.num_batch_shares
         )
         return jax.tree.map(lambda x: x[number], parts)
 

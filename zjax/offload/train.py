@@ -85,7 +85,7 @@ class OffloadedTrain:
         schedule: Schedule | None,
         jit: Jit,
     ):
-        self.seed = config.seed
+        self.seed, self.entries = config.seed, model.entries
         gradient_at_rest = functools.partial(
             while_it_waits, memory=config.zero.gradient_memory, config=config
         )

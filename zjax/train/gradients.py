@@ -77,7 +77,7 @@ def whole_gradients(
         loss, in logical shapes and the gradient sum's dtype; the loss itself is not
         scaled.
     """
-    in_use = plan_in_use(model, plan)
+    in_use, shares = plan_in_use(model, plan), plan.num_batch_shares
 
     def gradients(
         params: Params, state: ModelState, batch: Batch, key: jax.Array, scale: Any
@@ -100,7 +100,7 @@ def whole_gradients(
 
         rows = in_use.grad_sum
         zeros = jax.tree.map(lambda row: jnp.zeros(row.shape, row.dtype), rows)
-        parts = microbatches.split_batch(batch, num_microbatches, plan.num_batch_shares)
+        parts = microbatches.split_batch(batch, model, num_microbatches, shares)
         grads, loss = microbatches.accumulate(one, zeros, state, parts, key, pin=pin)
         return put_together(grads), loss
 
@@ -125,7 +125,8 @@ def make_forward(
         params: Params, state: ModelState, batch: Batch, key: jax.Array | None
     ) -> Loss:
         batch = microbatches.cast_batch(batch, compute_dtype(plan))
-        parts = microbatches.split_batch(batch, num_microbatches, plan.num_batch_shares)
+        shares = plan.num_batch_shares
+        parts = microbatches.split_batch(batch, model, num_microbatches, shares)
 
         def one(state: ModelState, inputs: Any) -> tuple[ModelState, Loss]:
             index, microbatch = inputs

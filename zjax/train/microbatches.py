@@ -1,50 +1,75 @@
 """A global batch cut into microbatches, and their results added up."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from zjax.errors import PlanError, Problem
-from zjax.sharding.placement import path_of
-from zjax.typing import Batch, Loss, Metrics, ModelState, Params
+from zjax.sharding.batch import field_of, map_rows, rows_of
+from zjax.typing import Batch, Loss, Metrics, Model, ModelState, Params
 
 
-def split_batch(batch: Batch, num_microbatches: int, num_shares: int) -> Batch:
-    """Cuts a batch into microbatches.
+def split_batch(
+    batch: Batch, model: Model, num_microbatches: int, num_shares: int
+) -> Batch:
+    """Cuts a batch into microbatches, in which no row leaves its device.
+
+    Each device cuts the rows that it holds into microbatches of adjacent rows. Of a
+    separable loss, which compares no rows, row i is in microbatch i mod N: all meshes
+    then make the same microbatches, and draw the same.
 
     Args:
-        batch: Arrays [B, ...]; scalars are repeated.
+        batch: Arrays [B, ...]; scalars, and what holds no rows, are repeated.
+        model: Says whether its loss is separable, and which arrays hold rows.
         num_microbatches: N, 1 or more.
         num_shares: Devices along the batch dim.
 
     Returns:
-        Arrays [N, B / N, ...]: row i is in microbatch i mod N, so that no row leaves
-        its device, and all meshes make the same microbatches.
+        Arrays [N, B / N, ...].
 
     Raises:
         PlanError: B does not divide.
-
-    Example:
-        >>> split_batch(jnp.arange(8), 2, 2).tolist()
-        [[0, 2, 4, 6], [1, 3, 5, 7]]
     """
 
     def split(x: jax.Array) -> jax.Array:
-        if x.ndim == 0:
-            return jnp.broadcast_to(x, (num_microbatches,))
-        return x.reshape(-1, num_microbatches, *x.shape[1:]).swapaxes(0, 1)
+        rest = x.shape[1:]
+        if model.separable:
+            return x.reshape(-1, num_microbatches, *rest).swapaxes(0, 1)
+        x = x.reshape(num_shares, num_microbatches, -1, *rest).swapaxes(0, 1)
+        return x.reshape(num_microbatches, -1, *rest)
 
-    check_batch(batch, num_microbatches, num_shares)
-    return jax.tree.map(split, batch)
+    def repeat(x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(x, (num_microbatches, *x.shape))
+
+    check_batch(batch, model, num_microbatches, num_shares)
+    return map_rows(split, repeat, batch, model.entries)
 
 
-def check_batch(batch: Batch, num_microbatches: int, num_shares: int) -> None:
+def row_specs(batch: Batch, model: Model, axes: Sequence[str]) -> Any:
+    """How `shard_map` cuts a batch.
+
+    Args:
+        batch: Arrays.
+        model: Says which of them hold rows.
+        axes: Mesh axes over which rows are split.
+
+    Returns:
+        A tree of PartitionSpec.
+    """
+    return map_rows(lambda x: P(tuple(axes)), lambda x: P(), batch, model.entries)
+
+
+def check_batch(
+    batch: Batch, model: Model, num_microbatches: int, num_shares: int
+) -> None:
     """Refuses a batch that cannot be cut into equal parts.
 
     Args:
         batch: Arrays or their shapes.
+        model: Says which of them hold rows.
         num_microbatches: Parts that follow one another.
         num_shares: Parts that run side by side.
 
@@ -52,41 +77,40 @@ def check_batch(batch: Batch, num_microbatches: int, num_shares: int) -> None:
         PlanError: Names every array whose first dim does not divide.
     """
     parts = num_shares * num_microbatches
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
     problems = [
         Problem(
-            f"batch/{path_of(keys)}",
+            field_of(path),
             leaf.shape,
             f"does not divide over {num_shares} shares of {num_microbatches} "
             "microbatches",
             f"use a multiple of {parts} as its first dim",
         )
-        for keys, leaf in leaves
-        if leaf.ndim and leaf.shape[0] % parts
+        for path, leaf in rows_of(batch, model.entries)
+        if leaf.shape[0] % parts
     ]
     if problems:
         raise PlanError(*problems)
 
 
-def check_lengths(batch: Batch, num_shares: int) -> None:
+def check_lengths(batch: Batch, model: Model, num_shares: int) -> None:
     """Refuses a batch whose second dim the devices of a sequence cannot share.
 
     Args:
         batch: Arrays or their shapes.
+        model: Says which of them hold rows.
         num_shares: Devices along the sequence.
 
     Raises:
         PlanError: Names every array whose second dim does not divide.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
     problems = [
         Problem(
-            f"batch/{path_of(keys)}",
+            field_of(path),
             leaf.shape,
             f"does not divide over mesh.sequence={num_shares}",
             f"use a multiple of {num_shares} as its second dim, or mesh.sequence=1",
         )
-        for keys, leaf in leaves
+        for path, leaf in rows_of(batch, model.entries)
         if leaf.ndim > 1 and leaf.shape[1] % num_shares
     ]
     if problems:

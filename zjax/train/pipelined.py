@@ -152,9 +152,9 @@ class _Run:
     def mapped(self, run: Callable[..., Any], outs: Any) -> Callable[..., Any]:
         def call(master, state, batch, *rest):
             num_microbatches = self.schedule.num_microbatches
-            num_shares = self.plan.num_batch_shares
-            microbatches.check_batch(batch, num_microbatches, num_shares)
-            by_row = jax.tree.map(lambda x: P(BATCH_AXES) if x.ndim else P(), batch)
+            shares, model = self.plan.num_batch_shares, self.pipelined.model
+            microbatches.check_batch(batch, model, num_microbatches, shares)
+            by_row = microbatches.row_specs(batch, model, BATCH_AXES)
             specs = (
                 self.share.specs(self.plan.master),
                 P(),
@@ -201,7 +201,8 @@ class _Run:
         params = self.cut.split(params)
         stages = self.by_stage(params.stages)
         batch = microbatches.cast_batch(batch, compute_dtype(self.plan))
-        parts = microbatches.split_batch(batch, self.schedule.num_microbatches, 1)
+        model, number = self.pipelined.model, self.schedule.num_microbatches
+        parts = microbatches.split_batch(batch, model, number, 1)
         self.cut.check_context(jax.tree.map(lambda x: x[0], parts))
         embed = self.in_place(params.embed, self.rows.embed)
         head = self.in_place(params.head, self.rows.head)

@@ -65,8 +65,9 @@ def share_gradients(
     def gradients(
         master: Params, state: ModelState, batch: Batch, key: jax.Array, scale: Any
     ) -> tuple[Params, Loss]:
-        microbatches.check_batch(batch, num_microbatches, plan.num_batch_shares)
-        by_row = jax.tree.map(lambda x: P(share.axes) if x.ndim else P(), batch)
+        shares = plan.num_batch_shares
+        microbatches.check_batch(batch, model, num_microbatches, shares)
+        by_row = microbatches.row_specs(batch, model, share.axes)
         mapped = jax.shard_map(
             of_device,
             mesh=plan.mesh,
@@ -140,7 +141,8 @@ class Share:
         ) -> tuple[Params, Loss]:
             return self.differentiate(params, state, microbatch, key, scale)
 
-        parts = microbatches.split_batch(batch, self.num_microbatches, 1)
+        number = self.num_microbatches
+        parts = microbatches.split_batch(batch, self.model, number, 1)
         grads, loss = microbatches.accumulate(one, self.zeros(), state, parts, key)
         return grads if self.reduces_each else self.reduce(grads), loss
 

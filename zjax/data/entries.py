@@ -1,0 +1,249 @@
+"""What a loss asks of a batch, and whether a batch that comes is that."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zjax.errors import DataError, Problem
+from zjax.sharding.batch import field_of
+from zjax.sharding.placement import path_of
+from zjax.typing import IGNORED, Batch, Entries, Entry
+
+
+def entries_of(batch: Batch, *, replicated: Sequence[str] = ()) -> Entries:
+    """What a loss asks of its batches, by an example.
+
+    Args:
+        batch: Arrays or ShapeDtypeStructs.
+        replicated: Paths of arrays that hold no rows, or of dicts of such: devices and
+            microbatches get them whole.
+
+    Returns:
+        For each array its dtype and its shape, of any number of rows.
+
+    Raises:
+        DataError: Leaves that are no arrays of numbers, arrays of other numbers of rows
+            than most, and names that are not in the batch; all at once.
+
+    Example:
+        >>> batch = {"x": np.ones((8, 2), np.float32), "table": np.ones(3, np.int32)}
+        >>> entries_of(batch, replicated=["table"])["table"].has_rows
+        False
+    """
+    batch = check_batch(batch, {}, rows_differ=True)
+    found, problems = {}, []
+    leaves = {path_of(k): x for k, x in jax.tree_util.tree_leaves_with_path(batch)}
+    for name in replicated:
+        if not any(_is_within(path, name) for path in leaves):
+            paths = ", ".join(leaves)
+            problems.append(
+                Problem(
+                    "replicated", name, "is not in the batch", f"use any of {paths}"
+                )
+            )
+    for path, leaf in leaves.items():
+        is_whole = not leaf.shape or any(_is_within(path, n) for n in replicated)
+        shape = leaf.shape if is_whole else ("B", *leaf.shape[1:])
+        found[path] = Entry(shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+    sizes = Counter(x.shape[0] for p, x in leaves.items() if found[p].has_rows)
+    if len(sizes) > 1:
+        common = max(sizes, key=lambda size: (sizes[size], size))
+        problems += [
+            Problem(
+                field_of(path),
+                _type_of(leaf),
+                f"does not have the {common} rows of the others",
+                f"give it as many, or name it in replicated=[{path!r}], which gives it "
+                "to devices and microbatches whole",
+            )
+            for path, leaf in leaves.items()
+            if found[path].has_rows and leaf.shape[0] != common
+        ]
+    if problems:
+        raise DataError(*problems)
+    return found
+
+
+def check_batch(
+    batch: Batch,
+    entries: Entries,
+    *,
+    name: str = "batch",
+    num_rows: int = 0,
+    rows_differ: bool = False,
+) -> Batch:
+    """Refuses a batch that is not what its loss asks for.
+
+    Args:
+        batch: A tree of arrays and numbers; values are read of NumPy's arrays alone.
+        entries: What the loss asks; empty asks for arrays of numbers.
+        name: What errors call the batch.
+        num_rows: Rows of each array; 0 for any number that all have.
+        rows_differ: Whether the number of rows is not looked at.
+
+    Returns:
+        The batch, NumPy's arrays in the dtypes that JAX gives them.
+
+    Raises:
+        DataError: Leaves that are no arrays of numbers, integers that do not fit JAX's,
+            ids out of range, arrays that are missing, unknown, or of another dtype,
+            shape or number of rows; all at once.
+
+    Example:
+        >>> check_batch({"x": np.arange(3)}, {})["x"].dtype
+        dtype('int32')
+    """
+    leaves, tree = jax.tree_util.tree_flatten_with_path(batch, is_leaf=_is_list)
+    leaves = {path_of(keys): _as_scalar(leaf) for keys, leaf in leaves}
+    problems, arrays = [], {}
+    for path, leaf in leaves.items():
+        found = _type_problem(field_of(path, name), leaf)
+        if found is None:
+            arrays[path] = leaf if _is_placed(leaf) else _narrow(leaf)
+        else:
+            problems.append(found)
+    for path, entry in entries.items():
+        if path not in leaves and not entry.is_optional:
+            remedy = f"give {_asked(entry)}"
+            problems.append(Problem(field_of(path, name), None, "is missing", remedy))
+    for path, x in arrays.items():
+        if entries and path not in entries:
+            problem, remedy = "is not read by the loss", "leave it out"
+            field = field_of(path, name)
+            problems.append(Problem(field, _type_of(x), problem, remedy))
+    known = {path: x for path, x in arrays.items() if path in entries or not entries}
+    if not rows_differ:
+        problems += _shape_problems(known, entries, name, num_rows)
+    problems += [
+        problem
+        for path, x in known.items()
+        if not _is_placed(x)
+        for problem in _id_problems(field_of(path, name), x, entries.get(path, Entry()))
+    ]
+    if problems:
+        raise DataError(*problems)
+    return jax.tree.unflatten(tree, [arrays[path] for path in leaves])
+
+
+def _is_within(path: str, name: str) -> bool:
+    return path == name or path.startswith(f"{name}/")
+
+
+def _is_list(node: Any) -> bool:
+    """Whether a list or tuple is meant as an array."""
+    is_list = isinstance(node, list | tuple) and len(node) > 0
+    return is_list and not any(hasattr(x, "shape") for x in jax.tree.leaves(node))
+
+
+def _as_scalar(leaf: Any) -> Any:
+    """A number as the array that it stands for."""
+    return np.asarray(leaf) if isinstance(leaf, bool | int | float) else leaf
+
+
+def _is_placed(leaf: Any) -> bool:
+    """Whether values are not to be read: they are on devices, or there are none."""
+    return not isinstance(leaf, np.ndarray | np.generic)
+
+
+def _type_of(x: Any) -> str:
+    return f"{x.dtype}{list(x.shape)}"
+
+
+def _type_problem(field: str, leaf: Any) -> Problem | None:
+    known = np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct
+    if not isinstance(leaf, known):
+        kind = type(leaf).__name__
+        return Problem(field, kind, "is not an array", "use numpy.asarray")
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        return None
+    if not any(jnp.issubdtype(leaf.dtype, kind) for kind in _KINDS):
+        problem = "is not a dtype of numbers (text, or rows of unequal length)"
+        remedy = "turn it into token ids and pad them, or remove it"
+        return Problem(field, str(leaf.dtype), problem, remedy)
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+    if leaf.dtype == dtype or leaf.size == 0:
+        return None
+    if jnp.issubdtype(dtype, jnp.floating):
+        info, problem = jnp.finfo(dtype), f"does not fit {dtype}"
+        values = leaf[np.isfinite(leaf)]
+    else:
+        info, problem, values = jnp.iinfo(dtype), "does not fit 32 bits", leaf
+    for value in (values.min(), values.max()) if values.size else ():
+        if not info.min <= value <= info.max:
+            return Problem(field, value.item(), problem, "renumber it or remove it")
+    return None
+
+
+_KINDS = np.integer, np.floating, np.bool_
+
+
+def _narrow(array: Any) -> np.ndarray:
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    return np.asarray(array).astype(dtype, copy=False)
+
+
+def _shape_problems(
+    arrays: dict[str, Any], entries: Entries, name: str, num_rows: int
+) -> Iterator[Problem]:
+    """What is of another dtype, shape or size than asked for, or than the others."""
+    sizes: dict[tuple[str, bool], tuple[int, str]] = {}
+    for path, x in arrays.items():
+        entry, field = entries.get(path, Entry()), field_of(path, name)
+        if not _is_asked(x, entry):
+            problem, remedy = f"is not {_asked(entry)}", "give that shape and dtype"
+            yield Problem(field, _type_of(x), problem, remedy)
+            continue
+        if entry.has_rows and x.shape and num_rows and x.shape[0] != num_rows:
+            problem = f"has {x.shape[0]} rows, but global_batch_size={num_rows}"
+            remedy = "make all batches that size and drop the last, partial one"
+            yield Problem(field, _type_of(x), problem, remedy)
+            continue
+        for letter, size in zip(_letters(entry, x), x.shape, strict=False):
+            # Of a run of many processes, NumPy's arrays may be the rows of one.
+            is_part = letter == "B" and jax.process_count() > 1 and not _is_placed(x)
+            other, of = sizes.setdefault((letter, is_part), (size, field))
+            if letter and size != other:
+                what = "rows" if letter == "B" else "columns"
+                problem = f"does not have the {other} {what} of {of}"
+                yield Problem(field, _type_of(x), problem, "give it as many")
+
+
+def _letters(entry: Entry, x: Any) -> Iterable[str]:
+    shape = ("B",) if entry.shape is None else entry.shape
+    return [dim if isinstance(dim, str) else "" for dim in shape]
+
+
+def _is_asked(x: Any, entry: Entry) -> bool:
+    if entry.dtype is not None and not jnp.issubdtype(x.dtype, entry.dtype):
+        return False
+    if entry.shape is None:
+        return True
+    pairs = zip(entry.shape, x.shape, strict=False)
+    fits = all(isinstance(asked, str) or asked == size for asked, size in pairs)
+    return fits and len(entry.shape) == len(x.shape)
+
+
+def _asked(entry: Entry) -> str:
+    dtype, dims = entry.dtype, ""
+    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", "array")
+    if entry.shape is not None:
+        dims = f"[{', '.join(map(str, entry.shape))}]"
+    return f"{name}{dims}"
+
+
+def _id_problems(field: str, x: np.ndarray, entry: Entry) -> Iterator[Problem]:
+    """Ids that the loss has no row for."""
+    if not entry.num_ids or not x.size:
+        return
+    counted = x[x != IGNORED] if entry.may_be_ignored and x.min() < 0 else x
+    least, most = (int(counted.min()), int(counted.max())) if counted.size else (0, 0)
+    if 0 <= least and most < entry.num_ids:
+        return
+    problem, remedy = f"is no id of {entry.num_ids}", f"use 0 to {entry.num_ids - 1}"
+    if entry.may_be_ignored:
+        remedy += f", or {IGNORED} for what does not count"
+    yield Problem(field, least if least < 0 else most, problem, remedy)
