@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import re
 import shutil
 
 import pytest
@@ -249,3 +250,22 @@ def test_a_row_quotes_the_contest_that_makes_it(path):
         assert found.peer.name in peers
         if not isinstance(case.peer, tuple):
             assert found.peer.median == case.peer
+
+
+NUMBER = re.compile(r"\d{1,3}(?:,\d{3})+|\d+\.\d+")
+OTHER_NUMBERS = {"8.9", "1.5"}
+"""A compute capability, and the name of a model."""
+
+
+def numbers_of(text):
+    return {x: float(x.replace(",", "")) for x in NUMBER.findall(text)}
+
+
+def test_readme_quotes_what_was_measured():
+    """Fails if a figure of README is in no row, and beside none."""
+    today = (ROOT / "README.md").read_text().partition("## What works today")[2]
+    published = numbers_of((ROOT / "BENCHMARKS.md").read_text()).values()
+    for text, value in numbers_of(today).items():
+        digits = len(text.partition(".")[2])
+        found = any(round(other, digits) == value for other in published)
+        assert found or text in OTHER_NUMBERS, text
