@@ -4,12 +4,14 @@ import ctypes
 import mmap
 import os
 
+import crc32c
 import numpy as np
 import pytest
 import tensorstore
 
 from zjax.storage import files
 from zjax.storage.buffers import Buffers
+from zjax.storage.chunks import CHUNK_BYTES
 
 NUM_BYTES = 4 << 20
 
@@ -90,6 +92,41 @@ def test_damage_is_told(tmp_path, damage, told):
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ValueError, match=told):
         files.read_file(str(path), np.empty(9000, np.uint8))
+
+
+@pytest.mark.parametrize("size", [CHUNK_BYTES, CHUNK_BYTES + 5 * 4096 + 12])
+def test_damage_is_told_of_chunks_as_large_and_aligned_as_those_of_a_run(direct, size):
+    """Fails if blocks that are read past the page cache are not in the checksum."""
+    path, content = f"{direct}/file", make_content(size)
+    files.write_file(path, content)
+    found = Buffers(0).take((size,), np.uint8)
+    assert files._num_direct(found) == size - size % files.BLOCK_BYTES
+    files.read_file(path, found)
+    np.testing.assert_array_equal(found, content)
+    own = files.stored_sum(path)
+    assert own == files.check_file(path) == crc32c.crc32c(content.tobytes())
+    direct_bytes = files._num_direct(found)
+    for place in (0, 4095, 4096, size // 2, direct_bytes - 1, size - 1, size, size + 3):
+        with open(path, "r+b") as file:
+            for change in (1, 0):
+                file.seek(place)
+                (byte,) = file.read(1)
+                file.seek(place)
+                file.write(bytes([byte ^ 1]))
+                file.flush()
+                if change:
+                    with pytest.raises(ValueError, match="does not match its checksum"):
+                        files.read_file(path, found)
+                    with pytest.raises(ValueError, match="does not match its checksum"):
+                        files.check_file(path)
+    files.read_file(path, found)
+
+
+@pytest.mark.parametrize("size", [0, 4])
+def test_a_file_without_content_has_no_checksum(tmp_path, size):
+    (tmp_path / "file").write_bytes(bytes(size))
+    with pytest.raises(ValueError, match=f"ends after {size} bytes"):
+        files.check_file(str(tmp_path / "file"))
 
 
 def test_file_systems_without_direct_access_are_told_once(

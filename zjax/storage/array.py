@@ -8,9 +8,7 @@ where a checkpoint has names for it, under which it never changes.
 import functools
 import itertools
 import math
-import mmap
 import os
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent import futures
@@ -23,15 +21,13 @@ from jax.sharding import SingleDeviceSharding
 
 from zjax.errors import Problem, StorageError
 from zjax.sharding.placement import Row
-from zjax.storage.buffers import Buffers
+from zjax.storage.buffers import Buffers, thread_memory
 from zjax.storage.chunks import chunk_shape, disk_bytes
 from zjax.storage.crew import CONCURRENCY, Job, move_chunks
 from zjax.storage.files import BLOCK_BYTES, read_file, write_file
 from zjax.storage.lanes import DOWN, send
 from zjax.storage.passing import FROM_DISKS_BYTES
 from zjax.storage.scratch import Scratch, open_scratch
-
-_SPARE = threading.local()
 
 
 class DiskArray:
@@ -244,10 +240,7 @@ class DiskArray:
 
     def _whole_chunk(self) -> np.ndarray:
         """Memory of this thread for a chunk; the last along a dim may fill less."""
-        size = math.prod(self._chunk) * self.dtype.itemsize
-        if len(getattr(_SPARE, "memory", b"")) < size:
-            _SPARE.memory = mmap.mmap(-1, size)
-        memory = np.frombuffer(_SPARE.memory, np.uint8, size)
+        memory = thread_memory(math.prod(self._chunk) * self.dtype.itemsize)
         return memory.view(self.dtype).reshape(self._chunk)
 
     def _result(self, future: futures.Future[Any]) -> Any:

@@ -65,6 +65,23 @@ class Buffers:
             raise
 
 
+_SPARE = threading.local()
+
+
+def thread_memory(size: int) -> np.ndarray:
+    """Memory of this thread, of any content, until it asks again.
+
+    Args:
+        size: In bytes, 1 or more.
+
+    Returns:
+        uint8[size], which starts at a page.
+    """
+    if len(getattr(_SPARE, "memory", b"")) < size:
+        _SPARE.memory = mmap.mmap(-1, size)
+    return np.frombuffer(_SPARE.memory, np.uint8, size)
+
+
 def _new(size: int) -> mmap.mmap:
     memory = mmap.mmap(-1, size)
     with contextlib.suppress(AttributeError, OSError):  # not every kernel has them

@@ -18,6 +18,8 @@ import crc32c
 import numpy as np
 from absl import logging
 
+from zjax.storage.buffers import thread_memory
+
 BLOCK_BYTES = 4096
 """Direct reads and writes start, end and lie in memory at multiples of this."""
 SUM_BYTES = 4
@@ -77,6 +79,43 @@ def read_file(path: str, content: np.ndarray) -> None:
     content[whole:] = end[:-SUM_BYTES]
     if _sum_of(content) != end[-SUM_BYTES:].tobytes():
         raise ValueError(f"{os.path.basename(path)} does not match its checksum")
+
+
+def check_file(path: str) -> int:
+    """Reads what `write_file` wrote, for its checksum alone.
+
+    Args:
+        path: Of the file.
+
+    Returns:
+        The checksum that follows the content, which it matches.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is not what was written.
+    """
+    size = os.stat(path).st_size - SUM_BYTES
+    if size < 1:
+        raise ValueError(f"ends after {size + SUM_BYTES} bytes")
+    read_file(path, thread_memory(size))
+    return stored_sum(path)
+
+
+def stored_sum(path: str) -> int:
+    """The checksum at the end of what `write_file` wrote.
+
+    Args:
+        path: Of the file.
+
+    Returns:
+        CRC-32C of the content, if nothing happened to it.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    with open(path, "rb", buffering=0) as file:
+        file.seek(-SUM_BYTES, os.SEEK_END)
+        return int.from_bytes(file.read(SUM_BYTES), "little")
 
 
 def _num_direct(content: np.ndarray) -> int:
