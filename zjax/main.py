@@ -1,4 +1,4 @@
-"""The `zjax` command: train, plan, bench, generate, data, export, report, launch."""
+"""The `zjax` command: train, plan, bench, generate, data, export, check, launch."""
 
 import argparse
 import contextlib
@@ -22,6 +22,7 @@ from zjax.bench.command import (
 from zjax.bench.disks import describe_disks, measure_disks
 from zjax.bench.measure import describe_measurement, measure, result_line
 from zjax.checkpoint.export import export_safetensors
+from zjax.checkpoint.inspect import describe_verdicts, inspect_steps, is_sound
 from zjax.checkpoint.store import Store
 from zjax.compiler import simulation, use_program_cache
 from zjax.config import flags as config_flags
@@ -52,6 +53,7 @@ USAGE = """zjax trains Flax models that do not fit on one device.
   zjax generate --config=... --prompt="def "       text from the last checkpoint
   zjax data prepare --input=FILE --output=DIR      text to token files
   zjax export --config=... --output=FILE           weights as safetensors
+  zjax check DIRECTORY                             whether checkpoints are as saved
   zjax launch --num_processes=2 train --config=... several processes on this machine
   zjax report                                      this machine, to paste
   zjax config                                      every setting and its default
@@ -284,6 +286,19 @@ def launch() -> None:
     sys.exit(processes.supervise(command, given.num_processes))
 
 
+def check() -> None:
+    """Reads the checkpoints of a run, and ends with status 1 unless all are sound."""
+    parser = argparse.ArgumentParser("zjax check", allow_abbrev=False)
+    parser.add_argument("directory", help="of a run, or its checkpoints")
+    try:
+        verdicts = inspect_steps(parser.parse_args(sys.argv[2:]).directory)
+    except ZjaxError as error:
+        print(f"zjax: {error}", file=sys.stderr)
+        sys.exit(2)
+    print(describe_verdicts(verdicts))
+    sys.exit(0 if is_sound(verdicts) else 1)
+
+
 COMMANDS: dict[str, Callable[[], None]] = {
     "train": train,
     "plan": plan,
@@ -321,6 +336,8 @@ def run() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name == "launch":
         launch()
+    if name == "check":
+        check()
     if name not in COMMANDS:
         print(USAGE, end="")
         sys.exit(0 if name in ("", "help", "--help") else 2)

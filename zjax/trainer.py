@@ -165,6 +165,7 @@ class Trainer:
                 ended = batch is None
                 if ended:
                     break
+                self.store.check()  # a save that failed ends the run now
                 step += 1
                 with monitor.step(step, self.state, batch) as metrics:
                     self.state, numbers = self.run.step(self.state, batch)

@@ -3,40 +3,66 @@
 import itertools
 import pathlib
 import resource
+import shutil
+import subprocess
 import sys
+import threading
 
 import jax
 import numpy as np
 
 from tests.checkpoint import states
+from zjax.checkpoint import writer
 from zjax.checkpoint.store import Store
 from zjax.errors import CheckpointError
 
 
-def truncate_each_file(directory):
-    """Cuts every file of the newest step in turn: right values, or a clear error."""
-    values = states.make_values()
+def lose_the_disk(directory, kind):
+    """A disk that goes while a step is written: one error, and no thread that stays."""
+    rng = np.random.default_rng(0)
+    values = {f"w{i}": rng.normal(size=(512, 512)).astype(np.float32) for i in range(8)}
     rows = states.make_rows(values)
+    state = states.place(values, rows)
     store = Store(str(directory))
-    store.save(1, states.place(values, rows), rows, extra={})
-    store.save(2, states.place(values, rows), rows, extra={})
-    store.close()
-    num_noticed = 0
-    for path in sorted(p for p in (directory / "2").rglob("*") if p.is_file()):
-        whole = path.read_bytes()
-        path.write_bytes(whole[: len(whole) // 2])
-        try:
-            state, _ = Store(str(directory)).restore(rows)
-        except CheckpointError as error:
-            num_noticed += 1
-            start, _, end = str(error).partition(" (")
-            assert start == f"checkpoint.step=2 cannot be read from {directory}"
-            assert end.endswith(f"delete {directory}/2 to go on from step 1"), end
-        else:
-            states.assert_same(state, values, rows)
-        path.write_bytes(whole)
-    assert num_noticed >= 5
-    states.assert_same(store.restore(rows, step=1)[0], values, rows)
+    store.save(1, state, rows, extra={})
+    store.wait()
+    write = writer._write
+
+    def lose(partial, *args):
+        LOSSES[kind](partial)
+        write(partial, *args)
+
+    writer._write = lose
+    try:
+        store.save(2, state, rows, extra={})
+        store.wait()
+    except CheckpointError as error:
+        said = str(error)
+    assert said.startswith("checkpoint.step=2 could not be written"), said
+    assert not [t for t in threading.enumerate() if not t.daemon][1:]
+    if kind == "gone":
+        assert said.endswith(
+            f": {directory} is gone; mount or make the directory again, and run again"
+        ), said
+    else:
+        assert said.endswith("run again: step 1 is whole"), said
+        states.assert_same(store.restore(rows)[0], values, rows)
+
+
+def remount(options):
+    def act(partial):
+        mount = partial.parents[1]
+        subprocess.run(["mount", "-o", f"remount,{options}", mount], check=True)
+
+    return act
+
+
+LOSSES = {
+    "read-only": remount("ro"),
+    "full": remount("size=12m"),
+    "gone": lambda partial: shutil.rmtree(partial.parent),
+    "emptied": shutil.rmtree,
+}
 
 
 def fill_the_disk(directory):
@@ -108,5 +134,5 @@ def limit_files(size):
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
-    globals()[sys.argv[1]](pathlib.Path(sys.argv[2]))
+    globals()[sys.argv[1]](pathlib.Path(sys.argv[2]), *sys.argv[3:])
     print("all as it should be")

@@ -262,7 +262,7 @@ def test_a_checkpoint_is_as_good_as_was_evaluated(tmp_path):
         "num_steps=4",
     )
     trainer.fit()
-    saved = json.loads((trainer.store.directory / "4/metrics/metrics").read_text())
+    saved = json.loads((trainer.store.directory / "4/index/metadata").read_text())
     assert trainer.evaluate()["eval_loss"] == saved["loss"]
     trainer.close()
 

@@ -46,6 +46,84 @@ def empty(directory: pathlib.Path) -> CheckpointError:
     )
 
 
+def only_incomplete(
+    directory: pathlib.Path, steps: Sequence[int], missing: str
+) -> CheckpointError:
+    """All steps there have lost files.
+
+    Args:
+        directory: The path.
+        steps: Their numbers.
+        missing: What the newest lacks.
+
+    Returns:
+        The error to raise.
+    """
+    problem = f"is not complete in {directory} ({missing}), nor is any other step"
+    remedy = "bring back its files, or start in another directory"
+    return CheckpointError(Problem("checkpoint.step", steps[-1], problem, remedy))
+
+
+def gone(directory: pathlib.Path, step: int) -> CheckpointError:
+    """The directory was there at the last save.
+
+    Args:
+        directory: The path.
+        step: The step that was to be saved.
+
+    Returns:
+        The error to raise.
+    """
+    problem = f"could not be written: {directory} is gone"
+    remedy = "mount or make the directory again, and run again"
+    return CheckpointError(Problem("checkpoint.step", step, problem, remedy))
+
+
+def incomplete(directory: pathlib.Path, step: int, missing: str) -> str:
+    """A step that is not offered.
+
+    Args:
+        directory: The path.
+        step: Its number.
+        missing: What it lacks.
+
+    Returns:
+        A warning.
+    """
+    place = directory / str(step)
+    return f"{place} is not complete and is not used: {missing}"
+
+
+def unverified(directory: pathlib.Path, step: int) -> str:
+    """A step of an older version is restored.
+
+    Args:
+        directory: The path.
+        step: Its number.
+
+    Returns:
+        A warning.
+    """
+    return (
+        f"{directory / str(step)} was saved without checksums: nobody can tell whether "
+        "what is read from it is what was saved; the next save has them"
+    )
+
+
+def undeleted(directory: pathlib.Path, step: int, error: OSError) -> str:
+    """A step that was not to be kept is still there.
+
+    Args:
+        directory: The path.
+        step: Its number.
+        error: What the file system said.
+
+    Returns:
+        A warning.
+    """
+    return f"{directory / str(step)} cannot be deleted ({error.strerror})"
+
+
 def unknown_step(
     directory: pathlib.Path, step: int, steps: Sequence[int]
 ) -> CheckpointError:

@@ -151,20 +151,26 @@ def at_rest(x: jax.Array, row: Row) -> Any:
     return resting if row.memory == DEVICE else jax.block_until_ready(resting)
 
 
-def link(arrays: Mapping[str, DiskArray], target: pathlib.Path) -> None:
-    """Gives the files of arrays a second name.
+def link(arrays: Mapping[str, DiskArray], target: pathlib.Path) -> list[str]:
+    """Gives the files of arrays a second name, without reading them.
 
     Args:
         arrays: By name, written or on their way.
         target: A directory that is made, or shared with other processes.
+
+    Returns:
+        The new names, as paths from `target`.
     """
+    names = []
     for name, array in arrays.items():
         array.block_until_ready()
         for file in sorted(pathlib.Path(array.path).rglob("*")):
-            other = target / name / file.relative_to(array.path)
             if file.is_file():
-                other.parent.mkdir(parents=True, exist_ok=True)
-                _link(file, other)
+                new = pathlib.Path(name) / file.relative_to(array.path)
+                (target / new).parent.mkdir(parents=True, exist_ok=True)
+                _link(file, target / new)
+                names.append(str(new))
+    return names
 
 
 def _link(file: pathlib.Path, other: pathlib.Path) -> None:
@@ -173,7 +179,5 @@ def _link(file: pathlib.Path, other: pathlib.Path) -> None:
         os.link(file, new)
     except OSError:  # another file system, or one without links
         shutil.copyfile(file, new)
-    with new.open("rb") as written:
-        os.fsync(written.fileno())
     os.replace(new, other)
     new.unlink(missing_ok=True)  # where both were the same file already

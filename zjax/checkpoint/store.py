@@ -1,32 +1,31 @@
 """Checkpoints of a run: written while training goes on, read onto any devices.
 
 Orbax writes every array shard by shard into a temporary directory that is renamed once
-it is complete, so a step is there whole or not at all.
+it is complete, so a step is there whole or not at all. Its files have checksums, which
+are compared before it is restored.
 """
 
-import contextlib
 import json
 import math
 import pathlib
-import shutil
 from collections.abc import Mapping
-from concurrent import futures
 from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
+from absl import logging
 
 from zjax.checkpoint import arrays, failures, halves, layers, layout, quiet, tiles
+from zjax.checkpoint import steps as directories
 from zjax.checkpoint.layout import Entry
-from zjax.checkpoint.manager import INDEX, INDEX_FILE, STATE, make_manager, write
-from zjax.checkpoint.saved import Saved, link
+from zjax.checkpoint.reader import Reader
+from zjax.checkpoint.saved import link
+from zjax.checkpoint.sums import LINKED
+from zjax.checkpoint.threads import Task
+from zjax.checkpoint.writer import meet, start_writing, wait_for
 from zjax.errors import CheckpointError
 from zjax.sharding.placement import Row
 from zjax.storage.array import DiskArray
-
-_LINKED = "linked"
-_FORMAT = 1
 
 
 class Store:
@@ -47,10 +46,12 @@ class Store:
         self.directory = pathlib.Path(directory).absolute()
         self._keep_last = keep_last
         self._keep_best = keep_best
-        self._manager: ocp.CheckpointManager | None = None
-        self._saving: int | None = None
-        self._threads = _thread()
-        self._writing: futures.Future[None] | None = None
+        self._saving = self._num_saves = 0
+        self._writing: Task | None = None
+        self._pinning: Task | None = None
+        self._has_saved = False
+        self._last_saved: int | None = None
+        self._reader = Reader(self.directory)
 
     def prepare(self, rows: Any) -> None:
         """Pins the memory that the first save will take, while other things go on.
@@ -58,31 +59,32 @@ class Store:
         Args:
             rows: A tree of `Row`, of the state that will be saved.
         """
-        self._threads.submit(arrays.pin, jax.tree.leaves(rows))
+        leaves = jax.tree.leaves(rows)
+        self._pinning = Task("pinning", lambda: arrays.pin(leaves))
 
     def steps(self) -> tuple[int, ...]:
-        """The complete checkpoints.
+        """The complete checkpoints: all files are there, with their sizes.
 
         Returns:
-            Their steps, ascending; empty where the directory is missing or empty.
+            Their steps, ascending; empty where the directory is missing or empty. A
+            warning says once what each incomplete one lacks.
 
         Raises:
             CheckpointError: The directory is a file.
         """
-        if not self.directory.exists():
-            return ()
-        if not self.directory.is_dir():
-            raise failures.not_a_directory(self.directory)
-        found = ocp.path.step.standard_name_format().find_all(self.directory)
-        return tuple(sorted(entry.step for entry in found))
+        return self._reader.steps()
 
     def latest(self) -> int | None:
-        """The newest checkpoint.
+        """The newest complete checkpoint.
 
         Returns:
             Its step, or None where there is none.
+
+        Raises:
+            CheckpointError: There are only incomplete ones: a run that started anew
+                would hide what happened to them.
         """
-        return max(self.steps(), default=None)
+        return self._reader.latest()
 
     def best(self) -> int | None:
         """The checkpoint of lowest validation loss.
@@ -93,7 +95,7 @@ class Store:
         Raises:
             CheckpointError: A checkpoint cannot be read.
         """
-        losses = {step: self._read_index(step)["loss"] for step in self.steps()}
+        losses = {step: self._reader.index(step)["loss"] for step in self.steps()}
         known = [step for step, loss in losses.items() if loss is not None]
         return min(known, key=losses.__getitem__, default=None)
 
@@ -123,47 +125,62 @@ class Store:
                 the directory holds a later step.
         """
         self.wait()
-        latest = self.latest()
-        if latest is not None and step <= latest:
-            raise failures.behind(self.directory, step, latest)
+        self._check_directory(step)
         named = layout.name_leaves(rows)
         leaves = dict(zip(named, jax.tree.leaves(state), strict=True))
         entries = {
             name: arrays.describe(leaves[name], row) for name, row in named.items()
         }
         finite = loss is not None and math.isfinite(loss)
+        on_disk = {n: x for n, x in leaves.items() if isinstance(x, DiskArray)}
         index = {
-            "format": _FORMAT,
+            "format": directories.FORMAT,
             "loss": loss if finite else None,
             "arrays": {name: vars(entry) for name, entry in entries.items()},
             "extra": json.loads(json.dumps(extra)),
+            "linked": [*on_disk],
         }
-        on_disk = {n: x for n, x in leaves.items() if isinstance(x, DiskArray)}
         logical = {
             name: arrays.unpadded(leaves[name], row)
             for name, row in named.items()
             if not entries[name].is_empty and name not in on_disk
         }
-        index["linked"] = [*on_disk]
         for array in on_disk.values():
             array.check_held()
         self._saving = step
-        metrics = {"loss": loss} if finite else {}
+        self._num_saves += 1
+        partial = directories.partial_path(self.directory, step, self._num_saves)
         try:
-            manager = self._open_manager()
-            self._remove_unused_links(besides=step)
-            link(on_disk, self._links(step))
+            if jax.process_index() == 0:
+                directories.begin(partial)
+            meet("begin")
+            self._has_saved = True
+            linked = link(on_disk, partial / LINKED)
             copies = arrays.copy_to_host(logical)
-            if copies is None:
-                write(manager, step, logical, index, metrics)
-            else:
-                self._writing = self._threads.submit(
-                    write, manager, step, copies, index, metrics
-                )
+            self._writing = start_writing(
+                partial,
+                logical if copies is None else copies,
+                index,
+                [f"{LINKED}/{name}" for name in linked],
+                lambda: self._commit(partial, step),
+                wait_for_copies=copies is None,
+            )
         except jax.errors.JaxRuntimeError:
             raise
         except Exception as error:
             raise self._abandon(step, error) from error
+        if copies is None:
+            self.check()
+
+    def check(self) -> None:
+        """Raises the error of a save that has failed already; waits for nothing.
+
+        Raises:
+            CheckpointError: The last save could not be written; what there was of it is
+                removed.
+        """
+        if self._writing is not None and self._writing.done():
+            self.wait()
 
     def wait(self) -> None:
         """Waits until the last save is on disk.
@@ -171,32 +188,26 @@ class Store:
         Raises:
             CheckpointError: It could not be written; what there was of it is removed.
         """
-        if self._saving is None or self._manager is None:
-            return
         writing, self._writing = self._writing, None
+        if writing is None:
+            return
         try:
-            if writing is not None:
-                writing.result()
-            self._manager.wait_until_finished()
+            wait_for(writing)
         except jax.errors.JaxRuntimeError:
             raise
         except Exception as error:
             raise self._abandon(self._saving, error) from error
-        self._saving = None
+        self._last_saved = self._saving
 
     def close(self) -> None:
-        """Waits for the last save and ends the writing threads.
+        """Waits for the last save.
 
         Raises:
             CheckpointError: The last save could not be written.
         """
         self.wait()
-        if self._manager is not None:
-            self._manager.close()
-            self._manager = None
-            self._remove_unused_links()
-        self._threads.shutdown()
-        self._threads = _thread()
+        if self._pinning is not None:
+            self._pinning.result()
 
     def restore(self, rows: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
         """Reads a whole state, each array straight onto its shards.
@@ -212,14 +223,14 @@ class Store:
             CheckpointError: There is no such checkpoint, it is of another model, or it
                 is damaged.
         """
-        step = self._existing(step)
-        index = self._read_index(step)
+        step = self._reader.verified(step, shared=True)
+        index = self._reader.index(step)
         named = layout.name_leaves(rows)
         expected = halves.whole_entries(layout.describe_rows(named))
         inside = halves.whole_entries(index["arrays"])
         inside = tiles.as_tiled(inside, tiles.num_tiles(expected))
         inside = layers.as_wanted(expected, inside)
-        layout.check_same(expected, inside, str(self._path(step)))
+        layout.check_same(expected, inside, str(self._reader.path(step)))
         leaves = self._read(step, named)
         return jax.tree.unflatten(jax.tree.structure(rows), leaves), index["extra"]
 
@@ -238,14 +249,14 @@ class Store:
             CheckpointError: There is no such checkpoint, it is of another model, or it
                 is damaged.
         """
-        step = self._existing(step)
-        found = halves.whole_entries(self._read_index(step)["arrays"])
+        step = self._reader.verified(step, shared=True)
+        found = halves.whole_entries(self._reader.index(step)["arrays"])
         named = layout.name_leaves(rows, part)
         expected = layout.describe_rows(named)
         inside = {name: e for name, e in found.items() if name.startswith(f"{part}/")}
         inside = tiles.as_tiled(inside, tiles.num_tiles(expected))
         inside = layers.as_wanted(expected, inside)
-        layout.check_same(expected, inside, str(self._path(step)), cast=True)
+        layout.check_same(expected, inside, str(self._reader.path(step)), cast=True)
         leaves = self._read(step, named)
         return jax.tree.unflatten(jax.tree.structure(rows), leaves)
 
@@ -261,7 +272,7 @@ class Store:
         Raises:
             CheckpointError: There is no such checkpoint, or it is damaged.
         """
-        return self._read_index(self._existing(step))["extra"]
+        return self._reader.index(self._reader.existing(step))["extra"]
 
     def entries(self, step: int | None = None) -> dict[str, Entry]:
         """The arrays of a checkpoint, without their data; master weights whole.
@@ -275,7 +286,9 @@ class Store:
         Raises:
             CheckpointError: There is no such checkpoint, or it is damaged.
         """
-        return halves.whole_entries(self._read_index(self._existing(step))["arrays"])
+        return halves.whole_entries(
+            self._reader.index(self._reader.existing(step))["arrays"]
+        )
 
     def read_array(self, name: str, step: int | None = None) -> np.ndarray:
         """Reads one array into host memory.
@@ -290,98 +303,51 @@ class Store:
         Raises:
             CheckpointError: There is no such checkpoint, or it is damaged.
         """
-        step = self._existing(step)
+        step = self._reader.verified(step, shared=False)
         try:
-            return self._saved(step).whole(name)
+            return self._reader.saved(step).whole(name)
         except Exception as error:
-            raise self._damaged(step, error) from error
-
-    def _saved(self, step: int) -> Saved:
-        index, links = self._read_index(step), self._links(step)
-        linked = {name: links / name for name in index["linked"]}
-        return Saved(self._path(step) / STATE, index["arrays"], linked)
+            raise self._reader.damaged(step, error) from error
 
     def _read(self, step: int, named: Mapping[str, Row]) -> list[Any]:
         try:
-            return arrays.read_arrays(self._saved(step), named)
+            return arrays.read_arrays(self._reader.saved(step), named)
         except jax.errors.JaxRuntimeError:  # the devices are at fault, not the files
             raise
         except Exception as error:
-            raise self._damaged(step, error) from error
+            raise self._reader.damaged(step, error) from error
 
-    def _read_index(self, step: int) -> dict[str, Any]:
-        try:
-            text = (self._path(step) / INDEX / INDEX_FILE).read_text()
-            index = json.loads(text)
-            if index["format"] != _FORMAT:
-                raise ValueError(f"format {index['format']}, expected {_FORMAT}")
-            return {
-                "loss": index["loss"],
-                "arrays": _entries(index["arrays"]),
-                "extra": index["extra"],
-                "linked": index.get("linked", []),
-            }
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise self._damaged(step, error) from error
+    def _check_directory(self, step: int) -> None:
+        """Refuses a step that others would come after, and a directory that went."""
+        if self.directory.exists() and not self.directory.is_dir():
+            raise failures.not_a_directory(self.directory)
+        if self._has_saved and not self.directory.is_dir():
+            raise failures.gone(self.directory, step)
+        named = directories.named_steps(self.directory)
+        if any(other >= step for other in named):
+            latest = max(self.steps(), default=-1)
+            if step <= latest:
+                raise failures.behind(self.directory, step, latest)
 
-    def _existing(self, step: int | None) -> int:
-        steps = self.steps()
-        if not steps:
-            raise failures.empty(self.directory)
-        if step is None:
-            return steps[-1]
-        if step not in steps:
-            raise failures.unknown_step(self.directory, step, steps)
-        return step
-
-    def _path(self, step: int) -> pathlib.Path:
-        return self.directory / str(step)
-
-    def _links(self, step: int) -> pathlib.Path:
-        return self.directory / _LINKED / str(step)
-
-    def _remove_unused_links(self, besides: int | None = None) -> None:
-        """Orbax removes checkpoints, and knows nothing of what is beside them."""
-        if jax.process_index():
-            return
-        kept = {str(step) for step in (*self.steps(), besides)}
-        for path in (self.directory / _LINKED).glob("*"):
-            if path.name not in kept:
-                shutil.rmtree(path, ignore_errors=True)
-
-    def _open_manager(self) -> ocp.CheckpointManager:
-        if self._manager is None:
-            self._manager = make_manager(
-                self.directory, self._keep_last, self._keep_best
-            )
-        return self._manager
+    def _commit(self, partial: pathlib.Path, step: int) -> None:
+        """Names a step that is written, and deletes those that are not to be kept."""
+        directories.commit(partial, step)
+        losses = {other: self._reader.loss(other) for other in self.steps()}
+        kept = directories.kept(losses, self._keep_last, self._keep_best)
+        for other in losses.keys() - kept:
+            try:
+                directories.remove(self._reader.path(other))
+            except OSError as error:
+                logging.warning(failures.undeleted(self.directory, other, error))
 
     def _abandon(self, step: int, error: Exception) -> CheckpointError:
-        """Drops the failed save and its writer; the next save starts afresh."""
-        manager, self._manager, self._saving = self._manager, None, None
-        if manager is not None:
-            with contextlib.suppress(Exception):  # it tells the same error again
-                manager.close()
+        """Drops what there is of a failed save; the next starts afresh."""
+        before = self._last_saved
+        if before is not None and not self._reader.path(before).exists():
+            return failures.gone(self.directory, step)
         if not self.directory.is_dir():
             return failures.not_a_directory(self.directory)
         if jax.process_index() == 0:
-            for path in self.directory.glob(f"{step}.*"):
-                shutil.rmtree(path, ignore_errors=True)
-        self._remove_unused_links()
-        latest = self.latest()
+            directories.clear(self.directory)
+        latest = max(self.steps(), default=None)
         return failures.unwritten(self.directory, step, latest, error)
-
-    def _damaged(self, step: int, error: Exception) -> CheckpointError:
-        before = max((other for other in self.steps() if other < step), default=None)
-        return failures.damaged(self.directory, step, before, error)
-
-
-def _thread() -> futures.ThreadPoolExecutor:
-    return futures.ThreadPoolExecutor(1, "checkpoint")
-
-
-def _entries(saved: Mapping[str, Any]) -> dict[str, Entry]:
-    return {
-        name: Entry(tuple(e["shape"]), e["dtype"], e["key_impl"])
-        for name, e in saved.items()
-    }

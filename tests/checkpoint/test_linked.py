@@ -1,0 +1,78 @@
+"""Arrays on disks: a checkpoint links their files, and reads each before it commits."""
+
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from tests.checkpoint import states
+from tests.storage.conftest import make_row
+from zjax.checkpoint.inspect import inspect_steps
+from zjax.checkpoint.store import Store
+from zjax.errors import CheckpointError
+from zjax.storage.array import DiskArray
+
+
+@pytest.fixture
+def disk(tmp_path):
+    (tmp_path / "disk").mkdir()
+    return str(tmp_path / "disk")
+
+
+def make_state(disk):
+    row = make_row([disk])
+    x = np.random.default_rng(0).normal(size=row.shape).astype(np.float32)
+    array = DiskArray.write(jax.device_put(x, row.sharding), row).block_until_ready()
+    step = {"step": np.int32(3)}
+    rows = states.make_rows(step)
+    return states.place(step, rows) | {"x": array}, rows | {"x": row}, x
+
+
+def chunks_of(path):
+    return sorted(p for p in pathlib.Path(path).rglob("c/*/*") if p.is_file())
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[5] ^= 1
+    path.write_bytes(content)
+
+
+def test_chunks_that_are_damaged_are_not_committed(disk, tmp_path):
+    """Fails if chunks get their second name without being read."""
+    state, rows, _ = make_state(disk)
+    store = Store(str(tmp_path / "checkpoints"))
+    store.save(1, state, rows, extra={})
+    store.wait()
+    flip(chunks_of(state["x"].path)[-1])  # under both names
+    with pytest.raises(CheckpointError) as error:
+        store.save(2, state, rows, extra={})
+        store.wait()
+    start, _, end = str(error.value).partition(" (")
+    assert start == (
+        f"checkpoint.step=2 could not be written to {tmp_path / 'checkpoints'}"
+    )
+    assert "does not match its checksum" in end
+    assert store.steps() == (1,)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["1"]
+
+
+@pytest.mark.parametrize("damage", ["flip", "swap"])
+def test_chunks_that_are_damaged_later_are_not_restored(disk, tmp_path, damage):
+    state, rows, x = make_state(disk)
+    store = Store(str(tmp_path / "checkpoints"))
+    store.save(1, state, rows, extra={})
+    store.close()
+    np.testing.assert_array_equal(np.asarray(store.restore(rows)[0]["x"]), x)
+    first, second, *_ = chunks_of(tmp_path / "checkpoints/1/linked/x")
+    if damage == "flip":
+        flip(first)
+    else:
+        one, other = first.read_bytes(), second.read_bytes()
+        first.write_bytes(other)
+        second.write_bytes(one)
+    with pytest.raises(CheckpointError, match=r"checkpoint\.step=1 cannot be read"):
+        jax.block_until_ready(Store(str(tmp_path / "checkpoints")).restore(rows)[0])
+    (verdict,) = inspect_steps(str(tmp_path / "checkpoints"))
+    assert verdict.problem.startswith("damaged: linked/x/c/")

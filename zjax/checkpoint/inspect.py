@@ -1,0 +1,115 @@
+"""`zjax check`: every step of a run, read whole and compared with its checksums."""
+
+import dataclasses
+import pathlib
+import shlex
+from collections.abc import Sequence
+
+from zjax.checkpoint import failures, sums
+from zjax.checkpoint import steps as directories
+from zjax.checkpoint.sums import SUMS_FILE
+from zjax.sharding.describe import format_bytes, render_table
+
+WHOLE = "as it was saved"
+UNKNOWN = "saved without checksums: not known"
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What was found of a step.
+
+    Args:
+        path: Its directory.
+        num_files: Files that it holds.
+        num_bytes: Their size.
+        problem: `WHOLE`, `UNKNOWN`, or what is wrong, first to last.
+        is_offered: Whether a run could resume from it, if it were not damaged.
+    """
+
+    path: pathlib.Path
+    num_files: int
+    num_bytes: int
+    problem: str
+    is_offered: bool = True
+
+
+def inspect_steps(directory: str) -> list[Verdict]:
+    """Reads all files of all steps.
+
+    Args:
+        directory: Of a run, or its `checkpoints`.
+
+    Returns:
+        What was found of each step, oldest first.
+
+    Raises:
+        CheckpointError: There is no step.
+    """
+    top = pathlib.Path(directory).expanduser().absolute()
+    inside = top / "checkpoints"
+    place = inside if inside.is_dir() else top
+    if place.exists() and not place.is_dir():
+        raise failures.not_a_directory(place)
+    found = [_inspect(place / str(n)) for n in directories.named_steps(place)]
+    if not found:
+        raise failures.empty(place)
+    return found
+
+
+def is_sound(verdicts: Sequence[Verdict]) -> bool:
+    """Whether each step is known to be as it was saved.
+
+    Args:
+        verdicts: Of `inspect_steps`.
+
+    Returns:
+        False also where a step has no checksums.
+    """
+    return all(verdict.problem == WHOLE for verdict in verdicts)
+
+
+def describe_verdicts(verdicts: Sequence[Verdict]) -> str:
+    """Says what was found, and what to type next.
+
+    Args:
+        verdicts: Of `inspect_steps`, one or more.
+
+    Returns:
+        A table, and lines of text.
+    """
+    rows = [
+        (v.path.name, f"{v.num_files:,}", format_bytes(v.num_bytes), v.problem)
+        for v in verdicts
+    ]
+    table = render_table(("step", "files", "bytes", "is"), rows, right=(0, 1, 2))
+    return f"{verdicts[0].path.parent}\n{table}\n{_advice(verdicts)}"
+
+
+def _advice(verdicts: Sequence[Verdict]) -> str:
+    usable = [v for v in verdicts if v.problem in (WHOLE, UNKNOWN)]
+    if not usable:
+        return "no step can be restored: start in another directory"
+    newest = usable[-1]
+    after = verdicts[verdicts.index(newest) + 1 :]
+    in_the_way = [v for v in after if v.is_offered]
+    if not in_the_way:
+        return f"a run resumes from step {newest.path.name}"
+    words = ["rm", "-r", *(str(v.path) for v in in_the_way)]
+    return f"to resume from step {newest.path.name}:\n{shlex.join(words)}"
+
+
+def _inspect(path: pathlib.Path) -> Verdict:
+    names = sums.list_files(path)
+    num_bytes = sum((path / name).lstat().st_size for name in names)
+    missing = directories.find_missing(path)
+    if missing:
+        return Verdict(path, len(names), num_bytes, f"not complete: {missing}", False)
+    if not directories.has_sums(path):
+        return Verdict(path, len(names), num_bytes, UNKNOWN)
+    known = sums.read_sums(path / SUMS_FILE)
+    damage = sums.find_damage(path, known, names=list(known), whole_chunks=True)
+    problem = WHOLE
+    if damage:
+        more = f", and {len(damage) - 1} more" if len(damage) > 1 else ""
+        problem = f"damaged: {damage[0][1]}{more}"
+    return Verdict(path, len(names), num_bytes, problem)
