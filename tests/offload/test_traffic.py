@@ -71,6 +71,7 @@ def test_what_a_step_moves_is_shown():
         if row.memory == "pinned_host"
     )
     assert text.count(describe.format_bytes(moved)) == 3  # rests, up and down
+    assert "\nat the 42.5 GB/s each way of an H200 " in text
     other = start(make_config("device"))
     assert describe.describe_memories(other.plan, other.config) == ""
 

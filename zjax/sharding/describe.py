@@ -105,7 +105,7 @@ def describe_memories(plan: Plan, config: Config, inputs: Sequence[Row] = ()) ->
         (x.memory, x.what, *map(format_bytes, (x.resting, x.up, x.down))) for x in found
     ]
     on_device = format_bytes(memory.resting_bytes(plan, DEVICE))
-    speed = f"both ways at {LINK_BYTES_PER_SECOND / 1e9:.1f} GB/s each"
+    speed = f"at the {LINK_BYTES_PER_SECOND / 1e9:.1f} GB/s each way of an H200"
     ways = (sum(x.up for x in found), sum(x.down for x in found))
     seconds = (f"{way / LINK_BYTES_PER_SECOND:.2f} s" for way in ways)
     table = render_table(
