@@ -22,7 +22,7 @@ FLOORS = (
     ("fitting", "exhausted", "nonfinite", "resume"),
     ("initialize", "pinned", "propose"),
     ("trainer", "planning"),
-    ("bench",),
+    ("bench", "commands"),
     ("main",),
 )
 FLOOR = {part: height for height, parts in enumerate(FLOORS) for part in parts}

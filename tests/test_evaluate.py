@@ -55,7 +55,7 @@ def test_rows_count_by_the_weights_of_the_loss(tmp_path):
 def test_a_number_of_batches_is_what_is_evaluated_and_told(tmp_path):
     trainer = squares.make_trainer(tmp_path, "evaluation.num_batches=1")
     assert trainer.evaluate() == {"eval_loss": 34.375, "evaluated_rows": 8}
-    assert trainer.describe().endswith("evaluation: 8 of 10 rows")
+    assert trainer.describe().endswith("evaluation: 8 of 10 rows, weights raw")
     never = squares.make_trainer(tmp_path, "evaluation.num_batches=0")
     assert never.evaluate() == {}
     assert never.describe().endswith("evaluation: none")

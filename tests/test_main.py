@@ -59,7 +59,23 @@ def test_train_then_generate_then_export(tmp_path, settings):
     weights = tmp_path / "weights.safetensors"
     out = run("export", settings, f"--output={weights}", "--dtype=bfloat16")
     assert f"wrote {weights}" in out
+    assert "bytes: weights raw of step 8\n" in out
     assert safetensors.load_file(weights)["embedding.tokens"].shape == (61, 16)
+
+
+def test_evaluate_says_the_loss_that_the_run_said(tmp_path, settings):
+    """Fails if the command evaluates other rows, weights or steps than the run did."""
+    every = ("checkpoint.every_steps=4", "evaluation.every_steps=4")
+    small_run.fit(tmp_path / "run", *every, "optimizer.ema_decay=0.5")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    told = {row["step"]: row for row in map(json.loads, lines) if "eval_loss" in row}
+    more = ("--simulated_devices=8", "--gin=config.optimizer.ema_decay=0.5")
+    out = run("evaluate", settings, *more, "--step=4")
+    assert "weights: ema of step 4\n" in out
+    found = json.loads(out.splitlines()[-1])
+    assert found["evaluated_rows"] == 16
+    assert found["eval_loss"] == pytest.approx(told[4]["eval_loss"], rel=1e-6)
+    assert told[4]["eval_loss"] != told[8]["eval_loss"]
 
 
 def test_two_processes_train_as_one(tmp_path, settings, alone):

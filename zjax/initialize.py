@@ -32,6 +32,7 @@ from zjax.sharding.batch import rows_of
 from zjax.step import Step, make_step
 from zjax.storage.move import move
 from zjax.storage.progress import shown
+from zjax.train.average import averaged, check_average, only_weights, parts_of
 from zjax.train.gradients import compute_params
 from zjax.train.master import whole_rows
 from zjax.train.state import (
@@ -328,7 +329,7 @@ def model_params(state: TrainState, plan: plans.Plan) -> Params:
     """The parameters as the model sees them, for use outside of `step`.
 
     Args:
-        state: Any state of the run; the averaged parameters are taken where kept.
+        state: Any state of the run, of which `zjax.train.average` says what is taken.
         plan: The plan of the run.
 
     Returns:
@@ -336,8 +337,10 @@ def model_params(state: TrainState, plan: plans.Plan) -> Params:
 
     Raises:
         StateError: The state was consumed.
+        PlanError: The averaged weights of the optimizer rest elsewhere.
     """
     check_not_consumed(state)
+    check_average(state, plan)
 
     def place(row: placement.Row) -> jax.sharding.NamedSharding:
         padded = row.shape != row.stored_shape
@@ -345,19 +348,21 @@ def model_params(state: TrainState, plan: plans.Plan) -> Params:
 
     resting, plan = plan.compute, plans.plan_on_device(plan)
 
-    def compute(stored: Params) -> Params:
-        return compute_params(placement.unpad_tree(stored, plan.master), plan)
+    def compute(state: TrainState) -> Params:
+        weights = averaged(state, plan)
+        if weights is None:
+            weights = placement.unpad_tree(state.master, plan.master)
+        return compute_params(weights, plan)
 
     def cut(params: Params) -> Params:
         return placement.unpad_tree(params, plan.compute)
 
     places = jax.tree.map(place, plan.compute)
-    if state.ema == () and state.params != ():
+    if parts_of(state)[0] == "raw" and state.params != ():
         here = jax.tree.map(
             lambda x, row: move(x, row, plans.DEVICE, is_consumed=False),
             state.params,
             resting,
         )
         return jax.jit(cut, out_shardings=places)(here)
-    stored = state.master if state.ema == () else state.ema
-    return jax.jit(compute, out_shardings=places)(stored)
+    return jax.jit(compute, out_shardings=places)(only_weights(state))

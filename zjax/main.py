@@ -1,10 +1,9 @@
-"""The `zjax` command: train, plan, bench, generate, data, export, check, launch."""
+"""The `zjax` command."""
 
 import argparse
 import contextlib
 import dataclasses
 import functools
-import pathlib
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 from absl import app, flags, logging
 
-from zjax import processes
+from zjax import commands, processes
 from zjax.bench.command import (
     CONTEST_FLAGS,
     check_contest_flags,
@@ -21,14 +20,11 @@ from zjax.bench.command import (
 )
 from zjax.bench.disks import describe_disks, measure_disks
 from zjax.bench.measure import describe_measurement, measure, result_line
-from zjax.checkpoint.export import export_safetensors
 from zjax.checkpoint.inspect import describe_verdicts, inspect_steps, is_sound
-from zjax.checkpoint.store import Store
 from zjax.compiler import simulation, use_program_cache
 from zjax.config import flags as config_flags
 from zjax.config.check import check_processes
 from zjax.config.describe import describe_settings
-from zjax.config.load import load_config
 from zjax.config.paths import local_path
 from zjax.config.schema import Config
 from zjax.data.prepare import prepare
@@ -37,6 +33,7 @@ from zjax.observe.report import describe_machine
 from zjax.pinned import pin_what_is_needed
 from zjax.planning import PAPER_DEVICES, report_plan
 from zjax.sharding.describe import describe_zero_table
+from zjax.train.average import PARTS
 from zjax.trainer import Trainer
 
 USAGE = """zjax trains Flax models that do not fit on one device.
@@ -51,8 +48,10 @@ USAGE = """zjax trains Flax models that do not fit on one device.
   zjax bench --contest=FILE [--only=A,B]           it and its peers, in turn
   zjax bench --nvme=DIRECTORY[,DIRECTORY]          how fast disks are for offload
   zjax generate --config=... --prompt="def "       text from the last checkpoint
+  zjax evaluate --config=... [--step=500]          its loss on held-out data
   zjax data prepare --input=FILE --output=DIR      text to token files
   zjax export --config=... --output=FILE           weights as safetensors
+    [--part=auto|ema|schedule_free|raw]            averaged ones where there are some
   zjax check DIRECTORY                             whether checkpoints are as saved
   zjax launch --num_processes=2 train --config=... several processes on this machine
   zjax report                                      this machine, to paste
@@ -100,6 +99,8 @@ def define_flags() -> None:
     flags.DEFINE_string("tokenizer", "bytes", "data: bytes, bpe:SIZE or a .json file.")
     flags.DEFINE_string("text_field", "text", "data: field or column with the text.")
     flags.DEFINE_float("validation_fraction", 0.01, "data: part of the text held out.")
+    flags.DEFINE_enum("part", "auto", PARTS, "Which weights; auto takes averaged ones.")
+    flags.DEFINE_integer("step", None, "Checkpoint to read; the newest by default.")
     flags.DEFINE_enum("dtype", "", ["", *DTYPES], "export: of the weights.")
     flags.DEFINE_string("prompt", "def ", "generate: text to continue.")
     flags.DEFINE_integer("max_new_tokens", 0, "generate: tokens to add; 0 fills up.")
@@ -232,17 +233,11 @@ def bench() -> None:
             print(result_line(dataclasses.asdict(measurement)))
 
 
-def generate() -> None:
-    """Continues a text with the last checkpoint."""
-    trainer = Trainer(
-        load_config(config_flags.config_from_flags(), "checkpoint.resume=required")
-    )
-    text = trainer.generate(
-        flags.FLAGS.prompt,
-        max_new_tokens=flags.FLAGS.max_new_tokens,
-        temperature=flags.FLAGS.temperature,
-    )
-    print(text)
+def evaluate() -> None:
+    """Says the loss and the metrics of a checkpoint on the held-out data."""
+    config = config_flags.config_from_flags()
+    with meet(config):
+        commands.evaluate(config)
 
 
 def prepare_data() -> None:
@@ -260,17 +255,6 @@ def prepare_data() -> None:
         f"--config.data.path={flags.FLAGS.output} "
         f"--config.model.vocab_size={meta.vocab_size} --config=FILE"
     )
-
-
-def export() -> None:
-    """Writes the weights of the last checkpoint as safetensors."""
-    config = config_flags.config_from_flags()
-    folder = pathlib.Path(config.directory)
-    output = local_path("output", flags.FLAGS.output or folder / "model.safetensors")
-    size = export_safetensors(
-        Store(str(folder / "checkpoints")), output, dtype=flags.FLAGS.dtype
-    )
-    print(f"wrote {output}, {size:,} bytes")
 
 
 def launch() -> None:
@@ -303,9 +287,10 @@ COMMANDS: dict[str, Callable[[], None]] = {
     "train": train,
     "plan": plan,
     "bench": bench,
-    "generate": generate,
+    "generate": commands.generate,
+    "evaluate": evaluate,
     "data": prepare_data,
-    "export": export,
+    "export": commands.export,
     "report": lambda: print(describe_machine()),
     "config": lambda: print(describe_settings(), end=""),
 }
@@ -320,10 +305,11 @@ OWN_FLAGS = {
         "output",
     ),
     "bench": ("contest", "nvme", *CONTEST_FLAGS),
-    "generate": ("prompt", "max_new_tokens", "temperature"),
+    "generate": ("part", "step", "prompt", "max_new_tokens", "temperature"),
+    "evaluate": ("part", "step"),
     "train": ("prompt",),
     "data": ("input", "output", "tokenizer", "text_field", "validation_fraction"),
-    "export": ("output", "dtype"),
+    "export": ("part", "step", "output", "dtype"),
 }
 """Flags that only some commands read; the others refuse them."""
 

@@ -11,21 +11,28 @@ from zjax.config.differences import Difference, differences
 from zjax.config.schema import Config
 from zjax.errors import CheckpointError, Problem
 
+_OF_COMMANDS = ("checkpoint.resume",)
+"""Settings that say how a run goes on, not what it is."""
 
-def first_step(store: Store, resume: str) -> int:
+
+def first_step(store: Store, resume: str, step: int | None = None) -> int:
     """Finds the step at which a run starts.
 
     Args:
         store: Its checkpoints.
         resume: `checkpoint.resume` of its config.
+        step: The checkpoint to start from; None for the newest.
 
     Returns:
-        The newest step that was saved; 0 where there is none.
+        The step of the checkpoint; 0 where there is none.
 
     Raises:
         CheckpointError: There is a checkpoint where none is to be continued, or there
             is none where one is required.
     """
+    if step is not None:
+        store.extra(step)  # says which steps there are
+        return step
     latest = store.latest()
     directory = str(store.directory)
     if resume == "required" and latest is None:
@@ -39,6 +46,19 @@ def first_step(store: Store, resume: str) -> int:
     return latest or 0
 
 
+def check_newest(store: Store, step: int) -> None:
+    """Refuses to train on from a step behind which there are others.
+
+    Raises:
+        CheckpointError: A later checkpoint would be in the way.
+    """
+    latest = store.latest()
+    if latest is not None and latest > step:
+        problem = f"is behind step {latest}, which is saved too"
+        remedy = "train from the newest, or copy this one to another directory"
+        raise CheckpointError(Problem("step", step, problem, remedy))
+
+
 def changes(saved: Mapping[str, Any], config: Config) -> list[Difference]:
     """Compares a run with the one that goes on.
 
@@ -49,7 +69,11 @@ def changes(saved: Mapping[str, Any], config: Config) -> list[Difference]:
     Returns:
         Settings with their saved and their present value, then the version of JAX.
     """
-    found = list(differences(saved.get("config", {}), config))
+    found = [
+        difference
+        for difference in differences(saved.get("config", {}), config)
+        if difference.setting not in _OF_COMMANDS
+    ]
     if saved.get("jax") != jax.__version__:
         found.append(Difference("jax", saved.get("jax"), jax.__version__))
     return found

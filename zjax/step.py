@@ -23,6 +23,7 @@ from zjax.sharding import plan as plans
 from zjax.sharding.batch import batch_shardings
 from zjax.sharding.mesh import is_simulated
 from zjax.train import microbatches
+from zjax.train.average import check_average
 from zjax.train.programs import Programs, make_programs
 from zjax.train.state import (
     TrainState,
@@ -83,9 +84,11 @@ class Step:
             float32 scalars still on the device.
 
         Raises:
-            PlanError: The batch does not divide over the devices.
+            PlanError: The batch does not divide over the devices, or the averaged
+                weights of the optimizer rest elsewhere.
             StateError: The state was consumed before.
         """
+        check_average(state, self.plan)
         return self._call("evaluate", state, self.place_batch(batch))
 
     def settle(self, state: TrainState) -> TrainState:

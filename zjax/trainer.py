@@ -30,10 +30,11 @@ from zjax.optim.precision import describe_precision
 from zjax.optim.schedules import make_schedule
 from zjax.pinned import pin_what_is_needed
 from zjax.propose import choose_mesh
-from zjax.resume import first_step, report_changes
+from zjax.resume import check_newest, first_step, report_changes
 from zjax.sharding.describe import describe_plan, describe_plan_totals
 from zjax.sharding.mesh import BATCH_AXES, mesh_sizes
 from zjax.stopping import finishing, stop_signals
+from zjax.train.average import check_average, choose_part, parts_of, with_part
 from zjax.train.state import TrainState, saved_rows, saved_state
 from zjax.typing import Device, Model
 
@@ -48,6 +49,8 @@ class Trainer:
         batches: Training data: a dataset with columns, or an iterable of batches; that
             of the config by default.
         evaluation_batches: The same for evaluation; none if only `batches` is given.
+        step: Checkpoint to start from, to evaluate or to generate; the newest by
+            default, which alone can be trained on.
         callbacks: Called as `callback(step, values)` with the numbers of logged steps.
         devices: Devices to use; all of them by default.
 
@@ -66,6 +69,7 @@ class Trainer:
         tx: Any = None,
         batches: Any = None,
         evaluation_batches: Any = None,
+        step: int | None = None,
         callbacks: Sequence[Callback] = (),
         devices: Sequence[Device] | None = None,
     ):
@@ -103,7 +107,7 @@ class Trainer:
         self.store = Store(
             str(folder), keep_last=kept.keep_last, keep_best=kept.keep_best
         )
-        start = first_step(self.store, kept.resume)
+        start = first_step(self.store, kept.resume, step)
         if start:
             report_changes(self.store.extra(start), self.config, start)
         model = make_model(self.config) if model is None else model
@@ -123,6 +127,8 @@ class Trainer:
         if start:
             self.loader.set_state(self.store.extra(start)["data"])
         self._evaluation = self._make_evaluation()
+        if self._evaluation:
+            check_average(self.state, self.run.plan)
         self._evaluated = -1, 0.0
 
     @property
@@ -143,6 +149,7 @@ class Trainer:
             PlanError: A step takes more memory than the devices have.
         """
         config, step = self.config, self.step
+        check_newest(self.store, step)
         monitor = Monitor(
             config,
             last_step=step,
@@ -195,12 +202,16 @@ class Trainer:
         self._say_end(step, picture)
         return self.state
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self, part: str = "auto") -> dict[str, float]:
         """Averages loss and metrics over the evaluation set, each row once.
 
         All rows count alike, or by the weights that the loss returns. Where they do not
         fill the last batch, they stand in it several times, which changes no mean over
         rows; a loss that couples rows needs a set of whole batches.
+
+        Args:
+            part: Weights to evaluate: `raw`, or `ema` or `schedule_free` where they
+                are kept, which `auto` takes in their place.
 
         Returns:
             `eval_loss`, `eval_<metric>` and `evaluated_rows`; empty where there is no
@@ -208,13 +219,14 @@ class Trainer:
 
         Raises:
             DataError: The evaluation data gave no batch, or is malformed.
+            ConfigError: The part is not kept.
         """
         if self._evaluation is None:
             return {}
-        values = self._evaluation.mean(
-            lambda batch: self.run.evaluate(self.state, batch)
-        )
-        self._evaluated = self.step, values["eval_loss"]
+        state = self._with_part(part)
+        values = self._evaluation.mean(lambda batch: self.run.evaluate(state, batch))
+        if part == "auto":
+            self._evaluated = self.step, values["eval_loss"]
         return values
 
     def save(self) -> None:
@@ -244,6 +256,7 @@ class Trainer:
         temperature: float = 0.8,
         top_k: int = 40,
         seed: int = 0,
+        part: str = "auto",
     ) -> str:
         """Continues a text with the built-in decoder.
 
@@ -253,12 +266,13 @@ class Trainer:
             temperature: 0 takes the most likely token.
             top_k: Draws among the k most likely tokens; 0 among all.
             seed: Of the draws.
+            part: Weights, as for `evaluate`.
 
         Returns:
             The prompt and its continuation.
 
         Raises:
-            ConfigError: The prompt is empty, or leaves no room.
+            ConfigError: The prompt is empty, or leaves no room; the part is not kept.
         """
         tokenizer = data.make_tokenizer(self.config)
         tokens = jax.numpy.asarray([tokenizer.encode(prompt)], jax.numpy.int32)
@@ -269,7 +283,7 @@ class Trainer:
             remedy = f"use 1 to {longest}, with the built-in decoder"
             raise ConfigError(Problem("prompt", prompt[:20], problem, remedy))
         out = self.run.generate(
-            self.state,
+            self._with_part(part),
             tokens,
             max_new_tokens=max_new_tokens or room,
             key=jax.random.key(seed),
@@ -306,7 +320,8 @@ class Trainer:
                 f"x {self.run.plan.num_batch_shares} shares x "
                 f"{sizes.num_microbatches} microbatches; {start}, "
                 f"ends at {self.config.num_steps}",
-                f"evaluation: {self._evaluation.description}"
+                f"evaluation: {self._evaluation.description}, "
+                f"weights {parts_of(self.state)[0]}"
                 if self._evaluation
                 else "evaluation: none",
             ]
@@ -315,6 +330,9 @@ class Trainer:
     def _settle(self) -> None:
         if self.state.pending:
             self.state = self.run.step.settle(self.state)
+
+    def _with_part(self, part: str) -> TrainState:
+        return with_part(self.state, choose_part(part, parts_of(self.state)))
 
     def _restore(self, step: int) -> Callable[[TrainState], TrainState]:
         return lambda rows: self.store.restore(rows, step)[0]

@@ -13,7 +13,7 @@ from tests.checkpoint import states
 from zjax.checkpoint.export import export_safetensors
 from zjax.checkpoint.store import Store
 from zjax.checkpoint.weights import load_safetensors
-from zjax.errors import CheckpointError
+from zjax.errors import CheckpointError, ConfigError
 
 PARAMS = states.make_params()
 FLAT = {
@@ -46,7 +46,7 @@ def exported(tmp_path_factory):
 
 def test_export_holds_every_array_whole(store, tmp_path):
     path = tmp_path / "new" / "model.safetensors"
-    size = export_safetensors(store, str(path))
+    size = export_safetensors(store, str(path), part="raw")
     tensors = safetensors.numpy.load_file(path)
     assert tensors.keys() == {*FLAT, "none"}
     for name, value in FLAT.items():
@@ -59,11 +59,20 @@ def test_export_holds_every_array_whole(store, tmp_path):
 
 def test_export_casts_floating_point_only(store, tmp_path):
     path = tmp_path / "model.safetensors"
-    export_safetensors(store, str(path), dtype="bfloat16")
+    export_safetensors(store, str(path), dtype="bfloat16", part="raw")
     tensors = safetensors.numpy.load_file(path)
     assert tensors["embed"].dtype == ml_dtypes.bfloat16
     np.testing.assert_array_equal(tensors["embed"], FLAT["embed"].astype(jnp.bfloat16))
     assert tensors["frozen"].dtype == np.int32
+
+
+def test_averaged_weights_are_exported_where_they_are_kept(store, tmp_path):
+    path = tmp_path / "auto.safetensors"
+    export_safetensors(store, str(path))
+    tensors = safetensors.numpy.load_file(path)
+    np.testing.assert_array_equal(tensors["embed"], PARAMS["embed"] + 1)
+    with safetensors.safe_open(path, framework="numpy") as file:
+        assert file.metadata() == {"format": "flax", "part": "ema", "step": "1"}
 
 
 def test_export_of_another_part(store, tmp_path):
@@ -86,16 +95,16 @@ def test_export_holds_one_tensor_at_a_time(store, tmp_path, monkeypatch):
         return array
 
     monkeypatch.setattr(Store, "read_array", read_and_count)
-    export_safetensors(store, str(tmp_path / "model.safetensors"))
+    export_safetensors(store, str(tmp_path / "model.safetensors"), part="raw")
     assert len(alive) == len(FLAT) + 1
     assert most <= 2
 
 
 def test_export_of_a_part_that_is_not_there(store, tmp_path):
-    with pytest.raises(CheckpointError) as error:
-        export_safetensors(store, str(tmp_path / "x"), part="params")
+    with pytest.raises(ConfigError) as error:
+        export_safetensors(store, str(tmp_path / "x"), part="schedule_free")
     assert str(error.value) == (
-        "part='params' is not in the checkpoint; use one of ema, master, opt_state"
+        "part='schedule_free' is not kept in this run; use auto, or one of ema, raw"
     )
 
 
@@ -103,7 +112,7 @@ def test_export_where_nothing_can_be_written(store, tmp_path):
     (tmp_path / "file").write_text("")
     path = f"{tmp_path}/file/model.safetensors"
     with pytest.raises(CheckpointError) as error:
-        export_safetensors(store, path)
+        export_safetensors(store, path, part="raw")
     assert str(error.value) == (
         f"output='{path}' cannot be written (File exists); name a file in a "
         "directory that is writable and has room"
@@ -127,8 +136,8 @@ def test_export_names_what_does_not_fit(tmp_path):
     assert str(error.value) == (
         "master/a.b='float32[2]' has the same name in safetensors as master/a/b; "
         "rename one of them\n"
-        "master/small='int4' is not a dtype of safetensors; export a part without it, "
-        "or one of float64, float32, float16, bfloat16, int64, int32, int16, int8, "
+        "master/small='int4' is not a dtype of safetensors; export one of "
+        "float64, float32, float16, bfloat16, int64, int32, int16, int8, "
         "uint8, uint16, uint32, uint64, bool, float8_e4m3fn, float8_e5m2"
     )
 
@@ -154,7 +163,7 @@ def test_load_casts_to_the_plan(exported):
 
 def test_what_is_exported_can_be_loaded(store, tmp_path):
     path = tmp_path / "model.safetensors"
-    export_safetensors(store, str(path))
+    export_safetensors(store, str(path), part="raw")
     values = PARAMS | {"none": np.zeros((0, 3), np.float32)}
     rows = states.make_rows(values)
     states.assert_same(load_safetensors(str(path), rows), values, rows)

@@ -66,7 +66,7 @@ class Noisy(squares.Columns):
 
     def __getitem__(self, indices):
         noise = np.random.default_rng().normal(size=len(indices))
-        return super().__getitem__(indices) | {"noise": noise}
+        return super().__getitem__(indices) | {"noise": noise.tolist()}
 
 
 def test_columns_that_are_drawn_at_random_count_by_their_form_alone():

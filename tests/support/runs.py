@@ -13,9 +13,10 @@ from zjax.sharding import plan as plans
 def make_config(stage=2, *, mesh=None, min_elements=0, **settings):
     """float32 throughout, so that placement alone can make a difference."""
     precision = settings.pop("precision", schema.Precision(compute_dtype="float32"))
+    zero = schema.Zero(stage=stage, min_shard_elements=min_elements)
     return schema.Config(
         global_batch_size=models.BATCH,
-        zero=schema.Zero(stage=stage, min_shard_elements=min_elements),
+        zero=settings.pop("zero", zero),
         mesh=mesh or schema.Mesh(),
         precision=precision,
         **settings,

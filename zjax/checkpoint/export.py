@@ -19,9 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from zjax.checkpoint import layers, tiles
+from zjax.checkpoint.average import parts_saved, read_average
 from zjax.checkpoint.layout import Entry, is_floating
 from zjax.checkpoint.store import Store
 from zjax.errors import CheckpointError, Problem
+from zjax.train.average import choose_part
 
 DTYPES = {
     "float64": "F64",
@@ -47,18 +49,19 @@ def export_safetensors(
     store: Store,
     path: str,
     *,
-    part: str = "master",
+    part: str = "auto",
     step: int | None = None,
     dtype: str = "",
 ) -> int:
-    """Writes one part of a checkpoint, frozen and tied arrays included, to one file.
+    """Writes the weights of a checkpoint, frozen and tied arrays included, to one file.
 
     The file appears under its name once it is complete. Only one process may call this.
 
     Args:
         store: Where the checkpoints are.
         path: The file to write; an existing one is replaced.
-        part: Which part of the state: `master`, or `ema` where it is kept.
+        part: `raw`, or those of evaluation: `ema` or `schedule_free` where they are
+            kept, which `auto` takes in their place.
         step: Which checkpoint; None for the newest.
         dtype: `float32`, `bfloat16` or `float16` for floating-point arrays; as saved if
             empty.
@@ -67,19 +70,26 @@ def export_safetensors(
         Bytes written.
 
     Raises:
-        CheckpointError: There is no such checkpoint or part, it is damaged, a dtype or
-            two names do not fit the format, or the file cannot be written.
+        CheckpointError: There is no such checkpoint, it is damaged, a dtype or two
+            names do not fit the format, or the file cannot be written.
+        ConfigError: The checkpoint does not hold that part.
     """
+    step = store.latest() if step is None else step
     saved = store.entries(step)
     found = tiles.as_tiled(saved, 1)
-    entries = _exported(layers.together(found), part, dtype)
+    part = choose_part(part, parts_saved(saved))
+    tree = "ema" if part == "ema" else "master"
+    entries = _exported(layers.together(found), tree, dtype)
     read_array = functools.partial(store.read_array, step=step)
+    if part == "schedule_free":
+        read_array = functools.partial(read_average, saved, read_array)
+    metadata = {"format": "flax", "part": part, "step": str(step)}
     target = pathlib.Path(path)
     partial = target.with_name(f".{target.name}.partial")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as file:
-            file.write(_header(entries, part))
+            file.write(_header(entries, tree, metadata))
             for name, entry in entries.items():
                 for source in layers.sources_of(name, found):
                     array = tiles.read_joined(source, saved, read_array)
@@ -122,12 +132,8 @@ def _write(file: IO[bytes], array: np.ndarray, dtype: str) -> None:
     file.write(cast.reshape(-1).view(np.uint8).data)
 
 
-def _exported(found: Mapping[str, Entry], part: str, dtype: str) -> dict[str, Entry]:
-    inside = {name: e for name, e in found.items() if name.startswith(f"{part}/")}
-    if not inside:
-        parts = ", ".join(dict.fromkeys(name.split("/")[0] for name in found))
-        remedy = f"use one of {parts}"
-        raise CheckpointError(Problem("part", part, "is not in the checkpoint", remedy))
+def _exported(found: Mapping[str, Entry], tree: str, dtype: str) -> dict[str, Entry]:
+    inside = {name: e for name, e in found.items() if name.startswith(f"{tree}/")}
     entries = {
         name: Entry(e.shape, dtype if dtype and is_floating(e.dtype) else e.dtype)
         for name, e in inside.items()
@@ -136,7 +142,7 @@ def _exported(found: Mapping[str, Entry], part: str, dtype: str) -> dict[str, En
     seen: dict[str, str] = {}
     for name, entry in entries.items():
         if entry.dtype not in DTYPES:
-            remedy = f"export a part without it, or one of {', '.join(DTYPES)}"
+            remedy = f"export one of {', '.join(DTYPES)}"
             problem = "is not a dtype of safetensors"
             problems.append(Problem(name, entry.dtype, problem, remedy))
         other = seen.setdefault(tensor_name(name), name)
@@ -148,8 +154,10 @@ def _exported(found: Mapping[str, Entry], part: str, dtype: str) -> dict[str, En
     return entries
 
 
-def _header(entries: Mapping[str, Entry], part: str) -> bytes:
-    header: dict[str, object] = {"__metadata__": {"format": "flax"}}
+def _header(
+    entries: Mapping[str, Entry], part: str, metadata: Mapping[str, str]
+) -> bytes:
+    header: dict[str, object] = {"__metadata__": metadata}
     start = 0
     for name, entry in entries.items():
         end = start + math.prod(entry.shape) * jnp.dtype(entry.dtype).itemsize

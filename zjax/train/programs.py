@@ -17,6 +17,7 @@ from zjax.parallel import schedule as schedules
 from zjax.sharding.mesh import PIPELINE
 from zjax.sharding.placement import pad_tree, shardings, unpad_tree
 from zjax.sharding.plan import Plan
+from zjax.train.average import averaged
 from zjax.train.gradients import (
     compute_dtype,
     make_forward,
@@ -102,10 +103,10 @@ def make_programs(
         return update_with(state, *gradients_of(state, batch), batch)
 
     def evaluate(state: TrainState, batch: Batch) -> Metrics:
-        if state.ema == ():
+        average = averaged(state, plan)
+        if average is None:
             loss = loss_of(state, batch)
         else:
-            average = unpad_tree(state.ema, plan.ema)
             loss = loss_with(average, state.model_state, batch, None)
         return loss.metrics | {"loss": loss.value, "weight": loss.weight}
 

@@ -1,0 +1,76 @@
+"""Commands that read a checkpoint: `zjax generate`, `evaluate` and `export`.
+
+All take the weights of `--part` at `--step`, by default those that a run evaluates at
+its newest checkpoint, and say which.
+"""
+
+import json
+import pathlib
+import sys
+
+import jax
+from absl import flags
+
+from zjax.checkpoint.average import parts_saved
+from zjax.checkpoint.export import export_safetensors
+from zjax.checkpoint.store import Store
+from zjax.config.flags import config_from_flags
+from zjax.config.load import load_config
+from zjax.config.paths import local_path
+from zjax.config.schema import Config
+from zjax.errors import ConfigError, Problem
+from zjax.observe.progress import describe_values
+from zjax.train.average import choose_part, parts_of
+from zjax.trainer import Trainer
+
+
+def restored(config: Config) -> Trainer:
+    """The run of a config at one of its checkpoints."""
+    config = load_config(config, "checkpoint.resume=required")
+    trainer = Trainer(config, step=flags.FLAGS.step)
+    part = choose_part(flags.FLAGS.part, parts_of(trainer.state))
+    if jax.process_index() == 0:
+        print(f"weights: {part} of step {trainer.step}", file=sys.stderr)
+    return trainer
+
+
+def generate() -> None:
+    """Continues a text with a checkpoint."""
+    text = restored(config_from_flags()).generate(
+        flags.FLAGS.prompt,
+        max_new_tokens=flags.FLAGS.max_new_tokens,
+        temperature=flags.FLAGS.temperature,
+        part=flags.FLAGS.part,
+    )
+    print(text)
+
+
+def evaluate(config: Config) -> None:
+    """Says the loss and the metrics of a checkpoint on the held-out data.
+
+    Args:
+        config: Of the run.
+
+    Raises:
+        ConfigError: It evaluates nothing, or keeps no such weights.
+    """
+    if not config.evaluation.num_batches:
+        problem, remedy = "evaluates nothing", "use a number of batches, or -1 for all"
+        raise ConfigError(Problem("evaluation.num_batches", 0, problem, remedy))
+    values = restored(config).evaluate(flags.FLAGS.part)
+    if jax.process_index() == 0:
+        print("  ".join(describe_values(values)))
+        print(json.dumps(values))
+
+
+def export() -> None:
+    """Writes the weights of a checkpoint as safetensors."""
+    config = config_from_flags()
+    folder = pathlib.Path(config.directory)
+    output = local_path("output", flags.FLAGS.output or folder / "model.safetensors")
+    store = Store(str(folder / "checkpoints"))
+    step, dtype = flags.FLAGS.step, flags.FLAGS.dtype
+    part = choose_part(flags.FLAGS.part, parts_saved(store.entries(step)))
+    size = export_safetensors(store, output, part=part, step=step, dtype=dtype)
+    step = store.latest() if step is None else step
+    print(f"wrote {output}, {size:,} bytes: weights {part} of step {step}")
