@@ -250,6 +250,9 @@ def prepare_data() -> None:
         text_field=flags.FLAGS.text_field,
     )
     print(f"wrote {flags.FLAGS.output} with a vocabulary of {meta.vocab_size}")
+    for name, split in meta.splits.items():
+        sizes = f"{split.num_tokens:,} tokens in {split.num_documents:,} documents"
+        print(f"{name}: {sizes}")
     print(
         "train on it: zjax train --config.data.source=tokens "
         f"--config.data.path={flags.FLAGS.output} "

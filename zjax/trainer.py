@@ -125,7 +125,7 @@ class Trainer:
         self.state: TrainState = self.run.state
         self.loader = self._make_loader()
         if start:
-            self.loader.set_state(self.store.extra(start)["data"])
+            self.loader.set_state(self.store.extra(start).get("data", {}))
         self._evaluation = self._make_evaluation()
         if self._evaluation:
             check_average(self.state, self.run.plan)

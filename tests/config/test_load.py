@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from typing import Any
 
 import ml_collections
 import pytest
@@ -250,7 +251,7 @@ def test_bools_are_read_as_json_and_python_write_them(text):
     assert zconfig.load_config({}, f"deterministic={text}").deterministic is True
 
 
-def nested(kind, depth):
+def nested(kind, depth) -> Any:
     value = kind()
     for _ in range(depth):
         value = {"zero": value} if kind is dict else [value]

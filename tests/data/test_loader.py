@@ -119,6 +119,16 @@ def test_each_word_of_the_position_is_compared(name):
         batches.set_state(batches.state() | {name: "other"})
 
 
+@pytest.mark.parametrize("step", [None, "3", 2.0, True, -1, 2**31])
+def test_a_position_of_another_type_is_refused(step):
+    batches = loader.make_loader(make_config(), make_shardings(1))
+    with pytest.raises(DataError) as error:
+        batches.set_state(batches.state() | {"step": step})
+    assert str(error.value) == (
+        f"data/step={step!r} is no data position; start from another checkpoint"
+    )
+
+
 def test_a_position_that_says_less_is_taken_and_told(caplog):
     batches = loader.make_loader(make_config(), make_shardings())
     state = batches.state()

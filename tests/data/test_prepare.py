@@ -200,6 +200,18 @@ FAULTS = {
         "tokenizer='words' is not a choice; use bytes, bpe:<vocab_size> or the path of "
         "a tokenizer.json",
     ),
+    "json-nested-too-deep": (
+        {"a.jsonl": b"[" * 100_000},
+        {"inputs": ["a.jsonl"]},
+        "input='a.jsonl' has broken JSON on line 1 (it is nested too deep); write one "
+        "JSON object per line",
+    ),
+    "vocabulary-without-end": (
+        {"a.txt": b"one"},
+        {"tokenizer": "bpe:4000000000"},
+        "tokenizer='bpe:4000000000' is more than a text has use for; use at most "
+        "bpe:1048576",
+    ),
     "missing-tokenizer": (
         {"a.txt": b"one"},
         {"tokenizer": "t.json"},
@@ -330,3 +342,57 @@ def test_input_that_cannot_be_read(tmp_path, monkeypatch):
         "input='in/0.txt' cannot be read: Input/output error; "
         "check the file and its disk"
     )
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    """Fails if files that Windows wrote begin with a character of their own."""
+    mark = b"\xef\xbb\xbf"
+    (tmp_path / "a.txt").write_bytes(mark + "é".encode())
+    (tmp_path / "b.jsonl").write_bytes(mark + b'{"text": "two"}\n')
+    prepare.prepare(["a.txt", "b.jsonl"], "out", validation_fraction=0.0)
+    assert read_split("out", "train") == [[*"é".encode(), 256], [*b"two", 256]]
+
+
+@pytest.mark.parametrize("name", ["A.JSONL", "a.Parquet"])
+def test_suffixes_may_have_capitals(name, tmp_path):
+    """Fails if such files are read as plain text, with their braces."""
+    write = write_json_lines if name == "A.JSONL" else write_parquet
+    given = write(tmp_path / "in")
+    (tmp_path / given).rename(tmp_path / name)
+    prepare.prepare([name], "out", validation_fraction=0.0)
+    assert read_split("out", "train") == [[*text.encode(), 256] for text in TEXTS]
+
+
+def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "MOST_LINE_BYTES", 20)
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "' + "x" * 50)
+    with pytest.raises(DataError, match="has more than 20 bytes on line 2"):
+        prepare.prepare(["a.jsonl"], "out")
+
+
+def test_a_damaged_parquet_file_is_named(tmp_path):
+    """Fails if an error of Arrow's own comes out, wherever a byte is wrong."""
+    good = (tmp_path / write_parquet(tmp_path / "in")).read_bytes()
+    named = 0
+    for place in range(0, len(good), 7):
+        damaged = bytearray(good)
+        damaged[place] ^= 0xFF
+        (tmp_path / "a.parquet").write_bytes(damaged)
+        try:
+            prepare.prepare(["a.parquet"], f"out{place}")
+        except DataError:
+            named += 1
+    assert named
+
+
+def test_more_held_out_than_asked_for_is_said(tmp_path, caplog):
+    for number in range(10):
+        (tmp_path / f"{number}.txt").write_text("x" * 99)
+    inputs = [f"{number}.txt" for number in range(10)]
+    with caplog.at_level("WARNING", logger="absl"):
+        prepare.prepare(inputs, "out", validation_fraction=0.01)
+        prepare.prepare(inputs, "other", validation_fraction=0.1)
+    assert [record.getMessage() for record in caplog.records] == [
+        "validation_fraction=0.01 holds out 10.0 % of the tokens: documents are held "
+        "out whole; give more of them, or smaller ones"
+    ]

@@ -167,6 +167,12 @@ def write_large_id(directory):
     tokens.tofile(directory / "train.bin")
 
 
+def write_offsets(directory, values, at=0):
+    offsets = np.fromfile(directory / "train.idx", "<i8")
+    offsets[at : at + len(values)] = values
+    offsets.tofile(directory / "train.idx")
+
+
 FAULTS = {
     "no-directory": (
         lambda directory: None,
@@ -197,6 +203,24 @@ FAULTS = {
         {},
         "data.path='tokens/train.idx' is missing, but meta.json says 72; prepare it "
         "again",
+    ),
+    "index-that-does-not-begin-at-0": (
+        lambda directory: write_offsets(directory, [1]),
+        {},
+        "data.path='tokens/train.idx' does not cut 176 tokens into documents; prepare "
+        "it again",
+    ),
+    "index-beyond-the-tokens": (
+        lambda directory: write_offsets(directory, [2**40], at=4),
+        {"packing": "documents"},
+        "data.path='tokens/train.idx' does not cut 176 tokens into documents; prepare "
+        "it again",
+    ),
+    "index-that-goes-back": (
+        lambda directory: write_offsets(directory, [-(2**62), 2**62], at=3),
+        {"packing": "documents"},
+        "data.path='tokens/train.idx' does not cut 176 tokens into documents; prepare "
+        "it again",
     ),
     "id-beyond-its-own-vocabulary": (
         write_large_id,
@@ -238,6 +262,8 @@ META_FAULTS = {
     "no-splits": lambda meta: meta.pop("splits"),
     "no-vocabulary": lambda meta: meta.pop("vocab_size"),
     "extra-key": lambda meta: meta.update(extra=1),
+    "vocabulary-of-2**62": lambda meta: meta.update(vocab_size=2**62),
+    "tokens-of-2**62": lambda meta: meta["splits"]["train"].update(num_tokens=2**62),
     "unknown-dtype": lambda meta: meta.update(dtype="uint8"),
     "unknown-tokenizer": lambda meta: meta.update(tokenizer="words"),
     "vocabulary-as-text": lambda meta: meta.update(vocab_size="257"),
@@ -278,3 +304,10 @@ def test_long_streams_are_searched_in_parts(monkeypatch):
     tokens = np.zeros(100_000, np.uint16)
     tokens[-1] = 7
     assert store.largest_id(tokens) == 7
+
+
+@pytest.mark.parametrize("text", ["[" * 10**5, '{"a":' * 10**5, " " * 2**20 + "{}"])
+def test_meta_that_is_nested_or_large_is_broken(text, token_directory):
+    (token_directory / "meta.json").write_text(text)
+    with pytest.raises(DataError, match="has a broken meta"):
+        store.read_meta("tokens")

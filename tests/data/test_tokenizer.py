@@ -80,3 +80,29 @@ def test_vocabulary_without_an_end(tmp_path, monkeypatch):
         "tokenizer='a.json' has no token that ends a document; add one of "
         "<|endoftext|>, <|end_of_text|>, <|eos|>, <eos>, </s>"
     )
+
+
+def test_ids_beyond_any_vocabulary_are_refused(bpe, tmp_path):
+    """Fails if 4 billion tokens are taken for the size of a vocabulary."""
+    path = tmp_path / "tokenizer.json"
+    text = path.read_text().replace('"<|endoftext|>": 0', '"<|endoftext|>": 4000000000')
+    path.write_text(text.replace('"id": 0', '"id": 4000000000'))
+    with pytest.raises(DataError, match="has token id 4000000000; use ids below"):
+        tokenizer.load_tokenizer(path)
+
+
+def test_a_text_that_a_tokenizer_cannot_encode_is_an_error_of_its_own(tmp_path):
+    vocabulary = {"</s>": 0, "a": 1}
+    library = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="none"))
+    library.save(str(tmp_path / "t.json"))
+    loaded = tokenizer.load_tokenizer(tmp_path / "t.json")
+    with pytest.raises(DataError, match="cannot encode a text"):
+        loaded.encode("b")
+
+
+@pytest.mark.parametrize("content", [b"", b"[" * 10**5, b"\xff", b"{}"])
+def test_a_file_that_is_no_tokenizer_is_named(content, tmp_path):
+    (tmp_path / "t.json").write_bytes(content)
+    with pytest.raises(DataError) as error:
+        tokenizer.load_tokenizer(tmp_path / "t.json")
+    assert str(error.value).startswith(f"tokenizer='{tmp_path / 't.json'}' ")

@@ -1,20 +1,25 @@
 """Documents out of text, JSON Lines and Parquet files, read in bounded memory."""
 
 import codecs
-import json
+import itertools
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import pyarrow
 from pyarrow import parquet
 
 from zjax.errors import DataError, Problem
+from zjax.reading import parse_json
 
 BLOCK_BYTES = 64 << 10
 """Longer text files are cut into documents of about this size, at line ends."""
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 PARQUET_ROWS = 1_024
+MOST_LINE_BYTES = 1 << 28
+"""Of one JSON object."""
+NUM_NAMED = 10
+"""Fields or columns that a message lists."""
 
 
 class Document(NamedTuple):
@@ -62,9 +67,10 @@ def read_documents(path: pathlib.Path, text_field: str) -> Iterator[Document]:
     Raises:
         DataError: Not UTF-8, a broken line, no such field; says where.
     """
-    if path.suffix in JSON_SUFFIXES:
+    suffix = path.suffix.lower()
+    if suffix in JSON_SUFFIXES:
         return _read_json_lines(path, text_field)
-    if path.suffix == ".parquet":
+    if suffix == ".parquet":
         return _read_parquet(path, text_field)
     return _read_text(path)
 
@@ -95,8 +101,9 @@ def _cut(block: bytes) -> int:
 
 
 def _decode(block: bytes, path: pathlib.Path, at: int) -> str:
+    """Text of a block that begins at byte `at`; the mark that begins a file is none."""
     try:
-        return block.decode()
+        return block.decode("utf-8" if at else "utf-8-sig")
     except UnicodeDecodeError as error:
         said = f"is not UTF-8 at byte {at + error.start}"
         remedy = "convert it (iconv -t UTF-8) or leave it out"
@@ -106,7 +113,11 @@ def _decode(block: bytes, path: pathlib.Path, at: int) -> str:
 def _read_json_lines(path: pathlib.Path, text_field: str) -> Iterator[Document]:
     at = 0
     with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
+        lines = iter(lambda: file.readline(MOST_LINE_BYTES + 1), b"")
+        for number, line in enumerate(lines, start=1):
+            if len(line) > MOST_LINE_BYTES:
+                said = f"has more than {MOST_LINE_BYTES:,} bytes on line {number}"
+                raise DataError(_problem(path, said, "write one JSON object per line"))
             text = _decode(line, path, at)
             if text.strip():
                 yield Document(_parse(text, path, number, text_field), len(line))
@@ -115,7 +126,7 @@ def _read_json_lines(path: pathlib.Path, text_field: str) -> Iterator[Document]:
 
 def _parse(line: str, path: pathlib.Path, number: int, text_field: str) -> str:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError as error:
         said = f"has broken JSON on line {number} ({error.args[0]})"
         remedy = "write one JSON object per line"
@@ -124,7 +135,7 @@ def _parse(line: str, path: pathlib.Path, number: int, text_field: str) -> str:
         said = f"has no object on line {number}, but a {type(record).__name__}"
         raise DataError(_problem(path, said, "write one JSON object per line"))
     if text_field not in record:
-        said = f"has no field {text_field!r} on line {number}, only {', '.join(record)}"
+        said = f"has no field {text_field!r} on line {number}, only {_named(record)}"
         raise DataError(_problem(path, said, "choose another text_field"))
     return _check_text(record[text_field], path, f"line {number}", text_field)
 
@@ -140,15 +151,36 @@ def _read_parquet(path: pathlib.Path, text_field: str) -> Iterator[Document]:
     with file:
         names = file.schema_arrow.names
         if text_field not in names:
-            said = f"has no column {text_field!r}, only {', '.join(names)}"
+            said = f"has no column {text_field!r}, only {_named(names)}"
             raise DataError(_problem(path, said, "choose another text_field"))
         num_bytes = path.stat().st_size // max(1, file.metadata.num_rows)
         number = 0
-        for batch in file.iter_batches(PARQUET_ROWS, columns=[text_field]):
-            for value in batch.column(0).to_pylist():
+        for values in _columns(file, path, text_field):
+            for value in values:
                 number += 1
                 text = _check_text(value, path, f"row {number}", text_field)
                 yield Document(text, num_bytes)
+
+
+def _columns(
+    file: parquet.ParquetFile, path: pathlib.Path, text_field: str
+) -> Iterator[list[object]]:
+    try:
+        for batch in file.iter_batches(PARQUET_ROWS, columns=[text_field]):
+            yield batch.column(0).to_pylist()
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        said = f"is a damaged Parquet file ({' '.join(str(error).split())})"
+        raise DataError(
+            _problem(path, said, "leave it out or make it again")
+        ) from error
+
+
+def _named(names: Collection[str]) -> str:
+    if not names:
+        return "none"
+    shown = ", ".join(itertools.islice(names, NUM_NAMED))
+    others = len(names) - NUM_NAMED
+    return f"{shown} and {others} more" if others > 0 else shown
 
 
 def _check_text(value: object, path: pathlib.Path, where: str, text_field: str) -> str:

@@ -109,8 +109,12 @@ class Loader:
 
         Raises:
             DataError: The data, its order or the batch size differ, so the same step
-                would be other samples.
+                would be other samples; or it is no state.
         """
+        step = state.get("step") if isinstance(state, dict) else None
+        if type(step) is not int or not 0 <= step < 2**31:
+            problem, remedy = "is no data position", "start from another checkpoint"
+            raise DataError(Problem("data/step", step, problem, remedy))
         saved = {name: x for name, x in state.items() if name not in ("step", "drawn")}
         problems = [
             Problem(
@@ -128,7 +132,7 @@ class Loader:
         if unknown:
             logging.warning("the checkpoint does not say its %s", ", ".join(unknown))
         self.close()
-        self._step = state["step"]
+        self._step = step
         self._saved_digest = state.get("drawn")
 
     def _check_drawn(self) -> None:

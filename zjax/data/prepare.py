@@ -6,10 +6,10 @@ import os
 import pathlib
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import tokenizers
+from absl import logging
 from rich import console, progress
 
 from zjax.config.paths import local_path
@@ -19,7 +19,7 @@ from zjax.errors import DataError, Problem
 
 BPE_TRAINING_BYTES = 1 << 30
 """A BPE is learnt from at most this much text, the first of the training split."""
-SMALLEST_BPE = text.NUM_BYTES + 2
+SMALLEST_BPE, LARGEST_BPE = text.NUM_BYTES + 2, 1 << 20
 ENCODE_DOCUMENTS = 256
 """Documents encoded at a time, in the threads of the tokenizer."""
 
@@ -122,8 +122,14 @@ def _check_settings(
         problems.append(
             Problem("output", str(output), said, "remove it or name another")
         )
-    bpe = re.fullmatch(r"bpe:(\d+)", tokenizer)
-    if bpe and int(bpe[1]) < SMALLEST_BPE:
+    bpe = re.fullmatch(r"bpe:([0-9]{1,18})", tokenizer)
+    if bpe and int(bpe[1]) > LARGEST_BPE:
+        said, remedy = (
+            "is more than a text has use for",
+            f"use at most bpe:{LARGEST_BPE}",
+        )
+        problems.append(Problem("tokenizer", tokenizer, said, remedy))
+    elif bpe and int(bpe[1]) < SMALLEST_BPE:
         said = "is smaller than the 256 bytes, an end token and one merge"
         remedy = f"use bpe:{SMALLEST_BPE} or more"
         problems.append(Problem("tokenizer", tokenizer, said, remedy))
@@ -162,7 +168,8 @@ def _read_next(
     try:
         return next(found, None)
     except OSError as error:
-        said = f"cannot be read: {error.strerror or error}"
+        reason = " ".join(str(error.strerror or error).split())
+        said = f"cannot be read: {reason}"
         problem = Problem("input", str(file), said, "check the file and its disk")
         raise DataError(problem) from error
 
@@ -189,9 +196,9 @@ def _make_tokenizer(
         text.load_tokenizer(tokenizer)
         shutil.copyfile(tokenizer, stored)
         return text.load_tokenizer(stored)
-    library: tokenizers.Tokenizer = text.train_bpe(
-        _training_texts(found), int(tokenizer.removeprefix("bpe:"))
-    )
+    size = int(tokenizer.removeprefix("bpe:"))
+    with text.faults_named(tokenizer, "cannot be learnt", "use a smaller one"):
+        library = text.train_bpe(_training_texts(found), size)
     stored.write_text(library.to_str(pretty=True), encoding="utf-8")
     return text.load_tokenizer(stored)
 
@@ -246,3 +253,22 @@ def _check_splits(
                 "use 0, or give the text in several files or lines",
             )
         )
+    share = held_out(splits)
+    if share > 2 * validation_fraction or share < validation_fraction / 2:
+        logging.warning(
+            "validation_fraction=%g holds out %.1f %% of the tokens: documents are "
+            "held out whole; give more of them, or smaller ones",
+            validation_fraction,
+            100 * share,
+        )
+
+
+def held_out(splits: Mapping[str, store.Split]) -> float:
+    """The part of the tokens that is held out.
+
+    Example:
+        >>> held_out({"train": store.Split(3, 1), "validation": store.Split(1, 1)})
+        0.25
+    """
+    sizes = {name: split.num_tokens for name, split in splits.items()}
+    return sizes.get("validation", 0) / sum(sizes.values())

@@ -20,10 +20,15 @@ from jaxtyping import Int64
 from zjax.data import digest
 from zjax.data import tokenizer as text
 from zjax.errors import DataError, Problem
+from zjax.reading import parse_json, read_text
 
 FORMAT = 1
 META_NAME = "meta.json"
 TOKENIZER_NAME = "tokenizer.json"
+
+
+MOST_BYTES = 1 << 60
+"""Of a stream; what is larger is damage, and no number of tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +132,7 @@ def read_meta(path: str) -> Meta:
     """
     remedy = "give a directory made by `zjax data prepare`"
     try:
-        content = json.loads((pathlib.Path(path) / META_NAME).read_text())
+        content = parse_json(read_text(pathlib.Path(path) / META_NAME))
     except OSError as error:
         problem = Problem("data.path", path, f"holds no {META_NAME}", remedy)
         raise DataError(problem) from error
@@ -156,7 +161,9 @@ def _is_sound(content: dict[str, Any]) -> bool:
     return (
         content["tokenizer"] in ("bytes", TOKENIZER_NAME)
         and content["dtype"] in ("uint16", "uint32")
-        and all(type(n) is int and n > 0 for n in [content["vocab_size"], *counts])
+        and all(type(n) is int and 0 < n < MOST_BYTES for n in counts)
+        and type(content["vocab_size"]) is int
+        and 0 < content["vocab_size"] <= text.MOST_VOCAB
         and type(content["end_id"]) is int
         and 0 <= content["end_id"] < content["vocab_size"]
     )
@@ -186,14 +193,24 @@ def open_store(path: str, split: str) -> Store:
     sizes = meta.splits[split]
     file = pathlib.Path(path) / f"{split}.bin"
     item_bytes = np.dtype(meta.dtype).itemsize
+    index = file.with_suffix(".idx")
     _check_size(file, sizes.num_tokens * item_bytes)
-    _check_size(file.with_suffix(".idx"), (sizes.num_documents + 1) * 8)
-    tokens = MappedTokens(file, meta.dtype)
-    largest = largest_id(tokens)
+    _check_size(index, (sizes.num_documents + 1) * 8)
+    try:
+        tokens = MappedTokens(file, meta.dtype)
+        largest = largest_id(tokens)
+        offsets = np.fromfile(index, "<i8").astype(np.int64)
+    except OSError as error:
+        said = f"cannot be read ({error.strerror or error})"
+        problem = Problem("data.path", str(file), said, "check the file and its disk")
+        raise DataError(problem) from error
     if largest >= meta.vocab_size:
         said = f"holds token id {largest}, beyond its vocabulary of {meta.vocab_size}"
         raise DataError(Problem("data.path", str(file), said, "prepare it again"))
-    offsets = np.fromfile(file.with_suffix(".idx"), "<i8").astype(np.int64)
+    ends = int(offsets[0]), int(offsets[-1])
+    if ends != (0, sizes.num_tokens) or np.any(offsets[1:] <= offsets[:-1]):
+        said = f"does not cut {sizes.num_tokens} tokens into documents"
+        raise DataError(Problem("data.path", str(index), said, "prepare it again"))
     return Store(str(file), tokens, offsets, meta.vocab_size)
 
 
@@ -208,8 +225,8 @@ def open_tokenizer(path: str) -> text.Tokenizer:
 def digest_tokenizer(path: str) -> str:
     """Sums up the vocabulary of a directory made by `zjax data prepare`."""
     meta = read_meta(path)
-    file = pathlib.Path(path) / TOKENIZER_NAME
-    content = b"" if meta.tokenizer == "bytes" else file.read_bytes()
+    is_file = meta.tokenizer != "bytes"
+    content = text.read_file(pathlib.Path(path) / TOKENIZER_NAME) if is_file else b""
     found = hashlib.sha256(f"{meta.vocab_size} {meta.end_id} ".encode() + content)
     return found.hexdigest()[:16]
 

@@ -1,8 +1,9 @@
 """Text to token ids and back, the same few functions whatever made the vocabulary."""
 
+import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,16 @@ from jaxtyping import Int32
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from zjax.config.paths import local_path
-from zjax.errors import DataError, Problem
+from zjax.errors import DataError, Problem, ZjaxError
+from zjax.reading import read_text
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<|eos|>", "<eos>", "</s>")
 """What an end of document is called in published vocabularies, first match wins."""
 NUM_BYTES = 256
+MOST_VOCAB = 1 << 24
+"""Tokens of a vocabulary; that of a model is no larger."""
+MOST_FILE_BYTES = 1 << 29
+"""Of a `tokenizer.json`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,22 +95,48 @@ def load_tokenizer(path: str | pathlib.Path) -> Tokenizer:
         DataError: The file is missing or unreadable, or has no end-of-document token.
     """
     path = local_path("tokenizer", path, DataError)
-    if not pathlib.Path(path).is_file():
+    content = read_file(pathlib.Path(path))
+    said, remedy = "is not a file of the tokenizers library", "give a tokenizer.json"
+    with faults_named(path, said, remedy):
+        library = tokenizers.Tokenizer.from_buffer(content)
+    return _wrap_library(library, path)
+
+
+def read_file(path: pathlib.Path) -> bytes:
+    """Reads a `tokenizer.json` whole.
+
+    Raises:
+        DataError: It is missing or unreadable, or larger than any.
+    """
+    if not path.is_file():
         raise DataError(
             Problem("tokenizer", str(path), "is not a file", "give a tokenizer.json")
         )
     try:
-        library = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise DataError(
-            Problem(
-                "tokenizer",
-                str(path),
-                f"is not a file of the tokenizers library ({error})",
-                "give a tokenizer.json",
-            )
-        ) from error
-    return _wrap_library(library, str(path))
+        return read_text(path, MOST_FILE_BYTES).encode()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        problem, remedy = f"cannot be read ({reason})", "give a tokenizer.json"
+        raise DataError(Problem("tokenizer", str(path), problem, remedy)) from error
+
+
+@contextlib.contextmanager
+def faults_named(name: str, said: str, remedy: str) -> Iterator[None]:
+    """Puts faults of the library, which are bare exceptions or panics, into our form.
+
+    Raises:
+        DataError: In their place; ours stay as they are.
+    """
+    try:
+        yield
+    except ZjaxError:
+        raise
+    except BaseException as error:
+        is_panic = type(error).__name__ == "PanicException"
+        if not is_panic and not isinstance(error, Exception):
+            raise
+        problem = Problem("tokenizer", name, f"{said} ({error})", remedy)
+        raise DataError(problem) from error
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
@@ -150,12 +182,20 @@ def _wrap_library(library: tokenizers.Tokenizer, name: str) -> Tokenizer:
     library.no_padding()
 
     def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
-        encodings = library.encode_batch_fast(list(texts), add_special_tokens=False)
+        with faults_named(name, "cannot encode a text", "give one that can"):
+            encodings = library.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(ids: Any) -> str:
-        return library.decode(np.asarray(ids).tolist())
+        with faults_named(name, "cannot decode tokens", "give one that can"):
+            return library.decode(np.asarray(ids).tolist())
 
     end_id = vocabulary[ends[0]]
     vocab_size = max(vocabulary.values()) + 1
+    if vocab_size > MOST_VOCAB:
+        problem, remedy = (
+            f"has token id {vocab_size - 1}",
+            f"use ids below {MOST_VOCAB}",
+        )
+        raise DataError(Problem("tokenizer", name, problem, remedy))
     return Tokenizer(name, vocab_size, end_id, encode_batch, decode)
