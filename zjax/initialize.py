@@ -24,6 +24,7 @@ from zjax.optim.build import make_optimizer
 from zjax.optim.matrices import named_params
 from zjax.optim.per_layer import respect_layers
 from zjax.optim.schedules import make_schedule
+from zjax.processes.agreement import check_agreement
 from zjax.processes.host import tell_of_small_pages
 from zjax.sharding import memory, placement
 from zjax.sharding import mesh as meshes
@@ -272,10 +273,13 @@ def make_run(
         The run.
 
     Raises:
+        ProcessError: Processes of the run differ in their settings or software.
         PlanError: Arrays or an optimizer that cannot be placed, or that do not fit.
         CheckpointError: `checkpoint.init_from` does not hold this model.
     """
     mesh = meshes.make_mesh(config.mesh, devices)
+    if jax.process_count() == len({x.process_index for x in mesh.devices.flat}):
+        check_agreement(config)
     plan = fit_plan(config, mesh, model, tx, batch)
     shapes = abstract_batch(config, plan) if batch is None else batch
     check_room(plan, config, mesh, waiting_inputs(model, plan, config, shapes))

@@ -121,7 +121,7 @@ def meet(config: Config) -> Iterator[processes.ProcessInfo]:
     if processes.needs_parent(config.processes):
         sys.exit(processes.supervise([sys.executable, *sys.orig_argv[1:]]))
     prepare = functools.partial(pin_what_is_needed, config)
-    info = processes.start(config.processes, config.directory, prepare=prepare)
+    info = processes.start(config, prepare=prepare)
     if info.process_id == 0 and info.num_processes > 1:
         print(processes.describe_processes(info))
     yield info
@@ -131,7 +131,7 @@ def meet(config: Config) -> Iterator[processes.ProcessInfo]:
 def train() -> None:
     """Trains as the config says, alone or with the other processes of the run."""
     config = config_flags.config_from_flags()
-    with meet(config) as info:
+    with meet(config) as info, processes.hold(config.directory):
         several = info.num_processes > 1
         cache = use_program_cache(config.directory if several else "")
         trainer = Trainer(config)

@@ -29,6 +29,7 @@ from zjax.optim.build import make_optimizer
 from zjax.optim.precision import describe_precision
 from zjax.optim.schedules import make_schedule
 from zjax.pinned import pin_what_is_needed
+from zjax.processes.lock import hold
 from zjax.propose import choose_mesh
 from zjax.resume import check_newest, first_step, report_changes
 from zjax.sharding.describe import describe_plan, describe_plan_totals
@@ -147,7 +148,12 @@ class Trainer:
             CheckpointError: A checkpoint could not be written.
             DataError: The data ended or is malformed.
             PlanError: A step takes more memory than the devices have.
+            ProcessError: Another run writes into the directory.
         """
+        with hold(self.config.directory):
+            return self._fit()
+
+    def _fit(self) -> TrainState:
         config, step = self.config, self.step
         check_newest(self.store, step)
         monitor = Monitor(

@@ -258,11 +258,13 @@ def test_an_end_before_the_process_wrote_itself_down():
     )
 
 
-def test_a_run_that_cannot_be_joined(tmp_path):
+def test_a_run_that_cannot_be_joined(tmp_path, monkeypatch):
     jax.devices()
+    module = sys.modules["zjax.processes.start"]
+    monkeypatch.setattr(module, "meet", lambda *args, **settings: None)
     settings = schema.Processes(coordinator="a:1", num_processes=2, process_id=1)
     with pytest.raises(ProcessError) as error:
-        processes.start(settings, str(tmp_path))
+        processes.start(schema.Config(directory=str(tmp_path), processes=settings))
     start, _, end = str(error.value).partition(" (")
     assert start == "processes.coordinator='a:1' could not be joined by process 1"
     assert end == (

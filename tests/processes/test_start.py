@@ -118,6 +118,19 @@ def test_two_processes_keep_their_state_elsewhere_as_one_does(tmp_path):
         np.testing.assert_allclose(losses, alone, rtol=1e-6)
 
 
+def test_processes_that_differ_are_told_so_before_they_work(tmp_path):
+    """Fails if one trains along with another seed."""
+    launched = launcher("differ", tmp_path)
+    with ended(launched) as [(_, errors)]:
+        assert launched.returncode, errors[-3000:]
+    told = (
+        "zjax.errors.ProcessError: seed=1 on process 1 is 0 on process 0; make all "
+        "processes the same"
+    )
+    for process_id in range(2):
+        assert f"[process {process_id}] {told}" in errors.splitlines()
+
+
 OBITUARY = (
     "process=1 on host {host} (pid {pid}) ended ({reason}); the last checkpoint is "
     "step 40 in {directory}/checkpoints: run the same command again to resume"
@@ -189,15 +202,37 @@ def test_a_signal_to_the_parent_stops_the_children_in_their_own_way(tmp_path, nu
 def test_a_killed_parent_takes_its_children_along(tmp_path):
     launched = launcher("leave", tmp_path)
     wait_until_ready(launched)
-    children = [os.pidfd_open(pid_of(tmp_path, i)) for i in range(2)]
+    pids = [pid_of(tmp_path, i) for i in range(2)]
+    assert_none_listens_everywhere(pids)
+    children = [os.pidfd_open(pid) for pid in pids]
     launched.kill()
     for child in children:
         assert select.select([child], [], [], 60)[0]
     launched.communicate()
 
 
+def assert_none_listens_everywhere(pids):
+    """Fails if a process of one host can be reached from another."""
+    sockets = {
+        os.readlink(path) if path.is_symlink() else ""
+        for pid in pids
+        for path in pathlib.Path(f"/proc/{pid}/fd").iterdir()
+    }
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in pathlib.Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == LISTENING and f"socket:[{inode}]" in sockets:
+                found.append(local.partition(":")[0])
+    assert found
+    assert not [where for where in found if not where.strip("0")]
+
+
+LISTENING = "0A"
+
+
 def test_one_process_needs_nobody(tmp_path):
-    info = processes.start(schema.Processes(), str(tmp_path))
+    info = processes.start(schema.Config(directory=str(tmp_path)))
     assert info == processes.ProcessInfo(1, 0, "alone", (HOST,))
     assert processes.describe_processes(info) == (
         "processes, one process:\n"

@@ -194,6 +194,8 @@ if __name__ == "__main__":
     task, directory = sys.argv[1], pathlib.Path(sys.argv[2])
     jax.config.update("jax_num_cpu_devices", 4)
     settings = schema.Processes(heartbeat_seconds=HEARTBEAT_SECONDS)
-    info = processes.start(settings, str(directory))
+    seed = int(os.environ["ZJAX_PROCESS_ID"]) if task == "differ" else 0
+    config = schema.Config(seed=seed, directory=str(directory), processes=settings)
+    info = processes.start(config)
     globals()[task](info, directory)
     processes.finish(info)

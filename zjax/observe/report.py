@@ -13,10 +13,10 @@ import jax
 from zjax.errors import ConfigError
 from zjax.ops.attention import Implementation, choose_implementation
 from zjax.processes.host import host_memory_bytes
+from zjax.processes.software import versions
 from zjax.sharding.describe import format_bytes, render_table
 from zjax_kernels.device import first_device
 
-_PACKAGES = ("zjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 _CUDA_PACKAGES = (
     r"(jax-cuda\d+-plugin|nvidia-(cuda-runtime|cudnn|nccl|cublas)(-cu\d+)?)"
 )
@@ -45,12 +45,7 @@ def describe_machine(directory: str | os.PathLike[str] = ".") -> str:
 
 def _software() -> Iterator[tuple[str, str]]:
     yield "system", f"{_system()}, {platform.machine()}"
-    yield "Python", platform.python_version()
-    for name in _PACKAGES:
-        try:
-            yield name, importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    yield from versions().items()
 
 
 def _system() -> str:

@@ -1,5 +1,6 @@
 """Many processes as one run: how they meet, which devices are whose, and who died."""
 
+from zjax.processes.lock import hold
 from zjax.processes.start import (
     ProcessInfo,
     describe_processes,
@@ -13,6 +14,7 @@ __all__ = [
     "ProcessInfo",
     "describe_processes",
     "finish",
+    "hold",
     "needs_parent",
     "record_failure",
     "start",

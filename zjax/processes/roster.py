@@ -10,10 +10,12 @@ import json
 import os
 import pathlib
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 ROSTER_VARIABLE = "ZJAX_ROSTER"
 """Environment variable by which a parent names the directory it watches."""
+_NAMED = 3
+"""Processes that a message names one by one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,36 +60,82 @@ class End:
         return self.rank < 2
 
 
-def places(directory: str) -> tuple[pathlib.Path, ...]:
-    """Where the files of a run are kept.
+def name_processes(process_ids: Sequence[int]) -> str:
+    """Names processes in a message.
+
+    Args:
+        process_ids: One number or more.
+
+    Returns:
+        The first of them, and how many more there are.
+
+    Example:
+        >>> name_processes([1]), name_processes([1, 2, 5, 6, 7])
+        ('process 1', 'processes 1, 2, 5 and 2 more')
+    """
+    if len(process_ids) == 1:
+        return f"process {process_ids[0]}"
+    shown = ", ".join(map(str, process_ids[:_NAMED]))
+    more = len(process_ids) - _NAMED
+    return f"processes {shown}" + (f" and {more} more" if more > 0 else "")
+
+
+def shared_place(directory: str) -> pathlib.Path:
+    """Where the processes of a run tell each other who they are.
 
     Args:
         directory: The run's directory.
 
     Returns:
-        Its `processes` directory and, under a watching parent, the parent's.
+        A directory in it.
+    """
+    return pathlib.Path(directory).absolute() / "processes"
+
+
+def watched_place() -> pathlib.Path | None:
+    """Where the parent of this process looks.
+
+    Returns:
+        A directory; None where no parent watches.
     """
     watched = os.environ.get(ROSTER_VARIABLE)
-    shared = pathlib.Path(directory).absolute() / "processes"
-    return (shared, pathlib.Path(watched)) if watched else (shared,)
+    return pathlib.Path(watched) if watched else None
 
 
-def write(record: Member | End, paths: Iterable[pathlib.Path]) -> None:
-    """Writes a record where others look for it, whole or not at all.
+def write_member(member: Member, directory: pathlib.Path) -> None:
+    """Writes down a process where others look for it, in place of one of before.
 
     Args:
-        record: A member replaces what was there of an earlier run.
-        paths: Directories; made where they are missing.
+        member: The process.
+        directory: That of its parent, or that of its run.
     """
-    kind = type(record).__name__.lower()
+    _write(directory / f"{member.process_id}.member.json", member)
+    (directory / f"{member.process_id}.end.json").unlink(missing_ok=True)
+
+
+def write_end(end: End, member: Member | None, directory: pathlib.Path) -> None:
+    """Writes down how a process ended.
+
+    Args:
+        end: How it ended.
+        member: Who it was, where it wrote itself down.
+        directory: That of its parent. The run's directory is told too, if the process
+            took part in the run there: one that was turned away has no say in it.
+    """
+    paths = [directory]
+    if member is not None:
+        shared = shared_place(member.directory)
+        paths += [shared] * (read_members(shared).get(member.process_id) == member)
     for path in paths:
-        path.mkdir(parents=True, exist_ok=True)
-        target = path / f"{record.process_id}.{kind}.json"
-        partial = path / f"{target.name}.{os.getpid()}"
-        partial.write_text(json.dumps(dataclasses.asdict(record)))
-        os.replace(partial, target)
-        if isinstance(record, Member):
-            (path / f"{record.process_id}.end.json").unlink(missing_ok=True)
+        _write(path / f"{end.process_id}.end.json", end)
+
+
+def _write(target: pathlib.Path, record: Member | End) -> None:
+    """Whole or not at all."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f"{target.name}.{os.getpid()}")
+    partial.write_text(json.dumps(dataclasses.asdict(record)))
+    os.replace(partial, target)
 
 
 def read_members(path: pathlib.Path) -> dict[int, Member]:

@@ -16,8 +16,11 @@ from jax.experimental import multihost_utils
 
 from zjax.config import schema
 from zjax.errors import Problem, ProcessError
-from zjax.processes import roster
+from zjax.processes import lock, roster
+from zjax.processes.address import bind_address
+from zjax.processes.agreement import check_agreement
 from zjax.processes.cluster import Cluster, count_gpus, find_cluster, own_gpus
+from zjax.processes.meeting import MEETING_SECONDS, meet
 from zjax.processes.roster import End, Member
 
 _DETECTION = {"slurm": "slurm", "open_mpi": "ompi"}
@@ -43,25 +46,26 @@ class ProcessInfo:
 
 
 def start(
-    settings: schema.Processes,
-    directory: str,
+    config: schema.Config,
     *,
     prepare: Callable[[Cluster], None] = lambda cluster: None,
 ) -> ProcessInfo:
     """Finds the other processes of the run; call it before anything touches a device.
 
     Args:
-        settings: How to find them.
-        directory: The run's directory, on a file system that all of them see.
+        config: Says how to find them; its directory lies on a file system that all of
+            them see.
         prepare: Called before devices are started, with what started the processes.
 
     Returns:
         Who they are; `describe_processes` prints it.
 
     Raises:
-        ProcessError: They cannot meet, do not see the same directory, use a GPU twice,
-            or leave one idle.
+        ProcessError: They cannot meet, do not see the same directory, which another run
+            may hold, use a GPU twice, leave one idle, or differ in their settings or
+            software.
     """
+    settings, directory = config.processes, config.directory
     cluster = find_cluster(settings, os.environ)
     gpus = count_gpus(os.environ)
     prepare(cluster)
@@ -76,16 +80,19 @@ def start(
         directory=str(pathlib.Path(directory).absolute()),
         gpus=() if cluster.owns_visible else tuple(gpus[i] for i in own),
     )
-    paths = roster.places(directory)
-    roster.write(member, paths)
-    if roster.ROSTER_VARIABLE in os.environ:
+    watched, shared = roster.watched_place(), roster.shared_place(directory)
+    if watched is not None:
+        roster.write_member(member, watched)
         _die_with_parent()
         _report_failures()
         _print_whole_lines()
+    _meet(cluster, member)
+    roster.write_member(member, shared)
     _initialize(cluster, own, settings.heartbeat_seconds)
     _check_used(len(own))
-    members = roster.read_members(paths[0])
-    check_members(members, jax.process_count(), paths[0])
+    members = roster.read_members(shared)
+    check_members(members, jax.process_count(), shared)
+    check_agreement(config)
     hosts = tuple(members[i].host for i in range(jax.process_count()))
     return ProcessInfo(jax.process_count(), jax.process_index(), cluster.name, hosts)
 
@@ -132,16 +139,16 @@ def record_failure(error: BaseException) -> None:
     Args:
         error: The reason.
     """
-    watched = os.environ.get(roster.ROSTER_VARIABLE)
+    watched = roster.watched_place()
     if watched is None or isinstance(error, KeyboardInterrupt):
         return
     # A lost connection is what survivors see of another's death.
     rank = 2 if isinstance(error, jax.errors.JaxRuntimeError) else 1
     first = (str(error).splitlines() or [""])[0]
-    for member in roster.read_members(pathlib.Path(watched)).values():
+    for member in roster.read_members(watched).values():
         if member.pid == os.getpid():
             end = End(member.process_id, rank, f"{type(error).__name__}: {first}")
-            roster.write(end, roster.places(member.directory))
+            roster.write_end(end, member, watched)
 
 
 def check_members(
@@ -220,6 +227,20 @@ def _check_used(num_gpus: int) -> None:
     check_platform(num_gpus, jax.default_backend(), jax.local_device_count(), asked)
 
 
+def _meet(cluster: Cluster, member: Member) -> None:
+    """Locks the run's directory, and waits for the others where JAX does not."""
+    refused: tuple[Problem, ...] = ()
+    if member.process_id == 0:
+        try:
+            lock.acquire(member.directory)
+        except ProcessError as error:
+            refused = error.problems
+    if cluster.coordinator and cluster.num_processes:
+        meet(cluster.coordinator, member, cluster.num_processes, refused=refused)
+    elif refused:
+        raise ProcessError(*refused)
+
+
 def _initialize(cluster: Cluster, own: Sequence[int], heartbeat_seconds: int) -> None:
     detection = "deactivate" if cluster.coordinator else _DETECTION.get(cluster.name)
     try:
@@ -229,6 +250,8 @@ def _initialize(cluster: Cluster, own: Sequence[int], heartbeat_seconds: int) ->
             process_id=cluster.process_id,
             local_device_ids=list(own) or None,
             cluster_detection_method=detection,
+            coordinator_bind_address=bind_address(cluster.coordinator),
+            initialization_timeout=int(MEETING_SECONDS),
             heartbeat_timeout_seconds=heartbeat_seconds,
             # An exception in one process leaves it waiting here for the others.
             shutdown_timeout_seconds=heartbeat_seconds,

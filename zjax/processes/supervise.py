@@ -29,6 +29,8 @@ _CAUSE_SECONDS = 5
 _STOP_SECONDS = 10
 """How long the others may take to stop."""
 _LINES_KEPT = 200
+_LOOPBACK = "127.0.0.1"
+"""Processes of one host meet where no other host can reach them."""
 
 
 @dataclasses.dataclass
@@ -75,8 +77,9 @@ def supervise(command: Sequence[str], num_processes: int = 0) -> int:
         environ = os.environ | {roster.ROSTER_VARIABLE: watched}
         if num_processes:
             meeting = {
+                "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo"),
                 "PYTHONUNBUFFERED": "1",
-                "ZJAX_COORDINATOR": f"localhost:{port}",
+                "ZJAX_COORDINATOR": f"{_LOOPBACK}:{port}",
                 "ZJAX_NUM_PROCESSES": str(num_processes),
             }
             children = [
@@ -116,12 +119,9 @@ def describe_end(end: End, member: Member | None) -> str:
 @contextlib.contextmanager
 def _hold_port() -> Iterator[int]:
     """Keeps a free port bound, so that only who shares it on purpose can take it."""
-    both = socket.has_dualstack_ipv6()
-    with socket.socket(socket.AF_INET6 if both else socket.AF_INET) as held:
+    with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        if both:
-            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        held.bind(("", 0))
+        held.bind((_LOOPBACK, 0))
         yield held.getsockname()[1]
 
 
@@ -212,28 +212,29 @@ def _find_cause(
     deadline = time.monotonic() + _CAUSE_SECONDS
     while True:
         members = roster.read_members(watched)
-        paths = [watched]
-        for member in members.values():
-            paths = [watched, pathlib.Path(member.directory) / "processes"]
         for child in children:
             if child.process.poll():
-                _note_end(child, paths, since)
+                _note_end(child, members.get(child.process_id), watched, since)
+        shared = {roster.shared_place(m.directory) for m in members.values()}
+        paths = [watched, *shared]
         ends = [end for path in paths for end in roster.read_ends(path, since)]
         cause = min(ends, key=lambda end: (end.rank, end.at_seconds))
         if cause.is_cause or time.monotonic() > deadline:
             break
         time.sleep(_POLL_SECONDS)
-    members = roster.read_members(paths[-1]) | members
+    for path in shared:
+        members = roster.read_members(path) | members
     silent = name_silent("".join(line for c in children for line in [*c.text]))
     if not cause.is_cause and silent is not None:
         cause = End(silent, 0, "went silent")
     return cause, members
 
 
-def _note_end(child: _Child, paths: Sequence[pathlib.Path], since: float) -> None:
+def _note_end(
+    child: _Child, member: Member | None, watched: pathlib.Path, since: float
+) -> None:
     """Writes down how a child ended, unless it has told itself."""
-    told = {end.process_id for end in roster.read_ends(paths[0], since)}
-    if child.process_id in told:
+    if child.process_id in {end.process_id for end in roster.read_ends(watched, since)}:
         return
     code = child.process.returncode
     if code < 0:
@@ -243,7 +244,7 @@ def _note_end(child: _Child, paths: Sequence[pathlib.Path], since: float) -> Non
         end = End(child.process_id, rank, f"signal {-code}, {name}{hint}")
     else:
         end = End(child.process_id, 1, f"exit code {code}")
-    roster.write(end, paths)
+    roster.write_end(end, member, watched)
 
 
 def _stop(children: Sequence[_Child]) -> None:

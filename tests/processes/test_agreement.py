@@ -1,0 +1,91 @@
+"""What must be the same in all processes of a run, and what may differ."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from zjax.config import schema
+from zjax.processes.agreement import check_agreement, describe_own, disagreements
+from zjax.processes.software import source_digest
+
+CONFIG = schema.Config()
+
+
+def told(*configs):
+    return [str(x) for x in disagreements([describe_own(c) for c in configs])]
+
+
+def test_the_same_settings_agree():
+    assert told(CONFIG, CONFIG, CONFIG) == []
+
+
+def test_each_setting_that_differs_is_named_with_both_values():
+    other = schema.Config(seed=3, optimizer=schema.Optimizer(peak_learning_rate=0.5))
+    assert told(CONFIG, CONFIG, other, other) == [
+        "seed=3 on processes 2, 3 is 0 on process 0; make all processes the same",
+        "optimizer.peak_learning_rate=0.5 on processes 2, 3 is 0.0003 on process 0; "
+        "make all processes the same",
+    ]
+
+
+def test_paths_and_the_way_to_the_others_may_differ():
+    other = schema.Config(
+        directory="/mnt/runs",
+        data=schema.Data(path="/mnt/tokens"),
+        checkpoint=schema.Checkpoint(init_from="/mnt/weights"),
+        zero=schema.Zero(nvme_paths=("/mnt/disk",)),
+        processes=schema.Processes(coordinator="a:1", process_id=1),
+    )
+    assert told(CONFIG, other) == []
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [("software", "jax", "0.0.1"), ("software", "zjax_source", "f" * 16)],
+)
+def test_software_that_differs_is_named(section, name, value):
+    own = describe_own(CONFIG)
+    other = own | {section: own[section] | {name: value}}
+    assert [str(x) for x in disagreements([own, other])] == [
+        f"{section}.{name}={value!r} on process 1 is {own[section][name]!r} on process "
+        "0; make all processes the same"
+    ]
+
+
+def test_an_option_of_jax_that_differs_is_named():
+    own = describe_own(CONFIG)
+    with jax.default_matmul_precision("float32"):
+        other = describe_own(CONFIG)
+    assert [str(x) for x in disagreements([own, other])] == [
+        "jax.jax_default_matmul_precision='float32' on process 1 is 'None' on process "
+        "0; make all processes the same"
+    ]
+
+
+def test_flags_of_xla_count_but_for_where_it_writes(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    own = describe_own(CONFIG)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/x")
+    assert disagreements([own, describe_own(CONFIG)]) == []
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+    (problem,) = disagreements([own, describe_own(CONFIG)])
+    assert problem.field == "XLA_FLAGS"
+
+
+def test_the_digest_follows_the_source(tmp_path, monkeypatch):
+    """Fails if a changed file, or one that was renamed, goes unseen."""
+    digests = set()
+    for name, text in (("a.py", "1"), ("a.py", "2"), ("b.py", "2")):
+        package = tmp_path / f"{name}{text}" / "mine"
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+        (package / name).write_text(text)
+        monkeypatch.syspath_prepend(package.parent)
+        monkeypatch.setattr("zjax.processes.software._OWN", ("mine",))
+        digests.add(source_digest())
+    assert len(digests) == 3
+
+
+def test_one_process_agrees_with_itself():
+    check_agreement(dataclasses.replace(CONFIG, seed=1))

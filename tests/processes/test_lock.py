@@ -1,0 +1,111 @@
+"""A directory belongs to one run at a time, for as long as that run lives."""
+
+import fcntl
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import warnings
+
+import pytest
+
+from tests.support import small_run
+from zjax.errors import ProcessError
+from zjax.processes import lock
+
+OTHER = """
+import fcntl, sys
+held = open(sys.argv[1], "r+")
+fcntl.flock(held, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_directory_that_another_run_holds_is_refused_with_its_holder(tmp_path):
+    with lock.hold(str(tmp_path)):
+        path = tmp_path / lock.LOCK_FILE
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+        written = path.read_bytes()
+    path.write_bytes(written)  # as the other one leaves it
+    with path.open("r+") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ProcessError) as error:
+            lock.acquire(str(tmp_path))
+    who = f"host {socket.gethostname()}, pid {os.getpid()}"
+    when = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC"
+    assert re.fullmatch(
+        rf"directory='{tmp_path}' is in use by another run \({who}, since {when}\); "
+        "wait until it ends, or use another directory",
+        str(error.value),
+    )
+
+
+def test_what_a_killed_run_left_locks_nobody_out(tmp_path):
+    """Fails if the file counts, and not whether its writer lives."""
+    path = tmp_path / lock.LOCK_FILE
+    path.write_text('{"host": "a", "pid": 1, "since": "then"}')
+    with subprocess.Popen(
+        [sys.executable, "-c", OTHER, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:
+        assert other.stdout and other.stdout.readline() == b"held\n"
+        with pytest.raises(ProcessError, match="host a, pid 1, since then"):
+            lock.acquire(str(tmp_path))
+        other.kill()
+        other.wait()
+        with lock.hold(str(tmp_path)):
+            assert json.loads(path.read_text())["pid"] == os.getpid()
+
+
+def test_a_run_may_hold_its_directory_twice(tmp_path):
+    with lock.hold(str(tmp_path)):
+        with lock.hold(str(tmp_path / "." / ".." / tmp_path.name)):
+            pass
+        assert is_locked(tmp_path)
+    assert not is_locked(tmp_path)
+
+
+def test_a_forked_child_does_not_keep_the_lock(tmp_path):
+    """Fails if a loader's process that outlives its run locks the directory."""
+    mine, other = socket.socketpair()
+    with lock.hold(str(tmp_path)), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of threads: this child only waits
+        child = os.fork()
+        if child == 0:
+            other.send(b".")
+            other.recv(1)
+            os._exit(0)
+        mine.recv(1)
+        assert is_locked(tmp_path)
+    try:
+        assert not is_locked(tmp_path)
+    finally:
+        mine.send(b".")
+        os.waitpid(child, 0)
+        mine.close()
+        other.close()
+
+
+def test_training_in_a_directory_in_use_is_refused_and_writes_nothing(tmp_path):
+    trainer = small_run.make_trainer(tmp_path)
+    path = tmp_path / lock.LOCK_FILE
+    path.write_text('{"host": "a", "pid": 1, "since": "then"}')
+    with path.open("r+") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ProcessError, match="host a, pid 1, since then"):
+            trainer.fit()
+    assert [entry.name for entry in tmp_path.iterdir()] == [lock.LOCK_FILE]
+    trainer.close()
+
+
+def is_locked(directory):
+    with (directory / lock.LOCK_FILE).open("r+") as probe:
+        try:
+            fcntl.flock(probe, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

@@ -1,0 +1,180 @@
+"""Processes hear from process 0 whether a run can start, whoever else calls."""
+
+import contextlib
+import re
+import socket
+import threading
+import time
+from concurrent import futures
+
+import pytest
+
+from zjax.errors import Problem, ProcessError
+from zjax.processes.meeting import meet
+from zjax.processes.roster import Member
+
+GARBAGE = (b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 100_000, b"zjax meeting 1 [[[\n")
+
+
+@pytest.fixture
+def port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def member(process_id, pid=None):
+    return Member(process_id, "here", pid or 100 + process_id, "/run")
+
+
+def gather(coordinator, *members, num_processes=2, seconds=1.0, **settings):
+    """What each of these processes is told; nothing where the run can start."""
+    with futures.ThreadPoolExecutor(len(members)) as pool:
+        calls = [
+            pool.submit(
+                meet, coordinator, who, num_processes, seconds=seconds, **settings
+            )
+            for who in members
+        ]
+        found = [call.exception(timeout=30) for call in calls]
+    assert {type(error) for error in found} <= {type(None), ProcessError}
+    return [str(error) if error else "" for error in found]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", socket.gethostname()])
+def test_all_meet(port, host):
+    members = [member(i) for i in range(3)]
+    found = gather(f"{host}:{port}", *members, num_processes=3, seconds=20.0)
+    assert found == ["", "", ""]
+
+
+def test_garbage_does_not_end_a_meeting(port):
+    """Fails if a port scanner, or one that connects and is silent, ends a run."""
+    address, silent = ("127.0.0.1", port), []
+
+    def call():
+        for text in GARBAGE:
+            while True:
+                with contextlib.suppress(OSError):
+                    silent.append(socket.create_connection(address, timeout=5))
+                    silent[-1].sendall(text)
+                    break
+
+    with futures.ThreadPoolExecutor(2) as pool:
+        first = pool.submit(meet, f"127.0.0.1:{port}", member(0), 2, seconds=20.0)
+        pool.submit(call).result(timeout=20)
+        assert len(silent) == len(GARBAGE)
+        meet(f"127.0.0.1:{port}", member(1), 2, seconds=20.0)
+        first.result(timeout=20)
+    for connection in silent:
+        connection.close()
+
+
+def test_a_process_that_is_missing_is_named_to_all_that_came(port):
+    address = f"127.0.0.1:{port}"
+    found = gather(address, member(0), member(2), num_processes=3)
+    told = (
+        f"processes.coordinator='{address}' was not reached by process 1 of 3 within "
+        "1 s (process 0 waited on host here); start all processes within this time, "
+        "and check that they reach this address"
+    )
+    assert found == [told, told]
+
+
+def test_a_coordinator_that_is_missing_is_named_with_what_was_tried(port):
+    assert gather(f"127.0.0.1:{port}", member(1)) == [
+        f"processes.coordinator='127.0.0.1:{port}' was not reached by process 1 within "
+        f"1 s (127.0.0.1 port {port}: connection refused); name the host and a free "
+        "port of process 0, and start it with the others"
+    ]
+
+
+def test_a_host_that_nobody_knows_is_named():
+    (found,) = gather("no-such-host.invalid:5757", member(1))
+    assert re.match(
+        r"processes.coordinator='no-such-host.invalid:5757' was not reached by process "
+        r"1 within 1 s \(no-such-host.invalid: .+\); name the host",
+        found,
+    )
+
+
+@pytest.mark.parametrize("process_id", [0, 1])
+def test_a_process_that_was_started_twice_is_named_to_all(port, process_id):
+    address = f"127.0.0.1:{port}"
+    first = member(0), member(1), member(process_id, pid=7)
+    with futures.ThreadPoolExecutor(1) as pool:
+        early = pool.submit(gather, address, *first, num_processes=3, seconds=20.0)
+        time.sleep(1)
+        last = gather(address, member(2), num_processes=3, seconds=20.0)
+        found = early.result(timeout=30) + last
+    assert len(set(found)) == 1
+    who = rf"host here \(pid ({100 + process_id}|7)\) for /run"
+    assert re.fullmatch(
+        rf"processes.process_id={process_id} was started twice: {who} and {who}; "
+        r"give each process a number of its own",
+        found[0],
+    )
+
+
+def test_processes_that_count_differently_are_named(port):
+    with futures.ThreadPoolExecutor(1) as pool:
+        other = pool.submit(meet, f"127.0.0.1:{port}", member(1), 3, seconds=20.0)
+        found = gather(f"127.0.0.1:{port}", member(0), seconds=20.0)
+    assert found == [
+        "processes.num_processes=3 on process 1 is 2 on process 0 (host here (pid 101) "
+        "for /run and here); make all processes the same"
+    ]
+    assert str(other.exception()) == found[0]
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_port_that_is_taken_is_named(port, shares):
+    """Fails if two share a port, as the kernel lets them do that both ask for it."""
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shares))
+        other.bind(("127.0.0.1", port))
+        other.listen()
+
+        def answer():
+            with contextlib.suppress(OSError):
+                while True:
+                    with other.accept()[0] as connection:
+                        connection.recv(1000)
+                        connection.sendall(b"SSH-2.0\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        assert gather(f"localhost:{port}", member(0)) == [
+            f"processes.coordinator='localhost:{port}' cannot be listened on by "
+            "process 0 (something answers there); use another port, or end what uses "
+            "this one"
+        ]
+        (found,) = gather(f"127.0.0.1:{port}", member(1))
+        assert "answers, but not as process 0 of a run that starts" in found
+
+
+def test_a_port_that_is_held_by_another_is_named(port):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+        assert gather(f"127.0.0.1:{port}", member(0)) == [
+            f"processes.coordinator='127.0.0.1:{port}' cannot be listened on by "
+            "process 0 (address already in use); use another port, or end what uses "
+            "this one"
+        ]
+
+
+def test_all_hear_why_process_0_refuses(port):
+    problem = Problem("directory", "/run", "is in use", "wait")
+    found = gather(
+        f"127.0.0.1:{port}", member(0), member(1), refused=(problem,), seconds=20.0
+    )
+    assert found == ["directory='/run' is in use; wait"] * 2
+
+
+def test_a_process_that_comes_first_waits(port):
+    began = time.monotonic()
+    with futures.ThreadPoolExecutor(1) as pool:
+        early = pool.submit(meet, f"127.0.0.1:{port}", member(1), 2, seconds=20.0)
+        time.sleep(0.3)
+        meet(f"127.0.0.1:{port}", member(0), 2, seconds=20.0)
+        early.result(timeout=20)
+    assert time.monotonic() - began < 10

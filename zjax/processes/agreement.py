@@ -1,0 +1,132 @@
+"""All processes of a run have the same settings and the same software.
+
+A process with another learning rate, seed or version would train along without a word:
+its programs have the same shapes, and only its numbers differ.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from zjax.config.convert import to_mapping
+from zjax.config.differences import differences
+from zjax.config.schema import Config
+from zjax.errors import Problem, ProcessError
+from zjax.processes.roster import name_processes
+from zjax.processes.software import source_digest, versions
+
+LOCAL = (
+    "directory",
+    "data.path",
+    "checkpoint.init_from",
+    "zero.nvme_paths",
+    "processes.coordinator",
+    "processes.process_id",
+)
+"""Settings that may differ from process to process: paths, since hosts mount their
+disks at different places, and who a process is and how it reaches the others."""
+_JAX_OPTIONS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_numpy_dtype_promotion",
+)
+"""Those that change numbers."""
+_LOCAL_FLAGS = ("dump", "host_platform_device_count")
+"""Of XLA_FLAGS, what may differ: where XLA writes, and devices that are simulated."""
+
+
+def check_agreement(config: Config) -> None:
+    """Refuses to train with processes whose settings or software differ.
+
+    Every process must call it; each of them raises the same error.
+
+    Args:
+        config: The settings of this process.
+
+    Raises:
+        ProcessError: Names each setting, package or option that differs, and its
+            values on process 0 and on the others.
+    """
+    if jax.process_count() > 1:
+        texts = _gather(json.dumps(describe_own(config), sort_keys=True).encode())
+        problems = disagreements([json.loads(text) for text in texts])
+        if problems:
+            raise ProcessError(*problems)
+
+
+def describe_own(config: Config) -> dict[str, Any]:
+    """What of this process must be the same in all others.
+
+    Args:
+        config: The settings of this process.
+
+    Returns:
+        Settings by section, but for those in `LOCAL`; and versions, JAX options and
+        XLA flags.
+    """
+    settings = to_mapping(config)
+    for path in LOCAL:
+        *sections, name = path.split(".")
+        section = settings
+        for inner in sections:
+            section = section[inner]
+        del section[name]
+    options = {name: getattr(jax.config, name) for name in _JAX_OPTIONS}
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    return settings | {
+        "software": versions() | {"zjax_source": source_digest()},
+        "jax": {name: str(value) for name, value in options.items()},
+        "XLA_FLAGS": [x for x in flags if not any(word in x for word in _LOCAL_FLAGS)],
+    }
+
+
+def disagreements(given: Sequence[Mapping[str, Any]]) -> list[Problem]:
+    """Compares every process with process 0.
+
+    Args:
+        given: What `describe_own` returned, by process.
+
+    Returns:
+        One problem for each value that differs, with the processes that have it.
+
+    Example:
+        >>> [str(x) for x in disagreements([{"seed": 0}, {"seed": 1}, {"seed": 1}])]
+        ['seed=1 on processes 1, 2 is 0 on process 0; make all processes the same']
+    """
+    found: dict[tuple[str, str], list[int]] = {}
+    values: dict[tuple[str, str], tuple[Any, Any]] = {}
+    for process_id, own in enumerate(given):
+        for setting, value, first in differences(own, given[0]):
+            key = setting, repr(value)
+            found.setdefault(key, []).append(process_id)
+            values[key] = value, first
+    return [
+        Problem(
+            setting,
+            values[setting, text][0],
+            f"on {name_processes(ids)} is {values[setting, text][1]!r} on process 0",
+            "make all processes the same",
+        )
+        for (setting, text), ids in found.items()
+    ]
+
+
+def _gather(text: bytes) -> list[bytes]:
+    """The texts of all processes; one where they are the same."""
+    digest = np.frombuffer(hashlib.sha256(text).digest(), np.uint8)
+    digests = multihost_utils.process_allgather(digest)
+    if (digests == digests[0]).all():
+        return [text]
+    sizes = multihost_utils.process_allgather(np.array(len(text), np.int32))
+    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded[: len(text)] = np.frombuffer(text, np.uint8)
+    rows = multihost_utils.process_allgather(padded)
+    return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]

@@ -1,0 +1,123 @@
+"""One run at a time writes into a directory.
+
+The kernel holds the lock for as long as the process lives, however it ends, so that a
+file which a killed run left behind locks nobody out.
+"""
+
+import contextlib
+import datetime
+import errno
+import fcntl
+import json
+import os
+import pathlib
+import socket
+from collections.abc import Iterator
+
+import jax
+from absl import logging
+
+from zjax.errors import Problem, ProcessError
+
+LOCK_FILE = "lock.json"
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_held: dict[pathlib.Path, tuple[int, int]] = {}
+"""Descriptor, and how often this process holds it, by file."""
+
+
+@contextlib.contextmanager
+def hold(directory: str) -> Iterator[None]:
+    """Keeps other runs out of a directory; process 0 does so for all.
+
+    Args:
+        directory: The run's directory. This process may hold it already.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        ProcessError: Another run holds it; says who.
+    """
+    if jax.process_index():
+        yield
+        return
+    path = acquire(directory)
+    try:
+        yield
+    finally:
+        _release(path)
+
+
+def acquire(directory: str) -> pathlib.Path:
+    """Keeps other runs out of a directory until this process ends.
+
+    Args:
+        directory: The run's directory; made where it is missing.
+
+    Returns:
+        The file that is locked.
+
+    Raises:
+        ProcessError: Another run holds it; says who.
+    """
+    path = pathlib.Path(directory).resolve() / LOCK_FILE
+    if path in _held:
+        descriptor, depth = _held[path]
+        _held[path] = descriptor, depth + 1
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        problem = f"is in use by another run ({_describe_holder(path)})"
+        remedy = "wait until it ends, or use another directory"
+        raise ProcessError(Problem("directory", directory, problem, remedy)) from error
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            os.close(descriptor)
+            raise
+        logging.warning(
+            "directory=%r is on a file system without locks (%s): a second run in it "
+            "would not be noticed",
+            directory,
+            error.strerror,
+        )
+    _write_holder(descriptor)
+    _held[path] = descriptor, 1
+    return path
+
+
+def _release(path: pathlib.Path) -> None:
+    descriptor, depth = _held.pop(path)
+    if depth > 1:
+        _held[path] = descriptor, depth - 1
+        return
+    os.truncate(descriptor, 0)
+    os.close(descriptor)
+
+
+def _write_holder(descriptor: int) -> None:
+    since = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
+    os.truncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+
+
+def _describe_holder(path: pathlib.Path) -> str:
+    try:
+        holder = json.loads(path.read_text())
+        return f"host {holder['host']}, pid {holder['pid']}, since {holder['since']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"which has only just locked {path}"
+
+
+def _forget() -> None:
+    """Leaves the locks to the parent: a forked child must not outlive it with them."""
+    for descriptor, _ in _held.values():
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
