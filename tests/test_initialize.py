@@ -241,3 +241,24 @@ def test_a_step_refuses_what_the_example_did_not_have():
             "batch/y=None is missing; give float32[B, 16]\n"
             "batch/id='int32[32]' is not read by the loss; leave it out"
         )
+
+
+def test_ids_on_devices_are_checked_where_asked():
+    """Fails if the switch does nothing, or is taken for a model that names no ids."""
+    batch = models.make_batch()
+    settings = {"data.check_ids": "device"}
+    with pytest.raises(ConfigError) as error:
+        zjax.initialize(Tied, optax.sgd(0.1), squared_error, batch, settings)
+    assert str(error.value) == (
+        "data.check_ids='device' has no effect: the model says of no array how many "
+        "ids there are; leave it at 'host', or set num_ids in the entries of the "
+        "zjax.Model"
+    )
+    model = zjax.adapt(Tied, squared_error, batch)
+    weight = dataclasses.replace(model.entries["weight"], num_ids=4)
+    model = dataclasses.replace(model, entries=model.entries | {"weight": weight})
+    run = zjax.initialize(model, optax.sgd(0.1), None, batch, settings)
+    placed = jax.device_put(batch | {"weight": batch["weight"] + 4})
+    with pytest.raises(DataError) as error:
+        run.step(run.state, placed)
+    assert str(error.value) == "batch/weight=7 is no id of 4; use 0 to 3"

@@ -37,7 +37,7 @@ from zjax.sharding.describe import describe_plan, describe_plan_totals
 from zjax.step import Step, make_step
 from zjax.train import TrainState, init_state
 from zjax.trainer import Trainer
-from zjax.typing import Loss, Model, Segment, Stack
+from zjax.typing import Entry, Loss, Model, Segment, Stack
 
 __all__ = [
     "BenchError",
@@ -45,6 +45,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "DataError",
+    "Entry",
     "Loss",
     "Model",
     "ModelError",

@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 from zjax.compiler import Options, step_options
 from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config
-from zjax.data.entries import check_batch
-from zjax.errors import PlanError, Problem
+from zjax.data.entries import check_batch, check_placed_ids
+from zjax.errors import ConfigError, PlanError, Problem
 from zjax.offload.generate import Generation
 from zjax.offload.parts import Jit
 from zjax.offload.peak import Peak, predict_peak
@@ -48,6 +48,7 @@ class Step:
         model: What its loss asks of a batch.
         num_microbatches: Gradient accumulation.
         programs: The compiled functions by name.
+        checks_ids: Whether ids of batches on devices are checked, too.
     """
 
     mesh: Mesh
@@ -56,6 +57,7 @@ class Step:
     model: Model
     num_microbatches: int
     programs: Mapping[str, Any]
+    checks_ids: bool = False
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Takes one optimizer step.
@@ -161,7 +163,10 @@ class Step:
                 return jax.device_put(x, sharding)
             return jax.make_array_from_process_local_data(sharding, x)
 
-        return jax.tree.map(place, batch, self.batch_shardings(batch))
+        placed = jax.tree.map(place, batch, self.batch_shardings(batch))
+        if self.checks_ids:
+            check_placed_ids(placed, self.model.entries)
+        return placed
 
     def batch_shardings(self, batch: Batch) -> Any:
         """The placement of a batch.
@@ -296,7 +301,17 @@ def make_step(
         model=model,
         num_microbatches=num_microbatches,
         programs=programs,
+        checks_ids=_checks_ids(config, model),
     )
+
+
+def _checks_ids(config: Config, model: Model) -> bool:
+    checks = config.data.check_ids == "device"
+    if checks and not any(entry.num_ids for entry in model.entries.values()):
+        problem = "has no effect: the model says of no array how many ids there are"
+        remedy = "leave it at 'host', or set num_ids in the entries of the zjax.Model"
+        raise ConfigError(Problem("data.check_ids", "device", problem, remedy))
+    return checks
 
 
 def _programs_by_block(passes: Segments, jit: Jit) -> dict[str, Any]:

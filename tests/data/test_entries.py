@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zjax.data.entries import check_batch, entries_of
+from zjax.data.entries import check_batch, check_placed_ids, entries_of
 from zjax.errors import DataError
 from zjax.typing import Entry
 
@@ -128,3 +128,12 @@ def test_floats_that_do_not_fit_are_refused():
     assert str(error.value) == (
         "batch/x=1e+300 does not fit float32; renumber it or remove it"
     )
+
+
+def test_ids_on_devices_are_checked_where_asked():
+    batch = {"tokens": jnp.array([[9, 10]]), "targets": jnp.array([[-100, 9]])}
+    check_batch(batch, IDS)
+    with pytest.raises(DataError) as error:
+        check_placed_ids(batch, IDS)
+    assert str(error.value) == "batch/tokens=10 is no id of 10; use 0 to 9"
+    check_placed_ids(batch | {"tokens": jnp.array([[9, 0]])}, IDS)

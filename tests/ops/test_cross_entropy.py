@@ -106,6 +106,39 @@ def test_parts_of_each_sequence_add_up(chunk_tokens):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+def loss_and_gradients(targets, weights, head=HEAD):
+    def loss(hidden, head):
+        sums = summed(hidden, head, jnp.array(targets), jnp.array(weights))
+        return sums.loss_sum, sums
+
+    grads, sums = jax.grad(loss, (0, 1), has_aux=True)(jnp.array(HIDDEN), head)
+    return [*sums, *grads]
+
+
+def test_ignored_targets_have_no_weight():
+    """Fails if -100 counts, as a token of logit 0."""
+    is_ignored = RNG.random(TARGETS.shape) < 0.4
+    found = loss_and_gradients(np.where(is_ignored, -100, TARGETS), WEIGHTS)
+    wanted = loss_and_gradients(TARGETS, np.where(is_ignored, 0, WEIGHTS))
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("target", [-1, VOCAB])
+def test_other_targets_have_no_loss_unless_they_do_not_count(target):
+    targets, weights = TARGETS.copy(), np.ones_like(WEIGHTS)
+    targets[1, 2] = target
+    assert np.isnan(loss_and_gradients(targets, weights)[:2]).all()
+    weights[1, 2] = 0
+    assert np.isfinite(np.concatenate(loss_and_gradients(targets, weights), None)).all()
+
+
+def test_of_equal_scores_the_first_token_is_the_most_likely():
+    """Fails if a model that scores nothing is always right."""
+    sums = loss_and_gradients(TARGETS, WEIGHTS, head=jnp.zeros((VOCAB, WIDTH)))
+    assert sums[2] == WEIGHTS[TARGETS == 0].sum()
+
+
 def test_bfloat16_states_give_a_float32_loss():
     """Fails if the logits or their sums are rounded to bfloat16."""
     narrow = jnp.bfloat16(HIDDEN), jnp.bfloat16(HEAD)

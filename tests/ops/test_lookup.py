@@ -5,14 +5,17 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 from tests.support.language import BERT, GPT, make_language_model
-from zjax.config.schema import Config, Data
+from zjax.config.schema import Config, Data, Mesh, Precision
+from zjax.initialize import make_run
 from zjax.models.build import make_model
 from zjax.ops import lookup
 from zjax.ops.lookup import look_up
+from zjax.typing import IGNORED
 
 
 def gradient(table, indices, cotangent, deterministic=False):
@@ -81,3 +84,40 @@ def test_models_look_up_all_their_tables_so(config):
     added = re.findall(r":(\w+)\[\d+,\d+\] = scatter-add", text)
     assert len(added) >= 2
     assert {*added} == {"f32"}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_what_is_no_row_finds_zeros_and_adds_nothing(deterministic):
+    """Fails if numbers count from the end, or are clamped to the last row, which no
+    table that devices share does."""
+    table, indices = jnp.ones((3, 1)), jnp.array([-1, 3, -100, 2])
+    assert look_up(table, indices).tolist() == [[0], [0], [0], [1]]
+    found = gradient(table, indices, jnp.ones((4, 1)), deterministic)
+    assert found.tolist() == [[0], [0], [1]]
+
+
+def evaluated(tensor, batch):
+    """Loss and weight of a batch that is on the devices already."""
+    config = Config(
+        global_batch_size=2,
+        model=GPT,
+        data=Data(length=8),
+        mesh=Mesh(tensor=tensor),
+        precision=Precision(compute_dtype="float32"),
+    )
+    model, devices = make_model(config), jax.devices()[:tensor]
+    run = make_run(config, model, optax.sgd(0.1), devices=devices)
+    metrics = run.evaluate(run.state, batch)
+    return float(metrics["loss"]), float(metrics["weight"])
+
+
+def test_meshes_agree_on_ids_that_have_no_row():
+    """Fails if the loss depends on how many devices hold the vocabulary."""
+    tokens = jnp.arange(16).reshape(2, 8)
+    targets = tokens.at[0, :2].set(IGNORED)
+    outside = tokens.at[0, 3].set(GPT.vocab_size).at[1, 2].set(-1)
+    batches = [{"tokens": x, "targets": targets} for x in (tokens, outside)]
+    alone, of_two = ([evaluated(n, batch) for batch in batches] for n in (1, 2))
+    np.testing.assert_allclose(of_two, alone, rtol=1e-6)
+    assert alone[0][0] != alone[1][0]
+    assert [weight for _, weight in alone] == [14, 14]

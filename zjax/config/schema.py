@@ -286,6 +286,9 @@ class Data:
     """Loader processes; 0 reads in a thread of this process."""
     prefetch_batches: int = 2
     """Batches placed on the devices ahead of their use."""
+    check_ids: Literal["host", "device"] = "host"
+    """Where ids are compared with the vocabulary: as batches leave the host, or also in
+    each batch on the devices, for which a step then waits."""
 
 
 @section

@@ -1,5 +1,6 @@
 """What a loss asks of a batch, and whether a batch that comes is that."""
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -121,8 +122,7 @@ def check_batch(
     problems += [
         problem
         for path, x in known.items()
-        if not _is_placed(x)
-        for problem in _id_problems(field_of(path, name), x, entries.get(path, Entry()))
+        if (problem := _host_id_problem(field_of(path, name), x, entries.get(path)))
     ]
     if problems:
         raise DataError(*problems)
@@ -235,15 +235,60 @@ def _asked(entry: Entry) -> str:
     return f"{name}{dims}"
 
 
-def _id_problems(field: str, x: np.ndarray, entry: Entry) -> Iterator[Problem]:
-    """Ids that the loss has no row for."""
-    if not entry.num_ids or not x.size:
-        return
+def _host_id_problem(field: str, x: Any, entry: Entry | None) -> Problem | None:
+    if entry is None or not entry.num_ids or _is_placed(x) or not x.size:
+        return None
     counted = x[x != IGNORED] if entry.may_be_ignored and x.min() < 0 else x
-    least, most = (int(counted.min()), int(counted.max())) if counted.size else (0, 0)
+    if not counted.size:
+        return None
+    return _id_problem(field, int(counted.min()), int(counted.max()), entry)
+
+
+def _id_problem(field: str, least: int, most: int, entry: Entry) -> Problem | None:
+    """What is wrong with ids between two of them."""
     if 0 <= least and most < entry.num_ids:
-        return
+        return None
     problem, remedy = f"is no id of {entry.num_ids}", f"use 0 to {entry.num_ids - 1}"
     if entry.may_be_ignored:
         remedy += f", or {IGNORED} for what does not count"
-    yield Problem(field, least if least < 0 else most, problem, remedy)
+    return Problem(field, least if least < 0 else most, problem, remedy)
+
+
+def _ids_of(batch: Batch, entries: Entries) -> dict[str, Any]:
+    """The arrays whose values are to be checked."""
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    arrays = {path_of(keys): x for keys, x in leaves}
+    return {p: x for p, x in arrays.items() if p in entries and entries[p].num_ids}
+
+
+def check_placed_ids(batch: Batch, entries: Entries) -> None:
+    """Refuses ids out of range in arrays on devices; waits for them.
+
+    Args:
+        batch: Arrays of JAX.
+        entries: What the loss asks.
+
+    Raises:
+        DataError: Names every array with an id that the loss has no row for.
+    """
+    ids = _ids_of(batch, entries)
+    ignores = {path: entries[path].may_be_ignored for path in ids}
+    found = jax.device_get(_ranges(ids, tuple(ignores.items())))
+    problems = [
+        _id_problem(field_of(path), int(least), int(most), entries[path])
+        for path, (least, most) in found.items()
+    ]
+    problems = [problem for problem in problems if problem]
+    if problems:
+        raise DataError(*problems)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _ranges(ids: dict[str, jax.Array], ignores: Any) -> Any:
+    ignores = dict(ignores)
+
+    def one(path: str, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x = jnp.where((x == IGNORED) & ignores[path], 0, x)
+        return x.min(), x.max()
+
+    return {path: one(path, x) for path, x in ids.items()}

@@ -25,7 +25,8 @@ def make_model(config: Config) -> Model:
 
     Its batches are dicts of `tokens` and `targets` int32[B, L] and, where wanted,
     `weights` float32[B, L], `segment_ids` and `positions` int32[B, L]; an encoder also
-    takes `lengths` int32[B]. Its loss is the mean over tokens by weight, its metric the
+    takes `lengths` int32[B]. A target of -100 does not count, as if its weight were 0.
+    Its loss is the mean over tokens by weight, its metric the
     share of targets that were the most likely token.
 
     Args:

@@ -93,7 +93,7 @@ class Decoder(nnx.Module):
         Args:
             batch: `tokens` and `targets` int32[B, L]; optional `weights` float32[B, L]
                 (by default 1, and 0 where segment_ids are 0), `segment_ids` and
-                `positions` int32[B, L].
+                `positions` int32[B, L]. Targets of -100 count as weight 0.
             key: For dropout; None is evaluation.
 
         Returns:

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from zjax.typing import IGNORED
+
 GRADIENTS = "token_loss_gradients"
 """Name of what the forward pass has of the backward pass, for `jax.checkpoint`."""
 
@@ -24,7 +26,8 @@ class TokenLoss(NamedTuple):
     """Cross-entropy, plus the z-loss where there is one."""
     weight_sum: Float[Array, ""]
     correct_sum: Float[Array, ""]
-    """Weight of the tokens whose target is the most likely; not differentiated."""
+    """Weight of the tokens whose target is the most likely, the first of equal ones;
+    not differentiated."""
 
 
 def token_loss(
@@ -47,8 +50,9 @@ def token_loss(
     Args:
         hidden: Outputs of the last layer.
         head: One row per token of the vocabulary, in the dtype of `hidden`.
-        targets: Token ids, 0 to V - 1.
-        weights: Weight of each token, 0 for padding; not differentiated.
+        targets: Token ids, 0 to V - 1, or -100 for a token that does not count.
+        weights: Weight of each token, 0 for padding; not differentiated. Where it is
+            not 0, another target makes loss and weight NaN.
         bias: Added to the logits.
         z_loss: Weight of the squared log-partition, 0 or more.
         chunk_tokens: Tokens per share whose logits exist at one time; 0 is all of them.
@@ -68,12 +72,19 @@ def token_loss(
     Reference:
         z-loss: Chowdhery et al., PaLM (arXiv:2204.02311, section 5).
     """
+    weights = _weights_of(targets, weights, head.shape[0])
     shares = num_shares, num_length_shares
     cut = functools.partial(_cut, shares=shares, chunk_tokens=chunk_tokens)
     loss_sum, correct_sum = _summed_loss(
         z_loss, cut(hidden), head, bias, cut(targets), cut(weights)
     )
     return TokenLoss(loss_sum, jnp.sum(weights, dtype=jnp.float32), correct_sum)
+
+
+def _weights_of(targets, weights, num_ids):
+    weights = jnp.where(targets == IGNORED, 0, weights)
+    is_id = (targets >= 0) & (targets < num_ids)
+    return jnp.where(is_id | (weights == 0), weights, jnp.nan)
 
 
 def _cut(tokens, *, shares, chunk_tokens):
@@ -180,7 +191,8 @@ def _chunk_loss(z_loss, head, bias, hidden, targets, weights):
     slope = 1.0 + 2.0 * z_loss * log_partition
     probabilities = jnp.exp(logits - log_partition[..., None])
     dlogits = (slope[..., None] * probabilities - is_target) * weights[..., None]
-    hits = target_logit >= largest
+    first = jnp.where(logits == largest[..., None], vocabulary, head.shape[0]).min(-1)
+    hits = first == targets
     return (
         jnp.sum(losses * weights, (1, 2)),
         jnp.sum(hits * weights, (1, 2)),

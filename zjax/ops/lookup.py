@@ -21,7 +21,8 @@ def look_up(
 
     Args:
         table: Rows, in any floating dtype.
-        indices: Which of them, 0 to V - 1.
+        indices: Which of them, 0 to V - 1; others find zeros, whatever devices hold the
+            table.
         deterministic: Whether gradients are added in the same order each time, by
             products of matrices: two operations for each number of the table and each
             index.
@@ -33,11 +34,16 @@ def look_up(
         >>> look_up(jnp.arange(6.0).reshape(3, 2), jnp.array([2, 0])).tolist()
         [[4.0, 5.0], [0.0, 1.0]]
     """
-    return table[indices]
+    found = table[indices]
+    return jnp.where(_are_rows(table, indices)[..., None], found, jnp.zeros_like(found))
+
+
+def _are_rows(table, indices):
+    return (indices >= 0) & (indices < table.shape[0])
 
 
 def _forward(table, indices, deterministic):
-    return table[indices], (table, indices)
+    return look_up(table, indices, deterministic), (table, indices)
 
 
 def _backward(deterministic, residuals, grads):
@@ -45,7 +51,9 @@ def _backward(deterministic, residuals, grads):
     if deterministic:
         return _sum_by_products(table, indices, grads), None
     total = jnp.zeros(table.shape, jnp.float32)
-    total = total.at[indices].add(grads.astype(jnp.float32))
+    # JAX counts numbers below 0 from the end, and drops those beyond it.
+    indices = jnp.where(_are_rows(table, indices), indices, table.shape[0])
+    total = total.at[indices].add(grads.astype(jnp.float32), mode="drop")
     return total.astype(table.dtype), None
 
 
