@@ -6,11 +6,13 @@ import os
 import sys
 import types
 
+import jax
 import pytest
 
 from tests.support import small_run
-from tests.support.benchmarks import FOLDER, load
+from tests.support.benchmarks import FOLDER, config_of, load
 from zjax.config import describe_config
+from zjax.models.build import make_model
 from zjax.observe import flops
 
 
@@ -108,6 +110,21 @@ def test_the_share_of_a_product_is_that_of_its_rate(tmp_path, monkeypatch, capsy
         work = flops.flops_per_token(config.model, 16, causal_attention=count)
         share = speed * work / found["matmul_flops"]["median"]
         assert found[name] == pytest.approx(share)
+
+
+def test_what_cannot_be_elsewhere_is_a_closed_form_of_the_model():
+    """Fails if it has other numbers than the model, or follows a plan of ours."""
+    module = load("offload_13b")
+    config = config_of(module.get_contest().contestants[0])
+    params, _ = jax.eval_shape(make_model(config).init, jax.random.key(0))
+    number = sum(x.size for x in jax.tree.leaves(params))
+    block, other = module.block_params(), module.other_params()
+    assert number == config.model.num_layers * block + other
+    # Three blocks and their gradients, embedding and head, 40 inputs and 14 numbers
+    # for each of 16 x 1024 tokens, in bfloat16.
+    by_hand = 6 * 314_639_360 + 262_809_600 + 54 * 16 * 1024 * 5120
+    assert module.least_bytes() == 2 * by_hand
+    assert config.microbatch_size * config.data.length == 16 * 1024
 
 
 @pytest.fixture

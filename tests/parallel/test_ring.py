@@ -73,33 +73,45 @@ def test_keys_go_round_once_and_come_home_with_their_gradients(causal):
     )
 
 
-def permuted(function, dtype):
-    """Dtypes of what goes round, in a program of q, k and v before it is compiled."""
+def program_of(function, dtype):
+    """A program of q, k and v before it is compiled."""
     q, k, v, _ = (jnp.asarray(x, dtype) for x in small.make_arrays())
     with jax.set_mesh(small.make_mesh(sequence=4)):
-        text = str(jax.make_jaxpr(function)(q, k, v))
-    return re.findall(r"(\w+)\[[\d,]*\] = ppermute", text)
+        return str(jax.make_jaxpr(function)(q, k, v))
+
+
+def permuted(program):
+    """Dtypes of what goes round."""
+    return re.findall(r"(\w+)\[[\d,]*\] = ppermute", program)
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_gradients_go_round_in_float32(causal):
-    """Fails if gradients of keys and values are rounded at each of the devices."""
+def test_sums_are_float32_and_go_round_so(causal):
+    """Fails if averages or gradients are rounded at each of the devices, or what the
+    backward pass knows of each query is rounded at all."""
 
     def total(q, k, v):
         return jnp.sum(make_ring(causal=causal)(q, k, v), dtype=jnp.float32)
 
-    found = permuted(jax.grad(total, (0, 1, 2)), jnp.bfloat16)
-    assert sorted(found) == ["bf16"] * (2 * 3 + 2 * 3) + ["f32"] * (2 * 4)
+    program = program_of(jax.grad(total, (0, 1, 2)), jnp.bfloat16)
+    assert sorted(permuted(program)) == ["bf16"] * (2 * 3 + 2 * 3) + ["f32"] * (2 * 4)
+    held = re.findall(r"(.*) = optimization_barrier", program)
+    heads = rf"(\w+)\[[\d,]*,{small.HEADS},{small.SIZE}\]"
+    assert {x for line in held for x in re.findall(heads, line)} == {"f32"}
+    of_queries = f"[{small.ROWS},{small.LENGTH},{small.HEADS}]"
+    assert f"f32{of_queries}" in program
+    assert f"bf16{of_queries}" not in program
 
 
 def test_averages_that_a_policy_keeps_send_no_keys_again():
     """Fails if a block that keeps what attention returns goes round once more."""
+    policy = remat.keeps("attention")
 
     def total(q, k, v):
-        block = jax.checkpoint(make_ring(causal=True), policy=remat.keeps("attention"))
-        return jnp.sum(block(q, k, v))
+        return jnp.sum(jax.checkpoint(make_ring(causal=True), policy=policy)(q, k, v))
 
-    assert len(permuted(jax.grad(total, (0, 1, 2)), jnp.float32)) == 2 * (3 + 3 + 4)
+    program = program_of(jax.grad(total, (0, 1, 2)), jnp.float32)
+    assert len(permuted(program)) == 2 * (3 + 3 + 4)
 
 
 def test_every_step_after_the_first_costs_two_chunks_by_one():
