@@ -20,6 +20,7 @@ from zjax.models import adapter
 from zjax.models.generate import generate
 from zjax.offload.init import init_layer_by_layer
 from zjax.offload.inputs import waiting_inputs
+from zjax.ops.promotion import promoting
 from zjax.optim.build import make_optimizer
 from zjax.optim.matrices import named_params
 from zjax.optim.per_layer import respect_layers
@@ -131,9 +132,10 @@ def initialize(
             shards; a pair of plain functions `(init, apply)`, or `(params, apply)`; a
             dict of several; or a `zjax.Model`.
         tx: Optax gradient transformation, used as it is: add
-            `optax.clip_by_global_norm` to clip. Layers stored in one array, named
-            `layers`, are updated as if each had its own. None makes the one of
-            `config.optimizer`.
+            `optax.clip_by_global_norm` to clip. Its masks and labels are for nested
+            dicts, or made from `nnx.state(module, nnx.Param)`. Layers stored in one
+            array, named `layers`, are updated as if each had its own. None makes the
+            one of `config.optimizer`.
         loss_fn: `loss_fn(model, batch, key)` returns the mean loss, or `(loss, weight,
             metrics)`. A key of None means evaluation. None for a `zjax.Model`.
         batch: A global batch or its ShapeDtypeStructs; its first dim takes the place of
@@ -194,17 +196,23 @@ def initialize(
         remedy = "give loss_fn(model, batch, key), or a zjax.Model that has its own"
         name = getattr(loss_fn, "__name__", None)
         raise ModelError(Problem("loss_fn", name, given, remedy))
+    given = model
     if loss_fn is not None:
         model = adapter.adapt(model, loss_fn, batch, replicated=replicated)
     else:
         model = dataclasses.replace(model, entries=entries)
-    if tx is None:
-        tx = make_optimizer(config, model)
-        schedule = make_schedule(config)
-    else:
-        config = without_clipping(config)
-        tx = adopt_optimizer(tx, model, config)
-    return make_run(config, model, tx, schedule=schedule, devices=devices, batch=batch)
+    with promoting():
+        if tx is None:
+            tx = make_optimizer(config, model)
+            schedule = make_schedule(config)
+        else:
+            config = without_clipping(config)
+            if loss_fn is not None:
+                tx = adapter.adapt_optimizer(tx, given, model)
+            tx = adopt_optimizer(tx, model, config)
+        return make_run(
+            config, model, tx, schedule=schedule, devices=devices, batch=batch
+        )
 
 
 def _entries_of(model: Any, batch: Batch, replicated: Sequence[str]) -> Entries:

@@ -69,6 +69,18 @@ def penalised(model, batch, key):
     return error + 0.1 * sum(jnp.sum(w**2) for w in jax.tree.leaves(model.params))
 
 
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.Dense(WIDTH, use_bias=False)(x)
+        x = nn.BatchNorm(use_running_average=not train)(x)
+        return nn.Dense(WIDTH)(nn.Dropout(0.1, deterministic=not train)(nn.relu(x)))
+
+
+def mean_square_of_mode(model, batch, key):
+    return jnp.mean((model(batch["x"], model.train) - batch["y"]) ** 2)
+
+
 def train(model, loss_fn, stage, num_devices, tx=None):
     config = {"zero.stage": stage, "zero.min_shard_elements": 1}
     config["precision.compute_dtype"] = "float32"
@@ -95,3 +107,33 @@ def test_zero_3_on_eight_devices_equals_one(model, loss_fn):
     losses = train(model, loss_fn, 3, 8)
     np.testing.assert_allclose(losses, train(model, loss_fn, 0, 1), rtol=1e-5)
     assert losses[2] < losses[1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        pytest.param(("jax_numpy_dtype_promotion", "strict"), id="strict"),
+        pytest.param(("jax_enable_x64", True), id="x64"),
+    ],
+)
+def test_options_of_jax_leave_zero_3_equal_to_one_device(option):
+    """Fails if what is not the user's code is held to the user's strictness."""
+    name, value = option
+    before = getattr(jax.config, name)
+    jax.config.update(name, value)
+    try:
+        tx = optax.adamw(optax.cosine_decay_schedule(0.02, 10))
+        losses = train(Normed(), mean_square_of_mode, 3, 8, tx)
+        expected = train(Normed(), mean_square_of_mode, 0, 1, tx)
+    finally:
+        jax.config.update(name, before)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert losses[1] < losses[0]
+
+
+def test_strict_promotion_holds_in_the_loss_of_a_user():
+    def mixed(model, batch, key):
+        return jnp.mean(model(batch["x"])) + jnp.sum(jnp.arange(3) * jnp.ones(3))
+
+    with jax.numpy_dtype_promotion("strict"), pytest.raises(ValueError, match="strict"):
+        train(nn.Dense(WIDTH), mixed, 3, 8)

@@ -1,6 +1,7 @@
 """Any model with any loss as pure functions of parameters, state, batch and key."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import flax.linen
@@ -10,11 +11,12 @@ from flax import nnx as flax_nnx
 
 from zjax.data.entries import entries_of
 from zjax.errors import ModelError, Problem
-from zjax.models import linen, nnx, plain
+from zjax.models import linen, nnx, nnx_optimizer, plain
 from zjax.models.contract import call_loss, check_model_state, check_params, strong
 from zjax.models.metadata import names_only
 from zjax.models.part import Part, Started, combine
 from zjax.ops.keys import fold_name, loss_key
+from zjax.ops.promotion import promoting
 from zjax.sharding.placement import abstract_key
 from zjax.typing import Batch, Loss, Model, ModelState, Params
 
@@ -73,11 +75,18 @@ def adapt(
         9.0
     """
     entries = entries_of(batch, replicated=replicated)
-    with names_only():
+    promotion = jax.numpy_dtype_promotion.value
+
+    @contextlib.contextmanager
+    def user_code() -> Iterator[None]:
+        with names_only(), promoting(promotion):
+            yield
+
+    with user_code():
         part = _make_part(model, "model")
     inputs = jax.eval_shape(lambda batch: batch, batch)
 
-    @names_only()
+    @user_code()
     def start(key: jax.Array) -> Started:
         view, started = part.start(fold_name(key, "model"))
         if part.needs_calls:
@@ -90,7 +99,7 @@ def adapt(
     def init(key: jax.Array) -> tuple[Params, ModelState]:
         return start(key)[:2]
 
-    @names_only()
+    @user_code()
     def loss(
         params: Params, model_state: ModelState, batch: Batch, key: jax.Array | None
     ) -> Loss:
@@ -120,6 +129,25 @@ def adapt(
         given=given,
         entries=entries,
     )
+
+
+def adapt_optimizer(tx: Any, given: Any, model: Model) -> Any:
+    """Lets an optimizer see parameters in the form that their library gives them.
+
+    Args:
+        tx: Optax gradient transformation, for nested dicts of arrays, or with masks or
+            labels made from `nnx.state(module, nnx.Param)`.
+        given: The model as the user gave it.
+        model: The same, adapted.
+
+    Returns:
+        A transformation of nested dicts of arrays.
+    """
+    is_function = callable(given) and _init_and_apply(given)[1] is None
+    if isinstance(given, flax_nnx.Module) or is_function:
+        params, _ = jax.eval_shape(model.init, abstract_key())
+        return nnx_optimizer.accept_states(tx, given, params)
+    return tx
 
 
 def _make_part(model: Any, field: str) -> Part:

@@ -59,7 +59,7 @@ def make_part(model: Any, field: str) -> Part:
     def start(key: jax.Array) -> tuple[Any, Callable[[], Started]]:
         module = make(key)
         params, rest = _split(module)
-        started = _nest(params), _nest(rest), _nest(_logical(module))
+        started = nest(params), nest(rest), nest(_logical(module))
         module.train()
         return module, lambda: started
 
@@ -74,8 +74,8 @@ def _part_of_module(model: nnx.Module, field: str) -> Part:
     model = nnx.clone(model)
     skeleton = _skeleton(model)
     params, rest = _split(model)
-    weights = _nest(params), _nest(rest)
-    logical = _nest(_logical(model))
+    weights = nest(params), nest(rest)
+    logical = nest(_logical(model))
     is_abstract = any(map(_is_abstract, jax.tree.leaves(weights)))
 
     def start(key: jax.Array) -> tuple[Any, Callable[[], Started]]:
@@ -95,6 +95,13 @@ def _part_of_module(model: nnx.Module, field: str) -> Part:
         model_state=_model_state,
         given=given,
     )
+
+
+def module_of(model: Any) -> nnx.Module:
+    """The module that a user gave, or an abstract one where a function makes it."""
+    if isinstance(model, nnx.Module):
+        return model
+    return nnx.eval_shape(_check_factory(model, "model"), abstract_key())
 
 
 def _check_factory(model: Any, field: str) -> Callable[[jax.Array], Any]:
@@ -155,7 +162,7 @@ def _split(module: nnx.Module) -> tuple[Flat, Flat]:
     nnx.pop(module, nnx.Intermediate)
     _mark_arrays(module)
     _, params, _, rest = nnx.split(module, nnx.Param, nnx.RngState, ...)
-    return _values(params), _values(rest)
+    return values_of(params), values_of(rest)
 
 
 def _mark_arrays(module: nnx.Module) -> None:
@@ -167,7 +174,8 @@ def _mark_arrays(module: nnx.Module) -> None:
                     setattr(node, name, nnx.data(value))
 
 
-def _values(state: Any) -> Flat:
+def values_of(state: Any) -> Flat:
+    """The arrays of a state of NNX by path."""
     return {
         path: x.get_value() if isinstance(x, nnx.Variable) else x
         for path, x in nnx.to_flat_state(state)
@@ -192,8 +200,8 @@ def _resume(
     key: jax.Array | None,
 ) -> Any:
     base = jax.random.key(0) if key is None else key
-    flat = {path: _at(params, path) for path in skeleton.params}
-    flat |= {path: _at(model_state, path) for path in skeleton.rest}
+    flat = {path: at_path(params, path) for path in skeleton.params}
+    flat |= {path: at_path(model_state, path) for path in skeleton.rest}
     for path, (kind, shape) in skeleton.streams.items():
         flat[path] = _seed(base, path, kind, shape)
     module = nnx.merge(skeleton.graphdef, nnx.from_flat_state(list(flat.items())))
@@ -215,10 +223,11 @@ def _seed(
 
 def _model_state(module: Any) -> ModelState:
     _, rest = _split(module)
-    return _nest(rest)
+    return nest(rest)
 
 
-def _nest(flat: Flat) -> dict[str, Any]:
+def nest(flat: Flat) -> dict[str, Any]:
+    """Nested dicts of what has paths."""
     tree: dict[str, Any] = {}
     for path, value in flat.items():
         node = tree
@@ -228,7 +237,8 @@ def _nest(flat: Flat) -> dict[str, Any]:
     return tree
 
 
-def _at(tree: Any, path: tuple[Any, ...]) -> Any:
+def at_path(tree: Any, path: tuple[Any, ...]) -> Any:
+    """What stands in nested dicts at a path."""
     for name in path:
         tree = tree[str(name)]
     return tree

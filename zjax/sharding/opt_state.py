@@ -1,6 +1,7 @@
 """What the state of an optimizer looks like, and whether a step can drive it."""
 
 import inspect
+import textwrap
 from typing import Any
 
 import jax
@@ -22,8 +23,9 @@ def abstract_opt_state(tx: Any, params: Any) -> Any:
         A tree of ShapeDtypeStruct.
 
     Raises:
-        PlanError: The optimizer fails when it is given the gradient, the loss and the
-            loss function of one step, or its state changes shape.
+        PlanError: The optimizer fails on the parameters, or when it is given the
+            gradient, the loss and the loss function of one step, or its state changes
+            shape or dtype.
     """
 
     def update(grads: Any, state: Any, params: Any) -> Any:
@@ -36,28 +38,27 @@ def abstract_opt_state(tx: Any, params: Any) -> Any:
             value_fn=lambda p: sum(jnp.sum(x) for x in jax.tree.leaves(p)) * 1.0,
         )
 
+    name = optimizer_name(tx)
     try:
         state = jax.eval_shape(tx.init, params)
+    except Exception as error:
+        problem, remedy = "fails on the parameters", "correct what it raises"
+        raise PlanError(_failure(name, problem, error, remedy)) from error
+    try:
         updates, after = jax.eval_shape(update, params, state, params)
     except Exception as error:
-        raise PlanError(
-            Problem(
-                "optimizer",
-                optimizer_name(tx),
-                f"cannot update from one mean gradient ({_first_line(error)})",
-                "use a transformation that needs only gradient, params, value, grad "
-                "and value_fn",
-            )
-        ) from error
-    changed = _difference(state, after) or _difference(params, updates)
+        problem = "fails in an update from one mean gradient"
+        remedy = "use a transformation that needs only gradient, params, value, grad "
+        remedy += "and value_fn"
+        raise PlanError(_failure(name, problem, error, remedy)) from error
+    # An update that is added is cast to the dtype of the parameters.
+    changed = _difference(state, after) or _difference(params, updates, dtypes=False)
     if changed:
+        remedy = "use a transformation that keeps shapes and dtypes"
+        if "to float64" in changed:
+            remedy += ", and give it Python numbers, not arrays or NumPy's float64"
         raise PlanError(
-            Problem(
-                "optimizer",
-                optimizer_name(tx),
-                f"changes {changed} in an update",
-                "use a transformation that keeps shapes and dtypes",
-            )
+            Problem("optimizer", name, f"changes {changed} in an update", remedy)
         )
     return state
 
@@ -90,22 +91,27 @@ def _function_name(update: Any) -> str:
             members = (members.update,)
         if isinstance(members, tuple):
             inner += [_function_name(m) for m in members if inspect.isfunction(m)]
-    if name in ("with_extra_args_support", "per_layer"):
+    if name in ("with_extra_args_support", "per_layer", "_on_states"):
         return inner[0]
     return f"{name}({', '.join(inner)})" if inner else name
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+def _failure(name: str, problem: str, error: Exception, remedy: str) -> Problem:
+    text = str(error)
+    if "pytree" in text or "tree structure" in text:
+        remedy = "zjax holds parameters as nested dicts of arrays: give masks and "
+        remedy += "labels that form, as nnx.to_pure_dict(mask) has"
+    cause = textwrap.shorten(f"{type(error).__name__}: {text}", 400)
+    return Problem("optimizer", name, f"{problem} ({cause})", remedy)
 
 
-def _difference(before: Any, after: Any) -> str:
+def _difference(before: Any, after: Any, *, dtypes: bool = True) -> str:
     if jax.tree.structure(before) != jax.tree.structure(after):
         return "the structure of its state"
     pairs = zip(
         jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True
     )
     for (keys, x), y in pairs:
-        if (x.shape, x.dtype) != (y.shape, y.dtype):
+        if x.shape != y.shape or (dtypes and x.dtype != y.dtype):
             return f"{path_of(keys)} from {x.dtype}{x.shape} to {y.dtype}{y.shape}"
     return ""
