@@ -1,6 +1,7 @@
 """Only results that mean something are written, and read."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 import re
@@ -201,11 +202,12 @@ UNPUBLISHED = {
 """Claims of contests that nothing was measured of."""
 
 
+@functools.cache
 def contest_rows():
-    for path in sorted(FOLDER.parent.glob("*.py")):
-        if "def get_contest(" in path.read_text():
-            for row in load_contest(path).rows:
-                yield path.name, row
+    """Every row with the file of its contest."""
+    paths = sorted(FOLDER.parent.glob("*.py"))
+    contests = [path for path in paths if "def get_contest(" in path.read_text()]
+    return [(path.name, row) for path in contests for row in load_contest(path).rows]
 
 
 def test_every_contest_has_its_rows():
