@@ -109,3 +109,13 @@ def test_bars_of_a_contest_are_speed_and_memory(tmp_path, drawn):
     (whisker,) = left.collections[0].get_segments()[:1]
     np.testing.assert_allclose(whisker[:, 0], [39_000, 42_000])
     assert [label.get_text() for label in left.get_yticklabels()] == ["ours", "theirs"]
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 1e308])
+def test_a_number_that_no_axis_shows_leaves_a_gap(value, tmp_path, drawn):
+    """Fails if Matplotlib ends the run over the picture of it."""
+    rows = [*history(20), {"step": 21, "loss": value, "tokens_per_second": value}]
+    plot_run(rows, tmp_path / "run.png", title="a run")
+    _, lower = drawn[0].axes
+    assert lower.get_title(loc="right") == "median 1,010 tokens/s"
+    assert np.isnan(lower.lines[0].get_ydata()[-1])

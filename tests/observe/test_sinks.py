@@ -243,3 +243,50 @@ def test_a_missing_wandb_is_found_in_every_process(tmp_path, monkeypatch):
     for use in (lambda: check_sinks(config), lambda: make_sinks(config, tmp_path)):
         with pytest.raises(ConfigError, match="pip install wandb, or leave it out"):
             use()
+
+
+DAMAGE = {
+    "cut-in-the-middle": b'{"step": 3, "lo',
+    "no-object": b"[3]",
+    "no-step": b'{"loss": 1.0}',
+    "step-as-text": b'{"step": "3", "loss": 1.0}',
+    "step-beyond": b'{"step": 4611686018427387904, "loss": 1.0}',
+    "value-as-list": b'{"step": 3, "loss": [1.0]}',
+    "nested": b"[" * 10**5,
+    "long": b"x" * 10**6,
+    "no-text": b"\xff\xfe\x00",
+    "many-digits": b'{"step": 3, "loss": ' + b"9" * 5000 + b"}",
+}
+
+
+@pytest.mark.parametrize("line", DAMAGE.values(), ids=DAMAGE)
+@pytest.mark.parametrize("name", ["jsonl", "csv"])
+def test_a_damaged_line_costs_no_other(name, line, tmp_path, caplog):
+    """Fails if what follows it is lost, or the file is rewritten without a copy."""
+    write(name, tmp_path, [(n, {"loss": 1.0}) for n in (1, 2, 4)])
+    path = tmp_path / {"jsonl": HISTORY, "csv": "metrics.csv"}[name]
+    lines = path.read_bytes().splitlines()
+    damaged = b"\n".join([*lines[:-1], line, lines[-1], b""])
+    path.write_bytes(damaged)
+    with caplog.at_level("WARNING", logger="absl"):
+        write(name, tmp_path, [(5, {"loss": 2.0})], last_step=4)
+    assert steps_on_disk(name, tmp_path) == [1, 2, 4, 5]
+    assert (tmp_path / f"{path.name}.damaged").read_bytes() == damaged
+    assert caplog.messages == [
+        f"{path}: 1 lines cannot be read; the file as it was is {path.name}.damaged"
+    ]
+
+
+def test_reading_a_damaged_history_says_so(tmp_path, caplog):
+    write("jsonl", tmp_path, [(1, {"loss": 1.0})])
+    path = tmp_path / HISTORY
+    path.write_text("null\n" + path.read_text())
+    with caplog.at_level("WARNING", logger="absl"):
+        assert read_history(path) == [{"step": 1, "loss": 1.0}]
+    assert caplog.messages == [f"{path}: 1 lines cannot be read"]
+
+
+def test_a_history_that_never_ends_is_not_read(tmp_path):
+    (tmp_path / HISTORY).symlink_to("/dev/zero")
+    with pytest.raises(OutputError, match="it is no file of up to"):
+        write("jsonl", tmp_path, [(2, {"loss": 1.0})], last_step=1)

@@ -4,6 +4,7 @@ from zjax.observe.collectives import Collective, list_collectives
 from zjax.observe.communication import describe_communication, zero_volume
 from zjax.observe.directory import check_directory
 from zjax.observe.flops import describe_flops, flops_per_token, num_params, peak_flops
+from zjax.observe.history import read_history
 from zjax.observe.metrics import LateMetrics
 from zjax.observe.plot import (
     ContestBar,
@@ -14,7 +15,7 @@ from zjax.observe.plot import (
 from zjax.observe.progress import Progress
 from zjax.observe.recompile import CompileReport
 from zjax.observe.report import describe_machine
-from zjax.observe.sinks import Sink, check_sinks, make_sinks, read_history
+from zjax.observe.sinks import Sink, check_sinks, make_sinks
 from zjax.observe.throughput import Throughput, make_throughput
 from zjax.observe.trace import Trace
 

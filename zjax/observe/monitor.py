@@ -10,9 +10,10 @@ import jax
 from zjax.config.schema import Config
 from zjax.observe import plot
 from zjax.observe.directory import writing
+from zjax.observe.history import HISTORY, read_history
 from zjax.observe.metrics import LateMetrics
 from zjax.observe.recompile import CompileReport
-from zjax.observe.sinks import HISTORY, make_sinks, read_history
+from zjax.observe.sinks import make_sinks
 from zjax.observe.skipped import SkippedSteps
 from zjax.observe.throughput import Throughput, make_throughput
 from zjax.observe.trace import Trace

@@ -17,6 +17,8 @@ from zjax.sharding.memory import StageBytes
 BLUE, ORANGE, GREEN, GRAY = "#3366aa", "#dd7722", "#339977", "#888888"
 """What parts of a whole, or curves, are drawn in."""
 _LEAST_FOR_AVERAGE = 50
+_MOST_SHOWN = 1e30
+"""Beyond, Matplotlib cannot place the numbers at an axis."""
 _STAGES = (
     "stage 0\nnothing split",
     "stage 1\noptimizer state",
@@ -72,11 +74,11 @@ def plot_run(
         upper.legend(frameon=False)
     steps, speeds = _curve(history, "tokens_per_second")
     lower.plot(steps, speeds, color=GREEN, linewidth=1.2)
-    if len(speeds):
-        median = float(np.median(speeds))
+    if np.isfinite(speeds).any():
+        median = float(np.nanmedian(speeds))
         lower.axhline(median, color=GRAY, linestyle="--", linewidth=1, zorder=1)
         lower.set_title(f"median {median:,.0f} tokens/s", fontsize=9, loc="right")
-        lower.set_ylim(0, 1.2 * max(speeds))
+        lower.set_ylim(0, 1.2 * float(np.nanmax(speeds)))
     lower.set_ylabel("tokens/s")
     lower.set_xlabel("step")
     lower.yaxis.set_major_formatter("{x:,.10g}")
@@ -202,8 +204,11 @@ def _draw_loss(axes: Any, steps: np.ndarray, losses: np.ndarray) -> None:
 def _curve(
     history: Sequence[Mapping[str, int | float]], label: str
 ) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values; what no axis can show is NaN, which leaves a gap."""
     points = [(row["step"], row[label]) for row in history if label in row]
-    return np.array([x for x, _ in points]), np.array([y for _, y in points])
+    values = np.array([y for _, y in points], float)
+    shown = np.where(np.abs(values) <= _MOST_SHOWN, values, np.nan)
+    return np.array([x for x, _ in points]), shown
 
 
 def _unit(num_bytes: float) -> tuple[str, float]:

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import pathlib
+import shutil
 import socket
 import time
 import uuid
@@ -16,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+from absl import logging
 from tensorboardX.proto import event_pb2
 from tensorboardX.record_writer import RecordWriter
 from tensorboardX.summary import scalar
@@ -23,10 +25,9 @@ from tensorboardX.summary import scalar
 from zjax.config.schema import Config
 from zjax.errors import ConfigError, Problem
 from zjax.observe.directory import check_directory, writing
+from zjax.observe.history import HISTORY, Table, read_csv, read_json_lines
 from zjax.observe.progress import Progress
-
-HISTORY = "metrics.jsonl"
-"""Name of the JSON lines file under a run's directory."""
+from zjax.reading import read_text
 
 _FLUSH_SECONDS = 10
 _EVENTS: Any = event_pb2  # its classes are made when it is imported
@@ -109,13 +110,14 @@ class JsonLines:
     Args:
         path: The file.
         last_step: Lines of later steps, and a line cut short, are dropped first; 0
-            drops all.
+            drops all. Where lines are damaged, a copy of the file is kept.
     """
 
     def __init__(self, path: pathlib.Path, *, last_step: int = 0) -> None:
         self._path = path
         with writing(path):
-            rows = read_history(path) if last_step else []
+            rows, num_damaged = read_json_lines(path) if last_step else ([], 0)
+            _put_aside(path, num_damaged)
             kept = [row for row in rows if row["step"] <= last_step]
             _replace(path, "".join(map(_json_line, kept)))
             self._file = path.open("a", encoding="utf-8")
@@ -132,41 +134,22 @@ class JsonLines:
             self._file.close()
 
 
-def read_history(path: str | os.PathLike[str]) -> list[dict[str, int | float]]:
-    """Reads what `JsonLines` wrote.
-
-    Args:
-        path: The file; a missing one is an empty history.
-
-    Returns:
-        One dict per line, with "step" as an int and all else as floats. A line that was
-        cut short, and what follows it, is left out.
-    """
-    rows: list[dict[str, int | float]] = []
-    for line in _whole_lines(pathlib.Path(path)):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            break
-        step = row.pop("step")
-        rows.append({"step": step, **{name: float(x) for name, x in row.items()}})
-    return rows
-
-
 class Csv:
     """One table; a new label adds a column at the right.
 
     Args:
         path: The file.
-        last_step: Rows of later steps are dropped first; 0 drops all.
+        last_step: Rows of later steps are dropped first; 0 drops all. Where rows are
+            damaged, a copy of the file is kept.
     """
 
     def __init__(self, path: pathlib.Path, *, last_step: int = 0) -> None:
         self._path = path
         with writing(path):
-            rows = _read_csv(path) if last_step else []
-            kept = [row for row in rows if int(row["step"]) <= last_step]
-            self._columns = list(kept[0]) if kept else ["step"]
+            found = read_csv(path) if last_step else Table(["step"], [], 0)
+            _put_aside(path, found.num_damaged)
+            kept = [row for row in found.rows if int(row["step"]) <= last_step]
+            self._columns = found.columns if kept else ["step"]
             self._rewrite(kept)
 
     def write(self, step: int, values: Mapping[str, int | float]) -> None:
@@ -176,7 +159,7 @@ class Csv:
             if new:
                 self._file.close()
                 self._columns += new
-                self._rewrite(_read_csv(self._path))
+                self._rewrite(read_csv(self._path).rows)
             self._writer.writerow({"step": step, **values})
             self._file.flush()
 
@@ -254,10 +237,11 @@ class WeightsAndBiases:
         with writing(identity):
             if not last_step or not identity.exists():
                 identity.write_text(uuid.uuid4().hex)
+            known = _identity(identity)
         self._run = wandb.init(
             project="zjax",
             name=directory.name,
-            id=identity.read_text(),
+            id=known,
             resume="allow",
             dir=str(directory),
             config=dataclasses.asdict(config),
@@ -280,13 +264,21 @@ def _json_line(row: Mapping[str, int | float]) -> str:
     return json.dumps(finite, allow_nan=False) + "\n"
 
 
-def _read_csv(path: pathlib.Path) -> list[dict[str, str]]:
-    return list(csv.DictReader(_whole_lines(path)))
+def _identity(path: pathlib.Path) -> str:
+    try:
+        return read_text(path)
+    except ValueError as error:
+        problem, remedy = f"cannot go on ({path.name}: {error})", "remove that file"
+        raise ConfigError(Problem("observe.sinks", "wandb", problem, remedy)) from error
 
 
-def _whole_lines(path: pathlib.Path) -> list[str]:
-    text = path.read_text("utf-8") if path.exists() else ""
-    return text[: text.rfind("\n") + 1].splitlines()
+def _put_aside(path: pathlib.Path, num_damaged: int) -> None:
+    """Keeps a file of which not all can be read as it is, before it is rewritten."""
+    if num_damaged:
+        copy = path.with_name(f"{path.name}.damaged")
+        shutil.copyfile(path, copy)
+        said = "%s: %d lines cannot be read; the file as it was is %s"
+        logging.warning(said, path, num_damaged, copy.name)
 
 
 def _replace(path: pathlib.Path, text: str) -> None:
