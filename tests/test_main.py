@@ -99,6 +99,7 @@ def test_two_processes_stop_together_on_a_signal(tmp_path, settings, alone):
         time.sleep(0.01)
     program.send_signal(signal.SIGTERM)
     out, _ = program.communicate(timeout=120)
+    assert program.returncode == 143, out
     steps = [int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir()]
     assert f"stopped at step {max(steps)}" in out
     told = small_run.losses(tmp_path / "run")

@@ -129,7 +129,11 @@ def meet(config: Config) -> Iterator[processes.ProcessInfo]:
 
 
 def train() -> None:
-    """Trains as the config says, alone or with the other processes of the run."""
+    """Trains as the config says, alone or with the other processes of the run.
+
+    A run that was stopped before its end has exit status 143 (SIGTERM) or 130 (Ctrl-C),
+    so that no scheduler takes it for finished.
+    """
     config = config_flags.config_from_flags()
     with meet(config) as info, processes.hold(config.directory):
         several = info.num_processes > 1
@@ -144,6 +148,8 @@ def train() -> None:
         if text and info.process_id == 0:
             print(f"sample:\n{text}")
         trainer.close()
+    if trainer.exit_status:
+        sys.exit(trainer.exit_status)
 
 
 def plan_command(words: Sequence[str]) -> str:

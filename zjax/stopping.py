@@ -4,7 +4,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,8 +16,51 @@ from zjax.errors import CheckpointError
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+class Stop:
+    """Whether a run was asked to stop."""
+
+    def __init__(self):
+        self._caught: list[int] = []
+
+    def __call__(self, step: int) -> bool:
+        """Asked before each step, by all processes of a run, which agree on it.
+
+        Args:
+            step: Steps taken.
+
+        Returns:
+            Whether to stop here.
+        """
+        if jax.process_count() > 1:
+            return multihost_utils.reached_preemption_sync_point(step)
+        return bool(self._caught)
+
+    @property
+    def exit_status(self) -> int:
+        """What a program that was stopped ends with: 128 plus the signal's number."""
+        # Where there are many processes the runtime catches SIGTERM itself.
+        return 128 + (self._caught or [signal.SIGTERM])[0]
+
+    def note(self, number: int, frame: Any) -> None:
+        """Handles a signal.
+
+        Args:
+            number: Of the signal.
+            frame: Where it came.
+
+        Raises:
+            KeyboardInterrupt: At the second Ctrl-C.
+        """
+        if self._caught and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._caught.append(number)
+        if jax.process_count() > 1:  # the runtime listens to this one
+            os.kill(os.getpid(), signal.SIGTERM)
+        os.write(1, b"\nstopping after this step; saving a checkpoint\n")
+
+
 @contextlib.contextmanager
-def stop_signals() -> Iterator[Callable[[int], bool]]:
+def stop_signals() -> Iterator[Stop]:
     """Turns SIGTERM and the first Ctrl-C into a question that the loop asks.
 
     Processes of one run get the signal at different moments; they agree through JAX on
@@ -26,25 +69,11 @@ def stop_signals() -> Iterator[Callable[[int], bool]]:
     Yields:
         `stopped(step)`, to be asked before each step.
     """
-    caught: list[int] = []
-
-    def note(number: int, frame: Any) -> None:
-        if caught and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        caught.append(number)
-        if jax.process_count() > 1:  # the runtime listens to this one
-            os.kill(os.getpid(), signal.SIGTERM)
-        os.write(1, b"\nstopping after this step; saving a checkpoint\n")
-
-    def stopped(step: int) -> bool:
-        if jax.process_count() > 1:
-            return multihost_utils.reached_preemption_sync_point(step)
-        return bool(caught)
-
+    stopped = Stop()
     numbers = (signal.SIGINT,) if jax.process_count() > 1 else SIGNALS
     if threading.current_thread() is not threading.main_thread():
         numbers = ()
-    before = {number: signal.signal(number, note) for number in numbers}
+    before = {number: signal.signal(number, stopped.note) for number in numbers}
     try:
         yield stopped
     finally:

@@ -1,7 +1,5 @@
 """A whole run: loader, steps, evaluation, checkpoints and what is shown of them."""
 
-import dataclasses
-import math
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +21,7 @@ from zjax.models.build import make_model
 from zjax.nonfinite import arrays_told, find_nonfinite
 from zjax.observe.directory import check_directory
 from zjax.observe.monitor import Callback, Monitor
+from zjax.observe.progress import describe_end
 from zjax.observe.sinks import check_sinks
 from zjax.ops import float8
 from zjax.optim.build import make_optimizer
@@ -33,7 +32,7 @@ from zjax.processes.lock import hold
 from zjax.propose import choose_mesh
 from zjax.resume import check_newest, first_step, report_changes
 from zjax.sharding.describe import describe_plan, describe_plan_totals
-from zjax.sharding.mesh import BATCH_AXES, mesh_sizes
+from zjax.sharding.mesh import with_batch_sizes
 from zjax.stopping import finishing, stop_signals
 from zjax.train.average import check_average, choose_part, parts_of, with_part
 from zjax.train.state import TrainState, saved_rows, saved_state
@@ -99,7 +98,7 @@ class Trainer:
             float8.check_device(devices[0])
         check_sinks(config)
         check_directory(config.directory)
-        self.config = _resolved(config, len(devices))
+        self.config = with_batch_sizes(config, len(devices))
         self._batches, self._evaluation_batches = batches, evaluation_batches
         self._is_language_model = model is None
         self._callbacks = callbacks
@@ -130,6 +129,7 @@ class Trainer:
         self._evaluation = self._make_evaluation()
         if self._evaluation:
             check_average(self.state, self.run.plan)
+        self.exit_status = 0
         self._evaluated = -1, 0.0
 
     @property
@@ -139,6 +139,9 @@ class Trainer:
 
     def fit(self) -> TrainState:
         """Trains to `num_steps`, or until a signal asks to stop; saves either way.
+
+        Afterwards `exit_status` is 0 where all steps are taken, and 128 plus the number
+        of the signal where it was stopped: 143 for SIGTERM, 130 for Ctrl-C.
 
         Returns:
             The last state.
@@ -205,7 +208,11 @@ class Trainer:
             problem = f"end after step {step} of num_steps={config.num_steps}"
             raise DataError(Problem("batches", "given", problem, remedy))
         picture = monitor.save_plot()
-        self._say_end(step, picture)
+        self.exit_status = 0 if step >= config.num_steps else stopped.exit_status
+        if jax.process_index() == 0:
+            skipped, latest = int(self.state.num_skipped), self.store.latest()
+            saved_at = self.store.directory / str(latest)
+            print(describe_end(step, config.num_steps, skipped, saved_at, picture))
         return self.state
 
     def evaluate(self, part: str = "auto") -> dict[str, float]:
@@ -364,19 +371,6 @@ class Trainer:
             return 0
         return self.config.global_batch_size * self.config.data.length
 
-    def _say_end(self, step: int, picture: pathlib.Path | None) -> None:
-        if jax.process_index():
-            return
-        done = step >= self.config.num_steps
-        skipped = int(self.state.num_skipped)
-        note = f", {skipped} of them skipped" if skipped else ""
-        print(f"{'done' if done else 'stopped'} at step {step}{note}")
-        print(f"checkpoint: {self.store.directory / str(self.store.latest())}")
-        if picture is not None:
-            print(f"picture: {picture}")
-        if not done:
-            print("run the same command again to go on")
-
 
 def _mismatches(model: Any, batches: Any, config: Config) -> list[Problem]:
     problems = []
@@ -392,13 +386,6 @@ def _mismatches(model: Any, batches: Any, config: Config) -> list[Problem]:
         remedy = "give the batches that its loss reads"
         problems.append(Problem("batches", None, "leave the model no data", remedy))
     return problems
-
-
-def _resolved(config: Config, num_devices: int) -> Config:
-    """Fills in the batch sizes that a config leaves open."""
-    sizes = mesh_sizes(config.mesh, num_devices)
-    batch = resolve_batch(config, math.prod(sizes[axis] for axis in BATCH_AXES))
-    return dataclasses.replace(config, **dataclasses.asdict(batch))
 
 
 def _is_due(step: int, every: int) -> bool:

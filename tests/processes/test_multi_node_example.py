@@ -43,6 +43,36 @@ def test_the_job_starts_as_many_pods_as_meet():
     assert f"coordinator={host}:" in command
 
 
+def test_the_job_replaces_pods_that_were_stopped():
+    """Fails if Kubernetes takes a run that SIGTERM stopped for finished."""
+    _, job = yaml.safe_load_all((EXAMPLE / "kubernetes.yaml").read_text())
+    assert job["spec"]["template"]["spec"]["restartPolicy"] == "Never"
+    (rule,) = job["spec"]["podFailurePolicy"]["rules"]
+    assert rule == {
+        "action": "Ignore",
+        "onPodConditions": [{"type": "DisruptionTarget"}],
+    }
+
+
+@pytest.mark.parametrize(("status", "requeued"), [(0, ""), (1, ""), (143, "requeue 7")])
+def test_slurm_queues_a_stopped_run_again(tmp_path, status, requeued):
+    """Stand-ins for srun, which ends with a status, and for scontrol."""
+    write_script(tmp_path / "srun", f"exit {status}")
+    write_script(tmp_path / "scontrol", 'printf "%s " "$@"')
+    done = subprocess.run(
+        ["bash", EXAMPLE / "zjax.sbatch"],
+        env={
+            "PATH": f"{tmp_path}:/usr/bin:/bin",
+            "SLURM_JOB_ID": "7",
+            "SLURM_SUBMIT_DIR": str(tmp_path),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.strip()) == (status, requeued)
+
+
 def test_mpirun_passes_each_process_its_number(tmp_path):
     """A stand-in for mpirun runs the command twice, and one for zjax shows it."""
     write_script(

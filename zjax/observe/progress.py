@@ -2,6 +2,7 @@
 
 import datetime
 import math
+import pathlib
 from collections.abc import Mapping
 
 from rich.console import Console, Group
@@ -25,6 +26,41 @@ _SHOWN = {
 }
 _ON_BAR = ("loss", "tokens_per_second", "mfu", "mfu_full_attention", "step_seconds")
 _HIDDEN = ("consumed_tokens", "weight", "loss_scale_spent")
+
+
+def describe_end(
+    step: int,
+    num_steps: int,
+    num_skipped: int,
+    checkpoint: pathlib.Path,
+    picture: pathlib.Path | None,
+) -> str:
+    """Says how a run ended, and where its results are.
+
+    Args:
+        step: Steps taken.
+        num_steps: Steps of the whole run.
+        num_skipped: Steps that were not applied.
+        checkpoint: The last one.
+        picture: Of its losses; None where none was drawn.
+
+    Returns:
+        Lines of text.
+
+    Example:
+        >>> print(describe_end(8, 8, 0, pathlib.Path("runs/a/checkpoints/8"), None))
+        done at step 8
+        checkpoint: runs/a/checkpoints/8
+    """
+    is_done = step >= num_steps
+    note = f", {num_skipped} of them skipped" if num_skipped else ""
+    lines = [f"{'done' if is_done else 'stopped'} at step {step}{note}"]
+    lines.append(f"checkpoint: {checkpoint}")
+    if picture is not None:
+        lines.append(f"picture: {picture}")
+    if not is_done:
+        lines.append("run the same command again to go on")
+    return "\n".join(lines)
 
 
 class Progress:

@@ -14,7 +14,7 @@ import threading
 import time
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from typing import IO
+from typing import Any
 
 from zjax.config import schema
 from zjax.errors import Problem
@@ -29,6 +29,8 @@ _CAUSE_SECONDS = 5
 _STOP_SECONDS = 10
 """How long the others may take to stop."""
 _LINES_KEPT = 200
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""Exit codes of processes that saved and ended because they were told to stop."""
 _LOOPBACK = "127.0.0.1"
 """Processes of one host meet where no other host can reach them."""
 
@@ -69,8 +71,9 @@ def supervise(command: Sequence[str], num_processes: int = 0) -> int:
             here; 0 runs one, which keeps the identity that its scheduler gave it.
 
     Returns:
-        0 if all ended well; otherwise the exit code of a failed one, 128 plus the
-        signal if it was killed.
+        0 if all ended well; 143 or 130 if they were stopped by SIGTERM or SIGINT before
+        their end; otherwise the exit code of a failed one, 128 plus the signal if it
+        was killed.
     """
     since = time.time()
     with tempfile.TemporaryDirectory(prefix="zjax-") as watched, _hold_port() as port:
@@ -155,12 +158,13 @@ _printing = threading.Lock()
 """Streams of Python lose lines that two threads write at once."""
 
 
-def _copy(source: IO[str], sink: IO[str], label: str, kept: collections.deque) -> None:
-    for line in source:
-        kept.append(line)
-        with _printing:
-            sink.write(label + line)
-            sink.flush()
+def _copy(source: Any, sink: Any, label: str, kept: collections.deque) -> None:
+    with source:
+        for line in source:
+            kept.append(line)
+            with _printing:
+                sink.write(label + line)
+                sink.flush()
 
 
 @contextlib.contextmanager
@@ -190,16 +194,17 @@ def _watch(
     """Waits until all have ended well or were told to stop, or until one has died."""
     while True:
         codes = [child.process.poll() for child in children]
-        if any(codes) and not passed_on:
-            break
         ended = [code for code in codes if code is not None]
+        failed = [code for code in ended if _has_failed(code)]
+        if failed and not passed_on:
+            break
         if len(ended) == len(children):
-            return max(map(_exit_code, ended))
+            return max(map(_exit_code, failed or ended))
         time.sleep(_POLL_SECONDS)
     end, members = _find_cause(children, watched, since)
-    failed = [child for child in children if child.process.returncode]
-    blamed = [child for child in failed if child.process_id == end.process_id]
-    code = _exit_code((blamed or failed)[0].process.returncode)
+    dead = [child for child in children if _has_failed(child.process.returncode)]
+    blamed = [child for child in dead if child.process_id == end.process_id]
+    code = _exit_code((blamed or dead)[0].process.returncode)
     _stop(children)
     print(describe_end(end, members.get(end.process_id)), file=sys.stderr, flush=True)
     return code
@@ -213,7 +218,7 @@ def _find_cause(
     while True:
         members = roster.read_members(watched)
         for child in children:
-            if child.process.poll():
+            if _has_failed(child.process.poll()):
                 _note_end(child, members.get(child.process_id), watched, since)
         shared = {roster.shared_place(m.directory) for m in members.values()}
         paths = [watched, *shared]
@@ -260,6 +265,11 @@ def _stop(children: Sequence[_Child]) -> None:
             child.process.wait()
         for copier in child.copiers:
             copier.join(timeout=1)
+
+
+def _has_failed(code: int | None) -> bool:
+    """Whether a child has ended, and neither well nor because it was told to stop."""
+    return code not in (None, 0, *STOPPED)
 
 
 def _exit_code(code: int) -> int:

@@ -3,6 +3,7 @@
 Axes of size 1 cost nothing.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from zjax.config import axes, schema
+from zjax.config.batch import resolve_batch
 from zjax.errors import ConfigError, Problem
 from zjax.typing import Device
 
@@ -23,6 +25,21 @@ ZERO_AXES = (DATA, EXPERT, SEQUENCE)
 """Axes over which ZeRO splits what would be copies; `replica` keeps whole copies."""
 
 _AUTO = (AxisType.Auto,) * len(AXES)
+
+
+def with_batch_sizes(config: schema.Config, num_devices: int) -> schema.Config:
+    """Fills in the batch sizes that a config leaves open.
+
+    Args:
+        config: A checked config.
+        num_devices: Devices of the run, 1 or more.
+
+    Returns:
+        The config with all three sizes.
+    """
+    sizes = mesh_sizes(config.mesh, num_devices)
+    batch = resolve_batch(config, math.prod(sizes[axis] for axis in BATCH_AXES))
+    return dataclasses.replace(config, **dataclasses.asdict(batch))
 
 
 def mesh_sizes(mesh: schema.Mesh, num_devices: int) -> dict[str, int]:
