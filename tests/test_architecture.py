@@ -21,7 +21,7 @@ FLOORS = (
     ("step", "stopping"),
     ("fitting", "exhausted", "nonfinite", "resume"),
     ("initialize", "pinned", "propose"),
-    ("trainer", "planning"),
+    ("trainer", "planning", "saving"),
     ("bench", "commands"),
     ("main",),
 )

@@ -32,6 +32,7 @@ from zjax.ops.padding import (
 )
 from zjax.optim.build import make_optimizer
 from zjax.optim.schedules import make_schedule
+from zjax.saving import restore, save
 from zjax.sharding import Plan, abstract_mesh, make_mesh, make_plan
 from zjax.sharding.describe import describe_plan, describe_plan_totals
 from zjax.step import Step, make_step
@@ -86,6 +87,8 @@ __all__ = [
     "make_tokenizer",
     "nnx",
     "pad_to_block_size",
+    "restore",
+    "save",
     "unpad_sequence_output",
     "wrap_batches",
 ]

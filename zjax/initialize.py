@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from zjax.checkpoint import weights
+from zjax.checkpoint import layout, weights
 from zjax.config.check import check_config
 from zjax.config.load import load_config
 from zjax.config.schema import Config
@@ -283,12 +283,14 @@ def make_run(
     Raises:
         ProcessError: Processes of the run differ in their settings or software.
         PlanError: Arrays or an optimizer that cannot be placed, or that do not fit.
-        CheckpointError: `checkpoint.init_from` does not hold this model.
+        CheckpointError: `checkpoint.init_from` does not hold this model, or two arrays
+            would have one name in a checkpoint.
     """
     mesh = meshes.make_mesh(config.mesh, devices)
     if jax.process_count() == len({x.process_index for x in mesh.devices.flat}):
         check_agreement(config)
     plan = fit_plan(config, mesh, model, tx, batch)
+    layout.name_leaves(saved_rows(plan, config))  # before training, not at a save
     shapes = abstract_batch(config, plan) if batch is None else batch
     check_room(plan, config, mesh, waiting_inputs(model, plan, config, shapes))
 

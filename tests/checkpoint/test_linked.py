@@ -13,6 +13,9 @@ from zjax.checkpoint.store import Store
 from zjax.errors import CheckpointError
 from zjax.storage.array import DiskArray
 
+NAME = "../x\n/" + 300 * "y"
+"""No path may be made of it."""
+
 
 @pytest.fixture
 def disk(tmp_path):
@@ -26,7 +29,7 @@ def make_state(disk):
     array = DiskArray.write(jax.device_put(x, row.sharding), row).block_until_ready()
     step = {"step": np.int32(3)}
     rows = states.make_rows(step)
-    return states.place(step, rows) | {"x": array}, rows | {"x": row}, x
+    return states.place(step, rows) | {NAME: array}, rows | {NAME: row}, x
 
 
 def chunks_of(path):
@@ -45,7 +48,7 @@ def test_chunks_that_are_damaged_are_not_committed(disk, tmp_path):
     store = Store(str(tmp_path / "checkpoints"))
     store.save(1, state, rows, extra={})
     store.wait()
-    flip(chunks_of(state["x"].path)[-1])  # under both names
+    flip(chunks_of(state[NAME].path)[-1])  # under both names
     with pytest.raises(CheckpointError) as error:
         store.save(2, state, rows, extra={})
         store.wait()
@@ -64,8 +67,8 @@ def test_chunks_that_are_damaged_later_are_not_restored(disk, tmp_path, damage):
     store = Store(str(tmp_path / "checkpoints"))
     store.save(1, state, rows, extra={})
     store.close()
-    np.testing.assert_array_equal(np.asarray(store.restore(rows)[0]["x"]), x)
-    first, second, *_ = chunks_of(tmp_path / "checkpoints/1/linked/x")
+    np.testing.assert_array_equal(np.asarray(store.restore(rows)[0][NAME]), x)
+    first, second, *_ = chunks_of(tmp_path / "checkpoints/1/linked")
     if damage == "flip":
         flip(first)
     else:
@@ -75,4 +78,4 @@ def test_chunks_that_are_damaged_later_are_not_restored(disk, tmp_path, damage):
     with pytest.raises(CheckpointError, match=r"checkpoint\.step=1 cannot be read"):
         jax.block_until_ready(Store(str(tmp_path / "checkpoints")).restore(rows)[0])
     (verdict,) = inspect_steps(str(tmp_path / "checkpoints"))
-    assert verdict.problem.startswith("damaged: linked/x/c/")
+    assert verdict.problem.startswith("damaged: linked/0/c/")

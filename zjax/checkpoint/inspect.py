@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from zjax.checkpoint import failures, sums
 from zjax.checkpoint import steps as directories
 from zjax.checkpoint.sums import SUMS_FILE
+from zjax.config.paths import local_path
 from zjax.sharding.describe import format_bytes, render_table
 
 WHOLE = "as it was saved"
@@ -45,7 +46,7 @@ def inspect_steps(directory: str) -> list[Verdict]:
     Raises:
         CheckpointError: There is no step.
     """
-    top = pathlib.Path(directory).expanduser().absolute()
+    top = pathlib.Path(local_path("directory", directory)).absolute()
     inside = top / "checkpoints"
     place = inside if inside.is_dir() else top
     if place.exists() and not place.is_dir():

@@ -56,13 +56,30 @@ def name_leaves(tree: Any, part: str = "") -> dict[str, Any]:
     Returns:
         A dict in the order of the leaves.
 
+    Raises:
+        CheckpointError: Two leaves have one name, as a slash in a key makes it.
+
     Example:
         >>> name_leaves({"w": [1, 2]}, part="master")
         {'master/w/0': 1, 'master/w/1': 2}
     """
     prefix = f"{part}/" if part else ""
     pairs = jax.tree_util.tree_leaves_with_path(tree)
-    return {prefix + _name(keys): leaf for keys, leaf in pairs}
+    named = {prefix + _name(keys): leaf for keys, leaf in pairs}
+    if len(named) < len(pairs):
+        raise CheckpointError(*_same_names(prefix, [keys for keys, _ in pairs]))
+    return named
+
+
+def _same_names(prefix: str, paths: Iterable[Any]) -> Iterable[Problem]:
+    seen: dict[str, Any] = {}
+    for keys in paths:
+        other = seen.setdefault(prefix + _name(keys), keys)
+        if other is not keys:
+            both = [jax.tree_util.keystr(path) for path in (other, keys)]
+            problem = f"names two arrays, {' and '.join(both)}"
+            remedy = "rename one of them, without a slash"
+            yield Problem("checkpoint", prefix + _name(keys), problem, remedy)
 
 
 def _name(keys: Any) -> str:

@@ -178,7 +178,7 @@ class Reader:
         index, path = self.index(step), self.path(step)
         own = directories.has_sums(path)
         links = path / LINKED if own else directories.old_links(path)
-        linked = {name: links / name for name in index["linked"]}
+        linked = {name: links / folder for name, folder in index["linked"].items()}
         return Saved(path / directories.STATE, index["arrays"], linked)
 
     def damaged(self, step: int, error: Exception) -> CheckpointError:
@@ -199,6 +199,7 @@ def _parse(index: Any) -> dict[str, Any]:
     if index["format"] not in _KNOWN_FORMATS:
         expected = " or ".join(map(str, _KNOWN_FORMATS))
         raise ValueError(f"format {index['format']}, expected {expected}")
+    linked = index.get("linked", {})
     return {
         "loss": index["loss"],
         "arrays": {
@@ -206,5 +207,5 @@ def _parse(index: Any) -> dict[str, Any]:
             for name, e in index["arrays"].items()
         },
         "extra": index["extra"],
-        "linked": index.get("linked", []),
+        "linked": linked if isinstance(linked, dict) else {n: n for n in linked},
     }

@@ -151,11 +151,14 @@ def at_rest(x: jax.Array, row: Row) -> Any:
     return resting if row.memory == DEVICE else jax.block_until_ready(resting)
 
 
-def link(arrays: Mapping[str, DiskArray], target: pathlib.Path) -> list[str]:
+def link(
+    arrays: Mapping[str, DiskArray], folders: Mapping[str, str], target: pathlib.Path
+) -> list[str]:
     """Gives the files of arrays a second name, without reading them.
 
     Args:
         arrays: By name, written or on their way.
+        folders: The directory of each, in `target`.
         target: A directory that is made, or shared with other processes.
 
     Returns:
@@ -166,7 +169,7 @@ def link(arrays: Mapping[str, DiskArray], target: pathlib.Path) -> list[str]:
         array.block_until_ready()
         for file in sorted(pathlib.Path(array.path).rglob("*")):
             if file.is_file():
-                new = pathlib.Path(name) / file.relative_to(array.path)
+                new = pathlib.Path(folders[name]) / file.relative_to(array.path)
                 (target / new).parent.mkdir(parents=True, exist_ok=True)
                 _link(file, target / new)
                 names.append(str(new))

@@ -8,7 +8,7 @@ are compared before it is restored.
 import json
 import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -133,12 +133,14 @@ class Store:
         }
         finite = loss is not None and math.isfinite(loss)
         on_disk = {n: x for n, x in leaves.items() if isinstance(x, DiskArray)}
+        # Names are no paths: those of users may hold dots, or be too long for a file.
+        folders = {name: str(number) for number, name in enumerate(on_disk)}
         index = {
             "format": directories.FORMAT,
             "loss": loss if finite else None,
             "arrays": {name: vars(entry) for name, entry in entries.items()},
             "extra": json.loads(json.dumps(extra)),
-            "linked": [*on_disk],
+            "linked": folders,
         }
         logical = {
             name: arrays.unpadded(leaves[name], row)
@@ -155,7 +157,7 @@ class Store:
                 directories.begin(partial)
             meet("begin")
             self._has_saved = True
-            linked = link(on_disk, partial / LINKED)
+            linked = link(on_disk, folders, partial / LINKED)
             copies = arrays.copy_to_host(logical)
             self._writing = start_writing(
                 partial,
@@ -209,12 +211,20 @@ class Store:
         if self._pinning is not None:
             self._pinning.result()
 
-    def restore(self, rows: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
+    def restore(
+        self,
+        rows: Any,
+        step: int | None = None,
+        *,
+        make_room: Callable[[], None] = lambda: None,
+    ) -> tuple[Any, dict[str, Any]]:
         """Reads a whole state, each array straight onto its shards.
 
         Args:
             rows: A tree of `Row`: any mesh, ZeRO stage, padding or memory.
             step: Which checkpoint; None for the newest.
+            make_room: Called once the files and the names are found right, before
+                arrays are read.
 
         Returns:
             The state in the structure of `rows`, and the `extra` saved with it.
@@ -231,6 +241,7 @@ class Store:
         inside = tiles.as_tiled(inside, tiles.num_tiles(expected))
         inside = layers.as_wanted(expected, inside)
         layout.check_same(expected, inside, str(self._reader.path(step)))
+        make_room()
         leaves = self._read(step, named)
         return jax.tree.unflatten(jax.tree.structure(rows), leaves), index["extra"]
 

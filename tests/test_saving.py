@@ -1,0 +1,142 @@
+"""A run of `zjax.initialize` is saved and goes on, with public names alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zjax
+
+BATCH = {
+    "x": np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32),
+    "y": np.ones((8, 16), np.float32),
+}
+
+
+def make_run(num_devices=8, *, width=8192, **zero):
+    def init(key):
+        w = jax.random.normal(key, (16, width)) / 4
+        return {"w": w, "v": {"b": jnp.zeros(width)}}
+
+    def apply(params, x):
+        return x @ params["w"] + params["v"]["b"][None]
+
+    def loss_fn(model, batch, key):
+        return jnp.mean((model(batch["x"])[:, :1] - batch["y"]) ** 2)
+
+    return zjax.initialize(
+        (init, apply),
+        optax.adam(0.01),
+        loss_fn,
+        BATCH,
+        {"zero": {"min_shard_elements": 1} | zero},
+        devices=jax.devices()[:num_devices],
+    )
+
+
+def losses(run, state, steps):
+    found = []
+    for _ in range(steps):
+        state, metrics = run.step(state, BATCH)
+        found.append(float(metrics["loss"]))
+    return found, state
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Step 2 of four under ZeRO-3, and the losses of all."""
+    directory = str(tmp_path_factory.mktemp("saved"))
+    run = make_run(stage=3)
+    first, state = losses(run, run.state, 2)
+    zjax.save(directory, state, run, extra={"epoch": 7})
+    last, _ = losses(run, state, 2)  # saving has not consumed it
+    assert last[1] < last[0] < first[0]
+    return directory, last
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "zero"),
+    [(8, {"stage": 3}), (2, {"stage": 1}), (1, {"optimizer_memory": "pinned_host"})],
+    ids=["as-saved", "others", "offloaded"],
+)
+def test_a_run_goes_on_from_what_was_saved(saved, num_devices, zero):
+    directory, expected = saved
+    run = make_run(num_devices, **zero)
+    state, extra = zjax.restore(directory, run)
+    assert (int(state.step), extra) == (2, {"epoch": 7})
+    exact = num_devices == 8
+    found, _ = losses(run, state, 2)
+    np.testing.assert_allclose(found, expected, rtol=0 if exact else 1e-5)
+
+
+def test_the_first_state_makes_room_once_the_other_is_found_right(saved):
+    """Fails if two states are held, or none is left after an error."""
+    directory, _ = saved
+    run = make_run(width=8)
+    with pytest.raises(zjax.CheckpointError, match=r"is float32\[16,8192\] in"):
+        zjax.restore(directory, run)
+    losses(run, run.state, 1)
+    run = make_run()
+    zjax.restore(directory, run, step=2)
+    assert all(x.is_deleted() for x in jax.tree.leaves(run.state.master))
+
+
+def test_old_steps_stay_unless_asked(tmp_path):
+    run = make_run()
+    state = run.state
+    for keep_last, kept in ((None, 1), (None, 2), (None, 3), (1, 1)):
+        state, _ = run.step(state, BATCH)
+        zjax.save(str(tmp_path), state, run, keep_last=keep_last)
+        assert len(list(tmp_path.iterdir())) == kept
+    with pytest.raises(zjax.CheckpointError, match="step=4 is not after step 4"):
+        zjax.save(str(tmp_path), state, run)
+
+
+def test_arguments_that_cannot_be_used(tmp_path):
+    run = make_run()
+    with pytest.raises(zjax.CheckpointError) as error:
+        zjax.save(str(tmp_path), run.state, run, extra={"x": jnp}, keep_last=0)
+    assert str(error.value) == (
+        "keep_last=0 keeps no checkpoint; use 1 or more, or None to keep all\n"
+        "extra='dict' is nothing that JSON can hold (Object of type module is not JSON "
+        "serializable); give a dict of numbers, texts, lists and dicts"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def make_named(*names):
+    def init(key):
+        params = {}
+        for name in names:
+            part = params
+            for key in name[:-1]:
+                part = part.setdefault(key, {})
+            part[name[-1]] = jnp.ones((16, 1))
+        return params
+
+    def apply(params, x):
+        return sum(x @ w for w in jax.tree.leaves(params))
+
+    def loss_fn(model, batch, key):
+        return jnp.mean((model(batch["x"]) - 1) ** 2)
+
+    return zjax.initialize((init, apply), optax.sgd(0.1), loss_fn, BATCH)
+
+
+def test_names_with_slashes_and_dots(tmp_path):
+    run = make_named(("a/b",), ("..",), ("/c", "d.e"), ("f[0]",), ("g\nh",))
+    state, _ = run.step(run.state, BATCH)
+    before = jax.tree.map(np.asarray, state.master)
+    zjax.save(str(tmp_path), state, run)
+    state, _ = zjax.restore(str(tmp_path), run)
+    jax.tree.map(np.testing.assert_array_equal, state.master, before)
+
+
+def test_two_arrays_of_one_name_are_refused_before_training():
+    with pytest.raises(zjax.CheckpointError) as error:
+        make_named(("a/b",), ("a", "b"))
+    assert str(error.value).splitlines()[0] == (
+        "checkpoint='master/a/b' names two arrays, .master['a']['b'] and "
+        ".master['a/b']; rename one of them, without a slash"
+    )

@@ -1,0 +1,116 @@
+"""Checkpoints of a run that `zjax.initialize` made: its caller has the loop."""
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from zjax.checkpoint.store import Store
+from zjax.config.convert import to_mapping
+from zjax.config.paths import local_path
+from zjax.errors import CheckpointError, Problem
+from zjax.initialize import Run
+from zjax.sharding.describe import describe_plan
+from zjax.train.state import TrainState, saved_rows, saved_state, with_params
+
+
+def save(
+    directory: str,
+    state: TrainState,
+    run: Run,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    keep_last: int | None = None,
+) -> None:
+    """Writes a checkpoint of a state, and returns once it is on disk.
+
+    Whatever devices, mesh or ZeRO stage another run has, `zjax.restore` reads it. In a
+    run of many processes all of them call this, and see the same file system.
+
+    Args:
+        directory: Where it goes, under the number of steps taken; made where missing.
+        state: Of this run, after more steps than any checkpoint there; not consumed.
+        run: Of `zjax.initialize`.
+        extra: What JSON can hold, such as the position of your data.
+        keep_last: Newest checkpoints kept, 1 or more; None keeps all.
+
+    Raises:
+        CheckpointError: It could not be written, the directory holds a later one, a
+            gradient is pending, or an argument cannot be used.
+        StateError: The state was consumed.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, optax, zjax
+        >>> def loss_fn(model, batch, key):
+        ...     return jnp.mean((model(batch["x"]) - 1.0) ** 2)
+        >>> model = lambda key: {"w": jnp.zeros((4, 1))}, lambda w, x: x @ w["w"]
+        >>> batch = {"x": jnp.ones((8, 4))}
+        >>> run = zjax.initialize(model, optax.sgd(0.1), loss_fn, batch)
+        >>> state, _ = run.step(run.state, batch)
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     zjax.save(directory, state, run, extra={"epoch": 2})
+        ...     state, extra = zjax.restore(directory, run)
+        >>> int(state.step), extra
+        (1, {'epoch': 2})
+    """
+    _check(extra, keep_last)
+    store = Store(
+        local_path("directory", directory),
+        keep_last=keep_last or sys.maxsize,
+        keep_best=0,
+    )
+    beside = {
+        "given": dict(extra or {}),
+        "config": to_mapping(run.config),
+        "plan": describe_plan(run.plan),
+        "jax": jax.__version__,
+    }
+    rows, saved = saved_rows(run.plan, run.config), saved_state(state, run.plan)
+    store.save(int(state.step), saved, rows, extra=beside)
+    store.close()
+
+
+def restore(
+    directory: str, run: Run, *, step: int | None = None
+) -> tuple[TrainState, dict[str, Any]]:
+    """Reads a checkpoint of `zjax.save`, each array straight onto its shards.
+
+    Args:
+        directory: Where it was saved.
+        run: Of the same model and optimizer, on any devices; its first state is
+            consumed, so that the devices hold one state alone.
+        step: Which checkpoint; None for the newest.
+
+    Returns:
+        The state, and the `extra` that was given.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, it is of another model or
+            optimizer, or a file is not as it was saved; `run.state` is as before.
+    """
+    rows = saved_rows(run.plan, run.config)
+
+    def make_room() -> None:
+        for leaf in jax.tree.leaves(run.state):
+            leaf.delete()
+
+    store = Store(local_path("directory", directory))
+    saved, beside = store.restore(rows, step, make_room=make_room)
+    return with_params(saved, run.plan), beside.get("given", {})
+
+
+def _check(extra: Any, keep_last: int | None) -> None:
+    problems = []
+    if keep_last is not None and keep_last < 1:
+        remedy = "use 1 or more, or None to keep all"
+        problems.append(Problem("keep_last", keep_last, "keeps no checkpoint", remedy))
+    try:
+        json.dumps(dict(extra or {}))
+    except (TypeError, ValueError) as error:
+        problem = f"is nothing that JSON can hold ({error})"
+        remedy = "give a dict of numbers, texts, lists and dicts"
+        problems.append(Problem("extra", type(extra).__name__, problem, remedy))
+    if problems:
+        raise CheckpointError(*problems)
