@@ -11,6 +11,7 @@ from tests.support import squares
 from zjax.config import schema
 from zjax.data import evaluation
 from zjax.errors import ConfigError, DataError
+from zjax.typing import Entry
 
 
 def make_config(num_batches, seed=0, **settings):
@@ -83,6 +84,16 @@ def test_batches_of_a_list_may_be_small():
     one = evaluation.wrap_evaluation(given, make_config(1), shardings)
     assert rows_of(read(one)) == list(range(8))
     assert one.description == "up to 1 batches of evaluation_batches"
+
+
+def test_arrays_without_rows_stay_whole_in_a_small_batch():
+    """Fails if a table of the loss is repeated, or its size taken for that of rows."""
+    batch = {"x": np.arange(6.0), "table": np.arange(3.0)}
+    entries = {"table": Entry((3,)), "x": Entry(("B",))}
+    parts = list(evaluation.cut_batch(batch, 8, "batch", entries))
+    assert [part.num_rows for part in parts] == [4, 2]
+    assert parts[1].batch["x"].tolist() == [4, 5] * 4
+    assert parts[1].batch["table"].tolist() == [0, 1, 2]
 
 
 def test_a_batch_that_is_too_large_is_refused():

@@ -1,6 +1,7 @@
 """Any model with any loss as pure functions of parameters, state, batch and key."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,13 @@ from flax import nnx as flax_nnx
 from zjax.data.entries import entries_of
 from zjax.errors import ModelError, Problem
 from zjax.models import linen, nnx, nnx_optimizer, plain
-from zjax.models.contract import call_loss, check_model_state, check_params, strong
+from zjax.models.contract import (
+    call_loss,
+    check_model_state,
+    check_params,
+    evaluate_loss,
+    strong,
+)
 from zjax.models.metadata import names_only
 from zjax.models.part import Part, Started, combine
 from zjax.ops.keys import fold_name, loss_key
@@ -51,7 +58,8 @@ def adapt(
         model: One of the above.
         loss_fn: `loss_fn(view, batch, key)` returns the mean loss as a scalar, or
             `(loss, weight, metrics)`: the number of units behind the mean (1 by
-            default) and a dict of scalars. A key of None means evaluation.
+            default) and a dict of scalars. A key of None means evaluation; a loss that
+            draws from it all the same gets one there that follows from the batch.
         batch: Arrays or ShapeDtypeStructs; only shapes and dtypes are read. Batches to
             come must have the same arrays, of any number of rows.
         replicated: Paths of arrays that hold no rows, such as a table of class weights:
@@ -104,8 +112,8 @@ def adapt(
         params: Params, model_state: ModelState, batch: Batch, key: jax.Array | None
     ) -> Loss:
         if key is None:
-            view = part.resume(params, model_state, None)
-            value, weight, metrics = call_loss(loss_fn, view, batch, None)
+            view = functools.partial(part.resume, params, model_state, None)
+            value, weight, metrics = evaluate_loss(loss_fn, view, batch)
             return Loss(value, weight, model_state, metrics)
         view = part.resume(params, model_state, fold_name(key, "model"))
         value, weight, metrics = call_loss(loss_fn, view, batch, loss_key(key))

@@ -6,8 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 
 from zjax.errors import ModelError, Problem
+from zjax.ops.keys import key_of
 from zjax.sharding.placement import path_of
 from zjax.typing import Batch, Metrics, ModelState, Params
 
@@ -47,6 +49,41 @@ def call_loss(
     metrics = {name: jnp.asarray(x, jnp.float32) for name, x in metrics.items()}
     weight = jax.lax.stop_gradient(jnp.asarray(weight, jnp.float32))
     return jnp.asarray(value, jnp.float32), weight, metrics
+
+
+def evaluate_loss(
+    loss_fn: Callable[..., Any], make_view: Callable[[], Any], batch: Batch
+) -> tuple[jax.Array, jax.Array, Metrics]:
+    """Calls the loss of a user in evaluation.
+
+    Its key is None. A loss that cannot do without, as that of a diffusion model, is
+    called again with one that follows from the batch: the same rows get the same noise
+    in every evaluation.
+
+    Args:
+        loss_fn: As for `call_loss`.
+        make_view: Makes the model it calls, in evaluation mode.
+        batch: Arrays.
+
+    Returns:
+        Loss, weight and metrics, all float32[].
+
+    Raises:
+        ModelError: It returns something else.
+    """
+    try:
+        return call_loss(loss_fn, make_view(), batch, None)
+    except TypeError as error:
+        if "NoneType" not in str(error):
+            raise
+        try:
+            results = call_loss(loss_fn, make_view(), batch, key_of(batch))
+        except Exception:
+            raise error from None
+    logging.warning(
+        "loss_fn draws from its key in evaluation too: the same for the same batch"
+    )
+    return results
 
 
 def _scalar(name: str) -> str:

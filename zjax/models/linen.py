@@ -1,16 +1,20 @@
 """A Linen module as a part: variables beside it, created by the calls of the loss."""
 
 import collections
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.core
+import flax.errors
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from absl import logging
 from flax.core import meta
 
 from zjax.errors import ModelError, Problem
+from zjax.models.linen_evaluation import evaluating
 from zjax.models.metadata import names_of_boxes
 from zjax.models.part import Part, Started
 from zjax.ops.keys import fold_name
@@ -53,23 +57,40 @@ class View:
         self, *args: Any, method: str | Callable[..., Any] | None = None, **kwargs: Any
     ) -> Any:
         """Runs the module, or another method of it, on the current variables."""
+        call = functools.partial(self._apply, args, kwargs, method)
         if self.train:
-            frozen, rngs = ("params",), _streams(self._key, self._num_calls)
+            out, updates = call(self._key, ("params",))
         else:
-            frozen, rngs = ("params", *self.model_state), {}
+            frozen = ("params", *self.model_state)
+            with evaluating():
+                try:
+                    out, updates = call(None, frozen)
+                except flax.errors.InvalidRngError as error:
+                    said = str(error).partition(" (http")[0]
+                    logging.warning("evaluation draws the same each time: %s", said)
+                    out, updates = call(jax.random.key(0), frozen)
         self._num_calls += 1
-        out, updates = self.module.apply(
-            {"params": self.params, **self.model_state, **self.sown},
-            *args,
-            method=method,
-            rngs=rngs,
-            mutable=flax.core.DenyList(frozen),
-            **kwargs,
-        )
         for name, value in _unfreeze(updates).items():
             target = self.model_state if name in self.model_state else self.sown
             target[name] = value
         return out
+
+    def _apply(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        method: str | Callable[..., Any] | None,
+        key: jax.Array | None,
+        frozen: tuple[str, ...],
+    ) -> Any:
+        return self.module.apply(
+            {"params": self.params, **self.model_state, **self.sown},
+            *args,
+            method=method,
+            rngs={} if key is None else _streams(key, self._num_calls),
+            mutable=flax.core.DenyList(frozen),
+            **kwargs,
+        )
 
 
 class FirstView:
