@@ -34,7 +34,7 @@ from zjax.resume import check_newest, first_step, report_changes
 from zjax.sharding.describe import describe_plan, describe_plan_totals
 from zjax.sharding.mesh import with_batch_sizes
 from zjax.stopping import finishing, stop_signals
-from zjax.train.average import check_average, choose_part, parts_of, with_part
+from zjax.train.average import check_average, parts_of, with_part
 from zjax.train.state import TrainState, saved_rows, saved_state
 from zjax.typing import Device, Model
 
@@ -99,7 +99,7 @@ class Trainer:
         check_sinks(config)
         check_directory(config.directory)
         self.config = with_batch_sizes(config, len(devices))
-        self._batches, self._evaluation_batches = batches, evaluation_batches
+        self._batches = batches
         self._is_language_model = model is None
         self._callbacks = callbacks
         folder = pathlib.Path(self.config.directory) / "checkpoints"
@@ -126,7 +126,9 @@ class Trainer:
         self.loader = self._make_loader()
         if start:
             self.loader.set_state(self.store.extra(start).get("data", {}))
-        self._evaluation = self._make_evaluation()
+        self._evaluation = data.find_evaluation(
+            self.config, self.run.batch_placement, batches, evaluation_batches
+        )
         if self._evaluation:
             check_average(self.state, self.run.plan)
         self.exit_status = 0
@@ -236,7 +238,7 @@ class Trainer:
         """
         if self._evaluation is None:
             return {}
-        state = self._with_part(part)
+        state = with_part(self.state, part)
         values = self._evaluation.mean(lambda batch: self.run.evaluate(state, batch))
         if part == "auto":
             self._evaluated = self.step, values["eval_loss"]
@@ -296,7 +298,7 @@ class Trainer:
             remedy = f"use 1 to {longest}, with the built-in decoder"
             raise ConfigError(Problem("prompt", prompt[:20], problem, remedy))
         out = self.run.generate(
-            self._with_part(part),
+            with_part(self.state, part),
             tokens,
             max_new_tokens=max_new_tokens or room,
             key=jax.random.key(seed),
@@ -344,9 +346,6 @@ class Trainer:
         if self.state.pending:
             self.state = self.run.step.settle(self.state)
 
-    def _with_part(self, part: str) -> TrainState:
-        return with_part(self.state, choose_part(part, parts_of(self.state)))
-
     def _restore(self, step: int) -> Callable[[TrainState], TrainState]:
         return lambda rows: self.store.restore(rows, step)[0]
 
@@ -355,16 +354,6 @@ class Trainer:
         if self._batches is not None:
             return data.wrap_batches(self._batches, self.config, shardings)
         return data.make_loader(self.config, shardings)
-
-    def _make_evaluation(self) -> data.EvaluationSet | None:
-        given, shardings = self._evaluation_batches, self.run.batch_placement
-        if not self.config.evaluation.num_batches:
-            return None
-        if given is not None:
-            return data.wrap_evaluation(given, self.config, shardings)
-        if self._batches is not None:
-            return None
-        return data.make_evaluation(self.config, shardings)
 
     def _tokens_per_step(self) -> int:
         if not self._is_language_model:

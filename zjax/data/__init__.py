@@ -1,11 +1,7 @@
 """Tokens: where they come from, in which order, and how they reach the devices."""
 
 from zjax.data.batches import wrap_batches
-from zjax.data.evaluation import (
-    EvaluationSet,
-    make_evaluation,
-    wrap_evaluation,
-)
+from zjax.data.evaluation import EvaluationSet, find_evaluation
 from zjax.data.loader import Loader, make_loader
 from zjax.data.source import make_tokenizer
 from zjax.data.tokenizer import Tokenizer
@@ -14,9 +10,8 @@ __all__ = [
     "EvaluationSet",
     "Loader",
     "Tokenizer",
-    "make_evaluation",
+    "find_evaluation",
     "make_loader",
     "make_tokenizer",
     "wrap_batches",
-    "wrap_evaluation",
 ]

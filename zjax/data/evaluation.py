@@ -144,6 +144,34 @@ def part_sizes(num_rows: int, batch_size: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def find_evaluation(
+    config: schema.Config,
+    shardings: placement.Shardings,
+    batches: Any = None,
+    evaluation_batches: Any = None,
+) -> EvaluationSet | None:
+    """Finds what a run is evaluated on.
+
+    Args:
+        config: As for `make_evaluation`.
+        shardings: Where each array of a batch goes.
+        batches: Training data of the caller; then only `evaluation_batches` count.
+        evaluation_batches: As for `wrap_evaluation`.
+
+    Returns:
+        The data; None where there is none, or `evaluation.num_batches` is 0.
+
+    Raises:
+        DataError: The data cannot be evaluated on.
+        ConfigError: All rows are asked for where there is no end of them.
+    """
+    if not config.evaluation.num_batches:
+        return None
+    if evaluation_batches is not None:
+        return wrap_evaluation(evaluation_batches, config, shardings)
+    return make_evaluation(config, shardings) if batches is None else None
+
+
 def make_evaluation(
     config: schema.Config, shardings: placement.Shardings
 ) -> EvaluationSet:

@@ -61,19 +61,24 @@ def choose_part(part: str, parts: tuple[Part, ...]) -> Part:
     raise ConfigError(Problem("part", part, "is not kept in this run", remedy))
 
 
-def with_part(state: TrainState, part: Part) -> TrainState:
+def with_part(state: TrainState, part: str) -> TrainState:
     """Leaves one kind of weights in a state, for what only reads it.
 
     Args:
         state: Of the run; not consumed.
-        part: One of `parts_of(state)`.
+        part: `auto`, or one of `parts_of(state)`.
 
     Returns:
         A state whose evaluation takes that part.
+
+    Raises:
+        ConfigError: The state does not hold it.
     """
+    parts = parts_of(state)
+    part = choose_part(part, parts)
     if part == "raw":
         return dataclasses.replace(state, ema=(), opt_state=())
-    return state if part == parts_of(state)[0] else dataclasses.replace(state, ema=())
+    return state if part == parts[0] else dataclasses.replace(state, ema=())
 
 
 def only_weights(state: TrainState) -> TrainState:
