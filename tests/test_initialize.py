@@ -262,3 +262,20 @@ def test_ids_on_devices_are_checked_where_asked():
     with pytest.raises(DataError) as error:
         run.step(run.state, placed)
     assert str(error.value) == "batch/weight=7 is no id of 4; use 0 to 3"
+
+
+@pytest.mark.parametrize("program", ["step", "evaluate"])
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_metrics_that_would_be_overwritten_are_refused(program, num_microbatches):
+    def loss_fn(model, batch, key):
+        loss = squared_error(model, batch, key)
+        return loss, 2.0, {"loss": loss, "weight": loss, "other": loss}
+
+    batch, settings = models.make_batch(), {"num_microbatches": num_microbatches}
+    run = zjax.initialize(Tied, optax.sgd(0.1), loss_fn, batch, settings)
+    with pytest.raises(ModelError) as error:
+        getattr(run, program)(run.state, batch)
+    assert str(error.value) == (
+        "metrics/loss='float32' has a name of the run's own; give it another name\n"
+        "metrics/weight='float32' has a name of the run's own; give it another name"
+    )

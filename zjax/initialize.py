@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from zjax.checkpoint import layout, weights
@@ -45,7 +46,7 @@ from zjax.train.state import (
     with_params,
 )
 from zjax.train.update import Schedule
-from zjax.typing import Batch, Device, Entries, Metrics, Model, Params
+from zjax.typing import Batch, Device, Entries, Entry, Metrics, Model, Params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,11 +104,17 @@ class Run:
         Raises:
             ConfigError: A setting out of range, no room for the tokens, or a model that
                 is not the built-in decoder.
+            DataError: A prompt holds an id that is none, where it is on the host.
         """
         if self.model.stack is None or self.model.stack.continuation is None:
             problem, remedy = "writes no text", "use the built-in decoder"
             raise ConfigError(Problem("model", "given", problem, remedy))
-        tokens = jax.numpy.asarray(tokens)
+        if not isinstance(tokens, jax.Array):
+            asked = {"tokens": self.model.entries.get("tokens", Entry())}
+            given = {"tokens": np.asarray(tokens)}
+            tokens = jax.numpy.asarray(
+                check_batch(given, asked, name="prompt")["tokens"]
+            )
         if "generate" in self.step.programs:
             return self.step.generate(state, tokens, **settings)
         return generate(self.bind(state), tokens, **settings)

@@ -152,7 +152,7 @@ TRAINING = [
     case(
         "optimizer.groups=[{'learning_rate_scale': 0, 'weight_decay': 0.5}]",
         "optimizer.groups[0].weight_decay=0.5 has no effect on parameters that are "
-        "frozen; use 0.0, or a learning_rate_scale above 0",
+        "frozen; leave it at -1.0, or a learning_rate_scale above 0",
         id="decay-of-frozen",
     ),
     case(

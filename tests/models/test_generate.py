@@ -178,3 +178,19 @@ def test_settings_out_of_range_are_refused(given, message):
     with pytest.raises(ConfigError) as error:
         generate.generate(model, prompt, **({"max_new_tokens": 1} | given))
     assert str(error.value) == message
+
+
+@MODELS
+def test_text_is_the_same_where_numbers_are_wide_by_default(config):
+    """Fails if a number of a column is an int64 beside int32."""
+    model = language.make_language_model(config)
+    prompt = language.make_text(config, length=3)["tokens"]
+    settings = {"max_new_tokens": NUM_NEW, "temperature": 0.8, "top_k": 5}
+
+    def text():
+        key = jax.random.key(0)
+        return generate.generate(model, prompt, key=key, **settings).tolist()
+
+    narrow = text()
+    with jax.enable_x64(True):
+        assert text() == narrow

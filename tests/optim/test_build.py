@@ -226,6 +226,18 @@ def test_group_scales_the_learning_rate_and_sets_the_decay(name):
     np.testing.assert_allclose(moved, 0.5 * 0.01 * 0.3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])
+def test_a_group_without_a_decay_of_its_own_has_that_of_the_others(name):
+    """Fails if a group for another learning rate is not decayed."""
+    group = schema.ParamGroup(pattern="kernel$", learning_rate_scale=0.5)
+    updates = []
+    for groups in ((), (group,), (dataclasses.replace(group, weight_decay=0.3),)):
+        tx = build.make_optimizer(constant(name, groups=groups, weight_decay=0.3))
+        updates.append(tx.update(TREE, tx.init(TREE), TREE)[0]["blocks"]["kernel"])
+    np.testing.assert_array_equal(updates[1], updates[2])
+    np.testing.assert_allclose(updates[1], 0.5 * updates[0], rtol=1e-6)
+
+
 def test_groups_are_checked_against_the_model():
     typo = schema.ParamGroup(pattern="embeding")
     model = make_model(TREE, jax.tree.map(lambda x: None, TREE))

@@ -50,7 +50,7 @@ def test_first_matching_group_wins():
         (
             [ParamGroup(pattern="bias", weight_decay=0.1)],
             "optimizer.groups[0].weight_decay=0.1 decays nothing, as no matrix is in "
-            "the group; use 0.0",
+            "the group; leave it at -1.0",
         ),
         (
             [ParamGroup(pattern=".*", learning_rate_scale=0.0)],
@@ -64,7 +64,7 @@ def test_first_matching_group_wins():
             "optimizer.groups[0].pattern='^bias$' matches none of 5 parameters; paths "
             "look like blocks/1/bias, blocks/0/bias, blocks/1/kernel\n"
             "optimizer.groups[1].weight_decay=0.1 decays nothing, as no matrix is in "
-            "the group; use 0.0",
+            "the group; leave it at -1.0",
         ),
     ],
     ids=["no match", "shadowed", "nothing to decay", "all frozen", "two at once"],

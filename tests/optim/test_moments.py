@@ -237,3 +237,15 @@ def test_rounding_differs_from_step_to_step_and_between_moments():
     for index, one in enumerate(up):
         for other in up[index + 1 :]:
             assert abs((one == other).mean() - 0.5) < 5 * 0.5 / 32
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_moments_are_the_same_where_numbers_are_wide_by_default(dtype):
+    """Fails if scales are float64, which codes of 32 bits do not fit."""
+    params = make_params()
+    narrow, _ = train(make_tx("adamw", dtype), params, 2)
+    with jax.enable_x64(True):
+        wide, state = train(make_tx("adamw", dtype), params, 2)
+    assert "float64" not in {str(x.dtype) for x in jax.tree.leaves(state)}
+    for name, x in wide.items():
+        np.testing.assert_allclose(x, narrow[name], rtol=1e-5, err_msg=name)

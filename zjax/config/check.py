@@ -242,9 +242,9 @@ def _groups(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     yield from _patterns("optimizer.groups", config.optimizer.groups)
     for index, group in enumerate(config.optimizer.groups):
         path = f"optimizer.groups[{index}]"
-        if group.learning_rate_scale == 0 and group.weight_decay:
+        if group.learning_rate_scale == 0 and group.weight_decay != -1:
             problem = "has no effect on parameters that are frozen"
-            remedy = "use 0.0, or a learning_rate_scale above 0"
+            remedy = "leave it at -1.0, or a learning_rate_scale above 0"
             yield Problem(f"{path}.weight_decay", group.weight_decay, problem, remedy)
 
 

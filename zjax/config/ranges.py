@@ -96,7 +96,10 @@ RANGES: dict[type, dict[str, Range]] = {
     },
     schema.ParamGroup: {
         "learning_rate_scale": _from(0),
-        "weight_decay": _from(0),
+        "weight_decay": Range(
+            lambda x: 0 <= x < math.inf or x == -1,
+            "use 0 or more, or -1 for optimizer.weight_decay",
+        ),
     },
     schema.Optimizer: {
         "peak_learning_rate": POSITIVE,

@@ -142,8 +142,8 @@ class ParamGroup:
     """Regular expression searched in paths like `blocks/attention/query/kernel`."""
     learning_rate_scale: float = 1.0
     """Factor on the learning rate; 0 freezes the parameters, at no optimizer memory."""
-    weight_decay: float = 0.0
-    """Weight decay of the matrices of this group."""
+    weight_decay: float = -1.0
+    """Weight decay of the matrices of this group; -1 takes `optimizer.weight_decay`."""
 
 
 @section

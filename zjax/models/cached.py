@@ -176,9 +176,10 @@ def read_token(
     """
 
     def attend(q, k, v):
-        at = (0, column, 0, 0)
-        keys = jax.lax.dynamic_update_slice(cache[0], k, at)
-        values = jax.lax.dynamic_update_slice(cache[1], v, at)
+        keys, values = (
+            jax.lax.dynamic_update_slice_in_dim(old, new, column, axis=1)
+            for old, new in zip(cache, (k, v), strict=True)
+        )
         # One query has nothing to gain from a fused kernel.
         mask = _seen(starts, column, keys.shape[1])[:, None]
         if block.sparse is not None:

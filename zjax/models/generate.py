@@ -157,8 +157,10 @@ def add_token(
         top_k=settings.top_k,
         top_p=settings.top_p,
     )
-    new = jnp.where(text.ended, settings.end_id, new)
-    tokens = jax.lax.dynamic_update_slice(text.tokens, new[:, None], (0, column))
+    new = jnp.where(text.ended, settings.end_id, new).astype(jnp.int32)
+    tokens = jax.lax.dynamic_update_slice_in_dim(
+        text.tokens, new[:, None], column, axis=1
+    )
     return Text(tokens, new, text.ended | (new == settings.end_id))
 
 

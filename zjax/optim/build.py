@@ -82,7 +82,8 @@ def _make_rules(
     for index, group in enumerate(settings.groups):
         if group.learning_rate_scale:
             scaled = _scaled(schedule, group.learning_rate_scale)
-            rule = _make_rule(settings, scaled, group.weight_decay, names)
+            decay = groups.decay_of(group, settings.weight_decay)
+            rule = _make_rule(settings, scaled, decay, names)
             rules[f"group_{index}"] = rule
     return optax.partition(
         rules, lambda params: groups.label_params(params, settings.groups)

@@ -75,6 +75,25 @@ def trained_params(params: Any, groups: Groups) -> Any:
     return jax.tree.map(lambda label: label != FROZEN, labels)
 
 
+def decay_of(group: schema.ParamGroup, default: float) -> float:
+    """The weight decay of the matrices of a group.
+
+    Args:
+        group: One of `optimizer.groups`.
+        default: `optimizer.weight_decay`.
+
+    Returns:
+        That of the group, or the default where it has none of its own.
+
+    Example:
+        >>> decay_of(schema.ParamGroup(), 0.1)
+        0.1
+        >>> decay_of(schema.ParamGroup(weight_decay=0.0), 0.1)
+        0.0
+    """
+    return default if group.weight_decay < 0 else group.weight_decay
+
+
 def check_groups(groups: Groups, params: Any, names: Names) -> None:
     """Refuses groups that would change nothing in this model.
 
@@ -98,12 +117,17 @@ def check_groups(groups: Groups, params: Any, names: Names) -> None:
         field = f"optimizer.groups[{index}]"
         if not own:
             problems.append(_no_match(field, group, list(num_dims), len(matching)))
-        elif group.weight_decay and not any(
+        elif group.weight_decay > 0 and not any(
             is_matrix(path, num_dims[path], names) for path in own
         ):
             problem = "decays nothing, as no matrix is in the group"
             problems.append(
-                Problem(f"{field}.weight_decay", group.weight_decay, problem, "use 0.0")
+                Problem(
+                    f"{field}.weight_decay",
+                    group.weight_decay,
+                    problem,
+                    "leave it at -1.0",
+                )
             )
     if groups and all(label_of(path, groups) == FROZEN for path in num_dims):
         patterns = tuple(group.pattern for group in groups)

@@ -112,7 +112,8 @@ def _empty(
     stacked = num_stacked(path, names)
     scales = tuple(
         jnp.zeros(
-            [n if d in (*range(stacked), dim) else 1 for d, n in enumerate(leaf.shape)]
+            [n if d in (*range(stacked), dim) else 1 for d, n in enumerate(leaf.shape)],
+            jnp.float32,
         )
         for dim in range(stacked, leaf.ndim)
     )

@@ -131,6 +131,7 @@ def make_forward(
         def one(state: ModelState, inputs: Any) -> tuple[ModelState, Loss]:
             index, microbatch = inputs
             result = model.loss(params, state, microbatch, fold_in(key, index))
+            microbatches.check_names(result)
             return result.model_state, result._replace(model_state=())
 
         state, losses = jax.lax.scan(one, state, (jnp.arange(num_microbatches), parts))

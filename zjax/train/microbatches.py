@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from zjax.errors import PlanError, Problem
+from zjax.errors import ModelError, PlanError, Problem
 from zjax.sharding.batch import field_of, map_rows, rows_of
 from zjax.typing import Batch, Loss, Metrics, Model, ModelState, Params
 
@@ -138,7 +138,37 @@ def loss_of_sums(
     """
     divisor = jnp.where(weight > 0, weight, 1.0)
     metrics = {name: x / divisor for name, x in sums.items()}
-    return Loss(total / divisor + auxiliary, weight, (), metrics)
+    return check_names(Loss(total / divisor + auxiliary, weight, (), metrics))
+
+
+OWN_METRICS = frozenset(
+    "loss weight grad_norm skipped_steps learning_rate loss_scale loss_scale_spent "
+    "step step_seconds tokens_per_second consumed_tokens mfu mfu_full_attention".split()
+)
+"""Names that a run gives to numbers of its own."""
+
+
+def check_names(loss: Loss) -> Loss:
+    """Refuses metrics that would be overwritten, or overwrite others.
+
+    Args:
+        loss: Of a microbatch.
+
+    Returns:
+        The same.
+
+    Raises:
+        ModelError: Names every such metric.
+    """
+    problem, remedy = "has a name of the run's own", "give it another name"
+    problems = [
+        Problem(f"metrics/{name}", str(x.dtype), problem, remedy)
+        for name, x in sorted(loss.metrics.items())
+        if name in OWN_METRICS
+    ]
+    if problems:
+        raise ModelError(*problems)
+    return loss
 
 
 def mean_loss(losses: Loss, model_state: ModelState) -> Loss:
@@ -209,12 +239,14 @@ def accumulate(
     num_microbatches = jax.tree.leaves(parts)[0].shape[0]
     if num_microbatches == 1:
         first = jax.tree.map(lambda x: x[0], parts)
-        return one(state, first, jax.random.fold_in(key, 0))
+        grads, loss = one(state, first, jax.random.fold_in(key, 0))
+        return grads, check_names(loss)
 
     def add(carry: Any, inputs: Any) -> Any:
         total, state = carry
         index, microbatch = inputs
         grads, result = one(state, microbatch, jax.random.fold_in(key, index))
+        check_names(result)
         total = jax.tree.map(lambda t, g: t + scaled(g, result.weight), total, grads)
         return (pin(total), result.model_state), result._replace(model_state=())
 
