@@ -195,6 +195,11 @@ def test_mistakes_end_with_their_remedies_and_without_a_traceback(settings):
             "zjax: --collectives=True has no effect with --num_params; leave one of "
             "the two out\n",
         ),
+        (
+            ("plan", "--num_params=nan", "--num_devices=9999999999"),
+            "zjax: --num_devices=9999999999 is out of range; use 0 to 1048576\n"
+            "--num_params=nan is out of range; use 0 to 1000000000000000000\n",
+        ),
         (("data",), "zjax: command='data' is not complete; use zjax data prepare\n"),
         (
             ("generate", "--config=configs/quickstart.py", "--config.directory=/nope"),
@@ -206,6 +211,7 @@ def test_mistakes_end_with_their_remedies_and_without_a_traceback(settings):
         "stray-words",
         "collectives-of-no-devices",
         "collectives-of-no-model",
+        "numbers-without-bounds",
         "half-a-command",
         "generate-from-nothing",
     ],
@@ -216,6 +222,7 @@ def test_what_a_command_does_not_read_is_refused(words, message):
 
 def test_launch_wants_a_number_and_a_command():
     assert "--num_processes=0 is below 1" in run("launch", "--num_processes=0", code=2)
+    assert "is above 1024" in run("launch", "--num_processes=100000", code=2)
     assert "no command to launch" in run("launch", "--num_processes", "2", code=2)
 
 

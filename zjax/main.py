@@ -59,6 +59,7 @@ USAGE = """zjax trains Flax models that do not fit on one device.
 """
 
 DTYPES = ("float32", "bfloat16", "float16")
+MOST_PROCESSES = 1_024
 SAMPLE_TOKENS = 100
 """Length of the text shown at the end of a run of a long enough model."""
 
@@ -273,6 +274,8 @@ def launch() -> None:
     given, rest = parser.parse_known_args(sys.argv[2:])
     if given.num_processes < 1:
         parser.error(f"--num_processes={given.num_processes} is below 1; use 1 or more")
+    if given.num_processes > MOST_PROCESSES:
+        parser.error(f"--num_processes={given.num_processes} is above {MOST_PROCESSES}")
     if not rest or rest[0] not in COMMANDS:
         parser.error("no command to launch; add one, such as train --config=...")
     command = [sys.executable, "-m", "zjax.main", *rest]
@@ -336,7 +339,10 @@ def run() -> None:
     if name not in COMMANDS:
         print(USAGE, end="")
         sys.exit(0 if name in ("", "help", "--help") else 2)
-    define_flags()
+    try:
+        define_flags()
+    except ConfigError as error:
+        sys.exit(f"zjax: {error}")
     app.run(lambda argv: _call(name, argv[1:]))
 
 
@@ -376,9 +382,10 @@ def _remedy(word: str) -> str:
 def _call(name: str, words: Sequence[str]) -> None:
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)
-    for option, value in simulation(flags.FLAGS.simulated_devices).items():
-        jax.config.update(option, value)
     try:
+        config_flags.check_numbers()
+        for option, value in simulation(flags.FLAGS.simulated_devices).items():
+            jax.config.update(option, value)
         check_words(name, words)
         COMMANDS[name]()
     except ZjaxError as error:

@@ -169,6 +169,24 @@ def test_what_is_exported_can_be_loaded(store, tmp_path):
     states.assert_same(load_safetensors(str(path), rows), values, rows)
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[" * 10**5,
+        '{"weight_map": []}',
+        '{"weight_map": {"up": "/dev/zero"}}',
+        '{"weight_map": {"up": "."}}',
+        '{"weight_map": {"up": "\\u0000"}}',
+        json.dumps({"weight_map": {"up": "x" * 5000}}),
+    ],
+)
+def test_a_hostile_index_is_refused_at_once(content, tmp_path):
+    """Fails if a device is read for ever, or an error of Python's own comes out."""
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(CheckpointError, match=REMEDY):
+        load_safetensors(str(tmp_path), {})
+
+
 def write_shards(directory, weight_map):
     for file in (
         "model-00001-of-00002.safetensors",

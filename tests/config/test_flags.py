@@ -142,3 +142,8 @@ print(flags.config_from_flags().seed)
         check=True,
     )
     assert done.stdout == "9\n"
+
+
+def test_a_file_of_flags_that_is_missing_is_named():
+    with pytest.raises(ConfigError, match="--flagfile='given' cannot be read"):
+        flags.define_flags(["zjax", "--flagfile=/nope"], absl_flags.FlagValues())

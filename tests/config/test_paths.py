@@ -65,6 +65,9 @@ def test_a_path_with_a_scheme_is_refused_by_name_with_all_others():
     [
         ("~nobody-of-this-name/a", "begins with ~nobody-of-this-name, which names no"),
         ("a\0b", "holds a NUL"),
+        ("x" * 256, "is too long"),
+        ("x/" * 2_001, "is too long"),
+        ("\ud800", "holds half a character"),
         ("file:///tmp/a", "is not a path of a file system"),
     ],
 )

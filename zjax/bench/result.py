@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zjax.errors import BenchError, Problem
+from zjax.reading import parse_json, read_text
 
 _ID = re.compile(r"[a-z0-9_]+")
 _OF_CASE = ("ours", "peer", "must", "aim", "ratio")
@@ -183,7 +184,7 @@ def read_result(path: str | os.PathLike[str]) -> Result:
     """
     remedy = "write it anew with `zjax bench --contest=...`"
     try:
-        given = json.loads(pathlib.Path(path).read_text())
+        given = parse_json(read_text(path))
         cases = given.pop("cases", None)
         if cases is None:
             sides = {key: given.pop(key) for key in _OF_CASE}

@@ -19,6 +19,7 @@ from typing import IO, Any
 
 from zjax.bench.contest import Contestant
 from zjax.errors import BenchError, Problem
+from zjax.reading import MOST_INDEX_BYTES, parse_json, read_text
 
 _PROBE = """import jax, json
 devices = jax.devices()
@@ -147,8 +148,8 @@ def read_records(paths: Iterable[str | os.PathLike[str]]) -> list[Record]:
     records: dict[str, Record] = {}
     for path in paths:
         try:
-            for line in pathlib.Path(path).read_text().splitlines():
-                given = json.loads(line)
+            for line in read_text(path, MOST_INDEX_BYTES).splitlines():
+                given = parse_json(line)
                 machine = Machine(**given.pop("machine"))
                 record = Record(machine=machine, **given)
                 records[record.name] = record

@@ -1,6 +1,5 @@
 """Weights from safetensors files: each device reads only its own slices."""
 
-import json
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,6 +14,7 @@ from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.saved import place_slices
 from zjax.config.paths import local_path
 from zjax.errors import CheckpointError, Problem
+from zjax.reading import MOST_INDEX_BYTES, parse_json, read_text
 from zjax.sharding.placement import Row
 from zjax.typing import Params
 
@@ -85,7 +85,7 @@ def _find_tensors(path: str) -> dict[str, pathlib.Path]:
 
 def _read_index(index: pathlib.Path) -> dict[str, pathlib.Path]:
     try:
-        weight_map = json.loads(index.read_text())["weight_map"]
+        weight_map = parse_json(read_text(index, MOST_INDEX_BYTES))["weight_map"]
         files = {name: index.parent / file for name, file in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"is not an index of safetensors ({type(error).__name__}: {error})"
@@ -99,9 +99,11 @@ def _read_index(index: pathlib.Path) -> dict[str, pathlib.Path]:
 
 def _names_in(file: pathlib.Path) -> list[str]:
     try:
+        if not file.is_file():
+            raise OSError(f"{file} is no file")
         with safetensors.safe_open(file, framework="numpy") as tensors:
             return list(tensors.keys())
-    except (OSError, safetensors.SafetensorError) as error:
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
         problem = f"is not a readable safetensors file ({error})"
         raise _unusable(str(file), problem) from error
 

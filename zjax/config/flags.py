@@ -11,7 +11,17 @@ from collections.abc import Sequence
 from absl import flags
 
 from zjax.config import gin, load, schema
+from zjax.config.ranges import MOST_DEVICES
 from zjax.errors import ConfigError, Problem
+
+MOST = {
+    "simulated_devices": 4_096,
+    "num_devices": MOST_DEVICES,
+    "devices_per_host": MOST_DEVICES,
+    "num_params": 10**18,
+    "device_gb": 10**6,
+}
+"""The largest number of each flag that has one; the least is 0."""
 
 
 def define_flags(
@@ -26,6 +36,9 @@ def define_flags(
         argv: Arguments to look for changed settings in; by default those of this
             process.
         flag_values: Where flags are defined.
+
+    Raises:
+        ConfigError: A file of flags cannot be read.
     """
     if "config" not in flag_values:
         flags.DEFINE_string(
@@ -44,13 +57,38 @@ def define_flags(
             flag_values=flag_values,
         )
     arguments = sys.argv if argv is None else argv
-    for argument in flag_values.read_flags_from_files(list(arguments), force_gnu=False):
+    try:
+        read = flag_values.read_flags_from_files(list(arguments), force_gnu=False)
+    except flags.Error as error:
+        problem = Problem("--flagfile", "given", f"cannot be read ({error})", "mend it")
+        raise ConfigError(problem) from error
+    for argument in read:
         name = argument.lstrip("-").partition("=")[0]
         is_change = argument.startswith("-") and name.startswith("config.")
         if is_change and name not in flag_values:
             flags.DEFINE_string(
                 name, None, "Changes this setting.", flag_values=flag_values
             )
+
+
+def check_numbers(flag_values: flags.FlagValues = flags.FLAGS) -> None:
+    """Refuses numbers of the command line that nothing could count; NaN is one.
+
+    Args:
+        flag_values: Flags, parsed.
+
+    Raises:
+        ConfigError: Names every flag out of range.
+    """
+    problems = [
+        Problem(
+            f"--{name}", flag_values[name].value, "is out of range", f"use 0 to {most}"
+        )
+        for name, most in MOST.items()
+        if not 0 <= flag_values[name].value <= most
+    ]
+    if problems:
+        raise ConfigError(*problems)
 
 
 def config_from_flags(flag_values: flags.FlagValues = flags.FLAGS) -> schema.Config:

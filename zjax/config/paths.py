@@ -8,6 +8,7 @@ from zjax.errors import ConfigError, Problem, ZjaxError
 SETTINGS = ("directory", "zero.nvme_paths", "data.path", "checkpoint.init_from")
 """All settings that are paths."""
 
+_MOST_NAME, _MOST_PATH = 255, 4_000
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
@@ -25,7 +26,8 @@ def local_path(
         The path, as it can be opened.
 
     Raises:
-        ZjaxError: Of the type `error`: a URL, an unknown home, or a NUL in the path.
+        ZjaxError: Of the type `error`: a URL, an unknown home, or what no path may
+            hold.
 
     Example:
         >>> local_path("directory", "runs/a")
@@ -40,8 +42,9 @@ system; give one on a disk, or where the bucket is mounted
         problem = "is not a path of a file system"
         remedy = "give one on a disk, or where the bucket is mounted"
         raise error(Problem(field, given, problem, remedy))
-    if "\0" in given:
-        raise error(Problem(field, given, "holds a NUL", "leave it out"))
+    fault = _fault(given)
+    if fault:
+        raise error(Problem(field, given, fault, "give a path that can be opened"))
     expanded = os.path.expanduser(given)
     if expanded.startswith("~"):
         home, _, _ = given.partition("/")
@@ -49,3 +52,15 @@ system; give one on a disk, or where the bucket is mounted
         remedy = "give the whole path, or begin it with ./"
         raise error(Problem(field, given, problem, remedy))
     return expanded
+
+
+def _fault(path: str) -> str:
+    """Why no system call takes a path; empty where they do."""
+    if "\0" in path:
+        return "holds a NUL"
+    try:
+        encoded = os.fsencode(path)
+    except UnicodeEncodeError:
+        return "holds half a character (a lone surrogate)"
+    longest = max(map(len, encoded.split(b"/")))
+    return "is too long" if longest > _MOST_NAME or len(encoded) > _MOST_PATH else ""

@@ -18,6 +18,7 @@ import jax
 from absl import logging
 
 from zjax.errors import Problem, ProcessError
+from zjax.reading import parse_json, read_text
 
 LOCK_FILE = "lock.json"
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -107,7 +108,7 @@ def _write_holder(descriptor: int) -> None:
 
 def _describe_holder(path: pathlib.Path) -> str:
     try:
-        holder = json.loads(path.read_text())
+        holder = parse_json(read_text(path))
         return f"host {holder['host']}, pid {holder['pid']}, since {holder['since']}"
     except (OSError, ValueError, KeyError, TypeError):
         return f"which has only just locked {path}"

@@ -12,6 +12,8 @@ import pathlib
 import time
 from collections.abc import Sequence
 
+from zjax.reading import parse_json, read_text
+
 ROSTER_VARIABLE = "ZJAX_ROSTER"
 """Environment variable by which a parent names the directory it watches."""
 _NAMED = 3
@@ -183,6 +185,6 @@ def last_checkpoint(directory: str) -> int | None:
 def _read(path: pathlib.Path, kind: str) -> list[dict]:
     records = []
     for file in sorted(path.glob(f"*.{kind}.json")):
-        with contextlib.suppress(FileNotFoundError):  # replaced as we look
-            records.append(json.loads(file.read_text()))
+        with contextlib.suppress(FileNotFoundError, ValueError):  # replaced or cut
+            records.append(parse_json(read_text(file)))
     return records

@@ -89,7 +89,7 @@ def _tuned() -> dict[str, Tuning]:
         return {key: _checked(Tuning(**fields)) for key, fields in found.items()}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         _LOG.warning("%s cannot be read (%s); delete it and tune again", path, error)
         return {}
 
