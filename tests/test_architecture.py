@@ -14,7 +14,7 @@ FLOORS = (
     ("config",),
     ("processes",),
     ("sharding",),
-    ("ops", "comm", "compiler", "storage"),
+    ("ops", "comm", "compiler", "fingerprint", "storage"),
     ("parallel", "optim", "data"),
     ("models", "train"),
     ("linen", "nnx", "checkpoint", "observe", "offload"),

@@ -5,6 +5,7 @@ import logging
 import shutil
 
 import numpy as np
+import optax
 import pytest
 
 from tests.support import small_run, squares
@@ -159,3 +160,22 @@ def test_a_list_of_other_batches_is_told(tmp_path, caplog):
     told = ["batches: the first 2 are not those of the saved run"]
     assert draw_next(0, 5, 2, 3) == told
     assert draw_next(0, 1, 5, 3) == []
+
+
+def test_another_optimizer_or_loss_of_the_caller_is_told(tmp_path, caplog):
+    """Fails if code that no setting names may change in silence."""
+
+    def told(**given):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="absl"):
+            squares.make_trainer(tmp_path, **given).close()
+        return [r.getMessage() for r in caplog.records if "program" in r.getMessage()]
+
+    trainer = squares.make_trainer(tmp_path, tx=optax.sgd(0.1))
+    trainer.fit()
+    trainer.close()
+    end = "the program is not that of the saved run"
+    assert told(tx=optax.sgd(0.1)) == []
+    assert told(tx=optax.sgd(0.2)) == [f"tx: {end}"]
+    other = {"tx": optax.sgd(0.1), "loss": squares.weighted_loss}
+    assert told(**other) == [f"model: {end}"]

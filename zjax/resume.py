@@ -1,15 +1,20 @@
 """Where a run starts, and what of it is not as it was saved."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import optax
 from absl import logging
 
 from zjax.checkpoint.store import Store
 from zjax.config.differences import Difference, differences
 from zjax.config.schema import Config
 from zjax.errors import CheckpointError, Problem
+from zjax.fingerprint import fingerprint
+from zjax.sharding.placement import abstract_key
+from zjax.typing import Model, Params
 
 _OF_COMMANDS = ("checkpoint.resume",)
 """Settings that say how a run goes on, not what it is."""
@@ -77,6 +82,50 @@ def changes(saved: Mapping[str, Any], config: Config) -> list[Difference]:
     if saved.get("jax") != jax.__version__:
         found.append(Difference("jax", saved.get("jax"), jax.__version__))
     return found
+
+
+def functions_of(model: Model, tx: Any = None) -> dict[str, str]:
+    """Sums up what code of the caller computes, which no setting says.
+
+    Args:
+        model: With `inputs`, whose loss counts, or without.
+        tx: Optax gradient transformation; None where it is not the caller's.
+
+    Returns:
+        A word for each of `model` and `tx` that can be traced.
+    """
+    if model.inputs is None and tx is None:
+        return {}
+    key = abstract_key()
+    params, state = jax.eval_shape(model.init, key)
+    found = {}
+    if model.inputs is not None:
+        found["model"] = fingerprint(model.loss, params, state, model.inputs, key)
+    if tx is not None:
+        found["tx"] = fingerprint(functools.partial(_init_and_update, tx), params)
+    return found
+
+
+def _init_and_update(tx: Any, params: Params) -> Any:
+    state = tx.init(params)
+    value = jax.tree.leaves(params)[0].sum()
+    extra = {"value": value, "grad": params, "value_fn": lambda _: value}
+    update = optax.with_extra_args_support(tx).update
+    return state, update(params, state, params, **extra)
+
+
+def report_functions(saved: Mapping[str, Any], found: Mapping[str, str]) -> None:
+    """Logs code of the caller that computes something else than in the saved run.
+
+    Args:
+        saved: The `extra` of a checkpoint.
+        found: What `functions_of` says of this run.
+    """
+    before = saved.get("functions", {})
+    others = [name for name in before if found.get(name) != before[name]]
+    if others and saved.get("jax") == jax.__version__ and jax.process_index() == 0:
+        names = " and ".join(others)
+        logging.warning("%s: the program is not that of the saved run", names)
 
 
 def report_changes(saved: Mapping[str, Any], config: Config, step: int) -> None:

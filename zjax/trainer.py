@@ -30,7 +30,13 @@ from zjax.optim.schedules import make_schedule
 from zjax.pinned import pin_what_is_needed
 from zjax.processes.lock import hold
 from zjax.propose import choose_mesh
-from zjax.resume import check_newest, first_step, report_changes
+from zjax.resume import (
+    check_newest,
+    first_step,
+    functions_of,
+    report_changes,
+    report_functions,
+)
 from zjax.sharding.describe import describe_plan, describe_plan_totals
 from zjax.sharding.mesh import with_batch_sizes
 from zjax.stopping import finishing, stop_signals
@@ -123,9 +129,12 @@ class Trainer:
             restore=self._restore(start) if start else None,
         )
         self.state: TrainState = self.run.state
+        self._functions = functions_of(model, tx)
         self.loader = self._make_loader()
         if start:
-            self.loader.set_state(self.store.extra(start).get("data", {}))
+            extra = self.store.extra(start)
+            report_functions(extra, self._functions)
+            self.loader.set_state(extra.get("data", {}))
         self._evaluation = data.find_evaluation(
             self.config, self.run.batch_placement, batches, evaluation_batches
         )
@@ -255,6 +264,7 @@ class Trainer:
             "config": to_mapping(self.config),
             "plan": describe_plan(self.run.plan),
             "jax": jax.__version__,
+            "functions": self._functions,
         }
         step, loss = self._evaluated
         loss = loss if step == self.step else None

@@ -191,6 +191,9 @@ class Model:
     None keeps what is dear to compute. Blocks that run one by one, as offload has them
     run, keep it on the devices, also what is but made of parameters; what enters them
     alone for None, `model.remat="full"` or a `model.activation_memory` elsewhere."""
+    inputs: Batch | None = None
+    """Shapes of a batch for `loss`, by which a run that goes on tells whether it is
+    another loss; None where nobody gave any."""
     entries: Entries = dataclasses.field(default_factory=dict)
     """What the loss asks of each array of a batch; empty asks nothing, and takes all
     arrays but scalars for rows."""

@@ -135,6 +135,7 @@ def adapt(
         bind=bind,
         logical=lambda params: logical,
         given=given,
+        inputs=inputs,
         entries=entries,
     )
 
