@@ -208,6 +208,19 @@ def test_blocks_of_ones_own_keep_what_their_model_names():
     assert norm == pytest.approx(other, rel=1e-6)
 
 
+@pytest.mark.parametrize("keeps", [None, jax.checkpoint_policies.dots_saveable])
+def test_what_blocks_add_to_the_loss_counts(keeps):
+    """Fails if auxiliary losses, or their gradients, are lost between programs."""
+    run = own_run(lines.penalised, keeps=keeps)
+    _, metrics = run.step(run.state, lines.make_batch())
+    model = lines.make_model(lines.penalised, 3)
+    (wanted, *_) = lines.train(
+        model, lines.make_batch(), jax.devices()[:1], num_microbatches=1
+    )
+    found = float(metrics["loss"]), float(metrics["grad_norm"])
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
 def test_a_policy_that_sends_away_is_refused():
     def block(params, x, context, key):
         y = jax.ad_checkpoint.checkpoint_name(jnp.tanh(x @ params["w"]), "y")

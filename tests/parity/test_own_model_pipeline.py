@@ -36,6 +36,25 @@ def test_layers_that_fill_up_the_stages_may_have_no_value(stage, pipeline):
     assert wanted[-1][0] < wanted[0][0]
 
 
+@pytest.mark.parametrize(
+    ("num_layers", "pipeline"),
+    [(5, {"schedule": "1f1b"}), (4, {"schedule": "zb_h1", "recompute": False})],
+    ids=["1f1b, filled up", "weights-apart"],
+)
+def test_what_blocks_add_to_the_loss_counts(num_layers, pipeline):
+    """Fails if auxiliary losses are lost between stages, or those of layers that only
+    fill up a stage are counted."""
+    model = lines.make_model(lines.penalised, num_layers)
+    found = lines.train(
+        model, lines.make_batch(), mesh={"pipeline": 4, "data": 2}, pipeline=pipeline
+    )
+    wanted = lines.train(model, lines.make_batch(), jax.devices()[:1])
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    plain = lines.make_model(lines.block, num_layers)
+    without = lines.train(plain, lines.make_batch(), jax.devices()[:1])
+    assert wanted[0][0] > 1.1 * without[0][0]
+
+
 @jax.custom_vjp
 def softmax(x, mask):
     return softmax_forward(x, mask)[0]

@@ -21,6 +21,11 @@ def block(params, x, context, key):
     return x + jnp.tanh(x @ params["w"]), jnp.float32(0)
 
 
+def penalised(params, x, context, key):
+    """Adds to the mean loss what its stream is large by."""
+    return block(params, x, context, key)[0], 0.1 * jnp.mean(x**2)
+
+
 def head(params, x, batch):
     """Has a loss without gradient where rows do not count."""
     counts = jnp.float32(batch["weights"])[:, None]
@@ -44,11 +49,13 @@ def make_model(block, num_layers, embed=embed, head=head):
 
     def loss(params, model_state, batch, key):
         x, context = embed(params, batch, key)
+        auxiliary = jnp.float32(0)
         for layer in layers_of(params["blocks"], num_layers):
-            x, _ = block(layer, x, context, key)
+            x, own = block(layer, x, context, key)
+            auxiliary += own
         total, weight, _ = head(params, x, batch)
         mean = total / jnp.where(weight > 0, weight, 1)
-        return Loss(mean, weight, model_state, {})
+        return Loss(mean + auxiliary, weight, model_state, {})
 
     return Model(
         init=init,
