@@ -1,6 +1,7 @@
 """An evaluation set is read once, in one order, in batches of one size."""
 
 import collections
+import logging
 import math
 
 import numpy as np
@@ -84,6 +85,33 @@ def test_batches_of_a_list_may_be_small():
     one = evaluation.wrap_evaluation(given, make_config(1), shardings)
     assert rows_of(read(one)) == list(range(8))
     assert one.description == "up to 1 batches of evaluation_batches"
+
+
+class Shuffled:
+    """Batches in another order each time, as a loader that shuffles gives them."""
+
+    def __init__(self):
+        self.batches = [{"x": np.full(8, n, np.float32)} for n in range(3)]
+
+    def __iter__(self):
+        self.batches.reverse()
+        return iter(self.batches)
+
+
+@pytest.mark.parametrize(
+    ("given", "is_told"), [(Shuffled(), True), (Shuffled().batches, False)]
+)
+def test_batches_that_change_between_evaluations_are_told(given, is_told, caplog):
+    opened = evaluation.wrap_evaluation(given, make_config(8), shardings)
+    with caplog.at_level(logging.WARNING, logger="absl"):
+        read(opened)
+        assert caplog.messages == []
+        read(opened)
+    said = (
+        "evaluation_batches are other ones than at the first evaluation: their means "
+        "cannot be compared"
+    )
+    assert caplog.messages == [said] * is_told
 
 
 def test_arrays_without_rows_stay_whole_in_a_small_batch():

@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from absl import logging
 from jaxtyping import Int64
 
 from zjax.config import schema
 from zjax.data import batches as wrapping
 from zjax.data import loader, packing, placement, sampler, source, synthetic
+from zjax.data.digest import BatchChain
 from zjax.data.entries import check_batch
 from zjax.errors import ConfigError, DataError, Problem
 from zjax.sharding.batch import map_rows, rows_of
@@ -222,21 +224,32 @@ def wrap_evaluation(
         raise DataError(Problem("evaluation_batches", name, problem, remedy))
     number, batch_size = config.evaluation.num_batches, config.global_batch_size
     end = None if number == ALL else number
+    entries = placement.entries_in(shardings)
 
     def place(part: Part) -> Part:
         place = "evaluation_batches"
         placed = placement.place_batch(part.batch, shardings, batch_size, place)
         return part._replace(batch=placed)
 
+    sums: list[str] = []
+
+    def draw() -> Iterator[Part]:
+        chain, total = BatchChain(), ""
+        for number, batch in enumerate(itertools.islice(batches, end)):
+            total = chain.add(batch)
+            yield from cut_batch(
+                batch, batch_size, f"evaluation_batches[{number}]", entries
+            )
+        sums.append(total)
+        if len(sums) == 2 and sums[0] != sums.pop():
+            logging.warning(
+                "evaluation_batches are other ones than at the first evaluation: "
+                "their means cannot be compared"
+            )
+
     @contextlib.contextmanager
     def open_parts() -> Iterator[Iterator[Part]]:
-        taken = itertools.islice(batches, end)
-        entries = placement.entries_in(shardings)
-        parts = itertools.chain.from_iterable(
-            cut_batch(batch, batch_size, f"evaluation_batches[{number}]", entries)
-            for number, batch in enumerate(taken)
-        )
-        read = wrapping.read_ahead(parts, place, config.data)
+        read = wrapping.read_ahead(draw(), place, config.data)
         with contextlib.closing(read):
             yield read
 
