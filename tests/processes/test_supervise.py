@@ -23,3 +23,19 @@ def test_a_run_that_was_stopped_did_not_die(capfd, ends, code, is_told):
     command = [sys.executable, "-c", PROGRAM.format(*ends)]
     assert processes.supervise(command, 2) == code
     assert ("process=1 ended (exit code 3)" in capfd.readouterr().err) == is_told
+
+
+MEMBER = """
+import json, os, pathlib, signal, sys
+record = {"process_id": 1, "host": "b", "pid": os.getpid(), "directory": sys.argv[1]}
+path = pathlib.Path(os.environ["ZJAX_ROSTER"], "1.member.json")
+path.write_text(json.dumps(record))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_child_that_was_killed_is_named_by_its_own_number(capfd, tmp_path):
+    """Fails if process 0 is blamed where only the config says who a process is."""
+    command = [sys.executable, "-c", MEMBER, str(tmp_path)]
+    assert processes.supervise(command) == 137
+    assert capfd.readouterr().err.startswith("process=1 on host b (pid ")

@@ -3,6 +3,8 @@
 import pathlib
 from collections.abc import Sequence
 
+import jax
+
 from zjax.errors import CheckpointError, Problem
 
 _CAUSE_LENGTH = 200
@@ -173,12 +175,15 @@ def unwritten(
         The error to raise.
     """
     kept = "there is none before it" if latest is None else f"step {latest} is whole"
+    remedy = "make room or mend the file system"
+    if isinstance(_root(error), jax.errors.JaxRuntimeError):
+        remedy = "find the process that ended or the device that failed"
     return CheckpointError(
         Problem(
             "checkpoint.step",
             step,
             f"could not be written to {directory} ({_cause(error)})",
-            f"make room or mend the file system, and run again: {kept}",
+            f"{remedy}, and run again: {kept}",
         )
     )
 
@@ -212,8 +217,13 @@ def damaged(
     )
 
 
-def _cause(error: BaseException) -> str:
+def _root(error: BaseException) -> BaseException:
     while error.__cause__ is not None:  # Orbax wraps what TensorStore said
         error = error.__cause__
+    return error
+
+
+def _cause(error: BaseException) -> str:
+    error = _root(error)
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:_CAUSE_LENGTH]}"

@@ -149,7 +149,8 @@ def read_members(path: pathlib.Path) -> dict[int, Member]:
     Returns:
         Members by number.
     """
-    found = [Member(**record) for record in _read(path, "member")]
+    records = _read(path, "member")
+    found = [Member(**{**x, "gpus": tuple(x.get("gpus", ()))}) for x in records]
     return {member.process_id: member for member in found}
 
 

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 from jax.experimental import multihost_utils
@@ -142,13 +142,21 @@ def record_failure(error: BaseException) -> None:
     watched = roster.watched_place()
     if watched is None or isinstance(error, KeyboardInterrupt):
         return
-    # A lost connection is what survivors see of another's death.
-    rank = 2 if isinstance(error, jax.errors.JaxRuntimeError) else 1
+    # A lost connection is what survivors see of another's death, in whatever they did.
+    causes = any(isinstance(x, jax.errors.JaxRuntimeError) for x in _chain(error))
+    rank = 2 if causes else 1
     first = (str(error).splitlines() or [""])[0]
     for member in roster.read_members(watched).values():
         if member.pid == os.getpid():
             end = End(member.process_id, rank, f"{type(error).__name__}: {first}")
             roster.write_end(end, member, watched)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those from which it was raised."""
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def check_members(

@@ -218,6 +218,9 @@ def _find_cause(
     while True:
         members = roster.read_members(watched)
         for child in children:
+            # Given an address, only the process itself knows its number.
+            own = [m for m in members.values() if m.pid == child.process.pid]
+            child.process_id = own[0].process_id if own else child.process_id
             if _has_failed(child.process.poll()):
                 _note_end(child, members.get(child.process_id), watched, since)
         shared = {roster.shared_place(m.directory) for m in members.values()}

@@ -1,0 +1,51 @@
+"""Who ended how is written down where it counts, and ranked by what began."""
+
+import os
+import time
+
+import jax
+import pytest
+
+from zjax import processes
+from zjax.errors import CheckpointError, DataError, Problem
+from zjax.processes import roster
+from zjax.processes.roster import End, Member
+
+PROBLEM = Problem("checkpoint.step", 4, "could not be written", "look")
+
+
+def lost_peer():
+    error = CheckpointError(PROBLEM)
+    error.__cause__ = jax.errors.JaxRuntimeError("UNAVAILABLE: Task 1 heartbeat")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "rank"),
+    [
+        pytest.param(DataError(PROBLEM), 1, id="its-own-fault"),
+        pytest.param(jax.errors.JaxRuntimeError("UNAVAILABLE"), 2, id="lost-peer"),
+        pytest.param(lost_peer(), 2, id="lost-peer-in-a-save"),
+    ],
+)
+def test_a_survivor_is_not_the_cause(tmp_path, monkeypatch, error, rank):
+    """Fails if the one that noticed is blamed, and not the one that was killed."""
+    monkeypatch.setenv(roster.ROSTER_VARIABLE, str(tmp_path))
+    member = Member(3, "a", os.getpid(), str(tmp_path / "run"))
+    roster.write_member(member, tmp_path)
+    before = time.time()
+    processes.record_failure(error)
+    (end,) = roster.read_ends(tmp_path, before)
+    assert (end.process_id, end.rank) == (3, rank)
+
+
+def test_a_process_that_was_turned_away_says_nothing_in_the_run_of_others(tmp_path):
+    """Fails if the loser of two runs in one directory ends the winner's obituary."""
+    shared, watched = roster.shared_place(str(tmp_path)), tmp_path / "watched"
+    winner = Member(0, "a", 1, str(tmp_path))
+    loser = Member(0, "a", 2, str(tmp_path))
+    roster.write_member(winner, shared)
+    for member, told in ((loser, []), (winner, [0])):
+        roster.write_end(End(0, 1, "why"), member, watched)
+        assert [end.process_id for end in roster.read_ends(shared, 0.0)] == told
+        assert [end.process_id for end in roster.read_ends(watched, 0.0)] == [0]
