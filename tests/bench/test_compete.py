@@ -371,3 +371,17 @@ def test_a_table_without_a_place_is_refused(ground):
     rows = [speed_row("speed", ("ours",), ("ours",))]
     with pytest.raises(BenchError, match="has no place for the results; write a file"):
         ground.hold([runner("ours", 9.0)], rows)
+
+
+def test_a_result_says_how_many_devices_were_used(ground):
+    ours, peer = (
+        contestant(
+            name,
+            kind=kind,
+            num_devices=1,
+            tokens_per_second_per_device=contests.speed(20.0),
+        )
+        for name, kind in (("ours", "zjax"), ("theirs", "peer"))
+    )
+    ground.hold([ours, peer], [speed_row("speed", ("ours",), ("theirs",))])
+    assert ground.read("speed_x2.json")["device"] == "1 x toy"

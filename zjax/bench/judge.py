@@ -1,11 +1,11 @@
 """From records of contestants to results: the best of each side, win or lose."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from zjax.bench.contest import Case, Row
 from zjax.bench.result import Comparison, Result, Side
-from zjax.bench.turns import Record
+from zjax.bench.turns import Machine, Record
 from zjax.errors import BenchError, Problem
 
 
@@ -54,12 +54,17 @@ def make_result(row: Row, records: Sequence[Record], *, command: str) -> Result:
         claim=row.claim,
         command=command,
         date=max(record.date for record in known.values()),
-        device=f"{machine.num_devices} x {machine.device}",
+        device=f"{_num_devices(known.values(), machine)} x {machine.device}",
         versions=dict(sorted(versions.items())),
         cases=tuple(_compare(case, known, row.higher_is_better) for case in row.cases),
         higher_is_better=row.higher_is_better,
         notes="; ".join(_notes(row, known)),
     )
+
+
+def _num_devices(records: Iterable[Record], machine: Machine) -> int:
+    """The most that a contestant used; one may leave devices of the machine alone."""
+    return max(r.result.get("num_devices", machine.num_devices) for r in records)
 
 
 def _compare(
