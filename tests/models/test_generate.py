@@ -1,5 +1,6 @@
 import dataclasses
 import logging
+import math
 
 import jax
 import jax.numpy as jnp
@@ -154,6 +155,11 @@ def test_draws_follow_the_trimmed_likelihoods(trim, expected):
             {"max_new_tokens": 14},
             "max_new_tokens=14 leaves model.max_length=16 after 3; "
             "ask for 13 or fewer, or shorten the prompt",
+        ),
+        (
+            {"temperature": math.nan},
+            "temperature=nan is not finite; use 0 for the most likely token, or above "
+            "0",
         ),
         (
             {"temperature": -1.0},

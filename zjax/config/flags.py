@@ -85,7 +85,7 @@ def check_numbers(flag_values: flags.FlagValues = flags.FLAGS) -> None:
             f"--{name}", flag_values[name].value, "is out of range", f"use 0 to {most}"
         )
         for name, most in MOST.items()
-        if not 0 <= flag_values[name].value <= most
+        if not 0 <= (flag_values[name].value or 0) <= most
     ]
     if problems:
         raise ConfigError(*problems)

@@ -6,6 +6,7 @@ prompt or other settings, never per token. Where the blocks rest elsewhere,
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from zjax.config import schema
+from zjax.config.ranges import MOST_TOKENS
 from zjax.errors import ConfigError, Problem
 from zjax.models.cached import decode, prefill
 from zjax.models.decoder import Decoder
@@ -187,9 +189,12 @@ def check(
         problem = "is below 1"
         remedy = "ask for 1 or more"
         problems.append(Problem("max_new_tokens", num_new, problem, remedy))
-    if settings.temperature < 0:
+    if num_new > MOST_TOKENS:
+        problem, remedy = "is more than any run holds", f"use at most {MOST_TOKENS}"
+        problems.append(Problem("max_new_tokens", num_new, problem, remedy))
+    if not 0 <= settings.temperature < math.inf:
         remedy = "use 0 for the most likely token, or above 0"
-        problem = "is negative"
+        problem = "is negative" if settings.temperature < 0 else "is not finite"
         problems.append(Problem("temperature", settings.temperature, problem, remedy))
     if settings.temperature > 0 and key is None:
         problem = f"is missing and temperature={settings.temperature} draws tokens"
