@@ -202,10 +202,52 @@ def test_parameters_are_read_after_the_calls_that_create_them():
     )
 
 
+def over_rows(function, x):
+    return jax.lax.scan(lambda c, row: (c, function(row[None])[0]), 0.0, x)[1]
+
+
+@pytest.mark.parametrize(
+    "run", [lambda f, x: jax.jit(f)(x), lambda f, x: jax.checkpoint(f)(x), over_rows]
+)
+def test_calls_inside_of_transformations_create_parameters_outside(run):
+    def inside(view, batch, key):
+        out = jnp.mean(run(lambda x: view(x, train=False), batch) ** 2)
+        return out + jnp.sum(view.params["head"]["kernel"] ** 2)
+
+    def outside(view, batch, key):
+        out = jnp.mean(view(batch, train=False) ** 2)
+        return out + jnp.sum(view.params["head"]["kernel"] ** 2)
+
+    module = Backbone()
+    adapted, params, model_state = started(module, inside)
+    expected, same, same_state = started(module, outside)
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, params, same))
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, model_state, same_state))
+    np.testing.assert_allclose(
+        adapted.loss(params, model_state, X, None).value,
+        expected.loss(params, model_state, X, None).value,
+        rtol=1e-6,
+    )
+
+
+def test_arguments_that_the_view_gives_are_refused():
+    def loss_fn(view, batch, key):
+        return jnp.mean(view(batch, rngs={"dropout": key}, mutable=["batch_stats"]))
+
+    with pytest.raises(ModelError) as error:
+        adapter.adapt(nn.Dense(2), loss_fn, X)
+    assert str(error.value) == (
+        "model(..., rngs)='given' is said by the view; leave it out: streams follow "
+        "from the key of the step\n"
+        "model(..., mutable)='given' is said by the view; leave it out: collections "
+        "are updated in training, and what is sown is in model.sown"
+    )
+
+
 class Backbone(nn.Module):
     @nn.compact
-    def __call__(self, x):
-        x = nn.BatchNorm(use_running_average=False)(nn.Dense(3, name="body")(x))
+    def __call__(self, x, train=True):
+        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(3, name="body")(x))
         return nn.Dense(1, name="head")(x)
 
 

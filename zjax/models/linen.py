@@ -11,7 +11,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from absl import logging
-from flax.core import meta
+import numpy as np
+from flax.core import meta, tracers
 
 from zjax.errors import ModelError, Problem
 from zjax.models.linen_evaluation import evaluating
@@ -57,6 +58,7 @@ class View:
         self, *args: Any, method: str | Callable[..., Any] | None = None, **kwargs: Any
     ) -> Any:
         """Runs the module, or another method of it, on the current variables."""
+        _check_arguments(kwargs)
         call = functools.partial(self._apply, args, kwargs, method)
         if self.train:
             out, updates = call(self._key, ("params",))
@@ -106,9 +108,21 @@ class FirstView:
 
     def __init__(self, module: nn.Module, given: dict[str, Any], key: jax.Array):
         self.module = module
-        self.variables: dict[str, Any] = dict(given)
         self.sown: dict[str, Any] = {}
+        self._variables: dict[str, Any] = dict(given)
         self._key = key
+        self._trace = tracers.current_trace()
+        self._calls: list[tuple[Any, ...]] = []
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """What calls so far have created, by collection, in the boxes of Flax."""
+        if self._calls and tracers.current_trace() == self._trace:
+            for method, inputs in self._calls:
+                args, kwargs = jax.tree.map(_zeros, inputs)
+                self._add(self._init(method, args, kwargs)[1])
+            self._calls.clear()
+        return self._variables
 
     @property
     def params(self) -> Params:
@@ -125,17 +139,29 @@ class FirstView:
         self, *args: Any, method: str | Callable[..., Any] | None = None, **kwargs: Any
     ) -> Any:
         """Runs the module, and adds to the variables those that were missing."""
+        _check_arguments(kwargs)
+        out, created = self._init(method, args, kwargs)
+        self.sown |= {k: x for k, x in created.items() if _is_sown(k, x)}
+        if tracers.current_trace() == self._trace:
+            self._add(created)
+        else:
+            # What is made inside of `jit` or `scan` cannot leave it: it is made again.
+            self._calls.append((method, jax.tree.map(_shape, (args, kwargs))))
+        return out
+
+    def _init(self, method: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
         # Every call starts from the same key, so calls agree on what they share.
         out, created = self.module.init_with_output(
             _streams(self._key, 0), *args, method=method, mutable=True, **kwargs
         )
-        _check_shapes(self.variables, created)
-        for name, value in _unfreeze(created).items():
-            if _is_sown(name, value):
-                self.sown[name] = value
-            else:
-                self.variables[name] = _merge(value, self.variables.get(name, {}))
-        return out
+        return out, _unfreeze(created)
+
+    def _add(self, created: dict[str, Any]) -> None:
+        _check_shapes(self._variables, created)
+        for name, value in created.items():
+            if not _is_sown(name, value):
+                old = self._variables.get(name, {})
+                self._variables[name] = _merge(value, old)
 
     def _refuse(self) -> Any:
         problem = "is asked for parameters that no call has created"
@@ -211,6 +237,35 @@ def _merge(new: Any, old: Any) -> Any:
 
 def _unfreeze(variables: Mapping[str, Any]) -> dict[str, Any]:
     return flax.core.unfreeze(dict(variables))
+
+
+def _check_arguments(kwargs: dict[str, Any]) -> None:
+    """Refuses what the view says to `module.apply` itself."""
+    remedies = {
+        "rngs": "leave it out: streams follow from the key of the step",
+        "mutable": "leave it out: collections are updated in training, and what is "
+        "sown is in model.sown",
+    }
+    problems = [
+        Problem(f"model(..., {name})", "given", "is said by the view", remedy)
+        for name, remedy in remedies.items()
+        if name in kwargs
+    ]
+    if problems:
+        raise ModelError(*problems)
+
+
+def _shape(x: Any) -> Any:
+    is_array = isinstance(x, jax.Array | np.ndarray)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array else x
+
+
+def _zeros(x: Any) -> Any:
+    if not isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jnp.broadcast_to(jax.random.key(0), x.shape)
+    return jnp.zeros(x.shape, x.dtype)
 
 
 def _check_shapes(variables: Any, created: Any) -> None:
