@@ -204,3 +204,20 @@ def test_an_abstract_module_has_shapes_and_refuses_to_start_without_weights():
     )
     loaded, rest = adapter.adapt(Norm(nnx.Rngs(1)), mean_square, X).given()
     assert jnp.isfinite(adapted.loss(loaded, rest, X, None).value)
+
+
+class Tree(nnx.Module):
+    def __init__(self, rngs):
+        self.affine = nnx.Param({"scale": jnp.full((4,), 2.0), "bias": jnp.ones((4,))})
+
+    def __call__(self, x):
+        return x * self.affine["scale"][None] + self.affine["bias"][None]
+
+
+def test_a_parameter_may_be_a_tree_of_arrays():
+    adapted, params, model_state = started(Tree)
+    assert params["affine"].keys() == {"scale", "bias"}
+    grads = jax.grad(lambda p: adapted.loss(p, model_state, X, None).value)(params)
+    expected = (2 * (2 * X + 1) / X.size).sum(axis=0)
+    np.testing.assert_allclose(grads["affine"]["bias"], expected, rtol=1e-6)
+    assert adapted.loss(params, model_state, X, jax.random.key(0)).model_state == {}

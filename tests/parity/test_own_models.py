@@ -69,6 +69,46 @@ def penalised(model, batch, key):
     return error + 0.1 * sum(jnp.sum(w**2) for w in jax.tree.leaves(model.params))
 
 
+class Block(nn.Module):
+    """Dropout as an attribute, and names that the loop over layers adds to."""
+
+    dropout: nn.Module = nn.Dropout(0.1, deterministic=False)
+
+    @nn.compact
+    def __call__(self, x, _):
+        kernel_init = nn.with_partitioning(LECUN, ("fsdp", "tp"))
+        x = x + self.dropout(nn.Dense(WIDTH, kernel_init=kernel_init)(x))
+        return x, None
+
+
+class Scanned(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.RNN(nn.SimpleCell(WIDTH))(x)
+        return nn.scan(
+            nn.remat(Block, prevent_cse=False),
+            variable_axes={"params": 0},
+            split_rngs={"params": True, "dropout": True},
+            length=2,
+            metadata_params={nn.PARTITION_NAME: "layers"},
+        )()(x, None)[0]
+
+
+class NnxNormed(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return self.layers[1](self.norm(nnx.relu(self.layers[0](x))))
+
+
+def decay_matrices():
+    state = nnx.state(NnxNormed(nnx.Rngs(0)), nnx.Param)
+    mask = jax.tree.map(lambda x: x.ndim > 1, state)
+    return optax.chain(optax.add_decayed_weights(0.1, mask=mask), optax.sgd(0.1))
+
+
 class Normed(nn.Module):
     @nn.compact
     def __call__(self, x, train):
@@ -81,11 +121,14 @@ def mean_square_of_mode(model, batch, key):
     return jnp.mean((model(batch["x"], model.train) - batch["y"]) ** 2)
 
 
-def train(model, loss_fn, stage, num_devices, tx=None):
+def adam():
+    return optax.adam(0.01)
+
+
+def train(model, loss_fn, stage, num_devices, tx):
     config = {"zero.stage": stage, "zero.min_shard_elements": 1}
     config["precision.compute_dtype"] = "float32"
     devices = jax.devices()[:num_devices]
-    tx = optax.adam(0.01) if tx is None else tx
     run = initialize(model, tx, loss_fn, make_batch(), config, devices=devices)
     state, losses = run.state, []
     for _ in range(2):
@@ -95,17 +138,20 @@ def train(model, loss_fn, stage, num_devices, tx=None):
 
 
 @pytest.mark.parametrize(
-    ("model", "loss_fn"),
+    ("model", "loss_fn", "make_tx"),
     [
-        pytest.param(Attention(), mean_square, id="linen-names"),
-        pytest.param(NnxAttention, mean_square, id="nnx-names"),
-        pytest.param((plain_init, Attention().apply), mean_square, id="plain-names"),
-        pytest.param(nn.Dense(WIDTH), penalised, id="linen-penalty"),
+        pytest.param(Attention(), mean_square, adam, id="linen-names"),
+        pytest.param(NnxAttention, mean_square, adam, id="nnx-names"),
+        pytest.param((plain_init, Attention().apply), mean_square, adam, id="plain"),
+        pytest.param(nn.Dense(WIDTH), penalised, adam, id="linen-penalty"),
+        pytest.param(Scanned(), mean_square, adam, id="linen-loop-and-dropout"),
+        pytest.param(NnxNormed, mean_square, decay_matrices, id="nnx-mask-of-state"),
     ],
 )
-def test_zero_3_on_eight_devices_equals_one(model, loss_fn):
-    losses = train(model, loss_fn, 3, 8)
-    np.testing.assert_allclose(losses, train(model, loss_fn, 0, 1), rtol=1e-5)
+def test_zero_3_on_eight_devices_equals_one(model, loss_fn, make_tx):
+    losses = train(model, loss_fn, 3, 8, make_tx())
+    expected = train(model, loss_fn, 0, 1, make_tx())
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
     assert losses[2] < losses[1] < losses[0]
 
 
@@ -136,4 +182,4 @@ def test_strict_promotion_holds_in_the_loss_of_a_user():
         return jnp.mean(model(batch["x"])) + jnp.sum(jnp.arange(3) * jnp.ones(3))
 
     with jax.numpy_dtype_promotion("strict"), pytest.raises(ValueError, match="strict"):
-        train(nn.Dense(WIDTH), mixed, 3, 8)
+        train(nn.Dense(WIDTH), mixed, 3, 8, adam())

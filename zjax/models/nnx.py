@@ -200,8 +200,8 @@ def _resume(
     key: jax.Array | None,
 ) -> Any:
     base = jax.random.key(0) if key is None else key
-    flat = {path: at_path(params, path) for path in skeleton.params}
-    flat |= {path: at_path(model_state, path) for path in skeleton.rest}
+    flat = {p: _whole(at_path(params, p), nnx.Param) for p in skeleton.params}
+    flat |= {p: _whole(at_path(model_state, p), nnx.Variable) for p in skeleton.rest}
     for path, (kind, shape) in skeleton.streams.items():
         flat[path] = _seed(base, path, kind, shape)
     module = nnx.merge(skeleton.graphdef, nnx.from_flat_state(list(flat.items())))
@@ -210,6 +210,11 @@ def _resume(
     else:
         module.train()
     return module
+
+
+def _whole(value: Any, kind: type) -> Any:
+    """A tree of arrays in its variable: bare, it would be taken for several."""
+    return value if hasattr(value, "shape") else kind(value)
 
 
 def _seed(
