@@ -1,10 +1,14 @@
 """What the environment says of the processes, and whose the GPUs are."""
 
+import os
 import pathlib
 import sys
+from unittest import mock
 
 import jax
 import pytest
+from jax._src.clusters.ompi_cluster import OmpiCluster
+from jax._src.clusters.slurm_cluster import SlurmCluster
 
 from zjax import processes
 from zjax.config import schema
@@ -25,6 +29,7 @@ SLURM = {
     "SLURM_NODEID": "1",
     "SLURM_STEP_TASKS_PER_NODE": "4,2",
 }
+NODE, MPI_HOST = "node1:61447", "10.96.0.1:62624"
 OPEN_MPI = {
     "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1:34911",
     "OMPI_COMM_WORLD_SIZE": "4",
@@ -44,15 +49,15 @@ LAUNCH = {
     ("environ", "expected"),
     [
         pytest.param({}, Cluster(), id="nothing"),
-        pytest.param(SLURM, Cluster("slurm", 6, 5, "", 1, 2), id="slurm"),
+        pytest.param(SLURM, Cluster("slurm", 6, 5, NODE, 1, 2), id="slurm"),
         pytest.param(
             SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"},
-            Cluster("slurm", 6, 5, "", 1, 4),
+            Cluster("slurm", 6, 5, NODE, 1, 4),
             id="slurm-repeated",
         ),
         pytest.param(
             SLURM | {"SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "0"},
-            Cluster("slurm", 6, 5, "", 1, 2, owns_visible=True),
+            Cluster("slurm", 6, 5, NODE, 1, 2, owns_visible=True),
             id="slurm-gpus-per-task",
         ),
         pytest.param(SLURM | {"SLURM_NTASKS": "1"}, Cluster(), id="slurm-one-task"),
@@ -61,7 +66,9 @@ LAUNCH = {
             Cluster(),
             id="slurm-login-shell",
         ),
-        pytest.param(OPEN_MPI, Cluster("open_mpi", 4, 2, "", 0, 2), id="open-mpi"),
+        pytest.param(
+            OPEN_MPI, Cluster("open_mpi", 4, 2, MPI_HOST, 0, 2), id="open-mpi"
+        ),
         pytest.param(
             LAUNCH, Cluster("zjax launch", 2, 1, "localhost:4000", 1, 2), id="launch"
         ),
@@ -72,6 +79,50 @@ LAUNCH = {
 )
 def test_finds_what_started_it(environ, expected):
     assert find_cluster(AUTO, environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"SLURM_STEP_NODELIST": "alone"}, "alone:61447"),
+        ({"SLURM_STEP_NODELIST": "a,b"}, "a:61447"),
+        ({"SLURM_STEP_NODELIST": "a,b[1-2]"}, "a:61447"),
+        ({"SLURM_STEP_NODELIST": "rack-1-node[007,009-012],x"}, "rack-1-node007:61447"),
+        ({"SLURM_JOB_ID": "4103"}, "node1:61447"),
+        ({"JAX_COORDINATOR_PORT": "5"}, "node1:5"),
+        ({"JAX_COORDINATOR_ADDRESS": "b:6"}, "b:6"),
+    ],
+)
+def test_slurm_meets_on_its_first_node(changes, expected):
+    found = find_cluster(AUTO, SLURM | changes).coordinator
+    assert found == expected
+    if not set(changes) & {"JAX_COORDINATOR_ADDRESS"}:
+        assert found == in_jax(SlurmCluster, SLURM | changes)
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "1531576320.0;tcp://10.96.0.1:34911",
+        "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+    ],
+)
+def test_open_mpi_meets_where_mpirun_runs(uri):
+    environ = OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": uri}
+    found = find_cluster(AUTO, environ).coordinator
+    assert found == MPI_HOST == in_jax(OmpiCluster, environ)
+
+
+def test_open_mpi_meets_at_an_address_of_ipv6():
+    uri = "1531576320.0;tcp6://[fe80::b9b,2620:10d::2]:43370"
+    environ = OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": uri}
+    assert find_cluster(AUTO, environ).coordinator == "[fe80::b9b]:62624"
+
+
+def in_jax(cluster, environ):
+    """What JAX itself would choose."""
+    with mock.patch.dict(os.environ, environ, clear=True):
+        return cluster.get_coordinator_address(1, environ.get("JAX_COORDINATOR_PORT"))
 
 
 def test_none_runs_alone_anywhere():

@@ -20,6 +20,9 @@ _SLURM = (
     "SLURM_PROCID",
     "SLURM_LOCALID",
 )
+_OPEN_MPI_URI = "OMPI_MCA_orte_hnp_uri"
+_FIRST_PORT, _PORTS = 61_440, 4_096
+"""Ports of jobs, beyond those that Linux gives to programs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Cluster:
         name: `alone`, `address`, `zjax launch`, `slurm`, `open_mpi` or `kubernetes`.
         num_processes: How many there are; None where JAX asks Kubernetes.
         process_id: Which one this is.
-        coordinator: `host:port` of process 0; empty where JAX finds it.
+        coordinator: `host:port` of process 0; empty where JAX asks Kubernetes.
         local_id: Which one on this host, where known.
         num_local: How many on this host, where known.
         owns_visible: Whether the scheduler shows each process its own devices only.
@@ -76,7 +79,7 @@ def find_cluster(settings: schema.Processes, environ: Mapping[str, str]) -> Clus
         )
     if scheduler.is_alone:
         return Cluster()
-    if scheduler.name == "open_mpi" and "OMPI_MCA_orte_hnp_uri" not in environ:
+    if scheduler.name == "open_mpi" and _OPEN_MPI_URI not in environ:
         raise _unfindable("Open MPI 5 does not say where process 0 runs")
     if scheduler.name == "kubernetes" and not importlib.util.find_spec("kubernetes"):
         raise _unfindable("asking Kubernetes needs the package `kubernetes`")
@@ -114,6 +117,7 @@ def find_scheduler(environ: Mapping[str, str]) -> Cluster:
             name="open_mpi",
             num_processes=int(environ["OMPI_COMM_WORLD_SIZE"]),
             process_id=int(environ["OMPI_COMM_WORLD_RANK"]),
+            coordinator=_open_mpi_address(environ),
             local_id=int(environ["OMPI_COMM_WORLD_LOCAL_RANK"]),
             num_local=int(environ["OMPI_COMM_WORLD_LOCAL_SIZE"]),
         )
@@ -191,10 +195,36 @@ def _slurm(environ: Mapping[str, str]) -> Cluster:
         name="slurm",
         num_processes=int(environ["SLURM_NTASKS"]),
         process_id=int(environ["SLURM_PROCID"]),
+        coordinator=_slurm_address(environ),
         local_id=int(environ["SLURM_LOCALID"]),
         num_local=num_local,
         owns_visible=0 < shown < on_node,
     )
+
+
+def _slurm_address(environ: Mapping[str, str]) -> str:
+    """The first node of the step: `node[7-9,12],other` begins with `node7`."""
+    prefix, _, rest = environ["SLURM_STEP_NODELIST"].partition("[")
+    node = prefix.split(",")[0]
+    if "," not in prefix:
+        node += re.split(r"[-,\]]", rest)[0]
+    return _job_address(environ, node, int(environ["SLURM_JOB_ID"]))
+
+
+def _open_mpi_address(environ: Mapping[str, str]) -> str:
+    """The host of `mpirun`, as in `1531576320.0;tcp://10.96.0.1,10.148.0.1:34911`."""
+    uri = environ.get(_OPEN_MPI_URI, "")
+    found = re.match(r"(\d+)\.\d+;tcp6?://\[?([^\],]+?)(?=[\],]|:\d+$)", uri)
+    if found is None:
+        return ""
+    host = f"[{found[2]}]" if ":" in found[2] else found[2]
+    return _job_address(environ, host, int(found[1]) >> 12)  # the low bits are 0
+
+
+def _job_address(environ: Mapping[str, str], host: str, job: int) -> str:
+    """As JAX chooses it: a port by job number, and two variables that say otherwise."""
+    port = environ.get("JAX_COORDINATOR_PORT", f"{_FIRST_PORT + job % _PORTS}")
+    return environ.get("JAX_COORDINATOR_ADDRESS", f"{host}:{port}")
 
 
 def _tasks_on_node(layout: str, node: int) -> int:

@@ -23,7 +23,6 @@ from zjax.processes.cluster import Cluster, count_gpus, find_cluster, own_gpus
 from zjax.processes.meeting import MEETING_SECONDS, meet
 from zjax.processes.roster import End, Member
 
-_DETECTION = {"slurm": "slurm", "open_mpi": "ompi"}
 _PR_SET_PDEATHSIG = 1
 
 
@@ -250,14 +249,13 @@ def _meet(cluster: Cluster, member: Member) -> None:
 
 
 def _initialize(cluster: Cluster, own: Sequence[int], heartbeat_seconds: int) -> None:
-    detection = "deactivate" if cluster.coordinator else _DETECTION.get(cluster.name)
     try:
         jax.distributed.initialize(
             coordinator_address=cluster.coordinator or None,
             num_processes=cluster.num_processes,
             process_id=cluster.process_id,
             local_device_ids=list(own) or None,
-            cluster_detection_method=detection,
+            cluster_detection_method="deactivate" if cluster.coordinator else None,
             coordinator_bind_address=bind_address(cluster.coordinator),
             initialization_timeout=int(MEETING_SECONDS),
             heartbeat_timeout_seconds=heartbeat_seconds,
