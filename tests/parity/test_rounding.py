@@ -7,7 +7,6 @@ import optax
 from flax import nnx
 
 from zjax.initialize import initialize
-from zjax.models import adapter
 
 BATCH, SIZE, WIDTH, STEPS = 16, 8, 8, 3
 
@@ -77,12 +76,8 @@ def train_in_float64(first):
 
 
 def distance(params, reference):
-    pairs = [
-        (np.float64(x), np.asarray(y))
-        for x, y in zip(
-            jax.tree.leaves(params), jax.tree.leaves(reference), strict=True
-        )
-    ]
+    leaves = jax.tree.leaves(params), jax.tree.leaves(reference)
+    pairs = [(np.float64(x), np.asarray(y)) for x, y in zip(*leaves, strict=True)]
     assert all(y.dtype == np.float64 for _, y in pairs)
     error = sum(np.sum((x - y) ** 2) for x, y in pairs)
     return np.sqrt(error / sum(np.sum(y**2) for _, y in pairs))

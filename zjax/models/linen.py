@@ -10,8 +10,8 @@ import flax.errors
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from absl import logging
 import numpy as np
+from absl import logging
 from flax.core import meta, tracers
 
 from zjax.errors import ModelError, Problem
