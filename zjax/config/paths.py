@@ -13,7 +13,11 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def local_path(
-    field: str, path: str | os.PathLike[str], error: type[ZjaxError] = ConfigError
+    field: str,
+    path: str | os.PathLike[str],
+    error: type[ZjaxError] = ConfigError,
+    *,
+    is_made: bool = False,
 ) -> str:
     """Expands `~` and `~user`, and refuses what no file system has.
 
@@ -21,6 +25,7 @@ def local_path(
         field: The setting or flag, for the problem.
         path: As the user gave it; an empty one stays empty.
         error: What to raise.
+        is_made: Whether the caller makes it, and says why it cannot be made.
 
     Returns:
         The path, as it can be opened.
@@ -42,7 +47,7 @@ system; give one on a disk, or where the bucket is mounted
         problem = "is not a path of a file system"
         remedy = "give one on a disk, or where the bucket is mounted"
         raise error(Problem(field, given, problem, remedy))
-    fault = _fault(given)
+    fault = _fault(given, is_made)
     if fault:
         raise error(Problem(field, given, fault, "give a path that can be opened"))
     expanded = os.path.expanduser(given)
@@ -54,7 +59,7 @@ system; give one on a disk, or where the bucket is mounted
     return expanded
 
 
-def _fault(path: str) -> str:
+def _fault(path: str, is_made: bool) -> str:
     """Why no system call takes a path; empty where they do."""
     if "\0" in path:
         return "holds a NUL"
@@ -63,4 +68,5 @@ def _fault(path: str) -> str:
     except UnicodeEncodeError:
         return "holds half a character (a lone surrogate)"
     longest = max(map(len, encoded.split(b"/")))
-    return "is too long" if longest > _MOST_NAME or len(encoded) > _MOST_PATH else ""
+    is_long = longest > _MOST_NAME or len(encoded) > _MOST_PATH
+    return "is too long" if is_long and not is_made else ""
