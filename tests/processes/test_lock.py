@@ -12,7 +12,7 @@ import warnings
 import pytest
 
 from tests.support import small_run
-from zjax.errors import ProcessError
+from zjax.errors import Problem, ProcessError
 from zjax.processes import lock
 
 OTHER = """
@@ -109,3 +109,16 @@ def is_locked(directory):
         except BlockingIOError:
             return True
     return False
+
+
+def test_a_disk_that_fails_does_not_hide_why_the_run_ended(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(30, "Read-only file system")
+
+    with pytest.raises(ProcessError, match="mend the disk"):
+        with lock.hold(str(tmp_path)):
+            monkeypatch.setattr(os, "truncate", refuse)
+            raise ProcessError(Problem("directory", "x", "failed", "mend the disk"))
+    monkeypatch.undo()
+    with lock.hold(str(tmp_path)):
+        pass

@@ -95,7 +95,8 @@ def _release(path: pathlib.Path) -> None:
     if depth > 1:
         _held[path] = descriptor, depth - 1
         return
-    os.truncate(descriptor, 0)
+    with contextlib.suppress(OSError):  # or a disk that failed hides why the run did
+        os.truncate(descriptor, 0)
     os.close(descriptor)
 
 
