@@ -92,6 +92,19 @@ def test_gradients_are_unscaled_with_the_scale_they_were_made_with():
     np.testing.assert_allclose(losses, expected, rtol=2e-3)
 
 
+def test_optimizers_are_told_the_loss_itself():
+    """Fails if a rule that reads the loss, as Polyak's, gets 1,024 times as much."""
+
+    def keep_value(updates, state, params=None, *, value, **extra):
+        return updates, value
+
+    told = optax.GradientTransformationExtraArgs(lambda _: jnp.zeros(()), keep_value)
+    run = runs.make_small_run(optax.chain(told, optax.sgd(0.1)), precision=FLOAT16)
+    state, metrics = run.step(run.state, models.make_batch())
+    assert state.opt_state[0] == metrics["loss"]
+    assert metrics["loss_scale"] == 2.0**10
+
+
 def test_overflow_halves_the_scale_and_the_next_step_goes_on():
     run = runs.make_small_run(optax.sgd(0.5), precision=FLOAT16)
     state, _ = run.step(run.state, poisoned())
