@@ -133,7 +133,7 @@ def test_processes_that_differ_are_told_so_before_they_work(tmp_path):
 
 OBITUARY = (
     "process=1 on host {host} (pid {pid}) ended ({reason}); the last checkpoint is "
-    "step 40 in {directory}/checkpoints: run the same command again to resume"
+    "step 40 in {directory}/checkpoints: {mend}run the same command again to resume"
 )
 
 
@@ -156,7 +156,11 @@ def test_the_death_of_one_ends_all_and_is_explained(tmp_path, task, reason, code
     with ended(launched) as [(_, errors)]:
         assert launched.returncode == code, errors[-3000:]
     assert errors.splitlines()[-1] == OBITUARY.format(
-        host=HOST, pid=pid_of(tmp_path, 1), reason=reason, directory=tmp_path
+        host=HOST,
+        pid=pid_of(tmp_path, 1),
+        reason=reason,
+        directory=tmp_path,
+        mend="mend the cause and " if "Error" in reason else "",
     )
     assert_all_gone(tmp_path)
 
@@ -183,6 +187,7 @@ def test_each_host_names_the_process_that_died_on_another(tmp_path):
         pid=pid_of(tmp_path, 1),
         reason="signal 9, SIGKILL, as when memory runs out",
         directory=tmp_path,
+        mend="",
     )
     assert [errors.splitlines()[-1] for _, errors in results] == [obituary] * 2
     assert_all_gone(tmp_path)

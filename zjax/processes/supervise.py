@@ -115,7 +115,8 @@ def describe_end(end: End, member: Member | None) -> str:
         if step is not None:
             place = f"{member.directory}/checkpoints"
             kept = f"the last checkpoint is step {step} in {place}"
-            remedy = f"{kept}: run the same command again to resume"
+            mend = "mend the cause and " if end.rank == 1 else ""
+            remedy = f"{kept}: {mend}run the same command again to resume"
     return str(Problem("process", end.process_id, f"{who}ended ({end.reason})", remedy))
 
 
