@@ -19,6 +19,7 @@ from zjax.errors import ConfigError, ModelError, Problem
 from zjax.fitting import abstract_batch, check_room, fit_plan
 from zjax.models import adapter
 from zjax.models.generate import generate
+from zjax.models.inputs import with_cast
 from zjax.offload.init import init_layer_by_layer
 from zjax.offload.inputs import waiting_inputs
 from zjax.ops.promotion import promoting
@@ -128,6 +129,7 @@ def initialize(
     config: Any = None,
     *,
     replicated: Sequence[str] = (),
+    cast: Sequence[str] | None = None,
     schedule: Schedule | None = None,
     devices: Sequence[Device] | None = None,
 ) -> Run:
@@ -148,11 +150,14 @@ def initialize(
         batch: A global batch or its ShapeDtypeStructs; its first dim takes the place of
             `config.global_batch_size`. Each device cuts the rows that it holds into
             microbatches of adjacent rows, so that a loss may compare rows that lie in
-            one. Batches to come must have the same arrays. Floating-point arrays of two
-            dims or more are cast to `precision.compute_dtype`.
+            one. Batches to come must have the same arrays. Those of `cast` are cast
+            to `precision.compute_dtype`; others keep their dtype.
         config: A Config, a mapping, or the path of a config file; None for defaults.
         replicated: Paths of arrays of the batch that hold no rows, such as a table of
             class weights: devices and microbatches get them whole.
+        cast: Paths of the floating-point arrays that are cast, as `zjax.adapt` says;
+            None finds what the model reads, never targets and weights;
+            `run.model.cast` tells them.
         schedule: Learning rate by applied step, to be shown among the metrics.
         devices: Devices to use; all of them by default.
 
@@ -205,9 +210,10 @@ def initialize(
         raise ModelError(Problem("loss_fn", name, given, remedy))
     given = model
     if loss_fn is not None:
-        model = adapter.adapt(model, loss_fn, batch, replicated=replicated)
+        model = adapter.adapt(model, loss_fn, batch, replicated=replicated, cast=cast)
     else:
         model = dataclasses.replace(model, entries=entries)
+        model = with_cast(model, batch, cast)
     with promoting():
         if tx is None:
             tx = make_optimizer(config, model)

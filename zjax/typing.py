@@ -197,3 +197,7 @@ class Model:
     entries: Entries = dataclasses.field(default_factory=dict)
     """What the loss asks of each array of a batch; empty asks nothing, and takes all
     arrays but scalars for rows."""
+    cast: tuple[str, ...] | None = None
+    """Paths of the floating-point arrays of a batch that are cast to the compute dtype;
+    all others keep theirs. `zjax.initialize` finds them for None, which else casts
+    nothing."""

@@ -6,6 +6,7 @@ from jax.sharding import PartitionSpec as P
 
 from zjax.data import placement
 from zjax.errors import DataError
+from zjax.typing import Entry
 
 
 def make_mesh():
@@ -90,3 +91,14 @@ def test_arrays_that_cannot_be_placed(leaf, message):
     with pytest.raises(DataError) as error:
         placement.place_batch({"x": leaf}, lambda leaf: sharding, 2, "batches[3]")
     assert str(error.value) == message
+
+
+def test_rows_of_files_with_other_ids_are_refused():
+    """Fails if ids of a damaged file reach the devices, which have no row for them."""
+    sharding = NamedSharding(make_mesh(), P())
+    entries = {"tokens": Entry(("B", "L"), np.integer, num_ids=8)}
+    checked = placement.BatchPlacement(lambda leaf: sharding, entries)
+    rows = {"tokens": np.array([[1, 70_000]], np.int32)}
+    with pytest.raises(DataError) as error:
+        placement.place_rows(rows, np.arange(1), 1, checked)
+    assert str(error.value) == "batch/tokens=70000 is no id of 8; use 0 to 7"

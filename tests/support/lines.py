@@ -64,6 +64,7 @@ def make_model(block, num_layers, embed=embed, head=head):
         logical=logical,
         stack=Stack(embed, (Segment(block, num_layers),), head, split, join),
         separable=True,
+        cast=("x",),
     )
 
 

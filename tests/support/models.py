@@ -42,6 +42,7 @@ def make_mlp():
             "down": ("mlp", "embed"),
             "bias": (None,),
         },
+        cast=("x",),
     )
 
 

@@ -20,6 +20,7 @@ from zjax.models.contract import (
     evaluate_loss,
     strong,
 )
+from zjax.models.inputs import with_cast
 from zjax.models.metadata import names_only
 from zjax.models.part import Part, Started, combine
 from zjax.ops.keys import fold_name, loss_key
@@ -39,6 +40,7 @@ def adapt(
     batch: Batch,
     *,
     replicated: Sequence[str] = (),
+    cast: Sequence[str] | None = None,
 ) -> Model:
     """Turns a model and its loss into the record that training works with.
 
@@ -64,13 +66,18 @@ def adapt(
             come must have the same arrays, of any number of rows.
         replicated: Paths of arrays that hold no rows, such as a table of class weights:
             devices and microbatches get them whole.
+        cast: Paths of the floating-point arrays that are cast to the compute dtype.
+            None takes those of two dims or more to which the model applies parameters,
+            as `zjax.Model.cast` tells; targets and weights are none, nor is what a
+            function such as `sin` or a comparison reads first, as of timestamps.
 
     Returns:
         The model. Its trees are nested dicts for Flax modules, and what `init` returns
         for plain functions; `given` is set if all weights exist already.
 
     Raises:
-        DataError: The batch is no tree of arrays of numbers with equal numbers of rows.
+        DataError: The batch is no tree of arrays of numbers with equal numbers of rows,
+            or lacks what is named.
         ModelError: The model is of no known kind, or has no parameters or some that are
             not floating-point; or the loss returns something else.
 
@@ -92,13 +99,13 @@ def adapt(
 
     with user_code():
         part = _make_part(model, "model")
-    inputs = jax.eval_shape(lambda batch: batch, batch)
+    example = jax.eval_shape(lambda batch: batch, batch)
 
     @user_code()
     def start(key: jax.Array) -> Started:
         view, started = part.start(fold_name(key, "model"))
         if part.needs_calls:
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs)
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), example)
             call_loss(loss_fn, view, zeros, loss_key(key))
         params, model_state, logical = started()
         check_params(model, params)
@@ -129,15 +136,16 @@ def adapt(
     if given and part.needs_calls:
         is_complete = jax.tree.structure(given()) == jax.tree.structure(shapes)
         given = given if is_complete else None
-    return Model(
+    adapted = Model(
         init=init,
         loss=loss,
         bind=bind,
         logical=lambda params: logical,
         given=given,
-        inputs=inputs,
+        inputs=example,
         entries=entries,
     )
+    return with_cast(adapted, example, cast)
 
 
 def adapt_optimizer(tx: Any, given: Any, model: Model) -> Any:

@@ -72,7 +72,7 @@ def waiting_inputs(
     )
 
     def enter(params: Any, batch: Batch, key: jax.Array) -> Any:
-        batch = microbatches.cast_batch(batch, compute_dtype(plan))
+        batch = microbatches.cast_batch(batch, model, compute_dtype(plan))
         parts = microbatches.split_batch(batch, model, number, plan.num_batch_shares)
         return stack.embed(params, jax.tree.map(lambda x: x[0], parts), key)[0]
 

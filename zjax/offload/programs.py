@@ -73,7 +73,7 @@ class BlockPrograms:
 
     def split_batch(self, batch: Batch, number: int) -> Batch:
         """One of the microbatches."""
-        batch = microbatches.cast_batch(batch, compute_dtype(self.plan))
+        batch = microbatches.cast_batch(batch, self.model, compute_dtype(self.plan))
         parts = microbatches.split_batch(
             batch, self.model, self.num_microbatches, self.plan.num_batch_shares
         )

@@ -82,7 +82,7 @@ def whole_gradients(
     def gradients(
         params: Params, state: ModelState, batch: Batch, key: jax.Array, scale: Any
     ) -> tuple[Params, Loss]:
-        batch = microbatches.cast_batch(batch, compute_dtype(plan))
+        batch = microbatches.cast_batch(batch, model, compute_dtype(plan))
 
         def one(
             state: ModelState, microbatch: Batch, key: jax.Array
@@ -124,7 +124,7 @@ def make_forward(
     def forward(
         params: Params, state: ModelState, batch: Batch, key: jax.Array | None
     ) -> Loss:
-        batch = microbatches.cast_batch(batch, compute_dtype(plan))
+        batch = microbatches.cast_batch(batch, model, compute_dtype(plan))
         shares = plan.num_batch_shares
         parts = microbatches.split_batch(batch, model, num_microbatches, shares)
 

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from zjax.errors import ModelError, PlanError, Problem
 from zjax.sharding.batch import field_of, map_rows, rows_of
+from zjax.sharding.placement import path_of
 from zjax.typing import Batch, Loss, Metrics, Model, ModelState, Params
 
 
@@ -191,27 +192,23 @@ def mean_loss(losses: Loss, model_state: ModelState) -> Loss:
     return Loss(mean(losses.value), total, model_state, metrics)
 
 
-def cast_batch(batch: Batch, dtype: Any) -> Batch:
+def cast_batch(batch: Batch, model: Model, dtype: Any) -> Batch:
     """Gives inputs the dtype of the model, so that it computes in that.
 
     Args:
-        batch: Arrays; integers, and numbers per row or per batch, stay as they are.
+        batch: Arrays.
+        model: Names its inputs; targets and weights are none, and stay as they are.
         dtype: Compute dtype.
 
     Returns:
-        Floating-point arrays of two dims or more in `dtype`.
-
-    Example:
-        >>> batch = {"x": jnp.ones((2, 3)), "weight": jnp.ones(2)}
-        >>> {name: str(x.dtype) for name, x in cast_batch(batch, jnp.bfloat16).items()}
-        {'weight': 'float32', 'x': 'bfloat16'}
+        The batch, with inputs in `dtype`.
     """
+    inputs = model.cast or ()
 
-    def cast(x: jax.Array) -> jax.Array:
-        is_input = x.ndim >= 2 and jnp.issubdtype(x.dtype, jnp.floating)
-        return x.astype(dtype) if is_input else x
+    def cast(keys: Any, x: jax.Array) -> jax.Array:
+        return x.astype(dtype) if path_of(keys) in inputs else x
 
-    return jax.tree.map(cast, batch)
+    return jax.tree_util.tree_map_with_path(cast, batch)
 
 
 def accumulate(

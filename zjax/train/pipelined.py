@@ -200,7 +200,9 @@ class _Run:
         params = params if self.is_split else self.share.fetch(params)
         params = self.cut.split(params)
         stages = self.by_stage(params.stages)
-        batch = microbatches.cast_batch(batch, compute_dtype(self.plan))
+        batch = microbatches.cast_batch(
+            batch, self.pipelined.model, compute_dtype(self.plan)
+        )
         model, number = self.pipelined.model, self.schedule.num_microbatches
         parts = microbatches.split_batch(batch, model, number, 1)
         self.cut.check_context(jax.tree.map(lambda x: x[0], parts))

@@ -132,7 +132,7 @@ class Share:
         scale: Any,
     ) -> tuple[Params, Loss]:
         """Gradients of the weighted mean over the devices and all microbatches."""
-        batch = microbatches.cast_batch(batch, compute_dtype(self.plan))
+        batch = microbatches.cast_batch(batch, self.model, compute_dtype(self.plan))
         params = microbatches.cast_like(master, self.plan.compute)
         params = params if self.refetches else self.fetch(params)
 

@@ -1,0 +1,115 @@
+"""Which arrays of a batch are cast to the compute dtype."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import zjax
+from zjax.errors import DataError
+
+ROWS = 8
+RNG = np.random.default_rng(0)
+
+
+def array(*shape):
+    return RNG.normal(size=(ROWS, *shape)).astype(np.float32)
+
+
+BATCH = {
+    "image": array(4),
+    "mask": np.ones((ROWS, 6), np.float32),
+    "time": np.full((ROWS, 1), 1000.5, np.float32),
+    "y": np.full((ROWS, 1), 1000.5, np.float32),
+    "weight": np.full((ROWS, 1), 1000.5, np.float32),
+    "scale": array(),
+}
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, image, mask, time):
+        x = nn.Dense(6)(image / 255) * mask
+        waves = jnp.sin(time * jnp.arange(1.0, 7)[None])
+        block = nn.remat(nn.Dense)
+        return nn.Dense(1)(nn.relu(block(6)(x)) + nn.Dense(6)(waves))
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(4, 6, rngs=rngs)
+        self.time = nnx.Linear(6, 6, rngs=rngs)
+        self.last = nnx.Linear(6, 1, rngs=rngs)
+
+    def __call__(self, image, mask, time):
+        x = self.first(image - 1.0) * mask
+
+        def add(x, _):
+            return self.last.kernel[...].T * x, None
+
+        x, _ = jax.lax.scan(add, x.astype(jnp.float32), None, length=2)
+        return self.last(x + self.time(jnp.sin(time * jnp.arange(1.0, 7)[None])))
+
+
+def loss_fn(model, batch, key):
+    found = model(batch["image"], batch["mask"], batch["time"])
+    error = batch["weight"] * (found - batch["y"]) ** 2
+    seen = {
+        name: jnp.float32(x.dtype == jnp.bfloat16) for name, x in sorted(batch.items())
+    }
+    return (
+        (error.mean(1) * batch["scale"]).mean(),
+        1.0,
+        {"y": batch["y"].mean()} | {f"{name} is cast": x for name, x in seen.items()},
+    )
+
+
+@pytest.mark.parametrize("model", [Linen(), Nnx], ids=["linen", "nnx"])
+def test_what_parameters_are_applied_to_is_cast(model):
+    """Fails if a target of 1000.5 becomes 1000, or a model computes in float32."""
+    run = zjax.initialize(model, optax.sgd(0.0), loss_fn, BATCH)
+    assert run.model.cast == ("image", "mask")
+    _, metrics = run.step(run.state, BATCH)
+    assert metrics["y"] == 1000.5
+    cast = {name for name in BATCH if metrics[f"{name} is cast"]}
+    assert cast == {"image", "mask"}
+
+
+def test_inputs_can_be_named():
+    run = zjax.initialize(
+        Linen(), optax.sgd(0.0), loss_fn, BATCH, cast=["image", "scale"]
+    )
+    assert run.model.cast == ("image", "scale")
+    with pytest.raises(DataError) as error:
+        zjax.adapt(Linen(), loss_fn, BATCH, cast=["images", "y"])
+    assert str(error.value) == (
+        "cast='images' is no floating-point array of the batch; use any of image, "
+        "mask, scale, time, weight, y"
+    )
+
+
+def test_targets_of_a_loss_in_parts_are_none():
+    """Fails if a loop that computes the loss is taken for the model."""
+    batch = {"x": array(4, 3), "y": array(4, 1), "extra": array(2)}
+
+    def init(key):
+        return {"w": jnp.ones((3, 5)), "head": jnp.ones((5, 1))}
+
+    def apply(params, batch):
+        hidden = batch["x"] @ params["w"]
+
+        def add(total, part):
+            hidden, y = part
+            return total + ((hidden @ params["head"] - y) ** 2).mean(), None
+
+        parts = hidden.swapaxes(0, 1), batch["y"].swapaxes(0, 1)
+        total, _ = jax.lax.scan(add, jnp.float32(0), parts)
+        return total + 0.1 * (params["w"] ** 2).sum() + batch["extra"].sum()
+
+    def loss(model, batch, key):
+        return model(batch)
+
+    assert zjax.adapt((init, apply), loss, batch).cast == ("x",)

@@ -1,0 +1,173 @@
+"""Which arrays of a batch a model reads, by the operations of its loss."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex
+
+from zjax.errors import DataError, Problem
+from zjax.sharding.placement import abstract_key, path_of
+from zjax.typing import Batch, Model
+
+EXACT = frozenset(
+    "sin cos tan exp exp2 expm1 log log1p floor ceil round rem sign is_finite "
+    "eq ne lt le gt ge".split()
+)
+"""Operations for whose results the last digits of their operands matter."""
+
+
+class Origin(NamedTuple):
+    """What a value is computed from."""
+
+    is_param: bool = False
+    """Parameters alone, with one number or more in a dim."""
+    arrays: frozenset[str] = frozenset()
+    """These arrays of the batch."""
+    given: frozenset[str] = frozenset()
+    """Those of them that have met nothing but constants."""
+
+
+def find_inputs(model: Model, batch: Batch) -> tuple[str, ...]:
+    """Finds the floating-point arrays of a batch that a model computes with.
+
+    Parameters are applied to what is computed from them, as from images and masks;
+    targets and weights meet results alone. What a function such as `sin` or a
+    comparison reads first, as of timestamps, is left out: its last digits matter.
+
+    Args:
+        model: Its loss.
+        batch: Arrays or their shapes.
+
+    Returns:
+        Paths of arrays of two dims or more.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    names = [path_of(keys) if _may_be_cast(x) else "" for keys, x in leaves]
+    if not any(names):
+        return ()
+    params, state = jax.eval_shape(model.init, abstract_key())
+    closed = jax.make_jaxpr(model.loss)(params, state, batch, abstract_key())
+    origins = [Origin(is_param=len(x.shape) > 0) for x in jax.tree.leaves(params)]
+    origins += [Origin() for _ in jax.tree.leaves(state)]
+    sets = [frozenset({name} - {""}) for name in names]
+    origins += [Origin(arrays=own, given=own) for own in sets]
+    walk = _Walk()
+    walk.visit(closed.jaxpr, [*origins, Origin()])
+    return tuple(name for name in names if name in walk.read - walk.exact)
+
+
+def _may_be_cast(x: Any) -> bool:
+    return len(x.shape) > 1 and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def with_cast(model: Model, batch: Batch, names: Sequence[str] | None) -> Model:
+    """Settles which arrays of a batch are cast to the compute dtype.
+
+    Args:
+        model: Its loss.
+        batch: An example, of arrays or their shapes.
+        names: Paths; None leaves it to the model, or else to `find_inputs`.
+
+    Returns:
+        The model with its `cast`.
+
+    Raises:
+        DataError: A name is not that of a floating-point array; all at once.
+    """
+    if names is None:
+        found = find_inputs(model, batch) if model.cast is None else model.cast
+        return dataclasses.replace(model, cast=found)
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    arrays = {path_of(keys): x for keys, x in leaves}
+    fit = [p for p, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)]
+    problem = "is no floating-point array of the batch"
+    remedy = f"use any of {', '.join(fit)}" if fit else "leave it out"
+    wrong = [Problem("cast", x, problem, remedy) for x in names if x not in fit]
+    if wrong:
+        raise DataError(*wrong)
+    return dataclasses.replace(model, cast=tuple(names))
+
+
+class _Walk:
+    """Operations in their order; loops until nothing new is found."""
+
+    def __init__(self) -> None:
+        self.read: frozenset[str] = frozenset()
+        self.exact: frozenset[str] = frozenset()
+
+    def visit(self, jaxpr: Any, origins: Sequence[Origin]) -> list[Origin]:
+        known = dict(zip(jaxpr.invars, origins, strict=True))
+
+        def look_up(atom: Any) -> Origin:
+            is_known = not isinstance(atom, jex.Literal)
+            return known.get(atom, Origin()) if is_known else Origin()
+
+        for equation in jaxpr.eqns:
+            found = self.results(equation, [*map(look_up, equation.invars)])
+            known |= dict(zip(equation.outvars, found, strict=True))
+        return [*map(look_up, jaxpr.outvars)]
+
+    def results(self, equation: Any, origins: list[Origin]) -> list[Origin]:
+        name = equation.primitive.name
+        programs = [*_programs(equation.params)]
+        if name == "cond":
+            cases = [self.visit(program, origins[1:]) for program in programs]
+            return [_joined(case) for case in zip(*cases, strict=True)]
+        if len(programs) == 1 and _has_operands_of(programs[0], equation):
+            if name == "scan":
+                return self.loop(programs[0], equation.params, origins)
+            return self.visit(programs[0], origins)
+        return self.operation(equation, origins)
+
+    def loop(
+        self, body: Any, params: dict[str, Any], origins: list[Origin]
+    ) -> list[Origin]:
+        first, number = params["num_consts"], params["num_carry"]
+        while True:
+            found = self.visit(body, origins)
+            carried = slice(first, first + number)
+            pairs = zip(origins[carried], found, strict=False)
+            carry = [_joined(pair) for pair in pairs]
+            if carry == origins[carried]:
+                return found
+            origins = [*origins[:first], *carry, *origins[first + number :]]
+
+    def operation(self, equation: Any, origins: list[Origin]) -> list[Origin]:
+        arrays = _joined(origins).arrays
+        meets_params = any(origin.is_param for origin in origins)
+        if meets_params:
+            self.read |= arrays
+        given = _joined(origins).given
+        name, (*outs,) = equation.primitive.name, equation.outvars
+        is_cut = any(not jnp.issubdtype(x.aval.dtype, jnp.floating) for x in outs)
+        if name in EXACT or (name == "convert_element_type" and is_cut):
+            self.exact |= given
+        if meets_params or arrays != given:
+            given = frozenset()
+        is_param = meets_params and not arrays
+        return [Origin(is_param and len(x.aval.shape) > 0, arrays, given) for x in outs]
+
+
+def _has_operands_of(program: Any, equation: Any) -> bool:
+    ins, outs = len(program.invars), len(program.outvars)
+    return (ins, outs) == (len(equation.invars), len(equation.outvars))
+
+
+def _joined(origins: Sequence[Origin]) -> Origin:
+    """Of a value that may be any of these."""
+    arrays = frozenset[str]().union(*(origin.arrays for origin in origins))
+    mixed = [origin.arrays - origin.given for origin in origins]
+    given = arrays - frozenset[str]().union(*mixed)
+    is_param = any(origin.is_param for origin in origins) and not arrays
+    return Origin(is_param, arrays, given)
+
+
+def _programs(params: dict[str, Any]) -> Iterator[Any]:
+    for value in params.values():
+        for each in value if isinstance(value, tuple | list) else (value,):
+            program = getattr(each, "jaxpr", each)
+            if hasattr(program, "eqns"):
+                yield program
