@@ -43,6 +43,14 @@ def test_norm_of_bfloat16_is_summed_in_float32():
     np.testing.assert_allclose(norm, np.sqrt(4100), rtol=1e-6)
 
 
+def test_clipping_of_bfloat16_rounds_once():
+    """Fails if the divisor, 1.004, is rounded to bfloat16, which has 1 and 1.0078."""
+    grads = jnp.arange(1, 129, dtype=jnp.bfloat16)
+    clipped = clip.clip_by_norm(grads, jnp.float32(1.004), 1.0)
+    expected = (np.arange(1, 129) / 1.004001).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(clipped, expected)
+
+
 def test_clipping_keeps_dtypes():
     tree = [jnp.ones(2, jnp.bfloat16), jnp.ones(2, jnp.float32)]
     clipped = clip.clip_by_norm(tree, clip.global_norm(tree), 0.1)
