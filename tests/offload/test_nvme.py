@@ -195,8 +195,8 @@ def test_checkpoints_link_what_rests_on_disks(tmp_path):
         store.save(number + 1, saved, saved_rows(run.plan, run.config), extra={})
         store.wait()
     held = [x for x in jax.tree.leaves(state) if isinstance(x, DiskArray)]
-    folder = tmp_path / "run" / "linked"
-    linked = (p for p in (folder / "3").rglob("*") if p.is_file())
+    folder = tmp_path / "run"
+    linked = (p for p in (folder / "3" / "linked").rglob("*") if p.is_file())
     links = {file.stat().st_ino for file in linked}
     assert links
     files = (p for x in held for p in pathlib.Path(x.path).rglob("*"))
