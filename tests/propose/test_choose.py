@@ -201,7 +201,8 @@ def test_trainer_trains_on_the_proposal_and_says_it_once(tmp_path, caplog):
 def test_model_of_yours_is_refused():
     """Its activations are not known."""
     model = make_model(schema.Config())
-    batch = {"tokens": jax.ShapeDtypeStruct((8, 16), "int32")}
+    tokens = jax.ShapeDtypeStruct((8, 16), "int32")
+    batch = {"tokens": tokens, "targets": tokens}
     with pytest.raises(ConfigError) as error:
         zjax.initialize(model, None, None, batch, {"mesh": "auto"})
     assert str(error.value) == (
