@@ -69,11 +69,24 @@ def test_a_path_with_a_scheme_is_refused_by_name_with_all_others():
         ("x/" * 2_001, "is too long"),
         ("\ud800", "holds half a character"),
         ("file:///tmp/a", "is not a path of a file system"),
+        ("gs:/b/run", "is not a path of a file system"),
+        (" s3://b/run", "is not a path of a file system"),
     ],
 )
 def test_what_cannot_be_opened_is_refused(path, problem):
     with pytest.raises(ConfigError, match=problem):
         load_config({"directory": path})
+
+
+@pytest.mark.parametrize("url", ["gs://b/run", "s3://b/run"])
+def test_a_url_stays_one_when_pathlib_drops_a_slash(url):
+    given = pathlib.Path(url)
+    with pytest.raises(ConfigError) as error:
+        local_path("directory", given)
+    assert str(error.value) == (
+        f"directory='{given}' is not a path of a file system; give one on a disk, or "
+        "where the bucket is mounted"
+    )
 
 
 @pytest.mark.parametrize("path", ["", "a", "./~", "a:b", "c:/d", "x/gs://y"])

@@ -9,7 +9,8 @@ SETTINGS = ("directory", "zero.nvme_paths", "data.path", "checkpoint.init_from")
 """All settings that are paths."""
 
 _MOST_NAME, _MOST_PATH = 255, 4_000
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_SCHEME = re.compile(r"\s*[A-Za-z](:/|[A-Za-z0-9+.-]+:)/")
+"""With one slash, too, which is what `pathlib` leaves of two; `c:/` is none."""
 
 
 def local_path(
