@@ -1,6 +1,7 @@
 """From a model, an optimizer, a loss and a config to a run: a state and a step."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ from zjax.optim.per_layer import respect_layers
 from zjax.optim.schedules import make_schedule
 from zjax.processes.agreement import check_agreement
 from zjax.processes.host import tell_of_small_pages
+from zjax.resume import functions_of
 from zjax.sharding import memory, placement
 from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
@@ -62,6 +64,7 @@ class Run:
         state: The first state; it is consumed by the first step.
         step: `step(state, batch) -> (state, metrics)`.
         bind: `bind(state)` gives the module in evaluation mode.
+        tx: The optax transformation of the caller; None where settings make one.
     """
 
     config: Config
@@ -71,6 +74,13 @@ class Run:
     state: TrainState
     step: Step
     bind: Callable[[TrainState], Any]
+    tx: Any = None
+
+    @functools.cached_property
+    def functions(self) -> dict[str, str]:
+        """Sums up code of the caller, which no setting says; see `zjax.resume`."""
+        with promoting():
+            return functions_of(self.model, self.tx)
 
     @property
     def batch_placement(self) -> BatchPlacement:
@@ -208,7 +218,7 @@ def initialize(
         remedy = "give loss_fn(model, batch, key), or a zjax.Model that has its own"
         name = getattr(loss_fn, "__name__", None)
         raise ModelError(Problem("loss_fn", name, given, remedy))
-    given = model
+    given, own = model, None
     if loss_fn is not None:
         model = adapter.adapt(model, loss_fn, batch, replicated=replicated, cast=cast)
     else:
@@ -222,10 +232,12 @@ def initialize(
             config = without_clipping(config)
             if loss_fn is not None:
                 tx = adapter.adapt_optimizer(tx, given, model)
+            own = tx
             tx = adopt_optimizer(tx, model, config)
-        return make_run(
+        run = make_run(
             config, model, tx, schedule=schedule, devices=devices, batch=batch
         )
+    return dataclasses.replace(run, tx=own)
 
 
 def _entries_of(model: Any, batch: Batch, replicated: Sequence[str]) -> Entries:

@@ -12,6 +12,7 @@ from zjax.config.convert import to_mapping
 from zjax.config.paths import local_path
 from zjax.errors import CheckpointError, Problem
 from zjax.initialize import Run
+from zjax.resume import report_changes, report_functions
 from zjax.sharding.describe import describe_plan
 from zjax.train.state import TrainState, saved_rows, saved_state, with_params
 
@@ -66,6 +67,7 @@ def save(
         "config": to_mapping(run.config),
         "plan": describe_plan(run.plan),
         "jax": jax.__version__,
+        "functions": run.functions,
     }
     rows, saved = saved_rows(run.plan, run.config), saved_state(state, run.plan)
     store.save(int(state.step), saved, rows, extra=beside)
@@ -76,6 +78,9 @@ def restore(
     directory: str, run: Run, *, step: int | None = None
 ) -> tuple[TrainState, dict[str, Any]]:
     """Reads a checkpoint of `zjax.save`, each array straight onto its shards.
+
+    Settings that are not as they were saved are logged, as are a model, a loss and an
+    optimizer that compute something else.
 
     Args:
         directory: Where it was saved.
@@ -98,7 +103,10 @@ def restore(
 
     store = Store(local_path("directory", directory))
     saved, beside = store.restore(rows, step, make_room=make_room)
-    return with_params(saved, run.plan), beside.get("given", {})
+    state = with_params(saved, run.plan)
+    report_changes(beside, run.config, int(state.step))
+    report_functions(beside, run.functions)
+    return state, beside.get("given", {})
 
 
 def _check(extra: Any, keep_last: int | None) -> None:

@@ -113,3 +113,27 @@ def test_targets_of_a_loss_in_parts_are_none():
         return model(batch)
 
     assert zjax.adapt((init, apply), loss, batch).cast == ("x",)
+
+
+@pytest.mark.parametrize("where", ["error", "target"])
+def test_targets_of_a_loss_with_a_learned_deviation_are_none(where):
+    """Fails if a parameter that scales or shifts an error makes it an input."""
+    batch = {"x": array(3), "y": np.full((ROWS, 2), 1000.5, np.float32)}
+
+    def init(key):
+        return {"w": jnp.zeros((3, 2)), "shift": jnp.zeros(2), "log": jnp.zeros(2)}
+
+    def apply(params, x):
+        return x @ params["w"], params["shift"][None], params["log"][None]
+
+    def loss(model, batch, key):
+        found, shift, log = model(batch["x"])
+        if where == "error":
+            error = batch["y"] - found
+        else:
+            error = batch["y"] - shift - found
+        return (error / jnp.exp(log) + log).mean()
+
+    run = zjax.initialize((init, apply), optax.sgd(0.0), loss, batch)
+    assert run.model.cast == ("x",)
+    assert run.evaluate(run.state, batch)["loss"] == 1000.5
