@@ -18,6 +18,9 @@ EXACT = frozenset(
 )
 """Operations for whose results the last digits of their operands matter."""
 
+ELEMENTWISE = frozenset("add sub mul div max min pow select_n".split())
+"""Operations by which parameters also scale and shift errors, as a learned deviation."""
+
 
 class Origin(NamedTuple):
     """What a value is computed from."""
@@ -27,15 +30,16 @@ class Origin(NamedTuple):
     arrays: frozenset[str] = frozenset()
     """These arrays of the batch."""
     given: frozenset[str] = frozenset()
-    """Those of them that have met nothing but constants."""
+    """Those of them that have met nothing but constants, and parameters elementwise."""
 
 
 def find_inputs(model: Model, batch: Batch) -> tuple[str, ...]:
     """Finds the floating-point arrays of a batch that a model computes with.
 
-    Parameters are applied to what is computed from them, as from images and masks;
-    targets and weights meet results alone. What a function such as `sin` or a
-    comparison reads first, as of timestamps, is left out: its last digits matter.
+    Products with parameters are taken of what is computed from them, as from images and
+    masks; targets and weights meet results, and parameters elementwise. What a function
+    such as `sin` or a comparison reads first, as of timestamps, is left out: its last
+    digits matter.
 
     Args:
         model: Its loss.
@@ -138,14 +142,15 @@ class _Walk:
     def operation(self, equation: Any, origins: list[Origin]) -> list[Origin]:
         arrays = _joined(origins).arrays
         meets_params = any(origin.is_param for origin in origins)
-        if meets_params:
-            self.read |= arrays
         given = _joined(origins).given
         name, (*outs,) = equation.primitive.name, equation.outvars
+        is_read = meets_params and name not in ELEMENTWISE
+        if is_read:
+            self.read |= arrays
         is_cut = any(not jnp.issubdtype(x.aval.dtype, jnp.floating) for x in outs)
         if name in EXACT or (name == "convert_element_type" and is_cut):
             self.exact |= given
-        if meets_params or arrays != given:
+        if is_read or arrays != given:
             given = frozenset()
         is_param = meets_params and not arrays
         return [Origin(is_param and len(x.aval.shape) > 0, arrays, given) for x in outs]
