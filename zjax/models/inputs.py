@@ -19,7 +19,7 @@ EXACT = frozenset(
 """Operations for whose results the last digits of their operands matter."""
 
 ELEMENTWISE = frozenset("add sub mul div max min pow select_n".split())
-"""Operations by which parameters also scale and shift errors, as a learned deviation."""
+"""Operations by which parameters scale and shift errors, too, as by a deviation."""
 
 
 class Origin(NamedTuple):
