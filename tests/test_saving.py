@@ -1,5 +1,7 @@
 """A run of `zjax.initialize` is saved and goes on, with public names alone."""
 
+import logging
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -80,6 +82,36 @@ def test_the_first_state_makes_room_once_the_other_is_found_right(saved):
     run = make_run()
     zjax.restore(directory, run, step=2)
     assert all(x.is_deleted() for x in jax.tree.leaves(run.state.master))
+
+
+def test_another_setting_optimizer_or_loss_is_told(tmp_path, caplog):
+    """Fails if a run goes on otherwise than it was saved, in silence."""
+
+    def make(rate, penalty=0.0, **precision):
+        model = lambda key: {"w": jnp.ones((16, 1))}, lambda params, x: x @ params["w"]
+
+        def loss_fn(model, batch, key):
+            return jnp.mean(model(batch["x"]) ** 2) + penalty
+
+        tx = optax.adam(rate)
+        return zjax.initialize(model, tx, loss_fn, BATCH, {"precision": precision})
+
+    def told(*args, **settings):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="absl"):
+            zjax.restore(tmp_path, make(*args, **settings))
+        return [record.getMessage() for record in caplog.records]
+
+    run = make(0.1)
+    zjax.save(tmp_path, run.state, run)
+    end = "the program is not that of the saved run"
+    assert told(0.1) == []
+    assert told(0.2) == [f"tx: {end}"]
+    assert told(0.1, 1.0) == [f"model: {end}"]
+    assert told(0.1, on_nonfinite="update") == [
+        "settings that are not those of step 0:\n"
+        "  precision.on_nonfinite: 'skip' -> 'update'"
+    ]
 
 
 def test_old_steps_stay_unless_asked(tmp_path):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ from zjax.models.inputs import with_cast
 from zjax.offload.init import init_layer_by_layer
 from zjax.offload.inputs import waiting_inputs
 from zjax.ops.promotion import promoting
-from zjax.optim.build import make_optimizer
+from zjax.optim.build import make_optimizer, without_clipping
 from zjax.optim.matrices import named_params
 from zjax.optim.per_layer import respect_layers
 from zjax.optim.schedules import make_schedule
@@ -349,19 +348,6 @@ def make_run(
         step=step,
         bind=bind,
     )
-
-
-def without_clipping(config: Config) -> Config:
-    """The settings of a run whose optimizer the caller brings, to be used as it is.
-
-    Args:
-        config: Settings that `check_config` has found free of other optimizer settings.
-
-    Returns:
-        The same without clipping by the step.
-    """
-    optimizer = dataclasses.replace(config.optimizer, clip_norm=math.inf)
-    return dataclasses.replace(config, optimizer=optimizer)
 
 
 def model_params(state: TrainState, plan: plans.Plan) -> Params:

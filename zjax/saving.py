@@ -1,6 +1,7 @@
 """Checkpoints of a run that `zjax.initialize` made: its caller has the loop."""
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +19,7 @@ from zjax.train.state import TrainState, saved_rows, saved_state, with_params
 
 
 def save(
-    directory: str,
+    directory: str | os.PathLike[str],
     state: TrainState,
     run: Run,
     *,
@@ -75,7 +76,7 @@ def save(
 
 
 def restore(
-    directory: str, run: Run, *, step: int | None = None
+    directory: str | os.PathLike[str], run: Run, *, step: int | None = None
 ) -> tuple[TrainState, dict[str, Any]]:
     """Reads a checkpoint of `zjax.save`, each array straight onto its shards.
 

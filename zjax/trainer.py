@@ -16,7 +16,7 @@ from zjax.config.schema import Config
 from zjax.data.loader import Loader
 from zjax.errors import ConfigError, DataError, Problem
 from zjax.exhausted import remedies_told
-from zjax.initialize import adopt_optimizer, make_run, without_clipping
+from zjax.initialize import adopt_optimizer, make_run
 from zjax.models.build import make_model
 from zjax.nonfinite import arrays_told, find_nonfinite
 from zjax.observe.directory import check_directory
@@ -24,7 +24,7 @@ from zjax.observe.monitor import Callback, Monitor
 from zjax.observe.progress import describe_end
 from zjax.observe.sinks import check_sinks
 from zjax.ops import float8
-from zjax.optim.build import make_optimizer
+from zjax.optim.build import make_optimizer, without_clipping
 from zjax.optim.precision import describe_precision
 from zjax.optim.schedules import make_schedule
 from zjax.pinned import pin_what_is_needed

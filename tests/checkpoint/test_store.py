@@ -1,5 +1,7 @@
 """What is saved comes back, on any devices, and what is damaged says so."""
 
+import errno
+import os
 import random
 import subprocess
 import sys
@@ -196,6 +198,23 @@ def test_a_file_is_not_a_directory(tmp_path):
             f"checkpoint.directory='{tmp_path}/{path}' is not a directory; name a "
             "directory, or one that can be created"
         )
+
+
+def test_the_disk_is_named_where_the_directory_cannot_be_made(tmp_path, monkeypatch):
+    """Fails if a full disk is told to be a wrong path, as before the first save."""
+
+    def refuse(path, mode=0o777, *, dir_fd=None):
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    rows = states.make_rows(VALUES)
+    with pytest.raises(CheckpointError) as error:
+        Store(str(tmp_path / "a")).save(1, states.place(VALUES, rows), rows, extra={})
+    assert str(error.value) == (
+        f"checkpoint.step=1 could not be written to {tmp_path}/a (OSError: [Errno 30] "
+        f"Read-only file system: '{tmp_path}/a'); make room or mend the file system, "
+        "and run again: there is none before it"
+    )
 
 
 def test_a_step_that_is_not_there(saved):

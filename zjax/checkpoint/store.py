@@ -356,7 +356,8 @@ class Store:
         before = self._last_saved
         if before is not None and not self._reader.path(before).exists():
             return failures.gone(self.directory, step)
-        if not self.directory.is_dir():
+        is_file = isinstance(error, NotADirectoryError | FileExistsError)
+        if is_file and not self.directory.is_dir():
             return failures.not_a_directory(self.directory)
         if jax.process_index() == 0:
             directories.clear(self.directory)

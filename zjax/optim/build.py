@@ -4,6 +4,8 @@ Every rule is a direction, then weight decay of the matrices, then the learning 
 Clipping is not part of it: the step clips, and reports the norm before.
 """
 
+import dataclasses
+import math
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -67,6 +69,19 @@ def make_optimizer(
     if settings.name == "adafactor" or dtypes == {"float32"}:
         return tx
     return moments.store_moments(tx, settings.moment_dtype, names)
+
+
+def without_clipping(config: schema.Config) -> schema.Config:
+    """The settings of a run whose optimizer the caller brings, to be used as it is.
+
+    Args:
+        config: Settings that `check_config` has found free of other optimizer settings.
+
+    Returns:
+        The same without clipping by the step.
+    """
+    optimizer = dataclasses.replace(config.optimizer, clip_norm=math.inf)
+    return dataclasses.replace(config, optimizer=optimizer)
 
 
 def _make_rules(
