@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from zjax.sharding.mesh import trace
+
 WHOLE_BYTES = 1 << 20
 """Arrays that are closed over count by their numbers up to here, else by shape."""
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
@@ -37,7 +39,7 @@ def fingerprint(function: Callable[..., Any], *args: Any) -> str:
         False
     """
     found = hashlib.sha256()
-    for word in _of_closed(jax.make_jaxpr(function)(*args)):
+    for word in _of_closed(trace(function, *args)):
         found.update(word.encode() + b"\n")
     return found.hexdigest()[:16]
 

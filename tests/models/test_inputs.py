@@ -7,9 +7,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import zjax
+from zjax.config import schema
 from zjax.errors import DataError
+from zjax.sharding.mesh import make_mesh
 
 ROWS = 8
 RNG = np.random.default_rng(0)
@@ -137,3 +140,33 @@ def test_targets_of_a_loss_with_a_learned_deviation_are_none(where):
     run = zjax.initialize((init, apply), optax.sgd(0.0), loss, batch)
     assert run.model.cast == ("x",)
     assert run.evaluate(run.state, batch)["loss"] == 1000.5
+
+
+def test_a_loss_that_names_axes_of_the_mesh_is_read_before_there_is_one():
+    """Fails if only losses that need no mesh can be given to `zjax.adapt`."""
+
+    def loss_fn(model, batch, key):
+        x = jax.lax.with_sharding_constraint(batch["image"], P("data"))
+        return jnp.mean((model(x) - batch["y"]) ** 2)
+
+    model = (lambda key: {"w": jnp.zeros((4, 1))}, lambda params, x: x @ params["w"])
+    run = zjax.initialize(model, optax.sgd(0.1), loss_fn, BATCH)
+    assert run.model.cast == ("image",)
+    _, metrics = run.step(run.state, BATCH)
+    assert float(metrics["loss"]) == pytest.approx(1000.5**2, rel=1e-6)
+
+
+def test_a_loss_that_brings_its_mesh_is_read_in_no_other():
+    mesh = make_mesh(schema.Mesh())
+    mean = jax.shard_map(
+        lambda x: jax.lax.pmean(jnp.mean(x), "data"),
+        mesh=mesh,
+        in_specs=P("data"),
+        out_specs=P(),
+    )
+
+    def loss_fn(model, batch, key):
+        return mean(model(batch["image"]))
+
+    model = (lambda key: {"w": jnp.zeros((4, 1))}, lambda params, x: x @ params["w"])
+    assert zjax.adapt(model, loss_fn, BATCH).cast == ("image",)

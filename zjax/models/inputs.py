@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 
 from zjax.errors import DataError, Problem
+from zjax.sharding.mesh import trace
 from zjax.sharding.placement import abstract_key, path_of
 from zjax.typing import Batch, Model
 
@@ -53,7 +54,7 @@ def find_inputs(model: Model, batch: Batch) -> tuple[str, ...]:
     if not any(names):
         return ()
     params, state = jax.eval_shape(model.init, abstract_key())
-    closed = jax.make_jaxpr(model.loss)(params, state, batch, abstract_key())
+    closed = trace(model.loss, params, state, batch, abstract_key())
     origins = [Origin(is_param=len(x.shape) > 0) for x in jax.tree.leaves(params)]
     origins += [Origin() for _ in jax.tree.leaves(state)]
     sets = [frozenset({name} - {""}) for name in names]

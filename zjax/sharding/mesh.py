@@ -5,9 +5,11 @@ Axes of size 1 cost nothing.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from zjax.config import axes, schema
@@ -119,6 +121,32 @@ def abstract_mesh(mesh: schema.Mesh, num_devices: int) -> AbstractMesh:
     sizes = mesh_sizes(mesh, num_devices)
     nested = tuple(sizes[axis] for axis in NESTED_AXES)
     return AbstractMesh(nested, NESTED_AXES, axis_types=_AUTO)
+
+
+def trace(function: Callable[..., Any], *args: Any) -> ClosedJaxpr:
+    """Traces a function that may name axes of the mesh, before there is one.
+
+    Args:
+        function: Of arrays. One that brings a mesh cannot be traced in another, so that
+            none is set unless it is missed; then all axes have size 1.
+        *args: Arrays or their shapes.
+
+    Returns:
+        The traced program.
+
+    Example:
+        >>> in_parts = jax.sharding.PartitionSpec("data")
+        >>> constrain = jax.lax.with_sharding_constraint
+        >>> len(trace(lambda x: constrain(x, in_parts), jax.numpy.ones(8)).eqns)
+        1
+    """
+    try:
+        return jax.make_jaxpr(function)(*args)
+    except (RuntimeError, ValueError):  # what JAX raises where a mesh is missing
+        if not jax.sharding.get_abstract_mesh().empty:
+            raise
+    with jax.sharding.use_abstract_mesh(abstract_mesh(schema.Mesh(), 1)):
+        return jax.make_jaxpr(function)(*args)
 
 
 def num_shares(mesh: Mesh | AbstractMesh, names: Sequence[str]) -> int:
