@@ -228,6 +228,14 @@ def test_run_that_is_to_stop_at_nan_says_at_which_step(tmp_path):
     assert trainer.store.latest() == 2
 
 
+def test_strict_promotion_binds_the_loss_and_not_the_optimizer(tmp_path):
+    with jax.numpy_dtype_promotion("strict"):
+        trainer = own_trainer(tmp_path, list(broken_batches(99)), "num_steps=1")
+        trainer.fit()
+    trainer.close()
+    assert trainer.store.latest() == 1
+
+
 def test_run_that_skips_for_ever_ends_with_its_cause_and_its_checkpoint(tmp_path):
     trainer = own_trainer(tmp_path, list(broken_batches(6)), "num_steps=60")
     with pytest.raises(NonFiniteError) as error:
@@ -236,9 +244,9 @@ def test_run_that_skips_for_ever_ends_with_its_cause_and_its_checkpoint(tmp_path
         "precision.on_nonfinite='skip' left out 20 steps in a row, beginning with "
         "loss=nan at step 6; lower optimizer.peak_learning_rate or look at the data; "
         "what was saved before is as it was\n"
-        "batch='x' of 3 arrays are not finite at step 26; look at the data of that "
+        "batch='x' of 3 arrays are not finite at step 25; look at the data of that "
         "step, unless these are meant\n"
-        "gradients='bias, down, up' of 3 arrays are not finite at step 26; look for "
+        "gradients='bias, down, up' of 3 arrays are not finite at step 25; look for "
         "what overflows or divides by 0 in the model and its loss"
     )
     trainer.close()

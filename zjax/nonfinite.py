@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from zjax.errors import NonFiniteError, Problem
+from zjax.ops.promotion import promoting
 from zjax.sharding.placement import path_of
 from zjax.step import Step
 from zjax.train.state import TrainState
@@ -26,7 +27,7 @@ def arrays_told(find: Callable[[], Sequence[Problem]]) -> Iterator[None]:
     """Adds to the error of a run that ends the arrays that are not finite.
 
     Args:
-        find: Calls `find_nonfinite` on the newest step.
+        find: Calls `find_nonfinite` on the step that the error is about.
 
     Yields:
         Nothing.
@@ -40,23 +41,30 @@ def arrays_told(find: Callable[[], Sequence[Problem]]) -> Iterator[None]:
         raise NonFiniteError(*error.problems, *find()) from error
 
 
-def find_nonfinite(step: Step, state: TrainState, batch: Batch) -> list[Problem]:
+def find_nonfinite(
+    step: Step, state: TrainState, batch: Batch, number: int
+) -> list[Problem]:
     """Looks for NaN and infinity; compiles programs that no finite run needs.
 
     Args:
         step: That of the run.
-        state: After a step that was skipped; not consumed.
+        state: After the step that was not finite, or the one behind it; not consumed.
         batch: Of that step, placed.
+        number: Of that step.
 
     Returns:
         One problem for the batch, the weights and the gradients each, where they are
         not finite. Weights and gradients of a run that moves its state are not read.
     """
-    number = int(state.step)
     given: dict[str, Any] = {"batch": batch}
-    with contextlib.suppress(jax.errors.JaxRuntimeError), jax.set_mesh(step.mesh):
+    with (
+        contextlib.suppress(jax.errors.JaxRuntimeError),  # as where memory is short
+        jax.set_mesh(step.mesh),
+        promoting(),
+    ):
         if "gradients" in step.programs:
-            gradients, _ = step.programs["gradients"](state, batch)
+            found = step.programs["gradients"](state, batch)
+            gradients, _ = jax.block_until_ready(found)
             given |= {"weights": state.master, "gradients": gradients}
     with jax.set_mesh(step.mesh):
         flags = jax.device_get(jax.jit(_is_finite)(given))

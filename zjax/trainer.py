@@ -24,6 +24,7 @@ from zjax.observe.monitor import Callback, Monitor
 from zjax.observe.progress import describe_end
 from zjax.observe.sinks import check_sinks
 from zjax.ops import float8
+from zjax.ops.promotion import promoting
 from zjax.optim.build import make_optimizer, without_clipping
 from zjax.optim.precision import describe_precision
 from zjax.optim.schedules import make_schedule
@@ -118,18 +119,19 @@ class Trainer:
             report_changes(self.store.extra(start), self.config, start)
         model = make_model(self.config) if model is None else model
         own = tx is None
-        self.run = make_run(
-            self.config,
-            model,
-            make_optimizer(self.config, model)
-            if own
-            else adopt_optimizer(tx, model, self.config),
-            schedule=make_schedule(self.config) if own else None,
-            devices=devices,
-            restore=self._restore(start) if start else None,
-        )
+        with promoting():
+            self.run = make_run(
+                self.config,
+                model,
+                make_optimizer(self.config, model)
+                if own
+                else adopt_optimizer(tx, model, self.config),
+                schedule=make_schedule(self.config) if own else None,
+                devices=devices,
+                restore=self._restore(start) if start else None,
+            )
+            self._functions = functions_of(model, tx)
         self.state: TrainState = self.run.state
-        self._functions = functions_of(model, tx)
         self.loader = self._make_loader()
         if start:
             extra = self.store.extra(start)
@@ -183,9 +185,14 @@ class Trainer:
         own = not self._is_language_model
         told = remedies_told(config, self.run.plan, own_model=own)
         written = finishing(self.store)
-        batch: Any = None
-        causes = arrays_told(lambda: find_nonfinite(self.run.step, self.state, batch))
-        with told, written, causes, stop_signals() as stopped, monitor, self.loader:
+        recent = dict[int, Any]()  # numbers are known one step late
+
+        def causes() -> list[Problem]:
+            number = monitor.known_step
+            return find_nonfinite(self.run.step, self.state, recent[number], number)
+
+        named = arrays_told(causes)
+        with told, written, named, stop_signals() as stopped, monitor, self.loader:
             saved, ended = step, False
             while step < config.num_steps and not stopped(step):
                 batch = next(self.loader, None)
@@ -194,6 +201,7 @@ class Trainer:
                     break
                 self.store.check()  # a save that failed ends the run now
                 step += 1
+                recent = {step - 1: recent.get(step - 1), step: batch}
                 with monitor.step(step, self.state, batch) as metrics:
                     self.state, numbers = self.run.step(self.state, batch)
                     metrics.append(numbers)

@@ -60,6 +60,8 @@ class Monitor:
         self._trace = Trace(config.observe, config.directory)
         self._compiles = CompileReport()
         self._throughput = _make_throughput(config, tokens_per_step, num_devices)
+        self.known_step = last_step
+        """The newest step whose numbers are known; an error is about this one."""
 
     def __enter__(self) -> "Monitor":
         return self
@@ -153,6 +155,7 @@ class Monitor:
         return path
 
     def _tell(self, step: int, values: dict[str, float]) -> None:
+        self.known_step = step
         is_skipped = self._skipped.count(step, values)
         due = step % self._config.observe.log_every_steps == 0
         if due or is_skipped or step == self._config.num_steps:
