@@ -3,10 +3,12 @@
 import random
 import shutil
 
+import jax
 import numpy as np
 import pytest
 
 from tests.checkpoint import states
+from zjax.checkpoint import reader
 from zjax.checkpoint.store import Store
 from zjax.errors import CheckpointError
 
@@ -151,3 +153,14 @@ def test_a_step_whose_checksums_are_lost_is_not_an_old_one(directory, caplog):
     assert record.getMessage().endswith(
         "/2 is not complete and is not used: sums is missing"
     )
+
+
+def test_who_has_read_a_step_alone_comes_to_the_shared_reading(directory, monkeypatch):
+    """Fails if the other processes wait for it for ever."""
+    read = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(reader, "check_step", lambda _, shared: read.append(shared))
+    found = reader.Reader(directory)
+    for shared in (False, False, True, True, False):
+        found.verified(2, shared=shared)
+    assert read == [False, True]

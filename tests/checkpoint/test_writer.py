@@ -1,6 +1,10 @@
 """A save that fails is told soon, whoever waits for it."""
 
+import pathlib
+
+import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from tests.checkpoint import states
@@ -45,3 +49,38 @@ def test_a_save_for_which_nobody_waited_is_told_at_the_end(
     ]
     with pytest.raises(CheckpointError):
         store.close()
+
+
+def test_no_two_saves_share_a_directory_though_each_has_its_store(
+    tmp_path, monkeypatch
+):
+    """Fails if threads of a save that failed write into the next one."""
+    used = []
+    monkeypatch.setattr(
+        writer, "_write", lambda partial, *_: used.append(partial) or fail()
+    )
+    values = {"w": np.arange(8, dtype=np.float32)}
+    rows = states.make_rows(values)
+    for _ in range(2):
+        store = Store(str(tmp_path))
+        store.save(1, states.place(values, rows), rows, extra={})
+        with pytest.raises(CheckpointError):
+            store.close()
+    assert len(set(used)) == 2
+
+
+def test_who_missed_a_meeting_of_a_failed_save_is_at_the_next(monkeypatch):
+    """Fails if meetings are counted, and a process that failed waits for others."""
+    keys = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(
+        ocp.multihost,
+        "get_barrier_sync_fn",
+        lambda: lambda *, key, **_: keys.append(key),
+    )
+    failed, next_one = pathlib.Path("/a/.saving-1-1"), pathlib.Path("/a/.saving-2-2")
+    for saves in ([failed, next_one], [next_one]):
+        for partial in saves:
+            writer.meet(partial, "written")
+    assert keys[1] == keys[2] == "zjax-checkpoint.saving-2-2-written"
+    assert keys[0] != keys[1]

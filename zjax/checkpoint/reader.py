@@ -3,6 +3,7 @@
 import pathlib
 from typing import Any
 
+import jax
 from absl import logging
 
 from zjax.checkpoint import failures
@@ -25,7 +26,7 @@ class Reader:
 
     def __init__(self, directory: pathlib.Path):
         self.directory = directory
-        self._verified: set[int] = set()
+        self._verified: set[tuple[int, bool]] = set()
         self._reported: set[int] = set()
 
     def path(self, step: int) -> pathlib.Path:
@@ -115,7 +116,9 @@ class Reader:
                 step of an older version has no checksums, which a warning says.
         """
         step = self.existing(step)
-        if step in self._verified:
+        # Where processes share the reading, all must come, also those that know.
+        shared = shared and jax.process_count() > 1
+        if {(step, shared), (step, True)} & self._verified:
             return step
         if directories.has_sums(self.path(step)):
             try:
@@ -124,7 +127,7 @@ class Reader:
                 raise self.damaged(step, error) from error
         else:
             logging.warning(failures.unverified(self.directory, step))
-        self._verified.add(step)
+        self._verified.add((step, shared))
         return step
 
     def index(self, step: int) -> dict[str, Any]:

@@ -21,6 +21,8 @@ FORMAT, WITHOUT_SUMS = 2, 1
 """Of the index; steps of the older form have no checksums."""
 MAX_INDEX_BYTES = 1 << 28
 _SAVING, _DELETED = ".saving-", ".deleted-"
+_saves = itertools.count(1)
+"""Numbers of the saves of this process, by any store."""
 _OF_ORBAX = "*.orbax-checkpoint-tmp*"
 _OLD_FILES = (f"{STATE}/_METADATA", f"{STATE}/manifest.ocdbt", INDEX)
 
@@ -103,18 +105,18 @@ def read_index(path: pathlib.Path) -> Any:
         raise ValueError(f"{INDEX} is nested too deeply") from error
 
 
-def partial_path(directory: pathlib.Path, step: int, number: int) -> pathlib.Path:
+def partial_path(directory: pathlib.Path, step: int) -> pathlib.Path:
     """Where a step is while it is being written.
 
     Args:
         directory: Where the steps lie.
         step: The number of the step.
-        number: Of the save: threads of one that failed may still write into its own.
 
     Returns:
-        Its directory, the same in all processes.
+        Its directory, the same in all processes and another one at each call: threads
+        of a save that failed may still write into theirs.
     """
-    return directory / f"{_SAVING}{step}-{number}"
+    return directory / f"{_SAVING}{step}-{next(_saves)}"
 
 
 def begin(path: pathlib.Path) -> None:

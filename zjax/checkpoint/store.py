@@ -46,7 +46,7 @@ class Store:
         self.directory = pathlib.Path(directory).absolute()
         self._keep_last = keep_last
         self._keep_best = keep_best
-        self._saving = self._num_saves = 0
+        self._saving = 0
         self._writing: Task | None = None
         self._pinning: Task | None = None
         self._has_saved = False
@@ -124,6 +124,7 @@ class Store:
             CheckpointError: This save or the one before it could not be written, or
                 the directory holds a later step.
         """
+        partial = directories.partial_path(self.directory, step)
         self.wait()
         self._check_directory(step)
         named = layout.name_leaves(rows)
@@ -150,12 +151,10 @@ class Store:
         for array in on_disk.values():
             array.check_held()
         self._saving = step
-        self._num_saves += 1
-        partial = directories.partial_path(self.directory, step, self._num_saves)
         try:
             if jax.process_index() == 0:
                 directories.begin(partial)
-            meet("begin")
+            meet(partial, "begin")
             self._has_saved = True
             linked = link(on_disk, folders, partial / LINKED)
             copies = arrays.copy_to_host(logical)

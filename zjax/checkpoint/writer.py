@@ -2,7 +2,6 @@
 
 import asyncio
 import atexit
-import itertools
 import json
 import pathlib
 import threading
@@ -24,7 +23,6 @@ _LAST_SECONDS = 20.0
 """That threads of a failed save have before the process ends without them."""
 _SUMS_OF = ".sums-"
 """Files in which the others tell the first process the checksums of theirs."""
-_meetings = itertools.count()
 _unfinished: set[Task] = set()
 
 
@@ -77,14 +75,16 @@ def wait_for(written: Task) -> None:
         _unfinished.discard(written)
 
 
-def meet(name: str) -> None:
+def meet(partial: pathlib.Path, name: str) -> None:
     """Waits for the other processes; may be called in any thread.
 
     Args:
-        name: All call it with the same names in the same order.
+        partial: The directory of the save, by whose name processes know it: one that
+            has missed a meeting of a save that failed is at the next one all the same.
+        name: What is done; all call it once in each save.
     """
     if jax.process_count() > 1:
-        key = f"zjax-checkpoint-{next(_meetings)}-{name}"
+        key = f"zjax-checkpoint{partial.name}-{name}"
         ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=_BARRIER_MILLISECONDS)
 
 
@@ -111,12 +111,12 @@ def _write(
         if process:
             found = sums.sum_files(partial, [*_own_files(partial), *linked])
             sums.write_sums(partial / f"{_SUMS_OF}{process}", found)
-        meet("written")
+        meet(partial, "written")
         if process == 0:
             handler.finalize(epath.Path(state))
             _finish(partial, index)
             commit()
-        meet("committed")
+        meet(partial, "committed")
     finally:
         handler.close()
 
