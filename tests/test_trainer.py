@@ -197,7 +197,7 @@ def broken_batches(first_bad):
         yield batch
 
 
-def own_trainer(directory, batches, *overrides):
+def own_trainer(directory, batches, *overrides, tx=None):
     settings = {
         "global_batch_size": models.BATCH,
         "num_steps": 6,
@@ -209,7 +209,7 @@ def own_trainer(directory, batches, *overrides):
     return zjax.Trainer(
         zjax.load_config(settings, *overrides),
         model=models.make_mlp(),
-        tx=optax.sgd(0.1),
+        tx=tx or optax.sgd(0.1),
         batches=batches,
     )
 
@@ -230,7 +230,8 @@ def test_run_that_is_to_stop_at_nan_says_at_which_step(tmp_path):
 
 def test_strict_promotion_binds_the_loss_and_not_the_optimizer(tmp_path):
     with jax.numpy_dtype_promotion("strict"):
-        trainer = own_trainer(tmp_path, list(broken_batches(99)), "num_steps=1")
+        batches, tx = list(broken_batches(99)), optax.adam(0.1)
+        trainer = own_trainer(tmp_path, batches, "num_steps=1", tx=tx)
         trainer.fit()
     trainer.close()
     assert trainer.store.latest() == 1
