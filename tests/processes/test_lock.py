@@ -122,3 +122,26 @@ def test_a_disk_that_fails_does_not_hide_why_the_run_ended(tmp_path, monkeypatch
     monkeypatch.undo()
     with lock.hold(str(tmp_path)):
         pass
+
+
+def test_a_full_disk_holds_no_run_back_and_no_lock_for_ever(tmp_path, monkeypatch):
+    """Fails if the note of who holds it counts more than the lock."""
+
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    with lock.hold(str(tmp_path)):
+        assert is_locked(tmp_path)
+    assert not is_locked(tmp_path)
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path):
+    """Fails if the other processes wait for the first, which ends with a traceback."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ProcessError) as error:
+        lock.acquire(f"{tmp_path}/file/run")
+    assert str(error.value) == (
+        f"directory='{tmp_path}/file/run' cannot be used (Not a directory); name a "
+        "directory that can be made and written to"
+    )

@@ -59,15 +59,18 @@ def acquire(directory: str) -> pathlib.Path:
         The file that is locked.
 
     Raises:
-        ProcessError: Another run holds it; says who.
+        ProcessError: Another run holds it, and who; or files cannot be made in it.
     """
     path = pathlib.Path(directory).resolve() / LOCK_FILE
     if path in _held:
         descriptor, depth = _held[path]
         _held[path] = descriptor, depth + 1
         return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise _unusable(directory, error) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -78,7 +81,7 @@ def acquire(directory: str) -> pathlib.Path:
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
             os.close(descriptor)
-            raise
+            raise _unusable(directory, error) from error
         logging.warning(
             "directory=%r is on a file system without locks (%s): a second run in it "
             "would not be noticed",
@@ -100,11 +103,18 @@ def _release(path: pathlib.Path) -> None:
     os.close(descriptor)
 
 
+def _unusable(directory: str, error: OSError) -> ProcessError:
+    problem = f"cannot be used ({error.strerror})"
+    remedy = "name a directory that can be made and written to"
+    return ProcessError(Problem("directory", directory, problem, remedy))
+
+
 def _write_holder(descriptor: int) -> None:
     since = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
-    os.truncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+    with contextlib.suppress(OSError):  # the lock holds on a full disk, too
+        os.truncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
 
 
 def _describe_holder(path: pathlib.Path) -> str:
