@@ -9,6 +9,9 @@ from jax.experimental import multihost_utils
 from zjax.checkpoint import sums
 from zjax.checkpoint.sums import SUMS_FILE
 
+_UNREAD = -1
+"""In place of the first damaged file: the checksums could not be read."""
+
 
 def check_step(path: pathlib.Path, *, shared: bool) -> None:
     """Compares the files of a step with their checksums.
@@ -19,10 +22,16 @@ def check_step(path: pathlib.Path, *, shared: bool) -> None:
 
     Raises:
         OSError: The checksums cannot be read.
-        ValueError: Names the first file that is not as it was saved, in all processes.
+        ValueError: Names the first file that is not as it was saved, or the checksums
+            that another process cannot read; raised in all processes.
     """
-    known = sums.read_sums(path / SUMS_FILE)
     several = shared and jax.process_count() > 1
+    try:
+        known = sums.read_sums(path / SUMS_FILE)
+    except (OSError, ValueError):
+        if several:
+            _least_of_all(_UNREAD)
+        raise
     names = (
         sums.share(known, jax.process_index(), jax.process_count())
         if several
@@ -32,10 +41,16 @@ def check_step(path: pathlib.Path, *, shared: bool) -> None:
     order = sorted(known)
     first = min(map(order.index, damage), default=len(order))
     if several:
-        first = int(multihost_utils.process_allgather(np.int32(first)).min())
+        first = _least_of_all(first)
+    if first == _UNREAD:
+        raise ValueError(f"{SUMS_FILE} cannot be read by another process")
     if first < len(order):
         name = order[first]
         raise ValueError(damage.get(name, f"{name} does not match its checksum"))
+
+
+def _least_of_all(number: int) -> int:
+    return int(multihost_utils.process_allgather(np.int32(number)).min())
 
 
 def check_file_of(path: pathlib.Path, name: str) -> None:
