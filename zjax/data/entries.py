@@ -202,7 +202,7 @@ def _shape_problems(
             remedy = "make all batches that size and drop the last, partial one"
             yield Problem(field, _type_of(x), problem, remedy)
             continue
-        for letter, size in zip(_letters(entry, x), x.shape, strict=False):
+        for letter, size in zip(_letters(entry), x.shape, strict=False):
             # Of a run of many processes, NumPy's arrays may be the rows of one.
             is_part = letter == "B" and jax.process_count() > 1 and not _is_placed(x)
             other, of = sizes.setdefault((letter, is_part), (size, field))
@@ -212,7 +212,7 @@ def _shape_problems(
                 yield Problem(field, _type_of(x), problem, "give it as many")
 
 
-def _letters(entry: Entry, x: Any) -> Iterable[str]:
+def _letters(entry: Entry) -> Iterable[str]:
     shape = ("B",) if entry.shape is None else entry.shape
     return [dim if isinstance(dim, str) else "" for dim in shape]
 
