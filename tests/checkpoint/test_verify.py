@@ -69,7 +69,7 @@ def test_who_is_alone_reads_all(step, monkeypatch):
 def test_checksums_that_one_process_cannot_read_are_told_in_all(step, monkeypatch):
     """Fails if the others wait for it in their next program."""
     as_process(monkeypatch, 0, others=-1)
-    with pytest.raises(ValueError, match="^sums cannot be read by another process$"):
+    with pytest.raises(ValueError, match=r"^sums cannot be read by another process$"):
         verify.check_step(step, shared=True)
     (step / "sums").unlink()
     seen = as_process(monkeypatch, 1, others=6)
