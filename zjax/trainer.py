@@ -193,7 +193,7 @@ class Trainer:
 
         named = arrays_told(causes)
         with told, written, named, stop_signals() as stopped, monitor, self.loader:
-            saved, ended = step, False
+            saved, ended, saves = step, False, False
             while step < config.num_steps and not stopped(step):
                 batch = next(self.loader, None)
                 ended = batch is None
@@ -206,7 +206,7 @@ class Trainer:
                     self.state, numbers = self.run.step(self.state, batch)
                     metrics.append(numbers)
                 last = step == config.num_steps
-                saves = last or _is_due(step, config.checkpoint.every_steps)
+                saves |= last or _is_due(step, config.checkpoint.every_steps)
                 if saves:
                     self._settle()  # what is evaluated is what is saved
                 if last or _is_due(step, config.evaluation.every_steps):
@@ -217,7 +217,7 @@ class Trainer:
                         # weights that skip steps push out no checkpoint of others
                         if last or not monitor.skipped_in_a_row:
                             self.save()
-                            saved = step
+                            saved, saves = step, False
             with monitor.pause():
                 if saved != step:
                     self.save()
