@@ -1,4 +1,4 @@
-"""Arrays that are not finite are named by the step that was not."""
+"""Steps that are not finite are named and skipped, and cost no checkpoint."""
 
 import numpy as np
 import pytest
@@ -23,3 +23,13 @@ def test_a_single_batch_that_is_not_finite_is_named(tmp_path):
         "gradients='bias, down, up' of 3 arrays are not finite at step 4; look for "
         "what overflows or divides by 0 in the model and its loss",
     ]
+
+
+def test_checkpoint_that_falls_on_a_skipped_step_is_saved_after_the_next(tmp_path):
+    """Fails if a run is without checkpoints because the steps that save are skipped."""
+    whole, broken = next(broken_batches(2)), next(broken_batches(1))
+    batches = [broken if step in (2, 4, 5) else whole for step in range(1, 9)]
+    trainer = own_trainer(tmp_path, batches, "num_steps=8", "checkpoint.keep_last=9")
+    trainer.fit()
+    trainer.close()
+    assert trainer.store.steps() == (3, 6, 8)

@@ -262,16 +262,6 @@ def test_run_of_skipped_steps_alone_is_not_done(tmp_path):
     assert trainer.store.steps() == ()
 
 
-def test_checkpoint_that_falls_on_a_skipped_step_is_saved_after_the_next(tmp_path):
-    """Fails if a run is without checkpoints because the steps that save are skipped."""
-    whole, broken = next(broken_batches(2)), next(broken_batches(1))
-    batches = [broken if step in (2, 4, 5) else whole for step in range(1, 9)]
-    trainer = own_trainer(tmp_path, batches, "num_steps=8", "checkpoint.keep_last=9")
-    trainer.fit()
-    trainer.close()
-    assert trainer.store.steps() == (3, 6, 8)
-
-
 def test_error_right_after_a_save_costs_no_checkpoint(tmp_path):
     """Fails if a checkpoint that is being written is dropped when the run ends."""
     trainer = own_trainer(
