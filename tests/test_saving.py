@@ -1,5 +1,6 @@
 """A run of `zjax.initialize` is saved and goes on, with public names alone."""
 
+import fcntl
 import logging
 
 import jax
@@ -120,9 +121,24 @@ def test_old_steps_stay_unless_asked(tmp_path):
     for keep_last, kept in ((None, 1), (None, 2), (None, 3), (1, 1)):
         state, _ = run.step(state, BATCH)
         zjax.save(str(tmp_path), state, run, keep_last=keep_last)
-        assert len(list(tmp_path.iterdir())) == kept
+        assert len(list(tmp_path.glob("[0-9]*"))) == kept
     with pytest.raises(zjax.CheckpointError, match="step=4 is not after step 4"):
         zjax.save(str(tmp_path), state, run)
+
+
+def test_a_directory_that_a_run_writes_into_is_refused(tmp_path):
+    run = make_run(1, width=8)
+    with open(tmp_path / "lock.json", "w") as file:
+        file.write('{"host": "there", "pid": 7, "since": "noon"}')
+        file.flush()
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(zjax.ProcessError) as error:
+            zjax.save(tmp_path, run.state, run)
+    assert str(error.value) == (
+        f"directory={str(tmp_path)!r} is in use by another run (host there, pid 7, "
+        "since noon); wait until it ends, or use another directory"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["lock.json"]
 
 
 def test_arguments_that_cannot_be_used(tmp_path):

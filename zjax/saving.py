@@ -13,6 +13,7 @@ from zjax.config.convert import to_mapping
 from zjax.config.paths import local_path
 from zjax.errors import CheckpointError, Problem
 from zjax.initialize import Run
+from zjax.processes import lock
 from zjax.resume import report_changes, report_functions
 from zjax.sharding.describe import describe_plan
 from zjax.train.state import TrainState, saved_rows, saved_state, with_params
@@ -41,6 +42,7 @@ def save(
     Raises:
         CheckpointError: It could not be written, the directory holds a later one, a
             gradient is pending, or an argument cannot be used.
+        ProcessError: Another process writes into the directory.
         StateError: The state was consumed.
 
     Example:
@@ -58,11 +60,7 @@ def save(
         (1, {'epoch': 2})
     """
     _check(extra, keep_last)
-    store = Store(
-        local_path("directory", directory),
-        keep_last=keep_last or sys.maxsize,
-        keep_best=0,
-    )
+    path = local_path("directory", directory)
     beside = {
         "given": dict(extra or {}),
         "config": to_mapping(run.config),
@@ -71,8 +69,10 @@ def save(
         "functions": run.functions,
     }
     rows, saved = saved_rows(run.plan, run.config), saved_state(state, run.plan)
-    store.save(int(state.step), saved, rows, extra=beside)
-    store.close()
+    with lock.hold(path):
+        store = Store(path, keep_last=keep_last or sys.maxsize, keep_best=0)
+        store.save(int(state.step), saved, rows, extra=beside)
+        store.close()
 
 
 def restore(

@@ -10,6 +10,7 @@ from concurrent import futures
 import pytest
 
 from zjax.errors import Problem, ProcessError
+from zjax.processes import meeting
 from zjax.processes.meeting import meet
 from zjax.processes.roster import Member
 
@@ -125,6 +126,14 @@ def test_processes_that_count_differently_are_named(port):
         "for /run and here); make all processes the same"
     ]
     assert str(other.exception()) == found[0]
+
+
+@pytest.mark.parametrize("line", [b"{", b"[[1]]", b"7", b"\xff"])
+def test_a_verdict_that_cannot_be_read_is_none_of_process_0(line):
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(meeting.GREETING + line + b"\n")
+        assert meeting._read_verdict(ours) is None
 
 
 @pytest.mark.parametrize("shares", [False, True])

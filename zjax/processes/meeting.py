@@ -113,7 +113,10 @@ def _read_verdict(connection: socket.socket) -> list[Problem] | None:
         is_verdict = text.startswith(GREETING[: len(text)])
         if not received or not is_verdict or len(text) > LINE_BYTES:
             return None
-    return [Problem(*fields) for fields in json.loads(text[len(GREETING) :])]
+    try:
+        return [Problem(*fields) for fields in json.loads(text[len(GREETING) :])]
+    except (ValueError, TypeError):
+        return None
 
 
 def _unreached(
