@@ -137,3 +137,14 @@ def test_ids_on_devices_are_checked_where_asked():
         check_placed_ids(batch, IDS)
     assert str(error.value) == "batch/tokens=10 is no id of 10; use 0 to 9"
     check_placed_ids(batch | {"tokens": jnp.array([[9, 0]])}, IDS)
+
+
+def test_a_batch_without_rows_is_refused():
+    """Fails if a mean over no rows, NaN, counts as a step that was skipped."""
+    batch = {"x": np.ones((0, 2), np.float32)}
+    for entries in ({}, entries_of({"x": np.ones((8, 2), np.float32)})):
+        with pytest.raises(DataError) as error:
+            check_batch(batch, entries)
+        assert str(error.value) == (
+            "batch/x='float32[0, 2]' has no rows; leave such batches out"
+        )

@@ -202,6 +202,9 @@ def _shape_problems(
             remedy = "make all batches that size and drop the last, partial one"
             yield Problem(field, _type_of(x), problem, remedy)
             continue
+        if entry.has_rows and x.shape and not x.shape[0]:
+            yield Problem(field, _type_of(x), "has no rows", "leave such batches out")
+            continue
         for letter, size in zip(_letters(entry), x.shape, strict=False):
             # Of a run of many processes, NumPy's arrays may be the rows of one.
             is_part = letter == "B" and jax.process_count() > 1 and not _is_placed(x)
