@@ -26,7 +26,7 @@ def row(table, name):
     ("name", "expected"),
     [
         ("jax", jax.__version__),
-        ("Python", sys.version.split()[0]),
+        ("python", sys.version.split()[0]),
         ("devices", "8 here of 8 in all"),
         ("device kind", "cpu"),
         ("memory kinds", "device, pinned_host, unpinned_host"),

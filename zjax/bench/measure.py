@@ -5,10 +5,8 @@ the devices already, so that reading data costs nothing and its loss must fall.
 """
 
 import dataclasses
-import importlib.metadata
 import json
 import math
-import platform
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -33,6 +31,7 @@ from zjax.observe import flops
 from zjax.optim.build import make_optimizer
 from zjax.optim.schedules import make_schedule
 from zjax.pinned import pin_what_is_needed
+from zjax.processes.software import versions
 from zjax.propose import choose_mesh
 from zjax.sharding.describe import format_bytes, render_table
 from zjax.sharding.memory import moved_bytes, num_params, resting_bytes
@@ -47,7 +46,6 @@ STEPS_PER_ROUND = 8
 _ROUND_SECONDS = 4
 _LONG_SECONDS = 10
 """From then on each step is told."""
-_PACKAGES = ("zjax", "jax", "jaxlib")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +161,7 @@ def measure(
         compile_seconds=compile_seconds,
         first_loss=losses[0],
         loss=losses[-1],
-        versions=_versions(),
+        versions=versions(),
     )
 
 
@@ -316,13 +314,3 @@ def _speed(
         "mfu": share("half"),
         "mfu_full_attention": share("full"),
     }
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found

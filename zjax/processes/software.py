@@ -18,9 +18,9 @@ def versions() -> dict[str, str]:
 
     Example:
         >>> list(versions())[:1]
-        ['Python']
+        ['python']
     """
-    found = {"Python": platform.python_version()}
+    found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)
