@@ -192,13 +192,30 @@ def test_mistakes_end_with_their_remedies_and_without_a_traceback(settings):
         ),
         (
             ("plan", "--num_params=7e9", "--collectives"),
-            "zjax: --collectives=True has no effect with --num_params; leave one of "
-            "the two out\n",
+            "zjax: --collectives=True has no effect with --num_params; leave it out\n",
         ),
         (
             ("plan", "--num_params=nan", "--num_devices=9999999999"),
             "zjax: --num_devices=9999999999 is out of range; use 0 to 1048576\n"
             "--num_params=nan is out of range; use 0 to 1000000000000000000\n",
+        ),
+        (
+            ("plan", "--num_params=7e9", "--num_devices=64", "--config.zero.stage=9"),
+            "zjax: --num_devices=64 has no effect with --num_params; leave it out\n"
+            "--config.zero.stage='9' has no effect with --num_params; leave it out\n",
+        ),
+        (
+            ("bench", "--nvme=/nope", "--config.zero.stage=3"),
+            "zjax: --config.zero.stage='3' has no effect with --nvme; leave it out\n",
+        ),
+        (
+            ("config", "--gin_file=mine.gin", "--config.seed=5"),
+            "zjax: --gin_file=['mine.gin'] has no effect on zjax config; leave it out\n"
+            "--config.seed='5' has no effect on zjax config; leave it out\n",
+        ),
+        (
+            ("data", "prepare", "--input=x", "--output=y", "--config.data.length=8"),
+            "zjax: --config.data.length='8' has no effect on zjax data; leave it out\n",
         ),
         (("data",), "zjax: command='data' is not complete; use zjax data prepare\n"),
         (
@@ -212,6 +229,10 @@ def test_mistakes_end_with_their_remedies_and_without_a_traceback(settings):
         "collectives-of-no-devices",
         "collectives-of-no-model",
         "numbers-without-bounds",
+        "settings-of-no-model",
+        "settings-of-disks",
+        "settings-beside-the-list-of-settings",
+        "settings-of-no-run",
         "half-a-command",
         "generate-from-nothing",
     ],

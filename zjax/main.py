@@ -198,12 +198,9 @@ def sample(trainer: Trainer) -> str:
 def plan() -> None:
     """Says what a run would take."""
     if flags.FLAGS.num_params:
-        for name in ("collectives", "schedule", "device_gb", "devices_per_host"):
-            value = flags.FLAGS[name].value
-            if value:
-                problem = "has no effect with --num_params"
-                remedy = "leave one of the two out"
-                raise ConfigError(Problem(f"--{name}", value, problem, remedy))
+        others = [name for name in OWN_FLAGS["plan"] if name != "num_params"]
+        given = [*others, *config_flags.settings_given()]
+        config_flags.refuse_flags(given, "has no effect with --num_params")
         print(describe_zero_table(flags.FLAGS.num_params, PAPER_DEVICES))
         return
     config = config_flags.config_from_flags()
@@ -227,6 +224,8 @@ def bench() -> None:
         hold_contest(flags.FLAGS)
         return
     if flags.FLAGS.nvme:
+        given = config_flags.settings_given()
+        config_flags.refuse_flags(given, "has no effect with --nvme")
         disks = [local_path("nvme", path) for path in flags.FLAGS.nvme]
         speed = measure_disks(tuple(disks))
         print(describe_disks(speed))
@@ -262,7 +261,7 @@ def prepare_data() -> None:
         print(f"{name}: {sizes}")
     print(
         "train on it: zjax train --config.data.source=tokens "
-        f"--config.data.path={flags.FLAGS.output} "
+        f"{shlex.quote(f'--config.data.path={flags.FLAGS.output}')} "
         f"--config.model.vocab_size={meta.vocab_size} --config=FILE"
     )
 
@@ -387,6 +386,9 @@ def _call(name: str, words: Sequence[str]) -> None:
         for option, value in simulation(flags.FLAGS.simulated_devices).items():
             jax.config.update(option, value)
         check_words(name, words)
+        if name in ("data", "report", "config"):
+            given = config_flags.settings_given()
+            config_flags.refuse_flags(given, f"has no effect on zjax {name}")
         COMMANDS[name]()
     except ZjaxError as error:
         processes.record_failure(error)

@@ -6,8 +6,8 @@ from absl import flags
 
 from zjax.bench.compete import Selection, compete
 from zjax.compiler import simulation
+from zjax.config.flags import refuse_flags, settings_given
 from zjax.config.paths import local_path
-from zjax.errors import ConfigError, Problem
 
 CONTEST_FLAGS = ("only", "rows", "records", "output")
 """Read with `--contest` alone."""
@@ -55,12 +55,5 @@ def check_contest_flags(given: flags.FlagValues) -> None:
     remedy = "leave it out"
     if given.contest:
         problem, remedy = "has no effect on a contest", "write it in the contest's file"
-        settings = ("config", "gin", "gin_file")
-        names = [n for n in given if n in settings or n.startswith("config.")]
-    problems = [
-        Problem(f"--{name}", given[name].value, problem, remedy)
-        for name in names
-        if given[name].present
-    ]
-    if problems:
-        raise ConfigError(*problems)
+        names = settings_given(given)
+    refuse_flags(names, problem, remedy, given)

@@ -71,6 +71,49 @@ def define_flags(
             )
 
 
+def settings_given(flag_values: flags.FlagValues = flags.FLAGS) -> list[str]:
+    """The flags of the command line that set a run.
+
+    Args:
+        flag_values: Flags, parsed.
+
+    Returns:
+        Names, such as `config` and `config.seed`.
+    """
+    files = ("config", "gin", "gin_file")
+    return [
+        name
+        for name in flag_values
+        if (name in files or name.startswith("config.")) and flag_values[name].present
+    ]
+
+
+def refuse_flags(
+    names: Sequence[str],
+    problem: str,
+    remedy: str = "leave it out",
+    flag_values: flags.FlagValues = flags.FLAGS,
+) -> None:
+    """Refuses flags that nothing would read.
+
+    Args:
+        names: Of flags that have no effect.
+        problem: Why.
+        remedy: What to do instead.
+        flag_values: Flags, parsed.
+
+    Raises:
+        ConfigError: Names every one of them that is given.
+    """
+    problems = [
+        Problem(f"--{name}", flag_values[name].value, problem, remedy)
+        for name in names
+        if flag_values[name].present
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
 def check_numbers(flag_values: flags.FlagValues = flags.FLAGS) -> None:
     """Refuses numbers of the command line that nothing could count; NaN is one.
 
