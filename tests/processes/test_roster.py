@@ -49,3 +49,24 @@ def test_a_process_that_was_turned_away_says_nothing_in_the_run_of_others(tmp_pa
         roster.write_end(End(0, 1, "why"), member, watched)
         assert [end.process_id for end in roster.read_ends(shared, 0.0)] == told
         assert [end.process_id for end in roster.read_ends(watched, 0.0)] == [0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[1]",
+        "7",
+        '{"process_id": 0, "x": 1}',
+        '{"process_id": "0", "host": "a", "pid": 1, "directory": "d"}',
+        '{"process_id": 0, "rank": 0, "reason": "why", "at_seconds": "noon"}',
+    ],
+)
+def test_records_of_others_are_left_out_by_name(tmp_path, caplog, text):
+    roster.write_member(Member(0, "a", 1, str(tmp_path)), tmp_path)
+    (tmp_path / "1.member.json").write_text(text)
+    (tmp_path / "1.end.json").write_text(text)
+    assert list(roster.read_members(tmp_path)) == [0]
+    assert roster.read_ends(tmp_path, 0.0) == []
+    for name in ("1.member.json", "1.end.json"):
+        assert f"{tmp_path / name} is no record of this version" in caplog.text

@@ -4,18 +4,22 @@ The runtime ends the survivors of a dead process from a C++ thread, with a stack
 that Python cannot catch. Whoever is left reads here what really happened.
 """
 
-import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, get_origin, get_type_hints
+
+from absl import logging
 
 from zjax.reading import parse_json, read_text
 
 ROSTER_VARIABLE = "ZJAX_ROSTER"
 """Environment variable by which a parent names the directory it watches."""
+T = TypeVar("T")
 _NAMED = 3
 """Processes that a message names one by one."""
 
@@ -149,9 +153,11 @@ def read_members(path: pathlib.Path) -> dict[int, Member]:
     Returns:
         Members by number.
     """
-    records = _read(path, "member")
-    found = [Member(**{**x, "gpus": tuple(x.get("gpus", ()))}) for x in records]
-    return {member.process_id: member for member in found}
+
+    def member(record: dict) -> Member:
+        return Member(**{**record, "gpus": tuple(record.get("gpus", ()))})
+
+    return {found.process_id: found for found in _read(path, "member", member)}
 
 
 def read_ends(path: pathlib.Path, since_seconds: float) -> list[End]:
@@ -164,7 +170,7 @@ def read_ends(path: pathlib.Path, since_seconds: float) -> list[End]:
     Returns:
         Ends, the most likely cause first.
     """
-    ends = [End(**record) for record in _read(path, "end")]
+    ends = _read(path, "end", lambda record: End(**record))
     fresh = [end for end in ends if end.at_seconds >= since_seconds]
     return sorted(fresh, key=lambda end: (end.rank, end.at_seconds))
 
@@ -183,9 +189,29 @@ def last_checkpoint(directory: str) -> int | None:
     return max(steps, default=None)
 
 
-def _read(path: pathlib.Path, kind: str) -> list[dict]:
+def _read(path: pathlib.Path, kind: str, make: Callable[[dict], T]) -> list[T]:
     records = []
     for file in sorted(path.glob(f"*.{kind}.json")):
-        with contextlib.suppress(FileNotFoundError, ValueError):  # replaced or cut
-            records.append(parse_json(read_text(file)))
+        try:
+            record = make(parse_json(read_text(file)))
+            _check_types(record)
+        except FileNotFoundError:  # replaced just now
+            continue
+        except (ValueError, TypeError, AttributeError):
+            _warn_once(file)
+            continue
+        records.append(record)
     return records
+
+
+@functools.cache
+def _warn_once(file: pathlib.Path) -> None:
+    logging.warning("%s is no record of this version: it is left out", file)
+
+
+def _check_types(record: Any) -> None:
+    hints = get_type_hints(type(record))
+    for name, value in vars(record).items():
+        kind = get_origin(hints[name]) or hints[name]
+        if not isinstance(value, (int, float) if kind is float else kind):
+            raise TypeError(name)
