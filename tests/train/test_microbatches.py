@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import zjax
@@ -117,3 +118,33 @@ def test_cutting_a_batch_moves_no_row(separable):
     places = jax.NamedSharding(devices, jax.P(None, "data"))
     text = jax.jit(cut, out_shardings=places).lower(batch).compile().as_text()
     assert list_collectives(text) == []
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_a_loss_without_weight_teaches_nothing_however_it_is_cut(num_microbatches):
+    """Fails if the only microbatch counts whatever its weight."""
+    params = lambda key: {"w": jnp.ones(4)}, lambda params, x: x @ params["w"]
+    x = np.ones((8, 4), np.float32)
+
+    def loss_fn(model, batch, key):
+        out = model(batch["x"])
+        return jnp.mean(out), batch["of"].astype(jnp.float32), {"out": jnp.mean(out)}
+
+    run = zjax.initialize(
+        params,
+        optax.sgd(0.125),
+        loss_fn,
+        {"x": x, "of": np.float32(0)},
+        {"global_batch_size": 8, "microbatch_size": 8 // num_microbatches},
+        devices=jax.devices()[:1],
+    )
+    state = run.state
+    for of, loss, w, skipped in (
+        (0, 0, 1, 0),
+        (np.nan, np.nan, 1, 1),
+        (3, 4, 0.875, 1),
+    ):
+        state, metrics = run.step(state, {"x": x, "of": np.float32(of)})
+        np.testing.assert_equal(float(metrics["loss"]), loss)
+        np.testing.assert_allclose(run.bind(state)(x[:1]), 4 * w, rtol=1e-6)
+        assert int(metrics["skipped_steps"]) == skipped

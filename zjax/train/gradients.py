@@ -89,7 +89,8 @@ def whole_gradients(
         ) -> tuple[Params, Loss]:
             def scaled(params: Params) -> tuple[jax.Array, Loss]:
                 result = model.loss(params, state, microbatch, key)
-                return result.value * scale, result
+                counted = microbatches.counted(result.weight)
+                return result.value * scale * counted, result
 
             grads, result = jax.grad(scaled, has_aux=True)(params)
             # Placed before the cast, so that no wider dtype crosses the devices.

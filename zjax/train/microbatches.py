@@ -192,6 +192,24 @@ def mean_loss(losses: Loss, model_state: ModelState) -> Loss:
     return Loss(mean(losses.value), total, model_state, metrics)
 
 
+def counted(weight: jax.Array) -> jax.Array:
+    """What a loss counts alone, whatever its weight beside others.
+
+    Args:
+        weight: float32[], of the loss; not differentiated.
+
+    Returns:
+        1, or 0 where there is no weight, or NaN where it is no finite number.
+
+    Example:
+        >>> [float(counted(jnp.float32(x))) for x in (0.0, 0.3, jnp.inf)]
+        [0.0, 1.0, nan]
+    """
+    weight = jax.lax.stop_gradient(weight)
+    is_none = weight == 0
+    return jnp.where(is_none, 0, weight / jnp.where(is_none, 1, weight))
+
+
 def cast_batch(batch: Batch, model: Model, dtype: Any) -> Batch:
     """Gives inputs the dtype of the model, so that it computes in that.
 
@@ -237,7 +255,10 @@ def accumulate(
     if num_microbatches == 1:
         first = jax.tree.map(lambda x: x[0], parts)
         grads, loss = one(state, first, jax.random.fold_in(key, 0))
-        return grads, check_names(loss)
+        alone = jax.tree.map(
+            lambda x: x[None], check_names(loss)._replace(model_state=())
+        )
+        return grads, mean_loss(alone, loss.model_state)
 
     def add(carry: Any, inputs: Any) -> Any:
         total, state = carry
