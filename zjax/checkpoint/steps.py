@@ -6,7 +6,6 @@ first of its files does.
 """
 
 import itertools
-import json
 import os
 import pathlib
 import shutil
@@ -14,12 +13,12 @@ from typing import Any
 
 from zjax.checkpoint import sums
 from zjax.checkpoint.sums import SUMS_FILE
+from zjax.reading import MOST_INDEX_BYTES, parse_json, read_text
 
 STATE, INDEX = "state", "index/metadata"
 """What a step holds: what Orbax wrote, and what JSON can hold."""
 FORMAT, WITHOUT_SUMS = 2, 1
 """Of the index; steps of the older form have no checksums."""
-MAX_INDEX_BYTES = 1 << 28
 _SAVING, _DELETED = ".saving-", ".deleted-"
 _saves = itertools.count(1)
 """Numbers of the saves of this process, by any store."""
@@ -95,14 +94,7 @@ def read_index(path: pathlib.Path) -> Any:
         OSError: It cannot be read.
         ValueError: It is no JSON, or larger than any that was written.
     """
-    file = path / INDEX
-    size = file.stat().st_size
-    if size > MAX_INDEX_BYTES:
-        raise ValueError(f"{INDEX} has {size} bytes")
-    try:
-        return json.loads(file.read_text())
-    except RecursionError as error:
-        raise ValueError(f"{INDEX} is nested too deeply") from error
+    return parse_json(read_text(path / INDEX, MOST_INDEX_BYTES))
 
 
 def partial_path(directory: pathlib.Path, step: int) -> pathlib.Path:
