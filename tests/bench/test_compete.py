@@ -178,6 +178,16 @@ def test_another_metric_of_the_same_program_can_be_the_peer(ground):
     assert not list(ground.results.glob("*.png"))  # no speed to draw
 
 
+def test_a_number_may_be_stated_by_the_devices_of_the_machine(ground):
+    case = Case(("a",), _share_of_24, "held", "bytes", peer_name="form")
+    (found,) = ground.hold([contestant("a", held=15)], [Row("state", "close", (case,))])
+    assert (found.cases[0].peer.median, found.cases[0].ratio) == (12, 1.25)
+
+
+def _share_of_24(num_devices):
+    return 24 / num_devices
+
+
 @pytest.mark.parametrize(
     ("code", "settings", "failure"),
     [

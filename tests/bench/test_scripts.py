@@ -11,6 +11,7 @@ import pytest
 
 from tests.support import small_run
 from tests.support.benchmarks import FOLDER, config_of, load
+from zjax.bench.contest import load_contest
 from zjax.config import describe_config
 from zjax.models.build import make_model
 from zjax.observe import flops
@@ -125,6 +126,17 @@ def test_what_cannot_be_elsewhere_is_a_closed_form_of_the_model():
     by_hand = 6 * 314_639_360 + 262_809_600 + 54 * 16 * 1024 * 5120
     assert module.least_bytes() == 2 * by_hand
     assert config.microbatch_size * config.data.length == 16 * 1024
+
+
+def test_the_state_is_held_against_a_closed_form_of_the_shape():
+    """Fails if the number comes from a run of ours, or a stage is taken for another."""
+    contest = load_contest(FOLDER / "gpt_1p5b.py")
+    (row,) = [row for row in contest.rows if row.id == "zero_memory"]
+    formulas = [case.peer for case in row.cases if callable(case.peer)]
+    stated = [[peer(devices) for devices in (1, 4)] for peer in formulas]
+    # By hand: 48 layers of width 1600, 50,304 tokens, 1024 positions, the last norm.
+    params = 48 * (12 * 1600**2 + 13 * 1600) + (50_304 + 1024 + 2) * 1600
+    assert stated == [2 * [12 * params]] + 3 * [[12 * params, 3 * params]]
 
 
 @pytest.fixture

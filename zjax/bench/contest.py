@@ -9,7 +9,7 @@ import os
 import pathlib
 import runpy
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal
 
 from zjax.errors import BenchError, Problem
@@ -56,7 +56,8 @@ class Case:
 
     Args:
         ours: Names of contestants.
-        peer: Names of contestants, or a stated number.
+        peer: Names of contestants, a stated number, or a function that states one for
+            a number of devices.
         metric: Name of the number in their results: a number, or a mapping with
             `median, min, max, n`.
         unit: Of that number.
@@ -69,7 +70,7 @@ class Case:
     """
 
     ours: tuple[str, ...]
-    peer: tuple[str, ...] | int | float
+    peer: tuple[str, ...] | int | float | Callable[[int], float]
     metric: str
     unit: str
     must: int | float | None = None

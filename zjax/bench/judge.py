@@ -56,7 +56,7 @@ def make_result(row: Row, records: Sequence[Record], *, command: str) -> Result:
         date=max(record.date for record in known.values()),
         device=f"{_num_devices(known.values(), machine)} x {machine.device}",
         versions=dict(sorted(versions.items())),
-        cases=tuple(_compare(case, known, row.higher_is_better) for case in row.cases),
+        cases=tuple(_compare(case, known, row, machine) for case in row.cases),
         higher_is_better=row.higher_is_better,
         notes="; ".join(_notes(row, known)),
     )
@@ -68,14 +68,15 @@ def _num_devices(records: Iterable[Record], machine: Machine) -> int:
 
 
 def _compare(
-    case: Case, known: Mapping[str, Record], higher_is_better: bool
+    case: Case, known: Mapping[str, Record], row: Row, machine: Machine
 ) -> Comparison:
-    ours = _best(case.ours, case.metric, case.unit, known, higher_is_better)
+    ours = _best(case.ours, case.metric, case.unit, known, row.higher_is_better)
     if isinstance(case.peer, tuple):
         metric = case.peer_metric or case.metric
-        peer = _best(case.peer, metric, case.unit, known, higher_is_better)
+        peer = _best(case.peer, metric, case.unit, known, row.higher_is_better)
     else:
-        peer = _side(case.peer_name, case.peer, case.unit)
+        number = case.peer(machine.num_devices) if callable(case.peer) else case.peer
+        peer = _side(case.peer_name, number, case.unit)
     if case.peer_name:
         peer = Side(**{**vars(peer), "name": case.peer_name})
     return Comparison(case.name, ours, peer, case.must, case.aim)

@@ -72,8 +72,6 @@ class Measurement:
         state_bytes: Shards of the state on the first device.
         moved_state_bytes: Shares of the state per device that rest elsewhere.
         disk_state_bytes: Those of them that are on disks.
-        closed_form_bytes: What they should take by the ZeRO paper: K Psi / N, with the
-            K = 12 of Adam.
         num_params: Parameters of the model.
         compile_seconds: To trace and compile the step.
         first_loss: Before any update, in nats per token.
@@ -94,7 +92,6 @@ class Measurement:
     state_bytes: int
     moved_state_bytes: int
     disk_state_bytes: int
-    closed_form_bytes: float
     num_params: int
     compile_seconds: float
     first_loss: float
@@ -156,7 +153,6 @@ def measure(
         state_bytes=memory.state_bytes(state, run.mesh.local_devices[0]),
         moved_state_bytes=moved_bytes(run.plan),
         disk_state_bytes=resting_bytes(run.plan, NVME),
-        closed_form_bytes=memory.closed_form_bytes(run.plan),
         num_params=num_params(run.plan),
         compile_seconds=compile_seconds,
         first_loss=losses[0],

@@ -1,11 +1,9 @@
-"""What a run holds on a device: as arrays, by the allocator, the compiler, on paper."""
+"""What a run holds on a device: as arrays, by the allocator, by the compiler."""
 
 from collections.abc import Sequence
 
 import jax
 
-from zjax.sharding import memory
-from zjax.sharding.plan import Plan
 from zjax.train.state import TrainState
 from zjax.typing import Device
 
@@ -64,23 +62,3 @@ def predicted_peak_bytes(compiled: jax.stages.Compiled | None) -> int | None:
         - analysis.alias_size_in_bytes
         + analysis.temp_size_in_bytes
     )
-
-
-def closed_form_bytes(plan: Plan) -> float:
-    """Bytes that the state should take on a device by the ZeRO paper.
-
-    Parameters and gradients in use are born and die within a step, so that master
-    weights and optimizer state are all there is.
-
-    Args:
-        plan: Its stage, and the devices that ZeRO splits over.
-
-    Returns:
-        K Psi / N with the K = 12 of Adam, undivided at stage 0.
-
-    Reference:
-        ZeRO, arXiv:1910.02054, figure 1.
-    """
-    shares = memory.num_zero_shares(plan)
-    stored = memory.zero_bytes(memory.num_params(plan), shares, plan.stage)
-    return float(stored.optimizer)
