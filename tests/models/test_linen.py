@@ -202,6 +202,64 @@ def test_parameters_are_read_after_the_calls_that_create_them():
     )
 
 
+def test_variables_are_read_by_collection():
+    """Fails if the first view, in which calls create variables, has other collections
+    than the views of a step, or either shows the statistics of an earlier call."""
+    seen = []
+
+    def loss_fn(view, batch, key):
+        loss = jnp.mean(view(batch, method="encode") ** 2)
+        variables = view.variables
+        seen.append(jax.tree.structure(variables))
+        assert variables.keys() == {"params", "batch_stats"}
+        weights = variables["params"]["encoder"]["kernel"]
+        statistics = {"mean": variables["batch_stats"]["norm"]["mean"].sum()}
+        return loss + jnp.sum(weights**2), 1.0, statistics
+
+    adapted, params, model_state = started(Autoencoder(), loss_fn)
+    result = adapted.loss(params, model_state, X, jax.random.key(0))
+    assert len(set(seen)) == 1
+    after = result.model_state["batch_stats"]["norm"]["mean"]
+    assert result.metrics["mean"] == after.sum() != 0
+
+
+def test_trees_of_two_models_are_compared_in_one_loss():
+    """Fails if what is read at the first call is no plain dict."""
+
+    def loss_fn(models, batch, key):
+        out = models.student(batch) - models.teacher(batch)
+        far = jax.tree.map(jnp.subtract, models.student.params, models.teacher.params)
+        return jnp.mean(out**2) + jnp.sum(far["kernel"] ** 2)
+
+    dense = nn.Dense(2)
+    adapted, params, model_state = started(
+        {"student": dense, "teacher": dense}, loss_fn
+    )
+    assert adapted.loss(params, model_state, X, jax.random.key(0)).value > 0
+
+
+def test_variables_hold_what_calls_have_sown():
+    def loss_fn(view, batch, key):
+        loss = jnp.mean(view(batch) ** 2)
+        return loss + view.variables["losses"]["size"][0]
+
+    adapted, params, model_state = started(Sower(), loss_fn)
+    assert jnp.isfinite(adapted.loss(params, model_state, X, None).value)
+
+
+def test_variables_that_no_call_has_created_are_refused():
+    def too_early(view, batch, key):
+        mean = view.variables["batch_stats"]["norm"]["mean"]
+        return jnp.mean((view(batch, method="encode") - mean) ** 2)
+
+    with pytest.raises(ModelError) as error:
+        adapter.adapt(Autoencoder(), too_early, X)
+    assert str(error.value) == (
+        "model.variables='Autoencoder' is asked for collections that no call has "
+        "created; call the model before its variables are read in loss_fn"
+    )
+
+
 def over_rows(function, x):
     return jax.lax.scan(lambda c, row: (c, function(row[None])[0]), 0.0, x)[1]
 

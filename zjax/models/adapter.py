@@ -48,7 +48,8 @@ def adapt(
 
     - Linen: call the view as `module.apply`, without variables and `rngs`. `view.train`
       is False in evaluation, `view.sown` holds what calls have sown. Parameters are
-      those that the calls of `loss_fn` create; after them, `view.params` holds them.
+      those that the calls of `loss_fn` create; after them, `view.params` holds them,
+      and `view.variables` all collections, such as `view.variables["batch_stats"]`.
       `module.bind(variables)` starts from variables in memory.
     - NNX: the view is the module, in training or evaluation mode. Values are sown under
       `nnx.capture`. What the loss writes into parameters is not kept.

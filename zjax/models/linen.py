@@ -25,6 +25,8 @@ from zjax.typing import ModelState, Params
 SOWN = ("intermediates", "losses", "perturbations")
 """Collections that a call leaves behind for the loss to read, and no step keeps. So are
 collections of tuples, which is what `Module.sow` makes of any name."""
+NOUNS = {"params": "parameters", "variables": "collections"}
+"""What attributes of a view hold, in errors."""
 
 
 class View:
@@ -53,6 +55,11 @@ class View:
         """What the calls so far have sown, by collection."""
         self._key = key
         self._num_calls = 0
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """All collections by name, as `Module.variables` has them, without boxes."""
+        return {"params": self.params, **self.model_state, **self.sown}
 
     def __call__(
         self, *args: Any, method: str | Callable[..., Any] | None = None, **kwargs: Any
@@ -86,7 +93,7 @@ class View:
         frozen: tuple[str, ...],
     ) -> Any:
         return self.module.apply(
-            {"params": self.params, **self.model_state, **self.sown},
+            self.variables,
             *args,
             method=method,
             rngs={} if key is None else _streams(key, self._num_calls),
@@ -100,23 +107,23 @@ class FirstView:
 
     Args:
         module: The module.
-        given: Variables that exist already.
+        initial: Variables that exist already.
         key: Where parameters and random streams start.
     """
 
     train = True
 
-    def __init__(self, module: nn.Module, given: dict[str, Any], key: jax.Array):
+    def __init__(self, module: nn.Module, initial: dict[str, Any], key: jax.Array):
         self.module = module
         self.sown: dict[str, Any] = {}
-        self._variables: dict[str, Any] = dict(given)
+        self._variables: dict[str, Any] = dict(initial)
         self._key = key
         self._trace = tracers.current_trace()
         self._calls: list[tuple[Any, ...]] = []
 
     @property
-    def variables(self) -> dict[str, Any]:
-        """What calls so far have created, by collection, in the boxes of Flax."""
+    def boxed_variables(self) -> dict[str, Any]:
+        """The collections that calls so far have created, in the boxes of Flax."""
         if self._calls and tracers.current_trace() == self._trace:
             for method, inputs in self._calls:
                 args, kwargs = jax.tree.map(_zeros, inputs)
@@ -125,15 +132,24 @@ class FirstView:
         return self._variables
 
     @property
+    def variables(self) -> dict[str, Any]:
+        """The collections that calls so far have created and sown, by name."""
+        created = {**self.model_state, **self.sown}
+        if created or self.params:
+            return {"params": self.params, **created}
+        return self._refusing("variables")
+
+    @property
     def params(self) -> Params:
         """The parameters that calls so far have created."""
-        created = meta.unbox(self.variables.get("params", {}))
-        return collections.defaultdict(self._refuse, created)
+        params = meta.unbox(self.boxed_variables.get("params", {}))
+        return params or self._refusing("params")
 
     @property
     def model_state(self) -> ModelState:
         """The other collections that calls so far have created."""
-        return meta.unbox({k: v for k, v in self.variables.items() if k != "params"})
+        variables = self.boxed_variables
+        return meta.unbox({k: v for k, v in variables.items() if k != "params"})
 
     def __call__(
         self, *args: Any, method: str | Callable[..., Any] | None = None, **kwargs: Any
@@ -163,11 +179,16 @@ class FirstView:
                 old = self._variables.get(name, {})
                 self._variables[name] = _merge(value, old)
 
-    def _refuse(self) -> Any:
-        problem = "is asked for parameters that no call has created"
-        remedy = "call the model before its params are read in loss_fn"
-        name = type(self.module).__name__
-        raise ModelError(Problem("model.params", name, problem, remedy))
+    def _refusing(self, attribute: str) -> dict[str, Any]:
+        """What is read before a call: an empty dict that says why it is empty."""
+
+        def refuse() -> Any:
+            problem = f"is asked for {NOUNS[attribute]} that no call has created"
+            remedy = f"call the model before its {attribute} are read in loss_fn"
+            name = type(self.module).__name__
+            raise ModelError(Problem(f"model.{attribute}", name, problem, remedy))
+
+        return collections.defaultdict(refuse)
 
 
 def make_part(module: nn.Module) -> Part:
@@ -190,7 +211,7 @@ def make_part(module: nn.Module) -> Part:
         view = FirstView(module, variables, key)
 
         def started() -> Started:
-            names = names_of_boxes(view.variables.get("params", {}))
+            names = names_of_boxes(view.boxed_variables.get("params", {}))
             return dict(view.params), view.model_state, names
 
         return view, started
