@@ -165,8 +165,8 @@ def initialize(
         replicated: Paths of arrays of the batch that hold no rows, such as a table of
             class weights: devices and microbatches get them whole.
         cast: Paths of the floating-point arrays that are cast, as `zjax.adapt` says;
-            None finds what the model reads, never targets and weights;
-            `run.model.cast` tells them.
+            None finds what the model reads, not what is a target or a weight alone;
+            the plan and `run.model.cast` name them.
         schedule: Learning rate by applied step, to be shown among the metrics.
         devices: Devices to use; all of them by default.
 

@@ -81,6 +81,30 @@ def test_what_parameters_are_applied_to_is_cast(model):
     assert cast == {"image", "mask"}
 
 
+def test_a_target_that_the_model_reads_is_cast_and_the_plan_says_so():
+    """Fails if the target of an autoencoder loses its digits and nothing tells it."""
+
+    def loss_fn(model, batch, key):
+        target = batch["image"]
+        return jnp.mean((model(target) - target) ** 2), 1.0, {"target": target.mean()}
+
+    def metrics_and_plan(**settings):
+        run = zjax.initialize(
+            nn.Dense(4), optax.sgd(0.0), loss_fn, {"image": image}, **settings
+        )
+        text = zjax.describe_plan(run.plan)
+        assert zjax.describe_plan_totals(run.plan) in text
+        return run.evaluate(run.state, {"image": image})["target"], text
+
+    image = np.full((ROWS, 4), 1000.5, np.float32)
+    target, text = metrics_and_plan()
+    assert target == 1000
+    assert text.splitlines()[-1] == "cast in a batch: image to bfloat16"
+    target, text = metrics_and_plan(cast=[])
+    assert target == 1000.5
+    assert "cast" not in text
+
+
 def test_inputs_can_be_named():
     run = zjax.initialize(
         Linen(), optax.sgd(0.0), loss_fn, BATCH, cast=["image", "scale"]

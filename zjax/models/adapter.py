@@ -69,8 +69,9 @@ def adapt(
             devices and microbatches get them whole.
         cast: Paths of the floating-point arrays that are cast to the compute dtype.
             None takes those of two dims or more to which the model applies parameters,
-            as `zjax.Model.cast` tells; targets and weights are none, nor is what a
-            function such as `sin` or a comparison reads first, as of timestamps.
+            as `zjax.Model.cast` tells, also if the loss takes one for its target; what
+            is a target or a weight alone is none, nor is what a function such as `sin`
+            or a comparison reads first, as of timestamps.
 
     Returns:
         The model. Its trees are nested dicts for Flax modules, and what `init` returns

@@ -5,6 +5,7 @@ import decimal
 import io
 import math
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -52,7 +53,8 @@ def describe_plan_totals(plan: Plan) -> str:
         plan: Placement of every array.
 
     Returns:
-        A table of text: whole model, one device, and the part that is.
+        A table of text: whole model, one device, and the part that is. Below it, which
+        arrays of a batch are cast.
     """
     rows = []
     for role, leaves in _roles(plan):
@@ -64,7 +66,15 @@ def describe_plan_totals(plan: Plan) -> str:
         rows.append((*cells, format_bytes(whole), format_bytes(here), share))
     columns = ("", "arrays", "memory", "whole model", "per device", "share")
     table = render_table(columns, rows, right=(1, 3, 4, 5))
-    return f"{_title(plan)}, {memory.num_params(plan):,} parameters\n{table}"
+    title = f"{_title(plan)}, {memory.num_params(plan):,} parameters"
+    return "\n".join([title, table, *_batch_casts(plan)])
+
+
+def _batch_casts(plan: Plan) -> list[str]:
+    if not plan.batch_casts:
+        return []
+    casts = (f"{path} to {dtype}" for path, dtype in plan.batch_casts.items())
+    return textwrap.wrap(f"cast in a batch: {', '.join(casts)}", WIDTH)
 
 
 def _title(plan: Plan) -> str:

@@ -21,6 +21,7 @@ them.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -69,6 +70,7 @@ class Plan:
         ema: Averaged parameters, in float32; an empty tuple where none are kept.
         is_offloaded: Whether part of the state rests outside of the devices, so that
             the parameters in use are kept from step to step.
+        batch_casts: Dtypes to which arrays of a batch are cast, by their paths.
     """
 
     mesh: Mesh | AbstractMesh
@@ -81,6 +83,7 @@ class Plan:
     model_state: Any
     ema: Any = ()
     is_offloaded: bool = False
+    batch_casts: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def scalar(self, path: str, dtype: Any) -> Row:
         """The row of a number that every device holds.
@@ -206,6 +209,7 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
         model_state=_rows(model_state, mesh),
         ema=params_rows(kept, "float32") if config.optimizer.ema_decay else (),
         is_offloaded=is_offloaded,
+        batch_casts=dict.fromkeys(model.cast or (), dtypes.compute_dtype),
     )
 
 
