@@ -8,6 +8,7 @@ import pytest
 
 from tests.checkpoint import states
 from tests.storage.conftest import make_row
+from zjax.checkpoint import sums
 from zjax.checkpoint.inspect import inspect_steps
 from zjax.checkpoint.store import Store
 from zjax.errors import CheckpointError
@@ -59,6 +60,30 @@ def test_chunks_that_are_damaged_are_not_committed(disk, tmp_path):
     assert "does not match its checksum" in end
     assert store.steps() == (1,)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["1"]
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_file_of_several_steps_is_read_once_and_told_of_each(
+    disk, tmp_path, monkeypatch, is_damaged
+):
+    """Fails if a step is called sound as another was read, or each is read anew."""
+    state, rows, _ = make_state(disk)
+    store = Store(str(tmp_path / "checkpoints"), keep_last=3)
+    for step in (1, 2, 3):
+        store.save(step, state, rows, extra={})
+    store.close()
+    linked = [chunks_of(tmp_path / f"checkpoints/{n}/linked") for n in (1, 2, 3)]
+    assert all(first.samefile(last) for first, *_, last in zip(*linked, strict=True))
+    if is_damaged:
+        flip(linked[0][-1])
+    read, check_file = [], sums.check_file
+    monkeypatch.setattr(sums, "check_file", lambda x: read.append(x) or check_file(x))
+    verdicts = inspect_steps(str(tmp_path))
+    assert sorted(read) == [str(path) for path in linked[0]]
+    name = linked[0][-1].relative_to(tmp_path / "checkpoints/1")
+    damaged = f"damaged: {name} does not match its checksum"
+    told = [(verdict.path.name, verdict.problem) for verdict in verdicts]
+    assert told == [(n, damaged if is_damaged else "as it was saved") for n in "123"]
 
 
 @pytest.mark.parametrize("damage", ["flip", "swap"])

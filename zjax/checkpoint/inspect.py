@@ -37,6 +37,9 @@ class Verdict:
 def inspect_steps(directory: str) -> list[Verdict]:
     """Reads all files of all steps.
 
+    Steps whose arrays rest on disks share the files of those that did not change from
+    one to the next: such a file is read once, and damages each step that holds it.
+
     Args:
         directory: Of a run, or its `checkpoints`.
 
@@ -51,7 +54,11 @@ def inspect_steps(directory: str) -> list[Verdict]:
     place = inside if inside.is_dir() else top
     if place.exists() and not place.is_dir():
         raise failures.not_a_directory(place)
-    found = [_inspect(place / str(n)) for n in directories.named_steps(place)]
+    linked_sums = sums.LinkedSums()
+    found = [
+        _inspect(place / str(step), linked_sums)
+        for step in directories.named_steps(place)
+    ]
     if not found:
         raise failures.empty(place)
     return found
@@ -99,7 +106,7 @@ def _advice(verdicts: Sequence[Verdict]) -> str:
     return f"to resume from step {newest.path.name}:\n{shlex.join(words)}"
 
 
-def _inspect(path: pathlib.Path) -> Verdict:
+def _inspect(path: pathlib.Path, linked_sums: sums.LinkedSums) -> Verdict:
     names = sums.list_files(path)
     num_bytes = sum((path / name).lstat().st_size for name in names)
     missing = directories.find_missing(path)
@@ -108,7 +115,13 @@ def _inspect(path: pathlib.Path) -> Verdict:
     if not directories.has_sums(path):
         return Verdict(path, len(names), num_bytes, UNKNOWN)
     known = sums.read_sums(path / SUMS_FILE)
-    damage = sums.find_damage(path, known, names=list(known), whole_chunks=True)
+    damage = sums.find_damage(
+        path,
+        known,
+        names=list(known),
+        whole_chunks=True,
+        linked_sums=linked_sums,
+    )
     problem = WHOLE
     if damage:
         more = f", and {len(damage) - 1} more" if len(damage) > 1 else ""

@@ -156,6 +156,8 @@ def link(
 ) -> list[str]:
     """Gives the files of arrays a second name, without reading them.
 
+    An array that does not change has the same files in several steps, and in the run.
+
     Args:
         arrays: By name, written or on their way.
         folders: The directory of each, in `target`.

@@ -106,12 +106,48 @@ def find_missing(root: pathlib.Path, sums: Mapping[str, Sum]) -> str:
     return ""
 
 
+class LinkedSums:
+    """Checksums of files as they are: a file that steps share by links is read once."""
+
+    def __init__(self) -> None:
+        self._results: dict[tuple[int, int], Sum | OSError | ValueError] = {}
+
+    def of(self, root: pathlib.Path, name: str) -> Sum:
+        """Reads a file, unless it was read under another name.
+
+        Args:
+            root: The directory of a step.
+            name: Path from there.
+
+        Returns:
+            Its checksum.
+
+        Raises:
+            OSError: It cannot be read.
+            ValueError: A chunk does not match its own checksum.
+        """
+        status = (root / name).stat()
+        if status.st_nlink == 1:
+            return _sum_of(root, name)
+        inode = (status.st_dev, status.st_ino)
+        if inode not in self._results:
+            try:
+                self._results[inode] = _sum_of(root, name)
+            except (OSError, ValueError) as error:
+                self._results[inode] = error
+        result = self._results[inode]
+        if isinstance(result, Sum):
+            return result
+        raise result
+
+
 def find_damage(
     root: pathlib.Path,
     sums: Mapping[str, Sum],
     *,
     names: Sequence[str],
     whole_chunks: bool,
+    linked_sums: LinkedSums | None = None,
 ) -> list[tuple[str, str]]:
     """Reads files and compares them with their checksums.
 
@@ -122,17 +158,19 @@ def find_damage(
         whole_chunks: Whether chunks of arrays on disks are read whole. tensorstore
             compares a chunk with its own checksum when it reads it; that this is the
             listed one takes its last bytes alone.
+        linked_sums: Of the steps that were read before; None where there are none.
 
     Returns:
         Name and problem of those that are not as they were saved.
     """
+    linked_sums = linked_sums or LinkedSums()
 
     def one(name: str) -> str:
         try:
             if _is_chunk(name) and not whole_chunks:
                 is_same = stored_sum(str(root / name)) == sums[name].tail
             else:
-                is_same = _sum_of(root, name) == sums[name]
+                is_same = linked_sums.of(root, name) == sums[name]
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
         except ValueError:
