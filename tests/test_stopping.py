@@ -26,3 +26,9 @@ def test_the_second_interrupt_ends_at_once():
     with stop_signals(), pytest.raises(KeyboardInterrupt):
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_run_may_be_asked_to_stop_without_a_signal():
+    with stop_signals() as stopped:
+        stopped.ask()
+        assert stopped(1)

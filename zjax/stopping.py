@@ -41,6 +41,12 @@ class Stop:
         # Where there are many processes the runtime catches SIGTERM itself.
         return 128 + (self._caught or [signal.SIGTERM])[0]
 
+    def ask(self) -> None:
+        """Stops a run as SIGTERM does: all of its processes at the same step."""
+        if not self._caught:
+            self._caught.append(signal.SIGTERM)
+            self._tell_others()
+
     def note(self, number: int, frame: Any) -> None:
         """Handles a signal.
 
@@ -54,9 +60,12 @@ class Stop:
         if self._caught and number == signal.SIGINT:
             raise KeyboardInterrupt
         self._caught.append(number)
+        self._tell_others()
+        os.write(1, b"\nstopping after this step; saving a checkpoint\n")
+
+    def _tell_others(self) -> None:
         if jax.process_count() > 1:  # the runtime listens to this one
             os.kill(os.getpid(), signal.SIGTERM)
-        os.write(1, b"\nstopping after this step; saving a checkpoint\n")
 
 
 @contextlib.contextmanager

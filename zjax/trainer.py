@@ -199,7 +199,8 @@ class Trainer:
                 ended = batch is None
                 if ended:
                     break
-                self.store.check()  # a save that failed ends the run now
+                if self.store.has_failed():
+                    stopped.ask()  # ends the run now, in all processes at one step
                 step += 1
                 recent = {step - 1: recent.get(step - 1), step: batch}
                 with monitor.step(step, self.state, batch) as metrics:

@@ -4,14 +4,15 @@ import pathlib
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
+from jax._src import distributed
 
 from tests.checkpoint import states
 from tests.support import small_run
 from zjax.checkpoint import writer
 from zjax.checkpoint.store import Store
 from zjax.errors import CheckpointError
+from zjax.processes.together import together
 
 
 def fail(*_):
@@ -71,16 +72,27 @@ def test_no_two_saves_share_a_directory_though_each_has_its_store(
 
 def test_who_missed_a_meeting_of_a_failed_save_is_at_the_next(monkeypatch):
     """Fails if meetings are counted, and a process that failed waits for others."""
-    keys = []
+    client = Client()
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(
-        ocp.multihost,
-        "get_barrier_sync_fn",
-        lambda: lambda *, key, **_: keys.append(key),
-    )
+    monkeypatch.setattr(distributed.global_state, "client", client)
     failed, next_one = pathlib.Path("/a/.saving-1-1"), pathlib.Path("/a/.saving-2-2")
     for saves in ([failed, next_one], [next_one]):
         for partial in saves:
-            writer.meet(partial, "written")
-    assert keys[1] == keys[2] == "zjax-checkpoint.saving-2-2-written"
+            with together(writer.meeting(partial, "write")):
+                pass
+    keys = client.met
+    assert keys[1] == keys[2] == "zjax-checkpoint.saving-2-2-write"
     assert keys[0] != keys[1]
+
+
+class Client:
+    """A coordinator to which no process has told a failure."""
+
+    def __init__(self):
+        self.met = []
+
+    def wait_at_barrier(self, key, _):
+        self.met.append(key)
+
+    def key_value_dir_get(self, _):
+        return []

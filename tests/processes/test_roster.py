@@ -10,6 +10,7 @@ from zjax import processes
 from zjax.errors import CheckpointError, DataError, Problem
 from zjax.processes import roster
 from zjax.processes.roster import End, Member
+from zjax.processes.together import PeerError
 
 PROBLEM = Problem("checkpoint.step", 4, "could not be written", "look")
 
@@ -20,12 +21,19 @@ def lost_peer():
     return error
 
 
+def failed_peer():
+    error = CheckpointError(PROBLEM)
+    error.__cause__ = PeerError(1, "OSError: No space left on device", 28)
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "rank"),
     [
         pytest.param(DataError(PROBLEM), 1, id="its-own-fault"),
         pytest.param(jax.errors.JaxRuntimeError("UNAVAILABLE"), 2, id="lost-peer"),
         pytest.param(lost_peer(), 2, id="lost-peer-in-a-save"),
+        pytest.param(failed_peer(), 2, id="save-of-a-peer"),
     ],
 )
 def test_a_survivor_is_not_the_cause(tmp_path, monkeypatch, error, rank):

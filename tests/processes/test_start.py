@@ -118,6 +118,41 @@ def test_two_processes_keep_their_state_elsewhere_as_one_does(tmp_path):
         np.testing.assert_allclose(losses, alone, rtol=1e-6)
 
 
+def test_a_save_that_one_process_cannot_do_ends_in_all_with_its_name(tmp_path):
+    """Fails if the others wait at a barrier, or end at another step."""
+    launched = launcher("fail_to_save", tmp_path)
+    with ended(launched) as [(_, errors)]:
+        assert launched.returncode == 0, errors[-3000:]
+    first, second = (
+        json.loads((tmp_path / f"results{i}.json").read_text()) for i in range(2)
+    )
+    beyond = f"{tmp_path}/file/checkpoints"
+    unheld = (
+        f"directory='{beyond}' cannot be used (Not a directory); name a directory that "
+        "can be made and written to"
+    )
+    assert first["held"] == f"ProcessError: {unheld}"
+    assert second["held"] == f"ProcessError: process 0: {unheld}"
+    assert first["begun"] == (
+        f"CheckpointError: checkpoint.directory='{beyond}' is not a directory; name a "
+        "directory, or one that can be created"
+    )
+    assert second["begun"].startswith(
+        f"CheckpointError: checkpoint.step=0 could not be written to {beyond} (process "
+        "0: NotADirectoryError: [Errno 20] Not a directory: "
+    )
+    for results, cause in (
+        (first, "process 1: OSError: [Errno 28] No space left on device"),
+        (second, "OSError: [Errno 28] No space left on device"),
+    ):
+        assert results["written"] == (
+            "CheckpointError: checkpoint.step=2 could not be written to "
+            f"{tmp_path}/run/checkpoints ({cause}); make room or mend the file system, "
+            "and run again: there is none before it"
+        )
+        assert results["step"] == first["step"]
+
+
 def test_processes_that_differ_are_told_so_before_they_work(tmp_path):
     """Fails if one trains along with another seed."""
     launched = launcher("differ", tmp_path)

@@ -1,10 +1,12 @@
 """One process of a small run; `python -m tests.processes.worker <task> <directory>`."""
 
+import itertools
 import json
 import os
 import pathlib
 import signal
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +18,10 @@ from tests.checkpoint import states
 from tests.support import offload, squares
 from zjax import processes
 from zjax.bench import measure
+from zjax.checkpoint import sums
 from zjax.checkpoint.store import Store
 from zjax.config import schema
-from zjax.errors import DataError, Problem
+from zjax.errors import DataError, Problem, ZjaxError
 from zjax.sharding import plan as plans
 
 HEARTBEAT_SECONDS = 3
@@ -136,6 +139,39 @@ def rest(info, directory):
     losses = [train_offloaded(memory, directory) for memory in memories]
     if info.process_id == 0:
         (directory / "results.json").write_text(json.dumps(losses))
+
+
+def fail_to_save(info, directory):
+    """One process cannot hold the directory, begin a save, or write its part of it."""
+    (directory / "file").write_text("")
+    batches = itertools.repeat({"x": np.zeros(8, np.float32)})
+    settings = ("num_steps=5000", "checkpoint.every_steps=2")
+    trainer = squares.make_trainer(directory / "run", *settings, batches=batches)
+    beyond = str(directory / "file" / "checkpoints")
+    held = told(lambda: processes.hold(beyond).__enter__())
+    whole, trainer.store = trainer.store, Store(beyond)
+    begun = told(trainer.save)
+    trainer.store = whole
+    if info.process_id == 1:
+        sums.write_sums = fill
+    written = told(trainer.fit)
+    results = {"held": held, "begun": begun, "written": written, "step": trainer.step}
+    (directory / f"results{info.process_id}.json").write_text(json.dumps(results))
+
+
+def told(act):
+    """The error of a call, which comes long before a barrier gives up."""
+    start = time.monotonic()
+    try:
+        act()
+    except ZjaxError as error:
+        assert time.monotonic() - start < 60
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def fill(*_):
+    raise OSError(28, "No space left on device")
 
 
 def use_together(info, directory):

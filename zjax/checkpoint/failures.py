@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import jax
 
 from zjax.errors import CheckpointError, Problem
-
-_CAUSE_LENGTH = 200
+from zjax.processes.together import describe_error, root_of
 
 
 def not_a_directory(directory: pathlib.Path) -> CheckpointError:
@@ -176,13 +175,13 @@ def unwritten(
     """
     kept = "there is none before it" if latest is None else f"step {latest} is whole"
     remedy = "make room or mend the file system"
-    if isinstance(_root(error), jax.errors.JaxRuntimeError):
+    if isinstance(root_of(error), jax.errors.JaxRuntimeError):
         remedy = "find the process that ended or the device that failed"
     return CheckpointError(
         Problem(
             "checkpoint.step",
             step,
-            f"could not be written to {directory} ({_cause(error)})",
+            f"could not be written to {directory} ({describe_error(error)})",
             f"{remedy}, and run again: {kept}",
         )
     )
@@ -211,19 +210,7 @@ def damaged(
         Problem(
             "checkpoint.step",
             step,
-            f"cannot be read from {directory} ({_cause(error)})",
+            f"cannot be read from {directory} ({describe_error(error)})",
             remedy,
         )
     )
-
-
-def _root(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:  # Orbax wraps what TensorStore said
-        error = error.__cause__
-    return error
-
-
-def _cause(error: BaseException) -> str:
-    error = _root(error)
-    lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:_CAUSE_LENGTH]}"

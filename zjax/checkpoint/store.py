@@ -22,8 +22,9 @@ from zjax.checkpoint.reader import Reader
 from zjax.checkpoint.saved import link
 from zjax.checkpoint.sums import LINKED
 from zjax.checkpoint.threads import Task
-from zjax.checkpoint.writer import meet, start_writing, wait_for
-from zjax.errors import CheckpointError
+from zjax.checkpoint.writer import meeting, start_writing, wait_for
+from zjax.errors import CheckpointError, ZjaxError
+from zjax.processes.together import together
 from zjax.sharding.placement import Row
 from zjax.storage.array import DiskArray
 
@@ -126,7 +127,6 @@ class Store:
         """
         partial = directories.partial_path(self.directory, step)
         self.wait()
-        self._check_directory(step)
         named = layout.name_leaves(rows)
         leaves = dict(zip(named, jax.tree.leaves(state), strict=True))
         entries = {
@@ -148,40 +148,37 @@ class Store:
             for name, row in named.items()
             if not entries[name].is_empty and name not in on_disk
         }
-        for array in on_disk.values():
-            array.check_held()
         self._saving = step
         try:
-            if jax.process_index() == 0:
-                directories.begin(partial)
-            meet(partial, "begin")
+            with together(meeting(partial, "begin")):
+                self._check_directory(step)
+                for array in on_disk.values():
+                    array.check_held()
+                if jax.process_index() == 0:
+                    directories.begin(partial)
             self._has_saved = True
-            linked = link(on_disk, folders, partial / LINKED)
-            copies = arrays.copy_to_host(logical)
-            self._writing = start_writing(
-                partial,
-                logical if copies is None else copies,
-                index,
-                [f"{LINKED}/{name}" for name in linked],
-                lambda: self._commit(partial, step),
-                wait_for_copies=copies is None,
-            )
-        except jax.errors.JaxRuntimeError:
+            with together(meeting(partial, "copy")):
+                linked = link(on_disk, folders, partial / LINKED)
+                copies = arrays.copy_to_host(logical)
+        except (jax.errors.JaxRuntimeError, ZjaxError):
             raise
         except Exception as error:
             raise self._abandon(step, error) from error
-        if copies is None:
-            self.check()
+        self._writing = start_writing(
+            partial,
+            logical if copies is None else copies,
+            index,
+            [f"{LINKED}/{name}" for name in linked],
+            lambda: self._commit(partial, step),
+            wait_for_copies=copies is None,
+        )
 
-    def check(self) -> None:
-        """Raises the error of a save that has failed already; waits for nothing.
+    def has_failed(self) -> bool:
+        """Whether the save that goes on has failed already; waits for nothing.
 
-        Raises:
-            CheckpointError: The last save could not be written; what there was of it is
-                removed.
+        Processes of a run may see it at different steps: `wait` raises its error.
         """
-        if self._writing is not None and self._writing.done():
-            self.wait()
+        return self._writing is not None and self._writing.has_failed()
 
     def wait(self) -> None:
         """Waits until the last save is on disk.

@@ -29,6 +29,10 @@ class Task:
         """Whether the thread has ended."""
         return not self._thread.is_alive()
 
+    def has_failed(self) -> bool:
+        """Whether the thread has ended with an error."""
+        return self._error is not None
+
     def result(self) -> Any:
         """Waits for the end of the thread: what it holds is gone then.
 

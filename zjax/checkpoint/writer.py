@@ -17,8 +17,8 @@ from etils import epath
 from zjax.checkpoint import steps, sums
 from zjax.checkpoint.sums import SUMS_FILE, Sum
 from zjax.checkpoint.threads import Task
+from zjax.processes.together import together
 
-_BARRIER_MILLISECONDS = 600_000
 _LAST_SECONDS = 20.0
 """That threads of a failed save have before the process ends without them."""
 _SUMS_OF = ".sums-"
@@ -46,7 +46,8 @@ def start_writing(
         wait_for_copies: Whether to return only once Orbax has its own copies.
 
     Returns:
-        Done once the step has its name, or with the first error of this process.
+        Done once the step has its name, or with an error: that of this process, or of
+        another one.
     """
     copied = threading.Event()
 
@@ -75,17 +76,18 @@ def wait_for(written: Task) -> None:
         _unfinished.discard(written)
 
 
-def meet(partial: pathlib.Path, name: str) -> None:
-    """Waits for the other processes; may be called in any thread.
+def meeting(partial: pathlib.Path, name: str) -> str:
+    """Names a part of a save for `together`.
 
     Args:
-        partial: The directory of the save, by whose name processes know it: one that
-            has missed a meeting of a save that failed is at the next one all the same.
-        name: What is done; all call it once in each save.
+        partial: The directory of the save, another one for each: a process that has
+            failed at one of its parts is at those of the next save all the same.
+        name: What is done; all do it once in each save.
+
+    Returns:
+        A name that no other part of a run has.
     """
-    if jax.process_count() > 1:
-        key = f"zjax-checkpoint{partial.name}-{name}"
-        ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=_BARRIER_MILLISECONDS)
+    return f"zjax-checkpoint{partial.name}-{name}"
 
 
 def _write(
@@ -99,24 +101,23 @@ def _write(
     handler = ocp.PyTreeCheckpointHandler()
     state = partial / steps.STATE
     try:
-        commits = _run(
-            handler.async_save(
-                epath.Path(state), args=ocp.args.PyTreeSave(dict(logical))
+        with together(meeting(partial, "write")):
+            commits = _run(
+                handler.async_save(
+                    epath.Path(state), args=ocp.args.PyTreeSave(dict(logical))
+                )
             )
-        )
-        tell_copied()
-        for each in commits or ():
-            each.result()
-        process = jax.process_index()
-        if process:
-            found = sums.sum_files(partial, [*_own_files(partial), *linked])
-            sums.write_sums(partial / f"{_SUMS_OF}{process}", found)
-        meet(partial, "written")
-        if process == 0:
-            handler.finalize(epath.Path(state))
-            _finish(partial, index)
-            commit()
-        meet(partial, "committed")
+            tell_copied()
+            for each in commits or ():
+                each.result()
+            if jax.process_index():
+                found = sums.sum_files(partial, [*_own_files(partial), *linked])
+                sums.write_sums(partial / f"{_SUMS_OF}{jax.process_index()}", found)
+        with together(meeting(partial, "commit")):
+            if jax.process_index() == 0:
+                handler.finalize(epath.Path(state))
+                _finish(partial, index)
+                commit()
     finally:
         handler.close()
 

@@ -8,6 +8,7 @@ import contextlib
 import datetime
 import errno
 import fcntl
+import itertools
 import json
 import os
 import pathlib
@@ -18,12 +19,15 @@ import jax
 from absl import logging
 
 from zjax.errors import Problem, ProcessError
+from zjax.processes.together import together
 from zjax.reading import parse_json, read_text
 
 LOCK_FILE = "lock.json"
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _held: dict[pathlib.Path, tuple[int, int]] = {}
 """Descriptor, and how often this process holds it, by file."""
+_holds = itertools.count(1)
+"""Numbers of the calls of `hold`, the same in all processes."""
 
 
 @contextlib.contextmanager
@@ -37,16 +41,16 @@ def hold(directory: str) -> Iterator[None]:
         Nothing.
 
     Raises:
-        ProcessError: Another run holds it; says who.
+        ProcessError: Another run holds it, and who; or files cannot be made in it.
+            Raised in all processes.
     """
-    if jax.process_index():
-        yield
-        return
-    path = acquire(directory)
+    with together(f"zjax-hold-{next(_holds)}"):
+        path = None if jax.process_index() else acquire(directory)
     try:
         yield
     finally:
-        _release(path)
+        if path is not None:
+            _release(path)
 
 
 def acquire(directory: str) -> pathlib.Path:

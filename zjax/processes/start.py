@@ -22,6 +22,7 @@ from zjax.processes.agreement import check_agreement
 from zjax.processes.cluster import Cluster, count_gpus, find_cluster, own_gpus
 from zjax.processes.meeting import MEETING_SECONDS, meet
 from zjax.processes.roster import End, Member
+from zjax.processes.together import PeerError
 
 _PR_SET_PDEATHSIG = 1
 
@@ -141,9 +142,10 @@ def record_failure(error: BaseException) -> None:
     watched = roster.watched_place()
     if watched is None or isinstance(error, KeyboardInterrupt):
         return
-    # A lost connection is what survivors see of another's death, in whatever they did.
-    causes = any(isinstance(x, jax.errors.JaxRuntimeError) for x in _chain(error))
-    rank = 2 if causes else 1
+    # A lost connection is what survivors see of another's death, in whatever they did;
+    # and what a peer says of itself began with the peer.
+    of_others = (jax.errors.JaxRuntimeError, PeerError)
+    rank = 2 if any(isinstance(x, of_others) for x in _chain(error)) else 1
     first = (str(error).splitlines() or [""])[0]
     for member in roster.read_members(watched).values():
         if member.pid == os.getpid():
