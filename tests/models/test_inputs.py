@@ -103,6 +103,9 @@ def test_a_target_that_the_model_reads_is_cast_and_the_plan_says_so():
     target, text = metrics_and_plan(cast=[])
     assert target == 1000.5
     assert "cast" not in text
+    target, text = metrics_and_plan(config={"precision": {"compute_dtype": "float32"}})
+    assert target == 1000.5
+    assert "cast" not in text
 
 
 def test_inputs_can_be_named():
