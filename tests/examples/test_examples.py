@@ -1,5 +1,6 @@
 """Every example runs as its reader would run it, with fewer steps."""
 
+import itertools
 import os
 import pathlib
 import subprocess
@@ -53,10 +54,24 @@ def test_notebook_runs(monkeypatch, name, num_pictures, text):
     notebook = jupytext.read(EXAMPLES / "notebooks" / f"{name}.py")
     # A kernel spec would have to be installed; the name of one that always is.
     nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
-    outputs = [out for cell in notebook.cells for out in cell.get("outputs", [])]
+    outputs = outputs_of(notebook)
     pictures = sum("image/png" in out.get("data", {}) for out in outputs)
     assert pictures == num_pictures
     assert any(text in out.get("text", "") for out in outputs)
+    path = EXAMPLES / "notebooks" / f"{name}.ipynb"
+    built = outputs_of(nbformat.read(path, as_version=4))
+    assert headings(built) == headings(outputs)
+
+
+def outputs_of(notebook):
+    return [out for cell in notebook.cells for out in cell.get("outputs", [])]
+
+
+def headings(outputs):
+    """First lines of tables, and warnings: what tells that a notebook is stale."""
+    lines = [line for out in outputs for line in out.get("text", "").splitlines()]
+    over_rules = {above for above, rule in itertools.pairwise(lines) if "───" in rule}
+    return over_rules | {line for line in lines if line.startswith("WARNING")}
 
 
 @pytest.mark.parametrize("name", ["quickstart", "offload", "long_document"])
