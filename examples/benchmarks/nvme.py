@@ -1,4 +1,4 @@
-"""What a step gets of a disk, against direct reads and writes of the same disk.
+"""What a step gets of a disk, against a program that reads and writes plain files.
 
 The disk is that of the folder `runs` of this repository.
 """
@@ -7,7 +7,7 @@ import pathlib
 
 from zjax.bench import Case, Contest, Contestant, Row
 
-NAME, FOLDER = "zjax", "runs/nvme"
+NAME, FILES, FOLDER = "zjax", "files with O_DIRECT", "runs/nvme"
 
 
 def get_contest():
@@ -17,16 +17,18 @@ def get_contest():
     def row(way):
         case = Case(
             ours=(NAME,),
-            peer=(NAME,),
+            peer=(FILES,),
             metric=way,
             unit="bytes/s",
             must=0.7,
             aim=0.9,
-            peer_metric=f"raw_{way}",
-            peer_name="files with O_DIRECT",
         )
         claim = f"Arrays of a step {way} at the speed of the disk."
         return Row(f"nvme_{way}", claim, (case,), by_devices=False)
 
-    contestants = (Contestant(NAME, command, "zjax"),)
+    files = ("{python}", "examples/benchmarks/direct_files.py", FOLDER)
+    contestants = (
+        Contestant(NAME, command, "zjax"),
+        Contestant(FILES, files, "peer"),
+    )
     return Contest("Offload to a disk", contestants, (row("read"), row("write")))

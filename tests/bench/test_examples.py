@@ -16,7 +16,9 @@ from zjax.observe import flops
 
 SCRIPTS = (
     "deepspeed_peer",
+    "direct_files",
     "fsdp_peer",
+    "host_link",
     "pipeline_peer",
     "plain_jax",
     "shape",

@@ -225,6 +225,17 @@ def test_every_contest_has_its_rows():
     assert set().union(*found.values()) == published
 
 
+def test_no_program_prints_what_it_is_held_against():
+    """Fails if a fault of ours could move both sides of a comparison."""
+    same = [
+        row.id
+        for _, row in contest_rows()
+        for case, ours, peers in sides_of(row)
+        if ours & (set(case.peer) if isinstance(case.peer, tuple) else peers)
+    ]
+    assert same == []
+
+
 def sides_of(row):
     """What a contest asks of each case, and who may be its peer."""
     for case in row.cases:

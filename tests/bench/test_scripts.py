@@ -128,6 +128,27 @@ def test_what_cannot_be_elsewhere_is_a_closed_form_of_the_model():
     assert config.microbatch_size * config.data.length == 16 * 1024
 
 
+def test_the_link_and_the_disk_are_measured_by_programs_of_their_own(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.syspath_prepend(FOLDER)
+    link, files = load("host_link"), load("direct_files")
+    monkeypatch.setattr(link, "ARRAY_BYTES", 4096)
+    monkeypatch.setattr(files, "FILE_BYTES", 4096)
+    monkeypatch.setattr(sys, "argv", ["direct_files.py", str(tmp_path)])
+    for module, names in (
+        (link, {"link_bytes_per_second"}),
+        (files, {"write", "read"}),
+    ):
+        module.main()
+        line = capsys.readouterr().out.removeprefix("RESULT ")
+        found = json.loads(line)
+        for name in names:
+            assert found[name]["n"] == 5
+            assert 0 < found[name]["min"] <= found[name]["median"]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_state_is_held_against_a_closed_form_of_the_shape():
     """Fails if the number comes from a run of ours, or a stage is taken for another."""
     contest = load_contest(FOLDER / "gpt_1p5b.py")
