@@ -71,10 +71,10 @@ def describe_plan_totals(plan: Plan) -> str:
 
 
 def _batch_casts(plan: Plan) -> list[str]:
-    if not plan.batch_casts:
-        return []
-    casts = (f"{path} to {dtype}" for path, dtype in plan.batch_casts.items())
-    return textwrap.wrap(f"cast in a batch: {', '.join(casts)}", WIDTH)
+    """Those by which numbers lose digits."""
+    casts = [f"{x} to {d}" for x, d in plan.batch_casts.items() if d != "float32"]
+    text = f"cast in a batch: {', '.join(casts)}" if casts else ""
+    return textwrap.wrap(text, WIDTH)
 
 
 def _title(plan: Plan) -> str:

@@ -70,8 +70,7 @@ class Plan:
         ema: Averaged parameters, in float32; an empty tuple where none are kept.
         is_offloaded: Whether part of the state rests outside of the devices, so that
             the parameters in use are kept from step to step.
-        batch_casts: Dtypes of fewer bits to which arrays of a batch are cast, by their
-            paths.
+        batch_casts: Dtypes to which arrays of a batch are cast, by their paths.
     """
 
     mesh: Mesh | AbstractMesh
@@ -210,14 +209,8 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
         model_state=_rows(model_state, mesh),
         ema=params_rows(kept, "float32") if config.optimizer.ema_decay else (),
         is_offloaded=is_offloaded,
-        batch_casts=_batch_casts(model, dtypes.compute_dtype),
+        batch_casts=dict.fromkeys(model.cast or (), dtypes.compute_dtype),
     )
-
-
-def _batch_casts(model: Model, compute_dtype: str) -> dict[str, str]:
-    if compute_dtype == "float32":
-        return {}
-    return dict.fromkeys(model.cast or (), compute_dtype)
 
 
 def stores_layers_apart(config: Config, model: Model) -> bool:
