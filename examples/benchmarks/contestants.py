@@ -69,6 +69,12 @@ def plain_jax(name: str, shape: Shape, stage: int) -> Contestant:
     return Contestant(name, (*script, *_size(shape)), "peer", JAX_MEMORY)
 
 
+def matrix_product(name: str) -> Contestant:
+    """Products of large matrices on one device: what any model could reach there."""
+    command = ("{python}", f"{_HERE}/matrix_product.py")
+    return Contestant(name, command, "peer", ONE_DEVICE)
+
+
 def compare_speed(
     ours: tuple[str, ...],
     peer: tuple[str, ...],

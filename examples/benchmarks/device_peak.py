@@ -10,7 +10,7 @@ python examples/benchmarks/device_peak.py configs/gpt_6p7b.py zero.stage=2
 import dataclasses
 import sys
 
-from matmul_share import describe_share
+from model_flops import model_tflops
 
 import zjax
 from zjax.bench import describe_measurement, measure, result_line
@@ -32,8 +32,8 @@ def main() -> None:
     inputs = input_bytes(config)
     print(f"inputs of blocks: {inputs / 1e9:.2f} GB")
     found = {"bytes_beyond_inputs": measurement.peak_bytes - inputs}
-    share = describe_share(config, measurement)
-    print(result_line(dataclasses.asdict(measurement) | share | found))
+    tflops = model_tflops(config, measurement)
+    print(result_line(dataclasses.asdict(measurement) | tflops | found))
 
 
 if __name__ == "__main__":

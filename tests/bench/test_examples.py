@@ -19,6 +19,7 @@ SCRIPTS = (
     "direct_files",
     "fsdp_peer",
     "host_link",
+    "matrix_product",
     "pipeline_peer",
     "plain_jax",
     "shape",
