@@ -12,6 +12,7 @@ import pytest
 from safetensors import numpy as safetensors
 
 from tests.support import small_run
+from zjax import main
 from zjax.config import describe_config
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -217,6 +218,11 @@ def test_mistakes_end_with_their_remedies_and_without_a_traceback(settings):
             ("data", "prepare", "--input=x", "--output=y", "--config.data.length=8"),
             "zjax: --config.data.length='8' has no effect on zjax data; leave it out\n",
         ),
+        (
+            ("evaluate", "--part=foo"),
+            "zjax: --part='foo' is not a choice; use one of auto, ema, schedule_free, "
+            "raw\n",
+        ),
         (("data",), "zjax: command='data' is not complete; use zjax data prepare\n"),
         (
             ("generate", "--config=configs/quickstart.py", "--config.directory=/nope"),
@@ -233,12 +239,38 @@ def test_mistakes_end_with_their_remedies_and_without_a_traceback(settings):
         "settings-of-disks",
         "settings-beside-the-list-of-settings",
         "settings-of-no-run",
+        "no-such-weights",
         "half-a-command",
         "generate-from-nothing",
     ],
 )
 def test_what_a_command_does_not_read_is_refused(words, message):
     assert run(*words, "--simulated_devices=8", code=2) == message
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("check", "a", "b"),
+            "command='zjax check' cannot be read (unrecognized arguments: b); use zjax "
+            "check [-h] directory",
+        ),
+        (
+            ("launch", "--num_processes=x"),
+            "command='zjax launch' cannot be read (argument --num_processes: invalid "
+            "int value: 'x'); use zjax launch [-h] [--num_processes NUM_PROCESSES]",
+        ),
+    ],
+    ids=["check", "launch"],
+)
+def test_words_that_cannot_be_read_end_in_one_form(words, message, monkeypatch, capsys):
+    """Fails if argparse tells a mistake in its own form."""
+    monkeypatch.setattr(sys, "argv", ["zjax", *words])
+    with pytest.raises(SystemExit) as end:
+        main.run()
+    assert capsys.readouterr().err == f"zjax: {message}\n"
+    assert end.value.code == 2
 
 
 def test_launch_wants_a_number_and_a_command():

@@ -1,18 +1,21 @@
-"""Commands that read a checkpoint: `zjax generate`, `evaluate` and `export`.
+"""Commands that read checkpoints: `zjax generate`, `evaluate`, `export` and `check`.
 
-All take the weights of `--part` at `--step`, by default those that a run evaluates at
-its newest checkpoint, and say which.
+The first three take the weights of `--part` at `--step`, by default those that a run
+evaluates at its newest checkpoint, and say which.
 """
 
+import argparse
 import json
 import pathlib
 import sys
+from typing import NoReturn
 
 import jax
 from absl import flags
 
 from zjax.checkpoint.average import parts_saved
 from zjax.checkpoint.export import export_safetensors
+from zjax.checkpoint.inspect import describe_verdicts, inspect_steps, is_sound
 from zjax.checkpoint.store import Store
 from zjax.config.flags import config_from_flags
 from zjax.config.load import load_config
@@ -74,3 +77,29 @@ def export() -> None:
     size = export_safetensors(store, output, part=part, step=step, dtype=dtype)
     step = store.latest() if step is None else step
     print(f"wrote {output}, {size:,} bytes: weights {part} of step {step}")
+
+
+class Parser(argparse.ArgumentParser):
+    """Reads words of which not all are flags, and refuses them in the form of zjax."""
+
+    def error(self, message: str) -> NoReturn:
+        """Refuses the words.
+
+        Args:
+            message: Why.
+
+        Raises:
+            ConfigError: Always.
+        """
+        usage = self.format_usage().partition(": ")[2].strip()
+        problem = f"cannot be read ({message})"
+        raise ConfigError(Problem("command", self.prog, problem, f"use {usage}"))
+
+
+def check() -> None:
+    """Reads the checkpoints of a run, and ends with status 1 unless all are sound."""
+    parser = Parser("zjax check", allow_abbrev=False)
+    parser.add_argument("directory", help="of a run, or its checkpoints")
+    verdicts = inspect_steps(parser.parse_args(sys.argv[2:]).directory)
+    print(describe_verdicts(verdicts))
+    sys.exit(0 if is_sound(verdicts) else 1)

@@ -1,6 +1,5 @@
 """The `zjax` command."""
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -20,7 +19,6 @@ from zjax.bench.command import (
 )
 from zjax.bench.disks import describe_disks, measure_disks
 from zjax.bench.measure import describe_measurement, measure, result_line
-from zjax.checkpoint.inspect import describe_verdicts, inspect_steps, is_sound
 from zjax.compiler import simulation, use_program_cache
 from zjax.config import flags as config_flags
 from zjax.config.check import check_processes
@@ -268,30 +266,22 @@ def prepare_data() -> None:
 
 def launch() -> None:
     """Starts the rest of the command line as several processes."""
-    parser = argparse.ArgumentParser("zjax launch", allow_abbrev=False)
+    parser = commands.Parser("zjax launch", allow_abbrev=False)
     parser.add_argument("--num_processes", type=int, default=2)
     given, rest = parser.parse_known_args(sys.argv[2:])
-    if given.num_processes < 1:
-        parser.error(f"--num_processes={given.num_processes} is below 1; use 1 or more")
-    if given.num_processes > MOST_PROCESSES:
-        parser.error(f"--num_processes={given.num_processes} is above {MOST_PROCESSES}")
+    number, problems = given.num_processes, list[Problem]()
+    if number < 1:
+        problems += [Problem("--num_processes", number, "is below 1", "use 1 or more")]
+    if number > MOST_PROCESSES:
+        problem, remedy = f"is above {MOST_PROCESSES}", "use fewer"
+        problems += [Problem("--num_processes", number, problem, remedy)]
     if not rest or rest[0] not in COMMANDS:
-        parser.error("no command to launch; add one, such as train --config=...")
+        problem, remedy = "has no command to launch", "add one, as train --config=..."
+        problems += [Problem("command", "launch", problem, remedy)]
+    if problems:
+        raise ConfigError(*problems)
     command = [sys.executable, "-m", "zjax.main", *rest]
     sys.exit(processes.supervise(command, given.num_processes))
-
-
-def check() -> None:
-    """Reads the checkpoints of a run, and ends with status 1 unless all are sound."""
-    parser = argparse.ArgumentParser("zjax check", allow_abbrev=False)
-    parser.add_argument("directory", help="of a run, or its checkpoints")
-    try:
-        verdicts = inspect_steps(parser.parse_args(sys.argv[2:]).directory)
-    except ZjaxError as error:
-        print(f"zjax: {error}", file=sys.stderr)
-        sys.exit(2)
-    print(describe_verdicts(verdicts))
-    sys.exit(0 if is_sound(verdicts) else 1)
 
 
 COMMANDS: dict[str, Callable[[], None]] = {
@@ -330,19 +320,24 @@ def run() -> None:
 
     Mistakes of the user end it with status 2 and their remedy, without a traceback.
     """
-    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    try:
+        _run(sys.argv[1] if len(sys.argv) > 1 else "")
+    except ZjaxError as error:
+        processes.record_failure(error)
+        print(f"zjax: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _run(name: str) -> None:
     if name == "launch":
         launch()
     if name == "check":
-        check()
+        commands.check()
     if name not in COMMANDS:
         print(USAGE, end="")
         sys.exit(0 if name in ("", "help", "--help") else 2)
-    try:
-        define_flags()
-    except ConfigError as error:
-        sys.exit(f"zjax: {error}")
-    app.run(lambda argv: _call(name, argv[1:]))
+    define_flags()
+    app.run(lambda argv: _call(name, argv[1:]), flags_parser=config_flags.parse)
 
 
 def check_words(name: str, words: Sequence[str]) -> None:
@@ -381,19 +376,14 @@ def _remedy(word: str) -> str:
 def _call(name: str, words: Sequence[str]) -> None:
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)
-    try:
-        config_flags.check_numbers()
-        for option, value in simulation(flags.FLAGS.simulated_devices).items():
-            jax.config.update(option, value)
-        check_words(name, words)
-        if name in ("data", "report", "config"):
-            given = config_flags.settings_given()
-            config_flags.refuse_flags(given, f"has no effect on zjax {name}")
-        COMMANDS[name]()
-    except ZjaxError as error:
-        processes.record_failure(error)
-        print(f"zjax: {error}", file=sys.stderr)
-        sys.exit(2)
+    config_flags.check_numbers()
+    for option, value in simulation(flags.FLAGS.simulated_devices).items():
+        jax.config.update(option, value)
+    check_words(name, words)
+    if name in ("data", "report", "config"):
+        given = config_flags.settings_given()
+        config_flags.refuse_flags(given, f"has no effect on zjax {name}")
+    COMMANDS[name]()
 
 
 if __name__ == "__main__":

@@ -147,3 +147,35 @@ print(flags.config_from_flags().seed)
 def test_a_file_of_flags_that_is_missing_is_named():
     with pytest.raises(ConfigError, match="--flagfile='given' cannot be read"):
         flags.define_flags(["zjax", "--flagfile=/nope"], absl_flags.FlagValues())
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--kind=c", "--kind='c' is not a choice; use one of a, b"),
+        ("--size=a: b", "--size='a: b' is not a non-negative integer; use one"),
+        ("--size=-1", "--size='-1' is not a non-negative integer; use one"),
+        ("--rate=x", "--rate='x' is not a number; use one"),
+        ("--is_fast=maybe", "--is_fast='maybe' is not a bool; use true or false"),
+        ("--sise=3", "--sise='3' is not a flag; did you mean --size?"),
+        ("--nothing_like_it", "--nothing_like_it='' is not a flag; see zjax help"),
+        ("--kind", "--kind='' has no value; write --kind=VALUE"),
+    ],
+)
+def test_a_flag_that_cannot_be_read_is_named_with_what_it_takes(word, message):
+    """Fails if absl's text reaches the user."""
+    values = absl_flags.FlagValues()
+    absl_flags.DEFINE_enum("kind", "", ["", "a", "b"], "", flag_values=values)
+    absl_flags.DEFINE_integer("size", 1, "", flag_values=values, lower_bound=0)
+    absl_flags.DEFINE_float("rate", 1, "", flag_values=values)
+    absl_flags.DEFINE_boolean("is_fast", False, "", flag_values=values)
+    with pytest.raises(ConfigError) as error:
+        flags.parse(["zjax", word], values)
+    assert str(error.value) == message
+
+
+def test_words_that_are_no_flags_are_left():
+    values = absl_flags.FlagValues()
+    absl_flags.DEFINE_integer("size", 1, "", flag_values=values)
+    assert flags.parse(["zjax", "plan", "--size=2"], values) == ["zjax", "plan"]
+    assert values["size"].value == 2

@@ -5,6 +5,8 @@ A change has the same text on every way in: `--config.zero.stage=3`, a Gin bindi
 that all mistakes are reported together and in one form.
 """
 
+import difflib
+import re
 import sys
 from collections.abc import Sequence
 
@@ -60,8 +62,7 @@ def define_flags(
     try:
         read = flag_values.read_flags_from_files(list(arguments), force_gnu=False)
     except flags.Error as error:
-        problem = Problem("--flagfile", "given", f"cannot be read ({error})", "mend it")
-        raise ConfigError(problem) from error
+        raise ConfigError(_mistake(error, flag_values)) from error
     for argument in read:
         name = argument.lstrip("-").partition("=")[0]
         is_change = argument.startswith("-") and name.startswith("config.")
@@ -69,6 +70,55 @@ def define_flags(
             flags.DEFINE_string(
                 name, None, "Changes this setting.", flag_values=flag_values
             )
+
+
+def parse(
+    argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS
+) -> list[str]:
+    """Reads the flags of a command line.
+
+    Args:
+        argv: Its words, the program first.
+        flag_values: Flags, defined.
+
+    Returns:
+        The words that are no flags, the program first.
+
+    Raises:
+        ConfigError: A flag is unknown, or its value cannot be one.
+    """
+    try:
+        return flag_values(argv)
+    except flags.Error as error:
+        raise ConfigError(_mistake(error, flag_values)) from error
+
+
+def _mistake(error: flags.Error, flag_values: flags.FlagValues) -> Problem:
+    """What absl says of one flag, in our own terms."""
+    text = str(error)
+    if isinstance(error, flags.UnrecognizedFlagError):
+        name, value = error.flagname, str(error.flagvalue).partition("=")[2]
+        near = difflib.get_close_matches(name, list(flag_values), n=1)
+        remedy = f"did you mean --{near[0]}?" if near else "see zjax help"
+        return Problem(f"--{name}", value, "is not a flag", remedy)
+    if illegal := re.match("flag --([^=]+)=", text):
+        name, why = illegal[1], f": {error.__context__}"
+        value = text[illegal.end() :].removesuffix(why)
+        return Problem(f"--{name}", value, *_unlike(flag_values[name].parser))
+    if missing := re.match("Missing value for flag -*(.+)", text):
+        name = f"--{missing[1]}"
+        return Problem(name, "", "has no value", f"write {name}=VALUE")
+    return Problem("--flagfile", "given", f"cannot be read ({text})", "mend it")
+
+
+def _unlike(parser: flags.ArgumentParser) -> tuple[str, str]:
+    """What is wrong with a value that a parser refuses, and what it takes."""
+    if isinstance(parser, flags.EnumParser):
+        known = [value for value in parser.enum_values if value]
+        return "is not a choice", f"use one of {', '.join(known)}"
+    if isinstance(parser, flags.BooleanParser):
+        return "is not a bool", "use true or false"
+    return f"is not {parser.syntactic_help}", "use one"
 
 
 def settings_given(flag_values: flags.FlagValues = flags.FLAGS) -> list[str]:
