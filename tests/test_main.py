@@ -73,8 +73,10 @@ def test_evaluate_says_the_loss_that_the_run_said(tmp_path, settings):
     more = ("--simulated_devices=8", "--gin=config.optimizer.ema_decay=0.5")
     out = run("evaluate", settings, *more, "--step=4")
     assert "weights: ema of step 4\n" in out
-    found = json.loads(out.splitlines()[-1])
-    assert found["evaluated_rows"] == 16
+    shown, last = out.splitlines()[-2:]
+    assert shown.startswith("weights ema of step 4  eval loss ")
+    found = json.loads(last)
+    assert (found["part"], found["step"], found["evaluated_rows"]) == ("ema", 4, 16)
     assert found["eval_loss"] == pytest.approx(told[4]["eval_loss"], rel=1e-6)
     assert told[4]["eval_loss"] != told[8]["eval_loss"]
 

@@ -27,23 +27,24 @@ from zjax.train.average import choose_part, parts_of
 from zjax.trainer import Trainer
 
 
-def restored(config: Config) -> Trainer:
-    """The run of a config at one of its checkpoints."""
+def restored(config: Config) -> tuple[Trainer, str]:
+    """The run of a config at one of its checkpoints, and the weights to take."""
     config = load_config(config, "checkpoint.resume=required")
     trainer = Trainer(config, step=flags.FLAGS.step)
     part = choose_part(flags.FLAGS.part, parts_of(trainer.state))
     if jax.process_index() == 0:
         print(f"weights: {part} of step {trainer.step}", file=sys.stderr)
-    return trainer
+    return trainer, part
 
 
 def generate() -> None:
     """Continues a text with a checkpoint."""
-    text = restored(config_from_flags()).generate(
+    trainer, part = restored(config_from_flags())
+    text = trainer.generate(
         flags.FLAGS.prompt,
         max_new_tokens=flags.FLAGS.max_new_tokens,
         temperature=flags.FLAGS.temperature,
-        part=flags.FLAGS.part,
+        part=part,
     )
     print(text)
 
@@ -60,10 +61,12 @@ def evaluate(config: Config) -> None:
     if not config.evaluation.num_batches:
         problem, remedy = "evaluates nothing", "use a number of batches, or -1 for all"
         raise ConfigError(Problem("evaluation.num_batches", 0, problem, remedy))
-    values = restored(config).evaluate(flags.FLAGS.part)
+    trainer, part = restored(config)
+    values = trainer.evaluate(part)
     if jax.process_index() == 0:
-        print("  ".join(describe_values(values)))
-        print(json.dumps(values))
+        of = f"weights {part} of step {trainer.step}"
+        print("  ".join([of, *describe_values(values)]))
+        print(json.dumps({"part": part, "step": trainer.step, **values}))
 
 
 def export() -> None:
