@@ -46,6 +46,21 @@ def test_a_consumed_state_is_refused_by_name():
     assert float(second["loss"]) < float(first["loss"])
 
 
+def test_a_consumed_state_is_printed_as_such():
+    """Fails if a notebook that shows a run ends with an error of a deleted array."""
+    run, batch = start_plain()
+    assert repr(run.state).startswith("TrainState(step=Array(0, dtype=int32), num_")
+    jax.eval_shape(lambda state: assert_traced(repr(state)), run.state)
+    run.step(run.state, batch)
+    said = "TrainState(consumed by a step; the step returned the next state)"
+    assert repr(run.state) == said
+    assert f"state={said}" in repr(run)
+
+
+def assert_traced(text):
+    assert text.startswith("TrainState(step=JitTracer")
+
+
 def test_a_consumed_state_on_disks_is_refused_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr(plans, "MIN_MOVED_BYTES", 64)
     zero = {"nvme_paths": (str(tmp_path),), "parameter_memory": "nvme"}

@@ -61,6 +61,14 @@ class TrainState:
     params: Any = ()
     pending: Any = ()
 
+    def __repr__(self) -> str:
+        if _is_consumed(self):
+            return "TrainState(consumed by a step; the step returned the next state)"
+        fields = (
+            f"{x.name}={getattr(self, x.name)!r}" for x in dataclasses.fields(self)
+        )
+        return f"TrainState({', '.join(fields)})"
+
 
 def check_not_consumed(state: TrainState) -> None:
     """Refuses a state whose memory a step has taken; XLA may end Python at one.
@@ -71,13 +79,21 @@ def check_not_consumed(state: TrainState) -> None:
     Raises:
         StateError: An array of it is gone.
     """
-    if any(x.is_deleted() for x in jax.tree.leaves(state) if hasattr(x, "is_deleted")):
+    if _is_consumed(state):
         problem = "was passed to a step, which used its memory for the next state"
         remedy = (
             "pass what the step returned, `state, metrics = run.step(state, batch)`"
         )
         remedy += ", or make the run anew"
         raise StateError(Problem("state", "consumed", problem, remedy))
+
+
+def _is_consumed(state: TrainState) -> bool:
+    return any(
+        leaf.is_deleted()
+        for leaf in jax.tree.leaves(state)
+        if hasattr(leaf, "is_deleted") and not isinstance(leaf, jax.core.Tracer)
+    )
 
 
 def state_rows(plan: Plan, config: Config) -> TrainState:
