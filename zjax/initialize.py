@@ -213,11 +213,11 @@ def initialize(
         )
         raise ConfigError(Problem("model.activation_memory", where, problem, remedy))
     if isinstance(model, Model) != (loss_fn is None):
-        given = "is not needed" if loss_fn else "does not say what to train"
+        problem = "is not needed" if loss_fn else "does not say what to train"
         remedy = "give loss_fn(model, batch, key), or a zjax.Model that has its own"
         name = getattr(loss_fn, "__name__", None)
-        raise ModelError(Problem("loss_fn", name, given, remedy))
-    given, own = model, None
+        raise ModelError(Problem("loss_fn", name, problem, remedy))
+    user_model, user_tx = model, None
     if loss_fn is not None:
         model = adapter.adapt(model, loss_fn, batch, replicated=replicated, cast=cast)
     else:
@@ -230,25 +230,25 @@ def initialize(
         else:
             config = without_clipping(config)
             if loss_fn is not None:
-                tx = adapter.adapt_optimizer(tx, given, model)
-            own = tx
+                tx = adapter.adapt_optimizer(tx, user_model, model)
+            user_tx = tx
             tx = adopt_optimizer(tx, model, config)
         run = make_run(
             config, model, tx, schedule=schedule, devices=devices, batch=batch
         )
-    return dataclasses.replace(run, tx=own)
+    return dataclasses.replace(run, tx=user_tx)
 
 
 def _entries_of(model: Any, batch: Batch, replicated: Sequence[str]) -> Entries:
     """What the loss asks of a batch: as the model says, or by the example."""
-    given = model.entries if isinstance(model, Model) else {}
-    if not given:
+    entries = model.entries if isinstance(model, Model) else {}
+    if not entries:
         return entries_of(batch, replicated=replicated)
     if replicated:
         problem, remedy = "is said by the entries of the model", "leave it out"
         raise ConfigError(Problem("replicated", tuple(replicated), problem, remedy))
-    check_batch(batch, given)
-    return given
+    check_batch(batch, entries)
+    return entries
 
 
 def _runs_by_block(model: Any, config: Config) -> bool:

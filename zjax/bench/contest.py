@@ -106,7 +106,7 @@ class Row:
     by_devices: bool = True
 
     def result_id(self, num_devices: int) -> str:
-        """The id of what is found on some devices.
+        """The id of a result on some devices.
 
         Args:
             num_devices: How many.
@@ -190,21 +190,21 @@ def contest_problems(contest: Contest) -> Iterator[Problem]:
 
 
 def unknown(
-    what: str, given: Iterable[str], known: Iterable[str], field: str
+    what: str, names: Iterable[str], known: Iterable[str], field: str
 ) -> Iterator[Problem]:
     """Finds names that are not known.
 
     Args:
         what: What they should name.
-        given: Names.
+        names: To be looked up.
         known: All that there are.
-        field: Where they were given.
+        field: Where they stand.
 
     Yields:
         One problem per unknown name.
     """
     known = tuple(dict.fromkeys(known))
-    for name in given:
+    for name in names:
         if name not in known:
             yield Problem(field, name, f"names no {what}", f"use {', '.join(known)}")
 

@@ -45,7 +45,7 @@ STEPS_PER_ROUND = 8
 """Of short steps; of long ones fewer."""
 _ROUND_SECONDS = 4
 _LONG_SECONDS = 10
-"""From then on each step is told."""
+"""From then on each step is logged."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Measurement:
             or of the programs of a step that moves its state, with what is on its way;
             None where the compiler does not say.
         state_bytes: Shards of the state on the first device.
-        moved_state_bytes: Shares of the state per device that rest elsewhere.
+        moved_state_bytes: Shares of the state per device that are offloaded.
         disk_state_bytes: Those of them that are on disks.
         num_params: Parameters of the model.
         compile_seconds: To trace and compile the step.
@@ -293,8 +293,8 @@ def _speed(
 ) -> dict[str, Any]:
     speed = Spread.of([num_tokens / len(devices) / each for each in seconds])
     dtype = config.precision.compute_dtype
-    given = config.observe.peak_tflops * 1e12
-    peak = given or flops.peak_flops(devices[0].device_kind, dtype)
+    configured_peak = config.observe.peak_tflops * 1e12
+    peak = configured_peak or flops.peak_flops(devices[0].device_kind, dtype)
 
     def share(causal_attention: flops.CausalAttention) -> float | None:
         work = flops.flops_per_token(

@@ -17,7 +17,7 @@ UNKNOWN = "saved without checksums: not known"
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What was found of a step.
+    """Whether a step is as it was saved.
 
     Args:
         path: Its directory.
@@ -37,8 +37,8 @@ class Verdict:
 def inspect_steps(directory: str) -> list[Verdict]:
     """Reads all files of all steps.
 
-    Steps whose arrays rest on disks share the files of those that did not change from
-    one to the next: such a file is read once, and damages each step that holds it.
+    Steps whose arrays are stored on disks share the files of those that did not change
+    from one to the next: such a file is read once, and damages each step that holds it.
 
     Args:
         directory: Of a run, or its `checkpoints`.
@@ -55,13 +55,13 @@ def inspect_steps(directory: str) -> list[Verdict]:
     if place.exists() and not place.is_dir():
         raise failures.not_a_directory(place)
     linked_sums = sums.LinkedSums()
-    found = [
+    verdicts = [
         _inspect(place / str(step), linked_sums)
         for step in directories.named_steps(place)
     ]
-    if not found:
+    if not verdicts:
         raise failures.empty(place)
-    return found
+    return verdicts
 
 
 def is_sound(verdicts: Sequence[Verdict]) -> bool:

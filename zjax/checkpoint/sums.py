@@ -79,9 +79,9 @@ def sum_files(root: pathlib.Path, names: Sequence[str]) -> dict[str, Sum]:
 
     def one(name: str) -> Sum:
         with (root / name).open("rb") as file:
-            found = _sum_of(root, name)
+            computed = _sum_of(root, name)
             os.fsync(file.fileno())
-        return found
+        return computed
 
     return dict(zip(names, in_threads(one, names, _NUM_THREADS), strict=True))
 
@@ -98,11 +98,11 @@ def find_missing(root: pathlib.Path, sums: Mapping[str, Sum]) -> str:
     """
     for name, known in sums.items():
         try:
-            found = os.stat(root / name).st_size
+            size = os.stat(root / name).st_size
         except OSError as error:
             return f"{name} is missing ({error.strerror})"
-        if found != known.size:
-            return f"{name} has {found} bytes of {known.size}"
+        if size != known.size:
+            return f"{name} has {size} bytes of {known.size}"
     return ""
 
 
@@ -177,8 +177,8 @@ def find_damage(
             is_same = False
         return "" if is_same else f"{name} does not match its checksum"
 
-    found = in_threads(one, names, _NUM_THREADS)
-    return [(n, text) for n, text in zip(names, found, strict=True) if text]
+    problems = in_threads(one, names, _NUM_THREADS)
+    return [(n, text) for n, text in zip(names, problems, strict=True) if text]
 
 
 def share(sums: Mapping[str, Sum], part: int, num_parts: int) -> list[str]:
@@ -217,7 +217,7 @@ def write_sums(path: pathlib.Path, sums: Mapping[str, Sum]) -> None:
     Raises:
         OSError: It cannot be written.
     """
-    text = "".join(f"{found} {name}\n" for name, found in sums.items()).encode()
+    text = "".join(f"{each} {name}\n" for name, each in sums.items()).encode()
     with path.open("wb") as file:
         file.write(text + f"{crc32c.crc32c(text):08x}\n".encode())
         file.flush()

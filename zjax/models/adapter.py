@@ -150,22 +150,22 @@ def adapt(
     return with_cast(adapted, example, cast)
 
 
-def adapt_optimizer(tx: Any, given: Any, model: Model) -> Any:
+def adapt_optimizer(tx: Any, user_model: Any, model: Model) -> Any:
     """Lets an optimizer see parameters in the form that their library gives them.
 
     Args:
         tx: Optax gradient transformation, for nested dicts of arrays, or with masks or
             labels made from `nnx.state(module, nnx.Param)`.
-        given: The model as the user gave it.
+        user_model: The model as the user gave it.
         model: The same, adapted.
 
     Returns:
         A transformation of nested dicts of arrays.
     """
-    is_function = callable(given) and _init_and_apply(given)[1] is None
-    if isinstance(given, flax_nnx.Module) or is_function:
+    is_function = callable(user_model) and _init_and_apply(user_model)[1] is None
+    if isinstance(user_model, flax_nnx.Module) or is_function:
         params, _ = jax.eval_shape(model.init, abstract_key())
-        return nnx_optimizer.accept_states(tx, given, params)
+        return nnx_optimizer.accept_states(tx, user_model, params)
     return tx
 
 
@@ -197,11 +197,11 @@ def _init_and_apply(model: Any) -> tuple[Any, Any]:
 def _trace(start: Callable[[jax.Array], Started]) -> tuple[Any, Any]:
     """Abstract parameters and model state, and the names of dims."""
     # Names are no arrays: they leave the trace by the side.
-    found: list[Any] = []
+    names: list[Any] = []
 
     def trace(key: jax.Array) -> tuple[Params, ModelState]:
         params, model_state, logical = start(key)
-        found.append(logical)
+        names.append(logical)
         return params, model_state
 
-    return jax.eval_shape(trace, abstract_key()), found[0]
+    return jax.eval_shape(trace, abstract_key()), names[0]

@@ -223,8 +223,8 @@ def make_part(module: nn.Module) -> Part:
         return view.model_state
 
     def given() -> tuple[Params, ModelState]:
-        rest = dict(meta.unbox(variables))
-        return rest.pop("params", {}), rest
+        unboxed = dict(meta.unbox(variables))
+        return unboxed.pop("params", {}), unboxed
 
     return Part(
         start=start,

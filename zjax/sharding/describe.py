@@ -59,11 +59,11 @@ def describe_plan_totals(plan: Plan) -> str:
     rows = []
     for role, leaves in _roles(plan):
         whole = sum(math.prod(row.shape) * dtype_bytes(row.dtype) for row in leaves)
-        here = sum(row.device_bytes for row in leaves)
-        share = f"1/{whole / here:.2f}" if here < whole else "whole"
+        per_device = sum(row.device_bytes for row in leaves)
+        share = f"1/{whole / per_device:.2f}" if per_device < whole else "whole"
         memories = ", ".join(sorted({row.memory for row in leaves}))
         cells = (role, str(len(leaves)), memories)
-        rows.append((*cells, format_bytes(whole), format_bytes(here), share))
+        rows.append((*cells, format_bytes(whole), format_bytes(per_device), share))
     columns = ("", "arrays", "memory", "whole model", "per device", "share")
     table = render_table(columns, rows, right=(1, 3, 4, 5))
     title = f"{_title(plan)}, {memory.num_params(plan):,} parameters"
@@ -97,7 +97,7 @@ def _roles(plan: Plan) -> list[tuple[str, list[Row]]]:
 
 
 def describe_memories(plan: Plan, config: Config, inputs: Sequence[Row] = ()) -> str:
-    """What rests in each memory, and what a step moves between them.
+    """What is stored in each memory, and what a step moves between them.
 
     Args:
         plan: Placement of every array.
@@ -110,20 +110,21 @@ def describe_memories(plan: Plan, config: Config, inputs: Sequence[Row] = ()) ->
     """
     if not plan.is_offloaded:
         return ""
-    found = traffic_of_step(plan, config, inputs)
+    traffic = traffic_of_step(plan, config, inputs)
     rows = [
-        (x.memory, x.what, *map(format_bytes, (x.resting, x.up, x.down))) for x in found
+        (x.memory, x.what, *map(format_bytes, (x.resting, x.up, x.down)))
+        for x in traffic
     ]
     on_device = format_bytes(memory.resting_bytes(plan, DEVICE))
     speed = f"at the {LINK_BYTES_PER_SECOND / 1e9:.1f} GB/s each way of an H200"
-    ways = (sum(x.up for x in found), sum(x.down for x in found))
+    ways = (sum(x.up for x in traffic), sum(x.down for x in traffic))
     seconds = (f"{way / LINK_BYTES_PER_SECOND:.2f} s" for way in ways)
     table = render_table(
         ("memory", "", "rests there", "up in a step", "down in a step"),
         [(DEVICE, "", on_device, "", ""), *rows, (speed, "", "", *seconds)],
         right=(2, 3, 4),
     )
-    moved = [max(x.up, x.down) for x in found if x.memory == NVME]
+    moved = [max(x.up, x.down) for x in traffic if x.memory == NVME]
     if moved:
         table += f"\nat 1 GB/s each way the disks take {sum(moved) / 1e9:.0f} s; "
         table += (

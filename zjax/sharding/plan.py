@@ -168,46 +168,46 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
     asked = config.zero.optimizer_memory
     state_memory = HOST if asked == AUTO else asked
 
-    def at_rest(rows: Any, memory: str = state_memory) -> Any:
-        return jax.tree.map(lambda row: _at_rest(row, row, memory, config), rows)
+    def offload(rows: Any, memory: str = state_memory) -> Any:
+        return jax.tree.map(lambda row: _offload(row, row, memory, config), rows)
 
-    def blocks_at_rest(rows: Any) -> Any:
+    def offload_blocks(rows: Any) -> Any:
         where = config.zero.parameter_memory
         return jax.tree_util.tree_map_with_path(
             lambda keys, row, other: (
-                row if layer_of(keys) is None else _at_rest(row, other, where, config)
+                row if layer_of(keys) is None else _offload(row, other, where, config)
             ),
             rows,
-            params_rows(kept, dtypes.compute_dtype),
+            params_rows(stored_specs, dtypes.compute_dtype),
         )
 
-    def owned_at_rest(rows: Any) -> Any:
+    def offload_owned(rows: Any) -> Any:
         paths = {row.path: row for row in jax.tree.leaves(stored)}
         return jax.tree_util.tree_map_with_path(
-            lambda keys, row: at_rest(row) if any(owners(keys, paths)) else row, rows
+            lambda keys, row: offload(row) if any(owners(keys, paths)) else row, rows
         )
 
     is_offloaded = config.zero.optimizer_memory != DEVICE
-    kept = split if stage >= 1 else whole
-    compute = blocks_at_rest(
+    stored_specs = split if stage >= 1 else whole
+    compute = offload_blocks(
         params_rows(split if stage >= 3 else whole, dtypes.compute_dtype)
     )
-    stored = params_rows(kept, dtypes.master_dtype)
+    stored = params_rows(stored_specs, dtypes.master_dtype)
     opt_state = abstract_opt_state(tx, _logical_arrays(stored))
-    resting = at_rest(stored)
+    offloaded = offload(stored)
     if asked != AUTO:
-        _check_moved("optimizer", asked, resting)
+        _check_moved("optimizer", asked, offloaded)
     _check_moved("parameter", config.zero.parameter_memory, compute)
     return Plan(
         mesh=mesh,
         stage=stage,
-        master=jax.tree.map(_in_halves, resting, compute) if is_offloaded else stored,
+        master=jax.tree.map(_in_halves, offloaded, compute) if is_offloaded else stored,
         compute=compute,
         grad_sum=params_rows(split if stage >= 2 else whole, dtypes.grad_sum_dtype),
-        grads=params_rows(kept, dtypes.grad_sum_dtype),
-        opt_state=owned_at_rest(_opt_state_rows(config, mesh, opt_state, stored)),
+        grads=params_rows(stored_specs, dtypes.grad_sum_dtype),
+        opt_state=offload_owned(_opt_state_rows(config, mesh, opt_state, stored)),
         model_state=_rows(model_state, mesh),
-        ema=params_rows(kept, "float32") if config.optimizer.ema_decay else (),
+        ema=params_rows(stored_specs, "float32") if config.optimizer.ema_decay else (),
         is_offloaded=is_offloaded,
         batch_casts=dict.fromkeys(model.cast or (), dtypes.compute_dtype),
     )
@@ -304,10 +304,10 @@ def while_it_waits(row: Row, memory: str, config: Config) -> Row:
     Returns:
         Its place while it waits; what is small never goes to disks.
     """
-    return _at_rest(row, row, memory, config) if memory == NVME else row.rest_in(memory)
+    return _offload(row, row, memory, config) if memory == NVME else row.rest_in(memory)
 
 
-def _at_rest(row: Row, other: Row, memory: str, config: Config) -> Row:
+def _offload(row: Row, other: Row, memory: str, config: Config) -> Row:
     """The other place, in a memory, of what would take much of a device in its own."""
     is_moved = memory != DEVICE and row.device_bytes >= MIN_MOVED_BYTES
     return other.rest_at(memory, config.zero.nvme_paths) if is_moved else row
