@@ -85,6 +85,17 @@ def test_the_first_state_makes_room_once_the_other_is_found_right(saved):
     assert all(x.is_deleted() for x in jax.tree.leaves(run.state.master))
 
 
+def test_an_empty_directory_is_refused_by_name():
+    """Fails if checkpoints go where the program was started."""
+    run = make_run(1, width=8)
+    for use in (lambda: zjax.save("", run.state, run), lambda: zjax.restore("", run)):
+        with pytest.raises(zjax.CheckpointError) as error:
+            use()
+        assert str(error.value) == (
+            "directory='' is empty; give a path; . is this directory"
+        )
+
+
 def test_another_setting_optimizer_or_loss_is_told(tmp_path, caplog):
     """Fails if a run goes on otherwise than it was saved, in silence."""
 

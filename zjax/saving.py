@@ -60,7 +60,7 @@ def save(
         (1, {'epoch': 2})
     """
     _check(extra, keep_last)
-    path = local_path("directory", directory)
+    path = local_path("directory", directory, CheckpointError)
     beside = {
         "given": dict(extra or {}),
         "config": to_mapping(run.config),
@@ -93,8 +93,9 @@ def restore(
         The state, and the `extra` that was given.
 
     Raises:
-        CheckpointError: There is no such checkpoint, it is of another model or
-            optimizer, or a file is not as it was saved; `run.state` is as before.
+        CheckpointError: There is no such checkpoint or directory, it is of another
+            model or optimizer, or a file is not as it was saved; `run.state` is as
+            before.
     """
     rows = saved_rows(run.plan, run.config)
 
@@ -102,7 +103,7 @@ def restore(
         for leaf in jax.tree.leaves(run.state):
             leaf.delete()
 
-    store = Store(local_path("directory", directory))
+    store = Store(local_path("directory", directory, CheckpointError))
     saved, beside = store.restore(rows, step, make_room=make_room)
     state = with_params(saved, run.plan)
     report_changes(beside, run.config, int(state.step))

@@ -9,7 +9,7 @@ from zjax.checkpoint.weights import load_safetensors
 from zjax.config import base, load_config, schema
 from zjax.config.convert import to_mapping
 from zjax.config.gin import from_gin
-from zjax.config.paths import SETTINGS, local_path
+from zjax.config.paths import OPTIONAL, SETTINGS, local_path
 from zjax.data.prepare import prepare
 from zjax.data.tokenizer import load_tokenizer
 from zjax.errors import ConfigError, ZjaxError
@@ -63,6 +63,7 @@ def test_a_path_with_a_scheme_is_refused_by_name_with_all_others():
 @pytest.mark.parametrize(
     ("path", "problem"),
     [
+        ("", "is empty; give a path; . is this directory"),
         ("~nobody-of-this-name/a", "begins with ~nobody-of-this-name, which names no"),
         ("a\0b", "holds a NUL"),
         ("x" * 256, "is too long"),
@@ -89,9 +90,29 @@ def test_a_url_stays_one_when_pathlib_drops_a_slash(url):
     )
 
 
-@pytest.mark.parametrize("path", ["", "a", "./~", "a:b", "c:/d", "x/gs://y"])
+@pytest.mark.parametrize("path", ["a", "./~", "a:b", "c:/d", "x/gs://y"])
 def test_plain_paths_stay_as_they_are(path):
     assert local_path("directory", path) == path
+
+
+def test_an_empty_path_is_none_where_there_need_be_none_and_else_refused():
+    """Fails if a run with the directory '' works in the one that it was started in."""
+    config = load_config({setting: "" for setting in OPTIONAL})
+    assert (config.data.path, config.checkpoint.init_from) == ("", "")
+    assert {*OPTIONAL} < {*SETTINGS}
+    with pytest.raises(ConfigError) as error:
+        load_config({"directory": "", "zero.nvme_paths": ("a", "")})
+    remedy = "is empty; give a path; . is this directory"
+    assert {*str(error.value).splitlines()} == {
+        f"directory='' {remedy}",
+        f"zero.nvme_paths[1]='' {remedy}",
+    }
+
+
+@pytest.mark.parametrize("name", ["gin_file", "input", "load_tokenizer", "weights"])
+def test_empty_arguments_are_refused(name):
+    with pytest.raises(ZjaxError, match="='' is empty; give a path"):
+        arguments("")[name]()
 
 
 def test_files_of_settings_may_lie_at_home(home):

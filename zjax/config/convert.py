@@ -175,6 +175,8 @@ def _value(hint: Any, value: Any, field: str, problems: list[Problem]) -> Any:
 
 
 def _path(value: str, field: str, problems: list[Problem]) -> str:
+    if not value and field in paths.OPTIONAL:
+        return value
     try:
         return paths.local_path(field, value)
     except ConfigError as error:

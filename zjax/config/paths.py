@@ -7,6 +7,8 @@ from zjax.errors import ConfigError, Problem, ZjaxError
 
 SETTINGS = ("directory", "zero.nvme_paths", "data.path", "checkpoint.init_from")
 """All settings that are paths."""
+OPTIONAL = ("data.path", "checkpoint.init_from")
+"""Those that may be empty, which says that there is none."""
 
 _MOST_NAME, _MOST_PATH = 255, 4_000
 _SCHEME = re.compile(r"\s*[A-Za-z](:/|[A-Za-z0-9+.-]+:)/")
@@ -24,7 +26,7 @@ def local_path(
 
     Args:
         field: The setting or flag, for the problem.
-        path: As the user gave it; an empty one stays empty.
+        path: As the user gave it.
         error: What to raise.
         is_made: Whether the caller makes it, and says why it cannot be made.
 
@@ -32,8 +34,8 @@ def local_path(
         The path, as it can be opened.
 
     Raises:
-        ZjaxError: Of the type `error`: a URL, an unknown home, or what no path may
-            hold.
+        ZjaxError: Of the type `error`: an empty one, a URL, an unknown home, or what no
+            path may hold.
 
     Example:
         >>> local_path("directory", "runs/a")
@@ -44,6 +46,8 @@ def local_path(
 system; give one on a disk, or where the bucket is mounted
     """
     given = os.fspath(path)
+    if not given:
+        raise error(Problem(field, "", "is empty", "give a path; . is this directory"))
     if _SCHEME.match(given):
         problem = "is not a path of a file system"
         remedy = "give one on a disk, or where the bucket is mounted"

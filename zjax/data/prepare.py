@@ -58,7 +58,8 @@ def prepare(
         DataError: An input, the tokenizer or the output cannot be used; nothing is
             left behind.
     """
-    output = local_path("output", output, DataError, is_made=True)
+    if output:
+        output = local_path("output", output, DataError, is_made=True)
     inputs = [local_path("input", path, DataError) for path in inputs]
     if tokenizer.endswith(".json"):
         tokenizer = local_path("tokenizer", tokenizer, DataError)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.core as jax_core
 import jax.numpy as jnp
 import numpy as np
 
@@ -92,7 +93,7 @@ def _is_consumed(state: TrainState) -> bool:
     return any(
         leaf.is_deleted()
         for leaf in jax.tree.leaves(state)
-        if hasattr(leaf, "is_deleted") and not isinstance(leaf, jax.core.Tracer)
+        if hasattr(leaf, "is_deleted") and not isinstance(leaf, jax_core.Tracer)
     )
 
 
