@@ -40,7 +40,7 @@ PEERS = {
     2: ("DeepSpeed ZeRO-2 DeepCompile", ("none", "--deepcompile")),
     3: ("DeepSpeed ZeRO-3 compiled leaves kept", LEAVES),
 }
-"""How DeepSpeed is fastest at each stage; what else was tried is told beside the rows."""
+"""DeepSpeed at its fastest; what else was tried is told beside the rows."""
 KEPT, AHEAD = "FSDP2 parameters kept", "FSDP2 parameters kept and prefetched"
 ALONE = "zjax on one device"
 

@@ -50,7 +50,7 @@ def against_flex():
         if which == "both":
             claim = "Sparse attention is faster than FlexAttention, with gradients."
         for peers, suffix in ((FLEX, ""), ((MASK,), "_mask")):
-            found = [compare(each, which, peers, must, aim) for each in cases.LAYOUTS]
+            found = [compare(each, which, peers, must, aim) for each in cases.TUNED]
             yield Row(f"{name}{suffix}", claim, tuple(found), by_devices=False)
 
 

@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--only", default="")
     args = parser.parse_args()
     make = ways[args.how]
-    known = cases.DENSE if make is dense else cases.LAYOUTS
+    known = cases.DENSE if make is dense else cases.TUNED
     chosen = [case for case in known if args.only in case.name]
     options = TUNED | ({"USE_TMA": True} if args.tma else {})
     metrics = {}
