@@ -10,7 +10,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 FLOORS = (
-    ("errors", "typing", "reading"),
+    ("errors", "typing", "reading", "remedies"),
     ("config",),
     ("processes",),
     ("sharding",),

@@ -2,8 +2,11 @@
 
 import re
 
+import pytest
+
 from tests.support import small_run
 from zjax.config import schema
+from zjax.errors import OutputError
 from zjax.planning import describe_on_gpus, report_plan
 from zjax.propose.trial import Trial
 
@@ -39,6 +42,23 @@ def test_what_a_step_takes_of_gpus_needs_none(tmp_path):
     found = re.findall(r"activations +([\d.]+) kB", text)
     logits = vocabulary * (tokens * 8 + 4 * width)
     assert found == [f"{(4 * tokens * (kept + 2 * block) + logits) / 1e3:.2f}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("file/plan.png", "File exists"),
+        ("plan.xyz", "Format 'xyz' is not supported"),
+    ],
+)
+def test_a_picture_that_cannot_be_drawn_is_named(name, reason, tmp_path):
+    (tmp_path / "file").write_text("")
+    config = small_run.make_config(tmp_path)
+    with pytest.raises(OutputError) as error:
+        report_plan(config, num_devices=1, picture=str(tmp_path / name))
+    said = str(error.value)
+    assert said.startswith(f"output='{tmp_path}/{name}' cannot be drawn ({reason}")
+    assert said.endswith("; name a file that can be made, such as plan.png")
 
 
 def test_a_step_that_moves_its_state_has_no_such_formula(tmp_path):

@@ -1,9 +1,10 @@
 """What a run would take, before it runs: the plan, the stages, the compiled program."""
 
+import contextlib
 import dataclasses
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 from jax.sharding import Mesh
@@ -13,7 +14,7 @@ from zjax.config.batch import resolve_batch
 from zjax.config.check import check_config
 from zjax.config.paths import local_path
 from zjax.config.schema import Config
-from zjax.errors import ConfigError, Problem, ZjaxError
+from zjax.errors import ConfigError, OutputError, Problem, ZjaxError
 from zjax.fitting import abstract_batch, check_room, fit_plan
 from zjax.models.build import make_model
 from zjax.observe import plot, timeline
@@ -31,6 +32,7 @@ from zjax.propose import (
     this_machine,
 )
 from zjax.propose.trial import Trial, weigh
+from zjax.remedies import find_remedy
 from zjax.sharding import describe, memory
 from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
@@ -89,6 +91,7 @@ def report_plan(
         ConfigError: Settings that cannot work, or collectives of a step that is not
             compiled.
         PlanError: Arrays that cannot be placed.
+        OutputError: The picture cannot be drawn.
     """
     here = num_devices == 0
     if collectives and not here:
@@ -128,7 +131,8 @@ def report_plan(
     path = pathlib.Path(local_path("output", picture))
     title = f"{memory.num_params(plan):,} parameters on {num_devices} devices"
     totals = [memory.plan_bytes(each) for each in stages]
-    plot.plot_memory_per_stage(totals, path, title=title)
+    with _drawing(path):
+        plot.plot_memory_per_stage(totals, path, title=title)
     batch = abstract_batch(config, plan)
     inputs = waiting_inputs(model, plan, config, batch)
     memories = describe.describe_memories(plan, config, inputs)
@@ -206,6 +210,20 @@ def _proposal(
     )
 
 
+@contextlib.contextmanager
+def _drawing(path: pathlib.Path) -> Iterator[None]:
+    """Says of which picture an error is."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # the latter of a format
+        reason = getattr(error, "strerror", None) or error
+        named = "name a file that can be made, such as plan.png"
+        is_of_system = isinstance(error, OSError)
+        remedy = find_remedy(error, elsewhere=named) if is_of_system else named
+        problem = f"cannot be drawn ({reason})"
+        raise OutputError(Problem("output", str(path), problem, remedy)) from error
+
+
 def report_schedule(config: Config, plan: plans.Plan, picture: pathlib.Path) -> str:
     """Says when the stages of a pipeline are busy, and draws it.
 
@@ -221,7 +239,8 @@ def report_schedule(config: Config, plan: plans.Plan, picture: pathlib.Path) -> 
     schedule = make_pipeline_schedule(config, plan, batch.num_microbatches)
     recompute = config.pipeline.recompute
     costs = timeline.costs_of(recompute=recompute)
-    timeline.plot_schedule(schedule, picture, costs=costs)
+    with _drawing(picture):
+        timeline.plot_schedule(schedule, picture, costs=costs)
     return timeline.describe_schedules(schedule, recompute=recompute)
 
 

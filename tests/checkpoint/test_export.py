@@ -244,6 +244,11 @@ def test_load_of_what_is_not_there(tmp_path):
     assert str(error.value) == (
         f"checkpoint.init_from='{tmp_path}/none' does not exist; {REMEDY}"
     )
+    with pytest.raises(CheckpointError) as error:
+        load_safetensors("/dev/zero", {})
+    assert str(error.value) == (
+        f"checkpoint.init_from='/dev/zero' is not a regular file; {REMEDY}"
+    )
 
 
 def test_load_of_a_directory_that_leaves_a_choice(tmp_path):

@@ -212,8 +212,8 @@ def test_the_disk_is_named_where_the_directory_cannot_be_made(tmp_path, monkeypa
         Store(str(tmp_path / "a")).save(1, states.place(VALUES, rows), rows, extra={})
     assert str(error.value) == (
         f"checkpoint.step=1 could not be written to {tmp_path}/a (OSError: [Errno 30] "
-        f"Read-only file system: '{tmp_path}/a'); make room or mend the file system, "
-        "and run again: there is none before it"
+        f"Read-only file system: '{tmp_path}/a'); make the file system writable, and "
+        "run again: there is none before it"
     )
 
 

@@ -246,6 +246,13 @@ def test_missing_folder():
     assert str(error.value) == problem
 
 
+def test_a_folder_of_the_name_of_a_file_is_called_what_it_is(tmp_path):
+    (tmp_path / "a.gin").mkdir()
+    with pytest.raises(ConfigError) as error:
+        zconfig.load_config(tmp_path / "a.gin")
+    assert f"config='{tmp_path}/a.gin' is a directory; " in str(error.value)
+
+
 @pytest.mark.parametrize("text", ["true", "True"])
 def test_bools_are_read_as_json_and_python_write_them(text):
     assert zconfig.load_config({}, f"deterministic={text}").deterministic is True

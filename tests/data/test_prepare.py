@@ -118,9 +118,9 @@ def test_no_validation_when_none_is_asked_for(tmp_path):
 FAULTS = {
     "missing": (
         {},
-        {"inputs": ["a.txt", "b.txt"]},
-        "input='a.txt' is not there; check the path\n"
-        "input='b.txt' is not there; check the path",
+        {"inputs": ["a.txt", "/dev/zero"]},
+        "input='a.txt' does not exist; check the path\n"
+        "input='/dev/zero' is not a regular file; check the path",
     ),
     "empty": (
         {"a.txt": b""},

@@ -161,6 +161,11 @@ def cut_off(directory):
     (directory / "train.bin").write_bytes(b"\0" * 10)
 
 
+def put_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
 def write_large_id(directory):
     tokens = np.fromfile(directory / "train.bin", "<u2")
     tokens[7] = 999
@@ -185,6 +190,12 @@ FAULTS = {
         {},
         "data.path='tokens' has a broken meta.json; give a directory made by `zjax "
         "data prepare`",
+    ),
+    "folder-as-meta": (
+        lambda directory: put_folder(directory / "meta.json"),
+        {},
+        "data.path='tokens' has a meta.json that cannot be read (it is no file); give "
+        "a directory made by `zjax data prepare`",
     ),
     "another-format": (
         lambda directory: (directory / "meta.json").write_text('{"format": 2}'),

@@ -210,6 +210,16 @@ def test_a_full_disk_is_said_when_the_files_of_a_run_are_opened(tmp_path):
     assert read_history(tmp_path / HISTORY) == [{"step": 1, "loss": 2.5}]
 
 
+def test_nobody_makes_room_for_a_directory_in_the_way(tmp_path):
+    (tmp_path / HISTORY).mkdir()
+    with pytest.raises(OutputError) as error:
+        open_sink("jsonl", tmp_path)
+    assert str(error.value) == (
+        f"directory='{tmp_path}' cannot be written ({HISTORY}: Is a directory); move "
+        "the directory that is in its way, and run again"
+    )
+
+
 @pytest.mark.parametrize(
     ("path", "cause"),
     [

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal
 
 from zjax.errors import BenchError, Problem
+from zjax.remedies import find_fault
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,8 +152,8 @@ def load_contest(path: str | os.PathLike[str]) -> Contest:
     """
     path = pathlib.Path(path)
     remedy = "give a Python file whose get_contest() returns a zjax.bench.Contest"
-    if not path.is_file():
-        raise BenchError(Problem("contest", str(path), "does not exist", remedy))
+    if fault := find_fault(path):
+        raise BenchError(Problem("contest", str(path), fault, remedy))
     with _importing_from(path.parent):
         make = runpy.run_path(str(path)).get("get_contest")
         contest = make() if make else None

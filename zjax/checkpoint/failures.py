@@ -7,6 +7,7 @@ import jax
 
 from zjax.errors import CheckpointError, Problem
 from zjax.processes.together import describe_error, root_of
+from zjax.remedies import OF_THE_PROCESS, find_errno, find_remedy
 
 
 def not_a_directory(directory: pathlib.Path) -> CheckpointError:
@@ -174,7 +175,7 @@ def unwritten(
         The error to raise.
     """
     kept = "there is none before it" if latest is None else f"step {latest} is whole"
-    remedy = "make room or mend the file system"
+    remedy = find_remedy(error)
     if isinstance(root_of(error), jax.errors.JaxRuntimeError):
         remedy = "find the process that ended or the device that failed"
     return CheckpointError(
@@ -201,8 +202,11 @@ def damaged(
     Returns:
         The error to raise.
     """
+    may_be_sound = find_errno(error) in OF_THE_PROCESS
     remedy = (
-        "there is no step before it: start in another directory"
+        f"{find_remedy(error)}, and run again"
+        if may_be_sound
+        else "there is no step before it: start in another directory"
         if before is None
         else f"delete {directory / str(step)} to go on from step {before}"
     )

@@ -15,6 +15,7 @@ from zjax.checkpoint.saved import place_slices
 from zjax.config.paths import local_path
 from zjax.errors import CheckpointError, Problem
 from zjax.reading import MOST_INDEX_BYTES, parse_json, read_text
+from zjax.remedies import find_fault
 from zjax.sharding.placement import Row
 from zjax.typing import Params
 
@@ -78,8 +79,8 @@ def _find_tensors(path: str) -> dict[str, pathlib.Path]:
                 path, f"holds {len(files)} safetensors files and {len(indices)} indices"
             )
         place = files[0]
-    if not place.is_file():
-        raise _unusable(path, "does not exist")
+    if fault := find_fault(place):
+        raise _unusable(path, fault)
     return dict.fromkeys(_names_in(place), place)
 
 
@@ -99,8 +100,8 @@ def _read_index(index: pathlib.Path) -> dict[str, pathlib.Path]:
 
 def _names_in(file: pathlib.Path) -> list[str]:
     try:
-        if not file.is_file():
-            raise OSError(f"{file} is no file")
+        if fault := find_fault(file):
+            raise OSError(f"{file} {fault}")
         with safetensors.safe_open(file, framework="numpy") as tensors:
             return list(tensors.keys())
     except (OSError, ValueError, safetensors.SafetensorError) as error:

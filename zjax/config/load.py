@@ -1,5 +1,6 @@
 """The one door to a Config: a file, a dict or a ConfigDict, with changes over it."""
 
+import contextlib
 import difflib
 import os
 import pathlib
@@ -12,6 +13,7 @@ import ml_collections
 
 from zjax.config import convert, gin, override, paths, schema
 from zjax.errors import ConfigError, Problem
+from zjax.remedies import find_fault
 
 
 def load_config(
@@ -69,14 +71,16 @@ def _read(source: Any) -> Mapping[str, Any]:
         kinds = " or ".join(suffix for suffix in _READERS if suffix != ".json")
         problem = Problem("config", str(path), "is not a config file", f"use {kinds}")
         raise ConfigError(problem)
-    if not path.is_file():
-        raise ConfigError(Problem("config", str(path), "does not exist", _near(path)))
+    if fault := find_fault(path):
+        raise ConfigError(Problem("config", str(path), fault, _near(path)))
     return _READERS[path.suffix](path)
 
 
 def _near(path: pathlib.Path) -> str:
     folder = path.parent
-    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    names = list[str]()
+    with contextlib.suppress(OSError):
+        names = os.listdir(folder)
     near = difflib.get_close_matches(path.name, names, n=1)
     return f"did you mean {folder / near[0]}?" if near else "give the path of a file"
 

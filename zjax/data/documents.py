@@ -2,6 +2,7 @@
 
 import codecs
 import itertools
+import os
 import pathlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from pyarrow import parquet
 
 from zjax.errors import DataError, Problem
 from zjax.reading import parse_json
+from zjax.remedies import find_fault
 
 BLOCK_BYTES = 64 << 10
 """Longer text files are cut into documents of about this size, at line ends."""
@@ -40,14 +42,14 @@ def list_files(inputs: Sequence[str | pathlib.Path]) -> list[pathlib.Path]:
     files: list[pathlib.Path] = []
     problems = []
     for given in map(pathlib.Path, inputs):
-        if given.is_dir():
+        if os.path.isdir(given):
             below = sorted(path for path in given.rglob("*") if path.is_file())
             found = [path for path in below if path.stat().st_size]
             files += found
             if not found:
                 problems.append(_problem(given, "holds no text", "give some"))
-        elif not given.is_file():
-            problems.append(_problem(given, "is not there", "check the path"))
+        elif fault := find_fault(given):
+            problems.append(_problem(given, fault, "check the path"))
         elif not given.stat().st_size:
             problems.append(_problem(given, "is empty", "leave it out"))
         else:

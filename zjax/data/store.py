@@ -21,6 +21,7 @@ from zjax.data import digest
 from zjax.data import tokenizer as text
 from zjax.errors import DataError, Problem
 from zjax.reading import parse_json, read_text
+from zjax.remedies import find_remedy
 
 FORMAT = 1
 META_NAME = "meta.json"
@@ -133,9 +134,13 @@ def read_meta(path: str) -> Meta:
     remedy = "give a directory made by `zjax data prepare`"
     try:
         content = parse_json(read_text(pathlib.Path(path) / META_NAME))
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         problem = Problem("data.path", path, f"holds no {META_NAME}", remedy)
         raise DataError(problem) from error
+    except OSError as error:
+        said = f"has a {META_NAME} that cannot be read ({error.strerror or error})"
+        remedy = find_remedy(error, default=remedy)
+        raise DataError(Problem("data.path", path, said, remedy)) from error
     except ValueError as error:
         problem = Problem("data.path", path, f"has a broken {META_NAME}", remedy)
         raise DataError(problem) from error

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 
 from zjax.errors import ConfigError, OutputError, Problem
+from zjax.remedies import MADE, find_remedy
 
 
 def check_directory(directory: str) -> None:
@@ -22,7 +23,7 @@ def check_directory(directory: str) -> None:
         tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
         problem = f"cannot be used ({error.strerror})"
-        remedy = "name a directory that can be made and written to"
+        remedy = find_remedy(error, elsewhere=MADE)
         raise ConfigError(Problem("directory", directory, problem, remedy)) from error
 
 
@@ -40,7 +41,7 @@ def writing(path: pathlib.Path) -> Iterator[None]:
         yield
     except OSError as error:
         problem = f"cannot be written ({path.name}: {error.strerror or error})"
-        remedy = "make room or mend the file system, and run again"
+        remedy = f"{find_remedy(error)}, and run again"
         raise OutputError(
             Problem("directory", str(path.parent), problem, remedy)
         ) from error

@@ -12,21 +12,22 @@ from jax._src import distributed  # the only way to the client of the coordinato
 
 from zjax import errors
 from zjax.errors import Problem, ZjaxError
+from zjax.remedies import find_errno
 
 _BARRIER_MILLISECONDS = 600_000
 _CAUSE_LENGTH = 200
 
 
 class PeerError(OSError):
-    """Another process failed; `errno` is that of its error, where it has one.
+    """Another process failed; `errno` is that of its error, or 0.
 
     Args:
         process_id: Which process.
         cause: Its error, in one line.
-        number: The `errno`, or None.
+        number: The `errno`, or 0.
     """
 
-    def __init__(self, process_id: int, cause: str, number: int | None):
+    def __init__(self, process_id: int, cause: str, number: int):
         super().__init__(number, cause)
         self._text = f"process {process_id}: {cause}"
 
@@ -104,7 +105,7 @@ def _to_json(error: Exception) -> str:
     problems = error.problems if isinstance(error, ZjaxError) else ()
     record = {
         "cause": describe_error(error),
-        "errno": getattr(root_of(error), "errno", None),
+        "errno": find_errno(error),
         "kind": type(error).__name__,
         "problems": [vars(problem) for problem in problems],
     }

@@ -20,6 +20,7 @@ import tensorstore
 from jax.sharding import SingleDeviceSharding
 
 from zjax.errors import Problem, StorageError
+from zjax.remedies import find_remedy
 from zjax.sharding.placement import Row
 from zjax.storage.buffers import Buffers, thread_memory
 from zjax.storage.chunks import chunk_shape, disk_bytes
@@ -254,14 +255,14 @@ class DiskArray:
         except (OSError, ValueError) as error:
             said, _, _ = str(error).partition(" [")  # a description of the files
             cause = said.splitlines()[0] if said else type(error).__name__
+            remedy = find_remedy(error, default="make room or mend the disk")
             holds = f"holds {self.row.path} and " if self.row.path else ""
             raise StorageError(
                 Problem(
                     "zero.nvme_paths",
                     self.path,
                     f"{holds}cannot be written or read ({cause})",
-                    "make room or mend the disk; the run resumes from its last sound "
-                    "checkpoint",
+                    f"{remedy}; the run resumes from its last sound checkpoint",
                 )
             ) from error
 

@@ -20,6 +20,7 @@ from typing import IO
 import numpy as np
 
 from zjax.errors import Problem, StorageError
+from zjax.remedies import find_remedy
 from zjax.sharding.describe import format_bytes
 from zjax.storage.files import write_file
 
@@ -259,7 +260,8 @@ def _trouble_told(path: str) -> Iterator[None]:
         yield
     except OSError as error:
         problem = f"takes no files ({error.strerror})"
-        remedy = "make room or mend the disk, or name another"
+        remedy = find_remedy(error, default="make room or mend the disk")
+        remedy += ", or name another"
         raise StorageError(Problem("zero.nvme_paths", path, problem, remedy)) from error
 
 
