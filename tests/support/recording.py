@@ -1,0 +1,370 @@
+"""What runs compute and where they store it, to hold one revision against another.
+
+Each revision records itself, in its own tree and on the same machine. The two files are
+then compared bit by bit: a refactoring changes nothing.
+
+    python -m tests.support.recording write before.json   # in the one tree
+    python -m tests.support.recording write after.json    # in the other
+    python -m tests.support.recording compare before.json after.json
+"""
+
+import argparse
+import concurrent.futures
+import hashlib
+import itertools
+import json
+import multiprocessing
+import os
+import pathlib
+import sys
+import tempfile
+
+NUM_DEVICES = 8
+NUM_STEPS = 10
+CONFIGS = sorted(pathlib.Path("configs").glob("*.py"))
+AXES = (
+    {},
+    {"tensor": 2},
+    {"sequence": 2},
+    {"pipeline": 2},
+    {"replica": 2},
+    {"tensor": 2, "sequence": 2},
+    {"pipeline": 2, "tensor": 2},
+)
+DISK = os.path.join(tempfile.gettempdir(), f"recording_{os.getpid()}")
+MEMORIES = (
+    {},
+    {"optimizer_memory": "pinned_host"},
+    {"optimizer_memory": "pinned_host", "parameter_memory": "pinned_host"},
+    {"optimizer_memory": "nvme", "nvme_paths": ("disk",)},
+)
+TINY = {
+    "num_layers": 4,
+    "embed_size": 32,
+    "mlp_size": 64,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "vocab_size": 61,
+    "max_length": 32,
+}
+SETTINGS = {
+    "num_steps": 100,
+    "global_batch_size": 16,
+    "zero": {"min_shard_elements": 64},
+    "optimizer": {"num_warmup_steps": 2, "peak_learning_rate": 1e-2},
+    "model": TINY | {"dropout_rate": 0.1},
+    "data": {"source": "synthetic", "length": 32},
+}
+HOST = {"optimizer_memory": "pinned_host"}
+BLOCKS = HOST | {"parameter_memory": "pinned_host"}
+LLAMA = {
+    "norm": "rms_norm",
+    "positions": "rotary",
+    "activation": "swiglu",
+    "use_bias": False,
+    "tied_head": False,
+}
+SPARSE = {"attention": "sparse", "sparsity": {"mode": "bigbird", "block": 16}}
+
+
+def cases():
+    """Runs by name, each a list of changes to `SETTINGS`."""
+    for stage in range(4):
+        yield f"stage {stage}", {"zero": {"stage": stage}}
+        yield (
+            f"stage {stage}, tensor and sequence",
+            {"zero": {"stage": stage}, "mesh": {"tensor": 2, "sequence": 2}},
+        )
+        yield (
+            f"stage {stage}, pipeline, llama",
+            {
+                "zero": {"stage": stage},
+                "mesh": {"pipeline": 2},
+                "model": LLAMA,
+                "num_microbatches": 2,
+            },
+        )
+        yield (
+            f"stage {stage}, float32, microbatches, ema",
+            {
+                "zero": {"stage": stage},
+                "precision": {"compute_dtype": "float32"},
+                "num_microbatches": 2,
+                "optimizer": {"ema_decay": 0.9},
+            },
+        )
+    for stage in (0, 1, 2, 3):
+        yield f"stage {stage}, host", {"zero": {"stage": stage} | HOST}
+    for stage in (1, 3):
+        yield f"stage {stage}, blocks on the host", {"zero": {"stage": stage} | BLOCKS}
+    yield from {
+        "host, tensor, no clipping": {
+            "zero": HOST | {"stage": 2},
+            "mesh": {"tensor": 2},
+            "optimizer": {"clip_norm": float("inf")},
+            "precision": {"on_nonfinite": "update"},
+        },
+        "host, gradients wait there, microbatches": {
+            "zero": HOST | {"stage": 2, "gradient_memory": "pinned_host"},
+            "num_microbatches": 2,
+        },
+        "host, late updates": {"zero": HOST | {"stage": 2, "delay_updates_from": 3}},
+        "disks": {
+            "zero": {"stage": 2, "optimizer_memory": "nvme", "nvme_paths": (DISK,)}
+        },
+        "disks, tiles, blocks": {
+            "zero": {
+                "stage": 3,
+                "optimizer_memory": "nvme",
+                "parameter_memory": "nvme",
+                "nvme_paths": (DISK,),
+            },
+            "model": LLAMA | {"mlp_tiles": 2, "remat": "full"},
+        },
+        "inputs of blocks on the host": {
+            "zero": HOST | {"stage": 2},
+            "model": {"activation_memory": "pinned_host", "remat": "full"},
+        },
+        "float16": {"precision": {"compute_dtype": "float16"}},
+        "deterministic": {"deterministic": True},
+        "interleaved": {
+            "mesh": {"pipeline": 2},
+            "pipeline": {"schedule": "interleaved"},
+            "num_microbatches": 2,
+        },
+        "gradients of weights apart": {
+            "mesh": {"pipeline": 2, "tensor": 2},
+            "pipeline": {"schedule": "zb_h1", "recompute": False},
+            "num_microbatches": 2,
+        },
+        "pipeline and ring": {
+            "mesh": {"pipeline": 2, "sequence": 2},
+            "model": LLAMA | {"sequence_attention": "ring"},
+        },
+        "encoder": {"model": {"kind": "encoder"}, "zero": {"stage": 3}},
+        "sparse": {"model": SPARSE, "zero": {"stage": 2}},
+        "sparse, host": {"model": SPARSE, "zero": HOST | {"stage": 2}},
+        "scanned": {"model": {"layers_per_scan": 2, "remat": "elementwise"}},
+        "muon": {"optimizer": {"name": "muon"}, "zero": {"stage": 3}},
+        "adafactor": {"optimizer": {"name": "adafactor"}, "zero": {"stage": 2}},
+        "int8 moments": {"optimizer": {"moment_dtype": "int8"}, "zero": {"stage": 1}},
+        "lamb, host": {"optimizer": {"name": "lamb"}, "zero": HOST | {"stage": 2}},
+        "replica groups": {"mesh": {"replica": 2}, "zero": {"stage": 3}},
+    }.items()
+
+
+def user_cases():
+    """Runs of a user's Flax model by name: whether it is of Linen, and the stage."""
+    for stage in (0, 3):
+        yield f"linen, stage {stage}", (True, stage)
+        yield f"nnx, stage {stage}", (False, stage)
+
+
+RUNS = dict(cases())
+
+
+def record_run(changes):
+    """Metrics of each step, an evaluation, and the state after them."""
+    from zjax.config import load_config
+    from zjax.sharding import plan
+    from zjax.trainer import Trainer
+
+    plan.MIN_MOVED_BYTES = 64  # so that arrays of a tiny model are moved
+    os.makedirs(DISK, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        quiet = {
+            "directory": folder,
+            "evaluation": {"every_steps": 0},
+            "checkpoint": {"every_steps": 0},
+            "observe": {"sinks": (), "plot": False},
+        }
+        trainer = Trainer(load_config(SETTINGS, quiet, changes))
+        batches = [make_batch(trainer.config, i) for i in range(NUM_STEPS)]
+        record = record_steps(trainer.run.step, trainer.state, batches)
+        trainer.close()
+    return record
+
+
+def record_user_run(is_linen, stage):
+    """The same of a model with batch statistics and dropout, trained by optax."""
+    import jax
+    import optax
+    from flax import linen, nnx
+
+    import zjax
+
+    class Linen(linen.Module):
+        @linen.compact
+        def __call__(self, x, train=True):
+            x = linen.BatchNorm(use_running_average=not train)(linen.Dense(64)(x))
+            x = linen.Dropout(0.1, deterministic=not train)(linen.relu(x))
+            return linen.Dense(4)(x)
+
+    class Nnx(nnx.Module):
+        def __init__(self, rngs):
+            self.first = nnx.Linear(16, 64, rngs=rngs)
+            self.norm = nnx.BatchNorm(64, rngs=rngs)
+            self.drop = nnx.Dropout(0.1, rngs=rngs)
+            self.last = nnx.Linear(64, 4, rngs=rngs)
+
+        def __call__(self, x):
+            return self.last(self.drop(nnx.relu(self.norm(self.first(x)))))
+
+    def loss_fn(model, batch):
+        return optax.losses.squared_error(model(batch["x"]), batch["y"]).mean()
+
+    def batch(step):
+        x, y = (jax.random.normal(jax.random.key(step), (32, n)) for n in (16, 4))
+        return {"x": x, "y": y}
+
+    model = Linen() if is_linen else Nnx(nnx.Rngs(0))
+    settings = {"zero": {"stage": stage, "min_shard_elements": 0}}
+    run = zjax.initialize(model, optax.adamw(1e-2), loss_fn, batch(0), settings)
+    return record_steps(run.step, run.state, [batch(i) for i in range(NUM_STEPS)])
+
+
+def record_steps(step, state, batches):
+    import jax
+
+    steps = []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        steps.append({k: digest(v) for k, v in sorted(metrics.items())})
+    state = step.settle(state)
+    evaluation = {k: digest(v) for k, v in step.evaluate(state, batches[-1]).items()}
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    arrays = {jax.tree_util.keystr(k): describe(x) for k, x in leaves}
+    return {"steps": steps, "evaluation": evaluation, "state": arrays}
+
+
+def make_batch(config, step):
+    import numpy as np
+
+    rng = np.random.default_rng(step)
+    shape = config.global_batch_size, config.data.length
+    tokens = rng.integers(0, config.model.vocab_size, shape, dtype=np.int32)
+    batch = {"tokens": tokens, "targets": np.roll(tokens, -1, 1)}
+    weights = (rng.random(shape) < 0.9).astype(np.float32)
+    return batch | {"weights": weights}
+
+
+def digest(x):
+    import numpy as np
+
+    x = np.asarray(x)
+    kind = f"{x.shape} {x.dtype}".encode()
+    return hashlib.sha256(kind + x.tobytes()).hexdigest()[:16]
+
+
+def describe(x):
+    where = f"{x.sharding.spec} {x.sharding.memory_kind} {type(x).__name__}"
+    return f"{x.dtype}{list(x.shape)} {where} {digest(x)}"
+
+
+def record_plans():
+    """Configs on abstract meshes: two of them under every stage, axis and memory."""
+    from zjax.config import load_config
+    from zjax.errors import ZjaxError
+    from zjax.models.build import make_model
+    from zjax.optim.build import make_optimizer
+    from zjax.sharding import mesh as meshes
+    from zjax.sharding.plan import make_plan
+
+    found = {}
+    small = [path for path in CONFIGS if path.stem in ("gpt2_124m", "llama_8b")]
+    every = itertools.product(small, AXES, MEMORIES, range(4))
+    meshes_alone = itertools.product(CONFIGS, AXES, MEMORIES[:1], (3,))
+    for path, axes, memory, stage in itertools.chain(every, meshes_alone):
+        changes = {"mesh": axes | {"data": -1}, "zero": memory | {"stage": stage}}
+        name = f"{path.stem} {axes} {memory} stage {stage}"
+        try:
+            config = load_config(str(path), changes)
+            mesh = meshes.abstract_mesh(config.mesh, NUM_DEVICES)
+            model = make_model(config)
+            tx = make_optimizer(config, model)
+            found[name] = record_plan(make_plan(config, mesh, model, tx))
+        except ZjaxError as error:
+            found[name] = type(error).__name__
+    return found
+
+
+def record_plan(plan):
+    """Where each array is stored, by its role and its path."""
+    import jax
+
+    roles = "master", "compute", "grad_sum", "grads", "opt_state", "model_state", "ema"
+    lines = [
+        f"{role}{jax.tree_util.keystr(keys)} {row.dtype}{list(row.shape)} "
+        f"{list(row.stored_shape)} {row.spec} {row.memory}"
+        for role in roles
+        for keys, row in jax.tree_util.tree_leaves_with_path(getattr(plan, role))
+    ]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def work(name):
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+    if name == "plans":
+        return record_plans()
+    users = dict(user_cases())
+    return record_user_run(*users[name]) if name in users else record_run(RUNS[name])
+
+
+def write(path, only):
+    names = ["plans", *RUNS, *dict(user_cases())]
+    names = [name for name in names if only in name]
+    context = multiprocessing.get_context("spawn")
+    records = {}
+    with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as pool:
+        for name, future in [(name, pool.submit(work, name)) for name in names]:
+            try:
+                records[name] = future.result()
+            except Exception as error:  # of a case, which the comparison then shows
+                records[name] = f"{type(error).__name__}: {error}"[:300]
+            problem = "" if isinstance(records[name], dict) else records[name]
+            print(f"{name}: {problem or 'recorded'}", flush=True)
+    pathlib.Path(path).write_text(json.dumps(records, indent=1))
+
+
+def compare(*paths):
+    """Names of what differs, each with its first place."""
+    before, after = (json.loads(pathlib.Path(path).read_text()) for path in paths)
+    found = list(differences(before, after, ()))
+    for path in found:
+        print("differs:", ": ".join(path))
+    print(f"{len(before)} records, {len(found)} differences")
+    return bool(found)
+
+
+def differences(before, after, path):
+    if isinstance(before, dict) and isinstance(after, dict):
+        for name in before.keys() | after.keys():
+            inner = before.get(name), after.get(name)
+            yield from differences(*inner, (*path, str(name)))
+    elif isinstance(before, list) and isinstance(after, list):
+        for index, inner in enumerate(itertools.zip_longest(before, after)):
+            yield from differences(*inner, (*path, str(index)))
+    elif before != after:
+        yield path
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    commands = parser.add_subparsers(dest="command", required=True)
+    writer = commands.add_parser("write")
+    writer.add_argument("path")
+    writer.add_argument("--only", default="", help="part of a name")
+    comparer = commands.add_parser("compare")
+    comparer.add_argument("paths", nargs=2)
+    given = parser.parse_args()
+    if given.command == "write":
+        write(given.path, given.only)
+    else:
+        sys.exit(compare(*given.paths))
+
+
+if __name__ == "__main__":
+    main()
