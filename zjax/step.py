@@ -23,8 +23,8 @@ from zjax.sharding import placement
 from zjax.sharding import plan as plans
 from zjax.sharding.batch import batch_shardings
 from zjax.sharding.mesh import is_simulated
-from zjax.train import microbatches
 from zjax.train.average import check_average
+from zjax.train.gradients import microbatches
 from zjax.train.programs import Programs, make_programs
 from zjax.train.state import (
     TrainState,

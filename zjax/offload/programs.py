@@ -18,8 +18,8 @@ from zjax.sharding.memory import waiting_rows
 from zjax.sharding.placement import Row, pad_tree, path_of, place_tree, unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.sharding.zero import whole_spec
-from zjax.train import microbatches
-from zjax.train.gradients import compute_dtype
+from zjax.train.gradients import microbatches
+from zjax.train.gradients.automatic import compute_dtype
 from zjax.typing import Batch, Loss, Model, Params
 
 

@@ -22,7 +22,7 @@ from zjax.offload.units import groups_of, units_of, units_of_all
 from zjax.sharding.placement import Row
 from zjax.sharding.plan import DEVICE, HOST, Plan, plan_on_device
 from zjax.storage.move import rest
-from zjax.train import microbatches
+from zjax.train.gradients import microbatches
 from zjax.train.state import TrainState
 from zjax.train.update import loss_scale_of
 from zjax.typing import Batch, Loss, Metrics, Model, Params

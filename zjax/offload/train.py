@@ -33,7 +33,7 @@ from zjax.sharding.plan import DEVICE, Plan, while_it_waits
 from zjax.storage.array import DiskArray
 from zjax.storage.move import rest
 from zjax.storage.passing import room_to_pass
-from zjax.train.cut import check_no_model_state
+from zjax.train.gradients.partition import check_no_model_state
 from zjax.train.master import whole_rows
 from zjax.train.state import TrainState, state_rows
 from zjax.train.update import Schedule

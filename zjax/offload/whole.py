@@ -9,7 +9,7 @@ from zjax.offload.parts import Jit
 from zjax.offload.segments import Arrived
 from zjax.sharding.placement import pad_tree, place_tree, shardings, unpad_tree
 from zjax.sharding.plan import Plan
-from zjax.train.gradients import whole_gradients
+from zjax.train.gradients.automatic import whole_gradients
 from zjax.train.state import TrainState, without_update
 from zjax.train.update import loss_scale_of
 from zjax.typing import Batch, Loss, Model

@@ -18,18 +18,18 @@ from zjax.sharding.mesh import PIPELINE
 from zjax.sharding.placement import pad_tree, shardings, unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.train.average import averaged
-from zjax.train.gradients import (
+from zjax.train.gradients.automatic import (
     compute_dtype,
     make_forward,
     params_in_use,
     whole_gradients,
 )
-from zjax.train.pipelined import (
+from zjax.train.gradients.local import share_gradients
+from zjax.train.gradients.pipelined import (
     PipelinedModel,
     pipelined_forward,
     pipelined_gradients,
 )
-from zjax.train.shares import share_gradients
 from zjax.train.state import TrainState, state_rows
 from zjax.train.update import Schedule, loss_scale_of, make_update
 from zjax.typing import Batch, Loss, Metrics, Model, Params

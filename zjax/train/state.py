@@ -27,7 +27,7 @@ from zjax.sharding.plan import DEVICE, NVME, Plan, plan_on_device
 from zjax.storage.array import DiskArray
 from zjax.storage.move import move, rest, rest_all, rest_in_turn
 from zjax.storage.passing import room_to_pass
-from zjax.train.gradients import compute_params, param_in_use
+from zjax.train.gradients.automatic import compute_params, param_in_use
 from zjax.train.master import computed_once, half_at_rest, upper_halves, whole_rows
 from zjax.typing import Model, ModelState, Params
 

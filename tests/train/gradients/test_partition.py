@@ -17,7 +17,7 @@ from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
 from zjax.sharding.mesh import abstract_mesh
 from zjax.sharding.plan import make_plan
-from zjax.train.cut import Cut
+from zjax.train.gradients.partition import Cut
 
 
 def plan_of(config, model):

@@ -30,8 +30,8 @@ from zjax.sharding.layers import put_together, take_apart
 from zjax.sharding.mesh import BATCH_AXES
 from zjax.sharding.placement import unpad_tree
 from zjax.sharding.plan import Plan, plan_in_use
-from zjax.train import microbatches
-from zjax.train.gradients import compute_dtype
+from zjax.train.gradients import microbatches
+from zjax.train.gradients.automatic import compute_dtype
 from zjax.typing import Batch, Loss, Model, ModelState, Params
 
 

@@ -1,7 +1,7 @@
 """Gradients of the weighted mean loss over a global batch, seen as one.
 
 The compiler adds over the devices: right for every loss, also for one that couples the
-rows of a batch. `zjax.train.shares` adds by hand.
+rows of a batch. `zjax.train.gradients.local` adds by hand.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from zjax.ops.keys import fold_in
 from zjax.sharding.layers import put_together, take_apart
 from zjax.sharding.placement import Row, place_tree
 from zjax.sharding.plan import Plan, plan_in_use
-from zjax.train import microbatches
+from zjax.train.gradients import microbatches
 from zjax.typing import Batch, Loss, Model, ModelState, Params
 
 

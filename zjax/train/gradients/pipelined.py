@@ -1,10 +1,10 @@
 """Gradients of a model whose blocks lie on the stages of a pipeline.
 
-Every device differentiates its own rows, as in `zjax.train.shares`, with the same
-communication over the batch axes: gradients are reduced once per step, or from ZeRO
-stage 2 on in each tick that has a backward pass; at stage 3 the parameters of blocks
-are fetched in each tick. Before the first, devices without any microbatch of weight are
-lent one.
+Every device differentiates its own rows, as in `zjax.train.gradients.local`, with the
+same communication over the batch axes: gradients are reduced once per step, or from
+ZeRO stage 2 on in each tick that has a backward pass; at stage 3 the parameters of
+blocks are fetched in each tick. Before the first, devices without any microbatch of
+weight are lent one.
 """
 
 import dataclasses
@@ -27,10 +27,10 @@ from zjax.parallel.staged import either
 from zjax.sharding.mesh import BATCH_AXES, PIPELINE, SEQUENCE, TENSOR, num_shares
 from zjax.sharding.placement import Row, unpad_tree
 from zjax.sharding.plan import Plan
-from zjax.train import microbatches
-from zjax.train.cut import Cut, check_no_model_state
-from zjax.train.gradients import compute_dtype
-from zjax.train.shares import Share
+from zjax.train.gradients import microbatches
+from zjax.train.gradients.automatic import compute_dtype
+from zjax.train.gradients.local import Share
+from zjax.train.gradients.partition import Cut, check_no_model_state
 from zjax.typing import Batch, Loss, Model, ModelState, Params
 
 
@@ -64,7 +64,7 @@ def pipelined_gradients(
 
     Returns:
         A pure function of the stored master parameters, as
-        `zjax.train.shares.share_gradients` builds it.
+        `zjax.train.gradients.local.share_gradients` builds it.
 
     Raises:
         PlanError: The model is not a line of equal blocks whose arrays stack them.
