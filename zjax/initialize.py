@@ -28,6 +28,7 @@ from zjax.optim.matrices import named_params
 from zjax.optim.per_layer import respect_layers
 from zjax.optim.schedules import make_schedule
 from zjax.processes.agreement import check_agreement
+from zjax.processes.gloo import connect
 from zjax.processes.host import tell_of_small_pages
 from zjax.resume import functions_of
 from zjax.sharding import memory, placement
@@ -313,6 +314,7 @@ def make_run(
     mesh = meshes.make_mesh(config.mesh, devices)
     if jax.process_count() == len({x.process_index for x in mesh.devices.flat}):
         check_agreement(config)
+        connect(mesh)
     plan = fit_plan(config, mesh, model, tx, batch)
     layout.name_leaves(saved_rows(plan, config))  # before training, not at a save
     shapes = abstract_batch(config, plan) if batch is None else batch

@@ -123,7 +123,8 @@ def meet(config: Config) -> Iterator[processes.ProcessInfo]:
     info = processes.start(config, prepare=prepare)
     if info.process_id == 0 and info.num_processes > 1:
         print(processes.describe_processes(info))
-    yield info
+    with processes.limits_named():
+        yield info
     processes.finish(info)
 
 

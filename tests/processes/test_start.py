@@ -153,6 +153,14 @@ def test_a_save_that_one_process_cannot_do_ends_in_all_with_its_name(tmp_path):
         assert results["step"] == first["step"]
 
 
+@pytest.mark.slow
+def test_a_process_may_be_late_once_groups_of_devices_are_connected(tmp_path):
+    """Fails if a step that compiles for long in one process ends the others."""
+    launched = launcher("part_for_long", tmp_path)
+    with ended(launched) as [(_, errors)]:
+        assert launched.returncode == 0, errors[-3000:]
+
+
 def test_processes_that_differ_are_told_so_before_they_work(tmp_path):
     """Fails if one trains along with another seed."""
     launched = launcher("differ", tmp_path)

@@ -22,7 +22,9 @@ from zjax.checkpoint import sums
 from zjax.checkpoint.store import Store
 from zjax.config import schema
 from zjax.errors import DataError, Problem, ZjaxError
+from zjax.processes import gloo
 from zjax.sharding import plan as plans
+from zjax.sharding.mesh import make_mesh
 
 HEARTBEAT_SECONDS = 3
 
@@ -172,6 +174,20 @@ def told(act):
 
 def fill(*_):
     raise OSError(28, "No space left on device")
+
+
+def part_for_long(info, directory):
+    """Process 1 comes to a collective later than Gloo waits for a connection."""
+    mesh = make_mesh(schema.Mesh(data=4, tensor=2))
+    gloo.connect(mesh)
+    if info.process_id == 1:
+        time.sleep(33)
+    whole = np.ones((4, 2), np.float32)
+    split = NamedSharding(mesh, PartitionSpec("data", "tensor"))
+    x = jax.make_array_from_callback(whole.shape, split, whole.__getitem__)
+    for axes, total in ((0, 4), (1, 2), (None, 8)):
+        found = jax.jit(lambda x, axes=axes: jnp.sum(x, axes))(x)
+        assert float(jnp.ravel(found.addressable_data(0))[0]) == total
 
 
 def use_together(info, directory):

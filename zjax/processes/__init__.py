@@ -1,5 +1,6 @@
 """Many processes as one run: how they meet, which devices are whose, and who died."""
 
+from zjax.processes.gloo import limits_named
 from zjax.processes.lock import hold
 from zjax.processes.start import (
     ProcessInfo,
@@ -15,6 +16,7 @@ __all__ = [
     "describe_processes",
     "finish",
     "hold",
+    "limits_named",
     "needs_parent",
     "record_failure",
     "start",
