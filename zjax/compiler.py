@@ -19,7 +19,7 @@ from zjax.config.schema import Config
 from zjax.errors import ConfigError, Problem
 from zjax.sharding.memory import num_zero_shares
 from zjax.sharding.mesh import platform_of
-from zjax.sharding.placement import Row, dtype_bytes
+from zjax.sharding.placement import ArrayPlan, dtype_bytes
 from zjax.sharding.plan import Plan
 from zjax.sharding.zero import stored_shape, whole_spec
 
@@ -177,7 +177,7 @@ def layer_bytes(plan: Plan) -> int:
         Bytes; 0 for a model without such layers.
     """
 
-    def one(row: Row) -> int:
+    def one(row: ArrayPlan) -> int:
         spec = whole_spec(row.spec)
         shape = NamedSharding(plan.mesh, spec).shard_shape(
             stored_shape(row.shape, spec, plan.mesh)

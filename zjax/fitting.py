@@ -25,7 +25,7 @@ from zjax.processes.host import (
 from zjax.sharding import memory
 from zjax.sharding.describe import format_bytes
 from zjax.sharding.mesh import device_capacity_bytes
-from zjax.sharding.placement import Row
+from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import (
     AUTO,
     DEVICE,
@@ -135,7 +135,9 @@ def room_on_host(plan: Plan, on_disks: int, sharers: Sharers) -> int:
     return int((room - number * moving) / PINNED_SPARE)
 
 
-def check_room(plan: Plan, config: Config, mesh: Mesh, inputs: Sequence[Row]) -> None:
+def check_room(
+    plan: Plan, config: Config, mesh: Mesh, inputs: Sequence[ArrayPlan]
+) -> None:
     """Refuses a plan for which the devices here, their hosts or disks have no room.
 
     Args:
@@ -198,7 +200,7 @@ def _no_room(peak: Peak, capacity: float, *, recomputes: bool) -> Problem:
 
 
 def _room(
-    plan: Plan, config: Config, on_device: float, inputs: Sequence[Row]
+    plan: Plan, config: Config, on_device: float, inputs: Sequence[ArrayPlan]
 ) -> Mapping[str, float]:
     """Bytes per device for state, the same in all processes."""
     mesh = plan.mesh

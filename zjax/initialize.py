@@ -369,7 +369,7 @@ def model_params(state: TrainState, plan: plans.Plan) -> Params:
     check_not_consumed(state)
     check_average(state, plan)
 
-    def place(row: placement.Row) -> jax.sharding.NamedSharding:
+    def place(row: placement.ArrayPlan) -> jax.sharding.NamedSharding:
         padded = row.shape != row.stored_shape
         return plan.replicated if padded else row.sharding
 

@@ -20,7 +20,7 @@ from zjax.processes.cluster import Cluster, count_gpus, own_gpus
 from zjax.processes.host import PINNED_SPARE, limit_pinned_memory
 from zjax.sharding import memory
 from zjax.sharding import mesh as meshes
-from zjax.sharding.placement import Row
+from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import AUTO, DEVICE, HOST, NVME, Plan, make_plan
 from zjax.storage.passing import IN_FLIGHT_BYTES, passing_bytes
 
@@ -92,7 +92,7 @@ def pinned_bytes(config: Config, num_devices: int) -> int:
 
 
 @functools.lru_cache(maxsize=1)  # a command asks before the run that it starts
-def _planned(config: Config, num_devices: int) -> tuple[Plan, Sequence[Row]]:
+def _planned(config: Config, num_devices: int) -> tuple[Plan, Sequence[ArrayPlan]]:
     """Placement of the state, and what else waits in other memories."""
     model = make_model(config)
     mesh = meshes.abstract_mesh(closed(config.mesh), num_devices)

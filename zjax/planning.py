@@ -36,7 +36,7 @@ from zjax.remedies import find_remedy
 from zjax.sharding import describe, memory
 from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
-from zjax.sharding.placement import Row
+from zjax.sharding.placement import ArrayPlan
 from zjax.step import Step, make_step
 from zjax.train.programs import make_pipeline_schedule
 
@@ -171,7 +171,7 @@ def report_plan(
 
 
 def _what_does_not_fit(
-    plan: plans.Plan, config: Config, mesh: Mesh, inputs: Sequence[Row]
+    plan: plans.Plan, config: Config, mesh: Mesh, inputs: Sequence[ArrayPlan]
 ) -> list[str]:
     try:
         check_room(plan, config, mesh, inputs)

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zjax.checkpoint import reader, sums, verify
 from zjax.checkpoint.store import Store
-from zjax.sharding.placement import Row
+from zjax.sharding.placement import ArrayPlan
 
 ROWS, COLUMNS = 4096, 4096
 NO_SUM = sums.Sum(0, 0, 0)
@@ -36,7 +36,8 @@ def make_state(num_bytes):
         for name in names
     }
     rows = {
-        name: Row(name, shape, shape, np.dtype(np.float32), sharding) for name in names
+        name: ArrayPlan(name, shape, shape, np.dtype(np.float32), sharding)
+        for name in names
     }
     return state, rows
 

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zjax.config import schema
 from zjax.sharding import mesh as meshes
-from zjax.sharding.placement import Row, pad, path_of
+from zjax.sharding.placement import ArrayPlan, pad, path_of
 from zjax.sharding.zero import extend_spec, stored_shape
 
 TX = optax.adamw(1e-3)
@@ -55,7 +55,7 @@ def make_rows(values, num_devices=8, *, stage=2, memory=None, **axes):
         kind = memory if floating and leaf.ndim else None
         stored = stored_shape(leaf.shape, spec, mesh)
         sharding = NamedSharding(mesh, spec, memory_kind=kind)
-        return Row(path_of(keys), leaf.shape, stored, leaf.dtype, sharding)
+        return ArrayPlan(path_of(keys), leaf.shape, stored, leaf.dtype, sharding)
 
     return jax.tree_util.tree_map_with_path(row, values)
 

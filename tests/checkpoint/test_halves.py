@@ -12,7 +12,7 @@ from zjax.checkpoint import arrays
 from zjax.checkpoint.halves import whole_entries
 from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.store import Store
-from zjax.sharding.placement import Row
+from zjax.sharding.placement import ArrayPlan
 
 LOWER, UPPER = Entry((3,), "int16"), Entry((3,), "bfloat16")
 
@@ -20,7 +20,7 @@ LOWER, UPPER = Entry((3,), "int16"), Entry((3,), "bfloat16")
 def make_row(name, dtype="float32"):
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
     place = NamedSharding(mesh, PartitionSpec())
-    return Row(name, (3,), (3,), jnp.dtype(dtype), place)
+    return ArrayPlan(name, (3,), (3,), jnp.dtype(dtype), place)
 
 
 def test_a_tree_of_your_own_may_have_params(tmp_path):

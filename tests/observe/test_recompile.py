@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zjax.checkpoint.store import Store
 from zjax.observe import CompileReport, recompile
 from zjax.observe.recompile import describe_arrays, describe_change
-from zjax.sharding.placement import Row
+from zjax.sharding.placement import ArrayPlan
 
 
 def watched(report, step, function, batch):
@@ -74,7 +74,7 @@ def test_what_the_writer_of_a_checkpoint_compiles_is_not_the_steps(tmp_path):
     everywhere = NamedSharding(mesh, PartitionSpec())
     # Of copies on 8 devices Orbax has each write a slice, which is a program.
     array = jax.device_put(jnp.ones((24, 128)), everywhere)
-    row = Row("x", array.shape, array.shape, array.dtype, everywhere)
+    row = ArrayPlan("x", array.shape, array.shape, array.dtype, everywhere)
     threads = []
 
     def listen(event, duration_secs, **_):

@@ -25,7 +25,7 @@ from zjax.sharding.layers import (
     put_together,
     take_apart,
 )
-from zjax.sharding.placement import Row
+from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import plan_in_use
 
 SHAPE = language.GPT
@@ -104,7 +104,7 @@ def test_a_layer_has_the_place_of_its_stack():
         P(None, "data", None),
         2,
     )
-    assert row.layer == Row(
+    assert row.layer == ArrayPlan(
         row.path, (16, 24), (16, 24), row.dtype, row.layer.sharding, num_layers=0
     )
     assert row.layer.spec == P("data", None)

@@ -4,7 +4,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zjax.config import schema
 from zjax.sharding import mesh as meshes
-from zjax.sharding.placement import Row
+from zjax.sharding.placement import ArrayPlan
 from zjax.storage import chunks
 
 CHUNK_BYTES = 64
@@ -20,7 +20,9 @@ SPECS = {
 def make_row(disks, spec=SPECS["split"], dtype="float32", shape=(16, 12)):
     mesh = meshes.make_mesh(schema.Mesh(replica=2))
     sharding = NamedSharding(mesh, spec)
-    return Row("blocks/x", shape, shape, jnp.dtype(dtype), sharding, disks=tuple(disks))
+    return ArrayPlan(
+        "blocks/x", shape, shape, jnp.dtype(dtype), sharding, disks=tuple(disks)
+    )
 
 
 @pytest.fixture

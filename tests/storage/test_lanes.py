@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zjax.sharding.placement import Row
+from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import DEVICE, HOST
 from zjax.storage import lanes
 from zjax.storage.move import move
@@ -17,7 +17,7 @@ from zjax.storage.move import move
 def row():
     mesh = Mesh(jax.devices()[:2], ("data",))
     place = NamedSharding(mesh, PartitionSpec("data"))
-    return Row("x", (8,), (8,), jnp.dtype("float32"), place).rest_in(HOST)
+    return ArrayPlan("x", (8,), (8,), jnp.dtype("float32"), place).rest_in(HOST)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zjax.sharding.placement import Row
+from zjax.sharding.placement import ArrayPlan
 from zjax.storage import move
 
 ARRAY_BYTES = 40
@@ -32,7 +32,7 @@ def events(monkeypatch):
 def pairs(events, number):
     mesh = Mesh(np.asarray(jax.devices()[:1]), ("data",))
     place = NamedSharding(mesh, PartitionSpec())
-    row = Row("", (10,), (10,), np.dtype(np.float32), place)
+    row = ArrayPlan("", (10,), (10,), np.dtype(np.float32), place)
     for i in range(number):
         events.append(("made", i))
         yield i, row

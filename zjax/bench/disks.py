@@ -16,7 +16,7 @@ from zjax.bench.spread import Spread
 from zjax.config.schema import Mesh
 from zjax.sharding.describe import render_table
 from zjax.sharding.mesh import make_mesh
-from zjax.sharding.placement import Row
+from zjax.sharding.placement import ArrayPlan
 from zjax.storage.array import DiskArray
 from zjax.storage.chunks import CHUNK_BYTES, disk_bytes
 from zjax.storage.crew import CONCURRENCY
@@ -108,17 +108,17 @@ def describe_disks(speed: DiskSpeed) -> str:
     return render_table(columns, rows, right=(1, 2, 3))
 
 
-def _row(paths: tuple[str, ...], array_bytes: int) -> Row:
+def _row(paths: tuple[str, ...], array_bytes: int) -> ArrayPlan:
     mesh = make_mesh(Mesh(), jax.devices()[:1])
     sharding = NamedSharding(mesh, PartitionSpec())
     shape, dtype = (array_bytes // 1024, 256), np.dtype(np.float32)
-    return Row("", shape, shape, dtype, sharding, disks=paths)
+    return ArrayPlan("", shape, shape, dtype, sharding, disks=paths)
 
 
 class _Arrays:
     """Arrays of a device, as a step moves them: those that are read are given up."""
 
-    def __init__(self, row: Row, num_arrays: int):
+    def __init__(self, row: ArrayPlan, num_arrays: int):
         self.row = row
         place = row.sharding
         self.make = jax.jit(jax.random.normal, static_argnums=1, out_shardings=place)

@@ -15,7 +15,7 @@ from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.saved import READ_AHEAD_BYTES, Saved, at_rest, place_slices
 from zjax.processes.host import host_memory_bytes
 from zjax.sharding import placement
-from zjax.sharding.placement import Row, dtype_bytes, num_distinct_shards
+from zjax.sharding.placement import ArrayPlan, dtype_bytes, num_distinct_shards
 from zjax.sharding.plan import DEVICE, HOST
 from zjax.storage.array import DiskArray
 from zjax.train.master import half_at_rest
@@ -27,7 +27,7 @@ _COPIED_SHARE = 0.4
 """Of a host's memory, that copies of a state may take: Orbax makes others of them."""
 
 
-def describe(x: jax.Array | DiskArray, row: Row) -> Entry:
+def describe(x: jax.Array | DiskArray, row: ArrayPlan) -> Entry:
     """What the checkpoint says of an array.
 
     Args:
@@ -43,7 +43,7 @@ def describe(x: jax.Array | DiskArray, row: Row) -> Entry:
     return Entry(tuple(row.shape), str(x.dtype), impl)
 
 
-def unpadded(x: jax.Array, row: Row) -> jax.Array:
+def unpadded(x: jax.Array, row: ArrayPlan) -> jax.Array:
     """The array as it is saved: without padding, random keys as their words.
 
     Args:
@@ -86,7 +86,7 @@ def copy_to_host(named: Mapping[str, jax.Array]) -> dict[str, jax.Array] | None:
     }
 
 
-def pin(rows: Iterable[Row]) -> None:
+def pin(rows: Iterable[ArrayPlan]) -> None:
     """Has a GPU's host memory pinned, which is slow, and kept for the next to come.
 
     Args:
@@ -126,7 +126,7 @@ def _are_copied(arrays: Sequence[tuple[Any, tuple[int, ...], Any]]) -> bool:
     return copied <= min(allowed, host_memory_bytes() * _COPIED_SHARE)
 
 
-def read_arrays(saved: Saved, named: Mapping[str, Row]) -> list[Any]:
+def read_arrays(saved: Saved, named: Mapping[str, ArrayPlan]) -> list[Any]:
     """Reads arrays straight onto their shards.
 
     What rests elsewhere passes through the device a little at a time, so that the
@@ -187,11 +187,11 @@ def read_arrays(saved: Saved, named: Mapping[str, Row]) -> list[Any]:
     return [arrays[name] for name in named]
 
 
-def _on_device(row: Row) -> NamedSharding:
+def _on_device(row: ArrayPlan) -> NamedSharding:
     return NamedSharding(row.sharding.mesh, row.spec)
 
 
-def _restore_args(row: Row, entry: Entry) -> ocp.ArrayRestoreArgs:
+def _restore_args(row: ArrayPlan, entry: Entry) -> ocp.ArrayRestoreArgs:
     if entry.key_impl:
         return ocp.ArrayRestoreArgs(sharding=_on_device(row))
     return ocp.ArrayRestoreArgs(
@@ -202,10 +202,10 @@ def _restore_args(row: Row, entry: Entry) -> ocp.ArrayRestoreArgs:
     )
 
 
-def _groups(named: Mapping[str, Row]) -> list[dict[str, Row]]:
+def _groups(named: Mapping[str, ArrayPlan]) -> list[dict[str, ArrayPlan]]:
     """All that rests on the device at once, what rests elsewhere a little at a time."""
     groups = [{n: r for n, r in named.items() if r.memory == DEVICE}]
-    group: dict[str, Row] = {}
+    group: dict[str, ArrayPlan] = {}
     for name, row in named.items():
         if row.memory == DEVICE:
             continue

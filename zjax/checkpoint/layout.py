@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from zjax.errors import CheckpointError, Problem
-from zjax.sharding.placement import Row, layer_of, path_of
+from zjax.sharding.placement import ArrayPlan, layer_of, path_of
 
 _NUM_SHOWN = 5
 
@@ -115,7 +115,7 @@ def is_floating(dtype: str) -> bool:
     return "float" in dtype
 
 
-def describe_rows(named: Mapping[str, Row]) -> dict[str, Entry]:
+def describe_rows(named: Mapping[str, ArrayPlan]) -> dict[str, Entry]:
     """What a file will say of planned arrays.
 
     Args:

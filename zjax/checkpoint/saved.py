@@ -21,7 +21,7 @@ import orbax.checkpoint as ocp
 from zjax.checkpoint import halves
 from zjax.checkpoint.layout import Entry
 from zjax.optim.halves import joined
-from zjax.sharding.placement import Row
+from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import DEVICE
 from zjax.storage.array import DiskArray, open_files
 from zjax.storage.move import rest
@@ -104,7 +104,7 @@ class Saved:
             )
 
 
-def place_slices(read: Callable[[Any], np.ndarray], row: Row) -> Any:
+def place_slices(read: Callable[[Any], np.ndarray], row: ArrayPlan) -> Any:
     """An array whose shards are read one by one.
 
     Args:
@@ -137,7 +137,7 @@ def place_slices(read: Callable[[Any], np.ndarray], row: Row) -> Any:
     return at_rest(array, row)
 
 
-def at_rest(x: jax.Array, row: Row) -> Any:
+def at_rest(x: jax.Array, row: ArrayPlan) -> Any:
     """Sends an array to where it rests; the next must wait, unless it stays.
 
     Args:

@@ -25,7 +25,7 @@ from zjax.checkpoint.threads import Task
 from zjax.checkpoint.writer import meeting, start_writing, wait_for
 from zjax.errors import CheckpointError, ZjaxError
 from zjax.processes.together import together
-from zjax.sharding.placement import Row
+from zjax.sharding.placement import ArrayPlan
 from zjax.storage.array import DiskArray
 
 
@@ -58,7 +58,7 @@ class Store:
         """Pins the memory that the first save will take, while other things go on.
 
         Args:
-            rows: A tree of `Row`, of the state that will be saved.
+            rows: A tree of `ArrayPlan`, of the state that will be saved.
         """
         leaves = jax.tree.leaves(rows)
         self._pinning = Task("pinning", lambda: arrays.pin(leaves))
@@ -117,7 +117,7 @@ class Store:
         Args:
             step: Steps taken; more than any checkpoint in the directory.
             state: A tree of arrays in their stored shapes.
-            rows: A tree of `Row` of the same structure.
+            rows: A tree of `ArrayPlan` of the same structure.
             extra: What JSON can hold: data position, seed, configuration, plan text.
             loss: Validation loss by which the best checkpoints are kept.
 
@@ -217,7 +217,7 @@ class Store:
         """Reads a whole state, each array straight onto its shards.
 
         Args:
-            rows: A tree of `Row`: any mesh, ZeRO stage, padding or memory.
+            rows: A tree of `ArrayPlan`: any mesh, ZeRO stage, padding or memory.
             step: Which checkpoint; None for the newest.
             make_room: Called once the files and the names are found right, before
                 arrays are read.
@@ -245,7 +245,8 @@ class Store:
         """Reads one part of a state, such as the weights without the optimizer.
 
         Args:
-            rows: A tree of `Row`; floating-point dtypes may differ from the saved.
+            rows: A tree of `ArrayPlan`; floating-point dtypes may differ from those
+                saved.
             part: Path of that tree in the state, such as `master` or `ema`.
             step: Which checkpoint; None for the newest.
 
@@ -316,7 +317,7 @@ class Store:
         except Exception as error:
             raise self._reader.damaged(step, error) from error
 
-    def _read(self, step: int, named: Mapping[str, Row]) -> list[Any]:
+    def _read(self, step: int, named: Mapping[str, ArrayPlan]) -> list[Any]:
         try:
             return arrays.read_arrays(self._reader.saved(step), named)
         except jax.errors.JaxRuntimeError:  # the devices are at fault, not the files

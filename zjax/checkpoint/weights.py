@@ -16,7 +16,7 @@ from zjax.config.paths import local_path
 from zjax.errors import CheckpointError, Problem
 from zjax.reading import MOST_INDEX_BYTES, parse_json, read_text
 from zjax.remedies import find_fault
-from zjax.sharding.placement import Row
+from zjax.sharding.placement import ArrayPlan
 from zjax.typing import Params
 
 _NAMES = {code: name for name, code in DTYPES.items()}
@@ -28,8 +28,8 @@ def load_safetensors(path: str, rows: Any) -> Params:
     Args:
         path: A safetensors file, or a directory that holds one, or several with an
             index.
-        rows: A tree of `Row`; names are its paths with dots. Floating-point dtypes may
-            differ from the file's.
+        rows: A tree of `ArrayPlan`; names are its paths with dots. Floating-point
+            dtypes may differ from the file's.
 
     Returns:
         Arrays in their stored shapes, in the structure and dtypes of `rows`.
@@ -46,7 +46,7 @@ def load_in_turn(path: str, rows: Any) -> Iterator[Any]:
 
     Args:
         path: A safetensors file, or a directory that holds one.
-        rows: A tree of `Row`.
+        rows: A tree of `ArrayPlan`.
 
     Returns:
         Arrays in the order of `rows`; all that is wrong with the file is told at once.
@@ -122,7 +122,7 @@ def _describe(files: Mapping[str, pathlib.Path]) -> dict[str, Entry]:
 
 
 def _load(
-    files: Mapping[str, pathlib.Path], source: str, row: Row, name: str
+    files: Mapping[str, pathlib.Path], source: str, row: ArrayPlan, name: str
 ) -> jax.Array:
     layer = () if source == name else (layers.number_of(name),)
     stored = source if source in files else tiles.whole_of(source)[0]

@@ -9,10 +9,10 @@ from jax.sharding import PartitionSpec
 
 from zjax.sharding import rules
 from zjax.sharding.mesh import num_shares
-from zjax.sharding.placement import Row, pad, unpad
+from zjax.sharding.placement import ArrayPlan, pad, unpad
 
 
-def manual_spec(row: Row, axes: Sequence[str]) -> PartitionSpec:
+def manual_spec(row: ArrayPlan, axes: Sequence[str]) -> PartitionSpec:
     """The part of a placement that is split by hand.
 
     Args:
@@ -25,7 +25,7 @@ def manual_spec(row: Row, axes: Sequence[str]) -> PartitionSpec:
     return PartitionSpec(*map(rules.entry, _split_dims(row, axes)))
 
 
-def shard_shape(row: Row, axes: Sequence[str]) -> tuple[int, ...]:
+def shard_shape(row: ArrayPlan, axes: Sequence[str]) -> tuple[int, ...]:
     """The shape of one device's part of a stored array.
 
     Args:
@@ -40,7 +40,7 @@ def shard_shape(row: Row, axes: Sequence[str]) -> tuple[int, ...]:
     return tuple(size // num_shares(mesh, names) for size, names in split)
 
 
-def gather(shard: jax.Array, row: Row, axes: Sequence[str]) -> jax.Array:
+def gather(shard: jax.Array, row: ArrayPlan, axes: Sequence[str]) -> jax.Array:
     """All-gathers an array from its shards.
 
     Args:
@@ -61,7 +61,7 @@ def gather(shard: jax.Array, row: Row, axes: Sequence[str]) -> jax.Array:
     return unpad(_by_share(run, row, axes)(shard), row)
 
 
-def reduce(x: jax.Array, row: Row, axes: Sequence[str]) -> jax.Array:
+def reduce(x: jax.Array, row: ArrayPlan, axes: Sequence[str]) -> jax.Array:
     """Sums what the devices hold, each keeping its shard of the sum.
 
     Reduce-scatters over the axes that split the array, all-reduces over the others.
@@ -88,7 +88,7 @@ def reduce(x: jax.Array, row: Row, axes: Sequence[str]) -> jax.Array:
     return _by_share(run, row, axes)(pad(x, row))
 
 
-def fetch(shard: jax.Array, row: Row, axes: Sequence[str]) -> jax.Array:
+def fetch(shard: jax.Array, row: ArrayPlan, axes: Sequence[str]) -> jax.Array:
     """Gathers a parameter; its gradient is reduced to the shard at once.
 
     Args:
@@ -149,7 +149,7 @@ def from_one(tree: Any, is_from: jax.Array, axes: Sequence[str]) -> Any:
 
 
 def _by_share(
-    run: Callable[[jax.Array], jax.Array], row: Row, axes: Sequence[str]
+    run: Callable[[jax.Array], jax.Array], row: ArrayPlan, axes: Sequence[str]
 ) -> Callable[[jax.Array], jax.Array]:
     # A compiler that had the other axes would gather the array over them first. Not in
     # dims that are cut by hand, whose parts would come in another order.
@@ -176,6 +176,6 @@ def _others(axes: Sequence[str]) -> set[str]:
     return set(jax.sharding.get_abstract_mesh().auto_axes).difference(axes)
 
 
-def _split_dims(row: Row, axes: Sequence[str]) -> list[tuple[str, ...]]:
+def _split_dims(row: ArrayPlan, axes: Sequence[str]) -> list[tuple[str, ...]]:
     dims = rules.axes_of(row.spec, len(row.stored_shape))
     return [tuple(axis for axis in names if axis in axes) for names in dims]

@@ -10,7 +10,14 @@ from zjax.config.schema import Config
 from zjax.offload.parts import Part, compile_parts
 from zjax.offload.units import groups_of, num_units
 from zjax.optim.dataflow import trace
-from zjax.sharding.placement import Row, layer_of, pad, place_tree, shardings, unpad
+from zjax.sharding.placement import (
+    ArrayPlan,
+    layer_of,
+    pad,
+    place_tree,
+    shardings,
+    unpad,
+)
 from zjax.sharding.plan import DEVICE, Plan
 from zjax.storage.move import move, rest_in_turn
 from zjax.storage.passing import room_to_pass
@@ -63,7 +70,7 @@ def _first_weights(created: Iterable[tuple[int, jax.Array]], plan: Plan) -> list
     places = [jax.tree.leaves(rows) for rows in trees]
     order: list[tuple[int, int]] = []
 
-    def made() -> Iterator[tuple[jax.Array, Row]]:
+    def made() -> Iterator[tuple[jax.Array, ArrayPlan]]:
         for i, x in created:
             row, *others = (rows[i] for rows in places if rows)
             for role, other in enumerate(others, 1):
@@ -112,7 +119,10 @@ def _units(
 
 
 def _creator(
-    model: Model, layers: Sequence[int | None], rows: Sequence[Row], own: Sequence[int]
+    model: Model,
+    layers: Sequence[int | None],
+    rows: Sequence[ArrayPlan],
+    own: Sequence[int],
 ) -> Any:
     """What creates the leaves of one layer, or those outside of layers."""
     init_layer = model.init_layer
@@ -123,7 +133,7 @@ def _creator(
         stacks = _stacks_of(params, layers)
         return [one(stacks[i], layers[i], rows[i].rest_in(DEVICE)) for i in own]
 
-    def one(x: jax.Array, layer: int | None, row: Row) -> jax.Array:
+    def one(x: jax.Array, layer: int | None, row: ArrayPlan) -> jax.Array:
         x = x if layer is None else x[0]
         return pad(place_tree(x.astype(row.dtype), row), row)
 
@@ -161,7 +171,7 @@ def _init_opt_state(tx: Any, master: Params, params: Params, plan: Plan) -> Any:
         upper = move(upper, in_use, DEVICE, is_consumed=False)
         return _joined(here, row.passing, upper, in_use.passing)
 
-    def create(part: Part, place: Row) -> jax.Array:
+    def create(part: Part, place: ArrayPlan) -> jax.Array:
         (x,) = part({name: bring(name) for name in part.inputs})
         here = place.passing
         return jax.jit(pad, static_argnums=1, out_shardings=here.sharding)(x, here)
@@ -173,7 +183,9 @@ def _init_opt_state(tx: Any, master: Params, params: Params, plan: Plan) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 3))
-def _joined(x: jax.Array, row: Row, upper: jax.Array, in_use: Row) -> jax.Array:
+def _joined(
+    x: jax.Array, row: ArrayPlan, upper: jax.Array, in_use: ArrayPlan
+) -> jax.Array:
     return unpad(join(x, row, upper, in_use), row)
 
 

@@ -8,7 +8,7 @@ import jax
 from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config
 from zjax.offload.units import num_units
-from zjax.sharding.placement import Row, abstract_key
+from zjax.sharding.placement import ArrayPlan, abstract_key
 from zjax.sharding.plan import DEVICE, Plan, while_it_waits
 from zjax.train.gradients import microbatches
 from zjax.train.gradients.automatic import compute_dtype
@@ -32,7 +32,7 @@ def kept_here(model: Model, config: Config) -> Callable[..., Any] | None:
 
 def input_at_rest(
     x: jax.Array | jax.ShapeDtypeStruct, plan: Plan, config: Config
-) -> Row:
+) -> ArrayPlan:
     """Where a part of what enters a block waits.
 
     Args:
@@ -43,13 +43,15 @@ def input_at_rest(
     Returns:
         Its place until the backward pass.
     """
-    here = Row("an input of a block", x.shape, x.shape, x.dtype, plan.batch_sharding(x))
+    here = ArrayPlan(
+        "an input of a block", x.shape, x.shape, x.dtype, plan.batch_sharding(x)
+    )
     return while_it_waits(here, config.model.activation_memory, config)
 
 
 def waiting_inputs(
     model: Model, plan: Plan, config: Config, batch: Batch
-) -> Sequence[Row]:
+) -> Sequence[ArrayPlan]:
     """What waits outside of the devices at the end of a forward pass.
 
     Args:

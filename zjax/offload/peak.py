@@ -14,7 +14,7 @@ from zjax.offload.units import units_of
 from zjax.offload.whole import Whole
 from zjax.sharding.batch import batch_shardings
 from zjax.sharding.memory import resting_bytes
-from zjax.sharding.placement import Row, abstract_key, abstract_tree
+from zjax.sharding.placement import ArrayPlan, abstract_key, abstract_tree
 from zjax.sharding.plan import DEVICE, Plan, plan_on_device
 from zjax.train.state import without_update
 from zjax.typing import Batch, Entries
@@ -197,15 +197,15 @@ def _added_by(compiled: Any) -> int | None:
     return results + analysis.temp_size_in_bytes
 
 
-def _row_of(x: Any) -> Row:
-    return Row("", x.shape, x.shape, x.dtype, x.sharding)
+def _row_of(x: Any) -> ArrayPlan:
+    return ArrayPlan("", x.shape, x.shape, x.dtype, x.sharding)
 
 
-def _resting_here(rows: Iterable[Row]) -> int:
+def _resting_here(rows: Iterable[ArrayPlan]) -> int:
     return sum(row.device_bytes for row in rows if row.memory == DEVICE)
 
 
-def _moved_bytes(rows: Iterable[Row]) -> int:
+def _moved_bytes(rows: Iterable[ArrayPlan]) -> int:
     return sum(row.device_bytes for row in rows if row.memory != DEVICE)
 
 

@@ -15,7 +15,7 @@ from zjax.offload.kept import kept_of, pull_with
 from zjax.offload.units import trunk_of, units_of, units_of_all
 from zjax.ops.keys import part_key
 from zjax.sharding.memory import waiting_rows
-from zjax.sharding.placement import Row, pad_tree, path_of, place_tree, unpad_tree
+from zjax.sharding.placement import ArrayPlan, pad_tree, path_of, place_tree, unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.sharding.zero import whole_spec
 from zjax.train.gradients import microbatches
@@ -59,7 +59,7 @@ class BlockPrograms:
         tile = tiles[0] if tiles else ()
         return {"embed": embed, "block": block, "tile": tile, "head": head}
 
-    def rows_by_group(self) -> list[list[Row]]:
+    def rows_by_group(self) -> list[list[ArrayPlan]]:
         """Rows of the gradients that arrive together, as `groups_of` numbers them."""
         embed = jax.tree.leaves(self.grad_rows["embed"])
         _, (blocks,), _ = self.stack.split(self.grad_tree)
@@ -295,6 +295,6 @@ def _number_of(stream: Any) -> jax.Array:
     return jax.tree.leaves(stream)[0].ravel()[0]
 
 
-def _whole(row: Row) -> Row:
+def _whole(row: ArrayPlan) -> ArrayPlan:
     sharding = row.sharding.update(spec=whole_spec(row.spec))
     return dataclasses.replace(row, stored_shape=row.shape, sharding=sharding)

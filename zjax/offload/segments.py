@@ -19,7 +19,7 @@ from zjax.offload.parts import Jit
 from zjax.offload.programs import BlockPrograms
 from zjax.offload.stream import Load, Stream
 from zjax.offload.units import groups_of, units_of, units_of_all
-from zjax.sharding.placement import Row
+from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import DEVICE, HOST, Plan, plan_on_device
 from zjax.storage.move import rest
 from zjax.train.gradients import microbatches
@@ -72,8 +72,8 @@ class Segments:
         num_microbatches: int,
         jit: Jit,
         *,
-        input_at_rest: Callable[[jax.Array], Row],
-        sum_at_rest: Callable[[Row], Row],
+        input_at_rest: Callable[[jax.Array], ArrayPlan],
+        sum_at_rest: Callable[[ArrayPlan], ArrayPlan],
         keeps: Callable[..., Any] | None = None,
     ):
         assert model.stack is not None
@@ -86,7 +86,9 @@ class Segments:
         self.in_use = programs.in_use
         _, (blocks,), _ = self.stack.split(plan.compute)
         units = units_of(self.segment, blocks[0])
-        self.unit_rows: list[list[Row]] = [jax.tree.leaves(unit) for unit in units]
+        self.unit_rows: list[list[ArrayPlan]] = [
+            jax.tree.leaves(unit) for unit in units
+        ]
         unit_bytes = max(sum(x.device_bytes for x in rows) for rows in self.unit_rows)
         moved_bytes = max(
             sum(x.device_bytes for x in rows if x.memory != DEVICE)
@@ -328,14 +330,16 @@ class Segments:
             jax.tree.map(self.input_at_rest, for_tiles),
         )
 
-    def shard_of(self, x: Any) -> Row:
+    def shard_of(self, x: Any) -> ArrayPlan:
         """One device's part of an array that its program has placed."""
         if x.sharding.memory_kind == HOST:
             problem = "sends what a block keeps to the host"
             remedy = "have it stay, or set model.activation_memory to send inputs alone"
             raise PlanError(Problem("keeps", HOST, problem, remedy))
         shape = x.sharding.shard_shape(x.shape)
-        return Row("what a block keeps", shape, shape, x.dtype, self.plan.replicated)
+        return ArrayPlan(
+            "what a block keeps", shape, shape, x.dtype, self.plan.replicated
+        )
 
     def announce(self, units: Sequence[Params], names: Sequence[Any]) -> None:
         """Has units come up in this order, and no others."""
@@ -349,7 +353,7 @@ class Segments:
             for name in names
         )
 
-    def rows_of(self, unit: int) -> list[Row]:
+    def rows_of(self, unit: int) -> list[ArrayPlan]:
         """The places of the arrays of a unit; blocks are alike."""
         return self.unit_rows[unit % len(self.unit_rows)]
 

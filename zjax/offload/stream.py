@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from zjax.sharding.placement import Row
+from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import DEVICE, NVME
 from zjax.storage.array import DiskArray
 from zjax.storage.move import move, rest
@@ -30,7 +30,7 @@ class Load:
 
     name: Hashable
     arrays: list[Any]
-    rows: list[Row]
+    rows: list[ArrayPlan]
     is_consumed: bool
 
     @property
@@ -103,7 +103,9 @@ class Stream:
         self.waiting.extend(loads)
         self.fill()
 
-    def add(self, name: Hashable, arrays: list[jax.Array], rows: list[Row]) -> None:
+    def add(
+        self, name: Hashable, arrays: list[jax.Array], rows: list[ArrayPlan]
+    ) -> None:
         """Adds arrays to a load; if that is not here yet, they rest until it comes.
 
         Args:
@@ -118,7 +120,7 @@ class Stream:
         load.arrays.extend(self.send(arrays, rows))
         load.rows.extend(rows)
 
-    def send(self, arrays: list[Any], rows: list[Row]) -> list[Any]:
+    def send(self, arrays: list[Any], rows: list[ArrayPlan]) -> list[Any]:
         """Sends arrays of no load to where they rest, few of them at a time.
 
         Args:

@@ -28,7 +28,7 @@ from zjax.offload.stream import Load, Stream
 from zjax.offload.update import GroupedUpdate
 from zjax.offload.whole import Whole
 from zjax.optim.dataflow import Name
-from zjax.sharding.placement import Row
+from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import DEVICE, Plan, while_it_waits
 from zjax.storage.array import DiskArray
 from zjax.storage.move import rest
@@ -172,13 +172,13 @@ class OffloadedTrain:
             return state
         return _Running(self, state, is_delayed=True).settle(state)
 
-    def load_rows(self, group: int) -> list[Row]:
+    def load_rows(self, group: int) -> list[ArrayPlan]:
         """Where the arrays rest that an update of a group takes with it."""
         names = self.update.state_inputs if self.update.waits else self.own_inputs
         rows = [self.rows[name] for name in names[group]]
         return rows + (self.grad_rows_of(group) if self.delay_from >= 0 else [])
 
-    def grad_rows_of(self, group: int) -> list[Row]:
+    def grad_rows_of(self, group: int) -> list[ArrayPlan]:
         """Where the gradients of a group rest."""
         first = len(self.update.state_names)
         names = self.update.grad_inputs[group]
@@ -266,7 +266,7 @@ class _Running:
             rows += train.grad_rows_of(group)
         yield Load(group, arrays, rows, is_consumed=True)
 
-    def at_rest(self, names: Sequence[Name]) -> tuple[list[Any], list[Row]]:
+    def at_rest(self, names: Sequence[Name]) -> tuple[list[Any], list[ArrayPlan]]:
         return [self.known[x] for x in names], [self.train.rows[x] for x in names]
 
     def receive(self, arriving: Iterator[Arrived | Loss]) -> Loss:
@@ -344,7 +344,7 @@ class _Running:
         self.outputs.update(zip(positions, resting, strict=True))
 
 
-def bounded_groups(groups: Sequence[int], rows: Sequence[Row]) -> list[int]:
+def bounded_groups(groups: Sequence[int], rows: Sequence[ArrayPlan]) -> list[int]:
     """Cuts groups into smaller ones of bounded bytes.
 
     Args:

@@ -17,7 +17,7 @@ from rich.table import Table
 from zjax.config.schema import Config
 from zjax.sharding import memory
 from zjax.sharding.mesh import TENSOR
-from zjax.sharding.placement import Row, dtype_bytes
+from zjax.sharding.placement import ArrayPlan, dtype_bytes
 from zjax.sharding.plan import DEVICE, NVME, Plan
 from zjax.sharding.rules import axes_of
 from zjax.sharding.traffic import traffic_of_step
@@ -82,7 +82,7 @@ def _title(plan: Plan) -> str:
     return f"plan: ZeRO {plan.stage} on mesh ({mesh or 'one device'})"
 
 
-def _roles(plan: Plan) -> list[tuple[str, list[Row]]]:
+def _roles(plan: Plan) -> list[tuple[str, list[ArrayPlan]]]:
     master = "master weights" + (", lower half" if plan.in_halves else "")
     trees = {
         master: plan.master,
@@ -96,7 +96,9 @@ def _roles(plan: Plan) -> list[tuple[str, list[Row]]]:
     return [(role, leaves) for role, leaves in roles if leaves]
 
 
-def describe_memories(plan: Plan, config: Config, inputs: Sequence[Row] = ()) -> str:
+def describe_memories(
+    plan: Plan, config: Config, inputs: Sequence[ArrayPlan] = ()
+) -> str:
     """What is stored in each memory, and what a step moves between them.
 
     Args:
@@ -144,7 +146,7 @@ def describe_whole(plan: Plan) -> str:
         split them; empty without a tensor axis, and where all are split.
     """
     rows = jax.tree.leaves(plan.compute)
-    paths: dict[str, list[Row]] = collections.defaultdict(list)
+    paths: dict[str, list[ArrayPlan]] = collections.defaultdict(list)
     for row in rows:
         if TENSOR not in sum(axes_of(row.spec, len(row.shape)), ()):
             paths[row.path].append(row)
@@ -304,8 +306,8 @@ def render_table(
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
-def _role_rows(role: str, leaves: list[Row]) -> list[tuple[str, ...]]:
-    groups: dict[Any, list[Row]] = collections.defaultdict(list)
+def _role_rows(role: str, leaves: list[ArrayPlan]) -> list[tuple[str, ...]]:
+    groups: dict[Any, list[ArrayPlan]] = collections.defaultdict(list)
     for row in leaves:
         name = re.sub(r"(?<![^/])\d+(?![^/])", "*", row.path)
         groups[name, row.shape, row.dtype, str(row.spec)].append(row)
@@ -325,12 +327,12 @@ def _role_rows(role: str, leaves: list[Row]) -> list[tuple[str, ...]]:
     return [(role, f"x{len(leaves)}", "", "", "", "", total), *lines]
 
 
-def _shape(row: Row) -> str:
+def _shape(row: ArrayPlan) -> str:
     text = "x".join(map(str, row.shape)) or "scalar"
     stored = "x".join(map(str, row.stored_shape))
     return text if row.shape == row.stored_shape else f"{text} in {stored}"
 
 
-def _spec(row: Row) -> str:
+def _spec(row: ArrayPlan) -> str:
     entries = ["+".join(e) if isinstance(e, tuple) else e or "-" for e in row.spec]
     return ",".join(entries) if any(e != "-" for e in entries) else "whole"

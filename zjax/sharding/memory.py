@@ -10,7 +10,7 @@ from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
 from zjax.sharding.mesh import ZERO_AXES, num_shares
-from zjax.sharding.placement import Row, dtype_bytes
+from zjax.sharding.placement import ArrayPlan, dtype_bytes
 from zjax.sharding.plan import AUTO, DEVICE, HOST, NVME, Plan, while_it_waits
 
 STAGES = (0, 1, 2, 3)
@@ -82,7 +82,7 @@ def tree_bytes(rows: Any) -> int:
     """Bytes that a tree of arrays takes on one device.
 
     Args:
-        rows: A tree of `Row`.
+        rows: A tree of `ArrayPlan`.
 
     Returns:
         The sum, padding included.
@@ -95,7 +95,7 @@ def bytes_in(where: str, rows: Any) -> int:
 
     Args:
         where: `device`, `pinned_host` or `nvme`.
-        rows: A tree of `Row`.
+        rows: A tree of `ArrayPlan`.
 
     Returns:
         The sum over those that rest there.
@@ -135,13 +135,13 @@ def padding_bytes(rows: Any) -> int:
     """Bytes of zeros stored over all devices because shapes do not divide.
 
     Args:
-        rows: A tree of `Row`.
+        rows: A tree of `ArrayPlan`.
 
     Returns:
         Their sum.
     """
 
-    def padding(row: Row) -> int:
+    def padding(row: ArrayPlan) -> int:
         extra = math.prod(row.stored_shape) - math.prod(row.shape)
         return extra * dtype_bytes(row.dtype)
 
@@ -171,7 +171,7 @@ def waiting_rows(plan: Plan, num_microbatches: int) -> Any:
         num_microbatches: With more than one, what waits are their sums.
 
     Returns:
-        A tree of `Row` on the devices, split as the optimizer takes them.
+        A tree of `ArrayPlan` on the devices, split as the optimizer takes them.
     """
     wide = plan.grads if num_microbatches > 1 else plan.compute
     return jax.tree.map(
@@ -207,7 +207,9 @@ def waiting_on_host_bytes(plan: Plan, config: Config, num_shares: int) -> int:
     return bytes_in(HOST, waiting_at_rest(plan, config, number))
 
 
-def waiting_at_rest(plan: Plan, config: Config, num_microbatches: int) -> list[Row]:
+def waiting_at_rest(
+    plan: Plan, config: Config, num_microbatches: int
+) -> list[ArrayPlan]:
     """Where gradients rest while they wait.
 
     Args:
@@ -243,7 +245,7 @@ def step_state_bytes(plan: Plan, config: Config, num_microbatches: int) -> int |
     return state.parameters + state.optimizer + tree_bytes(grads)
 
 
-def rows_on_disk(plan: Plan, config: Config) -> list[Row]:
+def rows_on_disk(plan: Plan, config: Config) -> list[ArrayPlan]:
     """The arrays that rest on disks, gradients that wait there among them.
 
     Args:

@@ -34,7 +34,7 @@ class LayerKey(jax.tree_util.DictKey):
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class ArrayPlan:
     """The place of one array of a plan.
 
     Args:
@@ -76,7 +76,7 @@ class Row:
         )
 
     @property
-    def layer(self) -> "Row":
+    def layer(self) -> "ArrayPlan":
         """The place of one of the layers."""
         spec = PartitionSpec(*self.spec[1:])
         return dataclasses.replace(
@@ -88,34 +88,34 @@ class Row:
         )
 
     @property
-    def lower_half(self) -> "Row":
+    def lower_half(self) -> "ArrayPlan":
         """The place of what is left of weights beside their upper half."""
         return dataclasses.replace(self, dtype=jnp.dtype("int16"), half_of=self.dtype)
 
     @property
-    def whole(self) -> "Row":
+    def whole(self) -> "ArrayPlan":
         """The place of the weights of which this is one half, or of all others."""
         dtype = self.half_of or self.dtype
         return dataclasses.replace(self, dtype=dtype, half_of=None)
 
     @property
-    def passing(self) -> "Row":
+    def passing(self) -> "ArrayPlan":
         """The place on the devices of any array like this one.
 
         It has no path, for what is compiled once for all of them.
         """
         return dataclasses.replace(self.rest_in("device"), path="")
 
-    def rest_in(self, memory: str) -> "Row":
+    def rest_in(self, memory: str) -> "ArrayPlan":
         """The same place in another memory, which JAX calls by the same name."""
         sharding = self.sharding.with_memory_kind(memory)
         return dataclasses.replace(self, sharding=sharding, disks=())
 
-    def rest_on(self, disks: tuple[str, ...]) -> "Row":
+    def rest_on(self, disks: tuple[str, ...]) -> "ArrayPlan":
         """The same place on disks, from which arrays go to the devices."""
         return dataclasses.replace(self.rest_in("device"), disks=disks)
 
-    def rest_at(self, memory: str, disks: tuple[str, ...]) -> "Row":
+    def rest_at(self, memory: str, disks: tuple[str, ...]) -> "ArrayPlan":
         """The same place in another memory, or on these disks where that is `nvme`."""
         return self.rest_on(disks) if memory == "nvme" else self.rest_in(memory)
 
@@ -171,7 +171,7 @@ def dtype_bytes(dtype: Any) -> int:
     return np.dtype(dtype).itemsize
 
 
-def pad(x: jax.Array, row: Row) -> jax.Array:
+def pad(x: jax.Array, row: ArrayPlan) -> jax.Array:
     """Appends the zeros of storage.
 
     Args:
@@ -187,7 +187,7 @@ def pad(x: jax.Array, row: Row) -> jax.Array:
     return jnp.pad(x, widths)
 
 
-def unpad(x: jax.Array, row: Row) -> jax.Array:
+def unpad(x: jax.Array, row: ArrayPlan) -> jax.Array:
     """Cuts the zeros of storage off.
 
     Args:
@@ -205,7 +205,7 @@ def pad_tree(tree: Any, rows: Any) -> Any:
 
     Args:
         tree: Arrays in their logical shapes.
-        rows: A tree of `Row` of the same structure.
+        rows: A tree of `ArrayPlan` of the same structure.
 
     Returns:
         Arrays in their stored shapes.
@@ -218,7 +218,7 @@ def unpad_tree(tree: Any, rows: Any) -> Any:
 
     Args:
         tree: Arrays in their stored shapes.
-        rows: A tree of `Row` of the same structure.
+        rows: A tree of `ArrayPlan` of the same structure.
 
     Returns:
         Arrays in their logical shapes.
@@ -231,13 +231,13 @@ def place_tree(tree: Any, rows: Any) -> Any:
 
     Args:
         tree: Arrays in their logical shapes, traced by `jit`.
-        rows: A tree of `Row` of the same structure.
+        rows: A tree of `ArrayPlan` of the same structure.
 
     Returns:
         The same values; the compiler must lay them out as the rows say.
     """
 
-    def place(x: jax.Array, row: Row) -> jax.Array:
+    def place(x: jax.Array, row: ArrayPlan) -> jax.Array:
         stored = jax.lax.with_sharding_constraint(pad(x, row), row.sharding)
         return unpad(stored, row)
 
@@ -248,7 +248,7 @@ def shardings(rows: Any) -> Any:
     """The sharding of each row, as `jit` takes them.
 
     Args:
-        rows: A tree of `Row`.
+        rows: A tree of `ArrayPlan`.
 
     Returns:
         A tree of NamedSharding.
@@ -260,7 +260,7 @@ def abstract_tree(rows: Any) -> Any:
     """The stored arrays without their data.
 
     Args:
-        rows: A tree of `Row`.
+        rows: A tree of `ArrayPlan`.
 
     Returns:
         A tree of ShapeDtypeStruct that carry their shardings.

@@ -36,7 +36,7 @@ from zjax.sharding.layers import Layers
 from zjax.sharding.naming import names_of_dims
 from zjax.sharding.opt_state import abstract_opt_state
 from zjax.sharding.placement import (
-    Row,
+    ArrayPlan,
     abstract_key,
     layer_of,
     name_of,
@@ -56,7 +56,7 @@ MIN_MOVED_BYTES = 1 << 18
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The placement of every array, one tree of `Row` for each role.
+    """The placement of every array, one tree of `ArrayPlan` for each role.
 
     Args:
         mesh: Devices, or an abstract mesh for planning alone.
@@ -85,7 +85,7 @@ class Plan:
     is_offloaded: bool = False
     batch_casts: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def scalar(self, path: str, dtype: Any) -> Row:
+    def scalar(self, path: str, dtype: Any) -> ArrayPlan:
         """The row of a number that every device holds.
 
         Args:
@@ -95,7 +95,7 @@ class Plan:
         Returns:
             A replicated row of shape ().
         """
-        return Row(path, (), (), jnp.dtype(dtype), self.replicated)
+        return ArrayPlan(path, (), (), jnp.dtype(dtype), self.replicated)
 
     @property
     def in_halves(self) -> bool:
@@ -287,13 +287,13 @@ def _cast(tree: Any, dtype: str) -> Any:
     return jax.tree.map(cast, tree)
 
 
-def _layer_by_layer(row: Row) -> Any:
+def _layer_by_layer(row: ArrayPlan) -> Any:
     if not row.num_layers:
         return row
     return Layers([row.layer] * row.num_layers, name_of(row.path))
 
 
-def while_it_waits(row: Row, memory: str, config: Config) -> Row:
+def while_it_waits(row: ArrayPlan, memory: str, config: Config) -> ArrayPlan:
     """Where a gradient waits, or what enters a block.
 
     Args:
@@ -307,13 +307,15 @@ def while_it_waits(row: Row, memory: str, config: Config) -> Row:
     return _offload(row, row, memory, config) if memory == NVME else row.rest_in(memory)
 
 
-def _offload(row: Row, other: Row, memory: str, config: Config) -> Row:
+def _offload(
+    row: ArrayPlan, other: ArrayPlan, memory: str, config: Config
+) -> ArrayPlan:
     """The other place, in a memory, of what would take much of a device in its own."""
     is_moved = memory != DEVICE and row.device_bytes >= MIN_MOVED_BYTES
     return other.rest_at(memory, config.zero.nvme_paths) if is_moved else row
 
 
-def _in_halves(row: Row, in_use: Row) -> Row:
+def _in_halves(row: ArrayPlan, in_use: ArrayPlan) -> ArrayPlan:
     """Master weights without the half that is kept as parameters in use."""
     halves = (jnp.dtype("float32"), jnp.dtype("bfloat16"))
     return row.lower_half if (row.dtype, in_use.dtype) == halves else row
@@ -337,11 +339,11 @@ def _logical_arrays(rows: Any) -> Any:
 
 def _row(
     path: str, leaf: Any, spec: PartitionSpec, mesh: Any, *, is_stack: bool = False
-) -> Row:
+) -> ArrayPlan:
     stored = stored_shape(leaf.shape, spec, mesh)
     sharding = NamedSharding(mesh, spec)
     num_layers = leaf.shape[0] if is_stack else 0
-    return Row(path, leaf.shape, stored, leaf.dtype, sharding, num_layers)
+    return ArrayPlan(path, leaf.shape, stored, leaf.dtype, sharding, num_layers)
 
 
 def _rows(tree: Any, mesh: Any) -> Any:
@@ -384,7 +386,7 @@ def _opt_state_rows(config: Config, mesh: Any, opt_state: Any, master: Any) -> A
     """
     places = {row.path: row for row in jax.tree.leaves(master)}
 
-    def row(keys: Any, leaf: Any) -> Row:
+    def row(keys: Any, leaf: Any) -> ArrayPlan:
         path, names = path_of(keys), ()
         for owner in owners(keys, places):
             own = rules.reduced_spec(owner.spec, owner.shape, leaf.shape)

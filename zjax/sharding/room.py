@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from zjax.sharding.placement import Row, position_finder
+from zjax.sharding.placement import ArrayPlan, position_finder
 from zjax.sharding.plan import DEVICE, HOST, NVME, Plan
 
 
@@ -45,7 +45,7 @@ def spread_state(
             chosen[i] = where
             left[where] -= sizes[i]
 
-    def placed(row: Row, i: int | None) -> Row:
+    def placed(row: ArrayPlan, i: int | None) -> ArrayPlan:
         if i is None or row.memory == DEVICE:
             return row
         where = chosen[i]

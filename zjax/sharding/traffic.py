@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config
 from zjax.sharding import memory
-from zjax.sharding.placement import Row
+from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import DEVICE, HOST, NVME, Plan
 
 
@@ -31,7 +31,7 @@ class Traffic:
 
 
 def traffic_of_step(
-    plan: Plan, config: Config, inputs: Sequence[Row] = ()
+    plan: Plan, config: Config, inputs: Sequence[ArrayPlan] = ()
 ) -> list[Traffic]:
     """Everything that rests outside of the devices, and how often a step moves it.
 

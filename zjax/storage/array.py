@@ -21,7 +21,7 @@ from jax.sharding import SingleDeviceSharding
 
 from zjax.errors import Problem, StorageError
 from zjax.remedies import find_remedy
-from zjax.sharding.placement import Row
+from zjax.sharding.placement import ArrayPlan
 from zjax.storage.buffers import Buffers, thread_memory
 from zjax.storage.chunks import chunk_shape, disk_bytes
 from zjax.storage.crew import CONCURRENCY, Job, move_chunks
@@ -41,7 +41,7 @@ class DiskArray:
         shards: Parts that this process has, each with the bounds of its dims.
     """
 
-    def __init__(self, row: Row, shards: Sequence[tuple[Any, Any]]):
+    def __init__(self, row: ArrayPlan, shards: Sequence[tuple[Any, Any]]):
         self.row, self.path = row, ""
         self.shape, self.dtype = row.stored_shape, np.dtype(row.dtype)
         self.nbytes = math.prod(self.shape) * self.dtype.itemsize
@@ -53,7 +53,7 @@ class DiskArray:
         self._written = move_chunks("write", write)
 
     @classmethod
-    def write(cls, x: jax.Array, row: Row) -> "DiskArray":
+    def write(cls, x: jax.Array, row: ArrayPlan) -> "DiskArray":
         """Starts to write an array.
 
         Args:
@@ -279,7 +279,7 @@ def open_files(path: str) -> tensorstore.TensorStore:
     return tensorstore.open(_driver(path), context=_context(), open=True).result()
 
 
-def _describe_files(path: str, chunk: tuple[int, ...], row: Row) -> None:
+def _describe_files(path: str, chunk: tuple[int, ...], row: ArrayPlan) -> None:
     if os.path.exists(f"{path}/zarr.json"):
         return
     metadata = {

@@ -3,7 +3,7 @@
 import functools
 import math
 
-from zjax.sharding.placement import Row, dtype_bytes, num_distinct_shards
+from zjax.sharding.placement import ArrayPlan, dtype_bytes, num_distinct_shards
 from zjax.storage.files import BLOCK_BYTES, SUM_BYTES
 
 CHUNK_BYTES = 16 << 20
@@ -57,7 +57,7 @@ def chunk_shape(
     return tuple(chunk)
 
 
-def disk_bytes(row: Row) -> int:
+def disk_bytes(row: ArrayPlan) -> int:
     """What the files of an array take, with their directories.
 
     Args:

@@ -7,14 +7,14 @@ from typing import Any
 import jax
 
 from zjax.sharding.mesh import is_simulated
-from zjax.sharding.placement import Row
+from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import DEVICE, NVME
 from zjax.storage.array import DiskArray
 from zjax.storage.lanes import send
 from zjax.storage.progress import tell
 
 
-def move(x: Any, row: Row, memory: str, *, is_consumed: bool) -> Any:
+def move(x: Any, row: ArrayPlan, memory: str, *, is_consumed: bool) -> Any:
     """Sends one array to another memory, unless it rests on the devices.
 
     Args:
@@ -44,13 +44,13 @@ def rest(arrays: Any, rows: Any) -> Any:
 
     Args:
         arrays: A tree, on the devices.
-        rows: A tree of `Row` of the same structure.
+        rows: A tree of `ArrayPlan` of the same structure.
 
     Returns:
         Arrays at rest, perhaps still on their way.
     """
 
-    def one(x: Any, row: Row) -> Any:
+    def one(x: Any, row: ArrayPlan) -> Any:
         moved = move(x, row, row.memory, is_consumed=True)
         if row.memory != DEVICE:
             tell(row.device_bytes * len(row.sharding.addressable_devices))
@@ -64,7 +64,7 @@ def rest_all(arrays: Any, rows: Any, limit_bytes: int) -> Any:
 
     Args:
         arrays: A tree, on the devices; those that move are consumed.
-        rows: A tree of `Row` of the same structure.
+        rows: A tree of `ArrayPlan` of the same structure.
         limit_bytes: As of `rest_in_turn`.
 
     Returns:
@@ -79,7 +79,9 @@ def rest_all(arrays: Any, rows: Any, limit_bytes: int) -> Any:
     )
 
 
-def rest_in_turn(pairs: Iterable[tuple[Any, Row]], limit_bytes: int) -> Iterator[Any]:
+def rest_in_turn(
+    pairs: Iterable[tuple[Any, ArrayPlan]], limit_bytes: int
+) -> Iterator[Any]:
     """Sends arrays to where they rest, few of them at a time.
 
     Args:

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from zjax.optim.halves import joined, lower_half
-from zjax.sharding.placement import Row, pad, place_tree, unpad
+from zjax.sharding.placement import ArrayPlan, pad, place_tree, unpad
 from zjax.sharding.plan import Plan
 from zjax.typing import Params
 
@@ -27,7 +27,9 @@ def whole_master(stored: Params, params: Any, plan: Plan) -> Params:
     return jax.tree.map(join, stored, plan.master, params, plan.compute)
 
 
-def join(x: jax.Array, row: Row, upper: jax.Array, in_use: Row) -> jax.Array:
+def join(
+    x: jax.Array, row: ArrayPlan, upper: jax.Array, in_use: ArrayPlan
+) -> jax.Array:
     """One array of `whole_master`.
 
     Args:
@@ -44,7 +46,7 @@ def join(x: jax.Array, row: Row, upper: jax.Array, in_use: Row) -> jax.Array:
     return joined(pad(place_tree(unpad(upper, in_use), row), row), x)
 
 
-def computed_once(x: jax.Array, row: Row) -> jax.Array:
+def computed_once(x: jax.Array, row: ArrayPlan) -> jax.Array:
     """Master weights of which both halves are taken.
 
     A compiler may compute a number again for each of its uses, and round it otherwise.
@@ -59,7 +61,7 @@ def computed_once(x: jax.Array, row: Row) -> jax.Array:
     return x if row.half_of is None else jax.lax.optimization_barrier(x)
 
 
-def half_at_rest(x: Any, row: Row) -> Any:
+def half_at_rest(x: Any, row: ArrayPlan) -> Any:
     """What is stored of master weights: all, or the half that is not in use.
 
     Args:
@@ -94,9 +96,9 @@ def whole_rows(rows: Any) -> Any:
     """The places of master weights as the optimizer sees them.
 
     Args:
-        rows: A tree of `Row`; of some perhaps those of lower halves.
+        rows: A tree of `ArrayPlan`; of some perhaps those of lower halves.
 
     Returns:
-        A tree of `Row` of whole arrays.
+        A tree of `ArrayPlan` of whole arrays.
     """
     return jax.tree.map(lambda row: row.whole, rows)

@@ -15,7 +15,7 @@ from zjax.errors import CheckpointError, Problem, StateError
 from zjax.optim import loss_scale
 from zjax.sharding.layers import take_apart
 from zjax.sharding.placement import (
-    Row,
+    ArrayPlan,
     pad,
     pad_tree,
     place_tree,
@@ -105,7 +105,7 @@ def state_rows(plan: Plan, config: Config) -> TrainState:
         config: Says whether there are a loss scale and an average.
 
     Returns:
-        A TrainState of `Row`.
+        A TrainState of `ArrayPlan`.
     """
     counter = jnp.dtype(jnp.int32)
     scaler = jax.tree.map(
@@ -257,7 +257,9 @@ def with_params(state: TrainState, plan: Plan) -> TrainState:
     return dataclasses.replace(state, params=params)
 
 
-def _in_use(stored: Sequence[tuple[Any, Row, Row]]) -> Iterator[tuple[jax.Array, Row]]:
+def _in_use(
+    stored: Sequence[tuple[Any, ArrayPlan, ArrayPlan]],
+) -> Iterator[tuple[jax.Array, ArrayPlan]]:
     """Parameters on the devices, each made from master weights at rest."""
     for i, (x, row, in_use) in enumerate(stored):
         for following, _, _ in stored[i + 1 : i + 2]:
@@ -279,7 +281,7 @@ def without_update(state: TrainState) -> TrainState:
     return dataclasses.replace(state, master=(), opt_state=(), pending=())
 
 
-def cast_param(x: jax.Array, row: Row, other: Row) -> jax.Array:
+def cast_param(x: jax.Array, row: ArrayPlan, other: ArrayPlan) -> jax.Array:
     """Master weights in another dtype and place.
 
     Args:
@@ -294,7 +296,7 @@ def cast_param(x: jax.Array, row: Row, other: Row) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _cast(x: jax.Array, stored: Row, row: Row) -> jax.Array:
+def _cast(x: jax.Array, stored: ArrayPlan, row: ArrayPlan) -> jax.Array:
     return pad(param_in_use(unpad(x, stored), stored, row), row)
 
 
@@ -319,13 +321,13 @@ def place_given(params: Any, rows: Any) -> Any:
 
     Args:
         params: Arrays of JAX or NumPy in their logical shapes.
-        rows: A tree of `Row` of the same structure.
+        rows: A tree of `ArrayPlan` of the same structure.
 
     Returns:
         Stored arrays in the dtypes of the rows; `params` stays as it is.
     """
 
-    def place(x: Any, row: Row) -> Any:
+    def place(x: Any, row: ArrayPlan) -> Any:
         stored = np.zeros(row.stored_shape, row.dtype)
         stored[tuple(map(slice, row.shape))] = np.asarray(x)
         placed = jax.make_array_from_callback(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from zjax.ops.keys import fold_in
 from zjax.sharding.layers import put_together, take_apart
-from zjax.sharding.placement import Row, place_tree
+from zjax.sharding.placement import ArrayPlan, place_tree
 from zjax.sharding.plan import Plan, plan_in_use
 from zjax.train.gradients import microbatches
 from zjax.typing import Batch, Loss, Model, ModelState, Params
@@ -33,7 +33,7 @@ def compute_params(master: Params, plan: Plan) -> Params:
     return jax.tree.map(param_in_use, master, plan.master, plan.compute)
 
 
-def param_in_use(x: jax.Array, stored: Row, row: Row) -> jax.Array:
+def param_in_use(x: jax.Array, stored: ArrayPlan, row: ArrayPlan) -> jax.Array:
     """One parameter as the model sees it; see `compute_params`.
 
     Args:

@@ -280,7 +280,7 @@ def cast_like(tree: Any, rows: Any) -> Any:
 
     Args:
         tree: Arrays.
-        rows: A tree of `Row` of the same structure.
+        rows: A tree of `ArrayPlan` of the same structure.
 
     Returns:
         The same values as far as the dtypes hold them.

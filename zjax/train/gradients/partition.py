@@ -11,7 +11,7 @@ from zjax.parallel.line import Parts
 from zjax.parallel.parts import without_params
 from zjax.sharding.layers import Layers
 from zjax.sharding.mesh import PIPELINE
-from zjax.sharding.placement import Row, name_of
+from zjax.sharding.placement import ArrayPlan, name_of
 from zjax.sharding.plan import Plan
 from zjax.typing import Batch, Model, Params
 
@@ -137,7 +137,7 @@ class Cut:
         return embed, blocks, head
 
     def _marked(self, tree: Any) -> Any:
-        def one(row: Row, x: Any) -> Any:
+        def one(row: ArrayPlan, x: Any) -> Any:
             if not row.num_layers:
                 return x
             number = self.stack.segments[0].num_blocks

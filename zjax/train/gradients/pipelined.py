@@ -25,7 +25,7 @@ from zjax.parallel.pipeline import Pipeline
 from zjax.parallel.schedule import Schedule
 from zjax.parallel.staged import either
 from zjax.sharding.mesh import BATCH_AXES, PIPELINE, SEQUENCE, TENSOR, num_shares
-from zjax.sharding.placement import Row, unpad_tree
+from zjax.sharding.placement import ArrayPlan, unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.train.gradients import microbatches
 from zjax.train.gradients.automatic import compute_dtype
@@ -371,14 +371,14 @@ def _held(x: jax.Array, spec: P) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec)
 
 
-def _besides_batch(row: Row) -> P:
+def _besides_batch(row: ArrayPlan) -> P:
     return shards.manual_spec(row, (PIPELINE, SEQUENCE, TENSOR))
 
 
 def _with_padded_layers(plan: Plan) -> Plan:
     """Stages of equal size: what fills up the last ones counts as layers."""
 
-    def one(row: Row) -> Row:
+    def one(row: ArrayPlan) -> ArrayPlan:
         if not row.num_layers:
             return row
         number = row.stored_shape[0]
