@@ -43,7 +43,6 @@ from zjax.sharding.placement import (
     owners,
     path_of,
 )
-from zjax.sharding.zero import stored_shape
 from zjax.typing import Model
 
 DEVICE, HOST, NVME = "device", "pinned_host", "nvme"
@@ -307,12 +306,10 @@ def while_it_waits(row: ArrayPlan, memory: str, config: Config) -> ArrayPlan:
     return _offload(row, row, memory, config) if memory == NVME else row.rest_in(memory)
 
 
-def _offload(
-    row: ArrayPlan, other: ArrayPlan, memory: str, config: Config
-) -> ArrayPlan:
+def _offload(row: ArrayPlan, other: ArrayPlan, where: str, config: Config) -> ArrayPlan:
     """The other place, in a memory, of what would take much of a device in its own."""
-    is_moved = memory != DEVICE and row.device_bytes >= MIN_MOVED_BYTES
-    return other.rest_at(memory, config.zero.nvme_paths) if is_moved else row
+    is_moved = where != DEVICE and row.device_bytes >= MIN_MOVED_BYTES
+    return other.rest_at(where, config.zero.nvme_paths) if is_moved else row
 
 
 def _in_halves(row: ArrayPlan, in_use: ArrayPlan) -> ArrayPlan:
@@ -340,7 +337,7 @@ def _logical_arrays(rows: Any) -> Any:
 def _row(
     path: str, leaf: Any, spec: PartitionSpec, mesh: Any, *, is_stack: bool = False
 ) -> ArrayPlan:
-    stored = stored_shape(leaf.shape, spec, mesh)
+    stored = zero.stored_shape(leaf.shape, spec, mesh)
     sharding = NamedSharding(mesh, spec)
     num_layers = leaf.shape[0] if is_stack else 0
     return ArrayPlan(path, leaf.shape, stored, leaf.dtype, sharding, num_layers)
