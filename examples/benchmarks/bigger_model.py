@@ -34,6 +34,8 @@ def get_contest():
         "bigger_model",
         "In 32 GB per device ZeRO-3 trains a larger GPT than stage 0 does.",
         (case,),
+        theme="memory",
+        headline="Largest GPT in 32 GB: ZeRO-3 over stage 0",
         notes="1 x 1024 tokens per device, blocks recomputed; with one layer more, "
         "either ran out of memory",
         by_devices=False,

@@ -35,6 +35,7 @@ def get_contest():
             "zero2_6p7b",
             "GPT 6.7B: ZeRO-2 is faster than DeepSpeed's.",
             compare_speed(OURS[:1], ("DeepSpeed ZeRO-2 compiled",), 1.08, 1.2),
+            headline="GPT 6.7B: ZeRO-2 over DeepSpeed",
         ),
         Row(
             "zero3_6p7b",
@@ -45,6 +46,7 @@ def get_contest():
             "fsdp_6p7b",
             "GPT 6.7B: our best stage is as fast as the better of FSDP2's two modes.",
             compare_speed(OURS, (KEPT, RESHARDED), 1.02, 1.1),
+            headline="GPT 6.7B: over FSDP2",
         ),
         Row(
             "peak_memory_6p7b",
@@ -53,6 +55,8 @@ def get_contest():
                 peak("ZeRO-2 and parameters kept", OURS[0], KEPT),
                 peak("ZeRO-3 and resharded", OURS[1], RESHARDED),
             ),
+            theme="memory",
+            headline="GPT 6.7B: peak memory over FSDP2",
             higher_is_better=False,
             by_devices=False,
         ),

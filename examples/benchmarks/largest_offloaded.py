@@ -65,6 +65,8 @@ def get_contest():
         "largest_model_1gpu",
         "One device with its host and a disk trains a larger GPT than it does alone.",
         (case,),
+        theme="offload",
+        headline="Largest GPT on one device: with host and disk, over without",
         notes="three steps each way; `used_bytes` of the record is what the offloaded "
         "one takes of the device, the host and the disk",
         by_devices=False,

@@ -45,6 +45,8 @@ def get_contest():
         "ulysses_ring",
         "A sequence split over all devices may be nearly as many times as long.",
         cases,
+        theme="parallelism",
+        headline="Longest sequence: split over all devices, over whole",
         notes="Llama 8B, one sequence per share of the batch, ZeRO-3, blocks "
         f"recomputed, {POOL_GIGABYTES} GB of each device; 0.875 is 3.5 times the "
         f"length on four devices; with {UNIT:,} tokens more each ran out of memory",

@@ -55,6 +55,7 @@ def get_contest():
         "mfu_llama8b",
         "Llama 8B shape: a device reaches the stated share of its peak.",
         (*of_peak, *of_product),
+        headline="Llama 8B: share of the peak over the stated bar",
         notes="N is without the input table, which is looked up",
         by_devices=False,
     )

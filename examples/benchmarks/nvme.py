@@ -24,7 +24,7 @@ def get_contest():
             aim=0.9,
         )
         claim = f"Arrays of a step {way} at the speed of the disk."
-        return Row(f"nvme_{way}", claim, (case,), by_devices=False)
+        return Row(f"nvme_{way}", claim, (case,), theme="offload", by_devices=False)
 
     files = ("{python}", "examples/benchmarks/direct_files.py", FOLDER)
     contestants = (

@@ -54,6 +54,8 @@ def get_contest():
         "nvme_vs_deepspeed",
         "GPT 2.7B on one device: optimizer state on a disk is faster than DeepSpeed's.",
         compare_speed((ours.name,), (theirs.name,), 1.0, 1.4),
+        theme="offload",
+        headline="GPT 2.7B, optimizer state on a disk: over DeepSpeed",
         notes="DeepSpeed keeps optimizer state on disks at stage 3 alone",
         by_devices=False,
     )

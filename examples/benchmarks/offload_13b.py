@@ -101,12 +101,15 @@ def get_contest():
             "offload_13b_32gb",
             "GPT 13B trains in 32 GB of device memory.",
             (speed,),
+            theme="offload",
+            headline="GPT 13B in 32 GB: rate over that of a matrix product",
             by_devices=False,
         ),
         Row(
             "infinity_params",
             "Blocks on the host: the device holds few of them, whatever the depth.",
             (least, depth),
+            theme="offload",
             higher_is_better=False,
             notes=f"closed form, in bfloat16: {NUM_BLOCKS} blocks and their gradients, "
             f"embedding and head, the input of every block, and {NUM_LIVE} numbers per "

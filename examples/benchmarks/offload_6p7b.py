@@ -62,8 +62,14 @@ def get_contest():
     def speed(kind):
         claim = "GPT 6.7B on one device: optimizer state on the host is faster than "
         cases = compare_speed(*names(kind), *BARS[kind])
+        how = {"clip": "clipped", "noclip": "not clipped"}[kind]
         return Row(
-            f"offload_6p7b_{kind}", f"{claim}DeepSpeed's.", cases, by_devices=False
+            f"offload_6p7b_{kind}",
+            f"{claim}DeepSpeed's.",
+            cases,
+            theme="offload",
+            headline=f"GPT 6.7B, optimizer state on the host, {how}: over DeepSpeed",
+            by_devices=False,
         )
 
     def memory(kind):
@@ -73,6 +79,7 @@ def get_contest():
             f"offload_6p7b_{kind}_memory",
             claim,
             (case,),
+            theme="offload",
             higher_is_better=False,
             by_devices=False,
         )
@@ -84,6 +91,8 @@ def get_contest():
             "GPT 6.7B on one device: optimizer state on the host is faster than "
             "SuperOffload's.",
             compare_speed(names("noclip")[0], (superoffload.name,), *BARS["noclip"]),
+            theme="offload",
+            headline="GPT 6.7B, optimizer state on the host: over SuperOffload",
             notes="SuperOffload is of stage 3 alone",
             by_devices=False,
         ),

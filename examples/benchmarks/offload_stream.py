@@ -58,12 +58,15 @@ def get_contest():
             "offload_overlap",
             "A step streams state both ways as fast as the link carries large arrays.",
             (overlap,),
+            theme="offload",
             by_devices=False,
         ),
         Row(
             "offload_scaling",
             "Several devices stream as fast, each, as one alone.",
             (scaling,),
+            theme="offload",
+            headline="Offload: bytes per second of each device, all over one",
         ),
     )
     return Contest("State between host and devices", contestants, rows)

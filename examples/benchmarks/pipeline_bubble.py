@@ -40,6 +40,8 @@ def get_contest():
         "pipeline_bubble",
         "1F1B takes no longer than its schedule allows.",
         tuple(cases),
+        theme="parallelism",
+        headline="Pipeline 1F1B: step time over what its schedule allows",
         higher_is_better=False,
         notes="the peer is one of the P stages on a device by itself, with its share "
         "of the layers and of the vocabulary; it takes P - 1 microbatches more, which "

@@ -42,6 +42,8 @@ def get_contest():
         "pipeline_vs_deepspeed",
         "GPT 6.7B: a pipeline is faster than DeepSpeed's.",
         compare_speed(tuple(OURS), tuple(PEERS), 1.1, 1.3),
+        theme="parallelism",
+        headline="GPT 6.7B in a pipeline: over DeepSpeed",
         notes="1F1B on both sides, gradients summed in float32; the faster way "
         "of each, with blocks computed again or not; two stages need 141 GB per device",
     )

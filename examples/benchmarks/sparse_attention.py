@@ -20,6 +20,12 @@ FLEX = ("FlexAttention", "FlexAttention by TMA", MASK)
 CUDNN = ("cuDNN in JAX", "cuDNN in torch")
 FOLDER = "examples/benchmarks"
 RATE = "calls/s"
+HEADLINES = {
+    "sparse_fwd_vs_flex": "Sparse attention, forward: over FlexAttention",
+    "sparse_fwdbwd_vs_flex": "The same with gradients",
+    "sparse_dense_bwd": "All blocks live, backward: over cuDNN",
+    "sparse_vs_dense_64k": "BigBird, 64k tokens: over dense attention of cuDNN",
+}
 
 
 def contestant(name, kind, script, *words):
@@ -41,6 +47,18 @@ def compare(case, which, peer, must, aim, *, peer_case=None, unit=RATE, name="")
     )
 
 
+def row(name, claim, found, **settings):
+    return Row(
+        name,
+        claim,
+        tuple(found),
+        theme="sparse_attention",
+        headline=HEADLINES.get(name, ""),
+        by_devices=False,
+        **settings,
+    )
+
+
 def against_flex():
     for name, which, must, aim in (
         ("sparse_fwd_vs_flex", "forward", 2.0, 3.0),
@@ -51,7 +69,7 @@ def against_flex():
             claim = "Sparse attention is faster than FlexAttention, with gradients."
         for peers, suffix in ((FLEX, ""), ((MASK,), "_mask")):
             found = [compare(each, which, peers, must, aim) for each in cases.TUNED]
-            yield Row(f"{name}{suffix}", claim, tuple(found), by_devices=False)
+            yield row(f"{name}{suffix}", claim, found)
 
 
 def against_dense():
@@ -59,13 +77,13 @@ def against_dense():
         found = compare(cases.BOTH_WAYS, which, CUDNN, must, aim, unit="TFLOP/s")
         claim = f"Where all blocks live, the {which} pass is that of cuDNN."
         short = {"forward": "fwd", "backward": "bwd"}[which]
-        yield Row(f"sparse_dense_{short}", claim, (found,), by_devices=False)
+        yield row(f"sparse_dense_{short}", claim, [found])
     for length, must, aim in ((2**14, 6, 8), (2**16, 25, 35), (2**17, 45, 65)):
         case, dense = (Case(name, length, 128) for name in ("bigbird", "dense"))
         found = compare(case, "both", CUDNN, must, aim, peer_case=dense)
         claim = f"BigBird over causal dense attention, {length // 1024}k tokens."
         name = f"sparse_vs_dense_{length // 1024}k"
-        yield Row(name, claim, (found,), by_devices=False)
+        yield row(name, claim, [found])
 
 
 def roofline():
@@ -85,7 +103,7 @@ def roofline():
         ]
         claim = f"Live pairs cost what pairs of dense attention cost ({which} pass)."
         short = {"forward": "fwd", "backward": "bwd"}[which]
-        yield Row(f"sparse_roofline_{short}", claim, tuple(found), by_devices=False)
+        yield row(f"sparse_roofline_{short}", claim, found)
 
 
 def others():
@@ -95,7 +113,7 @@ def others():
         for which in cases.PASSES
     ]
     claim = "A window of 1024 tokens is as fast as cuDNN's, 64 heads over 8."
-    yield Row("sparse_swa", claim, tuple(found), by_devices=False)
+    yield row("sparse_swa", claim, found)
     name = cases.SMALL.name
     found = [
         compare(
@@ -103,13 +121,12 @@ def others():
         )
         for which in cases.PASSES
     ]
-    yield Row(
+    yield row(
         "sparse_block16",
         "Blocks of 16 cost at most twice their share of dense attention.",
-        tuple(found),
+        found,
         higher_is_better=False,
         notes="the peer's time is that of dense attention times the density",
-        by_devices=False,
     )
 
 

@@ -69,6 +69,8 @@ def get_contest():
         "sparse_model",
         "BERT-base trains faster, and on longer texts, with Longformer's blocks.",
         (*steps, *sequences),
+        theme="sparse_attention",
+        headline="BERT-base on long texts: sparse over dense",
         notes="the longest sequence is one whose step takes no more time, or no more "
         f"memory by the compiler, than the dense one of {BASE:,} tokens; lengths are "
         "doubled, then the one halfway is tried. Dense attention by cuDNN writes no "

@@ -34,6 +34,8 @@ def get_contest():
         "tensor_6p7b",
         "GPT 6.7B: tensor parallelism is as fast as torch's, asynchronous or not.",
         compare_speed((OURS,), tuple(PEERS), 1.0, 1.2),
+        theme="parallelism",
+        headline="GPT 6.7B, matrices split: over torch",
         notes="all devices share 4 x 4096 tokens; two need 141 GB each",
     )
     title = "GPT 6.7B, tensor parallelism, 4 x 4096 tokens"

@@ -34,6 +34,8 @@ def get_contest():
         "three_d",
         "GPT 6.7B: stages, matrices and data with ZeRO-1, over ZeRO-3 on data alone.",
         compare_speed((OURS,), (DATA_ALONE,), None, 1.0),
+        theme="parallelism",
+        headline="GPT 6.7B in three dimensions: over ZeRO-3",
         notes="2 stages x 2 shares of each matrix, the data on the rest; "
         "1 x 4096 tokens per device",
     )

@@ -51,6 +51,10 @@ def run(folder, *words, code=0):
     return result.stderr if code else result.stdout
 
 
+def table_of(folder, name):
+    return (folder / name).read_text()
+
+
 def test_a_contest_reads_what_a_measurement_prints(folder):
     out = run(folder, "--contest=contest.py", "--output=out")
     assert "no bar" in out
@@ -58,7 +62,9 @@ def test_a_contest_reads_what_a_measurement_prints(folder):
     assert found["device"] == "8 x cpu"
     assert found["ratio"] == found["ours"]["median"] / found["peer"]["median"]
     assert found["ratio"] == pytest.approx(1, rel=0.05)
-    assert "[close_x8](results/close_x8.json)" in (folder / "BENCHMARKS.md").read_text()
+    assert "[Speed](docs/benchmarks/speed.md) | 1 " in table_of(folder, "BENCHMARKS.md")
+    link = "[close_x8](../../results/close_x8.json)"
+    assert link in table_of(folder, "docs/benchmarks/speed.md")
     assert (folder / "results" / "contest_x8.png").stat().st_size > 5_000
     log = (folder / "out" / "contest_x8.log").read_text()
     assert log.count("tokens/s per device") == 1

@@ -29,6 +29,7 @@ class Ground:
         self.results = folder / "bench" / "results"
         self.table = folder / "BENCHMARKS.md"
         self.table.write_text(EMPTY)
+        self.pages = folder / "docs" / "benchmarks"
         patch.chdir(folder)
         patch.setattr(
             sys.modules[compete.__module__], "find_machine", lambda _: MACHINE
@@ -55,6 +56,8 @@ def test_a_result_is_exact(ground):
     assert ground.read("speed_x2.json") == {
         "id": "speed_x2",
         "claim": "claim speed",
+        "theme": "speed",
+        "headline": "",
         "command": "zjax bench --contest=bench/toy.py --rows=speed",
         "date": TODAY,
         "device": "2 x toy",
@@ -106,6 +109,7 @@ def test_the_table_shows_each_row_against_its_own_bar(ground, capsys):
                     aim=0.25,
                 ),
             ),
+            theme="memory",
             higher_is_better=False,
             notes="a note",
         ),
@@ -115,27 +119,26 @@ def test_the_table_shows_each_row_against_its_own_bar(ground, capsys):
     assert text.startswith(
         f"above\n{BEGIN}\n\nOf 4 comparisons 1 reach their aim, 1 meet what was asked, "
         "1 miss it, and of 1 no more than an aim was stated, if that; 0 are of an "
-        "older revision.\n\n"
-        "| row | claim | ours | peer | ours / peer | asked | verdict | where | notes | "
-        "command |\n"
+        "older revision.\n\n| theme |"
     )
-    assert text.endswith(f"|\n\n{END}\nbelow\n")
+    assert text.endswith(f".\n\n{END}\nbelow\n")
     assert "\nold\n" not in text
-    lines = text.splitlines()[7:11]
+    pages = [(ground.pages / f"{x}.md").read_text() for x in ("speed", "memory")]
+    lines = [line for page in pages for line in page.splitlines()[6:-2]]
     where, command = f"2 x toy, {TODAY}", "`zjax bench --contest=bench/toy.py --rows="
     fast = "ours: 30 [29 to 31, n=5] tokens/s/device"
     slow = "theirs: 20 [19 to 21, n=5] tokens/s/device"
     assert lines == [
-        f"| [a_loss_x2](bench/results/a_loss_x2.json) | claim a_loss | {slow} | {fast} "
-        f"| **0.667** | at least 0.5, aim 0.6 | aim reached | {where} |  | "
+        f"| [a_loss_x2](../../bench/results/a_loss_x2.json) | claim a_loss | {slow} "
+        f"| {fast} | **0.667** | at least 0.5, aim 0.6 | aim reached | {where} |  | "
         f"{command}a_loss` |",
-        f"| [b_win_x2](bench/results/b_win_x2.json) | claim b_win | {fast} | {slow} | "
-        f"**1.500** | at least 2, aim 3 | **missed by 25 %** | {where} |  | "
+        f"| [b_win_x2](../../bench/results/b_win_x2.json) | claim b_win | {fast} | "
+        f"{slow} | **1.500** | at least 2, aim 3 | **missed by 25 %** | {where} |  | "
         f"{command}b_win` |",
-        "| [c_memory_x2](bench/results/c_memory_x2.json): same | two \\| cases | "
+        "| [c_memory_x2](../../bench/results/c_memory_x2.json): same | two \\| cases | "
         f"ours: 8 B | theirs: 8 B | **1.000** |  | no bar | {where} | a note | "
         f"{command}c_memory` |",
-        "| [c_memory_x2](bench/results/c_memory_x2.json): bar | two \\| cases | "
+        "| [c_memory_x2](../../bench/results/c_memory_x2.json): bar | two \\| cases | "
         "ours: 8 B | x: 16 B | **0.500** | at most 0.75, aim 0.25 | met | "
         f"{where} | a note | {command}c_memory` |",
     ]

@@ -18,16 +18,20 @@ from zjax.bench.result import (
     verdict,
     write_result,
 )
-from zjax.bench.table import table_rows, update_table
+from zjax.bench.table import PAGES, table_rows, update_table
+from zjax.bench.themes import THEMES
 from zjax.errors import BenchError
 
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "benchmarks" / "results"
+PUBLISHED = ["BENCHMARKS.md", *(str(PAGES / f"{theme}.md") for theme in THEMES)]
 OURS = Side("ours", 30.0, 29.0, 31.0, 5, "tokens/s")
 PEER = Side("peer", 20.0, 19.0, 21.0, 5, "tokens/s")
 RESULT = Result(
     id="speed_1p5b",
     claim="It is faster.",
+    theme="speed",
+    headline="Speed of a toy",
     command="zjax bench",
     date="2026-01-31",
     device="8 x toy",
@@ -63,10 +67,12 @@ def test_what_is_written_is_read(tmp_path, cases):
     ("wrong", "message"),
     [
         (
-            result(ONE, id="Speed 1", date="today", claim=" "),
+            result(ONE, id="Speed 1", date="today", claim=" ", theme="fast"),
             "id='Speed 1' is not a name for a file; use lower-case letters, digits and "
             "underscores\n"
             "claim='' says nothing; write one line\n"
+            "theme='fast' is not a theme; use speed, memory, offload, "
+            "sparse_attention, parallelism\n"
             "date='today' is not a date; use YYYY-MM-DD",
         ),
         (result(), "cases=() compares nothing; give a comparison"),
@@ -173,8 +179,9 @@ def test_rows_are_sorted_by_id_and_devices(tmp_path):
         write_result(named, tmp_path / "r")
     write_result(dataclasses.replace(RESULT, id="a"), tmp_path / "r")
     update_table(table, tmp_path / "r")
-    lines = [line for line in table.read_text().splitlines() if line.startswith("| [")]
-    files = [line.partition("](r/")[2].partition(".json)")[0] for line in lines]
+    page = (tmp_path / PAGES / "speed.md").read_text()
+    lines = [line for line in page.splitlines() if line.startswith("| [")]
+    files = [line.partition("](../../r/")[2].partition(".json)")[0] for line in lines]
     ids = ["a", "speed_1p5b_x2", "speed_1p5b_x8", "speed_1p5b_x16"]
     assert files == ids
 
@@ -185,10 +192,11 @@ def test_the_published_table_is_that_of_the_published_files(tmp_path):
     results = tmp_path / "examples" / "benchmarks" / "results"
     if FOLDER.exists():
         shutil.copytree(FOLDER, results)
-    table = tmp_path / "BENCHMARKS.md"
-    shutil.copy(ROOT / "BENCHMARKS.md", table)
-    update_table(table, results)
-    assert table.read_text() == (ROOT / "BENCHMARKS.md").read_text()
+    shutil.copytree(ROOT / PAGES, tmp_path / PAGES)
+    shutil.copy(ROOT / "BENCHMARKS.md", tmp_path)
+    update_table(tmp_path / "BENCHMARKS.md", results)
+    for path in PUBLISHED:
+        assert (tmp_path / path).read_text() == (ROOT / path).read_text()
 
 
 UNPUBLISHED = {"tensor_6p7b", "three_d", "ulysses_ring"}
@@ -245,6 +253,7 @@ def test_a_row_quotes_the_contest_that_makes_it(path):
     row = rows[id]
     assert result.id in (row.id, f"{row.id}_x{result.device.split()[0]}")
     assert result.higher_is_better == row.higher_is_better
+    assert (result.theme, result.headline) == (row.theme, row.headline)
     if result.outdated:
         return
     assert result.claim == row.claim
@@ -272,7 +281,7 @@ def numbers_of(text):
 def test_readme_quotes_what_was_measured():
     """Fails if a figure of README is in no row, and beside none."""
     today = (ROOT / "README.md").read_text().partition("## What works today")[2]
-    published = numbers_of((ROOT / "BENCHMARKS.md").read_text()).values()
+    published = numbers_of("".join((ROOT / x).read_text() for x in PUBLISHED)).values()
     for text, value in numbers_of(today).items():
         digits = len(text.partition(".")[2])
         found = any(round(other, digits) == value for other in published)

@@ -5,10 +5,11 @@ import os
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 
+from zjax.bench.cells import format_number
 from zjax.bench.contest import Contest, Row, load_contest, unknown
 from zjax.bench.judge import make_result, missing
 from zjax.bench.result import Result, verdict, write_result
-from zjax.bench.table import format_number, update_table
+from zjax.bench.table import update_table
 from zjax.bench.turns import Record, find_machine, read_records, take_turns
 from zjax.errors import BenchError
 from zjax.observe.plot import ContestBar, plot_contest
@@ -45,8 +46,9 @@ def compete(
 
     What the programs print and how they did goes to `<output>/<contest>_x<devices>.log`
     and `.jsonl` as it happens. At the end each row that has all its contestants becomes
-    a file in `results/` beside the contest, the table in `BENCHMARKS.md` (in the
-    working directory) is rebuilt, and a picture is drawn.
+    a file in `results/` beside the contest, `BENCHMARKS.md` (in the working directory)
+    and the page of each theme in `docs/benchmarks/` are rebuilt, and a picture is
+    drawn.
 
     Args:
         path: Contest file.

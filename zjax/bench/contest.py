@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal
 
+from zjax.bench.themes import Theme
 from zjax.errors import BenchError, Problem
 from zjax.remedies import find_fault
 
@@ -93,6 +94,9 @@ class Row:
         id: Lower-case letters, digits and underscores.
         claim: One sentence.
         cases: One comparison or more.
+        theme: What it is about: the page on which its results stand.
+        headline: The claim in a few words, for the summary of all results; where it is
+            empty, the summary names a result only if it was not reached.
         higher_is_better: Whether more of the metric is better.
         notes: What a reader should know besides.
         by_devices: Whether results on other numbers of devices are results of their
@@ -102,6 +106,8 @@ class Row:
     id: str
     claim: str
     cases: tuple[Case, ...]
+    theme: Theme = "speed"
+    headline: str = ""
     higher_is_better: bool = True
     notes: str = ""
     by_devices: bool = True

@@ -52,6 +52,8 @@ def make_result(row: Row, records: Sequence[Record], *, command: str) -> Result:
     return Result(
         id=row.result_id(machine.num_devices),
         claim=row.claim,
+        theme=row.theme,
+        headline=row.headline,
         command=command,
         date=max(record.date for record in known.values()),
         device=f"{_num_devices(known.values(), machine)} x {machine.device}",

@@ -1,9 +1,10 @@
 """What a comparison found, in the one form of `examples/benchmarks/results/*.json`.
 
-A file holds `id, claim, command, date, device, versions`, then `ours, peer, must, aim,
-ratio` (or `cases`, a list of these five with a `name` each), then `higher_is_better`,
-`notes` and `outdated`. A side is `name, median, min, max, n, unit`. A ratio is ours
-over the peer's; `must` and `aim` are those that were asked and hoped for, or null.
+A file holds `id, claim, theme, headline, command, date, device, versions`, then `ours,
+peer, must, aim, ratio` (or `cases`, a list of these five with a `name` each), then
+`higher_is_better`, `notes` and `outdated`. A side is `name, median, min, max, n, unit`.
+A ratio is ours over the peer's; `must` and `aim` are those that were asked and hoped
+for, or null.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from zjax.bench.themes import THEMES
 from zjax.errors import BenchError, Problem
 from zjax.reading import parse_json, read_text
 
@@ -76,6 +78,9 @@ class Result:
     Args:
         id: Lower-case letters, digits and underscores.
         claim: One sentence that the ratios support or refute.
+        theme: What it is about, a key of `THEMES`.
+        headline: The claim in a few words; empty where the summary names the result
+            only if it was not reached.
         command: What was typed, from the root of the repository.
         date: Of the measurement, YYYY-MM-DD.
         device: Number and kind of the devices.
@@ -90,6 +95,8 @@ class Result:
 
     id: str
     claim: str
+    theme: str
+    headline: str
     command: str
     date: str
     device: str
@@ -108,7 +115,16 @@ class Result:
         found = {"cases": cases}
         if len(cases) == 1:
             found = {key: cases[0][key] for key in _OF_CASE}
-        heading = ("id", "claim", "command", "date", "device", "versions")
+        heading = (
+            "id",
+            "claim",
+            "theme",
+            "headline",
+            "command",
+            "date",
+            "device",
+            "versions",
+        )
         ending = ("higher_is_better", "notes", "outdated")
         return (
             {name: plain[name] for name in heading}
@@ -221,6 +237,9 @@ def result_problems(result: Result) -> Iterator[Problem]:
     for field in ("claim", "command", "device"):
         if not getattr(result, field).strip():
             yield Problem(field, "", "says nothing", "write one line")
+    if result.theme not in THEMES:
+        remedy = f"use {', '.join(THEMES)}"
+        yield Problem("theme", result.theme, "is not a theme", remedy)
     try:
         datetime.date.fromisoformat(result.date)
     except ValueError:

@@ -1,17 +1,19 @@
-"""BENCHMARKS.md: one table of all results, rebuilt from their files."""
+"""BENCHMARKS.md and a page per theme, rebuilt from the files of all results."""
 
 import os
 import pathlib
 import re
-from collections.abc import Sequence
 
-from zjax.bench.result import Comparison, Result, Side, read_result, verdict
-from zjax.bench.spread import Spread
+from zjax.bench.cells import describe_side, table_head, table_line
+from zjax.bench.result import Comparison, Result, read_result, verdict
+from zjax.bench.summary import describe_results
+from zjax.bench.themes import THEMES
 from zjax.errors import BenchError, Problem
-from zjax.sharding.describe import format_bytes
 
 BEGIN = "<!-- results: written by `zjax bench --contest`, from the files it names -->"
 END = "<!-- end of results -->"
+PAGES = pathlib.Path("docs", "benchmarks")
+"""The pages of themes, from the folder of the summary."""
 _COLUMNS = (
     "row",
     "claim",
@@ -27,56 +29,48 @@ _COLUMNS = (
 
 
 def update_table(path: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:
-    """Rewrites the table in a Markdown file; what is around it stays.
+    """Rewrites the summary of all results and the page of each theme.
+
+    Only what stands between the lines `BEGIN` and `END` of a file is rewritten. A theme
+    that has results and no page gets a page in `docs/benchmarks/`, beside the summary.
 
     Args:
-        path: A file with the two lines `BEGIN` and `END`.
+        path: The summary, a Markdown file with the two lines.
         folder: Holds the results, `*.json`.
 
     Raises:
-        BenchError: The file has no place for the table, or a result is not sound.
+        BenchError: A file has no place for its table, or a result is not sound.
     """
     path, folder = pathlib.Path(path), pathlib.Path(folder)
-    text = path.read_text() if path.is_file() else ""
-    before, begin, rest = text.partition(BEGIN)
+    files = sorted(folder.glob("*.json"), key=_order)
+    results = {file: read_result(file) for file in files}
+    pages = {theme: path.parent / PAGES / f"{theme}.md" for theme in THEMES}
+    links = {theme: (PAGES / f"{theme}.md").as_posix() for theme in THEMES}
+    _replace(path, describe_results(list(results.values()), links))
+    for theme, page in pages.items():
+        lines = table_head(_COLUMNS)
+        link = pathlib.Path(os.path.relpath(folder, page.parent))
+        for file, result in results.items():
+            if result.theme == theme:
+                lines += table_rows(result, (link / file.name).as_posix())
+        if not page.exists():
+            if len(lines) == 2:
+                continue
+            page.parent.mkdir(parents=True, exist_ok=True)
+            page.write_text(f"# {THEMES[theme]}: all results\n\n{BEGIN}\n{END}\n")
+        _replace(page, "\n".join(lines))
+
+
+def _replace(path: pathlib.Path, text: str) -> None:
+    """Puts a text between the two lines of a file."""
+    content = path.read_text() if path.is_file() else ""
+    before, begin, rest = content.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
         problem = "has no place for the results"
         remedy = f"write a file with the lines {BEGIN} and {END}"
         raise BenchError(Problem("table", str(path), problem, remedy))
-    link = pathlib.Path(os.path.relpath(folder, path.parent))
-    lines = [_line(_COLUMNS), "|---" * len(_COLUMNS) + "|"]
-    results = []
-    for file in sorted(folder.glob("*.json"), key=_order):
-        results.append(read_result(file))
-        lines += table_rows(results[-1], (link / file.name).as_posix())
-    table = "\n".join(lines)
-    told = f"{BEGIN}\n\n{count_verdicts(results)}\n\n{table}\n\n{END}"
-    path.write_text(f"{before}{told}{after}")
-
-
-def count_verdicts(results: Sequence[Result]) -> str:
-    """How the comparisons of some results stand.
-
-    Args:
-        results: What was found.
-
-    Returns:
-        One sentence.
-    """
-    found = [
-        verdict(case, result.higher_is_better)
-        for result in results
-        for case in result.cases
-    ]
-    missed = sum(meaning.startswith("missed") for meaning in found)
-    unasked = found.count("no bar") + found.count("aim not reached")
-    old = sum(len(result.cases) for result in results if result.outdated)
-    return (
-        f"Of {len(found)} comparisons {found.count('aim reached')} reach their aim, "
-        f"{found.count('met')} meet what was asked, {missed} miss it, and of {unasked} "
-        f"no more than an aim was stated, if that; {old} are of an older revision."
-    )
+    path.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
 
 
 def table_rows(result: Result, link: str) -> list[str]:
@@ -95,8 +89,8 @@ def table_rows(result: Result, link: str) -> list[str]:
         cells = (
             name,
             result.claim,
-            _describe(case.ours),
-            _describe(case.peer),
+            describe_side(case.ours),
+            describe_side(case.peer),
             f"**{case.ratio:.3f}**",
             _asked(case, result.higher_is_better),
             _bold_if_missed(verdict(case, result.higher_is_better)),
@@ -104,34 +98,8 @@ def table_rows(result: Result, link: str) -> list[str]:
             result.notes,
             f"`{result.command}`",
         )
-        rows.append(_line(cells))
+        rows.append(table_line(cells))
     return rows
-
-
-def format_number(value: int | float, unit: str) -> str:
-    """A number of a side in a few digits.
-
-    Args:
-        value: Above 0.
-        unit: Of the number; "bytes" get a decimal prefix.
-
-    Returns:
-        Text without the unit, except for bytes.
-
-    Example:
-        >>> format_number(45973.2, "tokens/s"), format_number(0.5412, "MFU")
-        ('45,973', '0.5412')
-    """
-    if unit == "bytes":
-        return format_bytes(value)
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
-
-
-def _describe(side: Side) -> str:
-    spread = Spread(side.median, side.min, side.max, side.n)
-    text = spread.describe(lambda value: format_number(value, side.unit))
-    unit = "" if side.unit == "bytes" else f" {side.unit}"
-    return f"{side.name}: {text}{unit}"
 
 
 def _asked(case: Comparison, higher_is_better: bool) -> str:
@@ -147,10 +115,6 @@ def _bold_if_missed(meaning: str) -> str:
 def _where(result: Result) -> str:
     older = f"; **older revision**: {result.outdated}" if result.outdated else ""
     return f"{result.device}, {result.date}{older}"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _order(file: pathlib.Path) -> tuple[str, int]:

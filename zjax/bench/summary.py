@@ -1,0 +1,177 @@
+"""All results on one screen: counts, headlines, and names of what was not reached."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from zjax.bench.cells import format_number, table_head, table_line, with_unit
+from zjax.bench.result import Comparison, Result, Side, verdict
+from zjax.bench.themes import THEMES
+
+_COUNTS = (
+    "theme",
+    "comparisons",
+    "aim reached",
+    "met",
+    "missed",
+    "no bar",
+    "older revision",
+)
+_HEADLINES = (
+    "theme",
+    "claim",
+    "ours",
+    "peer",
+    "ours / peer",
+    "device",
+    "date",
+    "verdict",
+)
+_OLDER = "older revision"
+
+
+def describe_results(results: Sequence[Result], links: Mapping[str, str]) -> str:
+    """The summary of results.
+
+    Args:
+        results: All of them.
+        links: To the page of each theme.
+
+    Returns:
+        Markdown: one sentence, the counts of each theme, a line for each headline, and
+        the names of all results that missed their bar, are behind their peer, or are
+        of an older revision.
+    """
+    parts = [
+        count_verdicts(results),
+        "\n".join(_counts(results, links)),
+        "\n".join(_headlines(results)),
+        *_named("Missed what was asked", results, _is_missed),
+        *_named("Behind the peer, by no more than was asked", results, _is_behind),
+        *_named("Of an older revision", results, lambda result, _: result.outdated),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def count_verdicts(results: Sequence[Result]) -> str:
+    """How the comparisons of some results stand.
+
+    Args:
+        results: What was found.
+
+    Returns:
+        One sentence.
+    """
+    found = _verdicts(results)
+    missed = sum(meaning.startswith("missed") for meaning in found)
+    unasked = found.count("no bar") + found.count("aim not reached")
+    old = sum(len(result.cases) for result in results if result.outdated)
+    return (
+        f"Of {len(found)} comparisons {found.count('aim reached')} reach their aim, "
+        f"{found.count('met')} meet what was asked, {missed} miss it, and of {unasked} "
+        f"no more than an aim was stated, if that; {old} are of an older revision."
+    )
+
+
+def _verdicts(results: Iterable[Result]) -> list[str]:
+    return [
+        verdict(case, result.higher_is_better)
+        for result in results
+        for case in result.cases
+    ]
+
+
+def _counts(results: Sequence[Result], links: Mapping[str, str]) -> list[str]:
+    lines = table_head(_COUNTS)
+    for theme, heading in THEMES.items():
+        chosen = [result for result in results if result.theme == theme]
+        if not chosen:
+            continue
+        found = _verdicts(chosen)
+        numbers = (
+            len(found),
+            found.count("aim reached"),
+            found.count("met"),
+            sum(meaning.startswith("missed") for meaning in found),
+            found.count("no bar") + found.count("aim not reached"),
+            sum(len(result.cases) for result in chosen if result.outdated),
+        )
+        lines.append(table_line((f"[{heading}]({links[theme]})", *map(str, numbers))))
+    return lines
+
+
+def _headlines(results: Iterable[Result]) -> list[str]:
+    """One line per claim with a headline: its newest result, and its worst case."""
+    newest: dict[str, Result] = {}
+    for result in results:
+        claim = re.sub(r"_x\d+$", "", result.id)
+        if result.headline and _age(result) >= _age(newest.get(claim)):
+            newest[claim] = result
+    chosen = sorted(
+        newest.values(), key=lambda result: list(THEMES).index(result.theme)
+    )
+    if not chosen:
+        return []
+    lines, heading = table_head(_HEADLINES), ""
+    for result in chosen:
+        theme = THEMES[result.theme]
+        lines.append(_headline(result, "" if theme == heading else theme))
+        heading = theme
+    return lines
+
+
+def _age(result: Result | None) -> tuple[bool, str]:
+    """Compares greater for a newer result; all are newer than None."""
+    return (not result.outdated, result.date) if result else (False, "")
+
+
+def _headline(result: Result, theme: str) -> str:
+    worst = min(result.cases, key=lambda case: _margin(case, result.higher_is_better))
+    claim = result.headline
+    if len(result.cases) > 1:
+        claim = f"{claim} (worst of {len(result.cases)}: {worst.name})"
+    cells = (
+        theme,
+        claim,
+        _number(worst.ours),
+        _number(worst.peer),
+        f"**{worst.ratio:.2f}**",
+        result.device.replace("NVIDIA ", ""),
+        result.date + (f", {_OLDER}" if result.outdated else ""),
+        verdict(worst, result.higher_is_better),
+    )
+    return table_line(cells)
+
+
+def _number(side: Side) -> str:
+    return with_unit(format_number(side.median, side.unit), side.unit)
+
+
+def _margin(case: Comparison, higher_is_better: bool) -> float:
+    """The ratio over its bar; below 1 where the bar is missed."""
+    margin = case.ratio / (case.must or case.aim or 1)
+    return margin if higher_is_better else 1 / margin
+
+
+def _is_missed(result: Result, case: Comparison) -> bool:
+    return verdict(case, result.higher_is_better).startswith("missed")
+
+
+def _is_behind(result: Result, case: Comparison) -> bool:
+    behind = case.ratio < 1 if result.higher_is_better else case.ratio > 1
+    return behind and not _is_missed(result, case)
+
+
+def _named(
+    heading: str,
+    results: Iterable[Result],
+    belongs: Callable[[Result, Comparison], object],
+) -> list[str]:
+    """One paragraph with the names of results of which some comparison belongs."""
+    names, total = [], 0
+    for result in results:
+        chosen = [case for case in result.cases if belongs(result, case)]
+        if chosen:
+            of = f" ({len(chosen)} of {len(result.cases)})"
+            names.append(f"`{result.id}`{of if len(result.cases) > 1 else ''}")
+            total += len(chosen)
+    return [f"**{heading}** ({total}): {', '.join(names)}."] if names else []
