@@ -11,6 +11,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 FLOORS = (
     ("errors", "typing", "reading", "remedies"),
+    ("packages",),
     ("config",),
     ("processes",),
     ("sharding",),

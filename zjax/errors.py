@@ -94,5 +94,9 @@ class NonFiniteError(ZjaxError):
     """A loss or gradient that is NaN or infinite, where the run was told to stop."""
 
 
+class PackageError(ZjaxError):
+    """A package that is not installed, and that what was asked for needs."""
+
+
 class ProcessError(ZjaxError):
     """Processes or devices that did not come together, or a process that died."""

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from zjax.checkpoint import halves, layers, layout, tiles
@@ -191,7 +190,9 @@ def _on_device(row: ArrayPlan) -> NamedSharding:
     return NamedSharding(row.sharding.mesh, row.spec)
 
 
-def _restore_args(row: ArrayPlan, entry: Entry) -> ocp.ArrayRestoreArgs:
+def _restore_args(row: ArrayPlan, entry: Entry) -> Any:
+    import orbax.checkpoint as ocp
+
     if entry.key_impl:
         return ocp.ArrayRestoreArgs(sharding=_on_device(row))
     return ocp.ArrayRestoreArgs(

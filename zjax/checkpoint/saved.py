@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
 from zjax.checkpoint import halves
 from zjax.checkpoint.layout import Entry
@@ -69,6 +68,8 @@ class Saved:
             return np.zeros(entry.shape, entry.dtype)
         if name in self.linked:
             return self.part(name)(tuple(map(slice, entry.shape)))
+        import orbax.checkpoint as ocp
+
         args = {name: ocp.RestoreArgs(restore_type=np.ndarray)}
         ahead_bytes = max(READ_AHEAD_BYTES, 16 * math.prod(entry.shape))
         return self.restore(args, ahead_bytes)[name]
@@ -90,6 +91,8 @@ class Saved:
         Returns:
             Arrays by name.
         """
+        import orbax.checkpoint as ocp
+
         handler = ocp.PyTreeCheckpointHandler(
             restore_concurrent_gb=math.ceil(ahead_bytes / 10**9)
         )

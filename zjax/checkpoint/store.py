@@ -24,6 +24,7 @@ from zjax.checkpoint.sums import LINKED
 from zjax.checkpoint.threads import Task
 from zjax.checkpoint.writer import meeting, start_writing, wait_for
 from zjax.errors import CheckpointError, ZjaxError
+from zjax.packages import check_installed
 from zjax.processes.together import together
 from zjax.sharding.placement import ArrayPlan
 from zjax.storage.array import DiskArray
@@ -43,6 +44,7 @@ class Store:
     """
 
     def __init__(self, directory: str, *, keep_last: int = 2, keep_best: int = 1):
+        check_installed("orbax")
         quiet.silence_failures()
         self.directory = pathlib.Path(directory).absolute()
         self._keep_last = keep_last

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import safetensors
 
 from zjax.checkpoint import layers, layout, tiles
 from zjax.checkpoint.export import DTYPES, tensor_name
@@ -14,6 +13,7 @@ from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.saved import place_slices
 from zjax.config.paths import local_path
 from zjax.errors import CheckpointError, Problem
+from zjax.packages import check_installed
 from zjax.reading import MOST_INDEX_BYTES, parse_json, read_text
 from zjax.remedies import find_fault
 from zjax.sharding.placement import ArrayPlan
@@ -68,6 +68,7 @@ def load_in_turn(path: str, rows: Any) -> Iterator[Any]:
 
 def _find_tensors(path: str) -> dict[str, pathlib.Path]:
     """Name to the file that holds it."""
+    check_installed("safetensors")
     place = pathlib.Path(local_path("checkpoint.init_from", path, CheckpointError))
     if place.is_dir():
         indices = sorted(place.glob("*.safetensors.index.json"))
@@ -99,20 +100,24 @@ def _read_index(index: pathlib.Path) -> dict[str, pathlib.Path]:
 
 
 def _names_in(file: pathlib.Path) -> list[str]:
+    from safetensors import SafetensorError, safe_open
+
     try:
         if fault := find_fault(file):
             raise OSError(f"{file} {fault}")
-        with safetensors.safe_open(file, framework="numpy") as tensors:
+        with safe_open(file, framework="numpy") as tensors:
             return list(tensors.keys())
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         problem = f"is not a readable safetensors file ({error})"
         raise _unusable(str(file), problem) from error
 
 
 def _describe(files: Mapping[str, pathlib.Path]) -> dict[str, Entry]:
+    from safetensors import safe_open
+
     entries = {}
     for file in dict.fromkeys(files.values()):
-        with safetensors.safe_open(file, framework="numpy") as tensors:
+        with safe_open(file, framework="numpy") as tensors:
             for name in (name for name in files if files[name] == file):
                 view = tensors.get_slice(name)
                 code = view.get_dtype()
@@ -124,6 +129,8 @@ def _describe(files: Mapping[str, pathlib.Path]) -> dict[str, Entry]:
 def _load(
     files: Mapping[str, pathlib.Path], source: str, row: ArrayPlan, name: str
 ) -> jax.Array:
+    from safetensors import safe_open
+
     layer = () if source == name else (layers.number_of(name),)
     stored = source if source in files else tiles.whole_of(source)[0]
 
@@ -131,7 +138,7 @@ def _load(
         there = index if stored == source else tiles.in_whole(index, name, row.shape)
         return view[(*layer, *there)]
 
-    with safetensors.safe_open(files[stored], framework="numpy") as tensors:
+    with safe_open(files[stored], framework="numpy") as tensors:
         view = tensors.get_slice(stored)
         return place_slices(read, row)
 

@@ -10,9 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 from absl import logging
-from etils import epath
 
 from zjax.checkpoint import steps, sums
 from zjax.checkpoint.sums import SUMS_FILE, Sum
@@ -98,6 +96,9 @@ def _write(
     commit: Callable[[], None],
     tell_copied: Callable[[], None],
 ) -> None:
+    import orbax.checkpoint as ocp
+    from etils import epath
+
     handler = ocp.PyTreeCheckpointHandler()
     state = partial / steps.STATE
     try:
@@ -138,6 +139,8 @@ def _finish(partial: pathlib.Path, index: Mapping[str, Any]) -> None:
 
 def _own_files(partial: pathlib.Path) -> list[str]:
     """What this process has written; what it cannot tell apart the first one reads."""
+    import orbax.checkpoint as ocp
+
     number = ocp.multihost.process_index()
     starts = (
         f"{steps.STATE}/ocdbt.process_{number}/",

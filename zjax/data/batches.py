@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
-import grain
 import numpy as np
 from jaxtyping import Int64
 
@@ -12,6 +11,7 @@ from zjax.config import schema
 from zjax.data import digest, loader, placement
 from zjax.data.entries import check_batch
 from zjax.errors import DataError, Problem
+from zjax.packages import check_installed
 
 
 @runtime_checkable
@@ -113,9 +113,12 @@ def read_ahead(
     Returns:
         An iterator of what `place` returns, with a `close`.
     """
+    check_installed("grain")
+    import grain
+
     return iter(
         grain.experimental.ThreadPrefetchIterDataset(
-            GivenBatches(iterator).map(place),
+            _as_dataset(iterator).map(place),
             prefetch_buffer_size=data.prefetch_batches,
         )
     )
@@ -150,34 +153,25 @@ class ColumnRows:
         return digest.digest_columns(self.read, len(self))
 
 
-class GivenBatches(grain.IterDataset):
-    """An iterator in the shape that grain prefetches; read once.
+def _as_dataset(iterator: Iterator[Any]) -> Any:
+    """An iterator in the shape that grain prefetches; read once."""
+    import grain
 
-    Args:
-        iterator: What to read.
-    """
+    class GivenIterator(grain.DatasetIterator):
+        def __next__(self) -> Any:
+            return next(iterator)
 
-    def __init__(self, iterator: Iterator[Any]):
-        super().__init__()
-        self._iterator = iterator
+        def get_state(self) -> dict[str, Any]:
+            return {}
 
-    def __iter__(self) -> grain.DatasetIterator:
-        return _GivenIterator(self._iterator)
+        def set_state(self, state: dict[str, Any]) -> None:
+            raise NotImplementedError("a loader starts anew instead")
 
+    class GivenBatches(grain.IterDataset):
+        def __iter__(self) -> grain.DatasetIterator:
+            return GivenIterator()
 
-class _GivenIterator(grain.DatasetIterator):
-    def __init__(self, iterator: Iterator[Any]):
-        super().__init__()
-        self._iterator = iterator
-
-    def __next__(self) -> Any:
-        return next(self._iterator)
-
-    def get_state(self) -> dict[str, Any]:
-        return {}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        raise NotImplementedError("a loader starts anew instead")
+    return GivenBatches()
 
 
 def _stack(values: Any) -> np.ndarray:

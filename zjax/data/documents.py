@@ -5,12 +5,10 @@ import itertools
 import os
 import pathlib
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
-
-import pyarrow
-from pyarrow import parquet
+from typing import Any, NamedTuple
 
 from zjax.errors import DataError, Problem
+from zjax.packages import check_installed
 from zjax.reading import parse_json
 from zjax.remedies import find_fault
 
@@ -143,6 +141,10 @@ def _parse(line: str, path: pathlib.Path, number: int, text_field: str) -> str:
 
 
 def _read_parquet(path: pathlib.Path, text_field: str) -> Iterator[Document]:
+    check_installed("pyarrow")
+    import pyarrow
+    from pyarrow import parquet
+
     try:
         file = parquet.ParquetFile(path)
     except pyarrow.ArrowException as error:
@@ -164,9 +166,9 @@ def _read_parquet(path: pathlib.Path, text_field: str) -> Iterator[Document]:
                 yield Document(text, num_bytes)
 
 
-def _columns(
-    file: parquet.ParquetFile, path: pathlib.Path, text_field: str
-) -> Iterator[list[object]]:
+def _columns(file: Any, path: pathlib.Path, text_field: str) -> Iterator[list[object]]:
+    import pyarrow
+
     try:
         for batch in file.iter_batches(PARQUET_ROWS, columns=[text_field]):
             yield batch.column(0).to_pylist()

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
-import grain
 import jax
 import numpy as np
 from absl import flags, logging
@@ -20,6 +19,7 @@ from zjax.config import schema
 from zjax.data import packing, placement, sampler, source
 from zjax.data.entries import check_batch
 from zjax.errors import ConfigError, DataError, Problem
+from zjax.packages import check_installed
 
 READ_THREADS = 2
 """Batches that each reading process works on at a time."""
@@ -54,6 +54,7 @@ class Loader:
         *,
         drawn: dict[int, str] | None = None,
     ):
+        check_installed("grain")
         self._open_at = open_at
         self._position = position
         self._step = start_step
@@ -241,6 +242,8 @@ def load_rows(
         return placement.place_rows(batch, local_rows, num_rows, shardings)
 
     def open_at(step: int) -> Any:
+        import grain
+
         _mark_flags_as_parsed()
         steps = StepSource(rows, order, local_rows, step, end)
         dataset = _read_ahead(grain.MapDataset.source(steps), config.data)
@@ -330,7 +333,9 @@ def find_local_rows(
     )
 
 
-def _read_ahead(steps: grain.MapDataset, data: schema.Data) -> grain.IterDataset:
+def _read_ahead(steps: Any, data: schema.Data) -> Any:
+    import grain
+
     read = steps.to_iter_dataset(
         grain.ReadOptions(num_threads=READ_THREADS, prefetch_buffer_size=READ_THREADS)
     )

@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import tokenizers
 from jaxtyping import Int32
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from zjax.config.paths import local_path
 from zjax.errors import DataError, Problem, ZjaxError
+from zjax.packages import check_installed
 from zjax.reading import read_text
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<|eos|>", "<eos>", "</s>")
@@ -95,6 +94,9 @@ def load_tokenizer(path: str | pathlib.Path) -> Tokenizer:
         DataError: The file is missing or unreadable, or has no end-of-document token.
     """
     path = local_path("tokenizer", path, DataError)
+    check_installed("tokenizers")
+    import tokenizers
+
     content = read_file(pathlib.Path(path))
     said, remedy = "is not a file of the tokenizers library", "give a tokenizer.json"
     with faults_named(path, said, remedy):
@@ -139,7 +141,7 @@ def faults_named(name: str, said: str, remedy: str) -> Iterator[None]:
         raise DataError(problem) from error
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
     """Learns byte-pair merges from texts.
 
     Args:
@@ -152,7 +154,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
     Reference:
         Sennrich, Haddow and Birch (arXiv:1508.07909), over bytes as in GPT-2.
     """
-    library = tokenizers.Tokenizer(models.BPE())
+    check_installed("tokenizers")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    library = Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -165,7 +170,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
     return library
 
 
-def _wrap_library(library: tokenizers.Tokenizer, name: str) -> Tokenizer:
+def _wrap_library(library: Any, name: str) -> Tokenizer:
     vocabulary = library.get_vocab()
     ends = [token for token in END_TOKENS if token in vocabulary]
     if not ends:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from zjax.packages import check_installed
 from zjax.sharding.describe import format_bytes
 from zjax.sharding.memory import StageBytes
 
@@ -176,6 +177,7 @@ def make_figure(width: int, height: int | float) -> Any:
     Returns:
         A Matplotlib figure that needs no screen.
     """
+    check_installed("matplotlib")
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")

@@ -18,19 +18,18 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 from absl import logging
-from tensorboardX.proto import event_pb2
-from tensorboardX.record_writer import RecordWriter
-from tensorboardX.summary import scalar
 
 from zjax.config.schema import Config
 from zjax.errors import ConfigError, Problem
 from zjax.observe.directory import check_directory, writing
 from zjax.observe.history import HISTORY, Table, read_csv, read_json_lines
 from zjax.observe.progress import Progress
+from zjax.packages import check_installed
 from zjax.reading import read_text
 
 _FLUSH_SECONDS = 10
-_EVENTS: Any = event_pb2  # its classes are made when it is imported
+_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
+"""What sinks need."""
 
 
 @runtime_checkable
@@ -85,21 +84,29 @@ def make_sinks(
 
 
 def check_sinks(config: Config) -> None:
-    """Finds out before a run starts that a sink lacks its package.
+    """Finds out before a run starts that a sink, or its picture, lacks its package.
 
     Args:
-        config: The run; `observe.sinks` names the sinks.
+        config: The run; `observe` names the sinks and says whether there is a picture.
 
     Raises:
-        ConfigError: If a sink needs a package that is not installed.
+        ConfigError: If one needs a package that is not installed.
 
     Example:
         >>> check_sinks(Config())
     """
-    if "wandb" in config.observe.sinks and importlib.util.find_spec("wandb") is None:
-        problem = "needs a package that is not installed"
-        remedy = "pip install wandb, or leave it out"
-        raise ConfigError(Problem("observe.sinks", "wandb", problem, remedy))
+    sinks, said = config.observe.sinks, "needs a package that is not installed"
+    problems = []
+    for sink, package in _PACKAGES.items():
+        if sink in sinks and importlib.util.find_spec(package) is None:
+            remedy = f"pip install {package}, or leave it out"
+            problems.append(Problem("observe.sinks", sink, said, remedy))
+    is_drawn = config.observe.plot and "jsonl" in sinks
+    if is_drawn and importlib.util.find_spec("matplotlib") is None:
+        remedy = "pip install matplotlib, or set it to False"
+        problems.append(Problem("observe.plot", True, said, remedy))
+    if problems:
+        raise ConfigError(*problems)
 
 
 class JsonLines:
@@ -189,22 +196,29 @@ class TensorBoard:
     """
 
     def __init__(self, directory: pathlib.Path, *, last_step: int = 0) -> None:
+        check_installed("tensorboardX")
+        from tensorboardX.proto import event_pb2
+        from tensorboardX.record_writer import RecordWriter
+        from tensorboardX.summary import scalar
+
+        self._events: Any = event_pb2  # its classes are made when it is imported
+        self._scalar = scalar
         first = last_step + 1 if last_step else 0
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{first}"
         self._directory = directory
         with writing(directory):
             directory.mkdir(parents=True, exist_ok=True)
             self._file = RecordWriter(str(directory / name))
-            self._add(_EVENTS.Event(step=first, file_version="brain.Event:2"))
-            start = _EVENTS.SessionLog(status=_EVENTS.SessionLog.START)
-            self._add(_EVENTS.Event(step=first, session_log=start))
+            self._add(step=first, file_version="brain.Event:2")
+            log = self._events.SessionLog
+            self._add(step=first, session_log=log(status=log.START))
         self._flushed = -math.inf
 
     def write(self, step: int, values: Mapping[str, int | float]) -> None:
         """Adds one point to each label's curve."""
         with writing(self._directory):
             for label, value in values.items():
-                self._add(_EVENTS.Event(step=step, summary=scalar(label, value)))
+                self._add(step=step, summary=self._scalar(label, value))
             if time.monotonic() > self._flushed + _FLUSH_SECONDS:
                 self._file.flush()
                 self._flushed = time.monotonic()
@@ -214,8 +228,8 @@ class TensorBoard:
         with writing(self._directory):
             self._file.close()
 
-    def _add(self, event: Any) -> None:
-        event.wall_time = time.time()
+    def _add(self, **said: Any) -> None:
+        event = self._events.Event(wall_time=time.time(), **said)
         self._file.write(event.SerializeToString())
 
 

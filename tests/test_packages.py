@@ -1,0 +1,94 @@
+"""What a user does not use need not be installed, nor read by `import zjax`."""
+
+import subprocess
+import sys
+
+import pytest
+
+from zjax import packages
+from zjax.checkpoint import load_safetensors
+from zjax.checkpoint.store import Store
+from zjax.config import load_config, schema
+from zjax.data import documents, tokenizer, wrap_batches
+from zjax.errors import ConfigError, PackageError
+from zjax.observe import check_sinks, plot
+from zjax.observe.sinks import TensorBoard
+from zjax.trainer import Trainer
+
+STEP = """
+import jax
+import jax.numpy as jnp
+import optax
+import zjax
+import zjax_kernels
+
+def loss_fn(model, batch, key):
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+model = lambda key: {"w": jnp.zeros((4, 1))}, lambda params, x: x @ params["w"]
+batch = {"x": jnp.ones((8, 4)), "y": jnp.ones((8, 1))}
+run = zjax.initialize(model, optax.sgd(0.1), loss_fn, batch)
+state, metrics = run.step(run.state, batch)
+assert metrics["loss"] == 1, metrics
+from zjax import *
+assert {*zjax.__all__} <= {*dir(zjax)} & {*globals()}
+"""
+"""The public API from a model of yours to a step."""
+
+
+def execute(program):
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode().split()
+
+
+def test_importing_zjax_reads_none_of_them():
+    names = {*packages.NEEDED_FOR, "array_record", "wandb"}
+    program = f"import sys, zjax, zjax_kernels\nprint(*{names} & {{*sys.modules}})"
+    assert execute(program) == []
+
+
+def test_a_model_of_yours_takes_a_step_without_them():
+    """Fails if one of them is imported on the way, or a public name is missing."""
+    names = {*packages.NEEDED_FOR, "array_record"}
+    execute(f"import sys\nsys.modules |= dict.fromkeys({names})\n{STEP}")
+
+
+@pytest.fixture
+def hidden(monkeypatch):
+    for module in {*sys.modules, *packages.NEEDED_FOR}:
+        if module.partition(".")[0] in packages.NEEDED_FOR:
+            monkeypatch.setitem(sys.modules, module, None)
+
+
+USES = {
+    "grain": lambda path: wrap_batches([], schema.Config(), print),
+    "matplotlib": lambda path: plot.make_figure(1, 1),
+    "orbax": lambda path: Store(str(path)),
+    "pyarrow": lambda path: [*documents.read_documents(path / "a.parquet", "text")],
+    "safetensors": lambda path: load_safetensors(str(path), {}),
+    "tensorboardX": TensorBoard,
+    "tokenizers": lambda path: tokenizer.train_bpe([], 258),
+}
+
+
+@pytest.mark.parametrize("name", packages.NEEDED_FOR)
+def test_a_missing_package_is_named(name, hidden, tmp_path):
+    with pytest.raises(PackageError) as error:
+        USES[name](tmp_path)
+    assert str(error.value) == (
+        f"package={name!r} is not installed, and {packages.NEEDED_FOR[name]} need it; "
+        f"pip install {'orbax-checkpoint' if name == 'orbax' else name}"
+    )
+
+
+def test_a_run_that_lacks_its_sinks_does_not_start(hidden):
+    with pytest.raises(ConfigError) as error:
+        Trainer({})
+    assert str(error.value) == (
+        "observe.sinks='tensorboard' needs a package that is not installed; "
+        "pip install tensorboardX, or leave it out\n"
+        "observe.plot=True needs a package that is not installed; "
+        "pip install matplotlib, or set it to False"
+    )
+    check_sinks(load_config({"observe": {"sinks": ("console", "csv")}}))
