@@ -6,9 +6,10 @@ BIN := $(VENV)/bin
 PYTHON ?= $(shell for name in python3.12 python3.11 python3; do \
 	if $$name -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' \
 		>/dev/null 2>&1; then echo $$name; break; fi; done)
+SITE := README.md BENCHMARKS.md CHANGELOG.md docs examples configs tests zjax
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: quickstart test lint clean
+.PHONY: quickstart test lint docs clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/zjax train --config=configs/quickstart.py --simulated_devices=8
@@ -20,6 +21,12 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
+
+# Pages link to what lies beside docs/; the site is built from links to all of it.
+docs: $(VENV)/.installed-docs
+	mkdir -p build/docs
+	for name in $(SITE); do ln -sfn ../../$$name build/docs/$$name; done
+	$(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache
@@ -37,4 +44,9 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 $(VENV)/.installed-test: pyproject.toml | $(BIN)/python
 	@echo "Installing zjax and its tests into $(VENV) (a few minutes, once) ..."
 	@$(PIP) install --editable '.[test]'
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-docs: pyproject.toml | $(BIN)/python
+	@echo "Installing what builds the documents into $(VENV) (once) ..."
+	@$(PIP) install --editable '.[docs]'
 	@touch $@ $(VENV)/.installed

@@ -278,9 +278,17 @@ def numbers_of(text):
     return {x: float(x.replace(",", "")) for x in NUMBER.findall(text)}
 
 
-def test_readme_quotes_what_was_measured():
-    """Fails if a figure of README is in no row, and beside none."""
-    today = (ROOT / "README.md").read_text().partition("## What works today")[2]
+QUOTES = {"README.md": "## What works today"} | {
+    f"docs/{page.name}": "## Tested and measured"
+    for page in (ROOT / "docs").glob("*.md")
+}
+"""Documents that quote results, and the heading below which they do."""
+
+
+@pytest.mark.parametrize("path", QUOTES)
+def test_documents_quote_what_was_measured(path):
+    """Fails if a figure of a document is in no row, and beside none."""
+    today = (ROOT / path).read_text().partition(QUOTES[path])[2]
     published = numbers_of("".join((ROOT / x).read_text() for x in PUBLISHED)).values()
     for text, value in numbers_of(today).items():
         digits = len(text.partition(".")[2])
