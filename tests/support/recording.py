@@ -170,13 +170,15 @@ def record_run(changes):
     from zjax.initialize import make_run
     from zjax.models.build import make_model
     from zjax.optim.build import make_optimizer
+    from zjax.optim.schedules import make_schedule
     from zjax.sharding import plan
 
     plan.MIN_MOVED_BYTES = 64  # so that arrays of a tiny model are moved
     os.makedirs(DISK, exist_ok=True)
     config = load_config(SETTINGS, changes)
     model = make_model(config)
-    run = make_run(config, model, make_optimizer(config, model))
+    tx, schedule = make_optimizer(config, model), make_schedule(config)
+    run = make_run(config, model, tx, schedule=schedule)
     batches = [make_batch(config, i) for i in range(NUM_STEPS)]
     return record_steps(run.step, run.state, batches)
 
