@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 from absl import logging
-from jax.sharding import NamedSharding
 from jaxlib import version
 
 from zjax.config.schema import Config
@@ -21,7 +20,7 @@ from zjax.sharding.memory import num_zero_shares
 from zjax.sharding.mesh import platform_of
 from zjax.sharding.placement import ArrayPlan, dtype_bytes
 from zjax.sharding.plan import Plan
-from zjax.sharding.zero import stored_shape, whole_spec
+from zjax.sharding.zero import stored_shape
 
 Options = dict[str, Any]
 
@@ -178,10 +177,8 @@ def layer_bytes(plan: Plan) -> int:
     """
 
     def one(row: ArrayPlan) -> int:
-        spec = whole_spec(row.spec)
-        shape = NamedSharding(plan.mesh, spec).shard_shape(
-            stored_shape(row.shape, spec, plan.mesh)
-        )
+        used = stored_shape(row.shape, row.used.spec, plan.mesh)
+        shape = row.used.shard_shape(used)
         return math.prod(shape[1:]) * dtype_bytes(row.dtype)
 
     return sum(one(row) for row in jax.tree.leaves(plan.compute) if row.num_layers)

@@ -371,7 +371,7 @@ def model_params(state: TrainState, plan: plans.Plan) -> Params:
 
     def place(row: placement.ArrayPlan) -> jax.sharding.NamedSharding:
         padded = row.shape != row.stored_shape
-        return plan.replicated if padded else row.sharding
+        return plan.replicated if padded else row.stored
 
     resting, plan = plan.compute, plans.plan_on_device(plan)
 

@@ -36,7 +36,7 @@ def make_state(num_bytes):
         for name in names
     }
     rows = {
-        name: ArrayPlan(name, shape, shape, np.dtype(np.float32), sharding)
+        name: ArrayPlan(name, shape, np.dtype(np.float32), sharding, sharding)
         for name in names
     }
     return state, rows

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zjax.config import schema
 from zjax.sharding import mesh as meshes
 from zjax.sharding.placement import ArrayPlan, pad, path_of
-from zjax.sharding.zero import extend_spec, stored_shape
+from zjax.sharding.zero import extend_spec
 
 TX = optax.adamw(1e-3)
 
@@ -53,9 +53,8 @@ def make_rows(values, num_devices=8, *, stage=2, memory=None, **axes):
         if stage and floating and leaf.size:
             spec = extend_spec(leaf.shape, spec, mesh, min_elements=0)
         kind = memory if floating and leaf.ndim else None
-        stored = stored_shape(leaf.shape, spec, mesh)
         sharding = NamedSharding(mesh, spec, memory_kind=kind)
-        return ArrayPlan(path_of(keys), leaf.shape, stored, leaf.dtype, sharding)
+        return ArrayPlan(path_of(keys), leaf.shape, leaf.dtype, sharding, sharding)
 
     return jax.tree_util.tree_map_with_path(row, values)
 
@@ -63,8 +62,8 @@ def make_rows(values, num_devices=8, *, stage=2, memory=None, **axes):
 def place(values, rows):
     def put(x, row):
         if jnp.issubdtype(row.dtype, jax.dtypes.prng_key):
-            return jax.device_put(x, row.sharding)
-        return jax.device_put(pad(jnp.asarray(x), row), row.sharding)
+            return jax.device_put(x, row.stored)
+        return jax.device_put(pad(jnp.asarray(x), row), row.stored)
 
     return jax.tree.map(put, values, rows)
 
@@ -76,8 +75,8 @@ def assert_same(state, values, rows):
         name = path_of(keys)
         assert x.shape == row.stored_shape, name
         assert x.dtype == row.dtype, name
-        assert x.sharding.is_equivalent_to(row.sharding, x.ndim), name
-        assert x.sharding.memory_kind == row.sharding.memory_kind, name
+        assert x.sharding.is_equivalent_to(row.stored, x.ndim), name
+        assert x.sharding.memory_kind == row.stored.memory_kind, name
         if jnp.issubdtype(row.dtype, jax.dtypes.prng_key):
             x, value = jax.random.key_data(x), jax.random.key_data(value)
         else:

@@ -20,14 +20,14 @@ LOWER, UPPER = Entry((3,), "int16"), Entry((3,), "bfloat16")
 def make_row(name, dtype="float32"):
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
     place = NamedSharding(mesh, PartitionSpec())
-    return ArrayPlan(name, (3,), (3,), jnp.dtype(dtype), place)
+    return ArrayPlan(name, (3,), jnp.dtype(dtype), place, place)
 
 
 def test_a_tree_of_your_own_may_have_params(tmp_path):
     """Fails if all that is called so counts as a half of master weights."""
     rows = {"params": {"w": make_row("w")}, "opt": {"m": make_row("m")}}
     state = jax.tree.map(
-        lambda row: jax.device_put(np.arange(3, dtype=np.float32), row.sharding), rows
+        lambda row: jax.device_put(np.arange(3, dtype=np.float32), row.stored), rows
     )
     store = Store(str(tmp_path))
     store.save(1, state, rows, extra={})

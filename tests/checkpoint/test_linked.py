@@ -27,7 +27,7 @@ def disk(tmp_path):
 def make_state(disk):
     row = make_row([disk])
     x = np.random.default_rng(0).normal(size=row.shape).astype(np.float32)
-    array = DiskArray.write(jax.device_put(x, row.sharding), row).block_until_ready()
+    array = DiskArray.write(jax.device_put(x, row.stored), row).block_until_ready()
     step = {"step": np.int32(3)}
     rows = states.make_rows(step)
     return states.place(step, rows) | {NAME: array}, rows | {NAME: row}, x

@@ -28,7 +28,7 @@ def weights_after_two_steps(changes):
     state = run.state
     for number in range(2):
         state, _ = run.step(state, make_batch(number, MODEL.vocab_size))
-    return run.plan.in_halves, weights_of(state)
+    return run.plan.splits_master, weights_of(state)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def weights_after_two_steps(changes):
 def test_weights_in_halves_are_the_whole_ones(monkeypatch, changes):
     """Fails if a half is of another rounding than the other: that is worth 65,536."""
     in_halves, found = weights_after_two_steps(changes)
-    monkeypatch.setattr(plans, "_in_halves", lambda row, in_use: row)
+    monkeypatch.setattr(plans, "_split", lambda row, in_use: row)
     others_are, expected = weights_after_two_steps(changes)
     assert in_halves and not others_are
     for pair in zip(*map(jax.tree.leaves, (found, expected)), strict=True):

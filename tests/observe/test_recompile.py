@@ -74,7 +74,7 @@ def test_what_the_writer_of_a_checkpoint_compiles_is_not_the_steps(tmp_path):
     everywhere = NamedSharding(mesh, PartitionSpec())
     # Of copies on 8 devices Orbax has each write a slice, which is a program.
     array = jax.device_put(jnp.ones((24, 128)), everywhere)
-    row = ArrayPlan("x", array.shape, array.shape, array.dtype, everywhere)
+    row = ArrayPlan("x", array.shape, array.dtype, everywhere, everywhere)
     threads = []
 
     def listen(event, duration_secs, **_):

@@ -47,7 +47,7 @@ def make_run(model=THREE, stage=2, num_devices=8, memory="pinned_host", **zero):
 
     def fill(row):
         x = ("scale" in row.path) + 0.3 * rng.normal(size=row.shape)
-        return jax.device_put(pad(jnp.asarray(x, row.dtype), row), row.sharding)
+        return jax.device_put(pad(jnp.asarray(x, row.dtype), row), row.stored)
 
     params = jax.tree.map(fill, plan_on_device(run.plan).compute)
     params = rest(params, run.plan.compute)

@@ -33,6 +33,7 @@ from zjax.checkpoint.store import Store
 from zjax.config import schema
 from zjax.sharding import memory
 from zjax.sharding import plan as plans
+from zjax.sharding.placement import Form
 from zjax.sharding.plan import DEVICE, HOST, NVME
 from zjax.sharding.traffic import traffic_of_step
 from zjax.train.state import saved_rows, saved_state, with_params
@@ -44,7 +45,7 @@ def halves(stage=2, state_memory="pinned_host", **sections):
 
 
 def lower_halves(run):
-    return [row for row in jax.tree.leaves(run.plan.master) if row.half_of is not None]
+    return [row for row in jax.tree.leaves(run.plan.master) if row.form is Form.SPLIT]
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def whole(monkeypatch):
 
     def use(case):
         with monkeypatch.context() as patched:
-            patched.setattr(plans, "_in_halves", lambda row, in_use: row)
+            patched.setattr(plans, "_split", lambda row, in_use: row)
             run = start(case)
         assert not lower_halves(run)
         return run
@@ -210,7 +211,7 @@ def test_models_of_the_users_are_halved_too(monkeypatch):
 
     run, found = trained()
     assert lower_halves(run)
-    monkeypatch.setattr(plans, "_in_halves", lambda row, in_use: row)
+    monkeypatch.setattr(plans, "_split", lambda row, in_use: row)
     other, expected = trained()
     assert not lower_halves(other)
     jax.tree.map(  # compilers may round products before they add them, or not
@@ -302,7 +303,7 @@ def test_a_run_resumed_from_halves_is_the_run_that_saved(tmp_path):
         "optimizer.schedule=constant",
     )
     whole = small_run.fit(tmp_path / "whole", *settings)
-    assert whole.run.plan.in_halves
+    assert whole.run.plan.splits_master
     small_run.fit(tmp_path / "parts", *settings, "num_steps=4")
     parts = small_run.fit(tmp_path / "parts", *settings)
     trees = [

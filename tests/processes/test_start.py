@@ -83,7 +83,7 @@ def test_two_processes_equal_one(tmp_path):
     with ended(launched) as [(_, errors)]:
         assert launched.returncode == 0, errors[-3000:]
     results = json.loads((tmp_path / "results.json").read_text())
-    total = worker.compute(rows["step"].sharding.mesh)
+    total = worker.compute(rows["step"].stored.mesh)
     np.testing.assert_array_equal(results.pop("total"), total)
     assert results.pop("table") == (
         "processes, by zjax launch:\n"

@@ -45,11 +45,11 @@ def place(values, rows):
 
     def put(x, row):
         if jnp.issubdtype(row.dtype, jax.dtypes.prng_key):
-            return jax.jit(lambda: jax.random.key(7), out_shardings=row.sharding)()
+            return jax.jit(lambda: jax.random.key(7), out_shardings=row.stored)()
         stored = np.zeros(row.stored_shape, row.dtype)
         stored[tuple(map(slice, row.shape))] = x
         return jax.make_array_from_callback(
-            row.stored_shape, row.sharding, stored.__getitem__
+            row.stored_shape, row.stored, stored.__getitem__
         )
 
     return jax.tree.map(put, values, rows)
@@ -71,7 +71,7 @@ def work(info, directory):
     evaluates."""
     values = states.make_values()
     rows = states.make_rows(values)
-    total = compute(rows["step"].sharding.mesh)
+    total = compute(rows["step"].stored.mesh)
     store = Store(str(directory / "checkpoints"))
     store.save(5, place(values, rows), rows, extra={"by": info.num_processes})
     store.close()

@@ -105,7 +105,7 @@ def test_a_layer_has_the_place_of_its_stack():
         2,
     )
     assert row.layer == ArrayPlan(
-        row.path, (16, 24), (16, 24), row.dtype, row.layer.sharding, num_layers=0
+        row.path, (16, 24), row.dtype, row.layer.stored, row.layer.used
     )
     assert row.layer.spec == P("data", None)
     in_use = plan_in_use(make_model(run.config), run.plan)

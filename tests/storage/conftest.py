@@ -21,7 +21,7 @@ def make_row(disks, spec=SPECS["split"], dtype="float32", shape=(16, 12)):
     mesh = meshes.make_mesh(schema.Mesh(replica=2))
     sharding = NamedSharding(mesh, spec)
     return ArrayPlan(
-        "blocks/x", shape, shape, jnp.dtype(dtype), sharding, disks=tuple(disks)
+        "blocks/x", shape, jnp.dtype(dtype), sharding, sharding, disks=tuple(disks)
     )
 
 

@@ -23,7 +23,7 @@ from zjax.storage.array import DiskArray
 def make_array(row):
     x = np.random.default_rng(0).normal(size=row.shape) * 50
     x[:4] = 0
-    return jax.device_put(x.astype(row.dtype), row.sharding)
+    return jax.device_put(x.astype(row.dtype), row.stored)
 
 
 def files(path):

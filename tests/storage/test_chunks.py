@@ -49,7 +49,7 @@ def test_the_last_chunk_is_nearly_full(shape):
 def test_what_files_take_is_known(disks, spec, shape):
     """Fails if an array takes more of a disk than is said, or far less."""
     row = make_row(disks, SPECS[spec], shape=shape)
-    x = jax.device_put(np.ones(shape, np.float32), row.sharding)
+    x = jax.device_put(np.ones(shape, np.float32), row.stored)
     array = DiskArray.write(x, row).block_until_ready()
     found = block_bytes(array.path)
     assert x.nbytes < found <= chunks.disk_bytes(row) <= 1.6 * found

@@ -17,7 +17,7 @@ from zjax.storage.move import move
 def row():
     mesh = Mesh(jax.devices()[:2], ("data",))
     place = NamedSharding(mesh, PartitionSpec("data"))
-    return ArrayPlan("x", (8,), (8,), jnp.dtype("float32"), place).rest_in(HOST)
+    return ArrayPlan("x", (8,), jnp.dtype("float32"), place, place).rest_in(HOST)
 
 
 @pytest.fixture
@@ -37,15 +37,15 @@ def copies(monkeypatch):
 
 
 def make(row):
-    return jax.device_put(jnp.arange(8.0), row.rest_in(DEVICE).sharding)
+    return jax.device_put(jnp.arange(8.0), row.rest_in(DEVICE).stored)
 
 
 def test_directions_alternate_whatever_is_asked_for(row, copies):
     directions = [HOST, HOST, DEVICE, DEVICE, DEVICE, HOST]
-    resting = jax.device_put(make(row), row.sharding)
-    lanes.LANES.enter(lanes.DOWN, row.sharding)  # numbers are made once
-    lanes.LANES.enter(lanes.UP, row.sharding)
-    lanes.LANES.enter(lanes.UP, row.sharding)
+    resting = jax.device_put(make(row), row.stored)
+    lanes.LANES.enter(lanes.DOWN, row.stored)  # numbers are made once
+    lanes.LANES.enter(lanes.UP, row.stored)
+    lanes.LANES.enter(lanes.UP, row.stored)
     copies.clear()
     for memory in directions:
         start = resting if memory == DEVICE else make(row)

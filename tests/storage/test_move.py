@@ -32,7 +32,7 @@ def events(monkeypatch):
 def pairs(events, number):
     mesh = Mesh(np.asarray(jax.devices()[:1]), ("data",))
     place = NamedSharding(mesh, PartitionSpec())
-    row = ArrayPlan("", (10,), (10,), np.dtype(np.float32), place)
+    row = ArrayPlan("", (10,), np.dtype(np.float32), place, place)
     for i in range(number):
         events.append(("made", i))
         yield i, row

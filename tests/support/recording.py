@@ -292,7 +292,7 @@ def record_plan(plan):
 
     roles = "master", "compute", "grad_sum", "grads", "opt_state", "model_state", "ema"
     lines = [
-        f"{role}{jax.tree_util.keystr(keys)} {row.dtype}{list(row.shape)} "
+        f"{role}{jax.tree_util.keystr(keys)} {row.stored_dtype}{list(row.shape)} "
         f"{list(row.stored_shape)} {row.spec} {row.memory}"
         for role in roles
         for keys, row in jax.tree_util.tree_leaves_with_path(getattr(plan, role))

@@ -112,7 +112,7 @@ def _row(paths: tuple[str, ...], array_bytes: int) -> ArrayPlan:
     mesh = make_mesh(Mesh(), jax.devices()[:1])
     sharding = NamedSharding(mesh, PartitionSpec())
     shape, dtype = (array_bytes // 1024, 256), np.dtype(np.float32)
-    return ArrayPlan("", shape, shape, dtype, sharding, disks=paths)
+    return ArrayPlan("", shape, dtype, sharding, sharding, disks=paths)
 
 
 class _Arrays:
@@ -120,7 +120,7 @@ class _Arrays:
 
     def __init__(self, row: ArrayPlan, num_arrays: int):
         self.row = row
-        place = row.sharding
+        place = row.stored
         self.make = jax.jit(jax.random.normal, static_argnums=1, out_shardings=place)
         self.keys = jax.random.split(jax.random.key(0), num_arrays)
         self.held: list[DiskArray] = []

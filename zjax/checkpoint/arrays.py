@@ -61,7 +61,7 @@ def unpadded(x: jax.Array, row: ArrayPlan) -> jax.Array:
     padded = [logical != stored for logical, stored in sizes]
     entries = [*row.spec, *[None] * (len(padded) - len(row.spec))]
     kept = [None if cut else e for cut, e in zip(padded, entries, strict=True)]
-    whole = NamedSharding(row.sharding.mesh, PartitionSpec(*kept))
+    whole = NamedSharding(row.stored.mesh, PartitionSpec(*kept))
     cut = jax.jit(placement.unpad, static_argnums=1, out_shardings=whole)
     return cut(jax.device_put(x, _on_device(row)), row)
 
@@ -93,9 +93,9 @@ def pin(rows: Iterable[ArrayPlan]) -> None:
     """
     devices = [d for d in jax.local_devices() if d.platform == "gpu"]
     moved = [
-        (row.sharding, row.stored_shape, row.dtype)
+        (row.stored, row.stored_shape, row.stored_dtype)
         for row in rows
-        if not row.disks and not layout.is_key(row.dtype)
+        if not row.disks and not layout.is_key(row.stored_dtype)
     ]
     if not devices or not _are_copied(moved):
         return
@@ -179,15 +179,15 @@ def read_arrays(saved: Saved, named: Mapping[str, ArrayPlan]) -> list[Any]:
             given = place_given(half_at_rest(data, row), row)
             arrays[name] = jax.block_until_ready(given)
         elif found[name].is_empty:
-            data = np.zeros(row.stored_shape, row.dtype)
-            arrays[name] = jax.device_put(data, row.sharding)
+            data = np.zeros(row.stored_shape, row.stored_dtype)
+            arrays[name] = jax.device_put(data, row.stored)
         elif name in saved.linked:
             arrays[name] = place_slices(saved.part(name), row)
     return [arrays[name] for name in named]
 
 
 def _on_device(row: ArrayPlan) -> NamedSharding:
-    return NamedSharding(row.sharding.mesh, row.spec)
+    return NamedSharding(row.stored.mesh, row.spec)
 
 
 def _restore_args(row: ArrayPlan, entry: Entry) -> Any:
@@ -198,7 +198,7 @@ def _restore_args(row: ArrayPlan, entry: Entry) -> Any:
     return ocp.ArrayRestoreArgs(
         sharding=_on_device(row),
         global_shape=row.stored_shape,
-        dtype=row.dtype,
+        dtype=row.stored_dtype,
         strict=row.shape == row.stored_shape,
     )
 

@@ -124,7 +124,9 @@ def describe_rows(named: Mapping[str, ArrayPlan]) -> dict[str, Entry]:
     Returns:
         Unpadded shapes and dtypes by name.
     """
-    return {n: Entry(tuple(row.shape), str(row.dtype)) for n, row in named.items()}
+    return {
+        n: Entry(tuple(row.shape), str(row.stored_dtype)) for n, row in named.items()
+    }
 
 
 def check_same(

@@ -120,7 +120,7 @@ def place_slices(read: Callable[[Any], np.ndarray], row: ArrayPlan) -> Any:
 
     @functools.cache
     def shard(*spans: tuple[int, int]) -> np.ndarray:
-        whole = np.zeros([stop - start for start, stop in spans], row.dtype)
+        whole = np.zeros([stop - start for start, stop in spans], row.stored_dtype)
         inside = [
             slice(start, min(stop, n))
             for (start, stop), n in zip(spans, row.shape, strict=True)
@@ -135,7 +135,7 @@ def place_slices(read: Callable[[Any], np.ndarray], row: ArrayPlan) -> Any:
         bounds = (s.indices(n) for s, n in zip(whole, row.stored_shape, strict=True))
         return shard(*((start, stop) for start, stop, _ in bounds))
 
-    here = row.rest_in(DEVICE).sharding
+    here = row.rest_in(DEVICE).stored
     array = jax.make_array_from_callback(row.stored_shape, here, at)
     return at_rest(array, row)
 

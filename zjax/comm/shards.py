@@ -1,11 +1,16 @@
-"""Shards of a plan inside `jax.shard_map`: gathered whole, summed back to shards."""
+"""Arrays of a plan inside `jax.shard_map`: all-gathered for use, summed into shards.
 
+Which axes a collective goes over follows from where an array is stored and where it is
+used, and from nothing else.
+"""
+
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from zjax.sharding import rules
 from zjax.sharding.mesh import num_shares
@@ -13,71 +18,86 @@ from zjax.sharding.placement import ArrayPlan, pad, unpad
 
 
 def manual_spec(row: ArrayPlan, axes: Sequence[str]) -> PartitionSpec:
-    """The part of a placement that is split by hand.
+    """The part of where an array is stored that is split by hand.
 
     Args:
-        row: The place of an array.
+        row: The plan of an array.
         axes: Mesh axes that `shard_map` maps.
 
     Returns:
         A spec that names no other axes.
     """
-    return PartitionSpec(*map(rules.entry, _split_dims(row, axes)))
+    return PartitionSpec(*map(rules.entry, _dims(row.stored, row, axes)))
 
 
 def shard_shape(row: ArrayPlan, axes: Sequence[str]) -> tuple[int, ...]:
-    """The shape of one device's part of a stored array.
+    """The shape of what one device stores of an array.
 
     Args:
-        row: The place of an array.
+        row: The plan of an array.
         axes: Mesh axes that `shard_map` maps.
 
     Returns:
         The stored shape, each dim divided by the shares it is cut into by hand.
     """
-    mesh = row.sharding.mesh
-    split = zip(row.stored_shape, _split_dims(row, axes), strict=True)
-    return tuple(size // num_shares(mesh, names) for size, names in split)
+    return _divided(row.stored_shape, row.stored, row, axes)
 
 
-def gather(shard: jax.Array, row: ArrayPlan, axes: Sequence[str]) -> jax.Array:
-    """All-gathers an array from its shards.
+def used_shape(row: ArrayPlan, axes: Sequence[str]) -> tuple[int, ...]:
+    """The shape of what one device uses of an array.
 
     Args:
-        shard: This device's part of the stored array.
-        row: Its place.
+        row: The plan of an array.
         axes: Mesh axes that `shard_map` maps.
 
     Returns:
-        The array in its logical shape, in the dtype of the shard.
+        The logical shape, each dim divided by the shares it is used in by hand.
     """
+    return _divided(row.shape, row.used, row, axes)
 
-    def run(whole: jax.Array) -> jax.Array:
-        for dim, names in enumerate(_split_dims(row, axes)):
+
+def gather(shard: jax.Array, row: ArrayPlan, axes: Sequence[str]) -> jax.Array:
+    """All-gathers an array from where it is stored to where it is used.
+
+    Args:
+        shard: This device's part of the stored array.
+        row: Its plan.
+        axes: Mesh axes that `shard_map` maps.
+
+    Returns:
+        What this device uses, without padding, in the dtype of the shard.
+    """
+    own = _of_device(row, axes)
+
+    def run(gathered: jax.Array) -> jax.Array:
+        for dim, names in enumerate(_gathered(row, axes)):
             if names:
-                whole = jax.lax.all_gather(whole, names, axis=dim, tiled=True)
-        return whole
+                gathered = jax.lax.all_gather(gathered, names, axis=dim, tiled=True)
+        return gathered
 
-    return unpad(_by_share(run, row, axes)(shard), row)
+    return unpad(_by_share(run, own, axes)(shard), own)
 
 
 def reduce(x: jax.Array, row: ArrayPlan, axes: Sequence[str]) -> jax.Array:
-    """Sums what the devices hold, each keeping its shard of the sum.
+    """Sums what the devices hold, from where an array is used to where it is stored.
 
-    Reduce-scatters over the axes that split the array, all-reduces over the others.
+    Reduce-scatters over the axes that split the array only where it is stored,
+    all-reduces over those that do not split it. Over the axes that split it where it is
+    used nothing is added: each device has a part of its own.
 
     Args:
-        x: This device's term, in the logical shape.
-        row: The place of the sum.
+        x: This device's term, in the shape of what it uses.
+        row: The plan of the sum.
         axes: Mesh axes that `shard_map` maps.
 
     Returns:
         This device's part of the stored sum, in the dtype of `x`.
     """
+    own = _of_device(row, axes)
 
     def run(total: jax.Array) -> jax.Array:
-        rest = list(axes)
-        for dim, names in enumerate(_split_dims(row, axes)):
+        rest = _replicating(row, axes)
+        for dim, names in enumerate(_gathered(row, axes)):
             if names:
                 total = jax.lax.psum_scatter(
                     total, names, scatter_dimension=dim, tiled=True
@@ -85,7 +105,7 @@ def reduce(x: jax.Array, row: ArrayPlan, axes: Sequence[str]) -> jax.Array:
                 rest = [axis for axis in rest if axis not in names]
         return jax.lax.psum(total, tuple(rest)) if rest else total
 
-    return _by_share(run, row, axes)(pad(x, row))
+    return _by_share(run, own, axes)(pad(x, own))
 
 
 def fetch(shard: jax.Array, row: ArrayPlan, axes: Sequence[str]) -> jax.Array:
@@ -93,12 +113,12 @@ def fetch(shard: jax.Array, row: ArrayPlan, axes: Sequence[str]) -> jax.Array:
 
     Args:
         shard: This device's part of the stored parameter.
-        row: Its place.
+        row: Its plan.
         axes: Mesh axes that `shard_map` maps.
 
     Returns:
-        The parameter in its logical shape. The gradient of `shard` is the sum over
-        devices.
+        What this device uses of the parameter. The gradient of `shard` is the sum over
+        the devices that use the same.
     """
 
     def forward(shard: jax.Array) -> jax.Array:
@@ -176,6 +196,44 @@ def _others(axes: Sequence[str]) -> set[str]:
     return set(jax.sharding.get_abstract_mesh().auto_axes).difference(axes)
 
 
-def _split_dims(row: ArrayPlan, axes: Sequence[str]) -> list[tuple[str, ...]]:
-    dims = rules.axes_of(row.spec, len(row.stored_shape))
+def _of_device(row: ArrayPlan, axes: Sequence[str]) -> ArrayPlan:
+    """The plan of what one device uses of an array, as if that were all of it."""
+    split = {axis for names in _dims(row.used, row, axes) for axis in names}
+
+    def own(sharding: NamedSharding) -> NamedSharding:
+        dims = rules.axes_of(sharding.spec, len(row.shape))
+        left = (tuple(axis for axis in names if axis not in split) for names in dims)
+        return sharding.update(spec=PartitionSpec(*map(rules.entry, left)))
+
+    shape, places = used_shape(row, axes), (own(row.stored), own(row.used))
+    return dataclasses.replace(row, shape=shape, stored=places[0], used=places[1])
+
+
+def _gathered(row: ArrayPlan, axes: Sequence[str]) -> list[tuple[str, ...]]:
+    """The axes of each dim that split an array by hand only where it is stored."""
+    dims = row.gathered_axes
+    return [tuple(axis for axis in names if axis in axes) for names in dims]
+
+
+def _replicating(row: ArrayPlan, axes: Sequence[str]) -> list[str]:
+    """The axes over which every device uses the same of an array."""
+    split = {axis for names in _dims(row.used, row, axes) for axis in names}
+    return [axis for axis in axes if axis not in split]
+
+
+def _divided(
+    shape: tuple[int, ...],
+    sharding: NamedSharding,
+    row: ArrayPlan,
+    axes: Sequence[str],
+) -> tuple[int, ...]:
+    split = zip(shape, _dims(sharding, row, axes), strict=True)
+    return tuple(size // num_shares(sharding.mesh, names) for size, names in split)
+
+
+def _dims(
+    sharding: NamedSharding, row: ArrayPlan, axes: Sequence[str]
+) -> list[tuple[str, ...]]:
+    """Those axes that split each dim by hand."""
+    dims = rules.axes_of(sharding.spec, len(row.shape))
     return [tuple(axis for axis in names if axis in axes) for names in dims]

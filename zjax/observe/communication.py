@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import jax
 
 from zjax.observe.collectives import Collective, mesh_axes
-from zjax.sharding import memory, rules
+from zjax.sharding import memory
 from zjax.sharding.describe import format_bytes, render_table
 from zjax.sharding.mesh import (
     BATCH_AXES,
@@ -54,9 +54,8 @@ def zero_volume(plan: Plan, num_microbatches: int) -> int:
     gathers = 2 * num_microbatches if plan.stage == 3 else 1
     total = 0
     for row in jax.tree.leaves(plan.grads):
-        axes = sum(rules.axes_of(row.spec, len(row.shape)), ())
-        shares = num_shares(plan.mesh, [axis for axis in axes if axis in ZERO_AXES])
-        shard = math.prod(row.sharding.shard_shape(row.stored_shape))
+        shares = num_shares(plan.mesh, sum(row.gathered_axes, ()))
+        shard = math.prod(row.stored.shard_shape(row.stored_shape))
         if shares > 1:
             total += shard * shares * (reductions + gathers)
         if shares == 1 or plan.mesh.shape[REPLICA] > 1:

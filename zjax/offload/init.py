@@ -12,6 +12,7 @@ from zjax.offload.units import groups_of, num_units
 from zjax.optim.dataflow import trace
 from zjax.sharding.placement import (
     ArrayPlan,
+    Form,
     layer_of,
     pad,
     place_tree,
@@ -96,7 +97,7 @@ def _created(
     """Whole master weights, layer by layer and, where layers have tiles, by tile."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(plan.master)
     layers = [layer_of(keys) for keys, _ in leaves]
-    rows = [row.whole for _, row in leaves]
+    rows = [row for _, row in leaves]
     places = list(zip(layers, _units(model, plan.master, layers), strict=True))
     programs: dict[int | None, Any] = {}
     for place in dict.fromkeys(places):
@@ -153,9 +154,7 @@ def _init_opt_state(tx: Any, master: Params, params: Params, plan: Plan) -> Any:
     """The state of the optimizer, array by array."""
     trees = (master, plan.master, params, plan.compute)
     weights = list(zip(*map(jax.tree.leaves, trees), strict=True))
-    abstract = [
-        jax.ShapeDtypeStruct(row.shape, row.whole.dtype) for _, row, _, _ in weights
-    ]
+    abstract = [jax.ShapeDtypeStruct(row.shape, row.dtype) for _, row, _, _ in weights]
     tree = jax.tree.structure(plan.master)
     program, shapes = trace(tx.init, tree.unflatten(abstract))
     places = jax.tree.leaves(plan.opt_state)
@@ -166,7 +165,7 @@ def _init_opt_state(tx: Any, master: Params, params: Params, plan: Plan) -> Any:
     def bring(name: int) -> jax.Array:
         x, row, upper, in_use = weights[name]
         here = move(x, row, DEVICE, is_consumed=False)
-        if row.half_of is None:
+        if row.form is Form.PLAIN:
             return unpad(here, row)
         upper = move(upper, in_use, DEVICE, is_consumed=False)
         return _joined(here, row.passing, upper, in_use.passing)
@@ -174,7 +173,7 @@ def _init_opt_state(tx: Any, master: Params, params: Params, plan: Plan) -> Any:
     def create(part: Part, place: ArrayPlan) -> jax.Array:
         (x,) = part({name: bring(name) for name in part.inputs})
         here = place.passing
-        return jax.jit(pad, static_argnums=1, out_shardings=here.sharding)(x, here)
+        return jax.jit(pad, static_argnums=1, out_shardings=here.stored)(x, here)
 
     pairs = zip(parts, places, strict=True)
     created = ((create(part, place), place) for part, place in pairs)

@@ -43,9 +43,8 @@ def input_at_rest(
     Returns:
         Its place until the backward pass.
     """
-    here = ArrayPlan(
-        "an input of a block", x.shape, x.shape, x.dtype, plan.batch_sharding(x)
-    )
+    place = plan.batch_sharding(x)
+    here = ArrayPlan("an input of a block", x.shape, x.dtype, place, place)
     return while_it_waits(here, config.model.activation_memory, config)
 
 

@@ -198,7 +198,7 @@ def _added_by(compiled: Any) -> int | None:
 
 
 def _row_of(x: Any) -> ArrayPlan:
-    return ArrayPlan("", x.shape, x.shape, x.dtype, x.sharding)
+    return ArrayPlan("", x.shape, x.dtype, x.sharding, x.sharding)
 
 
 def _resting_here(rows: Iterable[ArrayPlan]) -> int:

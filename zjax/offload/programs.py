@@ -3,7 +3,6 @@
 A block with tiles is a trunk, whose programs are those of any block, and one tile.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +14,15 @@ from zjax.offload.kept import kept_of, pull_with
 from zjax.offload.units import trunk_of, units_of, units_of_all
 from zjax.ops.keys import part_key
 from zjax.sharding.memory import waiting_rows
-from zjax.sharding.placement import ArrayPlan, pad_tree, path_of, place_tree, unpad_tree
+from zjax.sharding.placement import (
+    ArrayPlan,
+    pad_tree,
+    path_of,
+    place_tree,
+    unpad_tree,
+    use_tree,
+)
 from zjax.sharding.plan import Plan
-from zjax.sharding.zero import whole_spec
 from zjax.train.gradients import microbatches
 from zjax.train.gradients.automatic import compute_dtype
 from zjax.typing import Batch, Loss, Model, Params
@@ -262,9 +267,9 @@ class BlockPrograms:
         return self.held(jax.tree.map(jnp.zeros_like, entering))
 
     def in_use(self, part: str, params: Params) -> Params:
-        """Parameters whole, as the function of a part takes them."""
+        """Parameters where they are used, as the function of a part takes them."""
         rows = self.rows[part]
-        return place_tree(unpad_tree(params, rows), jax.tree.map(_whole, rows))
+        return use_tree(unpad_tree(params, rows), rows)
 
     def stored(self, part: str, grads: Params) -> Params:
         """Gradients split over the devices."""
@@ -293,8 +298,3 @@ def _check_same(entering: Any, leaving: Any) -> None:
 
 def _number_of(stream: Any) -> jax.Array:
     return jax.tree.leaves(stream)[0].ravel()[0]
-
-
-def _whole(row: ArrayPlan) -> ArrayPlan:
-    sharding = row.sharding.update(spec=whole_spec(row.spec))
-    return dataclasses.replace(row, stored_shape=row.shape, sharding=sharding)

@@ -336,10 +336,8 @@ class Segments:
             problem = "sends what a block keeps to the host"
             remedy = "have it stay, or set model.activation_memory to send inputs alone"
             raise PlanError(Problem("keeps", HOST, problem, remedy))
-        shape = x.sharding.shard_shape(x.shape)
-        return ArrayPlan(
-            "what a block keeps", shape, shape, x.dtype, self.plan.replicated
-        )
+        shape, place = x.sharding.shard_shape(x.shape), self.plan.replicated
+        return ArrayPlan("what a block keeps", shape, x.dtype, place, place)
 
     def announce(self, units: Sequence[Params], names: Sequence[Any]) -> None:
         """Has units come up in this order, and no others."""

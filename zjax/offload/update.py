@@ -113,7 +113,7 @@ class GroupedUpdate:
             [i for i in self.positions_of(g) if i in in_state]
             for g in range(self.num_groups)
         ]
-        places = dict(enumerate(row.sharding for row in jax.tree.leaves(rows)))
+        places = dict(enumerate(row.stored for row in jax.tree.leaves(rows)))
         combined = [*map(places.get, self.shared), *([None] * len(cut.meetings))]
         (self.combine,) = compile_parts([cut.combine], jit, out_shardings=[combined])
         spent = {n for n in self.state_names if self.group_of(n) != SHARED}
@@ -185,7 +185,7 @@ def _grouping(plan: Plan, groups: Sequence[int]) -> Callable[[Any], int]:
 
 def _arrays(rows: Any) -> Any:
     return jax.tree.map(
-        lambda row: jax.ShapeDtypeStruct(row.stored_shape, row.dtype), rows
+        lambda row: jax.ShapeDtypeStruct(row.stored_shape, row.stored_dtype), rows
     )
 
 

@@ -58,7 +58,9 @@ def describe_plan_totals(plan: Plan) -> str:
     """
     rows = []
     for role, leaves in _roles(plan):
-        whole = sum(math.prod(row.shape) * dtype_bytes(row.dtype) for row in leaves)
+        whole = sum(
+            math.prod(row.shape) * dtype_bytes(row.stored_dtype) for row in leaves
+        )
         per_device = sum(row.device_bytes for row in leaves)
         share = f"1/{whole / per_device:.2f}" if per_device < whole else "whole"
         memories = ", ".join(sorted({row.memory for row in leaves}))
@@ -83,7 +85,7 @@ def _title(plan: Plan) -> str:
 
 
 def _roles(plan: Plan) -> list[tuple[str, list[ArrayPlan]]]:
-    master = "master weights" + (", lower half" if plan.in_halves else "")
+    master = "master weights" + (", lower half" if plan.splits_master else "")
     trees = {
         master: plan.master,
         "optimizer state": plan.opt_state,
@@ -310,7 +312,7 @@ def _role_rows(role: str, leaves: list[ArrayPlan]) -> list[tuple[str, ...]]:
     groups: dict[Any, list[ArrayPlan]] = collections.defaultdict(list)
     for row in leaves:
         name = re.sub(r"(?<![^/])\d+(?![^/])", "*", row.path)
-        groups[name, row.shape, row.dtype, str(row.spec)].append(row)
+        groups[name, row.shape, row.stored_dtype, str(row.spec)].append(row)
     lines = [
         (
             f"  {name}",

@@ -143,7 +143,7 @@ def padding_bytes(rows: Any) -> int:
 
     def padding(row: ArrayPlan) -> int:
         extra = math.prod(row.stored_shape) - math.prod(row.shape)
-        return extra * dtype_bytes(row.dtype)
+        return extra * dtype_bytes(row.stored_dtype)
 
     return sum(map(padding, jax.tree.leaves(rows)))
 

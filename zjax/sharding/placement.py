@@ -1,4 +1,4 @@
-"""One array's place: shape, stored shape and sharding; and moves between them.
+"""One array's plan: where it is stored and where it is used; and moves between them.
 
 JAX refuses shards of unequal size at the border of a program, so an array that does not
 divide is stored with zeros at the end. Programs unpad what they take and pad what they
@@ -6,6 +6,7 @@ give back: no mathematics ever sees the padding.
 """
 
 import dataclasses
+import enum
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+
+from zjax.sharding import rules, zero
 
 
 class LayerKey(jax.tree_util.DictKey):
@@ -33,70 +36,110 @@ class LayerKey(jax.tree_util.DictKey):
         self.layer = layer
 
 
+class Form(enum.Enum):
+    """How the elements of an array are stored.
+
+    Zeros at the end are no form: where `ArrayPlan.stored` does not divide an array, it
+    has them in any form.
+    """
+
+    PLAIN = "plain"
+    """As they are used."""
+    SPLIT = "split master weights"
+    """The low 16 bits of float32 numbers, as of `zjax.optim.halves`, beside parameters
+    in use that are the high ones."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ArrayPlan:
-    """The place of one array of a plan.
+    """Where one array is stored, where it is used, and in which form it is stored.
+
+    An all-gather goes from `stored` to `used`, a reduce-scatter from `used` to
+    `stored`, whatever the axes. Those of `used` are the first of those of `stored`, in
+    each dim. A gradient is added up over the axes that split the batch, but for those
+    that split the array where it is used: there each device has a part of its own.
+
+        array                            stored over    used over   form
+        ---------------------------------------------------------------------
+        parameter in use, stage 0 to 2   -              -           plain
+        parameter in use, stage 3        data           -           plain
+        kernel, tensor parallel          tensor, data   tensor      plain
+        kernel of experts                expert, data   expert      plain
+        offloaded master weights         data           -           split
+
+    What ZeRO++ (arXiv:2306.10209) adds is one more value in this table. The second
+    placement of hpZ is that of the parameters in use: stored over `data`, the devices
+    of one host, while master weights are stored over `replica` too. A quantised gather
+    is a form, blocks of int8 with their scales, which goes over the links as it is
+    stored and is made plain where it is used.
 
     Args:
         path: Where the array sits in its tree, parts separated by `/`.
         shape: Shape as the mathematics sees it.
-        stored_shape: Shape in memory, each dim rounded up to its number of shares.
-        dtype: Element type.
-        sharding: Mesh, spec and memory.
+        dtype: Element type as the mathematics sees it.
+        stored: Mesh, axes of each dim and memory where the array is stored.
+        used: Mesh and axes of each dim where the model reads it, or gives its gradient.
+        form: How it is stored.
         num_layers: Equal layers that the first dim stacks; 0 where it is no stack.
         disks: Directories of the disks among which it rests; none for arrays in memory.
-        half_of: Element type of the weights of which this is the lower half, as of
-            `zjax.optim.halves`; None for all other arrays.
     """
 
     path: str
     shape: tuple[int, ...]
-    stored_shape: tuple[int, ...]
     dtype: Any
-    sharding: NamedSharding
+    stored: NamedSharding
+    used: NamedSharding
+    form: Form = Form.PLAIN
     num_layers: int = 0
     disks: tuple[str, ...] = ()
-    half_of: Any = None
 
     @property
     def spec(self) -> PartitionSpec:
-        """Mesh axes of each dim."""
-        return self.sharding.spec
+        """Mesh axes of each dim where the array is stored."""
+        return self.stored.spec
+
+    @functools.cached_property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape in memory, each dim rounded up to its number of shares."""
+        return zero.stored_shape(self.shape, self.spec, self.stored.mesh)
+
+    @property
+    def stored_dtype(self) -> Any:
+        """Element type in memory."""
+        return jnp.dtype("int16") if self.form is Form.SPLIT else self.dtype
+
+    @property
+    def gathered_axes(self) -> list[tuple[str, ...]]:
+        """The axes of each dim over which an array is stored but not used in shares."""
+        rank = len(self.shape)
+        dims = zip(
+            rules.axes_of(self.spec, rank),
+            rules.axes_of(self.used.spec, rank),
+            strict=True,
+        )
+        return [stored[len(used) :] for stored, used in dims]
 
     @functools.cached_property
     def memory(self) -> str:
         """`device`, `pinned_host` or `nvme`."""
-        return "nvme" if self.disks else self.sharding.memory_kind or "device"
+        return "nvme" if self.disks else self.stored.memory_kind or "device"
 
     @functools.cached_property
     def device_bytes(self) -> int:
         """Bytes on one device, padding included."""
-        return math.prod(self.sharding.shard_shape(self.stored_shape)) * dtype_bytes(
-            self.dtype
-        )
+        shard = self.stored.shard_shape(self.stored_shape)
+        return math.prod(shard) * dtype_bytes(self.stored_dtype)
 
     @property
     def layer(self) -> "ArrayPlan":
-        """The place of one of the layers."""
-        spec = PartitionSpec(*self.spec[1:])
+        """The plan of one of the layers."""
         return dataclasses.replace(
             self,
             shape=self.shape[1:],
-            stored_shape=self.stored_shape[1:],
-            sharding=self.sharding.update(spec=spec),
+            stored=_of_layer(self.stored),
+            used=_of_layer(self.used),
             num_layers=0,
         )
-
-    @property
-    def lower_half(self) -> "ArrayPlan":
-        """The place of what is left of weights beside their upper half."""
-        return dataclasses.replace(self, dtype=jnp.dtype("int16"), half_of=self.dtype)
-
-    @property
-    def whole(self) -> "ArrayPlan":
-        """The place of the weights of which this is one half, or of all others."""
-        dtype = self.half_of or self.dtype
-        return dataclasses.replace(self, dtype=dtype, half_of=None)
 
     @property
     def passing(self) -> "ArrayPlan":
@@ -107,24 +150,28 @@ class ArrayPlan:
         return dataclasses.replace(self.rest_in("device"), path="")
 
     def rest_in(self, memory: str) -> "ArrayPlan":
-        """The same place in another memory, which JAX calls by the same name."""
-        sharding = self.sharding.with_memory_kind(memory)
-        return dataclasses.replace(self, sharding=sharding, disks=())
+        """The same plan in another memory, which JAX calls by the same name."""
+        stored = self.stored.with_memory_kind(memory)
+        return dataclasses.replace(self, stored=stored, disks=())
 
     def rest_on(self, disks: tuple[str, ...]) -> "ArrayPlan":
-        """The same place on disks, from which arrays go to the devices."""
+        """The same plan on disks, from which arrays go to the devices."""
         return dataclasses.replace(self.rest_in("device"), disks=disks)
 
     def rest_at(self, memory: str, disks: tuple[str, ...]) -> "ArrayPlan":
-        """The same place in another memory, or on these disks where that is `nvme`."""
+        """The same plan in another memory, or on these disks where that is `nvme`."""
         return self.rest_on(disks) if memory == "nvme" else self.rest_in(memory)
 
     @property
     def abstract(self) -> jax.ShapeDtypeStruct:
         """The stored array without its data."""
         return jax.ShapeDtypeStruct(
-            self.stored_shape, self.dtype, sharding=self.sharding
+            self.stored_shape, self.stored_dtype, sharding=self.stored
         )
+
+
+def _of_layer(sharding: NamedSharding) -> NamedSharding:
+    return sharding.update(spec=PartitionSpec(*sharding.spec[1:]))
 
 
 def abstract_key() -> jax.ShapeDtypeStruct:
@@ -238,10 +285,25 @@ def place_tree(tree: Any, rows: Any) -> Any:
     """
 
     def place(x: jax.Array, row: ArrayPlan) -> jax.Array:
-        stored = jax.lax.with_sharding_constraint(pad(x, row), row.sharding)
+        stored = jax.lax.with_sharding_constraint(pad(x, row), row.stored)
         return unpad(stored, row)
 
     return jax.tree.map(place, tree, rows)
+
+
+def use_tree(tree: Any, rows: Any) -> Any:
+    """Pins where arrays are used inside a program.
+
+    Args:
+        tree: Arrays in their logical shapes, traced by `jit`.
+        rows: A tree of `ArrayPlan` of the same structure.
+
+    Returns:
+        The same values; the compiler must lay them out as the rows say.
+    """
+    return jax.tree.map(
+        lambda x, row: jax.lax.with_sharding_constraint(x, row.used), tree, rows
+    )
 
 
 def shardings(rows: Any) -> Any:
@@ -253,7 +315,7 @@ def shardings(rows: Any) -> Any:
     Returns:
         A tree of NamedSharding.
     """
-    return jax.tree.map(lambda row: row.sharding, rows)
+    return jax.tree.map(lambda row: row.stored, rows)
 
 
 def abstract_tree(rows: Any) -> Any:

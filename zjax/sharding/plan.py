@@ -37,6 +37,7 @@ from zjax.sharding.naming import names_of_dims
 from zjax.sharding.opt_state import abstract_opt_state
 from zjax.sharding.placement import (
     ArrayPlan,
+    Form,
     abstract_key,
     layer_of,
     name_of,
@@ -94,12 +95,13 @@ class Plan:
         Returns:
             A replicated row of shape ().
         """
-        return ArrayPlan(path, (), (), jnp.dtype(dtype), self.replicated)
+        everywhere = self.replicated
+        return ArrayPlan(path, (), jnp.dtype(dtype), everywhere, everywhere)
 
     @property
-    def in_halves(self) -> bool:
-        """Whether some master weights are kept as their lower halves."""
-        return any(row.half_of is not None for row in jax.tree.leaves(self.master))
+    def splits_master(self) -> bool:
+        """Whether some master weights are stored without the bits that are in use."""
+        return any(row.form is Form.SPLIT for row in jax.tree.leaves(self.master))
 
     @property
     def replicated(self) -> NamedSharding:
@@ -158,8 +160,10 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
     def params_rows(specs: list[PartitionSpec], dtype: str) -> Any:
         leaves, tree = jax.tree_util.tree_flatten_with_path(_cast(params, dtype))
         rows = [
-            _row(path_of(k), leaf, spec, mesh, is_stack=names[:1] == ("layers",))
-            for (k, leaf), spec, names in zip(leaves, specs, logical, strict=True)
+            _row(path_of(k), leaf, spec, mesh, used, is_stack=names[:1] == ("layers",))
+            for (k, leaf), spec, used, names in zip(
+                leaves, specs, whole, logical, strict=True
+            )
         ]
         rows = jax.tree.unflatten(tree, rows)
         return jax.tree.map(_layer_by_layer, rows) if is_apart else rows
@@ -200,7 +204,7 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
     return Plan(
         mesh=mesh,
         stage=stage,
-        master=jax.tree.map(_in_halves, offloaded, compute) if is_offloaded else stored,
+        master=jax.tree.map(_split, offloaded, compute) if is_offloaded else stored,
         compute=compute,
         grad_sum=params_rows(split if stage >= 2 else whole, dtypes.grad_sum_dtype),
         grads=params_rows(stored_specs, dtypes.grad_sum_dtype),
@@ -312,10 +316,11 @@ def _offload(row: ArrayPlan, other: ArrayPlan, where: str, config: Config) -> Ar
     return other.rest_at(where, config.zero.nvme_paths) if is_moved else row
 
 
-def _in_halves(row: ArrayPlan, in_use: ArrayPlan) -> ArrayPlan:
-    """Master weights without the half that is kept as parameters in use."""
-    halves = (jnp.dtype("float32"), jnp.dtype("bfloat16"))
-    return row.lower_half if (row.dtype, in_use.dtype) == halves else row
+def _split(row: ArrayPlan, in_use: ArrayPlan) -> ArrayPlan:
+    """Master weights without the bits that are kept as parameters in use."""
+    splits = (jnp.dtype("float32"), jnp.dtype("bfloat16"))
+    is_split = (row.dtype, in_use.dtype) == splits
+    return dataclasses.replace(row, form=Form.SPLIT) if is_split else row
 
 
 def _check_moved(what: str, memory: str, rows: Any) -> None:
@@ -335,12 +340,23 @@ def _logical_arrays(rows: Any) -> Any:
 
 
 def _row(
-    path: str, leaf: Any, spec: PartitionSpec, mesh: Any, *, is_stack: bool = False
+    path: str,
+    leaf: Any,
+    spec: PartitionSpec,
+    mesh: Any,
+    used: PartitionSpec | None = None,
+    *,
+    is_stack: bool = False,
 ) -> ArrayPlan:
-    stored = zero.stored_shape(leaf.shape, spec, mesh)
-    sharding = NamedSharding(mesh, spec)
-    num_layers = leaf.shape[0] if is_stack else 0
-    return ArrayPlan(path, leaf.shape, stored, leaf.dtype, sharding, num_layers)
+    """An array that is used as it is stored, unless there is a spec for its use."""
+    return ArrayPlan(
+        path,
+        leaf.shape,
+        leaf.dtype,
+        stored=NamedSharding(mesh, spec),
+        used=NamedSharding(mesh, spec if used is None else used),
+        num_layers=leaf.shape[0] if is_stack else 0,
+    )
 
 
 def _rows(tree: Any, mesh: Any) -> Any:

@@ -73,7 +73,7 @@ def _at_rest(plan: Plan, config: Config) -> Iterator[Traffic]:
         yield Traffic("state", where, state, state, state)
         params = memory.bytes_in(where, plan.compute)
         # Halves of master weights that wait come up once more, for their update.
-        times = passes + (is_late and plan.in_halves)
+        times = passes + (is_late and plan.splits_master)
         yield Traffic("parameters in use", where, params, times * params, params)
 
 

@@ -74,24 +74,6 @@ def extend_spec(
     return best if extended and cost(best)[0] < current else spec
 
 
-def whole_spec(spec: PartitionSpec) -> PartitionSpec:
-    """The placement of an array that is in use: without the ZeRO axes.
-
-    Args:
-        spec: As `extend_spec` returned it.
-
-    Returns:
-        Placement by the model-parallel rules alone.
-
-    Example:
-        >>> whole_spec(PartitionSpec(("tensor", "data"), None))
-        P('tensor', None)
-    """
-    axes = rules.axes_of(spec, len(spec))
-    kept = (tuple(a for a in dim if a not in meshes.ZERO_AXES) for dim in axes)
-    return PartitionSpec(*map(rules.entry, kept))
-
-
 def stored_shape(
     shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh
 ) -> tuple[int, ...]:

@@ -43,9 +43,9 @@ class DiskArray:
 
     def __init__(self, row: ArrayPlan, shards: Sequence[tuple[Any, Any]]):
         self.row, self.path = row, ""
-        self.shape, self.dtype = row.stored_shape, np.dtype(row.dtype)
+        self.shape, self.dtype = row.stored_shape, np.dtype(row.stored_dtype)
         self.nbytes = math.prod(self.shape) * self.dtype.itemsize
-        shard = row.sharding.shard_shape(self.shape)
+        shard = row.stored.shard_shape(self.shape)
         self._chunk = chunk_shape(self.shape, shard, self.dtype.itemsize)
         self._is_deleted = False
         self._coming: futures.Future[list[np.ndarray]] | None = None
@@ -66,14 +66,14 @@ class DiskArray:
         """
         # Pinned memory is used again and again, where another copy of JAX's on the host
         # would ask Linux for its own.
-        down = send(x, row.rest_in(DOWN).sharding)
+        down = send(x, row.rest_in(DOWN).stored)
         shards = {_key(s.index, x.shape): s.data for s in down.addressable_shards}
         return cls(row, list(shards.items()))
 
     @property
     def sharding(self) -> Any:
         """How devices split it."""
-        return self.row.sharding
+        return self.row.stored
 
     def prefetch(self) -> None:
         """Starts to read what the devices of this process hold into host memory.
@@ -107,13 +107,13 @@ class DiskArray:
         assert self._coming is not None
         coming, self._coming = self._coming, None
         parts = dict(zip(self._bounds(), self._result(coming), strict=True))
-        indices = self.row.sharding.addressable_devices_indices_map(self.shape)
+        indices = self.row.stored.addressable_devices_indices_map(self.shape)
         arrays = [
             jax.device_put(parts[_key(index, self.shape)], SingleDeviceSharding(device))
             for device, index in indices.items()
         ]
         return jax.make_array_from_single_device_arrays(
-            self.shape, self.row.sharding, arrays
+            self.shape, self.row.stored, arrays
         )
 
     def read(self, index: Any = ...) -> np.ndarray:
@@ -177,7 +177,7 @@ class DiskArray:
             raise RuntimeError(f"Array has been deleted with shape={self.shape}.")
 
     def _bounds(self) -> list[Any]:
-        indices = self.row.sharding.addressable_devices_indices_map(self.shape)
+        indices = self.row.stored.addressable_devices_indices_map(self.shape)
         return list(dict.fromkeys(_key(i, self.shape) for i in indices.values()))
 
     def _write(self, parts: Sequence[tuple[Any, Any]], scratch: Scratch) -> Job:
@@ -284,7 +284,7 @@ def _describe_files(path: str, chunk: tuple[int, ...], row: ArrayPlan) -> None:
         return
     metadata = {
         "shape": row.stored_shape,
-        "data_type": np.dtype(row.dtype).name,
+        "data_type": np.dtype(row.stored_dtype).name,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
         "codecs": [
             {"name": "bytes", "configuration": {"endian": "little"}},

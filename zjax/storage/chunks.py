@@ -66,11 +66,11 @@ def disk_bytes(row: ArrayPlan) -> int:
     Returns:
         Bytes of whole blocks, of what this process writes.
     """
-    shard = row.sharding.shard_shape(row.stored_shape)
-    itemsize = dtype_bytes(row.dtype)
+    shard = row.stored.shard_shape(row.stored_shape)
+    itemsize = dtype_bytes(row.stored_dtype)
     chunk = chunk_shape(row.stored_shape, shard, itemsize)
     grid = [math.ceil(n / size) for n, size in zip(shard, chunk, strict=True)]
-    num_shards = num_distinct_shards(row.sharding, row.stored_shape)
+    num_shards = num_distinct_shards(row.stored, row.stored_shape)
     num_files = num_shards * math.prod(grid)
     file_blocks = math.ceil((math.prod(chunk) * itemsize + SUM_BYTES) / BLOCK_BYTES)
     folders = num_shards * sum(math.prod(grid[:dim]) for dim in range(1, len(grid)))

@@ -33,7 +33,7 @@ def move(x: Any, row: ArrayPlan, memory: str, *, is_consumed: bool) -> Any:
     elif row.memory == NVME:
         moved = x.to_devices()
     else:
-        moved = send(x, row.rest_in(memory).sharding)
+        moved = send(x, row.rest_in(memory).stored)
     if is_consumed:
         x.delete()  # its memory is free once the copy is done
     return moved
@@ -53,7 +53,7 @@ def rest(arrays: Any, rows: Any) -> Any:
     def one(x: Any, row: ArrayPlan) -> Any:
         moved = move(x, row, row.memory, is_consumed=True)
         if row.memory != DEVICE:
-            tell(row.device_bytes * len(row.sharding.addressable_devices))
+            tell(row.device_bytes * len(row.stored.addressable_devices))
         return moved
 
     return jax.tree.map(one, arrays, rows)
@@ -95,7 +95,7 @@ def rest_in_turn(
     going: collections.deque[tuple[Any, int]] = collections.deque()
     num_bytes = 0
     for x, row in pairs:
-        if is_simulated(row.sharding.mesh):
+        if is_simulated(row.stored.mesh):
             jax.block_until_ready(x)
         resting = rest(x, row)
         del x  # or it stays on the device while the next is made

@@ -1,11 +1,12 @@
 """Master weights: whole where the optimizer sees them, perhaps in halves at rest."""
 
+import dataclasses
 from typing import Any
 
 import jax
 
 from zjax.optim.halves import joined, lower_half
-from zjax.sharding.placement import ArrayPlan, pad, place_tree, unpad
+from zjax.sharding.placement import ArrayPlan, Form, pad, place_tree, unpad
 from zjax.sharding.plan import Plan
 from zjax.typing import Params
 
@@ -22,7 +23,7 @@ def whole_master(stored: Params, params: Any, plan: Plan) -> Params:
     Returns:
         Arrays in their stored shapes, traced by `jit`.
     """
-    if not plan.in_halves:
+    if not plan.splits_master:
         return stored
     return jax.tree.map(join, stored, plan.master, params, plan.compute)
 
@@ -41,7 +42,7 @@ def join(
     Returns:
         The array in its stored shape.
     """
-    if row.half_of is None:
+    if row.form is Form.PLAIN:
         return x
     return joined(pad(place_tree(unpad(upper, in_use), row), row), x)
 
@@ -58,20 +59,20 @@ def computed_once(x: jax.Array, row: ArrayPlan) -> jax.Array:
     Returns:
         The same numbers.
     """
-    return x if row.half_of is None else jax.lax.optimization_barrier(x)
+    return x if row.form is Form.PLAIN else jax.lax.optimization_barrier(x)
 
 
 def half_at_rest(x: Any, row: ArrayPlan) -> Any:
     """What is stored of master weights: all, or the half that is not in use.
 
     Args:
-        x: Of JAX or NumPy, in the dtype of `row.whole`.
+        x: Of JAX or NumPy, in the dtype that the mathematics sees.
         row: Its place.
 
     Returns:
-        An array in the dtype of `row`.
+        An array in the dtype in which `row` stores it.
     """
-    return x if row.half_of is None else lower_half(x)
+    return x if row.form is Form.PLAIN else lower_half(x)
 
 
 def upper_halves(params: Any, plan: Plan) -> Any:
@@ -85,10 +86,10 @@ def upper_halves(params: Any, plan: Plan) -> Any:
     Returns:
         A tree with None in place of all others; empty where there are only others.
     """
-    if not plan.in_halves:
+    if not plan.splits_master:
         return ()
     return jax.tree.map(
-        lambda row, x: None if row.half_of is None else x, plan.master, params
+        lambda row, x: None if row.form is Form.PLAIN else x, plan.master, params
     )
 
 
@@ -96,9 +97,9 @@ def whole_rows(rows: Any) -> Any:
     """The places of master weights as the optimizer sees them.
 
     Args:
-        rows: A tree of `ArrayPlan`; of some perhaps those of lower halves.
+        rows: A tree of `ArrayPlan`; of some perhaps those of split master weights.
 
     Returns:
         A tree of `ArrayPlan` of whole arrays.
     """
-    return jax.tree.map(lambda row: row.whole, rows)
+    return jax.tree.map(lambda row: dataclasses.replace(row, form=Form.PLAIN), rows)

@@ -188,9 +188,7 @@ def init_state(
 
     def from_params(params: Params, model_state: ModelState) -> TrainState:
         params = take_apart(params, plan.master)
-        params = jax.tree.map(
-            lambda x, row: x.astype(row.whole.dtype), params, plan.master
-        )
+        params = jax.tree.map(lambda x, row: x.astype(row.dtype), params, plan.master)
         params = jax.tree.map(computed_once, params, plan.master)
         params = place_tree(params, passing.master)
         stored = pad_tree(params, plan.master)
@@ -292,7 +290,7 @@ def cast_param(x: jax.Array, row: ArrayPlan, other: ArrayPlan) -> jax.Array:
     Returns:
         A stored array on the devices.
     """
-    return _cast(x, row.whole.passing, other.passing)
+    return _cast(x, row.passing, other.passing)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -324,14 +322,14 @@ def place_given(params: Any, rows: Any) -> Any:
         rows: A tree of `ArrayPlan` of the same structure.
 
     Returns:
-        Stored arrays in the dtypes of the rows; `params` stays as it is.
+        Stored arrays, in the dtypes of storage; `params` stays as it is.
     """
 
     def place(x: Any, row: ArrayPlan) -> Any:
-        stored = np.zeros(row.stored_shape, row.dtype)
+        stored = np.zeros(row.stored_shape, row.stored_dtype)
         stored[tuple(map(slice, row.shape))] = np.asarray(x)
         placed = jax.make_array_from_callback(
-            row.stored_shape, row.sharding, stored.__getitem__
+            row.stored_shape, row.stored, stored.__getitem__
         )
         return rest(placed, row) if row.memory == NVME else placed
 

@@ -65,7 +65,7 @@ def make_update(
         inverse = 1 / loss_scale_of(state)
         grads = place_tree(grads, plan.grads)
         grads = jax.tree.map(
-            lambda g, row: (g.astype(jnp.float32) * inverse).astype(row.whole.dtype),
+            lambda g, row: (g.astype(jnp.float32) * inverse).astype(row.dtype),
             grads,
             plan.master,
         )

@@ -225,9 +225,7 @@ class Share:
         """Sums of gradients at their start."""
 
         def one(row: Any) -> jax.Array:
-            shape = row.shape
-            if self.reduces_each:
-                shape = shards.shard_shape(row, self.axes)
-            return jnp.zeros(shape, row.dtype)
+            shape_of = shards.shard_shape if self.reduces_each else shards.used_shape
+            return jnp.zeros(shape_of(row, self.axes), row.dtype)
 
         return jax.tree.map(one, self.plan.grads)

@@ -46,7 +46,8 @@ class Cut:
                 problem = "blocks that are not equal, or whose arrays do not stack them"
                 raise PlanError(_no_line(plan, problem))
         arrays = jax.tree.map(
-            lambda row: jax.ShapeDtypeStruct(row.stored_shape, row.dtype), plan.master
+            lambda row: jax.ShapeDtypeStruct(row.stored_shape, row.stored_dtype),
+            plan.master,
         )
         if jax.eval_shape(lambda tree: self.join(self.split(tree)), arrays) != arrays:
             problem = "does not put back what Stack.split selects"
