@@ -176,7 +176,8 @@ class Model:
     weight, uses no model state, and draws for each row by its number in the microbatch
     if at all: devices then differentiate alone, and of N microbatches row i is in i mod
     N on every mesh, so that all meshes draw the same. At ZeRO stage 3 its parameters
-    are fetched whole, so it must not loop over stacked layers."""
+    are fetched at once, so it must not loop over stacked layers. Of a parameter with a
+    dim `experts` it is given those of the device, on a mesh that splits them."""
     takes_layers_apart: bool = False
     """Whether the loss takes `zjax.sharding.layers.Layers` for the arrays whose first
     dim is `layers`, so that each layer can be gathered and reduced alone."""

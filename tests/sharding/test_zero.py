@@ -8,6 +8,7 @@ from zjax.sharding import mesh, zero
 
 DATA8 = mesh.abstract_mesh(schema.Mesh(), 8)
 MIXED = mesh.abstract_mesh(schema.Mesh(data=4, sequence=2, tensor=2), 16)
+EXPERTS = mesh.abstract_mesh(schema.Mesh(data=4, expert=2), 8)
 HYBRID = mesh.abstract_mesh(schema.Mesh(replica=2, data=4), 8)
 
 
@@ -39,6 +40,12 @@ HYBRID = mesh.abstract_mesh(schema.Mesh(replica=2, data=4), 8)
             id="a-dim-of-its-own-first",
         ),
         pytest.param(HYBRID, (64,), P(), P("data"), id="replicas-keep-copies"),
+        pytest.param(
+            EXPERTS, (16,), P("expert"), P(("expert", "data")), id="within-an-expert"
+        ),
+        pytest.param(
+            EXPERTS, (14,), P("expert"), P("expert"), id="no-padding-within-an-expert"
+        ),
     ],
 )
 def test_extend_spec(on, shape, spec, expected):

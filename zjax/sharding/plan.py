@@ -372,6 +372,7 @@ def _param_specs(
     leaves = jax.tree_util.tree_leaves_with_path(params)
     for (keys, leaf), names in zip(leaves, logical, strict=True):
         spec = rules.spec_for(names, path_of(keys), mesh)
+        rules.check_parts(leaf.shape, spec, path_of(keys), mesh)
         whole.append(spec)
         split.append(_zero_spec(config, mesh, leaf.shape, spec, names))
     return whole, split

@@ -63,6 +63,32 @@ def spec_for(logical: Logical, path: str, mesh: Mesh | AbstractMesh) -> Partitio
     return PartitionSpec(*entries)
 
 
+def check_parts(
+    shape: tuple[int, ...], spec: PartitionSpec, path: str, mesh: Mesh | AbstractMesh
+) -> None:
+    """Refuses an array of which devices would use parts of unequal size.
+
+    Other dims that do not divide are padded where they are stored; what one device of
+    the batch uses alone cannot be.
+
+    Args:
+        shape: Logical shape.
+        spec: Where the array is used.
+        path: Name of the array, for the error.
+        mesh: Supplies the axis sizes.
+
+    Raises:
+        PlanError: An axis of the batch splits a dim that it does not divide.
+    """
+    for size, axes in zip(shape, axes_of(spec, len(shape)), strict=True):
+        for axis in axes:
+            shares = mesh.shape[axis]
+            if axis in meshes.BATCH_AXES and size % shares:
+                problem = f"has a dim of {size} for {shares} devices with parts of "
+                remedy = f"use a multiple of {shares}, or another mesh.{axis}"
+                raise PlanError(Problem(path, shape, f"{problem}their own", remedy))
+
+
 def entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
     """The axes of one dim as a PartitionSpec writes them.
 

@@ -53,10 +53,17 @@ def extend_spec(
     layer = (size for dim, size in enumerate(shape) if dim not in whole_dims)
     if not free or math.prod(layer) < min_elements:
         return spec
+
+    def may_be_split(dim: int) -> bool:
+        # Padding is at the end of a dim, not of each part that a device uses alone.
+        shares = meshes.num_shares(mesh, [*axes[dim], *free])
+        is_own = any(axis in meshes.BATCH_AXES for axis in axes[dim])
+        return dim not in whole_dims and not (is_own and shape[dim] % shares)
+
     extended = [
         PartitionSpec(*(rules.entry(a + free * (i == dim)) for i, a in enumerate(axes)))
         for dim in range(len(shape))
-        if dim not in whole_dims
+        if may_be_split(dim)
     ]
 
     def cost(candidate: PartitionSpec) -> tuple[int, int, int]:
