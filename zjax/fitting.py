@@ -24,17 +24,10 @@ from zjax.processes.host import (
 )
 from zjax.sharding import memory
 from zjax.sharding.describe import format_bytes
+from zjax.sharding.in_use import plan_on_device
 from zjax.sharding.mesh import device_capacity_bytes
 from zjax.sharding.placement import ArrayPlan
-from zjax.sharding.plan import (
-    AUTO,
-    DEVICE,
-    HOST,
-    NVME,
-    Plan,
-    make_plan,
-    plan_on_device,
-)
+from zjax.sharding.plan import AUTO, DEVICE, HOST, NVME, Plan, make_plan
 from zjax.sharding.room import spread_state
 from zjax.step import make_step
 from zjax.storage.chunks import disk_bytes

@@ -35,6 +35,7 @@ from zjax.sharding import memory, placement
 from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
 from zjax.sharding.batch import rows_of
+from zjax.sharding.in_use import plan_on_device
 from zjax.step import Step, make_step
 from zjax.storage.move import move
 from zjax.storage.progress import shown
@@ -323,7 +324,7 @@ def make_run(
     def fresh() -> TrainState:
         start, key = config.checkpoint.init_from, jax.random.key(config.seed)
         if plan.is_offloaded and (model.init_layer or start):
-            here = whole_rows(plans.plan_on_device(plan).master)
+            here = whole_rows(plan_on_device(plan).master)
             given = weights.load_in_turn(start, here) if start else None
             return init_layer_by_layer(key, model, tx, plan, config, weights=given)
         master = weights.load_safetensors(start, plan.master) if start else None
@@ -373,7 +374,7 @@ def model_params(state: TrainState, plan: plans.Plan) -> Params:
         padded = row.shape != row.stored_shape
         return plan.replicated if padded else row.stored
 
-    resting, plan = plan.compute, plans.plan_on_device(plan)
+    resting, plan = plan.compute, plan_on_device(plan)
 
     def compute(state: TrainState) -> Params:
         weights = averaged(state, plan)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from zjax.errors import NonFiniteError, Problem
 from zjax.ops.promotion import promoting
-from zjax.sharding.placement import path_of
+from zjax.sharding.paths import path_of
 from zjax.step import Step
 from zjax.train.state import TrainState
 from zjax.typing import Batch

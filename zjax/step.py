@@ -22,6 +22,7 @@ from zjax.ops.promotion import promoting
 from zjax.sharding import placement
 from zjax.sharding import plan as plans
 from zjax.sharding.batch import batch_shardings
+from zjax.sharding.in_use import plan_on_device
 from zjax.sharding.mesh import is_simulated
 from zjax.train.average import check_average
 from zjax.train.gradients import microbatches
@@ -265,7 +266,7 @@ def make_step(
         remedy = "make the plan on zjax.make_mesh"
         raise PlanError(Problem("plan.mesh", plan.mesh.axis_sizes, problem, remedy))
     num_microbatches = resolve_batch(config, plan.num_batch_shares).num_microbatches
-    passing = plans.plan_on_device(plan) if plan.is_offloaded else plan
+    passing = plan_on_device(plan) if plan.is_offloaded else plan
     pure = make_programs(
         model,
         tx,

@@ -8,7 +8,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zjax.config import schema
 from zjax.sharding import mesh as meshes
-from zjax.sharding.placement import ArrayPlan, pad, path_of
+from zjax.sharding.paths import path_of
+from zjax.sharding.placement import ArrayPlan, pad
 from zjax.sharding.zero import extend_spec
 
 TX = optax.adamw(1e-3)

@@ -24,8 +24,8 @@ from tests.support.offload import (
 from zjax.errors import ConfigError
 from zjax.models.generate import generate
 from zjax.offload import segments
+from zjax.sharding.in_use import plan_on_device
 from zjax.sharding.placement import pad
-from zjax.sharding.plan import plan_on_device
 from zjax.storage.move import rest
 
 NUM_NEW, PROMPT = 5, 4

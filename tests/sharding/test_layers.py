@@ -19,6 +19,7 @@ from zjax.observe.collectives import list_collectives
 from zjax.optim.build import make_optimizer
 from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
+from zjax.sharding.in_use import plan_in_use
 from zjax.sharding.layers import (
     Layers,
     layers_of,
@@ -26,7 +27,6 @@ from zjax.sharding.layers import (
     take_apart,
 )
 from zjax.sharding.placement import ArrayPlan
-from zjax.sharding.plan import plan_in_use
 
 SHAPE = language.GPT
 TABLE = SHAPE.vocab_size * SHAPE.embed_size

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from zjax.sharding.placement import path_of
+from zjax.sharding.paths import path_of
 
 SCAN_TOKENS = 1 << 26
 """Streams up to this long are read whole."""

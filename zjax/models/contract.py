@@ -10,7 +10,7 @@ from absl import logging
 
 from zjax.errors import ModelError, Problem
 from zjax.ops.keys import key_of
-from zjax.sharding.placement import path_of
+from zjax.sharding.paths import path_of
 from zjax.typing import Batch, Metrics, ModelState, Params
 
 

@@ -10,7 +10,8 @@ from jax.extend import core as jex
 
 from zjax.errors import DataError, Problem
 from zjax.sharding.mesh import trace
-from zjax.sharding.placement import abstract_key, path_of
+from zjax.sharding.paths import path_of
+from zjax.sharding.placement import abstract_key
 from zjax.typing import Batch, Model
 
 EXACT = frozenset(

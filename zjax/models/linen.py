@@ -19,7 +19,7 @@ from zjax.models.linen_evaluation import evaluating
 from zjax.models.metadata import names_of_boxes
 from zjax.models.part import Part, Started
 from zjax.ops.keys import fold_name
-from zjax.sharding.placement import path_of
+from zjax.sharding.paths import path_of
 from zjax.typing import ModelState, Params
 
 SOWN = ("intermediates", "losses", "perturbations")

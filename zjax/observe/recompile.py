@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.monitoring
 
-from zjax.sharding.placement import path_of
+from zjax.sharding.paths import path_of
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 

@@ -10,15 +10,8 @@ from zjax.config.schema import Config
 from zjax.offload.parts import Part, compile_parts
 from zjax.offload.units import groups_of, num_units
 from zjax.optim.dataflow import trace
-from zjax.sharding.placement import (
-    ArrayPlan,
-    Form,
-    layer_of,
-    pad,
-    place_tree,
-    shardings,
-    unpad,
-)
+from zjax.sharding.paths import layer_of
+from zjax.sharding.placement import ArrayPlan, Form, pad, place_tree, shardings, unpad
 from zjax.sharding.plan import DEVICE, Plan
 from zjax.storage.move import move, rest_in_turn
 from zjax.storage.passing import room_to_pass

@@ -13,9 +13,10 @@ from zjax.offload.train import OffloadedTrain
 from zjax.offload.units import units_of
 from zjax.offload.whole import Whole
 from zjax.sharding.batch import batch_shardings
+from zjax.sharding.in_use import plan_on_device
 from zjax.sharding.memory import resting_bytes
 from zjax.sharding.placement import ArrayPlan, abstract_key, abstract_tree
-from zjax.sharding.plan import DEVICE, Plan, plan_on_device
+from zjax.sharding.plan import DEVICE, Plan
 from zjax.train.state import without_update
 from zjax.typing import Batch, Entries
 

@@ -14,10 +14,10 @@ from zjax.offload.kept import kept_of, pull_with
 from zjax.offload.units import trunk_of, units_of, units_of_all
 from zjax.ops.keys import part_key
 from zjax.sharding.memory import waiting_rows
+from zjax.sharding.paths import path_of
 from zjax.sharding.placement import (
     ArrayPlan,
     pad_tree,
-    path_of,
     place_tree,
     unpad_tree,
     use_tree,

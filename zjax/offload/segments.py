@@ -19,8 +19,9 @@ from zjax.offload.parts import Jit
 from zjax.offload.programs import BlockPrograms
 from zjax.offload.stream import Load, Stream
 from zjax.offload.units import groups_of, units_of, units_of_all
+from zjax.sharding.in_use import plan_on_device
 from zjax.sharding.placement import ArrayPlan
-from zjax.sharding.plan import DEVICE, HOST, Plan, plan_on_device
+from zjax.sharding.plan import DEVICE, HOST, Plan
 from zjax.storage.move import rest
 from zjax.train.gradients import microbatches
 from zjax.train.state import TrainState

@@ -11,9 +11,11 @@ from zjax.errors import PlanError, Problem
 from zjax.offload.groups import SHARED, cut_update
 from zjax.offload.parts import Jit, Known, compile_parts
 from zjax.optim.dataflow import Constant, Name, trace
+from zjax.sharding.in_use import plan_on_device
 from zjax.sharding.opt_state import optimizer_name
-from zjax.sharding.placement import path_of, position_finder, unpad_tree
-from zjax.sharding.plan import Plan, plan_on_device
+from zjax.sharding.paths import path_of, position_finder
+from zjax.sharding.placement import unpad_tree
+from zjax.sharding.plan import Plan
 from zjax.train.state import TrainState, state_rows
 from zjax.train.update import Schedule, make_update
 from zjax.typing import Loss, Metrics, Params

@@ -16,7 +16,7 @@ from zjax.config import schema
 from zjax.optim import groups, matrices, moments, trust_ratio
 from zjax.optim.per_layer import per_layer
 from zjax.optim.schedules import make_schedule
-from zjax.sharding.placement import path_of
+from zjax.sharding.paths import path_of
 from zjax.sharding.plan import stores_layers_apart
 from zjax.typing import Model
 

@@ -9,7 +9,7 @@ import jax
 from zjax.config import schema
 from zjax.errors import ConfigError, Problem
 from zjax.optim.matrices import Names, is_matrix
-from zjax.sharding.placement import path_of
+from zjax.sharding.paths import path_of
 
 DEFAULT, FROZEN = "default", "frozen"
 Groups = tuple[schema.ParamGroup, ...]

@@ -11,7 +11,8 @@ import optax
 
 from zjax.config import schema
 from zjax.sharding.naming import names_of_dims
-from zjax.sharding.placement import abstract_key, name_of, path_of
+from zjax.sharding.paths import name_of, path_of
+from zjax.sharding.placement import abstract_key
 from zjax.typing import Logical, Model, Params
 
 STACKED = ("layers", "experts")

@@ -19,7 +19,7 @@ from zjax.optim.rounding import (
     random_bits,
     round_to_bfloat16,
 )
-from zjax.sharding.placement import layer_of, owners, path_of
+from zjax.sharding.paths import layer_of, owners, path_of
 
 SECOND_MOMENT = "nu"
 """The name that optax gives to the average of squares."""

@@ -20,7 +20,7 @@ from zjax.optim.dataflow import CALLS
 from zjax.optim.matrices import Names
 from zjax.sharding.layers import Layers, put_together, take_apart
 from zjax.sharding.opt_state import abstract_opt_state
-from zjax.sharding.placement import name_of, path_of
+from zjax.sharding.paths import name_of, path_of
 from zjax.typing import Params
 
 

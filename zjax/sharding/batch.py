@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from zjax.sharding.placement import path_of
+from zjax.sharding.paths import path_of
 from zjax.sharding.plan import Plan
 from zjax.typing import Batch, Entries, Entry
 

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from zjax.errors import ModelError, Problem
-from zjax.sharding.placement import LayerKey, name_of, path_of
+from zjax.sharding.paths import LayerKey, name_of, path_of
+from zjax.sharding.placement import ArrayPlan
 from zjax.typing import Params
 
 
@@ -95,6 +96,20 @@ def put_together(params: Params) -> Params:
         return jax.tree.map(stack, *x) if _is_apart(x) else x
 
     return jax.tree.map(one, params, is_leaf=_is_apart)
+
+
+def layer_by_layer(row: ArrayPlan) -> Any:
+    """The plans of the layers of a stack.
+
+    Args:
+        row: The plan of any array.
+
+    Returns:
+        `Layers` of one plan each; `row` itself where it is of no stack.
+    """
+    if not row.num_layers:
+        return row
+    return Layers([row.layer] * row.num_layers, name_of(row.path))
 
 
 def layers_of(params: Params, num_layers: int) -> list[Params]:

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 from zjax.config import schema
 from zjax.errors import PlanError, Problem
 from zjax.sharding import mesh as meshes
-from zjax.sharding.placement import path_of
+from zjax.sharding.paths import path_of
 from zjax.sharding.rules import RULES, STACKED_DIMS
 from zjax.typing import Logical, Model, Params
 

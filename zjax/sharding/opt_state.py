@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from zjax.errors import PlanError, Problem
-from zjax.sharding.placement import path_of
+from zjax.sharding.paths import path_of
 
 
 def abstract_opt_state(tx: Any, params: Any) -> Any:

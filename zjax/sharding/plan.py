@@ -32,18 +32,11 @@ from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
 from zjax.sharding import mesh as meshes
 from zjax.sharding import rules, zero
-from zjax.sharding.layers import Layers
+from zjax.sharding.layers import layer_by_layer
 from zjax.sharding.naming import names_of_dims
 from zjax.sharding.opt_state import abstract_opt_state
-from zjax.sharding.placement import (
-    ArrayPlan,
-    Form,
-    abstract_key,
-    layer_of,
-    name_of,
-    owners,
-    path_of,
-)
+from zjax.sharding.paths import layer_of, owners, path_of
+from zjax.sharding.placement import ArrayPlan, Form, abstract_key
 from zjax.typing import Model
 
 DEVICE, HOST, NVME = "device", "pinned_host", "nvme"
@@ -166,7 +159,7 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
             )
         ]
         rows = jax.tree.unflatten(tree, rows)
-        return jax.tree.map(_layer_by_layer, rows) if is_apart else rows
+        return jax.tree.map(layer_by_layer, rows) if is_apart else rows
 
     asked = config.zero.optimizer_memory
     state_memory = HOST if asked == AUTO else asked
@@ -229,71 +222,12 @@ def stores_layers_apart(config: Config, model: Model) -> bool:
     return model.takes_layers_apart and config.zero.optimizer_memory != DEVICE
 
 
-def plan_in_use(model: Model, plan: Plan) -> Plan:
-    """The plan of what a model computes with, where layers may have their own rows.
-
-    Args:
-        model: Says whether it takes its layers apart.
-        plan: Places every array as it is stored.
-
-    Returns:
-        The same placements, layer by layer; `plan` itself for other models.
-    """
-    if not model.takes_layers_apart:
-        return plan
-    # What is too small to be split is added at the end, all layers at once.
-    split = jax.tree.map(
-        lambda row: row.num_layers > 0 and (plan.stage == 0 or any(row.spec)),
-        plan.master,
-    )
-
-    def rows_of(rows: Any) -> Any:
-        return jax.tree.map(
-            lambda row, is_apart: _layer_by_layer(row) if is_apart else row, rows, split
-        )
-
-    return dataclasses.replace(
-        plan,
-        master=rows_of(plan.master),
-        compute=rows_of(plan.compute),
-        grad_sum=rows_of(plan.grad_sum),
-        grads=rows_of(plan.grads),
-    )
-
-
-def plan_on_device(plan: Plan) -> Plan:
-    """The plan of what passes through the devices.
-
-    Args:
-        plan: Places every array as it rests.
-
-    Returns:
-        The same placements, all in the memory of the devices.
-    """
-
-    def on_device(rows: Any) -> Any:
-        return jax.tree.map(lambda row: row.rest_in(DEVICE), rows)
-
-    return dataclasses.replace(
-        plan,
-        master=on_device(plan.master),
-        compute=on_device(plan.compute),
-        opt_state=on_device(plan.opt_state),
-    )
-
-
 def _cast(tree: Any, dtype: str) -> Any:
     def cast(x: Any) -> jax.ShapeDtypeStruct:
         floating = jnp.issubdtype(x.dtype, jnp.floating)
         return jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype) if floating else x.dtype)
 
     return jax.tree.map(cast, tree)
-
-
-def _layer_by_layer(row: ArrayPlan) -> Any:
-    if not row.num_layers:
-        return row
-    return Layers([row.layer] * row.num_layers, name_of(row.path))
 
 
 def while_it_waits(row: ArrayPlan, memory: str, config: Config) -> ArrayPlan:

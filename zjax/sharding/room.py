@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from zjax.sharding.placement import ArrayPlan, position_finder
+from zjax.sharding.paths import position_finder
+from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import DEVICE, HOST, NVME, Plan
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from zjax.config.schema import Config
 from zjax.errors import CheckpointError, Problem, StateError
 from zjax.optim import loss_scale
+from zjax.sharding.in_use import plan_on_device
 from zjax.sharding.layers import take_apart
 from zjax.sharding.placement import (
     ArrayPlan,
@@ -23,7 +24,7 @@ from zjax.sharding.placement import (
     unpad,
     unpad_tree,
 )
-from zjax.sharding.plan import DEVICE, NVME, Plan, plan_on_device
+from zjax.sharding.plan import DEVICE, NVME, Plan
 from zjax.storage.array import DiskArray
 from zjax.storage.move import move, rest, rest_all, rest_in_turn
 from zjax.storage.passing import room_to_pass

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from zjax.ops.keys import fold_in
+from zjax.sharding.in_use import plan_in_use
 from zjax.sharding.layers import put_together, take_apart
 from zjax.sharding.placement import ArrayPlan, place_tree
-from zjax.sharding.plan import Plan, plan_in_use
+from zjax.sharding.plan import Plan
 from zjax.train.gradients import microbatches
 from zjax.typing import Batch, Loss, Model, ModelState, Params
 

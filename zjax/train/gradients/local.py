@@ -26,10 +26,11 @@ from jax.sharding import PartitionSpec as P
 from zjax.comm import shards
 from zjax.ops.keys import fold_in
 from zjax.parallel import remat
+from zjax.sharding.in_use import plan_in_use
 from zjax.sharding.layers import put_together, take_apart
 from zjax.sharding.mesh import BATCH_AXES
 from zjax.sharding.placement import unpad_tree
-from zjax.sharding.plan import Plan, plan_in_use
+from zjax.sharding.plan import Plan
 from zjax.train.gradients import microbatches
 from zjax.train.gradients.automatic import compute_dtype
 from zjax.typing import Batch, Loss, Model, ModelState, Params

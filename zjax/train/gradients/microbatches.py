@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from zjax.errors import ModelError, PlanError, Problem
 from zjax.sharding.batch import field_of, map_rows, rows_of
-from zjax.sharding.placement import path_of
+from zjax.sharding.paths import path_of
 from zjax.typing import Batch, Loss, Metrics, Model, ModelState, Params
 
 

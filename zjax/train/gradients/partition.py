@@ -11,7 +11,8 @@ from zjax.parallel.line import Parts
 from zjax.parallel.parts import without_params
 from zjax.sharding.layers import Layers
 from zjax.sharding.mesh import PIPELINE
-from zjax.sharding.placement import ArrayPlan, name_of
+from zjax.sharding.paths import name_of
+from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import Plan
 from zjax.typing import Batch, Model, Params
 
