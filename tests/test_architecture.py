@@ -10,7 +10,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 FLOORS = (
-    ("errors", "typing", "reading", "remedies"),
+    ("errors", "typing", "reading", "remedies", "jaxprs"),
     ("packages",),
     ("config",),
     ("processes",),

@@ -9,8 +9,8 @@ import optax
 import pytest
 
 from zjax.errors import PlanError
+from zjax.jaxprs.program import trace
 from zjax.offload.groups import SHARED, cut_update
-from zjax.optim.dataflow import trace
 
 PARAMS = {"a": jnp.ones(3), "b": jnp.ones((2, 2)), "c": jnp.ones(4)}
 CLIP = optax.clip_by_global_norm(0.5)

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from zjax.errors import PlanError, Problem
-from zjax.optim.dataflow import Constant, Name, Program
+from zjax.jaxprs.program import Constant, Name, Program
 
 SHARED = -1
 """The group of what all groups read."""

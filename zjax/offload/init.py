@@ -7,9 +7,9 @@ from typing import Any
 import jax
 
 from zjax.config.schema import Config
+from zjax.jaxprs.program import trace
 from zjax.offload.parts import Part, compile_parts
 from zjax.offload.units import groups_of, num_units
-from zjax.optim.dataflow import trace
 from zjax.sharding.paths import layer_of
 from zjax.sharding.placement import ArrayPlan, Form, pad, place_tree, shardings, unpad
 from zjax.sharding.plan import DEVICE, Plan

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from zjax.optim.dataflow import Name, Program
+from zjax.jaxprs.program import Name, Program
 
 Jit = Callable[..., Any]
 """`jax.jit` with the options of the compiler."""

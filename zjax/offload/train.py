@@ -21,13 +21,13 @@ import jax
 
 from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
+from zjax.jaxprs.program import Name
 from zjax.offload.inputs import input_at_rest, kept_here
 from zjax.offload.parts import Jit
 from zjax.offload.segments import Arrived, Segments
 from zjax.offload.stream import Load, Stream
 from zjax.offload.update import GroupedUpdate
 from zjax.offload.whole import Whole
-from zjax.optim.dataflow import Name
 from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import DEVICE, Plan, while_it_waits
 from zjax.storage.array import DiskArray

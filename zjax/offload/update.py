@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
+from zjax.jaxprs.program import Constant, Name, trace
 from zjax.offload.groups import SHARED, cut_update
 from zjax.offload.parts import Jit, Known, compile_parts
-from zjax.optim.dataflow import Constant, Name, trace
 from zjax.sharding.in_use import plan_on_device
 from zjax.sharding.opt_state import optimizer_name
 from zjax.sharding.paths import path_of, position_finder

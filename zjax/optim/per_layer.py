@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jax.extend import core
 
-from zjax.optim.dataflow import CALLS
+from zjax.jaxprs.program import CALLS
 from zjax.optim.matrices import Names
 from zjax.sharding.layers import Layers, put_together, take_apart
 from zjax.sharding.opt_state import abstract_opt_state

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zjax.optim.dataflow import trace
+from zjax.jaxprs.program import trace
 
 
 def branch(x, y, which):
