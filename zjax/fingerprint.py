@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from zjax.jaxprs.versions import Closed, close, is_program
 from zjax.sharding.mesh import trace
 
 WHOLE_BYTES = 1 << 20
@@ -39,24 +40,21 @@ def fingerprint(function: Callable[..., Any], *args: Any) -> str:
         False
     """
     found = hashlib.sha256()
-    for word in _of_closed(trace(function, *args)):
+    for word in _of_program(trace(function, *args)):
         found.update(word.encode() + b"\n")
     return found.hexdigest()[:16]
 
 
-def _of_closed(closed: core.ClosedJaxpr) -> Iterator[str]:
-    yield from map(_of_constant, closed.consts)
-    yield from _of_jaxpr(closed.jaxpr)
-
-
-def _of_jaxpr(jaxpr: core.Jaxpr) -> Iterator[str]:
+def _of_program(program: Closed) -> Iterator[str]:
     numbers: dict[Any, int] = {}
+    jaxpr = program.jaxpr
 
     def name(atom: Any) -> str:
         if isinstance(atom, core.Literal):
             return f"{_of_constant(atom.val)}:{atom.aval}"
         return f"{numbers.setdefault(atom, len(numbers))}:{atom.aval}"
 
+    yield from map(_of_constant, program.consts)
     yield " ".join(map(name, (*jaxpr.constvars, *jaxpr.invars)))
     for equation in jaxpr.eqns:
         yield equation.primitive.name
@@ -68,10 +66,8 @@ def _of_jaxpr(jaxpr: core.Jaxpr) -> Iterator[str]:
 
 
 def _of_param(value: Any) -> Iterator[str]:
-    if isinstance(value, core.ClosedJaxpr):
-        yield from _of_closed(value)
-    elif isinstance(value, core.Jaxpr):
-        yield from _of_jaxpr(value)
+    if is_program(value):
+        yield from _of_program(close(value))
     elif isinstance(value, tuple | list):
         for entry in value:
             yield from _of_param(entry)

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support import pipelines
 from tests.support.steps import make_step
+from zjax.jaxprs.interpret import walk
 from zjax.observe import hlo
 from zjax.observe.collectives import OPS, list_collectives
 from zjax.observe.communication import describe_communication, zero_volume
@@ -220,22 +221,12 @@ def test_layers_are_cut_before_the_first_tick(stage):
     assert not [line for line in in_ticks if "shard_map/slice" in line]
 
 
-def equations_of(jaxpr):
-    for equation in jaxpr.eqns:
-        yield equation
-        for each in jax.tree.leaves(equation.params):
-            inner = getattr(each, "jaxpr", each)
-            if hasattr(inner, "eqns"):
-                yield from equations_of(inner)
-
-
 def traced(config, devices):
     step = make_step(config, devices)
     batch = abstract(pipelines.make_batch(0))
     state = placement.abstract_tree(step.rows)
     with jax.set_mesh(step.mesh):
-        closed = jax.make_jaxpr(step.programs["train"])(state, batch)
-    return list(equations_of(closed.jaxpr))
+        return [*walk(jax.make_jaxpr(step.programs["train"])(state, batch))]
 
 
 @pytest.mark.parametrize(("mesh", "copies"), [({}, False), ({"tensor": 2}, True)])

@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from flax import nnx
 from tests.kernels.sparse.dense import attend
 from tests.support import language
 from tests.support import sparse as small
+from zjax.jaxprs.interpret import programs_in
 from zjax.models import generate
 from zjax.observe import flops
 from zjax.ops import sparse
@@ -140,7 +140,7 @@ def test_kept_averages_are_not_computed_again(policy, memory, number, on_mesh):
     size = 2 if on_mesh else 1
     mesh = jax.make_mesh((size,), ("data",), (jax.sharding.AxisType.Auto,))
     with jax.set_mesh(mesh):
-        program = jax.make_jaxpr(jax.grad(loss))(state).jaxpr
+        program = jax.make_jaxpr(jax.grad(loss))(state)
     assert len(list(top_loops(program))) == number + 2
 
 
@@ -149,7 +149,7 @@ def top_loops(program):
         if each.primitive.name == "while":
             yield each
             continue
-        for inner in jax.extend.core.jaxprs_in_params(each.params):
+        for inner in programs_in(each):
             yield from top_loops(inner)
 
 

@@ -24,8 +24,8 @@ from tests.support.offload import (
 from zjax import step as steps
 from zjax.errors import PlanError
 from zjax.initialize import make_run
-from zjax.jaxprs.program import trace
 from zjax.models.build import make_model
+from zjax.offload.dataflow import trace
 from zjax.offload.parts import compile_parts
 from zjax.optim.build import make_optimizer
 

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from zjax.errors import PlanError
-from zjax.jaxprs.program import trace
+from zjax.offload.dataflow import trace
 from zjax.offload.groups import SHARED, cut_update
 
 PARAMS = {"a": jnp.ones(3), "b": jnp.ones((2, 2)), "c": jnp.ones(4)}

@@ -1,9 +1,9 @@
 import jax
-import jax.extend
 import jax.numpy as jnp
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
+from zjax.jaxprs.interpret import walk
 from zjax.parallel import remat
 
 WIDTH, HIDDEN, TOKENS = 8, 32, 16
@@ -137,17 +137,10 @@ def test_gradients_of_a_block_come_before_those_of_the_one_before(
     shapes = sorted([*WEIGHTS.values(), (TOKENS, WIDTH)])
     found = [
         sorted(x.aval.shape for x in each.invars)
-        for each in equations(program.jaxpr)
+        for each in walk(program)
         if each.primitive.name == "optimization_barrier"
     ]
     assert found.count(shapes) == number
-
-
-def equations(program):
-    for each in program.eqns:
-        yield each
-        for inner in jax.extend.core.jaxprs_in_params(each.params):
-            yield from equations(inner)
 
 
 def test_softmax_sums_of_cudnn_are_kept():

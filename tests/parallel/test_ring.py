@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support import sequences as small
+from zjax.jaxprs.interpret import programs_in
 from zjax.parallel import blocks, remat
 from zjax.parallel.ring import ring_attention, zigzag
 
@@ -145,24 +146,15 @@ def inner_products(attend, mesh):
     )
     with jax.set_mesh(mesh):
         jaxpr = jax.make_jaxpr(attend)(q, k, v)
-    return list(_walk(jaxpr.jaxpr))
+    return list(_walk(jaxpr))
 
 
-def _walk(jaxpr):
-    for equation in jaxpr.eqns:
+def _walk(program):
+    for equation in program.eqns:
         assert equation.primitive.name not in ("cond", "while"), "not the same for all"
         if equation.primitive.name == "dot_general":
             params = equation.params["dimension_numbers"]
             yield equation.outvars[0].aval, equation.invars[1].aval, params
-        inner = [
-            x
-            for x in jax.tree.leaves(equation.params, is_leaf=_is_jaxpr)
-            if _is_jaxpr(x)
-        ]
         turns = equation.params.get("length", 1)
-        for each in inner:
-            yield from list(_walk(getattr(each, "jaxpr", each))) * turns
-
-
-def _is_jaxpr(x):
-    return hasattr(x, "eqns") or hasattr(x, "jaxpr")
+        for each in programs_in(equation):
+            yield from list(_walk(each)) * turns

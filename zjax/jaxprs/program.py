@@ -1,13 +1,9 @@
-"""A program as a list of operations, from which a part can be taken and run alone.
+"""A program as named values, from which a part can be taken and run alone."""
 
-Calls are written out and a `cond` becomes both of its branches and a choice, so that
-what a result depends on shows array by array. Loops stay whole.
-"""
-
+import collections
 import dataclasses
-import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -15,62 +11,44 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-CALLS = frozenset("jit pjit closed_call custom_jvp_call custom_vjp_call remat2".split())
-"""Primitives that do what their program does."""
+from zjax.jaxprs.interpret import Equation, apply, interpret
+from zjax.jaxprs.versions import Closed
 
-Name = int
-"""Of one array of a program."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Constant:
-    """A number or array that stands in a program.
-
-    Args:
-        value: A scalar or an array.
-    """
-
-    value: Any
-
-    @property
-    def text(self) -> str:
-        """The same for equal constants."""
-        x = np.asarray(self.value)
-        return f"{x.dtype}{x.shape}{x.tobytes().hex()}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Operation:
-    """One operation of a program.
-
-    Args:
-        text: Says what it computes, without its operands.
-        compute: Function of the operands that returns a list.
-        inputs: Operands.
-        outputs: Names of the results.
-    """
-
-    text: str
-    compute: Callable[..., Sequence[Any]]
-    inputs: tuple[Name | Constant, ...]
-    outputs: tuple[Name, ...]
+Name = core.Var
+"""Of one value of a program."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """Operations in an order in which they can run.
+    """Equations in an order in which they can run, none of which is a call.
 
     Args:
-        operations: All of them.
-        inputs: Names of what goes in.
-        outputs: What comes out.
-        shapes: Of every named array.
+        closed: The equations; a constant is written in place and has no name.
     """
 
-    operations: tuple[Operation, ...]
-    inputs: tuple[Name, ...]
-    outputs: tuple[Name | Constant, ...]
-    shapes: Mapping[Name, Any]
+    closed: Closed
+
+    @property
+    def inputs(self) -> list[Name]:
+        """Names of what goes in."""
+        return list(self.closed.jaxpr.invars)
+
+    @property
+    def outputs(self) -> list[Any]:
+        """Names of what comes out, or constants."""
+        return list(self.closed.jaxpr.outvars)
+
+    @property
+    def equations(self) -> list[Equation]:
+        """All operations."""
+        return self.closed.eqns
+
+    @property
+    def shapes(self) -> dict[Name, jax.ShapeDtypeStruct]:
+        """Of the inputs, and of what the equations return, in this order."""
+        made = (x for each in self.equations for x in each.outvars)
+        avals: dict[Name, Any] = {x: x.aval for x in (*self.inputs, *made)}
+        return {x: jax.ShapeDtypeStruct(a.shape, a.dtype) for x, a in avals.items()}
 
     def __call__(self, *values: Any) -> list[Any]:
         """Runs the program, or traces it.
@@ -81,18 +59,23 @@ class Program:
         Returns:
             One for each output.
         """
-        known = dict(zip(self.inputs, values, strict=True))
+        return list(core.jaxpr_as_fun(self.closed)(*values))
 
-        def read(atom: Name | Constant) -> Any:
-            return atom.value if isinstance(atom, Constant) else known[atom]
+    def compute(self, outputs: Sequence[Any], known: Mapping[Name, Any]) -> list[Any]:
+        """Computes some values from others, and nothing else.
 
-        for each in self.operations:
-            results = each.compute(*map(read, each.inputs))
-            known |= dict(zip(each.outputs, results, strict=True))
-        return [jnp.asarray(read(atom)) for atom in self.outputs]
+        Args:
+            outputs: What is wanted.
+            known: By name; what is wanted follows from these.
+
+        Returns:
+            One for each output.
+        """
+        part = self.part(known, outputs)
+        return part(*(known[x] for x in part.inputs))
 
     def part(self, inputs: Iterable[Name], outputs: Sequence[Any]) -> "Program":
-        """What leads from some arrays to others.
+        """What leads from some values to others.
 
         Args:
             inputs: Names at which to stop; those that are not needed fall out.
@@ -103,168 +86,153 @@ class Program:
             after them whatever else of the inputs of this one is needed.
         """
         stops = dict.fromkeys(inputs)
-        needed = {x for x in outputs if not isinstance(x, Constant)}
-        kept = []
-        for each in reversed(self.operations):
-            wanted = [x for x in each.outputs if x in needed and x not in stops]
-            if wanted:
-                kept.append(each)
-                needed |= {x for x in each.inputs if not isinstance(x, Constant)}
-        own = [x for x in self.inputs if x in needed and x not in stops]
-        taken = (*(x for x in stops if x in needed), *own)
-        return Program(tuple(reversed(kept)), taken, tuple(outputs), self.shapes)
+        equations = [self.equations[number] for number in self.needed(outputs, stops)]
+        atoms = itertools.chain(outputs, *(each.invars for each in equations))
+        read = {*names_among(atoms)}
+        own = [x for x in self.inputs if x not in stops]
+        taken = [x for x in (*stops, *own) if x in read]
+        jaxpr = self.closed.jaxpr.replace(
+            invars=taken, outvars=list(outputs), eqns=equations
+        )
+        return Program(Closed(jaxpr, self.closed.consts))
 
-    def normal_form(self) -> tuple[str, tuple[Constant, ...]]:
-        """The same text for programs that differ in names and numbers alone.
+    def needed(self, outputs: Iterable[Any], given: Iterable[Name] = ()) -> list[int]:
+        """Numbers of the equations that compute these from what is given."""
+        stops = {*given}
+        wanted, found = {*names_among(outputs)} - stops, []
+        for number in reversed(range(len(self.equations))):
+            equation = self.equations[number]
+            if wanted.intersection(equation.outvars):
+                found.append(number)
+                wanted |= {*names_among(equation.invars)} - stops
+        return found[::-1]
+
+    def made(self, numbers: Iterable[int]) -> set[Name]:
+        """What equations return."""
+        return {x for number in numbers for x in self.equations[number].outvars}
+
+    def reached(self, names: Iterable[Name]) -> set[Name]:
+        """These and what is computed from any of them."""
+        found = self.sources(dict.fromkeys(names, frozenset({True})))
+        return {x for x, sources in found.items() if sources}
+
+    def sources(self, labels: Mapping[Name, frozenset]) -> dict[Name, frozenset]:
+        """The labels of each value and of all that it is computed from."""
+        found = collections.defaultdict(frozenset, labels)
+        for equation in self.equations:
+            joined = frozenset().union(
+                *(found[x] for x in names_among(equation.invars))
+            )
+            found.update((x, joined.union(found[x])) for x in equation.outvars)
+        return found
+
+    def normal_form(self) -> tuple[str, list[Any]]:
+        """The same text for programs that differ in names and scalars alone.
 
         Returns:
-            The text, and the scalars of the program in order.
-        """
-        numbers: dict[Name, int] = {}
-        scalars: list[Constant] = []
-
-        def text_of(atom: Name | Constant) -> str:
-            if not isinstance(atom, Constant):
-                return str(numbers.setdefault(atom, len(numbers)))
-            if np.ndim(atom.value):
-                return atom.text
-            scalars.append(atom)
-            return f"scalar {jnp.result_type(atom.value)}"
-
-        lines = [f"{text_of(x)}: {self.shapes[x]}" for x in self.inputs]
-        for each in self.operations:
-            operands = " ".join(map(text_of, each.inputs))
-            names = " ".join(map(text_of, each.outputs))
-            lines.append(f"{names} = {each.text} {operands}")
-        lines.append(" ".join(map(text_of, self.outputs)))
-        return "\n".join(lines), tuple(scalars)
-
-    def lift(self, positions: Sequence[int]) -> "Program":
-        """Makes inputs of some scalars.
-
-        Args:
-            positions: Among the scalars of `normal_form`.
-
-        Returns:
-            A program with more inputs at the end, one for each.
+            The text, and the scalars that stand in the program, in order.
         """
         count = itertools.count()
-        fresh = dict(
-            zip(positions, itertools.count(max(self.shapes) + 1), strict=False)
-        )
-        shapes = dict(self.shapes)
+        scalars: list[Any] = []
+        lines: list[str] = []
 
-        def one(atom: Name | Constant) -> Name | Constant:
-            if not isinstance(atom, Constant) or np.ndim(atom.value):
-                return atom
-            position = next(count)
-            if position not in fresh:
-                return atom
-            dtype = jnp.result_type(atom.value)
-            shapes[fresh[position]] = jax.ShapeDtypeStruct((), dtype)
-            return fresh[position]
+        def text_of(constant: Any) -> str:
+            if np.ndim(constant):
+                return text_of_constant(constant)
+            scalars.append(constant)
+            return f"scalar {jnp.result_type(constant)}"
 
-        operations = tuple(
-            dataclasses.replace(each, inputs=tuple(map(one, each.inputs)))
-            for each in self.operations
-        )
-        outputs = tuple(map(one, self.outputs))
-        return Program(operations, (*self.inputs, *fresh.values()), outputs, shapes)
+        def write(equation: Equation, operands: list[str]) -> list[str]:
+            names = [str(next(count)) for _ in equation.outvars]
+            params = sorted((key, str(x)) for key, x in equation.params.items())
+            made = f"{equation.primitive.name} {params} {' '.join(operands)}"
+            lines.append(f"{' '.join(names)} = {made}")
+            return names
+
+        names = [str(next(count)) for _ in self.inputs]
+        kinds = [str(x.aval) for x in self.inputs]
+        outputs = interpret(self.closed, names, write, text_of)
+        return "\n".join([str(kinds), *lines, " ".join(outputs)]), scalars
+
+    def lift(self, positions: Sequence[int]) -> Callable[..., list[Any]]:
+        """Makes operands of some scalars.
+
+        Args:
+            positions: Among the scalars of `normal_form`, ascending.
+
+        Returns:
+            A function of the inputs and, at the end, a number for each.
+        """
+
+        def run(*values: Any) -> list[Any]:
+            size = len(self.inputs)
+            others = dict(zip(positions, values[size:], strict=True))
+            count = itertools.count()
+
+            def value_of(constant: Any) -> Any:
+                is_array = np.ndim(constant)
+                return constant if is_array else others.get(next(count), constant)
+
+            return interpret(self.closed, values[:size], apply, value_of)
+
+        return run
 
 
-def trace(function: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
+def trace(
+    function: Callable[..., Any],
+    *args: Any,
+    rule: Callable[[Equation, list[Any]], Sequence[Any]] = apply,
+) -> tuple[Program, Any]:
     """Writes a function of arrays as a program.
 
     Args:
-        function: Of trees of arrays.
-        args: Arrays, or ShapeDtypeStructs.
+        function: Pure.
+        args: Trees of arrays, or of their shapes.
+        rule: What is done in the place of each equation.
 
     Returns:
-        A program of the leaves, and the tree of shapes that the function returns.
+        A program of the leaves, in which the equations of functions called by name and
+        of blocks that are recomputed are among the others; and the tree of shapes that
+        the function returns.
 
     Example:
-        >>> program, _ = trace(lambda x, y: {"a": x + 1, "b": x * y}, 2.0, 3.0)
+        >>> program, _ = trace(jax.jit(lambda x, y: (x + 1, x * y)), 2.0, 3.0)
+        >>> [str(each.primitive) for each in program.equations]
+        ['add', 'mul']
         >>> first = program.part(program.inputs, program.outputs[:1])
         >>> len(first.inputs), float(first(4.0)[0])
         (1, 5.0)
     """
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-    writer = _Writer()
-    inputs = tuple(writer.name(x.aval) for x in closed.jaxpr.invars)
-    outputs = writer.write(closed.jaxpr, inputs, closed.consts)
-    program = Program(
-        tuple(writer.operations), inputs, tuple(outputs), dict(enumerate(writer.shapes))
-    )
-    return program, shapes
+
+    def run(*values: Any) -> list[Any]:
+        return interpret(closed, values, rule)
+
+    inlined = jax.make_jaxpr(run)(*(x.aval for x in closed.jaxpr.invars))
+    return Program(inlined), shapes
 
 
-class _Writer:
-    def __init__(self):
-        self.operations: list[Operation] = []
-        self.shapes: list[Any] = []
-
-    def name(self, aval: Any) -> Name:
-        self.shapes.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
-        return len(self.shapes) - 1
-
-    def write(
-        self, jaxpr: Any, inputs: Sequence[Any], consts: Sequence[Any]
-    ) -> list[Any]:
-        known = dict(zip(jaxpr.invars, inputs, strict=True))
-        known |= dict(zip(jaxpr.constvars, map(Constant, consts), strict=True))
-
-        def read(atom: Any) -> Name | Constant:
-            return Constant(atom.val) if isinstance(atom, core.Literal) else known[atom]
-
-        for eqn in jaxpr.eqns:
-            results = self.write_eqn(eqn, [read(atom) for atom in eqn.invars])
-            known |= dict(zip(eqn.outvars, results, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
-
-    def write_eqn(self, eqn: Any, inputs: list[Any]) -> Sequence[Any]:
-        name = eqn.primitive.name
-        if name in CALLS:
-            return self.write_call(
-                eqn.params.get("jaxpr") or eqn.params["call_jaxpr"], inputs
-            )
-        if name == "cond":
-            which, *operands = inputs
-            cases = [self.write_call(b, operands) for b in eqn.params["branches"]]
-            return [
-                self.choose(which, results, var.aval)
-                for *results, var in zip(*cases, eqn.outvars, strict=True)
-            ]
-        outputs = tuple(self.name(var.aval) for var in eqn.outvars)
-        settings = sorted((key, str(value)) for key, value in eqn.params.items())
-        compute = functools.partial(_bind, eqn.primitive, eqn.params)
-        whole = Operation(f"{name} {settings}", compute, tuple(inputs), outputs)
-        # A barrier before many arrays is as good as one before each.
-        is_barrier = name == "optimization_barrier"
-        self.operations += _one_by_one(whole) if is_barrier else [whole]
-        return outputs
-
-    def write_call(self, program: Any, inputs: Sequence[Any]) -> list[Any]:
-        jaxpr = getattr(program, "jaxpr", program)
-        return self.write(jaxpr, inputs, getattr(program, "consts", ()))
-
-    def choose(self, which: Any, cases: list[Any], aval: Any) -> Name:
-        chosen = self.name(aval)
-        self.operations.append(Operation("choose", _choose, (which, *cases), (chosen,)))
-        return chosen
+def names_among(atoms: Iterable[Any]) -> list[Name]:
+    """Those that are no constants."""
+    return [x for x in atoms if isinstance(x, Name)]
 
 
-def _one_by_one(each: Operation) -> list[Operation]:
-    pairs = zip(each.inputs, each.outputs, strict=True)
-    return [
-        dataclasses.replace(each, inputs=(x,), outputs=(name,)) for x, name in pairs
-    ]
+def is_in(x: Any, names: Set[Name]) -> bool:
+    """Whether a value has one of these names."""
+    return isinstance(x, Name) and x in names
 
 
-def _bind(primitive: Any, params: dict[str, Any], *values: Any) -> Sequence[Any]:
-    results = primitive.bind(*values, **params)
-    return results if primitive.multiple_results else [results]
+def text_of_constant(value: Any) -> str:
+    """The same for equal constants."""
+    x = np.asarray(value)
+    return f"{x.dtype}{x.shape}{x.tobytes().hex()}"
 
 
-def _choose(which: Any, *cases: Any) -> list[Any]:
-    index = jnp.clip(jnp.asarray(which, jnp.int32), 0, len(cases) - 1)
-    return [jax.lax.select_n(index, *map(jnp.asarray, cases))]
+def sizes(*trees: Any) -> list[int]:
+    """How many arrays each tree has."""
+    return [len(jax.tree.leaves(tree)) for tree in trees]
+
+
+def like(tree: Any, leaves: Sequence[Any]) -> Any:
+    """The tree with other leaves."""
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)

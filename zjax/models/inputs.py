@@ -1,27 +1,20 @@
 """Which arrays of a batch a model reads, by the operations of its loss."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex
 
 from zjax.errors import DataError, Problem
+from zjax.jaxprs.interpret import Equation, interpret, programs_in
+from zjax.jaxprs.primitives import ARITHMETIC, EXACT
+from zjax.jaxprs.versions import Closed
 from zjax.sharding.mesh import trace
 from zjax.sharding.paths import path_of
 from zjax.sharding.placement import abstract_key
 from zjax.typing import Batch, Model
-
-EXACT = frozenset(
-    "sin cos tan exp exp2 expm1 log log1p floor ceil round rem sign is_finite "
-    "eq ne lt le gt ge".split()
-)
-"""Operations for whose results the last digits of their operands matter."""
-
-ELEMENTWISE = frozenset("add sub mul div max min pow select_n".split())
-"""Operations by which parameters scale and shift errors, too, as by a deviation."""
 
 
 class Origin(NamedTuple):
@@ -55,13 +48,13 @@ def find_inputs(model: Model, batch: Batch) -> tuple[str, ...]:
     if not any(names):
         return ()
     params, state = jax.eval_shape(model.init, abstract_key())
-    closed = trace(model.loss, params, state, batch, abstract_key())
+    program = trace(model.loss, params, state, batch, abstract_key())
     origins = [Origin(is_param=len(x.shape) > 0) for x in jax.tree.leaves(params)]
     origins += [Origin() for _ in jax.tree.leaves(state)]
     sets = [frozenset({name} - {""}) for name in names]
     origins += [Origin(arrays=own, given=own) for own in sets]
     walk = _Walk()
-    walk.visit(closed.jaxpr, [*origins, Origin()])
+    walk.visit(program, [*origins, Origin()])
     return tuple(name for name in names if name in walk.read - walk.exact)
 
 
@@ -104,21 +97,11 @@ class _Walk:
         self.read: frozenset[str] = frozenset()
         self.exact: frozenset[str] = frozenset()
 
-    def visit(self, jaxpr: Any, origins: Sequence[Origin]) -> list[Origin]:
-        known = dict(zip(jaxpr.invars, origins, strict=True))
+    def visit(self, program: Closed, origins: Sequence[Origin]) -> list[Origin]:
+        return interpret(program, origins, self.results, lambda _: Origin())
 
-        def look_up(atom: Any) -> Origin:
-            is_known = not isinstance(atom, jex.Literal)
-            return known.get(atom, Origin()) if is_known else Origin()
-
-        for equation in jaxpr.eqns:
-            found = self.results(equation, [*map(look_up, equation.invars)])
-            known |= dict(zip(equation.outvars, found, strict=True))
-        return [*map(look_up, jaxpr.outvars)]
-
-    def results(self, equation: Any, origins: list[Origin]) -> list[Origin]:
-        name = equation.primitive.name
-        programs = [*_programs(equation.params)]
+    def results(self, equation: Equation, origins: list[Origin]) -> list[Origin]:
+        name, programs = equation.primitive.name, programs_in(equation)
         if name == "cond":
             cases = [self.visit(program, origins[1:]) for program in programs]
             return [_joined(case) for case in zip(*cases, strict=True)]
@@ -129,7 +112,7 @@ class _Walk:
         return self.operation(equation, origins)
 
     def loop(
-        self, body: Any, params: dict[str, Any], origins: list[Origin]
+        self, body: Closed, params: dict[str, Any], origins: list[Origin]
     ) -> list[Origin]:
         first, number = params["num_consts"], params["num_carry"]
         while True:
@@ -141,12 +124,12 @@ class _Walk:
                 return found
             origins = [*origins[:first], *carry, *origins[first + number :]]
 
-    def operation(self, equation: Any, origins: list[Origin]) -> list[Origin]:
+    def operation(self, equation: Equation, origins: list[Origin]) -> list[Origin]:
         arrays = _joined(origins).arrays
         meets_params = any(origin.is_param for origin in origins)
         given = _joined(origins).given
         name, (*outs,) = equation.primitive.name, equation.outvars
-        is_read = meets_params and name not in ELEMENTWISE
+        is_read = meets_params and name not in ARITHMETIC
         if is_read:
             self.read |= arrays
         is_cut = any(not jnp.issubdtype(x.aval.dtype, jnp.floating) for x in outs)
@@ -158,8 +141,8 @@ class _Walk:
         return [Origin(is_param and len(x.aval.shape) > 0, arrays, given) for x in outs]
 
 
-def _has_operands_of(program: Any, equation: Any) -> bool:
-    ins, outs = len(program.invars), len(program.outvars)
+def _has_operands_of(program: Closed, equation: Equation) -> bool:
+    ins, outs = len(program.jaxpr.invars), len(program.jaxpr.outvars)
     return (ins, outs) == (len(equation.invars), len(equation.outvars))
 
 
@@ -170,11 +153,3 @@ def _joined(origins: Sequence[Origin]) -> Origin:
     given = arrays - frozenset[str]().union(*mixed)
     is_param = any(origin.is_param for origin in origins) and not arrays
     return Origin(is_param, arrays, given)
-
-
-def _programs(params: dict[str, Any]) -> Iterator[Any]:
-    for value in params.values():
-        for each in value if isinstance(value, tuple | list) else (value,):
-            program = getattr(each, "jaxpr", each)
-            if hasattr(program, "eqns"):
-                yield program

@@ -8,10 +8,11 @@ any optax transformation either runs exactly or is refused.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 from zjax.errors import PlanError, Problem
-from zjax.jaxprs.program import Constant, Name, Program
+from zjax.jaxprs.program import Name, Program
 
 SHARED = -1
 """The group of what all groups read."""
@@ -38,7 +39,7 @@ class Cut:
     def meetings(self) -> tuple[Name, ...]:
         """Numbers that updates read and only `combine` knows."""
         found = self.combine.outputs[len(self.shared_outputs) :]
-        return tuple(x for x in found if not isinstance(x, Constant))
+        return tuple(x for x in found if isinstance(x, Name))
 
 
 def cut_update(
@@ -126,26 +127,23 @@ class _Flow:
         is_loss: Sequence[bool],
     ):
         self.groups = dict(zip(program.inputs, groups, strict=True))
-        early: dict[Name, frozenset[int]] = {}
-        late: dict[Name, bool] = {}
-        last = dict(zip(program.inputs, is_loss, strict=True))
-        for x, first in zip(program.inputs, is_gradient, strict=True):
-            own = frozenset({self.groups[x]} - {SHARED})
-            early[x], late[x] = own, bool(own) and not first
-        for each in program.operations:
-            named = [x for x in each.inputs if not isinstance(x, Constant)]
-            sources = frozenset().union(*(early[x] for x in named))
-            for x in each.outputs:
-                early[x], late[x] = sources, any(late[y] for y in named)
-                last[x] = any(last[y] for y in named)
-        numbers = [
-            x
-            for x in early
-            if not late[x] and not program.shapes[x].shape and x not in self.groups
-        ]
-        self.meetings = dict.fromkeys(x for x in numbers if len(early[x]) > 1)
-        own = [x for x in numbers if len(early[x]) == 1 and not last[x]]
-        self.measures = {x: min(early[x]) for x in own}
+        owned = {x for x, group in self.groups.items() if group != SHARED}
+        gradients = itertools.compress(program.inputs, is_gradient)
+        late = program.reached(owned.difference(gradients))
+        last = program.reached(itertools.compress(program.inputs, is_loss))
+        found = program.sources({x: frozenset({self.groups[x]}) for x in owned})
+        numbers = {
+            x: found[x]
+            for x, shape in program.shapes.items()
+            if x not in late and not shape.shape and x not in self.groups
+        }
+        met = [x for x, sources in numbers.items() if len(sources) > 1]
+        self.meetings = dict.fromkeys(met)
+        self.measures = {
+            x: min(sources)
+            for x, sources in numbers.items()
+            if len(sources) == 1 and x not in last
+        }
 
     def strangers(self, part: Program, allowed: set[int]) -> bool:
         """Whether a part reads arrays of other groups."""

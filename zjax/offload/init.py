@@ -7,7 +7,8 @@ from typing import Any
 import jax
 
 from zjax.config.schema import Config
-from zjax.jaxprs.program import trace
+from zjax.jaxprs.program import Name
+from zjax.offload.dataflow import trace
 from zjax.offload.parts import Part, compile_parts
 from zjax.offload.units import groups_of, num_units
 from zjax.sharding.paths import layer_of
@@ -150,13 +151,14 @@ def _init_opt_state(tx: Any, master: Params, params: Params, plan: Plan) -> Any:
     abstract = [jax.ShapeDtypeStruct(row.shape, row.dtype) for _, row, _, _ in weights]
     tree = jax.tree.structure(plan.master)
     program, shapes = trace(tx.init, tree.unflatten(abstract))
+    by_name = dict(zip(program.inputs, weights, strict=True))
     places = jax.tree.leaves(plan.opt_state)
     parts = compile_parts(
         [program.part((), [output]) for output in program.outputs], jax.jit
     )
 
-    def bring(name: int) -> jax.Array:
-        x, row, upper, in_use = weights[name]
+    def bring(name: Name) -> jax.Array:
+        x, row, upper, in_use = by_name[name]
         here = move(x, row, DEVICE, is_consumed=False)
         if row.form is Form.PLAIN:
             return unpad(here, row)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from zjax.jaxprs.program import Name, Program
+from zjax.jaxprs.program import Name, Program, text_of_constant
 
 Jit = Callable[..., Any]
 """`jax.jit` with the options of the compiler."""
@@ -25,7 +25,7 @@ class Part:
         scalars: Its last operands, by which it differs from others that are alike.
     """
 
-    inputs: tuple[Name, ...]
+    inputs: list[Name]
     run: Callable[..., list[jax.Array]]
     scalars: tuple[Any, ...] = ()
 
@@ -71,15 +71,15 @@ def compile_parts(
     parts: dict[int, Part] = {}
     for members in families.values():
         scalars = [forms[i][1] for i in members]
-        rows = zip(*([x.text for x in own] for own in scalars), strict=True)
+        rows = zip(*(map(text_of_constant, own) for own in scalars), strict=True)
         differing = [k for k, row in enumerate(rows) if len(set(row)) > 1]
         first = programs[members[0]]
         run = jit(
-            first.lift(differing).__call__,
+            first.lift(differing),
             donate_argnums=spent[members[0]],
             out_shardings=places[members[0]],
         )
         for i, own in zip(members, scalars, strict=True):
-            values = tuple(np.asarray(own[k].value) for k in differing)
+            values = tuple(np.asarray(own[k]) for k in differing)
             parts[i] = Part(programs[i].inputs, run, values)
     return [parts[i] for i in range(len(programs))]

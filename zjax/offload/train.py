@@ -130,7 +130,8 @@ class OffloadedTrain:
         self.arriving = arriving
         self.delay_from = config.zero.delay_updates_from
         self.state_rows = state_rows(plan, config)
-        self.rows = jax.tree.leaves(self.state_rows)
+        rows = jax.tree.leaves(self.state_rows)
+        self.rows = dict(zip(self.update.state_names, rows, strict=True))
         self.params = _params_of_groups(self.state_rows, self.update)
         away = {n for own in self.params for n in own if self.rows[n].memory != DEVICE}
         inputs = self.update.state_inputs
@@ -180,9 +181,8 @@ class OffloadedTrain:
 
     def grad_rows_of(self, group: int) -> list[ArrayPlan]:
         """Where the gradients of a group rest."""
-        first = len(self.update.state_names)
-        names = self.update.grad_inputs[group]
-        return [self.resting_grads[name - first] for name in names]
+        rows = dict(zip(self.update.grad_names, self.resting_grads, strict=True))
+        return [rows[name] for name in self.update.grad_inputs[group]]
 
     def forward_order(self) -> list[int]:
         """Positions of the parameters, in the order of the forward pass."""
@@ -317,8 +317,9 @@ class _Running:
         if self.pending:
             self.run(group, params)
         else:
+            names = self.update.state_names
             positions = self.update.positions[group]
-            self.outputs.update((i, self.known[i]) for i in positions)
+            self.outputs.update((i, self.known[names[i]]) for i in positions)
         self.held[group] = self.stream.send(grads, self.train.grad_rows_of(group))
 
     def run(self, group: int, params: Sequence[jax.Array] = ()) -> None:
@@ -331,15 +332,15 @@ class _Running:
         arrays, more_bytes = self.stream.take(group)
         names = [*train.own_inputs[group], *update.grad_inputs[group]]
         positions = update.positions[group]
-        for name in {*positions} - {*names}:
+        replaced = [update.state_names[i] for i in positions]
+        for name in {*replaced} - {*names}:
             self.known.pop(name).delete()  # nobody reads what the update replaces
         self.read.update(zip(names, arrays, strict=False))
         self.read.update((name, away[name]) for name in train.away_inputs[group])
         results = update.updates[group](self.read)
         for name in (*names, *train.away_inputs[group]):
             self.read.pop(name).delete()
-        rows = [train.rows[i] for i in positions]
-        resting = rest(results, rows)
+        resting = rest(results, [train.rows[name] for name in replaced])
         self.stream.leave(num_bytes + more_bytes, resting)
         self.outputs.update(zip(positions, resting, strict=True))
 

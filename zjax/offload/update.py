@@ -1,6 +1,6 @@
 """The update of a step as compiled parts, one per group of parameters."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -8,9 +8,10 @@ import jax.numpy as jnp
 
 from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
-from zjax.jaxprs.program import Constant, Name, trace
+from zjax.jaxprs.program import Name
+from zjax.offload.dataflow import trace
 from zjax.offload.groups import SHARED, cut_update
-from zjax.offload.parts import Jit, Known, compile_parts
+from zjax.offload.parts import Jit, compile_parts
 from zjax.sharding.in_use import plan_on_device
 from zjax.sharding.opt_state import optimizer_name
 from zjax.sharding.paths import path_of, position_finder
@@ -68,7 +69,8 @@ class GroupedUpdate:
         output_keys = [keys for keys, _ in jax.tree_util.tree_leaves_with_path(outputs)]
         self.tree = jax.tree.structure(outputs)
         self.num_groups = max(groups) + 1
-        self.input_groups = list(map(group_of, input_keys))
+        input_groups = list(map(group_of, input_keys))
+        self.input_groups = dict(zip(program.inputs, input_groups, strict=True))
         self.output_groups = [
             group_of(keys) if keys[0].idx == 0 else SHARED for keys in output_keys
         ]
@@ -79,7 +81,7 @@ class GroupedUpdate:
         self.loss_names = names[ends[1] :]
         cut = cut_update(
             program,
-            self.input_groups,
+            input_groups,
             self.output_groups,
             num_groups=self.num_groups,
             is_gradient=[name in self.grad_names for name in names],
@@ -88,7 +90,7 @@ class GroupedUpdate:
             paths=[path_of(keys[1:]) for keys in output_keys],
         )
         self.meetings = cut.meetings
-        self.shapes = dict(program.shapes)
+        self.shapes = program.shapes
         placed = [*jax.tree.leaves(rows), *jax.tree.leaves(grad_rows)]
         self.shapes.update(zip(names, (row.abstract for row in placed), strict=False))
         read = [{*part.inputs} for part in cut.updates]
@@ -101,13 +103,11 @@ class GroupedUpdate:
             for g in range(self.num_groups)
         ]
         arrays = set().union(*self.state_inputs, *self.grad_inputs)
-        self.numbers = sorted(set().union(*read) - arrays)
+        others = set().union(*read) - arrays
+        self.numbers = [x for x in program.shapes if x in others]
         late = {*cut.meetings, *self.loss_names}
         self.waits = any(late & {*part.inputs} for part in cut.updates)
-        self.measured = [
-            [x for x in part.outputs if not isinstance(x, Constant)]
-            for part in cut.measures
-        ]
+        self.measured = [part.outputs for part in cut.measures]
         self.measures = compile_parts(cut.measures, jit)
         self.shared = self.positions_of(SHARED)
         in_state = range(len(self.state_names))
@@ -127,7 +127,7 @@ class GroupedUpdate:
         )
 
     def group_of(self, name: Name) -> int:
-        """The group of an input; inputs are named by their position."""
+        """The group of an input."""
         return self.input_groups[name]
 
     def positions_of(self, group: int) -> list[int]:
@@ -141,7 +141,7 @@ class GroupedUpdate:
             operands = (self.shapes[name] for name in part.inputs)
             yield part.run, *operands, *part.scalars
 
-    def rebuild(self, leaves: Known) -> tuple[TrainState, Metrics]:
+    def rebuild(self, leaves: Mapping[int, Any]) -> tuple[TrainState, Metrics]:
         """The new state and the metrics, from all outputs by position."""
         ordered = [leaves[i] for i in range(len(self.output_groups))]
         return jax.tree.unflatten(self.tree, ordered)

@@ -12,11 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.extend import core
 
-from zjax.jaxprs.program import CALLS
+from zjax.jaxprs.interpret import Equation, interpret
+from zjax.jaxprs.primitives import ELEMENTWISE
+from zjax.jaxprs.program import text_of_constant
 from zjax.optim.matrices import Names
 from zjax.sharding.layers import Layers, put_together, take_apart
 from zjax.sharding.opt_state import abstract_opt_state
@@ -168,12 +168,6 @@ class _Other:
     expression: int
 
 
-_ENTRYWISE = frozenset(
-    """abs add add_any and cbrt ceil clamp convert_element_type copy div eq erf exp exp2
-    expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg
-    nextafter not or pow reduce_precision rem round rsqrt select_n sign sin sqrt square
-    stop_gradient sub tanh""".split()
-)
 _OF_SHAPES = frozenset(("broadcast_dimensions", "shape", "sharding"))
 
 
@@ -190,7 +184,7 @@ class _Flow:
     def trace(self, function: Any, inputs: tuple[Any, ...]) -> dict[str, Any]:
         closed, outputs = jax.make_jaxpr(function, return_shape=True)(*inputs)
         kinds = [self.of_input(*cell) for cell in _cells(inputs)]
-        found = self.run(closed.jaxpr, kinds, self.of_consts(closed))
+        found = interpret(closed, kinds, self.apply, self.of_constant)
         results: dict[str, Any] = {}
         for (path, layer, _, _), kind in zip(_cells(outputs), found, strict=True):
             result = self.of_result(kind, layer)
@@ -208,12 +202,8 @@ class _Flow:
             raise _KnowsLayersError
         return _Entries(self.number("input", path), None, 0)
 
-    def of_consts(self, program: Any) -> list[_Other]:
-        arrays = map(np.asarray, getattr(program, "consts", ()))
-        return [
-            _Other(self.number("constant", x.tobytes(), x.shape, str(x.dtype)))
-            for x in arrays
-        ]
+    def of_constant(self, value: Any) -> _Other:
+        return _Other(self.number("constant", text_of_constant(value)))
 
     def of_result(self, kind: Any, layer: int | None) -> Any:
         kind = self.added(kind)
@@ -223,27 +213,8 @@ class _Flow:
             raise _KnowsLayersError
         return kind
 
-    def run(self, jaxpr: Any, kinds: list[Any], consts: list[Any]) -> list[Any]:
-        known = dict(zip(jaxpr.invars, kinds, strict=True))
-        known |= dict(zip(jaxpr.constvars, consts, strict=True))
-
-        def kind_of(atom: Any) -> Any:
-            if isinstance(atom, core.Literal):
-                return _Other(self.number("literal", str(atom.val), str(atom.aval)))
-            return known[atom]
-
-        for eqn in jaxpr.eqns:
-            outs = self.apply(eqn, [kind_of(atom) for atom in eqn.invars])
-            known |= dict(zip(eqn.outvars, outs, strict=True))
-        return [kind_of(atom) for atom in jaxpr.outvars]
-
-    def apply(self, eqn: Any, kinds: list[Any]) -> list[Any]:
+    def apply(self, eqn: Equation, kinds: list[Any]) -> list[Any]:
         name = eqn.primitive.name
-        if name in CALLS:
-            inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
-            return self.run(
-                getattr(inner, "jaxpr", inner), kinds, self.of_consts(inner)
-            )
         entries = [kind for kind in kinds if isinstance(kind, _Entries)]
         if entries and name == "reduce_sum" and not eqn.outvars[0].aval.shape:
             return [_Sum(frozenset(entries), frozenset())]
@@ -257,12 +228,12 @@ class _Flow:
         what = (name, *_settings(eqn.params), *((type(k), k.expression) for k in kinds))
         if entries:
             others = [kind for kind in arrays if isinstance(kind, _Other)]
-            if name not in _ENTRYWISE or others or len({e.layer for e in entries}) > 1:
+            if name not in ELEMENTWISE or others or len({e.layer for e in entries}) > 1:
                 raise _KnowsLayersError
             return [dataclasses.replace(entries[0], expression=self.number(*what))]
         if (
             arrays
-            and name in _ENTRYWISE
+            and name in ELEMENTWISE
             and all(isinstance(k, _Uniform) for k in arrays)
         ):
             return [_Uniform(self.number(*what))]

@@ -11,11 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex
-from jax.interpreters.partial_eval import dce_jaxpr
+from jax.extend import core
 
-from zjax.parallel.graph import is_in, like, sizes, trace
-from zjax.parallel.remat import CHEAP
+from zjax.jaxprs.interpret import Equation, programs_in, walk
+from zjax.jaxprs.primitives import CHEAP
+from zjax.jaxprs.program import Name, is_in, like, sizes, trace
+from zjax.jaxprs.versions import without_dead_code
 from zjax.typing import Params
 
 
@@ -64,25 +65,27 @@ def differentiate_in_passes(
         pulls[:] = [tree]
         return out, leaves
 
-    graph, (out, _) = trace(run, params, stream, rest)
+    program, (out, _) = trace(run, params, stream, rest)
     num_outs, num_params, num_stream = sizes(out, params, stream)
-    of_params, entering = graph.ins[:num_params], graph.ins[num_params:][:num_stream]
-    of_rest = graph.ins[num_params + num_stream :]
-    outs, left = graph.outs[:num_outs], graph.outs[num_outs:]
-    reached = graph.reached(entering)
+    inputs, outputs = program.inputs, program.outputs
+    of_params, of_rest = inputs[:num_params], inputs[num_params + num_stream :]
+    outs, left = outputs[:num_outs], outputs[num_outs:]
+    reached = program.reached(inputs[num_params:][:num_stream])
     # What has no elements, as masks that a kernel is not given, need not wait.
     empty = {x for x in left if not x.aval.size}
     waiting = list(dict.fromkeys(x for x in left if is_in(x, reached - empty)))
     again = [x for x in left if not is_in(x, reached | empty)]
 
     def forward(params: Params, stream: Any, rest: Any) -> tuple[Any, list[jax.Array]]:
-        values = graph.run(graph.ins, [*outs, *waiting], (params, stream, rest))
+        known = _by_name(inputs, params, stream, rest)
+        values = program.compute([*outs, *waiting], known)
         return like(out, values[:num_outs]), values[num_outs:]
 
     def backward(
         params: Params, kept: list[jax.Array], rest: Any, cotangent: Any
     ) -> tuple[Params, Any]:
-        found = iter(graph.run([*of_params, *of_rest], again, (params, rest)))
+        known = _by_name([*of_params, *of_rest], params, rest)
+        found = iter(program.compute(again, known))
         by_name = {x: jnp.zeros_like(x.aval) for x in empty}
         by_name |= dict(zip(waiting, kept, strict=True))
         named = {*by_name}
@@ -117,10 +120,10 @@ def without_params(
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(params, *inputs)
     num_params, *others = sizes(params, *inputs)
     stay = [False] * num_params + [True] * sum(others)
-    jaxpr, are_read = dce_jaxpr(closed.jaxpr, True, instantiate=stay)
+    program, are_read = without_dead_code(closed, stay)
     if any(are_read[:num_params]):
         return None
-    run = jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, closed.consts))
+    run = core.jaxpr_as_fun(program)
     return lambda *inputs: like(shapes, run(*jax.tree.leaves(inputs)))
 
 
@@ -161,41 +164,42 @@ def split_backward(
     Reference:
         Zero Bubble Pipeline Parallelism (arXiv:2401.10241, section 2).
     """
-    graph, (grads, stream) = trace(backward, params, kept, rest, cotangent)
+    program, (grads, stream) = trace(backward, params, kept, rest, cotangent)
     (num_grads,) = sizes(grads)
     num_again = sum(sizes(params, kept, rest))
-    of_grads, of_stream = graph.outs[:num_grads], graph.outs[num_grads:]
-    again, cotangents = graph.ins[:num_again], graph.ins[num_again:]
-    first = set(graph.needed(of_stream))
-    later = [number for number in graph.needed(of_grads) if number not in first]
-    dear = {n for n, each in enumerate(graph.equations) if not _is_cheap(each)}
-    late = graph.reached(graph.made(dear.intersection(later)))
-    far = graph.reached(graph.made(dear).union(cotangents))
+    of_grads, of_stream = program.outputs[:num_grads], program.outputs[num_grads:]
+    again, cotangents = program.inputs[:num_again], program.inputs[num_again:]
+    first = set(program.needed(of_stream))
+    later = [number for number in program.needed(of_grads) if number not in first]
+    dear = {n for n, each in enumerate(program.equations) if not _is_cheap(each)}
+    late = program.reached(program.made(dear.intersection(later)))
+    far = program.reached(program.made(dear).union(cotangents))
     read = [
         x
         for number in later
-        if late.intersection(graph.equations[number].outvars)
-        for x in graph.equations[number].invars
+        if late.intersection(program.equations[number].outvars)
+        for x in program.equations[number].invars
     ]
     between = far - late
     handed = list(dict.fromkeys(x for x in [*read, *of_grads] if is_in(x, between)))
 
     def stream_first(*args: Any) -> tuple[Any, list[jax.Array]]:
-        values = graph.run(graph.ins, [*of_stream, *handed], args)
+        known = _by_name(program.inputs, *args)
+        values = program.compute([*of_stream, *handed], known)
         return like(stream, values[: len(of_stream)]), values[len(of_stream) :]
 
     def params_later(*args: Any) -> Params:
-        return like(grads, graph.run([*again, *handed], of_grads, args))
+        known = _by_name([*again, *handed], *args)
+        return like(grads, program.compute(of_grads, known))
 
     return Halves(stream_first, params_later)
 
 
-def _is_cheap(equation: Any) -> bool:
-    inner = [x for x in jax.tree.leaves(equation.params) if _is_jaxpr(x)]
-    if inner:
-        return all(_is_cheap(each) for x in inner for each in x.eqns)
-    return equation.primitive.name in CHEAP
+def _by_name(names: list[Name], *trees: Any) -> dict[Name, Any]:
+    return dict(zip(names, jax.tree.leaves(trees), strict=True))
 
 
-def _is_jaxpr(x: Any) -> bool:
-    return isinstance(x, jex.Jaxpr | jex.ClosedJaxpr)
+def _is_cheap(equation: Equation) -> bool:
+    inside = [each for program in programs_in(equation) for each in walk(program)]
+    kinds = [each.primitive.name for each in inside if not programs_in(each)]
+    return CHEAP.issuperset(kinds if inside else [equation.primitive.name])

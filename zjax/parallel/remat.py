@@ -13,6 +13,7 @@ from typing import Any, Literal
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from zjax.jaxprs.primitives import CHEAP
 from zjax.ops import attention, cross_entropy, sparse
 from zjax_kernels import norm
 
@@ -183,17 +184,6 @@ def _keep_names(names: tuple[str, ...], memory: Memory) -> Keeps:
         offload_src="device",
         offload_dst=memory,
     )
-
-
-CHEAP = frozenset(
-    """abs add add_any all_gather and broadcast_in_dim ceil clamp concatenate
-    convert_element_type copy cos div dynamic_slice eq erf exp exp2 expm1 floor ge
-    gt integer_pow iota is_finite le log log1p logistic lt max min mul ne neg not
-    one_minus_square optimization_barrier or pad pow reduce_max reduce_min
-    reduce_precision reduce_sum reshape reshard rev round rsqrt select_n sign sin
-    slice split sqrt square squeeze stack stop_gradient sub tanh transpose""".split()
-)
-"""What costs no more than to read its operands, and the gathering of parameters."""
 
 
 def _is_dear(primitive: Any, *avals: Any, **params: Any) -> bool:

@@ -12,9 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex
 
-from zjax.parallel.graph import Graph, apply, is_in, like, sizes, trace
+from zjax.jaxprs.interpret import apply
+from zjax.jaxprs.primitives import RESHAPES
+from zjax.jaxprs.program import Program, is_in, like, names_among, sizes, trace
 from zjax.typing import Params
 
 
@@ -84,13 +85,14 @@ def add_in_products(
         >>> str(total.dtype), total.tolist()
         ('float32', [[5.5, 5.5], [5.5, 5.5]])
     """
-    graph, (grads, other) = trace(function, *args)
+    program, (grads, other) = trace(function, *args)
     (num_grads,) = sizes(grads)
-    of_grads, outs = graph.outs[:num_grads], graph.outs[num_grads:]
-    ways = _ways_from_products(graph, of_grads)
+    of_grads, outs = program.outputs[:num_grads], program.outputs[num_grads:]
+    ways = _ways_from_products(program, of_grads)
     pairs = zip(ways, of_grads, strict=True)
     wanted = [way[0].invars if way else [x] for way, x in pairs]
-    values = iter(graph.run(graph.ins, [x for xs in wanted for x in xs] + outs, args))
+    known = dict(zip(program.inputs, jax.tree.leaves(args), strict=True))
+    values = iter(program.compute([x for xs in wanted for x in xs] + outs, known))
     added = []
     for total, way, names in zip(jax.tree.leaves(totals), ways, wanted, strict=True):
         inputs = [next(values) for _ in names]
@@ -100,20 +102,18 @@ def add_in_products(
 
 
 _PRODUCT = "dot_general"
-_MOVES = ("transpose", "reshape", "squeeze", "convert_element_type")
+_MOVES = RESHAPES | {"convert_element_type"}
 """What may come between a product and its result."""
 
 
-def _ways_from_products(graph: Graph, names: list[Any]) -> list[list[Any]]:
+def _ways_from_products(program: Program, names: list[Any]) -> list[list[Any]]:
     """The operations from a product to each result; none where there is another way.
 
     A result that is rounded to whole numbers, or to float8, is rounded on purpose.
     """
-    makers = {x: each for each in graph.equations for x in each.outvars}
-    read = [graph.outs, *(each.invars for each in graph.equations)]
-    readers = collections.Counter(
-        x for names in read for x in names if isinstance(x, jex.Var)
-    )
+    makers = {x: each for each in program.equations for x in each.outvars}
+    read = [program.outputs, *(each.invars for each in program.equations)]
+    readers = collections.Counter(x for atoms in read for x in names_among(atoms))
 
     def way(name: Any) -> list[Any]:
         found: list[Any] = []
@@ -141,7 +141,7 @@ def _walk(way: list[Any], inputs: list[Any], dtype: Any) -> jax.Array:
     x = _wide_product(product, left, right, dtype)
     for move in moves:
         if move.primitive.name != "convert_element_type":
-            (x,) = apply(move, x)
+            (x,) = apply(move, [x])
     return x
 
 

@@ -1,0 +1,27 @@
+"""What versions of JAX name or build differently, found by asking for it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend import core
+from jax.interpreters import partial_eval
+
+Closed = core.ClosedJaxpr
+
+
+def is_program(x: Any) -> bool:
+    """Whether this is a jaxpr, closed or not."""
+    return isinstance(x, core.Jaxpr | core.ClosedJaxpr)
+
+
+def close(program: Any) -> Closed:
+    """A jaxpr with its constants; as of JAX 0.11 every jaxpr holds its own."""
+    return program if hasattr(program, "consts") else Closed(program, ())
+
+
+def without_dead_code(
+    program: Closed, must_stay: Sequence[bool]
+) -> tuple[Closed, list[bool]]:
+    """Leaves out what no result reads, in loops, too; and tells which inputs stayed."""
+    jaxpr, stayed = partial_eval.dce_jaxpr(program.jaxpr, True, list(must_stay))
+    return Closed(jaxpr, program.consts), stayed
