@@ -98,13 +98,13 @@ FORMS = [
 def test_checkpoints_restore_to_any_number_of_tiles(tmp_path, monkeypatch):
     """Fails if a tile is read from the place of another, or along another dim, or a
     stack once for each of its tiles."""
-    reads, whole = collections.Counter(), Saved.whole
+    reads, whole = collections.Counter(), Saved.read
 
     def counted(saved, name):
         reads[name] += 1
         return whole(saved, name)
 
-    monkeypatch.setattr(Saved, "whole", counted)
+    monkeypatch.setattr(Saved, "read", counted)
     config = make_config("device", model=LLAMA)
     first = start(started_from_the_same(config, tmp_path))
     state, _ = train(first, 1)

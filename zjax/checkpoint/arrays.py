@@ -1,6 +1,5 @@
 """Arrays on their way between devices and files, as few at a time as memory allows."""
 
-import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -9,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from zjax.checkpoint import halves, layers, layout, tiles
+from zjax.checkpoint import halves, layout, tiles, views
 from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.saved import READ_AHEAD_BYTES, Saved, at_rest, place_slices
 from zjax.processes.host import host_memory_bytes
@@ -140,14 +139,16 @@ def read_arrays(saved: Saved, named: Mapping[str, ArrayPlan]) -> list[Any]:
         Arrays in their stored shapes, in the order of `named`.
     """
     num_tiles, arrays = tiles.num_tiles(named), dict[str, Any]()
-    inside = halves.whole_entries(saved.entries)
-    wanted = tiles.as_tiled(inside, num_tiles)
+    whole = views.cached(views.tiled(saved.source, 1))
+    wanted = views.tiled(whole, num_tiles, given=1).entries
     masters = halves.masters_of_halves(layout.describe_rows(named))
+    masters_saved = halves.masters_of_halves(saved.entries)
 
     def is_as_saved(name: str) -> bool:
-        master = saved.masters.get(name, name)
-        in_halves = (master in names.values() for names in (saved.masters, masters))
-        return wanted.get(master) == inside.get(master) and len({*in_halves}) == 1
+        master = masters_saved.get(name, name)
+        in_halves = (master in names.values() for names in (masters_saved, masters))
+        is_tiled_so = wanted.get(master) == saved.source.entries.get(master)
+        return is_tiled_so and len({*in_halves}) == 1
 
     found = {n: entry for n, entry in saved.entries.items() if is_as_saved(n)}
     written = {
@@ -164,18 +165,12 @@ def read_arrays(saved: Saved, named: Mapping[str, ArrayPlan]) -> list[Any]:
                 data = jax.random.wrap_key_data(data, impl=found[name].key_impl)
             arrays[name] = at_rest(data, group[name])
 
-    @functools.lru_cache(maxsize=1)
-    def whole(name: str) -> np.ndarray:
-        return tiles.read_joined(name, inside, saved.whole)
-
-    def read(name: str) -> np.ndarray:
-        return tiles.part_of(name, num_tiles, whole)
-
+    source = views.as_wanted(whole, layout.describe_rows(named), given=1)
     # Layers of one stack, tiles of one layer, and halves follow one another.
     for name in sorted(named, key=lambda name: tiles.whole_of(masters.get(name, name))):
         row = named[name]
         if name not in found:
-            data = layers.read(masters.get(name, name), wanted, read)
+            data = source.whole(masters.get(name, name))
             given = place_given(half_at_rest(data, row), row)
             arrays[name] = jax.block_until_ready(given)
         elif found[name].is_empty:

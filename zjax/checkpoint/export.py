@@ -18,10 +18,11 @@ from typing import IO
 import jax.numpy as jnp
 import numpy as np
 
-from zjax.checkpoint import layers, tiles
+from zjax.checkpoint import layers, views
 from zjax.checkpoint.average import parts_saved, read_average
 from zjax.checkpoint.layout import Entry, is_floating
 from zjax.checkpoint.store import Store
+from zjax.checkpoint.views import Source
 from zjax.errors import CheckpointError, Problem
 from zjax.train.average import choose_part
 
@@ -76,13 +77,14 @@ def export_safetensors(
     """
     step = store.latest() if step is None else step
     saved = store.entries(step)
-    found = tiles.as_tiled(saved, 1)
     part = choose_part(part, parts_saved(saved))
     tree = "ema" if part == "ema" else "master"
-    entries = _exported(layers.together(found), tree, dtype)
     read_array = functools.partial(store.read_array, step=step)
     if part == "schedule_free":
         read_array = functools.partial(read_average, saved, read_array)
+    source = Source(saved, lambda name, index: read_array(name)[(..., *index)])
+    found = views.tiled(source, 1)
+    entries = _exported(layers.together(found.entries), tree, dtype)
     metadata = {"format": "flax", "part": part, "step": str(step)}
     target = pathlib.Path(path)
     partial = target.with_name(f".{target.name}.partial")
@@ -91,9 +93,8 @@ def export_safetensors(
         with partial.open("wb") as file:
             file.write(_header(entries, tree, metadata))
             for name, entry in entries.items():
-                for source in layers.sources_of(name, found):
-                    array = tiles.read_joined(source, saved, read_array)
-                    _write(file, array, entry.dtype)
+                for layer in layers.sources_of(name, found.entries):
+                    _write(file, found.whole(layer), entry.dtype)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, target)

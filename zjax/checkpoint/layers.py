@@ -6,9 +6,7 @@ it stores each by itself, named as a part of the stack: `blocks/mlp/kernel[3]`.
 
 import itertools
 import re
-from collections.abc import Callable, Collection, Mapping
-
-import numpy as np
+from collections.abc import Collection, Mapping
 
 from zjax.checkpoint.layout import Entry
 
@@ -46,27 +44,6 @@ def as_wanted(wanted: Collection[str], found: Mapping[str, Entry]) -> dict[str, 
         for source in sources:
             entries.pop(source, None)
     return entries
-
-
-def read(
-    name: str,
-    found: Mapping[str, Entry],
-    read_whole: Callable[[str], np.ndarray],
-) -> np.ndarray:
-    """Reads an array whose layers are stored otherwise.
-
-    Args:
-        name: As the plan has it.
-        found: Arrays of the file.
-        read_whole: Reads one of them.
-
-    Returns:
-        The array.
-    """
-    sources = sources_of(name, found)
-    if sources[0] == stack_of(name):
-        return read_whole(sources[0])[number_of(name)]
-    return np.stack([read_whole(source) for source in sources])
 
 
 def sources_of(name: str, found: Mapping[str, Entry]) -> list[str]:

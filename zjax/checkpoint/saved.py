@@ -17,9 +17,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from zjax.checkpoint import halves
 from zjax.checkpoint.layout import Entry
-from zjax.optim.halves import joined
+from zjax.checkpoint.views import Source, whole_masters
 from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import DEVICE
 from zjax.storage.array import DiskArray, open_files
@@ -43,26 +42,22 @@ class Saved:
     entries: Mapping[str, Entry]
     linked: Mapping[str, pathlib.Path]
 
-    def whole(self, name: str) -> np.ndarray:
-        """Reads one array into host memory, master weights from both their halves.
+    @functools.cached_property
+    def source(self) -> Source:
+        """Its arrays, master weights whole."""
+        return whole_masters(
+            Source(self.entries, lambda name, index: self.read(name)[(..., *index)])
+        )
+
+    def read(self, name: str) -> np.ndarray:
+        """Reads one array into host memory.
 
         Args:
             name: One of `entries`.
 
         Returns:
-            The whole unpadded array.
+            The unpadded array, as it is stored.
         """
-        uppers = {lower: upper for upper, lower in self.masters.items()}
-        if name not in uppers:
-            return self._stored(name)
-        return joined(self._stored(uppers[name]), self._stored(name))
-
-    @functools.cached_property
-    def masters(self) -> dict[str, str]:
-        """The master weights in halves, by their upper halves."""
-        return halves.masters_of_halves(self.entries)
-
-    def _stored(self, name: str) -> np.ndarray:
         entry = self.entries[name]
         if entry.is_empty:
             return np.zeros(entry.shape, entry.dtype)

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from absl import logging
 
-from zjax.checkpoint import arrays, failures, halves, layers, layout, quiet, tiles
+from zjax.checkpoint import arrays, failures, halves, layout, quiet, views
 from zjax.checkpoint import steps as directories
 from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.reader import Reader
@@ -235,10 +235,8 @@ class Store:
         index = self._reader.index(step)
         named = layout.name_leaves(rows)
         expected = halves.whole_entries(layout.describe_rows(named))
-        inside = halves.whole_entries(index["arrays"])
-        inside = tiles.as_tiled(inside, tiles.num_tiles(expected))
-        inside = layers.as_wanted(expected, inside)
-        layout.check_same(expected, inside, str(self._reader.path(step)))
+        inside = views.as_wanted(self._reader.saved(step).source, expected)
+        layout.check_same(expected, inside.entries, str(self._reader.path(step)))
         make_room()
         leaves = self._read(step, named)
         return jax.tree.unflatten(jax.tree.structure(rows), leaves), index["extra"]
@@ -260,13 +258,11 @@ class Store:
                 is damaged.
         """
         step = self._reader.verified(step, shared=True)
-        found = halves.whole_entries(self._reader.index(step)["arrays"])
         named = layout.name_leaves(rows, part)
         expected = layout.describe_rows(named)
-        inside = {name: e for name, e in found.items() if name.startswith(f"{part}/")}
-        inside = tiles.as_tiled(inside, tiles.num_tiles(expected))
-        inside = layers.as_wanted(expected, inside)
-        layout.check_same(expected, inside, str(self._reader.path(step)), cast=True)
+        inside = views.as_wanted(self._reader.saved(step).source.inside(part), expected)
+        place = str(self._reader.path(step))
+        layout.check_same(expected, inside.entries, place, cast=True)
         leaves = self._read(step, named)
         return jax.tree.unflatten(jax.tree.structure(rows), leaves)
 
@@ -296,9 +292,7 @@ class Store:
         Raises:
             CheckpointError: There is no such checkpoint, or it is damaged.
         """
-        return halves.whole_entries(
-            self._reader.index(self._reader.existing(step))["arrays"]
-        )
+        return dict(self._reader.saved(self._reader.existing(step)).source.entries)
 
     def read_array(self, name: str, step: int | None = None) -> np.ndarray:
         """Reads one array into host memory.
@@ -315,7 +309,7 @@ class Store:
         """
         step = self._reader.verified(step, shared=False)
         try:
-            return self._reader.saved(step).whole(name)
+            return self._reader.saved(step).source.whole(name)
         except Exception as error:
             raise self._reader.damaged(step, error) from error
 

@@ -7,9 +7,7 @@ tiles are the whole.
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping
-
-import numpy as np
+from collections.abc import Iterable, Mapping
 
 from zjax.checkpoint.layout import Entry
 
@@ -58,28 +56,28 @@ def whole_of(name: str) -> tuple[str, int]:
     return (tile["start"] + tile["end"], int(tile["number"])) if tile else (name, 0)
 
 
-def as_tiled(found: Mapping[str, Entry], tiles: int) -> dict[str, Entry]:
+def as_tiled(found: Mapping[str, Entry], tiles: int, given: int) -> dict[str, Entry]:
     """What a file says, with as many tiles as are wanted.
 
     Args:
         found: Arrays of the file, by name.
         tiles: How many tiles there are to be; 1 makes feed-forwards whole.
+        given: How many there are.
 
     Returns:
         Entries of the file, renamed and reshaped; those that do not divide as they are.
 
     Example:
         >>> found = {"mlp/up/kernel": Entry((2, 6), "int8")}
-        >>> {name: str(entry) for name, entry in as_tiled(found, 2).items()}
+        >>> {name: str(entry) for name, entry in as_tiled(found, 2, 1).items()}
         {'mlp/tiles/0/up/kernel': 'int8[2,3]', 'mlp/tiles/1/up/kernel': 'int8[2,3]'}
     """
-    given = num_tiles(found)
     if tiles == given:
         return dict(found)
     entries = dict[str, Entry]()
     for name, entry in found.items():
         whole, _ = whole_of(name)
-        dim = _hidden_dim(whole)
+        dim = hidden_dim(whole)
         if dim is None or len(entry.shape) < -dim:  # the optimizer's own, maybe
             entries[name] = entry
             continue
@@ -92,69 +90,37 @@ def as_tiled(found: Mapping[str, Entry], tiles: int) -> dict[str, Entry]:
     return entries
 
 
-def read_joined(
-    whole: str, found: Mapping[str, Entry], read: Callable[[str], np.ndarray]
-) -> np.ndarray:
-    """Reads an array that a file may hold in tiles.
+def parts_of(
+    name: str, index: tuple[slice, ...], shape: tuple[int, ...], tiles: int, given: int
+) -> list[tuple[str, tuple[slice, ...]]]:
+    """Where a part of an array lies in the tiles that there are.
 
     Args:
-        whole: As `whole_of` names it.
-        found: Arrays of the file.
-        read: Reads one of them.
+        name: Of the array, whole or a tile.
+        index: The part, with bounds.
+        shape: Of the array.
+        tiles: Into how many the array of which it is one is cut.
+        given: Into how many it is cut where it is read.
 
     Returns:
-        The array of which they are tiles, or the one of this name.
-    """
-    given, dim = num_tiles(found), _hidden_dim(whole)
-    if given == 1 or dim is None:
-        return read(whole)
-    parts = [read(tile_of(whole, number, given)) for number in range(given)]
-    return np.concatenate(parts, dim)
-
-
-def part_of(
-    name: str, tiles: int, read_whole: Callable[[str], np.ndarray]
-) -> np.ndarray:
-    """One of the tiles of an array, or the array.
-
-    Args:
-        name: Of either.
-        tiles: How many there are.
-        read_whole: Gives the array by the name of the whole.
-
-    Returns:
-        A view of what `read_whole` gives.
-    """
-    whole, number = whole_of(name)
-    dim = _hidden_dim(whole)
-    if whole == name or dim is None:
-        return read_whole(whole)
-    return np.split(read_whole(whole), tiles, dim)[number]
-
-
-def in_whole(
-    index: tuple[slice, ...], name: str, shape: tuple[int, ...]
-) -> tuple[slice, ...]:
-    """Where a part of a tile lies in the array of which it is a tile.
-
-    Args:
-        index: Of the part, with bounds.
-        name: Of the tile.
-        shape: Its shape.
-
-    Returns:
-        The slices of the whole.
+        Names and parts, which make up the part along the hidden channels.
 
     Example:
-        >>> in_whole((slice(0, 2), slice(1, 3)), "mlp/tiles/2/up/kernel", (2, 4))
-        (slice(0, 2, None), slice(9, 11, None))
+        >>> index = slice(0, 2), slice(1, 3)
+        >>> parts_of("mlp/tiles/2/up/kernel", index, (2, 4), 3, 1)
+        [('mlp/up/kernel', (slice(0, 2, None), slice(9, 11, None)))]
     """
     whole, number = whole_of(name)
-    dim, slices = _hidden_dim(whole), list(index)
+    dim = hidden_dim(name)
     assert dim is not None
-    start = number * shape[dim]
-    slices[dim] = slice(start + slices[dim].start, start + slices[dim].stop)
-    return tuple(slices)
+    size, before = shape[dim] * tiles // given, number * shape[dim]
+    start, stop = before + index[dim].start, before + index[dim].stop
+    parts = []
+    for tile in range(start // size, -(-stop // size)):
+        slices, first = list(index), tile * size
+        slices[dim] = slice(max(start - first, 0), min(stop - first, size))
+        parts.append((tile_of(whole, tile, given), tuple(slices)))
+    return parts
 
 
 def tile_of(whole: str, number: int, tiles: int) -> str:
@@ -179,9 +145,20 @@ def tile_of(whole: str, number: int, tiles: int) -> str:
     return f"{part['start']}{tile}{part['end']}"
 
 
-def _hidden_dim(whole: str) -> int | None:
-    """Counted from the end; None for arrays that tiles share."""
-    part = _PART.fullmatch(whole)
+def hidden_dim(name: str) -> int | None:
+    """The dim of the hidden channels of an array.
+
+    Args:
+        name: Of the array, whole or a tile.
+
+    Returns:
+        Counted from the end; None for arrays that tiles share.
+
+    Example:
+        >>> hidden_dim("blocks/mlp/tiles/3/down/kernel")
+        -2
+    """
+    part = _PART.fullmatch(whole_of(name)[0])
     if part is None:
         return None
     if part["kind"] == "bias":

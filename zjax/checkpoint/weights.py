@@ -1,5 +1,6 @@
 """Weights from safetensors files: each device reads only its own slices."""
 
+import functools
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,16 +8,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from zjax.checkpoint import layers, layout, tiles
+from zjax.checkpoint import layout, views
 from zjax.checkpoint.export import DTYPES, tensor_name
 from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.saved import place_slices
+from zjax.checkpoint.views import Source
 from zjax.config.paths import local_path
 from zjax.errors import CheckpointError, Problem
 from zjax.packages import check_installed
 from zjax.reading import MOST_INDEX_BYTES, parse_json, read_text
 from zjax.remedies import find_fault
-from zjax.sharding.placement import ArrayPlan
 from zjax.typing import Params
 
 _NAMES = {code: name for name, code in DTYPES.items()}
@@ -54,15 +55,12 @@ def load_in_turn(path: str, rows: Any) -> Iterator[Any]:
     named = {tensor_name(name): r for name, r in layout.name_leaves(rows).items()}
     files = _find_tensors(path)
     expected = layout.describe_rows(named)
-    found = _describe(files)
-    if tiles.num_tiles(found) == 1:
-        found = tiles.as_tiled(found, tiles.num_tiles(expected))
-    inside = layers.as_wanted(expected, found)
-    layout.check_same(expected, inside, path, cast=True)
+    source = Source(_describe(files), functools.partial(_read, files))
+    inside = views.as_wanted(source, expected)
+    layout.check_same(expected, inside.entries, path, cast=True)
     return (
-        _load(files, source, row, name)
+        place_slices(functools.partial(inside.read, name), row)
         for name, row in named.items()
-        for source in layers.sources_of(name, found)
     )
 
 
@@ -126,21 +124,13 @@ def _describe(files: Mapping[str, pathlib.Path]) -> dict[str, Entry]:
     return {name: entries[name] for name in files}
 
 
-def _load(
-    files: Mapping[str, pathlib.Path], source: str, row: ArrayPlan, name: str
-) -> jax.Array:
+def _read(
+    files: Mapping[str, pathlib.Path], name: str, index: tuple[slice, ...]
+) -> np.ndarray:
     from safetensors import safe_open
 
-    layer = () if source == name else (layers.number_of(name),)
-    stored = source if source in files else tiles.whole_of(source)[0]
-
-    def read(index: tuple[slice, ...]) -> np.ndarray:
-        there = index if stored == source else tiles.in_whole(index, name, row.shape)
-        return view[(*layer, *there)]
-
-    with safe_open(files[stored], framework="numpy") as tensors:
-        view = tensors.get_slice(stored)
-        return place_slices(read, row)
+    with safe_open(files[name], framework="numpy") as tensors:
+        return tensors.get_slice(name)[index]
 
 
 def _unusable(path: str, problem: str) -> CheckpointError:
