@@ -6,8 +6,6 @@ import graphlib
 import pathlib
 import sys
 
-import pytest
-
 ROOT = pathlib.Path(__file__).parents[1]
 FLOORS = (
     ("errors", "typing", "reading", "remedies", "jaxprs"),
@@ -31,9 +29,6 @@ AXES = {"pipeline", "replica", "expert", "sequence", "tensor"}
 """Without `data`, which is a common word."""
 MODULES = sorted((ROOT / "zjax").rglob("*.py"))
 KERNELS = sorted((ROOT / "zjax_kernels").rglob("*.py"))
-PACKAGES = ("zjax", "zjax_kernels")
-SITTING = 400
-"""Lines of the longest file that is read in one go."""
 CONFIGURATION = (
     "setup.py",
     "setup.cfg",
@@ -214,15 +209,6 @@ def test_mesh_axes_are_named_in_one_place():
         if node.value in AXES and not at_home and part_of(name_of(path)) != "config":
             wrong.append(f"{place(path, node)} {node.value!r}")
     assert wrong == []
-
-
-@pytest.mark.parametrize("folder", [*PACKAGES, "tests", "configs", "examples"])
-def test_files_are_one_sitting(folder):
-    lengths = {
-        str(path.relative_to(ROOT)): len(path.read_text().splitlines())
-        for path in (ROOT / folder).rglob("*.py")
-    }
-    assert {name: n for name, n in lengths.items() if n > SITTING} == {}
 
 
 def test_pyproject_is_the_only_configuration():
