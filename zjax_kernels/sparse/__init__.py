@@ -3,7 +3,14 @@
 from zjax_kernels.sparse.api import sparse_attention, sparse_attention_gradients
 from zjax_kernels.sparse.custom import Custom
 from zjax_kernels.sparse.layout import BlockLayout, Pattern
-from zjax_kernels.sparse.patterns import Dense, Fixed, Variable
+from zjax_kernels.sparse.patterns import (
+    BigBird,
+    BSLongformer,
+    Dense,
+    Fixed,
+    LocalSlidingWindow,
+    Variable,
+)
 from zjax_kernels.sparse.picture import draw_layout, plot_layout
 from zjax_kernels.sparse.plan import Plan, make_plan
 from zjax_kernels.sparse.search import tune
@@ -12,11 +19,6 @@ from zjax_kernels.sparse.sequence import (
     SequencePlan,
     make_sequence_plan,
     sequence_attention,
-)
-from zjax_kernels.sparse.sliding_patterns import (
-    BigBird,
-    BSLongformer,
-    LocalSlidingWindow,
 )
 from zjax_kernels.sparse.sparsity_config import SparsityConfig
 

@@ -82,7 +82,7 @@ def make_sequence_plan(
         ValueError: It is no layout, or the sequence or the heads do not divide.
 
     Example:
-        >>> from zjax_kernels.sparse.sliding_patterns import BigBird
+        >>> from zjax_kernels.sparse.patterns import BigBird
         >>> rule = BigBird(2, 64, attention="unidirectional", num_random_blocks=0)
         >>> make_sequence_plan(rule.layout(4096), 4).num_blocks_sent
         4
@@ -223,7 +223,7 @@ def sequence_attention(
 
     Example:
         >>> from jax.sharding import PartitionSpec as P
-        >>> from zjax_kernels.sparse.sliding_patterns import BigBird
+        >>> from zjax_kernels.sparse.patterns import BigBird
         >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("sequence",))
         >>> plan = make_sequence_plan(BigBird(2, 64).layout(512), mesh.size)
         >>> split = P(None, "sequence")

@@ -10,11 +10,13 @@ import pytest
 
 from tests.kernels.sparse import oracle
 from zjax_kernels.sparse import blocks
-from zjax_kernels.sparse.patterns import Dense, Fixed, Variable
-from zjax_kernels.sparse.sliding_patterns import (
+from zjax_kernels.sparse.patterns import (
     BigBird,
     BSLongformer,
+    Dense,
+    Fixed,
     LocalSlidingWindow,
+    Variable,
 )
 
 ATTENTION = ("bidirectional", "unidirectional")

@@ -9,12 +9,12 @@ from matplotlib import image
 from matplotlib.figure import Figure
 
 from zjax_kernels.sparse.layout import BlockLayout
-from zjax_kernels.sparse.patterns import Dense
-from zjax_kernels.sparse.picture import draw_layout, plot_layout
-from zjax_kernels.sparse.sliding_patterns import (
+from zjax_kernels.sparse.patterns import (
     BSLongformer,
+    Dense,
     LocalSlidingWindow,
 )
+from zjax_kernels.sparse.picture import draw_layout, plot_layout
 
 WHITE = 1.0
 

@@ -7,11 +7,13 @@ import pytest
 
 from zjax_kernels.sparse.custom import Custom
 from zjax_kernels.sparse.layout import Pattern
-from zjax_kernels.sparse.patterns import Dense, Fixed, Variable
-from zjax_kernels.sparse.sliding_patterns import (
+from zjax_kernels.sparse.patterns import (
     BigBird,
     BSLongformer,
+    Dense,
+    Fixed,
     LocalSlidingWindow,
+    Variable,
 )
 from zjax_kernels.sparse.sparsity_config import SparsityConfig
 
