@@ -16,8 +16,8 @@ from zjax.fingerprint import fingerprint
 from zjax.sharding.placement import abstract_key
 from zjax.typing import Model, Params
 
-_OF_COMMANDS = ("checkpoint.resume",)
-"""Settings that say how a run goes on, not what it is."""
+_NOT_COMPARED = ("checkpoint.resume", "zero.memory")
+"""Settings that say how a run goes on, not what it is, or that others follow from."""
 
 
 def first_step(store: Store, resume: str, step: int | None = None) -> int:
@@ -77,7 +77,7 @@ def changes(saved: Mapping[str, Any], config: Config) -> list[Difference]:
     found = [
         difference
         for difference in differences(saved.get("config", {}), config)
-        if difference.setting not in _OF_COMMANDS
+        if difference.setting not in _NOT_COMPARED
     ]
     if saved.get("jax") != jax.__version__:
         found.append(Difference("jax", saved.get("jax"), jax.__version__))

@@ -293,9 +293,9 @@ def make_step(
             "train": streamed,
             "evaluate": lambda state, batch: evaluate(without_update(state), batch),
         }
-        if config.zero.parameter_memory != plans.DEVICE:
-            assert isinstance(streamed.backward, Segments)
-            programs |= _programs_by_block(streamed.backward, jit)
+        backward, where = streamed.backward, config.zero.parameter_memory
+        if where != plans.DEVICE and isinstance(backward, Segments):
+            programs |= _programs_by_block(backward, jit)
     return Step(
         mesh=plan.mesh,
         plan=plan,

@@ -23,7 +23,7 @@ SINKS = "use one of console, jsonl, csv, tensorboard, wandb"
         pytest.param(
             {"zero": {"qqq": 1}},
             "zero.qqq=1 is not a setting; use one of stage, min_shard_elements, "
-            "optimizer_memory, parameter_memory, nvme_paths, gradient_memory, "
+            "memory, optimizer_memory, parameter_memory, nvme_paths, gradient_memory, "
             "delay_updates_from",
             id="unlike-any-setting",
         ),
@@ -76,7 +76,7 @@ SINKS = "use one of console, jsonl, csv, tensorboard, wandb"
             {"zero": 3},
             "zero=3 is an int; "
             "expected a mapping with any of stage, min_shard_elements, "
-            "optimizer_memory, parameter_memory, nvme_paths, gradient_memory, "
+            "memory, optimizer_memory, parameter_memory, nvme_paths, gradient_memory, "
             "delay_updates_from",
             id="number-for-section",
         ),

@@ -22,7 +22,10 @@ def test_listing_names_every_setting_once_with_its_default():
     listed = [line.strip() for line in describe.describe_settings().splitlines()]
     text = describe.describe_config(zconfig.Config())
     for line in text.splitlines():
-        assert listed.count(line.removeprefix("config.")) == 1
+        name, value = line.removeprefix("config.").split(" = ")
+        if value.endswith("  # derived"):
+            value = "'derived'" if value.startswith("'") else "0"
+        assert listed.count(f"{name} = {value}") == 1
 
 
 def test_listing_explains_a_setting_and_its_choices():

@@ -29,7 +29,7 @@ from zjax.config import ranges, schema
         ("optimizer.final_learning_rate_fraction", "1.1", "use 0 to 1"),
         ("model.dropout_rate", "-0.1", "use 0 or more and less than 1"),
         ("model.num_heads", "0", "use 1 or more"),
-        ("model.vocab_size", "1", "use 2 or more"),
+        ("model.vocab_size", "1", "use 2 or more, or 0 to derive it"),
         ("observe.profile_start_step", "-2", "use 1 or more, or -1 for never"),
         ("observe.profile_start_step", "0", "use 1 or more, or -1 for never"),
         ("processes.num_processes", "-1", "use 0 or more"),

@@ -184,6 +184,25 @@ def test_blocks_of_models_without_blocks_cannot_rest_on_the_host():
     )
 
 
+def test_one_memory_serves_a_model_without_blocks(tmp_path, monkeypatch):
+    """Fails if parameters that nobody asked to move are refused, or state stays."""
+    monkeypatch.setattr(plans, "MIN_MOVED_BYTES", 64)
+    batch, losses = {"x": np.ones((8, 24), np.float32)}, {}
+    for where in ("device", "nvme"):
+        paths = (str(tmp_path),) if where == "nvme" else ()
+        run = zjax.initialize(
+            Perceptron(),
+            optax.adam(1e-2),
+            lambda m, b, _: (m(b["x"]) ** 2).mean(),
+            batch,
+            {"zero": {"min_shard_elements": 0, "memory": where, "nvme_paths": paths}},
+        )
+        state, _ = run.step(run.state, batch)
+        losses[where] = float(run.evaluate(state, batch)["loss"])
+    assert DiskArray in {*map(type, jax.tree.leaves(state))}
+    assert losses["nvme"] == pytest.approx(losses["device"], rel=1e-5)
+
+
 def test_inputs_of_blocks_wait_elsewhere(monkeypatch, tmp_path):
     """Fails if `model.activation_memory` does nothing."""
     found = {}

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import ml_collections
 
-from zjax.config import axes, paths, schema
+from zjax.config import axes, derived, paths, schema
 from zjax.errors import ConfigError, Problem
 
 Section = TypeVar("Section")
@@ -72,7 +72,8 @@ def to_mapping(section: Any) -> dict[str, Any]:
         section: An instance of a dataclass of the schema, usually a `Config`.
 
     Returns:
-        A dict per section and table of names; tuples stay tuples.
+        A dict per section and table of names; tuples stay tuples, and what follows from
+        other settings is marked.
 
     Example:
         >>> to_mapping(schema.Config())["zero"]["stage"]
@@ -154,6 +155,7 @@ def _nearest(name: str, known: list[str], path: str) -> str:
 
 
 def _value(hint: Any, value: Any, field: str, problems: list[Problem]) -> Any:
+    value = derived.as_written(value)
     if dataclasses.is_dataclass(hint):
         return _section(hint, value, field, problems)
     if typing.get_origin(hint) is typing.Literal:

@@ -9,7 +9,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from zjax.config import schema
+from zjax.config import derived, schema
 
 
 def describe_config(config: schema.Config) -> str:
@@ -19,14 +19,17 @@ def describe_config(config: schema.Config) -> str:
         config: Any config.
 
     Returns:
-        One binding per line; reading it back gives an equal config.
+        One binding per line, of which a comment says whether it follows from others;
+        reading it back gives an equal config.
 
     Example:
         >>> describe_config(schema.Config()).splitlines()[0]
         'config.seed = 0'
     """
-    settings = _settings(config, "config")
-    return "".join(f"{path} = {_literal(value)}\n" for path, _, value in settings)
+    return "".join(
+        f"{path} = {_literal(value)}{'  # derived' * derived.is_derived(value)}\n"
+        for path, _, value in _settings(config, "config")
+    )
 
 
 def describe_settings() -> str:
@@ -47,7 +50,7 @@ def describe_settings() -> str:
         if section is not last:
             lines += ["", (section.__doc__ or "").strip()]
             last = section
-        lines += _describe_setting(path, section, value)
+        lines += _describe_setting(path, section, derived.as_written(value))
     return "\n".join(lines).strip() + "\n"
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from gin import config_parser
 
 from zjax.config import convert, override, paths, schema
+from zjax.config.vocabulary import with_vocabulary
 from zjax.errors import ConfigError, Problem
 from zjax.reading import read_text
 
@@ -131,7 +132,8 @@ def from_gin(files: Sequence[str] = (), bindings: Sequence[str] = ()) -> schema.
         >>> from_gin(bindings=["config.zero.stage = 3"]).zero.stage
         3
     """
-    return convert.from_mapping(schema.Config, read_gin(files, bindings))
+    values = read_gin(files, bindings)
+    return with_vocabulary(convert.from_mapping(schema.Config, values))
 
 
 def _read_file(

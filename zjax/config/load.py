@@ -12,6 +12,7 @@ from typing import Any
 import ml_collections
 
 from zjax.config import convert, gin, override, paths, schema
+from zjax.config.vocabulary import with_vocabulary
 from zjax.errors import ConfigError, Problem
 from zjax.remedies import find_fault
 
@@ -29,7 +30,8 @@ def load_config(
 
     Args:
         source: A `.py` file with `get_config()`, a `.gin` file, a dict, a ConfigDict,
-            or a Config to change.
+            or a Config to change, of which what follows from other settings follows
+            their changes.
         *overrides: Texts such as `"zero.stage=3"`, or mappings, nested or with dotted
             paths; later ones win.
         **settings: Sections or settings of the top level; they win over all else.
@@ -48,7 +50,7 @@ def load_config(
     try:
         values = _read(source)
         merged = override.merge_overrides(values, [*overrides, settings])
-        return convert.from_mapping(schema.Config, merged)
+        return with_vocabulary(convert.from_mapping(schema.Config, merged))
     except RecursionError:
         problem, remedy = "is nested too deep", "write settings by section"
         kind = type(source).__name__

@@ -124,11 +124,13 @@ RANGES: dict[type, dict[str, Range]] = {
     schema.Model: {
         "num_layers": _from(1, MOST_LAYERS),
         "embed_size": _from(1, _MOST_WIDTH),
-        "mlp_size": _from(1, _MOST_WIDTH),
+        "mlp_size": _from(0, _MOST_WIDTH),
         "mlp_tiles": _from(1, _MOST_WIDTH),
         "num_heads": _from(1, _MOST_WIDTH),
-        "num_kv_heads": _from(1, _MOST_WIDTH),
-        "vocab_size": _from(2, MOST_TOKENS),
+        "num_kv_heads": _from(0, _MOST_WIDTH),
+        "vocab_size": Range(
+            lambda x: x >= 2, "use 2 or more, or 0 to derive it", MOST_TOKENS
+        ),
         "max_length": _from(1, MOST_TOKENS),
         "norm_eps": POSITIVE,
         "rope_theta": POSITIVE,
@@ -138,7 +140,7 @@ RANGES: dict[type, dict[str, Range]] = {
         "z_loss": _from(0),
     },
     schema.Data: {
-        "length": _from(1, MOST_TOKENS),
+        "length": _from(0, MOST_TOKENS),
         "num_workers": _from(0, 1_024),
         "prefetch_batches": _from(0, 1_024),
     },

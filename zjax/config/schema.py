@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Literal, dataclass_transform
 
+from zjax.config import derived
+
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def section(cls):
@@ -60,15 +62,22 @@ class Zero:
     parameters."""
     min_shard_elements: int = 16_384
     """Smaller arrays stay whole: gathering them costs more time than memory saved."""
-    optimizer_memory: Literal["device", "pinned_host", "nvme", "auto"] = "device"
+    memory: Literal["device", "pinned_host", "nvme", "auto"] = "device"
+    """Where what leaves the devices rests: `pinned_host` takes optimizer state and
+    gradients; `nvme` optimizer state, with gradients and parameters on the host; `auto`
+    optimizer state that devices have no room for."""
+    optimizer_memory: Literal["derived", "device", "pinned_host", "nvme", "auto"] = (
+        "derived"
+    )
     """Where optimizer state and master weights rest between their updates; `auto` fills
-    what devices have left, then the host, then `nvme_paths`."""
-    parameter_memory: Literal["device", "pinned_host", "nvme"] = "device"
+    what devices have left, then the host, then `nvme_paths`; `derived` follows
+    `memory`."""
+    parameter_memory: Literal["derived", "device", "pinned_host", "nvme"] = "derived"
     """Where the blocks' parameters in use rest until a block runs."""
     nvme_paths: tuple[str, ...] = ()
     """Directories for what rests on `nvme`, one per disk; each process makes its own
     there, and removes it at its end."""
-    gradient_memory: Literal["device", "pinned_host", "nvme"] = "device"
+    gradient_memory: Literal["derived", "device", "pinned_host", "nvme"] = "derived"
     """Where gradients rest from one microbatch to the next, and while updates of what
     rests elsewhere wait for their norm; then those that the inputs of blocks leave room
     for stay on the device, as small ones do in place of `nvme`."""
@@ -77,6 +86,8 @@ class Zero:
     pass, so that no update waits for a norm (arXiv:2101.06840, section 5.2, where it is
     40); -1 for never. Until then all of them rest in `gradient_memory`; a checkpoint
     applies them first."""
+
+    __post_init__ = derived.fill_memories
 
 
 @section
@@ -225,14 +236,17 @@ class Model:
     kind: Literal["decoder", "encoder"] = "decoder"
     num_layers: int = 12
     embed_size: int = 768
-    mlp_size: int = 3_072
+    mlp_size: int = 0
+    """0 takes 4 times `embed_size`, or 8/3, up to a multiple of 256, for `swiglu`."""
     mlp_tiles: int = 1
     """Parts of the feed-forward that come up, run and are updated one after another,
     for layers that do not fit on a device (arXiv:2104.07857, section 5.1.3)."""
     num_heads: int = 12
-    num_kv_heads: int = 12
-    """Fewer than `num_heads` is grouped-query attention; 1 is multi-query."""
-    vocab_size: int = 50_257
+    num_kv_heads: int = 0
+    """Fewer than `num_heads` is grouped-query attention, 1 multi-query; 0 takes all."""
+    vocab_size: int = 0
+    """0 takes that of the tokens at `data.path`, the 257 of the standard library, or
+    the 50,257 of GPT-2."""
     max_length: int = 1_024
     """Longest sequence; the size of learned position tables."""
     norm: Literal["layer_norm", "rms_norm"] = "layer_norm"
@@ -269,6 +283,8 @@ class Model:
     """Weight of the squared log-partition penalty."""
     sparsity: Sparsity = Sparsity()
 
+    __post_init__ = derived.fill_sizes
+
 
 @section
 class Data:
@@ -278,8 +294,8 @@ class Data:
     """Python's own source on this machine, files of `zjax data prepare`, or noise."""
     path: str = ""
     """Directory made by `zjax data prepare`, for `tokens`."""
-    length: int = 1_024
-    """Tokens per sequence."""
+    length: int = 0
+    """Tokens per sequence; 0 takes `model.max_length`."""
     packing: Literal["blocks", "documents"] = "blocks"
     """`documents` keeps attention inside each document by segment ids."""
     num_workers: int = 0
@@ -380,3 +396,5 @@ class Config:
     checkpoint: Checkpoint = Checkpoint()
     observe: Observe = Observe()
     processes: Processes = Processes()
+
+    __post_init__ = derived.fill_from_each_other

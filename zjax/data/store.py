@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64
 
+from zjax.config.vocabulary import META_NAME
 from zjax.data import digest
 from zjax.data import tokenizer as text
 from zjax.errors import DataError, Problem
@@ -24,7 +25,6 @@ from zjax.reading import parse_json, read_text
 from zjax.remedies import find_remedy
 
 FORMAT = 1
-META_NAME = "meta.json"
 TOKENIZER_NAME = "tokenizer.json"
 
 

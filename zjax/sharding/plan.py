@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from zjax.config.derived import is_derived
 from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
 from zjax.sharding import mesh as meshes
@@ -191,8 +192,7 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
     stored = params_rows(stored_specs, dtypes.master_dtype)
     opt_state = abstract_opt_state(tx, _logical_arrays(stored))
     offloaded = offload(stored)
-    if asked != AUTO:
-        _check_moved("optimizer", asked, offloaded)
+    _check_moved("optimizer", asked, offloaded)
     _check_moved("parameter", config.zero.parameter_memory, compute)
     return Plan(
         mesh=mesh,
@@ -258,8 +258,9 @@ def _split(row: ArrayPlan, in_use: ArrayPlan) -> ArrayPlan:
 
 
 def _check_moved(what: str, memory: str, rows: Any) -> None:
-    """Refuses a memory that would hold nothing."""
-    if memory == DEVICE or any(r.memory == memory for r in jax.tree.leaves(rows)):
+    """Refuses a memory that would hold nothing, and was asked for by name."""
+    is_open = memory in (DEVICE, AUTO) or (what == "parameter" and is_derived(memory))
+    if is_open or any(row.memory == memory for row in jax.tree.leaves(rows)):
         return
     problem = f"moves nothing: no array has {MIN_MOVED_BYTES:,} bytes on a device"
     remedy = "use device"
