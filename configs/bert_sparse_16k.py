@@ -26,16 +26,13 @@ def get_config():
     config.model.kind = "encoder"
     config.model.num_layers = 12
     config.model.embed_size = 768
-    config.model.mlp_size = 3_072
     config.model.num_heads = 12
-    config.model.num_kv_heads = 12
     config.model.vocab_size = 30_522
     config.model.max_length = 16_384
     config.model.norm_eps = 1e-12
     config.model.attention = "sparse"
     config.model.sparsity.mode = "bslongformer"
     config.model.sparsity.block = 64
-    config.data.length = 16_384
 
     config.optimizer.peak_learning_rate = 1e-4
     config.optimizer.num_warmup_steps = 1_000

@@ -22,12 +22,9 @@ def get_config():
 
     config.model.num_layers = 12
     config.model.embed_size = 768
-    config.model.mlp_size = 3_072
     config.model.num_heads = 12
-    config.model.num_kv_heads = 12
     config.model.vocab_size = 50_257
     config.model.max_length = 1_024
-    config.data.length = 1_024
 
     config.optimizer.peak_learning_rate = 6e-4
     config.optimizer.num_warmup_steps = 200

@@ -21,14 +21,11 @@ def get_config():
 
     config.model.num_layers = 48
     config.model.embed_size = 1_600
-    config.model.mlp_size = 6_400
     config.model.num_heads = 25
-    config.model.num_kv_heads = 25
     config.model.vocab_size = 50_257
     config.model.max_length = 1_024
     config.data.source = "tokens"
     config.data.path = "data/gpt2"
-    config.data.length = 1_024
 
     config.optimizer.peak_learning_rate = 2e-4
     config.optimizer.num_warmup_steps = 1_000

@@ -23,15 +23,12 @@ def get_config():
 
     config.model.num_layers = 32
     config.model.embed_size = 4_096
-    config.model.mlp_size = 16_384
     config.model.num_heads = 32
-    config.model.num_kv_heads = 32
     config.model.vocab_size = 50_304
     config.model.max_length = 4_096
     config.model.remat = "full"
     config.data.source = "tokens"
     config.data.path = "data/gpt2"
-    config.data.length = 4_096
 
     config.optimizer.peak_learning_rate = 1.2e-4
     config.optimizer.num_warmup_steps = 1_000

@@ -22,9 +22,7 @@ def get_config():
 
     config.model.num_layers = 12
     config.model.embed_size = 768
-    config.model.mlp_size = 3_072
     config.model.num_heads = 12
-    config.model.num_kv_heads = 12
     config.model.vocab_size = 50_257
     config.model.max_length = 65_536
     config.model.positions = "rotary"
@@ -32,7 +30,6 @@ def get_config():
     config.model.sparsity.mode = "bigbird"
     config.model.sparsity.block = 128
     config.model.remat = "attention"
-    config.data.length = 65_536
 
     config.optimizer.peak_learning_rate = 6e-4
     config.optimizer.num_warmup_steps = 200

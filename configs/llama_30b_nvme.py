@@ -23,16 +23,12 @@ def get_config():
     config.microbatch_size = 16
 
     config.zero.stage = 2
-    config.zero.optimizer_memory = "nvme"
-    config.zero.parameter_memory = "pinned_host"
-    config.zero.gradient_memory = "pinned_host"
+    config.zero.memory = "nvme"
     config.zero.nvme_paths = ("/mnt/nvme0/zjax",)
 
     config.model.num_layers = 60
     config.model.embed_size = 6_656
-    config.model.mlp_size = 17_920
     config.model.num_heads = 52
-    config.model.num_kv_heads = 52
     config.model.vocab_size = 32_000
     config.model.max_length = 2_048
     config.model.norm = "rms_norm"
@@ -45,7 +41,6 @@ def get_config():
     config.model.remat = "full"
     config.data.source = "tokens"
     config.data.path = "data/llama"
-    config.data.length = 2_048
 
     config.optimizer.peak_learning_rate = 1e-4
     config.optimizer.num_warmup_steps = 1_000

@@ -35,7 +35,6 @@ def get_config():
     config.model.tied_head = False
     config.data.source = "tokens"
     config.data.path = "data/llama"
-    config.data.length = 4_096
 
     config.optimizer.peak_learning_rate = 1e-4
     config.optimizer.num_warmup_steps = 1_000

@@ -38,7 +38,6 @@ def get_config():
     config.model.remat = "full"
     config.data.source = "tokens"
     config.data.path = "data/llama"
-    config.data.length = 131_072
 
     config.optimizer.peak_learning_rate = 1e-5
     config.optimizer.num_warmup_steps = 100

@@ -20,8 +20,7 @@ def get_config():
     config.microbatch_size = 1
 
     config.zero.stage = 2
-    config.zero.optimizer_memory = "pinned_host"
-    config.zero.gradient_memory = "pinned_host"
+    config.zero.memory = "pinned_host"
 
     config.model.num_layers = 32
     config.model.embed_size = 4_096
@@ -40,7 +39,6 @@ def get_config():
     config.model.remat = "full"
     config.data.source = "tokens"
     config.data.path = "data/llama"
-    config.data.length = 4_096
 
     config.optimizer.peak_learning_rate = 1e-4
     config.optimizer.num_warmup_steps = 1_000

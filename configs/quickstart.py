@@ -21,12 +21,8 @@ def get_config():
 
     config.model.num_layers = 4
     config.model.embed_size = 128
-    config.model.mlp_size = 512
     config.model.num_heads = 4
-    config.model.num_kv_heads = 4
-    config.model.vocab_size = 257
     config.model.max_length = 128
-    config.data.length = 128
 
     config.optimizer.peak_learning_rate = 2e-3
     config.optimizer.num_warmup_steps = 40

@@ -21,7 +21,6 @@ SETTINGS = {
         "positions": "rotary",
         "activation": "swiglu",
         "use_bias": False,
-        "vocab_size": 257,
         "remat": "full",
         "layers_per_scan": 1,
     },
@@ -54,7 +53,6 @@ def main():
         SETTINGS,
         {
             "num_steps": args.steps,
-            "data.length": args.length,
             "model.max_length": args.length,
             "optimizer.num_warmup_steps": args.steps // 10,
         },

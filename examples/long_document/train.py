@@ -16,10 +16,9 @@ MODELS = {"encoder": "bert_sparse_16k.py", "decoder": "gpt_sparse_64k.py"}
 TINY = {
     "global_batch_size": 2,
     "microbatch_size": 0,
-    "model": {"num_layers": 2, "embed_size": 128, "mlp_size": 512},
+    "model": {"num_layers": 2, "embed_size": 128},
     "model.num_heads": 2,
-    "model.num_kv_heads": 2,
-    "data.length": 2_048,
+    "model.max_length": 2_048,
     "optimizer.peak_learning_rate": 3e-3,
 }
 MASK = 256  # no byte has this number
@@ -88,7 +87,6 @@ def main():
             "num_steps": args.steps,
             "model.vocab_size": MASK + 1,
             "model.max_length": length,
-            "data.length": length,
             "optimizer.num_warmup_steps": args.steps // 10,
         },
     )

@@ -163,13 +163,9 @@ def train(attention):
             "model": {
                 "num_layers": 2,
                 "embed_size": 128,
-                "mlp_size": 512,
                 "num_heads": 2,
-                "num_kv_heads": 2,
-                "vocab_size": 257,
                 "max_length": 2_048,
             },
-            "data": {"length": 2_048},
             "optimizer": {
                 "peak_learning_rate": 3e-3,
                 "num_warmup_steps": num_steps // 10,

@@ -41,16 +41,10 @@ PLACES = {
     "all on the GPU": {},
     "optimizer on the host": {"optimizer_memory": "pinned_host"},
     "blocks and gradients too": {
-        "optimizer_memory": "pinned_host",
+        "memory": "pinned_host",
         "parameter_memory": "pinned_host",
-        "gradient_memory": "pinned_host",
     },
-    "optimizer on disks": {
-        "optimizer_memory": "nvme",
-        "parameter_memory": "pinned_host",
-        "gradient_memory": "pinned_host",
-        "nvme_paths": ("/tmp",),
-    },
+    "optimizer on disks": {"memory": "nvme", "nvme_paths": ("/tmp",)},
 }
 
 
@@ -93,13 +87,11 @@ def make_config(layers: int, width: int, heads: int, length: int, zero: dict) ->
             "microbatch_size": 1,
             "global_batch_size": 0,
             "zero": {"stage": 1} | zero,
-            "data": {"source": "synthetic", "length": length},
+            "data": {"source": "synthetic"},
             "model": {
                 "num_layers": layers,
                 "embed_size": width,
-                "mlp_size": 4 * width,
                 "num_heads": heads,
-                "num_kv_heads": heads,
                 "vocab_size": 50304,
                 "max_length": length,
                 "remat": "full",

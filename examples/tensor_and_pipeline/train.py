@@ -21,11 +21,9 @@ SETTINGS = {
         "activation": "swiglu",
         "use_bias": False,
         "tied_head": False,
-        "vocab_size": 257,
         "max_length": 64,
         "remat": "none",
     },
-    "data.length": 64,
     "optimizer.peak_learning_rate": 1e-3,
 }
 WAYS = {
