@@ -18,6 +18,13 @@ CASES = [
         id="nothing-on-the-disk",
     ),
     case(
+        "zero.memory=pinned_host;zero.optimizer_memory=device",
+        "zero.memory='pinned_host' has no effect with zero.optimizer_memory='device'; "
+        "leave it at 'device', or set zero.optimizer_memory to 'pinned_host' or 'nvme' "
+        "or 'auto'",
+        id="nothing-leaves",
+    ),
+    case(
         "model.activation_memory=nvme;zero.nvme_paths=('/nvme',)",
         "model.activation_memory='nvme' cannot be reached from one program, as "
         "zero.optimizer_memory='device' has it; use 'pinned_host', or another "

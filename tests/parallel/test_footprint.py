@@ -1,7 +1,5 @@
 """Activations by formula against sums by hand, in units of tokens times width."""
 
-import dataclasses
-
 import pytest
 
 from zjax.config import schema
@@ -17,6 +15,11 @@ BLOCK, KEPT, INPUT = 16, 10, 1
 WORKING = 2 * BLOCK
 
 
+def without_vocabulary(model):
+    """Leaves no logits, as no setting does."""
+    object.__setattr__(model, "vocab_size", 0)
+
+
 def units(num_microbatches=8, ways=None, remat="elementwise", **settings):
     """Per token of a microbatch on one device, without logits."""
     memory = settings.pop("memory", "device")
@@ -29,12 +32,12 @@ def units(num_microbatches=8, ways=None, remat="elementwise", **settings):
             mlp_size=4 * WIDTH,
             num_heads=4,
             num_kv_heads=4,
-            vocab_size=0,
             remat=remat,
             activation_memory=memory,
         ),
         data=schema.Data(length=LENGTH),
     )
+    without_vocabulary(config.model)
     batch = BatchSizes(2 * num_microbatches, num_microbatches, 2)
     found = activation_bytes(config, axis_sizes(config, 8), batch)
     return found / (2 * LENGTH * WIDTH * 2)
@@ -71,13 +74,9 @@ def test_stages_keep_what_waits(schedule, waiting, layers):
 def test_logits_of_one_chunk_of_tokens():
     """float32 and their gradients, with the float32 gradient of the matrix."""
     model = schema.Model(num_layers=1, vocab_size=1000, loss_chunk_tokens=64)
-    none = dataclasses.replace(model, vocab_size=0)
-    one, two = (
-        activation_bytes(
-            schema.Config(model=each, mesh=schema.Mesh(tensor=2)),
-            axis_sizes(schema.Config(mesh=schema.Mesh(tensor=2)), 2),
-            BatchSizes(1, 1, 1),
-        )
-        for each in (model, none)
-    )
+    config = schema.Config(model=model, mesh=schema.Mesh(tensor=2))
+    sizes, batch = axis_sizes(config, 2), BatchSizes(1, 1, 1)
+    one = activation_bytes(config, sizes, batch)
+    without_vocabulary(config.model)
+    two = activation_bytes(config, sizes, batch)
     assert one - two == 500 * (64 * (4 + 2) + 4 * model.embed_size)

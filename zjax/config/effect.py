@@ -22,6 +22,7 @@ _MOMENTS = ("adamw", "adam", "lamb", "muon")
 
 NEEDS = (
     Needs("pipeline.num_chunks", "pipeline.schedule", ("interleaved",)),
+    Needs("zero.memory", "zero.optimizer_memory", _AWAY),
     Needs("zero.parameter_memory", "zero.optimizer_memory", _AWAY),
     Needs("zero.gradient_memory", "zero.optimizer_memory", _AWAY),
     Needs("zero.delay_updates_from", "zero.optimizer_memory", _AWAY),

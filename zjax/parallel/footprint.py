@@ -29,7 +29,7 @@ def activation_bytes(
 
     Example:
         >>> from zjax.config.axes import axis_sizes
-        >>> config = schema.Config(model=schema.Model(remat="full"))
+        >>> config = schema.Config(model=schema.Model(remat="full", vocab_size=50_257))
         >>> sizes = axis_sizes(config, 1)
         >>> [round(activation_bytes(config, sizes, BatchSizes(n, 1, n)) / 1e6)
         ...  for n in (1, 2, 3)]
