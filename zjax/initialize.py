@@ -40,7 +40,7 @@ from zjax.step import Step, make_step
 from zjax.storage.move import move
 from zjax.storage.progress import shown
 from zjax.train.average import averaged, check_average, only_weights, parts_of
-from zjax.train.gradients.automatic import compute_params
+from zjax.train.compute_params import compute_params
 from zjax.train.master import whole_rows
 from zjax.train.state import (
     TrainState,

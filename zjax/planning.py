@@ -38,7 +38,7 @@ from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
 from zjax.sharding.placement import ArrayPlan
 from zjax.step import Step, make_step
-from zjax.train.programs import make_pipeline_schedule
+from zjax.train.gradients.strategies import make_pipeline_schedule
 
 _NO_MACHINE = (
     "zero.optimizer_memory=auto is shown as pinned_host: no device is here to be filled"

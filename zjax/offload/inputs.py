@@ -10,8 +10,8 @@ from zjax.config.schema import Config
 from zjax.offload.units import num_units
 from zjax.sharding.placement import ArrayPlan, abstract_key
 from zjax.sharding.plan import DEVICE, Plan, while_it_waits
+from zjax.train.compute_params import compute_dtype
 from zjax.train.gradients import microbatches
-from zjax.train.gradients.automatic import compute_dtype
 from zjax.typing import Batch, Model
 
 

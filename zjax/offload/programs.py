@@ -23,8 +23,8 @@ from zjax.sharding.placement import (
     use_tree,
 )
 from zjax.sharding.plan import Plan
-from zjax.train.gradients import microbatches
-from zjax.train.gradients.automatic import compute_dtype
+from zjax.train.compute_params import cast_like, compute_dtype
+from zjax.train.gradients import microbatches, weighting
 from zjax.typing import Batch, Loss, Model, Params
 
 
@@ -186,7 +186,7 @@ class BlockPrograms:
     ) -> Loss:
         """The loss of a microbatch; the parameters are whole."""
         total, weight, sums = self.stack.head(params, carry, batch)
-        return microbatches.loss_of_sums(total, weight, sums, auxiliary)
+        return weighting.loss_of_sums(total, weight, sums, auxiliary)
 
     def block_backward(
         self,
@@ -274,7 +274,7 @@ class BlockPrograms:
     def stored(self, part: str, grads: Params) -> Params:
         """Gradients split over the devices."""
         rows = self.grad_rows[part]
-        return pad_tree(place_tree(microbatches.cast_like(grads, rows), rows), rows)
+        return pad_tree(place_tree(cast_like(grads, rows), rows), rows)
 
     def held(self, carry: Any) -> Any:
         """The stream where the batch is."""

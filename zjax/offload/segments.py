@@ -23,7 +23,7 @@ from zjax.sharding.in_use import plan_on_device
 from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import DEVICE, HOST, Plan
 from zjax.storage.move import rest
-from zjax.train.gradients import microbatches
+from zjax.train.gradients import weighting
 from zjax.train.state import TrainState
 from zjax.train.update import loss_scale_of
 from zjax.typing import Batch, Loss, Metrics, Model, Params
@@ -379,7 +379,7 @@ class Segments:
 
 
 def _scaled(grads: Params, weight: jax.Array) -> Params:
-    return jax.tree.map(lambda g: microbatches.scaled(g, weight), grads)
+    return jax.tree.map(lambda g: weighting.scaled(g, weight), grads)
 
 
 def _add(total: Params, grads: Params, weight: jax.Array) -> Params:
@@ -393,4 +393,4 @@ def _mean(total: Params, weights: list[jax.Array]) -> Params:
 
 def _mean_loss(losses: list[Loss]) -> Loss:
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *losses)
-    return microbatches.mean_loss(stacked, ())
+    return weighting.mean_loss(stacked, ())

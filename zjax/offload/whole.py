@@ -9,7 +9,7 @@ from zjax.offload.parts import Jit
 from zjax.offload.segments import Arrived
 from zjax.sharding.placement import pad_tree, place_tree, shardings, unpad_tree
 from zjax.sharding.plan import Plan
-from zjax.train.gradients.automatic import whole_gradients
+from zjax.train.gradients.automatic import AutomaticGradients
 from zjax.train.state import TrainState, without_update
 from zjax.train.update import loss_scale_of
 from zjax.typing import Batch, Loss, Model
@@ -29,12 +29,14 @@ class Whole:
         self.plan = plan
         self.grad_rows = plan.grads
         self.kept_bytes = 0
-        gradients = whole_gradients(model, plan, num_microbatches)
+        automatic = AutomaticGradients(model, plan, num_microbatches)
 
         def stored_gradients(state: TrainState, batch: Batch, key: jax.Array) -> Any:
             params = unpad_tree(state.params, plan.compute)
             scale = loss_scale_of(state)
-            grads, loss = gradients(params, state.model_state, batch, key, scale)
+            grads, loss = automatic.gradients(
+                params, state.model_state, batch, key, scale
+            )
             stored = pad_tree(place_tree(grads, plan.grads), plan.grads)
             return stored, loss.model_state, loss._replace(model_state=())
 

@@ -24,7 +24,7 @@ def plan_in_use(model: Model, plan: Plan) -> Plan:
         return plan
     # What is too small to be split is added at the end, all layers at once.
     split = jax.tree.map(
-        lambda row: row.num_layers > 0 and (plan.stage == 0 or any(row.spec)),
+        lambda row: row.num_layers > 0 and (any(row.spec) or not plan.splits.state),
         plan.master,
     )
 

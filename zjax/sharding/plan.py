@@ -49,6 +49,33 @@ MIN_MOVED_BYTES = 1 << 18
 
 
 @dataclasses.dataclass(frozen=True)
+class Splits:
+    """What a ZeRO stage splits over the ZeRO axes.
+
+    Args:
+        state: Master weights, optimizer state and the gradients that enter it.
+        grad_sum: The sum of gradients over microbatches.
+        compute: Parameters in use.
+    """
+
+    state: bool
+    grad_sum: bool
+    compute: bool
+
+
+def splits_of(stage: int) -> Splits:
+    """The one place where the number of a ZeRO stage gets a meaning.
+
+    Args:
+        stage: 0 to 3.
+
+    Returns:
+        What the stage splits.
+    """
+    return Splits(state=stage >= 1, grad_sum=stage >= 2, compute=stage >= 3)
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """The placement of every array, one tree of `ArrayPlan` for each role.
 
@@ -91,6 +118,11 @@ class Plan:
         """
         everywhere = self.replicated
         return ArrayPlan(path, (), jnp.dtype(dtype), everywhere, everywhere)
+
+    @property
+    def splits(self) -> Splits:
+        """What its stage splits over the ZeRO axes."""
+        return splits_of(self.stage)
 
     @property
     def splits_master(self) -> bool:
@@ -147,8 +179,9 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
     dtypes = config.precision
     master = _cast(params, dtypes.master_dtype)
     logical = names_of_dims(model, params, config.mesh, mesh)
-    stage = config.zero.stage
-    whole, split = _param_specs(config, mesh, master, logical)
+    splits = splits_of(config.zero.stage)
+    specs = _param_specs(config, mesh, master, logical)
+    whole_specs = specs[False]
     is_apart = stores_layers_apart(config, model)
 
     def params_rows(specs: list[PartitionSpec], dtype: str) -> Any:
@@ -156,7 +189,7 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
         rows = [
             _row(path_of(k), leaf, spec, mesh, used, is_stack=names[:1] == ("layers",))
             for (k, leaf), spec, used, names in zip(
-                leaves, specs, whole, logical, strict=True
+                leaves, specs, whole_specs, logical, strict=True
             )
         ]
         rows = jax.tree.unflatten(tree, rows)
@@ -185,10 +218,8 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
         )
 
     is_offloaded = config.zero.optimizer_memory != DEVICE
-    stored_specs = split if stage >= 1 else whole
-    compute = offload_blocks(
-        params_rows(split if stage >= 3 else whole, dtypes.compute_dtype)
-    )
+    stored_specs = specs[splits.state]
+    compute = offload_blocks(params_rows(specs[splits.compute], dtypes.compute_dtype))
     stored = params_rows(stored_specs, dtypes.master_dtype)
     opt_state = abstract_opt_state(tx, _logical_arrays(stored))
     offloaded = offload(stored)
@@ -196,10 +227,10 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
     _check_moved("parameter", config.zero.parameter_memory, compute)
     return Plan(
         mesh=mesh,
-        stage=stage,
+        stage=config.zero.stage,
         master=jax.tree.map(_split, offloaded, compute) if is_offloaded else stored,
         compute=compute,
-        grad_sum=params_rows(split if stage >= 2 else whole, dtypes.grad_sum_dtype),
+        grad_sum=params_rows(specs[splits.grad_sum], dtypes.grad_sum_dtype),
         grads=params_rows(stored_specs, dtypes.grad_sum_dtype),
         opt_state=offload_owned(_opt_state_rows(config, mesh, opt_state, stored)),
         model_state=_rows(model_state, mesh),
@@ -302,7 +333,8 @@ def _rows(tree: Any, mesh: Any) -> Any:
 
 def _param_specs(
     config: Config, mesh: Any, params: Any, logical: list[tuple[str | None, ...]]
-) -> tuple[list[PartitionSpec], list[PartitionSpec]]:
+) -> dict[bool, list[PartitionSpec]]:
+    """Of each leaf, by whether it is split over the ZeRO axes too."""
     whole, split = [], []
     leaves = jax.tree_util.tree_leaves_with_path(params)
     for (keys, leaf), names in zip(leaves, logical, strict=True):
@@ -310,7 +342,7 @@ def _param_specs(
         rules.check_parts(leaf.shape, spec, path_of(keys), mesh)
         whole.append(spec)
         split.append(_zero_spec(config, mesh, leaf.shape, spec, names))
-    return whole, split
+    return {False: whole, True: split}
 
 
 def _zero_spec(
@@ -344,7 +376,9 @@ def _opt_state_rows(config: Config, mesh: Any, opt_state: Any, master: Any) -> A
             if owner.num_layers and leaf.shape[:1] == (owner.num_layers,):
                 names = ("layers",)
         spec = PartitionSpec()
-        if config.zero.stage >= 1 and jnp.issubdtype(leaf.dtype, jnp.floating):
+        if splits_of(config.zero.stage).state and jnp.issubdtype(
+            leaf.dtype, jnp.floating
+        ):
             spec = _zero_spec(config, mesh, leaf.shape, spec, names)
         return _row(path, leaf, spec, mesh)
 

@@ -28,7 +28,7 @@ from zjax.sharding.plan import DEVICE, NVME, Plan
 from zjax.storage.array import DiskArray
 from zjax.storage.move import move, rest, rest_all, rest_in_turn
 from zjax.storage.passing import room_to_pass
-from zjax.train.gradients.automatic import compute_params, param_in_use
+from zjax.train.compute_params import compute_params, param_in_use
 from zjax.train.master import computed_once, half_at_rest, upper_halves, whole_rows
 from zjax.typing import Model, ModelState, Params
 

@@ -13,7 +13,7 @@ from zjax.optim.ema import update_ema
 from zjax.optim.groups import trained_params
 from zjax.sharding.placement import pad_tree, place_tree, unpad_tree
 from zjax.sharding.plan import Plan
-from zjax.train.gradients.automatic import compute_params
+from zjax.train.compute_params import compute_params
 from zjax.train.master import computed_once, half_at_rest, whole_master
 from zjax.train.state import TrainState
 from zjax.typing import Loss, Metrics, Params

@@ -1,4 +1,4 @@
-"""Models cut into embedding, layers and head, and those that cannot be."""
+"""Models split into embedding, layers and head, and those that cannot be."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
 from zjax.sharding.mesh import abstract_mesh
 from zjax.sharding.plan import make_plan
-from zjax.train.gradients.partition import Cut
+from zjax.train.gradients.partition import StagePartition
 
 
 def plan_of(config, model):
@@ -26,15 +26,15 @@ def plan_of(config, model):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_what_is_cut_is_joined_again(tied):
+def test_what_is_split_is_joined_again(tied):
     """Fails if a layer is lost, or the gradient of what embedding and head share."""
     config = pipelines.make_config(mesh={"pipeline": 2}, tied_head=tied)
     model = make_model(config)
     params, _ = model.init(jax.random.key(0))
-    cut = Cut(model, plan_of(config, model))
-    parts = cut.split(params)
+    partition = StagePartition(model, plan_of(config, model))
+    parts = partition.split(params)
     assert parts.stages["mlp"]["up"]["kernel"].shape[0] == config.model.num_layers
-    joined = cut.join(parts)
+    joined = partition.join(parts)
     if tied:
         params["embedding"]["tokens"] *= 2  # as the sum of two gradients
     jax.tree.map(np.testing.assert_array_equal, joined, params)
@@ -71,7 +71,7 @@ def test_blocks_that_are_not_equal_are_refused():
 
     other = dataclasses.replace(model, stack=dataclasses.replace(stack, split=split))
     with pytest.raises(PlanError) as error:
-        Cut(other, plan_of(config, model))
+        StagePartition(other, plan_of(config, model))
     assert str(error.value) == (
         "mesh.pipeline=2 cannot cut blocks that are not equal, or whose arrays do not "
         "stack them; use 1, or a model with a zjax.Stack of one segment"

@@ -12,12 +12,15 @@ step, in units of the parameters,
 
 gathers in the compute dtype and reductions in that or, if asked, in float32.
 
+Without reduction each device keeps the gradients of its own rows. This is the seam of
+optimizers that communicate in another way (1-bit Adam) or less often (DiLoCo).
+
 Reference: ZeRO, arXiv:1910.02054, section 7.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,15 +32,23 @@ from zjax.parallel import remat
 from zjax.sharding.in_use import plan_in_use
 from zjax.sharding.layers import put_together, take_apart
 from zjax.sharding.mesh import BATCH_AXES
-from zjax.sharding.placement import unpad_tree
+from zjax.sharding.placement import ArrayPlan, unpad_tree
 from zjax.sharding.plan import Plan
-from zjax.train.gradients import microbatches
-from zjax.train.gradients.automatic import compute_dtype
+from zjax.train.compute_params import cast_like, compute_dtype
+from zjax.train.gradients import microbatches, weighting
 from zjax.typing import Batch, Loss, Model, ModelState, Params
 
+Reduction = Literal["microbatch", "step", "none"]
+"""When gradients are added over devices: after each microbatch, once, or never."""
 
-def share_gradients(
-    model: Model, plan: Plan, num_microbatches: int, *, reduce_dtype: Any
+
+def local_gradients(
+    model: Model,
+    plan: Plan,
+    num_microbatches: int,
+    *,
+    reduce_dtype: Any,
+    reduces: bool = True,
 ) -> Callable[..., tuple[Params, Loss]]:
     """Builds `gradients(master, model_state, batch, key, scale) -> (grads, loss)`.
 
@@ -49,42 +60,47 @@ def share_gradients(
         plan: Places parameters, gradients and their sum.
         num_microbatches: Parts of the batch that follow one another.
         reduce_dtype: In which gradients are added over devices.
+        reduces: Whether they are added at all.
 
     Returns:
         A pure function of the stored master parameters. `grads` are of `scale` times
         the mean loss, in logical shapes and the gradient sum's dtype; the loss itself
-        is not scaled.
+        is not scaled. Without reduction they have a leading dim of devices, over which
+        they are split and whose mean is the reduced gradient.
     """
     in_use = plan_in_use(model, plan)
-    reduces_each = plan.stage >= 2 or num_microbatches == 1
-    share = Share(model, in_use, num_microbatches, reduce_dtype, reduces_each)
+    each = plan.splits.grad_sum or num_microbatches == 1
+    reduction = ("microbatch" if each else "step") if reduces else "none"
+    local = LocalGradients(model, in_use, num_microbatches, reduce_dtype, reduction)
 
     def of_device(master: Params, *inputs: Any) -> tuple[Params, Loss]:
-        grads, loss = share.gradients(take_apart(master, in_use.master), *inputs)
-        return put_together(grads), loss
+        grads, loss = local.gradients(take_apart(master, in_use.master), *inputs)
+        grads = put_together(grads)
+        return grads if reduces else jax.tree.map(local.stacked, grads), loss
 
     def gradients(
         master: Params, state: ModelState, batch: Batch, key: jax.Array, scale: Any
     ) -> tuple[Params, Loss]:
         shares = plan.num_batch_shares
         microbatches.check_batch(batch, model, num_microbatches, shares)
-        by_row = microbatches.row_specs(batch, model, share.axes)
+        by_row = microbatches.row_specs(batch, model, local.axes)
+        by_device = jax.tree.map(lambda _: P(local.axes), plan.grads)
         mapped = jax.shard_map(
             of_device,
             mesh=plan.mesh,
-            in_specs=(share.specs(plan.master), P(), by_row, P(), P()),
-            out_specs=(share.specs(plan.grads), P()),
-            axis_names=share.mapped_axes,
+            in_specs=(local.specs(plan.master), P(), by_row, P(), P()),
+            out_specs=(local.specs(plan.grads) if reduces else by_device, P()),
+            axis_names=local.mapped_axes,
             check_vma=False,
         )
-        stored, loss = mapped(master, state, batch, key, scale)
-        return unpad_tree(stored, plan.grads), loss
+        grads, loss = mapped(master, state, batch, key, scale)
+        return unpad_tree(grads, plan.grads) if reduces else grads, loss
 
     return gradients
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
+class LocalGradients:
     """The program of one device inside `shard_map`.
 
     Args:
@@ -92,14 +108,14 @@ class Share:
         plan: Places parameters, gradients and their sum, as the program uses them.
         num_microbatches: Parts of the batch that follow one another.
         reduce_dtype: In which gradients are added over devices.
-        reduces_each: Whether the sum over microbatches is split over the devices.
+        reduction: When they are added.
     """
 
     model: Model
     plan: Plan
     num_microbatches: int
     reduce_dtype: Any
-    reduces_each: bool
+    reduction: Reduction
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -115,10 +131,16 @@ class Share:
         return mapped if mapped == set(sizes) else set(self.axes)
 
     @property
+    def reduces_each(self) -> bool:
+        """Whether the sum over microbatches is split over the devices."""
+        return self.reduction == "microbatch"
+
+    @property
     def refetches(self) -> bool:
         """Whether parameters are fetched within what is differentiated."""
         # A gradient that may be 0 / 0 must be cleared before it meets the others.
-        return self.plan.stage >= 3 and self.model.separable
+        is_split = self.plan.splits.compute and self.reduction != "none"
+        return is_split and self.model.separable
 
     def specs(self, rows: Any) -> Any:
         """What `shard_map` is told of arrays in these rows."""
@@ -134,7 +156,7 @@ class Share:
     ) -> tuple[Params, Loss]:
         """Gradients of the weighted mean over the devices and all microbatches."""
         batch = microbatches.cast_batch(batch, self.model, compute_dtype(self.plan))
-        params = microbatches.cast_like(master, self.plan.compute)
+        params = cast_like(master, self.plan.compute)
         params = params if self.refetches else self.fetch(params)
 
         def one(
@@ -144,8 +166,8 @@ class Share:
 
         number = self.num_microbatches
         parts = microbatches.split_batch(batch, self.model, number, 1)
-        grads, loss = microbatches.accumulate(one, self.zeros(), state, parts, key)
-        return grads if self.reduces_each else self.reduce(grads), loss
+        grads, loss = weighting.accumulate(one, self.zeros(), state, parts, key)
+        return self.reduce(grads) if self.reduction == "step" else grads, loss
 
     def differentiate(
         self,
@@ -173,7 +195,7 @@ class Share:
         if self.reduces_each and not self.refetches:
             grads = self.reduce(grads)
         loss = self.mean(result, part, total)
-        return microbatches.cast_like(grads, self.plan.grad_sum), loss
+        return cast_like(grads, self.plan.grad_sum), loss
 
     def own_key(self, key: jax.Array | None) -> jax.Array | None:
         """The key of a device in a microbatch."""
@@ -196,7 +218,7 @@ class Share:
 
         def over_devices(x: jax.Array) -> jax.Array:
             wide = jnp.asarray(x, jnp.float32)
-            return self.sum(microbatches.scaled(wide, part))
+            return self.sum(weighting.scaled(wide, part))
 
         def average(x: jax.Array) -> jax.Array:
             return shards.mean_over(x, self.axes)
@@ -208,7 +230,7 @@ class Share:
     def fetch(self, params: Params) -> Params:
         """Gathers stored parameters."""
 
-        def one(x: jax.Array, row: Any) -> jax.Array:
+        def one(x: jax.Array, row: ArrayPlan) -> jax.Array:
             return shards.fetch(x, row, self.axes)
 
         return jax.tree.map(one, params, self.plan.master)
@@ -217,15 +239,19 @@ class Share:
         """Sums gradients; each device keeps its shards."""
         return jax.tree.map(self.reduce_one, grads, self.plan.grads)
 
-    def reduce_one(self, grad: jax.Array, row: Any) -> jax.Array:
+    def reduce_one(self, grad: jax.Array, row: ArrayPlan) -> jax.Array:
         """The same for one array."""
         total = shards.reduce(grad.astype(self.reduce_dtype), row, self.axes)
         return total.astype(row.dtype)
 
+    def stacked(self, grad: jax.Array) -> jax.Array:
+        """One array as an entry of the leading dim of devices, whose mean counts."""
+        return (grad * self.plan.num_batch_shares)[None]
+
     def zeros(self) -> Params:
         """Sums of gradients at their start."""
 
-        def one(row: Any) -> jax.Array:
+        def one(row: ArrayPlan) -> jax.Array:
             shape_of = shards.shard_shape if self.reduces_each else shards.used_shape
             return jnp.zeros(shape_of(row, self.axes), row.dtype)
 

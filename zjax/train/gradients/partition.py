@@ -1,4 +1,4 @@
-"""A model that is a line of equal blocks, cut where a pipeline cuts it."""
+"""A model that is a line of equal blocks, parted into the stages of a pipeline."""
 
 import dataclasses
 from typing import Any
@@ -17,7 +17,7 @@ from zjax.sharding.plan import Plan
 from zjax.typing import Batch, Model, Params
 
 
-class Cut:
+class StagePartition:
     """Takes trees of a model apart into embedding, stacked layers and head.
 
     Args:

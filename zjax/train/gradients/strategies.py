@@ -1,0 +1,252 @@
+"""How a run differentiates its loss: one table chooses, by plan, config and model."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from zjax.config.schema import Config
+from zjax.parallel import schedule as schedules
+from zjax.sharding.mesh import PIPELINE
+from zjax.sharding.placement import pad_tree, unpad_tree
+from zjax.sharding.plan import Plan
+from zjax.train.compute_params import compute_dtype, params_in_use
+from zjax.train.gradients.automatic import AutomaticGradients
+from zjax.train.gradients.local import local_gradients
+from zjax.train.gradients.pipelined import PipelinedModel, pipelined_gradients
+from zjax.train.state import TrainState
+from zjax.typing import Batch, Loss, Model, Params
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientPrograms:
+    """The loss of a run and its gradients, as pure functions.
+
+    Args:
+        gradients: `gradients(state, batch, key, scale) -> (grads, loss)`: of `scale`
+            times the mean loss, in logical shapes; the loss itself is not scaled.
+        evaluate: `evaluate(state, batch) -> Loss`, without gradients or a key.
+        loss: `loss(master, model_state, batch, key) -> Loss`, of other parameters in
+            their logical shapes.
+    """
+
+    gradients: Callable[..., tuple[Params, Loss]]
+    evaluate: Callable[[TrainState, Batch], Loss]
+    loss: Callable[..., Loss]
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientSettings:
+    """All that a strategy is chosen by and made from.
+
+    Args:
+        model: Its loss.
+        plan: Places every array.
+        config: Read for `precision.reduce_dtype`, `pipeline` and, of the built-in
+            models, `model.remat`.
+        num_microbatches: Gradient accumulation, 1 or more.
+    """
+
+    model: Model
+    plan: Plan
+    config: Config
+    num_microbatches: int
+
+    @property
+    def reduces_in_float32(self) -> bool:
+        """Whether gradients are added over devices in a wider dtype than their own."""
+        return self.config.precision.reduce_dtype == "float32"
+
+    @property
+    def reduce_dtype(self) -> Any:
+        """In which gradients are added over devices by hand."""
+        return jnp.float32 if self.reduces_in_float32 else compute_dtype(self.plan)
+
+
+def make_gradients(
+    model: Model, plan: Plan, config: Config, num_microbatches: int
+) -> GradientPrograms:
+    """Chooses how a run differentiates its loss.
+
+    Args:
+        model: Its loss, and whether it is separable.
+        plan: Places every array.
+        config: Read for `precision.reduce_dtype` and `pipeline`.
+        num_microbatches: Gradient accumulation, 1 or more.
+
+    Returns:
+        Functions of the first strategy that applies.
+
+    Raises:
+        PlanError: The model does not divide into the stages of a pipeline.
+    """
+    settings = GradientSettings(model, plan, config, num_microbatches)
+    return next(make(settings) for applies, make in STRATEGIES if applies(settings))
+
+
+def is_pipelined(settings: GradientSettings) -> bool:
+    """Whether blocks lie on stages.
+
+    Args:
+        settings: Those of a run.
+
+    Returns:
+        True where there are two stages or more.
+    """
+    return settings.plan.mesh.shape[PIPELINE] > 1
+
+
+def is_local(settings: GradientSettings) -> bool:
+    """Whether gradients of the devices are added by hand.
+
+    Args:
+        settings: Those of a run without stages.
+
+    Returns:
+        True where that is asked for, or is what the ZeRO paper counts.
+    """
+    model, plan = settings.model, settings.plan
+    if plan.is_offloaded or plan.num_batch_shares == 1:
+        return False
+    splits_batch_alone = plan.num_batch_shares == math.prod(plan.mesh.shape.values())
+    # Layers in a loop fetch their parameters inside it, which the compiler arranges.
+    is_looped = plan.splits.compute and model.loops_over_layers
+    is_exact = model.separable and splits_batch_alone and not is_looped
+    return settings.reduces_in_float32 or is_exact
+
+
+def pipelined_programs(settings: GradientSettings) -> GradientPrograms:
+    """Every device differentiates its rows, in the blocks of its stage.
+
+    Args:
+        settings: Those of a run with stages.
+
+    Returns:
+        The programs of `zjax.train.gradients.pipelined`.
+    """
+    plan = settings.plan
+    pipelined = pipelined_gradients(
+        pipelined_model(settings), plan, reduce_dtype=settings.reduce_dtype
+    )
+
+    def gradients(state: TrainState, *inputs: Any) -> tuple[Params, Loss]:
+        return pipelined.gradients(state.master, state.model_state, *inputs)
+
+    def evaluate(state: TrainState, batch: Batch) -> Loss:
+        return pipelined.loss(state.master, state.model_state, batch, None)
+
+    def loss(master: Params, *inputs: Any) -> Loss:
+        return pipelined.loss(pad_tree(master, plan.master), *inputs)
+
+    return GradientPrograms(gradients, evaluate, loss)
+
+
+def local_programs(settings: GradientSettings) -> GradientPrograms:
+    """Every device differentiates its rows; without gradients, the compiler adds.
+
+    Args:
+        settings: Those of a run.
+
+    Returns:
+        The programs of `zjax.train.gradients.local`.
+    """
+    local = local_gradients(
+        settings.model,
+        settings.plan,
+        settings.num_microbatches,
+        reduce_dtype=settings.reduce_dtype,
+    )
+
+    def gradients(state: TrainState, *inputs: Any) -> tuple[Params, Loss]:
+        return local(state.master, state.model_state, *inputs)
+
+    return dataclasses.replace(automatic_programs(settings), gradients=gradients)
+
+
+def automatic_programs(settings: GradientSettings) -> GradientPrograms:
+    """The compiler adds the gradients of the devices.
+
+    Args:
+        settings: Those of a run.
+
+    Returns:
+        The programs of `zjax.train.gradients.automatic`.
+    """
+    model, plan = settings.model, settings.plan
+    automatic = AutomaticGradients(model, plan, settings.num_microbatches)
+
+    def gradients(state: TrainState, *inputs: Any) -> tuple[Params, Loss]:
+        params = stored_params(model, plan, state)
+        return automatic.gradients(params, state.model_state, *inputs)
+
+    def evaluate(state: TrainState, batch: Batch) -> Loss:
+        params = stored_params(model, plan, state)
+        return automatic.loss(params, state.model_state, batch, None)
+
+    def loss(master: Params, *inputs: Any) -> Loss:
+        return automatic.loss(params_in_use(model, plan, master), *inputs)
+
+    return GradientPrograms(gradients, evaluate, loss)
+
+
+STRATEGIES = (
+    (is_pipelined, pipelined_programs),
+    (is_local, local_programs),
+    (lambda settings: True, automatic_programs),
+)
+"""Whether each applies, and what makes it; the first that applies is taken."""
+
+
+def pipelined_model(settings: GradientSettings) -> PipelinedModel:
+    """A model with the schedule of its stages.
+
+    Args:
+        settings: Those of a run with stages, whose model has a stack.
+
+    Returns:
+        What the pipelined programs are built from.
+    """
+    config, model = settings.config, settings.model
+    schedule = make_pipeline_schedule(config, settings.plan, settings.num_microbatches)
+    keeps = None if config.model.remat == "none" else model.keeps
+    return PipelinedModel(model, schedule, config.pipeline.recompute, keeps)
+
+
+def make_pipeline_schedule(
+    config: Config, plan: Plan, num_microbatches: int
+) -> schedules.Schedule:
+    """The passes of a step that a run asks for.
+
+    Args:
+        config: Read for `pipeline`.
+        plan: Its mesh says how many stages there are.
+        num_microbatches: Parts of the batch that follow one another.
+
+    Returns:
+        Tables of passes.
+    """
+    given = config.pipeline
+    return schedules.make_schedule(
+        given.schedule,
+        num_stages=plan.mesh.shape[PIPELINE],
+        num_microbatches=num_microbatches,
+        num_chunks=given.num_chunks if given.schedule == "interleaved" else 1,
+    )
+
+
+def stored_params(model: Model, plan: Plan, state: TrainState) -> Params:
+    """The parameters in use: as the state holds them, or made from master weights.
+
+    Args:
+        model: Says whether it takes its layers apart.
+        plan: Places them.
+        state: Of the run.
+
+    Returns:
+        Parameters in the compute dtype and their logical shapes.
+    """
+    if state.params != ():
+        return unpad_tree(state.params, plan.compute)
+    return params_in_use(model, plan, unpad_tree(state.master, plan.master))
