@@ -14,30 +14,107 @@ from zjax.config.schema import Config
 from zjax.sharding.placement import shardings
 from zjax.sharding.plan import Plan
 from zjax.train.average import averaged
-from zjax.train.gradients.strategies import make_gradients
+from zjax.train.gradients.strategies import GradientPrograms, make_gradients
 from zjax.train.state import TrainState, state_rows
 from zjax.train.update import Schedule, loss_scale_of, make_update
 from zjax.typing import Batch, Loss, Metrics, Model, Params
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Programs:
     """Pure functions of arrays; `jit` them with `state_shardings`.
 
     Args:
-        gradients: `gradients(state, batch) -> (grads, loss)`.
-        update: `update(state, grads, loss, batch) -> (state, metrics)`.
-        train: `train(state, batch) -> (state, metrics)`, the two above in one.
-        evaluate: `evaluate(state, batch) -> metrics`; uses the averaged parameters
-            where they are kept.
-        state_shardings: A TrainState of NamedSharding.
+        gradient_programs: The loss and its gradients.
+        apply_gradients: What `zjax.train.update.make_update` builds.
+        plan: Places every array.
+        config: Read for `seed`.
     """
 
-    gradients: Callable[[TrainState, Batch], tuple[Params, Loss]]
-    update: Callable[[TrainState, Params, Loss, Batch], tuple[TrainState, Metrics]]
-    train: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
-    evaluate: Callable[[TrainState, Batch], Metrics]
-    state_shardings: TrainState
+    gradient_programs: GradientPrograms
+    apply_gradients: Callable[..., tuple[TrainState, Metrics]]
+    plan: Plan
+    config: Config
+
+    @property
+    def state_shardings(self) -> TrainState:
+        """A TrainState of NamedSharding."""
+        return shardings(state_rows(self.plan, self.config))
+
+    def step_key(self, state: TrainState) -> jax.Array:
+        """The random key of a step, which hangs on the seed and the step alone.
+
+        Args:
+            state: Before the step.
+
+        Returns:
+            The same key on every mesh.
+        """
+        return jax.random.fold_in(jax.random.key(self.config.seed), state.step)
+
+    def gradients(self, state: TrainState, batch: Batch) -> tuple[Params, Loss]:
+        """Differentiates the mean loss.
+
+        Args:
+            state: Before the step.
+            batch: The global batch.
+
+        Returns:
+            Gradients in logical shapes, times the loss scale; and the loss.
+        """
+        key, scale = self.step_key(state), loss_scale_of(state)
+        return self.gradient_programs.gradients(state, batch, key, scale)
+
+    def update(
+        self, state: TrainState, grads: Params, loss: Loss, batch: Batch
+    ) -> tuple[TrainState, Metrics]:
+        """Applies gradients.
+
+        Args:
+            state: Before the step.
+            grads: What `gradients` returned.
+            loss: The same.
+            batch: The same as there, for optimizers that compute the loss again.
+
+        Returns:
+            The state after the step, and its metrics.
+        """
+        loss_of = self.gradient_programs.loss
+
+        def value_fn(master: Params) -> jax.Array:
+            key = self.step_key(state)
+            return loss_of(master, state.model_state, batch, key).value
+
+        return self.apply_gradients(state, grads, loss, value_fn)
+
+    def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """One step: `gradients` and `update` in one program.
+
+        Args:
+            state: Before the step.
+            batch: The global batch.
+
+        Returns:
+            The state after the step, and its metrics.
+        """
+        return self.update(state, *self.gradients(state, batch), batch)
+
+    def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
+        """The loss of the averaged parameters where they are kept, else of these.
+
+        Args:
+            state: Any state of the run.
+            batch: The global batch.
+
+        Returns:
+            Metrics of the loss, the loss and its weight.
+        """
+        average, programs = averaged(state, self.plan), self.gradient_programs
+        if average is None:
+            loss = programs.evaluate(state, batch)
+        else:
+            loss = programs.loss(average, state.model_state, batch, None)
+        return loss.metrics | {"loss": loss.value, "weight": loss.weight}
 
 
 def make_programs(
@@ -51,8 +128,6 @@ def make_programs(
 ) -> Programs:
     """Builds the programs of a run.
 
-    The random key of a step depends on the seed and the step alone, not on the mesh.
-
     Args:
         model: Its loss.
         tx: Optax gradient transformation.
@@ -64,35 +139,6 @@ def make_programs(
     Returns:
         Functions that nothing has compiled yet.
     """
-    differentiated = make_gradients(model, plan, config, num_microbatches)
+    gradient_programs = make_gradients(model, plan, config, num_microbatches)
     update = make_update(tx, plan, config, schedule)
-
-    def step_key(state: TrainState) -> jax.Array:
-        return jax.random.fold_in(jax.random.key(config.seed), state.step)
-
-    def gradients_of(state: TrainState, batch: Batch) -> tuple[Params, Loss]:
-        key, scale = step_key(state), loss_scale_of(state)
-        return differentiated.gradients(state, batch, key, scale)
-
-    def update_with(
-        state: TrainState, grads: Params, loss: Loss, batch: Batch
-    ) -> tuple[TrainState, Metrics]:
-        def value_fn(master: Params) -> jax.Array:
-            key = step_key(state)
-            return differentiated.loss(master, state.model_state, batch, key).value
-
-        return update(state, grads, loss, value_fn)
-
-    def train(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        return update_with(state, *gradients_of(state, batch), batch)
-
-    def evaluate(state: TrainState, batch: Batch) -> Metrics:
-        average = averaged(state, plan)
-        if average is None:
-            loss = differentiated.evaluate(state, batch)
-        else:
-            loss = differentiated.loss(average, state.model_state, batch, None)
-        return loss.metrics | {"loss": loss.value, "weight": loss.weight}
-
-    rows = state_rows(plan, config)
-    return Programs(gradients_of, update_with, train, evaluate, shardings(rows))
+    return Programs(gradient_programs, update, plan, config)

@@ -178,7 +178,7 @@ class LocalGradients:
         scale: Any,
     ) -> tuple[Params, Loss]:
         """The same for one microbatch."""
-        key = self.own_key(key)
+        key = self.device_key(key)
 
         def share_of_mean(params: Params) -> tuple[jax.Array, Any]:
             whole = self.fetch(params) if self.refetches else params
@@ -197,7 +197,7 @@ class LocalGradients:
         loss = self.mean(result, part, total)
         return cast_like(grads, self.plan.grad_sum), loss
 
-    def own_key(self, key: jax.Array | None) -> jax.Array | None:
+    def device_key(self, key: jax.Array | None) -> jax.Array | None:
         """The key of a device in a microbatch."""
         if self.model.separable or not self.axes:
             return key

@@ -101,15 +101,15 @@ class StagedModel:
     def embed(self, params: Params, batch: Batch, key: Any) -> tuple[Any, Any]:
         """The stream and the context of a microbatch."""
         whole, batch = self.in_turn(params, batch, self.rows.embed)
-        own_key = part_key(self.local.own_key(key), 0)
-        carry, context = self.partition.stack.embed(whole, batch, own_key)
+        device_key = part_key(self.local.device_key(key), 0)
+        carry, context = self.partition.stack.embed(whole, batch, device_key)
         return (carry, jnp.zeros((), jnp.float32)), context
 
     def chunk(
         self, layers: list[Params], stream: Any, context: Any, key: Any, number: Any
     ) -> Any:
         """The stream behind the layers of a chunk."""
-        first, key = number * self.chunk_size, self.local.own_key(key)
+        first, key = number * self.chunk_size, self.local.device_key(key)
         for i, layer in enumerate(layers):
             layer_key = part_key(key, first + i + 1)
             run = functools.partial(self.block, layer, context=context, key=layer_key)
