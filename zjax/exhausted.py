@@ -50,7 +50,7 @@ def _settings(config: Config, plan: Plan, size: int, own_model: bool) -> Iterato
         yield f"microbatch_size={size // 2} (the batch stays, in more microbatches)"
     if not own_model and config.model.remat != "full":
         yield "model.remat=full"
-    if config.zero.stage < 3 and num_zero_shares(plan) > 1:
+    if not plan.splits.compute and num_zero_shares(plan) > 1:
         yield "zero.stage=3"
     if plan.mesh.shape[PIPELINE] > 1:
         return  # stages stay where they are

@@ -50,8 +50,8 @@ def zero_volume(plan: Plan, num_microbatches: int) -> int:
     """
     if plan.num_batch_shares * plan.num_length_shares == 1:
         return 0
-    reductions = num_microbatches if plan.stage >= 2 else 1
-    gathers = 2 * num_microbatches if plan.stage == 3 else 1
+    reductions = num_microbatches if plan.splits.grad_sum else 1
+    gathers = 2 * num_microbatches if plan.splits.compute else 1
     total = 0
     for row in jax.tree.leaves(plan.grads):
         shares = num_shares(plan.mesh, sum(row.gathered_axes, ()))
@@ -134,7 +134,7 @@ def _describe_volume(
 
 
 def _communicates_in_ticks(plan: Plan) -> bool:
-    return plan.mesh.shape[PIPELINE] > 1 and plan.stage >= 2
+    return plan.mesh.shape[PIPELINE] > 1 and plan.splits.grad_sum
 
 
 def _pipeline_notes(plan: Plan) -> list[str]:

@@ -10,7 +10,7 @@ from zjax.errors import Problem
 from zjax.propose.trial import Machine, Trial
 from zjax.sharding import mesh as meshes
 from zjax.sharding.describe import WIDTH, format_bytes, render_table
-from zjax.sharding.plan import DEVICE
+from zjax.sharding.plan import DEVICE, splits_of
 
 FEW = "exceeds num_microbatches"
 """Of stages."""
@@ -108,7 +108,7 @@ def reasons(
             yield f"{axis}={size}: {why}; {_with_less(axis, trials)}."
     if mesh.data > 1:
         yield f"data={mesh.data}: the rest, over which ZeRO {config.zero.stage} splits."
-    if mesh.pipeline > 1 and config.zero.stage > 1:
+    if mesh.pipeline > 1 and splits_of(config.zero.stage).grad_sum:
         yield (
             f"zero.stage={config.zero.stage} communicates in each tick of a pipeline; "
             "zero.stage=1 once per step, where it fits."
@@ -132,7 +132,7 @@ def no_room(
     parts = f"{best.state / 1e9:.1f} GB of state, {best.activations / 1e9:.1f} besides"
     state_fits = best.state <= machine.usable_bytes
     offers = {
-        "a higher zero.stage": config.zero.stage < 3,
+        "a higher zero.stage": not splits_of(config.zero.stage).compute,
         "zero.optimizer_memory='pinned_host'": config.zero.optimizer_memory == DEVICE,
         "model.remat='full'": state_fits and config.model.remat != "full",
         "a smaller microbatch_size": state_fits and best.of_one < best.activations,

@@ -16,7 +16,7 @@ from zjax.fitting import DEVICE_SHARE
 from zjax.parallel.footprint import activation_bytes
 from zjax.sharding import memory
 from zjax.sharding import mesh as meshes
-from zjax.sharding.plan import DEVICE, Plan, make_plan
+from zjax.sharding.plan import DEVICE, Plan, make_plan, splits_of
 from zjax.typing import Model
 
 
@@ -119,14 +119,14 @@ def _passing_bytes(plan: Plan, num_microbatches: int) -> int:
     params, sums = map(memory.tree_bytes, (plan.compute, plan.grad_sum))
     if plan.mesh.shape[meshes.PIPELINE] > 1:
         return 2 * params + sums
-    reduces_at_end = plan.stage <= 1 and num_microbatches > 1
+    reduces_at_end = not plan.splits.grad_sum and num_microbatches > 1
     return params if reduces_at_end and not plan.is_offloaded else 0
 
 
 def _fetched_bytes(config: schema.Config, model: Model, tx: Any) -> int | float:
     """Bytes of a layer and a table in use, and of their gradients, if not stored so."""
     zero = config.zero
-    if zero.stage < 3 and zero.parameter_memory == DEVICE:
+    if zero.parameter_memory == DEVICE and not splits_of(zero.stage).compute:
         return 0
     stored_so = dataclasses.replace(config, zero=schema.Zero(stage=2))
     rows = jax.tree.leaves(_plan(stored_so, model, tx).compute)

@@ -11,7 +11,15 @@ from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
 from zjax.sharding.mesh import ZERO_AXES, num_shares
 from zjax.sharding.placement import ArrayPlan, dtype_bytes
-from zjax.sharding.plan import AUTO, DEVICE, HOST, NVME, Plan, while_it_waits
+from zjax.sharding.plan import (
+    AUTO,
+    DEVICE,
+    HOST,
+    NVME,
+    Plan,
+    splits_of,
+    while_it_waits,
+)
 
 STAGES = (0, 1, 2, 3)
 
@@ -70,11 +78,11 @@ def zero_bytes(
     Reference:
         ZeRO, arXiv:1910.02054, figure 1.
     """
-    n = num_devices
+    splits, n = splits_of(stage), num_devices
     return StageBytes(
-        parameters=parameter_bytes * num_params / (n if stage >= 3 else 1),
-        gradients=gradient_bytes * num_params / (n if stage >= 2 else 1),
-        optimizer=optimizer_bytes * num_params / (n if stage >= 1 else 1),
+        parameters=parameter_bytes * num_params / (n if splits.compute else 1),
+        gradients=gradient_bytes * num_params / (n if splits.grad_sum else 1),
+        optimizer=optimizer_bytes * num_params / (n if splits.state else 1),
     )
 
 
@@ -334,7 +342,7 @@ def check_memory(plan: Plan, capacity_bytes: int | float) -> None:
         needed = resting_bytes(plan, DEVICE)
     if needed <= capacity_bytes:
         return
-    better = "raise zero.stage, " if plan.stage < 3 else ""
+    better = "" if plan.splits.compute else "raise zero.stage, "
     if not plan.is_offloaded:
         better += "set zero.optimizer_memory=pinned_host, "
     raise PlanError(
