@@ -15,6 +15,7 @@ FLOORS = (
     ("sharding",),
     ("ops", "comm", "compiler", "fingerprint", "storage"),
     ("parallel", "optim", "data"),
+    ("forward",),
     ("models", "train"),
     ("linen", "nnx", "checkpoint", "observe", "offload"),
     ("step", "stopping"),

@@ -22,6 +22,7 @@ from zjax.errors import (
     ZjaxError,
 )
 from zjax.fitting import fit_plan
+from zjax.forward import loss_of
 from zjax.initialize import Run, adopt_optimizer, initialize, make_run
 from zjax.models.adapter import adapt
 from zjax.models.build import make_model
@@ -39,9 +40,10 @@ from zjax.sharding.describe import describe_plan, describe_plan_totals
 from zjax.step import Step, make_step
 from zjax.train import TrainState, init_state
 from zjax.trainer import Trainer
-from zjax.typing import Entry, Loss, Model, Segment, Stack
+from zjax.typing import Auxiliary, Entry, Loss, Model, Segment, Stack
 
 __all__ = [
+    "Auxiliary",
     "BenchError",
     "CheckpointError",
     "Config",
@@ -78,6 +80,7 @@ __all__ = [
     "initialize",
     "linen",
     "load_config",
+    "loss_of",
     "make_loader",
     "make_mesh",
     "make_model",

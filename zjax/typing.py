@@ -77,6 +77,17 @@ class Loss(NamedTuple):
     """Scalars averaged over microbatches with the same weights."""
 
 
+class Auxiliary(NamedTuple):
+    """What a block gives besides its carry: scalars, the same ones for equal blocks."""
+
+    loss: jax.Array | None = None
+    """float32[]: of the microbatch, added to its mean loss and shown among the metrics
+    as `auxiliary_loss`; the losses of all blocks are added up. None adds nothing."""
+    metrics: Mapping[str, jax.Array] = {}
+    """float32[] by name, averaged over the blocks that give them and, as other metrics,
+    over microbatches."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Tiles:
     """A block as a trunk, to whose stream tiles add one after another."""
@@ -84,7 +95,7 @@ class Tiles:
     split: Callable[[Params], tuple[Params, tuple[Params, ...]]]
     """Parameters of a block -> (the trunk's, each tile's); tiles are alike."""
     trunk: Callable[..., Any]
-    """`trunk(params, carry, context, key) -> ((carry, entering), aux)`: the block
+    """`trunk(params, carry, context, key) -> ((carry, entering), Auxiliary)`: the block
     without its tiles, and what every tile reads."""
     tile: Callable[..., Any]
     """`tile(params, entering, key) -> what it adds to the carry`."""
@@ -95,19 +106,32 @@ class Segment:
     """Equal blocks run one after another."""
 
     block: Callable[..., Any]
-    """`block(params, carry, context, key) -> (carry, aux)`; aux is a float32 scalar of
-    auxiliary loss."""
+    """`block(params, carry, context, key) -> (carry, Auxiliary)`."""
     num_blocks: int
     tiles: Tiles | None = None
     """The same block in parts, where its parameters are too many to be in one place."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Continuation:
-    """How a line of blocks continues text, with a cache for each.
+class CachedBlock:
+    """How a block of a segment continues text, with a cache of its own.
 
-    `starts` int32[B] is the first column of each prompt; `settings` are those of
-    `zjax.models.generate`.
+    `starts` int32[B] is the first column of each prompt.
+    """
+
+    read_prompt: Callable[..., Any]
+    """`read_prompt(params, carry, context, starts, room, padded) -> ((carry, entering),
+    cache)`: whole prompts through a block or, where it has tiles, through its trunk."""
+    read_token: Callable[..., Any]
+    """`read_token(params, carry, context, starts, column, cache) -> ((carry, entering),
+    cache)`: the same for one more column."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Continuation:
+    """How a line of blocks continues text.
+
+    `settings` are those of `zjax.models.generate`.
     """
 
     check: Callable[..., None]
@@ -115,12 +139,8 @@ class Continuation:
     embed: Callable[..., Any]
     """`embed(params, tokens, starts, column) -> (carry, context)`, of tokens that stand
     from a column on."""
-    read_prompt: Callable[..., Any]
-    """`read_prompt(params, carry, context, starts, room, padded) -> ((carry, entering),
-    cache)`: whole prompts through a block or, where it has tiles, through its trunk."""
-    read_token: Callable[..., Any]
-    """`read_token(params, carry, context, starts, column, cache) -> ((carry, entering),
-    cache)`: the same for one more column."""
+    blocks: tuple[CachedBlock, ...]
+    """One for each segment."""
     score: Callable[..., Any]
     """`score(params, carry) -> float32[B, V]`, of the tokens that may follow a column;
     takes the head's parameters."""
@@ -130,8 +150,9 @@ class Continuation:
 class Stack:
     """A model as a line of blocks: the seam of pipelines, offload and layer drop.
 
-    Its parts take no model state. Of the key that a loss gets, the embedding gets
-    `fold_in(key, 0)`, and block i `fold_in(key, i + 1)`.
+    `zjax.loss_of` makes its loss. Its parts take no model state. Of the key that a loss
+    gets, the embedding gets `fold_in(key, 0)`, and block i of all segments
+    `fold_in(key, i + 1)`.
     """
 
     embed: Callable[..., Any]
@@ -141,13 +162,13 @@ class Stack:
     head: Callable[..., Any]
     """`head(params, carry, batch) -> (loss_sum, weight, metric_sums)`, for `Loss` once
     divided by the weight, which a pipeline needs to follow from the batch alone."""
-    split: Callable[[Params], tuple[Params, tuple[tuple[Params, ...], ...], Params]]
-    """Model parameters -> (embed's, each segment's per-block trees, head's). It selects
-    leaves and computes nothing; `zjax.sharding.layers.layers_of` takes layers apart."""
-    join: Callable[[Params, tuple[tuple[Params, ...], ...], Params], Params]
-    """The transpose of `split`, for gradients: its inverse with layers apart, but for
-    shared leaves, of which it returns the sum. `zjax.sharding.layers.side_by_side` puts
-    layers back."""
+    split: Callable[[Params], tuple[Params, tuple[Params, ...], Params]]
+    """Model parameters -> (embed's, each segment's, head's). The tree of a segment is
+    that of one block, with arrays that stack those of all its blocks, or their
+    `zjax.sharding.layers.Layers`. It selects leaves and computes nothing."""
+    join: Callable[[Params, tuple[Params, ...], Params], Params]
+    """The transpose of `split`, for gradients: its inverse, but for shared leaves, of
+    which it returns the sum."""
     shared: tuple[str, ...] = ()
     """Paths of leaves that both embed and head use, such as tied embeddings."""
     continuation: Continuation | None = None

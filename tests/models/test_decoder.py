@@ -11,8 +11,8 @@ from tests.reference import transformer as reference
 from tests.support import language
 from zjax.config import schema
 from zjax.errors import ConfigError
-from zjax.models.block import transform
 from zjax.models.decoder import Decoder
+from zjax.models.stack import hidden_of
 
 SHAPES = pytest.mark.parametrize(
     "config", [language.GPT, language.LLAMA], ids=["gpt", "llama"]
@@ -104,8 +104,7 @@ def test_bfloat16_weights_compute_in_bfloat16_and_lose_in_float32():
     batch = language.make_text(language.GPT)
 
     def hidden(batch):
-        x, context = narrow.embedding(batch)
-        return transform(narrow.blocks, x, context, None, config=language.GPT)
+        return hidden_of(narrow, batch, None)
 
     assert jax.eval_shape(hidden, batch).dtype == jnp.bfloat16
     assert jax.eval_shape(narrow, batch["tokens"]).dtype == jnp.float32

@@ -31,7 +31,7 @@ def value_and_gradients(config, batch):
     graph, state = nnx.split(model)
 
     def loss(state):
-        return nnx.merge(graph, state).loss(batch).loss_sum
+        return language.sums_of(nnx.merge(graph, state), batch).loss_sum
 
     return jax.jit(jax.value_and_grad(loss))(state)
 
@@ -135,7 +135,7 @@ def test_kept_averages_are_not_computed_again(policy, memory, number, on_mesh):
     batch = language.make_text(config, length=small.LENGTH)
 
     def loss(state):
-        return nnx.merge(graph, state).loss(batch).loss_sum
+        return language.sums_of(nnx.merge(graph, state), batch).loss_sum
 
     size = 2 if on_mesh else 1
     mesh = jax.make_mesh((size,), ("data",), (jax.sharding.AxisType.Auto,))

@@ -8,7 +8,8 @@ import pytest
 from tests.support import language
 from zjax.config import schema
 from zjax.models.build import make_model
-from zjax.sharding.layers import put_together
+from zjax.sharding.layers import layers_of
+from zjax.typing import Auxiliary
 
 FORMS = {
     "tied": dataclasses.replace(language.GPT, dropout_rate=0.3),
@@ -23,12 +24,11 @@ def in_parts(stack, batch):
 
     def loss(embed, segments, head):
         x, context = stack.embed(embed, batch, jax.random.fold_in(KEY, 0))
-        (blocks,) = segments
-        assert len(blocks) == segment.num_blocks
+        blocks = layers_of(*segments, segment.num_blocks)
         for number, block in enumerate(blocks, start=1):
             block_key = jax.random.fold_in(KEY, number)
-            x, aux = segment.block(block, x, context, block_key)
-            assert aux.dtype == jnp.float32
+            x, auxiliary = segment.block(block, x, context, block_key)
+            assert auxiliary == Auxiliary()
         return stack.head(head, x, batch)[0]
 
     return loss
@@ -42,7 +42,7 @@ def test_block_by_block_equals_the_whole(config):
     batch, stack = language.make_text(config), model.stack
 
     def whole(params):
-        return model.bind(params, {}).loss(batch, KEY).loss_sum
+        return language.sums_of(model.bind(params, {}), batch, KEY).loss_sum
 
     loss, grads = jax.jit(jax.value_and_grad(whole))(params)
     parts = jax.jit(jax.value_and_grad(in_parts(stack, batch), (0, 1, 2)))
@@ -50,7 +50,7 @@ def test_block_by_block_equals_the_whole(config):
     np.testing.assert_allclose(parts_loss, loss, rtol=1e-5)
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5),
-        put_together(stack.join(*part_grads)),
+        stack.join(*part_grads),
         grads,
     )
 

@@ -27,6 +27,7 @@ from zjax.config.check import check_config
 from zjax.errors import ConfigError, PlanError
 from zjax.offload import peak as peaks
 from zjax.sharding import plan as plans
+from zjax.typing import Auxiliary
 
 DEVICES = 8
 STREAM, HEADS, MLP, NORM = (2, 8, 16), (2, 8, 4, 4), (2, 8, 24), 2 * [(2, 8, 1)]
@@ -224,7 +225,7 @@ def test_what_blocks_add_to_the_loss_counts(keeps):
 def test_a_policy_that_sends_away_is_refused():
     def block(params, x, context, key):
         y = jax.ad_checkpoint.checkpoint_name(jnp.tanh(x @ params["w"]), "y")
-        return x + jnp.sin(y), jnp.float32(0)
+        return x + jnp.sin(y), Auxiliary()
 
     keeps = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],

@@ -146,7 +146,7 @@ def test_a_few_blocks_are_on_the_devices_whatever_the_depth(monkeypatch, num_lay
 
 
 def _moved(step):
-    (rows,) = step.backward.unit_rows
+    rows, *_ = step.backward.unit_rows
     return [row for row in rows if row.memory == "pinned_host"]
 
 

@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import nnx
 
-from tests.support.language import BERT, GPT, make_language_model
+from tests.support.language import BERT, GPT, make_language_model, sums_of
 from zjax.config.schema import Config, Data, Mesh, Precision
 from zjax.initialize import make_run
 from zjax.models.build import make_model
@@ -52,7 +52,8 @@ def test_a_frequent_row_loses_nothing():
     assert found.tolist() == [[4096.0], [0.0]]
 
 
-def test_deterministic_models_add_nothing_in_passing():
+@pytest.mark.parametrize("key", [None, jax.random.key(0)], ids=["none", "training"])
+def test_deterministic_models_add_nothing_in_passing(key):
     """Fails if `deterministic` leaves a sum to the order of threads."""
     config = Config(model=GPT, data=Data(length=8), deterministic=True)
     model = make_model(config)
@@ -60,7 +61,7 @@ def test_deterministic_models_add_nothing_in_passing():
     batch = {name: jnp.zeros((2, 8), jnp.int32) for name in ("tokens", "targets")}
 
     def loss(params):
-        return model.loss(params, state, batch, None).value
+        return model.loss(params, state, batch, key).value
 
     text = str(jax.make_jaxpr(jax.grad(loss))(params))
     assert "scatter-add" not in text
@@ -78,7 +79,7 @@ def test_models_look_up_all_their_tables_so(config):
     batch = dict.fromkeys(names, numbers) | {"weights": jnp.ones((2, 8))}
 
     def loss(state):
-        return nnx.merge(graph, state).loss(batch, None)[0]
+        return sums_of(nnx.merge(graph, state), batch).loss_sum
 
     text = str(jax.make_jaxpr(jax.grad(loss))(state))
     added = re.findall(r":(\w+)\[\d+,\d+\] = scatter-add", text)

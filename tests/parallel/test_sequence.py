@@ -17,6 +17,7 @@ from zjax.initialize import initialize
 from zjax.models.stack import make_stack
 from zjax.parallel import sequence
 from zjax.sharding import mesh as meshes
+from zjax.sharding.layers import layers_of
 
 LENGTH = 16
 
@@ -51,9 +52,10 @@ def test_a_block_runs_where_another_axis_is_split_by_hand(way):
     """As the blocks of a pipeline do, each device of which has other rows here."""
     model = make_model(way)
     stack, params = make_stack(model), language.params_of(model)
-    embed, ((first, _),), _ = stack.split(params)
+    embed, (blocks,), _ = stack.split(params)
     batch = make_batch()
     (segment,) = stack.segments
+    first, _ = layers_of(blocks, segment.num_blocks)
 
     def run(embed, block, tokens):
         x, context = stack.embed(embed, {"tokens": tokens}, None)

@@ -17,6 +17,7 @@ from zjax.models.decoder import Decoder
 from zjax.models.layers import Attention
 from zjax.parallel import tensor
 from zjax.sharding import mesh as meshes
+from zjax.sharding.layers import layers_of
 
 LENGTH, WIDTH, HIDDEN = 8, 6, 10
 
@@ -86,7 +87,7 @@ def test_block_runs_inside_a_pipeline():
     params, _ = jax.jit(model.init)(jax.random.key(0))
     batch = jax.tree.map(jnp.asarray, small.make_batch(config, 0))
     stack = model.stack
-    embed, (blocks,), _ = stack.split(params)
+    embed, (layers,), _ = stack.split(params)
     x, context = jax.jit(lambda *args: stack.embed(*args, None))(embed, batch)
     block = stack.segments[0].block
 
@@ -98,7 +99,7 @@ def test_block_runs_inside_a_pipeline():
         value, grads = jax.value_and_grad(stage_loss)(layers, x)
         return value[None], grads
 
-    layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)
+    blocks = layers_of(layers, config.model.num_layers)
     alone = [jax.tree.map(lambda leaf: leaf[None], one) for one in blocks]
     expected = [jax.jit(jax.value_and_grad(stage_loss))(one, x) for one in alone]
     mesh = meshes.make_mesh(config.mesh)

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from tests.support import lines
+from zjax.typing import Auxiliary
 
 
 def normed(params, x, context, key):
     """Has no value, and no gradient, where its weights are 0."""
     w = params["w"]
-    return x + jnp.tanh(x @ (w / jnp.linalg.norm(w))), jnp.float32(0)
+    return x + jnp.tanh(x @ (w / jnp.linalg.norm(w))), Auxiliary()
 
 
 @pytest.mark.parametrize(
@@ -42,13 +43,13 @@ def test_layers_that_fill_up_the_stages_may_have_no_value(stage, pipeline):
     ids=["1f1b, filled up", "weights-apart"],
 )
 def test_what_blocks_add_to_the_loss_counts(num_layers, pipeline):
-    """Fails if auxiliary losses are lost between stages, or those of layers that only
-    fill up a stage are counted."""
+    """Fails if auxiliary losses or metrics are lost between stages, or those of layers
+    that only fill up a stage are counted."""
     model = lines.make_model(lines.penalised, num_layers)
-    found = lines.train(
-        model, lines.make_batch(), mesh={"pipeline": 4, "data": 2}, pipeline=pipeline
-    )
-    wanted = lines.train(model, lines.make_batch(), jax.devices()[:1])
+    train = functools.partial(lines.train, also=("auxiliary_loss", "size"))
+    mesh = {"pipeline": 4, "data": 2}
+    found = train(model, lines.make_batch(), mesh=mesh, pipeline=pipeline)
+    wanted = train(model, lines.make_batch(), jax.devices()[:1])
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
     plain = lines.make_model(lines.block, num_layers)
     without = lines.train(plain, lines.make_batch(), jax.devices()[:1])
@@ -87,7 +88,7 @@ def masked_embed(params, batch, key):
 def masked(params, x, mask, key):
     w = params["w"]
     x = x + jnp.where(mask > 0, jnp.tanh(softmax(x + w[:1], mask) @ w), 0)
-    return x, jnp.float32(0)
+    return x, Auxiliary()
 
 
 def masked_head(params, x, batch):
@@ -120,7 +121,7 @@ def rooted(params, x, context, key):
     """Has no gradient where a row is 0."""
     w = params["w"]
     size = jnp.sqrt((x**2).sum(-1, keepdims=True))
-    return x + jnp.tanh(size * x @ w), jnp.float32(0)
+    return x + jnp.tanh(size * x @ w), Auxiliary()
 
 
 KEPT = {"recompute": False}

@@ -11,6 +11,7 @@ from flax import nnx
 from zjax.config import schema
 from zjax.models.decoder import Decoder
 from zjax.models.encoder import Encoder
+from zjax.models.stack import hidden_of
 
 ROWS, LENGTH = 2, 8
 GPT = schema.Model(
@@ -49,8 +50,14 @@ def make_language_model(config, **options):
     return nnx.merge(graph, jax.tree_util.tree_map_with_path(fill, state))
 
 
+def sums_of(model, batch, key=None):
+    """Sums of loss, weight and hits, by the head alone."""
+    table = model.embedding.tokens[...] if model.config.tied_head else None
+    return model.head.loss(hidden_of(model, batch, key), table, batch)
+
+
 def loss_of(model, batch, key=None):
-    """The sums of `model.loss`, compiled."""
+    """The same, compiled."""
     graph, state = nnx.split(model)
     return _loss(state, batch, key, graph)
 
@@ -63,7 +70,7 @@ def logits_of(model, batch):
 
 @functools.partial(jax.jit, static_argnums=3)
 def _loss(state, batch, key, graph):
-    return nnx.merge(graph, state).loss(batch, key)
+    return sums_of(nnx.merge(graph, state), batch, key)
 
 
 @functools.partial(jax.jit, static_argnums=2)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import zjax
-from zjax.sharding.layers import layers_of, side_by_side
-from zjax.typing import Loss, Model, Segment, Stack
+from zjax.sharding.layers import layers_of
+from zjax.typing import Auxiliary, Loss, Model, Segment, Stack
 
 WIDTH, ROWS = 8, 16
 
@@ -18,12 +18,13 @@ def embed(params, batch, key):
 
 
 def block(params, x, context, key):
-    return x + jnp.tanh(x @ params["w"]), jnp.float32(0)
+    return x + jnp.tanh(x @ params["w"]), Auxiliary()
 
 
 def penalised(params, x, context, key):
-    """Adds to the mean loss what its stream is large by."""
-    return block(params, x, context, key)[0], 0.1 * jnp.mean(x**2)
+    """Adds to the mean loss what its stream is large by, and shows its size."""
+    added = Auxiliary(0.1 * jnp.mean(x**2), {"size": jnp.mean(jnp.abs(x))})
+    return block(params, x, context, key)[0], added
 
 
 def head(params, x, batch):
@@ -35,8 +36,7 @@ def head(params, x, batch):
 
 def make_model(block, num_layers, embed=embed, head=head):
     def split(params):
-        layers = layers_of(params["blocks"], num_layers)
-        return {"embed": params["embed"]}, (tuple(layers),), {"head": params["head"]}
+        return {"embed": params["embed"]}, (params["blocks"],), {"head": params["head"]}
 
     def init(key):
         keys = jax.random.split(key, 3)
@@ -49,13 +49,16 @@ def make_model(block, num_layers, embed=embed, head=head):
 
     def loss(params, model_state, batch, key):
         x, context = embed(params, batch, key)
-        auxiliary = jnp.float32(0)
+        given = []
         for layer in layers_of(params["blocks"], num_layers):
             x, own = block(layer, x, context, key)
-            auxiliary += own
+            given.append(own)
+        added = [own.loss for own in given if own.loss is not None]
+        sizes = [own.metrics["size"] for own in given if own.metrics]
         total, weight, _ = head(params, x, batch)
         mean = total / jnp.where(weight > 0, weight, 1)
-        return Loss(mean + auxiliary, weight, model_state, {})
+        metrics = {"auxiliary_loss": sum(added), "size": sum(sizes) / num_layers}
+        return Loss(mean + sum(added), weight, model_state, metrics if added else {})
 
     return Model(
         init=init,
@@ -69,8 +72,8 @@ def make_model(block, num_layers, embed=embed, head=head):
 
 
 def join(embed, segments, head):
-    (layers,) = segments
-    return {**embed, "blocks": side_by_side(layers), **head}
+    (blocks,) = segments
+    return {**embed, "blocks": blocks, **head}
 
 
 def logical(params):
@@ -85,8 +88,8 @@ def make_batch():
     return batch | {"weights": np.ones(ROWS, np.float32)}
 
 
-def train(model, batch, devices=None, **settings):
-    """Losses and norms of gradients of four steps."""
+def train(model, batch, devices=None, also=(), **settings):
+    """Losses, norms of gradients and other metrics of four steps."""
     fixed = {
         "num_microbatches": 4,
         "optimizer": {"name": "sgd", "num_warmup_steps": 0},
@@ -96,5 +99,6 @@ def train(model, batch, devices=None, **settings):
     state, found = run.state, []
     for _ in range(4):
         state, metrics = run.step(state, batch)
-        found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+        names = ("loss", "grad_norm", *also)
+        found.append(tuple(float(metrics[name]) for name in names))
     return found

@@ -1,7 +1,7 @@
 """Models: any Flax module by the adapter, and a decoder and an encoder of our own."""
 
 from zjax.models.adapter import adapt
-from zjax.models.build import make_model, mean_loss
+from zjax.models.build import make_model
 from zjax.models.decoder import Decoder
 from zjax.models.encoder import Encoder
 from zjax.models.stack import make_stack
@@ -12,5 +12,4 @@ __all__ = [
     "adapt",
     "make_model",
     "make_stack",
-    "mean_loss",
 ]

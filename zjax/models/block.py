@@ -1,8 +1,6 @@
-"""A transformer block, and a line of them run one by one or in a loop.
+"""A transformer block, and a line of them stored as one.
 
-A line is stored as one block whose parameters stack those of all layers. A loop over k
-layers at a time compiles faster than layers one by one and runs slower, so that these
-are the default.
+A line is stored as one block whose parameters stack those of all layers.
 """
 
 from collections.abc import Callable
@@ -20,7 +18,6 @@ from zjax.models.feed_forward import FeedForward, TiledFeedForward
 from zjax.ops import attention, sparse
 from zjax.parallel import remat, tensor
 from zjax.parallel.sequence import sequence_attention
-from zjax.sharding.layers import layers_of
 
 
 class Block(nnx.Module):
@@ -235,80 +232,6 @@ def make_blocks(
     return nnx.merge(graph, state)
 
 
-def run_blocks(
-    step: Callable[[Block, Any, Any], tuple[Any, Any]],
-    blocks: Block,
-    carry: Any,
-    inputs: tuple[Any, ...],
-    *,
-    config: schema.Model,
-) -> tuple[Any, tuple[Any, ...]]:
-    """Threads a value through a line of blocks.
-
-    Args:
-        step: `step(block, carry, input) -> (carry, output)`.
-        blocks: The line, as `make_blocks` stored it.
-        carry: What enters the first block.
-        inputs: One tree per layer or, in a loop, per layer of a turn, then stacked over
-            the turns.
-        config: Length of the line, and whether it is a loop.
-
-    Returns:
-        What leaves the last block, and the outputs in the form of the inputs.
-    """
-    graph, state = nnx.split(blocks)
-
-    def run_line(carry, state, inputs):
-        outputs = []
-        layers = layers_of(state, len(inputs))
-        for layer, given in zip(layers, inputs, strict=True):
-            carry, output = step(nnx.merge(graph, layer), carry, given)
-            outputs.append(output)
-        return carry, tuple(outputs)
-
-    stride = config.layers_per_scan
-    if stride == 0:
-        return run_line(carry, state, inputs)
-    turns = jax.tree.map(lambda x: x.reshape(-1, stride, *x.shape[1:]), state)
-    return jax.lax.scan(lambda carry, xs: run_line(carry, *xs), carry, (turns, inputs))
-
-
-def transform(
-    blocks: Block,
-    x: Float[Array, "B L M"],
-    context: Context,
-    key: jax.Array | None,
-    *,
-    config: schema.Model,
-) -> Float[Array, "B L M"]:
-    """Runs a line of blocks, recomputing in the backward pass as `config.remat` says.
-
-    Args:
-        blocks: The line, as `make_blocks` stored it.
-        x: The stream.
-        context: What every block reads.
-        key: For dropout; layer i uses `fold_in(key, i + 1)`. None is evaluation.
-        config: Shape of the model.
-
-    Returns:
-        The stream after the last block.
-    """
-    in_loop = 0 < config.layers_per_scan < config.num_layers
-    graph, _ = nnx.split(blocks)
-
-    def run(state, x, context, key):
-        return nnx.merge(graph, state)(x, context, key)
-
-    memory = remat.within_reach(config.activation_memory)
-    kept = remat.recompute(run, config.remat, in_loop=in_loop, memory=memory)
-
-    def step(block, x, key):
-        return kept(nnx.state(block), x, context, key), None
-
-    x, _ = run_blocks(step, blocks, x, _layer_keys(key, config), config=config)
-    return remat.mark(x, remat.INPUT)
-
-
 def _before(lengths, size):
     return jnp.arange(size, dtype=lengths.dtype)[None] < lengths[:, None]
 
@@ -316,14 +239,6 @@ def _before(lengths, size):
 def _keys(key):
     """For the dropout behind attention, and behind the feed-forward."""
     return (None, None) if key is None else tuple(jax.random.split(key))
-
-
-def _layer_keys(key, config):
-    stride = config.layers_per_scan
-    if key is None:
-        return (None,) * (stride or config.num_layers)
-    keys = _fold_in(key, jnp.arange(1, config.num_layers + 1))
-    return tuple(keys[j::stride] for j in range(stride)) if stride else tuple(keys)
 
 
 def _fold_in(key, numbers):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +11,15 @@ from flax import nnx
 from zjax.config import schema
 from zjax.config.layers import layers_per_scan
 from zjax.config.schema import Config
-from zjax.models import adapter
+from zjax.forward import loss_of
+from zjax.models.continuation import make_continuation
 from zjax.models.decoder import Decoder
 from zjax.models.encoder import Encoder
-from zjax.models.stack import make_stack
+from zjax.models.nnx import logical_of, nest, values_of
+from zjax.models.stack import execution_of, make_stack
+from zjax.ops.keys import fold_name
 from zjax.parallel import remat
-from zjax.typing import Batch, Entries, Entry, Metrics, Model, Params
+from zjax.typing import Entries, Entry, Model, Params
 
 
 def make_model(config: Config) -> Model:
@@ -52,19 +54,27 @@ def make_model(config: Config) -> Model:
         deterministic=config.deterministic,
     )
     tokens = jax.ShapeDtypeStruct((1, config.data.length), jnp.int32)
-    batch = {"tokens": tokens, "targets": tokens}
-    model = adapter.adapt(make, mean_loss, batch)
-
-    def init_layer(key: jax.Array, number: jax.Array) -> Params:
-        one = functools.partial(make, only_layer=number)
-        return adapter.adapt(one, mean_loss, batch).init(key)[0]
-
     abstract = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
-    return dataclasses.replace(
-        model,
+    graph, logical = nnx.graphdef(abstract), nest(logical_of(abstract))
+    stack = make_stack(abstract)
+    if isinstance(abstract, Decoder):
+        stack = dataclasses.replace(stack, continuation=make_continuation(abstract))
+
+    def init(key: jax.Array, only_layer: jax.Array | None = None) -> Params:
+        rngs = nnx.Rngs(fold_name(key, "model"))
+        module = make(only_layer=only_layer, rngs=rngs)
+        return nest(values_of(nnx.state(module, nnx.Param)))
+
+    return Model(
+        init=lambda key: (init(key), {}),
+        loss=loss_of(stack, execution_of(abstract.config)),
+        bind=lambda params, model_state: nnx.merge(graph, params),
+        logical=lambda params: logical,
+        inputs={"tokens": tokens, "targets": tokens},
         entries=_entries(config.model),
-        stack=make_stack(abstract),
-        init_layer=init_layer,
+        cast=(),
+        stack=stack,
+        init_layer=init,
         separable=True,
         takes_layers_apart=stride == 0,
         loops_over_layers=stride > 0,
@@ -85,24 +95,3 @@ def _entries(config: schema.Model) -> Entries:
         "positions": ids(is_optional=True, num_ids=positions),
         "lengths": Entry(("B",), np.integer, is_optional=True),
     }
-
-
-def mean_loss(
-    view: Decoder | Encoder, batch: Batch, key: jax.Array | None
-) -> tuple[jax.Array, jax.Array, Metrics]:
-    """Averages the loss of a built-in model over its tokens, in the adapter's form.
-
-    Args:
-        view: The model with its weights.
-        batch: Tokens and targets.
-        key: For dropout; None is evaluation.
-
-    Returns:
-        Mean loss (0 where no token counts), weight and metrics.
-    """
-    sums = view.loss(batch, key)
-
-    def mean(total: Any) -> jax.Array:
-        return total / jnp.where(sums.weight_sum > 0, sums.weight_sum, 1.0)
-
-    return mean(sums.loss_sum), sums.weight_sum, {"accuracy": mean(sums.correct_sum)}

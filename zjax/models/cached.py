@@ -6,9 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from zjax.models.block import Block, run_blocks
+from zjax.forward import run_blocks
+from zjax.models.block import Block
 from zjax.models.decoder import Decoder
 from zjax.models.embedding import Context, Embedding
 from zjax.models.heads import Head
@@ -48,7 +50,7 @@ def prefill(
     x, context = embed(model.embedding, tokens, starts, 0)
     config = model.config
     inputs = (None,) * (config.layers_per_scan or config.num_layers)
-    x, caches = run_blocks(step, model.blocks, x, inputs, config=config)
+    x, caches = _run_blocks(step, model, x, inputs)
     return score(model.head, x[:, -1:], _table(model)), caches
 
 
@@ -76,7 +78,7 @@ def decode(
         return read_token(block, x, context, starts, column, cache)
 
     x, context = embed(model.embedding, new[:, None], starts, column)
-    x, caches = run_blocks(step, model.blocks, x, caches, config=model.config)
+    x, caches = _run_blocks(step, model, x, caches)
     return score(model.head, x, _table(model)), caches
 
 
@@ -224,6 +226,16 @@ def _seen_in_blocks(pattern, starts, column, num_columns) -> Bool[Array, "B H 1 
     columns = jnp.arange(num_columns, dtype=jnp.int32)[None]
     starts = starts[:, None]
     return sparse.visible_keys(pattern, column - starts, columns - starts)
+
+
+def _run_blocks(step, model, x, inputs):
+    graph, blocks = nnx.split(model.blocks)
+
+    def one(params, x, given):
+        return step(nnx.merge(graph, params), x, given)
+
+    turn_size = model.config.layers_per_scan
+    return run_blocks(one, blocks, x, inputs, turn_size=turn_size)
 
 
 def _table(model):

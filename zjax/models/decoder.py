@@ -3,18 +3,16 @@
 GPT-2: Radford et al. 2019; Llama: Touvron et al. (arXiv:2302.13971).
 """
 
-from typing import Any
-
 import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from zjax.config import schema
 from zjax.models import layers
-from zjax.models.block import Block, make_blocks, transform
+from zjax.models.block import Block, make_blocks
 from zjax.models.embedding import Embedding
 from zjax.models.heads import Head
-from zjax.ops.cross_entropy import TokenLoss
+from zjax.models.stack import hidden_of
 from zjax.parallel import sequence
 
 
@@ -84,30 +82,8 @@ class Decoder(nnx.Module):
         batch = {"tokens": tokens}
         if segment_ids is not None:
             batch["segment_ids"] = segment_ids
-        x = sequence.restore(self._hidden(batch, None), self.config)
+        x = sequence.restore(hidden_of(self, batch, None), self.config)
         return self.head.logits(x, self._table())
-
-    def loss(self, batch: dict[str, Any], key: jax.Array | None = None) -> TokenLoss:
-        """Sums of the loss over the targets of a batch.
-
-        Args:
-            batch: `tokens` and `targets` int32[B, L]; optional `weights` float32[B, L]
-                (by default 1, and 0 where segment_ids are 0), `segment_ids` and
-                `positions` int32[B, L]. Targets of -100 count as weight 0.
-            key: For dropout; None is evaluation.
-
-        Returns:
-            Sums of loss, weight and hits.
-
-        Raises:
-            ConfigError: The sequence is longer than the table of learned positions.
-        """
-        return self.head.loss(self._hidden(batch, key), self._table(), batch)
-
-    def _hidden(self, batch, key):
-        embed_key = None if key is None else jax.random.fold_in(key, 0)
-        x, context = self.embedding(batch, embed_key)
-        return transform(self.blocks, x, context, key, config=self.config)
 
     def _table(self):
         return self.embedding.tokens[...] if self.config.tied_head else None

@@ -1,6 +1,7 @@
 """Tokens to vectors, and what every block of a model reads besides them."""
 
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +27,11 @@ class Context(NamedTuple):
     """int32[B]: tokens per row, where padding follows."""
     rotation: tuple[Array, Array] | None = None
     """Tables of `ops.rotary`."""
+    positions: Array | None = None
+    """int32[B, L], or [1, L] where all rows have the same: place of each token in its
+    document."""
+    schedule: Mapping[str, Array] = {}
+    """float32[] by name: what varies from step to step."""
 
 
 class Embedding(nnx.Module):
@@ -69,8 +75,8 @@ class Embedding(nnx.Module):
 
         Args:
             batch: `tokens` int32[B, L]; optional `segment_ids` int32[B, L] (0 is
-                padding), `positions` int32[B, L], `lengths` int32[B] and `token_types`
-                int32[B, L].
+                padding), `positions` int32[B, L], `lengths` int32[B], `token_types`
+                int32[B, L] and `schedule`, float32[] by name.
             key: For dropout; None is evaluation.
 
         Returns:
@@ -99,7 +105,15 @@ class Embedding(nnx.Module):
         rotation = None
         if self.config.positions == "rotary":
             rotation = self._rotation(positions, tokens.shape[1])
-        context = Context(segment_ids, batch.get("lengths"), rotation)
+        if positions is None:
+            positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        context = Context(
+            segment_ids,
+            batch.get("lengths"),
+            rotation,
+            positions,
+            batch.get("schedule", {}),
+        )
         x = layers.dropout(x, self.config, key)
         return tensor.pin_stream(x), context
 

@@ -12,10 +12,10 @@ from jaxtyping import Array, Float
 
 from zjax.config import schema
 from zjax.models import layers
-from zjax.models.block import Block, make_blocks, transform
+from zjax.models.block import Block, make_blocks
 from zjax.models.embedding import Embedding
 from zjax.models.heads import Head
-from zjax.ops.cross_entropy import TokenLoss
+from zjax.models.stack import hidden_of
 
 
 class Encoder(nnx.Module):
@@ -96,9 +96,7 @@ class Encoder(nnx.Module):
         Raises:
             ConfigError: The sequence is longer than the table of learned positions.
         """
-        embed_key = None if key is None else jax.random.fold_in(key, 0)
-        x, context = self.embedding(batch, embed_key)
-        return transform(self.blocks, x, context, key, config=self.config)
+        return hidden_of(self, batch, key)
 
     def logits(self, batch: dict[str, Any]) -> Float[Array, "B L V"]:
         """Scores of the token at each position, in float32.
@@ -122,19 +120,6 @@ class Encoder(nnx.Module):
         """
         assert self.pooling is not None
         return jnp.tanh(self.pooling(self(batch)[:, 0]))
-
-    def loss(self, batch: dict[str, Any], key: jax.Array | None = None) -> TokenLoss:
-        """Sums of the loss over the masked tokens of a batch.
-
-        Args:
-            batch: As for a call, with `targets` int32[B, L] and `weights`
-                float32[B, L], 1 where a token was masked.
-            key: For dropout; None is evaluation.
-
-        Returns:
-            Sums of loss, weight and hits.
-        """
-        return self.head.loss(self(batch, key), self._table(), batch)
 
     def _table(self):
         return self.embedding.tokens[...] if self.config.tied_head else None

@@ -59,7 +59,7 @@ def make_part(model: Any, field: str) -> Part:
     def start(key: jax.Array) -> tuple[Any, Callable[[], Started]]:
         module = make(key)
         params, rest = _split(module)
-        started = nest(params), nest(rest), nest(_logical(module))
+        started = nest(params), nest(rest), nest(logical_of(module))
         module.train()
         return module, lambda: started
 
@@ -75,7 +75,7 @@ def _part_of_module(model: nnx.Module, field: str) -> Part:
     skeleton = _skeleton(model)
     params, rest = _split(model)
     weights = nest(params), nest(rest)
-    logical = nest(_logical(model))
+    logical = nest(logical_of(model))
     is_abstract = any(map(_is_abstract, jax.tree.leaves(weights)))
 
     def start(key: jax.Array) -> tuple[Any, Callable[[], Started]]:
@@ -182,7 +182,9 @@ def values_of(state: Any) -> Flat:
     }
 
 
-def _logical(module: nnx.Module) -> Flat:
+def logical_of(module: nnx.Module) -> Flat:
+    """What the parameters of a module say of their dims, by path."""
+
     def names(var: nnx.Variable[Any]) -> Any:
         metadata = var.get_metadata()
         given = metadata.get("logical") or metadata.get("out_sharding")

@@ -1,41 +1,48 @@
-"""A decoder or encoder as a line of blocks.
+"""A decoder or encoder as a line of blocks: the one place that puts them together."""
 
-`Decoder.loss(batch, key)` gives the embedding the key `fold_in(key, 0)` and block i the
-key `fold_in(key, i + 1)`; a caller who does the same gets the same dropout.
-"""
+from typing import Any, Protocol, runtime_checkable
 
-import functools
-from typing import Any
-
-import jax.numpy as jnp
+import jax
 from flax import nnx
+from jaxtyping import Array, Float
 
 from zjax.config import schema
-from zjax.models import cached, generate
+from zjax.forward import Execution, run_stack
 from zjax.models.block import Block, run_tile
-from zjax.models.decoder import Decoder
-from zjax.models.encoder import Encoder
+from zjax.models.embedding import Embedding
 from zjax.models.feed_forward import TiledFeedForward
-from zjax.sharding.layers import layers_of, side_by_side
-from zjax.typing import Continuation, Params, Segment, Stack, Tiles
+from zjax.models.heads import Head
+from zjax.models.nnx import nest, values_of
+from zjax.parallel import remat
+from zjax.typing import Auxiliary, Params, Segment, Stack, Tiles
 
 SHARED = "embedding/tokens"
 """The token table, which the head of a tied model reads too."""
 
 
-def make_stack(model: Decoder | Encoder) -> Stack:
+@runtime_checkable
+class LineOfBlocks(Protocol):
+    """A decoder or an encoder."""
+
+    config: schema.Model
+    embedding: Embedding
+    blocks: Block
+    head: Head
+
+
+def make_stack(model: LineOfBlocks) -> Stack:
     """Presents a model as its embedding, its blocks and its head.
 
     Parameters are trees of dicts in the paths of the model: embed holds `embedding`,
     head holds `head` and, where it is tied, `embedding/tokens` again.
 
     Args:
-        model: Decoder or encoder without pooling; abstract values suffice.
+        model: Decoder or encoder, whose pooling is left out; abstract values suffice.
 
     Returns:
         Functions of parameters, which recompute nothing of their own. `join` sums the
         two gradients of a tied table; to join parameters, zero the head's copy of the
-        table first. It leaves layers apart.
+        table first.
     """
     config = model.config
     embedding, _ = nnx.split(model.embedding)
@@ -46,11 +53,10 @@ def make_stack(model: Decoder | Encoder) -> Stack:
         return nnx.merge(embedding, params["embedding"])(batch, key)
 
     def block(params, carry, context, key):
-        carry = nnx.merge(blocks, params)(carry, context, key)
-        return carry, jnp.zeros((), jnp.float32)
+        return nnx.merge(blocks, params)(carry, context, key), Auxiliary()
 
     def head(params, carry, batch):
-        table = _table(params, config)
+        table = table_of(params, config)
         sums = nnx.merge(last, params["head"]).loss(carry, table, batch)
         return sums.loss_sum, sums.weight_sum, {"accuracy": sums.correct_sum}
 
@@ -62,46 +68,50 @@ def make_stack(model: Decoder | Encoder) -> Stack:
         split=lambda params: _split(params, config),
         join=lambda embed, segments, head: _join(embed, segments, head, config),
         shared=(SHARED,) if config.tied_head else (),
-        continuation=(
-            _continuation(config, embedding, model.blocks, last)
-            if isinstance(model, Decoder)
-            else None
-        ),
     )
 
 
-def _continuation(config: schema.Model, embedding, blocks: Block, last) -> Continuation:
-    block, _ = nnx.split(_without_tiles(blocks) if config.mlp_tiles > 1 else blocks)
+def execution_of(config: schema.Model) -> Execution:
+    """How the blocks of a model run in one program.
 
-    def run(block, attend, x, context):
-        if config.mlp_tiles > 1:
-            return block.trunk_with(attend, x, context)
-        x, kept = block.attend_with(attend, x, context)
-        return (x, ()), kept
+    Args:
+        config: Read for `layers_per_scan`, `remat` and `activation_memory`.
 
-    def embed(params, *args):
-        return cached.embed(nnx.merge(embedding, params["embedding"]), *args)
-
-    def read_prompt(params, *args):
-        return cached.read_prompt(nnx.merge(block, params), *args, run=run)
-
-    def read_token(params, *args):
-        return cached.read_token(nnx.merge(block, params), *args, run=run)
-
-    def score(params, carry):
-        head = nnx.merge(last, params["head"])
-        return cached.score(head, carry, _table(params, config))
-
-    return Continuation(
-        check=functools.partial(generate.check, config),
-        embed=embed,
-        read_prompt=read_prompt,
-        read_token=read_token,
-        score=score,
-    )
+    Returns:
+        The same for `zjax.forward`.
+    """
+    memory = remat.within_reach(config.activation_memory)
+    return Execution(config.layers_per_scan, config.remat, memory)
 
 
-def _table(params: Params, config: schema.Model):
+def hidden_of(
+    model: LineOfBlocks, batch: dict[str, Any], key: jax.Array | None
+) -> Float[Array, "B L M"]:
+    """The stream after the last block, which the head reads.
+
+    Args:
+        model: With its weights.
+        batch: As its embedding takes it.
+        key: For dropout; None is evaluation.
+
+    Returns:
+        One vector per token.
+    """
+    params = nest(values_of(nnx.state(model, nnx.Param)))
+    stack, execution = make_stack(model), execution_of(model.config)
+    return run_stack(stack, params, batch, key, execution)[0]
+
+
+def table_of(params: Params, config: schema.Model) -> Float[Array, "V M"] | None:
+    """The token table that the head reads.
+
+    Args:
+        params: Of the head.
+        config: Says whether it is tied.
+
+    Returns:
+        None where the head has a matrix of its own.
+    """
     return params["embedding"]["tokens"] if config.tied_head else None
 
 
@@ -110,7 +120,8 @@ def _tiled(blocks: Block) -> TiledFeedForward:
     return blocks.mlp
 
 
-def _without_tiles(blocks: Block) -> Block:
+def without_tiles(blocks: Block) -> Block:
+    """Blocks of tiled feed-forwards, less the tiles: what `Block.trunk` runs."""
     rest = nnx.clone(blocks)
     _tiled(rest).tiles = nnx.Dict({})
     return rest
@@ -118,7 +129,7 @@ def _without_tiles(blocks: Block) -> Block:
 
 def _tiles(blocks: Block, config: schema.Model) -> Tiles:
     one, _ = nnx.split(_tiled(blocks).tiles["0"])
-    rest, _ = nnx.split(_without_tiles(blocks))
+    rest, _ = nnx.split(without_tiles(blocks))
 
     def split(params):
         mlp = dict(params["mlp"])
@@ -127,7 +138,7 @@ def _tiles(blocks: Block, config: schema.Model) -> Tiles:
 
     def trunk(params, carry, context, key):
         carry, entering = nnx.merge(rest, params).trunk(carry, context, key)
-        return (carry, entering), jnp.zeros((), jnp.float32)
+        return (carry, entering), Auxiliary()
 
     def tile(params, entering, key):
         tile = nnx.merge(one, params)
@@ -141,15 +152,14 @@ def _split(params: Params, config: schema.Model):
     head = {"head": params["head"]}
     if config.tied_head:
         head["embedding"] = {"tokens": params["embedding"]["tokens"]}
-    layers = layers_of(params["blocks"], config.num_layers)
-    return embed, (tuple(layers),), head
+    return embed, (params["blocks"],), head
 
 
 def _join(embed: Params, segments, head: Params, config: schema.Model):
-    (layers,) = segments
+    (blocks,) = segments
     joined: dict[str, Any] = {
         "embedding": dict(embed["embedding"]),
-        "blocks": side_by_side(layers),
+        "blocks": blocks,
         "head": head["head"],
     }
     if config.tied_head:

@@ -33,9 +33,9 @@ class Generation:
         self.continuation, self.passes = continuation, passes
         self.begin = jit(self._begin, static_argnums=2)
         self.embed = jit(self._embed)
-        self.read_prompt = jit(self._read_prompt, static_argnums=(4, 5))
-        self.read_token = jit(self._read_token, donate_argnums=5)
-        self.add_tile = jit(self._add_tile, donate_argnums=1)
+        self.read_prompt = jit(self._read_prompt, static_argnums=(0, 5, 6))
+        self.read_token = jit(self._read_token, static_argnums=0, donate_argnums=6)
+        self.add_tile = jit(self._add_tile, static_argnums=0, donate_argnums=2)
         self.choose = jit(self._choose, static_argnums=5)
 
     def __call__(
@@ -75,20 +75,24 @@ class Generation:
         carry, context = self.continuation.embed(params, *args)
         return self._held(carry), context
 
-    def _read_prompt(self, params: Params, *args: Any) -> Any:
-        params = self.passes.in_use("block", params)
-        stream, cache = self.continuation.read_prompt(params, *args)
+    def _read_prompt(self, segment: int, params: Params, *args: Any) -> Any:
+        params = self.passes.in_use(("block", segment), params)
+        read = self.continuation.blocks[segment].read_prompt
+        stream, cache = read(params, *args)
         return self._after_block(*stream), cache
 
-    def _read_token(self, params: Params, *args: Any) -> Any:
-        params = self.passes.in_use("block", params)
-        stream, cache = self.continuation.read_token(params, *args)
+    def _read_token(self, segment: int, params: Params, *args: Any) -> Any:
+        params = self.passes.in_use(("block", segment), params)
+        read = self.continuation.blocks[segment].read_token
+        stream, cache = read(params, *args)
         return self._after_block(*stream), cache
 
-    def _add_tile(self, params: Params, carry: jax.Array, entering: jax.Array) -> Any:
-        tiles = self.passes.segment.tiles
+    def _add_tile(
+        self, segment: int, params: Params, carry: jax.Array, entering: jax.Array
+    ) -> Any:
+        tiles = self.passes.stack.segments[segment].tiles
         assert tiles is not None
-        params = self.passes.in_use("tile", params)
+        params = self.passes.in_use(("tile", segment), params)
         carry += tiles.tile(params, entering, None)
         return self._held((carry, carry[:, -1:]))
 
@@ -126,12 +130,12 @@ class _Writing:
         settings: Settings,
     ):
         self.programs, self.passes = programs, programs.passes
-        self.embed, (blocks,), self.head = self.passes.stack.split(state.params)
-        self.units = self.passes.units(blocks)
+        self.embed, _, self.head = self.passes.stack.split(state.params)
+        self.units = self.passes.units(state.params)
         self.tokens, self.is_padded = tokens, lengths is not None
         self.key, self.settings = key, settings
         self.starts, self.text = programs.begin(tokens, lengths, settings)
-        self.caches: list[Any] = [None] * len(blocks)
+        self.caches: list[Any] = [None] * len(self.passes.units_of_block)
 
     def write(self) -> jax.Array:
         length, settings = self.tokens.shape[1], self.settings
@@ -161,9 +165,10 @@ class _Writing:
         carry, context = programs.embed(self.embed, tokens, self.starts, first)
         last = carry
         for number, cache in enumerate(self.caches):
-            trunk, *tiles = self.passes.groups_of_block(number)
+            segment = self.passes.segment_by_block[number]
+            trunk, *tiles = self.passes.units_of_block[number]
             with self.passes.fetched(self.units, (column, trunk)) as (block, used):
-                inputs = (block, carry, context, self.starts)
+                inputs = (segment, block, carry, context, self.starts)
                 if is_prompt:
                     results = programs.read_prompt(*inputs, room, self.is_padded)
                 else:
@@ -172,6 +177,6 @@ class _Writing:
                 used.append(last)
             for group in tiles:
                 with self.passes.fetched(self.units, (column, group)) as (tile, used):
-                    carry, last = programs.add_tile(tile, carry, entering)
+                    carry, last = programs.add_tile(segment, tile, carry, entering)
                     used.append(last)
         return last

@@ -10,7 +10,7 @@ from zjax.config.schema import Config
 from zjax.jaxprs.program import Name
 from zjax.offload.dataflow import trace
 from zjax.offload.parts import Part, compile_parts
-from zjax.offload.units import groups_of, num_units
+from zjax.offload.units import kinds_of
 from zjax.sharding.paths import layer_of
 from zjax.sharding.placement import ArrayPlan, Form, pad, place_tree, shardings, unpad
 from zjax.sharding.plan import DEVICE, Plan
@@ -92,25 +92,19 @@ def _created(
     leaves, _ = jax.tree_util.tree_flatten_with_path(plan.master)
     layers = [layer_of(keys) for keys, _ in leaves]
     rows = [row for _, row in leaves]
-    places = list(zip(layers, _units(model, plan.master, layers), strict=True))
-    programs: dict[int | None, Any] = {}
-    for place in dict.fromkeys(places):
-        number, unit = place
-        own = [i for i, other in enumerate(places) if other == place]
-        if unit not in programs:
-            programs[unit] = jax.jit(_creator(model, layers, rows, own))
-        yield from zip(own, programs[unit](key, number or 0), strict=True)
-
-
-def _units(
-    model: Model, params: Params, layers: Sequence[int | None]
-) -> list[int | None]:
-    """For every leaf of layers apart, its unit in the layer; None outside of layers."""
     assert model.stack is not None
-    size = num_units(model.stack, params)
-    groups = groups_of(model.stack, params)
-    pairs = zip(groups, layers, strict=True)
-    return [None if layer is None else group % size for group, layer in pairs]
+    kinds = kinds_of(model.stack, plan.master)
+    places = [
+        (None, None) if layer is None else (layer, kind)
+        for layer, kind in zip(layers, kinds, strict=True)
+    ]
+    programs: dict[Any, Any] = {}
+    for place in dict.fromkeys(places):
+        number, kind = place
+        own = [i for i, other in enumerate(places) if other == place]
+        if kind not in programs:
+            programs[kind] = jax.jit(_creator(model, layers, rows, own))
+        yield from zip(own, programs[kind](key, number or 0), strict=True)
 
 
 def _creator(

@@ -7,7 +7,7 @@ import jax
 
 from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config
-from zjax.offload.units import num_units
+from zjax.offload.units import units_by_block
 from zjax.sharding.placement import ArrayPlan, abstract_key
 from zjax.sharding.plan import DEVICE, Plan, while_it_waits
 from zjax.train.compute_params import compute_dtype
@@ -77,7 +77,7 @@ def waiting_inputs(
         parts = microbatches.split_batch(batch, model, number, plan.num_batch_shares)
         return stack.embed(params, jax.tree.map(lambda x: x[0], parts), key)[0]
 
-    embed, (blocks,), _ = stack.split(params)
-    streams = len(blocks) * min(2, num_units(stack, params))
+    embed, _, _ = stack.split(params)
+    streams = sum(min(2, len(units)) for units in units_by_block(stack, params))
     entering = jax.tree.leaves(jax.eval_shape(enter, embed, batch, abstract_key()))
     return streams * [input_at_rest(x, plan, config) for x in entering]

@@ -1,7 +1,7 @@
 """Memory of a device that a streamed step takes, from its programs and its streams."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from zjax.offload.segments import Segments
 from zjax.offload.stream import GOING_SHARE, Stream
 from zjax.offload.train import OffloadedTrain
-from zjax.offload.units import units_of
+from zjax.offload.units import units_by_block
 from zjax.offload.whole import Whole
 from zjax.sharding.batch import batch_shardings
 from zjax.sharding.in_use import plan_on_device
@@ -75,7 +75,7 @@ def _moments(
         ),
         "pending gradients": _pending(train),
     }
-    all_blocks = [*map(_moved_bytes, passes.unit_rows)] * passes.segment.num_blocks
+    all_blocks = [*map(_moved_bytes, passes.unit_rows)]
     blocks = {"blocks on their way": _on_their_way(passes.stream, all_blocks)}
     waiting = _waiting(train, passes, inputs)
     # A gradient waits where its block kept something; that of the head comes before.
@@ -102,46 +102,93 @@ class _Programs:
     def __init__(self, train: OffloadedTrain, passes: Segments, batch: Batch):
         number = jax.ShapeDtypeStruct((), jnp.float32)
         self.plan = plan_on_device(passes.plan)
-        embed, (blocks,), head = passes.stack.split(abstract_tree(self.plan.compute))
+        params = abstract_tree(self.plan.compute)
+        embed, _, head = passes.stack.split(params)
         batch = _like_batch(self.plan, batch, train.entries)
         part = _shapes_of(passes.split, batch, 0)
         part = _like_batch(self.plan, part, train.entries)
         key = abstract_key()
         carry, context = _shapes_of(passes.embed, embed, part, key)
         carry = _like_batch(self.plan, carry)
-        trunk, *tiles = units_of(passes.segment, blocks[0])
-        inputs = (trunk, carry, context, key, 0, number)
-        leaving = _like_batch(self.plan, _shapes_of(passes.block, *inputs)[0])
+        units = units_by_block(passes.stack, params)
+        first = dict(zip(passes.segment_by_block[::-1], units[::-1], strict=True))
+        reads = (carry, context, key)
+        of_segment = {i: self.block(passes, i, first[i], *reads) for i in sorted(first)}
+        blocks = [of_segment[i] for i in passes.segment_by_block]
+        self.inputs = [row for block in blocks for row in block.rows]
+        self.carry = self.bytes_of(carry)
+        self.for_tiles = max(block.for_tiles for block in blocks)
+        of_head = (head, carry, part, number, [block.given for block in blocks])
+        shared = _shapes_of(passes.head, *of_head)[2]
+        back = (embed, part, key, carry, shared)
+        self.bytes = _most([block.bytes for block in of_segment.values()]) | {
+            "head": _added_bytes(passes.head, *of_head),
+            "embedding, backward": _added_bytes(passes.embed_backward, *back),
+            "update": _update_bytes(train),
+        }
+
+    def block(
+        self,
+        passes: Segments,
+        segment: int,
+        units: Sequence[Any],
+        carry: Any,
+        context: Any,
+        key: Any,
+    ) -> "_Block":
+        """The blocks of a segment, by its first."""
+        trunk, *tiles = units
+        inputs = (segment, trunk, carry, context, key, 0)
+        stream, given, _ = _shapes_of(passes.block, *inputs)
+        leaving = _like_batch(self.plan, stream)
         lowered = (passes.block_kept or passes.block).lower(*inputs)
         forward, left = lowered.compile(), carry
         if passes.block_kept is not None:
             _, left = _placed(lowered.out_info, forward.output_shardings)
-        shared = _shapes_of(passes.head, head, carry, part, number, number)[2]
-        self.carry = self.bytes_of(carry)
-        self.for_tiles = self.bytes_of(leaving[1])
-        rows = jax.tree.leaves(passes.rows_kept(left, leaving[1]))
-        self.inputs = rows * len(blocks)
-        self.bytes = {
+        number = jax.ShapeDtypeStruct((), jnp.float32)
+        back = (segment, trunk, left, context, key, 0, *leaving, number)
+        found = {
             "forward": _added_by(forward),
-            "head": _added_bytes(passes.head, head, carry, part, number, number),
-            "backward": _added_bytes(
-                passes.block_backward, trunk, left, context, key, 0, *leaving, number
-            ),
-            "embedding, backward": _added_bytes(
-                passes.embed_backward, embed, part, key, carry, shared
-            ),
-            "update": _update_bytes(train),
+            "backward": _added_bytes(passes.block_backward, *back),
         }
         for tile in tiles[:1]:
-            back = (tile, leaving[1], key, 0, *leaving)
-            self.bytes |= {
-                "tile": _added_bytes(passes.tile, tile, *leaving, key, 0),
+            there = (segment, tile, *leaving, key, 0)
+            back = (segment, tile, leaving[1], key, 0, *leaving)
+            found |= {
+                "tile": _added_bytes(passes.tile, *there),
                 "tile, backward": _added_bytes(passes.tile_backward, *back),
             }
+        rows = jax.tree.leaves(passes.rows_kept(left, leaving[1]))
+        return _Block(rows, self.bytes_of(leaving[1]), given, found)
 
     def bytes_of(self, tree: Any) -> int:
         """Of shapes on one device."""
         return sum(_row_of(x).device_bytes for x in jax.tree.leaves(tree))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """One block of a segment.
+
+    Args:
+        rows: Of what it leaves to the backward pass.
+        for_tiles: Bytes of what its tiles read.
+        given: Its auxiliary loss and metrics, as shapes.
+        bytes: That its programs add to their operands.
+    """
+
+    rows: list[ArrayPlan]
+    for_tiles: int
+    given: Any
+    bytes: dict[str, int | None]
+
+
+def _most(found: Sequence[Mapping[str, int | None]]) -> dict[str, int | None]:
+    """The most bytes of each program; None where a compiler does not say."""
+    names = dict.fromkeys(name for own in found for name in own)
+    every = {name: [own[name] for own in found if name in own] for name in names}
+    known = {n: [x for x in own if x is not None] for n, own in every.items()}
+    return {n: max(x) if len(x) == len(every[n]) else None for n, x in known.items()}
 
 
 def _peak_of_whole(train: OffloadedTrain, passes: Whole, batch: Batch) -> Peak | None:

@@ -1,17 +1,19 @@
 """The programs of a model in parts: embedding, one block, head, each there and back.
 
-A block with tiles is a trunk, whose programs are those of any block, and one tile.
+A block with tiles is a trunk, whose programs are those of any block, and one tile. All
+programs of blocks take the number of the segment first, which is static.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from zjax.errors import PlanError, Problem
+from zjax.forward import combine, loss_of_sums
 from zjax.offload.kept import kept_of, pull_with
-from zjax.offload.units import trunk_of, units_of, units_of_all
+from zjax.offload.units import segment_by_block, trunk_of, units_by_block
 from zjax.ops.keys import part_key
 from zjax.sharding.memory import waiting_rows
 from zjax.sharding.paths import path_of
@@ -25,14 +27,14 @@ from zjax.sharding.placement import (
 from zjax.sharding.plan import Plan
 from zjax.train.compute_params import cast_like, compute_dtype
 from zjax.train.gradients import microbatches, weighting
-from zjax.typing import Batch, Loss, Model, Params
+from zjax.typing import Auxiliary, Batch, Loss, Model, Params
 
 
 class BlockPrograms:
     """Functions of parts of the parameters, as they are stored on the devices.
 
     Args:
-        model: It has a stack of one segment.
+        model: It has a stack.
         plan: Places parameters and gradients on the devices.
         num_microbatches: Parts of the batch that follow one another.
         keeps: What the forward pass of a block leaves to the backward pass, as a policy
@@ -48,8 +50,6 @@ class BlockPrograms:
     ):
         assert model.stack is not None
         self.stack = model.stack
-        (self.segment,) = self.stack.segments
-        self.run_block = trunk_of(self.segment)
         self.model, self.plan = model, plan
         self.num_microbatches, self.keeps = num_microbatches, keeps
         grads = waiting_rows(plan, num_microbatches)
@@ -57,24 +57,28 @@ class BlockPrograms:
         self.rows = self.of_parts(plan.compute)
         self.grad_rows = self.of_parts(grads)
 
-    def of_parts(self, rows: Any) -> dict[str, Any]:
-        """Rows of the parameters, for `embed`, one `block`, its `tile`s and `head`."""
-        embed, (blocks,), head = self.stack.split(rows)
-        block, *tiles = units_of(self.segment, blocks[0])
-        tile = tiles[0] if tiles else ()
-        return {"embed": embed, "block": block, "tile": tile, "head": head}
+    def of_parts(self, rows: Any) -> dict[Any, Any]:
+        """Rows of embedding and head, and of one block and tile of each segment."""
+        embed, _, head = self.stack.split(rows)
+        parts: dict[Any, Any] = {"embed": embed, "head": head}
+        numbers = segment_by_block(self.stack)
+        blocks = units_by_block(self.stack, rows)
+        for number, (block, *tiles) in zip(numbers, blocks, strict=True):
+            parts["block", number] = block
+            parts["tile", number] = tiles[0] if tiles else ()
+        return parts
 
     def rows_by_group(self) -> list[list[ArrayPlan]]:
         """Rows of the gradients that arrive together, as `groups_of` numbers them."""
         embed = jax.tree.leaves(self.grad_rows["embed"])
-        _, (blocks,), _ = self.stack.split(self.grad_tree)
-        units = units_of_all(self.segment, blocks)
+        blocks = units_by_block(self.stack, self.grad_tree)
+        units = [jax.tree.leaves(unit) for block in blocks for unit in block]
         head = [
             row
             for keys, row in jax.tree_util.tree_leaves_with_path(self.grad_rows["head"])
             if path_of(keys) not in self.stack.shared
         ]
-        return [*map(jax.tree.leaves, units), embed, head]
+        return [*units, embed, head]
 
     def split_batch(self, batch: Batch, number: int) -> Batch:
         """One of the microbatches."""
@@ -92,53 +96,66 @@ class BlockPrograms:
 
     def block(
         self,
+        segment: int,
         params: Params,
         carry: Any,
         context: Any,
         key: jax.Array | None,
         number: jax.Array,
-        auxiliary: jax.Array,
     ) -> Any:
-        """The stream after a block, what its tiles read, and the auxiliary loss so far.
+        """The stream after a block, less its tiles, with what these read.
 
-        The stream is that without the tiles.
+        Also what the block gives besides, and a number once all of it is there.
         """
-        params, context, block_key = self.given(params, context, key, number)
-        carry, own = self.run_block(params, carry, context, block_key)
-        return self.held(carry), auxiliary + own
+        given = self.given(segment, params, context, key, number)
+        params, context, block_key = given
+        run = trunk_of(self.stack.segments[segment])
+        carry, own = run(params, carry, context, block_key)
+        return self.held(carry), own, jnp.float32(0)
 
     def block_kept(
         self,
+        segment: int,
         params: Params,
         carry: Any,
         context: Any,
         key: jax.Array,
         number: jax.Array,
-        auxiliary: jax.Array,
     ) -> Any:
         """The same, and what `keeps` has it leave to the backward pass."""
-        given = self.given(params, context, key, number)
-        (left, own), pull = self.pull_of(given, carry)
+        given = self.given(segment, params, context, key, number)
+        (left, loss), pull, metrics = self.pull_of(segment, given, carry)
         _check_same(carry, left[0])
-        return (self.held(left), auxiliary + own), kept_of(pull, given)
+        results = self.held(left), Auxiliary(loss, metrics), jnp.float32(0)
+        return results, kept_of(pull, given)
 
-    def given(self, params: Params, context: Any, key: Any, number: Any) -> Any:
+    def given(
+        self, segment: int, params: Params, context: Any, key: Any, number: Any
+    ) -> Any:
         """What every program of a block has besides its stream."""
-        return self.in_use("block", params), context, part_key(key, number + 1)
+        params = self.in_use(("block", segment), params)
+        return params, context, part_key(key, number + 1)
 
-    def pull_of(self, given: Any, carry: Any) -> Any:
-        """Results of a block, and what takes their cotangents to its operands."""
+    def pull_of(self, segment: int, given: Any, carry: Any) -> Any:
+        """A block as `jax.vjp` runs it.
+
+        That is its stream and auxiliary loss, what takes their cotangents to its
+        operands, and its metrics.
+        """
         params, context, block_key = given
+        run_trunk = trunk_of(self.stack.segments[segment])
 
         def run(params: Params, carry: Any) -> Any:
-            return self.run_block(params, carry, context, block_key)
+            stream, own = run_trunk(params, carry, context, block_key)
+            return (stream, own.loss), own.metrics
 
         if self.keeps:
             run = jax.checkpoint(run, policy=self.keeps, prevent_cse=False)
-        return jax.vjp(run, params, carry)
+        return jax.vjp(run, params, carry, has_aux=True)
 
     def tile(
         self,
+        segment: int,
         params: Params,
         carry: Any,
         entering: Any,
@@ -146,12 +163,17 @@ class BlockPrograms:
         number: jax.Array,
     ) -> tuple[Any, jax.Array]:
         """The stream with what a tile adds to it; a number once it is."""
-        assert self.segment.tiles is not None
-        block_key = part_key(key, number + 1)
-        params = self.in_use("tile", params)
-        added = self.segment.tiles.tile(params, entering, block_key)
+        params = self.in_use(("tile", segment), params)
+        run = self.tile_of(segment)
+        added = run(params, entering, part_key(key, number + 1))
         carry = jax.tree.map(jnp.add, carry, added)
         return self.held(carry), _number_of(carry)
+
+    def tile_of(self, segment: int) -> Callable[..., Any]:
+        """The function of its tiles."""
+        tiles = self.stack.segments[segment].tiles
+        assert tiles is not None
+        return tiles.tile
 
     def head(
         self,
@@ -159,37 +181,44 @@ class BlockPrograms:
         carry: Any,
         batch: Batch,
         scale: jax.Array,
-        auxiliary: jax.Array,
-    ) -> tuple[Loss, list[jax.Array], list[jax.Array], Any]:
-        """Loss; gradients of own and of shared arrays and of the stream."""
+        given: Sequence[Auxiliary],
+    ) -> tuple[Loss, list[jax.Array], list[jax.Array], Any, jax.Array]:
+        """Loss; gradients of own and shared arrays, of the stream, of a block's loss.
 
-        def scaled(params: Params, carry: Any) -> tuple[jax.Array, Loss]:
-            loss = self.mean_loss(params, carry, batch, auxiliary)
-            return loss.value * scale, loss
+        The last is the same for all blocks.
+        """
+
+        def scaled(params: Params, carry: Any) -> tuple[jax.Array, Any]:
+            loss = self.mean_loss(params, carry, batch, given)
+            factor = scale * weighting.counted(loss.weight)
+            return loss.value * factor, (loss, factor)
 
         differentiate = jax.grad(scaled, argnums=(0, 1), has_aux=True)
-        (grads, cotangent), loss = differentiate(self.in_use("head", params), carry)
+        found = differentiate(self.in_use("head", params), carry)
+        (grads, cotangent), (loss, of_auxiliary) = found
         own, shared = [], []
         stored = self.stored("head", grads)
         for keys, grad in jax.tree_util.tree_leaves_with_path(stored):
             (shared if path_of(keys) in self.stack.shared else own).append(grad)
-        return loss, own, shared, self.held(cotangent)
+        return loss, own, shared, self.held(cotangent), of_auxiliary
 
     def head_loss(
-        self, params: Params, carry: Any, batch: Batch, auxiliary: jax.Array
+        self, params: Params, carry: Any, batch: Batch, given: Sequence[Auxiliary]
     ) -> Loss:
         """The loss of a microbatch."""
-        return self.mean_loss(self.in_use("head", params), carry, batch, auxiliary)
+        return self.mean_loss(self.in_use("head", params), carry, batch, given)
 
     def mean_loss(
-        self, params: Params, carry: Any, batch: Batch, auxiliary: jax.Array
+        self, params: Params, carry: Any, batch: Batch, given: Sequence[Auxiliary]
     ) -> Loss:
         """The loss of a microbatch; the parameters are whole."""
         total, weight, sums = self.stack.head(params, carry, batch)
-        return weighting.loss_of_sums(total, weight, sums, auxiliary)
+        loss = loss_of_sums(total, weight, sums, combine(given))
+        return weighting.check_names(loss)
 
     def block_backward(
         self,
+        segment: int,
         params: Params,
         left: Any,
         context: Any,
@@ -197,26 +226,28 @@ class BlockPrograms:
         number: jax.Array,
         cotangent: Any,
         of_entering: Any,
-        scale: jax.Array,
+        of_auxiliary: jax.Array,
     ) -> tuple[list[jax.Array], Any, jax.Array]:
         """Gradients of a block and of what entered it; a number once they are.
 
-        They follow from those of its stream and of what its tiles read, and from what
-        the forward pass has left: what entered the block, or what it kept.
+        They follow from those of its stream, of what its tiles read and of its
+        auxiliary loss, and from what the forward pass has left: what entered the block,
+        or what it kept.
         """
-        given = self.given(params, context, key, number)
+        given = self.given(segment, params, context, key, number)
+        # What entered the block may not be there, nor anything computed from it.
+        entered = jax.tree.map(jnp.zeros_like, cotangent) if self.keeps else left
+        (_, loss), pull, _ = self.pull_of(segment, given, entered)
         if self.keeps:
-            # What entered the block is not there, nor is anything computed from it.
-            nothing = jax.tree.map(jnp.zeros_like, cotangent)
-            pull = pull_with(left, self.pull_of(given, nothing)[1], given)
-        else:
-            _, pull = self.pull_of(given, left)
-        grads, cotangent = pull(((cotangent, of_entering), scale))
-        stored = jax.tree.leaves(self.stored("block", grads))
+            pull = pull_with(left, pull, given)
+        of_loss = None if loss is None else of_auxiliary.astype(loss.dtype)
+        grads, cotangent = pull(((cotangent, of_entering), of_loss))
+        stored = jax.tree.leaves(self.stored(("block", segment), grads))
         return stored, self.held(cotangent), _number_of(cotangent)
 
     def tile_backward(
         self,
+        segment: int,
         params: Params,
         entering: Any,
         key: jax.Array,
@@ -228,16 +259,16 @@ class BlockPrograms:
 
         The stream has the same cotangent before and after a tile.
         """
-        assert self.segment.tiles is not None
-        run_tile, block_key = self.segment.tiles.tile, part_key(key, number + 1)
+        run_tile, block_key = self.tile_of(segment), part_key(key, number + 1)
 
         def run(params: Params, entering: Any) -> Any:
             return run_tile(params, entering, block_key)
 
-        _, pull = jax.vjp(run, self.in_use("tile", params), entering)
+        whole = self.in_use(("tile", segment), params)
+        _, pull = jax.vjp(run, whole, entering)
         grads, own = pull(cotangent)
         total = jax.tree.map(jnp.add, of_entering, own)
-        stored = jax.tree.leaves(self.stored("tile", grads))
+        stored = jax.tree.leaves(self.stored(("tile", segment), grads))
         return stored, self.held(total), _number_of(total)
 
     def embed_backward(
@@ -266,12 +297,12 @@ class BlockPrograms:
         """That of what tiles read, before the first of them."""
         return self.held(jax.tree.map(jnp.zeros_like, entering))
 
-    def in_use(self, part: str, params: Params) -> Params:
+    def in_use(self, part: Any, params: Params) -> Params:
         """Parameters where they are used, as the function of a part takes them."""
         rows = self.rows[part]
         return use_tree(unpad_tree(params, rows), rows)
 
-    def stored(self, part: str, grads: Params) -> Params:
+    def stored(self, part: Any, grads: Params) -> Params:
         """Gradients split over the devices."""
         rows = self.grad_rows[part]
         return pad_tree(place_tree(cast_like(grads, rows), rows), rows)

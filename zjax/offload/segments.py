@@ -8,6 +8,7 @@ trunk and each tile are programs of their own, and what the tiles read is kept t
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from zjax.errors import PlanError, Problem
 from zjax.offload.parts import Jit
 from zjax.offload.programs import BlockPrograms
 from zjax.offload.stream import Load, Stream
-from zjax.offload.units import groups_of, units_of, units_of_all
+from zjax.offload.units import groups_of, segment_by_block, units_by_block
 from zjax.sharding.in_use import plan_on_device
 from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import DEVICE, HOST, Plan
@@ -26,7 +27,7 @@ from zjax.storage.move import rest
 from zjax.train.gradients import weighting
 from zjax.train.state import TrainState
 from zjax.train.update import loss_scale_of
-from zjax.typing import Batch, Loss, Metrics, Model, Params
+from zjax.typing import Auxiliary, Batch, Loss, Metrics, Model, Params
 
 
 class Arrived(NamedTuple):
@@ -55,7 +56,7 @@ class Segments:
     are those of `groups_of`.
 
     Args:
-        model: It has a stack of one segment and takes its layers apart.
+        model: It has a stack and takes its layers apart.
         plan: Places parameters and gradients.
         num_microbatches: Parts of the batch that follow one another.
         jit: Compiles.
@@ -79,17 +80,16 @@ class Segments:
     ):
         assert model.stack is not None
         self.stack = model.stack
-        (self.segment,) = self.stack.segments
+        self.segment_by_block = segment_by_block(self.stack)
         self.plan = plan
         self.num_microbatches = num_microbatches
         on_device = plan_on_device(plan)
         programs = BlockPrograms(model, on_device, num_microbatches, keeps)
         self.in_use = programs.in_use
-        _, (blocks,), _ = self.stack.split(plan.compute)
-        units = units_of(self.segment, blocks[0])
-        self.unit_rows: list[list[ArrayPlan]] = [
-            jax.tree.leaves(unit) for unit in units
-        ]
+        units = self.units(plan.compute)
+        self.unit_rows: list[list[ArrayPlan]] = [jax.tree.leaves(x) for x in units]
+        ends = itertools.accumulate(map(len, units_by_block(self.stack, plan.compute)))
+        self.units_of_block = [range(*pair) for pair in itertools.pairwise([0, *ends])]
         unit_bytes = max(sum(x.device_bytes for x in rows) for rows in self.unit_rows)
         moved_bytes = max(
             sum(x.device_bytes for x in rows if x.memory != DEVICE)
@@ -105,13 +105,15 @@ class Segments:
         ]
         self.grad_rows = programs.grad_tree
         self.embed = jit(programs.embed)
-        self.block = jit(programs.block)
-        self.block_kept = jit(programs.block_kept) if keeps else None
-        self.tile = jit(programs.tile, donate_argnums=1)
+        self.block = jit(programs.block, static_argnums=0)
+        kept = jit(programs.block_kept, static_argnums=0)
+        self.block_kept = kept if keeps else None
+        self.tile = jit(programs.tile, static_argnums=0, donate_argnums=2)
         self.head = jit(programs.head)
         self.head_loss = jit(programs.head_loss)
-        self.block_backward = jit(programs.block_backward, donate_argnums=5)
-        self.tile_backward = jit(programs.tile_backward, donate_argnums=5)
+        backward = {"static_argnums": 0, "donate_argnums": 6}
+        self.block_backward = jit(programs.block_backward, **backward)
+        self.tile_backward = jit(programs.tile_backward, **backward)
         self.embed_backward = jit(programs.embed_backward)
         self.no_cotangent = jit(programs.no_cotangent)
         self.scale_by = jit(_scaled)
@@ -123,7 +125,7 @@ class Segments:
     @property
     def order(self) -> list[int]:
         """The groups as their gradients arrive."""
-        embed = self.segment.num_blocks * len(self.unit_rows)
+        embed = len(self.unit_rows)
         return [embed + 1, *reversed(range(embed)), embed]
 
     def groups(self) -> list[int]:
@@ -194,28 +196,29 @@ class Segments:
         self, params: Params, batch: Batch, key: jax.Array, scale: jax.Array
     ) -> Iterator[Any]:
         """One microbatch: its loss, then gradients by group."""
-        embed, (blocks,), head = self.stack.split(params)
-        units = self.units(blocks)
+        embed, _, head = self.stack.split(params)
+        units = self.units(params)
         self.carries.begin(())  # and forget those of a pass that failed
-        back = range(len(blocks))[::-1]
+        back = range(len(self.units_of_block))[::-1]
         kept: list[Any] = []
         there = [("forward", i) for i in range(len(units))]
         self.announce(units, [*there, *(("backward", i) for _, i in there[::-1])])
-        carry, context, auxiliary = self.forward(embed, units, batch, key, kept)
+        carry, context, given = self.forward(embed, units, batch, key, kept)
         rows = [row for _, rows in kept for row in jax.tree.leaves(rows)]
         here = [row for row in rows if row.memory == DEVICE]
         self.kept_bytes = sum(row.device_bytes for row in here)
-        loss, own, shared, cotangent = self.head(head, carry, batch, scale, auxiliary)
-        del carry
+        found = self.head(head, carry, batch, scale, given)
+        loss, own, shared, cotangent, of_auxiliary = found
+        del carry, found
         yield loss
         yield Arrived(len(units) + 1, own)
-        tree = jax.tree.structure(kept[0][1])
+        trees = [jax.tree.structure(rows) for _, rows in kept]
         self.carries.begin(
             Load(i, leaves, jax.tree.leaves(rows), is_consumed=True)
             for i, (leaves, rows) in ((i, kept.pop()) for i in back)
         )
         for i in back:
-            reads = (tree, context, key, scale)
+            reads = (trees[i], context, key, of_auxiliary)
             cotangent = yield from self.block_back(units, i, cotangent, *reads)
         own = self.embed_backward(embed, batch, key, cotangent, shared)
         yield Arrived(len(units), own)
@@ -228,18 +231,19 @@ class Segments:
         tree: Any,
         context: Any,
         key: jax.Array,
-        scale: jax.Array,
+        of_auxiliary: jax.Array,
     ) -> Generator[Arrived, None, Any]:
         """Gradients of a block by group; returns that of what entered it."""
+        segment = self.segment_by_block[number]
         leaves, num_bytes = self.carries.take(number)
         left, for_tiles = tree.unflatten(leaves)
         del leaves
-        trunk, *tiles = self.groups_of_block(number)
+        trunk, *tiles = self.units_of_block[number]
         of_read = jax.tree.map(self.no_cotangent, for_tiles)
         for group in reversed(tiles):
             with self.fetched(units, ("backward", group)) as (tile, tokens):
                 inputs = (tile, for_tiles, key, number, cotangent, of_read)
-                results = self.tile_backward(*inputs)
+                results = self.tile_backward(segment, *inputs)
                 grads, of_read, done = results
                 tokens.append(done)
                 del inputs, results
@@ -248,7 +252,9 @@ class Segments:
         with self.fetched(units, ("backward", trunk)) as (block, tokens):
             inputs = (block, left, context, key, number)
             del left
-            results = self.block_backward(*inputs, cotangent, of_read, scale)
+            of_results = (cotangent, of_read, of_auxiliary)
+            results = self.block_backward(segment, *inputs, *of_results)
+            del of_results
             grads, cotangent, done = results
             tokens.append(done)
             del inputs, results
@@ -263,31 +269,35 @@ class Segments:
         batch: Batch,
         key: jax.Array | None,
         kept: list[Any] | None = None,
-    ) -> tuple[Any, Any, jax.Array]:
-        """The stream after the last block; what each block leaves goes to `kept`."""
+    ) -> tuple[Any, Any, list[Auxiliary]]:
+        """The stream after the last block, the context, and what blocks give besides.
+
+        What each block leaves to the backward pass goes to `kept`.
+        """
         carry, context = self.embed(embed, batch, key)
-        auxiliary = jnp.float32(0)
-        for number in range(self.segment.num_blocks):
+        given: list[Auxiliary] = []
+        for number, segment in enumerate(self.segment_by_block):
             entering = carry
-            trunk, *tiles = self.groups_of_block(number)
+            trunk, *tiles = self.units_of_block[number]
             with self.fetched(units, ("forward", trunk)) as (block, tokens):
-                inputs = (block, entering, context, key, number, auxiliary)
+                inputs = (segment, block, entering, context, key, number)
                 if kept is None or self.block_kept is None:
-                    (carry, for_tiles), auxiliary = self.block(*inputs)
-                    left = entering
+                    results, left = self.block(*inputs), entering
                 else:
                     results, left = self.block_kept(*inputs)
-                    (carry, for_tiles), auxiliary = results
-                    del results
-                del inputs, entering
-                tokens.append(auxiliary)
+                (carry, for_tiles), own, done = results
+                del inputs, entering, results
+                given.append(own)
+                tokens.append(done)
             for group in tiles:
                 with self.fetched(units, ("forward", group)) as (tile, tokens):
-                    carry, done = self.tile(tile, carry, for_tiles, key, number)
+                    inputs = (segment, tile, carry, for_tiles, key, number)
+                    carry, done = self.tile(*inputs)
+                    del inputs
                     tokens.append(done)
             if kept is not None:
                 kept.append(self.put_away(left, for_tiles))
-        return carry, context, auxiliary
+        return carry, context, given
 
     def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
         """Loss and metrics without gradients, dropout or state change.
@@ -299,24 +309,20 @@ class Segments:
         Returns:
             float32 scalars.
         """
-        embed, (blocks,), head = self.stack.split(state.params)
-        units, losses = self.units(blocks), []
+        embed, _, head = self.stack.split(state.params)
+        units, losses = self.units(state.params), []
         for number in range(self.num_microbatches):
             part = self.split(batch, number)
             self.announce(units, [("forward", i) for i in range(len(units))])
-            carry, _, auxiliary = self.forward(embed, units, part, None)
-            losses.append(self.head_loss(head, carry, part, auxiliary))
+            carry, _, given = self.forward(embed, units, part, None)
+            losses.append(self.head_loss(head, carry, part, given))
         loss = self.mean_loss(losses)
         return loss.metrics | {"loss": loss.value, "weight": loss.weight}
 
-    def units(self, blocks: Sequence[Params]) -> list[Params]:
+    def units(self, params: Params) -> list[Params]:
         """The units of all blocks, in the order of the forward pass."""
-        return units_of_all(self.segment, blocks)
-
-    def groups_of_block(self, number: int) -> range:
-        """The units of one block, by number."""
-        size = len(self.unit_rows)
-        return range(number * size, (number + 1) * size)
+        blocks = units_by_block(self.stack, params)
+        return [*itertools.chain.from_iterable(blocks)]
 
     def put_away(self, left: Any, for_tiles: Any) -> tuple[list[Any], Any]:
         """What a block leaves, and what enters its tiles, until the backward pass."""
@@ -348,13 +354,9 @@ class Segments:
     def announce_more(self, units: Sequence[Params], names: Sequence[Any]) -> None:
         """Has units come up in this order, after those announced before."""
         self.stream.extend(
-            Load(name, jax.tree.leaves(units[name[1]]), self.rows_of(name[1]), False)
+            Load(name, jax.tree.leaves(units[name[1]]), self.unit_rows[name[1]], False)
             for name in names
         )
-
-    def rows_of(self, unit: int) -> list[ArrayPlan]:
-        """The places of the arrays of a unit; blocks are alike."""
-        return self.unit_rows[unit % len(self.unit_rows)]
 
     @contextlib.contextmanager
     def fetched(
@@ -372,7 +374,7 @@ class Segments:
         arrays, num_bytes = self.stream.take(name)
         tokens: list[Any] = []
         yield jax.tree.unflatten(jax.tree.structure(units[name[1]]), arrays), tokens
-        for x, row in zip(arrays, self.rows_of(name[1]), strict=True):
+        for x, row in zip(arrays, self.unit_rows[name[1]], strict=True):
             if row.memory != DEVICE:
                 x.delete()
         self.stream.leave(num_bytes, tokens)

@@ -1,10 +1,11 @@
 """What comes up together: a block of a model, or its trunk and each of its tiles."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
+from zjax.sharding.layers import layers_of
 from zjax.typing import Params, Segment, Stack
 
 
@@ -28,31 +29,30 @@ def units_of(segment: Segment, block: Params) -> list[Params]:
     return [trunk, *tiles]
 
 
-def units_of_all(segment: Segment, blocks: Sequence[Params]) -> list[Params]:
+def units_by_block(stack: Stack, params: Params) -> list[list[Params]]:
     """The units of all blocks, in the order of the forward pass.
 
     Args:
-        segment: Says whether blocks have tiles.
-        blocks: Their parameters, or anything in their place.
+        stack: The model as a line of blocks.
+        params: Its parameters, or anything in their place; layers apart.
 
     Returns:
-        Those of the first block, and so on.
+        Those of each block of the first segment, and so on.
     """
-    return [unit for block in blocks for unit in units_of(segment, block)]
+    return [units for _, units in _numbered(stack, params)]
 
 
-def num_units(stack: Stack, params: Params) -> int:
-    """Units of each block.
+def segment_by_block(stack: Stack) -> list[int]:
+    """The segment of each block.
 
     Args:
-        stack: It has one segment.
-        params: A tree of the parameters, layers apart.
+        stack: The model as a line of blocks.
 
     Returns:
-        1 for blocks that come up whole.
+        Its number, in the order of the forward pass.
     """
-    _, (blocks,), _ = stack.split(params)
-    return len(units_of(stack.segments[0], blocks[0]))
+    numbered = enumerate(stack.segments)
+    return [i for i, segment in numbered for _ in range(segment.num_blocks)]
 
 
 def trunk_of(segment: Segment) -> Callable[..., Any]:
@@ -78,21 +78,53 @@ def groups_of(stack: Stack, params: Params) -> list[int]:
     """Numbers the parameters by what they come up with.
 
     Args:
-        stack: It has one segment.
+        stack: The model as a line of blocks.
         params: A tree of the parameters, layers apart.
 
     Returns:
         The group of each leaf: units in the order of the blocks, then the embedding
         with what the head shares, then the rest of the head.
     """
-    leaves, tree = jax.tree.flatten(params)
-    embed, (blocks,), head = stack.split(jax.tree.unflatten(tree, range(len(leaves))))
-    (segment,) = stack.segments
-    units = units_of_all(segment, blocks)
-    groups = [0] * len(leaves)
+    positions = _positions(params)
+    embed, _, head = stack.split(positions)
+    units = [unit for block in units_by_block(stack, positions) for unit in block]
+    groups = [0] * len(jax.tree.leaves(params))
     # What the embedding shares with the head is the embedding's.
     parts = [*enumerate(units), (len(units) + 1, head), (len(units), embed)]
     for group, part in parts:
         for position in jax.tree.leaves(part):
             groups[position] = group
     return groups
+
+
+def kinds_of(stack: Stack, params: Params) -> list[tuple[int, int] | None]:
+    """Which parameters are created alike, but for the number of their layer.
+
+    Args:
+        stack: The model as a line of blocks.
+        params: A tree of the parameters, layers apart.
+
+    Returns:
+        For each leaf of a block its segment, and its unit within the block; None for
+        all others.
+    """
+    kinds: list[tuple[int, int] | None] = [None] * len(jax.tree.leaves(params))
+    for segment, units in _numbered(stack, _positions(params)):
+        for number, unit in enumerate(units):
+            for position in jax.tree.leaves(unit):
+                kinds[position] = (segment, number)
+    return kinds
+
+
+def _numbered(stack: Stack, params: Params) -> Iterator[tuple[int, list[Params]]]:
+    """The number of its segment and the units of each block."""
+    _, trees, _ = stack.split(params)
+    pairs = zip(stack.segments, trees, strict=True)
+    for number, (segment, blocks) in enumerate(pairs):
+        for block in layers_of(blocks, segment.num_blocks):
+            yield number, units_of(segment, block)
+
+
+def _positions(params: Params) -> Any:
+    leaves, tree = jax.tree.flatten(params)
+    return jax.tree.unflatten(tree, range(len(leaves)))

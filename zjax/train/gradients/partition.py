@@ -36,16 +36,11 @@ class StagePartition:
         self.plan, self.stack = plan, stack
         self.rows = plan.master
         paths = [row.path for row in jax.tree.leaves(plan.master)]
-        _, blocks, _ = self._selected(plan.master)
-        self.blocks = blocks
+        _, self.blocks, _ = self._selected(plan.master)
         self.index = {path: number for number, path in enumerate(paths)}
-        for number, block in enumerate(blocks):
-            marks = jax.tree.leaves(block)
-            if jax.tree.structure(block) != jax.tree.structure(blocks[0]) or any(
-                not isinstance(mark, _Mark) or mark.layer != number for mark in marks
-            ):
-                problem = "blocks that are not equal, or whose arrays do not stack them"
-                raise PlanError(_no_line(plan, problem))
+        if not all(map(_is_stack, jax.tree.leaves(self.blocks, is_leaf=_is_layers))):
+            problem = "blocks whose arrays do not stack them"
+            raise PlanError(_no_line(plan, problem))
         arrays = jax.tree.map(
             lambda row: jax.ShapeDtypeStruct(row.stored_shape, row.stored_dtype),
             plan.master,
@@ -59,17 +54,17 @@ class StagePartition:
         leaves = jax.tree.leaves(tree)
         embed, _, head = self._selected(tree)
         stages = jax.tree.map(
-            lambda mark: leaves[self.index[mark.path]], self.blocks[0]
+            lambda marks: leaves[self.index[marks[0].path]],
+            self.blocks,
+            is_leaf=_is_layers,
         )
         return Parts(embed, stages, head)
 
     def join(self, parts: Parts) -> Any:
         """One tree, with the sum of what embedding and head share."""
-        marks = jax.tree.leaves(self.blocks[0])
-        stacked = {
-            mark.path: x
-            for mark, x in zip(marks, jax.tree.leaves(parts.stages), strict=True)
-        }
+        stacks = jax.tree.leaves(self.blocks, is_leaf=_is_layers)
+        pairs = zip(stacks, jax.tree.leaves(parts.stages), strict=True)
+        stacked = {marks[0].path: x for marks, x in pairs}
         try:
             joined = self.stack.join(parts.embed, (self.blocks,), parts.head)
         except Exception as error:  # the function is the user's, and may raise anything
@@ -157,6 +152,18 @@ class _Mark:
     layer: int
 
 
+def _is_layers(x: Any) -> bool:
+    return isinstance(x, Layers)
+
+
+def _is_stack(x: Any) -> bool:
+    """Whether all layers of one array are there, in their order."""
+    return _is_layers(x) and all(
+        isinstance(mark, _Mark) and mark.layer == number
+        for number, mark in enumerate(x)
+    )
+
+
 def _shapes(rows: Any) -> Any:
     return jax.tree.map(lambda row: jax.ShapeDtypeStruct(row.shape, row.dtype), rows)
 
@@ -172,8 +179,8 @@ def _no_line(plan: Plan, what: str) -> Problem:
 
 def _no_selection(plan: Plan, function: str, what: str) -> Problem:
     remedy = {
-        "split": "let it select leaves alone, layers by zjax.sharding.layers.layers_of",
-        "join": "let it put leaves back, layers by zjax.sharding.layers.side_by_side",
+        "split": "let it select leaves alone",
+        "join": "let it put leaves back",
     }[function]
     problem = f"cannot cut a model whose Stack.{function} {what}"
     return _of_size(plan, problem, f"{remedy}, or use 1")

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from zjax.comm import shards
+from zjax.forward import loss_of_sums
 from zjax.ops.keys import part_key
 from zjax.parallel.line import Line, Parts
 from zjax.parallel.schedule import Schedule
@@ -19,7 +20,7 @@ from zjax.sharding.placement import ArrayPlan
 from zjax.train.gradients import weighting
 from zjax.train.gradients.local import LocalGradients
 from zjax.train.gradients.partition import StagePartition
-from zjax.typing import Batch, Loss, Params, Segment
+from zjax.typing import Auxiliary, Batch, Loss, Params, Segment
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -103,7 +104,16 @@ class StagedModel:
         whole, batch = self.in_turn(params, batch, self.rows.embed)
         device_key = part_key(self.local.device_key(key), 0)
         carry, context = self.partition.stack.embed(whole, batch, device_key)
-        return (carry, jnp.zeros((), jnp.float32)), context
+        return (carry, self.nothing_added(carry, context, device_key)), context
+
+    def nothing_added(self, carry: Any, context: Any, key: Any) -> Auxiliary:
+        """The sums of what blocks give besides, before the first."""
+        rows = self.partition.split(self.local.plan.compute).stages
+        layer = jax.tree.map(
+            lambda row: jax.ShapeDtypeStruct(row.shape[1:], row.dtype), rows
+        )
+        _, own = jax.eval_shape(self.segment.block, layer, carry, context, key)
+        return jax.tree.map(lambda _: jnp.zeros((), jnp.float32), own)
 
     def chunk(
         self, layers: list[Params], stream: Any, context: Any, key: Any, number: Any
@@ -117,11 +127,11 @@ class StagedModel:
         return stream
 
     def run_block(self, params: Params, stream: Any, context: Any, key: Any) -> Any:
-        """The stream behind one layer, and what it adds to the loss."""
+        """The stream behind one layer, and the sums of what layers give besides."""
         carry, auxiliary = stream
         whole = self.whole(params, self.layer_rows)
         carry, own = self.segment.block(whole, carry, context, key)
-        return carry, auxiliary + own
+        return carry, jax.tree.map(jnp.add, auxiliary, own)
 
     def unless_padding(
         self, number: jax.Array, run: Callable[..., Any], stream: Any
@@ -146,7 +156,10 @@ class StagedModel:
         """What to differentiate, and what to report, of a microbatch."""
         whole, (carry, auxiliary) = self.in_turn(params, stream, self.rows.head)
         total_loss, divisor, sums = self.partition.stack.head(whole, carry, batch)
-        loss = weighting.loss_of_sums(total_loss, divisor, sums, auxiliary)
+        number = self.segment.num_blocks
+        metrics = {name: x / number for name, x in auxiliary.metrics.items()}
+        mean = auxiliary._replace(metrics=metrics)
+        loss = weighting.check_names(loss_of_sums(total_loss, divisor, sums, mean))
         part, total = self.local.part_of(loss._replace(weight=weight))
         objective = loss.value * (weight / unit) * scale
         return objective, self.local.mean(loss, part, total)

@@ -7,32 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from zjax.errors import ModelError, Problem
-from zjax.typing import Batch, Loss, Metrics, ModelState, Params
-
-
-def loss_of_sums(
-    total: jax.Array, weight: jax.Array, sums: Metrics, auxiliary: jax.Array
-) -> Loss:
-    """The loss of a microbatch from what the head of a stack returns.
-
-    Args:
-        total: Sum of the loss.
-        weight: Over how many units; 0 gives a loss of 0.
-        sums: Of the metrics.
-        auxiliary: What the blocks add to the mean.
-
-    Returns:
-        Means.
-
-    Example:
-        >>> one = jnp.float32(1)
-        >>> float(loss_of_sums(6 * one, 3 * one, {}, one).value)
-        3.0
-    """
-    divisor = jnp.where(weight > 0, weight, 1.0)
-    metrics = {name: x / divisor for name, x in sums.items()}
-    return check_names(Loss(total / divisor + auxiliary, weight, (), metrics))
-
+from zjax.typing import Batch, Loss, ModelState, Params
 
 OWN_METRICS = frozenset(
     "loss weight grad_norm skipped_steps learning_rate loss_scale loss_scale_spent "
