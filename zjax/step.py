@@ -319,7 +319,7 @@ def _checks_ids(config: Config, model: Model) -> bool:
 def _programs_by_block(passes: Segments, jit: Jit) -> dict[str, Any]:
     found: dict[str, Any] = {"evaluate": passes.evaluate}
     if passes.stack.continuation:
-        found["generate"] = Generation(passes.stack.continuation, passes, jit)
+        found["generate"] = Generation(passes.stack.continuation, passes.blocks, jit)
     return found
 
 

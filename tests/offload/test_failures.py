@@ -64,7 +64,7 @@ def test_evaluation_after_a_failed_step_reads_the_parameters_of_its_own(monkeypa
     found = run.step.evaluate(other.state, make_batch(1))["loss"]
     expected = other.step.evaluate(other.state, make_batch(1))["loss"]
     assert float(found) == float(expected)
-    assert backward.stream.in_flight == 0 or not backward.stream.waiting
+    assert backward.blocks.stream.in_flight == 0 or not backward.blocks.stream.waiting
 
 
 def test_dropout_draws_what_it_draws_without_offload():

@@ -23,7 +23,7 @@ from tests.support.offload import (
 )
 from zjax.errors import ConfigError
 from zjax.models.generate import generate
-from zjax.offload import segments
+from zjax.offload import blocks
 from zjax.sharding.in_use import plan_on_device
 from zjax.sharding.placement import pad
 from zjax.storage.move import rest
@@ -120,7 +120,7 @@ def test_no_pass_follows_the_last_end(monkeypatch):
     settings = {"max_new_tokens": NUM_NEW, "end_id": end_id}
     found = np.asarray(run.generate(state, prompts(1), **settings))
     assert (found[0, PROMPT:] == end_id).all()
-    assert (program.passes.stream.here, len(program.passes.stream.waiting)) == ({}, 0)
+    assert (program.blocks.stream.here, len(program.blocks.stream.waiting)) == ({}, 0)
 
 
 def test_trainers_write_the_same_text_block_by_block(tmp_path, monkeypatch):
@@ -154,10 +154,10 @@ def deep(num_layers):
 def test_a_few_blocks_are_on_the_devices_whatever_the_depth(monkeypatch, num_layers):
     """Fails if all blocks come up at once, stay after their use, or do not come up
     ahead of it."""
-    monkeypatch.setattr(segments, "AHEAD_BYTES", 0)
+    monkeypatch.setattr(blocks, "AHEAD_BYTES", 0)
     run, state = make_run(deep(num_layers))
     program = run.step.programs["generate"]
-    stream, found = program.passes.stream, []
+    stream, found = program.blocks.stream, []
     before = jax.live_arrays()
 
     def watched(*args):
@@ -180,7 +180,7 @@ def test_blocks_of_the_next_token_come_up_while_one_is_chosen(monkeypatch):
     choose, here = program.choose, []
 
     def watched(*args):
-        here.append(sorted(program.passes.stream.here))
+        here.append(sorted(program.blocks.stream.here))
         return choose(*args)
 
     monkeypatch.setattr(program, "choose", watched)

@@ -21,7 +21,7 @@ from tests.support.offload import (
     train,
 )
 from zjax.errors import PlanError
-from zjax.offload import segments
+from zjax.offload import blocks
 from zjax.offload import train as offload
 from zjax.offload.inputs import waiting_inputs
 from zjax.sharding import memory
@@ -129,13 +129,13 @@ def test_blocks_rest_on_the_host():
 @pytest.mark.parametrize("num_layers", [4, 12])
 def test_a_few_blocks_are_on_the_devices_whatever_the_depth(monkeypatch, num_layers):
     """Fails if blocks stay after their use, or come up without bound."""
-    monkeypatch.setattr(segments, "AHEAD_BYTES", 0)
+    monkeypatch.setattr(blocks, "AHEAD_BYTES", 0)
     model = dataclasses.replace(GPT, num_layers=num_layers)
     config = make_config(
         "pinned_host", model=model, zero={"parameter_memory": "pinned_host"}
     )
     run = start(config)
-    stream = run.step.programs["train"].backward.stream
+    stream = run.step.programs["train"].backward.blocks.stream
     block_bytes = sum(row.device_bytes for row in _moved(run.step.programs["train"]))
     seen = watch(monkeypatch, stream, stream.limit)
     state, _ = train(run, 1)
@@ -146,7 +146,7 @@ def test_a_few_blocks_are_on_the_devices_whatever_the_depth(monkeypatch, num_lay
 
 
 def _moved(step):
-    rows, *_ = step.backward.unit_rows
+    rows, *_ = step.backward.blocks.unit_rows
     return [row for row in rows if row.memory == "pinned_host"]
 
 

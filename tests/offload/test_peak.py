@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from tests.support.offload import GPT, UNDER_BACKWARD, make_batch, make_config, start
-from zjax.offload import segments
+from zjax.offload import blocks
 from zjax.offload import train as offload
 from zjax.planning import describe_peak
 from zjax.sharding import plan as plans
@@ -18,7 +18,7 @@ SHARE = 8
 
 @pytest.fixture(autouse=True)
 def _few_bytes_move(monkeypatch):
-    monkeypatch.setattr(segments, "AHEAD_BYTES", 0)
+    monkeypatch.setattr(blocks, "AHEAD_BYTES", 0)
     monkeypatch.setattr(offload, "GROUP_BYTES", 0)
 
 

@@ -22,7 +22,7 @@ from tests.support.offload import (
 )
 from tests.support.tiles import cut, started_from_the_same
 from zjax.checkpoint.layout import name_leaves
-from zjax.offload import init, segments
+from zjax.offload import blocks, init
 from zjax.offload import peak as peaks
 
 TILES = 3
@@ -107,7 +107,7 @@ HUGE = dataclasses.replace(LLAMA, num_layers=1, mlp_size=2048)
 
 def start_huge(monkeypatch, tiles, **changes):
     """One layer that is nearly all feed-forward, without room but for what runs."""
-    monkeypatch.setattr(segments, "AHEAD_BYTES", 0)
+    monkeypatch.setattr(blocks, "AHEAD_BYTES", 0)
     config = make_config("pinned_host", 3, zero=AWAY, model=HUGE, **changes)
     run = start(with_tiles(config, tiles))
     step = run.step.programs["train"]
@@ -124,7 +124,7 @@ def test_a_tile_is_all_that_passes_through_the_devices(monkeypatch):
         programs = peaks._Programs(step, step.backward, make_batch(0)).bytes
         found[tiles] = {
             "largest update": max(step.group_bytes),
-            "room for parameters": step.backward.stream.limit,
+            "room for parameters": step.backward.blocks.stream.limit,
             "backward": max(b for n, b in programs.items() if n.endswith("backward")),
             "forward": max(programs["forward"], programs.get("tile", 0)),
             "update": programs["update"],
@@ -156,7 +156,7 @@ def test_a_few_tiles_are_on_the_devices_in_a_step(monkeypatch, waits):
         changes = {} if waits else UNDER_BACKWARD
         run, step = start_huge(monkeypatch, tiles, **changes)
         seen, before = [], jax.live_arrays()  # some of earlier tests may go in mid-step
-        for owner in (step.backward, step.backward.stream, step.stream):
+        for owner in (step.backward, step.backward.blocks.stream, step.stream):
             for name in ("block_backward", "tile_backward", "_bring", "leave"):
                 if hasattr(owner, name):
                     noted = noting(getattr(owner, name), seen, before)

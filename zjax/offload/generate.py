@@ -14,8 +14,10 @@ import jax
 from jaxtyping import Array, Int
 
 from zjax.models.generate import Settings, Text, add_token, begin
+from zjax.offload.blocks import BlockStream
 from zjax.offload.parts import Jit
-from zjax.offload.segments import Segments
+from zjax.offload.units import gathered, rows_of_parts
+from zjax.sharding.in_use import plan_on_device
 from zjax.train.state import TrainState
 from zjax.typing import Continuation, Params
 
@@ -25,12 +27,13 @@ class Generation:
 
     Args:
         continuation: Of the model's stack.
-        passes: Bring up its blocks.
+        blocks: Brings up its blocks.
         jit: Compiles.
     """
 
-    def __init__(self, continuation: Continuation, passes: Segments, jit: Jit):
-        self.continuation, self.passes = continuation, passes
+    def __init__(self, continuation: Continuation, blocks: BlockStream, jit: Jit):
+        self.continuation, self.blocks = continuation, blocks
+        self.rows = rows_of_parts(blocks.stack, plan_on_device(blocks.plan).compute)
         self.begin = jit(self._begin, static_argnums=2)
         self.embed = jit(self._embed)
         self.read_prompt = jit(self._read_prompt, static_argnums=(0, 5, 6))
@@ -71,18 +74,18 @@ class Generation:
         return self._held(begin(tokens, lengths, settings))
 
     def _embed(self, params: Params, *args: Any) -> Any:
-        params = self.passes.in_use("embed", params)
+        params = gathered(params, self.rows["embed"])
         carry, context = self.continuation.embed(params, *args)
         return self._held(carry), context
 
     def _read_prompt(self, segment: int, params: Params, *args: Any) -> Any:
-        params = self.passes.in_use(("block", segment), params)
+        params = gathered(params, self.rows[("block", segment)])
         read = self.continuation.blocks[segment].read_prompt
         stream, cache = read(params, *args)
         return self._after_block(*stream), cache
 
     def _read_token(self, segment: int, params: Params, *args: Any) -> Any:
-        params = self.passes.in_use(("block", segment), params)
+        params = gathered(params, self.rows[("block", segment)])
         read = self.continuation.blocks[segment].read_token
         stream, cache = read(params, *args)
         return self._after_block(*stream), cache
@@ -90,9 +93,9 @@ class Generation:
     def _add_tile(
         self, segment: int, params: Params, carry: jax.Array, entering: jax.Array
     ) -> Any:
-        tiles = self.passes.stack.segments[segment].tiles
+        tiles = self.blocks.stack.segments[segment].tiles
         assert tiles is not None
-        params = self.passes.in_use(("tile", segment), params)
+        params = gathered(params, self.rows[("tile", segment)])
         carry += tiles.tile(params, entering, None)
         return self._held((carry, carry[:, -1:]))
 
@@ -101,13 +104,13 @@ class Generation:
         return self._held((carry, entering, carry[:, -1:]))
 
     def _choose(self, params: Params, last: Any, text: Text, *args: Any) -> Any:
-        scores = self.continuation.score(self.passes.in_use("head", params), last)
+        scores = self.continuation.score(gathered(params, self.rows["head"]), last)
         text = self._held(add_token(text, scores, *args))
         return text, text.ended.all()
 
     def _held(self, tree: Any) -> Any:
         """Rows on the devices of their share, or on all where they do not divide."""
-        plan = self.passes.plan
+        plan = self.blocks.plan
 
         def held(x: jax.Array) -> jax.Array:
             divides = x.shape[0] % plan.num_batch_shares == 0
@@ -129,28 +132,28 @@ class _Writing:
         key: jax.Array,
         settings: Settings,
     ):
-        self.programs, self.passes = programs, programs.passes
-        self.embed, _, self.head = self.passes.stack.split(state.params)
-        self.units = self.passes.units(state.params)
+        self.programs, self.blocks = programs, programs.blocks
+        self.embed, _, self.head = self.blocks.stack.split(state.params)
+        self.units = self.blocks.units(state.params)
         self.tokens, self.is_padded = tokens, lengths is not None
         self.key, self.settings = key, settings
         self.starts, self.text = programs.begin(tokens, lengths, settings)
-        self.caches: list[Any] = [None] * len(self.passes.units_of_block)
+        self.caches: list[Any] = [None] * len(self.blocks.units_of_block)
 
     def write(self) -> jax.Array:
         length, settings = self.tokens.shape[1], self.settings
         columns = range(length, length + settings.max_new_tokens)
-        self.passes.announce(self.units, self.names(length))
+        self.blocks.announce(self.units, self.names(length))
         for column in columns:
             if column + 1 in columns:
-                self.passes.announce_more(self.units, self.names(column + 1))
+                self.blocks.announce_more(self.units, self.names(column + 1))
             last = self.read(column)
             self.text, is_over = self.programs.choose(
                 self.head, last, self.text, self.key, column, settings
             )
             if settings.end_id >= 0 and is_over:
                 break
-        self.passes.announce(self.units, ())  # gives up what nobody reads any more
+        self.blocks.announce(self.units, ())  # gives up what nobody reads any more
         return self.text.tokens
 
     def names(self, column: int) -> Sequence[tuple[int, int]]:
@@ -165,9 +168,9 @@ class _Writing:
         carry, context = programs.embed(self.embed, tokens, self.starts, first)
         last = carry
         for number, cache in enumerate(self.caches):
-            segment = self.passes.segment_by_block[number]
-            trunk, *tiles = self.passes.units_of_block[number]
-            with self.passes.fetched(self.units, (column, trunk)) as (block, used):
+            segment = self.blocks.segment_by_block[number]
+            trunk, *tiles = self.blocks.units_of_block[number]
+            with self.blocks.fetched(self.units, (column, trunk)) as (block, used):
                 inputs = (segment, block, carry, context, self.starts)
                 if is_prompt:
                     results = programs.read_prompt(*inputs, room, self.is_padded)
@@ -176,7 +179,7 @@ class _Writing:
                 (carry, entering, last), self.caches[number] = results
                 used.append(last)
             for group in tiles:
-                with self.passes.fetched(self.units, (column, group)) as (tile, used):
+                with self.blocks.fetched(self.units, (column, group)) as (tile, used):
                     carry, last = programs.add_tile(segment, tile, carry, entering)
                     used.append(last)
         return last

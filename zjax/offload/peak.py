@@ -75,8 +75,8 @@ def _moments(
         ),
         "pending gradients": _pending(train),
     }
-    all_blocks = [*map(_moved_bytes, passes.unit_rows)]
-    blocks = {"blocks on their way": _on_their_way(passes.stream, all_blocks)}
+    all_blocks = [*map(_moved_bytes, passes.blocks.unit_rows)]
+    blocks = {"blocks on their way": _on_their_way(passes.blocks.stream, all_blocks)}
     waiting = _waiting(train, passes, inputs)
     # A gradient waits where its block kept something; that of the head comes before.
     first = min(waiting, sum(x.device_bytes for x in passes.sum_rows[passes.order[0]]))
@@ -111,10 +111,12 @@ class _Programs:
         carry, context = _shapes_of(passes.embed, embed, part, key)
         carry = _like_batch(self.plan, carry)
         units = units_by_block(passes.stack, params)
-        first = dict(zip(passes.segment_by_block[::-1], units[::-1], strict=True))
+        first = dict(
+            zip(passes.blocks.segment_by_block[::-1], units[::-1], strict=True)
+        )
         reads = (carry, context, key)
         of_segment = {i: self.block(passes, i, first[i], *reads) for i in sorted(first)}
-        blocks = [of_segment[i] for i in passes.segment_by_block]
+        blocks = [of_segment[i] for i in passes.blocks.segment_by_block]
         self.inputs = [row for block in blocks for row in block.rows]
         self.carry = self.bytes_of(carry)
         self.for_tiles = max(block.for_tiles for block in blocks)

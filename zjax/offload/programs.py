@@ -13,17 +13,11 @@ import jax.numpy as jnp
 from zjax.errors import PlanError, Problem
 from zjax.forward import combine, loss_of_sums
 from zjax.offload.kept import kept_of, pull_with
-from zjax.offload.units import segment_by_block, trunk_of, units_by_block
+from zjax.offload.units import gathered, rows_of_parts, trunk_of, units_by_block
 from zjax.ops.keys import part_key
 from zjax.sharding.memory import waiting_rows
 from zjax.sharding.paths import path_of
-from zjax.sharding.placement import (
-    ArrayPlan,
-    pad_tree,
-    place_tree,
-    unpad_tree,
-    use_tree,
-)
+from zjax.sharding.placement import ArrayPlan, pad_tree, place_tree
 from zjax.sharding.plan import Plan
 from zjax.train.compute_params import cast_like, compute_dtype
 from zjax.train.gradients import microbatches, weighting
@@ -54,19 +48,8 @@ class BlockPrograms:
         self.num_microbatches, self.keeps = num_microbatches, keeps
         grads = waiting_rows(plan, num_microbatches)
         self.grad_tree = grads
-        self.rows = self.of_parts(plan.compute)
-        self.grad_rows = self.of_parts(grads)
-
-    def of_parts(self, rows: Any) -> dict[Any, Any]:
-        """Rows of embedding and head, and of one block and tile of each segment."""
-        embed, _, head = self.stack.split(rows)
-        parts: dict[Any, Any] = {"embed": embed, "head": head}
-        numbers = segment_by_block(self.stack)
-        blocks = units_by_block(self.stack, rows)
-        for number, (block, *tiles) in zip(numbers, blocks, strict=True):
-            parts["block", number] = block
-            parts["tile", number] = tiles[0] if tiles else ()
-        return parts
+        self.rows = rows_of_parts(self.stack, plan.compute)
+        self.grad_rows = rows_of_parts(self.stack, grads)
 
     def rows_by_group(self) -> list[list[ArrayPlan]]:
         """Rows of the gradients that arrive together, as `groups_of` numbers them."""
@@ -299,8 +282,7 @@ class BlockPrograms:
 
     def in_use(self, part: Any, params: Params) -> Params:
         """Parameters where they are used, as the function of a part takes them."""
-        rows = self.rows[part]
-        return use_tree(unpad_tree(params, rows), rows)
+        return gathered(params, self.rows[part])
 
     def stored(self, part: Any, grads: Params) -> Params:
         """Gradients split over the devices."""

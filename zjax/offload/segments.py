@@ -7,8 +7,6 @@ trunk and each tile are programs of their own, and what the tiles read is kept t
 (ZeRO-Infinity, arXiv:2104.07857, section 5.1.3).
 """
 
-import contextlib
-import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,10 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from zjax.errors import PlanError, Problem
+from zjax.offload import blocks
+from zjax.offload.blocks import BlockStream
 from zjax.offload.parts import Jit
 from zjax.offload.programs import BlockPrograms
 from zjax.offload.stream import Load, Stream
-from zjax.offload.units import groups_of, segment_by_block, units_by_block
+from zjax.offload.units import groups_of
 from zjax.sharding.in_use import plan_on_device
 from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import DEVICE, HOST, Plan
@@ -43,10 +43,6 @@ class Arrived(NamedTuple):
     group: int
     grads: list[jax.Array]
     params: Sequence[jax.Array] = ()
-
-
-AHEAD_BYTES = 512 * 10**6
-"""On a device, of blocks on their way up, where three blocks are less."""
 
 
 class Segments:
@@ -80,26 +76,17 @@ class Segments:
     ):
         assert model.stack is not None
         self.stack = model.stack
-        self.segment_by_block = segment_by_block(self.stack)
         self.plan = plan
         self.num_microbatches = num_microbatches
         on_device = plan_on_device(plan)
         programs = BlockPrograms(model, on_device, num_microbatches, keeps)
-        self.in_use = programs.in_use
-        units = self.units(plan.compute)
-        self.unit_rows: list[list[ArrayPlan]] = [jax.tree.leaves(x) for x in units]
-        ends = itertools.accumulate(map(len, units_by_block(self.stack, plan.compute)))
-        self.units_of_block = [range(*pair) for pair in itertools.pairwise([0, *ends])]
-        unit_bytes = max(sum(x.device_bytes for x in rows) for rows in self.unit_rows)
-        moved_bytes = max(
-            sum(x.device_bytes for x in rows if x.memory != DEVICE)
-            for rows in self.unit_rows
-        )
-        self.stream = Stream(max(3 * moved_bytes, AHEAD_BYTES))
-        self.carries = Stream(AHEAD_BYTES)
+        self.blocks = BlockStream(self.stack, plan)
+        unit_rows = self.blocks.unit_rows
+        unit_bytes = max(sum(x.device_bytes for x in rows) for rows in unit_rows)
+        self.carries = Stream(blocks.AHEAD_BYTES)
         self.input_at_rest = input_at_rest
         self.kept_bytes = 0  # by all blocks on a device, at the last pass
-        self.sums = Stream(max(3 * unit_bytes, AHEAD_BYTES))
+        self.sums = Stream(max(3 * unit_bytes, blocks.AHEAD_BYTES))
         self.sum_rows = [
             [sum_at_rest(row) for row in rows] for rows in programs.rows_by_group()
         ]
@@ -125,7 +112,7 @@ class Segments:
     @property
     def order(self) -> list[int]:
         """The groups as their gradients arrive."""
-        embed = len(self.unit_rows)
+        embed = len(self.blocks.unit_rows)
         return [embed + 1, *reversed(range(embed)), embed]
 
     def groups(self) -> list[int]:
@@ -197,12 +184,14 @@ class Segments:
     ) -> Iterator[Any]:
         """One microbatch: its loss, then gradients by group."""
         embed, _, head = self.stack.split(params)
-        units = self.units(params)
+        units = self.blocks.units(params)
         self.carries.begin(())  # and forget those of a pass that failed
-        back = range(len(self.units_of_block))[::-1]
+        back = range(len(self.blocks.units_of_block))[::-1]
         kept: list[Any] = []
         there = [("forward", i) for i in range(len(units))]
-        self.announce(units, [*there, *(("backward", i) for _, i in there[::-1])])
+        self.blocks.announce(
+            units, [*there, *(("backward", i) for _, i in there[::-1])]
+        )
         carry, context, given = self.forward(embed, units, batch, key, kept)
         rows = [row for _, rows in kept for row in jax.tree.leaves(rows)]
         here = [row for row in rows if row.memory == DEVICE]
@@ -234,14 +223,14 @@ class Segments:
         of_auxiliary: jax.Array,
     ) -> Generator[Arrived, None, Any]:
         """Gradients of a block by group; returns that of what entered it."""
-        segment = self.segment_by_block[number]
+        segment = self.blocks.segment_by_block[number]
         leaves, num_bytes = self.carries.take(number)
         left, for_tiles = tree.unflatten(leaves)
         del leaves
-        trunk, *tiles = self.units_of_block[number]
+        trunk, *tiles = self.blocks.units_of_block[number]
         of_read = jax.tree.map(self.no_cotangent, for_tiles)
         for group in reversed(tiles):
-            with self.fetched(units, ("backward", group)) as (tile, tokens):
+            with self.blocks.fetched(units, ("backward", group)) as (tile, tokens):
                 inputs = (tile, for_tiles, key, number, cotangent, of_read)
                 results = self.tile_backward(segment, *inputs)
                 grads, of_read, done = results
@@ -249,7 +238,7 @@ class Segments:
                 del inputs, results
                 yield Arrived(group, grads, jax.tree.leaves(tile))
         del for_tiles
-        with self.fetched(units, ("backward", trunk)) as (block, tokens):
+        with self.blocks.fetched(units, ("backward", trunk)) as (block, tokens):
             inputs = (block, left, context, key, number)
             del left
             of_results = (cotangent, of_read, of_auxiliary)
@@ -276,10 +265,10 @@ class Segments:
         """
         carry, context = self.embed(embed, batch, key)
         given: list[Auxiliary] = []
-        for number, segment in enumerate(self.segment_by_block):
+        for number, segment in enumerate(self.blocks.segment_by_block):
             entering = carry
-            trunk, *tiles = self.units_of_block[number]
-            with self.fetched(units, ("forward", trunk)) as (block, tokens):
+            trunk, *tiles = self.blocks.units_of_block[number]
+            with self.blocks.fetched(units, ("forward", trunk)) as (block, tokens):
                 inputs = (segment, block, entering, context, key, number)
                 if kept is None or self.block_kept is None:
                     results, left = self.block(*inputs), entering
@@ -290,7 +279,7 @@ class Segments:
                 given.append(own)
                 tokens.append(done)
             for group in tiles:
-                with self.fetched(units, ("forward", group)) as (tile, tokens):
+                with self.blocks.fetched(units, ("forward", group)) as (tile, tokens):
                     inputs = (segment, tile, carry, for_tiles, key, number)
                     carry, done = self.tile(*inputs)
                     del inputs
@@ -310,19 +299,14 @@ class Segments:
             float32 scalars.
         """
         embed, _, head = self.stack.split(state.params)
-        units, losses = self.units(state.params), []
+        units, losses = self.blocks.units(state.params), []
         for number in range(self.num_microbatches):
             part = self.split(batch, number)
-            self.announce(units, [("forward", i) for i in range(len(units))])
+            self.blocks.announce(units, [("forward", i) for i in range(len(units))])
             carry, _, given = self.forward(embed, units, part, None)
             losses.append(self.head_loss(head, carry, part, given))
         loss = self.mean_loss(losses)
         return loss.metrics | {"loss": loss.value, "weight": loss.weight}
-
-    def units(self, params: Params) -> list[Params]:
-        """The units of all blocks, in the order of the forward pass."""
-        blocks = units_by_block(self.stack, params)
-        return [*itertools.chain.from_iterable(blocks)]
 
     def put_away(self, left: Any, for_tiles: Any) -> tuple[list[Any], Any]:
         """What a block leaves, and what enters its tiles, until the backward pass."""
@@ -345,39 +329,6 @@ class Segments:
             raise PlanError(Problem("keeps", HOST, problem, remedy))
         shape, place = x.sharding.shard_shape(x.shape), self.plan.replicated
         return ArrayPlan("what a block keeps", shape, x.dtype, place, place)
-
-    def announce(self, units: Sequence[Params], names: Sequence[Any]) -> None:
-        """Has units come up in this order, and no others."""
-        self.stream.begin(())
-        self.announce_more(units, names)
-
-    def announce_more(self, units: Sequence[Params], names: Sequence[Any]) -> None:
-        """Has units come up in this order, after those announced before."""
-        self.stream.extend(
-            Load(name, jax.tree.leaves(units[name[1]]), self.unit_rows[name[1]], False)
-            for name in names
-        )
-
-    @contextlib.contextmanager
-    def fetched(
-        self, units: Sequence[Params], name: Any
-    ) -> Iterator[tuple[Params, list[Any]]]:
-        """The parameters of a unit on the devices, for as long as they are used.
-
-        Args:
-            units: At rest.
-            name: As it was announced: the pass, and the number of the unit.
-
-        Yields:
-            The parameters, and a list to which to add a result of their last use.
-        """
-        arrays, num_bytes = self.stream.take(name)
-        tokens: list[Any] = []
-        yield jax.tree.unflatten(jax.tree.structure(units[name[1]]), arrays), tokens
-        for x, row in zip(arrays, self.unit_rows[name[1]], strict=True):
-            if row.memory != DEVICE:
-                x.delete()
-        self.stream.leave(num_bytes, tokens)
 
 
 def _scaled(grads: Params, weight: jax.Array) -> Params:

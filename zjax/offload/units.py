@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from zjax.sharding.layers import layers_of
+from zjax.sharding.placement import unpad_tree, use_tree
 from zjax.typing import Params, Segment, Stack
 
 
@@ -53,6 +54,39 @@ def segment_by_block(stack: Stack) -> list[int]:
     """
     numbered = enumerate(stack.segments)
     return [i for i, segment in numbered for _ in range(segment.num_blocks)]
+
+
+def rows_of_parts(stack: Stack, rows: Any) -> dict[Any, Any]:
+    """Rows of what the functions of a stack take.
+
+    Args:
+        stack: The model as a line of blocks.
+        rows: A tree of `ArrayPlan` for its parameters, layers apart.
+
+    Returns:
+        Those of `embed` and `head`, and for each segment by number those of one
+        `("block", number)` and of one `("tile", number)`.
+    """
+    embed, _, head = stack.split(rows)
+    parts: dict[Any, Any] = {"embed": embed, "head": head}
+    for number, (block, *tiles) in _numbered(stack, rows):
+        parts["block", number] = block
+        parts["tile", number] = tiles[0] if tiles else ()
+    return parts
+
+
+def gathered(params: Params, rows: Any) -> Params:
+    """Parameters where they are used, as the function of a part takes them.
+
+    Args:
+        params: As they are stored, but on the devices.
+        rows: Of the part.
+
+    Returns:
+        Parameters in their logical shapes, each whole on every device but for what
+        model parallelism splits.
+    """
+    return use_tree(unpad_tree(params, rows), rows)
 
 
 def trunk_of(segment: Segment) -> Callable[..., Any]:
