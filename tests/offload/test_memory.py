@@ -67,7 +67,7 @@ def test_groups_come_one_after_another(monkeypatch, bound):
     config = make_config("pinned_host", model=dataclasses.replace(GPT, num_layers=6))
     run = start(config)
     step = run.step.programs["train"]
-    moved = [r for r in step.rows if r.memory == "pinned_host"]
+    moved = [r for r in step.rows.values() if r.memory == "pinned_host"]
     total = sum(row.device_bytes for row in moved)
     seen = watch(monkeypatch, step.stream, total // 4)
     train(run, 2)
