@@ -166,6 +166,7 @@ def test_programs_of_a_contest_keep_what_their_command_may(monkeypatch):
     for name in ("contest", *command.CONTEST_FLAGS):
         flags.DEFINE_string(name, "", "", flag_values=given)
     given.mark_as_parsed()
+    given.contest = "contest.py"
     command.hold_contest(given)
     assert found["JAX_NUM_CPU_DEVICES"] == "2"
     assert found["JAX_ENABLE_COMPILATION_CACHE"] == "False"

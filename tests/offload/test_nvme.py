@@ -152,7 +152,7 @@ def test_a_state_that_was_given_up_is_not_saved(tmp_path):
         saved_state(before, run.plan)
     store = zjax.checkpoint.store.Store(str(tmp_path / "run"))
     saved = dataclasses.replace(before, params=upper_halves(before.params, run.plan))
-    with pytest.raises(RuntimeError, match="has been deleted"):
+    with pytest.raises(zjax.CheckpointError, match="has been deleted"):
         store.save(1, saved, saved_rows(run.plan, run.config), extra={})
     assert store.steps() == ()
     store.close()

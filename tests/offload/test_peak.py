@@ -38,7 +38,7 @@ def test_depth_costs_the_inputs_of_blocks_alone():
     one = tokens.size // SHARE * GPT.embed_size * 4
     assert few.moment == many.moment == "backward"
     assert many.parts.pop(name) - few.parts.pop(name) == 8 * one
-    rows = run.step.programs["train"].rows
+    rows = run.step.programs["train"].rows.values()
     stay = [r.device_bytes for r in rows if r.memory == DEVICE and "blocks" in r.path]
     assert max(stay) < plans.MIN_MOVED_BYTES
     small = many.parts.pop("resting") - few.parts.pop("resting")

@@ -7,9 +7,7 @@ from zjax.propose import Machine
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 ON_DEVICE = {
-    "zero.optimizer_memory": "device",
-    "zero.parameter_memory": "device",
-    "zero.gradient_memory": "device",
+    "zero.memory": "device",
     "zero.nvme_paths": (),
     "model.remat": "elementwise",
     "microbatch_size": 1,
