@@ -132,3 +132,10 @@ def test_a_saved_config_states_all_values_and_goes_on_unchanged():
     fewer = load_config(config, "model.num_heads=2")
     found = [d.setting for d in changes({"config": saved}, fewer)]
     assert found == ["model.num_heads", "model.num_kv_heads", "jax"]
+
+
+def test_a_derived_value_that_is_given_is_set():
+    """Fails if a value read from one setting and given to another counts as not set."""
+    config = load_config({"model.max_length": 64})
+    length = load_config(config, {"model.max_length": config.data.length})
+    assert (length.model.max_length, length.data.length) == (64, 64)

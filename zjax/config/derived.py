@@ -63,6 +63,24 @@ def as_written(value: Any) -> Any:
     return DERIVED if isinstance(value, Name) else value
 
 
+def as_set(value: Any) -> Any:
+    """A value that is set, wherever it was read.
+
+    Args:
+        value: Such as the `data.length` of another config.
+
+    Returns:
+        The same value, which no longer follows from others.
+
+    Example:
+        >>> as_written(as_set(Size(3)))
+        3
+    """
+    if isinstance(value, Size):
+        return int(value)
+    return f"{value}" if isinstance(value, Name) else value
+
+
 def fill_sizes(model: Any) -> None:
     """Gives a new `schema.Model` the sizes that follow from others of it.
 

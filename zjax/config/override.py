@@ -6,7 +6,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zjax.config import convert
+from zjax.config import convert, derived
 from zjax.errors import ConfigError, Problem
 
 PREFIX = "config."
@@ -61,7 +61,7 @@ def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
         if isinstance(inner, Mapping):
             merged[name] = merge(_nested(name, merged.get(name)), inner)
         else:
-            merged[name] = inner
+            merged[name] = derived.as_set(inner)
     return merged
 
 
