@@ -117,6 +117,21 @@ def test_a_process_that_was_started_twice_is_named_to_all(port, process_id):
     )
 
 
+def test_two_processes_0_do_not_share_the_port(port, monkeypatch):
+    """Fails if both listen where they start at once, and each hears a part."""
+    together = threading.Barrier(2)
+
+    def found_free_by_both(*_):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            together.wait(timeout=1)
+
+    monkeypatch.setattr(meeting, "_check_free", found_free_by_both)
+    for _ in range(2):
+        found = gather(f"127.0.0.1:{port}", member(0), member(0, pid=7), seconds=1.0)
+        assert "was started twice" in found[0]
+        assert found[0] == found[1]
+
+
 def test_processes_that_count_differently_are_named(port):
     with futures.ThreadPoolExecutor(1) as pool:
         other = pool.submit(meet, f"127.0.0.1:{port}", member(1), 3, seconds=20.0)

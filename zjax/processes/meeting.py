@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -52,11 +53,13 @@ def meet(
     address = parse_address(coordinator)
     greeting = dataclasses.asdict(own) | {"num_processes": num_processes}
     line = GREETING + json.dumps(greeting).encode() + b"\n"
-    if own.process_id:
-        _join(address, own.process_id, line, seconds)
-        return
-    _check_free(address, line)
-    with _listen(address) as servers:
+    with contextlib.ExitStack() as held:
+        if own.process_id or not _claims_port(address, held):
+            # A second process 0 is told by the first that it was started twice.
+            _join(address, own.process_id, line, seconds)
+            return
+        _check_free(address, line)
+        servers = held.enter_context(_listen(address))
         reception = Reception(address, own.host, num_processes, tuple(refused), seconds)
         # As a guest of itself, process 0 finds out whether its address leads to it.
         thread = threading.Thread(target=reception.receive, args=(servers,))
@@ -65,6 +68,22 @@ def meet(
             _join(address, 0, line, seconds)
         finally:
             thread.join()
+
+
+def _claims_port(address: Address, held: contextlib.ExitStack) -> bool:
+    """Whether no other process 0 of this host is at the port.
+
+    Two may listen at one port, and each would hear a part of the others. A name in the
+    abstract namespace belongs to one; only Linux has it.
+    """
+    if sys.platform != "linux":
+        return True
+    claim = held.enter_context(socket.socket(socket.AF_UNIX))
+    try:
+        claim.bind(f"\0zjax meeting {address.port}")
+    except OSError:
+        return False
+    return True
 
 
 def _join(address: Address, process_id: int, line: bytes, seconds: float) -> None:
