@@ -19,9 +19,9 @@ FLOORS = (
     ("models", "train"),
     ("linen", "nnx", "checkpoint", "observe", "offload"),
     ("step", "stopping"),
-    ("fitting", "exhausted", "nonfinite", "resume"),
-    ("initialize", "pinned", "propose"),
-    ("trainer", "planning", "saving"),
+    ("budget", "nonfinite", "resume"),
+    ("initialize",),
+    ("trainer", "saving"),
     ("bench", "commands"),
     ("main",),
 )

@@ -5,6 +5,7 @@ at `zjax.Trainer`, which trains from a config file.
 """
 
 from zjax import linen, nnx
+from zjax.budget.fit import fit_plan
 from zjax.config import Config, check_config, load_config
 from zjax.data import make_loader, make_tokenizer, wrap_batches
 from zjax.errors import (
@@ -21,7 +22,6 @@ from zjax.errors import (
     StateError,
     ZjaxError,
 )
-from zjax.fitting import fit_plan
 from zjax.forward import loss_of
 from zjax.initialize import Run, adopt_optimizer, initialize, make_run
 from zjax.models.adapter import adapt

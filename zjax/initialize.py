@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from zjax.budget.fit import abstract_batch, check_room, fit_plan
 from zjax.checkpoint import layout, weights
 from zjax.config.check import check_config
 from zjax.config.load import load_config
@@ -16,7 +17,6 @@ from zjax.config.schema import Config
 from zjax.data.entries import check_batch, entries_of
 from zjax.data.placement import BatchPlacement
 from zjax.errors import ConfigError, ModelError, Problem
-from zjax.fitting import abstract_batch, check_room, fit_plan
 from zjax.models import adapter
 from zjax.models.generate import generate
 from zjax.models.inputs import with_cast

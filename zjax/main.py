@@ -19,6 +19,9 @@ from zjax.bench.command import (
 )
 from zjax.bench.disks import describe_disks, measure_disks
 from zjax.bench.measure import describe_measurement, measure, result_line
+from zjax.budget.host import pin_what_is_needed
+from zjax.budget.report import PAPER_DEVICES, report_plan
+from zjax.budget.tables import describe_zero_table
 from zjax.compiler import simulation, use_program_cache
 from zjax.config import flags as config_flags
 from zjax.config.check import check_processes
@@ -28,9 +31,6 @@ from zjax.config.schema import Config
 from zjax.data.prepare import prepare
 from zjax.errors import ConfigError, Problem, ZjaxError
 from zjax.observe.report import describe_machine
-from zjax.pinned import pin_what_is_needed
-from zjax.planning import PAPER_DEVICES, report_plan
-from zjax.sharding.describe import describe_zero_table
 from zjax.train.average import PARTS
 from zjax.trainer import Trainer
 

@@ -7,6 +7,9 @@ from typing import Any
 import jax
 
 from zjax import data
+from zjax.budget.host import pin_what_is_needed
+from zjax.budget.mesh import choose_mesh
+from zjax.budget.out_of_memory import remedies_told
 from zjax.checkpoint.store import Store
 from zjax.config.batch import resolve_batch
 from zjax.config.check import check_config
@@ -15,7 +18,6 @@ from zjax.config.load import load_config
 from zjax.config.schema import Config
 from zjax.data.loader import Loader
 from zjax.errors import ConfigError, DataError, Problem
-from zjax.exhausted import remedies_told
 from zjax.initialize import adopt_optimizer, make_run
 from zjax.models.build import make_model
 from zjax.nonfinite import arrays_told, find_nonfinite
@@ -28,9 +30,7 @@ from zjax.ops.promotion import promoting
 from zjax.optim.build import make_optimizer, without_clipping
 from zjax.optim.precision import describe_precision
 from zjax.optim.schedules import make_schedule
-from zjax.pinned import pin_what_is_needed
 from zjax.processes.lock import hold
-from zjax.propose import choose_mesh
 from zjax.resume import (
     check_newest,
     first_step,

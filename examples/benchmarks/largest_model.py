@@ -23,7 +23,7 @@ import jax
 
 import zjax
 from zjax.bench import measure, predicted_peak_bytes, result_line
-from zjax.fitting import abstract_batch
+from zjax.budget.fit import abstract_batch
 
 PROBES = (4, 8)
 """Units."""

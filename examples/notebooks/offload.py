@@ -32,9 +32,10 @@ import jax
 import matplotlib.pyplot as plt
 
 import zjax
+from zjax.budget import tables
 from zjax.checkpoint.export import export_safetensors
 from zjax.data.prepare import prepare
-from zjax.sharding import describe, memory
+from zjax.sharding import memory
 
 num_steps = int(os.environ.get("ZJAX_EXAMPLE_STEPS", 60))
 os.chdir(tempfile.mkdtemp())
@@ -123,7 +124,7 @@ if not weights:
     del first
 
 tuned = zjax.Trainer(make_config("tuned", source="tokens", path="tokens"))
-print(describe.describe_memories(tuned.run.plan, tuned.config))
+print(tables.describe_memories(tuned.run.plan, tuned.config))
 
 # %% [markdown]
 # ## Where everything is

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 import zjax
+from zjax.budget.fit import abstract_batch
 from zjax.config.schema import Config
-from zjax.fitting import abstract_batch
 from zjax.sharding import memory
 from zjax.sharding.plan import HOST, NVME
 from zjax.storage.passing import in_flight_bytes

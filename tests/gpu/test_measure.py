@@ -12,11 +12,11 @@ import pytest
 
 from tests.support.gpu import NEEDS_GPU
 from zjax.bench import measure
+from zjax.budget.trial import weigh
 from zjax.config import load_config, schema
 from zjax.config.axes import axis_sizes
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
-from zjax.propose.trial import weigh
 
 pytestmark = NEEDS_GPU
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "gpt2_124m.py"

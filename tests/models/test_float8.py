@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tests.support import language, small_run
+from zjax.budget.fit import abstract_batch
 from zjax.config import schema
 from zjax.errors import ConfigError
-from zjax.fitting import abstract_batch
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
 from zjax.sharding import mesh as meshes

@@ -4,11 +4,11 @@ import matplotlib.image
 import numpy as np
 import pytest
 
+from zjax.budget.report import report_plan
 from zjax.config import load_config
 from zjax.errors import ConfigError
 from zjax.observe import timeline
 from zjax.parallel.schedule import make_schedule
-from zjax.planning import report_plan
 
 
 def test_schedules_are_compared_for_the_same_stages():

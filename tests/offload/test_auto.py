@@ -25,9 +25,9 @@ from tests.support.offload import (
     start,
     train,
 )
-from zjax import fitting
+from zjax.budget import fit
+from zjax.budget.report import report_plan
 from zjax.errors import ConfigError, PlanError
-from zjax.planning import report_plan
 from zjax.processes import host
 from zjax.sharding import memory
 from zjax.sharding import plan as plans
@@ -63,15 +63,15 @@ def machine(monkeypatch):
 
     def give(on_devices, on_host=None):
         needed, whole = sizes()
-        capacity = (needed + on_devices * whole) / fitting.DEVICE_SHARE
-        monkeypatch.setattr(fitting, "device_capacity_bytes", lambda mesh: capacity)
+        capacity = (needed + on_devices * whole) / fit.DEVICE_SHARE
+        monkeypatch.setattr(fit, "device_capacity_bytes", lambda mesh: capacity)
         if on_host is not None:
-            pinned = fitting.PINNED_SPARE * on_host * whole
-            monkeypatch.setattr(fitting, "IN_FLIGHT_BYTES", 0)
+            pinned = fit.PINNED_SPARE * on_host * whole
+            monkeypatch.setattr(fit, "IN_FLIGHT_BYTES", 0)
             nothing = passing.Passing(0, 0)
-            monkeypatch.setattr(fitting, "passing_bytes", lambda *_: nothing)
+            monkeypatch.setattr(fit, "passing_bytes", lambda *_: nothing)
             size = smallest_host(jax.device_count() * pinned)
-            monkeypatch.setattr(fitting, "host_memory_bytes", lambda: size)
+            monkeypatch.setattr(fit, "host_memory_bytes", lambda: size)
         return whole
 
     return give
@@ -85,9 +85,9 @@ def test_room_for_all_weights_is_kept_where_they_come_up_at_once():
     )
     size = memory.tree_bytes(whole.compute)
     kept = memory.resting_bytes(whole, DEVICE)
-    assert fitting._bytes_to_generate(whole, 2.0 * size) == kept + size
-    assert fitting._bytes_to_generate(whole, 2.0 * size - 1) == 0
-    assert fitting._bytes_to_generate(by_block, 2.0 * size) == 0
+    assert fit._bytes_to_generate(whole, 2.0 * size) == kept + size
+    assert fit._bytes_to_generate(whole, 2.0 * size - 1) == 0
+    assert fit._bytes_to_generate(by_block, 2.0 * size) == 0
 
 
 @pytest.mark.parametrize("changes", [{}, UNDER_BACKWARD])
@@ -124,10 +124,10 @@ def test_blocks_leave_buffers_of_disks_their_room(monkeypatch, tmp_path):
     plan = start(config).plan
     blocks, disks = (memory.resting_bytes(plan, kind) for kind in (HOST, NVME))
     passing = 2 * disks + memory.moved_bytes(plan)
-    size = smallest_host(jax.device_count() * (fitting.PINNED_SPARE * blocks + passing))
-    monkeypatch.setattr(fitting, "host_memory_bytes", lambda: size)
+    size = smallest_host(jax.device_count() * (fit.PINNED_SPARE * blocks + passing))
+    monkeypatch.setattr(fit, "host_memory_bytes", lambda: size)
     start(config)
-    monkeypatch.setattr(fitting, "host_memory_bytes", lambda: int(0.99 * size))
+    monkeypatch.setattr(fit, "host_memory_bytes", lambda: int(0.99 * size))
     with pytest.raises(PlanError, match="may be pinned"):
         start(config)
 
@@ -150,7 +150,7 @@ def test_a_host_without_room_for_what_passes_through_it(monkeypatch, tmp_path):
         make_config("nvme", zero=zero), directory=str(tmp_path)
     )
     start(config)
-    monkeypatch.setattr(fitting, "host_memory_bytes", lambda: 1000)
+    monkeypatch.setattr(fit, "host_memory_bytes", lambda: 1000)
     with pytest.raises(PlanError) as error:
         start(config)
     assert str(error.value) == (
@@ -179,8 +179,8 @@ def test_a_model_of_your_own_is_asked_with_its_batch(monkeypatch):
     peak = moved.step.predict_peak(batch).total
 
     def plan_with(room):
-        capacity = (peak + room) / fitting.DEVICE_SHARE
-        monkeypatch.setattr(fitting, "device_capacity_bytes", lambda mesh: capacity)
+        capacity = (peak + room) / fit.DEVICE_SHARE
+        monkeypatch.setattr(fit, "device_capacity_bytes", lambda mesh: capacity)
         return state_bytes(run("auto").plan)
 
     assert plan_with(0) == whole
@@ -214,8 +214,8 @@ def test_what_a_step_takes_must_be_known(monkeypatch, tmp_path):
 )
 def test_a_step_that_does_not_fit_is_refused(machine, monkeypatch, remat, first):
     machine(0)
-    whole = fitting.device_capacity_bytes(None)
-    monkeypatch.setattr(fitting, "device_capacity_bytes", lambda mesh: whole / 10)
+    whole = fit.device_capacity_bytes(None)
+    monkeypatch.setattr(fit, "device_capacity_bytes", lambda mesh: whole / 10)
     with pytest.raises(PlanError) as error:
         model = dataclasses.replace(DEEP, remat=remat)
         start(make_config("auto", model=model))

@@ -28,6 +28,7 @@ from tests.support.offload import (
     train,
     weights_of,
 )
+from zjax.budget.traffic import traffic_of_step
 from zjax.checkpoint import export_safetensors
 from zjax.checkpoint.store import Store
 from zjax.config import schema
@@ -35,7 +36,6 @@ from zjax.sharding import memory
 from zjax.sharding import plan as plans
 from zjax.sharding.placement import Form
 from zjax.sharding.plan import DEVICE, HOST, NVME
-from zjax.sharding.traffic import traffic_of_step
 from zjax.train.state import saved_rows, saved_state, with_params
 
 

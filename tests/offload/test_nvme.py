@@ -31,6 +31,7 @@ from tests.support.offload import (
     start,
     train,
 )
+from zjax.budget import tables
 from zjax.errors import StorageError
 from zjax.offload import stream as streams
 from zjax.sharding import describe, memory
@@ -368,7 +369,7 @@ def test_disks_that_cannot_hold_the_state(tmp_path, monkeypatch):
 
 def test_plan_tells_what_rests_on_disks(tmp_path):
     run = start(on_disk(tmp_path, zero={"parameter_memory": "pinned_host"}))
-    plan, text = run.plan, describe.describe_memories(run.plan, run.config)
+    plan, text = run.plan, tables.describe_memories(run.plan, run.config)
     moved = describe.format_bytes(memory.resting_bytes(plan, plans.NVME))
     assert text.count(moved) == 3  # rests, up and down
     assert [m for m in ("device", "pinned_host", "nvme") if m in text] == [

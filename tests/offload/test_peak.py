@@ -6,9 +6,9 @@ import jax
 import pytest
 
 from tests.support.offload import GPT, UNDER_BACKWARD, make_batch, make_config, start
+from zjax.budget.report import describe_peak
 from zjax.offload import blocks
 from zjax.offload import train as offload
-from zjax.planning import describe_peak
 from zjax.sharding import plan as plans
 from zjax.sharding.plan import DEVICE
 

@@ -14,9 +14,10 @@ from tests.support.offload import (
     start,
     train,
 )
+from zjax.budget import tables
+from zjax.budget.traffic import traffic_of_step
 from zjax.offload.inputs import waiting_inputs
 from zjax.sharding import describe, memory
-from zjax.sharding.traffic import traffic_of_step
 from zjax.storage import move as moves
 
 INPUTS = UNDER_BACKWARD | {
@@ -64,7 +65,7 @@ def test_what_a_step_moves_is_told(monkeypatch, stage, number, changes):
 
 def test_what_a_step_moves_is_shown():
     run = start(make_config("pinned_host"))
-    text = describe.describe_memories(run.plan, run.config)
+    text = tables.describe_memories(run.plan, run.config)
     moved = sum(
         row.device_bytes
         for row in jax.tree.leaves((run.plan.master, run.plan.opt_state))
@@ -73,7 +74,7 @@ def test_what_a_step_moves_is_shown():
     assert text.count(describe.format_bytes(moved)) == 3  # rests, up and down
     assert "\nat the 42.5 GB/s each way of an H200 " in text
     other = start(make_config("device"))
-    assert describe.describe_memories(other.plan, other.config) == ""
+    assert tables.describe_memories(other.plan, other.config) == ""
 
 
 @pytest.mark.parametrize(("stage", "shares"), [(0, 1), (1, 8), (2, 8), (3, 8)])

@@ -2,7 +2,8 @@
 
 import pytest
 
-from zjax.sharding import describe, memory
+from zjax.budget import tables
+from zjax.sharding import memory
 
 DEVICES = (1, 4, 16, 64, 256, 1024)
 PAPER = {
@@ -26,7 +27,7 @@ PAPER = {
 
 @pytest.mark.parametrize("num_params", PAPER, ids="{:.3g}".format)
 def test_zero_table_equals_the_paper(num_params):
-    lines = describe.describe_zero_table(num_params, DEVICES).splitlines()[2:]
+    lines = tables.describe_zero_table(num_params, DEVICES).splitlines()[2:]
     columns = list(zip(*(line.split() for line in lines), strict=True))
     assert columns[0] == tuple(map(str, DEVICES))
     assert tuple(map(" ".join, columns[2:])) == PAPER[num_params]

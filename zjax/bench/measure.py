@@ -17,6 +17,9 @@ from absl import logging
 
 from zjax.bench import memory
 from zjax.bench.spread import Spread
+from zjax.budget.host import pin_what_is_needed
+from zjax.budget.mesh import choose_mesh
+from zjax.budget.out_of_memory import remedies_told
 from zjax.config.batch import resolve_batch
 from zjax.config.check import check_config
 from zjax.config.schema import Config
@@ -24,15 +27,12 @@ from zjax.data.loader import find_local_rows
 from zjax.data.placement import place_rows
 from zjax.data.source import open_rows
 from zjax.errors import BenchError, Problem
-from zjax.exhausted import remedies_told
 from zjax.initialize import Run, make_run
 from zjax.models.build import make_model
 from zjax.observe import flops
 from zjax.optim.build import make_optimizer
 from zjax.optim.schedules import make_schedule
-from zjax.pinned import pin_what_is_needed
 from zjax.processes.software import versions
-from zjax.propose import choose_mesh
 from zjax.sharding.describe import format_bytes, render_table
 from zjax.sharding.memory import moved_bytes, num_params, resting_bytes
 from zjax.sharding.plan import NVME

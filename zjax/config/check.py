@@ -79,7 +79,7 @@ def check_processes(config: schema.Config) -> None:
 
 
 def _open_axes(config: schema.Config) -> Iterator[Problem]:
-    """What `zjax.propose` has not filled in."""
+    """What `zjax.budget.mesh` has not filled in."""
     left = [axis for axis in axes.OPEN_AXES if getattr(config.mesh, axis) == 0]
     problem = "is left to zjax.Trainer, which chooses for the built-in models alone"
     if left == list(axes.OPEN_AXES):

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from zjax.budget.host import pin_what_is_needed, pinned_bytes
 from zjax.config import load_config
-from zjax.pinned import pin_what_is_needed, pinned_bytes
 from zjax.processes import host
 from zjax.processes.cluster import Cluster
 from zjax.processes.host import pinnable_bytes

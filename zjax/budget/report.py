@@ -9,13 +9,17 @@ from collections.abc import Iterator, Sequence
 import jax
 from jax.sharding import Mesh
 
+from zjax.budget import tables
+from zjax.budget.fit import abstract_batch, check_room, fit_plan
+from zjax.budget.mesh import is_open, propose_mesh, this_machine
+from zjax.budget.reasons import Proposal, describe_proposal
+from zjax.budget.trial import Machine, Trial, weigh
 from zjax.config.axes import axis_sizes
 from zjax.config.batch import resolve_batch
 from zjax.config.check import check_config
 from zjax.config.paths import local_path
 from zjax.config.schema import Config
 from zjax.errors import ConfigError, OutputError, Problem, ZjaxError
-from zjax.fitting import abstract_batch, check_room, fit_plan
 from zjax.models.build import make_model
 from zjax.observe import plot, timeline
 from zjax.observe.collectives import list_collectives
@@ -23,15 +27,6 @@ from zjax.observe.communication import CPU_NOTE, describe_communication
 from zjax.offload.inputs import waiting_inputs
 from zjax.offload.peak import Peak
 from zjax.optim.build import make_optimizer
-from zjax.propose import (
-    Machine,
-    Proposal,
-    describe_proposal,
-    is_open,
-    propose_mesh,
-    this_machine,
-)
-from zjax.propose.trial import Trial, weigh
 from zjax.remedies import find_remedy
 from zjax.sharding import describe, memory
 from zjax.sharding import mesh as meshes
@@ -135,14 +130,14 @@ def report_plan(
         plot.plot_memory_per_stage(totals, path, title=title)
     batch = abstract_batch(config, plan)
     inputs = waiting_inputs(model, plan, config, batch)
-    memories = describe.describe_memories(plan, config, inputs)
+    memories = tables.describe_memories(plan, config, inputs)
     parts = [
         describe.describe_plan(plan),
         *filter(None, [describe.describe_whole(plan), memories]),
         *([_NO_MACHINE] if not here and asked == plans.AUTO else []),
         f"bytes per device by ZeRO stage on {num_devices} devices"
         + ("" if here else " (estimate: the devices are not here)"),
-        describe.describe_stages(stages),
+        tables.describe_stages(stages),
     ]
     platform = meshes.platform_of(mesh)
     if here:

@@ -9,10 +9,11 @@ import pytest
 import zjax
 from tests.support import small_run
 from tests.support.proposals import config_of, machine_of
+from zjax.budget.mesh import propose_mesh, this_machine
+from zjax.budget.trial import Machine
 from zjax.config import load_config, schema
 from zjax.errors import ConfigError, PlanError
 from zjax.models.build import make_model
-from zjax.propose import Machine, propose_mesh, this_machine
 
 ONE, THREE = ({"zero.stage": stage} for stage in (1, 3))
 CASES = [

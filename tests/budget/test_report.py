@@ -5,10 +5,10 @@ import re
 import pytest
 
 from tests.support import small_run
+from zjax.budget.report import describe_on_gpus, report_plan
+from zjax.budget.trial import Trial
 from zjax.config import schema
 from zjax.errors import OutputError
-from zjax.planning import describe_on_gpus, report_plan
-from zjax.propose.trial import Trial
 
 
 def test_a_step_on_gpus_is_told_as_text():

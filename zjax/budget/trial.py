@@ -10,10 +10,10 @@ from typing import Any
 
 import jax
 
+from zjax.budget.activations import activation_bytes
+from zjax.budget.fit import DEVICE_SHARE
 from zjax.config import axes, schema
 from zjax.config.batch import BatchSizes, resolve_batch
-from zjax.fitting import DEVICE_SHARE
-from zjax.parallel.footprint import activation_bytes
 from zjax.sharding import memory
 from zjax.sharding import mesh as meshes
 from zjax.sharding.plan import DEVICE, Plan, make_plan, splits_of

@@ -10,6 +10,7 @@ from absl import logging
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from zjax.budget.spill import spread_state
 from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
@@ -28,7 +29,6 @@ from zjax.sharding.in_use import plan_on_device
 from zjax.sharding.mesh import device_capacity_bytes
 from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import AUTO, DEVICE, HOST, NVME, Plan, make_plan
-from zjax.sharding.room import spread_state
 from zjax.step import make_step
 from zjax.storage.chunks import disk_bytes
 from zjax.storage.passing import IN_FLIGHT_BYTES, passing_bytes

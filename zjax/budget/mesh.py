@@ -24,6 +24,8 @@ import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
 
+from zjax.budget.reasons import FEW, Proposal, describe_proposal, no_room, reasons
+from zjax.budget.trial import Machine, Trial, batch_on, weigh
 from zjax.config import axes, schema
 from zjax.config.check import check_config
 from zjax.config.model_rules import uneven_heads
@@ -31,8 +33,6 @@ from zjax.errors import ConfigError, PlanError, Problem
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
 from zjax.processes.host import sharers_of_host
-from zjax.propose.reasons import FEW, Proposal, describe_proposal, no_room, reasons
-from zjax.propose.trial import Machine, Trial, batch_on, weigh
 from zjax.sharding import mesh as meshes
 from zjax.typing import Device, Model
 

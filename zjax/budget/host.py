@@ -9,10 +9,10 @@ import math
 import os
 from collections.abc import Sequence
 
+from zjax.budget.fit import abstract_batch
 from zjax.config.axes import closed
 from zjax.config.schema import Config
 from zjax.errors import ZjaxError
-from zjax.fitting import abstract_batch
 from zjax.models.build import make_model
 from zjax.offload.inputs import waiting_inputs
 from zjax.optim.build import make_optimizer

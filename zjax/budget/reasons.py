@@ -5,9 +5,9 @@ import math
 import textwrap
 from collections.abc import Iterator, Sequence
 
+from zjax.budget.trial import Machine, Trial
 from zjax.config import axes, schema
 from zjax.errors import Problem
-from zjax.propose.trial import Machine, Trial
 from zjax.sharding import mesh as meshes
 from zjax.sharding.describe import WIDTH, format_bytes, render_table
 from zjax.sharding.plan import DEVICE, splits_of

@@ -4,10 +4,10 @@ import jax
 import pytest
 
 from tests.support.proposals import config_of
+from zjax.budget.trial import weigh
 from zjax.config import schema
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
-from zjax.propose.trial import weigh
 
 
 def weighed(shape, changes, **mesh):

@@ -2,10 +2,10 @@
 
 import pytest
 
+from zjax.budget.activations import activation_bytes
 from zjax.config import schema
 from zjax.config.axes import axis_sizes
 from zjax.config.batch import BatchSizes
-from zjax.parallel.footprint import activation_bytes
 
 LAYERS, WIDTH, LENGTH = 8, 64, 256
 BLOCK, KEPT, INPUT = 16, 10, 1

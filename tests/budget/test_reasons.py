@@ -4,9 +4,10 @@ import pytest
 
 from tests.support import small_run
 from tests.support.proposals import config_of, machine_of
+from zjax.budget.mesh import propose_mesh
+from zjax.budget.reasons import describe_proposal
+from zjax.budget.report import report_plan
 from zjax.errors import ConfigError
-from zjax.planning import report_plan
-from zjax.propose import describe_proposal, propose_mesh
 
 ONE = {"zero.stage": 1}
 TABLE = """\

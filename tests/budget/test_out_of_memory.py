@@ -6,9 +6,9 @@ import pytest
 
 import zjax.step
 from tests.support import models, small_run
+from zjax.budget.out_of_memory import remedies_told
 from zjax.config.schema import Config, Zero
 from zjax.errors import PlanError
-from zjax.exhausted import remedies_told
 from zjax.sharding import plan as plans
 from zjax.sharding.mesh import make_mesh
 from zjax.sharding.plan import make_plan
