@@ -212,7 +212,7 @@ class Trainer:
                     self._settle()  # what is evaluated is what is saved
                 if last or _is_due(step, config.evaluation.every_steps):
                     with monitor.pause():
-                        monitor.tell(step, self.evaluate())
+                        monitor.log(step, self.evaluate())
                 if saves:
                     with monitor.pause():
                         # weights that skip steps push out no checkpoint of others

@@ -94,7 +94,7 @@ def test_a_loop_of_unknown_length_is_said():
     found = [collective("all-reduce", 4, "data", is_bounded=False)]
     text = describe_communication(found, plan, 1)
     assert text.endswith(
-        "A loop whose turns the compiler does not know is counted once."
+        "A loop whose trip count the compiler does not know is counted once."
     )
 
 
@@ -104,13 +104,13 @@ volume                                  elements     Psi
 ────────────────────────────────────────────────────────
 this step moves over data                      6   0.003
 ZeRO 1 should move for 4 microbatches      4,112   2.001
-What the stages of the pipeline hand to each other is not judged."""
+Transfers between pipeline stages are not compared."""
 NOT_JUDGED = """\
 volume                      elements     Psi
 ────────────────────────────────────────────
 this step moves over data          6   0.003
-What the stages of the pipeline hand to each other is not judged.
-ZeRO 2 communicates in each tick of it; how much is not foretold."""
+Transfers between pipeline stages are not compared.
+ZeRO 2 communicates in every pipeline tick; no volume is predicted."""
 
 
 @pytest.mark.parametrize(("stage", "text"), [(1, JUDGED), (2, NOT_JUDGED)])

@@ -98,13 +98,13 @@ def test_every_callback_is_called_after_the_sinks(tmp_path):
         seen.append(dict(values))
 
     with make_monitor(tmp_path, callbacks=[first, second]) as monitor:
-        monitor.tell(3, {"eval_loss": 1.5})
+        monitor.log(3, {"eval_loss": 1.5})
     assert seen == [(3, 3), {"eval_loss": 1.5}]
 
 
 def test_nothing_is_told_of_no_values(tmp_path, told, tell_to):
     with make_monitor(tmp_path, callbacks=[tell_to]) as monitor:
-        monitor.tell(1, {})
+        monitor.log(1, {})
     assert told == read_history(tmp_path / HISTORY) == []
 
 
@@ -188,7 +188,7 @@ def test_closing_hides_no_earlier_error_and_leaves_no_file_open(tmp_path, failur
         make_monitor(tmp_path, sinks=sinks) as monitor,
     ):
         with pytest.raises(OutputError):
-            monitor.tell(1, {"loss": 2.5})
+            monitor.log(1, {"loss": 2.5})
         if failure is not None:
             raise failure
     assert open_files(tmp_path) == []
@@ -196,7 +196,7 @@ def test_closing_hides_no_earlier_error_and_leaves_no_file_open(tmp_path, failur
 
 def test_a_picture_that_cannot_be_written(tmp_path):
     with make_monitor(tmp_path) as monitor:
-        monitor.tell(1, {"loss": 2.5})
+        monitor.log(1, {"loss": 2.5})
     with full_disk(12), pytest.raises(OutputError) as error:
         monitor.save_plot()
     assert str(error.value) == (

@@ -283,7 +283,7 @@ def test_a_damaged_line_costs_no_other(name, line, tmp_path, caplog):
     assert steps_on_disk(name, tmp_path) == [1, 2, 4, 5]
     assert (tmp_path / f"{path.name}.damaged").read_bytes() == damaged
     assert caplog.messages == [
-        f"{path}: 1 lines cannot be read; the file as it was is {path.name}.damaged"
+        f"{path}: 1 lines cannot be read; a copy of the file is {path.name}.damaged"
     ]
 
 

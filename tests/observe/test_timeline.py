@@ -26,7 +26,7 @@ def test_schedules_are_compared_for_the_same_stages():
 def test_a_picture_shows_every_kind_of_pass(tmp_path):
     path = tmp_path / "schedule.png"
     schedule = make_schedule("zb_h1", num_stages=2, num_microbatches=3)
-    timeline.plot_schedule(schedule, path, costs=timeline.costs_of(recompute=False))
+    timeline.plot_schedule(schedule, path, costs=timeline.pass_costs(recompute=False))
     pixels = (255 * matplotlib.image.imread(path)[..., :3]).round().astype(int)
     for color in timeline.COLORS.values():
         wanted = [int(color[i : i + 2], 16) for i in (1, 3, 5)]

@@ -233,7 +233,7 @@ def report_schedule(config: Config, plan: plans.Plan, picture: pathlib.Path) -> 
     batch = resolve_batch(config, plan.num_batch_shares)
     schedule = make_pipeline_schedule(config, plan, batch.num_microbatches)
     recompute = config.pipeline.recompute
-    costs = timeline.costs_of(recompute=recompute)
+    costs = timeline.pass_costs(recompute=recompute)
     with _drawing(picture):
         timeline.plot_schedule(schedule, picture, costs=costs)
     return timeline.describe_schedules(schedule, recompute=recompute)

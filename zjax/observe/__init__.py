@@ -1,4 +1,4 @@
-"""What a run tells: its numbers, its speed, its machine, traces and pictures."""
+"""What a run reports: metrics, throughput, its machine, traces and plots."""
 
 from zjax.observe.collectives import Collective, list_collectives
 from zjax.observe.communication import describe_communication, zero_volume

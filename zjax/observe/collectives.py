@@ -1,8 +1,8 @@
-"""What a compiled program sends between devices, counted from its text.
+"""The collectives of a compiled program, counted from its HLO text.
 
-Two conventions, never mixed. Volume, as the ZeRO paper has it, counts elements: an
-all-reduce of X elements moves 2 X, everything else X. Bytes sent are those of one
-device in a ring of n: (n - 1) / n of the full buffer, twice that for an all-reduce.
+Two units, never mixed. Volume counts elements as the ZeRO paper does: 2 X for an
+all-reduce of X elements, X for every other collective. Wire bytes are what one device
+sends in a ring of n: (n - 1) / n of the full buffer, twice that for an all-reduce.
 """
 
 import collections
@@ -22,8 +22,8 @@ OPS = (
     "collective-permute",
     "collective-broadcast",
 )
-"""What is counted; a `send` and its `recv` are not."""
-_COMPUTE = (
+"""The opcodes counted; `send` and `recv` are not."""
+_COMPUTE_OPS = (
     "fusion",
     "dot",
     "convolution",
@@ -36,22 +36,22 @@ _COMPUTE = (
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One instruction that communicates, or its part of one dtype.
+    """One collective instruction, restricted to one dtype.
 
     Args:
         op: One of `OPS`.
-        dtype: As HLO writes it, such as `bf16`.
-        elements: Of the full buffer: what enters an all-reduce or a reduce-scatter,
-            what leaves the others; members of a tuple together.
-        groups: Devices that communicate, as positions in the order that the program
-            was compiled for; pairs of sender and receiver for a permutation.
-        times: How often a run of the program executes it. Of a conditional the branch
-            that sends more is counted.
-        is_bounded: Whether the compiler knew the turns of every loop around it; one
-            turn is counted where not.
-        overlap: Instructions that compute between its start and its end in the
-            schedule; None where it is not asynchronous.
-        op_name: Where in the Python program it comes from.
+        dtype: HLO name, such as `bf16`.
+        elements: Elements of the full buffer: the input of an all-reduce or
+            reduce-scatter, else the output; summed over the members of a tuple.
+        groups: Groups of communicating devices, as positions in the device order of the
+            program; pairs of sender and receiver for a permutation.
+        times: Executions per run of the program. Of a conditional, only the branch that
+            sends most is counted.
+        is_bounded: Whether the trip count of every enclosing loop is known; an unknown
+            one counts as 1.
+        overlap: Compute instructions scheduled between its start and its end; None for
+            a synchronous collective.
+        op_name: Its place in the Python program.
     """
 
     op: str
@@ -70,12 +70,12 @@ class Collective:
 
     @property
     def num_bytes(self) -> int:
-        """Of the full buffer, in one execution."""
+        """Bytes of the full buffer, in one execution."""
         return self.elements * hlo.dtype_bits(self.dtype) // 8
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that one device sends in a run of the program."""
+        """Bytes that one device sends per run of the program."""
         if self.op == "collective-permute":
             return float(self.times * self.num_bytes)
         n, passes = self.group_size, 2 if self.op == "all-reduce" else 1
@@ -83,14 +83,14 @@ class Collective:
 
     @property
     def volume(self) -> int:
-        """Elements that a run of the program moves, by the paper's convention."""
+        """Elements moved per run of the program, by the paper's convention."""
         passes = 2 if self.op == "all-reduce" else 1
         return self.times * self.elements * passes
 
 
 @dataclasses.dataclass(frozen=True)
 class _Context:
-    """What surrounds the instructions of a computation."""
+    """The loops and asynchronous operations around a computation."""
 
     times: int = 1
     is_bounded: bool = True
@@ -98,14 +98,14 @@ class _Context:
 
 
 def list_collectives(text: str) -> list[Collective]:
-    """Finds what a program communicates.
+    """Lists the collectives of a program.
 
     Args:
-        text: Optimised HLO, as `jax.stages.Compiled.as_text` prints it. A start and its
-            end count once; loops count as often as they turn.
+        text: Optimised HLO, as `jax.stages.Compiled.as_text` prints it.
 
     Returns:
-        One entry per instruction and dtype, in the order of the schedule.
+        One entry per instruction and dtype, in schedule order. A start and its end are
+        one.
 
     Example:
         >>> import jax
@@ -114,11 +114,11 @@ def list_collectives(text: str) -> list[Collective]:
         []
     """
     module = hlo.parse_module(text)
-    return _of_computation(module, module.entry, _Context())
+    return _list_in_computation(module, module.entry, _Context())
 
 
 def mesh_axes(groups: hlo.Groups, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """The axes of a mesh along which devices communicate.
+    """The axes of a mesh along which groups of devices communicate.
 
     Args:
         groups: Positions in the order of the mesh's devices.
@@ -134,43 +134,43 @@ def mesh_axes(groups: hlo.Groups, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """
     differs = np.zeros(len(mesh.axis_names), bool)
     for group in groups:
-        places = np.array(np.unravel_index(group, tuple(mesh.shape.values())))
-        differs |= (places != places[:, :1]).any(axis=1)
-    pairs = zip(mesh.axis_names, differs, strict=True)
-    return tuple(name for name, does in pairs if does)
+        coordinates = np.array(np.unravel_index(group, tuple(mesh.shape.values())))
+        differs |= (coordinates != coordinates[:, :1]).any(axis=1)
+    return tuple(np.array(mesh.axis_names)[differs].tolist())
 
 
-def _of_computation(
+def _list_in_computation(
     module: hlo.Module, name: str, context: _Context
 ) -> list[Collective]:
     found: list[Collective] = []
     body = module.computations[name]
     for index, instruction in enumerate(body):
-        inside = context
+        inner = context
         if instruction.opcode == "while":
-            turns = instruction.trip_count
-            inside = dataclasses.replace(
+            trip_count = instruction.trip_count
+            inner = dataclasses.replace(
                 context,
-                times=context.times * (1 if turns is None else turns),
-                is_bounded=context.is_bounded and turns is not None,
+                times=context.times * (1 if trip_count is None else trip_count),
+                is_bounded=context.is_bounded and trip_count is not None,
             )
         if instruction.opcode.endswith("-start"):
-            inside = dataclasses.replace(context, overlap=_overlap(body, index))
+            inner = dataclasses.replace(context, overlap=_overlap(body, index))
         if instruction.opcode.removesuffix("-start") in OPS:
-            found += _of_instruction(module, instruction, inside)
+            found += _list_in_instruction(module, instruction, inner)
             continue
-        parts = [_of_computation(module, c, inside) for c in instruction.called]
+        called = [_list_in_computation(module, c, inner) for c in instruction.called]
         if instruction.opcode == "conditional":
-            parts = [max(parts, key=lambda part: sum(c.wire_bytes for c in part))]
-        found += [collective for part in parts for collective in part]
+            called = [max(called, key=lambda branch: sum(c.wire_bytes for c in branch))]
+        found += [collective for branch in called for collective in branch]
     return found
 
 
-def _of_instruction(
+def _list_in_instruction(
     module: hlo.Module, instruction: hlo.Instruction, context: _Context
 ) -> list[Collective]:
     op = instruction.opcode.removesuffix("-start")
-    groups = hlo.device_groups(instruction.rest, module.num_partitions)
+    text = instruction.operands_and_attributes
+    groups = hlo.device_groups(text, module.num_partitions)
     inputs_per_output = max(map(len, groups)) if op == "reduce-scatter" else 1
     elements: dict[str, int] = collections.Counter()
     for dtype, size in hlo.shape_arrays(_result_shape(instruction)):
@@ -189,7 +189,7 @@ def _of_instruction(
 
 
 def _result_shape(instruction: hlo.Instruction) -> str:
-    """The type of what comes out; that of a start is (operands, results, ...)."""
+    """The type of the result; an asynchronous start is (operands, results, ...)."""
     members = hlo.tuple_members(instruction.shape)
     is_pair = members[0].startswith("(") or instruction.opcode in (
         "all-gather-start",
@@ -204,5 +204,5 @@ def _overlap(body: list[hlo.Instruction], start: int) -> int:
         is_done = instruction.opcode.endswith("-done")
         if is_done and body[start].name in instruction.operands:
             return work
-        work += instruction.opcode in _COMPUTE
+        work += instruction.opcode in _COMPUTE_OPS
     return 0

@@ -1,4 +1,4 @@
-"""What a train step sends, beside what its ZeRO stage should move."""
+"""The communication of a train step, compared with what its ZeRO stage should move."""
 
 import collections
 import math
@@ -19,31 +19,31 @@ from zjax.sharding.mesh import (
 from zjax.sharding.plan import Plan
 
 SMALL_SHARE = 1 / 1000
-"""Buffers of fewer elements, in units of the parameters, are added up on one line."""
+"""Buffers below this share of the parameters are summed up on one line."""
 CPU_NOTE = (
     "Compiled for CPUs: bf16 is sent as f32, and where the compiler chose the\n"
     "collectives, all-reduce and slice stand for reduce-scatter."
 )
-STAGES_NOTE = "What the stages of the pipeline hand to each other is not judged."
-TICKS_NOTE = "ZeRO {stage} communicates in each tick of it; how much is not foretold."
-UNBOUNDED_NOTE = "A loop whose turns the compiler does not know is counted once."
+STAGES_NOTE = "Transfers between pipeline stages are not compared."
+TICKS_NOTE = "ZeRO {stage} communicates in every pipeline tick; no volume is predicted."
+UNBOUNDED_NOTE = "A loop whose trip count the compiler does not know is counted once."
 
 
 def zero_volume(plan: Plan, num_microbatches: int) -> int:
-    """Elements per device and step that the algorithm of the plan's stage moves.
+    """Elements that the plan's ZeRO stage moves per device and step.
 
-    A step of one microbatch moves 2 Psi up to stage 2, and 3 Psi at stage 3. Gradients
-    are reduced once per step up to stage 1, once per microbatch from 2 on; parameters
-    are gathered once per step up to stage 2, and twice per microbatch at 3. Arrays too
-    small to split are all-reduced. Copies over `replica` add up shares. In a pipeline,
-    where this holds up to stage 1, it is that of one stage of layers.
+    With one microbatch, 2 Psi up to stage 2 and 3 Psi at stage 3. Gradients are reduced
+    once per step up to stage 1 and once per microbatch from stage 2; parameters are
+    gathered once per step up to stage 2 and twice per microbatch at stage 3. Arrays too
+    small to split are all-reduced, and so are shards over the `replica` axis. With a
+    pipeline the count is per stage of layers, and holds up to ZeRO 1.
 
     Args:
-        plan: Its stage, mesh and gradients.
-        num_microbatches: 1 or more.
+        plan: The plan of the step.
+        num_microbatches: Microbatches per step, 1 or more.
 
     Returns:
-        Elements by the paper's convention; 0 where nothing of the batch is shared.
+        Elements by the paper's convention; 0 if the batch is not split.
 
     Reference:
         ZeRO, arXiv:1910.02054, section 7.
@@ -66,18 +66,18 @@ def zero_volume(plan: Plan, num_microbatches: int) -> int:
 def describe_communication(
     found: Sequence[Collective], plan: Plan, num_microbatches: int
 ) -> str:
-    """Adds up what a train step sends, by kind and altogether.
+    """Sums up what a train step sends, by kind and in total.
 
-    `overlap` counts those that have computation between their start and their end in
-    the schedule; `Psi` is the volume in units of the parameters.
+    Column `overlap` counts collectives with compute between their start and their end;
+    `Psi` is the volume in units of the number of parameters.
 
     Args:
-        found: What `list_collectives` found in the step.
-        plan: That of the step.
-        num_microbatches: Of the step.
+        found: Collectives of the step, from `list_collectives`.
+        plan: The plan of the step.
+        num_microbatches: Microbatches per step.
 
     Returns:
-        Two tables per device and step, of at most 80 columns for two axes.
+        Two tables per device and step, at most 80 columns wide for two axes.
     """
     psi = memory.num_params(plan)
     kinds: dict[tuple[str, ...], list[Collective]] = collections.defaultdict(list)

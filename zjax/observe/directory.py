@@ -1,4 +1,4 @@
-"""The directory of a run: usable before it starts, and clear words when it fills up."""
+"""The run's directory: a check before the run starts, and errors when a write fails."""
 
 import contextlib
 import pathlib
@@ -10,13 +10,13 @@ from zjax.remedies import MADE, find_remedy
 
 
 def check_directory(directory: str) -> None:
-    """Makes the directory of a run, and finds out whether files can be made in it.
+    """Creates the run's directory and checks that files can be created in it.
 
     Args:
-        directory: The path; what is missing above it is made as well.
+        directory: Path; missing parents are created.
 
     Raises:
-        ConfigError: If it is not a directory, or nothing can be made in it.
+        ConfigError: It is not a directory, or not writable.
     """
     try:
         pathlib.Path(directory).mkdir(parents=True, exist_ok=True)
@@ -29,13 +29,13 @@ def check_directory(directory: str) -> None:
 
 @contextlib.contextmanager
 def writing(path: pathlib.Path) -> Iterator[None]:
-    """Says in the terms of a run that a file of it cannot be written.
+    """Raises an OSError of the enclosed work as an `OutputError`.
 
     Args:
-        path: The file, in the run's directory.
+        path: The file written, in the run's directory.
 
     Raises:
-        OutputError: In place of an OSError of the enclosed work.
+        OutputError: The file cannot be written.
     """
     try:
         yield

@@ -1,8 +1,8 @@
-"""Floating-point work of a model by formula, and what devices can do at best.
+"""FLOPs of a model by formula, and the peak FLOP/s of devices.
 
-Model FLOPs are counted, never recomputation: the result is MFU (PaLM, arXiv:2204.02311,
-appendix B), not hardware utilisation. Two conventions for causal attention are in use:
-"half" counts the pairs that a causal mask leaves, "full" counts all of them.
+Model FLOPs exclude recomputation: the ratio is MFU (PaLM, arXiv:2204.02311, appendix
+B), not hardware utilisation. Causal attention is counted by one of two conventions:
+"half" counts the unmasked pairs of query and key, "full" counts all.
 """
 
 from typing import Literal
@@ -15,12 +15,6 @@ CausalAttention = Literal["half", "full"]
 
 def num_params(model: schema.Model) -> int:
     """Parameters of the built-in decoder, or of the encoder with its masked-token head.
-
-    Args:
-        model: Shape of the model.
-
-    Returns:
-        The exact number; tied embeddings count once.
 
     Example:
         >>> num_params(schema.Model())
@@ -40,14 +34,10 @@ def num_params(model: schema.Model) -> int:
 
 
 def matmul_params(model: schema.Model) -> int:
-    """The N of 6 N: parameters that every token is multiplied with.
+    """Parameters that every token is multiplied with: the N of 6 N.
 
-    Args:
-        model: Shape of the model.
-
-    Returns:
-        All parameters but the tables that are looked up (token and position
-        embeddings); the output matrix counts once, tied or not.
+    The token and position embedding tables do not count; the output matrix counts once,
+    tied or not.
 
     Example:
         >>> matmul_params(schema.Model())
@@ -60,27 +50,19 @@ def matmul_params(model: schema.Model) -> int:
 def flops_per_token(
     model: schema.Model, length: int, *, causal_attention: CausalAttention
 ) -> float:
-    """FLOPs of forward and backward pass per token: 6 N, and attention over the length.
+    """FLOPs of forward and backward pass per token: 6 N plus attention.
 
-    Attention costs 12 x layers x width x length where every query meets every key, and
-    half of that where `causal_attention` is "half". An encoder's attention is full, and
-    of sparse attention what a layout leaves counts, whatever is asked for.
-
-    Args:
-        model: Shape of the model.
-        length: Tokens per sequence, 1 or more.
-        causal_attention: How a decoder's attention is counted.
-
-    Returns:
-        FLOPs; a multiplication and an addition are two.
+    Full attention costs 12 x layers x width x length, and half of that where
+    `causal_attention` is "half". An encoder always counts in full; sparse attention
+    counts the blocks of its layout.
 
     Example:
         >>> flops_per_token(schema.Model(), 1024, causal_attention="half") / 1e6
         798.54336
 
     Reference:
-        Narayanan et al., arXiv:2104.04473, appendix; PaLM, arXiv:2204.02311,
-        appendix B.
+        Narayanan et al., arXiv:2104.04473, appendix; PaLM, arXiv:2204.02311, appendix
+        B.
     """
     factor = _attention_factor(model, length, causal_attention)
     attention = factor * model.num_layers * model.embed_size * length
@@ -90,15 +72,7 @@ def flops_per_token(
 def describe_flops(
     model: schema.Model, length: int, *, causal_attention: CausalAttention
 ) -> str:
-    """The formula of `flops_per_token` with its numbers.
-
-    Args:
-        model: Shape of the model.
-        length: Tokens per sequence.
-        causal_attention: How a decoder's attention is counted.
-
-    Returns:
-        One line.
+    """The formula of `flops_per_token` with its numbers, in one line.
 
     Example:
         >>> print(describe_flops(schema.Model(), 1024, causal_attention="full"))
@@ -137,21 +111,20 @@ _PEAKS: dict[str, tuple[float, float, float]] = {
     "V100": (15.7, 125.0, 15.7),
     "T4": (8.1, 65.0, 8.1),
 }
-"""Dense TFLOP/s per device in bfloat16, float16 and float32, with float32 sums, from
-the makers' data sheets; float32 matrices are multiplied in TF32 where the device has
-it, and bfloat16 ones in float32 where it has no units for them. First match wins."""
+"""Dense TFLOP/s per device in bfloat16, float16 and float32 with float32 accumulation,
+from data sheets. float32 means TF32 where the device has it; bfloat16 means float32
+where the device lacks bfloat16 units. First match wins."""
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Matrix FLOP/s that one device reaches at best.
+    """Peak matrix FLOP/s of one device, without sparsity.
 
     Args:
         device_kind: `jax.Device.device_kind`, such as "NVIDIA H200".
         dtype: "bfloat16", "float16" or "float32".
 
     Returns:
-        FLOP/s without sparsity; None for a device that is not in the table, a CPU among
-        them.
+        FLOP/s; None for a device that is not in the table, such as a CPU.
 
     Example:
         >>> peak_flops("NVIDIA H200", "bfloat16"), peak_flops("cpu", "bfloat16")

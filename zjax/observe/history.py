@@ -1,4 +1,4 @@
-"""What a run wrote of its numbers, read again: damaged lines cost no others."""
+"""Reads the metric files of a run; damaged lines are skipped and counted."""
 
 import csv
 import os
@@ -14,14 +14,14 @@ from zjax.reading import parse_json
 
 HISTORY = "metrics.jsonl"
 """Name of the JSON lines file under a run's directory."""
-MOST_BYTES = 1 << 32
-_MOST_LINE_BYTES = 1 << 20
+MAX_BYTES = 1 << 32
+_MAX_LINE_BYTES = 1 << 20
 
 Numbers = dict[str, int | float]
 
 
 class Table(NamedTuple):
-    """The rows of a file, each with its "step" as text, and how many were damaged."""
+    """A CSV file of metrics; every row has "step"."""
 
     columns: list[str]
     rows: list[dict[str, str]]
@@ -29,17 +29,16 @@ class Table(NamedTuple):
 
 
 def read_history(path: str | os.PathLike[str]) -> list[Numbers]:
-    """Reads what the sink `jsonl` wrote.
+    """Reads the file of the `jsonl` sink, and warns of damaged lines.
 
     Args:
         path: The file; a missing one is an empty history.
 
     Returns:
-        One dict per line, with "step" as an int and all else as floats. The last line,
-        where it was cut short, is left out, and so are damaged ones, which is said.
+        One dict per complete line, with "step" as an int and the values as floats.
 
     Raises:
-        OSError: It is no file, is larger than any history, or cannot be read.
+        OSError: It is not a regular file, is too large, or cannot be read.
     """
     rows, num_damaged = read_json_lines(pathlib.Path(path))
     if num_damaged:
@@ -48,35 +47,19 @@ def read_history(path: str | os.PathLike[str]) -> list[Numbers]:
 
 
 def read_json_lines(path: pathlib.Path) -> tuple[list[Numbers], int]:
-    """Reads a history, without a word.
-
-    Args:
-        path: The file; a missing one is an empty history.
-
-    Returns:
-        The rows, and how many lines were damaged.
-
-    Raises:
-        OSError: It is no file, is larger than any history, or cannot be read.
-    """
-    found = [_row(line) for line in _whole_lines(path)]
+    """As `read_history`, but returns the number of damaged lines instead of warning."""
+    found = [_row(line) for line in _complete_lines(path)]
     rows = [row for row in found if row is not None]
     return rows, len(found) - len(rows)
 
 
 def read_csv(path: pathlib.Path) -> Table:
-    """Reads what the sink `csv` wrote.
-
-    Args:
-        path: The file; a missing one is an empty table.
-
-    Returns:
-        Its columns, "step" first, and its rows.
+    """Reads the file of the `csv` sink; a missing one is an empty table.
 
     Raises:
-        OSError: It is no file, is larger than any table, or cannot be read.
+        OSError: It is not a regular file, is too large, or cannot be read.
     """
-    found = [_cells(line) for line in _whole_lines(path)]
+    found = [_cells(line) for line in _complete_lines(path)]
     if not found:
         return Table(["step"], [], 0)
     columns = found[0]
@@ -112,14 +95,14 @@ def _is_step(text: str) -> bool:
     return text.isascii() and text.isdigit() and int(text[:11]) <= MOST_STEPS
 
 
-def _whole_lines(path: pathlib.Path) -> Iterator[bytes]:
-    """Lines that end, of bounded length; longer ones come in parts."""
+def _complete_lines(path: pathlib.Path) -> Iterator[bytes]:
+    """Yields lines that end in a newline; one over the size limit comes in pieces."""
     if not path.exists():
         return
     status = path.stat()
-    if not stat.S_ISREG(status.st_mode) or status.st_size > MOST_BYTES:
-        raise OSError(None, f"it is no file of up to {MOST_BYTES:,} bytes")
+    if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
+        raise OSError(None, f"it is no file of up to {MAX_BYTES:,} bytes")
     with path.open("rb") as file:
-        for line in iter(lambda: file.readline(_MOST_LINE_BYTES), b""):
-            if line.endswith(b"\n") or len(line) == _MOST_LINE_BYTES:
+        for line in iter(lambda: file.readline(_MAX_LINE_BYTES), b""):
+            if line.endswith(b"\n") or len(line) == _MAX_LINE_BYTES:
                 yield line

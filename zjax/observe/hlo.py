@@ -1,4 +1,4 @@
-"""The text of a compiled program: computations, instructions, shapes and groups."""
+"""Parser of optimised HLO: computations, instructions, shapes and device groups."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ Groups = tuple[tuple[int, ...], ...]
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{")
 _INSTRUCTION = re.compile(
     r"\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>.*?) "
-    r"(?P<opcode>[a-z][a-z0-9\-]*)\((?P<rest>.*)"
+    r"(?P<opcode>[a-z][a-z0-9\-]*)\((?P<operands_and_attributes>.*)"
 )
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 _CALLED = re.compile(
@@ -30,42 +30,43 @@ _MESH = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of a computation.
+    """One instruction of a computation.
 
     Args:
-        name: Without its percent sign.
+        name: Name without the percent sign.
         shape: Type of the result as text.
-        opcode: Such as `fusion` or `all-gather-start`.
-        rest: Operands and attributes as text.
+        opcode: Opcode, such as `fusion` or `all-gather-start`.
+        operands_and_attributes: Text after the opening parenthesis.
     """
 
     name: str
     shape: str
     opcode: str
-    rest: str
+    operands_and_attributes: str
 
     @property
     def operands(self) -> list[str]:
         """Names of the operands."""
-        return re.findall(r"%([\w.\-]+)", self.rest.partition(")")[0])
+        operands, _, _ = self.operands_and_attributes.partition(")")
+        return re.findall(r"%([\w.\-]+)", operands)
 
     @property
     def called(self) -> list[str]:
-        """Names of the computations that it runs: body and condition, branches, ..."""
-        found = _CALLED.findall(self.rest)
+        """Names of the computations it calls: bodies, conditions, branches."""
+        found = _CALLED.findall(self.operands_and_attributes)
         names = [one or several for one, several in found]
         return [name.strip(" %") for text in names for name in text.split(",")]
 
     @property
     def trip_count(self) -> int | None:
-        """Turns of a loop; None where the compiler could not tell."""
-        found = _TRIP_COUNT.search(self.rest)
+        """Iterations of a loop; None if the compiler does not know."""
+        found = _TRIP_COUNT.search(self.operands_and_attributes)
         return int(found[1]) if found else None
 
     @property
     def op_name(self) -> str:
-        """Where in the Python program it comes from; empty if unknown."""
-        found = re.search(r'op_name="([^"]*)"', self.rest)
+        """Its place in the Python program; empty if unknown."""
+        found = re.search(r'op_name="([^"]*)"', self.operands_and_attributes)
         return found[1] if found else ""
 
 
@@ -74,10 +75,10 @@ class Module:
     """A compiled program.
 
     Args:
-        computations: Instructions by name of the computation, in the order of the
-            text; of the schedule where the compiler fixed one.
-        entry: Name of the computation that runs first.
-        num_partitions: Devices that it was compiled for.
+        computations: Instructions by name of their computation, in schedule order if
+            scheduled.
+        entry: Name of the entry computation.
+        num_partitions: Number of devices it was compiled for.
     """
 
     computations: dict[str, list[Instruction]]
@@ -86,14 +87,7 @@ class Module:
 
 
 def parse_module(text: str) -> Module:
-    """Reads what `jax.stages.Compiled.as_text` prints.
-
-    Args:
-        text: Optimised HLO.
-
-    Returns:
-        Its computations.
-    """
+    """Parses the text that `jax.stages.Compiled.as_text` returns."""
     computations: dict[str, list[Instruction]] = {}
     entry, body = "", []
     for line in text.splitlines():
@@ -109,13 +103,7 @@ def parse_module(text: str) -> Module:
 
 
 def shape_arrays(shape: str) -> list[tuple[str, int]]:
-    """Dtype and number of elements of each array of a type.
-
-    Args:
-        shape: An array, or a tuple of any depth.
-
-    Returns:
-        One pair per array; tokens are left out.
+    """Dtype and number of elements of each array in a type; tokens are left out.
 
     Example:
         >>> shape_arrays("(bf16[2,8]{1,0:T(8,128)S(1)}, (u32[], token[]))")
@@ -129,13 +117,7 @@ def shape_arrays(shape: str) -> list[tuple[str, int]]:
 
 
 def tuple_members(shape: str) -> list[str]:
-    """The members of a tuple type.
-
-    Args:
-        shape: A type as text.
-
-    Returns:
-        The types of its members; an array is its own only member.
+    """Splits a tuple type into its members; an array type is returned alone.
 
     Example:
         >>> tuple_members("((f32[4]{0}, s32[]), f32[1,4]{1,0})")
@@ -154,13 +136,7 @@ def tuple_members(shape: str) -> list[str]:
 
 
 def dtype_bits(dtype: str) -> int:
-    """Bits of one element.
-
-    Args:
-        dtype: As HLO writes it.
-
-    Returns:
-        Bits, 4 or more.
+    """Bits per element of an HLO dtype.
 
     Example:
         >>> [dtype_bits(name) for name in ("bf16", "f8e4m3fn", "s4", "pred")]
@@ -171,17 +147,16 @@ def dtype_bits(dtype: str) -> int:
 
 
 def device_groups(attributes: str, num_partitions: int) -> Groups:
-    """The devices that a collective joins.
+    """The groups of devices over which a collective communicates.
 
     Args:
-        attributes: Text with `replica_groups`, in any of the forms that XLA prints, or
-            with `source_target_pairs`.
-        num_partitions: Devices of the program, all of them one group where none are
-            named.
+        attributes: Text with `replica_groups`, in any form that XLA prints, or with
+            `source_target_pairs`.
+        num_partitions: Devices of the program; they form one group if none is given.
 
     Returns:
-        Positions in the order of devices that the program was compiled for; pairs of
-        sender and receiver for a permutation.
+        Positions in the device order of the program; pairs of sender and receiver for a
+        permutation.
 
     Example:
         >>> device_groups("replica_groups=[2,2]<=[2,2]T(1,0)", 4)
@@ -191,8 +166,8 @@ def device_groups(attributes: str, num_partitions: int) -> Groups:
     """
     if found := _LISTED.search(attributes):
         groups = re.findall(r"\{([\d,]+)\}", found[1])
-        everyone = tuple(range(num_partitions))
-        return tuple(tuple(_numbers(group)) for group in groups) or (everyone,)
+        all_devices = tuple(range(num_partitions))
+        return tuple(tuple(_numbers(group)) for group in groups) or (all_devices,)
     if found := re.search(f"replica_groups={_IOTA}", attributes):
         shape, dims, order = found.groups()
         ids = _permuted(dims, order).reshape(_numbers(shape))
@@ -203,9 +178,9 @@ def device_groups(attributes: str, num_partitions: int) -> Groups:
 
 
 def _mesh_groups(sizes: str, ids: str, axes: str) -> Groups:
-    """Groups along named axes, where `'a':(2)4` is a part of axis `a`.
+    """Groups along named axes, where `'a':(2)4` is a sub-axis of axis `a`.
 
-    That part has 4 places, and 2 are the product of the parts to its left.
+    Its size is 4, and 2 is the product of the sub-axes to its left.
     """
     names = re.findall(r"'([^']*)'=(\d+)", sizes)
     shape = [int(size) for _, size in names]
@@ -215,14 +190,14 @@ def _mesh_groups(sizes: str, ids: str, axes: str) -> Groups:
     }
     size_of = {name: int(size) for name, size in names}
     positions = np.arange(math.prod(shape))
-    own_group = positions.copy()
-    for name, left, part in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", axes):
-        size = int(part or size_of[name])
-        step = stride[name] // (int(left or 1) * size)
-        own_group -= positions // step % size * step
+    group_of = positions.copy()
+    for name, outer, inner in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", axes):
+        size = int(inner or size_of[name])
+        step = stride[name] // (int(outer or 1) * size)
+        group_of -= positions // step % size * step
     devices = _device_order(ids, len(positions))
     return tuple(
-        tuple(devices[own_group == group].tolist()) for group in np.unique(own_group)
+        tuple(devices[group_of == group].tolist()) for group in np.unique(group_of)
     )
 
 

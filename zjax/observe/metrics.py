@@ -1,4 +1,4 @@
-"""Scalars of a step, read one step late so that the device never waits for the host."""
+"""Metrics of a step, read one step late so that the device never waits for the host."""
 
 import numpy as np
 
@@ -6,10 +6,10 @@ from zjax.typing import Metrics
 
 
 class LateMetrics:
-    """Keeps the scalars of the newest step on the device, gives those of the last one.
+    """Holds the metrics of the newest step on the device, and returns the ones before.
 
-    While step n runs, `push(n, ...)` waits for step n-1 alone: the device always has
-    its next program, and the host is never more than one step ahead.
+    Pushing step n waits for step n - 1 only, so the device always has its next program
+    and the host runs at most one step ahead.
 
     Example:
         >>> import jax
@@ -22,30 +22,26 @@ class LateMetrics:
     """
 
     def __init__(self) -> None:
-        self._held: tuple[int, Metrics] | None = None
+        self._pending: tuple[int, Metrics] | None = None
 
     def push(self, step: int, metrics: Metrics) -> tuple[int, dict[str, float]] | None:
-        """Takes a step that was just dispatched and returns the one before it.
-
-        Args:
-            step: Number of the step.
-            metrics: Its scalars, still being computed.
+        """Stores the metrics of the step just dispatched, still being computed.
 
         Returns:
             Number and values of the step before, or None if there is none.
         """
         for array in metrics.values():
             array.copy_to_host_async()
-        earlier, self._held = self._held, (step, metrics)
+        earlier, self._pending = self._pending, (step, metrics)
         return None if earlier is None else _read(*earlier)
 
     def flush(self) -> tuple[int, dict[str, float]] | None:
-        """Waits for the newest step; for the end, and before evaluating or saving.
+        """Waits for the newest step; call it before evaluating or saving, and last.
 
         Returns:
-            Number and values of the newest step, or None if they were already given.
+            Number and values of the newest step, or None if already returned.
         """
-        newest, self._held = self._held, None
+        newest, self._pending = self._pending, None
         return None if newest is None else _read(*newest)
 
 

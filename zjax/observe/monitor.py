@@ -1,4 +1,4 @@
-"""All that a run tells while it trains, behind three calls; the device never waits."""
+"""Logging of a training loop behind three calls, without making the device wait."""
 
 import contextlib
 import pathlib
@@ -20,20 +20,20 @@ from zjax.observe.trace import Trace
 from zjax.typing import Metrics
 
 Callback = Callable[[int, Mapping[str, float]], None]
-"""`callback(step, values)`: called with the numbers of each step that is logged."""
+"""`callback(step, values)`, called for each step that is logged."""
 
 
 class Monitor:
-    """Sends the numbers of a run to its sinks and callbacks.
+    """Sends the metrics of a run to its sinks and callbacks.
 
     Args:
-        config: `observe`, `precision`, `num_steps` and `directory`.
-        last_step: Steps already taken; what the files hold of later ones is dropped.
-        num_skipped: Steps of those that were skipped.
-        tokens_per_step: Tokens of a global batch; 0 for a model that has none, whose
-            speed is then given as seconds per step alone.
-        num_devices: Devices that share the work.
-        callbacks: Called after the sinks.
+        config: The run; reads `observe`, `precision`, `num_steps` and `directory`.
+        last_step: Steps already taken; files lose their entries of later steps.
+        num_skipped: How many of those steps were skipped.
+        tokens_per_step: Tokens of a global batch; 0 for a model without tokens, which
+            logs only seconds per step.
+        num_devices: Devices of the mesh.
+        callbacks: Functions called after the sinks.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Monitor:
         self._compiles = CompileReport()
         self._throughput = _make_throughput(config, tokens_per_step, num_devices)
         self.known_step = last_step
-        """The newest step whose numbers are known; an error is about this one."""
+        """The newest step whose metrics were read."""
 
     def __enter__(self) -> "Monitor":
         return self
@@ -69,9 +69,9 @@ class Monitor:
     def __exit__(
         self, kind: object, error: BaseException | None, trace: object
     ) -> None:
-        # what ended the run is not to be hidden by what fails because of it
-        dropped = () if error is None else (Exception,)
-        with contextlib.suppress(*dropped), contextlib.ExitStack() as stack:
+        # an error while closing must not hide the one that ended the run
+        ignored = () if error is None else (Exception,)
+        with contextlib.suppress(*ignored), contextlib.ExitStack() as stack:
             for sink in self._sinks:
                 stack.callback(sink.close)
             stack.enter_context(self._trace)
@@ -79,67 +79,61 @@ class Monitor:
 
     @property
     def skipped_in_a_row(self) -> int:
-        """The newest steps that changed no weight; those whose numbers are known."""
+        """Newest skipped steps in a row, among those whose metrics were read."""
         return self._skipped.in_a_row
 
     @contextlib.contextmanager
     def step(self, step: int, state: Any, batch: Any) -> Iterator[list[Metrics]]:
-        """Watches one step; put its metrics into the list that is given.
+        """Watches one step; append its metrics to the list that is yielded.
 
         Args:
-            step: Its number, from 1.
-            state: The state that goes in.
-            batch: The batch that goes in.
+            step: Number of the step, from 1.
+            state: Input state.
+            batch: Input batch.
 
         Yields:
             An empty list.
 
         Raises:
-            NonFiniteError: The step before was not finite and the run is to stop.
+            NonFiniteError: The step before was not finite and the policy is to stop.
         """
-        given: list[Metrics] = []
-        with self._trace.step(step, state), self._compiles.watch(step, batch) as made:
-            yield given
-        earlier = self._late.push(step, given[0])
-        if made.line and jax.process_index() == 0:
-            print(made.line, flush=True)
-        self._throughput.lap(self._tokens_per_step, compiled=bool(made.seconds))
+        metrics: list[Metrics] = []
+        watch = self._compiles.watch(step, batch)
+        with self._trace.step(step, state), watch as compiled:
+            yield metrics
+        earlier = self._late.push(step, metrics[0])
+        if compiled.line and jax.process_index() == 0:
+            print(compiled.line, flush=True)
+        self._throughput.lap(self._tokens_per_step, compiled=bool(compiled.seconds))
         if earlier is not None:
-            self._tell(*earlier)
+            self._log_step(*earlier)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Leaves the enclosed work out of the speed; tells what is still untold.
+        """Excludes the enclosed work from the throughput; logs the newest step first.
 
         Raises:
-            NonFiniteError: The newest step was not finite and the run is to stop.
+            NonFiniteError: The newest step was not finite and the policy is to stop.
         """
         newest = self._late.flush()
         if newest is not None:
-            self._tell(*newest)
+            self._log_step(*newest)
         with self._throughput.excluded():
             yield
 
-    def tell(self, step: int, values: Mapping[str, float]) -> None:
-        """Sends numbers to the sinks and the callbacks.
-
-        Args:
-            step: Steps taken.
-            values: Such as `eval_loss`; nothing is sent of none.
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Sends values such as `eval_loss` to the sinks and callbacks, unless empty.
 
         Raises:
             OutputError: A file of the run cannot be written.
         """
         if not values:
             return
-        for receive in (*(sink.write for sink in self._sinks), *self._callbacks):
-            receive(step, values)
+        for write in (*(sink.write for sink in self._sinks), *self._callbacks):
+            write(step, values)
 
     def save_plot(self) -> pathlib.Path | None:
-        """Draws loss and speed of the whole run.
-
-        Returns:
-            The picture, or None where no history is kept or no picture is wanted.
+        """Plots loss and throughput of the run; None if there is nothing to plot.
 
         Raises:
             OutputError: The picture cannot be written.
@@ -154,7 +148,7 @@ class Monitor:
             plot.plot_run(read_history(history), path, title=directory.name)
         return path
 
-    def _tell(self, step: int, values: dict[str, float]) -> None:
+    def _log_step(self, step: int, values: dict[str, float]) -> None:
         self.known_step = step
         is_skipped = self._skipped.count(step, values)
         due = step % self._config.observe.log_every_steps == 0
@@ -162,7 +156,7 @@ class Monitor:
             values |= self._speed()
             if self._tokens_per_step:
                 values["consumed_tokens"] = float(step * self._tokens_per_step)
-            self.tell(step, values)
+            self.log(step, values)
         self._skipped.check(step, values)
 
     def _speed(self) -> dict[str, float]:

@@ -1,6 +1,6 @@
-"""Pictures of a run and of a plan, drawn without a screen.
+"""Plots of a run and of a plan, drawn without a display.
 
-Matplotlib is read when there is something to draw: few commands do.
+Matplotlib is imported on the first plot, since few commands draw.
 """
 
 import dataclasses
@@ -16,10 +16,9 @@ from zjax.sharding.describe import format_bytes
 from zjax.sharding.memory import StageBytes
 
 BLUE, ORANGE, GREEN, GRAY = "#3366aa", "#dd7722", "#339977", "#888888"
-"""What parts of a whole, or curves, are drawn in."""
-_LEAST_FOR_AVERAGE = 50
-_MOST_SHOWN = 1e30
-"""Beyond, Matplotlib cannot place the numbers at an axis."""
+_MIN_FOR_AVERAGE = 50
+_MAX_DRAWN = 1e30
+"""Matplotlib cannot place tick labels beyond this value."""
 _STAGES = (
     "stage 0\nnothing split",
     "stage 1\noptimizer state",
@@ -33,11 +32,11 @@ class ContestBar:
     """One program of a contest.
 
     Args:
-        name: Shown beside its bars.
+        name: Label of its bars.
         is_ours: Whether it is zjax.
         tokens_per_second: Median per device.
-        tokens_per_second_range: The least and the most.
-        peak_bytes: Memory of a device; None where not known.
+        tokens_per_second_range: Minimum and maximum.
+        peak_bytes: Peak device memory; None if unknown.
     """
 
     name: str
@@ -53,12 +52,12 @@ def plot_run(
     *,
     title: str,
 ) -> None:
-    """Draws loss and speed against the step, and saves the picture.
+    """Plots loss and throughput against the step.
 
     Args:
-        history: What `sinks.read_history` returns: one mapping per line, with "step";
-            the labels drawn are "loss", "eval_loss" and "tokens_per_second".
-        path: File to write; its suffix says the format.
+        history: One mapping per line, from `read_history`; "loss", "eval_loss" and
+            "tokens_per_second" are drawn.
+        path: Output file; its suffix sets the format.
         title: Heading.
     """
     figure = make_figure(8, 6)
@@ -84,19 +83,14 @@ def plot_run(
     lower.set_xlabel("step")
     lower.yaxis.set_major_formatter("{x:,.10g}")
     for axes in (upper, lower):
-        finish(axes)
-    save(figure, path)
+        style_axes(axes)
+    save_figure(figure, path)
 
 
 def plot_memory_per_stage(
     stages: Sequence[StageBytes], path: str | os.PathLike[str], *, title: str
 ) -> None:
-    """Draws bytes per device for ZeRO stages 0 to 3, and saves the picture.
-
-    Args:
-        stages: One record per stage, in order.
-        path: File to write; its suffix says the format.
-        title: Heading, such as the model and the number of devices.
+    """Plots bytes per device for ZeRO stages 0 to 3, given in order.
 
     Reference:
         ZeRO, arXiv:1910.02054, figure 1.
@@ -125,21 +119,15 @@ def plot_memory_per_stage(
     axes.set_xlabel(f"{unit} per device")
     axes.set_title(title, fontsize=12)
     axes.legend(frameon=False, loc="lower right")
-    finish(axes)
+    style_axes(axes)
     axes.grid(visible=False, axis="y")
-    save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_contest(
     bars: Sequence[ContestBar], path: str | os.PathLike[str], *, title: str
 ) -> None:
-    """Draws speed and memory of programs side by side, and saves the picture.
-
-    Args:
-        bars: One per program, from the top.
-        path: File to write; its suffix says the format.
-        title: Heading, such as the model and the devices.
-    """
+    """Plots throughput and peak memory of programs, one bar each, from the top."""
     figure = make_figure(10, 1.4 + 0.36 * len(bars))
     left, right = figure.subplots(1, 2, sharey=True)
     figure.suptitle(title, fontsize=12)
@@ -162,21 +150,13 @@ def plot_contest(
     _label_bars(right, sizes / 1e9, texts)
     right.set_xlabel("peak memory per device, GB")
     for axes in (left, right):
-        finish(axes)
+        style_axes(axes)
         axes.grid(visible=False, axis="y")
-    save(figure, path)
+    save_figure(figure, path)
 
 
 def make_figure(width: int, height: int | float) -> Any:
-    """An empty picture.
-
-    Args:
-        width: Inches.
-        height: Inches.
-
-    Returns:
-        A Matplotlib figure that needs no screen.
-    """
+    """An empty Matplotlib figure that needs no display; width and height in inches."""
     check_installed("matplotlib")
     from matplotlib.figure import Figure
 
@@ -192,7 +172,7 @@ def _label_bars(axes: Any, ends: np.ndarray, texts: Sequence[str]) -> None:
 def _draw_loss(axes: Any, steps: np.ndarray, losses: np.ndarray) -> None:
     if not len(steps):
         return
-    if len(steps) < _LEAST_FOR_AVERAGE:
+    if len(steps) < _MIN_FOR_AVERAGE:
         axes.plot(steps, losses, color=BLUE, linewidth=1.5, label="training")
         return
     axes.plot(steps, losses, color=BLUE, linewidth=0.8, alpha=0.35, label="training")
@@ -206,10 +186,10 @@ def _draw_loss(axes: Any, steps: np.ndarray, losses: np.ndarray) -> None:
 def _curve(
     history: Sequence[Mapping[str, int | float]], label: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values; what no axis can show is NaN, which leaves a gap."""
+    """Steps and values; a value too large to draw becomes NaN, which leaves a gap."""
     points = [(row["step"], row[label]) for row in history if label in row]
     values = np.array([y for _, y in points], float)
-    shown = np.where(np.abs(values) <= _MOST_SHOWN, values, np.nan)
+    shown = np.where(np.abs(values) <= _MAX_DRAWN, values, np.nan)
     return np.array([x for x, _ in points]), shown
 
 
@@ -218,23 +198,14 @@ def _unit(num_bytes: float) -> tuple[str, float]:
     return next(((name, n) for name, n in units.items() if num_bytes >= n), ("B", 1.0))
 
 
-def finish(axes: Any) -> None:
-    """Gives axes the look that all pictures have.
-
-    Args:
-        axes: Of Matplotlib, drawn on.
-    """
+def style_axes(axes: Any) -> None:
+    """Applies the common style of all plots to Matplotlib axes."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
 
 
-def save(figure: Any, path: str | os.PathLike[str]) -> None:
-    """Writes a picture, and the folder that it is in.
-
-    Args:
-        figure: As `make_figure` gave it.
-        path: File to write; its suffix says the format.
-    """
+def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
+    """Saves a figure, creating the parent directory."""
     pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=140)

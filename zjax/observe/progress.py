@@ -1,4 +1,4 @@
-"""What a person watching a run sees: a bar on a terminal, plain lines elsewhere."""
+"""The console of a run: a progress bar on a terminal, plain lines elsewhere."""
 
 import datetime
 import math
@@ -35,17 +35,7 @@ def describe_end(
     checkpoint: pathlib.Path,
     picture: pathlib.Path | None,
 ) -> str:
-    """Says how a run ended, and where its results are.
-
-    Args:
-        step: Steps taken.
-        num_steps: Steps of the whole run.
-        num_skipped: Steps that were not applied.
-        checkpoint: The last one.
-        picture: Of its losses; None where none was drawn.
-
-    Returns:
-        Lines of text.
+    """Describes in a few lines how a run ended and where its results are.
 
     Example:
         >>> print(describe_end(8, 8, 0, pathlib.Path("runs/a/checkpoints/8"), None))
@@ -64,11 +54,10 @@ def describe_end(
 
 
 class Progress:
-    """Shows how far a run is; the console sink.
+    """The console sink.
 
-    On a terminal a bar stays at the bottom, values of an evaluation are printed above
-    it, and what the program prints appears above it too. Elsewhere every write is a
-    line.
+    On a terminal a bar stays at the bottom; evaluations and other output appear above
+    it. Elsewhere every write prints a line.
 
     Args:
         num_steps: Steps of the whole run.
@@ -96,12 +85,7 @@ class Progress:
         self.close()
 
     def write(self, step: int, values: Mapping[str, int | float]) -> None:
-        """Shows the values of a step.
-
-        Args:
-            step: Number of the step, 0 to `num_steps`.
-            values: Named values; the time left is counted from `step_seconds`.
-        """
+        """Shows the values of a step; `step_seconds` gives the time left."""
         self._values |= values
         if not self._console.is_terminal:
             self._print(step, values)
@@ -119,7 +103,7 @@ class Progress:
         self._live.update(Group(self._bar, Text("  ".join(describe_values(shown)))))
 
     def close(self) -> None:
-        """Leaves the bar as it stands and gives the terminal back."""
+        """Stops the bar and releases the terminal."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -139,13 +123,7 @@ class Progress:
 
 
 def describe_values(values: Mapping[str, int | float]) -> list[str]:
-    """Words for named values, the familiar ones first.
-
-    Args:
-        values: Values by label; the number of consumed tokens is left out.
-
-    Returns:
-        One short text each.
+    """Formats values, the familiar ones first; a few internal ones are left out.
 
     Example:
         >>> describe_values({"step_seconds": 0.25, "loss": 3.14159, "accuracy": 0.5})
@@ -159,13 +137,7 @@ def describe_values(values: Mapping[str, int | float]) -> list[str]:
 
 
 def describe_seconds(seconds: int | float) -> str:
-    """A duration as hours, minutes and seconds.
-
-    Args:
-        seconds: 0 or more.
-
-    Returns:
-        `h:mm:ss`, rounded up to a second, after the days if there are any.
+    """Formats a duration as `h:mm:ss`, rounded up, after the days if there are any.
 
     Example:
         >>> describe_seconds(3725.2), describe_seconds(90_000)

@@ -16,22 +16,17 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 @dataclasses.dataclass
 class Compiled:
-    """What was compiled during one step.
-
-    Args:
-        seconds: Time in the compiler; 0.0 if nothing was compiled.
-        line: One line for the user; empty if nothing was compiled.
-    """
+    """What one step compiled: seconds (0.0 for nothing) and a line for the user."""
 
     seconds: float = 0.0
     line: str = ""
 
 
 class CompileReport:
-    """Notices when a step compiles, and says why.
+    """Notices when a step compiles, and reports why.
 
-    Other threads compile as well, as that which writes a checkpoint does while the next
-    steps run: only the thread that dispatches the step counts.
+    Only the thread that dispatches the step counts: others compile too, such as the one
+    that writes a checkpoint.
 
     Leave it as a context manager, or call `close`, to stop listening.
     """
@@ -50,15 +45,7 @@ class CompileReport:
 
     @contextlib.contextmanager
     def watch(self, step: int, batch: Any) -> Iterator[Compiled]:
-        """Watches the dispatch of one step by this thread.
-
-        Args:
-            step: Number of the step.
-            batch: Its input: a tree of arrays.
-
-        Yields:
-            A record that is filled in when the block ends.
-        """
+        """Watches this thread dispatch one step; the record is complete afterwards."""
         inputs, compiled = describe_arrays(batch), Compiled()
         self._thread, self._seconds = threading.get_ident(), 0.0
         try:
@@ -80,13 +67,7 @@ class CompileReport:
 
 
 def describe_arrays(tree: Any) -> dict[str, str]:
-    """The part of arrays that a compiled program depends on.
-
-    Args:
-        tree: A tree of arrays or abstract arrays.
-
-    Returns:
-        Dtype and shape as text, by path.
+    """Dtype and shape of each array or abstract array in a tree, by path.
 
     Example:
         >>> describe_arrays({"tokens": jax.ShapeDtypeStruct((8, 128), "int32")})
@@ -97,14 +78,7 @@ def describe_arrays(tree: Any) -> dict[str, str]:
 
 
 def describe_change(old: Mapping[str, str], new: Mapping[str, str]) -> str:
-    """What differs between the inputs of two steps.
-
-    Args:
-        old: `describe_arrays` of the earlier step.
-        new: The same of the later one.
-
-    Returns:
-        The differences in one line; empty if there are none.
+    """The differences between two results of `describe_arrays`, in one line.
 
     Example:
         >>> describe_change({"x": "int32[8,128]"}, {"x": "int32[8,64]"})

@@ -1,4 +1,4 @@
-"""The machine as a run sees it, as one table to paste into a bug report."""
+"""A table of the machine as a run sees it, for bug reports."""
 
 import importlib.metadata
 import os
@@ -31,7 +31,7 @@ def describe_machine(directory: str | os.PathLike[str] = ".") -> str:
         directory: Directory whose free disk space is shown.
 
     Returns:
-        A table of at most 100 columns. What cannot be found has no row.
+        A table of at most 100 columns, without rows for what cannot be found.
     """
     rows = [
         *_software(),

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: one protocol, a screen or file format behind each."""
+"""Destinations of metrics: one protocol for the console, files and services."""
 
 import contextlib
 import csv
@@ -29,18 +29,18 @@ from zjax.reading import read_text
 
 _FLUSH_SECONDS = 10
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
-"""What sinks need."""
+"""Packages by sink."""
 
 
 @runtime_checkable
 class Sink(Protocol):
-    """Takes the numbers of a step."""
+    """Receives the metrics of a step."""
 
     def write(self, step: int, values: Mapping[str, int | float]) -> None:
-        """Takes named values of one step; steps never go back."""
+        """Writes the values of one step; steps never decrease."""
 
     def close(self) -> None:
-        """Writes what is left and lets go of files."""
+        """Flushes and closes files."""
 
 
 def make_sinks(
@@ -50,17 +50,16 @@ def make_sinks(
 
     Args:
         config: The run; `observe.sinks` names the sinks.
-        directory: Directory of the run; made if it is missing.
-        last_step: Last step of the run that is continued: what the files hold of later
-            steps is dropped. 0 starts anew.
+        directory: Directory of the run; created if missing.
+        last_step: Last step of the run that is continued: files lose their entries of
+            later steps. 0 starts a new run.
 
     Returns:
-        The sinks, in the order named; none in processes other than the first.
+        The sinks in the order named; none on processes other than the first.
 
     Raises:
-        ConfigError: If a sink needs a package that is not installed, or the directory
-            cannot be used.
-        OutputError: If a file cannot be written.
+        ConfigError: A package is not installed, or the directory cannot be used.
+        OutputError: A file cannot be written.
     """
     check_sinks(config)
     if jax.process_index() != 0:
@@ -84,49 +83,45 @@ def make_sinks(
 
 
 def check_sinks(config: Config) -> None:
-    """Finds out before a run starts that a sink, or its picture, lacks its package.
-
-    Args:
-        config: The run; `observe` names the sinks and says whether there is a picture.
+    """Checks that the packages of the sinks and of the plot are installed.
 
     Raises:
-        ConfigError: If one needs a package that is not installed.
+        ConfigError: A package is not installed.
 
     Example:
         >>> check_sinks(Config())
     """
-    sinks, said = config.observe.sinks, "needs a package that is not installed"
+    sinks, problem = config.observe.sinks, "needs a package that is not installed"
     problems = []
     for sink, package in _PACKAGES.items():
         if sink in sinks and importlib.util.find_spec(package) is None:
             remedy = f"pip install {package}, or leave it out"
-            problems.append(Problem("observe.sinks", sink, said, remedy))
+            problems.append(Problem("observe.sinks", sink, problem, remedy))
     is_drawn = config.observe.plot and "jsonl" in sinks
     if is_drawn and importlib.util.find_spec("matplotlib") is None:
         remedy = "pip install matplotlib, or set it to False"
-        problems.append(Problem("observe.plot", True, said, remedy))
+        problems.append(Problem("observe.plot", True, problem, remedy))
     if problems:
         raise ConfigError(*problems)
 
 
 class JsonLines:
-    """One JSON object a line, on disk as soon as it is written.
+    """One JSON object per line, flushed at once.
 
-    Numbers that JSON does not have are the strings "NaN", "Infinity" and "-Infinity".
+    Numbers that JSON lacks are written as "NaN", "Infinity" and "-Infinity".
 
     Args:
-        path: The file.
-        last_step: Lines of later steps, and a line cut short, are dropped first; 0
-            drops all. Where lines are damaged, a copy of the file is kept.
+        path: The file; a copy is earlier if it has damaged lines.
+        last_step: Lines of later steps are dropped first; 0 drops all.
     """
 
     def __init__(self, path: pathlib.Path, *, last_step: int = 0) -> None:
         self._path = path
         with writing(path):
             rows, num_damaged = read_json_lines(path) if last_step else ([], 0)
-            _put_aside(path, num_damaged)
-            kept = [row for row in rows if row["step"] <= last_step]
-            _replace(path, "".join(map(_json_line, kept)))
+            _back_up(path, num_damaged)
+            earlier = [row for row in rows if row["step"] <= last_step]
+            _replace(path, "".join(map(_json_line, earlier)))
             self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, int | float]) -> None:
@@ -145,19 +140,18 @@ class Csv:
     """One table; a new label adds a column at the right.
 
     Args:
-        path: The file.
-        last_step: Rows of later steps are dropped first; 0 drops all. Where rows are
-            damaged, a copy of the file is kept.
+        path: The file; a copy is earlier if it has damaged rows.
+        last_step: Rows of later steps are dropped first; 0 drops all.
     """
 
     def __init__(self, path: pathlib.Path, *, last_step: int = 0) -> None:
         self._path = path
         with writing(path):
             found = read_csv(path) if last_step else Table(["step"], [], 0)
-            _put_aside(path, found.num_damaged)
-            kept = [row for row in found.rows if int(row["step"]) <= last_step]
-            self._columns = found.columns if kept else ["step"]
-            self._rewrite(kept)
+            _back_up(path, found.num_damaged)
+            earlier = [row for row in found.rows if int(row["step"]) <= last_step]
+            self._columns = found.columns if earlier else ["step"]
+            self._rewrite(earlier)
 
     def write(self, step: int, values: Mapping[str, int | float]) -> None:
         """Appends a row; labels without a value stay empty."""
@@ -186,9 +180,9 @@ class Csv:
 
 
 class TensorBoard:
-    """Event files for TensorBoard, on disk every ten seconds.
+    """Event files for TensorBoard, flushed every ten seconds.
 
-    Written without a thread: one that dies of a full disk would leave the run waiting.
+    Written without a thread: on a full disk the thread would die and block the run.
 
     Args:
         directory: Where the event files go.
@@ -224,12 +218,12 @@ class TensorBoard:
                 self._flushed = time.monotonic()
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Flushes and closes the file."""
         with writing(self._directory):
             self._file.close()
 
-    def _add(self, **said: Any) -> None:
-        event = self._events.Event(wall_time=time.time(), **said)
+    def _add(self, **fields: Any) -> None:
+        event = self._events.Event(wall_time=time.time(), **fields)
         self._file.write(event.SerializeToString())
 
 
@@ -237,9 +231,9 @@ class WeightsAndBiases:
     """A run of Weights & Biases; the package is imported only here.
 
     Args:
-        config: Settings shown beside the run.
-        directory: Directory of the run; its name is the run's name.
-        last_step: 0 starts a new run; otherwise the run of this directory goes on.
+        config: Settings shown with the run.
+        directory: Directory of the run, which names it.
+        last_step: 0 starts a new run; otherwise the run of this directory continues.
     """
 
     def __init__(
@@ -286,13 +280,13 @@ def _identity(path: pathlib.Path) -> str:
         raise ConfigError(Problem("observe.sinks", "wandb", problem, remedy)) from error
 
 
-def _put_aside(path: pathlib.Path, num_damaged: int) -> None:
-    """Keeps a file of which not all can be read as it is, before it is rewritten."""
+def _back_up(path: pathlib.Path, num_damaged: int) -> None:
+    """Copies a file with unreadable lines before it is rewritten."""
     if num_damaged:
         copy = path.with_name(f"{path.name}.damaged")
         shutil.copyfile(path, copy)
-        said = "%s: %d lines cannot be read; the file as it was is %s"
-        logging.warning(said, path, num_damaged, copy.name)
+        message = "%s: %d lines cannot be read; a copy of the file is %s"
+        logging.warning(message, path, num_damaged, copy.name)
 
 
 def _replace(path: pathlib.Path, text: str) -> None:

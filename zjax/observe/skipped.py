@@ -1,8 +1,8 @@
-"""Steps whose loss or gradients are not finite: which end the run, and with what cause.
+"""Steps whose loss or gradients are not finite: which of them end the run, and why.
 
-A step that is skipped changes no weight, so that a run whose weights give NaN skips for
-ever. Under float16 the first steps overflow until the loss scale is found; those have a
-finite loss, and a bound: the least scale.
+A skipped step changes no weight, so weights that give NaN would skip for ever. The
+overflows of float16 while the loss scale is searched are different: their loss is
+finite, and the minimum scale bounds them.
 """
 
 import math
@@ -12,18 +12,18 @@ from zjax.config.schema import Precision
 from zjax.errors import NonFiniteError, Problem
 
 MAX_SKIPPED_IN_A_ROW = 20
-"""Steps in a row without an update that end a run, under `on_nonfinite="skip"`."""
+"""Skipped steps in a row that end a run, under `on_nonfinite="skip"`."""
 
 _LOWER = "lower optimizer.peak_learning_rate or look at the data"
 
 
 class SkippedSteps:
-    """Counts skipped steps in a row, and knows the first of them.
+    """Counts skipped steps in a row.
 
     Args:
-        precision: What is to be done with such steps.
+        precision: Policy for such steps.
         num_steps: Steps of the whole run.
-        num_skipped: Steps that were skipped before.
+        num_skipped: Steps skipped so far.
 
     Example:
         >>> skipped = SkippedSteps(Precision(), num_steps=100, num_skipped=0)
@@ -42,23 +42,15 @@ class SkippedSteps:
         self._num_skipped = num_skipped
         self._first = 0, "", 0.0
         self.in_a_row = 0
-        """Newest steps without an update that no loss scale would have helped."""
+        """Newest skipped steps in a row that a lower loss scale would not mend."""
 
     def count(self, step: int, values: Mapping[str, float]) -> bool:
-        """Takes note of a step.
-
-        Args:
-            step: Its number.
-            values: Its metrics.
-
-        Returns:
-            Whether it was skipped.
-        """
+        """Counts a step by its metrics; returns whether it was skipped."""
         total = int(values["skipped_steps"])
         is_new, self._num_skipped = total > self._num_skipped, total
         if not is_new:
             self.in_a_row = 0
-        elif not self._searches_scale(values):
+        elif not self._is_scale_search(values):
             if not self.in_a_row:
                 name = _cause(values)
                 self._first = step, name, values[name]
@@ -66,11 +58,7 @@ class SkippedSteps:
         return is_new
 
     def check(self, step: int, values: Mapping[str, float]) -> None:
-        """Ends the run where going on would train nothing, or is not wanted.
-
-        Args:
-            step: The step counted last.
-            values: Its metrics.
+        """Raises if the run should end at this step, the one counted last.
 
         Raises:
             NonFiniteError: Names the first step in a row, and what was not finite.
@@ -109,7 +97,7 @@ class SkippedSteps:
         remedy = f"{_LOWER}; what was saved before is as it was"
         return Problem("precision.on_nonfinite", "skip", problem, remedy)
 
-    def _searches_scale(self, values: Mapping[str, float]) -> bool:
+    def _is_scale_search(self, values: Mapping[str, float]) -> bool:
         """Whether a lower loss scale may cure the overflow of a step."""
         is_dynamic = "loss_scale" in values and self._precision.loss_scale.window > 0
         spent = values.get("loss_scale_spent", 0.0)

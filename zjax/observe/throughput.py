@@ -1,4 +1,4 @@
-"""Speed of a run: what the clock shows between steps, less what was not training."""
+"""Throughput of a run: the time between steps, without evaluation and saving."""
 
 import contextlib
 import time
@@ -8,20 +8,20 @@ from zjax.config.schema import Config
 from zjax.observe import flops
 
 NUM_SKIPPED_LAPS = 2
-"""The first steps compile and fill the queue of the device; they are not counted."""
+"""Uncounted first steps: they compile, and fill the queue of the device."""
 
 
 class Throughput:
     """Averages time per step over the laps since it was last read.
 
-    A lap ends when the scalars of the step before have arrived, so that laps last as
-    long as steps on the device although nothing waits for the newest step.
+    A lap ends when the metrics of the step before arrive, so laps last as long as steps
+    on the device although the host never waits for the newest step.
 
     Args:
-        num_devices: Devices that share the work.
-        peak_flops: FLOP/s of one device at best; None shows no MFU.
-        flops_per_token: With causal attention counted half, then full.
-        clock: Seconds that never go back.
+        num_devices: Devices of the mesh.
+        peak_flops: Peak FLOP/s of one device; None omits MFU.
+        flops_per_token: FLOPs with causal attention counted half, then full.
+        clock: Monotonic clock in seconds.
 
     Example:
         >>> clock = iter([0.0, 9.0, 10.0, 10.5, 11.0]).__next__
@@ -52,12 +52,9 @@ class Throughput:
         self._num_laps, self._num_tokens, self._seconds = 0, 0, 0.0
 
     def lap(self, num_tokens: int, *, compiled: bool = False) -> None:
-        """Ends a lap; call it once per step, after reading the step before.
+        """Ends a lap, which does not count if it compiled a program.
 
-        Args:
-            num_tokens: Tokens of a step.
-            compiled: Whether a program was compiled in this lap, which then does not
-                count.
+        Call it once per step, after reading the metrics of the step before.
         """
         now = self._clock()
         seconds, self._mark = now - self._mark, now
@@ -70,9 +67,9 @@ class Throughput:
 
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:
-        """Takes the time of the enclosed work (evaluation, saving) out of the lap.
+        """Excludes the time of the enclosed work (evaluation, saving) from the lap.
 
-        Wait for the newest step before entering, or its time is taken out as well.
+        Wait for the newest step before entering, or its time is excluded as well.
         """
         start = self._clock()
         try:
@@ -81,10 +78,10 @@ class Throughput:
             self._mark += self._clock() - start
 
     def read(self) -> dict[str, float]:
-        """Averages since the last reading, and starts anew.
+        """Returns the averages since the last reading, and resets them.
 
         Returns:
-            `step_seconds`, `tokens_per_second` over all devices, and where the peak is
+            `step_seconds`, `tokens_per_second` over all devices, and if the peak is
             known `mfu` (causal attention counted half) and `mfu_full_attention`, as
             fractions. Empty if no lap counted.
         """
@@ -106,22 +103,13 @@ class Throughput:
 def make_throughput(
     config: Config, *, device_kind: str, num_devices: int
 ) -> Throughput:
-    """The timer of a run of a built-in model.
-
-    Args:
-        config: The run; `observe.peak_tflops` overrides the table of devices.
-        device_kind: `jax.Device.device_kind`.
-        num_devices: Devices of the mesh.
-
-    Returns:
-        A timer that has started.
-    """
+    """Starts the timer of a built-in model; `observe.peak_tflops` sets the peak."""
     table = flops.peak_flops(device_kind, config.precision.compute_dtype)
-    given = config.observe.peak_tflops * 1e12
+    configured = config.observe.peak_tflops * 1e12
     half = flops.flops_per_token(
         config.model, config.data.length, causal_attention="half"
     )
     full = flops.flops_per_token(
         config.model, config.data.length, causal_attention="full"
     )
-    return Throughput(num_devices, given or table, (half, full))
+    return Throughput(num_devices, configured or table, (half, full))

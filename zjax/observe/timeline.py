@@ -1,4 +1,4 @@
-"""The schedule of a pipeline as a table and as a picture."""
+"""The schedule of a pipeline as a table and as a plot."""
 
 import os
 from collections.abc import Mapping
@@ -14,35 +14,29 @@ COLORS: dict[Kind, str] = {
     "backward": plot.ORANGE,
     "weights": plot.GREEN,
 }
-NAMES: tuple[Name, ...] = ("gpipe", "1f1b", "interleaved", "zb_h1")
+SCHEDULES: tuple[Name, ...] = ("gpipe", "1f1b", "interleaved", "zb_h1")
 Costs = Mapping[Kind, int | float]
 
 
-def costs_of(*, recompute: bool) -> Costs:
-    """What the passes of a stage take, as far as its matrix products go.
-
-    Args:
-        recompute: Whether a backward pass computes the stage again.
-
-    Returns:
-        Times in units of a forward pass.
+def pass_costs(*, recompute: bool) -> Costs:
+    """Time of each pass of a stage, in units of a forward pass, from its matmuls.
 
     Example:
-        >>> dict(costs_of(recompute=True))
+        >>> dict(pass_costs(recompute=True))
         {'forward': 1, 'backward': 2, 'weights': 1}
     """
     return {"forward": 1, "backward": 2 if recompute else 1, "weights": 1}
 
 
 def describe_schedules(schedule: Schedule, *, recompute: bool) -> str:
-    """Sets a schedule beside the others for the same stages and microbatches.
+    """Compares a schedule with the others for the same stages and microbatches.
 
     Args:
-        schedule: The one of the run.
-        recompute: As the run has it; `zb_h1` is shown without.
+        schedule: The schedule of the run.
+        recompute: Whether the run recomputes; `zb_h1` never does.
 
     Returns:
-        A table: time, share of it that is idle, and what waits on a stage.
+        A table of time, idle share, and what is held per stage.
 
     Example:
         >>> schedule = make_schedule("1f1b", num_stages=4, num_microbatches=8)
@@ -52,7 +46,7 @@ def describe_schedules(schedule: Schedule, *, recompute: bool) -> str:
     size, number = schedule.num_stages, schedule.num_microbatches
     chunks = max(2, schedule.num_chunks)
     rows = []
-    for name in NAMES:
+    for name in SCHEDULES:
         if name == "interleaved" and number % size:
             continue
         parts = chunks if name == "interleaved" else 1
@@ -60,7 +54,7 @@ def describe_schedules(schedule: Schedule, *, recompute: bool) -> str:
             name, num_stages=size, num_microbatches=number, num_chunks=parts
         )
         recomputes = recompute and name != "zb_h1"
-        costs = costs_of(recompute=recomputes)
+        costs = pass_costs(recompute=recomputes)
         part = "a stage" if parts == 1 else f"1/{parts} of a stage"
         rows.append(
             (
@@ -79,12 +73,12 @@ def describe_schedules(schedule: Schedule, *, recompute: bool) -> str:
 def plot_schedule(
     schedule: Schedule, path: str | os.PathLike[str], *, costs: Costs
 ) -> None:
-    """Draws which stage works on which microbatch when, and saves the picture.
+    """Plots which microbatch each stage works on over time.
 
     Args:
         schedule: The passes.
-        path: File to write; its suffix says the format.
-        costs: Of the passes of a whole stage.
+        path: Output file; its suffix sets the format.
+        costs: Time of each pass of a whole stage.
     """
     figure = plot.make_figure(12, 1.6 + 0.45 * schedule.num_stages)
     axes = figure.subplots()
@@ -106,9 +100,9 @@ def plot_schedule(
     title = f"{schedule.name}: {schedule.num_microbatches} microbatches, "
     axes.set_title(f"{title}{idle:.1%} of the time idle", fontsize=12)
     axes.legend(frameon=False, ncols=3, loc="upper right", bbox_to_anchor=(1, -0.12))
-    plot.finish(axes)
+    plot.style_axes(axes)
     axes.grid(visible=False)
-    plot.save(figure, path)
+    plot.save_figure(figure, path)
 
 
 def _width(schedule: Schedule, kind: Kind, costs: Costs) -> float:

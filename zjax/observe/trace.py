@@ -1,4 +1,4 @@
-"""A window of steps recorded by jax.profiler, to be opened in Perfetto or XProf."""
+"""Profiling of a window of steps with `jax.profiler`, for Perfetto or XProf."""
 
 import contextlib
 import os
@@ -11,13 +11,13 @@ from zjax.config import schema
 
 
 class Trace:
-    """Records the steps from `observe.profile_start_step` on.
+    """Profiles the steps from `observe.profile_start_step` on.
 
-    Use it as a context manager around the loop, so that a run that ends inside the
-    window still closes the trace.
+    Enter it around the loop, so that a run that ends inside the window closes the
+    trace.
 
     Args:
-        observe: Says which steps; a start of -1 records nothing.
+        observe: The window of steps; a start of -1 records nothing.
         directory: Directory of the run; the trace goes to `<directory>/trace`.
     """
 
@@ -39,13 +39,12 @@ class Trace:
     def step(
         self, step: int, pending: Any
     ) -> contextlib.AbstractContextManager[object]:
-        """Enters a step; starts or ends the recording at the window's edges.
+        """Enters a step; starts or ends the recording at the edges of the window.
 
         Args:
             step: Number of the step about to run.
-            pending: Arrays of the steps before, usually the state. They are waited for
-                at both edges of the window, so that it holds the work of its steps and
-                of no others.
+            pending: Arrays of earlier steps, usually the state. Both edges wait for
+                them, so that the window holds exactly the work of its steps.
 
         Returns:
             A context for the step's dispatch, which names it in the trace.
