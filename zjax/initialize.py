@@ -22,10 +22,10 @@ from zjax.models.generate import generate
 from zjax.models.inputs import with_cast
 from zjax.offload.init import init_layer_by_layer
 from zjax.offload.inputs import waiting_inputs
-from zjax.ops.promotion import promoting
+from zjax.ops.promotion import dtype_promotion
 from zjax.optim.build import make_optimizer, without_clipping
 from zjax.optim.matrices import named_params
-from zjax.optim.per_layer import respect_layers
+from zjax.optim.per_layer import per_layer_if_needed
 from zjax.optim.schedules import make_schedule
 from zjax.processes.agreement import check_agreement
 from zjax.processes.gloo import connect
@@ -80,7 +80,7 @@ class Run:
     @functools.cached_property
     def functions(self) -> dict[str, str]:
         """Sums up code of the caller, which no setting says; see `zjax.resume`."""
-        with promoting():
+        with dtype_promotion():
             return functions_of(self.model, self.tx)
 
     @property
@@ -225,7 +225,7 @@ def initialize(
     else:
         model = dataclasses.replace(model, entries=entries)
         model = with_cast(model, batch, cast)
-    with promoting():
+    with dtype_promotion():
         if tx is None:
             tx = make_optimizer(config, model)
             schedule = make_schedule(config)
@@ -277,7 +277,7 @@ def adopt_optimizer(tx: Any, model: Model, config: Config) -> Any:
     """
     if plans.stores_layers_apart(config, model):
         return tx
-    return respect_layers(tx, *named_params(model, config.mesh))
+    return per_layer_if_needed(tx, *named_params(model, config.mesh))
 
 
 def make_run(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from zjax.errors import NonFiniteError, Problem
-from zjax.ops.promotion import promoting
+from zjax.ops.promotion import dtype_promotion
 from zjax.sharding.paths import path_of
 from zjax.step import Step
 from zjax.train.state import TrainState
@@ -60,7 +60,7 @@ def find_nonfinite(
     with (
         contextlib.suppress(jax.errors.JaxRuntimeError),  # as where memory is short
         jax.set_mesh(step.mesh),
-        promoting(),
+        dtype_promotion(),
     ):
         if "gradients" in step.programs:
             found = step.programs["gradients"](state, batch)

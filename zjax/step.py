@@ -18,7 +18,7 @@ from zjax.offload.parts import Jit
 from zjax.offload.peak import Peak, predict_peak
 from zjax.offload.segments import Segments
 from zjax.offload.train import OffloadedTrain
-from zjax.ops.promotion import promoting
+from zjax.ops.promotion import dtype_promotion
 from zjax.sharding import placement
 from zjax.sharding import plan as plans
 from zjax.sharding.batch import batch_shardings
@@ -111,7 +111,7 @@ class Step:
         train = self.programs["train"]
         if not isinstance(train, OffloadedTrain):
             return state
-        with jax.set_mesh(self.mesh), promoting():
+        with jax.set_mesh(self.mesh), dtype_promotion():
             return train.settle(state)
 
     def generate(self, state: TrainState, tokens: Any, **settings: Any) -> jax.Array:
@@ -208,7 +208,7 @@ class Step:
 
         state = placement.abstract_tree(self.rows)
         batch = jax.tree.map(abstract, batch, self.batch_shardings(batch))
-        with jax.set_mesh(self.mesh), promoting():
+        with jax.set_mesh(self.mesh), dtype_promotion():
             lowered = self.programs[program].lower(state, batch)
         return lowered.compile()
 
@@ -225,7 +225,7 @@ class Step:
         train = self.programs["train"]
         if not isinstance(train, OffloadedTrain):
             return None
-        with jax.set_mesh(self.mesh), promoting():
+        with jax.set_mesh(self.mesh), dtype_promotion():
             return predict_peak(train, batch)
 
     def _call(
@@ -233,7 +233,7 @@ class Step:
     ) -> Any:
         check_not_consumed(state)
         # Losses read from the mesh in how many shares the batch is.
-        with jax.set_mesh(self.mesh), promoting():
+        with jax.set_mesh(self.mesh), dtype_promotion():
             results = self.programs[program](state, *args, **settings)
         return jax.block_until_ready(results) if is_simulated(self.mesh) else results
 

@@ -26,7 +26,7 @@ from zjax.observe.monitor import Callback, Monitor
 from zjax.observe.progress import describe_end
 from zjax.observe.sinks import check_sinks
 from zjax.ops import float8
-from zjax.ops.promotion import promoting
+from zjax.ops.promotion import dtype_promotion
 from zjax.optim.build import make_optimizer, without_clipping
 from zjax.optim.precision import describe_precision
 from zjax.optim.schedules import make_schedule
@@ -119,7 +119,7 @@ class Trainer:
             report_changes(self.store.extra(start), self.config, start)
         model = make_model(self.config) if model is None else model
         own = tx is None
-        with promoting():
+        with dtype_promotion():
             self.run = make_run(
                 self.config,
                 model,

@@ -90,7 +90,7 @@ def main():
             "optimizer.num_warmup_steps": args.steps // 10,
         },
     )
-    share = sparse.live_share(sparse.sparse_of(config.model), length)
+    share = sparse.live_fraction(sparse.sparse_of(config.model), length)
     print("a tiny" if tiny else "the whole", args.model, "on", jax.devices())
     print(f"{len(documents)} files longer than {length:,} tokens")
     print(f"{share:.1%} of all pairs of tokens see each other")

@@ -9,7 +9,7 @@ import pytest
 from zjax.checkpoint import views
 from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.views import Source
-from zjax.optim.halves import lower_half
+from zjax.optim.split_master import low_bits
 
 LAYERS, WIDTH, HIDDEN = 3, 4, 12
 SHAPES = {
@@ -81,7 +81,7 @@ def test_no_more_is_read_than_is_asked_for():
 def test_split_master_weights_are_whole_beneath_other_views():
     """Fails if low bits are cut into tiles beside high bits that are not."""
     whole = {f"master/{name}": x for name, x in make_arrays().items()}
-    low = {name: lower_half(x) for name, x in whole.items()}
+    low = {name: low_bits(x) for name, x in whole.items()}
     high = {
         name.replace("master/", "params/"): x.astype(jnp.bfloat16)
         for name, x in whole.items()

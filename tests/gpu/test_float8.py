@@ -35,8 +35,8 @@ def count_gemms(text):
     return names.count("$lt$matmul$f8"), len(names) - names.count("$lt$matmul$f8")
 
 
-@pytest.mark.parametrize("num_shares", [1, 2])
-def test_product_and_gradients_run_in_float8_and_equal_numpy(num_shares):
+@pytest.mark.parametrize("num_batch_shards", [1, 2])
+def test_product_and_gradients_run_in_float8_and_equal_numpy(num_batch_shards):
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = (4, 256, 512), (512, 8, 128), (4, 256, 8, 128)
     arrays = [
@@ -45,13 +45,13 @@ def test_product_and_gradients_run_in_float8_and_equal_numpy(num_shares):
     ]
 
     def product_and_gradients(x, kernel, dy):
-        product = functools.partial(float8.dot, num_shares=num_shares)
+        product = functools.partial(float8.dot, num_batch_shards=num_batch_shards)
         y, pull = jax.vjp(product, x, kernel)
         return y, *pull(dy)
 
     compiled = jax.jit(product_and_gradients).lower(*arrays).compile(OPTIONS)
     assert count_gemms(compiled.as_text()) == (3, 0)
-    expected = reference.product_and_gradients(*arrays, 1, num_shares)
+    expected = reference.product_and_gradients(*arrays, 1, num_batch_shards)
     for got, exact in zip(compiled(*arrays), expected, strict=True):
         error = np.linalg.norm(np.asarray(got, np.float64) - exact)
         assert error <= 5e-3 * np.linalg.norm(exact)

@@ -20,10 +20,10 @@ BIAS = RNG.normal(size=VOCAB).astype(np.float32)
 TARGETS = RNG.integers(0, VOCAB, size=(ROWS, LENGTH)).astype(np.int32)
 WEIGHTS = RNG.choice([0.0, 0.5, 1.0], size=(ROWS, LENGTH)).astype(np.float32)
 
-STATIC = ("z_loss", "chunk_tokens", "num_shares", "num_length_shares")
+STATIC = ("z_loss", "chunk_tokens", "num_batch_shards", "num_length_shards")
 summed = jax.jit(token_loss, static_argnames=STATIC)
 CUTS = pytest.mark.parametrize(
-    ("chunk_tokens", "num_shares"),
+    ("chunk_tokens", "num_batch_shards"),
     [
         pytest.param(0, 1, id="whole"),
         pytest.param(7, 1, id="chunk-divides-nothing"),
@@ -34,7 +34,7 @@ CUTS = pytest.mark.parametrize(
 
 
 @CUTS
-def test_sums_equal_the_reference(chunk_tokens, num_shares):
+def test_sums_equal_the_reference(chunk_tokens, num_batch_shards):
     found = summed(
         jnp.array(HIDDEN),
         jnp.array(HEAD),
@@ -43,7 +43,7 @@ def test_sums_equal_the_reference(chunk_tokens, num_shares):
         bias=jnp.array(BIAS),
         z_loss=0.1,
         chunk_tokens=chunk_tokens,
-        num_shares=num_shares,
+        num_batch_shards=num_batch_shards,
     )
     expected = reference.token_loss(HIDDEN, HEAD, BIAS, TARGETS, WEIGHTS, 0.1)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
@@ -51,7 +51,7 @@ def test_sums_equal_the_reference(chunk_tokens, num_shares):
 
 @CUTS
 @pytest.mark.parametrize("argument", ["hidden", "head", "bias"])
-def test_gradients_equal_finite_differences(argument, chunk_tokens, num_shares):
+def test_gradients_equal_finite_differences(argument, chunk_tokens, num_batch_shards):
     arguments = {"hidden": HIDDEN, "head": HEAD, "bias": BIAS}
     towards = RNG.normal(size=arguments[argument].shape)
 
@@ -70,7 +70,7 @@ def test_gradients_equal_finite_differences(argument, chunk_tokens, num_shares):
                 weights=jnp.array(WEIGHTS),
                 z_loss=0.1,
                 chunk_tokens=chunk_tokens,
-                num_shares=num_shares,
+                num_batch_shards=num_batch_shards,
             ).loss_sum
         )
 
@@ -99,7 +99,7 @@ def test_parts_of_each_sequence_add_up(chunk_tokens):
         given = map(jnp.array, (HIDDEN[:, :4], HEAD, BIAS))
         return jax.value_and_grad(loss, argnums=(0, 1, 2))(*given)
 
-    found = gradients(num_shares=2, num_length_shares=2)
+    found = gradients(num_batch_shards=2, num_length_shards=2)
     for one, other in zip(
         jax.tree.leaves(found), jax.tree.leaves(gradients()), strict=True
     ):
@@ -154,8 +154,10 @@ def test_bfloat16_states_give_a_float32_loss():
     ("rows", "options"),
     [
         pytest.param(1, {"chunk_tokens": 2}, id="chunks"),
-        pytest.param(2, {"num_shares": 2}, id="shares"),
-        pytest.param(2, {"num_shares": 2, "chunk_tokens": 1}, id="chunks-of-shares"),
+        pytest.param(2, {"num_batch_shards": 2}, id="shares"),
+        pytest.param(
+            2, {"num_batch_shards": 2, "chunk_tokens": 1}, id="chunks-of-shares"
+        ),
     ],
 )
 def test_gradient_of_the_head_is_summed_in_float32(rows, options):
@@ -212,7 +214,7 @@ def test_devices_cut_their_own_tokens():
 
     def num_collectives(chunk_tokens):
         mesh = meshes.make_mesh(schema.Mesh())
-        options = {"chunk_tokens": chunk_tokens, "num_shares": 8}
+        options = {"chunk_tokens": chunk_tokens, "num_batch_shards": 8}
         gradients, arguments = gradients_of(mesh, **options)
         text = gradients.lower(*arguments).compile().as_text()
         names = r"\b(all-\w+|reduce-scatter|collective-permute)(-start)?\("

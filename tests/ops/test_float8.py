@@ -36,9 +36,9 @@ def make_arrays(form, dtype=jnp.float32):
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
-def product_and_gradients(x, kernel, dy, num_contracted, num_shares):
+def product_and_gradients(x, kernel, dy, num_contracted, num_batch_shards):
     def product(x, kernel):
-        return float8.dot(x, kernel, num_contracted, num_shares=num_shares)
+        return float8.dot(x, kernel, num_contracted, num_batch_shards=num_batch_shards)
 
     y, pull = jax.vjp(product, x, kernel)
     return y, *pull(dy)
@@ -119,7 +119,7 @@ def test_three_products_take_float8_and_nothing_wider(form):
 
 def test_the_backward_pass_keeps_the_input_in_float8():
     x, kernel, _ = make_arrays(FORMS["shares"], jnp.bfloat16)
-    product = functools.partial(float8.dot, num_shares=4)
+    product = functools.partial(float8.dot, num_batch_shards=4)
     _, pull = jax.vjp(product, x, kernel)
     kept = {leaf.dtype.name: leaf.size for leaf in jax.tree.leaves(pull)}
     assert kept == {"float8_e4m3fn": x.size, "float32": 4, "bfloat16": kernel.size}

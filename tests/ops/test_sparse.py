@@ -167,7 +167,7 @@ def test_plans_are_made_once():
 def test_share_of_live_pairs(mode, kind):
     """Under causality a diagonal counts half, as in dense attention."""
     config = make_model(mode, kind)
-    found = sparse.live_share(sparse.sparse_of(config), small.LENGTH)
+    found = sparse.live_fraction(sparse.sparse_of(config), small.LENGTH)
     mask = small.mask_of(config)
     diagonal = mask.shape[0] * small.LENGTH / 2 if kind == "decoder" else 0
     assert found == pytest.approx((mask.sum() - diagonal) / mask.size)

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from zjax.errors import PlanError
-from zjax.optim.per_layer import knows_layers, respect_layers
+from zjax.optim.per_layer import needs_layers, per_layer_if_needed
 from zjax.sharding.layers import Layers, put_together, take_apart
 from zjax.sharding.opt_state import optimizer_name
 
@@ -120,7 +120,7 @@ def test_steps_are_those_of_separate_arrays(name):
     names = {name: Layers([0] * LAYERS, name) for name in ("kernel", "bias")}
     rows = {"blocks": names, "table": 0}
     expected = put_together(take_steps(tx, take_apart(params, rows)))
-    found = take_steps(respect_layers(tx, params, NAMES), params)
+    found = take_steps(per_layer_if_needed(tx, params, NAMES), params)
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6),
         found,
@@ -130,7 +130,7 @@ def test_steps_are_those_of_separate_arrays(name):
 
 @pytest.mark.parametrize("name", [*ENTRYWISE, *MIXING])
 def test_dataflow_tells_which_rules_need_it(name):
-    assert knows_layers((ENTRYWISE | MIXING)[name], make_params(), NAMES) == (
+    assert needs_layers((ENTRYWISE | MIXING)[name], make_params(), NAMES) == (
         name in MIXING
     )
 
@@ -139,7 +139,7 @@ def test_mixing_rules_would_go_wrong_on_the_stack():
     """Else the test above proves nothing."""
     params = make_params()
     for name in ("lamb", "adafactor", "novograd", "clip by block"):
-        right = take_steps(respect_layers(MIXING[name], params, NAMES), params)
+        right = take_steps(per_layer_if_needed(MIXING[name], params, NAMES), params)
         wrong = take_steps(MIXING[name], params)
         difference = jnp.abs(right["blocks"]["kernel"] - wrong["blocks"]["kernel"])
         assert float(difference.max()) > 1e-4, name
@@ -147,17 +147,19 @@ def test_mixing_rules_would_go_wrong_on_the_stack():
 
 def test_the_norm_of_one_stack_is_not_that_of_all():
     params = {"w": jnp.array([[1.0, 1.0], [100.0, 100.0]])}
-    tx = respect_layers(optax.clip_by_block_rms(1.0), params, {"w": ("layers", None)})
+    tx = per_layer_if_needed(
+        optax.clip_by_block_rms(1.0), params, {"w": ("layers", None)}
+    )
     found, _ = tx.update(params, tx.init(params))
     np.testing.assert_allclose(found["w"], 1.0)
 
 
 def test_an_unsuitable_optimizer_is_refused_by_name():
     with pytest.raises(PlanError, match="optimizer='chain\\(scale_by_sophia"):
-        respect_layers(optax.contrib.sophia(1e-2), make_params(), NAMES)
-    wrapped = respect_layers(MIXING["lamb"], make_params(), NAMES)
+        per_layer_if_needed(optax.contrib.sophia(1e-2), make_params(), NAMES)
+    wrapped = per_layer_if_needed(MIXING["lamb"], make_params(), NAMES)
     assert optimizer_name(wrapped) == optimizer_name(MIXING["lamb"])
 
 
 def test_without_stacks_nothing_is_wrapped():
-    assert respect_layers(MIXING["lamb"], make_params(), {}) is MIXING["lamb"]
+    assert per_layer_if_needed(MIXING["lamb"], make_params(), {}) is MIXING["lamb"]

@@ -12,7 +12,7 @@ import zjax
 from tests.support import two_segments
 from zjax.errors import ModelError
 from zjax.forward import Execution, loss_of
-from zjax.ops.keys import part_key
+from zjax.ops.keys import block_key
 from zjax.sharding import plan as plans
 
 HOST = {"optimizer_memory": "pinned_host", "parameter_memory": "pinned_host"}
@@ -97,7 +97,7 @@ def loss_by_hand(params, batch, key):
         for i in range(num_blocks):
             number += 1
             up = jnp.tanh(x @ params[name]["up"][i])
-            noise = jax.random.uniform(part_key(key, number))
+            noise = jax.random.uniform(block_key(key, number))
             x = x + (1 + noise) * up @ params[name]["down"][i]
             ups.append(jnp.abs(up).mean())
             if name == "wide":

@@ -15,14 +15,16 @@ def rounded(x, form):
     return np.ldexp(np.ldexp(x, shift).astype(dtype).astype(np.float64), -shift)
 
 
-def by_share(x, num_shares, form):
-    return np.concatenate([rounded(part, form) for part in np.split(x, num_shares)])
+def by_share(x, num_batch_shards, form):
+    return np.concatenate(
+        [rounded(part, form) for part in np.split(x, num_batch_shards)]
+    )
 
 
-def product_and_gradients(x, kernel, dy, num_contracted, num_shares):
+def product_and_gradients(x, kernel, dy, num_contracted, num_batch_shards):
     """`x` times `kernel`, and the gradients of both for that of the product."""
     x, kernel, dy = (np.asarray(a, np.float64) for a in (x, kernel, dy))
-    x, dy = by_share(x, num_shares, E4M3), by_share(dy, num_shares, E5M2)
+    x, dy = by_share(x, num_batch_shards, E4M3), by_share(dy, num_batch_shards, E5M2)
     kernel = rounded(kernel, E4M3)
     rows = tuple(range(x.ndim - num_contracted))
     outputs = tuple(range(len(rows), dy.ndim))

@@ -14,7 +14,7 @@ from zjax.config import schema
 from zjax.initialize import make_run
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
-from zjax.optim.halves import joined
+from zjax.optim.split_master import join_bits
 from zjax.processes.host import KEPT_SHARE
 from zjax.storage.array import DiskArray
 
@@ -93,7 +93,7 @@ def whole(x, upper):
     upper = np.asarray(upper)[tuple(map(slice, x.shape))]
     pairs = zip(x.shape, upper.shape, strict=True)
     upper = np.pad(upper, [(0, stored - size) for stored, size in pairs])
-    return joined(upper, x)
+    return join_bits(upper, x)
 
 
 def in_memory(tree):

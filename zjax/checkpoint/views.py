@@ -16,7 +16,7 @@ import numpy as np
 
 from zjax.checkpoint import halves, layers, tiles
 from zjax.checkpoint.layout import Entry
-from zjax.optim.halves import joined
+from zjax.optim.split_master import join_bits
 
 Index = tuple[slice, ...]
 """A part of an array: for each dim a slice with both bounds."""
@@ -87,7 +87,7 @@ def whole_masters(source: Source) -> Source:
         stored = source.read(name, index)
         if name not in uppers:
             return stored
-        return joined(source.read(uppers[name], index), stored)
+        return join_bits(source.read(uppers[name], index), stored)
 
     return Source(halves.whole_entries(source.entries), read)
 

@@ -24,7 +24,7 @@ from zjax.models.inputs import with_cast
 from zjax.models.metadata import names_only
 from zjax.models.part import Part, Started, combine
 from zjax.ops.keys import fold_name, loss_key
-from zjax.ops.promotion import promoting
+from zjax.ops.promotion import dtype_promotion
 from zjax.sharding.placement import abstract_key
 from zjax.typing import Batch, Loss, Model, ModelState, Params
 
@@ -96,7 +96,7 @@ def adapt(
 
     @contextlib.contextmanager
     def user_code() -> Iterator[None]:
-        with names_only(), promoting(promotion):
+        with names_only(), dtype_promotion(promotion):
             yield
 
     with user_code():

@@ -9,7 +9,7 @@ import numpy as np
 from absl import logging
 
 from zjax.errors import ModelError, Problem
-from zjax.ops.keys import key_of
+from zjax.ops.keys import key_from_data
 from zjax.sharding.paths import path_of
 from zjax.typing import Batch, Metrics, ModelState, Params
 
@@ -77,7 +77,7 @@ def evaluate_loss(
         if "NoneType" not in str(error):
             raise
         try:
-            results = call_loss(loss_fn, make_view(), batch, key_of(batch))
+            results = call_loss(loss_fn, make_view(), batch, key_from_data(batch))
         except Exception:
             raise error from None
     logging.warning(

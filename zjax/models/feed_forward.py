@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from zjax.config import schema
 from zjax.models import layers
 from zjax.ops import activation
-from zjax.ops.storing import store_gradient
+from zjax.ops.materialize import materialize_gradient
 from zjax.parallel import remat
 
 
@@ -23,7 +23,7 @@ class Bias(nnx.Module):
 
     def __call__(self, x: Float[Array, "B L M"]) -> Float[Array, "B L M"]:
         """Adds it."""
-        return store_gradient(x + jnp.broadcast_to(self.bias[...], x.shape))
+        return materialize_gradient(x + jnp.broadcast_to(self.bias[...], x.shape))
 
 
 class FeedForward(nnx.Module):

@@ -73,8 +73,8 @@ class Head(nnx.Module):
             bias=None if self.bias is None else self.bias[...],
             z_loss=self.config.z_loss,
             chunk_tokens=self.config.loss_chunk_tokens,
-            num_shares=layers.num_batch_shares(x.shape[0]),
-            num_length_shares=math.gcd(x.shape[1], open_size(meshes.SEQUENCE)),
+            num_batch_shards=layers.num_batch_shares(x.shape[0]),
+            num_length_shards=math.gcd(x.shape[1], open_size(meshes.SEQUENCE)),
         )
 
     def _features(self, x):

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from zjax.config import schema
 from zjax.ops import float8, rotary
-from zjax.ops.storing import store, store_gradient
+from zjax.ops.materialize import materialize, materialize_gradient
 from zjax.parallel import remat, sequence, tensor
 from zjax.sharding import mesh as meshes
 from zjax.sharding import rules
@@ -193,7 +193,7 @@ class Linear(nnx.Module):
         if self.matmul_dtype == "compute":
             return jnp.tensordot(x, kernel, axes=self.num_inputs)
         num_shares = num_batch_shares(x.shape[0])
-        return float8.dot(x, kernel, self.num_inputs, num_shares=num_shares)
+        return float8.dot(x, kernel, self.num_inputs, num_batch_shards=num_shares)
 
     def finish(
         self,
@@ -205,12 +205,12 @@ class Linear(nnx.Module):
         """Adds the bias to what `multiply` made, and gives the output its dims."""
         # A product can add a bias only where its output dims are one.
         if not self.fuse_bias:
-            y = remat.mark(store(y), name) if name else store(y)
+            y = remat.mark(materialize(y), name) if name else materialize(y)
         if self.bias is not None:
             bias = self._columns(self.bias[...], 0, lay)
             bias = bias.reshape(*[1] * (y.ndim - 1), -1)
-            y = store_gradient(y + bias)
-        y = store(y) if self.fuse_bias else y
+            y = materialize_gradient(y + bias)
+        y = materialize(y) if self.fuse_bias else y
         return y.reshape(*y.shape[:-1], *dims)
 
     def columns(self, lay: Lay) -> Array:

@@ -147,5 +147,5 @@ def _attention_factor(
     model: schema.Model, length: int, causal_attention: CausalAttention
 ) -> float:
     if model.attention == "sparse":
-        return 12 * sparse.live_share(sparse.sparse_of(model), length)
+        return 12 * sparse.live_fraction(sparse.sparse_of(model), length)
     return 6.0 if model.kind == "decoder" and causal_attention == "half" else 12.0

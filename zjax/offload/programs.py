@@ -14,7 +14,7 @@ from zjax.errors import PlanError, Problem
 from zjax.forward import combine, loss_of_sums
 from zjax.offload.kept import kept_of, pull_with
 from zjax.offload.units import gathered, rows_of_parts, trunk_of, units_by_block
-from zjax.ops.keys import part_key
+from zjax.ops.keys import block_key
 from zjax.sharding.memory import waiting_rows
 from zjax.sharding.paths import path_of
 from zjax.sharding.placement import ArrayPlan, pad_tree, place_tree
@@ -74,7 +74,7 @@ class BlockPrograms:
     def embed(self, params: Params, batch: Batch, key: jax.Array | None) -> Any:
         """The stream that enters the first block, and what every block reads."""
         params = self.in_use("embed", params)
-        carry, context = self.stack.embed(params, batch, part_key(key, 0))
+        carry, context = self.stack.embed(params, batch, block_key(key, 0))
         return self.held(carry), context
 
     def block(
@@ -117,7 +117,7 @@ class BlockPrograms:
     ) -> Any:
         """What every program of a block has besides its stream."""
         params = self.in_use(("block", segment), params)
-        return params, context, part_key(key, number + 1)
+        return params, context, block_key(key, number + 1)
 
     def pull_of(self, segment: int, given: Any, carry: Any) -> Any:
         """A block as `jax.vjp` runs it.
@@ -148,7 +148,7 @@ class BlockPrograms:
         """The stream with what a tile adds to it; a number once it is."""
         params = self.in_use(("tile", segment), params)
         run = self.tile_of(segment)
-        added = run(params, entering, part_key(key, number + 1))
+        added = run(params, entering, block_key(key, number + 1))
         carry = jax.tree.map(jnp.add, carry, added)
         return self.held(carry), _number_of(carry)
 
@@ -242,10 +242,10 @@ class BlockPrograms:
 
         The stream has the same cotangent before and after a tile.
         """
-        run_tile, block_key = self.tile_of(segment), part_key(key, number + 1)
+        run_tile, tile_key = self.tile_of(segment), block_key(key, number + 1)
 
         def run(params: Params, entering: Any) -> Any:
-            return run_tile(params, entering, block_key)
+            return run_tile(params, entering, tile_key)
 
         whole = self.in_use(("tile", segment), params)
         _, pull = jax.vjp(run, whole, entering)
@@ -265,7 +265,7 @@ class BlockPrograms:
         """Gradients of the embedding, with those of what the head shares."""
 
         def run(params: Params) -> Any:
-            return self.stack.embed(params, batch, part_key(key, 0))[0]
+            return self.stack.embed(params, batch, block_key(key, 0))[0]
 
         _, pull = jax.vjp(run, self.in_use("embed", params))
         (grads,) = pull(cotangent)

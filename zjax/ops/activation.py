@@ -1,7 +1,7 @@
-"""What stands between the matrices of a feed-forward.
+"""Activations of feed-forward layers, recomputed in the backward pass.
 
-The backward pass finds all of it from what entered. Left to itself it would have
-several arrays of that size kept where passes are apart, as in a pipeline.
+`jax.checkpoint` makes the input the only residual. Without it, programs whose forward
+and backward passes are separate, such as pipelines, store several arrays of that size.
 """
 
 import functools
@@ -12,10 +12,10 @@ from jaxtyping import Array, Float
 
 @functools.partial(jax.checkpoint, prevent_cse=False)
 def gelu(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
-    """GELU in its tanh form, as of GPT-2 and the original BERT.
+    """GELU in its tanh form, as in GPT-2 and the original BERT.
 
     Args:
-        x: Any floating dtype.
+        x: Array of any floating dtype.
 
     Returns:
         The same shape and dtype.
@@ -34,11 +34,11 @@ def gelu(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
 def swiglu(
     gate: Float[Array, "*dims"], up: Float[Array, "*dims"]
 ) -> Float[Array, "*dims"]:
-    """The product of one half and the SiLU of the other.
+    """`silu(gate) * up`, the gated activation of Llama.
 
     Args:
-        gate: Any floating dtype.
-        up: The same shape and dtype.
+        gate: Array of any floating dtype.
+        up: Array of the same shape and dtype.
 
     Returns:
         The same shape and dtype.

@@ -1,8 +1,7 @@
-"""Scaled dot-product attention on the kernel that was asked for, or on none.
+"""Scaled dot-product attention on cuDNN or XLA.
 
-Fused attention that silently falls back to the plain form is a costly mistake: the
-choice is a pure function, said once in the log, and a kernel asked for by name runs or
-fails.
+`choose_implementation` decides from shapes, dtype and device; the choice is logged
+once. An implementation requested by name never falls back to another.
 """
 
 import functools
@@ -23,8 +22,8 @@ Implementation = Literal["auto", "cudnn", "xla"]
 
 _WITH_FLOAT16 = ("cuda", "rocm")
 
-AVERAGES = "attention"
-"""Name of what attention returns, before the output projection, for recomputation."""
+ATTENTION_OUTPUT = "attention"
+"""`checkpoint_name` of the attention output, before the output projection."""
 
 
 def dot_product_attention(
@@ -38,26 +37,26 @@ def dot_product_attention(
     mask: Bool[Array, "B L S"] | None = None,
     implementation: Implementation = "auto",
 ) -> Float[Array, "B L H D"]:
-    """Averages the values by softmax(q k / sqrt(D)), computed in float32.
+    """Computes softmax(q k / sqrt(D)) v, with the softmax in float32.
 
-    Masks combine. `segment_ids` and `mask` become an additive bias on cuDNN, which then
-    visits all pairs; `causal` and `lengths` cost it nothing, so prefer them.
+    Masks combine. On cuDNN, `segment_ids` and `mask` become an additive bias that
+    visits all pairs; `causal` and `lengths` are free there, so prefer them.
 
     Args:
         q: Queries; H is a multiple of K (grouped-query attention).
         k: Keys.
         v: Values.
-        causal: Whether a query sees no later key; position i of q is position i of k.
+        causal: Whether queries see no later keys; position i of q is position i of k.
         segment_ids: Document of each token (L = S); documents do not see each other.
         lengths: Tokens per row; later ones are padding (L = S).
         mask: True where a query sees a key.
-        implementation: `auto` takes cuDNN where it can run and says what it took.
+        implementation: `auto` takes cuDNN where it can run, and logs the choice.
 
     Returns:
-        One average per query and head, in the dtype of `q`.
+        The weighted values of each query and head, in the dtype of `q`.
 
     Raises:
-        ConfigError: `cudnn` was asked for and cannot run here.
+        ConfigError: `cudnn` was requested and cannot run here.
 
     Example:
         >>> x = jax.numpy.ones((1, 3, 2, 4))
@@ -94,8 +93,8 @@ def dot_product_attention(
         )
 
     if chosen == "xla":
-        return checkpoint_name(attend(q, k, v, mask, lengths), AVERAGES)
-    # What cuDNN's kernel returns is found by the kernel, with its softmax sums.
+        return checkpoint_name(attend(q, k, v, mask, lengths), ATTENTION_OUTPUT)
+    # JAX's cuDNN rule names its own residuals: the output and the softmax sums.
     return _over_devices(attend, q, k, v, mask, lengths)
 
 
@@ -105,7 +104,7 @@ def call_jax(
     v: Float[Array, "B S K D"],
     **given: Any,
 ) -> Float[Array, "B L H D"]:
-    """Attention of JAX, in float16 too where its product in float16 is for GPUs alone.
+    """Calls JAX's attention; computes float16 in float32 on CPUs and TPUs.
 
     Args:
         q: Queries.
@@ -114,7 +113,7 @@ def call_jax(
         given: Other arguments of `jax.nn.dot_product_attention`.
 
     Returns:
-        One average per query and head, in the dtype of `q`.
+        The weighted values of each query and head, in the dtype of `q`.
 
     Example:
         >>> x = jax.numpy.ones((1, 3, 2, 4), "float16")
@@ -140,19 +139,19 @@ def choose_implementation(
     """Decides which kernel runs, and why.
 
     Args:
-        requested: What the configuration says.
+        requested: Value of `model.attention`.
         platform: `cuda`, `rocm`, `tpu` or `cpu`.
-        compute_capability: Of the GPU, such as (9, 0); ignored elsewhere.
+        compute_capability: Pair such as (9, 0); ignored unless the platform is `cuda`.
         dtype: Name of the dtype of queries, keys and values.
         head_size: Channels per head.
         lengths: Numbers of queries and keys.
         masked: Whether there is a mask besides the causal one and row lengths.
 
     Returns:
-        The kernel, and the reason as it is logged.
+        The kernel, and the reason to log.
 
     Raises:
-        ConfigError: `cudnn` was asked for and cannot run.
+        ConfigError: `cudnn` was requested and cannot run.
 
     Example:
         >>> choose_implementation(
@@ -197,20 +196,20 @@ def _cudnn_obstacle(platform, capability, dtype, head_size, lengths, masked):
 
 
 def _over_devices(attend, q, k, v, mask, lengths):
-    """Gives each device its rows and heads.
+    """Runs `attend` on each device's rows and heads.
 
-    cuDNN's own rule of partition fails where other axes are split by hand already.
+    JAX's own partitioning rule for cuDNN fails inside a `shard_map` over other axes.
     """
     axes = jax.sharding.get_abstract_mesh().auto_axes
     if not axes:
         return attend(q, k, v, mask, lengths)
     rows = row_axes(q.shape[0])
-    of_heads = P(rows, None, head_axes(k.shape[2]))
-    of_mask = P() if mask is not None and mask.shape[0] == 1 else P(rows)
+    head_spec = P(rows, None, head_axes(k.shape[2]))
+    mask_spec = P() if mask is not None and mask.shape[0] == 1 else P(rows)
     return jax.shard_map(
         attend,
-        in_specs=(of_heads, of_heads, of_heads, of_mask, P(rows)),
-        out_specs=of_heads,
+        in_specs=(head_spec, head_spec, head_spec, mask_spec, P(rows)),
+        out_specs=head_spec,
         axis_names=set(axes),
         check_vma=False,
     )(q, k, v, mask, lengths)

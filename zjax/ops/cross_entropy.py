@@ -1,8 +1,8 @@
-"""Token loss straight from hidden states, so that the logits are never whole.
+"""Token loss from hidden states, computed in chunks to bound the logits in memory.
 
-The logits of one chunk of tokens exist at a time, and their gradient is taken in the
-same pass: the head is multiplied three times per chunk, as without chunks, instead of
-four times with recomputation.
+Each chunk computes its logits, its loss and the gradient of its logits in the forward
+pass: three products with the head per chunk, as without chunks, instead of the four of
+recomputation.
 """
 
 import functools
@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from zjax.typing import IGNORED
 
 GRADIENTS = "token_loss_gradients"
-"""Name of what the forward pass has of the backward pass, for `jax.checkpoint`."""
+"""`checkpoint_name` of the gradients that the forward pass computes."""
 
 
 class TokenLoss(NamedTuple):
@@ -26,8 +26,8 @@ class TokenLoss(NamedTuple):
     """Cross-entropy, plus the z-loss where there is one."""
     weight_sum: Float[Array, ""]
     correct_sum: Float[Array, ""]
-    """Weight of the tokens whose target is the most likely, the first of equal ones;
-    not differentiated."""
+    """Weight of the tokens whose target has the largest logit (the first of equal
+    ones); not differentiated."""
 
 
 def token_loss(
@@ -39,29 +39,31 @@ def token_loss(
     bias: Float[Array, " V"] | None = None,
     z_loss: float = 0.0,
     chunk_tokens: int = 0,
-    num_shares: int = 1,
-    num_length_shares: int = 1,
+    num_batch_shards: int = 1,
+    num_length_shards: int = 1,
 ) -> TokenLoss:
     """Sums the cross-entropy of integer targets over tokens.
 
-    The product with the head takes operands in the dtype of `hidden`; its sums and all
-    that follows are float32. Forward-mode differentiation is not defined.
+    Logits are computed from operands in the dtype of `hidden` and accumulated in
+    float32; everything after them is float32. Forward-mode differentiation is not
+    defined.
 
     Args:
         hidden: Outputs of the last layer.
-        head: One row per token of the vocabulary, in the dtype of `hidden`.
-        targets: Token ids, 0 to V - 1, or -100 for a token that does not count.
-        weights: Weight of each token, 0 for padding; not differentiated. Where it is
-            not 0, another target makes loss and weight NaN.
-        bias: Added to the logits.
+        head: Output matrix, one row per token of the vocabulary, in the dtype of
+            `hidden`.
+        targets: Token ids, 0 to V - 1, or -100 for a token that is ignored.
+        weights: Weight of each token, 0 for padding; not differentiated. An invalid
+            target with a weight other than 0 makes loss and weight NaN.
+        bias: Vector added to the logits.
         z_loss: Weight of the squared log-partition, 0 or more.
-        chunk_tokens: Tokens per share whose logits exist at one time; 0 is all of them.
-        num_shares: Parts in which the devices hold the batch; divides B. The gradient
-            of the head is summed over them once, not per chunk.
-        num_length_shares: The same of each sequence; divides L.
+        chunk_tokens: Tokens per shard whose logits exist at one time; 0 is all of them.
+        num_batch_shards: Shards of the batch over devices; divides B. The gradient of
+            the head is summed over them once, not per chunk.
+        num_length_shards: Shards of each sequence over devices; divides L.
 
     Returns:
-        The sums of loss, weight and hits.
+        The sums of loss, weight and correct predictions.
 
     Example:
         >>> loss = token_loss(jnp.zeros((1, 2, 4)), jnp.zeros((8, 4)),
@@ -73,10 +75,12 @@ def token_loss(
         z-loss: Chowdhery et al., PaLM (arXiv:2204.02311, section 5).
     """
     weights = _weights_of(targets, weights, head.shape[0])
-    shares = num_shares, num_length_shares
-    cut = functools.partial(_cut, shares=shares, chunk_tokens=chunk_tokens)
+    num_shards = num_batch_shards, num_length_shards
+    split = functools.partial(
+        _split_chunks, num_shards=num_shards, chunk_tokens=chunk_tokens
+    )
     loss_sum, correct_sum = _summed_loss(
-        z_loss, cut(hidden), head, bias, cut(targets), cut(weights)
+        z_loss, split(hidden), head, bias, split(targets), split(weights)
     )
     return TokenLoss(loss_sum, jnp.sum(weights, dtype=jnp.float32), correct_sum)
 
@@ -87,15 +91,15 @@ def _weights_of(targets, weights, num_ids):
     return jnp.where(is_id | (weights == 0), weights, jnp.nan)
 
 
-def _cut(tokens, *, shares, chunk_tokens):
-    """[B, L, ...] -> [chunks, shares, rows, columns, ...], padded with zeros.
+def _split_chunks(tokens, *, num_shards, chunk_tokens):
+    """[B, L, ...] -> [chunks, shards, rows, columns, ...], padded with zeros.
 
-    Chunks are cut from the length that a device holds: cut from the batch, or from all
-    of the length, they would lie on a few devices.
+    Each chunk takes part of every device's tokens; chunks of the batch or of the global
+    sequence would leave most devices idle.
     """
     num_rows, length, *rest = tokens.shape
-    rows, length = num_rows // shares[0], length // shares[1]
-    tokens = tokens.reshape(shares[0], rows, shares[1], length, *rest)
+    rows, length = num_rows // num_shards[0], length // num_shards[1]
+    tokens = tokens.reshape(num_shards[0], rows, num_shards[1], length, *rest)
     tokens = tokens.swapaxes(1, 2).reshape(-1, rows, length, *rest)
     num_chunks = -(-length // max(1, chunk_tokens // rows)) if chunk_tokens else 1
     columns = -(-length // num_chunks)
@@ -116,7 +120,7 @@ def _sum_loss(z_loss, hidden, head, bias, targets, weights):
 
 
 def _summed_loss_forward(z_loss, hidden, head, bias, targets, weights):
-    num_shares = hidden.shape[1]
+    num_shards = hidden.shape[1]
 
     def add_chunk(sums, chunk):
         loss_sum, correct_sum, dlogits = _chunk_loss(z_loss, head, bias, *chunk)
@@ -130,15 +134,15 @@ def _summed_loss_forward(z_loss, hidden, head, bias, targets, weights):
         return jnp.zeros(shape, jnp.float32)
 
     sums = (
-        zeros(num_shares),
-        zeros(num_shares),
-        zeros(num_shares, *head.shape),
-        None if bias is None else zeros(num_shares, *bias.shape),
+        zeros(num_shards),
+        zeros(num_shards),
+        zeros(num_shards, *head.shape),
+        None if bias is None else zeros(num_shards, *bias.shape),
     )
     sums, dhidden = _over_chunks(add_chunk, sums, (hidden, targets, weights))
     loss_sum, correct_sum, dhead, dbias = sums
-    kept = checkpoint_name((dhidden, dhead, dbias), GRADIENTS)
-    return (loss_sum.sum(), correct_sum.sum()), (*kept, head, bias)
+    gradients = checkpoint_name((dhidden, dhead, dbias), GRADIENTS)
+    return (loss_sum.sum(), correct_sum.sum()), (*gradients, head, bias)
 
 
 def _summed_loss_backward(z_loss, residuals, cotangents):
@@ -165,8 +169,8 @@ def _over_chunks(add_chunk, sums, chunks):
     outputs = []
     for number in range(chunks[0].shape[0]):
         chunk = jax.tree.map(lambda x, row=number: x[row], chunks)
-        # One after another, and not in a loop, out of which the compiler would move
-        # constants as large as the logits.
+        # Unrolled and ordered by barriers: out of a loop XLA would hoist constants as
+        # large as the logits.
         before = sums, outputs[-1:]
         (sums, outputs[-1:]), chunk = jax.lax.optimization_barrier((before, chunk))
         sums, output = add_chunk(sums, chunk)
@@ -175,15 +179,15 @@ def _over_chunks(add_chunk, sums, chunks):
 
 
 def _chunk_loss(z_loss, head, bias, hidden, targets, weights):
-    """Loss and hits of one chunk per share, and the gradient of its logits."""
+    """Loss, correct weight and gradient of the logits of one chunk, per shard."""
     logits = _float32_einsum("prcm,vm->prcv", hidden, head)
     if bias is not None:
         logits += bias.astype(jnp.float32)[None, None, None, :]
-    # A comparison, not a gather: it fuses, and works on a vocabulary that is split.
+    # A comparison fuses, and works on a sharded vocabulary; a gather does neither.
     vocabulary = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 3)
     is_target = vocabulary == targets[..., None]
     largest = logits.max(-1)
-    # Exponentials are taken twice, so that none are stored.
+    # The exponentials are recomputed below instead of stored.
     partition = jnp.exp(logits - largest[..., None]).sum(-1)
     log_partition = jnp.log(partition) + largest
     target_logit = jnp.where(is_target, logits, 0.0).sum(-1)

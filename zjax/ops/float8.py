@@ -1,14 +1,11 @@
-"""Products of float8 operands, forward and backward, from the numbers at hand alone.
+"""Matrix products with float8 operands, forward and backward, without scaling history.
 
-Operands are scaled, rounded to float8 and multiplied with sums in float32: activations
-and weights as e4m3 (three digits after the point), gradients as e5m2 (two digits, more
-range). The scale is a power of two near the largest magnitude of the operand, so that
-scaling loses no digit, and what a number becomes depends on its neighbours only where
-it is 2**-14 times smaller than the largest of them. There is no history of magnitudes,
-hence no state.
-
-Each device's share of a batch has a scale of its own: a common one would be a reduction
-over devices for every product.
+Operands are scaled, rounded to float8 and multiplied with float32 accumulation:
+activations and weights as e4m3, gradients as e5m2 (less precision, more range). The
+scale is a power of two near the largest magnitude of the current operand, so scaling is
+exact for all numbers but those 2**-14 times smaller than the largest, and no state is
+needed. Each device's shard of the batch has its own scale: a common one would need an
+all-reduce per product.
 
 Reference: Micikevicius et al., FP8 formats (arXiv:2209.05433).
 """
@@ -27,9 +24,9 @@ from zjax.typing import Device
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 _TOP = {E4M3: 2.0**8, E5M2: 2.0**15}
-"""The largest power of two of each dtype; the largest number is 1.75 times that."""
+"""Largest power of two of each dtype; the largest number is 1.75 times that."""
 _SMALLEST = 2.0**-100
-"""Tensors of smaller numbers are scaled like this one: the inverse must be finite."""
+"""Smallest magnitude used as a scale, so that its inverse is finite."""
 
 
 def dot(
@@ -37,19 +34,19 @@ def dot(
     kernel: Float[Array, "..."],
     num_contracted: int = 1,
     *,
-    num_shares: int = 1,
+    num_batch_shards: int = 1,
 ) -> Float[Array, "..."]:
-    """Multiplies the last dims of `x` by the first of `kernel`, like `jnp.tensordot`.
+    """Contracts the last dims of `x` with the first of `kernel`, like `jnp.tensordot`.
 
-    The backward pass keeps `x` in float8 and makes two products of float8 operands.
-    Numbers that are not finite come out as numbers that are not finite.
+    The residual is `x` in float8; the backward pass makes two float8 products. Operands
+    that are not finite give results that are not finite.
 
     Args:
         x: Activations in bfloat16 or float32; the first dim is the batch.
         kernel: Weights in the dtype of `x`.
-        num_contracted: Dims to sum over, 1 or more.
-        num_shares: Parts in which the devices hold the batch; divides its size. Each
-            has its own scale.
+        num_contracted: Number of contracted dims, 1 or more.
+        num_batch_shards: Shards of the batch over devices, each with its own scale;
+            divides the batch size.
 
     Returns:
         The product in the dtype of `x`.
@@ -61,17 +58,17 @@ def dot(
     Reference:
         Micikevicius et al. (arXiv:2209.05433).
     """
-    return _dot(num_contracted, num_shares, x, kernel)
+    return _dot(num_contracted, num_batch_shards, x, kernel)
 
 
 def check_device(device: Device) -> None:
-    """Refuses a GPU that cannot multiply float8; says once where it is emulated.
+    """Refuses GPUs without float8 units; logs once where float8 is emulated.
 
     Args:
-        device: One of the devices of a run.
+        device: Any device of the run.
 
     Raises:
-        ConfigError: An NVIDIA GPU older than Ada and Hopper.
+        ConfigError: The device is an NVIDIA GPU older than Ada and Hopper.
 
     Example:
         >>> check_device(jax.devices("cpu")[0])
@@ -86,9 +83,9 @@ def check_device(device: Device) -> None:
         raise ConfigError(Problem("precision.matmul_dtype", "float8", problem, remedy))
 
 
-def _dot_forward(num_contracted, num_shares, x, kernel):
-    rows, row_scale = _quantize(_split(x, num_shares), E4M3, 1)
-    # Else a loop over layers keeps all weights a second time, transposed.
+def _dot_forward(num_contracted, num_batch_shards, x, kernel):
+    rows, row_scale = _quantize(_split_batch(x, num_batch_shards), E4M3, 1)
+    # Without this, a loop over layers stores a transposed copy of all weights.
     stored = with_layout_constraint(kernel, Layout(tuple(range(kernel.ndim))))
     weights, weight_scale = _quantize(stored, E4M3, 0)
     inputs = tuple(range(rows.ndim - num_contracted, rows.ndim))
@@ -98,12 +95,12 @@ def _dot_forward(num_contracted, num_shares, x, kernel):
     return y.reshape(shape), (rows, row_scale, kernel)
 
 
-def _dot_backward(num_contracted, num_shares, residuals, dy):
+def _dot_backward(num_contracted, num_batch_shards, residuals, dy):
     rows, row_scale, kernel = residuals
-    # The sum in hardware keeps fewer digits than float32 unless asked for more.
+    # The tensor cores accumulate with less than float32 precision by default.
     precision = lax.Precision.HIGHEST
-    grads, grad_scale = _quantize(_split(dy, num_shares), E5M2, 1)
-    # Rounded again: kept from the forward pass, it would be one more copy of all.
+    grads, grad_scale = _quantize(_split_batch(dy, num_batch_shards), E5M2, 1)
+    # Quantized again: as a residual it would be another copy of all weights.
     weights, weight_scale = _quantize(kernel, E4M3, 0)
     num_outputs = kernel.ndim - num_contracted
     outputs = tuple(range(grads.ndim - num_outputs, grads.ndim))
@@ -111,30 +108,30 @@ def _dot_backward(num_contracted, num_shares, residuals, dy):
     dx = _multiply(grads, weights, dims, grad_scale * weight_scale, dy.dtype, precision)
     tokens = tuple(range(1, rows.ndim - num_contracted))
     dims = ((tokens, tokens), ((0,), (0,)))
-    by_share = _multiply(rows, grads, dims, row_scale * grad_scale, dy.dtype, precision)
-    # `jnp.sum` would add, and thus send, float32.
-    dkernel = lax.reduce(by_share, jnp.zeros((), dy.dtype), lax.add, (0,))
+    by_shard = _multiply(rows, grads, dims, row_scale * grad_scale, dy.dtype, precision)
+    # `jnp.sum` would accumulate, and thus all-reduce, in float32.
+    dkernel = lax.reduce(by_shard, jnp.zeros((), dy.dtype), lax.add, (0,))
     shape = dy.shape[: dy.ndim - num_outputs] + kernel.shape[:num_contracted]
     return dx.reshape(shape), dkernel
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _dot(num_contracted, num_shares, x, kernel):
-    return _dot_forward(num_contracted, num_shares, x, kernel)[0]
+def _dot(num_contracted, num_batch_shards, x, kernel):
+    return _dot_forward(num_contracted, num_batch_shards, x, kernel)[0]
 
 
 _dot.defvjp(_dot_forward, _dot_backward)
 
 
-def _split(x, num_shares):
-    return x.reshape(num_shares, x.shape[0] // num_shares, *x.shape[1:])
+def _split_batch(x, num_batch_shards):
+    return x.reshape(num_batch_shards, x.shape[0] // num_batch_shards, *x.shape[1:])
 
 
 def _quantize(x, dtype, num_scaled):
-    """Float8 numbers and float32 scales, one for each entry of the first dims."""
+    """Float8 numbers, and float32 scales per entry of the first `num_scaled` dims."""
     largest = jnp.max(jnp.abs(x), axis=tuple(range(num_scaled, x.ndim)))
     largest = jnp.maximum(largest.astype(jnp.float32), _SMALLEST)
-    # To the nearest power of two: `x` comes to at most 1.5 times the top.
+    # The nearest power of two, so that `x` is scaled to at most 1.5 times the top.
     power = lax.reduce_precision(largest, exponent_bits=8, mantissa_bits=0)
     scaled = x.astype(jnp.float32) * _expand(_TOP[dtype] / power, x.ndim)
     return scaled.astype(dtype), power / _TOP[dtype]

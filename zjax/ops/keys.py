@@ -1,4 +1,4 @@
-"""Random keys of what has a number or a name."""
+"""Random keys derived from a number, a name or data."""
 
 import zlib
 from typing import Any
@@ -9,14 +9,14 @@ from jaxtyping import Array, Int
 
 
 def fold_in(key: jax.Array | None, number: int | Int[Array, ""]) -> jax.Array | None:
-    """Derives the key of something that has a number.
+    """`jax.random.fold_in` that passes None through.
 
     Args:
-        key: Random key; None is evaluation.
-        number: 0 or more.
+        key: Random key; None in evaluation.
+        number: Integer, 0 or more.
 
     Returns:
-        A key of its own; None where there is none.
+        The derived key, or None.
 
     Example:
         >>> fold_in(None, 3) is None
@@ -26,14 +26,14 @@ def fold_in(key: jax.Array | None, number: int | Int[Array, ""]) -> jax.Array | 
 
 
 def fold_name(key: jax.Array, name: str) -> jax.Array:
-    """Derives the key of something that has a name.
+    """Derives a key from a name.
 
     Args:
         key: Random key.
-        name: Any text; other names give other keys (but for one pair in 2**32).
+        name: Any text; two names share a key with probability 2**-32.
 
     Returns:
-        A key that depends on nothing else, whatever else draws from `key`.
+        A key that depends on `key` and `name` alone.
 
     Example:
         >>> key = jax.random.key(0)
@@ -43,18 +43,19 @@ def fold_name(key: jax.Array, name: str) -> jax.Array:
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
-def key_of(batch: Any) -> jax.Array:
-    """Derives a key from numbers: the same for equal batches, on every mesh.
+def key_from_data(batch: Any) -> jax.Array:
+    """Derives a key from numbers: equal batches give equal keys, on every mesh.
 
     Args:
-        batch: A tree of arrays of numbers.
+        batch: Tree of numeric arrays.
 
     Returns:
         A random key.
 
     Example:
         >>> one, other = {"x": jnp.arange(3.0)}, {"x": jnp.arange(1.0, 4.0)}
-        >>> bool(key_of(one) == key_of(one)), bool(key_of(one) == key_of(other))
+        >>> keys = key_from_data(one), key_from_data(one), key_from_data(other)
+        >>> bool(keys[0] == keys[1]), bool(keys[0] == keys[2])
         (True, False)
     """
     key = jax.random.key(0)
@@ -72,13 +73,13 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def loss_key(key: jax.Array | None) -> jax.Array | None:
-    """The key that a loss of yours gets.
+    """Derives the key that a user's loss function receives.
 
     Args:
-        key: Of the microbatch; None is evaluation.
+        key: Key of the microbatch; None in evaluation.
 
     Returns:
-        A key of its own; None where there is none.
+        The derived key, or None.
 
     Example:
         >>> loss_key(None) is None
@@ -87,19 +88,19 @@ def loss_key(key: jax.Array | None) -> jax.Array | None:
     return None if key is None else fold_name(key, "loss")
 
 
-def part_key(key: jax.Array | None, number: int | Int[Array, ""]) -> jax.Array | None:
-    """The key of a part of a model that is a line of blocks.
+def block_key(key: jax.Array | None, number: int | Int[Array, ""]) -> jax.Array | None:
+    """Derives the key of one block, or of the embedding, of a model that is a stack.
 
     Args:
-        key: Of the microbatch; None is evaluation.
+        key: Key of the microbatch; None in evaluation.
         number: 0 for the embedding, i + 1 for block i.
 
     Returns:
-        What a loss that folds the same number into its own key gets for this part.
+        The same key as `fold_in(loss_key(key), number)`.
 
     Example:
         >>> key = jax.random.key(0)
-        >>> bool(part_key(key, 2) == fold_in(loss_key(key), 2))
+        >>> bool(block_key(key, 2) == fold_in(loss_key(key), 2))
         True
     """
     return fold_in(loss_key(key), number)

@@ -1,4 +1,4 @@
-"""Rows of a table by number, with a gradient that is added up in float32."""
+"""Embedding lookup whose gradient is accumulated in float32."""
 
 import functools
 
@@ -7,35 +7,33 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 ROWS_AT_ONCE = 4096
-"""Of the table, in a product with the rows that were looked up."""
+"""Rows of the table per one-hot product of the deterministic gradient."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def look_up(
     table: Float[Array, "V M"], indices: Int[Array, "..."], deterministic: bool = False
 ) -> Float[Array, "... M"]:
-    """Rows of a table.
+    """Gathers rows of a table.
 
-    A frequent token adds thousands of rows to one. In bfloat16 the sum would stop to
-    grow, and GPUs add 16-bit numbers one after another.
+    The gradient is a float32 sum: a frequent token adds thousands of rows to one, which
+    would stall in bfloat16, and GPUs serialize 16-bit atomic adds.
 
     Args:
         table: Rows, in any floating dtype.
-        indices: Which of them, 0 to V - 1; others find zeros, whatever devices hold the
-            table.
-        deterministic: Whether gradients are added in the same order each time, by
-            products of matrices: two operations for each number of the table and each
-            index.
+        indices: Row numbers, 0 to V - 1; any other index gives zeros.
+        deterministic: Whether gradients are summed in a fixed order, by one-hot matrix
+            products, which take 2 V M operations per index.
 
     Returns:
-        One row for each index.
+        One row per index.
 
     Example:
         >>> look_up(jnp.arange(6.0).reshape(3, 2), jnp.array([2, 0])).tolist()
         [[4.0, 5.0], [0.0, 1.0]]
     """
-    found = table[indices]
-    return jnp.where(_are_rows(table, indices)[..., None], found, jnp.zeros_like(found))
+    rows = table[indices]
+    return jnp.where(_are_rows(table, indices)[..., None], rows, jnp.zeros_like(rows))
 
 
 def _are_rows(table, indices):
@@ -51,7 +49,7 @@ def _backward(deterministic, residuals, grads):
     if deterministic:
         return _sum_by_products(table, indices, grads), None
     total = jnp.zeros(table.shape, jnp.float32)
-    # JAX counts numbers below 0 from the end, and drops those beyond it.
+    # JAX wraps negative indices, and drops those beyond the end.
     indices = jnp.where(_are_rows(table, indices), indices, table.shape[0])
     total = total.at[indices].add(grads.astype(jnp.float32), mode="drop")
     return total.astype(table.dtype), None
@@ -61,13 +59,13 @@ def _sum_by_products(table, indices, grads):
     num_rows, width = table.shape
     indices, grads = indices.reshape(-1), grads.reshape(-1, width)
 
-    def some(first):
+    def sum_rows(first):
         is_row = indices[None] == first + jnp.arange(ROWS_AT_ONCE)[:, None]
         return jnp.matmul(
             is_row.astype(grads.dtype), grads, preferred_element_type=jnp.float32
         ).astype(table.dtype)
 
-    sums = jax.lax.map(some, jnp.arange(0, num_rows, ROWS_AT_ONCE))
+    sums = jax.lax.map(sum_rows, jnp.arange(0, num_rows, ROWS_AT_ONCE))
     return sums.reshape(-1, width)[:num_rows]
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's helpers for models of sparse attention, under their names.
+"""DeepSpeed's padding helpers for sparse attention models, under DeepSpeed's names.
 
 Reference: DeepSpeed, `ops/sparse_attention/sparse_attention_utils.py`.
 """
@@ -14,13 +14,13 @@ from zjax_kernels.sparse.arguments import below
 
 
 class Padded(NamedTuple):
-    """Inputs of whole blocks, in DeepSpeed's order; those not given are None."""
+    """Padded inputs, in DeepSpeed's order; inputs not given are None."""
 
     pad_len: int
-    """Tokens that were added."""
+    """Number of tokens added."""
     input_ids: Array | None
     attention_mask: Array | None
-    """False on what was added."""
+    """False on padding."""
     token_type_ids: Array | None
     position_ids: Array | None
     inputs_embeds: Array | None
@@ -37,27 +37,26 @@ def pad_to_block_size(
     pad_token_id: int = 0,
     model_embeddings: Callable[[Array], Array] | None = None,
 ) -> Padded:
-    """Lengthens the inputs of a model to whole blocks.
+    """Pads the inputs of a model to a multiple of the block size.
 
-    `SparseSelfAttention` needs no help with that; other layers may.
+    `SparseSelfAttention` pads by itself; other layers may need this.
 
     Args:
         block_size: Tokens per block, >= 1.
-        input_ids: Padded with `pad_token_id`, like `position_ids`.
-        attention_mask: [B, S], padded with False; all True where there is none.
-        token_type_ids: Padded with 0.
-        position_ids: Positions.
-        inputs_embeds: Padded with the vector of `pad_token_id`, or with 0.
+        input_ids: Token ids, padded with `pad_token_id`.
+        attention_mask: Mask [B, S], padded with False; all True if None.
+        token_type_ids: Segment types, padded with 0.
+        position_ids: Positions, padded with `pad_token_id`.
+        inputs_embeds: Embeddings, padded with that of `pad_token_id`, or with 0.
         pad_token_id: Id of padding, >= 0.
-        model_embeddings: Ids to vectors, for `inputs_embeds`, in whose dtype they are
-            added.
+        model_embeddings: Function from ids to embeddings, for padding `inputs_embeds`.
 
     Returns:
-        The number of tokens added, and the inputs.
+        The number of tokens added, and the padded inputs.
 
     Raises:
-        ConfigError: Neither `input_ids` nor `inputs_embeds` is given, inputs have not
-            the same rows and tokens, or a number is out of range.
+        ConfigError: Neither `input_ids` nor `inputs_embeds` is given, inputs differ in
+            batch or length, or a number is out of range.
 
     Example:
         >>> pad_to_block_size(4, jnp.ones((1, 5), jnp.int32)).attention_mask.tolist()
@@ -83,7 +82,7 @@ def pad_to_block_size(
 
     if inputs_embeds is not None:
         ids = jnp.full((batch, pad_len), pad_token_id, jnp.int32)
-        inputs_embeds = _lengthen(inputs_embeds, ids, model_embeddings)
+        inputs_embeds = _pad_embeddings(inputs_embeds, ids, model_embeddings)
     return Padded(
         pad_len,
         pad(input_ids, pad_token_id),
@@ -97,17 +96,17 @@ def pad_to_block_size(
 def unpad_sequence_output(
     pad_len: int, sequence_output: Float[Array, "B S *dims"]
 ) -> Float[Array, "B T *dims"]:
-    """Drops what `pad_to_block_size` added.
+    """Removes the tokens that `pad_to_block_size` added.
 
     Args:
-        pad_len: Tokens that were added, from 0 to S - 1.
-        sequence_output: What came out of the model.
+        pad_len: Number of tokens added, from 0 to S - 1.
+        sequence_output: Output of the model.
 
     Returns:
         The first `S - pad_len` tokens.
 
     Raises:
-        ConfigError: There are not more tokens than that.
+        ConfigError: `pad_len` is not below the number of tokens.
 
     Example:
         >>> unpad_sequence_output(3, jnp.ones((1, 8, 2))).shape
@@ -125,19 +124,19 @@ def unpad_sequence_output(
 def extend_position_embedding(
     table: Float[Array, "N M"], max_position: int, *, num_reserved: int = 0
 ) -> Float[Array, "P M"]:
-    """Repeats a table of learned positions, for a trained model to read longer texts.
+    """Repeats a table of learned positions, so that a trained model reads longer texts.
 
     Args:
         table: One row per position, after the reserved ones.
-        max_position: Positions to have, more than there are.
+        max_position: Number of positions to have, more than now.
         num_reserved: First rows that stand for no position, from 0 to N - 1: 0 in BERT,
             2 in RoBERTa.
 
     Returns:
-        The reserved rows once, and the others again and again.
+        The reserved rows once, then the others repeated.
 
     Raises:
-        ConfigError: The table is long enough, or has no row that repeats.
+        ConfigError: The table is long enough already, or has no row to repeat.
 
     Example:
         >>> table = jnp.array([[7.0], [8.0], [1.0], [2.0]])
@@ -166,7 +165,7 @@ def _check_integer(name, value, least):
 
 
 def _common_shape(**inputs):
-    """Rows and tokens, on which all inputs must agree."""
+    """Batch and length, on which all inputs must agree."""
     given = {name: jnp.shape(x) for name, x in inputs.items() if x is not None}
     if not {"input_ids", "inputs_embeds"} & set(given):
         problem, remedy = "leaves nothing to pad", "give ids or vectors"
@@ -185,8 +184,7 @@ def _common_shape(**inputs):
     return common
 
 
-def _lengthen(vectors, ids, model_embeddings):
-    """Adds the vectors of some ids."""
+def _pad_embeddings(vectors, ids, model_embeddings):
     shape = *ids.shape, vectors.shape[2]
     if model_embeddings is None:
         added = jnp.zeros(shape, vectors.dtype)

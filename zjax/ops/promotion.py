@@ -1,4 +1,4 @@
-"""How dtypes that differ are combined: as a user asks in the user's code alone."""
+"""JAX's standard dtype promotion for library code, whatever the program has set."""
 
 import contextlib
 from collections.abc import Iterator
@@ -7,20 +7,20 @@ import jax
 
 
 @contextlib.contextmanager
-def promoting(kind: str = "standard") -> Iterator[None]:
-    """Combines dtypes by other rules than those set for the program.
+def dtype_promotion(kind: str = "standard") -> Iterator[None]:
+    """Sets `jax_numpy_dtype_promotion` inside a block.
 
-    Optax, and programs built on it, need the standard ones.
+    Optax, and programs built on it, need the standard rules.
 
     Args:
-        kind: A value of `jax_numpy_dtype_promotion`.
+        kind: Value of `jax_numpy_dtype_promotion`.
 
     Example:
-        >>> with jax.numpy_dtype_promotion("strict"), promoting():
+        >>> with jax.numpy_dtype_promotion("strict"), dtype_promotion():
         ...     float(jax.numpy.int32(1) + jax.numpy.float32(0.5))
         1.5
     """
-    # Entering a context anew would make compiled programs miss their caches.
+    # Entering the context needlessly would make compiled programs miss their caches.
     if jax.numpy_dtype_promotion.value == kind:
         yield
         return

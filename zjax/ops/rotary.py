@@ -19,7 +19,7 @@ def make_rotary_tables(
         theta: Base of the wavelengths, above 1.
 
     Returns:
-        cosines and sines in float32, for half of the channels.
+        Cosines and sines in float32, for half of the channels.
 
     Example:
         >>> cos, sin = make_rotary_tables(jnp.array([[0, 1]]), head_size=4)
@@ -44,11 +44,11 @@ def rotate(
 
     Args:
         x: Queries or keys.
-        cos: Cosines of `make_rotary_tables`.
-        sin: Sines of `make_rotary_tables`.
+        cos: Cosines from `make_rotary_tables`.
+        sin: Sines from `make_rotary_tables`.
 
     Returns:
-        Rotated heads in the dtype of `x`; the rotation itself is float32.
+        Rotated heads in the dtype of `x`, computed in float32.
 
     Example:
         >>> tables = make_rotary_tables(jnp.array([[0]]), head_size=2)

@@ -1,10 +1,10 @@
-"""Attention over the live blocks of a pattern, on every device of the mesh in use.
+"""Block-sparse attention over the devices of the mesh in use.
 
-A pattern is laid out once, for the longest sequence that there may be; a shorter one
-has the first blocks of that layout, so that a token sees the same ones whatever follows
-it. Plans are made on the host, once per length.
+A pattern is laid out once, for the longest sequence; a shorter sequence uses the first
+blocks of that layout, so that a token sees the same earlier tokens at any length. Plans
+are made on the host, once per length.
 
-Reference: DeepSpeed's sparse attention, which cuts its layouts from a longest one too.
+Reference: DeepSpeed's sparse attention, which also slices one longest layout.
 """
 
 import dataclasses
@@ -29,10 +29,10 @@ from zjax_kernels.sparse.arguments import below
 from zjax_kernels.sparse.bits import Bits
 from zjax_kernels.sparse.cells import TILE
 
-AVERAGES = api.SAVED
-"""Name of what the kernel returns, for recomputation."""
+ATTENTION_OUTPUT = api.SAVED
+"""`checkpoint_name` of what the kernel returns."""
 
-_RULES = {
+_PATTERNS = {
     "fixed": zjax_kernels.Fixed,
     "variable": zjax_kernels.Variable,
     "bigbird": zjax_kernels.BigBird,
@@ -40,20 +40,20 @@ _RULES = {
     "local": zjax_kernels.LocalSlidingWindow,
     "dense": zjax_kernels.Dense,
 }
-_PLANS = 64
-"""Plans that are kept: of lengths, heads, and masks of tokens."""
+_MAX_PLANS = 64
+"""Size of the plan cache, whose keys are lengths, heads and token masks."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sparse:
-    """A pattern and the longest sequence that it is laid out for.
+    """A sparsity pattern and the longest sequence that it is laid out for.
 
     Args:
-        pattern: Says which blocks live; hashable, as frozen dataclasses are.
-        max_length: Tokens, 1 or more; the layout has whole blocks.
+        pattern: Rule of live blocks; hashable.
+        max_length: Number of tokens, 1 or more, rounded up to whole blocks.
 
     Raises:
-        ConfigError: It is no pattern, or no length.
+        ConfigError: `pattern` is no pattern, or `max_length` is below 1.
     """
 
     pattern: SparsityConfig
@@ -77,16 +77,16 @@ class Sparse:
 
     @property
     def block(self) -> int:
-        """Tokens per block and side."""
+        """Tokens per side of a block."""
         return self.pattern.block
 
 
 def sparse_of(config: schema.Model) -> Sparse:
-    """The pattern that a model asks for.
+    """Builds the pattern that a model's settings describe.
 
     Args:
-        config: Checked settings; `sparsity` is read, the heads, the kind of model, for
-            the direction, and `max_length`.
+        config: Checked settings; reads `sparsity`, `num_heads`, `max_length`, and
+            `kind` for the direction.
 
     Returns:
         The pattern and its length.
@@ -97,7 +97,7 @@ def sparse_of(config: schema.Model) -> Sparse:
         'unidirectional'
     """
     given = dataclasses.asdict(config.sparsity)
-    rule = _RULES[given.pop("mode")]
+    rule = _PATTERNS[given.pop("mode")]
     if given["num_random_blocks"] == -1:
         del given["num_random_blocks"]
     given["global_block_end_indices"] = given["global_block_end_indices"] or None
@@ -122,10 +122,10 @@ def sparse_attention(
     mask: Bool[np.ndarray, "L L"] | None = None,
     spread: bool | None = None,
 ) -> Float[Array, "B L H D"]:
-    """Averages the values by softmax(q k / sqrt(D)) over the keys in live blocks.
+    """Computes softmax(q k / sqrt(D)) v over the keys in live blocks.
 
-    Rows of the batch are split over the batch axes of the mesh set by `jax.set_mesh`,
-    and heads over its tensor and sequence axes, where they divide.
+    Under `jax.set_mesh`, the batch is sharded over the batch axes and heads over the
+    tensor and sequence axes, where they divide.
 
     Args:
         q: Queries; H is that of the pattern and a multiple of K.
@@ -133,19 +133,18 @@ def sparse_attention(
         v: Values.
         sparse: The pattern; L is at most its length, and need not be whole blocks.
         segment_ids: Document of each token, 0 or more; documents do not see each other.
-        key_mask: False for keys that none sees, such as padding.
-        mask: False where a query does not see a key, besides the pattern; a plan is
-            kept for what it holds.
-        spread: Whether tokens stay on the devices of the sequence axis, which then send
-            each other the blocks that others see. Each has a multiple of 128 tokens,
-            and there is no mask. None: where these devices cannot share the heads.
+        key_mask: False for keys that no query sees, such as padding.
+        mask: False where a query does not see a key, besides the pattern; plans are
+            cached by its content.
+        spread: Whether tokens stay sharded over the sequence axis, and devices exchange
+            the blocks that others see. Needs a multiple of 128 tokens per device, and
+            no `mask`. None: where the heads cannot be sharded over that axis.
 
     Returns:
-        One average per query and head, 0 where a query sees no key.
+        The weighted values of each query and head, 0 where a query sees no key.
 
     Raises:
-        ConfigError: The sequence is longer than the layout, or tokens that are to stay
-            are in no such parts.
+        ConfigError: The sequence is longer than the layout, or `spread` is impossible.
 
     Example:
         >>> sparse = sparse_of(schema.Model(num_heads=2, num_kv_heads=2))
@@ -157,7 +156,7 @@ def sparse_attention(
         problem, remedy = "cannot be used with spread=True", "use spread=False"
         raise ConfigError(Problem("mask", mask.shape, problem, remedy))
     length, block = q.shape[1], sparse.block
-    heads, problems = head_axes(k.shape[2]), [*_parts_problems(length)]
+    heads, problems = head_axes(k.shape[2]), [*_spread_problems(length)]
     if spread is None:
         spread = mask is None and meshes.SEQUENCE not in heads and not problems
     if spread and problems:
@@ -184,19 +183,19 @@ def sparse_attention(
         mask=None if mask is None else Bits.of(np.pad(mask, (0, missing))),
         head_shares=math.prod(map(open_size, heads)),
     )
-    q, k, v, masks = jax.tree.map(lambda x: _lengthen(x, missing), (q, k, v, masks))
+    q, k, v, masks = jax.tree.map(lambda x: _pad_tokens(x, missing), (q, k, v, masks))
     return _over_devices(q, k, v, masks, plan, heads)[:, :length]
 
 
 def visible_keys(
     sparse: Sparse, queries: Int[Array, "B L"], keys: Int[Array, "B S"]
 ) -> Bool[Array, "B H L S"]:
-    """Which keys some queries see: the pattern token by token.
+    """Computes token by token which keys each query sees.
 
     Args:
-        sparse: A pattern.
+        sparse: The pattern.
         queries: Positions of the queries, from 0 to below its length.
-        keys: Positions of the keys; none sees those below 0.
+        keys: Positions of the keys; those below 0 are hidden.
 
     Returns:
         True where a query sees a key.
@@ -217,29 +216,29 @@ def visible_keys(
     return seen[:, jnp.array(layout.head_patterns)]
 
 
-def live_share(sparse: Sparse, length: int) -> float:
-    """Share of all pairs of tokens that see each other, over all heads.
+def live_fraction(sparse: Sparse, length: int) -> float:
+    """Fraction of all pairs of tokens that see each other, averaged over heads.
 
     Args:
-        sparse: A pattern.
+        sparse: The pattern.
         length: Tokens per sequence, at most its length.
 
     Returns:
-        More than 0, and half for a causal pattern of all blocks.
+        A number above 0; 0.5 for a causal pattern of all blocks.
 
     Example:
         >>> model = schema.Model(sparsity=schema.Sparsity(mode="dense"))
-        >>> live_share(sparse_of(model), 1024)
+        >>> live_fraction(sparse_of(model), 1024)
         0.5
     """
     num_blocks = -(-length // sparse.block)
     layout = _first_blocks(_layout(sparse), num_blocks)
-    cut = 0.5 / num_blocks if layout.causal else 0.0
-    return layout.density - cut
+    half_block = 0.5 / num_blocks if layout.causal else 0.0
+    return layout.density - half_block
 
 
-def _parts_problems(length):
-    """Finds why tokens cannot stay on the devices of the sequence axis."""
+def _spread_problems(length):
+    """Yields the reasons why tokens cannot stay sharded over the sequence axis."""
     size, name = open_size(meshes.SEQUENCE), meshes.SEQUENCE
     unit = size * TILE
     if size == 1:
@@ -262,7 +261,7 @@ def _has_hash(pattern):
 
 
 def _live_rows(layout, rows):
-    """Which blocks some rows see in each pattern: bool[B, patterns, L, columns]."""
+    """Live blocks of some block rows, per pattern: bool[B, patterns, L, columns]."""
     patterns, num_columns = layout.patterns, layout.num_columns
     counts = np.concatenate([np.diff(pattern.starts) for pattern in patterns])
     starts = jnp.array(np.cumsum([0, *counts]), jnp.int32)
@@ -284,7 +283,7 @@ def _layout(sparse: Sparse) -> BlockLayout:
     return sparse.pattern.layout(num_blocks * sparse.block)
 
 
-@functools.lru_cache(_PLANS)
+@functools.lru_cache(_MAX_PLANS)
 def _plan(
     sparse: Sparse,
     num_blocks: int,
@@ -301,26 +300,28 @@ def _plan(
 
 
 def _first_blocks(layout: BlockLayout, num_blocks: int) -> BlockLayout:
-    def cut(pattern: Pattern) -> Pattern:
+    def slice_pattern(pattern: Pattern) -> Pattern:
         rows, columns = pattern.rows, pattern.columns
-        kept = (rows < num_blocks) & (columns < num_blocks)
-        return Pattern.from_entries(rows[kept], columns[kept], num_blocks, num_blocks)
+        inside = (rows < num_blocks) & (columns < num_blocks)
+        return Pattern.from_entries(
+            rows[inside], columns[inside], num_blocks, num_blocks
+        )
 
     if num_blocks == layout.num_rows:
         return layout
-    patterns = tuple(map(cut, layout.patterns))
+    patterns = tuple(map(slice_pattern, layout.patterns))
     return dataclasses.replace(
         layout, num_rows=num_blocks, num_columns=num_blocks, patterns=patterns
     )
 
 
-def _lengthen(x, missing):
+def _pad_tokens(x, missing):
     rest = [(0, 0)] * (x.ndim - 2)
     return jnp.pad(x, [(0, 0), (0, missing), *rest]) if missing else x
 
 
 def _over_devices(q, k, v, masks, plan, heads):
-    """Kernels have no rule of partition: each device is given its share of all."""
+    """Runs the kernel on each device's shard; kernels have no partitioning rule."""
     tokens = (meshes.SEQUENCE,) if isinstance(plan, zjax_kernels.SequencePlan) else ()
     run: Any = api.sparse_attention
     if tokens:
@@ -328,21 +329,23 @@ def _over_devices(q, k, v, masks, plan, heads):
 
     def attend(q, k, v, masks, plan) -> Any:
         segment_ids, key_mask = masks
-        both = None if segment_ids is None else (segment_ids, segment_ids)
-        return run(q, k, v, plan, segment_ids=both, key_mask=key_mask)
+        segment_pair = None if segment_ids is None else (segment_ids, segment_ids)
+        return run(q, k, v, plan, segment_ids=segment_pair, key_mask=key_mask)
 
     mesh = jax.sharding.get_abstract_mesh()
     if meshes.num_shares(mesh, mesh.auto_axes) == 1:
         return attend(q, k, v, masks, plan)
     rows = row_axes(q.shape[0])
-    of_plan = jax.tree.map(lambda _: P((*tokens, *heads)), plan)
+    plan_specs = jax.tree.map(lambda _: P((*tokens, *heads)), plan)
     if tokens:
-        of_plan = dataclasses.replace(of_plan, sends=(P(tokens),) * len(plan.sends))
-    of_heads = P(rows, tokens, heads)
+        plan_specs = dataclasses.replace(
+            plan_specs, sends=(P(tokens),) * len(plan.sends)
+        )
+    head_spec = P(rows, tokens, heads)
     return jax.shard_map(
         attend,
-        in_specs=(of_heads, of_heads, of_heads, P(rows, tokens), of_plan),
-        out_specs=of_heads,
+        in_specs=(head_spec, head_spec, head_spec, P(rows, tokens), plan_specs),
+        out_specs=head_spec,
         axis_names=set(mesh.auto_axes),
         check_vma=False,
     )(q, k, v, masks, jax.tree.map(jnp.asarray, plan))

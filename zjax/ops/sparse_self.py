@@ -1,6 +1,6 @@
-"""DeepSpeed's sparse self-attention under its names, in JAX's order.
+"""DeepSpeed's sparse self-attention under its names, with arrays [B, S, H, D].
 
-Sequences come before heads: [B, S, H, D]. A query that sees no key has 0, not NaN.
+A query that sees no key gets 0, where DeepSpeed gives NaN.
 
 Reference: DeepSpeed, `ops/sparse_attention/sparse_self_attention.py`.
 """
@@ -16,8 +16,8 @@ from zjax.errors import ConfigError, Problem
 from zjax.ops.sparse import Sparse, sparse_attention
 
 Mode = Literal["add", "mul"]
-MASKS = -9_000.0
-"""An added number from here down masks; -10000 is -9984 in bfloat16."""
+MASK_THRESHOLD = -9_000.0
+"""Additive masks hide a key at or below this; -10000 is -9984 in bfloat16."""
 
 
 def self_attention(
@@ -32,9 +32,9 @@ def self_attention(
     key_padding_mask_mode: Mode = "add",
     attn_mask_mode: Mode = "mul",
 ) -> Float[Array, "B S H D"]:
-    """Attention with the masks of DeepSpeed, in either of their forms.
+    """Sparse attention with DeepSpeed's masks, multiplicative or additive.
 
-    Under `mul`, 0 masks. Under `add`, a number of -9000 or less does, and the others
+    In mode `mul`, 0 masks. In mode `add`, -9000 or less masks, and every other number
     must be 0.
 
     Args:
@@ -42,19 +42,18 @@ def self_attention(
         key: Keys.
         value: Values.
         sparse: The pattern and its longest sequence.
-        rpe: Refused.
-        key_padding_mask: [B, S] or [B, 1, 1, S], which keys all queries of a row see.
-            What neither masks nor leaves a key makes NaN of the row where it cannot be
-            told before the program runs.
-        attn_mask: [S, S], which keys each query sees; known before the program runs.
-        key_padding_mask_mode: What the numbers of `key_padding_mask` mean.
-        attn_mask_mode: What the numbers of `attn_mask` mean.
+        rpe: Relative position bias; refused.
+        key_padding_mask: Mask [B, S] or [B, 1, 1, S] of keys. If it is traced, a number
+            that is neither 0 nor masks makes its row NaN.
+        attn_mask: Mask [S, S] of pairs; a concrete array.
+        key_padding_mask_mode: Mode of `key_padding_mask`.
+        attn_mask_mode: Mode of `attn_mask`.
 
     Returns:
-        One average per query and head.
+        The weighted values of each query and head.
 
     Raises:
-        NotImplementedError: `rpe` is given, or `attn_mask` is known only later.
+        NotImplementedError: `rpe` is given, or `attn_mask` is traced.
         ConfigError: Shapes do not agree, a mask cannot be used, or the sequence is
             longer than the layout.
 
@@ -70,22 +69,22 @@ def self_attention(
     _check_scores(rpe, attn_mask)
     batch, length = query.shape[:2]
     masks: dict[str, Any] = {}
-    unclear = None
+    invalid = None
     if attn_mask is not None:
         shape = length, length
-        masks["mask"], _ = _read("attn_mask", attn_mask, attn_mask_mode, shape)
+        masks["mask"], _ = _read_mask("attn_mask", attn_mask, attn_mask_mode, shape)
     if key_padding_mask is not None:
         name, mode = "key_padding_mask", key_padding_mask_mode
-        visible, unclear = _read(name, key_padding_mask, mode, (batch, length))
+        visible, invalid = _read_mask(name, key_padding_mask, mode, (batch, length))
         masks["key_mask"] = jnp.asarray(visible)
     out = sparse_attention(query, key, value, sparse, **masks)
-    if unclear is None:
+    if invalid is None:
         return out
-    return jnp.where(unclear.any(axis=1)[:, None, None, None], jnp.nan, out)
+    return jnp.where(invalid.any(axis=1)[:, None, None, None], jnp.nan, out)
 
 
-def _check_modes(of_keys, of_scores):
-    given = {"key_padding_mask_mode": of_keys, "attn_mask_mode": of_scores}
+def _check_modes(key_mode, score_mode):
+    given = {"key_padding_mask_mode": key_mode, "attn_mask_mode": score_mode}
     found = [
         Problem(name, mode, "is no mode", "use 'add' or 'mul'")
         for name, mode in given.items()
@@ -96,7 +95,6 @@ def _check_modes(of_keys, of_scores):
 
 
 def _check_heads(query, key, value, num_heads):
-    """Raises what is wrong with the shapes."""
     shape = jnp.shape(query)
     if len(shape) != 4 or 0 in shape or shape[2] != num_heads:
         problem = f"is not [batch, tokens, {num_heads}, channels]"
@@ -110,7 +108,6 @@ def _check_heads(query, key, value, num_heads):
 
 
 def _check_scores(rpe, attn_mask):
-    """Raises what would have to be added to scores, or is not known in time."""
     if rpe is not None:
         raise NotImplementedError(
             f"rpe.shape={jnp.shape(rpe)} cannot be added to the scores of blocks; give "
@@ -125,8 +122,8 @@ def _check_scores(rpe, attn_mask):
         )
 
 
-def _read(name, mask, mode, shape):
-    """Where a mask hides nothing, and where a traced one does neither that nor hide."""
+def _read_mask(name, mask, mode, shape):
+    """Where a mask leaves keys visible and, if it is traced, where it is invalid."""
     is_traced = isinstance(mask, jax_core.Tracer)
     mask = mask if is_traced else np.asarray(mask)
     if [n for n in mask.shape if n != 1] != [n for n in shape if n != 1]:
@@ -139,10 +136,10 @@ def _read(name, mask, mode, shape):
     if not jnp.issubdtype(mask.dtype, jnp.floating):
         problem = "is none of numbers that are added to scores"
         raise ConfigError(Problem(f"{name}.dtype", mask.dtype.name, problem, remedy))
-    visible, unclear = mask > MASKS, (mask != 0) & ~(mask <= MASKS)
+    visible, invalid = mask > MASK_THRESHOLD, (mask != 0) & ~(mask <= MASK_THRESHOLD)
     if is_traced:
-        return visible, unclear
-    if unclear.any():
+        return visible, invalid
+    if invalid.any():
         problem = "neither masks a key nor leaves it"
-        raise ConfigError(Problem(name, float(mask[unclear][0]), problem, remedy))
+        raise ConfigError(Problem(name, float(mask[invalid][0]), problem, remedy))
     return visible, None

@@ -1,7 +1,7 @@
-"""From the config to an optax transformation.
+"""Builds the optax transformation of a config.
 
 Every rule is a direction, then weight decay of the matrices, then the learning rate.
-Clipping is not part of it: the step clips, and reports the norm before.
+Clipping is separate: the training step clips, and reports the norm before clipping.
 """
 
 import dataclasses
@@ -27,24 +27,23 @@ def make_optimizer(
     """Builds the optimizer of `config.optimizer`.
 
     Weight decay is decoupled (arXiv:1711.05101) and concerns matrices only; that of
-    `adam` is added to the gradient. Muon gives embeddings, the output matrix and
-    vectors to Adam with Nesterov momentum, whose updates are of like size
-    (arXiv:2502.16982), so that one learning rate serves both. LAMB keeps its ratio
-    between 0.01 and 10. Adafactor keeps its own moments, most of them as a row and a
-    column.
+    `adam` is added to the gradient. Muon leaves embeddings, the output matrix and
+    vectors to Adam with Nesterov momentum, whose updates have a similar size
+    (arXiv:2502.16982), so that one learning rate serves both. LAMB clips its trust
+    ratio to 0.01 to 10. Adafactor factors most of its second moments.
 
     Args:
-        config: Read for `num_steps`, `optimizer`, `precision.master_dtype` and, for the
-            names of dims, `mesh`.
-        model: Names the dims of its parameters, which tells matrices from stacked
-            vectors; without it, arrays of two dims or more not called `bias` or
-            `scale` are matrices, and groups are not checked.
+        config: Config; reads `num_steps`, `optimizer`, `precision.master_dtype` and,
+            for the names of dims, `mesh`.
+        model: Model whose dim names tell matrices from stacked vectors. If None, arrays
+            of two dims or more not called `bias` or `scale` are matrices, and groups
+            are not checked.
 
     Returns:
         The transformation. Frozen parameters have no state.
 
     Raises:
-        ConfigError: Parameter groups that would change nothing.
+        ConfigError: A parameter group has no effect.
 
     Example:
         >>> import jax.numpy as jnp
@@ -62,7 +61,7 @@ def make_optimizer(
         params, names = matrices.named_params(model, config.mesh)
         groups.check_groups(settings.groups, params, names)
         if stores_layers_apart(config, model):
-            names = matrices.of_layers(names)
+            names = matrices.without_layers(names)
     schedule = make_schedule(config)
     tx = _make_rules(settings, schedule, names)
     dtypes = {settings.moment_dtype, config.precision.master_dtype}
@@ -72,13 +71,13 @@ def make_optimizer(
 
 
 def without_clipping(config: schema.Config) -> schema.Config:
-    """The settings of a run whose optimizer the caller brings, to be used as it is.
+    """Disables clipping, for runs whose optimizer the caller brings.
 
     Args:
-        config: Settings that `check_config` has found free of other optimizer settings.
+        config: Config that `check_config` has found free of other optimizer settings.
 
     Returns:
-        The same without clipping by the step.
+        The same with `clip_norm=inf`.
     """
     optimizer = dataclasses.replace(config.optimizer, clip_norm=math.inf)
     return dataclasses.replace(config, optimizer=optimizer)
@@ -118,21 +117,21 @@ def _make_rule(
     decay = optax.add_decayed_weights(
         weight_decay, mask=lambda params: _map_params(matrices.is_matrix, params, names)
     )
-    own = (_direction(settings, names), decay)
+    rule = (_direction(settings, names), decay)
     if settings.name == "adam":
-        own = (decay, _direction(settings, names))
+        rule = (decay, _direction(settings, names))
     if settings.name == "lamb":
         ratio = trust_ratio.scale_by_layer(
             lambda keys: matrices.num_stacked(path_of(keys), names)
         )
-        own = (*own, ratio)
-    return optax.chain(*own, optax.scale_by_learning_rate(schedule))
+        rule = (*rule, ratio)
+    return optax.chain(*rule, optax.scale_by_learning_rate(schedule))
 
 
 def _direction(
     settings: schema.Optimizer, names: matrices.Names
 ) -> optax.GradientTransformation:
-    """The way uphill, before decay and learning rate."""
+    """The direction of ascent, before decay and learning rate."""
     b1, b2, eps = settings.b1, settings.b2, settings.eps
     match settings.name:
         case "adamw" | "adam" | "lamb":

@@ -16,7 +16,7 @@ def global_norm(tree: Any) -> Float[Array, ""]:
         tree: Arrays of floating dtype.
 
     Returns:
-        The norm; 0 for an empty tree. Infinite where a sum of squares exceeds float32,
+        The norm; 0 for an empty tree. Infinite if the sum of squares overflows float32,
         even if every element is finite.
 
     Example:

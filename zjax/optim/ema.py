@@ -10,15 +10,15 @@ from jaxtyping import Array, Float, Int
 def update_ema(ema: Any, params: Any, decay: float, step: Int[Array, ""]) -> Any:
     """Moves the average towards the parameters by `1 - decay`.
 
-    The decay is at most `(1 + step) / (10 + step)`, so that a short run is not
-    dominated by its initial parameters.
+    The decay is at most `(1 + step) / (10 + step)`, so that the initial parameters do
+    not dominate a short run.
 
     Args:
-        ema: The average so far, starting at the parameters. Keep it in float32: in
-            bfloat16 a step of `1 - decay` below 1/256 is lost in rounding.
+        ema: Average so far, initially the parameters. Store it in float32: in bfloat16
+            a step of `1 - decay` below 1/256 is lost in rounding.
         params: Parameters after this step.
-        decay: Limit of the decay, at least 0 and below 1.
-        step: Steps applied before this one.
+        decay: Upper limit of the decay, at least 0 and below 1.
+        step: Number of steps applied before this one.
 
     Returns:
         The new average, in the dtypes of `ema`.

@@ -1,4 +1,4 @@
-"""Parameter groups: exceptions to the learning rate and the decay, by path."""
+"""Parameter groups: learning rates and weight decays by parameter path."""
 
 import difflib
 import re
@@ -16,10 +16,10 @@ Groups = tuple[schema.ParamGroup, ...]
 
 
 def label_of(path: str, groups: Groups) -> str:
-    """The group that a parameter belongs to.
+    """Finds the group of a parameter.
 
     Args:
-        path: Such as `blocks/attention/query/kernel`.
+        path: Parameter path, such as `blocks/attention/query/kernel`.
         groups: `optimizer.groups`; the first whose pattern is found in the path wins.
 
     Returns:
@@ -43,7 +43,7 @@ def label_params(params: Any, groups: Groups) -> Any:
         groups: `optimizer.groups`.
 
     Returns:
-        A tree of the same structure, of `default`, `frozen` or `group_i`.
+        A tree of `default`, `frozen` or `group_i`.
 
     Example:
         >>> frozen = schema.ParamGroup(pattern="a", learning_rate_scale=0.0)
@@ -56,15 +56,14 @@ def label_params(params: Any, groups: Groups) -> Any:
 
 
 def trained_params(params: Any, groups: Groups) -> Any:
-    """Tells trained parameters from frozen ones.
+    """Marks the parameters that are not frozen, whose gradients count for the norm.
 
     Args:
         params: Parameters, abstract or not.
         groups: `optimizer.groups`.
 
     Returns:
-        A tree of the same structure, of booleans. Gradients of the others are to be
-        left out of the norm.
+        A tree of booleans.
 
     Example:
         >>> frozen = schema.ParamGroup(pattern="a", learning_rate_scale=0.0)
@@ -76,14 +75,14 @@ def trained_params(params: Any, groups: Groups) -> Any:
 
 
 def decay_of(group: schema.ParamGroup, default: float) -> float:
-    """The weight decay of the matrices of a group.
+    """Weight decay of the matrices of a group.
 
     Args:
         group: One of `optimizer.groups`.
         default: `optimizer.weight_decay`.
 
     Returns:
-        That of the group, or the default where it has none of its own.
+        The group's decay if it sets one, else the default.
 
     Example:
         >>> decay_of(schema.ParamGroup(), 0.1)
@@ -95,7 +94,7 @@ def decay_of(group: schema.ParamGroup, default: float) -> float:
 
 
 def check_groups(groups: Groups, params: Any, names: Names) -> None:
-    """Refuses groups that would change nothing in this model.
+    """Refuses groups that have no effect on this model.
 
     Args:
         groups: `optimizer.groups`, each with a valid pattern.
@@ -103,22 +102,23 @@ def check_groups(groups: Groups, params: Any, names: Names) -> None:
         names: Dims by path, as far as they are known.
 
     Raises:
-        ConfigError: Patterns that match no parameter, or only those of earlier groups;
-            decay without a matrix to decay; nothing left to train. All at once.
+        ConfigError: A pattern matches no parameter, or only those of earlier groups; a
+            decay has no matrix; every parameter is frozen. Reports all problems at
+            once.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     num_dims = {path_of(keys): len(leaf.shape) for keys, leaf in leaves}
-    left = set(num_dims)
+    unassigned = set(num_dims)
     problems = []
     for index, group in enumerate(groups):
         matching = {path for path in num_dims if re.search(group.pattern, path)}
-        own = matching & left
-        left -= own
+        members = matching & unassigned
+        unassigned -= members
         field = f"optimizer.groups[{index}]"
-        if not own:
+        if not members:
             problems.append(_no_match(field, group, list(num_dims), len(matching)))
         elif group.weight_decay > 0 and not any(
-            is_matrix(path, num_dims[path], names) for path in own
+            is_matrix(path, num_dims[path], names) for path in members
         ):
             problem = "decays nothing, as no matrix is in the group"
             problems.append(

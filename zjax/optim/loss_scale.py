@@ -13,12 +13,12 @@ from zjax.config import schema
 
 
 class LossScaler(NamedTuple):
-    """The state of the loss scale; a tree of four scalars."""
+    """State of the loss scale: four scalars."""
 
     scale: jax.Array
-    """float32[]: factor on the loss."""
+    """float32[]: factor of the loss."""
     iteration: jax.Array
-    """int32[]: updates so far, with overflow or without."""
+    """int32[]: number of updates, with or without overflow."""
     last_overflow: jax.Array
     """int32[]: iteration of the last overflow; -1 before the first."""
     hysteresis: jax.Array
@@ -30,9 +30,6 @@ def init_scaler(settings: schema.LossScale) -> LossScaler:
 
     Args:
         settings: `precision.loss_scale`.
-
-    Returns:
-        The first state.
 
     Example:
         >>> float(init_scaler(schema.LossScale(initial=8.0)).scale)
@@ -51,13 +48,12 @@ def update_scaler(
 ) -> LossScaler:
     """Halves the scale after overflows, doubles it after clean steps.
 
-    Gradients are to be divided by the scale that their own backward pass used, the one
-    before this update.
+    Divide gradients by the scale before this update, which their backward pass used.
 
     Args:
         scaler: State that the step used.
         overflow: Whether any gradient was NaN or infinite.
-        settings: `precision.loss_scale`; a window of 0 keeps the scale.
+        settings: `precision.loss_scale`; a window of 0 fixes the scale.
 
     Returns:
         State of the next step.
@@ -95,14 +91,14 @@ def update_scaler(
 
 
 def at_minimum(scaler: LossScaler, settings: schema.LossScale) -> Bool[Array, ""]:
-    """Whether an overflow now would want a scale below the minimum.
+    """Whether an overflow now would need a scale below the minimum.
 
     Args:
         scaler: State before the update.
         settings: `precision.loss_scale`.
 
     Returns:
-        True where the scale has nowhere left to fall; never for a fixed scale.
+        bool[]; never True for a fixed scale.
 
     Example:
         >>> settings = schema.LossScale(initial=1.0, hysteresis=1)

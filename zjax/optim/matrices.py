@@ -1,9 +1,9 @@
 """Which parameters are matrices, and along which dims.
 
-Weight decay, Muon and LAMB treat a parameter by its role, and the shape alone does not
-tell it: the norm scales of scanned layers have two dims, and so has the bias of an
-attention head. Leading dims named `layers` or `experts` only stack
-parameters, and are not counted. Where nothing is known of the dims, all are counted.
+Weight decay, Muon and LAMB treat a parameter by its role, which its shape does not
+show: the norm scales of scanned layers have two dims, and so has the bias of an
+attention head. Leading dims named `layers` or `experts` only stack parameters and do
+not count. Parameters without dim names count all their dims.
 """
 
 import jax
@@ -18,18 +18,18 @@ from zjax.typing import Logical, Model, Params
 STACKED = ("layers", "experts")
 VECTORS = ("bias", "scale")
 Names = dict[str, Logical]
-"""The dims of parameters by path, as far as they are known."""
+"""Dim names of parameters by path, where known."""
 
 
 def named_params(model: Model, mesh: schema.Mesh) -> tuple[Params, Names]:
-    """The parameters of a model, and what is known of their dims.
+    """Traces the parameters of a model and collects the names of their dims.
 
     Args:
-        model: Its `init`, which is only traced, and the names of its dims.
-        mesh: Translates and adds names.
+        model: The model; its `init` is only traced.
+        mesh: `config.mesh`, which translates and adds names.
 
     Returns:
-        Abstract parameters, and dims by path.
+        Abstract parameters, and dim names by path.
 
     Raises:
         PlanError: Names in `mesh` that match nothing or say nothing.
@@ -40,17 +40,17 @@ def named_params(model: Model, mesh: schema.Mesh) -> tuple[Params, Names]:
     return params, {path: dims for path, dims in names if any(dims)}
 
 
-def of_layers(names: Names) -> Names:
-    """The dims of parameters whose layers are stored one by one.
+def without_layers(names: Names) -> Names:
+    """Drops the stacking dim of layers, for parameters stored layer by layer.
 
     Args:
-        names: Dims by path, where arrays stack their layers.
+        names: Dim names by path, of stacked layers.
 
     Returns:
-        The same without that dim.
+        Dim names by path, of single layers.
 
     Example:
-        >>> of_layers({"norm/scale": ("layers", "embed")})
+        >>> without_layers({"norm/scale": ("layers", "embed")})
         {'norm/scale': ('embed',)}
     """
     return {
@@ -63,11 +63,11 @@ def num_stacked(path: str, names: Names) -> int:
     """Counts the leading dims that only stack parameters.
 
     Args:
-        path: Of the parameter.
-        names: Dims by path.
+        path: Parameter path.
+        names: Dim names by path.
 
     Returns:
-        Their number, 0 where nothing is known.
+        The number of stacking dims; 0 for a path without names.
 
     Example:
         >>> num_stacked("norm/scale", {"norm/scale": ("layers", "embed")})
@@ -82,15 +82,12 @@ def num_stacked(path: str, names: Names) -> int:
 
 
 def is_matrix(path: str, num_dims: int, names: Names) -> bool:
-    """Whether a parameter is a matrix or more, and so is subject to weight decay.
+    """Whether a parameter has two or more dims that do not stack, and so decays.
 
     Args:
-        path: Of the parameter; one that ends in `bias` or `scale` is a vector.
-        num_dims: Of the array.
-        names: Dims by path.
-
-    Returns:
-        Whether two or more dims are left once the stacking ones are not counted.
+        path: Parameter path; one that ends in `bias` or `scale` is a vector.
+        num_dims: Number of dims of the array.
+        names: Dim names by path.
 
     Example:
         >>> is_matrix("query/kernel", 2, {}), is_matrix("query/bias", 2, {})
@@ -104,18 +101,18 @@ def is_matrix(path: str, num_dims: int, names: Names) -> bool:
 def muon_dims(
     path: str, num_dims: int, names: Names
 ) -> optax.contrib.MuonDimensionNumbers | None:
-    """The two sides of a matrix that Muon makes orthogonal.
+    """Input and output dims of a matrix that Muon orthogonalizes.
 
-    Heads and their dims count as one side. Embeddings and the output matrix are left
-    to Adam, as is every parameter without exactly two sides.
+    `heads` and `head_dim` count as one side. Embeddings, the output matrix and
+    parameters without exactly two sides are left to Adam.
 
     Args:
-        path: Of the parameter.
-        num_dims: Of the array.
-        names: Dims by path.
+        path: Parameter path.
+        num_dims: Number of dims of the array.
+        names: Dim names by path.
 
     Returns:
-        Input and output dims; None for a parameter that Adam is to update.
+        Input and output dims; None for a parameter that Adam updates.
 
     Example:
         >>> muon_dims("query", 3, {"query": ("embed", "heads", "head_dim")})

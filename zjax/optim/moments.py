@@ -1,4 +1,4 @@
-"""The optimizer's moments in two bytes or one: read to float32, updated, rounded."""
+"""Optimizer moments stored in bfloat16 or int8, and updated in float32."""
 
 import zlib
 from collections.abc import Mapping
@@ -22,15 +22,15 @@ from zjax.optim.rounding import (
 from zjax.sharding.paths import layer_of, owners, path_of
 
 SECOND_MOMENT = "nu"
-"""The name that optax gives to the average of squares."""
+"""Optax's name of the second moment."""
 
 
 class StoredMoments(NamedTuple):
-    """The state of `store_moments`.
+    """State of `store_moments`.
 
     Args:
-        count: int32[]; updates so far, of which the rounding depends.
-        state: That of the inner transformation, moments in their smaller form.
+        count: int32[]; number of updates, which seeds the rounding.
+        state: State of the inner transformation, with its moments as stored.
     """
 
     count: Any
@@ -40,18 +40,18 @@ class StoredMoments(NamedTuple):
 def store_moments(
     tx: optax.GradientTransformation, dtype: str, names: Names
 ) -> optax.GradientTransformationExtraArgs:
-    """Keeps the moments of a transformation in a dtype of their own between updates.
+    """Stores the moments of a transformation in a smaller dtype between updates.
 
     The update itself is computed in float32, whatever the dtype of the parameters.
 
     Args:
-        tx: Its floating state of the shape of a parameter is taken for a moment, and
-            what lies under `nu` for one of squares.
+        tx: Optax transformation. Floating state in the shape of a parameter is a
+            moment; under `nu` it is a second moment.
         dtype: `float32`, `bfloat16` or `int8`; in `int8` vectors stay float32.
-        names: Dims by path, which tell matrices from stacked vectors.
+        names: Dim names by path, which tell matrices from stacked vectors.
 
     Returns:
-        The transformation, with the updates in the dtype of the gradients.
+        The transformation; its updates have the dtype of the gradients.
 
     Example:
         >>> tx = store_moments(optax.trace(0.9), "bfloat16", {})
@@ -64,7 +64,7 @@ def store_moments(
         leaves = jax.tree_util.tree_leaves_with_path(params)
         shapes = {path_of(keys): (path_of(keys), leaf.shape) for keys, leaf in leaves}
         state = jax.tree_util.tree_map_with_path(
-            lambda keys, leaf: _empty(keys, leaf, shapes, dtype, names),
+            lambda keys, leaf: _init_stored(keys, leaf, shapes, dtype, names),
             inner.init(cast_floating(params, jnp.float32)),
         )
         return StoredMoments(jnp.zeros((), jnp.int32), state)
@@ -80,8 +80,8 @@ def store_moments(
 
         stored, scales = state.state, None
         if dtype == "int8":
-            # Computed twice, or all moments would be held in float32 until the largest
-            # ones are known. The barrier hides from the compiler that they are equal.
+            # Updates twice: the scales need the largest new moments, and all of them
+            # in float32 take too much memory. The barrier prevents their reuse.
             scales = _measure(stored, advance(updates, stored)[1])
             barrier = jax.lax.optimization_barrier
             stored, scales = barrier((stored, scales))
@@ -97,10 +97,10 @@ def _is_quantized(node: Any) -> bool:
     return isinstance(node, Quantized)
 
 
-def _empty(
+def _init_stored(
     keys: Any, leaf: Any, shapes: Mapping[str, Any], dtype: str, names: Names
 ) -> Any:
-    """The form that a leaf of the inner state is stored in."""
+    """The stored form of a leaf of the inner state."""
     path = next((p for p, s in owners(keys, shapes) if s == leaf.shape), None)
     if path is None or not jnp.issubdtype(leaf.dtype, jnp.floating):
         return leaf
@@ -127,7 +127,7 @@ def _load(leaf: Any) -> Any:
 
 
 def _measure(stored: Any, state: Any) -> Any:
-    """The scales of the moments of a state, in the place of each."""
+    """Scales of the quantized moments of a state, None for other leaves."""
 
     def scales(form: Any, leaf: Any) -> Any:
         if not _is_quantized(form):
@@ -138,7 +138,7 @@ def _measure(stored: Any, state: Any) -> Any:
 
 
 def _store(stored: Any, state: Any, scales: Any, step: Int32[Array, ""]) -> Any:
-    """Brings each leaf of a state into the form of the one that was stored before."""
+    """Converts a state to the dtypes in which `stored` holds it."""
 
     def store(keys: Any, form: Any, leaf: Any, scales: Any = None) -> Any:
         if not _is_quantized(form) and form.dtype == leaf.dtype:

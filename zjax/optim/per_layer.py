@@ -1,9 +1,8 @@
-"""Optimizers that see every layer by itself, though layers are stored in one array.
+"""Optimizers that update each layer separately, though layers are stacked in one array.
 
-Most rules treat every entry alike and may work on the stack as it is, which is one
-small program for all layers. Rules that measure an array (LAMB, Adafactor, Muon), or go
-by its shape, get the layers one by one. Which it is shows where the program on layers
-is written beside the program on stacks.
+Elementwise rules (Adam) work on the stack as it is, in one small program for all
+layers. Rules that measure an array (LAMB, Adafactor, Muon) or depend on its shape get
+the layers one by one. `needs_layers` decides by comparing the traced programs of both.
 """
 
 import dataclasses
@@ -24,15 +23,15 @@ from zjax.sharding.paths import name_of, path_of
 from zjax.typing import Params
 
 
-def respect_layers(
+def per_layer_if_needed(
     tx: optax.GradientTransformation, params: Params, names: Names
 ) -> optax.GradientTransformation:
-    """Has a transformation update stacked layers as if each were an array of its own.
+    """Makes a transformation treat stacked layers as separate arrays, if that matters.
 
     Args:
-        tx: Written for a tree with one array per layer.
+        tx: Optax transformation for a tree with one array per layer.
         params: Abstract parameters.
-        names: Dims by path; arrays whose first dim is `layers` are stacks.
+        names: Dim names by path; arrays whose first dim is `layers` are stacks.
 
     Returns:
         `tx` itself if it treats all entries of an array alike.
@@ -43,26 +42,26 @@ def respect_layers(
     Example:
         >>> params, names = {"w": jnp.ones((2, 3))}, {"w": ("layers", "embed")}
         >>> adam, lamb = optax.adam(0.1), optax.lamb(0.1)
-        >>> respect_layers(adam, params, names) is adam
+        >>> per_layer_if_needed(adam, params, names) is adam
         True
-        >>> respect_layers(lamb, params, names) is lamb
+        >>> per_layer_if_needed(lamb, params, names) is lamb
         False
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     if not any(_is_stack(path_of(keys), names) for keys, _ in leaves):
         return tx
     abstract_opt_state(tx, params)
-    return per_layer(tx, names) if knows_layers(tx, params, names) else tx
+    return per_layer(tx, names) if needs_layers(tx, params, names) else tx
 
 
 def per_layer(
     tx: optax.GradientTransformation, names: Names
 ) -> optax.GradientTransformationExtraArgs:
-    """Gives a transformation trees in which `Layers` stand for stacked arrays.
+    """Runs a transformation on trees in which `Layers` stand for stacked arrays.
 
     Args:
-        tx: Written for a tree with one array per layer.
-        names: Dims by path.
+        tx: Optax transformation for a tree with one array per layer.
+        names: Dim names by path.
 
     Returns:
         A transformation of stacked arrays, with stacked state; `tx` if there are none.
@@ -97,21 +96,21 @@ def per_layer(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def knows_layers(
+def needs_layers(
     tx: optax.GradientTransformation, params: Params, names: Names
 ) -> bool:
-    """Whether layers by themselves may be updated otherwise than their stack.
+    """Whether updating single layers may differ from updating their stack.
 
-    A norm over all layers, such as clipping takes, is no such difference: it is the
-    same number however they are stored.
+    A norm over all layers, as in clipping, makes no difference: it is the same number
+    either way.
 
     Args:
-        tx: Optax gradient transformation.
+        tx: Optax transformation.
         params: Abstract parameters.
-        names: Dims by path.
+        names: Dim names by path.
 
     Returns:
-        False only where `init` and `update` are the same expressions either way.
+        False only if `init` and `update` are the same expressions either way.
     """
     tx = optax.with_extra_args_support(tx)
     flow = _Flow()
@@ -129,17 +128,17 @@ def knows_layers(
     apart = jax.eval_shape(lambda params: _apart(params, names), params)
     try:
         return results(apart) != results(params)
-    except _KnowsLayersError:
+    except _NeedsLayersError:
         return True
 
 
-class _KnowsLayersError(Exception):
+class _NeedsLayersError(Exception):
     """An entry depends on others of its layer."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Entries:
-    """Entry by entry from one layer, or from one stack, whose layer is None."""
+    """An elementwise result of one layer, or of one stack, whose layer is None."""
 
     expression: int
     layer: int | None
@@ -148,14 +147,14 @@ class _Entries:
 
 @dataclasses.dataclass(frozen=True)
 class _Uniform:
-    """An array of one number."""
+    """An array filled with one number."""
 
     expression: int
 
 
 @dataclasses.dataclass(frozen=True)
 class _Sum:
-    """A number: the entries of layers or stacks, and other numbers, added up."""
+    """A scalar: the sum of all entries of layers or stacks, and of other scalars."""
 
     layers: frozenset[_Entries]
     others: frozenset[int]
@@ -163,7 +162,7 @@ class _Sum:
 
 @dataclasses.dataclass(frozen=True)
 class _Other:
-    """Any other array or number."""
+    """Any other array or scalar."""
 
     expression: int
 
@@ -172,7 +171,7 @@ _OF_SHAPES = frozenset(("broadcast_dimensions", "shape", "sharding"))
 
 
 class _Flow:
-    """Traces programs to expressions that are equal where the mathematics is."""
+    """Numbers the expressions of traced programs; equal ones get equal numbers."""
 
     def __init__(self):
         self.numbers: dict[Any, int] = {}
@@ -183,13 +182,15 @@ class _Flow:
 
     def trace(self, function: Any, inputs: tuple[Any, ...]) -> dict[str, Any]:
         closed, outputs = jax.make_jaxpr(function, return_shape=True)(*inputs)
-        kinds = [self.of_input(*cell) for cell in _cells(inputs)]
-        found = interpret(closed, kinds, self.apply, self.of_constant)
+        values = [self.of_input(*cell) for cell in _layer_leaves(inputs)]
+        found = interpret(closed, values, self.apply, self.of_constant)
         results: dict[str, Any] = {}
-        for (path, layer, _, _), kind in zip(_cells(outputs), found, strict=True):
-            result = self.of_result(kind, layer)
+        for (path, layer, _, _), value in zip(
+            _layer_leaves(outputs), found, strict=True
+        ):
+            result = self.of_result(value, layer)
             if results.setdefault(path, result) != result:
-                raise _KnowsLayersError
+                raise _NeedsLayersError
         return results
 
     def of_input(self, path: str, layer: int | None, depth: int, leaf: Any) -> Any:
@@ -199,62 +200,68 @@ class _Flow:
         if path not in self.depths:
             return _Other(self.number("input", path))
         if leaf.shape[:1] != (self.depths[path],):
-            raise _KnowsLayersError
+            raise _NeedsLayersError
         return _Entries(self.number("input", path), None, 0)
 
     def of_constant(self, value: Any) -> _Other:
         return _Other(self.number("constant", text_of_constant(value)))
 
-    def of_result(self, kind: Any, layer: int | None) -> Any:
-        kind = self.added(kind)
-        if isinstance(kind, _Entries) and kind.layer == layer:
-            return ("entries", kind.expression)
-        if layer is not None and not isinstance(kind, _Uniform):
-            raise _KnowsLayersError
-        return kind
+    def of_result(self, value: Any, layer: int | None) -> Any:
+        value = self.added(value)
+        if isinstance(value, _Entries) and value.layer == layer:
+            return ("entries", value.expression)
+        if layer is not None and not isinstance(value, _Uniform):
+            raise _NeedsLayersError
+        return value
 
-    def apply(self, eqn: Equation, kinds: list[Any]) -> list[Any]:
+    def apply(self, eqn: Equation, values: list[Any]) -> list[Any]:
         name = eqn.primitive.name
-        entries = [kind for kind in kinds if isinstance(kind, _Entries)]
+        entries = [value for value in values if isinstance(value, _Entries)]
         if entries and name == "reduce_sum" and not eqn.outvars[0].aval.shape:
             return [_Sum(frozenset(entries), frozenset())]
-        if name in ("add", "add_any") and any(isinstance(k, _Sum) for k in kinds):
-            return [_add(*kinds)]
-        kinds = [self.added(kind) for kind in kinds]
+        if name in ("add", "add_any") and any(isinstance(k, _Sum) for k in values):
+            return [_add(*values)]
+        values = [self.added(value) for value in values]
         is_array = [bool(atom.aval.shape) for atom in eqn.invars]
-        arrays = [kind for kind, array in zip(kinds, is_array, strict=True) if array]
+        arrays = [value for value, array in zip(values, is_array, strict=True) if array]
         if name == "broadcast_in_dim" and not is_array[0]:
-            return [_Uniform(kinds[0].expression)]
-        what = (name, *_settings(eqn.params), *((type(k), k.expression) for k in kinds))
+            return [_Uniform(values[0].expression)]
+        expression_key = (
+            name,
+            *_settings(eqn.params),
+            *((type(k), k.expression) for k in values),
+        )
         if entries:
-            others = [kind for kind in arrays if isinstance(kind, _Other)]
+            others = [value for value in arrays if isinstance(value, _Other)]
             if name not in ELEMENTWISE or others or len({e.layer for e in entries}) > 1:
-                raise _KnowsLayersError
-            return [dataclasses.replace(entries[0], expression=self.number(*what))]
+                raise _NeedsLayersError
+            return [
+                dataclasses.replace(entries[0], expression=self.number(*expression_key))
+            ]
         if (
             arrays
             and name in ELEMENTWISE
             and all(isinstance(k, _Uniform) for k in arrays)
         ):
-            return [_Uniform(self.number(*what))]
+            return [_Uniform(self.number(*expression_key))]
         shapes = str([x.aval for x in (*eqn.invars, *eqn.outvars)])
         return [
-            _Other(self.number(*what, shapes, index))
+            _Other(self.number(*expression_key, shapes, index))
             for index in range(len(eqn.outvars))
         ]
 
-    def added(self, kind: Any) -> Any:
-        """A sum as any other number, once it is over all layers or over none."""
-        if not isinstance(kind, _Sum):
-            return kind
+    def added(self, value: Any) -> Any:
+        """A sum over all layers, or over none, as `_Other`."""
+        if not isinstance(value, _Sum):
+            return value
         layers: dict[tuple[int, int], set[int | None]] = {}
-        for each in kind.layers:
+        for each in value.layers:
             layers.setdefault((each.expression, each.num_layers), set()).add(each.layer)
-        for (_, depth), found in layers.items():
-            if found != (set(range(depth)) or {None}):
-                raise _KnowsLayersError
+        for (_, depth), layer_set in layers.items():
+            if layer_set != (set(range(depth)) or {None}):
+                raise _NeedsLayersError
         stacks = frozenset(expression for expression, _ in layers)
-        return _Other(self.number("sum", stacks, kind.others))
+        return _Other(self.number("sum", stacks, value.others))
 
 
 def _add(left: Any, right: Any) -> _Sum:
@@ -263,7 +270,7 @@ def _add(left: Any, right: Any) -> _Sum:
         for x in (left, right)
     ]
     if sums[0].layers & sums[1].layers or sums[0].others & sums[1].others:
-        raise _KnowsLayersError
+        raise _NeedsLayersError
     return _Sum(sums[0].layers | sums[1].layers, sums[0].others | sums[1].others)
 
 
@@ -271,8 +278,8 @@ def _settings(params: Any) -> list[tuple[str, str]]:
     return sorted((k, str(v)) for k, v in params.items() if k not in _OF_SHAPES)
 
 
-def _cells(tree: Any) -> Iterator[tuple[str, int | None, int, Any]]:
-    """Path, layer (None where there are none), number of layers, and leaf."""
+def _layer_leaves(tree: Any) -> Iterator[tuple[str, int | None, int, Any]]:
+    """Path, layer (None without layers), number of layers, and leaf."""
     pairs = jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=lambda x: isinstance(x, Layers)
     )

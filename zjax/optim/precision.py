@@ -1,4 +1,4 @@
-"""The dtypes of a run in one record, and casting to them."""
+"""The dtypes of a run, and casting to them."""
 
 import dataclasses
 from typing import Any
@@ -12,7 +12,7 @@ from zjax.config import schema
 
 @dataclasses.dataclass(frozen=True)
 class Dtypes:
-    """What is stored, computed and summed in which dtype.
+    """The dtypes of a run.
 
     Args:
         master: Parameters as the optimizer sees them.
@@ -33,19 +33,16 @@ def make_dtypes(precision: schema.Precision) -> Dtypes:
     Args:
         precision: `config.precision`.
 
-    Returns:
-        The dtypes.
-
     Example:
         >>> make_dtypes(schema.Precision(compute_dtype="float16")).reduce
         dtype('float16')
     """
-    asked = precision.reduce_dtype
+    reduce = precision.reduce_dtype
     return Dtypes(
         master=jnp.dtype(precision.master_dtype),
         compute=jnp.dtype(precision.compute_dtype),
         grad_sum=jnp.dtype(precision.grad_sum_dtype),
-        reduce=jnp.dtype(precision.compute_dtype if asked == "compute" else asked),
+        reduce=jnp.dtype(precision.compute_dtype if reduce == "compute" else reduce),
     )
 
 
@@ -55,9 +52,6 @@ def cast_floating(tree: Any, dtype: Any) -> Any:
     Args:
         tree: Arrays.
         dtype: A floating dtype.
-
-    Returns:
-        A tree of the same structure.
 
     Example:
         >>> tree = {"x": jnp.ones(2), "n": jnp.arange(2)}
@@ -73,10 +67,10 @@ def cast_floating(tree: Any, dtype: Any) -> Any:
 
 
 def describe_precision(config: schema.Config) -> str:
-    """Says in one line which dtype everything has.
+    """Describes all dtypes of a run in one line.
 
     Args:
-        config: Read for `precision` and `optimizer`, which is taken for the one in use.
+        config: Config; reads `precision` and `optimizer`.
 
     Returns:
         The line to print at the start of a run.

@@ -1,12 +1,13 @@
-"""Numbers rounded at random to fewer bits, so that they are right on average.
+"""Stochastic rounding of float32 to bfloat16 and to eight bits.
 
-To the nearest, a number that moves by less than half of the gap between its neighbours
-never moves. Here it is rounded up as often as it lies near the upper neighbour. The
-random bits are a function of step and element, and so the same on every mesh.
+Rounding to nearest loses every change below half of the gap between two numbers. Here a
+number is rounded up with a probability equal to its distance from the lower neighbour,
+which is right on average. The random bits are a function of step and element, hence the
+same on every mesh.
 
-In eight bits a number is a sign, if it may have one, an exponent, and three bits of
-fraction, relative to the largest number of its row or of its column, whichever is
-smaller. Unlike the largest of a block, neither is cut apart when a matrix is split.
+An eight-bit number has an exponent, three bits of fraction and, if signed, a sign. It
+is relative to the largest number of its row or of its column, whichever is smaller;
+unlike blocks, rows and columns stay whole when a matrix is sharded.
 """
 
 import functools
@@ -18,9 +19,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8, Int32, UInt8, UInt32
 
 _DROPPED_BITS = 20
-"""Of the 23 bits of fraction in float32."""
+"""Fraction bits of float32 (23) that eight-bit numbers lack."""
 _ONE = 127 << 3
-"""The other bits of 1.0."""
+"""1.0 without its dropped bits."""
 
 
 class Quantized(NamedTuple):
@@ -28,7 +29,7 @@ class Quantized(NamedTuple):
 
     Args:
         codes: int8, or uint8 for numbers that are never negative; 0 is zero.
-        scales: float32, one array for each dim that does not stack matrices: the
+        scales: float32 arrays, one for each dim that does not stack matrices: the
             largest magnitudes over the other dims, which have size 1.
     """
 
@@ -39,12 +40,12 @@ class Quantized(NamedTuple):
 def random_bits(
     shape: tuple[int, ...], step: Int32[Array, ""], salt: int
 ) -> UInt32[Array, "..."]:
-    """One word of random bits per element, by hashing its index.
+    """One word of random bits per element, from a hash of its index.
 
     Args:
-        shape: Of the array.
-        step: Another step gives other bits.
-        salt: Another array gives other bits; below 2**32.
+        shape: Shape of the array.
+        step: Step number; each step gives other bits.
+        salt: Number of the array, below 2**32; each array gets other bits.
 
     Returns:
         The words: the same on every mesh, and computed without communication.
@@ -63,14 +64,14 @@ def random_bits(
 def round_to_bfloat16(
     x: Float[Array, "..."], bits: UInt32[Array, "..."]
 ) -> Float[Array, "..."]:
-    """Rounds to one of the two nearest bfloat16, to `x` on average.
+    """Rounds to one of the two nearest bfloat16 numbers, to `x` on average.
 
     Args:
-        x: float32.
+        x: float32[...].
         bits: Random words.
 
     Returns:
-        bfloat16 of the same shape.
+        bfloat16[...] of the same shape.
 
     Reference:
         Stochastic rounding, Gupta et al., arXiv:1502.02551.
@@ -83,11 +84,11 @@ def round_to_bfloat16(
 def measure(
     x: Float[Array, "..."], shapes: list[tuple[int, ...]]
 ) -> tuple[Float[Array, "..."], ...]:
-    """The largest magnitudes over some dims.
+    """Largest magnitudes over some dims.
 
     Args:
-        x: float32.
-        shapes: That of `x` with 1 for the dims that are to go, one for each result.
+        x: float32[...].
+        shapes: Shapes of the results: that of `x`, with 1 for reduced dims.
 
     Returns:
         One array for each shape.
@@ -104,15 +105,14 @@ def quantize(
 ) -> Quantized:
     """Rounds to eight bits, to `x` on average.
 
-    Signed codes reach from the scale down to 2**-16 of it, and below to zero. Unsigned
-    ones reach down to 2**-32, and what is less becomes that, unless it is zero: nothing
-    that is to be divided by is rounded to zero.
+    Signed codes reach from the scale down to 2**-16 of it, then to zero. Unsigned ones
+    reach down to 2**-32; smaller numbers become that, so that no divisor becomes zero.
 
     Args:
-        x: float32; not negative if the codes have no sign.
-        scales: As `measure` finds them.
+        x: float32[...]; not negative for unsigned codes.
+        scales: Scales from `measure`.
         bits: Random words.
-        dtype: Of the codes, int8 or uint8.
+        dtype: Dtype of the codes, int8 or uint8.
 
     Returns:
         Codes and scales.
@@ -122,20 +122,20 @@ def quantize(
         bits: Dettmers et al., arXiv:2110.02861.
     """
     scale = functools.reduce(jnp.minimum, scales)
-    part = jnp.where(scale > 0, jnp.abs(x) / jnp.where(scale > 0, scale, 1), 0)
-    most = jnp.iinfo(dtype).max
-    words = jax.lax.bitcast_convert_type(part, jnp.uint32)
+    relative = jnp.where(scale > 0, jnp.abs(x) / jnp.where(scale > 0, scale, 1), 0)
+    max_code = jnp.iinfo(dtype).max
+    words = jax.lax.bitcast_convert_type(relative, jnp.uint32)
     words = (words + (bits >> (32 - _DROPPED_BITS))) >> _DROPPED_BITS
-    codes = jnp.clip(words.astype(jnp.int32) - (_ONE - most), 1, most)
+    codes = jnp.clip(words.astype(jnp.int32) - (_ONE - max_code), 1, max_code)
     smallest = _value(jnp.ones((), dtype))
     signed = jnp.issubdtype(dtype, jnp.signedinteger)
     chance = (bits >> 8).astype(jnp.float32) * 2.0**-24 if signed else 0.0
-    codes = jnp.where((part < smallest) & (part <= smallest * chance), 0, codes)
+    codes = jnp.where((relative < smallest) & (relative <= smallest * chance), 0, codes)
     return Quantized((jnp.sign(x).astype(jnp.int32) * codes).astype(dtype), scales)
 
 
 def dequantize(quantized: Quantized) -> Float[Array, "..."]:
-    """The numbers that codes and scales stand for.
+    """Converts codes and scales to float32.
 
     Args:
         quantized: A matrix in eight bits.
@@ -147,9 +147,9 @@ def dequantize(quantized: Quantized) -> Float[Array, "..."]:
 
 
 def _value(codes: Int8[Array, "..."] | UInt8[Array, "..."]) -> Float[Array, "..."]:
-    most = jnp.iinfo(codes.dtype).max
+    max_code = jnp.iinfo(codes.dtype).max
     wide = codes.astype(jnp.int32)
-    words = (jnp.abs(wide) + (_ONE - most)) << _DROPPED_BITS
+    words = (jnp.abs(wide) + (_ONE - max_code)) << _DROPPED_BITS
     return jnp.sign(wide) * jax.lax.bitcast_convert_type(words, jnp.float32)
 
 

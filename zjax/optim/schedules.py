@@ -1,6 +1,6 @@
 """Learning rates as pure functions of the number of steps applied so far.
 
-The count is that of the optimizer: a skipped step does not advance it.
+The optimizer counts: a skipped step does not advance the schedule.
 """
 
 from collections.abc import Callable
@@ -15,14 +15,14 @@ from zjax.config.schema import Config
 def make_schedule(
     config: Config,
 ) -> Callable[[Int[Array, ""] | int], Float[Array, ""]]:
-    """Builds the learning rate of a run.
+    """Builds the learning rate schedule of a run.
 
-    Step 0 has rate 0, step `num_warmup_steps` has the peak (without warm-up, step 0
-    has it), and the last step, `num_steps - 1`, and any after it have the final
-    fraction of the peak, except under `constant`.
+    Step 0 has rate 0 and step `num_warmup_steps` the peak (step 0 without warm-up).
+    Except under `constant`, the last step, `num_steps - 1`, and any after it have the
+    final fraction of the peak.
 
     Args:
-        config: Read for `num_steps` and `optimizer`.
+        config: Config; reads `num_steps` and `optimizer`.
 
     Returns:
         `schedule(num_applied_steps)`, a float32 scalar; works on traced counts.

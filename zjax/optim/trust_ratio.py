@@ -1,7 +1,7 @@
-"""The layer-wise learning rate of LAMB: steps in proportion to the size of a layer.
+"""The layer-wise trust ratio of LAMB.
 
-You et al., arXiv:1904.00962, with the limits of DeepSpeed. optax's own knows neither
-the limits nor layers that are stacked in one array, each of which has its own ratio.
+You et al., arXiv:1904.00962, with the limits of DeepSpeed. Unlike optax's, it has
+limits, and a ratio for each layer of a stacked array.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def scale_by_layer(
     The ratio is 1 where either norm is 0.
 
     Args:
-        num_stacked: Number of leading dims that count layers, by tree path.
+        num_stacked: Function from a tree path to its number of leading stacking dims.
 
     Returns:
         A transformation without state.

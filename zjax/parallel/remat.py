@@ -33,8 +33,8 @@ MIDDLE = "block_middle"
 """The stream after each half of a block has added to it."""
 PROJECTIONS = "projections"
 """Queries, keys and values as attention reads them."""
-ATTENTION = attention.AVERAGES
-SPARSE = sparse.AVERAGES
+ATTENTION = attention.ATTENTION_OUTPUT
+SPARSE = sparse.ATTENTION_OUTPUT
 """What sparse attention returns, with the sums of its softmax."""
 MLP = "mlp"
 """Outputs of the first matrices of a feed-forward layer."""

@@ -28,7 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from zjax.ops.attention import AVERAGES, Implementation
+from zjax.ops.attention import ATTENTION_OUTPUT, Implementation
 from zjax.parallel import blocks
 from zjax.sharding import mesh as meshes
 from zjax.sharding.activations import open_size, row_axes
@@ -255,7 +255,7 @@ def _attend(ring: _Ring, q: Any, k: Any, v: Any, ids: Any) -> Any:
 
 def _attend_forward(ring, q, k, v, ids):
     found = ring.over_devices(ring.forward, q, k)((q, k, v), ids)
-    out, lse = (checkpoint_name(x, AVERAGES) for x in found)
+    out, lse = (checkpoint_name(x, ATTENTION_OUTPUT) for x in found)
     return out, (q, k, v, ids, out, lse)
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Shaped
 
-from zjax.ops.attention import AVERAGES
+from zjax.ops.attention import ATTENTION_OUTPUT
 from zjax.sharding import mesh as meshes
 from zjax.sharding import rules
 from zjax.sharding.activations import open_size, pin, row_axes
@@ -75,4 +75,4 @@ def ulysses_attention(
     k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
     averages = attend(*map(to_heads, (q, k, v)), *map(whole, per_token))
     # Kept for the backward pass as they come back, or they would trade places again.
-    return checkpoint_name(to_tokens(averages), AVERAGES)
+    return checkpoint_name(to_tokens(averages), ATTENTION_OUTPUT)

@@ -29,8 +29,8 @@ class Form(enum.Enum):
     PLAIN = "plain"
     """As they are used."""
     SPLIT = "split master weights"
-    """The low 16 bits of float32 numbers, as of `zjax.optim.halves`, beside parameters
-    in use that are the high ones."""
+    """The low 16 bits of float32 weights (`zjax.optim.split_master`); the compute
+    parameters are the high ones."""
 
 
 @dataclasses.dataclass(frozen=True)

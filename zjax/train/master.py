@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from zjax.optim.halves import joined, lower_half
+from zjax.optim.split_master import join_bits, low_bits
 from zjax.sharding.placement import ArrayPlan, Form, pad, place_tree, unpad
 from zjax.sharding.plan import Plan
 from zjax.typing import Params
@@ -44,7 +44,7 @@ def join(
     """
     if row.form is Form.PLAIN:
         return x
-    return joined(pad(place_tree(unpad(upper, in_use), row), row), x)
+    return join_bits(pad(place_tree(unpad(upper, in_use), row), row), x)
 
 
 def computed_once(x: jax.Array, row: ArrayPlan) -> jax.Array:
@@ -72,7 +72,7 @@ def half_at_rest(x: Any, row: ArrayPlan) -> Any:
     Returns:
         An array in the dtype in which `row` stores it.
     """
-    return x if row.form is Form.PLAIN else lower_half(x)
+    return x if row.form is Form.PLAIN else low_bits(x)
 
 
 def upper_halves(params: Any, plan: Plan) -> Any:

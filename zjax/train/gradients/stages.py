@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from zjax.comm import shards
 from zjax.forward import loss_of_sums
-from zjax.ops.keys import part_key
+from zjax.ops.keys import block_key
 from zjax.parallel.line import Line, Parts
 from zjax.parallel.schedule import Schedule
 from zjax.parallel.staged import either
@@ -102,7 +102,7 @@ class StagedModel:
     def embed(self, params: Params, batch: Batch, key: Any) -> tuple[Any, Any]:
         """The stream and the context of a microbatch."""
         whole, batch = self.in_turn(params, batch, self.rows.embed)
-        device_key = part_key(self.local.device_key(key), 0)
+        device_key = block_key(self.local.device_key(key), 0)
         carry, context = self.partition.stack.embed(whole, batch, device_key)
         return (carry, self.nothing_added(carry, context, device_key)), context
 
@@ -121,7 +121,7 @@ class StagedModel:
         """The stream behind the layers of a chunk."""
         first, key = number * self.chunk_size, self.local.device_key(key)
         for i, layer in enumerate(layers):
-            layer_key = part_key(key, first + i + 1)
+            layer_key = block_key(key, first + i + 1)
             run = functools.partial(self.block, layer, context=context, key=layer_key)
             stream = self.unless_padding(first + i, run, stream)
         return stream

@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zjax.optim.halves import joined, lower_half
+from zjax.optim.split_master import join_bits, low_bits
 
 EVERY_UPPER = np.arange(2**16, dtype=np.uint32) << 16
 
 
 def halved(x):
-    return joined(x.astype(jnp.bfloat16), lower_half(x))
+    return join_bits(x.astype(jnp.bfloat16), low_bits(x))
 
 
 @pytest.mark.parametrize("of", [halved, jax.jit(halved)], ids=["NumPy", "compiled"])
@@ -43,6 +43,6 @@ def test_halves_stay_as_they_are():
     """Fails if a step that changes nothing moves a weight."""
     lower = np.arange(-(2**15), 2**15, dtype=np.int16)
     for upper in np.array([1.0, -3e-5, 0.0], jnp.bfloat16):
-        whole = joined(np.full(lower.shape, upper), lower)
+        whole = join_bits(np.full(lower.shape, upper), lower)
         again = halved(whole)
         np.testing.assert_array_equal(halved(again), again)
