@@ -13,9 +13,9 @@ from typing import NoReturn
 import jax
 from absl import flags
 
-from zjax.checkpoint.average import parts_saved
+from zjax.checkpoint.average import saved_parts
 from zjax.checkpoint.export import export_safetensors
-from zjax.checkpoint.inspect import describe_verdicts, inspect_steps, is_sound
+from zjax.checkpoint.inspect import describe_verdicts, inspect_steps, is_intact
 from zjax.checkpoint.store import Store
 from zjax.config.flags import config_from_flags
 from zjax.config.load import load_config
@@ -76,7 +76,7 @@ def export() -> None:
     output = local_path("output", flags.FLAGS.output or folder / "model.safetensors")
     store = Store(str(folder / "checkpoints"))
     step, dtype = flags.FLAGS.step, flags.FLAGS.dtype
-    part = choose_part(flags.FLAGS.part, parts_saved(store.entries(step)))
+    part = choose_part(flags.FLAGS.part, saved_parts(store.entries(step)))
     size = export_safetensors(store, output, part=part, step=step, dtype=dtype)
     step = store.latest() if step is None else step
     print(f"wrote {output}, {size:,} bytes: weights {part} of step {step}")
@@ -105,4 +105,4 @@ def check() -> None:
     parser.add_argument("directory", help="of a run, or its checkpoints")
     verdicts = inspect_steps(parser.parse_args(sys.argv[2:]).directory)
     print(describe_verdicts(verdicts))
-    sys.exit(0 if is_sound(verdicts) else 1)
+    sys.exit(0 if is_intact(verdicts) else 1)

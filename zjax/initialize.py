@@ -325,7 +325,7 @@ def make_run(
         start, key = config.checkpoint.init_from, jax.random.key(config.seed)
         if plan.is_offloaded and (model.init_layer or start):
             here = whole_rows(plan_on_device(plan).master)
-            given = weights.load_in_turn(start, here) if start else None
+            given = weights.iter_safetensors(start, here) if start else None
             return init_layer_by_layer(key, model, tx, plan, config, weights=given)
         master = weights.load_safetensors(start, plan.master) if start else None
         return init_state(key, model, tx, plan, config, master=master)

@@ -99,12 +99,12 @@ def restore(
     """
     rows = saved_rows(run.plan, run.config)
 
-    def make_room() -> None:
+    def free_memory() -> None:
         for leaf in jax.tree.leaves(run.state):
             leaf.delete()
 
     store = Store(local_path("directory", directory, CheckpointError))
-    saved, beside = store.restore(rows, step, make_room=make_room)
+    saved, beside = store.restore(rows, step, free_memory=free_memory)
     state = with_params(saved, run.plan)
     report_changes(beside, run.config, int(state.step))
     report_functions(beside, run.functions)

@@ -212,6 +212,20 @@ def test_load_from_a_directory_of_shards(tmp_path):
     states.assert_same(load_safetensors(str(tmp_path), rows), PARAMS, rows)
 
 
+def test_each_file_is_opened_once(tmp_path, monkeypatch):
+    """Fails if a file is opened again for each slice that a device needs."""
+    write_shards(tmp_path, WEIGHT_MAP)
+    opened, safe_open = [], safetensors.safe_open
+
+    def counted(path, **options):
+        opened.append(path.name)
+        return safe_open(path, **options)
+
+    monkeypatch.setattr(safetensors, "safe_open", counted)
+    load_safetensors(str(tmp_path), states.make_rows(PARAMS, stage=3))
+    assert sorted(opened) == sorted({*WEIGHT_MAP.values()})
+
+
 def test_load_from_a_directory_of_one_file(exported):
     rows = states.make_rows(PARAMS)
     states.assert_same(load_safetensors(str(exported.parent), rows), PARAMS, rows)

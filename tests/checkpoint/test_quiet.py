@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from zjax.checkpoint.quiet import silence_failures
+from zjax.checkpoint.quiet import hide_orbax_errors
 
 ORBAX = ValueError("cannot write 2.orbax-checkpoint-tmp")
 READ = ValueError("OUT_OF_RANGE: Error opening [tensorstore_spec='{}']")
@@ -24,7 +24,7 @@ OTHER = ValueError("a mistake of someone else")
     ],
 )
 def test_others_are_heard(name, level, error, shown, caplog):
-    silence_failures()
+    hide_orbax_errors()
     text = "orbax is slow" if error is None else "it failed"
     info = None if error is None else (type(error), error, None)
     logger = logging.getLogger(name)

@@ -162,5 +162,5 @@ def test_who_has_read_a_step_alone_comes_to_the_shared_reading(directory, monkey
     monkeypatch.setattr(reader, "check_step", lambda _, shared: read.append(shared))
     found = reader.Reader(directory)
     for shared in (False, False, True, True, False):
-        found.verified(2, shared=shared)
+        found.verify(2, shared=shared)
     assert read == [False, True]

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from zjax.checkpoint.threads import Task, in_threads
+from zjax.checkpoint.threads import Task, map_in_threads
 
 
 def test_a_thread_and_those_that_it_starts_end_with_the_process():
@@ -14,7 +14,7 @@ def test_a_thread_and_those_that_it_starts_end_with_the_process():
         return threading.current_thread().daemon, threading.Thread().daemon
 
     assert Task("any", kinds).result() == (True, True)
-    assert in_threads(lambda _: kinds(), range(3), 2) == 3 * [(True, True)]
+    assert map_in_threads(lambda _: kinds(), range(3), 2) == 3 * [(True, True)]
 
 
 def test_the_result_comes_once_the_thread_has_ended():
@@ -33,4 +33,4 @@ def test_errors_are_raised():
             raise OSError(5, "Input/output error")
 
     with pytest.raises(OSError, match="Input/output error"):
-        in_threads(act, range(9), 3)
+        map_in_threads(act, range(9), 3)

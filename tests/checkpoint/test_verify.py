@@ -36,7 +36,7 @@ def test_all_processes_name_the_file_that_one_has_found(step, monkeypatch, proce
     """Fails if the others go on, and wait for it in the next program."""
     (step / "file4").write_bytes(bytes(104))
     seen = as_process(monkeypatch, process, others=4 if process else 6)
-    reads = "file4" in sums.share(sums.read_sums(step / "sums"), process, 2)
+    reads = "file4" in sums.partition(sums.read_sums(step / "sums"), process, 2)
     if not reads:
         seen = as_process(monkeypatch, process, others=4)
     with pytest.raises(ValueError, match="file4 does not match its checksum"):

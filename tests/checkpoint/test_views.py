@@ -55,10 +55,10 @@ def source_of(arrays, read=None):
 def test_arrays_of_each_form_are_seen_in_any_other(given, wanted):
     """Fails if a tile or a layer is read from the place of another."""
     expected = stored(*wanted)
-    found = views.as_wanted(source_of(stored(*given)), entries_of(expected))
+    found = views.match_layout(source_of(stored(*given)), entries_of(expected))
     assert found.entries == entries_of(expected)
     for name, x in expected.items():
-        np.testing.assert_array_equal(found.whole(name), x, err_msg=name)
+        np.testing.assert_array_equal(found.read_all(name), x, err_msg=name)
         index = tuple(slice(n // 3, n) for n in x.shape)
         np.testing.assert_array_equal(found.read(name, index), x[index], err_msg=name)
 
@@ -73,7 +73,7 @@ def test_no_more_is_read_than_is_asked_for():
         return part
 
     wanted = entries_of(stored(3, "apart"))
-    found = views.as_wanted(source_of(arrays, read), wanted)
+    found = views.match_layout(source_of(arrays, read), wanted)
     found.read("mlp/tiles/2/up/kernel[1]", (slice(0, 2), slice(1, 3)))
     assert reads == [("mlp/up/kernel", 4)]
 
@@ -86,12 +86,12 @@ def test_split_master_weights_are_whole_beneath_other_views():
         name.replace("master/", "params/"): x.astype(jnp.bfloat16)
         for name, x in whole.items()
     }
-    found = views.whole_masters(source_of(low | high))
+    found = views.join_masters(source_of(low | high))
     names = {f"master/{n}": x for n, x in stored(2, "apart").items()}
-    found = views.as_wanted(found, entries_of(names)).inside("master")
+    found = views.match_layout(found, entries_of(names)).subtree("master")
     assert found.entries == entries_of(names)
     for name, x in names.items():
-        np.testing.assert_array_equal(found.whole(name), x, err_msg=name)
+        np.testing.assert_array_equal(found.read_all(name), x, err_msg=name)
 
 
 def test_a_cached_source_is_read_once_for_all_parts_of_an_array():
@@ -102,7 +102,7 @@ def test_a_cached_source_is_read_once_for_all_parts_of_an_array():
         return arrays[name][index]
 
     cached = views.cached(source_of(arrays, read))
-    found = views.as_wanted(cached, entries_of(stored(2, "apart")))
+    found = views.match_layout(cached, entries_of(stored(2, "apart")))
     for layer, tile in itertools.product(range(LAYERS), range(2)):
-        found.whole(f"mlp/tiles/{tile}/up/kernel[{layer}]")
+        found.read_all(f"mlp/tiles/{tile}/up/kernel[{layer}]")
     assert reads == ["mlp/up/kernel"]

@@ -45,7 +45,7 @@ def test_a_save_for_which_nobody_waited_is_told_at_the_end(
     store.save(1, states.place(values, rows), rows, extra={})
     writer._finish_at_exit()
     assert [record.getMessage() for record in caplog.records] == [
-        "a checkpoint is lost, for which nobody waited: [Errno 28] No space left on "
+        "a checkpoint that nobody waited for is lost: [Errno 28] No space left on "
         "device"
     ]
     with pytest.raises(CheckpointError):
@@ -71,14 +71,14 @@ def test_no_two_saves_share_a_directory_though_each_has_its_store(
 
 
 def test_who_missed_a_meeting_of_a_failed_save_is_at_the_next(monkeypatch):
-    """Fails if meetings are counted, and a process that failed waits for others."""
+    """Fails if barriers are counted, and a process that failed waits for others."""
     client = Client()
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(distributed.global_state, "client", client)
     failed, next_one = pathlib.Path("/a/.saving-1-1"), pathlib.Path("/a/.saving-2-2")
     for saves in ([failed, next_one], [next_one]):
         for partial in saves:
-            with together(writer.meeting(partial, "write")):
+            with together(writer.barrier_name(partial, "write")):
                 pass
     keys = client.met
     assert keys[1] == keys[2] == "zjax-checkpoint.saving-2-2-write"

@@ -21,7 +21,7 @@ from tests.support.offload import (
 from tests.support.tiles import cut, started_from_the_same
 from zjax.checkpoint.export import export_safetensors
 from zjax.checkpoint.layout import name_leaves
-from zjax.checkpoint.saved import Saved
+from zjax.checkpoint.saved import SavedArrays
 from zjax.checkpoint.store import Store
 from zjax.config import schema
 from zjax.errors import CheckpointError
@@ -98,13 +98,13 @@ FORMS = [
 def test_checkpoints_restore_to_any_number_of_tiles(tmp_path, monkeypatch):
     """Fails if a tile is read from the place of another, or along another dim, or a
     stack once for each of its tiles."""
-    reads, whole = collections.Counter(), Saved.read
+    reads, whole = collections.Counter(), SavedArrays.read
 
     def counted(saved, name):
         reads[name] += 1
         return whole(saved, name)
 
-    monkeypatch.setattr(Saved, "read", counted)
+    monkeypatch.setattr(SavedArrays, "read", counted)
     config = make_config("device", model=LLAMA)
     first = start(started_from_the_same(config, tmp_path))
     state, _ = train(first, 1)

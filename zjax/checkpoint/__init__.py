@@ -1,4 +1,4 @@
-"""What outlives a run: checkpoints that any devices can read, weights in and out."""
+"""Checkpoints that restore onto any mesh, and weights in the safetensors format."""
 
 from zjax.checkpoint.export import export_safetensors
 from zjax.checkpoint.store import Store

@@ -1,4 +1,4 @@
-"""Arrays on their way between devices and files, as few at a time as memory allows."""
+"""Moves arrays between devices and checkpoint files within the host's memory."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,9 +8,14 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from zjax.checkpoint import halves, layout, tiles, views
+from zjax.checkpoint import layout, split_master, tiles, views
 from zjax.checkpoint.layout import Entry
-from zjax.checkpoint.saved import READ_AHEAD_BYTES, Saved, at_rest, place_slices
+from zjax.checkpoint.saved import (
+    READ_AHEAD_BYTES,
+    SavedArrays,
+    place_slices,
+    to_storage,
+)
 from zjax.processes.host import host_memory_bytes
 from zjax.sharding import placement
 from zjax.sharding.placement import ArrayPlan, dtype_bytes, num_distinct_shards
@@ -22,61 +27,43 @@ from zjax.train.state import place_given
 _HOST_GROUP_BYTES = 2**30
 _SMALL_BYTES = 2**30
 _COPIED_SHARE = 0.4
-"""Of a host's memory, that copies of a state may take: Orbax makes others of them."""
+"""Share of host memory for copies of the state; Orbax copies these once more."""
 
 
-def describe(x: jax.Array | DiskArray, row: ArrayPlan) -> Entry:
-    """What the checkpoint says of an array.
-
-    Args:
-        x: Array in its stored shape.
-        row: Its place.
-
-    Returns:
-        Its unpadded shape and its dtype.
-    """
+def describe(x: jax.Array | DiskArray, plan: ArrayPlan) -> Entry:
+    """Shape (unpadded) and dtype of an array, as the checkpoint lists it."""
     impl = ""
     if isinstance(x, jax.Array) and layout.is_key(x.dtype):
         impl = str(jax.random.key_impl(x))
-    return Entry(tuple(row.shape), str(x.dtype), impl)
+    return Entry(tuple(plan.shape), str(x.dtype), impl)
 
 
-def unpadded(x: jax.Array, row: ArrayPlan) -> jax.Array:
-    """The array as it is saved: without padding, random keys as their words.
+def unpadded(x: jax.Array, plan: ArrayPlan) -> jax.Array:
+    """The array to save: without padding, and random keys as uint32.
 
-    Args:
-        x: Array in its stored shape.
-        row: Its place.
-
-    Returns:
-        An array on the same mesh. JAX has no uneven shards, so dims that were padded
-        are gathered; the others stay split.
+    Padded dims are gathered, since JAX has no uneven shards; the others stay sharded.
     """
     if layout.is_key(x.dtype):
         return jax.random.key_data(x)
-    if row.shape == row.stored_shape:
+    if plan.shape == plan.stored_shape:
         return x
-    sizes = zip(row.shape, row.stored_shape, strict=True)
+    sizes = zip(plan.shape, plan.stored_shape, strict=True)
     padded = [logical != stored for logical, stored in sizes]
-    entries = [*row.spec, *[None] * (len(padded) - len(row.spec))]
-    kept = [None if cut else e for cut, e in zip(padded, entries, strict=True)]
-    whole = NamedSharding(row.stored.mesh, PartitionSpec(*kept))
-    cut = jax.jit(placement.unpad, static_argnums=1, out_shardings=whole)
-    return cut(jax.device_put(x, _on_device(row)), row)
+    axes = [*plan.spec, *[None] * (len(padded) - len(plan.spec))]
+    axes = [None if pad else a for pad, a in zip(padded, axes, strict=True)]
+    gathered = NamedSharding(plan.stored.mesh, PartitionSpec(*axes))
+    unpad = jax.jit(placement.unpad, static_argnums=1, out_shardings=gathered)
+    return unpad(jax.device_put(x, _on_device(plan)), plan)
 
 
 def copy_to_host(named: Mapping[str, jax.Array]) -> dict[str, jax.Array] | None:
-    """Starts to copy what is on the devices.
-
-    Args:
-        named: Arrays as they are saved.
+    """Starts copying arrays from the devices into pinned host memory.
 
     Returns:
-        Copies in pinned memory, on their way; None where some rest there already, where
-        copies of all shards would take too much of the host, and in a run of many
-        processes.
+        The copies, in flight; None if an array is offloaded already, if copies would
+        take too much host memory, or in a run of several processes.
     """
-    if not _are_copied([(x.sharding, x.shape, x.dtype) for x in named.values()]):
+    if not _can_copy([(x.sharding, x.shape, x.dtype) for x in named.values()]):
         return None
     return {
         name: jax.device_put(x, x.sharding.with_memory_kind(HOST), may_alias=False)
@@ -84,19 +71,18 @@ def copy_to_host(named: Mapping[str, jax.Array]) -> dict[str, jax.Array] | None:
     }
 
 
-def pin(rows: Iterable[ArrayPlan]) -> None:
-    """Has a GPU's host memory pinned, which is slow, and kept for the next to come.
+def pin(plans: Iterable[ArrayPlan]) -> None:
+    """Pins the host memory for copies of these arrays, which is slow on GPUs.
 
-    Args:
-        rows: Places of arrays of which there will be copies on the host.
+    JAX keeps the memory pinned for the next allocation.
     """
     devices = [d for d in jax.local_devices() if d.platform == "gpu"]
     moved = [
-        (row.stored, row.stored_shape, row.stored_dtype)
-        for row in rows
-        if not row.disks and not layout.is_key(row.stored_dtype)
+        (plan.stored, plan.stored_shape, plan.stored_dtype)
+        for plan in plans
+        if not plan.disks and not layout.is_key(plan.stored_dtype)
     ]
-    if not devices or not _are_copied(moved):
+    if not devices or not _can_copy(moved):
         return
     held = [
         jax.device_put(
@@ -109,11 +95,11 @@ def pin(rows: Iterable[ArrayPlan]) -> None:
     jax.block_until_ready(held)
 
 
-def _are_copied(arrays: Sequence[tuple[Any, tuple[int, ...], Any]]) -> bool:
-    """Whether none rests on the host, and copies of all shards are not much more."""
+def _can_copy(arrays: Sequence[tuple[Any, tuple[int, ...], Any]]) -> bool:
+    """Whether host copies of all local shards fit, and none is offloaded already."""
     if any(sharding.memory_kind == HOST for sharding, _, _ in arrays):
         return False
-    if jax.process_count() > 1:  # its barriers are programs, to be started in turn
+    if jax.process_count() > 1:  # Orbax's barriers are programs that must run in order
         return False
     copied = distinct = 0
     for sharding, shape, dtype in arrays:
@@ -124,90 +110,90 @@ def _are_copied(arrays: Sequence[tuple[Any, tuple[int, ...], Any]]) -> bool:
     return copied <= min(allowed, host_memory_bytes() * _COPIED_SHARE)
 
 
-def read_arrays(saved: Saved, named: Mapping[str, ArrayPlan]) -> list[Any]:
+def read_arrays(saved: SavedArrays, named: Mapping[str, ArrayPlan]) -> list[Any]:
     """Reads arrays straight onto their shards.
 
-    What rests elsewhere passes through the device a little at a time, so that the
-    device never holds what the plan keeps off it.
+    Offloaded arrays are staged on the device a few at a time, so that the device never
+    holds the whole state.
 
     Args:
-        saved: Those of a checkpoint: of these names, or their layers or stacks, in
-            as many tiles or others, whole or in halves.
-        named: Places by name.
+        saved: Arrays of a checkpoint, which may have other tiles, layers stacked or
+            apart, and master weights split or not.
+        named: Plan of each wanted array, by name.
 
     Returns:
         Arrays in their stored shapes, in the order of `named`.
     """
-    num_tiles, arrays = tiles.num_tiles(named), dict[str, Any]()
-    whole = views.cached(views.tiled(saved.source, 1))
-    wanted = views.tiled(whole, num_tiles, given=1).entries
-    masters = halves.masters_of_halves(layout.describe_rows(named))
-    masters_saved = halves.masters_of_halves(saved.entries)
+    num_tiles, arrays = tiles.count_tiles(named), dict[str, Any]()
+    untiled = views.cached(views.retiled(saved.source, 1))
+    wanted = views.retiled(untiled, num_tiles, saved_tiles=1).entries
+    masters = split_master.find_split_masters(layout.describe_plans(named))
+    masters_saved = split_master.find_split_masters(saved.entries)
 
-    def is_as_saved(name: str) -> bool:
+    def has_same_layout(name: str) -> bool:
         master = masters_saved.get(name, name)
-        in_halves = (master in names.values() for names in (masters_saved, masters))
-        is_tiled_so = wanted.get(master) == saved.source.entries.get(master)
-        return is_tiled_so and len({*in_halves}) == 1
+        is_split = {master in names.values() for names in (masters_saved, masters)}
+        has_same_tiles = wanted.get(master) == saved.source.entries.get(master)
+        return has_same_tiles and len(is_split) == 1
 
-    found = {n: entry for n, entry in saved.entries.items() if is_as_saved(n)}
-    written = {
-        name: row
-        for name, row in named.items()
+    found = {n: entry for n, entry in saved.entries.items() if has_same_layout(n)}
+    in_orbax = {
+        name: plan
+        for name, plan in named.items()
         if name in found and not found[name].is_empty and name not in saved.linked
     }
-    for group in _groups(written):
-        args = {name: _restore_args(row, found[name]) for name, row in group.items()}
-        largest = max(row.device_bytes for row in group.values())
+    for group in _groups(in_orbax):
+        args = {name: _restore_args(plan, found[name]) for name, plan in group.items()}
+        largest = max(plan.device_bytes for plan in group.values())
         ahead_bytes = max(READ_AHEAD_BYTES, 2 * largest)
         for name, data in saved.restore(args, ahead_bytes).items():
             if found[name].key_impl:
                 data = jax.random.wrap_key_data(data, impl=found[name].key_impl)
-            arrays[name] = at_rest(data, group[name])
+            arrays[name] = to_storage(data, group[name])
 
-    source = views.as_wanted(whole, layout.describe_rows(named), given=1)
-    # Layers of one stack, tiles of one layer, and halves follow one another.
-    for name in sorted(named, key=lambda name: tiles.whole_of(masters.get(name, name))):
-        row = named[name]
+    source = views.match_layout(untiled, layout.describe_plans(named), saved_tiles=1)
+    # Order: what is read from one saved array comes together, for the cache.
+    for name in sorted(named, key=lambda n: tiles.untiled_name(masters.get(n, n))):
+        plan = named[name]
         if name not in found:
-            data = source.whole(masters.get(name, name))
-            given = place_given(half_at_rest(data, row), row)
-            arrays[name] = jax.block_until_ready(given)
+            data = source.read_all(masters.get(name, name))
+            placed = place_given(half_at_rest(data, plan), plan)
+            arrays[name] = jax.block_until_ready(placed)
         elif found[name].is_empty:
-            data = np.zeros(row.stored_shape, row.stored_dtype)
-            arrays[name] = jax.device_put(data, row.stored)
+            data = np.zeros(plan.stored_shape, plan.stored_dtype)
+            arrays[name] = jax.device_put(data, plan.stored)
         elif name in saved.linked:
-            arrays[name] = place_slices(saved.part(name), row)
+            arrays[name] = place_slices(saved.slice_reader(name), plan)
     return [arrays[name] for name in named]
 
 
-def _on_device(row: ArrayPlan) -> NamedSharding:
-    return NamedSharding(row.stored.mesh, row.spec)
+def _on_device(plan: ArrayPlan) -> NamedSharding:
+    return NamedSharding(plan.stored.mesh, plan.spec)
 
 
-def _restore_args(row: ArrayPlan, entry: Entry) -> Any:
+def _restore_args(plan: ArrayPlan, entry: Entry) -> Any:
     import orbax.checkpoint as ocp
 
     if entry.key_impl:
-        return ocp.ArrayRestoreArgs(sharding=_on_device(row))
+        return ocp.ArrayRestoreArgs(sharding=_on_device(plan))
     return ocp.ArrayRestoreArgs(
-        sharding=_on_device(row),
-        global_shape=row.stored_shape,
-        dtype=row.stored_dtype,
-        strict=row.shape == row.stored_shape,
+        sharding=_on_device(plan),
+        global_shape=plan.stored_shape,
+        dtype=plan.stored_dtype,
+        strict=plan.shape == plan.stored_shape,
     )
 
 
 def _groups(named: Mapping[str, ArrayPlan]) -> list[dict[str, ArrayPlan]]:
-    """All that rests on the device at once, what rests elsewhere a little at a time."""
+    """All arrays stored on the device as one group; offloaded ones in small groups."""
     groups = [{n: r for n, r in named.items() if r.memory == DEVICE}]
     group: dict[str, ArrayPlan] = {}
-    for name, row in named.items():
-        if row.memory == DEVICE:
+    for name, plan in named.items():
+        if plan.memory == DEVICE:
             continue
         filled = sum(other.device_bytes for other in group.values())
-        if group and filled + row.device_bytes > _HOST_GROUP_BYTES:
+        if group and filled + plan.device_bytes > _HOST_GROUP_BYTES:
             groups.append(group)
             group = {}
-        group[name] = row
+        group[name] = plan
     return [g for g in (*groups, group) if g]

@@ -1,4 +1,4 @@
-"""The averaged weights that a checkpoint holds; see `zjax.train.average`."""
+"""Averaged weights of a checkpoint; see `zjax.train.average`."""
 
 import re
 from collections.abc import Callable, Collection
@@ -8,20 +8,17 @@ import numpy as np
 from zjax.train.average import Part
 
 _SCHEDULE_FREE = re.compile(r"(?P<state>opt_state(/.+)?)/max_lr")
-"""A scalar of `optax.contrib.ScheduleFreeState`, beside `b1` and the tree `z`."""
+"""A scalar of `optax.contrib.ScheduleFreeState`, which also holds `b1` and tree `z`."""
 
 
-def parts_saved(names: Collection[str]) -> tuple[Part, ...]:
-    """Lists the weights that a checkpoint holds, those of evaluation first.
-
-    Args:
-        names: Its arrays.
+def saved_parts(names: Collection[str]) -> tuple[Part, ...]:
+    """The kinds of weights that a checkpoint holds, from the names of its arrays.
 
     Returns:
-        Names, `raw` the last of them.
+        Kinds in order of preference for evaluation; `raw` is the last.
 
     Example:
-        >>> parts_saved(["master/w", "ema/w", "step"])
+        >>> saved_parts(["master/w", "ema/w", "step"])
         ('ema', 'raw')
     """
     ema: tuple[Part, ...] = ("ema",) if any(n.startswith("ema/") for n in names) else ()
@@ -32,15 +29,16 @@ def parts_saved(names: Collection[str]) -> tuple[Part, ...]:
 def read_average(
     names: Collection[str], read_array: Callable[[str], np.ndarray], name: str
 ) -> np.ndarray:
-    """Reads a parameter as `optax.contrib.schedule_free_eval_params` has it.
+    """Reads a parameter as `optax.contrib.schedule_free_eval_params` computes it.
 
     Args:
-        names: Arrays of the checkpoint.
-        read_array: Reads one of them, whole.
-        name: One of `master`.
+        names: Names of the checkpoint's arrays.
+        read_array: Function that reads one array into host memory.
+        name: Name of an array under `master`.
 
     Returns:
-        Its average, in its dtype; itself where the optimizer does not update it.
+        The average in the array's dtype; the array itself if the optimizer does not
+        update it.
     """
     y = read_array(name)
     for state in _states(names):

@@ -1,8 +1,8 @@
-"""The weights of a checkpoint as one safetensors file, for use outside of zjax.
+"""Exports the weights of a checkpoint as one safetensors file.
 
-A safetensors file is a length, a JSON header and the tensors end to end. The library
-writes it from all tensors at once; here the header comes from the index of the
-checkpoint and the tensors follow one by one, so host memory holds one at a time.
+The file is a length, a JSON header and the tensors end to end. The library writes it
+from all tensors at once; here the header comes from the checkpoint's index and tensors
+follow one by one, so host memory holds one at a time.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zjax.checkpoint import layers, views
-from zjax.checkpoint.average import parts_saved, read_average
+from zjax.checkpoint.average import read_average, saved_parts
 from zjax.checkpoint.layout import Entry, is_floating
 from zjax.checkpoint.store import Store
 from zjax.checkpoint.views import Source
@@ -43,7 +43,7 @@ DTYPES = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
-"""The name that safetensors gives each element type."""
+"""Dtype names of safetensors."""
 
 
 def export_safetensors(
@@ -56,16 +56,16 @@ def export_safetensors(
 ) -> int:
     """Writes the weights of a checkpoint, frozen and tied arrays included, to one file.
 
-    The file appears under its name once it is complete. Only one process may call this.
+    The file gets its name once complete. Only one process may call this.
 
     Args:
-        store: Where the checkpoints are.
-        path: The file to write; an existing one is replaced.
-        part: `raw`, or those of evaluation: `ema` or `schedule_free` where they are
-            kept, which `auto` takes in their place.
-        step: Which checkpoint; None for the newest.
-        dtype: `float32`, `bfloat16` or `float16` for floating-point arrays; as saved if
-            empty.
+        store: The checkpoints.
+        path: Output file; an existing one is replaced.
+        part: Kind of weights: `raw`, `ema` or `schedule_free`; `auto` prefers those of
+            evaluation.
+        step: Step of the checkpoint; None for the newest.
+        dtype: `float32`, `bfloat16` or `float16` for floating-point arrays; empty for
+            the saved dtype.
 
     Returns:
         Bytes written.
@@ -77,14 +77,14 @@ def export_safetensors(
     """
     step = store.latest() if step is None else step
     saved = store.entries(step)
-    part = choose_part(part, parts_saved(saved))
+    part = choose_part(part, saved_parts(saved))
     tree = "ema" if part == "ema" else "master"
     read_array = functools.partial(store.read_array, step=step)
     if part == "schedule_free":
         read_array = functools.partial(read_average, saved, read_array)
     source = Source(saved, lambda name, index: read_array(name)[(..., *index)])
-    found = views.tiled(source, 1)
-    entries = _exported(layers.together(found.entries), tree, dtype)
+    found = views.retiled(source, 1)
+    entries = _exported(layers.stack_all(found.entries), tree, dtype)
     metadata = {"format": "flax", "part": part, "step": str(step)}
     target = pathlib.Path(path)
     partial = target.with_name(f".{target.name}.partial")
@@ -94,7 +94,7 @@ def export_safetensors(
             file.write(_header(entries, tree, metadata))
             for name, entry in entries.items():
                 for layer in layers.sources_of(name, found.entries):
-                    _write(file, found.whole(layer), entry.dtype)
+                    _write(file, found.read_all(layer), entry.dtype)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, target)
@@ -113,13 +113,7 @@ def export_safetensors(
 
 
 def tensor_name(name: str) -> str:
-    """The name of an array in a safetensors file.
-
-    Args:
-        name: Its path, parts separated by `/`.
-
-    Returns:
-        The parts separated by dots.
+    """The safetensors name of an array: its path with dots instead of slashes.
 
     Example:
         >>> tensor_name("blocks/0/kernel")

@@ -1,4 +1,4 @@
-"""What can go wrong in a directory of checkpoints, and the way out of each."""
+"""Messages for what can go wrong in a directory of checkpoints."""
 
 import pathlib
 from collections.abc import Sequence
@@ -11,14 +11,7 @@ from zjax.remedies import OF_THE_PROCESS, find_errno, find_remedy
 
 
 def not_a_directory(directory: pathlib.Path) -> CheckpointError:
-    """The path is a file, or lies under one.
-
-    Args:
-        directory: The path.
-
-    Returns:
-        The error to raise.
-    """
+    """The error for a path that is a file or lies under one."""
     return CheckpointError(
         Problem(
             "checkpoint.directory",
@@ -30,14 +23,7 @@ def not_a_directory(directory: pathlib.Path) -> CheckpointError:
 
 
 def empty(directory: pathlib.Path) -> CheckpointError:
-    """No step was ever completed there.
-
-    Args:
-        directory: The path.
-
-    Returns:
-        The error to raise.
-    """
+    """The error for a directory without a complete step."""
     return CheckpointError(
         Problem(
             "checkpoint.directory",
@@ -51,61 +37,27 @@ def empty(directory: pathlib.Path) -> CheckpointError:
 def only_incomplete(
     directory: pathlib.Path, steps: Sequence[int], missing: str
 ) -> CheckpointError:
-    """All steps there have lost files.
-
-    Args:
-        directory: The path.
-        steps: Their numbers.
-        missing: What the newest lacks.
-
-    Returns:
-        The error to raise.
-    """
+    """The error where all steps lack files; `missing` is what the newest lacks."""
     problem = f"is not complete in {directory} ({missing}), nor is any other step"
     remedy = "bring back its files, or start in another directory"
     return CheckpointError(Problem("checkpoint.step", steps[-1], problem, remedy))
 
 
 def gone(directory: pathlib.Path, step: int) -> CheckpointError:
-    """The directory was there at the last save.
-
-    Args:
-        directory: The path.
-        step: The step that was to be saved.
-
-    Returns:
-        The error to raise.
-    """
+    """The error where the directory has disappeared since the last save."""
     problem = f"could not be written: {directory} is gone"
     remedy = "mount or make the directory again, and run again"
     return CheckpointError(Problem("checkpoint.step", step, problem, remedy))
 
 
 def incomplete(directory: pathlib.Path, step: int, missing: str) -> str:
-    """A step that is not offered.
-
-    Args:
-        directory: The path.
-        step: Its number.
-        missing: What it lacks.
-
-    Returns:
-        A warning.
-    """
+    """The warning about a step that lacks files."""
     place = directory / str(step)
     return f"{place} is not complete and is not used: {missing}"
 
 
 def unverified(directory: pathlib.Path, step: int) -> str:
-    """A step of an older version is restored.
-
-    Args:
-        directory: The path.
-        step: Its number.
-
-    Returns:
-        A warning.
-    """
+    """The warning about a step of an older version, without checksums."""
     return (
         f"{directory / str(step)} was saved without checksums: nobody can tell whether "
         "what is read from it is what was saved; the next save has them"
@@ -113,48 +65,21 @@ def unverified(directory: pathlib.Path, step: int) -> str:
 
 
 def undeleted(directory: pathlib.Path, step: int, error: OSError) -> str:
-    """A step that was not to be kept is still there.
-
-    Args:
-        directory: The path.
-        step: Its number.
-        error: What the file system said.
-
-    Returns:
-        A warning.
-    """
+    """The warning about an old step that cannot be deleted."""
     return f"{directory / str(step)} cannot be deleted ({error.strerror})"
 
 
 def unknown_step(
     directory: pathlib.Path, step: int, steps: Sequence[int]
 ) -> CheckpointError:
-    """Another step than those there was asked for.
-
-    Args:
-        directory: The path.
-        step: The step asked for.
-        steps: The steps that are there.
-
-    Returns:
-        The error to raise.
-    """
+    """The error for a step that does not exist; `steps` are those that do."""
     problem = f"is not a checkpoint in {directory}"
     remedy = f"use one of {', '.join(map(str, steps))}"
     return CheckpointError(Problem("checkpoint.step", step, problem, remedy))
 
 
 def behind(directory: pathlib.Path, step: int, latest: int) -> CheckpointError:
-    """A save would sort before a checkpoint that exists.
-
-    Args:
-        directory: The path.
-        step: The step to be saved.
-        latest: The newest step there.
-
-    Returns:
-        The error to raise.
-    """
+    """The error for a save whose step is not after the newest."""
     problem = f"is not after step {latest} in {directory}"
     remedy = "resume from there, or start in another directory"
     return CheckpointError(Problem("checkpoint.step", step, problem, remedy))
@@ -163,17 +88,7 @@ def behind(directory: pathlib.Path, step: int, latest: int) -> CheckpointError:
 def unwritten(
     directory: pathlib.Path, step: int, latest: int | None, error: Exception
 ) -> CheckpointError:
-    """A save failed.
-
-    Args:
-        directory: The path.
-        step: The step that was being saved.
-        latest: The newest complete step, if there is one.
-        error: What the writer said.
-
-    Returns:
-        The error to raise.
-    """
+    """The error for a failed save; `latest` is the newest complete step, if any."""
     kept = "there is none before it" if latest is None else f"step {latest} is whole"
     remedy = find_remedy(error)
     if isinstance(root_of(error), jax.errors.JaxRuntimeError):
@@ -191,17 +106,7 @@ def unwritten(
 def damaged(
     directory: pathlib.Path, step: int, before: int | None, error: Exception
 ) -> CheckpointError:
-    """The files of a step cannot be read.
-
-    Args:
-        directory: The path.
-        step: The damaged step.
-        before: The newest step before it, if there is one.
-        error: What the reader said.
-
-    Returns:
-        The error to raise.
-    """
+    """The error for unreadable files; `before` is the newest earlier step, if any."""
     may_be_sound = find_errno(error) in OF_THE_PROCESS
     remedy = (
         f"{find_remedy(error)}, and run again"

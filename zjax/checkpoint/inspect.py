@@ -1,4 +1,4 @@
-"""`zjax check`: every step of a run, read whole and compared with its checksums."""
+"""`zjax check`: reads every step of a run and compares it with its checksums."""
 
 import dataclasses
 import pathlib
@@ -11,20 +11,20 @@ from zjax.checkpoint.sums import SUMS_FILE
 from zjax.config.paths import local_path
 from zjax.sharding.describe import format_bytes, render_table
 
-WHOLE = "as it was saved"
-UNKNOWN = "saved without checksums: not known"
+INTACT = "as it was saved"
+UNVERIFIABLE = "saved without checksums: not known"
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """Whether a step is as it was saved.
+    """The state of one step.
 
     Args:
-        path: Its directory.
-        num_files: Files that it holds.
-        num_bytes: Their size.
-        problem: `WHOLE`, `UNKNOWN`, or what is wrong, first to last.
-        is_offered: Whether a run could resume from it, if it were not damaged.
+        path: Directory of the step.
+        num_files: Number of files.
+        num_bytes: Bytes of all files.
+        problem: `INTACT`, `UNVERIFIABLE`, or the first problem and a count of others.
+        is_offered: Whether a run would try to resume from it.
     """
 
     path: pathlib.Path
@@ -37,14 +37,14 @@ class Verdict:
 def inspect_steps(directory: str) -> list[Verdict]:
     """Reads all files of all steps.
 
-    Steps whose arrays are stored on disks share the files of those that did not change
-    from one to the next: such a file is read once, and damages each step that holds it.
+    Steps share the files of disk arrays that did not change; such a file is read once,
+    and its damage counts for each of them.
 
     Args:
-        directory: Of a run, or its `checkpoints`.
+        directory: Directory of a run, or its `checkpoints`.
 
     Returns:
-        What was found of each step, oldest first.
+        One verdict per step, oldest first.
 
     Raises:
         CheckpointError: There is no step.
@@ -64,27 +64,13 @@ def inspect_steps(directory: str) -> list[Verdict]:
     return verdicts
 
 
-def is_sound(verdicts: Sequence[Verdict]) -> bool:
-    """Whether each step is known to be as it was saved.
-
-    Args:
-        verdicts: Of `inspect_steps`.
-
-    Returns:
-        False also where a step has no checksums.
-    """
-    return all(verdict.problem == WHOLE for verdict in verdicts)
+def is_intact(verdicts: Sequence[Verdict]) -> bool:
+    """Whether every step is known to be intact; a step without checksums is not."""
+    return all(verdict.problem == INTACT for verdict in verdicts)
 
 
 def describe_verdicts(verdicts: Sequence[Verdict]) -> str:
-    """Says what was found, and what to type next.
-
-    Args:
-        verdicts: Of `inspect_steps`, one or more.
-
-    Returns:
-        A table, and lines of text.
-    """
+    """A table of the verdicts (one or more), and the command to run next."""
     rows = [
         (v.path.name, f"{v.num_files:,}", format_bytes(v.num_bytes), v.problem)
         for v in verdicts
@@ -94,7 +80,7 @@ def describe_verdicts(verdicts: Sequence[Verdict]) -> str:
 
 
 def _advice(verdicts: Sequence[Verdict]) -> str:
-    usable = [v for v in verdicts if v.problem in (WHOLE, UNKNOWN)]
+    usable = [v for v in verdicts if v.problem in (INTACT, UNVERIFIABLE)]
     if not usable:
         return "no step can be restored: start in another directory"
     newest = usable[-1]
@@ -113,7 +99,7 @@ def _inspect(path: pathlib.Path, linked_sums: sums.LinkedSums) -> Verdict:
     if missing:
         return Verdict(path, len(names), num_bytes, f"not complete: {missing}", False)
     if not directories.has_sums(path):
-        return Verdict(path, len(names), num_bytes, UNKNOWN)
+        return Verdict(path, len(names), num_bytes, UNVERIFIABLE)
     known = sums.read_sums(path / SUMS_FILE)
     damage = sums.find_damage(
         path,
@@ -122,7 +108,7 @@ def _inspect(path: pathlib.Path, linked_sums: sums.LinkedSums) -> Verdict:
         whole_chunks=True,
         linked_sums=linked_sums,
     )
-    problem = WHOLE
+    problem = INTACT
     if damage:
         more = f", and {len(damage) - 1} more" if len(damage) > 1 else ""
         problem = f"damaged: {damage[0][1]}{more}"

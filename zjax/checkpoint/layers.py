@@ -1,7 +1,7 @@
-"""Layers stacked in one array, or one by one: a checkpoint restores to either.
+"""Layers stacked in one array or stored apart; a checkpoint restores to either.
 
-A run that keeps its state on the devices stacks the layers of a model; one that moves
-it stores each by itself, named as a part of the stack: `blocks/mlp/kernel[3]`.
+A run on devices stacks the layers of a model; an offloaded run stores each apart, under
+the name of the stack and an index: `blocks/mlp/kernel[3]`.
 """
 
 import itertools
@@ -13,18 +13,18 @@ from zjax.checkpoint.layout import Entry
 _LAYER = re.compile(r"(?P<stack>.+)\[\d+\]")
 
 
-def as_wanted(wanted: Collection[str], found: Mapping[str, Entry]) -> dict[str, Entry]:
-    """What a file says, with layers stacked or apart as the plan has them.
+def restack(wanted: Collection[str], found: Mapping[str, Entry]) -> dict[str, Entry]:
+    """The arrays of a checkpoint, with layers stacked or apart as wanted.
 
     Args:
         wanted: Names of the arrays of the plan.
-        found: Arrays of the file, by name.
+        found: Arrays of the checkpoint, by name.
 
     Returns:
-        Entries of the file, those of layers renamed and reshaped.
+        The entries, those of layers renamed and reshaped.
 
     Example:
-        >>> found = as_wanted(["w[0]", "w[1]"], {"w": Entry((2, 3), "float32")})
+        >>> found = restack(["w[0]", "w[1]"], {"w": Entry((2, 3), "float32")})
         >>> {name: str(entry) for name, entry in found.items()}
         {'w[0]': 'float32[3]', 'w[1]': 'float32[3]'}
     """
@@ -47,14 +47,14 @@ def as_wanted(wanted: Collection[str], found: Mapping[str, Entry]) -> dict[str, 
 
 
 def sources_of(name: str, found: Mapping[str, Entry]) -> list[str]:
-    """The arrays of a file that hold one of the plan.
+    """The arrays of a checkpoint that hold a wanted one.
 
     Args:
-        name: As the plan has it.
-        found: Arrays of the file.
+        name: Name in the plan.
+        found: Arrays of the checkpoint.
 
     Returns:
-        Itself, its layers in order, or its stack; nothing where none of them is there.
+        The array itself, its layers in order, or its stack; empty if none exists.
 
     Example:
         >>> layer = Entry((3,), "float32")
@@ -69,41 +69,21 @@ def sources_of(name: str, found: Mapping[str, Entry]) -> list[str]:
 
 
 def stack_of(name: str) -> str:
-    """The array that would stack a layer.
-
-    Args:
-        name: Of an array.
-
-    Returns:
-        Its name; empty for what is no layer.
-    """
+    """The name of the stack of a layer; empty for an array that is not a layer."""
     layer = _LAYER.fullmatch(name)
     return layer["stack"] if layer else ""
 
 
 def number_of(name: str) -> int:
-    """The number of a layer in its stack.
-
-    Args:
-        name: Of a layer.
-
-    Returns:
-        From 0 on.
-    """
+    """The index of a layer in its stack."""
     return int(name.rpartition("[")[2].removesuffix("]"))
 
 
-def together(found: Mapping[str, Entry]) -> dict[str, Entry]:
-    """What a file would say if its layers were stacked.
-
-    Args:
-        found: Arrays of the file, by name.
-
-    Returns:
-        Entries by name.
+def stack_all(found: Mapping[str, Entry]) -> dict[str, Entry]:
+    """The arrays of a checkpoint if all layers were stacked.
 
     Example:
-        >>> print(*together(dict.fromkeys(["w[0]", "w[1]"], Entry((3,), "int8"))))
+        >>> print(*stack_all(dict.fromkeys(["w[0]", "w[1]"], Entry((3,), "int8"))))
         w
     """
-    return as_wanted({stack_of(name) or name: None for name in found}, found)
+    return restack({stack_of(name) or name: None for name in found}, found)

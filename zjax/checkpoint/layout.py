@@ -1,8 +1,9 @@
-"""The arrays of a tree by name: what is saved does not know which mesh held it.
+"""Names and shapes of saved arrays, which do not depend on the mesh.
 
-A name is the tree path of an array and its shape is the unpadded one, so checkpoints
-of equal training states are equal whatever the devices, the ZeRO stage or the memory
-(after Universal Checkpointing, arXiv:2406.18820), but for master weights in halves.
+A name is the tree path of an array and its shape is the unpadded one, so checkpoints of
+equal training states are equal whatever the devices, the ZeRO stage or the memory
+(after Universal Checkpointing, arXiv:2406.18820). Split master weights are an
+exception.
 """
 
 import dataclasses
@@ -22,12 +23,12 @@ _NUM_SHOWN = 5
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What a file says of one array.
+    """The listing of one saved array.
 
     Args:
         shape: Unpadded shape.
-        dtype: Name of the element type.
-        key_impl: Name of the generator, where the array holds random keys.
+        dtype: Name of the dtype.
+        key_impl: Name of the PRNG implementation, for random keys.
 
     Example:
         >>> print(Entry((3, 4), "float32"))
@@ -43,22 +44,19 @@ class Entry:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the array has no elements, and so no data to store."""
+        """Whether the array has no elements; such an array is not stored."""
         return 0 in self.shape
 
 
 def name_leaves(tree: Any, part: str = "") -> dict[str, Any]:
-    """The leaves of a tree by path.
+    """The leaves of a tree by path, in order.
 
     Args:
         tree: Any pytree.
-        part: Path of the tree inside a larger one, put before each name.
-
-    Returns:
-        A dict in the order of the leaves.
+        part: Prefix of all names: the tree's path inside a larger one.
 
     Raises:
-        CheckpointError: Two leaves have one name, as a slash in a key makes it.
+        CheckpointError: Two leaves have one name, because a key contains a slash.
 
     Example:
         >>> name_leaves({"w": [1, 2]}, part="master")
@@ -89,25 +87,12 @@ def _name(keys: Any) -> str:
 
 
 def is_key(dtype: Any) -> bool:
-    """Whether elements are random keys.
-
-    Args:
-        dtype: A NumPy or JAX dtype.
-
-    Returns:
-        True for the dtype of `jax.random.key`.
-    """
+    """Whether a NumPy or JAX dtype is that of `jax.random.key`."""
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def is_floating(dtype: str) -> bool:
-    """Whether a dtype is floating point, however narrow.
-
-    Args:
-        dtype: Its name.
-
-    Returns:
-        True for float32, bfloat16, float8_e5m2 and so on.
+    """Whether the name of a dtype is floating-point, bfloat16 and float8 included.
 
     Example:
         >>> is_floating("bfloat16"), is_floating("int32")
@@ -116,17 +101,10 @@ def is_floating(dtype: str) -> bool:
     return "float" in dtype
 
 
-def describe_rows(named: Mapping[str, ArrayPlan]) -> dict[str, Entry]:
-    """What a file will say of planned arrays.
-
-    Args:
-        named: Places by name.
-
-    Returns:
-        Unpadded shapes and dtypes by name.
-    """
+def describe_plans(named: Mapping[str, ArrayPlan]) -> dict[str, Entry]:
+    """Unpadded shape and dtype of planned arrays, by name."""
     return {
-        n: Entry(tuple(row.shape), str(row.stored_dtype)) for n, row in named.items()
+        n: Entry(tuple(plan.shape), str(plan.stored_dtype)) for n, plan in named.items()
     }
 
 
@@ -137,7 +115,7 @@ def check_same(
     *,
     cast: bool = False,
 ) -> None:
-    """Refuses arrays that are missing, left over, or of another shape or dtype.
+    """Raises if arrays are missing, unexpected, or differ in shape or dtype.
 
     Args:
         expected: Arrays of the model, by name.
@@ -146,7 +124,7 @@ def check_same(
         cast: Whether floating-point dtypes may differ.
 
     Raises:
-        CheckpointError: They differ; the first differences are listed.
+        CheckpointError: Lists the first differences.
     """
     differences = [*_differences(expected, found, place, cast)]
     if not differences:

@@ -1,4 +1,4 @@
-"""The complete steps of a directory, and what is in them."""
+"""Finds, verifies and opens the complete steps of a directory."""
 
 import pathlib
 from typing import Any
@@ -9,7 +9,7 @@ from absl import logging
 from zjax.checkpoint import failures
 from zjax.checkpoint import steps as directories
 from zjax.checkpoint.layout import Entry
-from zjax.checkpoint.saved import Saved
+from zjax.checkpoint.saved import SavedArrays
 from zjax.checkpoint.sums import LINKED
 from zjax.checkpoint.verify import check_file_of, check_step
 from zjax.errors import CheckpointError
@@ -21,7 +21,7 @@ class Reader:
     """Finds steps, compares their files with their checksums, and opens them.
 
     Args:
-        directory: Where the steps lie; it need not exist.
+        directory: Directory of the steps, which may not exist.
     """
 
     def __init__(self, directory: pathlib.Path):
@@ -30,21 +30,13 @@ class Reader:
         self._reported: set[int] = set()
 
     def path(self, step: int) -> pathlib.Path:
-        """The directory of a step.
-
-        Args:
-            step: Its number.
-
-        Returns:
-            The path, whether it exists or not.
-        """
+        """The directory of a step, existing or not."""
         return self.directory / str(step)
 
     def steps(self) -> tuple[int, ...]:
-        """The steps whose files are all there, with their sizes.
+        """Complete steps, ascending; warns once about each incomplete one.
 
-        Returns:
-            Their numbers, ascending. A warning says once what another one lacks.
+        A step is complete if all files exist with their sizes.
 
         Raises:
             CheckpointError: The directory is a file.
@@ -62,13 +54,10 @@ class Reader:
         return tuple(complete)
 
     def latest(self) -> int | None:
-        """The newest complete step.
-
-        Returns:
-            Its number, or None where the directory holds no step.
+        """The newest complete step; None if the directory holds no step.
 
         Raises:
-            CheckpointError: It holds incomplete ones alone.
+            CheckpointError: It holds only incomplete steps.
         """
         complete = self.steps()
         if complete:
@@ -79,14 +68,8 @@ class Reader:
             raise failures.only_incomplete(self.directory, named, missing)
         return None
 
-    def existing(self, step: int | None) -> int:
-        """A complete step.
-
-        Args:
-            step: Its number; None for the newest.
-
-        Returns:
-            Its number.
+    def resolve(self, step: int | None) -> int:
+        """The number of an existing complete step; None stands for the newest.
 
         Raises:
             CheckpointError: There is no such step.
@@ -101,22 +84,23 @@ class Reader:
             raise failures.unknown_step(self.directory, step, steps)
         return step
 
-    def verified(self, step: int | None, *, shared: bool) -> int:
-        """A complete step whose files match their checksums, which are compared once.
+    def verify(self, step: int | None, *, shared: bool) -> int:
+        """As `resolve`, and compares the files with their checksums the first time.
+
+        A step of an older version has no checksums, which logs a warning.
 
         Args:
-            step: Its number; None for the newest.
-            shared: Whether all processes call this, so that each reads a part.
+            step: Step number; None for the newest.
+            shared: Whether all processes call this and each reads a share of the files.
 
         Returns:
-            Its number.
+            The step number.
 
         Raises:
-            CheckpointError: There is no such step, or a file is not as it was saved. A
-                step of an older version has no checksums, which a warning says.
+            CheckpointError: There is no such step, or a file is damaged.
         """
-        step = self.existing(step)
-        # Where processes share the reading, all must come, also those that know.
+        step = self.resolve(step)
+        # Shared reading is collective: processes that verified alone take part, too.
         shared = shared and jax.process_count() > 1
         if {(step, shared), (step, True)} & self._verified:
             return step
@@ -131,17 +115,10 @@ class Reader:
         return step
 
     def index(self, step: int) -> dict[str, Any]:
-        """What a step says of itself.
-
-        Args:
-            step: A complete one.
-
-        Returns:
-            Its validation loss, its arrays, what was saved beside them, and which of
-            them are on disks.
+        """Reads the index of a complete step: its loss, arrays, extra values and links.
 
         Raises:
-            CheckpointError: It is damaged.
+            CheckpointError: The step is damaged.
         """
         path = self.path(step)
         try:
@@ -152,13 +129,10 @@ class Reader:
             raise self.damaged(step, error) from error
 
     def loss(self, step: int) -> float | None:
-        """The validation loss of a step.
-
-        Args:
-            step: A complete one.
+        """The validation loss of a complete step.
 
         Returns:
-            None where there is none, and where it cannot be read, which a warning says.
+            None if there is none, or if it cannot be read, which logs a warning.
         """
         try:
             return self.index(step)["loss"]
@@ -166,34 +140,20 @@ class Reader:
             logging.warning(str(error))
             return None
 
-    def saved(self, step: int) -> Saved:
-        """The arrays of a step.
-
-        Args:
-            step: A complete one.
-
-        Returns:
-            What reads them.
+    def open(self, step: int) -> SavedArrays:
+        """Opens the arrays of a complete step.
 
         Raises:
-            CheckpointError: It is damaged.
+            CheckpointError: The step is damaged.
         """
         index, path = self.index(step), self.path(step)
-        own = directories.has_sums(path)
-        links = path / LINKED if own else directories.old_links(path)
+        is_current = directories.has_sums(path)
+        links = path / LINKED if is_current else directories.old_links(path)
         linked = {name: links / folder for name, folder in index["linked"].items()}
-        return Saved(path / directories.STATE, index["arrays"], linked)
+        return SavedArrays(path / directories.STATE, index["arrays"], linked)
 
     def damaged(self, step: int, error: Exception) -> CheckpointError:
-        """A step cannot be read.
-
-        Args:
-            step: Its number.
-            error: What the reader said.
-
-        Returns:
-            The error to raise, which names the step before it.
-        """
+        """The error for a step that cannot be read; it names the step before."""
         before = max((other for other in self.steps() if other < step), default=None)
         return failures.damaged(self.directory, step, before, error)
 

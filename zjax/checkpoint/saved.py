@@ -1,8 +1,7 @@
-"""The arrays of one checkpoint, wherever their files are.
+"""The arrays of one checkpoint: in Orbax's files, or in files linked from disk storage.
 
-Orbax writes what is in memory. What rests on disks has its files already, which never
-change: a checkpoint takes them under a second name, or copies of them where its
-directory is on another disk.
+Files of arrays stored on disk never change, so a checkpoint hard-links them, or copies
+them onto another file system.
 """
 
 import dataclasses
@@ -18,24 +17,24 @@ import jax
 import numpy as np
 
 from zjax.checkpoint.layout import Entry
-from zjax.checkpoint.views import Source, whole_masters
+from zjax.checkpoint.views import Source, join_masters
 from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import DEVICE
 from zjax.storage.array import DiskArray, open_files
 from zjax.storage.move import rest
 
 READ_AHEAD_BYTES = 8 * 10**9
-"""Of arrays in memory, on the host at a time."""
+"""Bytes of Orbax arrays in host memory at a time while reading."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Saved:
-    """Where the arrays of a checkpoint are.
+class SavedArrays:
+    """The arrays of a checkpoint.
 
     Args:
-        directory: What Orbax wrote.
-        entries: Every array, by name.
-        linked: Directories of files of arrays that rested on disks, by name.
+        directory: Directory that Orbax wrote.
+        entries: All arrays, by name.
+        linked: Directories with the files of disk arrays, by name.
     """
 
     directory: pathlib.Path
@@ -44,44 +43,38 @@ class Saved:
 
     @functools.cached_property
     def source(self) -> Source:
-        """Its arrays, master weights whole."""
-        return whole_masters(
+        """The arrays, with split master weights joined."""
+        return join_masters(
             Source(self.entries, lambda name, index: self.read(name)[(..., *index)])
         )
 
     def read(self, name: str) -> np.ndarray:
-        """Reads one array into host memory.
-
-        Args:
-            name: One of `entries`.
-
-        Returns:
-            The unpadded array, as it is stored.
-        """
+        """Reads one unpadded array into host memory."""
         entry = self.entries[name]
         if entry.is_empty:
             return np.zeros(entry.shape, entry.dtype)
         if name in self.linked:
-            return self.part(name)(tuple(map(slice, entry.shape)))
+            return self.slice_reader(name)(tuple(map(slice, entry.shape)))
         import orbax.checkpoint as ocp
 
         args = {name: ocp.RestoreArgs(restore_type=np.ndarray)}
         ahead_bytes = max(READ_AHEAD_BYTES, 16 * math.prod(entry.shape))
         return self.restore(args, ahead_bytes)[name]
 
-    def part(self, name: str) -> Callable[[Any], np.ndarray]:
-        """What reads slices of a linked array."""
+    def slice_reader(self, name: str) -> Callable[[Any], np.ndarray]:
+        """A function that reads slices of a linked array."""
         files = open_files(str(self.linked[name]))
         return lambda index: files[index].read().result()
 
     def restore(
         self, args: Mapping[str, Any], ahead_bytes: int = READ_AHEAD_BYTES
     ) -> dict[str, Any]:
-        """Reads what Orbax wrote.
+        """Reads arrays from Orbax's files.
 
         Args:
-            args: Its `RestoreArgs` by name.
-            ahead_bytes: On the host at a time; more than the largest needs.
+            args: Orbax's `RestoreArgs` by name.
+            ahead_bytes: Bytes in host memory at a time; more than the largest array
+                needs.
 
         Returns:
             Arrays by name.
@@ -102,23 +95,20 @@ class Saved:
             )
 
 
-def place_slices(read: Callable[[Any], np.ndarray], row: ArrayPlan) -> Any:
-    """An array whose shards are read one by one.
+def place_slices(read: Callable[[Any], np.ndarray], plan: ArrayPlan) -> Any:
+    """Builds a stored array shard by shard.
 
     Args:
-        read: Gives slices of the unpadded array.
-        row: Its place.
-
-    Returns:
-        The array at rest.
+        read: Function that reads a slice of the unpadded array.
+        plan: Plan of the array.
     """
 
     @functools.cache
     def shard(*spans: tuple[int, int]) -> np.ndarray:
-        whole = np.zeros([stop - start for start, stop in spans], row.stored_dtype)
+        whole = np.zeros([stop - start for start, stop in spans], plan.stored_dtype)
         inside = [
             slice(start, min(stop, n))
-            for (start, stop), n in zip(spans, row.shape, strict=True)
+            for (start, stop), n in zip(spans, plan.shape, strict=True)
         ]
         if all(s.start < s.stop for s in inside):
             filled = tuple(slice(s.stop - s.start) for s in inside)
@@ -126,43 +116,33 @@ def place_slices(read: Callable[[Any], np.ndarray], row: ArrayPlan) -> Any:
         return whole
 
     def at(index: Any) -> np.ndarray:
-        whole = index or (slice(None),) * len(row.shape)
-        bounds = (s.indices(n) for s, n in zip(whole, row.stored_shape, strict=True))
+        whole = index or (slice(None),) * len(plan.shape)
+        bounds = (s.indices(n) for s, n in zip(whole, plan.stored_shape, strict=True))
         return shard(*((start, stop) for start, stop, _ in bounds))
 
-    here = row.rest_in(DEVICE).stored
-    array = jax.make_array_from_callback(row.stored_shape, here, at)
-    return at_rest(array, row)
+    here = plan.rest_in(DEVICE).stored
+    array = jax.make_array_from_callback(plan.stored_shape, here, at)
+    return to_storage(array, plan)
 
 
-def at_rest(x: jax.Array, row: ArrayPlan) -> Any:
-    """Sends an array to where it rests; the next must wait, unless it stays.
-
-    Args:
-        x: On the devices.
-        row: Where it rests.
-
-    Returns:
-        The array at rest.
-    """
-    resting = rest(x, row)
-    return resting if row.memory == DEVICE else jax.block_until_ready(resting)
+def to_storage(x: jax.Array, plan: ArrayPlan) -> Any:
+    """Moves a device array to its storage; waits unless that is the device."""
+    stored = rest(x, plan)
+    return stored if plan.memory == DEVICE else jax.block_until_ready(stored)
 
 
 def link(
     arrays: Mapping[str, DiskArray], folders: Mapping[str, str], target: pathlib.Path
 ) -> list[str]:
-    """Gives the files of arrays a second name, without reading them.
-
-    An array that does not change has the same files in several steps, and in the run.
+    """Hard-links the files of disk arrays into a checkpoint, without reading them.
 
     Args:
-        arrays: By name, written or on their way.
-        folders: The directory of each, in `target`.
-        target: A directory that is made, or shared with other processes.
+        arrays: Disk arrays by name, written or being written.
+        folders: Directory of each array inside `target`.
+        target: Directory, created if missing; processes may share it.
 
     Returns:
-        The new names, as paths from `target`.
+        Paths of the new files, relative to `target`.
     """
     names = []
     for name, array in arrays.items():
@@ -183,4 +163,4 @@ def _link(file: pathlib.Path, other: pathlib.Path) -> None:
     except OSError:  # another file system, or one without links
         shutil.copyfile(file, new)
     os.replace(new, other)
-    new.unlink(missing_ok=True)  # where both were the same file already
+    new.unlink(missing_ok=True)  # os.replace keeps it if both are one file

@@ -1,8 +1,7 @@
-"""The directories of steps: what makes one complete, and how it comes and goes.
+"""Directories of steps: naming, completeness, commit and removal.
 
-A step is written under a name that starts with a dot, and gets its own by one rename
-once all its files are kept by the file system. It goes by a rename, too, before the
-first of its files does.
+A step is written under a name that starts with a dot and is renamed once all its files
+are synced. Removal renames it again before deleting its files.
 """
 
 import itertools
@@ -16,25 +15,18 @@ from zjax.checkpoint.sums import SUMS_FILE
 from zjax.reading import MOST_INDEX_BYTES, parse_json, read_text
 
 STATE, INDEX = "state", "index/metadata"
-"""What a step holds: what Orbax wrote, and what JSON can hold."""
+"""Paths inside a step: Orbax's files and the JSON index."""
 FORMAT, WITHOUT_SUMS = 2, 1
-"""Of the index; steps of the older form have no checksums."""
+"""Formats of the index; steps of the older one have no checksums."""
 _SAVING, _DELETED = ".saving-", ".deleted-"
 _saves = itertools.count(1)
-"""Numbers of the saves of this process, by any store."""
-_OF_ORBAX = "*.orbax-checkpoint-tmp*"
+"""Counts the saves of this process, over all stores."""
+_ORBAX_PARTIAL = "*.orbax-checkpoint-tmp*"
 _OLD_FILES = (f"{STATE}/_METADATA", f"{STATE}/manifest.ocdbt", INDEX)
 
 
 def named_steps(directory: pathlib.Path) -> list[int]:
-    """The steps that have directories, complete or not.
-
-    Args:
-        directory: Where they lie; it need not exist.
-
-    Returns:
-        Their numbers, ascending.
-    """
+    """Numbers of the step directories, complete or not, ascending."""
     if not directory.is_dir():
         return []
     names = (path.name for path in directory.iterdir() if path.is_dir())
@@ -43,14 +35,7 @@ def named_steps(directory: pathlib.Path) -> list[int]:
 
 
 def find_missing(path: pathlib.Path) -> str:
-    """Looks for every file of a step, without reading it.
-
-    Args:
-        path: The directory of the step.
-
-    Returns:
-        What it lacks; empty if it is complete.
-    """
+    """What a step lacks, without reading its files; empty if it is complete."""
     if has_sums(path):
         try:
             return sums.find_missing(path, sums.read_sums(path / SUMS_FILE))
@@ -65,60 +50,39 @@ def find_missing(path: pathlib.Path) -> str:
     try:
         form = read_index(path)["format"]
     except (OSError, ValueError, KeyError, TypeError):
-        return ""  # those who ask for what is in it say what is wrong
+        return ""  # reading the index raises the error
     return f"{SUMS_FILE} is missing" if form == FORMAT else ""
 
 
 def has_sums(path: pathlib.Path) -> bool:
-    """Whether a step has checksums.
-
-    Args:
-        path: The directory of the step.
-
-    Returns:
-        False for those that were saved without, and those whose checksums are lost.
-    """
+    """Whether a step has checksums; steps of an older version have none."""
     return (path / SUMS_FILE).exists()
 
 
 def read_index(path: pathlib.Path) -> Any:
-    """What JSON holds of a step.
-
-    Args:
-        path: The directory of the step.
-
-    Returns:
-        It, as it is.
+    """Reads the JSON index of a step.
 
     Raises:
         OSError: It cannot be read.
-        ValueError: It is no JSON, or larger than any that was written.
+        ValueError: It is not JSON, or too large.
     """
     return parse_json(read_text(path / INDEX, MOST_INDEX_BYTES))
 
 
 def partial_path(directory: pathlib.Path, step: int) -> pathlib.Path:
-    """Where a step is while it is being written.
+    """The directory of a step while it is being written.
 
-    Args:
-        directory: Where the steps lie.
-        step: The number of the step.
-
-    Returns:
-        Its directory, the same in all processes and another one at each call: threads
-        of a save that failed may still write into theirs.
+    It is the same in all processes and new at each call, since threads of a failed save
+    may still write into the old one.
     """
     return directory / f"{_SAVING}{step}-{next(_saves)}"
 
 
 def begin(path: pathlib.Path) -> None:
-    """Makes the directory into which a step is written; removes what others left.
-
-    Args:
-        path: Of `partial_path`; the directory above is made where it is missing.
+    """Creates the directory of `partial_path`, and removes leftovers.
 
     Raises:
-        OSError: It cannot be made.
+        OSError: It cannot be created.
     """
     directory = path.parent
     new = [at for at in (directory, *directory.parents) if not at.exists()]
@@ -131,28 +95,24 @@ def begin(path: pathlib.Path) -> None:
 
 
 def clear(directory: pathlib.Path) -> None:
-    """Removes what is left of steps that were being written or deleted.
-
-    Args:
-        directory: Where the steps lie.
-    """
+    """Removes what is left of unfinished saves and removals."""
     for links in (directory / sums.LINKED).glob("*"):
         if not (directory / links.name).is_dir():
             shutil.rmtree(links, ignore_errors=True)
-    patterns = (f"{_SAVING}*", f"{_DELETED}*", _OF_ORBAX)
+    patterns = (f"{_SAVING}*", f"{_DELETED}*", _ORBAX_PARTIAL)
     for path in itertools.chain(*map(directory.glob, patterns)):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def commit(path: pathlib.Path, step: int) -> None:
-    """Gives a step its name, once the file system keeps all of it.
+    """Syncs the directories of a written step and renames it.
 
     Args:
-        path: Of `partial_path`; its files are kept already.
-        step: The number of the step.
+        path: Directory of `partial_path`, with synced files.
+        step: Step number.
 
     Raises:
-        OSError: The file system does not say that it keeps them.
+        OSError: The file system fails to sync or rename.
     """
     for folder, _, _ in os.walk(path):
         sync_directory(pathlib.Path(folder))
@@ -164,47 +124,34 @@ def commit(path: pathlib.Path, step: int) -> None:
 
 
 def remove(path: pathlib.Path) -> None:
-    """Deletes a step; its name goes before the first of its files.
-
-    Args:
-        path: The directory of the step.
+    """Deletes a step; its name goes before its files.
 
     Raises:
         OSError: It cannot be renamed.
     """
-    gone = path.with_name(f"{_DELETED}{path.name}")
-    shutil.rmtree(gone, ignore_errors=True)
-    os.rename(path, gone)
+    deleted = path.with_name(f"{_DELETED}{path.name}")
+    shutil.rmtree(deleted, ignore_errors=True)
+    os.rename(path, deleted)
     sync_directory(path.parent)
-    shutil.rmtree(gone, ignore_errors=True)
+    shutil.rmtree(deleted, ignore_errors=True)
     shutil.rmtree(old_links(path), ignore_errors=True)
 
 
 def old_links(path: pathlib.Path) -> pathlib.Path:
-    """Where steps without checksums have the files of arrays on disks.
-
-    Args:
-        path: The directory of the step.
-
-    Returns:
-        A directory beside it.
-    """
+    """The directory of linked files of a step without checksums."""
     return path.parent / sums.LINKED / path.name
 
 
-def kept(losses: dict[int, float | None], last: int, best: int) -> set[int]:
-    """Which of some steps are to be kept.
+def select_kept(losses: dict[int, float | None], last: int, best: int) -> set[int]:
+    """The steps to keep.
 
     Args:
-        losses: Validation losses by step; None where there is none.
-        last: Newest steps kept.
-        best: Steps of lowest loss kept; of equal ones the older.
-
-    Returns:
-        Their numbers.
+        losses: Validation loss by step; None if unknown.
+        last: Number of newest steps to keep.
+        best: Number of steps of lowest loss to keep; the older wins a tie.
 
     Example:
-        >>> kept({1: 0.5, 2: None, 3: 0.7, 4: 0.9}, last=1, best=1)
+        >>> select_kept({1: 0.5, 2: None, 3: 0.7, 4: 0.9}, last=1, best=1)
         {1, 4}
     """
     known = {step: loss for step, loss in losses.items() if loss is not None}
@@ -213,14 +160,7 @@ def kept(losses: dict[int, float | None], last: int, best: int) -> set[int]:
 
 
 def sync_directory(path: pathlib.Path) -> None:
-    """Has the file system keep the names in a directory.
-
-    Args:
-        path: The directory.
-
-    Raises:
-        OSError: It does not say that it does.
-    """
+    """Syncs the names in a directory to disk."""
     folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)

@@ -1,8 +1,7 @@
-"""Checkpoints of a run: written while training goes on, read onto any devices.
+"""Checkpoints of a run: written while training goes on, read onto any mesh.
 
-Orbax writes every array shard by shard into a temporary directory that is renamed once
-it is complete, so a step is there whole or not at all. Its files have checksums, which
-are compared before it is restored.
+Orbax writes arrays shard by shard into a temporary directory, which is renamed once
+complete. Checksums of all files are compared before restoring.
 """
 
 import json
@@ -15,14 +14,14 @@ import jax
 import numpy as np
 from absl import logging
 
-from zjax.checkpoint import arrays, failures, halves, layout, quiet, views
+from zjax.checkpoint import arrays, failures, layout, quiet, split_master, views
 from zjax.checkpoint import steps as directories
 from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.reader import Reader
 from zjax.checkpoint.saved import link
 from zjax.checkpoint.sums import LINKED
 from zjax.checkpoint.threads import Task
-from zjax.checkpoint.writer import meeting, start_writing, wait_for
+from zjax.checkpoint.writer import barrier_name, start_write, wait_for_write
 from zjax.errors import CheckpointError, ZjaxError
 from zjax.packages import check_installed
 from zjax.processes.together import together
@@ -31,21 +30,20 @@ from zjax.storage.array import DiskArray
 
 
 class Store:
-    """The checkpoints under one directory.
+    """The checkpoints in one directory.
 
-    Reading touches nothing; the first `save` creates the directory and clears away
-    what a killed run left half-written. In a run of many processes all of them call
-    each method, and all see the same file system.
+    Reading changes nothing; the first `save` creates the directory and removes
+    unfinished saves. All processes of a run call each method, on a shared file system.
 
     Args:
-        directory: Where the steps lie.
-        keep_last: Newest checkpoints kept, 1 or more.
-        keep_best: Checkpoints of lowest validation loss kept besides them, 0 or more.
+        directory: Directory of the steps.
+        keep_last: Number of newest checkpoints to keep, 1 or more.
+        keep_best: Number of checkpoints of lowest validation loss to keep besides.
     """
 
     def __init__(self, directory: str, *, keep_last: int = 2, keep_best: int = 1):
         check_installed("orbax")
-        quiet.silence_failures()
+        quiet.hide_orbax_errors()
         self.directory = pathlib.Path(directory).absolute()
         self._keep_last = keep_last
         self._keep_best = keep_best
@@ -56,21 +54,17 @@ class Store:
         self._last_saved: int | None = None
         self._reader = Reader(self.directory)
 
-    def prepare(self, rows: Any) -> None:
-        """Pins the memory that the first save will take, while other things go on.
+    def prepare(self, plans: Any) -> None:
+        """Starts pinning the host memory of the first save, in a thread.
 
         Args:
-            rows: A tree of `ArrayPlan`, of the state that will be saved.
+            plans: A tree of `ArrayPlan` for the state.
         """
-        leaves = jax.tree.leaves(rows)
+        leaves = jax.tree.leaves(plans)
         self._pinning = Task("pinning", lambda: arrays.pin(leaves))
 
     def steps(self) -> tuple[int, ...]:
-        """The complete checkpoints: all files are there, with their sizes.
-
-        Returns:
-            Their steps, ascending; empty where the directory is missing or empty. A
-            warning says once what each incomplete one lacks.
+        """Complete checkpoints, ascending; warns once about each incomplete one.
 
         Raises:
             CheckpointError: The directory is a file.
@@ -78,22 +72,15 @@ class Store:
         return self._reader.steps()
 
     def latest(self) -> int | None:
-        """The newest complete checkpoint.
-
-        Returns:
-            Its step, or None where there is none.
+        """Step of the newest complete checkpoint, or None if there is none.
 
         Raises:
-            CheckpointError: There are only incomplete ones: a run that started anew
-                would hide what happened to them.
+            CheckpointError: There are only incomplete ones, which a new run would hide.
         """
         return self._reader.latest()
 
     def best(self) -> int | None:
-        """The checkpoint of lowest validation loss.
-
-        Returns:
-            Its step, or None where none was saved with a finite loss.
+        """Step of the checkpoint of lowest validation loss, or None.
 
         Raises:
             CheckpointError: A checkpoint cannot be read.
@@ -106,37 +93,36 @@ class Store:
         self,
         step: int,
         state: Any,
-        rows: Any,
+        plans: Any,
         *,
         extra: Mapping[str, Any],
         loss: float | None = None,
     ) -> None:
-        """Starts to write a checkpoint; returns once `state` may be given away.
+        """Starts writing a checkpoint; returns once `state` may be donated.
 
-        What is on the devices is copied to the host while the next steps run, if the
-        host has room for that.
+        Device arrays are copied to the host first if it has the memory.
 
         Args:
             step: Steps taken; more than any checkpoint in the directory.
             state: A tree of arrays in their stored shapes.
-            rows: A tree of `ArrayPlan` of the same structure.
-            extra: What JSON can hold: data position, seed, configuration, plan text.
-            loss: Validation loss by which the best checkpoints are kept.
+            plans: A tree of `ArrayPlan` of the same structure.
+            extra: JSON values: data position, seed, configuration, plan text.
+            loss: Validation loss, by which the best checkpoints are kept.
 
         Raises:
-            CheckpointError: This save or the one before it could not be written, or
-                the directory holds a later step.
+            CheckpointError: This save or the one before failed, or the directory holds
+                a later step.
         """
         partial = directories.partial_path(self.directory, step)
         self.wait()
-        named = layout.name_leaves(rows)
+        named = layout.name_leaves(plans)
         leaves = dict(zip(named, jax.tree.leaves(state), strict=True))
         entries = {
-            name: arrays.describe(leaves[name], row) for name, row in named.items()
+            name: arrays.describe(leaves[name], plan) for name, plan in named.items()
         }
         finite = loss is not None and math.isfinite(loss)
         on_disk = {n: x for n, x in leaves.items() if isinstance(x, DiskArray)}
-        # Names are no paths: those of users may hold dots, or be too long for a file.
+        # Names may hold dots, or be too long for a file name.
         folders = {name: str(number) for number, name in enumerate(on_disk)}
         index = {
             "format": directories.FORMAT,
@@ -145,30 +131,30 @@ class Store:
             "extra": json.loads(json.dumps(extra)),
             "linked": folders,
         }
-        logical = {
-            name: arrays.unpadded(leaves[name], row)
-            for name, row in named.items()
+        unpadded = {
+            name: arrays.unpadded(leaves[name], plan)
+            for name, plan in named.items()
             if not entries[name].is_empty and name not in on_disk
         }
         self._saving = step
         try:
-            with together(meeting(partial, "begin")):
+            with together(barrier_name(partial, "begin")):
                 self._check_directory(step)
                 for array in on_disk.values():
                     array.check_held()
                 if jax.process_index() == 0:
                     directories.begin(partial)
             self._has_saved = True
-            with together(meeting(partial, "copy")):
+            with together(barrier_name(partial, "copy")):
                 linked = link(on_disk, folders, partial / LINKED)
-                copies = arrays.copy_to_host(logical)
+                copies = arrays.copy_to_host(unpadded)
         except (jax.errors.JaxRuntimeError, ZjaxError):
             raise
         except Exception as error:
             raise self._abandon(step, error) from error
-        self._writing = start_writing(
+        self._writing = start_write(
             partial,
-            logical if copies is None else copies,
+            unpadded if copies is None else copies,
             index,
             [f"{LINKED}/{name}" for name in linked],
             lambda: self._commit(partial, step),
@@ -176,9 +162,9 @@ class Store:
         )
 
     def has_failed(self) -> bool:
-        """Whether the save that goes on has failed already; waits for nothing.
+        """Whether the current save has failed already; does not wait.
 
-        Processes of a run may see it at different steps: `wait` raises its error.
+        Processes may notice at different steps; `wait` raises the error in all.
         """
         return self._writing is not None and self._writing.has_failed()
 
@@ -186,13 +172,13 @@ class Store:
         """Waits until the last save is on disk.
 
         Raises:
-            CheckpointError: It could not be written; what there was of it is removed.
+            CheckpointError: The save failed; its files are removed.
         """
         writing, self._writing = self._writing, None
         if writing is None:
             return
         try:
-            wait_for(writing)
+            wait_for_write(writing)
         except jax.errors.JaxRuntimeError:
             raise
         except Exception as error:
@@ -203,7 +189,7 @@ class Store:
         """Waits for the last save.
 
         Raises:
-            CheckpointError: The last save could not be written.
+            CheckpointError: The save failed.
         """
         self.wait()
         if self._pinning is not None:
@@ -211,118 +197,103 @@ class Store:
 
     def restore(
         self,
-        rows: Any,
+        plans: Any,
         step: int | None = None,
         *,
-        make_room: Callable[[], None] = lambda: None,
+        free_memory: Callable[[], None] = lambda: None,
     ) -> tuple[Any, dict[str, Any]]:
         """Reads a whole state, each array straight onto its shards.
 
         Args:
-            rows: A tree of `ArrayPlan`: any mesh, ZeRO stage, padding or memory.
-            step: Which checkpoint; None for the newest.
-            make_room: Called once the files and the names are found right, before
-                arrays are read.
+            plans: A tree of `ArrayPlan`, with any mesh, ZeRO stage, padding or storage.
+            step: Step of the checkpoint; None for the newest.
+            free_memory: Function called after all checks and before arrays are read.
 
         Returns:
-            The state in the structure of `rows`, and the `extra` saved with it.
+            The state in the structure of `plans`, and the `extra` saved with it.
 
         Raises:
             CheckpointError: There is no such checkpoint, it is of another model, or it
                 is damaged.
         """
-        step = self._reader.verified(step, shared=True)
+        step = self._reader.verify(step, shared=True)
         index = self._reader.index(step)
-        named = layout.name_leaves(rows)
-        expected = halves.whole_entries(layout.describe_rows(named))
-        inside = views.as_wanted(self._reader.saved(step).source, expected)
-        layout.check_same(expected, inside.entries, str(self._reader.path(step)))
-        make_room()
+        named = layout.name_leaves(plans)
+        expected = split_master.joined_entries(layout.describe_plans(named))
+        found = views.match_layout(self._reader.open(step).source, expected)
+        layout.check_same(expected, found.entries, str(self._reader.path(step)))
+        free_memory()
         leaves = self._read(step, named)
-        return jax.tree.unflatten(jax.tree.structure(rows), leaves), index["extra"]
+        return jax.tree.unflatten(jax.tree.structure(plans), leaves), index["extra"]
 
-    def restore_part(self, rows: Any, part: str, step: int | None = None) -> Any:
-        """Reads one part of a state, such as the weights without the optimizer.
+    def restore_part(self, plans: Any, part: str, step: int | None = None) -> Any:
+        """Reads one subtree of a state, such as the weights without the optimizer.
 
         Args:
-            rows: A tree of `ArrayPlan`; floating-point dtypes may differ from those
+            plans: A tree of `ArrayPlan`; floating-point dtypes may differ from those
                 saved.
             part: Path of that tree in the state, such as `master` or `ema`.
-            step: Which checkpoint; None for the newest.
+            step: Step of the checkpoint; None for the newest.
 
         Returns:
-            Arrays in the structure, shardings and dtypes of `rows`.
+            Arrays in the structure, shardings and dtypes of `plans`.
 
         Raises:
             CheckpointError: There is no such checkpoint, it is of another model, or it
                 is damaged.
         """
-        step = self._reader.verified(step, shared=True)
-        named = layout.name_leaves(rows, part)
-        expected = layout.describe_rows(named)
-        inside = views.as_wanted(self._reader.saved(step).source.inside(part), expected)
+        step = self._reader.verify(step, shared=True)
+        named = layout.name_leaves(plans, part)
+        expected = layout.describe_plans(named)
+        source = self._reader.open(step).source.subtree(part)
+        found = views.match_layout(source, expected)
         place = str(self._reader.path(step))
-        layout.check_same(expected, inside.entries, place, cast=True)
+        layout.check_same(expected, found.entries, place, cast=True)
         leaves = self._read(step, named)
-        return jax.tree.unflatten(jax.tree.structure(rows), leaves)
+        return jax.tree.unflatten(jax.tree.structure(plans), leaves)
 
     def extra(self, step: int | None = None) -> dict[str, Any]:
-        """What was saved beside the arrays.
-
-        Args:
-            step: Which checkpoint; None for the newest.
-
-        Returns:
-            The `extra` given to `save`.
+        """The `extra` values of a checkpoint, by default of the newest.
 
         Raises:
             CheckpointError: There is no such checkpoint, or it is damaged.
         """
-        return self._reader.index(self._reader.existing(step))["extra"]
+        return self._reader.index(self._reader.resolve(step))["extra"]
 
     def entries(self, step: int | None = None) -> dict[str, Entry]:
-        """The arrays of a checkpoint, without their data; master weights whole.
-
-        Args:
-            step: Which checkpoint; None for the newest.
-
-        Returns:
-            Name to shape and dtype.
+        """Shape and dtype of a checkpoint's arrays; split master weights are joined.
 
         Raises:
             CheckpointError: There is no such checkpoint, or it is damaged.
         """
-        return dict(self._reader.saved(self._reader.existing(step)).source.entries)
+        return dict(self._reader.open(self._reader.resolve(step)).source.entries)
 
     def read_array(self, name: str, step: int | None = None) -> np.ndarray:
-        """Reads one array into host memory.
+        """Reads one unpadded array into host memory.
 
         Args:
-            name: One of `entries`; not an array of random keys.
-            step: Which checkpoint; None for the newest.
-
-        Returns:
-            The whole unpadded array.
+            name: A name in `entries`; not that of random keys.
+            step: Step of the checkpoint; None for the newest.
 
         Raises:
             CheckpointError: There is no such checkpoint, or it is damaged.
         """
-        step = self._reader.verified(step, shared=False)
+        step = self._reader.verify(step, shared=False)
         try:
-            return self._reader.saved(step).source.whole(name)
+            return self._reader.open(step).source.read_all(name)
         except Exception as error:
             raise self._reader.damaged(step, error) from error
 
     def _read(self, step: int, named: Mapping[str, ArrayPlan]) -> list[Any]:
         try:
-            return arrays.read_arrays(self._reader.saved(step), named)
-        except jax.errors.JaxRuntimeError:  # the devices are at fault, not the files
+            return arrays.read_arrays(self._reader.open(step), named)
+        except jax.errors.JaxRuntimeError:  # a device failed, not the files
             raise
         except Exception as error:
             raise self._reader.damaged(step, error) from error
 
     def _check_directory(self, step: int) -> None:
-        """Refuses a step that others would come after, and a directory that went."""
+        """Raises if the step is not the newest, or if the directory disappeared."""
         if self.directory.exists() and not self.directory.is_dir():
             raise failures.not_a_directory(self.directory)
         if self._has_saved and not self.directory.is_dir():
@@ -334,10 +305,10 @@ class Store:
                 raise failures.behind(self.directory, step, latest)
 
     def _commit(self, partial: pathlib.Path, step: int) -> None:
-        """Names a step that is written, and deletes those that are not to be kept."""
+        """Renames the written step, and deletes the steps that are no longer kept."""
         directories.commit(partial, step)
         losses = {other: self._reader.loss(other) for other in self.steps()}
-        kept = directories.kept(losses, self._keep_last, self._keep_best)
+        kept = directories.select_kept(losses, self._keep_last, self._keep_best)
         for other in losses.keys() - kept:
             try:
                 directories.remove(self._reader.path(other))
@@ -345,7 +316,7 @@ class Store:
                 logging.warning(failures.undeleted(self.directory, other, error))
 
     def _abandon(self, step: int, error: Exception) -> CheckpointError:
-        """Drops what there is of a failed save; the next starts afresh."""
+        """Removes a failed save; returns the error to raise."""
         before = self._last_saved
         if before is not None and not self._reader.path(before).exists():
             return failures.gone(self.directory, step)

@@ -1,9 +1,8 @@
 """Checksums of the files of a step: written last, compared before anything is read.
 
-A step holds one text file of them, `sums`: a line per file with its checksum, its size
-and its name, and at the end the CRC-32C of those lines. Chunks of arrays on disks, and
-what OCDBT writes, end in a CRC-32C of their own. That of a whole such file would be the
-same number whatever it holds, so that the last bytes are listed apart.
+The text file `sums` holds a line per file (checksum, size, name) and the CRC-32C of
+those lines. Chunks of disk arrays and OCDBT files end in a CRC-32C of their own; the
+CRC-32C of such a whole file is a constant, so the last 4 bytes are listed separately.
 """
 
 import os
@@ -14,28 +13,28 @@ from typing import NamedTuple
 
 import crc32c
 
-from zjax.checkpoint.threads import in_threads
+from zjax.checkpoint.threads import map_in_threads
 from zjax.storage.buffers import thread_memory
 from zjax.storage.files import SUM_BYTES, check_file, stored_sum
 
 SUMS_FILE = "sums"
 LINKED = "linked"
-"""Where a step has the files of arrays that were stored on disks."""
+"""Directory of the files linked from disk storage, inside a step."""
 _BLOCK_BYTES = 4 << 20
-"""Of a file, in memory at a time."""
+"""Bytes of a file in memory at a time."""
 _NUM_THREADS = 8
 _CHUNK = re.compile(rf"{LINKED}/.+/c/[\d/]+")
 _MAX_BYTES = 1 << 28
-"""Of the file of checksums: those of a million files take half of it."""
+"""Maximum size of `sums`; a million files take half of it."""
 
 
 class Sum(NamedTuple):
-    """What is known of a file.
+    """Size and checksum of a file.
 
     Args:
-        size: In bytes.
+        size: Size in bytes.
         crc: CRC-32C of all but the last 4 bytes.
-        tail: Those, as a little-endian number.
+        tail: The last 4 bytes, as a little-endian number.
     """
 
     size: int
@@ -47,14 +46,7 @@ class Sum(NamedTuple):
 
 
 def list_files(root: pathlib.Path) -> list[str]:
-    """The files under a directory.
-
-    Args:
-        root: The directory of a step.
-
-    Returns:
-        Sorted paths from there.
-    """
+    """Sorted relative paths of the files under a directory."""
     return sorted(
         str(pathlib.Path(folder, name).relative_to(root))
         for folder, _, names in os.walk(root)
@@ -63,17 +55,17 @@ def list_files(root: pathlib.Path) -> list[str]:
 
 
 def sum_files(root: pathlib.Path, names: Sequence[str]) -> dict[str, Sum]:
-    """Reads files, and has the file system keep them.
+    """Computes checksums of files, and syncs them to disk.
 
     Args:
-        root: The directory of a step.
-        names: Paths from there.
+        root: Directory of a step.
+        names: Paths relative to it.
 
     Returns:
-        Their checksums, by name.
+        Checksums by name.
 
     Raises:
-        OSError: One cannot be read.
+        OSError: A file cannot be read.
         ValueError: A chunk does not match its own checksum.
     """
 
@@ -83,19 +75,11 @@ def sum_files(root: pathlib.Path, names: Sequence[str]) -> dict[str, Sum]:
             os.fsync(file.fileno())
         return computed
 
-    return dict(zip(names, in_threads(one, names, _NUM_THREADS), strict=True))
+    return dict(zip(names, map_in_threads(one, names, _NUM_THREADS), strict=True))
 
 
 def find_missing(root: pathlib.Path, sums: Mapping[str, Sum]) -> str:
-    """Looks for every file, without reading it.
-
-    Args:
-        root: The directory of a step.
-        sums: Its checksums.
-
-    Returns:
-        What the first that is missing or of another size lacks; empty if none is.
-    """
+    """Describes the first file that is missing or of another size; empty if none is."""
     for name, known in sums.items():
         try:
             size = os.stat(root / name).st_size
@@ -107,20 +91,13 @@ def find_missing(root: pathlib.Path, sums: Mapping[str, Sum]) -> str:
 
 
 class LinkedSums:
-    """Checksums of files as they are: a file that steps share by links is read once."""
+    """Computes checksums; a file that steps share by hard links is read once."""
 
     def __init__(self) -> None:
         self._results: dict[tuple[int, int], Sum | OSError | ValueError] = {}
 
     def of(self, root: pathlib.Path, name: str) -> Sum:
-        """Reads a file, unless it was read under another name.
-
-        Args:
-            root: The directory of a step.
-            name: Path from there.
-
-        Returns:
-            Its checksum.
+        """Checksum of a file, read unless another link to it was.
 
         Raises:
             OSError: It cannot be read.
@@ -152,16 +129,16 @@ def find_damage(
     """Reads files and compares them with their checksums.
 
     Args:
-        root: The directory of a step.
-        sums: Its checksums.
+        root: Directory of a step.
+        sums: Checksums of its files.
         names: Files to read.
-        whole_chunks: Whether chunks of arrays on disks are read whole. tensorstore
-            compares a chunk with its own checksum when it reads it; that this is the
-            listed one takes its last bytes alone.
-        linked_sums: Of the steps that were read before; None where there are none.
+        whole_chunks: Whether to read all of a disk array's chunk. If False, only its
+            last bytes are compared here: tensorstore verifies the rest when it reads
+            the chunk.
+        linked_sums: Checksums computed for other steps.
 
     Returns:
-        Name and problem of those that are not as they were saved.
+        Name and problem of each damaged file.
     """
     linked_sums = linked_sums or LinkedSums()
 
@@ -177,24 +154,21 @@ def find_damage(
             is_same = False
         return "" if is_same else f"{name} does not match its checksum"
 
-    problems = in_threads(one, names, _NUM_THREADS)
+    problems = map_in_threads(one, names, _NUM_THREADS)
     return [(n, text) for n, text in zip(names, problems, strict=True) if text]
 
 
-def share(sums: Mapping[str, Sum], part: int, num_parts: int) -> list[str]:
-    """Splits the reading of files between processes.
+def partition(sums: Mapping[str, Sum], part: int, num_parts: int) -> list[str]:
+    """The files that one process reads; all processes get about as many bytes.
 
     Args:
-        sums: Checksums of all.
-        part: Which process, from 0 on.
-        num_parts: How many there are.
-
-    Returns:
-        The files of this process; all have about as many bytes.
+        sums: Checksums of all files.
+        part: Index of the process.
+        num_parts: Number of processes.
 
     Example:
         >>> sums = {name: Sum(size, 0, 0) for name, size in zip("abcd", (9, 5, 4, 1))}
-        >>> [share(sums, part, 2) for part in range(2)]
+        >>> [partition(sums, part, 2) for part in range(2)]
         [['a', 'd'], ['b', 'c']]
     """
     filled = [0] * num_parts
@@ -208,14 +182,11 @@ def share(sums: Mapping[str, Sum], part: int, num_parts: int) -> list[str]:
 
 
 def write_sums(path: pathlib.Path, sums: Mapping[str, Sum]) -> None:
-    """Writes checksums, and has the file system keep them.
+    """Writes checksums to a new file, and syncs it to disk.
 
     Args:
         path: A new file.
-        sums: By name; names have no line breaks.
-
-    Raises:
-        OSError: It cannot be written.
+        sums: Checksums by name, without line breaks.
     """
     text = "".join(f"{each} {name}\n" for name, each in sums.items()).encode()
     with path.open("wb") as file:
@@ -225,17 +196,11 @@ def write_sums(path: pathlib.Path, sums: Mapping[str, Sum]) -> None:
 
 
 def read_sums(path: pathlib.Path) -> dict[str, Sum]:
-    """Reads what `write_sums` wrote.
-
-    Args:
-        path: The file.
-
-    Returns:
-        Checksums by name.
+    """Reads a file of `write_sums`.
 
     Raises:
         OSError: It cannot be read.
-        ValueError: It is not what was written.
+        ValueError: It is damaged.
     """
     size = path.stat().st_size
     if size > _MAX_BYTES:
@@ -263,9 +228,9 @@ def _sum_of(root: pathlib.Path, name: str) -> Sum:
     crc, memory = 0, thread_memory(_BLOCK_BYTES)
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
-        left = max(size - SUM_BYTES, 0)
-        while left and (count := file.readinto(memory[:left].data)):
+        remaining = max(size - SUM_BYTES, 0)
+        while remaining and (count := file.readinto(memory[:remaining].data)):
             crc = crc32c.crc32c(memory[:count].data, crc)
-            left -= count
+            remaining -= count
         tail = int.from_bytes(file.read(SUM_BYTES), "little")
     return Sum(size, crc, tail)

@@ -1,4 +1,4 @@
-"""Threads that end with the process: a file system that hangs cannot keep it alive."""
+"""Daemon threads: a file system that hangs cannot keep the process alive."""
 
 import itertools
 import threading
@@ -7,10 +7,10 @@ from typing import Any
 
 
 class Task:
-    """A call in a thread of its own; threads that it starts end with the process, too.
+    """A call in a new daemon thread.
 
     Args:
-        name: Of the thread.
+        name: Name of the thread.
         call: The function.
 
     Example:
@@ -34,11 +34,7 @@ class Task:
         return self._error is not None
 
     def result(self) -> Any:
-        """Waits for the end of the thread: what it holds is gone then.
-
-        Returns:
-            What the function returned; its error is raised.
-        """
+        """Waits for the thread; returns the function's result or raises its error."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -53,7 +49,7 @@ class Task:
             self._error = error
 
 
-def in_threads(
+def map_in_threads(
     act: Callable[[Any], Any], items: Sequence[Any], num_threads: int
 ) -> list[Any]:
     """Calls a function with each item, several at a time.
@@ -64,10 +60,10 @@ def in_threads(
         num_threads: Calls at a time, 1 or more.
 
     Returns:
-        What it returned, in the order of `items`; the first error is raised.
+        Results in the order of `items`; the first error is raised.
 
     Example:
-        >>> in_threads(lambda x: x * x, [1, 2, 3], 2)
+        >>> map_in_threads(lambda x: x * x, [1, 2, 3], 2)
         [1, 4, 9]
     """
     results: list[Any] = [None] * len(items)

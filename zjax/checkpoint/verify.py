@@ -1,4 +1,4 @@
-"""Whether a step is as it was saved; the processes of a run share the reading."""
+"""Verification of a step, shared by the processes of a run."""
 
 import pathlib
 
@@ -10,38 +10,38 @@ from zjax.checkpoint import sums
 from zjax.checkpoint.sums import SUMS_FILE
 
 _UNREAD = -1
-"""In place of the first damaged file: the checksums could not be read."""
+"""Stands for the first damaged file if the checksums cannot be read."""
 
 
 def check_step(path: pathlib.Path, *, shared: bool) -> None:
     """Compares the files of a step with their checksums.
 
     Args:
-        path: The directory of the step, which has checksums.
-        shared: Whether all processes call this, so that each reads a part.
+        path: Directory of a step with checksums.
+        shared: Whether all processes call this and each reads a share of the files.
 
     Raises:
         OSError: The checksums cannot be read.
-        ValueError: Names the first file that is not as it was saved, or the checksums
-            that another process cannot read; raised in all processes.
+        ValueError: Names the first damaged file, or says that another process cannot
+            read the checksums; raised in all processes.
     """
-    several = shared and jax.process_count() > 1
+    is_shared = shared and jax.process_count() > 1
     try:
         known = sums.read_sums(path / SUMS_FILE)
     except (OSError, ValueError):
-        if several:
-            _least_of_all(_UNREAD)
+        if is_shared:
+            _min_over_processes(_UNREAD)
         raise
     names = (
-        sums.share(known, jax.process_index(), jax.process_count())
-        if several
+        sums.partition(known, jax.process_index(), jax.process_count())
+        if is_shared
         else list(known)
     )
     damage = dict(sums.find_damage(path, known, names=names, whole_chunks=False))
     order = sorted(known)
     first = min(map(order.index, damage), default=len(order))
-    if several:
-        first = _least_of_all(first)
+    if is_shared:
+        first = _min_over_processes(first)
     if first == _UNREAD:
         raise ValueError(f"{SUMS_FILE} cannot be read by another process")
     if first < len(order):
@@ -49,7 +49,7 @@ def check_step(path: pathlib.Path, *, shared: bool) -> None:
         raise ValueError(damage.get(name, f"{name} does not match its checksum"))
 
 
-def _least_of_all(number: int) -> int:
+def _min_over_processes(number: int) -> int:
     return int(multihost_utils.process_allgather(np.int32(number)).min())
 
 
@@ -57,12 +57,12 @@ def check_file_of(path: pathlib.Path, name: str) -> None:
     """Compares one file of a step with its checksum.
 
     Args:
-        path: The directory of the step, which has checksums.
-        name: Of the file, from there.
+        path: Directory of a step with checksums.
+        name: Path of the file relative to it.
 
     Raises:
         OSError: The checksums cannot be read.
-        ValueError: The file is not as it was saved.
+        ValueError: The file is damaged.
     """
     known = sums.read_sums(path / SUMS_FILE)
     if name not in known:

@@ -1,11 +1,10 @@
-"""Arrays of a file as a run has them: views that read what they show from others.
+"""Views of saved arrays in the layout of a run, reading only what is asked for.
 
-A run may store master weights split, feed-forwards in tiles and layers one by one, and
-a file holds what its run stored. Each view shows the arrays of a source under other
-names and in other shapes, and reads of the source what is asked for and no more. One
-is the source of the next: a checkpoint restores, weights load and leave by
+A checkpoint has the layout of the run that wrote it: master weights split or not,
+feed-forwards in tiles, layers stacked or apart. Each view maps names and shapes of a
+source to another layout, and views compose:
 
-    by_layer(tiled(whole_masters(source), num_tiles), names)
+    restacked(retiled(join_masters(source), num_tiles), names)
 """
 
 import dataclasses
@@ -14,102 +13,78 @@ from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 
-from zjax.checkpoint import halves, layers, tiles
+from zjax.checkpoint import layers, split_master, tiles
 from zjax.checkpoint.layout import Entry
 from zjax.optim.split_master import join_bits
 
 Index = tuple[slice, ...]
-"""A part of an array: for each dim a slice with both bounds."""
+"""One slice with both bounds per dim."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Arrays that are read by name, a part at a time.
+    """Arrays that are read by name, slice by slice.
 
     Args:
-        entries: What there is of each array, by name.
-        read: Reads a part of one.
+        entries: Shape and dtype by name.
+        read: Function that reads a slice of one array.
     """
 
     entries: Mapping[str, Entry]
     read: Callable[[str, Index], np.ndarray]
 
-    def whole(self, name: str) -> np.ndarray:
-        """Reads all of an array.
-
-        Args:
-            name: One of `entries`.
-
-        Returns:
-            The array.
-        """
+    def read_all(self, name: str) -> np.ndarray:
+        """Reads a whole array."""
         return self.read(name, tuple(slice(0, n) for n in self.entries[name].shape))
 
-    def inside(self, part: str) -> "Source":
-        """The arrays of one tree.
-
-        Args:
-            part: Its path.
-
-        Returns:
-            The source without all others.
-        """
+    def subtree(self, part: str) -> "Source":
+        """The arrays under one path."""
         found = {n: e for n, e in self.entries.items() if n.startswith(f"{part}/")}
         return Source(found, self.read)
 
 
 def cached(source: Source) -> Source:
-    """The same arrays, each read whole, and kept until another is asked for.
-
-    Args:
-        source: One whose parts cost as much to read as the whole.
-
-    Returns:
-        A source to be read array by array.
-    """
-    whole = functools.lru_cache(maxsize=1)(source.whole)
+    """The same arrays, each read as a whole and cached until another is read."""
+    whole = functools.lru_cache(maxsize=1)(source.read_all)
     return Source(source.entries, lambda name, index: whole(name)[(..., *index)])
 
 
-def whole_masters(source: Source) -> Source:
-    """Split master weights joined with the parameters in use.
-
-    Args:
-        source: Its master weights may be split.
-
-    Returns:
-        The arrays without the parameters in use of which there are split weights.
-    """
-    found = halves.masters_of_halves(source.entries)
-    uppers = {lower: upper for upper, lower in found.items()}
+def join_masters(source: Source) -> Source:
+    """Joins split master weights with their bf16 parameters, which disappear."""
+    found = split_master.find_split_masters(source.entries)
+    high_bits = {low: high for high, low in found.items()}
 
     def read(name: str, index: Index) -> np.ndarray:
         stored = source.read(name, index)
-        if name not in uppers:
+        if name not in high_bits:
             return stored
-        return join_bits(source.read(uppers[name], index), stored)
+        return join_bits(source.read(high_bits[name], index), stored)
 
-    return Source(halves.whole_entries(source.entries), read)
+    return Source(split_master.joined_entries(source.entries), read)
 
 
-def tiled(source: Source, num_tiles: int, *, given: int | None = None) -> Source:
-    """Feed-forwards in another number of tiles.
+def retiled(
+    source: Source, num_tiles: int, *, saved_tiles: int | None = None
+) -> Source:
+    """The arrays with feed-forwards in another number of tiles.
 
     Args:
-        source: Has them whole or in tiles.
-        num_tiles: How many tiles there are to be; 1 makes feed-forwards whole.
-        given: How many the source has; told by its names if None.
+        source: Arrays with or without tiles.
+        num_tiles: Number of tiles wanted; 1 for untiled feed-forwards.
+        saved_tiles: Number of tiles in `source`; None to read it from the names.
 
     Returns:
-        The arrays renamed and reshaped; those that do not divide as they are.
+        The arrays renamed and reshaped; those that do not divide stay untiled.
     """
-    given = tiles.num_tiles(source.entries) if given is None else given
-    entries = tiles.as_tiled(source.entries, num_tiles, given)
+    saved_tiles = (
+        tiles.count_tiles(source.entries) if saved_tiles is None else saved_tiles
+    )
+    entries = tiles.retile(source.entries, num_tiles, saved_tiles)
 
     def read(name: str, index: Index) -> np.ndarray:
         if entries[name] == source.entries.get(name):
             return source.read(name, index)
-        parts = tiles.parts_of(name, index, entries[name].shape, num_tiles, given)
+        parts = tiles.locate(name, index, entries[name].shape, num_tiles, saved_tiles)
         arrays = [source.read(*part) for part in parts]
         return (
             np.concatenate(arrays, tiles.hidden_dim(name)) if arrays[1:] else arrays[0]
@@ -118,15 +93,15 @@ def tiled(source: Source, num_tiles: int, *, given: int | None = None) -> Source
     return Source(entries, read)
 
 
-def by_layer(source: Source, names: Collection[str]) -> Source:
-    """Layers stacked or apart, as others have them.
+def restacked(source: Source, names: Collection[str]) -> Source:
+    """The arrays with layers stacked or apart.
 
     Args:
-        source: Has them in either form.
-        names: Of the arrays that are wanted.
+        source: Arrays in either form.
+        names: Names of the wanted arrays.
 
     Returns:
-        The arrays renamed and reshaped; those that fit no name as they are.
+        The arrays renamed and reshaped; those that match no name are unchanged.
     """
 
     def read(name: str, index: Index) -> np.ndarray:
@@ -138,21 +113,20 @@ def by_layer(source: Source, names: Collection[str]) -> Source:
             return source.read(sources[0], (slice(number, number + 1), *index))[0]
         return np.stack([source.read(x, index[1:]) for x in sources[index[0]]])
 
-    return Source(layers.as_wanted(names, source.entries), read)
+    return Source(layers.restack(names, source.entries), read)
 
 
-def as_wanted(
-    source: Source, wanted: Mapping[str, Entry], *, given: int | None = None
+def match_layout(
+    source: Source, wanted: Mapping[str, Entry], *, saved_tiles: int | None = None
 ) -> Source:
-    """The arrays of a file as a run has them.
+    """The arrays in the tiles and layers of a run.
 
     Args:
-        source: Its master weights are whole.
+        source: Arrays with joined master weights.
         wanted: Arrays of the run, whose master weights may be split.
-        given: Tiles of each feed-forward of the source; told by its names if None.
-
-    Returns:
-        As many tiles, and layers stacked or apart, as in the run.
+        saved_tiles: Number of tiles in `source`; None to read it from the names.
     """
-    names = halves.whole_entries(wanted)
-    return by_layer(tiled(source, tiles.num_tiles(names), given=given), names)
+    names = split_master.joined_entries(wanted)
+    return restacked(
+        retiled(source, tiles.count_tiles(names), saved_tiles=saved_tiles), names
+    )

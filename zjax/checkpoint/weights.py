@@ -1,4 +1,4 @@
-"""Weights from safetensors files: each device reads only its own slices."""
+"""Imports safetensors files; each device reads only its slices."""
 
 import functools
 import pathlib
@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
 from zjax.checkpoint import layout, views
 from zjax.checkpoint.export import DTYPES, tensor_name
@@ -23,49 +22,50 @@ from zjax.typing import Params
 _NAMES = {code: name for name, code in DTYPES.items()}
 
 
-def load_safetensors(path: str, rows: Any) -> Params:
+def load_safetensors(path: str, plans: Any) -> Params:
     """Reads weights straight onto their shards.
 
     Args:
-        path: A safetensors file, or a directory that holds one, or several with an
-            index.
-        rows: A tree of `ArrayPlan`; names are its paths with dots. Floating-point
-            dtypes may differ from the file's.
+        path: A safetensors file, or a directory with one file or with an index.
+        plans: A tree of `ArrayPlan`, whose paths with dots are the tensor names.
+            Floating-point dtypes may differ from the file's.
 
     Returns:
-        Arrays in their stored shapes, in the structure and dtypes of `rows`.
+        Arrays in their stored shapes, in the structure and dtypes of `plans`.
 
     Raises:
         CheckpointError: The file is missing or not safetensors, or names, shapes or
-            dtypes differ; the first differences are listed.
+            dtypes differ; lists the first differences.
     """
-    return jax.tree.unflatten(jax.tree.structure(rows), load_in_turn(path, rows))
+    return jax.tree.unflatten(jax.tree.structure(plans), iter_safetensors(path, plans))
 
 
-def load_in_turn(path: str, rows: Any) -> Iterator[Any]:
-    """Reads weights one by one, as they are asked for; see `load_safetensors`.
+def iter_safetensors(path: str, plans: Any) -> Iterator[Any]:
+    """Reads weights one by one, in the order of `plans`; see `load_safetensors`.
 
-    Args:
-        path: A safetensors file, or a directory that holds one.
-        rows: A tree of `ArrayPlan`.
-
-    Returns:
-        Arrays in the order of `rows`; all that is wrong with the file is told at once.
+    The file is checked before this returns.
     """
-    named = {tensor_name(name): r for name, r in layout.name_leaves(rows).items()}
-    files = _find_tensors(path)
-    expected = layout.describe_rows(named)
-    source = Source(_describe(files), functools.partial(_read, files))
-    inside = views.as_wanted(source, expected)
-    layout.check_same(expected, inside.entries, path, cast=True)
+    named = {tensor_name(name): r for name, r in layout.name_leaves(plans).items()}
+    expected = layout.describe_plans(named)
+    source = views.match_layout(_make_source(_find_tensors(path)), expected)
+    layout.check_same(expected, source.entries, path, cast=True)
     return (
-        place_slices(functools.partial(inside.read, name), row)
-        for name, row in named.items()
+        place_slices(functools.partial(source.read, name), plan)
+        for name, plan in named.items()
     )
 
 
-def _find_tensors(path: str) -> dict[str, pathlib.Path]:
-    """Name to the file that holds it."""
+def _make_source(files: Mapping[str, Any]) -> Source:
+    entries = {}
+    for name, file in files.items():
+        tensor = file.get_slice(name)
+        code = tensor.get_dtype()
+        entries[name] = Entry(tuple(tensor.get_shape()), _NAMES.get(code, f"{code}"))
+    return Source(entries, lambda name, index: files[name].get_slice(name)[index])
+
+
+def _find_tensors(path: str) -> dict[str, Any]:
+    """The open file of each tensor, by name."""
     check_installed("safetensors")
     place = pathlib.Path(local_path("checkpoint.init_from", path, CheckpointError))
     if place.is_dir():
@@ -80,57 +80,36 @@ def _find_tensors(path: str) -> dict[str, pathlib.Path]:
         place = files[0]
     if fault := find_fault(place):
         raise _unusable(path, fault)
-    return dict.fromkeys(_names_in(place), place)
+    file = _open(place)
+    return dict.fromkeys(file.keys(), file)
 
 
-def _read_index(index: pathlib.Path) -> dict[str, pathlib.Path]:
+def _read_index(index: pathlib.Path) -> dict[str, Any]:
     try:
         weight_map = parse_json(read_text(index, MOST_INDEX_BYTES))["weight_map"]
-        files = {name: index.parent / file for name, file in weight_map.items()}
+        paths = {name: index.parent / file for name, file in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"is not an index of safetensors ({type(error).__name__}: {error})"
         raise _unusable(str(index), problem) from error
-    there = {file: _names_in(file) for file in set(files.values())}
-    lost = [name for name, file in files.items() if name not in there[file]]
-    if lost:
-        raise _unusable(str(index), f"names {lost[0]}, which {files[lost[0]]} lacks")
-    return files
+    files = {path: _open(path) for path in sorted(set(paths.values()))}
+    names = {path: set(file.keys()) for path, file in files.items()}
+    missing = [name for name, path in paths.items() if name not in names[path]]
+    if missing:
+        name = missing[0]
+        raise _unusable(str(index), f"names {name}, which {paths[name]} lacks")
+    return {name: files[path] for name, path in paths.items()}
 
 
-def _names_in(file: pathlib.Path) -> list[str]:
+def _open(path: pathlib.Path) -> Any:
     from safetensors import SafetensorError, safe_open
 
     try:
-        if fault := find_fault(file):
-            raise OSError(f"{file} {fault}")
-        with safe_open(file, framework="numpy") as tensors:
-            return list(tensors.keys())
+        if fault := find_fault(path):
+            raise OSError(f"{path} {fault}")
+        return safe_open(path, framework="numpy")
     except (OSError, ValueError, SafetensorError) as error:
         problem = f"is not a readable safetensors file ({error})"
-        raise _unusable(str(file), problem) from error
-
-
-def _describe(files: Mapping[str, pathlib.Path]) -> dict[str, Entry]:
-    from safetensors import safe_open
-
-    entries = {}
-    for file in dict.fromkeys(files.values()):
-        with safe_open(file, framework="numpy") as tensors:
-            for name in (name for name in files if files[name] == file):
-                view = tensors.get_slice(name)
-                code = view.get_dtype()
-                dtype = _NAMES.get(code, f"{code}")
-                entries[name] = Entry(tuple(view.get_shape()), dtype)
-    return {name: entries[name] for name in files}
-
-
-def _read(
-    files: Mapping[str, pathlib.Path], name: str, index: tuple[slice, ...]
-) -> np.ndarray:
-    from safetensors import safe_open
-
-    with safe_open(files[name], framework="numpy") as tensors:
-        return tensors.get_slice(name)[index]
+        raise _unusable(str(path), problem) from error
 
 
 def _unusable(path: str, problem: str) -> CheckpointError:

@@ -1,4 +1,4 @@
-"""How a step gets to its files: arrays by Orbax, then the index, then checksums."""
+"""Writes a step: arrays by Orbax, then the index, then the checksums."""
 
 import asyncio
 import atexit
@@ -18,40 +18,39 @@ from zjax.checkpoint.threads import Task
 from zjax.processes.together import together
 
 _LAST_SECONDS = 20.0
-"""That threads of a failed save have before the process ends without them."""
-_SUMS_OF = ".sums-"
-"""Files in which the others tell the first process the checksums of theirs."""
+"""How long the process waits at exit for threads of a failed save."""
+_PROCESS_SUMS = ".sums-"
+"""Prefix of the files with which processes pass their checksums to the first."""
 _unfinished: set[Task] = set()
 
 
-def start_writing(
+def start_write(
     partial: pathlib.Path,
-    logical: Mapping[str, jax.Array],
+    arrays: Mapping[str, jax.Array],
     index: Mapping[str, Any],
     linked: Sequence[str],
     commit: Callable[[], None],
     *,
     wait_for_copies: bool,
 ) -> Task:
-    """Starts to write a step in a thread that ends with the process.
+    """Starts writing a step in a daemon thread.
 
     Args:
-        partial: A directory of `steps.begin`, which may hold linked files already.
-        logical: Arrays by name.
-        index: What JSON can hold.
-        linked: Files of this process that are there already.
-        commit: Called by the first process once all is written and kept.
-        wait_for_copies: Whether to return only once Orbax has its own copies.
+        partial: Directory made by `steps.begin`, which may already hold linked files.
+        arrays: Unpadded arrays by name.
+        index: JSON values.
+        linked: Linked files of this process.
+        commit: Function called by the first process once all files are synced.
+        wait_for_copies: Whether to return only once Orbax has copied the arrays.
 
     Returns:
-        Done once the step has its name, or with an error: that of this process, or of
-        another one.
+        A task that ends when the step is renamed, or with an error of any process.
     """
     copied = threading.Event()
 
     def write() -> None:
         try:
-            _write(partial, logical, index, linked, commit, copied.set)
+            _write(partial, arrays, index, linked, commit, copied.set)
         finally:
             copied.set()
 
@@ -62,39 +61,32 @@ def start_writing(
     return written
 
 
-def wait_for(written: Task) -> None:
-    """Waits for `start_writing`, and raises its error.
-
-    Args:
-        written: What it returned.
-    """
+def wait_for_write(written: Task) -> None:
+    """Waits for the task of `start_write`, and raises its error."""
     try:
         written.result()
     finally:
         _unfinished.discard(written)
 
 
-def meeting(partial: pathlib.Path, name: str) -> str:
-    """Names a part of a save for `together`.
+def barrier_name(partial: pathlib.Path, name: str) -> str:
+    """A barrier name that is unique in the run.
 
     Args:
-        partial: The directory of the save, another one for each: a process that has
-            failed at one of its parts is at those of the next save all the same.
-        name: What is done; all do it once in each save.
-
-    Returns:
-        A name that no other part of a run has.
+        partial: Directory of the save, new for each: a process whose save failed
+            halfway still meets the others at the next save.
+        name: Stage of the save, reached once by each process.
     """
     return f"zjax-checkpoint{partial.name}-{name}"
 
 
 def _write(
     partial: pathlib.Path,
-    logical: Mapping[str, jax.Array],
+    arrays: Mapping[str, jax.Array],
     index: Mapping[str, Any],
     linked: Sequence[str],
     commit: Callable[[], None],
-    tell_copied: Callable[[], None],
+    on_copied: Callable[[], None],
 ) -> None:
     import orbax.checkpoint as ocp
     from etils import epath
@@ -102,19 +94,21 @@ def _write(
     handler = ocp.PyTreeCheckpointHandler()
     state = partial / steps.STATE
     try:
-        with together(meeting(partial, "write")):
+        with together(barrier_name(partial, "write")):
             commits = _run(
                 handler.async_save(
-                    epath.Path(state), args=ocp.args.PyTreeSave(dict(logical))
+                    epath.Path(state), args=ocp.args.PyTreeSave(dict(arrays))
                 )
             )
-            tell_copied()
+            on_copied()
             for each in commits or ():
                 each.result()
             if jax.process_index():
-                found = sums.sum_files(partial, [*_own_files(partial), *linked])
-                sums.write_sums(partial / f"{_SUMS_OF}{jax.process_index()}", found)
-        with together(meeting(partial, "commit")):
+                found = sums.sum_files(partial, [*_local_files(partial), *linked])
+                sums.write_sums(
+                    partial / f"{_PROCESS_SUMS}{jax.process_index()}", found
+                )
+        with together(barrier_name(partial, "commit")):
             if jax.process_index() == 0:
                 handler.finalize(epath.Path(state))
                 _finish(partial, index)
@@ -126,19 +120,19 @@ def _write(
 def _finish(partial: pathlib.Path, index: Mapping[str, Any]) -> None:
     (partial / steps.INDEX).write_text(json.dumps(index))
     known: dict[str, Sum] = {}
-    for path in partial.glob(f"{_SUMS_OF}*"):
+    for path in partial.glob(f"{_PROCESS_SUMS}*"):
         known |= sums.read_sums(path)
         path.unlink()
-    rest = [name for name in sums.list_files(partial) if name not in known]
-    known |= sums.sum_files(partial, rest)
+    others = [name for name in sums.list_files(partial) if name not in known]
+    known |= sums.sum_files(partial, others)
     missing = sums.find_missing(partial, known)
     if missing:
         raise OSError(missing)
     sums.write_sums(partial / SUMS_FILE, dict(sorted(known.items())))
 
 
-def _own_files(partial: pathlib.Path) -> list[str]:
-    """What this process has written; what it cannot tell apart the first one reads."""
+def _local_files(partial: pathlib.Path) -> list[str]:
+    """Files that this process wrote; the first process sums up all others."""
     import orbax.checkpoint as ocp
 
     number = ocp.multihost.process_index()
@@ -159,16 +153,16 @@ def _run(coroutine: Any) -> Any:
 
 @atexit.register
 def _finish_at_exit() -> None:
-    """Says what is lost where nobody has waited for a save, and lets threads end.
+    """Waits for unfinished saves, logs their errors, and lets Orbax's threads end.
 
-    Those of Orbax go on for a moment after one of them has failed; where they come back
-    to Python while it ends, it aborts.
+    Orbax's threads run on for a moment after one has failed; Python aborts if they call
+    it while it shuts down.
     """
     for written in tuple(_unfinished):
         try:
             written.result()
         except Exception as error:
-            logging.error("a checkpoint is lost, for which nobody waited: %s", error)
+            logging.error("a checkpoint that nobody waited for is lost: %s", error)
     end = time.monotonic() + _LAST_SECONDS
     for thread in threading.enumerate():
         if type(thread).__module__.startswith("orbax."):

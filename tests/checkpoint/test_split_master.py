@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zjax.checkpoint import arrays
-from zjax.checkpoint.halves import whole_entries
 from zjax.checkpoint.layout import Entry
+from zjax.checkpoint.split_master import joined_entries
 from zjax.checkpoint.store import Store
 from zjax.sharding.placement import ArrayPlan
 
@@ -47,15 +47,15 @@ def test_a_tree_of_your_own_may_have_params(tmp_path):
     ],
     ids=["no upper half", "another shape", "whole weights", "another name"],
 )
-def test_what_are_no_halves_stays_as_it_is(other):
+def test_other_arrays_are_unchanged(other):
     """Fails if a file that lacks a half restores as if it had both."""
-    assert whole_entries(other) == other
-    assert list(whole_entries({"master/w": LOWER, "params/w": UPPER})) == ["master/w"]
+    assert joined_entries(other) == other
+    assert list(joined_entries({"master/w": LOWER, "params/w": UPPER})) == ["master/w"]
 
 
 @pytest.mark.parametrize("memory", ["device", "pinned_host"])
 def test_memory_is_pinned_for_the_copies_that_are_taken(monkeypatch, memory):
-    """Fails if upper halves are pinned in the pool that lower halves fill."""
+    """Fails if parameters are pinned in the pool that the low bits fill."""
     rows = [make_row("upper"), make_row("lower", "int16").rest_in(memory)]
     pinned = []
     gpu = types.SimpleNamespace(platform="gpu")
