@@ -44,13 +44,9 @@ def fit_plan(
 ) -> Plan:
     """Plans a run; `zero.optimizer_memory="auto"` takes the memories of this machine.
 
-    What a step takes of a device while all state moves is found by compiling it. State
-    then stays on the devices, and after that on the host, as far as there is room; the
-    rest goes to disks. The parameters that the forward pass reads first stay nearest.
-
     Args:
         config: Checked settings.
-        mesh: Devices that are here.
+        mesh: The devices.
         model: The model as pure functions.
         tx: Optax gradient transformation of `make_optimizer` or `adopt_optimizer`.
         batch: Arrays or ShapeDtypeStructs of the global batch; None for that of the
@@ -64,8 +60,34 @@ def fit_plan(
             fit these devices or whose memory cannot be predicted.
     """
     plan = make_plan(config, mesh, model, tx)
+    return fit_memories(plan, config, model, tx, batch)
+
+
+def fit_memories(
+    plan: Plan, config: Config, model: Model, tx: Any, batch: Batch | None = None
+) -> Plan:
+    """Chooses the memories of the state where `zero.optimizer_memory` is "auto".
+
+    The step with all state offloaded is compiled for its peak. State then fills what is
+    left of the devices, after that the host, and the rest goes to disks. Parameters
+    that the forward pass reads first stay nearest.
+
+    Args:
+        plan: The plan of `make_plan` on devices.
+        config: As of `fit_plan`.
+        model: As of `fit_plan`.
+        tx: As of `fit_plan`.
+        batch: As of `fit_plan`.
+
+    Returns:
+        The plan with its memories; `plan` itself under any other setting.
+
+    Raises:
+        PlanError: As of `fit_plan`.
+    """
     if config.zero.optimizer_memory != AUTO:
         return plan
+    assert isinstance(plan.mesh, Mesh)
     step = make_step(model, tx, plan, config)
     batch = abstract_batch(config, plan) if batch is None else batch
     peak = step.predict_peak(batch)
@@ -73,7 +95,7 @@ def fit_plan(
         problem = "does not know what a step takes of these devices"
         remedy = "use 'pinned_host' or 'nvme'"
         raise PlanError(Problem("zero.optimizer_memory", AUTO, problem, remedy))
-    capacity = _free_bytes(mesh)
+    capacity = _free_bytes(plan.mesh)
     if peak.total > capacity:
         recomputes = kept_here(model, config) is None
         raise PlanError(_no_room(peak, capacity, recomputes=recomputes))
@@ -82,7 +104,12 @@ def fit_plan(
     room = _room(plan, config, DEVICE_SHARE * capacity - needed, inputs)
     order = step.programs["train"].forward_order()
     found = spread_state(plan, order, room, config.zero.nvme_paths)
-    rows = jax.tree.leaves((found.master, found.opt_state))
+    _log_memories(found)
+    return found
+
+
+def _log_memories(plan: Plan) -> None:
+    rows = jax.tree.leaves((plan.master, plan.opt_state))
     sizes = (
         format_bytes(memory.tree_bytes([row for row in rows if row.memory == where]))
         for where in (DEVICE, HOST, NVME)
@@ -90,7 +117,6 @@ def fit_plan(
     logging.warning("state per device: %s there, %s on the host, %s on disks", *sizes)
     if {row.memory for row in rows} == {DEVICE}:
         logging.warning("all of it fits: zero.optimizer_memory=device is faster")
-    return found
 
 
 def abstract_batch(config: Config, plan: Plan) -> Batch:

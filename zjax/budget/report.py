@@ -5,12 +5,13 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from zjax.budget import tables
-from zjax.budget.fit import abstract_batch, check_room, fit_plan
+from zjax.budget.fit import abstract_batch, check_room, fit_memories
 from zjax.budget.mesh import is_open, propose_mesh, this_machine
 from zjax.budget.reasons import Proposal, describe_proposal
 from zjax.budget.trial import Machine, Trial, weigh
@@ -34,6 +35,7 @@ from zjax.sharding import plan as plans
 from zjax.sharding.placement import ArrayPlan
 from zjax.step import Step, make_step
 from zjax.train.gradients.strategies import make_pipeline_schedule
+from zjax.typing import Model
 
 _NO_MACHINE = (
     "zero.optimizer_memory=auto is shown as pinned_host: no device is here to be filled"
@@ -88,88 +90,119 @@ def report_plan(
         PlanError: Arrays that cannot be placed.
         OutputError: The picture cannot be drawn.
     """
-    here = num_devices == 0
-    if collectives and not here:
-        problem = f"needs a compiled step, and num_devices={num_devices} compiles none"
-        remedy = "use --simulated_devices, or the devices themselves"
-        raise ConfigError(Problem("collectives", True, problem, remedy))
+    if collectives:
+        _check_collectives(config, num_devices)
+    is_here = num_devices == 0
     proposal = _proposal(config, num_devices, device_gb, devices_per_host)
     if proposal:
         config = dataclasses.replace(config, mesh=proposal.mesh)
     num_devices = num_devices or jax.device_count()
     check_config(config, num_devices)
-    if schedule and axis_sizes(config, num_devices)[meshes.PIPELINE] == 1:
-        problem = "has no stages to draw with mesh.pipeline=1"
-        remedy = "leave it out, or set mesh.pipeline above 1"
-        raise ConfigError(Problem("schedule", True, problem, remedy))
-    build = meshes.make_mesh if here else None
-    mesh = (
-        build(config.mesh) if build else meshes.abstract_mesh(config.mesh, num_devices)
-    )
+    if schedule:
+        _check_has_stages(config, num_devices)
     model = make_model(config)
     tx = make_optimizer(config, model)
-
-    def plan_for(stage: int) -> plans.Plan:
-        zero = dataclasses.replace(config.zero, stage=stage)
-        return plans.make_plan(dataclasses.replace(config, zero=zero), mesh, model, tx)
-
-    asked = config.zero.optimizer_memory
-    if collectives and asked != plans.DEVICE:
-        problem = "needs a step of one program; one that moves its state is many"
-        remedy = "leave it out, or set zero.optimizer_memory=device"
-        raise ConfigError(Problem("collectives", True, problem, remedy))
-    stages = [plan_for(stage) for stage in memory.STAGES]
+    stages = _plan_each_stage(config, model, tx, 0 if is_here else num_devices)
     plan = stages[config.zero.stage]
-    if isinstance(mesh, Mesh):
-        plan = fit_plan(config, mesh, model, tx)
-    picture = picture or os.path.join(config.directory, "plan.png")
-    path = pathlib.Path(local_path("output", picture))
+    if is_here:
+        plan = fit_memories(plan, config, model, tx)
+    path = local_path("output", picture or os.path.join(config.directory, "plan.png"))
+    pictures = [pathlib.Path(path)]
     title = f"{memory.num_params(plan):,} parameters on {num_devices} devices"
-    totals = [memory.plan_bytes(each) for each in stages]
-    with _drawing(path):
-        plot.plot_memory_per_stage(totals, path, title=title)
-    batch = abstract_batch(config, plan)
-    inputs = waiting_inputs(model, plan, config, batch)
-    memories = tables.describe_memories(plan, config, inputs)
-    parts = [
-        describe.describe_plan(plan),
-        *filter(None, [describe.describe_whole(plan), memories]),
-        *([_NO_MACHINE] if not here and asked == plans.AUTO else []),
-        f"bytes per device by ZeRO stage on {num_devices} devices"
-        + ("" if here else " (estimate: the devices are not here)"),
-        tables.describe_stages(stages),
-    ]
-    platform = meshes.platform_of(mesh)
-    if here:
+    with _drawing(pictures[0]):
+        totals = [memory.plan_bytes(each) for each in stages]
+        plot.plot_memory_per_stage(totals, pictures[0], title=title)
+    inputs = waiting_inputs(model, plan, config, abstract_batch(config, plan))
+    parts = _describe_placement(plan, config, inputs)
+    parts += _describe_each_stage(stages, num_devices, is_here=is_here)
+    if is_here:
         step = make_step(model, tx, plan, config)
-        compiled = step.compile(batch)
-        if compiled is None:
-            parts.append(describe_peak(step.predict_peak(batch), platform))
-        else:
-            parts.append(describe_compiled(plan, compiled, platform))
-        if collectives:
-            assert compiled is not None
-            parts.append(describe_collectives(step, compiled))
-        assert isinstance(mesh, Mesh)
-        parts += _what_does_not_fit(plan, config, mesh, inputs)
-    if platform != "gpu" and not plan.is_offloaded:
+        parts += _describe_step(step, config, collectives=collectives)
+        parts += _describe_refusal(plan, config, inputs)
+    if meshes.platform_of(plan.mesh) != "gpu" and not plan.is_offloaded:
         sizes = axis_sizes(config, num_devices)
-        sized = dataclasses.replace(config.mesh, **sizes)
-        parts.append(describe_on_gpus(weigh(config, sized, model, tx)))
-    pictures = [path]
+        mesh = dataclasses.replace(config.mesh, **sizes)
+        parts.append(describe_on_gpus(weigh(config, mesh, model, tx)))
     if schedule:
-        pictures.append(path.with_name("schedule.png"))
-        parts.append(report_schedule(config, plan, pictures[-1]))
+        pictures.append(pictures[0].with_name("schedule.png"))
+        parts.append(report_schedule(config, plan, pictures[1]))
     parts.append(f"picture: {' and '.join(map(str, pictures))}")
     parts += [describe_proposal(proposal)] if proposal else []
     return "\n\n".join(parts)
 
 
-def _what_does_not_fit(
-    plan: plans.Plan, config: Config, mesh: Mesh, inputs: Sequence[ArrayPlan]
+def _check_collectives(config: Config, num_devices: int) -> None:
+    if num_devices:
+        problem = f"needs a compiled step, and num_devices={num_devices} compiles none"
+        remedy = "use --simulated_devices, or the devices themselves"
+    elif config.zero.optimizer_memory != plans.DEVICE:
+        problem = "needs a step of one program; one that moves its state is many"
+        remedy = "leave it out, or set zero.optimizer_memory=device"
+    else:
+        return
+    raise ConfigError(Problem("collectives", True, problem, remedy))
+
+
+def _check_has_stages(config: Config, num_devices: int) -> None:
+    if axis_sizes(config, num_devices)[meshes.PIPELINE] == 1:
+        problem = "has no stages to draw with mesh.pipeline=1"
+        remedy = "leave it out, or set mesh.pipeline above 1"
+        raise ConfigError(Problem("schedule", True, problem, remedy))
+
+
+def _plan_each_stage(
+    config: Config, model: Model, tx: Any, num_devices: int
+) -> list[plans.Plan]:
+    """Plans for ZeRO 0 to 3; 0 devices are those of this machine."""
+    if num_devices:
+        mesh = meshes.abstract_mesh(config.mesh, num_devices)
+    else:
+        mesh = meshes.make_mesh(config.mesh)
+    found = []
+    for stage in memory.STAGES:
+        zero = dataclasses.replace(config.zero, stage=stage)
+        of_stage = dataclasses.replace(config, zero=zero)
+        found.append(plans.make_plan(of_stage, mesh, model, tx))
+    return found
+
+
+def _describe_placement(
+    plan: plans.Plan, config: Config, inputs: Sequence[ArrayPlan]
 ) -> list[str]:
+    is_open = config.zero.optimizer_memory == plans.AUTO
+    texts = [
+        describe.describe_plan(plan),
+        describe.describe_whole(plan),
+        tables.describe_memories(plan, config, inputs),
+        "" if isinstance(plan.mesh, Mesh) or not is_open else _NO_MACHINE,
+    ]
+    return [text for text in texts if text]
+
+
+def _describe_each_stage(
+    stages: Sequence[plans.Plan], num_devices: int, *, is_here: bool
+) -> list[str]:
+    title = f"bytes per device by ZeRO stage on {num_devices} devices"
+    title += "" if is_here else " (estimate: the devices are not here)"
+    return [title, tables.describe_stages(stages)]
+
+
+def _describe_step(step: Step, config: Config, *, collectives: bool) -> list[str]:
+    platform = meshes.platform_of(step.mesh)
+    batch = abstract_batch(config, step.plan)
+    compiled = step.compile(batch)
+    if compiled is None:
+        return [describe_peak(step.predict_peak(batch), platform)]
+    parts = [describe_compiled(step.plan, compiled, platform)]
+    return parts + [describe_collectives(step, compiled)] * collectives
+
+
+def _describe_refusal(
+    plan: plans.Plan, config: Config, inputs: Sequence[ArrayPlan]
+) -> list[str]:
+    assert isinstance(plan.mesh, Mesh)
     try:
-        check_room(plan, config, mesh, inputs)
+        check_room(plan, config, plan.mesh, inputs)
     except ZjaxError as error:
         return [f"this machine has no room for it: {error}"]
     return []

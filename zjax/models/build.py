@@ -15,6 +15,7 @@ from zjax.forward import loss_of
 from zjax.models.continuation import make_continuation
 from zjax.models.decoder import Decoder
 from zjax.models.encoder import Encoder
+from zjax.models.layers import MatmulDtype
 from zjax.models.nnx import logical_of, nest, values_of
 from zjax.models.stack import execution_of, make_stack
 from zjax.ops.keys import fold_name
@@ -45,15 +46,24 @@ def make_model(config: Config) -> Model:
         >>> params["blocks"]["attention"]["query"]["kernel"].shape
         (12, 768, 12, 64)
     """
-    kind = {"decoder": Decoder, "encoder": Encoder}[config.model.kind]
-    stride = layers_per_scan(config)
+    layout = dataclasses.replace(config.model, layers_per_scan=layers_per_scan(config))
+    precision, length = config.precision.matmul_dtype, config.data.length
+    return _build(layout, precision, length, deterministic=config.deterministic)
+
+
+@functools.lru_cache(maxsize=1)  # a command plans host memory, a mesh, then the run
+def _build(
+    model: schema.Model,
+    matmul_dtype: MatmulDtype,
+    length: int,
+    *,
+    deterministic: bool,
+) -> Model:
+    kind = {"decoder": Decoder, "encoder": Encoder}[model.kind]
     make = functools.partial(
-        kind,
-        dataclasses.replace(config.model, layers_per_scan=stride),
-        matmul_dtype=config.precision.matmul_dtype,
-        deterministic=config.deterministic,
+        kind, model, matmul_dtype=matmul_dtype, deterministic=deterministic
     )
-    tokens = jax.ShapeDtypeStruct((1, config.data.length), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
     abstract = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
     graph, logical = nnx.graphdef(abstract), nest(logical_of(abstract))
     stack = make_stack(abstract)
@@ -71,16 +81,14 @@ def make_model(config: Config) -> Model:
         bind=lambda params, model_state: nnx.merge(graph, params),
         logical=lambda params: logical,
         inputs={"tokens": tokens, "targets": tokens},
-        entries=_entries(config.model),
+        entries=_entries(model),
         cast=(),
         stack=stack,
         init_layer=init,
         separable=True,
-        takes_layers_apart=stride == 0,
-        loops_over_layers=stride > 0,
-        keeps=remat.keeps(
-            config.model.remat, remat.within_reach(config.model.activation_memory)
-        ),
+        takes_layers_apart=model.layers_per_scan == 0,
+        loops_over_layers=model.layers_per_scan > 0,
+        keeps=remat.keeps(model.remat, remat.within_reach(model.activation_memory)),
     )
 
 
