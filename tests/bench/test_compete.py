@@ -117,9 +117,8 @@ def test_the_table_shows_each_row_against_its_own_bar(ground, capsys):
     ground.hold(pair, rows)
     text = ground.table.read_text()
     assert text.startswith(
-        f"above\n{BEGIN}\n\nOf 4 comparisons 1 reach their aim, 1 meet what was asked, "
-        "1 miss it, and of 1 no more than an aim was stated, if that; 0 are of an "
-        "older revision.\n\n| theme |"
+        f"above\n{BEGIN}\n\nOf 4 comparisons, 1 reach their aim, 1 meet their bar, "
+        "1 miss it and 1 have no bar; 0 are from an older revision.\n\n| theme |"
     )
     assert text.endswith(f".\n\n{END}\nbelow\n")
     assert "\nold\n" not in text
@@ -358,7 +357,7 @@ def test_a_contest_that_contradicts_itself_is_refused(ground):
         "contestants='ours' appears 2 times; give each a name of its own\n"
         "rows='speed' appears 2 times; give each a name of its own\n"
         "rows.speed='them' names no contestant; use ours\n"
-        "rows.speed.peer=3.0 is a number of nobody; say in peer_name where it comes "
+        "rows.speed.peer=3.0 has no source; say in peer_name where it comes "
         "from"
     )
 

@@ -75,11 +75,11 @@ def test_misses_losses_and_old_results_are_named():
         result("less", 1.1, must=1.2, aim=None, higher_is_better=False),
     )
     assert found[-5:] == [
-        "**Missed what was asked** (2): `missed`, `half` (1 of 2).",
+        "**Missed their bar** (2): `missed`, `half` (1 of 2).",
         "",
-        "**Behind the peer, by no more than was asked** (2): `behind`, `less`.",
+        "**Behind the peer, within their bar** (2): `behind`, `less`.",
         "",
-        "**Of an older revision** (2): `old` (2 of 2).",
+        "**From an older revision** (2): `old` (2 of 2).",
     ]
 
 

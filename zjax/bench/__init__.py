@@ -1,4 +1,4 @@
-"""How fast a configuration is here, and how it compares with its peers."""
+"""Measures how fast a configuration trains, alone or beside its peers."""
 
 from zjax.bench.compete import Selection, compete
 from zjax.bench.contest import Case, Contest, Contestant, Row

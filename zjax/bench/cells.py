@@ -1,4 +1,4 @@
-"""Numbers of a comparison, and lines of Markdown tables, as text."""
+"""Text of numbers and of Markdown tables."""
 
 from collections.abc import Sequence
 
@@ -8,11 +8,11 @@ from zjax.sharding.describe import format_bytes
 
 
 def format_number(value: int | float, unit: str) -> str:
-    """A number of a side in a few digits.
+    """A number above 0 in a few digits.
 
     Args:
-        value: Above 0.
-        unit: Of the number; "bytes", and "bytes" per something, get a decimal prefix.
+        value: The number.
+        unit: Its unit; "bytes", alone or per something, gets a decimal prefix.
 
     Returns:
         Text without the unit, except for bytes.
@@ -29,51 +29,22 @@ def format_number(value: int | float, unit: str) -> str:
 
 
 def with_unit(text: str, unit: str) -> str:
-    """A formatted number and its unit.
-
-    Args:
-        text: Made by `format_number`.
-        unit: The unit it was made with.
-
-    Returns:
-        Text in which the unit stands once.
-    """
+    """The text of `format_number` followed by its unit, unless it has one."""
     return text if unit.startswith("bytes") else f"{text} {unit}"
 
 
 def describe_side(side: Side) -> str:
-    """Name, median and range of one side.
-
-    Args:
-        side: One number of a comparison.
-
-    Returns:
-        The text of a cell.
-    """
+    """Name, median and range of one side."""
     spread = Spread(side.median, side.min, side.max, side.n)
     text = spread.describe(lambda value: format_number(value, side.unit))
     return f"{side.name}: {with_unit(text, side.unit)}"
 
 
 def table_line(cells: Sequence[str]) -> str:
-    """One line of a Markdown table.
-
-    Args:
-        cells: Text of any kind.
-
-    Returns:
-        The line, in which a `|` of a cell does not end the cell.
-    """
+    """One line of a Markdown table; a `|` inside a cell is escaped."""
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def table_head(columns: Sequence[str]) -> list[str]:
-    """The first two lines of a Markdown table.
-
-    Args:
-        columns: Their headings.
-
-    Returns:
-        Headings and rule.
-    """
+    """Headings and rule of a Markdown table."""
     return [table_line(columns), "|---" * len(columns) + "|"]

@@ -1,4 +1,4 @@
-"""The flags of `zjax bench` that a contest reads."""
+"""Flags of `zjax bench` for contests."""
 
 import os
 
@@ -10,12 +10,12 @@ from zjax.config.flags import refuse_flags, settings_given
 from zjax.config.paths import local_path
 
 CONTEST_FLAGS = ("only", "rows", "records", "output")
-"""Read with `--contest` alone."""
+"""Flags that need `--contest`."""
 OUTPUT = "runs/bench"
 
 
 def define_contest_flags() -> None:
-    """Defines `--contest` and what goes with it, except for `--output`."""
+    """Defines `--contest` and its other flags, except `--output`."""
     flags.DEFINE_string("contest", "", "bench: file that says who competes.")
     flags.DEFINE_list("only", [], "bench: contestants to run.")
     flags.DEFINE_list("rows", [], "bench: rows to judge.")
@@ -23,13 +23,13 @@ def define_contest_flags() -> None:
 
 
 def hold_contest(given: flags.FlagValues) -> None:
-    """Holds or judges the contest that the command line describes.
+    """Runs or judges the contest of the command line.
 
     Args:
-        given: Flags, parsed and checked.
+        given: Parsed and checked flags.
 
     Raises:
-        BenchError: A contest, selection, record or number that means nothing.
+        BenchError: A contest, selection, record or number is invalid.
     """
     simulated = simulation(given.simulated_devices)
     variables = {name.upper(): str(value) for name, value in simulated.items()}
@@ -43,10 +43,10 @@ def hold_contest(given: flags.FlagValues) -> None:
 
 
 def check_contest_flags(given: flags.FlagValues) -> None:
-    """Refuses flags of a contest without one, and settings of a run beside one.
+    """Refuses contest flags without a contest, and settings of a run beside one.
 
     Args:
-        given: Flags, parsed.
+        given: Parsed flags.
 
     Raises:
         ConfigError: Names every flag that has no effect.

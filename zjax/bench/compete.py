@@ -1,4 +1,4 @@
-"""`zjax bench --contest`: programs in turn, then results, the table and a picture."""
+"""`zjax bench --contest`: runs programs in turn, writes results, tables and a plot."""
 
 import dataclasses
 import os
@@ -21,13 +21,13 @@ _SPEED, _PEAK = "tokens_per_second_per_device", "peak_bytes"
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """Which part of a contest takes place.
+    """The part of a contest to run and judge.
 
     Args:
-        only: Names of contestants to run; all that the rows need, if empty. The rows
-            that need others are left out.
-        rows: Ids of the rows to judge; all if empty.
-        records: Files of earlier turns; if there are any, nothing runs.
+        only: Names of contestants to run; empty for all that the rows need. Rows that
+            need others are left out.
+        rows: Ids of the rows to judge; empty for all.
+        records: Record files of earlier turns; if given, nothing runs.
     """
 
     only: Sequence[str] = ()
@@ -42,25 +42,24 @@ def compete(
     output: str = "runs/bench",
     environment: Mapping[str, str] = os.environ,
 ) -> list[Result]:
-    """Holds a contest on this machine, or judges one that was held.
+    """Runs a contest on this machine, or judges the records of one.
 
-    What the programs print and how they did goes to `<output>/<contest>_x<devices>.log`
-    and `.jsonl` as it happens. At the end each row that has all its contestants becomes
-    a file in `results/` beside the contest, `BENCHMARKS.md` (in the working directory)
-    and the page of each theme in `docs/benchmarks/` are rebuilt, and a picture is
-    drawn.
+    Output and records of the programs go to `<output>/<contest>_x<devices>.log` and
+    `.jsonl`. Then each row whose contestants are all measured becomes a file in
+    `results/` beside the contest; `BENCHMARKS.md` (in the working directory) and the
+    theme pages in `docs/benchmarks/` are rebuilt, and a plot is drawn.
 
     Args:
         path: Contest file.
         selection: What to run and to judge.
-        output: Folder for what the programs print.
-        environment: Of the programs, besides their own variables.
+        output: Folder for logs and records.
+        environment: Environment of the programs, besides their own variables.
 
     Returns:
-        The results, those that speak against zjax among them.
+        The results, in favour of zjax or not.
 
     Raises:
-        BenchError: A contest, selection, record or number that means nothing.
+        BenchError: A contest, selection, record or number is invalid.
     """
     contest = load_contest(path)
     _check(contest, selection)
@@ -68,7 +67,7 @@ def compete(
     if selection.records:
         records = read_records(selection.records)
     else:
-        records = _hold(contest, rows, selection, path, output, environment)
+        records = _run(contest, rows, selection, path, output, environment)
     print(f"\n{describe_records(records)}\n")
     machine = records[0].machine
     folder = pathlib.Path(path).parent / "results"
@@ -93,14 +92,7 @@ def compete(
 
 
 def describe_records(records: Iterable[Record]) -> str:
-    """How the contestants did.
-
-    Args:
-        records: One each.
-
-    Returns:
-        A table of text.
-    """
+    """A table of the contestants' records."""
     rows = []
     for record in records:
         result = record.result
@@ -132,7 +124,7 @@ def _ids(contest: Contest) -> list[str]:
     return [row.id for row in contest.rows]
 
 
-def _hold(
+def _run(
     contest: Contest,
     rows: Sequence[Row],
     selection: Selection,
@@ -143,8 +135,8 @@ def _hold(
     machine = find_machine(environment)
     wanted = selection.only or [name for row in rows for name in row.contestants()]
     chosen = [each for each in contest.contestants if each.name in wanted]
-    place = pathlib.Path(output) / f"{pathlib.Path(path).stem}_x{machine.num_devices}"
-    return list(take_turns(chosen, machine, place, environment))
+    stem = pathlib.Path(output) / f"{pathlib.Path(path).stem}_x{machine.num_devices}"
+    return list(take_turns(chosen, machine, stem, environment))
 
 
 def _summary(row: str, result: Result) -> list[tuple[str, ...]]:

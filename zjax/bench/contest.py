@@ -1,4 +1,4 @@
-"""A contest: programs that are measured in turn, and what their numbers should show.
+"""A contest: programs that are measured in turn, and claims about their numbers.
 
 A contest file is a Python file whose `get_contest()` returns a `Contest`.
 """
@@ -22,12 +22,12 @@ class Contestant:
     """A program that prints one line `RESULT {json}`.
 
     Args:
-        name: Shown beside its numbers.
-        command: Program and arguments, run from the root of the repository;
-            `{python}` stands for the interpreter and `{devices}` for their number.
-        kind: Whose it is.
-        environment: Variables set for this program alone.
-        timeout_seconds: It is stopped after this time.
+        name: Label of its numbers.
+        command: Program and arguments, run from the root of the repository; `{python}`
+            stands for the interpreter and `{devices}` for the number of devices.
+        kind: "zjax" or "peer".
+        environment: Environment variables for this program alone.
+        timeout_seconds: Time limit.
     """
 
     name: str
@@ -37,15 +37,7 @@ class Contestant:
     timeout_seconds: int | float = 300
 
     def words(self, python: str, num_devices: int) -> list[str]:
-        """The command with its placeholders filled in.
-
-        Args:
-            python: An interpreter.
-            num_devices: Devices of this machine.
-
-        Returns:
-            Program and arguments.
-        """
+        """The command with its placeholders filled in."""
         return [
             word.replace("{python}", python).replace("{devices}", str(num_devices))
             for word in self.command
@@ -54,21 +46,21 @@ class Contestant:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Numbers of two sides to be compared; each side enters with its best contestant.
+    """A comparison of two numbers; each side enters with its best contestant.
 
     Args:
         ours: Names of contestants.
-        peer: Names of contestants, a stated number, or a function that states one for
-            a number of devices.
-        metric: Name of the number in their results: a number, or a mapping with
-            `median, min, max, n`.
-        unit: Of that number.
-        must: Ratio that the claim needs, as a least one (a greatest one where lower is
-            better); None asks for none.
+        peer: Names of contestants, a stated number, or a function from the number of
+            devices to such a number.
+        metric: Name of the number in the results: a scalar, or a mapping with `median,
+            min, max, n`.
+        unit: Unit of the number.
+        must: Ratio that the claim requires, a minimum (a maximum where lower is
+            better); None for no requirement.
         aim: Ratio that is hoped for.
-        name: Tells the cases of one row apart.
-        peer_metric: The peer's number, where it has another name.
-        peer_name: Shown instead of the contestant's; needed for a stated number.
+        name: Name of this case within its row.
+        peer_metric: Name of the peer's number, if different.
+        peer_name: Label of the peer; required for a stated number.
     """
 
     ours: tuple[str, ...]
@@ -82,7 +74,7 @@ class Case:
     peer_name: str = ""
 
     def contestants(self) -> tuple[str, ...]:
-        """Names of all that take part."""
+        """Names of all contestants."""
         return self.ours + (self.peer if isinstance(self.peer, tuple) else ())
 
 
@@ -93,14 +85,13 @@ class Row:
     Args:
         id: Lower-case letters, digits and underscores.
         claim: One sentence.
-        cases: One comparison or more.
-        theme: What it is about: the page on which its results stand.
-        headline: The claim in a few words, for the summary of all results; where it is
-            empty, the summary names a result only if it was not reached.
+        cases: One or more comparisons.
+        theme: Page on which its results appear.
+        headline: The claim in a few words, for the summary; if empty, the summary names
+            a result only if it missed its bar.
         higher_is_better: Whether more of the metric is better.
-        notes: What a reader should know besides.
-        by_devices: Whether results on other numbers of devices are results of their
-            own.
+        notes: Remarks for the reader.
+        by_devices: Whether each number of devices has its own result.
     """
 
     id: str
@@ -113,29 +104,22 @@ class Row:
     by_devices: bool = True
 
     def result_id(self, num_devices: int) -> str:
-        """The id of a result on some devices.
-
-        Args:
-            num_devices: How many.
-
-        Returns:
-            The row's id, with `_x<num_devices>` where they matter.
-        """
+        """The id of a result: the row's id, with `_x<num_devices>` if `by_devices`."""
         return f"{self.id}_x{num_devices}" if self.by_devices else self.id
 
     def contestants(self) -> tuple[str, ...]:
-        """Names of all that take part, each once."""
+        """Names of all contestants, each once."""
         names = [name for case in self.cases for name in case.contestants()]
         return tuple(dict.fromkeys(names))
 
 
 @dataclasses.dataclass(frozen=True)
 class Contest:
-    """Who is measured, and what is claimed of them.
+    """Programs to measure, and claims about them.
 
     Args:
-        title: Heading of the picture.
-        contestants: In the order in which they run.
+        title: Heading of the plot.
+        contestants: Programs in the order in which they run.
         rows: Claims.
     """
 
@@ -145,7 +129,7 @@ class Contest:
 
 
 def load_contest(path: str | os.PathLike[str]) -> Contest:
-    """Reads and checks a contest file.
+    """Loads and checks a contest file.
 
     Args:
         path: A Python file with `get_contest()`; it may import its neighbours.
@@ -154,7 +138,7 @@ def load_contest(path: str | os.PathLike[str]) -> Contest:
         The contest.
 
     Raises:
-        BenchError: No such file or function, or all that is wrong with the contest.
+        BenchError: There is no such file or function, or the contest has mistakes.
     """
     path = pathlib.Path(path)
     remedy = "give a Python file whose get_contest() returns a zjax.bench.Contest"
@@ -172,14 +156,7 @@ def load_contest(path: str | os.PathLike[str]) -> Contest:
 
 
 def contest_problems(contest: Contest) -> Iterator[Problem]:
-    """Finds names that mean nothing or more than one thing.
-
-    Args:
-        contest: Of any content.
-
-    Yields:
-        One problem per mistake.
-    """
+    """Yields a problem for each name in a contest that is unknown or ambiguous."""
     names = [contestant.name for contestant in contest.contestants]
     yield from _repeated("contestants", names)
     for name in names:
@@ -191,7 +168,7 @@ def contest_problems(contest: Contest) -> Iterator[Problem]:
         yield from unknown("contestant", row.contestants(), names, f"rows.{row.id}")
         for case in row.cases:
             if not isinstance(case.peer, tuple) and not case.peer_name:
-                problem = "is a number of nobody"
+                problem = "has no source"
                 remedy = "say in peer_name where it comes from"
                 yield Problem(f"rows.{row.id}.peer", case.peer, problem, remedy)
 
@@ -199,16 +176,13 @@ def contest_problems(contest: Contest) -> Iterator[Problem]:
 def unknown(
     what: str, names: Iterable[str], known: Iterable[str], field: str
 ) -> Iterator[Problem]:
-    """Finds names that are not known.
+    """Yields a problem for each unknown name.
 
     Args:
-        what: What they should name.
-        names: To be looked up.
-        known: All that there are.
-        field: Where they stand.
-
-    Yields:
-        One problem per unknown name.
+        what: Kind of thing that the names denote.
+        names: Names to look up.
+        known: All valid names.
+        field: Where the names are written.
     """
     known = tuple(dict.fromkeys(known))
     for name in names:

@@ -1,4 +1,4 @@
-"""How fast disks are the way a step uses them, beside direct reads and writes."""
+"""Disk throughput of a step's transfers, compared with direct reads and writes."""
 
 import dataclasses
 import mmap
@@ -23,21 +23,21 @@ from zjax.storage.crew import CONCURRENCY
 from zjax.storage.scratch import check_disks, open_scratch
 
 ARRAY_BYTES = 256 << 20
-"""Of one array: the largest of a model of 6.7 billion parameters."""
+"""The largest array of a model of 6.7 billion parameters."""
 NUM_ARRAYS = 8
 WARM_UP_ROUNDS, TIMED_ROUNDS = 3, 5
 
 
 @dataclasses.dataclass(frozen=True)
 class DiskSpeed:
-    """Bytes per second of some disks, together.
+    """Bytes per second of several disks together.
 
     Args:
-        name: What was measured.
-        write: From arrays on a device to files that are whole.
-        read: From files to arrays on a device.
-        raw_write: Of `pwrite` on files opened with O_DIRECT, as many at a time.
-        raw_read: Of `preadv` on them.
+        name: The disks.
+        write: From device arrays to complete files.
+        read: From files to device arrays.
+        raw_write: `pwrite` to files opened with O_DIRECT, with the same concurrency.
+        raw_read: `preadv` from such files.
     """
 
     name: str
@@ -53,25 +53,25 @@ def measure_disks(
     array_bytes: int = ARRAY_BYTES,
     num_arrays: int = NUM_ARRAYS,
 ) -> DiskSpeed:
-    """Writes arrays to disks and reads them, in turn with plain files.
+    """Writes and reads arrays, in turn with plain files.
 
     Args:
-        paths: Directories that exist, one per disk.
-        array_bytes: Of one array; a multiple of 16 MiB for speeds that mean something.
-        num_arrays: Written together, and read together; 1 or more.
+        paths: Existing directories, one per disk.
+        array_bytes: Bytes per array, a multiple of 16 MiB for meaningful numbers.
+        num_arrays: Number of arrays written, and read, together.
 
     Returns:
         The speeds.
 
     Raises:
-        StorageError: Directories in which nothing can be written, or too small ones.
+        StorageError: A directory is not writable or too small.
     """
-    row = _row(paths, array_bytes)
-    check_disks(paths, 2 * num_arrays * [disk_bytes(row)])
+    plan = _plan(paths, array_bytes)
+    check_disks(paths, 2 * num_arrays * [disk_bytes(plan)])
     total = num_arrays * array_bytes
     chunk = min(CHUNK_BYTES, array_bytes)
     sides = (
-        _Arrays(row, num_arrays),
+        _Arrays(plan, num_arrays),
         _Files(paths, chunk, num_files=total // chunk),
     )
     rates: list[list[float]] = []
@@ -87,14 +87,7 @@ def measure_disks(
 
 
 def describe_disks(speed: DiskSpeed) -> str:
-    """The speeds as a table.
-
-    Args:
-        speed: Of `measure_disks`.
-
-    Returns:
-        Text of at most 100 columns.
-    """
+    """A table of the speeds, at most 100 columns wide."""
 
     def cells(what: str, ours: Spread, raw: Spread) -> tuple[str, ...]:
         rates = (x.describe(lambda b: f"{b / 1e9:.2f}") for x in (ours, raw))
@@ -108,7 +101,7 @@ def describe_disks(speed: DiskSpeed) -> str:
     return render_table(columns, rows, right=(1, 2, 3))
 
 
-def _row(paths: tuple[str, ...], array_bytes: int) -> ArrayPlan:
+def _plan(paths: tuple[str, ...], array_bytes: int) -> ArrayPlan:
     mesh = make_mesh(Mesh(), jax.devices()[:1])
     sharding = NamedSharding(mesh, PartitionSpec())
     shape, dtype = (array_bytes // 1024, 256), np.dtype(np.float32)
@@ -116,19 +109,20 @@ def _row(paths: tuple[str, ...], array_bytes: int) -> ArrayPlan:
 
 
 class _Arrays:
-    """Arrays of a device, as a step moves them: those that are read are given up."""
+    """Device arrays, written and read as a step does."""
 
-    def __init__(self, row: ArrayPlan, num_arrays: int):
-        self.row = row
-        place = row.stored
-        self.make = jax.jit(jax.random.normal, static_argnums=1, out_shardings=place)
+    def __init__(self, plan: ArrayPlan, num_arrays: int):
+        self.plan = plan
+        self.make = jax.jit(
+            jax.random.normal, static_argnums=1, out_shardings=plan.stored
+        )
         self.keys = jax.random.split(jax.random.key(0), num_arrays)
         self.held: list[DiskArray] = []
 
     def write(self) -> None:
-        # Of an array that came down before, JAX has a copy on the host.
-        arrays = [self.make(key, self.row.shape) for key in self.keys]
-        self.held = [DiskArray.write(x, self.row) for x in arrays]
+        # New arrays: JAX caches a host copy of those that were transferred before.
+        arrays = [self.make(key, self.plan.shape) for key in self.keys]
+        self.held = [DiskArray.write(x, self.plan) for x in arrays]
         for x in self.held:
             x.block_until_ready()
 
@@ -145,7 +139,7 @@ class _Arrays:
 
 
 class _Files:
-    """Files of one chunk each, written and read as directly as Linux can."""
+    """Files of one chunk each, written and read with O_DIRECT."""
 
     def __init__(self, disks: tuple[str, ...], size: int, *, num_files: int):
         self.scratch = open_scratch(disks)

@@ -1,4 +1,4 @@
-"""From records of contestants to results: the best of each side, win or lose."""
+"""Turns records of contestants into results: the best of each side."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -10,15 +10,7 @@ from zjax.errors import BenchError, Problem
 
 
 def missing(row: Row, records: Sequence[Record]) -> str:
-    """Why a claim cannot be judged.
-
-    Args:
-        row: The claim.
-        records: Of its contestants, among others.
-
-    Returns:
-        One line; empty if it can be.
-    """
+    """Why a claim cannot be judged; empty if it can."""
     known = {record.name: record for record in records}
     absent = [name for name in row.contestants() if name not in known]
     if absent:
@@ -34,15 +26,15 @@ def make_result(row: Row, records: Sequence[Record], *, command: str) -> Result:
     """Compares the best of each side.
 
     Args:
-        row: The claim; `missing` found nothing.
-        records: Of its contestants, among others; all from one machine.
-        command: What measures this row.
+        row: The claim, for which `missing` is empty.
+        records: Records of its contestants and others, all from one machine.
+        command: Command that measures this row.
 
     Returns:
-        The result; those who failed are named in its notes.
+        The result; failed contestants are named in its notes.
 
     Raises:
-        BenchError: A contestant's result does not hold the metric.
+        BenchError: A contestant's result lacks the metric.
     """
     known = {r.name: r for r in records if r.name in row.contestants()}
     versions: dict[str, str] = {}
@@ -65,7 +57,7 @@ def make_result(row: Row, records: Sequence[Record], *, command: str) -> Result:
 
 
 def _num_devices(records: Iterable[Record], machine: Machine) -> int:
-    """The most that a contestant used; one may leave devices of the machine alone."""
+    """The most devices that a contestant used, which may be fewer than there are."""
     return max(r.result.get("num_devices", machine.num_devices) for r in records)
 
 

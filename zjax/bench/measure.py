@@ -1,7 +1,7 @@
-"""How fast a configuration trains here, and what it takes: some timed steps of a run.
+"""Measures speed and memory of a configuration over some timed steps.
 
-The steps are those of `zjax train` (`make_run`, then `step`) on one batch that lies on
-the devices already, so that reading data costs nothing and its loss must fall.
+The steps are those of `zjax train` (`make_run`, then `step`) on one batch that is
+already on the devices: reading data costs nothing, and the loss must fall.
 """
 
 import dataclasses
@@ -42,41 +42,42 @@ from zjax.typing import Batch, Device
 WARM_UP_STEPS = 3
 TIMED_ROUNDS = 5
 STEPS_PER_ROUND = 8
-"""Of short steps; of long ones fewer."""
+"""Maximum; slow steps are timed in smaller rounds."""
 _ROUND_SECONDS = 4
 _LONG_SECONDS = 10
-"""From then on each step is logged."""
+"""Steps this slow are logged one by one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What some steps of a run took.
+    """Speed and memory of some steps of a run.
 
     Args:
-        name: What was measured.
+        name: Label.
         device: Kind of the devices.
-        num_devices: How many there are.
-        tokens_per_second_per_device: Over the timed rounds.
-        step_seconds: The same, from the first call of a round to the last array of the
-            state after it; as in training, nobody waits for the steps between.
-        model_tflops_per_device: 6 N x tokens per second, N without the tables that are
-            looked up; attention and recomputation are not counted.
-        mfu: Share of the peak of the data sheet, with attention, where the causal half
-            of it counts; None for devices whose peak is not known.
-        mfu_full_attention: The same where all of it counts.
-        peak_bytes: Most that any device held in arrays since the start; None for
-            devices that do not say.
-        predicted_peak_bytes: Arguments, results and temporaries of the compiled step,
-            or of the programs of a step that moves its state, with what is on its way;
-            None where the compiler does not say.
-        state_bytes: Shards of the state on the first device.
-        moved_state_bytes: Shares of the state per device that are offloaded.
-        disk_state_bytes: Those of them that are on disks.
+        num_devices: Number of devices.
+        tokens_per_second_per_device: Spread over the timed rounds.
+        step_seconds: Spread of the time per step, from the first call of a round until
+            its last state is ready; steps in between are not waited for, as in
+            training.
+        model_tflops_per_device: 6 N x tokens per second, with N the parameters except
+            embedding tables; without attention and recomputation.
+        mfu: Fraction of peak FLOP/s, with causal attention counted half; None if the
+            peak is unknown.
+        mfu_full_attention: Fraction of peak FLOP/s, with attention counted in full.
+        peak_bytes: Most memory in arrays on any device since the start; None if the
+            devices do not report it.
+        predicted_peak_bytes: Arguments, results and temporaries of the compiled step
+            (for an offloaded state: of its programs, plus transfers); None if the
+            compiler does not report it.
+        state_bytes: Bytes of the state on the first device.
+        moved_state_bytes: Bytes of the offloaded state per device.
+        disk_state_bytes: Bytes of these on disks.
         num_params: Parameters of the model.
-        compile_seconds: To trace and compile the step.
-        first_loss: Before any update, in nats per token.
-        loss: After the last one.
-        versions: Of Python and packages.
+        compile_seconds: Time to trace and compile the step.
+        first_loss: Loss before any update, in nats per token.
+        loss: Loss after the last update.
+        versions: Versions of Python and packages.
     """
 
     name: str
@@ -107,35 +108,35 @@ def measure(
     num_warm_up: int = WARM_UP_STEPS,
     num_rounds: int = TIMED_ROUNDS,
 ) -> Measurement:
-    """Trains a few steps on made-up tokens and times them.
+    """Trains and times a few steps on synthetic tokens.
 
-    The learning rate rises to its peak within these steps; all else is as configured.
+    The learning rate is warmed up over these steps; all else is as configured.
 
     Args:
         config: A run of a built-in model; its data is not read.
-        name: Recorded with the numbers.
-        devices: Devices to use; all of them by default.
+        name: Label of the measurement.
+        devices: Devices to use; all by default.
         num_warm_up: Steps before the timed ones, 1 or more.
-        num_rounds: Timed rounds of one step or more, 1 or more.
+        num_rounds: Timed rounds, 1 or more.
 
     Returns:
-        The numbers; memory is that of the devices of this process.
+        The measurement; memory is that of this process's devices.
 
     Raises:
         ConfigError: Settings that cannot work.
         PlanError: Arrays that cannot be placed, or that do not fit.
-        BenchError: The loss did not fall, so that the numbers would mean nothing.
+        BenchError: The loss did not fall, so the numbers would mean nothing.
     """
     pin_what_is_needed(config)
     devices = jax.devices() if devices is None else devices
     config = choose_mesh(config, devices)
     check_config(config, len(devices))
-    config = _few_steps(config, num_warm_up + num_rounds * STEPS_PER_ROUND)
+    config = _shorten(config, num_warm_up + num_rounds * STEPS_PER_ROUND)
     model = make_model(config)
     tx = make_optimizer(config, model)
     schedule = make_schedule(config)
     run = make_run(config, model, tx, schedule=schedule, devices=devices)
-    batch = _make_batch(run)
+    batch = _place_batch(run)
     start = time.perf_counter()
     compiled, peak = run.step.compile(batch), run.step.predict_peak(batch)
     predicted = peak.total if peak else memory.predicted_peak_bytes(compiled)
@@ -162,14 +163,7 @@ def measure(
 
 
 def describe_measurement(measurement: Measurement) -> str:
-    """The numbers as a table.
-
-    Args:
-        measurement: Of `measure`.
-
-    Returns:
-        Text of at most 100 columns; what is not known has no row.
-    """
+    """A table of at most 100 columns; unknown values have no row."""
     speed, seconds = measurement.tokens_per_second_per_device, measurement.step_seconds
     rows = [
         ("devices", f"{measurement.num_devices} x {measurement.device}"),
@@ -202,13 +196,10 @@ def describe_measurement(measurement: Measurement) -> str:
 
 
 def result_line(values: Mapping[str, Any]) -> str:
-    """The numbers in the form that a contest reads from a program's output.
+    """The line `RESULT {json}` that a contest reads from a program's output.
 
     Args:
-        values: Names and JSON values; `dataclasses.asdict` of a `Measurement`.
-
-    Returns:
-        One line, `RESULT {json}`.
+        values: JSON values by name; `dataclasses.asdict` of a `Measurement`.
 
     Example:
         >>> result_line({"loss": 2.5})
@@ -218,7 +209,7 @@ def result_line(values: Mapping[str, Any]) -> str:
 
 
 def check_losses(losses: Sequence[float]) -> None:
-    """Refuses losses of one repeated batch that were not learnt from.
+    """Checks that the losses of repeated steps on one batch fall.
 
     Args:
         losses: One per step, two or more.
@@ -237,7 +228,7 @@ def check_losses(losses: Sequence[float]) -> None:
     raise BenchError(Problem("loss", losses[-1], problem, remedy))
 
 
-def _few_steps(config: Config, num_steps: int) -> Config:
+def _shorten(config: Config, num_steps: int) -> Config:
     """The same work per step, with a learning rate that reaches its peak."""
     optimizer = dataclasses.replace(
         config.optimizer, schedule="constant", num_warmup_steps=num_steps
@@ -248,7 +239,7 @@ def _few_steps(config: Config, num_steps: int) -> Config:
     )
 
 
-def _make_batch(run: Run) -> Batch:
+def _place_batch(run: Run) -> Batch:
     """One global batch, on the devices."""
     rows, shardings = open_rows(run.config, "train"), run.plan.batch_sharding
     sizes = resolve_batch(run.config, run.plan.num_batch_shares)
@@ -277,14 +268,7 @@ def _take_steps(
 
 
 def steps_per_round(step_seconds: float) -> int:
-    """How many steps are timed together.
-
-    Args:
-        step_seconds: Of one step, above 0.
-
-    Returns:
-        1 to `STEPS_PER_ROUND`.
-    """
+    """Number of steps timed together, from the seconds of one step."""
     return min(STEPS_PER_ROUND, math.ceil(_ROUND_SECONDS / step_seconds))
 
 

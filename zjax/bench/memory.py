@@ -1,4 +1,4 @@
-"""What a run holds on a device: as arrays, by the allocator, by the compiler."""
+"""Device memory of a run: of its arrays, by the allocator, by the compiler."""
 
 from collections.abc import Sequence
 
@@ -9,15 +9,7 @@ from zjax.typing import Device
 
 
 def state_bytes(state: TrainState, device: Device) -> int:
-    """Bytes of a state in the memory of one device, as it lies there.
-
-    Args:
-        state: Its arrays, on their shards.
-        device: One of this process.
-
-    Returns:
-        The sum over the shards; what lies in the host's memory does not count.
-    """
+    """Bytes of a state's shards in the memory of one local device."""
     kind = device.default_memory().kind
     return sum(
         shard.data.nbytes
@@ -30,13 +22,10 @@ def state_bytes(state: TrainState, device: Device) -> int:
 
 
 def peak_bytes(devices: Sequence[Device]) -> int | None:
-    """Most memory that any of some devices has held in arrays since the start.
-
-    Args:
-        devices: Of this process.
+    """Most memory in arrays on any of some local devices since the start.
 
     Returns:
-        Bytes; None where the devices do not say, as CPUs.
+        Bytes; None if the devices do not report it, as CPUs.
     """
     stats = [device.memory_stats() or {} for device in devices]
     peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
@@ -44,14 +33,14 @@ def peak_bytes(devices: Sequence[Device]) -> int | None:
 
 
 def predicted_peak_bytes(compiled: jax.stages.Compiled | None) -> int | None:
-    """Memory that a program needs on a device while it runs.
+    """Device memory that a compiled program needs while it runs.
 
     Args:
-        compiled: Of `Step.compile`; None gives None.
+        compiled: Result of `Step.compile`; None gives None.
 
     Returns:
-        Bytes of arguments, results that do not reuse them, and temporaries; None where
-        the compiler does not say.
+        Bytes of arguments, results that are not aliased to them, and temporaries; None
+        if the compiler does not report it.
     """
     analysis = None if compiled is None else compiled.memory_analysis()
     if analysis is None:

@@ -1,10 +1,10 @@
-"""What a comparison found, in the one form of `examples/benchmarks/results/*.json`.
+"""Results of comparisons, and their files `examples/benchmarks/results/*.json`.
 
 A file holds `id, claim, theme, headline, command, date, device, versions`, then `ours,
 peer, must, aim, ratio` (or `cases`, a list of these five with a `name` each), then
 `higher_is_better`, `notes` and `outdated`. A side is `name, median, min, max, n, unit`.
-A ratio is ours over the peer's; `must` and `aim` are those that were asked and hoped
-for, or null.
+The ratio is ours over the peer's; `must` and `aim` are the required and the hoped-for
+ratio, or null.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from zjax.errors import BenchError, Problem
 from zjax.reading import parse_json, read_text
 
 _ID = re.compile(r"[a-z0-9_]+")
-_OF_CASE = ("ours", "peer", "must", "aim", "ratio")
+_CASE_KEYS = ("ours", "peer", "must", "aim", "ratio")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Side:
     """One number of a comparison.
 
     Args:
-        name: Who reached it.
-        median: Of the measurements.
-        min: The least of them.
-        max: The most of them.
-        n: How many there were; 1 for a number that is counted or stated.
-        unit: Of all three.
+        name: Contestant.
+        median: Median of the measurements.
+        min: Minimum.
+        max: Maximum.
+        n: Number of measurements; 1 for a counted or stated number.
+        unit: Unit of all three.
     """
 
     name: str
@@ -51,12 +51,11 @@ class Comparison:
     """Two numbers of one kind.
 
     Args:
-        name: Tells the comparisons of one result apart; empty where there is one.
-        ours: That of zjax.
-        peer: What it is compared with.
-        must: Ratio that was asked for, as a least one (a greatest one where lower is
-            better); None where none was.
-        aim: Ratio that was hoped for.
+        name: Name within the result; empty if it is the only one.
+        ours: Number of zjax.
+        peer: Number it is compared with.
+        must: Required ratio, a minimum (a maximum where lower is better), or None.
+        aim: Ratio that is hoped for, or None.
     """
 
     name: str
@@ -73,24 +72,23 @@ class Comparison:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What was found for one claim.
+    """The result of one claim.
 
     Args:
         id: Lower-case letters, digits and underscores.
         claim: One sentence that the ratios support or refute.
-        theme: What it is about, a key of `THEMES`.
-        headline: The claim in a few words; empty where the summary names the result
-            only if it was not reached.
-        command: What was typed, from the root of the repository.
-        date: Of the measurement, YYYY-MM-DD.
+        theme: Key of `THEMES`.
+        headline: The claim in a few words; if empty, the summary names the result only
+            if it missed its bar.
+        command: Command, run from the root of the repository.
+        date: Date of the measurement, YYYY-MM-DD.
         device: Number and kind of the devices.
-        versions: Of the software on both sides.
+        versions: Versions of the software on both sides.
         cases: One comparison, or several with names.
-        higher_is_better: Whether a ratio above 1 speaks for zjax.
-        notes: What a reader should know besides.
-        outdated: How what was measured differs from what the command measures now;
-            empty where it does not. Written into the file of a row that cannot be run
-            again at once.
+        higher_is_better: Whether a ratio above 1 favours zjax.
+        notes: Remarks for the reader.
+        outdated: How the measurement differs from what the command measures now, if it
+            cannot be repeated at once; else empty.
     """
 
     id: str
@@ -107,14 +105,14 @@ class Result:
     outdated: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """The result in the form of the files."""
+        """The result as it is stored in a file."""
         plain = dataclasses.asdict(self)
         cases = [
             dataclasses.asdict(case) | {"ratio": case.ratio} for case in self.cases
         ]
         found = {"cases": cases}
         if len(cases) == 1:
-            found = {key: cases[0][key] for key in _OF_CASE}
+            found = {key: cases[0][key] for key in _CASE_KEYS}
         heading = (
             "id",
             "claim",
@@ -134,15 +132,15 @@ class Result:
 
 
 def verdict(case: Comparison, higher_is_better: bool) -> str:
-    """What a ratio means against the bar of its own row.
+    """The verdict on a ratio against the bar of its own row.
 
     Args:
-        case: What was found, and asked for.
-        higher_is_better: Whether a ratio above 1 speaks for zjax.
+        case: The comparison.
+        higher_is_better: Whether a ratio above 1 favours zjax.
 
     Returns:
-        `aim reached`, `met`, or `missed by 5 %` of the bar; where there is none,
-        `aim reached`, `aim not reached` or `no bar`.
+        `aim reached`, `met` or `missed by 5 %` (of the bar); without a bar `aim
+        reached`, `aim not reached` or `no bar`.
 
     Example:
         >>> sides = [Side("", n, n, n, 1, "s") for n in (57, 100)]
@@ -165,17 +163,17 @@ def verdict(case: Comparison, higher_is_better: bool) -> str:
 
 
 def write_result(result: Result, folder: str | os.PathLike[str]) -> pathlib.Path:
-    """Checks a result and writes it.
+    """Checks a result and writes it to `<id>.json`.
 
     Args:
-        result: What was found.
-        folder: Where results lie; made if missing.
+        result: The result.
+        folder: Folder of results; created if missing.
 
     Returns:
-        The file, `<id>.json`.
+        Path of the file.
 
     Raises:
-        BenchError: All that is wrong with the result.
+        BenchError: The result has mistakes.
     """
     problems = list(result_problems(result))
     if problems:
@@ -187,23 +185,17 @@ def write_result(result: Result, folder: str | os.PathLike[str]) -> pathlib.Path
 
 
 def read_result(path: str | os.PathLike[str]) -> Result:
-    """Reads and checks what `write_result` wrote.
-
-    Args:
-        path: A JSON file.
-
-    Returns:
-        The result.
+    """Reads and checks a file of `write_result`.
 
     Raises:
-        BenchError: It has other keys, or all that is wrong with its numbers.
+        BenchError: The file has other keys, or the result has mistakes.
     """
     remedy = "write it anew with `zjax bench --contest=...`"
     try:
         given = parse_json(read_text(path))
         cases = given.pop("cases", None)
         if cases is None:
-            sides = {key: given.pop(key) for key in _OF_CASE}
+            sides = {key: given.pop(key) for key in _CASE_KEYS}
             cases = [{"name": "", **sides}]
         ratios = [case.pop("ratio") for case in cases]
         result = Result(**given, cases=tuple(map(_comparison, cases)))
@@ -223,14 +215,7 @@ def read_result(path: str | os.PathLike[str]) -> Result:
 
 
 def result_problems(result: Result) -> Iterator[Problem]:
-    """Finds what makes a result unusable.
-
-    Args:
-        result: Of any content.
-
-    Yields:
-        One problem per mistake.
-    """
+    """Yields a problem for each mistake in a result."""
     if not _ID.fullmatch(result.id):
         remedy = "use lower-case letters, digits and underscores"
         yield Problem("id", result.id, "is not a name for a file", remedy)

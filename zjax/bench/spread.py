@@ -7,14 +7,7 @@ from collections.abc import Callable, Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Median and range of some measurements.
-
-    Args:
-        median: Of all.
-        min: The least.
-        max: The most.
-        n: How many there are, 1 or more.
-    """
+    """Median and range of n measurements, 1 or more."""
 
     median: int | float
     min: int | float
@@ -23,13 +16,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[int | float]) -> "Spread":
-        """Sums up measurements.
-
-        Args:
-            values: One or more.
-
-        Returns:
-            Their median and range.
+        """Summarises one or more measurements.
 
         Example:
             >>> Spread.of([3.0, 1.0, 2.0]).describe("{:.1f}".format)
@@ -38,14 +25,7 @@ class Spread:
         return cls(statistics.median(values), min(values), max(values), len(values))
 
     def describe(self, form: Callable[[int | float], str]) -> str:
-        """The median and, if there are several, the range.
-
-        Args:
-            form: Writes one number.
-
-        Returns:
-            A few words.
-        """
+        """The median and, if n > 1, the range; `form` formats one number."""
         if self.n == 1:
             return form(self.median)
         ends = f"{form(self.min)} to {form(self.max)}"

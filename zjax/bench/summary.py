@@ -1,4 +1,4 @@
-"""All results on one screen: counts, headlines, and names of what was not reached."""
+"""The summary of all results: counts, headlines, and what missed its bar."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,45 +30,37 @@ _OLDER = "older revision"
 
 
 def describe_results(results: Sequence[Result], links: Mapping[str, str]) -> str:
-    """The summary of results.
+    """The summary in Markdown.
 
     Args:
-        results: All of them.
-        links: To the page of each theme.
+        results: All results.
+        links: Link to the page of each theme.
 
     Returns:
-        Markdown: one sentence, the counts of each theme, a line for each headline, and
-        the names of all results that missed their bar, are behind their peer, or are
-        of an older revision.
+        One sentence, counts per theme, a line per headline, and the names of results
+        that missed their bar, are behind their peer, or are from an older revision.
     """
     parts = [
         count_verdicts(results),
         "\n".join(_counts(results, links)),
         "\n".join(_headlines(results)),
-        *_named("Missed what was asked", results, _is_missed),
-        *_named("Behind the peer, by no more than was asked", results, _is_behind),
-        *_named("Of an older revision", results, lambda result, _: result.outdated),
+        *_named("Missed their bar", results, _is_missed),
+        *_named("Behind the peer, within their bar", results, _is_behind),
+        *_named("From an older revision", results, lambda result, _: result.outdated),
     ]
     return "\n\n".join(part for part in parts if part)
 
 
 def count_verdicts(results: Sequence[Result]) -> str:
-    """How the comparisons of some results stand.
-
-    Args:
-        results: What was found.
-
-    Returns:
-        One sentence.
-    """
+    """One sentence that counts the verdicts of some results."""
     found = _verdicts(results)
     missed = sum(meaning.startswith("missed") for meaning in found)
-    unasked = found.count("no bar") + found.count("aim not reached")
+    without_bar = found.count("no bar") + found.count("aim not reached")
     old = sum(len(result.cases) for result in results if result.outdated)
     return (
-        f"Of {len(found)} comparisons {found.count('aim reached')} reach their aim, "
-        f"{found.count('met')} meet what was asked, {missed} miss it, and of {unasked} "
-        f"no more than an aim was stated, if that; {old} are of an older revision."
+        f"Of {len(found)} comparisons, {found.count('aim reached')} reach their aim, "
+        f"{found.count('met')} meet their bar, {missed} miss it and {without_bar} have "
+        f"no bar; {old} are from an older revision."
     )
 
 
@@ -100,7 +92,7 @@ def _counts(results: Sequence[Result], links: Mapping[str, str]) -> list[str]:
 
 
 def _headlines(results: Iterable[Result]) -> list[str]:
-    """One line per claim with a headline: its newest result, and its worst case."""
+    """One line per claim with a headline: its newest result and worst case."""
     newest: dict[str, Result] = {}
     for result in results:
         claim = re.sub(r"_x\d+$", "", result.id)
@@ -120,7 +112,7 @@ def _headlines(results: Iterable[Result]) -> list[str]:
 
 
 def _age(result: Result | None) -> tuple[bool, str]:
-    """Compares greater for a newer result; all are newer than None."""
+    """Sort key that is greater for a newer result; None is the oldest."""
     return (not result.outdated, result.date) if result else (False, "")
 
 
@@ -166,7 +158,7 @@ def _named(
     results: Iterable[Result],
     belongs: Callable[[Result, Comparison], object],
 ) -> list[str]:
-    """One paragraph with the names of results of which some comparison belongs."""
+    """One paragraph with the names of results for which some comparison belongs."""
     names, total = [], 0
     for result in results:
         chosen = [case for case in result.cases if belongs(result, case)]

@@ -13,14 +13,14 @@ from zjax.errors import BenchError, Problem
 BEGIN = "<!-- results: written by `zjax bench --contest`, from the files it names -->"
 END = "<!-- end of results -->"
 PAGES = pathlib.Path("docs", "benchmarks")
-"""The pages of themes, from the folder of the summary."""
+"""Folder of the theme pages, relative to the summary."""
 _COLUMNS = (
     "row",
     "claim",
     "ours",
     "peer",
     "ours / peer",
-    "asked",
+    "bar",
     "verdict",
     "where",
     "notes",
@@ -31,15 +31,15 @@ _COLUMNS = (
 def update_table(path: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:
     """Rewrites the summary of all results and the page of each theme.
 
-    Only what stands between the lines `BEGIN` and `END` of a file is rewritten. A theme
-    that has results and no page gets a page in `docs/benchmarks/`, beside the summary.
+    Only the text between the lines `BEGIN` and `END` is rewritten. A missing page of a
+    theme with results is created in `docs/benchmarks/`, beside the summary.
 
     Args:
         path: The summary, a Markdown file with the two lines.
-        folder: Holds the results, `*.json`.
+        folder: Folder of the results, `*.json`.
 
     Raises:
-        BenchError: A file has no place for its table, or a result is not sound.
+        BenchError: A file lacks the two lines, or a result has mistakes.
     """
     path, folder = pathlib.Path(path), pathlib.Path(folder)
     files = sorted(folder.glob("*.json"), key=_order)
@@ -62,7 +62,7 @@ def update_table(path: str | os.PathLike[str], folder: str | os.PathLike[str]) -
 
 
 def _replace(path: pathlib.Path, text: str) -> None:
-    """Puts a text between the two lines of a file."""
+    """Replaces the text between the two lines of a file."""
     content = path.read_text() if path.is_file() else ""
     before, begin, rest = content.partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -74,15 +74,7 @@ def _replace(path: pathlib.Path, text: str) -> None:
 
 
 def table_rows(result: Result, link: str) -> list[str]:
-    """The lines of one result.
-
-    Args:
-        result: What was found.
-        link: To its file.
-
-    Returns:
-        One line of Markdown per comparison.
-    """
+    """Markdown lines of one result, one per comparison, linking to its file."""
     rows = []
     for case in result.cases:
         name = f"[{result.id}]({link})" + (f": {case.name}" if case.name else "")
@@ -92,7 +84,7 @@ def table_rows(result: Result, link: str) -> list[str]:
             describe_side(case.ours),
             describe_side(case.peer),
             f"**{case.ratio:.3f}**",
-            _asked(case, result.higher_is_better),
+            _bar(case, result.higher_is_better),
             _bold_if_missed(verdict(case, result.higher_is_better)),
             _where(result),
             result.notes,
@@ -102,7 +94,7 @@ def table_rows(result: Result, link: str) -> list[str]:
     return rows
 
 
-def _asked(case: Comparison, higher_is_better: bool) -> str:
+def _bar(case: Comparison, higher_is_better: bool) -> str:
     bound = "at least" if higher_is_better else "at most"
     bars = {bound: case.must, "aim": case.aim}
     return ", ".join(f"{name} {x:g}" for name, x in bars.items() if x is not None)
@@ -118,6 +110,6 @@ def _where(result: Result) -> str:
 
 
 def _order(file: pathlib.Path) -> tuple[str, int]:
-    """By id, then by number of devices."""
+    """Sort key: id, then number of devices."""
     found = re.fullmatch(r"(.+)_x(\d+)", file.stem)
     return (found[1], int(found[2])) if found else (file.stem, 0)

@@ -1,4 +1,4 @@
-"""What claims are about: one page of results each."""
+"""Themes of claims; each has one page of results."""
 
 from typing import Literal, get_args
 
@@ -6,4 +6,4 @@ Theme = Literal["speed", "memory", "offload", "sparse_attention", "parallelism"]
 THEMES: dict[str, str] = {
     theme: theme.replace("_", " ").capitalize() for theme in get_args(Theme)
 }
-"""Headings of the themes, in the order of the summary."""
+"""Headings by theme, in the order of the summary."""

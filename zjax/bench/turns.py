@@ -1,4 +1,4 @@
-"""Contestants as programs, one after the other, and a record of each as it ends."""
+"""Runs the programs of a contest one after another and records each."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ from zjax.reading import MOST_INDEX_BYTES, parse_json, read_text
 _PROBE = """import jax, json
 devices = jax.devices()
 print(json.dumps([len(devices), devices[0].device_kind]))"""
-_PATIENCE_SECONDS = 20
+_STOP_SECONDS = 20
 """How long a stopped program may take to end its own children."""
 _TAIL_LINES = 15
 _OUT_OF_MEMORY = re.compile("out of memory|RESOURCE_EXHAUSTED", re.IGNORECASE)
@@ -32,12 +32,12 @@ _OUT_OF_MEMORY = re.compile("out of memory|RESOURCE_EXHAUSTED", re.IGNORECASE)
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Where a contest takes place.
+    """Where a contest runs.
 
     Args:
-        identity: The same for two records only if they come from one machine.
+        identity: Digest that is equal only for records from one machine.
         device: Kind of the devices.
-        num_devices: How many there are.
+        num_devices: Number of devices.
     """
 
     identity: str
@@ -47,13 +47,13 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """How one contestant did.
+    """The outcome of one contestant.
 
     Args:
-        name: Of the contestant.
-        machine: Where.
-        date: When, YYYY-MM-DD.
-        result: What it printed; empty if it failed.
+        name: Name of the contestant.
+        machine: Machine it ran on.
+        date: Date, YYYY-MM-DD.
+        result: Printed result; empty if it failed.
         failure: Why it failed; empty if it did not.
     """
 
@@ -65,13 +65,7 @@ class Record:
 
 
 def find_machine(environment: Mapping[str, str]) -> Machine:
-    """Looks at the devices from another process, so that this one holds none.
-
-    Args:
-        environment: Of the programs.
-
-    Returns:
-        The machine.
+    """Finds the devices in a subprocess, so that this process holds none.
 
     Raises:
         BenchError: JAX finds no device.
@@ -91,22 +85,22 @@ def find_machine(environment: Mapping[str, str]) -> Machine:
 def take_turns(
     contestants: Iterable[Contestant],
     machine: Machine,
-    place: pathlib.Path,
+    stem: pathlib.Path,
     environment: Mapping[str, str],
 ) -> Iterator[Record]:
-    """Runs programs in turn; what one prints goes to a log, how it did to a list.
+    """Runs programs in turn; logs their output and appends a record for each.
 
     Args:
-        contestants: In this order.
-        machine: Where this is.
-        place: Without a suffix: `<place>.log` and `<place>.jsonl` are appended to.
-        environment: Of the programs, besides their own variables.
+        contestants: Programs in order.
+        machine: This machine.
+        stem: Path without suffix: `<stem>.log` and `<stem>.jsonl` are appended to.
+        environment: Environment of the programs, besides their own variables.
 
     Yields:
-        One record per contestant, which is on disk by then.
+        One record per contestant, already on disk.
     """
-    place.parent.mkdir(parents=True, exist_ok=True)
-    log, records = place.with_suffix(".log"), place.with_suffix(".jsonl")
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    log, records = stem.with_suffix(".log"), stem.with_suffix(".jsonl")
     for contestant in contestants:
         words = contestant.words(sys.executable, machine.num_devices)
         environ = {**environment, **contestant.environment}
@@ -132,7 +126,7 @@ def take_turns(
 
 
 def read_records(paths: Iterable[str | os.PathLike[str]]) -> list[Record]:
-    """Reads what `take_turns` has written.
+    """Reads the records that `take_turns` wrote.
 
     Args:
         paths: `.jsonl` files of one contest.
@@ -141,8 +135,8 @@ def read_records(paths: Iterable[str | os.PathLike[str]]) -> list[Record]:
         The last record of each contestant.
 
     Raises:
-        BenchError: A file that is not of this kind, or records of several machines,
-            which say nothing about each other.
+        BenchError: A file is not of this kind, or the records are from several machines
+            and cannot be compared.
     """
     paths = [str(path) for path in paths]
     records: dict[str, Record] = {}
@@ -171,7 +165,7 @@ def _run(
     output: IO[str],
     timeout: int | float,
 ) -> str:
-    """Why the program failed; empty if it ended well."""
+    """Runs a program; returns why it failed, or an empty string."""
     with _exit_on_sigterm():
         try:
             program = subprocess.Popen(
@@ -204,12 +198,12 @@ def _exit_on_sigterm() -> Iterator[None]:
 
 
 def _stop(program: subprocess.Popen) -> None:
-    """Ends a program and what it started."""
+    """Ends a program and its children."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(program.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            program.wait(_PATIENCE_SECONDS)
+            program.wait(_STOP_SECONDS)
 
 
 def _judge(text: str, failure: str) -> tuple[dict[str, Any], str]:
@@ -229,7 +223,7 @@ def _judge(text: str, failure: str) -> tuple[dict[str, Any], str]:
 
 
 def _identity() -> str:
-    """A digest, as results are published and names of hosts are not."""
+    """A digest of host and GPUs; results are published, host names are not."""
     text = platform.node()
     if shutil.which("nvidia-smi"):
         gpus = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
