@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,23 @@ NAMES = ("loss", "grad_norm", "auxiliary_loss", "up", "size", "error")
 PATHS = {
     "stage 1": (8, {"zero": {"stage": 1}}),
     "stage 3": (8, {"zero": {"stage": 3}}),
+    "pipeline": (8, {"mesh": {"pipeline": 2, "data": 4}, "zero": {"stage": 1}}),
+    "pipeline, stage 3, weights apart": (
+        4,
+        {
+            "mesh": {"pipeline": 2, "data": 2},
+            "zero": {"stage": 3},
+            "pipeline": {"schedule": "zb_h1", "recompute": False},
+        },
+    ),
+    "pipeline, 4 stages": (
+        8,
+        {
+            "mesh": {"pipeline": 4, "data": 2},
+            "zero": {"stage": 2},
+            "pipeline": {"schedule": "gpipe", "recompute": False},
+        },
+    ),
     "blocks on the host": (8, {"zero": {"stage": 1} | HOST}),
     "blocks on the host, one keeps its products": (8, {"zero": {"stage": 3} | HOST}),
 }
@@ -78,6 +96,25 @@ def test_every_path_computes_what_one_device_does(path, num_microbatches):
         model = dataclasses.replace(model, keeps=keeps)
     found = metrics_of(num_devices, settings, model, num_microbatches)
     assert_same(found, on_one_device(num_microbatches))
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "mesh", "settings"),
+    [
+        ((1, 7), {"pipeline": 2, "data": 2}, {"pipeline.schedule": "interleaved"}),
+        ((3, 4), {"pipeline": 4}, {"pipeline.recompute": False}),
+    ],
+    ids=["interleaved, empty slots", "kept, blocks change their stage"],
+)
+def test_stages_run_the_blocks_of_a_line_in_order(
+    num_blocks, mesh, settings, monkeypatch
+):
+    """Fails if a block is run twice, never, on other weights or before another."""
+    model = two_segments.resized(monkeypatch, *num_blocks)
+    expected = metrics_of(1, {"zero": {"stage": 0}}, model, 4, UNEQUAL)
+    settings = settings | {"mesh": mesh, "zero": {"stage": 2}}
+    found = metrics_of(math.prod(mesh.values()), settings, model, 4, UNEQUAL)
+    assert_same(found, expected)
 
 
 def test_what_blocks_add_counts_by_the_weight_of_the_microbatch():

@@ -46,13 +46,20 @@ def join(embed, segments, head):
     return {**embed, **dict(zip(SEGMENTS, segments, strict=True)), **head}
 
 
-STACK = zjax.Stack(
-    embed,
-    tuple(zjax.Segment(block, SEGMENTS[block.__name__][0]) for block in (narrow, wide)),
-    head,
-    split,
-    join,
-)
+def make_stack():
+    numbers = (SEGMENTS[block.__name__][0] for block in (narrow, wide))
+    segments = tuple(map(zjax.Segment, (narrow, wide), numbers))
+    return zjax.Stack(embed, segments, head, split, join)
+
+
+STACK = make_stack()
+
+
+def resized(monkeypatch, num_narrow, num_wide):
+    """A model of other numbers of blocks."""
+    for name, number in (("narrow", num_narrow), ("wide", num_wide)):
+        monkeypatch.setitem(SEGMENTS, name, (number, SEGMENTS[name][1]))
+    return make_model(stack=make_stack())
 
 
 def init(key, only=None):

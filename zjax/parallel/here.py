@@ -16,7 +16,7 @@ class Here:
     """A stage in a tick: the chunk whose turn it is, and what that reads and is.
 
     Args:
-        chunks: The layers of each chunk.
+        chunks: The layers of each chunk, by segment.
         lane: The pass of the stage.
         rest: Context, key and int32[] number of the chunk in the model.
         is_due: bool[], whether the stage has a pass; else what it hands on is not read,
@@ -29,7 +29,7 @@ class Here:
         layers: Those of the chunk, in `in_chunk`.
     """
 
-    chunks: list[list[Params]]
+    chunks: list[list[list[Params]]]
     lane: Lane
     rest: tuple[Any, Any, jax.Array]
     is_due: jax.Array
@@ -38,7 +38,7 @@ class Here:
     fetches: bool
     communicates: bool
     chunk: int | None = None
-    layers: list[Params] | None = None
+    layers: list[list[Params]] | None = None
 
     def in_chunk(self, run: Callable[..., Any], *args: Any) -> Any:
         """Calls `run(here, *args)` where `here` has the layers of its chunk.
@@ -47,7 +47,7 @@ class Here:
         what communicates must not hang on what a stage decides, and has a copy.
         """
 
-        def own_layers(chunk: int) -> list[Params]:
+        def own_layers(chunk: int) -> list[list[Params]]:
             return self.chunks[chunk]
 
         def run_alone(chunk: int, *args: Any) -> Any:
@@ -63,7 +63,7 @@ class Here:
             return by_chunk(run_alone, *args)
         return run(dataclasses.replace(self, layers=by_chunk(own_layers)), *args)
 
-    def args(self, values: Any) -> tuple[list[Params], Any, Any]:
+    def args(self, values: Any) -> tuple[list[list[Params]], Any, Any]:
         """What a pass takes: layers, values of its own, and the rest."""
         assert self.layers is not None
         if not self.fetches:

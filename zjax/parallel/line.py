@@ -15,8 +15,9 @@ class Line:
 
     Args:
         embed: `embed(params, batch, key) -> (stream, context)`.
-        chunk: `chunk(layers, stream, context, key, number) -> stream`: those of one
-            chunk, a list; int32[] `number` counts the chunks of the model.
+        chunk: `chunk(layers, stream, context, key, number) -> stream`: a list of those
+            of one chunk for each segment; int32[] `number` counts the chunks of the
+            model.
         head: `head(params, stream, batch, weight) -> (objective, loss)`: what to
             differentiate, and what to report, of a microbatch of float32[] `weight`.
         fetches: Whether these gather the parameters, which then are there for one pass

@@ -48,7 +48,7 @@ class Pipeline:
         recomputes: Whether a stage keeps only what entered it until its backward pass,
             and computes the rest again.
         reduce: For each of the `Parts`, `reduce(grads) -> grads`, as they are added;
-            those of stages are a list of layers.
+            those of stages are lists of layers, one for each segment.
         adds_in_products: Whether products add to the sums of stages by themselves;
             `reduce` then says where these are, and no more.
     """
@@ -298,7 +298,7 @@ class _Step:
         backward = self.passes(here, cotangent).backward
         return split_backward(backward, *here.args(left), cotangent)
 
-    def chunk(self, layers: list[Params], stream: Any, rest: Any) -> Any:
+    def chunk(self, layers: list[list[Params]], stream: Any, rest: Any) -> Any:
         return self.line.chunk(layers, stream, *rest)
 
     def added(

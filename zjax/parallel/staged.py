@@ -6,7 +6,7 @@ each stage sees what is its own.
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -76,32 +76,34 @@ def make_room(shape: tuple[int, ...], dtype: Any, value: int | float = 0) -> jax
     return jax.lax.with_sharding_constraint(jnp.full(shape, value, dtype), spec)
 
 
-def cut(stages: Any) -> list[list[Any]]:
-    """Takes layers out of their stack, which in a loop each turn would copy.
+def cut(stages: Sequence[Any]) -> list[list[list[Any]]]:
+    """Takes layers out of their stacks, which in a loop each turn would copy.
 
     Args:
-        stages: Arrays [stages, chunks, layers, ...].
+        stages: For each segment, a tree of arrays [stages, chunks, layers, ...].
 
     Returns:
-        By chunk and layer, arrays [stages, ...].
+        By chunk, segment and layer, arrays [stages, ...].
     """
-    _, num_chunks, num_layers, *_ = jax.tree.leaves(stages)[0].shape
-    return [
-        [
-            jax.tree.map(lambda x, c=c, i=i: x[:, c, i], stages)
-            for i in range(num_layers)
+
+    def layers(segment: Any, chunk: int) -> list[Any]:
+        number = jax.tree.leaves(segment)[0].shape[2]
+        return [
+            jax.tree.map(lambda x, i=i: x[:, chunk, i], segment) for i in range(number)
         ]
-        for c in range(num_chunks)
-    ]
+
+    num_chunks = jax.tree.leaves(stages)[0].shape[1]
+    return [[layers(segment, c) for segment in stages] for c in range(num_chunks)]
 
 
-def stack(chunks: list[list[Any]]) -> Any:
+def stack(chunks: list[list[list[Any]]]) -> tuple[Any, ...]:
     """The inverse of `cut`."""
 
-    def joined(trees: list[Any]) -> Any:
+    def joined(trees: Sequence[Any]) -> Any:
         return jax.tree.map(lambda *x: jnp.stack(x, 1), *trees)
 
-    return joined([joined(layers) for layers in chunks])
+    segments = zip(*chunks, strict=True)
+    return tuple(joined([joined(layers) for layers in each]) for each in segments)
 
 
 def make_buffers(shapes: Any, num_slots: int) -> Any:

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import zjax
-from tests.support import lines, pipelines
+from tests.support import lines, pipelines, two_segments
 from zjax.errors import PlanError
 from zjax.initialize import make_run
 from zjax.models.build import make_model
@@ -33,7 +33,8 @@ def test_what_is_split_is_joined_again(tied):
     params, _ = model.init(jax.random.key(0))
     partition = StagePartition(model, plan_of(config, model))
     parts = partition.split(params)
-    assert parts.stages["mlp"]["up"]["kernel"].shape[0] == config.model.num_layers
+    (blocks,) = parts.stages
+    assert blocks["mlp"]["up"]["kernel"].shape[0] == config.model.num_layers
     joined = partition.join(parts)
     if tied:
         params["embedding"]["tokens"] *= 2  # as the sum of two gradients
@@ -55,8 +56,8 @@ def test_model_that_is_no_line_is_refused():
         config = {"mesh.pipeline": 2}
         zjax.initialize((init, apply), optax.sgd(0.1), loss_fn, batch, config)
     assert str(error.value) == (
-        "mesh.pipeline=2 cannot cut a model that is no line of equal blocks; use 1, or "
-        "a model with a zjax.Stack of one segment"
+        "mesh.pipeline=2 cannot cut a model that is no line of blocks; use 1, or "
+        "a model with a zjax.Stack"
     )
 
 
@@ -74,7 +75,7 @@ def test_blocks_that_are_not_stacked_are_refused():
         StagePartition(other, plan_of(config, model))
     assert str(error.value) == (
         "mesh.pipeline=2 cannot cut blocks whose arrays do not stack them; use 1, or a "
-        "model with a zjax.Stack of one segment"
+        "model with a zjax.Stack"
     )
 
 
@@ -170,6 +171,18 @@ def test_weight_that_follows_from_more_than_the_batch_is_refused():
     assert str(error.value) == (
         "mesh.pipeline=2 needs weights that follow from the batch alone; use 1, or "
         "have Stack.head compute its weight from nothing else"
+    )
+
+
+def test_stages_that_would_hold_all_blocks_are_refused(monkeypatch):
+    """Fails if a pipeline runs whose every stage takes as long as one device."""
+    model = two_segments.resized(monkeypatch, 1, 1)
+    with pytest.raises(PlanError) as error:
+        settings = {"mesh.pipeline": 2}
+        zjax.initialize(model, None, None, two_segments.make_batch(), settings)
+    assert str(error.value) == (
+        "mesh.pipeline=2 gives each stage room for all 2 blocks, as each has some for "
+        "blocks of each of 2 segments; use 1, or fewer segments"
     )
 
 

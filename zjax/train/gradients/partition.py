@@ -1,4 +1,4 @@
-"""A model that is a line of equal blocks, parted into the stages of a pipeline."""
+"""The arrays of a model, split into its embedding, its stacked blocks and its head."""
 
 import dataclasses
 from typing import Any
@@ -18,29 +18,31 @@ from zjax.typing import Batch, Model, Params
 
 
 class StagePartition:
-    """Takes trees of a model apart into embedding, stacked layers and head.
+    """Splits trees of a model into embedding, the blocks of each segment, and head.
 
     Args:
-        model: It has a stack of one segment.
+        model: It has a stack.
         plan: Says which arrays stack layers.
 
     Raises:
-        PlanError: The model is not a line of equal blocks whose arrays stack them, or
-            its stack does more than to select leaves and to put them back.
+        PlanError: The model is no line of blocks whose arrays stack them, or its stack
+            does more than select leaves and put them back.
     """
 
     def __init__(self, model: Model, plan: Plan):
         stack = model.stack
-        if stack is None or len(stack.segments) != 1:
-            raise PlanError(_no_line(plan, "a model that is no line of equal blocks"))
+        if stack is None:
+            raise PlanError(_no_line(plan, "a model that is no line of blocks"))
         self.plan, self.stack = plan, stack
         self.rows = plan.master
         paths = [row.path for row in jax.tree.leaves(plan.master)]
         _, self.blocks, _ = self._selected(plan.master)
         self.index = {path: number for number, path in enumerate(paths)}
-        if not all(map(_is_stack, jax.tree.leaves(self.blocks, is_leaf=_is_layers))):
-            problem = "blocks whose arrays do not stack them"
-            raise PlanError(_no_line(plan, problem))
+        for segment, blocks in zip(stack.segments, self.blocks, strict=True):
+            stacks = jax.tree.leaves(blocks, is_leaf=_is_layers)
+            if not all(_is_stack(x, segment.num_blocks) for x in stacks):
+                problem = "blocks whose arrays do not stack them"
+                raise PlanError(_no_line(plan, problem))
         arrays = jax.tree.map(
             lambda row: jax.ShapeDtypeStruct(row.stored_shape, row.stored_dtype),
             plan.master,
@@ -50,7 +52,7 @@ class StagePartition:
             raise PlanError(_no_selection(plan, "join", problem))
 
     def split(self, tree: Any) -> Parts:
-        """Arrays, or rows, of the embedding, of all layers, and of the head."""
+        """Arrays, or rows, of the embedding, of each segment, and of the head."""
         leaves = jax.tree.leaves(tree)
         embed, _, head = self._selected(tree)
         stages = jax.tree.map(
@@ -66,7 +68,7 @@ class StagePartition:
         pairs = zip(stacks, jax.tree.leaves(parts.stages), strict=True)
         stacked = {marks[0].path: x for marks, x in pairs}
         try:
-            joined = self.stack.join(parts.embed, (self.blocks,), parts.head)
+            joined = self.stack.join(parts.embed, self.blocks, parts.head)
         except Exception as error:  # the function is the user's, and may raise anything
             problem = f"fails with {type(error).__name__} on layers that are no arrays"
             raise PlanError(_no_selection(self.plan, "join", problem)) from error
@@ -125,20 +127,20 @@ class StagePartition:
     def _embedded(self, params: Params, batch: Batch) -> tuple[Any, Any]:
         return self.stack.embed(params, batch, None)
 
-    def _selected(self, tree: Any) -> tuple[Any, Any, Any]:
+    def _selected(self, tree: Any) -> tuple[Any, tuple[Any, ...], Any]:
         try:
-            embed, (blocks,), head = self.stack.split(self._marked(tree))
+            embed, blocks, head = self.stack.split(self._marked(tree))
+            pairs = zip(self.stack.segments, blocks, strict=True)
+            return embed, tuple(own for _, own in pairs), head
         except Exception as error:  # the function is the user's, and may raise anything
             problem = f"fails with {type(error).__name__} on leaves that are no arrays"
             raise PlanError(_no_selection(self.plan, "split", problem)) from error
-        return embed, blocks, head
 
     def _marked(self, tree: Any) -> Any:
         def one(row: ArrayPlan, x: Any) -> Any:
             if not row.num_layers:
                 return x
-            number = self.stack.segments[0].num_blocks
-            marks = (_Mark(row.path, layer) for layer in range(number))
+            marks = (_Mark(row.path, layer) for layer in range(row.num_layers))
             return Layers(marks, name_of(row.path))
 
         return jax.tree.map(one, self.rows, tree)
@@ -156,11 +158,13 @@ def _is_layers(x: Any) -> bool:
     return isinstance(x, Layers)
 
 
-def _is_stack(x: Any) -> bool:
+def _is_stack(x: Any, num_blocks: int) -> bool:
     """Whether all layers of one array are there, in their order."""
-    return _is_layers(x) and all(
-        isinstance(mark, _Mark) and mark.layer == number
-        for number, mark in enumerate(x)
+    return (
+        _is_layers(x)
+        and len(x) == num_blocks
+        and all(isinstance(mark, _Mark) for mark in x)
+        and [mark.layer for mark in x] == list(range(num_blocks))
     )
 
 
@@ -173,7 +177,7 @@ def _of_size(plan: Plan, problem: str, remedy: str) -> Problem:
 
 
 def _no_line(plan: Plan, what: str) -> Problem:
-    remedy = "use 1, or a model with a zjax.Stack of one segment"
+    remedy = "use 1, or a model with a zjax.Stack"
     return _of_size(plan, f"cannot cut {what}", remedy)
 
 

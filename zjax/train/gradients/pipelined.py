@@ -36,7 +36,7 @@ class PipelinedModel:
     """A model and how its stages run.
 
     Args:
-        model: It has a stack of one segment, whose arrays stack their layers.
+        model: It has a stack, whose arrays stack their layers.
         schedule: The passes of a step.
         recomputes: Whether a stage keeps only what entered it until its backward pass.
         keeps: What a block keeps besides, as a policy of `jax.checkpoint`; None keeps
@@ -63,7 +63,7 @@ def pipelined_gradients(
         Pure functions of the stored master parameters.
 
     Raises:
-        PlanError: The model is not a line of equal blocks whose arrays stack them.
+        PlanError: The model is no line of blocks whose arrays stack them.
     """
     model, schedule = pipelined.model, pipelined.schedule
     padded = _with_padded_layers(plan)
@@ -214,8 +214,12 @@ class PipelinedGradients:
     def pipeline(self, scale: jax.Array, unit: jax.Array) -> Pipeline:
         """The passes of a step."""
         rows = self.staged.partition.split(self.local.plan.grads)
-        of_layer = jax.tree.map(lambda row: row.layer, rows.stages)
-        rows = dataclasses.replace(rows, stages=[of_layer] * self.staged.chunk_size)
+        of_block = jax.tree.map(lambda row: row.layer, rows.stages)
+        slots = [
+            [own] * each.size
+            for own, each in zip(of_block, self.staged.slots, strict=True)
+        ]
+        rows = dataclasses.replace(rows, stages=slots)
         return Pipeline(
             self.staged.line(scale, unit),
             self.staged.schedule,
@@ -248,7 +252,8 @@ def check_sizes(staged: StagedModel) -> None:
     Raises:
         PlanError: Its blocks do not divide, or do not run as the schedule asks.
     """
-    schedule, number = staged.schedule, staged.segment.num_blocks
+    schedule = staged.schedule
+    number = sum(slots.num_blocks for slots in staged.slots)
     size, chunks = schedule.num_stages, schedule.num_chunks
     if number < size:
         problem = f"makes more stages than the {number} blocks of the model"
@@ -258,6 +263,12 @@ def check_sizes(staged: StagedModel) -> None:
         problem = f"does not cut {number} blocks into equal parts on {size} stages"
         remedy = "use a number that does, or pipeline.schedule='1f1b'"
         raise PlanError(Problem("pipeline.num_chunks", chunks, problem, remedy))
+    if chunks * sum(slots.size for slots in staged.slots) >= number:
+        segments = len(staged.slots)
+        problem = f"gives each stage room for all {number} blocks, as each has some for"
+        problem += f" blocks of each of {segments} segments"
+        remedy = "use 1, or fewer segments"
+        raise PlanError(Problem("mesh.pipeline", size, problem, remedy))
     if schedule.name == "zb_h1" and staged.keeps:
         problem = "cannot take gradients of weights from blocks that are recomputed"
         remedy = "use '1f1b', or a model whose `keeps` is None"
@@ -265,14 +276,13 @@ def check_sizes(staged: StagedModel) -> None:
 
 
 def _with_padded_layers(plan: Plan) -> Plan:
-    """Stages of equal size: what fills up the last ones counts as layers."""
+    """Stages of equal size: arrays keep the zeros that fill up the last ones."""
 
     def one(row: ArrayPlan) -> ArrayPlan:
         if not row.num_layers:
             return row
-        number = row.stored_shape[0]
-        shape = (number, *row.shape[1:])
-        return dataclasses.replace(row, shape=shape, num_layers=number)
+        shape = (row.stored_shape[0], *row.shape[1:])
+        return dataclasses.replace(row, shape=shape)
 
     names = ("master", "compute", "grad_sum", "grads")
     rows = {name: jax.tree.map(one, getattr(plan, name)) for name in names}

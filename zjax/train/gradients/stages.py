@@ -1,8 +1,10 @@
 """A model's arrays and functions as the stages of a pipeline take them."""
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,13 +16,14 @@ from zjax.forward import loss_of_sums
 from zjax.ops.keys import block_key
 from zjax.parallel.line import Line, Parts
 from zjax.parallel.schedule import Schedule
+from zjax.parallel.slots import SegmentSlots, assign_slots
 from zjax.parallel.staged import either
-from zjax.sharding.mesh import PIPELINE, SEQUENCE, TENSOR
+from zjax.sharding.mesh import EXPERT, PIPELINE, SEQUENCE, TENSOR
 from zjax.sharding.placement import ArrayPlan
 from zjax.train.gradients import weighting
 from zjax.train.gradients.local import LocalGradients
 from zjax.train.gradients.partition import StagePartition
-from zjax.typing import Auxiliary, Batch, Loss, Params, Segment
+from zjax.typing import Auxiliary, Batch, Loss, Params
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,38 +51,41 @@ class StagedModel:
         return self.partition.split(self.local.plan.master)
 
     @functools.cached_property
-    def layer_rows(self) -> Any:
-        """Where those of one layer are."""
+    def block_rows(self) -> tuple[Any, ...]:
+        """Where those of one block of each segment are."""
         return jax.tree.map(lambda row: row.layer, self.rows.stages)
 
     @functools.cached_property
-    def block(self) -> Callable[..., Any]:
-        """`block(params, stream, context, key) -> stream`."""
+    def slots(self) -> tuple[SegmentSlots, ...]:
+        """Where the blocks of each segment run."""
+        schedule = self.schedule
+        return assign_slots(
+            [segment.num_blocks for segment in self.partition.stack.segments],
+            schedule.num_stages * schedule.num_chunks,
+            [
+                sum(math.prod(row.shape) for row in jax.tree.leaves(rows))
+                for rows in self.block_rows
+            ],
+        )
+
+    @functools.cached_property
+    def blocks(self) -> tuple[Callable[..., Any], ...]:
+        """`block(params, stream, context, key) -> stream` of each segment."""
+        runs = (
+            functools.partial(self.run_block, segment)
+            for segment in range(len(self.slots))
+        )
         keeps = self.keeps
-        return jax.checkpoint(self.run_block, policy=keeps) if keeps else self.run_block
-
-    @property
-    def segment(self) -> Segment:
-        """The blocks."""
-        (segment,) = self.partition.stack.segments
-        return segment
-
-    @property
-    def num_layers(self) -> int:
-        """With those that only fill up the last stages."""
-        (first, *_) = jax.tree.leaves(self.rows.stages)
-        return first.num_layers
-
-    @property
-    def chunk_size(self) -> int:
-        """Layers that a stage runs in a tick."""
-        return self.num_layers // (self.schedule.num_stages * self.schedule.num_chunks)
+        if keeps is None:
+            return tuple(runs)
+        return tuple(jax.checkpoint(run, policy=keeps) for run in runs)
 
     @property
     def communicates(self) -> bool:
         """Whether devices exchange anything within a chunk."""
         sizes = self.local.plan.mesh.shape
-        return self.gathers_in_ticks or sizes[SEQUENCE] > 1 or sizes[TENSOR] > 1
+        axes = EXPERT, SEQUENCE, TENSOR
+        return self.gathers_in_ticks or any(sizes[axis] > 1 for axis in axes)
 
     def line(self, scale: jax.Array, unit: jax.Array) -> Line:
         """What a pipeline runs.
@@ -106,43 +112,48 @@ class StagedModel:
         carry, context = self.partition.stack.embed(whole, batch, device_key)
         return (carry, self.nothing_added(carry, context, device_key)), context
 
-    def nothing_added(self, carry: Any, context: Any, key: Any) -> Auxiliary:
-        """The sums of what blocks give besides, before the first."""
+    def nothing_added(
+        self, carry: Any, context: Any, key: Any
+    ) -> tuple[Auxiliary, ...]:
+        """Sums of what the blocks of each segment give besides, before the first."""
         rows = self.partition.split(self.local.plan.compute).stages
-        layer = jax.tree.map(
+        layers = jax.tree.map(
             lambda row: jax.ShapeDtypeStruct(row.shape[1:], row.dtype), rows
         )
-        _, own = jax.eval_shape(self.segment.block, layer, carry, context, key)
-        return jax.tree.map(lambda _: jnp.zeros((), jnp.float32), own)
+        sums = []
+        for segment, layer in zip(self.partition.stack.segments, layers, strict=True):
+            _, own = jax.eval_shape(segment.block, layer, carry, context, key)
+            sums.append(jax.tree.map(lambda _: jnp.zeros((), jnp.float32), own))
+        return tuple(sums)
 
     def chunk(
-        self, layers: list[Params], stream: Any, context: Any, key: Any, number: Any
+        self,
+        layers: list[list[Params]],
+        stream: Any,
+        context: Any,
+        key: Any,
+        number: Any,
     ) -> Any:
-        """The stream behind the layers of a chunk."""
-        first, key = number * self.chunk_size, self.local.device_key(key)
-        for i, layer in enumerate(layers):
-            layer_key = block_key(key, first + i + 1)
-            run = functools.partial(self.block, layer, context=context, key=layer_key)
-            stream = self.unless_padding(first + i, run, stream)
+        """The stream behind the blocks of a chunk, by segment and slot."""
+        key = self.local.device_key(key)
+        for slots, block, own in zip(self.slots, self.blocks, layers, strict=True):
+            for slot, layer in enumerate(own):
+                index = slots.block(number, slot)
+                own_key = block_key(key, index + slots.first_block + 1)
+                run = functools.partial(block, layer, context=context, key=own_key)
+                stream = unless_empty(slots, index, run, stream)
         return stream
 
-    def run_block(self, params: Params, stream: Any, context: Any, key: Any) -> Any:
-        """The stream behind one layer, and the sums of what layers give besides."""
-        carry, auxiliary = stream
-        whole = self.whole(params, self.layer_rows)
-        carry, own = self.segment.block(whole, carry, context, key)
-        return carry, jax.tree.map(jnp.add, auxiliary, own)
-
-    def unless_padding(
-        self, number: jax.Array, run: Callable[..., Any], stream: Any
+    def run_block(
+        self, segment: int, params: Params, stream: Any, context: Any, key: Any
     ) -> Any:
-        """Hands the stream on where a layer only fills up its stage."""
-        if self.segment.num_blocks == self.num_layers:
-            return run(stream)
-        is_real = number < self.segment.num_blocks
-        # Of weights that are all 0, a block may have a gradient of 0 / 0.
-        entering = either(is_real, stream, jax.lax.stop_gradient(stream))
-        return either(is_real, run(entering), stream)
+        """The stream behind one block, and the sums of what blocks give besides."""
+        carry, sums = stream
+        whole = self.whole(params, self.block_rows[segment])
+        block = self.partition.stack.segments[segment].block
+        carry, own = block(whole, carry, context, key)
+        total = jax.tree.map(jnp.add, sums[segment], own)
+        return carry, (*sums[:segment], total, *sums[segment + 1 :])
 
     def head(
         self,
@@ -154,11 +165,9 @@ class StagedModel:
         weight: jax.Array,
     ) -> tuple[jax.Array, Loss]:
         """What to differentiate, and what to report, of a microbatch."""
-        whole, (carry, auxiliary) = self.in_turn(params, stream, self.rows.head)
+        whole, (carry, added) = self.in_turn(params, stream, self.rows.head)
         total_loss, divisor, sums = self.partition.stack.head(whole, carry, batch)
-        number = self.segment.num_blocks
-        metrics = {name: x / number for name, x in auxiliary.metrics.items()}
-        mean = auxiliary._replace(metrics=metrics)
+        mean = mean_of_sums(added, [slots.num_blocks for slots in self.slots])
         loss = weighting.check_names(loss_of_sums(total_loss, divisor, sums, mean))
         part, total = self.local.part_of(loss._replace(weight=weight))
         objective = loss.value * (weight / unit) * scale
@@ -181,28 +190,89 @@ class StagedModel:
         return self.whole(params, rows), inputs
 
     def staged(self, parts: Parts) -> Parts:
-        """Embedding and head in place, layers [stages, chunks, layers, ...]."""
+        """Embedding and head in place, blocks in slots [stages, chunks, slots, ...]."""
         stages, chunks = self.schedule.num_stages, self.schedule.num_chunks
 
-        def by_stage(x: jax.Array, row: ArrayPlan) -> jax.Array:
+        def by_stage(slots: SegmentSlots, x: jax.Array, row: ArrayPlan) -> jax.Array:
+            x = slots.spread(x)
             x = x.reshape(chunks, stages, -1, *x.shape[1:]).swapaxes(0, 1)
             return _held(x, P(PIPELINE, None, None, *_besides_batch(row)[1:]))
 
         return Parts(
             in_place(parts.embed, self.rows.embed),
-            jax.tree.map(by_stage, parts.stages, self.rows.stages),
+            self.map_segments(by_stage, parts.stages),
             in_place(parts.head, self.rows.head),
         )
 
     def in_line(self, parts: Parts) -> Parts:
-        """Layers one after another again."""
+        """Blocks one after another again."""
 
-        def one(x: jax.Array, row: ArrayPlan) -> jax.Array:
+        def one(slots: SegmentSlots, x: jax.Array, row: ArrayPlan) -> jax.Array:
             x = x.swapaxes(0, 1).reshape(-1, *x.shape[3:])
-            return _held(x, _besides_batch(row))
+            return _held(slots.collect(x, row.shape[0]), _besides_batch(row))
 
-        stages = jax.tree.map(one, parts.stages, self.rows.stages)
+        stages = self.map_segments(one, parts.stages)
         return dataclasses.replace(parts, stages=stages)
+
+    def map_segments(self, run: Callable[..., Any], stages: Any) -> tuple[Any, ...]:
+        """`run(slots, array, row)` for all arrays of blocks."""
+        segments = zip(self.slots, stages, self.rows.stages, strict=True)
+        return tuple(
+            jax.tree.map(functools.partial(run, slots), own, rows)
+            for slots, own, rows in segments
+        )
+
+
+def unless_empty(
+    slots: SegmentSlots, index: jax.Array, run: Callable[..., Any], stream: Any
+) -> Any:
+    """Hands the stream on where a slot has no block.
+
+    Args:
+        slots: Those of the segment.
+        index: int32[], number of the block in the segment.
+        run: `run(stream) -> stream`.
+        stream: What enters the slot.
+
+    Returns:
+        What leaves it.
+    """
+    if slots.are_full:
+        return run(stream)
+    is_block = index < slots.num_blocks
+    if slots.first_chunk:
+        is_block &= index >= 0
+    # Of weights that are all 0, a block may have a gradient of 0 / 0.
+    entering = either(is_block, stream, jax.lax.stop_gradient(stream))
+    return either(is_block, run(entering), stream)
+
+
+def mean_of_sums(sums: Sequence[Auxiliary], num_blocks: Sequence[int]) -> Auxiliary:
+    """What `zjax.forward.combine` makes of all blocks, from sums over each segment.
+
+    Args:
+        sums: Of what the blocks of each segment give.
+        num_blocks: Blocks of each segment.
+
+    Returns:
+        The sum of the losses, and the mean of each metric over the blocks that give it.
+
+    Example:
+        >>> two, six = jnp.float32(2), jnp.float32(6)
+        >>> mean = mean_of_sums([Auxiliary(two, {"x": six}), Auxiliary(six)], [3, 4])
+        >>> float(mean.loss), float(mean.metrics["x"])
+        (8.0, 2.0)
+    """
+    losses = [own.loss for own in sums if own.loss is not None]
+    by_name = collections.defaultdict(list)
+    for own, number in zip(sums, num_blocks, strict=True):
+        for name, x in own.metrics.items():
+            by_name[name].append((x, number))
+    means = {}
+    for name, given in by_name.items():
+        totals, numbers = zip(*given, strict=True)
+        means[name] = functools.reduce(jnp.add, totals) / sum(numbers)
+    return Auxiliary(functools.reduce(jnp.add, losses) if losses else None, means)
 
 
 def in_place(params: Params, rows: Any) -> Params:
