@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from zjax.fingerprint import fingerprint
-from zjax.resume import functions_of
+from zjax.resume import fingerprint_functions
 from zjax.typing import Loss, Model
 
 X = jnp.ones(3)
@@ -27,7 +27,7 @@ def make_model(init):
 
 
 def word_of(tx):
-    return functions_of(make_model({"w": X}), tx)["tx"]
+    return fingerprint_functions(make_model({"w": X}), tx)["tx"]
 
 
 @pytest.mark.parametrize(

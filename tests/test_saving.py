@@ -158,7 +158,7 @@ def test_arguments_that_cannot_be_used(tmp_path):
         zjax.save(str(tmp_path), run.state, run, extra={"x": jnp}, keep_last=0)
     assert str(error.value) == (
         "keep_last=0 keeps no checkpoint; use 1 or more, or None to keep all\n"
-        "extra='dict' is nothing that JSON can hold (Object of type module is not JSON "
+        "extra='dict' cannot be written as JSON (Object of type module is not JSON "
         "serializable); give a dict of numbers, texts, lists and dicts"
     )
     assert list(tmp_path.iterdir()) == []

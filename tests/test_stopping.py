@@ -30,5 +30,5 @@ def test_the_second_interrupt_ends_at_once():
 
 def test_a_run_may_be_asked_to_stop_without_a_signal():
     with stop_signals() as stopped:
-        stopped.ask()
+        stopped.request()
         assert stopped(1)

@@ -1,7 +1,7 @@
 """Commands that read checkpoints: `zjax generate`, `evaluate`, `export` and `check`.
 
-The first three take the weights of `--part` at `--step`, by default those that a run
-evaluates at its newest checkpoint, and say which.
+The first three use the weights of `--part` at `--step`, by default the evaluation
+weights of the newest checkpoint, and print which.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from zjax.trainer import Trainer
 
 
 def restored(config: Config) -> tuple[Trainer, str]:
-    """The run of a config at one of its checkpoints, and the weights to take."""
+    """A trainer restored from a checkpoint, and the kind of weights to use."""
     config = load_config(config, "checkpoint.resume=required")
     trainer = Trainer(config, step=flags.FLAGS.step)
     part = choose_part(flags.FLAGS.part, parts_of(trainer.state))
@@ -38,7 +38,7 @@ def restored(config: Config) -> tuple[Trainer, str]:
 
 
 def generate() -> None:
-    """Continues a text with a checkpoint."""
+    """Continues the prompt with a checkpoint."""
     trainer, part = restored(config_from_flags())
     text = trainer.generate(
         flags.FLAGS.prompt,
@@ -50,13 +50,10 @@ def generate() -> None:
 
 
 def evaluate(config: Config) -> None:
-    """Says the loss and the metrics of a checkpoint on the held-out data.
-
-    Args:
-        config: Of the run.
+    """Prints loss and metrics of a checkpoint on the evaluation data.
 
     Raises:
-        ConfigError: It evaluates nothing, or keeps no such weights.
+        ConfigError: The config evaluates nothing, or the checkpoint lacks the weights.
     """
     if not config.evaluation.num_batches:
         problem, remedy = "evaluates nothing", "use a number of batches, or -1 for all"
@@ -83,24 +80,17 @@ def export() -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """Reads words of which not all are flags, and refuses them in the form of zjax."""
+    """An argument parser that reports errors as zjax does."""
 
     def error(self, message: str) -> NoReturn:
-        """Refuses the words.
-
-        Args:
-            message: Why.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Raises the parser's message as a `ConfigError`."""
         usage = self.format_usage().partition(": ")[2].strip()
         problem = f"cannot be read ({message})"
         raise ConfigError(Problem("command", self.prog, problem, f"use {usage}"))
 
 
 def check() -> None:
-    """Reads the checkpoints of a run, and ends with status 1 unless all are sound."""
+    """Reads the checkpoints of a run; exits with status 1 unless all are intact."""
     parser = Parser("zjax check", allow_abbrev=False)
     parser.add_argument("directory", help="of a run, or its checkpoints")
     verdicts = inspect_steps(parser.parse_args(sys.argv[2:]).directory)

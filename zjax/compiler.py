@@ -1,7 +1,7 @@
-"""What is asked of XLA: options, the cache of programs, simulated devices.
+"""XLA settings: compiler options, the program cache, simulated devices.
 
-Options are passed with each program, where an unknown name can be told and left out; in
-XLA_FLAGS it would end the process.
+Options are passed with each program, where an unknown name can be detected and left
+out; in XLA_FLAGS it would end the process.
 """
 
 import functools
@@ -25,46 +25,45 @@ from zjax.sharding.zero import stored_shape
 Options = dict[str, Any]
 
 GPUS = ("gpu", "cuda")
-"""What JAX calls a device that is here, and one that is only compiled for."""
+"""Platform names of a real GPU, and of one that is only compiled for."""
 MIN_COMBINED_BYTES = 16 * 2**20
-"""Below this a collective is bound by latency."""
+"""Smaller collectives are bound by latency."""
 MIN_EARLY_BYTES = 128 * 2**20
-"""Of one layer: from here the scheduler does best to start collectives early.
+"""Bytes of a layer from which collectives should start as early as possible.
 
-Its estimates by the speed of the links start them as late as they may, which spares
-memory: 0.8 % faster for layers of 61 MB, 2.2 % slower for layers of 403 MB.
+The scheduler's bandwidth estimates start them as late as possible, which saves memory:
+0.8 % faster for layers of 61 MB, 2.2 % slower for layers of 403 MB.
 """
 LOADS_SIMULATED = version.__version_info__ < (0, 11)
-"""Whether simulated devices may run programs from a disk.
-
-Under newer versions their collectives may wait for ever, and nothing tells beforehand.
-"""
+"""Whether simulated devices may run cached programs; newer versions can deadlock."""
 
 
 def step_options(config: Config, plan: Plan) -> Options:
-    """The options of the programs of a step.
+    """The compiler options of the programs of a step.
 
     Args:
-        config: Read for `deterministic` and `xla_options`, which have the last word.
-        plan: Its mesh, and the bytes of one layer.
+        config: Read for `deterministic` and `xla_options`; the latter override the
+            rest.
+        plan: Read for its mesh and the bytes of one layer.
 
     Returns:
-        Values by name; what this XLA does not know is left out and logged.
+        Values by name, without options that this XLA lacks, which are logged.
 
     Raises:
-        ConfigError: An option of the config that this XLA does not take.
+        ConfigError: The config has an option that this XLA lacks.
     """
-    given = parse_options(config.xla_options)
+    configured = parse_options(config.xla_options)
     derived: Options = {}
     if platform_of(plan.mesh) in GPUS:
         derived = _gpu_options(config, plan)
     known = {name: value for name, value in derived.items() if _is_known(name, value)}
-    _log_options(tuple(sorted((known | given).items())), tuple(derived.keys() - known))
-    return known | given
+    options = known | configured
+    _log_options(tuple(sorted(options.items())), tuple(derived.keys() - known))
+    return options
 
 
 def parse_options(pairs: tuple[str, ...]) -> Options:
-    """Reads options as they stand in a config.
+    """Parses compiler options of a config.
 
     Args:
         pairs: Texts such as `xla_gpu_autotune_level=0`.
@@ -73,7 +72,7 @@ def parse_options(pairs: tuple[str, ...]) -> Options:
         Values by name; `true` and `false` become booleans.
 
     Raises:
-        ConfigError: A pair without `=`, or an option that this XLA does not take.
+        ConfigError: A pair lacks `=`, or this XLA lacks the option.
 
     Example:
         >>> parse_options(("xla_gpu_autotune_level=0",))
@@ -98,17 +97,17 @@ def parse_options(pairs: tuple[str, ...]) -> Options:
 
 
 def use_program_cache(shared: str = "") -> pathlib.Path | None:
-    """Keeps compiled programs on disk, so that a restart does not compile again.
+    """Caches compiled programs on disk, so that a restart need not compile.
 
-    A directory chosen by `jax_compilation_cache_dir` stays; an empty one turns it off,
-    and so does `jax_enable_compilation_cache`.
+    `jax_compilation_cache_dir` takes precedence; an empty one turns the cache off, as
+    does `jax_enable_compilation_cache`.
 
     Args:
-        shared: Folder that all processes of a run see; empty for a run of one process,
-            whose programs are kept in the user's cache.
+        shared: Folder that all processes see; empty for a run of one process, which
+            uses the user's cache directory.
 
     Returns:
-        The directory, or None if it is off.
+        The directory, or None if the cache is off.
     """
     if not jax.config.values.get("jax_enable_compilation_cache"):
         return None
@@ -122,13 +121,13 @@ def use_program_cache(shared: str = "") -> pathlib.Path | None:
 
 
 def simulation(num_devices: int) -> Options:
-    """Settings that have JAX simulate devices, before it starts.
+    """Settings that make JAX simulate devices; apply them before JAX starts.
 
     Args:
-        num_devices: CPU devices; 0 takes the devices that there are.
+        num_devices: Number of CPU devices; 0 for the real devices.
 
     Returns:
-        Values by their names in `jax.config`, which in capitals are variables.
+        Values by name in `jax.config`; in capitals the names are environment variables.
 
     Example:
         >>> simulation(8)["jax_num_cpu_devices"]
@@ -147,14 +146,14 @@ def _gpu_options(config: Config, plan: Plan) -> Options:
         "xla_gpu_enable_latency_hiding_scheduler": True,
         # cuBLAS is as fast, and adds biases in the same pass.
         "xla_gpu_enable_triton_gemm": False,
-        # Products of the same input, once merged, cannot add their biases.
+        # Merged products of one input cannot fuse their biases.
         "xla_gpu_dot_merger_threshold_mb": "0",
     }
     if plan.num_batch_shares * plan.num_length_shares > 1:
-        whole = max(MIN_COMBINED_BYTES, layer_bytes(plan))
-        # A reduce-scatter is measured by what it leaves on a device.
-        scattered = max(MIN_COMBINED_BYTES, layer_bytes(plan) // num_zero_shares(plan))
-        sizes = {"all_gather": whole, "all_reduce": whole, "reduce_scatter": scattered}
+        full = max(MIN_COMBINED_BYTES, layer_bytes(plan))
+        # The threshold of a reduce-scatter applies to its result on one device.
+        shard = max(MIN_COMBINED_BYTES, layer_bytes(plan) // num_zero_shares(plan))
+        sizes = {"all_gather": full, "all_reduce": full, "reduce_scatter": shard}
         for collective, size in sizes.items():
             options[f"xla_gpu_{collective}_combine_threshold_bytes"] = str(size)
         if layer_bytes(plan) >= MIN_EARLY_BYTES:
@@ -167,14 +166,7 @@ def _gpu_options(config: Config, plan: Plan) -> Options:
 
 
 def layer_bytes(plan: Plan) -> int:
-    """Bytes of the parameters of one layer on a device, once gathered.
-
-    Args:
-        plan: Its parameters in use; layers are what stacked arrays stack.
-
-    Returns:
-        Bytes; 0 for a model without such layers.
-    """
+    """Bytes of one layer's parameters on a device, once gathered; 0 without layers."""
 
     def one(row: ArrayPlan) -> int:
         used = stored_shape(row.shape, row.used.spec, plan.mesh)

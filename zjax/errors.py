@@ -1,18 +1,18 @@
-"""Errors that name the setting at fault and the way out."""
+"""Errors that name the setting at fault and the remedy."""
 
 import dataclasses
 
-_MOST_SHOWN = 1_000
-"""Characters of a value in a message."""
+_MAX_SHOWN = 1_000
+"""Maximum number of characters of a value in a message."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One thing that cannot work, in the form every zjax error has.
+    """One problem, in the form of every zjax error.
 
     Args:
-        field: The setting, array path or file at fault, as the user would type it.
-        value: What it was.
+        field: Setting, array path or file at fault, as the user would type it.
+        value: Its value.
         problem: Why it cannot work, naming the other number involved.
         remedy: What would work.
 
@@ -34,15 +34,12 @@ class Problem:
             text = repr(self.value)
         except (RecursionError, ValueError):  # nested too deep, or too many digits
             return f"<{type(self.value).__name__}>"
-        half = _MOST_SHOWN // 2
-        return text if len(text) <= _MOST_SHOWN else f"{text[:half]}...{text[-half:]}"
+        half = _MAX_SHOWN // 2
+        return text if len(text) <= _MAX_SHOWN else f"{text[:half]}...{text[-half:]}"
 
 
 class ZjaxError(ValueError):
     """Base of all errors of zjax; carries one or more problems, one line each.
-
-    Args:
-        *problems: All that was found, in the order it should be read.
 
     Example:
         >>> str(ZjaxError(Problem("seed", -1, "is negative", "use 0 or more")))
@@ -59,15 +56,15 @@ class ConfigError(ZjaxError):
 
 
 class PlanError(ZjaxError):
-    """An array or an optimizer that cannot be placed on the mesh."""
+    """An array or optimizer that cannot be placed on the mesh."""
 
 
 class ModelError(ZjaxError):
-    """A model or a loss that does not keep its contract."""
+    """A model or loss that breaks its contract."""
 
 
 class StateError(ZjaxError):
-    """A state of a run that a step has consumed."""
+    """A state that a step has consumed."""
 
 
 class DataError(ZjaxError):
@@ -79,7 +76,7 @@ class CheckpointError(ZjaxError):
 
 
 class StorageError(ZjaxError):
-    """A disk that cannot hold the state of a run, or that returns something else."""
+    """A disk that cannot hold the state of a run, or that returns other data."""
 
 
 class OutputError(ZjaxError):
@@ -87,16 +84,16 @@ class OutputError(ZjaxError):
 
 
 class BenchError(ZjaxError):
-    """A measurement or a comparison whose numbers would mean nothing."""
+    """A measurement or comparison whose numbers would mean nothing."""
 
 
 class NonFiniteError(ZjaxError):
-    """A loss or gradient that is NaN or infinite, where the run was told to stop."""
+    """A loss or gradient that is NaN or infinite, if the policy is to stop."""
 
 
 class PackageError(ZjaxError):
-    """A package that is not installed, and that what was asked for needs."""
+    """A required package that is not installed."""
 
 
 class ProcessError(ZjaxError):
-    """Processes or devices that did not come together, or a process that died."""
+    """Processes or devices that cannot start together, or a process that died."""

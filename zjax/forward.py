@@ -1,6 +1,6 @@
-"""The forward pass of a model that is a line of blocks, and the loss that follows.
+"""The forward pass of a `Stack`, and its loss.
 
-Blocks run one by one, or in a loop over a few of them at a time, which compiles faster
+Blocks run one by one, or in a `lax.scan` over a few at a time, which compiles faster
 and runs slower.
 """
 
@@ -29,7 +29,7 @@ from zjax.typing import (
 )
 
 AUXILIARY_LOSS = "auxiliary_loss"
-"""The metric that shows what blocks add to the loss."""
+"""Name of the metric with the auxiliary loss of the blocks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,18 +37,18 @@ class Execution:
     """How blocks run in one program.
 
     Args:
-        layers_per_scan: Blocks in one turn of a loop over those of a segment. 0 runs
-            blocks one by one; so do segments that it does not divide.
-        policy: What the backward pass keeps, as `zjax.parallel.remat.recompute` has it.
-        memory: Where what it keeps is stored until then.
+        layers_per_scan: Blocks per scan iteration. 0, or a number that does not divide
+            a segment, runs blocks one by one.
+        policy: Residuals to save, as in `zjax.parallel.remat.recompute`.
+        memory: Where residuals are stored.
     """
 
     layers_per_scan: int = 0
     policy: remat.Policy = "none"
     memory: remat.Memory = "device"
 
-    def turn_size(self, num_blocks: int) -> int:
-        """Blocks in one turn of a loop; 0 where there is no loop."""
+    def scan_size(self, num_blocks: int) -> int:
+        """Blocks per scan iteration; 0 for no scan."""
         stride = self.layers_per_scan
         return 0 if stride and num_blocks % stride else stride
 
@@ -62,15 +62,15 @@ def loss_of(
     """Makes the loss of a model from its stack.
 
     Args:
-        stack: The model as a line of blocks.
+        stack: The model as a sequence of blocks.
         execution: How the blocks run.
 
     Returns:
         `loss(params, model_state, batch, key)` for `zjax.Model`: the mean over the
-        units of the head, and what blocks add to it. The model state stays as it is.
+        head's units, plus auxiliary losses. The model state is unchanged.
 
     Raises:
-        ModelError: Head and blocks give metrics of the same name; as the loss runs.
+        ModelError: Head and blocks give metrics of the same name; raised by the loss.
     """
 
     def loss(
@@ -95,27 +95,27 @@ def run_stack(
     """Runs the embedding and all blocks.
 
     Args:
-        stack: The model as a line of blocks.
-        params: Of the model.
-        batch: Arrays.
-        key: The embedding uses `fold_in(key, 0)`, block i of all segments
-            `fold_in(key, i + 1)`. None is evaluation.
+        stack: The model as a sequence of blocks.
+        params: Parameters of the model.
+        batch: Tree of arrays.
+        key: The embedding uses `fold_in(key, 0)`, block i of all segments `fold_in(key,
+            i + 1)`. None means evaluation.
         execution: How the blocks run.
 
     Returns:
-        The carry that enters the head, and what the blocks give besides.
+        The carry for the head, and the auxiliary losses and metrics of the blocks.
     """
     embed, segments, _ = stack.split(params)
     carry, context = stack.embed(embed, batch, fold_in(key, 0))
-    first, given = 1, []
+    first, auxiliaries = 1, []
     for segment, blocks in zip(stack.segments, segments, strict=True):
         numbers = jnp.arange(first, first + segment.num_blocks)
         keys = None if key is None else _fold_in(key, numbers)
-        carry, own = _run_segment(segment, blocks, carry, context, keys, execution)
-        given += own
+        carry, added = _run_segment(segment, blocks, carry, context, keys, execution)
+        auxiliaries += added
         first += segment.num_blocks
     carry = jax.tree.map(lambda x: remat.mark(x, remat.INPUT), carry)
-    return carry, combine(given)
+    return carry, combine(auxiliaries)
 
 
 def _run_segment(
@@ -126,29 +126,29 @@ def _run_segment(
     keys: jax.Array | None,
     execution: Execution,
 ) -> tuple[Any, list[Auxiliary]]:
-    number = segment.num_blocks
-    turn = execution.turn_size(number)
+    num_blocks = segment.num_blocks
+    size = execution.scan_size(num_blocks)
     block = remat.recompute(
         segment.block,
         execution.policy,
-        in_loop=0 < turn < number,
+        in_loop=0 < size < num_blocks,
         memory=execution.memory,
     )
 
     def step(params: Params, carry: Any, key: jax.Array | None) -> Any:
         return block(params, carry, context, key)
 
-    inputs = (None,) * (turn or number)
+    inputs = (None,) * (size or num_blocks)
     if keys is not None:
-        inputs = tuple(keys[i::turn] for i in range(turn)) if turn else tuple(keys)
-    carry, given = run_blocks(step, blocks, carry, inputs, turn_size=turn)
-    if turn:
-        given = [own for i in range(number // turn) for own in _turn(given, i)]
-    return carry, list(given)
+        inputs = tuple(keys[i::size] for i in range(size)) if size else tuple(keys)
+    carry, outputs = run_blocks(step, blocks, carry, inputs, scan_size=size)
+    if size:
+        outputs = [x for i in range(num_blocks // size) for x in _select(outputs, i)]
+    return carry, list(outputs)
 
 
-def _turn(given: Sequence[Auxiliary], number: int) -> list[Auxiliary]:
-    return [jax.tree.map(lambda x: x[number], own) for own in given]
+def _select(stacked: Sequence[Auxiliary], iteration: int) -> list[Auxiliary]:
+    return [jax.tree.map(lambda x: x[iteration], each) for each in stacked]
 
 
 def run_blocks(
@@ -157,52 +157,52 @@ def run_blocks(
     carry: Any,
     inputs: Sequence[Any],
     *,
-    turn_size: int,
+    scan_size: int,
 ) -> tuple[Any, tuple[Any, ...]]:
-    """Threads a value through equal blocks.
+    """Threads a carry through equal blocks.
 
     Args:
         step: `step(params, carry, input) -> (carry, output)`.
         blocks: Arrays that stack the parameters of the blocks, or their `Layers`.
-        carry: What enters the first block.
-        inputs: One tree per block or, in a loop, per block of a turn, then stacked over
-            the turns.
-        turn_size: Blocks in one turn of a loop; 0 for no loop.
+        carry: Input of the first block.
+        inputs: One tree per block; with a scan, one per block of an iteration, stacked
+            over the iterations.
+        scan_size: Blocks per scan iteration; 0 for no scan.
 
     Returns:
-        What leaves the last block, and the outputs in the form of the inputs.
+        The carry of the last block, and the outputs in the form of the inputs.
 
     Example:
         >>> def step(params, x, key):
         ...     return params * x, x
-        >>> last, seen = run_blocks(step, jnp.arange(1, 4), 2, (None,) * 3, turn_size=0)
+        >>> last, seen = run_blocks(step, jnp.arange(1, 4), 2, (None,) * 3, scan_size=0)
         >>> int(last), [int(x) for x in seen]
         (12, [2, 2, 4])
     """
 
-    def run_turn(carry: Any, blocks: Params, inputs: Sequence[Any]) -> Any:
+    def run_few(carry: Any, blocks: Params, inputs: Sequence[Any]) -> Any:
         outputs = []
         layers = layers_of(blocks, len(inputs))
-        for params, given in zip(layers, inputs, strict=True):
-            carry, output = step(params, carry, given)
+        for params, block_input in zip(layers, inputs, strict=True):
+            carry, output = step(params, carry, block_input)
             outputs.append(output)
         return carry, tuple(outputs)
 
-    if turn_size == 0:
-        return run_turn(carry, blocks, inputs)
-    turns = jax.tree.map(lambda x: x.reshape(-1, turn_size, *x.shape[1:]), blocks)
-    xs = (turns, tuple(inputs))
-    return jax.lax.scan(lambda carry, xs: run_turn(carry, *xs), carry, xs)
+    if scan_size == 0:
+        return run_few(carry, blocks, inputs)
+    grouped = jax.tree.map(lambda x: x.reshape(-1, scan_size, *x.shape[1:]), blocks)
+    xs = (grouped, tuple(inputs))
+    return jax.lax.scan(lambda carry, xs: run_few(carry, *xs), carry, xs)
 
 
 def combine(given: Sequence[Auxiliary]) -> Auxiliary:
-    """What all blocks give besides their carries.
+    """Combines what blocks return besides their carries.
 
     Args:
-        given: By each block.
+        given: One per block.
 
     Returns:
-        The sum of the losses, and the mean of each metric over the blocks that give it.
+        The sum of the losses; each metric's mean over the blocks that return it.
 
     Example:
         >>> one, two = jnp.float32(1), jnp.float32(2)
@@ -210,10 +210,10 @@ def combine(given: Sequence[Auxiliary]) -> Auxiliary:
         >>> float(both.loss), float(both.metrics["drop"])
         (3.0, 2.0)
     """
-    losses = [own.loss for own in given if own.loss is not None]
+    losses = [each.loss for each in given if each.loss is not None]
     by_name = collections.defaultdict(list)
-    for own in given:
-        for name, x in own.metrics.items():
+    for each in given:
+        for name, x in each.metrics.items():
             by_name[name].append(x)
     return Auxiliary(
         functools.reduce(jnp.add, losses) if losses else None,
@@ -224,13 +224,13 @@ def combine(given: Sequence[Auxiliary]) -> Auxiliary:
 def loss_of_sums(
     total: jax.Array, weight: jax.Array, sums: Metrics, auxiliary: Auxiliary
 ) -> Loss:
-    """The loss of a microbatch from what the head of a stack and its blocks return.
+    """The loss of a microbatch from the head's sums and the blocks' auxiliaries.
 
     Args:
         total: Sum of the loss.
-        weight: Over how many units; 0 gives a mean of 0.
-        sums: Of the metrics of the head.
-        auxiliary: What the blocks add to the mean, and their metrics.
+        weight: Number of units; 0 gives a mean of 0.
+        sums: Sums of the head's metrics.
+        auxiliary: Loss to add to the mean, and metrics.
 
     Returns:
         Means.
@@ -249,15 +249,15 @@ def loss_of_sums(
     shown = dict(auxiliary.metrics)
     if auxiliary.loss is not None:
         value += auxiliary.loss
-        _check_apart({AUXILIARY_LOSS: auxiliary.loss}, shown)
+        _check_names_differ({AUXILIARY_LOSS: auxiliary.loss}, shown)
         shown[AUXILIARY_LOSS] = auxiliary.loss
-    _check_apart(shown, metrics)
+    _check_names_differ(shown, metrics)
     metrics = {n: jnp.asarray(x, jnp.float32) for n, x in (metrics | shown).items()}
     weight = jax.lax.stop_gradient(jnp.asarray(weight, jnp.float32))
     return Loss(jnp.asarray(value, jnp.float32), weight, (), metrics)
 
 
-def _check_apart(some: Metrics, others: Metrics) -> None:
+def _check_names_differ(some: Metrics, others: Metrics) -> None:
     problem, remedy = "is given twice, by blocks or head", "give one another name"
     problems = [
         Problem(f"metrics/{name}", str(some[name].dtype), problem, remedy)

@@ -30,7 +30,7 @@ from zjax.optim.schedules import make_schedule
 from zjax.processes.agreement import check_agreement
 from zjax.processes.gloo import connect
 from zjax.processes.host import tell_of_small_pages
-from zjax.resume import functions_of
+from zjax.resume import fingerprint_functions
 from zjax.sharding import memory, placement
 from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
@@ -81,7 +81,7 @@ class Run:
     def functions(self) -> dict[str, str]:
         """Sums up code of the caller, which no setting says; see `zjax.resume`."""
         with dtype_promotion():
-            return functions_of(self.model, self.tx)
+            return fingerprint_functions(self.model, self.tx)
 
     @property
     def batch_placement(self) -> BatchPlacement:

@@ -57,13 +57,13 @@ USAGE = """zjax trains Flax models that do not fit on one device.
 """
 
 DTYPES = ("float32", "bfloat16", "float16")
-MOST_PROCESSES = 1_024
+MAX_PROCESSES = 1_024
 SAMPLE_TOKENS = 100
 """Length of the text shown at the end of a run of a long enough model."""
 
 
 def define_flags() -> None:
-    """Defines the flags of all commands; the settings of a run are `--config...`."""
+    """Defines the flags of all commands; settings of a run are `--config...`."""
     config_flags.define_flags()
     define_contest_flags()
     flags.DEFINE_integer(
@@ -107,14 +107,11 @@ def define_flags() -> None:
 
 
 @contextlib.contextmanager
-def meet(config: Config) -> Iterator[processes.ProcessInfo]:
-    """Brings the processes of a run together, and lets them part at its end.
-
-    Args:
-        config: Says how they find each other.
+def connected(config: Config) -> Iterator[processes.ProcessInfo]:
+    """Connects the processes of a run, and disconnects them at its end.
 
     Yields:
-        Who they are.
+        The processes.
     """
     check_processes(config)
     if processes.needs_parent(config.processes):
@@ -129,13 +126,13 @@ def meet(config: Config) -> Iterator[processes.ProcessInfo]:
 
 
 def train() -> None:
-    """Trains as the config says, alone or with the other processes of the run.
+    """Trains as configured, alone or with the other processes of the run.
 
-    A run that was stopped before its end has exit status 143 (SIGTERM) or 130 (Ctrl-C),
-    so that no scheduler takes it for finished.
+    A run that is stopped early exits with status 143 (SIGTERM) or 130 (Ctrl-C), so that
+    no scheduler takes it for finished.
     """
     config = config_flags.config_from_flags()
-    with meet(config) as info, processes.hold(config.directory):
+    with connected(config) as info, processes.hold(config.directory):
         several = info.num_processes > 1
         cache = use_program_cache(config.directory if several else "")
         trainer = Trainer(config)
@@ -153,13 +150,7 @@ def train() -> None:
 
 
 def plan_command(words: Sequence[str]) -> str:
-    """The command that plans what another runs.
-
-    Args:
-        words: Those of `zjax train`, after the name.
-
-    Returns:
-        A line for a shell.
+    """The `zjax plan` command for the arguments of a `zjax train` command.
 
     Example:
         >>> plan_command(["--config=a.py", "--config.seed=1", "--prompt", "some text"])
@@ -168,7 +159,7 @@ def plan_command(words: Sequence[str]) -> str:
     kept, given = ["zjax", "plan"], iter(words)
     for word in given:
         flag, has_value, _ = word.lstrip("-").partition("=")
-        if flag not in OWN_FLAGS["train"]:
+        if flag not in COMMAND_FLAGS["train"]:
             kept.append(word)
         elif not has_value:
             next(given, None)
@@ -176,13 +167,10 @@ def plan_command(words: Sequence[str]) -> str:
 
 
 def sample(trainer: Trainer) -> str:
-    """A text from a language model that is done.
-
-    Args:
-        trainer: After its last step, or stopped before.
+    """A text from a language model once it is trained.
 
     Returns:
-        Text; empty where the run is not done, or its tokens are no text.
+        Text; empty if the run is not finished, or its tokens are not text.
     """
     config = trainer.config
     done = trainer.step == config.num_steps
@@ -195,9 +183,9 @@ def sample(trainer: Trainer) -> str:
 
 
 def plan() -> None:
-    """Says what a run would take."""
+    """Prints what a run would need."""
     if flags.FLAGS.num_params:
-        others = [name for name in OWN_FLAGS["plan"] if name != "num_params"]
+        others = [name for name in COMMAND_FLAGS["plan"] if name != "num_params"]
         given = [*others, *config_flags.settings_given()]
         config_flags.refuse_flags(given, "has no effect with --num_params")
         print(describe_zero_table(flags.FLAGS.num_params, PAPER_DEVICES))
@@ -217,7 +205,7 @@ def plan() -> None:
 
 
 def bench() -> None:
-    """Measures a config or disks, or holds a contest."""
+    """Measures a config or disks, or runs a contest."""
     check_contest_flags(flags.FLAGS)
     if flags.FLAGS.contest:
         hold_contest(flags.FLAGS)
@@ -231,7 +219,7 @@ def bench() -> None:
         print(result_line(dataclasses.asdict(speed)))
         return
     config = config_flags.config_from_flags()
-    with meet(config) as info:
+    with connected(config) as info:
         measurement = measure(config)
         if info.process_id == 0:
             print(describe_measurement(measurement))
@@ -239,9 +227,9 @@ def bench() -> None:
 
 
 def evaluate() -> None:
-    """Says the loss and the metrics of a checkpoint on the held-out data."""
+    """Prints loss and metrics of a checkpoint on the evaluation data."""
     config = config_flags.config_from_flags()
-    with meet(config):
+    with connected(config):
         commands.evaluate(config)
 
 
@@ -266,15 +254,15 @@ def prepare_data() -> None:
 
 
 def launch() -> None:
-    """Starts the rest of the command line as several processes."""
+    """Runs the rest of the command line as several processes."""
     parser = commands.Parser("zjax launch", allow_abbrev=False)
     parser.add_argument("--num_processes", type=int, default=2)
     given, rest = parser.parse_known_args(sys.argv[2:])
     number, problems = given.num_processes, list[Problem]()
     if number < 1:
         problems += [Problem("--num_processes", number, "is below 1", "use 1 or more")]
-    if number > MOST_PROCESSES:
-        problem, remedy = f"is above {MOST_PROCESSES}", "use fewer"
+    if number > MAX_PROCESSES:
+        problem, remedy = f"is above {MAX_PROCESSES}", "use fewer"
         problems += [Problem("--num_processes", number, problem, remedy)]
     if not rest or rest[0] not in COMMANDS:
         problem, remedy = "has no command to launch", "add one, as train --config=..."
@@ -296,7 +284,7 @@ COMMANDS: dict[str, Callable[[], None]] = {
     "report": lambda: print(describe_machine()),
     "config": lambda: print(describe_settings(), end=""),
 }
-OWN_FLAGS = {
+COMMAND_FLAGS = {
     "plan": (
         "num_devices",
         "num_params",
@@ -313,13 +301,13 @@ OWN_FLAGS = {
     "data": ("input", "output", "tokenizer", "text_field", "validation_fraction"),
     "export": ("part", "step", "output", "dtype"),
 }
-"""Flags that only some commands read; the others refuse them."""
+"""Flags that only some commands read; other commands refuse them."""
 
 
 def run() -> None:
     """Runs the command named first on the command line.
 
-    Mistakes of the user end it with status 2 and their remedy, without a traceback.
+    A zjax error ends it with status 2 and its message, without a traceback.
     """
     try:
         _run(sys.argv[1] if len(sys.argv) > 1 else "")
@@ -342,11 +330,11 @@ def _run(name: str) -> None:
 
 
 def check_words(name: str, words: Sequence[str]) -> None:
-    """Refuses what a command would not read.
+    """Refuses words and flags that the command would not read.
 
     Args:
         name: The command.
-        words: What was typed besides flags, the command first.
+        words: Words besides flags, the command first.
 
     Raises:
         ConfigError: Names every word and flag that has no effect.
@@ -357,11 +345,11 @@ def check_words(name: str, words: Sequence[str]) -> None:
         for word in words[len(expected) :]
     ]
     if list(words[: len(expected)]) != expected:
-        said = " ".join(expected)
-        problems.append(Problem("command", name, "is not complete", f"use zjax {said}"))
-    for flag in sorted({flag for own in OWN_FLAGS.values() for flag in own}):
-        if flags.FLAGS[flag].present and flag not in OWN_FLAGS.get(name, ()):
-            readers = [command for command, own in OWN_FLAGS.items() if flag in own]
+        remedy = f"use zjax {' '.join(expected)}"
+        problems.append(Problem("command", name, "is not complete", remedy))
+    for flag in sorted({flag for read in COMMAND_FLAGS.values() for flag in read}):
+        if flags.FLAGS[flag].present and flag not in COMMAND_FLAGS.get(name, ()):
+            readers = [cmd for cmd, read in COMMAND_FLAGS.items() if flag in read]
             remedy = f"leave it out; {' and '.join(readers)} read it"
             value = flags.FLAGS[flag].value
             problem = f"has no effect on zjax {name}"

@@ -1,4 +1,4 @@
-"""Which arrays of a run that ends are not finite: its batch, weights or gradients."""
+"""Finds which arrays of a failed step are not finite: batch, weights, gradients."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ from zjax.step import Step
 from zjax.train.state import TrainState
 from zjax.typing import Batch
 
-_NUM_NAMED = 3
+_MAX_NAMED = 3
 _REMEDIES = {
     "batch": "look at the data of that step, unless these are meant",
     "weights": "start again from an earlier checkpoint",
@@ -23,17 +23,14 @@ _REMEDIES = {
 
 
 @contextlib.contextmanager
-def arrays_told(find: Callable[[], Sequence[Problem]]) -> Iterator[None]:
-    """Adds to the error of a run that ends the arrays that are not finite.
+def report_nonfinite(find: Callable[[], Sequence[Problem]]) -> Iterator[None]:
+    """Adds the arrays that are not finite to a `NonFiniteError` of the enclosed work.
 
     Args:
-        find: Calls `find_nonfinite` on the step that the error is about.
-
-    Yields:
-        Nothing.
+        find: Function that calls `find_nonfinite` for the failed step.
 
     Raises:
-        NonFiniteError: That of the enclosed work, with a line for each kind of array.
+        NonFiniteError: The original error, with a line for each kind of array.
     """
     try:
         yield
@@ -44,21 +41,21 @@ def arrays_told(find: Callable[[], Sequence[Problem]]) -> Iterator[None]:
 def find_nonfinite(
     step: Step, state: TrainState, batch: Batch, number: int
 ) -> list[Problem]:
-    """Looks for NaN and infinity; compiles programs that no finite run needs.
+    """Finds NaN and infinity; compiles programs that no finite run needs.
 
     Args:
-        step: That of the run.
-        state: After the step that was not finite, or the one behind it; not consumed.
-        batch: Of that step, placed.
-        number: Of that step.
+        step: Step of the run.
+        state: State after the failed step or the one after it; not consumed.
+        batch: Placed batch of the failed step.
+        number: Number of the failed step.
 
     Returns:
-        One problem for the batch, the weights and the gradients each, where they are
-        not finite. Weights and gradients of a run that moves its state are not read.
+        At most one problem each for the batch, the weights and the gradients. Weights
+        and gradients of an offloaded run are not checked.
     """
     given: dict[str, Any] = {"batch": batch}
     with (
-        contextlib.suppress(jax.errors.JaxRuntimeError),  # as where memory is short
+        contextlib.suppress(jax.errors.JaxRuntimeError),  # such as out of memory
         jax.set_mesh(step.mesh),
         dtype_promotion(),
     ):
@@ -73,8 +70,8 @@ def find_nonfinite(
         leaves = jax.tree_util.tree_leaves_with_path(flags.get(kind))
         names = [path_of(keys) for keys, is_finite in leaves if not is_finite]
         if names:
-            shown = ", ".join(names[:_NUM_NAMED])
-            others = len(names) - _NUM_NAMED
+            shown = ", ".join(names[:_MAX_NAMED])
+            others = len(names) - _MAX_NAMED
             shown += f" and {others} more" if others > 0 else ""
             problem = f"of {len(leaves)} arrays are not finite at step {number}"
             problems.append(Problem(kind, shown, problem, remedy))

@@ -1,6 +1,6 @@
-"""Packages that a part of zjax needs: imported where that part is used.
+"""Optional packages, imported where they are used.
 
-So `import zjax` is quick, and a step on a model of yours needs none of them.
+So `import zjax` is fast, and training a user's model needs none of them.
 """
 
 import importlib.util
@@ -16,16 +16,16 @@ NEEDED_FOR = {
     "tensorboardX": "event files of TensorBoard",
     "tokenizers": "vocabularies of byte pairs",
 }
-"""What each of them is for."""
+"""Features by package."""
 _DISTRIBUTIONS = {"orbax": "orbax-checkpoint"}
-"""What to install, where it is not called as what is imported."""
+"""Names to install, if not the import name."""
 
 
 def check_installed(name: str) -> None:
-    """Finds out that a package is missing before it is imported.
+    """Checks that a package is installed before it is imported.
 
     Args:
-        name: One of `NEEDED_FOR`.
+        name: A key of `NEEDED_FOR`.
 
     Raises:
         PackageError: It is not installed.

@@ -1,7 +1,7 @@
-"""Files of others, read within bounds: their size, their nesting and what they are.
+"""Reads untrusted files with bounds on size, nesting and file type.
 
-A device or a pipe in place of a file would be read for ever, a damaged file may claim
-any size, and JSON nested deeper than the stack ends the parser.
+A device or pipe would be read for ever, a damaged file may claim any size, and deeply
+nested JSON overflows the parser's stack.
 """
 
 import json
@@ -9,32 +9,29 @@ import os
 import stat
 from typing import Any
 
-MOST_TEXT_BYTES = 1 << 20
-"""Of a file that people write."""
-MOST_INDEX_BYTES = 1 << 28
-"""Of a file that lists what others hold."""
+MAX_TEXT_BYTES = 1 << 20
+"""Maximum size of a file written by a person."""
+MAX_INDEX_BYTES = 1 << 28
+"""Maximum size of an index of other files."""
 
 
-def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_TEXT_BYTES) -> str:
-    """Reads a text file whole.
+def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_TEXT_BYTES) -> str:
+    """Reads a whole UTF-8 text file.
 
     Args:
         path: A regular file, or a link to one.
-        most_bytes: More than that are refused.
-
-    Returns:
-        Its text.
+        max_bytes: Maximum size in bytes.
 
     Raises:
-        OSError: It is missing, no file, or cannot be read.
+        OSError: It is missing, not a regular file, or cannot be read.
         ValueError: It is larger, or not UTF-8.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(None, "it is no file")
     with open(path, "rb") as file:
-        content = file.read(most_bytes + 1)
-    if len(content) > most_bytes:
-        raise ValueError(f"it has more than {most_bytes:,} bytes")
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"it has more than {max_bytes:,} bytes")
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -42,16 +39,10 @@ def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_TEXT_BYTES) -
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Reads JSON.
-
-    Args:
-        text: Of any nesting.
-
-    Returns:
-        What it says.
+    """Parses JSON.
 
     Raises:
-        ValueError: It is no JSON, or nested deeper than can be read.
+        ValueError: It is not JSON, or nested too deep.
 
     Example:
         >>> parse_json("[1]")

@@ -1,4 +1,4 @@
-"""The way out of what the system says of a file, by its number of the error."""
+"""Remedies for file system errors, by errno."""
 
 import errno
 import os
@@ -6,15 +6,15 @@ import re
 import stat
 
 _RIGHTS, _LIMIT = "give this user access to it", "raise the limit of open files"
-MADE = "name a directory that can be made and written to"
-OF_THE_PROCESS = {
+CHOOSE_DIRECTORY = "name a directory that can be made and written to"
+PROCESS_REMEDIES = {
     errno.EACCES: _RIGHTS,
     errno.EPERM: _RIGHTS,
     errno.EMFILE: _LIMIT,
     errno.ENFILE: _LIMIT,
 }
-"""The file may be sound: this process may not, or cannot, open it."""
-_OF_THE_PATH = {
+"""The file may be intact; this process cannot open it."""
+_PATH_REMEDIES = {
     errno.EROFS: "make the file system writable",
     errno.ENOTDIR: "move the file that is in its way",
     errno.EEXIST: "move the file that is in its way",
@@ -23,10 +23,10 @@ _OF_THE_PATH = {
     errno.ENAMETOOLONG: "use a shorter path",
     errno.ELOOP: "mend the links in its path",
 }
-_ELSEWHERE = {errno.EACCES, errno.EPERM, errno.ENOENT, *_OF_THE_PATH}
-"""What another path would not say."""
+_ELSEWHERE = {errno.EACCES, errno.EPERM, errno.ENOENT, *_PATH_REMEDIES}
+"""Errors that another path may avoid."""
 _IN_TEXT = re.compile(r"OS error (\d+)")
-"""How TensorStore passes it on."""
+"""The errno in a message of TensorStore."""
 
 
 def find_remedy(
@@ -35,15 +35,12 @@ def find_remedy(
     elsewhere: str = "",
     default: str = "make room or mend the file system",
 ) -> str:
-    """What to do about a file that cannot be written.
+    """What to do about a file that cannot be written, in the imperative.
 
     Args:
-        error: What the file system said, or an error that was raised from it.
-        elsewhere: The remedy where another path would do, if the user may choose one.
-        default: The remedy where the disk is full or broken, or nobody knows.
-
-    Returns:
-        It, in the imperative.
+        error: Error of the file system, or one raised from it.
+        elsewhere: Remedy if another path would help and the user may choose one.
+        default: Remedy if the disk is full or broken, or the cause is unknown.
 
     Example:
         >>> find_remedy(IsADirectoryError(errno.EISDIR, "Is a directory"))
@@ -54,18 +51,11 @@ def find_remedy(
     number = find_errno(error)
     if elsewhere and number in _ELSEWHERE:
         return elsewhere
-    return (OF_THE_PROCESS | _OF_THE_PATH).get(number, default)
+    return (PROCESS_REMEDIES | _PATH_REMEDIES).get(number, default)
 
 
 def find_errno(error: BaseException) -> int:
-    """The number that the system gave an error.
-
-    Args:
-        error: What was raised, maybe from the error of the system.
-
-    Returns:
-        It, or 0 where there is none.
-    """
+    """The errno of an error, or of the error it was raised from; 0 if there is none."""
     while error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, OSError):
@@ -75,13 +65,10 @@ def find_errno(error: BaseException) -> int:
 
 
 def find_fault(path: str | os.PathLike[str]) -> str:
-    """Why a path is no file that can be read.
-
-    Args:
-        path: Where it should be.
+    """Why a path is not a readable regular file.
 
     Returns:
-        What to say after its name; empty for a regular file, or a link to one.
+        Text to follow the path; empty for a regular file, or a link to one.
 
     Example:
         >>> find_fault("/dev/null"), find_fault("/"), find_fault("/nowhere/a")

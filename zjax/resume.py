@@ -1,4 +1,4 @@
-"""Where a run starts, and what of it is not as it was saved."""
+"""Where a run starts, and how it differs from the saved run."""
 
 import functools
 from collections.abc import Mapping
@@ -17,26 +17,26 @@ from zjax.sharding.placement import abstract_key
 from zjax.typing import Model, Params
 
 _NOT_COMPARED = ("checkpoint.resume", "zero.memory")
-"""Settings that say how a run goes on, not what it is, or that others follow from."""
+"""Settings that do not change what a run computes, or that others are derived from."""
 
 
 def first_step(store: Store, resume: str, step: int | None = None) -> int:
-    """Finds the step at which a run starts.
+    """The step at which a run starts.
 
     Args:
-        store: Its checkpoints.
+        store: Checkpoints of the run.
         resume: `checkpoint.resume` of its config.
-        step: The checkpoint to start from; None for the newest.
+        step: Checkpoint to start from; None for the newest.
 
     Returns:
-        The step of the checkpoint; 0 where there is none.
+        The step of the checkpoint; 0 if there is none.
 
     Raises:
-        CheckpointError: There is a checkpoint where none is to be continued, or there
-            is none where one is required.
+        CheckpointError: `resume` is "never" and there is a checkpoint, or "required"
+            and there is none.
     """
     if step is not None:
-        store.extra(step)  # says which steps there are
+        store.extra(step)  # raises if there is no such step
         return step
     latest = store.latest()
     directory = str(store.directory)
@@ -52,10 +52,10 @@ def first_step(store: Store, resume: str, step: int | None = None) -> int:
 
 
 def check_newest(store: Store, step: int) -> None:
-    """Refuses to train on from a step behind which there are others.
+    """Refuses to train from a checkpoint that is not the newest.
 
     Raises:
-        CheckpointError: A later checkpoint would be in the way.
+        CheckpointError: There is a later checkpoint.
     """
     latest = store.latest()
     if latest is not None and latest > step:
@@ -65,14 +65,14 @@ def check_newest(store: Store, step: int) -> None:
 
 
 def changes(saved: Mapping[str, Any], config: Config) -> list[Difference]:
-    """Compares a run with the one that goes on.
+    """Compares the settings of a run with the saved ones.
 
     Args:
         saved: The `extra` of a checkpoint.
         config: Resolved settings of this run.
 
     Returns:
-        Settings with their saved and their present value, then the version of JAX.
+        Settings that differ, with saved and present value, then the version of JAX.
     """
     found = [
         difference
@@ -84,15 +84,15 @@ def changes(saved: Mapping[str, Any], config: Config) -> list[Difference]:
     return found
 
 
-def functions_of(model: Model, tx: Any = None) -> dict[str, str]:
-    """Sums up what code of the caller computes, which no setting says.
+def fingerprint_functions(model: Model, tx: Any = None) -> dict[str, str]:
+    """Fingerprints of the user's code, which no setting describes.
 
     Args:
-        model: With `inputs`, whose loss counts, or without.
-        tx: Optax gradient transformation; None where it is not the caller's.
+        model: The model; its loss is traced if `inputs` is set.
+        tx: Optax gradient transformation of the user, or None.
 
     Returns:
-        A word for each of `model` and `tx` that can be traced.
+        Fingerprints under `model` and `tx`, for what can be traced.
     """
     if model.inputs is None and tx is None:
         return {}
@@ -115,11 +115,11 @@ def _init_and_update(tx: Any, params: Params) -> Any:
 
 
 def report_functions(saved: Mapping[str, Any], found: Mapping[str, str]) -> None:
-    """Logs code of the caller that computes something else than in the saved run.
+    """Warns if the user's code computes something else than in the saved run.
 
     Args:
         saved: The `extra` of a checkpoint.
-        found: What `functions_of` says of this run.
+        found: Result of `fingerprint_functions` for this run.
     """
     before = saved.get("functions", {})
     others = [name for name in before if found.get(name) != before[name]]
@@ -129,12 +129,12 @@ def report_functions(saved: Mapping[str, Any], found: Mapping[str, str]) -> None
 
 
 def report_changes(saved: Mapping[str, Any], config: Config, step: int) -> None:
-    """Logs every setting that is not as it was saved, on process 0.
+    """Warns on process 0 of each setting that differs from the saved one.
 
     Args:
         saved: The `extra` of a checkpoint.
         config: Resolved settings of this run.
-        step: Of the checkpoint.
+        step: Step of the checkpoint.
     """
     found = changes(saved, config)
     if found and jax.process_index() == 0:

@@ -1,4 +1,4 @@
-"""Checkpoints of a run that `zjax.initialize` made: its caller has the loop."""
+"""Checkpoints of a run made by `zjax.initialize`, whose loop is the user's."""
 
 import json
 import os
@@ -29,19 +29,20 @@ def save(
 ) -> None:
     """Writes a checkpoint of a state, and returns once it is on disk.
 
-    Whatever devices, mesh or ZeRO stage another run has, `zjax.restore` reads it. In a
-    run of many processes all of them call this, and see the same file system.
+    `zjax.restore` reads it whatever devices, mesh or ZeRO stage a run has. All
+    processes of a run call this, on a shared file system.
 
     Args:
-        directory: Where it goes, under the number of steps taken; made where missing.
-        state: Of this run, after more steps than any checkpoint there; not consumed.
-        run: Of `zjax.initialize`.
-        extra: What JSON can hold, such as the position of your data.
-        keep_last: Newest checkpoints kept, 1 or more; None keeps all.
+        directory: Directory of the checkpoints, named by step; created if missing.
+        state: State of this run, after more steps than any checkpoint there; not
+            consumed.
+        run: Result of `zjax.initialize`.
+        extra: JSON values, such as the position in your data.
+        keep_last: Number of newest checkpoints to keep, 1 or more; None keeps all.
 
     Raises:
         CheckpointError: It could not be written, the directory holds a later one, a
-            gradient is pending, or an argument cannot be used.
+            gradient is pending, or an argument is invalid.
         ProcessError: Another process writes into the directory.
         StateError: The state was consumed.
 
@@ -61,7 +62,7 @@ def save(
     """
     _check(extra, keep_last)
     path = local_path("directory", directory, CheckpointError)
-    beside = {
+    metadata = {
         "given": dict(extra or {}),
         "config": to_mapping(run.config),
         "plan": describe_plan(run.plan),
@@ -71,7 +72,7 @@ def save(
     rows, saved = saved_rows(run.plan, run.config), saved_state(state, run.plan)
     with lock.hold(path):
         store = Store(path, keep_last=keep_last or sys.maxsize, keep_best=0)
-        store.save(int(state.step), saved, rows, extra=beside)
+        store.save(int(state.step), saved, rows, extra=metadata)
         store.close()
 
 
@@ -80,22 +81,21 @@ def restore(
 ) -> tuple[TrainState, dict[str, Any]]:
     """Reads a checkpoint of `zjax.save`, each array straight onto its shards.
 
-    Settings that are not as they were saved are logged, as are a model, a loss and an
-    optimizer that compute something else.
+    Logs settings that differ from the saved ones, and a model, loss or optimizer that
+    computes something else.
 
     Args:
-        directory: Where it was saved.
-        run: Of the same model and optimizer, on any devices; its first state is
-            consumed, so that the devices hold one state alone.
-        step: Which checkpoint; None for the newest.
+        directory: Directory of the checkpoints.
+        run: Run of the same model and optimizer, on any devices; its first state is
+            consumed, so that the devices hold only one.
+        step: Step of the checkpoint; None for the newest.
 
     Returns:
-        The state, and the `extra` that was given.
+        The state, and the `extra` saved with it.
 
     Raises:
         CheckpointError: There is no such checkpoint or directory, it is of another
-            model or optimizer, or a file is not as it was saved; `run.state` is as
-            before.
+            model or optimizer, or a file is damaged; `run.state` is unchanged.
     """
     rows = saved_rows(run.plan, run.config)
 
@@ -104,11 +104,11 @@ def restore(
             leaf.delete()
 
     store = Store(local_path("directory", directory, CheckpointError))
-    saved, beside = store.restore(rows, step, free_memory=free_memory)
+    saved, metadata = store.restore(rows, step, free_memory=free_memory)
     state = with_params(saved, run.plan)
-    report_changes(beside, run.config, int(state.step))
-    report_functions(beside, run.functions)
-    return state, beside.get("given", {})
+    report_changes(metadata, run.config, int(state.step))
+    report_functions(metadata, run.functions)
+    return state, metadata.get("given", {})
 
 
 def _check(extra: Any, keep_last: int | None) -> None:
@@ -119,7 +119,7 @@ def _check(extra: Any, keep_last: int | None) -> None:
     try:
         json.dumps(dict(extra or {}))
     except (TypeError, ValueError) as error:
-        problem = f"is nothing that JSON can hold ({error})"
+        problem = f"cannot be written as JSON ({error})"
         remedy = "give a dict of numbers, texts, lists and dicts"
         problems.append(Problem("extra", type(extra).__name__, problem, remedy))
     if problems:

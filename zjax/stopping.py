@@ -1,4 +1,4 @@
-"""Stopping: between two steps when asked to, and with the checkpoint on its way."""
+"""Stops a run between two steps on a signal, and lets a checkpoint finish."""
 
 import contextlib
 import os
@@ -23,36 +23,25 @@ class Stop:
         self._caught: list[int] = []
 
     def __call__(self, step: int) -> bool:
-        """Asked before each step, by all processes of a run, which agree on it.
-
-        Args:
-            step: Steps taken.
-
-        Returns:
-            Whether to stop here.
-        """
+        """Whether to stop before this step; all processes call it and agree."""
         if jax.process_count() > 1:
             return multihost_utils.reached_preemption_sync_point(step)
         return bool(self._caught)
 
     @property
     def exit_status(self) -> int:
-        """What a program that was stopped ends with: 128 plus the signal's number."""
-        # Where there are many processes the runtime catches SIGTERM itself.
+        """Exit status of a stopped program: 128 plus the number of the signal."""
+        # With several processes the runtime catches SIGTERM itself.
         return 128 + (self._caught or [signal.SIGTERM])[0]
 
-    def ask(self) -> None:
-        """Stops a run as SIGTERM does: all of its processes at the same step."""
+    def request(self) -> None:
+        """Stops the run as SIGTERM does: all processes at the same step."""
         if not self._caught:
             self._caught.append(signal.SIGTERM)
-            self._tell_others()
+            self._signal_others()
 
-    def note(self, number: int, frame: Any) -> None:
-        """Handles a signal.
-
-        Args:
-            number: Of the signal.
-            frame: Where it came.
+    def handle_signal(self, number: int, frame: Any) -> None:
+        """Signal handler.
 
         Raises:
             KeyboardInterrupt: At the second Ctrl-C.
@@ -60,29 +49,31 @@ class Stop:
         if self._caught and number == signal.SIGINT:
             raise KeyboardInterrupt
         self._caught.append(number)
-        self._tell_others()
+        self._signal_others()
         os.write(1, b"\nstopping after this step; saving a checkpoint\n")
 
-    def _tell_others(self) -> None:
-        if jax.process_count() > 1:  # the runtime listens to this one
+    def _signal_others(self) -> None:
+        if jax.process_count() > 1:  # the runtime passes SIGTERM on to all
             os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Stop]:
-    """Turns SIGTERM and the first Ctrl-C into a question that the loop asks.
+    """Turns SIGTERM and the first Ctrl-C into a request that the loop polls.
 
-    Processes of one run get the signal at different moments; they agree through JAX on
-    the step at which all of them stop. A second Ctrl-C ends the program at once.
+    Processes get the signal at different moments; they agree through JAX on the step at
+    which to stop. A second Ctrl-C ends the program at once.
 
     Yields:
-        `stopped(step)`, to be asked before each step.
+        `stopped(step)`, to call before each step.
     """
     stopped = Stop()
     numbers = (signal.SIGINT,) if jax.process_count() > 1 else SIGNALS
     if threading.current_thread() is not threading.main_thread():
         numbers = ()
-    before = {number: signal.signal(number, stopped.note) for number in numbers}
+    before = {
+        number: signal.signal(number, stopped.handle_signal) for number in numbers
+    }
     try:
         yield stopped
     finally:
@@ -92,14 +83,7 @@ def stop_signals() -> Iterator[Stop]:
 
 @contextlib.contextmanager
 def finishing(store: Store) -> Iterator[None]:
-    """Lets a checkpoint that is being written come to its end, whatever happens.
-
-    Args:
-        store: That writes it.
-
-    Yields:
-        Nothing.
-    """
+    """Waits for a checkpoint that is being written if the enclosed work raises."""
     try:
         yield
     except BaseException:

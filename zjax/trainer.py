@@ -1,4 +1,4 @@
-"""A whole run: loader, steps, evaluation, checkpoints and what is shown of them."""
+"""A whole run: data, steps, evaluation, checkpoints and logging."""
 
 import pathlib
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from zjax.data.loader import Loader
 from zjax.errors import ConfigError, DataError, Problem
 from zjax.initialize import adopt_optimizer, make_run
 from zjax.models.build import make_model
-from zjax.nonfinite import arrays_told, find_nonfinite
+from zjax.nonfinite import find_nonfinite, report_nonfinite
 from zjax.observe.directory import check_directory
 from zjax.observe.monitor import Callback, Monitor
 from zjax.observe.progress import describe_end
@@ -33,8 +33,8 @@ from zjax.optim.schedules import make_schedule
 from zjax.processes.lock import hold
 from zjax.resume import (
     check_newest,
+    fingerprint_functions,
     first_step,
-    functions_of,
     report_changes,
     report_functions,
 )
@@ -47,19 +47,19 @@ from zjax.typing import Device, Model
 
 
 class Trainer:
-    """Trains a model as a config says, from its last checkpoint if there is one.
+    """Trains a model as configured, from its last checkpoint if there is one.
 
     Args:
-        config: A Config, a mapping or the path of a config file.
-        model: A `zjax.Model` (`zjax.adapt` makes one); the built-in by default.
-        tx: Optax gradient transformation; that of the config by default.
-        batches: Training data: a dataset with columns, or an iterable of batches; that
-            of the config by default.
-        evaluation_batches: The same for evaluation; none if only `batches` is given.
-        step: Checkpoint to start from, to evaluate or to generate; the newest by
+        config: A Config, a mapping, or the path of a config file.
+        model: A `zjax.Model` (`zjax.adapt` makes one); the built-in model by default.
+        tx: Optax gradient transformation; the configured one by default.
+        batches: Training data: a dataset with columns, or an iterable of batches; the
+            configured data by default.
+        evaluation_batches: Evaluation data; none if only `batches` is given.
+        step: Checkpoint to start from, for evaluation or generation; the newest by
             default, which alone can be trained on.
-        callbacks: Called as `callback(step, values)` with the numbers of logged steps.
-        devices: Devices to use; all of them by default.
+        callbacks: Functions called as `callback(step, values)` for logged steps.
+        devices: Devices to use; all by default.
 
     Raises:
         ConfigError: Settings that cannot work.
@@ -110,27 +110,26 @@ class Trainer:
         self._is_language_model = model is None
         self._callbacks = callbacks
         folder = pathlib.Path(self.config.directory) / "checkpoints"
-        kept = self.config.checkpoint
+        settings = self.config.checkpoint
         self.store = Store(
-            str(folder), keep_last=kept.keep_last, keep_best=kept.keep_best
+            str(folder), keep_last=settings.keep_last, keep_best=settings.keep_best
         )
-        start = first_step(self.store, kept.resume, step)
+        start = first_step(self.store, settings.resume, step)
         if start:
             report_changes(self.store.extra(start), self.config, start)
         model = make_model(self.config) if model is None else model
-        own = tx is None
         with dtype_promotion():
             self.run = make_run(
                 self.config,
                 model,
                 make_optimizer(self.config, model)
-                if own
+                if tx is None
                 else adopt_optimizer(tx, model, self.config),
-                schedule=make_schedule(self.config) if own else None,
+                schedule=make_schedule(self.config) if tx is None else None,
                 devices=devices,
                 restore=self._restore(start) if start else None,
             )
-            self._functions = functions_of(model, tx)
+            self._functions = fingerprint_functions(model, tx)
         self.state: TrainState = self.run.state
         self.loader = self._make_loader()
         if start:
@@ -151,19 +150,19 @@ class Trainer:
         return int(self.state.step)
 
     def fit(self) -> TrainState:
-        """Trains to `num_steps`, or until a signal asks to stop; saves either way.
+        """Trains to `num_steps` or until a stop signal; saves in either case.
 
-        Afterwards `exit_status` is 0 where all steps are taken, and 128 plus the number
-        of the signal where it was stopped: 143 for SIGTERM, 130 for Ctrl-C.
+        Afterwards `exit_status` is 0 if all steps were taken, else 128 plus the number
+        of the signal: 143 for SIGTERM, 130 for Ctrl-C.
 
         Returns:
             The last state.
 
         Raises:
-            NonFiniteError: A step was not finite and the run is to stop at such.
+            NonFiniteError: A step was not finite and the policy is to stop.
             CheckpointError: A checkpoint could not be written.
             DataError: The data ended or is malformed.
-            PlanError: A step takes more memory than the devices have.
+            PlanError: A step needs more memory than the devices have.
             ProcessError: Another run writes into the directory.
         """
         with hold(self.config.directory):
@@ -185,13 +184,13 @@ class Trainer:
         own = not self._is_language_model
         told = remedies_told(config, self.run.plan, own_model=own)
         written = finishing(self.store)
-        recent = dict[int, Any]()  # numbers are known one step late
+        recent = dict[int, Any]()  # metrics arrive one step late
 
         def causes() -> list[Problem]:
             number = monitor.known_step
             return find_nonfinite(self.run.step, self.state, recent[number], number)
 
-        named = arrays_told(causes)
+        named = report_nonfinite(causes)
         with told, written, named, stop_signals() as stopped, monitor, self.loader:
             saved, ended, saves = step, False, False
             while step < config.num_steps and not stopped(step):
@@ -200,7 +199,7 @@ class Trainer:
                 if ended:
                     break
                 if self.store.has_failed():
-                    stopped.ask()  # ends the run now, in all processes at one step
+                    stopped.request()  # stops all processes at one step
                 step += 1
                 recent = {step - 1: recent.get(step - 1), step: batch}
                 with monitor.step(step, self.state, batch) as metrics:
@@ -209,13 +208,13 @@ class Trainer:
                 last = step == config.num_steps
                 saves |= last or _is_due(step, config.checkpoint.every_steps)
                 if saves:
-                    self._settle()  # what is evaluated is what is saved
+                    self._settle()  # evaluate what is saved
                 if last or _is_due(step, config.evaluation.every_steps):
                     with monitor.pause():
                         monitor.log(step, self.evaluate())
                 if saves:
                     with monitor.pause():
-                        # weights that skip steps push out no checkpoint of others
+                        # a checkpoint of weights that skip would push out good ones
                         if last or not monitor.skipped_in_a_row:
                             self.save()
                             saved, saves = step, False
@@ -236,23 +235,23 @@ class Trainer:
         return self.state
 
     def evaluate(self, part: str = "auto") -> dict[str, float]:
-        """Averages loss and metrics over the evaluation set, each row once.
+        """Averages loss and metrics over the evaluation set, counting each row once.
 
-        All rows count alike, or by the weights that the loss returns. Where they do not
-        fill the last batch, they stand in it several times, which changes no mean over
-        rows; a loss that couples rows needs a set of whole batches.
+        Rows count equally, or by the weights that the loss returns. A last batch that
+        is not full repeats rows, which changes no mean over rows; a loss that couples
+        rows needs a set of whole batches.
 
         Args:
-            part: Weights to evaluate: `raw`, or `ema` or `schedule_free` where they
-                are kept, which `auto` takes in their place.
+            part: Weights to evaluate: `raw`, `ema` or `schedule_free`; `auto` prefers
+                averaged ones.
 
         Returns:
-            `eval_loss`, `eval_<metric>` and `evaluated_rows`; empty where there is no
-            evaluation data, and NaN where no row has weight.
+            `eval_loss`, `eval_<metric>` and `evaluated_rows`; empty without evaluation
+            data, NaN if no row has weight.
 
         Raises:
-            DataError: The evaluation data gave no batch, or is malformed.
-            ConfigError: The part is not kept.
+            DataError: The evaluation data is empty or malformed.
+            ConfigError: The run has no such weights.
         """
         if self._evaluation is None:
             return {}
@@ -263,7 +262,7 @@ class Trainer:
         return values
 
     def save(self) -> None:
-        """Starts to write a checkpoint of everything, to be found by its step.
+        """Starts writing a checkpoint of everything at the current step.
 
         Raises:
             CheckpointError: This one or the one before could not be written.
@@ -296,17 +295,18 @@ class Trainer:
 
         Args:
             prompt: Text of one token or more.
-            max_new_tokens: Tokens to add; 0 fills the model's length.
-            temperature: 0 takes the most likely token.
-            top_k: Draws among the k most likely tokens; 0 among all.
-            seed: Of the draws.
+            max_new_tokens: Number of tokens to add; 0 fills the model's length.
+            temperature: Softmax temperature; 0 takes the most likely token.
+            top_k: Number of most likely tokens to sample from; 0 for all.
+            seed: Seed of the sampling.
             part: Weights, as for `evaluate`.
 
         Returns:
             The prompt and its continuation.
 
         Raises:
-            ConfigError: The prompt is empty, or leaves no room; the part is not kept.
+            ConfigError: The prompt is empty or too long, or the run has no such
+                weights.
         """
         tokenizer = data.make_tokenizer(self.config)
         tokens = jax.numpy.asarray([tokenizer.encode(prompt)], jax.numpy.int32)
@@ -339,7 +339,7 @@ class Trainer:
         self.store.close()
 
     def describe(self) -> str:
-        """Says what will run: the plan, the dtypes, the batch and where it continues.
+        """Describes what will run: plan, dtypes, batch sizes and first step.
 
         Returns:
             Text of at most 100 columns.

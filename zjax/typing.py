@@ -1,7 +1,7 @@
-"""The records through which models, training and storage meet; a legend of letters.
+"""Interfaces between models, training and storage.
 
-Dimension letters in annotations: B batch, L length (S for keys), H heads, K kv heads,
-D head dim, M model width, F feed-forward width, V vocabulary, T tokens, N microbatches.
+Dimension letters in annotations: B batch, L length (S for keys), H heads, K kv heads, D
+head dim, M model width, F feed-forward width, V vocabulary, T tokens, N microbatches.
 """
 
 import dataclasses
@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import jax
 
 Device = Any
-"""A `jax.Device`, which type checkers do not take for a type."""
+"""A `jax.Device`, which is not a type to type checkers."""
 Params = Any
 """A tree of floating-point arrays."""
 ModelState = Any
-"""A tree of what a model carries besides parameters: BatchNorm statistics, caches."""
+"""A tree of a model's variables besides parameters: BatchNorm statistics, caches."""
 Batch = Any
-"""A tree of arrays whose first dim is the batch (scalars are the same everywhere, and
-so is what `Model.entries` says has no rows)."""
+"""A tree of arrays whose first dim is the batch; scalars, and arrays without rows by
+`Model.entries`, are replicated."""
 Metrics = dict[str, jax.Array]
 """Named scalars."""
 Logical = tuple[str | None, ...]
@@ -27,29 +27,29 @@ experts, capacity, layers, tensor`, or None."""
 
 
 IGNORED = -100
-"""The target of a token that does not count, as in other libraries."""
+"""The target of a token without loss, as in other libraries."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What a loss asks of one array of a batch."""
+    """What a loss requires of one array of a batch."""
 
     shape: tuple[int | str, ...] | None = None
-    """Size of each dim; a letter is any size that is the same in all entries. The first
-    dim is `B` where the array holds rows, of which each device and each microbatch gets
-    some; all others are replicated. None asks nothing, and takes it for rows."""
+    """Size of each dim; a letter is any size, equal in all entries. A first dim of `B`
+    is split over devices and microbatches; arrays without it are replicated. None
+    accepts any shape, with the batch first."""
     dtype: Any = None
-    """Dtype, or a kind such as `numpy.integer`; None asks nothing."""
+    """Dtype, or a kind such as `numpy.integer`; None accepts any."""
     is_optional: bool = False
-    """Whether a batch may come without it."""
+    """Whether a batch may lack it."""
     num_ids: int = 0
-    """Ids that it may hold, from 0 on; 0 does not check them."""
+    """Number of valid ids, from 0; 0 does not check them."""
     may_be_ignored: bool = False
-    """Whether it may also hold `IGNORED`."""
+    """Whether `IGNORED` is valid, too."""
 
     @property
     def has_rows(self) -> bool:
-        """Whether its first dim is cut; False for what is replicated."""
+        """Whether its first dim is the batch; False for a replicated array."""
         return self.shape is None or self.shape[:1] == ("B",)
 
 
@@ -58,13 +58,13 @@ Entries = Mapping[str, Entry]
 
 
 class Loss(NamedTuple):
-    """What one microbatch gives.
+    """The loss of one microbatch.
 
-    The loss is a mean and `weight` says over how many units, so that accumulation gives
-    the weighted mean over the global batch, and float16 gradients keep their range
-    whatever the number of tokens. Each device cuts the rows that it holds into
-    microbatches of adjacent rows: a loss may compare neighbours as long as they lie in
-    one microbatch, and which rows do depends on the number of devices.
+    The loss is a mean over `weight` units, so that accumulation gives the weighted mean
+    over the global batch, and float16 gradients keep their range whatever the number of
+    tokens. Each device splits its rows into microbatches of adjacent rows: a loss may
+    compare neighbours within a microbatch, but which rows share one depends on the
+    number of devices.
     """
 
     value: jax.Array
@@ -78,101 +78,97 @@ class Loss(NamedTuple):
 
 
 class Auxiliary(NamedTuple):
-    """What a block gives besides its carry: scalars, the same ones for equal blocks."""
+    """Scalars that a block returns besides its carry; equal blocks return the same."""
 
     loss: jax.Array | None = None
-    """float32[]: of the microbatch, added to its mean loss and shown among the metrics
-    as `auxiliary_loss`; the losses of all blocks are added up. None adds nothing."""
+    """float32[]: added to the mean loss of the microbatch, summed over blocks, and
+    logged as `auxiliary_loss`. None adds nothing."""
     metrics: Mapping[str, jax.Array] = {}
-    """float32[] by name, averaged over the blocks that give them and, as other metrics,
-    over microbatches."""
+    """float32[] by name, averaged over the blocks that return them and over
+    microbatches."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """A block as a trunk, to whose stream tiles add one after another."""
+    """A block split into a trunk and tiles, whose outputs are added to its carry."""
 
     split: Callable[[Params], tuple[Params, tuple[Params, ...]]]
-    """Parameters of a block -> (the trunk's, each tile's); tiles are alike."""
+    """Parameters of a block -> (trunk's, each tile's); all tiles are equal."""
     trunk: Callable[..., Any]
-    """`trunk(params, carry, context, key) -> ((carry, entering), Auxiliary)`: the block
-    without its tiles, and what every tile reads."""
+    """`trunk(params, carry, context, key) -> ((carry, tile_input), Auxiliary)`: the
+    block without its tiles, and the input of every tile."""
     tile: Callable[..., Any]
-    """`tile(params, entering, key) -> what it adds to the carry`."""
+    """`tile(params, tile_input, key) -> addition to the carry`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """Equal blocks run one after another."""
+    """Equal blocks that run one after another."""
 
     block: Callable[..., Any]
     """`block(params, carry, context, key) -> (carry, Auxiliary)`."""
     num_blocks: int
     tiles: Tiles | None = None
-    """The same block in parts, where its parameters are too many to be in one place."""
+    """The same block as trunk and tiles, if its parameters exceed one device."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CachedBlock:
-    """How a block of a segment continues text, with a cache of its own.
+    """How a block of a segment continues text, with its own cache.
 
     `starts` int32[B] is the first column of each prompt.
     """
 
     read_prompt: Callable[..., Any]
-    """`read_prompt(params, carry, context, starts, room, padded) -> ((carry, entering),
-    cache)`: whole prompts through a block or, where it has tiles, through its trunk."""
+    """`read_prompt(params, carry, context, starts, room, padded) -> ((carry,
+    tile_input), cache)`: prompts through a block or, with tiles, through its trunk."""
     read_token: Callable[..., Any]
-    """`read_token(params, carry, context, starts, column, cache) -> ((carry, entering),
-    cache)`: the same for one more column."""
+    """`read_token(params, carry, context, starts, column, cache) -> ((carry,
+    tile_input), cache)`: the same for one more column."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Continuation:
-    """How a line of blocks continues text.
-
-    `settings` are those of `zjax.models.generate`.
-    """
+    """How a stack continues text; `settings` are those of `zjax.models.generate`."""
 
     check: Callable[..., None]
-    """`check(length, settings, key)` refuses settings that cannot work."""
+    """`check(length, settings, key)` raises for settings that cannot work."""
     embed: Callable[..., Any]
-    """`embed(params, tokens, starts, column) -> (carry, context)`, of tokens that stand
-    from a column on."""
+    """`embed(params, tokens, starts, column) -> (carry, context)`, for tokens whose
+    first column is `column`."""
     blocks: tuple[CachedBlock, ...]
-    """One for each segment."""
+    """One per segment."""
     score: Callable[..., Any]
-    """`score(params, carry) -> float32[B, V]`, of the tokens that may follow a column;
-    takes the head's parameters."""
+    """`score(params, carry) -> float32[B, V]`: logits of the next token, from the
+    head's parameters."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """A model as a line of blocks: the seam of pipelines, offload and layer drop.
+    """A model as a sequence of blocks, as pipelines, offload and layer drop need it.
 
-    `zjax.loss_of` makes its loss. Its parts take no model state. Of the key that a loss
-    gets, the embedding gets `fold_in(key, 0)`, and block i of all segments
+    `zjax.loss_of` makes its loss. Its functions take no model state. From the key of
+    the loss, the embedding gets `fold_in(key, 0)` and block i of all segments
     `fold_in(key, i + 1)`.
     """
 
     embed: Callable[..., Any]
-    """`embed(params, batch, key) -> (carry, context)`; every block reads context, which
-    follows from the batch alone and gets no gradient."""
+    """`embed(params, batch, key) -> (carry, context)`; all blocks read the context,
+    which depends on the batch alone and gets no gradient."""
     segments: tuple[Segment, ...]
     head: Callable[..., Any]
-    """`head(params, carry, batch) -> (loss_sum, weight, metric_sums)`, for `Loss` once
-    divided by the weight, which a pipeline needs to follow from the batch alone."""
+    """`head(params, carry, batch) -> (loss_sum, weight, metric_sums)`; divided by the
+    weight they give `Loss`. In a pipeline the weight must depend on the batch alone."""
     split: Callable[[Params], tuple[Params, tuple[Params, ...], Params]]
-    """Model parameters -> (embed's, each segment's, head's). The tree of a segment is
-    that of one block, with arrays that stack those of all its blocks, or their
+    """Model parameters -> (embed's, each segment's, head's). A segment has the tree of
+    one block, with the arrays of all its blocks stacked, or as
     `zjax.sharding.layers.Layers`. It selects leaves and computes nothing."""
     join: Callable[[Params, tuple[Params, ...], Params], Params]
-    """The transpose of `split`, for gradients: its inverse, but for shared leaves, of
-    which it returns the sum."""
+    """The transpose of `split`, for gradients: its inverse, summing shared leaves."""
     shared: tuple[str, ...] = ()
     """Paths of leaves that both embed and head use, such as tied embeddings."""
     continuation: Continuation | None = None
-    """How it continues text; None where it does not."""
+    """How it continues text, if it does."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,46 +176,47 @@ class Model:
     """A model and its loss as pure functions, whatever library wrote it."""
 
     init: Callable[[jax.Array], tuple[Params, ModelState]]
-    """`init(key) -> (params, model_state)`; runs under jit, on its shards."""
+    """`init(key) -> (params, model_state)`; runs under jit with sharded outputs."""
     loss: Callable[[Params, ModelState, Batch, jax.Array | None], Loss]
     """`loss(params, model_state, batch, key)`; a key of None means evaluation."""
     bind: Callable[[Params, ModelState], Any]
-    """`bind(params, model_state) -> view`: the module as its library calls it, in
-    evaluation mode."""
+    """`bind(params, model_state) -> module` of the user's library, in evaluation
+    mode."""
     logical: Callable[[Params], Any]
-    """Abstract params -> tree of `Logical`, or of None where nothing is known."""
+    """Abstract params -> tree of `Logical`, or None for unknown arrays."""
     given: Callable[[], tuple[Params, ModelState]] | None = None
-    """Weights that exist already (a loaded NNX instance), to be placed leaf by leaf in
-    place of `init`."""
+    """Existing weights (a loaded NNX instance), placed leaf by leaf instead of
+    `init`."""
     stack: Stack | None = None
     separable: bool = False
-    """Whether the loss is the weighted mean of losses of single rows, is 0 without
-    weight, uses no model state, and draws for each row by its number in the microbatch
-    if at all: devices then differentiate alone, and of N microbatches row i is in i mod
-    N on every mesh, so that all meshes draw the same. At ZeRO stage 3 its parameters
-    are fetched at once, so it must not loop over stacked layers. Of a parameter with a
-    dim `experts` it is given those of the device, on a mesh that splits them."""
+    """Whether devices may compute gradients of their rows independently. The loss must
+    be the weighted mean of losses of single rows, be 0 without weight, use no model
+    state, and draw random numbers by a row's index in the microbatch. Row i is then in
+    microbatch i mod N on every mesh, so all meshes draw the same. At ZeRO stage 3 all
+    parameters are gathered at once, so it must not loop over stacked layers. A
+    parameter with a dim `experts` holds the device's experts, if the mesh splits them.
+    """
     takes_layers_apart: bool = False
-    """Whether the loss takes `zjax.sharding.layers.Layers` for the arrays whose first
-    dim is `layers`, so that each layer can be gathered and reduced alone."""
+    """Whether the loss accepts `zjax.sharding.layers.Layers` for arrays whose first dim
+    is `layers`, so that each layer is gathered and reduced separately."""
     loops_over_layers: bool = False
-    """Whether the loss runs its layers in a loop, which fetches the parameters of each
-    as it comes to it."""
+    """Whether the loss loops over its layers, gathering the parameters of each in
+    turn."""
     init_layer: Callable[[jax.Array, jax.Array], Params] | None = None
-    """`init_layer(key, number) -> params`, as `init` gives them, but with one layer in
-    each array that stacks layers: what would not fit at once starts layer by layer."""
+    """`init_layer(key, number) -> params`: as `init`, with only that layer in each
+    array that stacks layers, for models that must be initialised layer by layer."""
     keeps: Callable[..., bool] | None = None
-    """What the backward pass keeps besides parameters, as a policy of `jax.checkpoint`;
-    None keeps what is dear to compute. Blocks that run one by one, as offload has them
-    run, keep it on the devices, also what is but made of parameters; what enters them
-    alone for None, `model.remat="full"` or a `model.activation_memory` elsewhere."""
+    """Policy of `jax.checkpoint` for the residuals to save besides parameters; None
+    saves what is expensive to compute. Under offload, blocks save these residuals on
+    the devices, casts of parameters included; they save only their inputs if this is
+    None, with `model.remat="full"`, or if `model.activation_memory` is not the
+    device."""
     inputs: Batch | None = None
-    """Shapes of a batch for `loss`, by which a run that goes on tells whether it is
-    another loss; None where nobody gave any."""
+    """Shapes of a batch for `loss`, if known; used to detect that a resumed run has
+    another loss."""
     entries: Entries = dataclasses.field(default_factory=dict)
-    """What the loss asks of each array of a batch; empty asks nothing, and takes all
-    arrays but scalars for rows."""
+    """What the loss requires of each array of a batch; if empty, any batch is accepted
+    and all arrays except scalars have rows."""
     cast: tuple[str, ...] | None = None
-    """Paths of the floating-point arrays of a batch that are cast to the compute dtype;
-    all others keep theirs. `zjax.initialize` finds them for None, which else casts
-    nothing."""
+    """Paths of the floating-point arrays of a batch to cast to the compute dtype. For
+    None, `zjax.initialize` finds them and all others cast nothing."""

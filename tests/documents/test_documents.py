@@ -10,7 +10,7 @@ import pytest
 
 from zjax.bench.contest import load_contest
 from zjax.config import load_config
-from zjax.main import COMMANDS, OWN_FLAGS
+from zjax.main import COMMAND_FLAGS, COMMANDS
 
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDERS = ("docs", "examples")
@@ -86,7 +86,7 @@ def test_commands_can_be_typed(line):
     given = [word.removeprefix("--").partition("=")[::2] for word in words]
     values = dict(given)
     for flag, value in given:
-        own = flag in OWN_FLAGS.get(name, ()) or flag in ("prepare", "train")
+        own = flag in COMMAND_FLAGS.get(name, ()) or flag in ("prepare", "train")
         assert own or flag.partition(".")[0] in COMMON_FLAGS, flag
         if value and flag in ("config", "contest", "gin_file"):
             assert (ROOT / value).is_file(), value

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from zjax.bench.contest import Contestant
 from zjax.errors import BenchError, Problem
-from zjax.reading import MOST_INDEX_BYTES, parse_json, read_text
+from zjax.reading import MAX_INDEX_BYTES, parse_json, read_text
 
 _PROBE = """import jax, json
 devices = jax.devices()
@@ -142,7 +142,7 @@ def read_records(paths: Iterable[str | os.PathLike[str]]) -> list[Record]:
     records: dict[str, Record] = {}
     for path in paths:
         try:
-            for line in read_text(path, MOST_INDEX_BYTES).splitlines():
+            for line in read_text(path, MAX_INDEX_BYTES).splitlines():
                 given = parse_json(line)
                 machine = Machine(**given.pop("machine"))
                 record = Record(machine=machine, **given)

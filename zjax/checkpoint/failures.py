@@ -7,7 +7,7 @@ import jax
 
 from zjax.errors import CheckpointError, Problem
 from zjax.processes.together import describe_error, root_of
-from zjax.remedies import OF_THE_PROCESS, find_errno, find_remedy
+from zjax.remedies import PROCESS_REMEDIES, find_errno, find_remedy
 
 
 def not_a_directory(directory: pathlib.Path) -> CheckpointError:
@@ -107,7 +107,7 @@ def damaged(
     directory: pathlib.Path, step: int, before: int | None, error: Exception
 ) -> CheckpointError:
     """The error for unreadable files; `before` is the newest earlier step, if any."""
-    may_be_sound = find_errno(error) in OF_THE_PROCESS
+    may_be_sound = find_errno(error) in PROCESS_REMEDIES
     remedy = (
         f"{find_remedy(error)}, and run again"
         if may_be_sound

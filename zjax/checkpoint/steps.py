@@ -12,7 +12,7 @@ from typing import Any
 
 from zjax.checkpoint import sums
 from zjax.checkpoint.sums import SUMS_FILE
-from zjax.reading import MOST_INDEX_BYTES, parse_json, read_text
+from zjax.reading import MAX_INDEX_BYTES, parse_json, read_text
 
 STATE, INDEX = "state", "index/metadata"
 """Paths inside a step: Orbax's files and the JSON index."""
@@ -66,7 +66,7 @@ def read_index(path: pathlib.Path) -> Any:
         OSError: It cannot be read.
         ValueError: It is not JSON, or too large.
     """
-    return parse_json(read_text(path / INDEX, MOST_INDEX_BYTES))
+    return parse_json(read_text(path / INDEX, MAX_INDEX_BYTES))
 
 
 def partial_path(directory: pathlib.Path, step: int) -> pathlib.Path:

@@ -15,7 +15,7 @@ from zjax.checkpoint.views import Source
 from zjax.config.paths import local_path
 from zjax.errors import CheckpointError, Problem
 from zjax.packages import check_installed
-from zjax.reading import MOST_INDEX_BYTES, parse_json, read_text
+from zjax.reading import MAX_INDEX_BYTES, parse_json, read_text
 from zjax.remedies import find_fault
 from zjax.typing import Params
 
@@ -86,7 +86,7 @@ def _find_tensors(path: str) -> dict[str, Any]:
 
 def _read_index(index: pathlib.Path) -> dict[str, Any]:
     try:
-        weight_map = parse_json(read_text(index, MOST_INDEX_BYTES))["weight_map"]
+        weight_map = parse_json(read_text(index, MAX_INDEX_BYTES))["weight_map"]
         paths = {name: index.parent / file for name, file in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"is not an index of safetensors ({type(error).__name__}: {error})"

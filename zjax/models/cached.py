@@ -234,8 +234,8 @@ def _run_blocks(step, model, x, inputs):
     def one(params, x, given):
         return step(nnx.merge(graph, params), x, given)
 
-    turn_size = model.config.layers_per_scan
-    return run_blocks(one, blocks, x, inputs, turn_size=turn_size)
+    scan_size = model.config.layers_per_scan
+    return run_blocks(one, blocks, x, inputs, scan_size=scan_size)
 
 
 def _table(model):

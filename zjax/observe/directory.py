@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterator
 
 from zjax.errors import ConfigError, OutputError, Problem
-from zjax.remedies import MADE, find_remedy
+from zjax.remedies import CHOOSE_DIRECTORY, find_remedy
 
 
 def check_directory(directory: str) -> None:
@@ -23,7 +23,7 @@ def check_directory(directory: str) -> None:
         tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
         problem = f"cannot be used ({error.strerror})"
-        remedy = find_remedy(error, elsewhere=MADE)
+        remedy = find_remedy(error, elsewhere=CHOOSE_DIRECTORY)
         raise ConfigError(Problem("directory", directory, problem, remedy)) from error
 
 

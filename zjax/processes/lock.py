@@ -21,7 +21,7 @@ from absl import logging
 from zjax.errors import Problem, ProcessError
 from zjax.processes.together import together
 from zjax.reading import parse_json, read_text
-from zjax.remedies import MADE, find_remedy
+from zjax.remedies import CHOOSE_DIRECTORY, find_remedy
 
 LOCK_FILE = "lock.json"
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -110,7 +110,7 @@ def _release(path: pathlib.Path) -> None:
 
 def _unusable(directory: str, error: OSError) -> ProcessError:
     problem = f"cannot be used ({error.strerror})"
-    remedy = find_remedy(error, elsewhere=MADE)
+    remedy = find_remedy(error, elsewhere=CHOOSE_DIRECTORY)
     return ProcessError(Problem("directory", directory, problem, remedy))
 
 
