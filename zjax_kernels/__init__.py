@@ -1,4 +1,4 @@
-"""GPU kernels for JAX, of use in any program: they import JAX and no framework.
+"""GPU kernels for JAX that depend on JAX alone.
 
 Example:
     >>> import jax.numpy as jnp

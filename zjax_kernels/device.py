@@ -1,4 +1,4 @@
-"""Which implementation runs on which device."""
+"""Chooses between the Hopper kernels and the reference implementation."""
 
 import functools
 import logging
@@ -14,7 +14,7 @@ DTYPES = ("bfloat16", "float16")
 
 
 def check_implementation(requested: str, *, dtype: str, head_size: int) -> str:
-    """Decides what runs; says once what `auto` took.
+    """Chooses the implementation of sparse attention; logs the choice of `auto` once.
 
     Args:
         requested: `auto`, `mosaic_gpu` or `reference`.
@@ -25,14 +25,14 @@ def check_implementation(requested: str, *, dtype: str, head_size: int) -> str:
         `mosaic_gpu` or `reference`.
 
     Raises:
-        ValueError: There is no implementation of that name, or not for these arrays.
-        NotImplementedError: `mosaic_gpu` was asked for and this device cannot run it.
+        ValueError: Unknown implementation, or arrays that it does not support.
+        NotImplementedError: This device cannot run `mosaic_gpu`.
 
     Example:
         >>> check_implementation("auto", dtype="float32", head_size=64)
         'reference'
     """
-    problem, remedy = _obstacle_of_arrays(dtype, head_size)
+    problem, remedy = _array_obstacle(dtype, head_size)
     arrays = f"{dtype}, head size {head_size}"
     return choose_implementation(
         requested, "sparse attention", arrays, problem=problem, remedy=remedy
@@ -40,23 +40,23 @@ def check_implementation(requested: str, *, dtype: str, head_size: int) -> str:
 
 
 def choose_implementation(
-    requested: str, what: str, arrays: str, *, problem: str, remedy: str
+    requested: str, operation: str, arrays: str, *, problem: str, remedy: str
 ) -> str:
-    """Decides what runs; says once what `auto` took.
+    """Chooses an implementation; logs the choice of `auto` once.
 
     Args:
         requested: `auto`, `mosaic_gpu` or `reference`.
-        what: Is computed.
-        arrays: In words.
-        problem: Why the kernels cannot take these arrays; empty if they can.
-        remedy: Against that.
+        operation: Name of the operation, for the log.
+        arrays: Description of the arrays, for the log.
+        problem: Reason why the kernels do not support these arrays; empty if they do.
+        remedy: Remedy of that problem.
 
     Returns:
         `mosaic_gpu` or `reference`.
 
     Raises:
-        ValueError: There is no implementation of that name, or not for these arrays.
-        NotImplementedError: `mosaic_gpu` was asked for and this device cannot run it.
+        ValueError: Unknown implementation, or arrays that it does not support.
+        NotImplementedError: This device cannot run `mosaic_gpu`.
 
     Example:
         >>> choose_implementation("reference", "a sum", "int8", problem="", remedy="")
@@ -67,11 +67,11 @@ def choose_implementation(
         raise invalid("implementation", requested, "is none that exists", known)
     if requested == "reference":
         return requested
-    device = _obstacle_of_device(*first_device())
+    device = _device_obstacle(*first_device())
     if requested == "auto":
-        device = device or _obstacle_of_mesh()
+        device = device or _mesh_obstacle()
         chosen = "reference" if problem or device else "mosaic_gpu"
-        _say(what, chosen, device or problem or arrays)
+        _log_choice(operation, chosen, device or problem or arrays)
         return chosen
     if device:
         raise NotImplementedError(_REFUSAL.format(device, "use an H100 or H200"))
@@ -80,23 +80,14 @@ def choose_implementation(
     return requested
 
 
-def obstacle(dtype: str, head_size: int) -> str:
-    """Why this process cannot run the kernels for Hopper GPUs.
-
-    Args:
-        dtype: Name of the dtype of the arrays.
-        head_size: Channels per head.
-
-    Returns:
-        Words that go on from their name; empty where they run.
+def why_unsupported(dtype: str, head_size: int) -> str:
+    """Says why this process cannot run the Hopper kernels; empty if it can.
 
     Example:
-        >>> obstacle("bfloat16", 64)
+        >>> why_unsupported("bfloat16", 64)
         'it needs a Hopper GPU and this is cpu'
     """
-    return (
-        _obstacle_of_device(*first_device()) or _obstacle_of_arrays(dtype, head_size)[0]
-    )
+    return _device_obstacle(*first_device()) or _array_obstacle(dtype, head_size)[0]
 
 
 _REFUSAL = (
@@ -105,11 +96,7 @@ _REFUSAL = (
 
 
 def first_device() -> tuple[str, tuple[int, int]]:
-    """What this process computes on.
-
-    Returns:
-        Platform, `cuda`, `rocm`, `tpu` or `cpu`, and compute capability, (0, 0) where
-        it is none of NVIDIA's.
+    """Platform (`cuda`, `rocm`, `tpu`, `cpu`) and NVIDIA compute capability, or (0, 0).
 
     Example:
         >>> first_device()
@@ -124,7 +111,7 @@ def first_device() -> tuple[str, tuple[int, int]]:
     return "cuda", (int(major), int(minor))
 
 
-def _obstacle_of_arrays(dtype, head_size):
+def _array_obstacle(dtype, head_size):
     if dtype not in DTYPES:
         problem = f"it needs bfloat16 or float16 and the arrays are {dtype}"
         return problem, "cast them"
@@ -137,14 +124,14 @@ def _obstacle_of_arrays(dtype, head_size):
     return "", ""
 
 
-def _obstacle_of_mesh():
+def _mesh_obstacle():
     mesh = jax.sharding.get_abstract_mesh()
     if any(mesh.shape[axis] > 1 for axis in mesh.auto_axes):
         return "it is for one device and the compiler splits this program"
     return ""
 
 
-def _obstacle_of_device(platform, capability):
+def _device_obstacle(platform, capability):
     if platform != "cuda":
         return f"it needs a Hopper GPU and this is {platform}"
     if capability[0] != 9:
@@ -154,5 +141,5 @@ def _obstacle_of_device(platform, capability):
 
 
 @functools.cache
-def _say(what, chosen, reason):
-    _LOG.warning("%s: %s (%s)", what, chosen, reason)
+def _log_choice(operation, chosen, reason):
+    _LOG.warning("%s: %s (%s)", operation, chosen, reason)

@@ -1,19 +1,10 @@
-"""One wording for all errors: what is wrong, and the way out."""
+"""One format for all errors: what is wrong, and the remedy."""
 
 from collections.abc import Sequence
 
 
 def describe(field: str, value: object, problem: str, remedy: str) -> str:
-    """One line on an argument that cannot be used.
-
-    Args:
-        field: Name of the argument.
-        value: What was given.
-        problem: What is wrong with it.
-        remedy: What to give instead.
-
-    Returns:
-        The line.
+    """Formats an unusable argument as `field=value problem; remedy`.
 
     Example:
         >>> describe("block", 8, "is not a size of blocks", "use 16")
@@ -23,16 +14,7 @@ def describe(field: str, value: object, problem: str, remedy: str) -> str:
 
 
 def invalid(field: str, value: object, problem: str, remedy: str) -> ValueError:
-    """An argument that cannot be used.
-
-    Args:
-        field: Name of the argument.
-        value: What was given.
-        problem: What is wrong with it.
-        remedy: What to give instead.
-
-    Returns:
-        The error to raise.
+    """Creates the error of an unusable argument.
 
     Example:
         >>> str(invalid("block", 8, "is not a size of blocks", "use 16"))
@@ -42,13 +24,7 @@ def invalid(field: str, value: object, problem: str, remedy: str) -> ValueError:
 
 
 def refuse(problems: Sequence[str]) -> None:
-    """Tells of all problems at once, a line each; does nothing where there is none.
-
-    Args:
-        problems: What `describe` returned, in the order it should be read.
-
-    Raises:
-        ValueError: There are problems.
+    """Raises a ValueError of all problems, one per line, if there are any.
 
     Example:
         >>> refuse([])

@@ -1,4 +1,4 @@
-"""Arrays from memory into registers, by the names that this JAX has for it."""
+"""Loads into registers, under the signature of the installed JAX."""
 
 import inspect
 from typing import Any
@@ -7,20 +7,17 @@ import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 _INDEX = inspect.signature(plgpu.load).parameters["idx"]
-"""It must be given before JAX 0.11, and not after."""
+"""Required before JAX 0.11, absent afterwards."""
 
 
 def load(ref: Any, layout: Any, *, interpret: Any, optimized: bool = True) -> jax.Array:
-    """Reads an array, in a kernel.
+    """Reads an array inside a kernel.
 
     Args:
-        ref: In shared memory or in that of the GPU.
-        layout: Which thread has which elements.
-        interpret: Parameters of the interpreter, which knows no layouts; none on a GPU.
-        optimized: As of `plgpu.load`.
-
-    Returns:
-        The array.
+        ref: Reference to shared or global memory.
+        layout: Register layout, ignored by the interpreter.
+        interpret: Parameters of the interpreter; None on a GPU.
+        optimized: As in `plgpu.load`.
     """
     if interpret is not None:
         return ref[...]

@@ -37,7 +37,7 @@ def test_auto_takes_the_kernels_where_they_run(on):
 def test_auto_says_once_what_it_took(on, caplog):
     """Fails if a slow path is taken in silence, or if every layer says so."""
     on(("cuda", (8, 0)))
-    device._say.cache_clear()
+    device._log_choice.cache_clear()
     with caplog.at_level(logging.WARNING, logger="zjax_kernels"):
         choose("auto")
         choose("auto")

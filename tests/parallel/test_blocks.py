@@ -21,7 +21,7 @@ def program(request, monkeypatch):
     """Kernels run as their reference here, from the same plans."""
     ran = []
     if request.param == "kernels":
-        monkeypatch.setattr(blocks, "obstacle", lambda *_: "")
+        monkeypatch.setattr(blocks, "why_unsupported", lambda *_: "")
     monkeypatch.setattr(blocks, "_say", lambda chosen, reason: ran.append(chosen))
     yield
     assert set(ran) == {request.param}
@@ -76,7 +76,7 @@ def test_gradients_of_parts_add_up(program):
 
 def test_parts_of_odd_length_run_in_plain_jax(monkeypatch):
     said = []
-    monkeypatch.setattr(blocks, "obstacle", lambda *_: "")
+    monkeypatch.setattr(blocks, "why_unsupported", lambda *_: "")
     monkeypatch.setattr(blocks, "_say", lambda *words: said.append(words))
     q, k, v, _ = (x[:, :100] for x in make_arrays())
     blocks.attend(q, k, v, None, causal=True)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from zjax.errors import ConfigError, Problem
-from zjax_kernels.sparse.arguments import below
+from zjax_kernels.sparse.arguments import integer_problems
 
 
 class Padded(NamedTuple):
@@ -159,7 +159,7 @@ def extend_position_embedding(
 
 
 def _check_integer(name, value, least):
-    if below(name, value, least):
+    if integer_problems(name, value, least):
         problem, remedy = f"is not an integer >= {least}", f"give {least} or more"
         raise ConfigError(Problem(name, value, problem, remedy))
 

@@ -25,11 +25,11 @@ from zjax.sharding import mesh as meshes
 from zjax.sharding.activations import head_axes, open_size, row_axes
 from zjax_kernels import BlockLayout, Pattern, SparsityConfig
 from zjax_kernels.sparse import api
-from zjax_kernels.sparse.arguments import below
+from zjax_kernels.sparse.arguments import integer_problems
 from zjax_kernels.sparse.bits import Bits
 from zjax_kernels.sparse.cells import TILE
 
-ATTENTION_OUTPUT = api.SAVED
+ATTENTION_OUTPUT = api.RESIDUALS
 """`checkpoint_name` of what the kernel returns."""
 
 _PATTERNS = {
@@ -69,7 +69,7 @@ class Sparse:
         elif not _has_hash(self.pattern):
             problem, remedy = "has no hash", "keep tuples in its fields, not arrays"
             found.append(Problem(name, self.pattern, problem, remedy))
-        if below("max_seq_length", self.max_length, 1):
+        if integer_problems("max_seq_length", self.max_length, 1):
             problem, remedy = "is no number of tokens", "give 1 or more"
             found.append(Problem("max_seq_length", self.max_length, problem, remedy))
         if found:
@@ -181,7 +181,7 @@ def sparse_attention(
         head_size=q.shape[3],
         segments=masks != (None, None),
         mask=None if mask is None else Bits.of(np.pad(mask, (0, missing))),
-        head_shares=math.prod(map(open_size, heads)),
+        head_shards=math.prod(map(open_size, heads)),
     )
     q, k, v, masks = jax.tree.map(lambda x: _pad_tokens(x, missing), (q, k, v, masks))
     return _over_devices(q, k, v, masks, plan, heads)[:, :length]

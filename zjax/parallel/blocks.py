@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 import zjax_kernels
 from zjax.ops.attention import Implementation
-from zjax_kernels.device import obstacle
+from zjax_kernels.device import why_unsupported
 
 CHUNK = 1024
 """Most keys whose scores exist at one time."""
@@ -148,7 +148,7 @@ def gradients(
 
 def _has_kernel(q, k, implementation):
     reason = "asked for" if implementation == "xla" else ""
-    reason = reason or obstacle(q.dtype.name, q.shape[-1])
+    reason = reason or why_unsupported(q.dtype.name, q.shape[-1])
     odd = [x.shape[1] for x in (q, k) if x.shape[1] % BLOCK]
     if odd and not reason:
         reason = f"{odd[0]} tokens at a time are not whole blocks of {BLOCK}"

@@ -1,7 +1,7 @@
 """Normalisation over the last dim, computed in float32 whatever the input.
 
-The backward pass keeps two numbers per row besides the input, or one where no mean is
-taken off. Forward-mode differentiation is not defined.
+Residuals besides the input are the mean and inverse deviation of each row, or the
+latter alone for `rms_norm`. Forward-mode differentiation is not defined.
 """
 
 import functools
@@ -14,7 +14,7 @@ from zjax_kernels.device import DTYPES, choose_implementation
 from zjax_kernels.norm import mosaic_gpu, reference
 
 STATISTICS = "norm_statistics"
-"""Name of the mean and the inverse deviation of each row, for `jax.checkpoint`."""
+"""`checkpoint_name` of the mean and inverse deviation of each row."""
 
 
 def layer_norm(
@@ -30,18 +30,18 @@ def layer_norm(
     Args:
         x: [..., C], any floating dtype.
         scale: [C] factor per channel.
-        bias: [C] offset per channel, or none.
-        eps: Added to the variance, above 0.
-        implementation: `mosaic_gpu`, for a multiple of 128 channels up to 4096, of 16
-            bits, on one Hopper GPU; `reference`, anywhere and in any split; or `auto`,
-            which takes the latter where the compiler splits a mesh that is in use.
+        bias: [C] offset per channel, or None.
+        eps: Number added to the variance, above 0.
+        implementation: `mosaic_gpu` (one Hopper GPU, 16-bit input, a multiple of 128
+            channels up to 4096), `reference` (anywhere, any sharding), or `auto`, which
+            takes the latter where the compiler shards the program.
 
     Returns:
         [..., C] in the dtype of `x`.
 
     Raises:
-        ValueError: There is no such implementation, or not for these arrays.
-        NotImplementedError: `mosaic_gpu` was asked for and this device cannot run it.
+        ValueError: Unknown implementation, or arrays that it does not support.
+        NotImplementedError: This device cannot run `mosaic_gpu`.
 
     Example:
         >>> x = jnp.array([[-3.0, 3.0]])
@@ -62,7 +62,7 @@ def rms_norm(
     Args:
         x: [..., C], any floating dtype.
         scale: [C] factor per channel.
-        eps: Added to the mean square, above 0.
+        eps: Number added to the mean square, above 0.
         implementation: As in `layer_norm`.
 
     Returns:
@@ -116,12 +116,12 @@ def _module(implementation):
 def _choose(implementation, x):
     dtype, channels = jnp.dtype(x.dtype).name, x.shape[-1]
     problem = remedy = ""
-    most = mosaic_gpu.MOST_CHANNELS
+    max_channels = mosaic_gpu.MAX_CHANNELS
     if dtype not in DTYPES:
         problem = f"it needs {' or '.join(DTYPES)} and the array is {dtype}"
         remedy = "cast it"
-    elif channels % mosaic_gpu.THREADS or channels > most or not x.size:
-        problem = f"it needs rows of 128, 256, ... {most} and this is {x.shape}"
+    elif channels % mosaic_gpu.THREADS or channels > max_channels or not x.size:
+        problem = f"it needs rows of 128, 256, ... {max_channels} and this is {x.shape}"
         remedy = "pad the channels"
     arrays = f"{dtype}, {channels} channels"
     return choose_implementation(

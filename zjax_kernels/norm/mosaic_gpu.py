@@ -1,9 +1,8 @@
 """Normalisation over the last dim on a Hopper GPU.
 
-A program is one warpgroup, and takes one row after another: it holds a row in its
-registers, and has asked for the next when it works on one. Going back, it keeps what it
-adds to the gradients of scale and bias until its last row, so that `x` and `d_out` are
-read once for all three gradients.
+Each program is one warpgroup that holds a row in registers and prefetches the next one.
+The backward pass accumulates the gradients of scale and bias in registers over all its
+rows, so that `x` and `d_out` are read once for all three gradients.
 """
 
 import functools
@@ -18,11 +17,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from zjax_kernels.registers import load
 
 THREADS = 128
-MOST_CHANNELS = 32 * THREADS
-"""Of a row and its sums, as far as registers go."""
-_PROCESSORS = 132
-_MOST_PROGRAMS = 8
-"""That one processor runs at a time; long rows take more registers."""
+MAX_CHANNELS = 32 * THREADS
+"""Largest row whose values and sums fit in registers."""
+_NUM_SMS = 132
+_MAX_PROGRAMS_PER_SM = 8
+"""Fewer for long rows, which take more registers."""
 
 
 def forward(
@@ -34,21 +33,12 @@ def forward(
     centre: bool,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As `reference.forward`, with a multiple of 128 channels of 16 bits.
+    """`reference.forward` for 16-bit arrays [..., C], C a multiple of 128.
 
-    Args:
-        x: [..., C] of 16 bits.
-        scale: [C] factor per channel.
-        bias: [C] offset per channel, or none.
-        eps: Added to the variance.
-        centre: Whether the mean is taken off.
-        interpret: Parameters of the interpreter, or none on a GPU.
-
-    Returns:
-        As `reference.forward`.
+    `interpret` holds the interpreter's parameters; None on a GPU.
     """
     rows, channels = _rows(x)
-    programs = _num_programs(rows, 3 * MOST_CHANNELS // channels)
+    programs = _num_programs(rows, 3 * MAX_CHANNELS // channels)
     weights = [w.astype(jnp.float32) for w in (scale, bias) if w is not None]
 
     def body(x_ref, *refs):
@@ -86,22 +76,9 @@ def backward(
     centre: bool,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """As `reference.backward`, with a multiple of 128 channels of 16 bits.
-
-    Args:
-        x: [..., C] of 16 bits.
-        mean: float32[..., 1] of `forward`.
-        inverse: float32[..., 1] of `forward`.
-        scale: [C] factor per channel.
-        d_out: [..., C] gradient of the result, in the dtype of `x`.
-        centre: As in `forward`.
-        interpret: Parameters of the interpreter, or none on a GPU.
-
-    Returns:
-        As `reference.backward`.
-    """
+    """`reference.backward` for 16-bit arrays [..., C], C a multiple of 128."""
     rows, channels = _rows(x)
-    programs = _num_programs(rows, 2 * MOST_CHANNELS // channels)
+    programs = _num_programs(rows, 2 * MAX_CHANNELS // channels)
     num_sums = 2 if centre else 1
 
     def body(x_ref, d_ref, mean_ref, inverse_ref, scale_ref, dx_ref, *sum_refs):
@@ -141,8 +118,8 @@ def backward(
     return dx.reshape(x.shape), d_scale, d_bias[0] if centre else None
 
 
-def _num_programs(rows, per_processor):
-    return min(rows, _PROCESSORS * min(per_processor, _MOST_PROGRAMS))
+def _num_programs(rows, programs_per_sm):
+    return min(rows, _NUM_SMS * min(programs_per_sm, _MAX_PROGRAMS_PER_SM))
 
 
 def _rows(x):
@@ -168,17 +145,17 @@ def _call(
 
 
 def _each_row(rows, programs, fetch, act, sums=None):
-    """Acts on the rows of a program, each of which is fetched one row ahead."""
+    """Runs `act` on each row of this program; rows are fetched one ahead."""
     program = lax.axis_index("program")
 
     def step(i, carried):
         fetched, sums = carried
         row = program + i * programs
-        ahead = fetch(jnp.minimum(row + programs, rows - 1))
-        return ahead, act(row, fetched, *([sums] if sums else ()))
+        prefetched = fetch(jnp.minimum(row + programs, rows - 1))
+        return prefetched, act(row, fetched, *([sums] if sums else ()))
 
-    own = lax.div(rows - 1 - program, programs) + 1
-    return lax.fori_loop(0, own, step, (fetch(program), sums))[1]
+    num_rows = lax.div(rows - 1 - program, programs) + 1
+    return lax.fori_loop(0, num_rows, step, (fetch(program), sums))[1]
 
 
 def _layout(channels):

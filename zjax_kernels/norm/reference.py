@@ -1,4 +1,4 @@
-"""Normalisation over the last dim by any backend's compiler."""
+"""Normalisation over the last dim in jax.numpy."""
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,13 @@ def forward(
     Args:
         x: [..., C], any floating dtype.
         scale: [C] factor per channel.
-        bias: [C] offset per channel, or none.
-        eps: Added to the variance.
-        centre: Whether the mean is taken off.
+        bias: [C] offset per channel, or None.
+        eps: Number added to the variance.
+        centre: Whether to subtract the mean.
 
     Returns:
-        [..., C] in the dtype of `x`, and the mean (0 where it is not taken off) and the
-        inverse deviation of each row, float32[..., 1].
+        [..., C] in the dtype of `x`; mean (0 without `centre`) and inverse deviation of
+        each row, float32[..., 1].
     """
     wide = x.astype(jnp.float32)
     mean = wide.mean(-1, keepdims=True) if centre else jnp.zeros_like(wide[..., :1])
@@ -35,25 +35,25 @@ def backward(
     """Gradients of the input, the scale and the bias.
 
     Args:
-        x: [..., C] as it was given to `forward`.
-        mean: float32[..., 1] of `forward`.
-        inverse: float32[..., 1] of `forward`.
+        x: [..., C] input of `forward`.
+        mean: float32[..., 1] from `forward`.
+        inverse: float32[..., 1] from `forward`.
         scale: [C] factor per channel.
-        d_out: [..., C] gradient of the result.
+        d_out: [..., C] cotangent of the output.
         centre: As in `forward`.
 
     Returns:
-        [..., C] in the dtype of `x`, float32[C], and float32[C] again, or none
-        where the mean is not taken off.
+        [..., C] in the dtype of `x`, float32[C], and float32[C], or None without
+        `centre`.
     """
     normal = _normal(x, mean, inverse)
     wide = d_out.astype(jnp.float32)
     scaled = wide * _wide(scale, x.ndim)
-    along = normal * (scaled * normal).mean(-1, keepdims=True)
+    projection = normal * (scaled * normal).mean(-1, keepdims=True)
     offset = scaled.mean(-1, keepdims=True) if centre else 0.0
     rows = tuple(range(x.ndim - 1))
     return (
-        ((scaled - offset - along) * inverse).astype(x.dtype),
+        ((scaled - offset - projection) * inverse).astype(x.dtype),
         (wide * normal).sum(rows),
         wide.sum(rows) if centre else None,
     )
@@ -62,8 +62,8 @@ def backward(
 def _variance(wide, mean, dtype):
     if dtype != jnp.bfloat16:
         return jnp.square(wide - mean).mean(-1, keepdims=True)
-    # Both sums from one reading. They only cancel where the mean is so large that so
-    # narrow an input has no digits left for the deviation either.
+    # One pass over x for both sums. They cancel only where the mean is so large that
+    # bfloat16 input has lost the deviation already.
     difference = jnp.square(wide).mean(-1, keepdims=True) - jnp.square(mean)
     return jnp.maximum(difference, 0.0)
 

@@ -1,4 +1,4 @@
-"""Blocks of 8-bit integers in place of numbers, as compressed communication sends."""
+"""Block-wise int8 quantisation, for compressed communication."""
 
 from zjax_kernels.quantise.api import dequantise_blocks, quantise_blocks
 

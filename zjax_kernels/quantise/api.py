@@ -1,4 +1,4 @@
-"""Blocks of 8-bit integers in place of numbers, and back."""
+"""Block-wise int8 quantisation and its inverse."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -11,24 +11,23 @@ from zjax_kernels.quantise import mosaic_gpu, reference
 def quantise_blocks(
     x: Array, *, block: int = 256, implementation: str = "auto"
 ) -> tuple[Array, Array]:
-    """Rounds each block to whole multiples of its largest magnitude over 127.
+    """Rounds each block to integer multiples of its largest magnitude over 127.
 
     Args:
-        x: [...] floats, in number a multiple of `block`.
+        x: [...] floats; their number N is a multiple of `block`.
         block: Consecutive numbers that share a scale, 1 or more.
-        implementation: `mosaic_gpu`, for blocks of 64, 128 or 256 float32 numbers,
-            64 blocks or a multiple, on one Hopper GPU; `reference`, anywhere and in any
-            split; or `auto`, which takes the latter where the compiler splits a mesh
-            that is in use.
+        implementation: `mosaic_gpu` (one Hopper GPU, float32 blocks of 64, 128 or 256,
+            a multiple of 64 of them), `reference` (anywhere, any sharding), or `auto`,
+            which takes the latter where the compiler shards the program.
 
     Returns:
-        int8[N / block, block] from -127 to 127, and float32[N / block] scales, which
-        are not finite where a number of the block is not.
+        int8[N / block, block] from -127 to 127, and float32[N / block] scales, not
+        finite where a number of the block is not.
 
     Raises:
-        ValueError: Numbers that are no whole blocks, or no such implementation, or not
-            for these arrays.
-        NotImplementedError: `mosaic_gpu` was asked for and this device cannot run it.
+        ValueError: `block` does not divide N, an unknown implementation, or arrays that
+            it does not support.
+        NotImplementedError: This device cannot run `mosaic_gpu`.
 
     Example:
         >>> numbers = jnp.array([127.0, 1.6, 0, -254])
@@ -43,7 +42,7 @@ def quantise_blocks(
     if block < 1 or x.size % block:
         problem = f"does not divide {x.size} numbers"
         raise invalid("block", block, problem, "use a divisor, or pad the numbers")
-    what, dtype = "quantisation", jnp.dtype(x.dtype).name
+    operation, dtype = "quantisation", jnp.dtype(x.dtype).name
     problem = remedy = ""
     if dtype != "float32":
         problem, remedy = f"it needs float32 and the array is {dtype}", "cast it"
@@ -51,11 +50,11 @@ def quantise_blocks(
         sizes = ", ".join(map(str, mosaic_gpu.SIZES))
         problem = f"it needs blocks of {sizes} and this is {block}"
         remedy = "choose one of them"
-    elif not x.size or x.size // block % mosaic_gpu.BLOCKS:
+    elif not x.size or x.size // block % mosaic_gpu.BLOCKS_PER_STEP:
         problem = f"it needs 64 blocks or a multiple and has {x.size // block}"
         remedy = "pad the numbers"
     chosen = choose_implementation(
-        implementation, what, f"blocks of {block}", problem=problem, remedy=remedy
+        implementation, operation, f"blocks of {block}", problem=problem, remedy=remedy
     )
     if chosen == "mosaic_gpu":
         return mosaic_gpu.quantise_blocks(x, block)
@@ -63,10 +62,10 @@ def quantise_blocks(
 
 
 def dequantise_blocks(integers: Array, scales: Array) -> Array:
-    """The numbers that `quantise_blocks` rounded to.
+    """Restores the numbers of `quantise_blocks`.
 
-    XLA makes one program of this and of a sum over what several devices sent, at nine
-    tenths of a GPU's bandwidth, so that it has no kernel.
+    XLA fuses this with a sum over devices, at nine tenths of the memory bandwidth of a
+    GPU, so there is no kernel.
 
     Args:
         integers: int8[..., blocks, block].

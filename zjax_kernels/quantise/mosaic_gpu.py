@@ -1,4 +1,4 @@
-"""Blocks of 8-bit integers on a Hopper GPU, from one reading of the numbers."""
+"""Block-wise int8 quantisation on a Hopper GPU, in one pass over the numbers."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from zjax_kernels.quantise.reference import LEAST_SCALE, MOST
+from zjax_kernels.quantise.reference import MAX_INTEGER, MIN_SCALE
 from zjax_kernels.registers import load
 
-BLOCKS = 64
-"""That a warpgroup holds in its registers, and takes at a time."""
+BLOCKS_PER_STEP = 64
+"""Blocks that a warpgroup holds in its registers."""
 SIZES = (64, 128, 256)
 _PROGRAMS = 3 * 132
 
@@ -20,30 +20,24 @@ _PROGRAMS = 3 * 132
 def quantise_blocks(
     x: jax.Array, block: int, *, interpret: Any = None
 ) -> tuple[jax.Array, jax.Array]:
-    """As `reference.quantise_blocks`, with a multiple of 64 blocks.
+    """`reference.quantise_blocks` for float32[N], N a multiple of 64 blocks of `SIZES`.
 
-    Args:
-        x: float32[N], N a multiple of 64 blocks.
-        block: Numbers that share a scale: 64, 128 or 256.
-        interpret: Parameters of the interpreter, or none on a GPU.
-
-    Returns:
-        As `reference.quantise_blocks`.
+    `interpret` holds the interpreter's parameters; None on a GPU.
     """
     num_blocks = x.size // block
-    tiles = num_blocks // BLOCKS
+    tiles = num_blocks // BLOCKS_PER_STEP
     programs = min(tiles, _PROGRAMS)
 
     def body(x_ref, integers_ref, scales_ref, staged):
         program = lax.axis_index("program")
 
         def step(i, _):
-            rows = pl.ds((program + i * programs) * BLOCKS, BLOCKS)
+            rows = pl.ds((program + i * programs) * BLOCKS_PER_STEP, BLOCKS_PER_STEP)
             numbers = load(
                 x_ref.at[rows], plgpu.Layout.WGMMA, interpret=interpret, optimized=False
             )
-            most = jnp.max(jnp.abs(numbers), axis=1)
-            scales = jnp.maximum(most / MOST, LEAST_SCALE)
+            magnitudes = jnp.max(jnp.abs(numbers), axis=1)
+            scales = jnp.maximum(magnitudes / MAX_INTEGER, MIN_SCALE)
             wide = lax.broadcast_in_dim(scales, numbers.shape, (0,))
             rounded = lax.round(numbers / wide, lax.RoundingMethod.TO_NEAREST_EVEN)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -52,8 +46,8 @@ def quantise_blocks(
             plgpu.copy_smem_to_gmem(staged, integers_ref.at[rows])
             scales_ref[rows] = scales
 
-        own = lax.div(tiles - 1 - program, programs) + 1
-        lax.fori_loop(0, own, step, None)
+        num_tiles = lax.div(tiles - 1 - program, programs) + 1
+        lax.fori_loop(0, num_tiles, step, None)
         plgpu.wait_smem_to_gmem(0)
 
     run = plgpu.kernel(
@@ -64,7 +58,7 @@ def quantise_blocks(
         ],
         grid=(programs,),
         grid_names=("program",),
-        scratch_types=[plgpu.SMEM((BLOCKS, block), jnp.int8)],
+        scratch_types=[plgpu.SMEM((BLOCKS_PER_STEP, block), jnp.int8)],
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane
         ),

@@ -1,4 +1,4 @@
-"""Attention over the live blocks of a plan: one function, differentiable anywhere."""
+"""Block-sparse attention of a plan, and its gradients."""
 
 import dataclasses
 import functools
@@ -15,15 +15,15 @@ from jax.core import Tracer
 from zjax_kernels.device import check_implementation
 from zjax_kernels.errors import invalid, refuse
 from zjax_kernels.sparse import reference
-from zjax_kernels.sparse.arguments import no_array
-from zjax_kernels.sparse.plan import Plan, check_plan, plan_of_device
+from zjax_kernels.sparse.arguments import array_problems
+from zjax_kernels.sparse.plan import Plan, check_plan, device_plan
 from zjax_kernels.sparse.reference import Options
 
 Implementation = Literal["auto", "mosaic_gpu", "reference"]
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 _NO_DOCUMENT, _LAST_DOCUMENT = -(2**31), 2**31 - 1
-SAVED = "sparse_attention"
-"""Name of what the backward pass needs of the forward pass, for recomputation."""
+RESIDUALS = "sparse_attention"
+"""`checkpoint_name` of the outputs that the backward pass reads."""
 
 
 def sparse_attention(
@@ -39,7 +39,7 @@ def sparse_attention(
     return_lse: bool = False,
     implementation: Implementation = "auto",
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Averages the values by softmax(scale q k) over the keys in live blocks.
+    """Computes softmax(scale q k) v over the keys in live blocks.
 
     It is differentiable once, in reverse mode.
 
@@ -47,26 +47,25 @@ def sparse_attention(
         q: [B, S, H, D] queries; S is `plan.num_queries`.
         k: [B, T, K, D] keys; T is `plan.num_keys` and H a multiple of K.
         v: [B, T, K, D] values.
-        plan: From `make_plan`, for H heads of queries and K of keys.
-        scale: Factor of the scores, above 0; 1 / sqrt(D) if none.
-        soft_cap: Bends scores into (-soft_cap, soft_cap); 0 leaves them.
-        segment_ids: int32[B, S] and int32[B, T], documents of the queries and of the
-            keys; documents do not see each other. Numbers of other dtypes are cast to
-            int32: traced ones must lie from -(2**31 - 1) to 2**31 - 1, others are
-            refused where they do not.
-        key_mask: bool[B, T], false for keys that none sees, such as padding.
-        return_lse: Whether to return the logarithms of the sums of exponentials too.
-        implementation: `mosaic_gpu` runs on Hopper GPUs, `reference` anywhere; `auto`
-            takes the first that the first device of this process can run, and says
-            once what it took.
+        plan: Plan from `make_plan`, for H query heads and K key heads.
+        scale: Factor of the scores, above 0; None is 1 / sqrt(D).
+        soft_cap: Bound of the scores, by `soft_cap * tanh(score / soft_cap)`; 0 is
+            none.
+        segment_ids: int32[B, S] and int32[B, T], documents of queries and of keys;
+            documents do not see each other. Other integers are cast to int32 and must
+            lie from -(2**31 - 1) to 2**31 - 1, which is checked unless they are traced.
+        key_mask: bool[B, T], False for keys that no query sees, such as padding.
+        return_lse: Whether to return the log-sum-exp of the scores too.
+        implementation: `mosaic_gpu` (Hopper GPUs), `reference` (anywhere), or `auto`:
+            the first of these that the first device can run, logged once.
 
     Returns:
         [B, S, H, D] in the dtype of `q`, and float32[B, H, S] if `return_lse`. A query
-        that sees no key has 0 and -inf, and passes no gradient on.
+        that sees no key gets 0 and -inf, and no gradient.
 
     Raises:
         ValueError: Shapes or dtypes do not fit each other or the plan.
-        NotImplementedError: This device cannot run what was asked for.
+        NotImplementedError: This device cannot run the implementation.
 
     Example:
         >>> import numpy as np
@@ -81,13 +80,13 @@ def sparse_attention(
         Child et al. (arXiv:1904.10509); the online softmax of Dao et al.
         (arXiv:2205.14135), algorithm 1.
     """
-    plan = plan_of_device(plan)
+    plan = device_plan(plan)
     _check(q, k, v, plan, scale, soft_cap)
     static, padded, segments, plan = _prepare(
         q, k, v, plan, scale, soft_cap, segment_ids, key_mask, implementation
     )
-    found: Any = _attend(static, *padded, segments, plan)
-    out, lse = found
+    outputs: Any = _attend(static, *padded, segments, plan)
+    out, lse = outputs
     out = out[:, : q.shape[1]]
     return (out, lse[:, :, : q.shape[1]]) if return_lse else out
 
@@ -107,30 +106,30 @@ def sparse_attention_gradients(
     key_mask: jax.Array | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What some keys add to the gradients of attention over these and others.
+    """Contribution of one set of keys to the gradients of attention over several sets.
 
-    Of attention over all keys at once, `sparse_attention` has gradients of its own.
+    For ring attention; `sparse_attention` itself is differentiable.
 
     Args:
         q: [B, S, H, D] queries.
-        k: [B, T, K, D] keys of this part.
-        v: [B, T, K, D] values.
-        plan: From `make_plan`, for this part.
-        d_out: [B, S, H, D] gradient of the averages over all parts.
-        lse: float32[B, H, S] logarithms of the sums of exponentials over all parts.
-        delta: float32[B, H, S] sums over D of `d_out` times those averages.
+        k: [B, T, K, D] keys of this set.
+        v: [B, T, K, D] values of this set.
+        plan: Plan from `make_plan`, for this set.
+        d_out: [B, S, H, D] cotangent of the output over all sets.
+        lse: float32[B, H, S] log-sum-exp over all sets.
+        delta: float32[B, H, S] sum over D of `d_out` times the output over all sets.
         scale: As in `sparse_attention`, like all that follow.
-        soft_cap: Bends scores.
+        soft_cap: Bound of the scores.
         segment_ids: Documents of the queries and of the keys.
-        key_mask: False for keys that none sees.
-        implementation: What runs.
+        key_mask: False for keys that no query sees.
+        implementation: Implementation to run.
 
     Returns:
         Gradients in the shapes and dtypes of `q`, `k` and `v`.
 
     Raises:
         ValueError: Shapes or dtypes do not fit each other or the plan.
-        NotImplementedError: This device cannot run what was asked for.
+        NotImplementedError: This device cannot run the implementation.
 
     Example:
         >>> import numpy as np
@@ -142,7 +141,7 @@ def sparse_attention_gradients(
         >>> [x.shape for x in found]
         [(1, 16, 1, 8), (1, 16, 1, 8), (1, 16, 1, 8)]
     """
-    plan = plan_of_device(plan)
+    plan = device_plan(plan)
     _check(q, k, v, plan, scale, soft_cap)
     _check_gradients(q, d_out, lse, delta)
     static, padded, segments, plan = _prepare(
@@ -150,7 +149,7 @@ def sparse_attention_gradients(
     )
     missing = plan.queries.num_rows - q.shape[1]
     lse, delta = (jnp.pad(x, [(0, 0), (0, 0), (0, missing)]) for x in (lse, delta))
-    d_out = _lengthen(d_out.astype(q.dtype), plan.queries.num_rows)
+    d_out = _pad_tokens(d_out.astype(q.dtype), plan.queries.num_rows)
     dq, dk, dv = static.gradients(*padded, d_out, lse, delta, segments, plan)
     return dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : k.shape[1]]
 
@@ -158,7 +157,7 @@ def sparse_attention_gradients(
 def _prepare(
     q, k, v, plan, scale, soft_cap, segment_ids, key_mask, implementation
 ) -> Any:
-    """What runs, and its arguments in whole tiles."""
+    """Implementation, and its arguments padded to whole tiles."""
     chosen = check_implementation(
         implementation, dtype=q.dtype.name, head_size=q.shape[-1]
     )
@@ -171,8 +170,8 @@ def _prepare(
     if chosen == "mosaic_gpu":
         check_plan(plan, head_size=q.shape[-1], segmented=segments is not None)
     if segments is not None:
-        segments = tuple(map(_lengthen, segments, lengths))
-    padded = (_lengthen(q, lengths[0]), *(_lengthen(x, lengths[1]) for x in (k, v)))
+        segments = tuple(map(_pad_tokens, segments, lengths))
+    padded = (_pad_tokens(q, lengths[0]), *(_pad_tokens(x, lengths[1]) for x in (k, v)))
     return _Static(chosen, options), padded, segments, jax.tree.map(jnp.asarray, plan)
 
 
@@ -202,13 +201,13 @@ def _attend(static: Any, q: Any, k: Any, v: Any, segments: Any, plan: Any) -> An
 
 def _attend_forward(static, q, k, v, segments, plan):
     found: Any = _attend(static, q, k, v, segments, plan)
-    out, lse = (checkpoint_name(x, SAVED) for x in found)
+    out, lse = (checkpoint_name(x, RESIDUALS) for x in found)
     return (out, lse), (q, k, v, out, lse, segments, plan)
 
 
-def _attend_backward(static, saved, gradients):
-    q, k, v, out, lse, segments, plan = saved
-    d_out, d_lse = gradients
+def _attend_backward(static, residuals, cotangents):
+    q, k, v, out, lse, segments, plan = residuals
+    d_out, d_lse = cotangents
     delta = jnp.einsum("bshd,bshd->bhs", out, d_out, preferred_element_type=jnp.float32)
     delta -= jnp.where(jnp.isneginf(lse), 0.0, d_lse)
     args = q, k, v, d_out.astype(q.dtype), lse, delta, segments
@@ -238,10 +237,10 @@ def _segments(segment_ids, key_mask, queries, keys):
         problem = f"does not fit queries of shape {queries} and keys of shape {keys}"
         raise invalid("segment_ids.shape", shapes, problem, "give one number per token")
     for x in segment_ids:
-        _check_documents(x)
-    of_queries, of_keys = (jnp.asarray(x, jnp.int32) for x in segment_ids)
+        _check_segment_ids(x)
+    query_ids, key_ids = (jnp.asarray(x, jnp.int32) for x in segment_ids)
     if key_mask is None:
-        return of_queries, of_keys
+        return query_ids, key_ids
     key_mask = key_mask if hasattr(key_mask, "dtype") else np.asarray(key_mask)
     if key_mask.dtype != bool:
         remedy = "give True for keys that are seen"
@@ -249,11 +248,11 @@ def _segments(segment_ids, key_mask, queries, keys):
     if key_mask.shape != keys:
         problem = f"does not fit keys of shape {keys}"
         raise invalid("key_mask.shape", key_mask.shape, problem, "give one per key")
-    return of_queries, jnp.where(key_mask, of_keys, _NO_DOCUMENT)
+    return query_ids, jnp.where(key_mask, key_ids, _NO_DOCUMENT)
 
 
-def _check_documents(ids):
-    """Numbers that int32 has not would be others."""
+def _check_segment_ids(ids):
+    """Refuses numbers that int32 cannot represent, unless they are traced."""
     if isinstance(ids, Tracer):
         return
     with jax.ensure_compile_time_eval():
@@ -263,16 +262,15 @@ def _check_documents(ids):
         raise invalid("segment_ids", ends, problem, "number the documents from 0")
 
 
-def _lengthen(x, length):
+def _pad_tokens(x, length):
     rest = [(0, 0)] * (x.ndim - 2)
     return jnp.pad(x, [(0, 0), (0, length - x.shape[1]), *rest])
 
 
 def _check(q, k, v, plan, scale, soft_cap):
-    """Raises what is wrong with the arguments."""
     check_plan(plan)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        refuse(no_array(name, x, "[batch, tokens, heads, channels]"))
+        refuse(array_problems(name, x, "[batch, tokens, heads, channels]"))
     if q.dtype.name not in DTYPES:
         known = ", ".join(DTYPES)
         problem = "is not one that attention is computed in"
@@ -310,7 +308,7 @@ def _check_gradients(q, d_out, lse, delta):
         ("lse", lse, sums),
         ("delta", delta, sums),
     ):
-        refuse(no_array(name, x, str(expected)))
+        refuse(array_problems(name, x, str(expected)))
         if x.shape != expected:
             problem = f"is not {expected}, as the queries ask"
             raise invalid(f"{name}.shape", x.shape, problem, "give all queries")
@@ -333,7 +331,7 @@ def _check_factors(scale, soft_cap):
 
 
 def _is_number(x):
-    """Arrays of one number are taken too."""
+    """Accepts scalar arrays, too."""
     if isinstance(x, jax.Array | np.ndarray):
         kinds = jnp.integer, jnp.floating
         return x.ndim == 0 and any(jnp.issubdtype(x.dtype, kind) for kind in kinds)

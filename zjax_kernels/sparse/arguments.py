@@ -1,4 +1,4 @@
-"""Checks of arguments that several rules share."""
+"""Checks of arguments, each of which returns a list of problems."""
 
 import numbers
 from collections.abc import Sequence
@@ -7,62 +7,40 @@ from typing import Any
 from zjax_kernels.errors import describe
 
 
-def below(field: str, value: object, least: int) -> list[str]:
-    """Tells of an argument that is no integer, or too small.
-
-    Args:
-        field: Name of the argument.
-        value: What was given.
-        least: Smallest integer that it may be.
-
-    Returns:
-        One line, or none where it is fine.
+def integer_problems(field: str, value: object, minimum: int) -> list[str]:
+    """Reports a value that is no integer, or too small.
 
     Example:
-        >>> below("num_heads", 0, 1)
+        >>> integer_problems("num_heads", 0, 1)
         ['num_heads=0 is not an integer >= 1; give 1 or more']
     """
-    if _is_integer(value, least):
+    if _is_integer(value, minimum):
         return []
-    remedy = f"give {least} or more"
+    remedy = f"give {minimum} or more"
     value = repr(value) if isinstance(value, str) else value
-    return [describe(field, value, f"is not an integer >= {least}", remedy)]
+    return [describe(field, value, f"is not an integer >= {minimum}", remedy)]
 
 
-def any_below(field: str, values: object, least: int) -> list[str]:
-    """Tells of an argument that is no list of integers, or holds one too small.
-
-    Args:
-        field: Name of the argument.
-        values: What was given.
-        least: Smallest integer that may be in it.
-
-    Returns:
-        One line, or none where it is fine.
+def integers_problems(field: str, values: object, minimum: int) -> list[str]:
+    """Reports a value that is no tuple of integers, or has one that is too small.
 
     Example:
-        >>> any_below("local_window_blocks", (4, 0), 1)
+        >>> integers_problems("local_window_blocks", (4, 0), 1)
         ['local_window_blocks=(4, 0) is not a list of integers >= 1; give one like [1]']
     """
-    if isinstance(values, tuple) and all(_is_integer(value, least) for value in values):
+    if isinstance(values, tuple) and all(
+        _is_integer(value, minimum) for value in values
+    ):
         return []
-    problem = f"is not a list of integers >= {least}"
-    return [describe(field, values, problem, f"give one like [{least}]")]
+    problem = f"is not a list of integers >= {minimum}"
+    return [describe(field, values, problem, f"give one like [{minimum}]")]
 
 
-def no_array(field: str, value: Any, shape: str) -> list[str]:
-    """Tells of an argument that is no array, or has another number of dims.
-
-    Args:
-        field: Name of the argument.
-        value: What was given.
-        shape: Its dims in words.
-
-    Returns:
-        One line, or none where it is fine.
+def array_problems(field: str, value: Any, shape: str) -> list[str]:
+    """Reports a value that is no array, or has another number of dims than `shape`.
 
     Example:
-        >>> no_array("lse", None, "[B, H, S]")
+        >>> array_problems("lse", None, "[B, H, S]")
         ['lse=NoneType is not an array; give one of shape [B, H, S]']
     """
     remedy = f"give one of shape {shape}"
@@ -75,26 +53,23 @@ def no_array(field: str, value: Any, shape: str) -> list[str]:
     return [describe(f"{field}.shape", value.shape, problem, remedy)]
 
 
-def wrong_ranges(indices: Sequence[int], ends: Sequence[int] | None) -> list[str]:
-    """Tells of global blocks, or ranges of them, that cannot be.
+def range_problems(indices: Sequence[int], ends: Sequence[int] | None) -> list[str]:
+    """Reports global blocks, or ranges of them, that are malformed.
 
     Args:
         indices: `global_block_indices`.
         ends: `global_block_end_indices`.
 
-    Returns:
-        A line for each that is wrong, or one on how they fit.
-
     Example:
-        >>> print(*wrong_ranges((0, 4), (2, 4)))
+        >>> print(*range_problems((0, 4), (2, 4)))
         global_block_end_indices=(2, 4) is not beyond global_block_indices=(0, 4); \
 give each range an end after its start
     """
     name = "global_block_end_indices"
-    found = any_below("global_block_indices", indices, 0)
+    found = integers_problems("global_block_indices", indices, 0)
     if ends is None:
         return found
-    found += any_below(name, ends, 1)
+    found += integers_problems(name, ends, 1)
     if found:
         return found
     if len(ends) != len(indices):
@@ -107,7 +82,7 @@ give each range an end after its start
     return []
 
 
-def _is_integer(value: object, least: int) -> bool:
+def _is_integer(value: object, minimum: int) -> bool:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         return False
-    return int(value) >= least
+    return int(value) >= minimum

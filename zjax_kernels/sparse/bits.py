@@ -1,4 +1,4 @@
-"""Arrays of truth values that caches can tell apart."""
+"""Boolean arrays as hashable values, for caches."""
 
 import dataclasses
 
@@ -7,11 +7,11 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Bits:
-    """Truth values of an array; equal to others that hold the same.
+    """A hashable Boolean array.
 
     Args:
         shape: Shape of the array.
-        packed: Its values, eight to a byte.
+        packed: Values, eight to a byte.
 
     Example:
         >>> Bits.of(np.eye(3)) == Bits.of(np.eye(3, dtype=bool))
@@ -23,22 +23,11 @@ class Bits:
 
     @classmethod
     def of(cls, array: np.ndarray) -> "Bits":
-        """Reads an array.
-
-        Args:
-            array: Whatever is not 0 is true.
-
-        Returns:
-            Its truth values.
-        """
+        """Packs an array; everything other than 0 is True."""
         return cls(array.shape, np.packbits(array != 0).tobytes())
 
     def array(self) -> np.ndarray:
-        """The truth values.
-
-        Returns:
-            bool[shape].
-        """
+        """Unpacks to bool[shape]."""
         values = np.frombuffer(self.packed, np.uint8)
         count = int(np.prod(self.shape))
         return np.unpackbits(values, count=count).view(bool).reshape(self.shape)

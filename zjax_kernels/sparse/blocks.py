@@ -1,6 +1,6 @@
-"""Lists of live blocks for the parts of a rule: windows, global and random blocks.
+"""Windows, global blocks and random blocks, of which patterns are built.
 
-`visible` says how far each row may look: row r sees the blocks before `visible[r]`.
+Row r may see the blocks before `visible[r]`.
 """
 
 from collections.abc import Sequence
@@ -10,41 +10,26 @@ import numpy as np
 from zjax_kernels.sparse.layout import Pattern
 
 Spans = tuple[np.ndarray, np.ndarray]
-"""First block of each row, and the one after its last."""
+"""First block of each row, and one past its last."""
 
 
 def windows(num_blocks: int, sizes: Sequence[int]) -> Spans:
-    """Windows side by side, in which all see all; the last size repeats.
-
-    Args:
-        num_blocks: Blocks of the sequence.
-        sizes: Blocks of the first windows.
-
-    Returns:
-        The window of each row.
+    """Adjacent windows of the given sizes in blocks; the last size repeats.
 
     Example:
         >>> starts, stops = windows(6, [1, 2])
         >>> starts.tolist(), stops.tolist()
         ([0, 1, 1, 3, 3, 5], [1, 3, 3, 5, 5, 7])
     """
-    rest = max(num_blocks - sum(sizes), 0)
-    repeats = -(-rest // sizes[-1])
+    remaining = max(num_blocks - sum(sizes), 0)
+    repeats = -(-remaining // sizes[-1])
     edges = np.cumsum([0, *sizes, *[sizes[-1]] * repeats])
     number = np.searchsorted(edges, np.arange(num_blocks), side="right")
     return edges[number - 1], edges[number]
 
 
 def sliding_window(num_blocks: int, width: int) -> Spans:
-    """A window about each row, `width // 2` blocks to either side.
-
-    Args:
-        num_blocks: Blocks of the sequence.
-        width: Blocks of the window; an even one holds one more.
-
-    Returns:
-        The window of each row.
-    """
+    """A window around each row, `width // 2` blocks to either side."""
     rows = np.arange(num_blocks)
     return np.maximum(rows - width // 2, 0), rows + width // 2 + 1
 
@@ -52,15 +37,12 @@ def sliding_window(num_blocks: int, width: int) -> Spans:
 def global_blocks(
     indices: Sequence[int], ends: Sequence[int] | None, num_blocks: int
 ) -> np.ndarray:
-    """The blocks that are listed and exist.
+    """Numbers of the listed blocks that exist, ascending.
 
     Args:
-        indices: Each block, or the first of each range.
-        ends: Block after the last of each range; None for ranges of one block.
+        indices: Number of each block, or of the first of each range.
+        ends: One past the last block of each range; None for single blocks.
         num_blocks: Blocks of the sequence.
-
-    Returns:
-        Their numbers, ascending.
 
     Example:
         >>> global_blocks([6, 0], [9, 2], 8).tolist()
@@ -74,15 +56,7 @@ def global_blocks(
 
 
 def span_pattern(spans: Spans, visible: np.ndarray) -> Pattern:
-    """The blocks of one span per row.
-
-    Args:
-        spans: The span of each row.
-        visible: How far each row may look.
-
-    Returns:
-        The pattern.
-    """
+    """Pattern of one span per row."""
     starts, stops = spans
     lengths = np.minimum(stops, visible) - starts
     bounds = np.concatenate([[0], np.cumsum(lengths)])
@@ -93,43 +67,34 @@ def span_pattern(spans: Spans, visible: np.ndarray) -> Pattern:
 def global_pattern(
     spans: Spans, columns: np.ndarray, visible: np.ndarray, *, horizontal: bool
 ) -> Pattern:
-    """One span per row, and blocks that all rows see.
+    """Pattern of one span per row, and of blocks that all rows see.
 
     Args:
-        spans: The span of each row.
-        columns: The global blocks, ascending.
-        visible: How far each row may look.
-        horizontal: Whether the global blocks see all in turn.
-
-    Returns:
-        The pattern.
+        spans: Span of each row.
+        columns: Numbers of the global blocks, ascending.
+        visible: Visible blocks of each row.
+        horizontal: Whether the rows of global blocks see all blocks.
     """
     if horizontal:
         starts, stops = (side.copy() for side in spans)
         starts[columns], stops[columns] = 0, len(visible)
         spans = starts, stops
     seen = np.searchsorted(columns, visible)
-    picks = span_pattern((np.zeros_like(seen), seen), seen)
-    everywhere = Pattern(picks.starts, columns[picks.columns].astype(np.int32))
-    return union(span_pattern(spans, visible), everywhere)
+    seen_blocks = span_pattern((np.zeros_like(seen), seen), seen)
+    seen_by_all = Pattern(
+        seen_blocks.starts, columns[seen_blocks.columns].astype(np.int32)
+    )
+    return union(span_pattern(spans, visible), seen_by_all)
 
 
 def random_pattern(
     visible: np.ndarray, count: int, generator: np.random.Generator
 ) -> Pattern:
-    """Draws distinct blocks for each row, each set as likely as any other.
-
-    Args:
-        visible: How far each row may look.
-        count: Blocks per row; a row that sees fewer takes them all.
-        generator: Source of chance.
-
-    Returns:
-        The pattern.
+    """Draws `count` distinct visible blocks per row, or all of them if there are fewer.
 
     Reference:
         Bentley and Floyd, "A sample of brilliance", Communications of the ACM 30 (9),
-        1987: a block that was drawn before gives way to the last one in reach.
+        1987: a block drawn twice is replaced by the last one in reach.
     """
     num_blocks = len(visible)
     drawn = np.full((count, num_blocks), -1)
@@ -145,17 +110,14 @@ def random_pattern(
 def random_heads(
     base: Pattern, visible: np.ndarray, count: int, *, seed: int, num_patterns: int
 ) -> list[Pattern]:
-    """Adds random blocks to a pattern, others for each head.
+    """Adds random blocks to a pattern, different ones for each head.
 
     Args:
-        base: Blocks that all heads have.
-        visible: How far each row may look.
+        base: Blocks of all heads.
+        visible: Visible blocks of each row.
         count: Random blocks per row.
-        seed: Says with the number of the head which ones are drawn.
+        seed: Seed, combined with the number of the head.
         num_patterns: Number of heads to draw for.
-
-    Returns:
-        The pattern of each head.
     """
     if not count:
         return [base] * num_patterns
@@ -164,15 +126,7 @@ def random_heads(
 
 
 def union(first: Pattern, second: Pattern) -> Pattern:
-    """The blocks that live in either of two patterns.
-
-    Args:
-        first: A square pattern.
-        second: Another one of its size.
-
-    Returns:
-        The pattern of both.
-    """
+    """Blocks that live in either of two square patterns of one size."""
     num_blocks = len(first.starts) - 1
     rows = np.concatenate([first.rows, second.rows])
     columns = np.concatenate([first.columns, second.columns])

@@ -1,4 +1,4 @@
-"""The live cells of an attention matrix: blocks, or the parts of blocks of 128."""
+"""Live cells of an attention matrix: blocks, or 64 x 64 quarters of blocks of 128."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -8,37 +8,36 @@ import numpy as np
 from zjax_kernels.sparse.layout import BlockLayout, Pattern
 
 TILE = 128
-"""Rows that one program computes together."""
+"""Rows of the matrix that a program computes together."""
 HALF = 64
-"""Rows of one warpgroup, of which a program has two; no cell is larger."""
+"""Rows of one of the two warpgroups of a program; the largest cell."""
 
 
 Mask = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""Whether tokens see each other: of numbers of queries and of keys, which broadcast."""
-_AT_ONCE = 2**24
-"""Pairs of tokens that a mask is asked for at one time."""
+"""Function from numbers of queries and of keys, which broadcast, to visibility."""
+_MASK_BATCH = 2**24
+"""Pairs of tokens for which a mask is evaluated at a time."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Cells:
-    """Live cells of one pattern; numbers of cells are those of the padded lengths.
+    """Live cells of one pattern, as coordinates.
 
     Args:
         rows: int32[cells] row of each.
         columns: int32[cells] column of each.
-        cut: bool[cells], whether causality cuts it token by token.
-        ragged: bool[cells], whether `mask` hides some of its tokens.
-        num_rows: Rows, a whole number of tiles.
-        num_columns: Columns, a whole number of tiles.
+        diagonal: bool[cells], whether causality hides some of its tokens.
+        masked: bool[cells], whether `mask` hides some of its tokens.
+        num_rows: Number of rows of cells, a multiple of a tile.
+        num_columns: Number of columns of cells, a multiple of a tile.
         size: Tokens per side.
-        mask: Says of numbers of tokens, row and column, whether they see each other;
-            none where all in live cells do.
+        mask: Visibility of tokens within live cells; None if all are visible.
     """
 
     rows: np.ndarray
     columns: np.ndarray
-    cut: np.ndarray
-    ragged: np.ndarray
+    diagonal: np.ndarray
+    masked: np.ndarray
     num_rows: int
     num_columns: int
     size: int
@@ -48,16 +47,7 @@ class Cells:
     def of(
         cls, pattern: Pattern, layout: BlockLayout, mask: Mask | None = None
     ) -> "Cells":
-        """Takes the blocks of a pattern apart.
-
-        Args:
-            pattern: One of the patterns of `layout`.
-            layout: Its blocks' size, and whether it is causal.
-            mask: Which queries see which keys, by number, or none.
-
-        Returns:
-            The cells.
-        """
+        """Splits the blocks of one pattern of `layout` into cells."""
         cell = min(layout.block, HALF)
         fine = np.arange(layout.block // cell, dtype=np.int32)
         rows = pattern.rows[:, None] * np.int32(len(fine)) + fine[:, None, None]
@@ -66,59 +56,52 @@ class Cells:
         seen = columns <= rows if layout.causal else np.ones(len(rows), bool)
         sizes = layout.num_rows, layout.num_columns
         tokens = [-(-size * layout.block // TILE) * TILE for size in sizes]
-        ragged = np.zeros(len(rows), bool)
+        masked = np.zeros(len(rows), bool)
         if mask is not None:
-            some, every = _look(mask, rows, columns, cell)
-            seen &= some
-            ragged = ~every
-        rows, columns, ragged = rows[seen], columns[seen], ragged[seen]
-        cut = (rows == columns) & layout.causal
+            any_seen, all_seen = _evaluate(mask, rows, columns, cell)
+            seen &= any_seen
+            masked = ~all_seen
+        rows, columns, masked = rows[seen], columns[seen], masked[seen]
+        diagonal = (rows == columns) & layout.causal
         num_rows, num_columns = (n // cell for n in tokens)
-        return cls(rows, columns, cut, ragged, num_rows, num_columns, cell, mask)
+        return cls(rows, columns, diagonal, masked, num_rows, num_columns, cell, mask)
 
     @classmethod
-    def of_group(cls, heads: Sequence["Cells"]) -> "Cells":
-        """Turns heads about: rows are keys, columns the queries of all heads in turn.
-
-        Args:
-            heads: Cells of the heads that share keys.
-
-        Returns:
-            The cells of the head of keys.
-        """
+    def transposed(cls, heads: Sequence["Cells"]) -> "Cells":
+        """Transposes the heads that share keys, and concatenates their queries."""
         first = heads[0]
         return cls(
-            _join([head.columns for head in heads]),
-            _join(
+            _concatenate([head.columns for head in heads]),
+            _concatenate(
                 [x.rows + i * x.num_rows if i else x.rows for i, x in enumerate(heads)]
             ),
-            _join([head.cut for head in heads]),
-            _join([head.ragged for head in heads]),
+            _concatenate([head.diagonal for head in heads]),
+            _concatenate([head.masked for head in heads]),
             first.num_columns,
             first.num_rows * len(heads),
             first.size,
-            first.mask and _turn(first.mask, first.num_rows * first.size),
+            first.mask and _transpose(first.mask, first.num_rows * first.size),
         )
 
 
-def _join(parts):
+def _concatenate(parts):
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _look(mask, rows, columns, cell):
-    """Whether some tokens of each cell see each other, and whether all do."""
+def _evaluate(mask, rows, columns, cell):
+    """Whether any, and whether all, tokens of each cell see each other."""
     within = np.arange(cell)
-    some, every = np.zeros((2, len(rows)), bool)
-    step = _AT_ONCE // cell**2
+    any_seen, all_seen = np.zeros((2, len(rows)), bool)
+    step = _MASK_BATCH // cell**2
     for start in range(0, len(rows), step):
-        part = slice(start, start + step)
-        queries, keys = (x[part, None, None].astype(int) for x in (rows, columns))
+        batch = slice(start, start + step)
+        queries, keys = (x[batch, None, None].astype(int) for x in (rows, columns))
         queries, keys = queries * cell + within[:, None], keys * cell + within
         shape = np.broadcast_shapes(queries.shape, keys.shape)
         live = np.broadcast_to(mask(queries, keys), shape)
-        some[part], every[part] = live.any(axis=(1, 2)), live.all(axis=(1, 2))
-    return some, every
+        any_seen[batch], all_seen[batch] = live.any(axis=(1, 2)), live.all(axis=(1, 2))
+    return any_seen, all_seen
 
 
-def _turn(mask, num_queries):
+def _transpose(mask, num_queries):
     return lambda keys, queries: mask(queries % num_queries, keys)

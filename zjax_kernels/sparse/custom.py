@@ -1,4 +1,4 @@
-"""The rule of an array of one's own."""
+"""The sparsity rule of a user's own array."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ from zjax_kernels.sparse.sparsity_config import SparsityConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Custom(SparsityConfig):
-    """An array of live blocks, of which a shorter sequence has the first.
+    """Live blocks as an array; a shorter sequence takes its first blocks.
 
     Args:
         num_heads: As in `SparsityConfig`, like `block`, `attention` and `token_causal`.
-        live: bool[blocks, blocks] for all heads, or bool[num_heads, blocks, blocks];
-            row r of a head are the blocks that tokens of block r see. DeepSpeed's
-            arrays of 0 and 1 will do.
+        live: bool[blocks, blocks] for all heads, or bool[num_heads, blocks, blocks]:
+            row r marks the blocks that tokens of block r see. 0 and 1, as of DeepSpeed,
+            do too.
 
     Raises:
-        ValueError: Arguments that cannot be used, one line each.
+        ValueError: Invalid arguments, one line each.
 
     Example:
         >>> from zjax_kernels.sparse.picture import draw_layout
@@ -43,7 +43,7 @@ class Custom(SparsityConfig):
 
     live: np.ndarray = dataclasses.field(compare=False)
     bits: Bits = dataclasses.field(init=False, repr=False)
-    """What is in `live`, by which rules are compared."""
+    """Content of `live`, by which rules are compared."""
 
     def __post_init__(self):
         live = np.array(self.live)
@@ -53,35 +53,23 @@ class Custom(SparsityConfig):
         super().__post_init__()
 
     def problems(self) -> list[str]:
-        """What is wrong with the arguments.
-
-        Returns:
-            One line for each.
-        """
+        """Adds problems of `live`."""
         found, live = super().problems(), np.asarray(self.live)
         shape, size = live.shape, live.shape[-1] if live.shape else 0
         if not size or shape not in ((size, size), (self.num_heads, size, size)):
             problem = f"is no layout of {self.num_heads} heads"
             remedy = f"give [blocks, blocks] or [{self.num_heads}, blocks, blocks]"
             found.append(describe("live.shape", shape, problem, remedy))
-        other = live[~np.isin(live, (0, 1))]
-        if len(other):
+        invalid_values = live[~np.isin(live, (0, 1))]
+        if len(invalid_values):
             remedy = "give True for blocks that live"
-            found.append(describe("live", other[0], "is neither 0 nor 1", remedy))
+            found.append(
+                describe("live", invalid_values[0], "is neither 0 nor 1", remedy)
+            )
         return found
 
     def heads(self, num_blocks: int) -> Sequence[Pattern]:
-        """The live blocks of the array.
-
-        Args:
-            num_blocks: Blocks of the sequence.
-
-        Returns:
-            One pattern per head, or one for all.
-
-        Raises:
-            ValueError: The array has fewer blocks.
-        """
+        """Patterns of the first blocks of the array; refuses longer sequences."""
         size = self.live.shape[-1]
         if num_blocks > size:
             tokens = size * self.block

@@ -1,4 +1,4 @@
-"""Which blocks of the attention matrix exist, kept as the lists of their columns."""
+"""Live blocks of the attention matrix in compressed sparse rows."""
 
 import dataclasses
 import functools
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from zjax_kernels.errors import invalid, refuse
-from zjax_kernels.sparse.arguments import below
+from zjax_kernels.sparse.arguments import integer_problems
 
 BLOCKS = (16, 32, 64, 128)
-"""Tokens per block and side that the kernels can run."""
+"""Block sizes of the kernels, in tokens per side."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pattern:
-    """The live blocks of one attention matrix, in compressed sparse rows.
+    """Live blocks of one attention matrix in compressed sparse rows.
 
     Args:
         starts: int64[rows + 1]; row r holds entries `starts[r]` to `starts[r + 1]`.
@@ -29,7 +29,7 @@ class Pattern:
     def from_entries(
         cls, rows: np.ndarray, columns: np.ndarray, num_rows: int, num_columns: int
     ) -> "Pattern":
-        """Builds it from live blocks in any order, which may repeat.
+        """Builds a pattern from live blocks in any order, which may repeat.
 
         Args:
             rows: Block row of each entry.
@@ -37,22 +37,19 @@ class Pattern:
             num_rows: Number of block rows.
             num_columns: Number of block columns.
 
-        Returns:
-            The pattern.
-
         Raises:
             ValueError: An entry lies outside.
         """
-        for name, found, most in (
+        for name, found, limit in (
             ("rows", rows, num_rows),
             ("columns", columns, num_columns),
         ):
-            if len(found) and not 0 <= found.min() <= found.max() < most:
+            if len(found) and not 0 <= found.min() <= found.max() < limit:
                 ends = int(found.min()), int(found.max())
-                problem = f"is not from 0 to {most - 1}"
+                problem = f"is not from 0 to {limit - 1}"
                 raise invalid(name, ends, problem, "number blocks from 0")
         keys = rows.astype(np.int64) * num_columns + columns
-        keys.sort(kind="stable")  # joins sorted runs without sorting them again
+        keys.sort(kind="stable")  # merges sorted runs in linear time
         keys = keys[np.diff(keys, prepend=-1) != 0]
         starts = np.searchsorted(keys, np.arange(num_rows + 1) * num_columns)
         return cls(starts, (keys % num_columns).astype(np.int32))
@@ -66,20 +63,20 @@ class Pattern:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockLayout:
-    """The live blocks of every head; heads with the same ones share a pattern.
+    """Live blocks of every head; equal heads share a pattern.
 
     Args:
-        block: Tokens per block and side: 16, 32, 64 or 128.
+        block: Tokens per side of a block: 16, 32, 64 or 128.
         num_rows: Block rows: queries over `block`.
         num_columns: Block columns: keys over `block`.
-        patterns: The distinct patterns.
-        head_patterns: Which pattern each head has.
-        causal: Whether a token sees no later one; no block lies above the diagonal
-            then, and those on it are cut token by token.
+        patterns: Distinct patterns.
+        head_patterns: Index of each head's pattern.
+        causal: Whether a token sees no later one: blocks above the diagonal are dead,
+            and those on it are masked token by token.
 
     Raises:
-        ValueError: The patterns are none of this shape, heads have others, or the
-            block has another size.
+        ValueError: Patterns of another shape, heads without a pattern, or another block
+            size.
 
     Example:
         >>> live = np.tri(4, dtype=bool)
@@ -119,31 +116,27 @@ class BlockLayout:
         num_columns: int,
         causal: bool = False,
     ) -> "BlockLayout":
-        """Collects one pattern per head and keeps each distinct one once.
+        """Builds a layout from one pattern per head, storing equal ones once.
 
         Args:
             heads: Pattern of each head.
-            block: Tokens per block and side.
+            block: Tokens per side of a block.
             num_columns: Number of block columns.
             causal: Whether a token sees no later one; drops blocks above the diagonal.
 
-        Returns:
-            The layout.
-
         Raises:
-            ValueError: The patterns do not make one layout, or the block has another
-                size.
+            ValueError: Patterns of different shapes, or another block size.
         """
         _check("heads", heads, num_columns)
         numbers: dict[Pattern, int] = {}
         distinct: dict[tuple[bytes, bytes], int] = {}
         patterns: list[Pattern] = []
         for pattern in dict.fromkeys(heads):
-            kept = _lower(pattern, num_columns) if causal else pattern
-            key = kept.starts.tobytes(), kept.columns.tobytes()
+            lower = _lower(pattern, num_columns) if causal else pattern
+            key = lower.starts.tobytes(), lower.columns.tobytes()
             if key not in distinct:
                 distinct[key] = len(patterns)
-                patterns.append(kept)
+                patterns.append(lower)
             numbers[pattern] = distinct[key]
         head_patterns = tuple(numbers[pattern] for pattern in heads)
         num_rows = len(patterns[0].starts) - 1
@@ -158,23 +151,20 @@ class BlockLayout:
         num_heads: int | None = None,
         causal: bool = False,
     ) -> "BlockLayout":
-        """Reads a layout of your own making.
+        """Builds a layout from an array.
 
         Args:
             live: bool[rows, columns] for all heads, or bool[heads, rows, columns];
-                numbers live where they are not 0.
-            block: Tokens per block and side: 16, 32, 64 or 128.
-            num_heads: Number of heads; needed where `live` has none.
+                numbers other than 0 are live.
+            block: Tokens per side of a block: 16, 32, 64 or 128.
+            num_heads: Number of heads; required for [rows, columns].
             causal: Whether a token sees no later one; drops blocks above the diagonal.
-
-        Returns:
-            The layout.
 
         Raises:
             ValueError: The array has another shape or holds no numbers.
         """
         live = np.asarray(live)
-        refuse([] if num_heads is None else below("num_heads", num_heads, 1))
+        refuse([] if num_heads is None else integer_problems("num_heads", num_heads, 1))
         if not np.can_cast(live.dtype, float):
             problem, remedy = "is not bool", "give True where a block lives"
             raise invalid("live.dtype", live.dtype, problem, remedy)
@@ -207,39 +197,36 @@ class BlockLayout:
 
     @functools.cached_property
     def density(self) -> float:
-        """Share of all blocks that live, over all heads."""
+        """Fraction of live blocks, over all heads."""
         live = sum(len(self.patterns[number].columns) for number in self.head_patterns)
         return live / (self.num_heads * self.num_rows * self.num_columns)
 
-    def share_heads(self, num_shares: int) -> "list[BlockLayout]":
-        """The layouts of consecutive heads, each with the patterns of its own.
-
-        Args:
-            num_shares: Devices that share the heads; divides them.
+    def split_heads(self, num_shards: int) -> "list[BlockLayout]":
+        """Splits the layout into `num_shards` layouts of consecutive heads.
 
         Returns:
-            One layout for each device; equal ones are the same object.
+            One layout per device; equal ones are the same object.
 
         Raises:
-            ValueError: The heads do not divide.
+            ValueError: `num_shards` does not divide the heads.
 
         Example:
             >>> live = np.ones((4, 2, 2), bool)
             >>> layout = BlockLayout.from_dense(live, block=64)
-            >>> [part.num_heads for part in layout.share_heads(2)]
+            >>> [part.num_heads for part in layout.split_heads(2)]
             [2, 2]
         """
-        refuse(below("head_shares", num_shares, 1))
-        if self.num_heads % num_shares:
+        refuse(integer_problems("head_shards", num_shards, 1))
+        if self.num_heads % num_shards:
             problem = f"does not divide the {self.num_heads} heads of the layout"
-            raise invalid("head_shares", num_shares, problem, "use a divisor")
-        size = self.num_heads // num_shares
+            raise invalid("head_shards", num_shards, problem, "use a divisor")
+        size = self.num_heads // num_shards
         starts = range(0, self.num_heads, size)
         parts = [self.head_patterns[start : start + size] for start in starts]
-        found = {numbers: self._of_heads(numbers) for numbers in dict.fromkeys(parts)}
+        found = {numbers: self._with_heads(numbers) for numbers in dict.fromkeys(parts)}
         return [found[numbers] for numbers in parts]
 
-    def _of_heads(self, numbers):
+    def _with_heads(self, numbers):
         used = list(dict.fromkeys(numbers))
         return dataclasses.replace(
             self,
@@ -248,11 +235,7 @@ class BlockLayout:
         )
 
     def to_dense(self) -> np.ndarray:
-        """The layout as an array, for pictures and tests.
-
-        Returns:
-            bool[heads, rows, columns].
-        """
+        """The layout as bool[heads, rows, columns]."""
         live = np.zeros((len(self.patterns), self.num_rows, self.num_columns), bool)
         for number, pattern in enumerate(self.patterns):
             live[number, pattern.rows, pattern.columns] = True
@@ -260,13 +243,7 @@ class BlockLayout:
 
 
 def check_layout(layout: object) -> None:
-    """Refuses what is no layout, such as a rule that makes one.
-
-    Args:
-        layout: What was given.
-
-    Raises:
-        ValueError: It is no layout.
+    """Refuses everything but a layout, such as a rule that makes one.
 
     Example:
         >>> check_layout(BlockLayout.from_dense(np.eye(2), block=16, num_heads=1))
@@ -277,7 +254,6 @@ def check_layout(layout: object) -> None:
 
 
 def _check(name, patterns, num_columns):
-    """Raises what is wrong with some patterns."""
     if not patterns:
         raise invalid(name, "[]", "is empty", "give one pattern per head")
     rows = sorted({len(pattern.starts) - 1 for pattern in patterns})
@@ -292,10 +268,10 @@ def _check(name, patterns, num_columns):
 
 def _lower(pattern: Pattern, num_columns: int) -> Pattern:
     rows = pattern.rows
-    kept = pattern.columns <= rows
-    if kept.all():
+    lower = pattern.columns <= rows
+    if lower.all():
         return pattern
     num_rows = len(pattern.starts) - 1
     return Pattern.from_entries(
-        rows[kept], pattern.columns[kept], num_rows, num_columns
+        rows[lower], pattern.columns[lower], num_rows, num_columns
     )

@@ -1,8 +1,8 @@
-"""Rules of who sees whom, under DeepSpeed's names of arguments.
+"""Sparsity rules, with DeepSpeed's names of rules and arguments.
 
-In a unidirectional layout no block above the diagonal lives, random blocks are drawn
-from those that a row may see, and every draw has a seed: one configuration gives one
-layout, in all processes.
+Unidirectional layouts have no live block above the diagonal, and draw random blocks
+from the visible ones. Draws are seeded: one configuration gives one layout in all
+processes.
 """
 
 import dataclasses
@@ -13,21 +13,25 @@ import numpy as np
 
 from zjax_kernels.errors import describe
 from zjax_kernels.sparse import blocks
-from zjax_kernels.sparse.arguments import any_below, below, wrong_ranges
+from zjax_kernels.sparse.arguments import (
+    integer_problems,
+    integers_problems,
+    range_problems,
+)
 from zjax_kernels.sparse.layout import Pattern
 from zjax_kernels.sparse.sparsity_config import SparsityConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dense(SparsityConfig):
-    """All blocks: for comparison with the others.
+    """All blocks, for comparison.
 
     Args:
         num_heads: As in `SparsityConfig`, like `block`, `attention` and `token_causal`.
-        different_layout_per_head: Taken for DeepSpeed's sake; heads are alike.
+        different_layout_per_head: Accepted for DeepSpeed; has no effect.
 
     Raises:
-        ValueError: Arguments that cannot be used, one line each.
+        ValueError: Invalid arguments, one line each.
 
     Example:
         >>> from zjax_kernels.sparse.picture import draw_layout
@@ -45,40 +49,33 @@ class Dense(SparsityConfig):
     different_layout_per_head: bool = False
 
     def heads(self, num_blocks: int) -> Sequence[Pattern]:
-        """All blocks that a row may see.
-
-        Args:
-            num_blocks: Blocks of the sequence.
-
-        Returns:
-            One pattern for all heads.
-        """
+        """One pattern of all visible blocks."""
         visible = self.visible(num_blocks)
         return [blocks.span_pattern((np.zeros_like(visible), visible), visible)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fixed(SparsityConfig):
-    """Windows side by side; the last blocks of each window are seen from everywhere.
+    """Adjacent windows, the last blocks of which are global.
 
-    A last window that is short has its global blocks where a whole one has them, or at
-    the end of the sequence where that lies beyond it.
+    A shorter last window has its global blocks at the same place, or at the end of the
+    sequence if that is earlier.
 
     Args:
         num_heads: As in `SparsityConfig`, like `block`, `attention` and `token_causal`.
         different_layout_per_head: Whether heads may differ, see
             `num_different_global_patterns`.
         num_local_blocks: Blocks of a window, >= 1.
-        num_global_blocks: Global blocks of a window, which divide `num_local_blocks`.
-        horizontal_global_attention: Whether global blocks see all in turn; in
-            bidirectional attention only.
+        num_global_blocks: Global blocks of a window, a divisor of `num_local_blocks`.
+        horizontal_global_attention: Whether global blocks see all blocks; bidirectional
+            only.
         num_different_global_patterns: Number of places for global blocks, from 1 to
-            `num_local_blocks / num_global_blocks`: the last blocks of the window for
-            head 0, those before them for head 1, and so on, then anew. Above 1 heads
-            differ, so that `different_layout_per_head` must be set.
+            `num_local_blocks / num_global_blocks`. Heads cycle through them: head 0 has
+            the last blocks of the window, head 1 those before, and so on. Above 1 needs
+            `different_layout_per_head`.
 
     Raises:
-        ValueError: Arguments that cannot be used, one line each.
+        ValueError: Invalid arguments, one line each.
 
     Example:
         >>> from zjax_kernels.sparse.picture import draw_layout
@@ -106,31 +103,22 @@ class Fixed(SparsityConfig):
     counts_of_blocks: ClassVar[tuple[str, ...]] = ("num_global_blocks",)
 
     def problems(self) -> list[str]:
-        """What is wrong with the arguments.
-
-        Returns:
-            One line for each.
-        """
+        """Adds problems of the windows."""
         counts = (
             "num_local_blocks",
             "num_global_blocks",
             "num_different_global_patterns",
         )
         wrong = [
-            line for name in counts for line in below(name, getattr(self, name), 1)
+            line
+            for name in counts
+            for line in integer_problems(name, getattr(self, name), 1)
         ]
         found = super().problems() + wrong + _horizontal_problems(self)
         return found if wrong else found + self._window_problems()
 
     def heads(self, num_blocks: int) -> Sequence[Pattern]:
-        """Windows and global blocks.
-
-        Args:
-            num_blocks: Blocks of the sequence.
-
-        Returns:
-            One pattern per head.
-        """
+        """One pattern per head."""
         visible = self.visible(num_blocks)
         windows = blocks.windows(num_blocks, [self.num_local_blocks])
         patterns = [
@@ -173,24 +161,24 @@ class Fixed(SparsityConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Variable(SparsityConfig):
-    """Windows of listed sizes, listed global blocks, and random ones.
+    """Adjacent windows of listed sizes, listed global blocks, and random blocks.
 
     Args:
         num_heads: As in `SparsityConfig`, like `block`, `attention` and `token_causal`.
-        different_layout_per_head: Whether each head draws random blocks of its own.
-        num_random_blocks: Random blocks per row, >= 0; a row that may see fewer takes
-            them all.
+        different_layout_per_head: Whether each head draws different random blocks.
+        num_random_blocks: Random blocks per row, >= 0; all visible ones if there are
+            fewer.
         local_window_blocks: Blocks of each window, >= 1; the last size repeats.
-        global_block_indices: Blocks seen from everywhere, >= 0; those beyond the end of
-            the sequence do not count.
-        global_block_end_indices: With it, `global_block_indices` are the starts of
-            ranges, and these their ends: the block after the last.
-        horizontal_global_attention: Whether global blocks see all in turn; in
-            bidirectional attention only.
-        seed: Says with the number of the head which blocks are drawn, >= 0.
+        global_block_indices: Global blocks, >= 0; those beyond the sequence are
+            ignored.
+        global_block_end_indices: One past the end of each range of global blocks, which
+            starts at `global_block_indices`; None for single blocks.
+        horizontal_global_attention: Whether global blocks see all blocks; bidirectional
+            only.
+        seed: Seed of the random blocks, >= 0.
 
     Raises:
-        ValueError: Arguments that cannot be used, one line each.
+        ValueError: Invalid arguments, one line each.
 
     Example:
         >>> from zjax_kernels.sparse.picture import draw_layout
@@ -220,29 +208,18 @@ class Variable(SparsityConfig):
     counts_of_blocks: ClassVar[tuple[str, ...]] = ("num_random_blocks",)
 
     def problems(self) -> list[str]:
-        """What is wrong with the arguments.
-
-        Returns:
-            One line for each.
-        """
+        """Adds problems of windows, global and random blocks."""
         return [
             *super().problems(),
-            *below("num_random_blocks", self.num_random_blocks, 0),
+            *integer_problems("num_random_blocks", self.num_random_blocks, 0),
             *self._window_problems(),
-            *wrong_ranges(self.global_block_indices, self.global_block_end_indices),
+            *range_problems(self.global_block_indices, self.global_block_end_indices),
             *_horizontal_problems(self),
-            *below("seed", self.seed, 0),
+            *integer_problems("seed", self.seed, 0),
         ]
 
     def heads(self, num_blocks: int) -> Sequence[Pattern]:
-        """Windows, global blocks and random blocks.
-
-        Args:
-            num_blocks: Blocks of the sequence.
-
-        Returns:
-            One pattern per head, or one for all.
-        """
+        """One pattern per head, or one for all."""
         visible = self.visible(num_blocks)
         base = blocks.global_pattern(
             blocks.windows(num_blocks, self.local_window_blocks),
@@ -252,38 +229,31 @@ class Variable(SparsityConfig):
             visible,
             horizontal=self.horizontal_global_attention,
         )
-        return blocks.random_heads(
-            base,
-            visible,
-            self.num_random_blocks,
-            seed=self.seed,
-            num_patterns=self.num_heads if self.different_layout_per_head else 1,
-        )
+        return _add_random_blocks(self, base, visible)
 
     def _window_problems(self) -> list[str]:
         name, sizes = "local_window_blocks", self.local_window_blocks
         if isinstance(sizes, tuple) and not sizes:
             return [describe(name, sizes, "is empty", "give one like [4]")]
-        return any_below(name, sizes, 1)
+        return integers_problems(name, sizes, 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BigBird(SparsityConfig):
-    """A sliding window, global first blocks, and random ones.
+    """A sliding window, global first blocks, and random blocks.
 
     Args:
         num_heads: As in `SparsityConfig`, like `block`, `attention` and `token_causal`.
-        different_layout_per_head: Whether each head draws random blocks of its own.
-        num_random_blocks: Random blocks per row, >= 0; a row that may see fewer takes
-            them all.
-        num_sliding_window_blocks: Blocks of the window, >= 1: half of them, rounded
-            down, on either side of the row's own.
-        num_global_blocks: First blocks, which see all and are seen from everywhere,
-            >= 0.
-        seed: Says with the number of the head which blocks are drawn, >= 0.
+        different_layout_per_head: Whether each head draws different random blocks.
+        num_random_blocks: Random blocks per row, >= 0; all visible ones if there are
+            fewer.
+        num_sliding_window_blocks: Blocks of the window, >= 1; half of them, rounded
+            down, on either side of the row.
+        num_global_blocks: First blocks, which see all and are seen by all, >= 0.
+        seed: Seed of the random blocks, >= 0.
 
     Raises:
-        ValueError: Arguments that cannot be used, one line each.
+        ValueError: Invalid arguments, one line each.
 
     Example:
         >>> from zjax_kernels.sparse.picture import draw_layout
@@ -314,28 +284,19 @@ class BigBird(SparsityConfig):
     )
 
     def problems(self) -> list[str]:
-        """What is wrong with the arguments.
-
-        Returns:
-            One line for each.
-        """
+        """Adds problems of the window, global and random blocks."""
         return [
             *super().problems(),
-            *below("num_random_blocks", self.num_random_blocks, 0),
-            *below("num_sliding_window_blocks", self.num_sliding_window_blocks, 1),
-            *below("num_global_blocks", self.num_global_blocks, 0),
-            *below("seed", self.seed, 0),
+            *integer_problems("num_random_blocks", self.num_random_blocks, 0),
+            *integer_problems(
+                "num_sliding_window_blocks", self.num_sliding_window_blocks, 1
+            ),
+            *integer_problems("num_global_blocks", self.num_global_blocks, 0),
+            *integer_problems("seed", self.seed, 0),
         ]
 
     def heads(self, num_blocks: int) -> Sequence[Pattern]:
-        """The window, global blocks and random blocks.
-
-        Args:
-            num_blocks: Blocks of the sequence.
-
-        Returns:
-            One pattern per head, or one for all.
-        """
+        """One pattern per head, or one for all."""
         visible = self.visible(num_blocks)
         base = blocks.global_pattern(
             blocks.sliding_window(num_blocks, self.num_sliding_window_blocks),
@@ -343,31 +304,25 @@ class BigBird(SparsityConfig):
             visible,
             horizontal=True,
         )
-        return blocks.random_heads(
-            base,
-            visible,
-            self.num_random_blocks,
-            seed=self.seed,
-            num_patterns=self.num_heads if self.different_layout_per_head else 1,
-        )
+        return _add_random_blocks(self, base, visible)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BSLongformer(SparsityConfig):
-    """A sliding window and listed global blocks: Longformer in blocks.
+    """A sliding window and listed global blocks: block-sparse Longformer.
 
     Args:
         num_heads: As in `SparsityConfig`, like `block`, `attention` and `token_causal`.
-        different_layout_per_head: Taken for DeepSpeed's sake; heads are alike.
-        num_sliding_window_blocks: Blocks of the window, >= 1: half of them, rounded
-            down, on either side of the row's own.
-        global_block_indices: Blocks that see all and are seen from everywhere, >= 0;
-            those beyond the end of the sequence do not count.
-        global_block_end_indices: With it, `global_block_indices` are the starts of
-            ranges, and these their ends: the block after the last.
+        different_layout_per_head: Accepted for DeepSpeed; has no effect.
+        num_sliding_window_blocks: Blocks of the window, >= 1; half of them, rounded
+            down, on either side of the row.
+        global_block_indices: Blocks that see all and are seen by all, >= 0; those
+            beyond the sequence are ignored.
+        global_block_end_indices: One past the end of each range of global blocks, which
+            starts at `global_block_indices`; None for single blocks.
 
     Raises:
-        ValueError: Arguments that cannot be used, one line each.
+        ValueError: Invalid arguments, one line each.
 
     Example:
         >>> from zjax_kernels.sparse.picture import draw_layout
@@ -393,26 +348,17 @@ class BSLongformer(SparsityConfig):
     counts_of_blocks: ClassVar[tuple[str, ...]] = ("num_sliding_window_blocks",)
 
     def problems(self) -> list[str]:
-        """What is wrong with the arguments.
-
-        Returns:
-            One line for each.
-        """
+        """Adds problems of the window and global blocks."""
         return [
             *super().problems(),
-            *below("num_sliding_window_blocks", self.num_sliding_window_blocks, 1),
-            *wrong_ranges(self.global_block_indices, self.global_block_end_indices),
+            *integer_problems(
+                "num_sliding_window_blocks", self.num_sliding_window_blocks, 1
+            ),
+            *range_problems(self.global_block_indices, self.global_block_end_indices),
         ]
 
     def heads(self, num_blocks: int) -> Sequence[Pattern]:
-        """The window and global blocks.
-
-        Args:
-            num_blocks: Blocks of the sequence.
-
-        Returns:
-            One pattern for all heads.
-        """
+        """One pattern for all heads."""
         return [
             blocks.global_pattern(
                 blocks.sliding_window(num_blocks, self.num_sliding_window_blocks),
@@ -427,15 +373,15 @@ class BSLongformer(SparsityConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalSlidingWindow(SparsityConfig):
-    """A sliding window alone; unidirectional unless told otherwise.
+    """A sliding window alone; unidirectional by default.
 
     Args:
         num_heads: As in `SparsityConfig`, like `block`, `attention` and `token_causal`.
-        num_sliding_window_blocks: Blocks of the window, >= 1: half of them, rounded
-            down, on either side of the row's own.
+        num_sliding_window_blocks: Blocks of the window, >= 1; half of them, rounded
+            down, on either side of the row.
 
     Raises:
-        ValueError: Arguments that cannot be used, one line each.
+        ValueError: Invalid arguments, one line each.
 
     Example:
         >>> from zjax_kernels.sparse.picture import draw_layout
@@ -460,25 +406,29 @@ class LocalSlidingWindow(SparsityConfig):
     counts_of_blocks: ClassVar[tuple[str, ...]] = ("num_sliding_window_blocks",)
 
     def problems(self) -> list[str]:
-        """What is wrong with the arguments.
-
-        Returns:
-            One line for each.
-        """
+        """Adds problems of the window."""
         name = "num_sliding_window_blocks"
-        return super().problems() + below(name, self.num_sliding_window_blocks, 1)
+        return super().problems() + integer_problems(
+            name, self.num_sliding_window_blocks, 1
+        )
 
     def heads(self, num_blocks: int) -> Sequence[Pattern]:
-        """The window of each row.
-
-        Args:
-            num_blocks: Blocks of the sequence.
-
-        Returns:
-            One pattern for all heads.
-        """
+        """One pattern for all heads."""
         window = blocks.sliding_window(num_blocks, self.num_sliding_window_blocks)
         return [blocks.span_pattern(window, self.visible(num_blocks))]
+
+
+def _add_random_blocks(
+    config: Variable | BigBird, base: Pattern, visible: np.ndarray
+) -> list[Pattern]:
+    num_patterns = config.num_heads if config.different_layout_per_head else 1
+    return blocks.random_heads(
+        base,
+        visible,
+        config.num_random_blocks,
+        seed=config.seed,
+        num_patterns=num_patterns,
+    )
 
 
 def _horizontal_problems(config: Fixed | Variable) -> list[str]:

@@ -1,4 +1,4 @@
-"""Pictures of a layout: as text, and as a plot."""
+"""Pictures of a layout, as text and as a plot."""
 
 import os
 import pathlib
@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 
 from zjax_kernels.errors import invalid
-from zjax_kernels.sparse.arguments import below
+from zjax_kernels.sparse.arguments import integer_problems
 from zjax_kernels.sparse.layout import BlockLayout, Pattern, check_layout
 
-MOST_CELLS = 512
-"""Cells per side of a plot; blocks of a larger layout share them."""
+MAX_CELLS = 512
+"""Cells per side of a plot; several blocks of a larger layout share one."""
 _LIVE = (0.20, 0.40, 0.67)
-_CUT = (0.87, 0.47, 0.13)
-_FAINTEST = 0.4
+_DIAGONAL = (0.87, 0.47, 0.13)
+_MIN_SHADE = 0.4
 """Shade of a cell with a single live block among many."""
 
 
@@ -22,11 +22,11 @@ def draw_layout(layout: BlockLayout, head: int = 0) -> str:
     """Draws one head as text, a character per block.
 
     Args:
-        layout: What to draw, of at most 512 blocks per side.
+        layout: Layout of at most 512 blocks per side.
         head: Number of the head.
 
     Returns:
-        One line per block row: `#` lives, `+` is cut by the causal diagonal, `.` is
+        One line per block row: `#` lives, `+` lives on the causal diagonal, `.` is
         dead.
 
     Raises:
@@ -42,12 +42,12 @@ def draw_layout(layout: BlockLayout, head: int = 0) -> str:
     """
     pattern = _pattern_of(layout, head)
     shape = layout.num_rows, layout.num_columns
-    if max(shape) > MOST_CELLS:
-        problem = f"is more than {MOST_CELLS} blocks a side"
+    if max(shape) > MAX_CELLS:
+        problem = f"is more than {MAX_CELLS} blocks a side"
         raise invalid("layout", shape, problem, "use plot_layout, which gathers blocks")
     rows, columns = pattern.rows, pattern.columns
     marks = np.full(shape, ".")
-    marks[rows, columns] = np.where(_is_cut(layout, rows, columns), "+", "#")
+    marks[rows, columns] = np.where(_on_diagonal(layout, rows, columns), "+", "#")
     return "\n".join("".join(row) for row in marks)
 
 
@@ -58,19 +58,19 @@ def plot_layout(
     axes: Any = None,
     path: str | os.PathLike[str] | None = None,
 ) -> Any:
-    """Plots one head: live blocks, those cut by the causal diagonal, and dead ones.
+    """Plots one head: live blocks, those on the causal diagonal, and dead ones.
 
-    More than 512 blocks share cells, which are the darker the more of their blocks
-    live. Needs matplotlib.
+    More than 512 blocks per side share cells, shaded by how many of them live. Needs
+    Matplotlib.
 
     Args:
-        layout: What to plot.
+        layout: Layout to plot.
         head: Number of the head.
-        axes: matplotlib Axes to draw in; a new figure where there are none.
-        path: File to write; its suffix says the format.
+        axes: Matplotlib Axes to draw in; None makes a figure.
+        path: File to write; its suffix sets the format.
 
     Returns:
-        The matplotlib Figure.
+        The Matplotlib Figure.
 
     Raises:
         ValueError: It is no layout, or there is no such head.
@@ -86,10 +86,10 @@ def plot_layout(
     pattern = _pattern_of(layout, head)
     if axes is None:
         axes = Figure(figsize=(7, 7), layout="constrained").subplots()
-    side = -(-max(layout.num_rows, layout.num_columns) // MOST_CELLS)
-    density, is_cut = _gather(layout, pattern, side)
+    side = -(-max(layout.num_rows, layout.num_columns) // MAX_CELLS)
+    density, on_diagonal = _gather(layout, pattern, side)
     bottom, right = (side * cells for cells in density.shape)
-    colors = _shade(density, is_cut)
+    colors = _shade(density, on_diagonal)
     axes.imshow(colors, extent=(0, right, bottom, 0))
     margin = max(bottom, right) / 100  # the frame would hide the first row and column
     axes.set_xlim(-margin, layout.num_columns + margin)
@@ -97,8 +97,8 @@ def plot_layout(
     axes.set_title(_title(layout, pattern), fontsize=11)
     axes.set_xlabel("block of keys")
     axes.set_ylabel("block of queries")
-    if is_cut.any():
-        labels = (_LIVE, "live"), (_CUT, "cut by the causal diagonal")
+    if on_diagonal.any():
+        labels = (_LIVE, "live"), (_DIAGONAL, "cut by the causal diagonal")
         marks = [Patch(color=color, label=label) for color, label in labels]
         axes.legend(handles=marks, loc="upper right", fontsize=8, frameon=False)
     figure = axes.get_figure(root=True)
@@ -108,9 +108,9 @@ def plot_layout(
     return figure
 
 
-def _shade(density: np.ndarray, is_cut: np.ndarray) -> np.ndarray:
-    color = np.where(is_cut[..., None], _CUT, _LIVE)
-    strength = np.where(density > 0, _FAINTEST + (1 - _FAINTEST) * density, 0)[
+def _shade(density: np.ndarray, on_diagonal: np.ndarray) -> np.ndarray:
+    color = np.where(on_diagonal[..., None], _DIAGONAL, _LIVE)
+    strength = np.where(density > 0, _MIN_SHADE + (1 - _MIN_SHADE) * density, 0)[
         ..., None
     ]
     return 1 - strength * (1 - color)
@@ -119,7 +119,7 @@ def _shade(density: np.ndarray, is_cut: np.ndarray) -> np.ndarray:
 def _gather(
     layout: BlockLayout, pattern: Pattern, side: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Share of live blocks of each cell, and whether one of them is cut."""
+    """Fraction of live blocks of each cell, and whether the diagonal crosses it."""
     num_rows, num_columns = layout.num_rows, layout.num_columns
     shape = -(-num_rows // side), -(-num_columns // side)
     rows, columns = pattern.rows, pattern.columns
@@ -127,12 +127,14 @@ def _gather(
     live = np.bincount(cells, minlength=shape[0] * shape[1]).reshape(shape)
     heights = np.minimum(side, num_rows - side * np.arange(shape[0]))
     widths = np.minimum(side, num_columns - side * np.arange(shape[1]))
-    is_cut = np.zeros(shape[0] * shape[1], bool)
-    is_cut[cells[_is_cut(layout, rows, columns)]] = True
-    return live / np.outer(heights, widths), is_cut.reshape(shape)
+    on_diagonal = np.zeros(shape[0] * shape[1], bool)
+    on_diagonal[cells[_on_diagonal(layout, rows, columns)]] = True
+    return live / np.outer(heights, widths), on_diagonal.reshape(shape)
 
 
-def _is_cut(layout: BlockLayout, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+def _on_diagonal(
+    layout: BlockLayout, rows: np.ndarray, columns: np.ndarray
+) -> np.ndarray:
     return layout.causal & (rows == columns)
 
 
@@ -147,7 +149,7 @@ def _title(layout: BlockLayout, pattern: Pattern) -> str:
 
 def _pattern_of(layout: BlockLayout, head: int) -> Pattern:
     check_layout(layout)
-    if below("head", head, 0) or head >= layout.num_heads:
+    if integer_problems("head", head, 0) or head >= layout.num_heads:
         problem = f"is not one of {layout.num_heads} heads"
         raise invalid("head", head, problem, f"give 0 to {layout.num_heads - 1}")
     return layout.patterns[layout.head_patterns[head]]

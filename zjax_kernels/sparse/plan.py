@@ -1,4 +1,4 @@
-"""Layouts made ready for the kernels."""
+"""Plans: layouts prepared for the kernels on the host."""
 
 import dataclasses
 import functools
@@ -9,26 +9,26 @@ import jax
 import numpy as np
 
 from zjax_kernels.errors import invalid, refuse
-from zjax_kernels.sparse.arguments import below
+from zjax_kernels.sparse.arguments import integer_problems
 from zjax_kernels.sparse.cells import HALF, TILE, Cells, Mask
 from zjax_kernels.sparse.layout import BlockLayout, check_layout
 from zjax_kernels.sparse.schedule import Schedule, make_schedule, stack_schedules
 
-COPY = 32
-"""Fewest 4-byte numbers that one copy into shared memory can move."""
+MIN_COPY = 32
+"""Fewest 4-byte numbers per copy into shared memory."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A layout made ready for the kernels: arrays, to be passed through `jax.jit`.
+    """A layout prepared for the kernels: arrays, to be passed through `jax.jit`.
 
     Args:
         queries: Tiles of queries over keys, for the forward pass and dq.
-        keys: Tiles of keys over queries, for dk and dv; the columns of a head of keys
-            are the queries of all heads of its group, one head after another.
-        num_queries: Tokens that ask.
-        num_keys: Tokens that are asked.
+        keys: Tiles of keys over queries, for dk and dv. The columns of a key head are
+            the queries of all heads of its group, concatenated.
+        num_queries: Number of queries.
+        num_keys: Number of keys.
     """
 
     queries: Schedule
@@ -44,22 +44,22 @@ def make_plan(
     head_size: int = 128,
     segments: bool = False,
     mask: np.ndarray | Mask | None = None,
-    head_shares: int = 1,
+    head_shards: int = 1,
 ) -> Plan:
-    """Prepares a layout for attention; done once, on the host.
+    """Prepares a layout for attention, on the host.
 
     Args:
-        layout: The live blocks of each head of the queries.
+        layout: Live blocks of each query head.
         num_kv_heads: Heads of keys and values; divides the heads of the layout.
         head_size: Channels per head, which sets the size of chunks.
-        segments: Whether segments or a mask of keys will be given: blocks of 16 are
-            then gathered in pairs.
-        mask: bool[S, T] of tokens that see each other, besides the layout, or a
-            function that says so of numbers of queries and of keys, NumPy arrays that
-            broadcast. Blocks that it hides wholly are not visited.
-        head_shares: Devices that share the heads; divides those of the keys. With more
-            than one, every array of the plan is to be split over them along its first
-            dim, as by `jax.shard_map`.
+        segments: Whether segments or a key mask will be given: blocks of 16 are then
+            gathered in pairs.
+        mask: bool[S, T] of tokens that see each other, besides the layout; or a
+            function from numbers of queries and of keys, NumPy arrays that broadcast.
+            Blocks that it hides entirely are not visited.
+        head_shards: Devices over which heads are sharded; divides the key heads. If
+            above 1, shard the first dim of every array of the plan over them, as by
+            `jax.shard_map`.
 
     Returns:
         The plan.
@@ -75,24 +75,26 @@ def make_plan(
         >>> plan.queries.columns.shape, plan.keys.head_patterns.shape
         ((3, 4), (2,))
 
-        A window of 48 tokens, of which no array is made:
+        A window of 48 tokens, without an array:
 
         >>> near = make_plan(layout, mask=lambda query, key: query - key < 48)
     """
     check_layout(layout)
     _check(num_kv_heads, head_size)
-    if head_shares != 1:
-        parts = layout.share_heads(head_shares)
-        num_kv_heads = share_kv_heads(layout, num_kv_heads, head_shares)
+    if head_shards != 1:
+        shards = layout.split_heads(head_shards)
+        num_kv_heads = split_kv_heads(layout, num_kv_heads, head_shards)
         given = {"num_kv_heads": num_kv_heads, "head_size": head_size, "mask": mask}
-        plans = {part: make_plan(part, segments=segments, **given) for part in parts}
-        return stack_plans([plans[part] for part in parts])
+        plans = {part: make_plan(part, segments=segments, **given) for part in shards}
+        return stack_plans([plans[part] for part in shards])
     tokens = layout.num_rows * layout.block, layout.num_columns * layout.block
-    asked = (
-        None if mask is None else functools.partial(_ask, _read(mask, tokens), tokens)
+    evaluate = (
+        None
+        if mask is None
+        else functools.partial(_evaluate, _mask_function(mask, tokens), tokens)
     )
     return plan_cells(
-        [Cells.of(pattern, layout, asked) for pattern in layout.patterns],
+        [Cells.of(pattern, layout, evaluate) for pattern in layout.patterns],
         layout.head_patterns,
         tokens,
         block=layout.block,
@@ -102,38 +104,19 @@ def make_plan(
     )
 
 
-def share_kv_heads(
-    layout: BlockLayout, num_kv_heads: int | None, head_shares: int
+def split_kv_heads(
+    layout: BlockLayout, num_kv_heads: int | None, head_shards: int
 ) -> int:
-    """Heads of keys that one of several devices has.
-
-    Args:
-        layout: Of all heads.
-        num_kv_heads: Of all devices; none is as many as of queries.
-        head_shares: Devices that share the heads.
-
-    Returns:
-        Their number.
-
-    Raises:
-        ValueError: They do not divide.
-    """
+    """Key heads of one of `head_shards` devices; refuses numbers that do not divide."""
     number = layout.num_heads if num_kv_heads is None else num_kv_heads
-    if number % head_shares:
+    if number % head_shards:
         problem = f"does not divide num_kv_heads={number}"
-        raise invalid("head_shares", head_shares, problem, "use a divisor")
-    return number // head_shares
+        raise invalid("head_shards", head_shards, problem, "use a divisor")
+    return number // head_shards
 
 
 def stack_plans(plans: Sequence[Plan]) -> Plan:
-    """Plans of devices that run one program, to be split along the first dim.
-
-    Args:
-        plans: Of as many heads and tokens.
-
-    Returns:
-        Their arrays, stacked.
-    """
+    """Stacks plans of several devices, to be sharded along the first dim."""
     queries, keys = (
         stack_schedules([getattr(plan, name) for plan in plans])
         for name in ("queries", "keys")
@@ -141,38 +124,28 @@ def stack_plans(plans: Sequence[Plan]) -> Plan:
     return dataclasses.replace(plans[0], queries=queries, keys=keys)
 
 
-def plan_of_device(plan: Any) -> Any:
-    """The plan that a device has of a stack.
-
-    Args:
-        plan: Any plan, or what is none.
-
-    Returns:
-        The same without the first dim of a stack.
-
-    Raises:
-        ValueError: Those of several devices are still together.
-    """
+def device_plan(plan: Any) -> Any:
+    """Takes the single plan of a stack; refuses a stack of several devices' plans."""
     if not isinstance(plan, Plan) or plan.queries.items.ndim == 3:
         return plan
     number = len(plan.queries.items)
     if number > 1:
         problem = "are in one plan"
         remedy = "split its arrays along their first dim, as by jax.shard_map"
-        raise invalid("head_shares", number, problem, remedy)
+        raise invalid("head_shards", number, problem, remedy)
     return jax.tree.map(lambda x: x[0], plan)
 
 
 def check_plan(plan: object, *, head_size: int = 1, segmented: bool = False) -> None:
-    """Refuses what is no plan, or one that the kernels cannot run.
+    """Refuses everything but a plan that the kernels can run.
 
     Args:
-        plan: What was given.
+        plan: Value to check.
         head_size: Channels per head.
-        segmented: Whether there are segments or a mask of keys.
+        segmented: Whether there are segments or a key mask.
 
     Raises:
-        ValueError: It was not made for this.
+        ValueError: It is no plan, or was made for other arguments.
 
     Example:
         >>> live = np.ones((1, 1), bool)
@@ -189,7 +162,7 @@ def check_plan(plan: object, *, head_size: int = 1, segmented: bool = False) -> 
             "make_selected_plan"
         )
         raise invalid("head_size", head_size, problem, remedy)
-    if segmented and min(plan.queries.column_unit, plan.keys.row_unit) < COPY:
+    if segmented and min(plan.queries.column_unit, plan.keys.row_unit) < MIN_COPY:
         problem = "cannot be used with the plan, which gathers blocks one by one"
         remedy = "use make_plan(..., segments=True)"
         raise invalid("segment_ids or key_mask", "...", problem, remedy)
@@ -205,22 +178,16 @@ def plan_cells(
     head_size: int,
     segments: bool,
 ) -> Plan:
-    """As `make_plan`, of live cells.
+    """`make_plan` from live cells.
 
     Args:
         patterns: Live cells of each pattern.
         head_patterns: Pattern of each head.
         tokens: Numbers of queries and of keys.
-        block: Tokens that lie side by side wherever one of them is seen.
-        num_kv_heads: Heads of keys and values; none is as many as of queries.
+        block: Tokens per side of a block.
+        num_kv_heads: Heads of keys and values; None is as many as of queries.
         head_size: Channels per head.
-        segments: Whether segments or a mask of keys will be given.
-
-    Returns:
-        The plan.
-
-    Raises:
-        ValueError: The heads do not divide.
+        segments: Whether segments or a key mask will be given.
     """
     _check(num_kv_heads, head_size)
     heads = len(head_patterns)
@@ -239,21 +206,21 @@ def plan_cells(
     distinct = list(dict.fromkeys(groups))
     cell = patterns[0].size
     narrow = HALF if head_size > 128 else TILE
-    least = COPY if segments else cell
+    min_unit = MIN_COPY if segments else cell
     return Plan(
         queries=make_schedule(
             patterns,
             head_patterns,
-            row_unit=max(cell, COPY),
-            column_unit=max(min(block, narrow), least),
+            row_unit=max(cell, MIN_COPY),
+            column_unit=max(min(block, narrow), min_unit),
             chunk=narrow,
             transposed=False,
         ),
         keys=make_schedule(
-            [Cells.of_group([patterns[i] for i in each]) for each in distinct],
+            [Cells.transposed([patterns[i] for i in each]) for each in distinct],
             [distinct.index(each) for each in groups],
-            row_unit=max(cell, least),
-            column_unit=max(cell, COPY),
+            row_unit=max(cell, min_unit),
+            column_unit=max(cell, MIN_COPY),
             chunk=HALF,
             transposed=True,
         ),
@@ -263,13 +230,16 @@ def plan_cells(
 
 
 def _check(num_kv_heads, head_size):
-    """Raises what is wrong with the sizes."""
-    found = [] if num_kv_heads is None else below("num_kv_heads", num_kv_heads, 1)
-    refuse(found + below("head_size", head_size, 1))
+    found = (
+        []
+        if num_kv_heads is None
+        else integer_problems("num_kv_heads", num_kv_heads, 1)
+    )
+    refuse(found + integer_problems("head_size", head_size, 1))
 
 
-def _read(mask: Any, tokens: tuple[int, int]) -> Any:
-    """A mask as a function."""
+def _mask_function(mask: Any, tokens: tuple[int, int]) -> Any:
+    """A mask, which may be an array, as a function."""
     if callable(mask):
         return mask
     mask = np.asarray(mask)
@@ -281,22 +251,21 @@ def _read(mask: Any, tokens: tuple[int, int]) -> Any:
     return lambda queries, keys: mask[queries, keys]
 
 
-def _ask(mask, tokens, queries, keys):
-    """Tokens that pad a sequence are in no live cell, whatever is said of them."""
+def _evaluate(mask, tokens, queries, keys):
+    """Evaluates a mask; padding tokens, in no live cell, repeat the last token."""
     keys = np.minimum(keys, tokens[1] - 1)
     found = np.asarray(mask(np.minimum(queries, tokens[0] - 1), keys))
     if found.dtype != bool:
         problem = "is what the function returns, and not bool"
         raise invalid("mask.dtype", found.dtype, problem, "return True where seen")
     shape = np.broadcast_shapes(queries.shape, keys.shape)
-    if not _fits(found.shape, shape):
+    if not _broadcasts(found.shape, shape):
         problem = f"is what the function returns, and does not broadcast to {shape}"
         remedy = "return one for each pair of a query and a key"
         raise invalid("mask.shape", found.shape, problem, remedy)
     return found
 
 
-def _fits(found, shape):
-    """Whether an array of one shape broadcasts to another."""
+def _broadcasts(found, shape):
     lengths = zip(found[::-1], shape[::-1], strict=False)
     return len(found) <= len(shape) and all(n in (1, size) for n, size in lengths)

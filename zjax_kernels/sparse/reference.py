@@ -1,7 +1,7 @@
-"""Block-sparse attention in jax.numpy: what the kernels compute, on any device.
+"""Block-sparse attention in jax.numpy: the specification of the kernels, on any device.
 
-Memory grows with the length and never with its square. The work is that of the plan,
-item by item, as the kernels do it; heads and sequences run side by side.
+Memory grows linearly with the length. It visits the plan item by item, as the kernels
+do; heads and sequences are batched.
 """
 
 import dataclasses
@@ -17,11 +17,11 @@ from zjax_kernels.sparse.schedule import Schedule
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What scores mean.
+    """Scale and cap of scores.
 
     Args:
         scale: Factor of q k, above 0.
-        soft_cap: Scores become `soft_cap * tanh(score / soft_cap)`; 0 leaves them.
+        soft_cap: Cap, by `soft_cap * tanh(score / soft_cap)`; 0 is none.
     """
 
     scale: float
@@ -36,19 +36,19 @@ def forward(
     schedule: Schedule,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
-    """Averages of values, and the logarithms of the sums of exponentials.
+    """Outputs and log-sum-exps.
 
     Args:
         q: [B, S, H, D] queries; S is `schedule.num_rows`.
         k: [B, T, K, D] keys; H is a multiple of K.
         v: [B, T, K, D] values.
-        segments: int32[B, S] and int32[B, T]; a query sees keys of its own number.
+        segments: int32[B, S] and int32[B, T]; a query sees keys of its own segment.
         schedule: Tiles of queries.
-        options: What scores mean.
+        options: Scale and cap of scores.
 
     Returns:
-        [B, S, H, D] in the dtype of `q`, and float32[B, H, S]. A query that sees no
-        key has 0 and -inf.
+        [B, S, H, D] in the dtype of `q`, and float32[B, H, S]. A query that sees no key
+        gets 0 and -inf.
     """
 
     def head(q, k, v, segments, pattern):
@@ -56,34 +56,34 @@ def forward(
             rows = _tokens(schedule.rows[pattern, tile], schedule.row_unit)
 
             def chunk(number, carry):
-                top, total, out = carry
+                row_max, row_sum, out = carry
                 columns = _tokens(schedule.columns[number], schedule.column_unit)
                 scores = _scores(q[rows], k[columns], options)[0]
                 mask = _mask(schedule, number, segments, rows, columns)
                 scores = jnp.where(mask, scores, -jnp.inf)
-                higher = jnp.maximum(top, scores.max(axis=1))
-                level = jnp.where(jnp.isneginf(higher), 0.0, higher)
-                shrink = jnp.exp(top - level)
+                new_max = jnp.maximum(row_max, scores.max(axis=1))
+                level = jnp.where(jnp.isneginf(new_max), 0.0, new_max)
+                correction = jnp.exp(row_max - level)
                 p = jnp.exp(scores - level[:, None])
-                total = total * shrink + p.sum(axis=1)
-                return higher, total, out * shrink[:, None] + _dot(p, v[columns])
+                row_sum = row_sum * correction + p.sum(axis=1)
+                return new_max, row_sum, out * correction[:, None] + _dot(p, v[columns])
 
-            found = lax.fori_loop(
+            results = lax.fori_loop(
                 chunks[0], chunks[1], chunk, tuple(x[rows] for x in carry)
             )
-            return tuple(x.at[rows].set(y) for x, y in zip(carry, found, strict=True))
+            return tuple(x.at[rows].set(y) for x, y in zip(carry, results, strict=True))
 
         length = schedule.num_rows
         zeros = jnp.zeros((length,), jnp.float32)
         start = zeros - jnp.inf, zeros, jnp.zeros((length, q.shape[1]), jnp.float32)
-        top, total, out = _over_items(schedule, pattern, item, start)
-        some = jnp.where(total == 0, 1.0, total)
-        lse = jnp.where(total == 0, -jnp.inf, top + jnp.log(some))
-        return (out / some[:, None]).astype(q.dtype), lse
+        row_max, row_sum, out = _over_items(schedule, pattern, item, start)
+        divisor = jnp.where(row_sum == 0, 1.0, row_sum)
+        lse = jnp.where(row_sum == 0, -jnp.inf, row_max + jnp.log(divisor))
+        return (out / divisor[:, None]).astype(q.dtype), lse
 
     group = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
-    out, lse = _over_heads(head, schedule)(q, k, v, segments)
+    out, lse = _batch_over_heads(head, schedule)(q, k, v, segments)
     return out.swapaxes(1, 2), lse
 
 
@@ -104,13 +104,13 @@ def backward_queries(
         q: [B, S, H, D] queries.
         k: [B, T, K, D] keys.
         v: [B, T, K, D] values.
-        d_out: [B, S, H, D] gradient of the averages.
-        lse: float32[B, H, S] as `forward` returned it.
-        delta: float32[B, H, S] sums of `d_out` times the averages, less the gradient of
+        d_out: [B, S, H, D] cotangent of the output.
+        lse: float32[B, H, S] from `forward`.
+        delta: float32[B, H, S]: sum of `d_out` times the output, minus the cotangent of
             `lse`.
         segments: As in `forward`.
         schedule: Tiles of queries.
-        options: What scores mean.
+        options: Scale and cap of scores.
 
     Returns:
         [B, S, H, D] in the dtype of `q`.
@@ -137,7 +137,7 @@ def backward_queries(
     group = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
     stats = (x.swapaxes(1, 2) for x in (lse, delta))
-    dq = _over_heads(head, schedule)(q, d_out, k, v, *stats, segments)
+    dq = _batch_over_heads(head, schedule)(q, d_out, k, v, *stats, segments)
     return dq.swapaxes(1, 2)
 
 
@@ -158,12 +158,12 @@ def backward_keys(
         q: [B, S, H, D] queries.
         k: [B, T, K, D] keys.
         v: [B, T, K, D] values.
-        d_out: [B, S, H, D] gradient of the averages.
-        lse: float32[B, H, S] as `forward` returned it.
+        d_out: [B, S, H, D] cotangent of the output.
+        lse: float32[B, H, S] from `forward`.
         delta: As in `backward_queries`.
         segments: As in `forward`.
         schedule: Tiles of keys.
-        options: What scores mean.
+        options: Scale and cap of scores.
 
     Returns:
         [B, T, K, D] each, in the dtypes of `k` and `v`.
@@ -182,10 +182,10 @@ def backward_keys(
                 p, ds = _d_scores(pairs, stats, mask, options)
                 return dk + _dot(ds, q[columns]), dv + _dot(p, d_out[columns])
 
-            found = lax.fori_loop(
+            results = lax.fori_loop(
                 chunks[0], chunks[1], chunk, tuple(x[rows] for x in carry)
             )
-            return tuple(x.at[rows].set(y) for x, y in zip(carry, found, strict=True))
+            return tuple(x.at[rows].set(y) for x, y in zip(carry, results, strict=True))
 
         start = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
         dk, dv = _over_items(schedule, pattern, item, start)
@@ -193,25 +193,25 @@ def backward_keys(
 
     num_kv_heads = k.shape[2]
     q, d_out, lse, delta = (
-        _group(x, num_kv_heads)
+        _concatenate_group(x, num_kv_heads)
         for x in (q, d_out, lse.swapaxes(1, 2), delta.swapaxes(1, 2))
     )
     if segments is not None:
         group = q.shape[1] // segments[0].shape[1]
         segments = segments[1], jnp.tile(segments[0], (1, group))
-    grads = _over_heads(head, schedule)(k, v, q, d_out, lse, delta, segments)
+    grads = _batch_over_heads(head, schedule)(k, v, q, d_out, lse, delta, segments)
     return tuple(x.swapaxes(1, 2) for x in grads)
 
 
-def _group(x, num_kv_heads):
-    """[B, S, H, ...] to [B, G * S, K, ...]: a head of keys and all that ask it."""
+def _concatenate_group(x, num_kv_heads):
+    """[B, S, H, ...] to [B, G * S, K, ...]: the queries of all heads of a group."""
     batch, length, heads, *rest = x.shape
     x = x.reshape(batch, length, num_kv_heads, heads // num_kv_heads, *rest)
     return jnp.moveaxis(x, 3, 1).reshape(batch, -1, num_kv_heads, *rest)
 
 
-def _over_heads(head, schedule):
-    """Runs `head` for all sequences [B, length, heads, ...] and heads at once."""
+def _batch_over_heads(head, schedule):
+    """Maps `head` over sequences and heads of arrays [B, length, heads, ...]."""
 
     def run(*arrays_and_segments: Any):
         *arrays, segments = arrays_and_segments
@@ -239,12 +239,15 @@ def _tokens(units, size):
 
 def _mask(schedule, chunk, segments, rows, columns):
     """bool[TILE, chunk]: which tokens of a chunk see each other."""
-    across, down = schedule.chunk // schedule.cell, HALF // schedule.cell
-    bits = jnp.arange(across * down, dtype=jnp.uint32)
+    cells_per_row, cells_per_column = (
+        schedule.chunk // schedule.cell,
+        HALF // schedule.cell,
+    )
+    bits = jnp.arange(cells_per_row * cells_per_column, dtype=jnp.uint32)
 
     def unpack(words):
         cells = words.astype(jnp.uint32)[:, None] >> bits[None] & 1
-        cells = cells.reshape(TILE // schedule.cell, across).astype(bool)
+        cells = cells.reshape(TILE // schedule.cell, cells_per_row).astype(bool)
         return cells.repeat(schedule.cell, 0).repeat(schedule.cell, 1)
 
     mask = unpack(schedule.live[chunk])
@@ -268,12 +271,12 @@ def _element_mask(schedule, chunk):
 
 
 def _scores(x, y, options):
-    """Scores, and what a gradient of them is multiplied with."""
+    """Scores, and their derivative by the uncapped ones."""
     scores = _dot(x, y.T) * options.scale
     if not options.soft_cap:
         return scores, 1.0
-    bent = jnp.tanh(scores / options.soft_cap)
-    return bent * options.soft_cap, 1 - bent * bent
+    capped = jnp.tanh(scores / options.soft_cap)
+    return capped * options.soft_cap, 1 - capped * capped
 
 
 def _d_scores(pairs, stats, mask, options):

@@ -1,7 +1,6 @@
-"""Measures how the kernels run best on this GPU.
+"""Measures the fastest tuning of the kernels on this GPU.
 
-What is found is kept under the user's cache folder, and used from then on in place of
-the table that is shipped.
+Results are stored in the user's cache folder and replace the shipped table.
 """
 
 import functools
@@ -16,10 +15,10 @@ import jax.numpy as jnp
 
 from zjax_kernels.device import check_implementation
 from zjax_kernels.errors import invalid, refuse
-from zjax_kernels.sparse.arguments import below
+from zjax_kernels.sparse.arguments import integer_problems
 from zjax_kernels.sparse.plan import Plan, check_plan
 from zjax_kernels.sparse.reference import Options
-from zjax_kernels.sparse.tuning import Tuning, keep
+from zjax_kernels.sparse.tuning import Tuning, save_tunings
 
 ROUNDS, CALLS = 5, 10
 
@@ -27,20 +26,20 @@ ROUNDS, CALLS = 5, 10
 def tune(
     plan: Plan, *, head_size: int, batch: int = 1, dtype: Any = jnp.bfloat16
 ) -> dict[str, list[tuple[Tuning, float]]]:
-    """Measures what runs a plan fastest, and keeps it for this kind of GPU.
+    """Measures which tuning runs a plan fastest, and stores it for this kind of GPU.
 
     Args:
-        plan: A plan like those that will be run.
+        plan: Plan like those that will be run.
         head_size: Channels per head: 64, 96, 128 or 256.
         batch: Sequences per call, >= 1.
         dtype: bfloat16 or float16.
 
     Returns:
-        Per kernel what was tried and the seconds it took, fastest first.
+        Tunings and their seconds per kernel, fastest first.
 
     Raises:
         NotImplementedError: This GPU cannot run the kernels.
-        ValueError: The head size or dtype is none of the kernels', or of the plan.
+        ValueError: The kernels or the plan do not support the head size or dtype.
 
     Example:
         >>> from zjax_kernels.sparse import BigBird, make_plan
@@ -49,7 +48,10 @@ def tune(
         >>> found = tune(plan, head_size=64)  # doctest: +SKIP
         >>> fastest, seconds = found["forward"][0]  # doctest: +SKIP
     """
-    refuse(below("head_size", head_size, 1) + below("batch", batch, 1))
+    refuse(
+        integer_problems("head_size", head_size, 1)
+        + integer_problems("batch", batch, 1)
+    )
     check_plan(plan, head_size=head_size)
     check_implementation("mosaic_gpu", dtype=jnp.dtype(dtype).name, head_size=head_size)
     results = {}
@@ -65,7 +67,9 @@ def tune(
             problem = f"leaves no room in shared memory for the kernel {kernel!r}"
             raise invalid("head_size", head_size, problem, "use a smaller head")
         results[kernel] = sorted(tried, key=lambda each: each[1])
-    keep({(kernel, head_size): tried[0][0] for kernel, tried in results.items()})
+    save_tunings(
+        {(kernel, head_size): tried[0][0] for kernel, tried in results.items()}
+    )
     return results
 
 
@@ -79,12 +83,12 @@ def _kernels(plan, head_size, batch, dtype) -> dict[str, Callable[[Tuning], Any]
     from zjax_kernels.sparse import mosaic_gpu
 
     heads, kv_heads = (x.num_heads for x in (plan.queries, plan.keys))
-    of_q = (batch, plan.queries.num_rows, heads, head_size)
-    of_k = (batch, plan.keys.num_rows, kv_heads, head_size)
+    q_shape = (batch, plan.queries.num_rows, heads, head_size)
+    k_shape = (batch, plan.keys.num_rows, kv_heads, head_size)
     keys = jax.random.split(jax.random.key(0), 4)
     q, k, v, d_out = (
         jax.random.normal(key, shape, dtype)
-        for key, shape in zip(keys, (of_q, of_k, of_k, of_q), strict=True)
+        for key, shape in zip(keys, (q_shape, k_shape, k_shape, q_shape), strict=True)
     )
     sums = jnp.zeros((batch, heads, plan.queries.num_rows))
     options = Options(head_size**-0.5)

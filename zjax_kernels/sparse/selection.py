@@ -1,20 +1,20 @@
-"""Plans of blocks that a model selects while it runs, made on the device.
+"""Plans of blocks that the model selects at run time, made on the device.
 
-A router gives, for each block of queries, the blocks of keys that it should see; the
-kernels then visit these and no others, forward and backward.
+A router gives the key blocks of each query block; the kernels visit these alone,
+forward and backward.
 """
 
 import jax
 import jax.numpy as jnp
 
 from zjax_kernels.errors import invalid, refuse
-from zjax_kernels.sparse.arguments import below, no_array
+from zjax_kernels.sparse.arguments import array_problems, integer_problems
 from zjax_kernels.sparse.cells import HALF, TILE
 from zjax_kernels.sparse.plan import Plan
-from zjax_kernels.sparse.schedule import Schedule, deal_out
+from zjax_kernels.sparse.schedule import Schedule, assign_round_robin
 
 BLOCK = TILE
-"""Tokens per block and side of what is selected."""
+"""Tokens per side of a selected block."""
 _PER_BLOCK = BLOCK // HALF
 
 
@@ -23,22 +23,20 @@ def make_selected_plan(
 ) -> Plan:
     """Plans attention over selected blocks of 128 tokens.
 
-    Under `jax.jit` it is part of the program; `jax.vmap` it over the sequences of a
-    batch, together with `sparse_attention`. Blocks are sums of choices: no gradient
-    passes through them.
+    Call it under `jax.jit`; `jax.vmap` it over the sequences of a batch, together with
+    `sparse_attention`. Selections are discrete: no gradient passes through them.
 
     Args:
-        selected: int32[H, n, k]: for each head and block of queries the numbers of
-            blocks of keys, 0 to n - 1 in any order; others, such as -1, are none, and
-            repeats count once.
+        selected: int32[H, n, k]: numbers of key blocks for each head and query block, 0
+            to n - 1 in any order; others, such as -1, are ignored, and so are repeats.
         num_kv_heads: Heads of keys and values; divides H.
-        causal: Whether a token sees no later one; later blocks are left out.
+        causal: Whether a token sees no later one; later blocks are ignored.
 
     Returns:
         The plan of n * 128 queries and keys, for head sizes up to 128.
 
     Raises:
-        ValueError: What is selected is no such array, or its heads do not divide.
+        ValueError: `selected` has another shape or dtype, or its heads do not divide.
 
     Example:
         >>> near = jnp.array([[[0, -1], [0, 1], [1, 2]]])
@@ -56,46 +54,48 @@ def make_selected_plan(
     selected = jnp.where(jnp.diff(selected, axis=2, prepend=-1) == 0, -1, selected)
     rows = jnp.arange(num_blocks)[None, :, None]
     last = rows if causal else num_blocks - 1
-    there = (selected >= 0) & (selected <= last)
-    cut = there & (selected == rows) & causal
+    is_live = (selected >= 0) & (selected <= last)
+    on_diagonal = is_live & (selected == rows) & causal
     tokens = num_blocks * BLOCK
     return Plan(
-        queries=_queries(selected, there, cut, causal),
-        keys=_keys(selected, there, cut, num_kv_heads, causal),
+        queries=_queries(selected, is_live, on_diagonal, causal),
+        keys=_keys(selected, is_live, on_diagonal, num_kv_heads, causal),
         num_queries=tokens,
         num_keys=tokens,
     )
 
 
 def _check(selected, num_kv_heads):
-    refuse(no_array("selected", selected, "[H, n, k]"))
+    refuse(array_problems("selected", selected, "[H, n, k]"))
     if not jnp.issubdtype(selected.dtype, jnp.integer):
         problem, remedy = "is not one of integers", "number the blocks"
         raise invalid("selected.dtype", selected.dtype, problem, remedy)
     if 0 in selected.shape:
         problem, remedy = "has no head, block or choice", "give one or more of each"
         raise invalid("selected.shape", selected.shape, problem, remedy)
-    refuse(below("num_kv_heads", num_kv_heads, 1))
+    refuse(integer_problems("num_kv_heads", num_kv_heads, 1))
     heads = selected.shape[0]
     if heads % num_kv_heads:
         problem = f"does not divide the {heads} heads of what is selected"
         raise invalid("num_kv_heads", num_kv_heads, problem, "give a divisor")
 
 
-def _queries(selected, there, cut, causal):
-    """Full blocks first, then the one on the diagonal, then none."""
+def _queries(selected, is_live, on_diagonal, causal):
+    """Chunks of each query block: full ones, the diagonal one, padding."""
     heads, num_blocks, width = selected.shape
-    order = jnp.argsort(cut + 2 * ~there, axis=2, stable=True)
-    selected, cut = (jnp.take_along_axis(x, order, axis=2) for x in (selected, cut))
-    counts = there.sum(axis=2)
+    order = jnp.argsort(on_diagonal + 2 * ~is_live, axis=2, stable=True)
+    selected, on_diagonal = (
+        jnp.take_along_axis(x, order, axis=2) for x in (selected, on_diagonal)
+    )
+    counts = is_live.sum(axis=2)
     first = jnp.arange(heads * num_blocks).reshape(heads, num_blocks) * width
     return _schedule(
         counts,
-        counts - cut.sum(axis=2),
+        counts - on_diagonal.sum(axis=2),
         first,
         columns=jnp.maximum(selected, 0).reshape(-1, 1),
-        live=jnp.where(cut.reshape(-1, 1), jnp.array([[0b01, 0b11]]), 0b11),
-        diagonal=jnp.where(cut.reshape(-1, 1), jnp.array([[0b01, 0b10]]), 0),
+        live=jnp.where(on_diagonal.reshape(-1, 1), jnp.array([[0b01, 0b11]]), 0b11),
+        diagonal=jnp.where(on_diagonal.reshape(-1, 1), jnp.array([[0b01, 0b10]]), 0),
         column_unit=BLOCK,
         num_columns=num_blocks * BLOCK,
         causal=causal,
@@ -103,12 +103,12 @@ def _queries(selected, there, cut, causal):
     )
 
 
-def _keys(selected, there, cut, num_kv_heads, causal):
-    """The same pairs by block of keys; a pair is two chunks of 64 queries."""
+def _keys(selected, is_live, on_diagonal, num_kv_heads, causal):
+    """The same pairs by key block; a pair is two chunks of 64 queries."""
     heads, num_blocks, width = selected.shape
     group = heads // num_kv_heads
     pairs = group * num_blocks * width
-    rank = jnp.where(there, 2 * selected + cut, 2 * num_blocks)
+    rank = jnp.where(is_live, 2 * selected + on_diagonal, 2 * num_blocks)
     rank = rank.reshape(num_kv_heads, pairs)
     order = jnp.argsort(rank, axis=1, stable=True)
     rank = jnp.take_along_axis(rank, order, axis=1)
@@ -136,7 +136,7 @@ def _keys(selected, there, cut, num_kv_heads, causal):
 
 def _schedule(counts, full, first, *, columns, live, diagonal, **static):
     heads, num_blocks = counts.shape
-    first = jnp.where(counts > 0, first, len(columns))  # one more chunk, of nothing
+    first = jnp.where(counts > 0, first, len(columns))  # the last chunk is empty
     counts = jnp.maximum(counts, 1)
     columns, live, diagonal = (
         jnp.pad(x, ((0, 1), (0, 0))) for x in (columns, live, diagonal)
@@ -144,7 +144,7 @@ def _schedule(counts, full, first, *, columns, live, diagonal, **static):
     tiles = jnp.broadcast_to(jnp.arange(num_blocks), counts.shape)
     items = jnp.stack([tiles, first, counts, full, jnp.full_like(tiles, -1)], axis=2)
     longest = jnp.argsort(-counts, axis=1, stable=True)
-    order, ends = deal_out(heads, num_blocks)
+    order, ends = assign_round_robin(heads, num_blocks)
     units = jnp.arange(num_blocks * _PER_BLOCK).reshape(1, num_blocks, _PER_BLOCK)
     return Schedule(
         items=jnp.take_along_axis(items, longest[..., None], axis=1).astype(jnp.int32),

@@ -1,10 +1,9 @@
-"""Sequences spread over devices: each sends the blocks that others see.
+"""Sparse attention of sequences sharded over devices that exchange blocks.
 
-Every device holds consecutive queries and their keys. A plan knows which blocks of
-keys each device lacks, so that a window costs its neighbours' edges, however long the
-sequence is, and a block that all see is sent once to each. What comes from so many
-devices away is for all as much as the one gets that lacks most: a row that sees every
-block has all devices hold all keys.
+Each device holds consecutive queries and keys. The plan lists the key blocks that each
+device lacks, so a sliding window costs a halo exchange, and a global block one send to
+each device. All devices receive as many blocks per distance as the neediest one: a row
+that sees every block makes all devices hold all keys.
 """
 
 import dataclasses
@@ -18,26 +17,26 @@ from jax import lax
 
 from zjax_kernels.errors import invalid, refuse
 from zjax_kernels.sparse.api import sparse_attention
-from zjax_kernels.sparse.arguments import below
+from zjax_kernels.sparse.arguments import integer_problems
 from zjax_kernels.sparse.cells import TILE, Cells
 from zjax_kernels.sparse.layout import BlockLayout, check_layout
-from zjax_kernels.sparse.plan import Plan, plan_cells, share_kv_heads, stack_plans
+from zjax_kernels.sparse.plan import Plan, plan_cells, split_kv_heads, stack_plans
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SequencePlan:
-    """The plans of all devices, to be split along the first dim of every array.
+    """Plans of all devices, to be sharded along the first dim of every array.
 
     Args:
-        plan: One plan per device, stacked; where devices share heads too, one for each
-            of these in turn.
-        sends: int32[devices, blocks] per distance: which of its blocks a device sends
-            to the one that many places after it.
-        distances: Of each of `sends`.
-        receivers: The devices that lack any of these blocks.
+        plan: Stack of one plan per device; if heads are sharded, too, one per sequence
+            shard and head shard, in this order.
+        sends: int32[devices, blocks] per distance: the blocks that a device sends to
+            the one `distance` places after it.
+        distances: Distance of each of `sends`.
+        receivers: Devices that need any of these blocks, per distance.
         block: Tokens per block.
-        num_devices: Along the sequence.
+        num_devices: Devices along the sequence.
     """
 
     plan: Plan
@@ -62,18 +61,18 @@ def make_sequence_plan(
     num_kv_heads: int | None = None,
     head_size: int = 128,
     segments: bool = False,
-    head_shares: int = 1,
+    head_shards: int = 1,
 ) -> SequencePlan:
-    """Prepares a layout for a sequence that is spread over devices.
+    """Prepares a layout for a sequence that is sharded over devices.
 
     Args:
-        layout: The live blocks of the whole sequence, of as many queries as keys.
+        layout: Live blocks of the global sequence, square.
         num_devices: Devices along the sequence; divides the blocks.
         num_kv_heads: Heads of keys and values; divides the heads of the layout.
         head_size: Channels per head.
-        segments: Whether segments or a mask of keys will be given.
-        head_shares: Devices that share the heads, as of `make_plan`: `plan.plan` is to
-            be split over both axes, that of the sequence first.
+        segments: Whether segments or a key mask will be given.
+        head_shards: Devices over which heads are sharded, as in `make_plan`; shard
+            `plan.plan` over both axes, the sequence axis first.
 
     Returns:
         The plan, of NumPy arrays.
@@ -88,7 +87,7 @@ def make_sequence_plan(
         4
     """
     check_layout(layout)
-    refuse(below("num_devices", num_devices, 1))
+    refuse(integer_problems("num_devices", num_devices, 1))
     tokens = layout.num_rows * layout.block // num_devices
     if layout.num_rows != layout.num_columns or layout.num_rows % num_devices:
         shape = layout.num_rows, layout.num_columns
@@ -98,18 +97,21 @@ def make_sequence_plan(
         problem = f"leave {tokens} tokens to a device, no multiple of {TILE}"
         raise invalid("num_devices", num_devices, problem, "use fewer devices")
     per_device = layout.num_rows // num_devices
-    needs = _needs(layout, num_devices, per_device)
+    needs = _needed_blocks(layout, num_devices, per_device)
     distances = [d for d in range(1, num_devices) if any(len(x) for x in needs[d])]
     widths = {d: max(map(len, needs[d])) for d in distances}
-    shares = [
-        (part, [Cells.of(pattern, layout) for pattern in part.patterns])
-        for part in layout.share_heads(head_shares)
+    shards = [
+        (shard, [Cells.of(pattern, layout) for pattern in shard.patterns])
+        for shard in layout.split_heads(head_shards)
     ]
-    num_kv_heads = share_kv_heads(layout, num_kv_heads, head_shares)
+    num_kv_heads = split_kv_heads(layout, num_kv_heads, head_shards)
     plans = [
         plan_cells(
-            [_part(x, layout, device, per_device, needs, widths) for x in cells],
-            part.head_patterns,
+            [
+                _device_cells(x, layout, device, per_device, needs, widths)
+                for x in cells
+            ],
+            shard.head_patterns,
             (tokens, (per_device + sum(widths.values())) * layout.block),
             block=layout.block,
             num_kv_heads=num_kv_heads,
@@ -117,11 +119,11 @@ def make_sequence_plan(
             segments=segments,
         )
         for device in range(num_devices)
-        for part, cells in shares
+        for shard, cells in shards
     ]
     return SequencePlan(
         stack_plans(plans),
-        tuple(_sends(needs[d], d, widths[d]) % per_device for d in distances),
+        tuple(_blocks_to_send(needs[d], d, widths[d]) % per_device for d in distances),
         tuple(distances),
         tuple(
             tuple(device for device, blocks in enumerate(needs[d]) if len(blocks))
@@ -132,8 +134,8 @@ def make_sequence_plan(
     )
 
 
-def _needs(layout, num_devices, per_device):
-    """Blocks of the device some places before it that each device sees."""
+def _needed_blocks(layout, num_devices, per_device):
+    """Blocks that each device needs of the device `distance` places before it."""
     seen = np.zeros((num_devices, layout.num_columns), bool)
     for pattern in layout.patterns:
         seen[pattern.rows // per_device, pattern.columns] = True
@@ -148,8 +150,8 @@ def _needs(layout, num_devices, per_device):
     }
 
 
-def _sends(needs, distance, width):
-    """What each device sends over a distance; the rest of its places nobody reads."""
+def _blocks_to_send(needs, distance, width):
+    """Blocks that each device sends over a distance, padded with 0."""
     sends = np.zeros((len(needs), width), np.int32)
     for receiver, blocks in enumerate(needs):
         sender = (receiver - distance) % len(needs)
@@ -157,25 +159,25 @@ def _sends(needs, distance, width):
     return sends
 
 
-def _part(cells, layout, device, per_device, needs, widths):
-    """Cells of the queries of a device, over the keys that it will have."""
-    place = np.zeros(layout.num_columns, np.int64)
+def _device_cells(cells, layout, device, per_device, needs, widths):
+    """Cells of a device's queries, over its own and its received keys."""
+    position = np.zeros(layout.num_columns, np.int64)
     first = device * per_device
-    place[first : first + per_device] = np.arange(per_device)
+    position[first : first + per_device] = np.arange(per_device)
     start = per_device
     for distance, width in widths.items():
         blocks = needs[distance][device]
-        place[blocks] = start + np.arange(len(blocks))
+        position[blocks] = start + np.arange(len(blocks))
         start += width
     fine = layout.block // cells.size
-    mine = cells.rows // fine // per_device == device
-    columns = cells.columns[mine]
+    local = cells.rows // fine // per_device == device
+    columns = cells.columns[local]
     return dataclasses.replace(
         cells,
-        rows=cells.rows[mine] - first * fine,
-        columns=place[columns // fine] * fine + columns % fine,
-        cut=cells.cut[mine],
-        ragged=cells.ragged[mine],
+        rows=cells.rows[local] - first * fine,
+        columns=position[columns // fine] * fine + columns % fine,
+        diagonal=cells.diagonal[local],
+        masked=cells.masked[local],
         num_rows=per_device * fine,
         num_columns=-(-start * layout.block // TILE) * (TILE // cells.size),
     )
@@ -200,26 +202,26 @@ def sequence_attention(
     key_mask: jax.Array | None = None,
     **options: Any,
 ) -> Any:
-    """`sparse_attention` of a sequence that is spread over a mesh axis.
+    """`sparse_attention` of a sequence that is sharded over a mesh axis.
 
-    To be called inside `jax.shard_map`, with the plan split along `axis`.
+    Call it inside `jax.shard_map`, with the plan sharded along `axis`.
 
     Args:
         q: [B, S / devices, H, D] queries of this device.
         k: [B, S / devices, K, D] keys.
         v: [B, S / devices, K, D] values.
-        plan: From `make_sequence_plan`, for as many devices as `axis` has.
-        axis: The mesh axis.
+        plan: Plan from `make_sequence_plan`, for the size of `axis`.
+        axis: Name of the mesh axis.
         segment_ids: int32[B, S / devices] twice, of these queries and keys.
-        key_mask: bool[B, S / devices], false for keys that none sees.
+        key_mask: bool[B, S / devices], False for keys that no query sees.
         **options: As in `sparse_attention`.
 
     Returns:
         What `sparse_attention` returns, for the queries of this device.
 
     Raises:
-        ValueError: The plan is none of a sequence, or for another number of devices,
-            or there is no such axis.
+        ValueError: It is no sequence plan, or for another number of devices, or there
+            is no such axis.
 
     Example:
         >>> from jax.sharding import PartitionSpec as P
@@ -248,18 +250,18 @@ def sequence_attention(
     if len(plan.plan.queries.items) != 1:
         problem, remedy = "are in one plan", "split its arrays along their first dim"
         raise invalid("num_devices", num_devices, problem, remedy)
-    mine = jax.tree.map(lambda x: x[0], plan)
+    local = jax.tree.map(lambda x: x[0], plan)
 
     halo = _Halo(axis, num_devices, plan.distances, plan.receivers, plan.block)
     if segment_ids is not None:
-        segment_ids = segment_ids[0], _gather(halo, segment_ids[1], mine.sends)
+        segment_ids = segment_ids[0], _gather(halo, segment_ids[1], local.sends)
     if key_mask is not None:
-        key_mask = _gather(halo, key_mask, mine.sends)
+        key_mask = _gather(halo, key_mask, local.sends)
     return sparse_attention(
         q,
-        _gather(halo, k, mine.sends),
-        _gather(halo, v, mine.sends),
-        mine.plan,
+        _gather(halo, k, local.sends),
+        _gather(halo, v, local.sends),
+        local.plan,
         segment_ids=segment_ids,
         key_mask=key_mask,
         **options,
@@ -268,7 +270,7 @@ def sequence_attention(
 
 @dataclasses.dataclass(frozen=True)
 class _Halo:
-    """Where blocks go; gradients come back the same way."""
+    """Exchange of blocks between devices; gradients take the reverse way."""
 
     axis: str
     size: int
@@ -276,7 +278,7 @@ class _Halo:
     receivers: tuple[tuple[int, ...], ...]
     block: int
 
-    def cut(self, x):
+    def split_blocks(self, x):
         return x.reshape(x.shape[0], -1, self.block, *x.shape[2:])
 
     def send(self, x, nth):
@@ -293,10 +295,10 @@ class _Halo:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gather(halo, x, sends):
-    """What a device holds, and after it the blocks that others send."""
-    blocks = halo.cut(x)
-    coming = [halo.send(blocks[:, send], nth) for nth, send in enumerate(sends)]
-    blocks = jnp.concatenate([blocks, *coming], axis=1)
+    """Appends the received blocks to the local ones."""
+    blocks = halo.split_blocks(x)
+    received = [halo.send(blocks[:, send], nth) for nth, send in enumerate(sends)]
+    blocks = jnp.concatenate([blocks, *received], axis=1)
     return blocks.reshape(x.shape[0], -1, *x.shape[2:])
 
 
@@ -305,8 +307,8 @@ def _gather_forward(halo, x, sends):
 
 
 def _gather_backward(halo, sends, gradient):
-    """Adds up in float32: many devices may see one block."""
-    blocks = halo.cut(gradient)
+    """Sums in float32: many devices may see one block."""
+    blocks = halo.split_blocks(gradient)
     widths = [send.shape[0] for send in sends]
     starts = np.cumsum([blocks.shape[1] - sum(widths), *widths])
     total = blocks[:, : starts[0]].astype(jnp.float32)

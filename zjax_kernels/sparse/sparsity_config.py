@@ -1,4 +1,4 @@
-"""What all rules of block-sparse attention share: arguments, checks and `layout`."""
+"""Base class of sparsity rules: arguments, checks and `layout`."""
 
 import abc
 import dataclasses
@@ -8,14 +8,14 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from zjax_kernels.errors import describe, invalid, refuse
-from zjax_kernels.sparse.arguments import below
+from zjax_kernels.sparse.arguments import integer_problems
 from zjax_kernels.sparse.layout import BLOCKS, BlockLayout, Pattern
 
 DIRECTIONS = ("bidirectional", "unidirectional")
 
 
-class _Declared:
-    """Layouts are kept by the fields of their rules: no other attribute may count."""
+class _FieldsOnly:
+    """Forbids attributes that are no fields: layouts are cached by fields alone."""
 
     def __setattr__(self, name: str, value: object) -> None:
         rule = type(self).__name__
@@ -25,25 +25,23 @@ class _Declared:
 
 
 @dataclasses.dataclass(frozen=True)
-class SparsityConfig(_Declared, abc.ABC):
+class SparsityConfig(_FieldsOnly, abc.ABC):
     """A rule that says which blocks live, for sequences of any length.
 
-    A rule of your own is a subclass with one method, `heads`; arguments of its own
-    make it a frozen dataclass that extends `problems`. `Custom` is the rule of an array
-    of your own.
+    A subclass defines `heads`; with arguments of its own, it is a frozen dataclass that
+    extends `problems`. `Custom` takes an array instead.
 
     Args:
         num_heads: Number of heads, >= 1.
-        block: Tokens per block and side: 16, 32, 64 or 128.
+        block: Tokens per side of a block: 16, 32, 64 or 128.
         attention: "bidirectional", or "unidirectional": no block above the diagonal
             lives.
-        token_causal: Whether unidirectional attention also cuts the blocks on the
-            diagonal token by token, so that no token sees a later one. False lets the
-            tokens of such a block see each other, as DeepSpeed does. Bidirectional
-            attention does not read it.
+        token_causal: Whether unidirectional attention also masks the blocks on the
+            diagonal token by token. If False, tokens of such a block see each other, as
+            in DeepSpeed. No effect on bidirectional attention.
 
     Raises:
-        ValueError: Arguments that cannot be used, one line each.
+        ValueError: Invalid arguments, one line each.
 
     Example:
         >>> from zjax_kernels.sparse.picture import draw_layout
@@ -66,7 +64,7 @@ class SparsityConfig(_Declared, abc.ABC):
     token_causal: bool = True
 
     counts_of_blocks: ClassVar[tuple[str, ...]] = ()
-    """Arguments that count blocks of one row: no more than a sequence has."""
+    """Arguments that count blocks of a row, at most those of a sequence."""
 
     def __init_subclass__(cls, **given: object):
         super().__init_subclass__(**given)
@@ -92,18 +90,13 @@ class SparsityConfig(_Declared, abc.ABC):
 
         Returns:
             One pattern for all heads, or one per head, of `num_blocks` rows and
-            columns. What lies above the diagonal is dropped where attention is
-            unidirectional.
+            columns. Unidirectional attention drops blocks above the diagonal.
         """
 
     def problems(self) -> list[str]:
-        """What is wrong with the arguments; a subclass adds what it finds.
-
-        Returns:
-            One line of `errors.describe` for each.
-        """
-        found = below("num_heads", self.num_heads, 1)
-        if below("block", self.block, 1) or self.block not in BLOCKS:
+        """Problems of the arguments, one line each; subclasses add theirs."""
+        found = integer_problems("num_heads", self.num_heads, 1)
+        if integer_problems("block", self.block, 1) or self.block not in BLOCKS:
             remedy = "use 16, 32, 64 or 128"
             found += [describe("block", self.block, "is not a size of blocks", remedy)]
         if self.attention not in DIRECTIONS:
@@ -118,12 +111,9 @@ class SparsityConfig(_Declared, abc.ABC):
         Args:
             seq_len: Tokens, a multiple of `block`.
 
-        Returns:
-            The layout of all heads.
-
         Raises:
-            ValueError: The length cannot be used, or `heads` returned what is no
-                pattern of that length.
+            ValueError: The length is invalid, or `heads` returned no patterns of that
+                length.
         """
         num_blocks = self._num_blocks(seq_len)
         heads = self.heads(num_blocks)
@@ -138,14 +128,7 @@ class SparsityConfig(_Declared, abc.ABC):
         return dataclasses.replace(layout, causal=causal and self.token_causal)
 
     def visible(self, num_blocks: int) -> np.ndarray:
-        """How far each row may look: all blocks, or those up to the diagonal.
-
-        Args:
-            num_blocks: Blocks of the sequence.
-
-        Returns:
-            int64[num_blocks]; row r may see the blocks before `visible[r]`.
-        """
+        """int64[num_blocks]: each row sees this many blocks, all or up to itself."""
         if self.attention == "unidirectional":
             return np.arange(1, num_blocks + 1)
         return np.full(num_blocks, num_blocks)
@@ -161,7 +144,7 @@ class SparsityConfig(_Declared, abc.ABC):
 
     def _num_blocks(self, seq_len: int) -> int:
         block = self.block
-        if below("seq_len", seq_len, 1):
+        if integer_problems("seq_len", seq_len, 1):
             remedy = f"give a multiple of block={block}"
             raise invalid("seq_len", seq_len, "is no number of tokens", remedy)
         num_blocks = -(-seq_len // block)

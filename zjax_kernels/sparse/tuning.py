@@ -1,4 +1,4 @@
-"""How the kernels run best: a table of the H200, or what `tune` found on this GPU."""
+"""Tuning of the kernels: a table for the H200, or what `tune` measured on this GPU."""
 
 import dataclasses
 import functools
@@ -14,12 +14,12 @@ _LOG = logging.getLogger("zjax_kernels")
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """How a kernel runs; none of it changes the result.
+    """How a kernel runs; results do not depend on it.
 
     Args:
         stages: Chunks in shared memory at a time, 1 or more.
         tiles: Tiles in shared memory at a time, 1 or more.
-        warpgroup: Whether Mosaic lowers by warpgroups rather than by lanes.
+        warpgroup: Whether Mosaic lowers by warpgroup rather than by lane.
     """
 
     stages: int = 2
@@ -47,29 +47,27 @@ H200 = {
         256: Tuning(stages=1),
     },
 }
-"""By kernel and head size."""
+"""Tuning by kernel and head size."""
 
 
-def choose(kernel: str, head_size: int, *, segmented: bool) -> Tuning:
-    """What a kernel is run with if nothing is asked for.
+def choose_tuning(kernel: str, head_size: int, *, segmented: bool) -> Tuning:
+    """The measured tuning of this kind of GPU, or the shipped one.
 
     Args:
         kernel: `forward`, `queries` or `keys`.
         head_size: Channels per head: 64, 96, 128 or 256.
-        segmented: Whether there are segments: they take room, and are not tuned for.
-
-    Returns:
-        What `tune` found on this kind of GPU, or what the table says.
+        segmented: Whether there are segments, which take shared memory and are not
+            tuned.
 
     Example:
-        >>> choose("forward", 128, segmented=False).stages
+        >>> choose_tuning("forward", 128, segmented=False).stages
         2
     """
     shipped = H200[kernel][head_size]
     if not segmented:
         return _tuned().get(_key(kernel, head_size), shipped)
-    crowded = kernel == "queries" and head_size == 128
-    return dataclasses.replace(shipped, tiles=1) if crowded else shipped
+    lacks_memory = kernel == "queries" and head_size == 128
+    return dataclasses.replace(shipped, tiles=1) if lacks_memory else shipped
 
 
 def _key(kernel, head_size):
@@ -101,21 +99,17 @@ def _checked(tuning: Tuning) -> Tuning:
     return tuning
 
 
-def keep(best: dict[tuple[str, int], Tuning]) -> None:
-    """Writes what was found best into the user's cache folder, if that can be written.
-
-    Args:
-        best: By kernel and head size; the rest of what is kept stays as it is.
-    """
+def save_tunings(best: dict[tuple[str, int], Tuning]) -> None:
+    """Stores tunings by kernel and head size, if the user's cache is writable."""
     path = _file()
     _tuned.cache_clear()
     found = _tuned() | {_key(*key): tuning for key, tuning in best.items()}
     known = {key: dataclasses.asdict(tuning) for key, tuning in found.items()}
-    part = path.with_suffix(f".{os.getpid()}")
+    temporary = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(known, indent=2) + "\n")
-        part.replace(path)
+        temporary.write_text(json.dumps(known, indent=2) + "\n")
+        temporary.replace(path)
     except OSError as error:
-        _LOG.warning("%s cannot be written (%s); nothing is kept", path, error)
+        _LOG.warning("%s cannot be written (%s); nothing is stored", path, error)
     _tuned.cache_clear()

@@ -40,7 +40,7 @@ def quantise(request, monkeypatch):
 
 
 def test_equals_numpy(quantise):
-    x = numbers(3 * mosaic_gpu.BLOCKS, 64)
+    x = numbers(3 * mosaic_gpu.BLOCKS_PER_STEP, 64)
     integers, scales = quantise(x.reshape(-1))
     expected, exact_scales = exact(x)
     assert (integers.dtype, scales.dtype) == (jnp.int8, jnp.float32)

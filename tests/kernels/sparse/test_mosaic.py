@@ -22,7 +22,7 @@ from zjax_kernels.sparse import (
     tuning,
 )
 from zjax_kernels.sparse import schedule as schedules
-from zjax_kernels.sparse.api import SAVED
+from zjax_kernels.sparse.api import RESIDUALS
 from zjax_kernels.sparse.mosaic_gpu import (
     backward_keys,
     backward_queries,
@@ -127,7 +127,7 @@ def make_case(
         head_size=head_size,
         segments=segments,
         mask=seen,
-        head_shares=shares,
+        head_shards=shares,
     )
     inputs = make_inputs(
         layout, batch=1, num_kv_heads=num_kv_heads, head_size=head_size, dtype=dtype
@@ -152,10 +152,10 @@ def make_case(
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_are_dense_attention_under_the_mask(monkeypatch, capfd, case):
     """Fails if a kernel leaves out, adds or races for anything."""
-    monkeypatch.setattr(schedules, "PROCESSORS", case.get("programs", 2))
+    monkeypatch.setattr(schedules, "NUM_SMS", case.get("programs", 2))
     if case.get("split"):
-        monkeypatch.setattr(schedules, "WORTH_SPLITTING", 128)
-        monkeypatch.setattr(schedules, "LONGEST_SHARE", 0.01)
+        monkeypatch.setattr(schedules, "MIN_SPLIT", 128)
+        monkeypatch.setattr(schedules, "MAX_ITEM_FRACTION", 0.01)
     for of_device in make_case(**case):
         assert_dense(*of_device, case)
     assert "RACE" not in "".join(capfd.readouterr())
@@ -312,7 +312,7 @@ def test_kernels_run_in_any_program(on_hopper):
     spread = jax.shard_map(
         attend, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False
     )
-    kept = jax.checkpoint_policies.save_only_these_names(SAVED)
+    kept = jax.checkpoint_policies.save_only_these_names(RESIDUALS)
     several = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in (q, k, k)]
     assert kernels_of(total(attend), q, k, k) == 3
     assert kernels_of(total(loop), q, k, k) == 3

@@ -58,8 +58,8 @@ def test_each_live_token_is_visited_once(
 ):
     """Fails if a cell is lost, added, cut wrongly, or visited twice."""
     if is_cut:
-        monkeypatch.setattr(schedules, "WORTH_SPLITTING", 128)
-        monkeypatch.setattr(schedules, "LONGEST_SHARE", 0.01)
+        monkeypatch.setattr(schedules, "MIN_SPLIT", 128)
+        monkeypatch.setattr(schedules, "MAX_ITEM_FRACTION", 0.01)
     block, num_rows, num_columns, causal = CASES[case]
     live = random_live((4, num_rows, num_columns))
     live[2] = live[0]
@@ -83,7 +83,7 @@ def test_each_live_token_is_visited_once(
 
 MAKERS = {
     "whole": make_plan,
-    "shares of heads": functools.partial(make_plan, head_shares=2),
+    "shares of heads": functools.partial(make_plan, head_shards=2),
     "parts of a sequence": lambda *x, **kw: make_sequence_plan(*x, 4, **kw).plan,
 }
 

@@ -21,7 +21,7 @@ LAYOUT = BlockLayout.from_dense(random_live((4, 8, 8)), block=32)
 
 def test_each_device_has_the_work_of_its_heads():
     """Fails if a device computes heads that it does not have, or another's patterns."""
-    plan = make_plan(LAYOUT, num_kv_heads=2, head_shares=2)
+    plan = make_plan(LAYOUT, num_kv_heads=2, head_shards=2)
     for device in range(2):
         mine = jax.tree.map(lambda x, device=device: x[device], plan)
         for schedule, num_heads in ((mine.queries, 2), (mine.keys, 1)):
@@ -52,16 +52,16 @@ def test_shares_are_the_whole():
     """Fails if a device takes another's pattern."""
     *inputs, _, _ = make_inputs(LAYOUT, num_kv_heads=2)
     expected = sparse_attention(*inputs, make_plan(LAYOUT, num_kv_heads=2))
-    plan = make_plan(LAYOUT, num_kv_heads=2, head_shares=2)
+    plan = make_plan(LAYOUT, num_kv_heads=2, head_shards=2)
     np.testing.assert_allclose(over_heads(inputs, plan), expected, atol=1e-6)
 
 
 def test_devices_with_the_same_patterns_have_the_same_plan():
     """Fails if what is alike is planned once for each device."""
     layout = BlockLayout.from_dense(np.ones((4, 4), bool), block=64, num_heads=4)
-    first, *others = layout.share_heads(4)
+    first, *others = layout.split_heads(4)
     assert all(other is first for other in others)
-    plan = make_plan(layout, head_shares=4)
+    plan = make_plan(layout, head_shards=4)
     jax.tree.map(
         np.testing.assert_array_equal,
         *(jax.tree.map(lambda x, i=i: x[i], plan) for i in (0, 3)),
@@ -79,7 +79,7 @@ def test_masks_of_tokens_on_devices_that_share_heads(hides):
     layout = BlockLayout.from_dense(live, block=32)
     *inputs, _, _ = make_inputs(layout, batch=1)
     expected = sparse_attention(*inputs, make_plan(layout, mask=mask))
-    plan = make_plan(layout, mask=mask, head_shares=2)
+    plan = make_plan(layout, mask=mask, head_shards=2)
     np.testing.assert_allclose(over_heads(inputs, plan), expected, atol=1e-6)
 
 
@@ -87,9 +87,9 @@ def test_plans_of_others_are_refused():
     """Fails if a device could run heads that it does not have."""
     *inputs, _, _ = make_inputs(LAYOUT, batch=1)
     with pytest.raises(ValueError) as caught:
-        sparse_attention(*inputs, make_plan(LAYOUT, head_shares=2))
+        sparse_attention(*inputs, make_plan(LAYOUT, head_shards=2))
     assert str(caught.value) == (
-        "head_shares=2 are in one plan; split its arrays along their first dim, as by "
+        "head_shards=2 are in one plan; split its arrays along their first dim, as by "
         "jax.shard_map"
     )
     plan = make_plan(LAYOUT)
@@ -109,16 +109,16 @@ def test_plans_of_others_are_refused():
     ("sizes", "message"),
     [
         (
-            {"head_shares": 3},
-            "head_shares=3 does not divide the 4 heads of the layout; use a divisor",
+            {"head_shards": 3},
+            "head_shards=3 does not divide the 4 heads of the layout; use a divisor",
         ),
         (
-            {"head_shares": 4, "num_kv_heads": 2},
-            "head_shares=4 does not divide num_kv_heads=2; use a divisor",
+            {"head_shards": 4, "num_kv_heads": 2},
+            "head_shards=4 does not divide num_kv_heads=2; use a divisor",
         ),
         (
-            {"head_shares": 0},
-            "head_shares=0 is not an integer >= 1; give 1 or more",
+            {"head_shards": 0},
+            "head_shards=0 is not an integer >= 1; give 1 or more",
         ),
     ],
 )

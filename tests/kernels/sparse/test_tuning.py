@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from zjax_kernels.sparse import BlockLayout, make_plan, search, tuning
-from zjax_kernels.sparse.tuning import H200, Tuning, choose
+from zjax_kernels.sparse.tuning import H200, Tuning, choose_tuning
 
 PLAN = make_plan(BlockLayout.from_dense(np.eye(2, dtype=bool), block=64, num_heads=2))
 
@@ -26,7 +26,7 @@ def on_hopper(monkeypatch):
 
 def test_the_table_is_used_until_something_was_measured(cache, on_hopper, monkeypatch):
     """Fails if what was measured is lost, or is used for another kernel or size."""
-    assert choose("forward", 64, segmented=False) == H200["forward"][64]
+    assert choose_tuning("forward", 64, segmented=False) == H200["forward"][64]
     fastest = Tuning(stages=3, tiles=1, warpgroup=True)
 
     def seconds(compile_):
@@ -39,12 +39,12 @@ def test_the_table_is_used_until_something_was_measured(cache, on_hopper, monkey
     found = search.tune(PLAN, head_size=64)
     assert found["queries"][0] == (fastest, 1.0)
     assert {how.stages for how, _ in found["queries"]} == {1, 2, 3}
-    assert choose("queries", 64, segmented=False) == fastest
-    assert choose("queries", 128, segmented=False) == H200["queries"][128]
+    assert choose_tuning("queries", 64, segmented=False) == fastest
+    assert choose_tuning("queries", 128, segmented=False) == H200["queries"][128]
     kept = json.loads((cache / "zjax_kernels" / "sparse_attention.json").read_text())
     assert len(kept) == 3
     search.tune(PLAN, head_size=128)
-    assert choose("queries", 64, segmented=False) == fastest
+    assert choose_tuning("queries", 64, segmented=False) == fastest
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_damaged_file_is_named_and_passed_over(cache, caplog, text):
     path = cache / "zjax_kernels" / "sparse_attention.json"
     path.parent.mkdir()
     path.write_text(text)
-    assert choose("forward", 64, segmented=False) == H200["forward"][64]
+    assert choose_tuning("forward", 64, segmented=False) == H200["forward"][64]
     assert f"{path} cannot be read" in caplog.text
     assert "delete it and tune again" in caplog.text
 
@@ -75,8 +75,8 @@ def test_what_was_measured_is_not_for_segments(cache, on_hopper, monkeypatch):
         search, "_seconds", lambda compile_: 1 / compile_.args[0].stages
     )
     search.tune(PLAN, head_size=64)
-    assert choose("keys", 64, segmented=False) != H200["keys"][64]
-    assert choose("keys", 64, segmented=True) == H200["keys"][64]
+    assert choose_tuning("keys", 64, segmented=False) != H200["keys"][64]
+    assert choose_tuning("keys", 64, segmented=True) == H200["keys"][64]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Operations on the registers of a warpgroup: products of matrices, and layouts."""
+"""Operations on the registers of a warpgroup, for GPUs and for the interpreter."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,14 +17,7 @@ _NEWER = hasattr(plgpu, "InterpretGPUParams")
 
 
 def index(x: Any) -> jax.Array:
-    """A 32-bit number, whatever the default is.
-
-    Args:
-        x: A number.
-
-    Returns:
-        int32[].
-    """
+    """An int32 scalar, whatever JAX's default integer is."""
     return jnp.asarray(x, jnp.int32)
 
 
@@ -38,42 +31,16 @@ class Arithmetic:
 
     simulated: bool
 
-    def lay(self, x: jax.Array, layout: Any) -> jax.Array:
-        """Spreads registers over the lanes of a warpgroup.
-
-        Args:
-            x: An array.
-            layout: Of the result.
-
-        Returns:
-            `x`.
-        """
+    def layout_cast(self, x: jax.Array, layout: Any) -> jax.Array:
+        """Distributes `x` over the lanes of a warpgroup."""
         return x if self.simulated else plgpu.layout_cast(x, layout)
 
     def full(self, shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
-        """One number everywhere.
-
-        Args:
-            shape: Of the result.
-            value: The number.
-            layout: Of the result.
-
-        Returns:
-            float32[shape].
-        """
-        return self.lay(jnp.full(shape, value, jnp.float32), layout)
+        """float32[shape], filled with `value`."""
+        return self.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
     def load(self, ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
-        """Reads a vector.
-
-        Args:
-            ref: Where it is.
-            layout: Of the result.
-            optimized: Whether it is in shared memory.
-
-        Returns:
-            What is there.
-        """
+        """Reads a vector from shared memory; from global if not `optimized`."""
         if self.simulated:
             return ref[...]
         where = () if _NEWER else ((),)
@@ -82,41 +49,35 @@ class Arithmetic:
     def product(
         self, x: Any, y: Any, meanwhile: Callable[[], Any] = lambda: None
     ) -> tuple[jax.Array, Any]:
-        """The product of two matrices in shared memory, and what is done meanwhile.
+        """Product of [m, d] and [n, d] transposed, in shared memory: float32[m, n].
 
-        Args:
-            x: [m, d].
-            y: [n, d].
-            meanwhile: Runs while the tensor cores do.
-
-        Returns:
-            float32[m, n], and what `meanwhile` returned.
+        `meanwhile` runs while the tensor cores do; its result is returned, too.
         """
         if self.simulated and not _NEWER:
             return _dot(x[...], y[...].T), meanwhile()
 
         def run(total):
-            _start(total, x, y)
-            beside = meanwhile()
-            return total[...], beside
+            _start_product(total, x, y)
+            result = meanwhile()
+            return total[...], result
 
-        return pl.run_scoped(run, _room(x, y))
+        return pl.run_scoped(run, _accumulator(x, y))
 
-    def products(
+    def overlapped_products(
         self,
         pair: tuple[Any, Any],
         get_other: Callable[[], tuple[Any, Any]],
         use: Callable[[jax.Array], Any],
     ) -> tuple[Any, jax.Array]:
-        """Two products, of which one is used while the other is under way.
+        """Computes two products; `use` runs on the first while the second is under way.
 
         Args:
-            pair: [m, d] and [n, d].
-            get_other: Waits for the other pair.
-            use: Of the first product.
+            pair: [m, d] and [n, d] in shared memory.
+            get_other: Function that waits for the second pair.
+            use: Function of the first product.
 
         Returns:
-            What `use` returned, and the other product.
+            The result of `use`, and the second product.
         """
         if self.simulated and not _NEWER:
             found = use(_dot(pair[0][...], pair[1][...].T))
@@ -124,27 +85,24 @@ class Arithmetic:
             return found, _dot(other[0][...], other[1][...].T)
 
         def run(first, second):
-            _start(first, *pair)
-            _start(second, *get_other())
+            _start_product(first, *pair)
+            _start_product(second, *get_other())
             found = use(plgpu.wgmma_accumulator_load(first, wait_n=1))
             return found, second[...]
 
-        return pl.run_scoped(run, _room(*pair), _room(*pair))
+        return pl.run_scoped(run, _accumulator(*pair), _accumulator(*pair))
 
     def accumulate(
         self, *sums: tuple[jax.Array, jax.Array, Any]
     ) -> tuple[jax.Array, ...]:
-        """Adds products to registers, all under way at once.
+        """Adds products to float32[m, n] in registers, all under way at once.
 
         Args:
             *sums: float32[m, n], [m, k] in registers, and [k, n] in shared memory.
-
-        Returns:
-            Each first plus the product of the others.
         """
         if self.simulated:
             found = [total + _dot(x.astype(y.dtype), y[...]) for total, x, y in sums]
-            plgpu.commit_smem()  # tensor cores need no fence after a read
+            plgpu.commit_smem()  # the GPU needs no fence after a read by tensor cores
             return tuple(found)
 
         def run(refs):
@@ -155,38 +113,22 @@ class Arithmetic:
         return run_with(tuple(ACC.init(total) for total, _, _ in sums))
 
     def iota(self, shape: tuple[int, ...], axis: int) -> jax.Array:
-        """Numbers along an axis.
-
-        Args:
-            shape: Of the result.
-            axis: 0 or 1.
-
-        Returns:
-            int32[shape].
-        """
+        """int32[shape] of indices along an axis."""
         if self.simulated:
             return lax.broadcasted_iota(jnp.int32, shape, axis)
         layout = plgpu.Layout.WGMMA
         return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
 
-    def spread(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """A number everywhere in a tile.
-
-        Args:
-            x: A number.
-            shape: Of the result.
-
-        Returns:
-            The tile.
-        """
-        return self.lay(jnp.broadcast_to(x, shape), plgpu.Layout.WGMMA)
+    def broadcast(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """A scalar, repeated over a tile."""
+        return self.layout_cast(jnp.broadcast_to(x, shape), plgpu.Layout.WGMMA)
 
 
-def _room(x, y):
+def _accumulator(x, y):
     return ACC((x.shape[0], y.shape[0]), jnp.float32)
 
 
-def _start(total, x, y):
+def _start_product(total, x, y):
     plgpu.wgmma(total, x, y.transpose((1, 0)))
 
 

@@ -1,4 +1,4 @@
-"""Moves of tokens between the GPU's memory and shared memory."""
+"""Copies of tokens between global and shared memory, by the producer warpgroup."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,27 +15,28 @@ from zjax_kernels.sparse.mosaic_gpu.work import Item, Work
 from zjax_kernels.sparse.tuning import Tuning
 
 
-def copy_all(
+def produce(
     work: Work,
     tuning: Tuning,
     copy_tile: Callable[[Item, Sequence[jax.Array], jax.Array], None],
     copy_chunk: Callable[[Item, jax.Array, jax.Array], None],
-    tile_used: Sequence[tuple[Any, int]],
-    chunk_used: Sequence[Any],
+    tile_free: Sequence[tuple[Any, int]],
+    chunk_free: Sequence[Any],
 ) -> None:
     """Fills shared memory with the tile and the chunks of one item after another.
 
     Args:
-        work: The items.
-        tuning: How many tiles and chunks there is room for.
-        copy_tile: Starts to copy the tile of an item, given its rows and how many were
-            copied; it waits for room itself.
-        copy_chunk: The same for a chunk, given which.
-        tile_used: Say that parts of the tile in a slot were used, and how many slots
-            there are for each.
-        chunk_used: Say the same of parts of a chunk.
+        work: Items of this program.
+        tuning: Numbers of slots for tiles and chunks.
+        copy_tile: Starts to copy an item's tile, given its rows and the number of tiles
+            copied before; waits for a free slot itself.
+        copy_chunk: Starts to copy a chunk, given its number and the number copied
+            before.
+        tile_free: Barriers that free a slot of a tile, with their numbers of slots.
+        chunk_free: Barriers that free a slot of a chunk.
     """
-    early = int(tuning.tiles == 1 < tuning.stages)  # chunks with room before the tile
+    # Chunks whose slots are free before that of the tile.
+    early = int(tuning.tiles == 1 < tuning.stages)
 
     def copy_item(number, item, copied):
         rows = read_rows(work, item, index(0), TILE)
@@ -49,46 +50,30 @@ def copy_all(
         return lax.fori_loop(early, item.count, copy, copied)
 
     copied = work.for_each(copy_item, index(0))
-    for used, slots in tile_used:
-        _drain(used, work.count, slots)
-    for used in chunk_used:
-        _drain(used, copied, tuning.stages)
+    for free, slots in tile_free:
+        _drain(free, work.count, slots)
+    for free in chunk_free:
+        _drain(free, copied, tuning.stages)
 
 
-def wait_for_room(used: Any, number: jax.Array, slots: int) -> None:
-    """Waits until a slot can be filled again.
-
-    Args:
-        used: Says that what was in a slot was used.
-        number: How many were filled before.
-        slots: Number of slots.
-    """
+def wait_for_free_slot(free: Any, number: jax.Array, slots: int) -> None:
+    """Waits until the slot of the copy `number` has been consumed."""
 
     @pl.when(number >= index(slots))
     def _():
-        plgpu.barrier_wait(used.at[lax.rem(number, index(slots))])
+        plgpu.barrier_wait(free.at[lax.rem(number, index(slots))])
 
 
-def _drain(used, filled, slots):
-    """Waits until the last of what was copied has been used, as barriers must."""
+def _drain(free, filled, slots):
+    """Waits for the last copies to be consumed, as barriers must be at the end."""
 
     @pl.loop(jnp.maximum(filled - index(slots), 0), filled)
     def _(number):
-        plgpu.barrier_wait(used.at[lax.rem(number, index(slots))])
+        plgpu.barrier_wait(free.at[lax.rem(number, index(slots))])
 
 
 def read_rows(work: Work, item: Item, first: jax.Array, count: int) -> list[jax.Array]:
-    """Reads which tokens make up a tile, or a part of it.
-
-    Args:
-        work: Where rows are.
-        item: Of which the tile is.
-        first: The first row of the part.
-        count: Rows of the part.
-
-    Returns:
-        The first token of each unit.
-    """
+    """First tokens of the row units of a tile, from row `first` on, `count` rows."""
     size = work.sizes.row_unit
     units: Any = work.schedule.rows
     start = lax.div(first, index(size))
@@ -101,24 +86,24 @@ def read_rows(work: Work, item: Item, first: jax.Array, count: int) -> list[jax.
 def copy_rows(
     work: Work,
     rows: Sequence[jax.Array],
-    there: Any,
+    ready: Any,
     moves: Sequence[tuple[Callable[[Any], Any], Any]],
 ) -> None:
     """Starts to copy the tokens of a tile.
 
     Args:
-        work: What they are read by.
-        rows: From `read_rows`.
-        there: Hears of each copy.
-        moves: Per array, its part for some tokens, and where all of them go:
-            [halves, HALF, ...].
+        work: Items of this program.
+        rows: First tokens of the units, from `read_rows`.
+        ready: Barrier on which each copy arrives.
+        moves: Per array, a function from tokens to its slice, and the target in shared
+            memory, [halves, HALF, ...].
     """
     size = work.sizes.row_unit
     for number, row in enumerate(rows):
         half, within = divmod(number * size, HALF)
         for source, buffer in moves:
             place = half, pl.ds(within, size)
-            plgpu.copy_gmem_to_smem(source(_tokens(row, size)), buffer.at[place], there)
+            plgpu.copy_gmem_to_smem(source(_tokens(row, size)), buffer.at[place], ready)
 
 
 def store_rows(
@@ -126,62 +111,46 @@ def store_rows(
     rows: Sequence[jax.Array],
     moves: Sequence[tuple[Any, Callable[[Any], Any]]],
 ) -> None:
-    """Starts to copy what a half of a tile computed.
+    """Starts to copy the results of half a tile to global memory.
 
     Args:
-        work: What rows are read by.
-        rows: From `read_rows`.
-        moves: Per array, what was computed, [HALF, ...], and where some tokens go.
+        work: Items of this program.
+        rows: First tokens of the units, from `read_rows`.
+        moves: Per array, the results in shared memory, [HALF, ...], and a function from
+            tokens to their target.
     """
     size = work.sizes.row_unit
     plgpu.commit_smem()
     for number, row in enumerate(rows):
         for buffer, target in moves:
-            part = buffer.at[pl.ds(number * size, size)]
-            plgpu.copy_smem_to_gmem(part, target(_tokens(row, size)))
+            piece = buffer.at[pl.ds(number * size, size)]
+            plgpu.copy_smem_to_gmem(piece, target(_tokens(row, size)))
 
 
-def wait_until_stored() -> None:
-    """Waits until what was last stored may be written over."""
+def wait_for_stores() -> None:
+    """Waits until the buffers of the last stores may be overwritten."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def rows_of(
+def token_rows(
     ref: Any, item: Item, channels: slice = slice(None)
 ) -> Callable[[Any], Any]:
-    """Where some tokens of the item's sequence and head are.
-
-    Args:
-        ref: [sequences, tokens, heads, channels].
-        item: Of which sequence and head.
-        channels: Which of them.
-
-    Returns:
-        A function of the tokens.
-    """
+    """Function from tokens to their rows in [sequences, tokens, heads, channels]."""
     return lambda tokens: ref.at[item.sequence, tokens, item.head, channels]
 
 
-def numbers_of(ref: Any, item: Item) -> Callable[[Any], Any]:
-    """As `rows_of`, of numbers per token.
-
-    Args:
-        ref: [sequences, heads, tokens].
-        item: Of which sequence and head.
-
-    Returns:
-        A function of the tokens.
-    """
+def token_scalars(ref: Any, item: Item) -> Callable[[Any], Any]:
+    """Function from tokens to their scalars in [sequences, heads, tokens]."""
     return lambda tokens: ref.at[item.sequence, item.head, tokens]
 
 
-def store_part(item: Item, moves: Sequence[tuple[Any, jax.Array]]) -> None:
-    """Writes what an item computed of a tile that several items make up.
+def store_partial(item: Item, moves: Sequence[tuple[Any, jax.Array]]) -> None:
+    """Writes the partial result of a tile that several items make up.
 
     Args:
-        item: Of which the tile is.
-        moves: Per array, where parts are, [sequences, heads, slots, TILE, ...], and the
-            half of this warpgroup.
+        item: The item.
+        moves: Per array, the target [sequences, heads, slots, TILE, ...], and the half
+            of this warpgroup.
     """
 
     @pl.when(item.slot >= 0)
@@ -192,15 +161,7 @@ def store_part(item: Item, moves: Sequence[tuple[Any, jax.Array]]) -> None:
 
 
 def read_columns(work: Work, chunk: jax.Array) -> list[tuple[Any, jax.Array]]:
-    """Reads which tokens make up a chunk.
-
-    Args:
-        work: Where columns are.
-        chunk: Which chunk.
-
-    Returns:
-        Per unit its tokens, and the number of their head in the group.
-    """
+    """Tokens of each column unit of a chunk, and their head in the group."""
     sizes = work.sizes
     size = sizes.column_unit
     per_head = index(sizes.num_columns // size // work.group)
@@ -215,22 +176,22 @@ def read_columns(work: Work, chunk: jax.Array) -> list[tuple[Any, jax.Array]]:
 
 def copy_columns(
     columns: Sequence[tuple[Any, jax.Array]],
-    there: Any,
+    ready: Any,
     moves: Sequence[tuple[Callable[..., Any], Any]],
 ) -> None:
     """Starts to copy the tokens of a chunk.
 
     Args:
-        columns: From `read_columns`.
-        there: Hears of each copy.
-        moves: Per array, its part for some tokens of the head of that number in the
-            group, and where all of them go: [chunk, ...].
+        columns: Tokens and heads, from `read_columns`.
+        ready: Barrier on which each copy arrives.
+        moves: Per array, a function from tokens and head to its slice, and the target
+            in shared memory, [chunk, ...].
     """
     for lane, (tokens, member) in enumerate(columns):
         for source, buffer in moves:
             size = buffer.shape[0] // len(columns)
             place = buffer.at[pl.ds(lane * size, size)]
-            plgpu.copy_gmem_to_smem(source(tokens, member), place, there)
+            plgpu.copy_gmem_to_smem(source(tokens, member), place, ready)
 
 
 def _tokens(first, size):

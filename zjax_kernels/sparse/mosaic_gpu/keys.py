@@ -1,4 +1,4 @@
-"""The backward pass of the keys and the values."""
+"""The backward pass of keys and values."""
 
 import functools
 from typing import Any, NamedTuple
@@ -17,11 +17,11 @@ from zjax_kernels.sparse.mosaic_gpu.arithmetic import (
     Arithmetic,
     index,
 )
-from zjax_kernels.sparse.mosaic_gpu.splits import merge_sums
+from zjax_kernels.sparse.mosaic_gpu.splits import merge_gradients
 from zjax_kernels.sparse.mosaic_gpu.work import find_work
 from zjax_kernels.sparse.reference import Options
 from zjax_kernels.sparse.schedule import Schedule
-from zjax_kernels.sparse.tuning import Tuning, choose
+from zjax_kernels.sparse.tuning import Tuning, choose_tuning
 
 
 def backward_keys(
@@ -38,75 +38,75 @@ def backward_keys(
     tuning: Tuning | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `reference.backward_keys`, on a Hopper GPU.
+    """`reference.backward_keys` on a Hopper GPU, for 16-bit arrays.
 
     Args:
-        q: [B, S, H, D] queries, of 16 bits.
+        q: [B, S, H, D] queries.
         k: [B, T, K, D] keys.
         v: [B, T, K, D] values.
-        d_out: [B, S, H, D] gradient of the averages.
-        lse: float32[B, H, S] as `forward` returned it.
+        d_out: [B, S, H, D] cotangent of the output.
+        lse: float32[B, H, S] from `forward`.
         delta: float32[B, H, S], as in the reference.
         segments: int32[B, S] and int32[B, T].
         schedule: Tiles of keys.
-        options: What scores mean.
-        tuning: How the kernel runs; chosen by the head size if none.
-        interpret: Parameters of the interpreter, or none on a GPU.
+        options: Scale and cap of scores.
+        tuning: Tuning; None chooses by head size.
+        interpret: Parameters of the interpreter; None on a GPU.
 
     Returns:
         [B, T, K, D] each, in the dtypes of `k` and `v`.
 
     Reference:
-        Dao (arXiv:2307.08691), algorithm 2, of which this is the loop over queries.
+        Dao (arXiv:2307.08691), algorithm 2, its loop over queries.
     """
     segmented = segments is not None
-    tuning = tuning or choose("keys", q.shape[-1], segmented=segmented)
+    tuning = tuning or choose_tuning("keys", q.shape[-1], segmented=segmented)
     stats = logits.base_2(lse), delta
     inputs = (q, k, v, d_out, *stats, *(segments or ()))
     run = functools.partial(
-        _run, inputs, schedule, options, tuning=tuning, interpret=interpret
+        _run_channels, inputs, schedule, options, tuning=tuning, interpret=interpret
     )
     size = k.shape[-1]
-    parts = launch.parts(size, segmented=segmented and size > 128)
-    found = [run(channels) for channels in parts]
-    dk, dv = (jnp.concatenate(x, axis=-1) for x in zip(*found, strict=True))
+    slices = launch.channel_slices(size, segmented=segmented and size > 128)
+    gradients = [run(channels) for channels in slices]
+    dk, dv = (jnp.concatenate(x, axis=-1) for x in zip(*gradients, strict=True))
     return dk, dv
 
 
-def _run(inputs, schedule, options, channels, *, tuning, interpret):
-    """Some channels of dk and dv."""
+def _run_channels(inputs, schedule, options, channels, *, tuning, interpret):
+    """Computes some channels of dk and dv."""
     q, k = inputs[:2]
     batch, length, heads, size = k.shape
     slots, stages, chunk = schedule.num_slots, tuning.stages, schedule.chunk
     width = channels.stop - channels.start
     outputs = [jax.ShapeDtypeStruct((batch, length, heads, width), k.dtype)] * 2
     if slots:
-        part = (batch, heads, slots, TILE, width)
-        outputs += [jax.ShapeDtypeStruct(part, jnp.float32)] * 2
+        partial = (batch, heads, slots, TILE, width)
+        outputs += [jax.ShapeDtypeStruct(partial, jnp.float32)] * 2
     rows = TILE // schedule.row_unit
     lanes = chunk // schedule.column_unit
     segmented = len(inputs) > 6
     tiles = tuning.tiles
     tile = (tiles, launch.NUM_HALVES, HALF)
     scratch = _Memory(
-        k=launch.matrix((*tile, size), q.dtype),
-        v=launch.matrix((*tile, size), q.dtype),
-        q=launch.matrix((stages, chunk, size), q.dtype),
-        d_out=launch.matrix((stages, chunk, size), q.dtype),
+        k=launch.smem_matrix((*tile, size), q.dtype),
+        v=launch.smem_matrix((*tile, size), q.dtype),
+        q=launch.smem_matrix((stages, chunk, size), q.dtype),
+        d_out=launch.smem_matrix((stages, chunk, size), q.dtype),
         stats=plgpu.SMEM((2, stages, chunk), jnp.float32),
-        k_there=plgpu.Barrier(num_arrivals=rows * (1 + segmented), num_barriers=tiles),
-        v_there=plgpu.Barrier(num_arrivals=rows, num_barriers=tiles),
-        q_there=plgpu.Barrier(
+        k_ready=plgpu.Barrier(num_arrivals=rows * (1 + segmented), num_barriers=tiles),
+        v_ready=plgpu.Barrier(num_arrivals=rows, num_barriers=tiles),
+        q_ready=plgpu.Barrier(
             num_arrivals=lanes * (2 + segmented), num_barriers=stages
         ),
-        d_there=plgpu.Barrier(num_arrivals=lanes * 2, num_barriers=stages),
-        k_used=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=tiles),
-        v_used=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=tiles),
-        q_used=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=stages),
-        d_used=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=stages),
+        d_ready=plgpu.Barrier(num_arrivals=lanes * 2, num_barriers=stages),
+        k_free=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=tiles),
+        v_free=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=tiles),
+        q_free=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=stages),
+        d_free=plgpu.Barrier(num_arrivals=launch.NUM_HALVES, num_barriers=stages),
     )
     if width < size:
-        result = launch.matrix((launch.NUM_HALVES, HALF, width), k.dtype)
+        result = launch.smem_matrix((launch.NUM_HALVES, HALF, width), k.dtype)
         scratch = scratch._replace(result=result)
     if segmented:
         scratch = scratch._replace(
@@ -116,32 +116,33 @@ def _run(inputs, schedule, options, channels, *, tuning, interpret):
     body = functools.partial(
         _body, schedule, options, tuning, interpret is not None, channels
     )
-    dk, dv, *part = launch.call(
+    dk, dv, *partial = launch.call(
         body, schedule, inputs, outputs, scratch, tuning, interpret
     )
     if slots:
         dk, dv = (
-            merge_sums(x, y, schedule) for x, y in zip((dk, dv), part, strict=True)
+            merge_gradients(x, y, schedule)
+            for x, y in zip((dk, dv), partial, strict=True)
         )
     return dk, dv
 
 
 class _Memory(NamedTuple):
-    """Tiles and chunks of a program, and what says that they are there or used."""
+    """Shared memory and barriers: `ready` when filled, `free` when consumed."""
 
     k: Any
     v: Any
     q: Any
     d_out: Any
     stats: Any
-    k_there: Any
-    v_there: Any
-    q_there: Any
-    d_there: Any
-    k_used: Any
-    v_used: Any
-    q_used: Any
-    d_used: Any
+    k_ready: Any
+    v_ready: Any
+    q_ready: Any
+    d_ready: Any
+    k_free: Any
+    v_free: Any
+    q_free: Any
+    d_free: Any
     result: Any = None
     row_segments: Any = None
     column_segments: Any = None
@@ -154,27 +155,26 @@ def _body(
     group = q_ref.shape[2] // k_ref.shape[2]
     work = find_work(schedule, sizes, q_ref.shape[0], group)
     arithmetic = Arithmetic(simulated)
-    launch.divide(
+    launch.specialize_warpgroups(
         lambda: _compute(work, options, tuning, arithmetic, channels, outputs, memory),
         lambda: _copy(work, tuning, inputs, memory),
     )
 
 
 def _copy(work, tuning, inputs, memory):
-    """Fills shared memory with what each item needs."""
     q_ref, k_ref, v_ref, d_ref, lse_ref, delta_ref, *segment_refs = inputs
 
     def copy_tile(item, rows, number):
         slot = lax.rem(number, index(tuning.tiles))
-        moves = [(copies.rows_of(k_ref, item), memory.k.at[slot])]
+        moves = [(copies.token_rows(k_ref, item), memory.k.at[slot])]
         if segment_refs:
             ref, tile = segment_refs[1], memory.row_segments
             moves.append((lambda tokens: ref.at[item.sequence, tokens], tile.at[slot]))
-        copies.wait_for_room(memory.k_used, number, tuning.tiles)
-        copies.copy_rows(work, rows, memory.k_there.at[slot], moves)
-        moves = [(copies.rows_of(v_ref, item), memory.v.at[slot])]
-        copies.wait_for_room(memory.v_used, number, tuning.tiles)
-        copies.copy_rows(work, rows, memory.v_there.at[slot], moves)
+        copies.wait_for_free_slot(memory.k_free, number, tuning.tiles)
+        copies.copy_rows(work, rows, memory.k_ready.at[slot], moves)
+        moves = [(copies.token_rows(v_ref, item), memory.v.at[slot])]
+        copies.wait_for_free_slot(memory.v_free, number, tuning.tiles)
+        copies.copy_rows(work, rows, memory.v_ready.at[slot], moves)
 
     def copy_chunk(item, chunk, copied):
         columns = copies.read_columns(work, chunk)
@@ -194,90 +194,92 @@ def _copy(work, tuning, inputs, memory):
         if segment_refs:
             ref, tile = segment_refs[0], memory.column_segments
             moves.append((lambda tokens, _: ref.at[sequence, tokens], tile.at[slot]))
-        copies.wait_for_room(memory.q_used, copied, tuning.stages)
-        copies.copy_columns(columns, memory.q_there.at[slot], moves)
+        copies.wait_for_free_slot(memory.q_free, copied, tuning.stages)
+        copies.copy_columns(columns, memory.q_ready.at[slot], moves)
         moves = [
             (of_matrix(d_ref), memory.d_out.at[slot]),
             (of_vector(delta_ref), memory.stats.at[1, slot]),
         ]
-        copies.wait_for_room(memory.d_used, copied, tuning.stages)
-        copies.copy_columns(columns, memory.d_there.at[slot], moves)
+        copies.wait_for_free_slot(memory.d_free, copied, tuning.stages)
+        copies.copy_columns(columns, memory.d_ready.at[slot], moves)
 
-    copies.copy_all(
+    copies.produce(
         work,
         tuning,
         copy_tile,
         copy_chunk,
-        [(memory.k_used, tuning.tiles), (memory.v_used, tuning.tiles)],
-        [memory.q_used, memory.d_used],
+        [(memory.k_free, tuning.tiles), (memory.v_free, tuning.tiles)],
+        [memory.q_free, memory.d_free],
     )
 
 
 def _compute(work, options, tuning, arithmetic, channels, outputs, memory):
-    """Gradients of the keys and values of each item, for a half of its tile."""
-    dk_ref, dv_ref, *part_refs = outputs
+    """Computes gradients of each item's keys and values for half of its tile."""
+    dk_ref, dv_ref, *partial_refs = outputs
     segmented = memory.row_segments is not None
     schedule, sizes = work.schedule, work.sizes
     half = lax.axis_index("warpgroup")
     read_words = functools.partial(logits.read_words, arithmetic, schedule)
     shape = HALF, sizes.chunk
     width = channels.stop - channels.start
-    part = pl.ds(channels.start, width)
+    output_channels = pl.ds(channels.start, width)
 
     def release(number):
-        """Where keys and values were results lie until they are stored."""
+        """Frees the tile, whose memory held the results until they were stored."""
         slot = lax.rem(number, index(tuning.tiles))
-        copies.wait_until_stored()
-        plgpu.barrier_arrive(memory.k_used.at[slot])
-        plgpu.barrier_arrive(memory.v_used.at[slot])
+        copies.wait_for_stores()
+        plgpu.barrier_arrive(memory.k_free.at[slot])
+        plgpu.barrier_arrive(memory.v_free.at[slot])
 
-    def compute_item(number, item, taken):
+    def compute_item(number, item, num_consumed):
         slot = lax.rem(number, index(tuning.tiles))
         rows = copies.read_rows(work, item, half * index(HALF), HALF)
-        plgpu.barrier_wait(memory.k_there.at[slot])
-        of_rows: Any = None
+        plgpu.barrier_wait(memory.k_ready.at[slot])
+        row_segments: Any = None
         if segmented:
-            of_rows = arithmetic.load(memory.row_segments.at[slot, half], ROWS)
-            plgpu.commit_smem()  # numbers that were loaded may be copied over soon
+            row_segments = arithmetic.load(memory.row_segments.at[slot, half], ROWS)
+            plgpu.commit_smem()  # the producer may overwrite what was loaded
 
         def chunk(nth, grads, masked):
             dk, dv = grads
-            stage = lax.rem(taken + nth, index(tuning.stages))
+            stage = lax.rem(num_consumed + nth, index(tuning.stages))
             words = read_words(item.first + nth, half) if masked else None
 
-            plgpu.barrier_wait(memory.q_there.at[stage])
+            plgpu.barrier_wait(memory.q_ready.at[stage])
             scores, _ = arithmetic.product(memory.k.at[slot, half], memory.q.at[stage])
-            scores, slope = logits.bend(scores, options)
+            scores, slope = logits.scale_and_cap(scores, options)
 
-            def weigh():
+            def compute_weights():
                 lse = arithmetic.load(memory.stats.at[0, stage], COLUMNS)
-                p = jnp.exp2(scores - logits.along_columns(lse, shape))
+                p = jnp.exp2(scores - logits.per_column(lse, shape))
                 p = logits.mask_cells(arithmetic, p, sizes, words, 0.0)
                 if not segmented:
                     return p
-                of_columns = arithmetic.load(memory.column_segments.at[stage], COLUMNS)
-                return logits.mask_segments(p, of_rows, of_columns, 0.0)
+                column_segments = arithmetic.load(
+                    memory.column_segments.at[stage], COLUMNS
+                )
+                return logits.mask_segments(p, row_segments, column_segments, 0.0)
 
             @pl.when(nth == 0)
             def _():
                 if tuning.tiles > 1:
                     pl.when(number > 0)(lambda: release(number - 1))
-                plgpu.barrier_wait(memory.v_there.at[slot])
+                plgpu.barrier_wait(memory.v_ready.at[slot])
 
-            plgpu.barrier_wait(memory.d_there.at[stage])
+            plgpu.barrier_wait(memory.d_ready.at[stage])
             dp, p = arithmetic.product(
-                memory.v.at[slot, half], memory.d_out.at[stage], weigh
+                memory.v.at[slot, half], memory.d_out.at[stage], compute_weights
             )
             delta = arithmetic.load(memory.stats.at[1, stage], COLUMNS)
-            plgpu.commit_smem()  # numbers that were loaded may be copied over soon
-            ds = p * (dp - logits.along_columns(delta, shape))
+            plgpu.commit_smem()  # the producer may overwrite what was loaded
+            ds = p * (dp - logits.per_column(delta, shape))
             ds = ds if slope is None else ds * slope
             dv, dk = arithmetic.accumulate(
-                (dv, p, memory.d_out.at[stage, :, part]),
-                (dk, ds, memory.q.at[stage, :, part]),
+                (dv, p, memory.d_out.at[stage, :, output_channels]),
+                (dk, ds, memory.q.at[stage, :, output_channels]),
             )
-            plgpu.barrier_arrive(memory.d_used.at[stage])
-            plgpu.barrier_arrive(memory.q_used.at[stage])
+            plgpu.barrier_arrive(memory.d_free.at[stage])
+            plgpu.barrier_arrive(memory.q_free.at[stage])
             return dk, dv
 
         zeros = arithmetic.full((HALF, width), 0.0, plgpu.Layout.WGMMA)
@@ -289,19 +291,19 @@ def _compute(work, options, tuning, arithmetic, channels, outputs, memory):
 
         @pl.when(item.slot < 0)
         def _():
-            for grad, room, ref in ((dk, memory.k, dk_ref), (dv, memory.v, dv_ref)):
-                buffer = room.at[slot, half]
+            for grad, slots, ref in ((dk, memory.k, dk_ref), (dv, memory.v, dv_ref)):
+                buffer = slots.at[slot, half]
                 if memory.result is not None:
-                    copies.wait_until_stored()
+                    copies.wait_for_stores()
                     buffer = memory.result.at[half]
                 buffer[...] = grad.astype(memory.k.dtype)
-                copies.store_rows(work, rows, [(buffer, copies.rows_of(ref, item))])
+                copies.store_rows(work, rows, [(buffer, copies.token_rows(ref, item))])
 
-        if part_refs:
-            copies.store_part(item, list(zip(part_refs, (dk, dv), strict=True)))
+        if partial_refs:
+            copies.store_partial(item, list(zip(partial_refs, (dk, dv), strict=True)))
         if tuning.tiles == 1:
             release(number)
-        return taken + item.count
+        return num_consumed + item.count
 
     work.for_each(compute_item, index(0))
     if tuning.tiles > 1:

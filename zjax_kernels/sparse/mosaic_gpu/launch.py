@@ -1,7 +1,7 @@
-"""How kernels run: three warpgroups a program, and one program a processor.
+"""Warp-specialized, persistent kernels: one program per SM, of three warpgroups.
 
-Two warpgroups compute, a half of the tile's rows each, and one copies what they need
-into shared memory, ahead of them. Programs take one item after another.
+Two warpgroups compute, one half of the tile's rows each; the third copies their inputs
+into shared memory ahead of them. A program computes one item after another.
 """
 
 import dataclasses
@@ -32,26 +32,24 @@ def call(
     """Runs a kernel: `body(schedule references, inputs, outputs, scratch)`.
 
     Args:
-        body: What a program does.
-        schedule: The plan of this pass.
-        inputs: Arrays in the GPU's memory.
-        outputs: What the kernel writes.
-        scratch: Shared memory and barriers, a pytree.
-        tuning: How it runs.
-        interpret: Parameters of the interpreter, or none on a GPU.
-
-    Returns:
-        The outputs.
+        body: Body of a program.
+        schedule: Schedule of this pass.
+        inputs: Arrays in global memory.
+        outputs: Shapes of the results.
+        scratch: Pytree of shared memory and barriers.
+        tuning: Tuning.
+        interpret: Parameters of the interpreter; None on a GPU.
     """
-    arrays, structure = jax.tree.flatten(_read_by_programs(schedule))
-    rooms, of_rooms = jax.tree.flatten(scratch)
+    arrays, structure = jax.tree.flatten(_without_unread(schedule))
+    scratch_leaves, scratch_structure = jax.tree.flatten(scratch)
     counts = len(arrays), len(inputs), len(outputs)
 
     def run(*refs):
         refs = list(refs)
-        parts = [[refs.pop(0) for _ in range(count)] for count in counts]
-        plan = jax.tree.unflatten(structure, parts[0])
-        body(plan, parts[1], parts[2], jax.tree.unflatten(of_rooms, refs))
+        groups = [[refs.pop(0) for _ in range(count)] for count in counts]
+        plan = jax.tree.unflatten(structure, groups[0])
+        scratch = jax.tree.unflatten(scratch_structure, refs)
+        body(plan, groups[1], groups[2], scratch)
 
     semantics = plgpu.LoweringSemantics
     kernel = plgpu.kernel(
@@ -61,7 +59,7 @@ def call(
         grid_names=("program",),
         num_threads=NUM_HALVES + 1,
         thread_name="warpgroup",
-        scratch_types=rooms,
+        scratch_types=scratch_leaves,
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             reduction_scratch_bytes=0,
@@ -74,22 +72,14 @@ def call(
     return kernel(*arrays, *inputs)
 
 
-def _read_by_programs(schedule: Schedule) -> Schedule:
-    """Without arrays that only others read: XLA would fill constants for each call."""
-    unread = dict.fromkeys(("num_items", "splits", "head_patterns"))
-    return dataclasses.replace(schedule, **unread)
+def _without_unread(schedule: Schedule) -> Schedule:
+    """Drops arrays that the kernel does not read; XLA would copy them per call."""
+    unused = dict.fromkeys(("num_items", "splits", "head_patterns"))
+    return dataclasses.replace(schedule, **unused)
 
 
-def matrix(shape: Sequence[int], dtype: Any) -> Any:
-    """Shared memory that tensor cores read.
-
-    Args:
-        shape: Any, of which the last two are the matrix.
-        dtype: 16 bits wide.
-
-    Returns:
-        What to ask for.
-    """
+def smem_matrix(shape: Sequence[int], dtype: Any) -> Any:
+    """Shared memory of 16-bit matrices, tiled and swizzled for tensor cores."""
     width = 64 if shape[-1] % 64 == 0 else 32
     transforms = (
         plgpu.TilingTransform((8, width)),
@@ -98,27 +88,21 @@ def matrix(shape: Sequence[int], dtype: Any) -> Any:
     return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)
 
 
-def parts(head_size: int, *, segmented: bool) -> list[slice]:
-    """Channels of a result for which there is room at a time.
+def channel_slices(head_size: int, *, segmented: bool) -> list[slice]:
+    """Equal slices of the channels of a result, small enough for shared memory.
 
     Args:
         head_size: Channels per head.
-        segmented: Whether there are segments, which take room.
-
-    Returns:
-        Parts of equal size.
+        segmented: Whether there are segments, which take shared memory.
     """
     size = min(head_size, 64 if segmented and head_size >= 128 else 128)
     return [slice(start, start + size) for start in range(0, head_size, size)]
 
 
-def divide(compute: Callable[[], None], copy: Callable[[], None]) -> None:
-    """Gives the warpgroups of a program their work, and registers to do it.
-
-    Args:
-        compute: What each of the two that compute does.
-        copy: What the one that copies does.
-    """
+def specialize_warpgroups(
+    compute: Callable[[], None], copy: Callable[[], None]
+) -> None:
+    """Runs `compute` on two warpgroups, `copy` on the third, with few registers."""
     warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup < NUM_HALVES)

@@ -1,4 +1,4 @@
-"""What scores become before and after the exponential: capped, masked, in base 2."""
+"""Scores before and after the exponential: scaled, capped, masked, in base 2."""
 
 import math
 from typing import Any
@@ -15,29 +15,13 @@ from zjax_kernels.sparse.schedule import Schedule
 LOG2E = math.log2(math.e)
 
 
-def along_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Repeats one number per row along the columns.
-
-    Args:
-        x: [m].
-        shape: (m, n).
-
-    Returns:
-        [m, n].
-    """
+def per_row(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Broadcasts one number per row, [m], to [m, n]."""
     return lax.broadcast_in_dim(x, shape, [0])
 
 
-def along_columns(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Repeats one number per column along the rows.
-
-    Args:
-        x: [n].
-        shape: (m, n).
-
-    Returns:
-        [m, n].
-    """
+def per_column(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Broadcasts one number per column, [n], to [m, n]."""
     return lax.broadcast_in_dim(x, shape, [1])
 
 
@@ -46,50 +30,47 @@ def mask_cells(
     x: jax.Array,
     schedule: Schedule,
     words: tuple[Any, Any, Any] | None,
-    dead: float,
+    fill: float,
 ) -> jax.Array:
-    """Puts `dead` where a half of a tile does not see a token of a chunk.
+    """Puts `fill` where a row does not see a column.
 
-    Logic is in integers: logic of Booleans does not lower by warpgroups.
+    Integer logic, since Boolean logic does not lower by warpgroup.
 
     Args:
         arithmetic: Operations on registers.
         x: float32[HALF, chunk].
-        schedule: The plan's sizes.
-        words: From `read_words`; none if all live.
-        dead: What to put.
-
-    Returns:
-        float32[HALF, chunk].
+        schedule: The schedule, for its sizes.
+        words: Bits from `read_words`; None if all cells live.
+        fill: Value of hidden pairs.
     """
     if words is None:
         return x
     live, diagonal, element = words
-    across = schedule.chunk // schedule.cell
+    cells_per_row = schedule.chunk // schedule.cell
     row, column = (arithmetic.iota(x.shape, axis) for axis in (0, 1))
-    nth = _over(column, schedule.cell)
+    cell = _divide(column, schedule.cell)
     if schedule.cell < HALF:
-        nth += _over(row, schedule.cell) * index(across)
+        cell += _divide(row, schedule.cell) * index(cells_per_row)
 
-    def bit(words, nth):
-        return lax.bitwise_and(lax.shift_right_logical(words, nth), index(1))
+    def bit(words, position):
+        return lax.bitwise_and(lax.shift_right_logical(words, position), index(1))
 
-    def of_cell(word):
-        return bit(arithmetic.spread(word, x.shape), nth)
+    def cell_bit(word):
+        return bit(arithmetic.broadcast(word, x.shape), cell)
 
     if schedule.causal:
         after = _modulo(column, schedule.cell) - _modulo(row, schedule.cell)
         after = jnp.maximum(-after if schedule.transposed else after, 0)
-        x = jnp.where(of_cell(diagonal) * after > 0, dead, x)
+        x = jnp.where(cell_bit(diagonal) * after > 0, fill, x)
     if element is not None:
-        word, *others = (along_rows(word, x.shape) for word in element)
+        word, *others = (per_row(word, x.shape) for word in element)
         for number, other in enumerate(others, start=1):
             word = jnp.where(column < number * 32, word, other)
-        x = jnp.where(bit(word, _modulo(column, 32)) != 0, x, dead)
-    return jnp.where(of_cell(live) != 0, x, dead)
+        x = jnp.where(bit(word, _modulo(column, 32)) != 0, x, fill)
+    return jnp.where(cell_bit(live) != 0, x, fill)
 
 
-def _over(x, power_of_2):
+def _divide(x, power_of_2):
     return lax.shift_right_logical(x, index(power_of_2.bit_length() - 1))
 
 
@@ -100,18 +81,7 @@ def _modulo(x, power_of_2):
 def read_words(
     arithmetic: Arithmetic, schedule: Schedule, chunk: jax.Array, half: jax.Array
 ) -> tuple[Any, Any, Any]:
-    """Reads what lives in a chunk.
-
-    Args:
-        arithmetic: Operations on registers.
-        schedule: References to the GPU's memory.
-        chunk: Which chunk.
-        half: Which half of the tile.
-
-    Returns:
-        Bits of live cells, of those on the diagonal, and those of tokens by row for
-        every 32 columns, or none.
-    """
+    """Reads bits of half a chunk: live cells, diagonal cells, tokens or None."""
     element = None
     masks: Any = schedule.masks
     if schedule.elements is not None:
@@ -123,47 +93,24 @@ def read_words(
     return schedule.live[chunk, half], schedule.diagonal[chunk, half], element
 
 
-def bend(scores: jax.Array, options: Options) -> tuple[jax.Array, jax.Array | None]:
-    """Scales and caps scores.
-
-    Args:
-        scores: Products of queries and keys.
-        options: What scores mean.
-
-    Returns:
-        Scores in base 2, and what their gradient is multiplied with, if capped.
-    """
+def scale_and_cap(
+    scores: jax.Array, options: Options
+) -> tuple[jax.Array, jax.Array | None]:
+    """Scores in base 2, and the derivative of the cap, or None without one."""
     if not options.soft_cap:
         return scores * (options.scale * LOG2E), None
-    bent = jnp.tanh(scores * (options.scale / options.soft_cap))
-    return bent * (options.soft_cap * LOG2E), 1.0 - bent * bent
+    capped = jnp.tanh(scores * (options.scale / options.soft_cap))
+    return capped * (options.soft_cap * LOG2E), 1.0 - capped * capped
 
 
 def base_2(lse: jax.Array) -> jax.Array:
-    """Log-sum-exps as exponents of 2; those of nothing make all weights 0.
-
-    Args:
-        lse: Natural logarithms, -inf for a query that sees no key.
-
-    Returns:
-        The same in base 2, and inf.
-    """
+    """Log-sum-exps in base 2; inf for queries without keys, so that weights are 0."""
     return jnp.where(jnp.isneginf(lse), jnp.inf, lse * LOG2E)
 
 
 def mask_segments(
-    x: jax.Array, of_rows: jax.Array, of_columns: jax.Array, dead: float
+    x: jax.Array, row_segments: jax.Array, column_segments: jax.Array, fill: float
 ) -> jax.Array:
-    """Puts `dead` where row and column are of different documents.
-
-    Args:
-        x: float32[m, n].
-        of_rows: int32[m].
-        of_columns: int32[n].
-        dead: What to put.
-
-    Returns:
-        float32[m, n].
-    """
-    same = along_rows(of_rows, x.shape) - along_columns(of_columns, x.shape)
-    return jnp.where(same == 0, x, dead)
+    """Puts `fill` where row and column are of different documents."""
+    difference = per_row(row_segments, x.shape) - per_column(column_segments, x.shape)
+    return jnp.where(difference == 0, x, fill)

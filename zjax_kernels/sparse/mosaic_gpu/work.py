@@ -1,4 +1,4 @@
-"""Who computes which item."""
+"""The work items of each program."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,11 +17,11 @@ class Work:
     """The items of one program, read from the arrays of a schedule.
 
     Args:
-        schedule: The same fields as references to the GPU's memory.
-        sizes: The schedule.
-        batch: Sequences.
-        group: Heads whose tokens the columns of one head are.
-        start: Where its items begin in `order`.
+        schedule: Schedule whose fields are references to global memory.
+        sizes: The schedule itself.
+        batch: Number of sequences.
+        group: Query heads per key head if columns are queries, else 1.
+        start: Position of its first item in `order`.
         size: Number of its items per sequence.
     """
 
@@ -33,55 +33,45 @@ class Work:
     size: jax.Array
 
     def for_each(self, run: Callable[[jax.Array, "Item", Any], Any], carry: Any) -> Any:
-        """Runs one item after another, and reads the next while one runs.
+        """Runs one item after another, prefetching the next.
 
         Args:
-            run: Of the item's number in this program, the item and what is carried;
-                returns what is carried on.
-            carry: What is carried into the first.
-
-        Returns:
-            What is carried out of the last.
+            run: Function of the item's number, the item and the carry; returns the
+                carry.
+            carry: Initial carry.
         """
 
         def body(number, state):
             item, after, carry = state
-            following = self._item(number + 1, after), self._place(number + 2)
+            following = self._item(number + 1, after), self._order_entry(number + 2)
             return *following, run(number, Item(*item), carry)
 
-        first = self._item(index(0), self._place(index(0))), self._place(index(1))
+        first = (
+            self._item(index(0), self._order_entry(index(0))),
+            self._order_entry(index(1)),
+        )
         return lax.fori_loop(0, self.count, body, (*first, carry))[-1]
 
     @property
     def count(self) -> jax.Array:
-        """Items of this program."""
+        """Number of items of this program."""
         return self.size * index(self.batch)
 
-    def _place(self, number):
-        """Head, pattern and item: what to read an item by."""
+    def _order_entry(self, number):
+        """Head, pattern and number of an item."""
         nth = lax.rem(number, jnp.maximum(self.size, 1))
         at = jnp.minimum(self.start + nth, index(self.sizes.order.shape[0] - 1))
         return tuple(self.schedule.order[at, field] for field in range(3))
 
-    def _item(self, number, place):
-        head, pattern, nth = place
+    def _item(self, number, entry):
+        head, pattern, nth = entry
         fields = (self.schedule.items[pattern, nth, field] for field in range(5))
         sequence = lax.div(number, jnp.maximum(self.size, 1))
         return sequence, head, pattern, *fields
 
 
 def find_work(schedule: Schedule, sizes: Schedule, batch: int, group: int = 1) -> Work:
-    """The items of this program.
-
-    Args:
-        schedule: The fields of a schedule as references to the GPU's memory.
-        sizes: The schedule.
-        batch: Sequences.
-        group: Heads whose tokens the columns of one head are.
-
-    Returns:
-        Its work.
-    """
+    """The items of this program."""
     program = lax.axis_index("program")
     ends: Any = schedule.ends
     start = ends[program]
@@ -94,14 +84,14 @@ class Item:
     """Some chunks of a tile, for one sequence and head.
 
     Args:
-        sequence: Which sequence.
-        head: Which head of the rows.
+        sequence: Number of the sequence.
+        head: Number of the head of the rows.
         pattern: Pattern of the head.
-        tile: Which tile.
+        tile: Number of the tile.
         first: First chunk.
         count: Number of chunks, 1 or more.
-        full: How many of them are full; they come first.
-        slot: Where the partial result goes, or -1.
+        full: Number of full chunks, which come first.
+        slot: Slot of the partial result, or -1.
     """
 
     sequence: jax.Array
