@@ -202,7 +202,7 @@ def initialize(
     entries = _entries_of(model, batch, replicated)
     sizes = {leaf.shape[0] for _, leaf in rows_of(batch, entries)}
     config = dataclasses.replace(config, global_batch_size=max(sizes, default=1))
-    check_config(config, len(devices), own_model=True, own_optimizer=tx is not None)
+    check_config(config, len(devices), user_model=True, user_optimizer=tx is not None)
     if config.precision.on_nonfinite == "stop":
         problem = "is read by zjax.Trainer alone"
         remedy = "look at metrics['skipped_steps'], or leave it at 'skip'"

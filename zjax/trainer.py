@@ -89,8 +89,8 @@ class Trainer:
         check_config(
             config,
             len(devices),
-            own_model=model is not None,
-            own_optimizer=tx is not None,
+            user_model=model is not None,
+            user_optimizer=tx is not None,
         )
         problems = _mismatches(model, batches, config)
         if problems:
@@ -182,7 +182,7 @@ class Trainer:
         if config.checkpoint.every_steps:
             self.store.prepare(saved_rows(self.run.plan, config))
         own = not self._is_language_model
-        told = remedies_told(config, self.run.plan, own_model=own)
+        told = remedies_told(config, self.run.plan, user_model=own)
         written = finishing(self.store)
         recent = dict[int, Any]()  # metrics arrive one step late
 

@@ -1,4 +1,4 @@
-"""A decoder on stages, on matrices in parts and on shares of the batch, all at once."""
+"""A decoder on stages, on matrices in parts and on batch shards, all at once."""
 
 import argparse
 

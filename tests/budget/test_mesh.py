@@ -100,8 +100,7 @@ def test_batch_that_data_cannot_split_is_split_otherwise():
     proposal = propose_mesh(config_of("gpt 6.7b", small), machine_of(8, 141))
     assert proposal.mesh == schema.Mesh(data=2, tensor=4)
     assert proposal.trials[0].obstacle == (
-        "global_batch_size=4 does not divide by 8 shares of the batch x "
-        "microbatch_size=2"
+        "global_batch_size=4 does not divide by 8 batch shards x microbatch_size=2"
     )
 
 
@@ -122,7 +121,7 @@ def test_batch_that_nothing_can_split_is_named():
     with pytest.raises(ConfigError) as error:
         propose_mesh(config, machine_of(16, 80))
     assert str(error.value) == (
-        "global_batch_size=2 does not divide by 16 shares of the batch x "
+        "global_batch_size=2 does not divide by 16 batch shards x "
         "microbatch_size=1; use a multiple of 16"
     )
 
@@ -207,6 +206,6 @@ def test_model_of_yours_is_refused():
     with pytest.raises(ConfigError) as error:
         zjax.initialize(model, None, None, batch, {"mesh": "auto"})
     assert str(error.value) == (
-        "mesh='auto' is left to zjax.Trainer, which chooses for the built-in models "
-        "alone; give sizes, such as mesh.data=-1"
+        "mesh='auto' is chosen by zjax.Trainer, for the built-in models only; give "
+        "sizes, such as mesh.data=-1"
     )

@@ -78,7 +78,7 @@ def told(error, memory="pinned_host"):
     plan = make_plan(config, mesh, models.make_mlp(), optax.sgd(0.1, momentum=0.9))
     with (
         pytest.raises((jax.errors.JaxRuntimeError, PlanError)) as found,
-        remedies_told(config, plan, own_model=True),
+        remedies_told(config, plan, user_model=True),
     ):
         raise jax.errors.JaxRuntimeError(error)
     return found.value

@@ -45,7 +45,7 @@ def test_axis_that_only_the_batch_asks_for():
     config = config_of("gpt 6.7b", ONE, {"global_batch_size": 4})
     assert propose_mesh(config, machine_of(4, 141)).reasons[1:] == (
         "tensor=2: matrices split within a host; global_batch_size=4 does not divide "
-        "by 4 shares of the batch x microbatch_size=2.",
+        "by 4 batch shards x microbatch_size=2.",
         "data=2: the rest, over which ZeRO 1 splits.",
     )
 

@@ -76,14 +76,14 @@ def test_another_word_is_refused():
 RULES = [
     case(
         "mesh=auto",
-        "mesh='auto' is left to zjax.Trainer, which chooses for the built-in models "
-        "alone; give sizes, such as mesh.data=-1",
+        "mesh='auto' is chosen by zjax.Trainer, for the built-in models only; give "
+        "sizes, such as mesh.data=-1",
         id="all",
     ),
     case(
         "mesh.tensor=0",
-        "mesh.tensor=0 is left to zjax.Trainer, which chooses for the built-in models "
-        "alone; give a size",
+        "mesh.tensor=0 is chosen by zjax.Trainer, for the built-in models only; give "
+        "a size",
         id="one",
     ),
     case(

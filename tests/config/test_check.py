@@ -40,7 +40,8 @@ MESH = [
     ),
     case(
         "mesh.replica=-1",
-        "mesh.data=-1 shares the rest with mesh.replica=-1; keep -1 for one of them",
+        "mesh.data=-1 takes the remaining devices, as does mesh.replica=-1; keep -1 "
+        "for one of them",
         id="two-rests",
     ),
     case(
@@ -63,25 +64,25 @@ MESH = [
 BATCH = [
     case(
         "global_batch_size=30",
-        "global_batch_size=30 does not divide by 8 shares of the batch x "
+        "global_batch_size=30 does not divide by 8 batch shards x "
         "num_microbatches=1; use a multiple of 8",
         id="batch-over-shares",
     ),
     case(
         "microbatch_size=3",
-        "global_batch_size=32 does not divide by 8 shares of the batch x "
+        "global_batch_size=32 does not divide by 8 batch shards x "
         "microbatch_size=3; use a multiple of 24",
         id="batch-over-microbatch",
     ),
     case(
         "num_microbatches=2;microbatch_size=4",
         "global_batch_size=32 is not num_microbatches=2 x microbatch_size=4 x "
-        "8 shares of the batch; use 64, or 0 to derive it",
+        "8 batch shards; use 64, or 0 to derive it",
         id="triad-disagrees",
     ),
     case(
         "global_batch_size=0;num_microbatches=4",
-        "global_batch_size=0 leaves the batch open, like microbatch_size=0; "
+        "global_batch_size=0 gives no batch size, nor does microbatch_size=0; "
         "set global_batch_size or microbatch_size",
         id="batch-open",
     ),
@@ -108,8 +109,8 @@ TRAINING = [
     ),
     case(
         "precision.compute_dtype=float16;precision.master_dtype=bfloat16",
-        "precision.master_dtype='bfloat16' loses the digits that "
-        "precision.compute_dtype='float16' computes; use float32",
+        "precision.master_dtype='bfloat16' is less precise than "
+        "precision.compute_dtype='float16'; use float32",
         id="float16-on-bfloat16",
     ),
     case(
@@ -168,8 +169,7 @@ TRAINING = [
     ),
     case(
         "observe.profile_start_step=1001",
-        "observe.profile_start_step=1001 never comes with num_steps=1000; "
-        "use at most 1000",
+        "observe.profile_start_step=1001 is beyond num_steps=1000; use at most 1000",
         id="profile-after-the-end",
     ),
     case(
@@ -186,7 +186,8 @@ PROCESSES = [
         "processes.coordinator=node0",
         "processes.coordinator='node0' is not an address; "
         "use host:port, auto or none\n"
-        "processes.num_processes=0 leaves open how many meet at node0; use 1 or more",
+        "processes.num_processes=0 gives no number of processes to meet at node0; use "
+        "1 or more",
         id="no-port",
     ),
     case(
@@ -224,26 +225,27 @@ MODEL = [
     ),
     case(
         "model.embed_size=36;model.positions=rotary",
-        "model.num_heads=12 gives heads of odd size 3, which rotary cannot turn; "
+        "model.num_heads=12 gives heads of odd size 3, which rotary positions cannot "
+        "use; "
         "use a divisor of 36 that leaves an even size",
         id="odd-rotary-heads",
     ),
     case(
         "mesh.tensor=8;model.attention=sparse",
-        "mesh.tensor=8 does not divide model.num_heads=12, whose blocks are laid out "
-        "by model.attention='sparse'; use 1, 2 or 4",
+        "mesh.tensor=8 does not divide model.num_heads=12, as "
+        "model.attention='sparse' needs; use 1, 2 or 4",
         id="tensor-over-sparse-heads",
     ),
     case(
         "mesh.tensor=8;model.num_heads=24;model.num_kv_heads=3;model.attention=sparse",
-        "mesh.tensor=8 does not divide model.num_kv_heads=3 of 24 heads, whose blocks "
-        "are laid out by model.attention='sparse'; use 1",
+        "mesh.tensor=8 does not divide model.num_kv_heads=3 of 24 heads, as "
+        "model.attention='sparse' needs; use 1",
         id="tensor-over-groups-of-sparse-heads",
     ),
     case(
         "mesh.tensor=-1;mesh.data=1;model.attention=sparse",
-        "mesh.tensor=-1 comes out as 8 and does not divide model.num_heads=12, whose "
-        "blocks are laid out by model.attention='sparse'; use 1, 2 or 4",
+        "mesh.tensor=-1 comes out as 8 and does not divide model.num_heads=12, as "
+        "model.attention='sparse' needs; use 1, 2 or 4",
         id="tensor-as-the-rest",
     ),
     case(
@@ -350,7 +352,7 @@ def test_what_works_is_let_through(overrides, num_devices):
 
 def test_own_model_is_not_held_to_the_built_in_one():
     config = zconfig.load_config({}, "data.length=4096")
-    zconfig.check_config(config, 8, own_model=True)
+    zconfig.check_config(config, 8, user_model=True)
     with pytest.raises(ConfigError):
         zconfig.check_config(config, 8)
 
@@ -362,7 +364,7 @@ def test_own_model_is_not_held_to_the_built_in_one():
             schema.Processes(coordinator="node0"),
             "processes.coordinator='node0' is not an address; "
             "use host:port, auto or none\n"
-            "processes.num_processes=0 leaves open how many meet at node0; "
+            "processes.num_processes=0 gives no number of processes to meet at node0; "
             "use 1 or more",
             id="no-port",
         ),

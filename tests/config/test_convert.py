@@ -208,4 +208,4 @@ def test_base_leaves_types_to_the_conversion():
 
 @pytest.mark.parametrize("path", ["zero.stagee", "zero.stage.x", "nothing", ""])
 def test_hint_of_an_unknown_path_is_none(path):
-    assert convert.hint_at(path) is None
+    assert convert.type_of(path) is None

@@ -31,7 +31,7 @@ def test_listing_names_every_setting_once_with_its_default():
 def test_listing_explains_a_setting_and_its_choices():
     expected = """\
   zero.stage = 1
-      0 nothing, 1 optimizer state and master weights, 2 also gradients, 3 also
+      0 shards nothing, 1 optimizer state and master weights, 2 also gradients, 3 also
       parameters. [0, 1, 2, 3]
 """
     assert expected in describe.describe_settings()

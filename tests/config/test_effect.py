@@ -115,7 +115,7 @@ def test_settings_of_an_optimizer_that_is_not_used_are_refused():
     config = schema.Config(optimizer=settings)
     zconfig.check_config(config, 8)
     with pytest.raises(ConfigError) as error:
-        zconfig.check_config(config, 8, own_optimizer=True)
+        zconfig.check_config(config, 8, user_optimizer=True)
     assert str(error.value) == (
         "optimizer.b1=0.8 has no effect on the optimizer that was given; leave it at "
         "0.9, or give no optimizer\n"
@@ -128,7 +128,7 @@ def test_settings_of_the_built_in_models_are_refused_for_another():
     config = schema.Config(precision=schema.Precision(matmul_dtype="float8"))
     zconfig.check_config(config, 8)
     with pytest.raises(ConfigError) as error:
-        zconfig.check_config(config, 8, own_model=True)
+        zconfig.check_config(config, 8, user_model=True)
     assert str(error.value) == (
         "precision.matmul_dtype='float8' has no effect on the model that was given; "
         "leave it at 'compute', or give no model"

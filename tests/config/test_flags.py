@@ -83,13 +83,13 @@ def test_binding_without_a_file():
         ),
         pytest.param(
             ["--config=a.py", "--gin_file=b.gin"],
-            "config='a.py' meets --gin_file=b.gin; "
+            "config='a.py' conflicts with --gin_file=b.gin; "
             "use either --config or Gin, not both",
             id="two-files",
         ),
         pytest.param(
             ["--config.seed=1", "--gin=config.seed=2"],
-            "config='config.seed=1' meets --gin=config.seed=2; "
+            "config='config.seed=1' conflicts with --gin=config.seed=2; "
             "use either --config or Gin, not both",
             id="change-and-binding",
         ),

@@ -9,7 +9,7 @@ import pytest
 from zjax.config import gin, schema
 from zjax.errors import ConfigError
 
-WIRING = "set values only: config.section.name = value"
+VALUES_ONLY = "set values only: config.section.name = value"
 SYNTAX = "write config.section.name = value, strings in quotes"
 
 
@@ -108,8 +108,7 @@ def test_the_registry_of_gin_is_left_alone():
         ),
         pytest.param(
             ["num_steps = 3"],
-            "num_steps=3 is a macro nobody uses; "
-            "write config.num_steps if it is a setting",
+            "num_steps=3 is an unused macro; write config.num_steps if it is a setting",
             id="unused-macro",
         ),
         pytest.param(
@@ -124,16 +123,16 @@ def test_the_registry_of_gin_is_left_alone():
         ),
         pytest.param(
             ["config.seed = @print()"],
-            f"config.seed='@print()' refers to code; {WIRING}",
+            f"config.seed='@print()' refers to code; {VALUES_ONLY}",
             id="reference",
         ),
         pytest.param(
             ["train/config.seed = 1"],
-            f"train/config.seed=1 has a Gin scope; {WIRING}",
+            f"train/config.seed=1 has a Gin scope; {VALUES_ONLY}",
             id="scope",
         ),
         pytest.param(
-            ["import os"], f"import='os' would run code; {WIRING}", id="import"
+            ["import os"], f"import='os' would run code; {VALUES_ONLY}", id="import"
         ),
         pytest.param(
             ["config.directory = runs"],
@@ -198,7 +197,7 @@ def test_include_in_a_circle(tmp_path):
     path.write_text("include 'a.gin'\n")
     with pytest.raises(ConfigError) as error:
         gin.from_gin([str(path)])
-    problem = f"include={str(path)!r} is a circle: {path} -> {path}; cut it"
+    problem = f"include={str(path)!r} includes itself: {path} -> {path}; remove one"
     assert str(error.value) == problem
 
 
@@ -213,8 +212,8 @@ HOSTILE = {
     "nested-dicts": ("config.seed = " + "{'a':" * 3_000, "nested"),
     "signs": ("config.seed = " + "-" * 50_000 + "1", "Unable to parse value"),
     "many-digits": ("config.seed = " + "9" * 5_000, "Exceeds the limit"),
-    "macro-bomb": (bomb(), "is made of more than 10,000 values by macros"),
-    "includes-itself": ("include './../here/a.gin'\n" * 2, "is a circle"),
+    "macro-bomb": (bomb(), "expands to more than 10,000 values by macros"),
+    "includes-itself": ("include './../here/a.gin'\n" * 2, "includes itself"),
     "large": ("#" * 2**20 + "\n", "it has more than 1,048,576 bytes"),
 }
 

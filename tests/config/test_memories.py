@@ -7,13 +7,15 @@ from tests.support.refusals import case, refusal
 CASES = [
     case(
         "zero.stage=2;zero.optimizer_memory=nvme;model.remat=full",
-        "zero.nvme_paths=() names no disk for what rests on 'nvme'; name a directory "
+        "zero.nvme_paths=() names no directory for arrays stored on 'nvme'; name a "
+        "directory "
         "on each disk, such as ('/mnt/nvme0',)",
         id="no-disk",
     ),
     case(
         "zero.nvme_paths=('/nvme',)",
-        "zero.nvme_paths=('/nvme',) has no effect, as nothing rests on 'nvme'; leave "
+        "zero.nvme_paths=('/nvme',) has no effect, as nothing is stored on 'nvme'; "
+        "leave "
         "it at (), or set zero.optimizer_memory to 'nvme' or 'auto'",
         id="nothing-on-the-disk",
     ),
@@ -26,8 +28,8 @@ CASES = [
     ),
     case(
         "model.activation_memory=nvme;zero.nvme_paths=('/nvme',)",
-        "model.activation_memory='nvme' cannot be reached from one program, as "
-        "zero.optimizer_memory='device' has it; use 'pinned_host', or another "
+        "model.activation_memory='nvme' needs a program per block, and "
+        "zero.optimizer_memory='device' runs one in all; use 'pinned_host', or another "
         "zero.optimizer_memory",
         id="one-program",
     ),

@@ -17,13 +17,13 @@ RULES = [
     ),
     case(
         "model.kind=encoder;model.mlp_tiles=2",
-        "model.mlp_tiles=2 adds to the stream in parts, and model.kind='encoder' "
-        "normalises their sum; use 1, or a decoder",
+        "model.mlp_tiles=2 adds to the residual stream tile by tile, and "
+        "model.kind='encoder' normalises the sum; use 1, or a decoder",
         id="encoder",
     ),
     case(
         "model.mlp_tiles=2;optimizer.name=muon",
-        "model.mlp_tiles=2 makes each part a matrix of its own to "
+        "model.mlp_tiles=2 makes each tile a separate matrix to "
         "optimizer.name='muon'; use 1, or adamw, adam, lion or sgd",
         id="optimizer-of-matrices",
     ),

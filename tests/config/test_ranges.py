@@ -64,7 +64,7 @@ def test_no_number_is_without_bounds(section):
     for name, allowed in ranges.RANGES[section].items():
         huge = 2**63 if name == "min_shard_elements" else 2**33
         for value in (huge, 2**62, -(2**62)) if types[name] is int else (1e39, -1e39):
-            assert allowed.misfit(value) or (name, value) == (
+            assert allowed.remedy_for(value) or (name, value) == (
                 "min_shard_elements",
                 2**62,
             )

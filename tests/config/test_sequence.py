@@ -42,14 +42,14 @@ CASES = [
     ),
     case(
         "mesh.sequence=4;model.sequence_attention=halo",
-        "model.sequence_attention='halo' needs a pattern, which "
-        "model.attention='auto' has not; use 'auto', or model.attention='sparse'",
+        "model.sequence_attention='halo' needs a sparsity pattern, which "
+        "model.attention='auto' lacks; use 'auto', or model.attention='sparse'",
         id="halo-of-dense",
     ),
     case(
         "mesh.sequence=4;model.attention=cudnn;model.sequence_attention=ring",
-        "model.sequence_attention='ring' never has the whole sequences of "
-        "model.attention='cudnn'; use 'ulysses', or model.attention='auto'",
+        "model.sequence_attention='ring' never gathers the whole sequences that "
+        "model.attention='cudnn' needs; use 'ulysses', or model.attention='auto'",
         id="ring-of-cudnn",
     ),
     case(
@@ -61,8 +61,9 @@ CASES = [
     ),
     case(
         "mesh.sequence=4;model.attention=sparse;model.sequence_attention=ring",
-        "model.sequence_attention='ring' never has the whole sequences of "
-        "model.attention='sparse'; use 'halo' or 'ulysses', or model.attention='auto'",
+        "model.sequence_attention='ring' never gathers the whole sequences that "
+        "model.attention='sparse' needs; use 'halo' or 'ulysses', or "
+        "model.attention='auto'",
         id="ring-of-sparse",
     ),
     case(

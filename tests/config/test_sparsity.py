@@ -119,7 +119,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("kind", ["decoder", "encoder"])
-@pytest.mark.parametrize("mode", sparse._RULES)
+@pytest.mark.parametrize("mode", sparse._PATTERNS)
 def test_what_is_accepted_makes_a_layout(mode, kind):
     """Fails if the settings and the patterns do not refuse the same."""
     names = [name for name in VALUES if mode in sparsity.MODES[name]]
@@ -147,7 +147,7 @@ def test_modes_read_what_their_patterns_take():
     unread = {("different_layout_per_head", mode) for mode in ("bslongformer", "dense")}
     takes = {
         (field.name, mode)
-        for mode, rule in sparse._RULES.items()
+        for mode, rule in sparse._PATTERNS.items()
         for field in dataclasses.fields(rule)
         if field.name in sparsity.MODES
     }
@@ -157,7 +157,7 @@ def test_modes_read_what_their_patterns_take():
 
 def test_deepspeed_defaults():
     """Settings left alone are those of DeepSpeed's classes, but for the block."""
-    for mode, rule in sparse._RULES.items():
+    for mode, rule in sparse._PATTERNS.items():
         model = schema.Model(kind="encoder", sparsity=schema.Sparsity(mode=mode))
         expected = rule(model.num_heads, 64, attention="bidirectional")
         assert sparse.sparse_of(model).pattern == expected

@@ -46,14 +46,14 @@ RULES = [
     case(
         "mesh.pipeline=2;pipeline.schedule=interleaved;pipeline.num_chunks=4"
         ";num_microbatches=2",
-        "pipeline.num_chunks=4 does not cut model.num_layers=12 into equal parts on 2 "
+        "pipeline.num_chunks=4 does not split model.num_layers=12 equally over 2 "
         "stages; use 2",
         id="chunks-of-unequal-size",
     ),
     case(
         "mesh.pipeline=4;pipeline.schedule=interleaved;num_microbatches=4"
         ";model.num_layers=6",
-        "pipeline.num_chunks=2 does not cut model.num_layers=6 into equal parts on 4 "
+        "pipeline.num_chunks=2 does not split model.num_layers=6 equally over 4 "
         "stages; use pipeline.schedule='1f1b', or another number of layers",
         id="no-chunks-fit",
     ),
@@ -72,48 +72,48 @@ RULES = [
     ),
     case(
         "mesh.pipeline=2;pipeline.schedule=zb_h1;model.remat=none",
-        "pipeline.schedule='zb_h1' would compute all of a stage again for the "
-        "gradients of weights; set pipeline.recompute to False, or use '1f1b'",
+        "pipeline.schedule='zb_h1' would recompute each stage for the weight "
+        "gradients; set pipeline.recompute to False, or use '1f1b'",
         id="weights-apart-and-recomputed",
     ),
     case(
         "mesh.pipeline=2;pipeline.schedule=zb_h1;pipeline.recompute=False"
         ";model.remat=full",
-        "model.remat='full' leaves no gradients of weights for "
-        "pipeline.schedule='zb_h1' to take apart; use 'none', or "
+        "model.remat='full' hides the weight gradients that pipeline.schedule='zb_h1' "
+        "separates; use 'none', or "
         "pipeline.schedule='1f1b'",
         id="weights-apart-and-remat",
     ),
     case(
         "mesh.pipeline=2;model.layers_per_scan=2",
-        "model.layers_per_scan=2 has no effect in the stages of a pipeline, which run "
-        "layers in line; use 0",
+        "model.layers_per_scan=2 has no effect in a pipeline, whose stages unroll "
+        "their layers; use 0",
         id="loop-over-layers",
     ),
     case(
         "mesh.pipeline=2;model.layers_per_scan=5",
-        "model.layers_per_scan=5 has no effect in the stages of a pipeline, which run "
-        "layers in line; use 0",
+        "model.layers_per_scan=5 has no effect in a pipeline, whose stages unroll "
+        "their layers; use 0",
         id="loop-that-does-not-divide-layers",
     ),
     case(
         "mesh.pipeline=2;model.layers_per_scan=2;deterministic=True",
-        "model.layers_per_scan=2 has no effect in the stages of a pipeline, which run "
-        "layers in line; use 0\n"
-        "deterministic=True repeats a kernel of cuDNN in each stage, which cannot be "
-        "deterministic; use False, or model.attention='xla'",
+        "model.layers_per_scan=2 has no effect in a pipeline, whose stages unroll "
+        "their layers; use 0\n"
+        "deterministic=True cannot repeat a cuDNN kernel in each stage; use False, or "
+        "model.attention='xla'",
         id="loop-and-deterministic",
     ),
     case(
         "mesh.pipeline=2;model.remat=full;model.activation_memory=pinned_host",
-        "model.activation_memory='pinned_host' has no effect in the stages of a "
-        "pipeline, which keep their own; leave it at 'device'",
+        "model.activation_memory='pinned_host' has no effect in a pipeline, whose "
+        "stages store activations themselves; leave it at 'device'",
         id="activations-elsewhere",
     ),
     case(
         "mesh.pipeline=2;deterministic=True",
-        "deterministic=True repeats a kernel of cuDNN in each stage, which cannot be "
-        "deterministic; use False, or model.attention='xla'",
+        "deterministic=True cannot repeat a cuDNN kernel in each stage; use False, or "
+        "model.attention='xla'",
         id="deterministic",
     ),
 ]

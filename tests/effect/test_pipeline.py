@@ -22,7 +22,7 @@ from zjax.sharding import placement
 MICROBATCHES, STAGES = 4, 4
 TICKS = MICROBATCHES + STAGES - 1
 TOKENS = pipelines.ROWS // 2 // MICROBATCHES * pipelines.LENGTH
-"""Of one microbatch on one of two shares of the batch."""
+"""Of one microbatch on one of two batch shards."""
 STREAM = TOKENS * pipelines.WIDTH
 """Elements that a stage hands on, beside its auxiliary loss."""
 

@@ -165,8 +165,9 @@ def test_more_than_inputs_of_blocks_stays_on_the_devices():
     with pytest.raises(ConfigError) as error:
         check_config(make_config("pinned_host", model=model), DEVICES)
     assert str(error.value) == (
-        "model.remat='attention' keeps more than what enters blocks, which alone can "
-        "rest in model.activation_memory='pinned_host'; use full, or device there"
+        "model.remat='attention' saves more than block inputs, and "
+        "model.activation_memory='pinned_host' stores those alone; use full, or "
+        "device there"
     )
 
 

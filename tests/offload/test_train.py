@@ -210,7 +210,7 @@ def test_settings_that_offload_cannot_use():
         "precision.reduce_dtype='float32' is not built for "
         "zero.optimizer_memory='pinned_host'; use 'compute', or keep the state on the "
         "devices\n"
-        "optimizer.ema_decay=0.9 keeps a copy on the devices, beside "
+        "optimizer.ema_decay=0.9 stores a copy on the devices, despite "
         "zero.parameter_memory='pinned_host'; use 0, or keep the parameters on the "
         "devices too\n"
         "model.layers_per_scan=1 has no effect with "

@@ -43,7 +43,7 @@ def visible(*, causal, documents=None, lengths=None):
 
 
 def make_mesh(**sizes):
-    """At most two shares of the batch, one per row."""
+    """At most two batch shards, one per row."""
     num_devices = min(ROWS * math.prod(sizes.values()), jax.device_count())
     return meshes.make_mesh(schema.Mesh(**sizes), jax.devices()[:num_devices])
 

@@ -141,7 +141,7 @@ def measure(
     compiled, peak = run.step.compile(batch), run.step.predict_peak(batch)
     predicted = peak.total if peak else memory.predicted_peak_bytes(compiled)
     compile_seconds = time.perf_counter() - start
-    with remedies_told(config, run.plan, own_model=False):
+    with remedies_told(config, run.plan, user_model=False):
         seconds, losses, state = _take_steps(run, batch, num_warm_up, num_rounds)
     check_losses(losses)
     return Measurement(

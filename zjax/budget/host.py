@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 
 from zjax.budget.fit import abstract_batch
-from zjax.config.axes import closed
+from zjax.config.axes import close_axes
 from zjax.config.schema import Config
 from zjax.errors import ZjaxError
 from zjax.models.build import make_model
@@ -95,6 +95,6 @@ def pinned_bytes(config: Config, num_devices: int) -> int:
 def _planned(config: Config, num_devices: int) -> tuple[Plan, Sequence[ArrayPlan]]:
     """Placement of the state, and what else waits in other memories."""
     model = make_model(config)
-    mesh = meshes.abstract_mesh(closed(config.mesh), num_devices)
+    mesh = meshes.abstract_mesh(close_axes(config.mesh), num_devices)
     plan = make_plan(config, mesh, model, make_optimizer(config, model))
     return plan, waiting_inputs(model, plan, config, abstract_batch(config, plan))

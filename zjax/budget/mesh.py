@@ -168,14 +168,14 @@ def _problems(
 ) -> tuple[Problem, ...]:
     try:
         candidate = dataclasses.replace(config, mesh=mesh)
-        check_config(candidate, machine.num_devices, own_optimizer=tx is not None)
+        check_config(candidate, machine.num_devices, user_optimizer=tx is not None)
     except ConfigError as error:
         return error.problems
     return ()
 
 
 def _refusal(config: schema.Config, machine: Machine, tx: Any) -> ConfigError:
-    return ConfigError(*_problems(config, axes.closed(config.mesh), machine, tx))
+    return ConfigError(*_problems(config, axes.close_axes(config.mesh), machine, tx))
 
 
 def _may_split_sequences(

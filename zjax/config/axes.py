@@ -1,4 +1,4 @@
-"""The axes of the mesh as numbers, before any device is asked for."""
+"""The mesh axes as numbers, before any device is touched."""
 
 import dataclasses
 import math
@@ -10,23 +10,23 @@ AXES = ("pipeline", "replica", "data", "expert", "sequence", "tensor")
 BUILT_AXES = ("pipeline", "replica", "data", "sequence", "tensor")
 BATCH_AXES = ("replica", "data", "expert")
 OPEN_AXES = ("pipeline", "sequence", "tensor")
-"""Axes whose size of 0 leaves it to zjax."""
+"""Axes whose size zjax chooses if it is 0."""
 AUTO = "auto"
-"""In place of a mesh: all of these are left to zjax."""
+"""Value of `mesh` that sets all `OPEN_AXES` to 0."""
 
 
 def axis_sizes(config: schema.Config, num_devices: int) -> dict[str, int]:
-    """Sizes of all axes, where an axis of -1 has the rest of the devices."""
+    """Sizes of all axes; an axis of -1 takes the remaining devices."""
     sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
-    rest = num_devices // math.prod(size for size in sizes.values() if size > 0)
-    return {axis: rest if size == -1 else size for axis, size in sizes.items()}
+    remaining = num_devices // math.prod(size for size in sizes.values() if size > 0)
+    return {axis: remaining if size == -1 else size for axis, size in sizes.items()}
 
 
-def closed(mesh: schema.Mesh) -> schema.Mesh:
-    """The plainest mesh of those that `mesh="auto"` may choose.
+def close_axes(mesh: schema.Mesh) -> schema.Mesh:
+    """Sets open axes to 1, the plainest mesh that `mesh="auto"` may choose.
 
     Example:
-        >>> closed(schema.Mesh(pipeline=0, sequence=0, tensor=2)).pipeline
+        >>> close_axes(schema.Mesh(pipeline=0, sequence=0, tensor=2)).pipeline
         1
     """
     sizes = {axis: getattr(mesh, axis) or 1 for axis in OPEN_AXES}
@@ -34,28 +34,28 @@ def closed(mesh: schema.Mesh) -> schema.Mesh:
 
 
 def mesh_fills(config: schema.Config, num_devices: int) -> bool:
-    """Whether the axes take all devices, neither fewer nor more."""
+    """Whether the axes multiply to the number of devices."""
     return math.prod(axis_sizes(config, num_devices).values()) == num_devices
 
 
-def name_divisors(number: int) -> str:
-    """The remedy for what does not divide a number.
+def suggest_divisors(number: int) -> str:
+    """Remedy for a value that does not divide `number`.
 
     Example:
-        >>> name_divisors(4)
+        >>> suggest_divisors(4)
         'use 1, 2 or 4'
     """
     divisors = [d for d in range(1, number + 1) if number % d == 0]
     if len(divisors) > 8:
         return f"use a divisor of {number}"
-    return name_choices(divisors)
+    return suggest_choices(divisors)
 
 
-def name_choices(numbers: Sequence[int]) -> str:
-    """The remedy that lists what works.
+def suggest_choices(numbers: Sequence[int]) -> str:
+    """Remedy that lists the working values.
 
     Example:
-        >>> name_choices([1]), name_choices([1, 2])
+        >>> suggest_choices([1]), suggest_choices([1, 2])
         ('use 1', 'use 1 or 2')
     """
     *first, last = map(str, numbers)

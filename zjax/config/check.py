@@ -1,6 +1,6 @@
-"""Whether settings can work together and on these devices, before anything compiles.
+"""Cross-field checks: whether settings work together and on these devices.
 
-Each rule is a small function that yields problems; all of them are reported at once.
+Each rule is a small function that yields problems; all are reported at once.
 """
 
 import dataclasses
@@ -18,18 +18,18 @@ def check_config(
     config: schema.Config,
     num_devices: int,
     *,
-    own_model: bool = False,
-    own_optimizer: bool = False,
+    user_model: bool = False,
+    user_optimizer: bool = False,
 ) -> None:
     """Refuses settings that are out of range, contradict each other or have no effect.
 
     Args:
-        config: Settings of the right types, as `load_config` gives them.
+        config: Settings of the right types, from `load_config`.
         num_devices: Devices of the run, over all processes; 1 or more.
-        own_model: The caller brings the model and its data, so that `config.model` and
-            `config.data` say nothing of them.
-        own_optimizer: The caller brings the optimizer; of `config.optimizer` only
-            the averaging is read.
+        user_model: Whether the caller brings the model and its data; then
+            `config.model` and `config.data` are not checked.
+        user_optimizer: Whether the caller brings the optimizer; then `config.optimizer`
+            may set nothing but the averaging.
 
     Raises:
         ConfigError: All problems, in the order of the settings.
@@ -40,32 +40,32 @@ def check_config(
         zjax.errors.ConfigError: mesh.tensor=3 does not divide 4 devices; use 1, 2 or 4
     """
     problems = list(ranges.range_problems(config))
-    if own_optimizer:
-        problems += effect.own_optimizer_problems(config)
+    if user_optimizer:
+        problems += effect.user_optimizer_problems(config)
         config = dataclasses.replace(config, optimizer=_UNUSED_OPTIMIZER)
-    if own_model:
-        problems += effect.own_model_problems(config)
+    if user_model:
+        problems += effect.user_model_problems(config)
     problems += _open_axes(config)
     broken = tuple(problem.field for problem in problems)
-    for parts, rule in _RULES if own_model else _RULES + model_rules.MODEL_RULES:
-        # A rule may divide by what it reads, so that its settings must be in range.
-        if not any(field.startswith(parts) for field in broken):
+    for prefixes, rule in _RULES if user_model else _RULES + model_rules.MODEL_RULES:
+        # A rule may divide by its settings, which must be in range.
+        if not any(field.startswith(prefixes) for field in broken):
             problems += rule(config, num_devices)
     if problems:
         raise ConfigError(*problems)
 
 
 def check_processes(config: schema.Config) -> None:
-    """Refuses an address of processes that cannot work, before any of them is called.
+    """Checks `config.processes` before the processes meet.
 
-    `check_config` holds the same rules, but needs the devices, which are known only
-    after the processes have met.
+    `check_config` has the same rules, but needs the number of devices, which is known
+    only afterwards.
 
     Args:
-        config: Settings of the right types, of which `processes` is read.
+        config: Settings of the right types.
 
     Raises:
-        ConfigError: All problems of `processes.coordinator` and its numbers.
+        ConfigError: All problems of `processes`.
 
     Example:
         >>> check_processes(schema.Config(processes=schema.Processes(process_id=-2)))
@@ -79,40 +79,40 @@ def check_processes(config: schema.Config) -> None:
 
 
 def _open_axes(config: schema.Config) -> Iterator[Problem]:
-    """What `zjax.budget.mesh` has not filled in."""
-    left = [axis for axis in axes.OPEN_AXES if getattr(config.mesh, axis) == 0]
-    problem = "is left to zjax.Trainer, which chooses for the built-in models alone"
-    if left == list(axes.OPEN_AXES):
+    """Refuses axes that `zjax.budget.mesh` has not filled in."""
+    open_axes = [axis for axis in axes.OPEN_AXES if getattr(config.mesh, axis) == 0]
+    problem = "is chosen by zjax.Trainer, for the built-in models only"
+    if open_axes == list(axes.OPEN_AXES):
         yield Problem("mesh", axes.AUTO, problem, "give sizes, such as mesh.data=-1")
-    elif left:
-        yield Problem(f"mesh.{left[0]}", 0, problem, "give a size")
+    elif open_axes:
+        yield Problem(f"mesh.{open_axes[0]}", 0, problem, "give a size")
 
 
 def _mesh(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     given = {axis: getattr(config.mesh, axis) for axis in axes.AXES}
-    rest = [axis for axis, size in given.items() if size == -1]
-    if len(rest) > 1:
-        problem = f"shares the rest with mesh.{rest[0]}=-1"
-        yield Problem(f"mesh.{rest[1]}", -1, problem, "keep -1 for one of them")
+    remaining = [axis for axis, size in given.items() if size == -1]
+    if len(remaining) > 1:
+        problem = f"takes the remaining devices, as does mesh.{remaining[0]}=-1"
+        yield Problem(f"mesh.{remaining[1]}", -1, problem, "keep -1 for one of them")
         return
     misfits = [axis for axis, size in given.items() if size > 0 and num_devices % size]
     for axis in misfits:
         problem = f"does not divide {num_devices} devices"
         yield Problem(
-            f"mesh.{axis}", given[axis], problem, axes.name_divisors(num_devices)
+            f"mesh.{axis}", given[axis], problem, axes.suggest_divisors(num_devices)
         )
     if misfits or axes.mesh_fills(config, num_devices):
         return
     known = math.prod(size for size in given.values() if size > 0)
-    axis = max(axes.AXES, key=lambda axis: given[axis] if axis not in rest else 0)
+    axis = max(axes.AXES, key=lambda axis: given[axis] if axis not in remaining else 0)
     axis = "data" if known == 1 else axis
     others = known // given[axis]
     problem = f"makes a mesh of size {known} for {num_devices} devices"
     fit, left = divmod(num_devices, others)
-    remedy = f"use {fit} or -1" if not left else axes.name_divisors(num_devices)
-    if rest:
+    remedy = f"use {fit} or -1" if not left else axes.suggest_divisors(num_devices)
+    if remaining:
         problem = f"needs a multiple of {known} devices, and there are {num_devices}"
-        remedy = axes.name_divisors(math.gcd(num_devices, fit))
+        remedy = axes.suggest_divisors(math.gcd(num_devices, fit))
     yield Problem(f"mesh.{axis}", given[axis], problem, remedy)
 
 
@@ -135,9 +135,9 @@ def _batch(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         yield from error.problems
         return
     rows = resolved.global_batch_size
-    if rows > ranges.MOST_ROWS:
+    if rows > ranges.MAX_ROWS:
         problem = f"comes out as {rows}"
-        remedy = f"use at most {ranges.MOST_ROWS}, such as by num_microbatches"
+        remedy = f"use at most {ranges.MAX_ROWS}, such as by num_microbatches"
         yield Problem("global_batch_size", config.global_batch_size, problem, remedy)
     dtype = config.precision.grad_sum_dtype
     if dtype != "float32" and resolved.num_microbatches == 1:
@@ -158,7 +158,7 @@ def _precision(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     precision = config.precision
     if precision.compute_dtype == "float16" and precision.master_dtype == "bfloat16":
         field = "precision.master_dtype"
-        problem = "loses the digits that precision.compute_dtype='float16' computes"
+        problem = "is less precise than precision.compute_dtype='float16'"
         yield Problem(field, precision.master_dtype, problem, "use float32")
     if precision.compute_dtype == "float16" and precision.matmul_dtype == "float8":
         problem = "cannot run with precision.compute_dtype='float16'"
@@ -179,24 +179,24 @@ def _offload(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         yield Problem("precision.reduce_dtype", "float32", problem, remedy)
     zero, activations = config.zero, config.model.activation_memory
     if activations == "nvme" and memory == "device":
-        problem = "cannot be reached from one program, as zero.optimizer_memory="
-        problem += "'device' has it"
+        problem = "needs a program per block, and zero.optimizer_memory='device' runs "
+        problem += "one in all"
         remedy = "use 'pinned_host', or another zero.optimizer_memory"
         yield Problem("model.activation_memory", activations, problem, remedy)
-    kept = memory, zero.parameter_memory, zero.gradient_memory, activations
-    on_disk = "nvme" in kept
+    memories = memory, zero.parameter_memory, zero.gradient_memory, activations
+    on_disk = "nvme" in memories
     if on_disk and not config.zero.nvme_paths:
-        problem = "names no disk for what rests on 'nvme'"
+        problem = "names no directory for arrays stored on 'nvme'"
         remedy = "name a directory on each disk, such as ('/mnt/nvme0',)"
         yield Problem("zero.nvme_paths", (), problem, remedy)
     if config.zero.nvme_paths and not on_disk and memory != "auto":
-        problem = "has no effect, as nothing rests on 'nvme'"
+        problem = "has no effect, as nothing is stored on 'nvme'"
         remedy = "leave it at (), or set zero.optimizer_memory to 'nvme' or 'auto'"
         yield Problem("zero.nvme_paths", config.zero.nvme_paths, problem, remedy)
     memory, decay = config.zero.parameter_memory, config.optimizer.ema_decay
     if memory != "device" and decay:
         problem = (
-            f"keeps a copy on the devices, beside zero.parameter_memory={memory!r}"
+            f"stores a copy on the devices, despite zero.parameter_memory={memory!r}"
         )
         remedy = "use 0, or keep the parameters on the devices too"
         yield Problem("optimizer.ema_decay", decay, problem, remedy)
@@ -267,7 +267,7 @@ def _sinks(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 def _profile(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     start, field = config.observe.profile_start_step, "observe.profile_start_step"
     if start > config.num_steps:
-        problem = f"never comes with num_steps={config.num_steps}"
+        problem = f"is beyond num_steps={config.num_steps}"
         yield Problem(field, start, problem, f"use at most {config.num_steps}")
 
 
@@ -281,7 +281,7 @@ def _processes(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         problem, remedy = "is not an address", "use host:port, auto or none"
         yield Problem(field, given.coordinator, problem, remedy)
     if given.num_processes == 0:
-        problem = f"leaves open how many meet at {given.coordinator}"
+        problem = f"gives no number of processes to meet at {given.coordinator}"
         yield Problem("processes.num_processes", 0, problem, "use 1 or more")
     elif not 0 <= given.process_id < given.num_processes:
         problem = f"is not one of {given.num_processes} processes"

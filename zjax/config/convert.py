@@ -1,4 +1,4 @@
-"""Mapping -> Config, strictly typed; the defaults as a ConfigDict to start from."""
+"""Converts mappings to a Config, strictly typed, and back."""
 
 import dataclasses
 import difflib
@@ -14,15 +14,15 @@ from zjax.errors import ConfigError, Problem
 
 Section = TypeVar("Section")
 
-_MOST_ENTRIES = 10_000
-"""Of a setting that is a list."""
+_MAX_ENTRIES = 10_000
+"""Longest list that a setting may be."""
 
 
 def base() -> ml_collections.ConfigDict:
-    """Gives all settings at their defaults, open for a config file to change.
+    """All settings at their defaults, for a config file to change.
 
     Types are not enforced while the file runs: `from_mapping` reports every mistake at
-    once, instead of the first one.
+    once.
 
     Returns:
         A nested ConfigDict of the whole schema.
@@ -41,15 +41,11 @@ def from_mapping(section: type[Section], values: Mapping[str, Any]) -> Section:
     may be mappings or instances.
 
     Args:
-        section: A dataclass of `zjax.config.schema`, usually `Config`.
+        section: Dataclass of `zjax.config.schema`, usually `Config`.
         values: Settings that differ from the defaults, nested by section.
 
-    Returns:
-        The section, frozen.
-
     Raises:
-        ConfigError: Unknown names, wrong types and values that are no choice, all of
-            them at once.
+        ConfigError: Unknown names, wrong types and invalid choices, all at once.
 
     Example:
         >>> from_mapping(schema.Zero, {"stage": 3}).stage
@@ -66,14 +62,13 @@ def from_mapping(section: type[Section], values: Mapping[str, Any]) -> Section:
 
 
 def to_mapping(section: Any) -> dict[str, Any]:
-    """Gives a section as nested plain values, the inverse of `from_mapping`.
+    """Converts a section to nested plain values, the inverse of `from_mapping`.
 
     Args:
-        section: An instance of a dataclass of the schema, usually a `Config`.
+        section: Instance of a dataclass of the schema, usually a `Config`.
 
     Returns:
-        A dict per section and table of names; tuples stay tuples, and what follows from
-        other settings is marked.
+        Nested dicts; tuples stay tuples, and derived values stay marked.
 
     Example:
         >>> to_mapping(schema.Config())["zero"]["stage"]
@@ -89,35 +84,26 @@ def _with_tables(fields: list[tuple[str, Any]]) -> dict[str, Any]:
     }
 
 
-def spelled_out(path: str, value: Any) -> Any:
-    """Gives the sizes that the word `auto` stands for in place of a mesh.
+def expand_auto(path: str, value: Any) -> Any:
+    """The sizes that `mesh="auto"` stands for; any other value as it is.
 
     Args:
-        path: Of a section.
-        value: What was given for it.
-
-    Returns:
-        A mapping for `mesh="auto"`; any other value as it is.
+        path: Path of a section.
+        value: Value given for it.
 
     Example:
-        >>> spelled_out("mesh", "auto")
+        >>> expand_auto("mesh", "auto")
         {'pipeline': 0, 'sequence': 0, 'tensor': 0}
     """
     is_auto = (path, value) == ("mesh", axes.AUTO)
     return dict.fromkeys(axes.OPEN_AXES, 0) if is_auto else value
 
 
-def hint_at(path: str) -> Any:
-    """Looks up the type of a setting.
-
-    Args:
-        path: Dotted, such as `zero.stage`.
-
-    Returns:
-        Its annotation, or None where the schema has no such setting.
+def type_of(path: str) -> Any:
+    """The annotation of a setting, such as `zero.stage`; None for an unknown one.
 
     Example:
-        >>> hint_at("optimizer.clip_norm")
+        >>> type_of("optimizer.clip_norm")
         <class 'float'>
     """
     hint: Any = schema.Config
@@ -130,7 +116,7 @@ def hint_at(path: str) -> Any:
 def _section(section: Any, values: Any, path: str, problems: list[Problem]) -> Any:
     if isinstance(values, section):
         values = {f.name: getattr(values, f.name) for f in dataclasses.fields(values)}
-    values, hints = spelled_out(path, values), typing.get_type_hints(section)
+    values, hints = expand_auto(path, values), typing.get_type_hints(section)
     if not isinstance(values, Mapping):
         word = f"{axes.AUTO!r}, or " if section is schema.Mesh else ""
         expected = f"{word}a mapping with any of {', '.join(hints)}"
@@ -148,9 +134,9 @@ def _section(section: Any, values: Any, path: str, problems: list[Problem]) -> A
 
 
 def _nearest(name: str, known: list[str], path: str) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    if near:
-        return f"did you mean {path}{'.' if path else ''}{near[0]}?"
+    matches = difflib.get_close_matches(name, known, n=1)
+    if matches:
+        return f"did you mean {path}{'.' if path else ''}{matches[0]}?"
     return f"use one of {', '.join(known)}"
 
 
@@ -189,7 +175,7 @@ def _path(value: str, field: str, problems: list[Problem]) -> str:
 def _choice(
     choices: tuple[Any, ...], value: Any, field: str, problems: list[Problem]
 ) -> Any:
-    # True == 1 in Python, so that membership alone would take True for stage 1.
+    # Types are compared, too: True == 1 in Python, and is no stage.
     if (type(value), value) not in [(type(choice), choice) for choice in choices]:
         remedy = f"use one of {', '.join(map(str, choices))}"
         problems.append(Problem(field, value, "is not a choice", remedy))
@@ -200,10 +186,10 @@ def _tuple(hint: Any, value: Any, field: str, problems: list[Problem]) -> Any:
     if not isinstance(value, list | tuple):
         _refuse_type(field, value, "list or tuple", problems)
         return value
-    if len(value) > _MOST_ENTRIES:
+    if len(value) > _MAX_ENTRIES:
         problem, remedy = (
             f"has {len(value):,} entries",
-            f"use at most {_MOST_ENTRIES:,}",
+            f"use at most {_MAX_ENTRIES:,}",
         )
         problems.append(Problem(field, "...", problem, remedy))
         return ()

@@ -1,4 +1,4 @@
-"""Settings as text: those of a run, and what each one means."""
+"""Settings as text: those of a run, and their documentation."""
 
 import ast
 import dataclasses
@@ -15,12 +15,9 @@ from zjax.config import derived, schema
 def describe_config(config: schema.Config) -> str:
     """Writes every setting of a run, defaults included, as a Gin file.
 
-    Args:
-        config: Any config.
-
     Returns:
-        One binding per line, of which a comment says whether it follows from others;
-        reading it back gives an equal config.
+        One binding per line, with a comment if it was derived; reading it back gives an
+        equal config.
 
     Example:
         >>> describe_config(schema.Config()).splitlines()[0]
@@ -33,7 +30,7 @@ def describe_config(config: schema.Config) -> str:
 
 
 def describe_settings() -> str:
-    """Lists every setting with its default, its choices and what it does.
+    """Lists every setting with its default, its choices and its documentation.
 
     Returns:
         A paragraph per section, two indented lines per setting.

@@ -1,4 +1,4 @@
-"""Which settings of two runs differ."""
+"""Compares the settings of two runs."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -7,10 +7,9 @@ from zjax.config import convert, schema
 
 
 class Absent:
-    """Stands for the value of a setting that one of two configs does not have."""
+    """Value of a setting that a config does not have."""
 
     def __repr__(self) -> str:
-        """As it is shown in a message."""
         return "absent"
 
 
@@ -18,14 +17,14 @@ ABSENT = Absent()
 
 
 class Difference(NamedTuple):
-    """A setting that two configs have at different values."""
+    """A setting whose values differ in two configs."""
 
     setting: str
     """Dotted path, such as `optimizer.groups[0].weight_decay`."""
     value: Any
-    """In the first config; `ABSENT` where it has no such setting."""
+    """Value in the first config, or `ABSENT`."""
     other: Any
-    """In the second config; `ABSENT` where it has no such setting."""
+    """Value in the second config, or `ABSENT`."""
 
 
 def differences(
@@ -34,12 +33,12 @@ def differences(
     """Compares two configs setting by setting.
 
     Args:
-        config: A Config, or a mapping of nested sections such as `to_mapping` gives,
-            also one that was read from JSON, which has lists for tuples.
-        other: The same; it may come from another version of zjax.
+        config: Config, or nested mapping such as `to_mapping` gives; from JSON, too,
+            where tuples are lists.
+        other: Config to compare with, possibly of another version of zjax.
 
     Returns:
-        What differs, in the order of the settings of `config`.
+        Differences, in the order of the settings of `config`.
 
     Example:
         >>> differences(schema.Config(seed=1), schema.Config())

@@ -1,4 +1,4 @@
-"""Settings that have no effect in this run: asked for, but nothing would read them."""
+"""Finds settings that were changed but have no effect in this run."""
 
 import dataclasses
 import operator
@@ -10,22 +10,22 @@ from zjax.errors import Problem
 
 
 class Needs(NamedTuple):
-    """A setting that only some choices of another setting read."""
+    """A setting that is read only under some choices of another one."""
 
     setting: str
     other: str
     choices: tuple[Any, ...]
 
 
-_AWAY = ("pinned_host", "nvme", "auto")
+_OFFLOADED = ("pinned_host", "nvme", "auto")
 _MOMENTS = ("adamw", "adam", "lamb", "muon")
 
 NEEDS = (
     Needs("pipeline.num_chunks", "pipeline.schedule", ("interleaved",)),
-    Needs("zero.memory", "zero.optimizer_memory", _AWAY),
-    Needs("zero.parameter_memory", "zero.optimizer_memory", _AWAY),
-    Needs("zero.gradient_memory", "zero.optimizer_memory", _AWAY),
-    Needs("zero.delay_updates_from", "zero.optimizer_memory", _AWAY),
+    Needs("zero.memory", "zero.optimizer_memory", _OFFLOADED),
+    Needs("zero.parameter_memory", "zero.optimizer_memory", _OFFLOADED),
+    Needs("zero.gradient_memory", "zero.optimizer_memory", _OFFLOADED),
+    Needs("zero.delay_updates_from", "zero.optimizer_memory", _OFFLOADED),
     Needs("precision.reduce_dtype", "precision.compute_dtype", ("bfloat16", "float16")),
     *(
         Needs(
@@ -64,14 +64,7 @@ NEEDS = (
 
 
 def effect_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Finds changed settings that nothing reads.
-
-    Args:
-        config: Settings of the right types.
-        num_devices: Unused; rules share one form.
-
-    Yields:
-        One problem per setting.
+    """Yields a problem for each changed setting that nothing reads.
 
     Example:
         >>> mesh = schema.Config(data=schema.Data(path="x"))
@@ -79,8 +72,8 @@ def effect_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
         ['data.path']
     """
     for setting, other, choices in NEEDS:
-        value, default = _both(config, setting)
-        given, _ = _both(config, other)
+        value, default = _value_and_default(config, setting)
+        given, _ = _value_and_default(config, other)
         if value != default and given not in choices:
             problem = f"has no effect with {other}={given!r}"
             one_of = " or ".join(map(repr, choices))
@@ -92,33 +85,19 @@ def effect_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
     yield from _processes(config)
 
 
-def own_optimizer_problems(config: schema.Config) -> Iterator[Problem]:
-    """Finds settings of the optimizer where the caller brings another.
-
-    Args:
-        config: Settings of the right types.
-
-    Yields:
-        One problem per setting.
-    """
+def user_optimizer_problems(config: schema.Config) -> Iterator[Problem]:
+    """Yields changed settings of the optimizer, for runs whose caller brings one."""
     for field in dataclasses.fields(schema.Optimizer):
-        value, default = _both(config, f"optimizer.{field.name}")
+        value, default = _value_and_default(config, f"optimizer.{field.name}")
         if value != default and field.name != "ema_decay":
             problem = "has no effect on the optimizer that was given"
             remedy = f"leave it at {default!r}, or give no optimizer"
             yield Problem(f"optimizer.{field.name}", value, problem, remedy)
 
 
-def own_model_problems(config: schema.Config) -> Iterator[Problem]:
-    """Finds settings of the built-in models where the caller brings another.
-
-    Args:
-        config: Settings of the right types.
-
-    Yields:
-        One problem per setting outside of `config.model` and `config.data`.
-    """
-    value, default = _both(config, "precision.matmul_dtype")
+def user_model_problems(config: schema.Config) -> Iterator[Problem]:
+    """Yields settings outside `model` and `data` that only built-in models read."""
+    value, default = _value_and_default(config, "precision.matmul_dtype")
     if value != default:
         problem = "has no effect on the model that was given"
         remedy = f"leave it at {default!r}, or give no model"
@@ -148,7 +127,7 @@ def _reduction(config: schema.Config) -> Iterator[Problem]:
 
 
 def _profile(config: schema.Config) -> Iterator[Problem]:
-    value, default = _both(config, "observe.profile_num_steps")
+    value, default = _value_and_default(config, "observe.profile_num_steps")
     if value != default and config.observe.profile_start_step == -1:
         problem = "has no effect with observe.profile_start_step=-1"
         remedy = f"leave it at {default}, or set observe.profile_start_step"
@@ -163,13 +142,13 @@ def _processes(config: schema.Config) -> Iterator[Problem]:
     if coordinator == "none":
         names.append("heartbeat_seconds")
     for name in names:
-        value, default = _both(config, f"processes.{name}")
+        value, default = _value_and_default(config, f"processes.{name}")
         if value != default:
             problem = f"has no effect with processes.coordinator={coordinator!r}"
             remedy = f"leave it at {default}, or set processes.coordinator"
             yield Problem(f"processes.{name}", value, problem, remedy)
 
 
-def _both(config: schema.Config, path: str) -> tuple[Any, Any]:
+def _value_and_default(config: schema.Config, path: str) -> tuple[Any, Any]:
     value = operator.attrgetter(path)
     return value(config), value(schema.Config())

@@ -1,8 +1,8 @@
-"""Command-line flags: one config file, Python or Gin, and changes to single settings.
+"""Command-line flags: one config file, Python or Gin, and changes of single settings.
 
-A change has the same text on every way in: `--config.zero.stage=3`, a Gin binding
-`config.zero.stage=3`, an override of `load_config`. The flags only collect texts, so
-that all mistakes are reported together and in one form.
+A change has the same syntax everywhere: `--config.zero.stage=3`, a Gin binding
+`config.zero.stage=3`, an override of `load_config`. Flags only collect texts, so that
+all mistakes are reported at once.
 """
 
 import difflib
@@ -13,17 +13,17 @@ from collections.abc import Sequence
 from absl import flags
 
 from zjax.config import gin, load, schema
-from zjax.config.ranges import MOST_DEVICES
+from zjax.config.ranges import MAX_DEVICES
 from zjax.errors import ConfigError, Problem
 
-MOST = {
+MAX_VALUES = {
     "simulated_devices": 4_096,
-    "num_devices": MOST_DEVICES,
-    "devices_per_host": MOST_DEVICES,
+    "num_devices": MAX_DEVICES,
+    "devices_per_host": MAX_DEVICES,
     "num_params": 10**18,
     "device_gb": 10**6,
 }
-"""The largest number of each flag that has one; the least is 0."""
+"""Largest value of numeric flags; the smallest is 0."""
 
 
 def define_flags(
@@ -31,16 +31,16 @@ def define_flags(
 ) -> None:
     """Defines `--config`, `--gin_file`, `--gin`, and each `--config.x.y` in `argv`.
 
-    Nothing is defined before this is called, as zjax is also a library; calling it
-    again changes nothing.
+    Flags are not defined at import, as zjax is also a library. May be called
+    repeatedly.
 
     Args:
-        argv: Arguments to look for changed settings in; by default those of this
+        argv: Arguments that may contain changed settings; None is those of this
             process.
-        flag_values: Where flags are defined.
+        flag_values: Flag registry.
 
     Raises:
-        ConfigError: A file of flags cannot be read.
+        ConfigError: A flag file cannot be read.
     """
     if "config" not in flag_values:
         flags.DEFINE_string(
@@ -62,7 +62,7 @@ def define_flags(
     try:
         read = flag_values.read_flags_from_files(list(arguments), force_gnu=False)
     except flags.Error as error:
-        raise ConfigError(_mistake(error, flag_values)) from error
+        raise ConfigError(_flag_problem(error, flag_values)) from error
     for argument in read:
         name = argument.lstrip("-").partition("=")[0]
         is_change = argument.startswith("-") and name.startswith("config.")
@@ -75,44 +75,44 @@ def define_flags(
 def parse(
     argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS
 ) -> list[str]:
-    """Reads the flags of a command line.
+    """Parses a command line.
 
     Args:
-        argv: Its words, the program first.
-        flag_values: Flags, defined.
+        argv: Program and arguments.
+        flag_values: Flag registry.
 
     Returns:
-        The words that are no flags, the program first.
+        Program and positional arguments.
 
     Raises:
-        ConfigError: A flag is unknown, or its value cannot be one.
+        ConfigError: A flag is unknown, or its value is invalid.
     """
     try:
         return flag_values(argv)
     except flags.Error as error:
-        raise ConfigError(_mistake(error, flag_values)) from error
+        raise ConfigError(_flag_problem(error, flag_values)) from error
 
 
-def _mistake(error: flags.Error, flag_values: flags.FlagValues) -> Problem:
-    """What absl says of one flag, in our own terms."""
+def _flag_problem(error: flags.Error, flag_values: flags.FlagValues) -> Problem:
+    """Rewords an error of absl."""
     text = str(error)
     if isinstance(error, flags.UnrecognizedFlagError):
         name, value = error.flagname, str(error.flagvalue).partition("=")[2]
-        near = difflib.get_close_matches(name, list(flag_values), n=1)
-        remedy = f"did you mean --{near[0]}?" if near else "see zjax help"
+        matches = difflib.get_close_matches(name, list(flag_values), n=1)
+        remedy = f"did you mean --{matches[0]}?" if matches else "see zjax help"
         return Problem(f"--{name}", value, "is not a flag", remedy)
     if illegal := re.match("flag --([^=]+)=", text):
         name, why = illegal[1], f": {error.__context__}"
         value = text[illegal.end() :].removesuffix(why)
-        return Problem(f"--{name}", value, *_unlike(flag_values[name].parser))
+        return Problem(f"--{name}", value, *_value_problem(flag_values[name].parser))
     if missing := re.match("Missing value for flag -*(.+)", text):
         name = f"--{missing[1]}"
         return Problem(name, "", "has no value", f"write {name}=VALUE")
     return Problem("--flagfile", "given", f"cannot be read ({text})", "mend it")
 
 
-def _unlike(parser: flags.ArgumentParser) -> tuple[str, str]:
-    """What is wrong with a value that a parser refuses, and what it takes."""
+def _value_problem(parser: flags.ArgumentParser) -> tuple[str, str]:
+    """Problem and remedy of a value that a parser refuses."""
     if isinstance(parser, flags.EnumParser):
         known = [value for value in parser.enum_values if value]
         return "is not a choice", f"use one of {', '.join(known)}"
@@ -122,14 +122,7 @@ def _unlike(parser: flags.ArgumentParser) -> tuple[str, str]:
 
 
 def settings_given(flag_values: flags.FlagValues = flags.FLAGS) -> list[str]:
-    """The flags of the command line that set a run.
-
-    Args:
-        flag_values: Flags, parsed.
-
-    Returns:
-        Names, such as `config` and `config.seed`.
-    """
+    """Names of the flags given that set a run, such as `config` and `config.seed`."""
     files = ("config", "gin", "gin_file")
     return [
         name
@@ -144,16 +137,16 @@ def refuse_flags(
     remedy: str = "leave it out",
     flag_values: flags.FlagValues = flags.FLAGS,
 ) -> None:
-    """Refuses flags that nothing would read.
+    """Refuses flags that have no effect.
 
     Args:
-        names: Of flags that have no effect.
-        problem: Why.
-        remedy: What to do instead.
-        flag_values: Flags, parsed.
+        names: Names of the flags.
+        problem: Reason.
+        remedy: Alternative.
+        flag_values: Parsed flags.
 
     Raises:
-        ConfigError: Names every one of them that is given.
+        ConfigError: Lists all of them that were given.
     """
     problems = [
         Problem(f"--{name}", flag_values[name].value, problem, remedy)
@@ -165,37 +158,30 @@ def refuse_flags(
 
 
 def check_numbers(flag_values: flags.FlagValues = flags.FLAGS) -> None:
-    """Refuses numbers of the command line that nothing could count; NaN is one.
-
-    Args:
-        flag_values: Flags, parsed.
-
-    Raises:
-        ConfigError: Names every flag out of range.
-    """
+    """Refuses numeric flags that are NaN or out of range, all at once."""
     problems = [
         Problem(
-            f"--{name}", flag_values[name].value, "is out of range", f"use 0 to {most}"
+            f"--{name}",
+            flag_values[name].value,
+            "is out of range",
+            f"use 0 to {maximum}",
         )
-        for name, most in MOST.items()
-        if not 0 <= (flag_values[name].value or 0) <= most
+        for name, maximum in MAX_VALUES.items()
+        if not 0 <= (flag_values[name].value or 0) <= maximum
     ]
     if problems:
         raise ConfigError(*problems)
 
 
 def config_from_flags(flag_values: flags.FlagValues = flags.FLAGS) -> schema.Config:
-    """Reads the config that the command line describes.
+    """Builds the config that the command line describes.
 
     Args:
-        flag_values: Flags that `define_flags` defined, parsed.
-
-    Returns:
-        The frozen config.
+        flag_values: Parsed flags.
 
     Raises:
-        ConfigError: No file and no change was given, both kinds of file were, or the
-            settings are unknown or of the wrong type, all of them at once.
+        ConfigError: Neither file nor change was given, Python and Gin were mixed, or
+            settings are unknown or of the wrong type (all at once).
     """
     path = flag_values["config"].value
     files = flag_values["gin_file"].value or []
@@ -214,5 +200,5 @@ def config_from_flags(flag_values: flags.FlagValues = flags.FLAGS) -> schema.Con
         other = path or changes[0]
         given = f"--gin_file={files[0]}" if files else f"--gin={bindings[0]}"
         remedy = "use either --config or Gin, not both"
-        raise ConfigError(Problem("config", other, f"meets {given}", remedy))
+        raise ConfigError(Problem("config", other, f"conflicts with {given}", remedy))
     return gin.from_gin(files, bindings)

@@ -1,8 +1,8 @@
 """Gin files and bindings as plain settings: Gin's syntax without Gin's registry.
 
-Gin may set values but never wire code. Its own parser reads the text; nothing is
-registered with Gin, so that a program that uses Gin for itself is left alone,
-references (`@name`) reach nothing, and all mistakes are reported together.
+Gin sets values but never wires code. Gin's parser reads the text and nothing is
+registered, so a program's own use of Gin is not affected, references (`@name`) reach
+nothing, and all mistakes are reported at once.
 """
 
 import math
@@ -19,11 +19,11 @@ from zjax.config.vocabulary import with_vocabulary
 from zjax.errors import ConfigError, Problem
 from zjax.reading import read_text
 
-MOST_FILES = 100
-"""Files that a run is read from, each as often as it is included."""
-MOST_VALUES = 10_000
-"""Values that macros make of a file."""
-WIRING = "set values only: config.section.name = value"
+MAX_FILES = 100
+"""Largest number of files read, counting repeated includes."""
+MAX_VALUES = 10_000
+"""Largest number of values after macro expansion."""
+VALUES_ONLY = "set values only: config.section.name = value"
 
 
 class _Macro(NamedTuple):
@@ -35,22 +35,22 @@ class _Reference(NamedTuple):
 
 
 class _Budget:
-    """What may still be read, or be made of it by macros."""
+    """Counts the files and values that may still be read."""
 
     def __init__(self) -> None:
-        self._files, self._values = MOST_FILES, MOST_VALUES
+        self._files, self._values = MAX_FILES, MAX_VALUES
 
     def take_file(self, path: pathlib.Path) -> None:
         self._files -= 1
         if self._files < 0:
-            problem, remedy = f"is file {MOST_FILES + 1}", "include fewer"
+            problem, remedy = f"is file {MAX_FILES + 1}", "include fewer"
             raise ConfigError(Problem("include", str(path), problem, remedy))
 
     def take_value(self, path: str) -> None:
         self._values -= 1
         if self._values < 0:
-            problem = f"is made of more than {MOST_VALUES:,} values by macros"
-            raise ConfigError(Problem(path, "...", problem, "write what is meant"))
+            problem = f"expands to more than {MAX_VALUES:,} values by macros"
+            raise ConfigError(Problem(path, "...", problem, "write the values out"))
 
 
 class _Delegate(config_parser.ParserDelegate):
@@ -64,18 +64,18 @@ class _Delegate(config_parser.ParserDelegate):
 def read_gin(files: Sequence[str] = (), bindings: Sequence[str] = ()) -> dict[str, Any]:
     """Reads Gin files in order, then single bindings; the last one wins.
 
-    A float is infinite as `%inf`; a tuple is written as in Python. An included file is
-    looked for beside the file that includes it.
+    Infinity is written `%inf`, tuples as in Python. An included file is looked up
+    beside the file that includes it.
 
     Args:
         files: Paths of Gin files.
-        bindings: Such as `config.zero.stage = 3`.
+        bindings: Bindings such as `config.zero.stage = 3`.
 
     Returns:
-        The settings they bind, nested by section, not yet checked against the schema.
+        Settings nested by section, not yet checked against the schema.
 
     Raises:
-        ConfigError: A file that cannot be read, a syntax error, or anything but values.
+        ConfigError: Unreadable files, syntax errors, or anything but values.
 
     Example:
         >>> read_gin(bindings=["config.zero.stage = 3"])
@@ -109,21 +109,18 @@ def _read_all(files: Sequence[str], bindings: Sequence[str]) -> dict[str, Any]:
             values = _bind(values, path, resolved, problems)
     for name in sorted(unused):
         remedy = f"write config.{name} if it is a setting"
-        problems.append(Problem(name, macros[name], "is a macro nobody uses", remedy))
+        problems.append(Problem(name, macros[name], "is an unused macro", remedy))
     if problems:
         raise ConfigError(*problems)
     return values
 
 
 def from_gin(files: Sequence[str] = (), bindings: Sequence[str] = ()) -> schema.Config:
-    """Builds a Config from Gin files in order, then single bindings; the last one wins.
+    """Builds a Config from Gin files and bindings, as `read_gin` reads them.
 
     Args:
         files: Paths of Gin files.
-        bindings: Such as `config.zero.stage = 3`.
-
-    Returns:
-        The config; what is not bound has its default.
+        bindings: Bindings such as `config.zero.stage = 3`.
 
     Raises:
         ConfigError: As `read_gin` and `convert.from_mapping`.
@@ -146,7 +143,7 @@ def _read_file(
     if os.path.realpath(path) in map(os.path.realpath, parents):
         names = " -> ".join(map(str, (*parents, path)))
         problems.append(
-            Problem("include", str(path), f"is a circle: {names}", "cut it")
+            Problem("include", str(path), f"includes itself: {names}", "remove one")
         )
         return []
     try:
@@ -174,7 +171,7 @@ def _read_text(
             path = f"{selector}.{name}" if name else selector
             if scope:
                 place = f"{scope}/{path}"
-                problems.append(Problem(place, value, "has a Gin scope", WIRING))
+                problems.append(Problem(place, value, "has a Gin scope", VALUES_ONLY))
             else:
                 found.append((path, value))
         elif isinstance(statement, config_parser.IncludeStatement):
@@ -182,7 +179,7 @@ def _read_text(
             name = paths.local_path("include", statement.filename)
             found += _read_file(folder / name, parents, problems, budget)
         elif isinstance(statement, config_parser.ImportStatement):
-            problem = Problem("import", statement.module, "would run code", WIRING)
+            problem = Problem("import", statement.module, "would run code", VALUES_ONLY)
             problems.append(problem)
     return found
 
@@ -221,7 +218,7 @@ def _resolve(
 
     budget.take_value(path)
     if isinstance(value, _Reference):
-        problems.append(Problem(path, f"@{value.name}", "refers to code", WIRING))
+        problems.append(Problem(path, f"@{value.name}", "refers to code", VALUES_ONLY))
     elif isinstance(value, _Macro):
         unused.discard(value.name)
         if value.name in macros and value.name not in seen:

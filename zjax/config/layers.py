@@ -1,19 +1,16 @@
-"""How the layers of a built-in model follow one another."""
+"""Whether and how a built-in model loops over its layers."""
 
 from zjax.config import schema
 
 
-def repeats_kernels(config: schema.Config) -> bool:
-    """Whether layers may not stand side by side in one program.
+def cannot_unroll(config: schema.Config) -> bool:
+    """Whether a program may not contain several layers side by side.
 
-    XLA makes cuDNN's backward pass of attention deterministic in the first layer of a
-    program and does not find the kernel of the others: the program fails as it starts.
+    XLA makes cuDNN's attention backward deterministic in the first layer of a program
+    only and finds no kernel for the others, so the program fails to start.
 
     Args:
-        config: Read for `deterministic`, `model.attention` and the dtype.
-
-    Returns:
-        True for deterministic runs that may take cuDNN's attention.
+        config: Config; reads `deterministic`, `model.attention` and the compute dtype.
     """
     may_take_cudnn = (
         config.model.attention in ("auto", "cudnn")
@@ -23,14 +20,11 @@ def repeats_kernels(config: schema.Config) -> bool:
 
 
 def layers_per_scan(config: schema.Config) -> int:
-    """Layers in one turn of the loop over layers.
-
-    Args:
-        config: Checked settings.
+    """Layers per iteration of the loop over layers; 0 for no loop.
 
     Returns:
-        `model.layers_per_scan`, or 1 where that leaves layers side by side and they may
-        not be; 0 for no loop, as where blocks are programs of their own.
+        `model.layers_per_scan`; 1 in place of 0 where layers cannot be unrolled, unless
+        each block is a program.
 
     Example:
         >>> layers_per_scan(schema.Config())
@@ -39,5 +33,5 @@ def layers_per_scan(config: schema.Config) -> int:
         1
     """
     chosen = config.model.layers_per_scan
-    apart = config.zero.optimizer_memory != "device"
-    return 1 if not chosen and not apart and repeats_kernels(config) else chosen
+    per_block = config.zero.optimizer_memory != "device"
+    return 1 if not chosen and not per_block and cannot_unroll(config) else chosen

@@ -1,4 +1,4 @@
-"""The one door to a Config: a file, a dict or a ConfigDict, with changes over it."""
+"""Builds a Config from a file, a dict or a ConfigDict, with overrides."""
 
 import contextlib
 import difflib
@@ -26,22 +26,21 @@ def load_config(
     *overrides: str | Mapping[str, Any],
     **settings: Any,
 ) -> schema.Config:
-    """Reads the settings of a run from wherever they are.
+    """Reads the settings of a run.
 
     Args:
-        source: A `.py` file with `get_config()`, a `.gin` file, a dict, a ConfigDict,
-            or a Config to change, of which what follows from other settings follows
-            their changes.
+        source: `.py` file with `get_config()`, `.gin` file, dict, ConfigDict, or Config
+            to change (settings that were derived are derived anew).
         *overrides: Texts such as `"zero.stage=3"`, or mappings, nested or with dotted
             paths; later ones win.
-        **settings: Sections or settings of the top level; they win over all else.
+        **settings: Sections or top-level settings; they win over all else.
 
     Returns:
-        The frozen config. Its types are right; `check_config` says whether it can work.
+        The frozen config. Its types are right; `check_config` checks that it can work.
 
     Raises:
-        ConfigError: A file that cannot be read or run, something that holds no
-            settings, or settings that are unknown or of the wrong type, all at once.
+        ConfigError: Unreadable or failing files, sources without settings, or settings
+            that are unknown or of the wrong type (all at once).
 
     Example:
         >>> load_config({"seed": 1}, "zero.stage=3", num_steps=20).zero.stage
@@ -74,17 +73,19 @@ def _read(source: Any) -> Mapping[str, Any]:
         problem = Problem("config", str(path), "is not a config file", f"use {kinds}")
         raise ConfigError(problem)
     if fault := find_fault(path):
-        raise ConfigError(Problem("config", str(path), fault, _near(path)))
+        raise ConfigError(Problem("config", str(path), fault, _suggest(path)))
     return _READERS[path.suffix](path)
 
 
-def _near(path: pathlib.Path) -> str:
+def _suggest(path: pathlib.Path) -> str:
     folder = path.parent
     names = list[str]()
     with contextlib.suppress(OSError):
         names = os.listdir(folder)
-    near = difflib.get_close_matches(path.name, names, n=1)
-    return f"did you mean {folder / near[0]}?" if near else "give the path of a file"
+    matches = difflib.get_close_matches(path.name, names, n=1)
+    return (
+        f"did you mean {folder / matches[0]}?" if matches else "give the path of a file"
+    )
 
 
 def _read_python(path: pathlib.Path) -> Mapping[str, Any]:
@@ -94,18 +95,18 @@ def _read_python(path: pathlib.Path) -> Mapping[str, Any]:
             remedy = "define it and return zjax.config.base() with your changes"
             problem = Problem("config", str(path), "has no get_config()", remedy)
             raise ConfigError(problem)
-        made = make()
+        result = make()
     except ConfigError:
         raise
     except Exception as error:  # the file is the user's, and may raise anything
         problem = Problem("config", str(path), _fault(path, error), "correct it there")
         raise ConfigError(problem) from error
-    if not isinstance(made, schema.Config | ml_collections.ConfigDict | Mapping):
-        kind = type(made).__name__
+    if not isinstance(result, schema.Config | ml_collections.ConfigDict | Mapping):
+        kind = type(result).__name__
         remedy = "return zjax.config.base() with your changes"
         problem = Problem("config", str(path), f"gives a {kind}", remedy)
         raise ConfigError(problem)
-    return _read(made)
+    return _read(result)
 
 
 def _fault(path: pathlib.Path, error: Exception) -> str:

@@ -1,17 +1,17 @@
-"""Whether the built-in model and its data fit each other and the mesh."""
+"""Checks whether the built-in model and its data fit each other and the mesh."""
 
 from collections.abc import Callable, Iterator
 
 from zjax.config import axes, schema, sequence, sparsity, stages
-from zjax.config.layers import repeats_kernels
+from zjax.config.layers import cannot_unroll
 from zjax.errors import Problem
 
 Rule = Callable[[schema.Config, int], Iterator[Problem]]
 Entry = tuple[tuple[str, ...], Rule]
-"""Prefixes of the settings that a rule divides or compares by, and the rule."""
+"""Prefixes of the settings that must be in range for a rule, and the rule."""
 
-_BY_MATRIX = ("lamb", "adafactor", "muon")
-"""Optimizers that measure a matrix as a whole."""
+_MATRIX_OPTIMIZERS = ("lamb", "adafactor", "muon")
+"""Optimizers whose update of an entry depends on the whole matrix."""
 
 
 def _heads(config: schema.Config, num_devices: int) -> Iterator[Problem]:
@@ -19,15 +19,16 @@ def _heads(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     width, heads, kv_heads = model.embed_size, model.num_heads, model.num_kv_heads
     if width % heads:
         problem = f"does not divide model.embed_size={width}"
-        yield Problem("model.num_heads", heads, problem, axes.name_divisors(width))
+        yield Problem("model.num_heads", heads, problem, axes.suggest_divisors(width))
     elif model.positions == "rotary" and width // heads % 2:
-        problem = f"gives heads of odd size {width // heads}, which rotary cannot turn"
+        problem = f"gives heads of odd size {width // heads}, which rotary positions "
+        problem += "cannot use"
         remedy = f"use a divisor of {width} that leaves an even size"
         yield Problem("model.num_heads", heads, problem, remedy)
     if heads % kv_heads:
         problem = f"does not divide model.num_heads={heads}"
         yield Problem(
-            "model.num_kv_heads", kv_heads, problem, axes.name_divisors(heads)
+            "model.num_kv_heads", kv_heads, problem, axes.suggest_divisors(heads)
         )
 
 
@@ -41,27 +42,26 @@ def _tensor(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         sizes = [n for n in fit if not _split_problem(config, n)]
         given = config.mesh.tensor
         problem = f"comes out as {size} and {problem}" if given == -1 else problem
-        yield Problem("mesh.tensor", given, problem, axes.name_choices(sizes))
+        yield Problem("mesh.tensor", given, problem, axes.suggest_choices(sizes))
 
 
 def _split_problem(config: schema.Config, size: int) -> str:
-    """What keeps heads from being split; others are filled up, or copied to share."""
+    """Why heads cannot be sharded; dense attention pads heads or copies shared ones."""
     heads = uneven_heads(config.model, size)
     if not heads or config.model.attention != "sparse":
         return ""
-    laid_out = "whose blocks are laid out by model.attention='sparse'"
-    return f"does not divide {heads}, {laid_out}"
+    return f"does not divide {heads}, as model.attention='sparse' needs"
 
 
 def uneven_heads(model: schema.Model, size: int) -> str:
-    """Heads of which some devices of the tensor axis would have fewer than others.
+    """The setting of heads that the tensor axis does not divide evenly.
 
     Args:
-        model: Its heads.
-        size: Devices of the tensor axis, 1 or more.
+        model: Model settings.
+        size: Size of the tensor axis, 1 or more.
 
     Returns:
-        The setting; empty where heads divide, or devices that share heads of keys do.
+        The setting; empty if heads divide, or devices share whole key heads.
 
     Example:
         >>> uneven_heads(schema.Model(num_heads=24, num_kv_heads=3), 2)
@@ -81,14 +81,14 @@ def _tiles(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         return
     if model.mlp_size % model.mlp_tiles:
         problem = f"does not divide model.mlp_size={model.mlp_size}"
-        remedy = axes.name_divisors(model.mlp_size)
+        remedy = axes.suggest_divisors(model.mlp_size)
         yield Problem(field, model.mlp_tiles, problem, remedy)
     if model.kind == "encoder":
-        problem = "adds to the stream in parts, and model.kind='encoder' normalises "
-        problem += "their sum"
+        problem = "adds to the residual stream tile by tile, and model.kind='encoder' "
+        problem += "normalises the sum"
         yield Problem(field, model.mlp_tiles, problem, "use 1, or a decoder")
-    if name in _BY_MATRIX:
-        problem = f"makes each part a matrix of its own to optimizer.name={name!r}"
+    if name in _MATRIX_OPTIMIZERS:
+        problem = f"makes each tile a separate matrix to optimizer.name={name!r}"
         remedy = "use 1, or adamw, adam, lion or sgd"
         yield Problem(field, model.mlp_tiles, problem, remedy)
 
@@ -97,13 +97,13 @@ def _layers(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     block, layers = config.model.layers_per_scan, config.model.num_layers
     by_stage = axes.axis_sizes(config, num_devices)["pipeline"] > 1
     if by_stage or config.zero.optimizer_memory != "device":
-        return  # other rules say that there is no loop
+        return  # other rules refuse layers_per_scan
     if block and layers % block:
         problem = f"does not divide model.num_layers={layers}"
         yield Problem(
-            "model.layers_per_scan", block, problem, axes.name_divisors(layers)
+            "model.layers_per_scan", block, problem, axes.suggest_divisors(layers)
         )
-    if block > 1 and repeats_kernels(config):
+    if block > 1 and cannot_unroll(config):
         problem = "repeats a kernel of cuDNN that cannot run with deterministic=True"
         remedy = "use 0 or 1, or model.attention=xla"
         yield Problem("model.layers_per_scan", block, problem, remedy)
@@ -118,8 +118,8 @@ def _offload(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         problem += "blocks one by one"
         yield Problem("model.layers_per_scan", model.layers_per_scan, problem, "use 0")
     if model.remat != "full" and model.activation_memory != "device":
-        rests = f"model.activation_memory={model.activation_memory!r}"
-        problem = f"keeps more than what enters blocks, which alone can rest in {rests}"
+        stored = f"model.activation_memory={model.activation_memory!r}"
+        problem = f"saves more than block inputs, and {stored} stores those alone"
         remedy = "use full, or device there"
         yield Problem("model.remat", model.remat, problem, remedy)
 
@@ -167,4 +167,4 @@ MODEL_RULES: tuple[Entry, ...] = (
     (("data", "model"), _length),
     (("model",), _vocabulary),
 )
-"""What does not hold where the caller brings a model."""
+"""Rules of the built-in models alone."""

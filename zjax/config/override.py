@@ -1,4 +1,4 @@
-"""`zero.stage=3`: one changed setting as text, and changes laid over a mapping."""
+"""Overrides such as `zero.stage=3`, and merging them into nested settings."""
 
 import ast
 import dataclasses
@@ -10,17 +10,17 @@ from zjax.config import convert, derived
 from zjax.errors import ConfigError, Problem
 
 PREFIX = "config."
-"""May stand before a path: a flag, a Gin binding and an override are one text."""
+"""Optional prefix of a path, so that flags, bindings and overrides look alike."""
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """Splits `path=value` and reads the value.
+    """Splits `path=value` and parses the value.
 
-    The value is a Python literal. Quotes may be left out where a string is expected,
-    and a float may be `inf`.
+    The value is a Python literal. A string may lack its quotes, and a float may be
+    `inf`.
 
     Args:
-        text: Such as `zero.stage=3` or `config.zero.stage=3`.
+        text: Override such as `zero.stage=3` or `config.zero.stage=3`.
 
     Returns:
         The dotted path without `config.`, and the value.
@@ -37,18 +37,15 @@ def parse_override(text: str) -> tuple[str, Any]:
     if not equals or not path:
         remedy = "write path=value, such as zero.stage=3"
         raise ConfigError(Problem("override", text, "is not a setting", remedy))
-    return path, _parse_value(convert.hint_at(path), value.strip())
+    return path, _parse_value(convert.type_of(path), value.strip())
 
 
 def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Lays changes over nested settings.
+    """Merges changes into nested settings; the changes win.
 
     Args:
-        values: Settings nested by section; left as they are.
+        values: Settings nested by section; not modified.
         changes: Settings nested by section, or under dotted paths.
-
-    Returns:
-        The merged settings; the changes win.
 
     Example:
         >>> merge({"zero": {"stage": 1}}, {"zero.stage": 3, "seed": 2})
@@ -56,8 +53,8 @@ def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     """
     merged = dict(values)
     for path, change in changes.items():
-        name, _, rest = path.partition(".")
-        inner = {rest: change} if rest else change
+        name, _, inner_path = path.partition(".")
+        inner = {inner_path: change} if inner_path else change
         if isinstance(inner, Mapping):
             merged[name] = merge(_nested(name, merged.get(name)), inner)
         else:
@@ -68,17 +65,14 @@ def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 def merge_overrides(
     values: Mapping[str, Any], overrides: Sequence[str | Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Lays overrides over nested settings, in order.
+    """Merges overrides into nested settings, in order; the last one wins.
 
     Args:
-        values: Settings nested by section; left as they are.
+        values: Settings nested by section; not modified.
         overrides: Texts such as `zero.stage=3`, or mappings.
 
-    Returns:
-        The merged settings; the last override wins.
-
     Raises:
-        ConfigError: Texts without `=`, all of them.
+        ConfigError: Texts without `=`, all at once.
 
     Example:
         >>> merge_overrides({}, ["seed=1", "seed=2"])
@@ -102,7 +96,7 @@ def merge_overrides(
 
 
 def _nested(name: str, value: Any) -> Mapping[str, Any]:
-    value = convert.spelled_out(name, value)
+    value = convert.expand_auto(name, value)
     if dataclasses.is_dataclass(value):
         return convert.to_mapping(value)
     return value if isinstance(value, Mapping) else {}
@@ -113,11 +107,11 @@ def _parse_value(hint: Any, text: str) -> Any:
         value = ast.literal_eval(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         value = text
-    strings = hint is str or (
+    expects_text = hint is str or (
         typing.get_origin(hint) is typing.Literal
         and isinstance(typing.get_args(hint)[0], str)
     )
-    if strings and not isinstance(value, str):
+    if expects_text and not isinstance(value, str):
         return text
     if hint is bool and value in ("true", "false"):
         return value == "true"

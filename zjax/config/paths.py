@@ -1,4 +1,4 @@
-"""Paths as users write them: `~` is a home, and a URL is refused."""
+"""Checks paths as users write them: `~` is expanded, URLs are refused."""
 
 import os
 import re
@@ -6,13 +6,13 @@ import re
 from zjax.errors import ConfigError, Problem, ZjaxError
 
 SETTINGS = ("directory", "zero.nvme_paths", "data.path", "checkpoint.init_from")
-"""All settings that are paths."""
+"""Settings that are paths."""
 OPTIONAL = ("data.path", "checkpoint.init_from")
-"""Those that may be empty, which says that there is none."""
+"""Settings among them that may be empty."""
 
-_MOST_NAME, _MOST_PATH = 255, 4_000
+_MAX_NAME, _MAX_PATH = 255, 4_000
 _SCHEME = re.compile(r"\s*[A-Za-z](:/|[A-Za-z0-9+.-]+:)/")
-"""With one slash, too, which is what `pathlib` leaves of two; `c:/` is none."""
+"""Also with one slash, as `pathlib` drops the second; `c:/` does not match."""
 
 
 def local_path(
@@ -20,22 +20,22 @@ def local_path(
     path: str | os.PathLike[str],
     error: type[ZjaxError] = ConfigError,
     *,
-    is_made: bool = False,
+    creates: bool = False,
 ) -> str:
-    """Expands `~` and `~user`, and refuses what no file system has.
+    """Expands `~` and `~user`, and refuses everything that is no path of a file system.
 
     Args:
-        field: The setting or flag, for the problem.
-        path: As the user gave it.
-        error: What to raise.
-        is_made: Whether the caller makes it, and says why it cannot be made.
+        field: Setting or flag, for the message.
+        path: Path as the user wrote it.
+        error: Type of the error.
+        creates: Whether the caller creates the path, and reports if it is too long.
 
     Returns:
-        The path, as it can be opened.
+        The path, ready to be opened.
 
     Raises:
-        ZjaxError: Of the type `error`: an empty one, a URL, an unknown home, or what no
-            path may hold.
+        ZjaxError: The path is empty, a URL, of an unknown home, or has invalid
+            characters.
 
     Example:
         >>> local_path("directory", "runs/a")
@@ -52,7 +52,7 @@ system; give one on a disk, or where the bucket is mounted
         problem = "is not a path of a file system"
         remedy = "give one on a disk, or where the bucket is mounted"
         raise error(Problem(field, given, problem, remedy))
-    fault = _fault(given, is_made)
+    fault = _fault(given, creates)
     if fault:
         raise error(Problem(field, given, fault, "give a path that can be opened"))
     expanded = os.path.expanduser(given)
@@ -64,8 +64,8 @@ system; give one on a disk, or where the bucket is mounted
     return expanded
 
 
-def _fault(path: str, is_made: bool) -> str:
-    """Why no system call takes a path; empty where they do."""
+def _fault(path: str, creates: bool) -> str:
+    """Why the operating system refuses a path; empty if it does not."""
     if "\0" in path:
         return "holds a NUL"
     try:
@@ -73,5 +73,5 @@ def _fault(path: str, is_made: bool) -> str:
     except UnicodeEncodeError:
         return "holds half a character (a lone surrogate)"
     longest = max(map(len, encoded.split(b"/")))
-    is_long = longest > _MOST_NAME or len(encoded) > _MOST_PATH
-    return "is too long" if is_long and not is_made else ""
+    is_long = longest > _MAX_NAME or len(encoded) > _MAX_PATH
+    return "is too long" if is_long and not creates else ""

@@ -8,48 +8,48 @@ from typing import Any, NamedTuple
 from zjax.config import schema
 from zjax.errors import Problem
 
-MOST_STEPS = 2**31 - 1
-"""What the counters of a state hold, which are int32."""
-MOST_DEVICES = 2**20
-MOST_ROWS = 2**24
-"""Rows of a global batch: their numbers are a list on the host."""
-MOST_LAYERS = 2**14
-MOST_TOKENS = 2**24
-"""Of a sequence, and of a vocabulary."""
-_MOST_WIDTH = 2**22
-_MOST_FLOAT, _LEAST_FLOAT = 3e38, 1.2e-38
-"""What float32 holds without infinity, and without underflow."""
+MAX_STEPS = 2**31 - 1
+"""Range of the int32 counters of the state."""
+MAX_DEVICES = 2**20
+MAX_ROWS = 2**24
+"""Rows of a global batch, whose indices are a list on the host."""
+MAX_LAYERS = 2**14
+MAX_TOKENS = 2**24
+"""Tokens of a sequence, or of a vocabulary."""
+_MAX_WIDTH = 2**22
+_MAX_FLOAT, _MIN_FLOAT = 3e38, 1.2e-38
+"""Range of float32 without overflow and without subnormal numbers."""
 _DAY = 86_400
 
 
 class Range(NamedTuple):
-    """Numbers that a setting may take."""
+    """Legal values of a setting."""
 
-    holds: Callable[[float], bool]
+    contains: Callable[[float], bool]
     remedy: str
-    most: int | float = _MOST_FLOAT
-    least: float = -math.inf
+    maximum: int | float = _MAX_FLOAT
+    minimum: float = -math.inf
 
-    def misfit(self, value: int | float) -> str:
-        """The remedy for a value outside; empty for one inside."""
-        if not self.holds(value):
+    def remedy_for(self, value: int | float) -> str:
+        """Remedy for a value out of range; empty for a legal one."""
+        if not self.contains(value):
             return self.remedy
-        if self.most < value < math.inf:
-            return f"use at most {self.most}"
-        return f"use at least {self.least}" if value < self.least else ""
+        if self.maximum < value < math.inf:
+            return f"use at most {self.maximum}"
+        return f"use at least {self.minimum}" if value < self.minimum else ""
 
 
-def _from(low: int, most: int = MOST_STEPS) -> Range:
-    return Range(lambda x: low <= x < math.inf, f"use {low} or more", most)
+def _from(low: int, maximum: int = MAX_STEPS) -> Range:
+    return Range(lambda x: low <= x < math.inf, f"use {low} or more", maximum)
 
 
 def _power_of_two(x: float) -> bool:
     return 0 < x < math.inf and math.frexp(x)[0] == 0.5
 
 
-POSITIVE = Range(lambda x: 0 < x < math.inf, "use more than 0", least=_LEAST_FLOAT)
+POSITIVE = Range(lambda x: 0 < x < math.inf, "use more than 0", minimum=_MIN_FLOAT)
 LIMIT = Range(
-    lambda x: x > 0, "use more than 0, or inf for no limit", least=_LEAST_FLOAT
+    lambda x: x > 0, "use more than 0, or inf for no limit", minimum=_MIN_FLOAT
 )
 FRACTION = Range(lambda x: 0 <= x <= 1, "use 0 to 1")
 DECAY = Range(lambda x: 0 <= x < 1, "use 0 or more and less than 1")
@@ -57,23 +57,23 @@ POWER_OF_TWO = Range(
     _power_of_two, "use a power of two, such as 65536.0", 2.0**64, 2.0**-64
 )
 AXIS = Range(
-    lambda x: x >= 1 or x == -1, "use 1 or more, or -1 for the rest", MOST_DEVICES
+    lambda x: x >= 1 or x == -1, "use 1 or more, or -1 for the rest", MAX_DEVICES
 )
 OPEN_AXIS = Range(
     lambda x: x >= -1,
     "use 1 or more, -1 for the rest, or 0 for zjax to choose",
-    MOST_DEVICES,
+    MAX_DEVICES,
 )
-STEP = Range(lambda x: x >= 1 or x == -1, "use 1 or more, or -1 for never", MOST_STEPS)
+STEP = Range(lambda x: x >= 1 or x == -1, "use 1 or more, or -1 for never", MAX_STEPS)
 SEED = Range(lambda x: 0 <= x < 2**32, "use 0 to 4294967295")
 
 RANGES: dict[type, dict[str, Range]] = {
     schema.Config: {
         "seed": SEED,
         "num_steps": _from(1),
-        "global_batch_size": _from(0, MOST_ROWS),
-        "num_microbatches": _from(0, MOST_ROWS),
-        "microbatch_size": _from(0, MOST_ROWS),
+        "global_batch_size": _from(0, MAX_ROWS),
+        "num_microbatches": _from(0, MAX_ROWS),
+        "microbatch_size": _from(0, MAX_ROWS),
     },
     schema.Mesh: {
         "pipeline": OPEN_AXIS,
@@ -83,7 +83,7 @@ RANGES: dict[type, dict[str, Range]] = {
         "sequence": OPEN_AXIS,
         "tensor": OPEN_AXIS,
     },
-    schema.Pipeline: {"num_chunks": _from(2, MOST_LAYERS)},
+    schema.Pipeline: {"num_chunks": _from(2, MAX_LAYERS)},
     schema.Zero: {
         "min_shard_elements": _from(0, 2**63 - 1),
         "delay_updates_from": STEP,
@@ -114,33 +114,33 @@ RANGES: dict[type, dict[str, Range]] = {
         "ema_decay": DECAY,
     },
     schema.Sparsity: {
-        "num_local_blocks": _from(1, MOST_TOKENS),
-        "num_global_blocks": _from(0, MOST_TOKENS),
-        "num_different_global_patterns": _from(1, MOST_TOKENS),
-        "num_random_blocks": _from(-1, MOST_TOKENS),
-        "num_sliding_window_blocks": _from(1, MOST_TOKENS),
+        "num_local_blocks": _from(1, MAX_TOKENS),
+        "num_global_blocks": _from(0, MAX_TOKENS),
+        "num_different_global_patterns": _from(1, MAX_TOKENS),
+        "num_random_blocks": _from(-1, MAX_TOKENS),
+        "num_sliding_window_blocks": _from(1, MAX_TOKENS),
         "seed": SEED,
     },
     schema.Model: {
-        "num_layers": _from(1, MOST_LAYERS),
-        "embed_size": _from(1, _MOST_WIDTH),
-        "mlp_size": _from(0, _MOST_WIDTH),
-        "mlp_tiles": _from(1, _MOST_WIDTH),
-        "num_heads": _from(1, _MOST_WIDTH),
-        "num_kv_heads": _from(0, _MOST_WIDTH),
+        "num_layers": _from(1, MAX_LAYERS),
+        "embed_size": _from(1, _MAX_WIDTH),
+        "mlp_size": _from(0, _MAX_WIDTH),
+        "mlp_tiles": _from(1, _MAX_WIDTH),
+        "num_heads": _from(1, _MAX_WIDTH),
+        "num_kv_heads": _from(0, _MAX_WIDTH),
         "vocab_size": Range(
-            lambda x: x >= 2, "use 2 or more, or 0 to derive it", MOST_TOKENS
+            lambda x: x >= 2, "use 2 or more, or 0 to derive it", MAX_TOKENS
         ),
-        "max_length": _from(1, MOST_TOKENS),
+        "max_length": _from(1, MAX_TOKENS),
         "norm_eps": POSITIVE,
         "rope_theta": POSITIVE,
         "dropout_rate": DECAY,
-        "layers_per_scan": _from(0, MOST_LAYERS),
+        "layers_per_scan": _from(0, MAX_LAYERS),
         "loss_chunk_tokens": _from(0),
         "z_loss": _from(0),
     },
     schema.Data: {
-        "length": _from(0, MOST_TOKENS),
+        "length": _from(0, MAX_TOKENS),
         "num_workers": _from(0, 1_024),
         "prefetch_batches": _from(0, 1_024),
     },
@@ -157,8 +157,8 @@ RANGES: dict[type, dict[str, Range]] = {
         "peak_tflops": _from(0),
     },
     schema.Processes: {
-        "num_processes": _from(0, MOST_DEVICES),
-        "process_id": _from(-1, MOST_DEVICES),
+        "num_processes": _from(0, MAX_DEVICES),
+        "process_id": _from(-1, MAX_DEVICES),
         "heartbeat_seconds": _from(1, _DAY),
     },
 }
@@ -166,14 +166,11 @@ RANGES: dict[type, dict[str, Range]] = {
 
 
 def range_problems(section: Any, path: str = "") -> Iterator[Problem]:
-    """Finds numbers out of range in a section and all sections inside it.
+    """Yields a problem for each number out of range, in a section and those inside it.
 
     Args:
-        section: A section of the schema.
-        path: Its dotted path, for the problems.
-
-    Yields:
-        One problem per number.
+        section: Section of the schema.
+        path: Dotted path of the section, for the messages.
 
     Example:
         >>> print(*range_problems(schema.Config(num_steps=0)))
@@ -189,5 +186,5 @@ def range_problems(section: Any, path: str = "") -> Iterator[Problem]:
             for index, entry in enumerate(value):
                 if dataclasses.is_dataclass(entry):
                     yield from range_problems(entry, f"{name}[{index}]")
-        elif allowed and allowed.misfit(value):
-            yield Problem(name, value, "is out of range", allowed.misfit(value))
+        elif allowed and allowed.remedy_for(value):
+            yield Problem(name, value, "is out of range", allowed.remedy_for(value))

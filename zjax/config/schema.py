@@ -8,12 +8,12 @@ from zjax.config import derived
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def section(cls):
-    """Declares a section: immutable, keyword-only, hashable (`jit` closes over it)."""
+    """Declares a section: immutable, keyword-only, hashable."""
     return dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls)
 
 
 class NameTable(tuple[tuple[str, str], ...]):
-    """Pairs of names in order, hashable as sections are; written as a mapping."""
+    """Ordered pairs of names, hashable; written as a mapping."""
 
 
 @section
@@ -23,13 +23,13 @@ class DimRule:
     pattern: str = ".*"
     """Regular expression searched in paths like `blocks/attention/query/kernel`."""
     dims: tuple[str, ...] = ()
-    """A name per dim of a layer, from the first on: heads, kv_heads, mlp, vocab and
-    tensor are split over `mesh.tensor`, embed, head_dim and '' are not."""
+    """Name of each dim, from the first on: heads, kv_heads, mlp, vocab and tensor are
+    sharded over `mesh.tensor`, embed, head_dim and '' are not."""
 
 
 @section
 class Mesh:
-    """Devices along each mesh axis, slowest link first; one may be -1: the rest.
+    """Devices along each mesh axis, slowest link first; -1 takes the remaining ones.
 
     `mesh="auto"` sets pipeline, sequence and tensor to 0: zjax chooses them.
     """
@@ -39,52 +39,51 @@ class Mesh:
     replica: int = 1
     """Copies of the whole sharded model (hybrid sharding, HSDP)."""
     data: int = -1
-    """Shares of the batch; ZeRO splits the state over them."""
+    """Shards of the batch, over which ZeRO shards the state."""
     expert: int = 1
-    """Shares of the experts of a mixture; also shares of the batch."""
+    """Shards of the experts of a mixture; they shard the batch, too."""
     sequence: int = 1
-    """Shares of each sequence."""
+    """Shards of each sequence."""
     tensor: int = 1
-    """Shares of each weight matrix."""
+    """Shards of each weight matrix."""
     names: NameTable = NameTable()
-    """What names of dims in the metadata of your own model mean here, such as {"tp":
-    "tensor", "fsdp": ""}: a name as in `rules`, or '' for a dim that is not split."""
+    """Translates dim names in the metadata of your model, such as {"tp": "tensor",
+    "fsdp": ""}, to names as in `rules`, or '' for a dim that is not sharded."""
     rules: tuple[DimRule, ...] = ()
-    """What dims of parameters are, where the model does not say, or says otherwise."""
+    """Dim names of parameters, which override those of the model."""
 
 
 @section
 class Zero:
-    """What is kept once per replica group instead of once per device."""
+    """State that is sharded over devices or offloaded."""
 
     stage: Literal[0, 1, 2, 3] = 1
-    """0 nothing, 1 optimizer state and master weights, 2 also gradients, 3 also
+    """0 shards nothing, 1 optimizer state and master weights, 2 also gradients, 3 also
     parameters."""
     min_shard_elements: int = 16_384
-    """Smaller arrays stay whole: gathering them costs more time than memory saved."""
+    """Smaller arrays are not sharded: gathering them costs more than it saves."""
     memory: Literal["device", "pinned_host", "nvme", "auto"] = "device"
-    """Where what leaves the devices rests: `pinned_host` takes optimizer state and
-    gradients; `nvme` optimizer state, with gradients and parameters on the host; `auto`
-    optimizer state that devices have no room for."""
+    """Memory of offloaded state: `pinned_host` for optimizer state and gradients;
+    `nvme` for optimizer state, with gradients and parameters on the host; `auto` for
+    optimizer state that does not fit on the devices."""
     optimizer_memory: Literal["derived", "device", "pinned_host", "nvme", "auto"] = (
         "derived"
     )
-    """Where optimizer state and master weights rest between their updates; `auto` fills
-    what devices have left, then the host, then `nvme_paths`; `derived` follows
-    `memory`."""
+    """Memory of optimizer state and master weights between updates; `auto` fills free
+    device memory, then the host, then `nvme_paths`; `derived` follows `memory`."""
     parameter_memory: Literal["derived", "device", "pinned_host", "nvme"] = "derived"
-    """Where the blocks' parameters in use rest until a block runs."""
+    """Memory of the blocks' compute parameters until a block runs."""
     nvme_paths: tuple[str, ...] = ()
-    """Directories for what rests on `nvme`, one per disk; each process makes its own
-    there, and removes it at its end."""
+    """Directories of arrays stored on `nvme`, one per disk; each process makes a
+    subdirectory, and removes it at its end."""
     gradient_memory: Literal["derived", "device", "pinned_host", "nvme"] = "derived"
-    """Where gradients rest from one microbatch to the next, and while updates of what
-    rests elsewhere wait for their norm; then those that the inputs of blocks leave room
-    for stay on the device, as small ones do in place of `nvme`."""
+    """Memory of gradients between microbatches, and while offloaded updates wait for
+    the gradient norm; small ones, and in the latter case those that fit beside the
+    block inputs, stay on the device."""
     delay_updates_from: int = -1
-    """Step from which gradients are applied one step late, under the next backward
+    """First step whose gradients are applied one step late, during the next backward
     pass, so that no update waits for a norm (arXiv:2101.06840, section 5.2, where it is
-    40); -1 for never. Until then all of them rest in `gradient_memory`; a checkpoint
+    40); -1 for never. Pending gradients are stored in `gradient_memory`; a checkpoint
     applies them first."""
 
     __post_init__ = derived.fill_memories
@@ -92,19 +91,18 @@ class Zero:
 
 @section
 class Pipeline:
-    """How the stages of `mesh.pipeline` share the work of a step."""
+    """Schedule of the pipeline stages of `mesh.pipeline`."""
 
     schedule: Literal["1f1b", "gpipe", "interleaved", "zb_h1"] = "1f1b"
-    """`gpipe` takes all forward passes first; `1f1b` a backward pass with each of them
-    once the first is back; `interleaved` cuts stages into `num_chunks`; `zb_h1` takes
-    gradients of weights apart. The first two take equally long, and the last two waste
-    less, but keep more."""
+    """`gpipe` runs all forward passes first; `1f1b` alternates forward and backward
+    passes; `interleaved` gives each device `num_chunks` chunks of layers; `zb_h1`
+    computes weight gradients separately. The first two take equally long; the last two
+    have smaller bubbles and take more memory."""
     num_chunks: int = 2
-    """Parts of a stage under `interleaved`; each microbatch passes all stages as many
-    times."""
+    """Chunks of layers per device under `interleaved`."""
     recompute: bool = True
-    """Whether a stage keeps only what entered it until its backward pass, which then
-    computes the rest again; if not, what `model.remat` says."""
+    """Whether a stage saves only its input for the backward pass and recomputes the
+    rest; if not, it saves what `model.remat` says."""
 
 
 @section
@@ -125,7 +123,7 @@ class LossScale:
 
 @section
 class Precision:
-    """The dtype of everything that is stored, computed or summed."""
+    """Dtypes of everything that is stored, computed or summed."""
 
     master_dtype: Literal["float32", "bfloat16"] = "float32"
     """Parameters as the optimizer sees them."""
@@ -138,10 +136,10 @@ class Precision:
     reduce_dtype: Literal["compute", "float32"] = "compute"
     """Gradients as they are added over devices."""
     on_nonfinite: Literal["skip", "stop", "update"] = "skip"
-    """A NaN or infinite gradient skips the step, and 20 of them in a row end the run;
-    ends the run naming the step; or is not looked for, so that updates need not wait
-    for all gradients, and the first such loss ends the run. Overflows that a lower loss
-    scale may cure are skipped, and not counted."""
+    """After a NaN or infinite gradient, `skip` skips the step, and ends the run after
+    20 in a row; `stop` ends the run and names the step; `update` does not look for
+    them, so that updates need not wait for all gradients, and ends the run at the first
+    such loss. Overflows that a lower loss scale may cure are skipped, not counted."""
     loss_scale: LossScale = LossScale()
 
 
@@ -170,14 +168,14 @@ class Optimizer:
     final_learning_rate_fraction: float = 0.1
     """Learning rate of the last step, as a fraction of the peak."""
     decay_fraction: float = 0.2
-    """Part of the steps that decay under `wsd`."""
+    """Fraction of the steps that decay under `wsd`."""
     b1: float = 0.9
     """First moment decay; momentum of sgd and muon."""
     b2: float = 0.95
     """Second moment decay."""
     eps: float = 1e-8
     moment_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
-    """Moments between steps, rounded at random; `int8` leaves vectors in float32."""
+    """Stored moments, rounded stochastically; `int8` leaves vectors in float32."""
     weight_decay: float = 0.1
     """Decay of matrices, decoupled except under `adam`; vectors are not decayed."""
     clip_norm: float = 1.0
@@ -190,43 +188,43 @@ class Optimizer:
 
 @section
 class Sparsity:
-    """Which blocks live under `model.attention="sparse"`, in DeepSpeed's names.
+    """Live blocks under `model.attention="sparse"`, in DeepSpeed's names.
 
-    They are laid out for `model.max_length` tokens; a shorter sequence has the first of
-    them. A decoder sees no later token.
+    The layout is made for `model.max_length` tokens; a shorter sequence uses its first
+    blocks. A decoder sees no later token.
     """
 
     mode: Literal["fixed", "variable", "bigbird", "bslongformer", "local", "dense"] = (
         "fixed"
     )
-    """`fixed` has windows side by side (arXiv:1904.10509), `variable` lists their
-    sizes, `bigbird` is arXiv:2007.14062, `bslongformer` arXiv:2004.05150, `local` its
-    sliding window alone."""
+    """`fixed` has adjacent windows (arXiv:1904.10509), `variable` lists their sizes,
+    `bigbird` is arXiv:2007.14062, `bslongformer` arXiv:2004.05150, `local` a sliding
+    window alone."""
     block: Literal[16, 32, 64, 128] = 64
-    """Tokens per block and side; DeepSpeed's 16 is slower on Hopper GPUs."""
+    """Tokens per side of a block; DeepSpeed's 16 is slower on Hopper GPUs."""
     different_layout_per_head: bool = False
     num_local_blocks: int = 4
     """Blocks per window of `fixed`."""
     num_global_blocks: int = 1
-    """Blocks seen from everywhere: the last of each window of `fixed`, the first of a
-    sequence under `bigbird`."""
+    """Blocks that all see: the last of each window of `fixed`, the first of a sequence
+    under `bigbird`."""
     horizontal_global_attention: bool = False
-    """Whether global blocks of an encoder see everything too; they always do under
+    """Whether global blocks of an encoder see everything, too; they always do under
     `bigbird` and `bslongformer`."""
     num_different_global_patterns: int = 1
-    """Places for the global blocks of `fixed`, which heads take in turn."""
+    """Places of the global blocks of `fixed`, through which heads cycle."""
     num_random_blocks: int = -1
     """Random blocks per row; -1 is 1 under `bigbird` and 0 under `variable`."""
     num_sliding_window_blocks: int = 3
-    """Width of the window, the block of a row in its middle."""
+    """Width of the window, centred on the row."""
     local_window_blocks: tuple[int, ...] = (4,)
     """Blocks of each window of `variable`; the last size repeats."""
     global_block_indices: tuple[int, ...] = (0,)
-    """Blocks seen from everywhere, under `variable` and `bslongformer`."""
+    """Blocks that all see, under `variable` and `bslongformer`."""
     global_block_end_indices: tuple[int, ...] = ()
-    """Makes ranges of them, each up to but without its end; () for none."""
+    """One past the end of each range that starts at them; () for single blocks."""
     seed: int = 0
-    """Says which random blocks are drawn."""
+    """Seed of the random blocks."""
 
 
 @section
@@ -239,14 +237,14 @@ class Model:
     mlp_size: int = 0
     """0 takes 4 times `embed_size`, or 8/3, up to a multiple of 256, for `swiglu`."""
     mlp_tiles: int = 1
-    """Parts of the feed-forward that come up, run and are updated one after another,
-    for layers that do not fit on a device (arXiv:2104.07857, section 5.1.3)."""
+    """Tiles of the feed-forward that are loaded, run and updated one after another, for
+    layers that do not fit on a device (arXiv:2104.07857, section 5.1.3)."""
     num_heads: int = 12
     num_kv_heads: int = 0
     """Fewer than `num_heads` is grouped-query attention, 1 multi-query; 0 takes all."""
     vocab_size: int = 0
-    """0 takes that of the tokens at `data.path`, the 257 of the standard library, or
-    the 50,257 of GPT-2."""
+    """0 takes that of `data.path`, the 257 of the standard library, or the 50,257 of
+    GPT-2."""
     max_length: int = 1_024
     """Longest sequence; the size of learned position tables."""
     norm: Literal["layer_norm", "rms_norm"] = "layer_norm"
@@ -259,13 +257,13 @@ class Model:
     """The output matrix is the embedding table."""
     dropout_rate: float = 0.0
     attention: Literal["auto", "cudnn", "xla", "sparse"] = "auto"
-    """Attention kernel; `auto` says which one it took, a named one runs or fails;
-    `sparse` visits the blocks of `sparsity` alone."""
+    """Attention kernel; `auto` logs its choice, a named one runs or fails; `sparse`
+    visits only the blocks of `sparsity`."""
     sequence_attention: Literal["auto", "ulysses", "ring", "halo"] = "auto"
-    """How attention crosses the devices of `mesh.sequence`: `ulysses` trades tokens for
-    heads (arXiv:2309.14509), `ring` passes keys round (arXiv:2310.01889), `halo` sends
-    the blocks that sparse attention sees elsewhere; `auto` trades where heads divide,
-    and says which one it took."""
+    """Communication of attention over `mesh.sequence`: `ulysses` exchanges tokens for
+    heads (arXiv:2309.14509), `ring` passes keys around (arXiv:2310.01889), `halo` sends
+    the blocks that sparse attention needs; `auto` takes `ulysses` if heads divide, and
+    logs its choice."""
     layers_per_scan: int = 0
     """0 unrolls the layers; k scans over blocks of k layers (compiles faster), as
     `deterministic` does with 1."""
@@ -274,9 +272,9 @@ class Model:
     ] = "elementwise"
     """What the backward pass recomputes; see `zjax.parallel.remat`."""
     activation_memory: Literal["device", "pinned_host", "nvme"] = "device"
-    """Where what is not recomputed rests until the backward pass. Blocks that run one
-    by one, as `zero.optimizer_memory` has them run, send away what enters them, under
-    `remat="full"`; `nvme` takes such blocks."""
+    """Memory of the saved activations until the backward pass. If blocks are separate
+    programs, as under offload, it stores their inputs and needs `remat="full"`; `nvme`
+    needs such blocks."""
     loss_chunk_tokens: int = 4_096
     """Tokens whose logits exist at one time; 0 computes them all at once."""
     z_loss: float = 0.0
@@ -303,8 +301,8 @@ class Data:
     prefetch_batches: int = 2
     """Batches placed on the devices ahead of their use."""
     check_ids: Literal["host", "device"] = "host"
-    """Where ids are compared with the vocabulary: as batches leave the host, or also in
-    each batch on the devices, for which a step then waits."""
+    """Where token ids are checked against the vocabulary: as batches leave the host, or
+    also on the devices, for which each step then waits."""
 
 
 @section
@@ -314,28 +312,28 @@ class Evaluation:
     every_steps: int = 500
     """0 evaluates only at the end."""
     num_batches: int = 8
-    """At most as many batches of `global_batch_size` rows, the same ones for every
-    seed and each row once; -1 takes all rows, and 0 never evaluates."""
+    """Most batches of `global_batch_size` rows, the same for every seed and each row
+    once; -1 takes all rows, and 0 never evaluates."""
 
 
 @section
 class Checkpoint:
-    """What a run leaves on disk, under `<directory>/checkpoints`."""
+    """Checkpoints under `<directory>/checkpoints`."""
 
     every_steps: int = 500
     """0 saves only at the end and on a signal."""
     keep_last: int = 2
     keep_best: int = 1
-    """Checkpoints of lowest validation loss kept besides the last."""
+    """Checkpoints of lowest validation loss to keep besides the last."""
     resume: Literal["auto", "never", "required"] = "auto"
-    """Whether a run found in the directory is continued."""
+    """Whether to continue a run found in the directory."""
     init_from: str = ""
     """Safetensors file whose weights start a new run."""
 
 
 @section
 class Observe:
-    """What a run tells while it trains."""
+    """Metrics, plots and profiles of a run."""
 
     sinks: tuple[Literal["console", "jsonl", "csv", "tensorboard", "wandb"], ...] = (
         "console",
@@ -354,16 +352,16 @@ class Observe:
 
 @section
 class Processes:
-    """How many processes find each other."""
+    """How the processes of a run find each other."""
 
     coordinator: str = "auto"
     """`auto` asks Slurm, Open MPI or Kubernetes; `none` runs alone; or `host:port`."""
     num_processes: int = 0
-    """With `host:port`: how many processes there are."""
+    """Number of processes, with `host:port`."""
     process_id: int = -1
-    """With `host:port`: which one this is."""
+    """Number of this process, with `host:port`."""
     heartbeat_seconds: int = 20
-    """Silence after which a process counts as dead."""
+    """Seconds without a heartbeat after which a process counts as dead."""
 
 
 @section
@@ -376,13 +374,13 @@ class Config:
     """Sequences per optimizer step, over all devices and microbatches; 0 derives it
     from the two settings below."""
     num_microbatches: int = 0
-    """Gradient accumulation; 0 derives it (1 if nothing else says)."""
+    """Gradient accumulation steps; 0 derives it (1 by default)."""
     microbatch_size: int = 0
     """Sequences per device and microbatch; 0 derives it."""
     directory: str = "runs/default"
-    """Everything a run writes lies under here."""
+    """Output directory of the run."""
     deterministic: bool = False
-    """Whether runs on GPUs repeat bit for bit, with slower kernels; on CPU they do."""
+    """Whether GPU runs repeat bit for bit, with slower kernels; CPU runs always do."""
     xla_options: tuple[str, ...] = ()
     """Compiler options `name=value` that add to and replace those that zjax derives."""
     mesh: Mesh = Mesh()

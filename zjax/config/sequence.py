@@ -1,4 +1,4 @@
-"""How attention crosses the devices of the sequence axis, and whether it can."""
+"""Which method attention uses across the sequence axis, and whether it applies."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -6,27 +6,27 @@ from typing import Literal
 from zjax.config import axes, schema
 from zjax.errors import Problem
 
-Way = Literal["ulysses", "ring", "halo"]
+Method = Literal["ulysses", "ring", "halo"]
 TILE = 128
-"""Tokens that the kernels of sparse attention compute together, on one device: theirs,
-which nothing here may import. Blocks divide it."""
+"""Tokens per tile of the sparse attention kernels, which this package may not import.
+Blocks divide it."""
 
 
-def way_across(model: schema.Model, *, sequence: int, tensor: int) -> Way:
-    """What the devices of a sequence send each other for attention.
+def sequence_method(model: schema.Model, *, sequence: int, tensor: int) -> Method:
+    """Communication of attention across the devices of a sequence.
 
     Args:
-        model: Read for `sequence_attention`, `attention` and its heads.
-        sequence: Devices along the sequence.
-        tensor: Devices along the heads.
+        model: Model settings; reads `sequence_attention`, `attention` and the heads.
+        sequence: Size of the sequence axis.
+        tensor: Size of the tensor axis.
 
     Returns:
-        `ulysses`, which splits heads in place of tokens; `ring`, in which all keys go
-        round; or `halo`, in which blocks of keys go where they are seen.
+        `ulysses` exchanges tokens for heads, `ring` passes all keys around, `halo`
+        sends blocks of keys to the devices that see them.
 
     Example:
         >>> model = schema.Model(num_heads=12)
-        >>> [way_across(model, sequence=size, tensor=1) for size in (4, 8)]
+        >>> [sequence_method(model, sequence=size, tensor=1) for size in (4, 8)]
         ['ulysses', 'ring']
     """
     if model.sequence_attention != "auto":
@@ -36,60 +36,60 @@ def way_across(model: schema.Model, *, sequence: int, tensor: int) -> Way:
     return "halo" if model.attention == "sparse" else "ring"
 
 
-def way_problems(
+def method_problems(
     model: schema.Model, *, sequence: int, tensor: int
 ) -> Iterator[Problem]:
-    """Finds why attention cannot cross the devices of a sequence.
+    """Yields why attention cannot cross the devices of a sequence, at most one problem.
 
     Args:
-        model: Read for its attention and heads.
-        sequence: Devices along the sequence, 2 or more.
-        tensor: Devices along the heads.
-
-    Yields:
-        At most one problem.
+        model: Model settings; reads the attention and the heads.
+        sequence: Size of the sequence axis, 2 or more.
+        tensor: Size of the tensor axis.
 
     Example:
         >>> model = schema.Model(num_heads=12, sequence_attention="ulysses")
-        >>> print(*way_problems(model, sequence=8, tensor=1))
+        >>> print(*method_problems(model, sequence=8, tensor=1))
         model.sequence_attention='ulysses' cannot split model.num_heads=12 over \
 mesh.tensor * mesh.sequence=8; use 'ring', or a multiple of 8 heads
     """
-    shares, heads = sequence * tensor, model.num_heads
-    asked, kernel = model.sequence_attention, model.attention
-    split = f"split model.num_heads={heads} over mesh.tensor * mesh.sequence={shares}"
-    field, more = "model.sequence_attention", f"a multiple of {shares} heads"
-    parts = "halo" if kernel == "sparse" else "ring"
-    if asked == "ring" and kernel in ("cudnn", "sparse"):
-        problem = f"never has the whole sequences of model.attention={kernel!r}"
+    num_shards, heads = sequence * tensor, model.num_heads
+    method, kernel = model.sequence_attention, model.attention
+    split = (
+        f"split model.num_heads={heads} over mesh.tensor * mesh.sequence={num_shards}"
+    )
+    field, multiple = "model.sequence_attention", f"a multiple of {num_shards} heads"
+    alternative = "halo" if kernel == "sparse" else "ring"
+    if method == "ring" and kernel in ("cudnn", "sparse"):
+        problem = (
+            f"never gathers the whole sequences that model.attention={kernel!r} needs"
+        )
         other = "'halo' or 'ulysses'" if kernel == "sparse" else "'ulysses'"
         remedy = f"use {other}, or model.attention='auto'"
-        yield Problem(field, asked, problem, remedy)
-    elif asked == "halo" and kernel != "sparse":
-        problem = f"needs a pattern, which model.attention={kernel!r} has not"
+        yield Problem(field, method, problem, remedy)
+    elif method == "halo" and kernel != "sparse":
+        problem = f"needs a sparsity pattern, which model.attention={kernel!r} lacks"
         remedy = "use 'auto', or model.attention='sparse'"
-        yield Problem(field, asked, problem, remedy)
-    elif heads % shares and asked == "ulysses":
-        yield Problem(field, asked, f"cannot {split}", f"use {parts!r}, or {more}")
-    elif heads % shares and kernel == "cudnn":
+        yield Problem(field, method, problem, remedy)
+    elif heads % num_shards and method == "ulysses":
+        yield Problem(
+            field, method, f"cannot {split}", f"use {alternative!r}, or {multiple}"
+        )
+    elif heads % num_shards and kernel == "cudnn":
         problem = f"needs whole sequences and cannot {split}"
-        yield Problem("model.attention", kernel, problem, f"use 'auto', or {more}")
+        yield Problem("model.attention", kernel, problem, f"use 'auto', or {multiple}")
 
 
 def length_problems(
     field: str, length: int, model: schema.Model, *, sequence: int, tensor: int
 ) -> Iterator[Problem]:
-    """Finds a length that does not divide over the devices of a sequence.
+    """Yields a problem if a length does not divide over the devices of a sequence.
 
     Args:
-        field: What to call the length.
+        field: Name of the length, for the message.
         length: Tokens per sequence.
-        model: Read for its kind and its attention.
-        sequence: Devices along the sequence.
-        tensor: Devices along the heads.
-
-    Yields:
-        At most one problem.
+        model: Model settings; reads the kind and the attention.
+        sequence: Size of the sequence axis.
+        tensor: Size of the tensor axis.
 
     Example:
         >>> model = schema.Model(sequence_attention="ring")
@@ -98,12 +98,12 @@ def length_problems(
 attention needs; use 8 or 16
     """
     unit, why = sequence, f"of mesh.sequence={sequence}"
-    way = way_across(model, sequence=sequence, tensor=tensor)
-    if way == "ring" and model.kind == "decoder":
+    method = sequence_method(model, sequence=sequence, tensor=tensor)
+    if method == "ring" and model.kind == "decoder":
         unit = 2 * sequence
         why = f"of {unit}, twice mesh.sequence={sequence}, as causal ring attention "
         why += "needs"
-    elif way == "halo":
+    elif method == "halo":
         unit = TILE * sequence
         why = f"of {unit}, {TILE} tokens for each of mesh.sequence={sequence}, as "
         why += "sparse attention by halos needs"
@@ -114,14 +114,7 @@ attention needs; use 8 or 16
 
 
 def sequence_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Finds what the sequence axis cannot split.
-
-    Args:
-        config: Settings in range.
-        num_devices: Devices of the run.
-
-    Yields:
-        One problem per setting.
+    """Yields settings that do not fit the sequence axis.
 
     Example:
         >>> model = schema.Model(sequence_attention="ring")
@@ -132,11 +125,14 @@ at 'auto', or set mesh.sequence above 1
     sizes = axes.axis_sizes(config, num_devices)
     if not axes.mesh_fills(config, num_devices):
         return
-    model, shares = config.model, {axis: sizes[axis] for axis in ("sequence", "tensor")}
-    if shares["sequence"] > 1:
-        found = [*way_problems(model, **shares)]
+    model, num_shards = (
+        config.model,
+        {axis: sizes[axis] for axis in ("sequence", "tensor")},
+    )
+    if num_shards["sequence"] > 1:
+        found = [*method_problems(model, **num_shards)]
         length = config.data.length
-        yield from found or length_problems("data.length", length, model, **shares)
+        yield from found or length_problems("data.length", length, model, **num_shards)
     elif model.sequence_attention != "auto":
         problem = f"has no effect with mesh.sequence={config.mesh.sequence}"
         remedy = "leave it at 'auto', or set mesh.sequence above 1"

@@ -1,7 +1,7 @@
-"""Whether the settings of sparse attention make a layout, before one is made.
+"""Checks whether the settings of sparse attention make a layout.
 
-What `zjax_kernels` refuses is refused here too, in the words of the settings: a test
-keeps the two equal.
+The same as what `zjax_kernels` refuses, in terms of the settings; a test keeps both
+equal.
 """
 
 from collections.abc import Iterator
@@ -22,20 +22,13 @@ MODES: dict[str, tuple[str, ...]] = {
     "global_block_end_indices": ("variable", "bslongformer"),
     "seed": ("variable", "bigbird"),
 }
-"""The modes that read a setting; the others are read by all."""
+"""Modes that read a setting; all modes read the other settings."""
 _COUNTS = ("num_global_blocks", "num_random_blocks", "num_sliding_window_blocks")
-"""Of blocks that one row must have."""
+"""Settings that count blocks of one row."""
 
 
 def sparsity_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Finds what makes no layout of the length of the model.
-
-    Args:
-        config: Settings in range.
-        num_devices: Unused; rules share one form.
-
-    Yields:
-        One problem per setting.
+    """Yields settings that make no layout of the length of the model.
 
     Example:
         >>> model = schema.Model(attention="sparse")
@@ -72,7 +65,9 @@ def _fixed(given: schema.Sparsity) -> Iterator[Problem]:
     width, count = given.num_local_blocks, given.num_global_blocks
     if count == 0 or width % count:
         problem = f"does not divide model.sparsity.num_local_blocks={width}"
-        yield _problem("num_global_blocks", count, problem, axes.name_divisors(width))
+        yield _problem(
+            "num_global_blocks", count, problem, axes.suggest_divisors(width)
+        )
         return
     number, places = given.num_different_global_patterns, width // count
     name = "num_different_global_patterns"

@@ -1,32 +1,24 @@
-"""Whether a run can be cut into the stages of a pipeline."""
+"""Checks whether a run can be partitioned into pipeline stages."""
 
 import dataclasses
 import math
 from collections.abc import Iterator
 
 from zjax.config import axes, batch, schema
-from zjax.config.layers import repeats_kernels
+from zjax.config.layers import cannot_unroll
 from zjax.errors import ConfigError, Problem
 
-_OF_CHUNKS = ("num_chunks",)
-"""Settings that only `interleaved` reads, which is said of all runs."""
+_CHUNK_SETTINGS = ("num_chunks",)
+"""Settings of `interleaved` alone, which `effect` checks in all runs."""
 
 
 def stage_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Finds settings that a pipeline, or the lack of one, does not allow.
-
-    Args:
-        config: Settings in range.
-        num_devices: Devices of the run.
-
-    Yields:
-        One problem per setting.
-    """
+    """Yields settings that a pipeline, or the lack of one, does not allow."""
     given, size = config.pipeline, _num_stages(config, num_devices)
     if size == 1:
         for field in dataclasses.fields(schema.Pipeline):
             value = getattr(given, field.name)
-            if value != field.default and field.name not in _OF_CHUNKS:
+            if value != field.default and field.name not in _CHUNK_SETTINGS:
                 problem = "has no effect with mesh.pipeline=1"
                 remedy = f"leave it at {field.default!r}, or set mesh.pipeline above 1"
                 yield Problem(f"pipeline.{field.name}", value, problem, remedy)
@@ -37,7 +29,7 @@ def stage_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]
         remedy = "use 'device', or mesh.pipeline=1"
         yield Problem("zero.optimizer_memory", memory, problem, remedy)
     if given.schedule == "zb_h1" and given.recompute:
-        problem = "would compute all of a stage again for the gradients of weights"
+        problem = "would recompute each stage for the weight gradients"
         remedy = "set pipeline.recompute to False, or use '1f1b'"
         yield Problem("pipeline.schedule", "zb_h1", problem, remedy)
     if given.schedule == "interleaved":
@@ -45,43 +37,35 @@ def stage_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]
 
 
 def model_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Finds settings of the built-in models that do not fit the stages.
-
-    Args:
-        config: Settings in range.
-        num_devices: Devices of the run.
-
-    Yields:
-        One problem per setting.
-    """
+    """Yields settings of the built-in models that do not fit the stages."""
     given, size = config.pipeline, _num_stages(config, num_devices)
     if size == 1:
         return
     model = config.model
     if model.num_layers < size:
-        asked = config.mesh.pipeline
+        given_size = config.mesh.pipeline
         problem = f"makes more stages than model.num_layers={model.num_layers}"
-        problem = f"comes out as {size} and {problem}" if asked == -1 else problem
+        problem = f"comes out as {size} and {problem}" if given_size == -1 else problem
         remedy = f"use at most {model.num_layers}"
-        yield Problem("mesh.pipeline", asked, problem, remedy)
+        yield Problem("mesh.pipeline", given_size, problem, remedy)
     elif given.schedule == "interleaved":
         yield from _chunks(config, size)
     if model.layers_per_scan:
-        problem = "has no effect in the stages of a pipeline, which run layers in line"
+        problem = "has no effect in a pipeline, whose stages unroll their layers"
         yield Problem("model.layers_per_scan", model.layers_per_scan, problem, "use 0")
     if model.activation_memory != "device":
-        problem = "has no effect in the stages of a pipeline, which keep their own"
+        problem = (
+            "has no effect in a pipeline, whose stages store activations themselves"
+        )
         remedy = "leave it at 'device'"
         memory = model.activation_memory
         yield Problem("model.activation_memory", memory, problem, remedy)
     if given.schedule == "zb_h1" and model.remat != "none":
-        problem = "leaves no gradients of weights for pipeline.schedule='zb_h1' to take"
-        problem += " apart"
+        problem = "hides the weight gradients that pipeline.schedule='zb_h1' separates"
         remedy = "use 'none', or pipeline.schedule='1f1b'"
         yield Problem("model.remat", model.remat, problem, remedy)
-    if repeats_kernels(config):
-        problem = "repeats a kernel of cuDNN in each stage, which cannot be"
-        problem += " deterministic"
+    if cannot_unroll(config):
+        problem = "cannot repeat a cuDNN kernel in each stage"
         remedy = "use False, or model.attention='xla'"
         yield Problem("deterministic", True, problem, remedy)
 
@@ -90,7 +74,7 @@ def _chunks(config: schema.Config, num_stages: int) -> Iterator[Problem]:
     num_layers, given = config.model.num_layers, config.pipeline.num_chunks
     if num_layers % (num_stages * given) == 0:
         return
-    problem = f"does not cut model.num_layers={num_layers} into equal parts on"
+    problem = f"does not split model.num_layers={num_layers} equally over"
     problem += f" {num_stages} stages"
     sizes = range(2, num_layers // num_stages + 1)
     fits = [size for size in sizes if num_layers % (num_stages * size) == 0]
@@ -110,8 +94,8 @@ def _groups(
     if not axes.mesh_fills(config, num_devices):
         return
     try:
-        shares = math.prod(sizes[axis] for axis in axes.BATCH_AXES)
-        number = batch.resolve_batch(config, shares).num_microbatches
+        num_shards = math.prod(sizes[axis] for axis in axes.BATCH_AXES)
+        number = batch.resolve_batch(config, num_shards).num_microbatches
     except ConfigError:
         return
     if number % num_stages:

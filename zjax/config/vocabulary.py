@@ -1,4 +1,4 @@
-"""How many tokens a model is to know, where prepared data says it."""
+"""Takes the vocabulary size of a model from prepared data."""
 
 import dataclasses
 import pathlib
@@ -7,18 +7,15 @@ from zjax.config import derived, schema
 from zjax.reading import parse_json, read_text
 
 META_NAME = "meta.json"
-"""In a directory made by `zjax data prepare`."""
+"""Name of the metadata file that `zjax data prepare` writes."""
 
 
 def with_vocabulary(config: schema.Config) -> schema.Config:
-    """Takes the vocabulary of prepared data, where `model.vocab_size` is not set.
-
-    Args:
-        config: Read for `data` and `model.vocab_size`.
+    """Sets an open `model.vocab_size` to that of the prepared data.
 
     Returns:
-        The settings with that vocabulary; as they are where there is no such data here,
-        so that a run can be planned elsewhere.
+        The config, unchanged if the data is not on this machine, so that a run can be
+        planned elsewhere.
     """
     is_open = derived.is_derived(config.model.vocab_size)
     if not is_open or config.data.source != "tokens" or not config.data.path:
@@ -26,7 +23,12 @@ def with_vocabulary(config: schema.Config) -> schema.Config:
     try:
         meta = parse_json(read_text(pathlib.Path(config.data.path) / META_NAME))
         size = derived.Size(meta["vocab_size"])
-    except (OSError, ValueError, KeyError, TypeError):  # told when the data is opened
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+    ):  # reported when the data is opened
         return config
     return dataclasses.replace(
         config, model=dataclasses.replace(config.model, vocab_size=size)

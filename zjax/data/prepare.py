@@ -59,7 +59,7 @@ def prepare(
             left behind.
     """
     if output:
-        output = local_path("output", output, DataError, is_made=True)
+        output = local_path("output", output, DataError, creates=True)
     inputs = [local_path("input", path, DataError) for path in inputs]
     if tokenizer.endswith(".json"):
         tokenizer = local_path("tokenizer", tokenizer, DataError)

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from zjax.config import schema
-from zjax.config.ranges import MOST_TOKENS
+from zjax.config.ranges import MAX_TOKENS
 from zjax.errors import ConfigError, Problem
 from zjax.models.cached import decode, prefill
 from zjax.models.decoder import Decoder
@@ -189,8 +189,8 @@ def check(
         problem = "is below 1"
         remedy = "ask for 1 or more"
         problems.append(Problem("max_new_tokens", num_new, problem, remedy))
-    if num_new > MOST_TOKENS:
-        problem, remedy = "is more than any run holds", f"use at most {MOST_TOKENS}"
+    if num_new > MAX_TOKENS:
+        problem, remedy = "is more than any run holds", f"use at most {MAX_TOKENS}"
         problems.append(Problem("max_new_tokens", num_new, problem, remedy))
     if not 0 <= settings.temperature < math.inf:
         remedy = "use 0 for the most likely token, or above 0"

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from absl import logging
 
-from zjax.config.ranges import MOST_STEPS
+from zjax.config.ranges import MAX_STEPS
 from zjax.reading import parse_json
 
 HISTORY = "metrics.jsonl"
@@ -80,7 +80,7 @@ def _row(line: bytes) -> Numbers | None:
         values = {name: float(x) for name, x in row.items()}
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return None
-    is_step = type(step) is int and 0 <= step <= MOST_STEPS
+    is_step = type(step) is int and 0 <= step <= MAX_STEPS
     return {"step": step, **values} if is_step else None
 
 
@@ -92,7 +92,7 @@ def _cells(line: bytes) -> list[str]:
 
 
 def _is_step(text: str) -> bool:
-    return text.isascii() and text.isdigit() and int(text[:11]) <= MOST_STEPS
+    return text.isascii() and text.isdigit() and int(text[:11]) <= MAX_STEPS
 
 
 def _complete_lines(path: pathlib.Path) -> Iterator[bytes]:

@@ -14,7 +14,7 @@ from absl import logging
 from jaxtyping import Array, Float, Int, Shaped
 
 from zjax.config import schema
-from zjax.config.sequence import length_problems, way_across, way_problems
+from zjax.config.sequence import length_problems, method_problems, sequence_method
 from zjax.errors import ConfigError
 from zjax.parallel import remat
 from zjax.parallel.ring import ring_attention, zigzag
@@ -61,7 +61,7 @@ def sequence_attention(
     if not is_split():
         return attend(q, k, v, segment_ids, lengths)
     _check(config, q.shape[1])
-    way = way_across(config, **_sizes())
+    way = sequence_method(config, **_sizes())
     _say(way, f"{config.num_heads} heads")
     if way == "halo":
         return attend(q, k, v, segment_ids, lengths, spread=True)
@@ -109,7 +109,7 @@ def token_order(length: int, config: schema.Model) -> Int[np.ndarray, " L"] | No
     """
     if not is_split() or config.kind != "decoder":
         return None
-    if way_across(config, **_sizes()) != "ring":
+    if sequence_method(config, **_sizes()) != "ring":
         return None
     _check(config, length)
     return zigzag(length, open_size(meshes.SEQUENCE))
@@ -163,7 +163,7 @@ def _sizes():
 
 
 def _check(config, length):
-    problems = [*way_problems(config, **_sizes())]
+    problems = [*method_problems(config, **_sizes())]
     problems = problems or [*length_problems("length", length, config, **_sizes())]
     if problems:
         raise ConfigError(*problems)
