@@ -18,6 +18,7 @@ FLOORS = (
     ("forward",),
     ("models", "train"),
     ("linen", "nnx", "checkpoint", "observe", "offload"),
+    ("execute",),
     ("step", "stopping"),
     ("budget", "nonfinite", "resume"),
     ("initialize",),

@@ -115,7 +115,10 @@ def test_plan_prints_arrays_stages_and_the_compiled_program(tmp_path, settings):
     out = run("plan", settings, *words)
     assert "blocks/mlp/up/kernel" in out
     assert "bytes per device by ZeRO stage on 8 devices\n" in out
-    assert "\ntrain step compiled for CPUs, bytes per device\n" in out
+    assert (
+        "\nmost that a step compiled for CPUs takes, predicted for the program: tra"
+        in out
+    )
     assert (
         "\nA program for CPUs keeps the scores of attention and computes bf16 in f32: "
         "its\ntemporaries are not those of a program for GPUs.\n"
@@ -138,7 +141,7 @@ def test_plan_for_devices_that_are_not_here_is_an_estimate(tmp_path, settings):
     out = run("plan", settings, *more, f"--output={tmp_path / 'plan.png'}")
     assert "on 1024 devices (estimate: the devices are not here)" in out
     assert "whole over tensor=2: " in out
-    assert "train step compiled" not in out
+    assert "a step compiled" not in out
 
 
 def test_plan_prints_the_table_of_the_paper():

@@ -18,7 +18,6 @@ from zjax.data.entries import check_batch, entries_of
 from zjax.data.placement import BatchPlacement
 from zjax.errors import ConfigError, ModelError, Problem
 from zjax.models import adapter
-from zjax.models.generate import generate
 from zjax.models.inputs import with_cast
 from zjax.offload.init import init_layer_by_layer
 from zjax.offload.inputs import waiting_inputs
@@ -31,26 +30,22 @@ from zjax.processes.agreement import check_agreement
 from zjax.processes.gloo import connect
 from zjax.processes.host import tell_of_small_pages
 from zjax.resume import fingerprint_functions
-from zjax.sharding import memory, placement
+from zjax.sharding import memory
 from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
 from zjax.sharding.batch import rows_of
 from zjax.sharding.in_use import plan_on_device
 from zjax.step import Step, make_step
-from zjax.storage.move import move
 from zjax.storage.progress import shown
-from zjax.train.average import averaged, check_average, only_weights, parts_of
-from zjax.train.compute_params import compute_params
 from zjax.train.master import whole_rows
 from zjax.train.state import (
     TrainState,
-    check_not_consumed,
     init_state,
     saved_rows,
     with_params,
 )
 from zjax.train.update import Schedule
-from zjax.typing import Batch, Device, Entries, Entry, Metrics, Model, Params
+from zjax.typing import Batch, Device, Entries, Entry, Metrics, Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +59,6 @@ class Run:
         plan: The place of every array; print it.
         state: The first state; it is consumed by the first step.
         step: `step(state, batch) -> (state, metrics)`.
-        bind: `bind(state)` gives the module in evaluation mode.
         tx: The optax transformation of the caller; None where settings make one.
     """
 
@@ -74,7 +68,6 @@ class Run:
     plan: plans.Plan
     state: TrainState
     step: Step
-    bind: Callable[[TrainState], Any]
     tx: Any = None
 
     @functools.cached_property
@@ -127,9 +120,22 @@ class Run:
             tokens = jax.numpy.asarray(
                 check_batch(given, asked, name="prompt")["tokens"]
             )
-        if "generate" in self.step.programs:
-            return self.step.generate(state, tokens, **settings)
-        return generate(self.bind(state), tokens, **settings)
+        return self.step.generate(state, tokens, **settings)
+
+    def bind(self, state: TrainState) -> Any:
+        """Gives the module its weights, in evaluation mode.
+
+        Args:
+            state: Any state of this run; not consumed.
+
+        Returns:
+            The module as its library calls it, such as a bound Linen module.
+
+        Raises:
+            StateError: The state was consumed before.
+            PlanError: The averaged weights of the optimizer are offloaded.
+        """
+        return self.model.bind(self.step.parameters(state), state.model_state)
 
 
 def initialize(
@@ -256,8 +262,7 @@ def _entries_of(model: Any, batch: Batch, replicated: Sequence[str]) -> Entries:
 def _runs_by_block(model: Any, config: Config) -> bool:
     """Whether what enters the blocks of a model is handed from program to program."""
     is_offloaded = config.zero.optimizer_memory != plans.DEVICE
-    has_blocks = isinstance(model, Model) and model.stack and model.takes_layers_apart
-    return is_offloaded and bool(has_blocks)
+    return is_offloaded and isinstance(model, Model) and model.runs_by_block
 
 
 def adopt_optimizer(tx: Any, model: Model, config: Config) -> Any:
@@ -333,9 +338,6 @@ def make_run(
     def restored(read: Callable[[TrainState], TrainState]) -> TrainState:
         return with_params(read(saved_rows(plan, config)), plan)
 
-    def bind(state: TrainState) -> Any:
-        return model.bind(model_params(state, plan), state.model_state)
-
     step = make_step(model, tx, plan, config, schedule=schedule)
     num_local, platform = len(mesh.local_devices), meshes.platform_of(mesh)
     tell_of_small_pages(num_local * memory.resting_bytes(plan, plans.HOST), platform)
@@ -349,48 +351,4 @@ def make_run(
         plan=plan,
         state=state,
         step=step,
-        bind=bind,
     )
-
-
-def model_params(state: TrainState, plan: plans.Plan) -> Params:
-    """The parameters as the model sees them, for use outside of `step`.
-
-    Args:
-        state: Any state of the run, of which `zjax.train.average` says what is taken.
-        plan: The plan of the run.
-
-    Returns:
-        Arrays in the compute dtype and their logical shapes, placed as in a step.
-
-    Raises:
-        StateError: The state was consumed.
-        PlanError: The averaged weights of the optimizer rest elsewhere.
-    """
-    check_not_consumed(state)
-    check_average(state, plan)
-
-    def place(row: placement.ArrayPlan) -> jax.sharding.NamedSharding:
-        padded = row.shape != row.stored_shape
-        return plan.replicated if padded else row.stored
-
-    resting, plan = plan.compute, plan_on_device(plan)
-
-    def compute(state: TrainState) -> Params:
-        weights = averaged(state, plan)
-        if weights is None:
-            weights = placement.unpad_tree(state.master, plan.master)
-        return compute_params(weights, plan)
-
-    def cut(params: Params) -> Params:
-        return placement.unpad_tree(params, plan.compute)
-
-    places = jax.tree.map(place, plan.compute)
-    if parts_of(state)[0] == "raw" and state.params != ():
-        here = jax.tree.map(
-            lambda x, row: move(x, row, plans.DEVICE, is_consumed=False),
-            state.params,
-            resting,
-        )
-        return jax.jit(cut, out_shardings=places)(here)
-    return jax.jit(compute, out_shardings=places)(only_weights(state))

@@ -220,3 +220,8 @@ class Model:
     cast: tuple[str, ...] | None = None
     """Paths of the floating-point arrays of a batch to cast to the compute dtype. For
     None, `zjax.initialize` finds them and all others cast nothing."""
+
+    @property
+    def runs_by_block(self) -> bool:
+        """Whether offload runs it as programs of single blocks."""
+        return self.stack is not None and self.takes_layers_apart

@@ -22,7 +22,7 @@ import sys
 import jax
 
 import zjax
-from zjax.bench import measure, predicted_peak_bytes, result_line
+from zjax.bench import measure, result_line
 from zjax.budget.fit import abstract_batch
 
 PROBES = (4, 8)
@@ -56,7 +56,7 @@ def peak_bytes(config: zjax.Config) -> int:
     tx = zjax.make_optimizer(config, model)
     plan = zjax.make_plan(config, zjax.make_mesh(config.mesh), model, tx)
     step = zjax.make_step(model, tx, plan, config)
-    return predicted_peak_bytes(step.compile(abstract_batch(config, plan)))
+    return step.predict_peak(abstract_batch(config, plan)).total
 
 
 def call(words: list[str], environment: dict[str, str]) -> tuple[int, str]:

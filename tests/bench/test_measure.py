@@ -12,7 +12,7 @@ import pytest
 
 from tests.support import small_run
 from zjax.bench.measure import check_losses, describe_measurement, measure
-from zjax.bench.memory import peak_bytes, predicted_peak_bytes
+from zjax.bench.memory import peak_bytes
 from zjax.config import load_config
 from zjax.errors import BenchError, ConfigError
 from zjax.observe import flops
@@ -127,13 +127,6 @@ def test_peak_is_that_of_the_fullest_device():
     full, empty = {"peak_bytes_in_use": 7}, {"peak_bytes_in_use": 3}
     assert peak_bytes([device(empty), device(full), device(None)]) == 7
     assert peak_bytes([device(None), device({})]) is None
-
-
-@pytest.mark.parametrize(("donated", "arrays"), [((), 2), ((0,), 1)])
-def test_memory_that_is_used_again_counts_once(donated, arrays):
-    x = jax.ShapeDtypeStruct((1024,), "float32")
-    add = jax.jit(lambda x: x + 1, donate_argnums=donated).lower(x).compile()
-    assert predicted_peak_bytes(add) == arrays * 4096
 
 
 def test_text_is_not_read_and_a_long_warm_up_is_not_waited_for():

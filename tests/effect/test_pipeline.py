@@ -224,7 +224,7 @@ def test_layers_are_cut_before_the_first_tick(stage):
 def traced(config, devices):
     step = make_step(config, devices)
     batch = abstract(pipelines.make_batch(0))
-    state = placement.abstract_tree(step.rows)
+    state = placement.abstract_tree(step.executor.state_plan)
     with jax.set_mesh(step.mesh):
         return [*walk(jax.make_jaxpr(step.programs["train"])(state, batch))]
 

@@ -22,7 +22,7 @@ def two_steps(remat):
     for number in range(2):
         state, metrics = run.step(state, make_batch(number, model.vocab_size))
         found += [float(metrics["loss"]), float(metrics["grad_norm"])]
-    passes = run.step.programs["train"].backward
+    passes = run.step.executor.step.backward
     share = make_batch(0)["tokens"].size // jax.device_count()
     one = share * model.embed_size * 2 * model.num_layers
     return found, passes.kept_bytes / one

@@ -136,7 +136,7 @@ def test_first_delayed_step_changes_no_weight():
 def test_no_update_waits_for_the_norm():
     """Fails if clipping holds the updates back until all gradients are there."""
     run = start(delayed())
-    train_step = run.step.programs["train"]
+    train_step = run.step.executor.step
     passes, update = train_step.backward, train_step.update
     events = []
 

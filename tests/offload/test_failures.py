@@ -56,7 +56,7 @@ def test_evaluation_after_a_failed_step_reads_the_parameters_of_its_own(monkeypa
     """Fails if blocks that a failed pass announced are taken by the next."""
     run = start(make_config("pinned_host", **ON_HOST))
     other = start(dataclasses.replace(run.config, seed=1))
-    backward = run.step.programs["train"].backward
+    backward = run.step.executor.step.backward
     with monkeypatch.context() as broken:
         broken.setattr(backward, "head", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):

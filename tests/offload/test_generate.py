@@ -115,7 +115,7 @@ def test_no_pass_follows_the_last_end(monkeypatch):
     run, state = make_run()
     free = np.asarray(run.generate(state, prompts(1), max_new_tokens=NUM_NEW))
     end_id = int(free[0, PROMPT])
-    program = run.step.programs["generate"]
+    program = run.step.executor.generation
     monkeypatch.delattr(program, "read_token")
     settings = {"max_new_tokens": NUM_NEW, "end_id": end_id}
     found = np.asarray(run.generate(state, prompts(1), **settings))
@@ -156,7 +156,7 @@ def test_a_few_blocks_are_on_the_devices_whatever_the_depth(monkeypatch, num_lay
     ahead of it."""
     monkeypatch.setattr(blocks, "AHEAD_BYTES", 0)
     run, state = make_run(deep(num_layers))
-    program = run.step.programs["generate"]
+    program = run.step.executor.generation
     stream, found = program.blocks.stream, []
     before = jax.live_arrays()
 
@@ -176,7 +176,7 @@ def test_a_few_blocks_are_on_the_devices_whatever_the_depth(monkeypatch, num_lay
 
 def test_blocks_of_the_next_token_come_up_while_one_is_chosen(monkeypatch):
     run, state = make_run()
-    program = run.step.programs["generate"]
+    program = run.step.executor.generation
     choose, here = program.choose, []
 
     def watched(*args):

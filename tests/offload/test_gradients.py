@@ -32,7 +32,7 @@ def test_gradients_on_disks_are_those_that_came(tmp_path, monkeypatch, number, d
     ):
         zero |= {"delay_updates_from": delay}
         run = start(make_config("pinned_host", num_microbatches=number, zero=zero))
-        monkeypatch.setattr(run.step.programs["train"].stream, "limit", 1)
+        monkeypatch.setattr(run.step.executor.step.stream, "limit", 1)
         assert not written
         state, metrics = train(run, 3)
         found.append((weights_of(run.step.settle(state)), metrics))

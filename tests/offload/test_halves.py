@@ -74,7 +74,7 @@ def test_two_bytes_of_each_master_weight_rest_and_move(stage):
     )
     assert state == 8 * weights
     assert memory.resting_bytes(run.plan, HOST) == 10 * weights
-    assert sum(run.step.programs["train"].group_bytes) == 10 * weights
+    assert sum(run.step.executor.step.group_bytes) == 10 * weights
     state, _ = train(run, 1)
     assert {x.dtype for x in jax.tree.leaves(state.master)} == {jnp.dtype("int16")}
     assert memories((state.master, state.opt_state)) == {"pinned_host"}
@@ -89,7 +89,7 @@ def test_both_halves_may_rest_on_the_host(waits, monkeypatch):
     """Fails if weights rest there whole beside those in use, or if these come up for an
     update while the backward pass of their block has them on the devices."""
     run = start(halves(0, **BLOCKS_ON_HOST, **({} if waits else UNDER_BACKWARD)))
-    step = run.step.programs["train"]
+    step = run.step.executor.step
     lower, upper = (
         sum(row.device_bytes for row in jax.tree.leaves(rows) if row.memory == HOST)
         for rows in (run.plan.master, run.plan.compute)

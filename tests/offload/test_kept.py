@@ -64,7 +64,7 @@ def run_of(remat, *, mesh=None, **changes):
 
 
 def passes_of(run):
-    return run.step.programs["train"].backward
+    return run.step.executor.step.backward
 
 
 def assert_same_run(remat, **changes):
@@ -92,7 +92,7 @@ def test_what_is_kept_changes_nothing(case, remat):
 
 def rows_kept(run):
     """One device's part of what a block leaves, as the peak of a step counts it."""
-    train, batch = run.step.programs["train"], make_batch(0)
+    train, batch = run.step.executor.step, make_batch(0)
     with jax.set_mesh(run.mesh):
         rows = peaks._Programs(train, passes_of(run), batch).inputs
     return rows[: len(rows) // GPT.num_layers]
@@ -281,7 +281,7 @@ def test_gradients_of_the_head_come_before_blocks_give_anything_up():
     """Fails if they are said to wait where nothing is free yet."""
     model = dataclasses.replace(LLAMA, vocab_size=200)
     run = run_of("elementwise", stage=1, model=model)
-    train, passes = run.step.programs["train"], passes_of(run)
+    train, passes = run.step.executor.step, passes_of(run)
     with jax.set_mesh(run.mesh):
         programs = peaks._Programs(train, passes, make_batch(0))
         moments = {

@@ -35,7 +35,7 @@ def test_updates_wait_for_the_norm_only_where_they_read_it(waits):
     does not."""
     changes = {} if waits else UNDER_BACKWARD
     run = start(make_config("pinned_host", **changes))
-    assert run.step.programs["train"].update.waits is waits
+    assert run.step.executor.step.update.waits is waits
 
 
 def test_state_rests_on_the_host_and_parameters_on_the_device():
@@ -66,7 +66,7 @@ def test_groups_come_one_after_another(monkeypatch, bound):
     monkeypatch.setattr(offload, "GROUP_BYTES", bound)
     config = make_config("pinned_host", model=dataclasses.replace(GPT, num_layers=6))
     run = start(config)
-    step = run.step.programs["train"]
+    step = run.step.executor.step
     moved = [r for r in step.rows.values() if r.memory == "pinned_host"]
     total = sum(row.device_bytes for row in moved)
     seen = watch(monkeypatch, step.stream, total // 4)
@@ -86,7 +86,7 @@ def test_gradients_wait_on_the_host(monkeypatch):
     found = {}
     for config in (on_device, on_host):
         run = start(config)
-        stream = run.step.programs["train"].stream
+        stream = run.step.executor.step.stream
         watch(monkeypatch, stream, 1)
         resting, add = collections.Counter(), stream.add
 
@@ -99,7 +99,7 @@ def test_gradients_wait_on_the_host(monkeypatch):
 
         monkeypatch.setattr(stream, "add", watched)
         _, metrics = train(run, 1)
-        kept = run.step.programs["train"].backward.kept_bytes
+        kept = run.step.executor.step.backward.kept_bytes
         found[config.zero.gradient_memory] = resting, kept, metrics
     (host, kept, metrics), (device, _, expected) = found["pinned_host"], found["device"]
     assert host["device"] + host["pinned_host"] == device["device"]
@@ -112,7 +112,7 @@ def test_equal_blocks_are_compiled_once():
     run = start(
         make_config("pinned_host", model=dataclasses.replace(GPT, num_layers=6))
     )
-    update = run.step.programs["train"].update
+    update = run.step.executor.step.update
     blocks = {id(part.run) for part in update.updates[:6]}
     assert len(blocks) == 1
 
@@ -135,8 +135,8 @@ def test_a_few_blocks_are_on_the_devices_whatever_the_depth(monkeypatch, num_lay
         "pinned_host", model=model, zero={"parameter_memory": "pinned_host"}
     )
     run = start(config)
-    stream = run.step.programs["train"].backward.blocks.stream
-    block_bytes = sum(row.device_bytes for row in _moved(run.step.programs["train"]))
+    stream = run.step.executor.step.backward.blocks.stream
+    block_bytes = sum(row.device_bytes for row in _moved(run.step.executor.step))
     seen = watch(monkeypatch, stream, stream.limit)
     state, _ = train(run, 1)
     assert max(seen) == 3 * block_bytes
@@ -210,7 +210,7 @@ def test_inputs_of_blocks_wait_elsewhere(monkeypatch, tmp_path):
         model = dataclasses.replace(GPT, activation_memory=kind)
         disks = {"nvme_paths": (str(tmp_path),)} if kind == "nvme" else {}
         run = start(make_config("pinned_host", model=model, zero=disks))
-        backward, away = run.step.programs["train"].backward, []
+        backward, away = run.step.executor.step.backward, []
         put_away = backward.put_away
         monkeypatch.setattr(
             backward,
@@ -257,7 +257,7 @@ def test_gradients_that_wait_on_the_host_need_room_there():
     assert sums == sum(row.device_bytes for row in jax.tree.leaves(plan.grads))
     assert sums == own  # in float32
     step = start(make_config("pinned_host", precision={"compute_dtype": "bfloat16"}))
-    train = step.step.programs["train"]
+    train = step.step.executor.step
     resting = sum(row.device_bytes for row in train.resting_grads)
     assert memory.waiting_bytes(step.plan, 1) == resting == own // 2
     room = 8 * (memory.resting_bytes(plan, "pinned_host") + sums)
@@ -273,7 +273,7 @@ def test_what_blocks_keep_is_given_up_as_the_backward_pass_goes(
     """Fails if the inputs of all blocks, or what else they keep, stay until its end."""
     model = dataclasses.replace(GPT, remat=remat)
     run = start(make_config("pinned_host", model=model))
-    segments = run.step.programs["train"].backward
+    segments = run.step.executor.step.backward
     kept, put_away, backward = [], segments.put_away, segments.block_backward
 
     def watched(*parts):
@@ -307,7 +307,7 @@ def test_sums_of_gradients_rest_elsewhere(monkeypatch, tmp_path):
             zero={"gradient_memory": kind} | disks,
         )
         run = start(config)
-        backward = run.step.programs["train"].backward
+        backward = run.step.executor.step.backward
         kinds, begin = set(), backward.sums.begin
 
         def watched(loads, begin=begin, kinds=kinds):

@@ -104,7 +104,7 @@ def test_state_rests_on_disks(tmp_path):
     for x in arrays:
         x.block_until_ready()
     numbers = sum(x.nbytes for x in arrays)
-    rows = jax.tree.leaves(run.step.rows)
+    rows = jax.tree.leaves(run.step.executor.state_plan)
     assert numbers == sum(
         math.prod(row.stored_shape) * row.dtype.itemsize for row in rows if row.disks
     )
@@ -163,7 +163,7 @@ def test_reading_ahead_is_bounded(tmp_path, monkeypatch):
     """Fails if all of the state is read into host memory, or nothing ahead of use."""
     config = on_disk(tmp_path, model=dataclasses.replace(GPT, num_layers=6))
     run = start(config)
-    step = run.step.programs["train"]
+    step = run.step.executor.step
     total = memory.resting_bytes(run.plan, "nvme")
     monkeypatch.setattr(streams, "READ_AHEAD_BYTES", total // 3)
     monkeypatch.setattr(step.stream, "limit", total // 6)
@@ -220,7 +220,7 @@ def test_checkpoints_link_what_rests_on_disks(tmp_path):
 def test_a_step_writes_over_files_but_not_over_checkpoints(tmp_path, parts):
     """Fails if a step makes new files, or if a checkpoint follows later steps."""
     run = start(on_disk(tmp_path / "disks"))
-    stream = run.step.programs["train"].stream
+    stream = run.step.executor.step.stream
     stream.limit = memory.resting_bytes(run.plan, "nvme") // parts
     store = zjax.checkpoint.store.Store(str(tmp_path / "run"), keep_last=2)
     rows, state, numbers = saved_rows(run.plan, run.config), run.state, []

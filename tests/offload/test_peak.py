@@ -25,7 +25,7 @@ def _few_bytes_move(monkeypatch):
 def predict(num_layers=4, limit=0, inputs="device", changes=(), **zero):
     model = dataclasses.replace(GPT, num_layers=num_layers, activation_memory=inputs)
     run = start(make_config("pinned_host", model=model, zero=zero, **dict(changes)))
-    run.step.programs["train"].stream.limit = limit
+    run.step.executor.step.stream.limit = limit
     return run, run.step.predict_peak(make_batch(0))
 
 
@@ -38,7 +38,7 @@ def test_depth_costs_the_inputs_of_blocks_alone():
     one = tokens.size // SHARE * GPT.embed_size * 4
     assert few.moment == many.moment == "backward"
     assert many.parts.pop(name) - few.parts.pop(name) == 8 * one
-    rows = run.step.programs["train"].rows.values()
+    rows = run.step.executor.step.rows.values()
     stay = [r.device_bytes for r in rows if r.memory == DEVICE and "blocks" in r.path]
     assert max(stay) < plans.MIN_MOVED_BYTES
     small = many.parts.pop("resting") - few.parts.pop("resting")
@@ -50,7 +50,7 @@ def test_depth_costs_the_inputs_of_blocks_alone():
 def test_gradients_wait_on_the_devices_only_for_a_norm(waits):
     changes = {} if waits else UNDER_BACKWARD
     run, peak = predict(inputs="pinned_host", changes=changes, gradient_memory="device")
-    rows = run.step.programs["train"].backward.grad_rows
+    rows = run.step.executor.step.backward.grad_rows
     grads = sum(row.device_bytes for row in jax.tree.leaves(rows))
     assert peak.moment == "backward"
     assert (peak.parts["what blocks keep, then gradients"] >= grads) is waits
@@ -60,7 +60,7 @@ def test_gradients_that_wait_for_the_next_step_are_always_there():
     """Fails if a delayed update is said to need no room for what is pending."""
     run, late = predict(delay_updates_from=1)
     _, at_once = predict(changes=UNDER_BACKWARD)
-    rows = run.step.programs["train"].backward.grad_rows
+    rows = run.step.executor.step.backward.grad_rows
     grads = sum(row.device_bytes for row in jax.tree.leaves(rows))
     assert late.parts["pending gradients"] == grads
     assert at_once.parts["pending gradients"] == 0
@@ -80,7 +80,7 @@ def test_parameters_rest_where_the_plan_says():
 
 def test_room_for_groups_is_counted():
     (run, least), (_, more) = predict(), predict(limit=10_000)
-    largest = max(run.step.programs["train"].group_bytes)
+    largest = max(run.step.executor.step.group_bytes)
     assert least.parts["groups on their way"] == largest
     assert more.parts["groups on their way"] == 10_000
     title, *table = describe_peak(least, "gpu").splitlines()
@@ -95,7 +95,7 @@ def test_room_for_groups_is_counted():
         *table,
         "A program for CPUs keeps the scores of attention and computes bf16 in f32: "
         "its",
-        "bytes of the program are not those of a program for GPUs.",
+        "temporaries are not those of a program for GPUs.",
     ]
 
 
@@ -107,7 +107,7 @@ def test_all_streams_are_counted():
         parameter_memory="pinned_host",
         changes={"num_microbatches": 2},
     )
-    passes = run.step.programs["train"].backward
+    passes = run.step.executor.step.backward
     block = sum(row.device_bytes for row in passes.sum_rows[0])
     assert peak.parts["sums of gradients"] >= 3 * block
     one = make_batch(0)["tokens"].size // SHARE // 2 * GPT.embed_size * 4

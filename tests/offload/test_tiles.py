@@ -110,7 +110,7 @@ def start_huge(monkeypatch, tiles, **changes):
     monkeypatch.setattr(blocks, "AHEAD_BYTES", 0)
     config = make_config("pinned_host", 3, zero=AWAY, model=HUGE, **changes)
     run = start(with_tiles(config, tiles))
-    step = run.step.programs["train"]
+    step = run.step.executor.step
     step.stream.limit = 0
     return run, step
 

@@ -41,7 +41,7 @@ def test_what_a_step_moves_is_told(monkeypatch, stage, number, changes):
     changes = changes | {"precision": precision, "zero": away}
     config = make_config("pinned_host", stage, num_microbatches=number, **changes)
     run = start(config)
-    step = run.step.programs["train"]
+    step = run.step.executor.step
     monkeypatch.setattr(step.stream, "limit", 1)
     moved, send = collections.Counter(), moves.send
 

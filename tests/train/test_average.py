@@ -12,7 +12,6 @@ from zjax.checkpoint.export import export_safetensors
 from zjax.checkpoint.store import Store
 from zjax.config import schema
 from zjax.errors import ConfigError, PlanError
-from zjax.initialize import model_params
 from zjax.sharding import plan as plans
 from zjax.train.average import choose_part, parts_of, with_part
 from zjax.train.state import saved_rows, saved_state
@@ -78,8 +77,8 @@ def test_schedule_free_weights_are_those_that_optax_evaluates(trained, tmp_path)
     """Fails if evaluation, the bound model or an export takes the trained ones."""
     run, state, raw, average = trained
     assert parts_of(state) == ("schedule_free", "raw")
-    close(model_params(state, run.plan), average)
-    close(model_params(with_part(state, "raw"), run.plan), raw)
+    close(run.step.parameters(state), average)
+    close(run.step.parameters(with_part(state, "raw")), raw)
     for part, params in zip(parts_of(state), (average, raw), strict=True):
         found = run.evaluate(with_part(state, part), BATCH)["loss"]
         wanted = models.loss(params, {}, BATCH, None).value

@@ -8,7 +8,6 @@ from zjax.bench.measure import (
     measure,
     result_line,
 )
-from zjax.bench.memory import predicted_peak_bytes
 from zjax.bench.spread import Spread
 
 __all__ = [
@@ -22,6 +21,5 @@ __all__ = [
     "compete",
     "describe_measurement",
     "measure",
-    "predicted_peak_bytes",
     "result_line",
 ]

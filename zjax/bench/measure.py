@@ -138,8 +138,7 @@ def measure(
     run = make_run(config, model, tx, schedule=schedule, devices=devices)
     batch = _place_batch(run)
     start = time.perf_counter()
-    compiled, peak = run.step.compile(batch), run.step.predict_peak(batch)
-    predicted = peak.total if peak else memory.predicted_peak_bytes(compiled)
+    peak = run.step.predict_peak(batch)
     compile_seconds = time.perf_counter() - start
     with remedies_told(config, run.plan, user_model=False):
         seconds, losses, state = _take_steps(run, batch, num_warm_up, num_rounds)
@@ -150,7 +149,7 @@ def measure(
         num_devices=len(devices),
         **_speed(config, devices, batch["tokens"].size, seconds),
         peak_bytes=memory.peak_bytes(run.mesh.local_devices),
-        predicted_peak_bytes=predicted,
+        predicted_peak_bytes=peak.total if peak else None,
         state_bytes=memory.state_bytes(state, run.mesh.local_devices[0]),
         moved_state_bytes=moved_bytes(run.plan),
         disk_state_bytes=resting_bytes(run.plan, NVME),

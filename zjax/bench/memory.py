@@ -30,24 +30,3 @@ def peak_bytes(devices: Sequence[Device]) -> int | None:
     stats = [device.memory_stats() or {} for device in devices]
     peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
     return max(peaks, default=None)
-
-
-def predicted_peak_bytes(compiled: jax.stages.Compiled | None) -> int | None:
-    """Device memory that a compiled program needs while it runs.
-
-    Args:
-        compiled: Result of `Step.compile`; None gives None.
-
-    Returns:
-        Bytes of arguments, results that are not aliased to them, and temporaries; None
-        if the compiler does not report it.
-    """
-    analysis = None if compiled is None else compiled.memory_analysis()
-    if analysis is None:
-        return None
-    return (
-        analysis.argument_size_in_bytes
-        + analysis.output_size_in_bytes
-        - analysis.alias_size_in_bytes
-        + analysis.temp_size_in_bytes
-    )

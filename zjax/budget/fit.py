@@ -16,6 +16,7 @@ from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
 from zjax.offload.inputs import kept_here, waiting_inputs
 from zjax.offload.peak import Peak
+from zjax.offload.units import forward_order
 from zjax.processes.host import (
     PINNED_SPARE,
     Sharers,
@@ -102,7 +103,7 @@ def fit_memories(
     needed = max(peak.total, _bytes_to_generate(plan, capacity))
     inputs = waiting_inputs(model, plan, config, batch)
     room = _room(plan, config, DEVICE_SHARE * capacity - needed, inputs)
-    order = step.programs["train"].forward_order()
+    order = forward_order(model, plan.master)
     found = spread_state(plan, order, room, config.zero.nvme_paths)
     _log_memories(found)
     return found

@@ -41,8 +41,8 @@ _NO_MACHINE = (
     "zero.optimizer_memory=auto is shown as pinned_host: no device is here to be filled"
 )
 CPU_MEMORY_NOTE = (
-    "A program for CPUs keeps the scores of attention and computes bf16 in f32: its\n"
-    "{which} are not those of a program for GPUs."
+    "\nA program for CPUs keeps the scores of attention and computes bf16 in f32: its\n"
+    "temporaries are not those of a program for GPUs."
 )
 GPU_TITLE = (
     "a step on GPUs by formula, attention as a kernel that keeps no scores\n"
@@ -190,11 +190,10 @@ def _describe_each_stage(
 def _describe_step(step: Step, config: Config, *, collectives: bool) -> list[str]:
     platform = meshes.platform_of(step.mesh)
     batch = abstract_batch(config, step.plan)
-    compiled = step.compile(batch)
-    if compiled is None:
-        return [describe_peak(step.predict_peak(batch), platform)]
-    parts = [describe_compiled(step.plan, compiled, platform)]
-    return parts + [describe_collectives(step, compiled)] * collectives
+    parts = [describe_peak(step.predict_peak(batch), platform)]
+    if collectives:
+        parts.append(describe_collectives(step, step.compile(batch)))
+    return parts
 
 
 def _describe_refusal(
@@ -272,41 +271,8 @@ def report_schedule(config: Config, plan: plans.Plan, picture: pathlib.Path) -> 
     return timeline.describe_schedules(schedule, recompute=recompute)
 
 
-def describe_compiled(
-    plan: plans.Plan, compiled: jax.stages.Compiled, platform: str
-) -> str:
-    """Sets what the compiler allocates beside what the plan keeps.
-
-    Args:
-        plan: Predicts the state.
-        compiled: The train program.
-        platform: For which it was compiled, as JAX names it.
-
-    Returns:
-        A table of bytes per device; on CPUs a note that GPUs take others.
-    """
-    analysis = compiled.memory_analysis()
-    if analysis is None:
-        return "this platform gives no memory analysis of compiled programs"
-    kept = memory.tree_bytes((plan.master, plan.opt_state, plan.ema, plan.model_state))
-    rows = [
-        ("arguments: state and batch", analysis.argument_size_in_bytes),
-        ("  of them state, by the plan", kept),
-        ("  of them reused for the new state", analysis.alias_size_in_bytes),
-        (
-            "temporaries: parameters in use, gradients, activations",
-            analysis.temp_size_in_bytes,
-        ),
-        ("program", analysis.generated_code_size_in_bytes),
-    ]
-    cells = [(name, describe.format_bytes(size)) for name, size in rows]
-    title = f"train step compiled for {_devices(platform)}, bytes per device\n"
-    table = describe.render_table(("", "bytes/device"), cells, right=(1,))
-    return title + table + _note(platform, "temporaries")
-
-
 def describe_peak(peak: Peak | None, platform: str) -> str:
-    """Says what is on a device while a step of many programs takes most.
+    """Says what is on a device while a step takes most.
 
     Args:
         peak: Of the step; None where it is not known.
@@ -324,7 +290,7 @@ def describe_peak(peak: Peak | None, platform: str) -> str:
         f"predicted for the program: {peak.moment}\n"
     )
     table = describe.render_table(("", "bytes/device"), cells, right=(1,))
-    return title + table + _note(platform, "bytes of the program")
+    return title + table + (CPU_MEMORY_NOTE if platform == "cpu" else "")
 
 
 def describe_on_gpus(trial: Trial) -> str:
@@ -348,10 +314,6 @@ def describe_on_gpus(trial: Trial) -> str:
 
 def _devices(platform: str) -> str:
     return f"{platform.upper()}s"
-
-
-def _note(platform: str, which: str) -> str:
-    return f"\n{CPU_MEMORY_NOTE.format(which=which)}" if platform == "cpu" else ""
 
 
 def describe_collectives(step: Step, compiled: jax.stages.Compiled) -> str:

@@ -65,7 +65,7 @@ def waiting_inputs(
     """
     stack = model.stack
     stays = config.model.activation_memory == DEVICE or not plan.is_offloaded
-    if stays or stack is None or not model.takes_layers_apart:
+    if stays or stack is None or not model.runs_by_block:
         return ()
     number = resolve_batch(config, plan.num_batch_shares).num_microbatches
     params = jax.tree.map(

@@ -89,7 +89,7 @@ class OffloadedTrain:
         gradient_at_rest = functools.partial(
             while_it_waits, memory=config.zero.gradient_memory, config=config
         )
-        if model.stack and model.takes_layers_apart:
+        if model.runs_by_block:
             where = config.zero.optimizer_memory
             check_no_model_state(plan, "zero.optimizer_memory", where, DEVICE)
             self.backward = Segments(
@@ -183,12 +183,6 @@ class OffloadedTrain:
         """Where the gradients of a group rest."""
         rows = dict(zip(self.update.grad_names, self.resting_grads, strict=True))
         return [rows[name] for name in self.update.grad_inputs[group]]
-
-    def forward_order(self) -> list[int]:
-        """Positions of the parameters, in the order of the forward pass."""
-        rank = {group: i for i, group in enumerate(reversed(self.backward.order))}
-        groups = self.backward.groups()
-        return sorted(range(len(groups)), key=lambda i: rank[groups[i]])
 
 
 class _Running:

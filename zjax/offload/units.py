@@ -7,7 +7,7 @@ import jax
 
 from zjax.sharding.layers import layers_of
 from zjax.sharding.placement import unpad_tree, use_tree
-from zjax.typing import Params, Segment, Stack
+from zjax.typing import Model, Params, Segment, Stack
 
 
 def units_of(segment: Segment, block: Params) -> list[Params]:
@@ -129,6 +129,25 @@ def groups_of(stack: Stack, params: Params) -> list[int]:
         for position in jax.tree.leaves(part):
             groups[position] = group
     return groups
+
+
+def forward_order(model: Model, params: Params) -> list[int]:
+    """Orders the parameters as the forward pass reads them.
+
+    Args:
+        model: Model as pure functions.
+        params: A tree of the parameters, layers apart where it runs by block.
+
+    Returns:
+        Positions of the leaves: the embedding, the blocks in order, the head.
+    """
+    order = range(len(jax.tree.leaves(params)))
+    if not model.runs_by_block:
+        return [*order]
+    assert model.stack is not None
+    groups = groups_of(model.stack, params)
+    embed = sum(map(len, units_by_block(model.stack, params)))
+    return sorted(order, key=lambda i: -1 if groups[i] == embed else groups[i])
 
 
 def kinds_of(stack: Stack, params: Params) -> list[tuple[int, int] | None]:

@@ -1,0 +1,1 @@
+"""Executors: compiled programs, and the order in which a step runs them."""

@@ -1,0 +1,110 @@
+"""A step as one program, for a state that stays on the devices."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from zjax.compiler import step_options
+from zjax.config.schema import Config
+from zjax.execute.weights import Weights
+from zjax.models.generate import generate
+from zjax.offload.peak import Peak
+from zjax.sharding.memory import tree_bytes
+from zjax.sharding.placement import abstract_tree
+from zjax.sharding.plan import Plan
+from zjax.train.programs import make_programs
+from zjax.train.state import TrainState, state_rows
+from zjax.train.update import Schedule
+from zjax.typing import Batch, Metrics, Model
+
+
+class FusedExecutor:
+    """An `Executor` whose step is one program.
+
+    Its programs are `train`, `evaluate`, and `gradients` and `update`, the two parts of
+    `train`, for callers that do something between them.
+
+    Args:
+        model: Model and loss as pure functions.
+        tx: Optax gradient transformation.
+        plan: Placement of every array, all on the devices.
+        config: Read for `seed`, `optimizer`, `precision`, `pipeline`, `xla_options`.
+        num_microbatches: Gradient accumulation steps, 1 or more.
+        schedule: Learning rate by applied step, for the metrics.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tx: Any,
+        plan: Plan,
+        config: Config,
+        *,
+        num_microbatches: int,
+        schedule: Schedule | None,
+    ):
+        pure = make_programs(
+            model,
+            tx,
+            plan,
+            config,
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+        )
+        jit = functools.partial(jax.jit, compiler_options=step_options(config, plan))
+        replaces_state = {
+            "donate_argnums": 0,
+            "out_shardings": (pure.state_shardings, None),
+        }
+        self._compiled: dict[Any, jax.stages.Compiled] = {}
+        self.programs: Mapping[str, Any] = {
+            "train": jit(pure.train, **replaces_state),
+            "gradients": jit(pure.gradients),
+            "update": jit(pure.update, **replaces_state),
+            "evaluate": jit(pure.evaluate),
+        }
+        self.state_plan = state_rows(plan, config)
+        self.parameters = Weights(plan)
+        self._model = model
+
+    def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """Takes one optimizer step; the state is donated."""
+        return self.programs["train"](state, batch)
+
+    def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
+        """Computes loss and metrics without gradients, dropout or state change."""
+        return self.programs["evaluate"](state, batch)
+
+    def generate(self, state: TrainState, tokens: Any, **settings: Any) -> jax.Array:
+        """Continues prompts; `settings` are those of `zjax.generate`."""
+        view = self._model.bind(self.parameters(state), state.model_state)
+        return generate(view, tokens, **settings)
+
+    def settle(self, state: TrainState) -> TrainState:
+        """Returns the state itself: no gradient is ever pending."""
+        return state
+
+    def compile(self, program: str, batch: Batch) -> jax.stages.Compiled:
+        """Compiles `train`, `gradients` or `evaluate` for a batch of shapes, once."""
+        leaves, tree = jax.tree.flatten(batch)
+        key = program, tree, tuple(leaves)
+        if key not in self._compiled:
+            state = abstract_tree(self.state_plan)
+            self._compiled[key] = self.programs[program].lower(state, batch).compile()
+        return self._compiled[key]
+
+    def predict_peak(self, batch: Batch) -> Peak | None:
+        """Compiles `train` and reads its memory analysis; None where there is none."""
+        analysis = self.compile("train", batch).memory_analysis()
+        if analysis is None:
+            return None
+        state = tree_bytes(self.state_plan)
+        parts = {
+            "state": state,
+            "batch": analysis.argument_size_in_bytes - state,
+            "results": analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
+            "parameters in use, gradients, activations": analysis.temp_size_in_bytes,
+        }
+        return Peak("train", parts)
