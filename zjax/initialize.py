@@ -28,7 +28,7 @@ from zjax.optim.per_layer import per_layer_if_needed
 from zjax.optim.schedules import make_schedule
 from zjax.processes.agreement import check_agreement
 from zjax.processes.gloo import connect
-from zjax.processes.host import tell_of_small_pages
+from zjax.processes.host import warn_of_small_pages
 from zjax.resume import fingerprint_functions
 from zjax.sharding import memory
 from zjax.sharding import mesh as meshes
@@ -340,7 +340,7 @@ def make_run(
 
     step = make_step(model, tx, plan, config, schedule=schedule)
     num_local, platform = len(mesh.local_devices), meshes.platform_of(mesh)
-    tell_of_small_pages(num_local * memory.resting_bytes(plan, plans.HOST), platform)
+    warn_of_small_pages(num_local * memory.resting_bytes(plan, plans.HOST), platform)
     moved = num_local * memory.moved_bytes(plan)
     with shown("placing the state", moved if jax.process_index() == 0 else 0):
         state = restored(restore) if restore else fresh()

@@ -120,7 +120,7 @@ def connected(config: Config) -> Iterator[processes.ProcessInfo]:
     info = processes.start(config, prepare=prepare)
     if info.process_id == 0 and info.num_processes > 1:
         print(processes.describe_processes(info))
-    with processes.limits_named():
+    with processes.explain_timeouts():
         yield info
     processes.finish(info)
 

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from zjax.checkpoint import failures
-from zjax.processes.together import PeerError, describe_error
+from zjax.processes.barrier import PeerError, describe_error
 
 
 @pytest.mark.parametrize(

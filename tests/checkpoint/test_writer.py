@@ -12,7 +12,7 @@ from tests.support import small_run
 from zjax.checkpoint import writer
 from zjax.checkpoint.store import Store
 from zjax.errors import CheckpointError
-from zjax.processes.together import together
+from zjax.processes.barrier import barrier
 
 
 def fail(*_):
@@ -78,7 +78,7 @@ def test_who_missed_a_meeting_of_a_failed_save_is_at_the_next(monkeypatch):
     failed, next_one = pathlib.Path("/a/.saving-1-1"), pathlib.Path("/a/.saving-2-2")
     for saves in ([failed, next_one], [next_one]):
         for partial in saves:
-            with together(writer.barrier_name(partial, "write")):
+            with barrier(writer.barrier_name(partial, "write")):
                 pass
     keys = client.met
     assert keys[1] == keys[2] == "zjax-checkpoint.saving-2-2-write"

@@ -66,7 +66,7 @@ def machine(monkeypatch):
         capacity = (needed + on_devices * whole) / fit.DEVICE_SHARE
         monkeypatch.setattr(fit, "device_capacity_bytes", lambda mesh: capacity)
         if on_host is not None:
-            pinned = fit.PINNED_SPARE * on_host * whole
+            pinned = fit.POOL_OVERHEAD * on_host * whole
             monkeypatch.setattr(fit, "IN_FLIGHT_BYTES", 0)
             nothing = passing.Passing(0, 0)
             monkeypatch.setattr(fit, "passing_bytes", lambda *_: nothing)
@@ -124,7 +124,7 @@ def test_blocks_leave_buffers_of_disks_their_room(monkeypatch, tmp_path):
     plan = start(config).plan
     blocks, disks = (memory.resting_bytes(plan, kind) for kind in (HOST, NVME))
     passing = 2 * disks + memory.moved_bytes(plan)
-    size = smallest_host(jax.device_count() * (fit.PINNED_SPARE * blocks + passing))
+    size = smallest_host(jax.device_count() * (fit.POOL_OVERHEAD * blocks + passing))
     monkeypatch.setattr(fit, "host_memory_bytes", lambda: size)
     start(config)
     monkeypatch.setattr(fit, "host_memory_bytes", lambda: int(0.99 * size))

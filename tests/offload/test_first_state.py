@@ -62,7 +62,7 @@ def test_a_run_asks_for_what_its_devices_pin(monkeypatch):
     """Fails if the bytes are those of one device, or of what rests on them."""
     asked = []
     module = importlib.import_module("zjax.initialize")
-    monkeypatch.setattr(module, "tell_of_small_pages", lambda *args: asked.append(args))
+    monkeypatch.setattr(module, "warn_of_small_pages", lambda *args: asked.append(args))
     run = start(make_config("pinned_host"))
     pinned = memory.resting_bytes(run.plan, "pinned_host")
     assert asked == [(len(run.mesh.local_devices) * pinned, "cpu")]

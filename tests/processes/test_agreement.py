@@ -6,14 +6,14 @@ import jax
 import pytest
 
 from zjax.config import schema
-from zjax.processes.agreement import check_agreement, describe_own, disagreements
+from zjax.processes.agreement import check_agreement, describe_process, disagreements
 from zjax.processes.software import source_digest
 
 CONFIG = schema.Config()
 
 
 def told(*configs):
-    return [str(x) for x in disagreements([describe_own(c) for c in configs])]
+    return [str(x) for x in disagreements([describe_process(c) for c in configs])]
 
 
 def test_the_same_settings_agree():
@@ -45,7 +45,7 @@ def test_paths_and_the_way_to_the_others_may_differ():
     [("software", "jax", "0.0.1"), ("software", "zjax_source", "f" * 16)],
 )
 def test_software_that_differs_is_named(section, name, value):
-    own = describe_own(CONFIG)
+    own = describe_process(CONFIG)
     other = own | {section: own[section] | {name: value}}
     assert [str(x) for x in disagreements([own, other])] == [
         f"{section}.{name}={value!r} on process 1 is {own[section][name]!r} on process "
@@ -54,9 +54,9 @@ def test_software_that_differs_is_named(section, name, value):
 
 
 def test_an_option_of_jax_that_differs_is_named():
-    own = describe_own(CONFIG)
+    own = describe_process(CONFIG)
     with jax.default_matmul_precision("float32"):
-        other = describe_own(CONFIG)
+        other = describe_process(CONFIG)
     assert [str(x) for x in disagreements([own, other])] == [
         "jax.jax_default_matmul_precision='float32' on process 1 is 'None' on process "
         "0; make all processes the same"
@@ -65,11 +65,11 @@ def test_an_option_of_jax_that_differs_is_named():
 
 def test_flags_of_xla_count_but_for_where_it_writes(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    own = describe_own(CONFIG)
+    own = describe_process(CONFIG)
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/x")
-    assert disagreements([own, describe_own(CONFIG)]) == []
+    assert disagreements([own, describe_process(CONFIG)]) == []
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
-    (problem,) = disagreements([own, describe_own(CONFIG)])
+    (problem,) = disagreements([own, describe_process(CONFIG)])
     assert problem.field == "XLA_FLAGS"
 
 
@@ -82,7 +82,7 @@ def test_the_digest_follows_the_source(tmp_path, monkeypatch):
         (package / "__init__.py").touch()
         (package / name).write_text(text)
         monkeypatch.syspath_prepend(package.parent)
-        monkeypatch.setattr("zjax.processes.software._OWN", ("mine",))
+        monkeypatch.setattr("zjax.processes.software._SOURCES", ("mine",))
         digests.add(source_digest())
     assert len(digests) == 3
 

@@ -13,9 +13,9 @@ from jax._src.clusters.slurm_cluster import SlurmCluster
 from zjax import processes
 from zjax.config import schema
 from zjax.errors import ProcessError
-from zjax.processes.cluster import Cluster, count_gpus, find_cluster, own_gpus
-from zjax.processes.roster import End, Member
-from zjax.processes.silence import name_silent
+from zjax.processes.cluster import Cluster, assign_gpus, find_cluster, visible_gpus
+from zjax.processes.heartbeat import find_unresponsive
+from zjax.processes.member_files import End, Member
 from zjax.processes.start import check_members, check_platform
 from zjax.processes.supervise import describe_end
 
@@ -183,7 +183,7 @@ def test_a_scheduler_that_says_too_little(environ, why, monkeypatch):
 def test_counts_gpus_without_a_backend(tmp_path, environ, files, expected):
     for name in files:
         (tmp_path / name).touch()
-    assert count_gpus(environ, tmp_path) == expected
+    assert visible_gpus(environ, tmp_path) == expected
 
 
 @pytest.mark.parametrize(
@@ -206,12 +206,12 @@ def test_counts_gpus_without_a_backend(tmp_path, environ, files, expected):
     ],
 )
 def test_shares_the_gpus_of_a_host(cluster, num_visible, expected):
-    assert own_gpus(cluster, num_visible) == expected
+    assert assign_gpus(cluster, num_visible) == expected
 
 
 def test_gpus_that_cannot_be_shared_equally():
     with pytest.raises(ProcessError) as error:
-        own_gpus(Cluster("slurm", 3, local_id=1, num_local=3), 4)
+        assign_gpus(Cluster("slurm", 3, local_id=1, num_local=3), 4)
     assert str(error.value) == (
         "num_processes=3 on this host cannot share its 4 GPUs equally; start one "
         "process per host, or one per GPU"
@@ -299,7 +299,7 @@ def test_idle_devices(seen, message):
     ],
 )
 def test_reads_whom_the_runtime_missed(text, expected):
-    assert name_silent(text) == expected
+    assert find_unresponsive(text) == expected
 
 
 def test_an_end_before_the_process_wrote_itself_down():
@@ -312,7 +312,7 @@ def test_an_end_before_the_process_wrote_itself_down():
 def test_a_run_that_cannot_be_joined(tmp_path, monkeypatch):
     jax.devices()
     module = sys.modules["zjax.processes.start"]
-    monkeypatch.setattr(module, "meet", lambda *args, **settings: None)
+    monkeypatch.setattr(module, "wait_for_peers", lambda *args, **settings: None)
     settings = schema.Processes(coordinator="a:1", num_processes=2, process_id=1)
     with pytest.raises(ProcessError) as error:
         processes.start(schema.Config(directory=str(tmp_path), processes=settings))
@@ -331,5 +331,5 @@ def test_a_parent_is_needed_where_a_scheduler_starts_several(monkeypatch):
     for name, value in LAUNCH.items():
         monkeypatch.setenv(name, value)
     assert processes.needs_parent(AUTO)
-    monkeypatch.setenv("ZJAX_ROSTER", "/somewhere")
+    monkeypatch.setenv("ZJAX_MEMBERS_DIRECTORY", "/somewhere")
     assert not processes.needs_parent(AUTO)

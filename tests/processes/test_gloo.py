@@ -18,13 +18,13 @@ LATE = (
 SCATTER = "Gloo ReduceScatter failed: [buffer.cc:72] Read timeout [127.0.0.1]:1422"
 
 
-def test_every_group_along_axes_is_connected_after_a_meeting(monkeypatch):
+def test_every_group_along_axes_is_connected_after_a_barrier(monkeypatch):
     """Fails if the first collective of a group waits for a process that compiles."""
     mesh = make_mesh(schema.Mesh(data=2, tensor=2, pipeline=2))
     done, run = [], gloo._sum_over
 
     @contextlib.contextmanager
-    def together(name):
+    def barrier(name):
         done.append(name.rpartition("-")[0])
         yield
 
@@ -32,7 +32,7 @@ def test_every_group_along_axes_is_connected_after_a_meeting(monkeypatch):
         done.append(axes)
         return run(mesh, axes)
 
-    monkeypatch.setattr(gloo, "together", together)
+    monkeypatch.setattr(gloo, "barrier", barrier)
     monkeypatch.setattr(gloo, "_sum_over", sum_over)
     gloo.connect(mesh)
     assert done == []  # alone
@@ -50,7 +50,7 @@ def test_every_group_along_axes_is_connected_after_a_meeting(monkeypatch):
 
 @pytest.mark.parametrize("said", [LATE, SCATTER])
 def test_a_limit_of_gloo_is_named_with_what_to_do(said):
-    with pytest.raises(ProcessError) as error, gloo.limits_named():
+    with pytest.raises(ProcessError) as error, gloo.explain_timeouts():
         raise jax.errors.JaxRuntimeError(f"UNKNOWN: {said} [type.google: '']")
     assert str(error.value) == (
         "processes.num_processes=1 waited 30 s for each other, as long as Gloo lets "
@@ -61,5 +61,5 @@ def test_a_limit_of_gloo_is_named_with_what_to_do(said):
 
 def test_other_errors_of_devices_stay_as_they_are():
     said = "UNKNOWN: Gloo ReduceScatter failed: Connection closed by peer"
-    with pytest.raises(jax.errors.JaxRuntimeError, match=said), gloo.limits_named():
+    with pytest.raises(jax.errors.JaxRuntimeError, match=said), gloo.explain_timeouts():
         raise jax.errors.JaxRuntimeError(said)

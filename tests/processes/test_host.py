@@ -34,7 +34,7 @@ def test_the_least_limit_counts(monkeypatch, tmp_path, own, limits, expected):
         path.write_text(f"{limit}\n")
     (tmp_path / "own").write_text(own)
     monkeypatch.setattr(host, "_GROUPS", tmp_path / "groups")
-    monkeypatch.setattr(host, "_OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(host, "_PROCESS_GROUPS", tmp_path / "own")
     monkeypatch.setattr(host.os, "sysconf", lambda name: 2**20)
     assert host.host_memory_bytes() == expected
 
@@ -64,6 +64,6 @@ def test_small_pages_are_told(
         file.write_text(f"{setting}\n")
     monkeypatch.setattr(host, "_PINNED_PAGES", file)
     with caplog.at_level(logging.WARNING, logger="absl"):
-        host.tell_of_small_pages(num_bytes, platform)
+        host.warn_of_small_pages(num_bytes, platform)
     said = [record.getMessage() for record in caplog.records]
     assert said == ([TOLD.format(file)] if told else [])

@@ -190,7 +190,13 @@ OBITUARY = (
         pytest.param(
             "refuse", "DataError: data.path='x' is gone; look", 134, id="refusal"
         ),
-        pytest.param("freeze", "went silent", 134, id="freeze", marks=pytest.mark.slow),
+        pytest.param(
+            "freeze",
+            "stopped sending heartbeats",
+            134,
+            id="freeze",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_death_of_one_ends_all_and_is_explained(tmp_path, task, reason, code):
@@ -215,12 +221,12 @@ def test_each_host_names_the_process_that_died_on_another(tmp_path):
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         held.bind(("", 0))
-        meeting = {
+        addresses = {
             "ZJAX_COORDINATOR": f"localhost:{held.getsockname()[1]}",
             "ZJAX_NUM_PROCESSES": "2",
         }
         parents = [
-            launcher("kill", tmp_path, 0, ZJAX_PROCESS_ID=str(i), **meeting)
+            launcher("kill", tmp_path, 0, ZJAX_PROCESS_ID=str(i), **addresses)
             for i in range(2)
         ]
         with ended(*parents) as results:

@@ -28,7 +28,7 @@ def test_a_run_that_was_stopped_did_not_die(capfd, ends, code, is_told):
 MEMBER = """
 import json, os, pathlib, signal, sys
 record = {"process_id": 1, "host": "b", "pid": os.getpid(), "directory": sys.argv[1]}
-path = pathlib.Path(os.environ["ZJAX_ROSTER"], "1.member.json")
+path = pathlib.Path(os.environ["ZJAX_MEMBERS_DIRECTORY"], "1.member.json")
 path.write_text(json.dumps(record))
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -15,7 +15,7 @@ from zjax.initialize import make_run
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
 from zjax.optim.split_master import join_bits
-from zjax.processes.host import KEPT_SHARE
+from zjax.processes.host import RESERVED_SHARE
 from zjax.storage.array import DiskArray
 
 ROWS, LENGTH, STEPS = 16, 8, 4
@@ -126,4 +126,4 @@ class Perceptron(linen.Module):
 
 def smallest_host(pinned_bytes):
     """Bytes of a host of which so many may be pinned, and no fixed part is kept."""
-    return int(pinned_bytes / (1 - KEPT_SHARE)) + 1
+    return int(pinned_bytes / (1 - RESERVED_SHARE)) + 1

@@ -18,7 +18,7 @@ from zjax.offload.inputs import kept_here, waiting_inputs
 from zjax.offload.peak import Peak
 from zjax.offload.units import forward_order
 from zjax.processes.host import (
-    PINNED_SPARE,
+    POOL_OVERHEAD,
     Sharers,
     host_memory_bytes,
     pinnable_bytes,
@@ -152,7 +152,7 @@ def room_on_host(plan: Plan, on_disks: int, sharers: Sharers) -> int:
     beside = number * passing.from_disks
     room = pinnable_bytes(host_memory_bytes(), sharers.num_processes, beside)
     moving = min(IN_FLIGHT_BYTES, memory.moved_bytes(plan)) + passing.to_disks
-    return int((room - number * moving) / PINNED_SPARE)
+    return int((room - number * moving) / POOL_OVERHEAD)
 
 
 def check_room(

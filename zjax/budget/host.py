@@ -16,8 +16,8 @@ from zjax.errors import ZjaxError
 from zjax.models.build import make_model
 from zjax.offload.inputs import waiting_inputs
 from zjax.optim.build import make_optimizer
-from zjax.processes.cluster import Cluster, count_gpus, own_gpus
-from zjax.processes.host import PINNED_SPARE, limit_pinned_memory
+from zjax.processes.cluster import Cluster, assign_gpus, visible_gpus
+from zjax.processes.host import POOL_OVERHEAD, limit_pinned_memory
 from zjax.sharding import memory
 from zjax.sharding import mesh as meshes
 from zjax.sharding.placement import ArrayPlan
@@ -50,13 +50,13 @@ def _needed_bytes(config: Config, cluster: Cluster) -> tuple[float, int] | None:
     # Kubernetes tells nobody how many there are.
     num_processes = cluster.num_processes or 1
     try:
-        gpus = len(own_gpus(cluster, len(count_gpus(os.environ)))) or 1
+        gpus = len(assign_gpus(cluster, len(visible_gpus(os.environ)))) or 1
         num_devices = gpus * num_processes
         arrays = pinned_bytes(config, num_devices)
         passing = passing_bytes(_most_on_disks(config, num_devices))
     except (ZjaxError, ArithmeticError):  # as of a model without heads
         return None
-    needed = PINNED_SPARE * arrays + IN_FLIGHT_BYTES + passing.to_disks
+    needed = POOL_OVERHEAD * arrays + IN_FLIGHT_BYTES + passing.to_disks
     return gpus * needed + _SPARE_BYTES, gpus * passing.from_disks
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 
 from zjax.errors import CheckpointError, Problem
-from zjax.processes.together import describe_error, root_of
+from zjax.processes.barrier import describe_error, root_of
 from zjax.remedies import PROCESS_REMEDIES, find_errno, find_remedy
 
 

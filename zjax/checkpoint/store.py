@@ -24,7 +24,7 @@ from zjax.checkpoint.threads import Task
 from zjax.checkpoint.writer import barrier_name, start_write, wait_for_write
 from zjax.errors import CheckpointError, ZjaxError
 from zjax.packages import check_installed
-from zjax.processes.together import together
+from zjax.processes.barrier import barrier
 from zjax.sharding.placement import ArrayPlan
 from zjax.storage.array import DiskArray
 
@@ -138,14 +138,14 @@ class Store:
         }
         self._saving = step
         try:
-            with together(barrier_name(partial, "begin")):
+            with barrier(barrier_name(partial, "begin")):
                 self._check_directory(step)
                 for array in on_disk.values():
                     array.check_held()
                 if jax.process_index() == 0:
                     directories.begin(partial)
             self._has_saved = True
-            with together(barrier_name(partial, "copy")):
+            with barrier(barrier_name(partial, "copy")):
                 linked = link(on_disk, folders, partial / LINKED)
                 copies = arrays.copy_to_host(unpadded)
         except (jax.errors.JaxRuntimeError, ZjaxError):

@@ -15,7 +15,7 @@ from absl import logging
 from zjax.checkpoint import steps, sums
 from zjax.checkpoint.sums import SUMS_FILE, Sum
 from zjax.checkpoint.threads import Task
-from zjax.processes.together import together
+from zjax.processes.barrier import barrier
 
 _LAST_SECONDS = 20.0
 """How long the process waits at exit for threads of a failed save."""
@@ -94,7 +94,7 @@ def _write(
     handler = ocp.PyTreeCheckpointHandler()
     state = partial / steps.STATE
     try:
-        with together(barrier_name(partial, "write")):
+        with barrier(barrier_name(partial, "write")):
             commits = _run(
                 handler.async_save(
                     epath.Path(state), args=ocp.args.PyTreeSave(dict(arrays))
@@ -108,7 +108,7 @@ def _write(
                 sums.write_sums(
                     partial / f"{_PROCESS_SUMS}{jax.process_index()}", found
                 )
-        with together(barrier_name(partial, "commit")):
+        with barrier(barrier_name(partial, "commit")):
             if jax.process_index() == 0:
                 handler.finalize(epath.Path(state))
                 _finish(partial, index)

@@ -1,6 +1,6 @@
-"""Many processes as one run: how they meet, which devices are whose, and who died."""
+"""Several processes as one run: connecting them, their devices, their failures."""
 
-from zjax.processes.gloo import limits_named
+from zjax.processes.gloo import explain_timeouts
 from zjax.processes.lock import hold
 from zjax.processes.start import (
     ProcessInfo,
@@ -14,9 +14,9 @@ from zjax.processes.supervise import needs_parent, supervise
 __all__ = [
     "ProcessInfo",
     "describe_processes",
+    "explain_timeouts",
     "finish",
     "hold",
-    "limits_named",
     "needs_parent",
     "record_failure",
     "start",

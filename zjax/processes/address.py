@@ -1,4 +1,4 @@
-"""The address at which the processes of a run find process 0."""
+"""The address of process 0."""
 
 import contextlib
 import ipaddress
@@ -12,26 +12,20 @@ class Address(NamedTuple):
     port: int
 
     def __str__(self) -> str:
-        """As it is written in a config."""
+        """The address as it is written in a config."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only processes of the same machine reach it."""
+        """Whether only processes of the same machine can reach it."""
         with contextlib.suppress(ValueError):
             return ipaddress.ip_address(self.host).is_loopback
         return self.host == "localhost"
 
 
 def parse_address(text: str) -> Address:
-    """Reads an address.
-
-    Args:
-        text: `host:port`; an IPv6 address stands in brackets.
-
-    Returns:
-        Its parts.
+    """Parses `host:port`; an IPv6 address is in brackets.
 
     Example:
         >>> parse_address("[::1]:5757")
@@ -42,14 +36,14 @@ def parse_address(text: str) -> Address:
 
 
 def bind_address(coordinator: str) -> str | None:
-    """Where JAX's coordinator listens.
+    """The address on which JAX's coordinator listens.
 
     Args:
-        coordinator: `host:port`; empty where JAX finds it.
+        coordinator: `host:port`; empty if JAX finds it.
 
     Returns:
-        The address itself where it is one of the loopback, so that no other machine
-        reaches it; None for all interfaces.
+        A loopback address as it is, so that no other machine reaches it; None, which
+        stands for all interfaces, otherwise.
 
     Example:
         >>> bind_address("127.0.0.1:5757"), bind_address("node1:5757")

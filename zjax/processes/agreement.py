@@ -1,7 +1,7 @@
-"""All processes of a run have the same settings and the same software.
+"""Checks that all processes of a run have the same settings and software.
 
-A process with another learning rate, seed or version would train along without a word:
-its programs have the same shapes, and only its numbers differ.
+A process with another learning rate, seed or version would train along unnoticed: its
+programs have the same shapes and different numbers.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from zjax.config.convert import to_mapping
 from zjax.config.differences import differences
 from zjax.config.schema import Config
 from zjax.errors import Problem, ProcessError
-from zjax.processes.roster import name_processes
+from zjax.processes.member_files import name_processes
 from zjax.processes.software import source_digest, versions
 
 LOCAL = (
@@ -29,8 +29,8 @@ LOCAL = (
     "processes.coordinator",
     "processes.process_id",
 )
-"""Settings that may differ from process to process: paths, since hosts mount their
-disks at different places, and who a process is and how it reaches the others."""
+"""Settings that may differ between processes: paths, since hosts mount disks at
+different places, and the process id and coordinator address."""
 _JAX_OPTIONS = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
@@ -38,40 +38,32 @@ _JAX_OPTIONS = (
     "jax_threefry_partitionable",
     "jax_numpy_dtype_promotion",
 )
-"""Those that change numbers."""
+"""Options that change numerical results."""
 _LOCAL_FLAGS = ("dump", "host_platform_device_count")
-"""Of XLA_FLAGS, what may differ: where XLA writes, and devices that are simulated."""
+"""XLA flags that may differ: dump paths, and the number of simulated devices."""
 
 
 def check_agreement(config: Config) -> None:
     """Refuses to train with processes whose settings or software differ.
 
-    Every process must call it; each of them raises the same error.
+    A collective call; all processes raise the same error.
 
     Args:
-        config: The settings of this process.
+        config: Settings of this process.
 
     Raises:
         ProcessError: Names each setting, package or option that differs, and its
-            values on process 0 and on the others.
+            values.
     """
     if jax.process_count() > 1:
-        texts = _gather(json.dumps(describe_own(config), sort_keys=True).encode())
+        texts = _gather(json.dumps(describe_process(config), sort_keys=True).encode())
         problems = disagreements([json.loads(text) for text in texts])
         if problems:
             raise ProcessError(*problems)
 
 
-def describe_own(config: Config) -> dict[str, Any]:
-    """What of this process must be the same in all others.
-
-    Args:
-        config: The settings of this process.
-
-    Returns:
-        Settings by section, but for those in `LOCAL`; and versions, JAX options and
-        XLA flags.
-    """
+def describe_process(config: Config) -> dict[str, Any]:
+    """Settings, versions, JAX options and XLA flags that all processes must share."""
     settings = to_mapping(config)
     for path in LOCAL:
         *sections, name = path.split(".")
@@ -92,10 +84,10 @@ def disagreements(given: Sequence[Mapping[str, Any]]) -> list[Problem]:
     """Compares every process with process 0.
 
     Args:
-        given: What `describe_own` returned, by process.
+        given: Results of `describe_process`, by process.
 
     Returns:
-        One problem for each value that differs, with the processes that have it.
+        One problem per differing value, with the processes that have it.
 
     Example:
         >>> [str(x) for x in disagreements([{"seed": 0}, {"seed": 1}, {"seed": 1}])]
@@ -103,8 +95,8 @@ def disagreements(given: Sequence[Mapping[str, Any]]) -> list[Problem]:
     """
     found: dict[tuple[str, str], list[int]] = {}
     values: dict[tuple[str, str], tuple[Any, Any]] = {}
-    for process_id, own in enumerate(given):
-        for setting, value, first in differences(own, given[0]):
+    for process_id, described in enumerate(given):
+        for setting, value, first in differences(described, given[0]):
             key = setting, repr(value)
             found.setdefault(key, []).append(process_id)
             values[key] = value, first
@@ -120,7 +112,7 @@ def disagreements(given: Sequence[Mapping[str, Any]]) -> list[Problem]:
 
 
 def _gather(text: bytes) -> list[bytes]:
-    """The texts of all processes; one where they are the same."""
+    """The texts of all processes; only one if they are equal."""
     digest = np.frombuffer(hashlib.sha256(text).digest(), np.uint8)
     digests = multihost_utils.process_allgather(digest)
     if (digests == digests[0]).all():

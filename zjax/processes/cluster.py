@@ -1,7 +1,7 @@
-"""Who started this process, beside how many others, and which devices are its own.
+"""Detects what started this process, its peers, and its devices.
 
-JAX finds its peers under Slurm, Open MPI and Kubernetes by itself, but gives every
-process one device there. What a process owns is decided here, so that none stays idle.
+JAX finds its peers under Slurm, Open MPI and Kubernetes, but gives each process one
+device there. Here devices are assigned so that none stays idle.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ _SLURM = (
 )
 _OPEN_MPI_URI = "OMPI_MCA_orte_hnp_uri"
 _FIRST_PORT, _PORTS = 61_440, 4_096
-"""Ports of jobs, beyond those that Linux gives to programs."""
+"""Ports for jobs, above Linux's ephemeral range."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +31,12 @@ class Cluster:
 
     Args:
         name: `alone`, `address`, `zjax launch`, `slurm`, `open_mpi` or `kubernetes`.
-        num_processes: How many there are; None where JAX asks Kubernetes.
-        process_id: Which one this is.
-        coordinator: `host:port` of process 0; empty where JAX asks Kubernetes.
-        local_id: Which one on this host, where known.
-        num_local: How many on this host, where known.
-        owns_visible: Whether the scheduler shows each process its own devices only.
+        num_processes: Number of processes; None if JAX asks Kubernetes.
+        process_id: Number of this process.
+        coordinator: `host:port` of process 0; empty if JAX asks Kubernetes.
+        local_id: Number of this process on its host, if known.
+        num_local: Number of processes on this host, if known.
+        owns_visible: Whether the scheduler shows each process only its own devices.
     """
 
     name: str = "alone"
@@ -49,22 +49,22 @@ class Cluster:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is no other process to find."""
+        """Whether this is the only process."""
         return self.num_processes == 1
 
 
 def find_cluster(settings: schema.Processes, environ: Mapping[str, str]) -> Cluster:
-    """Reads from the environment what started this process.
+    """Finds the processes of the run from settings and environment.
 
     Args:
-        settings: `coordinator` says whether to look, and where else to go.
+        settings: `coordinator` selects detection, an address, or no peers.
         environ: Environment variables.
 
     Returns:
-        The run's processes; `alone` where nothing was found.
+        The processes; `alone` if no scheduler is found.
 
     Raises:
-        ProcessError: The scheduler does not say enough for processes to meet.
+        ProcessError: The environment lacks what processes need to connect.
     """
     if settings.coordinator == "none":
         return Cluster()
@@ -80,20 +80,17 @@ def find_cluster(settings: schema.Processes, environ: Mapping[str, str]) -> Clus
     if scheduler.is_alone:
         return Cluster()
     if scheduler.name == "open_mpi" and _OPEN_MPI_URI not in environ:
-        raise _unfindable("Open MPI 5 does not say where process 0 runs")
+        raise _not_found("Open MPI 5 does not say where process 0 runs")
     if scheduler.name == "kubernetes" and not importlib.util.find_spec("kubernetes"):
-        raise _unfindable("asking Kubernetes needs the package `kubernetes`")
+        raise _not_found("asking Kubernetes needs the package `kubernetes`")
     return scheduler
 
 
 def find_scheduler(environ: Mapping[str, str]) -> Cluster:
-    """Reads from the environment which program started this process.
-
-    Args:
-        environ: Environment variables.
+    """Finds the program that started this process, from the environment.
 
     Returns:
-        The processes that it started; `alone` where nothing was found.
+        Its processes; `alone` if none is found.
 
     Example:
         >>> find_scheduler({}).is_alone
@@ -127,20 +124,20 @@ def find_scheduler(environ: Mapping[str, str]) -> Cluster:
     return Cluster()
 
 
-def count_gpus(
+def visible_gpus(
     environ: Mapping[str, str], devices: pathlib.Path = pathlib.Path("/dev")
 ) -> tuple[str, ...]:
-    """The NVIDIA GPUs that this process may use, without starting a backend.
+    """Names of the NVIDIA GPUs that this process may use, without starting a backend.
 
     Args:
-        environ: Read for `CUDA_VISIBLE_DEVICES`.
-        devices: Where device files lie.
+        environ: Environment variables, read for `CUDA_VISIBLE_DEVICES`.
+        devices: Directory of device files.
 
     Returns:
-        Their names: what `CUDA_VISIBLE_DEVICES` lists, or else their numbers.
+        The entries of `CUDA_VISIBLE_DEVICES`, or else the numbers of the device files.
 
     Example:
-        >>> count_gpus({"CUDA_VISIBLE_DEVICES": "4,5"})
+        >>> visible_gpus({"CUDA_VISIBLE_DEVICES": "4,5"})
         ('4', '5')
     """
     listed = environ.get("CUDA_VISIBLE_DEVICES")
@@ -151,21 +148,21 @@ def count_gpus(
     return tuple(sorted((m[1] for m in numbers if m), key=int))
 
 
-def own_gpus(cluster: Cluster, num_visible: int) -> tuple[int, ...]:
-    """Shares the visible GPUs of a host among its processes.
+def assign_gpus(cluster: Cluster, num_visible: int) -> tuple[int, ...]:
+    """Divides the visible GPUs of a host among its processes.
 
     Args:
-        cluster: This process among the others of its host.
-        num_visible: GPUs that this process sees.
+        cluster: This process and its peers.
+        num_visible: Number of GPUs that this process sees.
 
     Returns:
-        Positions among the visible GPUs.
+        Indices among the visible GPUs.
 
     Raises:
-        ProcessError: They cannot be shared equally, so that some would stay idle.
+        ProcessError: They cannot be divided equally, so some would stay idle.
 
     Example:
-        >>> own_gpus(Cluster(num_processes=2, local_id=1, num_local=2), 8)
+        >>> assign_gpus(Cluster(num_processes=2, local_id=1, num_local=2), 8)
         (4, 5, 6, 7)
     """
     if cluster.owns_visible:
@@ -190,7 +187,7 @@ def _slurm(environ: Mapping[str, str]) -> Cluster:
         int(environ.get("SLURM_NODEID", "0")),
     )
     on_node = int(environ.get("SLURM_GPUS_ON_NODE", "0"))
-    shown = len(count_gpus(environ))
+    shown = len(visible_gpus(environ))
     return Cluster(
         name="slurm",
         num_processes=int(environ["SLURM_NTASKS"]),
@@ -203,7 +200,7 @@ def _slurm(environ: Mapping[str, str]) -> Cluster:
 
 
 def _slurm_address(environ: Mapping[str, str]) -> str:
-    """The first node of the step: `node[7-9,12],other` begins with `node7`."""
+    """The first node of the step: `node7` for `node[7-9,12],other`."""
     prefix, _, rest = environ["SLURM_STEP_NODELIST"].partition("[")
     node = prefix.split(",")[0]
     if "," not in prefix:
@@ -222,13 +219,13 @@ def _open_mpi_address(environ: Mapping[str, str]) -> str:
 
 
 def _job_address(environ: Mapping[str, str], host: str, job: int) -> str:
-    """As JAX chooses it: a port by job number, and two variables that say otherwise."""
+    """The address that JAX chooses: a port by job number, or two override variables."""
     port = environ.get("JAX_COORDINATOR_PORT", f"{_FIRST_PORT + job % _PORTS}")
     return environ.get("JAX_COORDINATOR_ADDRESS", f"{host}:{port}")
 
 
 def _tasks_on_node(layout: str, node: int) -> int:
-    """Reads `4(x2),3`: four tasks on each of two nodes, three on the next."""
+    """Parses `4(x2),3`: four tasks on each of two nodes, three on the next."""
     counts = []
     for part in layout.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -237,7 +234,7 @@ def _tasks_on_node(layout: str, node: int) -> int:
     return counts[node] if node < len(counts) else 1
 
 
-def _unfindable(problem: str) -> ProcessError:
+def _not_found(problem: str) -> ProcessError:
     return ProcessError(
         Problem(
             "processes.coordinator",

@@ -1,4 +1,4 @@
-"""The memory of this machine, and how much of it JAX may pin."""
+"""Memory of this host, and how much of it JAX may pin."""
 
 import math
 import os
@@ -14,39 +14,35 @@ from absl import logging
 from jax.experimental import multihost_utils
 
 _GROUPS = pathlib.Path("/sys/fs/cgroup")
-_OWN_GROUPS = pathlib.Path("/proc/self/cgroup")
+_PROCESS_GROUPS = pathlib.Path("/proc/self/cgroup")
 _PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-"""What JAX may pin, in GiB."""
-_OUR_LIMIT = "ZJAX_PINNED_LIMIT_GB"
-"""The same, where zjax has set it: here, or in the process that started this one."""
-KEPT_SHARE = 0.12
-"""Of a host's memory, what pinned arrays leave to others; less where it is much."""
-KEPT_BYTES, PINNED_COST = 12 * 2**30, 0.05
-"""For each process, and of the memory for what pages cost the driver and the kernel
-where they are pinned: 226 GiB cost 11 GiB beside an H200, and the process took 5."""
-PINNED_SPARE = 1.05
-"""What the pool of pinned memory takes, of the bytes of its arrays: for gaps."""
+"""Variable with the GiB that JAX may pin."""
+_ZJAX_LIMIT = "ZJAX_PINNED_LIMIT_GB"
+"""Variable with the same number if zjax has set it, here or in the parent process."""
+RESERVED_SHARE = 0.12
+"""Share of host memory that is never pinned, unless the bytes below are fewer."""
+RESERVED_BYTES, PINNED_OVERHEAD = 12 * 2**30, 0.05
+"""Bytes reserved per process, and the share that pinning costs in driver and kernel:
+226 GiB cost 11 GiB beside an H200, and the process took 5 GiB."""
+POOL_OVERHEAD = 1.05
+"""Size of the pinned memory pool over the bytes of its arrays, because of gaps."""
 _PINNED_PAGES = pathlib.Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-"""What the kernel does for shared memory, which pinned memory of a GPU is."""
+"""Huge page policy of shared memory, which pinned GPU memory is."""
 _LARGE_PAGES = ("[always]", "[within_size]", "[force]")
 _SLOW_BYTES = 8 * 2**30
-"""Takes some four seconds to pin in pages of 4 KiB."""
+"""Takes about four seconds to pin in pages of 4 KiB."""
 
 
 def host_memory_bytes() -> int:
-    """Memory that this process may use: the machine's, or less where it is limited.
-
-    Returns:
-        Bytes.
-    """
+    """Bytes of memory that this process may use: the machine's, or its cgroup limit."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([memory, *_limits()])
 
 
 def _limits() -> Iterator[int]:
-    """Those of the control groups that this process is in, of both versions."""
+    """Memory limits of this process's control groups, versions 1 and 2."""
     groups = {(_GROUPS, "memory.max", pathlib.PurePath("/"))}
-    lines = _OWN_GROUPS.read_text().splitlines() if _OWN_GROUPS.exists() else []
+    lines = _PROCESS_GROUPS.read_text().splitlines() if _PROCESS_GROUPS.exists() else []
     for number, controllers, path in (line.split(":", 2) for line in lines):
         own = pathlib.PurePath(path)
         for group in (own, *own.parents):
@@ -62,43 +58,43 @@ def _limits() -> Iterator[int]:
 
 
 def pinnable_bytes(
-    host_bytes: int, num_processes: int = 1, beside_bytes: int = 0
+    host_bytes: int, num_processes: int = 1, unpinned_bytes: int = 0
 ) -> int:
-    """What pinned arrays may take of a host's memory.
+    """Bytes that pinned arrays may take of a host's memory.
 
     Args:
         host_bytes: Memory of the host.
-        num_processes: That share it.
-        beside_bytes: For arrays that are not pinned.
+        num_processes: Number of processes on the host.
+        unpinned_bytes: Bytes for arrays that are not pinned.
 
     Returns:
-        Bytes: all but 12 %, or less than that where it is much, and but for what
-        lies beside; or less than both, where the environment lets JAX pin no more.
+        All but the reserved bytes (12 %, or less on a large host) and `unpinned_bytes`;
+        less if the environment limits what JAX may pin.
 
     Example:
         >>> [pinnable_bytes(size * 2**30) >> 30 for size in (100, 256, 1024)]
         [88, 231, 960]
     """
-    others = KEPT_BYTES * num_processes + PINNED_COST * host_bytes
-    kept = min(KEPT_SHARE * host_bytes, others)
-    room, given = max(0, host_bytes - int(kept) - beside_bytes), _given_limit()
-    if given is None:
-        return room
-    return min(room, num_processes * int(float(given) * 2**30))
+    fixed = RESERVED_BYTES * num_processes + PINNED_OVERHEAD * host_bytes
+    reserved = min(RESERVED_SHARE * host_bytes, fixed)
+    free, limit = max(0, host_bytes - int(reserved) - unpinned_bytes), _given_limit()
+    if limit is None:
+        return free
+    return min(free, num_processes * int(float(limit) * 2**30))
 
 
 def _given_limit() -> str | None:
-    """What is set outside of zjax, in GiB for each process."""
+    """The limit per process in GiB that was set outside of zjax."""
     given = os.environ.get(_PINNED_LIMIT)
-    return None if not given or given == os.environ.get(_OUR_LIMIT) else given
+    return None if not given or given == os.environ.get(_ZJAX_LIMIT) else given
 
 
-def tell_of_small_pages(num_bytes: int, platform: str) -> None:
-    """Warns where much is to be pinned for GPUs in pages of 4 KiB, which is slow.
+def warn_of_small_pages(num_bytes: int, platform: str) -> None:
+    """Warns if many bytes are pinned for GPUs in pages of 4 KiB, which is slow.
 
     Args:
-        num_bytes: That this process pins.
-        platform: Of its devices, as JAX names it.
+        num_bytes: Bytes that this process pins.
+        platform: JAX platform of its devices.
     """
     if platform != "gpu" or num_bytes < _SLOW_BYTES or not _PINNED_PAGES.exists():
         return
@@ -132,24 +128,24 @@ def sharers_of_host(num_local: int) -> Sharers:
 
 
 def limit_pinned_memory(
-    num_bytes: float = math.inf, beside_bytes: int = 0, num_processes: int = 1
+    num_bytes: float = math.inf, unpinned_bytes: int = 0, num_processes: int = 1
 ) -> None:
-    """Lowers how much JAX may pin; it reads this once, when it starts its devices.
+    """Sets how much JAX may pin; JAX reads it once, when it starts its devices.
 
-    What is set outside of zjax has the last word.
+    A limit set outside of zjax takes precedence.
 
     Args:
-        num_bytes: What is needed; the host has less for arrays where that is more.
-        beside_bytes: Of this process, for arrays that are not pinned.
-        num_processes: That share the host equally.
+        num_bytes: Bytes needed; capped by what the host can pin.
+        unpinned_bytes: Bytes of this process for arrays that are not pinned.
+        num_processes: Number of processes that share the host equally.
     """
     if _given_limit() is None:
-        ours = os.environ.get(_OUR_LIMIT)
-        beside = num_processes * beside_bytes
-        host = pinnable_bytes(host_memory_bytes(), num_processes, beside)
-        room = max(1, host // num_processes >> 30)
-        limit = str(math.ceil(min(num_bytes / 2**30, room, int(ours or room))))
-        os.environ.update({_PINNED_LIMIT: limit, _OUR_LIMIT: limit})
+        earlier = os.environ.get(_ZJAX_LIMIT)
+        unpinned = num_processes * unpinned_bytes
+        host = pinnable_bytes(host_memory_bytes(), num_processes, unpinned)
+        most = max(1, host // num_processes >> 30)
+        limit = str(math.ceil(min(num_bytes / 2**30, most, int(earlier or most))))
+        os.environ.update({_PINNED_LIMIT: limit, _ZJAX_LIMIT: limit})
 
 
-limit_pinned_memory()  # JAX would stop at 64 GB
+limit_pinned_memory()  # JAX's default is 64 GB

@@ -1,7 +1,7 @@
-"""One run at a time writes into a directory.
+"""A lock on the run's directory: one run at a time writes there.
 
-The kernel holds the lock for as long as the process lives, however it ends, so that a
-file which a killed run left behind locks nobody out.
+The kernel holds the lock while the process lives, so the file of a killed run locks
+nobody out.
 """
 
 import contextlib
@@ -19,33 +19,30 @@ import jax
 from absl import logging
 
 from zjax.errors import Problem, ProcessError
-from zjax.processes.together import together
+from zjax.processes.barrier import barrier
 from zjax.reading import parse_json, read_text
 from zjax.remedies import CHOOSE_DIRECTORY, find_remedy
 
 LOCK_FILE = "lock.json"
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _held: dict[pathlib.Path, tuple[int, int]] = {}
-"""Descriptor, and how often this process holds it, by file."""
+"""File descriptor and nesting depth, by lock file."""
 _holds = itertools.count(1)
-"""Numbers of the calls of `hold`, the same in all processes."""
+"""Counts calls of `hold`, equally in all processes."""
 
 
 @contextlib.contextmanager
 def hold(directory: str) -> Iterator[None]:
-    """Keeps other runs out of a directory; process 0 does so for all.
+    """Locks a directory during the enclosed work; process 0 does so for all.
 
     Args:
-        directory: The run's directory. This process may hold it already.
-
-    Yields:
-        Nothing.
+        directory: The run's directory, which this process may hold already.
 
     Raises:
-        ProcessError: Another run holds it, and who; or files cannot be made in it.
-            Raised in all processes.
+        ProcessError: Another run holds it, or it is not writable; raised in all
+            processes.
     """
-    with together(f"zjax-hold-{next(_holds)}"):
+    with barrier(f"zjax-hold-{next(_holds)}"):
         path = None if jax.process_index() else acquire(directory)
     try:
         yield
@@ -55,16 +52,16 @@ def hold(directory: str) -> Iterator[None]:
 
 
 def acquire(directory: str) -> pathlib.Path:
-    """Keeps other runs out of a directory until this process ends.
+    """Locks a directory until this process ends.
 
     Args:
-        directory: The run's directory; made where it is missing.
+        directory: The run's directory; created if missing.
 
     Returns:
-        The file that is locked.
+        Path of the lock file.
 
     Raises:
-        ProcessError: Another run holds it, and who; or files cannot be made in it.
+        ProcessError: Another run holds it, or it is not writable.
     """
     path = pathlib.Path(directory).resolve() / LOCK_FILE
     if path in _held:
@@ -103,7 +100,7 @@ def _release(path: pathlib.Path) -> None:
     if depth > 1:
         _held[path] = descriptor, depth - 1
         return
-    with contextlib.suppress(OSError):  # or a disk that failed hides why the run did
+    with contextlib.suppress(OSError):  # must not hide the error that ended the run
         os.truncate(descriptor, 0)
     os.close(descriptor)
 
@@ -117,7 +114,7 @@ def _unusable(directory: str, error: OSError) -> ProcessError:
 def _write_holder(descriptor: int) -> None:
     since = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
-    with contextlib.suppress(OSError):  # the lock holds on a full disk, too
+    with contextlib.suppress(OSError):  # the lock works on a full disk, too
         os.truncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(holder).encode(), 0)
 
@@ -131,7 +128,7 @@ def _describe_holder(path: pathlib.Path) -> str:
 
 
 def _forget() -> None:
-    """Leaves the locks to the parent: a forked child must not outlive it with them."""
+    """Closes the locks in a forked child, so that they end with the parent."""
     for descriptor, _ in _held.values():
         os.close(descriptor)
     _held.clear()

@@ -1,4 +1,4 @@
-"""The versions of what a run is made of."""
+"""Versions of the software of a run."""
 
 import hashlib
 import importlib.metadata
@@ -7,14 +7,11 @@ import pathlib
 import platform
 
 PACKAGES = ("zjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
-_OWN = ("zjax", "zjax_kernels")
+_SOURCES = ("zjax", "zjax_kernels")
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python and of the packages that a run stands on.
-
-    Returns:
-        Versions by name; a package that is not installed has none.
+    """Versions of Python and of the installed packages in `PACKAGES`, by name.
 
     Example:
         >>> list(versions())[:1]
@@ -30,13 +27,13 @@ def versions() -> dict[str, str]:
 
 
 def source_digest() -> str:
-    """A digest of zjax's own files, which people change without a new version.
+    """A digest of the source files of zjax, which may change without a new version.
 
     Returns:
-        16 hexadecimal digits over the names and contents of all Python files.
+        16 hexadecimal digits over names and contents of all Python files.
     """
     digest = hashlib.sha256()
-    for name in _OWN:
+    for name in _SOURCES:
         spec = importlib.util.find_spec(name)
         for folder in (spec and spec.submodule_search_locations) or ():
             for path in sorted(pathlib.Path(folder).rglob("*.py")):

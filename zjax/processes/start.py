@@ -1,4 +1,4 @@
-"""Brings the processes of a run together and sees that no device is left over."""
+"""Connects the processes of a run and checks that no device stays idle."""
 
 import ctypes
 import dataclasses
@@ -16,27 +16,27 @@ from jax.experimental import multihost_utils
 
 from zjax.config import schema
 from zjax.errors import Problem, ProcessError
-from zjax.processes import lock, roster
+from zjax.processes import lock, member_files
 from zjax.processes.address import bind_address
 from zjax.processes.agreement import check_agreement
-from zjax.processes.cluster import Cluster, count_gpus, find_cluster, own_gpus
-from zjax.processes.meeting import MEETING_SECONDS, meet
-from zjax.processes.roster import End, Member
-from zjax.processes.together import PeerError
+from zjax.processes.barrier import PeerError
+from zjax.processes.cluster import Cluster, assign_gpus, find_cluster, visible_gpus
+from zjax.processes.member_files import End, Member
+from zjax.processes.rendezvous import RENDEZVOUS_SECONDS, wait_for_peers
 
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class ProcessInfo:
-    """The processes of a run, once they have met.
+    """The connected processes of a run.
 
     Args:
-        num_processes: How many there are.
-        process_id: Which one this is.
+        num_processes: Number of processes.
+        process_id: Number of this process.
         cluster: What started them: `alone`, `address`, `zjax launch`, `slurm`,
             `open_mpi` or `kubernetes`.
-        hosts: The host of each, by number.
+        hosts: Host of each process.
     """
 
     num_processes: int
@@ -50,29 +50,27 @@ def start(
     *,
     prepare: Callable[[Cluster], None] = lambda cluster: None,
 ) -> ProcessInfo:
-    """Finds the other processes of the run; call it before anything touches a device.
+    """Connects to the other processes of the run; call it before using any device.
 
     Args:
-        config: Says how to find them; its directory lies on a file system that all of
-            them see.
-        prepare: Called before devices are started, with what started the processes.
+        config: The run; its directory is on a file system that all processes share.
+        prepare: Function called with the cluster before devices are started.
 
     Returns:
-        Who they are; `describe_processes` prints it.
+        The processes; `describe_processes` prints them.
 
     Raises:
-        ProcessError: They cannot meet, do not see the same directory, which another run
-            may hold, use a GPU twice, leave one idle, or differ in their settings or
-            software.
+        ProcessError: They cannot connect, do not share the directory, it is locked by
+            another run, a GPU has two owners or none, or settings or software differ.
     """
     settings, directory = config.processes, config.directory
     cluster = find_cluster(settings, os.environ)
-    gpus = count_gpus(os.environ)
+    gpus = visible_gpus(os.environ)
     prepare(cluster)
     if cluster.is_alone:
         _check_used(len(gpus))
         return ProcessInfo(1, 0, cluster.name, (socket.gethostname(),))
-    own = own_gpus(cluster, len(gpus))
+    own = assign_gpus(cluster, len(gpus))
     member = Member(
         process_id=cluster.process_id,
         host=socket.gethostname(),
@@ -80,17 +78,20 @@ def start(
         directory=str(pathlib.Path(directory).absolute()),
         gpus=() if cluster.owns_visible else tuple(gpus[i] for i in own),
     )
-    watched, shared = roster.watched_place(), roster.shared_place(directory)
+    watched, shared = (
+        member_files.watched_directory(),
+        member_files.shared_directory(directory),
+    )
     if watched is not None:
-        roster.write_member(member, watched)
+        member_files.write_member(member, watched)
         _die_with_parent()
         _report_failures()
-        _print_whole_lines()
-    _meet(cluster, member)
-    roster.write_member(member, shared)
+        _use_line_buffering()
+    _rendezvous(cluster, member)
+    member_files.write_member(member, shared)
     _initialize(cluster, own, settings.heartbeat_seconds)
     _check_used(len(own))
-    members = roster.read_members(shared)
+    members = member_files.read_members(shared)
     check_members(members, jax.process_count(), shared)
     check_agreement(config)
     hosts = tuple(members[i].host for i in range(jax.process_count()))
@@ -98,10 +99,10 @@ def start(
 
 
 def finish(info: ProcessInfo) -> None:
-    """Waits for all processes, so that none takes a slow one for dead, and parts.
+    """Waits for all processes and disconnects, so that none is missed by a slow one.
 
     Args:
-        info: What `start` returned.
+        info: Result of `start`.
     """
     if info.num_processes > 1:
         multihost_utils.sync_global_devices("zjax: all done")
@@ -109,13 +110,10 @@ def finish(info: ProcessInfo) -> None:
 
 
 def describe_processes(info: ProcessInfo) -> str:
-    """The map of processes to devices.
+    """A table of processes and their devices.
 
     Args:
-        info: What `start` returned.
-
-    Returns:
-        A table with one line for each process.
+        info: Result of `start`.
     """
     rows = [("process", "host", "devices")]
     owners = [device.process_index for device in jax.devices()]
@@ -131,30 +129,30 @@ def describe_processes(info: ProcessInfo) -> str:
 
 
 def record_failure(error: BaseException) -> None:
-    """Tells the parent why this process is about to end; exceptions do so themselves.
+    """Tells the parent process why this one is about to end.
 
-    The runtime lets a process that leaves wait for the others and then aborts them all,
-    so that the exit codes alone do not say who began. Without a parent nothing happens.
+    The runtime makes a process that leaves wait for the others and then aborts them
+    all, so exit codes do not show which failed first. Uncaught exceptions are recorded
+    anyway. Without a parent nothing happens.
 
     Args:
         error: The reason.
     """
-    watched = roster.watched_place()
+    watched = member_files.watched_directory()
     if watched is None or isinstance(error, KeyboardInterrupt):
         return
-    # A lost connection is what survivors see of another's death, in whatever they did;
-    # and what a peer says of itself began with the peer.
-    of_others = (jax.errors.JaxRuntimeError, PeerError)
-    rank = 2 if any(isinstance(x, of_others) for x in _chain(error)) else 1
+    # Survivors of a dead process see a lost connection, and a PeerError is its own.
+    consequences = (jax.errors.JaxRuntimeError, PeerError)
+    rank = 2 if any(isinstance(x, consequences) for x in _chain(error)) else 1
     first = (str(error).splitlines() or [""])[0]
-    for member in roster.read_members(watched).values():
+    for member in member_files.read_members(watched).values():
         if member.pid == os.getpid():
             end = End(member.process_id, rank, f"{type(error).__name__}: {first}")
-            roster.write_end(end, member, watched)
+            member_files.write_end(end, member, watched)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and those from which it was raised."""
+    """An error and its causes."""
     while error is not None:
         yield error
         error = error.__cause__
@@ -163,12 +161,12 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 def check_members(
     members: Mapping[int, Member], num_processes: int, path: pathlib.Path
 ) -> None:
-    """Refuses processes that do not share a directory, or that share a GPU.
+    """Refuses processes that do not share the directory, or that share a GPU.
 
     Args:
-        members: Who wrote themselves down.
-        num_processes: How many met.
-        path: Where they did.
+        members: Member files by process number.
+        num_processes: Number of connected processes.
+        path: Directory of the member files.
 
     Raises:
         ProcessError: Some are missing, or a GPU has two owners.
@@ -203,13 +201,13 @@ def check_platform(num_gpus: int, platform: str, num_used: int, asked: str) -> N
     """Refuses to leave GPUs idle.
 
     Args:
-        num_gpus: GPUs that are this process's own.
-        platform: What JAX runs on.
+        num_gpus: GPUs of this process.
+        platform: Platform that JAX runs on.
         num_used: Devices that JAX found in this process.
-        asked: Platforms that the user named; empty where JAX chose.
+        asked: Platforms chosen by the user; empty if JAX chose.
 
     Raises:
-        ProcessError: JAX runs on the CPU unasked, or found fewer GPUs.
+        ProcessError: JAX chose the CPU, or found fewer GPUs.
     """
     if num_gpus and platform == "cpu" and not asked:
         raise ProcessError(
@@ -236,8 +234,8 @@ def _check_used(num_gpus: int) -> None:
     check_platform(num_gpus, jax.default_backend(), jax.local_device_count(), asked)
 
 
-def _meet(cluster: Cluster, member: Member) -> None:
-    """Locks the run's directory, and waits for the others where JAX does not."""
+def _rendezvous(cluster: Cluster, member: Member) -> None:
+    """Locks the run's directory, and waits for the other processes unless JAX does."""
     refused: tuple[Problem, ...] = ()
     if member.process_id == 0:
         try:
@@ -245,7 +243,9 @@ def _meet(cluster: Cluster, member: Member) -> None:
         except ProcessError as error:
             refused = error.problems
     if cluster.coordinator and cluster.num_processes:
-        meet(cluster.coordinator, member, cluster.num_processes, refused=refused)
+        wait_for_peers(
+            cluster.coordinator, member, cluster.num_processes, refused=refused
+        )
     elif refused:
         raise ProcessError(*refused)
 
@@ -259,9 +259,9 @@ def _initialize(cluster: Cluster, own: Sequence[int], heartbeat_seconds: int) ->
             local_device_ids=list(own) or None,
             cluster_detection_method="deactivate" if cluster.coordinator else None,
             coordinator_bind_address=bind_address(cluster.coordinator),
-            initialization_timeout=int(MEETING_SECONDS),
+            initialization_timeout=int(RENDEZVOUS_SECONDS),
             heartbeat_timeout_seconds=heartbeat_seconds,
-            # An exception in one process leaves it waiting here for the others.
+            # A process that raises waits this long for the others.
             shutdown_timeout_seconds=heartbeat_seconds,
         )
     except RuntimeError as error:
@@ -276,7 +276,7 @@ def _initialize(cluster: Cluster, own: Sequence[int], heartbeat_seconds: int) ->
 
 
 def _report_failures() -> None:
-    """Leaves a note of an exception that ends this process."""
+    """Records an exception that ends this process."""
     report = sys.excepthook
 
     def record_and_report(
@@ -290,13 +290,13 @@ def _report_failures() -> None:
     sys.excepthook = record_and_report
 
 
-def _print_whole_lines() -> None:
-    """Keeps what C++ prints out of the middle of a line of Python's."""
+def _use_line_buffering() -> None:
+    """Flushes per line, so that output of C++ does not split a line of Python."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
 
 
 def _die_with_parent() -> None:
-    """Asks Linux to end this process should its parent be killed."""
+    """Asks Linux to kill this process if its parent is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""A parent that outlives its processes and can say which one died."""
+"""A parent process that outlives its children and reports which one died."""
 
 import collections
 import contextlib
@@ -18,21 +18,21 @@ from typing import Any
 
 from zjax.config import schema
 from zjax.errors import Problem
-from zjax.processes import roster
+from zjax.processes import member_files
 from zjax.processes.cluster import find_cluster, find_scheduler
-from zjax.processes.roster import End, Member
-from zjax.processes.silence import name_silent
+from zjax.processes.heartbeat import find_unresponsive
+from zjax.processes.member_files import End, Member
 
 _POLL_SECONDS = 0.05
 _CAUSE_SECONDS = 5
-"""How long to look for the cause where only consequences were seen."""
+"""How long to wait for the cause while only consequences are known."""
 _STOP_SECONDS = 10
-"""How long the others may take to stop."""
-_LINES_KEPT = 200
+"""How long children may take to stop."""
+_MAX_LINES = 200
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
-"""Exit codes of processes that saved and ended because they were told to stop."""
+"""Exit codes of processes that saved and stopped on a signal."""
 _LOOPBACK = "127.0.0.1"
-"""Processes of one host meet where no other host can reach them."""
+"""Processes of one host connect where no other host can reach them."""
 
 
 @dataclasses.dataclass
@@ -46,72 +46,67 @@ class _Child:
 def needs_parent(settings: schema.Processes) -> bool:
     """Whether this process should run its command under `supervise`.
 
-    Args:
-        settings: How processes find each other.
-
     Returns:
-        True where a scheduler started it as one of several, and no parent watches yet.
+        True if a scheduler started it as one of several, and no parent watches yet.
 
     Raises:
-        ProcessError: The scheduler does not say enough for processes to meet.
+        ProcessError: The environment lacks what processes need to connect.
     """
-    watched = roster.ROSTER_VARIABLE in os.environ
+    watched = member_files.MEMBERS_VARIABLE in os.environ
     return not watched and not find_cluster(settings, os.environ).is_alone
 
 
 def supervise(command: Sequence[str], num_processes: int = 0) -> int:
-    """Runs a command as one or more child processes and reports the one that died.
+    """Runs a command as child processes and reports the one that died.
 
-    Call it from the main thread. SIGTERM and SIGINT are passed on to the children.
+    Call it from the main thread. SIGTERM and SIGINT are forwarded to the children.
 
     Args:
         command: Program and arguments; `[sys.executable, *sys.orig_argv[1:]]` is the
-            command of the caller.
-        num_processes: Processes to start on this host, which meet at a port chosen
-            here; 0 runs one, which keeps the identity that its scheduler gave it.
+            caller's own command.
+        num_processes: Number of processes to start on this host, connected at a port
+            chosen here; 0 starts one, which keeps the identity that its scheduler gave
+            it.
 
     Returns:
-        0 if all ended well; 143 or 130 if they were stopped by SIGTERM or SIGINT before
-        their end; otherwise the exit code of a failed one, 128 plus the signal if it
-        was killed.
+        0 if all succeeded; 143 or 130 if they were stopped by SIGTERM or SIGINT;
+        otherwise the exit code of the failed process, 128 plus the signal if it was
+        killed.
     """
     since = time.time()
     with tempfile.TemporaryDirectory(prefix="zjax-") as watched, _hold_port() as port:
-        environ = os.environ | {roster.ROSTER_VARIABLE: watched}
+        environ = os.environ | {member_files.MEMBERS_VARIABLE: watched}
         if num_processes:
-            meeting = {
+            addresses = {
                 "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo"),
                 "PYTHONUNBUFFERED": "1",
                 "ZJAX_COORDINATOR": f"{_LOOPBACK}:{port}",
                 "ZJAX_NUM_PROCESSES": str(num_processes),
             }
             children = [
-                _start(command, i, environ | meeting | {"ZJAX_PROCESS_ID": str(i)})
+                _start(command, i, environ | addresses | {"ZJAX_PROCESS_ID": str(i)})
                 for i in range(num_processes)
             ]
         else:
             children = [_start(command, None, environ)]
         try:
-            with _pass_on_signals(children) as passed_on:
-                return _watch(children, pathlib.Path(watched), since, passed_on)
+            with _forward_signals(children) as forwarded:
+                return _watch(children, pathlib.Path(watched), since, forwarded)
         finally:
             _stop(children)
 
 
 def describe_end(end: End, member: Member | None) -> str:
-    """Says who died, and how to go on.
+    """Says in one line which process died, and how to continue.
 
     Args:
         end: How it ended.
-        member: Who it was, where it wrote itself down.
-
-    Returns:
-        One line.
+        member: The process, if it wrote a member file.
     """
     who, remedy = "", "there is no checkpoint yet: mend the cause and start again"
     if member is not None:
         who = f"on host {member.host} (pid {member.pid}) "
-        step = roster.last_checkpoint(member.directory)
+        step = member_files.last_checkpoint(member.directory)
         if step is not None:
             place = f"{member.directory}/checkpoints"
             kept = f"the last checkpoint is step {step} in {place}"
@@ -122,7 +117,7 @@ def describe_end(end: End, member: Member | None) -> str:
 
 @contextlib.contextmanager
 def _hold_port() -> Iterator[int]:
-    """Keeps a free port bound, so that only who shares it on purpose can take it."""
+    """Keeps a free port bound; only sockets with SO_REUSEPORT can share it."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.bind((_LOOPBACK, 0))
@@ -144,7 +139,7 @@ def _start(
     )
     if process_id is None:
         process_id = find_scheduler(environ).process_id
-    child = _Child(process_id, process, collections.deque(maxlen=_LINES_KEPT), [])
+    child = _Child(process_id, process, collections.deque(maxlen=_MAX_LINES), [])
     label = f"[process {process_id}] " if labelled else ""
     for source, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
         if source is not None:
@@ -156,7 +151,7 @@ def _start(
 
 
 _printing = threading.Lock()
-"""Streams of Python lose lines that two threads write at once."""
+"""Python's streams lose lines that two threads write at once."""
 
 
 def _copy(source: Any, sink: Any, label: str, kept: collections.deque) -> None:
@@ -169,18 +164,18 @@ def _copy(source: Any, sink: Any, label: str, kept: collections.deque) -> None:
 
 
 @contextlib.contextmanager
-def _pass_on_signals(children: Sequence[_Child]) -> Iterator[list[int]]:
-    """Sends SIGTERM and SIGINT to the children, and lists what was sent."""
-    passed_on: list[int] = []
+def _forward_signals(children: Sequence[_Child]) -> Iterator[list[int]]:
+    """Forwards SIGTERM and SIGINT to the children, and lists those sent."""
+    forwarded: list[int] = []
 
-    def pass_on(number: int, frame: types.FrameType | None) -> None:
-        passed_on.append(number)
+    def forward(number: int, frame: types.FrameType | None) -> None:
+        forwarded.append(number)
         for child in children:
             child.process.send_signal(number)
 
-    before = {s: signal.signal(s, pass_on) for s in (signal.SIGTERM, signal.SIGINT)}
+    before = {s: signal.signal(s, forward) for s in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield passed_on
+        yield forwarded
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -190,14 +185,14 @@ def _watch(
     children: Sequence[_Child],
     watched: pathlib.Path,
     since: float,
-    passed_on: Sequence[int],
+    forwarded: Sequence[int],
 ) -> int:
-    """Waits until all have ended well or were told to stop, or until one has died."""
+    """Waits until all children have ended or one has died; returns the exit code."""
     while True:
         codes = [child.process.poll() for child in children]
         ended = [code for code in codes if code is not None]
         failed = [code for code in ended if _has_failed(code)]
-        if failed and not passed_on:
+        if failed and not forwarded:
             break
         if len(ended) == len(children):
             return max(map(_exit_code, failed or ended))
@@ -214,36 +209,40 @@ def _watch(
 def _find_cause(
     children: Sequence[_Child], watched: pathlib.Path, since: float
 ) -> tuple[End, dict[int, Member]]:
-    """The end that explains the others, here or on another host."""
+    """The end that explains the others, on this host or another."""
     deadline = time.monotonic() + _CAUSE_SECONDS
     while True:
-        members = roster.read_members(watched)
+        members = member_files.read_members(watched)
         for child in children:
-            # Given an address, only the process itself knows its number.
-            own = [m for m in members.values() if m.pid == child.process.pid]
-            child.process_id = own[0].process_id if own else child.process_id
+            # With an address in its config, only the process itself knows its number.
+            found = [m for m in members.values() if m.pid == child.process.pid]
+            child.process_id = found[0].process_id if found else child.process_id
             if _has_failed(child.process.poll()):
-                _note_end(child, members.get(child.process_id), watched, since)
-        shared = {roster.shared_place(m.directory) for m in members.values()}
+                _record_end(child, members.get(child.process_id), watched, since)
+        shared = {member_files.shared_directory(m.directory) for m in members.values()}
         paths = [watched, *shared]
-        ends = [end for path in paths for end in roster.read_ends(path, since)]
+        ends = [end for path in paths for end in member_files.read_ends(path, since)]
         cause = min(ends, key=lambda end: (end.rank, end.at_seconds))
         if cause.is_cause or time.monotonic() > deadline:
             break
         time.sleep(_POLL_SECONDS)
     for path in shared:
-        members = roster.read_members(path) | members
-    silent = name_silent("".join(line for c in children for line in [*c.text]))
-    if not cause.is_cause and silent is not None:
-        cause = End(silent, 0, "went silent")
+        members = member_files.read_members(path) | members
+    unresponsive = find_unresponsive(
+        "".join(line for c in children for line in [*c.text])
+    )
+    if not cause.is_cause and unresponsive is not None:
+        cause = End(unresponsive, 0, "stopped sending heartbeats")
     return cause, members
 
 
-def _note_end(
+def _record_end(
     child: _Child, member: Member | None, watched: pathlib.Path, since: float
 ) -> None:
-    """Writes down how a child ended, unless it has told itself."""
-    if child.process_id in {end.process_id for end in roster.read_ends(watched, since)}:
+    """Records how a child ended, unless it has done so itself."""
+    if child.process_id in {
+        end.process_id for end in member_files.read_ends(watched, since)
+    }:
         return
     code = child.process.returncode
     if code < 0:
@@ -253,11 +252,11 @@ def _note_end(
         end = End(child.process_id, rank, f"signal {-code}, {name}{hint}")
     else:
         end = End(child.process_id, 1, f"exit code {code}")
-    roster.write_end(end, member, watched)
+    member_files.write_end(end, member, watched)
 
 
 def _stop(children: Sequence[_Child]) -> None:
-    """Ends what still runs, gently first, and lets the last words come through."""
+    """Terminates the children, kills those that remain, and drains their output."""
     for child in children:
         child.process.terminate()
     deadline = time.monotonic() + _STOP_SECONDS
@@ -272,7 +271,7 @@ def _stop(children: Sequence[_Child]) -> None:
 
 
 def _has_failed(code: int | None) -> bool:
-    """Whether a child has ended, and neither well nor because it was told to stop."""
+    """Whether a child has ended, neither successfully nor because it was stopped."""
     return code not in (None, 0, *STOPPED)
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from zjax import processes
 from zjax.errors import CheckpointError, DataError, Problem
-from zjax.processes import roster
-from zjax.processes.roster import End, Member
-from zjax.processes.together import PeerError
+from zjax.processes import member_files
+from zjax.processes.barrier import PeerError
+from zjax.processes.member_files import End, Member
 
 PROBLEM = Problem("checkpoint.step", 4, "could not be written", "look")
 
@@ -38,25 +38,25 @@ def failed_peer():
 )
 def test_a_survivor_is_not_the_cause(tmp_path, monkeypatch, error, rank):
     """Fails if the one that noticed is blamed, and not the one that was killed."""
-    monkeypatch.setenv(roster.ROSTER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(member_files.MEMBERS_VARIABLE, str(tmp_path))
     member = Member(3, "a", os.getpid(), str(tmp_path / "run"))
-    roster.write_member(member, tmp_path)
+    member_files.write_member(member, tmp_path)
     before = time.time()
     processes.record_failure(error)
-    (end,) = roster.read_ends(tmp_path, before)
+    (end,) = member_files.read_ends(tmp_path, before)
     assert (end.process_id, end.rank) == (3, rank)
 
 
 def test_a_process_that_was_turned_away_says_nothing_in_the_run_of_others(tmp_path):
     """Fails if the loser of two runs in one directory ends the winner's obituary."""
-    shared, watched = roster.shared_place(str(tmp_path)), tmp_path / "watched"
+    shared, watched = member_files.shared_directory(str(tmp_path)), tmp_path / "watched"
     winner = Member(0, "a", 1, str(tmp_path))
     loser = Member(0, "a", 2, str(tmp_path))
-    roster.write_member(winner, shared)
+    member_files.write_member(winner, shared)
     for member, told in ((loser, []), (winner, [0])):
-        roster.write_end(End(0, 1, "why"), member, watched)
-        assert [end.process_id for end in roster.read_ends(shared, 0.0)] == told
-        assert [end.process_id for end in roster.read_ends(watched, 0.0)] == [0]
+        member_files.write_end(End(0, 1, "why"), member, watched)
+        assert [end.process_id for end in member_files.read_ends(shared, 0.0)] == told
+        assert [end.process_id for end in member_files.read_ends(watched, 0.0)] == [0]
 
 
 @pytest.mark.parametrize(
@@ -71,10 +71,10 @@ def test_a_process_that_was_turned_away_says_nothing_in_the_run_of_others(tmp_pa
     ],
 )
 def test_records_of_others_are_left_out_by_name(tmp_path, caplog, text):
-    roster.write_member(Member(0, "a", 1, str(tmp_path)), tmp_path)
+    member_files.write_member(Member(0, "a", 1, str(tmp_path)), tmp_path)
     (tmp_path / "1.member.json").write_text(text)
     (tmp_path / "1.end.json").write_text(text)
-    assert list(roster.read_members(tmp_path)) == [0]
-    assert roster.read_ends(tmp_path, 0.0) == []
+    assert list(member_files.read_members(tmp_path)) == [0]
+    assert member_files.read_ends(tmp_path, 0.0) == []
     for name in ("1.member.json", "1.end.json"):
         assert f"{tmp_path / name} is no record of this version" in caplog.text

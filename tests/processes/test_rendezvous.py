@@ -10,9 +10,9 @@ from concurrent import futures
 import pytest
 
 from zjax.errors import Problem, ProcessError
-from zjax.processes import meeting
-from zjax.processes.meeting import meet
-from zjax.processes.roster import Member
+from zjax.processes import rendezvous
+from zjax.processes.member_files import Member
+from zjax.processes.rendezvous import wait_for_peers
 
 GARBAGE = (b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 100_000, b"zjax meeting 1 [[[\n")
 
@@ -33,7 +33,12 @@ def gather(coordinator, *members, num_processes=2, seconds=1.0, **settings):
     with futures.ThreadPoolExecutor(len(members)) as pool:
         calls = [
             pool.submit(
-                meet, coordinator, who, num_processes, seconds=seconds, **settings
+                wait_for_peers,
+                coordinator,
+                who,
+                num_processes,
+                seconds=seconds,
+                **settings,
             )
             for who in members
         ]
@@ -49,7 +54,7 @@ def test_all_meet(port, host):
     assert found == ["", "", ""]
 
 
-def test_garbage_does_not_end_a_meeting(port):
+def test_garbage_does_not_end_a_rendezvous(port):
     """Fails if a port scanner, or one that connects and is silent, ends a run."""
     address, silent = ("127.0.0.1", port), []
 
@@ -62,10 +67,12 @@ def test_garbage_does_not_end_a_meeting(port):
                     break
 
     with futures.ThreadPoolExecutor(2) as pool:
-        first = pool.submit(meet, f"127.0.0.1:{port}", member(0), 2, seconds=20.0)
+        first = pool.submit(
+            wait_for_peers, f"127.0.0.1:{port}", member(0), 2, seconds=20.0
+        )
         pool.submit(call).result(timeout=20)
         assert len(silent) == len(GARBAGE)
-        meet(f"127.0.0.1:{port}", member(1), 2, seconds=20.0)
+        wait_for_peers(f"127.0.0.1:{port}", member(1), 2, seconds=20.0)
         first.result(timeout=20)
     for connection in silent:
         connection.close()
@@ -125,7 +132,7 @@ def test_two_processes_0_do_not_share_the_port(port, monkeypatch):
         with contextlib.suppress(threading.BrokenBarrierError):
             together.wait(timeout=1)
 
-    monkeypatch.setattr(meeting, "_check_free", found_free_by_both)
+    monkeypatch.setattr(rendezvous, "_check_free", found_free_by_both)
     for _ in range(2):
         found = gather(f"127.0.0.1:{port}", member(0), member(0, pid=7), seconds=1.0)
         assert "was started twice" in found[0]
@@ -134,7 +141,9 @@ def test_two_processes_0_do_not_share_the_port(port, monkeypatch):
 
 def test_processes_that_count_differently_are_named(port):
     with futures.ThreadPoolExecutor(1) as pool:
-        other = pool.submit(meet, f"127.0.0.1:{port}", member(1), 3, seconds=20.0)
+        other = pool.submit(
+            wait_for_peers, f"127.0.0.1:{port}", member(1), 3, seconds=20.0
+        )
         found = gather(f"127.0.0.1:{port}", member(0), seconds=20.0)
     assert found == [
         "processes.num_processes=3 on process 1 is 2 on process 0 (host here (pid 101) "
@@ -147,8 +156,8 @@ def test_processes_that_count_differently_are_named(port):
 def test_a_verdict_that_cannot_be_read_is_none_of_process_0(line):
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        theirs.sendall(meeting.GREETING + line + b"\n")
-        assert meeting._read_verdict(ours) is None
+        theirs.sendall(rendezvous.GREETING + line + b"\n")
+        assert rendezvous._read_verdict(ours) is None
 
 
 @pytest.mark.parametrize("shares", [False, True])
@@ -197,8 +206,10 @@ def test_all_hear_why_process_0_refuses(port):
 def test_a_process_that_comes_first_waits(port):
     began = time.monotonic()
     with futures.ThreadPoolExecutor(1) as pool:
-        early = pool.submit(meet, f"127.0.0.1:{port}", member(1), 2, seconds=20.0)
+        early = pool.submit(
+            wait_for_peers, f"127.0.0.1:{port}", member(1), 2, seconds=20.0
+        )
         time.sleep(0.3)
-        meet(f"127.0.0.1:{port}", member(0), 2, seconds=20.0)
+        wait_for_peers(f"127.0.0.1:{port}", member(0), 2, seconds=20.0)
         early.result(timeout=20)
     assert time.monotonic() - began < 10

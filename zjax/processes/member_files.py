@@ -1,7 +1,7 @@
-"""Who runs where, and who ended how: small files that outlive the processes.
+"""Member files: small records of who runs where and how each process ended.
 
-The runtime ends the survivors of a dead process from a C++ thread, with a stack trace
-that Python cannot catch. Whoever is left reads here what really happened.
+They outlive the processes. The runtime ends the survivors of a dead process from a C++
+thread, which Python cannot catch; these files tell what really happened.
 """
 
 import dataclasses
@@ -17,11 +17,11 @@ from absl import logging
 
 from zjax.reading import parse_json, read_text
 
-ROSTER_VARIABLE = "ZJAX_ROSTER"
-"""Environment variable by which a parent names the directory it watches."""
+MEMBERS_VARIABLE = "ZJAX_MEMBERS_DIRECTORY"
+"""Environment variable with the directory that a parent process watches."""
 T = TypeVar("T")
-_NAMED = 3
-"""Processes that a message names one by one."""
+_MAX_LISTED = 3
+"""Maximum number of processes that a message lists."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Member:
     """A process of a run.
 
     Args:
-        process_id: Its number.
-        host: Where it runs.
-        pid: Its number there.
-        directory: The run's directory, absolute.
-        gpus: Names of the GPUs it owns; empty where it owns all that it sees.
+        process_id: Number in the run.
+        host: Host name.
+        pid: Process id on the host.
+        directory: Absolute path of the run's directory.
+        gpus: Names of its GPUs; empty if it owns all it sees.
     """
 
     process_id: int
@@ -48,11 +48,11 @@ class End:
     """How a process ended.
 
     Args:
-        process_id: Its number.
-        rank: How likely it is a cause and not a consequence, 0 the most: 0 killed or
-            left, 1 failed in Python, 2 lost its peers, 3 aborted by the runtime.
-        reason: What to tell.
-        at_seconds: When, in seconds since 1970.
+        process_id: Number in the run.
+        rank: Order of causes before consequences: 0 killed or left, 1 failed in Python,
+            2 lost its peers, 3 aborted by the runtime.
+        reason: Text for the user.
+        at_seconds: Time, in seconds since 1970.
     """
 
     process_id: int
@@ -62,18 +62,12 @@ class End:
 
     @property
     def is_cause(self) -> bool:
-        """Whether it did not follow from the end of another."""
+        """Whether it is not a consequence of another end."""
         return self.rank < 2
 
 
 def name_processes(process_ids: Sequence[int]) -> str:
-    """Names processes in a message.
-
-    Args:
-        process_ids: One number or more.
-
-    Returns:
-        The first of them, and how many more there are.
+    """The first few of some processes, for a message.
 
     Example:
         >>> name_processes([1]), name_processes([1, 2, 5, 6, 7])
@@ -81,63 +75,52 @@ def name_processes(process_ids: Sequence[int]) -> str:
     """
     if len(process_ids) == 1:
         return f"process {process_ids[0]}"
-    shown = ", ".join(map(str, process_ids[:_NAMED]))
-    more = len(process_ids) - _NAMED
+    shown = ", ".join(map(str, process_ids[:_MAX_LISTED]))
+    more = len(process_ids) - _MAX_LISTED
     return f"processes {shown}" + (f" and {more} more" if more > 0 else "")
 
 
-def shared_place(directory: str) -> pathlib.Path:
-    """Where the processes of a run tell each other who they are.
-
-    Args:
-        directory: The run's directory.
-
-    Returns:
-        A directory in it.
-    """
+def shared_directory(directory: str) -> pathlib.Path:
+    """Directory of the member files of a run, shared by its processes."""
     return pathlib.Path(directory).absolute() / "processes"
 
 
-def watched_place() -> pathlib.Path | None:
-    """Where the parent of this process looks.
-
-    Returns:
-        A directory; None where no parent watches.
-    """
-    watched = os.environ.get(ROSTER_VARIABLE)
+def watched_directory() -> pathlib.Path | None:
+    """Directory of member files that the parent process watches; None without one."""
+    watched = os.environ.get(MEMBERS_VARIABLE)
     return pathlib.Path(watched) if watched else None
 
 
 def write_member(member: Member, directory: pathlib.Path) -> None:
-    """Writes down a process where others look for it, in place of one of before.
+    """Writes a member file, and deletes an end of an earlier run.
 
     Args:
         member: The process.
-        directory: That of its parent, or that of its run.
+        directory: Directory of its parent, or that of its run.
     """
     _write(directory / f"{member.process_id}.member.json", member)
     (directory / f"{member.process_id}.end.json").unlink(missing_ok=True)
 
 
 def write_end(end: End, member: Member | None, directory: pathlib.Path) -> None:
-    """Writes down how a process ended.
+    """Writes how a process ended.
 
     Args:
         end: How it ended.
-        member: Who it was, where it wrote itself down.
-        directory: That of its parent. The run's directory is told too, if the process
-            took part in the run there: one that was turned away has no say in it.
+        member: The process, if it wrote a member file.
+        directory: Directory of its parent. It is also written to the run's directory if
+            the process took part in the run, and was not refused.
     """
     paths = [directory]
     if member is not None:
-        shared = shared_place(member.directory)
+        shared = shared_directory(member.directory)
         paths += [shared] * (read_members(shared).get(member.process_id) == member)
     for path in paths:
         _write(path / f"{end.process_id}.end.json", end)
 
 
 def _write(target: pathlib.Path, record: Member | End) -> None:
-    """Whole or not at all."""
+    """Writes atomically."""
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f"{target.name}.{os.getpid()}")
     partial.write_text(json.dumps(dataclasses.asdict(record)))
@@ -145,14 +128,7 @@ def _write(target: pathlib.Path, record: Member | End) -> None:
 
 
 def read_members(path: pathlib.Path) -> dict[int, Member]:
-    """The processes that wrote themselves down.
-
-    Args:
-        path: A directory of records.
-
-    Returns:
-        Members by number.
-    """
+    """Reads the member files of a directory, by process number."""
 
     def member(record: dict) -> Member:
         return Member(**{**record, "gpus": tuple(record.get("gpus", ()))})
@@ -161,11 +137,11 @@ def read_members(path: pathlib.Path) -> dict[int, Member]:
 
 
 def read_ends(path: pathlib.Path, since_seconds: float) -> list[End]:
-    """The ends that were written down in this run.
+    """Reads the ends in a directory.
 
     Args:
-        path: A directory of records.
-        since_seconds: When the run started.
+        path: Directory of member files.
+        since_seconds: Start of the run; earlier ends are ignored.
 
     Returns:
         Ends, the most likely cause first.
@@ -176,14 +152,7 @@ def read_ends(path: pathlib.Path, since_seconds: float) -> list[End]:
 
 
 def last_checkpoint(directory: str) -> int | None:
-    """The newest checkpoint of a run.
-
-    Args:
-        directory: The run's directory.
-
-    Returns:
-        Its step, or None where there is none.
-    """
+    """Step of a run's newest checkpoint, or None."""
     path = pathlib.Path(directory) / "checkpoints"
     steps = [int(p.name) for p in path.glob("*") if p.name.isdigit()]
     return max(steps, default=None)

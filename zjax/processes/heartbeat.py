@@ -1,4 +1,4 @@
-"""What the runtime's last words say of the process that it missed."""
+"""Finds in JAX's error output which process stopped sending heartbeats."""
 
 import re
 
@@ -9,17 +9,17 @@ _PATTERNS = (
 _LEADER = "Failed to send RPC to coordination service"
 
 
-def name_silent(text: str) -> int | None:
-    """Finds which process was missed.
+def find_unresponsive(text: str) -> int | None:
+    """The process that stopped sending heartbeats.
 
     Args:
         text: What a survivor wrote to stderr.
 
     Returns:
-        A process number, or None where the runtime blames nobody.
+        A process number, or None if the runtime names none.
 
     Example:
-        >>> name_silent("UNAVAILABLE: Task 3 heartbeat timeout.")
+        >>> find_unresponsive("UNAVAILABLE: Task 3 heartbeat timeout.")
         3
     """
     matches = [match for pattern in _PATTERNS if (match := pattern.search(text))]

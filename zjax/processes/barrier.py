@@ -1,6 +1,6 @@
-"""What all processes do together: where one of them fails, all end and name it.
+"""A barrier that raises on all processes if one of them failed.
 
-A process that fails alone leaves the others at a barrier, which waits for minutes.
+With a plain barrier, the others would wait for minutes for a process that failed.
 """
 
 import contextlib
@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 
 import jax
-from jax._src import distributed  # the only way to the client of the coordinator
+from jax._src import distributed  # JAX has no public access to the coordinator's client
 
 from zjax import errors
 from zjax.errors import Problem, ZjaxError
@@ -19,12 +19,12 @@ _CAUSE_LENGTH = 200
 
 
 class PeerError(OSError):
-    """Another process failed; `errno` is that of its error, or 0.
+    """Another process failed.
 
     Args:
-        process_id: Which process.
+        process_id: Number of that process.
         cause: Its error, in one line.
-        number: The `errno`, or 0.
+        number: The `errno` of its error, or 0.
     """
 
     def __init__(self, process_id: int, cause: str, number: int):
@@ -36,20 +36,17 @@ class PeerError(OSError):
 
 
 @contextlib.contextmanager
-def together(name: str) -> Iterator[None]:
-    """Waits until all processes have done the enclosed work, or one has failed at it.
+def barrier(name: str) -> Iterator[None]:
+    """Waits until all processes have done the enclosed work, or one has failed.
 
     May be used in any thread.
 
     Args:
-        name: Of the work, by which processes know it; used once in a run.
-
-    Yields:
-        Nothing.
+        name: Name of the work, unique in the run.
 
     Raises:
-        ZjaxError: Another process raised it; of the same type, and names the process.
-        PeerError: Another process raised another error.
+        ZjaxError: Another process raised it; it names that process.
+        PeerError: Another process raised any other error.
     """
     if jax.process_count() == 1:
         yield
@@ -59,41 +56,26 @@ def together(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # or it hides this one
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # must not hide `error`
             client.key_value_set(f"{name}/{jax.process_index()}", _to_json(error))
             client.wait_at_barrier(name, _BARRIER_MILLISECONDS)
         raise
     client.wait_at_barrier(name, _BARRIER_MILLISECONDS)
-    told = client.key_value_dir_get(name)
-    if told:
-        key, text = min(told, key=lambda pair: _process_of(pair[0]))
+    failures = client.key_value_dir_get(name)
+    if failures:
+        key, text = min(failures, key=lambda pair: _process_of(pair[0]))
         raise _from_json(_process_of(key), text)
 
 
 def root_of(error: BaseException) -> BaseException:
-    """The first of the errors from which one was raised.
-
-    Args:
-        error: Any.
-
-    Returns:
-        Itself, if it was raised from none.
-    """
-    while error.__cause__ is not None:  # Orbax wraps what TensorStore said
+    """The first error of a chain of causes."""
+    while error.__cause__ is not None:  # Orbax wraps errors of TensorStore
         error = error.__cause__
     return error
 
 
 def describe_error(error: BaseException) -> str:
-    """What went wrong, in one line.
-
-    Args:
-        error: Any.
-
-    Returns:
-        The type of its root, and the start of what that says; of a `PeerError` the
-        process first.
-    """
+    """Type and first line of an error's root cause, or the text of a `PeerError`."""
     error = root_of(error)
     if isinstance(error, PeerError):
         return str(error)

@@ -1,7 +1,7 @@
-"""Process 0 as it hears which processes of a run are there.
+"""Process 0's side of the rendezvous.
 
-Whoever connects sends one line, a greeting, and hears one line, the verdict. A
-connection that does not greet, as of a port scanner, is closed and forgotten.
+Each client sends one line, its greeting, and receives one line, the verdict.
+Connections that send anything else, such as port scanners, are closed.
 """
 
 import contextlib
@@ -15,36 +15,36 @@ from typing import Any
 
 from zjax.errors import Problem
 from zjax.processes.address import Address
-from zjax.processes.roster import name_processes
+from zjax.processes.member_files import name_processes
 
 GREETING = b"zjax meeting 1 "
-"""How each line begins."""
+"""Prefix of every line."""
 LINE_BYTES = 1 << 16
-"""The longest line that is read: what is longer is no greeting."""
+"""Maximum length of a line."""
 ANSWER_SECONDS = 5.0
-"""How long a connection may take to open, or to take the verdict."""
+"""How long a connection may take to open, or to receive the verdict."""
 _LATE_SECONDS = 5.0
-"""How long those who are late are waited for, to be told what is wrong."""
+"""How long to wait for late processes once there is a problem to report."""
 _POLL_SECONDS = 0.05
 
 
 @dataclasses.dataclass
-class _Guest:
-    """A connection, and the greeting that it has sent so far."""
+class _Client:
+    """A connection and what it has sent so far."""
 
     connection: socket.socket
     text: bytes = b""
     greeting: dict = dataclasses.field(default_factory=dict)
 
 
-class Reception:
-    """Those who have come to the meeting of a run.
+class RendezvousServer:
+    """Collects the greetings of all processes and sends each the verdict.
 
     Args:
-        address: Where they come.
-        host: Of process 0.
-        num_processes: How many meet.
-        refused: Why the run must not start, whoever comes.
+        address: Address of process 0.
+        host: Host of process 0.
+        num_processes: Number of processes in the run.
+        refused: Problems for which the run must not start.
         seconds: How long to wait for all.
     """
 
@@ -60,13 +60,13 @@ class Reception:
         self._num_processes, self._refused = num_processes, refused
         self._seconds = seconds
         self._selector = selectors.DefaultSelector()
-        self._guests: list[_Guest] = []
+        self._clients: list[_Client] = []
 
     def receive(self, servers: Sequence[socket.socket]) -> None:
-        """Hears all processes, or waits as long as it may, and tells them the verdict.
+        """Receives greetings until all are there or time is up, and sends the verdict.
 
         Args:
-            servers: Sockets that listen.
+            servers: Listening sockets.
         """
         deadline = time.monotonic() + self._seconds
         problems: list[Problem] = []
@@ -78,54 +78,56 @@ class Reception:
                 if time.monotonic() > deadline:
                     problems = problems or [self._missing()]
                     break
-                self._hear_all()
+                self._poll()
                 if not problems:
                     problems = self._contradictions()
                     soon = time.monotonic() + _LATE_SECONDS
                     deadline = min(deadline, soon) if problems else deadline
-            self._tell([*self._refused] or problems or self._contradictions())
+            self._send_verdict([*self._refused] or problems or self._contradictions())
 
-    def _hear_all(self) -> None:
+    def _poll(self) -> None:
         for key, _ in self._selector.select(_POLL_SECONDS):
             if key.data is None:
                 self._accept(key.fileobj)
             else:
-                self._hear(key.data)
+                self._read(key.data)
 
     def _accept(self, server: Any) -> None:
         with contextlib.suppress(OSError):
             connection, _ = server.accept()
             connection.setblocking(False)
-            self._guests.append(_Guest(connection))
-            self._selector.register(connection, selectors.EVENT_READ, self._guests[-1])
+            self._clients.append(_Client(connection))
+            self._selector.register(connection, selectors.EVENT_READ, self._clients[-1])
 
-    def _hear(self, guest: _Guest) -> None:
+    def _read(self, client: _Client) -> None:
         try:
-            received = guest.connection.recv(LINE_BYTES)
+            received = client.connection.recv(LINE_BYTES)
         except OSError:
             received = b""
-        guest.text += received
-        if not received or not self._understands(guest):
-            self._selector.unregister(guest.connection)
-            guest.connection.close()
-            self._guests.remove(guest)
+        client.text += received
+        if not received or not self._parse_greeting(client):
+            self._selector.unregister(client.connection)
+            client.connection.close()
+            self._clients.remove(client)
 
-    def _understands(self, guest: _Guest) -> bool:
-        is_greeting = guest.text.startswith(GREETING[: len(guest.text)])
-        if not is_greeting or len(guest.text) > LINE_BYTES:
+    def _parse_greeting(self, client: _Client) -> bool:
+        is_greeting = client.text.startswith(GREETING[: len(client.text)])
+        if not is_greeting or len(client.text) > LINE_BYTES:
             return False
-        if guest.text.endswith(b"\n"):
-            guest.greeting = _parse(guest.text[len(GREETING) :])
-            return bool(guest.greeting)
+        if client.text.endswith(b"\n"):
+            client.greeting = _parse(client.text[len(GREETING) :])
+            return bool(client.greeting)
         return True
 
-    def _present(self) -> dict[int, _Guest]:
-        return {g.greeting["process_id"]: g for g in self._guests if g.greeting}
+    def _present(self) -> dict[int, _Client]:
+        return {g.greeting["process_id"]: g for g in self._clients if g.greeting}
 
     def _contradictions(self) -> list[Problem]:
-        """Processes that cannot be of one run."""
+        """Problems of processes that cannot belong to one run."""
         seen: dict[int, dict] = {}
-        for greeting in (guest.greeting for guest in self._guests if guest.greeting):
+        for greeting in (
+            client.greeting for client in self._clients if client.greeting
+        ):
             process_id, count = greeting["process_id"], greeting["num_processes"]
             if count != self._num_processes:
                 problem = f"on process {process_id} is {self._num_processes} on "
@@ -153,20 +155,20 @@ class Reception:
             "address",
         )
 
-    def _tell(self, problems: Sequence[Problem]) -> None:
+    def _send_verdict(self, problems: Sequence[Problem]) -> None:
         fields = [dataclasses.astuple(problem) for problem in problems]
         line = GREETING + json.dumps(fields).encode() + b"\n"
-        for guest in self._guests:
+        for client in self._clients:
             with contextlib.suppress(OSError):
-                guest.connection.setblocking(True)
-                guest.connection.settimeout(ANSWER_SECONDS)
-                if guest.greeting:
-                    guest.connection.sendall(line)
-            guest.connection.close()
+                client.connection.setblocking(True)
+                client.connection.settimeout(ANSWER_SECONDS)
+                if client.greeting:
+                    client.connection.sendall(line)
+            client.connection.close()
 
 
 def _parse(text: bytes) -> dict:
-    """What a greeting says; nothing where it makes no sense."""
+    """A parsed greeting; empty if it is malformed."""
     try:
         greeting = json.loads(text)
         found: dict[str, Any] = {n: str(greeting[n]) for n in ("host", "directory")}

@@ -1,8 +1,8 @@
-"""Processes meet over plain sockets before JAX connects them.
+"""Rendezvous of a run's processes over plain sockets, before JAX connects them.
 
-JAX's coordinator crashes where its port is taken, and waits for minutes for a process
-that is missing or was started twice, without naming it. Here process 0 listens on the
-same port first, hears who is there, and tells all of them whether the run can start.
+JAX's coordinator crashes if its port is taken, and waits for minutes for a process that
+is missing or was started twice, without naming it. So process 0 first listens on the
+same port itself, hears which processes there are, and tells all whether the run starts.
 """
 
 import contextlib
@@ -18,51 +18,58 @@ from typing import Any
 
 from zjax.errors import Problem, ProcessError
 from zjax.processes.address import Address, parse_address
-from zjax.processes.reception import ANSWER_SECONDS, GREETING, LINE_BYTES, Reception
-from zjax.processes.roster import Member
+from zjax.processes.member_files import Member
+from zjax.processes.rendezvous_server import (
+    ANSWER_SECONDS,
+    GREETING,
+    LINE_BYTES,
+    RendezvousServer,
+)
 
-MEETING_SECONDS = 60.0
+RENDEZVOUS_SECONDS = 60.0
 """How long processes wait for each other."""
 _RETRY_SECONDS = 0.2
 _PROBE_SECONDS = 2.0
-"""How long whoever holds the port may take to show that it belongs to a run."""
+"""How long a listener on the port may take to prove that it belongs to a run."""
 
 
-def meet(
+def wait_for_peers(
     coordinator: str,
-    own: Member,
+    member: Member,
     num_processes: int,
     *,
     refused: Sequence[Problem] = (),
-    seconds: float = MEETING_SECONDS,
+    seconds: float = RENDEZVOUS_SECONDS,
 ) -> None:
-    """Waits until all processes of a run are there.
+    """Waits until all processes of a run have reported to process 0.
 
     Args:
         coordinator: `host:port` of process 0.
-        own: This process.
-        num_processes: How many meet.
-        refused: Of process 0: why the run must not start, which all are told.
+        member: This process.
+        num_processes: Number of processes in the run.
+        refused: On process 0, problems for which the run must not start; all raise
+            them.
         seconds: How long to wait for the others.
 
     Raises:
-        ProcessError: Names `processes.coordinator` and what was tried where it is not
-            reached or its port is taken; the processes that are missing or were
-            started twice; or what `refused` says.
+        ProcessError: Process 0 cannot be reached or its port is taken; processes are
+            missing or were started twice; or `refused` is not empty.
     """
     address = parse_address(coordinator)
-    greeting = dataclasses.asdict(own) | {"num_processes": num_processes}
+    greeting = dataclasses.asdict(member) | {"num_processes": num_processes}
     line = GREETING + json.dumps(greeting).encode() + b"\n"
     with contextlib.ExitStack() as held:
-        if own.process_id or not _claims_port(address, held):
-            # A second process 0 is told by the first that it was started twice.
-            _join(address, own.process_id, line, seconds)
+        if member.process_id or not _claims_port(address, held):
+            # The first process 0 tells a second one that it was started twice.
+            _join(address, member.process_id, line, seconds)
             return
         _check_free(address, line)
         servers = held.enter_context(_listen(address))
-        reception = Reception(address, own.host, num_processes, tuple(refused), seconds)
-        # As a guest of itself, process 0 finds out whether its address leads to it.
-        thread = threading.Thread(target=reception.receive, args=(servers,))
+        server = RendezvousServer(
+            address, member.host, num_processes, tuple(refused), seconds
+        )
+        # Process 0 also connects to itself, to check that its address leads to it.
+        thread = threading.Thread(target=server.receive, args=(servers,))
         thread.start()
         try:
             _join(address, 0, line, seconds)
@@ -71,10 +78,10 @@ def meet(
 
 
 def _claims_port(address: Address, held: contextlib.ExitStack) -> bool:
-    """Whether no other process 0 of this host is at the port.
+    """Whether this is the only process 0 at the port on this host.
 
-    Two may listen at one port, and each would hear a part of the others. A name in the
-    abstract namespace belongs to one; only Linux has it.
+    Two could listen at one port, and each would hear some of the others. A name in
+    Linux's abstract socket namespace has one owner.
     """
     if sys.platform != "linux":
         return True
@@ -87,7 +94,7 @@ def _claims_port(address: Address, held: contextlib.ExitStack) -> bool:
 
 
 def _join(address: Address, process_id: int, line: bytes, seconds: float) -> None:
-    """Greets process 0 until it answers, and waits for its verdict."""
+    """Greets process 0 until it answers, and raises the problems of its verdict."""
     deadline, reasons = time.monotonic() + seconds, dict[str, str]()
     while True:
         for target in _targets(address, reasons):
@@ -98,7 +105,7 @@ def _join(address: Address, process_id: int, line: bytes, seconds: float) -> Non
                     joined.settimeout(seconds + ANSWER_SECONDS)
                     problems = _read_verdict(joined)
             except OSError as error:
-                reasons[where] = _said(error)
+                reasons[where] = _describe(error)
                 continue
             if problems is None:
                 reasons[where] = "answers, but not as process 0 of a run that starts"
@@ -107,24 +114,24 @@ def _join(address: Address, process_id: int, line: bytes, seconds: float) -> Non
             else:
                 return
         if time.monotonic() > deadline:
-            raise _unreached(address, process_id, reasons, seconds)
+            raise _not_reached(address, process_id, reasons, seconds)
         time.sleep(_RETRY_SECONDS)
 
 
 def _targets(address: Address, reasons: dict[str, str]) -> list[tuple[str, int]]:
-    """The addresses that the name of the host stands for just now."""
+    """The addresses to which the host name resolves now."""
     try:
         found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
     except OSError as error:
         reasons.clear()
-        reasons[address.host] = _said(error)
+        reasons[address.host] = _describe(error)
         return []
     reasons.pop(address.host, None)
     return [(str(where[0]), address.port) for *_, where in found]
 
 
 def _read_verdict(connection: socket.socket) -> list[Problem] | None:
-    """What process 0 says; None where this is not process 0."""
+    """The problems that process 0 reports; None if this is not process 0."""
     text = b""
     while not text.endswith(b"\n"):
         received = connection.recv(LINE_BYTES)
@@ -138,7 +145,7 @@ def _read_verdict(connection: socket.socket) -> list[Problem] | None:
         return None
 
 
-def _unreached(
+def _not_reached(
     address: Address, process_id: int, reasons: dict[str, str], seconds: float
 ) -> ProcessError:
     tried = "; ".join(f"{where}: {reason}" for where, reason in reasons.items())
@@ -148,7 +155,7 @@ def _unreached(
 
 
 def _check_free(address: Address, line: bytes) -> None:
-    """Refuses a port at which somebody listens; the kernel may let two share it."""
+    """Raises if somebody listens at the port, which the kernel may let two share."""
     local = address if address.is_loopback else address._replace(host="localhost")
     for target in _targets(local, {}):
         try:
@@ -159,10 +166,12 @@ def _check_free(address: Address, line: bytes) -> None:
         with connection, contextlib.suppress(OSError):
             connection.sendall(line)
             problems = _read_verdict(connection)
-        raise ProcessError(*(problems or [_taken(address, "something answers there")]))
+        raise ProcessError(
+            *(problems or [_port_taken(address, "something answers there")])
+        )
 
 
-def _taken(address: Address, reason: str) -> Problem:
+def _port_taken(address: Address, reason: str) -> Problem:
     return Problem(
         "processes.coordinator",
         str(address),
@@ -173,11 +182,11 @@ def _taken(address: Address, reason: str) -> Problem:
 
 @contextlib.contextmanager
 def _listen(address: Address) -> Iterator[list[socket.socket]]:
-    """Sockets at the port: on the loopback where the address is one of it."""
+    """Listens at the port: on the loopback interface if the address is on it."""
     with contextlib.ExitStack() as opened:
         servers: list[socket.socket] = []
         error = OSError("no such address")
-        for family, where in _places(address):
+        for family, where in _bind_addresses(address):
             try:
                 server = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
                 # `zjax launch` holds the port for its processes with the same option.
@@ -193,11 +202,11 @@ def _listen(address: Address) -> Iterator[list[socket.socket]]:
                 continue
             servers.append(server)
         if not servers:
-            raise ProcessError(_taken(address, _said(error)))
+            raise ProcessError(_port_taken(address, _describe(error)))
         yield servers
 
 
-def _places(address: Address) -> list[tuple[int, Any]]:
+def _bind_addresses(address: Address) -> list[tuple[int, Any]]:
     if address.is_loopback:
         found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
         return [(family, where) for family, *_, where in found]
@@ -206,7 +215,7 @@ def _places(address: Address) -> list[tuple[int, Any]]:
     return [(socket.AF_INET, ("", address.port))]
 
 
-def _said(error: OSError) -> str:
+def _describe(error: OSError) -> str:
     if isinstance(error, TimeoutError):
         return "no answer"
     text = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
