@@ -1,12 +1,13 @@
 """Pictures of a layout, as text and as a plot."""
 
+import importlib.util
 import os
 import pathlib
 from typing import Any
 
 import numpy as np
 
-from zjax_kernels.errors import invalid
+from zjax_kernels.errors import describe, invalid
 from zjax_kernels.sparse.arguments import integer_problems
 from zjax_kernels.sparse.layout import BlockLayout, Pattern, check_layout
 
@@ -60,8 +61,7 @@ def plot_layout(
 ) -> Any:
     """Plots one head: live blocks, those on the causal diagonal, and dead ones.
 
-    More than 512 blocks per side share cells, shaded by how many of them live. Needs
-    Matplotlib.
+    More than 512 blocks per side share cells, shaded by how many of them live.
 
     Args:
         layout: Layout to plot.
@@ -74,16 +74,21 @@ def plot_layout(
 
     Raises:
         ValueError: It is no layout, or there is no such head.
+        ImportError: Matplotlib is not installed.
 
     Example:
         >>> layout = BlockLayout.from_dense(np.ones([2, 2]), block=64, num_heads=1)
         >>> plot_layout(layout).axes[0].get_title()
         '128 tokens, blocks of 64, density 100%'
     """
+    pattern = _pattern_of(layout, head)
+    if importlib.util.find_spec("matplotlib") is None:
+        problem = "is not installed, and plot_layout needs it"
+        remedy = "pip install matplotlib"
+        raise ImportError(describe("package", "'matplotlib'", problem, remedy))
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    pattern = _pattern_of(layout, head)
     if axes is None:
         axes = Figure(figsize=(7, 7), layout="constrained").subplots()
     side = -(-max(layout.num_rows, layout.num_columns) // MAX_CELLS)

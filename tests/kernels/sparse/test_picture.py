@@ -130,6 +130,16 @@ def test_no_state_of_pyplot_is_touched(monkeypatch):
     assert "matplotlib.pyplot" not in sys.modules
 
 
+def test_missing_matplotlib_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError) as error:
+        plot_layout(Dense(1).layout(64))
+    assert str(error.value) == (
+        "package='matplotlib' is not installed, and plot_layout needs it; "
+        "pip install matplotlib"
+    )
+
+
 @pytest.mark.parametrize("draw", [draw_layout, plot_layout])
 @pytest.mark.parametrize("head", [-1, 2, 1.5])
 def test_other_heads_are_refused(draw, head):
