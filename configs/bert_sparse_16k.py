@@ -1,16 +1,16 @@
-"""BERT-base on texts of 16,384 tokens, with Longformer's attention in blocks.
+"""BERT-base on texts of 16,384 tokens, with Longformer's block-sparse attention.
 
-Each token sees the blocks beside its own and the first of all: 1.9 % of all pairs. An
-encoder learns from batches whose `weights` are 1 where a token was masked: make them
-yourself, as the example does.
+Each token attends to its own block, its neighbours and the first block: 1.9 % of all
+pairs. An encoder needs batches whose `weights` are 1 at masked tokens; the example
+shows how to make them.
 
 Run:     python examples/long_document/train.py --model=encoder, which reads
          configs/bert_sparse_16k.py
 Needs:   one H100 or H200, or several whose number divides 8. Other devices run the
          same blocks without the kernels, slowly.
-Expect:  memory that grows with the length, where scores of all pairs in bfloat16 would
-         take 6.4 GB per layer and sequence; steps 3.2 times as fast as with dense
-         attention by cuDNN, at batch size 1 on an H200.
+Expect:  memory linear in the length (all scores in bfloat16 would take 6.4 GB per layer
+         and sequence); steps 3.2 times as fast as with dense cuDNN attention, at batch
+         size 1 on an H200.
 """
 
 from zjax import config as zconfig

@@ -3,8 +3,8 @@
 Run:     zjax train --config=configs/gpt2_1p5b.py
 Needs:   tokens in data/gpt2, made by `zjax data prepare`;
          GPUs of 80 GiB whose number divides 64.
-Expect:  on 64 GPUs about 3.5 GB of state on each; activations come on top.
-         `zjax plan --config=configs/gpt2_1p5b.py --num_devices=64` says what it is.
+Expect:  on 64 GPUs about 3.5 GB of state on each, plus activations.
+         `zjax plan --config=configs/gpt2_1p5b.py --num_devices=64` lists all.
 """
 
 from zjax import config as zconfig

@@ -1,12 +1,12 @@
 """The shape of GPT-3 6.7B at twice its length, under ZeRO-3.
 
-The vocabulary is GPT-2's 50257 entries, filled up to a multiple of 128.
+The vocabulary is GPT-2's 50257 entries, padded to a multiple of 128.
 
 Run:     zjax train --config=configs/gpt_6p7b.py
 Needs:   tokens in data/gpt2, made by `zjax data prepare`;
          8 or more GPUs of 80 GiB whose number divides 256.
-Expect:  on 64 GPUs about 1.9 GB of state on each; activations come on top.
-         `zjax plan --config=configs/gpt_6p7b.py --num_devices=64` says what it is.
+Expect:  on 64 GPUs about 1.9 GB of state on each, plus activations.
+         `zjax plan --config=configs/gpt_6p7b.py --num_devices=64` lists all.
 """
 
 from zjax import config as zconfig

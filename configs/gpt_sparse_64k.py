@@ -1,13 +1,13 @@
 """GPT-2 with 124 million parameters on texts of 65,536 tokens, with BigBird's blocks.
 
-Each token sees its own block up to itself, the one before, the first, and a random one;
-no later token. Documents of the source follow one another in a text.
+Each token attends causally to its own block, the one before, the first, and a random
+one. A text holds several documents of the source.
 
 Run:     zjax train --config=configs/gpt_sparse_64k.py
 Needs:   one H100 or H200, or several whose number divides 8. Other devices run the
          same blocks without the kernels, slowly.
-Expect:  attention over 1.3 % of the pairs that a dense one has. Not measured
-         on a GPU yet.
+Expect:  attention over 1.3 % of the pairs of dense attention. Not measured on a GPU
+         yet.
 """
 
 from zjax import config as zconfig

@@ -3,8 +3,8 @@
 Run:     zjax train --config=configs/llama_1b.py
 Needs:   tokens in data/llama, made by `zjax data prepare`;
          GPUs of 80 GiB whose number divides 128.
-Expect:  on 64 GPUs about 0.35 GB of state on each; activations come on top.
-         `zjax plan --config=configs/llama_1b.py --num_devices=64` says what it is.
+Expect:  on 64 GPUs about 0.35 GB of state on each, plus activations.
+         `zjax plan --config=configs/llama_1b.py --num_devices=64` lists all.
 """
 
 from zjax import config as zconfig

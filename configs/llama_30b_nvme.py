@@ -4,12 +4,12 @@ Run:     zjax train --config=configs/llama_30b_nvme.py
 Needs:   tokens in data/llama, made by `zjax data prepare`; one GPU, 215 GB of host
          memory, and 390 GB free under zero.nvme_paths: name a directory on each of
          your disks, and measure them with `zjax bench --nvme=DIRECTORY,...`.
-Expect:  325 GB of state on the disks, 65 GB of parameters and 130 GB of sums of
-         gradients on the host; a step reads and writes all of the state, so that at
-         6 GB/s each way it takes about a minute: hence a large batch. Every microbatch
-         brings the parameters up twice: hence large ones.
-         `zjax plan --config=configs/llama_30b_nvme.py --num_devices=1` says what rests
-         where, and what a step moves.
+Expect:  325 GB of state on the disks, 65 GB of parameters and 130 GB of gradient sums
+         on the host. A step reads and writes the whole state, about a minute at 6 GB/s
+         each way, so the batch is large. Every microbatch streams the parameters
+         twice, so microbatches are large.
+         `zjax plan --config=configs/llama_30b_nvme.py --num_devices=1` shows where
+         arrays are stored and what a step transfers.
 """
 
 from zjax import config as zconfig

@@ -1,12 +1,12 @@
-"""The shape of Llama 3 8B in three dimensions: stages, matrices and the batch.
+"""The shape of Llama 3 8B with pipeline, tensor and data parallelism.
 
 Run:     zjax train --config=configs/llama_8b_3d.py
 Needs:   tokens in data/llama, made by `zjax data prepare`;
          8 or more GPUs of 80 GiB whose number is 4 times a power of two, at most 64;
          the two that share a matrix are neighbours.
-Expect:  two stages of sixteen layers, each matrix on two GPUs, the state over the rest.
-         `zjax plan --config=configs/llama_8b_3d.py --num_devices=8` says what lies
-         where.
+Expect:  two stages of sixteen layers, each matrix split over two GPUs, and the state
+         sharded over the rest.
+         `zjax plan --config=configs/llama_8b_3d.py --num_devices=8` lists all.
 """
 
 from zjax import config as zconfig

@@ -3,9 +3,9 @@
 Run:     zjax train --config=configs/llama_8b_long_sequence.py
 Needs:   tokens in data/llama, made by `zjax data prepare`; GPUs of 80 GiB whose number
          is a multiple of 4 and divides 128.
-Expect:  on 8 GPUs 18.1 GB of state on each, and 32,768 tokens of each sequence: inputs
-         of blocks take 8.6 GB. `zjax plan --num_devices=8
-         --config=configs/llama_8b_long_sequence.py` says what lies where.
+Expect:  on 8 GPUs 18.1 GB of state on each, and 32,768 tokens of each sequence, for
+         which block inputs take 8.6 GB. `zjax plan --num_devices=8
+         --config=configs/llama_8b_long_sequence.py` lists all.
 """
 
 from zjax import config as zconfig

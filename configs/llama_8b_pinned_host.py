@@ -3,10 +3,10 @@
 Run:     zjax train --config=configs/llama_8b_pinned_host.py
 Needs:   tokens in data/llama, made by `zjax data prepare`; GPUs of 40 GiB or more whose
          number divides 32, and 120 GB of host memory over all of them.
-Expect:  16.1 GB of parameters on each GPU; inputs of blocks, activations of one block
-         and what is on its way come on top.
-         `zjax plan --config=configs/llama_8b_pinned_host.py --num_devices=1` says what
-         rests where, and what a step moves.
+Expect:  16.1 GB of parameters on each GPU, plus block inputs, activations of one block
+         and transfer buffers.
+         `zjax plan --config=configs/llama_8b_pinned_host.py --num_devices=1` shows
+         where arrays are stored and what a step transfers.
 """
 
 from zjax import config as zconfig

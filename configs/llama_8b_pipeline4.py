@@ -1,12 +1,12 @@
-"""The shape of Llama 3 8B in a pipeline of four stages, of two chunks each.
+"""The shape of Llama 3 8B in a pipeline of four stages with two chunks each.
 
 Run:     zjax train --config=configs/llama_8b_pipeline4.py
 Needs:   tokens in data/llama, made by `zjax data prepare`;
          4 or more GPUs of 80 GiB whose number is 4 times a power of two, at most 64.
-Expect:  four stages of eight layers; the stages share the vocabulary. With 16
-         microbatches 8.6 % of the time is idle, as
+Expect:  four stages of eight layers, which share the vocabulary. With 16 microbatches
+         8.6 % of the time is idle;
          `zjax plan --config=configs/llama_8b_pipeline4.py --num_devices=16 --schedule`
-         says and draws.
+         plots it.
 """
 
 from zjax import config as zconfig

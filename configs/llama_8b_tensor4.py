@@ -4,9 +4,9 @@ Run:     zjax train --config=configs/llama_8b_tensor4.py
 Needs:   tokens in data/llama, made by `zjax data prepare`;
          8 or more GPUs of 80 GiB, four of each host joined by NVLink, whose number
          divides 1024.
-Expect:  on 64 GPUs about 13.6 GB of weights, gradients and state on each; activations
-         come on top. `zjax plan --config=configs/llama_8b_tensor4.py --num_devices=64`
-         says what it is, and which parameters stay whole.
+Expect:  on 64 GPUs about 13.6 GB of weights, gradients and state on each, plus
+         activations. `zjax plan --config=configs/llama_8b_tensor4.py --num_devices=64`
+         lists all, and which parameters are replicated.
 """
 
 from zjax import config as zconfig
