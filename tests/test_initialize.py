@@ -12,9 +12,9 @@ from flax import nnx
 
 import zjax
 from tests.support import models, runs
+from zjax.budget import capacity
 from zjax.config import schema
 from zjax.errors import ConfigError, DataError, ModelError, PlanError
-from zjax.sharding import memory
 from zjax.sharding import mesh as meshes
 
 CONFIG = {
@@ -218,13 +218,13 @@ def test_a_plan_without_devices_cannot_step():
 def test_state_that_does_not_fit_is_refused_with_both_numbers():
     plan = runs.make_small_plan(optax.adam(0.1), 2)
     with pytest.raises(PlanError) as error:
-        memory.check_memory(plan, 4_000)
+        capacity.check_device_memory(plan, 4_000)
     assert str(error.value) == (
         "zero.stage=2 needs 0.0 GB of model state on devices of 0.0 GB; raise "
         "zero.stage, set zero.optimizer_memory=pinned_host, use more devices, or a "
         "smaller model"
     )
-    memory.check_memory(plan, 1e9)
+    capacity.check_device_memory(plan, 1e9)
 
 
 def test_a_step_refuses_what_the_example_did_not_have():

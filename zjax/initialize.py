@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from zjax.budget.fit import abstract_batch, check_room, fit_plan
+from zjax.budget.fit import abstract_batch, check_fits, fit_plan
 from zjax.checkpoint import layout, weights
 from zjax.config.check import check_config
 from zjax.config.load import load_config
@@ -34,7 +34,7 @@ from zjax.sharding import memory
 from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
 from zjax.sharding.batch import rows_of
-from zjax.sharding.in_use import plan_on_device
+from zjax.sharding.program_plan import staged_plan
 from zjax.step import Step, make_step
 from zjax.storage.progress import shown
 from zjax.train.master import whole_rows
@@ -261,7 +261,7 @@ def _entries_of(model: Any, batch: Batch, replicated: Sequence[str]) -> Entries:
 
 def _runs_by_block(model: Any, config: Config) -> bool:
     """Whether what enters the blocks of a model is handed from program to program."""
-    is_offloaded = config.zero.optimizer_memory != plans.DEVICE
+    is_offloaded = config.zero.offloads_state
     return is_offloaded and isinstance(model, Model) and model.runs_by_block
 
 
@@ -324,12 +324,12 @@ def make_run(
     plan = fit_plan(config, mesh, model, tx, batch)
     layout.name_leaves(saved_rows(plan, config))  # before training, not at a save
     shapes = abstract_batch(config, plan) if batch is None else batch
-    check_room(plan, config, mesh, waiting_inputs(model, plan, config, shapes))
+    check_fits(plan, config, mesh, waiting_inputs(model, plan, config, shapes))
 
     def fresh() -> TrainState:
         start, key = config.checkpoint.init_from, jax.random.key(config.seed)
         if plan.is_offloaded and (model.init_layer or start):
-            here = whole_rows(plan_on_device(plan).master)
+            here = whole_rows(staged_plan(plan).master)
             given = weights.iter_safetensors(start, here) if start else None
             return init_layer_by_layer(key, model, tx, plan, config, weights=given)
         master = weights.load_safetensors(start, plan.master) if start else None
@@ -340,8 +340,8 @@ def make_run(
 
     step = make_step(model, tx, plan, config, schedule=schedule)
     num_local, platform = len(mesh.local_devices), meshes.platform_of(mesh)
-    warn_of_small_pages(num_local * memory.resting_bytes(plan, plans.HOST), platform)
-    moved = num_local * memory.moved_bytes(plan)
+    warn_of_small_pages(num_local * memory.stored_bytes(plan).host, platform)
+    moved = num_local * memory.stored_bytes(plan).offloaded
     with shown("placing the state", moved if jax.process_index() == 0 else 0):
         state = restored(restore) if restore else fresh()
     return Run(

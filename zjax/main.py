@@ -19,7 +19,7 @@ from zjax.bench.command import (
 )
 from zjax.bench.disks import describe_disks, measure_disks
 from zjax.bench.measure import describe_measurement, measure, result_line
-from zjax.budget.host import pin_what_is_needed
+from zjax.budget.host import limit_pinned_pool
 from zjax.budget.report import PAPER_DEVICES, report_plan
 from zjax.budget.tables import describe_zero_table
 from zjax.compiler import simulation, use_program_cache
@@ -116,7 +116,7 @@ def connected(config: Config) -> Iterator[processes.ProcessInfo]:
     check_processes(config)
     if processes.needs_parent(config.processes):
         sys.exit(processes.supervise([sys.executable, *sys.orig_argv[1:]]))
-    prepare = functools.partial(pin_what_is_needed, config)
+    prepare = functools.partial(limit_pinned_pool, config)
     info = processes.start(config, prepare=prepare)
     if info.process_id == 0 and info.num_processes > 1:
         print(processes.describe_processes(info))

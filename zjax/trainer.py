@@ -7,9 +7,9 @@ from typing import Any
 import jax
 
 from zjax import data
-from zjax.budget.host import pin_what_is_needed
+from zjax.budget.host import limit_pinned_pool
 from zjax.budget.mesh import choose_mesh
-from zjax.budget.out_of_memory import remedies_told
+from zjax.budget.out_of_memory import explain_out_of_memory
 from zjax.checkpoint.store import Store
 from zjax.config.batch import resolve_batch
 from zjax.config.check import check_config
@@ -82,7 +82,7 @@ class Trainer:
     ):
         config = load_config(config)
         if model is None:
-            pin_what_is_needed(config)
+            limit_pinned_pool(config)
         devices = jax.devices() if devices is None else devices
         if model is None:
             config = choose_mesh(config, devices, tx)
@@ -182,7 +182,7 @@ class Trainer:
         if config.checkpoint.every_steps:
             self.store.prepare(saved_rows(self.run.plan, config))
         own = not self._is_language_model
-        told = remedies_told(config, self.run.plan, user_model=own)
+        told = explain_out_of_memory(config, self.run.plan, user_model=own)
         written = finishing(self.store)
         recent = dict[int, Any]()  # metrics arrive one step late
 

@@ -133,8 +133,7 @@ print(tables.describe_memories(tuned.run.plan, tuned.config))
 
 # %%
 plan = tuned.run.plan
-places = ("device", "pinned_host", "nvme")
-sizes = [memory.resting_bytes(plan, place) / 1e6 for place in places]
+sizes = [size / 1e6 for size in memory.stored_bytes(plan)]
 plt.figure(figsize=(5, 2.2))
 plt.barh(["card", "host", "disk"], sizes)
 if capacity:

@@ -19,7 +19,6 @@ import zjax
 from zjax.budget.fit import abstract_batch
 from zjax.config.schema import Config
 from zjax.sharding import memory
-from zjax.sharding.plan import HOST, NVME
 from zjax.storage.passing import in_flight_bytes
 
 CARDS = (16, 24, 40, 80, 141)
@@ -76,9 +75,9 @@ def needs(name: str, place: str, length: int) -> Needs:
     step = zjax.make_step(model, tx, plan, config)
     peak = step.predict_peak(abstract_batch(config, plan))
     passing = peak.parts["groups on their way"]
-    waiting = memory.waiting_on_host_bytes(plan, config, plan.num_batch_shares)
-    host, disk = (memory.resting_bytes(plan, where) for where in (HOST, NVME))
-    return Needs(name, peak.total - passing, passing, host + waiting, disk)
+    _, host, disks = memory.stored_bytes(plan)
+    host += memory.bytes_by_memory(memory.stored_gradients(plan, config)).host
+    return Needs(name, peak.total - passing, passing, host, disks)
 
 
 def make_config(layers: int, width: int, heads: int, length: int, zero: dict) -> Config:

@@ -4,7 +4,7 @@ import pytest
 
 from tests.support import small_run
 from zjax.budget import fit, host, trial
-from zjax.budget.host import pin_what_is_needed
+from zjax.budget.host import limit_pinned_pool
 from zjax.budget.report import report_plan
 from zjax.models import build
 from zjax.sharding import plan as plans
@@ -39,7 +39,7 @@ def test_a_run_builds_its_model_and_its_plan_once(built, tmp_path):
     limit of pinned memory takes a plan of its own: JAX reads it before there are
     devices, and so before there is their mesh."""
     settings = ("mesh=auto", "zero.optimizer_memory=pinned_host")
-    pin_what_is_needed(small_run.make_config(tmp_path, *settings))  # as `zjax train`
+    limit_pinned_pool(small_run.make_config(tmp_path, *settings))  # as `zjax train`
     small_run.make_trainer(tmp_path, *settings).close()
     assert built.count("model") == 1
     assert (built.count("host"), built.count("fit")) == (1, 1)

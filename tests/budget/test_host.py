@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from zjax.budget.host import pin_what_is_needed, pinned_bytes
+from zjax.budget.host import limit_pinned_pool, pinned_bytes
 from zjax.config import load_config
 from zjax.processes import host
 from zjax.processes.cluster import Cluster
@@ -33,8 +33,8 @@ def limit(monkeypatch):
             owns_visible=owns_visible,
         )
         config = load_config(CONFIG, *settings)
-        pin_what_is_needed(config, cluster)
-        pin_what_is_needed(config, cluster)  # as in what a command starts
+        limit_pinned_pool(config, cluster)
+        limit_pinned_pool(config, cluster)  # as in what a command starts
         return int(os.environ[NAMES[0]])
 
     return find

@@ -6,7 +6,7 @@ import pytest
 
 import zjax.step
 from tests.support import models, small_run
-from zjax.budget.out_of_memory import remedies_told
+from zjax.budget.out_of_memory import explain_out_of_memory
 from zjax.config.schema import Config, Zero
 from zjax.errors import PlanError
 from zjax.sharding import plan as plans
@@ -78,7 +78,7 @@ def told(error, memory="pinned_host"):
     plan = make_plan(config, mesh, models.make_mlp(), optax.sgd(0.1, momentum=0.9))
     with (
         pytest.raises((jax.errors.JaxRuntimeError, PlanError)) as found,
-        remedies_told(config, plan, user_model=True),
+        explain_out_of_memory(config, plan, user_model=True),
     ):
         raise jax.errors.JaxRuntimeError(error)
     return found.value

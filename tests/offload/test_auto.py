@@ -52,7 +52,7 @@ def sizes():
     run = start(make_config("pinned_host", model=DEEP))
     peak = run.step.predict_peak(make_batch(0)).total
     # Parameters are there twice where a text is generated: at rest and cut.
-    kept = memory.resting_bytes(run.plan, DEVICE)
+    kept = memory.stored_bytes(run.plan).device
     needed = max(peak, kept + memory.tree_bytes(run.plan.compute))
     return needed, state_bytes(run.plan)[HOST]
 
@@ -84,7 +84,7 @@ def test_room_for_all_weights_is_kept_where_they_come_up_at_once():
         for kind in ("device", "pinned_host")
     )
     size = memory.tree_bytes(whole.compute)
-    kept = memory.resting_bytes(whole, DEVICE)
+    kept = memory.stored_bytes(whole).device
     assert fit._bytes_to_generate(whole, 2.0 * size) == kept + size
     assert fit._bytes_to_generate(whole, 2.0 * size - 1) == 0
     assert fit._bytes_to_generate(by_block, 2.0 * size) == 0
@@ -122,8 +122,8 @@ def test_blocks_leave_buffers_of_disks_their_room(monkeypatch, tmp_path):
     zero = {"parameter_memory": "pinned_host", "nvme_paths": (str(tmp_path),)}
     config = make_config("nvme", model=DEEP, zero=zero)
     plan = start(config).plan
-    blocks, disks = (memory.resting_bytes(plan, kind) for kind in (HOST, NVME))
-    passing = 2 * disks + memory.moved_bytes(plan)
+    _, blocks, disks = memory.stored_bytes(plan)
+    passing = 2 * disks + memory.stored_bytes(plan).offloaded
     size = smallest_host(jax.device_count() * (fit.POOL_OVERHEAD * blocks + passing))
     monkeypatch.setattr(fit, "host_memory_bytes", lambda: size)
     start(config)
@@ -242,4 +242,4 @@ def test_processes_of_one_host_share_it(monkeypatch):
     told = np.array([[name, 2] for name in names])
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     monkeypatch.setattr(host.multihost_utils, "process_allgather", lambda x: told)
-    assert host.sharers_of_host(2) == (4, 2)
+    assert host.local_processes(2) == (4, 2)

@@ -64,7 +64,7 @@ def test_a_run_asks_for_what_its_devices_pin(monkeypatch):
     module = importlib.import_module("zjax.initialize")
     monkeypatch.setattr(module, "warn_of_small_pages", lambda *args: asked.append(args))
     run = start(make_config("pinned_host"))
-    pinned = memory.resting_bytes(run.plan, "pinned_host")
+    pinned = memory.stored_bytes(run.plan).host
     assert asked == [(len(run.mesh.local_devices) * pinned, "cpu")]
     assert pinned > 0
 

@@ -73,7 +73,7 @@ def test_two_bytes_of_each_master_weight_rest_and_move(stage):
         [row for row in jax.tree.leaves(run.plan.opt_state) if row.memory == HOST]
     )
     assert state == 8 * weights
-    assert memory.resting_bytes(run.plan, HOST) == 10 * weights
+    assert memory.stored_bytes(run.plan).host == 10 * weights
     assert sum(run.step.executor.step.group_bytes) == 10 * weights
     state, _ = train(run, 1)
     assert {x.dtype for x in jax.tree.leaves(state.master)} == {jnp.dtype("int16")}
@@ -94,7 +94,7 @@ def test_both_halves_may_rest_on_the_host(waits, monkeypatch):
         sum(row.device_bytes for row in jax.tree.leaves(rows) if row.memory == HOST)
         for rows in (run.plan.master, run.plan.compute)
     )
-    assert memory.resting_bytes(run.plan, HOST) == 5 * lower + upper
+    assert memory.stored_bytes(run.plan).host == 5 * lower + upper
     again = upper if waits else 0
     assert sum(step.group_bytes) == 5 * lower + again
     told = traffic_of_step(run.plan, run.config)

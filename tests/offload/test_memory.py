@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import weakref
 
 import jax
@@ -20,6 +21,7 @@ from tests.support.offload import (
     start,
     train,
 )
+from zjax.budget import capacity
 from zjax.errors import PlanError
 from zjax.offload import blocks
 from zjax.offload import train as offload
@@ -226,25 +228,28 @@ def test_inputs_of_blocks_wait_elsewhere(monkeypatch, tmp_path):
     assert found == {kind: {kind} for kind in found}
 
 
+check_host_memory = functools.partial(capacity.check_host_memory, asked="pinned_host")
+
+
 def test_bytes_by_memory():
     """Fails if what rests on the host counts as the devices', or the other way."""
     plan = start(make_config("pinned_host")).plan
     rows = jax.tree.leaves((plan.master, plan.opt_state, plan.compute))
-    device, host = (memory.resting_bytes(plan, m) for m in ("device", "pinned_host"))
+    device, host = memory.stored_bytes(plan)[:2]
     assert device + host == sum(row.device_bytes for row in rows)
     assert device == sum(r.device_bytes for r in rows if r.memory == "device")
-    memory.check_memory(plan, device)
-    memory.check_host_memory(plan, 8, 10**9, 8 * host)
+    capacity.check_device_memory(plan, device)
+    check_host_memory(plan, 8, 10**9, 8 * host)
     with pytest.raises(PlanError, match="of model state on devices of"):
-        memory.check_memory(plan, device - 1)
+        capacity.check_device_memory(plan, device - 1)
     with pytest.raises(PlanError, match="may be pinned"):
-        memory.check_host_memory(plan, 8, 10**9, 8 * host - 1)
+        check_host_memory(plan, 8, 10**9, 8 * host - 1)
 
 
 def test_state_that_does_not_fit_on_the_host_is_refused():
     plan = start(make_config("pinned_host")).plan
     with pytest.raises(PlanError) as error:
-        memory.check_host_memory(plan, 8, 1000, 900)
+        check_host_memory(plan, 8, 1000, 900)
     assert str(error.value) == (
         "zero.optimizer_memory='pinned_host' needs 0.0 GB on a host of 0.0 GB, of "
         "which 0.0 GB may be pinned; use nvme, more hosts, or a smaller model"
@@ -253,17 +258,20 @@ def test_state_that_does_not_fit_on_the_host_is_refused():
 
 def test_gradients_that_wait_on_the_host_need_room_there():
     plan = start(make_config("pinned_host")).plan
-    sums, own = (memory.waiting_bytes(plan, number) for number in (4, 1))
+    sums, own = (
+        memory.tree_bytes(memory.pending_gradients(plan, number)) for number in (4, 1)
+    )
     assert sums == sum(row.device_bytes for row in jax.tree.leaves(plan.grads))
     assert sums == own  # in float32
     step = start(make_config("pinned_host", precision={"compute_dtype": "bfloat16"}))
     train = step.step.executor.step
     resting = sum(row.device_bytes for row in train.resting_grads)
-    assert memory.waiting_bytes(step.plan, 1) == resting == own // 2
-    room = 8 * (memory.resting_bytes(plan, "pinned_host") + sums)
-    memory.check_host_memory(plan, 8, 10**9, room, sums)
+    pending = memory.pending_gradients(step.plan, 1)
+    assert memory.tree_bytes(pending) == resting == own // 2
+    room = 8 * (memory.stored_bytes(plan).host + sums)
+    check_host_memory(plan, 8, 10**9, room, sums)
     with pytest.raises(PlanError, match="may be pinned"):
-        memory.check_host_memory(plan, 8, 10**9, room, sums + 1)
+        check_host_memory(plan, 8, 10**9, room, sums + 1)
 
 
 @pytest.mark.parametrize(("remat", "each"), [("full", 1), ("elementwise", 11)])

@@ -35,7 +35,6 @@ from zjax.budget import tables
 from zjax.errors import StorageError
 from zjax.offload import stream as streams
 from zjax.sharding import describe, memory
-from zjax.sharding import plan as plans
 from zjax.storage import chunks
 from zjax.storage.array import DiskArray
 from zjax.train.master import upper_halves
@@ -164,7 +163,7 @@ def test_reading_ahead_is_bounded(tmp_path, monkeypatch):
     config = on_disk(tmp_path, model=dataclasses.replace(GPT, num_layers=6))
     run = start(config)
     step = run.step.executor.step
-    total = memory.resting_bytes(run.plan, "nvme")
+    total = memory.stored_bytes(run.plan).disks
     monkeypatch.setattr(streams, "READ_AHEAD_BYTES", total // 3)
     monkeypatch.setattr(step.stream, "limit", total // 6)
     ahead, fill = [], step.stream.fill
@@ -221,7 +220,7 @@ def test_a_step_writes_over_files_but_not_over_checkpoints(tmp_path, parts):
     """Fails if a step makes new files, or if a checkpoint follows later steps."""
     run = start(on_disk(tmp_path / "disks"))
     stream = run.step.executor.step.stream
-    stream.limit = memory.resting_bytes(run.plan, "nvme") // parts
+    stream.limit = memory.stored_bytes(run.plan).disks // parts
     store = zjax.checkpoint.store.Store(str(tmp_path / "run"), keep_last=2)
     rows, state, numbers = saved_rows(run.plan, run.config), run.state, []
     for number in (1, 2):
@@ -370,7 +369,7 @@ def test_disks_that_cannot_hold_the_state(tmp_path, monkeypatch):
 def test_plan_tells_what_rests_on_disks(tmp_path):
     run = start(on_disk(tmp_path, zero={"parameter_memory": "pinned_host"}))
     plan, text = run.plan, tables.describe_memories(run.plan, run.config)
-    moved = describe.format_bytes(memory.resting_bytes(plan, plans.NVME))
+    moved = describe.format_bytes(memory.stored_bytes(plan).disks)
     assert text.count(moved) == 3  # rests, up and down
     assert [m for m in ("device", "pinned_host", "nvme") if m in text] == [
         "device",

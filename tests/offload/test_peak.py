@@ -10,7 +10,6 @@ from zjax.budget.report import describe_peak
 from zjax.offload import blocks
 from zjax.offload import train as offload
 from zjax.sharding import plan as plans
-from zjax.sharding.plan import DEVICE
 
 SHARE = 8
 """Devices over which the batch is split."""
@@ -39,7 +38,7 @@ def test_depth_costs_the_inputs_of_blocks_alone():
     assert few.moment == many.moment == "backward"
     assert many.parts.pop(name) - few.parts.pop(name) == 8 * one
     rows = run.step.executor.step.rows.values()
-    stay = [r.device_bytes for r in rows if r.memory == DEVICE and "blocks" in r.path]
+    stay = [r.device_bytes for r in rows if r.is_on_device and "blocks" in r.path]
     assert max(stay) < plans.MIN_MOVED_BYTES
     small = many.parts.pop("resting") - few.parts.pop("resting")
     assert small == sum(stay) * 8 // 12

@@ -59,8 +59,8 @@ def test_what_a_step_moves_is_told(monkeypatch, stage, number, changes):
     for way, name in (("device", "up"), ("pinned_host", "down")):
         everything = sum(getattr(x, name) for x in told)
         assert everything - stays <= moved[way] <= everything
-    resting = memory.resting_bytes(run.plan, "pinned_host")
-    assert sum(x.resting for x in told[:2]) == resting
+    resting = memory.stored_bytes(run.plan).host
+    assert sum(x.stored for x in told[:2]) == resting
 
 
 def test_what_a_step_moves_is_shown():

@@ -19,7 +19,6 @@ from zjax.observe.collectives import list_collectives
 from zjax.optim.build import make_optimizer
 from zjax.sharding import mesh as meshes
 from zjax.sharding import plan as plans
-from zjax.sharding.in_use import plan_in_use
 from zjax.sharding.layers import (
     Layers,
     layers_of,
@@ -27,6 +26,7 @@ from zjax.sharding.layers import (
     take_apart,
 )
 from zjax.sharding.placement import ArrayPlan
+from zjax.sharding.program_plan import layerwise_plan
 
 SHAPE = language.GPT
 TABLE = SHAPE.vocab_size * SHAPE.embed_size
@@ -108,7 +108,7 @@ def test_a_layer_has_the_place_of_its_stack():
         row.path, (16, 24), row.dtype, row.layer.stored, row.layer.used
     )
     assert row.layer.spec == P("data", None)
-    in_use = plan_in_use(make_model(run.config), run.plan)
+    in_use = layerwise_plan(make_model(run.config), run.plan)
     assert in_use.master["blocks"]["mlp"]["up"]["kernel"] == (row.layer,) * 2
     assert in_use.opt_state is run.plan.opt_state
 
@@ -124,7 +124,7 @@ def test_small_layers_stay_whole_however_many_there_are():
 def test_layers_that_are_not_split_stay_stacked(stage, is_apart):
     """At stage 0 nothing is split, and sums of gradients need not wait for the last."""
     plan = make_language_plan(stage, min_shard_elements=10**6)
-    in_use = plan_in_use(make_model(schema.Config(model=SHAPE)), plan)
+    in_use = layerwise_plan(make_model(schema.Config(model=SHAPE)), plan)
     for rows in (in_use.master, in_use.compute, in_use.grad_sum, in_use.grads):
         assert isinstance(rows["blocks"]["mlp"]["up"]["kernel"], Layers) == is_apart
 

@@ -17,9 +17,9 @@ from absl import logging
 
 from zjax.bench import memory
 from zjax.bench.spread import Spread
-from zjax.budget.host import pin_what_is_needed
+from zjax.budget.host import limit_pinned_pool
 from zjax.budget.mesh import choose_mesh
-from zjax.budget.out_of_memory import remedies_told
+from zjax.budget.out_of_memory import explain_out_of_memory
 from zjax.config.batch import resolve_batch
 from zjax.config.check import check_config
 from zjax.config.schema import Config
@@ -34,8 +34,7 @@ from zjax.optim.build import make_optimizer
 from zjax.optim.schedules import make_schedule
 from zjax.processes.software import versions
 from zjax.sharding.describe import format_bytes, render_table
-from zjax.sharding.memory import moved_bytes, num_params, resting_bytes
-from zjax.sharding.plan import NVME
+from zjax.sharding.memory import num_params, stored_bytes
 from zjax.train.state import TrainState
 from zjax.typing import Batch, Device
 
@@ -127,7 +126,7 @@ def measure(
         PlanError: Arrays that cannot be placed, or that do not fit.
         BenchError: The loss did not fall, so the numbers would mean nothing.
     """
-    pin_what_is_needed(config)
+    limit_pinned_pool(config)
     devices = jax.devices() if devices is None else devices
     config = choose_mesh(config, devices)
     check_config(config, len(devices))
@@ -140,7 +139,7 @@ def measure(
     start = time.perf_counter()
     peak = run.step.predict_peak(batch)
     compile_seconds = time.perf_counter() - start
-    with remedies_told(config, run.plan, user_model=False):
+    with explain_out_of_memory(config, run.plan, user_model=False):
         seconds, losses, state = _take_steps(run, batch, num_warm_up, num_rounds)
     check_losses(losses)
     return Measurement(
@@ -151,8 +150,8 @@ def measure(
         peak_bytes=memory.peak_bytes(run.mesh.local_devices),
         predicted_peak_bytes=peak.total if peak else None,
         state_bytes=memory.state_bytes(state, run.mesh.local_devices[0]),
-        moved_state_bytes=moved_bytes(run.plan),
-        disk_state_bytes=resting_bytes(run.plan, NVME),
+        moved_state_bytes=stored_bytes(run.plan).offloaded,
+        disk_state_bytes=stored_bytes(run.plan).disks,
         num_params=num_params(run.plan),
         compile_seconds=compile_seconds,
         first_loss=losses[0],

@@ -1,7 +1,7 @@
-"""What a step of a built-in model keeps on a device beside its state, by formula.
+"""Bytes of activations of a built-in model on a device, by formula.
 
-It counts what the backward pass keeps, what computing one block again takes, and the
-logits of one chunk; attention is taken to keep no scores, as kernels do.
+Counted are saved residuals, the recomputation of one block and the logits of a chunk.
+Attention is taken to be a kernel that saves no scores.
 """
 
 from collections.abc import Mapping
@@ -16,16 +16,15 @@ from zjax.sharding.placement import dtype_bytes
 def activation_bytes(
     config: schema.Config, sizes: Mapping[str, int], batch: BatchSizes
 ) -> float:
-    """Bytes on the fullest device while it differentiates, without state and gradients.
+    """Bytes of activations on the fullest device during the backward pass.
 
     Args:
-        config: Read for `model`, `pipeline`, `data.length`, the dtype, and whether
-            blocks are programs of their own.
-        sizes: Of every mesh axis.
-        batch: How the batch is cut.
+        config: Settings; read for `model`, `pipeline`, `data.length` and the dtype.
+        sizes: Size of every mesh axis.
+        batch: Sizes of batch and microbatch.
 
     Returns:
-        Bytes.
+        Bytes, without state and gradients.
 
     Example:
         >>> from zjax.config.axes import axis_sizes
@@ -39,28 +38,28 @@ def activation_bytes(
     tokens = batch.microbatch_size * config.data.length / sizes[SEQUENCE]
     shares = sizes[TENSOR]
     per_value = tokens / shares * itemsize
-    kept = 0 if model.activation_memory != "device" else kept_values(model, model.remat)
-    block = kept_values(model, "none")
-    values = _waiting_values(config, sizes[PIPELINE], batch, kept) + 2 * block
+    saved = 0 if model.offloads_inputs else saved_values(model, model.remat)
+    block = saved_values(model, "none")
+    values = _saved_by_all(config, sizes[PIPELINE], batch, saved) + 2 * block
     chunk = min(tokens, model.loss_chunk_tokens or tokens)
     vocabulary = model.vocab_size / shares / sizes[PIPELINE]
     logits = chunk * (4 + itemsize) + 4 * model.embed_size
     return per_value * values + vocabulary * logits
 
 
-def kept_values(model: schema.Model, policy: str) -> int:
-    """Values per token that the backward pass of a block keeps, its input among them.
+def saved_values(model: schema.Model, policy: str) -> int:
+    """Residuals per token that a block saves under a policy of `model.remat`.
 
     Args:
-        model: Shape of the model.
-        policy: As `model.remat`.
+        model: Settings of the model.
+        policy: A value of `model.remat`; `none` saves everything.
 
     Returns:
-        Their number; of `none`, as if nothing were computed again.
+        Number of values, the input of the block included.
 
     Example:
         >>> model = schema.Model(embed_size=1, mlp_size=4, num_heads=1, num_kv_heads=1)
-        >>> [kept_values(model, name) for name in ("elementwise", "attention", "full")]
+        >>> [saved_values(model, name) for name in ("elementwise", "attention", "full")]
         [10, 2, 1]
     """
     stream = model.embed_size
@@ -78,12 +77,12 @@ def kept_values(model: schema.Model, policy: str) -> int:
     }[policy]
 
 
-def _waiting_values(
-    config: schema.Config, num_stages: int, batch: BatchSizes, kept: int
+def _saved_by_all(
+    config: schema.Config, num_stages: int, batch: BatchSizes, saved: int
 ) -> int:
-    """Values per token of a microbatch that wait for backward passes."""
+    """Residuals per token of a microbatch over all blocks of the fullest stage."""
     if num_stages == 1:
-        return config.model.num_layers * kept
+        return config.model.num_layers * saved
     given = config.pipeline
     schedule = make_schedule(
         given.schedule,
@@ -92,7 +91,7 @@ def _waiting_values(
         num_chunks=given.num_chunks if given.schedule == "interleaved" else 1,
     )
     num_chunks = num_stages * schedule.num_chunks
-    of_chunk = -(-config.model.num_layers // num_chunks) * kept
+    of_chunk = -(-config.model.num_layers // num_chunks) * saved
     if not given.recompute:
         return schedule.num_slots * of_chunk
     return schedule.num_slots * config.model.embed_size + of_chunk

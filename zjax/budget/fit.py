@@ -1,6 +1,6 @@
-"""The plan of a run on this machine, where the settings leave memories to it."""
+"""Whether a plan fits this machine, and the plan that does."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,8 @@ from absl import logging
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from zjax.budget.spill import spread_state
+from zjax.budget.capacity import check_device_memory, check_host_memory
+from zjax.budget.spill import FreeBytes, spill_state
 from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
@@ -19,17 +20,17 @@ from zjax.offload.peak import Peak
 from zjax.offload.units import forward_order
 from zjax.processes.host import (
     POOL_OVERHEAD,
-    Sharers,
+    LocalProcesses,
     host_memory_bytes,
+    local_processes,
     pinnable_bytes,
-    sharers_of_host,
 )
 from zjax.sharding import memory
 from zjax.sharding.describe import format_bytes
-from zjax.sharding.in_use import plan_on_device
 from zjax.sharding.mesh import device_capacity_bytes
 from zjax.sharding.placement import ArrayPlan
-from zjax.sharding.plan import AUTO, DEVICE, HOST, NVME, Plan, make_plan
+from zjax.sharding.plan import AUTO, Plan, make_plan
+from zjax.sharding.program_plan import staged_plan
 from zjax.step import make_step
 from zjax.storage.chunks import disk_bytes
 from zjax.storage.passing import IN_FLIGHT_BYTES, passing_bytes
@@ -37,7 +38,7 @@ from zjax.storage.scratch import check_disks
 from zjax.typing import Batch, Model
 
 DEVICE_SHARE = 0.94
-"""Of a device's memory, that a step may be said to take."""
+"""Share of a device's memory that a predicted step may take."""
 
 
 def fit_plan(
@@ -69,9 +70,9 @@ def fit_memories(
 ) -> Plan:
     """Chooses the memories of the state where `zero.optimizer_memory` is "auto".
 
-    The step with all state offloaded is compiled for its peak. State then fills what is
-    left of the devices, after that the host, and the rest goes to disks. Parameters
-    that the forward pass reads first stay nearest.
+    A step with all state offloaded is compiled for its peak. State then fills the free
+    memory of the devices, then that of the host, then disks, in the order in which the
+    forward pass reads its parameters.
 
     Args:
         plan: The plan of `make_plan` on devices.
@@ -102,108 +103,96 @@ def fit_memories(
         raise PlanError(_no_room(peak, capacity, recomputes=recomputes))
     needed = max(peak.total, _bytes_to_generate(plan, capacity))
     inputs = waiting_inputs(model, plan, config, batch)
-    room = _room(plan, config, DEVICE_SHARE * capacity - needed, inputs)
+    free = _free_for_state(plan, config, DEVICE_SHARE * capacity - needed, inputs)
     order = forward_order(model, plan.master)
-    found = spread_state(plan, order, room, config.zero.nvme_paths)
+    found = spill_state(plan, order, free, config.zero.nvme_paths)
     _log_memories(found)
     return found
 
 
 def _log_memories(plan: Plan) -> None:
-    rows = jax.tree.leaves((plan.master, plan.opt_state))
-    sizes = (
-        format_bytes(memory.tree_bytes([row for row in rows if row.memory == where]))
-        for where in (DEVICE, HOST, NVME)
-    )
+    state = plan.master, plan.opt_state
+    sizes = map(format_bytes, memory.bytes_by_memory(state))
     logging.warning("state per device: %s there, %s on the host, %s on disks", *sizes)
-    if {row.memory for row in rows} == {DEVICE}:
+    if all(row.is_on_device for row in jax.tree.leaves(state)):
         logging.warning("all of it fits: zero.optimizer_memory=device is faster")
 
 
 def abstract_batch(config: Config, plan: Plan) -> Batch:
-    """The batch of a run of the built-in models, without data.
-
-    Args:
-        config: Its batch size and length.
-        plan: Its number of batch shares.
-
-    Returns:
-        Tokens, targets and weights, all [B, L].
-    """
+    """The global batch of a built-in model: shapes [B, L] and dtypes without data."""
     size = resolve_batch(config, plan.num_batch_shares).global_batch_size
     shape = (size, config.data.length)
     dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
     return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
 
 
-def room_on_host(plan: Plan, on_disks: int, sharers: Sharers) -> int:
-    """What arrays that rest on this host may take of it.
+def host_budget(plan: Plan, disk_bytes: int, processes: LocalProcesses) -> int:
+    """Bytes that stored arrays may take of this host, over all its processes.
 
     Args:
-        plan: Says what moves between it and devices.
-        on_disks: Bytes per device that rest on disks, and pass through the host.
-        sharers: Of the host.
+        plan: The plan of a run; says what moves between host and devices.
+        disk_bytes: Bytes per device stored on disks, which pass through the host.
+        processes: The processes of the host.
 
     Returns:
-        Bytes, of all that share it together; below 0 where what is on its way has no
-        room.
+        Bytes; negative where the buffers of transfers take more than the host has.
     """
-    passing, number = passing_bytes(on_disks), sharers.num_devices
-    beside = number * passing.from_disks
-    room = pinnable_bytes(host_memory_bytes(), sharers.num_processes, beside)
-    moving = min(IN_FLIGHT_BYTES, memory.moved_bytes(plan)) + passing.to_disks
-    return int((room - number * moving) / POOL_OVERHEAD)
+    passing, number = passing_bytes(disk_bytes), processes.num_devices
+    buffers = number * passing.from_disks
+    pinnable = pinnable_bytes(host_memory_bytes(), processes.num_processes, buffers)
+    moved = memory.stored_bytes(plan).offloaded
+    in_flight = min(IN_FLIGHT_BYTES, moved) + passing.to_disks
+    return int((pinnable - number * in_flight) / POOL_OVERHEAD)
 
 
-def check_room(
+def check_fits(
     plan: Plan, config: Config, mesh: Mesh, inputs: Sequence[ArrayPlan]
 ) -> None:
-    """Refuses a plan for which the devices here, their hosts or disks have no room.
+    """Refuses a plan that does not fit the devices, their hosts or disks.
 
     Args:
-        plan: Placement of every array.
-        config: Read for the batch and `zero`.
-        mesh: Devices that are here; all processes must ask.
-        inputs: Of blocks, as `waiting_inputs` tells them.
+        plan: The plan of a run.
+        config: Settings; read for the batch and `zero`.
+        mesh: The devices; a collective call of all processes.
+        inputs: Plans of offloaded block inputs, from `waiting_inputs`.
 
     Raises:
         PlanError: A device or a host has too little memory.
         StorageError: Disks are too small or too slow, or cannot be used.
     """
-    memory.check_memory(plan, device_capacity_bytes(mesh))
+    check_device_memory(plan, device_capacity_bytes(mesh))
     on_disk = memory.rows_on_disk(plan, config)
-    on_disk += [row for row in inputs if row.disks]
-    waiting = memory.waiting_on_host_bytes(plan, config, plan.num_batch_shares)
-    sharers = sharers_of_host(len(mesh.local_devices))
-    memory.check_host_memory(
+    on_disk += [row for row in inputs if row.is_on_disk]
+    gradients = memory.stored_gradients(plan, config)
+    processes = local_processes(len(mesh.local_devices))
+    check_host_memory(
         plan,
-        sharers.num_devices,
+        processes.num_devices,
         host_memory_bytes(),
-        room_on_host(plan, memory.tree_bytes(on_disk), sharers),
-        waiting + memory.bytes_in(HOST, inputs),
+        host_budget(plan, memory.tree_bytes(on_disk), processes),
+        memory.bytes_by_memory((gradients, inputs)).host,
         asked=config.zero.optimizer_memory,
     )
     if on_disk:
         sizes = [*map(disk_bytes, on_disk)]
-        check_disks(config.zero.nvme_paths, sizes, sharers.num_processes)
+        check_disks(config.zero.nvme_paths, sizes, processes.num_processes)
 
 
 def _free_bytes(mesh: Mesh) -> float:
-    """Memory of a device that no other run in this process has taken."""
+    """Memory of a device that arrays of this process have not taken."""
     stats = [device.memory_stats() or {} for device in mesh.local_devices]
     return device_capacity_bytes(mesh) - max(s.get("bytes_in_use", 0) for s in stats)
 
 
 def _bytes_to_generate(plan: Plan, capacity: float) -> int:
-    """What holds all parameters at once.
+    """Bytes that hold all parameters on a device at once, as generation needs them.
 
-    0 where blocks come up one by one, and where all take more than half a device.
+    0 where blocks are offloaded, and where parameters take over half a device.
     """
-    whole = memory.tree_bytes(plan_on_device(plan).compute)
-    by_block = any(row.memory != DEVICE for row in jax.tree.leaves(plan.compute))
-    if by_block or whole > capacity / 2:
+    params = memory.tree_bytes(staged_plan(plan).compute)
+    if memory.bytes_by_memory(plan.compute).offloaded or params > capacity / 2:
         return 0
-    return memory.resting_bytes(plan, DEVICE) + whole
+    return memory.stored_bytes(plan).device + params
 
 
 def _no_room(peak: Peak, capacity: float, *, recomputes: bool) -> Problem:
@@ -219,20 +208,19 @@ def _no_room(peak: Peak, capacity: float, *, recomputes: bool) -> Problem:
     )
 
 
-def _room(
+def _free_for_state(
     plan: Plan, config: Config, on_device: float, inputs: Sequence[ArrayPlan]
-) -> Mapping[str, float]:
-    """Bytes per device for state, the same in all processes."""
+) -> FreeBytes:
+    """Free bytes per device for state, the same in all processes."""
     mesh = plan.mesh
     assert isinstance(mesh, Mesh)
-    sharers = sharers_of_host(len(mesh.local_devices))
-    on_disks = memory.moved_bytes(plan) if config.zero.nvme_paths else 0
-    on_disks += memory.bytes_in(NVME, inputs)
-    host = room_on_host(plan, on_disks, sharers) / max(1, sharers.num_devices)
-    blocks = [row for row in jax.tree.leaves(plan.compute) if row.memory == HOST]
-    taken = memory.tree_bytes(blocks) + memory.bytes_in(HOST, inputs)
-    taken += memory.waiting_on_host_bytes(plan, config, plan.num_batch_shares)
-    here = np.array([on_device, host - taken])
+    processes = local_processes(len(mesh.local_devices))
+    on_disks = memory.stored_bytes(plan).offloaded if config.zero.nvme_paths else 0
+    on_disks += memory.bytes_by_memory(inputs).disks
+    host = host_budget(plan, on_disks, processes) / max(1, processes.num_devices)
+    gradients = memory.stored_gradients(plan, config)
+    taken = memory.bytes_by_memory((plan.compute, inputs, gradients)).host
+    free = np.array([on_device, host - taken])
     if jax.process_count() > 1:
-        here = multihost_utils.process_allgather(here).min(0)
-    return dict(zip((DEVICE, HOST), here.tolist(), strict=True))
+        free = multihost_utils.process_allgather(free).min(0)
+    return FreeBytes(*free.tolist())

@@ -1,7 +1,7 @@
-"""How much memory of the host JAX may pin, decided before it starts its devices.
+"""The limit of JAX's pool of pinned host memory, set before JAX starts its devices.
 
-Its pool of pinned memory grows by doubling: without a limit it takes up to twice what
-its arrays need, and a process that pins more than the host has is killed.
+The pool grows by doubling: without a limit it takes up to twice what its arrays need,
+and a process that pins more than the host has is killed.
 """
 
 import functools
@@ -21,22 +21,22 @@ from zjax.processes.host import POOL_OVERHEAD, limit_pinned_memory
 from zjax.sharding import memory
 from zjax.sharding import mesh as meshes
 from zjax.sharding.placement import ArrayPlan
-from zjax.sharding.plan import AUTO, DEVICE, HOST, NVME, Plan, make_plan
+from zjax.sharding.plan import AUTO, Plan, make_plan
 from zjax.storage.passing import IN_FLIGHT_BYTES, passing_bytes
 
 _SPARE_BYTES = 2**30
-"""For batches on their way."""
+"""Pinned bytes for batches in transfer."""
 
 
-def pin_what_is_needed(config: Config, cluster: Cluster | None = None) -> None:
-    """Limits the pool to what a built-in model keeps on the host.
+def limit_pinned_pool(config: Config, cluster: Cluster | None = None) -> None:
+    """Limits the pool to what a run of a built-in model stores on the host.
 
-    Where the state rests on devices the limit is what this process has of the host.
-    Does nothing once JAX has started.
+    Without offload the limit is this process's part of the host. Has no effect once JAX
+    has started.
 
     Args:
-        config: Checked or not; what cannot work is told later.
-        cluster: The processes that share the state; None where this is the only one.
+        config: Settings, which need not be checked; errors are left to the run.
+        cluster: The processes of the run; None for a single one.
     """
     cluster = cluster or Cluster()
     needed = _needed_bytes(config, cluster) or (math.inf, 0)
@@ -44,8 +44,8 @@ def pin_what_is_needed(config: Config, cluster: Cluster | None = None) -> None:
 
 
 def _needed_bytes(config: Config, cluster: Cluster) -> tuple[float, int] | None:
-    """What this process pins, and keeps beside it; None where nobody can tell yet."""
-    if config.zero.optimizer_memory == DEVICE:
+    """Bytes this process pins, and bytes of other buffers; None where not known yet."""
+    if not config.zero.offloads_state:
         return None
     # Kubernetes tells nobody how many there are.
     num_processes = cluster.num_processes or 1
@@ -62,38 +62,36 @@ def _needed_bytes(config: Config, cluster: Cluster) -> tuple[float, int] | None:
 
 def _most_on_disks(config: Config, num_devices: int) -> int:
     plan, inputs = _planned(config, num_devices)
-    of_inputs = memory.bytes_in(NVME, inputs)
+    of_inputs = memory.bytes_by_memory(inputs).disks
     if config.zero.optimizer_memory == AUTO and config.zero.nvme_paths:
-        return memory.moved_bytes(plan) + of_inputs
+        return memory.stored_bytes(plan).offloaded + of_inputs
     return memory.tree_bytes(memory.rows_on_disk(plan, config)) + of_inputs
 
 
 def pinned_bytes(config: Config, num_devices: int) -> int:
-    """What a host pins of a built-in model for each of its devices.
+    """Pinned bytes per device of a run of a built-in model.
 
     Args:
-        config: Read for the model, the optimizer, the batch, the mesh and `zero`; what
-            `mesh="auto"` leaves open is taken for 1.
-        num_devices: Of all hosts.
+        config: Settings; axes that `mesh="auto"` leaves open are taken for 1.
+        num_devices: Devices of the run over all hosts.
 
     Returns:
-        Bytes of state, and of gradients and inputs of blocks where they wait on the
-        host; where no state rests there, of the copies that a checkpoint makes of what
-        is on the devices.
+        Bytes of state, pending gradients and block inputs on the host; without state
+        there, of the copies that a checkpoint makes of what is on the devices.
 
     Raises:
         ConfigError: The mesh or the batch does not suit so many devices.
     """
     plan, inputs = _planned(config, num_devices)
-    waiting = memory.waiting_on_host_bytes(plan, config, plan.num_batch_shares)
-    waiting += memory.bytes_in(HOST, inputs)
-    resting = memory.resting_bytes(plan, HOST) or memory.resting_bytes(plan, DEVICE)
-    return resting + waiting
+    gradients = memory.stored_gradients(plan, config)
+    stored = memory.stored_bytes(plan)
+    pending = memory.bytes_by_memory((gradients, inputs)).host
+    return (stored.host or stored.device) + pending
 
 
 @functools.lru_cache(maxsize=1)  # a command asks before the run that it starts
 def _planned(config: Config, num_devices: int) -> tuple[Plan, Sequence[ArrayPlan]]:
-    """Placement of the state, and what else waits in other memories."""
+    """The plan on a mesh without devices, and those of offloaded block inputs."""
     model = make_model(config)
     mesh = meshes.abstract_mesh(close_axes(config.mesh), num_devices)
     plan = make_plan(config, mesh, model, make_optimizer(config, model))

@@ -1,13 +1,13 @@
-"""A mesh for a built-in model: the plainest one on which a step fits the devices.
+"""The mesh of `mesh="auto"`: the simplest on which a step of a built-in model fits.
 
-The rules, each of which adds what the ones before cannot do without:
+Axes are tried in this order, each only where the ones before do not suffice:
 
-1. `data` alone, where that fits;
-2. `sequence`, where the activations of one sequence do not fit beside the state, and
-   take more than it;
-3. `tensor`, the narrowest that fits, within a host and dividing the heads;
-4. `pipeline`, the fewest stages that fit, of equally many layers, with as many
-   microbatches or more; `data` has the rest, and the ZeRO stage is that of the config.
+1. `data` alone;
+2. `sequence`, where the activations of one sequence take more than the state and do not
+   fit beside it;
+3. `tensor`, as small as fits, within a host and dividing the heads;
+4. `pipeline`, as few equal stages as fit, with no fewer microbatches; `data` takes the
+   remaining devices. The ZeRO stage is that of the config.
 
 Reference: Narayanan et al., arXiv:2104.04473, section 3; "DeepSpeed: Extreme-scale
 model training for everyone", 2020.
@@ -32,19 +32,13 @@ from zjax.config.model_rules import uneven_heads
 from zjax.errors import ConfigError, PlanError, Problem
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
-from zjax.processes.host import sharers_of_host
+from zjax.processes.host import local_processes
 from zjax.sharding import mesh as meshes
 from zjax.typing import Device, Model
 
 
 def is_open(mesh: schema.Mesh) -> bool:
-    """Whether a mesh leaves axes to zjax.
-
-    Args:
-        mesh: Sizes per axis.
-
-    Returns:
-        True for one made of `mesh="auto"`.
+    """Whether a mesh has axes for zjax to choose, as `mesh="auto"` has.
 
     Example:
         >>> is_open(schema.Mesh()), is_open(schema.Mesh(tensor=0))
@@ -56,15 +50,15 @@ def is_open(mesh: schema.Mesh) -> bool:
 def choose_mesh(
     config: schema.Config, devices: Sequence[Device], tx: Any = None
 ) -> schema.Config:
-    """Fills in what `mesh="auto"` leaves open, for devices that are here, and logs why.
+    """Sets the axes that `mesh="auto"` leaves open, and logs why.
 
     Args:
-        config: Settings of the right types, checked or not.
-        devices: Of the run, over all processes, which must all ask.
+        config: Settings, checked or not.
+        devices: Devices of the run; a collective call of all processes.
         tx: Optax gradient transformation of the caller; None for that of the config.
 
     Returns:
-        The same settings with the size of every axis; `config` where none is open.
+        The settings with the size of every axis; `config` itself if none is open.
 
     Raises:
         ConfigError: Settings that cannot work on any mesh.
@@ -79,38 +73,37 @@ def choose_mesh(
 
 
 def this_machine(devices: Sequence[Device]) -> Machine:
-    """Asks devices that are here.
+    """The machine that these devices are; a collective call of all processes.
 
     Args:
-        devices: Of the run, over all processes, which must all ask.
+        devices: Devices of the run over all processes.
 
     Returns:
-        The same in all processes: the fewest devices of a host, the least memory.
+        The fewest devices of any host and the least memory of any device.
     """
     num_local = sum(each.process_index == jax.process_index() for each in devices)
     mesh = meshes.make_mesh(schema.Mesh(), devices)
-    here = np.array(
-        [sharers_of_host(num_local).num_devices, meshes.device_capacity_bytes(mesh)]
-    )
+    per_host = local_processes(num_local).num_devices
+    least = np.array([per_host, meshes.device_capacity_bytes(mesh)])
     if jax.process_count() > 1:
-        here = multihost_utils.process_allgather(here).min(0)
-    return Machine(len(devices), int(here[0]), float(here[1]))
+        least = multihost_utils.process_allgather(least).min(0)
+    return Machine(len(devices), int(least[0]), float(least[1]))
 
 
 def propose_mesh(config: schema.Config, machine: Machine, tx: Any = None) -> Proposal:
-    """Finds the plainest mesh on which a step fits, without any device.
+    """Finds the simplest mesh on which a step fits, without devices.
 
     Args:
-        config: Its axes of size 0 are open, the others stay as they are.
-        machine: To fit.
+        config: Settings; mesh axes of size 0 are open.
+        machine: The devices to fit.
         tx: Optax gradient transformation of the caller; None for that of the config.
 
     Returns:
         The mesh and the reasons.
 
     Raises:
-        ConfigError: Settings that cannot work on any mesh; those of the plainest.
-        PlanError: No mesh has room for a step; states the numbers and what would help.
+        ConfigError: Settings that cannot work on any mesh.
+        PlanError: A step fits on no mesh.
 
     Example:
         >>> config = schema.Config(mesh=schema.Mesh(tensor=0))
@@ -121,7 +114,7 @@ def propose_mesh(config: schema.Config, machine: Machine, tx: Any = None) -> Pro
 
     @functools.cache
     def parts() -> tuple[Model, Any]:
-        """Made once settings have passed their check."""
+        """The model and the optimizer, made once settings have passed their check."""
         model = make_model(config)
         return model, make_optimizer(config, model) if tx is None else tx
 
@@ -144,7 +137,7 @@ def propose_mesh(config: schema.Config, machine: Machine, tx: Any = None) -> Pro
 
 
 def _meshes(config: schema.Config, machine: Machine) -> Iterator[schema.Mesh]:
-    """All that fill the devices, the plainest first."""
+    """Meshes that fill the devices, the simplest first."""
     number = machine.num_devices
     divisors = [n for n in range(1, number + 1) if number % n == 0]
     options = {
@@ -181,7 +174,7 @@ def _refusal(config: schema.Config, machine: Machine, tx: Any) -> ConfigError:
 def _may_split_sequences(
     config: schema.Config, mesh: schema.Mesh, trials: list[Trial], machine: Machine
 ) -> bool:
-    """Whether one sequence, and not the state, is what does not fit otherwise."""
+    """Whether activations of one sequence, not the state, are what does not fit."""
     if config.mesh.sequence or mesh.sequence == 1:
         return True
     alike = [
@@ -192,14 +185,14 @@ def _may_split_sequences(
     ]
     if not alike:
         return False
-    room = machine.usable_bytes - alike[-1].state
-    return alike[-1].of_one > max(room, alike[-1].state)
+    free = machine.usable_bytes - alike[-1].state
+    return alike[-1].of_one > max(free, alike[-1].state)
 
 
 def _obstacle(
     config: schema.Config, mesh: schema.Mesh, machine: Machine, tx: Any
 ) -> str:
-    """Why a mesh cannot work, or why we would not take it."""
+    """Why a mesh cannot work, or is not proposed; empty where there is no reason."""
     problems = _problems(config, mesh, machine, tx)
     if problems:
         return str(problems[0]).partition(";")[0]

@@ -1,4 +1,4 @@
-"""What a run is told that asks for more memory than its devices have."""
+"""The error of a step that runs out of device memory, with settings that need less."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,26 +10,28 @@ from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
 from zjax.sharding.memory import num_zero_shares
 from zjax.sharding.mesh import PIPELINE
-from zjax.sharding.plan import DEVICE, Plan
+from zjax.sharding.plan import Plan
 
 _STATUS = "RESOURCE_EXHAUSTED"
 _LAST = "use more devices, or a smaller model"
 
 
 @contextlib.contextmanager
-def remedies_told(config: Config, plan: Plan, *, user_model: bool) -> Iterator[None]:
-    """Says which settings would need less memory, where a step runs out of it.
+def explain_out_of_memory(
+    config: Config, plan: Plan, *, user_model: bool
+) -> Iterator[None]:
+    """Turns JAX's error of exhausted memory into one that names smaller settings.
 
     Args:
-        config: Of the run.
-        plan: Of the run.
-        user_model: Whether `config.model` says nothing about the model.
+        config: Settings of the run.
+        plan: Plan of the run.
+        user_model: Whether the model is not that of `config.model`.
 
     Yields:
         Nothing.
 
     Raises:
-        PlanError: In place of the error of JAX, which it quotes.
+        PlanError: A step inside runs out of memory; quotes JAX.
     """
     try:
         yield
@@ -54,7 +56,7 @@ def _settings(config: Config, plan: Plan, size: int, user_model: bool) -> Iterat
         yield "zero.stage=3"
     if plan.mesh.shape[PIPELINE] > 1:
         return  # stages stay where they are
-    if config.zero.optimizer_memory == DEVICE:
+    if not config.zero.offloads_state:
         yield "zero.optimizer_memory=pinned_host"
-    elif config.zero.parameter_memory == DEVICE and not user_model:
+    elif not (config.zero.offloads_blocks or user_model):
         yield "zero.parameter_memory=pinned_host"

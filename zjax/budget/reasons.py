@@ -1,4 +1,4 @@
-"""Why it is this mesh, in sentences and in a table."""
+"""Why a mesh was proposed, in sentences and in a table."""
 
 import dataclasses
 import math
@@ -10,10 +10,10 @@ from zjax.config import axes, schema
 from zjax.errors import Problem
 from zjax.sharding import mesh as meshes
 from zjax.sharding.describe import WIDTH, format_bytes, render_table
-from zjax.sharding.plan import DEVICE, splits_of
+from zjax.sharding.plan import splits_of
 
 FEW = "exceeds num_microbatches"
-"""Of stages."""
+"""Obstacle of a mesh with more stages than microbatches."""
 _WHY = {
     meshes.TENSOR: "matrices split within a host",
     meshes.SEQUENCE: "the activations of one sequence do not fit",
@@ -23,13 +23,13 @@ _WHY = {
 
 @dataclasses.dataclass(frozen=True)
 class Proposal:
-    """A mesh, and why it is this one.
+    """A proposed mesh with its reasons.
 
     Args:
-        mesh: The choice; all sizes are numbers.
-        reasons: Sentences.
-        trials: What was thought of, in order; the last one was taken.
-        machine: For which.
+        mesh: The mesh; all sizes are 1 or more.
+        reasons: Sentences for a reader.
+        trials: Meshes that were tried, in order; the last one is proposed.
+        machine: The machine it is for.
     """
 
     mesh: schema.Mesh
@@ -39,14 +39,7 @@ class Proposal:
 
 
 def describe_proposal(proposal: Proposal) -> str:
-    """Says which meshes were thought of, why the last was taken, and what to type.
-
-    Args:
-        proposal: Of `propose_mesh`.
-
-    Returns:
-        Text of at most 100 columns.
-    """
+    """The meshes that were tried, the reasons and the flags, in 100 columns."""
     shown = [
         axis
         for axis in axes.AXES
@@ -66,13 +59,7 @@ def describe_proposal(proposal: Proposal) -> str:
 
 
 def explicit_setting(mesh: schema.Mesh) -> str:
-    """What to type for a mesh.
-
-    Args:
-        mesh: All sizes are numbers.
-
-    Returns:
-        Flags for the axes of more than one device.
+    """Flags that set the axes of a mesh that have several devices.
 
     Example:
         >>> explicit_setting(schema.Mesh(data=4, tensor=2))
@@ -86,12 +73,12 @@ def explicit_setting(mesh: schema.Mesh) -> str:
 def reasons(
     config: schema.Config, trials: Sequence[Trial], machine: Machine
 ) -> Iterator[str]:
-    """Says why a mesh was taken.
+    """Sentences that say why the last mesh of `trials` is proposed.
 
     Args:
-        config: What was asked for.
-        trials: What was thought of; the last one was taken.
-        machine: For which.
+        config: Settings of the run.
+        trials: As of `Proposal`.
+        machine: As of `Proposal`.
 
     Yields:
         Sentences.
@@ -118,22 +105,22 @@ def reasons(
 def no_room(
     config: schema.Config, trials: Sequence[Trial], machine: Machine
 ) -> Problem:
-    """Says that no mesh has room for a step, and what would help.
+    """The problem that a step fits on no mesh, with settings that need less.
 
     Args:
-        config: What was asked for.
-        trials: What was thought of.
-        machine: For which.
+        config: Settings of the run.
+        trials: All meshes that were tried.
+        machine: The machine.
 
     Returns:
-        The problem, with the numbers of the mesh that takes least.
+        The problem, with the bytes of the mesh that takes least.
     """
     best = min((x for x in trials if not x.obstacle), key=lambda x: x.total)
     parts = f"{best.state / 1e9:.1f} GB of state, {best.activations / 1e9:.1f} besides"
     state_fits = best.state <= machine.usable_bytes
     offers = {
         "a higher zero.stage": not splits_of(config.zero.stage).compute,
-        "zero.optimizer_memory='pinned_host'": config.zero.optimizer_memory == DEVICE,
+        "zero.optimizer_memory='pinned_host'": not config.zero.offloads_state,
         "model.remat='full'": state_fits and config.model.remat != "full",
         "a smaller microbatch_size": state_fits and best.of_one < best.activations,
         "more microbatches": any(FEW in trial.obstacle for trial in trials),

@@ -1,4 +1,4 @@
-"""What a run would take, before it runs: the plan, the stages, the compiled program."""
+"""The text of `zjax plan`: what a run would take, before it runs."""
 
 import contextlib
 import dataclasses
@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from zjax.budget import tables
-from zjax.budget.fit import abstract_batch, check_room, fit_memories
+from zjax.budget.fit import abstract_batch, check_fits, fit_memories
 from zjax.budget.mesh import is_open, propose_mesh, this_machine
 from zjax.budget.reasons import Proposal, describe_proposal
 from zjax.budget.trial import Machine, Trial, weigh
@@ -49,7 +49,7 @@ GPU_TITLE = (
     "(two measured peaks lie up to a tenth below)"
 )
 DEVICES_PER_HOST = 8
-"""Where nothing else is known."""
+"""Default for devices that are not here."""
 PAPER_DEVICES = (1, 4, 16, 64, 256, 1024)
 
 
@@ -63,26 +63,26 @@ def report_plan(
     device_gb: int | float = 0,
     devices_per_host: int = 0,
 ) -> str:
-    """Plans a run and says what it takes.
+    """Plans a run and describes what it takes.
 
     Args:
-        config: The settings.
-        num_devices: Devices to plan for without having them; 0 takes the devices there
-            are and also compiles the step for them.
+        config: Settings, which need not be checked.
+        num_devices: Devices to plan for without having them; 0 takes those of this
+            machine and compiles the step for them.
         picture: PNG file of bytes per device and stage; empty for
             `<directory>/plan.png`.
-        collectives: Whether to say what the compiled step sends between devices; not
-            possible with `num_devices`.
-        schedule: Whether to say when the stages of the pipeline are busy, and to draw
-            it into `schedule.png` beside the other picture.
-        device_gb: Memory of a device, for `mesh="auto"`; 0 asks the devices here.
-        devices_per_host: The same; 0 asks the devices here, and is 8 for others.
+        collectives: Whether to list the collectives of the compiled step; needs
+            `num_devices=0`.
+        schedule: Whether to describe the pipeline schedule and draw it into
+            `schedule.png` beside the other picture.
+        device_gb: Memory of a device in GB, for `mesh="auto"`; 0 asks the devices.
+        devices_per_host: Devices joined by fast links, for `mesh="auto"`; 0 asks the
+            devices, or takes 8.
 
     Returns:
-        The plan, the table of the stages beside the closed form, and, where there are
-        devices, the memory analysis of the step compiled for them; where they are not
-        GPUs, also what a step takes of these by formula; under `mesh="auto"` also why
-        it is this mesh.
+        The plan, bytes by ZeRO stage, the memory of the compiled step if there are
+        devices, an estimate for GPUs if these are none, and the reasons of
+        `mesh="auto"`.
 
     Raises:
         ConfigError: Settings that cannot work, or collectives of a step that is not
@@ -135,7 +135,7 @@ def _check_collectives(config: Config, num_devices: int) -> None:
     if num_devices:
         problem = f"needs a compiled step, and num_devices={num_devices} compiles none"
         remedy = "use --simulated_devices, or the devices themselves"
-    elif config.zero.optimizer_memory != plans.DEVICE:
+    elif config.zero.offloads_state:
         problem = "needs a step of one program; one that moves its state is many"
         remedy = "leave it out, or set zero.optimizer_memory=device"
     else:
@@ -201,7 +201,7 @@ def _describe_refusal(
 ) -> list[str]:
     assert isinstance(plan.mesh, Mesh)
     try:
-        check_room(plan, config, plan.mesh, inputs)
+        check_fits(plan, config, plan.mesh, inputs)
     except ZjaxError as error:
         return [f"this machine has no room for it: {error}"]
     return []
@@ -239,7 +239,7 @@ def _proposal(
 
 @contextlib.contextmanager
 def _drawing(path: pathlib.Path) -> Iterator[None]:
-    """Says of which picture an error is."""
+    """Names the picture in errors of drawing."""
     try:
         yield
     except (OSError, ValueError) as error:  # the latter of a format
@@ -252,15 +252,15 @@ def _drawing(path: pathlib.Path) -> Iterator[None]:
 
 
 def report_schedule(config: Config, plan: plans.Plan, picture: pathlib.Path) -> str:
-    """Says when the stages of a pipeline are busy, and draws it.
+    """Describes when the stages of a pipeline are busy, and draws it.
 
     Args:
         config: Checked settings.
-        plan: Its mesh has the stages.
+        plan: A plan on a mesh with several stages.
         picture: File to write.
 
     Returns:
-        A table of the schedules that there are.
+        A table of all schedules.
     """
     batch = resolve_batch(config, plan.num_batch_shares)
     schedule = make_pipeline_schedule(config, plan, batch.num_microbatches)
@@ -272,14 +272,14 @@ def report_schedule(config: Config, plan: plans.Plan, picture: pathlib.Path) -> 
 
 
 def describe_peak(peak: Peak | None, platform: str) -> str:
-    """Says what is on a device while a step takes most.
+    """What is on a device at the peak of a step.
 
     Args:
-        peak: Of the step; None where it is not known.
-        platform: For which its programs were compiled, as JAX names it.
+        peak: The predicted peak; None where it is not known.
+        platform: Platform of the programs, as JAX names it.
 
     Returns:
-        A table of bytes per device; on CPUs a note that programs of GPUs take others.
+        A table of bytes per device; on CPUs a note that they differ from those of GPUs.
     """
     if peak is None:
         return "this platform gives no memory analysis of compiled programs"
@@ -294,14 +294,7 @@ def describe_peak(peak: Peak | None, platform: str) -> str:
 
 
 def describe_on_gpus(trial: Trial) -> str:
-    """Says what a step takes of a GPU, where none was asked.
-
-    Args:
-        trial: The mesh of the run with its bytes.
-
-    Returns:
-        A table of bytes per device.
-    """
+    """A table of the bytes per device that a step takes of GPUs by formula."""
     parts = {
         "state and gradients": trial.state,
         "activations": trial.activations,
@@ -317,14 +310,14 @@ def _devices(platform: str) -> str:
 
 
 def describe_collectives(step: Step, compiled: jax.stages.Compiled) -> str:
-    """Sets what a step sends between devices beside what its ZeRO stage should.
+    """Compares the collectives of a step with those of its ZeRO stage.
 
     Args:
-        step: Says for which devices and how many microbatches.
+        step: The step; read for its plan and microbatches.
         compiled: Its train program.
 
     Returns:
-        Tables of text; on CPUs a note of what other devices do otherwise.
+        Tables; on CPUs with a note on what other devices do differently.
     """
     program = compiled.as_text()
     if program is None:

@@ -1,7 +1,8 @@
-"""State spread over the memories of a machine: as near as there is room for it."""
+"""State in the fastest memory that has room: devices, then the host, then disks."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 
@@ -10,52 +11,68 @@ from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import DEVICE, HOST, NVME, Plan
 
 
-def spread_state(
-    plan: Plan,
-    order: Sequence[int],
-    room: Mapping[str, int | float],
-    disks: tuple[str, ...],
-) -> Plan:
-    """Gives the state of each parameter the nearest memory that has room for all of it.
+class FreeBytes(NamedTuple):
+    """Bytes per device that state may take.
 
     Args:
-        plan: Master weights and optimizer state that may move rest on the host.
-        order: Positions of the parameters; the first are kept nearest.
-        room: Bytes per device, for `device` and `pinned_host`.
-        disks: Directories for what has no room; without any it stays on the host.
+        device: Bytes of the device.
+        host: Bytes of its host.
+    """
+
+    device: int | float
+    host: int | float
+
+
+def spill_state(
+    plan: Plan, order: Sequence[int], free: FreeBytes, disks: tuple[str, ...]
+) -> Plan:
+    """Stores the state of each parameter in the fastest memory that has room for it.
+
+    Args:
+        plan: A plan with master weights and optimizer state offloaded to the host.
+        order: Positions of the parameters; earlier ones get faster memory.
+        free: Free bytes per device.
+        disks: Directories for what spills; without any it stays on the host.
 
     Returns:
-        The same plan with other memories.
+        The plan with other memories.
     """
     position = position_finder(plan.master)
-    sizes = [0] * len(order)
     trees = (plan.master, plan.opt_state)
-    owner = [
+    owners = [
         [position(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(tree)]
         for tree in trees
     ]
-    for tree, of in zip(trees, owner, strict=True):
+    sizes = [0] * len(order)
+    for tree, of in zip(trees, owners, strict=True):
         for row, i in zip(jax.tree.leaves(tree), of, strict=True):
-            if i is not None and row.memory != DEVICE:
+            if i is not None and not row.is_on_device:
                 sizes[i] += row.device_bytes
-    left, chosen = dict(room), [NVME if disks else HOST] * len(order)
-    for i in order:
-        near = (where for where in (DEVICE, HOST) if sizes[i] <= left[where])
-        where = next(near, None)
-        if where:
-            chosen[i] = where
-            left[where] -= sizes[i]
+    chosen = _choose(sizes, order, free, NVME if disks else HOST)
 
-    def placed(row: ArrayPlan, i: int | None) -> ArrayPlan:
-        if i is None or row.memory == DEVICE:
+    def spilled(row: ArrayPlan, i: int | None) -> ArrayPlan:
+        if i is None or row.is_on_device:
             return row
-        where = chosen[i]
-        return row.rest_at(where, disks)
+        return row.stored_in(chosen[i], disks)
 
     master, opt_state = (
         jax.tree.unflatten(
-            jax.tree.structure(tree), map(placed, jax.tree.leaves(tree), of)
+            jax.tree.structure(tree), map(spilled, jax.tree.leaves(tree), of)
         )
-        for tree, of in zip(trees, owner, strict=True)
+        for tree, of in zip(trees, owners, strict=True)
     )
     return dataclasses.replace(plan, master=master, opt_state=opt_state)
+
+
+def _choose(
+    sizes: Sequence[int], order: Sequence[int], free: FreeBytes, last: str
+) -> list[str]:
+    """The memory of each parameter's state; `last` has room for everything."""
+    left = {DEVICE: free.device, HOST: free.host}
+    chosen = [last] * len(order)
+    for i in order:
+        memory = next((name for name in left if sizes[i] <= left[name]), None)
+        if memory:
+            chosen[i] = memory
+            left[memory] -= sizes[i]
+    return chosen

@@ -8,10 +8,10 @@ from zjax.config.schema import Config
 from zjax.sharding import memory
 from zjax.sharding.describe import format_bytes, render_table
 from zjax.sharding.placement import ArrayPlan
-from zjax.sharding.plan import DEVICE, NVME, Plan
+from zjax.sharding.plan import Plan
 
 LINK_BYTES_PER_SECOND = 42.5e9
-"""Each way at once, measured between an H200 and its host."""
+"""Full-duplex speed measured between an H200 and its host."""
 
 
 def describe_memories(
@@ -20,54 +20,53 @@ def describe_memories(
     """What is stored in each memory, and what a step moves between them.
 
     Args:
-        plan: Placement of every array.
+        plan: The plan of a run.
         config: As of `traffic_of_step`.
         inputs: As of `traffic_of_step`.
 
     Returns:
-        A table of text in bytes per device, with the time that the way takes at the
-        speed of a link of PCIe 5; empty where nothing is moved.
+        A table of bytes per device and of seconds at the speed of a PCIe 5 link; empty
+        without offload.
     """
     if not plan.is_offloaded:
         return ""
     traffic = traffic_of_step(plan, config, inputs)
     rows = [
-        (x.memory, x.what, *map(format_bytes, (x.resting, x.up, x.down)))
+        (x.memory, x.what, *map(format_bytes, (x.stored, x.up, x.down)))
         for x in traffic
     ]
-    on_device = format_bytes(memory.resting_bytes(plan, DEVICE))
+    on_device = format_bytes(memory.stored_bytes(plan).device)
     speed = f"at the {LINK_BYTES_PER_SECOND / 1e9:.1f} GB/s each way of an H200"
     ways = (sum(x.up for x in traffic), sum(x.down for x in traffic))
     seconds = (f"{way / LINK_BYTES_PER_SECOND:.2f} s" for way in ways)
     table = render_table(
         ("memory", "", "rests there", "up in a step", "down in a step"),
-        [(DEVICE, "", on_device, "", ""), *rows, (speed, "", "", *seconds)],
+        [("device", "", on_device, "", ""), *rows, (speed, "", "", *seconds)],
         right=(2, 3, 4),
     )
-    moved = [max(x.up, x.down) for x in traffic if x.memory == NVME]
+    moved = sum(max(x.up, x.down) for x in traffic if x.memory == "nvme")
     if moved:
-        table += f"\nat 1 GB/s each way the disks take {sum(moved) / 1e9:.0f} s; "
-        table += (
-            f"how fast they are: zjax bench --nvme={','.join(config.zero.nvme_paths)}"
-        )
+        table += f"\nat 1 GB/s each way the disks take {moved / 1e9:.0f} s; "
+        paths = ",".join(config.zero.nvme_paths)
+        table += f"how fast they are: zjax bench --nvme={paths}"
     return table
 
 
 def describe_stages(plans: Sequence[Plan]) -> str:
-    """Sets bytes per device of a model under each ZeRO stage beside the closed form.
+    """Bytes per device under each ZeRO stage, beside the closed form.
 
     Args:
-        plans: One plan per stage from 0 on, of one model on one mesh.
+        plans: Plans of one model on one mesh for ZeRO 0 to 3.
 
     Returns:
-        A table of text; its last column is (p + g + K) bytes per parameter, divided as
-        the stage says.
+        A table; its last column is the closed form with the bytes per parameter of
+        stage 0.
     """
     psi = memory.num_params(plans[0])
     per_param = [part / psi for part in memory.plan_bytes(plans[0]).parts]
     rows = []
     for plan in plans:
-        own = memory.plan_bytes(plan)
+        planned = memory.plan_bytes(plan)
         formula = memory.zero_bytes(
             psi,
             memory.num_zero_shares(plan),
@@ -76,7 +75,7 @@ def describe_stages(plans: Sequence[Plan]) -> str:
             gradient_bytes=per_param[1],
             optimizer_bytes=per_param[2],
         )
-        numbers = (*own.parts, own.total, formula.total)
+        numbers = (*planned.parts, planned.total, formula.total)
         rows.append((str(plan.stage), *map(format_bytes, numbers)))
     form = "+".join(f"{part:.3g}" for part in per_param)
     columns = (
@@ -98,8 +97,8 @@ def describe_zero_table(
     """The memory table of the ZeRO paper for a model of any size.
 
     Args:
-        num_params: Parameters of the model.
-        device_counts: Numbers of devices, one row each.
+        num_params: Number of parameters of the model.
+        device_counts: Numbers of devices, one line each.
         optimizer_bytes: K; 12 for Adam with float32 master weights.
 
     Returns:
@@ -124,13 +123,7 @@ def describe_zero_table(
 
 
 def format_gigabytes(num_bytes: int | float) -> str:
-    """Bytes as GB the way the ZeRO paper prints them.
-
-    Args:
-        num_bytes: 0 or more.
-
-    Returns:
-        One decimal from 2 GB on, two below; no trailing zeros.
+    """GB as the ZeRO paper prints them: one decimal from 2 GB on, two below.
 
     Example:
         >>> format_gigabytes(16.640625e9), format_gigabytes(1.875e9)

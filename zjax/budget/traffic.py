@@ -1,4 +1,4 @@
-"""What rests outside of the devices, and what a step moves up to them and down."""
+"""What is stored off the devices, and what a step moves to them and back."""
 
 import dataclasses
 import math
@@ -8,24 +8,24 @@ from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config
 from zjax.sharding import memory
 from zjax.sharding.placement import ArrayPlan
-from zjax.sharding.plan import DEVICE, HOST, NVME, Plan
+from zjax.sharding.plan import Plan
 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Arrays of one kind in one memory, in bytes for one device.
+    """Bytes per device of the arrays of one kind in one memory.
 
     Args:
-        what: The arrays.
+        what: Name of the arrays.
         memory: `pinned_host` or `nvme`.
-        resting: Of the arrays.
-        up: That a step brings to the device.
-        down: That it sends back.
+        stored: Bytes of the arrays.
+        up: Bytes that a step moves to the device.
+        down: Bytes that a step moves back.
     """
 
     what: str
     memory: str
-    resting: int
+    stored: int
     up: int
     down: int
 
@@ -33,56 +33,49 @@ class Traffic:
 def traffic_of_step(
     plan: Plan, config: Config, inputs: Sequence[ArrayPlan] = ()
 ) -> list[Traffic]:
-    """Everything that rests outside of the devices, and how often a step moves it.
+    """Everything that is stored off the devices, and how often a step moves it.
 
     Args:
-        plan: Placement of every array.
-        config: Read for the batch, clipping and the memories of `zero`.
-        inputs: Of blocks, as `zjax.offload.inputs.waiting_inputs` tells them.
+        plan: The plan of a run.
+        config: Settings; read for the batch, clipping and the memories of `zero`.
+        inputs: Plans of offloaded block inputs, from `waiting_inputs`.
 
     Returns:
-        One for each kind of arrays and memory. Gradients that wait for a norm move at
-        most as often as said: those for which there is room stay on the device.
+        One entry for each kind of arrays and memory. Traffic of pending gradients is an
+        upper bound: those that fit stay on the device.
     """
-    found = [*_at_rest(plan, config), _gradients(plan, config)]
-    for where in (HOST, NVME):
-        waiting = memory.bytes_in(where, inputs)
-        moved = waiting * _num_microbatches(plan, config)
-        found.append(Traffic("inputs of blocks", where, waiting, moved, moved))
-    return [x for x in found if x.resting]
+    found = [*_of_state(plan, config), _of_gradients(plan, config)]
+    stored = memory.bytes_by_memory(inputs).offloaded_by_name
+    for name, size in stored.items():
+        moved = size * _num_microbatches(plan, config)
+        found.append(Traffic("inputs of blocks", name, size, moved, moved))
+    return [x for x in found if x.stored]
 
 
 def updates_wait(config: Config) -> bool:
-    """Whether an update reads a number of all gradients, such as their norm.
-
-    Args:
-        config: Settings of a built-in optimizer.
-
-    Returns:
-        False where updates run under the backward pass.
-    """
+    """Whether an update needs the global gradient norm or its finiteness."""
     clips = math.isfinite(config.optimizer.clip_norm)
     return clips or config.precision.on_nonfinite != "update"
 
 
-def _at_rest(plan: Plan, config: Config) -> Iterator[Traffic]:
+def _of_state(plan: Plan, config: Config) -> Iterator[Traffic]:
     passes = 2 * _num_microbatches(plan, config)
     is_late = updates_wait(config) and config.zero.delay_updates_from < 0
-    for where in (HOST, NVME):
-        state = memory.bytes_in(where, (plan.master, plan.opt_state))
-        yield Traffic("state", where, state, state, state)
-        params = memory.bytes_in(where, plan.compute)
-        # Halves of master weights that wait come up once more, for their update.
-        times = passes + (is_late and plan.splits_master)
-        yield Traffic("parameters in use", where, params, times * params, params)
+    # Split master weights are joined in a late update: compute parameters move again.
+    passes += is_late and plan.splits_master
+    state = memory.bytes_by_memory((plan.master, plan.opt_state)).offloaded_by_name
+    params = memory.bytes_by_memory(plan.compute).offloaded_by_name
+    for name, size in state.items():
+        yield Traffic("state", name, size, size, size)
+        moved = passes * params[name]
+        yield Traffic("parameters in use", name, params[name], moved, params[name])
 
 
-def _gradients(plan: Plan, config: Config) -> Traffic:
-    number, where = _num_microbatches(plan, config), config.zero.gradient_memory
-    rows = memory.waiting_at_rest(plan, config, number)
-    waiting = memory.tree_bytes([row for row in rows if row.memory != DEVICE])
-    times = number - 1 + updates_wait(config)
-    return Traffic("gradients", where, waiting, times * waiting, times * waiting)
+def _of_gradients(plan: Plan, config: Config) -> Traffic:
+    size = memory.bytes_by_memory(memory.stored_gradients(plan, config)).offloaded
+    times = _num_microbatches(plan, config) - 1 + updates_wait(config)
+    where = config.zero.gradient_memory
+    return Traffic("gradients", where, size, times * size, times * size)
 
 
 def _num_microbatches(plan: Plan, config: Config) -> int:

@@ -1,7 +1,7 @@
-"""What a step would take on a mesh, without any device.
+"""Bytes per device that a step takes on a mesh, by formula and without devices.
 
-Peaks of GPUs that share the batch alone lie up to a tenth below. What stages hold
-besides follows programs compiled for CPUs; no GPU has been asked yet.
+Measured peaks of data-parallel GPUs lie up to a tenth below. The buffers of pipeline
+stages follow programs compiled for CPUs and were not measured on GPUs.
 """
 
 import dataclasses
@@ -16,18 +16,18 @@ from zjax.config import axes, schema
 from zjax.config.batch import BatchSizes, resolve_batch
 from zjax.sharding import memory
 from zjax.sharding import mesh as meshes
-from zjax.sharding.plan import DEVICE, Plan, make_plan, splits_of
+from zjax.sharding.plan import Plan, make_plan, splits_of
 from zjax.typing import Model
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What a mesh is proposed for.
+    """The devices that a mesh is proposed for.
 
     Args:
-        num_devices: Of the run, over all hosts.
-        devices_per_host: That fast links join.
-        device_bytes: Memory of one; infinite where it is not known.
+        num_devices: Devices of the run over all hosts.
+        devices_per_host: Devices joined by fast links.
+        device_bytes: Memory of one device; infinite where it is not known.
     """
 
     num_devices: int
@@ -36,20 +36,20 @@ class Machine:
 
     @property
     def usable_bytes(self) -> int | float:
-        """What a step may take of a device."""
+        """Bytes of a device that a step may take."""
         return DEVICE_SHARE * self.device_bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """A mesh that was thought of.
+    """A mesh that was tried, with the bytes of a step.
 
     Args:
-        mesh: All sizes are numbers of 1 or more.
+        mesh: The mesh; all sizes are 1 or more.
         state: Bytes per device of parameters, gradients and optimizer state.
-        activations: Bytes per device besides.
-        of_one: The same, of one sequence at a time.
-        obstacle: Why it cannot be; then no bytes were counted.
+        activations: Bytes per device of activations.
+        of_one: Bytes of activations with microbatches of one sequence.
+        obstacle: Why the mesh cannot work; bytes are then not counted.
     """
 
     mesh: schema.Mesh
@@ -60,21 +60,21 @@ class Trial:
 
     @property
     def total(self) -> int | float:
-        """Bytes per device."""
+        """Bytes per device of state and activations."""
         return self.state + self.activations
 
     def fits(self, machine: Machine) -> bool:
-        """Whether it can be, and its step fits."""
+        """Whether the mesh can work and a step fits."""
         return not self.obstacle and self.total <= machine.usable_bytes
 
 
 def weigh(config: schema.Config, mesh: schema.Mesh, model: Model, tx: Any) -> Trial:
-    """Counts what a step takes on a mesh.
+    """Counts the bytes that a step takes on a mesh.
 
     Args:
-        config: Settings that can work on it.
-        mesh: All sizes are numbers.
-        model: That of the config.
+        config: Settings that are valid on the mesh.
+        mesh: The mesh; all sizes are 1 or more.
+        model: The built-in model of the config.
         tx: Optax gradient transformation.
 
     Returns:
@@ -87,9 +87,9 @@ def weigh(config: schema.Config, mesh: schema.Mesh, model: Model, tx: Any) -> Tr
     plan = _plan(config, model, tx)
     return Trial(
         mesh,
-        memory.step_state_bytes(plan, config, batch.num_microbatches)
-        + _passing_bytes(plan, batch.num_microbatches)
-        + _fetched_bytes(config, model, tx),
+        _state_bytes(plan, config, batch.num_microbatches)
+        + _gradient_buffer_bytes(plan, batch.num_microbatches)
+        + _gathered_bytes(config, model, tx),
         activation_bytes(config, sizes, batch),
         activation_bytes(config, sizes, one),
     )
@@ -101,21 +101,26 @@ def _plan(config: schema.Config, model: Model, tx: Any) -> Plan:
 
 
 def batch_on(config: schema.Config, mesh: schema.Mesh) -> BatchSizes:
-    """Cuts the batch of a run for a mesh.
-
-    Args:
-        config: Read for the batch.
-        mesh: All sizes are numbers.
-
-    Returns:
-        Its sizes.
-    """
+    """The batch sizes of a run on a mesh whose sizes are 1 or more."""
     shares = math.prod(getattr(mesh, axis) for axis in axes.BATCH_AXES)
     return resolve_batch(config, shares)
 
 
-def _passing_bytes(plan: Plan, num_microbatches: int) -> int:
-    """Bytes of gradients beside their sum, and of what is laid out anew by stage."""
+def _state_bytes(
+    plan: Plan, config: schema.Config, num_microbatches: int
+) -> int | float:
+    """Bytes of parameters, gradients and optimizer state on a device during a step."""
+    if plan.is_offloaded:
+        gradients = memory.stored_gradients(plan, config)
+        on_device = memory.bytes_by_memory(gradients).device
+        return memory.stored_bytes(plan).device + on_device
+    state = memory.plan_bytes(plan)
+    grads = plan.grad_sum if num_microbatches > 1 else plan.grads
+    return state.parameters + state.optimizer + memory.tree_bytes(grads)
+
+
+def _gradient_buffer_bytes(plan: Plan, num_microbatches: int) -> int:
+    """Bytes of gradients beside their sum; a pipeline also copies both by stage."""
     params, sums = map(memory.tree_bytes, (plan.compute, plan.grad_sum))
     if plan.mesh.shape[meshes.PIPELINE] > 1:
         return 2 * params + sums
@@ -123,12 +128,12 @@ def _passing_bytes(plan: Plan, num_microbatches: int) -> int:
     return params if reduces_at_end and not plan.is_offloaded else 0
 
 
-def _fetched_bytes(config: schema.Config, model: Model, tx: Any) -> int | float:
-    """Bytes of a layer and a table in use, and of their gradients, if not stored so."""
+def _gathered_bytes(config: schema.Config, model: Model, tx: Any) -> int | float:
+    """Bytes of one gathered layer and the largest table, with their gradients."""
     zero = config.zero
-    if zero.parameter_memory == DEVICE and not splits_of(zero.stage).compute:
+    if not (zero.offloads_blocks or splits_of(zero.stage).compute):
         return 0
-    stored_so = dataclasses.replace(config, zero=schema.Zero(stage=2))
-    rows = jax.tree.leaves(_plan(stored_so, model, tx).compute)
+    gathered = dataclasses.replace(config, zero=schema.Zero(stage=2))
+    rows = jax.tree.leaves(_plan(gathered, model, tx).compute)
     layer = sum(row.device_bytes / row.num_layers for row in rows if row.num_layers)
     return 2 * (layer + max(row.device_bytes for row in rows if not row.num_layers))

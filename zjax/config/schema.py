@@ -88,6 +88,16 @@ class Zero:
 
     __post_init__ = derived.fill_memories
 
+    @property
+    def offloads_state(self) -> bool:
+        """Whether master weights and optimizer state may be stored off the devices."""
+        return self.optimizer_memory != "device"
+
+    @property
+    def offloads_blocks(self) -> bool:
+        """Whether compute parameters of blocks are stored off the devices."""
+        return self.parameter_memory != "device"
+
 
 @section
 class Pipeline:
@@ -282,6 +292,11 @@ class Model:
     sparsity: Sparsity = Sparsity()
 
     __post_init__ = derived.fill_sizes
+
+    @property
+    def offloads_inputs(self) -> bool:
+        """Whether inputs of blocks are stored off the devices for the backward pass."""
+        return self.activation_memory != "device"
 
 
 @section

@@ -103,28 +103,28 @@ def warn_of_small_pages(num_bytes: int, platform: str) -> None:
         logging.warning("large pages would make placing the state faster; %s", how)
 
 
-class Sharers(NamedTuple):
-    """Who shares the memory of a host."""
+class LocalProcesses(NamedTuple):
+    """The processes of this host, this one included."""
 
     num_devices: int
     num_processes: int
 
 
-def sharers_of_host(num_local: int) -> Sharers:
-    """Who shares the memory of this host, other processes included.
+def local_processes(num_local: int) -> LocalProcesses:
+    """Counts the processes of this host and their devices.
 
     Args:
         num_local: Devices of this process.
 
     Returns:
-        Their numbers; all processes must ask, as they tell each other.
+        Their numbers; a collective call of all processes.
     """
     if jax.process_count() == 1:
-        return Sharers(num_local, 1)
+        return LocalProcesses(num_local, 1)
     name = zlib.crc32(socket.gethostname().encode())
     hosts = multihost_utils.process_allgather(np.array([name, num_local], np.uint32))
     counts = [count for host, count in hosts.tolist() if host == name]
-    return Sharers(int(sum(counts)), len(counts))
+    return LocalProcesses(int(sum(counts)), len(counts))
 
 
 def limit_pinned_memory(

@@ -104,8 +104,23 @@ class ArrayPlan:
 
     @functools.cached_property
     def memory(self) -> str:
-        """`device`, `pinned_host` or `nvme`."""
+        """Where the array is stored: `device`, `pinned_host` or `nvme`."""
         return "nvme" if self.disks else self.stored.memory_kind or "device"
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the array is stored on the devices."""
+        return self.memory == "device"
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the array is stored in pinned memory of the host."""
+        return self.memory == "pinned_host"
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether the array is stored on disks."""
+        return bool(self.disks)
 
     @functools.cached_property
     def device_bytes(self) -> int:
@@ -125,25 +140,46 @@ class ArrayPlan:
         )
 
     @property
-    def passing(self) -> "ArrayPlan":
-        """The place on the devices of any array like this one.
+    def on_device(self) -> "ArrayPlan":
+        """The same plan, stored on the devices."""
+        return self.stored_in("device")
 
-        It has no path, for what is compiled once for all of them.
+    @property
+    def on_host(self) -> "ArrayPlan":
+        """The same plan, stored in pinned memory of the host."""
+        return self.stored_in("pinned_host")
+
+    @property
+    def staged(self) -> "ArrayPlan":
+        """The plan of the device copy of any array like this one.
+
+        It has no path, so that one compiled program serves all of them.
         """
-        return dataclasses.replace(self.rest_in("device"), path="")
+        return dataclasses.replace(self.on_device, path="")
 
-    def rest_in(self, memory: str) -> "ArrayPlan":
-        """The same plan in another memory, which JAX calls by the same name."""
+    def stored_in(self, memory: str, disks: tuple[str, ...] = ()) -> "ArrayPlan":
+        """The same plan in another memory.
+
+        Args:
+            memory: `device`, `pinned_host` or `nvme`.
+            disks: Directories for `nvme`.
+
+        Returns:
+            The plan; the copy on the devices of an array on disks has its sharding.
+        """
+        if memory == "nvme":
+            return dataclasses.replace(self.on_device, disks=disks)
         stored = self.stored.with_memory_kind(memory)
         return dataclasses.replace(self, stored=stored, disks=())
 
-    def rest_on(self, disks: tuple[str, ...]) -> "ArrayPlan":
-        """The same plan on disks, from which arrays go to the devices."""
-        return dataclasses.replace(self.rest_in("device"), disks=disks)
+    @property
+    def passing(self) -> "ArrayPlan":
+        """Old name of `staged`."""
+        return self.staged
 
-    def rest_at(self, memory: str, disks: tuple[str, ...]) -> "ArrayPlan":
-        """The same plan in another memory, or on these disks where that is `nvme`."""
-        return self.rest_on(disks) if memory == "nvme" else self.rest_in(memory)
+    def rest_in(self, memory: str) -> "ArrayPlan":
+        """Old name of `stored_in`."""
+        return self.stored_in(memory)
 
     @property
     def abstract(self) -> jax.ShapeDtypeStruct:

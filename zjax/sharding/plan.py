@@ -1,23 +1,21 @@
-"""The plan: where every array of a run lives. Nothing else decides placement.
+"""The plan: where every array of a run is stored. Nothing else decides placement.
 
-A ZeRO stage is a choice of placements, made here and nowhere else
-(arXiv:1910.02054, section 5). "Whole" is the model-parallel placement, "split" is that
-extended over the ZeRO axes:
+A ZeRO stage is a choice of shardings (arXiv:1910.02054, section 5). "Unsharded" is the
+model-parallel sharding alone; "sharded" extends it over the ZeRO axes:
 
-    stage   master, optimizer state   sum of gradients   parameters in use
-      0             whole                  whole               whole
-      1             split                  whole               whole
-      2             split                  split               whole
-      3             split                  split               split
+    stage   master, optimizer state   gradient sum   compute parameters
+      0           unsharded             unsharded        unsharded
+      1           sharded               unsharded        unsharded
+      2           sharded               sharded          unsharded
+      3           sharded               sharded          sharded
 
-The optimizer takes gradients as it holds its state. Blocks that rest elsewhere do so
-split from stage 1 on, and are put together on the devices.
+Gradients enter the optimizer sharded as its state is. Offloaded blocks are sharded from
+stage 1 on, and are gathered on the devices.
 
-Master weights and optimizer state may rest in the memory of the host or on disks. Their
-layers are then stored one by one, to be moved one by one, and the parameters in use
-are kept from step to step, on the devices or elsewhere. Where these are bfloat16, they
-are the upper half of the master weights, of which only the lower half is stored beside
-them.
+Master weights and optimizer state may be offloaded to host memory or disks. Each layer
+is then an array of its own, so that layers move one by one, and compute parameters are
+stored from step to step. Compute parameters in bfloat16 hold the high bits of the
+master weights, of which only the low bits are stored besides.
 """
 
 import dataclasses
@@ -38,24 +36,25 @@ from zjax.sharding.naming import names_of_dims
 from zjax.sharding.opt_state import abstract_opt_state
 from zjax.sharding.paths import layer_of, owners, path_of
 from zjax.sharding.placement import ArrayPlan, Form, abstract_key
-from zjax.typing import Model
+from zjax.typing import Model, Params
 
 DEVICE, HOST, NVME = "device", "pinned_host", "nvme"
-"""Memories; the first two as JAX calls them."""
+"""Names of memories in settings; those of the first two are memory kinds of JAX."""
 AUTO = "auto"
-"""For state: each in turn, as far as it has room; planned for the host at first."""
+"""Setting for state: fill the devices, then the host, then disks; planned as `HOST`
+until `zjax.fit_plan` knows the machine."""
 MIN_MOVED_BYTES = 1 << 18
-"""On one device; smaller arrays cost more time to move than they free memory."""
+"""Smallest array per device to offload: moving less costs more than it frees."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Splits:
-    """What a ZeRO stage splits over the ZeRO axes.
+    """What a ZeRO stage shards over the ZeRO axes.
 
     Args:
-        state: Master weights, optimizer state and the gradients that enter it.
-        grad_sum: The sum of gradients over microbatches.
-        compute: Parameters in use.
+        state: Whether master weights, optimizer state and its gradients are sharded.
+        grad_sum: Whether the sum of gradients over microbatches is sharded.
+        compute: Whether compute parameters are sharded.
     """
 
     state: bool
@@ -64,14 +63,7 @@ class Splits:
 
 
 def splits_of(stage: int) -> Splits:
-    """The one place where the number of a ZeRO stage gets a meaning.
-
-    Args:
-        stage: 0 to 3.
-
-    Returns:
-        What the stage splits.
-    """
+    """What a ZeRO stage, 0 to 3, shards; the one place that reads its number."""
     return Splits(state=stage >= 1, grad_sum=stage >= 2, compute=stage >= 3)
 
 
@@ -82,16 +74,16 @@ class Plan:
     Args:
         mesh: Devices, or an abstract mesh for planning alone.
         stage: ZeRO stage, 0 to 3.
-        master: Parameters as the optimizer sees them, or their lower halves.
-        compute: Parameters as the model sees them.
-        grad_sum: Gradients as they are added over microbatches.
-        grads: Gradients as they enter the optimizer.
-        opt_state: State of the optimizer.
-        model_state: What the model carries besides parameters.
-        ema: Averaged parameters, in float32; an empty tuple where none are kept.
-        is_offloaded: Whether part of the state rests outside of the devices, so that
-            the parameters in use are kept from step to step.
-        batch_casts: Dtypes to which arrays of a batch are cast, by their paths.
+        master: Master weights, or their low bits.
+        compute: Parameters in the compute dtype.
+        grad_sum: Sum of gradients over microbatches.
+        grads: Gradients that enter the optimizer.
+        opt_state: Optimizer state.
+        model_state: State of the model besides parameters.
+        ema: Averaged weights in float32; an empty tuple without averaging.
+        is_offloaded: Whether state may be offloaded; compute parameters are then stored
+            from step to step.
+        batch_casts: Dtypes to which arrays of a batch are cast, by path.
     """
 
     mesh: Mesh | AbstractMesh
@@ -107,65 +99,49 @@ class Plan:
     batch_casts: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def scalar(self, path: str, dtype: Any) -> ArrayPlan:
-        """The row of a number that every device holds.
-
-        Args:
-            path: Its name.
-            dtype: Its element type.
-
-        Returns:
-            A replicated row of shape ().
-        """
-        everywhere = self.replicated
-        return ArrayPlan(path, (), jnp.dtype(dtype), everywhere, everywhere)
+        """The plan of a replicated scalar."""
+        place = self.replicated
+        return ArrayPlan(path, (), jnp.dtype(dtype), place, place)
 
     @property
     def splits(self) -> Splits:
-        """What its stage splits over the ZeRO axes."""
+        """What its stage shards over the ZeRO axes."""
         return splits_of(self.stage)
 
     @property
     def splits_master(self) -> bool:
-        """Whether some master weights are stored without the bits that are in use."""
+        """Whether some master weights are stored as low bits."""
         return any(row.form is Form.SPLIT for row in jax.tree.leaves(self.master))
 
     @property
     def replicated(self) -> NamedSharding:
-        """The placement of what every device holds whole."""
+        """The sharding of a replicated array."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
     def num_batch_shares(self) -> int:
-        """Parts into which the batch dim is cut."""
+        """Shards of the batch dim."""
         return meshes.num_shares(self.mesh, meshes.BATCH_AXES)
 
     @property
     def num_length_shares(self) -> int:
-        """Parts into which each sequence is cut."""
+        """Shards of the sequence dim."""
         return meshes.num_shares(self.mesh, (meshes.SEQUENCE,))
 
     def batch_sharding(self, leaf: Any) -> NamedSharding:
-        """The placement of one array of a batch.
-
-        Args:
-            leaf: Anything with a shape; a scalar is replicated.
-
-        Returns:
-            Its first dim over the batch axes, its second over the sequence axis.
-        """
+        """The sharding of one array [B, L, ...] of a batch; scalars are replicated."""
         entries = (meshes.BATCH_AXES, meshes.SEQUENCE)[: len(leaf.shape)]
         return NamedSharding(self.mesh, PartitionSpec(*entries))
 
 
 def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) -> Plan:
-    """Decides where every array of a run lives.
+    """Decides where every array of a run is stored.
 
     Args:
-        config: Read for `zero`, `precision`, `mesh.names` and `mesh.rules`;
-            `zero.optimizer_memory="auto"` is planned for the host, until
-            `zjax.fit_plan` asks a machine.
+        config: Settings; read for `zero`, `precision`, `mesh.names` and `mesh.rules`.
+            "auto" memory is planned for the host, until `zjax.fit_plan` asks a machine.
         mesh: Devices, or an abstract mesh.
-        model: Its abstract parameters and the names of their dims.
+        model: Supplies abstract parameters and the names of their dims.
         tx: Optax gradient transformation of `make_optimizer` or `adopt_optimizer`.
 
     Returns:
@@ -176,81 +152,84 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
             from one mean gradient per step; all problems at once.
     """
     params, model_state = jax.eval_shape(model.init, abstract_key())
-    dtypes = config.precision
-    master = _cast(params, dtypes.master_dtype)
-    logical = names_of_dims(model, params, config.mesh, mesh)
-    splits = splits_of(config.zero.stage)
-    specs = _param_specs(config, mesh, master, logical)
-    whole_specs = specs[False]
-    is_apart = stores_layers_apart(config, model)
-
-    def params_rows(specs: list[PartitionSpec], dtype: str) -> Any:
-        leaves, tree = jax.tree_util.tree_flatten_with_path(_cast(params, dtype))
-        rows = [
-            _row(path_of(k), leaf, spec, mesh, used, is_stack=names[:1] == ("layers",))
-            for (k, leaf), spec, used, names in zip(
-                leaves, specs, whole_specs, logical, strict=True
-            )
-        ]
-        rows = jax.tree.unflatten(tree, rows)
-        return jax.tree.map(layer_by_layer, rows) if is_apart else rows
-
-    asked = config.zero.optimizer_memory
-    state_memory = HOST if asked == AUTO else asked
-
-    def offload(rows: Any, memory: str = state_memory) -> Any:
-        return jax.tree.map(lambda row: _offload(row, row, memory, config), rows)
-
-    def offload_blocks(rows: Any) -> Any:
-        where = config.zero.parameter_memory
-        return jax.tree_util.tree_map_with_path(
-            lambda keys, row, other: (
-                row if layer_of(keys) is None else _offload(row, other, where, config)
-            ),
-            rows,
-            params_rows(stored_specs, dtypes.compute_dtype),
-        )
-
-    def offload_owned(rows: Any) -> Any:
-        paths = {row.path: row for row in jax.tree.leaves(stored)}
-        return jax.tree_util.tree_map_with_path(
-            lambda keys, row: offload(row) if any(owners(keys, paths)) else row, rows
-        )
-
-    is_offloaded = config.zero.optimizer_memory != DEVICE
-    stored_specs = specs[splits.state]
-    compute = offload_blocks(params_rows(specs[splits.compute], dtypes.compute_dtype))
-    stored = params_rows(stored_specs, dtypes.master_dtype)
-    opt_state = abstract_opt_state(tx, _logical_arrays(stored))
-    offloaded = offload(stored)
-    _check_moved("optimizer", asked, offloaded)
-    _check_moved("parameter", config.zero.parameter_memory, compute)
+    splits, dtypes = splits_of(config.zero.stage), config.precision
+    planned = _ParamPlans.of(config, mesh, model, params).planned
+    master = planned(dtypes.master_dtype, is_sharded=splits.state)
+    opt_state = _plan_opt_state(config, mesh, tx, master)
+    compute = _offload_blocks(
+        planned(dtypes.compute_dtype, is_sharded=splits.compute),
+        planned(dtypes.compute_dtype, is_sharded=splits.state),
+        config,
+    )
     return Plan(
         mesh=mesh,
         stage=config.zero.stage,
-        master=jax.tree.map(_split, offloaded, compute) if is_offloaded else stored,
+        master=_offload_master(master, compute, config),
         compute=compute,
-        grad_sum=params_rows(specs[splits.grad_sum], dtypes.grad_sum_dtype),
-        grads=params_rows(stored_specs, dtypes.grad_sum_dtype),
-        opt_state=offload_owned(_opt_state_rows(config, mesh, opt_state, stored)),
-        model_state=_rows(model_state, mesh),
-        ema=params_rows(stored_specs, "float32") if config.optimizer.ema_decay else (),
-        is_offloaded=is_offloaded,
+        grad_sum=planned(dtypes.grad_sum_dtype, is_sharded=splits.grad_sum),
+        grads=planned(dtypes.grad_sum_dtype, is_sharded=splits.state),
+        opt_state=_offload_moments(opt_state, master, config),
+        model_state=_replicated(model_state, mesh),
+        ema=planned("float32", is_sharded=splits.state)
+        if config.optimizer.ema_decay
+        else (),
+        is_offloaded=config.zero.offloads_state,
         batch_casts=dict.fromkeys(model.cast or (), dtypes.compute_dtype),
     )
 
 
-def stores_layers_apart(config: Config, model: Model) -> bool:
-    """Whether layers are stored one by one: they are where they are moved.
+@dataclasses.dataclass(frozen=True)
+class _ParamPlans:
+    """Plans of trees with one array per parameter.
 
     Args:
-        config: Read for `zero.optimizer_memory`.
-        model: Says whether it takes its layers apart.
-
-    Returns:
-        False where one array stacks them.
+        params: Abstract parameters.
+        unsharded: Model-parallel spec of each leaf.
+        sharded: The same specs, extended over the ZeRO axes.
+        is_stack: Whether each leaf stacks layers.
+        is_by_layer: Whether stacks are planned as one array per layer.
     """
-    return model.takes_layers_apart and config.zero.optimizer_memory != DEVICE
+
+    params: Params
+    mesh: Mesh | AbstractMesh
+    unsharded: list[PartitionSpec]
+    sharded: list[PartitionSpec]
+    is_stack: list[bool]
+    is_by_layer: bool
+
+    @classmethod
+    def of(
+        cls, config: Config, mesh: Mesh | AbstractMesh, model: Model, params: Params
+    ) -> "_ParamPlans":
+        logical = names_of_dims(model, params, config.mesh, mesh)
+        unsharded, sharded = [], []
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        for (keys, leaf), names in zip(leaves, logical, strict=True):
+            spec = rules.spec_for(names, path_of(keys), mesh)
+            rules.check_parts(leaf.shape, spec, path_of(keys), mesh)
+            unsharded.append(spec)
+            sharded.append(_zero_spec(config, mesh, leaf.shape, spec, names))
+        is_stack = [names[:1] == ("layers",) for names in logical]
+        by_layer = stores_layers_apart(config, model)
+        return cls(params, mesh, unsharded, sharded, is_stack, by_layer)
+
+    def planned(self, dtype: str, *, is_sharded: bool) -> Any:
+        """A tree of plans in this dtype, of `Layers` where stacks are by layer."""
+        leaves, tree = jax.tree_util.tree_flatten_with_path(_cast(self.params, dtype))
+        specs = self.sharded if is_sharded else self.unsharded
+        rows = [
+            _array_plan(path_of(keys), leaf, spec, self.mesh, used, is_stack=is_stack)
+            for (keys, leaf), spec, used, is_stack in zip(
+                leaves, specs, self.unsharded, self.is_stack, strict=True
+            )
+        ]
+        rows = jax.tree.unflatten(tree, rows)
+        return jax.tree.map(layer_by_layer, rows) if self.is_by_layer else rows
+
+
+def stores_layers_apart(config: Config, model: Model) -> bool:
+    """Whether each layer is stored as an array of its own, as under offload."""
+    return model.takes_layers_apart and config.zero.offloads_state
 
 
 def _cast(tree: Any, dtype: str) -> Any:
@@ -261,35 +240,82 @@ def _cast(tree: Any, dtype: str) -> Any:
     return jax.tree.map(cast, tree)
 
 
-def while_it_waits(row: ArrayPlan, memory: str, config: Config) -> ArrayPlan:
-    """Where a gradient waits, or what enters a block.
+def offload_pending(row: ArrayPlan, memory: str, config: Config) -> ArrayPlan:
+    """Where a pending gradient or the input of a block is stored.
 
     Args:
-        row: Its place on the devices.
-        memory: That was asked for.
-        config: Read for `zero.nvme_paths`.
+        row: Its plan on the devices.
+        memory: The setting for it; small arrays are never stored on disks.
+        config: Settings; read for `zero.nvme_paths`.
 
     Returns:
-        Its place while it waits; what is small never goes to disks.
+        Its plan in that memory.
     """
-    return _offload(row, row, memory, config) if memory == NVME else row.rest_in(memory)
+    return (
+        _offload(row, row, memory, config) if memory == NVME else row.stored_in(memory)
+    )
 
 
-def _offload(row: ArrayPlan, other: ArrayPlan, where: str, config: Config) -> ArrayPlan:
-    """The other place, in a memory, of what would take much of a device in its own."""
-    is_moved = where != DEVICE and row.device_bytes >= MIN_MOVED_BYTES
-    return other.rest_at(where, config.zero.nvme_paths) if is_moved else row
+while_it_waits = offload_pending  # old name, until all callers have moved
 
 
-def _split(row: ArrayPlan, in_use: ArrayPlan) -> ArrayPlan:
-    """Master weights without the bits that are kept as parameters in use."""
-    splits = (jnp.dtype("float32"), jnp.dtype("bfloat16"))
-    is_split = (row.dtype, in_use.dtype) == splits
+def _offload(
+    row: ArrayPlan, other: ArrayPlan, memory: str, config: Config
+) -> ArrayPlan:
+    """`other` in `memory` where `row` is large enough on a device, else `row`."""
+    is_moved = memory != DEVICE and row.device_bytes >= MIN_MOVED_BYTES
+    return other.stored_in(memory, config.zero.nvme_paths) if is_moved else row
+
+
+def _state_memory(config: Config) -> str:
+    asked = config.zero.optimizer_memory
+    return HOST if asked == AUTO else asked
+
+
+def _offload_master(master: Any, compute: Any, config: Config) -> Any:
+    """Offloaded master weights, as low bits beside bfloat16 compute parameters."""
+    memory = _state_memory(config)
+    offloaded = jax.tree.map(lambda row: _offload(row, row, memory, config), master)
+    _check_moved("optimizer", config.zero.optimizer_memory, offloaded)
+    _check_moved("parameter", config.zero.parameter_memory, compute)
+    if not config.zero.offloads_state:
+        return offloaded
+    return jax.tree.map(_split, offloaded, compute)
+
+
+def _offload_blocks(compute: Any, sharded: Any, config: Config) -> Any:
+    """Compute parameters, those of blocks offloaded and then `sharded`."""
+    memory = config.zero.parameter_memory
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, row, other: (
+            row if layer_of(keys) is None else _offload(row, other, memory, config)
+        ),
+        compute,
+        sharded,
+    )
+
+
+def _offload_moments(opt_state: Any, master: Any, config: Config) -> Any:
+    """Optimizer state, offloaded where it belongs to a parameter."""
+    paths = {row.path: row for row in jax.tree.leaves(master)}
+    memory = _state_memory(config)
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, row: (
+            _offload(row, row, memory, config) if any(owners(keys, paths)) else row
+        ),
+        opt_state,
+    )
+
+
+def _split(row: ArrayPlan, compute: ArrayPlan) -> ArrayPlan:
+    """Master weights as low bits, where compute parameters hold their high bits."""
+    dtypes = (jnp.dtype("float32"), jnp.dtype("bfloat16"))
+    is_split = (row.dtype, compute.dtype) == dtypes
     return dataclasses.replace(row, form=Form.SPLIT) if is_split else row
 
 
 def _check_moved(what: str, memory: str, rows: Any) -> None:
-    """Refuses a memory that would hold nothing, and was asked for by name."""
+    """Refuses a memory that was asked for by name and would store nothing."""
     is_open = memory in (DEVICE, AUTO) or (what == "parameter" and is_derived(memory))
     if is_open or any(row.memory == memory for row in jax.tree.leaves(rows)):
         return
@@ -301,11 +327,7 @@ def _check_moved(what: str, memory: str, rows: Any) -> None:
     raise PlanError(Problem(f"zero.{what}_memory", memory, problem, remedy))
 
 
-def _logical_arrays(rows: Any) -> Any:
-    return jax.tree.map(lambda row: jax.ShapeDtypeStruct(row.shape, row.dtype), rows)
-
-
-def _row(
+def _array_plan(
     path: str,
     leaf: Any,
     spec: PartitionSpec,
@@ -314,7 +336,7 @@ def _row(
     *,
     is_stack: bool = False,
 ) -> ArrayPlan:
-    """An array that is used as it is stored, unless there is a spec for its use."""
+    """The plan of an array that is used as it is stored, unless `used` is given."""
     return ArrayPlan(
         path,
         leaf.shape,
@@ -325,24 +347,10 @@ def _row(
     )
 
 
-def _rows(tree: Any, mesh: Any) -> Any:
+def _replicated(tree: Any, mesh: Any) -> Any:
     return jax.tree_util.tree_map_with_path(
-        lambda keys, leaf: _row(path_of(keys), leaf, PartitionSpec(), mesh), tree
+        lambda keys, leaf: _array_plan(path_of(keys), leaf, PartitionSpec(), mesh), tree
     )
-
-
-def _param_specs(
-    config: Config, mesh: Any, params: Any, logical: list[tuple[str | None, ...]]
-) -> dict[bool, list[PartitionSpec]]:
-    """Of each leaf, by whether it is split over the ZeRO axes too."""
-    whole, split = [], []
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    for (keys, leaf), names in zip(leaves, logical, strict=True):
-        spec = rules.spec_for(names, path_of(keys), mesh)
-        rules.check_parts(leaf.shape, spec, path_of(keys), mesh)
-        whole.append(spec)
-        split.append(_zero_spec(config, mesh, leaf.shape, spec, names))
-    return {False: whole, True: split}
 
 
 def _zero_spec(
@@ -359,27 +367,27 @@ def _zero_spec(
     )
 
 
-def _opt_state_rows(config: Config, mesh: Any, opt_state: Any, master: Any) -> Any:
-    """Gives a state leaf its parameter's place if it mirrors it, else one by its shape.
+def _plan_opt_state(config: Config, mesh: Any, tx: Any, master: Any) -> Any:
+    """Shards optimizer state as its parameters; state of other shapes by `_zero_spec`.
 
-    A leaf mirrors the parameter whose path its own holds, if their shapes agree but for
-    dims of size 1, over which the leaf is a sum or a maximum.
+    A leaf belongs to the parameter whose path its own path contains. It is sharded like
+    it if their shapes agree but for dims of size 1, which are reductions.
     """
-    places = {row.path: row for row in jax.tree.leaves(master)}
+    params = {row.path: row for row in jax.tree.leaves(master)}
+    arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), master)
+    is_sharded = splits_of(config.zero.stage).state
 
-    def row(keys: Any, leaf: Any) -> ArrayPlan:
+    def plan_leaf(keys: Any, leaf: Any) -> ArrayPlan:
         path, names = path_of(keys), ()
-        for owner in owners(keys, places):
-            own = rules.reduced_spec(owner.spec, owner.shape, leaf.shape)
-            if own is not None:
-                return _row(path, leaf, own, mesh)
+        for owner in owners(keys, params):
+            spec = rules.reduced_spec(owner.spec, owner.shape, leaf.shape)
+            if spec is not None:
+                return _array_plan(path, leaf, spec, mesh)
             if owner.num_layers and leaf.shape[:1] == (owner.num_layers,):
                 names = ("layers",)
         spec = PartitionSpec()
-        if splits_of(config.zero.stage).state and jnp.issubdtype(
-            leaf.dtype, jnp.floating
-        ):
+        if is_sharded and jnp.issubdtype(leaf.dtype, jnp.floating):
             spec = _zero_spec(config, mesh, leaf.shape, spec, names)
-        return _row(path, leaf, spec, mesh)
+        return _array_plan(path, leaf, spec, mesh)
 
-    return jax.tree_util.tree_map_with_path(row, opt_state)
+    return jax.tree_util.tree_map_with_path(plan_leaf, abstract_opt_state(tx, arrays))

@@ -1,0 +1,56 @@
+"""The plan as programs see it: one array per layer, and all arrays on the devices."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from zjax.sharding.layers import layer_by_layer
+from zjax.sharding.plan import Plan
+from zjax.typing import Model
+
+
+def layerwise_plan(model: Model, plan: Plan) -> Plan:
+    """The plan with a plan for each layer of a stacked array.
+
+    Args:
+        model: Says whether it takes its layers apart.
+        plan: The plan of stored arrays.
+
+    Returns:
+        The plan with `Layers` for sharded stacks; `plan` itself for other models.
+    """
+    if not model.takes_layers_apart:
+        return plan
+    # Stacks too small to be sharded are reduced at the end, all layers at once.
+    is_apart = jax.tree.map(
+        lambda row: row.num_layers > 0 and (any(row.spec) or not plan.splits.state),
+        plan.master,
+    )
+
+    def by_layer(rows: Any) -> Any:
+        return jax.tree.map(
+            lambda row, apart: layer_by_layer(row) if apart else row, rows, is_apart
+        )
+
+    return dataclasses.replace(
+        plan,
+        master=by_layer(plan.master),
+        compute=by_layer(plan.compute),
+        grad_sum=by_layer(plan.grad_sum),
+        grads=by_layer(plan.grads),
+    )
+
+
+def staged_plan(plan: Plan) -> Plan:
+    """The plan of the device copies of offloaded state."""
+
+    def on_device(rows: Any) -> Any:
+        return jax.tree.map(lambda row: row.on_device, rows)
+
+    return dataclasses.replace(
+        plan,
+        master=on_device(plan.master),
+        compute=on_device(plan.compute),
+        opt_state=on_device(plan.opt_state),
+    )
