@@ -21,7 +21,7 @@ def make_config(num_batches, seed=0, **settings):
 
 
 def read(opened):
-    with opened.open_parts() as parts:
+    with opened.open_batches() as parts:
         return [(part.num_rows, part.batch["x"].tolist()) for part in parts]
 
 
@@ -47,10 +47,10 @@ def test_every_row_comes_once(num_rows):
 @pytest.mark.parametrize("batch_size", [1, 7, 8, 12, 96])
 def test_the_parts_of_what_is_left_divide_the_batch(batch_size):
     for num_rows in range(batch_size):
-        sizes = evaluation.part_sizes(num_rows, batch_size)
+        sizes = evaluation.group_sizes(num_rows, batch_size)
         assert sum(sizes) == num_rows
         assert all(batch_size % size == 0 for size in sizes)
-    assert len(evaluation.part_sizes(95, 96)) == 4
+    assert len(evaluation.group_sizes(95, 96)) == 4
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_arrays_without_rows_stay_whole_in_a_small_batch():
     """Fails if a table of the loss is repeated, or its size taken for that of rows."""
     batch = {"x": np.arange(6.0), "table": np.arange(3.0)}
     entries = {"table": Entry((3,)), "x": Entry(("B",))}
-    parts = list(evaluation.cut_batch(batch, 8, "batch", entries))
+    parts = list(evaluation.fill_batches(batch, 8, "batch", entries))
     assert [part.num_rows for part in parts] == [4, 2]
     assert parts[1].batch["x"].tolist() == [4, 5] * 4
     assert parts[1].batch["table"].tolist() == [0, 1, 2]
@@ -167,7 +167,7 @@ def test_synthetic_rows_of_evaluation_are_those_of_every_seed():
     def tokens(seed):
         data = schema.Data(source="synthetic", length=8)
         config = make_config(2, seed, data=data)
-        with evaluation.make_evaluation(config, shardings).open_parts() as parts:
+        with evaluation.make_evaluation(config, shardings).open_batches() as parts:
             return [part.batch["tokens"].tolist() for part in parts]
 
     assert tokens(0) == tokens(7)

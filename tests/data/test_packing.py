@@ -77,7 +77,7 @@ def test_windows_hold_a_bounded_number_of_short_documents(monkeypatch):
 def test_packing_wastes_little_of_ordinary_text():
     """Fails if documents stop sharing rows (57 % would be used)."""
     sizes = np.random.default_rng(3).lognormal(6, 1, 5000).astype(np.int64) + 1
-    _, pieces, _ = packing.cut_documents(np.cumsum([0, *sizes.tolist()]), 1024)
+    _, pieces, _ = packing.split_documents(np.cumsum([0, *sizes.tolist()]), 1024)
     rows = packing.pack_first_fit(pieces, 1024)
     assert pieces.sum() / ((rows.max() + 1) * 1024) > 0.97
 

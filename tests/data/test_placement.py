@@ -35,7 +35,7 @@ def test_each_process_finds_all_its_devices_need_in_the_rows_it_read(
         rows = placement.needed_rows([(sharding, whole.shape)], devices.tolist())
         local = whole[rows]
         for device in devices.tolist():
-            found = placement.cut_rows(local, rows, 16, indices[device])
+            found = placement.device_rows(local, rows, 16, indices[device])
             assert found.tolist() == whole[indices[device]].tolist()
 
 

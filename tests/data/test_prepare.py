@@ -364,7 +364,7 @@ def test_suffixes_may_have_capitals(name, tmp_path):
 
 
 def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "MOST_LINE_BYTES", 20)
+    monkeypatch.setattr(documents, "MAX_LINE_BYTES", 20)
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "' + "x" * 50)
     with pytest.raises(DataError, match="has more than 20 bytes on line 2"):
         prepare.prepare(["a.jsonl"], "out")

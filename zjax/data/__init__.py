@@ -1,4 +1,4 @@
-"""Tokens: where they come from, in which order, and how they reach the devices."""
+"""Token data: sources, sampling order, and placement on devices."""
 
 from zjax.data.batches import wrap_batches
 from zjax.data.evaluation import EvaluationSet, find_evaluation

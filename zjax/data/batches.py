@@ -1,4 +1,4 @@
-"""Other people's data: datasets with columns, and iterables of ready batches."""
+"""Data of the caller: datasets with columns, and iterables of ready batches."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from zjax.packages import check_installed
 
 @runtime_checkable
 class ColumnDataset(Protocol):
-    """A dataset in the manner of Hugging Face `datasets`."""
+    """A dataset like those of Hugging Face `datasets`."""
 
     column_names: Any
 
@@ -36,21 +36,22 @@ def wrap_batches(
     """Makes a loader of a dataset with columns, or of any iterable of batches.
 
     A dataset (`column_names`, `len`, `dataset[[3, 1]] -> dict of columns`) is sampled
-    by (seed, step) like our own data. Anything else must yield whole global batches,
-    the same in every process; resuming draws and drops those before `start_step`, and
-    tells if they are not those of the saved run.
+    by (seed, step) like built-in data. Anything else must yield global batches, the
+    same in every process; resuming draws and drops those before `start_step`, and warns
+    if they differ from those of the saved run.
 
     Args:
-        batches: The dataset, or the iterable of trees of numeric arrays whose first dim
-            is `global_batch_size` (scalars are free).
-        config: `seed`, `global_batch_size`, and `data` for workers and prefetching.
-        shardings: Where each array of a batch goes.
+        batches: Dataset, or iterable of trees of numeric arrays whose first dim is
+            `global_batch_size` (scalars are allowed).
+        config: Config; reads `seed`, `global_batch_size`, and `data` for workers and
+            prefetching.
+        shardings: Sharding of each array of a batch.
         start_step: Step of the first batch.
-        num_batches: Batches until the end; None goes on as long as there are any.
+        num_batches: Number of batches; None is as many as there are.
 
     Raises:
         DataError: A dataset without rows, or with a column that is not numeric; a batch
-            of another size, when it comes up.
+            of another size, when it is drawn.
     """
     if isinstance(batches, ColumnDataset):
         return loader.sample_rows(
@@ -93,26 +94,17 @@ def wrap_batches(
                 batch, shardings, num_rows, f"batches[{number}]"
             )
 
-        return read_ahead(draw(), place, config.data)
+        return prefetch(draw(), place, config.data)
 
     return loader.Loader(
         open_at, {"global_batch_size": num_rows}, start_step, drawn=drawn
     )
 
 
-def read_ahead(
+def prefetch(
     iterator: Iterator[Any], place: Callable[[Any], Any], data: schema.Data
 ) -> Any:
-    """Reads an iterator in a thread that also places what it gives.
-
-    Args:
-        iterator: What to read, once.
-        place: Called in the thread with each of its items.
-        data: `prefetch_batches`.
-
-    Returns:
-        An iterator of what `place` returns, with a `close`.
-    """
+    """Maps `place` over an iterator in a thread that reads `prefetch_batches` ahead."""
     check_installed("grain")
     import grain
 
@@ -125,11 +117,7 @@ def read_ahead(
 
 
 class ColumnRows:
-    """Rows of a dataset with columns.
-
-    Args:
-        dataset: The dataset; has one row or more.
-    """
+    """Rows of a dataset with columns, of which there must be some."""
 
     def __init__(self, dataset: ColumnDataset):
         if len(dataset) == 0:
@@ -149,12 +137,12 @@ class ColumnRows:
         return check_batch(stacked, {}, name="batches")
 
     def digest(self) -> str:
-        """Sums up some of the rows."""
+        """Checksum of a sample of the rows."""
         return digest.digest_columns(self.read, len(self))
 
 
 def _as_dataset(iterator: Iterator[Any]) -> Any:
-    """An iterator in the shape that grain prefetches; read once."""
+    """Wraps an iterator for grain's prefetching; read once."""
     import grain
 
     class GivenIterator(grain.DatasetIterator):

@@ -1,9 +1,8 @@
-"""Checksums of data, by which a resumed run knows its own again.
+"""Checksums of data, with which a resumed run detects that its data has changed.
 
-Token streams are read whole up to `SCAN_TOKENS`, and in equally spaced parts beyond.
-Of datasets with columns up to `NUM_SAMPLED` equally spaced rows are read, and of
-batches that are given up to `NUM_SAMPLED` pieces of each array: a difference elsewhere
-is not seen.
+Token streams up to `SCAN_TOKENS` are read completely, longer ones in 64 equally spaced
+parts. Datasets with columns are sampled at `NUM_SAMPLED` rows, and the arrays of given
+batches at as many pieces: differences elsewhere are not detected.
 """
 
 import hashlib
@@ -17,22 +16,15 @@ import numpy as np
 from zjax.sharding.paths import path_of
 
 SCAN_TOKENS = 1 << 26
-"""Streams up to this long are read whole."""
+"""Longest stream that is read completely."""
 NUM_SAMPLED = 64
 WHOLE_BYTES = 1 << 20
-"""Arrays of given batches up to this large are read whole."""
+"""Largest array of a given batch that is read completely."""
 PIECE_BYTES = 1 << 14
 
 
 def token_parts(tokens: Any) -> Iterator[np.ndarray]:
-    """Reads a stream: whole, or 64 equally spaced parts if it is long.
-
-    Args:
-        tokens: One dim, 1 or more; sliced without reading the rest.
-
-    Yields:
-        Parts, in order.
-    """
+    """Reads a stream completely, or 64 equally spaced parts if it is long."""
     size = SCAN_TOKENS // NUM_SAMPLED
     if len(tokens) <= SCAN_TOKENS:
         starts = range(0, len(tokens), size)
@@ -43,47 +35,36 @@ def token_parts(tokens: Any) -> Iterator[np.ndarray]:
 
 
 def digest_tokens(tokens: Any, *others: np.ndarray) -> str:
-    """Sums up a stream and what belongs to it.
-
-    Args:
-        tokens: The stream, as for `token_parts`.
-        *others: Arrays that are read whole, such as where documents start.
-
-    Returns:
-        16 hexadecimal digits, of the length, the dtype and the parts.
-    """
-    found = hashlib.sha256(f"{len(tokens)} {tokens[:1].dtype.name}".encode())
+    """16 hexadecimal digits of a stream (length, dtype, parts) and other arrays."""
+    checksum = hashlib.sha256(f"{len(tokens)} {tokens[:1].dtype.name}".encode())
     for part in (*token_parts(tokens), *others):
-        found.update(np.ascontiguousarray(part).data)
-    return found.hexdigest()[:16]
+        checksum.update(np.ascontiguousarray(part).data)
+    return checksum.hexdigest()[:16]
 
 
 def digest_columns(read: Any, num_rows: int) -> str:
-    """Sums up rows that are read by number.
+    """16 hexadecimal digits of rows that are read by number.
 
-    Rows that differ when they are read again, as those with random crops do, count by
-    the names, dtypes and shapes of their columns alone.
+    Rows that differ when read twice, as with random crops, count by the names, dtypes
+    and shapes of their columns alone.
 
     Args:
-        read: `read(indices)` gives a dict of arrays.
-        num_rows: How many there are, 1 or more.
-
-    Returns:
-        16 hexadecimal digits, of the number of rows and those that are sampled.
+        read: Function from indices to a dict of arrays.
+        num_rows: Number of rows, 1 or more.
     """
     number = min(num_rows, NUM_SAMPLED)
     indices = np.linspace(0, num_rows - 1, number).astype(np.int64)
     first, again = read(indices), read(indices)
     forms = {name: [x.dtype.name, x.shape[1:]] for name, x in first.items()}
-    found = hashlib.sha256(json.dumps([num_rows, forms]).encode())
+    checksum = hashlib.sha256(json.dumps([num_rows, forms]).encode())
     for name, array in first.items():
         if array.tobytes() == again[name].tobytes():
-            found.update(np.ascontiguousarray(array).data)
-    return found.hexdigest()[:16]
+            checksum.update(np.ascontiguousarray(array).data)
+    return checksum.hexdigest()[:16]
 
 
 class BatchChain:
-    """Sums up batches one after another.
+    """Running checksum of batches.
 
     Example:
         >>> one, other = BatchChain(), BatchChain()
@@ -97,13 +78,10 @@ class BatchChain:
         self._sum = hashlib.sha256()
 
     def add(self, batch: Any) -> str:
-        """Adds a batch.
+        """Adds a batch, and returns 16 hexadecimal digits of all batches so far.
 
         Args:
-            batch: A tree of arrays; of those on devices only dtypes and shapes count.
-
-        Returns:
-            16 hexadecimal digits, of all batches so far.
+            batch: Tree of arrays; those on devices count by dtype and shape alone.
         """
         for keys, leaf in jax.tree_util.tree_leaves_with_path(batch):
             array = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)

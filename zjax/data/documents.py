@@ -1,4 +1,4 @@
-"""Documents out of text, JSON Lines and Parquet files, read in bounded memory."""
+"""Reads documents from text, JSON Lines and Parquet files, in bounded memory."""
 
 import codecs
 import itertools
@@ -13,26 +13,24 @@ from zjax.reading import parse_json
 from zjax.remedies import find_fault
 
 BLOCK_BYTES = 64 << 10
-"""Longer text files are cut into documents of about this size, at line ends."""
+"""Longer text files are split into documents of about this size, at line ends."""
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 PARQUET_ROWS = 1_024
-MOST_LINE_BYTES = 1 << 28
-"""Of one JSON object."""
+MAX_LINE_BYTES = 1 << 28
+"""Longest line of a JSON Lines file."""
 NUM_NAMED = 10
-"""Fields or columns that a message lists."""
+"""Most fields or columns that a message lists."""
 
 
 class Document(NamedTuple):
-    """One text and how much of the file it used up."""
+    """One text, and its size in the file in bytes."""
 
     text: str
     num_bytes: int
 
 
 def list_files(inputs: Sequence[str | pathlib.Path]) -> list[pathlib.Path]:
-    """Lists files as given, and those under directories sorted by name.
-
-    Empty files under directories are skipped.
+    """Lists files, and the files of directories, sorted by name and not empty.
 
     Raises:
         DataError: A path is missing, a given file is empty, a directory holds no text.
@@ -41,10 +39,10 @@ def list_files(inputs: Sequence[str | pathlib.Path]) -> list[pathlib.Path]:
     problems = []
     for given in map(pathlib.Path, inputs):
         if os.path.isdir(given):
-            below = sorted(path for path in given.rglob("*") if path.is_file())
-            found = [path for path in below if path.stat().st_size]
-            files += found
-            if not found:
+            entries = sorted(path for path in given.rglob("*") if path.is_file())
+            non_empty = [path for path in entries if path.stat().st_size]
+            files += non_empty
+            if not non_empty:
                 problems.append(_problem(given, "holds no text", "give some"))
         elif fault := find_fault(given):
             problems.append(_problem(given, fault, "check the path"))
@@ -58,14 +56,14 @@ def list_files(inputs: Sequence[str | pathlib.Path]) -> list[pathlib.Path]:
 
 
 def read_documents(path: pathlib.Path, text_field: str) -> Iterator[Document]:
-    """Reads a file by what its name ends in: JSON Lines, Parquet, or else plain text.
+    """Reads JSON Lines, Parquet or else plain text, by the file's suffix.
 
     Args:
-        path: The file.
-        text_field: Field or column that holds the text.
+        path: Path of the file.
+        text_field: Field or column with the text.
 
     Raises:
-        DataError: Not UTF-8, a broken line, no such field; says where.
+        DataError: Not UTF-8, a broken line, no such field; with its position.
     """
     suffix = path.suffix.lower()
     if suffix in JSON_SUFFIXES:
@@ -80,19 +78,19 @@ def _problem(path: pathlib.Path, problem: str, remedy: str) -> Problem:
 
 
 def _read_text(path: pathlib.Path) -> Iterator[Document]:
-    at, rest = 0, b""
+    offset, remainder = 0, b""
     with open(path, "rb") as file:
-        while chunk := file.read(BLOCK_BYTES - len(rest)):
-            block = rest + chunk
-            size = _cut(block) if len(block) == BLOCK_BYTES else len(block)
-            yield Document(_decode(block[:size], path, at), size)
-            at, rest = at + size, block[size:]
-    if rest:
-        yield Document(_decode(rest, path, at), len(rest))
+        while chunk := file.read(BLOCK_BYTES - len(remainder)):
+            block = remainder + chunk
+            size = _document_end(block) if len(block) == BLOCK_BYTES else len(block)
+            yield Document(_decode(block[:size], path, offset), size)
+            offset, remainder = offset + size, block[size:]
+    if remainder:
+        yield Document(_decode(remainder, path, offset), len(remainder))
 
 
-def _cut(block: bytes) -> int:
-    """Where to end a document: after the last line, else before a torn character."""
+def _document_end(block: bytes) -> int:
+    """End of a document: after the last line, else before a torn character."""
     after_line = block.rfind(b"\n") + 1
     if after_line > len(block) // 2:
         return after_line
@@ -100,43 +98,45 @@ def _cut(block: bytes) -> int:
     return consumed
 
 
-def _decode(block: bytes, path: pathlib.Path, at: int) -> str:
-    """Text of a block that begins at byte `at`; the mark that begins a file is none."""
+def _decode(block: bytes, path: pathlib.Path, offset: int) -> str:
+    """Decodes a block at byte `offset`; drops the byte order mark of a file."""
     try:
-        return block.decode("utf-8" if at else "utf-8-sig")
+        return block.decode("utf-8" if offset else "utf-8-sig")
     except UnicodeDecodeError as error:
-        said = f"is not UTF-8 at byte {at + error.start}"
+        problem = f"is not UTF-8 offset byte {offset + error.start}"
         remedy = "convert it (iconv -t UTF-8) or leave it out"
-        raise DataError(_problem(path, said, remedy)) from error
+        raise DataError(_problem(path, problem, remedy)) from error
 
 
 def _read_json_lines(path: pathlib.Path, text_field: str) -> Iterator[Document]:
-    at = 0
+    offset = 0
     with open(path, "rb") as file:
-        lines = iter(lambda: file.readline(MOST_LINE_BYTES + 1), b"")
+        lines = iter(lambda: file.readline(MAX_LINE_BYTES + 1), b"")
         for number, line in enumerate(lines, start=1):
-            if len(line) > MOST_LINE_BYTES:
-                said = f"has more than {MOST_LINE_BYTES:,} bytes on line {number}"
-                raise DataError(_problem(path, said, "write one JSON object per line"))
-            text = _decode(line, path, at)
+            if len(line) > MAX_LINE_BYTES:
+                problem = f"has more than {MAX_LINE_BYTES:,} bytes on line {number}"
+                raise DataError(
+                    _problem(path, problem, "write one JSON object per line")
+                )
+            text = _decode(line, path, offset)
             if text.strip():
                 yield Document(_parse(text, path, number, text_field), len(line))
-            at += len(line)
+            offset += len(line)
 
 
 def _parse(line: str, path: pathlib.Path, number: int, text_field: str) -> str:
     try:
         record = parse_json(line)
     except ValueError as error:
-        said = f"has broken JSON on line {number} ({error.args[0]})"
+        problem = f"has broken JSON on line {number} ({error.args[0]})"
         remedy = "write one JSON object per line"
-        raise DataError(_problem(path, said, remedy)) from error
+        raise DataError(_problem(path, problem, remedy)) from error
     if not isinstance(record, dict):
-        said = f"has no object on line {number}, but a {type(record).__name__}"
-        raise DataError(_problem(path, said, "write one JSON object per line"))
+        problem = f"has no object on line {number}, but a {type(record).__name__}"
+        raise DataError(_problem(path, problem, "write one JSON object per line"))
     if text_field not in record:
-        said = f"has no field {text_field!r} on line {number}, only {_named(record)}"
-        raise DataError(_problem(path, said, "choose another text_field"))
+        problem = f"has no field {text_field!r} on line {number}, only {_named(record)}"
+        raise DataError(_problem(path, problem, "choose another text_field"))
     return _check_text(record[text_field], path, f"line {number}", text_field)
 
 
@@ -148,15 +148,15 @@ def _read_parquet(path: pathlib.Path, text_field: str) -> Iterator[Document]:
     try:
         file = parquet.ParquetFile(path)
     except pyarrow.ArrowException as error:
-        said = "is not a Parquet file"
+        problem = "is not a Parquet file"
         raise DataError(
-            _problem(path, said, "leave it out or make it again")
+            _problem(path, problem, "leave it out or make it again")
         ) from error
     with file:
         names = file.schema_arrow.names
         if text_field not in names:
-            said = f"has no column {text_field!r}, only {_named(names)}"
-            raise DataError(_problem(path, said, "choose another text_field"))
+            problem = f"has no column {text_field!r}, only {_named(names)}"
+            raise DataError(_problem(path, problem, "choose another text_field"))
         num_bytes = path.stat().st_size // max(1, file.metadata.num_rows)
         number = 0
         for values in _columns(file, path, text_field):
@@ -173,9 +173,9 @@ def _columns(file: Any, path: pathlib.Path, text_field: str) -> Iterator[list[ob
         for batch in file.iter_batches(PARQUET_ROWS, columns=[text_field]):
             yield batch.column(0).to_pylist()
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        said = f"is a damaged Parquet file ({' '.join(str(error).split())})"
+        problem = f"is a damaged Parquet file ({' '.join(str(error).split())})"
         raise DataError(
-            _problem(path, said, "leave it out or make it again")
+            _problem(path, problem, "leave it out or make it again")
         ) from error
 
 
@@ -189,11 +189,11 @@ def _named(names: Collection[str]) -> str:
 
 def _check_text(value: object, path: pathlib.Path, where: str, text_field: str) -> str:
     if not isinstance(value, str):
-        said = f"has a {type(value).__name__} as {text_field!r} in {where}"
-        raise DataError(_problem(path, said, "make it a string or leave it out"))
+        problem = f"has a {type(value).__name__} as {text_field!r} in {where}"
+        raise DataError(_problem(path, problem, "make it a string or leave it out"))
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        said = f"has half a character (a lone surrogate) in {where}"
-        raise DataError(_problem(path, said, "write whole characters")) from error
+        problem = f"has half a character (a lone surrogate) in {where}"
+        raise DataError(_problem(path, problem, "write whole characters")) from error
     return value

@@ -1,4 +1,4 @@
-"""What a loss asks of a batch, and whether a batch that comes is that."""
+"""The arrays that a loss expects in a batch, and checks of batches against them."""
 
 import functools
 from collections import Counter
@@ -16,19 +16,19 @@ from zjax.typing import IGNORED, Batch, Entries, Entry
 
 
 def entries_of(batch: Batch, *, replicated: Sequence[str] = ()) -> Entries:
-    """What a loss asks of its batches, by an example.
+    """Derives the arrays that a loss expects from an example batch.
 
     Args:
         batch: Arrays or ShapeDtypeStructs.
-        replicated: Paths of arrays that hold no rows, or of dicts of such: devices and
-            microbatches get them whole.
+        replicated: Paths of arrays, or of dicts of arrays, that have no rows: every
+            device and microbatch gets all of them.
 
     Returns:
-        For each array its dtype and its shape, of any number of rows.
+        Dtype and shape of each array, for any number of rows.
 
     Raises:
-        DataError: Leaves that are no arrays of numbers, arrays of other numbers of rows
-            than most, and names that are not in the batch; all at once.
+        DataError: Leaves that are not numeric arrays, arrays with another number of
+            rows than most, and unknown names; all at once.
 
     Example:
         >>> batch = {"x": np.ones((8, 2), np.float32), "table": np.ones(3, np.int32)}
@@ -47,8 +47,8 @@ def entries_of(batch: Batch, *, replicated: Sequence[str] = ()) -> Entries:
                 )
             )
     for path, leaf in leaves.items():
-        is_whole = not leaf.shape or any(_is_within(path, n) for n in replicated)
-        shape = leaf.shape if is_whole else ("B", *leaf.shape[1:])
+        is_replicated = not leaf.shape or any(_is_within(path, n) for n in replicated)
+        shape = leaf.shape if is_replicated else ("B", *leaf.shape[1:])
         found[path] = Entry(shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
     sizes = Counter(x.shape[0] for p, x in leaves.items() if found[p].has_rows)
     if len(sizes) > 1:
@@ -77,20 +77,20 @@ def check_batch(
     num_rows: int = 0,
     rows_differ: bool = False,
 ) -> Batch:
-    """Refuses a batch that is not what its loss asks for.
+    """Refuses a batch that its loss does not expect.
 
     Args:
-        batch: A tree of arrays and numbers; values are read of NumPy's arrays alone.
-        entries: What the loss asks; empty asks for arrays of numbers.
-        name: What errors call the batch.
-        num_rows: Rows of each array; 0 for any number that all have.
-        rows_differ: Whether the number of rows is not looked at.
+        batch: Tree of arrays and numbers; only values of NumPy arrays are read.
+        entries: Expected arrays; if empty, any numeric arrays.
+        name: Name of the batch in messages.
+        num_rows: Rows of each array; 0 is any number that all share.
+        rows_differ: Whether the number of rows is not checked.
 
     Returns:
-        The batch, NumPy's arrays in the dtypes that JAX gives them.
+        The batch, with NumPy arrays in the dtypes of JAX.
 
     Raises:
-        DataError: Leaves that are no arrays of numbers, integers that do not fit JAX's,
+        DataError: Leaves that are not numeric arrays, integers that do not fit JAX's,
             ids out of range, arrays that are missing, unknown, or of another dtype,
             shape or number of rows; all at once.
 
@@ -109,7 +109,7 @@ def check_batch(
             problems.append(found)
     for path, entry in entries.items():
         if path not in leaves and not entry.is_optional:
-            remedy = f"give {_asked(entry)}"
+            remedy = f"give {_expected(entry)}"
             problems.append(Problem(field_of(path, name), None, "is missing", remedy))
     for path, x in arrays.items():
         if entries and path not in entries:
@@ -134,18 +134,17 @@ def _is_within(path: str, name: str) -> bool:
 
 
 def _is_list(node: Any) -> bool:
-    """Whether a list or tuple is meant as an array."""
+    """Whether a list or tuple stands for an array."""
     is_list = isinstance(node, list | tuple) and len(node) > 0
     return is_list and not any(hasattr(x, "shape") for x in jax.tree.leaves(node))
 
 
 def _as_scalar(leaf: Any) -> Any:
-    """A number as the array that it stands for."""
     return np.asarray(leaf) if isinstance(leaf, bool | int | float) else leaf
 
 
 def _is_placed(leaf: Any) -> bool:
-    """Whether values are not to be read: they are on devices, or there are none."""
+    """Whether values must not be read: the array is on devices, or abstract."""
     return not isinstance(leaf, np.ndarray | np.generic)
 
 
@@ -189,12 +188,12 @@ def _narrow(array: Any) -> np.ndarray:
 def _shape_problems(
     arrays: dict[str, Any], entries: Entries, name: str, num_rows: int
 ) -> Iterator[Problem]:
-    """What is of another dtype, shape or size than asked for, or than the others."""
+    """Arrays that do not match their entry, or whose sizes do not match each other."""
     sizes: dict[tuple[str, bool], tuple[int, str]] = {}
     for path, x in arrays.items():
         entry, field = entries.get(path, Entry()), field_of(path, name)
-        if not _is_asked(x, entry):
-            problem, remedy = f"is not {_asked(entry)}", "give that shape and dtype"
+        if not _matches(x, entry):
+            problem, remedy = f"is not {_expected(entry)}", "give that shape and dtype"
             yield Problem(field, _type_of(x), problem, remedy)
             continue
         if entry.has_rows and x.shape and num_rows and x.shape[0] != num_rows:
@@ -206,7 +205,7 @@ def _shape_problems(
             yield Problem(field, _type_of(x), "has no rows", "leave such batches out")
             continue
         for letter, size in zip(_letters(entry), x.shape, strict=False):
-            # Of a run of many processes, NumPy's arrays may be the rows of one.
+            # With several processes, a NumPy array may hold the rows of one of them.
             is_part = letter == "B" and jax.process_count() > 1 and not _is_placed(x)
             other, of = sizes.setdefault((letter, is_part), (size, field))
             if letter and size != other:
@@ -220,7 +219,7 @@ def _letters(entry: Entry) -> Iterable[str]:
     return [dim if isinstance(dim, str) else "" for dim in shape]
 
 
-def _is_asked(x: Any, entry: Entry) -> bool:
+def _matches(x: Any, entry: Entry) -> bool:
     if entry.dtype is not None and not jnp.issubdtype(x.dtype, entry.dtype):
         return False
     if entry.shape is None:
@@ -230,7 +229,7 @@ def _is_asked(x: Any, entry: Entry) -> bool:
     return fits and len(entry.shape) == len(x.shape)
 
 
-def _asked(entry: Entry) -> str:
+def _expected(entry: Entry) -> str:
     dtype, dims = entry.dtype, ""
     name = getattr(dtype, "name", None) or getattr(dtype, "__name__", "array")
     if entry.shape is not None:
@@ -247,18 +246,18 @@ def _host_id_problem(field: str, x: Any, entry: Entry | None) -> Problem | None:
     return _id_problem(field, int(counted.min()), int(counted.max()), entry)
 
 
-def _id_problem(field: str, least: int, most: int, entry: Entry) -> Problem | None:
-    """What is wrong with ids between two of them."""
-    if 0 <= least and most < entry.num_ids:
+def _id_problem(field: str, minimum: int, maximum: int, entry: Entry) -> Problem | None:
+    """Checks the smallest and the largest id."""
+    if 0 <= minimum and maximum < entry.num_ids:
         return None
     problem, remedy = f"is no id of {entry.num_ids}", f"use 0 to {entry.num_ids - 1}"
     if entry.may_be_ignored:
-        remedy += f", or {IGNORED} for what does not count"
-    return Problem(field, least if least < 0 else most, problem, remedy)
+        remedy += f", or {IGNORED} for ignored tokens"
+    return Problem(field, minimum if minimum < 0 else maximum, problem, remedy)
 
 
 def _ids_of(batch: Batch, entries: Entries) -> dict[str, Any]:
-    """The arrays whose values are to be checked."""
+    """Arrays of ids, by path."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     arrays = {path_of(keys): x for keys, x in leaves}
     return {p: x for p, x in arrays.items() if p in entries and entries[p].num_ids}
@@ -267,12 +266,8 @@ def _ids_of(batch: Batch, entries: Entries) -> dict[str, Any]:
 def check_placed_ids(batch: Batch, entries: Entries) -> None:
     """Refuses ids out of range in arrays on devices; waits for them.
 
-    Args:
-        batch: Arrays of JAX.
-        entries: What the loss asks.
-
     Raises:
-        DataError: Names every array with an id that the loss has no row for.
+        DataError: Names every array with an id out of range.
     """
     ids = _ids_of(batch, entries)
     ignores = {path: entries[path].may_be_ignored for path in ids}

@@ -1,10 +1,10 @@
-"""What a run is evaluated on: each row once, in one order, whatever the run's seed.
+"""Evaluation data: each row once, in one order, whatever the run's seed.
 
 All batches have `global_batch_size` rows, so that one compiled program serves on every
-mesh. The rows that are left at the end are cut into parts whose sizes divide the batch,
-and a part fills a batch by repetition: the mean over that batch is the mean over the
-part, for losses with weights and for plain means alike. Weighted by the rows of their
-parts, the batches give the mean over all rows.
+mesh. The remaining rows at the end are split into groups whose sizes divide the batch
+size, and a group is repeated to fill a batch: the mean over that batch is the mean over
+the group, for weighted and plain means alike. Weighted by the rows of their groups, the
+batches give the mean over all rows.
 """
 
 import contextlib
@@ -30,70 +30,68 @@ from zjax.sharding.batch import map_rows, rows_of
 from zjax.typing import Entries
 
 ALL = -1
-"""`evaluation.num_batches` of a pass over all rows."""
+"""`evaluation.num_batches` that takes all rows."""
 SEED = 0
-"""The order of evaluation rows, in every run."""
+"""Seed of the order of evaluation rows, in every run."""
 
 
-class Part(NamedTuple):
-    """Rows that fill one batch."""
+class FilledBatch(NamedTuple):
+    """A batch filled by repetition of some rows."""
 
     num_rows: int
-    """Rows of the batch without their repetitions; divides the batch size."""
+    """Number of distinct rows; divides the batch size."""
     batch: Any
     """Global arrays whose first dim is the batch size."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationSet:
-    """The evaluation data of a run, read anew at each evaluation.
+    """The evaluation data of a run, read from the start at each evaluation.
 
     Args:
-        open_parts: Starts a pass; gives its parts in a `with` statement.
-        description: Which rows a pass takes.
+        open_batches: Context manager that gives the batches of one evaluation.
+        description: Description of the rows.
     """
 
-    open_parts: Callable[[], contextlib.AbstractContextManager[Iterator[Part]]]
+    open_batches: Callable[[], contextlib.AbstractContextManager[Iterator[FilledBatch]]]
     description: str
 
     def mean(self, evaluate: Callable[[Any], Mapping[str, Any]]) -> dict[str, float]:
-        """Averages what batches give over the rows of the set, each row once.
+        """Averages the metrics of batches over the rows of the set, each row once.
 
         Args:
-            evaluate: `evaluate(batch)`, scalars on the device: means over `weight`
-                units.
+            evaluate: `evaluate(batch)` returns scalars on the device: means over
+                `weight` units.
 
         Returns:
-            `eval_<name>` of each mean, NaN where no row has weight; and
-            `evaluated_rows`.
+            `eval_<name>` of each mean, NaN if no row has weight; and `evaluated_rows`.
 
         Raises:
             DataError: There is no batch, or one is malformed.
         """
-        with self.open_parts() as parts:
-            given = [(part.num_rows, evaluate(part.batch)) for part in parts]
-        if not given:
+        with self.open_batches() as batches:
+            results = [(part.num_rows, evaluate(part.batch)) for part in batches]
+        if not results:
             problem = "gave no batch"
             remedy = "give an iterable that starts anew, such as a list"
-            raise DataError(Problem("evaluation_batches", "given", problem, remedy))
-        means = mean_over_rows(jax.device_get(given))
-        num_rows = float(sum(num_rows for num_rows, _ in given))
+            raise DataError(Problem("evaluation_batches", "results", problem, remedy))
+        means = mean_over_rows(jax.device_get(results))
+        num_rows = float(sum(num_rows for num_rows, _ in results))
         named = {f"eval_{name}": value for name, value in means.items()}
         return named | {"evaluated_rows": num_rows}
 
 
 @dataclasses.dataclass(frozen=True)
-class Pass:
-    """Which rows each batch of an evaluation takes.
+class EvaluationOrder:
+    """The rows of each batch of an evaluation.
 
     Args:
-        num_rows: Rows of the pass, 1 or more; a part of the data if fewer than
-            `num_all`.
+        num_rows: Rows to evaluate, 1 or more.
         num_all: Rows of the data.
         global_batch_size: Rows of a batch, 1 or more.
 
     Example:
-        >>> whole = Pass(num_rows=13, num_all=13, global_batch_size=8)
+        >>> whole = EvaluationOrder(num_rows=13, num_all=13, global_batch_size=8)
         >>> whole.sizes
         (8, 4, 1)
         >>> sorted({row for step in range(3) for row in whole.indices(step).tolist()})
@@ -106,36 +104,36 @@ class Pass:
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Rows of each batch without their repetitions."""
-        num_whole, rest = divmod(self.num_rows, self.global_batch_size)
-        whole = (self.global_batch_size,) * num_whole
-        return whole + part_sizes(rest, self.global_batch_size)
+        """Number of distinct rows of each batch."""
+        num_full, remainder = divmod(self.num_rows, self.global_batch_size)
+        full = (self.global_batch_size,) * num_full
+        return full + group_sizes(remainder, self.global_batch_size)
 
     @functools.cached_property
     def starts(self) -> tuple[int, ...]:
-        """Place of the first row of each batch in the order of the pass."""
+        """Position of each batch's first row in the order."""
         return tuple(itertools.accumulate(self.sizes, initial=0))
 
     def indices(self, step: int) -> Int64[np.ndarray, " B"]:
-        """Lists the rows of one batch, repeated where there are too few to fill it."""
+        """Rows of one batch, repeated to fill it."""
         first, size = self.starts[step], self.sizes[step]
         positions = np.arange(first, first + size, dtype=np.int64)
         rows = sampler.permute_rows(positions, self.num_all, SEED, epoch=0)
         return np.tile(rows, self.global_batch_size // size)
 
 
-def part_sizes(num_rows: int, batch_size: int) -> tuple[int, ...]:
-    """Cuts rows into parts that fill a batch by repetition, as few as can be found.
+def group_sizes(num_rows: int, batch_size: int) -> tuple[int, ...]:
+    """Splits rows into groups that fill a batch by repetition, largest first.
 
     Args:
-        num_rows: 0 to `batch_size`.
-        batch_size: 1 or more.
+        num_rows: Number of rows, 0 to `batch_size`.
+        batch_size: Rows of a batch, 1 or more.
 
     Returns:
-        Sizes that divide `batch_size`, the largest first; their sum is `num_rows`.
+        Divisors of `batch_size` whose sum is `num_rows`.
 
     Example:
-        >>> part_sizes(7, 8), part_sizes(7, 12), part_sizes(8, 8)
+        >>> group_sizes(7, 8), group_sizes(7, 12), group_sizes(8, 8)
         ((4, 2, 1), (6, 1), (8,))
     """
     sizes = []
@@ -152,20 +150,21 @@ def find_evaluation(
     batches: Any = None,
     evaluation_batches: Any = None,
 ) -> EvaluationSet | None:
-    """Finds what a run is evaluated on.
+    """Finds the evaluation data of a run.
 
     Args:
-        config: As for `make_evaluation`.
-        shardings: Where each array of a batch goes.
-        batches: Training data of the caller; then only `evaluation_batches` count.
-        evaluation_batches: As for `wrap_evaluation`.
+        config: Config, as for `make_evaluation`.
+        shardings: Sharding of each array of a batch.
+        batches: Training data of the caller, who must then give `evaluation_batches`,
+            too.
+        evaluation_batches: Evaluation data of the caller, as for `wrap_evaluation`.
 
     Returns:
-        The data; None where there is none, or `evaluation.num_batches` is 0.
+        The data; None if there is none, or `evaluation.num_batches` is 0.
 
     Raises:
-        DataError: The data cannot be evaluated on.
-        ConfigError: All rows are asked for where there is no end of them.
+        DataError: The data is unusable.
+        ConfigError: All rows of endless data are asked for.
     """
     if not config.evaluation.num_batches:
         return None
@@ -180,14 +179,14 @@ def make_evaluation(
     """Opens the held-out rows of the data that `config` names.
 
     Args:
-        config: `data`, `evaluation.num_batches`, `global_batch_size` (1 or more) and
-            `model.vocab_size`.
-        shardings: Where each array of a batch goes.
+        config: Config; reads `data`, `evaluation.num_batches`, `global_batch_size` (1
+            or more) and `model.vocab_size`.
+        shardings: Sharding of each array of a batch.
 
     Raises:
         DataError: The data is missing, damaged, too short for one row, or has a larger
             vocabulary than the model.
-        ConfigError: All rows are asked for where there is no end of them.
+        ConfigError: All rows of endless data are asked for.
     """
     number = config.evaluation.num_batches
     if number == ALL and config.data.source == "synthetic":
@@ -195,28 +194,27 @@ def make_evaluation(
         remedy = "use a number of batches, such as 8"
         raise ConfigError(Problem("evaluation.num_batches", ALL, problem, remedy))
     rows = source.open_rows(config, "validation")
-    return _of_rows(rows, config, shardings)
+    return _evaluate_rows(rows, config, shardings)
 
 
 def wrap_evaluation(
     batches: Any, config: schema.Config, shardings: placement.Shardings
 ) -> EvaluationSet:
-    """Takes a dataset with columns, or an iterable of batches, for evaluation.
+    """Evaluates on a dataset with columns, or an iterable of batches.
 
     Args:
-        batches: The dataset, or an iterable that starts anew each time, of trees of
-            numeric arrays whose first dim is `global_batch_size` or less, such as that
-            of a last batch (scalars are free).
-        config: `evaluation.num_batches`, `global_batch_size` and
+        batches: Dataset; or iterable that restarts each time, of trees of numeric
+            arrays whose first dim is at most `global_batch_size` (scalars are allowed).
+        config: Config; reads `evaluation.num_batches`, `global_batch_size` and
             `data.prefetch_batches`.
-        shardings: Where each array of a batch goes.
+        shardings: Sharding of each array of a batch.
 
     Raises:
-        DataError: An iterator, which gives other batches at the second evaluation; a
-            dataset without rows, or with a column that is not numeric.
+        DataError: An iterator, which cannot restart; a dataset without rows, or with a
+            column that is not numeric.
     """
     if isinstance(batches, wrapping.ColumnDataset):
-        return _of_rows(wrapping.ColumnRows(batches), config, shardings)
+        return _evaluate_rows(wrapping.ColumnRows(batches), config, shardings)
     if isinstance(batches, Iterator):
         name = type(batches).__name__
         problem = "is an iterator, which gives other batches at each evaluation"
@@ -226,18 +224,18 @@ def wrap_evaluation(
     end = None if number == ALL else number
     entries = placement.entries_in(shardings)
 
-    def place(part: Part) -> Part:
-        place = "evaluation_batches"
-        placed = placement.place_batch(part.batch, shardings, batch_size, place)
-        return part._replace(batch=placed)
+    def place(filled: FilledBatch) -> FilledBatch:
+        name = "evaluation_batches"
+        placed = placement.place_batch(filled.batch, shardings, batch_size, name)
+        return filled._replace(batch=placed)
 
     sums: list[str] = []
 
-    def draw() -> Iterator[Part]:
+    def draw() -> Iterator[FilledBatch]:
         chain, total = BatchChain(), ""
         for number, batch in enumerate(itertools.islice(batches, end)):
             total = chain.add(batch)
-            yield from cut_batch(
+            yield from fill_batches(
                 batch, batch_size, f"evaluation_batches[{number}]", entries
             )
         sums.append(total)
@@ -248,23 +246,23 @@ def wrap_evaluation(
             )
 
     @contextlib.contextmanager
-    def open_parts() -> Iterator[Iterator[Part]]:
-        read = wrapping.read_ahead(draw(), place, config.data)
+    def open_batches() -> Iterator[Iterator[FilledBatch]]:
+        read = wrapping.prefetch(draw(), place, config.data)
         with contextlib.closing(read):
             yield read
 
-    of = "all batches" if end is None else f"up to {end} batches"
-    return EvaluationSet(open_parts, f"{of} of evaluation_batches")
+    which = "all batches" if end is None else f"up to {end} batches"
+    return EvaluationSet(open_batches, f"{which} of evaluation_batches")
 
 
-def _of_rows(
+def _evaluate_rows(
     rows: packing.Rows, config: schema.Config, shardings: placement.Shardings
 ) -> EvaluationSet:
     number, num_all = config.evaluation.num_batches, len(rows)
     loader.check_batch_size(config)
-    asked = num_all if number == ALL else number * config.global_batch_size
-    order = Pass(min(asked, num_all), num_all, config.global_batch_size)
-    # Few batches: processes that read would take longer to start.
+    num_wanted = num_all if number == ALL else number * config.global_batch_size
+    order = EvaluationOrder(min(num_wanted, num_all), num_all, config.global_batch_size)
+    # Starting worker processes would take longer than reading few batches.
     data = dataclasses.replace(config.data, num_workers=0)
     batches = loader.load_rows(
         rows,
@@ -275,52 +273,53 @@ def _of_rows(
     )
 
     @contextlib.contextmanager
-    def open_parts() -> Iterator[Iterator[Part]]:
+    def open_batches() -> Iterator[Iterator[FilledBatch]]:
         batches.rewind()
         with batches:
-            yield map(Part, order.sizes, batches)
+            yield map(FilledBatch, order.sizes, batches)
 
-    return EvaluationSet(open_parts, f"{order.num_rows:,} of {num_all:,} rows")
+    return EvaluationSet(open_batches, f"{order.num_rows:,} of {num_all:,} rows")
 
 
-def cut_batch(
-    batch: Any, batch_size: int, place: str, entries: Entries
-) -> Iterator[Part]:
+def fill_batches(
+    batch: Any, batch_size: int, name: str, entries: Entries
+) -> Iterator[FilledBatch]:
     """Makes full batches of one that may be smaller.
 
     Args:
-        batch: A tree of arrays of NumPy or JAX, whose first dim is the rows; scalars
-            are free.
+        batch: Tree of arrays of NumPy or JAX, whose first dim is the rows; scalars are
+            allowed.
         batch_size: Rows of the full batches.
-        place: What to call the batch in messages.
-        entries: What its loss asks of it.
+        name: Name of the batch in messages.
+        entries: Arrays that the loss expects.
 
     Yields:
-        The batch itself if it is full, else its parts.
+        The batch itself if it is full, else its groups of rows.
 
     Raises:
-        DataError: It has no rows, more than a full batch, or is not what its loss asks.
+        DataError: It has no rows, more than a full batch, or is not what the loss
+            expects.
 
     Example:
-        >>> parts = cut_batch({"x": np.arange(3)}, 4, "batch", {})
-        >>> [(part.num_rows, part.batch["x"].tolist()) for part in parts]
+        >>> filled = fill_batches({"x": np.arange(3)}, 4, "batch", {})
+        >>> [(one.num_rows, one.batch["x"].tolist()) for one in filled]
         [(2, [0, 1, 0, 1]), (1, [2, 2, 2, 2])]
     """
-    batch = check_batch(batch, entries, name=place)
+    batch = check_batch(batch, entries, name=name)
     num_rows = next((x.shape[0] for _, x in rows_of(batch, entries)), batch_size)
     if not 1 <= num_rows <= batch_size:
         problem = f"rows are not 1 to global_batch_size={batch_size}"
         remedy = "cut the evaluation data into such batches"
-        raise DataError(Problem(place, num_rows, problem, remedy))
+        raise DataError(Problem(name, num_rows, problem, remedy))
     if num_rows == batch_size:
-        yield Part(num_rows, batch)
+        yield FilledBatch(num_rows, batch)
         return
     first = 0
-    for size in part_sizes(num_rows, batch_size):
+    for size in group_sizes(num_rows, batch_size):
         rows = slice(first, first + size)
         first += size
         filled = functools.partial(_fill, rows=rows, times=batch_size // size)
-        yield Part(size, map_rows(filled, lambda leaf: leaf, batch, entries))
+        yield FilledBatch(size, map_rows(filled, lambda leaf: leaf, batch, entries))
 
 
 def _fill(array: Any, rows: slice, times: int) -> Any:
@@ -329,14 +328,14 @@ def _fill(array: Any, rows: slice, times: int) -> Any:
 
 
 def mean_over_rows(results: Iterable[tuple[int, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Averages what batches gave, so that each row counts once.
+    """Averages metrics of batches, so that each row counts once.
 
     Args:
-        results: Of each batch the rows of its part, and its metrics: means over
-            `weight` units.
+        results: Number of distinct rows and metrics of each batch; metrics are means
+            over `weight` units.
 
     Returns:
-        The weighted means, without `weight`; NaN where no row has weight.
+        The weighted means, without `weight`; NaN if no row has weight.
 
     Example:
         >>> whole, rest = {"loss": 2.0, "weight": 1.0}, {"loss": 5.0, "weight": 1.0}

@@ -1,8 +1,8 @@
-"""Batches on the devices, read ahead of their use; the position is a step number.
+"""Batches on the devices, prefetched; the position is a step number.
 
-grain reads the rows, in threads or in processes of its own, and runs the thread that
-places them. It is never asked where it is: the batch of step n is a pure function of n,
-so a loader resumes by starting anew at its step.
+grain reads the rows, in threads or worker processes, and runs the thread that places
+them. Its state is not used: the batch of step n is a pure function of n, so a loader
+resumes by restarting at its step.
 """
 
 import sys
@@ -22,28 +22,28 @@ from zjax.errors import ConfigError, DataError, Problem
 from zjax.packages import check_installed
 
 READ_THREADS = 2
-"""Batches that each reading process works on at a time."""
+"""Batches that each worker process reads at a time."""
 
 
 @runtime_checkable
 class Order(Protocol):
-    """Which rows make up the global batch of a step."""
+    """The rows of the global batch of each step."""
 
     def indices(self, step: int) -> Int64[np.ndarray, " B"]:
-        """Lists the rows of one step, in the order they stand in the batch."""
+        """Rows of one step, in batch order."""
         ...
 
 
 class Loader:
-    """An iterator of batches of global arrays that knows its step.
+    """Iterator of batches of global arrays that knows its step.
 
     Args:
-        open_at: Starts reading at a step; gives an iterator with a `close`.
-        position: What, besides the step, decides which samples come; it is compared
-            when a state is restored.
+        open_at: Function that starts reading at a step; its iterator has a `close`.
+        position: Values besides the step that determine the samples, compared at
+            resume.
         start_step: Step of the first batch.
-        drawn: Filled by the iterator: by step, a digest of the batches before it, where
-            batches are drawn in order.
+        drawn: Digests of the batches before each step, filled in by an iterator that
+            draws them in order.
     """
 
     def __init__(
@@ -61,8 +61,7 @@ class Loader:
         self._drawn = {} if drawn is None else drawn
         self._saved_digest: str | None = None
         self._open: list[Any] = []
-        # Also runs at exit: a thread that places arrays while the interpreter goes down
-        # would crash it.
+        # Also runs at exit: a thread that places arrays would crash the interpreter.
         weakref.finalize(self, _close_all, self._open)
 
     def __iter__(self) -> Iterator[Any]:
@@ -89,28 +88,28 @@ class Loader:
         self.close()
 
     def close(self) -> None:
-        """Stops all threads and processes; the next batch would start them again."""
+        """Stops all threads and processes; the next batch restarts them."""
         _close_all(self._open)
 
     def rewind(self) -> None:
-        """Goes back to step 0."""
+        """Returns to step 0."""
         self.close()
         self._step = 0
 
     def state(self) -> dict[str, Any]:
-        """Says where the loader is: the `step` of the next batch, and which data."""
+        """Position of the loader: next `step`, and what determines the data."""
         drawn = {"drawn": self._drawn[self._step]} if self._step in self._drawn else {}
         return {"step": self._step} | self._position | drawn
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to where another loader of the same data was.
+        """Moves to the position of another loader of the same data.
 
         Args:
-            state: What `state` gave.
+            state: Result of `state`.
 
         Raises:
-            DataError: The data, its order or the batch size differ, so the same step
-                would be other samples; or it is no state.
+            DataError: The data, its order or the batch size differ, so that steps would
+                be other samples; or it is no state.
         """
         step = state.get("step") if isinstance(state, dict) else None
         if type(step) is not int or not 0 <= step < 2**31:
@@ -153,18 +152,19 @@ def make_loader(
 ) -> Loader:
     """Makes the loader of the training data that `config` names.
 
-    With `data.num_workers`, the script that runs must guard its work by
-    `if __name__ == "__main__":`, since each worker process imports it.
+    With `data.num_workers`, guard the script by `if __name__ == "__main__":`, since
+    each worker process imports it.
 
     Args:
-        config: `data`, `seed`, `global_batch_size` (1 or more) and `model.vocab_size`.
-        shardings: Where each array of a batch goes.
+        config: Config; reads `data`, `seed`, `global_batch_size` (1 or more) and
+            `model.vocab_size`.
+        shardings: Sharding of each array of a batch.
         start_step: Step of the first batch.
-        num_batches: Batches until the end; None goes on for ever.
+        num_batches: Number of batches; None is endless.
 
     Returns:
-        An iterator of `tokens, targets` (int32[B, L]) and `weights` (float32[B, L]),
-        with `segment_ids, positions` (int32[B, L]) where documents are packed.
+        Iterator of `tokens, targets` (int32[B, L]) and `weights` (float32[B, L]), with
+        `segment_ids, positions` (int32[B, L]) if documents are packed.
 
     Raises:
         DataError: The data is missing, damaged, too short for one row, or has a larger
@@ -174,7 +174,7 @@ def make_loader(
         source.open_rows(config, "train"),
         config,
         shardings,
-        made_from=source.row_settings(config),
+        source_settings=source.row_settings(config),
         start_step=start_step,
         num_batches=num_batches,
     )
@@ -185,19 +185,19 @@ def sample_rows(
     config: schema.Config,
     shardings: placement.Shardings,
     *,
-    made_from: dict[str, Any] | None = None,
+    source_settings: dict[str, Any] | None = None,
     start_step: int = 0,
     num_batches: int | None = None,
 ) -> Loader:
-    """Makes the loader of any rows in the order of `config.seed`.
+    """Makes the loader of any rows, in the order of `config.seed`.
 
     Args:
-        rows: The rows.
-        config: `seed`, and as for `load_rows`.
-        shardings: Where each array of a batch goes.
-        made_from: Settings that the rows follow from, to be compared at resume.
+        rows: Rows to sample.
+        config: Config; reads `seed`, and as `load_rows`.
+        shardings: Sharding of each array of a batch.
+        source_settings: Settings that determine the rows, compared at resume.
         start_step: Step of the first batch.
-        num_batches: Batches until the end; None goes on for ever.
+        num_batches: Number of batches; None is endless.
     """
     check_batch_size(config)
     seed, num_rows, size = config.seed, len(rows), config.global_batch_size
@@ -207,7 +207,7 @@ def sample_rows(
         config,
         shardings,
         order=sampler.Sampler(seed, num_rows, size),
-        position=position | (made_from or {}) | {"data.digest": rows.digest()},
+        position=position | (source_settings or {}) | {"data.digest": rows.digest()},
         start_step=start_step,
         num_batches=num_batches,
     )
@@ -226,13 +226,14 @@ def load_rows(
     """Makes the loader of any rows that can be read by number.
 
     Args:
-        rows: The rows.
-        config: `data.num_workers`, `data.prefetch_batches` and `global_batch_size`.
-        shardings: Where each array of a batch goes.
-        order: Which of them each step takes.
-        position: What the order follows from, to be compared at resume.
+        rows: Rows to read.
+        config: Config; reads `data.num_workers`, `data.prefetch_batches` and
+            `global_batch_size`.
+        shardings: Sharding of each array of a batch.
+        order: Rows of each step.
+        position: Values that determine the order, compared at resume.
         start_step: Step of the first batch.
-        num_batches: Batches until the end; None goes on for ever.
+        num_batches: Number of batches; None is endless.
     """
     num_rows = config.global_batch_size
     local_rows = find_local_rows(rows, num_rows, shardings)
@@ -246,7 +247,7 @@ def load_rows(
 
         _mark_flags_as_parsed()
         steps = StepSource(rows, order, local_rows, step, end)
-        dataset = _read_ahead(grain.MapDataset.source(steps), config.data)
+        dataset = _read_batches(grain.MapDataset.source(steps), config.data)
         return iter(
             grain.experimental.ThreadPrefetchIterDataset(
                 dataset.map(place), prefetch_buffer_size=config.data.prefetch_batches
@@ -257,30 +258,26 @@ def load_rows(
 
 
 def _close_all(opened: list[Any]) -> None:
-    """Leaves no reference: grain's iterators cannot be deleted late in an exit."""
+    """Drops all references: grain's iterators cannot be deleted late during exit."""
     while opened:
         opened.pop().close()
 
 
 def check_batch_size(config: schema.Config) -> None:
-    """Refuses a batch size that has not been derived yet.
-
-    Raises:
-        ConfigError: `global_batch_size` is 0.
-    """
+    """Refuses a batch size of 0, which has not been derived yet."""
     if config.global_batch_size == 0:
-        said = "is not a number of rows until it is derived"
+        problem = "is not a number of rows until it is derived"
         remedy = "give the config that `zjax.initialize` returns, or set it"
-        raise ConfigError(Problem("global_batch_size", 0, said, remedy))
+        raise ConfigError(Problem("global_batch_size", 0, problem, remedy))
 
 
 class StepSource:
-    """What grain reads: element i is this process's part of the batch of a step.
+    """Random-access source for grain: a process's part of the batch of each step.
 
     Args:
-        rows: The rows of the whole data.
-        order: Which of them each step takes.
-        local_rows: Places in the global batch that this process holds.
+        rows: Rows of all the data.
+        order: Rows of each step.
+        local_rows: Positions in the global batch that this process holds.
         start_step: Step of element 0.
         end_step: Step after the last element.
     """
@@ -310,16 +307,10 @@ class StepSource:
 def find_local_rows(
     rows: packing.Rows, num_rows: int, shardings: placement.Shardings
 ) -> Int64[np.ndarray, " local"]:
-    """Lists the rows of a global batch of which this process holds any part.
+    """Lists the rows of a global batch of which this process holds any part, ascending.
 
-    Args:
-        rows: Any rows, to read one of.
-        num_rows: Rows of the global batch.
-        shardings: Where each array of a batch goes.
-
-    Returns:
-        Their numbers, ascending: all of them where the devices that split the batch
-        are in every process, as where a pipeline goes through several.
+    Every process holds all rows if the devices that shard the batch are in every
+    process, as with a pipeline over processes.
     """
     example = rows.read(np.zeros(1, np.int64))
     check_batch(example, placement.entries_in(shardings), name="batches")
@@ -333,7 +324,7 @@ def find_local_rows(
     )
 
 
-def _read_ahead(steps: Any, data: schema.Data) -> Any:
+def _read_batches(steps: Any, data: schema.Data) -> Any:
     import grain
 
     read = steps.to_iter_dataset(

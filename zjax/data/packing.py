@@ -1,8 +1,8 @@
-"""From a stream of tokens to rows of equal length, each readable by its number.
+"""Rows of equal length from a stream of tokens, readable by number.
 
-Blocks cut the stream without looking at it. Documents are placed whole, several to a
-row, with segment ids that keep attention inside each; the index of which pieces make up
-which row is computed once, by first-fit in windows, all windows in lockstep.
+Blocks split the stream without looking at it. Documents are packed whole, several to a
+row, with segment ids that confine attention. The index of pieces per row is computed
+once, by first-fit in windows of documents, all windows in lockstep.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from jaxtyping import Bool, Int, Int64
 from zjax.data.digest import digest_tokens
 
 WINDOW_ROWS = 128
-"""Rows' worth of documents among which first-fit looks for a place."""
+"""Rows per first-fit window."""
 MAX_WINDOW_DOCUMENTS = 4_096
 
 
@@ -38,15 +38,15 @@ class Rows(Protocol):
         ...
 
     def digest(self) -> str:
-        """Sums up the data that the rows are made of; see `zjax.data.digest`."""
+        """Checksum of the data; see `zjax.data.digest`."""
         ...
 
 
 class BlockRows:
-    """The stream cut into rows; neighbours share one token, first target of the next.
+    """The stream split into rows; a row's last target is the next one's first token.
 
     Args:
-        tokens: The stream.
+        tokens: Token stream.
         length: Tokens per row, 1 or more.
 
     Example:
@@ -63,7 +63,7 @@ class BlockRows:
         return max(0, len(self._tokens) - 1) // self._length
 
     def read(self, indices: Int64[np.ndarray, " n"], /) -> dict[str, np.ndarray]:
-        """Gives `tokens`, `targets` (int32) and `weights` (float32, all 1)."""
+        """Reads `tokens`, `targets` (int32) and `weights` (float32, all 1)."""
         starts = (indices * self._length).tolist()
         windows = np.stack(
             [self._tokens[start : start + self._length + 1] for start in starts]
@@ -75,19 +75,19 @@ class BlockRows:
         }
 
     def digest(self) -> str:
-        """Sums up the stream."""
+        """Checksum of the stream."""
         return digest_tokens(self._tokens)
 
 
 class DocumentRows:
-    """Documents packed into rows; longer ones are cut into pieces of a row.
+    """Documents packed into rows; longer ones are split into pieces of a row.
 
-    A token predicts the next one of its own document only: the last token of each
-    document, and padding, have weight 0. Padding has segment 0; its token is 0.
+    Targets stay within a document: its last token, and padding, have weight 0. Padding
+    has segment 0 and token 0.
 
     Args:
-        tokens: The stream, each document ending in its end token.
-        offsets: Where each document starts, and the end of the last.
+        tokens: Token stream, each document ending in its end token.
+        offsets: Start of each document, and the end of the last.
         length: Tokens per row, 1 or more.
 
     Example:
@@ -105,11 +105,11 @@ class DocumentRows:
         self._tokens = tokens
         self._offsets = offsets
         self._length = length
-        starts, sizes, closes = cut_documents(offsets, length)
+        starts, sizes, ends_document = split_documents(offsets, length)
         rows = pack_first_fit(sizes, length)
         order = np.argsort(rows, kind="stable")
         self._starts, self._sizes, self._closes = (
-            column[order] for column in (starts, sizes, closes)
+            column[order] for column in (starts, sizes, ends_document)
         )
         num_rows = int(rows.max()) + 1 if len(rows) else 0
         self._first_piece = np.searchsorted(rows[order], np.arange(num_rows + 1))
@@ -118,19 +118,19 @@ class DocumentRows:
         return len(self._first_piece) - 1
 
     def read(self, indices: Int64[np.ndarray, " n"], /) -> dict[str, np.ndarray]:
-        """Gives `tokens, targets, segment_ids, positions` (int32), `weights`."""
+        """Reads `tokens, targets, segment_ids, positions` (int32) and `weights`."""
         rows = [self._pieces(row) for row in indices.tolist()]
         return stack_pieces(rows, self._length)
 
     def digest(self) -> str:
-        """Sums up the stream and where its documents start."""
+        """Checksum of the stream and of the document boundaries."""
         return digest_tokens(self._tokens, self._offsets)
 
     def _pieces(self, row: int) -> list[tuple[np.ndarray, bool]]:
         pieces = slice(self._first_piece[row], self._first_piece[row + 1])
         return [
-            (self._tokens[start : start + size + (not closes)], closes)
-            for start, size, closes in zip(
+            (self._tokens[start : start + size + (not ends_document)], ends_document)
+            for start, size, ends_document in zip(
                 self._starts[pieces].tolist(),
                 self._sizes[pieces].tolist(),
                 self._closes[pieces].tolist(),
@@ -142,12 +142,11 @@ class DocumentRows:
 def stack_pieces(
     rows: Sequence[Sequence[tuple[np.ndarray, bool]]], length: int
 ) -> dict[str, np.ndarray]:
-    """Lays pieces of documents side by side in rows.
+    """Concatenates pieces of documents into rows.
 
     Args:
-        rows: For each row its pieces: their tokens, and whether the document ends
-            there. A piece that does not end its document carries one token more, the
-            target of its last.
+        rows: Pieces of each row: tokens, and whether the document ends there. A piece
+            that does not end its document has one more token, the target of its last.
         length: Tokens per row, at least the sum of a row's pieces.
 
     Returns:
@@ -158,34 +157,34 @@ def stack_pieces(
     batch = {name: np.zeros((len(rows), length), np.int32) for name in names}
     weights = np.zeros((len(rows), length), np.float32)
     for row, pieces in enumerate(rows):
-        at = 0
-        for segment, (piece, closes) in enumerate(pieces, start=1):
-            size = len(piece) if closes else len(piece) - 1
-            here = slice(at, at + size)
-            predicted = slice(at, at + len(piece) - 1)
-            batch["tokens"][row, here] = piece[:size]
+        position = 0
+        for segment, (piece, ends_document) in enumerate(pieces, start=1):
+            size = len(piece) if ends_document else len(piece) - 1
+            span = slice(position, position + size)
+            predicted = slice(position, position + len(piece) - 1)
+            batch["tokens"][row, span] = piece[:size]
             batch["targets"][row, predicted] = piece[1:]
             weights[row, predicted] = 1.0
-            batch["segment_ids"][row, here] = segment
-            batch["positions"][row, here] = np.arange(size)
-            at += size
+            batch["segment_ids"][row, span] = segment
+            batch["positions"][row, span] = np.arange(size)
+            position += size
     return batch | {"weights": weights}
 
 
-def cut_documents(
+def split_documents(
     offsets: Int64[np.ndarray, " offsets"], length: int
 ) -> tuple[
     Int64[np.ndarray, " pieces"],
     Int64[np.ndarray, " pieces"],
     Bool[np.ndarray, " pieces"],
 ]:
-    """Cuts every document into pieces of at most `length` tokens.
+    """Splits every document into pieces of at most `length` tokens.
 
     Returns:
-        Where each piece starts, its size, and whether its document ends there.
+        Start and size of each piece, and whether its document ends there.
 
     Example:
-        >>> [column.tolist() for column in cut_documents(np.array([0, 5, 7]), 3)]
+        >>> [column.tolist() for column in split_documents(np.array([0, 5, 7]), 3)]
         [[0, 3, 5], [3, 2, 2], [False, True, True]]
     """
     ends = offsets[1:]
@@ -202,36 +201,36 @@ def pack_first_fit(
 ) -> Int64[np.ndarray, " pieces"]:
     """Assigns a row to each piece.
 
-    Pieces of a whole row come first. The others are taken in windows; within one, from
-    the longest to the shortest, each goes to the first row of the window with room.
+    Pieces of a full row come first. The others are taken in windows; within one, from
+    the longest to the shortest, each goes to the first row with enough space.
 
     Args:
         sizes: Tokens of each piece, 1 to `length`.
         length: Tokens per row.
 
     Returns:
-        The row of each piece; rows count from 0 without gaps.
+        The row of each piece, numbered without gaps.
 
     Example:
         >>> pack_first_fit(np.array([2, 4, 3, 1, 2]), length=4).tolist()
         [2, 0, 1, 1, 2]
     """
     rows = np.zeros(len(sizes), np.int64)
-    whole = sizes == length
-    num_whole = int(whole.sum())
-    rows[whole] = np.arange(num_whole)
-    part = np.flatnonzero(~whole)
-    if len(part) == 0:
+    full = sizes == length
+    num_full = int(full.sum())
+    rows[full] = np.arange(num_full)
+    shorter = np.flatnonzero(~full)
+    if len(shorter) == 0:
         return rows
-    width = _window_documents(sizes[part], length)
-    table = np.zeros((-(-len(part) // width), width), np.int64)
-    table.reshape(-1)[: len(part)] = sizes[part]
+    width = _window_documents(sizes[shorter], length)
+    table = np.zeros((-(-len(shorter) // width), width), np.int64)
+    table.reshape(-1)[: len(shorter)] = sizes[shorter]
     order = np.argsort(-table, axis=1, kind="stable")
     placed, num_used = _fit_windows(np.take_along_axis(table, order, axis=1), length)
     placed += (np.cumsum(num_used) - num_used)[:, None]
     result = np.empty_like(placed)
     np.put_along_axis(result, order, placed, axis=1)
-    rows[part] = num_whole + result.reshape(-1)[: len(part)]
+    rows[shorter] = num_full + result.reshape(-1)[: len(shorter)]
     return rows
 
 
@@ -243,7 +242,7 @@ def _window_documents(sizes: Int[np.ndarray, " pieces"], length: int) -> int:
 def _fit_windows(
     sizes: Int64[np.ndarray, "windows width"], length: int
 ) -> tuple[Int64[np.ndarray, "windows width"], Int64[np.ndarray, " windows"]]:
-    """First-fit in each window by itself; size 0 fills the end and opens no row."""
+    """First-fit in each window; pieces of size 0 are padding and open no row."""
     num_windows, width = sizes.shape
     windows = np.arange(num_windows)
     space = np.full((num_windows, width), length, np.int64)

@@ -1,4 +1,4 @@
-"""Host rows to global arrays: each process places what its own devices hold."""
+"""Places host rows as global arrays; each process places the rows of its devices."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -14,36 +14,28 @@ from zjax.sharding.batch import map_rows
 from zjax.typing import Entries
 
 Shardings = Callable[[jax.ShapeDtypeStruct], NamedSharding]
-"""Shape and dtype of a global array -> its placement; the plan has one for batches, and
-`BatchPlacement` also checks them."""
+"""Function from shape and dtype of a global array to its sharding."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchPlacement:
-    """Where the arrays of a batch go, and what its loss asks of them.
+    """Shardings of a batch, and the arrays that the loss expects.
 
     Args:
-        shardings: Those of rows; a scalar is replicated.
-        entries: What the loss asks; batches are checked before they are placed.
+        shardings: Sharding of arrays of rows; scalars are replicated.
+        entries: Expected arrays; batches are checked before they are placed.
     """
 
     shardings: Shardings
     entries: Entries
 
     def __call__(self, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        """The placement of an array of rows."""
+        """Sharding of an array of rows."""
         return self.shardings(leaf)
 
 
 def entries_in(shardings: Shardings) -> Entries:
-    """What is asked of the batches that go to these places.
-
-    Args:
-        shardings: A `BatchPlacement`, or any function, which asks nothing.
-
-    Returns:
-        Entries by path.
-    """
+    """Expected arrays by path; none for plain functions."""
     return shardings.entries if isinstance(shardings, BatchPlacement) else {}
 
 
@@ -54,11 +46,11 @@ def needed_rows(
     """Lists the rows of a global batch of which `devices` hold any part.
 
     Args:
-        shardings: Placement and global shape of each array of the batch, 1 dim or more.
-        devices: The devices of one process.
+        shardings: Sharding and global shape of each array of the batch, 1 dim or more.
+        devices: Devices of one process.
 
     Returns:
-        Row numbers in the global batch, ascending, without repetition.
+        Distinct row numbers, ascending.
     """
     devices = list(devices)
     rows: set[int] = set()
@@ -70,19 +62,19 @@ def needed_rows(
     return np.array(sorted(rows), np.int64)
 
 
-def cut_rows(
+def device_rows(
     local: np.ndarray,
     rows: Int64[np.ndarray, " rows"],
     num_rows: int,
     index: Any,
 ) -> np.ndarray:
-    """Cuts the share of one device out of the rows that this process has read.
+    """Slices one device's shard from the rows that this process has read.
 
     Args:
-        local: The rows `rows` of the global array.
-        rows: Their numbers, ascending.
+        local: Rows `rows` of the global array.
+        rows: Row numbers, ascending.
         num_rows: Rows of the global array.
-        index: The share, as slices of the global array; its rows are all in `rows`.
+        index: Slices of the global array; the rows must be in `rows`.
     """
     wanted = range(num_rows)[index[0]]
     first = int(np.searchsorted(rows, wanted.start))
@@ -95,13 +87,13 @@ def place_rows(
     num_rows: int,
     shardings: Shardings,
 ) -> dict[str, jax.Array]:
-    """Makes global arrays out of the rows that this process has read.
+    """Makes global arrays of the rows that this process has read.
 
     Args:
-        batch: For each field the rows `rows`, along the first dim.
-        rows: Their numbers in the global batch, ascending.
+        batch: Rows `rows` of each field.
+        rows: Row numbers in the global batch, ascending.
         num_rows: Rows of the global batch.
-        shardings: Where each array goes.
+        shardings: Sharding of each array.
 
     Raises:
         DataError: An id is out of range.
@@ -111,24 +103,24 @@ def place_rows(
         shape = (num_rows, *local.shape[1:])
         sharding = shardings(jax.ShapeDtypeStruct(shape, local.dtype))
         return jax.make_array_from_callback(
-            shape, sharding, lambda index: cut_rows(local, rows, num_rows, index)
+            shape, sharding, lambda index: device_rows(local, rows, num_rows, index)
         )
 
     batch = check_batch(batch, entries_in(shardings))
     return {name: place(local) for name, local in batch.items()}
 
 
-def place_batch(batch: Any, shardings: Shardings, num_rows: int, place: str) -> Any:
-    """Places a whole batch that every process holds.
+def place_batch(batch: Any, shardings: Shardings, num_rows: int, name: str) -> Any:
+    """Places a global batch that every process holds.
 
     Args:
-        batch: A tree of numeric arrays of NumPy or JAX.
-        shardings: Where each array goes.
-        num_rows: What the first dim of every array must be; scalars are free.
-        place: What to call this batch in messages.
+        batch: Tree of numeric arrays of NumPy or JAX.
+        shardings: Sharding of each array.
+        num_rows: First dim of every array; scalars are allowed.
+        name: Name of the batch in messages.
 
     Raises:
-        DataError: The batch is not what its loss asks for, as `check_batch` says.
+        DataError: The batch is not what its loss expects, see `check_batch`.
     """
 
     def place_rows(x: Any) -> jax.Array:
@@ -138,7 +130,7 @@ def place_batch(batch: Any, shardings: Shardings, num_rows: int, place: str) -> 
         return _place(x, shardings(jax.ShapeDtypeStruct((), x.dtype)))
 
     entries = entries_in(shardings)
-    checked = check_batch(batch, entries, name=place, num_rows=num_rows)
+    checked = check_batch(batch, entries, name=name, num_rows=num_rows)
     return map_rows(place_rows, replicate, checked, entries)
 
 

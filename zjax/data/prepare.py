@@ -1,4 +1,4 @@
-"""Text files to token files, once, before training: `zjax data prepare`."""
+"""Converts text files to token files before training: `zjax data prepare`."""
 
 import contextlib
 import itertools
@@ -18,10 +18,10 @@ from zjax.data import tokenizer as text
 from zjax.errors import DataError, Problem
 
 BPE_TRAINING_BYTES = 1 << 30
-"""A BPE is learnt from at most this much text, the first of the training split."""
-SMALLEST_BPE, LARGEST_BPE = text.NUM_BYTES + 2, 1 << 20
+"""Most text from which a BPE is learnt, the first of the training split."""
+MIN_BPE, MAX_BPE = text.NUM_BYTES + 2, 1 << 20
 ENCODE_DOCUMENTS = 256
-"""Documents encoded at a time, in the threads of the tokenizer."""
+"""Documents encoded at a time, in threads of the tokenizer."""
 
 
 class _Assigned(NamedTuple):
@@ -37,26 +37,25 @@ def prepare(
     validation_fraction: float = 0.01,
     text_field: str = "text",
 ) -> store.Meta:
-    """Writes a directory of token files that `data.source='tokens'` reads.
+    """Writes a directory of token files for `data.source='tokens'`.
 
     Documents are the lines of JSON Lines files, the rows of Parquet files, and text
-    files, cut at line ends into about 64 KiB where they are longer. Validation takes
-    the second document, then one whenever it has less than its share of the text.
+    files, split at line ends into about 64 KiB. Validation takes the second document,
+    then one whenever it has less than `validation_fraction` of the text.
 
     Args:
-        inputs: Files, or directories of which all files are taken.
-        output: Directory to make; it appears only when it is complete.
+        inputs: Files, or directories, all of whose files are read.
+        output: Directory to create; it appears only when it is complete.
         tokenizer: `bytes`, `bpe:<vocab_size>` to learn one from the training text, or
             the path of a `tokenizer.json`.
-        validation_fraction: Part of the text that is held out, 0 to less than 1.
+        validation_fraction: Fraction of the text to hold out, 0 to less than 1.
         text_field: Field of JSON objects, or column of Parquet files, with the text.
 
     Returns:
-        What was written: vocabulary and sizes.
+        Vocabulary and sizes of what was written.
 
     Raises:
-        DataError: An input, the tokenizer or the output cannot be used; nothing is
-            left behind.
+        DataError: An input, the tokenizer or the output is unusable; no files remain.
     """
     if output:
         output = local_path("output", output, DataError, creates=True)
@@ -74,7 +73,7 @@ def prepare(
         return _assign_splits(found, validation_fraction)
 
     with (
-        _write_whole(output) as partial,
+        _atomic_directory(output) as partial,
         progress.Progress(console=console.Console(stderr=True)) as bar,
     ):
         vocabulary = _make_tokenizer(tokenizer, partial, read(bar, "Learning"))
@@ -92,8 +91,8 @@ def prepare(
 
 
 @contextlib.contextmanager
-def _write_whole(output: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Gives a folder that takes the name `output` at the end, or leaves nothing."""
+def _atomic_directory(output: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields a directory that becomes `output` at the end; removes it on errors."""
     partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
     made = [folder for folder in partial.parents if not os.path.lexists(folder)]
     try:
@@ -107,9 +106,9 @@ def _write_whole(output: pathlib.Path) -> Iterator[pathlib.Path]:
                 folder.rmdir()
         if not isinstance(error, OSError):
             raise
-        said = f"cannot be written: {error.strerror or error}"
+        problem = f"cannot be written: {error.strerror or error}"
         remedy = "name a folder that can be made, on a disk with room"
-        raise DataError(Problem("output", str(output), said, remedy)) from error
+        raise DataError(Problem("output", str(output), problem, remedy)) from error
 
 
 def _check_settings(
@@ -119,30 +118,30 @@ def _check_settings(
     if not str(output):
         problems.append(Problem("output", "", "is not given", "name a folder to make"))
     elif os.path.lexists(output):
-        said = "exists already"
+        problem = "exists already"
         problems.append(
-            Problem("output", str(output), said, "remove it or name another")
+            Problem("output", str(output), problem, "remove it or name another")
         )
     bpe = re.fullmatch(r"bpe:([0-9]{1,18})", tokenizer)
-    if bpe and int(bpe[1]) > LARGEST_BPE:
-        said, remedy = (
+    if bpe and int(bpe[1]) > MAX_BPE:
+        problem, remedy = (
             "is more than a text has use for",
-            f"use at most bpe:{LARGEST_BPE}",
+            f"use at most bpe:{MAX_BPE}",
         )
-        problems.append(Problem("tokenizer", tokenizer, said, remedy))
-    elif bpe and int(bpe[1]) < SMALLEST_BPE:
-        said = "is smaller than the 256 bytes, an end token and one merge"
-        remedy = f"use bpe:{SMALLEST_BPE} or more"
-        problems.append(Problem("tokenizer", tokenizer, said, remedy))
+        problems.append(Problem("tokenizer", tokenizer, problem, remedy))
+    elif bpe and int(bpe[1]) < MIN_BPE:
+        problem = "is smaller than the 256 bytes, an end token and one merge"
+        remedy = f"use bpe:{MIN_BPE} or more"
+        problems.append(Problem("tokenizer", tokenizer, problem, remedy))
     elif not bpe and tokenizer != "bytes" and not tokenizer.endswith(".json"):
-        said = "is not a choice"
+        problem = "is not a choice"
         remedy = "use bytes, bpe:<vocab_size> or the path of a tokenizer.json"
-        problems.append(Problem("tokenizer", tokenizer, said, remedy))
+        problems.append(Problem("tokenizer", tokenizer, problem, remedy))
     if not 0 <= validation_fraction < 1:
-        said = "is not a part of the text"
+        problem = "is not a part of the text"
         remedy = "use 0 or more and less than 1"
         problems.append(
-            Problem("validation_fraction", validation_fraction, said, remedy)
+            Problem("validation_fraction", validation_fraction, problem, remedy)
         )
     return problems
 
@@ -156,30 +155,30 @@ def _read_all(
     total = sum(file.stat().st_size for file in files)
     task = bar.add_task(label, total=total)
     for file in files:
-        found = documents.read_documents(file, text_field)
-        while document := _read_next(file, found):
+        read_documents = documents.read_documents(file, text_field)
+        while document := _read_next(file, read_documents):
             bar.advance(task, document.num_bytes)
             if document.text:
                 yield document
 
 
 def _read_next(
-    file: pathlib.Path, found: Iterator[documents.Document]
+    file: pathlib.Path, documents_in: Iterator[documents.Document]
 ) -> documents.Document | None:
     try:
-        return next(found, None)
+        return next(documents_in, None)
     except OSError as error:
         reason = " ".join(str(error.strerror or error).split())
-        said = f"cannot be read: {reason}"
-        problem = Problem("input", str(file), said, "check the file and its disk")
-        raise DataError(problem) from error
+        problem = f"cannot be read: {reason}"
+        remedy = "check the file and its disk"
+        raise DataError(Problem("input", str(file), problem, remedy)) from error
 
 
 def _assign_splits(
-    found: Iterator[documents.Document], validation_fraction: float
+    documents_in: Iterator[documents.Document], validation_fraction: float
 ) -> Iterator[_Assigned]:
     num_seen, num_held_out = 0, 0
-    for document in found:
+    for document in documents_in:
         held_out = num_held_out < validation_fraction * num_seen
         size = len(document.text)
         num_seen += size
@@ -188,7 +187,7 @@ def _assign_splits(
 
 
 def _make_tokenizer(
-    tokenizer: str, directory: pathlib.Path, found: Iterator[_Assigned]
+    tokenizer: str, directory: pathlib.Path, assigned: Iterator[_Assigned]
 ) -> text.Tokenizer:
     if tokenizer == "bytes":
         return text.make_bytes()
@@ -198,15 +197,15 @@ def _make_tokenizer(
         shutil.copyfile(tokenizer, stored)
         return text.load_tokenizer(stored)
     size = int(tokenizer.removeprefix("bpe:"))
-    with text.faults_named(tokenizer, "cannot be learnt", "use a smaller one"):
-        library = text.train_bpe(_training_texts(found), size)
+    with text.data_errors(tokenizer, "cannot be learnt", "use a smaller one"):
+        library = text.train_bpe(_training_texts(assigned), size)
     stored.write_text(library.to_str(pretty=True), encoding="utf-8")
     return text.load_tokenizer(stored)
 
 
-def _training_texts(found: Iterator[_Assigned]) -> Iterator[str]:
+def _training_texts(assigned: Iterator[_Assigned]) -> Iterator[str]:
     num_bytes = 0
-    for split, document in found:
+    for split, document in assigned:
         if num_bytes >= BPE_TRAINING_BYTES:
             return
         if split == "train":
@@ -219,14 +218,14 @@ def _token_dtype(vocabulary: text.Tokenizer) -> str:
 
 
 def _write_splits(
-    directory: pathlib.Path, vocabulary: text.Tokenizer, found: Iterator[_Assigned]
+    directory: pathlib.Path, vocabulary: text.Tokenizer, assigned: Iterator[_Assigned]
 ) -> dict[str, store.Split]:
     dtype = _token_dtype(vocabulary)
     writers: dict[str, store.SplitWriter] = {}
     with contextlib.ExitStack() as stack:
-        while some := list(itertools.islice(found, ENCODE_DOCUMENTS)):
-            encoded = vocabulary.encode_batch([document.text for _, document in some])
-            for (split, _), ids in zip(some, encoded, strict=True):
+        while chunk := list(itertools.islice(assigned, ENCODE_DOCUMENTS)):
+            encoded = vocabulary.encode_batch([document.text for _, document in chunk])
+            for (split, _), ids in zip(chunk, encoded, strict=True):
                 if split not in writers:
                     writers[split] = store.SplitWriter(directory, split, dtype)
                     stack.callback(writers[split].close)
@@ -254,18 +253,18 @@ def _check_splits(
                 "use 0, or give the text in several files or lines",
             )
         )
-    share = held_out(splits)
-    if share > 2 * validation_fraction or share < validation_fraction / 2:
+    fraction = held_out(splits)
+    if fraction > 2 * validation_fraction or fraction < validation_fraction / 2:
         logging.warning(
             "validation_fraction=%g holds out %.1f %% of the tokens: documents are "
             "held out whole; give more of them, or smaller ones",
             validation_fraction,
-            100 * share,
+            100 * fraction,
         )
 
 
 def held_out(splits: Mapping[str, store.Split]) -> float:
-    """The part of the tokens that is held out.
+    """Fraction of the tokens that is held out.
 
     Example:
         >>> held_out({"train": store.Split(3, 1), "validation": store.Split(1, 1)})

@@ -1,8 +1,8 @@
 """The order of samples: a pure function of (seed, step), so resuming is arithmetic.
 
-Every epoch is a fresh permutation of the rows. It is computed point by point by a
-Feistel network over the next power of four, walking its cycles back into range, so
-nothing is stored however many rows there are, and no process needs to know another.
+Every epoch is a new permutation of the rows, computed point by point by a Feistel
+network over the next power of four, cycle-walking back into range: nothing is stored,
+however many rows there are, and processes need not communicate.
 
 Reference: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002).
 """
@@ -17,10 +17,10 @@ NUM_ROUNDS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-    """Which rows make up the global batch of a step.
+    """The rows of the global batch of each step.
 
     Args:
-        seed: 0 or more; other seeds give unrelated orders.
+        seed: Seed, 0 or more.
         num_rows: Rows per epoch, 1 or more.
         global_batch_size: Rows per step, 1 or more; a batch may straddle two epochs.
 
@@ -35,12 +35,17 @@ class Sampler:
     global_batch_size: int
 
     def indices(self, step: int) -> Int64[np.ndarray, " B"]:
-        """Lists the rows of one step, in the order they stand in the batch."""
+        """Rows of one step, in batch order."""
         first = step * self.global_batch_size
         positions = np.arange(first, first + self.global_batch_size, dtype=np.int64)
-        epochs, within = np.divmod(positions, self.num_rows)
+        epochs, positions_in_epoch = np.divmod(positions, self.num_rows)
         rows = [
-            permute_rows(within[epochs == epoch], self.num_rows, self.seed, int(epoch))
+            permute_rows(
+                positions_in_epoch[epochs == epoch],
+                self.num_rows,
+                self.seed,
+                int(epoch),
+            )
             for epoch in range(epochs[0], epochs[-1] + 1)
         ]
         return np.concatenate(rows)
@@ -52,13 +57,13 @@ def permute_rows(
     """Applies the permutation of one epoch.
 
     Args:
-        positions: Places in the epoch, each at least 0 and below `num_rows`.
+        positions: Positions in the epoch, each at least 0 and below `num_rows`.
         num_rows: Length of the permutation, 1 to 2**62.
-        seed: 0 or more.
-        epoch: 0 or more; every epoch has its own permutation.
+        seed: Seed, 0 or more.
+        epoch: Number of the epoch, 0 or more.
 
     Returns:
-        The row that stands at each place.
+        The row at each position.
     """
     half_bits = np.uint64(max(1, ((num_rows - 1).bit_length() + 1) // 2))
     round_keys = np.random.SeedSequence([seed, epoch]).generate_state(

@@ -1,4 +1,4 @@
-"""From the settings of a run to its rows and its vocabulary."""
+"""Opens the rows and the tokenizer that the settings of a run name."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from zjax.errors import DataError, Problem
 
 
 def make_tokenizer(config: schema.Config) -> text.Tokenizer:
-    """Makes the vocabulary that the data of this run is written in.
+    """Makes the tokenizer of the data of a run.
 
     Raises:
         DataError: `data.path` is not a directory made by `zjax data prepare`.
@@ -31,7 +31,7 @@ def open_rows(config: schema.Config, split: str) -> packing.Rows:
     """Opens the rows of one split.
 
     Args:
-        config: `data` says which and how; `model.vocab_size` bounds the ids.
+        config: Config; reads `data`, and `model.vocab_size` as the bound of ids.
         split: `train` or `validation`.
 
     Raises:
@@ -53,14 +53,11 @@ def open_rows(config: schema.Config, split: str) -> packing.Rows:
     else:
         opened = store.open_store(data.path, split)
     check_vocabulary(opened, data.source, config.model.vocab_size)
-    return _cut_rows(opened, data, split)
+    return _make_rows(opened, data, split)
 
 
 def row_settings(config: schema.Config) -> dict[str, Any]:
-    """Lists what, besides the data, decides what is in each row.
-
-    Returns:
-        Settings by path, and the vocabulary as the tokens have it.
+    """Settings by path that, besides the data, determine the content of each row.
 
     Example:
         >>> row_settings(schema.Config())["data.packing"]
@@ -74,11 +71,7 @@ def row_settings(config: schema.Config) -> dict[str, Any]:
 
 
 def check_vocabulary(opened: store.Store, source: str, vocab_size: int) -> None:
-    """Refuses data whose ids the model has no row for.
-
-    Raises:
-        DataError: The vocabulary of the data is larger than `vocab_size`.
-    """
+    """Refuses data whose vocabulary is larger than `vocab_size`."""
     if opened.vocab_size <= vocab_size:
         return
     largest = store.largest_id(opened.tokens)
@@ -96,7 +89,7 @@ def check_vocabulary(opened: store.Store, source: str, vocab_size: int) -> None:
     )
 
 
-def _cut_rows(opened: store.Store, data: schema.Data, split: str) -> packing.Rows:
+def _make_rows(opened: store.Store, data: schema.Data, split: str) -> packing.Rows:
     if data.packing == "documents":
         return packing.DocumentRows(opened.tokens, opened.offsets, data.length)
     rows = packing.BlockRows(opened.tokens, data.length)

@@ -1,8 +1,7 @@
-"""Real text on every machine: the source of Python's own standard library.
+"""Text that every machine has: the source of Python's standard library.
 
-Files are split into train and validation by a hash of their name, so that the same file
-falls on the same side everywhere, and are taken in the order of that hash, so that the
-size limit favours no letter of the alphabet.
+Files are split into train and validation by a hash of their name, the same on all
+machines, and taken in the order of that hash, so that the size limit cuts at random.
 """
 
 import hashlib
@@ -17,9 +16,9 @@ from zjax.data import tokenizer as text
 from zjax.errors import DataError, Problem
 
 LIMIT_BYTES = 32 << 20
-"""At most this much text is taken; CPython 3.11 has 12 MB."""
+"""Most text to read; CPython 3.11 has 12 MB."""
 VALIDATION_FRACTION = 0.05
-"""Part of the files that is held out."""
+"""Fraction of the files that is held out."""
 SKIPPED = {
     "__pycache__",
     "dist-packages",
@@ -28,7 +27,7 @@ SKIPPED = {
     "test",
     "tests",
 }
-"""Other people's packages, and tests, which are larger than all the rest."""
+"""Third-party packages, and tests, which are larger than everything else."""
 
 
 def open_standard_library(split: str, root: str = "") -> store.Store:
@@ -39,7 +38,7 @@ def open_standard_library(split: str, root: str = "") -> store.Store:
         root: Directory to read; empty is the standard library of this Python.
 
     Raises:
-        DataError: There is no source there (a zipped or stripped installation).
+        DataError: It has no source files (a zipped or stripped installation).
     """
     root = root or sysconfig.get_path("stdlib")
     documents = [_with_end(path) for path in _choose_files(root, split)]
@@ -60,14 +59,14 @@ def open_standard_library(split: str, root: str = "") -> store.Store:
 
 
 def _choose_files(root: str, split: str) -> list[pathlib.Path]:
-    """Files of one split, in the order of their hash, within the limit of both."""
+    """Files of one split, in hash order, within the limit of both splits."""
     hashed = sorted((_hash_name(path, root), path) for path in _list_files(root))
     chosen, num_bytes = [], 0
-    for place, path in hashed:
+    for hashed_name, path in hashed:
         num_bytes += path.stat().st_size
         if num_bytes > LIMIT_BYTES:
             break
-        held_out = place % 10_000 < VALIDATION_FRACTION * 10_000
+        held_out = hashed_name % 10_000 < VALIDATION_FRACTION * 10_000
         if held_out == (split == "validation"):
             chosen.append(path)
     return chosen

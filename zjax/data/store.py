@@ -1,10 +1,9 @@
-"""Token files: a directory whose streams are mapped into memory, never read whole.
+"""Token files: a directory whose streams are memory-mapped.
 
-meta.json                what follows, and the vocabulary
-tokenizer.json           the vocabulary, unless it is bytes
-train.bin                token ids, little-endian uint16 or uint32
-train.idx                int64: where each document starts, and the end of the last
-validation.bin, .idx     the same for held-out documents, unless there are none
+meta.json                sizes, dtype and vocabulary tokenizer.json           the
+tokenizer, unless it is bytes train.bin                token ids, little-endian uint16
+or uint32 train.idx                int64: start of each document, and the end of the
+last validation.bin, .idx     the same for held-out documents, if there are any
 """
 
 import dataclasses
@@ -28,8 +27,8 @@ FORMAT = 1
 TOKENIZER_NAME = "tokenizer.json"
 
 
-MOST_BYTES = 1 << 60
-"""Of a stream; what is larger is damage, and no number of tokens."""
+MAX_BYTES = 1 << 60
+"""Largest plausible size of a stream."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class Meta:
-    """What `meta.json` says."""
+    """Content of `meta.json`."""
 
     tokenizer: str
     """`bytes`, or `tokenizer.json` beside it."""
@@ -54,10 +53,10 @@ class Meta:
 
 
 class MappedTokens:
-    """A file of token ids that reaches other processes as its name.
+    """Memory-mapped token ids; pickled as the name of the file.
 
     Args:
-        path: The file, not empty.
+        path: Path of the file, not empty.
         dtype: `uint16` or `uint32`.
     """
 
@@ -77,24 +76,18 @@ class MappedTokens:
 
 @dataclasses.dataclass(frozen=True)
 class Store:
-    """One stream of tokens and its documents, opened."""
+    """One opened stream of tokens, and its documents."""
 
     name: str
-    """The file, or the source, for messages."""
+    """Name of the file or source, for messages."""
     tokens: np.ndarray | MappedTokens
     offsets: Int64[np.ndarray, " offsets"]
-    """Where each document starts, and the end of the last."""
+    """Start of each document, and the end of the last."""
     vocab_size: int
 
 
 class SplitWriter:
-    """Appends documents to one stream.
-
-    Args:
-        directory: Where `<split>.bin` and `<split>.idx` are made.
-        split: `train` or `validation`.
-        dtype: `uint16` or `uint32`.
-    """
+    """Appends documents to `<split>.bin` and `<split>.idx` of a directory."""
 
     def __init__(self, directory: pathlib.Path, split: str, dtype: str):
         self._dtype = np.dtype(dtype).newbyteorder("<")
@@ -105,14 +98,14 @@ class SplitWriter:
         self.num_documents = 0
 
     def append(self, ids: np.ndarray, end_id: int) -> None:
-        """Writes the ids of one document and the token that ends it."""
+        """Writes the ids of one document, and its end token."""
         self._tokens.write(np.append(ids, end_id).astype(self._dtype).tobytes())
         self.num_tokens += len(ids) + 1
         self.num_documents += 1
         self._offsets.write(np.array(self.num_tokens, "<i8").tobytes())
 
     def close(self) -> None:
-        """Brings everything to disk."""
+        """Flushes everything to disk."""
         with self._tokens, self._offsets:  # closes both also where the disk is full
             for file in (self._tokens, self._offsets):
                 file.flush()
@@ -129,7 +122,7 @@ def read_meta(path: str) -> Meta:
     """Reads `meta.json` of a directory made by `zjax data prepare`.
 
     Raises:
-        DataError: There is none, or it is not one of ours.
+        DataError: It is missing or invalid.
     """
     remedy = "give a directory made by `zjax data prepare`"
     try:
@@ -138,22 +131,22 @@ def read_meta(path: str) -> Meta:
         problem = Problem("data.path", path, f"holds no {META_NAME}", remedy)
         raise DataError(problem) from error
     except OSError as error:
-        said = f"has a {META_NAME} that cannot be read ({error.strerror or error})"
+        problem = f"has a {META_NAME} that cannot be read ({error.strerror or error})"
         remedy = find_remedy(error, default=remedy)
-        raise DataError(Problem("data.path", path, said, remedy)) from error
+        raise DataError(Problem("data.path", path, problem, remedy)) from error
     except ValueError as error:
         problem = Problem("data.path", path, f"has a broken {META_NAME}", remedy)
         raise DataError(problem) from error
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
-        said = f"has a {META_NAME} that is not of format {FORMAT}"
-        raise DataError(Problem("data.path", path, said, remedy))
-    if not _is_sound(content):
+        problem = f"has a {META_NAME} that is not of format {FORMAT}"
+        raise DataError(Problem("data.path", path, problem, remedy))
+    if not _is_valid(content):
         raise DataError(Problem("data.path", path, f"has a broken {META_NAME}", remedy))
     splits = {name: Split(**sizes) for name, sizes in content.pop("splits").items()}
     return Meta(splits=splits, **content)
 
 
-def _is_sound(content: dict[str, Any]) -> bool:
+def _is_valid(content: dict[str, Any]) -> bool:
     if content.keys() != {field.name for field in dataclasses.fields(Meta)}:
         return False
     splits = content["splits"]
@@ -166,9 +159,9 @@ def _is_sound(content: dict[str, Any]) -> bool:
     return (
         content["tokenizer"] in ("bytes", TOKENIZER_NAME)
         and content["dtype"] in ("uint16", "uint32")
-        and all(type(n) is int and 0 < n < MOST_BYTES for n in counts)
+        and all(type(n) is int and 0 < n < MAX_BYTES for n in counts)
         and type(content["vocab_size"]) is int
-        and 0 < content["vocab_size"] <= text.MOST_VOCAB
+        and 0 < content["vocab_size"] <= text.MAX_VOCAB
         and type(content["end_id"]) is int
         and 0 <= content["end_id"] < content["vocab_size"]
     )
@@ -178,12 +171,12 @@ def open_store(path: str, split: str) -> Store:
     """Maps one stream of a directory made by `zjax data prepare`.
 
     Args:
-        path: The directory.
+        path: Path of the directory.
         split: `train` or `validation`.
 
     Raises:
-        DataError: The directory is not one, lacks the split, was cut off, or holds ids
-            beyond its own vocabulary.
+        DataError: The directory is no store, lacks the split, is truncated, or has ids
+            beyond its vocabulary.
     """
     meta = read_meta(path)
     if split not in meta.splits:
@@ -206,21 +199,23 @@ def open_store(path: str, split: str) -> Store:
         largest = largest_id(tokens)
         offsets = np.fromfile(index, "<i8").astype(np.int64)
     except OSError as error:
-        said = f"cannot be read ({error.strerror or error})"
-        problem = Problem("data.path", str(file), said, "check the file and its disk")
-        raise DataError(problem) from error
+        problem = f"cannot be read ({error.strerror or error})"
+        remedy = "check the file and its disk"
+        raise DataError(Problem("data.path", str(file), problem, remedy)) from error
     if largest >= meta.vocab_size:
-        said = f"holds token id {largest}, beyond its vocabulary of {meta.vocab_size}"
-        raise DataError(Problem("data.path", str(file), said, "prepare it again"))
+        problem = (
+            f"holds token id {largest}, beyond its vocabulary of {meta.vocab_size}"
+        )
+        raise DataError(Problem("data.path", str(file), problem, "prepare it again"))
     ends = int(offsets[0]), int(offsets[-1])
     if ends != (0, sizes.num_tokens) or np.any(offsets[1:] <= offsets[:-1]):
-        said = f"does not cut {sizes.num_tokens} tokens into documents"
-        raise DataError(Problem("data.path", str(index), said, "prepare it again"))
+        problem = f"does not cut {sizes.num_tokens} tokens into documents"
+        raise DataError(Problem("data.path", str(index), problem, "prepare it again"))
     return Store(str(file), tokens, offsets, meta.vocab_size)
 
 
 def open_tokenizer(path: str) -> text.Tokenizer:
-    """Opens the vocabulary of a directory made by `zjax data prepare`."""
+    """Opens the tokenizer of a directory made by `zjax data prepare`."""
     meta = read_meta(path)
     if meta.tokenizer == "bytes":
         return text.make_bytes()
@@ -228,7 +223,7 @@ def open_tokenizer(path: str) -> text.Tokenizer:
 
 
 def digest_tokenizer(path: str) -> str:
-    """Sums up the vocabulary of a directory made by `zjax data prepare`."""
+    """Checksum of the tokenizer of a directory made by `zjax data prepare`."""
     meta = read_meta(path)
     is_file = meta.tokenizer != "bytes"
     content = text.read_file(pathlib.Path(path) / TOKENIZER_NAME) if is_file else b""
@@ -237,7 +232,7 @@ def digest_tokenizer(path: str) -> str:
 
 
 def largest_id(tokens: np.ndarray | MappedTokens) -> int:
-    """Finds the largest id: of all tokens, or of 64 equally spaced parts if many."""
+    """The largest id of a stream, or of 64 equally spaced parts of a long one."""
     return max(int(part.max()) for part in digest.token_parts(tokens))
 
 
@@ -245,5 +240,5 @@ def _check_size(file: pathlib.Path, expected_bytes: int) -> None:
     found = f"holds {file.stat().st_size} bytes" if file.is_file() else "is missing"
     if found == f"holds {expected_bytes} bytes":
         return
-    said = f"{found}, but {META_NAME} says {expected_bytes}"
-    raise DataError(Problem("data.path", str(file), said, "prepare it again"))
+    problem = f"{found}, but {META_NAME} says {expected_bytes}"
+    raise DataError(Problem("data.path", str(file), problem, "prepare it again"))

@@ -1,8 +1,8 @@
-"""Tokens made from (seed, row) alone: nothing stored, yet something to learn.
+"""Synthetic tokens computed from (seed, row), with structure to learn.
 
-Each token is its predecessor plus a fixed stride, except that one in eight is drawn
-anew. A model that has learnt the stride reaches a loss of about
-`H(1/8) + log(vocab_size) / 8` nats, where H(1/8) = 0.38.
+Each token is its predecessor plus a fixed stride, except that one in eight is random. A
+model that has learnt the stride reaches a loss of about `H(1/8) + log(vocab_size) / 8`
+nats, where H(1/8) = 0.38.
 """
 
 import numpy as np
@@ -11,19 +11,18 @@ from jaxtyping import Int64
 from zjax.data import packing
 
 NUM_ROWS = 1 << 40
-"""Rows per epoch; no run reaches the second."""
+"""Rows per epoch; no run finishes one."""
 JUMP_PROBABILITY = 1 / 8
 DOCUMENTS_PER_ROW = 4
 
 
 class SyntheticRows:
-    """Rows of the same fields as `packing.BlockRows` or `packing.DocumentRows`.
+    """Rows with the fields of `packing.BlockRows` or `packing.DocumentRows`.
 
     Args:
-        seed: 0 or more. The stride depends on nothing but the vocabulary, so that
-            another seed is another sample of the same language.
-        split: `train` or `validation`; their rows differ.
-        vocab_size: Tokens are 0 to `vocab_size` - 1.
+        seed: Seed of the sample, 0 or more; the stride depends on the vocabulary alone.
+        split: `train` or `validation`, whose rows differ.
+        vocab_size: Number of tokens.
         length: Tokens per row.
         num_documents: Documents per row; 0 gives blocks, without segments.
     """
@@ -40,7 +39,7 @@ class SyntheticRows:
         return NUM_ROWS
 
     def read(self, indices: Int64[np.ndarray, " n"], /) -> dict[str, np.ndarray]:
-        """Makes the rows `indices`."""
+        """Computes the rows `indices`."""
         if self._num_documents:
             rows = [self._documents(row) for row in indices.tolist()]
             return packing.stack_pieces(rows, self._length)
@@ -52,19 +51,19 @@ class SyntheticRows:
         }
 
     def digest(self) -> str:
-        """Sums up what the rows follow from."""
+        """The arguments as text."""
         numbers = [*self._entropy, self._vocab_size, self._length, self._num_documents]
         return "-".join(map(str, ["synthetic", *numbers]))
 
     def _walk(self, row: int) -> np.ndarray:
-        """`length + 1` tokens: jumps at random places, steps of the stride between."""
+        """`length + 1` tokens: random jumps, and steps of the stride between them."""
         generator = np.random.default_rng([*self._entropy, row])
-        places = np.arange(self._length + 1)
+        positions = np.arange(self._length + 1)
         jumps = generator.random(self._length + 1) < JUMP_PROBABILITY
-        last_jump = np.maximum.accumulate(np.where(jumps, places, 0))
-        drawn = generator.integers(self._vocab_size, size=self._length + 1)
+        last_jump = np.maximum.accumulate(np.where(jumps, positions, 0))
+        random_tokens = generator.integers(self._vocab_size, size=self._length + 1)
         stride = self._vocab_size // 3 + 1
-        walk = drawn[last_jump] + (places - last_jump) * stride
+        walk = random_tokens[last_jump] + (positions - last_jump) * stride
         return (walk % self._vocab_size).astype(np.int32)
 
     def _documents(self, row: int) -> list[tuple[np.ndarray, bool]]:

@@ -1,4 +1,4 @@
-"""Text to token ids and back, the same few functions whatever made the vocabulary."""
+"""Tokenizers: bytes, numbers, and those of the `tokenizers` library, in one form."""
 
 import contextlib
 import dataclasses
@@ -15,36 +15,36 @@ from zjax.packages import check_installed
 from zjax.reading import read_text
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<|eos|>", "<eos>", "</s>")
-"""What an end of document is called in published vocabularies, first match wins."""
+"""Names of the end-of-document token in published vocabularies; first match wins."""
 NUM_BYTES = 256
-MOST_VOCAB = 1 << 24
-"""Tokens of a vocabulary; that of a model is no larger."""
-MOST_FILE_BYTES = 1 << 29
-"""Of a `tokenizer.json`."""
+MAX_VOCAB = 1 << 24
+"""Largest vocabulary, also of a model."""
+MAX_FILE_BYTES = 1 << 29
+"""Largest `tokenizer.json`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """A vocabulary and the two ways through it."""
+    """A vocabulary, with encoding and decoding."""
 
     name: str
-    """`bytes`, `numbers`, or the file it came from."""
+    """`bytes`, `numbers`, or the path of the file."""
     vocab_size: int
-    """One more than the largest id."""
+    """Largest id plus 1."""
     end_id: int
-    """The token that ends every document."""
+    """Token that ends every document."""
     encode_batch: Callable[[Sequence[str]], list[np.ndarray]]
-    """Texts -> int32 ids of each, without the end token."""
+    """Function from texts to int32 ids of each, without the end token."""
     decode: Callable[[Any], str]
-    """Ids, any integer array of one dim -> text; the end token gives none."""
+    """Function from ids, any 1-d integer array, to text; skips the end token."""
 
     def encode(self, text: str) -> Int32[np.ndarray, " T"]:
-        """Turns one text into ids, without the end token."""
+        """Encodes one text, without the end token."""
         return self.encode_batch([text])[0]
 
 
 def make_bytes() -> Tokenizer:
-    """Makes the vocabulary of the 256 bytes of UTF-8 and an end token.
+    """Makes the tokenizer of the 256 bytes of UTF-8 and an end token.
 
     Example:
         >>> tokenizer = make_bytes()
@@ -64,7 +64,7 @@ def make_bytes() -> Tokenizer:
 
 
 def make_numbers(vocab_size: int) -> Tokenizer:
-    """Makes the vocabulary of tokens that stand for nothing but their number.
+    """Makes the tokenizer whose tokens are decimal numbers, for synthetic data.
 
     Example:
         >>> make_numbers(100).decode([3, 14, 15])
@@ -88,7 +88,7 @@ def make_numbers(vocab_size: int) -> Tokenizer:
 def load_tokenizer(path: str | pathlib.Path) -> Tokenizer:
     """Reads a `tokenizer.json` of the `tokenizers` library.
 
-    Text never becomes a control token, even where it spells one.
+    Control tokens are never produced by text, even if it spells one.
 
     Raises:
         DataError: The file is missing or unreadable, or has no end-of-document token.
@@ -98,24 +98,24 @@ def load_tokenizer(path: str | pathlib.Path) -> Tokenizer:
     import tokenizers
 
     content = read_file(pathlib.Path(path))
-    said, remedy = "is not a file of the tokenizers library", "give a tokenizer.json"
-    with faults_named(path, said, remedy):
+    problem, remedy = "is not a file of the tokenizers library", "give a tokenizer.json"
+    with data_errors(path, problem, remedy):
         library = tokenizers.Tokenizer.from_buffer(content)
     return _wrap_library(library, path)
 
 
 def read_file(path: pathlib.Path) -> bytes:
-    """Reads a `tokenizer.json` whole.
+    """Reads a `tokenizer.json`.
 
     Raises:
-        DataError: It is missing or unreadable, or larger than any.
+        DataError: The file is missing, unreadable or too large.
     """
     if not path.is_file():
         raise DataError(
             Problem("tokenizer", str(path), "is not a file", "give a tokenizer.json")
         )
     try:
-        return read_text(path, MOST_FILE_BYTES).encode()
+        return read_text(path, MAX_FILE_BYTES).encode()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         problem, remedy = f"cannot be read ({reason})", "give a tokenizer.json"
@@ -123,12 +123,8 @@ def read_file(path: pathlib.Path) -> bytes:
 
 
 @contextlib.contextmanager
-def faults_named(name: str, said: str, remedy: str) -> Iterator[None]:
-    """Puts faults of the library, which are bare exceptions or panics, into our form.
-
-    Raises:
-        DataError: In their place; ours stay as they are.
-    """
+def data_errors(name: str, text: str, remedy: str) -> Iterator[None]:
+    """Raises errors of the library, which may be panics, as DataErrors."""
     try:
         yield
     except ZjaxError:
@@ -137,7 +133,7 @@ def faults_named(name: str, said: str, remedy: str) -> Iterator[None]:
         is_panic = type(error).__name__ == "PanicException"
         if not is_panic and not isinstance(error, Exception):
             raise
-        problem = Problem("tokenizer", name, f"{said} ({error})", remedy)
+        problem = Problem("tokenizer", name, f"{text} ({error})", remedy)
         raise DataError(problem) from error
 
 
@@ -145,8 +141,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
     """Learns byte-pair merges from texts.
 
     Args:
-        texts: What to learn from; read once.
-        vocab_size: Tokens to end with, 258 or more; a small text may give fewer.
+        texts: Texts to learn from; read once.
+        vocab_size: Size of the vocabulary, 258 or more; a small text may give fewer.
 
     Returns:
         A tokenizer of the `tokenizers` library, which can be saved.
@@ -187,20 +183,20 @@ def _wrap_library(library: Any, name: str) -> Tokenizer:
     library.no_padding()
 
     def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
-        with faults_named(name, "cannot encode a text", "give one that can"):
+        with data_errors(name, "cannot encode a text", "give one that can"):
             encodings = library.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(ids: Any) -> str:
-        with faults_named(name, "cannot decode tokens", "give one that can"):
+        with data_errors(name, "cannot decode tokens", "give one that can"):
             return library.decode(np.asarray(ids).tolist())
 
     end_id = vocabulary[ends[0]]
     vocab_size = max(vocabulary.values()) + 1
-    if vocab_size > MOST_VOCAB:
+    if vocab_size > MAX_VOCAB:
         problem, remedy = (
             f"has token id {vocab_size - 1}",
-            f"use ids below {MOST_VOCAB}",
+            f"use ids below {MAX_VOCAB}",
         )
         raise DataError(Problem("tokenizer", name, problem, remedy))
     return Tokenizer(name, vocab_size, end_id, encode_batch, decode)
