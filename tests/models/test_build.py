@@ -6,7 +6,7 @@ import pytest
 from tests.support import language
 from zjax.config import schema
 from zjax.models.build import make_model
-from zjax.models.layers import num_batch_shares
+from zjax.models.layers import num_batch_shards
 from zjax.sharding import mesh as meshes
 
 CONFIGS = {"gpt": language.GPT, "llama": language.LLAMA, "bert": language.BERT}
@@ -55,5 +55,5 @@ def test_parameters_know_their_logical_dims():
 def test_loss_is_cut_by_the_batch_axes_of_the_mesh_in_use(batch_size, expected):
     mesh = meshes.make_mesh(schema.Mesh(tensor=2))
     with jax.set_mesh(mesh):
-        assert num_batch_shares(batch_size) == expected
-    assert num_batch_shares(batch_size) == 1
+        assert num_batch_shards(batch_size) == expected
+    assert num_batch_shards(batch_size) == 1

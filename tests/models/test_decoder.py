@@ -12,7 +12,7 @@ from tests.support import language
 from zjax.config import schema
 from zjax.errors import ConfigError
 from zjax.models.decoder import Decoder
-from zjax.models.stack import hidden_of
+from zjax.models.stack import hidden_states
 
 SHAPES = pytest.mark.parametrize(
     "config", [language.GPT, language.LLAMA], ids=["gpt", "llama"]
@@ -104,7 +104,7 @@ def test_bfloat16_weights_compute_in_bfloat16_and_lose_in_float32():
     batch = language.make_text(language.GPT)
 
     def hidden(batch):
-        return hidden_of(narrow, batch, None)
+        return hidden_states(narrow, batch, None)
 
     assert jax.eval_shape(hidden, batch).dtype == jnp.bfloat16
     assert jax.eval_shape(narrow, batch["tokens"]).dtype == jnp.float32

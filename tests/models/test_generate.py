@@ -28,7 +28,7 @@ def test_cached_scores_equal_those_of_the_whole_sequence(config):
 
     @jax.jit
     def start(tokens):
-        return cached.prefill(model, tokens, starts, room=NUM_NEW, padded=False)
+        return cached.prefill(model, tokens, starts, num_new=NUM_NEW, padded=False)
 
     @jax.jit
     def step(tokens, column, caches):

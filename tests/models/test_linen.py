@@ -295,9 +295,9 @@ def test_arguments_that_the_view_gives_are_refused():
     with pytest.raises(ModelError) as error:
         adapter.adapt(nn.Dense(2), loss_fn, X)
     assert str(error.value) == (
-        "model(..., rngs)='given' is said by the view; leave it out: streams follow "
+        "model(..., rngs)='given' is set by the view; leave it out: streams follow "
         "from the key of the step\n"
-        "model(..., mutable)='given' is said by the view; leave it out: collections "
+        "model(..., mutable)='given' is set by the view; leave it out: collections "
         "are updated in training, and what is sown is in model.sown"
     )
 

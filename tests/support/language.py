@@ -11,7 +11,7 @@ from flax import nnx
 from zjax.config import schema
 from zjax.models.decoder import Decoder
 from zjax.models.encoder import Encoder
-from zjax.models.stack import hidden_of
+from zjax.models.stack import hidden_states
 
 ROWS, LENGTH = 2, 8
 GPT = schema.Model(
@@ -53,7 +53,7 @@ def make_language_model(config, **options):
 def sums_of(model, batch, key=None):
     """Sums of loss, weight and hits, by the head alone."""
     table = model.embedding.tokens[...] if model.config.tied_head else None
-    return model.head.loss(hidden_of(model, batch, key), table, batch)
+    return model.head.loss(hidden_states(model, batch, key), table, batch)
 
 
 def loss_of(model, batch, key=None):

@@ -103,7 +103,7 @@ def _decode(block: bytes, path: pathlib.Path, offset: int) -> str:
     try:
         return block.decode("utf-8" if offset else "utf-8-sig")
     except UnicodeDecodeError as error:
-        problem = f"is not UTF-8 offset byte {offset + error.start}"
+        problem = f"is not UTF-8 at byte {offset + error.start}"
         remedy = "convert it (iconv -t UTF-8) or leave it out"
         raise DataError(_problem(path, problem, remedy)) from error
 

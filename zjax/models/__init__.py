@@ -1,4 +1,4 @@
-"""Models: any Flax module by the adapter, and a decoder and an encoder of our own."""
+"""Flax models as pure functions, and the built-in decoder and encoder."""
 
 from zjax.models.adapter import adapt
 from zjax.models.build import make_model

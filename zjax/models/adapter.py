@@ -1,4 +1,4 @@
-"""Any model with any loss as pure functions of parameters, state, batch and key."""
+"""Adapts models and losses to pure functions of parameters, state, batch and key."""
 
 import contextlib
 import functools
@@ -18,11 +18,11 @@ from zjax.models.contract import (
     check_model_state,
     check_params,
     evaluate_loss,
-    strong,
+    without_weak_types,
 )
 from zjax.models.inputs import with_cast
 from zjax.models.metadata import names_only
-from zjax.models.part import Part, Started, combine
+from zjax.models.submodel import Started, Submodel, combine
 from zjax.ops.keys import fold_name, loss_key
 from zjax.ops.promotion import dtype_promotion
 from zjax.sharding.placement import abstract_key
@@ -42,46 +42,45 @@ def adapt(
     replicated: Sequence[str] = (),
     cast: Sequence[str] | None = None,
 ) -> Model:
-    """Turns a model and its loss into the record that training works with.
+    """Converts a model and its loss to the functions that training uses.
 
-    The loss sees a view of the model, not its parameters:
+    The loss calls a view of the model:
 
-    - Linen: call the view as `module.apply`, without variables and `rngs`. `view.train`
-      is False in evaluation, `view.sown` holds what calls have sown. Parameters are
-      those that the calls of `loss_fn` create; after them, `view.params` holds them,
-      and `view.variables` all collections, such as `view.variables["batch_stats"]`.
-      `module.bind(variables)` starts from variables in memory.
+    - Linen: the view is called like `module.apply`, without variables and `rngs`.
+      `view.train` is False in evaluation, and `view.sown` holds what calls have sown.
+      Parameters are those that the calls of `loss_fn` create; after them, `view.params`
+      holds them, and `view.variables` all collections, such as
+      `view.variables["batch_stats"]`. `module.bind(variables)` starts from existing
+      variables.
     - NNX: the view is the module, in training or evaluation mode. Values are sown under
-      `nnx.capture`. What the loss writes into parameters is not kept.
+      `nnx.capture`. Parameters that the loss writes are discarded.
     - Plain functions: the view is `partial(apply, params)`. A pair `(params, apply)`
-      starts from parameters in memory.
+      starts from existing parameters.
     - A dict of models: the view has one item, and attribute, per model.
 
     Args:
         model: One of the above.
         loss_fn: `loss_fn(view, batch, key)` returns the mean loss as a scalar, or
             `(loss, weight, metrics)`: the number of units behind the mean (1 by
-            default) and a dict of scalars. A key of None means evaluation; a loss that
-            draws from it all the same gets one there that follows from the batch.
-        batch: Arrays or ShapeDtypeStructs; only shapes and dtypes are read. Batches to
-            come must have the same arrays, of any number of rows.
-        replicated: Paths of arrays that hold no rows, such as a table of class weights:
-            devices and microbatches get them whole.
+            default) and a dict of scalars. The key is None in evaluation, but a loss
+            that needs one gets one derived from the batch.
+        batch: Arrays or ShapeDtypeStructs, of which only shapes and dtypes are read.
+            Later batches must have the same arrays, with any number of rows.
+        replicated: Paths of arrays without rows, such as a table of class weights:
+            every device and microbatch gets all of them.
         cast: Paths of the floating-point arrays that are cast to the compute dtype.
-            None takes those of two dims or more to which the model applies parameters,
-            as `zjax.Model.cast` tells, also if the loss takes one for its target; what
-            is a target or a weight alone is none, nor is what a function such as `sin`
-            or a comparison reads first, as of timestamps.
+            None finds those of two dims or more to which the model applies parameters,
+            see `zjax.models.inputs`.
 
     Returns:
         The model. Its trees are nested dicts for Flax modules, and what `init` returns
         for plain functions; `given` is set if all weights exist already.
 
     Raises:
-        DataError: The batch is no tree of arrays of numbers with equal numbers of rows,
-            or lacks what is named.
-        ModelError: The model is of no known kind, or has no parameters or some that are
-            not floating-point; or the loss returns something else.
+        DataError: The batch is no tree of numeric arrays with equal numbers of rows, or
+            lacks a named array.
+        ModelError: The model is of unknown kind, has no parameters or some that are not
+            floating-point, or the loss returns something else.
 
     Example:
         >>> def loss_fn(model, batch, key):
@@ -100,18 +99,18 @@ def adapt(
             yield
 
     with user_code():
-        part = _make_part(model, "model")
+        submodel = _make_submodel(model, "model")
     example = jax.eval_shape(lambda batch: batch, batch)
 
     @user_code()
     def start(key: jax.Array) -> Started:
-        view, started = part.start(fold_name(key, "model"))
-        if part.needs_calls:
+        view, started = submodel.start(fold_name(key, "model"))
+        if submodel.needs_calls:
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), example)
             call_loss(loss_fn, view, zeros, loss_key(key))
         params, model_state, logical = started()
         check_params(model, params)
-        return strong(params), strong(model_state), logical
+        return without_weak_types(params), without_weak_types(model_state), logical
 
     def init(key: jax.Array) -> tuple[Params, ModelState]:
         return start(key)[:2]
@@ -121,21 +120,21 @@ def adapt(
         params: Params, model_state: ModelState, batch: Batch, key: jax.Array | None
     ) -> Loss:
         if key is None:
-            view = functools.partial(part.resume, params, model_state, None)
+            view = functools.partial(submodel.resume, params, model_state, None)
             value, weight, metrics = evaluate_loss(loss_fn, view, batch)
             return Loss(value, weight, model_state, metrics)
-        view = part.resume(params, model_state, fold_name(key, "model"))
+        view = submodel.resume(params, model_state, fold_name(key, "model"))
         value, weight, metrics = call_loss(loss_fn, view, batch, loss_key(key))
-        after = strong(part.model_state(view))
+        after = without_weak_types(submodel.model_state(view))
         check_model_state(model_state, after)
         return Loss(value, weight, after, metrics)
 
     def bind(params: Params, model_state: ModelState) -> Any:
-        return part.resume(params, model_state, None)
+        return submodel.resume(params, model_state, None)
 
     shapes, logical = _trace(start)
-    given = part.given
-    if given and part.needs_calls:
+    given = submodel.given
+    if given and submodel.needs_calls:
         is_complete = jax.tree.structure(given()) == jax.tree.structure(shapes)
         given = given if is_complete else None
     adapted = Model(
@@ -151,12 +150,12 @@ def adapt(
 
 
 def adapt_optimizer(tx: Any, user_model: Any, model: Model) -> Any:
-    """Lets an optimizer see parameters in the form that their library gives them.
+    """Adapts an optimizer written for `nnx.State` trees to nested dicts.
 
     Args:
         tx: Optax gradient transformation, for nested dicts of arrays, or with masks or
             labels made from `nnx.state(module, nnx.Param)`.
-        user_model: The model as the user gave it.
+        user_model: Model as the user gave it.
         model: The same, adapted.
 
     Returns:
@@ -169,21 +168,21 @@ def adapt_optimizer(tx: Any, user_model: Any, model: Model) -> Any:
     return tx
 
 
-def _make_part(model: Any, field: str) -> Part:
+def _make_submodel(model: Any, field: str) -> Submodel:
     if isinstance(model, dict) and model and all(isinstance(n, str) for n in model):
-        return combine({n: _make_part(m, f"{field}.{n}") for n, m in model.items()})
+        return combine({n: _make_submodel(m, f"{field}.{n}") for n, m in model.items()})
     if isinstance(model, flax.linen.Module):
-        return linen.make_part(model)
+        return linen.make_submodel(model)
     if isinstance(model, type) and issubclass(model, flax.linen.Module):
         text, remedy = "is a Linen class, not a module", f"pass {model.__name__}(...)"
         raise ModelError(Problem(field, model.__name__, text, remedy))
     if isinstance(model, flax_nnx.Module):
-        return nnx.make_part(model, field)
+        return nnx.make_submodel(model, field)
     init, apply = _init_and_apply(model)
     if init is not None and callable(apply):
-        return plain.make_part(init, apply)
+        return plain.make_submodel(init, apply)
     if callable(model):
-        return nnx.make_part(model, field)
+        return nnx.make_submodel(model, field)
     text, remedy = "is not a model", f"use {KINDS}"
     raise ModelError(Problem(field, type(model).__name__, text, remedy))
 
@@ -196,7 +195,7 @@ def _init_and_apply(model: Any) -> tuple[Any, Any]:
 
 def _trace(start: Callable[[jax.Array], Started]) -> tuple[Any, Any]:
     """Abstract parameters and model state, and the names of dims."""
-    # Names are no arrays: they leave the trace by the side.
+    # Names are no arrays, so they leave the trace as a side effect.
     names: list[Any] = []
 
     def trace(key: jax.Array) -> tuple[Params, ModelState]:

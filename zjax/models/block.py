@@ -1,7 +1,4 @@
-"""A transformer block, and a line of them stored as one.
-
-A line is stored as one block whose parameters stack those of all layers.
-"""
+"""A transformer block, and the stacked parameters of several."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -26,10 +23,11 @@ class Block(nnx.Module):
     Args:
         config: Shape of the model.
         causal: Whether a token sees no later one.
-        norm_position: `pre` normalises what enters each layer (GPT-2, Llama), `post`
+        norm_position: `pre` normalises the input of each layer (GPT-2, Llama), `post`
             the stream after it (BERT). Under `pre` the matrices that write to the
-            stream start smaller, by the square root of their number, as in GPT-2.
-        matmul_dtype: Dtype in which projections and feed-forward multiply.
+            stream are initialised smaller, by the square root of their number, as in
+            GPT-2.
+        matmul_dtype: Dtype of the operands of projections and feed-forward.
         rngs: Source of the initial values.
     """
 
@@ -66,8 +64,8 @@ class Block(nnx.Module):
     def __call__(
         self, x: Float[Array, "B L M"], context: Context, key: jax.Array | None = None
     ) -> Float[Array, "B L M"]:
-        """Transforms the stream; a key of None is evaluation."""
-        return self.attend_with(self._average(context), x, context, key)[0]
+        """Transforms the stream; the key is None in evaluation."""
+        return self.attend_with(self._make_attend(context), x, context, key)[0]
 
     def attend_with(
         self,
@@ -79,33 +77,28 @@ class Block(nnx.Module):
         """Transforms the stream with a given attention.
 
         Args:
-            attend: Averages the values, and may keep them.
-            x: The stream.
-            context: Read for the rotation alone.
-            key: For dropout; None is evaluation.
+            attend: Attention, which may return a cache.
+            x: Residual stream.
+            context: Context, of which the rotation is read.
+            key: Dropout key; None in evaluation.
 
         Returns:
-            The stream, and what `attend` kept.
+            The stream, and the cache of `attend`.
         """
-        x, kept = self._attend(attend, x, context, _keys(key)[0])
-        y = self.mlp(self._enter(self.mlp_norm, x))
-        return self._leave(self.mlp_norm, x, y, _keys(key)[1]), kept
+        x, cache = self._attend(attend, x, context, _keys(key)[0])
+        y = self.mlp(self._pre_norm(self.mlp_norm, x))
+        return self._add_residual(self.mlp_norm, x, y, _keys(key)[1]), cache
 
     def trunk(
         self, x: Float[Array, "B L M"], context: Context, key: jax.Array | None
     ) -> tuple[Float[Array, "B L M"], Float[Array, "B L M"]]:
-        """All of the block but the tiles of its feed-forward.
-
-        Args:
-            x: The stream.
-            context: What every block reads.
-            key: For dropout; None is evaluation.
+        """Runs the block without the tiles of its feed-forward.
 
         Returns:
-            The stream to which `run_tile` is to be added for each tile, and what all of
-            them read.
+            The stream, to which `run_tile` is added for each tile, and the input of all
+            tiles.
         """
-        return self.trunk_with(self._average(context), x, context, key)[0]
+        return self.trunk_with(self._make_attend(context), x, context, key)[0]
 
     def trunk_with(
         self,
@@ -114,43 +107,37 @@ class Block(nnx.Module):
         context: Context,
         key: jax.Array | None = None,
     ) -> tuple[tuple[Float[Array, "B L M"], Float[Array, "B L M"]], Any]:
-        """The same with a given attention.
-
-        Args:
-            attend: Averages the values, and may keep them.
-            x: The stream.
-            context: Read for the rotation alone.
-            key: For dropout; None is evaluation.
+        """Runs the trunk with a given attention, as `attend_with`.
 
         Returns:
-            As `trunk`, and what `attend` kept.
+            The result of `trunk`, and the cache of `attend`.
         """
-        x, kept = self._attend(attend, x, context, _keys(key)[0])
-        entering = self.mlp_norm(x)
+        x, cache = self._attend(attend, x, context, _keys(key)[0])
+        mlp_input = self.mlp_norm(x)
         if self.mlp.down is not None:
             bias = self.mlp.down(jnp.zeros_like(x))
             x = x + layers.dropout(bias, self.config, _keys(key)[1])
-        return (x, entering), kept
+        return (x, mlp_input), cache
 
-    def _average(self, context):
+    def _make_attend(self, context):
         ids, lengths = context.segment_ids, context.lengths
 
         def attend(q, k, v):
-            averages = sequence_attention(
-                self._average_whole,
+            outputs = sequence_attention(
+                self._attend_full,
                 *(q, k, v),
                 self.config,
                 segment_ids=ids,
                 lengths=lengths,
             )
-            return averages, None
+            return outputs, None
 
         return attend
 
-    def _average_whole(self, q, k, v, segment_ids, lengths, *, spread=False):
+    def _attend_full(self, q, k, v, segment_ids, lengths, *, spread=False):
         q, k, v = (remat.mark(x, remat.PROJECTIONS) for x in (q, k, v))
         if self.sparse is not None:
-            mask = None if lengths is None else _before(lengths, k.shape[1])
+            mask = None if lengths is None else _length_mask(lengths, k.shape[1])
             masks = {"segment_ids": segment_ids, "key_mask": mask}
             return sparse.sparse_attention(q, k, v, self.sparse, spread=spread, **masks)
         return attention.dot_product_attention(
@@ -165,37 +152,34 @@ class Block(nnx.Module):
 
     def _attend(self, attend, x, context, key):
         x = remat.mark(tensor.pin_stream(x), remat.INPUT)
-        y = self._enter(self.attention_norm, x)
-        y, kept = self.attention(y, context.rotation, attend)
-        return self._leave(self.attention_norm, x, y, key), kept
+        y = self._pre_norm(self.attention_norm, x)
+        y, cache = self.attention(y, context.rotation, attend)
+        return self._add_residual(self.attention_norm, x, y, key), cache
 
-    def _enter(self, norm, x):
+    def _pre_norm(self, norm, x):
         return norm(x) if self.norm_position == "pre" else x
 
-    def _leave(self, norm, x, y, key):
+    def _add_residual(self, norm, x, y, key):
         x = remat.mark(x + layers.dropout(y, self.config, key), remat.MIDDLE)
         return x if self.norm_position == "pre" else norm(x)
 
 
 def run_tile(
     tile: FeedForward,
-    entering: Float[Array, "B L M"],
+    mlp_input: Float[Array, "B L M"],
     key: jax.Array | None,
     *,
     config: schema.Model,
 ) -> Float[Array, "B L M"]:
-    """What a tile adds to the stream of its block.
+    """Output of a feed-forward tile, to be added to the stream of its block.
 
     Args:
-        tile: Of the block's feed-forward.
-        entering: As `Block.trunk` gave it.
-        key: That of the block: the tiles of a sum lose the same entries.
+        tile: Tile of the block's feed-forward.
+        mlp_input: Input of the tiles, from `Block.trunk`.
+        key: Key of the block, the same for all tiles: they drop the same entries.
         config: Shape of the model.
-
-    Returns:
-        The summand.
     """
-    return layers.dropout(tile(entering), config, _keys(key)[1])
+    return layers.dropout(tile(mlp_input), config, _keys(key)[1])
 
 
 def make_blocks(
@@ -203,18 +187,18 @@ def make_blocks(
     num_layers: int,
     *,
     rngs: nnx.Rngs,
-    only: jax.Array | None = None,
+    only_layer: jax.Array | None = None,
 ) -> Block:
-    """Makes a line of blocks.
+    """Makes a block whose parameters are stacked over layers.
 
     Args:
-        make_block: Makes one block.
-        num_layers: Length of the line.
+        make_block: Function that makes one block.
+        num_layers: Number of layers.
         rngs: Source of the initial values; those of a layer depend on its number alone.
-        only: int32[], the one layer to make; all of them by default.
+        only_layer: int32[], the one layer to make; None makes all.
 
     Returns:
-        A block whose parameters have one more dim in front, `layers`.
+        A block whose parameters have a first dim `layers`.
     """
 
     def init(key: jax.Array):
@@ -223,7 +207,7 @@ def make_blocks(
     def name_layers(variable):
         return variable.replace(logical=("layers", *variable.get_metadata("logical")))
 
-    numbers = jnp.arange(num_layers) if only is None else only[None]
+    numbers = jnp.arange(num_layers) if only_layer is None else only_layer[None]
     keys = _fold_in(rngs.params(), numbers)
     graph, _ = nnx.split(nnx.eval_shape(lambda: make_block(nnx.Rngs(params=keys[0]))))
     state = jax.tree.map(
@@ -232,12 +216,12 @@ def make_blocks(
     return nnx.merge(graph, state)
 
 
-def _before(lengths, size):
+def _length_mask(lengths, size):
     return jnp.arange(size, dtype=lengths.dtype)[None] < lengths[:, None]
 
 
 def _keys(key):
-    """For the dropout behind attention, and behind the feed-forward."""
+    """Dropout keys of attention and feed-forward."""
     return (None, None) if key is None else tuple(jax.random.split(key))
 
 

@@ -1,4 +1,4 @@
-"""The built-in model that a configuration describes."""
+"""Builds the built-in model that a config describes."""
 
 import dataclasses
 import functools
@@ -24,17 +24,16 @@ from zjax.typing import Entries, Entry, Model, Params
 
 
 def make_model(config: Config) -> Model:
-    """Makes the decoder or encoder of `config.model`, without its weights.
+    """Makes the decoder or encoder of `config.model`, without weights.
 
-    Its batches are dicts of `tokens` and `targets` int32[B, L] and, where wanted,
-    `weights` float32[B, L], `segment_ids` and `positions` int32[B, L]; an encoder also
-    takes `lengths` int32[B]. A target of -100 does not count, as if its weight were 0.
-    Its loss is the mean over tokens by weight, its metric the
-    share of targets that were the most likely token.
+    Batches are dicts of `tokens` and `targets` int32[B, L] and, optionally, `weights`
+    float32[B, L], `segment_ids` and `positions` int32[B, L]; an encoder also takes
+    `lengths` int32[B]. A target of -100 is ignored. The loss is the mean over tokens by
+    weight, the metric the fraction of targets that were the most likely token.
 
     Args:
-        config: Read for `model`, `precision`, `deterministic` and `data.length`, and
-            for whether blocks are programs of their own.
+        config: Config; reads `model`, `precision`, `deterministic`, `data.length`, and
+            whether each block is a program.
 
     Returns:
         The model as functions, and as a stack.

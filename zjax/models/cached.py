@@ -1,4 +1,4 @@
-"""Passes through a decoder that keep keys and values, whole or one block at a time."""
+"""Passes through a decoder that store keys and values, all blocks or one at a time."""
 
 import functools
 from collections.abc import Callable
@@ -17,9 +17,9 @@ from zjax.models.heads import Head
 from zjax.ops import attention, sparse
 
 Cache = tuple[Float[Array, "B S K D"], Float[Array, "B S K D"]]
-"""Keys and values of one block, for every column that there will be."""
-Run = Callable[..., Any]
-"""`run(block, attend, x, context) -> (stream, kept)`."""
+"""Keys and values of one block, for all columns to come."""
+RunBlock = Callable[..., Any]
+"""`run(block, attend, x, context) -> (stream, cache)`."""
 
 
 def prefill(
@@ -27,25 +27,25 @@ def prefill(
     tokens: Int[Array, "B L"],
     starts: Int[Array, " B"],
     *,
-    room: int,
+    num_new: int,
     padded: bool,
 ) -> tuple[Float[Array, "B V"], Any]:
-    """Reads whole prompts.
+    """Reads the prompts.
 
     Args:
         model: The decoder.
         tokens: Prompts.
         starts: First column of each prompt.
-        room: Columns to keep free in the caches.
+        num_new: Columns to reserve in the caches.
         padded: Whether any start is above 0.
 
     Returns:
-        Scores after the last column, and the caches: keys and values per layer, or per
-        layer of a turn.
+        Logits after the last column; keys and values per layer, or per layer of a
+        scanned block.
     """
 
     def step(block, x, _):
-        return read_prompt(block, x, context, starts, room, padded)
+        return read_prompt(block, x, context, starts, num_new, padded)
 
     x, context = embed(model.embedding, tokens, starts, 0)
     config = model.config
@@ -67,11 +67,11 @@ def decode(
         model: The decoder.
         new: The tokens.
         starts: First column of each prompt.
-        column: Where the tokens stand.
-        caches: Of all columns before.
+        column: Column of the tokens.
+        caches: Keys and values of all earlier columns.
 
     Returns:
-        Scores of the next tokens, and the caches with this column.
+        Logits of the next tokens, and the caches with this column.
     """
 
     def step(block, x, cache):
@@ -88,17 +88,7 @@ def embed(
     starts: Int[Array, " B"],
     column: Any,
 ) -> tuple[Float[Array, "B L M"], Context]:
-    """What enters the first block for some columns, and what every block reads.
-
-    Args:
-        embedding: Of the decoder.
-        tokens: Of these columns.
-        starts: First column of each prompt.
-        column: int32[], the first of these columns.
-
-    Returns:
-        The stream and its context.
-    """
+    """Embeds tokens from `column` on: the stream, and the context of the blocks."""
     columns = column + jnp.arange(tokens.shape[1], dtype=jnp.int32)
     positions = jnp.maximum(columns[None, :] - starts[:, None], 0)
     return embedding({"tokens": tokens, "positions": positions})
@@ -109,24 +99,24 @@ def read_prompt(
     x: Float[Array, "B L M"],
     context: Context,
     starts: Int[Array, " B"],
-    room: int,
+    num_new: int,
     padded: bool,
     *,
-    run: Run = Block.attend_with,
+    run: RunBlock = Block.attend_with,
 ) -> tuple[Any, Cache]:
-    """Whole prompts through one block.
+    """Runs prompts through one block.
 
     Args:
-        block: With its weights.
-        x: The stream.
-        context: What every block reads.
+        block: Block with its weights.
+        x: Residual stream.
+        context: Context of the blocks.
         starts: First column of each prompt.
-        room: Columns to keep free in the cache.
+        num_new: Columns to reserve in the cache.
         padded: Whether any start is above 0.
-        run: `Block.attend_with`, or `Block.trunk_with` where tiles run by themselves.
+        run: `Block.attend_with`, or `Block.trunk_with` if tiles run separately.
 
     Returns:
-        What `run` returns for the stream, and the cache of this block.
+        The stream as `run` returns it, and the cache of this block.
     """
     visible = None
     if padded:
@@ -136,9 +126,9 @@ def read_prompt(
 
     def attend(q, k, v):
         if block.sparse is not None:
-            averages = _attend_to_blocks(q, k, v, block.sparse, starts, padded)
+            outputs = _attend_to_blocks(q, k, v, block.sparse, starts, padded)
         else:
-            averages = attention.dot_product_attention(
+            outputs = attention.dot_product_attention(
                 q,
                 k,
                 v,
@@ -146,8 +136,8 @@ def read_prompt(
                 mask=visible,
                 implementation="xla" if block.implementation == "xla" else "auto",
             )
-        free = ((0, 0), (0, room), (0, 0), (0, 0))
-        return averages, (jnp.pad(k, free), jnp.pad(v, free))
+        padding = ((0, 0), (0, num_new), (0, 0), (0, 0))
+        return outputs, (jnp.pad(k, padding), jnp.pad(v, padding))
 
     return run(block, attend, x, context)
 
@@ -160,21 +150,21 @@ def read_token(
     column: Any,
     cache: Cache,
     *,
-    run: Run = Block.attend_with,
+    run: RunBlock = Block.attend_with,
 ) -> tuple[Any, Cache]:
-    """One more token per row through one block.
+    """Runs one more token per row through one block.
 
     Args:
-        block: With its weights.
-        x: The stream.
-        context: What every block reads.
+        block: Block with its weights.
+        x: Residual stream.
+        context: Context of the blocks.
         starts: First column of each prompt.
-        column: int32[], where the tokens stand.
-        cache: Of all columns before.
-        run: As of `read_prompt`.
+        column: int32[], column of the tokens.
+        cache: Keys and values of all earlier columns.
+        run: As in `read_prompt`.
 
     Returns:
-        What `run` returns for the stream, and the cache with this column.
+        The stream as `run` returns it, and the cache with this column.
     """
 
     def attend(q, k, v):
@@ -182,12 +172,12 @@ def read_token(
             jax.lax.dynamic_update_slice_in_dim(old, new, column, axis=1)
             for old, new in zip(cache, (k, v), strict=True)
         )
-        # One query has nothing to gain from a fused kernel.
-        mask = _seen(starts, column, keys.shape[1])[:, None]
+        # A fused kernel gains nothing for one query.
+        mask = _visible_columns(starts, column, keys.shape[1])[:, None]
         if block.sparse is not None:
-            mask &= _seen_in_blocks(block.sparse, starts, column, keys.shape[1])
-        averages = attention.call_jax(q, keys, values, mask=mask, implementation="xla")
-        return averages, (keys, values)
+            mask &= _visible_in_blocks(block.sparse, starts, column, keys.shape[1])
+        outputs = attention.call_jax(q, keys, values, mask=mask, implementation="xla")
+        return outputs, (keys, values)
 
     return run(block, attend, x, context)
 
@@ -195,26 +185,17 @@ def read_token(
 def score(
     head: Head, x: Float[Array, "B 1 M"], table: Float[Array, "V M"] | None
 ) -> Float[Array, "B V"]:
-    """Scores the tokens that may follow a column.
-
-    Args:
-        head: Of the decoder.
-        x: The stream after the last block, in this column.
-        table: That of a tied head.
-
-    Returns:
-        Scores.
-    """
+    """Logits of the tokens that may follow a column; `table` is that of a tied head."""
     return head.logits(x, table)[:, 0]
 
 
-def _seen(starts, column, num_columns) -> Bool[Array, "B 1 S"]:
+def _visible_columns(starts, column, num_columns) -> Bool[Array, "B 1 S"]:
     columns = jnp.arange(num_columns, dtype=jnp.int32)[None, None, :]
     return (columns >= starts[:, None, None]) & (columns <= column)
 
 
 def _attend_to_blocks(q, k, v, pattern, starts, padded):
-    """Blocks count from the start of each prompt: its padding goes behind it."""
+    """Rolls padding behind the prompts, as blocks count from the start of a row."""
     if not padded:
         return sparse.sparse_attention(q, k, v, pattern)
     roll = jax.vmap(functools.partial(jnp.roll, axis=0))
@@ -222,7 +203,7 @@ def _attend_to_blocks(q, k, v, pattern, starts, padded):
     return roll(sparse.sparse_attention(q, k, v, pattern), starts)
 
 
-def _seen_in_blocks(pattern, starts, column, num_columns) -> Bool[Array, "B H 1 S"]:
+def _visible_in_blocks(pattern, starts, column, num_columns) -> Bool[Array, "B H 1 S"]:
     columns = jnp.arange(num_columns, dtype=jnp.int32)[None]
     starts = starts[:, None]
     return sparse.visible_keys(pattern, column - starts, columns - starts)

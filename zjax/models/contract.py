@@ -1,4 +1,4 @@
-"""What is asked of a loss and of the trees of a model, and how a breach is told."""
+"""Checks what a user's loss and model return, and explains violations."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,27 +17,27 @@ from zjax.typing import Batch, Metrics, ModelState, Params
 def call_loss(
     loss_fn: Callable[..., Any], view: Any, batch: Batch, key: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, Metrics]:
-    """Calls the loss of a user, and brings what it returns into one form.
+    """Calls a user's loss, and normalises its result.
 
     Args:
-        loss_fn: Returns a mean loss, or `(loss, weight, metrics)`.
-        view: The model it calls.
+        loss_fn: Function that returns a mean loss, or `(loss, weight, metrics)`.
+        view: View of the model.
         batch: Arrays.
         key: Random key; None in evaluation.
 
     Returns:
-        Loss, weight and metrics, all float32[]; the weight is a constant to gradients.
+        Loss, weight and metrics, all float32[]; the weight has no gradient.
 
     Raises:
         ModelError: It returns something else.
     """
     out = loss_fn(view, batch, key)
     value, weight, metrics = out if _is_triple(out) else (out, 1.0, {})
-    problems = [] if _is_triple(out) or _is_array(out) else [_no_loss(out)]
+    problems = [] if _is_triple(out) or _is_array(out) else [_not_a_loss(out)]
     if not problems:
         scalars = {f"metrics/{name}": x for name, x in metrics.items()}
         problems = [
-            Problem(name, _describe(x), "is not a scalar", _scalar(name))
+            Problem(name, _describe(x), "is not a scalar", _scalar_remedy(name))
             for name, x in {"loss": value, "weight": weight, **scalars}.items()
             if not _is_array(x) or jnp.shape(x) != ()
         ]
@@ -54,15 +54,14 @@ def call_loss(
 def evaluate_loss(
     loss_fn: Callable[..., Any], make_view: Callable[[], Any], batch: Batch
 ) -> tuple[jax.Array, jax.Array, Metrics]:
-    """Calls the loss of a user in evaluation.
+    """Calls a user's loss in evaluation, with a key of None.
 
-    Its key is None. A loss that cannot do without, as that of a diffusion model, is
-    called again with one that follows from the batch: the same rows get the same noise
-    in every evaluation.
+    A loss that needs a key, such as a diffusion loss, is called again with one derived
+    from the batch: equal batches get equal noise.
 
     Args:
-        loss_fn: As for `call_loss`.
-        make_view: Makes the model it calls, in evaluation mode.
+        loss_fn: As in `call_loss`.
+        make_view: Function that makes a view in evaluation mode.
         batch: Arrays.
 
     Returns:
@@ -86,7 +85,7 @@ def evaluate_loss(
     return results
 
 
-def _scalar(name: str) -> str:
+def _scalar_remedy(name: str) -> str:
     return "return its sum" if name == "weight" else "return its mean"
 
 
@@ -98,7 +97,7 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, jax.Array | np.ndarray | np.generic | float | int)
 
 
-def _no_loss(out: Any) -> Problem:
+def _not_a_loss(out: Any) -> Problem:
     text = "is neither a loss nor (loss, weight, metrics)"
     return Problem("loss_fn(...)", _describe(out), text, "return one of the two")
 
@@ -117,7 +116,7 @@ def check_params(model: Any, params: Params) -> None:
     """Refuses parameters that cannot be trained.
 
     Args:
-        model: What the user gave, for the error.
+        model: Model as the user gave it, for the message.
         params: Arrays.
 
     Raises:
@@ -142,14 +141,14 @@ def check_params(model: Any, params: Params) -> None:
 
 
 def check_model_state(before: ModelState, after: ModelState) -> None:
-    """Refuses a step that changes the form of the model state.
+    """Refuses a step that changes the shapes of the model state.
 
     Args:
-        before: Arrays that went into the loss.
-        after: Arrays that came out of it.
+        before: Model state before the loss.
+        after: Model state after the loss.
 
     Raises:
-        ModelError: Names every path that appeared, vanished or changed shape or dtype.
+        ModelError: Lists every path that appeared, vanished or changed shape or dtype.
     """
     old, new = _described(before), _described(after)
     problems = [
@@ -177,17 +176,11 @@ def _change(old: str | None, new: str | None) -> str:
     return "vanished in loss_fn" if new is None else f"was {old} before loss_fn"
 
 
-def strong(tree: Any) -> Any:
-    """Makes arrays of all leaves, none weakly typed: a scan refuses types that change.
-
-    Args:
-        tree: Arrays or numbers.
-
-    Returns:
-        The same values and dtypes.
+def without_weak_types(tree: Any) -> Any:
+    """Converts leaves to arrays without weak types, which would change in a scan.
 
     Example:
-        >>> jnp.asarray(1.0).weak_type, strong(1.0).weak_type
+        >>> jnp.asarray(1.0).weak_type, without_weak_types(1.0).weak_type
         (True, False)
     """
 

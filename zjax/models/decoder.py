@@ -1,4 +1,4 @@
-"""A decoder in the shape of GPT-2 or Llama, as the configuration says.
+"""A decoder in the form of GPT-2 or Llama.
 
 GPT-2: Radford et al. 2019; Llama: Touvron et al. (arXiv:2302.13971).
 """
@@ -12,20 +12,22 @@ from zjax.models import layers
 from zjax.models.block import Block, make_blocks
 from zjax.models.embedding import Embedding
 from zjax.models.heads import Head
-from zjax.models.stack import hidden_of
+from zjax.models.stack import hidden_states
 from zjax.parallel import sequence
 
 
 class Decoder(nnx.Module):
     """A causal language model.
 
-    Weights start normal with deviation 0.02, those that write to the residual stream
-    with 0.02 / sqrt(2 num_layers), as in GPT-2; biases start at 0, scales at 1.
+    Weights are initialised normally with deviation 0.02, those that write to the
+    residual stream with 0.02 / sqrt(2 num_layers), as in GPT-2; biases with 0, scales
+    with 1.
 
     Args:
         config: Shape of the model.
-        matmul_dtype: Dtype in which the blocks multiply by their matrices.
-        only_layer: Number of the one layer to make, to start it by itself.
+        matmul_dtype: Dtype of the operands of the blocks' matrix products.
+        deterministic: Whether embedding gradients are summed in a fixed order.
+        only_layer: Number of the only layer to initialise; None is all.
         rngs: Source of the initial values.
 
     Example:
@@ -57,7 +59,7 @@ class Decoder(nnx.Module):
         self.config = config
         self.embedding = Embedding(config, deterministic=deterministic, rngs=rngs)
         self.blocks = make_blocks(
-            make_block, config.num_layers, rngs=rngs, only=only_layer
+            make_block, config.num_layers, rngs=rngs, only_layer=only_layer
         )
         self.head = Head(config, rngs=rngs)
 
@@ -67,14 +69,11 @@ class Decoder(nnx.Module):
         *,
         segment_ids: Int[Array, "B L"] | None = None,
     ) -> Float[Array, "B L V"]:
-        """Scores of the next token, in float32.
+        """Logits of the next token, in float32.
 
         Args:
             tokens: Token ids, 0 to V - 1.
             segment_ids: Document of each token, 0 for padding.
-
-        Returns:
-            Logits.
 
         Raises:
             ConfigError: The sequence is longer than the table of learned positions.
@@ -82,7 +81,7 @@ class Decoder(nnx.Module):
         batch = {"tokens": tokens}
         if segment_ids is not None:
             batch["segment_ids"] = segment_ids
-        x = sequence.restore(hidden_of(self, batch, None), self.config)
+        x = sequence.restore(hidden_states(self, batch, None), self.config)
         return self.head.logits(x, self._table())
 
     def _table(self):

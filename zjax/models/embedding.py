@@ -1,4 +1,4 @@
-"""Tokens to vectors, and what every block of a model reads besides them."""
+"""Token and position embedding, and the context that all blocks read."""
 
 import functools
 from collections.abc import Mapping
@@ -19,30 +19,29 @@ from zjax.sharding.activations import pin_tokens, pin_whole
 
 
 class Context(NamedTuple):
-    """What every block reads."""
+    """Inputs of every block besides the stream."""
 
     segment_ids: Array | None = None
     """int32[B, L]: document of each token."""
     lengths: Array | None = None
-    """int32[B]: tokens per row, where padding follows."""
+    """int32[B]: tokens per row, followed by padding."""
     rotation: tuple[Array, Array] | None = None
-    """Tables of `ops.rotary`."""
+    """Cosines and sines of `ops.rotary`."""
     positions: Array | None = None
-    """int32[B, L], or [1, L] where all rows have the same: place of each token in its
+    """int32[B, L], or [1, L] if equal for all rows: position of each token in its
     document."""
     schedule: Mapping[str, Array] = {}
-    """float32[] by name: what varies from step to step."""
+    """float32[] by name: values that change from step to step."""
 
 
 class Embedding(nnx.Module):
-    """Token table, and learned positions or the tables of rotary ones.
+    """Token table, with learned or rotary positions.
 
     Args:
         config: Shape of the model.
-        num_token_types: Rows of a table for batch["token_types"]; 0 has none.
+        num_token_types: Rows of the table for batch["token_types"]; 0 is none.
         use_norm: Whether the sum is normalised, as in BERT.
-        deterministic: Whether gradients of the tables are added in the same order each
-            time.
+        deterministic: Whether gradients of the tables are summed in a fixed order.
         rngs: Source of the initial values.
     """
 
@@ -71,16 +70,16 @@ class Embedding(nnx.Module):
     def __call__(
         self, batch: dict[str, Any], key: jax.Array | None = None
     ) -> tuple[Float[Array, "B L M"], Context]:
-        """Embeds batch["tokens"] and prepares what the blocks read.
+        """Embeds batch["tokens"], and prepares the context of the blocks.
 
         Args:
             batch: `tokens` int32[B, L]; optional `segment_ids` int32[B, L] (0 is
                 padding), `positions` int32[B, L], `lengths` int32[B], `token_types`
                 int32[B, L] and `schedule`, float32[] by name.
-            key: For dropout; None is evaluation.
+            key: Dropout key; None in evaluation.
 
         Returns:
-            Vectors and context.
+            Residual stream and context.
 
         Raises:
             ConfigError: The sequence is longer than the table of learned positions.
@@ -140,22 +139,19 @@ class Embedding(nnx.Module):
         config = self.config
         if positions is None:
             positions = jnp.arange(length, dtype=jnp.int32)[None]
-        one, other = rotary.make_rotary_tables(
+        cos, sin = rotary.make_rotary_tables(
             positions,
             head_size=config.embed_size // config.num_heads,
             theta=config.rope_theta,
         )
-        return pin_tokens(one), pin_tokens(other)
+        return pin_tokens(cos), pin_tokens(sin)
 
 
 def positions_in_segments(segment_ids: Int[Array, "B L"]) -> Int[Array, "B L"]:
-    """Counts positions from the start of each document.
+    """Positions counted from the start of each document.
 
     Args:
         segment_ids: Document of each token; equal neighbours are one document.
-
-    Returns:
-        Index of each token in its document.
 
     Example:
         >>> positions_in_segments(jnp.array([[1, 1, 2, 2, 2, 0]])).tolist()

@@ -1,6 +1,6 @@
-"""An encoder in the shape of BERT, trained to restore masked tokens.
+"""An encoder in the form of BERT, trained to restore masked tokens.
 
-Devlin et al. (arXiv:1810.04805). Its pre-training on pairs of sentences is left out.
+Devlin et al. (arXiv:1810.04805), without next-sentence prediction.
 """
 
 from typing import Any
@@ -15,20 +15,21 @@ from zjax.models import layers
 from zjax.models.block import Block, make_blocks
 from zjax.models.embedding import Embedding
 from zjax.models.heads import Head
-from zjax.models.stack import hidden_of
+from zjax.models.stack import hidden_states
 
 
 class Encoder(nnx.Module):
     """A bidirectional masked language model.
 
-    Weights start normal with deviation 0.02, biases at 0, scales at 1.
+    Weights are initialised normally with deviation 0.02, biases with 0, scales with 1.
 
     Args:
         config: Shape of the model.
-        num_token_types: Kinds of token, such as first and second sentence; 0 has none.
-        use_pooling: Whether `pool` has a layer of its own.
-        matmul_dtype: Dtype in which the blocks multiply by their matrices.
-        only_layer: Number of the one layer to make, to start it by itself.
+        num_token_types: Token types, such as first and second sentence; 0 is none.
+        use_pooling: Whether to create the layer of `pool`.
+        matmul_dtype: Dtype of the operands of the blocks' matrix products.
+        deterministic: Whether embedding gradients are summed in a fixed order.
+        only_layer: Number of the only layer to initialise; None is all.
         rngs: Source of the initial values.
 
     Example:
@@ -70,7 +71,7 @@ class Encoder(nnx.Module):
             rngs=rngs,
         )
         self.blocks = make_blocks(
-            make_block, config.num_layers, rngs=rngs, only=only_layer
+            make_block, config.num_layers, rngs=rngs, only_layer=only_layer
         )
         self.head = Head(config, masked=True, rngs=rngs)
         self.pooling = (
@@ -82,41 +83,27 @@ class Encoder(nnx.Module):
     def __call__(
         self, batch: dict[str, Any], key: jax.Array | None = None
     ) -> Float[Array, "B L M"]:
-        """Encodes a batch.
+        """Encodes a batch to one vector per token.
 
         Args:
             batch: `tokens` int32[B, L]; optional `lengths` int32[B] (padding follows),
-                `segment_ids` int32[B, L] (packed documents, 0 is padding),
-                `positions` and `token_types` int32[B, L].
-            key: For dropout; None is evaluation.
-
-        Returns:
-            One vector per token.
+                `segment_ids` int32[B, L] (packed documents, 0 is padding), `positions`
+                and `token_types` int32[B, L].
+            key: Dropout key; None in evaluation.
 
         Raises:
             ConfigError: The sequence is longer than the table of learned positions.
         """
-        return hidden_of(self, batch, key)
+        return hidden_states(self, batch, key)
 
     def logits(self, batch: dict[str, Any]) -> Float[Array, "B L V"]:
-        """Scores of the token at each position, in float32.
-
-        Args:
-            batch: As for a call.
-
-        Returns:
-            Logits.
-        """
+        """Logits of the token at each position, in float32."""
         return self.head.logits(self(batch), self._table())
 
     def pool(self, batch: dict[str, Any]) -> Float[Array, "B M"]:
-        """One vector per row: the first token's, through a layer and tanh.
+        """Vector of each row: the first token's, through a layer and tanh.
 
-        Args:
-            batch: As for a call.
-
-        Returns:
-            Vectors for classification; needs `use_pooling`.
+        Needs `use_pooling`.
         """
         assert self.pooling is not None
         return jnp.tanh(self.pooling(self(batch)[:, 0]))

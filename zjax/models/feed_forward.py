@@ -1,4 +1,4 @@
-"""What a block does to each token by itself."""
+"""Feed-forward layers, also as a sum of tiles."""
 
 import dataclasses
 import functools
@@ -16,13 +16,13 @@ from zjax.parallel import remat
 
 
 class Bias(nnx.Module):
-    """What is added to every token, from zero on."""
+    """A bias vector, initially 0."""
 
     def __init__(self, dims: layers.Dims):
         self.bias = layers.make_param(dims, jnp.zeros)
 
     def __call__(self, x: Float[Array, "B L M"]) -> Float[Array, "B L M"]:
-        """Adds it."""
+        """Adds the bias."""
         return materialize_gradient(x + jnp.broadcast_to(self.bias[...], x.shape))
 
 
@@ -32,8 +32,8 @@ class FeedForward(nnx.Module):
     Args:
         config: Shape of the model.
         out_std: Standard deviation of the matrix that writes to the residual stream.
-        matmul_dtype: Dtype in which the matrices are multiplied.
-        is_tile: Whether others are added to it, so that it has no bias at its end.
+        matmul_dtype: Dtype of the operands of matrix products.
+        is_tile: Whether it is one summand of several, and so has no output bias.
         rngs: Source of the initial values.
     """
 
@@ -65,16 +65,16 @@ class FeedForward(nnx.Module):
 
 
 class TiledFeedForward(nnx.Module):
-    """A feed-forward as a sum of narrow ones, each with arrays of its own.
+    """A feed-forward as a sum of narrow ones with separate parameters.
 
-    Whatever stands between the matrices works on each hidden channel by itself, so that
-    the sum over a part of them is a feed-forward too, and all of them add up to the
-    whole: memory-centric tiling (arXiv:2104.07857, section 5.1.3).
+    Activations are elementwise over hidden channels, so feed-forwards over groups of
+    channels add up to the full one: memory-centric tiling (arXiv:2104.07857, section
+    5.1.3).
 
     Args:
-        config: Shape of the model; `mlp_tiles` are its parts.
+        config: Shape of the model, with `mlp_tiles` tiles.
         out_std: Standard deviation of the matrices that write to the residual stream.
-        matmul_dtype: Dtype in which the matrices are multiplied.
+        matmul_dtype: Dtype of the operands of matrix products.
         rngs: Source of the initial values.
     """
 
@@ -99,7 +99,7 @@ class TiledFeedForward(nnx.Module):
                 rngs=rngs,
             )
 
-        # In the order in which JAX keeps a dict of them.
+        # Sorted as JAX sorts the keys of a dict.
         names = sorted(map(str, range(config.mlp_tiles)))
         self.tiles = nnx.Dict({name: make_tile() for name in names})
         self.down = Bias(embed) if config.use_bias else None

@@ -1,8 +1,7 @@
-"""Text from a decoder: the prompt in one pass, then token by token from a cache.
+"""Text generation: the prompt in one pass, then token by token from a cache.
 
-Both passes are one compiled program; a new one is compiled for another shape of the
-prompt or other settings, never per token. Where the blocks rest elsewhere,
-`zjax.offload.generate` makes the same passes of the same parts, one block at a time.
+Everything is one compiled program per prompt shape and settings. For offloaded blocks,
+`zjax.offload.generate` makes the same passes one block at a time.
 """
 
 import functools
@@ -23,7 +22,7 @@ from zjax.models.sampling import sample_tokens
 
 
 class Settings(NamedTuple):
-    """How text goes on: arguments of `generate`."""
+    """Arguments of `generate`."""
 
     max_new_tokens: int
     temperature: float = 0.0
@@ -33,14 +32,14 @@ class Settings(NamedTuple):
 
 
 class Text(NamedTuple):
-    """Rows that are being written."""
+    """Text being generated."""
 
     tokens: Int[Array, "B total"]
-    """Prompts and what follows them so far; the end id, or 0, elsewhere."""
+    """Prompts and continuations so far; the end id, or 0, elsewhere."""
     new: Int[Array, " B"]
     """The last token of each row."""
     ended: Bool[Array, " B"]
-    """Whether a row has had its end id."""
+    """Whether a row has ended."""
 
 
 def generate(
@@ -58,22 +57,22 @@ def generate(
     """Continues prompts.
 
     Args:
-        model: The decoder, with its weights in the dtype to compute in.
-        tokens: Prompts, padded on the left where they differ in length.
+        model: Decoder, with its weights in the dtype to compute in.
+        tokens: Prompts, padded on the left if they differ in length.
         max_new_tokens: Tokens to add, 1 or more.
-        lengths: Tokens of each prompt without its padding, 1 to L; L by default.
+        lengths: Tokens of each prompt without its padding, 1 to L; None is L.
         key: Random key, needed above temperature 0. The draw of a row depends on the
             key, the row's number and the position, not on devices.
-        temperature: 0 takes the most likely token; above 0 divides the scores.
-        top_k: Draws among the k most likely tokens; 0 among all.
-        top_p: Draws among the fewest tokens whose probabilities reach this sum.
-        end_id: Token that ends a row, which is then filled with it; -1 for none.
+        temperature: Divisor of the logits; 0 takes the most likely token.
+        top_k: Number of most likely tokens to draw from; 0 is all.
+        top_p: Probability mass of the most likely tokens to draw from.
+        end_id: Token that ends a row, which is then filled with it; -1 is none.
 
     Returns:
         Prompts and continuations, int32[B, L + max_new_tokens].
 
     Raises:
-        ConfigError: A setting out of range, or no room for the tokens.
+        ConfigError: A setting is out of range, or the tokens exceed the model's length.
 
     Example:
         >>> from zjax.config import schema
@@ -93,67 +92,66 @@ def generate(
 @functools.partial(jax.jit, static_argnames=("graph", "settings"))
 def _generate(state, tokens, lengths, key, *, graph, settings: Settings):
     model = nnx.merge(graph, state)
-    length, room = tokens.shape[1], settings.max_new_tokens
-    starts, text = begin(tokens, lengths, settings)
+    length, num_new = tokens.shape[1], settings.max_new_tokens
+    starts, text = start_text(tokens, lengths, settings)
     padded = lengths is not None
-    scores, caches = prefill(model, tokens, starts, room=room, padded=padded)
-    text = add_token(text, scores, key, length, settings)
+    logits, caches = prefill(model, tokens, starts, num_new=num_new, padded=padded)
+    text = add_token(text, logits, key, length, settings)
 
     def is_unfinished(carry):
         column, text, _ = carry
-        return (column < length + room) & ~text.ended.all()
+        return (column < length + num_new) & ~text.ended.all()
 
     def write(carry):
         column, text, caches = carry
-        scores, caches = decode(model, text.new, starts, column - 1, caches)
-        return column + 1, add_token(text, scores, key, column, settings), caches
+        logits, caches = decode(model, text.new, starts, column - 1, caches)
+        return column + 1, add_token(text, logits, key, column, settings), caches
 
     carry = jnp.int32(length + 1), text, caches
     return jax.lax.while_loop(is_unfinished, write, carry)[1].tokens
 
 
-def begin(
+def start_text(
     tokens: Int[Array, "B L"], lengths: Int[Array, " B"] | None, settings: Settings
 ) -> tuple[Int[Array, " B"], Text]:
-    """Makes room for what is to follow prompts.
+    """Allocates the text, padded on the left like its prompts.
 
     Args:
         tokens: Prompts, padded on the left.
-        lengths: Tokens of each without its padding; L by default.
-        settings: Say for how many tokens.
+        lengths: Tokens of each without its padding; None is L.
+        settings: Settings, of which the number of new tokens is read.
 
     Returns:
-        First column of each prompt, and the text so far.
+        First column of each prompt, and the text.
     """
     num_rows, length = tokens.shape
     starts = jnp.zeros(num_rows, jnp.int32) if lengths is None else length - lengths
     shape = (num_rows, settings.max_new_tokens)
     filler = jnp.full(shape, max(settings.end_id, 0), jnp.int32)
-    whole = jnp.concatenate([tokens.astype(jnp.int32), filler], axis=1)
-    return starts, Text(whole, whole[:, length - 1], jnp.zeros(num_rows, bool))
+    padded_tokens = jnp.concatenate([tokens.astype(jnp.int32), filler], axis=1)
+    return starts, Text(
+        padded_tokens, padded_tokens[:, length - 1], jnp.zeros(num_rows, bool)
+    )
 
 
 def add_token(
     text: Text,
-    scores: Float[Array, "B V"],
+    logits: Float[Array, "B V"],
     key: jax.Array,
     column: Any,
     settings: Settings,
 ) -> Text:
-    """Chooses the next token of each row.
+    """Chooses the next token of each row, and appends it.
 
     Args:
-        text: Rows without it.
-        scores: Of the tokens that may follow.
-        key: Of the whole text.
-        column: int32[], where the token goes.
-        settings: How to choose.
-
-    Returns:
-        The rows with it.
+        text: The text so far, int32[B, L] among others.
+        logits: Logits of the next tokens.
+        key: Random key of the whole text.
+        column: int32[], column of the token.
+        settings: Sampling settings.
     """
     new = sample_tokens(
-        scores,
+        logits,
         jax.random.fold_in(key, column),
         temperature=settings.temperature,
         top_k=settings.top_k,
@@ -172,13 +170,13 @@ def check(
     """Refuses settings that cannot work.
 
     Args:
-        config: Of the decoder.
-        length: Of the prompts.
-        settings: How text is to go on.
-        key: Random key, if there is one.
+        config: Settings of the decoder.
+        length: Length of the prompts.
+        settings: Arguments of `generate`.
+        key: Random key, or None.
 
     Raises:
-        ConfigError: A setting out of range, or no room for the tokens.
+        ConfigError: A setting is out of range, or the tokens exceed the model's length.
     """
     problems = []
     if length < 1:
@@ -206,11 +204,11 @@ def check(
     if not 0 < settings.top_p <= 1:
         problem = "is not above 0 and up to 1"
         problems.append(Problem("top_p", settings.top_p, problem, "use 1 for all"))
-    room = config.max_length - length
+    free = config.max_length - length
     is_bounded = config.positions == "learned" or config.attention == "sparse"
-    if is_bounded and num_new > room:
+    if is_bounded and num_new > free:
         problem = f"leaves model.max_length={config.max_length} after {length}"
-        remedy = f"ask for {max(room, 0)} or fewer, or shorten the prompt"
+        remedy = f"ask for {max(free, 0)} or fewer, or shorten the prompt"
         problems.append(Problem("max_new_tokens", num_new, problem, remedy))
     if problems:
         raise ConfigError(*problems)

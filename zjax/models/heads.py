@@ -1,4 +1,4 @@
-"""From the last hidden states to scores of the vocabulary and the loss."""
+"""The output head: logits and loss from the last hidden states."""
 
 import math
 from typing import Any
@@ -17,12 +17,12 @@ from zjax.sharding.activations import open_size
 
 
 class Head(nnx.Module):
-    """The last normalisation and the output matrix, unless that is the token table.
+    """The last normalisation, and the output matrix unless it is tied.
 
     Args:
         config: Shape of the model.
-        masked: Whether a transformed copy of the states is scored, with a bias per
-            token, as in BERT; else the states themselves, as in GPT-2 and Llama.
+        masked: Whether states pass through a dense layer first, and logits have a bias,
+            as in BERT.
         rngs: Source of the initial values.
     """
 
@@ -47,7 +47,7 @@ class Head(nnx.Module):
     def logits(
         self, x: Float[Array, "B L M"], table: Float[Array, "V M"] | None
     ) -> Float[Array, "B L V"]:
-        """Scores the vocabulary, in float32; `table` is that of tied models."""
+        """Logits in float32; `table` is the token table of tied models."""
         logits = jnp.einsum(
             "blm,vm->blv",
             self._features(x),
@@ -64,7 +64,7 @@ class Head(nnx.Module):
         table: Float[Array, "V M"] | None,
         batch: dict[str, Any],
     ) -> TokenLoss:
-        """Sums of the loss over batch["targets"]; `table` is that of tied models."""
+        """Loss sums over batch["targets"]; `table` is that of tied models."""
         return token_loss(
             self._features(x),
             self._matrix(table),
@@ -73,7 +73,7 @@ class Head(nnx.Module):
             bias=None if self.bias is None else self.bias[...],
             z_loss=self.config.z_loss,
             chunk_tokens=self.config.loss_chunk_tokens,
-            num_batch_shards=layers.num_batch_shares(x.shape[0]),
+            num_batch_shards=layers.num_batch_shards(x.shape[0]),
             num_length_shards=math.gcd(x.shape[1], open_size(meshes.SEQUENCE)),
         )
 
@@ -90,13 +90,10 @@ class Head(nnx.Module):
 
 
 def token_weights(batch: dict[str, Any]) -> Float[Array, "B L"]:
-    """Weight of each token: as given, or 1 for all that is not padding.
+    """Weight of each token, float32: as given, or 1 for all but padding.
 
     Args:
-        batch: `targets`, and perhaps `weights`, `segment_ids` or `lengths`.
-
-    Returns:
-        Weights in float32.
+        batch: `targets`, and optionally `weights`, `segment_ids` or `lengths`.
 
     Example:
         >>> batch = {"targets": jnp.ones((1, 3), int), "lengths": jnp.array([2])}

@@ -1,4 +1,4 @@
-"""Which arrays of a batch a model reads, by the operations of its loss."""
+"""Finds the arrays of a batch to which a model applies parameters, by tracing it."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,27 +18,26 @@ from zjax.typing import Batch, Model
 
 
 class Origin(NamedTuple):
-    """What a value is computed from."""
+    """What a traced value depends on."""
 
     is_param: bool = False
-    """Parameters alone, with one number or more in a dim."""
+    """Whether it depends on parameters alone, and has one dim or more."""
     arrays: frozenset[str] = frozenset()
-    """These arrays of the batch."""
-    given: frozenset[str] = frozenset()
-    """Those of them that have met nothing but constants, and parameters elementwise."""
+    """Arrays of the batch that it depends on."""
+    untransformed: frozenset[str] = frozenset()
+    """Those combined so far with constants, and elementwise with parameters, only."""
 
 
 def find_inputs(model: Model, batch: Batch) -> tuple[str, ...]:
-    """Finds the floating-point arrays of a batch that a model computes with.
+    """Finds the floating-point arrays of a batch that a model applies parameters to.
 
-    Products with parameters are taken of what is computed from them, as from images and
-    masks; targets and weights meet results, and parameters elementwise. What a function
-    such as `sin` or a comparison reads first, as of timestamps, is left out: its last
-    digits matter.
+    Images and masks enter products with parameters; targets and weights meet only
+    results, or parameters elementwise. Arrays first read by a function such as `sin` or
+    by a comparison, such as timestamps, are left out: they need full precision.
 
     Args:
-        model: Its loss.
-        batch: Arrays or their shapes.
+        model: Model, whose loss is traced.
+        batch: Arrays or ShapeDtypeStructs.
 
     Returns:
         Paths of arrays of two dims or more.
@@ -52,7 +51,9 @@ def find_inputs(model: Model, batch: Batch) -> tuple[str, ...]:
     origins = [Origin(is_param=len(x.shape) > 0) for x in jax.tree.leaves(params)]
     origins += [Origin() for _ in jax.tree.leaves(state)]
     sets = [frozenset({name} - {""}) for name in names]
-    origins += [Origin(arrays=own, given=own) for own in sets]
+    origins += [
+        Origin(arrays=origin_set, untransformed=origin_set) for origin_set in sets
+    ]
     walk = _Walk()
     walk.visit(program, [*origins, Origin()])
     return tuple(name for name in names if name in walk.read - walk.exact)
@@ -63,18 +64,15 @@ def _may_be_cast(x: Any) -> bool:
 
 
 def with_cast(model: Model, batch: Batch, names: Sequence[str] | None) -> Model:
-    """Settles which arrays of a batch are cast to the compute dtype.
+    """Sets the arrays of a batch that are cast to the compute dtype.
 
     Args:
-        model: Its loss.
-        batch: An example, of arrays or their shapes.
-        names: Paths; None leaves it to the model, or else to `find_inputs`.
-
-    Returns:
-        The model with its `cast`.
+        model: The model.
+        batch: Example batch of arrays or ShapeDtypeStructs.
+        names: Paths; None takes the model's `cast`, or finds them by `find_inputs`.
 
     Raises:
-        DataError: A name is not that of a floating-point array; all at once.
+        DataError: Names that are not floating-point arrays, all at once.
     """
     if names is None:
         found = find_inputs(model, batch) if model.cast is None else model.cast
@@ -91,7 +89,7 @@ def with_cast(model: Model, batch: Batch, names: Sequence[str] | None) -> Model:
 
 
 class _Walk:
-    """Operations in their order; loops until nothing new is found."""
+    """Propagates origins through a program; iterates loops to a fixed point."""
 
     def __init__(self) -> None:
         self.read: frozenset[str] = frozenset()
@@ -127,18 +125,23 @@ class _Walk:
     def operation(self, equation: Equation, origins: list[Origin]) -> list[Origin]:
         arrays = _joined(origins).arrays
         meets_params = any(origin.is_param for origin in origins)
-        given = _joined(origins).given
-        name, (*outs,) = equation.primitive.name, equation.outvars
+        untransformed = _joined(origins).untransformed
+        name, (*out_vars,) = equation.primitive.name, equation.outvars
         is_read = meets_params and name not in ARITHMETIC
         if is_read:
             self.read |= arrays
-        is_cut = any(not jnp.issubdtype(x.aval.dtype, jnp.floating) for x in outs)
-        if name in EXACT or (name == "convert_element_type" and is_cut):
-            self.exact |= given
-        if is_read or arrays != given:
-            given = frozenset()
+        loses_fraction = any(
+            not jnp.issubdtype(x.aval.dtype, jnp.floating) for x in out_vars
+        )
+        if name in EXACT or (name == "convert_element_type" and loses_fraction):
+            self.exact |= untransformed
+        if is_read or arrays != untransformed:
+            untransformed = frozenset()
         is_param = meets_params and not arrays
-        return [Origin(is_param and len(x.aval.shape) > 0, arrays, given) for x in outs]
+        return [
+            Origin(is_param and len(x.aval.shape) > 0, arrays, untransformed)
+            for x in out_vars
+        ]
 
 
 def _has_operands_of(program: Closed, equation: Equation) -> bool:
@@ -147,9 +150,9 @@ def _has_operands_of(program: Closed, equation: Equation) -> bool:
 
 
 def _joined(origins: Sequence[Origin]) -> Origin:
-    """Of a value that may be any of these."""
+    """The origin of a value that may be any of these."""
     arrays = frozenset[str]().union(*(origin.arrays for origin in origins))
-    mixed = [origin.arrays - origin.given for origin in origins]
-    given = arrays - frozenset[str]().union(*mixed)
+    mixed = [origin.arrays - origin.untransformed for origin in origins]
+    untransformed = arrays - frozenset[str]().union(*mixed)
     is_param = any(origin.is_param for origin in origins) and not arrays
-    return Origin(is_param, arrays, given)
+    return Origin(is_param, arrays, untransformed)

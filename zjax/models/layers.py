@@ -1,8 +1,7 @@
-"""Layers that name the dims of their parameters and compute in the parameters' dtype.
+"""Layers that name the dims of their parameters, and compute in the parameters' dtype.
 
-Kernels keep heads and head channels apart, so that a placement can name either. Norms,
-softmax and rotations are float32 inside; the dtype of everything else is that of the
-parameters a step passes in.
+Kernels have separate dims for heads and head channels, so that sharding can name
+either. Norms, softmax and rotations are computed in float32.
 """
 
 import functools
@@ -26,10 +25,11 @@ from zjax_kernels import norm
 
 Dims = tuple[tuple[str | None, int], ...]
 """Logical name and size of each array dim."""
-Lay = Callable[[jax.Array, int], jax.Array]
-"""Weights and the dim to be split -> weights as they stand on the devices."""
+Arrange = Callable[[jax.Array, int], jax.Array]
+"""Function from weights and their sharded dim to weights padded or reordered so that
+devices get equal shards."""
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
-"""`attend(q, k, v) -> (averages, kept)`; kept leaves the block, for caches."""
+"""`attend(q, k, v) -> (outputs, cache)`."""
 
 MatmulDtype = Literal["compute", "float8"]
 """Dtype of the operands of a matrix product; `compute` is that of the parameters."""
@@ -39,14 +39,11 @@ INIT_STD = 0.02
 
 
 def make_param(dims: Dims, initial: Callable[[tuple[int, ...]], Array]) -> nnx.Param:
-    """Makes a parameter that knows the logical names of its dims.
+    """Makes a parameter with the logical names of its dims as metadata `logical`.
 
     Args:
         dims: Name and size of each dim.
-        initial: Shape -> initial value.
-
-    Returns:
-        A parameter with metadata `logical`.
+        initial: Function from shape to initial value.
 
     Example:
         >>> make_param((("embed", 2),), jnp.zeros).logical
@@ -57,14 +54,7 @@ def make_param(dims: Dims, initial: Callable[[tuple[int, ...]], Array]) -> nnx.P
 
 
 def make_normal(key: jax.Array, std: float) -> Callable[[tuple[int, ...]], Array]:
-    """Makes an initialiser of normal float32 values.
-
-    Args:
-        key: Random key.
-        std: Standard deviation.
-
-    Returns:
-        Shape -> values.
+    """Initialiser of normal float32 values with standard deviation `std`.
 
     Example:
         >>> make_normal(jax.random.key(0), 0.02)((2, 3)).shape
@@ -76,17 +66,14 @@ def make_normal(key: jax.Array, std: float) -> Callable[[tuple[int, ...]], Array
 def dropout(
     x: Float[Array, "B L M"], config: schema.Model, key: jax.Array | None
 ) -> Float[Array, "B L M"]:
-    """Zeroes a share of the entries and scales up the rest.
+    """Zeroes random entries, and scales up the others.
 
-    Each token draws by its place in the microbatch, whatever device holds it.
+    Each token draws by its position in the microbatch, on any mesh.
 
     Args:
-        x: Activations, their tokens as `sequence.arrange` has put them.
-        config: Read for `dropout_rate`, the probability of a zero, and for the order.
-        key: Random key; None changes nothing, which is evaluation.
-
-    Returns:
-        Activations of the same expectation.
+        x: Activations, in the token order of `sequence.arrange`.
+        config: Model settings; reads `dropout_rate` and the token order.
+        key: Random key; None in evaluation, which changes nothing.
 
     Example:
         >>> dropout(jnp.ones((1, 2, 2)), schema.Model(dropout_rate=0.5), None).tolist()
@@ -95,35 +82,28 @@ def dropout(
     Reference:
         Srivastava et al. (JMLR 15, 2014).
     """
-    share_kept = 1.0 - config.dropout_rate
-    if key is None or share_kept == 1.0:
+    keep_probability = 1.0 - config.dropout_rate
+    if key is None or keep_probability == 1.0:
         return x
     num_rows, length, size = x.shape
     rows = first_row(num_rows) + jnp.arange(num_rows)
     order = sequence.token_order(length, config)
-    places = jnp.arange(length) if order is None else jnp.asarray(order)
+    positions = jnp.arange(length) if order is None else jnp.asarray(order)
 
     @functools.partial(jax.vmap, in_axes=(0, None))
     @functools.partial(jax.vmap, in_axes=(None, 0))
-    def draw(row: jax.Array, place: jax.Array) -> jax.Array:
-        own = jax.random.fold_in(key, row * length + place)
-        return jax.random.bernoulli(own, share_kept, (size,))
+    def draw(row: jax.Array, position: jax.Array) -> jax.Array:
+        token_key = jax.random.fold_in(key, row * length + position)
+        return jax.random.bernoulli(token_key, keep_probability, (size,))
 
-    return jnp.where(draw(rows, places), x / share_kept, jnp.zeros_like(x))
+    return jnp.where(draw(rows, positions), x / keep_probability, jnp.zeros_like(x))
 
 
-def num_batch_shares(batch_size: int) -> int:
-    """Parts in which the devices of the mesh in use hold a batch.
-
-    Args:
-        batch_size: Rows of the batch.
-
-    Returns:
-        Shares of the mesh set by `jax.set_mesh`, less those already split by hand or
-        that do not divide the batch; 1 without a mesh.
+def num_batch_shards(batch_size: int) -> int:
+    """Shards of a batch over the automatic axes of the mesh in use.
 
     Example:
-        >>> num_batch_shares(8)
+        >>> num_batch_shards(8)
         1
     """
     mesh = jax.sharding.get_abstract_mesh()
@@ -135,13 +115,13 @@ class Linear(nnx.Module):
     """A matrix between groups of dims, with an optional bias.
 
     Args:
-        inputs: The last dims of the input, which are summed over.
-        outputs: The dims that replace them.
+        inputs: Contracted last dims of the input.
+        outputs: Dims that replace them.
         std: Standard deviation of the initial kernel.
-        use_bias: Whether to add a bias, which starts at zero.
-        fuse_bias: Whether the product is to add the bias itself. That pays before a
-            kernel that cannot; elsewhere whatever reads the output adds it for nothing.
-        matmul_dtype: Dtype in which input and kernel are multiplied.
+        use_bias: Whether to add a bias, initially 0.
+        fuse_bias: Whether the product itself adds the bias, which pays if the next
+            kernel cannot.
+        matmul_dtype: Dtype of the operands of the product.
         rngs: Source of the initial values.
     """
 
@@ -157,81 +137,72 @@ class Linear(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.num_inputs = len(inputs)
-        self.is_row_split = is_split(inputs[0][0])
-        self.is_column_split = is_split(outputs[0][0])
+        self.is_row_sharded = is_tensor_sharded(inputs[0][0])
+        self.is_column_sharded = is_tensor_sharded(outputs[0][0])
         self.fuse_bias = fuse_bias
         self.matmul_dtype: MatmulDtype = matmul_dtype
         self.kernel = make_param(inputs + outputs, make_normal(rngs.params(), std))
         self.bias = make_param(outputs, jnp.zeros) if use_bias else None
 
     def __call__(
-        self, x: Float[Array, "..."], name: str = "", lay: Lay = tensor.fill_up
+        self, x: Float[Array, "..."], name: str = "", arrange: Arrange = tensor.fill_up
     ) -> Float[Array, "..."]:
         """Multiplies the last dims of `x`, whose first is the batch, by the kernel.
 
         Args:
             x: Activations.
-            name: Marks the product, before the bias, for the policies of `remat`.
-            lay: Makes rows that devices split stand as `x` does.
-
-        Returns:
-            Activations with the dims of the output.
+            name: Name of the product, before the bias, for `remat` policies.
+            arrange: Arrangement of sharded rows, that of `x`.
         """
-        if self.is_column_split:
+        if self.is_column_sharded:
             return project(x, (self,), name)[0]
         kernel = self.kernel[...]
-        if self.is_row_split:
-            kernel = lay(kernel, 0)
+        if self.is_row_sharded:
+            kernel = arrange(kernel, 0)
             y = tensor.multiply_rows(self.multiply, x, kernel)
         else:
             y = self.multiply(x, kernel)
         return self.finish(y, kernel.shape[self.num_inputs :], name)
 
     def multiply(self, x: Float[Array, "..."], kernel: Array) -> Float[Array, "..."]:
-        """The product with a kernel in place of the own one, its output dims as one."""
+        """Multiplies by `kernel` in place of the layer's, merging output dims."""
         kernel = kernel.reshape(*kernel.shape[: self.num_inputs], -1)
         if self.matmul_dtype == "compute":
             return jnp.tensordot(x, kernel, axes=self.num_inputs)
-        num_shares = num_batch_shares(x.shape[0])
-        return float8.dot(x, kernel, self.num_inputs, num_batch_shards=num_shares)
+        num_shards = num_batch_shards(x.shape[0])
+        return float8.dot(x, kernel, self.num_inputs, num_batch_shards=num_shards)
 
     def finish(
         self,
         y: Float[Array, "..."],
         dims: tuple[int, ...],
         name: str,
-        lay: Lay = tensor.fill_up,
+        arrange: Arrange = tensor.fill_up,
     ) -> Float[Array, "..."]:
-        """Adds the bias to what `multiply` made, and gives the output its dims."""
-        # A product can add a bias only where its output dims are one.
+        """Adds the bias to a result of `multiply`, and restores the output dims."""
+        # XLA fuses a bias into a product only while the output dims are merged.
         if not self.fuse_bias:
             y = remat.mark(materialize(y), name) if name else materialize(y)
         if self.bias is not None:
-            bias = self._columns(self.bias[...], 0, lay)
+            bias = self._columns(self.bias[...], 0, arrange)
             bias = bias.reshape(*[1] * (y.ndim - 1), -1)
             y = materialize_gradient(y + bias)
         y = materialize(y) if self.fuse_bias else y
         return y.reshape(*y.shape[:-1], *dims)
 
-    def columns(self, lay: Lay) -> Array:
-        """The kernel, with columns as they are to stand on the devices."""
-        return self._columns(self.kernel[...], 1, lay)
+    def columns(self, arrange: Arrange) -> Array:
+        """The kernel with arranged columns."""
+        return self._columns(self.kernel[...], 1, arrange)
 
-    def _columns(self, x, dim, lay):
-        return lay(x, dim) if self.is_column_split else x
+    def _columns(self, x, dim, arrange):
+        return arrange(x, dim) if self.is_column_sharded else x
 
 
-def is_split(name: str | None) -> bool:
-    """Whether a dim is split over the tensor axis.
-
-    Args:
-        name: Logical name.
-
-    Returns:
-        What the table of placements says.
+def is_tensor_sharded(name: str | None) -> bool:
+    """Whether a dim of this logical name is sharded over the tensor axis.
 
     Example:
-        >>> is_split("mlp"), is_split("embed")
+        >>> is_tensor_sharded("mlp"), is_tensor_sharded("embed")
         (True, False)
     """
     return name is not None and meshes.TENSOR in rules.RULES[name]
@@ -242,30 +213,30 @@ def project(
     linears: Sequence[Linear],
     name: str = "",
     *,
-    lays: Sequence[Lay] | None = None,
+    arrangements: Sequence[Arrange] | None = None,
 ) -> list[Float[Array, "..."]]:
-    """Multiplies one stream by several matrices that are split by columns.
+    """Multiplies one stream by several column-sharded matrices.
 
     Args:
-        x: The stream.
-        linears: Each with one input dim.
-        name: Marks the products, before their biases, for the policies of `remat`.
-        lays: Makes the columns of each matrix stand as the devices split them.
+        x: Residual stream.
+        linears: Layers with one input dim each.
+        name: Name of the products, before their biases, for `remat` policies.
+        arrangements: Arrangement of the columns of each matrix.
 
     Returns:
-        One output per matrix, its first dim filled up with zeros.
+        One output per matrix, its first dim padded with zeros.
     """
-    lays = lays or [tensor.fill_up] * len(linears)
-    pairs = list(zip(linears, lays, strict=True))
-    kernels = [linear.columns(lay) for linear, lay in pairs]
+    arrangements = arrangements or [tensor.fill_up] * len(linears)
+    pairs = list(zip(linears, arrangements, strict=True))
+    kernels = [linear.columns(arrange) for linear, arrange in pairs]
     products = tensor.multiply_columns(
         [linear.multiply for linear in linears],
         x,
         [kernel.reshape(kernel.shape[0], -1) for kernel in kernels],
     )
     return [
-        linear.finish(y, kernel.shape[1:], name, lay)
-        for (linear, lay), y, kernel in zip(pairs, products, kernels, strict=True)
+        linear.finish(y, kernel.shape[1:], name, arrange)
+        for (linear, arrange), y, kernel in zip(pairs, products, kernels, strict=True)
     ]
 
 
@@ -283,7 +254,7 @@ class Norm(nnx.Module):
     def __call__(self, x: Float[Array, "B L M"]) -> Float[Array, "B L M"]:
         """Normalises each token."""
         scale = self.scale[...]
-        # Its compiler splits tokens over devices, which no kernel of one device does.
+        # The compiler shards the tokens, which a kernel for one device does not.
         how = {"eps": self.eps, "implementation": "reference"}
         if self.kind == "rms_norm":
             return norm.rms_norm(x, scale, **how)
@@ -297,7 +268,7 @@ class Attention(nnx.Module):
     Args:
         config: Shape of the model.
         out_std: Standard deviation of the matrix that writes to the residual stream.
-        matmul_dtype: Dtype in which the projections multiply.
+        matmul_dtype: Dtype of the operands of the projections.
         rngs: Source of the initial values.
     """
 
@@ -328,12 +299,14 @@ class Attention(nnx.Module):
         rotation: tuple[Array, Array] | None,
         attend: Attend,
     ) -> tuple[Float[Array, "B L M"], Any]:
-        """Projects, rotates, attends and projects back; passes on what attend kept."""
-        shares = tensor.num_shares()
-        heads = tensor.Heads.of(self.num_heads, self.num_kv_heads, shares)
-        lays = heads.lay_queries, heads.lay_keys, heads.lay_keys
-        q, k, v = project(x, (self.query, self.key, self.value), lays=lays)
+        """Projects, rotates, attends and projects back; passes on the cache."""
+        num_shards = tensor.num_shares()
+        heads = tensor.Heads.of(self.num_heads, self.num_kv_heads, num_shards)
+        arrangements = heads.lay_queries, heads.lay_keys, heads.lay_keys
+        q, k, v = project(
+            x, (self.query, self.key, self.value), arrangements=arrangements
+        )
         if rotation is not None:
             q, k = rotary.rotate(q, *rotation), rotary.rotate(k, *rotation)
-        averages, kept = attend(q, k, v)
-        return self.out(averages, lay=heads.lay_queries), kept
+        outputs, cache = attend(q, k, v)
+        return self.out(outputs, arrange=heads.lay_queries), cache

@@ -1,4 +1,4 @@
-"""A Linen module as a part: variables beside it, created by the calls of the loss."""
+"""Linen modules as submodels, with variables created by the calls of the loss."""
 
 import collections
 import functools
@@ -17,26 +17,26 @@ from flax.core import meta, tracers
 from zjax.errors import ModelError, Problem
 from zjax.models.linen_evaluation import evaluating
 from zjax.models.metadata import names_of_boxes
-from zjax.models.part import Part, Started
+from zjax.models.submodel import Started, Submodel
 from zjax.ops.keys import fold_name
 from zjax.sharding.paths import path_of
 from zjax.typing import ModelState, Params
 
 SOWN = ("intermediates", "losses", "perturbations")
-"""Collections that a call leaves behind for the loss to read, and no step keeps. So are
-collections of tuples, which is what `Module.sow` makes of any name."""
+"""Collections that calls write for the loss to read, discarded after a step; so are
+collections of tuples, as `Module.sow` makes them."""
 NOUNS = {"params": "parameters", "variables": "collections"}
-"""What attributes of a view hold, in errors."""
+"""Contents of attributes of a view, for messages."""
 
 
 class View:
-    """A Linen module with its variables, called as the module is.
+    """A Linen module with its variables, called like the module.
 
     Args:
-        module: The module.
-        params: Its parameters.
-        model_state: Its other collections, updated by calls in training.
-        key: Where random streams start; None means evaluation.
+        module: Linen module.
+        params: Parameters.
+        model_state: Other collections, updated by calls in training.
+        key: Source of random streams; None in evaluation.
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class View:
         self.train = key is not None
         """Whether this is a training step; for arguments such as `deterministic`."""
         self.sown: dict[str, Any] = {}
-        """What the calls so far have sown, by collection."""
+        """Values sown by the calls so far, by collection."""
         self._key = key
         self._num_calls = 0
 
     @property
     def variables(self) -> dict[str, Any]:
-        """All collections by name, as `Module.variables` has them, without boxes."""
+        """All collections by name, unboxed, as `Module.variables`."""
         return {"params": self.params, **self.model_state, **self.sown}
 
     def __call__(
@@ -103,12 +103,12 @@ class View:
 
 
 class FirstView:
-    """A Linen module that creates its variables as it is called.
+    """A Linen module that creates its variables when called.
 
     Args:
-        module: The module.
-        initial: Variables that exist already.
-        key: Where parameters and random streams start.
+        module: Linen module.
+        initial: Existing variables.
+        key: Source of parameters and random streams.
     """
 
     train = True
@@ -123,7 +123,7 @@ class FirstView:
 
     @property
     def boxed_variables(self) -> dict[str, Any]:
-        """The collections that calls so far have created, in the boxes of Flax."""
+        """Collections created so far, in Flax's boxes."""
         if self._calls and tracers.current_trace() == self._trace:
             for method, inputs in self._calls:
                 args, kwargs = jax.tree.map(_zeros, inputs)
@@ -133,7 +133,7 @@ class FirstView:
 
     @property
     def variables(self) -> dict[str, Any]:
-        """The collections that calls so far have created and sown, by name."""
+        """Collections created and sown so far, by name."""
         created = {**self.model_state, **self.sown}
         if created or self.params:
             return {"params": self.params, **created}
@@ -141,32 +141,32 @@ class FirstView:
 
     @property
     def params(self) -> Params:
-        """The parameters that calls so far have created."""
+        """Parameters created so far."""
         params = meta.unbox(self.boxed_variables.get("params", {}))
         return params or self._refusing("params")
 
     @property
     def model_state(self) -> ModelState:
-        """The other collections that calls so far have created."""
+        """Other collections created so far."""
         variables = self.boxed_variables
         return meta.unbox({k: v for k, v in variables.items() if k != "params"})
 
     def __call__(
         self, *args: Any, method: str | Callable[..., Any] | None = None, **kwargs: Any
     ) -> Any:
-        """Runs the module, and adds to the variables those that were missing."""
+        """Runs the module, and creates missing variables."""
         _check_arguments(kwargs)
         out, created = self._init(method, args, kwargs)
         self.sown |= {k: x for k, x in created.items() if _is_sown(k, x)}
         if tracers.current_trace() == self._trace:
             self._add(created)
         else:
-            # What is made inside of `jit` or `scan` cannot leave it: it is made again.
+            # Variables made inside `jit` or `scan` cannot leave it: make them again.
             self._calls.append((method, jax.tree.map(_shape, (args, kwargs))))
         return out
 
     def _init(self, method: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        # Every call starts from the same key, so calls agree on what they share.
+        # The same key for every call, so that calls agree on shared variables.
         out, created = self.module.init_with_output(
             _streams(self._key, 0), *args, method=method, mutable=True, **kwargs
         )
@@ -180,7 +180,7 @@ class FirstView:
                 self._variables[name] = _merge(value, old)
 
     def _refusing(self, attribute: str) -> dict[str, Any]:
-        """What is read before a call: an empty dict that says why it is empty."""
+        """An empty dict that raises, for attributes read before a call."""
 
         def refuse() -> Any:
             problem = f"is asked for {NOUNS[attribute]} that no call has created"
@@ -191,14 +191,10 @@ class FirstView:
         return collections.defaultdict(refuse)
 
 
-def make_part(module: nn.Module) -> Part:
-    """Presents a Linen module to the adapter.
+def make_submodel(module: nn.Module) -> Submodel:
+    """Makes a submodel of a Linen module; a bound one brings its variables.
 
-    Args:
-        module: A module; one that is bound brings its variables.
-
-    Returns:
-        The part; every collection but `params` and those sown is model state.
+    Every collection but `params` and those sown is model state.
     """
     variables: dict[str, Any] = {}
     is_bound = module.scope is not None
@@ -226,7 +222,7 @@ def make_part(module: nn.Module) -> Part:
         unboxed = dict(meta.unbox(variables))
         return unboxed.pop("params", {}), unboxed
 
-    return Part(
+    return Submodel(
         start=start,
         resume=resume,
         model_state=model_state,
@@ -261,14 +257,14 @@ def _unfreeze(variables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_arguments(kwargs: dict[str, Any]) -> None:
-    """Refuses what the view says to `module.apply` itself."""
+    """Refuses arguments that the view passes to `module.apply` itself."""
     remedies = {
         "rngs": "leave it out: streams follow from the key of the step",
         "mutable": "leave it out: collections are updated in training, and what is "
         "sown is in model.sown",
     }
     problems = [
-        Problem(f"model(..., {name})", "given", "is said by the view", remedy)
+        Problem(f"model(..., {name})", "given", "is set by the view", remedy)
         for name, remedy in remedies.items()
         if name in kwargs
     ]
@@ -290,7 +286,7 @@ def _zeros(x: Any) -> Any:
 
 
 def _check_shapes(variables: Any, created: Any) -> None:
-    """Refuses variables that exist already, but have other shapes than the model's."""
+    """Refuses existing variables whose shapes are not the model's."""
     old, new = _shapes(variables), _shapes(created)
     problems = [
         Problem(path, old[path], f"has the shape {shape} in the model", "give it that")

@@ -1,8 +1,7 @@
-"""Linen modules in evaluation, wherever they are told what mode they are in.
+"""Sets the mode flags of Linen modules to evaluation, as NNX's `eval()` does.
 
-NNX modules have `eval()`, which sets the flags of a whole model. Linen modules have the
-same flags as attributes or as arguments of calls; here both get the values of
-evaluation as the calls are traced.
+Linen modules have them as attributes or as arguments of calls; both are overridden when
+the calls are traced.
 """
 
 import contextlib
@@ -20,11 +19,11 @@ FLAGS = {
     "training": False,
     "is_training": False,
 }
-"""What flags of modules are in evaluation; the first two are those of Flax itself."""
+"""Flags in evaluation; the first two are those of Flax itself."""
 
 
 def evaluating() -> contextlib.AbstractContextManager[Any]:
-    """Has all Linen modules that are called inside act as in evaluation.
+    """Runs all Linen modules that are called inside in evaluation mode.
 
     Example:
         >>> import jax
@@ -44,11 +43,11 @@ def _call(
     module = context.module
     for field in dataclasses.fields(module):
         if field.name in FLAGS and isinstance(getattr(module, field.name, None), bool):
-            # Modules are frozen; this one is a copy that lives as long as its call.
+            # Modules are frozen; this one is a copy for this call.
             object.__setattr__(module, field.name, FLAGS[field.name])
     try:
         given = inspect.signature(context.orig_method).bind(*args, **kwargs)
-    except (TypeError, ValueError):  # the call itself says what is wrong
+    except (TypeError, ValueError):  # the call itself raises a better error
         return call(*args, **kwargs)
     for name, value in given.arguments.items():
         if name in FLAGS and isinstance(value, bool):

@@ -1,7 +1,7 @@
-"""What Flax says of the placement of arrays: read as names, and never acted upon.
+"""Flax's sharding metadata, read as names of dims and otherwise ignored.
 
-Flax turns such names into constraints wherever a mesh is set, also while it checks the
-shapes of parameters. Here the plan places parameters, and the names mean dims.
+Flax turns it into sharding constraints wherever a mesh is set, even while it checks the
+shapes of parameters. In zjax the plan places parameters.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ _only_read = contextvars.ContextVar("only_read", default=False)
 
 @contextlib.contextmanager
 def names_only() -> Iterator[None]:
-    """Has Flax take metadata for names while the code of a user runs.
+    """Keeps Flax from applying sharding metadata while user code runs.
 
     Example:
         >>> with names_only():
@@ -43,25 +43,22 @@ def _as_names(unbox: Callable[..., Any]) -> Callable[..., Any]:
     return read
 
 
-# Flax has no switch for it, as it has in NNX. Outside of `names_only` nothing changes.
+# Linen has no switch for this. Outside `names_only` nothing changes.
 for _box in (nn.Partitioned, nn.LogicallyPartitioned):
     _box.unbox = _as_names(_box.unbox)
 
 
 def is_box(x: Any) -> bool:
-    """Whether Flax wraps an array in metadata."""
+    """Whether a value is an array boxed with metadata."""
     return isinstance(x, nn.meta.AxisMetadata)
 
 
 def names_of_boxes(tree: Any, *, boxed: bool = False) -> Any:
-    """Collects the names of dims of a tree of arrays of Linen.
+    """Names of dims of Linen arrays: a tuple per named box, None per other leaf.
 
     Args:
-        tree: Arrays, some of them in boxes.
-        boxed: Whether the names are to be in the same boxes, as where the boxes stay.
-
-    Returns:
-        A tuple of names for each box that has some, and None for each other array.
+        tree: Arrays, some of them boxed.
+        boxed: Whether to return the names in the same boxes.
     """
 
     def names(x: Any) -> Any:
@@ -72,13 +69,10 @@ def names_of_boxes(tree: Any, *, boxed: bool = False) -> Any:
 
 
 def names_of_sharding(given: Any) -> tuple[Any, ...]:
-    """Reads the names of dims that a variable of NNX has as its sharding.
+    """Names of dims in the sharding of an NNX variable.
 
     Args:
-        given: Names, a PartitionSpec or a NamedSharding; None for no names.
-
-    Returns:
-        What is said of each dim, from the first on.
+        given: Names, a PartitionSpec or a NamedSharding; None is no names.
 
     Example:
         >>> names_of_sharding(jax.P("embed", None))

@@ -1,4 +1,4 @@
-"""An NNX module as a part: plain dicts of arrays outside, the module itself inside."""
+"""NNX modules as submodels: plain dicts of arrays outside, the module inside."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ from flax import nnx
 
 from zjax.errors import ModelError, Problem
 from zjax.models.metadata import names_of_sharding
-from zjax.models.part import Part, Started
+from zjax.models.submodel import Started, Submodel
 from zjax.ops.keys import fold_name
 from zjax.sharding.placement import abstract_key
 from zjax.typing import ModelState, Params
@@ -25,62 +25,65 @@ class Skeleton:
     """A module without its arrays.
 
     Args:
-        graphdef: Its structure.
+        graphdef: Graph definition.
         params: Paths of the parameters.
-        rest: Paths of all other arrays but the random state.
+        other_state: Paths of all other arrays but the random state.
         streams: Type and shape of the random state, by path.
     """
 
     graphdef: Any
     params: tuple[tuple[Any, ...], ...]
-    rest: tuple[tuple[Any, ...], ...]
+    other_state: tuple[tuple[Any, ...], ...]
     streams: dict[tuple[Any, ...], tuple[type, tuple[int, ...]]]
 
 
-def make_part(model: Any, field: str) -> Part:
-    """Presents an NNX module, or the function that makes one, to the adapter.
+def make_submodel(model: Any, field: str) -> Submodel:
+    """Makes a submodel of an NNX module, or of a function that makes one.
+
+    Random streams restart from the key of each step; in evaluation they always draw the
+    same numbers.
 
     Args:
-        model: A module, whose arrays may be abstract, or a factory `rngs -> module`.
-        field: What errors call it.
-
-    Returns:
-        The part. Random streams start anew from the key of each step; the module keeps
-        none. In evaluation they always draw the same numbers.
+        model: Module, whose arrays may be abstract, or factory `rngs -> module`.
+        field: Name of the model in messages.
 
     Raises:
         ModelError: The factory needs other arguments, or makes something else.
     """
     if isinstance(model, nnx.Module):
-        return _part_of_module(model, field)
+        return _submodel_of_module(model, field)
     make = _check_factory(model, field)
     skeleton = _trace_skeleton(make)
 
     def start(key: jax.Array) -> tuple[Any, Callable[[], Started]]:
         module = make(key)
-        params, rest = _split(module)
-        started = nest(params), nest(rest), nest(logical_of(module))
+        params, other_state = _split(module)
+        started = nest(params), nest(other_state), nest(logical_of(module))
         module.train()
         return module, lambda: started
 
-    return Part(
+    return Submodel(
         start=start,
         resume=functools.partial(_resume, skeleton),
         model_state=_model_state,
     )
 
 
-def _part_of_module(model: nnx.Module, field: str) -> Part:
+def _submodel_of_module(model: nnx.Module, field: str) -> Submodel:
     model = nnx.clone(model)
     skeleton = _skeleton(model)
-    params, rest = _split(model)
-    weights = nest(params), nest(rest)
+    params, other_state = _split(model)
+    weights = nest(params), nest(other_state)
     logical = nest(logical_of(model))
     is_abstract = any(map(_is_abstract, jax.tree.leaves(weights)))
 
     def start(key: jax.Array) -> tuple[Any, Callable[[], Started]]:
-        params, rest = jax.tree.map(_zeros, weights)
-        return _resume(skeleton, params, rest, key), lambda: (params, rest, logical)
+        params, other_state = jax.tree.map(_zeros, weights)
+        return _resume(skeleton, params, other_state, key), lambda: (
+            params,
+            other_state,
+            logical,
+        )
 
     def given() -> tuple[Params, ModelState]:
         if is_abstract:
@@ -89,7 +92,7 @@ def _part_of_module(model: nnx.Module, field: str) -> Part:
             raise ModelError(Problem(field, type(model).__name__, text, remedy))
         return weights
 
-    return Part(
+    return Submodel(
         start=start,
         resume=functools.partial(_resume, skeleton),
         model_state=_model_state,
@@ -98,7 +101,7 @@ def _part_of_module(model: nnx.Module, field: str) -> Part:
 
 
 def module_of(model: Any) -> nnx.Module:
-    """The module that a user gave, or an abstract one where a function makes it."""
+    """The module that a user gave, or an abstract one from a factory."""
     if isinstance(model, nnx.Module):
         return model
     return nnx.eval_shape(_check_factory(model, "model"), abstract_key())
@@ -126,9 +129,9 @@ def _check_factory(model: Any, field: str) -> Callable[[jax.Array], Any]:
         raise ModelError(Problem(field, name, text, "return the module"))
 
     args, keywords = arguments(None)
-    own = (None,) if is_class else ()
+    self_argument = (None,) if is_class else ()
     try:
-        signature.bind(*own, *given[0], *args, **{**given[1], **keywords})
+        signature.bind(*self_argument, *given[0], *args, **{**given[1], **keywords})
     except TypeError as error:
         text = f"cannot be called with rngs alone ({error})"
         remedy = "give the other arguments with functools.partial"
@@ -137,36 +140,36 @@ def _check_factory(model: Any, field: str) -> Callable[[jax.Array], Any]:
 
 
 def _trace_skeleton(make: Callable[[jax.Array], Any]) -> Skeleton:
-    found: list[Skeleton] = []
+    skeletons: list[Skeleton] = []
 
     def trace(key: jax.Array) -> None:
-        found.append(_skeleton(make(key)))
+        skeletons.append(_skeleton(make(key)))
 
     jax.eval_shape(trace, abstract_key())
-    return found[0]
+    return skeletons[0]
 
 
 def _skeleton(module: nnx.Module) -> Skeleton:
-    params, rest = _split(module)
+    params, other_state = _split(module)
     streams = nnx.to_flat_state(nnx.state(module, nnx.RngState))
     return Skeleton(
         graphdef=nnx.graphdef(module),
         params=tuple(params),
-        rest=tuple(rest),
+        other_state=tuple(other_state),
         streams={path: (type(var), var.shape) for path, var in streams},
     )
 
 
 def _split(module: nnx.Module) -> tuple[Flat, Flat]:
-    """Values by path: the parameters, and the rest but for the random state."""
+    """Parameters, and other state but the random state, by path."""
     nnx.pop(module, nnx.Intermediate)
     _mark_arrays(module)
-    _, params, _, rest = nnx.split(module, nnx.Param, nnx.RngState, ...)
-    return values_of(params), values_of(rest)
+    _, params, _, other_state = nnx.split(module, nnx.Param, nnx.RngState, ...)
+    return values_of(params), values_of(other_state)
 
 
 def _mark_arrays(module: nnx.Module) -> None:
-    # Under a trace, Flax takes a bare array attribute for a static one.
+    # While tracing, Flax takes a bare array attribute for a static one.
     for _, node in list(nnx.iter_graph(module)):
         if isinstance(node, nnx.Pytree):
             for name, value in list(vars(node).items()):
@@ -175,7 +178,7 @@ def _mark_arrays(module: nnx.Module) -> None:
 
 
 def values_of(state: Any) -> Flat:
-    """The arrays of a state of NNX by path."""
+    """Arrays of an NNX state, by path."""
     return {
         path: x.get_value() if isinstance(x, nnx.Variable) else x
         for path, x in nnx.to_flat_state(state)
@@ -183,7 +186,7 @@ def values_of(state: Any) -> Flat:
 
 
 def logical_of(module: nnx.Module) -> Flat:
-    """What the parameters of a module say of their dims, by path."""
+    """Dim names of a module's parameters, by path."""
 
     def names(var: nnx.Variable[Any]) -> Any:
         metadata = var.get_metadata()
@@ -202,8 +205,11 @@ def _resume(
     key: jax.Array | None,
 ) -> Any:
     base = jax.random.key(0) if key is None else key
-    flat = {p: _whole(at_path(params, p), nnx.Param) for p in skeleton.params}
-    flat |= {p: _whole(at_path(model_state, p), nnx.Variable) for p in skeleton.rest}
+    flat = {p: _as_variable(at_path(params, p), nnx.Param) for p in skeleton.params}
+    flat |= {
+        p: _as_variable(at_path(model_state, p), nnx.Variable)
+        for p in skeleton.other_state
+    }
     for path, (kind, shape) in skeleton.streams.items():
         flat[path] = _seed(base, path, kind, shape)
     module = nnx.merge(skeleton.graphdef, nnx.from_flat_state(list(flat.items())))
@@ -214,8 +220,8 @@ def _resume(
     return module
 
 
-def _whole(value: Any, kind: type) -> Any:
-    """A tree of arrays in its variable: bare, it would be taken for several."""
+def _as_variable(value: Any, kind: type) -> Any:
+    """Wraps a tree of arrays in its variable; bare, it would count as several."""
     return value if hasattr(value, "shape") else kind(value)
 
 
@@ -229,12 +235,12 @@ def _seed(
 
 
 def _model_state(module: Any) -> ModelState:
-    _, rest = _split(module)
-    return nest(rest)
+    _, other_state = _split(module)
+    return nest(other_state)
 
 
 def nest(flat: Flat) -> dict[str, Any]:
-    """Nested dicts of what has paths."""
+    """Nested dicts of values by path."""
     tree: dict[str, Any] = {}
     for path, value in flat.items():
         node = tree
@@ -245,7 +251,7 @@ def nest(flat: Flat) -> dict[str, Any]:
 
 
 def at_path(tree: Any, path: tuple[Any, ...]) -> Any:
-    """What stands in nested dicts at a path."""
+    """The value at a path of nested dicts."""
     for name in path:
         tree = tree[str(name)]
     return tree

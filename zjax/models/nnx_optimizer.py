@@ -1,7 +1,7 @@
-"""Optimizers whose masks or labels have the form that NNX gives to parameters.
+"""Optimizers whose masks or labels are made from `nnx.state(module, nnx.Param)`.
 
-`nnx.state(module, nnx.Param)` is a tree of variables. Parameters are nested dicts of
-arrays here, so that a mask made from it fits them only where it is used.
+Such masks are trees of variables, while zjax's parameters are nested dicts of arrays;
+parameters are converted where the optimizer runs.
 """
 
 from collections.abc import Callable
@@ -17,29 +17,29 @@ from zjax.typing import Params
 
 
 def accept_states(tx: Any, model: Any, params: Params) -> Any:
-    """Gives an optimizer the form of parameters that it was written for.
+    """Makes an optimizer for `nnx.State` trees work on nested dicts.
 
     Args:
         tx: Optax gradient transformation.
-        model: A module, or a function that makes it.
+        model: Module, or function that makes it.
         params: Abstract parameters as nested dicts.
 
     Returns:
-        `tx` itself where it starts from dicts, or from neither form; else a
-        transformation of dicts whose state holds dicts.
+        `tx` itself if it accepts dicts, or neither form; else a transformation of dicts
+        whose state holds dicts.
     """
-    if _starts(tx, params):
+    if _accepts(tx, params):
         return tx
     with names_only():
         module = module_of(model)
     for is_eager in (True, False):
-        form = _form(module, is_eager=is_eager)
-        if _starts(tx, form):
-            return _on_states(optax.with_extra_args_support(tx), form)
+        abstract_params = _abstract_state(module, is_eager=is_eager)
+        if _accepts(tx, abstract_params):
+            return _convert(optax.with_extra_args_support(tx), abstract_params)
     return tx
 
 
-def _starts(tx: Any, params: Any) -> bool:
+def _accepts(tx: Any, params: Any) -> bool:
     try:
         jax.eval_shape(tx.init, params)
     except Exception:
@@ -47,35 +47,37 @@ def _starts(tx: Any, params: Any) -> bool:
     return True
 
 
-def _form(module: nnx.Module, *, is_eager: bool) -> Any:
-    """Abstract parameters as variables, which say how they were made."""
+def _abstract_state(module: nnx.Module, *, is_eager: bool) -> Any:
+    """Abstract parameters as variables, made with or without eager sharding."""
 
-    def made(variable: nnx.Variable[Any]) -> nnx.Variable[Any]:
+    def with_sharding_mode(variable: nnx.Variable[Any]) -> nnx.Variable[Any]:
         metadata = variable.get_metadata() | {"eager_sharding": is_eager}
         return type(variable).from_metadata(variable.get_value(), metadata)
 
     flat = nnx.to_flat_state(nnx.state(module, nnx.Param))
-    return nnx.from_flat_state([(path, made(variable)) for path, variable in flat])
+    return nnx.from_flat_state(
+        [(path, with_sharding_mode(variable)) for path, variable in flat]
+    )
 
 
-def _on_states(tx: Any, form: Any) -> optax.GradientTransformationExtraArgs:
-    abstract = jax.eval_shape(tx.init, form)
+def _convert(tx: Any, abstract_params: Any) -> optax.GradientTransformationExtraArgs:
+    abstract = jax.eval_shape(tx.init, abstract_params)
 
     def init(params: Params) -> Any:
-        return _dicts(tx.init(_states(params, form)))
+        return _dicts(tx.init(_states(params, abstract_params)))
 
     def update(
         updates: Params, state: Any, params: Params | None = None, **extra: Any
     ) -> tuple[Params, Any]:
         given = dict(extra)
         if "grad" in extra:
-            given["grad"] = _states(extra["grad"], form)
+            given["grad"] = _states(extra["grad"], abstract_params)
         if "value_fn" in extra:
             given["value_fn"] = lambda params: extra["value_fn"](_dicts(params))
         updates, state = tx.update(
-            _states(updates, form),
+            _states(updates, abstract_params),
             _states(state, abstract),
-            None if params is None else _states(params, form),
+            None if params is None else _states(params, abstract_params),
             **given,
         )
         return _dicts(updates), _dicts(state)
@@ -99,14 +101,14 @@ def _dicts(tree: Any) -> Any:
 
 
 def _states(tree: Any, forms: Any) -> Any:
-    def one(form: Any, x: Any) -> Any:
-        if not _is_state(form):
+    def one(abstract_params: Any, x: Any) -> Any:
+        if not _is_state(abstract_params):
             return x
         flat = [
             (path, each.replace(at_path(x, path)))
             if isinstance(each, nnx.Variable)
             else (path, each)
-            for path, each in nnx.to_flat_state(form)
+            for path, each in nnx.to_flat_state(abstract_params)
         ]
         return nnx.from_flat_state(flat)
 

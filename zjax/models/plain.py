@@ -1,4 +1,4 @@
-"""Plain functions, `init` and `apply`, as a part."""
+"""Plain functions `init` and `apply` as submodels."""
 
 import functools
 from collections.abc import Callable
@@ -7,20 +7,17 @@ from typing import Any
 import jax
 
 from zjax.models.metadata import names_of_boxes
-from zjax.models.part import Part, Started
+from zjax.models.submodel import Started, Submodel
 from zjax.typing import ModelState, Params
 
 
-def make_part(init: Any, apply: Callable[..., Any]) -> Part:
-    """Presents two functions, or parameters and a function, to the adapter.
+def make_submodel(init: Any, apply: Callable[..., Any]) -> Submodel:
+    """Makes a submodel of two functions, or of parameters and a function.
 
     Args:
         init: `init(key) -> params`, or the parameters.
         apply: `apply(params, ...)`; the view is `partial(apply, params)`, in training
             and evaluation alike.
-
-    Returns:
-        The part; it has no model state.
     """
 
     def start(key: jax.Array) -> tuple[Any, Callable[[], Started]]:
@@ -34,7 +31,7 @@ def make_part(init: Any, apply: Callable[..., Any]) -> Part:
     def model_state(view: Any) -> ModelState:
         return {}
 
-    return Part(
+    return Submodel(
         start=start,
         resume=resume,
         model_state=model_state,

@@ -1,4 +1,4 @@
-"""The next token from scores: the most likely one, or a draw from a trimmed set."""
+"""Samples the next token from logits."""
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +16,11 @@ def sample_tokens(
     """Chooses one token per row.
 
     Args:
-        logits: Scores.
-        key: Random key; row b draws with `fold_in(key, b)`, whatever the other rows
-            are. Unused at temperature 0.
-        temperature: 0 takes the most likely token; above 0 divides the scores.
-        top_k: Keeps the k most likely tokens; 0 keeps all.
-        top_p: Keeps the fewest most likely tokens whose probabilities reach this sum,
-            above 0 to 1.
-
-    Returns:
-        Token ids.
+        logits: Logits of the next token.
+        key: Random key; row b draws with `fold_in(key, b)`. Unused at temperature 0.
+        temperature: Divisor of the logits; 0 takes the most likely token.
+        top_k: Number of most likely tokens to draw from; 0 is all.
+        top_p: Probability mass of the most likely tokens to draw from, above 0 to 1.
 
     Example:
         >>> sample_tokens(jnp.array([[0.0, 2.0, 1.0]]), jax.random.key(0),
@@ -43,13 +38,13 @@ def sample_tokens(
     if top_p < 1.0:
         ranked = jnp.flip(jnp.sort(scores, axis=-1), axis=-1)
         likelihoods = jax.nn.softmax(ranked, axis=-1)
-        above = jnp.cumsum(likelihoods, axis=-1) - likelihoods
-        kept = jnp.where(above < top_p, ranked, jnp.inf)
-        scores = _trim(scores, kept.min(axis=-1, keepdims=True))
+        mass_above = jnp.cumsum(likelihoods, axis=-1) - likelihoods
+        candidates = jnp.where(mass_above < top_p, ranked, jnp.inf)
+        scores = _trim(scores, candidates.min(axis=-1, keepdims=True))
     rows = jnp.arange(scores.shape[0])
     keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
     return jax.vmap(jax.random.categorical)(keys, scores).astype(jnp.int32)
 
 
-def _trim(scores, least):
-    return jnp.where(scores >= least, scores, -jnp.inf)
+def _trim(scores, minimum):
+    return jnp.where(scores >= minimum, scores, -jnp.inf)

@@ -1,4 +1,4 @@
-"""A decoder or encoder as a line of blocks: the one place that puts them together."""
+"""A decoder or encoder as a stack: embedding, blocks, head."""
 
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,11 +17,11 @@ from zjax.parallel import remat
 from zjax.typing import Auxiliary, Params, Segment, Stack, Tiles
 
 SHARED = "embedding/tokens"
-"""The token table, which the head of a tied model reads too."""
+"""Token table, which the head of a tied model reads, too."""
 
 
 @runtime_checkable
-class LineOfBlocks(Protocol):
+class StackedModel(Protocol):
     """A decoder or an encoder."""
 
     config: schema.Model
@@ -30,24 +30,23 @@ class LineOfBlocks(Protocol):
     head: Head
 
 
-def make_stack(model: LineOfBlocks) -> Stack:
-    """Presents a model as its embedding, its blocks and its head.
+def make_stack(model: StackedModel) -> Stack:
+    """Splits a model into functions of its embedding, its blocks and its head.
 
-    Parameters are trees of dicts in the paths of the model: embed holds `embedding`,
-    head holds `head` and, where it is tied, `embedding/tokens` again.
+    Parameters are trees of dicts at the paths of the model: embed holds `embedding`,
+    head holds `head` and, if tied, a copy of `embedding/tokens`.
 
     Args:
-        model: Decoder or encoder, whose pooling is left out; abstract values suffice.
+        model: Decoder or encoder, whose pooling is omitted; abstract values suffice.
 
     Returns:
-        Functions of parameters, which recompute nothing of their own. `join` sums the
-        two gradients of a tied table; to join parameters, zero the head's copy of the
-        table first.
+        The stack, which recomputes nothing by itself. `join` sums the two gradients of
+        a tied table; to join parameters, zero the head's copy of the table first.
     """
     config = model.config
     embedding, _ = nnx.split(model.embedding)
     blocks, _ = nnx.split(model.blocks)
-    last, _ = nnx.split(model.head)
+    head_graph, _ = nnx.split(model.head)
 
     def embed(params, batch, key):
         return nnx.merge(embedding, params["embedding"])(batch, key)
@@ -56,8 +55,8 @@ def make_stack(model: LineOfBlocks) -> Stack:
         return nnx.merge(blocks, params)(carry, context, key), Auxiliary()
 
     def head(params, carry, batch):
-        table = table_of(params, config)
-        sums = nnx.merge(last, params["head"]).loss(carry, table, batch)
+        table = head_table(params, config)
+        sums = nnx.merge(head_graph, params["head"]).loss(carry, table, batch)
         return sums.loss_sum, sums.weight_sum, {"accuracy": sums.correct_sum}
 
     tiles = _tiles(model.blocks, config) if config.mlp_tiles > 1 else None
@@ -72,64 +71,46 @@ def make_stack(model: LineOfBlocks) -> Stack:
 
 
 def execution_of(config: schema.Model) -> Execution:
-    """How the blocks of a model run in one program.
-
-    Args:
-        config: Read for `layers_per_scan`, `remat` and `activation_memory`.
-
-    Returns:
-        The same for `zjax.forward`.
-    """
+    """How the blocks of a model run in one program, for `zjax.forward`."""
     memory = remat.within_reach(config.activation_memory)
     return Execution(config.layers_per_scan, config.remat, memory)
 
 
-def hidden_of(
-    model: LineOfBlocks, batch: dict[str, Any], key: jax.Array | None
+def hidden_states(
+    model: StackedModel, batch: dict[str, Any], key: jax.Array | None
 ) -> Float[Array, "B L M"]:
     """The stream after the last block, which the head reads.
 
     Args:
-        model: With its weights.
-        batch: As its embedding takes it.
-        key: For dropout; None is evaluation.
-
-    Returns:
-        One vector per token.
+        model: Model with its weights.
+        batch: Batch of its embedding.
+        key: Dropout key; None in evaluation.
     """
     params = nest(values_of(nnx.state(model, nnx.Param)))
     stack, execution = make_stack(model), execution_of(model.config)
     return run_stack(stack, params, batch, key, execution)[0]
 
 
-def table_of(params: Params, config: schema.Model) -> Float[Array, "V M"] | None:
-    """The token table that the head reads.
-
-    Args:
-        params: Of the head.
-        config: Says whether it is tied.
-
-    Returns:
-        None where the head has a matrix of its own.
-    """
+def head_table(params: Params, config: schema.Model) -> Float[Array, "V M"] | None:
+    """The token table among the head's parameters; None if the head is not tied."""
     return params["embedding"]["tokens"] if config.tied_head else None
 
 
-def _tiled(blocks: Block) -> TiledFeedForward:
+def _tiled_mlp(blocks: Block) -> TiledFeedForward:
     assert isinstance(blocks.mlp, TiledFeedForward)
     return blocks.mlp
 
 
 def without_tiles(blocks: Block) -> Block:
-    """Blocks of tiled feed-forwards, less the tiles: what `Block.trunk` runs."""
-    rest = nnx.clone(blocks)
-    _tiled(rest).tiles = nnx.Dict({})
-    return rest
+    """Blocks without the tiles of their feed-forward, as `Block.trunk` runs them."""
+    trunk_blocks = nnx.clone(blocks)
+    _tiled_mlp(trunk_blocks).tiles = nnx.Dict({})
+    return trunk_blocks
 
 
 def _tiles(blocks: Block, config: schema.Model) -> Tiles:
-    one, _ = nnx.split(_tiled(blocks).tiles["0"])
-    rest, _ = nnx.split(without_tiles(blocks))
+    tile_graph, _ = nnx.split(_tiled_mlp(blocks).tiles["0"])
+    trunk_graph, _ = nnx.split(without_tiles(blocks))
 
     def split(params):
         mlp = dict(params["mlp"])
@@ -137,12 +118,12 @@ def _tiles(blocks: Block, config: schema.Model) -> Tiles:
         return params | {"mlp": mlp}, tuple(tiles[str(i)] for i in range(len(tiles)))
 
     def trunk(params, carry, context, key):
-        carry, entering = nnx.merge(rest, params).trunk(carry, context, key)
-        return (carry, entering), Auxiliary()
+        carry, mlp_input = nnx.merge(trunk_graph, params).trunk(carry, context, key)
+        return (carry, mlp_input), Auxiliary()
 
-    def tile(params, entering, key):
-        tile = nnx.merge(one, params)
-        return run_tile(tile, entering, key, config=config)
+    def tile(params, mlp_input, key):
+        tile = nnx.merge(tile_graph, params)
+        return run_tile(tile, mlp_input, key, config=config)
 
     return Tiles(split=split, trunk=trunk, tile=tile)
 

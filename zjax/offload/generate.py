@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Int
 
-from zjax.models.generate import Settings, Text, add_token, begin
+from zjax.models.generate import Settings, Text, add_token, start_text
 from zjax.offload.blocks import BlockStream
 from zjax.offload.parts import Jit
 from zjax.offload.units import gathered, rows_of_parts
@@ -71,7 +71,7 @@ class Generation:
         return _Writing(self, state, tokens, lengths, key, chosen).write()
 
     def _begin(self, tokens: Any, lengths: Any, settings: Settings) -> Any:
-        return self._held(begin(tokens, lengths, settings))
+        return self._held(start_text(tokens, lengths, settings))
 
     def _embed(self, params: Params, *args: Any) -> Any:
         params = gathered(params, self.rows["embed"])

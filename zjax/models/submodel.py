@@ -1,4 +1,4 @@
-"""One model of a loss, whatever library wrote it; several of them are one again."""
+"""One model of a loss, whatever library wrote it, and dicts of several."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,21 +13,20 @@ Started = tuple[Params, ModelState, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """What the adapter asks of a library.
+class Submodel:
+    """The functions that the adapter needs of a model.
 
     A view is what `loss_fn` calls: an NNX module, or an object that acts like one.
 
     Args:
         start: `start(key) -> (view, started)`: a view with new parameters, and
-            `started() -> (params, model_state, logical)`, to be asked once the loss has
+            `started() -> (params, model_state, logical)`, called after the loss has
             used the view; `logical` has the structure of `params`.
-        resume: `resume(params, model_state, key) -> view`; a key of None means
+        resume: `resume(params, model_state, key) -> view`; the key is None in
             evaluation.
-        model_state: `model_state(view)`, after the loss has used it.
-        needs_calls: Whether `start` leaves it to the calls of the loss to create
-            parameters.
-        given: Weights that exist already.
+        model_state: `model_state(view)`, called after the loss has used the view.
+        needs_calls: Whether the calls of the loss create the parameters.
+        given: Function that returns existing weights.
     """
 
     start: Callable[[jax.Array], tuple[Any, Callable[[], Started]]]
@@ -38,7 +37,7 @@ class Part:
 
 
 class Views(dict[str, Any]):
-    """The views of several models by name, as items and as attributes.
+    """Views of several models by name, as items and as attributes.
 
     Example:
         >>> views = Views(generator=1, critic=2)
@@ -53,19 +52,14 @@ class Views(dict[str, Any]):
             raise AttributeError(f"no model is named {name!r}") from None
 
 
-def combine(parts: dict[str, Part]) -> Part:
-    """Makes several models one, whose trees are dicts of theirs.
+def combine(submodels: dict[str, Submodel]) -> Submodel:
+    """Combines models by name into one, whose trees are dicts of theirs.
 
-    Args:
-        parts: Models by name.
-
-    Returns:
-        A part that hands each model its own subtree and key. It has given weights only
-        where all of its models have.
+    Each gets its own subtree and key. Weights are given only if all models have them.
     """
 
     def start(key: jax.Array) -> tuple[Views, Callable[[], Started]]:
-        starts = {n: p.start(fold_name(key, n)) for n, p in parts.items()}
+        starts = {n: p.start(fold_name(key, n)) for n, p in submodels.items()}
 
         def started() -> Started:
             return _columns({n: started() for n, (_, started) in starts.items()})
@@ -73,23 +67,26 @@ def combine(parts: dict[str, Part]) -> Part:
         return Views({n: view for n, (view, _) in starts.items()}), started
 
     def resume(params: Params, model_state: ModelState, key: jax.Array | None) -> Any:
-        keys = {n: None if key is None else fold_name(key, n) for n in parts}
+        keys = {n: None if key is None else fold_name(key, n) for n in submodels}
         return Views(
-            {n: p.resume(params[n], model_state[n], keys[n]) for n, p in parts.items()}
+            {
+                n: p.resume(params[n], model_state[n], keys[n])
+                for n, p in submodels.items()
+            }
         )
 
     def model_state(views: Any) -> ModelState:
-        return {n: p.model_state(views[n]) for n, p in parts.items()}
+        return {n: p.model_state(views[n]) for n, p in submodels.items()}
 
     def given() -> tuple[Params, ModelState]:
-        return _columns({n: p.given() for n, p in parts.items() if p.given})
+        return _columns({n: p.given() for n, p in submodels.items() if p.given})
 
-    return Part(
+    return Submodel(
         start=start,
         resume=resume,
         model_state=model_state,
-        needs_calls=any(part.needs_calls for part in parts.values()),
-        given=given if all(part.given for part in parts.values()) else None,
+        needs_calls=any(submodel.needs_calls for submodel in submodels.values()),
+        given=given if all(submodel.given for submodel in submodels.values()) else None,
     )
 
 
