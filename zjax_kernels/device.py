@@ -14,19 +14,7 @@ DTYPES = ("bfloat16", "float16")
 
 
 def check_implementation(requested: str, *, dtype: str, head_size: int) -> str:
-    """Chooses the implementation of sparse attention; logs the choice of `auto` once.
-
-    Args:
-        requested: `auto`, `mosaic_gpu` or `reference`.
-        dtype: Name of the dtype of the arrays.
-        head_size: Channels per head.
-
-    Returns:
-        `mosaic_gpu` or `reference`.
-
-    Raises:
-        ValueError: Unknown implementation, or arrays that it does not support.
-        NotImplementedError: This device cannot run `mosaic_gpu`.
+    """Chooses the implementation of sparse attention; see `choose_implementation`.
 
     Example:
         >>> check_implementation("auto", dtype="float32", head_size=64)

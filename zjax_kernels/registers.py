@@ -11,13 +11,9 @@ _INDEX = inspect.signature(plgpu.load).parameters["idx"]
 
 
 def load(ref: Any, layout: Any, *, interpret: Any, optimized: bool = True) -> jax.Array:
-    """Reads an array inside a kernel.
+    """Reads an array inside a kernel; the interpreter ignores `layout`.
 
-    Args:
-        ref: Reference to shared or global memory.
-        layout: Register layout, ignored by the interpreter.
-        interpret: Parameters of the interpreter; None on a GPU.
-        optimized: As in `plgpu.load`.
+    `interpret` holds the interpreter's parameters, None on a GPU.
     """
     if interpret is not None:
         return ref[...]

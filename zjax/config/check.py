@@ -56,13 +56,7 @@ def check_config(
 
 
 def check_processes(config: schema.Config) -> None:
-    """Checks `config.processes` before the processes meet.
-
-    `check_config` has the same rules, but needs the number of devices, which is known
-    only afterwards.
-
-    Args:
-        config: Settings of the right types.
+    """Checks `config.processes` before the processes meet and devices are known.
 
     Raises:
         ConfigError: All problems of `processes`.

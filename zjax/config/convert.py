@@ -19,13 +19,10 @@ _MAX_ENTRIES = 10_000
 
 
 def base() -> ml_collections.ConfigDict:
-    """All settings at their defaults, for a config file to change.
+    """All settings at their defaults, as a ConfigDict for a config file to change.
 
     Types are not enforced while the file runs: `from_mapping` reports every mistake at
     once.
-
-    Returns:
-        A nested ConfigDict of the whole schema.
 
     Example:
         >>> base().zero.stage
@@ -62,13 +59,9 @@ def from_mapping(section: type[Section], values: Mapping[str, Any]) -> Section:
 
 
 def to_mapping(section: Any) -> dict[str, Any]:
-    """Converts a section to nested plain values, the inverse of `from_mapping`.
+    """Converts a section to nested dicts, the inverse of `from_mapping`.
 
-    Args:
-        section: Instance of a dataclass of the schema, usually a `Config`.
-
-    Returns:
-        Nested dicts; tuples stay tuples, and derived values stay marked.
+    Tuples stay tuples, and derived values stay marked.
 
     Example:
         >>> to_mapping(schema.Config())["zero"]["stage"]
@@ -86,10 +79,6 @@ def _with_tables(fields: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def expand_auto(path: str, value: Any) -> Any:
     """The sizes that `mesh="auto"` stands for; any other value as it is.
-
-    Args:
-        path: Path of a section.
-        value: Value given for it.
 
     Example:
         >>> expand_auto("mesh", "auto")

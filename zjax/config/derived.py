@@ -73,13 +73,8 @@ def fill_sizes(model: Any) -> None:
 def mlp_size(embed_size: int, activation: str) -> int:
     """Width of a feed-forward with about 8 `embed_size`**2 parameters.
 
-    Args:
-        embed_size: Width of the residual stream.
-        activation: `swiglu` has three matrices, others have two.
-
-    Returns:
-        4 times `embed_size`; for three matrices 8/3 of it, rounded up to a multiple of
-        256.
+    4 times `embed_size`; for the three matrices of `swiglu` 8/3 of it, rounded up to a
+    multiple of 256.
 
     Example:
         >>> mlp_size(768, "gelu"), mlp_size(4_096, "swiglu")

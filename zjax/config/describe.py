@@ -13,11 +13,7 @@ from zjax.config import derived, schema
 
 
 def describe_config(config: schema.Config) -> str:
-    """Writes every setting of a run, defaults included, as a Gin file.
-
-    Returns:
-        One binding per line, with a comment if it was derived; reading it back gives an
-        equal config.
+    """Writes every setting of a run as a Gin file, which reads back to an equal config.
 
     Example:
         >>> describe_config(schema.Config()).splitlines()[0]
@@ -31,9 +27,6 @@ def describe_config(config: schema.Config) -> str:
 
 def describe_settings() -> str:
     """Lists every setting with its default, its choices and its documentation.
-
-    Returns:
-        A paragraph per section, two indented lines per setting.
 
     Example:
         >>> print(textwrap.shorten(describe_settings(), 45))

@@ -30,15 +30,10 @@ class Difference(NamedTuple):
 def differences(
     config: schema.Config | Mapping[str, Any], other: schema.Config | Mapping[str, Any]
 ) -> tuple[Difference, ...]:
-    """Compares two configs setting by setting.
+    """Compares two configs setting by setting, in the order of the first.
 
-    Args:
-        config: Config, or nested mapping such as `to_mapping` gives; from JSON, too,
-            where tuples are lists.
-        other: Config to compare with, possibly of another version of zjax.
-
-    Returns:
-        Differences, in the order of the settings of `config`.
+    A config may be a nested mapping, such as one read from JSON, where tuples are
+    lists, and come from another version of zjax.
 
     Example:
         >>> differences(schema.Config(seed=1), schema.Config())

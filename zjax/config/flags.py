@@ -75,14 +75,7 @@ def define_flags(
 def parse(
     argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS
 ) -> list[str]:
-    """Parses a command line.
-
-    Args:
-        argv: Program and arguments.
-        flag_values: Flag registry.
-
-    Returns:
-        Program and positional arguments.
+    """Parses a command line; returns the program and the positional arguments.
 
     Raises:
         ConfigError: A flag is unknown, or its value is invalid.
@@ -137,17 +130,7 @@ def refuse_flags(
     remedy: str = "leave it out",
     flag_values: flags.FlagValues = flags.FLAGS,
 ) -> None:
-    """Refuses flags that have no effect.
-
-    Args:
-        names: Names of the flags.
-        problem: Reason.
-        remedy: Alternative.
-        flag_values: Parsed flags.
-
-    Raises:
-        ConfigError: Lists all of them that were given.
-    """
+    """Refuses those of the named flags that were given, as they have no effect."""
     problems = [
         Problem(f"--{name}", flag_values[name].value, problem, remedy)
         for name in names
@@ -175,9 +158,6 @@ def check_numbers(flag_values: flags.FlagValues = flags.FLAGS) -> None:
 
 def config_from_flags(flag_values: flags.FlagValues = flags.FLAGS) -> schema.Config:
     """Builds the config that the command line describes.
-
-    Args:
-        flag_values: Parsed flags.
 
     Raises:
         ConfigError: Neither file nor change was given, Python and Gin were mixed, or

@@ -118,10 +118,6 @@ def _read_all(files: Sequence[str], bindings: Sequence[str]) -> dict[str, Any]:
 def from_gin(files: Sequence[str] = (), bindings: Sequence[str] = ()) -> schema.Config:
     """Builds a Config from Gin files and bindings, as `read_gin` reads them.
 
-    Args:
-        files: Paths of Gin files.
-        bindings: Bindings such as `config.zero.stage = 3`.
-
     Raises:
         ConfigError: As `read_gin` and `convert.from_mapping`.
 

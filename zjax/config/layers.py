@@ -8,9 +8,6 @@ def cannot_unroll(config: schema.Config) -> bool:
 
     XLA makes cuDNN's attention backward deterministic in the first layer of a program
     only and finds no kernel for the others, so the program fails to start.
-
-    Args:
-        config: Config; reads `deterministic`, `model.attention` and the compute dtype.
     """
     may_take_cudnn = (
         config.model.attention in ("auto", "cudnn")
@@ -22,9 +19,8 @@ def cannot_unroll(config: schema.Config) -> bool:
 def layers_per_scan(config: schema.Config) -> int:
     """Layers per iteration of the loop over layers; 0 for no loop.
 
-    Returns:
-        `model.layers_per_scan`; 1 in place of 0 where layers cannot be unrolled, unless
-        each block is a program.
+    It is 1 in place of `model.layers_per_scan=0` if layers cannot be unrolled, unless
+    each block is a program.
 
     Example:
         >>> layers_per_scan(schema.Config())

@@ -54,14 +54,9 @@ def _split_problem(config: schema.Config, size: int) -> str:
 
 
 def uneven_heads(model: schema.Model, size: int) -> str:
-    """The setting of heads that the tensor axis does not divide evenly.
+    """The heads setting that a tensor axis of `size` does not divide; empty if it does.
 
-    Args:
-        model: Model settings.
-        size: Size of the tensor axis, 1 or more.
-
-    Returns:
-        The setting; empty if heads divide, or devices share whole key heads.
+    Devices may also share whole key heads.
 
     Example:
         >>> uneven_heads(schema.Model(num_heads=24, num_kv_heads=3), 2)

@@ -41,11 +41,7 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Merges changes into nested settings; the changes win.
-
-    Args:
-        values: Settings nested by section; not modified.
-        changes: Settings nested by section, or under dotted paths.
+    """Merges nested settings, or dotted paths, into nested settings; the changes win.
 
     Example:
         >>> merge({"zero": {"stage": 1}}, {"zero.stage": 3, "seed": 2})
@@ -65,11 +61,7 @@ def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 def merge_overrides(
     values: Mapping[str, Any], overrides: Sequence[str | Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Merges overrides into nested settings, in order; the last one wins.
-
-    Args:
-        values: Settings nested by section; not modified.
-        overrides: Texts such as `zero.stage=3`, or mappings.
+    """Merges overrides (`zero.stage=3`, or mappings) into settings; the last one wins.
 
     Raises:
         ConfigError: Texts without `=`, all at once.

@@ -168,10 +168,6 @@ RANGES: dict[type, dict[str, Range]] = {
 def range_problems(section: Any, path: str = "") -> Iterator[Problem]:
     """Yields a problem for each number out of range, in a section and those inside it.
 
-    Args:
-        section: Section of the schema.
-        path: Dotted path of the section, for the messages.
-
     Example:
         >>> print(*range_problems(schema.Config(num_steps=0)))
         num_steps=0 is out of range; use 1 or more

@@ -15,14 +15,9 @@ Blocks divide it."""
 def sequence_method(model: schema.Model, *, sequence: int, tensor: int) -> Method:
     """Communication of attention across the devices of a sequence.
 
-    Args:
-        model: Model settings; reads `sequence_attention`, `attention` and the heads.
-        sequence: Size of the sequence axis.
-        tensor: Size of the tensor axis.
-
-    Returns:
-        `ulysses` exchanges tokens for heads, `ring` passes all keys around, `halo`
-        sends blocks of keys to the devices that see them.
+    `ulysses` exchanges tokens for heads, `ring` passes all keys around, `halo` sends
+    blocks of keys to the devices that see them. `sequence` and `tensor` are sizes of
+    mesh axes.
 
     Example:
         >>> model = schema.Model(num_heads=12)
@@ -40,11 +35,6 @@ def method_problems(
     model: schema.Model, *, sequence: int, tensor: int
 ) -> Iterator[Problem]:
     """Yields why attention cannot cross the devices of a sequence, at most one problem.
-
-    Args:
-        model: Model settings; reads the attention and the heads.
-        sequence: Size of the sequence axis, 2 or more.
-        tensor: Size of the tensor axis.
 
     Example:
         >>> model = schema.Model(num_heads=12, sequence_attention="ulysses")
@@ -83,13 +73,6 @@ def length_problems(
     field: str, length: int, model: schema.Model, *, sequence: int, tensor: int
 ) -> Iterator[Problem]:
     """Yields a problem if a length does not divide over the devices of a sequence.
-
-    Args:
-        field: Name of the length, for the message.
-        length: Tokens per sequence.
-        model: Model settings; reads the kind and the attention.
-        sequence: Size of the sequence axis.
-        tensor: Size of the tensor axis.
 
     Example:
         >>> model = schema.Model(sequence_attention="ring")

@@ -43,14 +43,10 @@ def digest_tokens(tokens: Any, *others: np.ndarray) -> str:
 
 
 def digest_columns(read: Any, num_rows: int) -> str:
-    """16 hexadecimal digits of rows that are read by number.
+    """16 hexadecimal digits of rows, which `read(indices)` gives as dicts of arrays.
 
     Rows that differ when read twice, as with random crops, count by the names, dtypes
     and shapes of their columns alone.
-
-    Args:
-        read: Function from indices to a dict of arrays.
-        num_rows: Number of rows, 1 or more.
     """
     number = min(num_rows, NUM_SAMPLED)
     indices = np.linspace(0, num_rows - 1, number).astype(np.int64)
@@ -80,8 +76,7 @@ class BatchChain:
     def add(self, batch: Any) -> str:
         """Adds a batch, and returns 16 hexadecimal digits of all batches so far.
 
-        Args:
-            batch: Tree of arrays; those on devices count by dtype and shape alone.
+        Arrays on devices count by dtype and shape alone.
         """
         for keys, leaf in jax.tree_util.tree_leaves_with_path(batch):
             array = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)

@@ -58,12 +58,8 @@ def list_files(inputs: Sequence[str | pathlib.Path]) -> list[pathlib.Path]:
 def read_documents(path: pathlib.Path, text_field: str) -> Iterator[Document]:
     """Reads JSON Lines, Parquet or else plain text, by the file's suffix.
 
-    Args:
-        path: Path of the file.
-        text_field: Field or column with the text.
-
     Raises:
-        DataError: Not UTF-8, a broken line, no such field; with its position.
+        DataError: Not UTF-8, a broken line, no such field or column; with its position.
     """
     suffix = path.suffix.lower()
     if suffix in JSON_SUFFIXES:

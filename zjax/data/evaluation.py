@@ -125,12 +125,7 @@ class EvaluationOrder:
 def group_sizes(num_rows: int, batch_size: int) -> tuple[int, ...]:
     """Splits rows into groups that fill a batch by repetition, largest first.
 
-    Args:
-        num_rows: Number of rows, 0 to `batch_size`.
-        batch_size: Rows of a batch, 1 or more.
-
-    Returns:
-        Divisors of `batch_size` whose sum is `num_rows`.
+    The sizes divide `batch_size`, and add up to `num_rows`, which is at most that.
 
     Example:
         >>> group_sizes(7, 8), group_sizes(7, 12), group_sizes(8, 8)
@@ -150,17 +145,10 @@ def find_evaluation(
     batches: Any = None,
     evaluation_batches: Any = None,
 ) -> EvaluationSet | None:
-    """Finds the evaluation data of a run.
+    """Finds the evaluation data of a run; None if there is none.
 
-    Args:
-        config: Config, as for `make_evaluation`.
-        shardings: Sharding of each array of a batch.
-        batches: Training data of the caller, who must then give `evaluation_batches`,
-            too.
-        evaluation_batches: Evaluation data of the caller, as for `wrap_evaluation`.
-
-    Returns:
-        The data; None if there is none, or `evaluation.num_batches` is 0.
+    The caller who brings `batches` must bring `evaluation_batches`, too; they are None
+    otherwise.
 
     Raises:
         DataError: The data is unusable.
@@ -177,11 +165,6 @@ def make_evaluation(
     config: schema.Config, shardings: placement.Shardings
 ) -> EvaluationSet:
     """Opens the held-out rows of the data that `config` names.
-
-    Args:
-        config: Config; reads `data`, `evaluation.num_batches`, `global_batch_size` (1
-            or more) and `model.vocab_size`.
-        shardings: Sharding of each array of a batch.
 
     Raises:
         DataError: The data is missing, damaged, too short for one row, or has a larger
@@ -284,7 +267,7 @@ def _evaluate_rows(
 def fill_batches(
     batch: Any, batch_size: int, name: str, entries: Entries
 ) -> Iterator[FilledBatch]:
-    """Makes full batches of one that may be smaller.
+    """Yields the batch if it is full, else full batches of its groups of rows.
 
     Args:
         batch: Tree of arrays of NumPy or JAX, whose first dim is the rows; scalars are
@@ -292,9 +275,6 @@ def fill_batches(
         batch_size: Rows of the full batches.
         name: Name of the batch in messages.
         entries: Arrays that the loss expects.
-
-    Yields:
-        The batch itself if it is full, else its groups of rows.
 
     Raises:
         DataError: It has no rows, more than a full batch, or is not what the loss
@@ -328,14 +308,9 @@ def _fill(array: Any, rows: slice, times: int) -> Any:
 
 
 def mean_over_rows(results: Iterable[tuple[int, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Averages metrics of batches, so that each row counts once.
+    """Averages metrics of batches by their distinct rows; each row counts once.
 
-    Args:
-        results: Number of distinct rows and metrics of each batch; metrics are means
-            over `weight` units.
-
-    Returns:
-        The weighted means, without `weight`; NaN if no row has weight.
+    Metrics are means over `weight` units; they are NaN if no row has weight.
 
     Example:
         >>> whole, rest = {"loss": 2.0, "weight": 1.0}, {"loss": 5.0, "weight": 1.0}

@@ -189,15 +189,9 @@ def sample_rows(
     start_step: int = 0,
     num_batches: int | None = None,
 ) -> Loader:
-    """Makes the loader of any rows, in the order of `config.seed`.
+    """Makes the loader of any rows, in the order of `config.seed`; see `load_rows`.
 
-    Args:
-        rows: Rows to sample.
-        config: Config; reads `seed`, and as `load_rows`.
-        shardings: Sharding of each array of a batch.
-        source_settings: Settings that determine the rows, compared at resume.
-        start_step: Step of the first batch.
-        num_batches: Number of batches; None is endless.
+    `source_settings` determine the rows, and are compared at resume.
     """
     check_batch_size(config)
     seed, num_rows, size = config.seed, len(rows), config.global_batch_size
@@ -227,7 +221,7 @@ def load_rows(
 
     Args:
         rows: Rows to read.
-        config: Config; reads `data.num_workers`, `data.prefetch_batches` and
+        config: Config; reads `data` for workers and prefetching, and
             `global_batch_size`.
         shardings: Sharding of each array of a batch.
         order: Rows of each step.

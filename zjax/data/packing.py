@@ -142,16 +142,12 @@ class DocumentRows:
 def stack_pieces(
     rows: Sequence[Sequence[tuple[np.ndarray, bool]]], length: int
 ) -> dict[str, np.ndarray]:
-    """Concatenates pieces of documents into rows.
+    """Concatenates pieces of documents into rows of `length` tokens.
 
     Args:
         rows: Pieces of each row: tokens, and whether the document ends there. A piece
             that does not end its document has one more token, the target of its last.
         length: Tokens per row, at least the sum of a row's pieces.
-
-    Returns:
-        `tokens, targets, segment_ids, positions` as int32[rows, length] and `weights`
-        as float32[rows, length].
     """
     names = ("tokens", "targets", "segment_ids", "positions")
     batch = {name: np.zeros((len(rows), length), np.int32) for name in names}
@@ -199,17 +195,10 @@ def split_documents(
 def pack_first_fit(
     sizes: Int[np.ndarray, " pieces"], length: int
 ) -> Int64[np.ndarray, " pieces"]:
-    """Assigns a row to each piece.
+    """Assigns a row, numbered without gaps, to each piece of 1 to `length` tokens.
 
     Pieces of a full row come first. The others are taken in windows; within one, from
     the longest to the shortest, each goes to the first row with enough space.
-
-    Args:
-        sizes: Tokens of each piece, 1 to `length`.
-        length: Tokens per row.
-
-    Returns:
-        The row of each piece, numbered without gaps.
 
     Example:
         >>> pack_first_fit(np.array([2, 4, 3, 1, 2]), length=4).tolist()

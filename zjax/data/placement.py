@@ -43,14 +43,9 @@ def needed_rows(
     shardings: Iterable[tuple[Sharding, tuple[int, ...]]],
     devices: Iterable[Any],
 ) -> Int64[np.ndarray, " rows"]:
-    """Lists the rows of a global batch of which `devices` hold any part.
+    """Rows of a global batch of which `devices` hold any part, ascending.
 
-    Args:
-        shardings: Sharding and global shape of each array of the batch, 1 dim or more.
-        devices: Devices of one process.
-
-    Returns:
-        Distinct row numbers, ascending.
+    `shardings` are the sharding and global shape of each array of the batch.
     """
     devices = list(devices)
     rows: set[int] = set()
@@ -68,13 +63,9 @@ def device_rows(
     num_rows: int,
     index: Any,
 ) -> np.ndarray:
-    """Slices one device's shard from the rows that this process has read.
+    """Slices one device's shard, `index` of the global array, from the rows read here.
 
-    Args:
-        local: Rows `rows` of the global array.
-        rows: Row numbers, ascending.
-        num_rows: Rows of the global array.
-        index: Slices of the global array; the rows must be in `rows`.
+    `local` has the rows `rows`, ascending, of the `num_rows` of the global array.
     """
     wanted = range(num_rows)[index[0]]
     first = int(np.searchsorted(rows, wanted.start))
@@ -87,13 +78,7 @@ def place_rows(
     num_rows: int,
     shardings: Shardings,
 ) -> dict[str, jax.Array]:
-    """Makes global arrays of the rows that this process has read.
-
-    Args:
-        batch: Rows `rows` of each field.
-        rows: Row numbers in the global batch, ascending.
-        num_rows: Rows of the global batch.
-        shardings: Sharding of each array.
+    """Makes global arrays of the rows `rows` that this process has read.
 
     Raises:
         DataError: An id is out of range.
@@ -111,13 +96,7 @@ def place_rows(
 
 
 def place_batch(batch: Any, shardings: Shardings, num_rows: int, name: str) -> Any:
-    """Places a global batch that every process holds.
-
-    Args:
-        batch: Tree of numeric arrays of NumPy or JAX.
-        shardings: Sharding of each array.
-        num_rows: First dim of every array; scalars are allowed.
-        name: Name of the batch in messages.
+    """Places a global batch of `num_rows` rows that every process holds.
 
     Raises:
         DataError: The batch is not what its loss expects, see `check_batch`.

@@ -54,17 +54,7 @@ class Sampler:
 def permute_rows(
     positions: Int64[np.ndarray, " n"], num_rows: int, seed: int, epoch: int
 ) -> Int64[np.ndarray, " n"]:
-    """Applies the permutation of one epoch.
-
-    Args:
-        positions: Positions in the epoch, each at least 0 and below `num_rows`.
-        num_rows: Length of the permutation, 1 to 2**62.
-        seed: Seed, 0 or more.
-        epoch: Number of the epoch, 0 or more.
-
-    Returns:
-        The row at each position.
-    """
+    """Applies an epoch's permutation to positions below `num_rows` (up to 2**62)."""
     half_bits = np.uint64(max(1, ((num_rows - 1).bit_length() + 1) // 2))
     round_keys = np.random.SeedSequence([seed, epoch]).generate_state(
         NUM_ROUNDS, np.uint64

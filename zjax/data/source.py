@@ -28,11 +28,7 @@ def make_tokenizer(config: schema.Config) -> text.Tokenizer:
 
 
 def open_rows(config: schema.Config, split: str) -> packing.Rows:
-    """Opens the rows of one split.
-
-    Args:
-        config: Config; reads `data`, and `model.vocab_size` as the bound of ids.
-        split: `train` or `validation`.
+    """Opens the rows of a split, `train` or `validation`.
 
     Raises:
         DataError: The data is missing, damaged, too short for one row, or has a larger

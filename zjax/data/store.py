@@ -168,11 +168,7 @@ def _is_valid(content: dict[str, Any]) -> bool:
 
 
 def open_store(path: str, split: str) -> Store:
-    """Maps one stream of a directory made by `zjax data prepare`.
-
-    Args:
-        path: Path of the directory.
-        split: `train` or `validation`.
+    """Maps the stream of a split of a directory made by `zjax data prepare`.
 
     Raises:
         DataError: The directory is no store, lacks the split, is truncated, or has ids

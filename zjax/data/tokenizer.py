@@ -138,14 +138,9 @@ def data_errors(name: str, text: str, remedy: str) -> Iterator[None]:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
-    """Learns byte-pair merges from texts.
+    """Learns byte-pair merges, with a vocabulary of `vocab_size`, 258 or more.
 
-    Args:
-        texts: Texts to learn from; read once.
-        vocab_size: Size of the vocabulary, 258 or more; a small text may give fewer.
-
-    Returns:
-        A tokenizer of the `tokenizers` library, which can be saved.
+    A small text may give fewer. Returns a tokenizer of the `tokenizers` library.
 
     Reference:
         Sennrich, Haddow and Birch (arXiv:1508.07909), over bytes as in GPT-2.

@@ -150,17 +150,7 @@ def adapt(
 
 
 def adapt_optimizer(tx: Any, user_model: Any, model: Model) -> Any:
-    """Adapts an optimizer written for `nnx.State` trees to nested dicts.
-
-    Args:
-        tx: Optax gradient transformation, for nested dicts of arrays, or with masks or
-            labels made from `nnx.state(module, nnx.Param)`.
-        user_model: Model as the user gave it.
-        model: The same, adapted.
-
-    Returns:
-        A transformation of nested dicts of arrays.
-    """
+    """Adapts an optimizer for the `nnx.State` of `user_model` to nested dicts."""
     is_function = callable(user_model) and _init_and_apply(user_model)[1] is None
     if isinstance(user_model, flax_nnx.Module) or is_function:
         params, _ = jax.eval_shape(model.init, abstract_key())

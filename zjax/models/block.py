@@ -74,16 +74,9 @@ class Block(nnx.Module):
         context: Context,
         key: jax.Array | None = None,
     ) -> tuple[Float[Array, "B L M"], Any]:
-        """Transforms the stream with a given attention.
+        """Transforms the stream with a given attention; returns its cache, too.
 
-        Args:
-            attend: Attention, which may return a cache.
-            x: Residual stream.
-            context: Context, of which the rotation is read.
-            key: Dropout key; None in evaluation.
-
-        Returns:
-            The stream, and the cache of `attend`.
+        Of the context only the rotation is read; the key is None in evaluation.
         """
         x, cache = self._attend(attend, x, context, _keys(key)[0])
         y = self.mlp(self._pre_norm(self.mlp_norm, x))
@@ -94,9 +87,8 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "B L M"], Float[Array, "B L M"]]:
         """Runs the block without the tiles of its feed-forward.
 
-        Returns:
-            The stream, to which `run_tile` is added for each tile, and the input of all
-            tiles.
+        Returns the stream, to which `run_tile` is added for each tile, and the input of
+        all tiles.
         """
         return self.trunk_with(self._make_attend(context), x, context, key)[0]
 
@@ -107,11 +99,7 @@ class Block(nnx.Module):
         context: Context,
         key: jax.Array | None = None,
     ) -> tuple[tuple[Float[Array, "B L M"], Float[Array, "B L M"]], Any]:
-        """Runs the trunk with a given attention, as `attend_with`.
-
-        Returns:
-            The result of `trunk`, and the cache of `attend`.
-        """
+        """Runs the trunk with a given attention; returns its cache, too."""
         x, cache = self._attend(attend, x, context, _keys(key)[0])
         mlp_input = self.mlp_norm(x)
         if self.mlp.down is not None:
@@ -173,11 +161,7 @@ def run_tile(
 ) -> Float[Array, "B L M"]:
     """Output of a feed-forward tile, to be added to the stream of its block.
 
-    Args:
-        tile: Tile of the block's feed-forward.
-        mlp_input: Input of the tiles, from `Block.trunk`.
-        key: Key of the block, the same for all tiles: they drop the same entries.
-        config: Shape of the model.
+    All tiles get the key of the block, and so drop the same entries.
     """
     return layers.dropout(tile(mlp_input), config, _keys(key)[1])
 
@@ -189,16 +173,13 @@ def make_blocks(
     rngs: nnx.Rngs,
     only_layer: jax.Array | None = None,
 ) -> Block:
-    """Makes a block whose parameters are stacked over layers.
+    """Makes a block whose parameters are stacked, with a first dim `layers`.
 
     Args:
         make_block: Function that makes one block.
         num_layers: Number of layers.
         rngs: Source of the initial values; those of a layer depend on its number alone.
         only_layer: int32[], the one layer to make; None makes all.
-
-    Returns:
-        A block whose parameters have a first dim `layers`.
     """
 
     def init(key: jax.Array):

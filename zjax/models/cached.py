@@ -30,7 +30,7 @@ def prefill(
     num_new: int,
     padded: bool,
 ) -> tuple[Float[Array, "B V"], Any]:
-    """Reads the prompts.
+    """Reads the prompts; returns logits after the last column, and the caches.
 
     Args:
         model: The decoder.
@@ -38,10 +38,6 @@ def prefill(
         starts: First column of each prompt.
         num_new: Columns to reserve in the caches.
         padded: Whether any start is above 0.
-
-    Returns:
-        Logits after the last column; keys and values per layer, or per layer of a
-        scanned block.
     """
 
     def step(block, x, _):
@@ -61,7 +57,7 @@ def decode(
     column: Int[Array, ""],
     caches: Any,
 ) -> tuple[Float[Array, "B V"], Any]:
-    """Reads one more token per row.
+    """Reads one more token per row; returns the next logits, and the updated caches.
 
     Args:
         model: The decoder.
@@ -69,9 +65,6 @@ def decode(
         starts: First column of each prompt.
         column: Column of the tokens.
         caches: Keys and values of all earlier columns.
-
-    Returns:
-        Logits of the next tokens, and the caches with this column.
     """
 
     def step(block, x, cache):
@@ -104,7 +97,7 @@ def read_prompt(
     *,
     run: RunBlock = Block.attend_with,
 ) -> tuple[Any, Cache]:
-    """Runs prompts through one block.
+    """Runs prompts through one block; returns the stream and the block's cache.
 
     Args:
         block: Block with its weights.
@@ -114,9 +107,6 @@ def read_prompt(
         num_new: Columns to reserve in the cache.
         padded: Whether any start is above 0.
         run: `Block.attend_with`, or `Block.trunk_with` if tiles run separately.
-
-    Returns:
-        The stream as `run` returns it, and the cache of this block.
     """
     visible = None
     if padded:
@@ -152,19 +142,10 @@ def read_token(
     *,
     run: RunBlock = Block.attend_with,
 ) -> tuple[Any, Cache]:
-    """Runs one more token per row through one block.
+    """Runs one token per row through one block; returns stream and updated cache.
 
-    Args:
-        block: Block with its weights.
-        x: Residual stream.
-        context: Context of the blocks.
-        starts: First column of each prompt.
-        column: int32[], column of the tokens.
-        cache: Keys and values of all earlier columns.
-        run: As in `read_prompt`.
-
-    Returns:
-        The stream as `run` returns it, and the cache with this column.
+    The arguments are those of `read_prompt`, with the `column` of the tokens and the
+    `cache` of all earlier ones.
     """
 
     def attend(q, k, v):

@@ -17,16 +17,10 @@ from zjax.typing import Batch, Metrics, ModelState, Params
 def call_loss(
     loss_fn: Callable[..., Any], view: Any, batch: Batch, key: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, Metrics]:
-    """Calls a user's loss, and normalises its result.
+    """Calls a user's loss, and normalises its result to (loss, weight, metrics).
 
-    Args:
-        loss_fn: Function that returns a mean loss, or `(loss, weight, metrics)`.
-        view: View of the model.
-        batch: Arrays.
-        key: Random key; None in evaluation.
-
-    Returns:
-        Loss, weight and metrics, all float32[]; the weight has no gradient.
+    All are float32[]; the weight has no gradient. The loss may return a mean loss
+    alone.
 
     Raises:
         ModelError: It returns something else.
@@ -58,14 +52,6 @@ def evaluate_loss(
 
     A loss that needs a key, such as a diffusion loss, is called again with one derived
     from the batch: equal batches get equal noise.
-
-    Args:
-        loss_fn: As in `call_loss`.
-        make_view: Function that makes a view in evaluation mode.
-        batch: Arrays.
-
-    Returns:
-        Loss, weight and metrics, all float32[].
 
     Raises:
         ModelError: It returns something else.
@@ -113,11 +99,7 @@ def _describe(x: Any) -> str:
 
 
 def check_params(model: Any, params: Params) -> None:
-    """Refuses parameters that cannot be trained.
-
-    Args:
-        model: Model as the user gave it, for the message.
-        params: Arrays.
+    """Refuses parameters that cannot be trained; `model` is named in the message.
 
     Raises:
         ModelError: There are none, or some are not floating-point.
@@ -142,10 +124,6 @@ def check_params(model: Any, params: Params) -> None:
 
 def check_model_state(before: ModelState, after: ModelState) -> None:
     """Refuses a step that changes the shapes of the model state.
-
-    Args:
-        before: Model state before the loss.
-        after: Model state after the loss.
 
     Raises:
         ModelError: Lists every path that appeared, vanished or changed shape or dtype.

@@ -148,10 +148,7 @@ class Embedding(nnx.Module):
 
 
 def positions_in_segments(segment_ids: Int[Array, "B L"]) -> Int[Array, "B L"]:
-    """Positions counted from the start of each document.
-
-    Args:
-        segment_ids: Document of each token; equal neighbours are one document.
+    """Positions counted from the start of each document; equal neighbours are one.
 
     Example:
         >>> positions_in_segments(jnp.array([[1, 1, 2, 2, 2, 0]])).tolist()

@@ -114,15 +114,9 @@ def _generate(state, tokens, lengths, key, *, graph, settings: Settings):
 def start_text(
     tokens: Int[Array, "B L"], lengths: Int[Array, " B"] | None, settings: Settings
 ) -> tuple[Int[Array, " B"], Text]:
-    """Allocates the text, padded on the left like its prompts.
+    """Allocates the text; returns the first column of each prompt, and the text.
 
-    Args:
-        tokens: Prompts, padded on the left.
-        lengths: Tokens of each without its padding; None is L.
-        settings: Settings, of which the number of new tokens is read.
-
-    Returns:
-        First column of each prompt, and the text.
+    Prompts are padded on the left; `lengths` counts their tokens without padding.
     """
     num_rows, length = tokens.shape
     starts = jnp.zeros(num_rows, jnp.int32) if lengths is None else length - lengths
@@ -141,14 +135,9 @@ def add_token(
     column: Any,
     settings: Settings,
 ) -> Text:
-    """Chooses the next token of each row, and appends it.
+    """Chooses the next token of each row from its logits, and writes it to `column`.
 
-    Args:
-        text: The text so far, int32[B, L] among others.
-        logits: Logits of the next tokens.
-        key: Random key of the whole text.
-        column: int32[], column of the token.
-        settings: Sampling settings.
+    `key` is that of the whole text.
     """
     new = sample_tokens(
         logits,
@@ -167,13 +156,7 @@ def add_token(
 def check(
     config: schema.Model, length: int, settings: Settings, key: jax.Array | None
 ) -> None:
-    """Refuses settings that cannot work.
-
-    Args:
-        config: Settings of the decoder.
-        length: Length of the prompts.
-        settings: Arguments of `generate`.
-        key: Random key, or None.
+    """Refuses settings that cannot work on prompts of `length` tokens.
 
     Raises:
         ConfigError: A setting is out of range, or the tokens exceed the model's length.

@@ -92,9 +92,6 @@ class Head(nnx.Module):
 def token_weights(batch: dict[str, Any]) -> Float[Array, "B L"]:
     """Weight of each token, float32: as given, or 1 for all but padding.
 
-    Args:
-        batch: `targets`, and optionally `weights`, `segment_ids` or `lengths`.
-
     Example:
         >>> batch = {"targets": jnp.ones((1, 3), int), "lengths": jnp.array([2])}
         >>> token_weights(batch).tolist()

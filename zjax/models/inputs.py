@@ -35,10 +35,6 @@ def find_inputs(model: Model, batch: Batch) -> tuple[str, ...]:
     results, or parameters elementwise. Arrays first read by a function such as `sin` or
     by a comparison, such as timestamps, are left out: they need full precision.
 
-    Args:
-        model: Model, whose loss is traced.
-        batch: Arrays or ShapeDtypeStructs.
-
     Returns:
         Paths of arrays of two dims or more.
     """
@@ -66,10 +62,7 @@ def _may_be_cast(x: Any) -> bool:
 def with_cast(model: Model, batch: Batch, names: Sequence[str] | None) -> Model:
     """Sets the arrays of a batch that are cast to the compute dtype.
 
-    Args:
-        model: The model.
-        batch: Example batch of arrays or ShapeDtypeStructs.
-        names: Paths; None takes the model's `cast`, or finds them by `find_inputs`.
+    Names of None take the model's `cast`, or those of `find_inputs`.
 
     Raises:
         DataError: Names that are not floating-point arrays, all at once.

@@ -41,10 +41,6 @@ INIT_STD = 0.02
 def make_param(dims: Dims, initial: Callable[[tuple[int, ...]], Array]) -> nnx.Param:
     """Makes a parameter with the logical names of its dims as metadata `logical`.
 
-    Args:
-        dims: Name and size of each dim.
-        initial: Function from shape to initial value.
-
     Example:
         >>> make_param((("embed", 2),), jnp.zeros).logical
         ('embed',)
@@ -66,14 +62,10 @@ def make_normal(key: jax.Array, std: float) -> Callable[[tuple[int, ...]], Array
 def dropout(
     x: Float[Array, "B L M"], config: schema.Model, key: jax.Array | None
 ) -> Float[Array, "B L M"]:
-    """Zeroes random entries, and scales up the others.
+    """Zeroes random entries, and scales up the others; a key of None changes nothing.
 
-    Each token draws by its position in the microbatch, on any mesh.
-
-    Args:
-        x: Activations, in the token order of `sequence.arrange`.
-        config: Model settings; reads `dropout_rate` and the token order.
-        key: Random key; None in evaluation, which changes nothing.
+    Each token draws by its position in the microbatch, on any mesh; `x` is in the token
+    order of `sequence.arrange`.
 
     Example:
         >>> dropout(jnp.ones((1, 2, 2)), schema.Model(dropout_rate=0.5), None).tolist()

@@ -19,11 +19,6 @@ from zjax.typing import Params
 def accept_states(tx: Any, model: Any, params: Params) -> Any:
     """Makes an optimizer for `nnx.State` trees work on nested dicts.
 
-    Args:
-        tx: Optax gradient transformation.
-        model: Module, or function that makes it.
-        params: Abstract parameters as nested dicts.
-
     Returns:
         `tx` itself if it accepts dicts, or neither form; else a transformation of dicts
         whose state holds dicts.

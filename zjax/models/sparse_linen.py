@@ -12,14 +12,7 @@ from zjax_kernels import SparsityConfig
 class SparseSelfAttention(nn.Module):
     """Attention over live blocks, in place of DeepSpeed's module; without parameters.
 
-    Args:
-        sparsity_config: Pattern of `zjax_kernels`, such as `BigBird(num_heads=4)`, or
-            your array as `Custom(num_heads=4, live=...)`.
-        key_padding_mask_mode: `add` masks by -10000.0 and keeps by 0.0, `mul` by 0 and
-            1.
-        attn_mask_mode: The same for `attn_mask`.
-        max_seq_length: Tokens of the layout, 1 or more; shorter sequences use its first
-            blocks, and need not be whole blocks.
+    The arguments are those of `zjax.nnx.SparseSelfAttention`.
 
     Example:
         >>> import jax

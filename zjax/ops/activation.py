@@ -14,12 +14,6 @@ from jaxtyping import Array, Float
 def gelu(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
     """GELU in its tanh form, as in GPT-2 and the original BERT.
 
-    Args:
-        x: Array of any floating dtype.
-
-    Returns:
-        The same shape and dtype.
-
     Example:
         >>> gelu(jax.numpy.array([-10.0, 0.0, 10.0])).tolist()
         [-0.0, 0.0, 10.0]
@@ -35,13 +29,6 @@ def swiglu(
     gate: Float[Array, "*dims"], up: Float[Array, "*dims"]
 ) -> Float[Array, "*dims"]:
     """`silu(gate) * up`, the gated activation of Llama.
-
-    Args:
-        gate: Array of any floating dtype.
-        up: Array of the same shape and dtype.
-
-    Returns:
-        The same shape and dtype.
 
     Example:
         >>> swiglu(jax.numpy.array([0.0, 20.0]), jax.numpy.array([5.0, 2.0])).tolist()

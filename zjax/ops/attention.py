@@ -104,16 +104,7 @@ def call_jax(
     v: Float[Array, "B S K D"],
     **given: Any,
 ) -> Float[Array, "B L H D"]:
-    """Calls JAX's attention; computes float16 in float32 on CPUs and TPUs.
-
-    Args:
-        q: Queries.
-        k: Keys.
-        v: Values.
-        given: Other arguments of `jax.nn.dot_product_attention`.
-
-    Returns:
-        The weighted values of each query and head, in the dtype of `q`.
+    """`jax.nn.dot_product_attention`, in float32 for float16 inputs on CPUs and TPUs.
 
     Example:
         >>> x = jax.numpy.ones((1, 3, 2, 4), "float16")

@@ -9,14 +9,7 @@ from jaxtyping import Array, Int
 
 
 def fold_in(key: jax.Array | None, number: int | Int[Array, ""]) -> jax.Array | None:
-    """`jax.random.fold_in` that passes None through.
-
-    Args:
-        key: Random key; None in evaluation.
-        number: Integer, 0 or more.
-
-    Returns:
-        The derived key, or None.
+    """`jax.random.fold_in` that passes None, the key in evaluation, through.
 
     Example:
         >>> fold_in(None, 3) is None
@@ -26,14 +19,7 @@ def fold_in(key: jax.Array | None, number: int | Int[Array, ""]) -> jax.Array | 
 
 
 def fold_name(key: jax.Array, name: str) -> jax.Array:
-    """Derives a key from a name.
-
-    Args:
-        key: Random key.
-        name: Any text; two names share a key with probability 2**-32.
-
-    Returns:
-        A key that depends on `key` and `name` alone.
+    """Derives a key from `key` and a name; two names collide with probability 2**-32.
 
     Example:
         >>> key = jax.random.key(0)
@@ -44,13 +30,7 @@ def fold_name(key: jax.Array, name: str) -> jax.Array:
 
 
 def key_from_data(batch: Any) -> jax.Array:
-    """Derives a key from numbers: equal batches give equal keys, on every mesh.
-
-    Args:
-        batch: Tree of numeric arrays.
-
-    Returns:
-        A random key.
+    """Derives a key from a tree of numeric arrays: equal for equal batches on any mesh.
 
     Example:
         >>> one, other = {"x": jnp.arange(3.0)}, {"x": jnp.arange(1.0, 4.0)}
@@ -73,13 +53,7 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def loss_key(key: jax.Array | None) -> jax.Array | None:
-    """Derives the key that a user's loss function receives.
-
-    Args:
-        key: Key of the microbatch; None in evaluation.
-
-    Returns:
-        The derived key, or None.
+    """Derives the key of a user's loss from that of the microbatch; None in evaluation.
 
     Example:
         >>> loss_key(None) is None
@@ -89,14 +63,10 @@ def loss_key(key: jax.Array | None) -> jax.Array | None:
 
 
 def block_key(key: jax.Array | None, number: int | Int[Array, ""]) -> jax.Array | None:
-    """Derives the key of one block, or of the embedding, of a model that is a stack.
+    """Derives the key of a block from that of the microbatch; None in evaluation.
 
-    Args:
-        key: Key of the microbatch; None in evaluation.
-        number: 0 for the embedding, i + 1 for block i.
-
-    Returns:
-        The same key as `fold_in(loss_key(key), number)`.
+    It equals `fold_in(loss_key(key), number)`; `number` is 0 for the embedding and i +
+    1 for block i.
 
     Example:
         >>> key = jax.random.key(0)

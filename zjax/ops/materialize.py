@@ -5,17 +5,11 @@ import jax
 
 @jax.custom_vjp
 def materialize(x: jax.Array) -> jax.Array:
-    """Stores an array in memory before anything reads it.
+    """Stores an array in memory before anything reads it; its gradient is not affected.
 
     Without it XLA may fuse an addition into a matrix product that becomes slower, or
-    copy the other operand of the addition first.
-
-    Args:
-        x: Any array.
-
-    Returns:
-        The same array; its gradient is not affected. Forward-mode differentiation is
-        not defined.
+    copy the other operand of the addition first. Forward-mode differentiation is not
+    defined.
 
     Example:
         >>> float(jax.grad(lambda x: 3.0 * materialize(x))(1.0))
@@ -33,13 +27,8 @@ materialize.defvjp(
 def materialize_gradient(x: jax.Array) -> jax.Array:
     """Stores the gradient of an array in memory before anything reads it.
 
-    Without it XLA may recompute an expensive gradient for each reader.
-
-    Args:
-        x: Any array.
-
-    Returns:
-        The same array. Forward-mode differentiation is not defined.
+    Without it XLA may recompute an expensive gradient for each reader. Forward-mode
+    differentiation is not defined.
 
     Example:
         >>> float(jax.grad(lambda x: 3.0 * materialize_gradient(x))(1.0))

@@ -96,14 +96,7 @@ def pad_to_block_size(
 def unpad_sequence_output(
     pad_len: int, sequence_output: Float[Array, "B S *dims"]
 ) -> Float[Array, "B T *dims"]:
-    """Removes the tokens that `pad_to_block_size` added.
-
-    Args:
-        pad_len: Number of tokens added, from 0 to S - 1.
-        sequence_output: Output of the model.
-
-    Returns:
-        The first `S - pad_len` tokens.
+    """Removes the last `pad_len` tokens, which `pad_to_block_size` added.
 
     Raises:
         ConfigError: `pad_len` is not below the number of tokens.

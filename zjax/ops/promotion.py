@@ -12,9 +12,6 @@ def dtype_promotion(kind: str = "standard") -> Iterator[None]:
 
     Optax, and programs built on it, need the standard rules.
 
-    Args:
-        kind: Value of `jax_numpy_dtype_promotion`.
-
     Example:
         >>> with jax.numpy_dtype_promotion("strict"), dtype_promotion():
         ...     float(jax.numpy.int32(1) + jax.numpy.float32(0.5))

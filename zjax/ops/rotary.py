@@ -11,15 +11,12 @@ from jaxtyping import Array, Float, Int
 def make_rotary_tables(
     positions: Int[Array, "B L"], *, head_size: int, theta: float = 10_000.0
 ) -> tuple[Float[Array, "B L half"], Float[Array, "B L half"]]:
-    """Computes the cosines and sines of every position, once for all layers.
+    """Computes cosines and sines of every position, float32, once for all layers.
 
     Args:
-        positions: Index of each token in its document, 0 or more.
+        positions: Position of each token in its document, 0 or more.
         head_size: Channels per head, even.
         theta: Base of the wavelengths, above 1.
-
-    Returns:
-        Cosines and sines in float32, for half of the channels.
 
     Example:
         >>> cos, sin = make_rotary_tables(jnp.array([[0, 1]]), head_size=4)
@@ -40,15 +37,9 @@ def rotate(
     cos: Float[Array, "#B L half"],
     sin: Float[Array, "#B L half"],
 ) -> Float[Array, "B L H D"]:
-    """Rotates the channel pairs of every head by its position.
+    """Rotates the channel pairs of queries or keys by their positions, in float32.
 
-    Args:
-        x: Queries or keys.
-        cos: Cosines from `make_rotary_tables`.
-        sin: Sines from `make_rotary_tables`.
-
-    Returns:
-        Rotated heads in the dtype of `x`, computed in float32.
+    The tables are those of `make_rotary_tables`; the result has the dtype of `x`.
 
     Example:
         >>> tables = make_rotary_tables(jnp.array([[0]]), head_size=2)

@@ -82,14 +82,7 @@ class Sparse:
 
 
 def sparse_of(config: schema.Model) -> Sparse:
-    """Builds the pattern that a model's settings describe.
-
-    Args:
-        config: Checked settings; reads `sparsity`, `num_heads`, `max_length`, and
-            `kind` for the direction.
-
-    Returns:
-        The pattern and its length.
+    """Builds the pattern of a model's settings; its `kind` sets the direction.
 
     Example:
         >>> config = schema.Model(attention="sparse", num_heads=2)
@@ -197,9 +190,6 @@ def visible_keys(
         queries: Positions of the queries, from 0 to below its length.
         keys: Positions of the keys; those below 0 are hidden.
 
-    Returns:
-        True where a query sees a key.
-
     Example:
         >>> sparse = sparse_of(schema.Model(num_heads=2, num_kv_heads=2))
         >>> positions = jnp.arange(4)[None]
@@ -217,14 +207,7 @@ def visible_keys(
 
 
 def live_fraction(sparse: Sparse, length: int) -> float:
-    """Fraction of all pairs of tokens that see each other, averaged over heads.
-
-    Args:
-        sparse: The pattern.
-        length: Tokens per sequence, at most its length.
-
-    Returns:
-        A number above 0; 0.5 for a causal pattern of all blocks.
+    """Fraction of the pairs of `length` tokens that see each other, over all heads.
 
     Example:
         >>> model = schema.Model(sparsity=schema.Sparsity(mode="dense"))

@@ -10,14 +10,9 @@ from jaxtyping import Array, Float
 
 
 def global_norm(tree: Any) -> Float[Array, ""]:
-    """Euclidean norm of all elements of all arrays, summed in float32.
+    """Euclidean norm of all elements of a tree of floating arrays, summed in float32.
 
-    Args:
-        tree: Arrays of floating dtype.
-
-    Returns:
-        The norm; 0 for an empty tree. Infinite if the sum of squares overflows float32,
-        even if every element is finite.
+    Infinite if the sum of squares overflows, even if every element is finite.
 
     Example:
         >>> float(global_norm({"a": jnp.array([3.0]), "b": jnp.array([4.0])}))
@@ -30,15 +25,12 @@ def global_norm(tree: Any) -> Float[Array, ""]:
 
 
 def clip_by_norm(tree: Any, norm: Float[Array, ""], max_norm: float) -> Any:
-    """Divides by `max(1, (norm + 1e-6) / max_norm)`.
+    """Divides by `max(1, (norm + 1e-6) / max_norm)`, keeping dtypes.
 
     Args:
         tree: Arrays of floating dtype.
-        norm: Their global norm.
-        max_norm: Largest norm to let through, above 0; `inf` changes nothing.
-
-    Returns:
-        Arrays of the same dtypes.
+        norm: Global norm of the arrays.
+        max_norm: Largest norm, above 0; `inf` changes nothing.
 
     Example:
         >>> clip_by_norm(jnp.array([3.0, 4.0]), jnp.float32(5), 1.0).round(3).tolist()

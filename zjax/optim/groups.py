@@ -16,14 +16,9 @@ Groups = tuple[schema.ParamGroup, ...]
 
 
 def label_of(path: str, groups: Groups) -> str:
-    """Finds the group of a parameter.
+    """Group of a parameter: `default`, `frozen`, or `group_i` for the i-th group.
 
-    Args:
-        path: Parameter path, such as `blocks/attention/query/kernel`.
-        groups: `optimizer.groups`; the first whose pattern is found in the path wins.
-
-    Returns:
-        `default`, `frozen`, or `group_i` for the i-th group.
+    The first group whose pattern is found in the path wins.
 
     Example:
         >>> label_of("head/kernel", (schema.ParamGroup(pattern="^head"),))
@@ -36,14 +31,7 @@ def label_of(path: str, groups: Groups) -> str:
 
 
 def label_params(params: Any, groups: Groups) -> Any:
-    """Labels every parameter with its group.
-
-    Args:
-        params: Parameters, abstract or not.
-        groups: `optimizer.groups`.
-
-    Returns:
-        A tree of `default`, `frozen` or `group_i`.
+    """Tree of the groups of all parameters, as `label_of`.
 
     Example:
         >>> frozen = schema.ParamGroup(pattern="a", learning_rate_scale=0.0)
@@ -56,14 +44,7 @@ def label_params(params: Any, groups: Groups) -> Any:
 
 
 def trained_params(params: Any, groups: Groups) -> Any:
-    """Marks the parameters that are not frozen, whose gradients count for the norm.
-
-    Args:
-        params: Parameters, abstract or not.
-        groups: `optimizer.groups`.
-
-    Returns:
-        A tree of booleans.
+    """Tree of booleans: which parameters are not frozen, and count for the norm.
 
     Example:
         >>> frozen = schema.ParamGroup(pattern="a", learning_rate_scale=0.0)
@@ -75,14 +56,7 @@ def trained_params(params: Any, groups: Groups) -> Any:
 
 
 def decay_of(group: schema.ParamGroup, default: float) -> float:
-    """Weight decay of the matrices of a group.
-
-    Args:
-        group: One of `optimizer.groups`.
-        default: `optimizer.weight_decay`.
-
-    Returns:
-        The group's decay if it sets one, else the default.
+    """Weight decay of a group's matrices: its own, else `optimizer.weight_decay`.
 
     Example:
         >>> decay_of(schema.ParamGroup(), 0.1)

@@ -26,10 +26,7 @@ class LossScaler(NamedTuple):
 
 
 def init_scaler(settings: schema.LossScale) -> LossScaler:
-    """Creates the loss scale of step 0.
-
-    Args:
-        settings: `precision.loss_scale`.
+    """The loss scale of step 0.
 
     Example:
         >>> float(init_scaler(schema.LossScale(initial=8.0)).scale)
@@ -91,14 +88,9 @@ def update_scaler(
 
 
 def at_minimum(scaler: LossScaler, settings: schema.LossScale) -> Bool[Array, ""]:
-    """Whether an overflow now would need a scale below the minimum.
+    """bool[]: whether an overflow now would need a scale below the minimum.
 
-    Args:
-        scaler: State before the update.
-        settings: `precision.loss_scale`.
-
-    Returns:
-        bool[]; never True for a fixed scale.
+    Never True for a fixed scale.
 
     Example:
         >>> settings = schema.LossScale(initial=1.0, hysteresis=1)

@@ -22,14 +22,11 @@ Names = dict[str, Logical]
 
 
 def named_params(model: Model, mesh: schema.Mesh) -> tuple[Params, Names]:
-    """Traces the parameters of a model and collects the names of their dims.
+    """Traces the abstract parameters of a model, and their dim names by path.
 
     Args:
         model: The model; its `init` is only traced.
         mesh: `config.mesh`, which translates and adds names.
-
-    Returns:
-        Abstract parameters, and dim names by path.
 
     Raises:
         PlanError: Names in `mesh` that match nothing or say nothing.
@@ -41,13 +38,7 @@ def named_params(model: Model, mesh: schema.Mesh) -> tuple[Params, Names]:
 
 
 def without_layers(names: Names) -> Names:
-    """Drops the stacking dim of layers, for parameters stored layer by layer.
-
-    Args:
-        names: Dim names by path, of stacked layers.
-
-    Returns:
-        Dim names by path, of single layers.
+    """Drops the dim of stacked layers, for parameters stored layer by layer.
 
     Example:
         >>> without_layers({"norm/scale": ("layers", "embed")})
@@ -60,14 +51,7 @@ def without_layers(names: Names) -> Names:
 
 
 def num_stacked(path: str, names: Names) -> int:
-    """Counts the leading dims that only stack parameters.
-
-    Args:
-        path: Parameter path.
-        names: Dim names by path.
-
-    Returns:
-        The number of stacking dims; 0 for a path without names.
+    """Number of leading dims that only stack parameters; 0 for a path without names.
 
     Example:
         >>> num_stacked("norm/scale", {"norm/scale": ("layers", "embed")})
@@ -84,10 +68,7 @@ def num_stacked(path: str, names: Names) -> int:
 def is_matrix(path: str, num_dims: int, names: Names) -> bool:
     """Whether a parameter has two or more dims that do not stack, and so decays.
 
-    Args:
-        path: Parameter path; one that ends in `bias` or `scale` is a vector.
-        num_dims: Number of dims of the array.
-        names: Dim names by path.
+    A path that ends in `bias` or `scale` is a vector.
 
     Example:
         >>> is_matrix("query/kernel", 2, {}), is_matrix("query/bias", 2, {})
@@ -101,18 +82,10 @@ def is_matrix(path: str, num_dims: int, names: Names) -> bool:
 def muon_dims(
     path: str, num_dims: int, names: Names
 ) -> optax.contrib.MuonDimensionNumbers | None:
-    """Input and output dims of a matrix that Muon orthogonalizes.
+    """Input and output dims of a matrix that Muon orthogonalizes; None is left to Adam.
 
-    `heads` and `head_dim` count as one side. Embeddings, the output matrix and
-    parameters without exactly two sides are left to Adam.
-
-    Args:
-        path: Parameter path.
-        num_dims: Number of dims of the array.
-        names: Dim names by path.
-
-    Returns:
-        Input and output dims; None for a parameter that Adam updates.
+    `heads` and `head_dim` count as one side. Adam gets embeddings, the output matrix
+    and parameters without exactly two sides.
 
     Example:
         >>> muon_dims("query", 3, {"query": ("embed", "heads", "head_dim")})

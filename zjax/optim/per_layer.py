@@ -57,14 +57,11 @@ def per_layer_if_needed(
 def per_layer(
     tx: optax.GradientTransformation, names: Names
 ) -> optax.GradientTransformationExtraArgs:
-    """Runs a transformation on trees in which `Layers` stand for stacked arrays.
+    """Runs a transformation of single layers on stacked arrays, which become `Layers`.
 
     Args:
         tx: Optax transformation for a tree with one array per layer.
-        names: Dim names by path.
-
-    Returns:
-        A transformation of stacked arrays, with stacked state; `tx` if there are none.
+        names: Dim names by path; without stacks, `tx` is returned.
     """
     tx = optax.with_extra_args_support(tx)
     if not any(_is_stack(path, names) for path in names):
@@ -101,16 +98,8 @@ def needs_layers(
 ) -> bool:
     """Whether updating single layers may differ from updating their stack.
 
-    A norm over all layers, as in clipping, makes no difference: it is the same number
-    either way.
-
-    Args:
-        tx: Optax transformation.
-        params: Abstract parameters.
-        names: Dim names by path.
-
-    Returns:
-        False only if `init` and `update` are the same expressions either way.
+    False only if `init` and `update` trace to the same expressions either way. A norm
+    over all layers, as in clipping, makes no difference.
     """
     tx = optax.with_extra_args_support(tx)
     flow = _Flow()

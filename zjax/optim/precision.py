@@ -28,10 +28,7 @@ class Dtypes:
 
 
 def make_dtypes(precision: schema.Precision) -> Dtypes:
-    """Resolves the names in the config.
-
-    Args:
-        precision: `config.precision`.
+    """The dtypes that `config.precision` names.
 
     Example:
         >>> make_dtypes(schema.Precision(compute_dtype="float16")).reduce
@@ -49,10 +46,6 @@ def make_dtypes(precision: schema.Precision) -> Dtypes:
 def cast_floating(tree: Any, dtype: Any) -> Any:
     """Casts floating arrays; integers, booleans, complex numbers and keys stay.
 
-    Args:
-        tree: Arrays.
-        dtype: A floating dtype.
-
     Example:
         >>> tree = {"x": jnp.ones(2), "n": jnp.arange(2)}
         >>> jax.tree.map(lambda x: x.dtype.name, cast_floating(tree, "bfloat16"))
@@ -67,13 +60,7 @@ def cast_floating(tree: Any, dtype: Any) -> Any:
 
 
 def describe_precision(config: schema.Config) -> str:
-    """Describes all dtypes of a run in one line.
-
-    Args:
-        config: Config; reads `precision` and `optimizer`.
-
-    Returns:
-        The line to print at the start of a run.
+    """Describes all dtypes of a run in the line that is printed at its start.
 
     Example:
         >>> describe_precision(schema.Config()).split(" | ")[0]

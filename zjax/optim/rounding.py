@@ -42,13 +42,12 @@ def random_bits(
 ) -> UInt32[Array, "..."]:
     """One word of random bits per element, from a hash of its index.
 
+    The words are the same on every mesh, and need no communication.
+
     Args:
         shape: Shape of the array.
         step: Step number; each step gives other bits.
         salt: Number of the array, below 2**32; each array gets other bits.
-
-    Returns:
-        The words: the same on every mesh, and computed without communication.
 
     Reference:
         The finalizer of MurmurHash3 by Appleby.
@@ -64,14 +63,7 @@ def random_bits(
 def round_to_bfloat16(
     x: Float[Array, "..."], bits: UInt32[Array, "..."]
 ) -> Float[Array, "..."]:
-    """Rounds to one of the two nearest bfloat16 numbers, to `x` on average.
-
-    Args:
-        x: float32[...].
-        bits: Random words.
-
-    Returns:
-        bfloat16[...] of the same shape.
+    """Rounds float32[...] to a neighbouring bfloat16 number, to `x` on average.
 
     Reference:
         Stochastic rounding, Gupta et al., arXiv:1502.02551.
@@ -84,15 +76,7 @@ def round_to_bfloat16(
 def measure(
     x: Float[Array, "..."], shapes: list[tuple[int, ...]]
 ) -> tuple[Float[Array, "..."], ...]:
-    """Largest magnitudes over some dims.
-
-    Args:
-        x: float32[...].
-        shapes: Shapes of the results: that of `x`, with 1 for reduced dims.
-
-    Returns:
-        One array for each shape.
-    """
+    """Largest magnitudes of float32[...], one array per shape; 1 marks reduced dims."""
     dims = [tuple(d for d, n in enumerate(shape) if n == 1) for shape in shapes]
     return tuple(jnp.max(jnp.abs(x), axis=axes, keepdims=True) for axes in dims)
 

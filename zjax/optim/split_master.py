@@ -14,16 +14,10 @@ LOW_BITS_DTYPE = jnp.dtype(jnp.int16)
 
 
 def low_bits(x: Any) -> Any:
-    """Distance of float32 weights from their bfloat16 rounding, in float32 steps.
+    """Distance of float32 weights from their bfloat16 rounding, in steps: int16[...].
 
     A weight half-way between two bfloat16 numbers may be restored one step off; all
-    others are restored exactly.
-
-    Args:
-        x: float32[...] of JAX or NumPy.
-
-    Returns:
-        int16[...] of the same library.
+    others are restored exactly. Takes and returns arrays of JAX or NumPy.
 
     Example:
         >>> low_bits(np.float32([1.0, 1.0 + 2**-20, 1.0 - 2**-20]))
@@ -34,14 +28,7 @@ def low_bits(x: Any) -> Any:
 
 
 def join_bits(high: Any, low: Any) -> Any:
-    """Restores float32 weights from both halves.
-
-    Args:
-        high: bfloat16[...] of JAX or NumPy.
-        low: int16[...] from `low_bits`.
-
-    Returns:
-        float32[...].
+    """Restores float32[...] weights from bfloat16 and the int16 of `low_bits`.
 
     Example:
         >>> x = np.float32([0.1, -3e-5, 7e30])

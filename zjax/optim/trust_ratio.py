@@ -20,13 +20,8 @@ def scale_by_layer(
 ) -> optax.GradientTransformation:
     """Multiplies each update by `norm(params) / norm(update)`, from 0.01 to 10.
 
-    The ratio is 1 where either norm is 0.
-
-    Args:
-        num_stacked: Function from a tree path to its number of leading stacking dims.
-
-    Returns:
-        A transformation without state.
+    The ratio is 1 where either norm is 0. `num_stacked` gives the number of leading
+    stacking dims of a tree path.
 
     Reference:
         You et al., arXiv:1904.00962, algorithm 2.

@@ -57,20 +57,7 @@ def layer_norm(
 def rms_norm(
     x: Array, scale: Array, *, eps: float = 1e-5, implementation: str = "auto"
 ) -> Array:
-    """Divides by the root mean square.
-
-    Args:
-        x: [..., C], any floating dtype.
-        scale: [C] factor per channel.
-        eps: Number added to the mean square, above 0.
-        implementation: As in `layer_norm`.
-
-    Returns:
-        [..., C] in the dtype of `x`.
-
-    Raises:
-        ValueError: As `layer_norm`.
-        NotImplementedError: As `layer_norm`.
+    """Divides by the root mean square; arguments and errors as in `layer_norm`.
 
     Example:
         >>> rms_norm(jnp.array([[3.0, 3.0]]), jnp.ones(2)).round(3).tolist()

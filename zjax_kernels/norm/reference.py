@@ -32,7 +32,7 @@ def forward(
 def backward(
     x: Array, mean: Array, inverse: Array, scale: Array, d_out: Array, *, centre: bool
 ) -> tuple[Array, Array, Array | None]:
-    """Gradients of the input, the scale and the bias.
+    """Gradients of the input, the scale and the bias, which is None without `centre`.
 
     Args:
         x: [..., C] input of `forward`.
@@ -41,10 +41,6 @@ def backward(
         scale: [C] factor per channel.
         d_out: [..., C] cotangent of the output.
         centre: As in `forward`.
-
-    Returns:
-        [..., C] in the dtype of `x`, float32[C], and float32[C], or None without
-        `centre`.
     """
     normal = _normal(x, mean, inverse)
     wide = d_out.astype(jnp.float32)

@@ -54,11 +54,7 @@ def array_problems(field: str, value: Any, shape: str) -> list[str]:
 
 
 def range_problems(indices: Sequence[int], ends: Sequence[int] | None) -> list[str]:
-    """Reports global blocks, or ranges of them, that are malformed.
-
-    Args:
-        indices: `global_block_indices`.
-        ends: `global_block_end_indices`.
+    """Reports malformed global blocks, or ranges of them.
 
     Example:
         >>> print(*range_problems((0, 4), (2, 4)))

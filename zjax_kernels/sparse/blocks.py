@@ -37,12 +37,7 @@ def sliding_window(num_blocks: int, width: int) -> Spans:
 def global_blocks(
     indices: Sequence[int], ends: Sequence[int] | None, num_blocks: int
 ) -> np.ndarray:
-    """Numbers of the listed blocks that exist, ascending.
-
-    Args:
-        indices: Number of each block, or of the first of each range.
-        ends: One past the last block of each range; None for single blocks.
-        num_blocks: Blocks of the sequence.
+    """Numbers of the listed blocks, or of those in ranges up to `ends`, ascending.
 
     Example:
         >>> global_blocks([6, 0], [9, 2], 8).tolist()
@@ -110,15 +105,7 @@ def random_pattern(
 def random_heads(
     base: Pattern, visible: np.ndarray, count: int, *, seed: int, num_patterns: int
 ) -> list[Pattern]:
-    """Adds random blocks to a pattern, different ones for each head.
-
-    Args:
-        base: Blocks of all heads.
-        visible: Visible blocks of each row.
-        count: Random blocks per row.
-        seed: Seed, combined with the number of the head.
-        num_patterns: Number of heads to draw for.
-    """
+    """Adds `count` random blocks per row to a pattern, different ones for each head."""
     if not count:
         return [base] * num_patterns
     generators = [np.random.default_rng((seed, head)) for head in range(num_patterns)]

@@ -21,9 +21,6 @@ class Custom(SparsityConfig):
             row r marks the blocks that tokens of block r see. 0 and 1, as of DeepSpeed,
             do too.
 
-    Raises:
-        ValueError: Invalid arguments, one line each.
-
     Example:
         >>> from zjax_kernels.sparse.picture import draw_layout
         >>> live = np.eye(8, dtype=bool) | np.eye(8, dtype=bool)[::-1]

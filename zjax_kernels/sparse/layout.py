@@ -29,16 +29,10 @@ class Pattern:
     def from_entries(
         cls, rows: np.ndarray, columns: np.ndarray, num_rows: int, num_columns: int
     ) -> "Pattern":
-        """Builds a pattern from live blocks in any order, which may repeat.
-
-        Args:
-            rows: Block row of each entry.
-            columns: Block column of each entry.
-            num_rows: Number of block rows.
-            num_columns: Number of block columns.
+        """Builds a pattern from the coordinates of live blocks; any order, repeats.
 
         Raises:
-            ValueError: An entry lies outside.
+            ValueError: A block lies outside.
         """
         for name, found, limit in (
             ("rows", rows, num_rows),
@@ -118,11 +112,7 @@ class BlockLayout:
     ) -> "BlockLayout":
         """Builds a layout from one pattern per head, storing equal ones once.
 
-        Args:
-            heads: Pattern of each head.
-            block: Tokens per side of a block.
-            num_columns: Number of block columns.
-            causal: Whether a token sees no later one; drops blocks above the diagonal.
+        `causal` drops blocks above the diagonal.
 
         Raises:
             ValueError: Patterns of different shapes, or another block size.

@@ -30,9 +30,6 @@ class Dense(SparsityConfig):
         num_heads: As in `SparsityConfig`, like `block`, `attention` and `token_causal`.
         different_layout_per_head: Accepted for DeepSpeed; has no effect.
 
-    Raises:
-        ValueError: Invalid arguments, one line each.
-
     Example:
         >>> from zjax_kernels.sparse.picture import draw_layout
         >>> print(draw_layout(Dense(2, attention="unidirectional").layout(128)))
@@ -73,9 +70,6 @@ class Fixed(SparsityConfig):
             `num_local_blocks / num_global_blocks`. Heads cycle through them: head 0 has
             the last blocks of the window, head 1 those before, and so on. Above 1 needs
             `different_layout_per_head`.
-
-    Raises:
-        ValueError: Invalid arguments, one line each.
 
     Example:
         >>> from zjax_kernels.sparse.picture import draw_layout
@@ -177,9 +171,6 @@ class Variable(SparsityConfig):
             only.
         seed: Seed of the random blocks, >= 0.
 
-    Raises:
-        ValueError: Invalid arguments, one line each.
-
     Example:
         >>> from zjax_kernels.sparse.picture import draw_layout
         >>> print(draw_layout(Variable(2, local_window_blocks=[2, 3]).layout(128)))
@@ -252,9 +243,6 @@ class BigBird(SparsityConfig):
         num_global_blocks: First blocks, which see all and are seen by all, >= 0.
         seed: Seed of the random blocks, >= 0.
 
-    Raises:
-        ValueError: Invalid arguments, one line each.
-
     Example:
         >>> from zjax_kernels.sparse.picture import draw_layout
         >>> print(draw_layout(BigBird(2).layout(128)))
@@ -321,9 +309,6 @@ class BSLongformer(SparsityConfig):
         global_block_end_indices: One past the end of each range of global blocks, which
             starts at `global_block_indices`; None for single blocks.
 
-    Raises:
-        ValueError: Invalid arguments, one line each.
-
     Example:
         >>> from zjax_kernels.sparse.picture import draw_layout
         >>> print(draw_layout(BSLongformer(2, global_block_indices=[0, 5]).layout(128)))
@@ -379,9 +364,6 @@ class LocalSlidingWindow(SparsityConfig):
         num_heads: As in `SparsityConfig`, like `block`, `attention` and `token_causal`.
         num_sliding_window_blocks: Blocks of the window, >= 1; half of them, rounded
             down, on either side of the row.
-
-    Raises:
-        ValueError: Invalid arguments, one line each.
 
     Example:
         >>> from zjax_kernels.sparse.picture import draw_layout

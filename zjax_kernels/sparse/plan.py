@@ -178,7 +178,7 @@ def plan_cells(
     head_size: int,
     segments: bool,
 ) -> Plan:
-    """`make_plan` from live cells.
+    """`make_plan` from the live cells of each pattern.
 
     Args:
         patterns: Live cells of each pattern.

@@ -98,7 +98,7 @@ def backward_queries(
     schedule: Schedule,
     options: Options,
 ) -> jax.Array:
-    """Gradient of the queries.
+    """Gradient of the queries, [B, S, H, D].
 
     Args:
         q: [B, S, H, D] queries.
@@ -111,9 +111,6 @@ def backward_queries(
         segments: As in `forward`.
         schedule: Tiles of queries.
         options: Scale and cap of scores.
-
-    Returns:
-        [B, S, H, D] in the dtype of `q`.
     """
 
     def head(q, d_out, k, v, lse, delta, segments, pattern):
@@ -152,21 +149,9 @@ def backward_keys(
     schedule: Schedule,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
-    """Gradients of the keys and the values.
+    """Gradients of the keys and the values, [B, T, K, D] each.
 
-    Args:
-        q: [B, S, H, D] queries.
-        k: [B, T, K, D] keys.
-        v: [B, T, K, D] values.
-        d_out: [B, S, H, D] cotangent of the output.
-        lse: float32[B, H, S] from `forward`.
-        delta: As in `backward_queries`.
-        segments: As in `forward`.
-        schedule: Tiles of keys.
-        options: Scale and cap of scores.
-
-    Returns:
-        [B, T, K, D] each, in the dtypes of `k` and `v`.
+    The arguments are those of `backward_queries`, but `schedule` has tiles of keys.
     """
 
     def head(k, v, q, d_out, lse, delta, segments, pattern):

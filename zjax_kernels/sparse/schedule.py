@@ -153,10 +153,6 @@ def assign_round_robin(heads: int, items: int) -> tuple[np.ndarray, np.ndarray]:
     """`order` and `ends` for items of unknown length, sorted longest first.
 
     Every other round is reversed, to balance the lengths.
-
-    Args:
-        heads: Number of heads, each with its own pattern.
-        items: Number of items per head.
     """
     nth, place = np.divmod(np.arange(heads * items), NUM_SMS)
     program = np.where(nth % 2 == 0, place, NUM_SMS - 1 - place)
@@ -167,11 +163,7 @@ def assign_round_robin(heads: int, items: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def stack_schedules(schedules: Sequence[Schedule]) -> Schedule:
-    """Stacks schedules of devices that run one program, padding their arrays.
-
-    Args:
-        schedules: Schedules of one shape and number of heads.
-    """
+    """Stacks and pads schedules of devices that run one program."""
     masked = _with_equal_masks(schedules)
 
     def stack(name, value):

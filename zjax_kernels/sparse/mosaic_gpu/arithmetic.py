@@ -71,13 +71,8 @@ class Arithmetic:
     ) -> tuple[Any, jax.Array]:
         """Computes two products; `use` runs on the first while the second is under way.
 
-        Args:
-            pair: [m, d] and [n, d] in shared memory.
-            get_other: Function that waits for the second pair.
-            use: Function of the first product.
-
-        Returns:
-            The result of `use`, and the second product.
+        `pair` is [m, d] and [n, d] in shared memory; `get_other` waits for the second
+        pair. Returns the result of `use`, and the second product.
         """
         if self.simulated and not _NEWER:
             found = use(_dot(pair[0][...], pair[1][...].T))
@@ -95,10 +90,10 @@ class Arithmetic:
     def accumulate(
         self, *sums: tuple[jax.Array, jax.Array, Any]
     ) -> tuple[jax.Array, ...]:
-        """Adds products to float32[m, n] in registers, all under way at once.
+        """Adds products to registers, all under way at once.
 
-        Args:
-            *sums: float32[m, n], [m, k] in registers, and [k, n] in shared memory.
+        Each of `sums` is float32[m, n] and [m, k] in registers, and [k, n] in shared
+        memory.
         """
         if self.simulated:
             found = [total + _dot(x.astype(y.dtype), y[...]) for total, x, y in sums]

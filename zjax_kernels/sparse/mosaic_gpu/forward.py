@@ -37,18 +37,8 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """`reference.forward` on a Hopper GPU, for 16-bit arrays.
 
-    Args:
-        q: [B, S, H, D] queries.
-        k: [B, T, K, D] keys.
-        v: [B, T, K, D] values.
-        segments: int32[B, S] and int32[B, T].
-        schedule: Tiles of queries.
-        options: Scale and cap of scores.
-        tuning: Tuning; None chooses by head size.
-        interpret: Parameters of the interpreter; None on a GPU.
-
-    Returns:
-        [B, S, H, D] in the dtype of `q`, and float32[B, H, S].
+    A `tuning` of None is chosen by head size; `interpret` holds the interpreter's
+    parameters, None on a GPU.
 
     Reference:
         Shah et al., FlashAttention-3 (arXiv:2407.08608), algorithm 2.

@@ -91,9 +91,7 @@ def smem_matrix(shape: Sequence[int], dtype: Any) -> Any:
 def channel_slices(head_size: int, *, segmented: bool) -> list[slice]:
     """Equal slices of the channels of a result, small enough for shared memory.
 
-    Args:
-        head_size: Channels per head.
-        segmented: Whether there are segments, which take shared memory.
+    Segments take shared memory, too.
     """
     size = min(head_size, 64 if segmented and head_size >= 128 else 128)
     return [slice(start, start + size) for start in range(0, head_size, size)]

@@ -32,16 +32,10 @@ def mask_cells(
     words: tuple[Any, Any, Any] | None,
     fill: float,
 ) -> jax.Array:
-    """Puts `fill` where a row does not see a column.
+    """Puts `fill` where a row of x, float32[HALF, chunk], does not see a column.
 
-    Integer logic, since Boolean logic does not lower by warpgroup.
-
-    Args:
-        arithmetic: Operations on registers.
-        x: float32[HALF, chunk].
-        schedule: The schedule, for its sizes.
-        words: Bits from `read_words`; None if all cells live.
-        fill: Value of hidden pairs.
+    `words` are bits of `read_words`, or None if all cells live. The logic is integer,
+    since Boolean logic does not lower by warpgroup.
     """
     if words is None:
         return x

@@ -40,21 +40,8 @@ def backward_queries(
 ) -> jax.Array:
     """`reference.backward_queries` on a Hopper GPU, for 16-bit arrays.
 
-    Args:
-        q: [B, S, H, D] queries.
-        k: [B, T, K, D] keys.
-        v: [B, T, K, D] values.
-        d_out: [B, S, H, D] cotangent of the output.
-        lse: float32[B, H, S] from `forward`.
-        delta: float32[B, H, S], as in the reference.
-        segments: int32[B, S] and int32[B, T].
-        schedule: Tiles of queries.
-        options: Scale and cap of scores.
-        tuning: Tuning; None chooses by head size.
-        interpret: Parameters of the interpreter; None on a GPU.
-
-    Returns:
-        [B, S, H, D] in the dtype of `q`.
+    A `tuning` of None is chosen by head size; `interpret` holds the interpreter's
+    parameters, None on a GPU.
 
     Reference:
         Dao (arXiv:2307.08691), algorithm 2, its loop over keys.

@@ -14,16 +14,10 @@ def merge_outputs(
     partial: Sequence[jax.Array],
     schedule: Schedule,
 ) -> tuple[jax.Array, jax.Array]:
-    """Outputs over all keys, from outputs over some.
+    """Adds split tiles to `out` [B, S, H, D] and `lse` [B, H, S].
 
-    Args:
-        out: [B, S, H, D], without the split tiles.
-        lse: float32[B, H, S], without the split tiles.
-        partial: float32[B, H, slots, TILE, D] outputs, and float32[B, H, slots, TILE].
-        schedule: Schedule, which maps slots to tiles.
-
-    Returns:
-        `out` and `lse` with all tiles.
+    `partial` are outputs over some of the keys, float32[B, H, slots, TILE, D], and
+    their log-sum-exps, float32[B, H, slots, TILE].
     """
     partial_out, partial_lse = partial
     slots, tokens = _splits(schedule)
@@ -42,13 +36,7 @@ def merge_outputs(
 
 
 def merge_gradients(x: jax.Array, partial: jax.Array, schedule: Schedule) -> jax.Array:
-    """Gradients over all columns, from gradients over some.
-
-    Args:
-        x: [B, S, H, D], without the split tiles.
-        partial: float32[B, H, slots, TILE, D].
-        schedule: Schedule, which maps slots to tiles.
-    """
+    """Adds split tiles, float32[B, H, slots, TILE, D], to `x` [B, S, H, D]."""
     slots, tokens = _splits(schedule)
     heads = jnp.arange(len(slots))[:, None, None]
     exists = (slots >= 0)[None, ..., None, None]
