@@ -262,7 +262,7 @@ MODEL = [
     ),
     case(
         "deterministic=true;model.layers_per_scan=2",
-        "model.layers_per_scan=2 repeats a kernel of cuDNN that cannot run with "
+        "model.layers_per_scan=2 repeats a cuDNN kernel that cannot run with "
         "deterministic=True; use 0 or 1, or model.attention=xla",
         id="deterministic-blocks",
     ),

@@ -102,7 +102,7 @@ def test_ids_are_checked_on_the_host():
     with pytest.raises(DataError) as error:
         check_batch(batch, IDS)
     assert str(error.value) == (
-        "batch/targets=-1 is no id of 10; use 0 to 9, or -100 for what does not count\n"
+        "batch/targets=-1 is no id of 10; use 0 to 9, or -100 for ignored tokens\n"
         "batch/tokens=-100 is no id of 10; use 0 to 9"
     )
 

@@ -99,7 +99,7 @@ def _layers(config: schema.Config, num_devices: int) -> Iterator[Problem]:
             "model.layers_per_scan", block, problem, axes.suggest_divisors(layers)
         )
     if block > 1 and cannot_unroll(config):
-        problem = "repeats a kernel of cuDNN that cannot run with deterministic=True"
+        problem = "repeats a cuDNN kernel that cannot run with deterministic=True"
         remedy = "use 0 or 1, or model.attention=xla"
         yield Problem("model.layers_per_scan", block, problem, remedy)
 

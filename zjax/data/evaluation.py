@@ -49,7 +49,8 @@ class EvaluationSet:
     """The evaluation data of a run, read from the start at each evaluation.
 
     Args:
-        open_batches: Context manager that gives the batches of one evaluation.
+        open_batches: Function that returns a context manager of the batches of one
+            evaluation.
         description: Description of the rows.
     """
 
@@ -70,11 +71,11 @@ class EvaluationSet:
             DataError: There is no batch, or one is malformed.
         """
         with self.open_batches() as batches:
-            results = [(part.num_rows, evaluate(part.batch)) for part in batches]
+            results = [(filled.num_rows, evaluate(filled.batch)) for filled in batches]
         if not results:
             problem = "gave no batch"
             remedy = "give an iterable that starts anew, such as a list"
-            raise DataError(Problem("evaluation_batches", "results", problem, remedy))
+            raise DataError(Problem("evaluation_batches", "given", problem, remedy))
         means = mean_over_rows(jax.device_get(results))
         num_rows = float(sum(num_rows for num_rows, _ in results))
         named = {f"eval_{name}": value for name, value in means.items()}
@@ -147,8 +148,8 @@ def find_evaluation(
 ) -> EvaluationSet | None:
     """Finds the evaluation data of a run; None if there is none.
 
-    The caller who brings `batches` must bring `evaluation_batches`, too; they are None
-    otherwise.
+    Training `batches` of the caller are not evaluated on; then only
+    `evaluation_batches` count.
 
     Raises:
         DataError: The data is unusable.

@@ -89,7 +89,7 @@ def _not_a_loss(out: Any) -> Problem:
 
 
 def _describe(x: Any) -> str:
-    """Text such as `float32[2,3]` or `tuple of 2`."""
+    """Text such as `float32[2,3]` or `(float32[], dict)`."""
     if _is_array(x) or isinstance(x, jax.ShapeDtypeStruct):
         dims = ",".join(map(str, jnp.shape(x)))
         return f"{jnp.result_type(x)}[{dims}]"

@@ -75,8 +75,8 @@ class View:
                 try:
                     out, updates = call(None, frozen)
                 except flax.errors.InvalidRngError as error:
-                    said = str(error).partition(" (http")[0]
-                    logging.warning("evaluation draws the same each time: %s", said)
+                    message = str(error).partition(" (http")[0]
+                    logging.warning("evaluation draws the same each time: %s", message)
                     out, updates = call(jax.random.key(0), frozen)
         self._num_calls += 1
         for name, value in _unfreeze(updates).items():

@@ -79,11 +79,8 @@ def _submodel_of_module(model: nnx.Module, field: str) -> Submodel:
 
     def start(key: jax.Array) -> tuple[Any, Callable[[], Started]]:
         params, other_state = jax.tree.map(_zeros, weights)
-        return _resume(skeleton, params, other_state, key), lambda: (
-            params,
-            other_state,
-            logical,
-        )
+        started = params, other_state, logical
+        return _resume(skeleton, params, other_state, key), lambda: started
 
     def given() -> tuple[Params, ModelState]:
         if is_abstract:

@@ -131,7 +131,7 @@ def sparse_attention(
             cached by its content.
         spread: Whether tokens stay sharded over the sequence axis, and devices exchange
             the blocks that others see. Needs a multiple of 128 tokens per device, and
-            no `mask`. None: where the heads cannot be sharded over that axis.
+            no `mask`. None spreads only if heads cannot be sharded over that axis.
 
     Returns:
         The weighted values of each query and head, 0 where a query sees no key.
@@ -160,8 +160,8 @@ def sparse_attention(
         problem = f"exceeds the {sparse.max_length} tokens of the layout"
         remedy = "shorten the sequence, or raise model.max_length or max_seq_length"
         raise ConfigError(Problem("length", length, problem, remedy))
-    missing = num_blocks * block - length
-    if missing and mask is None and not layout.causal:
+    num_padding = num_blocks * block - length
+    if num_padding and mask is None and not layout.causal:
         key_mask = jnp.ones(q.shape[:2], bool) if key_mask is None else key_mask
     masks = segment_ids, key_mask
     if spread:
@@ -173,10 +173,12 @@ def sparse_attention(
         num_kv_heads=k.shape[2],
         head_size=q.shape[3],
         segments=masks != (None, None),
-        mask=None if mask is None else Bits.of(np.pad(mask, (0, missing))),
+        mask=None if mask is None else Bits.of(np.pad(mask, (0, num_padding))),
         head_shards=math.prod(map(open_size, heads)),
     )
-    q, k, v, masks = jax.tree.map(lambda x: _pad_tokens(x, missing), (q, k, v, masks))
+    q, k, v, masks = jax.tree.map(
+        lambda x: _pad_tokens(x, num_padding), (q, k, v, masks)
+    )
     return _over_devices(q, k, v, masks, plan, heads)[:, :length]
 
 
@@ -298,9 +300,9 @@ def _first_blocks(layout: BlockLayout, num_blocks: int) -> BlockLayout:
     )
 
 
-def _pad_tokens(x, missing):
+def _pad_tokens(x, num_padding):
     rest = [(0, 0)] * (x.ndim - 2)
-    return jnp.pad(x, [(0, 0), (0, missing), *rest]) if missing else x
+    return jnp.pad(x, [(0, 0), (0, num_padding), *rest]) if num_padding else x
 
 
 def _over_devices(q, k, v, masks, plan, heads):

@@ -156,7 +156,7 @@ class _Other:
     expression: int
 
 
-_OF_SHAPES = frozenset(("broadcast_dimensions", "shape", "sharding"))
+_SHAPE_PARAMS = frozenset(("broadcast_dimensions", "shape", "sharding"))
 
 
 class _Flow:
@@ -171,18 +171,18 @@ class _Flow:
 
     def trace(self, function: Any, inputs: tuple[Any, ...]) -> dict[str, Any]:
         closed, outputs = jax.make_jaxpr(function, return_shape=True)(*inputs)
-        values = [self.of_input(*cell) for cell in _layer_leaves(inputs)]
-        found = interpret(closed, values, self.apply, self.of_constant)
+        values = [self.input_value(*cell) for cell in _layer_leaves(inputs)]
+        values_out = interpret(closed, values, self.apply, self.constant_value)
         results: dict[str, Any] = {}
         for (path, layer, _, _), value in zip(
-            _layer_leaves(outputs), found, strict=True
+            _layer_leaves(outputs), values_out, strict=True
         ):
-            result = self.of_result(value, layer)
+            result = self.result_value(value, layer)
             if results.setdefault(path, result) != result:
                 raise _NeedsLayersError
         return results
 
-    def of_input(self, path: str, layer: int | None, depth: int, leaf: Any) -> Any:
+    def input_value(self, path: str, layer: int | None, depth: int, leaf: Any) -> Any:
         if layer is not None:
             self.depths[path] = depth
             return _Entries(self.number("input", path), layer, depth)
@@ -192,11 +192,11 @@ class _Flow:
             raise _NeedsLayersError
         return _Entries(self.number("input", path), None, 0)
 
-    def of_constant(self, value: Any) -> _Other:
+    def constant_value(self, value: Any) -> _Other:
         return _Other(self.number("constant", text_of_constant(value)))
 
-    def of_result(self, value: Any, layer: int | None) -> Any:
-        value = self.added(value)
+    def result_value(self, value: Any, layer: int | None) -> Any:
+        value = self.finish_sum(value)
         if isinstance(value, _Entries) and value.layer == layer:
             return ("entries", value.expression)
         if layer is not None and not isinstance(value, _Uniform):
@@ -210,7 +210,7 @@ class _Flow:
             return [_Sum(frozenset(entries), frozenset())]
         if name in ("add", "add_any") and any(isinstance(k, _Sum) for k in values):
             return [_add(*values)]
-        values = [self.added(value) for value in values]
+        values = [self.finish_sum(value) for value in values]
         is_array = [bool(atom.aval.shape) for atom in eqn.invars]
         arrays = [value for value, array in zip(values, is_array, strict=True) if array]
         if name == "broadcast_in_dim" and not is_array[0]:
@@ -239,8 +239,8 @@ class _Flow:
             for index in range(len(eqn.outvars))
         ]
 
-    def added(self, value: Any) -> Any:
-        """A sum over all layers, or over none, as `_Other`."""
+    def finish_sum(self, value: Any) -> Any:
+        """Converts a sum over all layers, or over a whole stack, to `_Other`."""
         if not isinstance(value, _Sum):
             return value
         layers: dict[tuple[int, int], set[int | None]] = {}
@@ -264,7 +264,7 @@ def _add(left: Any, right: Any) -> _Sum:
 
 
 def _settings(params: Any) -> list[tuple[str, str]]:
-    return sorted((k, str(v)) for k, v in params.items() if k not in _OF_SHAPES)
+    return sorted((k, str(v)) for k, v in params.items() if k not in _SHAPE_PARAMS)
 
 
 def _layer_leaves(tree: Any) -> Iterator[tuple[str, int | None, int, Any]]:
