@@ -7,7 +7,7 @@ from zjax.config import load_config, schema
 from zjax.models.build import make_model
 from zjax.optim.build import make_optimizer
 from zjax.sharding import mesh as meshes
-from zjax.sharding.describe import describe_whole
+from zjax.sharding.describe import describe_unsharded
 from zjax.sharding.plan import make_plan
 
 
@@ -20,7 +20,7 @@ def make_tensor_plan(size, *overrides):
 
 
 def test_whole_parameters_are_listed_with_what_would_split_them():
-    lines = describe_whole(make_tensor_plan(4)).splitlines()
+    lines = describe_unsharded(make_tensor_plan(4)).splitlines()
     assert lines[0] == "whole over tensor=4: 5.89 kB per device of 38.98 kB in use"
     assert " ".join(lines[3].split()) == (
         "embedding/positions 32x32 4.10 kB [{'pattern': 'embedding/positions', 'dims':"
@@ -34,10 +34,10 @@ def test_what_it_says_splits_them():
     plan = make_tensor_plan(
         4, "mesh.rules=[{'pattern': 'embedding/positions', 'dims': ('tensor',)}]"
     )
-    assert "positions" not in describe_whole(plan)
+    assert "positions" not in describe_unsharded(plan)
 
 
 def test_nothing_is_said_without_a_tensor_axis():
     plan = make_tensor_plan(1)
-    assert describe_whole(plan) == ""
-    assert describe_whole(dataclasses.replace(plan, compute={})) == ""
+    assert describe_unsharded(plan) == ""
+    assert describe_unsharded(dataclasses.replace(plan, compute={})) == ""

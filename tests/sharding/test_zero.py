@@ -59,7 +59,7 @@ def test_small_arrays_stay_whole():
 
 
 def test_stacked_layers_are_never_split():
-    assert zero.extend_spec((64, 3, 16), P(), DATA8, whole_dims=(0,)) == P(
+    assert zero.extend_spec((64, 3, 16), P(), DATA8, stacked_dims=(0,)) == P(
         None, None, "data"
     )
 

@@ -172,7 +172,7 @@ def _describe_placement(
     is_open = config.zero.optimizer_memory == plans.AUTO
     texts = [
         describe.describe_plan(plan),
-        describe.describe_whole(plan),
+        describe.describe_unsharded(plan),
         tables.describe_memories(plan, config, inputs),
         "" if isinstance(plan.mesh, Mesh) or not is_open else _NO_MACHINE,
     ]

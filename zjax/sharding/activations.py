@@ -1,7 +1,7 @@
-"""Where activations live: which axes of the mesh in use split tokens, and their pins.
+"""Sharding of activations on the current mesh, by constraints.
 
-Only axes that are left to the compiler count. Those that a `jax.shard_map` around the
-caller has split by hand are done, so that a block of a model runs inside any of them.
+Only axes of type Auto count. Those that an enclosing `jax.shard_map` has made manual
+are left alone, so that a block of a model runs inside any of them.
 """
 
 import jax
@@ -13,13 +13,7 @@ from zjax.sharding import rules
 
 
 def open_size(axis: str) -> int:
-    """Devices along an axis of the mesh in use that is left to the compiler.
-
-    Args:
-        axis: One of the mesh axes.
-
-    Returns:
-        Its size; 1 without a mesh, and where it is split by hand.
+    """Size of an Auto axis of the current mesh; 1 if it is manual or there is no mesh.
 
     Example:
         >>> open_size(meshes.SEQUENCE)
@@ -30,13 +24,7 @@ def open_size(axis: str) -> int:
 
 
 def row_axes(num_rows: int) -> tuple[str, ...]:
-    """The axes that split the rows of a batch: as many as divide them.
-
-    Args:
-        num_rows: Size of the first dim.
-
-    Returns:
-        Names of axes, major first.
+    """The batch axes, major first, that divide a number of rows.
 
     Example:
         >>> row_axes(8)
@@ -52,10 +40,10 @@ def row_axes(num_rows: int) -> tuple[str, ...]:
 
 
 def first_row(num_rows: int) -> jax.Array | int:
-    """The number, in its microbatch, of the first of the rows that are here.
+    """The index in its microbatch of the first local row.
 
     Args:
-        num_rows: How many are here: all of them, where no axis is split by hand.
+        num_rows: Number of local rows; all of them outside of `shard_map`.
 
     Returns:
         int32[].
@@ -70,13 +58,13 @@ def first_row(num_rows: int) -> jax.Array | int:
 
 
 def head_axes(num_kv_heads: int) -> tuple[str, ...]:
-    """The axes that split the heads of attention; those of the sequence hold it whole.
+    """The axes, major first, that shard the heads of attention over whole sequences.
 
     Args:
-        num_kv_heads: Heads of keys and values.
+        num_kv_heads: Number of heads of keys and values, which the axes divide.
 
     Returns:
-        Names of axes, major first, that divide them.
+        Names of axes.
 
     Example:
         >>> head_axes(8)
@@ -90,13 +78,13 @@ def head_axes(num_kv_heads: int) -> tuple[str, ...]:
 
 
 def pin_tokens(x: Shaped[Array, "B L *dims"]) -> Shaped[Array, "B L *dims"]:
-    """Keeps tokens where the batch has them: rows and length split, the rest free.
+    """Constrains tokens to be sharded as the batch is, by row and length.
 
     Args:
-        x: Anything per token.
+        x: Array with one entry per token; other dims are left to the compiler.
 
     Returns:
-        The same, pinned where the sequence axis has several devices that divide L.
+        The array, constrained where several devices of the sequence axis divide L.
 
     Example:
         >>> pin_tokens(jax.numpy.ones((2, 4))).shape
@@ -109,13 +97,14 @@ def pin_tokens(x: Shaped[Array, "B L *dims"]) -> Shaped[Array, "B L *dims"]:
 
 
 def pin_whole(table: Shaped[Array, "V M"]) -> Shaped[Array, "V M"]:
-    """Keeps a table whole for tokens that are split along their sequence.
+    """Gathers a table that tokens sharded by sequence look up.
 
     Args:
-        table: In parts perhaps, as ZeRO may store it; these would ask for all tokens.
+        table: Embedding table, which ZeRO may shard; lookups in shards would gather all
+            tokens instead.
 
     Returns:
-        The same, pinned where the sequence axis has several devices.
+        The table, replicated where the sequence axis has several devices.
 
     Example:
         >>> pin_whole(jax.numpy.ones((2, 4))).shape
@@ -125,13 +114,13 @@ def pin_whole(table: Shaped[Array, "V M"]) -> Shaped[Array, "V M"]:
 
 
 def pin(x: Shaped[Array, "*dims"], *entries: object) -> Shaped[Array, "*dims"]:
-    """Pins an array, and its gradient, to a place on the mesh in use.
+    """Constrains an array and its gradient to a sharding on the current mesh.
 
     Args:
         x: Any array, under a mesh.
-        entries: As in a PartitionSpec.
+        entries: Entries of a PartitionSpec.
 
     Returns:
-        The same array.
+        The array.
     """
     return jax.lax.with_sharding_constraint(x, P(*entries))

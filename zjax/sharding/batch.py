@@ -1,4 +1,4 @@
-"""Which arrays of a batch hold rows, and which every device has whole."""
+"""Which arrays of a batch hold rows, and which are replicated."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,13 +16,13 @@ def map_rows(
     batch: Batch,
     entries: Entries,
 ) -> Any:
-    """Applies one function to arrays of rows, and another to all others.
+    """Applies one function to arrays of rows and another to replicated arrays.
 
     Args:
-        of_rows: Takes an array whose first dim is the batch.
-        of_others: Takes a scalar, or an array that is replicated.
+        of_rows: Function of an array whose first dim is the batch.
+        of_others: Function of a scalar or another replicated array.
         batch: Arrays or their shapes.
-        entries: What the loss asks of them.
+        entries: Requirements of the loss, by path.
 
     Returns:
         A tree of the results.
@@ -31,8 +31,8 @@ def map_rows(
         >>> import numpy as np
         >>> entries = {"table": Entry((3,))}
         >>> batch = {"x": np.ones(4), "table": np.ones(3), "scale": np.ones(())}
-        >>> map_rows(lambda x: "rows", lambda x: "whole", batch, entries)
-        {'scale': 'whole', 'table': 'whole', 'x': 'rows'}
+        >>> map_rows(lambda x: "rows", lambda x: "all", batch, entries)
+        {'scale': 'all', 'table': 'all', 'x': 'rows'}
     """
 
     def one(keys: Any, x: Any) -> Any:
@@ -43,15 +43,7 @@ def map_rows(
 
 
 def rows_of(batch: Batch, entries: Entries) -> Iterator[tuple[str, Any]]:
-    """The arrays of a batch that hold rows.
-
-    Args:
-        batch: Arrays or their shapes.
-        entries: What the loss asks of them.
-
-    Yields:
-        Paths and arrays.
-    """
+    """Yields path and array of each array of a batch that holds rows."""
     for keys, leaf in jax.tree_util.tree_leaves_with_path(batch):
         path = path_of(keys)
         if len(leaf.shape) and entries.get(path, Entry()).has_rows:
@@ -59,14 +51,7 @@ def rows_of(batch: Batch, entries: Entries) -> Iterator[tuple[str, Any]]:
 
 
 def field_of(path: str, batch: str = "batch") -> str:
-    """What errors call an array of a batch.
-
-    Args:
-        path: In the batch; empty where the batch is one array.
-        batch: Name of the batch.
-
-    Returns:
-        Such as `batch/tokens`.
+    """The name in errors of an array of a batch; its path is empty if it is the batch.
 
     Example:
         >>> field_of("tokens"), field_of("")
@@ -76,12 +61,12 @@ def field_of(path: str, batch: str = "batch") -> str:
 
 
 def batch_shardings(plan: Plan, batch: Batch, entries: Entries) -> Any:
-    """The placement of a batch.
+    """The shardings of a batch.
 
     Args:
-        plan: Of the run.
+        plan: Plan of the run.
         batch: Arrays or their shapes.
-        entries: What the loss asks of them.
+        entries: Requirements of the loss, by path.
 
     Returns:
         A tree of shardings.

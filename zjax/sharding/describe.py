@@ -1,4 +1,4 @@
-"""A plan as text: every array, its place and its bytes, in a table for a terminal."""
+"""A plan as text: every array with its sharding and bytes, for a terminal."""
 
 import collections
 import io
@@ -28,7 +28,7 @@ def describe_plan(plan: Plan) -> str:
     Equal arrays of different layers share a line.
 
     Args:
-        plan: Placement of every array.
+        plan: The plan of a run.
 
     Returns:
         Text of at most 100 columns.
@@ -45,22 +45,22 @@ def describe_plan_totals(plan: Plan) -> str:
     """Adds up the arrays of each role of a plan.
 
     Args:
-        plan: Placement of every array.
+        plan: The plan of a run.
 
     Returns:
-        A table of text: whole model, one device, and the part that is. Below it, which
-        arrays of a batch are cast.
+        A table of bytes of the model and of one device, and the arrays of a batch that
+        are cast.
     """
     rows = []
     for role, leaves in _roles(plan):
-        whole = sum(
+        total = sum(
             math.prod(row.shape) * dtype_bytes(row.stored_dtype) for row in leaves
         )
         per_device = sum(row.device_bytes for row in leaves)
-        share = f"1/{whole / per_device:.2f}" if per_device < whole else "whole"
+        share = f"1/{total / per_device:.2f}" if per_device < total else "whole"
         memories = ", ".join(sorted({row.memory for row in leaves}))
         cells = (role, str(len(leaves)), memories)
-        rows.append((*cells, format_bytes(whole), format_bytes(per_device), share))
+        rows.append((*cells, format_bytes(total), format_bytes(per_device), share))
     columns = ("", "arrays", "memory", "whole model", "per device", "share")
     table = render_table(columns, rows, right=(1, 3, 4, 5))
     title = f"{_title(plan)}, {memory.num_params(plan):,} parameters"
@@ -68,7 +68,7 @@ def describe_plan_totals(plan: Plan) -> str:
 
 
 def _batch_casts(plan: Plan) -> list[str]:
-    """Those by which numbers lose digits."""
+    """The casts of batch arrays that lose precision."""
     casts = [f"{x} to {d}" for x, d in plan.batch_casts.items() if d != "float32"]
     text = f"cast in a batch: {', '.join(casts)}" if casts else ""
     return textwrap.wrap(text, WIDTH)
@@ -93,15 +93,15 @@ def _roles(plan: Plan) -> list[tuple[str, list[ArrayPlan]]]:
     return [(role, leaves) for role, leaves in roles if leaves]
 
 
-def describe_whole(plan: Plan) -> str:
-    """Lists the parameters that the tensor axis does not split, and what they cost.
+def describe_unsharded(plan: Plan) -> str:
+    """Lists the parameters that the tensor axis does not shard.
 
     Args:
-        plan: Placement of every array.
+        plan: The plan of a run.
 
     Returns:
-        A table of the parameters in use, the largest first, and the setting that would
-        split them; empty without a tensor axis, and where all are split.
+        A table of compute parameters, the largest first, with the setting that would
+        shard each; empty without a tensor axis, or if all are sharded.
     """
     rows = jax.tree.leaves(plan.compute)
     paths: dict[str, list[ArrayPlan]] = collections.defaultdict(list)
@@ -110,7 +110,7 @@ def describe_whole(plan: Plan) -> str:
             paths[row.path].append(row)
     if plan.mesh.shape[TENSOR] == 1 or not paths:
         return ""
-    sizes = {path: sum(r.device_bytes for r in own) for path, own in paths.items()}
+    sizes = {path: memory.tree_bytes(rows) for path, rows in paths.items()}
     lines, vectors = [], []
     for path in sorted(paths, key=lambda path: -sizes[path]):
         row = paths[path][0]
@@ -132,13 +132,7 @@ def describe_whole(plan: Plan) -> str:
 
 
 def format_bytes(num_bytes: int | float) -> str:
-    """Bytes with a decimal unit.
-
-    Args:
-        num_bytes: 0 or more.
-
-    Returns:
-        Three or four digits and a unit.
+    """Bytes with a decimal unit, in three or four digits.
 
     Example:
         >>> format_bytes(512), format_bytes(1.5e9)
@@ -153,15 +147,15 @@ def format_bytes(num_bytes: int | float) -> str:
 def render_table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[int] = ()
 ) -> str:
-    """Lays text out in columns.
+    """A table of text, of at most 100 characters per line.
 
     Args:
         columns: Headings.
-        rows: Cells, one sequence per row.
-        right: Columns aligned to the right.
+        rows: Cells, one sequence per line.
+        right: Indices of right-aligned columns.
 
     Returns:
-        Text of at most 100 columns without trailing spaces.
+        Text without trailing spaces.
     """
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for index, column in enumerate(columns):

@@ -1,8 +1,8 @@
 """Arrays that stack equal layers: stored as one, used layer by layer.
 
-A stacked array has its layers along the first dim. One array in place of many keeps the
-update of the optimizer a small program; layers of their own let each be gathered when
-it is due, and its gradient be sent as soon as it is there.
+A stacked array has its layers along the first dim. It keeps the program of the
+optimizer update small; separate layers let each be gathered just before its use, and
+its gradient be reduced as soon as it is computed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,12 +19,12 @@ from zjax.typing import Params
 
 @jax.tree_util.register_pytree_with_keys_class
 class Layers(tuple[Any, ...]):
-    """What one array would stack, as a branch of a tree with one leaf per layer.
+    """The layers of a stacked array, as a node of a tree with one leaf per layer.
 
     Args:
-        layers: One each, in order.
-        name: Of the array: the last key in the path of every layer, so that rules that
-            go by names find it.
+        layers: Leaves in the order of the layers.
+        name: Name of the stacked array, the last key in the path of every layer; rules
+            that match names find the layers by it.
 
     Example:
         >>> jax.tree.map(lambda x: 2 * x, Layers((1, 2)))
@@ -34,36 +34,36 @@ class Layers(tuple[Any, ...]):
     name: str
 
     def __new__(cls, layers: Iterable[Any], name: str = "") -> "Layers":
-        """Makes a tuple that knows its name."""
+        """Makes a tuple with the name of its array."""
         self = super().__new__(cls, layers)
         self.name = name
         return self
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], str]:
-        """Gives JAX the layers."""
+        """Flattens for JAX, with keys."""
         return [
             (LayerKey(self.name, i), layer) for i, layer in enumerate(self)
         ], self.name
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], str]:
-        """The same where no path is asked for."""
+        """Flattens for JAX."""
         return tuple(self), self.name
 
     @classmethod
     def tree_unflatten(cls, name: str, layers: Iterable[Any]) -> "Layers":
-        """Takes them back."""
+        """Unflattens for JAX."""
         return cls(layers, name)
 
 
 def take_apart(params: Params, rows: Any) -> Params:
-    """Slices stacked arrays.
+    """Slices stacked arrays into `Layers`.
 
     Args:
-        params: Arrays, or shards of them by hand; what is apart stays so.
-        rows: Their rows in a plan in use, or any tree with `Layers` where they go.
+        params: Arrays or their local shards; `Layers` stay as they are.
+        rows: Plans of `layerwise_plan`, or any tree with `Layers` for arrays to slice.
 
     Returns:
-        The tree with `Layers` where the rows have them.
+        The tree with `Layers` where `rows` has them.
     """
 
     def one(row: Any, x: Any) -> Any:
@@ -75,14 +75,14 @@ def take_apart(params: Params, rows: Any) -> Params:
 
 
 def put_together(params: Params) -> Params:
-    """The inverse of `take_apart`.
+    """Stacks `Layers`, the inverse of `take_apart`.
 
     Args:
         params: A tree with `Layers`.
 
     Returns:
-        The tree with stacked arrays, in memory: an update that also stacked would write
-        each of its results in a pass of its own.
+        The tree with stacked arrays, behind a barrier: fused into the update, stacking
+        would write each of its results in a separate pass.
 
     Example:
         >>> put_together({"scale": Layers((jnp.ones(2), jnp.zeros(2)))})["scale"].shape
@@ -99,25 +99,18 @@ def put_together(params: Params) -> Params:
 
 
 def layer_by_layer(row: ArrayPlan) -> Any:
-    """The plans of the layers of a stack.
-
-    Args:
-        row: The plan of any array.
-
-    Returns:
-        `Layers` of one plan each; `row` itself where it is of no stack.
-    """
+    """`Layers` with the plan of each layer of a stack; other plans as they are."""
     if not row.num_layers:
         return row
     return Layers([row.layer] * row.num_layers, name_of(row.path))
 
 
 def layers_of(params: Params, num_layers: int) -> list[Params]:
-    """One tree per layer.
+    """Splits a tree of stacked arrays or `Layers` into one tree per layer.
 
     Args:
-        params: Stacked arrays, or `Layers`; the first dim of each is the layers'.
-        num_layers: How many there are.
+        params: Stacked arrays or `Layers`.
+        num_layers: Number of layers of the model.
 
     Returns:
         Trees of the same structure.
@@ -129,29 +122,23 @@ def layers_of(params: Params, num_layers: int) -> list[Params]:
         >>> [layer["w"].item() for layer in layers_of({"w": jnp.arange(2)}, 2)]
         [0, 1]
     """
-    whole = jax.tree.map(
+    unstacked = jax.tree.map(
         lambda x: x if _is_apart(x) else _slices(x), params, is_leaf=_is_apart
     )
-    depths = {len(x) for x in jax.tree.leaves(whole, is_leaf=_is_apart)}
+    depths = {len(x) for x in jax.tree.leaves(unstacked, is_leaf=_is_apart)}
     if depths - {num_layers}:
         problem = f"are not the {num_layers} of the model"
         remedy = "use the model that these parameters were made for"
         raise ModelError(Problem("layers", max(depths), problem, remedy))
 
     def layer(number: int) -> Params:
-        return jax.tree.map(lambda x: x[number], whole, is_leaf=_is_apart)
+        return jax.tree.map(lambda x: x[number], unstacked, is_leaf=_is_apart)
 
     return [layer(number) for number in range(num_layers)]
 
 
 def side_by_side(layers: Sequence[Params]) -> Params:
-    """The inverse of `layers_of`.
-
-    Args:
-        layers: Trees of the same structure, one per layer.
-
-    Returns:
-        One tree with `Layers` where an array would stack theirs.
+    """Joins one tree per layer into a tree of `Layers`, the inverse of `layers_of`.
 
     Example:
         >>> side_by_side([{"w": 1}, {"w": 2}])
@@ -169,7 +156,7 @@ def _slices(x: jax.Array) -> Layers:
     return Layers(x[i] for i in range(x.shape[0]))
 
 
-# Left to itself each slice would become an array of the size of the stack.
+# The default transpose pads the gradient of each slice to the size of the stack.
 _slices.defvjp(lambda x: (_slices(x), None), lambda _, grads: (jnp.stack(grads),))
 
 

@@ -19,26 +19,18 @@ from zjax.typing import Device
 
 PIPELINE, REPLICA, DATA, EXPERT, SEQUENCE, TENSOR = AXES = axes.AXES
 BATCH_AXES = axes.BATCH_AXES
-"""Axes that split the batch."""
+"""Axes that shard the batch."""
 NESTED_AXES = (*BATCH_AXES, PIPELINE, SEQUENCE, TENSOR)
-"""The order of names in a mesh: maps by hand lie in each other, outer axes first. The
-devices lie as `AXES` says."""
+"""Order of axes in a `Mesh`: nested `shard_map`s make outer axes manual first. Devices
+are laid out in the order of `AXES`."""
 ZERO_AXES = (DATA, EXPERT, SEQUENCE)
-"""Axes over which ZeRO splits what would be copies; `replica` keeps whole copies."""
+"""Axes over which ZeRO shards state; `replica` holds copies of the shards."""
 
 _AUTO = (AxisType.Auto,) * len(AXES)
 
 
 def with_batch_sizes(config: schema.Config, num_devices: int) -> schema.Config:
-    """Fills in the batch sizes that a config leaves open.
-
-    Args:
-        config: A checked config.
-        num_devices: Devices of the run, 1 or more.
-
-    Returns:
-        The config with all three sizes.
-    """
+    """The config with all three batch sizes for this number of devices."""
     sizes = mesh_sizes(config.mesh, num_devices)
     batch = resolve_batch(config, math.prod(sizes[axis] for axis in BATCH_AXES))
     return dataclasses.replace(config, **dataclasses.asdict(batch))
@@ -78,14 +70,14 @@ def mesh_sizes(mesh: schema.Mesh, num_devices: int) -> dict[str, int]:
 
 
 def make_mesh(mesh: schema.Mesh, devices: Sequence[Device] | None = None) -> Mesh:
-    """Lays devices out on the six axes.
+    """Arranges devices along the six axes.
 
     Args:
         mesh: Sizes per axis; at most one is -1.
         devices: Devices to use; all of them by default.
 
     Returns:
-        A mesh whose axes are all of type Auto: the compiler communicates.
+        A mesh whose axes are all of type Auto.
 
     Raises:
         ConfigError: The sizes do not multiply to the number of devices.
@@ -102,14 +94,14 @@ def make_mesh(mesh: schema.Mesh, devices: Sequence[Device] | None = None) -> Mes
 
 
 def abstract_mesh(mesh: schema.Mesh, num_devices: int) -> AbstractMesh:
-    """The same mesh without devices, to plan for machines that are not here.
+    """A mesh without devices, to plan for other machines.
 
     Args:
         mesh: Sizes per axis; at most one is -1.
-        num_devices: How many devices to plan for, 1 or more.
+        num_devices: Number of devices to plan for, 1 or more.
 
     Returns:
-        A mesh that placements can be computed on.
+        A mesh on which shardings can be computed.
 
     Raises:
         ConfigError: The sizes do not multiply to the number of devices.
@@ -124,15 +116,15 @@ def abstract_mesh(mesh: schema.Mesh, num_devices: int) -> AbstractMesh:
 
 
 def trace(function: Callable[..., Any], *args: Any) -> ClosedJaxpr:
-    """Traces a function that may name axes of the mesh, before there is one.
+    """Traces a function that may name mesh axes, where no mesh is set yet.
 
     Args:
-        function: Of arrays. One that brings a mesh cannot be traced in another, so that
-            none is set unless it is missed; then all axes have size 1.
+        function: Function of arrays; traced under a mesh of one device only if it fails
+            without, as it may set a mesh itself.
         *args: Arrays or their shapes.
 
     Returns:
-        The traced program.
+        The jaxpr.
 
     Example:
         >>> in_parts = jax.sharding.PartitionSpec("data")
@@ -150,14 +142,7 @@ def trace(function: Callable[..., Any], *args: Any) -> ClosedJaxpr:
 
 
 def num_shares(mesh: Mesh | AbstractMesh, names: Sequence[str]) -> int:
-    """Number of parts into which the product of `names` cuts an array dim.
-
-    Args:
-        mesh: Supplies the sizes.
-        names: Axis names, none for 1.
-
-    Returns:
-        The product of their sizes.
+    """Number of shards of a dim over some mesh axes: the product of their sizes.
 
     Example:
         >>> num_shares(abstract_mesh(schema.Mesh(tensor=2), 8), (DATA, TENSOR))
@@ -167,27 +152,14 @@ def num_shares(mesh: Mesh | AbstractMesh, names: Sequence[str]) -> int:
 
 
 def device_capacity_bytes(mesh: Mesh | AbstractMesh) -> float:
-    """Memory that the smallest device of a mesh offers.
-
-    Args:
-        mesh: The devices; only those of this process are asked.
-
-    Returns:
-        Bytes; infinite where no device says, as CPUs.
-    """
+    """Memory in bytes of the smallest local device of a mesh; infinite if unknown."""
     devices = mesh.local_devices if isinstance(mesh, Mesh) else []
     stats = [device.memory_stats() or {} for device in devices]
     return float(min((s.get("bytes_limit", math.inf) for s in stats), default=math.inf))
 
 
 def platform_of(mesh: Mesh | AbstractMesh) -> str:
-    """What kind of devices a mesh has.
-
-    Args:
-        mesh: Devices, here or not.
-
-    Returns:
-        As JAX names it, `cpu` or `gpu`; empty where they are not here.
+    """Platform of the devices of a mesh, `cpu` or `gpu`; empty for an abstract mesh.
 
     Example:
         >>> platform_of(make_mesh(schema.Mesh(), jax.devices("cpu")[:1]))
@@ -197,16 +169,10 @@ def platform_of(mesh: Mesh | AbstractMesh) -> str:
 
 
 def is_simulated(mesh: Mesh | AbstractMesh) -> bool:
-    """Whether programs must run one after another.
+    """Whether the devices are simulated, so that programs must not run concurrently.
 
-    Simulated devices share few threads: the collectives of many programs in flight take
-    them from each other, and wait for ever.
-
-    Args:
-        mesh: Devices, here or not.
-
-    Returns:
-        Whether they are here and simulated.
+    Simulated devices share few threads: collectives of concurrent programs would
+    deadlock on them.
 
     Example:
         >>> is_simulated(make_mesh(schema.Mesh(), jax.devices("cpu")[:1]))

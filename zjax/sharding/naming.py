@@ -1,8 +1,7 @@
-"""What the dims of each parameter are: by the model, or by rules of a config.
+"""Logical names of the dims of each parameter: from the model, or by rules of a config.
 
-Models of other authors name dims for other meshes. A table of the config translates
-their names; names without a rule stop a run only where a mesh axis would split
-parameters by name.
+Models of other authors name dims for other meshes. `mesh.names` translates their names;
+names without a rule are an error only where a mesh axis shards parameters by name.
 """
 
 import difflib
@@ -23,7 +22,7 @@ from zjax.sharding.rules import RULES, STACKED_DIMS
 from zjax.typing import Logical, Model, Params
 
 SPLITTING_AXES = (meshes.PIPELINE, meshes.EXPERT, meshes.TENSOR)
-"""Axes that split parameters by the names of their dims."""
+"""Axes that shard parameters by the names of their dims."""
 
 
 def names_of_dims(
@@ -35,21 +34,20 @@ def names_of_dims(
     """Names the dims of each parameter.
 
     Args:
-        model: Says what it knows of them.
+        model: The model; names dims where it can.
         params: Parameters, abstract or not.
-        settings: `names` translates what the model says. Of `rules`, the first whose
-            pattern is found in a path wins over the model; the dim of stacked layers
-            keeps its name.
-        mesh: Devices over which the names are to split parameters; None where they are
-            only read.
+        settings: `names` translates names of the model. The first of `rules` whose
+            pattern matches a path replaces them, but for the dim of stacked layers.
+        mesh: Devices over which parameters are sharded by name; None if names are only
+            read.
 
     Returns:
-        One name of the table of rules, or None, per dim, in the order of the leaves.
+        One key of `rules.RULES` or None per dim, in the order of the leaves.
 
     Raises:
-        PlanError: Settings that match nothing, that name more dims than there are, or
-            that have no rule of placement; and names of the model without a rule,
-            where the mesh splits parameters by name. All of them at once.
+        PlanError: Settings that match nothing, name too many dims or have no rule; or
+            names of the model without a rule where the mesh shards parameters by name.
+            All of them at once.
     """
     leaves, tree = jax.tree_util.tree_flatten_with_path(params)
     given = [tuple(x or ()) for x in tree.flatten_up_to(model.logical(params))]
@@ -83,7 +81,7 @@ def names_of_dims(
 
 
 def _translate(dim: Any, table: dict[str, str]) -> tuple[str, ...]:
-    """What a model calls one dim: no name, one or, in Flax, several."""
+    """Translated names that a model gives one dim; Flax allows several."""
     several = dim if isinstance(dim, tuple | list) else (dim,)
     names = (table.get(name, name) for name in several if isinstance(name, str))
     return tuple(name for name in names if name)
@@ -96,7 +94,7 @@ def _misfits(
     rank: int,
     table: dict[str, str],
 ) -> Iterator[tuple[str, Problem]]:
-    """What of the names of one parameter cannot be placed."""
+    """Problems of the names that a model gives one parameter."""
     if len(dims) > rank:
         problem = f"has more names than the {rank} dims"
         yield path, Problem(path, dims, problem, "use one name per dim, or mesh.rules")
@@ -140,7 +138,7 @@ def _first_match(path: str, rules: Sequence[schema.DimRule]) -> int | None:
 def _by_rule(
     index: int, rule: schema.DimRule, names: Logical, path: str
 ) -> tuple[Logical, list[Problem]]:
-    """Names by a rule of the config, but for the dim of stacked layers."""
+    """Names by a rule of the config; the dim of stacked layers keeps its name."""
     rank = len(names)
     stacked = names[: sum(name in STACKED_DIMS for name in names)]
     ruled = (*stacked, *(name or None for name in rule.dims))
@@ -154,7 +152,7 @@ def _by_rule(
 def _useless(
     field: str, index: int, rule: schema.DimRule, owners: dict[str, Any]
 ) -> Iterator[Problem]:
-    """Problems of a rule whatever the parameters that it matches."""
+    """Problems of a rule itself: unknown names, or no parameter to match."""
     for name in rule.dims:
         if name and name not in RULES:
             remedy = f"use one of {', '.join(RULES)}, or ''"

@@ -1,4 +1,4 @@
-"""What the state of an optimizer looks like, and whether a step can drive it."""
+"""Shapes of an optimizer's state, and whether one gradient per step can drive it."""
 
 import inspect
 import textwrap
@@ -13,7 +13,7 @@ from zjax.sharding.paths import path_of
 
 
 def abstract_opt_state(tx: Any, params: Any) -> Any:
-    """The optimizer's state without data; refuses what one update cannot drive.
+    """The abstract state of an optimizer, after a check of one abstract update.
 
     Args:
         tx: Optax gradient transformation.
@@ -23,9 +23,8 @@ def abstract_opt_state(tx: Any, params: Any) -> Any:
         A tree of ShapeDtypeStruct.
 
     Raises:
-        PlanError: The optimizer fails on the parameters, or when it is given the
-            gradient, the loss and the loss function of one step, or its state changes
-            shape or dtype.
+        PlanError: The optimizer fails on the parameters or in an update from gradient,
+            loss and loss function, or its state changes shape or dtype.
     """
 
     def update(grads: Any, state: Any, params: Any) -> Any:
@@ -51,7 +50,7 @@ def abstract_opt_state(tx: Any, params: Any) -> Any:
         remedy = "use a transformation that needs only gradient, params, value, grad "
         remedy += "and value_fn"
         raise PlanError(_failure(name, problem, error, remedy)) from error
-    # An update that is added is cast to the dtype of the parameters.
+    # Optax casts updates to the dtype of the parameters.
     changed = _difference(state, after) or _difference(params, updates, dtypes=False)
     if changed:
         remedy = "use a transformation that keeps shapes and dtypes"
@@ -64,13 +63,7 @@ def abstract_opt_state(tx: Any, params: Any) -> Any:
 
 
 def optimizer_name(tx: Any) -> str:
-    """The name of an optax transformation, as its author wrote it.
-
-    Args:
-        tx: Optax gradient transformation.
-
-    Returns:
-        The function that made it, with the members of a chain in parentheses.
+    """The function that made an optax transformation, with the members of a chain.
 
     Example:
         >>> optimizer_name(optax.chain(optax.clip(1.0), optax.trace(0.9)))

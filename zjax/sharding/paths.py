@@ -1,4 +1,4 @@
-"""Paths of arrays in their trees: as text, by layer, and those of one parameter."""
+"""Key paths of arrays: as text, by layer, and from optimizer state to parameters."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -7,14 +7,14 @@ import jax
 
 
 class LayerKey(jax.tree_util.DictKey):
-    """The key of a layer among those that one array would stack.
+    """The key of one layer of `Layers`.
 
-    It reads as the name of that array, so that rules that go by names find it, and does
-    not count as a part of a path: a layer has the path of its stack.
+    It equals the key of the stacked array, so that rules that match names find it, and
+    adds nothing to a path: a layer has the path of its stack.
 
     Args:
-        name: Of the array.
-        layer: Number of the layer, from 0 on.
+        name: Name of the stacked array.
+        layer: Index of the layer.
     """
 
     def __init__(self, name: str, layer: int):
@@ -23,13 +23,7 @@ class LayerKey(jax.tree_util.DictKey):
 
 
 def path_of(keys: Any) -> str:
-    """A tree path as text.
-
-    Args:
-        keys: Key path of `jax.tree_util`.
-
-    Returns:
-        Its parts separated by `/`.
+    """A key path of `jax.tree_util` as text, its parts separated by `/`.
 
     Example:
         >>> path_of((jax.tree_util.DictKey("blocks"), jax.tree_util.SequenceKey(0)))
@@ -40,13 +34,7 @@ def path_of(keys: Any) -> str:
 
 
 def layer_of(keys: Any) -> int | None:
-    """Which layer of its stack a leaf is.
-
-    Args:
-        keys: Key path of `jax.tree_util`.
-
-    Returns:
-        Its number; None where layers are stacked, and outside of them.
+    """The index of the layer in a key path; None if it has no `LayerKey`.
 
     Example:
         >>> layer_of((jax.tree_util.DictKey("blocks"), LayerKey("kernel", 3)))
@@ -57,13 +45,7 @@ def layer_of(keys: Any) -> int | None:
 
 
 def name_of(path: str) -> str:
-    """The last part of a path, which names an array.
-
-    Args:
-        path: Parts separated by `/`.
-
-    Returns:
-        One part.
+    """The last part of a path, which is the name of an array.
 
     Example:
         >>> name_of("blocks/mlp/bias")
@@ -73,15 +55,15 @@ def name_of(path: str) -> str:
 
 
 def owners(keys: Any, params: Mapping[str, Any]) -> Iterator[Any]:
-    """The parameters that a leaf of the optimizer's state may belong to.
+    """The parameters that a leaf of optimizer state may belong to.
 
     Args:
         keys: Key path of the leaf.
-        params: Anything about each parameter, by path.
+        params: Values by path of a parameter.
 
     Yields:
-        The entries whose path is a part of that of the leaf, those nearest to its end
-        first, and of these the longest.
+        Values whose path is contained in that of the leaf: those that end last first,
+        longer ones before shorter ones.
 
     Example:
         >>> keys = map(jax.tree_util.DictKey, ("mu", "blocks", "kernel"))
@@ -97,14 +79,14 @@ def owners(keys: Any, params: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def position_finder(params: Any) -> Callable[[Any], int | None]:
-    """Tells which parameter a leaf of the state belongs to.
+    """Makes a function that finds the parameter of a leaf of optimizer state.
 
     Args:
-        params: A tree with one leaf per parameter, or per layer of one.
+        params: A tree with one leaf per parameter, or per layer.
 
     Returns:
-        A function of the leaf's key path: the position among the leaves of `params`;
-        None for a leaf that belongs to none.
+        A function from the key path of a leaf to the position of its parameter among
+        the leaves of `params`, or None.
 
     Example:
         >>> position = position_finder({"bias": 0, "kernel": 0})

@@ -1,8 +1,8 @@
-"""One array's plan: where it is stored and where it is used; and moves between them.
+"""The plan of one array: where it is stored, where it is used, and how it is padded.
 
-JAX refuses shards of unequal size at the border of a program, so an array that does not
-divide is stored with zeros at the end. Programs unpad what they take and pad what they
-give back: no mathematics ever sees the padding.
+JAX refuses uneven shards in arguments and results of a program, so an array that does
+not divide is stored with zeros at the end. Programs unpad their arguments and pad their
+results: no computation sees the padding.
 """
 
 import dataclasses
@@ -22,12 +22,11 @@ from zjax.sharding import rules, zero
 class Form(enum.Enum):
     """How the elements of an array are stored.
 
-    Zeros at the end are no form: where `ArrayPlan.stored` does not divide an array, it
-    has them in any form.
+    Padding is independent of the form.
     """
 
     PLAIN = "plain"
-    """As they are used."""
+    """As the array is used."""
     SPLIT = "split master weights"
     """The low 16 bits of float32 weights (`zjax.optim.split_master`); the compute
     parameters are the high ones."""
@@ -38,33 +37,30 @@ class ArrayPlan:
     """Where one array is stored, where it is used, and in which form it is stored.
 
     An all-gather goes from `stored` to `used`, a reduce-scatter from `used` to
-    `stored`, whatever the axes. Those of `used` are the first of those of `stored`, in
-    each dim. A gradient is added up over the axes that split the batch, but for those
-    that split the array where it is used: there each device has a part of its own.
+    `stored`, whatever the axes. In each dim the axes of `used` are the first ones of
+    `stored`. Gradients are summed over the batch axes that do not shard `used`.
 
         array                            stored over    used over   form
         ---------------------------------------------------------------------
-        parameter in use, stage 0 to 2   -              -           plain
-        parameter in use, stage 3        data           -           plain
+        compute parameter, stage 0 to 2  -              -           plain
+        compute parameter, stage 3       data           -           plain
         kernel, tensor parallel          tensor, data   tensor      plain
         kernel of experts                expert, data   expert      plain
         offloaded master weights         data           -           split
 
-    What ZeRO++ (arXiv:2306.10209) adds is one more value in this table. The second
-    placement of hpZ is that of the parameters in use: stored over `data`, the devices
-    of one host, while master weights are stored over `replica` too. A quantised gather
-    is a form, blocks of int8 with their scales, which goes over the links as it is
-    stored and is made plain where it is used.
+    ZeRO++ (arXiv:2306.10209) would be one more row: hpZ stores compute parameters over
+    `data`, the devices of one host, and master weights over `replica` too; a quantised
+    gather is a form, int8 blocks with scales, that is dequantised where it is used.
 
     Args:
-        path: Where the array sits in its tree, parts separated by `/`.
-        shape: Shape as the mathematics sees it.
-        dtype: Element type as the mathematics sees it.
-        stored: Mesh, axes of each dim and memory where the array is stored.
-        used: Mesh and axes of each dim where the model reads it, or gives its gradient.
-        form: How it is stored.
-        num_layers: Equal layers that the first dim stacks; 0 where it is no stack.
-        disks: Directories of the disks among which it rests; none for arrays in memory.
+        path: Path of the array in its tree, parts separated by `/`.
+        shape: Logical shape, without padding.
+        dtype: Element type in computations.
+        stored: Sharding and memory kind of the stored array.
+        used: Sharding where the model reads the array or computes its gradient.
+        form: Form of the stored elements.
+        num_layers: Number of layers stacked along the first dim; 0 if it is no stack.
+        disks: Directories over which the array is striped; empty for arrays in memory.
     """
 
     path: str
@@ -78,22 +74,22 @@ class ArrayPlan:
 
     @property
     def spec(self) -> PartitionSpec:
-        """Mesh axes of each dim where the array is stored."""
+        """Spec of the stored array."""
         return self.stored.spec
 
     @functools.cached_property
     def stored_shape(self) -> tuple[int, ...]:
-        """Shape in memory, each dim rounded up to its number of shares."""
+        """Shape of the stored array, padding included."""
         return zero.stored_shape(self.shape, self.spec, self.stored.mesh)
 
     @property
     def stored_dtype(self) -> Any:
-        """Element type in memory."""
+        """Element type of the stored array."""
         return jnp.dtype("int16") if self.form is Form.SPLIT else self.dtype
 
     @property
     def gathered_axes(self) -> list[tuple[str, ...]]:
-        """The axes of each dim over which an array is stored but not used in shares."""
+        """Axes of each dim that shard the stored array but not the used one."""
         rank = len(self.shape)
         dims = zip(
             rules.axes_of(self.spec, rank),
@@ -194,36 +190,18 @@ def _of_layer(sharding: NamedSharding) -> NamedSharding:
 
 
 def abstract_key() -> jax.ShapeDtypeStruct:
-    """A random key for what is only traced: JAX need not have started.
-
-    Returns:
-        The shape and dtype of `jax.random.key(0)`.
-    """
+    """The abstract value of `jax.random.key(0)`; starts none of JAX's devices."""
     return jax.eval_shape(jax.random.key, 0)
 
 
 def num_distinct_shards(sharding: Any, shape: tuple[int, ...]) -> int:
-    """How many different parts of an array the devices of this process hold.
-
-    Args:
-        sharding: Of the array.
-        shape: As stored.
-
-    Returns:
-        1 or more; replicas count once.
-    """
+    """Number of distinct shards of a stored array on local devices, without copies."""
     indices = sharding.addressable_devices_indices_map(shape).values()
     return len({str(index) for index in indices})
 
 
 def dtype_bytes(dtype: Any) -> int:
-    """Bytes of one element; a random key counts its words.
-
-    Args:
-        dtype: A NumPy or JAX dtype.
-
-    Returns:
-        Bytes, 1 or more.
+    """Bytes of one element of a NumPy or JAX dtype; random keys included.
 
     Example:
         >>> dtype_bytes(jnp.bfloat16)
@@ -238,15 +216,7 @@ def dtype_bytes(dtype: Any) -> int:
 
 
 def pad(x: jax.Array, row: ArrayPlan) -> jax.Array:
-    """Appends the zeros of storage.
-
-    Args:
-        x: Array of `row.shape`.
-        row: Its place.
-
-    Returns:
-        Array of `row.stored_shape`; `x` itself where they agree.
-    """
+    """Appends zeros to an array of `row.shape`, up to `row.stored_shape`."""
     if row.shape == row.stored_shape:
         return x
     widths = [(0, s - n) for n, s in zip(row.shape, row.stored_shape, strict=True)]
@@ -254,53 +224,29 @@ def pad(x: jax.Array, row: ArrayPlan) -> jax.Array:
 
 
 def unpad(x: jax.Array, row: ArrayPlan) -> jax.Array:
-    """Cuts the zeros of storage off.
-
-    Args:
-        x: Array of `row.stored_shape`.
-        row: Its place.
-
-    Returns:
-        Array of `row.shape`; `x` itself where they agree.
-    """
+    """Slices an array of `row.stored_shape` to `row.shape`."""
     return x if row.shape == row.stored_shape else x[tuple(map(slice, row.shape))]
 
 
 def pad_tree(tree: Any, rows: Any) -> Any:
-    """`pad` for each array of a tree.
-
-    Args:
-        tree: Arrays in their logical shapes.
-        rows: A tree of `ArrayPlan` of the same structure.
-
-    Returns:
-        Arrays in their stored shapes.
-    """
+    """Applies `pad` to each array of a tree and its plan in `rows`."""
     return jax.tree.map(pad, tree, rows)
 
 
 def unpad_tree(tree: Any, rows: Any) -> Any:
-    """`unpad` for each array of a tree.
-
-    Args:
-        tree: Arrays in their stored shapes.
-        rows: A tree of `ArrayPlan` of the same structure.
-
-    Returns:
-        Arrays in their logical shapes.
-    """
+    """Applies `unpad` to each array of a tree and its plan in `rows`."""
     return jax.tree.map(unpad, tree, rows)
 
 
 def place_tree(tree: Any, rows: Any) -> Any:
-    """Pins the placement of arrays inside a program.
+    """Constrains arrays inside a program to their stored sharding.
 
     Args:
         tree: Arrays in their logical shapes, traced by `jit`.
         rows: A tree of `ArrayPlan` of the same structure.
 
     Returns:
-        The same values; the compiler must lay them out as the rows say.
+        The arrays, unpadded.
     """
 
     def place(x: jax.Array, row: ArrayPlan) -> jax.Array:
@@ -311,39 +257,17 @@ def place_tree(tree: Any, rows: Any) -> Any:
 
 
 def use_tree(tree: Any, rows: Any) -> Any:
-    """Pins where arrays are used inside a program.
-
-    Args:
-        tree: Arrays in their logical shapes, traced by `jit`.
-        rows: A tree of `ArrayPlan` of the same structure.
-
-    Returns:
-        The same values; the compiler must lay them out as the rows say.
-    """
+    """Constrains arrays inside a program to the sharding in which they are used."""
     return jax.tree.map(
         lambda x, row: jax.lax.with_sharding_constraint(x, row.used), tree, rows
     )
 
 
 def shardings(rows: Any) -> Any:
-    """The sharding of each row, as `jit` takes them.
-
-    Args:
-        rows: A tree of `ArrayPlan`.
-
-    Returns:
-        A tree of NamedSharding.
-    """
+    """The shardings of stored arrays, as `jit` takes them, of a tree of `ArrayPlan`."""
     return jax.tree.map(lambda row: row.stored, rows)
 
 
 def abstract_tree(rows: Any) -> Any:
-    """The stored arrays without their data.
-
-    Args:
-        rows: A tree of `ArrayPlan`.
-
-    Returns:
-        A tree of ShapeDtypeStruct that carry their shardings.
-    """
+    """Abstract stored arrays with their shardings, of a tree of `ArrayPlan`."""
     return jax.tree.map(lambda row: row.abstract, rows)

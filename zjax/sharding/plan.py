@@ -363,7 +363,7 @@ def _zero_spec(
     stacked = [dim for dim, name in enumerate(names) if name in rules.STACKED_DIMS]
     threshold = config.zero.min_shard_elements
     return zero.extend_spec(
-        shape, spec, mesh, min_elements=threshold, whole_dims=stacked
+        shape, spec, mesh, min_elements=threshold, stacked_dims=stacked
     )
 
 

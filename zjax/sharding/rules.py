@@ -1,4 +1,4 @@
-"""Which mesh axis splits which kind of array dim: model parallelism as one table."""
+"""Model parallelism as one table: which mesh axes shard which logical dim."""
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
@@ -21,20 +21,20 @@ RULES: dict[str, tuple[str, ...]] = {
     meshes.TENSOR: (meshes.TENSOR,),
 }
 STACKED_DIMS = ("layers",)
-"""Dims that number whole layers; ZeRO never splits them, or one layer would live on one
-device."""
+"""Dims along which layers are stacked; ZeRO never shards them, as one device would then
+hold all of a layer."""
 
 
 def spec_for(logical: Logical, path: str, mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """Places one array by the names of its dims.
+    """The model-parallel spec of an array from the names of its dims.
 
     Args:
-        logical: One name of `RULES` or None per dim.
-        path: Name of the array, for errors.
-        mesh: Supplies the axis sizes; axes of size 1 are left out of the spec.
+        logical: One key of `RULES` or None per dim.
+        path: Path of the array, for errors.
+        mesh: The mesh; axes of size 1 are left out of the spec.
 
     Returns:
-        The model-parallel placement, one entry per dim.
+        A spec with one entry per dim.
 
     Raises:
         PlanError: Two dims claim one mesh axis.
@@ -66,19 +66,19 @@ def spec_for(logical: Logical, path: str, mesh: Mesh | AbstractMesh) -> Partitio
 def check_parts(
     shape: tuple[int, ...], spec: PartitionSpec, path: str, mesh: Mesh | AbstractMesh
 ) -> None:
-    """Refuses an array of which devices would use parts of unequal size.
+    """Refuses an array that a batch axis would shard unevenly where it is used.
 
-    Other dims that do not divide are padded where they are stored; what one device of
-    the batch uses alone cannot be.
+    Uneven dims are padded in storage and gathered for use; experts, which each device
+    uses as its own shard, are not gathered.
 
     Args:
         shape: Logical shape.
-        spec: Where the array is used.
-        path: Name of the array, for the error.
-        mesh: Supplies the axis sizes.
+        spec: Spec of the array where it is used.
+        path: Path of the array, for errors.
+        mesh: The mesh.
 
     Raises:
-        PlanError: An axis of the batch splits a dim that it does not divide.
+        PlanError: A batch axis does not divide a dim that it shards.
     """
     for size, axes in zip(shape, axes_of(spec, len(shape)), strict=True):
         for axis in axes:
@@ -90,13 +90,7 @@ def check_parts(
 
 
 def entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
-    """The axes of one dim as a PartitionSpec writes them.
-
-    Args:
-        axes: Mesh axes, major first.
-
-    Returns:
-        None, the single name, or the tuple.
+    """Mesh axes of one dim, major first, as an entry of a PartitionSpec.
 
     Example:
         >>> entry(()), entry(("data",)), entry(("tensor", "data"))
@@ -106,14 +100,7 @@ def entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
 
 
 def axes_of(spec: PartitionSpec, num_dims: int) -> list[tuple[str, ...]]:
-    """The inverse of `entry` for a whole spec, one tuple of axes per dim.
-
-    Args:
-        spec: A placement of up to `num_dims` entries.
-        num_dims: Dims of the array.
-
-    Returns:
-        The axes of each dim.
+    """The mesh axes of each of `num_dims` dims of a spec, the inverse of `entry`.
 
     Example:
         >>> axes_of(PartitionSpec("data"), 2)
@@ -128,15 +115,15 @@ def axes_of(spec: PartitionSpec, num_dims: int) -> list[tuple[str, ...]]:
 def reduced_spec(
     spec: PartitionSpec, shape: tuple[int, ...], reduced: tuple[int, ...]
 ) -> PartitionSpec | None:
-    """Places what is left of an array after sums or maxima over some of its dims.
+    """The spec of an array that is reduced over some dims of another.
 
     Args:
-        spec: Placement of the array.
-        shape: Its shape.
-        reduced: The same with 1 for those dims, or for none.
+        spec: Spec of the other array.
+        shape: Shape of the other array.
+        reduced: Shape of the array, with 1 for reduced dims.
 
     Returns:
-        The spec without the axes of those dims; None for any other shape.
+        The spec without the axes of reduced dims; None for any other shape.
 
     Example:
         >>> reduced_spec(PartitionSpec("data", "tensor"), (8, 6), (1, 6))
