@@ -10,7 +10,7 @@ from zjax.config import axes, schema
 from zjax.errors import Problem
 from zjax.sharding import mesh as meshes
 from zjax.sharding.describe import WIDTH, format_bytes, render_table
-from zjax.sharding.plan import splits_of
+from zjax.sharding.zero import splits_of
 
 FEW = "exceeds num_microbatches"
 """Obstacle of a mesh with more stages than microbatches."""

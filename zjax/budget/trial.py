@@ -16,7 +16,8 @@ from zjax.config import axes, schema
 from zjax.config.batch import BatchSizes, resolve_batch
 from zjax.sharding import memory
 from zjax.sharding import mesh as meshes
-from zjax.sharding.plan import Plan, make_plan, splits_of
+from zjax.sharding.plan import Plan, make_plan
+from zjax.sharding.zero import splits_of
 from zjax.typing import Model
 
 

@@ -11,7 +11,8 @@ from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config
 from zjax.sharding.mesh import ZERO_AXES, num_shares
 from zjax.sharding.placement import ArrayPlan, dtype_bytes
-from zjax.sharding.plan import DEVICE, HOST, NVME, Plan, offload_pending, splits_of
+from zjax.sharding.plan import DEVICE, HOST, NVME, Plan, offload_pending
+from zjax.sharding.zero import splits_of
 
 STAGES = (0, 1, 2, 3)
 

@@ -30,13 +30,11 @@ from zjax.config.derived import is_derived
 from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
 from zjax.sharding import mesh as meshes
-from zjax.sharding import rules, zero
-from zjax.sharding.layers import layer_by_layer
-from zjax.sharding.naming import names_of_dims
-from zjax.sharding.opt_state import abstract_opt_state
-from zjax.sharding.paths import layer_of, owners, path_of
+from zjax.sharding import zero
+from zjax.sharding.param_plans import ParamPlans, plan_opt_state, replicated_plans
+from zjax.sharding.paths import layer_of, owners
 from zjax.sharding.placement import ArrayPlan, Form, abstract_key
-from zjax.typing import Model, Params
+from zjax.typing import Model
 
 DEVICE, HOST, NVME = "device", "pinned_host", "nvme"
 """Names of memories in settings; those of the first two are memory kinds of JAX."""
@@ -45,26 +43,6 @@ AUTO = "auto"
 until `zjax.fit_plan` knows the machine."""
 MIN_MOVED_BYTES = 1 << 18
 """Smallest array per device to offload: moving less costs more than it frees."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Splits:
-    """What a ZeRO stage shards over the ZeRO axes.
-
-    Args:
-        state: Whether master weights, optimizer state and its gradients are sharded.
-        grad_sum: Whether the sum of gradients over microbatches is sharded.
-        compute: Whether compute parameters are sharded.
-    """
-
-    state: bool
-    grad_sum: bool
-    compute: bool
-
-
-def splits_of(stage: int) -> Splits:
-    """What a ZeRO stage, 0 to 3, shards; the one place that reads its number."""
-    return Splits(state=stage >= 1, grad_sum=stage >= 2, compute=stage >= 3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,9 +82,9 @@ class Plan:
         return ArrayPlan(path, (), jnp.dtype(dtype), place, place)
 
     @property
-    def splits(self) -> Splits:
+    def splits(self) -> zero.Splits:
         """What its stage shards over the ZeRO axes."""
-        return splits_of(self.stage)
+        return zero.splits_of(self.stage)
 
     @property
     def splits_master(self) -> bool:
@@ -152,10 +130,12 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
             from one mean gradient per step; all problems at once.
     """
     params, model_state = jax.eval_shape(model.init, abstract_key())
-    splits, dtypes = splits_of(config.zero.stage), config.precision
-    planned = _ParamPlans.of(config, mesh, model, params).planned
+    splits, dtypes = zero.splits_of(config.zero.stage), config.precision
+    planned = ParamPlans.of(
+        config, mesh, model, params, is_by_layer=stores_layers_apart(config, model)
+    ).planned
     master = planned(dtypes.master_dtype, is_sharded=splits.state)
-    opt_state = _plan_opt_state(config, mesh, tx, master)
+    opt_state = plan_opt_state(config, mesh, tx, master)
     compute = _offload_blocks(
         planned(dtypes.compute_dtype, is_sharded=splits.compute),
         planned(dtypes.compute_dtype, is_sharded=splits.state),
@@ -169,7 +149,7 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
         grad_sum=planned(dtypes.grad_sum_dtype, is_sharded=splits.grad_sum),
         grads=planned(dtypes.grad_sum_dtype, is_sharded=splits.state),
         opt_state=_offload_moments(opt_state, master, config),
-        model_state=_replicated(model_state, mesh),
+        model_state=replicated_plans(model_state, mesh),
         ema=planned("float32", is_sharded=splits.state)
         if config.optimizer.ema_decay
         else (),
@@ -178,66 +158,9 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _ParamPlans:
-    """Plans of trees with one array per parameter.
-
-    Args:
-        params: Abstract parameters.
-        unsharded: Model-parallel spec of each leaf.
-        sharded: The same specs, extended over the ZeRO axes.
-        is_stack: Whether each leaf stacks layers.
-        is_by_layer: Whether stacks are planned as one array per layer.
-    """
-
-    params: Params
-    mesh: Mesh | AbstractMesh
-    unsharded: list[PartitionSpec]
-    sharded: list[PartitionSpec]
-    is_stack: list[bool]
-    is_by_layer: bool
-
-    @classmethod
-    def of(
-        cls, config: Config, mesh: Mesh | AbstractMesh, model: Model, params: Params
-    ) -> "_ParamPlans":
-        logical = names_of_dims(model, params, config.mesh, mesh)
-        unsharded, sharded = [], []
-        leaves = jax.tree_util.tree_leaves_with_path(params)
-        for (keys, leaf), names in zip(leaves, logical, strict=True):
-            spec = rules.spec_for(names, path_of(keys), mesh)
-            rules.check_parts(leaf.shape, spec, path_of(keys), mesh)
-            unsharded.append(spec)
-            sharded.append(_zero_spec(config, mesh, leaf.shape, spec, names))
-        is_stack = [names[:1] == ("layers",) for names in logical]
-        by_layer = stores_layers_apart(config, model)
-        return cls(params, mesh, unsharded, sharded, is_stack, by_layer)
-
-    def planned(self, dtype: str, *, is_sharded: bool) -> Any:
-        """A tree of plans in this dtype, of `Layers` where stacks are by layer."""
-        leaves, tree = jax.tree_util.tree_flatten_with_path(_cast(self.params, dtype))
-        specs = self.sharded if is_sharded else self.unsharded
-        rows = [
-            _array_plan(path_of(keys), leaf, spec, self.mesh, used, is_stack=is_stack)
-            for (keys, leaf), spec, used, is_stack in zip(
-                leaves, specs, self.unsharded, self.is_stack, strict=True
-            )
-        ]
-        rows = jax.tree.unflatten(tree, rows)
-        return jax.tree.map(layer_by_layer, rows) if self.is_by_layer else rows
-
-
 def stores_layers_apart(config: Config, model: Model) -> bool:
     """Whether each layer is stored as an array of its own, as under offload."""
     return model.takes_layers_apart and config.zero.offloads_state
-
-
-def _cast(tree: Any, dtype: str) -> Any:
-    def cast(x: Any) -> jax.ShapeDtypeStruct:
-        floating = jnp.issubdtype(x.dtype, jnp.floating)
-        return jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype) if floating else x.dtype)
-
-    return jax.tree.map(cast, tree)
 
 
 def offload_pending(row: ArrayPlan, memory: str, config: Config) -> ArrayPlan:
@@ -325,69 +248,3 @@ def _check_moved(what: str, memory: str, rows: Any) -> None:
         problem = "moves nothing: no blocks of such a size run one by one"
         remedy += ", or give a zjax.Model whose stack has them"
     raise PlanError(Problem(f"zero.{what}_memory", memory, problem, remedy))
-
-
-def _array_plan(
-    path: str,
-    leaf: Any,
-    spec: PartitionSpec,
-    mesh: Any,
-    used: PartitionSpec | None = None,
-    *,
-    is_stack: bool = False,
-) -> ArrayPlan:
-    """The plan of an array that is used as it is stored, unless `used` is given."""
-    return ArrayPlan(
-        path,
-        leaf.shape,
-        leaf.dtype,
-        stored=NamedSharding(mesh, spec),
-        used=NamedSharding(mesh, spec if used is None else used),
-        num_layers=leaf.shape[0] if is_stack else 0,
-    )
-
-
-def _replicated(tree: Any, mesh: Any) -> Any:
-    return jax.tree_util.tree_map_with_path(
-        lambda keys, leaf: _array_plan(path_of(keys), leaf, PartitionSpec(), mesh), tree
-    )
-
-
-def _zero_spec(
-    config: Config,
-    mesh: Any,
-    shape: tuple[int, ...],
-    spec: PartitionSpec,
-    names: tuple[str | None, ...] = (),
-) -> PartitionSpec:
-    stacked = [dim for dim, name in enumerate(names) if name in rules.STACKED_DIMS]
-    threshold = config.zero.min_shard_elements
-    return zero.extend_spec(
-        shape, spec, mesh, min_elements=threshold, stacked_dims=stacked
-    )
-
-
-def _plan_opt_state(config: Config, mesh: Any, tx: Any, master: Any) -> Any:
-    """Shards optimizer state as its parameters; state of other shapes by `_zero_spec`.
-
-    A leaf belongs to the parameter whose path its own path contains. It is sharded like
-    it if their shapes agree but for dims of size 1, which are reductions.
-    """
-    params = {row.path: row for row in jax.tree.leaves(master)}
-    arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), master)
-    is_sharded = splits_of(config.zero.stage).state
-
-    def plan_leaf(keys: Any, leaf: Any) -> ArrayPlan:
-        path, names = path_of(keys), ()
-        for owner in owners(keys, params):
-            spec = rules.reduced_spec(owner.spec, owner.shape, leaf.shape)
-            if spec is not None:
-                return _array_plan(path, leaf, spec, mesh)
-            if owner.num_layers and leaf.shape[:1] == (owner.num_layers,):
-                names = ("layers",)
-        spec = PartitionSpec()
-        if is_sharded and jnp.issubdtype(leaf.dtype, jnp.floating):
-            spec = _zero_spec(config, mesh, leaf.shape, spec, names)
-        return _array_plan(path, leaf, spec, mesh)
-
-    return jax.tree_util.tree_map_with_path(plan_leaf, abstract_opt_state(tx, arrays))

@@ -4,6 +4,7 @@ The partitioning is that of Rajbhandari et al. (arXiv:1910.02054, section 5). Th
 schedules gathers and scatters itself; here the compiler derives them from shardings.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -11,6 +12,26 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from zjax.sharding import mesh as meshes
 from zjax.sharding import rules
+
+
+@dataclasses.dataclass(frozen=True)
+class Splits:
+    """What a ZeRO stage shards over the ZeRO axes.
+
+    Args:
+        state: Whether master weights, optimizer state and its gradients are sharded.
+        grad_sum: Whether the sum of gradients over microbatches is sharded.
+        compute: Whether compute parameters are sharded.
+    """
+
+    state: bool
+    grad_sum: bool
+    compute: bool
+
+
+def splits_of(stage: int) -> Splits:
+    """What a ZeRO stage, 0 to 3, shards; the one place that reads its number."""
+    return Splits(state=stage >= 1, grad_sum=stage >= 2, compute=stage >= 3)
 
 
 def extend_spec(
