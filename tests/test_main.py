@@ -182,7 +182,7 @@ def test_mistakes_end_with_their_remedies_and_without_a_traceback(settings):
     [
         (
             ("train", "zero.stage=3", "--output=x"),
-            "zjax: command='zero.stage=3' means nothing to zjax train; did you mean "
+            "zjax: command='zero.stage=3' is unknown to zjax train; did you mean "
             "--config.zero.stage=3?\n--output='x' has no effect on zjax train; leave "
             "it out; plan and bench and data and export read it\n",
         ),

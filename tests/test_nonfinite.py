@@ -18,10 +18,10 @@ def test_a_single_batch_that_is_not_finite_is_named(tmp_path):
     trainer.close()
     assert trainer.step == 5
     assert str(error.value).splitlines()[1:] == [
-        "batch='x' of 3 arrays are not finite at step 4; look at the data of that "
-        "step, unless these are meant",
+        "batch='x' of 3 arrays are not finite at step 4; check the data of that step, "
+        "unless they are intended",
         "gradients='bias, down, up' of 3 arrays are not finite at step 4; look for "
-        "what overflows or divides by 0 in the model and its loss",
+        "overflow or division by 0 in the model and its loss",
     ]
 
 

@@ -24,7 +24,7 @@ def test_what_is_no_text_is_said(tmp_path):
 def test_pipes_devices_and_folders_are_not_read(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", "/dev/zero", tmp_path):
-        with pytest.raises(OSError, match="it is no file"):
+        with pytest.raises(OSError, match="it is not a regular file"):
             read_text(path)
 
 

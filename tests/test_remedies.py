@@ -7,7 +7,7 @@ import pytest
 
 from zjax.remedies import find_errno, find_fault, find_remedy
 
-ROOM = "make room or mend the file system"
+ROOM = "free disk space or repair the file system"
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ ROOM = "make room or mend the file system"
         (errno.EEXIST, "move the file that is in its way", True),
         (errno.EISDIR, "move the directory that is in its way", True),
         (errno.ENAMETOOLONG, "use a shorter path", True),
-        (errno.ELOOP, "mend the links in its path", True),
+        (errno.ELOOP, "fix the links in its path", True),
     ],
 )
 def test_each_error_has_the_remedy_of_its_cause(number, remedy, is_elsewhere):

@@ -86,7 +86,7 @@ def test_the_same_data_elsewhere_is_taken_and_told(saved, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="absl"):
         assert resume(saved, tmp_path / "moved").step == 2
     assert settings_told(caplog) == [
-        "settings that are not those of step 2:\n"
+        "settings that differ from step 2:\n"
         f"  data.path: '{saved}/a' -> '{tmp_path}/moved'"
     ]
 
@@ -97,7 +97,7 @@ def test_every_setting_that_differs_is_told_with_both_values(saved, caplog):
     with caplog.at_level(logging.WARNING, logger="absl"):
         resume(saved, saved / "a", *others)
     assert settings_told(caplog) == [
-        "settings that are not those of step 2:\n"
+        "settings that differ from step 2:\n"
         "  num_steps: 2 -> 3\n"
         "  zero.stage: 2 -> 3\n"
         "  optimizer.b2: 0.95 -> 0.99\n"
@@ -169,12 +169,14 @@ def test_another_optimizer_or_loss_of_the_caller_is_told(tmp_path, caplog):
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="absl"):
             squares.make_trainer(tmp_path, **given).close()
-        return [r.getMessage() for r in caplog.records if "program" in r.getMessage()]
+        return [
+            r.getMessage() for r in caplog.records if "computation" in r.getMessage()
+        ]
 
     trainer = squares.make_trainer(tmp_path, tx=optax.sgd(0.1))
     trainer.fit()
     trainer.close()
-    end = "the program is not that of the saved run"
+    end = "the computation differs from the saved run"
     assert told(tx=optax.sgd(0.1)) == []
     assert told(tx=optax.sgd(0.2)) == [f"tx: {end}"]
     other = {"tx": optax.sgd(0.1), "loss": squares.weighted_loss}

@@ -116,12 +116,12 @@ def test_another_setting_optimizer_or_loss_is_told(tmp_path, caplog):
 
     run = make(0.1)
     zjax.save(tmp_path, run.state, run)
-    end = "the program is not that of the saved run"
+    end = "the computation differs from the saved run"
     assert told(0.1) == []
     assert told(0.2) == [f"tx: {end}"]
     assert told(0.1, 1.0) == [f"model: {end}"]
     assert told(0.1, on_nonfinite="update") == [
-        "settings that are not those of step 0:\n"
+        "settings that differ from step 0:\n"
         "  precision.on_nonfinite: 'skip' -> 'update'"
     ]
 

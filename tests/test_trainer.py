@@ -242,13 +242,13 @@ def test_run_that_skips_for_ever_ends_with_its_cause_and_its_checkpoint(tmp_path
     with pytest.raises(NonFiniteError) as error:
         trainer.fit()
     assert str(error.value) == (
-        "precision.on_nonfinite='skip' left out 20 steps in a row, beginning with "
+        "precision.on_nonfinite='skip' skipped 20 steps in a row, starting with "
         "loss=nan at step 6; lower optimizer.peak_learning_rate or look at the data; "
-        "what was saved before is as it was\n"
-        "batch='x' of 3 arrays are not finite at step 25; look at the data of that "
-        "step, unless these are meant\n"
+        "earlier checkpoints are unaffected\n"
+        "batch='x' of 3 arrays are not finite at step 25; check the data of that step, "
+        "unless they are intended\n"
         "gradients='bias, down, up' of 3 arrays are not finite at step 25; look for "
-        "what overflows or divides by 0 in the model and its loss"
+        "overflow or division by 0 in the model and its loss"
     )
     trainer.close()
     assert trainer.store.steps() == (2, 4)
@@ -256,7 +256,7 @@ def test_run_that_skips_for_ever_ends_with_its_cause_and_its_checkpoint(tmp_path
 
 def test_run_of_skipped_steps_alone_is_not_done(tmp_path):
     trainer = own_trainer(tmp_path, list(broken_batches(1)))
-    with pytest.raises(NonFiniteError, match="left out all 6 steps, beginning with"):
+    with pytest.raises(NonFiniteError, match="skipped all 6 steps, starting with"):
         trainer.fit()
     trainer.close()
     assert trainer.store.steps() == ()

@@ -63,13 +63,7 @@ def step_options(config: Config, plan: Plan) -> Options:
 
 
 def parse_options(pairs: tuple[str, ...]) -> Options:
-    """Parses compiler options of a config.
-
-    Args:
-        pairs: Texts such as `xla_gpu_autotune_level=0`.
-
-    Returns:
-        Values by name; `true` and `false` become booleans.
+    """Parses compiler options of a config; `true` and `false` become booleans.
 
     Raises:
         ConfigError: A pair lacks `=`, or this XLA lacks the option.

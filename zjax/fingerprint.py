@@ -23,11 +23,7 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 def fingerprint(function: Callable[..., Any], *args: Any) -> str:
-    """Traces a function and hashes its program.
-
-    Args:
-        function: Function of arrays.
-        *args: Arrays or their shapes.
+    """Traces a function of arrays and hashes its program.
 
     Returns:
         16 hexadecimal digits, which may differ between versions of JAX.

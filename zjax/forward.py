@@ -258,7 +258,7 @@ def loss_of_sums(
 
 
 def _check_names_differ(some: Metrics, others: Metrics) -> None:
-    problem, remedy = "is given twice, by blocks or head", "give one another name"
+    problem, remedy = "is given twice, by blocks or head", "rename one of them"
     problems = [
         Problem(f"metrics/{name}", str(some[name].dtype), problem, remedy)
         for name in sorted(some.keys() & others.keys())

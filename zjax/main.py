@@ -70,10 +70,16 @@ def define_flags() -> None:
         "simulated_devices", 0, "CPU devices to simulate.", lower_bound=0
     )
     flags.DEFINE_integer(
-        "num_devices", 0, "plan: devices to plan for, untouched.", lower_bound=0
+        "num_devices",
+        0,
+        "plan: number of devices to plan for; none is used.",
+        lower_bound=0,
     )
     flags.DEFINE_float(
-        "num_params", 0.0, "plan: the table of ZeRO for such a model.", lower_bound=0
+        "num_params",
+        0.0,
+        "plan: ZeRO's memory table for a model of this size.",
+        lower_bound=0,
     )
     flags.DEFINE_boolean(
         "collectives", False, "plan: what the compiled step sends between devices."
@@ -100,7 +106,7 @@ def define_flags() -> None:
     flags.DEFINE_float("validation_fraction", 0.01, "data: part of the text held out.")
     flags.DEFINE_enum("part", "auto", PARTS, "Which weights; auto takes averaged ones.")
     flags.DEFINE_integer("step", None, "Checkpoint to read; the newest by default.")
-    flags.DEFINE_enum("dtype", "", ["", *DTYPES], "export: of the weights.")
+    flags.DEFINE_enum("dtype", "", ["", *DTYPES], "export: dtype of the weights.")
     flags.DEFINE_string("prompt", "def ", "generate: text to continue.")
     flags.DEFINE_integer("max_new_tokens", 0, "generate: tokens to add; 0 fills up.")
     flags.DEFINE_float("temperature", 0.8, "generate: 0 takes the most likely token.")
@@ -341,7 +347,7 @@ def check_words(name: str, words: Sequence[str]) -> None:
     """
     expected = ["data", "prepare"] if name == "data" else [name]
     problems = [
-        Problem("command", word, f"means nothing to zjax {name}", _remedy(word))
+        Problem("command", word, f"is unknown to zjax {name}", _remedy(word))
         for word in words[len(expected) :]
     ]
     if list(words[: len(expected)]) != expected:

@@ -16,9 +16,9 @@ from zjax.typing import Batch
 
 _MAX_NAMED = 3
 _REMEDIES = {
-    "batch": "look at the data of that step, unless these are meant",
+    "batch": "check the data of that step, unless they are intended",
     "weights": "start again from an earlier checkpoint",
-    "gradients": "look for what overflows or divides by 0 in the model and its loss",
+    "gradients": "look for overflow or division by 0 in the model and its loss",
 }
 
 

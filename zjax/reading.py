@@ -16,18 +16,14 @@ MAX_INDEX_BYTES = 1 << 28
 
 
 def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_TEXT_BYTES) -> str:
-    """Reads a whole UTF-8 text file.
-
-    Args:
-        path: A regular file, or a link to one.
-        max_bytes: Maximum size in bytes.
+    """Reads a whole UTF-8 file of at most `max_bytes`.
 
     Raises:
         OSError: It is missing, not a regular file, or cannot be read.
         ValueError: It is larger, or not UTF-8.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
-        raise OSError(None, "it is no file")
+        raise OSError(None, "it is not a regular file")
     with open(path, "rb") as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:

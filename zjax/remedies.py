@@ -6,7 +6,7 @@ import re
 import stat
 
 _RIGHTS, _LIMIT = "give this user access to it", "raise the limit of open files"
-CHOOSE_DIRECTORY = "name a directory that can be made and written to"
+CHOOSE_DIRECTORY = "name a writable directory"
 PROCESS_REMEDIES = {
     errno.EACCES: _RIGHTS,
     errno.EPERM: _RIGHTS,
@@ -21,7 +21,7 @@ _PATH_REMEDIES = {
     errno.EISDIR: "move the directory that is in its way",
     errno.ENOTEMPTY: "move the directory that is in its way",
     errno.ENAMETOOLONG: "use a shorter path",
-    errno.ELOOP: "mend the links in its path",
+    errno.ELOOP: "fix the links in its path",
 }
 _ELSEWHERE = {errno.EACCES, errno.EPERM, errno.ENOENT, *_PATH_REMEDIES}
 """Errors that another path may avoid."""
@@ -33,7 +33,7 @@ def find_remedy(
     error: BaseException,
     *,
     elsewhere: str = "",
-    default: str = "make room or mend the file system",
+    default: str = "free disk space or repair the file system",
 ) -> str:
     """What to do about a file that cannot be written, in the imperative.
 
@@ -46,7 +46,7 @@ def find_remedy(
         >>> find_remedy(IsADirectoryError(errno.EISDIR, "Is a directory"))
         'move the directory that is in its way'
         >>> find_remedy(OSError(errno.ENOSPC, "No space left on device"))
-        'make room or mend the file system'
+        'free disk space or repair the file system'
     """
     number = find_errno(error)
     if elsewhere and number in _ELSEWHERE:

@@ -65,15 +65,7 @@ def check_newest(store: Store, step: int) -> None:
 
 
 def changes(saved: Mapping[str, Any], config: Config) -> list[Difference]:
-    """Compares the settings of a run with the saved ones.
-
-    Args:
-        saved: The `extra` of a checkpoint.
-        config: Resolved settings of this run.
-
-    Returns:
-        Settings that differ, with saved and present value, then the version of JAX.
-    """
+    """Settings, and the JAX version, that differ from a checkpoint's `extra`."""
     found = [
         difference
         for difference in differences(saved.get("config", {}), config)
@@ -115,29 +107,18 @@ def _init_and_update(tx: Any, params: Params) -> Any:
 
 
 def report_functions(saved: Mapping[str, Any], found: Mapping[str, str]) -> None:
-    """Warns if the user's code computes something else than in the saved run.
-
-    Args:
-        saved: The `extra` of a checkpoint.
-        found: Result of `fingerprint_functions` for this run.
-    """
+    """Warns if the user's code computes something else than in the saved run."""
     before = saved.get("functions", {})
     others = [name for name in before if found.get(name) != before[name]]
     if others and saved.get("jax") == jax.__version__ and jax.process_index() == 0:
         names = " and ".join(others)
-        logging.warning("%s: the program is not that of the saved run", names)
+        logging.warning("%s: the computation differs from the saved run", names)
 
 
 def report_changes(saved: Mapping[str, Any], config: Config, step: int) -> None:
-    """Warns on process 0 of each setting that differs from the saved one.
-
-    Args:
-        saved: The `extra` of a checkpoint.
-        config: Resolved settings of this run.
-        step: Step of the checkpoint.
-    """
+    """Warns on process 0 of each setting that differs from the one saved at `step`."""
     found = changes(saved, config)
     if found and jax.process_index() == 0:
         lines = (f"  {d.setting}: {d.value!r} -> {d.other!r}" for d in found)
         text = "\n".join(lines)
-        logging.warning("settings that are not those of step %d:\n%s", step, text)
+        logging.warning("settings that differ from step %d:\n%s", step, text)

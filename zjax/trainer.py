@@ -142,7 +142,8 @@ class Trainer:
         if self._evaluation:
             check_average(self.state, self.run.plan)
         self.exit_status = 0
-        self._evaluated = -1, 0.0
+        self._last_evaluation = -1, 0.0
+        """Step and loss of the newest evaluation."""
 
     @property
     def step(self) -> int:
@@ -181,48 +182,57 @@ class Trainer:
         )
         if config.checkpoint.every_steps:
             self.store.prepare(saved_rows(self.run.plan, config))
-        own = not self._is_language_model
-        told = explain_out_of_memory(config, self.run.plan, user_model=own)
-        written = finishing(self.store)
-        recent = dict[int, Any]()  # metrics arrive one step late
+        user_model = not self._is_language_model
+        memory_errors = explain_out_of_memory(
+            config, self.run.plan, user_model=user_model
+        )
+        unfinished_save = finishing(self.store)
+        recent = dict[int, Any]()  # batches by step: metrics arrive one step late
 
-        def causes() -> list[Problem]:
+        def find_causes() -> list[Problem]:
             number = monitor.known_step
             return find_nonfinite(self.run.step, self.state, recent[number], number)
 
-        named = report_nonfinite(causes)
-        with told, written, named, stop_signals() as stopped, monitor, self.loader:
-            saved, ended, saves = step, False, False
+        nonfinite_errors = report_nonfinite(find_causes)
+        with (
+            memory_errors,
+            unfinished_save,
+            nonfinite_errors,
+            stop_signals() as stopped,
+            monitor,
+            self.loader,
+        ):
+            last_saved, data_ended, save_due = step, False, False
             while step < config.num_steps and not stopped(step):
                 batch = next(self.loader, None)
-                ended = batch is None
-                if ended:
+                data_ended = batch is None
+                if data_ended:
                     break
                 if self.store.has_failed():
                     stopped.request()  # stops all processes at one step
                 step += 1
                 recent = {step - 1: recent.get(step - 1), step: batch}
                 with monitor.step(step, self.state, batch) as metrics:
-                    self.state, numbers = self.run.step(self.state, batch)
-                    metrics.append(numbers)
-                last = step == config.num_steps
-                saves |= last or _is_due(step, config.checkpoint.every_steps)
-                if saves:
+                    self.state, values = self.run.step(self.state, batch)
+                    metrics.append(values)
+                is_last = step == config.num_steps
+                save_due |= is_last or _is_due(step, config.checkpoint.every_steps)
+                if save_due:
                     self._settle()  # evaluate what is saved
-                if last or _is_due(step, config.evaluation.every_steps):
+                if is_last or _is_due(step, config.evaluation.every_steps):
                     with monitor.pause():
                         monitor.log(step, self.evaluate())
-                if saves:
+                if save_due:
                     with monitor.pause():
                         # a checkpoint of weights that skip would push out good ones
-                        if last or not monitor.skipped_in_a_row:
+                        if is_last or not monitor.skipped_in_a_row:
                             self.save()
-                            saved, saves = step, False
+                            last_saved, save_due = step, False
             with monitor.pause():
-                if saved != step:
+                if last_saved != step:
                     self.save()
                 self.store.wait()
-        if ended:
+        if data_ended:
             remedy = f"give more, or set num_steps={step}; the run is saved"
             problem = f"end after step {step} of num_steps={config.num_steps}"
             raise DataError(Problem("batches", "given", problem, remedy))
@@ -258,7 +268,7 @@ class Trainer:
         state = with_part(self.state, part)
         values = self._evaluation.mean(lambda batch: self.run.evaluate(state, batch))
         if part == "auto":
-            self._evaluated = self.step, values["eval_loss"]
+            self._last_evaluation = self.step, values["eval_loss"]
         return values
 
     def save(self) -> None:
@@ -274,7 +284,7 @@ class Trainer:
             "jax": jax.__version__,
             "functions": self._functions,
         }
-        step, loss = self._evaluated
+        step, loss = self._last_evaluation
         loss = loss if step == self.step else None
         self._settle()
         rows = saved_rows(self.run.plan, self.config)
@@ -310,16 +320,15 @@ class Trainer:
         """
         tokenizer = data.make_tokenizer(self.config)
         tokens = jax.numpy.asarray([tokenizer.encode(prompt)], jax.numpy.int32)
-        longest = self.config.model.max_length - 1
-        room = longest + 1 - tokens.shape[1]
-        if not self._is_language_model or not 0 < tokens.shape[1] <= longest:
+        max_length = self.config.model.max_length
+        if not self._is_language_model or not 0 < tokens.shape[1] < max_length:
             problem = f"is {tokens.shape[1]} tokens"
-            remedy = f"use 1 to {longest}, with the built-in decoder"
+            remedy = f"use 1 to {max_length - 1}, with the built-in decoder"
             raise ConfigError(Problem("prompt", prompt[:20], problem, remedy))
         out = self.run.generate(
             with_part(self.state, part),
             tokens,
-            max_new_tokens=max_new_tokens or room,
+            max_new_tokens=max_new_tokens or max_length - tokens.shape[1],
             key=jax.random.key(seed),
             temperature=temperature,
             top_k=top_k,
@@ -345,7 +354,7 @@ class Trainer:
             Text of at most 100 columns.
         """
         sizes = resolve_batch(self.config, self.run.plan.num_batch_shares)
-        start = f"continues at step {self.step}" if self.step else "starts anew"
+        start = f"continues at step {self.step}" if self.step else "starts from step 0"
         return "\n".join(
             [
                 describe_plan_totals(self.run.plan),
@@ -383,7 +392,7 @@ class Trainer:
 def _mismatches(model: Any, batches: Any, config: Config) -> list[Problem]:
     problems = []
     if batches is not None and config.zero.optimizer_memory == "auto":
-        problem = "cannot tell what a step takes of the devices from batches to come"
+        problem = "cannot be planned for batches that are not known yet"
         remedy = "use 'pinned_host' or 'nvme', or zjax.initialize"
         problems.append(Problem("zero.optimizer_memory", "auto", problem, remedy))
     if model is not None and not isinstance(model, Model):

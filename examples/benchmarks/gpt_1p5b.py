@@ -40,7 +40,7 @@ PEERS = {
     2: ("DeepSpeed ZeRO-2 DeepCompile", ("none", "--deepcompile")),
     3: ("DeepSpeed ZeRO-3 compiled leaves kept", LEAVES),
 }
-"""DeepSpeed at its fastest; what else was tried is told beside the rows."""
+"""DeepSpeed at its fastest; docs/benchmarks/speed.md lists what else was tried."""
 KEPT, AHEAD = "FSDP2 parameters kept", "FSDP2 parameters kept and prefetched"
 ALONE = "zjax on one device"
 

@@ -313,8 +313,8 @@ def test_records_of_two_machines_are_refused(ground):
     with pytest.raises(BenchError) as error:
         ground.hold(pair, rows, records=("mixed.jsonl",))
     assert str(error.value) == (
-        "records=['mixed.jsonl'] come from 2 machines; give those of one machine: "
-        "others say nothing about each other"
+        "records=['mixed.jsonl'] come from 2 machines; give records of one machine; "
+        "others cannot be compared"
     )
 
 
@@ -354,8 +354,8 @@ def test_a_contest_that_contradicts_itself_is_refused(ground):
     with pytest.raises(BenchError) as error:
         ground.hold(twice, rows)
     assert str(error.value) == (
-        "contestants='ours' appears 2 times; give each a name of its own\n"
-        "rows='speed' appears 2 times; give each a name of its own\n"
+        "contestants='ours' appears 2 times; give each its own name\n"
+        "rows='speed' appears 2 times; give each its own name\n"
         "rows.speed='them' names no contestant; use ours\n"
         "rows.speed.peer=3.0 has no source; say in peer_name where it comes "
         "from"

@@ -146,7 +146,7 @@ def test_a_loss_that_does_not_fall_is_refused(last):
         check_losses([2.5, 2.0, last])
     assert str(error.value) == (
         f"loss={last!r} did not fall from 2.5 in 3 steps on one batch; lower "
-        "optimizer.peak_learning_rate, or see whether the run trains"
+        "optimizer.peak_learning_rate, or check that the run trains"
     )
 
 

@@ -78,13 +78,13 @@ def test_what_is_written_is_read(tmp_path, cases):
         (result(), "cases=() compares nothing; give a comparison"),
         (
             result(("a", OURS, PEER), ("a", OURS, PEER)),
-            "cases=('a', 'a') does not tell the comparisons apart; give each a name of "
-            "its own",
+            "cases=('a', 'a') does not tell the comparisons apart; give each its own "
+            "name",
         ),
         (
             result(ONE, ("a", OURS, PEER)),
-            "cases=('', 'a') does not tell the comparisons apart; give each a name of "
-            "its own",
+            "cases=('', 'a') does not tell the comparisons apart; give each its own "
+            "name",
         ),
         (
             result(("a", side(median=28.0), side(PEER, n=0, name=""))),

@@ -45,7 +45,7 @@ def lose_the_disk(directory, kind):
             f": {directory} is gone; mount or make the directory again, and run again"
         ), said
     else:
-        assert said.endswith("run again: step 1 is whole"), said
+        assert said.endswith("run again: step 1 is intact"), said
         states.assert_same(store.restore(rows)[0], values, rows)
 
 
@@ -93,7 +93,8 @@ def fill_the_disk(directory):
         assert start == f"checkpoint.step={step} could not be written to {directory}"
         assert "File too large" in message or "OUT_OF_RANGE" in message
         assert end.endswith(
-            f"make room or mend the file system, and run again: step {last} is whole"
+            f"free disk space or repair the file system, and run again: step {last} is "
+            "intact"
         ), end
         names = {path.name for path in directory.iterdir()}
         assert names == {str(number) for number in range(1, step, 2)}

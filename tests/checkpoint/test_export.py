@@ -114,8 +114,8 @@ def test_export_where_nothing_can_be_written(store, tmp_path):
     with pytest.raises(CheckpointError) as error:
         export_safetensors(store, path, part="raw")
     assert str(error.value) == (
-        f"output='{path}' cannot be written (File exists); name a file in a "
-        "directory that is writable and has room"
+        f"output='{path}' cannot be written (File exists); name a file in a writable "
+        "directory with free space"
     )
 
 

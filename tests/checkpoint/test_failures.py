@@ -12,7 +12,10 @@ from zjax.processes.barrier import PeerError, describe_error
 @pytest.mark.parametrize(
     ("cause", "remedy"),
     [
-        (OSError("No space left on device"), "make room or mend the file system"),
+        (
+            OSError("No space left on device"),
+            "free disk space or repair the file system",
+        ),
         (
             ValueError("PERMISSION_DENIED: Error writing [OS error 13: EACCES]"),
             "give this user access to it",
@@ -29,7 +32,7 @@ def test_nobody_makes_room_for_a_process_that_was_killed(cause, remedy):
     error.__cause__ = cause
     assert str(failures.unwritten(pathlib.Path("/run"), 4, 2, error)) == (
         f"checkpoint.step=4 could not be written to /run ({describe_error(cause)}"
-        f"); {remedy}, and run again: step 2 is whole"
+        f"); {remedy}, and run again: step 2 is intact"
     )
 
 

@@ -35,9 +35,9 @@ def test_sound_steps(run_directory, monkeypatch, capsys):
         status, lines, _ = check(place, monkeypatch, capsys)
         assert status == 0
         assert lines[0] == f"{run_directory}/checkpoints"
-        assert lines[1].split() == ["step", "files", "bytes", "is"]
+        assert lines[1].split() == ["step", "files", "bytes", "state"]
         assert [line.split()[0] for line in lines[3:6]] == ["8", "9", "10"]
-        assert all(line.endswith("as it was saved") for line in lines[3:6])
+        assert all(line.endswith("intact") for line in lines[3:6])
         assert lines[6:] == ["a run resumes from step 10"]
 
 
@@ -49,7 +49,7 @@ def test_damaged_and_incomplete_steps(run_directory, monkeypatch, capsys):
     (place / "10/state/_METADATA").unlink()
     status, lines, _ = check(run_directory, monkeypatch, capsys)
     assert status == 1
-    assert lines[3].endswith("as it was saved")
+    assert lines[3].endswith("intact")
     assert lines[4].endswith("damaged: index/metadata does not match its checksum")
     assert "not complete: state/_METADATA is missing" in lines[5]
     assert lines[6:] == ["to resume from step 8:", f"rm -r {place}/9"]
@@ -69,7 +69,7 @@ def test_a_step_without_checksums_is_not_called_sound(
     (run_directory / "checkpoints/10/sums").unlink()
     status, lines, _ = check(run_directory, monkeypatch, capsys)
     assert status == 1
-    assert lines[5].endswith("saved without checksums: not known")
+    assert lines[5].endswith("unknown (no checksums)")
     assert lines[6:] == ["a run resumes from step 10"]
 
 

@@ -83,7 +83,7 @@ def test_a_file_of_several_steps_is_read_once_and_told_of_each(
     name = linked[0][-1].relative_to(tmp_path / "checkpoints/1")
     damaged = f"damaged: {name} does not match its checksum"
     told = [(verdict.path.name, verdict.problem) for verdict in verdicts]
-    assert told == [(n, damaged if is_damaged else "as it was saved") for n in "123"]
+    assert told == [(n, damaged if is_damaged else "intact") for n in "123"]
 
 
 @pytest.mark.parametrize("damage", ["flip", "swap"])

@@ -113,8 +113,8 @@ def test_a_run_does_not_start_anew_beside_steps_that_lost_files(directory):
             use(Store(str(directory)))
         assert str(error.value) == (
             f"checkpoint.step=2 is not complete in {directory} (state/_METADATA is "
-            "missing (No such file or directory)), nor is any other step; bring back "
-            "its files, or start in another directory"
+            "missing (No such file or directory)), nor is any other step; restore its "
+            "files, or start in another directory"
         )
 
 
@@ -139,8 +139,8 @@ def test_steps_without_checksums_restore_with_a_warning(directory, caplog):
     for _ in range(2):
         states.assert_same(store.restore(rows)[0], VALUES, rows)
     assert [record.getMessage() for record in caplog.records] == [
-        f"{directory}/2 was saved without checksums: nobody can tell whether what is "
-        "read from it is what was saved; the next save has them"
+        f"{directory}/2 was saved without checksums, so damage cannot be detected; the "
+        "next save has them"
     ]
     (directory / "2/state/manifest.ocdbt").write_bytes(b"")
     assert Store(str(directory)).steps() == (1,)

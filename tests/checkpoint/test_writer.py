@@ -29,7 +29,8 @@ def test_a_save_that_failed_ends_the_run_before_the_next_save(tmp_path, monkeypa
         trainer.fit()
     assert str(error.value) == (
         f"checkpoint.step=20 could not be written to {tmp_path}/checkpoints (OSError: "
-        "[Errno 28] No space left on device); make room or mend the file system, and "
+        "[Errno 28] No space left on device); free disk space or repair the file "
+        "system, and "
         "run again: there is none before it"
     )
     assert 20 <= trainer.step < 40

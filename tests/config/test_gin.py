@@ -243,5 +243,5 @@ def test_what_never_ends_is_not_read(kind, tmp_path):
     path = tmp_path / "pipe" if kind == "pipe" else kind
     if kind == "pipe":
         os.mkfifo(path)
-    with pytest.raises(ConfigError, match="cannot be read: it is no file"):
+    with pytest.raises(ConfigError, match="cannot be read: it is not a regular file"):
         gin.from_gin([str(path)])

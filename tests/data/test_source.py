@@ -194,8 +194,8 @@ FAULTS = {
     "folder-as-meta": (
         lambda directory: put_folder(directory / "meta.json"),
         {},
-        "data.path='tokens' has a meta.json that cannot be read (it is no file); give "
-        "a directory made by `zjax data prepare`",
+        "data.path='tokens' has a meta.json that cannot be read (it is not a regular "
+        "file); give a directory made by `zjax data prepare`",
     ),
     "another-format": (
         lambda directory: (directory / "meta.json").write_text('{"format": 2}'),

@@ -201,7 +201,7 @@ def test_a_picture_that_cannot_be_written(tmp_path):
         monitor.save_plot()
     assert str(error.value) == (
         f"directory='{tmp_path}' cannot be written (training.png: File too large); "
-        "make room or mend the file system, and run again"
+        "free disk space or repair the file system, and run again"
     )
     assert monitor.save_plot() == tmp_path / "training.png"
 
@@ -209,6 +209,4 @@ def test_a_picture_that_cannot_be_written(tmp_path):
 def test_a_run_without_history_says_that_it_saves_no_picture(tmp_path, capsys):
     with make_monitor(tmp_path, sinks=("csv",)) as monitor:
         assert monitor.save_plot() is None
-    assert capsys.readouterr().out == (
-        "no picture is saved: observe.sinks has no 'jsonl' to draw it from\n"
-    )
+    assert capsys.readouterr().out == ("no plot is saved: it needs the sink 'jsonl'\n")

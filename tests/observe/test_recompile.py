@@ -57,7 +57,7 @@ def test_a_batch_that_did_not_change_is_not_blamed():
             report, 2, jax.jit(lambda batch: batch["tokens"] + 2), batch
         ).line
     assert line.endswith(
-        "the batch is as before, so the state or the program of the step changed"
+        "the batch is unchanged, so the state or the program of the step changed"
     )
 
 

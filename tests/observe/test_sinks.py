@@ -195,7 +195,7 @@ def test_a_full_disk_is_said_by_write_and_by_close(name, file, tmp_path):
                 use()
             assert str(error.value) == (
                 f"directory='{tmp_path}' cannot be written ({file}: File too large); "
-                "make room or mend the file system, and run again"
+                "free disk space or repair the file system, and run again"
             )
 
 
@@ -205,7 +205,7 @@ def test_a_full_disk_is_said_when_the_files_of_a_run_are_opened(tmp_path):
         open_sink("jsonl", tmp_path, last_step=1)
     assert str(error.value) == (
         f"directory='{tmp_path}' cannot be written ({HISTORY}: File too large); "
-        "make room or mend the file system, and run again"
+        "free disk space or repair the file system, and run again"
     )
     assert read_history(tmp_path / HISTORY) == [{"step": 1, "loss": 2.5}]
 
@@ -236,8 +236,7 @@ def test_a_directory_that_cannot_be_used(path, cause, tmp_path):
         with pytest.raises(ConfigError) as error:
             use()
         assert str(error.value) == (
-            f"directory='{path}' cannot be used ({cause}); "
-            "name a directory that can be made and written to"
+            f"directory='{path}' cannot be used ({cause}); name a writable directory"
         )
 
 
@@ -298,5 +297,5 @@ def test_reading_a_damaged_history_says_so(tmp_path, caplog):
 
 def test_a_history_that_never_ends_is_not_read(tmp_path):
     (tmp_path / HISTORY).symlink_to("/dev/zero")
-    with pytest.raises(OutputError, match="it is no file of up to"):
+    with pytest.raises(OutputError, match="it is not a regular file of up to"):
         write("jsonl", tmp_path, [(2, {"loss": 1.0})], last_step=1)

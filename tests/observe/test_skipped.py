@@ -40,9 +40,9 @@ def test_twenty_steps_in_a_row_without_an_update_end_the_run():
     assert MAX_SKIPPED_IN_A_ROW == 20
     assert run_through([FINE, *[NAN] * 19]).in_a_row == 19
     assert told(FINE, FINE, OVERFLOW, *[NAN] * 19) == (
-        "precision.on_nonfinite='skip' left out 20 steps in a row, beginning with "
+        "precision.on_nonfinite='skip' skipped 20 steps in a row, starting with "
         "grad_norm=inf at step 3; lower optimizer.peak_learning_rate or look at the "
-        "data; what was saved before is as it was"
+        "data; earlier checkpoints are unaffected"
     )
 
 
@@ -52,9 +52,9 @@ def test_a_step_that_is_applied_begins_the_count_anew():
 
 def test_a_run_of_which_every_step_was_skipped_is_not_done():
     assert told(NAN, NAN, NAN, num_steps=3) == (
-        "precision.on_nonfinite='skip' left out all 3 steps, beginning with loss=nan "
-        "at step 1; lower optimizer.peak_learning_rate or look at the data; what was "
-        "saved before is as it was"
+        "precision.on_nonfinite='skip' skipped all 3 steps, starting with loss=nan "
+        "at step 1; lower optimizer.peak_learning_rate or look at the data; earlier "
+        "checkpoints are unaffected"
     )
     run_through([FINE, NAN, NAN], num_steps=3)
 
@@ -73,7 +73,7 @@ def test_a_fixed_loss_scale_is_not_searched():
 
 def test_no_loss_scale_helps_a_loss_that_is_not_finite():
     bad = NAN | SCALED
-    assert "beginning with loss=nan at step 3" in told(
+    assert "starting with loss=nan at step 3" in told(
         SEARCHES, SEARCHES, *[bad] * 20, compute_dtype="float16"
     )
     assert told(bad | {"loss_scale_spent": 1.0}, compute_dtype="float16") == (

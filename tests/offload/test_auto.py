@@ -197,8 +197,8 @@ def test_what_a_step_takes_must_be_known(monkeypatch, tmp_path):
             batches=[],
         )
     assert str(error.value) == (
-        "zero.optimizer_memory='auto' cannot tell what a step takes of the devices "
-        "from batches to come; use 'pinned_host' or 'nvme', or zjax.initialize"
+        "zero.optimizer_memory='auto' cannot be planned for batches that are not known "
+        "yet; use 'pinned_host' or 'nvme', or zjax.initialize"
     )
     monkeypatch.setattr("zjax.step.Step.predict_peak", lambda self, batch: None)
     with pytest.raises(PlanError) as error:

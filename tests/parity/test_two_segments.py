@@ -183,8 +183,7 @@ def test_metrics_of_the_same_name_are_refused():
     with pytest.raises(ModelError) as error:
         loss_of(stack)(params, {}, batch, None)
     assert str(error.value) == (
-        "metrics/auxiliary_loss='float32' is given twice, by blocks or head; give "
-        "one another name\n"
-        "metrics/size='float32' is given twice, by blocks or head; give one another "
-        "name"
+        "metrics/auxiliary_loss='float32' is given twice, by blocks or head; rename "
+        "one of them\n"
+        "metrics/size='float32' is given twice, by blocks or head; rename one of them"
     )

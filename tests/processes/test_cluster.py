@@ -269,7 +269,8 @@ def test_no_device_is_idle(seen):
         ),
         pytest.param(
             (4, "gpu", 1, ""),
-            "devices=1 leaves 3 of 4 visible GPUs idle; mend the driver, or leave them "
+            "devices=1 leaves 3 of 4 visible GPUs idle; repair the driver, or leave "
+            "them "
             "out of CUDA_VISIBLE_DEVICES",
             id="some-gpus",
         ),
@@ -304,7 +305,7 @@ def test_reads_whom_the_runtime_missed(text, expected):
 
 def test_an_end_before_the_process_wrote_itself_down():
     assert describe_end(End(1, 1, "exit code 2"), None) == (
-        "process=1 ended (exit code 2); there is no checkpoint yet: mend the cause and "
+        "process=1 ended (exit code 2); there is no checkpoint yet: fix the cause and "
         "start again"
     )
 

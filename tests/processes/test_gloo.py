@@ -53,8 +53,8 @@ def test_a_limit_of_gloo_is_named_with_what_to_do(said):
     with pytest.raises(ProcessError) as error, gloo.explain_timeouts():
         raise jax.errors.JaxRuntimeError(f"UNKNOWN: {said} [type.google: '']")
     assert str(error.value) == (
-        "processes.num_processes=1 waited 30 s for each other, as long as Gloo lets "
-        f"them on CPUs and no setting changes (UNKNOWN: {said}); run one process for "
+        "processes.num_processes=1 waited 30 s for each other, Gloo's fixed limit on "
+        f"CPUs (UNKNOWN: {said}); run one process for "
         "the CPUs of a machine, or on one that is less busy, and run again to resume"
     )
 

@@ -39,7 +39,7 @@ def test_the_least_limit_counts(monkeypatch, tmp_path, own, limits, expected):
     assert host.host_memory_bytes() == expected
 
 
-TOLD = "large pages would make placing the state faster; as root: echo always > {}"
+TOLD = "huge pages would make placing the state faster; as root: echo always > {}"
 
 
 @pytest.mark.parametrize(

@@ -143,5 +143,5 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path):
         lock.acquire(f"{tmp_path}/file/run")
     assert str(error.value) == (
         f"directory='{tmp_path}/file/run' cannot be used (Not a directory); name a "
-        "directory that can be made and written to"
+        "writable directory"
     )

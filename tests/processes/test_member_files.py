@@ -77,4 +77,4 @@ def test_records_of_others_are_left_out_by_name(tmp_path, caplog, text):
     assert list(member_files.read_members(tmp_path)) == [0]
     assert member_files.read_ends(tmp_path, 0.0) == []
     for name in ("1.member.json", "1.end.json"):
-        assert f"{tmp_path / name} is no record of this version" in caplog.text
+        assert f"{tmp_path / name} is not a record of this version" in caplog.text

@@ -119,7 +119,7 @@ def test_a_process_that_was_started_twice_is_named_to_all(port, process_id):
     who = rf"host here \(pid ({100 + process_id}|7)\) for /run"
     assert re.fullmatch(
         rf"processes.process_id={process_id} was started twice: {who} and {who}; "
-        r"give each process a number of its own",
+        r"give each process its own number",
         found[0],
     )
 

@@ -128,8 +128,8 @@ def test_a_save_that_one_process_cannot_do_ends_in_all_with_its_name(tmp_path):
     )
     beyond = f"{tmp_path}/file/checkpoints"
     unheld = (
-        f"directory='{beyond}' cannot be used (Not a directory); name a directory that "
-        "can be made and written to"
+        f"directory='{beyond}' cannot be used (Not a directory); "
+        "name a writable directory"
     )
     assert first["held"] == f"ProcessError: {unheld}"
     assert second["held"] == f"ProcessError: process 0: {unheld}"
@@ -147,7 +147,8 @@ def test_a_save_that_one_process_cannot_do_ends_in_all_with_its_name(tmp_path):
     ):
         assert results["written"] == (
             "CheckpointError: checkpoint.step=2 could not be written to "
-            f"{tmp_path}/run/checkpoints ({cause}); make room or mend the file system, "
+            f"{tmp_path}/run/checkpoints ({cause}); free disk space or repair the file "
+            "system, "
             "and run again: there is none before it"
         )
         assert results["step"] == first["step"]
@@ -184,7 +185,7 @@ OBITUARY = (
     ("task", "reason", "code"),
     [
         pytest.param(
-            "kill", "signal 9, SIGKILL, as when memory runs out", 137, id="kill"
+            "kill", "signal 9, SIGKILL, possibly out of memory", 137, id="kill"
         ),
         pytest.param("fail", "ValueError: no more tokens", 134, id="exception"),
         pytest.param(
@@ -209,7 +210,7 @@ def test_the_death_of_one_ends_all_and_is_explained(tmp_path, task, reason, code
         pid=pid_of(tmp_path, 1),
         reason=reason,
         directory=tmp_path,
-        mend="mend the cause and " if "Error" in reason else "",
+        mend="fix the cause and " if "Error" in reason else "",
     )
     assert_all_gone(tmp_path)
 
@@ -234,7 +235,7 @@ def test_each_host_names_the_process_that_died_on_another(tmp_path):
     obituary = OBITUARY.format(
         host=HOST,
         pid=pid_of(tmp_path, 1),
-        reason="signal 9, SIGKILL, as when memory runs out",
+        reason="signal 9, SIGKILL, possibly out of memory",
         directory=tmp_path,
         mend="",
     )

@@ -16,17 +16,16 @@ OUTPUT = "runs/bench"
 
 def define_contest_flags() -> None:
     """Defines `--contest` and its other flags, except `--output`."""
-    flags.DEFINE_string("contest", "", "bench: file that says who competes.")
+    flags.DEFINE_string("contest", "", "bench: contest file.")
     flags.DEFINE_list("only", [], "bench: contestants to run.")
     flags.DEFINE_list("rows", [], "bench: rows to judge.")
-    flags.DEFINE_multi_string("records", [], "bench: judge these, and run nothing.")
+    flags.DEFINE_multi_string(
+        "records", [], "bench: record files to judge; nothing runs."
+    )
 
 
 def hold_contest(given: flags.FlagValues) -> None:
     """Runs or judges the contest of the command line.
-
-    Args:
-        given: Parsed and checked flags.
 
     Raises:
         BenchError: A contest, selection, record or number is invalid.
@@ -44,9 +43,6 @@ def hold_contest(given: flags.FlagValues) -> None:
 
 def check_contest_flags(given: flags.FlagValues) -> None:
     """Refuses contest flags without a contest, and settings of a run beside one.
-
-    Args:
-        given: Parsed flags.
 
     Raises:
         ConfigError: Names every flag that has no effect.

@@ -115,13 +115,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Contest:
-    """Programs to measure, and claims about them.
-
-    Args:
-        title: Heading of the plot.
-        contestants: Programs in the order in which they run.
-        rows: Claims.
-    """
+    """Programs to measure, in order, and claims about them."""
 
     title: str
     contestants: tuple[Contestant, ...]
@@ -176,14 +170,7 @@ def contest_problems(contest: Contest) -> Iterator[Problem]:
 def unknown(
     what: str, names: Iterable[str], known: Iterable[str], field: str
 ) -> Iterator[Problem]:
-    """Yields a problem for each unknown name.
-
-    Args:
-        what: Kind of thing that the names denote.
-        names: Names to look up.
-        known: All valid names.
-        field: Where the names are written.
-    """
+    """Yields a problem for each unknown name in `field`; `what` says what they name."""
     known = tuple(dict.fromkeys(known))
     for name in names:
         if name not in known:
@@ -194,7 +181,7 @@ def _repeated(field: str, names: list[str]) -> Iterator[Problem]:
     for name in dict.fromkeys(names):
         if names.count(name) > 1:
             problem = f"appears {names.count(name)} times"
-            yield Problem(field, name, problem, "give each a name of its own")
+            yield Problem(field, name, problem, "give each its own name")
 
 
 @contextlib.contextmanager

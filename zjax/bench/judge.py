@@ -23,15 +23,12 @@ def missing(row: Row, records: Sequence[Record]) -> str:
 
 
 def make_result(row: Row, records: Sequence[Record], *, command: str) -> Result:
-    """Compares the best of each side.
+    """Compares the best of each side, for a claim of which nothing is `missing`.
 
     Args:
-        row: The claim, for which `missing` is empty.
+        row: The claim.
         records: Records of its contestants and others, all from one machine.
         command: Command that measures this row.
-
-    Returns:
-        The result; failed contestants are named in its notes.
 
     Raises:
         BenchError: A contestant's result lacks the metric.

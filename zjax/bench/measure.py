@@ -182,7 +182,7 @@ def describe_measurement(measurement: Measurement) -> str:
         "peak memory": measurement.peak_bytes,
         "peak memory by the compiler": measurement.predicted_peak_bytes,
         "state per device": measurement.state_bytes,
-        "state elsewhere, per device": measurement.moved_state_bytes or None,
+        "offloaded state per device": measurement.moved_state_bytes or None,
         "of it on disks": measurement.disk_state_bytes or None,
     }
     rows += [(what, format_bytes(x)) for what, x in sizes.items() if x is not None]
@@ -222,7 +222,7 @@ def check_losses(losses: Sequence[float]) -> None:
         return
     steps = f"in {len(losses)} steps on one batch"
     problem = f"did not fall from {losses[0]!r} {steps}"
-    remedy = "lower optimizer.peak_learning_rate, or see whether the run trains"
+    remedy = "lower optimizer.peak_learning_rate, or check that the run trains"
     raise BenchError(Problem("loss", losses[-1], problem, remedy))
 
 

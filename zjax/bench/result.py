@@ -27,16 +27,7 @@ _CASE_KEYS = ("ours", "peer", "must", "aim", "ratio")
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """One number of a comparison.
-
-    Args:
-        name: Contestant.
-        median: Median of the measurements.
-        min: Minimum.
-        max: Maximum.
-        n: Number of measurements; 1 for a counted or stated number.
-        unit: Unit of all three.
-    """
+    """One number of a comparison; `n` is 1 if it is counted or stated."""
 
     name: str
     median: int | float
@@ -134,10 +125,6 @@ class Result:
 def verdict(case: Comparison, higher_is_better: bool) -> str:
     """The verdict on a ratio against the bar of its own row.
 
-    Args:
-        case: The comparison.
-        higher_is_better: Whether a ratio above 1 favours zjax.
-
     Returns:
         `aim reached`, `met` or `missed by 5 %` (of the bar); without a bar `aim
         reached`, `aim not reached` or `no bar`.
@@ -163,14 +150,7 @@ def verdict(case: Comparison, higher_is_better: bool) -> str:
 
 
 def write_result(result: Result, folder: str | os.PathLike[str]) -> pathlib.Path:
-    """Checks a result and writes it to `<id>.json`.
-
-    Args:
-        result: The result.
-        folder: Folder of results; created if missing.
-
-    Returns:
-        Path of the file.
+    """Checks a result and writes it to `<id>.json` in a folder, created if missing.
 
     Raises:
         BenchError: The result has mistakes.
@@ -190,7 +170,7 @@ def read_result(path: str | os.PathLike[str]) -> Result:
     Raises:
         BenchError: The file has other keys, or the result has mistakes.
     """
-    remedy = "write it anew with `zjax bench --contest=...`"
+    remedy = "write it again with `zjax bench --contest=...`"
     try:
         given = parse_json(read_text(path))
         cases = given.pop("cases", None)
@@ -234,7 +214,7 @@ def result_problems(result: Result) -> Iterator[Problem]:
         yield Problem("cases", (), "compares nothing", "give a comparison")
     if len(names) > 1 and (not all(names) or len(set(names)) < len(names)):
         problem = "does not tell the comparisons apart"
-        yield Problem("cases", tuple(names), problem, "give each a name of its own")
+        yield Problem("cases", tuple(names), problem, "give each its own name")
     for case in result.cases:
         yield from _case_problems(case)
 

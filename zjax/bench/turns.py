@@ -32,13 +32,7 @@ _OUT_OF_MEMORY = re.compile("out of memory|RESOURCE_EXHAUSTED", re.IGNORECASE)
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Where a contest runs.
-
-    Args:
-        identity: Digest that is equal only for records from one machine.
-        device: Kind of the devices.
-        num_devices: Number of devices.
-    """
+    """Where a contest runs; `identity` is equal only for records from one machine."""
 
     identity: str
     device: str
@@ -126,13 +120,7 @@ def take_turns(
 
 
 def read_records(paths: Iterable[str | os.PathLike[str]]) -> list[Record]:
-    """Reads the records that `take_turns` wrote.
-
-    Args:
-        paths: `.jsonl` files of one contest.
-
-    Returns:
-        The last record of each contestant.
+    """Reads record files of one contest; the last record of each contestant counts.
 
     Raises:
         BenchError: A file is not of this kind, or the records are from several machines
@@ -154,7 +142,7 @@ def read_records(paths: Iterable[str | os.PathLike[str]]) -> list[Record]:
     machines = {record.machine for record in records.values()}
     if len(machines) != 1:
         problem = f"come from {len(machines)} machines"
-        remedy = "give those of one machine: others say nothing about each other"
+        remedy = "give records of one machine; others cannot be compared"
         raise BenchError(Problem("records", paths, problem, remedy))
     return list(records.values())
 

@@ -34,11 +34,7 @@ def read_average(
     Args:
         names: Names of the checkpoint's arrays.
         read_array: Function that reads one array into host memory.
-        name: Name of an array under `master`.
-
-    Returns:
-        The average in the array's dtype; the array itself if the optimizer does not
-        update it.
+        name: Name of an array under `master`; returned as it is if never updated.
     """
     y = read_array(name)
     for state in _states(names):

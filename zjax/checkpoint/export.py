@@ -106,7 +106,7 @@ def export_safetensors(
                 "output",
                 path,
                 f"cannot be written ({error.strerror})",
-                "name a file in a directory that is writable and has room",
+                "name a file in a writable directory with free space",
             )
         ) from error
     return target.stat().st_size

@@ -39,7 +39,7 @@ def only_incomplete(
 ) -> CheckpointError:
     """The error where all steps lack files; `missing` is what the newest lacks."""
     problem = f"is not complete in {directory} ({missing}), nor is any other step"
-    remedy = "bring back its files, or start in another directory"
+    remedy = "restore its files, or start in another directory"
     return CheckpointError(Problem("checkpoint.step", steps[-1], problem, remedy))
 
 
@@ -59,8 +59,8 @@ def incomplete(directory: pathlib.Path, step: int, missing: str) -> str:
 def unverified(directory: pathlib.Path, step: int) -> str:
     """The warning about a step of an older version, without checksums."""
     return (
-        f"{directory / str(step)} was saved without checksums: nobody can tell whether "
-        "what is read from it is what was saved; the next save has them"
+        f"{directory / str(step)} was saved without checksums, so damage cannot be "
+        "detected; the next save has them"
     )
 
 
@@ -89,7 +89,7 @@ def unwritten(
     directory: pathlib.Path, step: int, latest: int | None, error: Exception
 ) -> CheckpointError:
     """The error for a failed save; `latest` is the newest complete step, if any."""
-    kept = "there is none before it" if latest is None else f"step {latest} is whole"
+    kept = "there is none before it" if latest is None else f"step {latest} is intact"
     remedy = find_remedy(error)
     if isinstance(root_of(error), jax.errors.JaxRuntimeError):
         remedy = "find the process that ended or the device that failed"

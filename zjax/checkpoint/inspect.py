@@ -11,8 +11,8 @@ from zjax.checkpoint.sums import SUMS_FILE
 from zjax.config.paths import local_path
 from zjax.sharding.describe import format_bytes, render_table
 
-INTACT = "as it was saved"
-UNVERIFIABLE = "saved without checksums: not known"
+INTACT = "intact"
+UNVERIFIABLE = "unknown (no checksums)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ def describe_verdicts(verdicts: Sequence[Verdict]) -> str:
         (v.path.name, f"{v.num_files:,}", format_bytes(v.num_bytes), v.problem)
         for v in verdicts
     ]
-    table = render_table(("step", "files", "bytes", "is"), rows, right=(0, 1, 2))
+    table = render_table(("step", "files", "bytes", "state"), rows, right=(0, 1, 2))
     return f"{verdicts[0].path.parent}\n{table}\n{_advice(verdicts)}"
 
 

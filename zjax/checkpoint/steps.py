@@ -48,10 +48,10 @@ def find_missing(path: pathlib.Path) -> str:
         except OSError as error:
             return f"{name} is missing ({error.strerror})"
     try:
-        form = read_index(path)["format"]
+        index_format = read_index(path)["format"]
     except (OSError, ValueError, KeyError, TypeError):
         return ""  # reading the index raises the error
-    return f"{SUMS_FILE} is missing" if form == FORMAT else ""
+    return f"{SUMS_FILE} is missing" if index_format == FORMAT else ""
 
 
 def has_sums(path: pathlib.Path) -> bool:
@@ -85,10 +85,10 @@ def begin(path: pathlib.Path) -> None:
         OSError: It cannot be created.
     """
     directory = path.parent
-    new = [at for at in (directory, *directory.parents) if not at.exists()]
+    created = [each for each in (directory, *directory.parents) if not each.exists()]
     directory.mkdir(parents=True, exist_ok=True)
-    for at in new:
-        sync_directory(at.parent)
+    for each in created:
+        sync_directory(each.parent)
     clear(directory)
     (path / STATE).mkdir(parents=True)
     (path / INDEX).parent.mkdir()

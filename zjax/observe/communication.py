@@ -53,9 +53,9 @@ def zero_volume(plan: Plan, num_microbatches: int) -> int:
     reductions = num_microbatches if plan.splits.grad_sum else 1
     gathers = 2 * num_microbatches if plan.splits.compute else 1
     total = 0
-    for row in jax.tree.leaves(plan.grads):
-        shares = num_shares(plan.mesh, sum(row.gathered_axes, ()))
-        shard = math.prod(row.stored.shard_shape(row.stored_shape))
+    for grad in jax.tree.leaves(plan.grads):
+        shares = num_shares(plan.mesh, sum(grad.gathered_axes, ()))
+        shard = math.prod(grad.stored.shard_shape(grad.stored_shape))
         if shares > 1:
             total += shard * shares * (reductions + gathers)
         if shares == 1 or plan.mesh.shape[REPLICA] > 1:
@@ -64,7 +64,7 @@ def zero_volume(plan: Plan, num_microbatches: int) -> int:
 
 
 def describe_communication(
-    found: Sequence[Collective], plan: Plan, num_microbatches: int
+    collectives: Sequence[Collective], plan: Plan, num_microbatches: int
 ) -> str:
     """Sums up what a train step sends, by kind and in total.
 
@@ -72,7 +72,7 @@ def describe_communication(
     `Psi` is the volume in units of the number of parameters.
 
     Args:
-        found: Collectives of the step, from `list_collectives`.
+        collectives: Collectives of the step, from `list_collectives`.
         plan: The plan of the step.
         num_microbatches: Microbatches per step.
 
@@ -82,21 +82,21 @@ def describe_communication(
     psi = memory.num_params(plan)
     kinds: dict[tuple[str, ...], list[Collective]] = collections.defaultdict(list)
     small = []
-    for each in found:
+    for each in collectives:
         axes = "+".join(mesh_axes(each.groups, plan.mesh))
         kind = kinds[each.op, each.dtype, axes]
         (kind if each.elements >= SMALL_SHARE * psi else small).append(each)
     rows = [(*kind, *_sums(parts, psi)) for kind, parts in kinds.items() if parts]
     rows.append((f"below {SMALL_SHARE:g} Psi", "", "", *_sums(small, psi)))
-    rows.append(("total", "", "", *_sums(found, psi)))
+    rows.append(("total", "", "", *_sums(collectives, psi)))
     columns = ("op", "dtype", "axes", "count", "overlap", "bytes", "Psi")
-    bounded = all(each.is_bounded for each in found)
+    bounded = all(each.is_bounded for each in collectives)
     return "\n".join(
         [
             f"what one device sends in a train step, Psi = {psi:,} parameters",
             render_table(columns, rows, right=range(3, 7)),
             "",
-            _describe_volume(found, plan, num_microbatches),
+            _describe_volume(collectives, plan, num_microbatches),
             *_pipeline_notes(plan),
             *([] if bounded else [UNBOUNDED_NOTE]),
         ]
@@ -113,18 +113,18 @@ def _sums(parts: Sequence[Collective], psi: int) -> tuple[str, ...]:
 
 
 def _describe_volume(
-    found: Iterable[Collective], plan: Plan, num_microbatches: int
+    collectives: Iterable[Collective], plan: Plan, num_microbatches: int
 ) -> str:
-    copies = [a for a in (*BATCH_AXES, *ZERO_AXES) if plan.mesh.shape[a] > 1]
+    axes = [a for a in (*BATCH_AXES, *ZERO_AXES) if plan.mesh.shape[a] > 1]
     moved = sum(
         each.volume
-        for each in found
-        if set(copies).intersection(mesh_axes(each.groups, plan.mesh))
+        for each in collectives
+        if set(axes).intersection(mesh_axes(each.groups, plan.mesh))
     )
     stage = f"ZeRO {plan.stage} should move"
     if num_microbatches > 1:
         stage += f" for {num_microbatches} microbatches"
-    step = f"this step moves over {' and '.join(dict.fromkeys(copies)) or 'no axis'}"
+    step = f"this step moves over {' and '.join(dict.fromkeys(axes)) or 'no axis'}"
     volumes = {step: moved}
     if not _communicates_in_ticks(plan):
         volumes[stage] = zero_volume(plan, num_microbatches)

@@ -101,7 +101,7 @@ def _complete_lines(path: pathlib.Path) -> Iterator[bytes]:
         return
     status = path.stat()
     if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
-        raise OSError(None, f"it is no file of up to {MAX_BYTES:,} bytes")
+        raise OSError(None, f"it is not a regular file of up to {MAX_BYTES:,} bytes")
     with path.open("rb") as file:
         for line in iter(lambda: file.readline(_MAX_LINE_BYTES), b""):
             if line.endswith(b"\n") or len(line) == _MAX_LINE_BYTES:

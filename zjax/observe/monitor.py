@@ -48,7 +48,7 @@ class Monitor:
     ):
         observe = config.observe
         if observe.plot and "jsonl" not in observe.sinks and jax.process_index() == 0:
-            print("no picture is saved: observe.sinks has no 'jsonl' to draw it from")
+            print("no plot is saved: it needs the sink 'jsonl'")
         self._config = config
         self._callbacks = callbacks
         self._tokens_per_step = tokens_per_step

@@ -49,7 +49,7 @@ def describe_end(
     if picture is not None:
         lines.append(f"picture: {picture}")
     if not is_done:
-        lines.append("run the same command again to go on")
+        lines.append("run the same command again to resume")
     return "\n".join(lines)
 
 

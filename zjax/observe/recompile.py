@@ -100,7 +100,7 @@ def _line(
     if old is None:
         return f"compiled the first step in {seconds:.1f} s"
     reason = describe_change(old, new) or (
-        "the batch is as before, so the state or the program of the step changed"
+        "the batch is unchanged, so the state or the program of the step changed"
     )
     return f"step {step} compiles again ({seconds:.1f} s): {reason}"
 

@@ -276,7 +276,7 @@ def _identity(path: pathlib.Path) -> str:
     try:
         return read_text(path)
     except ValueError as error:
-        problem, remedy = f"cannot go on ({path.name}: {error})", "remove that file"
+        problem, remedy = f"cannot resume ({path.name}: {error})", "remove that file"
         raise ConfigError(Problem("observe.sinks", "wandb", problem, remedy)) from error
 
 

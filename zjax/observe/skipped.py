@@ -93,8 +93,8 @@ class SkippedSteps:
     def _too_many(self, step: int, is_all: bool) -> Problem:
         first, name, value = self._first
         skipped = f"all {step} steps" if is_all else f"{self.in_a_row} steps in a row"
-        problem = f"left out {skipped}, beginning with {name}={value} at step {first}"
-        remedy = f"{_LOWER}; what was saved before is as it was"
+        problem = f"skipped {skipped}, starting with {name}={value} at step {first}"
+        remedy = f"{_LOWER}; earlier checkpoints are unaffected"
         return Problem("precision.on_nonfinite", "skip", problem, remedy)
 
     def _is_scale_search(self, values: Mapping[str, float]) -> bool:

@@ -41,21 +41,23 @@ def describe_schedules(schedule: Schedule, *, recompute: bool) -> str:
     Example:
         >>> schedule = make_schedule("1f1b", num_stages=4, num_microbatches=8)
         >>> print(describe_schedules(schedule, recompute=False).splitlines()[4])
-        * 1f1b            33   27.3 %                 7   activations of a stage
+        * 1f1b            33   27.3 %                7   activations of a stage
     """
-    size, number = schedule.num_stages, schedule.num_microbatches
-    chunks = max(2, schedule.num_chunks)
+    num_stages, num_microbatches = schedule.num_stages, schedule.num_microbatches
     rows = []
     for name in SCHEDULES:
-        if name == "interleaved" and number % size:
+        if name == "interleaved" and num_microbatches % num_stages:
             continue
-        parts = chunks if name == "interleaved" else 1
+        num_chunks = max(2, schedule.num_chunks) if name == "interleaved" else 1
         each = make_schedule(
-            name, num_stages=size, num_microbatches=number, num_chunks=parts
+            name,
+            num_stages=num_stages,
+            num_microbatches=num_microbatches,
+            num_chunks=num_chunks,
         )
         recomputes = recompute and name != "zb_h1"
         costs = pass_costs(recompute=recomputes)
-        part = "a stage" if parts == 1 else f"1/{parts} of a stage"
+        part = "a stage" if num_chunks == 1 else f"1/{num_chunks} of a stage"
         rows.append(
             (
                 f"{'*' if name == schedule.name else ' '} {name}",
@@ -65,8 +67,9 @@ def describe_schedules(schedule: Schedule, *, recompute: bool) -> str:
                 f"{'input' if recomputes else 'activations'} of {part}",
             )
         )
-    heading = f"{size} stages, {number} microbatches; a forward pass takes 1\n"
-    columns = ("schedule", "time", "idle", "waiting at most", "each")
+    heading = f"{num_stages} stages, {num_microbatches} microbatches; "
+    heading += "a forward pass takes 1\n"
+    columns = ("schedule", "time", "idle", "stored at most", "each")
     return heading + render_table(columns, rows, right=(1, 2, 3))
 
 

@@ -36,14 +36,9 @@ def parse_address(text: str) -> Address:
 
 
 def bind_address(coordinator: str) -> str | None:
-    """The address on which JAX's coordinator listens.
+    """The address on which JAX's coordinator listens; None for all interfaces.
 
-    Args:
-        coordinator: `host:port`; empty if JAX finds it.
-
-    Returns:
-        A loopback address as it is, so that no other machine reaches it; None, which
-        stands for all interfaces, otherwise.
+    A loopback address is kept, so that no other machine can reach it.
 
     Example:
         >>> bind_address("127.0.0.1:5757"), bind_address("node1:5757")

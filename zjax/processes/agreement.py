@@ -48,9 +48,6 @@ def check_agreement(config: Config) -> None:
 
     A collective call; all processes raise the same error.
 
-    Args:
-        config: Settings of this process.
-
     Raises:
         ProcessError: Names each setting, package or option that differs, and its
             values.
@@ -81,13 +78,9 @@ def describe_process(config: Config) -> dict[str, Any]:
 
 
 def disagreements(given: Sequence[Mapping[str, Any]]) -> list[Problem]:
-    """Compares every process with process 0.
+    """Compares results of `describe_process`, ordered by process, with process 0.
 
-    Args:
-        given: Results of `describe_process`, by process.
-
-    Returns:
-        One problem per differing value, with the processes that have it.
+    Returns one problem per differing value, with the processes that have it.
 
     Example:
         >>> [str(x) for x in disagreements([{"seed": 0}, {"seed": 1}, {"seed": 1}])]

@@ -19,13 +19,7 @@ _CAUSE_LENGTH = 200
 
 
 class PeerError(OSError):
-    """Another process failed.
-
-    Args:
-        process_id: Number of that process.
-        cause: Its error, in one line.
-        number: The `errno` of its error, or 0.
-    """
+    """Another process failed, with this one-line cause and `errno` (or 0)."""
 
     def __init__(self, process_id: int, cause: str, number: int):
         super().__init__(number, cause)
@@ -39,10 +33,7 @@ class PeerError(OSError):
 def barrier(name: str) -> Iterator[None]:
     """Waits until all processes have done the enclosed work, or one has failed.
 
-    May be used in any thread.
-
-    Args:
-        name: Name of the work, unique in the run.
+    May be used in any thread; the name must be unique in the run.
 
     Raises:
         ZjaxError: Another process raised it; it names that process.

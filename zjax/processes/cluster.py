@@ -54,14 +54,9 @@ class Cluster:
 
 
 def find_cluster(settings: schema.Processes, environ: Mapping[str, str]) -> Cluster:
-    """Finds the processes of the run from settings and environment.
+    """Finds the processes of the run from settings and environment variables.
 
-    Args:
-        settings: `coordinator` selects detection, an address, or no peers.
-        environ: Environment variables.
-
-    Returns:
-        The processes; `alone` if no scheduler is found.
+    `settings.coordinator` selects detection ("auto"), an address, or no peers ("none").
 
     Raises:
         ProcessError: The environment lacks what processes need to connect.
@@ -87,10 +82,7 @@ def find_cluster(settings: schema.Processes, environ: Mapping[str, str]) -> Clus
 
 
 def find_scheduler(environ: Mapping[str, str]) -> Cluster:
-    """Finds the program that started this process, from the environment.
-
-    Returns:
-        Its processes; `alone` if none is found.
+    """Finds the scheduler that started this process; `alone` if there is none.
 
     Example:
         >>> find_scheduler({}).is_alone
@@ -150,10 +142,6 @@ def visible_gpus(
 
 def assign_gpus(cluster: Cluster, num_visible: int) -> tuple[int, ...]:
     """Divides the visible GPUs of a host among its processes.
-
-    Args:
-        cluster: This process and its peers.
-        num_visible: Number of GPUs that this process sees.
 
     Returns:
         Indices among the visible GPUs.

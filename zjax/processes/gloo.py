@@ -59,10 +59,7 @@ def explain_timeouts() -> Iterator[None]:
         message, _, _ = str(error).partition(" [type.")
         if not _TIMEOUT.search(message):
             raise
-        problem = (
-            "waited 30 s for each other, as long as Gloo lets them on CPUs and no "
-            f"setting changes ({message})"
-        )
+        problem = f"waited 30 s for each other, Gloo's fixed limit on CPUs ({message})"
         remedy = (
             "run one process for the CPUs of a machine, or on one that is less busy, "
             "and run again to resume"

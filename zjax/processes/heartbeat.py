@@ -10,13 +10,7 @@ _LEADER = "Failed to send RPC to coordination service"
 
 
 def find_unresponsive(text: str) -> int | None:
-    """The process that stopped sending heartbeats.
-
-    Args:
-        text: What a survivor wrote to stderr.
-
-    Returns:
-        A process number, or None if the runtime names none.
+    """The process that stopped sending heartbeats, from a survivor's stderr, or None.
 
     Example:
         >>> find_unresponsive("UNAVAILABLE: Task 3 heartbeat timeout.")

@@ -90,17 +90,12 @@ def _given_limit() -> str | None:
 
 
 def warn_of_small_pages(num_bytes: int, platform: str) -> None:
-    """Warns if many bytes are pinned for GPUs in pages of 4 KiB, which is slow.
-
-    Args:
-        num_bytes: Bytes that this process pins.
-        platform: JAX platform of its devices.
-    """
+    """Warns if many bytes are pinned for GPUs in pages of 4 KiB, which is slow."""
     if platform != "gpu" or num_bytes < _SLOW_BYTES or not _PINNED_PAGES.exists():
         return
     if not set(_LARGE_PAGES) & set(_PINNED_PAGES.read_text().split()):
         how = f"as root: echo always > {_PINNED_PAGES}"
-        logging.warning("large pages would make placing the state faster; %s", how)
+        logging.warning("huge pages would make placing the state faster; %s", how)
 
 
 class LocalProcesses(NamedTuple):

@@ -33,10 +33,9 @@ _holds = itertools.count(1)
 
 @contextlib.contextmanager
 def hold(directory: str) -> Iterator[None]:
-    """Locks a directory during the enclosed work; process 0 does so for all.
+    """Locks the run's directory during the enclosed work; process 0 does so for all.
 
-    Args:
-        directory: The run's directory, which this process may hold already.
+    This process may hold the lock already.
 
     Raises:
         ProcessError: Another run holds it, or it is not writable; raised in all
@@ -52,10 +51,7 @@ def hold(directory: str) -> Iterator[None]:
 
 
 def acquire(directory: str) -> pathlib.Path:
-    """Locks a directory until this process ends.
-
-    Args:
-        directory: The run's directory; created if missing.
+    """Locks the run's directory, created if missing, until this process ends.
 
     Returns:
         Path of the lock file.
@@ -124,7 +120,7 @@ def _describe_holder(path: pathlib.Path) -> str:
         holder = parse_json(read_text(path))
         return f"host {holder['host']}, pid {holder['pid']}, since {holder['since']}"
     except (OSError, ValueError, KeyError, TypeError):
-        return f"which has only just locked {path}"
+        return f"which has just locked {path}"
 
 
 def _forget() -> None:

@@ -92,24 +92,16 @@ def watched_directory() -> pathlib.Path | None:
 
 
 def write_member(member: Member, directory: pathlib.Path) -> None:
-    """Writes a member file, and deletes an end of an earlier run.
-
-    Args:
-        member: The process.
-        directory: Directory of its parent, or that of its run.
-    """
+    """Writes a member file, and deletes the process's end of an earlier run."""
     _write(directory / f"{member.process_id}.member.json", member)
     (directory / f"{member.process_id}.end.json").unlink(missing_ok=True)
 
 
 def write_end(end: End, member: Member | None, directory: pathlib.Path) -> None:
-    """Writes how a process ended.
+    """Writes how a process ended to the directory of its parent.
 
-    Args:
-        end: How it ended.
-        member: The process, if it wrote a member file.
-        directory: Directory of its parent. It is also written to the run's directory if
-            the process took part in the run, and was not refused.
+    It is also written to the run's directory if the process took part in the run, and
+    was not refused.
     """
     paths = [directory]
     if member is not None:
@@ -137,15 +129,7 @@ def read_members(path: pathlib.Path) -> dict[int, Member]:
 
 
 def read_ends(path: pathlib.Path, since_seconds: float) -> list[End]:
-    """Reads the ends in a directory.
-
-    Args:
-        path: Directory of member files.
-        since_seconds: Start of the run; earlier ends are ignored.
-
-    Returns:
-        Ends, the most likely cause first.
-    """
+    """Reads the ends since `since_seconds`, the most likely cause first."""
     ends = _read(path, "end", lambda record: End(**record))
     fresh = [end for end in ends if end.at_seconds >= since_seconds]
     return sorted(fresh, key=lambda end: (end.rank, end.at_seconds))
@@ -175,7 +159,7 @@ def _read(path: pathlib.Path, kind: str, make: Callable[[dict], T]) -> list[T]:
 
 @functools.cache
 def _warn_once(file: pathlib.Path) -> None:
-    logging.warning("%s is no record of this version: it is left out", file)
+    logging.warning("%s is not a record of this version and is ignored", file)
 
 
 def _check_types(record: Any) -> None:

@@ -63,11 +63,7 @@ class RendezvousServer:
         self._clients: list[_Client] = []
 
     def receive(self, servers: Sequence[socket.socket]) -> None:
-        """Receives greetings until all are there or time is up, and sends the verdict.
-
-        Args:
-            servers: Listening sockets.
-        """
+        """Receives greetings on listening sockets; sends all clients the verdict."""
         deadline = time.monotonic() + self._seconds
         problems: list[Problem] = []
         with self._selector:
@@ -137,7 +133,7 @@ class RendezvousServer:
             if process_id in seen:
                 problem = f"was started twice: {_name(seen[process_id])} and "
                 problem += _name(greeting)
-                remedy = "give each process a number of its own"
+                remedy = "give each process its own number"
                 return [Problem("processes.process_id", process_id, problem, remedy)]
             seen[process_id] = greeting
         return []

@@ -99,22 +99,14 @@ def start(
 
 
 def finish(info: ProcessInfo) -> None:
-    """Waits for all processes and disconnects, so that none is missed by a slow one.
-
-    Args:
-        info: Result of `start`.
-    """
+    """Waits for all processes and disconnects, so that none is missed by a slow one."""
     if info.num_processes > 1:
         multihost_utils.sync_global_devices("zjax: all done")
         jax.distributed.shutdown()
 
 
 def describe_processes(info: ProcessInfo) -> str:
-    """A table of processes and their devices.
-
-    Args:
-        info: Result of `start`.
-    """
+    """A table of processes and their devices."""
     rows = [("process", "host", "devices")]
     owners = [device.process_index for device in jax.devices()]
     for process_id, host in enumerate(info.hosts):
@@ -134,9 +126,6 @@ def record_failure(error: BaseException) -> None:
     The runtime makes a process that leaves wait for the others and then aborts them
     all, so exit codes do not show which failed first. Uncaught exceptions are recorded
     anyway. Without a parent nothing happens.
-
-    Args:
-        error: The reason.
     """
     watched = member_files.watched_directory()
     if watched is None or isinstance(error, KeyboardInterrupt):
@@ -162,11 +151,6 @@ def check_members(
     members: Mapping[int, Member], num_processes: int, path: pathlib.Path
 ) -> None:
     """Refuses processes that do not share the directory, or that share a GPU.
-
-    Args:
-        members: Member files by process number.
-        num_processes: Number of connected processes.
-        path: Directory of the member files.
 
     Raises:
         ProcessError: Some are missing, or a GPU has two owners.
@@ -224,7 +208,7 @@ def check_platform(num_gpus: int, platform: str, num_used: int, asked: str) -> N
                 "devices",
                 num_used,
                 f"leaves {num_gpus - num_used} of {num_gpus} visible GPUs idle",
-                "mend the driver, or leave them out of CUDA_VISIBLE_DEVICES",
+                "repair the driver, or leave them out of CUDA_VISIBLE_DEVICES",
             )
         )
 

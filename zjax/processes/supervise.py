@@ -97,20 +97,15 @@ def supervise(command: Sequence[str], num_processes: int = 0) -> int:
 
 
 def describe_end(end: End, member: Member | None) -> str:
-    """Says in one line which process died, and how to continue.
-
-    Args:
-        end: How it ended.
-        member: The process, if it wrote a member file.
-    """
-    who, remedy = "", "there is no checkpoint yet: mend the cause and start again"
+    """Says in one line which process died, and how to continue."""
+    who, remedy = "", "there is no checkpoint yet: fix the cause and start again"
     if member is not None:
         who = f"on host {member.host} (pid {member.pid}) "
         step = member_files.last_checkpoint(member.directory)
         if step is not None:
             place = f"{member.directory}/checkpoints"
             kept = f"the last checkpoint is step {step} in {place}"
-            mend = "mend the cause and " if end.rank == 1 else ""
+            mend = "fix the cause and " if end.rank == 1 else ""
             remedy = f"{kept}: {mend}run the same command again to resume"
     return str(Problem("process", end.process_id, f"{who}ended ({end.reason})", remedy))
 
@@ -247,7 +242,7 @@ def _record_end(
     code = child.process.returncode
     if code < 0:
         name = signal.Signals(-code).name
-        hint = ", as when memory runs out" if name == "SIGKILL" else ""
+        hint = ", possibly out of memory" if name == "SIGKILL" else ""
         rank = 3 if name == "SIGABRT" else 0
         end = End(child.process_id, rank, f"signal {-code}, {name}{hint}")
     else:
