@@ -36,7 +36,7 @@ from zjax.sharding import plan as plans
 from zjax.sharding.batch import rows_of
 from zjax.sharding.program_plan import staged_plan
 from zjax.step import Step, make_step
-from zjax.storage.progress import shown
+from zjax.storage.progress import progress_bar
 from zjax.train.master import whole_rows
 from zjax.train.state import (
     TrainState,
@@ -342,7 +342,7 @@ def make_run(
     num_local, platform = len(mesh.local_devices), meshes.platform_of(mesh)
     warn_of_small_pages(num_local * memory.stored_bytes(plan).host, platform)
     moved = num_local * memory.stored_bytes(plan).offloaded
-    with shown("placing the state", moved if jax.process_index() == 0 else 0):
+    with progress_bar("placing the state", moved if jax.process_index() == 0 else 0):
         state = restored(restore) if restore else fresh()
     return Run(
         config=config,

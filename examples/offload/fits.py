@@ -19,7 +19,7 @@ import zjax
 from zjax.budget.fit import abstract_batch
 from zjax.config.schema import Config
 from zjax.sharding import memory
-from zjax.storage.passing import in_flight_bytes
+from zjax.storage.transfers import in_flight_bytes
 
 CARDS = (16, 24, 40, 80, 141)
 """Gigabytes."""

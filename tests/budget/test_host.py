@@ -11,7 +11,7 @@ from zjax.config import load_config
 from zjax.processes import host
 from zjax.processes.cluster import Cluster
 from zjax.processes.host import pinnable_bytes
-from zjax.storage.passing import IN_FLIGHT_BYTES, READ_AHEAD_BYTES
+from zjax.storage.transfers import IN_FLIGHT_BYTES, READ_AHEAD_BYTES
 
 CONFIG = "configs/llama_8b_pinned_host.py"
 NAMES = ("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "ZJAX_PINNED_LIMIT_GB")

@@ -32,7 +32,7 @@ from zjax.processes import host
 from zjax.sharding import memory
 from zjax.sharding import plan as plans
 from zjax.sharding.plan import DEVICE, HOST, NVME
-from zjax.storage import passing
+from zjax.storage import transfers
 
 DEEP = dataclasses.replace(GPT, num_layers=4)
 
@@ -68,8 +68,8 @@ def machine(monkeypatch):
         if on_host is not None:
             pinned = fit.POOL_OVERHEAD * on_host * whole
             monkeypatch.setattr(fit, "IN_FLIGHT_BYTES", 0)
-            nothing = passing.Passing(0, 0)
-            monkeypatch.setattr(fit, "passing_bytes", lambda *_: nothing)
+            nothing = transfers.DiskStaging(0, 0)
+            monkeypatch.setattr(fit, "staging_bytes", lambda *_: nothing)
             size = smallest_host(jax.device_count() * pinned)
             monkeypatch.setattr(fit, "host_memory_bytes", lambda: size)
         return whole

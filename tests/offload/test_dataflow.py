@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zjax.offload.dataflow import trace
+from zjax.offload.groups import trace
 
 
 def branch(x, y, which):

@@ -137,7 +137,7 @@ def test_no_update_waits_for_the_norm():
     """Fails if clipping holds the updates back until all gradients are there."""
     run = start(delayed())
     train_step = run.step.executor.step
-    passes, update = train_step.backward, train_step.update
+    programs, groups = train_step.backward.programs, train_step.groups
     events = []
 
     def noted(name, function):
@@ -147,9 +147,11 @@ def test_no_update_waits_for_the_norm():
 
         return call
 
-    passes.block_backward = noted("backward", passes.block_backward)
-    update.updates = [noted("update", part) for part in update.updates]
-    updates, backward = ["update"] * update.num_groups, ["backward"] * GPT.num_layers
+    programs.block_backward = noted("backward", programs.block_backward)
+    for i, group in enumerate(groups):
+        update = group.update._replace(update=noted("update", group.update.update))
+        groups[i] = group._replace(update=update)
+    updates, backward = ["update"] * len(groups), ["backward"] * GPT.num_layers
     state, _ = train(run, DELAY_FROM)
     assert events == DELAY_FROM * [*backward, *updates]
     del events[:]

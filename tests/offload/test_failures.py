@@ -25,8 +25,8 @@ from zjax import step as steps
 from zjax.errors import PlanError
 from zjax.initialize import make_run
 from zjax.models.build import make_model
-from zjax.offload.dataflow import trace
-from zjax.offload.parts import compile_parts
+from zjax.offload.compiled import compile_groups
+from zjax.offload.groups import trace
 from zjax.optim.build import make_optimizer
 
 ON_HOST = {"zero": {"parameter_memory": "pinned_host"}}
@@ -58,13 +58,13 @@ def test_evaluation_after_a_failed_step_reads_the_parameters_of_its_own(monkeypa
     other = start(dataclasses.replace(run.config, seed=1))
     backward = run.step.executor.step.backward
     with monkeypatch.context() as broken:
-        broken.setattr(backward, "head", lambda *_: 1 / 0)
+        broken.setattr(backward.programs, "head", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run.step(run.state, make_batch(0))
     found = run.step.evaluate(other.state, make_batch(1))["loss"]
     expected = other.step.evaluate(other.state, make_batch(1))["loss"]
     assert float(found) == float(expected)
-    assert backward.blocks.stream.in_flight == 0 or not backward.blocks.stream.waiting
+    assert backward.units.stream.in_flight == 0 or not backward.units.stream.waiting
 
 
 def test_dropout_draws_what_it_draws_without_offload():
@@ -144,7 +144,7 @@ def test_parts_that_differ_in_what_they_may_use_up_are_compiled_apart():
     """Fails if a part uses up an array that is not its own, as its twin may."""
     program, _ = trace(lambda x, y: (x * 2, y * 2), jnp.ones(4), jnp.ones(4))
     halves = [program.part((), [output]) for output in program.outputs]
-    first, second = compile_parts(
+    first, second = compile_groups(
         halves, jax.jit, donated=frozenset(program.inputs[:1])
     )
     own, others = jnp.ones(4), jnp.ones(4)

@@ -23,10 +23,10 @@ from tests.support.offload import (
 from zjax.errors import ConfigError
 from zjax.execute import weights
 from zjax.models.generate import generate
-from zjax.offload import blocks
-from zjax.sharding.in_use import plan_on_device
+from zjax.offload import units
 from zjax.sharding.placement import pad
-from zjax.storage.move import rest
+from zjax.sharding.program_plan import staged_plan
+from zjax.storage.move import store
 
 NUM_NEW, PROMPT = 5, 4
 FORMS = {
@@ -49,8 +49,8 @@ def make_run(model=THREE, stage=2, num_devices=8, memory="pinned_host", **zero):
         x = ("scale" in row.path) + 0.3 * rng.normal(size=row.shape)
         return jax.device_put(pad(jnp.asarray(x, row.dtype), row), row.stored)
 
-    params = jax.tree.map(fill, plan_on_device(run.plan).compute)
-    params = rest(params, run.plan.compute)
+    params = jax.tree.map(fill, staged_plan(run.plan).compute)
+    params = store(params, run.plan.compute)
     return run, dataclasses.replace(run.state, params=params)
 
 
@@ -120,7 +120,7 @@ def test_no_pass_follows_the_last_end(monkeypatch):
     settings = {"max_new_tokens": NUM_NEW, "end_id": end_id}
     found = np.asarray(run.generate(state, prompts(1), **settings))
     assert (found[0, PROMPT:] == end_id).all()
-    assert (program.blocks.stream.here, len(program.blocks.stream.waiting)) == ({}, 0)
+    assert (program.units.stream.arrived, len(program.units.stream.waiting)) == ({}, 0)
 
 
 def test_trainers_write_the_same_text_block_by_block(tmp_path, monkeypatch):
@@ -153,10 +153,10 @@ def deep(num_layers):
 def test_a_few_blocks_are_on_the_devices_whatever_the_depth(monkeypatch, num_layers):
     """Fails if all blocks come up at once, stay after their use, or do not come up
     ahead of it."""
-    monkeypatch.setattr(blocks, "AHEAD_BYTES", 0)
+    monkeypatch.setattr(units, "AHEAD_BYTES", 0)
     run, state = make_run(deep(num_layers))
     program = run.step.executor.generation
-    stream, found = program.blocks.stream, []
+    stream, found = program.units.stream, []
     before = jax.live_arrays()
 
     def watched(*args):
@@ -179,7 +179,7 @@ def test_blocks_of_the_next_token_come_up_while_one_is_chosen(monkeypatch):
     choose, here = program.choose, []
 
     def watched(*args):
-        here.append(sorted(program.blocks.stream.here))
+        here.append(sorted(program.units.stream.arrived))
         return choose(*args)
 
     monkeypatch.setattr(program, "choose", watched)

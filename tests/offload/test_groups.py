@@ -9,8 +9,7 @@ import optax
 import pytest
 
 from zjax.errors import PlanError
-from zjax.offload.dataflow import trace
-from zjax.offload.groups import SHARED, cut_update
+from zjax.offload.groups import SHARED, group_programs, trace
 
 PARAMS = {"a": jnp.ones(3), "b": jnp.ones((2, 2)), "c": jnp.ones(4)}
 CLIP = optax.clip_by_global_norm(0.5)
@@ -50,7 +49,7 @@ def cut(name, tx):
     def keys_of(tree):
         return [keys for keys, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
-    return program, cut_update(
+    return program, group_programs(
         program,
         list(map(group_of, keys_of(inputs))),
         list(map(group_of, keys_of(outputs))),
@@ -73,7 +72,7 @@ def run_in_groups(program, parts, values):
         known |= zip(measure.outputs, run(measure), strict=True)
     results = run(parts.combine)
     num_shared = len(parts.shared_outputs)
-    known |= zip(parts.meetings, results[num_shared:], strict=True)
+    known |= zip(parts.global_numbers, results[num_shared:], strict=True)
     return [*results[:num_shared], *(x for part in parts.updates for x in run(part))]
 
 
@@ -82,7 +81,7 @@ def test_groups_give_what_the_whole_gives(name):
     """Fails if a group loses an operation, or a number is taken from another group."""
     tx = (FREE | NEEDING_ALL_GRADIENTS)[name]
     program, parts = cut(name, tx)
-    assert bool(parts.meetings) == (name in NEEDING_ALL_GRADIENTS)
+    assert bool(parts.global_numbers) == (name in NEEDING_ALL_GRADIENTS)
     state = tx.init(PARAMS)
     for step in range(4):
         grads = jax.tree.map(lambda x, s=step: jnp.cos(x * (s + 1)) * x.size, PARAMS)

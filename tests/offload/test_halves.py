@@ -109,14 +109,14 @@ def test_both_halves_may_rest_on_the_host(waits, monkeypatch):
 
 def watch_bytes(monkeypatch, stream):
     """Records the bytes of every load that is brought up."""
-    seen, bring = {}, stream._bring
+    seen, bring = {}, stream._copy_next
 
     def watched():
         load = stream.waiting[0]
         seen[load.name] = load.moved_bytes
         bring()
 
-    monkeypatch.setattr(stream, "_bring", watched)
+    monkeypatch.setattr(stream, "_copy_next", watched)
     return seen
 
 

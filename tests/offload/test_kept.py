@@ -25,7 +25,7 @@ from tests.support.offload import (
 from zjax.config import schema
 from zjax.config.check import check_config
 from zjax.errors import ConfigError, PlanError
-from zjax.offload import peak as peaks
+from zjax.offload.shapes import PassShapes
 from zjax.sharding import plan as plans
 from zjax.typing import Auxiliary
 
@@ -90,24 +90,27 @@ def test_what_is_kept_changes_nothing(case, remat):
     assert_same_run(remat, **CASES[case])
 
 
+def shapes_of(passes):
+    return PassShapes(passes.programs, passes.units, passes.saved_rows, make_batch(0))
+
+
 def rows_kept(run):
     """One device's part of what a block leaves, as the peak of a step counts it."""
-    train, batch = run.step.executor.step, make_batch(0)
     with jax.set_mesh(run.mesh):
-        rows = peaks._Programs(train, passes_of(run), batch).inputs
+        rows = shapes_of(passes_of(run)).saved
     return rows[: len(rows) // GPT.num_layers]
 
 
 def flops_back(run, monkeypatch):
     """Of the backward program of a block, on one device."""
     passes, found = passes_of(run), []
-    back = passes.block_backward
+    back = passes.programs.block_backward
 
     def noted(*args):
         found.append(back.lower(*args).compile().cost_analysis()["flops"])
         return back(*args)
 
-    monkeypatch.setattr(passes, "block_backward", noted)
+    monkeypatch.setattr(passes.programs, "block_backward", noted)
     run.step(run.state, make_batch(0))
     return found[0]
 
@@ -140,7 +143,7 @@ def test_blocks_keep_what_the_policy_names(remat, shapes):
     assert sorted(row.shape for row in rows) == sorted(shapes)
     run.step(run.state, make_batch(0))
     each = sum(row.device_bytes for row in rows)
-    assert passes_of(run).kept_bytes == GPT.num_layers * each
+    assert passes_of(run).residual_bytes == GPT.num_layers * each
 
 
 def test_norms_without_a_mean_keep_one_number_of_a_row():
@@ -193,10 +196,10 @@ def own_run(block=lines.block, activation_memory="device", **changes):
 def kept_by(run):
     """What a step finds at rest of each of a user's blocks."""
     passes, found = passes_of(run), []
-    put_away = passes.put_away
-    passes.put_away = lambda *parts: (found.append(put_away(*parts)), found[-1])[1]
+    save = passes.save
+    passes.save = lambda *parts: (found.append(save(*parts)), found[-1])[1]
     _, metrics = run.step(run.state, lines.make_batch())
-    arrays = [x for leaves, _ in found for x in leaves]
+    arrays = [x for saved in found for x in saved.arrays]
     return [x.sharding.memory_kind for x in arrays], float(metrics["grad_norm"])
 
 
@@ -265,13 +268,15 @@ def test_a_pass_that_failed_keeps_nothing_while_the_next_runs(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(passes, "block_backward", fail)
+        patch.setattr(passes.programs, "block_backward", fail)
         with pytest.raises(KeyboardInterrupt):
             run.step(run.state, make_batch(0))
-    assert passes.carries.here
-    embed = passes.embed
+    assert passes.saved.arrived
+    embed = passes.programs.embed
     monkeypatch.setattr(
-        passes, "embed", lambda *args: left.append(passes.carries.here) or embed(*args)
+        passes.programs,
+        "embed",
+        lambda *args: left.append(passes.saved.arrived) or embed(*args),
     )
     run.step(other.state, make_batch(0))
     assert left == [{}]
@@ -283,12 +288,11 @@ def test_gradients_of_the_head_come_before_blocks_give_anything_up():
     run = run_of("elementwise", stage=1, model=model)
     train, passes = run.step.executor.step, passes_of(run)
     with jax.set_mesh(run.mesh):
-        programs = peaks._Programs(train, passes, make_batch(0))
-        moments = {
-            each.moment: each for each in peaks._moments(train, passes, programs)
-        }
-    inputs = sum(row.device_bytes for row in programs.inputs)
+        shapes = shapes_of(passes)
+        moments = passes.moments(train.state_rows, make_batch(0), train.waiting_bytes)
+    (backward,) = (each for each in moments if each.moment == "backward")
+    inputs = sum(row.device_bytes for row in shapes.saved)
     of_head = (200 + 1) * LLAMA.embed_size * 4 // DEVICES  # with the norm before it
-    assert inputs + of_head > peaks._waiting(train, passes, inputs)
-    back = moments["backward"].parts["what blocks keep, then gradients"]
-    assert back == inputs + of_head + programs.carry
+    assert inputs + of_head > train.waiting_bytes(inputs)
+    back = backward.parts["what blocks keep, then gradients"]
+    assert back == inputs + of_head + shapes.carry

@@ -23,8 +23,8 @@ from tests.support.offload import (
 )
 from zjax.budget import capacity
 from zjax.errors import PlanError
-from zjax.offload import blocks
 from zjax.offload import train as offload
+from zjax.offload import units
 from zjax.offload.inputs import waiting_inputs
 from zjax.sharding import memory
 from zjax.sharding import plan as plans
@@ -54,10 +54,10 @@ def test_state_rests_on_the_host_and_parameters_on_the_device():
 
 def watch(monkeypatch, stream, limit):
     """Records what is in flight whenever a load is brought up."""
-    seen, bring = [], stream._bring
+    seen, bring = [], stream._copy_next
     monkeypatch.setattr(stream, "limit", int(limit))
     monkeypatch.setattr(
-        stream, "_bring", lambda: (bring(), seen.append(stream.in_flight))
+        stream, "_copy_next", lambda: (bring(), seen.append(stream.in_flight))
     )
     return seen
 
@@ -73,8 +73,8 @@ def test_groups_come_one_after_another(monkeypatch, bound):
     total = sum(row.device_bytes for row in moved)
     seen = watch(monkeypatch, step.stream, total // 4)
     train(run, 2)
-    assert len(seen) == 2 * step.update.num_groups
-    assert (step.update.num_groups == 8) == (bound > 256)
+    assert len(seen) == 2 * len(step.groups)
+    assert (len(step.groups) == 8) == (bound > 256)
     assert 0 < max(seen) <= total / 4
 
 
@@ -101,7 +101,7 @@ def test_gradients_wait_on_the_host(monkeypatch):
 
         monkeypatch.setattr(stream, "add", watched)
         _, metrics = train(run, 1)
-        kept = run.step.executor.step.backward.kept_bytes
+        kept = run.step.executor.step.backward.residual_bytes
         found[config.zero.gradient_memory] = resting, kept, metrics
     (host, kept, metrics), (device, _, expected) = found["pinned_host"], found["device"]
     assert host["device"] + host["pinned_host"] == device["device"]
@@ -115,7 +115,7 @@ def test_equal_blocks_are_compiled_once():
         make_config("pinned_host", model=dataclasses.replace(GPT, num_layers=6))
     )
     update = run.step.executor.step.update
-    blocks = {id(part.run) for part in update.updates[:6]}
+    blocks = {id(group.update.run) for group in update.groups[:6]}
     assert len(blocks) == 1
 
 
@@ -131,13 +131,13 @@ def test_blocks_rest_on_the_host():
 @pytest.mark.parametrize("num_layers", [4, 12])
 def test_a_few_blocks_are_on_the_devices_whatever_the_depth(monkeypatch, num_layers):
     """Fails if blocks stay after their use, or come up without bound."""
-    monkeypatch.setattr(blocks, "AHEAD_BYTES", 0)
+    monkeypatch.setattr(units, "AHEAD_BYTES", 0)
     model = dataclasses.replace(GPT, num_layers=num_layers)
     config = make_config(
         "pinned_host", model=model, zero={"parameter_memory": "pinned_host"}
     )
     run = start(config)
-    stream = run.step.executor.step.backward.blocks.stream
+    stream = run.step.executor.step.backward.units.stream
     block_bytes = sum(row.device_bytes for row in _moved(run.step.executor.step))
     seen = watch(monkeypatch, stream, stream.limit)
     state, _ = train(run, 1)
@@ -148,7 +148,7 @@ def test_a_few_blocks_are_on_the_devices_whatever_the_depth(monkeypatch, num_lay
 
 
 def _moved(step):
-    rows, *_ = step.backward.blocks.unit_rows
+    rows, *_ = step.backward.units.rows
     return [row for row in rows if row.memory == "pinned_host"]
 
 
@@ -213,14 +213,14 @@ def test_inputs_of_blocks_wait_elsewhere(monkeypatch, tmp_path):
         disks = {"nvme_paths": (str(tmp_path),)} if kind == "nvme" else {}
         run = start(make_config("pinned_host", model=model, zero=disks))
         backward, away = run.step.executor.step.backward, []
-        put_away = backward.put_away
+        save = backward.save
         monkeypatch.setattr(
             backward,
-            "put_away",
-            lambda *x, f=put_away, a=away: a.append(f(*x)) or a[-1],
+            "save",
+            lambda *x, f=save, a=away: a.append(f(*x)) or a[-1],
         )
         train(run, 1)
-        rows = jax.tree.leaves([rows for _, rows in away])
+        rows = [row for each in away for row in each.rows]
         found[kind] = {row.memory for row in rows}
         assert len(away) == GPT.num_layers
         told = waiting_inputs(run.model, run.plan, run.config, make_batch(0))
@@ -265,7 +265,7 @@ def test_gradients_that_wait_on_the_host_need_room_there():
     assert sums == own  # in float32
     step = start(make_config("pinned_host", precision={"compute_dtype": "bfloat16"}))
     train = step.step.executor.step
-    resting = sum(row.device_bytes for row in train.resting_grads)
+    resting = sum(row.device_bytes for row in train.stored_grads)
     pending = memory.pending_gradients(step.plan, 1)
     assert memory.tree_bytes(pending) == resting == own // 2
     room = 8 * (memory.stored_bytes(plan).host + sums)
@@ -282,11 +282,11 @@ def test_what_blocks_keep_is_given_up_as_the_backward_pass_goes(
     model = dataclasses.replace(GPT, remat=remat)
     run = start(make_config("pinned_host", model=model))
     segments = run.step.executor.step.backward
-    kept, put_away, backward = [], segments.put_away, segments.block_backward
+    kept, save, backward = [], segments.save, segments.programs.block_backward
 
     def watched(*parts):
-        stored = put_away(*parts)
-        kept.extend(weakref.ref(x) for x in stored[0])
+        stored = save(*parts)
+        kept.extend(weakref.ref(x) for x in stored.arrays)
         return stored
 
     alive = []
@@ -295,8 +295,8 @@ def test_what_blocks_keep_is_given_up_as_the_backward_pass_goes(
         alive.append(sum(ref() is not None for ref in kept))
         return backward(*args)
 
-    monkeypatch.setattr(segments, "put_away", watched)
-    monkeypatch.setattr(segments, "block_backward", counted)
+    monkeypatch.setattr(segments, "save", watched)
+    monkeypatch.setattr(segments.programs, "block_backward", counted)
     train(run, 1)
     assert alive == [2 * each, each]
 
@@ -316,7 +316,7 @@ def test_sums_of_gradients_rest_elsewhere(monkeypatch, tmp_path):
         )
         run = start(config)
         backward = run.step.executor.step.backward
-        kinds, begin = set(), backward.sums.begin
+        kinds, begin = set(), backward.sums.stream.prefetch
 
         def watched(loads, begin=begin, kinds=kinds):
             loads = list(loads)
@@ -328,9 +328,9 @@ def test_sums_of_gradients_rest_elsewhere(monkeypatch, tmp_path):
             )
             begin(loads)
 
-        monkeypatch.setattr(backward.sums, "begin", watched)
-        total = sum(r.device_bytes for rows in backward.sum_rows for r in rows)
-        seen = watch(monkeypatch, backward.sums, total // 3)
+        monkeypatch.setattr(backward.sums.stream, "prefetch", watched)
+        total = sum(r.device_bytes for rows in backward.sums.rows for r in rows)
+        seen = watch(monkeypatch, backward.sums.stream, total // 3)
         _, found[kind] = train(run, 1)
         assert kinds == {kind}
         assert max(seen) <= (0 if kind == "device" else total // 3)

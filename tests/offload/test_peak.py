@@ -7,8 +7,8 @@ import pytest
 
 from tests.support.offload import GPT, UNDER_BACKWARD, make_batch, make_config, start
 from zjax.budget.report import describe_peak
-from zjax.offload import blocks
 from zjax.offload import train as offload
+from zjax.offload import units
 from zjax.sharding import plan as plans
 
 SHARE = 8
@@ -17,7 +17,7 @@ SHARE = 8
 
 @pytest.fixture(autouse=True)
 def _few_bytes_move(monkeypatch):
-    monkeypatch.setattr(blocks, "AHEAD_BYTES", 0)
+    monkeypatch.setattr(units, "AHEAD_BYTES", 0)
     monkeypatch.setattr(offload, "GROUP_BYTES", 0)
 
 
@@ -107,7 +107,7 @@ def test_all_streams_are_counted():
         changes={"num_microbatches": 2},
     )
     passes = run.step.executor.step.backward
-    block = sum(row.device_bytes for row in passes.sum_rows[0])
+    block = sum(row.device_bytes for row in passes.sums.rows[0])
     assert peak.parts["sums of gradients"] >= 3 * block
     one = make_batch(0)["tokens"].size // SHARE // 2 * GPT.embed_size * 4
     assert peak.parts["inputs on their way"] >= one

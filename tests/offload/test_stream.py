@@ -33,7 +33,7 @@ class Two:
     def __init__(self, name):
         self.name, self.arrays, self.rows = name, [], []
 
-    def prefetch(self):
+    def read_ahead(self):
         pass
 
     def is_read(self):
@@ -43,12 +43,12 @@ class Two:
 def test_more_is_on_its_way_before_what_came_up_is_read():
     """Fails if the next load is asked for only once the last is in use."""
     stream = Stream(8)
-    stream.begin(map(Two, range(10)))
+    stream.prefetch(map(Two, range(10)))
     for name in range(10):
-        _, num_bytes = stream.take(name)
-        assert len(stream.here) >= min(2, 9 - name)
+        _, num_bytes = stream.wait(name)
+        assert len(stream.arrived) >= min(2, 9 - name)
         assert stream.in_flight <= 8
-        stream.leave(num_bytes, [Slow()])
+        stream.release(num_bytes, [Slow()])
 
 
 @pytest.mark.parametrize("limit", [2, 4, 8])
@@ -56,21 +56,21 @@ def test_room_is_given_back_by_what_has_left_and_not_before(limit):
     """Fails if a load comes up into room that programs in flight still read: a device
     would hold more than the limit."""
     stream, leaving = Stream(limit), []
-    stream.begin(map(Two, range(20)))
+    stream.prefetch(map(Two, range(20)))
     for name in range(20):
-        _, num_bytes = stream.take(name)
-        held = num_bytes * (1 + len(stream.here))
+        _, num_bytes = stream.wait(name)
+        held = num_bytes * (1 + len(stream.arrived))
         assert held + 2 * sum(not token.is_over for token in leaving) <= limit
         leaving.append(Slow())
-        stream.leave(num_bytes, leaving[-1:])
+        stream.release(num_bytes, leaving[-1:])
 
 
 def test_a_load_gives_back_its_room_when_it_has_left_or_gone_up_again():
     """Fails if the stream asks an array that the next step has consumed."""
     stream, first, second = Stream(10), Slow(), Slow()
     stream.in_flight = 10
-    stream.leave(4, [first])
-    stream.leave(6, [second])
+    stream.release(4, [first])
+    stream.release(6, [second])
     assert stream.in_flight == 10
     second.is_over = True
     stream.fill()
@@ -89,11 +89,11 @@ def test_few_gradients_are_on_their_way_down(monkeypatch):
         sent.extend(tokens)
         return tokens
 
-    monkeypatch.setattr(streams, "rest", send)
+    monkeypatch.setattr(streams, "store", send)
     plan = start(make_config("pinned_host")).plan
-    row = plan.scalar("gradient", "int8").rest_in("pinned_host")
+    row = plan.scalar("gradient", "int8").on_host
     stream = Stream(16)
-    stream.begin(map(Two, range(30)))
+    stream.prefetch(map(Two, range(30)))
     for name in range(8, 30):
         stream.add(name, [jax.numpy.zeros(())], [row])
         assert sum(not x.is_over for x in sent) <= 2

@@ -22,8 +22,9 @@ from tests.support.offload import (
 )
 from tests.support.tiles import cut, started_from_the_same
 from zjax.checkpoint.layout import name_leaves
-from zjax.offload import blocks, init
-from zjax.offload import peak as peaks
+from zjax.offload import init, units
+from zjax.offload.peak import added_bytes
+from zjax.offload.shapes import PassShapes
 
 TILES = 3
 ROUNDING = "blocks/attention/key/bias"
@@ -107,7 +108,7 @@ HUGE = dataclasses.replace(LLAMA, num_layers=1, mlp_size=2048)
 
 def start_huge(monkeypatch, tiles, **changes):
     """One layer that is nearly all feed-forward, without room but for what runs."""
-    monkeypatch.setattr(blocks, "AHEAD_BYTES", 0)
+    monkeypatch.setattr(units, "AHEAD_BYTES", 0)
     config = make_config("pinned_host", 3, zero=AWAY, model=HUGE, **changes)
     run = start(with_tiles(config, tiles))
     step = run.step.executor.step
@@ -121,19 +122,21 @@ def test_a_tile_is_all_that_passes_through_the_devices(monkeypatch):
     for tiles in (1, 8):
         run, step = start_huge(monkeypatch, tiles, **UNDER_BACKWARD)
         peak = run.step.predict_peak(make_batch(0))
-        programs = peaks._Programs(step, step.backward, make_batch(0)).bytes
+        back = step.backward
+        shapes = (back.programs, back.units, back.saved_rows, make_batch(0))
+        programs = PassShapes(*shapes).bytes
         found[tiles] = {
             "largest update": max(step.group_bytes),
-            "room for parameters": step.backward.blocks.stream.limit,
+            "room for parameters": step.backward.units.stream.limit,
             "backward": max(b for n, b in programs.items() if n.endswith("backward")),
             "forward": max(programs["forward"], programs.get("tile", 0)),
-            "update": programs["update"],
+            "update": max(added_bytes(*x) for x in step.update.abstract_calls()),
             "peak": peak.total,
         }
     for name, whole in found[1].items():
         assert found[8][name] < whole / 6, name
     assert peak.moment == "tile, backward"
-    of_tile = step.update.state_inputs[1]
+    of_tile = step.update.groups[1].state
     assert step.group_bytes[1] == sum(step.rows[i].device_bytes for i in of_tile)
     assert max(step.group_bytes) == step.group_bytes[1]
 
@@ -156,8 +159,8 @@ def test_a_few_tiles_are_on_the_devices_in_a_step(monkeypatch, waits):
         changes = {} if waits else UNDER_BACKWARD
         run, step = start_huge(monkeypatch, tiles, **changes)
         seen, before = [], jax.live_arrays()  # some of earlier tests may go in mid-step
-        for owner in (step.backward, step.backward.blocks.stream, step.stream):
-            for name in ("block_backward", "tile_backward", "_bring", "leave"):
+        for owner in (step.backward.programs, step.backward.units.stream, step.stream):
+            for name in ("block_backward", "tile_backward", "_copy_next", "release"):
                 if hasattr(owner, name):
                     noted = noting(getattr(owner, name), seen, before)
                     monkeypatch.setattr(owner, name, noted)

@@ -55,7 +55,7 @@ def test_what_a_step_moves_is_told(monkeypatch, stage, number, changes):
     told = traffic_of_step(run.plan, config, inputs)
     kinds = ["state", "parameters in use", "gradients"]
     assert [x.what for x in told] == kinds + ["inputs of blocks"] * bool(inputs)
-    stays = step.backward.kept_bytes if step.update.waits else 0
+    stays = step.backward.residual_bytes if step.update.waits else 0
     for way, name in (("device", "up"), ("pinned_host", "down")):
         everything = sum(getattr(x, name) for x in told)
         assert everything - stays <= moved[way] <= everything

@@ -16,7 +16,7 @@ def events(monkeypatch):
     """What is made, sent and waited for."""
     found = []
 
-    def rest(x, row):
+    def store(x, row):
         found.append(("sent", x))
         return x
 
@@ -24,7 +24,7 @@ def events(monkeypatch):
         found.extend(("here", each) for each in (x if isinstance(x, list) else [x]))
 
     monkeypatch.setattr(move, "is_simulated", lambda mesh: False)
-    monkeypatch.setattr(move, "rest", rest)
+    monkeypatch.setattr(move, "store", store)
     monkeypatch.setattr(move.jax, "block_until_ready", wait)
     return found
 
@@ -40,7 +40,7 @@ def pairs(events, number):
 
 def test_the_next_is_made_while_few_are_on_their_way(events):
     """Fails if each is waited for before the next is made, or none is."""
-    assert list(move.rest_in_turn(pairs(events, 4), 2 * ARRAY_BYTES)) == [0, 1, 2, 3]
+    assert list(move.store_in_turn(pairs(events, 4), 2 * ARRAY_BYTES)) == [0, 1, 2, 3]
     assert events == [
         ("made", 0),
         ("sent", 0),
@@ -58,12 +58,12 @@ def test_the_next_is_made_while_few_are_on_their_way(events):
 
 
 def test_one_that_is_larger_goes_alone(events):
-    list(move.rest_in_turn(pairs(events, 2), ARRAY_BYTES - 1))
+    list(move.store_in_turn(pairs(events, 2), ARRAY_BYTES - 1))
     assert [what for what, _ in events] == ["made", "sent", "here"] * 2
 
 
 def test_simulated_devices_make_one_at_a_time(events, monkeypatch):
     """Fails if their collectives may wait for ever for those of another program."""
     monkeypatch.setattr(move, "is_simulated", lambda mesh: True)
-    list(move.rest_in_turn(pairs(events, 2), 2 * ARRAY_BYTES))
+    list(move.store_in_turn(pairs(events, 2), 2 * ARRAY_BYTES))
     assert [what for what, _ in events[:6]] == ["made", "here", "sent"] * 2

@@ -17,7 +17,7 @@ def bar_of(monkeypatch, long_bytes, *, is_terminal=True):
     monkeypatch.setattr(progress, "_LONG_BYTES", long_bytes)
     monkeypatch.setattr(plans, "MIN_MOVED_BYTES", 64)
     run = start(make_config("pinned_host"))
-    return text.getvalue(), 8 * memory.resting_bytes(run.plan, "pinned_host")
+    return text.getvalue(), 8 * memory.stored_bytes(run.plan).host
 
 
 def test_all_bytes_are_told(monkeypatch):

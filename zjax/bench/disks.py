@@ -19,7 +19,7 @@ from zjax.sharding.mesh import make_mesh
 from zjax.sharding.placement import ArrayPlan
 from zjax.storage.array import DiskArray
 from zjax.storage.chunks import CHUNK_BYTES, disk_bytes
-from zjax.storage.crew import CONCURRENCY
+from zjax.storage.io_threads import CONCURRENCY
 from zjax.storage.scratch import check_disks, open_scratch
 
 ARRAY_BYTES = 256 << 20

@@ -33,8 +33,8 @@ from zjax.sharding.plan import AUTO, Plan, make_plan
 from zjax.sharding.program_plan import staged_plan
 from zjax.step import make_step
 from zjax.storage.chunks import disk_bytes
-from zjax.storage.passing import IN_FLIGHT_BYTES, passing_bytes
 from zjax.storage.scratch import check_disks
+from zjax.storage.transfers import IN_FLIGHT_BYTES, staging_bytes
 from zjax.typing import Batch, Model
 
 DEVICE_SHARE = 0.94
@@ -137,11 +137,11 @@ def host_budget(plan: Plan, disk_bytes: int, processes: LocalProcesses) -> int:
     Returns:
         Bytes; negative where the buffers of transfers take more than the host has.
     """
-    passing, number = passing_bytes(disk_bytes), processes.num_devices
-    buffers = number * passing.from_disks
+    staging, number = staging_bytes(disk_bytes), processes.num_devices
+    buffers = number * staging.from_disks
     pinnable = pinnable_bytes(host_memory_bytes(), processes.num_processes, buffers)
     moved = memory.stored_bytes(plan).offloaded
-    in_flight = min(IN_FLIGHT_BYTES, moved) + passing.to_disks
+    in_flight = min(IN_FLIGHT_BYTES, moved) + staging.to_disks
     return int((pinnable - number * in_flight) / POOL_OVERHEAD)
 
 

@@ -22,7 +22,7 @@ from zjax.sharding import memory
 from zjax.sharding import mesh as meshes
 from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import AUTO, Plan, make_plan
-from zjax.storage.passing import IN_FLIGHT_BYTES, passing_bytes
+from zjax.storage.transfers import IN_FLIGHT_BYTES, staging_bytes
 
 _SPARE_BYTES = 2**30
 """Pinned bytes for batches in transfer."""
@@ -53,11 +53,11 @@ def _needed_bytes(config: Config, cluster: Cluster) -> tuple[float, int] | None:
         gpus = len(assign_gpus(cluster, len(visible_gpus(os.environ)))) or 1
         num_devices = gpus * num_processes
         arrays = pinned_bytes(config, num_devices)
-        passing = passing_bytes(_most_on_disks(config, num_devices))
+        staging = staging_bytes(_most_on_disks(config, num_devices))
     except (ZjaxError, ArithmeticError):  # as of a model without heads
         return None
-    needed = POOL_OVERHEAD * arrays + IN_FLIGHT_BYTES + passing.to_disks
-    return gpus * needed + _SPARE_BYTES, gpus * passing.from_disks
+    needed = POOL_OVERHEAD * arrays + IN_FLIGHT_BYTES + staging.to_disks
+    return gpus * needed + _SPARE_BYTES, gpus * staging.from_disks
 
 
 def _most_on_disks(config: Config, num_devices: int) -> int:

@@ -21,7 +21,7 @@ from zjax.checkpoint.views import Source, join_masters
 from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import DEVICE
 from zjax.storage.array import DiskArray, open_files
-from zjax.storage.move import rest
+from zjax.storage.move import store
 
 READ_AHEAD_BYTES = 8 * 10**9
 """Bytes of Orbax arrays in host memory at a time while reading."""
@@ -127,7 +127,7 @@ def place_slices(read: Callable[[Any], np.ndarray], plan: ArrayPlan) -> Any:
 
 def to_storage(x: jax.Array, plan: ArrayPlan) -> Any:
     """Moves a device array to its storage; waits unless that is the device."""
-    stored = rest(x, plan)
+    stored = store(x, plan)
     return stored if plan.memory == DEVICE else jax.block_until_ready(stored)
 
 

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from zjax.compiler import Options
-from zjax.offload.parts import Jit
+from zjax.offload.compiled import Jit
 from zjax.sharding.mesh import is_simulated
 
 

@@ -12,10 +12,10 @@ from zjax.execute.jit import make_jit
 from zjax.execute.weights import Weights
 from zjax.models.generate import generate
 from zjax.offload.generate import Generation
-from zjax.offload.peak import Peak, predict_peak
+from zjax.offload.peak import Peak
 from zjax.offload.train import OffloadedTrain
-from zjax.sharding.in_use import plan_on_device
 from zjax.sharding.plan import DEVICE, Plan
+from zjax.sharding.program_plan import staged_plan
 from zjax.train.programs import make_programs
 from zjax.train.state import TrainState, without_update
 from zjax.train.update import Schedule
@@ -67,11 +67,11 @@ class StreamedExecutor:
         )
         self.programs: Mapping[str, Any] = {}
         if not self._streams_blocks:
-            pure = make_programs(model, tx, plan_on_device(plan), config, **given)
+            pure = make_programs(model, tx, staged_plan(plan), config, **given)
             self.programs = {"evaluate": jit(pure.evaluate)}
         elif model.stack and model.stack.continuation:
-            blocks = self._passes.blocks
-            self.generation = Generation(model.stack.continuation, blocks, jit)
+            units = self._passes.units
+            self.generation = Generation(model.stack.continuation, units, jit)
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Takes one optimizer step; the state is donated."""
@@ -110,4 +110,4 @@ class StreamedExecutor:
 
         None where the compiler does not report memory.
         """
-        return predict_peak(self.step, batch)
+        return self.step.predict_peak(batch)

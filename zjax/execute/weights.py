@@ -3,9 +3,9 @@
 import jax
 
 from zjax.ops.promotion import dtype_promotion
-from zjax.sharding.in_use import plan_on_device
 from zjax.sharding.placement import ArrayPlan, unpad_tree
 from zjax.sharding.plan import DEVICE, Plan
+from zjax.sharding.program_plan import staged_plan
 from zjax.storage.move import move
 from zjax.train.average import averaged, check_average, only_weights, parts_of
 from zjax.train.compute_params import compute_params
@@ -22,7 +22,7 @@ class Weights:
 
     def __init__(self, plan: Plan):
         self._plan = plan
-        on_device = plan_on_device(plan)
+        on_device = staged_plan(plan)
         places = jax.tree.map(self._place, on_device.compute)
 
         def compute(state: TrainState) -> Params:

@@ -1,31 +1,37 @@
-"""An update cut into groups of arrays, where that changes nothing.
+"""An update split into one program per group of parameters, where that is exact.
 
-An optimizer may be run group by group if a group's new arrays depend on its own arrays
-and on numbers that all groups share. Numbers made of the gradients of many groups, as
-the norm that clipping takes, are computed first: each group is measured by itself and
-what was measured is combined. All of this is read off the update's own program, so that
-any optax transformation either runs exactly or is refused.
+An optimizer runs group by group if the new arrays of a group depend on its own arrays
+and on numbers that all groups share. Numbers made of the gradients of many groups, such
+as the global norm, are computed first: each group is measured by itself, and the
+measurements are combined. All of this is read off the traced update, so that any optax
+transformation either runs exactly or is refused.
 """
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from zjax.errors import PlanError, Problem
+from zjax.jaxprs import program as traced
+from zjax.jaxprs.interpret import Equation, apply, interpret, programs_in
 from zjax.jaxprs.program import Name, Program
 
 SHARED = -1
-"""The group of what all groups read."""
+"""The group of arrays that all groups read."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
-    """An update in parts; `names` of a part are those of the whole program.
+class GroupedPrograms:
+    """The programs of an update; names are those of the whole update.
 
     Args:
         measures: For each group, numbers from its gradients alone.
         combine: From shared arrays and those numbers to the new shared arrays, in the
-            order of `shared_outputs`, and after them the numbers that updates read.
+            order of `shared_outputs`, and after them `global_numbers`.
         updates: For each group, its new arrays in the order of the whole.
         shared_outputs: Positions of the shared arrays among the outputs.
     """
@@ -36,13 +42,13 @@ class Cut:
     shared_outputs: tuple[int, ...]
 
     @property
-    def meetings(self) -> tuple[Name, ...]:
-        """Numbers that updates read and only `combine` knows."""
+    def global_numbers(self) -> tuple[Name, ...]:
+        """Numbers of many groups that updates read."""
         found = self.combine.outputs[len(self.shared_outputs) :]
         return tuple(x for x in found if isinstance(x, Name))
 
 
-def cut_update(
+def group_programs(
     program: Program,
     input_groups: Sequence[int],
     output_groups: Sequence[int],
@@ -52,21 +58,21 @@ def cut_update(
     is_loss: Sequence[bool],
     optimizer: str,
     paths: Sequence[str],
-) -> Cut:
-    """Cuts the program of an update.
+) -> GroupedPrograms:
+    """Splits the program of an update.
 
     Args:
         program: From state, gradients and loss to the new state and metrics.
-        input_groups: Of each input; `SHARED` for what all groups read.
-        output_groups: Of each output.
+        input_groups: Group of each input; `SHARED` for what all groups read.
+        output_groups: Group of each output.
         num_groups: Groups are 0 to num_groups - 1.
-        is_gradient: Of each input, whether it is known before any update runs.
-        is_loss: Of each input, whether it is known only after all gradients.
-        optimizer: Its name, for errors.
-        paths: Of each output, for errors.
+        is_gradient: For each input, whether it is known before any update runs.
+        is_loss: For each input, whether it is known only after all gradients.
+        optimizer: Name of the optimizer, for errors.
+        paths: Path of each output, for errors.
 
     Returns:
-        The parts.
+        The programs.
 
     Raises:
         PlanError: Some array depends on other groups in a way that streaming would
@@ -76,22 +82,21 @@ def cut_update(
     updates, problems = [], []
     for group in range(num_groups):
         wanted = [i for i, g in enumerate(output_groups) if g == group]
-        part = program.part(flow.meetings, [program.outputs[i] for i in wanted])
+        part = program.part(flow.global_numbers, [program.outputs[i] for i in wanted])
         updates.append(part)
-        if flow.strangers(part, {group, SHARED}):
+        if flow.reads_others(part, {group, SHARED}):
             problems.append(paths[wanted[0]])
     shared = tuple(i for i, g in enumerate(output_groups) if g == SHARED)
     read = dict.fromkeys(x for part in updates for x in part.inputs)
-    meetings = [x for x in read if x in flow.meetings]
-    wanted = [*(program.outputs[i] for i in shared), *meetings]
+    numbers = [x for x in read if x in flow.global_numbers]
+    wanted = [*(program.outputs[i] for i in shared), *numbers]
     combine = program.part(flow.measures, wanted)
-    if flow.strangers(combine, {SHARED}):
+    if flow.reads_others(combine, {SHARED}):
+        alone = (program.part(flow.measures, [program.outputs[i]]) for i in shared)
         problems += [
             paths[i]
-            for i in shared
-            if flow.strangers(
-                program.part(flow.measures, [program.outputs[i]]), {SHARED}
-            )
+            for i, part in zip(shared, alone, strict=True)
+            if flow.reads_others(part, {SHARED})
         ]
     if problems:
         raise PlanError(_refusal(optimizer, problems))
@@ -100,7 +105,7 @@ def cut_update(
         program.part((), [x for x in measured if flow.measures[x] == group])
         for group in range(num_groups)
     )
-    return Cut(measures, combine, tuple(updates), shared)
+    return GroupedPrograms(measures, combine, tuple(updates), shared)
 
 
 def _refusal(optimizer: str, paths: list[str]) -> Problem:
@@ -117,7 +122,11 @@ def _refusal(optimizer: str, paths: list[str]) -> Problem:
 
 
 class _Flow:
-    """Which groups each array of a program depends on."""
+    """The groups that each value of a program depends on.
+
+    `measures` are scalars of one group's gradients, with that group; `global_numbers`
+    scalars of the gradients of several groups.
+    """
 
     def __init__(
         self,
@@ -132,21 +141,57 @@ class _Flow:
         late = program.reached(owned.difference(gradients))
         last = program.reached(itertools.compress(program.inputs, is_loss))
         found = program.sources({x: frozenset({self.groups[x]}) for x in owned})
-        numbers = {
+        scalars = {
             x: found[x]
             for x, shape in program.shapes.items()
             if x not in late and not shape.shape and x not in self.groups
         }
-        met = [x for x, sources in numbers.items() if len(sources) > 1]
-        self.meetings = dict.fromkeys(met)
+        met = [x for x, sources in scalars.items() if len(sources) > 1]
+        self.global_numbers = dict.fromkeys(met)
         self.measures = {
             x: min(sources)
-            for x, sources in numbers.items()
+            for x, sources in scalars.items()
             if len(sources) == 1 and x not in last
         }
 
-    def strangers(self, part: Program, allowed: set[int]) -> bool:
-        """Whether a part reads arrays of other groups."""
+    def reads_others(self, part: Program, allowed: set[int]) -> bool:
+        """Whether a part reads arrays of groups that are not allowed."""
         return any(
             x in self.groups and self.groups[x] not in allowed for x in part.inputs
         )
+
+
+def trace(function: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
+    """Traces a function to a program that ties no arrays together.
+
+    Args:
+        function: Pure function of arrays.
+        args: Trees of arrays, or of their shapes.
+
+    Returns:
+        A program of the leaves, with a select of both branches in place of a `cond`,
+        while loops stay whole; and the tree of shapes that the function returns.
+
+    Example:
+        >>> barrier = lambda x, y: jax.lax.optimization_barrier((x, y))
+        >>> found, _ = trace(barrier, 2.0, 3.0)
+        >>> len(found.part(found.inputs, found.outputs[:1]).inputs)
+        1
+    """
+    return traced.trace(function, *args, rule=_apply_by_array)
+
+
+def _apply_by_array(equation: Equation, inputs: list[Any]) -> list[Any]:
+    kind = equation.primitive.name
+    if kind == "optimization_barrier":
+        # A barrier before many arrays is as good as one before each.
+        return [x for each in inputs for x in apply(equation, [each])]
+    if kind == "cond":
+        which, *operands = inputs
+        branches = programs_in(equation)
+        cases = [interpret(each, operands, _apply_by_array) for each in branches]
+        return [
+            jax.lax.select_n(which, *map(jnp.asarray, results))
+            for results in zip(*cases, strict=True)
+        ]
+    return apply(equation, inputs)

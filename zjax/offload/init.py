@@ -1,4 +1,4 @@
-"""A first state that never is on the devices as a whole."""
+"""Creates the first state array by array, so that it never is on the devices whole."""
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,14 +8,14 @@ import jax
 
 from zjax.config.schema import Config
 from zjax.jaxprs.program import Name
-from zjax.offload.dataflow import trace
-from zjax.offload.parts import Part, compile_parts
-from zjax.offload.units import kinds_of
+from zjax.offload.compiled import CompiledGroup, compile_groups
+from zjax.offload.groups import trace
+from zjax.offload.units import positions_in, units_of
 from zjax.sharding.paths import layer_of
 from zjax.sharding.placement import ArrayPlan, Form, pad, place_tree, shardings, unpad
 from zjax.sharding.plan import DEVICE, Plan
-from zjax.storage.move import move, rest_in_turn
-from zjax.storage.passing import room_to_pass
+from zjax.storage.move import move, store_in_turn
+from zjax.storage.transfers import transfer_budget
 from zjax.train.master import half_at_rest, join
 from zjax.train.state import TrainState, cast_param, first_scalars
 from zjax.typing import Model, Params
@@ -34,7 +34,7 @@ def init_layer_by_layer(
 
     Args:
         key: Random key of the initial parameters.
-        model: It starts layers by themselves, or its weights are given.
+        model: It has `init_layer`, or its weights are given.
         tx: Optax gradient transformation.
         plan: Places every array.
         config: Read for `precision` and `optimizer.ema_decay`.
@@ -42,7 +42,7 @@ def init_layer_by_layer(
             order and the dtypes of the master weights; in place of the model's.
 
     Returns:
-        The state of step 0, at rest.
+        The stored state of step 0.
     """
     created = _created(key, model, plan) if weights is None else enumerate(weights)
     master, params, ema = _first_weights(created, plan)
@@ -60,43 +60,44 @@ def init_layer_by_layer(
 
 
 def _first_weights(created: Iterable[tuple[int, jax.Array]], plan: Plan) -> list[Any]:
-    """All that holds weights at rest: `master`, `params` and `ema`."""
+    """The stored trees `master`, `params` and `ema`."""
     trees = (plan.master, plan.compute, plan.ema)
-    places = [jax.tree.leaves(rows) for rows in trees]
+    rows_by_tree = [jax.tree.leaves(rows) for rows in trees]
     order: list[tuple[int, int]] = []
 
     def made() -> Iterator[tuple[jax.Array, ArrayPlan]]:
         for i, x in created:
-            row, *others = (rows[i] for rows in places if rows)
-            for role, other in enumerate(others, 1):
-                order.append((role, i))
+            row, *others = (rows[i] for rows in rows_by_tree if rows)
+            for tree, other in enumerate(others, 1):
+                order.append((tree, i))
                 yield cast_param(x, row, other), other
             order.append((0, i))
-            yield _half_at_rest(x, row.passing), row
+            yield _half_at_rest(x, row.staged), row
 
-    resting = list(rest_in_turn(made(), room_to_pass(plan.mesh)))
-    arrays = dict(zip(order, resting, strict=True))
-    leaves = (
-        [arrays[role, i] for i in range(len(rows))] for role, rows in enumerate(places)
-    )
+    stored = list(store_in_turn(made(), transfer_budget(plan.mesh)))
+    arrays = dict(zip(order, stored, strict=True))
     return [
-        jax.tree.unflatten(jax.tree.structure(t), x)
-        for t, x in zip(trees, leaves, strict=True)
+        jax.tree.unflatten(
+            jax.tree.structure(tree), [arrays[number, i] for i in range(len(rows))]
+        )
+        for number, (tree, rows) in enumerate(zip(trees, rows_by_tree, strict=True))
     ]
 
 
 def _created(
     key: jax.Array, model: Model, plan: Plan
 ) -> Iterator[tuple[int, jax.Array]]:
-    """Whole master weights, layer by layer and, where layers have tiles, by tile."""
+    """Master weights by position, created unit by unit; those of no layer at once."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(plan.master)
     layers = [layer_of(keys) for keys, _ in leaves]
     rows = [row for _, row in leaves]
     assert model.stack is not None
-    kinds = kinds_of(model.stack, plan.master)
+    kinds: dict[int, tuple[int, int]] = {}
+    for unit, tree in units_of(model.stack, positions_in(plan.master)):
+        kinds.update((i, (unit.segment, unit.tile)) for i in jax.tree.leaves(tree))
     places = [
-        (None, None) if layer is None else (layer, kind)
-        for layer, kind in zip(layers, kinds, strict=True)
+        (None, None) if layer is None else (layer, kinds.get(i))
+        for i, layer in enumerate(layers)
     ]
     programs: dict[Any, Any] = {}
     for place in dict.fromkeys(places):
@@ -113,14 +114,14 @@ def _creator(
     rows: Sequence[ArrayPlan],
     own: Sequence[int],
 ) -> Any:
-    """What creates the leaves of one layer, or those outside of layers."""
+    """A function that creates the leaves `own` of one layer, or those of no layer."""
     init_layer = model.init_layer
     assert init_layer is not None
 
     def create(key: jax.Array, number: jax.Array) -> list[jax.Array]:
         params = jax.tree.leaves(init_layer(key, number))
         stacks = _stacks_of(params, layers)
-        return [one(stacks[i], layers[i], rows[i].rest_in(DEVICE)) for i in own]
+        return [one(stacks[i], layers[i], rows[i].on_device) for i in own]
 
     def one(x: jax.Array, layer: int | None, row: ArrayPlan) -> jax.Array:
         x = x if layer is None else x[0]
@@ -130,7 +131,7 @@ def _creator(
 
 
 def _stacks_of(arrays: Sequence[Any], layers: Sequence[int | None]) -> list[Any]:
-    """For every leaf of layers apart, the array that stacks it."""
+    """For each leaf with layers apart, the array that stacks its layers."""
     found, stack = [], -1
     for layer in layers:
         stack += layer is None or layer == 0
@@ -139,35 +140,35 @@ def _stacks_of(arrays: Sequence[Any], layers: Sequence[int | None]) -> list[Any]
 
 
 def _init_opt_state(tx: Any, master: Params, params: Params, plan: Plan) -> Any:
-    """The state of the optimizer, array by array."""
+    """The stored state of the optimizer, created array by array."""
     trees = (master, plan.master, params, plan.compute)
     weights = list(zip(*map(jax.tree.leaves, trees), strict=True))
     abstract = [jax.ShapeDtypeStruct(row.shape, row.dtype) for _, row, _, _ in weights]
     tree = jax.tree.structure(plan.master)
     program, shapes = trace(tx.init, tree.unflatten(abstract))
     by_name = dict(zip(program.inputs, weights, strict=True))
-    places = jax.tree.leaves(plan.opt_state)
-    parts = compile_parts(
+    rows = jax.tree.leaves(plan.opt_state)
+    arrays = compile_groups(
         [program.part((), [output]) for output in program.outputs], jax.jit
     )
 
-    def bring(name: Name) -> jax.Array:
+    def to_device(name: Name) -> jax.Array:
         x, row, upper, in_use = by_name[name]
-        here = move(x, row, DEVICE, is_consumed=False)
+        x = move(x, row, DEVICE, is_consumed=False)
         if row.form is Form.PLAIN:
-            return unpad(here, row)
+            return unpad(x, row)
         upper = move(upper, in_use, DEVICE, is_consumed=False)
-        return _joined(here, row.passing, upper, in_use.passing)
+        return _joined(x, row.staged, upper, in_use.staged)
 
-    def create(part: Part, place: ArrayPlan) -> jax.Array:
-        (x,) = part({name: bring(name) for name in part.inputs})
-        here = place.passing
-        return jax.jit(pad, static_argnums=1, out_shardings=here.stored)(x, here)
+    def create(array: CompiledGroup, row: ArrayPlan) -> jax.Array:
+        (x,) = array({name: to_device(name) for name in array.inputs})
+        row = row.staged
+        return jax.jit(pad, static_argnums=1, out_shardings=row.stored)(x, row)
 
-    pairs = zip(parts, places, strict=True)
-    created = ((create(part, place), place) for part, place in pairs)
-    resting = rest_in_turn(created, room_to_pass(plan.mesh))
-    return jax.tree.unflatten(jax.tree.structure(shapes), resting)
+    pairs = zip(arrays, rows, strict=True)
+    created = ((create(array, row), row) for array, row in pairs)
+    stored = store_in_turn(created, transfer_budget(plan.mesh))
+    return jax.tree.unflatten(jax.tree.structure(shapes), stored)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 3))

@@ -1,4 +1,4 @@
-"""What enters the blocks of a model, and waits elsewhere for the backward pass."""
+"""Inputs of blocks, which may be stored off the devices until the backward pass."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,51 +7,47 @@ import jax
 
 from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config
-from zjax.offload.units import units_by_block
+from zjax.offload.units import units_of
 from zjax.sharding.placement import ArrayPlan, abstract_key
-from zjax.sharding.plan import DEVICE, Plan, while_it_waits
+from zjax.sharding.plan import Plan, offload_pending
 from zjax.train.compute_params import compute_dtype
 from zjax.train.gradients import microbatches
 from zjax.typing import Batch, Model
 
 
 def kept_here(model: Model, config: Config) -> Callable[..., Any] | None:
-    """What blocks that run one by one keep on the devices besides what enters them.
+    """The policy of `jax.checkpoint` for what a block saves on the devices.
 
     Args:
-        model: It says what the backward pass keeps.
+        model: Its `keeps` is the policy.
         config: Read for `model.remat` and `model.activation_memory`.
 
     Returns:
-        A policy of `jax.checkpoint`; None where they keep what enters them alone, which
-        alone may rest elsewhere.
+        The policy; None where a block saves its input alone, which may be offloaded.
     """
-    goes = config.model.activation_memory != DEVICE
+    goes = config.model.offloads_inputs
     return None if goes or config.model.remat == "full" else model.keeps
 
 
 def input_at_rest(
     x: jax.Array | jax.ShapeDtypeStruct, plan: Plan, config: Config
 ) -> ArrayPlan:
-    """Where a part of what enters a block waits.
+    """The plan of an input of a block, sharded like a batch, until the backward pass.
 
     Args:
-        x: The part.
-        plan: It is placed as a batch of this plan is.
+        x: One array of the input.
+        plan: Says how a batch is sharded.
         config: Read for `model.activation_memory` and `zero.nvme_paths`.
-
-    Returns:
-        Its place until the backward pass.
     """
     place = plan.batch_sharding(x)
-    here = ArrayPlan("an input of a block", x.shape, x.dtype, place, place)
-    return while_it_waits(here, config.model.activation_memory, config)
+    row = ArrayPlan("an input of a block", x.shape, x.dtype, place, place)
+    return offload_pending(row, config.model.activation_memory, config)
 
 
 def waiting_inputs(
     model: Model, plan: Plan, config: Config, batch: Batch
 ) -> Sequence[ArrayPlan]:
-    """What waits outside of the devices at the end of a forward pass.
+    """Plans of the inputs of blocks that are stored off the devices.
 
     Args:
         model: The model as pure functions.
@@ -60,11 +56,11 @@ def waiting_inputs(
         batch: Arrays or ShapeDtypeStructs of the global batch.
 
     Returns:
-        Of one microbatch: one stream for each block, or two where it has tiles; none
-        where they wait on the devices, or the model does not run block by block.
+        Inputs of one microbatch, one for each block or two where it has tiles; none
+        where they stay on the devices, or the model does not run block by block.
     """
     stack = model.stack
-    stays = config.model.activation_memory == DEVICE or not plan.is_offloaded
+    stays = not (config.model.offloads_inputs and plan.is_offloaded)
     if stays or stack is None or not model.runs_by_block:
         return ()
     number = resolve_batch(config, plan.num_batch_shares).num_microbatches
@@ -78,6 +74,6 @@ def waiting_inputs(
         return stack.embed(params, jax.tree.map(lambda x: x[0], parts), key)[0]
 
     embed, _, _ = stack.split(params)
-    streams = sum(min(2, len(units)) for units in units_by_block(stack, params))
+    num_inputs = sum(unit.tile <= 1 for unit, _ in units_of(stack, params))
     entering = jax.tree.leaves(jax.eval_shape(enter, embed, batch, abstract_key()))
-    return streams * [input_at_rest(x, plan, config) for x in entering]
+    return num_inputs * [input_at_rest(x, plan, config) for x in entering]

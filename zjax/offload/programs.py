@@ -1,38 +1,58 @@
-"""The programs of a model in parts: embedding, one block, head, each there and back.
+"""Compiled programs of the parts of a model: embedding, units and head.
 
-A block with tiles is a trunk, whose programs are those of any block, and one tile. All
-programs of blocks take the number of the segment first, which is static.
+Programs of units take the number of the segment first, which is static.
 """
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from zjax.errors import PlanError, Problem
 from zjax.forward import combine, loss_of_sums
-from zjax.offload.kept import kept_of, pull_with
-from zjax.offload.units import gathered, rows_of_parts, trunk_of, units_by_block
+from zjax.offload.compiled import Jit
+from zjax.offload.residuals import residuals_of, vjp_with
+from zjax.offload.units import gathered, rows_by_part, trunk_of
 from zjax.ops.keys import block_key
-from zjax.sharding.memory import waiting_rows
+from zjax.sharding.memory import pending_gradients
 from zjax.sharding.paths import path_of
-from zjax.sharding.placement import ArrayPlan, pad_tree, place_tree
+from zjax.sharding.placement import pad_tree, place_tree
 from zjax.sharding.plan import Plan
+from zjax.sharding.program_plan import staged_plan
 from zjax.train.compute_params import cast_like, compute_dtype
 from zjax.train.gradients import microbatches, weighting
 from zjax.typing import Auxiliary, Batch, Loss, Model, Params
 
 
-class BlockPrograms:
-    """Functions of parts of the parameters, as they are stored on the devices.
+class BlockInputs(NamedTuple):
+    """What a block reads besides its parameters and the stream.
 
     Args:
-        model: It has a stack.
-        plan: Places parameters and gradients on the devices.
-        num_microbatches: Parts of the batch that follow one another.
-        keeps: What the forward pass of a block leaves to the backward pass, as a policy
-            of `jax.checkpoint`; None leaves what enters the block.
+        context: From the embedding; no gradient flows to it.
+        key: Random key of the microbatch; None in evaluation.
+        number: Number of the block in the stack.
+    """
+
+    context: Any
+    key: Any
+    number: Any
+
+    @property
+    def unit_key(self) -> jax.Array | None:
+        """Random key of the block, which its tiles share."""
+        return block_key(self.key, self.number + 1)
+
+
+class BlockPrograms:
+    """Programs of the parts of a model, whose parameters are on the devices.
+
+    The attributes are the jitted functions. Some return a number at the end, which is
+    ready once the program has ended.
+
+    `policy` is a policy of `jax.checkpoint` for what a block saves; None saves its
+    input.
     """
 
     def __init__(
@@ -40,30 +60,30 @@ class BlockPrograms:
         model: Model,
         plan: Plan,
         num_microbatches: int,
-        keeps: Callable[..., Any] | None,
+        policy: Callable[..., Any] | None,
+        jit: Jit,
     ):
         assert model.stack is not None
-        self.stack = model.stack
-        self.model, self.plan = model, plan
-        self.num_microbatches, self.keeps = num_microbatches, keeps
-        grads = waiting_rows(plan, num_microbatches)
-        self.grad_tree = grads
-        self.rows = rows_of_parts(self.stack, plan.compute)
-        self.grad_rows = rows_of_parts(self.stack, grads)
+        self.model, self.stack = model, model.stack
+        self.plan = staged_plan(plan)
+        self.num_microbatches, self.policy = num_microbatches, policy
+        self.grad_rows = pending_gradients(self.plan, num_microbatches)
+        self._rows = rows_by_part(self.stack, self.plan.compute)
+        self._grad_rows = rows_by_part(self.stack, self.grad_rows)
+        jit_unit = functools.partial(jit, static_argnums=0)
+        self.split_batch = jit(self._split_batch, static_argnums=1)
+        self.embed = jit(self._embed)
+        self.block = jit_unit(self._block)
+        self.block_saving = jit_unit(self._block_saving) if policy else None
+        self.tile = jit_unit(self._tile, donate_argnums=2)
+        self.head = jit(self._head)
+        self.head_loss = jit(self._head_loss)
+        self.block_backward = jit_unit(self._block_backward, donate_argnums=4)
+        self.tile_backward = jit_unit(self._tile_backward, donate_argnums=5)
+        self.embed_backward = jit(self._embed_backward)
+        self.zeros_like = jit(self._zeros_like)
 
-    def rows_by_group(self) -> list[list[ArrayPlan]]:
-        """Rows of the gradients that arrive together, as `groups_of` numbers them."""
-        embed = jax.tree.leaves(self.grad_rows["embed"])
-        blocks = units_by_block(self.stack, self.grad_tree)
-        units = [jax.tree.leaves(unit) for block in blocks for unit in block]
-        head = [
-            row
-            for keys, row in jax.tree_util.tree_leaves_with_path(self.grad_rows["head"])
-            if path_of(keys) not in self.stack.shared
-        ]
-        return [*units, embed, head]
-
-    def split_batch(self, batch: Batch, number: int) -> Batch:
+    def _split_batch(self, batch: Batch, number: int) -> Batch:
         """One of the microbatches."""
         batch = microbatches.cast_batch(batch, self.model, compute_dtype(self.plan))
         parts = microbatches.split_batch(
@@ -71,190 +91,155 @@ class BlockPrograms:
         )
         return jax.tree.map(lambda x: x[number], parts)
 
-    def embed(self, params: Params, batch: Batch, key: jax.Array | None) -> Any:
-        """The stream that enters the first block, and what every block reads."""
-        params = self.in_use("embed", params)
+    def _embed(self, params: Params, batch: Batch, key: jax.Array | None) -> Any:
+        """The stream that enters the first block, and the context of all blocks."""
+        params = self._gathered("embed", params)
         carry, context = self.stack.embed(params, batch, block_key(key, 0))
-        return self.held(carry), context
+        return self._constrained(carry), context
 
-    def block(
-        self,
-        segment: int,
-        params: Params,
-        carry: Any,
-        context: Any,
-        key: jax.Array | None,
-        number: jax.Array,
+    def _block(
+        self, segment: int, params: Params, carry: Any, inputs: BlockInputs
     ) -> Any:
-        """The stream after a block, less its tiles, with what these read.
-
-        Also what the block gives besides, and a number once all of it is there.
-        """
-        given = self.given(segment, params, context, key, number)
-        params, context, block_key = given
+        """Stream after a block or trunk with what its tiles read; auxiliary results."""
+        params = self._gathered((segment, False), params)
         run = trunk_of(self.stack.segments[segment])
-        carry, own = run(params, carry, context, block_key)
-        return self.held(carry), own, jnp.float32(0)
+        stream, auxiliary = run(params, carry, inputs.context, inputs.unit_key)
+        return self._constrained(stream), auxiliary, jnp.float32(0)
 
-    def block_kept(
-        self,
-        segment: int,
-        params: Params,
-        carry: Any,
-        context: Any,
-        key: jax.Array,
-        number: jax.Array,
+    def _block_saving(
+        self, segment: int, params: Params, carry: Any, inputs: BlockInputs
     ) -> Any:
-        """The same, and what `keeps` has it leave to the backward pass."""
-        given = self.given(segment, params, context, key, number)
-        (left, loss), pull, metrics = self.pull_of(segment, given, carry)
-        _check_same(carry, left[0])
-        results = self.held(left), Auxiliary(loss, metrics), jnp.float32(0)
-        return results, kept_of(pull, given)
+        """The results of `_block`, and the residuals that the policy saves."""
+        (stream, loss), pull, metrics, given = self._vjp(segment, params, carry, inputs)
+        _check_same_types(carry, stream[0])
+        results = self._constrained(stream), Auxiliary(loss, metrics), jnp.float32(0)
+        return results, residuals_of(pull, given)
 
-    def given(
-        self, segment: int, params: Params, context: Any, key: Any, number: Any
+    def _vjp(
+        self, segment: int, params: Params, carry: Any, inputs: BlockInputs
     ) -> Any:
-        """What every program of a block has besides its stream."""
-        params = self.in_use(("block", segment), params)
-        return params, context, block_key(key, number + 1)
+        """`jax.vjp` of a block or trunk, its metrics, and the operands it closes over.
 
-    def pull_of(self, segment: int, given: Any, carry: Any) -> Any:
-        """A block as `jax.vjp` runs it.
-
-        That is its stream and auxiliary loss, what takes their cotangents to its
-        operands, and its metrics.
+        The primal outputs are the stream, with what tiles read, and the auxiliary loss.
         """
-        params, context, block_key = given
+        params = self._gathered((segment, False), params)
+        context, unit_key = inputs.context, inputs.unit_key
         run_trunk = trunk_of(self.stack.segments[segment])
 
         def run(params: Params, carry: Any) -> Any:
-            stream, own = run_trunk(params, carry, context, block_key)
-            return (stream, own.loss), own.metrics
+            stream, auxiliary = run_trunk(params, carry, context, unit_key)
+            return (stream, auxiliary.loss), auxiliary.metrics
 
-        if self.keeps:
-            run = jax.checkpoint(run, policy=self.keeps, prevent_cse=False)
-        return jax.vjp(run, params, carry, has_aux=True)
+        if self.policy:
+            run = jax.checkpoint(run, policy=self.policy, prevent_cse=False)
+        results = jax.vjp(run, params, carry, has_aux=True)
+        return *results, (params, context, unit_key)
 
-    def tile(
+    def _tile(
         self,
         segment: int,
         params: Params,
         carry: Any,
         entering: Any,
-        key: jax.Array | None,
-        number: jax.Array,
+        inputs: BlockInputs,
     ) -> tuple[Any, jax.Array]:
-        """The stream with what a tile adds to it; a number once it is."""
-        params = self.in_use(("tile", segment), params)
-        run = self.tile_of(segment)
-        added = run(params, entering, block_key(key, number + 1))
+        """The stream with what a tile adds to it."""
+        params = self._gathered((segment, True), params)
+        added = self._tile_of(segment)(params, entering, inputs.unit_key)
         carry = jax.tree.map(jnp.add, carry, added)
-        return self.held(carry), _number_of(carry)
+        return self._constrained(carry), _number_of(carry)
 
-    def tile_of(self, segment: int) -> Callable[..., Any]:
-        """The function of its tiles."""
-        tiles = self.stack.segments[segment].tiles
-        assert tiles is not None
-        return tiles.tile
-
-    def head(
+    def _head(
         self,
         params: Params,
         carry: Any,
         batch: Batch,
         scale: jax.Array,
-        given: Sequence[Auxiliary],
+        auxiliaries: Sequence[Auxiliary],
     ) -> tuple[Loss, list[jax.Array], list[jax.Array], Any, jax.Array]:
-        """Loss; gradients of own and shared arrays, of the stream, of a block's loss.
+        """Loss; gradients of the head's own and of its shared parameters; cotangents.
 
-        The last is the same for all blocks.
+        Those of the stream, and of the auxiliary loss of any block.
         """
 
         def scaled(params: Params, carry: Any) -> tuple[jax.Array, Any]:
-            loss = self.mean_loss(params, carry, batch, given)
+            loss = self._mean_loss(params, carry, batch, auxiliaries)
             factor = scale * weighting.counted(loss.weight)
             return loss.value * factor, (loss, factor)
 
         differentiate = jax.grad(scaled, argnums=(0, 1), has_aux=True)
-        found = differentiate(self.in_use("head", params), carry)
-        (grads, cotangent), (loss, of_auxiliary) = found
+        found = differentiate(self._gathered("head", params), carry)
+        (grads, cotangent), (loss, auxiliary_cotangent) = found
         own, shared = [], []
-        stored = self.stored("head", grads)
+        stored = self._stored("head", grads)
         for keys, grad in jax.tree_util.tree_leaves_with_path(stored):
             (shared if path_of(keys) in self.stack.shared else own).append(grad)
-        return loss, own, shared, self.held(cotangent), of_auxiliary
+        return loss, own, shared, self._constrained(cotangent), auxiliary_cotangent
 
-    def head_loss(
-        self, params: Params, carry: Any, batch: Batch, given: Sequence[Auxiliary]
+    def _head_loss(
+        self, params: Params, carry: Any, batch: Batch, auxiliaries: Sequence[Auxiliary]
     ) -> Loss:
         """The loss of a microbatch."""
-        return self.mean_loss(self.in_use("head", params), carry, batch, given)
+        params = self._gathered("head", params)
+        return self._mean_loss(params, carry, batch, auxiliaries)
 
-    def mean_loss(
-        self, params: Params, carry: Any, batch: Batch, given: Sequence[Auxiliary]
+    def _mean_loss(
+        self, params: Params, carry: Any, batch: Batch, auxiliaries: Sequence[Auxiliary]
     ) -> Loss:
-        """The loss of a microbatch; the parameters are whole."""
         total, weight, sums = self.stack.head(params, carry, batch)
-        loss = loss_of_sums(total, weight, sums, combine(given))
+        loss = loss_of_sums(total, weight, sums, combine(auxiliaries))
         return weighting.check_names(loss)
 
-    def block_backward(
+    def _block_backward(
         self,
         segment: int,
         params: Params,
-        left: Any,
-        context: Any,
-        key: jax.Array,
-        number: jax.Array,
+        saved: Any,
+        inputs: BlockInputs,
         cotangent: Any,
-        of_entering: Any,
-        of_auxiliary: jax.Array,
+        entering_cotangent: Any,
+        auxiliary_cotangent: jax.Array,
     ) -> tuple[list[jax.Array], Any, jax.Array]:
-        """Gradients of a block and of what entered it; a number once they are.
+        """Gradients of a block or trunk, and the cotangent of its input.
 
-        They follow from those of its stream, of what its tiles read and of its
-        auxiliary loss, and from what the forward pass has left: what entered the block,
-        or what it kept.
+        `saved` is its input, or the residuals of `_block_saving`; `entering_cotangent`
+        is that of what its tiles read.
         """
-        given = self.given(segment, params, context, key, number)
-        # What entered the block may not be there, nor anything computed from it.
-        entered = jax.tree.map(jnp.zeros_like, cotangent) if self.keeps else left
-        (_, loss), pull, _ = self.pull_of(segment, given, entered)
-        if self.keeps:
-            pull = pull_with(left, pull, given)
-        of_loss = None if loss is None else of_auxiliary.astype(loss.dtype)
-        grads, cotangent = pull(((cotangent, of_entering), of_loss))
-        stored = jax.tree.leaves(self.stored(("block", segment), grads))
-        return stored, self.held(cotangent), _number_of(cotangent)
+        # With residuals the input is not there, nor is anything computed from it.
+        carry = jax.tree.map(jnp.zeros_like, cotangent) if self.policy else saved
+        (_, loss), pull, _, given = self._vjp(segment, params, carry, inputs)
+        if self.policy:
+            pull = vjp_with(saved, pull, given)
+        of_loss = None if loss is None else auxiliary_cotangent.astype(loss.dtype)
+        grads, cotangent = pull(((cotangent, entering_cotangent), of_loss))
+        stored = jax.tree.leaves(self._stored((segment, False), grads))
+        return stored, self._constrained(cotangent), _number_of(cotangent)
 
-    def tile_backward(
+    def _tile_backward(
         self,
         segment: int,
         params: Params,
         entering: Any,
-        key: jax.Array,
-        number: jax.Array,
+        inputs: BlockInputs,
         cotangent: Any,
-        of_entering: Any,
+        entering_cotangent: Any,
     ) -> tuple[list[jax.Array], Any, jax.Array]:
-        """Gradients of a tile, and so far of what tiles read; a number once they are.
+        """Gradients of a tile, and the cotangent so far of what tiles read.
 
         The stream has the same cotangent before and after a tile.
         """
-        run_tile, tile_key = self.tile_of(segment), block_key(key, number + 1)
+        run_tile, unit_key = self._tile_of(segment), inputs.unit_key
 
         def run(params: Params, entering: Any) -> Any:
-            return run_tile(params, entering, tile_key)
+            return run_tile(params, entering, unit_key)
 
-        whole = self.in_use(("tile", segment), params)
-        _, pull = jax.vjp(run, whole, entering)
+        _, pull = jax.vjp(run, self._gathered((segment, True), params), entering)
         grads, own = pull(cotangent)
-        total = jax.tree.map(jnp.add, of_entering, own)
-        stored = jax.tree.leaves(self.stored(("tile", segment), grads))
-        return stored, self.held(total), _number_of(total)
+        total = jax.tree.map(jnp.add, entering_cotangent, own)
+        stored = jax.tree.leaves(self._stored((segment, True), grads))
+        return stored, self._constrained(total), _number_of(total)
 
-    def embed_backward(
+    def _embed_backward(
         self,
         params: Params,
         batch: Batch,
@@ -262,43 +247,46 @@ class BlockPrograms:
         cotangent: Any,
         shared: list[jax.Array],
     ) -> list[jax.Array]:
-        """Gradients of the embedding, with those of what the head shares."""
+        """Gradients of the embedding, with the head's of the parameters they share."""
 
         def run(params: Params) -> Any:
             return self.stack.embed(params, batch, block_key(key, 0))[0]
 
-        _, pull = jax.vjp(run, self.in_use("embed", params))
+        _, pull = jax.vjp(run, self._gathered("embed", params))
         (grads,) = pull(cotangent)
-        stored = self.stored("embed", grads)
+        stored = self._stored("embed", grads)
         of_head = dict(zip(self.stack.shared, shared, strict=True))
         return [
             grad + of_head[path_of(keys)] if path_of(keys) in of_head else grad
             for keys, grad in jax.tree_util.tree_leaves_with_path(stored)
         ]
 
-    def no_cotangent(self, entering: Any) -> Any:
-        """That of what tiles read, before the first of them."""
-        return self.held(jax.tree.map(jnp.zeros_like, entering))
+    def _zeros_like(self, entering: Any) -> Any:
+        return self._constrained(jax.tree.map(jnp.zeros_like, entering))
 
-    def in_use(self, part: Any, params: Params) -> Params:
-        """Parameters where they are used, as the function of a part takes them."""
-        return gathered(params, self.rows[part])
+    def _tile_of(self, segment: int) -> Callable[..., Any]:
+        tiles = self.stack.segments[segment].tiles
+        assert tiles is not None
+        return tiles.tile
 
-    def stored(self, part: Any, grads: Params) -> Params:
-        """Gradients split over the devices."""
-        rows = self.grad_rows[part]
+    def _gathered(self, part: Any, params: Params) -> Params:
+        return gathered(params, self._rows[part])
+
+    def _stored(self, part: Any, grads: Params) -> Params:
+        """Gradients in their stored shapes and shards."""
+        rows = self._grad_rows[part]
         return pad_tree(place_tree(cast_like(grads, rows), rows), rows)
 
-    def held(self, carry: Any) -> Any:
-        """The stream where the batch is."""
+    def _constrained(self, carry: Any) -> Any:
+        """A stream, split as the batch is."""
         return jax.tree.map(
             lambda x: jax.lax.with_sharding_constraint(x, self.plan.batch_sharding(x)),
             carry,
         )
 
 
-def _check_same(entering: Any, leaving: Any) -> None:
-    """Refuses a stream whose cotangent does not say how it entered a block."""
+def _check_same_types(entering: Any, leaving: Any) -> None:
+    """Refuses a stream whose cotangent has another type than what entered a block."""
     types = [
         [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(tree)]
         for tree in (entering, leaving)

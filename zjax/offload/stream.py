@@ -1,4 +1,4 @@
-"""Arrays at rest on their way to the devices, and back once they have changed."""
+"""Prefetches stored arrays onto the devices, and writes new ones back."""
 
 import collections
 import dataclasses
@@ -8,24 +8,30 @@ from typing import Any
 import jax
 
 from zjax.sharding.placement import ArrayPlan
-from zjax.sharding.plan import DEVICE, NVME
+from zjax.sharding.plan import DEVICE
 from zjax.storage.array import DiskArray
-from zjax.storage.move import move, rest
-from zjax.storage.passing import READ_AHEAD_BYTES
+from zjax.storage.move import move, store
+from zjax.storage.transfers import READ_AHEAD_BYTES
 
-GOING_SHARE = 8
-"""Of the same room, one part more is for what leaves before its group comes up."""
+WRITE_BACK_SHARE = 8
+"""One part more of a stream's limit is for arrays written back before their load is
+prefetched."""
+
+
+def moved_bytes(rows: Iterable[ArrayPlan]) -> int:
+    """Bytes on one device of the arrays that are stored elsewhere."""
+    return sum(row.device_bytes for row in rows if not row.is_on_device)
 
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """Arrays that come up together.
+    """Arrays that are prefetched together.
 
     Args:
-        name: By which they are taken.
-        arrays: At rest, or on the devices already.
-        rows: Where each rests.
-        is_consumed: Whether the host's copies are given up.
+        name: Key by which `Stream.wait` finds them.
+        arrays: As stored, or on the devices already.
+        rows: Plan of each array.
+        is_consumed: Whether the stored arrays are deleted.
     """
 
     name: Hashable
@@ -35,26 +41,26 @@ class Load:
 
     @property
     def moved_bytes(self) -> int:
-        """On one device, of what has to come up."""
-        return sum(row.device_bytes for row in self.rows if row.memory != DEVICE)
+        """Bytes on one device that have to be copied there."""
+        return moved_bytes(self.rows)
 
     @property
     def disk_bytes(self) -> int:
-        """On one device, of what has to be read from disks."""
-        return sum(row.device_bytes for row in self.rows if row.memory == NVME)
+        """Bytes on one device that have to be read from disks."""
+        return sum(row.device_bytes for row in self.rows if row.is_on_disk)
 
-    def prefetch(self) -> None:
-        """Starts to read what is on disks into the memory of the host."""
+    def read_ahead(self) -> None:
+        """Starts to read from disks into host memory."""
         for x in self._on_disk():
             x.prefetch()
 
-    def forget(self) -> None:
-        """Gives up what was read ahead."""
+    def cancel(self) -> None:
+        """Drops what was read ahead."""
         for x in self._on_disk():
             x.forget()
 
     def is_read(self) -> bool:
-        """Whether nothing has to be waited for any more."""
+        """Whether no disk has to be waited for."""
         return all(x.is_read() for x in self._on_disk())
 
     def _on_disk(self) -> list[DiskArray]:
@@ -62,120 +68,100 @@ class Load:
 
 
 class Stream:
-    """Brings loads up ahead of their use, as many as the devices have room for.
+    """Prefetches loads in order, as many as fit on the devices.
 
-    Nothing here waits for a copy, except to keep small what is on the way, and for what
-    comes from disks.
+    It waits for copies only to stay within its limit, and for disks.
 
     Args:
-        limit_bytes: On a device, of loads that came up and have not left; one load
-            comes up whatever its size.
+        limit_bytes: Bytes on a device of loads that are prefetched and not yet
+            released; one load is prefetched whatever its size.
     """
 
     def __init__(self, limit_bytes: int):
         self.limit = limit_bytes
         self.waiting: collections.deque[Load] = collections.deque()
-        self.here: dict[Hashable, tuple[list[jax.Array], int]] = {}
+        self.arrived: dict[Hashable, tuple[list[jax.Array], int]] = {}
         self.leaving: collections.deque[tuple[int, Sequence[Any]]] = collections.deque()
         self.in_flight = 0
 
-    def begin(self, loads: Iterable[Load]) -> None:
-        """Announces loads, and starts to bring them up.
+    def most_bytes(self, loads: Sequence[int]) -> int:
+        """Most bytes that loads of these sizes take: one, or as many as fit."""
+        return max(max(loads, default=0), min(self.limit, sum(loads)))
 
-        What was announced before and not taken, by a pass that failed, is forgotten.
+    def prefetch(self, loads: Iterable[Load]) -> None:
+        """Starts to prefetch; drops loads that a failed pass did not wait for.
 
         Args:
-            loads: In the order in which they will be taken.
+            loads: In the order of use.
         """
         for load in self.waiting:
-            load.forget()
+            load.cancel()
         self.waiting = collections.deque(loads)
-        self.here = {}
+        self.arrived = {}
         self.in_flight = sum(num_bytes for num_bytes, _ in self.leaving)
         self.fill()
 
-    def extend(self, loads: Iterable[Load]) -> None:
-        """Announces more loads.
-
-        Args:
-            loads: To be taken after those announced before.
-        """
+    def prefetch_more(self, loads: Iterable[Load]) -> None:
+        """Prefetches loads after those that `prefetch` was given."""
         self.waiting.extend(loads)
         self.fill()
 
     def add(
         self, name: Hashable, arrays: list[jax.Array], rows: list[ArrayPlan]
     ) -> None:
-        """Adds arrays to a load; if that is not here yet, they rest until it comes.
-
-        Args:
-            name: Of a load that was announced and not taken.
-            arrays: On the devices.
-            rows: Where each may rest.
-        """
-        if name in self.here:
-            self.here[name][0].extend(arrays)
+        """Adds arrays to a load; until that is prefetched, they are stored."""
+        if name in self.arrived:
+            self.arrived[name][0].extend(arrays)
             return
         load = next(load for load in self.waiting if load.name == name)
-        load.arrays.extend(self.send(arrays, rows))
+        load.arrays.extend(self.write_back(arrays, rows))
         load.rows.extend(rows)
 
-    def send(self, arrays: list[Any], rows: list[ArrayPlan]) -> list[Any]:
-        """Sends arrays of no load to where they rest, few of them at a time.
-
-        Args:
-            arrays: On the devices; those that move are consumed.
-            rows: Where each rests.
-
-        Returns:
-            The arrays at rest, perhaps still on their way.
-        """
-        resting = rest(arrays, rows)
-        gone = [x for x, row in zip(resting, rows, strict=True) if row.memory != DEVICE]
-        size = sum(row.device_bytes for row in rows if row.memory != DEVICE)
+    def write_back(self, arrays: list[Any], rows: list[ArrayPlan]) -> list[Any]:
+        """Stores arrays as `storage.move.store` does, few of them at a time."""
+        stored = store(arrays, rows)
+        moved = [x for x, row in zip(stored, rows, strict=True) if not row.is_on_device]
+        size = moved_bytes(rows)
         self.in_flight += size
-        self.leaving.append((size, gone))
-        while self.in_flight > self.limit + self.limit // GOING_SHARE and self.leaving:
-            self._release(wait=True)
-        return resting
+        self.leaving.append((size, moved))
+        limit = self.limit + self.limit // WRITE_BACK_SHARE
+        while self.in_flight > limit and self.leaving:
+            self._free(wait=True)
+        return stored
 
-    def take(self, name: Hashable) -> tuple[list[jax.Array], int]:
-        """A load on the devices.
+    def wait(self, name: Hashable) -> tuple[list[jax.Array], int]:
+        """The arrays of the next load, and the bytes to release after their last use.
 
-        Args:
-            name: Of the next that was announced and not taken.
-
-        Returns:
-            Its arrays, perhaps still on their way, and bytes to be given to `leave`.
+        Their copies to the devices may still run.
         """
-        while name not in self.here:
+        while name not in self.arrived:
             self._make_room()
-            self._bring()
-        taken = self.here.pop(name)
-        # On a GPU, what comes up waits for programs that were called before it. Those
-        # that read the load are not called until more is on its way.
+            self._copy_next()
+        taken = self.arrived.pop(name)
+        # On a GPU, copies to it wait for programs that were called before them. Those
+        # that read this load are not called until the next copies are enqueued.
         while self._is_next_due():
             self._make_room()
-            self._bring()
+            self._copy_next()
         return taken
 
-    def leave(self, num_bytes: int, tokens: Sequence[Any]) -> None:
-        """Gives back the room of a load.
+    def release(self, num_bytes: int, tokens: Sequence[Any]) -> None:
+        """Gives back the room of a load once it is no longer in use.
 
         Args:
-            num_bytes: As `take` told them.
-            tokens: Arrays that are ready once the load is no longer needed.
+            num_bytes: As `wait` returned them.
+            tokens: Arrays that are ready after the last use of the load.
         """
         self.leaving.append((num_bytes, tokens))
         self.fill()
 
     def fill(self) -> None:
-        """Starts to bring up what there is room for."""
+        """Prefetches as many loads as fit."""
         while self.leaving and all(map(_is_done, self.leaving[0][1])):
-            self._release(wait=False)
+            self._free(wait=False)
         self._read_ahead()
         while self.waiting and self._fits() and self.waiting[0].is_read():
-            self._bring()
+            self._copy_next()
 
     def _read_ahead(self) -> None:
         ahead = 0
@@ -183,35 +169,35 @@ class Stream:
             ahead += load.disk_bytes
             if ahead > READ_AHEAD_BYTES:
                 return
-            load.prefetch()
+            load.read_ahead()
 
     def _is_next_due(self) -> bool:
         if not self.waiting or not self.waiting[0].is_read():
             return False
-        ahead = sum(num_bytes for _, num_bytes in self.here.values())
+        ahead = sum(num_bytes for _, num_bytes in self.arrived.values())
         size = self.waiting[0].moved_bytes
         held = self.in_flight - sum(num_bytes for num_bytes, _ in self.leaving)
         return ahead + size <= self.limit // 2 and held + size <= self.limit
 
     def _make_room(self) -> None:
         while self.leaving and not self._fits():
-            self._release(wait=True)
+            self._free(wait=True)
 
     def _fits(self) -> bool:
         size = self.waiting[0].moved_bytes
         return self.in_flight == 0 or self.in_flight + size <= self.limit
 
-    def _bring(self) -> None:
+    def _copy_next(self) -> None:
         load = self.waiting.popleft()
-        load.prefetch()
-        pairs = zip(load.arrays, load.rows, strict=True)
+        load.read_ahead()
         arrays = [
-            move(x, row, DEVICE, is_consumed=load.is_consumed) for x, row in pairs
+            move(x, row, DEVICE, is_consumed=load.is_consumed)
+            for x, row in zip(load.arrays, load.rows, strict=True)
         ]
-        self.here[load.name] = arrays, load.moved_bytes
+        self.arrived[load.name] = arrays, load.moved_bytes
         self.in_flight += load.moved_bytes
 
-    def _release(self, *, wait: bool) -> None:
+    def _free(self, *, wait: bool) -> None:
         num_bytes, tokens = self.leaving.popleft()
         if wait:
             jax.block_until_ready([x for x in tokens if not x.is_deleted()])
@@ -219,5 +205,5 @@ class Stream:
 
 
 def _is_done(x: Any) -> bool:
-    # What came down for the last step may have gone up for this one.
+    # An array of the last step may have been prefetched and deleted in this one.
     return x.is_deleted() or x.is_ready()

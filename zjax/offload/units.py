@@ -1,103 +1,79 @@
-"""What comes up together: a block of a model, or its trunk and each of its tiles."""
+"""Transfer units: the parts of a model that move between memories and run one by one.
 
-from collections.abc import Callable, Iterator
-from typing import Any
+A unit is a block of the model or, where blocks have tiles, the trunk of a block or one
+of its tiles.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
+from zjax.offload.stream import Load, Stream, moved_bytes
 from zjax.sharding.layers import layers_of
-from zjax.sharding.placement import unpad_tree, use_tree
+from zjax.sharding.placement import ArrayPlan, unpad_tree, use_tree
+from zjax.sharding.plan import Plan
 from zjax.typing import Model, Params, Segment, Stack
 
+AHEAD_BYTES = 512 * 10**6
+"""On a device, of units that are prefetched, where three units are less."""
 
-def units_of(segment: Segment, block: Params) -> list[Params]:
-    """The units of one block.
+
+class Unit(NamedTuple):
+    """The place of a transfer unit in a stack.
 
     Args:
-        segment: Says whether blocks have tiles.
-        block: Its parameters, or anything in their place.
-
-    Returns:
-        The block itself, or its trunk and then its tiles.
-
-    Example:
-        >>> units_of(Segment(block=lambda *_: None, num_blocks=2), {"kernel": 1})
-        [{'kernel': 1}]
+        number: Position in the forward pass, and group of its gradients.
+        block: Number of its block in the stack.
+        segment: Number of the segment of that block.
+        tile: 0 for a whole block or a trunk, n for its n-th tile.
     """
-    if segment.tiles is None:
-        return [block]
-    trunk, tiles = segment.tiles.split(block)
-    return [trunk, *tiles]
+
+    number: int
+    block: int
+    segment: int
+    tile: int
+
+    @property
+    def kind(self) -> tuple[int, bool]:
+        """Segment, and whether it is a tile: units of a kind run the same programs."""
+        return self.segment, self.tile > 0
 
 
-def units_by_block(stack: Stack, params: Params) -> list[list[Params]]:
-    """The units of all blocks, in the order of the forward pass.
+def units_of(stack: Stack, params: Params) -> list[tuple[Unit, Params]]:
+    """Transfer units with their parameters, in the order of the forward pass.
 
     Args:
         stack: The model as a line of blocks.
         params: Its parameters, or anything in their place; layers apart.
-
-    Returns:
-        Those of each block of the first segment, and so on.
     """
-    return [units for _, units in _numbered(stack, params)]
+    _, trees, _ = stack.split(params)
+    found: list[tuple[Unit, Params]] = []
+    blocks = itertools.count()
+    for number, (segment, tree) in enumerate(zip(stack.segments, trees, strict=True)):
+        for own in layers_of(tree, segment.num_blocks):
+            block = next(blocks)
+            for tile, part in enumerate(_units_of_block(segment, own)):
+                found.append((Unit(len(found), block, number, tile), part))
+    return found
 
 
-def segment_by_block(stack: Stack) -> list[int]:
-    """The segment of each block.
-
-    Args:
-        stack: The model as a line of blocks.
-
-    Returns:
-        Its number, in the order of the forward pass.
-    """
-    numbered = enumerate(stack.segments)
-    return [i for i, segment in numbered for _ in range(segment.num_blocks)]
-
-
-def rows_of_parts(stack: Stack, rows: Any) -> dict[Any, Any]:
-    """Rows of what the functions of a stack take.
-
-    Args:
-        stack: The model as a line of blocks.
-        rows: A tree of `ArrayPlan` for its parameters, layers apart.
-
-    Returns:
-        Those of `embed` and `head`, and for each segment by number those of one
-        `("block", number)` and of one `("tile", number)`.
-    """
+def rows_by_part(stack: Stack, rows: Any) -> dict[Any, Any]:
+    """Plans of the parameters of `embed`, of `head` and of a unit of each kind."""
     embed, _, head = stack.split(rows)
-    parts: dict[Any, Any] = {"embed": embed, "head": head}
-    for number, (block, *tiles) in _numbered(stack, rows):
-        parts["block", number] = block
-        parts["tile", number] = tiles[0] if tiles else ()
-    return parts
+    units = {unit.kind: tree for unit, tree in units_of(stack, rows)}
+    return {"embed": embed, "head": head, **units}
 
 
 def gathered(params: Params, rows: Any) -> Params:
-    """Parameters where they are used, as the function of a part takes them.
-
-    Args:
-        params: As they are stored, but on the devices.
-        rows: Of the part.
-
-    Returns:
-        Parameters in their logical shapes, each whole on every device but for what
-        model parallelism splits.
-    """
+    """Stored parameters in their logical shapes, split by model parallelism alone."""
     return use_tree(unpad_tree(params, rows), rows)
 
 
 def trunk_of(segment: Segment) -> Callable[..., Any]:
-    """The program of the first unit of a block.
-
-    Args:
-        segment: Says whether blocks have tiles.
-
-    Returns:
-        As `Tiles.trunk`; where there are no tiles, nothing is for them to read.
-    """
+    """The function of the first unit of a block, which is called like `Tiles.trunk`."""
     if segment.tiles is not None:
         return segment.tiles.trunk
 
@@ -109,75 +85,91 @@ def trunk_of(segment: Segment) -> Callable[..., Any]:
 
 
 def groups_of(stack: Stack, params: Params) -> list[int]:
-    """Numbers the parameters by what they come up with.
+    """The group of gradients of each parameter, by leaf.
 
-    Args:
-        stack: The model as a line of blocks.
-        params: A tree of the parameters, layers apart.
-
-    Returns:
-        The group of each leaf: units in the order of the blocks, then the embedding
-        with what the head shares, then the rest of the head.
+    Units are groups by number; after them come the embedding with the arrays that the
+    head shares, and the rest of the head.
     """
-    positions = _positions(params)
-    embed, _, head = stack.split(positions)
-    units = [unit for block in units_by_block(stack, positions) for unit in block]
+    positions = positions_in(params)
     groups = [0] * len(jax.tree.leaves(params))
-    # What the embedding shares with the head is the embedding's.
-    parts = [*enumerate(units), (len(units) + 1, head), (len(units), embed)]
-    for group, part in parts:
+    embed, _, head = stack.split(positions)
+    parts = [(unit.number, tree) for unit, tree in units_of(stack, positions)]
+    # Arrays of both the embedding and the head are the embedding's: it comes last.
+    for group, part in [*parts, (len(parts) + 1, head), (len(parts), embed)]:
         for position in jax.tree.leaves(part):
             groups[position] = group
     return groups
 
 
 def forward_order(model: Model, params: Params) -> list[int]:
-    """Orders the parameters as the forward pass reads them.
+    """Positions of the parameters in the order in which the forward pass reads them.
 
-    Args:
-        model: Model as pure functions.
-        params: A tree of the parameters, layers apart where it runs by block.
-
-    Returns:
-        Positions of the leaves: the embedding, the blocks in order, the head.
+    That is the embedding, the blocks in order, the head. `params` has layers apart
+    where the model runs by block.
     """
     order = range(len(jax.tree.leaves(params)))
     if not model.runs_by_block:
         return [*order]
     assert model.stack is not None
     groups = groups_of(model.stack, params)
-    embed = sum(map(len, units_by_block(model.stack, params)))
+    embed = len(units_of(model.stack, params))
     return sorted(order, key=lambda i: -1 if groups[i] == embed else groups[i])
 
 
-def kinds_of(stack: Stack, params: Params) -> list[tuple[int, int] | None]:
-    """Which parameters are created alike, but for the number of their layer.
-
-    Args:
-        stack: The model as a line of blocks.
-        params: A tree of the parameters, layers apart.
-
-    Returns:
-        For each leaf of a block its segment, and its unit within the block; None for
-        all others.
-    """
-    kinds: list[tuple[int, int] | None] = [None] * len(jax.tree.leaves(params))
-    for segment, units in _numbered(stack, _positions(params)):
-        for number, unit in enumerate(units):
-            for position in jax.tree.leaves(unit):
-                kinds[position] = (segment, number)
-    return kinds
-
-
-def _numbered(stack: Stack, params: Params) -> Iterator[tuple[int, list[Params]]]:
-    """The number of its segment and the units of each block."""
-    _, trees, _ = stack.split(params)
-    pairs = zip(stack.segments, trees, strict=True)
-    for number, (segment, blocks) in enumerate(pairs):
-        for block in layers_of(blocks, segment.num_blocks):
-            yield number, units_of(segment, block)
-
-
-def _positions(params: Params) -> Any:
+def positions_in(params: Params) -> Any:
+    """The tree with the position of each leaf in its place."""
     leaves, tree = jax.tree.flatten(params)
-    return jax.tree.unflatten(tree, range(len(leaves)))
+    return tree.unflatten(range(len(leaves)))
+
+
+def _units_of_block(segment: Segment, block: Params) -> list[Params]:
+    if segment.tiles is None:
+        return [block]
+    trunk, tiles = segment.tiles.split(block)
+    return [trunk, *tiles]
+
+
+class UnitStream:
+    """Prefetches the parameters of the units of a stack."""
+
+    def __init__(self, stack: Stack, plan: Plan):
+        self.stack, self.plan = stack, plan
+        found = units_of(stack, plan.compute)
+        self.units = [unit for unit, _ in found]
+        blocks = itertools.groupby(self.units, lambda unit: unit.block)
+        self.blocks = [list(units) for _, units in blocks]
+        self.rows: list[list[ArrayPlan]] = [jax.tree.leaves(rows) for _, rows in found]
+        largest = max(map(moved_bytes, self.rows))
+        self.stream = Stream(max(3 * largest, AHEAD_BYTES))
+
+    def stored(self, params: Params) -> list[Params]:
+        """The stored parameters of each unit."""
+        return [tree for _, tree in units_of(self.stack, params)]
+
+    def loads(self, stored: Sequence[Params], names: Iterable[Any]) -> Iterator[Load]:
+        """What `stream` prefetches, by the pass and the number of each unit."""
+        for name in names:
+            arrays = jax.tree.leaves(stored[name[1]])
+            yield Load(name, arrays, self.rows[name[1]], is_consumed=False)
+
+    @contextlib.contextmanager
+    def on_device(
+        self, stored: Sequence[Params], name: Any, unit: Unit
+    ) -> Iterator[tuple[Params, list[Any]]]:
+        """The parameters of a unit on the devices, deleted at the end of the context.
+
+        Args:
+            stored: Parameters of each unit.
+            name: The pass for which it was prefetched.
+            unit: The next of those that were.
+
+        Yields:
+            The parameters, and a list to which to add a result of their last use.
+        """
+        arrays, num_bytes = self.stream.wait((name, unit.number))
+        used: list[Any] = []
+        yield jax.tree.unflatten(jax.tree.structure(stored[unit.number]), arrays), used
+        for x, row in zip(arrays, self.rows[unit.number], strict=True):
+            if not row.is_on_device:
+                x.delete()
+        self.stream.release(num_bytes, used)

@@ -1,7 +1,8 @@
-"""The update of a step as compiled parts, one per group of parameters."""
+"""The update of a step as compiled programs, one per group of parameters."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,14 +10,13 @@ import jax.numpy as jnp
 from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
 from zjax.jaxprs.program import Name
-from zjax.offload.dataflow import trace
-from zjax.offload.groups import SHARED, cut_update
-from zjax.offload.parts import Jit, compile_parts
-from zjax.sharding.in_use import plan_on_device
+from zjax.offload.compiled import CompiledGroup, Jit, compile_groups
+from zjax.offload.groups import SHARED, group_programs, trace
 from zjax.sharding.opt_state import optimizer_name
 from zjax.sharding.paths import path_of, position_finder
 from zjax.sharding.placement import unpad_tree
 from zjax.sharding.plan import Plan
+from zjax.sharding.program_plan import staged_plan
 from zjax.train.state import TrainState, state_rows
 from zjax.train.update import Schedule, make_update
 from zjax.typing import Loss, Metrics, Params
@@ -25,23 +25,44 @@ BY_PARAMETER = ("master", "ema", "params")
 """Parts of the state that hold one array per parameter."""
 
 
-class GroupedUpdate:
-    """`update(state, grads, loss)` of `zjax.train.update`, in groups.
+class GroupUpdate(NamedTuple):
+    """The update of one group of parameters.
 
-    Arrays go by their names in the program of the whole update; `state_names`,
-    `grad_names` and `loss_names` are those of its inputs, in the order of the leaves,
-    `state_inputs` and `grad_inputs` what each group reads of them, and `numbers` what
-    the updates read besides. `positions` are the leaves of the state in each group,
-    `shared` the outputs of none.
+    Args:
+        measure: Program of the numbers `measured`, from the group's gradients.
+        update: Program of the group's new arrays.
+        measured: Names of numbers.
+        state: Names of the arrays of the state that the update reads.
+        params: Names of the group's parameters in the compute dtype, by leaf.
+        grads: Names of the group's gradients, by leaf.
+        positions: Leaves of the state that the update computes.
+    """
+
+    measure: CompiledGroup
+    update: CompiledGroup
+    measured: list[Name]
+    state: list[Name]
+    params: list[Name]
+    grads: list[Name]
+    positions: list[int]
+
+
+class GroupedUpdate:
+    """`update(state, grads, loss)` of `zjax.train.update`, group by group.
+
+    Arrays go by their names in the trace of the whole update. `state_names`,
+    `grad_names` and `loss_names` are its inputs by leaf, `groups` has one `GroupUpdate`
+    for each group, and `numbers` what they read besides. `combine` computes the leaves
+    `shared` of the result, then `global_numbers`.
 
     Args:
         tx: Optax gradient transformation.
         plan: Places every array.
         config: Read for `optimizer` and `precision`.
         schedule: Learning rate by applied step, for the metrics.
-        groups: Of each parameter, in the order of the leaves.
-        grad_rows: Gradients as they arrive.
-        jit: Compiles.
+        groups: Group of each parameter.
+        grad_rows: Plans of the gradients as they arrive.
+        jit: `jax.jit` with compiler options.
 
     Raises:
         PlanError: The optimizer cannot run group by group.
@@ -58,93 +79,103 @@ class GroupedUpdate:
         grad_rows: Any,
         jit: Jit,
     ):
-        passing = plan_on_device(plan)
-        rows = state_rows(passing, config)
+        on_device = staged_plan(plan)
+        rows = state_rows(on_device, config)
         loss = Loss(_number(), _number(), _arrays(plan.model_state), {})
         inputs = (_arrays(rows), _arrays(grad_rows), loss)
-        update = _of_stored_gradients(tx, passing, config, schedule)
+        update = _of_stored_gradients(tx, on_device, config, schedule)
         program, outputs = trace(update, *inputs)
+        names, input_keys, output_keys = program.inputs, _keys(inputs), _keys(outputs)
+        leaves = iter(names)
+        self.state_names, self.grad_names, self.loss_names = (
+            list(itertools.islice(leaves, len(jax.tree.leaves(tree))))
+            for tree in inputs
+        )
         group_of = _grouping(plan, groups)
-        input_keys = [keys for keys, _ in jax.tree_util.tree_leaves_with_path(inputs)]
-        output_keys = [keys for keys, _ in jax.tree_util.tree_leaves_with_path(outputs)]
-        self.tree = jax.tree.structure(outputs)
-        self.num_groups = max(groups) + 1
-        input_groups = list(map(group_of, input_keys))
-        self.input_groups = dict(zip(program.inputs, input_groups, strict=True))
-        self.output_groups = [
+        input_groups = dict(zip(names, map(group_of, input_keys), strict=True))
+        output_groups = [
             group_of(keys) if keys[0].idx == 0 else SHARED for keys in output_keys
         ]
-        sizes = [len(jax.tree.leaves(part)) for part in inputs]
-        names, ends = program.inputs, (sizes[0], sizes[0] + sizes[1])
-        self.state_names = names[: ends[0]]
-        self.grad_names = names[ends[0] : ends[1]]
-        self.loss_names = names[ends[1] :]
-        cut = cut_update(
+        programs = group_programs(
             program,
-            input_groups,
-            self.output_groups,
-            num_groups=self.num_groups,
+            list(input_groups.values()),
+            output_groups,
+            num_groups=max(groups) + 1,
             is_gradient=[name in self.grad_names for name in names],
             is_loss=[name in self.loss_names for name in names],
             optimizer=optimizer_name(tx),
             paths=[path_of(keys[1:]) for keys in output_keys],
         )
-        self.meetings = cut.meetings
+        self.tree, self.num_outputs = jax.tree.structure(outputs), len(output_keys)
+        self.global_numbers = programs.global_numbers
         self.shapes = program.shapes
-        placed = [*jax.tree.leaves(rows), *jax.tree.leaves(grad_rows)]
+        row_leaves = jax.tree.leaves(rows)
+        placed = [*row_leaves, *jax.tree.leaves(grad_rows)]
         self.shapes.update(zip(names, (row.abstract for row in placed), strict=False))
-        read = [{*part.inputs} for part in cut.updates]
-        self.state_inputs = [
-            [n for n in self.state_names if n in read[g] and self.group_of(n) == g]
-            for g in range(self.num_groups)
-        ]
-        self.grad_inputs = [
-            [n for n in self.grad_names if self.group_of(n) == g]
-            for g in range(self.num_groups)
-        ]
-        arrays = set().union(*self.state_inputs, *self.grad_inputs)
-        others = set().union(*read) - arrays
-        self.numbers = [x for x in program.shapes if x in others]
-        late = {*cut.meetings, *self.loss_names}
-        self.waits = any(late & {*part.inputs} for part in cut.updates)
-        self.measured = [part.outputs for part in cut.measures]
-        self.measures = compile_parts(cut.measures, jit)
-        self.shared = self.positions_of(SHARED)
-        in_state = range(len(self.state_names))
-        self.positions = [
-            [i for i in self.positions_of(g) if i in in_state]
-            for g in range(self.num_groups)
-        ]
-        places = dict(enumerate(row.stored for row in jax.tree.leaves(rows)))
-        combined = [*map(places.get, self.shared), *([None] * len(cut.meetings))]
-        (self.combine,) = compile_parts([cut.combine], jit, out_shardings=[combined])
-        spent = {n for n in self.state_names if self.group_of(n) != SHARED}
-        self.updates = compile_parts(
-            cut.updates,
+        late = {*programs.global_numbers, *self.loss_names}
+        self.waits = any(late & {*part.inputs} for part in programs.updates)
+        positions: list[list[int]] = [[] for _ in programs.updates]
+        self.shared = [i for i, group in enumerate(output_groups) if group == SHARED]
+        for i, group in enumerate(output_groups):
+            if group != SHARED:
+                positions[group].append(i)
+        places = dict(enumerate(row.stored for row in row_leaves))
+        combined = [*map(places.get, self.shared), *(None for _ in self.global_numbers)]
+        (self.combine,) = compile_groups(
+            [programs.combine], jit, out_shardings=[combined]
+        )
+        spent = {name for name in self.state_names if input_groups[name] != SHARED}
+        updates = compile_groups(
+            programs.updates,
             jit,
             donated=frozenset(spent),
-            out_shardings=[[places[i] for i in own] for own in self.positions],
+            out_shardings=[[places[i] for i in own] for own in positions],
         )
+        measures = compile_groups(programs.measures, jit)
 
-    def group_of(self, name: Name) -> int:
-        """The group of an input."""
-        return self.input_groups[name]
+        def named(names: list[Name], group: int) -> list[Name]:
+            return [name for name in names if input_groups[name] == group]
 
-    def positions_of(self, group: int) -> list[int]:
-        """Which outputs belong to a group."""
-        return [i for i, own in enumerate(self.output_groups) if own == group]
+        params = [
+            n for n, keys in zip(names, input_keys, strict=True) if _is_param(keys)
+        ]
+        self.groups = [
+            GroupUpdate(
+                measure=measures[g],
+                update=updates[g],
+                measured=programs.measures[g].outputs,
+                state=[
+                    x for x in named(self.state_names, g) if x in {*updates[g].inputs}
+                ],
+                params=named(params, g),
+                grads=named(self.grad_names, g),
+                positions=positions[g],
+            )
+            for g in range(len(updates))
+        ]
+        read = set().union(*(group.update.inputs for group in self.groups))
+        own = set().union(*({*group.state, *group.grads} for group in self.groups))
+        self.numbers = [name for name in self.shapes if name in read - own]
 
     def abstract_calls(self) -> Iterator[tuple[Any, ...]]:
-        """Each compiled update and operands to lower it with, once."""
-        once = {id(part.run): part for part in self.updates}
-        for part in once.values():
-            operands = (self.shapes[name] for name in part.inputs)
-            yield part.run, *operands, *part.scalars
+        """Each jitted update with operands to lower it, once."""
+        updates = (group.update for group in self.groups)
+        for update in {id(each.run): each for each in updates}.values():
+            operands = (self.shapes[name] for name in update.inputs)
+            yield update.run, *operands, *update.scalars
 
     def rebuild(self, leaves: Mapping[int, Any]) -> tuple[TrainState, Metrics]:
         """The new state and the metrics, from all outputs by position."""
-        ordered = [leaves[i] for i in range(len(self.output_groups))]
+        ordered = [leaves[i] for i in range(self.num_outputs)]
         return jax.tree.unflatten(self.tree, ordered)
+
+
+def _keys(tree: Any) -> list[Any]:
+    return [keys for keys, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _is_param(keys: Any) -> bool:
+    return keys[0].idx == 0 and keys[1].name == "params"
 
 
 def _of_stored_gradients(
@@ -170,7 +201,7 @@ def _of_stored_gradients(
 
 
 def _grouping(plan: Plan, groups: Sequence[int]) -> Callable[[Any], int]:
-    """Tells the group of a leaf of `(state, grads, loss)` or `(state, metrics)`."""
+    """From a leaf of `(state, grads, loss)` or `(state, metrics)` to its group."""
     position = position_finder(plan.master)
     trees = (*BY_PARAMETER, "opt_state")
 

@@ -1,8 +1,8 @@
-"""An array that rests on a disk, in files of its own until it is given up.
+"""An array stored on a disk.
 
-On the way from and to devices files are written and read past the page cache, in chunks
-that carry a checksum. They are scratch: what a process left is read by another only
-where a checkpoint has names for it, under which it never changes.
+Files are written and read past the page cache, in chunks with a checksum. They are
+scratch: another process reads them only under the names of a checkpoint, where they
+never change.
 """
 
 import functools
@@ -24,21 +24,21 @@ from zjax.remedies import find_remedy
 from zjax.sharding.placement import ArrayPlan
 from zjax.storage.buffers import Buffers, thread_memory
 from zjax.storage.chunks import chunk_shape, disk_bytes
-from zjax.storage.crew import CONCURRENCY, Job, move_chunks
+from zjax.storage.copy_streams import send
 from zjax.storage.files import BLOCK_BYTES, read_file, write_file
-from zjax.storage.lanes import DOWN, send
-from zjax.storage.passing import FROM_DISKS_BYTES
+from zjax.storage.io_threads import CONCURRENCY, Job, move_chunks
 from zjax.storage.scratch import Scratch, open_scratch
+from zjax.storage.transfers import FROM_DISKS_BYTES
 
 
 class DiskArray:
-    """A leaf of a state in place of a `jax.Array`, of which this process has a part.
+    """A leaf of a state, stored on a disk in place of a `jax.Array`.
 
     `path` is the directory of its files, once they are being written.
 
     Args:
-        row: Its place: the disks, and how devices split it.
-        shards: Parts that this process has, each with the bounds of its dims.
+        row: Its plan: the disks, and the sharding over devices.
+        shards: This process's shards, each with the bounds of its dims.
     """
 
     def __init__(self, row: ArrayPlan, shards: Sequence[tuple[Any, Any]]):
@@ -57,47 +57,39 @@ class DiskArray:
         """Starts to write an array.
 
         Args:
-            x: On the devices, of one element or more in one dim or more; split as the
-                row says.
-            row: Where it rests.
+            x: Array on the devices, of one dim and one element or more; with the
+                sharding of the row.
+            row: Where it is stored.
 
         Returns:
-            The array on disk, perhaps still on its way.
+            The array on disk, which may still be being written.
         """
-        # Pinned memory is used again and again, where another copy of JAX's on the host
-        # would ask Linux for its own.
-        down = send(x, row.rest_in(DOWN).stored)
-        shards = {_key(s.index, x.shape): s.data for s in down.addressable_shards}
+        # JAX has a pool of pinned memory; another copy on the host would map its own.
+        pinned = send(x, row.on_host.stored)
+        shards = {_key(s.index, x.shape): s.data for s in pinned.addressable_shards}
         return cls(row, list(shards.items()))
 
     @property
     def sharding(self) -> Any:
-        """How devices split it."""
+        """Its sharding on devices."""
         return self.row.stored
 
     def prefetch(self) -> None:
-        """Starts to read what the devices of this process hold into host memory.
-
-        Raises:
-            RuntimeError: The array was given up, as of a `jax.Array`.
-        """
+        """Starts to read the shards of this process's devices into host memory."""
         self.check_held()
         if self._coming is None:
             self._coming = move_chunks("read", self._read)
 
     def forget(self) -> None:
-        """Gives up what `prefetch` brought, or brings, into host memory."""
+        """Drops what `prefetch` reads."""
         self._coming = None
 
     def is_read(self) -> bool:
-        """Whether it is in host memory, or never will be."""
+        """Whether `prefetch` has ended, or failed."""
         return self._coming is not None and self._coming.done()
 
     def to_devices(self) -> jax.Array:
-        """Reads the array onto its devices.
-
-        Returns:
-            The array, perhaps still on its way from the host.
+        """Reads the array onto its devices; copies from the host may still run.
 
         Raises:
             StorageError: It could not be written, or what is read is not what was
@@ -117,39 +109,33 @@ class DiskArray:
         )
 
     def read(self, index: Any = ...) -> np.ndarray:
-        """Reads a part of the array.
-
-        Args:
-            index: As of a NumPy array; all of it by default.
-
-        Returns:
-            The part.
+        """Reads a slice, by a NumPy index; all of the array by default.
 
         Raises:
             StorageError: As `to_devices`.
         """
         self.block_until_ready()
-        return self._told(lambda: open_files(self.path)[index].read().result())
+        return self._with_remedy(lambda: open_files(self.path)[index].read().result())
 
     def block_until_ready(self) -> "DiskArray":
         """Waits until it is written.
 
         Raises:
             StorageError: It could not be.
-            RuntimeError: The array was given up.
+            RuntimeError: The array was deleted.
         """
         self.check_held()
         self._result(self._written)
         return self
 
     def is_ready(self) -> bool:
-        """Whether it is written, or never will be."""
+        """Whether writing has ended, or failed."""
         return self._written.done()
 
     def delete(self) -> None:
         """Leaves its files to another array, once they are written.
 
-        Those of an array that nobody holds are removed.
+        Files of an array that is garbage are removed.
         """
         if not self._is_deleted:
             self._is_deleted = True
@@ -164,15 +150,11 @@ class DiskArray:
         return self._is_deleted
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """All of it, for NumPy."""
+        """The whole array, for NumPy."""
         return self.read().astype(dtype or self.dtype)
 
     def check_held(self) -> None:
-        """Refuses an array that was given up.
-
-        Raises:
-            RuntimeError: It was, as of a `jax.Array`.
-        """
+        """Raises `jax.Array`'s RuntimeError if the array was deleted."""
         if self.is_deleted():
             raise RuntimeError(f"Array has been deleted with shape={self.shape}.")
 
@@ -207,7 +189,7 @@ class DiskArray:
         return Job(self._read_chunk, pieces, parts)
 
     def _pieces(self, bounds: Any, part: np.ndarray) -> list[tuple[str, np.ndarray]]:
-        """The file of every chunk of a shard, and what lies in it."""
+        """The path of each chunk of a shard, and its part of `part`."""
         sized = list(zip(bounds, self._chunk, strict=True))
         pieces = []
         spans = (range(start, stop, size) for (start, stop), size in sized)
@@ -235,19 +217,19 @@ class DiskArray:
         part[...] = whole[tuple(map(slice, part.shape))]
 
     def _is_in_blocks(self, part: np.ndarray) -> bool:
-        """Whether a whole chunk lies in memory as it does on the disk."""
+        """Whether a chunk in memory can be transferred directly."""
         is_whole = part.shape == self._chunk and part.flags.c_contiguous
         return is_whole and not part.ctypes.data % BLOCK_BYTES
 
     def _whole_chunk(self) -> np.ndarray:
-        """Memory of this thread for a chunk; the last along a dim may fill less."""
+        """Memory of this thread for a whole chunk."""
         memory = thread_memory(math.prod(self._chunk) * self.dtype.itemsize)
         return memory.view(self.dtype).reshape(self._chunk)
 
     def _result(self, future: futures.Future[Any]) -> Any:
-        return self._told(future.result)
+        return self._with_remedy(future.result)
 
-    def _told(self, call: Callable[[], Any]) -> Any:
+    def _with_remedy(self, call: Callable[[], Any]) -> Any:
         try:
             return call()
         except StorageError:
@@ -268,14 +250,7 @@ class DiskArray:
 
 
 def open_files(path: str) -> tensorstore.TensorStore:
-    """The files of an array, to be read.
-
-    Args:
-        path: Their directory.
-
-    Returns:
-        What reads slices.
-    """
+    """Opens the files of an array, in directory `path`, for reading."""
     return tensorstore.open(_driver(path), context=_context(), open=True).result()
 
 
@@ -299,7 +274,7 @@ def _driver(path: str) -> dict[str, Any]:
     return {
         "driver": "zarr3",
         "kvstore": {"driver": "file", "path": f"{path}/"},
-        # Zeros are written like other numbers, so that a file that is gone is noticed.
+        # Files of zeros are written, too: one that is missing is an error.
         "fill_missing_data_reads": False,
     }
 

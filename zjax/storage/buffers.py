@@ -1,6 +1,6 @@
-"""Host memory for what comes from disks, used again and again.
+"""A pool of host memory for arrays read from disks.
 
-The first touch of memory costs more than all else that is done to a number on its way.
+The first touch of new memory costs more than all other work of a read.
 """
 
 import collections
@@ -16,10 +16,10 @@ import numpy as np
 
 
 class Buffers:
-    """Memory by size; an array that nobody holds any more gives its own back.
+    """Memory by size; that of an array returns when nothing refers to it.
 
     Args:
-        limit_bytes: Beyond it, memory that is free leaves before other is made.
+        limit_bytes: Bytes from which free memory is unmapped before more is mapped.
     """
 
     def __init__(self, limit_bytes: int):
@@ -29,21 +29,13 @@ class Buffers:
         self._free: dict[int, collections.deque[mmap.mmap]] = {}
 
     def take(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
-        """An array of any content.
-
-        Args:
-            shape: With one element or more.
-            dtype: A NumPy dtype.
-
-        Returns:
-            The array; its memory is used again once it and all its views are gone.
-        """
+        """An uninitialized array of one element or more."""
         size = math.prod(shape) * np.dtype(dtype).itemsize
         with self._lock:
             free = self._free.setdefault(size, collections.deque())
             memory = free.pop() if free else None
             dropped = [] if memory else list(self._make_room(size))
-        del dropped  # Linux takes a while, in which others need not wait
+        del dropped  # unmapped without the lock: Linux takes a while
         memory = memory or self._make(size)
         view = np.frombuffer(memory, np.uint8)
         weakref.finalize(view, free.append, memory).atexit = False
@@ -69,14 +61,7 @@ _SPARE = threading.local()
 
 
 def thread_memory(size: int) -> np.ndarray:
-    """Memory of this thread, of any content, until it asks again.
-
-    Args:
-        size: In bytes, 1 or more.
-
-    Returns:
-        uint8[size], which starts at a page.
-    """
+    """Uninitialized uint8[size], page-aligned, until this thread asks again."""
     if len(getattr(_SPARE, "memory", b"")) < size:
         _SPARE.memory = mmap.mmap(-1, size)
     return np.frombuffer(_SPARE.memory, np.uint8, size)

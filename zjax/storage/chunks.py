@@ -1,4 +1,4 @@
-"""The files of an array on a disk: how it is cut, and the bytes that they take."""
+"""Chunks of an array on a disk, one file each, and the bytes that they take."""
 
 import functools
 import math
@@ -7,27 +7,25 @@ from zjax.sharding.placement import ArrayPlan, dtype_bytes, num_distinct_shards
 from zjax.storage.files import BLOCK_BYTES, SUM_BYTES
 
 CHUNK_BYTES = 16 << 20
-"""Of a file; each lies within the shard of one device. Memory for much larger ones
-would be asked of Linux, and cleared, each time."""
+"""Bytes of a chunk. For much larger ones Linux would map and clear new memory."""
 
 
 @functools.cache
 def chunk_shape(
     shape: tuple[int, ...], shard_shape: tuple[int, ...], itemsize: int
 ) -> tuple[int, ...]:
-    """Parts of a shard that are as large as a file should be, or somewhat larger.
+    """Shape of the chunks of an array, of `CHUNK_BYTES` or somewhat more.
 
-    Files are of one size, so that parts are cut as equal as can be: the last takes as
-    much of the disk as the first.
+    All files have one size, so chunks divide a shard as evenly as possible.
 
     Args:
-        shape: Of the array.
-        shard_shape: Of one device.
+        shape: Shape of the array.
+        shard_shape: Shape of the shard of one device.
         itemsize: Bytes of an element.
 
     Returns:
-        A shape that divides that of the shard where an array is split, so that every
-        chunk lies on one device.
+        A shape that divides `shard_shape` in the dims that are split: each chunk lies
+        on one device.
 
     Example:
         >>> chunk_shape((48, 1 << 20), (24, 1 << 20), 4)
@@ -58,13 +56,10 @@ def chunk_shape(
 
 
 def disk_bytes(row: ArrayPlan) -> int:
-    """What the files of an array take, with their directories.
+    """Bytes on disk of the files that this process writes, with their directories.
 
     Args:
-        row: Its place, on devices of which some are here.
-
-    Returns:
-        Bytes of whole blocks, of what this process writes.
+        row: Plan of the array, on devices of which some are this process's.
     """
     shard = row.stored.shard_shape(row.stored_shape)
     itemsize = dtype_bytes(row.stored_dtype)

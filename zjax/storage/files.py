@@ -1,8 +1,7 @@
 """Files of one chunk each, written and read past the page cache.
 
 The content of a file is followed by its CRC-32C, as in a chunk of Zarr 3. tensorstore
-reads such files; those that it writes go through the page cache, which the host needs
-for other things than a copy of its disks.
+reads such files, but writes them through the page cache, which would fill the host.
 """
 
 import contextlib
@@ -21,22 +20,22 @@ from absl import logging
 from zjax.storage.buffers import thread_memory
 
 BLOCK_BYTES = 4096
-"""Direct reads and writes start, end and lie in memory at multiples of this."""
+"""Alignment of direct reads and writes, in the file and in memory."""
 SUM_BYTES = 4
-"""Of the checksum that follows the content of a file."""
+"""Bytes of the checksum that follows the content of a file."""
 _FLAGS: dict[int, int] = {}
-"""How files are opened, by the device of their directory."""
+"""Flags with which files are opened, by the device of their directory."""
 _FLAGS_LOCK = threading.Lock()
 
 
 def write_file(path: str, content: np.ndarray) -> None:
-    """Writes a file that is not there yet, or over one of the same length.
+    """Writes a new file, or over one of the same length.
 
-    A file that has another name too, as in a checkpoint, stays as it is under that one.
+    A hard link to the old file, as in a checkpoint, keeps its content.
 
     Args:
-        path: In a directory that exists.
-        content: uint8[n]; memory that starts at a block is not copied.
+        path: Path in a directory that exists.
+        content: uint8[n]; aligned memory is not copied.
 
     Raises:
         OSError: It cannot be written.
@@ -60,8 +59,8 @@ def read_file(path: str, content: np.ndarray) -> None:
     """Reads what `write_file` wrote.
 
     Args:
-        path: Of the file.
-        content: uint8[n], to be filled; memory that starts at a block is fastest.
+        path: Path of the file.
+        content: uint8[n], to be filled; aligned memory is fastest.
 
     Raises:
         OSError: It cannot be read.
@@ -82,13 +81,7 @@ def read_file(path: str, content: np.ndarray) -> None:
 
 
 def check_file(path: str) -> int:
-    """Reads what `write_file` wrote, for its checksum alone.
-
-    Args:
-        path: Of the file.
-
-    Returns:
-        The checksum that follows the content, which it matches.
+    """Reads a file of `write_file` and returns its checksum, which matches.
 
     Raises:
         OSError: It cannot be read.
@@ -102,24 +95,14 @@ def check_file(path: str) -> int:
 
 
 def stored_sum(path: str) -> int:
-    """The checksum at the end of what `write_file` wrote.
-
-    Args:
-        path: Of the file.
-
-    Returns:
-        CRC-32C of the content, if nothing happened to it.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """The CRC-32C at the end of a file of `write_file`, unchecked."""
     with open(path, "rb", buffering=0) as file:
         file.seek(-SUM_BYTES, os.SEEK_END)
         return int.from_bytes(file.read(SUM_BYTES), "little")
 
 
 def _num_direct(content: np.ndarray) -> int:
-    """Bytes from the start that can go directly."""
+    """Bytes from the start that can be transferred directly."""
     if content.ctypes.data % BLOCK_BYTES:
         return 0
     return len(content) - len(content) % BLOCK_BYTES

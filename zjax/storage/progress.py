@@ -1,6 +1,6 @@
-"""A bar for moves that take long, such as those of a first state.
+"""A progress bar for long transfers, such as those of a first state.
 
-Where there is no terminal, as in the log of a job, it is a line now and then.
+Without a terminal, as in the log of a job, it prints a line now and then.
 """
 
 import contextlib
@@ -20,18 +20,17 @@ from rich.progress import (
 
 _LONG_BYTES = 10**9
 _LINE_SECONDS = 30
-_told: contextvars.ContextVar[Callable[[int], None] | None] = contextvars.ContextVar(
-    "told", default=None
-)
+_advance: contextvars.ContextVar[Callable[[int], None] | None]
+_advance = contextvars.ContextVar("advance", default=None)
 
 
 @contextlib.contextmanager
-def shown(what: str, num_bytes: int) -> Iterator[None]:
-    """Shows how much of some bytes has been moved.
+def progress_bar(what: str, num_bytes: int) -> Iterator[None]:
+    """Shows what `report_moved` reports, within its context.
 
     Args:
-        what: Is being done.
-        num_bytes: In all; below a gigabyte nothing is shown.
+        what: Title of the bar.
+        num_bytes: Total to move; below a gigabyte nothing is shown.
     """
     if num_bytes < _LONG_BYTES:
         yield
@@ -47,32 +46,28 @@ def shown(what: str, num_bytes: int) -> Iterator[None]:
     lines = _lines(what, num_bytes, console)
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=num_bytes)
-        token = _told.set(lines if bar.disable else lambda n: bar.advance(task, n))
+        token = _advance.set(lines if bar.disable else lambda n: bar.advance(task, n))
         try:
             yield
         finally:
-            _told.reset(token)
+            _advance.reset(token)
 
 
 def _lines(what: str, num_bytes: int, console: Console) -> Callable[[int], None]:
-    moved, said = 0, time.monotonic()
+    moved, printed = 0, time.monotonic()
 
     def add(more: int) -> None:
-        nonlocal moved, said
+        nonlocal moved, printed
         moved += more
-        if time.monotonic() - said >= _LINE_SECONDS:
-            said = time.monotonic()
+        if time.monotonic() - printed >= _LINE_SECONDS:
+            printed = time.monotonic()
             console.print(f"{what}: {moved / 1e9:.1f} of {num_bytes / 1e9:.1f} GB")
 
     return add
 
 
-def tell(num_bytes: int) -> None:
-    """Says that something was moved.
-
-    Args:
-        num_bytes: How much of it.
-    """
-    told = _told.get()
-    if told is not None:
-        told(num_bytes)
+def report_moved(num_bytes: int) -> None:
+    """Advances the progress bar, if one is shown."""
+    advance = _advance.get()
+    if advance is not None:
+        advance(num_bytes)

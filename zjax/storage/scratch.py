@@ -1,4 +1,4 @@
-"""Directories for the arrays of one process: its own, and gone when it is."""
+"""Directories for the arrays of one process, removed when it ends."""
 
 import collections
 import contextlib
@@ -29,17 +29,17 @@ _LOCK = "lock"
 _MOUNTS = pathlib.Path("/proc/self/mountinfo")
 _IN_MEMORY = ("tmpfs", "ramfs")
 MIN_BYTES_PER_SECOND = 50 * 10**6
-"""That a disk must write: over a slower one a step moves its state for hours."""
+"""Least write rate of a disk: on a slower one a step takes hours."""
 _TRIAL_BYTES, _TRIED_FROM = 64 << 20, 10**9
-"""Written to measure that, and the bytes of a state from which it is measured."""
+"""Bytes written to measure it, and bytes of a state from which it is measured."""
 
 
 class Scratch:
     """A directory on each of some disks, over which arrays are spread.
 
-    The files of an array that is given up are those of the next of its kind: to write
-    over blocks that a file has is faster than to remove it and make another. What a
-    process that was killed left is removed by the next.
+    The next array of the same kind reuses the files of one that was deleted: writing
+    over them is faster than removing them and making others. Files of a process that
+    was killed are removed by the next.
 
     Args:
         paths: Directories that exist, one per disk.
@@ -63,15 +63,15 @@ class Scratch:
         weakref.finalize(self, _close, self.places, locks, os.getpid())
 
     def take(self, kind: Hashable, num_bytes: int) -> str:
-        """Where one more array may go.
+        """A directory for one more array.
 
         Args:
             kind: The same for arrays whose files have the same names and sizes.
-            num_bytes: Of its files.
+            num_bytes: Bytes of its files.
 
         Returns:
-            The path of an array of this kind that was given up, whose files are there;
-            a new one, on the disk that holds least, if there is none.
+            The path of a deleted array of this kind, with its files; else a new path,
+            on the disk that holds least.
         """
         with self._lock:
             if self._free[kind]:
@@ -83,27 +83,20 @@ class Scratch:
             return path
 
     def give_back(self, path: str) -> None:
-        """Leaves the files of an array to the next of its kind.
-
-        Args:
-            path: Of `take`.
-        """
+        """Leaves the files of an array, a path of `take`, to the next of its kind."""
         with self._lock:
             kind, _ = self._taken[path]
             self._free[kind].append(path)
 
     def remove(self, path: str) -> None:
-        """Starts to remove an array; with the last that is held all others go too.
+        """Starts to remove an array, a path of `take`; with the last one all others.
 
-        A finalizer may run within any other call, so that nothing here may lock.
-
-        Args:
-            path: Of `take`; it need not be there.
+        A finalizer may run within any other call, so this takes no lock.
         """
         self._to_remove.put(path)
 
     def clear(self) -> None:
-        """Removes the files of arrays that were given up."""
+        """Removes the files of deleted arrays."""
         with self._lock:
             for path in itertools.chain(*self._free.values()):
                 self._forget(path)
@@ -129,30 +122,13 @@ _open = functools.cache(Scratch)
 
 
 def open_scratch(paths: tuple[str, ...]) -> Scratch:
-    """The scratch directories of this process.
-
-    Args:
-        paths: Directories that exist, one per disk.
-
-    Returns:
-        The same object for the same paths.
-
-    Raises:
-        StorageError: Names every path in which nothing can be written.
-    """
+    """The scratch directories of this process: one `Scratch` for each `paths`."""
     with _OPENING:
         return _open(paths)
 
 
 def free_bytes(paths: tuple[str, ...]) -> int:
-    """What arrays spread over some directories may take, as the fullest disk allows.
-
-    Args:
-        paths: Directories that exist.
-
-    Returns:
-        Bytes.
-    """
+    """Bytes free for arrays spread over disks, as the fullest disk allows."""
     disks = [os.stat(path).st_dev for path in paths]
     shares = [
         shutil.disk_usage(path).free / disks.count(disk)
@@ -168,14 +144,14 @@ def check_disks(
 
     Args:
         paths: Directories that exist, one per disk.
-        sizes: What the files of each array of this process take, in bytes.
-        num_processes: That share the disks, each with as many files.
+        sizes: Bytes of the files of each array of this process.
+        num_processes: Processes that share the disks, each with as many files.
 
     Raises:
         StorageError: Names paths that cannot be used or are too slow, or says how much
             is needed and how much is free.
     """
-    open_scratch(paths).clear()  # of what killed runs have left, too
+    open_scratch(paths).clear()  # and the files of killed runs
     total = sum(sizes)
     if total >= _TRIED_FROM:
         _check_speed(paths, total)
@@ -211,7 +187,7 @@ def _check_paths(paths: tuple[str, ...]) -> None:
 
 
 def _kind_of_files(path: str) -> str:
-    """The file system of a path, as Linux calls it; empty where nobody tells."""
+    """Linux's name of the file system of a path; empty where it is not known."""
     if not _MOUNTS.exists():
         return ""
     whole, found = f"{os.path.realpath(path)}/", ("", "")
@@ -226,7 +202,7 @@ def _kind_of_files(path: str) -> str:
 def _check_speed(paths: tuple[str, ...], needed_bytes: int) -> None:
     rates = []
     for path, place in zip(paths, open_scratch(paths).places, strict=True):
-        with _trouble_told(path):
+        with _named_errors(path):
             rates.append(_write_rate(place))
     hours = needed_bytes / (len(paths) * max(min(rates), 1)) / 3600
     problems = [
@@ -245,7 +221,7 @@ def _check_speed(paths: tuple[str, ...], needed_bytes: int) -> None:
 
 
 def _write_rate(place: str) -> float:
-    """Bytes per second of one file."""
+    """Bytes per second, writing one file."""
     path, content = f"{place}/trial", mmap.mmap(-1, _TRIAL_BYTES)
     start = time.perf_counter()
     write_file(path, np.frombuffer(content, np.uint8))
@@ -254,8 +230,8 @@ def _write_rate(place: str) -> float:
 
 
 @contextlib.contextmanager
-def _trouble_told(path: str) -> Iterator[None]:
-    """Says of which disk an error is."""
+def _named_errors(path: str) -> Iterator[None]:
+    """Names the disk of an error."""
     try:
         yield
     except OSError as error:
@@ -266,8 +242,8 @@ def _trouble_told(path: str) -> Iterator[None]:
 
 
 def _make_place(path: str) -> tuple[str, IO[str]]:
-    """A directory that has its name only once it is locked."""
-    with _trouble_told(path):
+    """Makes a directory that gets its name only once it is locked."""
+    with _named_errors(path):
         new = pathlib.Path(
             tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=os.path.abspath(path))
         )
@@ -285,7 +261,7 @@ def _remove_abandoned(path: pathlib.Path) -> None:
 
 
 def _remove(place: pathlib.Path) -> None:
-    """The lock goes last: what is left of a removal that was killed is found by it."""
+    """The lock goes last: the next process finds a half-removed place by it."""
     for entry in place.iterdir():
         if entry.is_dir():
             shutil.rmtree(entry, ignore_errors=True)

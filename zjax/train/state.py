@@ -26,8 +26,8 @@ from zjax.sharding.placement import (
 )
 from zjax.sharding.plan import DEVICE, NVME, Plan
 from zjax.storage.array import DiskArray
-from zjax.storage.move import move, rest, rest_all, rest_in_turn
-from zjax.storage.passing import room_to_pass
+from zjax.storage.move import move, store, store_all, store_in_turn
+from zjax.storage.transfers import transfer_budget
 from zjax.train.compute_params import compute_params, param_in_use
 from zjax.train.master import computed_once, half_at_rest, upper_halves, whole_rows
 from zjax.typing import Model, ModelState, Params
@@ -222,10 +222,10 @@ def init_state(
             lambda key: from_params(*model.init(key)), out_shardings=places
         )
         state = create(key)
-        return rest_all(state, state_rows(plan, config), room_to_pass(plan.mesh))
+        return store_all(state, state_rows(plan, config), transfer_budget(plan.mesh))
     complete = jax.jit(from_stored, out_shardings=places, donate_argnums=0)
     state = complete(master, model_state)
-    return rest_all(state, state_rows(plan, config), room_to_pass(plan.mesh))
+    return store_all(state, state_rows(plan, config), transfer_budget(plan.mesh))
 
 
 def with_params(state: TrainState, plan: Plan) -> TrainState:
@@ -250,7 +250,7 @@ def with_params(state: TrainState, plan: Plan) -> TrainState:
         if half is None
     ]
     # Beside each, what it is made of may be there too, in up to twice as many bytes.
-    made = rest_in_turn(_in_use(missing), room_to_pass(plan.mesh) // 3)
+    made = store_in_turn(_in_use(missing), transfer_budget(plan.mesh) // 3)
     there = iter(list(made))
     params = tree.unflatten(next(there) if x is None else x for x in halves)
     return dataclasses.replace(state, params=params)
@@ -332,7 +332,7 @@ def place_given(params: Any, rows: Any) -> Any:
         placed = jax.make_array_from_callback(
             row.stored_shape, row.stored, stored.__getitem__
         )
-        return rest(placed, row) if row.memory == NVME else placed
+        return store(placed, row) if row.memory == NVME else placed
 
     return jax.tree.map(place, params, rows)
 

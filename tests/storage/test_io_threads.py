@@ -7,7 +7,7 @@ import weakref
 import numpy as np
 import pytest
 
-from zjax.storage.crew import CONCURRENCY, Job, move_chunks
+from zjax.storage.io_threads import CONCURRENCY, Job, move_chunks
 
 PATIENCE_SECONDS = 20
 

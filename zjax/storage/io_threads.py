@@ -1,8 +1,8 @@
-"""Threads that move chunks between memory and disks, many at a time.
+"""Threads that read and write chunks of arrays, many at a time.
 
-The chunks of one array are not enough to keep a disk busy, and those that come must not
-queue behind those that go: each direction has a crew of its own, which goes on with the
-next array while the last chunks of one are on their way.
+The chunks of one array do not keep a disk busy, and reads must not queue behind writes:
+each direction has threads of its own, which start the next array while the last chunks
+of one are in transfer.
 """
 
 import functools
@@ -13,18 +13,18 @@ from typing import Any, Literal, NamedTuple
 
 Direction = Literal["read", "write"]
 CONCURRENCY = 32
-"""Chunks on their way at a time, in each direction."""
+"""Chunks in transfer at a time, in each direction."""
 _STARTERS = 8
-"""Arrays at a time that come from devices, or for which memory is sought."""
+"""Arrays being prepared at a time: copied from devices, or given host memory."""
 
 
 class Job(NamedTuple):
-    """What is to be done with the chunks of an array.
+    """The reads or writes of one array.
 
     Args:
-        act: Called with each piece, in any order.
-        pieces: Its arguments, one tuple or more.
-        result: Of the whole, once all are done.
+        act: Function called with each piece, in any order.
+        pieces: Arguments of each call, one tuple or more.
+        result: Result of the job.
     """
 
     act: Callable[..., None]
@@ -33,14 +33,10 @@ class Job(NamedTuple):
 
 
 def move_chunks(direction: Direction, prepare: Callable[[], Job]) -> futures.Future:
-    """Moves all chunks of an array.
-
-    Args:
-        direction: Whose turn they wait for.
-        prepare: Called in another thread; may wait, for an array to be written say.
+    """Runs a job that `prepare` makes, in another thread, where it may wait.
 
     Returns:
-        The job's result, or the first error; either once no chunk is on its way.
+        Future of the job's result or first error, set once no chunk is in transfer.
 
     Example:
         >>> found = []
@@ -71,11 +67,11 @@ def _failed(error: BaseException) -> futures.Future:
 
 
 def _settle(whole: futures.Future, moving: list[futures.Future], result: Any) -> None:
-    """Ends the whole with the last of its parts, and holds nothing any more."""
-    left = itertools.count(len(moving) - 1, -1)  # its steps are atomic
+    """Sets the future of a job once all its chunks are done."""
+    remaining = itertools.count(len(moving) - 1, -1)  # its steps are atomic
 
     def note(_: futures.Future) -> None:
-        if next(left):
+        if next(remaining):
             return
         errors = [error for each in moving if (error := each.exception())]
         moving.clear()  # or they hold the result, and each other, until garbage goes

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import DEVICE, HOST
-from zjax.storage import lanes
+from zjax.storage import copy_streams
 from zjax.storage.move import move
 
 
@@ -17,7 +17,7 @@ from zjax.storage.move import move
 def row():
     mesh = Mesh(jax.devices()[:2], ("data",))
     place = NamedSharding(mesh, PartitionSpec("data"))
-    return ArrayPlan("x", (8,), jnp.dtype("float32"), place, place).rest_in(HOST)
+    return ArrayPlan("x", (8,), jnp.dtype("float32"), place, place).on_host
 
 
 @pytest.fixture
@@ -30,22 +30,24 @@ def copies(monkeypatch):
             found.append(place.memory_kind)
         return put(x, place, **settings)
 
-    monkeypatch.setattr(lanes, "_has_streams", lambda mesh: True)
-    monkeypatch.setattr(lanes, "LANES", lanes.Lanes())
+    monkeypatch.setattr(copy_streams, "_has_streams", lambda mesh: True)
+    monkeypatch.setattr(copy_streams, "COPY_STREAMS", copy_streams.CopyStreams())
     monkeypatch.setattr(jax, "device_put", recorded)
     return found
 
 
 def make(row):
-    return jax.device_put(jnp.arange(8.0), row.rest_in(DEVICE).stored)
+    return jax.device_put(jnp.arange(8.0), row.on_device.stored)
 
 
 def test_directions_alternate_whatever_is_asked_for(row, copies):
     directions = [HOST, HOST, DEVICE, DEVICE, DEVICE, HOST]
     resting = jax.device_put(make(row), row.stored)
-    lanes.LANES.enter(lanes.DOWN, row.stored)  # numbers are made once
-    lanes.LANES.enter(lanes.UP, row.stored)
-    lanes.LANES.enter(lanes.UP, row.stored)
+    copy_streams.COPY_STREAMS.take_turn(
+        copy_streams.TO_HOST, row.stored
+    )  # numbers are made once
+    copy_streams.COPY_STREAMS.take_turn(copy_streams.TO_DEVICE, row.stored)
+    copy_streams.COPY_STREAMS.take_turn(copy_streams.TO_DEVICE, row.stored)
     copies.clear()
     for memory in directions:
         start = resting if memory == DEVICE else make(row)

@@ -1,0 +1,282 @@
+"""A backward pass that hands over the gradients of each unit as soon as they exist.
+
+The model runs as compiled programs of one transfer unit each, called from Python. What
+each block saves is stored between them, by default its input: the backward program of
+a block computes the block again (ZeRO-Infinity, arXiv:2104.07857, section 5.1.3).
+"""
+
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from zjax.config.schema import Config
+from zjax.errors import PlanError, Problem
+from zjax.offload import units as transfer_units
+from zjax.offload.accumulation import GradientSums
+from zjax.offload.backward import GroupGradients
+from zjax.offload.compiled import Jit
+from zjax.offload.inputs import input_at_rest, kept_here
+from zjax.offload.peak import Peak
+from zjax.offload.programs import BlockInputs, BlockPrograms
+from zjax.offload.shapes import PassShapes
+from zjax.offload.stream import Load, Stream, moved_bytes
+from zjax.offload.units import UnitStream, groups_of
+from zjax.sharding.memory import bytes_by_memory, tree_bytes
+from zjax.sharding.placement import ArrayPlan
+from zjax.sharding.plan import DEVICE, HOST, Plan
+from zjax.train.gradients.partition import check_no_model_state
+from zjax.train.state import TrainState
+from zjax.train.update import loss_scale_of
+from zjax.typing import Auxiliary, Batch, Loss, Metrics, Model, Params
+
+
+class Saved(NamedTuple):
+    """What a block saves: leaves of residuals or input, and of what tiles read."""
+
+    arrays: list[Any]
+    rows: list[ArrayPlan]
+    tree: Any
+
+
+class BlockwiseBackward:
+    """Gradients of a model's stack by transfer unit; see `Backward`.
+
+    Raises:
+        PlanError: The stack would leave a model state as it starts.
+    """
+
+    def __init__(
+        self, model: Model, plan: Plan, config: Config, num_microbatches: int, jit: Jit
+    ):
+        assert model.stack is not None
+        where = config.zero.optimizer_memory
+        check_no_model_state(plan, "zero.optimizer_memory", where, DEVICE)
+        self.stack, self.entries = model.stack, model.entries
+        self.plan, self.config = plan, config
+        self.num_microbatches = num_microbatches
+        policy = kept_here(model, config)
+        self.programs = BlockPrograms(model, plan, num_microbatches, policy, jit)
+        self.grad_rows = self.programs.grad_rows
+        self.units = UnitStream(self.stack, plan)
+        self.groups = groups_of(self.stack, plan.master)
+        embed = len(self.units.units)
+        self.order = [embed + 1, *reversed(range(embed)), embed]
+        self.saved = Stream(transfer_units.AHEAD_BYTES)
+        self.residual_bytes = 0
+        unit_bytes = max(map(tree_bytes, self.units.rows))
+        self.sums = GradientSums(
+            self.groups,
+            self.grad_rows,
+            config,
+            num_microbatches,
+            limit_bytes=max(3 * unit_bytes, transfer_units.AHEAD_BYTES),
+            jit=jit,
+        )
+
+    def run(
+        self, state: TrainState, batch: Batch, key: jax.Array
+    ) -> Iterator[GroupGradients | Loss]:
+        """See `Backward`."""
+        params, scale = state.params, loss_scale_of(state)
+        losses: list[Loss] = []
+        sums: dict[int, list[Any]] = {}
+        for number in range(self.num_microbatches):
+            part = self.programs.split_batch(batch, number)
+            microbatch_key = jax.random.fold_in(key, number)
+            arriving = self.differentiate(params, part, microbatch_key, scale)
+            losses.append(next(arriving))
+            if self.num_microbatches == 1:
+                yield from arriving
+            else:
+                weights = [loss.weight for loss in losses]
+                yield from self.sums.add(sums, arriving, weights)
+        yield self.sums.mean_loss(losses)._replace(model_state=state.model_state)
+
+    def differentiate(
+        self, params: Params, batch: Batch, key: jax.Array, scale: jax.Array
+    ) -> Iterator[Any]:
+        """One microbatch: its loss, then gradients by group."""
+        programs = self.programs
+        embed, _, head = self.stack.split(params)
+        stored = self.units.stored(params)
+        self.saved.prefetch(())  # drops what a failed pass left
+        forward = [("forward", i) for i in range(len(stored))]
+        backward = [("backward", i) for _, i in forward[::-1]]
+        self.units.stream.prefetch(self.units.loads(stored, [*forward, *backward]))
+        saved: list[Saved] = []
+        carry, context, auxiliaries = self.forward(embed, stored, batch, key, saved)
+        self.residual_bytes = sum(bytes_by_memory(each.rows).device for each in saved)
+        loss, own, shared, cotangent, auxiliary_cotangent = programs.head(
+            head, carry, batch, scale, auxiliaries
+        )
+        del carry
+        yield loss
+        yield GroupGradients(len(stored) + 1, own)
+        trees = [each.tree for each in saved]
+        blocks = range(len(saved))[::-1]
+        self.saved.prefetch(
+            Load(i, each.arrays, each.rows, is_consumed=True)
+            for i, each in ((i, saved.pop()) for i in blocks)
+        )
+        for i in blocks:
+            inputs = BlockInputs(context, key, i)
+            cotangent = yield from self.block_backward(
+                stored, inputs, trees[i], cotangent, auxiliary_cotangent
+            )
+        own = programs.embed_backward(embed, batch, key, cotangent, shared)
+        yield GroupGradients(len(stored), own)
+
+    def block_backward(
+        self,
+        stored: Sequence[Params],
+        inputs: BlockInputs,
+        tree: Any,
+        cotangent: Any,
+        auxiliary_cotangent: jax.Array,
+    ) -> Generator[GroupGradients, None, Any]:
+        """Gradients of a block by group; returns the cotangent of its input."""
+        leaves, num_bytes = self.saved.wait(inputs.number)
+        saved, entering = tree.unflatten(leaves)
+        del leaves
+        trunk, *tiles = self.units.blocks[inputs.number]
+        entering_cotangent = jax.tree.map(self.programs.zeros_like, entering)
+        for tile in reversed(tiles):
+            with self.units.on_device(stored, "backward", tile) as (params, used):
+                grads, entering_cotangent, done = self.programs.tile_backward(
+                    tile.segment,
+                    params,
+                    entering,
+                    inputs,
+                    cotangent,
+                    entering_cotangent,
+                )
+                used.append(done)
+                yield GroupGradients(tile.number, grads, jax.tree.leaves(params))
+        del entering
+        with self.units.on_device(stored, "backward", trunk) as (params, used):
+            grads, cotangent, done = self.programs.block_backward(
+                trunk.segment,
+                params,
+                saved,
+                inputs,
+                cotangent,
+                entering_cotangent,
+                auxiliary_cotangent,
+            )
+            del saved
+            used.append(done)
+            self.saved.release(num_bytes, [done])
+            yield GroupGradients(trunk.number, grads, jax.tree.leaves(params))
+        return cotangent
+
+    def forward(
+        self,
+        embed: Params,
+        stored: Sequence[Params],
+        batch: Batch,
+        key: jax.Array | None,
+        saved: list[Saved] | None = None,
+    ) -> tuple[Any, Any, list[Auxiliary]]:
+        """The stream after the last block, the context, and results of each block.
+
+        What each block saves is appended to `saved`, if that is given.
+        """
+        carry, context = self.programs.embed(embed, batch, key)
+        auxiliaries: list[Auxiliary] = []
+        for number, (trunk, *tiles) in enumerate(self.units.blocks):
+            inputs = BlockInputs(context, key, number)
+            with self.units.on_device(stored, "forward", trunk) as (params, used):
+                residuals = carry
+                if saved is None or self.programs.block_saving is None:
+                    results = self.programs.block(trunk.segment, params, carry, inputs)
+                else:
+                    results, residuals = self.programs.block_saving(
+                        trunk.segment, params, carry, inputs
+                    )
+                (carry, entering), own, done = results
+                del results
+                auxiliaries.append(own)
+                used.append(done)
+            for tile in tiles:
+                with self.units.on_device(stored, "forward", tile) as (params, used):
+                    carry, done = self.programs.tile(
+                        tile.segment, params, carry, entering, inputs
+                    )
+                    used.append(done)
+            if saved is not None:
+                saved.append(self.save(residuals, entering))
+        return carry, context, auxiliaries
+
+    def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
+        """Loss and metrics without gradients or dropout, as float32 scalars."""
+        embed, _, head = self.stack.split(state.params)
+        stored, losses = self.units.stored(state.params), []
+        for number in range(self.num_microbatches):
+            part = self.programs.split_batch(batch, number)
+            names = [("forward", i) for i in range(len(stored))]
+            self.units.stream.prefetch(self.units.loads(stored, names))
+            carry, _, auxiliaries = self.forward(embed, stored, part, None)
+            losses.append(self.programs.head_loss(head, carry, part, auxiliaries))
+        loss = self.sums.mean_loss(losses)
+        return loss.metrics | {"loss": loss.value, "weight": loss.weight}
+
+    def save(self, residuals: Any, entering: Any) -> Saved:
+        """Stores what a block saves, and what its tiles read, for the backward pass."""
+        arrays, tree = jax.tree.flatten((residuals, entering))
+        rows = self.saved_rows(residuals, entering)
+        return Saved(self.saved.write_back(arrays, rows), rows, tree)
+
+    def saved_rows(self, residuals: Any, entering: Any) -> list[ArrayPlan]:
+        """Where those are stored; residuals stay where their program put them."""
+        stores = self._input_row if self.programs.policy is None else self._residual_row
+        return [
+            *map(stores, jax.tree.leaves(residuals)),
+            *map(self._input_row, jax.tree.leaves(entering)),
+        ]
+
+    def _input_row(self, x: Any) -> ArrayPlan:
+        return input_at_rest(x, self.plan, self.config)
+
+    def _residual_row(self, x: Any) -> ArrayPlan:
+        if x.sharding.memory_kind == HOST:
+            problem = "sends what a block keeps to the host"
+            remedy = "have it stay, or set model.activation_memory to send inputs alone"
+            raise PlanError(Problem("keeps", HOST, problem, remedy))
+        shape, place = x.sharding.shard_shape(x.shape), self.plan.replicated
+        return ArrayPlan("what a block keeps", shape, x.dtype, place, place)
+
+    def moments(self, state: TrainState, batch: Batch, pending: Any) -> list[Peak]:
+        """See `Backward`."""
+        shapes = PassShapes(self.programs, self.units, self.saved_rows, batch)
+        programs = shapes.bytes
+        saved = bytes_by_memory(shapes.saved).device
+        gradients = pending(saved)
+        sums = self.sums.rows if self.num_microbatches > 1 else []
+        always = {
+            "sums of gradients": sum(bytes_by_memory(rows).device for rows in sums)
+            + self.sums.stream.most_bytes([*map(moved_bytes, sums)]),
+            "inputs on their way": self.saved.most_bytes([moved_bytes(shapes.saved)]),
+        }
+        loads = [*map(moved_bytes, self.units.rows)]
+        units = {"blocks on their way": self.units.stream.most_bytes(loads)}
+        # Gradients take the place of what blocks saved; those of the head come before.
+        first = min(gradients, tree_bytes(self.sums.rows[self.order[0]]))
+        turned = max(saved + first, gradients) + shapes.stream
+        kept, then = "what blocks keep", "what blocks keep, then gradients"
+        parts = {
+            "forward": units | {kept: saved},
+            "head": units | {kept: saved + shapes.carry},
+            "backward": units | {then: turned},
+            "embedding, backward": {"gradients": gradients + shapes.carry},
+            "tile": units | {kept: saved + shapes.stream},
+            "tile, backward": units | {then: turned},
+        }
+        return [
+            *(
+                Peak(name, always | own | {"program": programs[name]})
+                for name, own in parts.items()
+                if name in programs
+            ),
+            Peak("update", always | {"gradients": gradients}),
+        ]

@@ -1,0 +1,75 @@
+"""Compiled parts of a traced program; those that differ in scalars share a program."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from zjax.jaxprs.program import Name, Program, text_of_constant
+
+Jit = Callable[..., Any]
+"""`jax.jit` with compiler options."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledGroup:
+    """The compiled program of one group of arrays.
+
+    Args:
+        inputs: Names of its operands.
+        run: The jitted function, which other groups may share.
+        scalars: Its last operands, in which it differs from those groups.
+    """
+
+    inputs: list[Name]
+    run: Callable[..., list[jax.Array]]
+    scalars: tuple[Any, ...] = ()
+
+    def __call__(self, arrays: Mapping[Name, Any]) -> list[jax.Array]:
+        """Runs the program on its inputs among `arrays`."""
+        return self.run(*(arrays[name] for name in self.inputs), *self.scalars)
+
+
+def compile_groups(
+    programs: Sequence[Program],
+    jit: Jit,
+    *,
+    donated: frozenset[Name] = frozenset(),
+    out_shardings: Sequence[Any] = (),
+) -> list[CompiledGroup]:
+    """Jits programs, once for all that differ in scalars alone.
+
+    Args:
+        programs: Parts of one program.
+        jit: `jax.jit` with compiler options.
+        donated: Names of arrays that are donated.
+        out_shardings: Of each program; None, or empty, leaves them to the compiler.
+
+    Returns:
+        One compiled group for each program.
+    """
+    forms = [program.normal_form() for program in programs]
+    places = list(out_shardings) or [None] * len(programs)
+    donations = [
+        tuple(k for k, name in enumerate(program.inputs) if name in donated)
+        for program in programs
+    ]
+    families: dict[Any, list[int]] = {}
+    for i, (text, _) in enumerate(forms):
+        families.setdefault((text, str(places[i]), donations[i]), []).append(i)
+    compiled: dict[int, CompiledGroup] = {}
+    for members in families.values():
+        first, scalars = members[0], [forms[i][1] for i in members]
+        texts = zip(*(map(text_of_constant, own) for own in scalars), strict=True)
+        differing = [k for k, column in enumerate(texts) if len(set(column)) > 1]
+        run = jit(
+            programs[first].lift(differing),
+            donate_argnums=donations[first],
+            out_shardings=places[first],
+        )
+        for i, own in zip(members, scalars, strict=True):
+            values = tuple(np.asarray(own[k]) for k in differing)
+            compiled[i] = CompiledGroup(programs[i].inputs, run, values)
+    return [compiled[i] for i in range(len(programs))]
