@@ -143,7 +143,7 @@ def train() -> None:
         cache = use_program_cache(config.directory if several else "")
         trainer = Trainer(config)
         if info.process_id == 0:
-            print(f"compiled programs: {cache or 'not kept'}")
+            print(f"compiled programs: {cache or 'not cached'}")
             print(trainer.describe())
             print(f"every array of the plan: {plan_command(sys.argv[2:])}")
         trainer.fit()
@@ -162,14 +162,14 @@ def plan_command(words: Sequence[str]) -> str:
         >>> plan_command(["--config=a.py", "--config.seed=1", "--prompt", "some text"])
         'zjax plan --config=a.py --config.seed=1'
     """
-    kept, given = ["zjax", "plan"], iter(words)
-    for word in given:
+    command, remaining = ["zjax", "plan"], iter(words)
+    for word in remaining:
         flag, has_value, _ = word.lstrip("-").partition("=")
         if flag not in COMMAND_FLAGS["train"]:
-            kept.append(word)
+            command.append(word)
         elif not has_value:
-            next(given, None)
-    return shlex.join(kept)
+            next(remaining, None)
+    return shlex.join(command)
 
 
 def sample(trainer: Trainer) -> str:

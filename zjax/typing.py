@@ -120,7 +120,7 @@ class CachedBlock:
     """
 
     read_prompt: Callable[..., Any]
-    """`read_prompt(params, carry, context, starts, room, padded) -> ((carry,
+    """`read_prompt(params, carry, context, starts, num_new, padded) -> ((carry,
     tile_input), cache)`: prompts through a block or, with tiles, through its trunk."""
     read_token: Callable[..., Any]
     """`read_token(params, carry, context, starts, column, cache) -> ((carry,

@@ -132,7 +132,7 @@ def read_arrays(saved: SavedArrays, named: Mapping[str, ArrayPlan]) -> list[Any]
 
     def has_same_layout(name: str) -> bool:
         master = masters_saved.get(name, name)
-        is_split = {master in names.values() for names in (masters_saved, masters)}
+        is_split = {master in split.values() for split in (masters_saved, masters)}
         has_same_tiles = wanted.get(master) == saved.source.entries.get(master)
         return has_same_tiles and len(is_split) == 1
 
@@ -152,7 +152,7 @@ def read_arrays(saved: SavedArrays, named: Mapping[str, ArrayPlan]) -> list[Any]
             arrays[name] = to_storage(data, group[name])
 
     source = views.match_layout(untiled, layout.describe_plans(named), saved_tiles=1)
-    # Order: what is read from one saved array comes together, for the cache.
+    # In an order that reads each saved array once: `untiled` caches the newest only.
     for name in sorted(named, key=lambda n: tiles.untiled_name(masters.get(n, n))):
         plan = named[name]
         if name not in found:

@@ -43,7 +43,7 @@ def only_incomplete(
     return CheckpointError(Problem("checkpoint.step", steps[-1], problem, remedy))
 
 
-def gone(directory: pathlib.Path, step: int) -> CheckpointError:
+def disappeared(directory: pathlib.Path, step: int) -> CheckpointError:
     """The error where the directory has disappeared since the last save."""
     problem = f"could not be written: {directory} is gone"
     remedy = "mount or make the directory again, and run again"
@@ -89,7 +89,7 @@ def unwritten(
     directory: pathlib.Path, step: int, latest: int | None, error: Exception
 ) -> CheckpointError:
     """The error for a failed save; `latest` is the newest complete step, if any."""
-    kept = "there is none before it" if latest is None else f"step {latest} is intact"
+    before = "there is none before it" if latest is None else f"step {latest} is intact"
     remedy = find_remedy(error)
     if isinstance(root_of(error), jax.errors.JaxRuntimeError):
         remedy = "find the process that ended or the device that failed"
@@ -98,7 +98,7 @@ def unwritten(
             "checkpoint.step",
             step,
             f"could not be written to {directory} ({describe_error(error)})",
-            f"{remedy}, and run again: {kept}",
+            f"{remedy}, and run again: {before}",
         )
     )
 

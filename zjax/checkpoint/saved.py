@@ -105,23 +105,23 @@ def place_slices(read: Callable[[Any], np.ndarray], plan: ArrayPlan) -> Any:
 
     @functools.cache
     def shard(*spans: tuple[int, int]) -> np.ndarray:
-        whole = np.zeros([stop - start for start, stop in spans], plan.stored_dtype)
-        inside = [
+        padded = np.zeros([stop - start for start, stop in spans], plan.stored_dtype)
+        unpadded = [
             slice(start, min(stop, n))
             for (start, stop), n in zip(spans, plan.shape, strict=True)
         ]
-        if all(s.start < s.stop for s in inside):
-            filled = tuple(slice(s.stop - s.start) for s in inside)
-            whole[filled] = read(tuple(inside))
-        return whole
+        if all(s.start < s.stop for s in unpadded):
+            filled = tuple(slice(s.stop - s.start) for s in unpadded)
+            padded[filled] = read(tuple(unpadded))
+        return padded
 
-    def at(index: Any) -> np.ndarray:
-        whole = index or (slice(None),) * len(plan.shape)
-        bounds = (s.indices(n) for s, n in zip(whole, plan.stored_shape, strict=True))
+    def shard_at(index: Any) -> np.ndarray:
+        index = index or (slice(None),) * len(plan.shape)
+        bounds = (s.indices(n) for s, n in zip(index, plan.stored_shape, strict=True))
         return shard(*((start, stop) for start, stop, _ in bounds))
 
-    here = plan.rest_in(DEVICE).stored
-    array = jax.make_array_from_callback(plan.stored_shape, here, at)
+    on_device = plan.rest_in(DEVICE).stored
+    array = jax.make_array_from_callback(plan.stored_shape, on_device, shard_at)
     return to_storage(array, plan)
 
 

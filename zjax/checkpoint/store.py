@@ -297,7 +297,7 @@ class Store:
         if self.directory.exists() and not self.directory.is_dir():
             raise failures.not_a_directory(self.directory)
         if self._has_saved and not self.directory.is_dir():
-            raise failures.gone(self.directory, step)
+            raise failures.disappeared(self.directory, step)
         named = directories.named_steps(self.directory)
         if any(other >= step for other in named):
             latest = max(self.steps(), default=-1)
@@ -319,7 +319,7 @@ class Store:
         """Removes a failed save; returns the error to raise."""
         before = self._last_saved
         if before is not None and not self._reader.path(before).exists():
-            return failures.gone(self.directory, step)
+            return failures.disappeared(self.directory, step)
         is_file = isinstance(error, NotADirectoryError | FileExistsError)
         if is_file and not self.directory.is_dir():
             return failures.not_a_directory(self.directory)

@@ -65,16 +65,16 @@ def retile(
         return dict(found)
     entries = dict[str, Entry]()
     for name, entry in found.items():
-        whole, _ = untiled_name(name)
-        dim = hidden_dim(whole)
+        untiled, _ = untiled_name(name)
+        dim = hidden_dim(untiled)
         if dim is None or len(entry.shape) < -dim:  # reduced optimizer state, maybe
             entries[name] = entry
             continue
         joined = _resized(entry, dim, saved_tiles, 1)
         if joined.shape[dim] % num_tiles:
-            entries[whole] = joined
+            entries[untiled] = joined
             continue
-        names = [tile_name(whole, number, num_tiles) for number in range(num_tiles)]
+        names = [tile_name(untiled, number, num_tiles) for number in range(num_tiles)]
         entries |= dict.fromkeys(names, _resized(joined, dim, 1, num_tiles))
     return entries
 
@@ -103,7 +103,7 @@ def locate(
         >>> locate("mlp/tiles/2/up/kernel", index, (2, 4), 3, 1)
         [('mlp/up/kernel', (slice(0, 2, None), slice(9, 11, None)))]
     """
-    whole, number = untiled_name(name)
+    untiled, number = untiled_name(name)
     dim = hidden_dim(name)
     assert dim is not None
     size, before = shape[dim] * num_tiles // saved_tiles, number * shape[dim]
@@ -112,18 +112,18 @@ def locate(
     for tile in range(start // size, -(-stop // size)):
         slices, first = list(index), tile * size
         slices[dim] = slice(max(start - first, 0), min(stop - first, size))
-        parts.append((tile_name(whole, tile, saved_tiles), tuple(slices)))
+        parts.append((tile_name(untiled, tile, saved_tiles), tuple(slices)))
     return parts
 
 
-def tile_name(whole: str, number: int, num_tiles: int) -> str:
-    """The name of one tile of an untiled array; `whole` itself if there is only one.
+def tile_name(untiled: str, number: int, num_tiles: int) -> str:
+    """The name of one tile of an untiled array; `untiled` itself if there is only one.
 
     Example:
         >>> tile_name("blocks/mlp/up/kernel[7]", 3, 4)
         'blocks/mlp/tiles/3/up/kernel[7]'
     """
-    part = _ARRAY.fullmatch(whole)
+    part = _ARRAY.fullmatch(untiled)
     assert part is not None
     sep = part["sep"]
     tile = f"{sep}tiles{sep}{number}" if num_tiles > 1 else ""

@@ -45,8 +45,8 @@ class Source:
 
 def cached(source: Source) -> Source:
     """The same arrays, each read as a whole and cached until another is read."""
-    whole = functools.lru_cache(maxsize=1)(source.read_all)
-    return Source(source.entries, lambda name, index: whole(name)[(..., *index)])
+    read_all = functools.lru_cache(maxsize=1)(source.read_all)
+    return Source(source.entries, lambda name, index: read_all(name)[(..., *index)])
 
 
 def join_masters(source: Source) -> Source:

@@ -49,7 +49,7 @@ class End:
 
     Args:
         process_id: Number in the run.
-        rank: Order of causes before consequences: 0 killed or left, 1 failed in Python,
+        rank: Order of causes before consequences: 0 killed or hung, 1 failed in Python,
             2 lost its peers, 3 aborted by the runtime.
         reason: Text for the user.
         at_seconds: Time, in seconds since 1970.

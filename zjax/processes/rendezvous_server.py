@@ -101,29 +101,27 @@ class RendezvousServer:
         except OSError:
             received = b""
         client.text += received
-        if not received or not self._parse_greeting(client):
+        if not received or not self._is_valid(client):
             self._selector.unregister(client.connection)
             client.connection.close()
             self._clients.remove(client)
 
-    def _parse_greeting(self, client: _Client) -> bool:
+    def _is_valid(self, client: _Client) -> bool:
         is_greeting = client.text.startswith(GREETING[: len(client.text)])
         if not is_greeting or len(client.text) > LINE_BYTES:
             return False
         if client.text.endswith(b"\n"):
-            client.greeting = _parse(client.text[len(GREETING) :])
+            client.greeting = _parse_greeting(client.text[len(GREETING) :])
             return bool(client.greeting)
         return True
 
     def _present(self) -> dict[int, _Client]:
-        return {g.greeting["process_id"]: g for g in self._clients if g.greeting}
+        return {x.greeting["process_id"]: x for x in self._clients if x.greeting}
 
     def _contradictions(self) -> list[Problem]:
         """Problems of processes that cannot belong to one run."""
         seen: dict[int, dict] = {}
-        for greeting in (
-            client.greeting for client in self._clients if client.greeting
-        ):
+        for greeting in (x.greeting for x in self._clients if x.greeting):
             process_id, count = greeting["process_id"], greeting["num_processes"]
             if count != self._num_processes:
                 problem = f"on process {process_id} is {self._num_processes} on "
@@ -163,7 +161,7 @@ class RendezvousServer:
             client.connection.close()
 
 
-def _parse(text: bytes) -> dict:
+def _parse_greeting(text: bytes) -> dict:
     """A parsed greeting; empty if it is malformed."""
     try:
         greeting = json.loads(text)

@@ -103,10 +103,10 @@ def describe_end(end: End, member: Member | None) -> str:
         who = f"on host {member.host} (pid {member.pid}) "
         step = member_files.last_checkpoint(member.directory)
         if step is not None:
-            place = f"{member.directory}/checkpoints"
-            kept = f"the last checkpoint is step {step} in {place}"
-            mend = "fix the cause and " if end.rank == 1 else ""
-            remedy = f"{kept}: {mend}run the same command again to resume"
+            checkpoint = f"step {step} in {member.directory}/checkpoints"
+            fix = "fix the cause and " if end.rank == 1 else ""
+            remedy = f"the last checkpoint is {checkpoint}: {fix}run the same command "
+            remedy += "again to resume"
     return str(Problem("process", end.process_id, f"{who}ended ({end.reason})", remedy))
 
 
@@ -149,10 +149,10 @@ _printing = threading.Lock()
 """Python's streams lose lines that two threads write at once."""
 
 
-def _copy(source: Any, sink: Any, label: str, kept: collections.deque) -> None:
+def _copy(source: Any, sink: Any, label: str, lines: collections.deque) -> None:
     with source:
         for line in source:
-            kept.append(line)
+            lines.append(line)
             with _printing:
                 sink.write(label + line)
                 sink.flush()
