@@ -52,7 +52,7 @@ def choose_implementation(
     """
     if requested not in ("auto", "mosaic_gpu", "reference"):
         known = "use auto, mosaic_gpu or reference"
-        raise invalid("implementation", requested, "is none that exists", known)
+        raise invalid("implementation", requested, "is not an implementation", known)
     if requested == "reference":
         return requested
     device = _device_obstacle(*first_device())

@@ -7,8 +7,8 @@ def describe(field: str, value: object, problem: str, remedy: str) -> str:
     """Formats an unusable argument as `field=value problem; remedy`.
 
     Example:
-        >>> describe("block", 8, "is not a size of blocks", "use 16")
-        'block=8 is not a size of blocks; use 16'
+        >>> describe("block", 8, "is not a block size", "use 16")
+        'block=8 is not a block size; use 16'
     """
     return f"{field}={value} {problem}; {remedy}"
 
@@ -17,8 +17,8 @@ def invalid(field: str, value: object, problem: str, remedy: str) -> ValueError:
     """Creates the error of an unusable argument.
 
     Example:
-        >>> str(invalid("block", 8, "is not a size of blocks", "use 16"))
-        'block=8 is not a size of blocks; use 16'
+        >>> str(invalid("block", 8, "is not a block size", "use 16"))
+        'block=8 is not a block size; use 16'
     """
     return ValueError(describe(field, value, problem, remedy))
 

@@ -127,7 +127,7 @@ def test_a_position_of_another_type_is_refused(step):
     with pytest.raises(DataError) as error:
         batches.set_state(batches.state() | {"step": step})
     assert str(error.value) == (
-        f"data/step={step!r} is no data position; start from another checkpoint"
+        f"data/step={step!r} is not a data position; start from another checkpoint"
     )
 
 

@@ -95,5 +95,6 @@ def test_an_unknown_implementation():
     with pytest.raises(ValueError) as caught:
         choose("triton")
     assert str(caught.value) == (
-        "implementation=triton is none that exists; use auto, mosaic_gpu or reference"
+        "implementation=triton is not an implementation; use auto, mosaic_gpu or "
+        "reference"
     )

@@ -164,7 +164,8 @@ def refusal(error, message, id, *, of_module=(), **masks):
         ),
         refusal(
             ConfigError,
-            "attn_mask=-1.5 neither masks a key nor leaves it; use 0.0 and -10000.0, "
+            "attn_mask=-1.5 neither masks a key nor leaves it visible; use 0.0 and "
+            "-10000.0, "
             "or attn_mask_mode='mul'",
             "biases",
             attn_mask=np.full((80, 80), -1.5),
@@ -172,14 +173,16 @@ def refusal(error, message, id, *, of_module=(), **masks):
         ),
         refusal(
             ConfigError,
-            "key_padding_mask=1.0 neither masks a key nor leaves it; use 0.0 and "
+            "key_padding_mask=1.0 neither masks a key nor leaves it visible; use 0.0 "
+            "and "
             "-10000.0, or key_padding_mask_mode='mul'",
             "other-mode",
             key_padding_mask=np.ones((2, 80)),
         ),
         refusal(
             ConfigError,
-            "key_padding_mask=nan neither masks a key nor leaves it; use 0.0 and "
+            "key_padding_mask=nan neither masks a key nor leaves it visible; use 0.0 "
+            "and "
             "-10000.0, or key_padding_mask_mode='mul'",
             "not-a-number",
             key_padding_mask=np.full((2, 80), np.nan),
@@ -206,8 +209,8 @@ def test_masks_of_ones_are_refused_where_numbers_are_added(make, dtype):
     with pytest.raises(ConfigError) as error:
         jax.jit(lambda m: make()(*heads, key_padding_mask=m))(mask)
     assert str(error.value) == (
-        f"key_padding_mask.dtype='{dtype}' is none of numbers that are added to "
-        "scores; use 0.0 and -10000.0, or key_padding_mask_mode='mul'"
+        f"key_padding_mask.dtype='{dtype}' is not a floating dtype, as additive masks "
+        "need; use 0.0 and -10000.0, or key_padding_mask_mode='mul'"
     )
 
 
@@ -227,8 +230,8 @@ def test_other_modes_are_refused(untyped):
     with pytest.raises(ConfigError) as error:
         module(*make_heads())
     assert str(error.value) == (
-        "key_padding_mask_mode='and' is no mode; use 'add' or 'mul'\n"
-        "attn_mask_mode=None is no mode; use 'add' or 'mul'"
+        "key_padding_mask_mode='and' is not a mode; use 'add' or 'mul'\n"
+        "attn_mask_mode=None is not a mode; use 'add' or 'mul'"
     )
 
 

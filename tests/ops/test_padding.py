@@ -97,14 +97,16 @@ def refusal(function, given, message, id):
         refusal(
             zjax.pad_to_block_size,
             {"block_size": 4, "input_ids": IDS, "attention_mask": IDS[:, 1:]},
-            "attention_mask.shape=(2, 4) is not of (2, 5), as input_ids is; give one "
+            "attention_mask.shape=(2, 4) differs from (2, 5), that of input_ids; give "
+            "one "
             "for each token",
             "a-shorter-mask",
         ),
         refusal(
             zjax.pad_to_block_size,
             {"block_size": 4, "input_ids": IDS[:, 1:], "inputs_embeds": VECTORS},
-            "inputs_embeds.shape=(2, 5, 3) is not of (2, 4), as input_ids is; give one "
+            "inputs_embeds.shape=(2, 5, 3) differs from (2, 4), that of input_ids; "
+            "give one "
             "for each token",
             "more-vectors-than-ids",
         ),
@@ -116,7 +118,7 @@ def refusal(function, given, message, id):
                 "model_embeddings": lambda ids: jnp.ones((2, 3, 4)),
             },
             "model_embeddings(ids).shape=(2, 3, 4) is not (2, 3, 3), as inputs_embeds "
-            "ask; return a vector for each id, as long as those",
+            "need; return a vector for each id, as long as those",
             "longer-vectors",
         ),
         refusal(

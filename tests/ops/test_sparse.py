@@ -179,7 +179,7 @@ class Listed(Dense):
 
 
 NO_RULE = (
-    "is no rule of live blocks; give one like zjax_kernels.BigBird(num_heads=4), or an "
+    "is not a sparsity pattern; give one like zjax_kernels.BigBird(num_heads=4), or an "
     "array as zjax_kernels.Custom"
 )
 
@@ -192,7 +192,7 @@ NO_RULE = (
             "bigbird",
             0,
             f"sparsity_config='bigbird' {NO_RULE}\n"
-            "max_seq_length=0 is no number of tokens; give 1 or more",
+            "max_seq_length=0 is not a number of tokens; give 1 or more",
             id="a-name-and-no-token",
         ),
         pytest.param(
@@ -200,7 +200,7 @@ NO_RULE = (
             96,
             "sparsity_config=Listed(num_heads=1, block=16, attention='bidirectional', "
             "token_causal=True, different_layout_per_head=False, blocks=array([[1.]])) "
-            "has no hash; keep tuples in its fields, not arrays",
+            "is not hashable; keep tuples in its fields, not arrays",
             id="an-array-in-a-field",
         ),
     ],

@@ -113,7 +113,7 @@ class Loader:
         """
         step = state.get("step") if isinstance(state, dict) else None
         if type(step) is not int or not 0 <= step < 2**31:
-            problem, remedy = "is no data position", "start from another checkpoint"
+            problem, remedy = "is not a data position", "start from another checkpoint"
             raise DataError(Problem("data/step", step, problem, remedy))
         saved = {name: x for name, x in state.items() if name not in ("step", "drawn")}
         problems = [

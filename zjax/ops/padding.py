@@ -171,7 +171,7 @@ def _common_shape(**inputs):
             problem, remedy = f"is not [{dims}]", "give one row for each text"
             raise ConfigError(Problem(f"{name}.shape", shape, problem, remedy))
         if shape[:2] != common:
-            problem = f"is not of {common}, as {first} is"
+            problem = f"differs from {common}, that of {first}"
             remedy = "give one for each token"
             raise ConfigError(Problem(f"{name}.shape", shape, problem, remedy))
     return common
@@ -184,7 +184,7 @@ def _pad_embeddings(vectors, ids, model_embeddings):
     else:
         added = model_embeddings(ids).astype(vectors.dtype)
     if added.shape != shape:
-        problem = f"is not {shape}, as inputs_embeds ask"
+        problem = f"is not {shape}, as inputs_embeds need"
         remedy = "return a vector for each id, as long as those"
         raise ConfigError(
             Problem("model_embeddings(ids).shape", added.shape, problem, remedy)

@@ -62,15 +62,15 @@ class Sparse:
     def __post_init__(self):
         name, found = "sparsity_config", []
         if not isinstance(self.pattern, SparsityConfig):
-            problem = "is no rule of live blocks"
+            problem = "is not a sparsity pattern"
             remedy = "give one like zjax_kernels.BigBird(num_heads=4), or an array as "
             remedy += "zjax_kernels.Custom"
             found.append(Problem(name, self.pattern, problem, remedy))
         elif not _has_hash(self.pattern):
-            problem, remedy = "has no hash", "keep tuples in its fields, not arrays"
+            problem, remedy = "is not hashable", "keep tuples in its fields, not arrays"
             found.append(Problem(name, self.pattern, problem, remedy))
         if integer_problems("max_seq_length", self.max_length, 1):
-            problem, remedy = "is no number of tokens", "give 1 or more"
+            problem, remedy = "is not a number of tokens", "give 1 or more"
             found.append(Problem("max_seq_length", self.max_length, problem, remedy))
         if found:
             raise ConfigError(*found)

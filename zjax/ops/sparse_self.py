@@ -86,7 +86,7 @@ def self_attention(
 def _check_modes(key_mode, score_mode):
     given = {"key_padding_mask_mode": key_mode, "attn_mask_mode": score_mode}
     found = [
-        Problem(name, mode, "is no mode", "use 'add' or 'mul'")
+        Problem(name, mode, "is not a mode", "use 'add' or 'mul'")
         for name, mode in given.items()
         if mode not in ("add", "mul")
     ]
@@ -134,12 +134,12 @@ def _read_mask(name, mask, mode, shape):
         return mask != 0, None
     remedy = f"use 0.0 and -10000.0, or {name}_mode='mul'"
     if not jnp.issubdtype(mask.dtype, jnp.floating):
-        problem = "is none of numbers that are added to scores"
+        problem = "is not a floating dtype, as additive masks need"
         raise ConfigError(Problem(f"{name}.dtype", mask.dtype.name, problem, remedy))
     visible, invalid = mask > MASK_THRESHOLD, (mask != 0) & ~(mask <= MASK_THRESHOLD)
     if is_traced:
         return visible, invalid
     if invalid.any():
-        problem = "neither masks a key nor leaves it"
+        problem = "neither masks a key nor leaves it visible"
         raise ConfigError(Problem(name, float(mask[invalid][0]), problem, remedy))
     return visible, None

@@ -230,7 +230,7 @@ def _segments(segment_ids, key_mask, queries, keys):
     segment_ids = [x if hasattr(x, "dtype") else np.asarray(x) for x in segment_ids]
     for x in segment_ids:
         if not jnp.issubdtype(x.dtype, jnp.integer):
-            problem = "is not one of integers"
+            problem = "is not an integer dtype"
             raise invalid("segment_ids.dtype", x.dtype, problem, "number the documents")
     shapes = tuple(x.shape for x in segment_ids)
     if shapes != (queries, keys):
@@ -273,10 +273,13 @@ def _check(q, k, v, plan, scale, soft_cap):
         refuse(array_problems(name, x, "[batch, tokens, heads, channels]"))
     if q.dtype.name not in DTYPES:
         known = ", ".join(DTYPES)
-        problem = "is not one that attention is computed in"
+        problem = "is not a supported dtype"
         raise invalid("q.dtype", q.dtype, problem, f"cast to one of {known}")
     if 0 in (q.shape[:1] + q.shape[-1:]):
-        problem, remedy = "has no sequence or no channel", "give one or more of both"
+        problem, remedy = (
+            "has an empty batch or no channels",
+            "give one or more of both",
+        )
         raise invalid("q.shape", q.shape, problem, remedy)
     heads, kv_heads = plan.queries.num_heads, plan.keys.num_heads
     for name, x, length, num_heads in (
@@ -289,13 +292,13 @@ def _check(q, k, v, plan, scale, soft_cap):
             raise invalid(
                 f"{name}.shape",
                 x.shape,
-                f"is not {expected}, as the plan asks",
+                f"is not {expected}, as the plan needs",
                 "make a plan for this length and these heads, or pad the sequence",
             )
         if x.dtype != q.dtype:
             remedy = f"cast all to {q.dtype}"
             raise invalid(
-                f"{name}.dtype", x.dtype, f"is not that of q, {q.dtype}", remedy
+                f"{name}.dtype", x.dtype, f"differs from that of q, {q.dtype}", remedy
             )
     _check_factors(scale, soft_cap)
 
@@ -310,7 +313,7 @@ def _check_gradients(q, d_out, lse, delta):
     ):
         refuse(array_problems(name, x, str(expected)))
         if x.shape != expected:
-            problem = f"is not {expected}, as the queries ask"
+            problem = f"is not {expected}, as the queries need"
             raise invalid(f"{name}.shape", x.shape, problem, "give all queries")
 
 

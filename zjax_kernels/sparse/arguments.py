@@ -49,7 +49,7 @@ def array_problems(field: str, value: Any, shape: str) -> list[str]:
     num_dims = shape.count(",") + 1
     if value.ndim == num_dims:
         return []
-    problem = f"has not {num_dims} dims"
+    problem = f"does not have {num_dims} dims"
     return [describe(f"{field}.shape", value.shape, problem, remedy)]
 
 
@@ -69,7 +69,7 @@ give each range an end after its start
     if found:
         return found
     if len(ends) != len(indices):
-        problem = f"has not one end for each of global_block_indices={indices}"
+        problem = f"does not have one end for each of global_block_indices={indices}"
         return [describe(name, ends, problem, f"give {len(indices)} ends")]
     if any(start >= end for start, end in zip(indices, ends, strict=True)):
         problem = f"is not beyond global_block_indices={indices}"

@@ -88,7 +88,7 @@ class BlockLayout:
 
     def __post_init__(self):
         if self.block not in BLOCKS:
-            problem, remedy = "is not a size of blocks", "use 16, 32, 64 or 128"
+            problem, remedy = "is not a block size", "use 16, 32, 64 or 128"
             raise invalid("block", self.block, problem, remedy)
         _check("patterns", self.patterns, self.num_columns)
         num_rows = len(self.patterns[0].starts) - 1
@@ -159,7 +159,7 @@ class BlockLayout:
             problem, remedy = "is not bool", "give True where a block lives"
             raise invalid("live.dtype", live.dtype, problem, remedy)
         if (live != live).any():
-            problem, remedy = "neither lives nor is dead", "give True or False"
+            problem, remedy = "is neither True nor False", "give True or False"
             raise invalid("live", "nan", problem, remedy)
         if live.ndim == 2 and num_heads is not None:
             live = np.broadcast_to(live, (num_heads, *live.shape))

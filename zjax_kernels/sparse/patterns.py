@@ -147,7 +147,7 @@ class Fixed(SparsityConfig):
             remedy = f"give {width // count} or less"
             found.append(describe(name, number, problem, remedy))
         if number > 1 and not self.different_layout_per_head:
-            problem = "asks for heads that differ"
+            problem = "needs heads that differ"
             remedy = "set different_layout_per_head=True"
             found.append(describe(name, number, problem, remedy))
         return found
@@ -416,6 +416,6 @@ def _add_random_blocks(
 def _horizontal_problems(config: Fixed | Variable) -> list[str]:
     if not config.horizontal_global_attention or config.attention == "bidirectional":
         return []
-    problem = f"cannot be with attention={config.attention}"
+    problem = f"cannot be used with attention={config.attention}"
     remedy = "leave it out, or use bidirectional"
     return [describe("horizontal_global_attention", True, problem, remedy)]

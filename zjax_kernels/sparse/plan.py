@@ -130,7 +130,7 @@ def device_plan(plan: Any) -> Any:
         return plan
     number = len(plan.queries.items)
     if number > 1:
-        problem = "are in one plan"
+        problem = "are stacked in one plan"
         remedy = "split its arrays along their first dim, as by jax.shard_map"
         raise invalid("head_shards", number, problem, remedy)
     return jax.tree.map(lambda x: x[0], plan)
@@ -246,7 +246,7 @@ def _mask_function(mask: Any, tokens: tuple[int, int]) -> Any:
     if mask.dtype != bool:
         raise invalid("mask.dtype", mask.dtype, "is not bool", "give True where seen")
     if mask.shape != tokens:
-        problem = f"is not that of the layout's tokens, {tokens}"
+        problem = f"differs from the layout's tokens, {tokens}"
         raise invalid("mask.shape", mask.shape, problem, "give one for all tokens")
     return lambda queries, keys: mask[queries, keys]
 
@@ -256,7 +256,7 @@ def _evaluate(mask, tokens, queries, keys):
     keys = np.minimum(keys, tokens[1] - 1)
     found = np.asarray(mask(np.minimum(queries, tokens[0] - 1), keys))
     if found.dtype != bool:
-        problem = "is what the function returns, and not bool"
+        problem = "is what the function returns, not bool"
         raise invalid("mask.dtype", found.dtype, problem, "return True where seen")
     shape = np.broadcast_shapes(queries.shape, keys.shape)
     if not _broadcasts(found.shape, shape):

@@ -68,10 +68,10 @@ def make_selected_plan(
 def _check(selected, num_kv_heads):
     refuse(array_problems("selected", selected, "[H, n, k]"))
     if not jnp.issubdtype(selected.dtype, jnp.integer):
-        problem, remedy = "is not one of integers", "number the blocks"
+        problem, remedy = "is not an integer dtype", "number the blocks"
         raise invalid("selected.dtype", selected.dtype, problem, remedy)
     if 0 in selected.shape:
-        problem, remedy = "has no head, block or choice", "give one or more of each"
+        problem, remedy = "has an empty dim", "give one or more of each"
         raise invalid("selected.shape", selected.shape, problem, remedy)
     refuse(integer_problems("num_kv_heads", num_kv_heads, 1))
     heads = selected.shape[0]

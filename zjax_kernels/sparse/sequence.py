@@ -188,7 +188,9 @@ def _axis_size(axis):
         return lax.axis_size(axis)
     except NameError:
         remedy = "call it inside jax.shard_map over a mesh that has it"
-        raise invalid("axis", repr(axis), "is no axis here", remedy) from None
+        raise invalid(
+            "axis", repr(axis), "is not an axis of this program", remedy
+        ) from None
 
 
 def sequence_attention(
@@ -248,7 +250,10 @@ def sequence_attention(
         problem = f"is not that of axis {axis!r}, {num_devices}"
         raise invalid("num_devices", given, problem, "make a plan for it")
     if len(plan.plan.queries.items) != 1:
-        problem, remedy = "are in one plan", "split its arrays along their first dim"
+        problem, remedy = (
+            "are stacked in one plan",
+            "split its arrays along their first dim",
+        )
         raise invalid("num_devices", num_devices, problem, remedy)
     local = jax.tree.map(lambda x: x[0], plan)
 

@@ -70,7 +70,7 @@ class SparsityConfig(_FieldsOnly, abc.ABC):
         super().__init_subclass__(**given)
         if "make_layout" in vars(cls):
             name = f"{cls.__name__}.make_layout"
-            problem = "is DeepSpeed's method, which nothing here calls"
+            problem = "is DeepSpeed's method, which zjax_kernels does not call"
             remedy = "define heads(num_blocks), or give the array that it returns "
             remedy += "to zjax_kernels.Custom"
             raise TypeError(describe("make_layout", name, problem, remedy))
@@ -98,7 +98,7 @@ class SparsityConfig(_FieldsOnly, abc.ABC):
         found = integer_problems("num_heads", self.num_heads, 1)
         if integer_problems("block", self.block, 1) or self.block not in BLOCKS:
             remedy = "use 16, 32, 64 or 128"
-            found += [describe("block", self.block, "is not a size of blocks", remedy)]
+            found += [describe("block", self.block, "is not a block size", remedy)]
         if self.attention not in DIRECTIONS:
             remedy = f"use {' or '.join(DIRECTIONS)}"
             problem = "is not a direction of attention"
@@ -139,14 +139,14 @@ class SparsityConfig(_FieldsOnly, abc.ABC):
             value = getattr(self, field.name)
             if field.type in (bool, "bool") and not isinstance(value, bool | np.bool_):
                 remedy = "give True or False"
-                found.append(describe(field.name, value, "is not a flag", remedy))
+                found.append(describe(field.name, value, "is not a bool", remedy))
         return found
 
     def _num_blocks(self, seq_len: int) -> int:
         block = self.block
         if integer_problems("seq_len", seq_len, 1):
             remedy = f"give a multiple of block={block}"
-            raise invalid("seq_len", seq_len, "is no number of tokens", remedy)
+            raise invalid("seq_len", seq_len, "is not a number of tokens", remedy)
         num_blocks = -(-seq_len // block)
         if seq_len % block:
             problem = f"is not a multiple of block={block}"
@@ -169,7 +169,7 @@ class SparsityConfig(_FieldsOnly, abc.ABC):
 
     def _check_heads(self, heads: Sequence[Pattern], num_blocks: int) -> None:
         if not isinstance(heads, Sequence):
-            problem = "is what heads returned, and no list of patterns"
+            problem = "is the result of heads, not a list of patterns"
             remedy = "return [Pattern.from_entries(...)], or give an array to Custom"
             raise invalid("type(heads)", type(heads).__name__, problem, remedy)
         if len(heads) not in (1, self.num_heads):

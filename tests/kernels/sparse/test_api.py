@@ -119,7 +119,7 @@ def test_other_dtypes_are_refused(dtype):
     with pytest.raises(ValueError) as caught:
         sparse_attention(x, x, x, make_plan(LAYOUT))
     assert str(caught.value) == (
-        f"q.dtype={dtype} is not one that attention is computed in; cast to one of "
+        f"q.dtype={dtype} is not a supported dtype; cast to one of "
         "bfloat16, float16, float32, float64"
     )
 
@@ -129,22 +129,22 @@ def test_other_dtypes_are_refused(dtype):
     [
         (
             {"q": (1, 60, 4, 64)},
-            "q.shape=(1, 60, 4, 64) is not (1, 64, 4, 64), as the plan asks; "
+            "q.shape=(1, 60, 4, 64) is not (1, 64, 4, 64), as the plan needs; "
             "make a plan for this length and these heads, or pad the sequence",
         ),
         (
             {"k": (1, 64, 4, 64)},
-            "k.shape=(1, 64, 4, 64) is not (1, 64, 2, 64), as the plan asks; "
+            "k.shape=(1, 64, 4, 64) is not (1, 64, 2, 64), as the plan needs; "
             "make a plan for this length and these heads, or pad the sequence",
         ),
         (
             {"v": (2, 64, 2, 64)},
-            "v.shape=(2, 64, 2, 64) is not (1, 64, 2, 64), as the plan asks; "
+            "v.shape=(2, 64, 2, 64) is not (1, 64, 2, 64), as the plan needs; "
             "make a plan for this length and these heads, or pad the sequence",
         ),
         (
             {"dtype": jnp.float16},
-            "k.dtype=float16 is not that of q, bfloat16; cast all to bfloat16",
+            "k.dtype=float16 differs from that of q, bfloat16; cast all to bfloat16",
         ),
         (
             {"scale": -1.0},
@@ -161,12 +161,14 @@ def test_other_dtypes_are_refused(dtype):
         ),
         (
             {"q": (0, 64, 4, 64)},
-            "q.shape=(0, 64, 4, 64) has no sequence or no channel; give one or more of "
+            "q.shape=(0, 64, 4, 64) has an empty batch or no channels; give one or "
+            "more of "
             "both",
         ),
         (
             {"q": (1, 64, 4, 0)},
-            "q.shape=(1, 64, 4, 0) has no sequence or no channel; give one or more of "
+            "q.shape=(1, 64, 4, 0) has an empty batch or no channels; give one or "
+            "more of "
             "both",
         ),
         (
@@ -184,7 +186,7 @@ def test_other_dtypes_are_refused(dtype):
         ),
         (
             {"segment_ids": (np.zeros((1, 64)),) * 2},
-            "segment_ids.dtype=float64 is not one of integers; number the documents",
+            "segment_ids.dtype=float64 is not an integer dtype; number the documents",
         ),
         (
             {"key_mask": np.zeros((1, 64))},
@@ -228,7 +230,7 @@ def test_what_is_no_plan_is_refused(plan):
     [
         ("q", [[1.0]], "q=list is not an array"),
         ("k", None, "k=NoneType is not an array"),
-        ("v", jnp.float32(1.0), "v.shape=() has not 4 dims"),
+        ("v", jnp.float32(1.0), "v.shape=() does not have 4 dims"),
     ],
     ids=["list", "none", "number"],
 )

@@ -77,5 +77,5 @@ def test_other_shapes_are_refused(name, shape, expected):
     with pytest.raises(ValueError) as caught:
         sparse_attention_gradients(q, k, v, make_plan(PART), **given)
     assert str(caught.value) == (
-        f"{name}.shape={shape} is not {expected}, as the queries ask; give all queries"
+        f"{name}.shape={shape} is not {expected}, as the queries need; give all queries"
     )

@@ -160,7 +160,7 @@ def test_other_shapes_are_refused(shape, num_heads, message):
         (
             [[1.0, np.nan]],
             1,
-            "live=nan neither lives nor is dead; give True or False",
+            "live=nan is neither True nor False; give True or False",
         ),
     ],
     ids=["fewer than none", "text", "marks", "nan"],
@@ -174,7 +174,7 @@ def test_what_says_no_blocks_is_refused(live, num_heads, message):
 def test_other_blocks_are_refused():
     with pytest.raises(ValueError) as error:
         BlockLayout.from_dense(np.ones((1, 2, 2), bool), block=24)
-    message = "block=24 is not a size of blocks; use 16, 32, 64 or 128"
+    message = "block=24 is not a block size; use 16, 32, 64 or 128"
     assert str(error.value) == message
 
 
@@ -205,7 +205,7 @@ def test_heads_that_make_no_layout(heads, num_columns, message):
     [
         (
             {"block": 8},
-            "block=8 is not a size of blocks; use 16, 32, 64 or 128",
+            "block=8 is not a block size; use 16, 32, 64 or 128",
         ),
         ({"patterns": ()}, "patterns=[] is empty; give one pattern per head"),
         ({"num_rows": 3}, "num_rows=3 is not that of the patterns; use 2"),

@@ -217,7 +217,7 @@ def test_a_mask_of_another_shape():
     with pytest.raises(ValueError) as caught:
         make_plan(layout, mask=np.ones((64, 128), bool))
     assert str(caught.value) == (
-        "mask.shape=(64, 128) is not that of the layout's tokens, (128, 128); give one "
+        "mask.shape=(64, 128) differs from the layout's tokens, (128, 128); give one "
         "for all tokens"
     )
 
@@ -250,7 +250,7 @@ def test_a_function_that_returns_numbers_is_refused(one, dtype):
     with pytest.raises(ValueError) as caught:
         make_plan(layout, mask=lambda query, key: np.where(query < key, one, 0))
     assert str(caught.value) == (
-        f"mask.dtype={dtype} is what the function returns, and not bool; return True "
+        f"mask.dtype={dtype} is what the function returns, not bool; return True "
         "where seen"
     )
 

@@ -90,18 +90,17 @@ def test_repeats_and_what_is_no_block_count_for_nothing():
         (
             np.zeros((2, 1), np.int32),
             1,
-            "selected.shape=(2, 1) has not 3 dims; give one of shape [H, n, k]",
+            "selected.shape=(2, 1) does not have 3 dims; give one of shape [H, n, k]",
         ),
         (
             np.zeros((2, 2, 1), np.float32),
             1,
-            "selected.dtype=float32 is not one of integers; number the blocks",
+            "selected.dtype=float32 is not an integer dtype; number the blocks",
         ),
         (
             np.zeros((2, 2, 0), np.int32),
             1,
-            "selected.shape=(2, 2, 0) has no head, block or choice; give one or more "
-            "of each",
+            "selected.shape=(2, 2, 0) has an empty dim; give one or more of each",
         ),
         (
             np.zeros((2, 2, 1), np.int32),

@@ -130,7 +130,8 @@ def test_attention_outside_of_a_mesh_and_other_plans():
     with pytest.raises(ValueError) as caught:
         sequence_attention(x, x, x, make_sequence_plan(layout, 1), axis=AXIS)
     assert str(caught.value) == (
-        "axis='sequence' is no axis here; call it inside jax.shard_map over a mesh "
+        "axis='sequence' is not an axis of this program; call it inside jax.shard_map "
+        "over a mesh "
         "that has it"
     )
     with pytest.raises(ValueError) as caught:

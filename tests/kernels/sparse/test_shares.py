@@ -89,7 +89,8 @@ def test_plans_of_others_are_refused():
     with pytest.raises(ValueError) as caught:
         sparse_attention(*inputs, make_plan(LAYOUT, head_shards=2))
     assert str(caught.value) == (
-        "head_shards=2 are in one plan; split its arrays along their first dim, as by "
+        "head_shards=2 are stacked in one plan; split its arrays along their first "
+        "dim, as by "
         "jax.shard_map"
     )
     plan = make_plan(LAYOUT)

@@ -74,8 +74,8 @@ def test_the_method_of_deepspeed_is_refused_where_it_is_defined():
                 return np.ones((2, 4, 4))
 
     assert str(error.value) == (
-        "make_layout=Ported.make_layout is DeepSpeed's method, which nothing here "
-        "calls; define heads(num_blocks), or give the array that it returns to "
+        "make_layout=Ported.make_layout is DeepSpeed's method, which zjax does not "
+        "call; define heads(num_blocks), or give the array that it returns to "
         "zjax_kernels.Custom"
     )
 
@@ -105,12 +105,12 @@ def test_a_rule_without_heads_cannot_be_made():
         ),
         (
             np.ones((3, 3)),
-            "type(heads)=ndarray is what heads returned, and no list of patterns; "
+            "type(heads)=ndarray is the result of heads, not a list of patterns; "
             "return [Pattern.from_entries(...)], or give an array to Custom",
         ),
         (
             pattern_of(np.eye(3)),
-            "type(heads)=Pattern is what heads returned, and no list of patterns; "
+            "type(heads)=Pattern is the result of heads, not a list of patterns; "
             "return [Pattern.from_entries(...)], or give an array to Custom",
         ),
         (
@@ -133,7 +133,7 @@ def test_every_problem_of_all_rules_is_told_at_once(rule):
         rule(0, block=8, attention="both")
     assert str(error.value) == (
         "num_heads=0 is not an integer >= 1; give 1 or more\n"
-        "block=8 is not a size of blocks; use 16, 32, 64 or 128\n"
+        "block=8 is not a block size; use 16, 32, 64 or 128\n"
         "attention=both is not a direction of attention; "
         "use bidirectional or unidirectional"
     )
@@ -155,7 +155,7 @@ def refusal(rule, given, message, id):
         refusal(
             Dense,
             {"block": 16.0},
-            "block=16.0 is not a size of blocks; use 16, 32, 64 or 128",
+            "block=16.0 is not a block size; use 16, 32, 64 or 128",
             "no-whole-block",
         ),
         refusal(
@@ -170,7 +170,8 @@ def refusal(rule, given, message, id):
             "num_local_blocks=0 is not an integer >= 1; give 1 or more\n"
             "num_global_blocks=1.5 is not an integer >= 1; give 1 or more\n"
             "num_different_global_patterns=-1 is not an integer >= 1; give 1 or more\n"
-            "horizontal_global_attention=True cannot be with attention=unidirectional; "
+            "horizontal_global_attention=True cannot be used with "
+            "attention=unidirectional; "
             "leave it out, or use bidirectional",
             "counts",
         ),
@@ -193,7 +194,7 @@ def refusal(rule, given, message, id):
             {"num_different_global_patterns": 5},
             "num_different_global_patterns=5 is more than num_local_blocks / "
             "num_global_blocks=4; give 4 or less\n"
-            "num_different_global_patterns=5 asks for heads that differ; set "
+            "num_different_global_patterns=5 needs heads that differ; set "
             "different_layout_per_head=True",
             "places",
         ),
@@ -214,7 +215,8 @@ def refusal(rule, given, message, id):
             "like [0]\n"
             "global_block_end_indices=(0,) is not a list of integers >= 1; give one "
             "like [1]\n"
-            "horizontal_global_attention=True cannot be with attention=unidirectional; "
+            "horizontal_global_attention=True cannot be used with "
+            "attention=unidirectional; "
             "leave it out, or use bidirectional\n"
             "seed=-2 is not an integer >= 0; give 0 or more",
             "variable",
@@ -229,7 +231,7 @@ def refusal(rule, given, message, id):
         refusal(
             BSLongformer,
             {"global_block_indices": [0, 4], "global_block_end_indices": [2]},
-            "global_block_end_indices=(2,) has not one end for each of "
+            "global_block_end_indices=(2,) does not have one end for each of "
             "global_block_indices=(0, 4); give 2 ends",
             "number-of-ends",
         ),
@@ -261,9 +263,9 @@ def refusal(rule, given, message, id):
                 "different_layout_per_head": 1,
                 "horizontal_global_attention": "no",
             },
-            "token_causal=no is not a flag; give True or False\n"
-            "different_layout_per_head=1 is not a flag; give True or False\n"
-            "horizontal_global_attention=no is not a flag; give True or False",
+            "token_causal=no is not a bool; give True or False\n"
+            "different_layout_per_head=1 is not a bool; give True or False\n"
+            "horizontal_global_attention=no is not a bool; give True or False",
             "flags",
         ),
         refusal(
@@ -308,8 +310,8 @@ def test_lists_of_any_kind_make_one_rule(indices):
     [
         (100, "seq_len=100 is not a multiple of block=16; pad it to 112"),
         (7, "seq_len=7 is not a multiple of block=16; pad it to 16"),
-        (0, "seq_len=0 is no number of tokens; give a multiple of block=16"),
-        (32.0, "seq_len=32.0 is no number of tokens; give a multiple of block=16"),
+        (0, "seq_len=0 is not a number of tokens; give a multiple of block=16"),
+        (32.0, "seq_len=32.0 is not a number of tokens; give a multiple of block=16"),
     ],
 )
 @each_class
