@@ -66,7 +66,7 @@ def measure_disks(
     Raises:
         StorageError: A directory is not writable or too small.
     """
-    plan = _plan(paths, array_bytes)
+    plan = _make_plan(paths, array_bytes)
     check_disks(paths, 2 * num_arrays * [disk_bytes(plan)])
     total = num_arrays * array_bytes
     chunk = min(CHUNK_BYTES, array_bytes)
@@ -101,7 +101,7 @@ def describe_disks(speed: DiskSpeed) -> str:
     return render_table(columns, rows, right=(1, 2, 3))
 
 
-def _plan(paths: tuple[str, ...], array_bytes: int) -> ArrayPlan:
+def _make_plan(paths: tuple[str, ...], array_bytes: int) -> ArrayPlan:
     mesh = make_mesh(Mesh(), jax.devices()[:1])
     sharding = NamedSharding(mesh, PartitionSpec())
     shape, dtype = (array_bytes // 1024, 256), np.dtype(np.float32)

@@ -69,13 +69,14 @@ def sum_files(root: pathlib.Path, names: Sequence[str]) -> dict[str, Sum]:
         ValueError: A chunk does not match its own checksum.
     """
 
-    def one(name: str) -> Sum:
+    def sum_file(name: str) -> Sum:
         with (root / name).open("rb") as file:
             computed = _sum_of(root, name)
             os.fsync(file.fileno())
         return computed
 
-    return dict(zip(names, map_in_threads(one, names, _NUM_THREADS), strict=True))
+    computed = map_in_threads(sum_file, names, _NUM_THREADS)
+    return dict(zip(names, computed, strict=True))
 
 
 def find_missing(root: pathlib.Path, sums: Mapping[str, Sum]) -> str:
@@ -142,7 +143,7 @@ def find_damage(
     """
     linked_sums = linked_sums or LinkedSums()
 
-    def one(name: str) -> str:
+    def find_problem(name: str) -> str:
         try:
             if _is_chunk(name) and not whole_chunks:
                 is_same = stored_sum(str(root / name)) == sums[name].tail
@@ -154,7 +155,7 @@ def find_damage(
             is_same = False
         return "" if is_same else f"{name} does not match its checksum"
 
-    problems = map_in_threads(one, names, _NUM_THREADS)
+    problems = map_in_threads(find_problem, names, _NUM_THREADS)
     return [(n, text) for n, text in zip(names, problems, strict=True) if text]
 
 

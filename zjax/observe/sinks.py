@@ -111,7 +111,7 @@ class JsonLines:
     Numbers that JSON lacks are written as "NaN", "Infinity" and "-Infinity".
 
     Args:
-        path: The file; a copy is earlier if it has damaged lines.
+        path: The file; a copy is kept if it has damaged lines.
         last_step: Lines of later steps are dropped first; 0 drops all.
     """
 
@@ -140,7 +140,7 @@ class Csv:
     """One table; a new label adds a column at the right.
 
     Args:
-        path: The file; a copy is earlier if it has damaged rows.
+        path: The file; a copy is kept if it has damaged rows.
         last_step: Rows of later steps are dropped first; 0 drops all.
     """
 

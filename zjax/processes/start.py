@@ -70,18 +70,16 @@ def start(
     if cluster.is_alone:
         _check_used(len(gpus))
         return ProcessInfo(1, 0, cluster.name, (socket.gethostname(),))
-    own = assign_gpus(cluster, len(gpus))
+    gpu_ids = assign_gpus(cluster, len(gpus))
     member = Member(
         process_id=cluster.process_id,
         host=socket.gethostname(),
         pid=os.getpid(),
         directory=str(pathlib.Path(directory).absolute()),
-        gpus=() if cluster.owns_visible else tuple(gpus[i] for i in own),
+        gpus=() if cluster.owns_visible else tuple(gpus[i] for i in gpu_ids),
     )
-    watched, shared = (
-        member_files.watched_directory(),
-        member_files.shared_directory(directory),
-    )
+    watched = member_files.watched_directory()
+    shared = member_files.shared_directory(directory)
     if watched is not None:
         member_files.write_member(member, watched)
         _die_with_parent()
@@ -89,8 +87,8 @@ def start(
         _use_line_buffering()
     _rendezvous(cluster, member)
     member_files.write_member(member, shared)
-    _initialize(cluster, own, settings.heartbeat_seconds)
-    _check_used(len(own))
+    _initialize(cluster, gpu_ids, settings.heartbeat_seconds)
+    _check_used(len(gpu_ids))
     members = member_files.read_members(shared)
     check_members(members, jax.process_count(), shared)
     check_agreement(config)
@@ -99,7 +97,7 @@ def start(
 
 
 def finish(info: ProcessInfo) -> None:
-    """Waits for all processes and disconnects, so that none is missed by a slow one."""
+    """Waits for all processes and disconnects, so that no slow one loses its peers."""
     if info.num_processes > 1:
         multihost_utils.sync_global_devices("zjax: all done")
         jax.distributed.shutdown()
@@ -130,7 +128,7 @@ def record_failure(error: BaseException) -> None:
     watched = member_files.watched_directory()
     if watched is None or isinstance(error, KeyboardInterrupt):
         return
-    # Survivors of a dead process see a lost connection, and a PeerError is its own.
+    # Survivors see a lost connection; a PeerError began in another process.
     consequences = (jax.errors.JaxRuntimeError, PeerError)
     rank = 2 if any(isinstance(x, consequences) for x in _chain(error)) else 1
     first = (str(error).splitlines() or [""])[0]
@@ -234,13 +232,15 @@ def _rendezvous(cluster: Cluster, member: Member) -> None:
         raise ProcessError(*refused)
 
 
-def _initialize(cluster: Cluster, own: Sequence[int], heartbeat_seconds: int) -> None:
+def _initialize(
+    cluster: Cluster, gpu_ids: Sequence[int], heartbeat_seconds: int
+) -> None:
     try:
         jax.distributed.initialize(
             coordinator_address=cluster.coordinator or None,
             num_processes=cluster.num_processes,
             process_id=cluster.process_id,
-            local_device_ids=list(own) or None,
+            local_device_ids=list(gpu_ids) or None,
             cluster_detection_method="deactivate" if cluster.coordinator else None,
             coordinator_bind_address=bind_address(cluster.coordinator),
             initialization_timeout=int(RENDEZVOUS_SECONDS),
