@@ -70,7 +70,7 @@ class SparsityConfig(_FieldsOnly, abc.ABC):
         super().__init_subclass__(**given)
         if "make_layout" in vars(cls):
             name = f"{cls.__name__}.make_layout"
-            problem = "is DeepSpeed's method, which zjax_kernels does not call"
+            problem = "is DeepSpeed's method, which is not called"
             remedy = "define heads(num_blocks), or give the array that it returns "
             remedy += "to zjax_kernels.Custom"
             raise TypeError(describe("make_layout", name, problem, remedy))

@@ -74,8 +74,8 @@ def test_the_method_of_deepspeed_is_refused_where_it_is_defined():
                 return np.ones((2, 4, 4))
 
     assert str(error.value) == (
-        "make_layout=Ported.make_layout is DeepSpeed's method, which zjax does not "
-        "call; define heads(num_blocks), or give the array that it returns to "
+        "make_layout=Ported.make_layout is DeepSpeed's method, which is not called; "
+        "define heads(num_blocks), or give the array that it returns to "
         "zjax_kernels.Custom"
     )
 
