@@ -20,7 +20,7 @@ from zjax.errors import ConfigError, ModelError, Problem
 from zjax.models import adapter
 from zjax.models.inputs import with_cast
 from zjax.offload.init import init_layer_by_layer
-from zjax.offload.inputs import waiting_inputs
+from zjax.offload.inputs import offloaded_inputs
 from zjax.ops.promotion import dtype_promotion
 from zjax.optim.build import make_optimizer, without_clipping
 from zjax.optim.matrices import named_params
@@ -324,7 +324,7 @@ def make_run(
     plan = fit_plan(config, mesh, model, tx, batch)
     layout.name_leaves(saved_rows(plan, config))  # before training, not at a save
     shapes = abstract_batch(config, plan) if batch is None else batch
-    check_fits(plan, config, mesh, waiting_inputs(model, plan, config, shapes))
+    check_fits(plan, config, mesh, offloaded_inputs(model, plan, config, shapes))
 
     def fresh() -> TrainState:
         start, key = config.checkpoint.init_from, jax.random.key(config.seed)

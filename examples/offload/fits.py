@@ -74,7 +74,7 @@ def needs(name: str, place: str, length: int) -> Needs:
         return Needs(name, total, passing=0, host=0, disk=0)
     step = zjax.make_step(model, tx, plan, config)
     peak = step.predict_peak(abstract_batch(config, plan))
-    passing = peak.parts["groups on their way"]
+    passing = peak.parts["groups in transfer"]
     _, host, disks = memory.stored_bytes(plan)
     host += memory.bytes_by_memory(memory.stored_gradients(plan, config)).host
     return Needs(name, peak.total - passing, passing, host, disks)

@@ -241,8 +241,8 @@ def test_a_policy_that_sends_away_is_refused():
     with pytest.raises(PlanError) as error:
         run.step(run.state, lines.make_batch())
     assert str(error.value) == (
-        "keeps='pinned_host' sends what a block keeps to the host; have it stay, or "
-        "set model.activation_memory to send inputs alone"
+        "keeps='pinned_host' offloads residuals of blocks; save them, or set "
+        "model.activation_memory to offload inputs alone"
     )
 
 
@@ -294,5 +294,5 @@ def test_gradients_of_the_head_come_before_blocks_give_anything_up():
     inputs = sum(row.device_bytes for row in shapes.saved)
     of_head = (200 + 1) * LLAMA.embed_size * 4 // DEVICES  # with the norm before it
     assert inputs + of_head > train.waiting_bytes(inputs)
-    back = backward.parts["what blocks keep, then gradients"]
+    back = backward.parts["residuals, then gradients"]
     assert back == inputs + of_head + shapes.carry

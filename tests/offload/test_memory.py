@@ -25,7 +25,7 @@ from zjax.budget import capacity
 from zjax.errors import PlanError
 from zjax.offload import train as offload
 from zjax.offload import units
-from zjax.offload.inputs import waiting_inputs
+from zjax.offload.inputs import offloaded_inputs
 from zjax.sharding import memory
 from zjax.sharding import plan as plans
 from zjax.storage.array import DiskArray
@@ -119,7 +119,7 @@ def test_equal_blocks_are_compiled_once():
     assert len(blocks) == 1
 
 
-def test_blocks_rest_on_the_host():
+def test_blocks_are_stored_on_the_host():
     """Fails if `zero.parameter_memory` does nothing."""
     config = make_config("pinned_host", zero={"parameter_memory": "pinned_host"})
     run = start(config)
@@ -223,7 +223,7 @@ def test_inputs_of_blocks_wait_elsewhere(monkeypatch, tmp_path):
         rows = [row for each in away for row in each.rows]
         found[kind] = {row.memory for row in rows}
         assert len(away) == GPT.num_layers
-        told = waiting_inputs(run.model, run.plan, run.config, make_batch(0))
+        told = offloaded_inputs(run.model, run.plan, run.config, make_batch(0))
         assert [*told] == [row for row in rows if row.memory != "device"]
     assert found == {kind: {kind} for kind in found}
 

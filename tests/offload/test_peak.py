@@ -33,14 +33,14 @@ def test_depth_costs_the_inputs_of_blocks_alone():
     zero = {"parameter_memory": "pinned_host", "gradient_memory": "pinned_host"}
     changes = UNDER_BACKWARD  # no gradient waits
     (_, few), (run, many) = (predict(n, changes=changes, **zero) for n in (4, 12))
-    tokens, name = make_batch(0)["tokens"], "what blocks keep, then gradients"
+    tokens, name = make_batch(0)["tokens"], "residuals, then gradients"
     one = tokens.size // SHARE * GPT.embed_size * 4
     assert few.moment == many.moment == "backward"
     assert many.parts.pop(name) - few.parts.pop(name) == 8 * one
     rows = run.step.executor.step.rows.values()
     stay = [r.device_bytes for r in rows if r.is_on_device and "blocks" in r.path]
     assert max(stay) < plans.MIN_MOVED_BYTES
-    small = many.parts.pop("resting") - few.parts.pop("resting")
+    small = many.parts.pop("stored state") - few.parts.pop("stored state")
     assert small == sum(stay) * 8 // 12
     assert many.parts == few.parts
 
@@ -52,7 +52,7 @@ def test_gradients_wait_on_the_devices_only_for_a_norm(waits):
     rows = run.step.executor.step.backward.grad_rows
     grads = sum(row.device_bytes for row in jax.tree.leaves(rows))
     assert peak.moment == "backward"
-    assert (peak.parts["what blocks keep, then gradients"] >= grads) is waits
+    assert (peak.parts["residuals, then gradients"] >= grads) is waits
 
 
 def test_gradients_that_wait_for_the_next_step_are_always_there():
@@ -71,23 +71,23 @@ def test_parameters_rest_where_the_plan_says():
     rows = zip(*(jax.tree.leaves(x.plan.compute) for x in (other, run)), strict=True)
     moved = [pair for pair in rows if pair[1].memory == "pinned_host"]
     freed, resting = (sum(pair[i].device_bytes for pair in moved) for i in (0, 1))
-    assert here.parts["resting"] - away.parts["resting"] == freed > resting
+    assert here.parts["stored state"] - away.parts["stored state"] == freed > resting
     blocks = 3 * resting // 4
-    assert here.parts["blocks on their way"] == 0
-    assert away.parts["blocks on their way"] == blocks
+    assert here.parts["prefetched blocks"] == 0
+    assert away.parts["prefetched blocks"] == blocks
 
 
 def test_room_for_groups_is_counted():
     (run, least), (_, more) = predict(), predict(limit=10_000)
     largest = max(run.step.executor.step.group_bytes)
-    assert least.parts["groups on their way"] == largest
-    assert more.parts["groups on their way"] == 10_000
+    assert least.parts["groups in transfer"] == largest
+    assert more.parts["groups in transfer"] == 10_000
     title, *table = describe_peak(least, "gpu").splitlines()
     assert title == (
         "most that a step compiled for GPUs takes, predicted for the program: "
         f"{least.moment}"
     )
-    assert any("groups on their way" in line for line in table)
+    assert any("groups in transfer" in line for line in table)
     title, *of_cpus = describe_peak(least, "cpu").splitlines()
     assert title.startswith("most that a step compiled for CPUs takes, ")
     assert of_cpus == [
@@ -110,4 +110,4 @@ def test_all_streams_are_counted():
     block = sum(row.device_bytes for row in passes.sums.rows[0])
     assert peak.parts["sums of gradients"] >= 3 * block
     one = make_batch(0)["tokens"].size // SHARE // 2 * GPT.embed_size * 4
-    assert peak.parts["inputs on their way"] >= one
+    assert peak.parts["inputs in transfer"] >= one

@@ -16,7 +16,7 @@ from tests.support.offload import (
 )
 from zjax.budget import tables
 from zjax.budget.traffic import traffic_of_step
-from zjax.offload.inputs import waiting_inputs
+from zjax.offload.inputs import offloaded_inputs
 from zjax.sharding import describe, memory
 from zjax.storage import move as moves
 
@@ -51,7 +51,7 @@ def test_what_a_step_moves_is_told(monkeypatch, stage, number, changes):
 
     monkeypatch.setattr(moves, "send", watched)
     train(run, 1)
-    inputs = waiting_inputs(run.model, run.plan, config, make_batch(0))
+    inputs = offloaded_inputs(run.model, run.plan, config, make_batch(0))
     told = traffic_of_step(run.plan, config, inputs)
     kinds = ["state", "parameters in use", "gradients"]
     assert [x.what for x in told] == kinds + ["inputs of blocks"] * bool(inputs)

@@ -15,7 +15,7 @@ from zjax.budget.spill import FreeBytes, spill_state
 from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
-from zjax.offload.inputs import kept_here, waiting_inputs
+from zjax.offload.inputs import offloaded_inputs, saving_policy
 from zjax.offload.peak import Peak
 from zjax.offload.units import forward_order
 from zjax.processes.host import (
@@ -99,10 +99,10 @@ def fit_memories(
         raise PlanError(Problem("zero.optimizer_memory", AUTO, problem, remedy))
     capacity = _free_bytes(plan.mesh)
     if peak.total > capacity:
-        recomputes = kept_here(model, config) is None
+        recomputes = saving_policy(model, config) is None
         raise PlanError(_no_room(peak, capacity, recomputes=recomputes))
     needed = max(peak.total, _bytes_to_generate(plan, capacity))
-    inputs = waiting_inputs(model, plan, config, batch)
+    inputs = offloaded_inputs(model, plan, config, batch)
     free = _free_for_state(plan, config, DEVICE_SHARE * capacity - needed, inputs)
     order = forward_order(model, plan.master)
     found = spill_state(plan, order, free, config.zero.nvme_paths)
@@ -154,7 +154,7 @@ def check_fits(
         plan: The plan of a run.
         config: Settings; read for the batch and `zero`.
         mesh: The devices; a collective call of all processes.
-        inputs: Plans of offloaded block inputs, from `waiting_inputs`.
+        inputs: Plans of offloaded block inputs, from `offloaded_inputs`.
 
     Raises:
         PlanError: A device or a host has too little memory.

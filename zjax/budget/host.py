@@ -14,7 +14,7 @@ from zjax.config.axes import close_axes
 from zjax.config.schema import Config
 from zjax.errors import ZjaxError
 from zjax.models.build import make_model
-from zjax.offload.inputs import waiting_inputs
+from zjax.offload.inputs import offloaded_inputs
 from zjax.optim.build import make_optimizer
 from zjax.processes.cluster import Cluster, assign_gpus, visible_gpus
 from zjax.processes.host import POOL_OVERHEAD, limit_pinned_memory
@@ -95,4 +95,4 @@ def _planned(config: Config, num_devices: int) -> tuple[Plan, Sequence[ArrayPlan
     model = make_model(config)
     mesh = meshes.abstract_mesh(close_axes(config.mesh), num_devices)
     plan = make_plan(config, mesh, model, make_optimizer(config, model))
-    return plan, waiting_inputs(model, plan, config, abstract_batch(config, plan))
+    return plan, offloaded_inputs(model, plan, config, abstract_batch(config, plan))

@@ -25,7 +25,7 @@ from zjax.models.build import make_model
 from zjax.observe import plot, timeline
 from zjax.observe.collectives import list_collectives
 from zjax.observe.communication import CPU_NOTE, describe_communication
-from zjax.offload.inputs import waiting_inputs
+from zjax.offload.inputs import offloaded_inputs
 from zjax.offload.peak import Peak
 from zjax.optim.build import make_optimizer
 from zjax.remedies import find_remedy
@@ -112,7 +112,7 @@ def report_plan(
     with _drawing(pictures[0]):
         totals = [memory.plan_bytes(each) for each in stages]
         plot.plot_memory_per_stage(totals, pictures[0], title=title)
-    inputs = waiting_inputs(model, plan, config, abstract_batch(config, plan))
+    inputs = offloaded_inputs(model, plan, config, abstract_batch(config, plan))
     parts = _describe_placement(plan, config, inputs)
     parts += _describe_each_stage(stages, num_devices, is_here=is_here)
     if is_here:

@@ -38,7 +38,7 @@ def traffic_of_step(
     Args:
         plan: The plan of a run.
         config: Settings; read for the batch, clipping and the memories of `zero`.
-        inputs: Plans of offloaded block inputs, from `waiting_inputs`.
+        inputs: Plans of offloaded block inputs, from `offloaded_inputs`.
 
     Returns:
         One entry for each kind of arrays and memory. Traffic of pending gradients is an

@@ -1,1 +1,1 @@
-"""Slow memories: what rests on the host and passes through the devices."""
+"""Host offload: a state stored on the host or disks that streams through devices."""

@@ -16,7 +16,7 @@ from zjax.offload import units as transfer_units
 from zjax.offload.accumulation import GradientSums
 from zjax.offload.backward import GroupGradients
 from zjax.offload.compiled import Jit
-from zjax.offload.inputs import input_at_rest, kept_here
+from zjax.offload.inputs import input_plan, saving_policy
 from zjax.offload.peak import Peak
 from zjax.offload.programs import BlockInputs, BlockPrograms
 from zjax.offload.shapes import PassShapes
@@ -55,7 +55,7 @@ class BlockwiseBackward:
         self.stack, self.entries = model.stack, model.entries
         self.plan, self.config = plan, config
         self.num_microbatches = num_microbatches
-        policy = kept_here(model, config)
+        policy = saving_policy(model, config)
         self.programs = BlockPrograms(model, plan, num_microbatches, policy, jit)
         self.grad_rows = self.programs.grad_rows
         self.units = UnitStream(self.stack, plan)
@@ -236,15 +236,15 @@ class BlockwiseBackward:
         ]
 
     def _input_row(self, x: Any) -> ArrayPlan:
-        return input_at_rest(x, self.plan, self.config)
+        return input_plan(x, self.plan, self.config)
 
     def _residual_row(self, x: Any) -> ArrayPlan:
         if x.sharding.memory_kind == HOST:
-            problem = "sends what a block keeps to the host"
-            remedy = "have it stay, or set model.activation_memory to send inputs alone"
+            problem = "offloads residuals of blocks"
+            remedy = "save them, or set model.activation_memory to offload inputs alone"
             raise PlanError(Problem("keeps", HOST, problem, remedy))
         shape, place = x.sharding.shard_shape(x.shape), self.plan.replicated
-        return ArrayPlan("what a block keeps", shape, x.dtype, place, place)
+        return ArrayPlan("a residual of a block", shape, x.dtype, place, place)
 
     def moments(self, state: TrainState, batch: Batch, pending: Any) -> list[Peak]:
         """See `Backward`."""
@@ -256,20 +256,20 @@ class BlockwiseBackward:
         always = {
             "sums of gradients": sum(bytes_by_memory(rows).device for rows in sums)
             + self.sums.stream.most_bytes([*map(moved_bytes, sums)]),
-            "inputs on their way": self.saved.most_bytes([moved_bytes(shapes.saved)]),
+            "inputs in transfer": self.saved.most_bytes([moved_bytes(shapes.saved)]),
         }
         loads = [*map(moved_bytes, self.units.rows)]
-        units = {"blocks on their way": self.units.stream.most_bytes(loads)}
+        units = {"prefetched blocks": self.units.stream.most_bytes(loads)}
         # Gradients take the place of what blocks saved; those of the head come before.
         first = min(gradients, tree_bytes(self.sums.rows[self.order[0]]))
         turned = max(saved + first, gradients) + shapes.stream
-        kept, then = "what blocks keep", "what blocks keep, then gradients"
+        then = "residuals, then gradients"
         parts = {
-            "forward": units | {kept: saved},
-            "head": units | {kept: saved + shapes.carry},
+            "forward": units | {"residuals": saved},
+            "head": units | {"residuals": saved + shapes.carry},
             "backward": units | {then: turned},
             "embedding, backward": {"gradients": gradients + shapes.carry},
-            "tile": units | {kept: saved + shapes.stream},
+            "tile": units | {"residuals": saved + shapes.stream},
             "tile, backward": units | {then: turned},
         }
         return [

@@ -15,7 +15,7 @@ from zjax.train.gradients import microbatches
 from zjax.typing import Batch, Model
 
 
-def kept_here(model: Model, config: Config) -> Callable[..., Any] | None:
+def saving_policy(model: Model, config: Config) -> Callable[..., Any] | None:
     """The policy of `jax.checkpoint` for what a block saves on the devices.
 
     Args:
@@ -29,7 +29,7 @@ def kept_here(model: Model, config: Config) -> Callable[..., Any] | None:
     return None if goes or config.model.remat == "full" else model.keeps
 
 
-def input_at_rest(
+def input_plan(
     x: jax.Array | jax.ShapeDtypeStruct, plan: Plan, config: Config
 ) -> ArrayPlan:
     """The plan of an input of a block, sharded like a batch, until the backward pass.
@@ -44,7 +44,7 @@ def input_at_rest(
     return offload_pending(row, config.model.activation_memory, config)
 
 
-def waiting_inputs(
+def offloaded_inputs(
     model: Model, plan: Plan, config: Config, batch: Batch
 ) -> Sequence[ArrayPlan]:
     """Plans of the inputs of blocks that are stored off the devices.
@@ -76,4 +76,4 @@ def waiting_inputs(
     embed, _, _ = stack.split(params)
     num_inputs = sum(unit.tile <= 1 for unit, _ in units_of(stack, params))
     entering = jax.tree.leaves(jax.eval_shape(enter, embed, batch, abstract_key()))
-    return num_inputs * [input_at_rest(x, plan, config) for x in entering]
+    return num_inputs * [input_plan(x, plan, config) for x in entering]

@@ -187,8 +187,8 @@ class OffloadedTrain:
             return None
         moments = self.backward.moments(self.state_rows, batch, self.waiting_bytes)
         always = {
-            "resting": stored_bytes(self.plan).device,
-            "groups on their way": self.stream.most_bytes(self.group_bytes),
+            "stored state": stored_bytes(self.plan).device,
+            "groups in transfer": self.stream.most_bytes(self.group_bytes),
             "pending gradients": self.pending_bytes(),
         }
         peaks = [Peak(each.moment, always | each.parts) for each in moments]
@@ -326,7 +326,7 @@ class _Running:
         group = self.train.groups[number]
         rows = group.grad_rows
         if self.grad_bytes_to_come <= self.train.backward.residual_bytes:
-            # They fit where the residuals were that the pass has given up.
+            # They fit where residuals were that the pass has released.
             rows = [row.on_device for row in rows]
         self.grad_bytes_to_come -= tree_bytes(rows)
         grads = [self.known.pop(name) for name in group.update.grads]
