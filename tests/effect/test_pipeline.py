@@ -286,7 +286,7 @@ def test_what_waits_is_written_in_place(name):
     )
     text = program(config, jax.devices()[:2])[1].as_text()
     schedule = make_schedule(name, num_stages=2, num_microbatches=MICROBATCHES)
-    for slots in {schedule.num_slots, schedule.num_handed} - {0}:
+    for slots in {schedule.num_slots, schedule.num_operands} - {0}:
         stream = f"1,{slots + 1},{pipelines.ROWS // MICROBATCHES},{pipelines.LENGTH}"
         assert re.search(rf"= f32\[{stream},.* dynamic-update-slice\(", text)
         assert not re.search(rf"= f32\[{stream},\S+ copy\(", text)

@@ -27,16 +27,16 @@ def make(name, num_stages, num_microbatches, num_chunks):
 def passes(schedule):
     """(tick, place of its kind in the tick, kind, stage, microbatch, chunk) of each."""
     for order, kind in enumerate(KINDS):
-        lane = schedule.lanes.get(kind)
-        if lane is not None:
-            for tick, stage in np.argwhere(lane.microbatch != IDLE):
+        own = schedule.passes.get(kind)
+        if own is not None:
+            for tick, stage in np.argwhere(own.microbatch != IDLE):
                 yield (
                     tick,
                     order,
                     kind,
                     stage,
-                    int(lane.microbatch[tick, stage]),
-                    int(lane.chunk[tick, stage]),
+                    int(own.microbatch[tick, stage]),
+                    int(own.chunk[tick, stage]),
                 )
 
 
@@ -54,7 +54,7 @@ def test_every_pass_is_taken_once_and_reads_what_came_in_the_tick_before(case):
     _, size, num_microbatches, num_chunks = case
     at = {(kind, *rest): tick for tick, _, kind, *rest in passes(schedule)}
     assert len(at) == len(list(passes(schedule)))
-    assert len(at) == len(schedule.lanes) * size * num_microbatches * num_chunks
+    assert len(at) == len(schedule.passes) * size * num_microbatches * num_chunks
     for (kind, stage, microbatch, chunk), tick in at.items():
         place = chunk * size + stage
         if kind == "weights":
@@ -72,23 +72,25 @@ def test_every_pass_is_taken_once_and_reads_what_came_in_the_tick_before(case):
 def test_nothing_is_written_where_something_waits(case):
     schedule = make(*case)
     for table, writer, last in (
-        ("slot", "forward", list(schedule.lanes)[-1]),
-        ("handed", "backward", "weights"),
+        ("residuals", "forward", list(schedule.passes)[-1]),
+        ("operands", "backward", "weights"),
     ):
-        if last not in schedule.lanes:
+        if last not in schedule.passes:
             continue
         holds = {}
         for _, _, kind, stage, *unit in sorted(passes(schedule)):
             if KINDS.index(kind) < KINDS.index(writer):
                 continue
-            lane = schedule.lanes[kind]
+            own = schedule.passes[kind]
             (tick,) = (
                 t
                 for t in range(schedule.num_ticks)
-                if [lane.microbatch[t, stage], lane.chunk[t, stage]] == unit
+                if [own.microbatch[t, stage], own.chunk[t, stage]] == unit
             )
-            slot = int(getattr(lane, table)[tick, stage])
-            assert slot < (schedule.num_slots, schedule.num_handed)[table == "handed"]
+            slot = int(getattr(own, table)[tick, stage])
+            assert (
+                slot < (schedule.num_slots, schedule.num_operands)[table == "operands"]
+            )
             if kind == writer:
                 assert (stage, slot) not in holds
                 holds[stage, slot] = unit
@@ -101,11 +103,11 @@ def test_nothing_is_written_where_something_waits(case):
 def test_idle_stages_write_where_none_reads():
     for case in CASES:
         schedule = make(*case)
-        idle = {k: lane.microbatch == IDLE for k, lane in schedule.lanes.items()}
-        slot = schedule.lanes["forward"].slot[idle["forward"]]
+        idle = {k: own.microbatch == IDLE for k, own in schedule.passes.items()}
+        slot = schedule.passes["forward"].residuals[idle["forward"]]
         assert (slot == schedule.num_slots).all()
-        for kind, lane in schedule.lanes.items():
-            assert (lane.handed[idle[kind]] == schedule.num_handed).all()
+        for kind, own in schedule.passes.items():
+            assert (own.operands[idle[kind]] == schedule.num_operands).all()
 
 
 def test_idle_stages_read_what_was_written():
@@ -114,7 +116,7 @@ def test_idle_stages_read_what_was_written():
     of weights, which are added without a cotangent, have no such pass."""
     for case in CASES:
         schedule = make(*case)
-        forward, backward = (schedule.lanes[kind] for kind in ("forward", "backward"))
+        forward, backward = (schedule.passes[kind] for kind in ("forward", "backward"))
         in_use = {t for p in schedule.phases if "backward" in p.kinds for t in ticks(p)}
         for stage in range(schedule.num_stages):
             written = {}
@@ -127,20 +129,20 @@ def test_idle_stages_read_what_was_written():
                     assert written[slot] == unit
         for phase in schedule.phases:
             if "weights" in phase.kinds:
-                table = schedule.lanes["weights"].microbatch
+                table = schedule.passes["weights"].microbatch
                 assert (table[phase.start : phase.end] != IDLE).all()
 
 
-def entry(lane, tick, stage):
-    names = "context", "chunk", "slot"
-    return [int(getattr(lane, name)[tick, stage]) for name in names]
+def entry(own, tick, stage):
+    names = "context", "chunk", "residuals"
+    return [int(getattr(own, name)[tick, stage]) for name in names]
 
 
 def test_passes_read_the_context_of_their_microbatch():
     for case in CASES:
-        for lane in make(*case).lanes.values():
-            is_due = lane.microbatch != IDLE
-            assert (lane.context[is_due] == lane.microbatch[is_due]).all()
+        for own in make(*case).passes.values():
+            is_due = own.microbatch != IDLE
+            assert (own.context[is_due] == own.microbatch[is_due]).all()
 
 
 def ticks(phase):
@@ -207,3 +209,24 @@ def test_waiting_grows_with_the_microbatches_under_gpipe_alone():
         assert make("gpipe", size, number, 1).num_slots == number
         expected = min(2 * size - 1, number)
         assert make("1f1b", size, number, 1).num_slots == expected
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb_h1"])
+def test_every_microbatch_is_first_and_last_once(name):
+    chunks = 2 if name == "interleaved" else 1
+    schedule = make_schedule(name, num_stages=4, num_microbatches=8, num_chunks=chunks)
+    for kind in ("forward", "backward"):
+        for numbers in (schedule.tables[kind].first, schedule.tables[kind].last):
+            assert sorted(numbers[numbers != IDLE]) == list(range(8))
+
+
+def test_1f1b_takes_the_head_in_whole_phases():
+    """Fails if the ticks in which a pipeline empties run products of the vocabulary."""
+    schedule = make_schedule("1f1b", num_stages=4, num_microbatches=8)
+    last = schedule.tables["backward"].last
+    of_phases = [
+        set(last[phase.start : phase.end] != IDLE)
+        for phase in schedule.phases
+        if "backward" in phase.kinds
+    ]
+    assert of_phases == [{True}, {False}]

@@ -117,12 +117,12 @@ GRID = list(
 def spoil(monkeypatch):
     """Whatever a pass reads before it was written spoils the results."""
 
-    real = staged.make_room
+    real = staged.full
 
-    def make_room(shape, dtype, value=0):
+    def full(shape, dtype, value=0):
         return real(shape, dtype, jnp.nan if jnp.issubdtype(dtype, jnp.inexact) else -1)
 
-    monkeypatch.setattr(staged, "make_room", make_room)
+    monkeypatch.setattr(staged, "full", full)
 
 
 def assert_same(case, num_steps=3, rtol=1e-4, atol=2e-5):

@@ -92,7 +92,7 @@ def plot_schedule(
                 width = _width(schedule, kind, costs)
                 _draw_tick(axes, schedule, kind, tick, time, width)
                 time += width
-    for kind in schedule.lanes:
+    for kind in schedule.passes:
         axes.barh(0, 0, color=COLORS[kind], label=kind)
     axes.set_yticks(range(schedule.num_stages))
     axes.set_ylabel("stage")
@@ -109,17 +109,17 @@ def plot_schedule(
 
 
 def _width(schedule: Schedule, kind: Kind, costs: Costs) -> float:
-    includes = kind == "backward" and "weights" not in schedule.lanes
+    includes = kind == "backward" and "weights" not in schedule.passes
     return (costs[kind] + includes * costs["weights"]) / schedule.num_chunks
 
 
 def _draw_tick(axes, schedule, kind, tick, time, width):
-    lane = schedule.lanes[kind]
-    for stage in np.flatnonzero(lane.microbatch[tick] != IDLE):
-        chunk = int(lane.chunk[tick, stage])
+    passes = schedule.passes[kind]
+    for stage in np.flatnonzero(passes.microbatch[tick] != IDLE):
+        chunk = int(passes.chunk[tick, stage])
         shade = 1 - 0.5 * chunk / schedule.num_chunks
         style = {"color": COLORS[kind], "alpha": shade, "edgecolor": "white"}
         axes.barh(stage, width, left=time, height=0.9, **style)
-        text = str(lane.microbatch[tick, stage])
+        text = str(passes.microbatch[tick, stage])
         place = {"ha": "center", "va": "center", "color": "white", "fontsize": 8}
         axes.text(time + width / 2, float(stage), text, **place)

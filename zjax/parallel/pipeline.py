@@ -1,127 +1,309 @@
-"""Runs a schedule: all stages in one program, which hands results on after each tick.
+"""Runs a schedule: all stages in one program, which sends results on after each tick.
 
-Blocks run where their parameters are, mapped by hand over the `pipeline` axis. What
-communicates never hangs on what a stage decides, and no pass on whether there is one: a
-stage that has nothing to do computes what nobody reads, and adds gradients that are 0.
+Blocks run where their parameters are stored, mapped by hand over the `pipeline` axis.
+Every stage runs every pass of a tick. An idle stage computes what nobody reads, and
+adds gradients of 0. Collectives are never under a condition that differs between
+stages.
+
 Embedding and head run outside of the map, in the ticks that have a microbatch for them,
-on whatever devices their parameters are on; where the vocabulary is split over the
-stages, these share their work and their memory.
+on the devices that store their parameters. All devices know these ticks, so embedding
+and head may communicate under this condition. Where the vocabulary is split over the
+stages, these share the work and the memory.
 
 Reference: vocabulary parallelism in pipelines (arXiv:2411.05288).
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from zjax.comm import shards
 from zjax.ops.keys import fold_in
 from zjax.parallel import staged as arrays
 from zjax.parallel import sums
-from zjax.parallel.feed import Feed
-from zjax.parallel.here import Here
-from zjax.parallel.line import Line, Parts
-from zjax.parallel.parts import (
-    Halves,
-    Passes,
+from zjax.parallel.block_passes import (
+    BlockPasses,
+    SplitBackward,
     differentiate_in_passes,
     split_backward,
 )
-from zjax.parallel.schedule import IDLE, Kind, Lane, Schedule
+from zjax.parallel.schedule import IDLE, Kind, Schedule, StageSchedule, TickTable
 from zjax.parallel.staged import EVERYWHERE, STAGED
 from zjax.parallel.tensor import by_parts
-from zjax.parallel.turns import Turn, due, make_turns, where_due
 from zjax.sharding.mesh import PIPELINE
-from zjax.typing import Loss, Params
+from zjax.typing import Batch, Loss, Params
+
+ChunkLayers = list[list[Params]]
+"""The layers of a chunk, by segment."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StageChain:
+    """A model as a pipeline runs it; a stream is any tree of arrays.
+
+    Args:
+        embed: `embed(params, batch, key) -> (stream, context)`.
+        chunk: `chunk(layers, stream, context, key, number) -> stream`, of the
+            `ChunkLayers` of a chunk; int32[] `number` counts the chunks of the model.
+        head: `head(params, stream, batch, weight) -> (objective, loss)`: what to
+            differentiate, and what to report, of a microbatch of float32[] `weight`.
+        gathers: Whether these functions all-gather the parameters, for one pass each.
+        communicates: Whether chunks exchange anything between devices.
+    """
+
+    embed: Callable[..., Any]
+    chunk: Callable[..., Any]
+    head: Callable[..., tuple[jax.Array, Loss]]
+    gathers: bool = False
+    communicates: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class StackTree:
+    """One tree each for the embedding, the blocks of each segment, and the head."""
+
+    embed: Any
+    stages: Any
+    head: Any
+
+
+jax.tree_util.register_dataclass(StackTree, ["embed", "stages", "head"], [])
+
+
+@dataclasses.dataclass(frozen=True)
+class MicrobatchFeed:
+    """Microbatches, and the weight of each in the mean loss.
+
+    Args:
+        microbatches: Arrays [microbatches, ...].
+        weights: float32[microbatches].
+        sources: int32[microbatches], the microbatch computed in place of each.
+    """
+
+    microbatches: Batch
+    weights: jax.Array
+    sources: jax.Array
+
+    def batch(self, number: jax.Array) -> Batch:
+        """The arrays computed as microbatch `number`, int32[]."""
+        return arrays.read_slot(self.microbatches, self.sources[number])
+
+
+def make_feed(
+    microbatches: Batch, weights: jax.Array, axes: Sequence[str] = ()
+) -> MicrobatchFeed:
+    """Replaces microbatches of weight 0 by the heaviest one.
+
+    On padding alone, a block may have a gradient of 0 / 0, which no weight of 0 clears.
+
+    Args:
+        microbatches: Arrays [microbatches, ...].
+        weights: float32[microbatches], 0 or more.
+        axes: Mesh axes mapped by hand, whose devices have other microbatches. A device
+            without weight takes the heaviest microbatch of all devices.
+
+    Example:
+        >>> weights = jnp.array([3.0, 0.0, 5.0])
+        >>> make_feed({"x": jnp.arange(3)}, weights).sources.tolist()
+        [0, 2, 2]
+    """
+    numbers, heaviest = jnp.arange(weights.size), jnp.argmax(weights)
+    sources = jnp.where(weights > 0, numbers, heaviest)
+    if axes:
+        heaviest_weight = weights[heaviest]
+        microbatches = _with_borrowed(microbatches, heaviest, heaviest_weight, axes)
+    return MicrobatchFeed(microbatches, weights, sources)
+
+
+def _with_borrowed(
+    microbatches: Batch, heaviest: jax.Array, weight: jax.Array, axes: Sequence[str]
+) -> Batch:
+    """Replaces the heaviest microbatch of a device without weight by another's."""
+    axes = tuple(axes)
+    source = jnp.argmax(jax.lax.all_gather(weight, axes))
+    own = arrays.read_slot(microbatches, heaviest)
+    borrowed = shards.broadcast_from(own, source == jax.lax.axis_index(axes), axes)
+    chosen = arrays.where(weight > 0, own, borrowed)
+    return arrays.write_slot(microbatches, chosen, heaviest)
 
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """The passes of a step.
+    """The program of a step.
 
     Args:
-        line: The model.
-        schedule: Which passes each tick takes.
-        recomputes: Whether a stage keeps only what entered it until its backward pass,
-            and computes the rest again.
-        reduce: For each of the `Parts`, `reduce(grads) -> grads`, as they are added;
-            those of stages are lists of layers, one for each segment.
-        adds_in_products: Whether products add to the sums of stages by themselves;
-            `reduce` then says where these are, and no more.
+        chain: The model.
+        schedule: The passes of each tick.
+        recomputes: Whether a stage saves only its input for the backward pass.
+        reduce: For each part, `reduce(grads) -> grads` before they are added to their
+            sum; gradients of stages are `ChunkLayers`.
+        adds_in_products: Whether matrix products add to the sums of stages; `reduce`
+            then only places these.
     """
 
-    line: Line
+    chain: StageChain
     schedule: Schedule
     recomputes: bool
-    reduce: Parts
+    reduce: StackTree
     adds_in_products: bool
 
     def differentiate(
-        self, params: Parts, zeros: Parts, feed: Feed, key: jax.Array
-    ) -> tuple[Parts, Loss]:
-        """Gradients of the objectives of all microbatches.
+        self, params: StackTree, zeros: StackTree, feed: MicrobatchFeed, key: jax.Array
+    ) -> tuple[StackTree, Loss]:
+        """Sums the gradients of the objectives of all microbatches.
 
         Args:
-            params: Parameters in use; `stages` are split over the pipeline axis.
-            zeros: Sums of gradients at their start.
+            params: Compute parameters; `stages` are split over the pipeline axis.
+            zeros: Initial sums of gradients.
             feed: Microbatches.
             key: Folded with the number of each microbatch.
 
         Returns:
-            The sum of gradients; and the losses, stacked.
+            The sum of gradients; and the losses, [microbatches].
         """
         step = _Step(self, params, feed, key)
         state = step.start(zeros)
         for phase in self.schedule.phases:
             ticks = slice(phase.start, phase.end)
-            turns = {kind: step.turns[kind] for kind in phase.kinds}
-            turns = jax.tree.map(lambda x, ticks=ticks: x[ticks], turns)
-            run = functools.partial(step.tick, turns)
-            state, _ = jax.lax.scan(run, state, turns)
+            tables = {kind: step.tables[kind] for kind in phase.kinds}
+            tables = jax.tree.map(lambda x, ticks=ticks: x[ticks], tables)
+            run = functools.partial(step.tick, tables)
+            state, _ = jax.lax.scan(run, state, tables)
         stages = arrays.stack(state.grads.stages)
         return dataclasses.replace(state.grads, stages=stages), state.losses
 
-    def evaluate(self, params: Parts, feed: Feed, key: jax.Array | None) -> Loss:
-        """Losses of all microbatches, without gradients.
+    def evaluate(
+        self, params: StackTree, feed: MicrobatchFeed, key: jax.Array | None
+    ) -> Loss:
+        """Losses of all microbatches, [microbatches], without gradients.
 
         Args:
-            params: Parameters in use.
+            params: Compute parameters.
             feed: Microbatches.
             key: Folded with the number of each microbatch; None evaluates.
-
-        Returns:
-            The losses, stacked.
         """
         step = _Step(self, params, feed, key)
-        busy = (self.schedule.lanes["forward"].microbatch != IDLE).any(1)
-        turns = jax.tree.map(lambda x: x[: busy.sum()], step.turns["forward"])
+        busy = (self.schedule.passes["forward"].microbatch != IDLE).any(1)
+        table = jax.tree.map(lambda x: x[: busy.sum()], step.tables["forward"])
         start = step.empty_stream(), step.no_losses()
-        run = functools.partial(step.forward_alone, turns)
-        (_, losses), _ = jax.lax.scan(run, start, turns)
+        run = functools.partial(step.forward_alone, table)
+        (_, losses), _ = jax.lax.scan(run, start, table)
         return losses
 
 
 @dataclasses.dataclass(frozen=True)
-class _State:
-    """What goes from tick to tick.
+class StageTick:
+    """What a stage runs in a tick: its chunk, and the inputs of that.
 
     Args:
-        up: What came from the stage before, [stages, ...].
-        down: The cotangent that came from the stage behind, [stages, ...].
-        kept: What forward passes left, [stages, slots, ...].
-        handed: What backward passes left to those of weights, the same.
-        grads: Sums of gradients.
-        losses: Of the microbatches that are through.
+        chunks: The layers of each chunk.
+        schedule: The pass of the stage.
+        nondiff: Context, key, and int32[] number of the chunk in the model.
+        is_due: bool[], whether the stage has a pass. If not, nobody reads its stream,
+            and its gradients must be 0.
+        is_first: bool[], whether the chunk is the first of the model.
+        is_last: bool[], whether it is the last.
+        gathers: Whether layers all-gather their parameters.
+        communicates: Whether layers exchange anything between devices.
+        chunk: Number of the chunk, in a program for that chunk alone.
+        layers: Layers of the chunk, inside `in_chunk`.
     """
 
-    up: Any
-    down: Any
-    kept: Any
-    handed: Any
-    grads: Parts
+    chunks: list[ChunkLayers]
+    schedule: StageSchedule
+    nondiff: tuple[Any, Any, jax.Array]
+    is_due: jax.Array
+    is_first: jax.Array
+    is_last: jax.Array
+    gathers: bool
+    communicates: bool
+    chunk: int | None = None
+    layers: ChunkLayers | None = None
+
+    def in_chunk(self, run: Callable[..., Any], *args: Any) -> Any:
+        """Calls `run(tick, *args)`, where `tick` has the layers of its chunk.
+
+        Each chunk has its own program, which reads the layers in place. Chunks that
+        communicate must run one program, which copies the layers of the chosen chunk.
+        """
+
+        def layers_of(chunk: int) -> ChunkLayers:
+            return self.chunks[chunk]
+
+        def run_alone(chunk: int, *args: Any) -> Any:
+            tick = dataclasses.replace(self, chunk=chunk, layers=layers_of(chunk))
+            return run(tick, *args)
+
+        def by_chunk(function: Callable[..., Any], *args: Any) -> Any:
+            numbers = range(len(self.chunks))
+            branches = [functools.partial(function, number) for number in numbers]
+            return jax.lax.switch(self.schedule.chunk, branches, *args)
+
+        if not self.communicates or len(self.chunks) == 1:
+            return by_chunk(run_alone, *args)
+        return run(dataclasses.replace(self, layers=by_chunk(layers_of)), *args)
+
+    def args(self, values: Any) -> tuple[ChunkLayers, Any, Any]:
+        """Arguments of a pass: layers, `values`, and what is not differentiated."""
+        assert self.layers is not None
+        if not self.gathers:
+            return self.layers, values, self.nondiff
+        # Else the compiler gathers before the first tick, and keeps it all to the last.
+        return *jax.lax.optimization_barrier((self.layers, values)), self.nondiff
+
+
+def due(number: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A valid number for int32[] or `IDLE`, and whether there is a microbatch."""
+    return jnp.maximum(number, 0), number != IDLE
+
+
+def where_due(
+    ticks: np.ndarray, number: jax.Array, run: Callable[..., Any], start: Any
+) -> Any:
+    """Runs something in the ticks that have a microbatch for it.
+
+    Args:
+        ticks: int[ticks], the microbatch of each tick of this program, or `IDLE`. There
+            is no condition if all ticks have one. There is one if none has: JAX 0.10
+            fails to compile some programs in which nobody reads what stages send.
+        number: int32[], that of this tick.
+        run: `run(number, start)` returns what has the form of `start`.
+        start: A tree of arrays, the result in a tick without a microbatch.
+
+    Example:
+        >>> ticks, add = np.array([5, IDLE]), lambda number, total: total + number
+        >>> [int(where_due(ticks, jnp.int32(tick), add, 1)) for tick in ticks]
+        [6, 1]
+    """
+    microbatch, is_due = due(number)
+    if (ticks != IDLE).all():
+        return run(microbatch, start)
+    return jax.lax.cond(is_due, functools.partial(run, microbatch), lambda x: x, start)
+
+
+@dataclasses.dataclass(frozen=True)
+class _State:
+    """The carry from tick to tick.
+
+    Args:
+        stream: What the stage before sent, [stages, ...].
+        cotangent: What the stage behind sent, [stages, ...].
+        saved: By forward passes for backward passes, [stages, slots, ...].
+        operands: By backward passes for those of weights, [stages, slots, ...].
+        grads: Sums of gradients.
+        losses: [microbatches].
+    """
+
+    stream: Any
+    cotangent: Any
+    saved: Any
+    operands: Any
+    grads: StackTree
     losses: Loss
 
 
@@ -133,191 +315,216 @@ class _Step:
     """The passes of one step, on its parameters and microbatches."""
 
     def __init__(
-        self, pipeline: Pipeline, params: Parts, feed: Feed, key: jax.Array | None
+        self,
+        pipeline: Pipeline,
+        params: StackTree,
+        feed: MicrobatchFeed,
+        key: jax.Array | None,
     ):
-        self.line, self.schedule = pipeline.line, pipeline.schedule
+        self.chain, self.schedule = pipeline.chain, pipeline.schedule
         self.reduce, self.recomputes = pipeline.reduce, pipeline.recomputes
         self.adds_in_products = pipeline.adds_in_products
-        self.splits = "weights" in self.schedule.lanes
+        self.splits_backward = "weights" in self.schedule.passes
         self.params, self.feed, self.key = params, feed, key
-        self.chunks = arrays.cut(params.stages)
-        self.turns = make_turns(self.schedule)
+        self.chunks = arrays.unstack(params.stages)
+        self.tables = self.schedule.tables
         numbers = jnp.arange(self.schedule.num_microbatches)
         self.stream, _ = jax.eval_shape(self.embed, params.embed, numbers[0])
         self.contexts = jax.lax.map(lambda i: self.embed(params.embed, i)[1], numbers)
 
-    def start(self, zeros: Parts) -> _State:
-        lane = jax.tree.map(lambda x: x[0], self.turns["forward"].lane)
+    def start(self, zeros: StackTree) -> _State:
+        stages = jax.tree.map(lambda x: x[0], self.tables["forward"].stages)
 
-        def leave(here, stream):
-            left = here.in_chunk(self.run_forward, stream)[1]
-            if not self.splits:
-                return left, ()
+        def save(tick, stream):
+            saved = tick.in_chunk(self.run_forward, stream)[1]
+            if not self.splits_backward:
+                return saved, ()
             cotangent = jax.tree.map(jnp.zeros_like, stream)
-            return left, here.in_chunk(self.of_stream, left[0], cotangent)[1]
+            return saved, tick.in_chunk(self.run_stream, saved[0], cotangent)[1]
 
         empty = self.empty_stream()
-        mapped = functools.partial(self.mapped, leave, lane, (STAGED, STAGED))
-        kept, handed = jax.eval_shape(mapped, staged=(empty,))
-        kept = arrays.make_buffers(kept, self.schedule.num_slots)
-        handed = arrays.make_buffers(handed, self.schedule.num_handed)
-        grads = dataclasses.replace(zeros, stages=arrays.cut(zeros.stages))
-        return _State(empty, empty, kept, handed, grads, self.no_losses())
+        mapped = functools.partial(self.mapped, save, stages, (STAGED, STAGED))
+        saved, operands = jax.eval_shape(mapped, staged=(empty,))
+        saved = arrays.make_buffers(saved, self.schedule.num_slots)
+        operands = arrays.make_buffers(operands, self.schedule.num_operands)
+        grads = dataclasses.replace(zeros, stages=arrays.unstack(zeros.stages))
+        return _State(empty, empty, saved, operands, grads, self.no_losses())
 
     def tick(
-        self, phase: dict[Kind, Turn], state: _State, turns: dict[Kind, Turn]
+        self,
+        phase: dict[Kind, TickTable],
+        state: _State,
+        tables: dict[Kind, TickTable],
     ) -> tuple[_State, None]:
-        if "forward" in turns:
-            state = self.forward(state, turns["forward"])
-        if "backward" in turns:
-            state = self.backward(phase["backward"], state, turns["backward"])
-        if "weights" in turns:
-            state = self.weights(state, turns["weights"])
+        if "forward" in tables:
+            state = self.forward(state, tables["forward"])
+        if "backward" in tables:
+            state = self.backward(phase["backward"], state, tables["backward"])
+        if "weights" in tables:
+            state = self.weights(state, tables["weights"])
         return state, None
 
-    def forward(self, state: _State, turn: Turn) -> _State:
-        def run(here, up, kept, entering):
-            stream = arrays.either(here.is_first, entering, up)
-            out, left = here.in_chunk(self.run_forward, stream)
-            return self.passed(out, 1), arrays.written(kept, left, here.lane.slot)
+    def forward(self, state: _State, table: TickTable) -> _State:
+        def run(tick, received, saved, embedded):
+            stream = arrays.where(tick.is_first, embedded, received)
+            out, own = tick.in_chunk(self.run_forward, stream)
+            saved = arrays.write_slot(saved, own, tick.schedule.residuals)
+            return self.sent(out, 1), saved
 
-        staged, everywhere = (state.up, state.kept), (self.embedded(turn),)
-        up, kept = self.mapped(run, turn.lane, (STAGED, STAGED), staged, everywhere)
-        return dataclasses.replace(state, up=up, kept=kept)
+        staged, everywhere = (state.stream, state.saved), (self.embedded(table),)
+        outs = STAGED, STAGED
+        stream, saved = self.mapped(run, table.stages, outs, staged, everywhere)
+        return dataclasses.replace(state, stream=stream, saved=saved)
 
-    def forward_alone(self, phase: Turn, state: Any, turn: Turn) -> tuple[Any, None]:
-        def run(here, up, entering):
-            stream = arrays.either(here.is_first, entering, up)
-            out = here.in_chunk(self.run_alone, stream)
-            return self.passed(out, 1), arrays.tell(here.is_last, out)
+    def forward_alone(
+        self, phase: TickTable, state: Any, table: TickTable
+    ) -> tuple[Any, None]:
+        def run(tick, received, embedded):
+            stream = arrays.where(tick.is_first, embedded, received)
+            out = tick.in_chunk(self.run_alone, stream)
+            return self.sent(out, 1), arrays.broadcast_from(tick.is_last, out)
 
-        up, losses = state
-        everywhere = (self.embedded(turn),)
-        up, last = self.mapped(run, turn.lane, (STAGED, EVERYWHERE), (up,), everywhere)
+        stream, losses = state
+        everywhere, outs = (self.embedded(table),), (STAGED, EVERYWHERE)
+        stream, last = self.mapped(run, table.stages, outs, (stream,), everywhere)
 
         def note(number, losses):
             loss = self.head(self.params.head, last, number)[1]
-            return arrays.written(losses, loss, number)
+            return arrays.write_slot(losses, loss, number)
 
-        return (up, where_due(phase.last, turn.last, note, losses)), None
+        return (stream, where_due(phase.last, table.last, note, losses)), None
 
-    def backward(self, phase: Turn, state: _State, turn: Turn) -> _State:
-        def recall(here, kept):
-            left = arrays.read(kept, here.lane.slot)
-            left, out = (
-                here.in_chunk(self.recomputed, left) if self.recomputes else left
+    def backward(self, phase: TickTable, state: _State, table: TickTable) -> _State:
+        def recall(tick, saved):
+            own = arrays.read_slot(saved, tick.schedule.residuals)
+            residuals, out = (
+                tick.in_chunk(self.recomputed, own) if self.recomputes else own
             )
-            return arrays.tell(here.is_last, out), left
+            return arrays.broadcast_from(tick.is_last, out), residuals
 
-        def run(here, left, down, total, handed, seed):
-            cotangent = arrays.either(here.is_last, seed, down)
-            nothing = jax.tree.map(jnp.zeros_like, cotangent)
-            cotangent = arrays.either(here.is_due, cotangent, nothing)
-            if self.splits:
-                stream, own = here.in_chunk(self.of_stream, left, cotangent)
-                handed = arrays.written(handed, own, here.lane.handed)
+        def run(tick, residuals, received, total, operands, of_head):
+            cotangent = arrays.where(tick.is_last, of_head, received)
+            zeros = jax.tree.map(jnp.zeros_like, cotangent)
+            cotangent = arrays.where(tick.is_due, cotangent, zeros)
+            if self.splits_backward:
+                stream, own = tick.in_chunk(self.run_stream, residuals, cotangent)
+                operands = arrays.write_slot(operands, own, tick.schedule.operands)
             else:
-                given = total, left, cotangent
-                total, stream = self.added(here, self.run_backward, *given)
-            first = arrays.tell(here.is_first, stream)
-            return self.passed(stream, -1), total, handed, first
+                given = total, residuals, cotangent
+                total, stream = self.added(tick, self.run_backward, *given)
+            first = arrays.broadcast_from(tick.is_first, stream)
+            return self.sent(stream, -1), total, operands, first
 
-        last, left = self.mapped(recall, turn.lane, (EVERYWHERE, STAGED), (state.kept,))
-        state, seed = self.through_head(phase, state, last, turn)
-        staged = left, state.down, state.grads.stages, state.handed
+        outs = EVERYWHERE, STAGED
+        last, residuals = self.mapped(recall, table.stages, outs, (state.saved,))
+        state, of_head = self.through_head(phase, state, last, table)
+        staged = residuals, state.cotangent, state.grads.stages, state.operands
         outs = STAGED, STAGED, STAGED, EVERYWHERE
-        down, total, handed, first = self.mapped(run, turn.lane, outs, staged, (seed,))
+        cotangent, total, operands, first = self.mapped(
+            run, table.stages, outs, staged, (of_head,)
+        )
 
         def add(number, grads):
             own = self.embed_backward(number, first)
             return sums.add(grads, self.reduce.embed(own))
 
-        embed = where_due(phase.first, turn.first, add, state.grads.embed)
-        grads = Parts(embed, total, state.grads.head)
-        return dataclasses.replace(state, down=down, handed=handed, grads=grads)
+        embed = where_due(phase.first, table.first, add, state.grads.embed)
+        grads = StackTree(embed, total, state.grads.head)
+        return dataclasses.replace(
+            state, cotangent=cotangent, operands=operands, grads=grads
+        )
 
     def through_head(
-        self, phase: Turn, state: _State, last: Any, turn: Turn
+        self, phase: TickTable, state: _State, last: Any, table: TickTable
     ) -> tuple[_State, Any]:
-        """Adds the gradients of the head; returns that of what entered it, too."""
+        """Adds the gradients of the head; returns the cotangent of its stream, too."""
         differentiate = jax.grad(self.head, argnums=(0, 1), has_aux=True)
 
         def run(number, start):
             head, losses, _ = start
-            (own, seed), loss = differentiate(self.params.head, last, number)
-            losses = arrays.written(losses, loss, number)
-            return sums.add(head, self.reduce.head(own)), losses, seed
+            (own, cotangent), loss = differentiate(self.params.head, last, number)
+            losses = arrays.write_slot(losses, loss, number)
+            return sums.add(head, self.reduce.head(own)), losses, cotangent
 
-        nothing = jax.tree.map(jnp.zeros_like, last)
-        start = state.grads.head, state.losses, nothing
-        head, losses, seed = where_due(phase.last, turn.last, run, start)
+        zeros = jax.tree.map(jnp.zeros_like, last)
+        start = state.grads.head, state.losses, zeros
+        head, losses, cotangent = where_due(phase.last, table.last, run, start)
         grads = dataclasses.replace(state.grads, head=head)
-        return dataclasses.replace(state, grads=grads, losses=losses), seed
+        return dataclasses.replace(state, grads=grads, losses=losses), cotangent
 
-    def weights(self, state: _State, turn: Turn) -> _State:
-        # No stage is idle in these ticks: nothing here keeps it from adding.
-        def run(here, kept, handed, total):
-            left, _ = arrays.read(kept, here.lane.slot)
-            own = arrays.read(handed, here.lane.handed)
-            return self.added(here, self.of_params, total, left, own)[0]
+    def weights(self, state: _State, table: TickTable) -> _State:
+        # No stage is idle in these ticks, so none adds what it must not.
+        def run(tick, saved, operands, total):
+            residuals, _ = arrays.read_slot(saved, tick.schedule.residuals)
+            own = arrays.read_slot(operands, tick.schedule.operands)
+            return self.added(tick, self.run_params, total, residuals, own)[0]
 
-        staged = state.kept, state.handed, state.grads.stages
-        total = self.mapped(run, turn.lane, STAGED, staged)
+        staged = state.saved, state.operands, state.grads.stages
+        total = self.mapped(run, table.stages, STAGED, staged)
         grads = dataclasses.replace(state.grads, stages=total)
         return dataclasses.replace(state, grads=grads)
 
-    def run_alone(self, here: Here, stream: Any) -> Any:
-        return self.chunk(*here.args(stream))
+    def run_alone(self, tick: StageTick, stream: Any) -> Any:
+        return self.chunk(*tick.args(stream))
 
-    def run_forward(self, here: Here, stream: Any) -> tuple[Any, Any]:
-        """What leaves a stage, and what waits for the backward pass."""
+    def run_forward(self, tick: StageTick, stream: Any) -> tuple[Any, Any]:
+        """The stream behind a chunk, and what is saved for the backward pass."""
         if self.recomputes:
-            return self.run_alone(here, stream), stream
-        left, out = self.recomputed(here, stream)
-        return out, (left, out)
+            return self.run_alone(tick, stream), stream
+        residuals, out = self.recomputed(tick, stream)
+        return out, (residuals, out)
 
-    def recomputed(self, here: Here, stream: Any) -> tuple[Any, Any]:
-        out, left = self.passes(here, stream).forward(*here.args(stream))
-        return left, out
+    def recomputed(self, tick: StageTick, stream: Any) -> tuple[Any, Any]:
+        out, residuals = self.passes(tick, stream).forward(*tick.args(stream))
+        return residuals, out
 
-    def run_backward(self, here: Here, left: Any, cotangent: Any) -> tuple[Any, Any]:
-        return self.passes(here, cotangent).backward(*here.args(left), cotangent)
+    def run_backward(
+        self, tick: StageTick, residuals: Any, cotangent: Any
+    ) -> tuple[Any, Any]:
+        passes = self.passes(tick, cotangent)
+        return passes.backward(*tick.args(residuals), cotangent)
 
-    def of_stream(self, here: Here, left: Any, cotangent: Any) -> tuple[Any, Any]:
-        halves = self.halves(here, left, cotangent)
-        return halves.of_stream(*here.args(left), cotangent)
+    def run_stream(
+        self, tick: StageTick, residuals: Any, cotangent: Any
+    ) -> tuple[Any, Any]:
+        split = self.split(tick, residuals, cotangent)
+        return split.stream(*tick.args(residuals), cotangent)
 
-    def of_params(self, here: Here, left: Any, handed: Any) -> tuple[Any, Any]:
-        halves = self.halves(here, left, self.stream)
-        return halves.of_params(*here.args(left), handed), ()
+    def run_params(
+        self, tick: StageTick, residuals: Any, operands: Any
+    ) -> tuple[Any, Any]:
+        split = self.split(tick, residuals, self.stream)
+        return split.params(*tick.args(residuals), operands), ()
 
-    def passes(self, here: Here, stream: Any) -> Passes:
-        return differentiate_in_passes(self.chunk, *here.args(stream))
+    def passes(self, tick: StageTick, stream: Any) -> BlockPasses:
+        return differentiate_in_passes(self.chunk, *tick.args(stream))
 
-    def halves(self, here: Here, left: Any, cotangent: Any) -> Halves:
-        backward = self.passes(here, cotangent).backward
-        return split_backward(backward, *here.args(left), cotangent)
+    def split(self, tick: StageTick, residuals: Any, cotangent: Any) -> SplitBackward:
+        backward = self.passes(tick, cotangent).backward
+        return split_backward(backward, *tick.args(residuals), cotangent)
 
-    def chunk(self, layers: list[list[Params]], stream: Any, rest: Any) -> Any:
-        return self.line.chunk(layers, stream, *rest)
+    def chunk(self, layers: ChunkLayers, stream: Any, nondiff: Any) -> Any:
+        return self.chain.chunk(layers, stream, *nondiff)
 
     def added(
-        self, here: Here, run: Callable[..., Any], total: Any, *args: Any
+        self, tick: StageTick, run: Callable[..., Any], total: Any, *args: Any
     ) -> tuple[Any, Any]:
-        """Calls `run(here, *args) -> (grads, other)`; adds gradients to their sum."""
+        """Calls `run(tick, *args) -> (grads, other)`; adds gradients to their sum."""
 
-        def run_adding(here, total, *args):
-            function = functools.partial(run, here)
-            own, other = sums.add_in_products(function, total[here.chunk], *args)
-            return sums.of_chunk(total, here.chunk, self.reduce.stages(own)), other
+        def run_adding(tick, total, *args):
+            function = functools.partial(run, tick)
+            own, other = sums.add_in_products(function, total[tick.chunk], *args)
+            own = self.reduce.stages(own)
+            return sums.replace_chunk(total, tick.chunk, own), other
 
         if self.adds_in_products:
-            return here.in_chunk(run_adding, total, *args)
-        grads, other = here.in_chunk(run, *args)
+            return tick.in_chunk(run_adding, total, *args)
+        grads, other = tick.in_chunk(run, *args)
         grads = self.reduce.stages(grads)
-        return sums.add_to_chunk(total, grads, here.lane.chunk), other
+        return sums.add_to_chunk(total, grads, tick.schedule.chunk), other
 
-    def passed(self, stream: Any, by: int) -> Any:
+    def sent(self, stream: Any, by: int) -> Any:
+        """Sends a stream to the stage `by` further on, in a ring for several chunks."""
         size, is_ring = self.schedule.num_stages, self.schedule.num_chunks > 1
         ends = [(stage, stage + by) for stage in range(size)]
         pairs = [(a, b % size) for a, b in ends if is_ring or 0 <= b < size]
@@ -327,45 +534,45 @@ class _Step:
     def mapped(
         self,
         run: Callable[..., Any],
-        lane: Lane,
+        stages: StageSchedule,
         outs: Any,
         staged: tuple[Any, ...] = (),
         everywhere: tuple[Any, ...] = (),
     ) -> Any:
-        """Calls `run(here, *staged, *everywhere)` on every stage."""
+        """Calls `run(tick, *staged, *everywhere)` on every stage."""
         last_stage = self.schedule.num_stages - 1
         last_chunk = self.schedule.num_chunks - 1
         num_staged = len(staged)
 
-        def of_stage(chunks, stage, lane, *args):
-            own, (contexts, key, *rest) = args[:num_staged], args[num_staged:]
-            context = arrays.read(contexts, lane.context)
-            chunk_number = lane.chunk * (last_stage + 1) + stage
-            here = Here(
+        def of_stage(chunks, stage, own, *args):
+            contexts, key, *others = args[num_staged:]
+            context = arrays.read_slot(contexts, own.context)
+            chunk_number = own.chunk * (last_stage + 1) + stage
+            tick = StageTick(
                 chunks=chunks,
-                lane=lane,
-                rest=(context, fold_in(key, lane.context), chunk_number),
-                is_due=lane.microbatch != IDLE,
-                is_first=(stage == 0) & (lane.chunk == 0),
-                is_last=(stage == last_stage) & (lane.chunk == last_chunk),
-                fetches=self.line.fetches,
-                communicates=self.line.communicates,
+                schedule=own,
+                nondiff=(context, fold_in(key, own.context), chunk_number),
+                is_due=own.microbatch != IDLE,
+                is_first=(stage == 0) & (own.chunk == 0),
+                is_last=(stage == last_stage) & (own.chunk == last_chunk),
+                gathers=self.chain.gathers,
+                communicates=self.chain.communicates,
             )
-            return run(here, *own, *rest)
+            return run(tick, *args[:num_staged], *others)
 
-        given = self.chunks, jnp.arange(last_stage + 1), lane
+        given = self.chunks, jnp.arange(last_stage + 1), stages
         shared = self.contexts, self.key
         return arrays.map_stages(
             of_stage, outs, (*given, *staged), *shared, *everywhere
         )
 
-    def embedded(self, turn: Turn) -> Any:
+    def embedded(self, table: TickTable) -> Any:
         """What enters the first stage in a tick."""
-        return self.embed(self.params.embed, due(turn.first)[0])[0]
+        return self.embed(self.params.embed, due(table.first)[0])[0]
 
     def embed(self, params: Params, number: jax.Array) -> tuple[Any, Any]:
         batch = self.feed.batch(number)
-        return self.line.embed(params, batch, fold_in(self.key, number))
+        return self.chain.embed(params, batch, fold_in(self.key, number))
 
     def embed_backward(self, number: jax.Array, cotangent: Any) -> Params:
         _, pull = jax.vjp(lambda p: self.embed(p, number)[0], self.params.embed)
@@ -373,12 +580,12 @@ class _Step:
 
     def head(self, params: Params, stream: Any, number: jax.Array) -> Any:
         batch, weight = self.feed.batch(number), self.feed.weights[number]
-        return self.line.head(params, stream, batch, weight)
+        return self.chain.head(params, stream, batch, weight)
 
     def empty_stream(self) -> Any:
         size = self.schedule.num_stages
         return jax.tree.map(
-            lambda x: arrays.make_room((size, *x.shape), x.dtype), self.stream
+            lambda x: arrays.full((size, *x.shape), x.dtype), self.stream
         )
 
     def no_losses(self) -> Loss:

@@ -1,12 +1,12 @@
-"""When each stage of a pipeline works on what: schedules as tables.
+"""When each stage of a pipeline works on which microbatch: schedules as tables.
 
-All stages run one program in lock step. In a tick each of them may take one forward
-pass, one backward pass and one pass that makes gradients of weights alone, in that
-order; then all hand their results on. A tick takes as long as the passes that any
-stage takes in it, so that a schedule is good if its passes lie in few ticks.
+All stages run one program in lock step. In a tick each stage runs at most one forward
+pass, one backward pass and one pass for the gradients of weights, in this order; then
+all send their results on. A tick takes as long as the passes that any stage runs in it,
+so a good schedule puts its passes into few ticks.
 
-A stage may hold several chunks of layers: chunk c of stage s comes behind chunk c of
-stage s - 1 and, on the first stage, behind chunk c - 1 of the last.
+A stage may hold several chunks of layers: chunk c of stage s follows chunk c of stage
+s - 1; on the first stage it follows chunk c - 1 of the last stage.
 """
 
 import dataclasses
@@ -14,43 +14,67 @@ import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import jax
 import numpy as np
 
 Name = Literal["gpipe", "1f1b", "interleaved", "zb_h1"]
 Kind = str
 KINDS: tuple[Kind, ...] = ("forward", "backward", "weights")
-"""The passes by name, in the order in which a tick takes them."""
+"""The passes by name, in the order in which a tick runs them."""
 IDLE = -1
 
 
 @dataclasses.dataclass(frozen=True)
-class Lane:
-    """The passes of one kind.
+class StageSchedule:
+    """The passes of one kind: of all stages, of one tick, or of one stage in a tick.
 
-    A stage that takes none computes all the same: a forward pass of anything, which it
-    writes to the last slot; or a backward pass on what its latest forward pass left,
-    with all that this one read: else that might not be finite.
+    An idle stage computes all the same. Its forward pass runs on anything and writes to
+    the last buffer slot. Its backward pass reads the residuals of its latest forward
+    pass with the same context, or the result might not be finite.
 
     Args:
-        microbatch: int32[ticks, stages]; `IDLE` where a stage takes none.
+        microbatch: int32[ticks, stages]; `IDLE` where a stage has no pass.
         context: int32[ticks, stages], the microbatch whose context and key are read.
-        chunk: int32[ticks, stages], that of its layers.
-        slot: int32[ticks, stages], where a stage keeps what the forward pass leaves to
-            the others.
-        handed: int32[ticks, stages], where it keeps what the backward pass leaves to
-            that of weights; the last slot where it takes none.
+        chunk: int32[ticks, stages], the chunk of layers.
+        residuals: int32[ticks, stages], buffer slot of what the forward pass saves.
+        operands: int32[ticks, stages], buffer slot of what the backward pass saves for
+            the pass of weights; the last slot where it saves nothing.
     """
 
     microbatch: Any
     context: Any
     chunk: Any
-    slot: Any
-    handed: Any
+    residuals: Any
+    operands: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class TickTable:
+    """The passes of one kind, and the microbatches at both ends of the pipeline.
+
+    Embedding and loss run outside of the stages, in the ticks that have a microbatch
+    for them.
+
+    Args:
+        stages: The passes.
+        first: int32[ticks], the microbatch in the first chunk of the first stage, or
+            `IDLE`.
+        last: int32[ticks], the one in the last chunk of the last stage, or `IDLE`.
+    """
+
+    stages: StageSchedule
+    first: Any
+    last: Any
+
+
+for _record in (StageSchedule, TickTable):
+    _fields = [field.name for field in dataclasses.fields(_record)]
+    jax.tree_util.register_dataclass(_record, _fields, [])
 
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """Ticks from `start` to below `end`, which take the same kinds of passes."""
+    """Ticks from `start` to below `end`, which run the same kinds of passes."""
 
     start: int
     end: int
@@ -66,23 +90,23 @@ class Schedule:
         num_stages: Stages, 1 or more.
         num_microbatches: Microbatches, 1 or more.
         num_chunks: Chunks of layers of each stage, 1 or more.
-        lanes: Tables by kind; `weights` only where these passes are apart.
-        num_slots: Forward passes that wait for others on one stage, at most.
-        num_handed: Backward passes that wait for that of weights, at most.
+        passes: Tables by kind; `weights` only where the schedule separates these.
+        num_slots: Forward passes of a stage whose residuals are held at once, at most.
+        num_operands: Backward passes that wait for the pass of weights, at most.
     """
 
     name: Name
     num_stages: int
     num_microbatches: int
     num_chunks: int
-    lanes: dict[Kind, Lane]
+    passes: dict[Kind, StageSchedule]
     num_slots: int
-    num_handed: int
+    num_operands: int
 
     @functools.cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """Runs of ticks that take the same kinds of passes."""
-        busy = {k: (lane.microbatch != IDLE).any(1) for k, lane in self.lanes.items()}
+        """Consecutive ticks that run the same kinds of passes."""
+        busy = {k: (own.microbatch != IDLE).any(1) for k, own in self.passes.items()}
         columns = [tuple(k for k in busy if busy[k][t]) for t in range(self.num_ticks)]
         starts = [
             t for t, kinds in enumerate(columns) if t == 0 or kinds != columns[t - 1]
@@ -93,18 +117,32 @@ class Schedule:
     @property
     def num_ticks(self) -> int:
         """Ticks from the first pass to the last."""
-        return len(self.lanes["forward"].microbatch)
+        return len(self.passes["forward"].microbatch)
+
+    @functools.cached_property
+    def tables(self) -> dict[Kind, TickTable]:
+        """Tables by kind, each NumPy array with the ticks first.
+
+        Example:
+            >>> schedule = make_schedule("1f1b", num_stages=2, num_microbatches=3)
+            >>> schedule.tables["backward"].last.tolist()
+            [-1, 0, 1, 2, -1]
+        """
+        last_chunk = self.num_chunks - 1
+
+        def table(own: StageSchedule) -> TickTable:
+            first = np.where(own.chunk[:, 0] == 0, own.microbatch[:, 0], IDLE)
+            is_last = own.chunk[:, -1] == last_chunk
+            return TickTable(own, first, np.where(is_last, own.microbatch[:, -1], IDLE))
+
+        return {kind: table(own) for kind, own in self.passes.items()}
 
     def time(self, costs: Mapping[Kind, int | float]) -> float:
-        """How long all ticks take.
+        """How long all ticks take, in the unit of the costs; communication is free.
 
         Args:
-            costs: Of a pass of a whole stage; where gradients of weights are not apart
-                they are part of `backward`, which their cost is added to.
-
-        Returns:
-            The sum over ticks of the passes that any stage takes, in the unit of the
-            costs; handing on is free.
+            costs: Time of each kind of pass of a whole stage. The cost of `weights` is
+                added to `backward` where the schedule does not separate them.
 
         Example:
             >>> schedule = make_schedule("1f1b", num_stages=4, num_microbatches=8)
@@ -112,7 +150,7 @@ class Schedule:
             33.0
         """
         own = dict(costs)
-        if "weights" not in self.lanes:
+        if "weights" not in self.passes:
             own["backward"] += own.pop("weights")
         ticks = (
             (phase.end - phase.start) * own[kind]
@@ -122,13 +160,10 @@ class Schedule:
         return sum(ticks) / self.num_chunks
 
     def bubble(self, costs: Mapping[Kind, int | float]) -> float:
-        """The share of its time in which a stage has nothing to do.
+        """The share of the time in which a stage is idle, 0 to below 1.
 
         Args:
             costs: As for `time`.
-
-        Returns:
-            0 to below 1.
 
         Example:
             >>> schedule = make_schedule("gpipe", num_stages=2, num_microbatches=3)
@@ -143,35 +178,31 @@ def make_schedule(
 ) -> Schedule:
     """Lays out the passes of a step.
 
-    - `gpipe` takes all forward passes first, so that all microbatches wait;
-    - `1f1b` takes a backward pass with each forward pass as soon as the first
-      microbatch is back, so that at most 2 * num_stages - 1 wait;
-    - `interleaved` is the same for stages of several chunks, whose idle time is that
-      much shorter;
-    - `zb_h1` is `1f1b` with gradients of weights apart: none of their passes falls into
-      the time in which the pipeline fills or empties.
+    - `gpipe` runs all forward passes first, and holds residuals of all microbatches;
+    - `1f1b` runs a backward pass with each forward pass once the first microbatch has
+      reached the last stage, and holds at most 2 * num_stages - 1;
+    - `interleaved` is `1f1b` with several chunks per stage, and idles that much less;
+    - `zb_h1` is `1f1b` with separate passes for the gradients of weights, none of which
+      falls into the time in which the pipeline fills or drains.
 
     Args:
-        name: The rule.
+        name: One of these.
         num_stages: Stages, 1 or more.
         num_microbatches: Microbatches, 1 or more; under several chunks a multiple of
             the stages.
         num_chunks: Chunks of each stage; more than 1 under `interleaved` alone.
 
-    Returns:
-        The tables.
-
     Example:
         >>> schedule = make_schedule("1f1b", num_stages=2, num_microbatches=3)
-        >>> schedule.lanes["forward"].microbatch.T.tolist()
+        >>> schedule.passes["forward"].microbatch.T.tolist()
         [[0, 1, 2, -1, -1], [-1, 0, 1, 2, -1]]
-        >>> schedule.lanes["backward"].microbatch.T.tolist()
+        >>> schedule.passes["backward"].microbatch.T.tolist()
         [[-1, -1, 0, 1, 2], [-1, 0, 1, 2, -1]]
 
     Reference:
         GPipe (arXiv:1811.06965); 1F1B: PipeDream-Flush (arXiv:2006.09503, section 3);
-        interleaved: Megatron-LM (arXiv:2104.04473, section 2.2); gradients of weights
-        apart: Zero Bubble (arXiv:2401.10241, section 2).
+        interleaved: Megatron-LM (arXiv:2104.04473, section 2.2); `zb_h1`: Zero Bubble
+        (arXiv:2401.10241, section 2).
     """
     num_units = num_microbatches * num_chunks
     unit = np.arange(num_units)[:, None]
@@ -190,38 +221,38 @@ def make_schedule(
     num_ticks = 1 + max(int(x.max()) for x in ticks.values())
     tables = _Tables(ticks, microbatch, chunks, num_ticks)
     slots, num_slots = tables.slots("forward", list(ticks)[-1])
-    handed, num_handed = (
+    operands, num_operands = (
         tables.slots("backward", "weights") if "weights" in ticks else ({}, 0)
     )
-    lanes = {
-        kind: Lane(
+    passes = {
+        kind: StageSchedule(
             tables.table(kind, tables.microbatches(kind), IDLE),
             tables.table(kind, tables.microbatches(kind), 0),
             tables.table(kind, tables.chunks_of(kind), 0),
             tables.table(kind, slots[kind], num_slots if kind == "forward" else 0),
-            tables.table(kind, handed.get(kind, 0 * ticks[kind]), num_handed),
+            tables.table(kind, operands.get(kind, 0 * ticks[kind]), num_operands),
         )
         for kind in ticks
     }
-    lanes["backward"] = _reading(lanes["backward"], lanes["forward"])
+    passes["backward"] = _with_idle_reads(passes["backward"], passes["forward"])
     return Schedule(
-        name, num_stages, num_microbatches, num_chunks, lanes, num_slots, num_handed
+        name, num_stages, num_microbatches, num_chunks, passes, num_slots, num_operands
     )
 
 
-def _reading(lane: Lane, forward: Lane) -> Lane:
-    """Idle stages read what their latest forward pass left, and what it read."""
-    ticks = np.arange(len(lane.microbatch))[:, None]
+def _with_idle_reads(backward: StageSchedule, forward: StageSchedule) -> StageSchedule:
+    """Has idle stages read the residuals and the context of their last forward pass."""
+    ticks = np.arange(len(forward.microbatch))[:, None]
     latest = np.maximum.accumulate(np.where(forward.microbatch != IDLE, ticks, 0))
     found = {
         name: np.where(
-            lane.microbatch == IDLE,
+            backward.microbatch == IDLE,
             np.take_along_axis(getattr(forward, name), latest, 0),
-            getattr(lane, name),
+            getattr(backward, name),
         )
-        for name in ("context", "chunk", "slot")
+        for name in ("context", "chunk", "residuals")
     }
-    return dataclasses.replace(lane, **found)
+    return dataclasses.replace(backward, **found)
 
 
 def _units(num_stages, num_microbatches, num_chunks):
@@ -236,7 +267,7 @@ def _units(num_stages, num_microbatches, num_chunks):
 
 @dataclasses.dataclass(frozen=True)
 class _Tables:
-    """Passes by unit and stage, to be written down by tick and stage."""
+    """Passes by unit and stage, which become tables by tick and stage."""
 
     ticks: dict[Kind, np.ndarray]
     microbatch: np.ndarray
@@ -256,7 +287,7 @@ class _Tables:
         return self.chunks[kind][:, None] + 0 * self.ticks[kind]
 
     def slots(self, source: Kind, last: Kind) -> tuple[dict[Kind, np.ndarray], int]:
-        """Where each stage keeps what passes of one kind leave to the later ones."""
+        """Buffer slots of what passes of one kind save for the later ones."""
         kinds = [k for k in self.ticks if KINDS.index(source) <= KINDS.index(k)]
         found = {kind: np.zeros_like(self.ticks[kind]) for kind in kinds}
         most = 0

@@ -1,7 +1,7 @@
-"""Arrays of which each stage of a pipeline has its own, and programs on them.
+"""Arrays with one entry per stage of a pipeline, and programs on them.
 
-Outside of a map by hand they are [stages, ...], split over the `pipeline` axis; inside
-each stage sees what is its own.
+Outside of `shard_map` they are [stages, ...], split over the `pipeline` axis; inside,
+each stage sees its own entry.
 """
 
 import functools
@@ -18,22 +18,20 @@ from zjax.parallel.tensor import by_parts
 from zjax.sharding.mesh import PIPELINE
 
 STAGED, EVERYWHERE = P(PIPELINE), P()
-"""Places of an array [stages, ...], and of one that all stages have."""
+"""Specs of an array [stages, ...], and of one that is the same on all stages."""
 
 
 def map_stages(
     run: Callable[..., Any], outs: Any, staged: tuple[Any, ...], *everywhere: Any
 ) -> Any:
-    """Calls `run(*staged, *everywhere)` on every stage, with its part of `staged`.
+    """Calls `run(*staged, *everywhere)` on every stage, with its entries of `staged`.
 
     Args:
-        run: Returns what `outs` has places for.
-        outs: `STAGED`, `EVERYWHERE` or a tuple of them.
+        run: Returns one tree for each spec of `outs`.
+        outs: `STAGED`, `EVERYWHERE` or a tuple of them; a result that is `EVERYWHERE`
+            must be the same on all stages.
         staged: Trees of arrays [stages, ...].
-        everywhere: Trees that every stage sees whole.
-
-    Returns:
-        The results; what is `EVERYWHERE` must be the same on all stages.
+        everywhere: Trees that are the same on all stages.
     """
     num_staged = len(staged)
 
@@ -41,43 +39,34 @@ def map_stages(
         own = jax.tree.map(lambda x: x[0], args[:num_staged])
         results = run(*own, *args[num_staged:])
         return jax.tree.map(
-            lambda place, tree: _apart(tree) if place == STAGED else tree,
+            lambda spec, tree: _with_stage(tree) if spec == STAGED else tree,
             outs,
             results,
             is_leaf=lambda x: isinstance(x, P),
         )
 
-    places = (*[STAGED] * num_staged, *[EVERYWHERE] * len(everywhere))
+    specs = (*[STAGED] * num_staged, *[EVERYWHERE] * len(everywhere))
     return jax.shard_map(
         of_stage,
-        in_specs=places,
+        in_specs=specs,
         out_specs=outs,
         axis_names={PIPELINE},
         check_vma=False,
     )(*staged, *everywhere)
 
 
-def _apart(tree: Any) -> Any:
+def _with_stage(tree: Any) -> Any:
     return jax.tree.map(lambda x: x[None], tree)
 
 
-def make_room(shape: tuple[int, ...], dtype: Any, value: int | float = 0) -> jax.Array:
-    """An array of one value, of which each stage has its part.
-
-    Args:
-        shape: The stages first.
-        dtype: Of the elements.
-        value: Of all elements.
-
-    Returns:
-        An array whose other dims the compiler places.
-    """
+def full(shape: tuple[int, ...], dtype: Any, value: int | float = 0) -> jax.Array:
+    """`jnp.full` of a shape [stages, ...], whose other dims the compiler places."""
     spec = P(PIPELINE, *[P.UNCONSTRAINED] * (len(shape) - 1))
     return jax.lax.with_sharding_constraint(jnp.full(shape, value, dtype), spec)
 
 
-def cut(stages: Sequence[Any]) -> list[list[list[Any]]]:
-    """Takes layers out of their stacks, which in a loop each turn would copy.
+def unstack(stages: Sequence[Any]) -> list[list[list[Any]]]:
+    """Slices layers out of their stacks, which a loop would copy in each iteration.
 
     Args:
         stages: For each segment, a tree of arrays [stages, chunks, layers, ...].
@@ -97,7 +86,7 @@ def cut(stages: Sequence[Any]) -> list[list[list[Any]]]:
 
 
 def stack(chunks: list[list[list[Any]]]) -> tuple[Any, ...]:
-    """The inverse of `cut`."""
+    """The inverse of `unstack`."""
 
     def joined(trees: Sequence[Any]) -> Any:
         return jax.tree.map(lambda *x: jnp.stack(x, 1), *trees)
@@ -107,60 +96,43 @@ def stack(chunks: list[list[list[Any]]]) -> tuple[Any, ...]:
 
 
 def make_buffers(shapes: Any, num_slots: int) -> Any:
-    """Room for some trees on each stage, and for one more, which none reads.
+    """Buffers for some trees on each stage, and one more slot that nobody reads.
 
     Args:
         shapes: A tree of arrays [stages, ...] or their shapes.
-        num_slots: Trees that wait at the same time.
+        num_slots: Trees that are held at the same time.
 
     Returns:
-        Arrays [stages, num_slots + 1, ...]. Those of floats start as different numbers,
-        as far as their dtype has these: of equal arrays the compiler would make one,
-        and copies of that.
+        Arrays [stages, num_slots + 1, ...]. Each array of floats starts as another
+        number, because the compiler merges equal arrays into one and copies that.
     """
     values = itertools.count()
 
     def one(x: Any) -> jax.Array:
         size, *rest = x.shape
         value = next(values) if jnp.issubdtype(x.dtype, jnp.floating) else 0
-        return make_room((size, num_slots + 1, *rest), x.dtype, value)
+        return full((size, num_slots + 1, *rest), x.dtype, value)
 
     return jax.tree.map(one, shapes)
 
 
-def read(buffers: Any, slot: jax.Array) -> Any:
-    """The tree in a slot.
-
-    Args:
-        buffers: Arrays [slots, ...].
-        slot: int32[].
-
-    Returns:
-        Arrays [...].
+def read_slot(buffers: Any, slot: jax.Array) -> Any:
+    """The tree in a slot of arrays [slots, ...].
 
     Example:
-        >>> read({"x": jnp.arange(6).reshape(3, 2)}, jnp.int32(1))["x"].tolist()
+        >>> read_slot({"x": jnp.arange(6).reshape(3, 2)}, jnp.int32(1))["x"].tolist()
         [2, 3]
     """
 
     def one(x: jax.Array) -> jax.Array:
-        # Of one slot the tree is what there is, and not a copy.
+        # With one slot this is a view and not a copy.
         return x[0] if x.shape[0] == 1 else _in_order(x[slot])
 
     return jax.tree.map(one, buffers)
 
 
-def written(buffers: Any, tree: Any, slot: jax.Array | int) -> Any:
-    """The buffers with a tree in a slot.
-
-    Args:
-        buffers: Arrays [slots, ...].
-        tree: Arrays [...].
-        slot: int32[].
-
-    Returns:
-        Arrays [slots, ...].
-    """
+def write_slot(buffers: Any, tree: Any, slot: jax.Array | int) -> Any:
+    """Arrays [slots, ...] with a tree written into a slot."""
 
     def one(x: jax.Array, value: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_index_in_dim(x, value.astype(x.dtype), slot, 0)
@@ -168,39 +140,27 @@ def written(buffers: Any, tree: Any, slot: jax.Array | int) -> Any:
     return jax.tree.map(one, buffers, tree)
 
 
-def either(condition: jax.Array, first: Any, second: Any) -> Any:
-    """One of two trees.
-
-    Args:
-        condition: bool[].
-        first: Where it holds.
-        second: Where not.
-
-    Returns:
-        Either of them.
-    """
+def where(condition: jax.Array, first: Any, second: Any) -> Any:
+    """`jnp.where` of two trees."""
     return jax.tree.map(functools.partial(jnp.where, condition), first, second)
 
 
-def tell(is_teller: jax.Array, tree: Any) -> Any:
-    """What one stage has, on all of them.
+def broadcast_from(is_source: jax.Array, tree: Any) -> Any:
+    """Sends the tree of one stage to all stages.
 
     Args:
-        is_teller: bool[], true on that stage alone, or on none.
-        tree: Of each stage.
-
-    Returns:
-        That of the teller; zeros where there is none.
+        is_source: bool[], true on that stage alone, or on none: all then get zeros.
+        tree: The arrays of each stage.
     """
 
     def add(x: jax.Array) -> jax.Array:
         return jax.lax.psum(x, PIPELINE)
 
-    return jax.tree.map(lambda x: by_parts(add, jnp.where(is_teller, x, 0)), tree)
+    return jax.tree.map(lambda x: by_parts(add, jnp.where(is_source, x, 0)), tree)
 
 
 def _in_order(x: jax.Array) -> jax.Array:
-    # For a reader that wants its bytes in another order, all slots would be copied.
+    # A reader that wants another memory layout would have all slots copied.
     mesh = jax.sharding.get_abstract_mesh()
     if any(mesh.shape[name] > 1 for name in mesh.auto_axes):
         return x  # JAX 0.10 would gather what these axes split

@@ -1,8 +1,8 @@
 """Sums of gradients over microbatches.
 
-The gradient of a matrix is a product over all tokens. By itself it is rounded, written
-to memory and read again, to be added to a sum of twice its width; a product that starts
-from that sum spares both ways and the rounding.
+The gradient of a matrix is a product over all tokens. Computed alone it is rounded,
+written to memory and read again, to be added to a sum of twice its width. A product
+that accumulates into the sum saves this traffic and the rounding.
 """
 
 import collections
@@ -20,64 +20,38 @@ from zjax.typing import Params
 
 
 def add(totals: Params, grads: Params) -> Params:
-    """Adds gradients to their sums.
-
-    Args:
-        totals: Sums.
-        grads: A tree of the same structure, of any floating dtype.
-
-    Returns:
-        Sums in their own dtype.
-    """
+    """Adds gradients to their sums, in the dtype of the sums."""
     return jax.tree.map(lambda total, x: total + x.astype(total.dtype), totals, grads)
 
 
-def of_chunk(totals: list[Params], chunk: int, own: Params) -> list[Params]:
-    """Puts other sums in the place of those of one chunk.
-
-    Args:
-        totals: Sums of each chunk.
-        chunk: Its number.
-        own: Its sums.
-
-    Returns:
-        The sums of all chunks.
-    """
+def replace_chunk(totals: list[Params], chunk: int, own: Params) -> list[Params]:
+    """The sums of all chunks, with `own` for those of one chunk."""
     return [own if number == chunk else x for number, x in enumerate(totals)]
 
 
 def add_to_chunk(totals: list[Params], grads: Params, chunk: jax.Array) -> list[Params]:
-    """Adds gradients to the sums of one chunk.
-
-    Args:
-        totals: Sums of each chunk.
-        grads: Those of one.
-        chunk: int32[], its number.
-
-    Returns:
-        The sums of all chunks.
-    """
+    """The sums of all chunks, with gradients added to those of chunk int32[]."""
 
     def add_to(number: int, totals: list[Params]) -> list[Params]:
-        return of_chunk(totals, number, add(totals[number], grads))
+        return replace_chunk(totals, number, add(totals[number], grads))
 
-    ways = [functools.partial(add_to, number) for number in range(len(totals))]
-    return jax.lax.switch(chunk, ways, totals)
+    branches = [functools.partial(add_to, number) for number in range(len(totals))]
+    return jax.lax.switch(chunk, branches, totals)
 
 
 def add_in_products(
     function: Callable[..., tuple[Params, Any]], totals: Params, *args: Any
 ) -> tuple[Params, Any]:
-    """Adds gradients to their sums, in the products that make them.
+    """Adds gradients to their sums inside the products that compute them.
 
     Args:
         function: `function(*args) -> (grads, other)`, pure.
-        totals: Sums of such gradients.
-        args: Of the function.
+        totals: Sums of these gradients.
+        args: Arguments of the function.
 
     Returns:
-        The sums, and what else the function returns. A gradient that is no product, or
-        that something else is computed from, is added as it is.
+        The sums, and `other`. A gradient that is not a product, or that other results
+        depend on, is computed and then added.
 
     Example:
         >>> x = jnp.full((2, 2), 1.5, "bfloat16")
@@ -88,34 +62,34 @@ def add_in_products(
     program, (grads, other) = trace(function, *args)
     (num_grads,) = sizes(grads)
     of_grads, outs = program.outputs[:num_grads], program.outputs[num_grads:]
-    ways = _ways_from_products(program, of_grads)
-    pairs = zip(ways, of_grads, strict=True)
-    wanted = [way[0].invars if way else [x] for way, x in pairs]
+    paths = _paths_from_products(program, of_grads)
+    pairs = zip(paths, of_grads, strict=True)
+    wanted = [path[0].invars if path else [x] for path, x in pairs]
     known = dict(zip(program.inputs, jax.tree.leaves(args), strict=True))
     values = iter(program.compute([x for xs in wanted for x in xs] + outs, known))
     added = []
-    for total, way, names in zip(jax.tree.leaves(totals), ways, wanted, strict=True):
+    for total, path, names in zip(jax.tree.leaves(totals), paths, wanted, strict=True):
         inputs = [next(values) for _ in names]
-        x = _walk(way, inputs, total.dtype) if way else inputs[0]
+        x = _follow(path, inputs, total.dtype) if path else inputs[0]
         added.append(total + x.astype(total.dtype))
     return like(totals, added), like(other, list(values))
 
 
 _PRODUCT = "dot_general"
 _MOVES = RESHAPES | {"convert_element_type"}
-"""What may come between a product and its result."""
+"""Operations allowed between a product and the gradient."""
 
 
-def _ways_from_products(program: Program, names: list[Any]) -> list[list[Any]]:
-    """The operations from a product to each result; none where there is another way.
+def _paths_from_products(program: Program, names: list[Any]) -> list[list[Any]]:
+    """The equations from a product to each result; none where there is no such path.
 
-    A result that is rounded to whole numbers, or to float8, is rounded on purpose.
+    A result that is rounded to integers or to float8 is rounded on purpose.
     """
     makers = {x: each for each in program.equations for x in each.outvars}
     read = [program.outputs, *(each.invars for each in program.equations)]
     readers = collections.Counter(x for atoms in read for x in names_among(atoms))
 
-    def way(name: Any) -> list[Any]:
+    def path(name: Any) -> list[Any]:
         found: list[Any] = []
         while is_in(name, makers.keys()) and readers[name] == 1 and _is_wide(name):
             found.insert(0, makers[name])
@@ -127,7 +101,7 @@ def _ways_from_products(program: Program, names: list[Any]) -> list[list[Any]]:
             name = found[0].invars[0]
         return []
 
-    return [way(name) for name in names]
+    return [path(name) for name in names]
 
 
 def _is_wide(name: Any) -> bool:
@@ -135,9 +109,9 @@ def _is_wide(name: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16
 
 
-def _walk(way: list[Any], inputs: list[Any], dtype: Any) -> jax.Array:
-    """Goes the way without rounding."""
-    (product, *moves), (left, right) = way, inputs
+def _follow(path: list[Any], inputs: list[Any], dtype: Any) -> jax.Array:
+    """Computes a product and what follows it in a wider dtype."""
+    (product, *moves), (left, right) = path, inputs
     x = _wide_product(product, left, right, dtype)
     for move in moves:
         if move.primitive.name != "convert_element_type":

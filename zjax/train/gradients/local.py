@@ -136,8 +136,8 @@ class LocalGradients:
         return self.reduction == "microbatch"
 
     @property
-    def refetches(self) -> bool:
-        """Whether parameters are fetched within what is differentiated."""
+    def regathers(self) -> bool:
+        """Whether parameters are gathered inside what is differentiated."""
         # A gradient that may be 0 / 0 must be cleared before it meets the others.
         is_split = self.plan.splits.compute and self.reduction != "none"
         return is_split and self.model.separable
@@ -157,7 +157,7 @@ class LocalGradients:
         """Gradients of the weighted mean over the devices and all microbatches."""
         batch = microbatches.cast_batch(batch, self.model, compute_dtype(self.plan))
         params = cast_like(master, self.plan.compute)
-        params = params if self.refetches else self.fetch(params)
+        params = params if self.regathers else self.gather(params)
 
         def one(
             state: ModelState, microbatch: Batch, key: jax.Array
@@ -181,18 +181,18 @@ class LocalGradients:
         key = self.device_key(key)
 
         def share_of_mean(params: Params) -> tuple[jax.Array, Any]:
-            whole = self.fetch(params) if self.refetches else params
+            whole = self.gather(params) if self.regathers else params
             result = self.model.loss(whole, state, batch, key)
             part, total = self.part_of(result)
             return result.value * part * scale, (result, part, total)
 
-        if self.refetches:
+        if self.regathers:
             keeps = self.model.keeps or remat.keeps("none")
             share_of_mean = jax.checkpoint(share_of_mean, policy=keeps)
         grads, (result, part, total) = jax.grad(share_of_mean, has_aux=True)(params)
         if not self.model.separable:
             grads = jax.tree.map(lambda g: jnp.where(part == 0, 0, g), grads)
-        if self.reduces_each and not self.refetches:
+        if self.reduces_each and not self.regathers:
             grads = self.reduce(grads)
         loss = self.mean(result, part, total)
         return cast_like(grads, self.plan.grad_sum), loss
@@ -227,11 +227,11 @@ class LocalGradients:
         metrics = jax.tree.map(over_devices, result.metrics)
         return Loss(value, total, jax.tree.map(average, result.model_state), metrics)
 
-    def fetch(self, params: Params) -> Params:
+    def gather(self, params: Params) -> Params:
         """Gathers stored parameters."""
 
         def one(x: jax.Array, row: ArrayPlan) -> jax.Array:
-            return shards.fetch(x, row, self.axes)
+            return shards.gather_params(x, row, self.axes)
 
         return jax.tree.map(one, params, self.plan.master)
 

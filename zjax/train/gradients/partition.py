@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from zjax.errors import PlanError, Problem
-from zjax.parallel.line import Parts
-from zjax.parallel.parts import without_params
+from zjax.parallel.block_passes import without_params
+from zjax.parallel.pipeline import StackTree
 from zjax.sharding.layers import Layers
 from zjax.sharding.mesh import PIPELINE
 from zjax.sharding.paths import name_of
@@ -51,7 +51,7 @@ class StagePartition:
             problem = "does not put back what Stack.split selects"
             raise PlanError(_no_selection(plan, "join", problem))
 
-    def split(self, tree: Any) -> Parts:
+    def split(self, tree: Any) -> StackTree:
         """Arrays, or rows, of the embedding, of each segment, and of the head."""
         leaves = jax.tree.leaves(tree)
         embed, _, head = self._selected(tree)
@@ -60,9 +60,9 @@ class StagePartition:
             self.blocks,
             is_leaf=_is_layers,
         )
-        return Parts(embed, stages, head)
+        return StackTree(embed, stages, head)
 
-    def join(self, parts: Parts) -> Any:
+    def join(self, parts: StackTree) -> Any:
         """One tree, with the sum of what embedding and head share."""
         stacks = jax.tree.leaves(self.blocks, is_leaf=_is_layers)
         pairs = zip(stacks, jax.tree.leaves(parts.stages), strict=True)

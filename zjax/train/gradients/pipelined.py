@@ -16,9 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from zjax.errors import PlanError, Problem
-from zjax.parallel.feed import Feed, make_feed
-from zjax.parallel.line import Parts
-from zjax.parallel.pipeline import Pipeline
+from zjax.parallel.pipeline import MicrobatchFeed, Pipeline, StackTree, make_feed
 from zjax.parallel.schedule import Schedule
 from zjax.sharding.mesh import BATCH_AXES, SEQUENCE
 from zjax.sharding.placement import ArrayPlan, unpad_tree
@@ -52,7 +50,7 @@ class PipelinedModel:
 def pipelined_gradients(
     pipelined: PipelinedModel, plan: Plan, *, reduce_dtype: Any
 ) -> "PipelinedGradients":
-    """Parts a model into stages, or refuses to.
+    """StackTree a model into stages, or refuses to.
 
     Args:
         pipelined: The model and its schedule.
@@ -199,11 +197,11 @@ class PipelinedGradients:
 
     def start(
         self, master: Params, batch: Batch, lenders: Sequence[str] = ()
-    ) -> tuple[Parts, Feed]:
+    ) -> tuple[StackTree, MicrobatchFeed]:
         """Parameters on their stages, and the microbatches."""
         local, partition = self.local, self.staged.partition
         params = cast_like(master, local.plan.compute)
-        params = params if self.staged.gathers_in_ticks else local.fetch(params)
+        params = params if self.staged.gathers_in_ticks else local.gather(params)
         params = self.staged.staged(partition.split(params))
         batch = microbatches.cast_batch(batch, local.model, compute_dtype(local.plan))
         number = local.num_microbatches
@@ -221,10 +219,10 @@ class PipelinedGradients:
         ]
         rows = dataclasses.replace(rows, stages=slots)
         return Pipeline(
-            self.staged.line(scale, unit),
+            self.staged.chain(scale, unit),
             self.staged.schedule,
             self.recomputes,
-            Parts(*map(self.reducer, (rows.embed, rows.stages, rows.head))),
+            StackTree(*map(self.reducer, (rows.embed, rows.stages, rows.head))),
             self.adds_in_products,
         )
 
@@ -238,7 +236,7 @@ class PipelinedGradients:
 
         return reduce
 
-    def zeros(self) -> Parts:
+    def zeros(self) -> StackTree:
         """Sums of gradients at their start."""
         return self.staged.staged(self.staged.partition.split(self.local.zeros()))
 

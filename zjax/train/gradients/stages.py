@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 from zjax.comm import shards
 from zjax.forward import loss_of_sums
 from zjax.ops.keys import block_key
-from zjax.parallel.line import Line, Parts
+from zjax.parallel import staged as arrays
+from zjax.parallel.pipeline import ChunkLayers, StackTree, StageChain
 from zjax.parallel.schedule import Schedule
 from zjax.parallel.slots import SegmentSlots, assign_slots
-from zjax.parallel.staged import either
 from zjax.sharding.mesh import EXPERT, PIPELINE, SEQUENCE, TENSOR
 from zjax.sharding.placement import ArrayPlan
 from zjax.train.gradients import weighting
@@ -46,7 +46,7 @@ class StagedModel:
     gathers_in_ticks: bool
 
     @functools.cached_property
-    def rows(self) -> Parts:
+    def rows(self) -> StackTree:
         """Where the parameters are stored."""
         return self.partition.split(self.local.plan.master)
 
@@ -87,7 +87,7 @@ class StagedModel:
         axes = EXPERT, SEQUENCE, TENSOR
         return self.gathers_in_ticks or any(sizes[axis] > 1 for axis in axes)
 
-    def line(self, scale: jax.Array, unit: jax.Array) -> Line:
+    def chain(self, scale: jax.Array, unit: jax.Array) -> StageChain:
         """What a pipeline runs.
 
         Args:
@@ -97,11 +97,11 @@ class StagedModel:
         Returns:
             Functions of one microbatch.
         """
-        return Line(
+        return StageChain(
             self.embed,
             self.chunk,
             functools.partial(self.head, scale, unit),
-            fetches=self.gathers_in_ticks,
+            gathers=self.gathers_in_ticks,
             communicates=self.communicates,
         )
 
@@ -128,7 +128,7 @@ class StagedModel:
 
     def chunk(
         self,
-        layers: list[list[Params]],
+        layers: ChunkLayers,
         stream: Any,
         context: Any,
         key: Any,
@@ -179,7 +179,7 @@ class StagedModel:
             return params
 
         def one(x: jax.Array, row: ArrayPlan) -> jax.Array:
-            return shards.fetch(x, row, self.local.axes)
+            return shards.gather_params(x, row, self.local.axes)
 
         return jax.tree.map(one, params, rows)
 
@@ -189,7 +189,7 @@ class StagedModel:
             params, inputs = jax.lax.optimization_barrier((params, inputs))
         return self.whole(params, rows), inputs
 
-    def staged(self, parts: Parts) -> Parts:
+    def staged(self, parts: StackTree) -> StackTree:
         """Embedding and head in place, blocks in slots [stages, chunks, slots, ...]."""
         stages, chunks = self.schedule.num_stages, self.schedule.num_chunks
 
@@ -198,13 +198,13 @@ class StagedModel:
             x = x.reshape(chunks, stages, -1, *x.shape[1:]).swapaxes(0, 1)
             return _held(x, P(PIPELINE, None, None, *_besides_batch(row)[1:]))
 
-        return Parts(
+        return StackTree(
             in_place(parts.embed, self.rows.embed),
             self.map_segments(by_stage, parts.stages),
             in_place(parts.head, self.rows.head),
         )
 
-    def in_line(self, parts: Parts) -> Parts:
+    def in_line(self, parts: StackTree) -> StackTree:
         """Blocks one after another again."""
 
         def one(slots: SegmentSlots, x: jax.Array, row: ArrayPlan) -> jax.Array:
@@ -243,8 +243,8 @@ def unless_empty(
     if slots.first_chunk:
         is_block &= index >= 0
     # Of weights that are all 0, a block may have a gradient of 0 / 0.
-    entering = either(is_block, stream, jax.lax.stop_gradient(stream))
-    return either(is_block, run(entering), stream)
+    entering = arrays.where(is_block, stream, jax.lax.stop_gradient(stream))
+    return arrays.where(is_block, run(entering), stream)
 
 
 def mean_of_sums(sums: Sequence[Auxiliary], num_blocks: Sequence[int]) -> Auxiliary:

@@ -1,12 +1,14 @@
-"""Which microbatches a pipeline computes, where some have no weight."""
+"""Which microbatches a pipeline computes, and what runs in some ticks alone."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from zjax.parallel.feed import make_feed
+from zjax.parallel.pipeline import make_feed, where_due
+from zjax.parallel.schedule import IDLE
 
 AXES = ("replica", "data")
 WEIGHTS = np.float32([[0, 0], [2, 0], [0, 5], [0, 0]])
@@ -30,8 +32,8 @@ def test_devices_without_weight_compute_the_heaviest_of_all():
     names = (*AXES, "pipeline")
     mesh = jax.make_mesh((2, 2, 2), names, (AxisType.Auto,) * 3)
 
-    def run(parts, weights):
-        feed = make_feed(*jax.tree.map(lambda x: x[0], (parts, weights)), AXES)
+    def run(microbatches, weights):
+        feed = make_feed(*jax.tree.map(lambda x: x[0], (microbatches, weights)), AXES)
         batches = jax.vmap(feed.batch)(jnp.arange(2))
         return jax.tree.map(lambda x: x[None], (batches, feed.weights))
 
@@ -51,3 +53,17 @@ def test_devices_without_weight_compute_the_heaviest_of_all():
         lambda x: x.dtype, parts
     )
     np.testing.assert_array_equal(weights, WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("ticks", "operations"),
+    [((3, 4), {"mul", "max"}), ((IDLE, IDLE), {"cond"}), ((3, IDLE), {"cond"})],
+)
+def test_what_is_due_in_all_ticks_needs_no_condition(ticks, operations):
+    def run(number, total):
+        return where_due(np.array(ticks), number, lambda n, x: n * x, total)
+
+    equations = jax.make_jaxpr(run)(jnp.int32(3), jnp.int32(2)).eqns
+    found = {each.primitive.name for each in equations}
+    assert found >= operations
+    assert "cond" in operations or "cond" not in found

@@ -8,7 +8,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from zjax.parallel import remat
-from zjax.parallel.parts import (
+from zjax.parallel.block_passes import (
     differentiate_in_passes,
     split_backward,
     without_params,
@@ -17,10 +17,10 @@ from zjax.parallel.parts import (
 WIDTH = 6
 
 
-def two_layers(params, stream, rest):
+def two_layers(params, stream, nondiff):
     """Has what blocks have: products, a norm of its own, masks, and more results."""
     x, total = stream
-    table, key = rest
+    table, key = nondiff
     for weights in params["layers"]:
         hidden = jax.nn.silu(x @ weights["up"]) * jnp.sin(table)[None]
         keep = jax.random.bernoulli(key, 0.5, hidden.shape)
@@ -42,13 +42,13 @@ def given():
 
     params = {"layers": [layer(), layer()]}
     stream = jax.random.normal(next(keys), (3, WIDTH)), jnp.float32(0.25)
-    rest = jax.random.normal(next(keys), (2 * WIDTH,)), next(keys)
+    nondiff = jax.random.normal(next(keys), (2 * WIDTH,)), next(keys)
     cotangent = jnp.ones((3, WIDTH)), jnp.float32(2)
-    return params, stream, rest, cotangent
+    return params, stream, nondiff, cotangent
 
 
-def expected(function, params, stream, rest, cotangent):
-    out, pull = jax.vjp(lambda p, x: function(p, x, rest), params, stream)
+def expected(function, params, stream, nondiff, cotangent):
+    out, pull = jax.vjp(lambda p, x: function(p, x, nondiff), params, stream)
     return out, *pull(cotangent)
 
 
@@ -63,46 +63,48 @@ def num_products(function, *args):
 
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_passes_compute_what_jax_does(given, policy):
-    params, stream, rest, cotangent = given
+    params, stream, nondiff, cotangent = given
     function = remat.recompute(two_layers, policy, in_loop=True)
-    passes = differentiate_in_passes(function, params, stream, rest)
-    out, kept = jax.jit(passes.forward)(params, stream, rest)
-    grads, back = jax.jit(passes.backward)(params, kept, rest, cotangent)
-    assert_same((out, grads, back), expected(function, params, stream, rest, cotangent))
+    passes = differentiate_in_passes(function, params, stream, nondiff)
+    out, residuals = jax.jit(passes.forward)(params, stream, nondiff)
+    grads, cotangents = jax.jit(passes.backward)(params, residuals, nondiff, cotangent)
+    assert_same(
+        (out, grads, cotangents), expected(function, params, stream, nondiff, cotangent)
+    )
 
 
 def test_what_waits_follows_from_the_stream(given):
-    """Fails if parameters, tables or random masks are kept for each microbatch."""
-    params, stream, rest, _ = given
-    passes = differentiate_in_passes(two_layers, params, stream, rest)
-    _, kept = passes.forward(params, stream, rest)
-    _, others = passes.forward(params, jax.tree.map(lambda x: x + 1, stream), rest)
-    for x, other in zip(kept, others, strict=True):
+    """Fails if parameters, tables or random masks are saved for each microbatch."""
+    params, stream, nondiff, _ = given
+    passes = differentiate_in_passes(two_layers, params, stream, nondiff)
+    _, residuals = passes.forward(params, stream, nondiff)
+    _, others = passes.forward(params, jax.tree.map(lambda x: x + 1, stream), nondiff)
+    for x, other in zip(residuals, others, strict=True):
         assert x.shape[:1] in ((3,), ())
         assert (np.asarray(x) != np.asarray(other)).any()
     remembering = differentiate_in_passes(
-        remat.recompute(two_layers, "full", in_loop=True), params, stream, rest
+        remat.recompute(two_layers, "full", in_loop=True), params, stream, nondiff
     )
-    _, least = remembering.forward(params, stream, rest)
-    assert sum(x.size for x in least) == stream[0].size < sum(x.size for x in kept)
+    _, least = remembering.forward(params, stream, nondiff)
+    assert sum(x.size for x in least) == stream[0].size < sum(x.size for x in residuals)
 
 
 def test_gradients_of_weights_are_made_apart(given):
     """Fails if a pass computes what is the other's, or both compute it."""
-    params, stream, rest, cotangent = given
-    passes = differentiate_in_passes(two_layers, params, stream, rest)
-    _, kept = passes.forward(params, stream, rest)
-    halves = split_backward(passes.backward, params, kept, rest, cotangent)
-    back, handed = jax.jit(halves.of_stream)(params, kept, rest, cotangent)
-    grads = jax.jit(halves.of_params)(params, kept, rest, handed)
-    _, *wanted = expected(two_layers, params, stream, rest, cotangent)
-    assert_same([grads, back], wanted)
-    assert num_products(passes.backward, params, kept, rest, cotangent) == 8
-    assert num_products(halves.of_stream, params, kept, rest, cotangent) == 4
-    assert num_products(halves.of_params, params, kept, rest, handed) == 4
+    params, stream, nondiff, cotangent = given
+    passes = differentiate_in_passes(two_layers, params, stream, nondiff)
+    _, residuals = passes.forward(params, stream, nondiff)
+    split = split_backward(passes.backward, params, residuals, nondiff, cotangent)
+    cotangents, operands = jax.jit(split.stream)(params, residuals, nondiff, cotangent)
+    grads = jax.jit(split.params)(params, residuals, nondiff, operands)
+    _, *wanted = expected(two_layers, params, stream, nondiff, cotangent)
+    assert_same([grads, cotangents], wanted)
+    assert num_products(passes.backward, params, residuals, nondiff, cotangent) == 8
+    assert num_products(split.stream, params, residuals, nondiff, cotangent) == 4
+    assert num_products(split.params, params, residuals, nondiff, operands) == 4
 
 
-def a_block(params, stream, rest):
+def a_block(params, stream, nondiff):
     """A norm in float32, and a layer with biases and a gate, in bfloat16."""
     x = stream.astype(jnp.float32)
     x = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1)
@@ -130,21 +132,21 @@ def test_weights_wait_for_no_more_than_their_products_read():
     }
     stream = jax.random.normal(jax.random.key(9), (3, WIDTH), jnp.bfloat16)
     passes = differentiate_in_passes(a_block, params, stream, ())
-    _, kept = passes.forward(params, stream, ())
-    halves = split_backward(passes.backward, params, kept, (), stream)
-    back, handed = jax.jit(halves.of_stream)(params, kept, (), stream)
-    of_tokens = sorted(x.shape for x in handed if x.ndim == 2)
+    _, residuals = passes.forward(params, stream, ())
+    split = split_backward(passes.backward, params, residuals, (), stream)
+    cotangents, operands = jax.jit(split.stream)(params, residuals, (), stream)
+    of_tokens = sorted(x.shape for x in operands if x.ndim == 2)
     assert of_tokens == [(3, WIDTH), (3, 2 * WIDTH), (3, 2 * WIDTH)]
-    of_norm_and_biases = sorted(x.shape for x in handed if x.ndim == 1)
+    of_norm_and_biases = sorted(x.shape for x in operands if x.ndim == 1)
     assert of_norm_and_biases == [(WIDTH,), (WIDTH,), (WIDTH,), (2 * WIDTH,)]
-    assert {x.dtype.name for x in handed} == {"bfloat16"}
-    grads = jax.jit(halves.of_params)(params, kept, (), handed)
-    wanted = jax.jit(passes.backward)(params, kept, (), stream)
+    assert {x.dtype.name for x in operands} == {"bfloat16"}
+    grads = jax.jit(split.params)(params, residuals, (), operands)
+    wanted = jax.jit(passes.backward)(params, residuals, (), stream)
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(
             x.astype(np.float32), y.astype(np.float32), 0.02, 0.02
         ),
-        (grads, back),
+        (grads, cotangents),
         wanted,
     )
 
@@ -159,8 +161,8 @@ def test_what_has_no_elements_does_not_wait():
     def forward(x):
         return x, (x, jnp.zeros((2, 0), x.dtype))
 
-    def backward(kept, cotangent):
-        x, mask = kept
+    def backward(residuals, cotangent):
+        x, mask = residuals
         return (cotangent * x + mask.sum(),)
 
     kernel.defvjp(forward, backward)
@@ -168,9 +170,9 @@ def test_what_has_no_elements_does_not_wait():
     run = jax.shard_map(kernel, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
     x = jnp.arange(4.0)
     passes = differentiate_in_passes(lambda w, x, _: run(w * x), x, x, ())
-    _, kept = passes.forward(x, x, ())
-    assert all(array.size for array in kept)
-    grads, cotangent = passes.backward(x, kept, (), jnp.ones(4))
+    _, residuals = passes.forward(x, x, ())
+    assert all(array.size for array in residuals)
+    grads, cotangent = passes.backward(x, residuals, (), jnp.ones(4))
     np.testing.assert_allclose(grads, x**3)
     np.testing.assert_allclose(cotangent, x**3)
 
@@ -188,6 +190,6 @@ def test_what_a_loop_computes_beside_its_sums_does_not_depend_on_them():
 
     given = jnp.ones((2, 2)), jnp.ones((3, 2))
     assert without_params(lambda *x: sums(*x)[0], *given) is None
-    rest = without_params(lambda *x: sums(*x)[1], *given)
-    assert rest(given[1]).tolist() == [3, 3]
-    assert num_products(rest, given[1]) == 0
+    pure = without_params(lambda *x: sums(*x)[1], *given)
+    assert pure(given[1]).tolist() == [3, 3]
+    assert num_products(pure, given[1]) == 0
