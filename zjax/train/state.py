@@ -185,47 +185,57 @@ def init_state(
     Returns:
         The state of step 0.
     """
-    passing = plan_on_device(plan)
+    on_device = plan_on_device(plan)
+    places = shardings(state_rows(on_device, config))
 
     def from_params(params: Params, model_state: ModelState) -> TrainState:
-        params = take_apart(params, plan.master)
-        params = jax.tree.map(lambda x, row: x.astype(row.dtype), params, plan.master)
-        params = jax.tree.map(computed_once, params, plan.master)
-        params = place_tree(params, passing.master)
-        stored = pad_tree(params, plan.master)
-        return TrainState(
-            **first_scalars(config),
-            master=jax.tree.map(half_at_rest, stored, plan.master),
-            opt_state=pad_tree(tx.init(params), plan.opt_state),
-            model_state=model_state,
-            ema=jax.tree.map(lambda x, row: x.astype(row.dtype), stored, plan.ema)
-            if plan.ema
-            else (),
-            params=pad_tree(compute_params(params, passing), plan.compute)
-            if plan.is_offloaded
-            else (),
-        )
+        return _first_state(params, model_state, tx, plan, config)
 
     def from_stored(stored: Params, model_state: ModelState) -> TrainState:
         return from_params(unpad_tree(stored, plan.master), model_state)
 
-    places = shardings(state_rows(passing, config))
+    def stored_away(state: TrainState) -> TrainState:
+        return store_all(state, state_rows(plan, config), transfer_budget(plan.mesh))
+
     if master is not None:
         model_state = jax.jit(lambda key: model.init(key)[1])(key)
     elif model.given is not None:
         params, model_state = model.given()
-        master = place_given(
-            take_apart(params, plan.master), whole_rows(passing.master)
-        )
+        rows = whole_rows(on_device.master)
+        master = place_given(take_apart(params, plan.master), rows)
     else:
         create = jax.jit(
             lambda key: from_params(*model.init(key)), out_shardings=places
         )
-        state = create(key)
-        return store_all(state, state_rows(plan, config), transfer_budget(plan.mesh))
+        return stored_away(create(key))
     complete = jax.jit(from_stored, out_shardings=places, donate_argnums=0)
-    state = complete(master, model_state)
-    return store_all(state, state_rows(plan, config), transfer_budget(plan.mesh))
+    return stored_away(complete(master, model_state))
+
+
+def _first_state(
+    params: Params, model_state: ModelState, tx: Any, plan: Plan, config: Config
+) -> TrainState:
+    """The state of step 0 on the devices, from parameters in logical shapes."""
+    on_device = plan_on_device(plan)
+    params = take_apart(params, plan.master)
+    params = jax.tree.map(lambda x, row: x.astype(row.dtype), params, plan.master)
+    params = jax.tree.map(computed_once, params, plan.master)
+    params = place_tree(params, on_device.master)
+    stored = pad_tree(params, plan.master)
+    ema, compute = (), ()
+    opt_state = pad_tree(tx.init(params), plan.opt_state)
+    if plan.ema:
+        ema = jax.tree.map(lambda x, row: x.astype(row.dtype), stored, plan.ema)
+    if plan.is_offloaded:
+        compute = pad_tree(compute_params(params, on_device), plan.compute)
+    return TrainState(
+        **first_scalars(config),
+        master=jax.tree.map(half_at_rest, stored, plan.master),
+        opt_state=opt_state,
+        model_state=model_state,
+        ema=ema,
+        params=compute,
+    )
 
 
 def with_params(state: TrainState, plan: Plan) -> TrainState:

@@ -1,5 +1,6 @@
 """One optimizer step: unscale, check, clip, update, keep or skip."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -22,25 +23,14 @@ Schedule = Callable[[jax.Array], jax.Array]
 
 
 def loss_scale_of(state: TrainState) -> jax.Array:
-    """The factor on the loss in this step's backward pass.
-
-    Args:
-        state: Its scaler, if it has one.
-
-    Returns:
-        float32[]; 1 unless computing in float16.
-    """
+    """The loss scale, float32[]; 1 unless computing in float16."""
     return jnp.float32(1) if state.scaler == () else state.scaler.scale
 
 
 def make_update(
     tx: Any, plan: Plan, config: Config, schedule: Schedule | None
-) -> Callable[..., tuple[TrainState, Metrics]]:
+) -> "Update":
     """Builds `update(state, grads, loss, value_fn) -> (state, metrics)`.
-
-    Gradients are divided by the scale that this step's backward pass used. A step with
-    a gradient that is not finite changes nothing but `step`, `num_skipped` and the
-    scaler (arXiv:1710.03740), unless `precision.on_nonfinite` is `update`.
 
     Args:
         tx: Optax gradient transformation; it gets `value`, `grad` and `value_fn` if it
@@ -48,37 +38,61 @@ def make_update(
         plan: Places gradients and state.
         config: Read for `optimizer` and `precision`.
         schedule: Learning rate by applied step, for the metrics; None where unknown.
-
-    Returns:
-        A pure function. `grads` are in logical shapes, still scaled.
     """
-    tx = optax.with_extra_args_support(tx)
-    limit = config.optimizer.clip_norm
     trained = trained_params(plan.master, config.optimizer.groups)
+    return Update(optax.with_extra_args_support(tx), plan, config, schedule, trained)
 
-    def update(
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Update:
+    """A pure function: one step of the optimizer.
+
+    A step with a gradient that is not finite changes nothing but `step`, `num_skipped`
+    and the scaler (arXiv:1710.03740), unless `precision.on_nonfinite` is `update`.
+
+    Args:
+        tx: Optax gradient transformation with extra arguments.
+        plan: Places gradients and state.
+        config: Read for `optimizer` and `precision`.
+        schedule: Learning rate by applied step; None where unknown.
+        trained: bool for each parameter; gradients of others count as 0.
+    """
+
+    tx: Any
+    plan: Plan
+    config: Config
+    schedule: Schedule | None
+    trained: Any
+
+    def __call__(
+        self,
         state: TrainState,
         grads: Params,
         loss: Loss,
         value_fn: Callable[[Params], jax.Array],
     ) -> tuple[TrainState, Metrics]:
-        inverse = 1 / loss_scale_of(state)
-        grads = place_tree(grads, plan.grads)
-        grads = jax.tree.map(
-            lambda g, row: (g.astype(jnp.float32) * inverse).astype(row.dtype),
-            grads,
-            plan.master,
-        )
-        grads = jax.tree.map(lambda g, t: g if t else jnp.zeros_like(g), grads, trained)
+        """Unscales, checks, clips and applies gradients.
+
+        Args:
+            state: Before the step; not consumed.
+            grads: Gradients in logical shapes, times the loss scale of `state`.
+            loss: The mean loss, not scaled.
+            value_fn: The loss of other master weights.
+
+        Returns:
+            The state after the step, and its metrics.
+        """
+        plan = self.plan
+        grads = self.unscaled(grads, loss_scale_of(state))
         norm = clip.global_norm(grads)
         # A gradient that is not finite leaves no norm that is.
         finite = jnp.isfinite(norm) & jnp.isfinite(loss.value)
-        if config.precision.on_nonfinite == "update":
+        if self.updates_always:
             finite = jnp.bool_(True)
-        grads = clip.clip_by_norm(grads, norm, limit)
+        grads = clip.clip_by_norm(grads, norm, self.config.optimizer.clip_norm)
         stored = whole_master(state.master, state.params, plan)
         master = unpad_tree(stored, plan.master)
-        updates, opt_state = tx.update(
+        updates, opt_state = self.tx.update(
             grads,
             unpad_tree(state.opt_state, plan.opt_state),
             master,
@@ -87,39 +101,64 @@ def make_update(
             value_fn=value_fn,
         )
         new = place_tree(optax.apply_updates(master, updates), plan.master)
-        new = keep(pad_tree(new, plan.master), stored, finite)
+        new = self.kept_if_finite(pad_tree(new, plan.master), stored, finite)
         new = jax.tree.map(computed_once, new, plan.master)
-        changed = state_after(state, new, opt_state, loss, finite)
-        return changed, _metrics(state, loss, norm, finite)
+        changed = self.state_after(state, new, opt_state, loss, finite)
+        return changed, self.metrics(state, loss, norm, finite)
 
-    def keep(new: Any, old: Any, finite: jax.Array) -> Any:
-        if config.precision.on_nonfinite == "update":
+    @property
+    def updates_always(self) -> bool:
+        """Whether a step is taken whatever its gradients are."""
+        return self.config.precision.on_nonfinite == "update"
+
+    def unscaled(self, grads: Params, scale: jax.Array) -> Params:
+        """Gradients of the mean loss in the dtype and placement of the optimizer."""
+        inverse = 1 / scale
+        grads = place_tree(grads, self.plan.grads)
+        grads = jax.tree.map(
+            lambda g, row: (g.astype(jnp.float32) * inverse).astype(row.dtype),
+            grads,
+            self.plan.master,
+        )
+        return jax.tree.map(
+            lambda g, t: g if t else jnp.zeros_like(g), grads, self.trained
+        )
+
+    def kept_if_finite(self, new: Any, old: Any, finite: jax.Array) -> Any:
+        """The new arrays, or the old ones in a step that is skipped."""
+        if self.updates_always:
             return new
         return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
 
     def state_after(
-        state: TrainState, master: Params, opt_state: Any, loss: Loss, finite: jax.Array
+        self,
+        state: TrainState,
+        master: Params,
+        opt_state: Any,
+        loss: Loss,
+        finite: jax.Array,
     ) -> TrainState:
-        scaler = state.scaler
+        """The state with new master weights, and all that follows from them."""
+        plan, scaler, ema, params = self.plan, state.scaler, state.ema, state.params
         if scaler != ():
-            settings = config.precision.loss_scale
+            settings = self.config.precision.loss_scale
             scaler = loss_scale.update_scaler(scaler, ~finite, settings)
-        ema = state.ema
         if ema != ():
             applied = state.step - state.num_skipped
-            average = update_ema(ema, master, config.optimizer.ema_decay, applied)
-            ema = keep(average, ema, finite)
-        params = state.params
+            decay = self.config.optimizer.ema_decay
+            ema = self.kept_if_finite(
+                update_ema(ema, master, decay, applied), ema, finite
+            )
         if params != ():
             logical = unpad_tree(master, plan.master)
             params = pad_tree(compute_params(logical, plan), plan.compute)
+        opt_state = pad_tree(opt_state, plan.opt_state)
+        keep = self.kept_if_finite
         return TrainState(
             step=state.step + 1,
             num_skipped=state.num_skipped + ~finite,
             master=jax.tree.map(half_at_rest, master, plan.master),
-            opt_state=keep(
-                pad_tree(opt_state, plan.opt_state), state.opt_state, finite
-            ),
+            opt_state=keep(opt_state, state.opt_state, finite),
             model_state=keep(loss.model_state, state.model_state, finite),
             scaler=scaler,
             ema=ema,
@@ -127,23 +166,22 @@ def make_update(
             params=params,
         )
 
-    def _metrics(
-        state: TrainState, loss: Loss, norm: jax.Array, finite: jax.Array
+    def metrics(
+        self, state: TrainState, loss: Loss, norm: jax.Array, finite: jax.Array
     ) -> Metrics:
+        """Metrics of the loss and of the step, float32[] each."""
         own = {
             "loss": loss.value,
             "weight": loss.weight,
             "grad_norm": norm,
             "skipped_steps": state.num_skipped + ~finite,
         }
-        if schedule is not None:
-            own["learning_rate"] = schedule(state.step - state.num_skipped)
+        if self.schedule is not None:
+            own["learning_rate"] = self.schedule(state.step - state.num_skipped)
         if state.scaler != ():
             own["loss_scale"] = state.scaler.scale
-            settings = config.precision.loss_scale
+            settings = self.config.precision.loss_scale
             own["loss_scale_spent"] = loss_scale.at_minimum(state.scaler, settings)
         return {
             name: jnp.float32(value) for name, value in (loss.metrics | own).items()
         }
-
-    return update
