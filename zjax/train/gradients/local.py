@@ -1,6 +1,6 @@
-"""Gradients where every device differentiates its own rows, then added by hand.
+"""Gradients of the local rows of each device, reduced by collectives of our own.
 
-This is for separable losses, and for any where `precision.reduce_dtype` asks for
+This is for separable losses, and for any loss where `precision.reduce_dtype` asks for
 float32. The communication is that of the ZeRO paper and nothing else: per optimizer
 step, in units of the parameters,
 
@@ -10,9 +10,9 @@ step, in units of the parameters,
       2     1                    1 reduce-scatter per microbatch
       3     2 per microbatch     1 reduce-scatter per microbatch
 
-gathers in the compute dtype and reductions in that or, if asked, in float32.
+Gathers use the compute dtype. Reductions use the compute dtype or `reduce_dtype`.
 
-Without reduction each device keeps the gradients of its own rows. This is the seam of
+Without reduction each device has the gradients of its local rows. This is the seam for
 optimizers that communicate in another way (1-bit Adam) or less often (DiLoCo).
 
 Reference: ZeRO, arXiv:1910.02054, section 7.
@@ -52,21 +52,21 @@ def local_gradients(
 ) -> Callable[..., tuple[Params, Loss]]:
     """Builds `gradients(master, model_state, batch, key, scale) -> (grads, loss)`.
 
-    Of a loss that is not separable, each device sees only its own rows: a BatchNorm
-    normalises over them, the model states are averaged, random keys differ by device.
+    A loss that is not separable sees the local rows only: BatchNorm normalises over
+    them, model states are averaged over devices, random keys differ by device.
 
     Args:
         model: Its loss.
         plan: Places parameters, gradients and their sum.
-        num_microbatches: Parts of the batch that follow one another.
-        reduce_dtype: In which gradients are added over devices.
-        reduces: Whether they are added at all.
+        num_microbatches: Gradient accumulation, 1 or more.
+        reduce_dtype: Dtype in which gradients are added over devices.
+        reduces: Whether gradients are added over devices.
 
     Returns:
-        A pure function of the stored master parameters. `grads` are of `scale` times
-        the mean loss, in logical shapes and the gradient sum's dtype; the loss itself
-        is not scaled. Without reduction they have a leading dim of devices, over which
-        they are split and whose mean is the reduced gradient.
+        A pure function of the stored master parameters. `grads` are gradients of
+        `scale` times the mean loss, in logical shapes and the dtype of the gradient
+        sum; the loss is not scaled. Without reduction they have a leading dim of
+        devices, over which they are split and whose mean is the reduced gradient.
     """
     in_use = plan_in_use(model, plan)
     each = plan.splits.grad_sum or num_microbatches == 1
@@ -106,8 +106,8 @@ class LocalGradients:
     Args:
         model: Its loss.
         plan: Places parameters, gradients and their sum, as the program uses them.
-        num_microbatches: Parts of the batch that follow one another.
-        reduce_dtype: In which gradients are added over devices.
+        num_microbatches: Gradient accumulation, 1 or more.
+        reduce_dtype: Dtype in which gradients are added over devices.
         reduction: When they are added.
     """
 
@@ -119,31 +119,31 @@ class LocalGradients:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Axes that split the batch."""
+        """Mesh axes that split the batch."""
         return tuple(axis for axis in BATCH_AXES if self.plan.mesh.shape[axis] > 1)
 
     @property
     def mapped_axes(self) -> set[str]:
-        """Axes that are mapped by hand."""
-        # Mapping axes of size 1 too, where that maps all, keeps the compiler out.
+        """Mesh axes that `shard_map` maps."""
+        # If the other axes all have size 1, mapping them leaves none to the compiler.
         sizes = self.plan.mesh.shape
         mapped = {axis for axis in sizes if axis in self.axes or sizes[axis] == 1}
         return mapped if mapped == set(sizes) else set(self.axes)
 
     @property
     def reduces_each(self) -> bool:
-        """Whether the sum over microbatches is split over the devices."""
+        """Whether gradients of each microbatch are reduced."""
         return self.reduction == "microbatch"
 
     @property
     def regathers(self) -> bool:
-        """Whether parameters are gathered inside what is differentiated."""
+        """Whether each differentiation gathers the parameters again."""
         # A gradient that may be 0 / 0 must be cleared before it meets the others.
         is_split = self.plan.splits.compute and self.reduction != "none"
         return is_split and self.model.separable
 
     def specs(self, rows: Any) -> Any:
-        """What `shard_map` is told of arrays in these rows."""
+        """Specs of arrays for `shard_map`."""
         return jax.tree.map(lambda row: shards.manual_spec(row, self.axes), rows)
 
     def gradients(
@@ -154,7 +154,7 @@ class LocalGradients:
         key: jax.Array,
         scale: Any,
     ) -> tuple[Params, Loss]:
-        """Gradients of the weighted mean over the devices and all microbatches."""
+        """Gradients of the weighted mean over all devices and microbatches."""
         batch = microbatches.cast_batch(batch, self.model, compute_dtype(self.plan))
         params = cast_like(master, self.plan.compute)
         params = params if self.regathers else self.gather(params)
@@ -181,8 +181,8 @@ class LocalGradients:
         key = self.device_key(key)
 
         def share_of_mean(params: Params) -> tuple[jax.Array, Any]:
-            whole = self.gather(params) if self.regathers else params
-            result = self.model.loss(whole, state, batch, key)
+            used = self.gather(params) if self.regathers else params
+            result = self.model.loss(used, state, batch, key)
             part, total = self.part_of(result)
             return result.value * part * scale, (result, part, total)
 
@@ -204,17 +204,17 @@ class LocalGradients:
         return fold_in(key, jax.lax.axis_index(self.axes))
 
     def part_of(self, result: Loss) -> tuple[jax.Array, jax.Array]:
-        """Share of a device in the weight of all, and that weight."""
+        """The share of this device in the total weight, and the total."""
         weight = jax.lax.stop_gradient(result.weight)
         total = self.sum(weight)
         return weight / jnp.where(total == 0, 1, total), total
 
     def sum(self, x: jax.Array) -> jax.Array:
-        """Adds what the devices have."""
+        """Sum over devices."""
         return jax.lax.psum(x, self.axes) if self.axes else x
 
     def mean(self, result: Loss, part: jax.Array, total: jax.Array) -> Loss:
-        """The loss over all devices, from each one's and its share in the weight."""
+        """The mean loss over all devices, weighted by their shares."""
 
         def over_devices(x: jax.Array) -> jax.Array:
             wide = jnp.asarray(x, jnp.float32)
@@ -228,7 +228,7 @@ class LocalGradients:
         return Loss(value, total, jax.tree.map(average, result.model_state), metrics)
 
     def gather(self, params: Params) -> Params:
-        """Gathers stored parameters."""
+        """All-gathers stored parameters."""
 
         def one(x: jax.Array, row: ArrayPlan) -> jax.Array:
             return shards.gather_params(x, row, self.axes)
@@ -236,7 +236,7 @@ class LocalGradients:
         return jax.tree.map(one, params, self.plan.master)
 
     def reduce(self, grads: Params) -> Params:
-        """Sums gradients; each device keeps its shards."""
+        """Sums gradients over devices into shards."""
         return jax.tree.map(self.reduce_one, grads, self.plan.grads)
 
     def reduce_one(self, grad: jax.Array, row: ArrayPlan) -> jax.Array:
@@ -245,11 +245,11 @@ class LocalGradients:
         return total.astype(row.dtype)
 
     def stacked(self, grad: jax.Array) -> jax.Array:
-        """One array as an entry of the leading dim of devices, whose mean counts."""
+        """One array with a leading dim of devices, whose mean is the gradient."""
         return (grad * self.plan.num_batch_shares)[None]
 
     def zeros(self) -> Params:
-        """Sums of gradients at their start."""
+        """Initial sums of gradients."""
 
         def one(row: ArrayPlan) -> jax.Array:
             shape_of = shards.shard_shape if self.reduces_each else shards.used_shape

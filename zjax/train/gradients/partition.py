@@ -52,7 +52,7 @@ class StagePartition:
             raise PlanError(_no_selection(plan, "join", problem))
 
     def split(self, tree: Any) -> StackTree:
-        """Arrays, or rows, of the embedding, of each segment, and of the head."""
+        """Selects the leaves of the embedding, of each segment, and of the head."""
         leaves = jax.tree.leaves(tree)
         embed, _, head = self._selected(tree)
         stages = jax.tree.map(
@@ -63,7 +63,7 @@ class StagePartition:
         return StackTree(embed, stages, head)
 
     def join(self, parts: StackTree) -> Any:
-        """One tree, with the sum of what embedding and head share."""
+        """Joins them again, with the sum of leaves that embedding and head share."""
         stacks = jax.tree.leaves(self.blocks, is_leaf=_is_layers)
         pairs = zip(stacks, jax.tree.leaves(parts.stages), strict=True)
         stacked = {marks[0].path: x for marks, x in pairs}
@@ -83,13 +83,13 @@ class StagePartition:
         )
 
     def check_context(self, batch: Batch) -> None:
-        """Refuses what would get no gradient.
+        """Refuses a context that depends on parameters, which would get no gradient.
 
         Args:
             batch: Arrays of a microbatch or their shapes.
 
         Raises:
-            PlanError: The context follows from parameters.
+            PlanError: It does.
         """
         embed = _shapes(self.split(self.plan.compute).embed)
         if without_params(lambda *x: self._embedded(*x)[1], embed, batch) is None:
@@ -98,16 +98,13 @@ class StagePartition:
             raise PlanError(_of_size(self.plan, problem, remedy))
 
     def weights(self, parts: Batch) -> jax.Array:
-        """The weights of microbatches before the first of them has run.
+        """The weights of microbatches, float32[microbatches], before any has run.
 
         Args:
-            parts: Microbatches, stacked.
-
-        Returns:
-            float32[microbatches].
+            parts: Arrays [microbatches, ...].
 
         Raises:
-            PlanError: They follow from more than the batch.
+            PlanError: They depend on more than the batch.
         """
         rows = self.split(self.plan.compute)
         embed, head = _shapes(rows.embed), _shapes(rows.head)
@@ -148,7 +145,7 @@ class StagePartition:
 
 @dataclasses.dataclass(frozen=True)
 class _Mark:
-    """In place of one layer of a stacked array."""
+    """Stands for one layer of a stacked array in `Stack.split` and `Stack.join`."""
 
     path: str
     layer: int
@@ -159,7 +156,7 @@ def _is_layers(x: Any) -> bool:
 
 
 def _is_stack(x: Any, num_blocks: int) -> bool:
-    """Whether all layers of one array are there, in their order."""
+    """Whether these are all layers of one array, in order."""
     return (
         _is_layers(x)
         and len(x) == num_blocks
@@ -191,16 +188,16 @@ def _no_selection(plan: Plan, function: str, what: str) -> Problem:
 
 
 def check_no_model_state(plan: Plan, field: str, value: Any, instead: Any) -> None:
-    """Refuses what would stay as it starts, where a stack takes the place of the loss.
+    """Refuses a model state where a stack runs in place of the loss.
 
     Args:
         plan: Places the model state.
-        field: Setting that has a stack run.
-        value: Of this setting.
-        instead: A value that has the loss run.
+        field: Name of the setting that has the stack run.
+        value: Value of this setting.
+        instead: Value that has the loss run.
 
     Raises:
-        PlanError: There is a model state.
+        PlanError: There is a model state, which no stack updates.
     """
     paths = ", ".join(row.path for row in jax.tree.leaves(plan.model_state))
     if paths:

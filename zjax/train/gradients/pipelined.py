@@ -1,10 +1,10 @@
-"""Gradients of a model whose blocks lie on the stages of a pipeline.
+"""Gradients of a model whose blocks run on the stages of a pipeline.
 
-Every device differentiates its own rows, as in `zjax.train.gradients.local`, with the
-same communication over the batch axes: gradients are reduced once per step, or from
-ZeRO stage 2 on in each tick that has a backward pass; at stage 3 the parameters of
-blocks are fetched in each tick. Before the first, devices without any microbatch of
-weight are lent one.
+Every device differentiates its local rows, as in `zjax.train.gradients.local`, with the
+same communication over the batch axes. Gradients are reduced once per step; from ZeRO
+stage 2 on, in each tick with a backward pass. At stage 3 each tick gathers the
+parameters of its blocks. Before the first tick, devices whose microbatches all have
+weight 0 get one from another device.
 """
 
 import dataclasses
@@ -36,9 +36,8 @@ class PipelinedModel:
     Args:
         model: It has a stack, whose arrays stack their layers.
         schedule: The passes of a step.
-        recomputes: Whether a stage keeps only what entered it until its backward pass.
-        keeps: What a block keeps besides, as a policy of `jax.checkpoint`; None keeps
-            what its gradients read.
+        recomputes: Whether a stage saves only its input for the backward pass.
+        keeps: Policy of `jax.checkpoint` for the residuals of a block; None saves all.
     """
 
     model: Model
@@ -50,22 +49,19 @@ class PipelinedModel:
 def pipelined_gradients(
     pipelined: PipelinedModel, plan: Plan, *, reduce_dtype: Any
 ) -> "PipelinedGradients":
-    """StackTree a model into stages, or refuses to.
+    """Splits a model into stages, or refuses to.
 
     Args:
         pipelined: The model and its schedule.
         plan: Places parameters, gradients and their sum.
-        reduce_dtype: In which gradients are added over devices.
-
-    Returns:
-        Pure functions of the stored master parameters.
+        reduce_dtype: Dtype in which gradients are added over devices.
 
     Raises:
         PlanError: The model is no line of blocks whose arrays stack them.
     """
     model, schedule = pipelined.model, pipelined.schedule
     padded = _with_padded_layers(plan)
-    # Alone with its rows, a device has nothing to split sums of gradients over.
+    # A single share of the batch has no devices to split sums of gradients over.
     is_shared = plan.num_batch_shares > 1
     reduction = "microbatch" if is_shared and plan.splits.grad_sum else "step"
     number = schedule.num_microbatches
@@ -85,7 +81,7 @@ class PipelinedGradients:
     Args:
         plan: Places parameters and gradients.
         staged: The model on its stages.
-        recomputes: Whether a stage keeps only what entered it until its backward pass.
+        recomputes: Whether a stage saves only its input for the backward pass.
     """
 
     plan: Plan
@@ -136,21 +132,21 @@ class PipelinedGradients:
 
     @property
     def local(self) -> LocalGradients:
-        """What each device does with its own rows."""
+        """Gradients of the local rows."""
         return self.staged.local
 
     @property
     def reduces_in_ticks(self) -> bool:
-        """Whether gradients are reduced in the ticks that make them."""
+        """Whether gradients are reduced in the ticks that compute them."""
         return self.local.reduces_each and not self.staged.gathers_in_ticks
 
     @property
     def adds_in_products(self) -> bool:
-        """Whether nothing comes between a gradient and the sum of its chunk."""
-        # What devices of a sequence add up would be twice as wide.
-        is_whole = self.plan.mesh.shape[SEQUENCE] == 1
+        """Whether matrix products add to the sum of gradients of their chunk."""
+        # Devices of a sequence would add up gradients of twice the width.
+        is_local = self.plan.mesh.shape[SEQUENCE] == 1
         is_fixed = self.staged.schedule.num_chunks == 1 or not self.staged.communicates
-        return is_whole and is_fixed and not self.reduces_in_ticks
+        return is_local and is_fixed and not self.reduces_in_ticks
 
     def mapped(self, run: Callable[..., Any], outs: Any) -> Callable[..., Any]:
         """Maps the program of a device by hand over the batch axes."""
@@ -176,29 +172,29 @@ class PipelinedGradients:
         self, master: Params, state: ModelState, batch: Batch, key: Any, scale: Any
     ) -> tuple[Params, Loss]:
         """The program of one device for gradients."""
-        params, feed = self.start(master, batch, self.local.axes)
+        params, feed = self.inputs(master, batch, self.local.axes)
         unit = weighting.unit_of(self.local.sum(feed.weights))
         pipeline = self.pipeline(scale, unit)
         grads, losses = pipeline.differentiate(params, self.zeros(), feed, key)
         loss = weighting.mean_loss(losses, state)
         inverse = jnp.where(loss.weight > 0, unit / loss.weight, 0)
         grads = jax.tree.map(lambda g: weighting.scaled(g, inverse), grads)
-        grads = self.staged.partition.join(self.staged.in_line(grads))
+        grads = self.staged.partition.join(self.staged.unstaged(grads))
         return grads if self.local.reduces_each else self.local.reduce(grads), loss
 
     def device_loss(
         self, master: Params, state: ModelState, batch: Batch, key: Any
     ) -> Loss:
         """The program of one device for the loss alone."""
-        params, feed = self.start(master, batch)
+        params, feed = self.inputs(master, batch)
         one = jnp.float32(1)
         losses = self.pipeline(one, one).evaluate(params, feed, key)
         return weighting.mean_loss(losses, state)
 
-    def start(
-        self, master: Params, batch: Batch, lenders: Sequence[str] = ()
+    def inputs(
+        self, master: Params, batch: Batch, axes: Sequence[str] = ()
     ) -> tuple[StackTree, MicrobatchFeed]:
-        """Parameters on their stages, and the microbatches."""
+        """Parameters on their stages, and microbatches; `axes` as of `make_feed`."""
         local, partition = self.local, self.staged.partition
         params = cast_like(master, local.plan.compute)
         params = params if self.staged.gathers_in_ticks else local.gather(params)
@@ -207,7 +203,7 @@ class PipelinedGradients:
         number = local.num_microbatches
         parts = microbatches.split_batch(batch, local.model, number, 1)
         partition.check_context(jax.tree.map(lambda x: x[0], parts))
-        return params, make_feed(parts, partition.weights(parts), lenders)
+        return params, make_feed(parts, partition.weights(parts), axes)
 
     def pipeline(self, scale: jax.Array, unit: jax.Array) -> Pipeline:
         """The passes of a step."""
@@ -227,7 +223,7 @@ class PipelinedGradients:
         )
 
     def reducer(self, rows: Any) -> Callable[[Params], Params]:
-        """How gradients are added up; see `Pipeline`."""
+        """One function of `Pipeline.reduce`."""
 
         def reduce(grads: Params) -> Params:
             if self.reduces_in_ticks:
@@ -237,18 +233,18 @@ class PipelinedGradients:
         return reduce
 
     def zeros(self) -> StackTree:
-        """Sums of gradients at their start."""
+        """Initial sums of gradients."""
         return self.staged.staged(self.staged.partition.split(self.local.zeros()))
 
 
 def check_sizes(staged: StagedModel) -> None:
-    """Refuses what `zjax.config.stages` does, of models that it does not know.
+    """Refuses a model of the user's as `zjax.config.stages` refuses built-in models.
 
     Args:
         staged: The model on its stages.
 
     Raises:
-        PlanError: Its blocks do not divide, or do not run as the schedule asks.
+        PlanError: The number of blocks or `keeps` does not suit the schedule.
     """
     schedule = staged.schedule
     number = sum(slots.num_blocks for slots in staged.slots)
@@ -274,7 +270,7 @@ def check_sizes(staged: StagedModel) -> None:
 
 
 def _with_padded_layers(plan: Plan) -> Plan:
-    """Stages of equal size: arrays keep the zeros that fill up the last ones."""
+    """The plan of stacked arrays with their padding, so that stages are equal."""
 
     def one(row: ArrayPlan) -> ArrayPlan:
         if not row.num_layers:

@@ -1,4 +1,4 @@
-"""A model's arrays and functions as the stages of a pipeline take them."""
+"""A model as the stages of a pipeline: its arrays in slots, its functions by chunk."""
 
 import collections
 import dataclasses
@@ -31,12 +31,11 @@ class StagedModel:
     """The program of the devices that hold the same rows, one in each stage.
 
     Args:
-        partition: Splits trees into embedding, layers and head.
-        local: What each device does with its own rows.
+        partition: Splits trees into embedding, blocks and head.
+        local: Gradients of the local rows.
         schedule: The passes of a step.
-        keeps: What a block keeps for its backward pass, as a policy of
-            `jax.checkpoint`; None keeps what its gradients read.
-        gathers_in_ticks: Whether parameters are gathered where they are used.
+        keeps: Policy of `jax.checkpoint` for the residuals of a block; None saves all.
+        gathers_in_ticks: Whether each pass gathers the parameters that it uses.
     """
 
     partition: StagePartition
@@ -52,12 +51,12 @@ class StagedModel:
 
     @functools.cached_property
     def block_rows(self) -> tuple[Any, ...]:
-        """Where those of one block of each segment are."""
+        """Where the parameters of one block of each segment are stored."""
         return jax.tree.map(lambda row: row.layer, self.rows.stages)
 
     @functools.cached_property
     def slots(self) -> tuple[SegmentSlots, ...]:
-        """Where the blocks of each segment run."""
+        """The slots in which the blocks of each segment run."""
         schedule = self.schedule
         return assign_slots(
             [segment.num_blocks for segment in self.partition.stack.segments],
@@ -88,14 +87,11 @@ class StagedModel:
         return self.gathers_in_ticks or any(sizes[axis] > 1 for axis in axes)
 
     def chain(self, scale: jax.Array, unit: jax.Array) -> StageChain:
-        """What a pipeline runs.
+        """Functions of one microbatch.
 
         Args:
             scale: float32[], the loss scale.
-            unit: float32[], what weights of microbatches are counted in.
-
-        Returns:
-            Functions of one microbatch.
+            unit: float32[], the unit in which microbatches are weighted.
         """
         return StageChain(
             self.embed,
@@ -107,15 +103,13 @@ class StagedModel:
 
     def embed(self, params: Params, batch: Batch, key: Any) -> tuple[Any, Any]:
         """The stream and the context of a microbatch."""
-        whole, batch = self.in_turn(params, batch, self.rows.embed)
+        params, batch = self.gather_after(params, batch, self.rows.embed)
         device_key = block_key(self.local.device_key(key), 0)
-        carry, context = self.partition.stack.embed(whole, batch, device_key)
-        return (carry, self.nothing_added(carry, context, device_key)), context
+        carry, context = self.partition.stack.embed(params, batch, device_key)
+        return (carry, self.zero_sums(carry, context, device_key)), context
 
-    def nothing_added(
-        self, carry: Any, context: Any, key: Any
-    ) -> tuple[Auxiliary, ...]:
-        """Sums of what the blocks of each segment give besides, before the first."""
+    def zero_sums(self, carry: Any, context: Any, key: Any) -> tuple[Auxiliary, ...]:
+        """Auxiliary losses and metrics of each segment before its first block."""
         rows = self.partition.split(self.local.plan.compute).stages
         layers = jax.tree.map(
             lambda row: jax.ShapeDtypeStruct(row.shape[1:], row.dtype), rows
@@ -147,11 +141,11 @@ class StagedModel:
     def run_block(
         self, segment: int, params: Params, stream: Any, context: Any, key: Any
     ) -> Any:
-        """The stream behind one block, and the sums of what blocks give besides."""
+        """The stream behind one block, which adds its auxiliary losses and metrics."""
         carry, sums = stream
-        whole = self.whole(params, self.block_rows[segment])
+        params = self.gathered(params, self.block_rows[segment])
         block = self.partition.stack.segments[segment].block
-        carry, own = block(whole, carry, context, key)
+        carry, own = block(params, carry, context, key)
         total = jax.tree.map(jnp.add, sums[segment], own)
         return carry, (*sums[:segment], total, *sums[segment + 1 :])
 
@@ -165,16 +159,17 @@ class StagedModel:
         weight: jax.Array,
     ) -> tuple[jax.Array, Loss]:
         """What to differentiate, and what to report, of a microbatch."""
-        whole, (carry, added) = self.in_turn(params, stream, self.rows.head)
-        total_loss, divisor, sums = self.partition.stack.head(whole, carry, batch)
-        mean = mean_of_sums(added, [slots.num_blocks for slots in self.slots])
+        params, stream = self.gather_after(params, stream, self.rows.head)
+        carry, auxiliaries = stream
+        total_loss, divisor, sums = self.partition.stack.head(params, carry, batch)
+        mean = mean_of_sums(auxiliaries, [slots.num_blocks for slots in self.slots])
         loss = weighting.check_names(loss_of_sums(total_loss, divisor, sums, mean))
         part, total = self.local.part_of(loss._replace(weight=weight))
         objective = loss.value * (weight / unit) * scale
         return objective, self.local.mean(loss, part, total)
 
-    def whole(self, params: Params, rows: Any) -> Params:
-        """Parameters as a part of the model takes them."""
+    def gathered(self, params: Params, rows: Any) -> Params:
+        """Parameters as the model uses them."""
         if not self.gathers_in_ticks:
             return params
 
@@ -183,14 +178,16 @@ class StagedModel:
 
         return jax.tree.map(one, params, rows)
 
-    def in_turn(self, params: Params, inputs: Any, rows: Any) -> tuple[Params, Any]:
-        """The same, fetched no earlier than what is read with them is there."""
+    def gather_after(
+        self, params: Params, inputs: Any, rows: Any
+    ) -> tuple[Params, Any]:
+        """Gathers parameters no earlier than the inputs are computed."""
         if self.gathers_in_ticks:
             params, inputs = jax.lax.optimization_barrier((params, inputs))
-        return self.whole(params, rows), inputs
+        return self.gathered(params, rows), inputs
 
     def staged(self, parts: StackTree) -> StackTree:
-        """Embedding and head in place, blocks in slots [stages, chunks, slots, ...]."""
+        """Puts blocks into their slots, [stages, chunks, slots, ...]."""
         stages, chunks = self.schedule.num_stages, self.schedule.num_chunks
 
         def by_stage(slots: SegmentSlots, x: jax.Array, row: ArrayPlan) -> jax.Array:
@@ -204,8 +201,8 @@ class StagedModel:
             in_place(parts.head, self.rows.head),
         )
 
-    def in_line(self, parts: StackTree) -> StackTree:
-        """Blocks one after another again."""
+    def unstaged(self, parts: StackTree) -> StackTree:
+        """Stacks blocks by segment: the inverse of `staged`."""
 
         def one(slots: SegmentSlots, x: jax.Array, row: ArrayPlan) -> jax.Array:
             x = x.swapaxes(0, 1).reshape(-1, *x.shape[3:])
@@ -215,7 +212,7 @@ class StagedModel:
         return dataclasses.replace(parts, stages=stages)
 
     def map_segments(self, run: Callable[..., Any], stages: Any) -> tuple[Any, ...]:
-        """`run(slots, array, row)` for all arrays of blocks."""
+        """Calls `run(slots, array, row)` for all arrays of blocks."""
         segments = zip(self.slots, stages, self.rows.stages, strict=True)
         return tuple(
             jax.tree.map(functools.partial(run, slots), own, rows)
@@ -226,16 +223,13 @@ class StagedModel:
 def unless_empty(
     slots: SegmentSlots, index: jax.Array, run: Callable[..., Any], stream: Any
 ) -> Any:
-    """Hands the stream on where a slot has no block.
+    """Runs a block; hands the stream on where a slot has none.
 
     Args:
-        slots: Those of the segment.
+        slots: Slots of the segment.
         index: int32[], number of the block in the segment.
         run: `run(stream) -> stream`.
         stream: What enters the slot.
-
-    Returns:
-        What leaves it.
     """
     if slots.are_full:
         return run(stream)
@@ -248,14 +242,11 @@ def unless_empty(
 
 
 def mean_of_sums(sums: Sequence[Auxiliary], num_blocks: Sequence[int]) -> Auxiliary:
-    """What `zjax.forward.combine` makes of all blocks, from sums over each segment.
+    """Sum of the auxiliary losses, and mean of each metric over blocks that give it.
 
     Args:
-        sums: Of what the blocks of each segment give.
+        sums: Losses and metrics, added up over the blocks of each segment.
         num_blocks: Blocks of each segment.
-
-    Returns:
-        The sum of the losses, and the mean of each metric over the blocks that give it.
 
     Example:
         >>> two, six = jnp.float32(2), jnp.float32(6)
@@ -276,15 +267,7 @@ def mean_of_sums(sums: Sequence[Auxiliary], num_blocks: Sequence[int]) -> Auxili
 
 
 def in_place(params: Params, rows: Any) -> Params:
-    """Holds arrays where they are split by other axes than those of the batch.
-
-    Args:
-        params: Arrays.
-        rows: A tree of `ArrayPlan` of the same structure.
-
-    Returns:
-        The same arrays.
-    """
+    """Constrains arrays to their placement over all axes but those of the batch."""
     return jax.tree.map(lambda x, row: _held(x, _besides_batch(row)), params, rows)
 
 
