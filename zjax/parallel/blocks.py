@@ -1,11 +1,10 @@
-"""Attention of some queries over some keys, and its gradient, to be added to others.
+"""Attention over a block of keys, as a partial result that merges with others.
 
-A softmax over many keys is a weighted sum of softmaxes over parts of them, weighted by
-the logarithms of their sums of exponentials. Gradients need no weights: given that
-logarithm over all keys, those of the parts add up.
+Averages over blocks of keys are merged by the logarithms of their sums of exponentials
+(lse). Given the lse over all keys, gradients of blocks add up.
 
-Hopper GPUs run the kernels of `zjax_kernels`; elsewhere scores exist for `CHUNK` keys
-at a time.
+Hopper GPUs run the kernels of `zjax_kernels`; elsewhere XLA computes the scores of
+`CHUNK` keys at a time.
 
 Reference: Dao et al., FlashAttention (arXiv:2205.14135), algorithms 1 and 4.
 """
@@ -24,12 +23,12 @@ from zjax.ops.attention import Implementation
 from zjax_kernels.device import why_unsupported
 
 CHUNK = 1024
-"""Most keys whose scores exist at one time."""
+"""Keys whose scores are in memory at the same time, at most."""
 BLOCK = 128
-"""Tokens of which the kernels take whole multiples."""
+"""The kernels take multiples of this number of tokens."""
 
 Ids = tuple[Int[Array, "B L"], Int[Array, "B S"]] | None
-"""Documents of queries and of keys, 0 or more but for none; queries see their own."""
+"""Document of each query and key; queries see keys of their document. None: all."""
 
 
 def attend(
@@ -49,7 +48,7 @@ def attend(
         v: Values.
         ids: Documents.
         causal: Whether query i sees no key after i (L = S).
-        implementation: `xla` leaves the kernels out.
+        implementation: `auto` uses kernels where they run, `xla` never.
 
     Returns:
         Averages in the dtype of `q`, and float32. A query that sees no key has 0 and
@@ -99,18 +98,18 @@ def gradients(
     causal: bool,
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B L H D"], Float[Array, "B S K D"], Float[Array, "B S K D"]]:
-    """What these keys add to the gradients of attention over these and others.
+    """Gradients of attention over these keys and others, as far as these give them.
 
     Args:
         q: Queries.
         k: Keys.
         v: Values.
-        d_out: Gradient of the averages over all keys.
-        lse: Logarithms of the sums of exponentials over all keys.
-        delta: Sums of `d_out` times those averages, float32.
+        d_out: Cotangent of the averages over all keys.
+        lse: Logarithms of the sums of exponentials over all keys, float32.
+        delta: Sums over D of `d_out` times the averages, float32.
         ids: Documents.
         causal: Whether query i sees no key after i.
-        implementation: `xla` leaves the kernels out.
+        implementation: `auto` uses kernels where they run, `xla` never.
 
     Returns:
         Gradients of `q`, `k` and `v`, float32.
@@ -152,12 +151,12 @@ def _has_kernel(q, k, implementation):
     odd = [x.shape[1] for x in (q, k) if x.shape[1] % BLOCK]
     if odd and not reason:
         reason = f"{odd[0]} tokens at a time are not whole blocks of {BLOCK}"
-    _say("plain JAX" if reason else "kernels", reason or q.dtype.name)
+    _log("plain JAX" if reason else "kernels", reason or q.dtype.name)
     return not reason
 
 
 @functools.cache
-def _say(chosen, reason):
+def _log(chosen, reason):
     logging.warning("ring attention: %s (%s)", chosen, reason)
 
 

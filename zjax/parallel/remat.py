@@ -1,7 +1,7 @@
-"""What the backward pass keeps and what it computes again, by name.
+"""Rematerialisation policies: which residuals are saved, and which are recomputed.
 
-Tokens times width is the unit: of a pre-norm block with a feed-forward four times as
-wide, `elementwise` keeps 10 units for the backward pass, its input being one of them.
+In units of tokens times width, a pre-norm block with a feed-forward layer four times as
+wide saves 10 units under `elementwise`, its input among them.
 
 Reference: Chen et al., sublinear memory cost (arXiv:1604.06174).
 """
@@ -25,21 +25,21 @@ Keeps = Callable[..., Any]
 """A policy as `jax.checkpoint` takes it."""
 
 mark = checkpoint_name
-"""`mark(x, name)` is `x`, for the policies to find."""
+"""`mark(x, name)` is `x` under a name that policies can save."""
 
 INPUT = "block_input"
-"""What enters a block."""
+"""The input of a block."""
 MIDDLE = "block_middle"
-"""The stream after each half of a block has added to it."""
+"""The stream after attention, and after the feed-forward layer."""
 PROJECTIONS = "projections"
 """Queries, keys and values as attention reads them."""
 ATTENTION = attention.ATTENTION_OUTPUT
 SPARSE = sparse.ATTENTION_OUTPUT
-"""What sparse attention returns, with the sums of its softmax."""
+"""Outputs of sparse attention, and its softmax sums."""
 MLP = "mlp"
 """Outputs of the first matrices of a feed-forward layer."""
 
-KEPT = {
+SAVED = {
     "elementwise": (
         INPUT,
         MIDDLE,
@@ -54,7 +54,7 @@ KEPT = {
     "attention": (INPUT, ATTENTION, SPARSE),
     "full": (INPUT,),
 }
-"""The names that each policy keeps; `none` names nothing."""
+"""Names of the residuals that each policy saves; `none` has no names."""
 
 
 def recompute(
@@ -64,28 +64,29 @@ def recompute(
     in_loop: bool,
     memory: Memory = "device",
 ) -> Callable[..., Any]:
-    """Wraps a block so that its backward pass keeps only what the policy names.
+    """Wraps a block so that it saves only the residuals of a policy.
 
-    - `none` keeps everything, or what the compiler would rather not compute again; at
-      ZeRO stage 3, what is dear to compute;
-    - `elementwise` computes norms and activation functions again;
-    - `attention_and_mlp` also computes the projections again;
-    - `dots` keeps what multiplications by weights return and computes the rest again;
-    - `attention` keeps the input of the block and what attention returns;
-    - `full` keeps the input of the block and computes all of it again.
+    - `none` saves all residuals, as far as the compiler does not recompute them; at
+      ZeRO stage 3, those that are expensive to compute;
+    - `elementwise` recomputes norms and activation functions;
+    - `attention_and_mlp` also recomputes the projections;
+    - `dots` saves products with weights and recomputes all else;
+    - `attention` saves the input of the block and the outputs of attention;
+    - `full` saves the input of the block and recomputes all else.
 
-    Under the last two, and where what is kept rests elsewhere, all gradients of a block
-    come before those of the block before it; the function then has no forward mode.
+    Under the last two policies, and with residuals in another memory, the backward pass
+    computes all gradients of a block before it continues with the block before. The
+    function then has no forward-mode derivative.
 
     Args:
-        block: Pure function of arrays, parameters and the stream first.
+        block: Pure function of parameters, stream and other arrays, in this order.
         policy: One of the names above.
-        in_loop: Whether the block runs inside a loop of more than one turn, where the
-            compiler cannot undo the recomputation and need not be kept from it.
-        memory: Where what the policy names rests until the backward pass.
+        in_loop: Whether the block runs in a loop of two iterations or more. The
+            compiler then cannot undo the recomputation by common subexpressions.
+        memory: Memory for the saved residuals.
 
     Returns:
-        A function of the same values and gradients.
+        A function with the same values and gradients.
 
     Example:
         >>> square = recompute(lambda x: x * x, "full", in_loop=False)
@@ -94,41 +95,38 @@ def recompute(
     """
     if policy == "none":
         return block
-    kept = keeps(policy, memory)
+    saved = keeps(policy, memory)
 
     def run(*args: Any) -> Any:
         if policy in ("attention", "full") or memory != "device":
-            args = (*_one_after_another(args[:2]), *args[2:])
+            args = (*_in_backward_order(args[:2]), *args[2:])
         return block(*args)
 
-    return jax.checkpoint(run, policy=kept, prevent_cse=not in_loop)
+    return jax.checkpoint(run, policy=saved, prevent_cse=not in_loop)
 
 
 @jax.custom_vjp
-def _one_after_another(inputs: Any) -> Any:
-    """Makes the block before wait for all gradients of this one.
+def _in_backward_order(inputs: Any) -> Any:
+    """The same values; the cotangents wait for each other.
 
-    The compiler would rather compute gradients of weights later, under communication,
-    and keep what they are made of in all blocks until then.
+    Otherwise the compiler defers the gradients of weights to overlap communication, and
+    holds their operands in all blocks until then.
     """
     return inputs
 
 
-_one_after_another.defvjp(
+_in_backward_order.defvjp(
     lambda inputs: (inputs, None),
     lambda _, grads: (jax.lax.optimization_barrier(grads),),
 )
 
 
 def within_reach(memory: str) -> Memory:
-    """Where one program keeps what is asked to rest in a memory.
+    """The memory in which a single program stores residuals.
 
     Args:
-        memory: `model.activation_memory`.
-
-    Returns:
-        The same, but for disks: only blocks that run one by one hand over what enters
-        them.
+        memory: `model.activation_memory`. Disks are left to blocks that run one by one,
+            and count as `device` here.
 
     Example:
         >>> within_reach("nvme")
@@ -138,33 +136,30 @@ def within_reach(memory: str) -> Memory:
 
 
 def keeps(policy: Policy, memory: Memory = "device") -> Keeps:
-    """What is kept, as `jax.checkpoint` asks for it.
+    """A policy of `jax.checkpoint`.
 
     Args:
-        policy: A name of `recompute`; `none` keeps what is dear to compute.
-        memory: Where what the policy names rests.
-
-    Returns:
-        A function of a primitive and its parameters: whether, or where to.
+        policy: A name of `recompute`; `none` saves what is expensive to compute.
+        memory: Memory for the saved residuals.
 
     Example:
         >>> keeps("none")(jax.lax.conv_general_dilated_p)
         True
     """
     if policy == "none":
-        return _is_dear
-    names = _keep_names(KEPT[policy], memory)
+        return _is_expensive
+    names = _save_names(SAVED[policy], memory)
     if policy == "dots":
         dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         return jax.checkpoint_policies.save_from_both_policies(names, dots)
 
-    def is_kept(primitive: Any, *avals: Any, **params: Any) -> Any:
-        # cuDNN's kernel keeps its softmax sums too; its outputs have no name of ours.
+    def is_saved(primitive: Any, *avals: Any, **params: Any) -> Any:
+        # The kernel of cuDNN also saves its softmax sums, which have no name of ours.
         if primitive.name == "dot_product_attention_fwd_wrapper":
             return names(_naming(), *avals, name=ATTENTION)
         return names(primitive, *avals, **params)
 
-    return is_kept
+    return is_saved
 
 
 @functools.cache
@@ -174,7 +169,7 @@ def _naming() -> Any:
     return equation.primitive
 
 
-def _keep_names(names: tuple[str, ...], memory: Memory) -> Keeps:
+def _save_names(names: tuple[str, ...], memory: Memory) -> Keeps:
     policies = jax.checkpoint_policies
     if memory == "device":
         return policies.save_only_these_names(*names, cross_entropy.GRADIENTS)
@@ -186,8 +181,8 @@ def _keep_names(names: tuple[str, ...], memory: Memory) -> Keeps:
     )
 
 
-def _is_dear(primitive: Any, *avals: Any, **params: Any) -> bool:
+def _is_expensive(primitive: Any, *avals: Any, **params: Any) -> bool:
     if primitive.name == "dot_general":
-        # Sums wider than their operands are the inside of a softmax.
+        # Products wider than their operands are scores inside a softmax.
         return params["preferred_element_type"] in (None, avals[0].dtype)
     return primitive.name not in CHEAP

@@ -1,17 +1,17 @@
-"""Ring attention: keys and values go round, queries stay.
+"""Ring attention: keys and values go around a ring of devices, queries stay.
 
-Each device along the sequence holds some tokens. At every step it attends to the keys
-that it holds, passes them to the next device and takes those of the one before. What
-each step finds is merged by the logarithms of the softmax sums, in float32. The
-backward pass sends keys, values and their gradients round together, until these are
-home. It turns the other way: the compiler would take keys that come twice on the same
-way for the same, and keep them all from one pass to the other. Memory is that of the
-tokens of one device.
+Each device along the sequence holds some tokens. In each step it attends to the keys
+that it holds, sends them to the next device and receives those of the previous one.
+Partial results are merged by the logarithms of their softmax sums, in float32. The
+backward pass sends keys and values around together with their gradients, until these
+are back. It goes in the other direction: in the same one, the compiler merges the two
+rings and holds all keys from one pass to the other. Each device holds the keys of two
+devices at most.
 
-Under a causal mask a device that held one run of tokens would wait for the last one.
-The tokens therefore lie in zigzag: cut into twice as many chunks as there are devices,
-device i holds chunk i and, counted from the end, chunk i again. Then all of them see
-two chunks by one at each step, and nothing that is masked is computed after the first.
+Under a causal mask, contiguous tokens would leave most devices waiting for the last
+one. Tokens are therefore in zigzag order: of twice as many chunks as devices, device i
+of n holds chunks i and 2n - 1 - i. Each step then computes two pairs of chunks on every
+device, and after the first step nothing that is masked.
 
 Reference: Liu et al. (arXiv:2310.01889); Brandon et al. (arXiv:2311.09431) for the
 balance.
@@ -42,7 +42,7 @@ def zigzag(length: int, num_devices: int) -> Int[np.ndarray, " L"]:
         num_devices: Devices along the sequence.
 
     Returns:
-        Positions in the sequence, device after device.
+        Positions in the sequence, device by device.
 
     Example:
         >>> zigzag(8, 2).tolist()
@@ -63,7 +63,7 @@ def ring_attention(
     lengths: Int[Array, " B"] | None = None,
     implementation: Implementation = "auto",
 ) -> Float[Array, "B L H D"]:
-    """Averages the values by softmax(q k / sqrt(D)) over a sequence in parts.
+    """Averages the values by softmax(q k / sqrt(D)) over a split sequence.
 
     Rows are split over the batch axes of the mesh in use, heads over its tensor axis,
     where they divide.
@@ -73,11 +73,10 @@ def ring_attention(
             multiple of K.
         k: Keys.
         v: Values.
-        causal: Whether a query sees no later key. All tokens then lie in the order of
-            `zigzag`.
+        causal: Whether a query sees no later key; tokens are then in `zigzag` order.
         segment_ids: Document of each token, 0 or more; documents do not see each other.
         lengths: Tokens per row, in the order of the sequence; later ones are padding.
-        implementation: `xla` leaves kernels out; `auto` takes them where they run.
+        implementation: `auto` uses kernels where they run, `xla` never.
 
     Returns:
         One average per query and head, in the dtype of `q`; 0 where a query sees no
@@ -93,7 +92,7 @@ def ring_attention(
 
 
 def _documents(segment_ids, lengths, order, shape):
-    """Documents of queries and of keys; padding is in none, and sees none."""
+    """Documents of queries and of keys; -1 and -2 for padding, which sees nothing."""
     if lengths is None:
         return None if segment_ids is None else (segment_ids, segment_ids)
     ids = jnp.zeros(shape, jnp.int32) if segment_ids is None else segment_ids
@@ -103,7 +102,7 @@ def _documents(segment_ids, lengths, order, shape):
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-    """What one device does at each step, of as many as there are devices."""
+    """The program of one device, in as many steps as there are devices."""
 
     size: int
     causal: bool
@@ -113,15 +112,15 @@ class _Ring:
         return {"causal": causal, "implementation": self.implementation}
 
     def over_devices(self, run: Any, q: Any, k: Any) -> Any:
-        """Gives each device its rows, its tokens and its heads of all that comes."""
+        """Maps a program over rows, tokens and heads of its inputs."""
         tensor = open_size(meshes.TENSOR)
         heads = meshes.TENSOR if tensor > 1 and k.shape[2] % tensor == 0 else None
         tokens = P(row_axes(q.shape[0]), meshes.SEQUENCE)
-        places = P(*tokens, heads)
+        spec = P(*tokens, heads)
         return jax.shard_map(
             run,
-            in_specs=(places, tokens),
-            out_specs=places,
+            in_specs=(spec, tokens),
+            out_specs=spec,
             axis_names=set(jax.sharding.get_abstract_mesh().auto_axes),
             check_vma=False,
         )
@@ -131,11 +130,11 @@ class _Ring:
         held: Any = (k, v, _keys_of(ids))
         total: Any = None
         for step in range(self.size):
-            coming = self.send(held, 1) if step + 1 < self.size else None
+            received = self.send(held, 1) if step + 1 < self.size else None
             k, v, of_keys = held
             total = self.attend(step, total, q, k, v, _with_keys(ids, of_keys))
-            # What is sent next waits for this step, or all would come at once.
-            held, total = jax.lax.optimization_barrier((coming, total))
+            # The next send waits for this step, or all keys would arrive at once.
+            held, total = jax.lax.optimization_barrier((received, total))
         return total[0].astype(q.dtype), total[1]
 
     def backward(self, arrays: Any, ids: Any) -> Any:
@@ -144,25 +143,27 @@ class _Ring:
         dq: Any = 0.0
         dkv: Any = None
         for step in range(self.size):
-            coming = self.send(held, -1) if step + 1 < self.size else None
-            more, *found = self.gradients(
+            received = self.send(held, -1) if step + 1 < self.size else None
+            own_dq, *own_dkv = self.gradients(
                 step, q, *held[:2], sums, _with_keys(ids, held[2])
             )
-            dkv = jax.tree.map(jnp.add, self.send(dkv, -1), found) if step else found
-            held, dq, dkv = jax.lax.optimization_barrier((coming, dq + more, dkv))
+            dkv = (
+                jax.tree.map(jnp.add, self.send(dkv, -1), own_dkv) if step else own_dkv
+            )
+            held, dq, dkv = jax.lax.optimization_barrier((received, dq + own_dq, dkv))
         grads = dq, *self.send(dkv, -1)
         return tuple(x.astype(y.dtype) for x, y in zip(grads, (q, k, v), strict=True))
 
-    def send(self, tree: Any, places: int) -> Any:
-        """To the device so many places on; what comes is from as many back."""
-        moves = [(i, (i + places) % self.size) for i in range(self.size)]
+    def send(self, tree: Any, by: int) -> Any:
+        """Sends to the device `by` further on."""
+        moves = [(i, (i + by) % self.size) for i in range(self.size)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, meshes.SEQUENCE, moves), tree)
 
     def attend(self, step: int, total: Any, q: Any, k: Any, v: Any, ids: Any) -> Any:
-        """Merges averages over the keys held at a step into those so far."""
+        """Merges averages over the keys of a step into those of the steps before."""
         if step == 0:
-            own = self.options(causal=self.causal)
-            out, lse = blocks.attend(q, k, v, ids, **own)
+            options = self.options(causal=self.causal)
+            out, lse = blocks.attend(q, k, v, ids, **options)
             return out.astype(jnp.float32), lse
         if not self.causal:
             return _merge(total, blocks.attend(q, k, v, ids, **self.options()))
@@ -172,7 +173,7 @@ class _Ring:
         return seen.add(total, found, LATE, _merge)
 
     def gradients(self, step: int, q: Any, k: Any, v: Any, sums: Any, ids: Any) -> Any:
-        """What the keys held at a step add to the gradients, float32."""
+        """Gradients from the keys of a step, float32."""
         d_out, lse, delta = sums
         if step == 0 or not self.causal:
             options = self.options(causal=self.causal and step == 0)
@@ -188,27 +189,26 @@ class _Ring:
             seen.add(zeros[2], dv, EARLY, jnp.add),
         )
 
-    def seen(self, places: int) -> "_Seen":
-        """With the keys of the device so many places back."""
-        return _Seen(jax.lax.axis_index(meshes.SEQUENCE) >= places)
+    def seen(self, distance: int) -> "_Seen":
+        """The pairs of chunks with the keys of the device `distance` back."""
+        return _Seen(jax.lax.axis_index(meshes.SEQUENCE) >= distance)
 
 
 EARLY, LATE = 0, 1
-"""Halves of what a device holds in zigzag."""
+"""The two chunks of a device in zigzag order."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Seen:
-    """The two chunks by one that are seen where another device's keys are held.
+    """The two pairs of chunks that attend to each other, on keys of another device.
 
-    The late queries see the early keys, wherever these come from. Keys of a device
-    before this one are also seen by the early queries, but early ones alone; of those
-    of a device after it, the late queries see the late keys too. Both are two products
-    of equal size, side by side in the batch.
+    Late queries always see early keys. In addition, early queries see the early keys of
+    an earlier device, or late queries see the late keys of a later device. The two
+    pairs are stacked along the batch.
     """
 
     is_earlier: jax.Array
-    """Whether the keys are of a device before this one."""
+    """bool[], whether the keys are of an earlier device."""
 
     def pairs(self, q: Any, k: Any, v: Any, ids: Any) -> tuple[Any, ...]:
         if ids is not None:
@@ -217,18 +217,18 @@ class _Seen:
 
     def pick(self, x: jax.Array, half: int) -> jax.Array:
         halves = jnp.split(x, 2, axis=1)
-        return jnp.concatenate([halves[half], self._either(*halves)])
+        return jnp.concatenate([halves[half], self._select(*halves)])
 
     def add(self, total: Any, found: Any, half: int, add: Any) -> Any:
-        """Puts what was found for `pick` where it belongs."""
+        """Adds results for the chunks of `pick` to totals over both chunks."""
         halves = list(_split(total, 1))
         first, second = _split(found, 0)
         halves[half] = add(halves[half], first)
-        both = add(self._either(*halves), second)
-        halves = self._either(both, halves[EARLY]), self._either(halves[LATE], both)
+        both = add(self._select(*halves), second)
+        halves = self._select(both, halves[EARLY]), self._select(halves[LATE], both)
         return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *halves)
 
-    def _either(self, early: Any, late: Any) -> Any:
+    def _select(self, early: Any, late: Any) -> Any:
         def choose(x: jax.Array, y: jax.Array) -> jax.Array:
             return jnp.where(self.is_earlier, x, y)
 

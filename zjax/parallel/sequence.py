@@ -1,7 +1,7 @@
-"""Attention over sequences that the devices of the sequence axis hold in parts.
+"""Attention over sequences that are split over the `sequence` axis.
 
-Everything but attention works on each token alone, so that activations stay where the
-batch has them. Attention goes one of three ways, which is said once in the log.
+All other layers work on each token alone. Attention takes one of three ways, and logs
+which one once.
 """
 
 import functools
@@ -34,21 +34,21 @@ def sequence_attention(
     segment_ids: Int[Array, "B L"] | None = None,
     lengths: Int[Array, " B"] | None = None,
 ) -> Float[Array, "B L H D"]:
-    """Attention in the way that `config.sequence_attention` and the mesh say.
+    """Attention by `config.sequence_attention` over the mesh in use.
 
     Args:
-        attend: `attend(q, k, v, segment_ids, lengths)`, over whole sequences; with
-            `spread=True` over tokens that stay where they are, if it is sparse.
-        q: Queries, their tokens as `arrange` has put them.
+        attend: `attend(q, k, v, segment_ids, lengths)` over whole sequences; sparse
+            attention takes `spread=True` for sequences that stay split.
+        q: Queries, tokens in the order of `arrange`.
         k: Keys.
         v: Values.
-        config: Shape of the model, and the way.
+        config: Shape of the model, and `sequence_attention`.
         segment_ids: Document of each token.
         lengths: Tokens per row; padding follows.
 
     Returns:
-        One average per query and head: what `attend` returns where the sequence axis of
-        the mesh in use has one device, or is split by hand already.
+        One average per query and head; `attend` of the inputs where the mesh in use
+        does not split sequences, or `shard_map` does already.
 
     Raises:
         ConfigError: The heads or the length do not divide.
@@ -62,15 +62,15 @@ def sequence_attention(
         return attend(q, k, v, segment_ids, lengths)
     _check(config, q.shape[1])
     way = sequence_method(config, **_sizes())
-    _say(way, f"{config.num_heads} heads")
+    _log_way(way, f"{config.num_heads} heads")
     if way == "halo":
         return attend(q, k, v, segment_ids, lengths, spread=True)
     if way == "ulysses":
 
-        def whole(q: Any, k: Any, v: Any, segment_ids: Any) -> Any:
+        def attend_heads(q: Any, k: Any, v: Any, segment_ids: Any) -> Any:
             return attend(q, k, v, segment_ids, lengths)
 
-        return ulysses_attention(whole, q, k, v, segment_ids)
+        return ulysses_attention(attend_heads, q, k, v, segment_ids)
     return ring_attention(
         *(remat.mark(x, remat.PROJECTIONS) for x in (q, k, v)),
         causal=config.kind == "decoder",
@@ -81,7 +81,7 @@ def sequence_attention(
 
 
 def is_split() -> bool:
-    """Whether the mesh in use splits sequences, and leaves that to the compiler.
+    """Whether the mesh in use splits sequences outside of any `shard_map`.
 
     Example:
         >>> is_split()
@@ -91,14 +91,14 @@ def is_split() -> bool:
 
 
 def token_order(length: int, config: schema.Model) -> Int[np.ndarray, " L"] | None:
-    """The order in which devices hold the tokens of a sequence, if it is not its own.
+    """The order in which devices hold the tokens of a sequence, if not 0, 1, ...
 
     Args:
         length: Tokens per sequence.
         config: Shape of the model.
 
     Returns:
-        Positions in the sequence, device after device; None where they are 0, 1, ...
+        Positions in the sequence, device by device; None for 0, 1, ...
 
     Raises:
         ConfigError: The length does not divide.
@@ -118,15 +118,7 @@ def token_order(length: int, config: schema.Model) -> Int[np.ndarray, " L"] | No
 def arrange(
     x: Shaped[Array, "B L *dims"], config: schema.Model
 ) -> Shaped[Array, "B L *dims"]:
-    """Puts tokens in the order in which the devices hold them, and pins them there.
-
-    Args:
-        x: Anything per token, in the order of the sequence.
-        config: Shape of the model.
-
-    Returns:
-        The same in the order of `token_order`.
-    """
+    """Permutes tokens to `token_order`, and pins them to their devices."""
     order = token_order(x.shape[1], config)
     return pin_tokens(x if order is None else _in_order(x, order))
 
@@ -134,28 +126,20 @@ def arrange(
 def restore(
     x: Shaped[Array, "B L *dims"], config: schema.Model
 ) -> Shaped[Array, "B L *dims"]:
-    """The inverse of `arrange`.
-
-    Args:
-        x: Anything per token.
-        config: Shape of the model.
-
-    Returns:
-        The same in the order of the sequence.
-    """
+    """The inverse of `arrange`."""
     order = token_order(x.shape[1], config)
     return x if order is None else _in_order(x, np.argsort(order))
 
 
 def _in_order(x, order):
-    # Each device has all of it, and takes slices: XLA cannot part a gather where other
-    # axes are split by hand, and would send the slices one by one.
-    whole = rules.entry(row_axes(x.shape[0])), None
-    x = pin(x, *whole)
+    # Slices of gathered sequences: XLA cannot split a gather inside `shard_map` over
+    # other axes, and would send slices of split sequences one by one.
+    gathered = rules.entry(row_axes(x.shape[0])), None
+    x = pin(x, *gathered)
     starts = np.flatnonzero(np.diff(order) != 1) + 1
     runs = (range(run[0], run[-1] + 1) for run in np.split(order, starts))
     pieces = [x[:, run.start : run.stop] for run in runs]
-    return pin(jnp.concatenate(pieces, axis=1), *whole)
+    return pin(jnp.concatenate(pieces, axis=1), *gathered)
 
 
 def _sizes():
@@ -169,7 +153,7 @@ def _check(config, length):
         raise ConfigError(*problems)
 
 
-def _say(way, heads):
+def _log_way(way, heads):
     sizes = " x ".join(f"{axis}={size}" for axis, size in _sizes().items() if size > 1)
     _log(way, f"{heads} over {sizes}")
 

@@ -1,13 +1,13 @@
 """Products with matrices that are split over the tensor axis of the mesh in use.
 
-A matrix that leaves the stream is split by columns, one that comes back to it by rows,
-and whatever lies between them stays on its device. Around them the stream is split
-along its length, so that norms, dropout and the residual are too: a gather before the
-columns and a sum that is scattered after the rows move as much as the one sum of whole
-streams that they replace. A length that does not divide is not split, and summed whole.
+The first matrix of a layer is split by columns, the second by rows, and activations
+between them stay on their device. Between layers the stream is split along its length,
+and so are norms, dropout and residual connections (sequence parallelism). An all-gather
+before the columns and a reduce-scatter after the rows send as much as the all-reduce
+that they replace. A length that does not divide is not split, and all-reduced.
 
-Heads, channels and rows of a table that do not divide over the axis are filled up with
-zeros, which reach no sum and whose gradients are cut off.
+Heads, channels and rows of a table that do not divide over the axis are padded with
+zeros, whose gradients are dropped.
 
 Reference: Shoeybi et al. (arXiv:1909.08053, section 3); the split of the stream:
 Korthikanti et al. (arXiv:2205.05198, section 4.2).
@@ -32,11 +32,9 @@ Product = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def num_shares() -> int:
-    """Parts in which the devices hold each matrix.
+    """Size of the tensor axis of the mesh in use.
 
-    Returns:
-        Size of the tensor axis of the mesh set by `jax.set_mesh`; 1 without a mesh, and
-        where the axis is split by hand already.
+    It is 1 without `jax.set_mesh`, and inside `shard_map` over the axis.
 
     Example:
         >>> num_shares()
@@ -48,15 +46,12 @@ def num_shares() -> int:
 def fill_up(
     x: Float[Array, "..."], dim: int, shares: int | None = None
 ) -> Float[Array, "..."]:
-    """Appends zeros until a dim divides.
+    """Pads a dim with zeros to a multiple of `shares`.
 
     Args:
         x: Weights.
         dim: The dim that is split.
-        shares: Into how many parts; as many as the tensor axis has devices by default.
-
-    Returns:
-        Weights; `x` itself where its dim divides.
+        shares: Number of shards; the size of the tensor axis by default.
 
     Example:
         >>> fill_up(jnp.ones((2, 3)), 1).shape
@@ -69,15 +64,15 @@ def fill_up(
 
 
 class Heads(NamedTuple):
-    """How heads stand on the devices of the tensor axis, those of a group together.
+    """The layout of heads over the tensor axis; each group is on one device.
 
-    Devices that share a head of keys and values have a copy of it each, and its queries
-    in equal parts; zeros fill up the last part, as they do the last groups.
+    Devices that share a head of keys and values each have a copy of it, and equal parts
+    of its queries. The last parts and the last groups are padded with zeros.
 
     Args:
         kv_heads: Heads of keys and values.
-        copies: Of each of them.
-        group: Heads of queries per copy, zeros included.
+        copies: Copies of each of these heads.
+        group: Heads of queries per copy, padding included.
     """
 
     kv_heads: int
@@ -86,15 +81,12 @@ class Heads(NamedTuple):
 
     @classmethod
     def of(cls, num_heads: int, num_kv_heads: int, shares: int) -> "Heads":
-        """The heads of a model, over some devices.
+        """The layout for a model.
 
         Args:
-            num_heads: Of queries.
-            num_kv_heads: Of keys and values; a divisor.
-            shares: Devices of the tensor axis.
-
-        Returns:
-            How they stand.
+            num_heads: Heads of queries.
+            num_kv_heads: Heads of keys and values, a divisor of `num_heads`.
+            shares: Size of the tensor axis.
 
         Example:
             >>> Heads.of(28, 4, 8)
@@ -105,76 +97,45 @@ class Heads(NamedTuple):
         return cls(num_kv_heads, copies, -(-num_heads // (num_kv_heads * copies)))
 
     def lay_queries(self, x: Float[Array, "..."], dim: int) -> Float[Array, "..."]:
-        """Weights of queries, as their heads stand.
-
-        Args:
-            x: Weights.
-            dim: That of the heads.
-
-        Returns:
-            Weights with as many heads on each device; `x` itself where they are.
-        """
+        """Pads the heads of query weights, in dim `dim`, to this layout."""
         before, after = x.shape[:dim], x.shape[dim + 1 :]
-        whole = self.copies * self.group
-        if x.shape[dim] != self.kv_heads * whole:
+        queries = self.copies * self.group
+        if x.shape[dim] != self.kv_heads * queries:
             groups = x.reshape(*before, self.kv_heads, -1, *after)
-            x = fill_up(groups, dim + 1, whole).reshape(*before, -1, *after)
+            x = fill_up(groups, dim + 1, queries).reshape(*before, -1, *after)
         return fill_up(x, dim, num_shares() * self.group)
 
     def lay_keys(self, x: Float[Array, "..."], dim: int) -> Float[Array, "..."]:
-        """Weights of keys or values, as their heads stand.
-
-        Args:
-            x: Weights.
-            dim: That of the heads.
-
-        Returns:
-            Weights with as many heads on each device; `x` itself where they are.
-        """
+        """Copies and pads the heads of key or value weights, in dim `dim`."""
         return fill_up(jnp.repeat(x, self.copies, dim) if self.copies > 1 else x, dim)
 
 
 def pin_stream(x: Float[Array, "B L M"]) -> Float[Array, "B L M"]:
-    """Keeps a stream where the sequence axis, and with it this one, splits its length.
-
-    Args:
-        x: Activations.
-
-    Returns:
-        The same values; `x` itself where sequences are not split.
-    """
+    """Pins a stream, split along its length, where the sequence axis splits it."""
     if open_size(meshes.SEQUENCE) == 1:
         return x
     return pin(x, *_Split.of(x).stream, *[P.UNCONSTRAINED] * (x.ndim - 2))
 
 
 def by_parts(run: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Calls a function that communicates, on each device's part of a stream.
+    """Runs a collective over axes mapped by hand on each device's shard of a stream.
+
+    Left to itself, the compiler would gather the stream first.
 
     Args:
-        run: Of arrays of any shape; sends over axes that are split by hand already.
+        run: Function of arrays of any shape.
         x: A stream, or a number.
-
-    Returns:
-        What the function makes of the parts; a compiler would join them before it.
     """
     place = _Split.of(x).stream if x.ndim > 1 else P()
     return _map_open_axes(run, place, place)(x)
 
 
 def join_stream(x: Float[Array, "B L M"]) -> Float[Array, "B L M"]:
-    """Gives each device of the tensor axis the whole length of a stream.
-
-    Args:
-        x: Activations.
-
-    Returns:
-        The same values.
-    """
+    """Gathers a stream along its length over the tensor axis."""
     if num_shares() == 1:
         return x
-    rest = [P.UNCONSTRAINED] * (x.ndim - 2)
-    spec = P(P.UNCONSTRAINED, entry(_Split.of(x).others), *rest)
+    channels = [P.UNCONSTRAINED] * (x.ndim - 2)
+    spec = P(P.UNCONSTRAINED, entry(_Split.of(x).others), *channels)
     return jax.lax.with_sharding_constraint(x, spec)
 
 
@@ -183,11 +144,11 @@ def multiply_columns(
 ) -> tuple[Float[Array, "B L N"], ...]:
     """Multiplies a stream by matrices that are split by columns.
 
-    The stream is gathered once for all of them, and so are their gradients added before
-    they are sent.
+    The stream is gathered once for all of them; the backward pass adds their cotangents
+    before it scatters the sum.
 
     Args:
-        products: That with each matrix, on one device.
+        products: The product with each matrix on one device.
         x: The stream.
         kernels: Matrices whose second dim divides over the tensor axis.
 
@@ -216,9 +177,9 @@ def multiply_rows(
     """Multiplies activations by a matrix that is split by rows.
 
     Args:
-        product: That with the matrix, on one device.
+        product: The product with the matrix on one device.
         x: Activations, split along their third dim.
-        kernel: Matrix whose first dim divides over the tensor axis.
+        kernel: A matrix whose first dim divides over the tensor axis.
 
     Returns:
         The product, split along its length where that divides.
@@ -230,13 +191,11 @@ def multiply_rows(
 def look_up(
     table: Float[Array, "V M"], indices: Int[Array, "B L"], deterministic: bool = False
 ) -> Float[Array, "B L M"]:
-    """Rows of a table that is split by rows, each found by the device that holds it.
-
-    Stages of a pipeline, where these are left to the compiler, share the table too.
+    """Looks up rows of a table that is split by rows over tensor and pipeline axis.
 
     Args:
         table: Rows, in any floating dtype.
-        indices: Which of them, 0 to V - 1.
+        indices: Numbers of rows, 0 to V - 1.
         deterministic: Whether gradients are added in the same order each time.
 
     Returns:
@@ -246,20 +205,21 @@ def look_up(
     if not axes:
         return lookup.look_up(pin_whole(table), indices, deterministic)
 
-    def own_rows(indices: jax.Array, rows: jax.Array) -> jax.Array:
+    def local_rows(indices: jax.Array, rows: jax.Array) -> jax.Array:
         indices -= jax.lax.axis_index(axes) * rows.shape[0]
-        is_own = (indices >= 0) & (indices < rows.shape[0])
-        found: Any = lookup.look_up(rows, jnp.where(is_own, indices, 0), deterministic)
-        return jnp.where(is_own[..., None], found, 0)
+        is_local = (indices >= 0) & (indices < rows.shape[0])
+        indices = jnp.where(is_local, indices, 0)
+        found: Any = lookup.look_up(rows, indices, deterministic)
+        return jnp.where(is_local[..., None], found, 0)
 
     split = _Split.of(indices)
     specs = P(split.rows, entry(split.others)), P(axes)
     table = fill_up(table, 0, math.prod(map(open_size, axes)))
-    return split.sum(own_rows, specs, axes)(indices, table)
+    return split.sum(local_rows, specs, axes)(indices, table)
 
 
 class _Split(NamedTuple):
-    """How the devices of the mesh in use hold rows and lengths of activations."""
+    """Mesh axes over which rows and length of activations are split."""
 
     batch: tuple[str, ...]
     length: tuple[str, ...]
@@ -297,7 +257,7 @@ class _Split(NamedTuple):
         specs: Any,
         axes: tuple[str, ...] = (meshes.TENSOR,),
     ) -> Any:
-        """Adds up what the devices along some axes make of their parts."""
+        """Sums the results of the devices along some axes."""
         scatters = self.is_scattered and meshes.TENSOR in axes
         stacked = tuple(a for a in axes if not (scatters and a == meshes.TENSOR))
         stacked = tuple(a for a in stacked if open_size(a) > 1)
@@ -314,13 +274,13 @@ class _Split(NamedTuple):
 
         if not stacked:
             return _map_open_axes(part, specs, self.stream)
-        # Added outside: by hand, the gradient would be added a second time.
+        # Summed outside of `shard_map`: a psum inside would sum the gradient twice.
         mapped = _map_open_axes(part, specs, P(entry(stacked), *self.stream))
         return lambda *arrays: mapped(*arrays).sum(0)
 
 
 def _map_open_axes(body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
-    # All of them: of one left to it the compiler would gather what it splits.
+    # All of them, as the compiler would gather over an axis that is left to it.
     axes = set(jax.sharding.get_abstract_mesh().auto_axes)
     return jax.shard_map(
         body, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False
@@ -328,7 +288,7 @@ def _map_open_axes(body: Callable[..., Any], in_specs: Any, out_specs: Any) -> A
 
 
 def _axes_for(candidates: Sequence[str], size: int) -> tuple[str, ...]:
-    """The first of some axes over which a dim divides."""
+    """The longest prefix of some mesh axes over which a dim divides."""
     mesh = jax.sharding.get_abstract_mesh()
     axes: tuple[str, ...] = ()
     for axis in candidates:

@@ -1,10 +1,10 @@
-"""Ulysses: attention over whole sequences, on a part of the heads.
+"""Ulysses: attention over whole sequences, on some heads per device.
 
-Outside of attention each device holds a part of every sequence. For attention the
-devices along the sequence trade: queries, keys and values go from all heads of some
-tokens to all tokens of some heads, and the averages go back. That is four all-to-alls,
-and four in the backward pass, whose size per device falls with the number of devices.
-Both places are pinned one after the other, so that the gradients take the same way.
+Outside of attention each device holds some tokens of every sequence. All-to-alls move
+queries, keys and values from all heads of some tokens to all tokens of some heads, and
+move the averages back: four per pass, whose size per device falls with the number of
+devices. Each is a pair of placements, pinned in order, so that gradients move the same
+way back.
 
 Reference: Jacobs et al., DeepSpeed Ulysses (arXiv:2309.14509), section 3.
 """
@@ -31,9 +31,9 @@ def ulysses_attention(
     v: Float[Array, "B L K D"],
     *per_token: Shaped[Array, "B L"] | None,
 ) -> Float[Array, "B L H D"]:
-    """Runs an attention with its heads split over tensor and sequence axis together.
+    """Runs attention with heads split over tensor and sequence axis together.
 
-    Heads of keys that are too few to be split are repeated as often as it takes.
+    Heads of keys and values that are too few are repeated.
 
     Args:
         attend: `attend(q, k, v, *per_token)`, by any kernel.
@@ -41,10 +41,10 @@ def ulysses_attention(
             two axes together divide H.
         k: Keys.
         v: Values.
-        per_token: Numbers that every head reads for the whole sequence, or None.
+        per_token: Arrays that every head reads for the whole sequence, or None.
 
     Returns:
-        What `attend` returned, its length split again.
+        The averages, their length split again.
 
     Example:
         >>> from zjax.ops.attention import dot_product_attention
@@ -69,10 +69,10 @@ def ulysses_attention(
         x = pin(x, rows, None, rules.entry(heads))
         return pin(x, rows, meshes.SEQUENCE, tensor)
 
-    def whole(x: Any) -> Any:
+    def gathered(x: Any) -> Any:
         return None if x is None else pin(x, rows, None)
 
     k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
-    averages = attend(*map(to_heads, (q, k, v)), *map(whole, per_token))
-    # Kept for the backward pass as they come back, or they would trade places again.
+    averages = attend(*map(to_heads, (q, k, v)), *map(gathered, per_token))
+    # Saved after the all-to-all, or recomputation would repeat it.
     return checkpoint_name(to_tokens(averages), ATTENTION_OUTPUT)
