@@ -1,9 +1,9 @@
-"""Which weights of a state a model is evaluated with: as trained, or averaged.
+"""Averaged weights for evaluation.
 
-A run keeps averages in one of two ways: `optimizer.ema_decay`, or an optimizer that is
-`optax.contrib.schedule_free`, whose own weights are those of its gradients alone
-(Defazio et al., arXiv:2405.15682). Evaluation, generation and export take the first of
-`ema`, `schedule_free` and `raw` that there is, unless one is named.
+A state has averages by `optimizer.ema_decay`, or from `optax.contrib.schedule_free`,
+whose raw weights are only where it takes gradients (Defazio et al., arXiv:2405.15682).
+Evaluation, generation and export use the first of `ema`, `schedule_free` and `raw` that
+a state has, unless one is named.
 """
 
 import dataclasses
@@ -20,33 +20,26 @@ from zjax.train.state import TrainState
 from zjax.typing import Params
 
 Part = Literal["auto", "ema", "schedule_free", "raw"]
-"""Weights of a state by name; `auto` is the first of the others that there is."""
+"""Weights of a state by name; `auto` is the first of the others that it has."""
 PARTS: tuple[Part, ...] = get_args(Part)
 
 
 def parts_of(state: TrainState) -> tuple[Part, ...]:
-    """Lists the weights that a state holds, those of evaluation first.
-
-    Args:
-        state: Arrays or anything in their place.
-
-    Returns:
-        Names, `raw` the last of them.
-    """
+    """Names of the weights that a state holds; those for evaluation come first."""
     ema: tuple[Part, ...] = () if state.ema == () else ("ema",)
     free: tuple[Part, ...] = ("schedule_free",) if _schedule_free(state) else ()
     return (*ema, *free, "raw")
 
 
 def choose_part(part: str, parts: tuple[Part, ...]) -> Part:
-    """Resolves `auto`, and refuses weights that are not there.
+    """Resolves `auto`, and refuses weights that a state does not hold.
 
     Args:
-        part: As the user names it.
-        parts: Those that there are.
+        part: Name that the user gives.
+        parts: Names of the weights of the state.
 
     Raises:
-        ConfigError: They are not there.
+        ConfigError: It is none of these.
 
     Example:
         >>> choose_part("auto", ("ema", "raw"))
@@ -62,17 +55,14 @@ def choose_part(part: str, parts: tuple[Part, ...]) -> Part:
 
 
 def with_part(state: TrainState, part: str) -> TrainState:
-    """Leaves one kind of weights in a state, for what only reads it.
+    """A state that evaluates with these weights, for readers alone.
 
     Args:
-        state: Of the run; not consumed.
+        state: State of the run; not consumed.
         part: `auto`, or one of `parts_of(state)`.
 
-    Returns:
-        A state whose evaluation takes that part.
-
     Raises:
-        ConfigError: The state does not hold it.
+        ConfigError: The state does not hold them.
     """
     parts = parts_of(state)
     part = choose_part(part, parts)
@@ -82,27 +72,15 @@ def with_part(state: TrainState, part: str) -> TrainState:
 
 
 def only_weights(state: TrainState) -> TrainState:
-    """Leaves out all that the weights of evaluation are not made of.
-
-    Args:
-        state: Of the run; not consumed.
-    """
-    made_of = {"ema": ("ema",), "schedule_free": ("master", "opt_state")}
-    kept = made_of.get(parts_of(state)[0], ("master",))
+    """The state without all that the weights for evaluation do not depend on."""
+    read_by = {"ema": ("ema",), "schedule_free": ("master", "opt_state")}
+    read = read_by.get(parts_of(state)[0], ("master",))
     names = (field.name for field in dataclasses.fields(state))
-    return dataclasses.replace(state, **{n: () for n in names if n not in kept})
+    return dataclasses.replace(state, **{n: () for n in names if n not in read})
 
 
 def averaged(state: TrainState, plan: Plan) -> Params | None:
-    """The averaged weights of a state, traced by `jit`.
-
-    Args:
-        state: On the devices.
-        plan: Places its arrays.
-
-    Returns:
-        Arrays in their logical shapes; None where the state holds none.
-    """
+    """The averaged weights of a state in logical shapes; None if it has none."""
     if state.ema != ():
         return unpad_tree(state.ema, plan.ema)
     if not _schedule_free(state):
@@ -115,15 +93,14 @@ def averaged(state: TrainState, plan: Plan) -> Params | None:
 
 
 def check_average(state: TrainState, plan: Plan) -> None:
-    """Refuses to evaluate weights that rest elsewhere in parts.
+    """Refuses to evaluate `schedule_free` weights whose state is offloaded.
 
     Args:
-        state: Of the run.
-        plan: Says where its arrays rest.
+        state: State of the run.
+        plan: Places its arrays.
 
     Raises:
-        PlanError: The average of `schedule_free` would be made from arrays that are not
-            on the devices.
+        PlanError: The average depends on arrays that are not on the devices.
     """
     if plan.is_offloaded and state.ema == () and _schedule_free(state):
         problem = "has averaged weights whose parts rest elsewhere"
@@ -141,7 +118,7 @@ def _is_schedule_free(x: Any) -> bool:
 
 
 def _of_group(state: contrib.ScheduleFreeState, params: Params) -> Params:
-    """Averages the parameters that one transformation updates; keeps the others."""
+    """Replaces the parameters that one transformation updates by their averages."""
     updated = jax.tree.map(
         lambda z, x: z if _is_masked(z) else x, state.z, params, is_leaf=_is_masked
     )

@@ -1,4 +1,4 @@
-"""Master weights: whole where the optimizer sees them, perhaps in halves at rest."""
+"""Split master weights: stored as low bits beside bfloat16 compute parameters."""
 
 import dataclasses
 from typing import Any
@@ -12,16 +12,13 @@ from zjax.typing import Params
 
 
 def whole_master(stored: Params, params: Any, plan: Plan) -> Params:
-    """The master weights as the optimizer sees them.
+    """Master weights as the optimizer updates them, in their stored shapes.
 
     Args:
-        stored: On the devices; of some perhaps the lower half.
-        params: Parameters in use, whose arrays are the upper halves; may be empty where
-            no array is in halves.
+        stored: Master weights on the devices, or their low bits.
+        params: Compute parameters, which hold the high bits; may be an empty tuple
+            where no array is split.
         plan: Places both.
-
-    Returns:
-        Arrays in their stored shapes, traced by `jit`.
     """
     if not plan.splits_master:
         return stored
@@ -29,62 +26,49 @@ def whole_master(stored: Params, params: Any, plan: Plan) -> Params:
 
 
 def join(
-    x: jax.Array, row: ArrayPlan, upper: jax.Array, in_use: ArrayPlan
+    x: jax.Array, row: ArrayPlan, high: jax.Array, compute: ArrayPlan
 ) -> jax.Array:
-    """One array of `whole_master`.
+    """`join_master` of one array.
 
     Args:
-        x: Stored, on the devices.
-        row: Its place.
-        upper: The same parameter in use.
-        in_use: Its place.
-
-    Returns:
-        The array in its stored shape.
+        x: Stored master weights on the devices.
+        row: Plan of the master weights.
+        high: Compute parameter.
+        compute: Plan of the compute parameter.
     """
     if row.form is Form.PLAIN:
         return x
-    return join_bits(pad(place_tree(unpad(upper, in_use), row), row), x)
+    return join_bits(pad(place_tree(unpad(high, compute), row), row), x)
 
 
 def computed_once(x: jax.Array, row: ArrayPlan) -> jax.Array:
-    """Master weights of which both halves are taken.
+    """The same array, computed once if both its high and its low bits are used.
 
-    A compiler may compute a number again for each of its uses, and round it otherwise.
-
-    Args:
-        x: New, traced by `jit`.
-        row: Its place.
-
-    Returns:
-        The same numbers.
+    A compiler may compute a number again for each use, and round it differently.
     """
     return x if row.form is Form.PLAIN else jax.lax.optimization_barrier(x)
 
 
 def half_at_rest(x: Any, row: ArrayPlan) -> Any:
-    """What is stored of master weights: all, or the half that is not in use.
+    """Master weights as `row` stores them: the array, or its low bits.
 
     Args:
-        x: Of JAX or NumPy, in the dtype that the mathematics sees.
-        row: Its place.
-
-    Returns:
-        An array in the dtype in which `row` stores it.
+        x: Array of JAX or NumPy of `row.dtype`.
+        row: Plan of the master weights.
     """
     return x if row.form is Form.PLAIN else low_bits(x)
 
 
 def upper_halves(params: Any, plan: Plan) -> Any:
-    """The parameters in use, or their places, that are halves of the master weights.
+    """Compute parameters that hold the high bits of split master weights.
 
     Args:
-        params: A tree of one leaf for each parameter; may be empty where no array is in
-            halves.
+        params: A tree of one leaf for each parameter; may be an empty tuple where no
+            array is split.
         plan: Places the master weights.
 
     Returns:
-        A tree with None in place of all others; empty where there are only others.
+        The tree with None for all other leaves; an empty tuple where none is split.
     """
     if not plan.splits_master:
         return ()
@@ -94,12 +78,5 @@ def upper_halves(params: Any, plan: Plan) -> Any:
 
 
 def whole_rows(rows: Any) -> Any:
-    """The places of master weights as the optimizer sees them.
-
-    Args:
-        rows: A tree of `ArrayPlan`; of some perhaps those of split master weights.
-
-    Returns:
-        A tree of `ArrayPlan` of whole arrays.
-    """
+    """Plans of master weights as the optimizer updates them, not split into bits."""
     return jax.tree.map(lambda row: dataclasses.replace(row, form=Form.PLAIN), rows)

@@ -1,4 +1,4 @@
-"""The state of a run: everything that a step changes, born on its shards."""
+"""The state of a run: everything that a step changes, created on its shards."""
 
 import dataclasses
 import functools
@@ -41,15 +41,15 @@ class TrainState:
     Args:
         step: int32[]; steps taken, skipped ones included.
         num_skipped: int32[]; steps whose gradients were not finite.
-        master: Parameters in `precision.master_dtype`, or their lower halves.
+        master: Parameters in `precision.master_dtype`, or their low bits.
         opt_state: State of the optimizer.
         model_state: BatchNorm statistics and the like.
         scaler: The loss scale of float16; an empty tuple otherwise.
-        ema: Averaged parameters; an empty tuple where none are kept.
-        extra: What an algorithm carries; an empty tuple where none does.
-        params: Parameters in use, kept where the master weights rest elsewhere; an
-            empty tuple otherwise.
-        pending: A gradient that the next step applies; an empty tuple where none waits.
+        ema: Averaged parameters, or an empty tuple.
+        extra: State of an algorithm, or an empty tuple.
+        params: Compute parameters where master weights are offloaded; an empty tuple
+            otherwise.
+        pending: Gradients that the next step applies, or an empty tuple.
     """
 
     step: Any
@@ -73,13 +73,13 @@ class TrainState:
 
 
 def check_not_consumed(state: TrainState) -> None:
-    """Refuses a state whose memory a step has taken; XLA may end Python at one.
+    """Refuses a state that was donated to a step, on which XLA may abort.
 
     Args:
         state: Any state of a run.
 
     Raises:
-        StateError: An array of it is gone.
+        StateError: An array of it was deleted.
     """
     if _is_consumed(state):
         problem = "was passed to a step, which used its memory for the next state"
@@ -99,11 +99,11 @@ def _is_consumed(state: TrainState) -> bool:
 
 
 def state_rows(plan: Plan, config: Config) -> TrainState:
-    """The place of every array of the state.
+    """The plans of all arrays of a state.
 
     Args:
         plan: Places parameters and optimizer state.
-        config: Says whether there are a loss scale and an average.
+        config: Says whether there is a loss scale.
 
     Returns:
         A TrainState of `ArrayPlan`.
@@ -126,31 +126,20 @@ def state_rows(plan: Plan, config: Config) -> TrainState:
 
 
 def saved_rows(plan: Plan, config: Config) -> TrainState:
-    """The place of every array that a checkpoint holds.
-
-    Args:
-        plan: Places parameters and optimizer state.
-        config: As in `state_rows`.
-
-    Returns:
-        Rows without the parameters in use that follow from the master weights.
-    """
+    """`state_rows` of a checkpoint: without parameters that follow from others."""
     params = upper_halves(plan.compute, plan)
     return dataclasses.replace(state_rows(plan, config), params=params)
 
 
 def saved_state(state: TrainState, plan: Plan) -> TrainState:
-    """What a checkpoint holds of a state, in the form of `saved_rows`.
+    """The state that a checkpoint holds, in the form of `saved_rows`.
 
     Args:
-        state: With nothing pending.
+        state: State without pending gradients.
         plan: Places every array.
 
-    Returns:
-        The state without the parameters in use that follow from the master weights.
-
     Raises:
-        CheckpointError: A gradient is pending.
+        CheckpointError: Gradients are pending.
         StateError: The state was consumed.
     """
     check_not_consumed(state)
@@ -173,14 +162,12 @@ def init_state(
     """Creates the state on its shards; no device ever holds more than its share.
 
     Args:
-        key: Random key of the initial parameters; the same key gives the same
-            parameters on every mesh.
-        model: Its `init`, or its given weights, which are placed leaf by leaf.
+        key: Random key of the initial parameters, which are the same on every mesh.
+        model: Read for `init`, or for `given` weights, which are placed leaf by leaf.
         tx: Optax gradient transformation.
         plan: Places every array.
         config: Read for `precision` and `optimizer.ema_decay`.
-        master: Stored parameters already on their shards, in place of the model's;
-            consumed.
+        master: Stored parameters on their shards, in place of the model's; consumed.
 
     Returns:
         The state of step 0.
@@ -239,67 +226,54 @@ def _first_state(
 
 
 def with_params(state: TrainState, plan: Plan) -> TrainState:
-    """Adds the parameters in use to a state that was stored without them.
+    """Adds the compute parameters that a checkpoint leaves out, if a state has these.
 
     Args:
-        state: In the form of `saved_rows`.
+        state: State in the form of `saved_rows`.
         plan: Places every array.
-
-    Returns:
-        The state; unchanged where no parameters are kept.
     """
     if not plan.is_offloaded:
         return state
     arrays, tree = jax.tree.flatten(state.master)
     none = [None] * len(arrays)
-    halves = none if state.params == () else tree.flatten_up_to(state.params)
+    saved = none if state.params == () else tree.flatten_up_to(state.params)
     rows = jax.tree.leaves(plan.master), jax.tree.leaves(plan.compute)
     missing = [
         (x, *places)
-        for x, half, *places in zip(arrays, halves, *rows, strict=True)
-        if half is None
+        for x, param, *places in zip(arrays, saved, *rows, strict=True)
+        if param is None
     ]
-    # Beside each, what it is made of may be there too, in up to twice as many bytes.
-    made = store_in_turn(_in_use(missing), transfer_budget(plan.mesh) // 3)
-    there = iter(list(made))
-    params = tree.unflatten(next(there) if x is None else x for x in halves)
+    # Beside each, its master weights may be staged on the device, in twice the bytes.
+    made = store_in_turn(_compute_params(missing), transfer_budget(plan.mesh) // 3)
+    made = iter(list(made))
+    params = tree.unflatten(next(made) if x is None else x for x in saved)
     return dataclasses.replace(state, params=params)
 
 
-def _in_use(
+def _compute_params(
     stored: Sequence[tuple[Any, ArrayPlan, ArrayPlan]],
 ) -> Iterator[tuple[jax.Array, ArrayPlan]]:
-    """Parameters on the devices, each made from master weights at rest."""
-    for i, (x, row, in_use) in enumerate(stored):
+    """Compute parameters on the devices, each made from stored master weights."""
+    for i, (x, row, compute) in enumerate(stored):
         for following, _, _ in stored[i + 1 : i + 2]:
             if isinstance(following, DiskArray):
                 following.prefetch()
-        here = move(x, row, DEVICE, is_consumed=False)
-        yield cast_param(here, row, in_use), in_use
+        on_device = move(x, row, DEVICE, is_consumed=False)
+        yield cast_param(on_device, row, compute), compute
 
 
 def without_update(state: TrainState) -> TrainState:
-    """What a model is run with: the state without what only its update reads.
-
-    Args:
-        state: With the parameters in use.
-
-    Returns:
-        The rest; parameters in use may be at rest elsewhere.
-    """
+    """The state without the arrays that only an update reads."""
     return dataclasses.replace(state, master=(), opt_state=(), pending=())
 
 
 def cast_param(x: jax.Array, row: ArrayPlan, other: ArrayPlan) -> jax.Array:
-    """Master weights in another dtype and place.
+    """Casts and places master weights on the devices, in stored shapes.
 
     Args:
-        x: One array on the devices, whole, in its stored shape.
-        row: Its place at rest.
-        other: The dtype and place that are wanted.
-
-    Returns:
-        A stored array on the devices.
+        x: One array of master weights on the devices, not split.
+        row: Its plan.
+        other: Plan of the result.
     """
     return _cast(x, row.passing, other.passing)
 
@@ -310,14 +284,7 @@ def _cast(x: jax.Array, stored: ArrayPlan, row: ArrayPlan) -> jax.Array:
 
 
 def first_scalars(config: Config) -> dict[str, Any]:
-    """What a state holds at its start besides arrays of the model.
-
-    Args:
-        config: Says whether there is a loss scale.
-
-    Returns:
-        Fields of `TrainState` by name.
-    """
+    """Counters and loss scale of step 0, as fields of `TrainState` by name."""
     return {
         "step": jnp.zeros((), jnp.int32),
         "num_skipped": jnp.zeros((), jnp.int32),
@@ -326,14 +293,11 @@ def first_scalars(config: Config) -> dict[str, Any]:
 
 
 def place_given(params: Any, rows: Any) -> Any:
-    """Puts weights that exist already onto their shards, one array at a time.
+    """Copies given weights onto their shards, one array at a time.
 
     Args:
         params: Arrays of JAX or NumPy in their logical shapes.
         rows: A tree of `ArrayPlan` of the same structure.
-
-    Returns:
-        Stored arrays, in the dtypes of storage; `params` stays as it is.
     """
 
     def place(x: Any, row: ArrayPlan) -> Any:

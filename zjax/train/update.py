@@ -1,4 +1,4 @@
-"""One optimizer step: unscale, check, clip, update, keep or skip."""
+"""One optimizer step: unscale, check, clip, then update or skip."""
 
 import dataclasses
 from collections.abc import Callable
