@@ -81,7 +81,7 @@ def test_what_is_kept_goes_to_the_host_and_comes_back(policy, in_loop):
     assert num_moves("device") == (0, 0)
     down, up = num_moves("pinned_host")
     absent = (remat.norm.STATISTICS, remat.SPARSE)
-    kept = len([name for name in remat.KEPT[policy] if name not in absent])
+    kept = len([name for name in remat.SAVED[policy] if name not in absent])
     assert down == up == kept * (1 if in_loop else 3)
 
 
@@ -92,7 +92,7 @@ def test_dots_keep_less_than_everything():
     assert num_kept("full") < num_kept("dots") < num_kept("none")
 
 
-@pytest.mark.parametrize("policy", ["none", *remat.KEPT])
+@pytest.mark.parametrize("policy", ["none", *remat.SAVED])
 @pytest.mark.parametrize("in_loop", [False, True])
 def test_value_and_gradient_are_those_of_the_block(policy, in_loop):
     weights = {

@@ -1,1 +1,1 @@
-"""Surgery on traced programs."""
+"""Analysis and transformation of jaxprs."""

@@ -1,8 +1,7 @@
-"""Walks a traced program with a rule per equation, and opens the programs inside it.
+"""Interprets a jaxpr with a rule for its equations, and iterates over inner jaxprs.
 
-The rule says what an equation returns: values, where a program is run or traced anew,
-or whatever is to be known of them. Calls are no matter of the rule: the interpreter
-goes on in what is called.
+The rule returns values to run or trace a program again, or abstract facts to analyse
+it. The interpreter inlines calls.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,7 @@ T = TypeVar("T")
 
 
 def apply(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
-    """Does one equation: the rule that runs a program."""
+    """Evaluates one equation: the rule that runs a program."""
     settings = equation.primitive.get_bind_params(equation.params)
     results = equation.primitive.bind(*inputs, **settings)
     return list(results) if equation.primitive.multiple_results else [results]
@@ -32,17 +31,17 @@ def interpret(
     rule: Callable[[Equation, list[T]], Sequence[T]],
     constant: Callable[[Any], T] = lambda value: value,
 ) -> list[T]:
-    """Carries values, or what is known of them, from inputs to outputs.
+    """Propagates values, or facts about them, from inputs to outputs.
 
     Args:
-        program: Any.
-        inputs: One for each input.
-        rule: `rule(equation, inputs) -> outputs`, of an equation that is no call.
-        constant: What a number or an array that stands in the program counts as; asked
-            wherever it is read, in the order of the equations.
+        program: A closed jaxpr.
+        inputs: One value for each input.
+        rule: `rule(equation, inputs) -> outputs`, for an equation that is not a call.
+        constant: Maps a literal or constant to its value, each time it is read, in the
+            order of the equations.
 
     Returns:
-        One for each output.
+        One value for each output.
 
     Example:
         >>> program = jax.make_jaxpr(jax.jit(lambda x, y: (2 * x, x + y)))(1.0, 1.0)
@@ -71,10 +70,10 @@ def interpret(
 
 
 def called_by(equation: Equation) -> Closed | None:
-    """The program that an equation calls, if that is all it does.
+    """The program that an equation only calls; None for other equations.
 
-    A block that `jax.checkpoint` recomputes for its gradients begins with a barrier:
-    the compiler is not to know its inputs again.
+    A block that `jax.checkpoint` recomputes starts with a barrier, so that the compiler
+    does not merge it with the forward pass.
     """
     if equation.primitive.name not in primitives.CALLS:
         return None
@@ -87,12 +86,12 @@ def called_by(equation: Equation) -> Closed | None:
 
 
 def programs_in(equation: Equation) -> list[Closed]:
-    """The programs among the parameters of an equation: calls, branches and bodies."""
+    """The jaxprs among the parameters of an equation: calls, branches and bodies."""
     return [close(x) for x in jax.tree.leaves(equation.params) if is_program(x)]
 
 
 def walk(program: Closed) -> Iterator[Equation]:
-    """Every equation, each before those of the programs inside it."""
+    """All equations, each followed by those of its inner jaxprs."""
     for equation in program.eqns:
         yield equation
         for inner in programs_in(equation):

@@ -1,4 +1,4 @@
-"""Primitives of JAX by property, so that a rule need not list them."""
+"""Sets of JAX primitives with a common property."""
 
 
 def _names(text: str) -> frozenset[str]:
@@ -6,10 +6,10 @@ def _names(text: str) -> frozenset[str]:
 
 
 CALLS = _names("jit pjit closed_call custom_jvp_call custom_vjp_call remat2")
-"""Do what their program does."""
+"""Only run their inner program."""
 
 ARITHMETIC = _names("add sub mul div max min pow select_n")
-"""Scale, shift and choose entries of several operands."""
+"""Combine or select entries of several operands."""
 
 COMPARISONS = _names("eq ne lt le gt ge")
 ROUNDINGS = _names("floor ceil round")
@@ -19,7 +19,7 @@ EXACT = (
     | ROUNDINGS
     | _names("sin cos tan exp exp2 expm1 log log1p rem sign is_finite")
 )
-"""The last digits of their operands matter for their results."""
+"""Their results depend on the last digits of their operands."""
 
 ELEMENTWISE = (
     ARITHMETIC
@@ -30,19 +30,19 @@ ELEMENTWISE = (
         stop_gradient tanh"""
     )
 )
-"""Each entry of the result follows from the same entries of the operands."""
+"""Each entry of the result depends on the same entry of each operand."""
 
 REDUCTIONS = _names("reduce_max reduce_min reduce_sum")
 
 RESHAPES = _names("reshape squeeze transpose")
-"""Keep all entries and order them otherwise."""
+"""Return all entries of the operand in another shape or order."""
 
 MOVES = RESHAPES | _names(
     "broadcast_in_dim concatenate dynamic_slice pad reshard rev slice split stack"
 )
-"""Return entries of their operands as they are."""
+"""Return entries of their operands unchanged."""
 
 CHEAP = (
     ELEMENTWISE | REDUCTIONS | MOVES | _names("all_gather iota optimization_barrier")
 )
-"""Cost no more than to read their operands, or gather parameters."""
+"""Cost no more than reading their operands, or gathering parameters."""

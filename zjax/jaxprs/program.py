@@ -1,4 +1,4 @@
-"""A program as named values, from which a part can be taken and run alone."""
+"""A jaxpr without calls, of which parts can be extracted and run."""
 
 import collections
 import dataclasses
@@ -15,75 +15,65 @@ from zjax.jaxprs.interpret import Equation, apply, interpret
 from zjax.jaxprs.versions import Closed
 
 Name = core.Var
-"""Of one value of a program."""
+"""The variable of one value of a program."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """Equations in an order in which they can run, none of which is a call.
+    """Equations in topological order, none of which is a call.
 
     Args:
-        closed: The equations; a constant is written in place and has no name.
+        closed: The jaxpr; constants are literals without a name.
     """
 
     closed: Closed
 
     @property
     def inputs(self) -> list[Name]:
-        """Names of what goes in."""
+        """Names of the inputs."""
         return list(self.closed.jaxpr.invars)
 
     @property
     def outputs(self) -> list[Any]:
-        """Names of what comes out, or constants."""
+        """Names of the outputs, or literals."""
         return list(self.closed.jaxpr.outvars)
 
     @property
     def equations(self) -> list[Equation]:
-        """All operations."""
+        """All equations."""
         return self.closed.eqns
 
     @property
     def shapes(self) -> dict[Name, jax.ShapeDtypeStruct]:
-        """Of the inputs, and of what the equations return, in this order."""
+        """Shapes of the inputs, then of the results of the equations."""
         made = (x for each in self.equations for x in each.outvars)
         avals: dict[Name, Any] = {x: x.aval for x in (*self.inputs, *made)}
         return {x: jax.ShapeDtypeStruct(a.shape, a.dtype) for x, a in avals.items()}
 
     def __call__(self, *values: Any) -> list[Any]:
-        """Runs the program, or traces it.
-
-        Args:
-            values: One for each input.
-
-        Returns:
-            One for each output.
-        """
+        """Runs or traces the program: one value per input, one result per output."""
         return list(core.jaxpr_as_fun(self.closed)(*values))
 
     def compute(self, outputs: Sequence[Any], known: Mapping[Name, Any]) -> list[Any]:
         """Computes some values from others, and nothing else.
 
         Args:
-            outputs: What is wanted.
-            known: By name; what is wanted follows from these.
-
-        Returns:
-            One for each output.
+            outputs: Names or literals to compute.
+            known: Values by name, which determine the outputs.
         """
         part = self.part(known, outputs)
         return part(*(known[x] for x in part.inputs))
 
     def part(self, inputs: Iterable[Name], outputs: Sequence[Any]) -> "Program":
-        """What leads from some values to others.
+        """The program that computes some values from others.
 
         Args:
-            inputs: Names at which to stop; those that are not needed fall out.
-            outputs: What is wanted.
+            inputs: Names of given values.
+            outputs: Names or literals to compute.
 
         Returns:
-            A program whose inputs are those needed of `inputs`, in their order, and
-            after them whatever else of the inputs of this one is needed.
+            A program of the needed names of `inputs`, in their order, followed by the
+            other inputs of this program that it needs.
         """
         stops = dict.fromkeys(inputs)
         equations = [self.equations[number] for number in self.needed(outputs, stops)]
@@ -97,7 +87,7 @@ class Program:
         return Program(Closed(jaxpr, self.closed.consts))
 
     def needed(self, outputs: Iterable[Any], given: Iterable[Name] = ()) -> list[int]:
-        """Numbers of the equations that compute these from what is given."""
+        """Numbers of the equations that compute outputs from given values."""
         stops = {*given}
         wanted, found = {*names_among(outputs)} - stops, []
         for number in reversed(range(len(self.equations))):
@@ -108,16 +98,16 @@ class Program:
         return found[::-1]
 
     def made(self, numbers: Iterable[int]) -> set[Name]:
-        """What equations return."""
+        """Names of the results of equations."""
         return {x for number in numbers for x in self.equations[number].outvars}
 
     def reached(self, names: Iterable[Name]) -> set[Name]:
-        """These and what is computed from any of them."""
+        """These names and all that depend on any of them."""
         found = self.sources(dict.fromkeys(names, frozenset({True})))
         return {x for x, sources in found.items() if sources}
 
     def sources(self, labels: Mapping[Name, frozenset]) -> dict[Name, frozenset]:
-        """The labels of each value and of all that it is computed from."""
+        """The labels of each value, and of all values that it depends on."""
         found = collections.defaultdict(frozenset, labels)
         for equation in self.equations:
             joined = frozenset().union(
@@ -127,10 +117,10 @@ class Program:
         return found
 
     def normal_form(self) -> tuple[str, list[Any]]:
-        """The same text for programs that differ in names and scalars alone.
+        """A text that is equal for programs that differ only in names and scalars.
 
         Returns:
-            The text, and the scalars that stand in the program, in order.
+            The text, and the scalar literals in order.
         """
         count = itertools.count()
         scalars: list[Any] = []
@@ -155,13 +145,10 @@ class Program:
         return "\n".join([str(kinds), *lines, " ".join(outputs)]), scalars
 
     def lift(self, positions: Sequence[int]) -> Callable[..., list[Any]]:
-        """Makes operands of some scalars.
+        """A function of the inputs and, after them, of some scalar literals.
 
         Args:
-            positions: Among the scalars of `normal_form`, ascending.
-
-        Returns:
-            A function of the inputs and, at the end, a number for each.
+            positions: Positions in the scalars of `normal_form`, ascending.
         """
 
         def run(*values: Any) -> list[Any]:
@@ -183,17 +170,15 @@ def trace(
     *args: Any,
     rule: Callable[[Equation, list[Any]], Sequence[Any]] = apply,
 ) -> tuple[Program, Any]:
-    """Writes a function of arrays as a program.
+    """Traces a function to a program, with calls and recomputed blocks inlined.
 
     Args:
-        function: Pure.
-        args: Trees of arrays, or of their shapes.
-        rule: What is done in the place of each equation.
+        function: Pure function.
+        args: Trees of arrays or their shapes.
+        rule: Rule of `interpret` that traces each equation.
 
     Returns:
-        A program of the leaves, in which the equations of functions called by name and
-        of blocks that are recomputed are among the others; and the tree of shapes that
-        the function returns.
+        A program of the leaves, and the tree of shapes that the function returns.
 
     Example:
         >>> program, _ = trace(jax.jit(lambda x, y: (x + 1, x * y)), 2.0, 3.0)
@@ -213,26 +198,26 @@ def trace(
 
 
 def names_among(atoms: Iterable[Any]) -> list[Name]:
-    """Those that are no constants."""
+    """The atoms that are not literals."""
     return [x for x in atoms if isinstance(x, Name)]
 
 
 def is_in(x: Any, names: Set[Name]) -> bool:
-    """Whether a value has one of these names."""
+    """Whether an atom is one of these names."""
     return isinstance(x, Name) and x in names
 
 
 def text_of_constant(value: Any) -> str:
-    """The same for equal constants."""
+    """A text that is equal for equal constants."""
     x = np.asarray(value)
     return f"{x.dtype}{x.shape}{x.tobytes().hex()}"
 
 
 def sizes(*trees: Any) -> list[int]:
-    """How many arrays each tree has."""
+    """The number of arrays in each tree."""
     return [len(jax.tree.leaves(tree)) for tree in trees]
 
 
 def like(tree: Any, leaves: Sequence[Any]) -> Any:
-    """The tree with other leaves."""
+    """A tree of the same structure with other leaves."""
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)

@@ -1,4 +1,4 @@
-"""What versions of JAX name or build differently, found by asking for it."""
+"""Differences between versions of JAX, detected by feature."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ Closed = core.ClosedJaxpr
 
 
 def is_program(x: Any) -> bool:
-    """Whether this is a jaxpr, closed or not."""
+    """Whether `x` is a jaxpr, closed or not."""
     return isinstance(x, core.Jaxpr | core.ClosedJaxpr)
 
 
@@ -22,6 +22,6 @@ def close(program: Any) -> Closed:
 def without_dead_code(
     program: Closed, must_stay: Sequence[bool]
 ) -> tuple[Closed, list[bool]]:
-    """Leaves out what no result reads, in loops, too; and tells which inputs stayed."""
+    """Drops dead code, also in loops; returns which inputs remain."""
     jaxpr, stayed = partial_eval.dce_jaxpr(program.jaxpr, True, list(must_stay))
     return Closed(jaxpr, program.consts), stayed

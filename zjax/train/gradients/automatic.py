@@ -1,7 +1,6 @@
-"""Gradients of the weighted mean loss over a global batch, seen as one.
+"""Gradients of the weighted mean loss over a global batch, reduced by the compiler.
 
-The compiler adds over the devices: right for every loss, also for one that couples the
-rows of a batch. `zjax.train.gradients.local` adds by hand.
+This is right for every loss, including one that couples the rows of a batch.
 """
 
 import dataclasses
@@ -22,12 +21,12 @@ from zjax.typing import Batch, Loss, Model, ModelState, Params
 
 @dataclasses.dataclass(frozen=True)
 class AutomaticGradients:
-    """Pure functions of the parameters that the model computes with.
+    """Pure functions of the compute parameters.
 
     Args:
         model: Its loss.
         plan: Places parameters, gradients and their sum.
-        num_microbatches: Parts of the batch that follow one another.
+        num_microbatches: Gradient accumulation, 1 or more.
     """
 
     model: Model
@@ -81,7 +80,7 @@ class AutomaticGradients:
         key: jax.Array,
         scale: Any,
     ) -> tuple[Params, Loss]:
-        """The same for one microbatch, where the compiler wants the gradients."""
+        """The same for one microbatch, with gradients that are not placed yet."""
 
         def scaled(params: Params) -> tuple[jax.Array, Loss]:
             result = self.model.loss(params, state, microbatch, key)

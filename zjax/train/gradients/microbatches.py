@@ -1,4 +1,4 @@
-"""A global batch cut into microbatches."""
+"""Splits a global batch into microbatches."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,14 +16,14 @@ from zjax.typing import Batch, Model
 def split_batch(
     batch: Batch, model: Model, num_microbatches: int, num_shares: int
 ) -> Batch:
-    """Cuts a batch into microbatches, in which no row leaves its device.
+    """Splits a batch into microbatches without moving rows between devices.
 
-    Each device cuts the rows that it holds into microbatches of adjacent rows. Of a
-    separable loss, which compares no rows, row i is in microbatch i mod N: all meshes
-    then make the same microbatches, and draw the same.
+    Each device splits its rows into microbatches of adjacent rows. For a separable
+    loss, which compares no rows, row i is in microbatch i mod N. All meshes then have
+    the same microbatches and the same random numbers.
 
     Args:
-        batch: Arrays [B, ...]; scalars, and what holds no rows, are repeated.
+        batch: Arrays [B, ...]; scalars and other arrays without rows are repeated.
         model: Says whether its loss is separable, and which arrays hold rows.
         num_microbatches: N, 1 or more.
         num_shares: Devices along the batch dim.
@@ -50,29 +50,20 @@ def split_batch(
 
 
 def row_specs(batch: Batch, model: Model, axes: Sequence[str]) -> Any:
-    """How `shard_map` cuts a batch.
-
-    Args:
-        batch: Arrays.
-        model: Says which of them hold rows.
-        axes: Mesh axes over which rows are split.
-
-    Returns:
-        A tree of PartitionSpec.
-    """
+    """A tree of PartitionSpec for `shard_map`, with rows split over `axes`."""
     return map_rows(lambda x: P(tuple(axes)), lambda x: P(), batch, model.entries)
 
 
 def check_batch(
     batch: Batch, model: Model, num_microbatches: int, num_shares: int
 ) -> None:
-    """Refuses a batch that cannot be cut into equal parts.
+    """Refuses a batch that does not divide over devices and microbatches.
 
     Args:
         batch: Arrays or their shapes.
         model: Says which of them hold rows.
-        num_microbatches: Parts that follow one another.
-        num_shares: Parts that run side by side.
+        num_microbatches: Gradient accumulation, 1 or more.
+        num_shares: Devices along the batch dim.
 
     Raises:
         PlanError: Names every array whose first dim does not divide.
@@ -94,12 +85,12 @@ def check_batch(
 
 
 def check_lengths(batch: Batch, model: Model, num_shares: int) -> None:
-    """Refuses a batch whose second dim the devices of a sequence cannot share.
+    """Refuses a batch whose second dim does not divide over the sequence axis.
 
     Args:
         batch: Arrays or their shapes.
         model: Says which of them hold rows.
-        num_shares: Devices along the sequence.
+        num_shares: Size of the sequence axis.
 
     Raises:
         PlanError: Names every array whose second dim does not divide.
@@ -119,15 +110,12 @@ def check_lengths(batch: Batch, model: Model, num_shares: int) -> None:
 
 
 def cast_batch(batch: Batch, model: Model, dtype: Any) -> Batch:
-    """Gives inputs the dtype of the model, so that it computes in that.
+    """Casts the inputs of a model, but no targets or weights, to the compute dtype.
 
     Args:
         batch: Arrays.
-        model: Names its inputs; targets and weights are none, and stay as they are.
+        model: Names its inputs.
         dtype: Compute dtype.
-
-    Returns:
-        The batch, with inputs in `dtype`.
     """
     inputs = model.cast or ()
 

@@ -1,4 +1,4 @@
-"""How a run differentiates its loss: one table chooses, by plan, config and model."""
+"""Chooses how a run computes gradients, from plan, config and model."""
 
 import dataclasses
 import math
@@ -39,7 +39,7 @@ class GradientPrograms:
 
 @dataclasses.dataclass(frozen=True)
 class GradientSettings:
-    """All that a strategy is chosen by and made from.
+    """The inputs of every strategy.
 
     Args:
         model: Its loss.
@@ -56,12 +56,12 @@ class GradientSettings:
 
     @property
     def reduces_in_float32(self) -> bool:
-        """Whether gradients are added over devices in a wider dtype than their own."""
+        """Whether gradients are reduced in float32."""
         return self.config.precision.reduce_dtype == "float32"
 
     @property
     def reduce_dtype(self) -> Any:
-        """In which gradients are added over devices by hand."""
+        """Dtype in which `shard_map` reduces gradients."""
         return jnp.float32 if self.reduces_in_float32 else compute_dtype(self.plan)
 
 
@@ -87,45 +87,28 @@ def make_gradients(
 
 
 def is_pipelined(settings: GradientSettings) -> bool:
-    """Whether blocks lie on stages.
-
-    Args:
-        settings: Those of a run.
-
-    Returns:
-        True where there are two stages or more.
-    """
+    """Whether the mesh has two stages or more."""
     return settings.plan.mesh.shape[PIPELINE] > 1
 
 
 def is_local(settings: GradientSettings) -> bool:
-    """Whether gradients of the devices are added by hand.
+    """Whether devices differentiate their local rows, and reduce by `shard_map`.
 
-    Args:
-        settings: Those of a run without stages.
-
-    Returns:
-        True where that is asked for, or is what the ZeRO paper counts.
+    They do if `precision.reduce_dtype` asks for it, or if the communication is then
+    exactly that of the ZeRO paper.
     """
     model, plan = settings.model, settings.plan
     if plan.is_offloaded or plan.num_batch_shares == 1:
         return False
     splits_batch_alone = plan.num_batch_shares == math.prod(plan.mesh.shape.values())
-    # Layers in a loop fetch their parameters inside it, which the compiler arranges.
+    # The compiler gathers the parameters of layers that run in a loop.
     is_looped = plan.splits.compute and model.loops_over_layers
     is_exact = model.separable and splits_batch_alone and not is_looped
     return settings.reduces_in_float32 or is_exact
 
 
 def pipelined_programs(settings: GradientSettings) -> GradientPrograms:
-    """Every device differentiates its rows, in the blocks of its stage.
-
-    Args:
-        settings: Those of a run with stages.
-
-    Returns:
-        The programs of `zjax.train.gradients.pipelined`.
-    """
+    """Programs of `zjax.train.gradients.pipelined`."""
     plan = settings.plan
     pipelined = pipelined_gradients(
         pipelined_model(settings), plan, reduce_dtype=settings.reduce_dtype
@@ -144,14 +127,7 @@ def pipelined_programs(settings: GradientSettings) -> GradientPrograms:
 
 
 def local_programs(settings: GradientSettings) -> GradientPrograms:
-    """Every device differentiates its rows; without gradients, the compiler adds.
-
-    Args:
-        settings: Those of a run.
-
-    Returns:
-        The programs of `zjax.train.gradients.local`.
-    """
+    """Gradients of `zjax.train.gradients.local`, evaluation of `automatic`."""
     local = local_gradients(
         settings.model,
         settings.plan,
@@ -166,14 +142,7 @@ def local_programs(settings: GradientSettings) -> GradientPrograms:
 
 
 def automatic_programs(settings: GradientSettings) -> GradientPrograms:
-    """The compiler adds the gradients of the devices.
-
-    Args:
-        settings: Those of a run.
-
-    Returns:
-        The programs of `zjax.train.gradients.automatic`.
-    """
+    """Programs of `zjax.train.gradients.automatic`."""
     model, plan = settings.model, settings.plan
     automatic = AutomaticGradients(model, plan, settings.num_microbatches)
 
@@ -196,18 +165,11 @@ STRATEGIES = (
     (is_local, local_programs),
     (lambda settings: True, automatic_programs),
 )
-"""Whether each applies, and what makes it; the first that applies is taken."""
+"""Condition and constructor of each strategy; the first that applies is used."""
 
 
 def pipelined_model(settings: GradientSettings) -> PipelinedModel:
-    """A model with the schedule of its stages.
-
-    Args:
-        settings: Those of a run with stages, whose model has a stack.
-
-    Returns:
-        What the pipelined programs are built from.
-    """
+    """The model of a run with its schedule and its residuals."""
     config, model = settings.config, settings.model
     schedule = make_pipeline_schedule(config, settings.plan, settings.num_microbatches)
     keeps = None if config.model.remat == "none" else model.keeps
@@ -217,16 +179,7 @@ def pipelined_model(settings: GradientSettings) -> PipelinedModel:
 def make_pipeline_schedule(
     config: Config, plan: Plan, num_microbatches: int
 ) -> schedules.Schedule:
-    """The passes of a step that a run asks for.
-
-    Args:
-        config: Read for `pipeline`.
-        plan: Its mesh says how many stages there are.
-        num_microbatches: Parts of the batch that follow one another.
-
-    Returns:
-        Tables of passes.
-    """
+    """The schedule that `config.pipeline` asks for, on the stages of a plan's mesh."""
     given = config.pipeline
     return schedules.make_schedule(
         given.schedule,
@@ -237,16 +190,7 @@ def make_pipeline_schedule(
 
 
 def stored_params(model: Model, plan: Plan, state: TrainState) -> Params:
-    """The parameters in use: as the state holds them, or made from master weights.
-
-    Args:
-        model: Says whether it takes its layers apart.
-        plan: Places them.
-        state: Of the run.
-
-    Returns:
-        Parameters in the compute dtype and their logical shapes.
-    """
+    """Compute parameters in logical shapes, stored or made from master weights."""
     if state.params != ():
         return unpad_tree(state.params, plan.compute)
     return params_in_use(model, plan, unpad_tree(state.master, plan.master))

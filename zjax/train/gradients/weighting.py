@@ -1,4 +1,4 @@
-"""Losses and gradients of microbatches, averaged by their weights."""
+"""Weighted means of losses and gradients over microbatches."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,17 +13,11 @@ OWN_METRICS = frozenset(
     "loss weight grad_norm skipped_steps learning_rate loss_scale loss_scale_spent "
     "step step_seconds tokens_per_second consumed_tokens mfu mfu_full_attention".split()
 )
-"""Names that a run gives to numbers of its own."""
+"""Metrics that the run computes itself."""
 
 
 def check_names(loss: Loss) -> Loss:
-    """Refuses metrics that would be overwritten, or overwrite others.
-
-    Args:
-        loss: Of a microbatch.
-
-    Returns:
-        The same.
+    """Returns the loss of a microbatch, unless a metric has a name of the run's own.
 
     Raises:
         ModelError: Names every such metric.
@@ -60,13 +54,9 @@ def mean_loss(losses: Loss, model_state: ModelState) -> Loss:
 
 
 def counted(weight: jax.Array) -> jax.Array:
-    """What a loss counts alone, whatever its weight beside others.
+    """1 for a loss that counts, whatever its weight float32[]; not differentiated.
 
-    Args:
-        weight: float32[], of the loss; not differentiated.
-
-    Returns:
-        1, or 0 where there is no weight, or NaN where it is no finite number.
+    It is 0 for a weight of 0, and NaN for one that is not finite.
 
     Example:
         >>> [float(counted(jnp.float32(x))) for x in (0.0, 0.3, jnp.inf)]
@@ -86,15 +76,15 @@ def accumulate(
     *,
     pin: Callable[[Params], Params] = lambda total: total,
 ) -> tuple[Params, Loss]:
-    """Averages gradients over microbatches that follow one another, by weight.
+    """Averages gradients over microbatches by weight, one microbatch after another.
 
     Args:
         one: `one(model_state, microbatch, key) -> (grads, loss)`, gradients of a mean.
-        zeros: The sum at its start, in its dtype and place.
+        zeros: Initial sums, in their dtypes and placements.
         state: The model state before the first microbatch.
-        parts: Microbatches, stacked.
+        parts: Arrays [microbatches, ...].
         key: Folded with the number of each microbatch.
-        pin: Holds the sum in its place.
+        pin: Constrains the placement of the sums.
 
     Returns:
         Gradients of the mean over all microbatches, in the dtype of `zeros`.
@@ -124,14 +114,11 @@ def accumulate(
 
 
 def scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
-    """Scales an array; a factor of 0 gives 0, even where `x` is 0 / 0.
+    """The product in the dtype of `x`; 0 for a factor of 0, even where `x` is NaN.
 
     Args:
-        x: Any floating dtype.
-        factor: float32[], which the dtype of `x` need not hold.
-
-    Returns:
-        The product in the dtype of `x`.
+        x: Array of any floating dtype.
+        factor: float32[], which may be out of the range of that dtype.
 
     Example:
         >>> float(scaled(jnp.float32(jnp.nan), jnp.float32(0)))
@@ -144,14 +131,13 @@ def scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
 
 
 def unit_of(weights: jax.Array) -> jax.Array:
-    """What the weights of microbatches are counted in.
+    """The largest weight float32[], as the unit of all; 1 if it is 0.
+
+    In this unit no gradient grows, and gradients of microbatches of equal weight are
+    not scaled.
 
     Args:
         weights: float32[microbatches], 0 or more.
-
-    Returns:
-        float32[]: the largest, so that gradients become no larger, and those of
-        microbatches that are worth the same are added as they are; 1 where that is 0.
 
     Example:
         >>> [float(unit_of(jnp.array(weights))) for weights in ([3.0, 5.0], [0.0, 0.0])]
