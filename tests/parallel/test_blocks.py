@@ -22,7 +22,7 @@ def program(request, monkeypatch):
     ran = []
     if request.param == "kernels":
         monkeypatch.setattr(blocks, "why_unsupported", lambda *_: "")
-    monkeypatch.setattr(blocks, "_say", lambda chosen, reason: ran.append(chosen))
+    monkeypatch.setattr(blocks, "_log", lambda chosen, reason: ran.append(chosen))
     yield
     assert set(ran) == {request.param}
 
@@ -77,7 +77,7 @@ def test_gradients_of_parts_add_up(program):
 def test_parts_of_odd_length_run_in_plain_jax(monkeypatch):
     said = []
     monkeypatch.setattr(blocks, "why_unsupported", lambda *_: "")
-    monkeypatch.setattr(blocks, "_say", lambda *words: said.append(words))
+    monkeypatch.setattr(blocks, "_log", lambda *words: said.append(words))
     q, k, v, _ = (x[:, :100] for x in make_arrays())
     blocks.attend(q, k, v, None, causal=True)
     reason = "100 tokens at a time are not whole blocks of 128"
