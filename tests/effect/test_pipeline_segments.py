@@ -39,12 +39,12 @@ def abstract(step):
     batch = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), two_segments.make_batch()
     )
-    return placement.abstract_tree(step.rows), batch
+    return placement.abstract_tree(step.executor.state_plan), batch
 
 
 def test_a_stage_holds_its_share_of_each_segment(step):
     """Fails if stages hold the blocks of others, beside one empty slot in two."""
-    for row in jax.tree.leaves(step.rows.master):
+    for row in jax.tree.leaves(step.executor.state_plan.master):
         stacked = row.stored_shape[0] // STAGES if row.num_layers else 0
         if stacked:
             assert stacked == SLOTS[max(row.shape[1:])]
