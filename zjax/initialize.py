@@ -37,7 +37,7 @@ from zjax.sharding.batch import rows_of
 from zjax.sharding.program_plan import staged_plan
 from zjax.step import Step, make_step
 from zjax.storage.progress import progress_bar
-from zjax.train.master import whole_rows
+from zjax.train.master import unsplit_plans
 from zjax.train.state import (
     TrainState,
     init_state,
@@ -329,7 +329,7 @@ def make_run(
     def fresh() -> TrainState:
         start, key = config.checkpoint.init_from, jax.random.key(config.seed)
         if plan.is_offloaded and (model.init_layer or start):
-            here = whole_rows(staged_plan(plan).master)
+            here = unsplit_plans(staged_plan(plan).master)
             given = weights.iter_safetensors(start, here) if start else None
             return init_layer_by_layer(key, model, tx, plan, config, weights=given)
         master = weights.load_safetensors(start, plan.master) if start else None

@@ -37,7 +37,7 @@ from zjax.offload import stream as streams
 from zjax.sharding import describe, memory
 from zjax.storage import chunks
 from zjax.storage.array import DiskArray
-from zjax.train.master import upper_halves
+from zjax.train.master import high_bits
 from zjax.train.state import saved_rows, saved_state
 
 
@@ -151,7 +151,7 @@ def test_a_state_that_was_given_up_is_not_saved(tmp_path):
     with pytest.raises(zjax.StateError, match="was passed to a step"):
         saved_state(before, run.plan)
     store = zjax.checkpoint.store.Store(str(tmp_path / "run"))
-    saved = dataclasses.replace(before, params=upper_halves(before.params, run.plan))
+    saved = dataclasses.replace(before, params=high_bits(before.params, run.plan))
     with pytest.raises(zjax.CheckpointError, match="has been deleted"):
         store.save(1, saved, saved_rows(run.plan, run.config), extra={})
     assert store.steps() == ()

@@ -21,7 +21,7 @@ from zjax.sharding import placement
 from zjax.sharding.placement import ArrayPlan, dtype_bytes, num_distinct_shards
 from zjax.sharding.plan import DEVICE, HOST
 from zjax.storage.array import DiskArray
-from zjax.train.master import half_at_rest
+from zjax.train.master import stored_master
 from zjax.train.state import place_given
 
 _HOST_GROUP_BYTES = 2**30
@@ -157,7 +157,7 @@ def read_arrays(saved: SavedArrays, named: Mapping[str, ArrayPlan]) -> list[Any]
         plan = named[name]
         if name not in found:
             data = source.read_all(masters.get(name, name))
-            placed = place_given(half_at_rest(data, plan), plan)
+            placed = place_given(stored_master(data, plan), plan)
             arrays[name] = jax.block_until_ready(placed)
         elif found[name].is_empty:
             data = np.zeros(plan.stored_shape, plan.stored_dtype)

@@ -16,7 +16,7 @@ from zjax.sharding.placement import ArrayPlan, Form, pad, place_tree, shardings,
 from zjax.sharding.plan import DEVICE, Plan
 from zjax.storage.move import move, store_in_turn
 from zjax.storage.transfers import transfer_budget
-from zjax.train.master import half_at_rest, join
+from zjax.train.master import join_param, stored_master
 from zjax.train.state import TrainState, cast_param, first_scalars
 from zjax.typing import Model, Params
 
@@ -72,7 +72,7 @@ def _first_weights(created: Iterable[tuple[int, jax.Array]], plan: Plan) -> list
                 order.append((tree, i))
                 yield cast_param(x, row, other), other
             order.append((0, i))
-            yield _half_at_rest(x, row.staged), row
+            yield _stored_master(x, row.staged), row
 
     stored = list(store_in_turn(made(), transfer_budget(plan.mesh)))
     arrays = dict(zip(order, stored, strict=True))
@@ -175,7 +175,7 @@ def _init_opt_state(tx: Any, master: Params, params: Params, plan: Plan) -> Any:
 def _joined(
     x: jax.Array, row: ArrayPlan, upper: jax.Array, in_use: ArrayPlan
 ) -> jax.Array:
-    return unpad(join(x, row, upper, in_use), row)
+    return unpad(join_param(x, row, upper, in_use), row)
 
 
-_half_at_rest = jax.jit(half_at_rest, static_argnums=1)
+_stored_master = jax.jit(stored_master, static_argnums=1)

@@ -34,7 +34,7 @@ from zjax.sharding.plan import Plan, offload_pending
 from zjax.storage.array import DiskArray
 from zjax.storage.move import store
 from zjax.storage.transfers import transfer_budget
-from zjax.train.master import whole_rows
+from zjax.train.master import unsplit_plans
 from zjax.train.state import TrainState, state_rows
 from zjax.train.update import Schedule
 from zjax.typing import Batch, Loss, Metrics, Model
@@ -111,7 +111,7 @@ class OffloadedTrain:
             else WholeBackward(model, plan, num_microbatches, jit)
         )
         groups = self.backward.groups
-        smaller = bounded_groups(groups, jax.tree.leaves(whole_rows(plan.master)))
+        smaller = bounded_groups(groups, jax.tree.leaves(unsplit_plans(plan.master)))
         self.update = GroupedUpdate(
             tx,
             plan,

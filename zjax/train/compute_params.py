@@ -24,15 +24,15 @@ def compute_params(master: Params, plan: Plan) -> Params:
     Returns:
         Parameters in the compute dtype; under ZeRO 3 still split.
     """
-    return jax.tree.map(param_in_use, master, plan.master, plan.compute)
+    return jax.tree.map(compute_param, master, plan.master, plan.compute)
 
 
-def param_in_use(x: jax.Array, stored: ArrayPlan, row: ArrayPlan) -> jax.Array:
+def compute_param(x: jax.Array, stored: ArrayPlan, row: ArrayPlan) -> jax.Array:
     """`compute_params` of one array in its logical shape."""
     return place_tree(place_tree(x.astype(row.dtype), stored), row)
 
 
-def params_in_use(model: Model, plan: Plan, master: Params) -> Params:
+def compute_params_by_layer(model: Model, plan: Plan, master: Params) -> Params:
     """`compute_params`, with one array per layer for models that take these."""
     in_use = plan_in_use(model, plan)
     return compute_params(take_apart(master, in_use.master), in_use)

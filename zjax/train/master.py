@@ -11,7 +11,7 @@ from zjax.sharding.plan import Plan
 from zjax.typing import Params
 
 
-def whole_master(stored: Params, params: Any, plan: Plan) -> Params:
+def join_master(stored: Params, params: Any, plan: Plan) -> Params:
     """Master weights as the optimizer updates them, in their stored shapes.
 
     Args:
@@ -22,10 +22,10 @@ def whole_master(stored: Params, params: Any, plan: Plan) -> Params:
     """
     if not plan.splits_master:
         return stored
-    return jax.tree.map(join, stored, plan.master, params, plan.compute)
+    return jax.tree.map(join_param, stored, plan.master, params, plan.compute)
 
 
-def join(
+def join_param(
     x: jax.Array, row: ArrayPlan, high: jax.Array, compute: ArrayPlan
 ) -> jax.Array:
     """`join_master` of one array.
@@ -49,7 +49,7 @@ def computed_once(x: jax.Array, row: ArrayPlan) -> jax.Array:
     return x if row.form is Form.PLAIN else jax.lax.optimization_barrier(x)
 
 
-def half_at_rest(x: Any, row: ArrayPlan) -> Any:
+def stored_master(x: Any, row: ArrayPlan) -> Any:
     """Master weights as `row` stores them: the array, or its low bits.
 
     Args:
@@ -59,7 +59,7 @@ def half_at_rest(x: Any, row: ArrayPlan) -> Any:
     return x if row.form is Form.PLAIN else low_bits(x)
 
 
-def upper_halves(params: Any, plan: Plan) -> Any:
+def high_bits(params: Any, plan: Plan) -> Any:
     """Compute parameters that hold the high bits of split master weights.
 
     Args:
@@ -77,6 +77,6 @@ def upper_halves(params: Any, plan: Plan) -> Any:
     )
 
 
-def whole_rows(rows: Any) -> Any:
+def unsplit_plans(rows: Any) -> Any:
     """Plans of master weights as the optimizer updates them, not split into bits."""
     return jax.tree.map(lambda row: dataclasses.replace(row, form=Form.PLAIN), rows)

@@ -28,8 +28,8 @@ from zjax.sharding.plan import DEVICE, NVME, Plan
 from zjax.storage.array import DiskArray
 from zjax.storage.move import move, store, store_all, store_in_turn
 from zjax.storage.transfers import transfer_budget
-from zjax.train.compute_params import compute_params, param_in_use
-from zjax.train.master import computed_once, half_at_rest, upper_halves, whole_rows
+from zjax.train.compute_params import compute_param, compute_params
+from zjax.train.master import computed_once, high_bits, stored_master, unsplit_plans
 from zjax.typing import Model, ModelState, Params
 
 
@@ -127,7 +127,7 @@ def state_rows(plan: Plan, config: Config) -> TrainState:
 
 def saved_rows(plan: Plan, config: Config) -> TrainState:
     """`state_rows` of a checkpoint: without parameters that follow from others."""
-    params = upper_halves(plan.compute, plan)
+    params = high_bits(plan.compute, plan)
     return dataclasses.replace(state_rows(plan, config), params=params)
 
 
@@ -147,7 +147,7 @@ def saved_state(state: TrainState, plan: Plan) -> TrainState:
         problem = "is not applied yet, and a checkpoint does not hold it"
         remedy = "save what step.settle(state) gives"
         raise CheckpointError(Problem("state.pending", "gradient", problem, remedy))
-    return dataclasses.replace(state, params=upper_halves(state.params, plan))
+    return dataclasses.replace(state, params=high_bits(state.params, plan))
 
 
 def init_state(
@@ -188,7 +188,7 @@ def init_state(
         model_state = jax.jit(lambda key: model.init(key)[1])(key)
     elif model.given is not None:
         params, model_state = model.given()
-        rows = whole_rows(on_device.master)
+        rows = unsplit_plans(on_device.master)
         master = place_given(take_apart(params, plan.master), rows)
     else:
         create = jax.jit(
@@ -217,7 +217,7 @@ def _first_state(
         compute = pad_tree(compute_params(params, on_device), plan.compute)
     return TrainState(
         **first_scalars(config),
-        master=jax.tree.map(half_at_rest, stored, plan.master),
+        master=jax.tree.map(stored_master, stored, plan.master),
         opt_state=opt_state,
         model_state=model_state,
         ema=ema,
@@ -280,7 +280,7 @@ def cast_param(x: jax.Array, row: ArrayPlan, other: ArrayPlan) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _cast(x: jax.Array, stored: ArrayPlan, row: ArrayPlan) -> jax.Array:
-    return pad(param_in_use(unpad(x, stored), stored, row), row)
+    return pad(compute_param(unpad(x, stored), stored, row), row)
 
 
 def first_scalars(config: Config) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from zjax.optim.groups import trained_params
 from zjax.sharding.placement import pad_tree, place_tree, unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.train.compute_params import compute_params
-from zjax.train.master import computed_once, half_at_rest, whole_master
+from zjax.train.master import computed_once, join_master, stored_master
 from zjax.train.state import TrainState
 from zjax.typing import Loss, Metrics, Params
 
@@ -90,7 +90,7 @@ class Update:
         if self.updates_always:
             finite = jnp.bool_(True)
         grads = clip.clip_by_norm(grads, norm, self.config.optimizer.clip_norm)
-        stored = whole_master(state.master, state.params, plan)
+        stored = join_master(state.master, state.params, plan)
         master = unpad_tree(stored, plan.master)
         updates, opt_state = self.tx.update(
             grads,
@@ -157,7 +157,7 @@ class Update:
         return TrainState(
             step=state.step + 1,
             num_skipped=state.num_skipped + ~finite,
-            master=jax.tree.map(half_at_rest, master, plan.master),
+            master=jax.tree.map(stored_master, master, plan.master),
             opt_state=keep(opt_state, state.opt_state, finite),
             model_state=keep(loss.model_state, state.model_state, finite),
             scaler=scaler,

@@ -12,7 +12,7 @@ from zjax.parallel import schedule as schedules
 from zjax.sharding.mesh import PIPELINE
 from zjax.sharding.placement import pad_tree, unpad_tree
 from zjax.sharding.plan import Plan
-from zjax.train.compute_params import compute_dtype, params_in_use
+from zjax.train.compute_params import compute_dtype, compute_params_by_layer
 from zjax.train.gradients.automatic import AutomaticGradients
 from zjax.train.gradients.local import local_gradients
 from zjax.train.gradients.pipelined import PipelinedModel, pipelined_gradients
@@ -155,7 +155,7 @@ def automatic_programs(settings: GradientSettings) -> GradientPrograms:
         return automatic.loss(params, state.model_state, batch, None)
 
     def loss(master: Params, *inputs: Any) -> Loss:
-        return automatic.loss(params_in_use(model, plan, master), *inputs)
+        return automatic.loss(compute_params_by_layer(model, plan, master), *inputs)
 
     return GradientPrograms(gradients, evaluate, loss)
 
@@ -193,4 +193,4 @@ def stored_params(model: Model, plan: Plan, state: TrainState) -> Params:
     """Compute parameters in logical shapes, stored or made from master weights."""
     if state.params != ():
         return unpad_tree(state.params, plan.compute)
-    return params_in_use(model, plan, unpad_tree(state.master, plan.master))
+    return compute_params_by_layer(model, plan, unpad_tree(state.master, plan.master))
