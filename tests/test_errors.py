@@ -12,7 +12,5 @@ def test_a_value_that_cannot_be_shown_is_named_by_its_type():
     value = []
     for _ in range(10**5):
         value = [value]
-    assert (
-        str(Problem("a", value, "is deep", "cut it")) == "a=<list> is deep; cut it"
-    )
+    assert str(Problem("a", value, "is deep", "cut it")) == "a=<list> is deep; cut it"
     assert str(Problem("a", 10**5000, "is long", "cut it")).startswith("a=<int> is")

@@ -24,13 +24,8 @@ class BatchSizes:
 def resolve_batch(config: schema.Config, num_shards: int) -> BatchSizes:
     """Derives the missing one of the three batch settings, and checks that they agree.
 
-    Args:
-        config: Config whose `global_batch_size`, `num_microbatches` and
-            `microbatch_size` are 0 where they are to be derived.
-        num_shards: Product of the mesh axes that shard the batch, 1 or more.
-
-    Returns:
-        All three sizes.
+    Settings of 0 are derived. `num_shards` is the product of the mesh axes that shard
+    the batch, 1 or more.
 
     Raises:
         ConfigError: They contradict each other, or too few are given.

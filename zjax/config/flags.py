@@ -34,11 +34,6 @@ def define_flags(
     Flags are not defined at import, as zjax is also a library. May be called
     repeatedly.
 
-    Args:
-        argv: Arguments that may contain changed settings; None is those of this
-            process.
-        flag_values: Flag registry.
-
     Raises:
         ConfigError: A flag file cannot be read.
     """

@@ -65,14 +65,8 @@ def read_gin(files: Sequence[str] = (), bindings: Sequence[str] = ()) -> dict[st
     """Reads Gin files in order, then single bindings; the last one wins.
 
     Infinity is written `%inf`, tuples as in Python. An included file is looked up
-    beside the file that includes it.
-
-    Args:
-        files: Paths of Gin files.
-        bindings: Bindings such as `config.zero.stage = 3`.
-
-    Returns:
-        Settings nested by section, not yet checked against the schema.
+    beside the file that includes it. The result is nested by section, and not yet
+    checked.
 
     Raises:
         ConfigError: Unreadable files, syntax errors, or anything but values.

@@ -14,16 +14,10 @@ PREFIX = "config."
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """Splits `path=value` and parses the value.
+    """Splits `path=value`, drops `config.`, and parses the value.
 
     The value is a Python literal. A string may lack its quotes, and a float may be
     `inf`.
-
-    Args:
-        text: Override such as `zero.stage=3` or `config.zero.stage=3`.
-
-    Returns:
-        The dotted path without `config.`, and the value.
 
     Raises:
         ConfigError: There is no `=`.

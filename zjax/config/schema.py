@@ -77,9 +77,9 @@ class Zero:
     """Directories of arrays stored on `nvme`, one per disk; each process makes a
     subdirectory, and removes it at its end."""
     gradient_memory: Literal["derived", "device", "pinned_host", "nvme"] = "derived"
-    """Memory of gradients between microbatches, and while offloaded updates wait for
-    the gradient norm; small ones, and in the latter case those that fit beside the
-    block inputs, stay on the device."""
+    """Memory of gradients between microbatches, and of pending gradients of offloaded
+    updates until the norm is known. Pending ones stay on the device if they fit beside
+    the block inputs or, in place of `nvme`, are small."""
     delay_updates_from: int = -1
     """First step whose gradients are applied one step late, during the next backward
     pass, so that no update waits for a norm (arXiv:2101.06840, section 5.2, where it is

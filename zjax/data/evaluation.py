@@ -184,14 +184,10 @@ def make_evaluation(
 def wrap_evaluation(
     batches: Any, config: schema.Config, shardings: placement.Shardings
 ) -> EvaluationSet:
-    """Evaluates on a dataset with columns, or an iterable of batches.
+    """Evaluates on a dataset with columns, or an iterable of batches that can restart.
 
-    Args:
-        batches: Dataset; or iterable that restarts each time, of trees of numeric
-            arrays whose first dim is at most `global_batch_size` (scalars are allowed).
-        config: Config; reads `evaluation.num_batches`, `global_batch_size` and
-            `data.prefetch_batches`.
-        shardings: Sharding of each array of a batch.
+    Batches are trees of numeric arrays whose first dim is at most `global_batch_size`
+    (scalars are allowed).
 
     Raises:
         DataError: An iterator, which cannot restart; a dataset without rows, or with a

@@ -31,11 +31,7 @@ SKIPPED = {
 
 
 def open_standard_library(split: str, root: str = "") -> store.Store:
-    """Reads the standard library as bytes, one document per file.
-
-    Args:
-        split: `train` or `validation`.
-        root: Directory to read; empty is the standard library of this Python.
+    """Reads a split of the standard library as bytes, one document per file.
 
     Raises:
         DataError: It has no source files (a zipped or stripped installation).

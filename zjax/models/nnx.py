@@ -38,14 +38,10 @@ class Skeleton:
 
 
 def make_submodel(model: Any, field: str) -> Submodel:
-    """Makes a submodel of an NNX module, or of a function that makes one.
+    """Makes a submodel of an NNX module, which may be abstract, or of `rngs -> module`.
 
     Random streams restart from the key of each step; in evaluation they always draw the
     same numbers.
-
-    Args:
-        model: Module, whose arrays may be abstract, or factory `rngs -> module`.
-        field: Name of the model in messages.
 
     Raises:
         ModelError: The factory needs other arguments, or makes something else.

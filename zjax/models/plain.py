@@ -12,12 +12,9 @@ from zjax.typing import ModelState, Params
 
 
 def make_submodel(init: Any, apply: Callable[..., Any]) -> Submodel:
-    """Makes a submodel of two functions, or of parameters and a function.
+    """Makes a submodel of `init(key)`, or parameters, and `apply(params, ...)`.
 
-    Args:
-        init: `init(key) -> params`, or the parameters.
-        apply: `apply(params, ...)`; the view is `partial(apply, params)`, in training
-            and evaluation alike.
+    The view is `partial(apply, params)`, in training and evaluation alike.
     """
 
     def start(key: jax.Array) -> tuple[Any, Callable[[], Started]]:

@@ -79,13 +79,7 @@ def execution_of(config: schema.Model) -> Execution:
 def hidden_states(
     model: StackedModel, batch: dict[str, Any], key: jax.Array | None
 ) -> Float[Array, "B L M"]:
-    """The stream after the last block, which the head reads.
-
-    Args:
-        model: Model with its weights.
-        batch: Batch of its embedding.
-        key: Dropout key; None in evaluation.
-    """
+    """The stream after the last block, which the head reads."""
     params = nest(values_of(nnx.state(model, nnx.Param)))
     stack, execution = make_stack(model), execution_of(model.config)
     return run_stack(stack, params, batch, key, execution)[0]

@@ -62,13 +62,7 @@ def dot(
 
 
 def check_device(device: Device) -> None:
-    """Refuses GPUs without float8 units; logs once where float8 is emulated.
-
-    Args:
-        device: Any device of the run.
-
-    Raises:
-        ConfigError: The device is an NVIDIA GPU older than Ada and Hopper.
+    """Refuses NVIDIA GPUs older than Ada and Hopper; logs where float8 is emulated.
 
     Example:
         >>> check_device(jax.devices("cpu")[0])

@@ -14,19 +14,12 @@ ROWS_AT_ONCE = 4096
 def look_up(
     table: Float[Array, "V M"], indices: Int[Array, "..."], deterministic: bool = False
 ) -> Float[Array, "... M"]:
-    """Gathers rows of a table.
+    """Gathers rows of a table; indices other than 0 to V - 1 give zeros.
 
     The gradient is a float32 sum: a frequent token adds thousands of rows to one, which
-    would stall in bfloat16, and GPUs serialize 16-bit atomic adds.
-
-    Args:
-        table: Rows, in any floating dtype.
-        indices: Row numbers, 0 to V - 1; any other index gives zeros.
-        deterministic: Whether gradients are summed in a fixed order, by one-hot matrix
-            products, which take 2 V M operations per index.
-
-    Returns:
-        One row per index.
+    would stall in bfloat16, and GPUs serialize 16-bit atomic adds. A `deterministic`
+    one is summed in a fixed order, by one-hot products, which take 2 V M operations per
+    index.
 
     Example:
         >>> look_up(jnp.arange(6.0).reshape(3, 2), jnp.array([2, 0])).tolist()

@@ -71,14 +71,7 @@ def make_optimizer(
 
 
 def without_clipping(config: schema.Config) -> schema.Config:
-    """Disables clipping, for runs whose optimizer the caller brings.
-
-    Args:
-        config: Config that `check_config` has found free of other optimizer settings.
-
-    Returns:
-        The same with `clip_norm=inf`.
-    """
+    """Sets `clip_norm=inf`, for runs whose optimizer the caller brings."""
     optimizer = dataclasses.replace(config.optimizer, clip_norm=math.inf)
     return dataclasses.replace(config, optimizer=optimizer)
 

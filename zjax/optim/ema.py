@@ -8,20 +8,17 @@ from jaxtyping import Array, Float, Int
 
 
 def update_ema(ema: Any, params: Any, decay: float, step: Int[Array, ""]) -> Any:
-    """Moves the average towards the parameters by `1 - decay`.
+    """Moves the average towards the parameters by `1 - decay`, in the dtypes of `ema`.
 
     The decay is at most `(1 + step) / (10 + step)`, so that the initial parameters do
-    not dominate a short run.
+    not dominate a short run. Store the average in float32: in bfloat16 a step of `1 -
+    decay` below 1/256 is lost in rounding.
 
     Args:
-        ema: Average so far, initially the parameters. Store it in float32: in bfloat16
-            a step of `1 - decay` below 1/256 is lost in rounding.
+        ema: Average so far, initially the parameters.
         params: Parameters after this step.
         decay: Upper limit of the decay, at least 0 and below 1.
         step: Number of steps applied before this one.
-
-    Returns:
-        The new average, in the dtypes of `ema`.
 
     Example:
         >>> start, target = jnp.zeros(()), jnp.ones(())

@@ -70,11 +70,6 @@ def decay_of(group: schema.ParamGroup, default: float) -> float:
 def check_groups(groups: Groups, params: Any, names: Names) -> None:
     """Refuses groups that have no effect on this model.
 
-    Args:
-        groups: `optimizer.groups`, each with a valid pattern.
-        params: Parameters, abstract or not.
-        names: Dims by path, as far as they are known.
-
     Raises:
         ConfigError: A pattern matches no parameter, or only those of earlier groups; a
             decay has no matrix; every parameter is frozen. Reports all problems at

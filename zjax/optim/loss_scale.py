@@ -45,15 +45,8 @@ def update_scaler(
 ) -> LossScaler:
     """Halves the scale after overflows, doubles it after clean steps.
 
-    Divide gradients by the scale before this update, which their backward pass used.
-
-    Args:
-        scaler: State that the step used.
-        overflow: Whether any gradient was NaN or infinite.
-        settings: `precision.loss_scale`; a window of 0 fixes the scale.
-
-    Returns:
-        State of the next step.
+    Divide gradients by the scale before this update, which their backward pass used. A
+    window of 0 fixes the scale.
 
     Example:
         >>> settings = schema.LossScale(initial=8.0, hysteresis=1)

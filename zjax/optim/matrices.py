@@ -24,10 +24,6 @@ Names = dict[str, Logical]
 def named_params(model: Model, mesh: schema.Mesh) -> tuple[Params, Names]:
     """Traces the abstract parameters of a model, and their dim names by path.
 
-    Args:
-        model: The model; its `init` is only traced.
-        mesh: `config.mesh`, which translates and adds names.
-
     Raises:
         PlanError: Names in `mesh` that match nothing or say nothing.
     """

@@ -42,16 +42,13 @@ def store_moments(
 ) -> optax.GradientTransformationExtraArgs:
     """Stores the moments of a transformation in a smaller dtype between updates.
 
-    The update itself is computed in float32, whatever the dtype of the parameters.
+    The update itself is computed in float32; its result has the dtype of the gradients.
 
     Args:
         tx: Optax transformation. Floating state in the shape of a parameter is a
             moment; under `nu` it is a second moment.
         dtype: `float32`, `bfloat16` or `int8`; in `int8` vectors stay float32.
         names: Dim names by path, which tell matrices from stacked vectors.
-
-    Returns:
-        The transformation; its updates have the dtype of the gradients.
 
     Example:
         >>> tx = store_moments(optax.trace(0.9), "bfloat16", {})

@@ -42,12 +42,8 @@ def random_bits(
 ) -> UInt32[Array, "..."]:
     """One word of random bits per element, from a hash of its index.
 
-    The words are the same on every mesh, and need no communication.
-
-    Args:
-        shape: Shape of the array.
-        step: Step number; each step gives other bits.
-        salt: Number of the array, below 2**32; each array gets other bits.
+    The words depend on the step and, below 2**32, the `salt` of the array. They are the
+    same on every mesh, and need no communication.
 
     Reference:
         The finalizer of MurmurHash3 by Appleby.
@@ -87,19 +83,11 @@ def quantize(
     bits: UInt32[Array, "..."],
     dtype: Any,
 ) -> Quantized:
-    """Rounds to eight bits, to `x` on average.
+    """Rounds float32[...] to eight bits, to `x` on average.
 
-    Signed codes reach from the scale down to 2**-16 of it, then to zero. Unsigned ones
-    reach down to 2**-32; smaller numbers become that, so that no divisor becomes zero.
-
-    Args:
-        x: float32[...]; not negative for unsigned codes.
-        scales: Scales from `measure`.
-        bits: Random words.
-        dtype: Dtype of the codes, int8 or uint8.
-
-    Returns:
-        Codes and scales.
+    Signed codes reach from the scale down to 2**-16 of it, then to zero. Unsigned ones,
+    for numbers that are not negative, reach down to 2**-32; smaller numbers become
+    that, so that no divisor becomes zero. `scales` come from `measure`.
 
     Reference:
         Scales of rows and columns: Li et al., arXiv:2309.01507. Optimizers in eight
@@ -119,14 +107,7 @@ def quantize(
 
 
 def dequantize(quantized: Quantized) -> Float[Array, "..."]:
-    """Converts codes and scales to float32.
-
-    Args:
-        quantized: A matrix in eight bits.
-
-    Returns:
-        float32 in the shape of the codes.
-    """
+    """Converts codes and scales to float32 in the shape of the codes."""
     return _value(quantized.codes) * functools.reduce(jnp.minimum, quantized.scales)
 
 

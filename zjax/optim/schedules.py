@@ -15,17 +15,11 @@ from zjax.config.schema import Config
 def make_schedule(
     config: Config,
 ) -> Callable[[Int[Array, ""] | int], Float[Array, ""]]:
-    """Builds the learning rate schedule of a run.
+    """Builds `schedule(num_applied_steps)`, a float32 learning rate; it can be traced.
 
     Step 0 has rate 0 and step `num_warmup_steps` the peak (step 0 without warm-up).
     Except under `constant`, the last step, `num_steps - 1`, and any after it have the
     final fraction of the peak.
-
-    Args:
-        config: Config; reads `num_steps` and `optimizer`.
-
-    Returns:
-        `schedule(num_applied_steps)`, a float32 scalar; works on traced counts.
 
     Example:
         >>> import dataclasses

@@ -8,18 +8,10 @@ from jax import Array
 def forward(
     x: Array, scale: Array, bias: Array | None, *, eps: float, centre: bool
 ) -> tuple[Array, Array, Array]:
-    """Normalises, scales and shifts each row.
+    """Normalises, scales and shifts each row of x [..., C], of any floating dtype.
 
-    Args:
-        x: [..., C], any floating dtype.
-        scale: [C] factor per channel.
-        bias: [C] offset per channel, or None.
-        eps: Number added to the variance.
-        centre: Whether to subtract the mean.
-
-    Returns:
-        [..., C] in the dtype of `x`; mean (0 without `centre`) and inverse deviation of
-        each row, float32[..., 1].
+    Returns [..., C] in the dtype of `x`, and mean (0 without `centre`) and inverse
+    deviation of each row, float32[..., 1].
     """
     wide = x.astype(jnp.float32)
     mean = wide.mean(-1, keepdims=True) if centre else jnp.zeros_like(wide[..., :1])
@@ -34,13 +26,8 @@ def backward(
 ) -> tuple[Array, Array, Array | None]:
     """Gradients of the input, the scale and the bias, which is None without `centre`.
 
-    Args:
-        x: [..., C] input of `forward`.
-        mean: float32[..., 1] from `forward`.
-        inverse: float32[..., 1] from `forward`.
-        scale: [C] factor per channel.
-        d_out: [..., C] cotangent of the output.
-        centre: As in `forward`.
+    `mean` and `inverse`, float32[..., 1], come from `forward`; `d_out` is the cotangent
+    of its output.
     """
     normal = _normal(x, mean, inverse)
     wide = d_out.astype(jnp.float32)

@@ -64,11 +64,7 @@ def global_pattern(
 ) -> Pattern:
     """Pattern of one span per row, and of blocks that all rows see.
 
-    Args:
-        spans: Span of each row.
-        columns: Numbers of the global blocks, ascending.
-        visible: Visible blocks of each row.
-        horizontal: Whether the rows of global blocks see all blocks.
+    `horizontal` lets the rows of these blocks see all blocks.
     """
     if horizontal:
         starts, stops = (side.copy() for side in spans)

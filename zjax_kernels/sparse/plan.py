@@ -178,17 +178,7 @@ def plan_cells(
     head_size: int,
     segments: bool,
 ) -> Plan:
-    """`make_plan` from the live cells of each pattern.
-
-    Args:
-        patterns: Live cells of each pattern.
-        head_patterns: Pattern of each head.
-        tokens: Numbers of queries and of keys.
-        block: Tokens per side of a block.
-        num_kv_heads: Heads of keys and values; None is as many as of queries.
-        head_size: Channels per head.
-        segments: Whether segments or a key mask will be given.
-    """
+    """`make_plan` from live cells of each pattern, for `tokens` queries and keys."""
     _check(num_kv_heads, head_size)
     heads = len(head_patterns)
     num_kv_heads = heads if num_kv_heads is None else num_kv_heads

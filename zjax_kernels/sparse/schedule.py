@@ -109,15 +109,9 @@ def make_schedule(
     chunk: int,
     transposed: bool,
 ) -> Schedule:
-    """Groups live cells into chunks and items, as NumPy arrays.
+    """Groups the live cells of each pattern into chunks and items, as NumPy arrays.
 
-    Args:
-        patterns: Live cells of each distinct pattern.
-        head_patterns: Pattern of each head.
-        row_unit: Tokens of a unit of rows, a multiple of `cell`.
-        column_unit: Tokens of a unit of columns, a multiple of `cell`.
-        chunk: Columns per chunk, a multiple of `column_unit`.
-        transposed: Whether rows are keys.
+    Units and chunks are sizes in tokens; see `Schedule`.
     """
     cell = patterns[0].size
     sizes = Sizes(*(n // cell for n in (TILE, row_unit, column_unit, chunk)))

@@ -25,15 +25,9 @@ def produce(
 ) -> None:
     """Fills shared memory with the tile and the chunks of one item after another.
 
-    Args:
-        work: Items of this program.
-        tuning: Numbers of slots for tiles and chunks.
-        copy_tile: Starts to copy an item's tile, given its rows and the number of tiles
-            copied before; waits for a free slot itself.
-        copy_chunk: Starts to copy a chunk, given its number and the number copied
-            before.
-        tile_free: Barriers that free a slot of a tile, with their numbers of slots.
-        chunk_free: Barriers that free a slot of a chunk.
+    `copy_tile` and `copy_chunk` start a copy, given the number of copies before, and
+    wait for a free slot. `tile_free` are barriers that free a slot of a tile, with
+    their numbers of slots, and `chunk_free` those of chunks.
     """
     # Chunks whose slots are free before that of the tile.
     early = int(tuning.tiles == 1 < tuning.stages)
@@ -89,14 +83,11 @@ def copy_rows(
     ready: Any,
     moves: Sequence[tuple[Callable[[Any], Any], Any]],
 ) -> None:
-    """Starts to copy the tokens of a tile.
+    """Starts to copy the tokens of a tile, whose units begin at `rows`.
 
-    Args:
-        work: Items of this program.
-        rows: First tokens of the units, from `read_rows`.
-        ready: Barrier on which each copy arrives.
-        moves: Per array, a function from tokens to its slice, and the target in shared
-            memory, [halves, HALF, ...].
+    `ready` is the barrier on which each copy arrives. `moves` has, per array, a
+    function from tokens to its slice, and the target in shared memory, [halves, HALF,
+    ...].
     """
     size = work.sizes.row_unit
     for number, row in enumerate(rows):
@@ -111,13 +102,10 @@ def store_rows(
     rows: Sequence[jax.Array],
     moves: Sequence[tuple[Any, Callable[[Any], Any]]],
 ) -> None:
-    """Starts to copy the results of half a tile to global memory.
+    """Starts to copy the results of half a tile, whose units begin at `rows`.
 
-    Args:
-        work: Items of this program.
-        rows: First tokens of the units, from `read_rows`.
-        moves: Per array, the results in shared memory, [HALF, ...], and a function from
-            tokens to their target.
+    `moves` has, per array, the results in shared memory, [HALF, ...], and a function
+    from tokens to their target in global memory.
     """
     size = work.sizes.row_unit
     plgpu.commit_smem()
@@ -147,10 +135,8 @@ def token_scalars(ref: Any, item: Item) -> Callable[[Any], Any]:
 def store_partial(item: Item, moves: Sequence[tuple[Any, jax.Array]]) -> None:
     """Writes the partial result of a tile that several items make up.
 
-    Args:
-        item: The item.
-        moves: Per array, the target [sequences, heads, slots, TILE, ...], and the half
-            of this warpgroup.
+    `moves` has, per array, the target [sequences, heads, slots, TILE, ...], and the
+    half of this warpgroup.
     """
 
     @pl.when(item.slot >= 0)
@@ -179,13 +165,11 @@ def copy_columns(
     ready: Any,
     moves: Sequence[tuple[Callable[..., Any], Any]],
 ) -> None:
-    """Starts to copy the tokens of a chunk.
+    """Starts to copy the tokens of a chunk, as `read_columns` gives them.
 
-    Args:
-        columns: Tokens and heads, from `read_columns`.
-        ready: Barrier on which each copy arrives.
-        moves: Per array, a function from tokens and head to its slice, and the target
-            in shared memory, [chunk, ...].
+    `ready` is the barrier on which each copy arrives. `moves` has, per array, a
+    function from tokens and head to its slice, and the target in shared memory, [chunk,
+    ...].
     """
     for lane, (tokens, member) in enumerate(columns):
         for source, buffer in moves:

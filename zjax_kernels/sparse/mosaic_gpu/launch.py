@@ -29,16 +29,10 @@ def call(
     tuning: Tuning,
     interpret: Any,
 ) -> Sequence[jax.Array]:
-    """Runs a kernel: `body(schedule references, inputs, outputs, scratch)`.
+    """Runs `body(schedule references, inputs, outputs, scratch)` as a kernel.
 
-    Args:
-        body: Body of a program.
-        schedule: Schedule of this pass.
-        inputs: Arrays in global memory.
-        outputs: Shapes of the results.
-        scratch: Pytree of shared memory and barriers.
-        tuning: Tuning.
-        interpret: Parameters of the interpreter; None on a GPU.
+    `scratch` is a pytree of shared memory and barriers; `interpret` holds the
+    interpreter's parameters, None on a GPU.
     """
     arrays, structure = jax.tree.flatten(_without_unread(schedule))
     scratch_leaves, scratch_structure = jax.tree.flatten(scratch)

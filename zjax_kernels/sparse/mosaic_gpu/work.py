@@ -33,13 +33,7 @@ class Work:
     size: jax.Array
 
     def for_each(self, run: Callable[[jax.Array, "Item", Any], Any], carry: Any) -> Any:
-        """Runs one item after another, prefetching the next.
-
-        Args:
-            run: Function of the item's number, the item and the carry; returns the
-                carry.
-            carry: Initial carry.
-        """
+        """Runs `run(number, item, carry) -> carry` on each item, prefetching it."""
 
         def body(number, state):
             item, after, carry = state
