@@ -29,6 +29,21 @@ FLOORS = (
 FLOOR = {part: height for height, parts in enumerate(FLOORS) for part in parts}
 AXES = {"pipeline", "replica", "expert", "sequence", "tensor"}
 """Without `data`, which is a common word."""
+MEMORIES = {"pinned_host", "nvme"}
+MEMORY_MODULES = {
+    "zjax.budget.spill",
+    "zjax.budget.tables",
+    "zjax.checkpoint.arrays",
+    "zjax.main",
+    "zjax.offload.blockwise",
+    "zjax.parallel.remat",
+    "zjax.sharding.memory",
+    "zjax.sharding.placement",
+    "zjax.sharding.plan",
+    "zjax.storage.copy_streams",
+}
+"""Modules besides `zjax.config` that name memories; others ask an `ArrayPlan`. Flags of
+`zjax.main` are named so, too."""
 MODULES = sorted((ROOT / "zjax").rglob("*.py"))
 KERNELS = sorted((ROOT / "zjax_kernels").rglob("*.py"))
 CONFIGURATION = (
@@ -211,6 +226,21 @@ def test_mesh_axes_are_named_in_one_place():
         if node.value in AXES and not at_home and part_of(name_of(path)) != "config":
             wrong.append(f"{place(path, node)} {node.value!r}")
     assert wrong == []
+
+
+def test_memories_are_named_in_few_places():
+    """Fails if a module compares the name of a memory in place of asking a plan."""
+    found = set()
+    for path, node in each_node(ast.Constant, ast.ImportFrom, ast.Attribute):
+        if isinstance(node, ast.Constant):
+            named = isinstance(node.value, str) and node.value in MEMORIES
+        elif isinstance(node, ast.Attribute):
+            named = ast.unparse(node) in {"plans.DEVICE", "plans.HOST", "plans.NVME"}
+        else:
+            names = {f"zjax.sharding.plan.{n}" for n in ("DEVICE", "HOST", "NVME")}
+            named = bool(names & set(imported(node)))
+        found |= {name_of(path)} if named else set()
+    assert {name for name in found if part_of(name) != "config"} == MEMORY_MODULES
 
 
 def test_pyproject_is_the_only_configuration():

@@ -214,7 +214,7 @@ def initialize(
         remedy = "look at metrics['skipped_steps'], or leave it at 'skip'"
         raise ConfigError(Problem("precision.on_nonfinite", "stop", problem, remedy))
     where = config.model.activation_memory
-    if where != plans.DEVICE and not _runs_by_block(model, config):
+    if config.model.offloads_inputs and not _runs_by_block(model, config):
         problem = "has no effect on the model that was given"
         remedy = (
             "leave it at 'device', and wrap blocks in zjax.parallel.remat.recompute"

@@ -56,7 +56,7 @@ def test_other_arrays_are_unchanged(other):
 @pytest.mark.parametrize("memory", ["device", "pinned_host"])
 def test_memory_is_pinned_for_the_copies_that_are_taken(monkeypatch, memory):
     """Fails if parameters are pinned in the pool that the low bits fill."""
-    rows = [make_row("upper"), make_row("lower", "int16").rest_in(memory)]
+    rows = [make_row("upper"), make_row("lower", "int16").stored_in(memory)]
     pinned = []
     gpu = types.SimpleNamespace(platform="gpu")
     monkeypatch.setattr(jax, "local_devices", lambda: [gpu])

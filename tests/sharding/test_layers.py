@@ -108,9 +108,9 @@ def test_a_layer_has_the_place_of_its_stack():
         row.path, (16, 24), row.dtype, row.layer.stored, row.layer.used
     )
     assert row.layer.spec == P("data", None)
-    in_use = layerwise_plan(make_model(run.config), run.plan)
-    assert in_use.master["blocks"]["mlp"]["up"]["kernel"] == (row.layer,) * 2
-    assert in_use.opt_state is run.plan.opt_state
+    layerwise = layerwise_plan(make_model(run.config), run.plan)
+    assert layerwise.master["blocks"]["mlp"]["up"]["kernel"] == (row.layer,) * 2
+    assert layerwise.opt_state is run.plan.opt_state
 
 
 def test_small_layers_stay_whole_however_many_there_are():
@@ -124,8 +124,9 @@ def test_small_layers_stay_whole_however_many_there_are():
 def test_layers_that_are_not_split_stay_stacked(stage, is_apart):
     """At stage 0 nothing is split, and sums of gradients need not wait for the last."""
     plan = make_language_plan(stage, min_shard_elements=10**6)
-    in_use = layerwise_plan(make_model(schema.Config(model=SHAPE)), plan)
-    for rows in (in_use.master, in_use.compute, in_use.grad_sum, in_use.grads):
+    layerwise = layerwise_plan(make_model(schema.Config(model=SHAPE)), plan)
+    trees = layerwise.master, layerwise.compute, layerwise.grad_sum, layerwise.grads
+    for rows in trees:
         assert isinstance(rows["blocks"]["mlp"]["up"]["kernel"], Layers) == is_apart
 
 

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import DEVICE, HOST
 from zjax.storage import copy_streams
-from zjax.storage.move import move
+from zjax.storage.move import store, to_devices
 
 
 @pytest.fixture
@@ -50,8 +50,10 @@ def test_directions_alternate_whatever_is_asked_for(row, copies):
     copy_streams.COPY_STREAMS.take_turn(copy_streams.TO_DEVICE, row.stored)
     copies.clear()
     for memory in directions:
-        start = resting if memory == DEVICE else make(row)
-        moved = move(start, row, memory, is_consumed=False)
+        if memory == DEVICE:
+            moved = to_devices(resting, row, is_consumed=False)
+        else:
+            moved = store(make(row), row)
         assert moved.sharding.memory_kind == memory
         assert moved.tolist() == list(range(8))
     assert all(one != other for one, other in itertools.pairwise(copies))

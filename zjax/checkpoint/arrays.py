@@ -19,7 +19,7 @@ from zjax.checkpoint.saved import (
 from zjax.processes.host import host_memory_bytes
 from zjax.sharding import placement
 from zjax.sharding.placement import ArrayPlan, dtype_bytes, num_distinct_shards
-from zjax.sharding.plan import DEVICE, HOST
+from zjax.sharding.plan import HOST
 from zjax.storage.array import DiskArray
 from zjax.train.master import stored_master
 from zjax.train.state import place_given
@@ -186,10 +186,10 @@ def _restore_args(plan: ArrayPlan, entry: Entry) -> Any:
 
 def _groups(named: Mapping[str, ArrayPlan]) -> list[dict[str, ArrayPlan]]:
     """All arrays stored on the device as one group; offloaded ones in small groups."""
-    groups = [{n: r for n, r in named.items() if r.memory == DEVICE}]
+    groups = [{n: r for n, r in named.items() if r.is_on_device}]
     group: dict[str, ArrayPlan] = {}
     for name, plan in named.items():
-        if plan.memory == DEVICE:
+        if plan.is_on_device:
             continue
         filled = sum(other.device_bytes for other in group.values())
         if group and filled + plan.device_bytes > _HOST_GROUP_BYTES:

@@ -19,7 +19,6 @@ import numpy as np
 from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.views import Source, join_masters
 from zjax.sharding.placement import ArrayPlan
-from zjax.sharding.plan import DEVICE
 from zjax.storage.array import DiskArray, open_files
 from zjax.storage.move import store
 
@@ -120,7 +119,7 @@ def place_slices(read: Callable[[Any], np.ndarray], plan: ArrayPlan) -> Any:
         bounds = (s.indices(n) for s, n in zip(index, plan.stored_shape, strict=True))
         return shard(*((start, stop) for start, stop, _ in bounds))
 
-    on_device = plan.rest_in(DEVICE).stored
+    on_device = plan.on_device.stored
     array = jax.make_array_from_callback(plan.stored_shape, on_device, shard_at)
     return to_storage(array, plan)
 
@@ -128,7 +127,7 @@ def place_slices(read: Callable[[Any], np.ndarray], plan: ArrayPlan) -> Any:
 def to_storage(x: jax.Array, plan: ArrayPlan) -> Any:
     """Moves a device array to its storage; waits unless that is the device."""
     stored = store(x, plan)
-    return stored if plan.memory == DEVICE else jax.block_until_ready(stored)
+    return stored if plan.is_on_device else jax.block_until_ready(stored)
 
 
 def link(

@@ -14,7 +14,7 @@ from zjax.models.generate import generate
 from zjax.offload.generate import Generation
 from zjax.offload.peak import Peak
 from zjax.offload.train import OffloadedTrain
-from zjax.sharding.plan import DEVICE, Plan
+from zjax.sharding.plan import Plan
 from zjax.sharding.program_plan import staged_plan
 from zjax.train.programs import make_programs
 from zjax.train.state import TrainState, without_update
@@ -62,9 +62,7 @@ class StreamedExecutor:
         self.generation = None
         self._model = model
         self._passes: Any = self.step.backward
-        self._streams_blocks = (
-            config.zero.parameter_memory != DEVICE and model.runs_by_block
-        )
+        self._streams_blocks = config.zero.offloads_blocks and model.runs_by_block
         self.programs: Mapping[str, Any] = {}
         if not self._streams_blocks:
             pure = make_programs(model, tx, staged_plan(plan), config, **given)

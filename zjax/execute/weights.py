@@ -4,9 +4,9 @@ import jax
 
 from zjax.ops.promotion import dtype_promotion
 from zjax.sharding.placement import ArrayPlan, unpad_tree
-from zjax.sharding.plan import DEVICE, Plan
+from zjax.sharding.plan import Plan
 from zjax.sharding.program_plan import staged_plan
-from zjax.storage.move import move
+from zjax.storage.move import to_devices
 from zjax.train.average import averaged, check_average, only_weights, parts_of
 from zjax.train.compute_params import compute_params
 from zjax.train.state import TrainState, check_not_consumed
@@ -57,7 +57,7 @@ class Weights:
                 return self._compute(only_weights(state))
             return self._unpad(
                 jax.tree.map(
-                    lambda x, row: move(x, row, DEVICE, is_consumed=False),
+                    lambda x, row: to_devices(x, row, is_consumed=False),
                     state.params,
                     self._plan.compute,
                 )

@@ -13,8 +13,8 @@ from zjax.offload.groups import trace
 from zjax.offload.units import positions_in, units_of
 from zjax.sharding.paths import layer_of
 from zjax.sharding.placement import ArrayPlan, Form, pad, place_tree, shardings, unpad
-from zjax.sharding.plan import DEVICE, Plan
-from zjax.storage.move import move, store_in_turn
+from zjax.sharding.plan import Plan
+from zjax.storage.move import store_in_turn, to_devices
 from zjax.storage.transfers import transfer_budget
 from zjax.train.master import join_param, stored_master
 from zjax.train.state import TrainState, cast_param, first_scalars
@@ -153,12 +153,12 @@ def _init_opt_state(tx: Any, master: Params, params: Params, plan: Plan) -> Any:
     )
 
     def to_device(name: Name) -> jax.Array:
-        x, row, upper, in_use = by_name[name]
-        x = move(x, row, DEVICE, is_consumed=False)
+        x, row, upper, compute = by_name[name]
+        x = to_devices(x, row, is_consumed=False)
         if row.form is Form.PLAIN:
             return unpad(x, row)
-        upper = move(upper, in_use, DEVICE, is_consumed=False)
-        return _joined(x, row.staged, upper, in_use.staged)
+        upper = to_devices(upper, compute, is_consumed=False)
+        return _joined(x, row.staged, upper, compute.staged)
 
     def create(array: CompiledGroup, row: ArrayPlan) -> jax.Array:
         (x,) = array({name: to_device(name) for name in array.inputs})
@@ -173,9 +173,9 @@ def _init_opt_state(tx: Any, master: Params, params: Params, plan: Plan) -> Any:
 
 @functools.partial(jax.jit, static_argnums=(1, 3))
 def _joined(
-    x: jax.Array, row: ArrayPlan, upper: jax.Array, in_use: ArrayPlan
+    x: jax.Array, row: ArrayPlan, upper: jax.Array, compute: ArrayPlan
 ) -> jax.Array:
-    return unpad(join_param(x, row, upper, in_use), row)
+    return unpad(join_param(x, row, upper, compute), row)
 
 
 _stored_master = jax.jit(stored_master, static_argnums=1)

@@ -8,9 +8,8 @@ from typing import Any
 import jax
 
 from zjax.sharding.placement import ArrayPlan
-from zjax.sharding.plan import DEVICE
 from zjax.storage.array import DiskArray
-from zjax.storage.move import move, store
+from zjax.storage.move import store, to_devices
 from zjax.storage.transfers import READ_AHEAD_BYTES
 
 WRITE_BACK_SHARE = 8
@@ -191,7 +190,7 @@ class Stream:
         load = self.waiting.popleft()
         load.read_ahead()
         arrays = [
-            move(x, row, DEVICE, is_consumed=load.is_consumed)
+            to_devices(x, row, is_consumed=load.is_consumed)
             for x, row in zip(load.arrays, load.rows, strict=True)
         ]
         self.arrived[load.name] = arrays, load.moved_bytes

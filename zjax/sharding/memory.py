@@ -205,11 +205,3 @@ def rows_on_disk(plan: Plan, config: Config) -> list[ArrayPlan]:
 def num_zero_shares(plan: Plan) -> int:
     """Devices over which ZeRO splits: the product of the ZeRO axes."""
     return num_shares(plan.mesh, ZERO_AXES)
-
-
-waiting_rows = pending_gradients  # old names, until all callers have moved
-
-
-def resting_bytes(plan: Plan, memory: str) -> int:
-    """Old form of `stored_bytes`."""
-    return stored_bytes(plan)[(DEVICE, HOST, NVME).index(memory)]

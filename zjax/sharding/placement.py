@@ -169,15 +169,6 @@ class ArrayPlan:
         return dataclasses.replace(self, stored=stored, disks=())
 
     @property
-    def passing(self) -> "ArrayPlan":
-        """Old name of `staged`."""
-        return self.staged
-
-    def rest_in(self, memory: str) -> "ArrayPlan":
-        """Old name of `stored_in`."""
-        return self.stored_in(memory)
-
-    @property
     def abstract(self) -> jax.ShapeDtypeStruct:
         """The stored array without its data."""
         return jax.ShapeDtypeStruct(

@@ -179,9 +179,6 @@ def offload_pending(row: ArrayPlan, memory: str, config: Config) -> ArrayPlan:
     )
 
 
-while_it_waits = offload_pending  # old name, until all callers have moved
-
-
 def _offload(
     row: ArrayPlan, other: ArrayPlan, memory: str, config: Config
 ) -> ArrayPlan:

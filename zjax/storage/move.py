@@ -8,35 +8,28 @@ import jax
 
 from zjax.sharding.mesh import is_simulated
 from zjax.sharding.placement import ArrayPlan
-from zjax.sharding.plan import NVME
 from zjax.storage.array import DiskArray
 from zjax.storage.copy_streams import send
 from zjax.storage.progress import report_moved
 
 
-def move(x: Any, row: ArrayPlan, memory: str, *, is_consumed: bool) -> Any:
-    """Starts to copy an array to another memory, unless it is stored on the devices.
+def to_devices(x: Any, row: ArrayPlan, *, is_consumed: bool) -> Any:
+    """Starts to copy a stored array to the devices, unless it is stored there.
 
     Args:
-        x: Array in `row.memory` or on the devices.
+        x: Stored array.
         row: Where it is stored.
-        memory: Target: `row.memory`, or the devices.
         is_consumed: Whether `x` is deleted.
 
     Returns:
-        The array there; its copy may still run.
+        The array on the devices; its copy may still run.
     """
     if row.is_on_device:
         return x
-    if memory == NVME:
-        moved = DiskArray.write(x, row)
-    elif row.is_on_disk:
-        moved = x.to_devices()
-    else:
-        moved = send(x, row.stored_in(memory).stored)
+    staged = x.to_devices() if row.is_on_disk else send(x, row.on_device.stored)
     if is_consumed:
         x.delete()  # its memory is free once the copy has ended
-    return moved
+    return staged
 
 
 def store(arrays: Any, rows: Any) -> Any:
@@ -51,9 +44,11 @@ def store(arrays: Any, rows: Any) -> Any:
     """
 
     def one(x: Any, row: ArrayPlan) -> Any:
-        stored = move(x, row, row.memory, is_consumed=True)
-        if not row.is_on_device:
-            report_moved(row.device_bytes * len(row.stored.addressable_devices))
+        if row.is_on_device:
+            return x
+        stored = DiskArray.write(x, row) if row.is_on_disk else send(x, row.stored)
+        x.delete()  # its memory is free once the copy has ended
+        report_moved(row.device_bytes * len(row.stored.addressable_devices))
         return stored
 
     return jax.tree.map(one, arrays, rows)

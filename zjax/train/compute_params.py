@@ -5,10 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zjax.sharding.in_use import plan_in_use
 from zjax.sharding.layers import take_apart
 from zjax.sharding.placement import ArrayPlan, place_tree
 from zjax.sharding.plan import Plan
+from zjax.sharding.program_plan import layerwise_plan
 from zjax.typing import Model, Params
 
 
@@ -34,8 +34,8 @@ def compute_param(x: jax.Array, stored: ArrayPlan, row: ArrayPlan) -> jax.Array:
 
 def compute_params_by_layer(model: Model, plan: Plan, master: Params) -> Params:
     """`compute_params`, with one array per layer for models that take these."""
-    in_use = plan_in_use(model, plan)
-    return compute_params(take_apart(master, in_use.master), in_use)
+    layerwise = layerwise_plan(model, plan)
+    return compute_params(take_apart(master, layerwise.master), layerwise)
 
 
 def compute_dtype(plan: Plan) -> Any:

@@ -13,7 +13,6 @@ import numpy as np
 from zjax.config.schema import Config
 from zjax.errors import CheckpointError, Problem, StateError
 from zjax.optim import loss_scale
-from zjax.sharding.in_use import plan_on_device
 from zjax.sharding.layers import take_apart
 from zjax.sharding.placement import (
     ArrayPlan,
@@ -24,9 +23,10 @@ from zjax.sharding.placement import (
     unpad,
     unpad_tree,
 )
-from zjax.sharding.plan import DEVICE, NVME, Plan
+from zjax.sharding.plan import Plan
+from zjax.sharding.program_plan import staged_plan
 from zjax.storage.array import DiskArray
-from zjax.storage.move import move, store, store_all, store_in_turn
+from zjax.storage.move import store, store_all, store_in_turn, to_devices
 from zjax.storage.transfers import transfer_budget
 from zjax.train.compute_params import compute_param, compute_params
 from zjax.train.master import computed_once, high_bits, stored_master, unsplit_plans
@@ -172,7 +172,7 @@ def init_state(
     Returns:
         The state of step 0.
     """
-    on_device = plan_on_device(plan)
+    on_device = staged_plan(plan)
     places = shardings(state_rows(on_device, config))
 
     def from_params(params: Params, model_state: ModelState) -> TrainState:
@@ -203,7 +203,7 @@ def _first_state(
     params: Params, model_state: ModelState, tx: Any, plan: Plan, config: Config
 ) -> TrainState:
     """The state of step 0 on the devices, from parameters in logical shapes."""
-    on_device = plan_on_device(plan)
+    on_device = staged_plan(plan)
     params = take_apart(params, plan.master)
     params = jax.tree.map(lambda x, row: x.astype(row.dtype), params, plan.master)
     params = jax.tree.map(computed_once, params, plan.master)
@@ -258,7 +258,7 @@ def _compute_params(
         for following, _, _ in stored[i + 1 : i + 2]:
             if isinstance(following, DiskArray):
                 following.prefetch()
-        on_device = move(x, row, DEVICE, is_consumed=False)
+        on_device = to_devices(x, row, is_consumed=False)
         yield cast_param(on_device, row, compute), compute
 
 
@@ -275,7 +275,7 @@ def cast_param(x: jax.Array, row: ArrayPlan, other: ArrayPlan) -> jax.Array:
         row: Its plan.
         other: Plan of the result.
     """
-    return _cast(x, row.passing, other.passing)
+    return _cast(x, row.staged, other.staged)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -306,7 +306,7 @@ def place_given(params: Any, rows: Any) -> Any:
         placed = jax.make_array_from_callback(
             row.stored_shape, row.stored, stored.__getitem__
         )
-        return store(placed, row) if row.memory == NVME else placed
+        return store(placed, row) if row.is_on_disk else placed
 
     return jax.tree.map(place, params, rows)
 

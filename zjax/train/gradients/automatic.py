@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from zjax.ops.keys import fold_in
-from zjax.sharding.in_use import plan_in_use
 from zjax.sharding.layers import put_together
 from zjax.sharding.placement import place_tree
 from zjax.sharding.plan import Plan
+from zjax.sharding.program_plan import layerwise_plan
 from zjax.train.compute_params import cast_like, compute_dtype
 from zjax.train.gradients import microbatches, weighting
 from zjax.typing import Batch, Loss, Model, ModelState, Params
@@ -54,7 +54,7 @@ class AutomaticGradients:
             Gradients in logical shapes and the dtype of the gradient sum, and the loss,
             which is not scaled.
         """
-        rows = plan_in_use(self.model, self.plan).grad_sum
+        rows = layerwise_plan(self.model, self.plan).grad_sum
 
         def pin(grads: Params) -> Params:
             return place_tree(grads, rows)

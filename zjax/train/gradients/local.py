@@ -29,11 +29,11 @@ from jax.sharding import PartitionSpec as P
 from zjax.comm import shards
 from zjax.ops.keys import fold_in
 from zjax.parallel import remat
-from zjax.sharding.in_use import plan_in_use
 from zjax.sharding.layers import put_together, take_apart
 from zjax.sharding.mesh import BATCH_AXES
 from zjax.sharding.placement import ArrayPlan, unpad_tree
 from zjax.sharding.plan import Plan
+from zjax.sharding.program_plan import layerwise_plan
 from zjax.train.compute_params import cast_like, compute_dtype
 from zjax.train.gradients import microbatches, weighting
 from zjax.typing import Batch, Loss, Model, ModelState, Params
@@ -68,13 +68,13 @@ def local_gradients(
         sum; the loss is not scaled. Without reduction they have a leading dim of
         devices, over which they are split and whose mean is the reduced gradient.
     """
-    in_use = plan_in_use(model, plan)
+    layerwise = layerwise_plan(model, plan)
     each = plan.splits.grad_sum or num_microbatches == 1
     reduction = ("microbatch" if each else "step") if reduces else "none"
-    local = LocalGradients(model, in_use, num_microbatches, reduce_dtype, reduction)
+    local = LocalGradients(model, layerwise, num_microbatches, reduce_dtype, reduction)
 
     def of_device(master: Params, *inputs: Any) -> tuple[Params, Loss]:
-        grads, loss = local.gradients(take_apart(master, in_use.master), *inputs)
+        grads, loss = local.gradients(take_apart(master, layerwise.master), *inputs)
         grads = put_together(grads)
         return grads if reduces else jax.tree.map(local.stacked, grads), loss
 
