@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from zjax.config.schema import Config
 from zjax.offload.backward import GroupGradients
 from zjax.offload.compiled import Jit
+from zjax.offload.groups import by_group
 from zjax.offload.stream import Load, Stream
 from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import offload_pending
@@ -35,10 +36,10 @@ class GradientSums:
     ):
         self.num_microbatches = num_microbatches
         self.stream = Stream(limit_bytes)
-        self.rows: list[list[ArrayPlan]] = [[] for _ in range(max(groups) + 1)]
-        for group, row in zip(groups, jax.tree.leaves(grad_rows), strict=True):
-            memory = config.zero.gradient_memory
-            self.rows[group].append(offload_pending(row, memory, config))
+        memory = config.zero.gradient_memory
+        rows = [offload_pending(x, memory, config) for x in jax.tree.leaves(grad_rows)]
+        pairs = zip(rows, groups, strict=True)
+        self.rows: list[list[ArrayPlan]] = by_group(pairs, max(groups) + 1)
         self._scale = jit(_scaled)
         self._add = jit(_add, donate_argnums=0)
         self._mean = jit(_mean, donate_argnums=0)

@@ -9,7 +9,7 @@ transformation either runs exactly or is refused.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -159,6 +159,15 @@ class _Flow:
         return any(
             x in self.groups and self.groups[x] not in allowed for x in part.inputs
         )
+
+
+def by_group(pairs: Iterable[tuple[Any, int]], num_groups: int) -> list[list[Any]]:
+    """The items of each group, from pairs of an item and its group."""
+    found: list[list[Any]] = [[] for _ in range(num_groups)]
+    for item, group in pairs:
+        if group != SHARED:
+            found[group].append(item)
+    return found
 
 
 def trace(function: Callable[..., Any], *args: Any) -> tuple[Program, Any]:

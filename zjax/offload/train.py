@@ -25,6 +25,7 @@ from zjax.jaxprs.program import Name
 from zjax.offload.backward import Backward, GroupGradients, WholeBackward
 from zjax.offload.blockwise import BlockwiseBackward
 from zjax.offload.compiled import Jit
+from zjax.offload.groups import by_group
 from zjax.offload.peak import Peak, added_bytes
 from zjax.offload.stream import WRITE_BACK_SHARE, Load, Stream, moved_bytes
 from zjax.offload.update import GroupedUpdate, GroupUpdate
@@ -126,11 +127,8 @@ class OffloadedTrain:
             problem = "gains nothing, as no update waits for all gradients"
             field, remedy = "zero.delay_updates_from", "leave it at -1"
             raise PlanError(Problem(field, self.delay_from, problem, remedy))
-        pairs = sorted(set(zip(groups, smaller, strict=True)))
-        self.updates_of = {
-            group: [number for _, number in own]
-            for group, own in itertools.groupby(pairs, key=lambda pair: pair[0])
-        }
+        pairs = sorted(set(zip(smaller, groups, strict=True)))
+        self.updates_of = by_group(pairs, max(groups) + 1)
         self.arriving = [
             n for group in self.backward.order for n in self.updates_of[group]
         ]

@@ -11,7 +11,7 @@ from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
 from zjax.jaxprs.program import Name
 from zjax.offload.compiled import CompiledGroup, Jit, compile_groups
-from zjax.offload.groups import SHARED, group_programs, trace
+from zjax.offload.groups import SHARED, by_group, group_programs, trace
 from zjax.sharding.opt_state import optimizer_name
 from zjax.sharding.paths import path_of, position_finder
 from zjax.sharding.placement import unpad_tree
@@ -91,7 +91,7 @@ class GroupedUpdate:
             list(itertools.islice(leaves, len(jax.tree.leaves(tree))))
             for tree in inputs
         )
-        group_of = _grouping(plan, groups)
+        group_of, num_groups = _grouping(plan, groups), max(groups) + 1
         input_groups = dict(zip(names, map(group_of, input_keys), strict=True))
         output_groups = [
             group_of(keys) if keys[0].idx == 0 else SHARED for keys in output_keys
@@ -100,7 +100,7 @@ class GroupedUpdate:
             program,
             list(input_groups.values()),
             output_groups,
-            num_groups=max(groups) + 1,
+            num_groups=num_groups,
             is_gradient=[name in self.grad_names for name in names],
             is_loss=[name in self.loss_names for name in names],
             optimizer=optimizer_name(tx),
@@ -114,48 +114,37 @@ class GroupedUpdate:
         self.shapes.update(zip(names, (row.abstract for row in placed), strict=False))
         late = {*programs.global_numbers, *self.loss_names}
         self.waits = any(late & {*part.inputs} for part in programs.updates)
-        positions: list[list[int]] = [[] for _ in programs.updates]
         self.shared = [i for i, group in enumerate(output_groups) if group == SHARED]
-        for i, group in enumerate(output_groups):
-            if group != SHARED:
-                positions[group].append(i)
         places = dict(enumerate(row.stored for row in row_leaves))
         combined = [*map(places.get, self.shared), *(None for _ in self.global_numbers)]
         (self.combine,) = compile_groups(
             [programs.combine], jit, out_shardings=[combined]
         )
-        spent = {name for name in self.state_names if input_groups[name] != SHARED}
+        positions = by_group(enumerate(output_groups), num_groups)
         updates = compile_groups(
             programs.updates,
             jit,
-            donated=frozenset(spent),
+            donated=frozenset(x for x in self.state_names if input_groups[x] != SHARED),
             out_shardings=[[places[i] for i in own] for own in positions],
         )
-        measures = compile_groups(programs.measures, jit)
-
-        def named(names: list[Name], group: int) -> list[Name]:
-            return [name for name in names if input_groups[name] == group]
-
-        params = [
-            n for n, keys in zip(names, input_keys, strict=True) if _is_param(keys)
-        ]
-        self.groups = [
-            GroupUpdate(
-                measure=measures[g],
-                update=updates[g],
-                measured=programs.measures[g].outputs,
-                state=[
-                    x for x in named(self.state_names, g) if x in {*updates[g].inputs}
-                ],
-                params=named(params, g),
-                grads=named(self.grad_names, g),
-                positions=positions[g],
-            )
-            for g in range(len(updates))
-        ]
-        read = set().union(*(group.update.inputs for group in self.groups))
-        own = set().union(*({*group.state, *group.grads} for group in self.groups))
-        self.numbers = [name for name in self.shapes if name in read - own]
+        read = set().union(*(part.inputs for part in programs.updates))
+        pairs = list(zip(names, input_keys, strict=True))
+        kinds = (
+            [name for name in self.state_names if name in read],
+            [name for name, keys in pairs if _is_param(keys)],
+            self.grad_names,
+        )
+        columns = (  # the fields of GroupUpdate
+            compile_groups(programs.measures, jit),
+            updates,
+            [part.outputs for part in programs.measures],
+            *(by_group(((x, input_groups[x]) for x in k), num_groups) for k in kinds),
+            positions,
+        )
+        self.groups = [GroupUpdate(*row) for row in zip(*columns, strict=True)]
+        for group in self.groups:
+            read -= {*group.state, *group.grads}
+        self.numbers = [name for name in self.shapes if name in read]
 
     def abstract_calls(self) -> Iterator[tuple[Any, ...]]:
         """Each jitted update with operands to lower it, once."""
