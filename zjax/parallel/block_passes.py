@@ -15,7 +15,7 @@ from jax.extend import core
 
 from zjax.jaxprs.interpret import Equation, programs_in, walk
 from zjax.jaxprs.primitives import CHEAP
-from zjax.jaxprs.program import Name, is_in, like, sizes, trace
+from zjax.jaxprs.program import Name, Program, is_in, like, sizes, trace
 from zjax.jaxprs.versions import without_dead_code
 from zjax.typing import Params
 
@@ -60,15 +60,7 @@ def differentiate_in_passes(
         >>> [float(g) for g in passes.backward(x, residuals, (), jnp.float32(1))]
         [36.0, 36.0]
     """
-    pulls: list[Any] = []
-
-    def run(params: Params, stream: Any, nondiff: Any) -> Any:
-        out, pull = jax.vjp(lambda p, x: function(p, x, nondiff), params, stream)
-        leaves, tree = jax.tree.flatten(pull)
-        pulls[:] = [tree]
-        return out, leaves
-
-    program, (out, _) = trace(run, params, stream, nondiff)
+    program, out, pull = _trace_vjp(function, params, stream, nondiff)
     num_outs, num_params, num_stream = sizes(out, params, stream)
     inputs, outputs = program.inputs, program.outputs
     of_params, of_nondiff = inputs[:num_params], inputs[num_params + num_stream :]
@@ -95,9 +87,25 @@ def differentiate_in_passes(
         by_name |= dict(zip(residual_names, residuals, strict=True))
         named = {*by_name}
         leaves = [by_name[x] if is_in(x, named) else next(found) for x in saved]
-        return jax.tree.unflatten(pulls[0], leaves)(cotangent)
+        return jax.tree.unflatten(pull, leaves)(cotangent)
 
     return BlockPasses(forward, backward)
+
+
+def _trace_vjp(
+    function: Callable[..., Any], params: Params, stream: Any, nondiff: Any
+) -> tuple[Program, Any, Any]:
+    """A program of outputs and residuals; the output shapes; the tree of the vjp."""
+    pulls: list[Any] = []
+
+    def run(params: Params, stream: Any, nondiff: Any) -> Any:
+        out, pull = jax.vjp(lambda p, x: function(p, x, nondiff), params, stream)
+        leaves, tree = jax.tree.flatten(pull)
+        pulls[:] = [tree]
+        return out, leaves
+
+    program, (out, _) = trace(run, params, stream, nondiff)
+    return program, out, pulls[0]
 
 
 def without_params(

@@ -204,18 +204,7 @@ def make_schedule(
         interleaved: Megatron-LM (arXiv:2104.04473, section 2.2); `zb_h1`: Zero Bubble
         (arXiv:2401.10241, section 2).
     """
-    num_units = num_microbatches * num_chunks
-    unit = np.arange(num_units)[:, None]
-    stage = np.arange(num_stages)[None]
-    # The last chunk of the last stage has the first microbatch in this tick.
-    first = num_chunks * num_stages - 1
-    first = num_units + num_stages - 1 if name == "gpipe" else first
-    ticks: dict[Kind, np.ndarray] = {
-        "forward": unit + stage,
-        "backward": first + unit + num_stages - 1 - stage,
-    }
-    if name == "zb_h1":
-        ticks["weights"] = first + unit + num_stages - 1 + 0 * stage
+    ticks = _ticks(name, num_stages, num_microbatches, num_chunks)
     microbatch, chunk = _units(num_stages, num_microbatches, num_chunks)
     chunks = {k: chunk if k == "forward" else num_chunks - 1 - chunk for k in ticks}
     num_ticks = 1 + max(int(x.max()) for x in ticks.values())
@@ -238,6 +227,25 @@ def make_schedule(
     return Schedule(
         name, num_stages, num_microbatches, num_chunks, passes, num_slots, num_operands
     )
+
+
+def _ticks(
+    name: Name, num_stages: int, num_microbatches: int, num_chunks: int
+) -> dict[Kind, np.ndarray]:
+    """The tick of each pass by kind, int[units, stages]."""
+    num_units = num_microbatches * num_chunks
+    unit = np.arange(num_units)[:, None]
+    stage = np.arange(num_stages)[None]
+    # The last chunk of the last stage has the first microbatch in this tick.
+    first = num_chunks * num_stages - 1
+    first = num_units + num_stages - 1 if name == "gpipe" else first
+    ticks: dict[Kind, np.ndarray] = {
+        "forward": unit + stage,
+        "backward": first + unit + num_stages - 1 - stage,
+    }
+    if name == "zb_h1":
+        ticks["weights"] = first + unit + num_stages - 1 + 0 * stage
+    return ticks
 
 
 def _with_idle_reads(backward: StageSchedule, forward: StageSchedule) -> StageSchedule:
