@@ -38,7 +38,7 @@ class SegmentSlots:
         return self.num_blocks == self.size * self.num_chunks
 
     def block(self, chunk: Any, slot: int) -> Any:
-        """Number of a block in its segment; none has it where a slot is empty.
+        """Number in the segment of the block in a slot; out of range if it is empty.
 
         Args:
             chunk: int32[] or int, from 0 on, over all stages.
