@@ -133,16 +133,16 @@ def test_batch_that_nothing_can_split_is_named():
             "gpt 6.7b",
             1,
             {},
-            "mesh='auto' finds no room on 1 x 80.0 GB: a step takes 128.0 GB (121.6 GB "
-            "of state, 6.4 besides) with --config.mesh.data=1; use "
+            "mesh='auto' finds no room on 1 x 80.0 GB: a step takes 128.0 GB (state "
+            "121.6 GB, activations 6.4 GB) with --config.mesh.data=1; use "
             "zero.optimizer_memory='pinned_host', more devices or a smaller model",
         ),
         (
             "llama 70b",
             8,
             ONE,
-            "mesh='auto' finds no room on 8 x 80.0 GB: a step takes 185.2 GB (176.4 GB "
-            "of state, 8.8 besides) with --config.mesh.tensor=8; use a higher "
+            "mesh='auto' finds no room on 8 x 80.0 GB: a step takes 185.2 GB (state "
+            "176.4 GB, activations 8.8 GB) with --config.mesh.tensor=8; use a higher "
             "zero.stage, zero.optimizer_memory='pinned_host', more devices or a "
             "smaller model",
         ),
@@ -150,8 +150,8 @@ def test_batch_that_nothing_can_split_is_named():
             "llama 8b",
             4,
             {"microbatch_size": 16, "global_batch_size": 256},
-            "mesh='auto' finds no room on 4 x 80.0 GB: a step takes 92.2 GB (36.9 GB "
-            "of state, 55.3 besides) with --config.mesh.tensor=4; use "
+            "mesh='auto' finds no room on 4 x 80.0 GB: a step takes 92.2 GB (state "
+            "36.9 GB, activations 55.3 GB) with --config.mesh.tensor=4; use "
             "zero.optimizer_memory='pinned_host', model.remat='full', a smaller "
             "microbatch_size, more devices or a smaller model",
         ),
@@ -184,7 +184,7 @@ def test_devices_that_do_not_say_their_memory_fit_everything():
     proposal = propose_mesh(config_of("llama 70b"), machine)
     assert proposal.mesh == schema.Mesh(data=4)
     assert proposal.reasons[0] == (
-        "The memory of these devices is not known: all is taken to fit."
+        "The memory of these devices is not known: every mesh is assumed to fit."
     )
 
 

@@ -11,14 +11,14 @@ from zjax.errors import ConfigError
 
 ONE = {"zero.stage": 1}
 TABLE = """\
-data   tensor      state   activations     a step
+data   tensor      state   activations      total
 ────────────────────────────────────────────────────────────────
    8        1   76.29 GB      18.74 GB   95.03 GB   does not fit
    4        2   44.17 GB       9.37 GB   53.54 GB   taken
 
 A step may take 75.20 GB of the 80.00 GB of a device.
-tensor=2: matrices split within a host; with less, a step takes 95.03 GB or more.
-data=4: the rest, over which ZeRO 1 splits.
+tensor=2: matrices split within a host; smaller sizes take at least 95.03 GB.
+data=4: the remaining devices; ZeRO 1 shards over them.
 --config.mesh.data=4 --config.mesh.tensor=2"""
 
 
@@ -35,8 +35,8 @@ def test_what_cannot_be_has_no_bytes():
     assert row == ["1", "2", "8", "tensor=8", "does", "not", "divide"]
     (why,) = (line for line in lines if line.startswith("pipeline=4: "))
     assert why == (
-        "pipeline=4: what else there is does not suffice; with less, a step takes "
-        "84.05 GB or more."
+        "pipeline=4: splits of tensors and sequences alone do not fit; smaller sizes "
+        "take at least 84.05 GB."
     )
 
 
@@ -46,7 +46,7 @@ def test_axis_that_only_the_batch_asks_for():
     assert propose_mesh(config, machine_of(4, 141)).reasons[1:] == (
         "tensor=2: matrices split within a host; global_batch_size=4 does not divide "
         "by 4 batch shards x microbatch_size=2.",
-        "data=2: the rest, over which ZeRO 1 splits.",
+        "data=2: the remaining devices; ZeRO 1 shards over them.",
     )
 
 
@@ -87,14 +87,14 @@ def test_plan_takes_the_machine_as_it_is_described(tmp_path):
         (
             ["mesh=auto"],
             {"num_devices": 16},
-            "device_gb=0 does not say what fits devices that are not here, for "
-            "mesh='auto'; give their memory, such as --device_gb=80",
+            "device_gb=0 is needed by mesh='auto' for devices that are not here; give "
+            "their memory, such as --device_gb=80",
         ),
         (
             [],
             {"device_gb": 80, "devices_per_host": 8},
-            "device_gb=80 is read under mesh='auto' alone; leave it out\n"
-            "devices_per_host=8 is read under mesh='auto' alone; leave it out",
+            "device_gb=80 is used only with mesh='auto'; leave it out\n"
+            "devices_per_host=8 is used only with mesh='auto'; leave it out",
         ),
     ],
 )

@@ -15,12 +15,12 @@ def test_a_step_on_gpus_is_told_as_text():
     trial = Trial(schema.Mesh(), state=2.5e9, activations=1.25e9)
     assert describe_on_gpus(trial) == (
         "a step on GPUs by formula, attention as a kernel that keeps no scores\n"
-        "(two measured peaks lie up to a tenth below)\n"
+        "(an upper estimate: two measured peaks were up to 10 % lower)\n"
         "                      bytes/device\n"
         "──────────────────────────────────\n"
         "state and gradients        2.50 GB\n"
         "activations                1.25 GB\n"
-        "a step                     3.75 GB"
+        "total                      3.75 GB"
     )
 
 

@@ -99,7 +99,8 @@ SINKS = "use one of console, jsonl, csv, tensorboard, wandb"
             {"mesh": {"names": {"fsdp": None, 3: "mlp", "tp": "tensor"}}},
             "mesh.names['fsdp']=None is a NoneType; expected str, or '' for a dim that "
             "is not split\n"
-            "mesh.names[3]='mlp' is the name of no dim; expected a str before it",
+            "mesh.names[3]='mlp' has a key that is not a str; use names of dims as "
+            "keys",
             id="no-names-inside-a-table",
         ),
         pytest.param(

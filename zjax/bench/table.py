@@ -54,7 +54,7 @@ def update_table(path: str | os.PathLike[str], folder: str | os.PathLike[str]) -
             if result.theme == theme:
                 lines += table_rows(result, (link / file.name).as_posix())
         if not page.exists():
-            if len(lines) == 2:
+            if lines == table_head(_COLUMNS):  # without results
                 continue
             page.parent.mkdir(parents=True, exist_ok=True)
             page.write_text(f"# {THEMES[theme]}: all results\n\n{BEGIN}\n{END}\n")
@@ -95,6 +95,7 @@ def table_rows(result: Result, link: str) -> list[str]:
 
 
 def _bar(case: Comparison, higher_is_better: bool) -> str:
+    """The ratio that a case must reach, and the one it aims at."""
     bound = "at least" if higher_is_better else "at most"
     bars = {bound: case.must, "aim": case.aim}
     return ", ".join(f"{name} {x:g}" for name, x in bars.items() if x is not None)

@@ -1,7 +1,8 @@
 """Bytes of activations of a built-in model on a device, by formula.
 
-Counted are saved residuals, the recomputation of one block and the logits of a chunk.
-Attention is taken to be a kernel that saves no scores.
+Counted are saved residuals, twice the values of one block (recomputed, and their
+gradients) and the logits of a chunk of tokens. Attention is assumed to be a kernel that
+saves no scores.
 """
 
 from collections.abc import Mapping
@@ -41,9 +42,10 @@ def activation_bytes(
     saved = 0 if model.offloads_inputs else saved_values(model, model.remat)
     block = saved_values(model, "none")
     values = _saved_by_all(config, sizes[PIPELINE], batch, saved) + 2 * block
-    chunk = min(tokens, model.loss_chunk_tokens or tokens)
+    loss_tokens = min(tokens, model.loss_chunk_tokens or tokens)
     vocabulary = model.vocab_size / shares / sizes[PIPELINE]
-    logits = chunk * (4 + itemsize) + 4 * model.embed_size
+    # Logits in float32 and their gradients; the float32 gradient of the matrix.
+    logits = loss_tokens * (4 + itemsize) + 4 * model.embed_size
     return per_value * values + vocabulary * logits
 
 
@@ -62,25 +64,25 @@ def saved_values(model: schema.Model, policy: str) -> int:
         >>> [saved_values(model, name) for name in ("elementwise", "attention", "full")]
         [10, 2, 1]
     """
-    stream = model.embed_size
-    head_size = stream // model.num_heads
-    projections = stream + 2 * model.num_kv_heads * head_size
-    entering = model.mlp_size * (2 if model.activation == "swiglu" else 1)
-    elementwise = 2 * stream + projections + stream + entering
+    residual = model.embed_size
+    head_size = residual // model.num_heads
+    projections = residual + 2 * model.num_kv_heads * head_size
+    mlp_inputs = model.mlp_size * (2 if model.activation == "swiglu" else 1)
+    elementwise = 3 * residual + projections + mlp_inputs
     return {
-        "none": elementwise + 2 * stream + model.mlp_size,
+        "none": elementwise + 2 * residual + model.mlp_size,
         "elementwise": elementwise,
-        "attention_and_mlp": 2 * stream + entering,
-        "dots": 3 * stream + projections + entering,
-        "attention": 2 * stream,
-        "full": stream,
+        "attention_and_mlp": 2 * residual + mlp_inputs,
+        "dots": 3 * residual + projections + mlp_inputs,
+        "attention": 2 * residual,
+        "full": residual,
     }[policy]
 
 
 def _saved_by_all(
     config: schema.Config, num_stages: int, batch: BatchSizes, saved: int
 ) -> int:
-    """Residuals per token of a microbatch over all blocks of the fullest stage."""
+    """Values saved per token, over the blocks and microbatches that a stage holds."""
     if num_stages == 1:
         return config.model.num_layers * saved
     given = config.pipeline
@@ -91,7 +93,7 @@ def _saved_by_all(
         num_chunks=given.num_chunks if given.schedule == "interleaved" else 1,
     )
     num_chunks = num_stages * schedule.num_chunks
-    of_chunk = -(-config.model.num_layers // num_chunks) * saved
+    chunk_values = -(-config.model.num_layers // num_chunks) * saved
     if not given.recompute:
-        return schedule.num_slots * of_chunk
-    return schedule.num_slots * config.model.embed_size + of_chunk
+        return schedule.num_slots * chunk_values
+    return schedule.num_slots * config.model.embed_size + chunk_values

@@ -31,8 +31,8 @@ _SPARE_BYTES = 2**30
 def limit_pinned_pool(config: Config, cluster: Cluster | None = None) -> None:
     """Limits the pool to what a run of a built-in model stores on the host.
 
-    Without offload the limit is this process's part of the host. Has no effect once JAX
-    has started.
+    Without offload the limit is this process's share of the host's memory. Has no
+    effect once JAX has started.
 
     Args:
         config: Settings, which need not be checked; errors are left to the run.
@@ -44,28 +44,35 @@ def limit_pinned_pool(config: Config, cluster: Cluster | None = None) -> None:
 
 
 def _needed_bytes(config: Config, cluster: Cluster) -> tuple[float, int] | None:
-    """Bytes this process pins, and bytes of other buffers; None where not known yet."""
+    """Bytes this process pins, and bytes of other buffers.
+
+    None without offloaded state, or for settings that cannot be planned.
+    """
     if not config.zero.offloads_state:
         return None
-    # Kubernetes tells nobody how many there are.
+    # Under Kubernetes the number of processes is not known: count one.
     num_processes = cluster.num_processes or 1
     try:
         gpus = len(assign_gpus(cluster, len(visible_gpus(os.environ)))) or 1
         num_devices = gpus * num_processes
         arrays = pinned_bytes(config, num_devices)
         staging = staging_bytes(_most_on_disks(config, num_devices))
-    except (ZjaxError, ArithmeticError):  # as of a model without heads
+    except (
+        ZjaxError,
+        ArithmeticError,
+    ):  # such as num_heads=0, which check_config reports later
         return None
     needed = POOL_OVERHEAD * arrays + IN_FLIGHT_BYTES + staging.to_disks
     return gpus * needed + _SPARE_BYTES, gpus * staging.from_disks
 
 
 def _most_on_disks(config: Config, num_devices: int) -> int:
+    """Upper bound of the bytes on disks: all state if `zero.optimizer_memory=auto`."""
     plan, inputs = _planned(config, num_devices)
-    of_inputs = memory.bytes_by_memory(inputs).disks
+    input_bytes = memory.bytes_by_memory(inputs).disks
     if config.zero.optimizer_memory == AUTO and config.zero.nvme_paths:
-        return memory.stored_bytes(plan).offloaded + of_inputs
-    return memory.tree_bytes(memory.rows_on_disk(plan, config)) + of_inputs
+        return memory.stored_bytes(plan).offloaded + input_bytes
+    return memory.tree_bytes(memory.rows_on_disk(plan, config)) + input_bytes
 
 
 def pinned_bytes(config: Config, num_devices: int) -> int:
@@ -76,8 +83,8 @@ def pinned_bytes(config: Config, num_devices: int) -> int:
         num_devices: Devices of the run over all hosts.
 
     Returns:
-        Bytes of state, pending gradients and block inputs on the host; without state
-        there, of the copies that a checkpoint makes of what is on the devices.
+        Bytes of state, pending gradients and block inputs on the host. If no state is
+        offloaded, of the host copies that saving a checkpoint makes instead.
 
     Raises:
         ConfigError: The mesh or the batch does not suit so many devices.
@@ -89,7 +96,7 @@ def pinned_bytes(config: Config, num_devices: int) -> int:
     return (stored.host or stored.device) + pending
 
 
-@functools.lru_cache(maxsize=1)  # a command asks before the run that it starts
+@functools.lru_cache(maxsize=1)  # computed by the command, and again by its Trainer
 def _planned(config: Config, num_devices: int) -> tuple[Plan, Sequence[ArrayPlan]]:
     """The plan on a mesh without devices, and those of offloaded block inputs."""
     model = make_model(config)

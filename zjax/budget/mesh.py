@@ -24,7 +24,13 @@ import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
 
-from zjax.budget.reasons import FEW, Proposal, describe_proposal, no_room, reasons
+from zjax.budget.reasons import (
+    TOO_FEW_MICROBATCHES,
+    Proposal,
+    describe_proposal,
+    no_room,
+    reasons,
+)
 from zjax.budget.trial import Machine, Trial, batch_on, weigh
 from zjax.config import axes, schema
 from zjax.config.check import check_config
@@ -206,5 +212,5 @@ def _obstacle(
     if model.num_layers % mesh.pipeline:
         return f"{stages} does not divide model.num_layers={model.num_layers}"
     if mesh.pipeline > number:
-        return f"{stages} {FEW}={number}"
+        return f"{stages} {TOO_FEW_MICROBATCHES}={number}"
     return ""

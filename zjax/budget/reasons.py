@@ -12,12 +12,12 @@ from zjax.sharding import mesh as meshes
 from zjax.sharding.describe import WIDTH, format_bytes, render_table
 from zjax.sharding.zero import splits_of
 
-FEW = "exceeds num_microbatches"
+TOO_FEW_MICROBATCHES = "exceeds num_microbatches"
 """Obstacle of a mesh with more stages than microbatches."""
 _WHY = {
     meshes.TENSOR: "matrices split within a host",
     meshes.SEQUENCE: "the activations of one sequence do not fit",
-    meshes.PIPELINE: "what else there is does not suffice",
+    meshes.PIPELINE: "splits of tensors and sequences alone do not fit",
 }
 
 
@@ -52,7 +52,7 @@ def describe_proposal(proposal: Proposal) -> str:
         numbers = [""] * 3 if trial.obstacle else map(format_bytes, parts)
         fits = "taken" if trial.fits(proposal.machine) else "does not fit"
         rows.append((*sizes, *numbers, trial.obstacle or fits))
-    columns = (*shown, "state", "activations", "a step", "")
+    columns = (*shown, "state", "activations", "total", "")
     table = render_table(columns, rows, right=range(len(shown) + 3))
     lines = [*proposal.reasons, explicit_setting(proposal.mesh)]
     return "\n".join([table, "", *(textwrap.fill(line, WIDTH) for line in lines)])
@@ -77,15 +77,15 @@ def reasons(
 
     Args:
         config: Settings of the run.
-        trials: As of `Proposal`.
-        machine: As of `Proposal`.
+        trials: Meshes that were tried, in order; the last one is proposed.
+        machine: The machine it is for.
 
     Yields:
         Sentences.
     """
     mesh = trials[-1].mesh
     if math.isinf(machine.device_bytes):
-        yield "The memory of these devices is not known: all is taken to fit."
+        yield "The memory of these devices is not known: every mesh is assumed to fit."
     else:
         size, usable = map(format_bytes, (machine.device_bytes, machine.usable_bytes))
         yield f"A step may take {usable} of the {size} of a device."
@@ -94,7 +94,8 @@ def reasons(
         if size > 1 and not getattr(config.mesh, axis):
             yield f"{axis}={size}: {why}; {_with_less(axis, trials)}."
     if mesh.data > 1:
-        yield f"data={mesh.data}: the rest, over which ZeRO {config.zero.stage} splits."
+        stage = config.zero.stage
+        yield f"data={mesh.data}: the remaining devices; ZeRO {stage} shards over them."
     if mesh.pipeline > 1 and splits_of(config.zero.stage).grad_sum:
         yield (
             f"zero.stage={config.zero.stage} communicates in each tick of a pipeline; "
@@ -116,14 +117,18 @@ def no_room(
         The problem, with the bytes of the mesh that takes least.
     """
     best = min((x for x in trials if not x.obstacle), key=lambda x: x.total)
-    parts = f"{best.state / 1e9:.1f} GB of state, {best.activations / 1e9:.1f} besides"
+    parts = (
+        f"state {best.state / 1e9:.1f} GB, activations {best.activations / 1e9:.1f} GB"
+    )
     state_fits = best.state <= machine.usable_bytes
     offers = {
         "a higher zero.stage": not splits_of(config.zero.stage).compute,
         "zero.optimizer_memory='pinned_host'": not config.zero.offloads_state,
         "model.remat='full'": state_fits and config.model.remat != "full",
         "a smaller microbatch_size": state_fits and best.of_one < best.activations,
-        "more microbatches": any(FEW in trial.obstacle for trial in trials),
+        "more microbatches": any(
+            TOO_FEW_MICROBATCHES in trial.obstacle for trial in trials
+        ),
         "more devices": True,
     }
     helps = ", ".join(offer for offer, does_help in offers.items() if does_help)
@@ -144,4 +149,4 @@ def _with_less(axis: str, trials: Sequence[Trial]) -> str:
     if not weighed:
         return less[-1].obstacle
     closest = min(weighed, key=lambda x: x.total)
-    return f"with less, a step takes {format_bytes(closest.total)} or more"
+    return f"smaller sizes take at least {format_bytes(closest.total)}"

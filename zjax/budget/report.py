@@ -38,7 +38,7 @@ from zjax.train.gradients.strategies import make_pipeline_schedule
 from zjax.typing import Model
 
 _NO_MACHINE = (
-    "zero.optimizer_memory=auto is shown as pinned_host: no device is here to be filled"
+    "zero.optimizer_memory=auto is shown as pinned_host: there are no devices to fill"
 )
 CPU_MEMORY_NOTE = (
     "\nA program for CPUs keeps the scores of attention and computes bf16 in f32: its\n"
@@ -46,7 +46,7 @@ CPU_MEMORY_NOTE = (
 )
 GPU_TITLE = (
     "a step on GPUs by formula, attention as a kernel that keeps no scores\n"
-    "(two measured peaks lie up to a tenth below)"
+    "(an upper estimate: two measured peaks were up to 10 % lower)"
 )
 DEVICES_PER_HOST = 8
 """Default for devices that are not here."""
@@ -81,8 +81,8 @@ def report_plan(
 
     Returns:
         The plan, bytes by ZeRO stage, the memory of the compiled step if there are
-        devices, an estimate for GPUs if these are none, and the reasons of
-        `mesh="auto"`.
+        devices, an estimate for GPUs if the devices are none and nothing is offloaded,
+        and the reasons of `mesh="auto"`.
 
     Raises:
         ConfigError: Settings that cannot work, or collectives of a step that is not
@@ -99,10 +99,10 @@ def report_plan(
     num_devices = num_devices or jax.device_count()
     check_config(config, num_devices)
     if schedule:
-        _check_has_stages(config, num_devices)
+        _check_has_pipeline(config, num_devices)
     model = make_model(config)
     tx = make_optimizer(config, model)
-    stages = _plan_each_stage(config, model, tx, 0 if is_here else num_devices)
+    stages = _plan_each_zero_stage(config, model, tx, 0 if is_here else num_devices)
     plan = stages[config.zero.stage]
     if is_here:
         plan = fit_memories(plan, config, model, tx)
@@ -114,7 +114,7 @@ def report_plan(
         plot.plot_memory_per_stage(totals, pictures[0], title=title)
     inputs = offloaded_inputs(model, plan, config, abstract_batch(config, plan))
     parts = _describe_placement(plan, config, inputs)
-    parts += _describe_each_stage(stages, num_devices, is_here=is_here)
+    parts += _describe_each_zero_stage(stages, num_devices, is_here=is_here)
     if is_here:
         step = make_step(model, tx, plan, config)
         parts += _describe_step(step, config, collectives=collectives)
@@ -136,21 +136,21 @@ def _check_collectives(config: Config, num_devices: int) -> None:
         problem = f"needs a compiled step, and num_devices={num_devices} compiles none"
         remedy = "use --simulated_devices, or the devices themselves"
     elif config.zero.offloads_state:
-        problem = "needs a step of one program; one that moves its state is many"
+        problem = "needs a step of one program; with offloaded state it is several"
         remedy = "leave it out, or set zero.optimizer_memory=device"
     else:
         return
     raise ConfigError(Problem("collectives", True, problem, remedy))
 
 
-def _check_has_stages(config: Config, num_devices: int) -> None:
+def _check_has_pipeline(config: Config, num_devices: int) -> None:
     if axis_sizes(config, num_devices)[meshes.PIPELINE] == 1:
         problem = "has no stages to draw with mesh.pipeline=1"
         remedy = "leave it out, or set mesh.pipeline above 1"
         raise ConfigError(Problem("schedule", True, problem, remedy))
 
 
-def _plan_each_stage(
+def _plan_each_zero_stage(
     config: Config, model: Model, tx: Any, num_devices: int
 ) -> list[plans.Plan]:
     """Plans for ZeRO 0 to 3; 0 devices are those of this machine."""
@@ -169,17 +169,17 @@ def _plan_each_stage(
 def _describe_placement(
     plan: plans.Plan, config: Config, inputs: Sequence[ArrayPlan]
 ) -> list[str]:
-    is_open = config.zero.optimizer_memory == plans.AUTO
+    is_auto = config.zero.optimizer_memory == plans.AUTO
     texts = [
         describe.describe_plan(plan),
         describe.describe_unsharded(plan),
         tables.describe_memories(plan, config, inputs),
-        "" if isinstance(plan.mesh, Mesh) or not is_open else _NO_MACHINE,
+        "" if isinstance(plan.mesh, Mesh) or not is_auto else _NO_MACHINE,
     ]
     return [text for text in texts if text]
 
 
-def _describe_each_stage(
+def _describe_each_zero_stage(
     stages: Sequence[plans.Plan], num_devices: int, *, is_here: bool
 ) -> list[str]:
     title = f"bytes per device by ZeRO stage on {num_devices} devices"
@@ -213,13 +213,13 @@ def _proposal(
     """The mesh for the machine of a plan, where the config leaves it open."""
     given = {"device_gb": device_gb, "devices_per_host": devices_per_host}
     if not is_open(config.mesh):
-        problem, remedy = "is read under mesh='auto' alone", "leave it out"
+        problem, remedy = "is used only with mesh='auto'", "leave it out"
         unread = [Problem(k, x, problem, remedy) for k, x in given.items() if x]
         if unread:
             raise ConfigError(*unread)
         return None
     if num_devices and not device_gb:
-        problem = "does not say what fits devices that are not here, for mesh='auto'"
+        problem = "is needed by mesh='auto' for devices that are not here"
         remedy = "give their memory, such as --device_gb=80"
         raise ConfigError(Problem("device_gb", device_gb, problem, remedy))
     machine = (
@@ -239,10 +239,13 @@ def _proposal(
 
 @contextlib.contextmanager
 def _drawing(path: pathlib.Path) -> Iterator[None]:
-    """Names the picture in errors of drawing."""
+    """Turns errors of drawing into an OutputError that names the file."""
     try:
         yield
-    except (OSError, ValueError) as error:  # the latter of a format
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # ValueError: Matplotlib does not know the suffix
         reason = getattr(error, "strerror", None) or error
         named = "name a file that can be made, such as plan.png"
         is_of_system = isinstance(error, OSError)
@@ -284,7 +287,7 @@ def describe_peak(peak: Peak | None, platform: str) -> str:
     if peak is None:
         return "this platform gives no memory analysis of compiled programs"
     cells = [(name, describe.format_bytes(x)) for name, x in peak.parts.items() if x]
-    cells.append(("all of it", describe.format_bytes(peak.total)))
+    cells.append(("total", describe.format_bytes(peak.total)))
     title = (
         f"most that a step compiled for {_devices(platform)} takes, "
         f"predicted for the program: {peak.moment}\n"
@@ -294,11 +297,11 @@ def describe_peak(peak: Peak | None, platform: str) -> str:
 
 
 def describe_on_gpus(trial: Trial) -> str:
-    """A table of the bytes per device that a step takes of GPUs by formula."""
+    """Estimated bytes per GPU of a step, as a table."""
     parts = {
         "state and gradients": trial.state,
         "activations": trial.activations,
-        "a step": trial.total,
+        "total": trial.total,
     }
     cells = [(name, describe.format_bytes(x)) for name, x in parts.items()]
     table = describe.render_table(("", "bytes/device"), cells, right=(1,))

@@ -1,4 +1,4 @@
-"""What is stored off the devices, and what a step moves to them and back."""
+"""What is stored off the devices, and how much of it a step moves."""
 
 import dataclasses
 import math
@@ -33,7 +33,7 @@ class Traffic:
 def traffic_of_step(
     plan: Plan, config: Config, inputs: Sequence[ArrayPlan] = ()
 ) -> list[Traffic]:
-    """Everything that is stored off the devices, and how often a step moves it.
+    """Everything that is stored off the devices, and how many bytes of it a step moves.
 
     Args:
         plan: The plan of a run.
@@ -45,10 +45,10 @@ def traffic_of_step(
         upper bound: those that fit stay on the device.
     """
     found = [*_of_state(plan, config), _of_gradients(plan, config)]
-    stored = memory.bytes_by_memory(inputs).offloaded_by_name
-    for name, size in stored.items():
+    stored = memory.bytes_by_memory(inputs).offloaded_by_memory
+    for where, size in stored.items():
         moved = size * _num_microbatches(plan, config)
-        found.append(Traffic("inputs of blocks", name, size, moved, moved))
+        found.append(Traffic("inputs of blocks", where, size, moved, moved))
     return [x for x in found if x.stored]
 
 
@@ -60,19 +60,21 @@ def updates_wait(config: Config) -> bool:
 
 def _of_state(plan: Plan, config: Config) -> Iterator[Traffic]:
     passes = 2 * _num_microbatches(plan, config)
-    is_late = updates_wait(config) and config.zero.delay_updates_from < 0
-    # Split master weights are joined in a late update: compute parameters move again.
-    passes += is_late and plan.splits_master
-    state = memory.bytes_by_memory((plan.master, plan.opt_state)).offloaded_by_name
-    params = memory.bytes_by_memory(plan.compute).offloaded_by_name
-    for name, size in state.items():
-        yield Traffic("state", name, size, size, size)
-        moved = passes * params[name]
-        yield Traffic("parameters in use", name, params[name], moved, params[name])
+    waits_for_norm = updates_wait(config) and config.zero.delay_updates_from < 0
+    # Joining split master weights reads the compute parameters, their high bits. An
+    # update that waits for the norm runs after the backward pass and moves them again.
+    passes += waits_for_norm and plan.splits_master
+    state = memory.bytes_by_memory((plan.master, plan.opt_state)).offloaded_by_memory
+    params = memory.bytes_by_memory(plan.compute).offloaded_by_memory
+    for where, size in state.items():
+        yield Traffic("state", where, size, size, size)
+        moved = passes * params[where]
+        yield Traffic("parameters in use", where, params[where], moved, params[where])
 
 
 def _of_gradients(plan: Plan, config: Config) -> Traffic:
     size = memory.bytes_by_memory(memory.stored_gradients(plan, config)).offloaded
+    # The sum between microbatches, and once more while it is pending for the norm.
     times = _num_microbatches(plan, config) - 1 + updates_wait(config)
     where = config.zero.gradient_memory
     return Traffic("gradients", where, size, times * size, times * size)

@@ -8,7 +8,7 @@ import numpy as np
 from zjax.train.average import Part
 
 _SCHEDULE_FREE = re.compile(r"(?P<state>opt_state(/.+)?)/max_lr")
-"""A scalar of `optax.contrib.ScheduleFreeState`, which also holds `b1` and tree `z`."""
+"""Matches the `max_lr` of a `ScheduleFreeState`; `b1` and `z` have the same prefix."""
 
 
 def saved_parts(names: Collection[str]) -> tuple[Part, ...]:
@@ -34,14 +34,15 @@ def read_average(
     Args:
         names: Names of the checkpoint's arrays.
         read_array: Function that reads one array into host memory.
-        name: Name of an array under `master`; returned as it is if never updated.
+        name: Name of an array under `master`; it is returned unchanged if the optimizer
+            holds no `z` for it.
     """
     y = read_array(name)
     for state in _states(names):
-        moved = f"{state}/z/{name.removeprefix('master/')}"
-        if moved in names:
+        z_name = f"{state}/z/{name.removeprefix('master/')}"
+        if z_name in names:
             b1 = np.asarray(read_array(f"{state}/b1"), np.float32)
-            z = read_array(moved).astype(np.float32)
+            z = read_array(z_name).astype(np.float32)
             return ((y.astype(np.float32) - (1 - b1) * z) / b1).astype(y.dtype)
     return y
 

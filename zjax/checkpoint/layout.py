@@ -2,7 +2,7 @@
 
 A name is the tree path of an array and its shape is the unpadded one, so checkpoints of
 equal training states are equal whatever the devices, the ZeRO stage or the memory
-(after Universal Checkpointing, arXiv:2406.18820). Split master weights are an
+(following Universal Checkpointing, arXiv:2406.18820). Split master weights are an
 exception.
 """
 
@@ -23,7 +23,7 @@ _NUM_SHOWN = 5
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """The listing of one saved array.
+    """Shape and dtype of one saved array.
 
     Args:
         shape: Unpadded shape.
@@ -149,14 +149,23 @@ def _differences(
     for name, entry in expected.items():
         if name not in found:
             close = difflib.get_close_matches(name, unused, n=1)
-            remedy = f"did you mean {close[0]}?" if close else "add it, or drop it here"
+            remedy = (
+                f"did you mean {close[0]}?"
+                if close
+                else "add it to the checkpoint, or remove it from the model"
+            )
             yield Problem(name, str(entry), f"is missing from {place}", remedy)
         elif not _agree(entry, found[name], cast):
             problem = f"is {found[name]} in {place}"
             yield Problem(name, str(entry), problem, "make the two agree")
     for name in unused:
         problem = f"is in {place} but not in this model"
-        yield Problem(name, str(found[name]), problem, "drop it, or add it here")
+        yield Problem(
+            name,
+            str(found[name]),
+            problem,
+            "remove it from the checkpoint, or add it to the model",
+        )
 
 
 def _agree(expected: Entry, found: Entry, cast: bool) -> bool:

@@ -1,4 +1,4 @@
-"""The mesh axes as numbers, before any device is touched."""
+"""Names and sizes of the mesh axes, without JAX devices."""
 
 import dataclasses
 import math
@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from zjax.config import schema
 
 AXES = ("pipeline", "replica", "data", "expert", "sequence", "tensor")
-BUILT_AXES = ("pipeline", "replica", "data", "sequence", "tensor")
+IMPLEMENTED_AXES = ("pipeline", "replica", "data", "sequence", "tensor")
+"""Axes that may have a size above 1."""
 BATCH_AXES = ("replica", "data", "expert")
 OPEN_AXES = ("pipeline", "sequence", "tensor")
 """Axes whose size zjax chooses if it is 0."""

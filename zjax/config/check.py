@@ -112,7 +112,7 @@ def _mesh(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 
 def _unbuilt_axes(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     for axis, size in axes.axis_sizes(config, num_devices).items():
-        if size > 1 and axis not in axes.BUILT_AXES:
+        if size > 1 and axis not in axes.IMPLEMENTED_AXES:
             field = f"mesh.{axis}"
             given = getattr(config.mesh, axis)
             yield Problem(field, given, "is an axis that is not built yet", "use 1")

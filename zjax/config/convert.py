@@ -15,7 +15,7 @@ from zjax.errors import ConfigError, Problem
 Section = TypeVar("Section")
 
 _MAX_ENTRIES = 10_000
-"""Longest list that a setting may be."""
+"""Most entries of a list-valued setting."""
 
 
 def base() -> ml_collections.ConfigDict:
@@ -67,10 +67,10 @@ def to_mapping(section: Any) -> dict[str, Any]:
         >>> to_mapping(schema.Config())["zero"]["stage"]
         1
     """
-    return dataclasses.asdict(section, dict_factory=_with_tables)
+    return dataclasses.asdict(section, dict_factory=_tables_to_dicts)
 
 
-def _with_tables(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+def _tables_to_dicts(fields: list[tuple[str, Any]]) -> dict[str, Any]:
     return {
         name: dict(value) if isinstance(value, schema.NameTable) else value
         for name, value in fields
@@ -130,7 +130,7 @@ def _nearest(name: str, known: list[str], path: str) -> str:
 
 
 def _value(hint: Any, value: Any, field: str, problems: list[Problem]) -> Any:
-    value = derived.as_written(value)
+    value = derived.reset(value)
     if dataclasses.is_dataclass(hint):
         return _section(hint, value, field, problems)
     if typing.get_origin(hint) is typing.Literal:
@@ -164,7 +164,7 @@ def _path(value: str, field: str, problems: list[Problem]) -> str:
 def _choice(
     choices: tuple[Any, ...], value: Any, field: str, problems: list[Problem]
 ) -> Any:
-    # Types are compared, too: True == 1 in Python, and is no stage.
+    # Types are compared, too: True == 1, but zero.stage=True is refused.
     if (type(value), value) not in [(type(choice), choice) for choice in choices]:
         remedy = f"use one of {', '.join(map(str, choices))}"
         problems.append(Problem(field, value, "is not a choice", remedy))
@@ -195,7 +195,7 @@ def _names(value: Any, field: str, problems: list[Problem]) -> Any:
     for name, meaning in value.items():
         entry = f"{field}[{name!r}]"
         if not isinstance(name, str):
-            problem, remedy = "is the name of no dim", "expected a str before it"
+            problem, remedy = "has a key that is not a str", "use names of dims as keys"
             problems.append(Problem(entry, meaning, problem, remedy))
         elif not isinstance(meaning, str):
             expected = "str, or '' for a dim that is not split"

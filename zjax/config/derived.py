@@ -38,11 +38,11 @@ def is_derived(value: Any) -> bool:
     return isinstance(value, Size | Name)
 
 
-def as_written(value: Any) -> Any:
+def reset(value: Any) -> Any:
     """The value as a config file has it: 0 or `derived` if it was derived.
 
     Example:
-        >>> as_written(Size(3)), as_written(Name("device")), as_written(3)
+        >>> reset(Size(3)), reset(Name("device")), reset(3)
         (0, 'derived', 3)
     """
     if isinstance(value, Size):
@@ -54,7 +54,7 @@ def as_set(value: Any) -> Any:
     """The value without its mark, so that it counts as set.
 
     Example:
-        >>> as_written(as_set(Size(3)))
+        >>> reset(as_set(Size(3)))
         3
     """
     if isinstance(value, Size):
@@ -90,7 +90,7 @@ def fill_memories(zero: Any) -> None:
 
     Nothing is offloaded if the optimizer state is to stay on the devices.
     """
-    on_device = as_written(zero.optimizer_memory) == "device"
+    on_device = reset(zero.optimizer_memory) == "device"
     names = "optimizer_memory", "gradient_memory", "parameter_memory"
     memories = _MEMORIES["device" if on_device else zero.memory]
     _set(zero, **_derive(zero, **dict(zip(names, memories, strict=True))))
@@ -111,7 +111,7 @@ def _derive(section: Any, **values: int | str) -> dict[str, Any]:
     return {
         name: Name(value) if isinstance(value, str) else Size(value)
         for name, value in values.items()
-        if as_written(getattr(section, name)) in (0, DERIVED)
+        if reset(getattr(section, name)) in (0, DERIVED)
     }
 
 

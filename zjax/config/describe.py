@@ -40,7 +40,7 @@ def describe_settings() -> str:
         if section is not last:
             lines += ["", (section.__doc__ or "").strip()]
             last = section
-        lines += _describe_setting(path, section, derived.as_written(value))
+        lines += _describe_setting(path, section, derived.reset(value))
     return "\n".join(lines).strip() + "\n"
 
 

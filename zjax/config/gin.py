@@ -94,6 +94,7 @@ def _read_all(files: Sequence[str], bindings: Sequence[str]) -> dict[str, Any]:
     for binding in bindings:
         found += _read_text(binding, "gin", (), problems, budget)
     macros = {"inf": math.inf}
+    # `NAME = value`, a name without a dot, defines a macro.
     macros |= {path: value for path, value in found if "." not in path}
     unused = set(macros) - {"inf"}
     values: dict[str, Any] = {}

@@ -98,7 +98,7 @@ class MemoryBytes(NamedTuple):
         return self.host + self.disks
 
     @property
-    def offloaded_by_name(self) -> dict[str, int]:
+    def offloaded_by_memory(self) -> dict[str, int]:
         """Bytes on the host and on disks, by the name of the memory."""
         return {HOST: self.host, NVME: self.disks}
 

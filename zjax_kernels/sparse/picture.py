@@ -11,8 +11,8 @@ from zjax_kernels.errors import describe, invalid
 from zjax_kernels.sparse.arguments import integer_problems
 from zjax_kernels.sparse.layout import BlockLayout, Pattern, check_layout
 
-MAX_CELLS = 512
-"""Cells per side of a plot; several blocks of a larger layout share one."""
+MAX_PIXELS = 512
+"""Pixels per side of a plot; several blocks of a larger layout share one."""
 _LIVE = (0.20, 0.40, 0.67)
 _DIAGONAL = (0.87, 0.47, 0.13)
 _MIN_SHADE = 0.4
@@ -24,15 +24,15 @@ def draw_layout(layout: BlockLayout, head: int = 0) -> str:
 
     Args:
         layout: Layout of at most 512 blocks per side.
-        head: Number of the head.
+        head: Index of the head.
 
     Returns:
-        One line per block row: `#` lives, `+` lives on the causal diagonal, `.` is
-        dead.
+        One line per block row: `#` is live, `+` live and masked by token on the causal
+        diagonal, `.` dead.
 
     Raises:
-        ValueError: It is no layout, there is no such head, or there are too many
-            blocks.
+        ValueError: `layout` is not a BlockLayout or has too many blocks, or there is no
+            such head.
 
     Example:
         >>> live = [[1, 0, 0], [0, 1, 0], [1, 1, 0]]
@@ -43,9 +43,9 @@ def draw_layout(layout: BlockLayout, head: int = 0) -> str:
     """
     pattern = _pattern_of(layout, head)
     shape = layout.num_rows, layout.num_columns
-    if max(shape) > MAX_CELLS:
-        problem = f"is more than {MAX_CELLS} blocks a side"
-        raise invalid("layout", shape, problem, "use plot_layout, which gathers blocks")
+    if max(shape) > MAX_PIXELS:
+        problem = f"is more than {MAX_PIXELS} blocks a side"
+        raise invalid("layout", shape, problem, "use plot_layout, which merges blocks")
     rows, columns = pattern.rows, pattern.columns
     marks = np.full(shape, ".")
     marks[rows, columns] = np.where(_on_diagonal(layout, rows, columns), "+", "#")
@@ -61,11 +61,11 @@ def plot_layout(
 ) -> Any:
     """Plots one head: live blocks, those on the causal diagonal, and dead ones.
 
-    More than 512 blocks per side share cells, shaded by how many of them live.
+    More than 512 blocks per side share pixels, shaded by how many of them live.
 
     Args:
         layout: Layout to plot.
-        head: Number of the head.
+        head: Index of the head.
         axes: Matplotlib Axes to draw in; None makes a figure.
         path: File to write; its suffix sets the format.
 
@@ -73,7 +73,7 @@ def plot_layout(
         The Matplotlib Figure.
 
     Raises:
-        ValueError: It is no layout, or there is no such head.
+        ValueError: `layout` is not a BlockLayout, or there is no such head.
         ImportError: Matplotlib is not installed.
 
     Example:
@@ -91,7 +91,7 @@ def plot_layout(
 
     if axes is None:
         axes = Figure(figsize=(7, 7), layout="constrained").subplots()
-    side = -(-max(layout.num_rows, layout.num_columns) // MAX_CELLS)
+    side = -(-max(layout.num_rows, layout.num_columns) // MAX_PIXELS)
     density, on_diagonal = _gather(layout, pattern, side)
     bottom, right = (side * cells for cells in density.shape)
     colors = _shade(density, on_diagonal)
@@ -103,7 +103,7 @@ def plot_layout(
     axes.set_xlabel("block of keys")
     axes.set_ylabel("block of queries")
     if on_diagonal.any():
-        labels = (_LIVE, "live"), (_DIAGONAL, "cut by the causal diagonal")
+        labels = (_LIVE, "live"), (_DIAGONAL, "masked by token, on the causal diagonal")
         marks = [Patch(color=color, label=label) for color, label in labels]
         axes.legend(handles=marks, loc="upper right", fontsize=8, frameon=False)
     figure = axes.get_figure(root=True)

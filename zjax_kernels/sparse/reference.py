@@ -1,7 +1,7 @@
 """Block-sparse attention in jax.numpy: the specification of the kernels, on any device.
 
-Memory grows linearly with the length. It visits the plan item by item, as the kernels
-do; heads and sequences are batched.
+Memory grows linearly with the length. It visits the schedule item by item, as the
+kernels do; heads and sequences are batched.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ class Options:
     """Scale and cap of scores.
 
     Args:
-        scale: Factor of q k, above 0.
+        scale: Factor of the product of q and k, above 0.
         soft_cap: Cap, by `soft_cap * tanh(score / soft_cap)`; 0 is none.
     """
 
@@ -256,7 +256,7 @@ def _element_mask(schedule, chunk):
 
 
 def _scores(x, y, options):
-    """Scores, and their derivative by the uncapped ones."""
+    """Scores after the cap, and their derivative with respect to those before."""
     scores = _dot(x, y.T) * options.scale
     if not options.soft_cap:
         return scores, 1.0

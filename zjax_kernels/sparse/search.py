@@ -1,6 +1,7 @@
-"""Measures the fastest tuning of the kernels on this GPU.
+"""Measures which tuning of the kernels is fastest on this GPU.
 
-Results are stored in the user's cache folder and replace the shipped table.
+Results are stored in the user's cache folder. They override the shipped tuning for this
+kind of GPU and head size, unless segments are used.
 """
 
 import functools
@@ -74,9 +75,8 @@ def tune(
 
 
 def _candidates() -> Iterator[Tuning]:
-    return itertools.starmap(
-        Tuning, itertools.product((1, 2, 3, 4), (1, 2), (False, True))
-    )
+    stages, tiles, has_producer = (1, 2, 3, 4), (1, 2), (False, True)
+    return itertools.starmap(Tuning, itertools.product(stages, tiles, has_producer))
 
 
 def _kernels(plan, head_size, batch, dtype) -> dict[str, Callable[[Tuning], Any]]:

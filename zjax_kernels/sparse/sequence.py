@@ -26,7 +26,10 @@ from zjax_kernels.sparse.plan import Plan, plan_cells, split_kv_heads, stack_pla
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SequencePlan:
-    """Plans of all devices, to be sharded along the first dim of every array.
+    """Plans of all devices; shard the first dim of each array over them.
+
+    Arrays of `plan` have one entry per sequence shard and head shard, those of `sends`
+    one per sequence shard.
 
     Args:
         plan: Stack of one plan per device; if heads are sharded, too, one per sequence
@@ -121,6 +124,7 @@ def make_sequence_plan(
         for device in range(num_devices)
         for shard, cells in shards
     ]
+    # `% per_device`: from blocks of the sequence to those of the sender.
     return SequencePlan(
         stack_plans(plans),
         tuple(_blocks_to_send(needs[d], d, widths[d]) % per_device for d in distances),
@@ -206,7 +210,7 @@ def sequence_attention(
 ) -> Any:
     """`sparse_attention` of a sequence that is sharded over a mesh axis.
 
-    Call it inside `jax.shard_map`, with the plan sharded along `axis`.
+    Call it inside `jax.shard_map`, with the plan sharded as `SequencePlan` describes.
 
     Args:
         q: [B, S / devices, H, D] queries of this device.
@@ -222,8 +226,8 @@ def sequence_attention(
         What `sparse_attention` returns, for the queries of this device.
 
     Raises:
-        ValueError: It is no sequence plan, or for another number of devices, or there
-            is no such axis.
+        ValueError: `plan` is not a SequencePlan or is for another number of devices,
+            or there is no such axis.
 
     Example:
         >>> from jax.sharding import PartitionSpec as P

@@ -55,7 +55,7 @@ def test_plot_shows_live_cut_and_dead_blocks():
     assert (cut[0] != below[0]).any()
     legend = figure.axes[0].get_legend()
     texts = [text.get_text() for text in legend.get_texts()]
-    assert texts == ["live", "cut by the causal diagonal"]
+    assert texts == ["live", "masked by token, on the causal diagonal"]
 
 
 def test_title_tells_of_the_head():
@@ -153,5 +153,5 @@ def test_text_of_many_blocks_is_refused():
         draw_layout(Dense(1).layout(16 * 513))
     assert str(error.value) == (
         "layout=(513, 513) is more than 512 blocks a side; use plot_layout, which "
-        "gathers blocks"
+        "merges blocks"
     )

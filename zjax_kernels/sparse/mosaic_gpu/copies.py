@@ -68,7 +68,7 @@ def _drain(free, filled, slots):
 
 def read_rows(work: Work, item: Item, first: jax.Array, count: int) -> list[jax.Array]:
     """First tokens of the row units of a tile, from row `first` on, `count` rows."""
-    size = work.sizes.row_unit
+    size = work.static.row_unit
     units: Any = work.schedule.rows
     start = lax.div(first, index(size))
     return [
@@ -89,7 +89,7 @@ def copy_rows(
     function from tokens to its slice, and the target in shared memory, [halves, HALF,
     ...].
     """
-    size = work.sizes.row_unit
+    size = work.static.row_unit
     for number, row in enumerate(rows):
         half, within = divmod(number * size, HALF)
         for source, buffer in moves:
@@ -107,7 +107,7 @@ def store_rows(
     `moves` has, per array, the results in shared memory, [HALF, ...], and a function
     from tokens to their target in global memory.
     """
-    size = work.sizes.row_unit
+    size = work.static.row_unit
     plgpu.commit_smem()
     for number, row in enumerate(rows):
         for buffer, target in moves:
@@ -148,7 +148,7 @@ def store_partial(item: Item, moves: Sequence[tuple[Any, jax.Array]]) -> None:
 
 def read_columns(work: Work, chunk: jax.Array) -> list[tuple[Any, jax.Array]]:
     """Tokens of each column unit of a chunk, and their head in the group."""
-    sizes = work.sizes
+    sizes = work.static
     size = sizes.column_unit
     per_head = index(sizes.num_columns // size // work.group)
     found = []

@@ -159,7 +159,7 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
     last, is added to the output.
     """
     out_ref, lse_ref, *partial_refs = outputs
-    sizes, half = work.sizes, lax.axis_index("warpgroup")
+    sizes, half = work.static, lax.axis_index("warpgroup")
     segmented = memory.row_segments is not None
     read_words = functools.partial(logits.read_words, arithmetic, work.schedule)
     size = memory.q.shape[-1]

@@ -204,7 +204,7 @@ def _compute(work, options, tuning, arithmetic, channels, outputs, memory):
     """Computes gradients of each item's keys and values for half of its tile."""
     dk_ref, dv_ref, *partial_refs = outputs
     segmented = memory.row_segments is not None
-    schedule, sizes = work.schedule, work.sizes
+    schedule, sizes = work.schedule, work.static
     half = lax.axis_index("warpgroup")
     read_words = functools.partial(logits.read_words, arithmetic, schedule)
     shape = HALF, sizes.chunk

@@ -1,4 +1,4 @@
-"""The backward pass of queries."""
+"""Gradients of the queries, dq, as a kernel."""
 
 import functools
 from typing import Any, NamedTuple
@@ -40,8 +40,8 @@ def backward_queries(
 ) -> jax.Array:
     """`reference.backward_queries` on a Hopper GPU, for 16-bit arrays.
 
-    A `tuning` of None is chosen by head size; `interpret` holds the interpreter's
-    parameters, None on a GPU.
+    tuning: None chooses one by head size. interpret: parameters of the interpreter,
+    None on a GPU.
 
     Reference:
         Dao (arXiv:2307.08691), algorithm 2, its loop over keys.
@@ -176,14 +176,14 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
     """Computes the gradients of each item's queries for one half of its tile."""
     dq_ref, *partial_refs = outputs
     segmented = memory.row_segments is not None
-    schedule, sizes = work.schedule, work.sizes
+    schedule, sizes = work.schedule, work.static
     half = lax.axis_index("warpgroup")
     read_words = functools.partial(logits.read_words, arithmetic, schedule)
     shape, size = (HALF, sizes.chunk), memory.q.shape[-1]
     tiles, d_tiles = tuning.tiles, memory.d_out.shape[0]
 
     def release(number):
-        """Frees the tile, whose memory held the result until it was stored."""
+        """Waits for the store of dq from the memory of q, then frees the tile."""
         copies.wait_for_stores()
         plgpu.barrier_arrive(memory.q_free.at[lax.rem(number, index(tiles))])
 
@@ -195,14 +195,14 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
         row_segments: Any = None
         if segmented:
             row_segments = arithmetic.load(memory.row_segments.at[slot, half], ROWS)
-        plgpu.commit_smem()  # the producer may overwrite what was loaded
+        plgpu.commit_smem()  # fence: loads finish before the producer may overwrite
 
         def chunk(nth, dq, masked):
             stage = lax.rem(num_consumed + nth, index(tuning.stages))
             is_last = nth == item.count - 1
             words = read_words(item.first + nth, half) if masked else None
 
-            def get_values():
+            def wait_for_d_out_and_v():
                 if tiles > 1:
                     pl.when((nth == 0) & (number > 0))(lambda: release(number - 1))
                 pl.when(nth == 0)(lambda: plgpu.barrier_wait(memory.d_ready.at[d_slot]))
@@ -223,7 +223,7 @@ def _compute(work, options, tuning, arithmetic, outputs, memory):
             plgpu.barrier_wait(memory.k_ready.at[stage])
             pair = memory.q.at[slot, half], memory.k.at[stage]
             (p, slope), dp = arithmetic.overlapped_products(
-                pair, get_values, compute_weights
+                pair, wait_for_d_out_and_v, compute_weights
             )
             plgpu.barrier_arrive(memory.v_free.at[stage])
             delta = arithmetic.load(memory.delta.at[d_slot, half], ROWS)

@@ -18,7 +18,7 @@ class Work:
 
     Args:
         schedule: Schedule whose fields are references to global memory.
-        sizes: The schedule itself.
+        static: The same schedule outside of the kernel; read for shapes and sizes.
         batch: Number of sequences.
         group: Query heads per key head if columns are queries, else 1.
         start: Position of its first item in `order`.
@@ -26,14 +26,14 @@ class Work:
     """
 
     schedule: Schedule
-    sizes: Schedule
+    static: Schedule
     batch: int
     group: int
     start: jax.Array
     size: jax.Array
 
     def for_each(self, run: Callable[[jax.Array, "Item", Any], Any], carry: Any) -> Any:
-        """Runs `run(number, item, carry) -> carry` on each item, prefetching it."""
+        """Calls `run(number, item, carry) -> carry`; loads the next item meanwhile."""
 
         def body(number, state):
             item, after, carry = state
@@ -52,9 +52,9 @@ class Work:
         return self.size * index(self.batch)
 
     def _order_entry(self, number):
-        """Head, pattern and number of an item."""
+        """Head, pattern, and index of an item within the pattern's items."""
         nth = lax.rem(number, jnp.maximum(self.size, 1))
-        at = jnp.minimum(self.start + nth, index(self.sizes.order.shape[0] - 1))
+        at = jnp.minimum(self.start + nth, index(self.static.order.shape[0] - 1))
         return tuple(self.schedule.order[at, field] for field in range(3))
 
     def _item(self, number, entry):
@@ -64,13 +64,13 @@ class Work:
         return sequence, head, pattern, *fields
 
 
-def find_work(schedule: Schedule, sizes: Schedule, batch: int, group: int = 1) -> Work:
+def find_work(schedule: Schedule, static: Schedule, batch: int, group: int = 1) -> Work:
     """The items of this program."""
     program = lax.axis_index("program")
     ends: Any = schedule.ends
     start = ends[program]
     size = ends[program + 1] - start
-    return Work(schedule, sizes, batch, group, start, size)
+    return Work(schedule, static, batch, group, start, size)
 
 
 @dataclasses.dataclass(frozen=True)
