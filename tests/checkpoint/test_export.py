@@ -243,7 +243,7 @@ def test_load_of_another_model_names_what_differs(exported):
         f"embeds='float32[7,3]' is missing from {exported}; did you mean embed?\n"
         f"frozen='float32[5]' is int32[5] in {exported}; make the two agree\n"
         f"embed='float32[7,3]' is in {exported} but not in this model; remove it from "
-        "it here\n"
+        "the checkpoint, or add it to the model\n"
         f"checkpoint='{exported}' differs from this model in 4 arrays, 4 of them "
         "shown; use the configuration that wrote it, or another checkpoint"
     )
