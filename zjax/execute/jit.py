@@ -1,4 +1,4 @@
-"""`jax.jit` for the programs of a step that follow one another from the host."""
+"""`jax.jit` for a step of several programs, which the host calls in turn."""
 
 import functools
 from collections.abc import Callable
@@ -13,10 +13,10 @@ from zjax.sharding.mesh import is_simulated
 
 
 def make_jit(mesh: Mesh | AbstractMesh, options: Options) -> Jit:
-    """Compiles functions with the options of a run.
+    """Makes a `jax.jit` with the compiler options of a run.
 
-    On simulated devices each program runs alone: their collectives share threads, and
-    two programs that wait for each other would never end.
+    On simulated devices the host waits for each program before it calls the next: the
+    collectives of both would share threads and could wait for each other forever.
 
     Args:
         mesh: Devices of the run.

@@ -26,10 +26,10 @@ class BlockPasses:
 
     Args:
         forward: `forward(params, stream, nondiff) -> (stream, residuals)`; residuals
-            are only what depends on the stream that entered.
+            are the saved values that depend on the input stream.
         backward: `backward(params, residuals, nondiff, cotangent) -> (grads,
-            cotangent)`: of the parameters, and of the stream that entered. Recomputes
-            what depends on `params` and `nondiff` alone.
+            cotangent)`: gradients of the parameters, cotangent of the input stream.
+            Recomputes the values that depend on `params` and `nondiff` alone.
     """
 
     forward: Callable[..., tuple[Any, list[jax.Array]]]
@@ -45,13 +45,13 @@ def differentiate_in_passes(
     """Traces a function and its derivative.
 
     Args:
-        function: Pure; is differentiated by its first two arguments.
-        params: Arrays or their shapes, as the passes will be called with.
-        stream: The same.
-        nondiff: The same; all else that the function reads.
+        function: Pure function; differentiated by its first two arguments.
+        params: Arrays or shapes of later calls.
+        stream: Arrays or shapes of later calls.
+        nondiff: Arrays or shapes of all other inputs of the function.
 
     Returns:
-        Functions of arrays of these shapes.
+        The passes, for arrays of these shapes.
 
     Example:
         >>> x = jnp.float32(3)
@@ -63,13 +63,17 @@ def differentiate_in_passes(
     program, out, pull = _trace_vjp(function, params, stream, nondiff)
     num_outs, num_params, num_stream = sizes(out, params, stream)
     inputs, outputs = program.inputs, program.outputs
-    of_params, of_nondiff = inputs[:num_params], inputs[num_params + num_stream :]
+    stream_end = num_params + num_stream
+    without_stream = inputs[:num_params] + inputs[stream_end:]
     outs, saved = outputs[:num_outs], outputs[num_outs:]
-    reached = program.reached(inputs[num_params:][:num_stream])
-    # Arrays without elements, such as masks that a kernel is not given, are made anew.
+    from_stream = program.reached(inputs[num_params:stream_end])
+    # Backward recreates arrays without elements, such as the absent mask of a kernel:
+    # a GPU compiler fails on them in the buffers of a pipeline.
     empty = {x for x in saved if not x.aval.size}
-    residual_names = list(dict.fromkeys(x for x in saved if is_in(x, reached - empty)))
-    recomputed = [x for x in saved if not is_in(x, reached | empty)]
+    residual_names = list(
+        dict.fromkeys(x for x in saved if is_in(x, from_stream - empty))
+    )
+    recomputed = [x for x in saved if not is_in(x, from_stream | empty)]
 
     def forward(
         params: Params, stream: Any, nondiff: Any
@@ -81,12 +85,14 @@ def differentiate_in_passes(
     def backward(
         params: Params, residuals: list[jax.Array], nondiff: Any, cotangent: Any
     ) -> tuple[Params, Any]:
-        known = _by_name([*of_params, *of_nondiff], params, nondiff)
-        found = iter(program.compute(recomputed, known))
+        known = _by_name(without_stream, params, nondiff)
+        recomputed_values = iter(program.compute(recomputed, known))
         by_name = {x: jnp.zeros_like(x.aval) for x in empty}
         by_name |= dict(zip(residual_names, residuals, strict=True))
-        named = {*by_name}
-        leaves = [by_name[x] if is_in(x, named) else next(found) for x in saved]
+        leaves = [
+            by_name[x] if is_in(x, by_name.keys()) else next(recomputed_values)
+            for x in saved
+        ]
         return jax.tree.unflatten(pull, leaves)(cotangent)
 
     return BlockPasses(forward, backward)
@@ -95,7 +101,7 @@ def differentiate_in_passes(
 def _trace_vjp(
     function: Callable[..., Any], params: Params, stream: Any, nondiff: Any
 ) -> tuple[Program, Any, Any]:
-    """A program of outputs and residuals; the output shapes; the tree of the vjp."""
+    """Program of outputs and residuals, output shapes, tree structure of the vjp."""
     pulls: list[Any] = []
 
     def run(params: Params, stream: Any, nondiff: Any) -> Any:
@@ -111,16 +117,15 @@ def _trace_vjp(
 def without_params(
     function: Callable[..., Any], params: Params, *inputs: Any
 ) -> Callable[..., Any] | None:
-    """Drops the parameters of a function whose results do not depend on them.
+    """Removes the argument `params` of a function if no result depends on it.
 
     Args:
         function: `function(params, *inputs)`, pure.
         params: Arrays or their shapes.
-        inputs: The same.
+        inputs: Arrays or their shapes.
 
     Returns:
-        A function of the inputs without dead code; None where the results depend on
-        the parameters.
+        `function(*inputs)` without dead code; None if a result depends on `params`.
 
     Example:
         >>> x = jnp.ones(2)
@@ -131,9 +136,9 @@ def without_params(
         True
     """
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(params, *inputs)
-    num_params, *others = sizes(params, *inputs)
-    stay = [False] * num_params + [True] * sum(others)
-    program, are_read = without_dead_code(closed, stay)
+    num_params, *nums_inputs = sizes(params, *inputs)
+    must_stay = [False] * num_params + [True] * sum(nums_inputs)
+    program, are_read = without_dead_code(closed, must_stay)
     if any(are_read[:num_params]):
         return None
     run = core.jaxpr_as_fun(program)
@@ -142,7 +147,7 @@ def without_params(
 
 @dataclasses.dataclass(frozen=True)
 class SplitBackward:
-    """A backward pass as two: input gradient first, weight gradient later.
+    """A backward pass as two functions: input gradient first, weight gradients later.
 
     Args:
         stream: `stream(params, residuals, nondiff, cotangent) -> (cotangent, operands)`
@@ -163,17 +168,17 @@ def split_backward(
     """Moves the gradients of parameters to a later pass.
 
     Args:
-        backward: From `differentiate_in_passes`.
+        backward: `BlockPasses.backward`.
         params: Arrays or their shapes.
-        residuals: The same.
-        nondiff: The same.
-        cotangent: The same.
+        residuals: Arrays or their shapes.
+        nondiff: Arrays or their shapes.
+        cotangent: Arrays or their shapes.
 
     Returns:
-        Functions that together compute what `backward` does. The later one computes
-        the products and kernels that only gradients of parameters need, and what
-        depends on these; it gets their operands, unless these follow from `residuals`
-        by cheap operations.
+        Functions that together compute the results of `backward`. `params` runs the
+        matmuls and kernels that only gradients of parameters need, and the operations
+        that depend on them. `stream` passes their operands on, except those that
+        cheap operations recompute from `residuals`.
 
     Reference:
         Zero Bubble Pipeline Parallelism (arXiv:2401.10241, section 2).
@@ -181,30 +186,36 @@ def split_backward(
     program, (grads, stream) = trace(backward, params, residuals, nondiff, cotangent)
     (num_grads,) = sizes(grads)
     num_common = sum(sizes(params, residuals, nondiff))
-    of_grads, of_stream = program.outputs[:num_grads], program.outputs[num_grads:]
+    grad_outputs, stream_outputs = (
+        program.outputs[:num_grads],
+        program.outputs[num_grads:],
+    )
     common, cotangents = program.inputs[:num_common], program.inputs[num_common:]
-    first = set(program.needed(of_stream))
-    later = [number for number in program.needed(of_grads) if number not in first]
-    expensive = {n for n, each in enumerate(program.equations) if not _is_cheap(each)}
-    late = program.reached(program.made(expensive.intersection(later)))
-    far = program.reached(program.made(expensive).union(cotangents))
-    read = [
+    for_stream = set(program.needed(stream_outputs))
+    for_grads = [i for i in program.needed(grad_outputs) if i not in for_stream]
+    expensive = {i for i, each in enumerate(program.equations) if not _is_cheap(each)}
+    delayed = program.reached(program.made(expensive.intersection(for_grads)))
+    costly = program.reached(program.made(expensive).union(cotangents))
+    read_later = [
         x
-        for number in later
-        if late.intersection(program.equations[number].outvars)
-        for x in program.equations[number].invars
+        for i in for_grads
+        if delayed.intersection(program.equations[i].outvars)
+        for x in program.equations[i].invars
     ]
-    between = far - late
-    operands = list(dict.fromkeys(x for x in [*read, *of_grads] if is_in(x, between)))
+    passed_on = costly - delayed
+    operands = list(
+        dict.fromkeys(x for x in [*read_later, *grad_outputs] if is_in(x, passed_on))
+    )
 
     def stream_first(*args: Any) -> tuple[Any, list[jax.Array]]:
         known = _by_name(program.inputs, *args)
-        values = program.compute([*of_stream, *operands], known)
-        return like(stream, values[: len(of_stream)]), values[len(of_stream) :]
+        values = program.compute([*stream_outputs, *operands], known)
+        num_outs = len(stream_outputs)
+        return like(stream, values[:num_outs]), values[num_outs:]
 
     def params_later(*args: Any) -> Params:
         known = _by_name([*common, *operands], *args)
-        return like(grads, program.compute(of_grads, known))
+        return like(grads, program.compute(grad_outputs, known))
 
     return SplitBackward(stream_first, params_later)
 

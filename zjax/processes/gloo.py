@@ -1,7 +1,8 @@
-"""Gloo, by which CPU processes communicate, and its fixed timeouts.
+"""Connects CPU processes through Gloo before the first step; explains its timeouts.
 
-The first collective among a group of devices connects it and waits at most 30 s, as
-does every reduce-scatter; on a busy machine, compiling a first step can take longer.
+The first collective of a device group connects the group. Like a reduce-scatter, it
+fails if a process is 30 s late, as compiling the first step can make it. `connect`
+therefore runs one collective per group, right after a barrier.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ _TIMEOUT = re.compile(
     "Gloo (context init|ReduceScatter).*time(d |-)?out", re.IGNORECASE
 )
 _connections = itertools.count(1)
-"""Counts calls of `connect`, equally in all processes."""
+"""Indices of calls of `connect`, equal in all processes; they name barriers."""
 
 
 def connect(mesh: Mesh) -> None:
@@ -33,9 +34,9 @@ def connect(mesh: Mesh) -> None:
     with barrier(f"zjax-connect-{next(_connections)}"):
         pass
     axes = [name for name, size in mesh.shape.items() if size > 1]
-    for number in range(1, len(axes) + 1):
-        for group in itertools.combinations(axes, number):
-            jax.block_until_ready(_sum_over(mesh, group))
+    for num_axes in range(1, len(axes) + 1):
+        for group_axes in itertools.combinations(axes, num_axes):
+            jax.block_until_ready(_sum_over(mesh, group_axes))
 
 
 def _sum_over(mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
@@ -48,7 +49,7 @@ def _sum_over(mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
 
 @contextlib.contextmanager
 def explain_timeouts() -> Iterator[None]:
-    """Explains a Gloo timeout of the enclosed work.
+    """Turns a Gloo timeout in the enclosed code into an error with a remedy.
 
     Raises:
         ProcessError: In place of JAX's error, which it quotes.
@@ -64,7 +65,7 @@ def explain_timeouts() -> Iterator[None]:
             "run one process for the CPUs of a machine, or on one that is less busy, "
             "and run again to resume"
         )
-        number = jax.process_count()
+        num_processes = jax.process_count()
         raise ProcessError(
-            Problem("processes.num_processes", number, problem, remedy)
+            Problem("processes.num_processes", num_processes, problem, remedy)
         ) from error

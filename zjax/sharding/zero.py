@@ -1,4 +1,4 @@
-"""ZeRO as sharding: an array stored once per replica group instead of per device.
+"""ZeRO as sharding: a group of devices stores an array once, not once per device.
 
 The partitioning is that of Rajbhandari et al. (arXiv:1910.02054, section 5). The paper
 schedules gathers and scatters itself; here the compiler derives them from shardings.
@@ -19,7 +19,8 @@ class Splits:
     """What a ZeRO stage shards over the ZeRO axes.
 
     Args:
-        state: Whether master weights, optimizer state and its gradients are sharded.
+        state: Whether master weights, optimizer state, and the gradients that enter the
+            optimizer are sharded.
         grad_sum: Whether the sum of gradients over microbatches is sharded.
         compute: Whether compute parameters are sharded.
     """
@@ -44,9 +45,9 @@ def extend_spec(
 ) -> PartitionSpec:
     """Shards an array over the ZeRO axes that still hold copies of it.
 
-    Axes in `spec` stay. The others are appended, as the minor axes, to the dim that
-    leaves the fewest elements on a device. Where no dim divides, the array is padded in
-    storage (`stored_shape`).
+    Axes in `spec` stay. The other ZeRO axes are appended, as minor axes, to one dim:
+    the one that leaves the fewest elements on a device. If they do not divide this
+    dim, the array is stored padded (`stored_shape`).
 
     Args:
         shape: Global shape.
@@ -68,14 +69,17 @@ def extend_spec(
         ZeRO, arXiv:1910.02054, section 5.
     """
     axes = rules.axes_of(spec, len(shape))
-    taken = {axis for dim in axes for axis in dim}
-    free = tuple(a for a in meshes.ZERO_AXES if a not in taken and mesh.shape[a] > 1)
+    spec_axes = {axis for dim in axes for axis in dim}
+    free = tuple(
+        a for a in meshes.ZERO_AXES if a not in spec_axes and mesh.shape[a] > 1
+    )
     layer = (size for dim, size in enumerate(shape) if dim not in stacked_dims)
     if not free or math.prod(layer) < min_elements:
         return spec
 
     def may_be_split(dim: int) -> bool:
-        # Padding is at the end of a dim, so that shards of experts must be even.
+        # Refuse to pad a dim of experts: padding goes to its end, and would move the
+        # bounds between the experts of two devices.
         shares = meshes.num_shares(mesh, [*axes[dim], *free])
         is_expert = any(axis in meshes.BATCH_AXES for axis in axes[dim])
         return dim not in stacked_dims and not (is_expert and shape[dim] % shares)
@@ -88,15 +92,15 @@ def extend_spec(
 
     def cost(candidate: PartitionSpec) -> tuple[int, int, int]:
         stored = stored_shape(shape, candidate, mesh)
-        shares = meshes.num_shares(mesh, [*taken, *free])
-        # A dim sharded by other axes, too, is not contiguous where it is gathered.
+        shares = meshes.num_shares(mesh, [*spec_axes, *free])
+        # Prefer a dim that no axis of `spec` shards: its gathered shard is contiguous.
         dims = rules.axes_of(candidate, len(shape))
-        is_shared = any(set(free) < set(dim) for dim in dims)
-        return math.prod(stored) // shares, math.prod(stored), is_shared
+        has_other_axes = any(set(free) < set(dim) for dim in dims)
+        return math.prod(stored) // shares, math.prod(stored), has_other_axes
 
     current = math.prod(stored_shape(shape, spec, mesh))
-    current //= meshes.num_shares(mesh, list(taken))
-    # The outermost of equally good dims wins: its shards are contiguous in memory.
+    current //= meshes.num_shares(mesh, list(spec_axes))
+    # Of equal costs take the outermost dim: its shards are contiguous in memory.
     best = min(extended, key=cost, default=spec)
     return best if extended and cost(best)[0] < current else spec
 
