@@ -17,7 +17,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stop:
-    """Whether a run was asked to stop."""
+    """A request to stop a run, by a signal or by `request`."""
 
     def __init__(self):
         self._caught: list[int] = []
@@ -65,25 +65,23 @@ def stop_signals() -> Iterator[Stop]:
     which to stop. A second Ctrl-C ends the program at once.
 
     Yields:
-        `stopped(step)`, to call before each step.
+        Function `stop(step) -> bool`, to call before each step.
     """
-    stopped = Stop()
+    stop = Stop()
     numbers = (signal.SIGINT,) if jax.process_count() > 1 else SIGNALS
     if threading.current_thread() is not threading.main_thread():
         numbers = ()
-    before = {
-        number: signal.signal(number, stopped.handle_signal) for number in numbers
-    }
+    previous = {number: signal.signal(number, stop.handle_signal) for number in numbers}
     try:
-        yield stopped
+        yield stop
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
 @contextlib.contextmanager
-def finishing(store: Store) -> Iterator[None]:
-    """Waits for a checkpoint that is being written if the enclosed work raises."""
+def finish_save_on_error(store: Store) -> Iterator[None]:
+    """If the enclosed code raises, waits until a running save has ended."""
     try:
         yield
     except BaseException:

@@ -40,7 +40,7 @@ from zjax.resume import (
 )
 from zjax.sharding.describe import describe_plan, describe_plan_totals
 from zjax.sharding.mesh import with_batch_sizes
-from zjax.stopping import finishing, stop_signals
+from zjax.stopping import finish_save_on_error, stop_signals
 from zjax.train.average import check_average, parts_of, with_part
 from zjax.train.state import TrainState, saved_rows, saved_state
 from zjax.typing import Device, Model
@@ -186,7 +186,7 @@ class Trainer:
         memory_errors = explain_out_of_memory(
             config, self.run.plan, user_model=user_model
         )
-        unfinished_save = finishing(self.store)
+        unfinished_save = finish_save_on_error(self.store)
         recent = dict[int, Any]()  # batches by step: metrics arrive one step late
 
         def find_causes() -> list[Problem]:

@@ -29,10 +29,10 @@ _STAGES = (
 
 @dataclasses.dataclass(frozen=True)
 class ContestBar:
-    """One program of a contest.
+    """One program of a contest, a benchmark of zjax against other libraries.
 
     Args:
-        name: Label of its bars.
+        name: Label of the program.
         is_ours: Whether it is zjax.
         tokens_per_second: Median per device.
         tokens_per_second_range: Minimum and maximum.
@@ -127,7 +127,7 @@ def plot_memory_per_stage(
 def plot_contest(
     bars: Sequence[ContestBar], path: str | os.PathLike[str], *, title: str
 ) -> None:
-    """Plots throughput and peak memory of programs, one bar each, from the top."""
+    """Plots throughput and peak memory, one row of bars per program from the top."""
     figure = make_figure(10, 1.4 + 0.36 * len(bars))
     left, right = figure.subplots(1, 2, sharey=True)
     figure.suptitle(title, fontsize=12)
@@ -189,8 +189,8 @@ def _curve(
     """Steps and values; a value too large to draw becomes NaN, which leaves a gap."""
     points = [(row["step"], row[label]) for row in history if label in row]
     values = np.array([y for _, y in points], float)
-    shown = np.where(np.abs(values) <= _MAX_DRAWN, values, np.nan)
-    return np.array([x for x, _ in points]), shown
+    drawable = np.where(np.abs(values) <= _MAX_DRAWN, values, np.nan)
+    return np.array([x for x, _ in points]), drawable
 
 
 def _unit(num_bytes: float) -> tuple[str, float]:

@@ -18,17 +18,17 @@ from zjax.sharding.plan import Plan
 from zjax.typing import Model, Params, Segment, Stack
 
 AHEAD_BYTES = 512 * 10**6
-"""On a device, of units that are prefetched, where three units are less."""
+"""Limit on prefetched bytes per device, if three units of the model take less."""
 
 
 class Unit(NamedTuple):
     """The place of a transfer unit in a stack.
 
     Args:
-        number: Position in the forward pass, and group of its gradients.
-        block: Number of its block in the stack.
-        segment: Number of the segment of that block.
-        tile: 0 for a whole block or a trunk, n for its n-th tile.
+        number: Index in the forward pass, and index of its gradient group.
+        block: Index in the stack of the block that holds the unit.
+        segment: Index of the segment that holds the block.
+        tile: 0 for a block without tiles or a trunk, n for the n-th tile of the block.
     """
 
     number: int
@@ -38,7 +38,7 @@ class Unit(NamedTuple):
 
     @property
     def kind(self) -> tuple[int, bool]:
-        """Segment, and whether it is a tile: units of a kind run the same programs."""
+        """Segment and whether the unit is a tile: one kind runs the same programs."""
         return self.segment, self.tile > 0
 
 
@@ -47,17 +47,18 @@ def units_of(stack: Stack, params: Params) -> list[tuple[Unit, Params]]:
 
     Args:
         stack: The model as a line of blocks.
-        params: Its parameters, or anything in their place; layers apart.
+        params: Parameters of the model, or a tree of the same structure, with layers as
+            separate leaves.
     """
     _, trees, _ = stack.split(params)
-    found: list[tuple[Unit, Params]] = []
+    units: list[tuple[Unit, Params]] = []
     blocks = itertools.count()
-    for number, (segment, tree) in enumerate(zip(stack.segments, trees, strict=True)):
-        for own in layers_of(tree, segment.num_blocks):
+    for i, (segment, tree) in enumerate(zip(stack.segments, trees, strict=True)):
+        for block_params in layers_of(tree, segment.num_blocks):
             block = next(blocks)
-            for tile, part in enumerate(_units_of_block(segment, own)):
-                found.append((Unit(len(found), block, number, tile), part))
-    return found
+            for tile, part in enumerate(_units_of_block(segment, block_params)):
+                units.append((Unit(len(units), block, i, tile), part))
+    return units
 
 
 def rows_by_part(stack: Stack, rows: Any) -> dict[Any, Any]:
@@ -68,12 +69,12 @@ def rows_by_part(stack: Stack, rows: Any) -> dict[Any, Any]:
 
 
 def gathered(params: Params, rows: Any) -> Params:
-    """Stored parameters in their logical shapes, split by model parallelism alone."""
+    """Unpads stored parameters and gathers them over the ZeRO axes."""
     return use_tree(unpad_tree(params, rows), rows)
 
 
 def trunk_of(segment: Segment) -> Callable[..., Any]:
-    """The function of the first unit of a block, which is called like `Tiles.trunk`."""
+    """The function of the first unit of a block, called like `Tiles.trunk`."""
     if segment.tiles is not None:
         return segment.tiles.trunk
 
@@ -85,16 +86,16 @@ def trunk_of(segment: Segment) -> Callable[..., Any]:
 
 
 def groups_of(stack: Stack, params: Params) -> list[int]:
-    """The group of gradients of each parameter, by leaf.
+    """Index of the gradient group of each parameter, by leaf.
 
-    Units are groups by number; after them come the embedding with the arrays that the
-    head shares, and the rest of the head.
+    Group `Unit.number` holds the parameters of a unit. The next group holds those of
+    the embedding, with those that the head shares; the last one the rest of the head.
     """
     positions = positions_in(params)
     groups = [0] * len(jax.tree.leaves(params))
     embed, _, head = stack.split(positions)
     parts = [(unit.number, tree) for unit, tree in units_of(stack, positions)]
-    # Arrays of both the embedding and the head are the embedding's: it comes last.
+    # The embedding is assigned last, and so takes the parameters shared with the head.
     for group, part in [*parts, (len(parts) + 1, head), (len(parts), embed)]:
         for position in jax.tree.leaves(part):
             groups[position] = group
@@ -104,8 +105,8 @@ def groups_of(stack: Stack, params: Params) -> list[int]:
 def forward_order(model: Model, params: Params) -> list[int]:
     """Positions of the parameters in the order in which the forward pass reads them.
 
-    That is the embedding, the blocks in order, the head. `params` has layers apart
-    where the model runs by block.
+    That is the embedding, the blocks in order, the head. If the model runs by block,
+    `params` has layers as separate leaves.
     """
     order = range(len(jax.tree.leaves(params)))
     if not model.runs_by_block:
@@ -117,7 +118,7 @@ def forward_order(model: Model, params: Params) -> list[int]:
 
 
 def positions_in(params: Params) -> Any:
-    """The tree with the position of each leaf in its place."""
+    """The same tree with the index of each leaf as its value."""
     leaves, tree = jax.tree.flatten(params)
     return tree.unflatten(range(len(leaves)))
 
@@ -134,11 +135,13 @@ class UnitStream:
 
     def __init__(self, stack: Stack, plan: Plan):
         self.stack, self.plan = stack, plan
-        found = units_of(stack, plan.compute)
-        self.units = [unit for unit, _ in found]
+        rows_of_units = units_of(stack, plan.compute)
+        self.units = [unit for unit, _ in rows_of_units]
         blocks = itertools.groupby(self.units, lambda unit: unit.block)
         self.blocks = [list(units) for _, units in blocks]
-        self.rows: list[list[ArrayPlan]] = [jax.tree.leaves(rows) for _, rows in found]
+        self.rows: list[list[ArrayPlan]] = [
+            jax.tree.leaves(rows) for _, rows in rows_of_units
+        ]
         largest = max(map(moved_bytes, self.rows))
         self.stream = Stream(max(3 * largest, AHEAD_BYTES))
 
@@ -147,7 +150,7 @@ class UnitStream:
         return [tree for _, tree in units_of(self.stack, params)]
 
     def loads(self, stored: Sequence[Params], names: Iterable[Any]) -> Iterator[Load]:
-        """What `stream` prefetches, by the pass and the number of each unit."""
+        """Loads of units for `stream`; a name is a pass with a `Unit.number`."""
         for name in names:
             arrays = jax.tree.leaves(stored[name[1]])
             yield Load(name, arrays, self.rows[name[1]], is_consumed=False)
@@ -159,12 +162,13 @@ class UnitStream:
         """The parameters of a unit on the devices, deleted at the end of the context.
 
         Args:
-            stored: Parameters of each unit.
-            name: The pass for which it was prefetched.
-            unit: The next of those that were.
+            stored: Stored parameters of each unit.
+            name: Pass in the name of the load.
+            unit: Next unit in the order of `loads`.
 
         Yields:
-            The parameters, and a list to which to add a result of their last use.
+            The parameters, and a list; the caller adds a result of the last program
+            that reads the parameters, after which their memory counts as free.
         """
         arrays, num_bytes = self.stream.wait((name, unit.number))
         used: list[Any] = []

@@ -9,13 +9,13 @@ model-parallel sharding alone; "sharded" extends it over the ZeRO axes:
       2           sharded               sharded          unsharded
       3           sharded               sharded          sharded
 
-Gradients enter the optimizer sharded as its state is. Offloaded blocks are sharded from
-stage 1 on, and are gathered on the devices.
+The optimizer gets gradients that are sharded like its state. Compute parameters of
+offloaded blocks are stored sharded from stage 1 on, and gathered on the devices.
 
 Master weights and optimizer state may be offloaded to host memory or disks. Each layer
-is then an array of its own, so that layers move one by one, and compute parameters are
-stored from step to step. Compute parameters in bfloat16 hold the high bits of the
-master weights, of which only the low bits are stored besides.
+is then stored as a separate array, so that layers move one by one, and the state also
+holds the compute parameters. If these are bfloat16, they are the high 16 bits of the
+float32 master weights, and `master` stores only the low 16 bits.
 """
 
 import dataclasses
@@ -59,8 +59,8 @@ class Plan:
         opt_state: Optimizer state.
         model_state: State of the model besides parameters.
         ema: Averaged weights in float32; an empty tuple without averaging.
-        is_offloaded: Whether state may be offloaded; compute parameters are then stored
-            from step to step.
+        is_offloaded: Whether state may be offloaded; the state then also holds the
+            compute parameters.
         batch_casts: Dtypes to which arrays of a batch are cast, by path.
     """
 
@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def splits(self) -> zero.Splits:
-        """What its stage shards over the ZeRO axes."""
+        """What the ZeRO stage shards over the ZeRO axes."""
         return zero.splits_of(self.stage)
 
     @property
@@ -117,7 +117,7 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
 
     Args:
         config: Settings; read for `zero`, `precision`, `mesh.names` and `mesh.rules`.
-            "auto" memory is planned for the host, until `zjax.fit_plan` asks a machine.
+            "auto" memory is planned as host memory; `zjax.fit_plan` replaces it.
         mesh: Devices, or an abstract mesh.
         model: Supplies abstract parameters and the names of their dims.
         tx: Optax gradient transformation of `make_optimizer` or `adopt_optimizer`.
@@ -159,20 +159,21 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
 
 
 def stores_layers_apart(config: Config, model: Model) -> bool:
-    """Whether each layer is stored as an array of its own, as under offload."""
+    """Whether each layer is stored as a separate array, as under offload."""
     return model.takes_layers_apart and config.zero.offloads_state
 
 
 def offload_pending(row: ArrayPlan, memory: str, config: Config) -> ArrayPlan:
-    """Where a pending gradient or the input of a block is stored.
+    """Plans the storage of a pending gradient or of the input of a block.
 
     Args:
-        row: Its plan on the devices.
-        memory: The setting for it; small arrays are never stored on disks.
+        row: Plan of the array on the devices.
+        memory: Memory to store it in; arrays of less than `MIN_MOVED_BYTES` stay on the
+            devices instead of disks.
         config: Settings; read for `zero.nvme_paths`.
 
     Returns:
-        Its plan in that memory.
+        Plan of the array in that memory.
     """
     return (
         _offload(row, row, memory, config) if memory == NVME else row.stored_in(memory)
@@ -180,20 +181,20 @@ def offload_pending(row: ArrayPlan, memory: str, config: Config) -> ArrayPlan:
 
 
 def _offload(
-    row: ArrayPlan, other: ArrayPlan, memory: str, config: Config
+    row: ArrayPlan, sharded: ArrayPlan, memory: str, config: Config
 ) -> ArrayPlan:
-    """`other` in `memory` where `row` is large enough on a device, else `row`."""
+    """Stores an array as `sharded` in `memory`, or as `row` if that is too small."""
     is_moved = memory != DEVICE and row.device_bytes >= MIN_MOVED_BYTES
-    return other.stored_in(memory, config.zero.nvme_paths) if is_moved else row
+    return sharded.stored_in(memory, config.zero.nvme_paths) if is_moved else row
 
 
 def _state_memory(config: Config) -> str:
-    asked = config.zero.optimizer_memory
-    return HOST if asked == AUTO else asked
+    memory = config.zero.optimizer_memory
+    return HOST if memory == AUTO else memory
 
 
 def _offload_master(master: Any, compute: Any, config: Config) -> Any:
-    """Offloaded master weights, as low bits beside bfloat16 compute parameters."""
+    """Offloads master weights; those of bfloat16 parameters are stored as low bits."""
     memory = _state_memory(config)
     offloaded = jax.tree.map(lambda row: _offload(row, row, memory, config), master)
     _check_moved("optimizer", config.zero.optimizer_memory, offloaded)
@@ -204,11 +205,11 @@ def _offload_master(master: Any, compute: Any, config: Config) -> Any:
 
 
 def _offload_blocks(compute: Any, sharded: Any, config: Config) -> Any:
-    """Compute parameters, those of blocks offloaded and then `sharded`."""
+    """Offloads the compute parameters of blocks, with the plans of `sharded`."""
     memory = config.zero.parameter_memory
     return jax.tree_util.tree_map_with_path(
-        lambda keys, row, other: (
-            row if layer_of(keys) is None else _offload(row, other, memory, config)
+        lambda keys, row, sharded: (
+            row if layer_of(keys) is None else _offload(row, sharded, memory, config)
         ),
         compute,
         sharded,
@@ -216,7 +217,7 @@ def _offload_blocks(compute: Any, sharded: Any, config: Config) -> Any:
 
 
 def _offload_moments(opt_state: Any, master: Any, config: Config) -> Any:
-    """Optimizer state, offloaded where it belongs to a parameter."""
+    """Offloads the arrays of optimizer state that belong to a parameter."""
     paths = {row.path: row for row in jax.tree.leaves(master)}
     memory = _state_memory(config)
     return jax.tree_util.tree_map_with_path(
@@ -228,16 +229,20 @@ def _offload_moments(opt_state: Any, master: Any, config: Config) -> Any:
 
 
 def _split(row: ArrayPlan, compute: ArrayPlan) -> ArrayPlan:
-    """Master weights as low bits, where compute parameters hold their high bits."""
+    """Stores float32 master weights of bfloat16 compute parameters as low bits."""
     dtypes = (jnp.dtype("float32"), jnp.dtype("bfloat16"))
     is_split = (row.dtype, compute.dtype) == dtypes
     return dataclasses.replace(row, form=Form.SPLIT) if is_split else row
 
 
 def _check_moved(what: str, memory: str, rows: Any) -> None:
-    """Refuses a memory that was asked for by name and would store nothing."""
-    is_open = memory in (DEVICE, AUTO) or (what == "parameter" and is_derived(memory))
-    if is_open or any(row.memory == memory for row in jax.tree.leaves(rows)):
+    """Raises an error if the user named a memory and no array is stored there."""
+    is_automatic = memory == AUTO or (what == "parameter" and is_derived(memory))
+    if (
+        memory == DEVICE
+        or is_automatic
+        or any(row.memory == memory for row in jax.tree.leaves(rows))
+    ):
         return
     problem = f"moves nothing: no array has {MIN_MOVED_BYTES:,} bytes on a device"
     remedy = "use device"

@@ -22,35 +22,35 @@ from zjax.storage.buffers import thread_memory
 BLOCK_BYTES = 4096
 """Alignment of direct reads and writes, in the file and in memory."""
 SUM_BYTES = 4
-"""Bytes of the checksum that follows the content of a file."""
+"""Bytes of the CRC-32C that follows the content of a file."""
 _FLAGS: dict[int, int] = {}
-"""Flags with which files are opened, by the device of their directory."""
+"""O_DIRECT or 0, by device number (`st_dev`) of the file system."""
 _FLAGS_LOCK = threading.Lock()
 
 
 def write_file(path: str, content: np.ndarray) -> None:
-    """Writes a new file, or over one of the same length.
+    """Creates a file, or overwrites one of the same length.
 
-    A hard link to the old file, as in a checkpoint, keeps its content.
+    A file with more hard links, as in a checkpoint, is replaced: they keep its content.
 
     Args:
         path: Path in a directory that exists.
         content: uint8[n]; aligned memory is not copied.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
-    whole = _num_direct(content)
-    end = content[whole:].tobytes() + _sum_of(content)
+    num_direct = _num_direct(content)
+    tail = content[num_direct:].tobytes() + _checksum(content)
     flags = os.O_WRONLY | os.O_CREAT | _direct_flag(os.path.dirname(path))
     with contextlib.suppress(FileNotFoundError):
         if os.stat(path).st_nlink > 1:
             os.unlink(path)
     file = os.open(path, flags, 0o600)
     try:
-        _move_all(os.pwritev, file, content[:whole], 0)
-        _leave_direct(file)
-        _move_all(os.pwritev, file, np.frombuffer(end, np.uint8), whole)
+        _transfer_all(os.pwritev, file, content[:num_direct], 0)
+        _clear_direct_flag(file)
+        _transfer_all(os.pwritev, file, np.frombuffer(tail, np.uint8), num_direct)
     finally:
         os.close(file)
 
@@ -63,29 +63,29 @@ def read_file(path: str, content: np.ndarray) -> None:
         content: uint8[n], to be filled; aligned memory is fastest.
 
     Raises:
-        OSError: It cannot be read.
-        ValueError: It is not what was written.
+        OSError: The file cannot be read.
+        ValueError: The file is too short or does not match its checksum.
     """
-    whole = _num_direct(content)
-    end = np.empty(len(content) - whole + SUM_BYTES, np.uint8)
+    num_direct = _num_direct(content)
+    tail = np.empty(len(content) - num_direct + SUM_BYTES, np.uint8)
     file = os.open(path, os.O_RDONLY | _direct_flag(os.path.dirname(path)))
     try:
-        _move_all(os.preadv, file, content[:whole], 0)
-        _leave_direct(file)
-        _move_all(os.preadv, file, end, whole)
+        _transfer_all(os.preadv, file, content[:num_direct], 0)
+        _clear_direct_flag(file)
+        _transfer_all(os.preadv, file, tail, num_direct)
     finally:
         os.close(file)
-    content[whole:] = end[:-SUM_BYTES]
-    if _sum_of(content) != end[-SUM_BYTES:].tobytes():
+    content[num_direct:] = tail[:-SUM_BYTES]
+    if _checksum(content) != tail[-SUM_BYTES:].tobytes():
         raise ValueError(f"{os.path.basename(path)} does not match its checksum")
 
 
 def check_file(path: str) -> int:
-    """Reads a file of `write_file` and returns its checksum, which matches.
+    """Verifies a file of `write_file` and returns its checksum.
 
     Raises:
-        OSError: It cannot be read.
-        ValueError: It is not what was written.
+        OSError: The file cannot be read.
+        ValueError: The file is too short or does not match its checksum.
     """
     size = os.stat(path).st_size - SUM_BYTES
     if size < 1:
@@ -102,34 +102,34 @@ def stored_sum(path: str) -> int:
 
 
 def _num_direct(content: np.ndarray) -> int:
-    """Bytes from the start that can be transferred directly."""
+    """Length of the prefix of `content` that O_DIRECT can transfer, in bytes."""
     if content.ctypes.data % BLOCK_BYTES:
         return 0
     return len(content) - len(content) % BLOCK_BYTES
 
 
-def _sum_of(content: np.ndarray) -> bytes:
+def _checksum(content: np.ndarray) -> bytes:
     return crc32c.crc32c(content.data).to_bytes(SUM_BYTES, "little")
 
 
-def _move_all(
-    move: Callable[..., int], file: int, content: np.ndarray, offset: int
+def _transfer_all(
+    transfer: Callable[..., int], file: int, content: np.ndarray, offset: int
 ) -> None:
     done = 0
     while done < len(content):
-        moved = move(file, [content[done:]], offset + done)
-        if not moved:
+        num_bytes = transfer(file, [content[done:]], offset + done)
+        if not num_bytes:
             raise ValueError(f"ends after {offset + done} bytes")
-        done += moved
+        done += num_bytes
 
 
-def _leave_direct(file: int) -> None:
+def _clear_direct_flag(file: int) -> None:
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     fcntl.fcntl(file, fcntl.F_SETFL, flags & ~getattr(os, "O_DIRECT", 0))
 
 
 def _direct_flag(directory: str) -> int:
-    """O_DIRECT where the file system takes it, and 0 elsewhere."""
+    """O_DIRECT if the file system supports it, else 0."""
     device = os.stat(directory).st_dev
     with _FLAGS_LOCK:
         if device not in _FLAGS:
