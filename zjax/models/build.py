@@ -32,11 +32,11 @@ def make_model(config: Config) -> Model:
     weight, the metric the fraction of targets that were the most likely token.
 
     Args:
-        config: Config; reads `model`, `precision`, `deterministic`, `data.length`, and
-            whether each block is a program.
+        config: Settings; read for `model`, `precision`, `deterministic`, `data.length`,
+            and whether each block runs as a separate program.
 
     Returns:
-        The model as functions, and as a stack.
+        The model as pure functions and as a stack of blocks.
 
     Example:
         >>> config = Config()
@@ -45,12 +45,13 @@ def make_model(config: Config) -> Model:
         >>> params["blocks"]["attention"]["query"]["kernel"].shape
         (12, 768, 12, 64)
     """
-    layout = dataclasses.replace(config.model, layers_per_scan=layers_per_scan(config))
+    model = dataclasses.replace(config.model, layers_per_scan=layers_per_scan(config))
     precision, length = config.precision.matmul_dtype, config.data.length
-    return _build(layout, precision, length, deterministic=config.deterministic)
+    return _build(model, precision, length, deterministic=config.deterministic)
 
 
-@functools.lru_cache(maxsize=1)  # a command plans host memory, a mesh, then the run
+# One command builds the same model to plan host memory, to choose a mesh, and to run.
+@functools.lru_cache(maxsize=1)
 def _build(
     model: schema.Model,
     matmul_dtype: MatmulDtype,
@@ -58,9 +59,9 @@ def _build(
     *,
     deterministic: bool,
 ) -> Model:
-    kind = {"decoder": Decoder, "encoder": Encoder}[model.kind]
+    module_class = {"decoder": Decoder, "encoder": Encoder}[model.kind]
     make = functools.partial(
-        kind, model, matmul_dtype=matmul_dtype, deterministic=deterministic
+        module_class, model, matmul_dtype=matmul_dtype, deterministic=deterministic
     )
     tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
     abstract = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))

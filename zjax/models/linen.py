@@ -15,7 +15,7 @@ from absl import logging
 from flax.core import meta, tracers
 
 from zjax.errors import ModelError, Problem
-from zjax.models.linen_evaluation import evaluating
+from zjax.models.linen_evaluation import evaluation_mode
 from zjax.models.metadata import names_of_boxes
 from zjax.models.submodel import Started, Submodel
 from zjax.ops.keys import fold_name
@@ -71,7 +71,7 @@ class View:
             out, updates = call(self._key, ("params",))
         else:
             frozen = ("params", *self.model_state)
-            with evaluating():
+            with evaluation_mode():
                 try:
                     out, updates = call(None, frozen)
                 except flax.errors.InvalidRngError as error:

@@ -1,7 +1,7 @@
 """Sets the mode flags of Linen modules to evaluation, as NNX's `eval()` does.
 
-Linen modules have them as attributes or as arguments of calls; both are overridden when
-the calls are traced.
+Linen modules take the flags as attributes or as call arguments; an interceptor of calls
+overrides both.
 """
 
 import contextlib
@@ -19,22 +19,22 @@ FLAGS = {
     "training": False,
     "is_training": False,
 }
-"""Flags in evaluation; the first two are those of Flax itself."""
+"""Values in evaluation. Flax defines the first two; the others are customary names."""
 
 
-def evaluating() -> contextlib.AbstractContextManager[Any]:
-    """Runs all Linen modules that are called inside in evaluation mode.
+def evaluation_mode() -> contextlib.AbstractContextManager[Any]:
+    """Sets evaluation mode in all calls of Linen modules in the enclosed code.
 
     Example:
         >>> import jax
-        >>> with evaluating():
+        >>> with evaluation_mode():
         ...     print(nn.Dropout(0.5, deterministic=False).apply({}, jax.numpy.ones(2)))
         [1. 1.]
     """
-    return nn.intercept_methods(_call)
+    return nn.intercept_methods(_call_in_evaluation)
 
 
-def _call(
+def _call_in_evaluation(
     call: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -43,13 +43,13 @@ def _call(
     module = context.module
     for field in dataclasses.fields(module):
         if field.name in FLAGS and isinstance(getattr(module, field.name, None), bool):
-            # Modules are frozen; this one is a copy for this call.
+            # Set it although modules are frozen: `module` is a copy for this call.
             object.__setattr__(module, field.name, FLAGS[field.name])
     try:
-        given = inspect.signature(context.orig_method).bind(*args, **kwargs)
+        bound = inspect.signature(context.orig_method).bind(*args, **kwargs)
     except (TypeError, ValueError):  # the call itself raises a better error
         return call(*args, **kwargs)
-    for name, value in given.arguments.items():
+    for name, value in bound.arguments.items():
         if name in FLAGS and isinstance(value, bool):
-            given.arguments[name] = FLAGS[name]
-    return call(*given.args, **given.kwargs)
+            bound.arguments[name] = FLAGS[name]
+    return call(*bound.args, **bound.kwargs)

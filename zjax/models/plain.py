@@ -14,7 +14,7 @@ from zjax.typing import ModelState, Params
 def make_submodel(init: Any, apply: Callable[..., Any]) -> Submodel:
     """Makes a submodel of `init(key)`, or parameters, and `apply(params, ...)`.
 
-    The view is `partial(apply, params)`, in training and evaluation alike.
+    The loss function calls `partial(apply, params)`, in training and in evaluation.
     """
 
     def start(key: jax.Array) -> tuple[Any, Callable[[], Started]]:

@@ -10,7 +10,7 @@ from zjax_kernels import SparsityConfig
 
 
 class SparseSelfAttention(nn.Module):
-    """Attention over live blocks, in place of DeepSpeed's module; without parameters.
+    """Block-sparse self-attention without parameters; replaces DeepSpeed's module.
 
     The arguments are those of `zjax.nnx.SparseSelfAttention`.
 

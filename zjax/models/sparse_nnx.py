@@ -10,7 +10,7 @@ from zjax_kernels import SparsityConfig
 
 
 class SparseSelfAttention(nnx.Module):
-    """Attention over live blocks, in place of DeepSpeed's module; without parameters.
+    """Block-sparse self-attention without parameters; replaces DeepSpeed's module.
 
     Args:
         sparsity_config: Pattern of `zjax_kernels`, such as `BigBird(num_heads=4)`, or

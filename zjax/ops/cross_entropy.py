@@ -27,7 +27,7 @@ class TokenLoss(NamedTuple):
     weight_sum: Float[Array, ""]
     correct_sum: Float[Array, ""]
     """Weight of the tokens whose target has the largest logit (the first of equal
-    ones); not differentiated."""
+    logits); not differentiated."""
 
 
 def token_loss(
@@ -52,12 +52,12 @@ def token_loss(
         hidden: Outputs of the last layer.
         head: Output matrix, one row per token of the vocabulary, in the dtype of
             `hidden`.
-        targets: Token ids, 0 to V - 1, or -100 for a token that is ignored.
+        targets: Token ids, 0 to V - 1; -100 ignores a token.
         weights: Weight of each token, 0 for padding; not differentiated. An invalid
             target with a weight other than 0 makes loss and weight NaN.
         bias: Vector added to the logits.
         z_loss: Weight of the squared log-partition, 0 or more.
-        chunk_tokens: Tokens per shard whose logits exist at one time; 0 is all of them.
+        chunk_tokens: Tokens per shard whose logits exist at one time; 0 means all.
         num_batch_shards: Shards of the batch over devices; divides B. The gradient of
             the head is summed over them once, not per chunk.
         num_length_shards: Shards of each sequence over devices; divides L.
@@ -74,7 +74,7 @@ def token_loss(
     Reference:
         z-loss: Chowdhery et al., PaLM (arXiv:2204.02311, section 5).
     """
-    weights = _weights_of(targets, weights, head.shape[0])
+    weights = _checked_weights(targets, weights, head.shape[0])
     num_shards = num_batch_shards, num_length_shards
     split = functools.partial(
         _split_chunks, num_shards=num_shards, chunk_tokens=chunk_tokens
@@ -85,7 +85,7 @@ def token_loss(
     return TokenLoss(loss_sum, jnp.sum(weights, dtype=jnp.float32), correct_sum)
 
 
-def _weights_of(targets, weights, num_ids):
+def _checked_weights(targets, weights, num_ids):
     weights = jnp.where(targets == IGNORED, 0, weights)
     is_id = (targets >= 0) & (targets < num_ids)
     return jnp.where(is_id | (weights == 0), weights, jnp.nan)
@@ -103,8 +103,8 @@ def _split_chunks(tokens, *, num_shards, chunk_tokens):
     tokens = tokens.swapaxes(1, 2).reshape(-1, rows, length, *rest)
     num_chunks = -(-length // max(1, chunk_tokens // rows)) if chunk_tokens else 1
     columns = -(-length // num_chunks)
-    missing = num_chunks * columns - length
-    padding = [(0, 0), (0, 0), (0, missing)] + [(0, 0)] * len(rest)
+    num_padding = num_chunks * columns - length
+    padding = [(0, 0), (0, 0), (0, num_padding)] + [(0, 0)] * len(rest)
     shape = (*tokens.shape[:2], num_chunks, columns, *rest)
     return jnp.moveaxis(jnp.pad(tokens, padding).reshape(shape), 2, 0)
 

@@ -59,19 +59,19 @@ def take_apart(params: Params, rows: Any) -> Params:
     """Slices stacked arrays into `Layers`.
 
     Args:
-        params: Arrays or their local shards; `Layers` stay as they are.
+        params: Arrays or their local shards; `Layers` are returned unchanged.
         rows: Plans of `layerwise_plan`, or any tree with `Layers` for arrays to slice.
 
     Returns:
         The tree with `Layers` where `rows` has them.
     """
 
-    def one(row: Any, x: Any) -> Any:
-        if not _is_apart(row) or _is_apart(x):
+    def slice_stack(row: Any, x: Any) -> Any:
+        if not _is_layers(row) or _is_layers(x):
             return x
         return Layers((_layer(x, i) for i in range(len(row))), row.name)
 
-    return jax.tree.map(one, rows, params, is_leaf=_is_apart)
+    return jax.tree.map(slice_stack, rows, params, is_leaf=_is_layers)
 
 
 def put_together(params: Params) -> Params:
@@ -81,8 +81,8 @@ def put_together(params: Params) -> Params:
         params: A tree with `Layers`.
 
     Returns:
-        The tree with stacked arrays, behind a barrier: fused into the update, stacking
-        would write each of its results in a separate pass.
+        The tree with stacked arrays. A barrier keeps XLA from fusing the stacking into
+        the optimizer update, each result of which would then take a separate pass.
 
     Example:
         >>> put_together({"scale": Layers((jnp.ones(2), jnp.zeros(2)))})["scale"].shape
@@ -92,14 +92,14 @@ def put_together(params: Params) -> Params:
     def stack(*rows: jax.Array) -> jax.Array:
         return jax.lax.optimization_barrier(jnp.stack(rows))
 
-    def one(x: Any) -> Any:
-        return jax.tree.map(stack, *x) if _is_apart(x) else x
+    def stack_layers(x: Any) -> Any:
+        return jax.tree.map(stack, *x) if _is_layers(x) else x
 
-    return jax.tree.map(one, params, is_leaf=_is_apart)
+    return jax.tree.map(stack_layers, params, is_leaf=_is_layers)
 
 
 def layer_by_layer(row: ArrayPlan) -> Any:
-    """`Layers` with the plan of each layer of a stack; other plans as they are."""
+    """Plan of each layer as `Layers`, if `row` is the plan of a stack; else `row`."""
     if not row.num_layers:
         return row
     return Layers([row.layer] * row.num_layers, name_of(row.path))
@@ -116,23 +116,23 @@ def layers_of(params: Params, num_layers: int) -> list[Params]:
         Trees of the same structure.
 
     Raises:
-        ModelError: Arrays of another number of layers.
+        ModelError: The arrays have another number of layers.
 
     Example:
         >>> [layer["w"].item() for layer in layers_of({"w": jnp.arange(2)}, 2)]
         [0, 1]
     """
     unstacked = jax.tree.map(
-        lambda x: x if _is_apart(x) else _slices(x), params, is_leaf=_is_apart
+        lambda x: x if _is_layers(x) else _slices(x), params, is_leaf=_is_layers
     )
-    depths = {len(x) for x in jax.tree.leaves(unstacked, is_leaf=_is_apart)}
+    depths = {len(x) for x in jax.tree.leaves(unstacked, is_leaf=_is_layers)}
     if depths - {num_layers}:
         problem = f"are not the {num_layers} of the model"
         remedy = "use the model that these parameters were made for"
         raise ModelError(Problem("layers", max(depths), problem, remedy))
 
     def layer(number: int) -> Params:
-        return jax.tree.map(lambda x: x[number], unstacked, is_leaf=_is_apart)
+        return jax.tree.map(lambda x: x[number], unstacked, is_leaf=_is_layers)
 
     return [layer(number) for number in range(num_layers)]
 
@@ -145,10 +145,10 @@ def side_by_side(layers: Sequence[Params]) -> Params:
         {'w': (1, 2)}
     """
 
-    def one(keys: Any, *leaves: Any) -> Layers:
+    def join(keys: Any, *leaves: Any) -> Layers:
         return Layers(leaves, name_of(path_of(keys)))
 
-    return jax.tree_util.tree_map_with_path(one, *layers)
+    return jax.tree_util.tree_map_with_path(join, *layers)
 
 
 @jax.custom_vjp
@@ -164,5 +164,5 @@ def _layer(stacked: Any, number: int) -> Any:
     return jax.tree.map(lambda x: x[number], stacked)
 
 
-def _is_apart(x: Any) -> bool:
+def _is_layers(x: Any) -> bool:
     return isinstance(x, Layers)

@@ -1,4 +1,4 @@
-"""Shapes of an optimizer's state, and whether one gradient per step can drive it."""
+"""Shapes of the optimizer state, and a check that one gradient per step is enough."""
 
 import inspect
 import textwrap
@@ -23,8 +23,8 @@ def abstract_opt_state(tx: Any, params: Any) -> Any:
         A tree of ShapeDtypeStruct.
 
     Raises:
-        PlanError: The optimizer fails on the parameters or in an update from gradient,
-            loss and loss function, or its state changes shape or dtype.
+        PlanError: The optimizer rejects the parameters, needs more for an update than
+            gradient, loss and loss function, or changes a shape or dtype of its state.
     """
 
     def update(grads: Any, state: Any, params: Any) -> Any:
@@ -63,7 +63,7 @@ def abstract_opt_state(tx: Any, params: Any) -> Any:
 
 
 def optimizer_name(tx: Any) -> str:
-    """The function that made an optax transformation, with the members of a chain.
+    """Name of the function that made a transformation, with the members of a chain.
 
     Example:
         >>> optimizer_name(optax.chain(optax.clip(1.0), optax.trace(0.9)))

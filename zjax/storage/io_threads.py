@@ -1,8 +1,8 @@
 """Threads that read and write chunks of arrays, many at a time.
 
-The chunks of one array do not keep a disk busy, and reads must not queue behind writes:
-each direction has threads of its own, which start the next array while the last chunks
-of one are in transfer.
+The chunks of one array are too few to keep a disk busy: the next array starts while the
+last chunks of one are in transfer. Separate threads read and write, so that reads do
+not queue behind writes.
 """
 
 import functools
@@ -15,15 +15,15 @@ Direction = Literal["read", "write"]
 CONCURRENCY = 32
 """Chunks in transfer at a time, in each direction."""
 _STARTERS = 8
-"""Arrays being prepared at a time: copied from devices, or given host memory."""
+"""Arrays that copy from devices or allocate host memory at a time, per direction."""
 
 
 class Job(NamedTuple):
     """The reads or writes of one array.
 
     Args:
-        act: Function called with each piece, in any order.
-        pieces: Arguments of each call, one tuple or more.
+        act: Function that reads or writes a chunk; called in any order.
+        pieces: Arguments of `act`, one tuple per chunk; one chunk or more.
         result: Result of the job.
     """
 
@@ -33,31 +33,31 @@ class Job(NamedTuple):
 
 
 def move_chunks(direction: Direction, prepare: Callable[[], Job]) -> futures.Future:
-    """Runs a job that `prepare` makes, in another thread, where it may wait.
+    """Calls `prepare`, which may block, and runs its job, all in other threads.
 
     Returns:
         Future of the job's result or first error, set once no chunk is in transfer.
 
     Example:
-        >>> found = []
-        >>> job = Job(found.append, [(1,), (2,)], "done")
-        >>> move_chunks("read", lambda: job).result(), sorted(found)
+        >>> chunks = []
+        >>> job = Job(chunks.append, [(1,), (2,)], "done")
+        >>> move_chunks("read", lambda: job).result(), sorted(chunks)
         ('done', [1, 2])
     """
-    whole: futures.Future[Any] = futures.Future()
+    job_future: futures.Future[Any] = futures.Future()
 
     def start() -> None:
-        moving, result = [], None
+        transfers, result = [], None
         try:
             act, pieces, result = prepare()
             for piece in pieces:
-                moving.append(_movers(direction).submit(act, *piece))
+                transfers.append(_movers(direction).submit(act, *piece))
         except BaseException as error:
-            moving.append(_failed(error))
-        _settle(whole, moving, result)
+            transfers.append(_failed(error))
+        _settle(job_future, transfers, result)
 
     _starters(direction).submit(start)
-    return whole
+    return job_future
 
 
 def _failed(error: BaseException) -> futures.Future:
@@ -66,22 +66,25 @@ def _failed(error: BaseException) -> futures.Future:
     return future
 
 
-def _settle(whole: futures.Future, moving: list[futures.Future], result: Any) -> None:
-    """Sets the future of a job once all its chunks are done."""
-    remaining = itertools.count(len(moving) - 1, -1)  # its steps are atomic
+def _settle(
+    job_future: futures.Future, transfers: list[futures.Future], result: Any
+) -> None:
+    """Sets the future of a job once all its transfers are done."""
+    remaining = itertools.count(len(transfers) - 1, -1)  # `next` is atomic
 
-    def note(_: futures.Future) -> None:
+    def count_down(_: futures.Future) -> None:
         if next(remaining):
             return
-        errors = [error for each in moving if (error := each.exception())]
-        moving.clear()  # or they hold the result, and each other, until garbage goes
+        errors = [error for each in transfers if (error := each.exception())]
+        # Break the reference cycle; else the result lives until a garbage collection.
+        transfers.clear()
         if errors:
-            whole.set_exception(errors[0])
+            job_future.set_exception(errors[0])
         else:
-            whole.set_result(result)
+            job_future.set_result(result)
 
-    for each in moving:
-        each.add_done_callback(note)
+    for each in transfers:
+        each.add_done_callback(count_down)
 
 
 @functools.cache

@@ -73,13 +73,13 @@ class TrainState:
 
 
 def check_not_consumed(state: TrainState) -> None:
-    """Refuses a state that was donated to a step, on which XLA may abort.
+    """Refuses a state that was donated to a step: XLA may abort on deleted arrays.
 
     Args:
         state: Any state of a run.
 
     Raises:
-        StateError: An array of it was deleted.
+        StateError: An array of the state was deleted.
     """
     if _is_consumed(state):
         problem = "was passed to a step, which used its memory for the next state"
@@ -103,7 +103,7 @@ def state_rows(plan: Plan, config: Config) -> TrainState:
 
     Args:
         plan: Places parameters and optimizer state.
-        config: Says whether there is a loss scale.
+        config: Read for `precision`, which decides whether there is a loss scale.
 
     Returns:
         A TrainState of `ArrayPlan`.
@@ -126,7 +126,7 @@ def state_rows(plan: Plan, config: Config) -> TrainState:
 
 
 def saved_rows(plan: Plan, config: Config) -> TrainState:
-    """`state_rows` of a checkpoint: without parameters that follow from others."""
+    """`state_rows` of a checkpoint: of compute parameters only those with high bits."""
     params = high_bits(plan.compute, plan)
     return dataclasses.replace(state_rows(plan, config), params=params)
 
@@ -163,7 +163,7 @@ def init_state(
 
     Args:
         key: Random key of the initial parameters, which are the same on every mesh.
-        model: Read for `init`, or for `given` weights, which are placed leaf by leaf.
+        model: Supplies existing weights (`given`), placed leaf by leaf, else `init`.
         tx: Optax gradient transformation.
         plan: Places every array.
         config: Read for `precision` and `optimizer.ema_decay`.
@@ -181,7 +181,7 @@ def init_state(
     def from_stored(stored: Params, model_state: ModelState) -> TrainState:
         return from_params(unpad_tree(stored, plan.master), model_state)
 
-    def stored_away(state: TrainState) -> TrainState:
+    def offload(state: TrainState) -> TrainState:
         return store_all(state, state_rows(plan, config), transfer_budget(plan.mesh))
 
     if master is not None:
@@ -194,9 +194,9 @@ def init_state(
         create = jax.jit(
             lambda key: from_params(*model.init(key)), out_shardings=places
         )
-        return stored_away(create(key))
+        return offload(create(key))
     complete = jax.jit(from_stored, out_shardings=places, donate_argnums=0)
-    return stored_away(complete(master, model_state))
+    return offload(complete(master, model_state))
 
 
 def _first_state(
@@ -226,7 +226,7 @@ def _first_state(
 
 
 def with_params(state: TrainState, plan: Plan) -> TrainState:
-    """Adds the compute parameters that a checkpoint leaves out, if a state has these.
+    """Adds the compute parameters that checkpoints omit; without offload, adds none.
 
     Args:
         state: State in the form of `saved_rows`.
@@ -243,17 +243,18 @@ def with_params(state: TrainState, plan: Plan) -> TrainState:
         for x, param, *places in zip(arrays, saved, *rows, strict=True)
         if param is None
     ]
-    # Beside each, its master weights may be staged on the device, in twice the bytes.
-    made = store_in_turn(_compute_params(missing), transfer_budget(plan.mesh) // 3)
-    made = iter(list(made))
-    params = tree.unflatten(next(made) if x is None else x for x in saved)
+    # Take a third of the budget: the master weights staged on the device for each array
+    # may take twice its bytes.
+    budget = transfer_budget(plan.mesh) // 3
+    computed = iter(list(store_in_turn(_compute_params(missing), budget)))
+    params = tree.unflatten(next(computed) if x is None else x for x in saved)
     return dataclasses.replace(state, params=params)
 
 
 def _compute_params(
     stored: Sequence[tuple[Any, ArrayPlan, ArrayPlan]],
 ) -> Iterator[tuple[jax.Array, ArrayPlan]]:
-    """Compute parameters on the devices, each made from stored master weights."""
+    """Compute parameters on the devices, each cast from stored master weights."""
     for i, (x, row, compute) in enumerate(stored):
         for following, _, _ in stored[i + 1 : i + 2]:
             if isinstance(following, DiskArray):
@@ -267,15 +268,15 @@ def without_update(state: TrainState) -> TrainState:
     return dataclasses.replace(state, master=(), opt_state=(), pending=())
 
 
-def cast_param(x: jax.Array, row: ArrayPlan, other: ArrayPlan) -> jax.Array:
+def cast_param(x: jax.Array, row: ArrayPlan, compute: ArrayPlan) -> jax.Array:
     """Casts and places master weights on the devices, in stored shapes.
 
     Args:
         x: One array of master weights on the devices, not split.
-        row: Its plan.
-        other: Plan of the result.
+        row: Plan of the master weights.
+        compute: Plan of the compute parameter.
     """
-    return _cast(x, row.staged, other.staged)
+    return _cast(x, row.staged, compute.staged)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -293,7 +294,7 @@ def first_scalars(config: Config) -> dict[str, Any]:
 
 
 def place_given(params: Any, rows: Any) -> Any:
-    """Copies given weights onto their shards, one array at a time.
+    """Copies host arrays onto their shards, one array at a time.
 
     Args:
         params: Arrays of JAX or NumPy in their logical shapes.
