@@ -50,16 +50,16 @@ from zjax.typing import Batch, Device, Entries, Entry, Metrics, Model
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What `initialize` returns; calling `step` changes nothing in it.
+    """A planned run with its first state; frozen, as `step` returns the next state.
 
     Args:
-        config: The checked settings.
+        config: Checked settings.
         model: The model as pure functions.
-        mesh: The devices.
-        plan: The place of every array; print it.
-        state: The first state; it is consumed by the first step.
+        mesh: Mesh of the devices.
+        plan: Plan of every array; print it.
+        state: First state; the first step consumes it.
         step: `step(state, batch) -> (state, metrics)`.
-        tx: The optax transformation of the caller; None where settings make one.
+        tx: The user's optax transformation; None if the settings define it.
     """
 
     config: Config
@@ -72,13 +72,13 @@ class Run:
 
     @functools.cached_property
     def functions(self) -> dict[str, str]:
-        """Sums up code of the caller, which no setting says; see `zjax.resume`."""
+        """Fingerprints of the user's functions, which no setting describes."""
         with dtype_promotion():
             return fingerprint_functions(self.model, self.tx)
 
     @property
     def batch_placement(self) -> BatchPlacement:
-        """Where loaders are to place batches, and what they are to check."""
+        """Shardings and checks of batches, for loaders."""
         return BatchPlacement(self.plan.batch_sharding, self.model.entries)
 
     def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
@@ -96,7 +96,7 @@ class Run:
     def generate(self, state: TrainState, tokens: Any, **settings: Any) -> jax.Array:
         """Continues prompts with the built-in decoder.
 
-        Parameters that rest elsewhere come up block by block.
+        Offloaded parameters are streamed block by block.
 
         Args:
             state: Any state of this run; not consumed.
@@ -109,7 +109,7 @@ class Run:
         Raises:
             ConfigError: A setting out of range, no room for the tokens, or a model that
                 is not the built-in decoder.
-            DataError: A prompt holds an id that is none, where it is on the host.
+            DataError: A prompt in host memory has an id outside of the vocabulary.
         """
         if self.model.stack is None or self.model.stack.continuation is None:
             problem, remedy = "writes no text", "use the built-in decoder"
@@ -164,28 +164,28 @@ def initialize(
             one of `config.optimizer`.
         loss_fn: `loss_fn(model, batch, key)` returns the mean loss, or `(loss, weight,
             metrics)`. A key of None means evaluation. None for a `zjax.Model`.
-        batch: A global batch or its ShapeDtypeStructs; its first dim takes the place of
-            `config.global_batch_size`. Each device cuts the rows that it holds into
-            microbatches of adjacent rows, so that a loss may compare rows that lie in
-            one. Batches to come must have the same arrays. Those of `cast` are cast
-            to `precision.compute_dtype`; others keep their dtype.
+        batch: Global batch or its ShapeDtypeStructs, an example of all batches; its
+            first dim replaces `config.global_batch_size`. Each device splits its rows
+            into microbatches of adjacent rows, so a loss may compare rows of one
+            microbatch. Arrays of `cast` are cast to `precision.compute_dtype`; others
+            keep their dtype.
         config: A Config, a mapping, or the path of a config file; None for defaults.
-        replicated: Paths of arrays of the batch that hold no rows, such as a table of
-            class weights: devices and microbatches get them whole.
-        cast: Paths of the floating-point arrays that are cast, as `zjax.adapt` says;
-            None finds what the model reads, not what is a target or a weight alone;
-            the plan and `run.model.cast` name them.
-        schedule: Learning rate by applied step, to be shown among the metrics.
-        devices: Devices to use; all of them by default.
+        replicated: Paths of arrays of the batch without rows, such as a table of class
+            weights; each device and microbatch gets the whole array.
+        cast: Paths of the floating-point arrays to cast. None finds those that the
+            model reads, except targets and weights; the plan and `run.model.cast` list
+            them.
+        schedule: Learning rate by applied step, for the metrics.
+        devices: Devices to use; all by default.
 
     Returns:
         The run.
 
     Raises:
         ConfigError: Settings that cannot work.
-        DataError: A batch that is no tree of arrays of numbers with equal numbers of
-            rows, or not what a `zjax.Model` asks for.
-        ModelError: A model or a loss of no known kind.
+        DataError: The batch is not a tree of numeric arrays with equally many rows, or
+            lacks what a `zjax.Model` requires.
+        ModelError: A model or a loss of an unsupported kind.
         PlanError: Arrays or an optimizer that cannot be placed.
 
     Example:
@@ -209,22 +209,8 @@ def initialize(
     sizes = {leaf.shape[0] for _, leaf in rows_of(batch, entries)}
     config = dataclasses.replace(config, global_batch_size=max(sizes, default=1))
     check_config(config, len(devices), user_model=True, user_optimizer=tx is not None)
-    if config.precision.on_nonfinite == "stop":
-        problem = "is read by zjax.Trainer alone"
-        remedy = "look at metrics['skipped_steps'], or leave it at 'skip'"
-        raise ConfigError(Problem("precision.on_nonfinite", "stop", problem, remedy))
-    where = config.model.activation_memory
-    if config.model.offloads_inputs and not _runs_by_block(model, config):
-        problem = "has no effect on the model that was given"
-        remedy = (
-            "leave it at 'device', and wrap blocks in zjax.parallel.remat.recompute"
-        )
-        raise ConfigError(Problem("model.activation_memory", where, problem, remedy))
-    if isinstance(model, Model) != (loss_fn is None):
-        problem = "is not needed" if loss_fn else "does not say what to train"
-        remedy = "give loss_fn(model, batch, key), or a zjax.Model that has its own"
-        name = getattr(loss_fn, "__name__", None)
-        raise ModelError(Problem("loss_fn", name, problem, remedy))
+    _check_has_effect(config, model)
+    _check_loss(model, loss_fn)
     user_model, user_tx = model, None
     if loss_fn is not None:
         model = adapter.adapt(model, loss_fn, batch, replicated=replicated, cast=cast)
@@ -247,8 +233,32 @@ def initialize(
     return dataclasses.replace(run, tx=user_tx)
 
 
+def _check_has_effect(config: Config, model: Any) -> None:
+    """Refuses settings that only other runs read."""
+    if config.precision.on_nonfinite == "stop":
+        problem = "is read by zjax.Trainer alone"
+        remedy = "look at metrics['skipped_steps'], or leave it at 'skip'"
+        raise ConfigError(Problem("precision.on_nonfinite", "stop", problem, remedy))
+    by_block = isinstance(model, Model) and model.runs_by_block
+    if config.model.offloads_inputs and not (config.zero.offloads_state and by_block):
+        where = config.model.activation_memory
+        problem = "has no effect on the model that was given"
+        remedy = (
+            "leave it at 'device', and wrap blocks in zjax.parallel.remat.recompute"
+        )
+        raise ConfigError(Problem("model.activation_memory", where, problem, remedy))
+
+
+def _check_loss(model: Any, loss_fn: Callable[..., Any] | None) -> None:
+    if isinstance(model, Model) != (loss_fn is None):
+        problem = "is not needed" if loss_fn else "does not say what to train"
+        remedy = "give loss_fn(model, batch, key), or a zjax.Model that has its own"
+        name = getattr(loss_fn, "__name__", None)
+        raise ModelError(Problem("loss_fn", name, problem, remedy))
+
+
 def _entries_of(model: Any, batch: Batch, replicated: Sequence[str]) -> Entries:
-    """What the loss asks of a batch: as the model says, or by the example."""
+    """Requirements on batches: those of the model, or derived from the example."""
     entries = model.entries if isinstance(model, Model) else {}
     if not entries:
         return entries_of(batch, replicated=replicated)
@@ -259,23 +269,17 @@ def _entries_of(model: Any, batch: Batch, replicated: Sequence[str]) -> Entries:
     return entries
 
 
-def _runs_by_block(model: Any, config: Config) -> bool:
-    """Whether what enters the blocks of a model is handed from program to program."""
-    is_offloaded = config.zero.offloads_state
-    return is_offloaded and isinstance(model, Model) and model.runs_by_block
-
-
 def adopt_optimizer(tx: Any, model: Model, config: Config) -> Any:
-    """A transformation of yours as a run of this model takes it.
+    """Makes a user's optimizer treat each layer of a stacked array on its own.
 
     Args:
         tx: Optax gradient transformation, written for one array per layer.
-        model: Names the dims of its parameters; those of `layers` stack them.
-        config: Read for `zero.optimizer_memory`: what moves is stored layer by layer;
-            and for names of dims in `mesh`.
+        model: Model; its logical dim `layers` marks stacked arrays.
+        config: Settings; offloaded state is stored layer by layer anyway, and `mesh`
+            may rename dims.
 
     Returns:
-        `tx`, or the same layer by layer, where that makes a difference.
+        `tx`, wrapped where stacking would change its updates.
 
     Raises:
         PlanError: The transformation cannot update from one mean gradient.
@@ -302,11 +306,11 @@ def make_run(
         model: The model as pure functions.
         tx: Optax gradient transformation of `make_optimizer` or `adopt_optimizer`.
         schedule: Learning rate by applied step, for the metrics.
-        devices: Devices to use; all of them by default.
-        restore: Makes the first state from the rows of its arrays, such as from a
-            checkpoint; a fresh state by default.
-        batch: Arrays or ShapeDtypeStructs of the global batch, from which to tell how
-            much memory a step takes; None for that of the built-in models.
+        devices: Devices to use; all by default.
+        restore: Reads the first state for the plans of its arrays, for example from a
+            checkpoint; by default it is initialised.
+        batch: Arrays or ShapeDtypeStructs of the global batch, to predict the memory of
+            a step; None for the batch of the built-in models.
 
     Returns:
         The run.
@@ -315,7 +319,7 @@ def make_run(
         ProcessError: Processes of the run differ in their settings or software.
         PlanError: Arrays or an optimizer that cannot be placed, or that do not fit.
         CheckpointError: `checkpoint.init_from` does not hold this model, or two arrays
-            would have one name in a checkpoint.
+            would get the same name in a checkpoint.
     """
     mesh = meshes.make_mesh(config.mesh, devices)
     if jax.process_count() == len({x.process_index for x in mesh.devices.flat}):

@@ -28,17 +28,17 @@ from zjax.typing import Batch, Metrics, Model, Params
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """`step(state, batch) -> (state, metrics)`: compiled programs on placed batches.
+    """`step(state, batch) -> (state, metrics)`: checks and places a batch, then trains.
 
-    The state that goes in is donated: keep the one that comes out.
+    The state that is passed is donated; use the returned one.
 
     Args:
-        mesh: The devices.
-        plan: Places batches.
-        model: What its loss asks of a batch.
-        num_microbatches: Gradient accumulation.
+        mesh: Mesh of the devices.
+        plan: Plan of the run; read for the sharding of batches.
+        model: The model; read for what its loss requires of a batch.
+        num_microbatches: Gradient accumulation steps.
         executor: Runs the compiled programs.
-        checks_ids: Whether ids of batches on devices are checked, too.
+        checks_ids: Whether ids are checked in batches on the devices, too.
     """
 
     mesh: Mesh
@@ -57,7 +57,7 @@ class Step:
         """Takes one optimizer step.
 
         Args:
-            state: Arrays placed by the plan; consumed.
+            state: State of the run; consumed.
             batch: NumPy or JAX arrays, first dim the global batch.
 
         Returns:
@@ -73,7 +73,7 @@ class Step:
         """Loss and metrics without gradients, dropout or state change.
 
         Args:
-            state: Arrays placed by the plan; not consumed.
+            state: State of the run; not consumed.
             batch: NumPy or JAX arrays, first dim the global batch.
 
         Returns:
@@ -91,7 +91,7 @@ class Step:
         """Applies a gradient that a delayed update left for the next step.
 
         Args:
-            state: Arrays placed by the plan; consumed.
+            state: State of the run; consumed.
 
         Returns:
             The state with nothing pending, such as a checkpoint holds.
@@ -105,7 +105,7 @@ class Step:
         """Continues prompts.
 
         Args:
-            state: Arrays placed by the plan; not consumed.
+            state: State of the run; not consumed.
             tokens: Prompts, int32[B, L].
             settings: Other arguments of `zjax.generate`.
 
@@ -122,8 +122,8 @@ class Step:
         """Returns the parameters as the model takes them, for use outside of a step.
 
         Args:
-            state: Any state of the run, not consumed; `zjax.train.average` says which
-                of its weights are taken.
+            state: Any state of the run, not consumed; averaged weights are preferred,
+                see `zjax.train.average`.
 
         Returns:
             Arrays in the compute dtype and their logical shapes, placed as in a step.
@@ -135,18 +135,18 @@ class Step:
         return self.executor.parameters(state)
 
     def place_batch(self, batch: Batch) -> Batch:
-        """Puts a batch on the devices; what is there already stays.
+        """Places a batch on the devices, unless it is there already.
 
         Args:
-            batch: Arrays of the global batch; in a run of many processes, NumPy arrays
-                are the rows that devices of this process hold, which are all rows where
-                a pipeline or a sequence goes through every process.
+            batch: Arrays of the global batch. With several processes, NumPy arrays hold
+                the rows of this process's devices: all rows if pipeline stages or
+                sequence shards are spread over the processes.
 
         Returns:
             Global arrays on the plan's batch sharding.
 
         Raises:
-            DataError: The batch is not what the loss asks for.
+            DataError: The batch lacks what the loss requires.
             PlanError: The batch does not divide over the devices.
         """
         batch = check_batch(batch, self.model.entries)
@@ -233,7 +233,7 @@ class Step:
         **settings: Any,
     ) -> Any:
         check_not_consumed(state)
-        # Losses read from the mesh in how many shares the batch is.
+        # Losses read from the mesh over how many devices the batch is sharded.
         with jax.set_mesh(self.mesh), dtype_promotion():
             results = program(state, *args, **settings)
         return jax.block_until_ready(results) if is_simulated(self.mesh) else results
@@ -250,17 +250,17 @@ def make_step(
     """Builds the step of a run; it compiles at its first call.
 
     Args:
-        model: Its loss.
+        model: The model as pure functions.
         tx: Optax gradient transformation of `make_optimizer` or `adopt_optimizer`.
-        plan: Places every array.
-        config: The settings.
+        plan: Plan of every array.
+        config: Checked settings.
         schedule: Learning rate by applied step, for the metrics.
 
     Returns:
         The step.
 
     Raises:
-        PlanError: The plan was made for devices that are not here.
+        PlanError: The plan was made on an abstract mesh, without devices.
     """
     if not isinstance(plan.mesh, Mesh):
         problem = "is abstract: its devices are not here"

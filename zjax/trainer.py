@@ -82,30 +82,9 @@ class Trainer:
     ):
         config = load_config(config)
         if model is None:
-            limit_pinned_pool(config)
+            limit_pinned_pool(config)  # before JAX starts its devices
         devices = jax.devices() if devices is None else devices
-        if model is None:
-            config = choose_mesh(config, devices, tx)
-        check_config(
-            config,
-            len(devices),
-            user_model=model is not None,
-            user_optimizer=tx is not None,
-        )
-        problems = _mismatches(model, batches, config)
-        if problems:
-            raise ConfigError(*problems)
-        if tx is not None:
-            config = without_clipping(config)
-        if model is None and batches is None and config.model.kind == "encoder":
-            problem = "has nothing to predict in data.source"
-            remedy = "give batches with masked tokens and their targets"
-            raise ConfigError(Problem("model.kind", "encoder", problem, remedy))
-        if config.precision.matmul_dtype == "float8":
-            float8.check_device(devices[0])
-        check_sinks(config)
-        check_directory(config.directory)
-        self.config = with_batch_sizes(config, len(devices))
+        self.config = _checked(config, model, tx, batches, devices)
         self._batches = batches
         self._is_language_model = model is None
         self._callbacks = callbacks
@@ -172,14 +151,7 @@ class Trainer:
     def _fit(self) -> TrainState:
         config, step = self.config, self.step
         check_newest(self.store, step)
-        monitor = Monitor(
-            config,
-            last_step=step,
-            num_skipped=int(self.state.num_skipped),
-            tokens_per_step=self._tokens_per_step(),
-            num_devices=self.run.mesh.size,
-            callbacks=self._callbacks,
-        )
+        monitor = self._monitor()
         if config.checkpoint.every_steps:
             self.store.prepare(saved_rows(self.run.plan, config))
         user_model = not self._is_language_model
@@ -236,13 +208,27 @@ class Trainer:
             remedy = f"give more, or set num_steps={step}; the run is saved"
             problem = f"end after step {step} of num_steps={config.num_steps}"
             raise DataError(Problem("batches", "given", problem, remedy))
-        picture = monitor.save_plot()
         self.exit_status = 0 if step >= config.num_steps else stopped.exit_status
+        self._print_end(monitor)
+        return self.state
+
+    def _monitor(self) -> Monitor:
+        return Monitor(
+            self.config,
+            last_step=self.step,
+            num_skipped=int(self.state.num_skipped),
+            tokens_per_step=self._tokens_per_step(),
+            num_devices=self.run.mesh.size,
+            callbacks=self._callbacks,
+        )
+
+    def _print_end(self, monitor: Monitor) -> None:
+        picture = monitor.save_plot()
         if jax.process_index() == 0:
             skipped, latest = int(self.state.num_skipped), self.store.latest()
             saved_at = self.store.directory / str(latest)
-            print(describe_end(step, config.num_steps, skipped, saved_at, picture))
-        return self.state
+            end = self.step, self.config.num_steps, skipped, saved_at, picture
+            print(describe_end(*end))
 
     def evaluate(self, part: str = "auto") -> dict[str, float]:
         """Averages loss and metrics over the evaluation set, counting each row once.
@@ -387,6 +373,34 @@ class Trainer:
         if not self._is_language_model:
             return 0
         return self.config.global_batch_size * self.config.data.length
+
+
+def _checked(
+    config: Config, model: Any, tx: Any, batches: Any, devices: Sequence[Device]
+) -> Config:
+    """The settings for these devices, once nothing speaks against them."""
+    if model is None:
+        config = choose_mesh(config, devices, tx)
+    check_config(
+        config,
+        len(devices),
+        user_model=model is not None,
+        user_optimizer=tx is not None,
+    )
+    problems = _mismatches(model, batches, config)
+    if problems:
+        raise ConfigError(*problems)
+    if tx is not None:
+        config = without_clipping(config)
+    if model is None and batches is None and config.model.kind == "encoder":
+        problem = "has nothing to predict in data.source"
+        remedy = "give batches with masked tokens and their targets"
+        raise ConfigError(Problem("model.kind", "encoder", problem, remedy))
+    if config.precision.matmul_dtype == "float8":
+        float8.check_device(devices[0])
+    check_sinks(config)
+    check_directory(config.directory)
+    return with_batch_sizes(config, len(devices))
 
 
 def _mismatches(model: Any, batches: Any, config: Config) -> list[Problem]:

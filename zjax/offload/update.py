@@ -11,7 +11,13 @@ from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
 from zjax.jaxprs.program import Name
 from zjax.offload.compiled import CompiledGroup, Jit, compile_groups
-from zjax.offload.groups import SHARED, by_group, group_programs, trace
+from zjax.offload.groups import (
+    SHARED,
+    GroupedPrograms,
+    by_group,
+    group_programs,
+    trace,
+)
 from zjax.sharding.opt_state import optimizer_name
 from zjax.sharding.paths import path_of, position_finder
 from zjax.sharding.placement import unpad_tree
@@ -127,24 +133,38 @@ class GroupedUpdate:
             donated=frozenset(x for x in self.state_names if input_groups[x] != SHARED),
             out_shardings=[[places[i] for i in own] for own in positions],
         )
+        measures = compile_groups(programs.measures, jit)
+        params = [x for x, k in zip(names, input_keys, strict=True) if _is_param(k)]
+        self.groups = self._group_updates(
+            programs, measures, updates, params, input_groups, positions
+        )
         read = set().union(*(part.inputs for part in programs.updates))
-        pairs = list(zip(names, input_keys, strict=True))
-        kinds = (
-            [name for name in self.state_names if name in read],
-            [name for name, keys in pairs if _is_param(keys)],
-            self.grad_names,
-        )
-        columns = (  # the fields of GroupUpdate
-            compile_groups(programs.measures, jit),
-            updates,
-            [part.outputs for part in programs.measures],
-            *(by_group(((x, input_groups[x]) for x in k), num_groups) for k in kinds),
-            positions,
-        )
-        self.groups = [GroupUpdate(*row) for row in zip(*columns, strict=True)]
         for group in self.groups:
             read -= {*group.state, *group.grads}
         self.numbers = [name for name in self.shapes if name in read]
+
+    def _group_updates(
+        self,
+        programs: GroupedPrograms,
+        measures: Sequence[CompiledGroup],
+        updates: Sequence[CompiledGroup],
+        params: Sequence[Name],
+        groups: Mapping[Name, int],
+        positions: Sequence[list[int]],
+    ) -> list[GroupUpdate]:
+        read = set().union(*(part.inputs for part in programs.updates))
+        state = [name for name in self.state_names if name in read]
+        columns = (  # the fields of GroupUpdate
+            measures,
+            updates,
+            [part.outputs for part in programs.measures],
+            *(
+                by_group(((name, groups[name]) for name in names), len(updates))
+                for names in (state, params, self.grad_names)
+            ),
+            positions,
+        )
+        return [GroupUpdate(*row) for row in zip(*columns, strict=True)]
 
     def abstract_calls(self) -> Iterator[tuple[Any, ...]]:
         """Each jitted update with operands to lower it, once."""
