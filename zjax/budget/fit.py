@@ -76,16 +76,17 @@ def fit_memories(
 
     Args:
         plan: The plan of `make_plan` on devices.
-        config: As of `fit_plan`.
-        model: As of `fit_plan`.
-        tx: As of `fit_plan`.
-        batch: As of `fit_plan`.
+        config: Checked settings.
+        model: The model as pure functions.
+        tx: Optax gradient transformation of `make_optimizer` or `adopt_optimizer`.
+        batch: Arrays or ShapeDtypeStructs of the global batch; None for that of the
+            built-in models.
 
     Returns:
         The plan with its memories; `plan` itself under any other setting.
 
     Raises:
-        PlanError: As of `fit_plan`.
+        PlanError: A step does not fit these devices, or its memory cannot be predicted.
     """
     if config.zero.optimizer_memory != AUTO:
         return plan

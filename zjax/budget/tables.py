@@ -21,8 +21,8 @@ def describe_memories(
 
     Args:
         plan: The plan of a run.
-        config: As of `traffic_of_step`.
-        inputs: As of `traffic_of_step`.
+        config: Settings; read for the batch, clipping and the memories of `zero`.
+        inputs: Plans of offloaded block inputs, from `offloaded_inputs`.
 
     Returns:
         A table of bytes per device and of seconds at the speed of a PCIe 5 link; empty

@@ -27,7 +27,7 @@ class Decoder(nnx.Module):
         config: Shape of the model.
         matmul_dtype: Dtype of the operands of the blocks' matrix products.
         deterministic: Whether embedding gradients are summed in a fixed order.
-        only_layer: Number of the only layer to initialise; None is all.
+        only_layer: Index of the only layer to initialise; None means all layers.
         rngs: Source of the initial values.
 
     Example:

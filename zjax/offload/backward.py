@@ -27,7 +27,7 @@ class GroupGradients(NamedTuple):
     """The gradients of one group of parameters.
 
     Args:
-        group: Number of the group.
+        group: Index of the group.
         grads: In the order of the group's leaves.
         params: The group's parameters, on the devices until the next group is asked
             for; empty where the pass has no copy of its own.

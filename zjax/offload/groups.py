@@ -44,8 +44,8 @@ class GroupedPrograms:
     @property
     def global_numbers(self) -> tuple[Name, ...]:
         """Numbers of many groups that updates read."""
-        found = self.combine.outputs[len(self.shared_outputs) :]
-        return tuple(x for x in found if isinstance(x, Name))
+        outputs = self.combine.outputs[len(self.shared_outputs) :]
+        return tuple(x for x in outputs if isinstance(x, Name))
 
 
 def group_programs(
@@ -140,9 +140,9 @@ class _Flow:
         gradients = itertools.compress(program.inputs, is_gradient)
         late = program.reached(owned.difference(gradients))
         last = program.reached(itertools.compress(program.inputs, is_loss))
-        found = program.sources({x: frozenset({self.groups[x]}) for x in owned})
+        source_groups = program.sources({x: frozenset({self.groups[x]}) for x in owned})
         scalars = {
-            x: found[x]
+            x: source_groups[x]
             for x, shape in program.shapes.items()
             if x not in late and not shape.shape and x not in self.groups
         }
@@ -163,11 +163,11 @@ class _Flow:
 
 def by_group(pairs: Iterable[tuple[Any, int]], num_groups: int) -> list[list[Any]]:
     """The items of each group, from pairs of an item and its group."""
-    found: list[list[Any]] = [[] for _ in range(num_groups)]
+    items: list[list[Any]] = [[] for _ in range(num_groups)]
     for item, group in pairs:
         if group != SHARED:
-            found[group].append(item)
-    return found
+            items[group].append(item)
+    return items
 
 
 def trace(function: Callable[..., Any], *args: Any) -> tuple[Program, Any]:

@@ -32,7 +32,7 @@ class BlockInputs(NamedTuple):
     Args:
         context: From the embedding; no gradient flows to it.
         key: Random key of the microbatch; None in evaluation.
-        number: Number of the block in the stack.
+        number: Index of the block in the stack.
     """
 
     context: Any
@@ -110,10 +110,12 @@ class BlockPrograms:
         self, segment: int, params: Params, carry: Any, inputs: BlockInputs
     ) -> Any:
         """The results of `_block`, and the residuals that the policy saves."""
-        (stream, loss), pull, metrics, given = self._vjp(segment, params, carry, inputs)
+        (stream, loss), pull, metrics, operands = self._vjp(
+            segment, params, carry, inputs
+        )
         _check_same_types(carry, stream[0])
         results = self._constrained(stream), Auxiliary(loss, metrics), jnp.float32(0)
-        return results, residuals_of(pull, given)
+        return results, residuals_of(pull, operands)
 
     def _vjp(
         self, segment: int, params: Params, carry: Any, inputs: BlockInputs
@@ -157,9 +159,9 @@ class BlockPrograms:
         scale: jax.Array,
         auxiliaries: Sequence[Auxiliary],
     ) -> tuple[Loss, list[jax.Array], list[jax.Array], Any, jax.Array]:
-        """Loss; gradients of the head's own and of its shared parameters; cotangents.
+        """Loss, gradients, and the cotangents of the stream and of an auxiliary loss.
 
-        Those of the stream, and of the auxiliary loss of any block.
+        Gradients of parameters that the head shares are a list after the other ones.
         """
 
         def scaled(params: Params, carry: Any) -> tuple[jax.Array, Any]:
@@ -168,8 +170,9 @@ class BlockPrograms:
             return loss.value * factor, (loss, factor)
 
         differentiate = jax.grad(scaled, argnums=(0, 1), has_aux=True)
-        found = differentiate(self._gathered("head", params), carry)
-        (grads, cotangent), (loss, auxiliary_cotangent) = found
+        (grads, cotangent), (loss, auxiliary_cotangent) = differentiate(
+            self._gathered("head", params), carry
+        )
         own, shared = [], []
         stored = self._stored("head", grads)
         for keys, grad in jax.tree_util.tree_leaves_with_path(stored):
@@ -205,13 +208,15 @@ class BlockPrograms:
         `saved` is its input, or the residuals of `_block_saving`; `entering_cotangent`
         is that of what its tiles read.
         """
-        # With residuals the input is not there, nor is anything computed from it.
+        # With residuals, zeros stand for the input: XLA drops what is computed from it.
         carry = jax.tree.map(jnp.zeros_like, cotangent) if self.policy else saved
-        (_, loss), pull, _, given = self._vjp(segment, params, carry, inputs)
+        (_, loss), pull, _, operands = self._vjp(segment, params, carry, inputs)
         if self.policy:
-            pull = vjp_with(saved, pull, given)
-        of_loss = None if loss is None else auxiliary_cotangent.astype(loss.dtype)
-        grads, cotangent = pull(((cotangent, entering_cotangent), of_loss))
+            pull = vjp_with(saved, pull, operands)
+        loss_cotangent = (
+            None if loss is None else auxiliary_cotangent.astype(loss.dtype)
+        )
+        grads, cotangent = pull(((cotangent, entering_cotangent), loss_cotangent))
         stored = jax.tree.leaves(self._stored((segment, False), grads))
         return stored, self._constrained(cotangent), _number_of(cotangent)
 
@@ -255,9 +260,9 @@ class BlockPrograms:
         _, pull = jax.vjp(run, self._gathered("embed", params))
         (grads,) = pull(cotangent)
         stored = self._stored("embed", grads)
-        of_head = dict(zip(self.stack.shared, shared, strict=True))
+        head_grads = dict(zip(self.stack.shared, shared, strict=True))
         return [
-            grad + of_head[path_of(keys)] if path_of(keys) in of_head else grad
+            grad + head_grads[path_of(keys)] if path_of(keys) in head_grads else grad
             for keys, grad in jax.tree_util.tree_leaves_with_path(stored)
         ]
 

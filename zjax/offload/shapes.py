@@ -49,16 +49,15 @@ class PassShapes:
         self.carry = self.stream = _bytes_of(carry)
         inputs = BlockInputs(context, key, 0)
         trees = [tree for _, tree in units_of(programs.stack, params)]
-        of_segment: dict[int, Any] = {}
+        by_segment: dict[int, Any] = {}
         for block in units.blocks:
             segment = block[0].segment
-            if segment not in of_segment:
+            if segment not in by_segment:
                 operands = [trees[unit.number] for unit in block[:2]]
-                found = self._call_block(segment, operands, carry, inputs)
-                of_segment[segment] = found
-        found = [of_segment[block[0].segment] for block in units.blocks]
-        self.saved = [row for rows, _ in found for row in rows]
-        operands = (head, carry, part, number, [auxiliary for _, auxiliary in found])
+                by_segment[segment] = self._call_block(segment, operands, carry, inputs)
+        results = [by_segment[block[0].segment] for block in units.blocks]
+        self.saved = [row for rows, _ in results for row in rows]
+        operands = (head, carry, part, number, [auxiliary for _, auxiliary in results])
         shared = _results(programs.head, *operands)[2]
         self._compile("head", programs.head, *operands)
         operands = (embed, part, key, carry, shared)

@@ -249,8 +249,8 @@ class _Running:
             train.known_forms.add(form)
         self.prefetch()
         loss = self.receive(arriving)
-        of_loss = jax.tree.leaves(loss._replace(metrics={}))
-        self.known.update(zip(update.loss_names, of_loss, strict=True))
+        loss_leaves = jax.tree.leaves(loss._replace(metrics={}))
+        self.known.update(zip(update.loss_names, loss_leaves, strict=True))
         self.combine()
         if self.waits:
             for number in self.order:
@@ -374,17 +374,17 @@ def bounded_groups(groups: Sequence[int], rows: Sequence[ArrayPlan]) -> list[int
 
     `rows` are the plans of the master weights.
     """
-    found = [0] * len(groups)
+    bounded = [0] * len(groups)
     number = -1
     for group in range(max(groups) + 1):
         filled = math.inf
-        for i, own in enumerate(groups):
-            if own != group:
+        for i, group_of_i in enumerate(groups):
+            if group_of_i != group:
                 continue
             if filled + rows[i].device_bytes > GROUP_BYTES:
                 number, filled = number + 1, 0
-            found[i], filled = number, filled + rows[i].device_bytes
-    return found
+            bounded[i], filled = number, filled + rows[i].device_bytes
+    return bounded
 
 
 def _form(batch: Batch) -> Any:

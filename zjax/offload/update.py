@@ -217,10 +217,10 @@ def _grouping(plan: Plan, groups: Sequence[int]) -> Callable[[Any], int]:
     def group_of(keys: Any) -> int:
         part, *rest = keys
         if part.idx == 0 and rest[0].name in trees:
-            found = position(rest[1:])
+            index = position(rest[1:])
         else:
-            found = position(rest) if part.idx == 1 else None
-        return SHARED if found is None else groups[found]
+            index = position(rest) if part.idx == 1 else None
+        return SHARED if index is None else groups[index]
 
     return group_of
 

@@ -210,7 +210,7 @@ class StageTick:
         is_last: bool[], whether it is the last.
         gathers: Whether layers all-gather their parameters.
         communicates: Whether layers exchange anything between devices.
-        chunk: Number of the chunk, in a program for that chunk alone.
+        chunk: Index of the chunk, in a program for that chunk alone.
         layers: Layers of the chunk, inside `in_chunk`.
     """
 
@@ -402,8 +402,8 @@ class _Step:
             )
             return arrays.broadcast_from(tick.is_last, out), residuals
 
-        def run(tick, residuals, received, total, operands, of_head):
-            cotangent = arrays.where(tick.is_last, of_head, received)
+        def run(tick, residuals, received, total, operands, head_cotangent):
+            cotangent = arrays.where(tick.is_last, head_cotangent, received)
             zeros = jax.tree.map(jnp.zeros_like, cotangent)
             cotangent = arrays.where(tick.is_due, cotangent, zeros)
             if self.splits_backward:
@@ -417,11 +417,11 @@ class _Step:
 
         outs = EVERYWHERE, STAGED
         last, residuals = self.mapped(recall, table.stages, outs, (state.saved,))
-        state, of_head = self.through_head(phase, state, last, table)
+        state, head_cotangent = self.through_head(phase, state, last, table)
         staged = residuals, state.cotangent, state.grads.stages, state.operands
         outs = STAGED, STAGED, STAGED, EVERYWHERE
         cotangent, total, operands, first = self.mapped(
-            run, table.stages, outs, staged, (of_head,)
+            run, table.stages, outs, staged, (head_cotangent,)
         )
 
         def add(number, grads):

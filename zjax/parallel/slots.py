@@ -21,7 +21,7 @@ class SegmentSlots:
     Args:
         num_blocks: Blocks of the segment, 1 or more.
         size: Slots in each chunk, 1 or more.
-        first_chunk: Number of the chunk that runs its first block.
+        first_chunk: Index of the chunk that runs its first block.
         first_block: Blocks of the segments before it.
         num_chunks: Chunks of all stages.
     """

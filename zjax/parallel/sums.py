@@ -61,9 +61,9 @@ def add_in_products(
     """
     program, (grads, other) = trace(function, *args)
     (num_grads,) = sizes(grads)
-    of_grads, outs = program.outputs[:num_grads], program.outputs[num_grads:]
-    paths = _paths_from_products(program, of_grads)
-    pairs = zip(paths, of_grads, strict=True)
+    grad_outputs, outs = program.outputs[:num_grads], program.outputs[num_grads:]
+    paths = _paths_from_products(program, grad_outputs)
+    pairs = zip(paths, grad_outputs, strict=True)
     wanted = [path[0].invars if path else [x] for path, x in pairs]
     known = dict(zip(program.inputs, jax.tree.leaves(args), strict=True))
     values = iter(program.compute([x for xs in wanted for x in xs] + outs, known))

@@ -192,10 +192,10 @@ def rows_on_disk(plan: Plan, config: Config) -> list[ArrayPlan]:
 
     Args:
         plan: The plan of a run.
-        config: As of `stored_gradients`.
+        config: Settings; read for `zero` and the batch.
 
     Returns:
-        Those of the state, then those of gradients.
+        Plans of the state, then plans of gradients.
     """
     state = (plan.master, plan.opt_state, plan.ema, plan.compute)
     rows = [*jax.tree.leaves(state), *stored_gradients(plan, config)]

@@ -194,7 +194,7 @@ class PipelinedGradients:
     def inputs(
         self, master: Params, batch: Batch, axes: Sequence[str] = ()
     ) -> tuple[StackTree, MicrobatchFeed]:
-        """Parameters on their stages, and microbatches; `axes` as of `make_feed`."""
+        """Parameters on their stages, and microbatches; `axes` are mapped by hand."""
         local, partition = self.local, self.staged.partition
         params = cast_like(master, local.plan.compute)
         params = params if self.staged.gathers_in_ticks else local.gather(params)
@@ -208,10 +208,10 @@ class PipelinedGradients:
     def pipeline(self, scale: jax.Array, unit: jax.Array) -> Pipeline:
         """The passes of a step."""
         rows = self.staged.partition.split(self.local.plan.grads)
-        of_block = jax.tree.map(lambda row: row.layer, rows.stages)
+        block_rows = jax.tree.map(lambda row: row.layer, rows.stages)
         slots = [
             [own] * each.size
-            for own, each in zip(of_block, self.staged.slots, strict=True)
+            for own, each in zip(block_rows, self.staged.slots, strict=True)
         ]
         rows = dataclasses.replace(rows, stages=slots)
         return Pipeline(

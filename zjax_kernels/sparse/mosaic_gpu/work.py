@@ -21,8 +21,8 @@ class Work:
         static: The same schedule outside of the kernel; read for shapes and sizes.
         batch: Number of sequences.
         group: Query heads per key head if columns are queries, else 1.
-        start: Position of its first item in `order`.
-        size: Number of its items per sequence.
+        start: Position in `order` of the first item of the program.
+        size: Number of items of the program per sequence.
     """
 
     schedule: Schedule
@@ -78,10 +78,10 @@ class Item:
     """Some chunks of a tile, for one sequence and head.
 
     Args:
-        sequence: Number of the sequence.
-        head: Number of the head of the rows.
+        sequence: Index of the sequence.
+        head: Index of the head of the rows.
         pattern: Pattern of the head.
-        tile: Number of the tile.
+        tile: Index of the tile.
         first: First chunk.
         count: Number of chunks, 1 or more.
         full: Number of full chunks, which come first.
