@@ -79,8 +79,8 @@ def loss_of(
         carry, auxiliary = run_stack(stack, params, batch, loss_key(key), execution)
         _, _, head = stack.split(params)
         total, weight, sums = stack.head(head, carry, batch)
-        found = loss_of_sums(total, weight, sums, auxiliary)
-        return found._replace(model_state=model_state)
+        result = loss_of_sums(total, weight, sums, auxiliary)
+        return result._replace(model_state=model_state)
 
     return loss
 
@@ -195,11 +195,11 @@ def run_blocks(
     return jax.lax.scan(lambda carry, xs: run_few(carry, *xs), carry, xs)
 
 
-def combine(given: Sequence[Auxiliary]) -> Auxiliary:
+def combine(auxiliaries: Sequence[Auxiliary]) -> Auxiliary:
     """Combines what blocks return besides their carries.
 
     Args:
-        given: One per block.
+        auxiliaries: One per block.
 
     Returns:
         The sum of the losses; each metric's mean over the blocks that return it.
@@ -210,9 +210,9 @@ def combine(given: Sequence[Auxiliary]) -> Auxiliary:
         >>> float(both.loss), float(both.metrics["drop"])
         (3.0, 2.0)
     """
-    losses = [each.loss for each in given if each.loss is not None]
+    losses = [each.loss for each in auxiliaries if each.loss is not None]
     by_name = collections.defaultdict(list)
-    for each in given:
+    for each in auxiliaries:
         for name, x in each.metrics.items():
             by_name[name].append(x)
     return Auxiliary(

@@ -116,9 +116,9 @@ class Run:
             raise ConfigError(Problem("model", "given", problem, remedy))
         if not isinstance(tokens, jax.Array):
             asked = {"tokens": self.model.entries.get("tokens", Entry())}
-            given = {"tokens": np.asarray(tokens)}
+            prompt = {"tokens": np.asarray(tokens)}
             tokens = jax.numpy.asarray(
-                check_batch(given, asked, name="prompt")["tokens"]
+                check_batch(prompt, asked, name="prompt")["tokens"]
             )
         return self.step.generate(state, tokens, **settings)
 
@@ -334,8 +334,8 @@ def make_run(
         start, key = config.checkpoint.init_from, jax.random.key(config.seed)
         if plan.is_offloaded and (model.init_layer or start):
             here = unsplit_plans(staged_plan(plan).master)
-            given = weights.iter_safetensors(start, here) if start else None
-            return init_layer_by_layer(key, model, tx, plan, config, weights=given)
+            initial = weights.iter_safetensors(start, here) if start else None
+            return init_layer_by_layer(key, model, tx, plan, config, weights=initial)
         master = weights.load_safetensors(start, plan.master) if start else None
         return init_state(key, model, tx, plan, config, master=master)
 
@@ -345,8 +345,10 @@ def make_run(
     step = make_step(model, tx, plan, config, schedule=schedule)
     num_local, platform = len(mesh.local_devices), meshes.platform_of(mesh)
     warn_of_small_pages(num_local * memory.stored_bytes(plan).host, platform)
-    moved = num_local * memory.stored_bytes(plan).offloaded
-    with progress_bar("placing the state", moved if jax.process_index() == 0 else 0):
+    offloaded_bytes = num_local * memory.stored_bytes(plan).offloaded
+    with progress_bar(
+        "placing the state", offloaded_bytes if jax.process_index() == 0 else 0
+    ):
         state = restored(restore) if restore else fresh()
     return Run(
         config=config,

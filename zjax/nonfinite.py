@@ -53,18 +53,18 @@ def find_nonfinite(
         At most one problem each for the batch, the weights and the gradients. Weights
         and gradients of an offloaded run are not checked.
     """
-    given: dict[str, Any] = {"batch": batch}
+    arrays: dict[str, Any] = {"batch": batch}
     with (
         contextlib.suppress(jax.errors.JaxRuntimeError),  # such as out of memory
         jax.set_mesh(step.mesh),
         dtype_promotion(),
     ):
         if "gradients" in step.programs:
-            found = step.programs["gradients"](state, batch)
-            gradients, _ = jax.block_until_ready(found)
-            given |= {"weights": state.master, "gradients": gradients}
+            results = step.programs["gradients"](state, batch)
+            gradients, _ = jax.block_until_ready(results)
+            arrays |= {"weights": state.master, "gradients": gradients}
     with jax.set_mesh(step.mesh):
-        flags = jax.device_get(jax.jit(_is_finite)(given))
+        flags = jax.device_get(jax.jit(_is_finite)(arrays))
     problems = []
     for kind, remedy in _REMEDIES.items():
         leaves = jax.tree_util.tree_leaves_with_path(flags.get(kind))

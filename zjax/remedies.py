@@ -60,8 +60,8 @@ def find_errno(error: BaseException) -> int:
         error = error.__cause__
     if isinstance(error, OSError):
         return error.errno or 0
-    found = _IN_TEXT.search(str(error))
-    return int(found[1]) if found else 0
+    match = _IN_TEXT.search(str(error))
+    return int(match[1]) if match else 0
 
 
 def find_fault(path: str | os.PathLike[str]) -> str:

@@ -66,14 +66,14 @@ def check_newest(store: Store, step: int) -> None:
 
 def changes(saved: Mapping[str, Any], config: Config) -> list[Difference]:
     """Settings, and the JAX version, that differ from a checkpoint's `extra`."""
-    found = [
+    changed = [
         difference
         for difference in differences(saved.get("config", {}), config)
         if difference.setting not in _NOT_COMPARED
     ]
     if saved.get("jax") != jax.__version__:
-        found.append(Difference("jax", saved.get("jax"), jax.__version__))
-    return found
+        changed.append(Difference("jax", saved.get("jax"), jax.__version__))
+    return changed
 
 
 def fingerprint_functions(model: Model, tx: Any = None) -> dict[str, str]:
@@ -90,12 +90,16 @@ def fingerprint_functions(model: Model, tx: Any = None) -> dict[str, str]:
         return {}
     key = abstract_key()
     params, state = jax.eval_shape(model.init, key)
-    found = {}
+    fingerprints = {}
     if model.inputs is not None:
-        found["model"] = fingerprint(model.loss, params, state, model.inputs, key)
+        fingerprints["model"] = fingerprint(
+            model.loss, params, state, model.inputs, key
+        )
     if tx is not None:
-        found["tx"] = fingerprint(functools.partial(_init_and_update, tx), params)
-    return found
+        fingerprints["tx"] = fingerprint(
+            functools.partial(_init_and_update, tx), params
+        )
+    return fingerprints
 
 
 def _init_and_update(tx: Any, params: Params) -> Any:
@@ -106,10 +110,10 @@ def _init_and_update(tx: Any, params: Params) -> Any:
     return state, update(params, state, params, **extra)
 
 
-def report_functions(saved: Mapping[str, Any], found: Mapping[str, str]) -> None:
+def report_functions(saved: Mapping[str, Any], fingerprints: Mapping[str, str]) -> None:
     """Warns if the user's code computes something else than in the saved run."""
     before = saved.get("functions", {})
-    others = [name for name in before if found.get(name) != before[name]]
+    others = [name for name in before if fingerprints.get(name) != before[name]]
     if others and saved.get("jax") == jax.__version__ and jax.process_index() == 0:
         names = " and ".join(others)
         logging.warning("%s: the computation differs from the saved run", names)
@@ -117,8 +121,8 @@ def report_functions(saved: Mapping[str, Any], found: Mapping[str, str]) -> None
 
 def report_changes(saved: Mapping[str, Any], config: Config, step: int) -> None:
     """Warns on process 0 of each setting that differs from the one saved at `step`."""
-    found = changes(saved, config)
-    if found and jax.process_index() == 0:
-        lines = (f"  {d.setting}: {d.value!r} -> {d.other!r}" for d in found)
+    changed = changes(saved, config)
+    if changed and jax.process_index() == 0:
+        lines = (f"  {d.setting}: {d.value!r} -> {d.other!r}" for d in changed)
         text = "\n".join(lines)
         logging.warning("settings that differ from step %d:\n%s", step, text)

@@ -36,7 +36,7 @@ def entries_of(batch: Batch, *, replicated: Sequence[str] = ()) -> Entries:
         False
     """
     batch = check_batch(batch, {}, rows_differ=True)
-    found, problems = {}, []
+    entries, problems = {}, []
     leaves = {path_of(k): x for k, x in jax.tree_util.tree_leaves_with_path(batch)}
     for name in replicated:
         if not any(_is_within(path, name) for path in leaves):
@@ -49,8 +49,8 @@ def entries_of(batch: Batch, *, replicated: Sequence[str] = ()) -> Entries:
     for path, leaf in leaves.items():
         is_replicated = not leaf.shape or any(_is_within(path, n) for n in replicated)
         shape = leaf.shape if is_replicated else ("B", *leaf.shape[1:])
-        found[path] = Entry(shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
-    sizes = Counter(x.shape[0] for p, x in leaves.items() if found[p].has_rows)
+        entries[path] = Entry(shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+    sizes = Counter(x.shape[0] for p, x in leaves.items() if entries[p].has_rows)
     if len(sizes) > 1:
         common = max(sizes, key=lambda size: (sizes[size], size))
         problems += [
@@ -62,11 +62,11 @@ def entries_of(batch: Batch, *, replicated: Sequence[str] = ()) -> Entries:
                 "to devices and microbatches whole",
             )
             for path, leaf in leaves.items()
-            if found[path].has_rows and leaf.shape[0] != common
+            if entries[path].has_rows and leaf.shape[0] != common
         ]
     if problems:
         raise DataError(*problems)
-    return found
+    return entries
 
 
 def check_batch(
@@ -102,11 +102,11 @@ def check_batch(
     leaves = {path_of(keys): _as_scalar(leaf) for keys, leaf in leaves}
     problems, arrays = [], {}
     for path, leaf in leaves.items():
-        found = _type_problem(field_of(path, name), leaf)
-        if found is None:
+        type_problem = _type_problem(field_of(path, name), leaf)
+        if type_problem is None:
             arrays[path] = leaf if _is_placed(leaf) else _narrow(leaf)
         else:
-            problems.append(found)
+            problems.append(type_problem)
     for path, entry in entries.items():
         if path not in leaves and not entry.is_optional:
             remedy = f"give {_expected(entry)}"
@@ -271,10 +271,10 @@ def check_placed_ids(batch: Batch, entries: Entries) -> None:
     """
     ids = _ids_of(batch, entries)
     ignores = {path: entries[path].may_be_ignored for path in ids}
-    found = jax.device_get(_ranges(ids, tuple(ignores.items())))
+    ranges = jax.device_get(_ranges(ids, tuple(ignores.items())))
     problems = [
         _id_problem(field_of(path), int(least), int(most), entries[path])
-        for path, (least, most) in found.items()
+        for path, (least, most) in ranges.items()
     ]
     problems = [problem for problem in problems if problem]
     if problems:

@@ -69,8 +69,8 @@ def prepare(
     output = pathlib.Path(output)
 
     def read(bar: progress.Progress, label: str) -> Iterator[_Assigned]:
-        found = _read_all(files, text_field, bar, label)
-        return _assign_splits(found, validation_fraction)
+        texts = _read_all(files, text_field, bar, label)
+        return _assign_splits(texts, validation_fraction)
 
     with (
         _atomic_directory(output) as partial,
@@ -94,14 +94,14 @@ def prepare(
 def _atomic_directory(output: pathlib.Path) -> Iterator[pathlib.Path]:
     """Yields a directory that becomes `output` at the end; removes it on errors."""
     partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
-    made = [folder for folder in partial.parents if not os.path.lexists(folder)]
+    new_folders = [folder for folder in partial.parents if not os.path.lexists(folder)]
     try:
         partial.mkdir(parents=True)
         yield partial
         partial.rename(output)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        for folder in made:
+        for folder in new_folders:
             with contextlib.suppress(OSError):  # another process may use it by now
                 folder.rmdir()
         if not isinstance(error, OSError):
@@ -242,8 +242,8 @@ def _check_splits(
     validation_fraction: float,
 ) -> None:
     if not splits:
-        given = ", ".join(map(str, inputs))
-        raise DataError(Problem("input", given, "holds no text", "give some"))
+        paths = ", ".join(map(str, inputs))
+        raise DataError(Problem("input", paths, "holds no text", "give some"))
     if validation_fraction > 0 and "validation" not in splits:
         raise DataError(
             Problem(

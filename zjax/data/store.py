@@ -223,8 +223,8 @@ def digest_tokenizer(path: str) -> str:
     meta = read_meta(path)
     is_file = meta.tokenizer != "bytes"
     content = text.read_file(pathlib.Path(path) / TOKENIZER_NAME) if is_file else b""
-    found = hashlib.sha256(f"{meta.vocab_size} {meta.end_id} ".encode() + content)
-    return found.hexdigest()[:16]
+    checksum = hashlib.sha256(f"{meta.vocab_size} {meta.end_id} ".encode() + content)
+    return checksum.hexdigest()[:16]
 
 
 def largest_id(tokens: np.ndarray | MappedTokens) -> int:
@@ -233,8 +233,8 @@ def largest_id(tokens: np.ndarray | MappedTokens) -> int:
 
 
 def _check_size(file: pathlib.Path, expected_bytes: int) -> None:
-    found = f"holds {file.stat().st_size} bytes" if file.is_file() else "is missing"
-    if found == f"holds {expected_bytes} bytes":
+    state = f"holds {file.stat().st_size} bytes" if file.is_file() else "is missing"
+    if state == f"holds {expected_bytes} bytes":
         return
-    problem = f"{found}, but {META_NAME} says {expected_bytes}"
+    problem = f"{state}, but {META_NAME} says {expected_bytes}"
     raise DataError(Problem("data.path", str(file), problem, "prepare it again"))

@@ -46,8 +46,8 @@ class Program:
     @property
     def shapes(self) -> dict[Name, jax.ShapeDtypeStruct]:
         """Shapes of the inputs, then of the results of the equations."""
-        made = (x for each in self.equations for x in each.outvars)
-        avals: dict[Name, Any] = {x: x.aval for x in (*self.inputs, *made)}
+        results = (x for each in self.equations for x in each.outvars)
+        avals: dict[Name, Any] = {x: x.aval for x in (*self.inputs, *results)}
         return {x: jax.ShapeDtypeStruct(a.shape, a.dtype) for x, a in avals.items()}
 
     def __call__(self, *values: Any) -> list[Any]:
@@ -68,7 +68,7 @@ class Program:
         """The program that computes some values from others.
 
         Args:
-            inputs: Names of given values.
+            inputs: Names of known values.
             outputs: Names or literals to compute.
 
         Returns:
@@ -80,22 +80,22 @@ class Program:
         atoms = itertools.chain(outputs, *(each.invars for each in equations))
         read = {*names_among(atoms)}
         own = [x for x in self.inputs if x not in stops]
-        taken = [x for x in (*stops, *own) if x in read]
+        needed_inputs = [x for x in (*stops, *own) if x in read]
         jaxpr = self.closed.jaxpr.replace(
-            invars=taken, outvars=list(outputs), eqns=equations
+            invars=needed_inputs, outvars=list(outputs), eqns=equations
         )
         return Program(Closed(jaxpr, self.closed.consts))
 
-    def needed(self, outputs: Iterable[Any], given: Iterable[Name] = ()) -> list[int]:
-        """Numbers of the equations that compute outputs from given values."""
-        stops = {*given}
-        wanted, found = {*names_among(outputs)} - stops, []
+    def needed(self, outputs: Iterable[Any], known: Iterable[Name] = ()) -> list[int]:
+        """Indices of the equations that compute outputs from known values."""
+        stops = {*known}
+        wanted, numbers = {*names_among(outputs)} - stops, []
         for number in reversed(range(len(self.equations))):
             equation = self.equations[number]
             if wanted.intersection(equation.outvars):
-                found.append(number)
+                numbers.append(number)
                 wanted |= {*names_among(equation.invars)} - stops
-        return found[::-1]
+        return numbers[::-1]
 
     def made(self, numbers: Iterable[int]) -> set[Name]:
         """Names of the results of equations."""
@@ -103,18 +103,20 @@ class Program:
 
     def reached(self, names: Iterable[Name]) -> set[Name]:
         """These names and all that depend on any of them."""
-        found = self.sources(dict.fromkeys(names, frozenset({True})))
-        return {x for x, sources in found.items() if sources}
+        sources_by_name = self.sources(dict.fromkeys(names, frozenset({True})))
+        return {x for x, sources in sources_by_name.items() if sources}
 
     def sources(self, labels: Mapping[Name, frozenset]) -> dict[Name, frozenset]:
         """The labels of each value, and of all values that it depends on."""
-        found = collections.defaultdict(frozenset, labels)
+        labels_by_name = collections.defaultdict(frozenset, labels)
         for equation in self.equations:
             joined = frozenset().union(
-                *(found[x] for x in names_among(equation.invars))
+                *(labels_by_name[x] for x in names_among(equation.invars))
             )
-            found.update((x, joined.union(found[x])) for x in equation.outvars)
-        return found
+            labels_by_name.update(
+                (x, joined.union(labels_by_name[x])) for x in equation.outvars
+            )
+        return labels_by_name
 
     def normal_form(self) -> tuple[str, list[Any]]:
         """A text that is equal for programs that differ only in names and scalars.
@@ -135,8 +137,8 @@ class Program:
         def write(equation: Equation, operands: list[str]) -> list[str]:
             names = [str(next(count)) for _ in equation.outvars]
             params = sorted((key, str(x)) for key, x in equation.params.items())
-            made = f"{equation.primitive.name} {params} {' '.join(operands)}"
-            lines.append(f"{' '.join(names)} = {made}")
+            text = f"{equation.primitive.name} {params} {' '.join(operands)}"
+            lines.append(f"{' '.join(names)} = {text}")
             return names
 
         names = [str(next(count)) for _ in self.inputs]

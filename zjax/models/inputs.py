@@ -68,8 +68,8 @@ def with_cast(model: Model, batch: Batch, names: Sequence[str] | None) -> Model:
         DataError: Names that are not floating-point arrays, all at once.
     """
     if names is None:
-        found = find_inputs(model, batch) if model.cast is None else model.cast
-        return dataclasses.replace(model, cast=found)
+        cast = find_inputs(model, batch) if model.cast is None else model.cast
+        return dataclasses.replace(model, cast=cast)
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     arrays = {path_of(keys): x for keys, x in leaves}
     fit = [p for p, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)]
@@ -107,12 +107,12 @@ class _Walk:
     ) -> list[Origin]:
         first, number = params["num_consts"], params["num_carry"]
         while True:
-            found = self.visit(body, origins)
+            outputs = self.visit(body, origins)
             carried = slice(first, first + number)
-            pairs = zip(origins[carried], found, strict=False)
+            pairs = zip(origins[carried], outputs, strict=False)
             carry = [_joined(pair) for pair in pairs]
             if carry == origins[carried]:
-                return found
+                return outputs
             origins = [*origins[:first], *carry, *origins[first + number :]]
 
     def operation(self, equation: Equation, origins: list[Origin]) -> list[Origin]:

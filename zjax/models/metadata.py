@@ -62,20 +62,22 @@ def names_of_boxes(tree: Any, *, boxed: bool = False) -> Any:
     """
 
     def names(x: Any) -> Any:
-        found = tuple(x.names) if isinstance(x, nn.Partitioned) else None
-        return x.replace_boxed(found) if boxed and is_box(x) else found
+        dim_names = tuple(x.names) if isinstance(x, nn.Partitioned) else None
+        return x.replace_boxed(dim_names) if boxed and is_box(x) else dim_names
 
     return jax.tree.map(names, tree, is_leaf=is_box)
 
 
-def names_of_sharding(given: Any) -> tuple[Any, ...]:
+def names_of_sharding(sharding: Any) -> tuple[Any, ...]:
     """Names of dims in the sharding of an NNX variable.
 
     Args:
-        given: Names, a PartitionSpec or a NamedSharding; None is no names.
+        sharding: Names, a PartitionSpec or a NamedSharding; None is no names.
 
     Example:
         >>> names_of_sharding(jax.P("embed", None))
         ('embed', None)
     """
-    return tuple((given.spec if isinstance(given, NamedSharding) else given) or ())
+    return tuple(
+        (sharding.spec if isinstance(sharding, NamedSharding) else sharding) or ()
+    )

@@ -103,7 +103,7 @@ def module_of(model: Any) -> nnx.Module:
 def _check_factory(model: Any, field: str) -> Callable[[jax.Array], Any]:
     partial = model if isinstance(model, functools.partial) else None
     target = partial.func if partial else model
-    given = (partial.args, partial.keywords) if partial else ((), {})
+    bound = (partial.args, partial.keywords) if partial else ((), {})
     is_class = inspect.isclass(target)
     # The metaclass of nnx.Module hides the arguments of its classes.
     signature = inspect.signature(target.__init__ if is_class else target)
@@ -124,7 +124,7 @@ def _check_factory(model: Any, field: str) -> Callable[[jax.Array], Any]:
     args, keywords = arguments(None)
     self_argument = (None,) if is_class else ()
     try:
-        signature.bind(*self_argument, *given[0], *args, **{**given[1], **keywords})
+        signature.bind(*self_argument, *bound[0], *args, **{**bound[1], **keywords})
     except TypeError as error:
         text = f"cannot be called with rngs alone ({error})"
         remedy = "give the other arguments with functools.partial"
@@ -183,8 +183,8 @@ def logical_of(module: nnx.Module) -> Flat:
 
     def names(var: nnx.Variable[Any]) -> Any:
         metadata = var.get_metadata()
-        given = metadata.get("logical") or metadata.get("out_sharding")
-        names = names_of_sharding(given) or None
+        logical = metadata.get("logical") or metadata.get("out_sharding")
+        names = names_of_sharding(logical) or None
         return jax.tree.map(lambda _: names, var.get_value())
 
     params = nnx.to_flat_state(nnx.state(module, nnx.Param))

@@ -64,16 +64,16 @@ def _convert(tx: Any, abstract_params: Any) -> optax.GradientTransformationExtra
     def update(
         updates: Params, state: Any, params: Params | None = None, **extra: Any
     ) -> tuple[Params, Any]:
-        given = dict(extra)
+        converted = dict(extra)
         if "grad" in extra:
-            given["grad"] = _states(extra["grad"], abstract_params)
+            converted["grad"] = _states(extra["grad"], abstract_params)
         if "value_fn" in extra:
-            given["value_fn"] = lambda params: extra["value_fn"](_dicts(params))
+            converted["value_fn"] = lambda params: extra["value_fn"](_dicts(params))
         updates, state = tx.update(
             _states(updates, abstract_params),
             _states(state, abstract),
             None if params is None else _states(params, abstract_params),
-            **given,
+            **converted,
         )
         return _dicts(updates), _dicts(state)
 

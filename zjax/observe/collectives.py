@@ -142,7 +142,7 @@ def mesh_axes(groups: hlo.Groups, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
 def _list_in_computation(
     module: hlo.Module, name: str, context: _Context
 ) -> list[Collective]:
-    found: list[Collective] = []
+    collectives: list[Collective] = []
     body = module.computations[name]
     for index, instruction in enumerate(body):
         inner = context
@@ -156,13 +156,13 @@ def _list_in_computation(
         if instruction.opcode.endswith("-start"):
             inner = dataclasses.replace(context, overlap=_overlap(body, index))
         if instruction.opcode.removesuffix("-start") in OPS:
-            found += _list_in_instruction(module, instruction, inner)
+            collectives += _list_in_instruction(module, instruction, inner)
             continue
         called = [_list_in_computation(module, c, inner) for c in instruction.called]
         if instruction.opcode == "conditional":
             called = [max(called, key=lambda branch: sum(c.wire_bytes for c in branch))]
-        found += [collective for branch in called for collective in branch]
-    return found
+        collectives += [collective for branch in called for collective in branch]
+    return collectives
 
 
 def _list_in_instruction(

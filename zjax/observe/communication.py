@@ -116,7 +116,7 @@ def _describe_volume(
     collectives: Iterable[Collective], plan: Plan, num_microbatches: int
 ) -> str:
     axes = [a for a in (*BATCH_AXES, *ZERO_AXES) if plan.mesh.shape[a] > 1]
-    moved = sum(
+    volume = sum(
         each.volume
         for each in collectives
         if set(axes).intersection(mesh_axes(each.groups, plan.mesh))
@@ -125,7 +125,7 @@ def _describe_volume(
     if num_microbatches > 1:
         stage += f" for {num_microbatches} microbatches"
     step = f"this step moves over {' and '.join(dict.fromkeys(axes)) or 'no axis'}"
-    volumes = {step: moved}
+    volumes = {step: volume}
     if not _communicates_in_ticks(plan):
         volumes[stage] = zero_volume(plan, num_microbatches)
     psi = memory.num_params(plan)

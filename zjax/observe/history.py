@@ -48,9 +48,9 @@ def read_history(path: str | os.PathLike[str]) -> list[Numbers]:
 
 def read_json_lines(path: pathlib.Path) -> tuple[list[Numbers], int]:
     """As `read_history`, but returns the number of damaged lines instead of warning."""
-    found = [_row(line) for line in _complete_lines(path)]
-    rows = [row for row in found if row is not None]
-    return rows, len(found) - len(rows)
+    parsed = [_row(line) for line in _complete_lines(path)]
+    rows = [row for row in parsed if row is not None]
+    return rows, len(parsed) - len(rows)
 
 
 def read_csv(path: pathlib.Path) -> Table:
@@ -59,18 +59,18 @@ def read_csv(path: pathlib.Path) -> Table:
     Raises:
         OSError: It is not a regular file, is too large, or cannot be read.
     """
-    found = [_cells(line) for line in _complete_lines(path)]
-    if not found:
+    lines = [_cells(line) for line in _complete_lines(path)]
+    if not lines:
         return Table(["step"], [], 0)
-    columns = found[0]
+    columns = lines[0]
     if columns[:1] != ["step"] or len(set(columns)) != len(columns):
-        return Table(["step"], [], len(found))
+        return Table(["step"], [], len(lines))
     rows = [
         dict(zip(columns, cells, strict=True))
-        for cells in found[1:]
+        for cells in lines[1:]
         if len(cells) == len(columns) and _is_step(cells[0])
     ]
-    return Table(columns, rows, len(found) - 1 - len(rows))
+    return Table(columns, rows, len(lines) - 1 - len(rows))
 
 
 def _row(line: bytes) -> Numbers | None:

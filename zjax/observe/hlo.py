@@ -53,21 +53,21 @@ class Instruction:
     @property
     def called(self) -> list[str]:
         """Names of the computations it calls: bodies, conditions, branches."""
-        found = _CALLED.findall(self.operands_and_attributes)
-        names = [one or several for one, several in found]
+        matches = _CALLED.findall(self.operands_and_attributes)
+        names = [one or several for one, several in matches]
         return [name.strip(" %") for text in names for name in text.split(",")]
 
     @property
     def trip_count(self) -> int | None:
         """Iterations of a loop; None if the compiler does not know."""
-        found = _TRIP_COUNT.search(self.operands_and_attributes)
-        return int(found[1]) if found else None
+        match = _TRIP_COUNT.search(self.operands_and_attributes)
+        return int(match[1]) if match else None
 
     @property
     def op_name(self) -> str:
         """Its place in the Python program; empty if unknown."""
-        found = re.search(r'op_name="([^"]*)"', self.operands_and_attributes)
-        return found[1] if found else ""
+        match = re.search(r'op_name="([^"]*)"', self.operands_and_attributes)
+        return match[1] if match else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,16 +164,16 @@ def device_groups(attributes: str, num_partitions: int) -> Groups:
         >>> device_groups("replica_groups=mesh['a'=2,'b'=2] {'b'}", 4)
         ((0, 1), (2, 3))
     """
-    if found := _LISTED.search(attributes):
-        groups = re.findall(r"\{([\d,]+)\}", found[1])
+    if match := _LISTED.search(attributes):
+        groups = re.findall(r"\{([\d,]+)\}", match[1])
         all_devices = tuple(range(num_partitions))
         return tuple(tuple(_numbers(group)) for group in groups) or (all_devices,)
-    if found := re.search(f"replica_groups={_IOTA}", attributes):
-        shape, dims, order = found.groups()
+    if match := re.search(f"replica_groups={_IOTA}", attributes):
+        shape, dims, order = match.groups()
         ids = _permuted(dims, order).reshape(_numbers(shape))
         return tuple(map(tuple, ids.tolist()))
-    if found := _MESH.search(attributes):
-        return _mesh_groups(found["sizes"], found["ids"] or "", found["axes"])
+    if match := _MESH.search(attributes):
+        return _mesh_groups(match["sizes"], match["ids"] or "", match["axes"])
     return (tuple(range(num_partitions)),)
 
 

@@ -119,10 +119,12 @@ class Stream:
     def write_back(self, arrays: list[Any], rows: list[ArrayPlan]) -> list[Any]:
         """Stores arrays as `storage.move.store` does, few of them at a time."""
         stored = store(arrays, rows)
-        moved = [x for x, row in zip(stored, rows, strict=True) if not row.is_on_device]
+        off_device = [
+            x for x, row in zip(stored, rows, strict=True) if not row.is_on_device
+        ]
         size = moved_bytes(rows)
         self.in_flight += size
-        self.leaving.append((size, moved))
+        self.leaving.append((size, off_device))
         limit = self.limit + self.limit // WRITE_BACK_SHARE
         while self.in_flight > limit and self.leaving:
             self._free(wait=True)
@@ -136,13 +138,13 @@ class Stream:
         while name not in self.arrived:
             self._make_room()
             self._copy_next()
-        taken = self.arrived.pop(name)
+        arrived = self.arrived.pop(name)
         # On a GPU, copies to it wait for programs that were called before them. Those
         # that read this load are not called until the next copies are enqueued.
         while self._is_next_due():
             self._make_room()
             self._copy_next()
-        return taken
+        return arrived
 
     def release(self, num_bytes: int, tokens: Sequence[Any]) -> None:
         """Gives back the room of a load once it is no longer in use.

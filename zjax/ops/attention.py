@@ -102,7 +102,7 @@ def call_jax(
     q: Float[Array, "B L H D"],
     k: Float[Array, "B S K D"],
     v: Float[Array, "B S K D"],
-    **given: Any,
+    **options: Any,
 ) -> Float[Array, "B L H D"]:
     """`jax.nn.dot_product_attention`, in float32 for float16 inputs on CPUs and TPUs.
 
@@ -114,7 +114,7 @@ def call_jax(
     arrays = q, k, v
     if q.dtype == jnp.float16 and first_device()[0] not in _WITH_FLOAT16:
         arrays = (x.astype(jnp.float32) for x in arrays)
-    return jax.nn.dot_product_attention(*arrays, **given).astype(q.dtype)
+    return jax.nn.dot_product_attention(*arrays, **options).astype(q.dtype)
 
 
 def choose_implementation(
@@ -170,8 +170,8 @@ def _cudnn_obstacle(platform, capability, dtype, head_size, lengths, masked):
     if platform != "cuda":
         return f"needs an NVIDIA GPU and this is {platform}", other
     if capability < (8, 0):
-        found = ".".join(map(str, capability))
-        return f"needs compute capability 8.0 and this GPU has {found}", other
+        version = ".".join(map(str, capability))
+        return f"needs compute capability 8.0 and this GPU has {version}", other
     if dtype not in ("bfloat16", "float16"):
         remedy = f"set precision.compute_dtype to bfloat16 or float16, or {other}"
         return f"needs bfloat16 or float16 and the activations are {dtype}", remedy

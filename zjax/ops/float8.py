@@ -70,9 +70,9 @@ def check_device(device: Device) -> None:
     if device.platform != "gpu" or "cuda" not in device.client.platform_version:
         _log_emulation(device.platform)
         return
-    found = device.compute_capability
-    if tuple(map(int, found.split("."))) < (8, 9):
-        problem = f"needs compute capability 8.9 and this GPU has {found}"
+    version = device.compute_capability
+    if tuple(map(int, version.split("."))) < (8, 9):
+        problem = f"needs compute capability 8.9 and this GPU has {version}"
         remedy = "use 'compute'"
         raise ConfigError(Problem("precision.matmul_dtype", "float8", problem, remedy))
 

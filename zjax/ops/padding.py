@@ -159,13 +159,13 @@ def _check_integer(name, value, least):
 
 def _common_shape(**inputs):
     """Batch and length, on which all inputs must agree."""
-    given = {name: jnp.shape(x) for name, x in inputs.items() if x is not None}
-    if not {"input_ids", "inputs_embeds"} & set(given):
+    shapes = {name: jnp.shape(x) for name, x in inputs.items() if x is not None}
+    if not {"input_ids", "inputs_embeds"} & set(shapes):
         problem, remedy = "leaves nothing to pad", "give ids or vectors"
         raise ConfigError(Problem("input_ids", None, problem, remedy))
-    first, *_ = given
-    common = given[first][:2]
-    for name, shape in given.items():
+    first, *_ = shapes
+    common = shapes[first][:2]
+    for name, shape in shapes.items():
         dims = "batch, tokens, channels" if name == "inputs_embeds" else "batch, tokens"
         if len(shape) != len(dims.split()):
             problem, remedy = f"is not [{dims}]", "give one row for each text"

@@ -60,20 +60,20 @@ class Sparse:
     max_length: int
 
     def __post_init__(self):
-        name, found = "sparsity_config", []
+        name, problems = "sparsity_config", []
         if not isinstance(self.pattern, SparsityConfig):
             problem = "is not a sparsity pattern"
             remedy = "give one like zjax_kernels.BigBird(num_heads=4), or an array as "
             remedy += "zjax_kernels.Custom"
-            found.append(Problem(name, self.pattern, problem, remedy))
+            problems.append(Problem(name, self.pattern, problem, remedy))
         elif not _has_hash(self.pattern):
             problem, remedy = "is not hashable", "keep tuples in its fields, not arrays"
-            found.append(Problem(name, self.pattern, problem, remedy))
+            problems.append(Problem(name, self.pattern, problem, remedy))
         if integer_problems("max_seq_length", self.max_length, 1):
             problem, remedy = "is not a number of tokens", "give 1 or more"
-            found.append(Problem("max_seq_length", self.max_length, problem, remedy))
-        if found:
-            raise ConfigError(*found)
+            problems.append(Problem("max_seq_length", self.max_length, problem, remedy))
+        if problems:
+            raise ConfigError(*problems)
 
     @property
     def block(self) -> int:
@@ -89,17 +89,17 @@ def sparse_of(config: schema.Model) -> Sparse:
         >>> sparse_of(config).pattern.attention
         'unidirectional'
     """
-    given = dataclasses.asdict(config.sparsity)
-    rule = _PATTERNS[given.pop("mode")]
-    if given["num_random_blocks"] == -1:
-        del given["num_random_blocks"]
-    given["global_block_end_indices"] = given["global_block_end_indices"] or None
+    settings = dataclasses.asdict(config.sparsity)
+    rule = _PATTERNS[settings.pop("mode")]
+    if settings["num_random_blocks"] == -1:
+        del settings["num_random_blocks"]
+    settings["global_block_end_indices"] = settings["global_block_end_indices"] or None
     known = {field.name for field in dataclasses.fields(rule)}
     causal = config.kind == "decoder"
     pattern = rule(
         num_heads=config.num_heads,
         attention="unidirectional" if causal else "bidirectional",
-        **{name: value for name, value in given.items() if name in known},
+        **{name: value for name, value in settings.items() if name in known},
     )
     return Sparse(pattern, config.max_length)
 
@@ -255,8 +255,10 @@ def _live_rows(layout, rows):
 
     def look_up(row):
         entries = starts[row] + jnp.arange(counts.max())
-        found = jnp.where(entries < starts[row + 1], columns[entries], num_columns)
-        return jnp.zeros(num_columns, bool).at[found].set(True, mode="drop")
+        live_columns = jnp.where(
+            entries < starts[row + 1], columns[entries], num_columns
+        )
+        return jnp.zeros(num_columns, bool).at[live_columns].set(True, mode="drop")
 
     first = jnp.arange(len(patterns))[None, :, None] * layout.num_rows
     return jnp.vectorize(look_up, signature="()->(n)")(first + rows[:, None])

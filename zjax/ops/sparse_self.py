@@ -84,14 +84,14 @@ def self_attention(
 
 
 def _check_modes(key_mode, score_mode):
-    given = {"key_padding_mask_mode": key_mode, "attn_mask_mode": score_mode}
-    found = [
+    modes = {"key_padding_mask_mode": key_mode, "attn_mask_mode": score_mode}
+    problems = [
         Problem(name, mode, "is not a mode", "use 'add' or 'mul'")
-        for name, mode in given.items()
+        for name, mode in modes.items()
         if mode not in ("add", "mul")
     ]
-    if found:
-        raise ConfigError(*found)
+    if problems:
+        raise ConfigError(*problems)
 
 
 def _check_heads(query, key, value, num_heads):

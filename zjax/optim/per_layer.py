@@ -77,16 +77,18 @@ def per_layer(
         updates: Params, state: Any, params: Params | None = None, **extra: Any
     ) -> tuple[Params, Any]:
         like = updates if params is None else params
-        given = dict(extra)
+        layer_extra = dict(extra)
         if "grad" in extra:
-            given["grad"] = apart(extra["grad"])
+            layer_extra["grad"] = apart(extra["grad"])
         if "value_fn" in extra:
-            given["value_fn"] = lambda params: extra["value_fn"](put_together(params))
+            layer_extra["value_fn"] = lambda params: extra["value_fn"](
+                put_together(params)
+            )
         updates, state = tx.update(
             apart(updates),
             take_apart(state, jax.eval_shape(lambda: tx.init(apart(like)))),
             None if params is None else apart(params),
-            **given,
+            **layer_extra,
         )
         return put_together(updates), put_together(state)
 

@@ -169,8 +169,8 @@ class _Ring:
             return _merge(total, blocks.attend(q, k, v, ids, **self.options()))
         seen = self.seen(step)
         q, k, v, ids = seen.pairs(q, k, v, ids)
-        found = blocks.attend(q, k, v, ids, **self.options())
-        return seen.add(total, found, LATE, _merge)
+        result = blocks.attend(q, k, v, ids, **self.options())
+        return seen.add(total, result, LATE, _merge)
 
     def gradients(self, step: int, q: Any, k: Any, v: Any, sums: Any, ids: Any) -> Any:
         """Gradients from the keys of a step, float32."""
@@ -219,10 +219,10 @@ class _Seen:
         halves = jnp.split(x, 2, axis=1)
         return jnp.concatenate([halves[half], self._select(*halves)])
 
-    def add(self, total: Any, found: Any, half: int, add: Any) -> Any:
+    def add(self, total: Any, result: Any, half: int, add: Any) -> Any:
         """Adds results for the chunks of `pick` to totals over both chunks."""
         halves = list(_split(total, 1))
-        first, second = _split(found, 0)
+        first, second = _split(result, 0)
         halves[half] = add(halves[half], first)
         both = add(self._select(*halves), second)
         halves = self._select(both, halves[EARLY]), self._select(halves[LATE], both)
@@ -240,8 +240,8 @@ def _split(tree, axis):
     return jax.tree.transpose(jax.tree.structure(tree), None, halves)
 
 
-def _merge(total, found):
-    (out, lse), (other, other_lse) = total, found
+def _merge(total, result):
+    (out, lse), (other, other_lse) = total, result
     merged = jnp.logaddexp(lse, other_lse)
     level = jnp.where(jnp.isneginf(merged), 0.0, merged)
     out = out * jnp.exp(lse - level)[..., None]
@@ -254,8 +254,8 @@ def _attend(ring: _Ring, q: Any, k: Any, v: Any, ids: Any) -> Any:
 
 
 def _attend_forward(ring, q, k, v, ids):
-    found = ring.over_devices(ring.forward, q, k)((q, k, v), ids)
-    out, lse = (checkpoint_name(x, ATTENTION_OUTPUT) for x in found)
+    results = ring.over_devices(ring.forward, q, k)((q, k, v), ids)
+    out, lse = (checkpoint_name(x, ATTENTION_OUTPUT) for x in results)
     return out, (q, k, v, ids, out, lse)
 
 

@@ -252,7 +252,7 @@ def _with_idle_reads(backward: StageSchedule, forward: StageSchedule) -> StageSc
     """Has idle stages read the residuals and the context of their last forward pass."""
     ticks = np.arange(len(forward.microbatch))[:, None]
     latest = np.maximum.accumulate(np.where(forward.microbatch != IDLE, ticks, 0))
-    found = {
+    columns = {
         name: np.where(
             backward.microbatch == IDLE,
             np.take_along_axis(getattr(forward, name), latest, 0),
@@ -260,7 +260,7 @@ def _with_idle_reads(backward: StageSchedule, forward: StageSchedule) -> StageSc
         )
         for name in ("context", "chunk", "residuals")
     }
-    return dataclasses.replace(backward, **found)
+    return dataclasses.replace(backward, **columns)
 
 
 def _units(num_stages, num_microbatches, num_chunks):
@@ -284,9 +284,9 @@ class _Tables:
 
     def table(self, kind: Kind, values: np.ndarray, idle: int) -> np.ndarray:
         ticks = self.ticks[kind]
-        found = np.full((self.num_ticks, ticks.shape[1]), idle, np.int32)
-        found[ticks, np.arange(ticks.shape[1])[None]] = values
-        return found
+        table = np.full((self.num_ticks, ticks.shape[1]), idle, np.int32)
+        table[ticks, np.arange(ticks.shape[1])[None]] = values
+        return table
 
     def microbatches(self, kind: Kind) -> np.ndarray:
         return self.microbatch[:, None] + 0 * self.ticks[kind]
@@ -297,7 +297,7 @@ class _Tables:
     def slots(self, source: Kind, last: Kind) -> tuple[dict[Kind, np.ndarray], int]:
         """Buffer slots of what passes of one kind save for the later ones."""
         kinds = [k for k in self.ticks if KINDS.index(source) <= KINDS.index(k)]
-        found = {kind: np.zeros_like(self.ticks[kind]) for kind in kinds}
+        slots = {kind: np.zeros_like(self.ticks[kind]) for kind in kinds}
         most = 0
         for stage in range(self.ticks[source].shape[1]):
             free: list[int] = []
@@ -309,7 +309,7 @@ class _Tables:
                         if kind == source:
                             held[name] = free.pop() if free else len(held)
                             most = max(most, len(held) + len(free))
-                        found[kind][unit, stage] = held[name]
+                        slots[kind][unit, stage] = held[name]
                         if kind == last:
                             free.append(held.pop(name))
-        return found, most
+        return slots, most

@@ -99,13 +99,13 @@ def assign_slots(
         """
         if segment == len(num_blocks):
             return 0, 0, ()
-        found = []
+        candidates = []
         for own in range(more + 1):
             size = -(-num_blocks[segment] // (own + 1))
             slots, params, sizes = best(segment + 1, more - own)
             params += size * block_sizes[segment]
-            found.append((size + slots, params, (size, *sizes)))
-        return min(found)
+            candidates.append((size + slots, params, (size, *sizes)))
+        return min(candidates)
 
     chunk, block, assigned = 0, 0, []
     for number, size in zip(num_blocks, best(0, num_chunks - 1)[2], strict=True):

@@ -90,15 +90,15 @@ def _paths_from_products(program: Program, names: list[Any]) -> list[list[Any]]:
     readers = collections.Counter(x for atoms in read for x in names_among(atoms))
 
     def path(name: Any) -> list[Any]:
-        found: list[Any] = []
+        equations: list[Any] = []
         while is_in(name, makers.keys()) and readers[name] == 1 and _is_wide(name):
-            found.insert(0, makers[name])
-            kind = found[0].primitive.name
+            equations.insert(0, makers[name])
+            kind = equations[0].primitive.name
             if kind == _PRODUCT:
-                return found
+                return equations
             if kind not in _MOVES:
                 break
-            name = found[0].invars[0]
+            name = equations[0].invars[0]
         return []
 
     return [path(name) for name in names]

@@ -209,8 +209,8 @@ def look_up(
         indices -= jax.lax.axis_index(axes) * rows.shape[0]
         is_local = (indices >= 0) & (indices < rows.shape[0])
         indices = jnp.where(is_local, indices, 0)
-        found: Any = lookup.look_up(rows, indices, deterministic)
-        return jnp.where(is_local[..., None], found, 0)
+        local: Any = lookup.look_up(rows, indices, deterministic)
+        return jnp.where(is_local[..., None], local, 0)
 
     split = _Split.of(indices)
     specs = P(split.rows, entry(split.others)), P(axes)

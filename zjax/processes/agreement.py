@@ -77,7 +77,7 @@ def describe_process(config: Config) -> dict[str, Any]:
     }
 
 
-def disagreements(given: Sequence[Mapping[str, Any]]) -> list[Problem]:
+def disagreements(by_process: Sequence[Mapping[str, Any]]) -> list[Problem]:
     """Compares results of `describe_process`, ordered by process, with process 0.
 
     Returns one problem per differing value, with the processes that have it.
@@ -86,12 +86,12 @@ def disagreements(given: Sequence[Mapping[str, Any]]) -> list[Problem]:
         >>> [str(x) for x in disagreements([{"seed": 0}, {"seed": 1}, {"seed": 1}])]
         ['seed=1 on processes 1, 2 is 0 on process 0; make all processes the same']
     """
-    found: dict[tuple[str, str], list[int]] = {}
+    ids_by_value: dict[tuple[str, str], list[int]] = {}
     values: dict[tuple[str, str], tuple[Any, Any]] = {}
-    for process_id, described in enumerate(given):
-        for setting, value, first in differences(described, given[0]):
+    for process_id, described in enumerate(by_process):
+        for setting, value, first in differences(described, by_process[0]):
             key = setting, repr(value)
-            found.setdefault(key, []).append(process_id)
+            ids_by_value.setdefault(key, []).append(process_id)
             values[key] = value, first
     return [
         Problem(
@@ -100,7 +100,7 @@ def disagreements(given: Sequence[Mapping[str, Any]]) -> list[Problem]:
             f"on {name_processes(ids)} is {values[setting, text][1]!r} on process 0",
             "make all processes the same",
         )
-        for (setting, text), ids in found.items()
+        for (setting, text), ids in ids_by_value.items()
     ]
 
 

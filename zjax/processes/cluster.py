@@ -199,11 +199,11 @@ def _slurm_address(environ: Mapping[str, str]) -> str:
 def _open_mpi_address(environ: Mapping[str, str]) -> str:
     """The host of `mpirun`, as in `1531576320.0;tcp://10.96.0.1,10.148.0.1:34911`."""
     uri = environ.get(_OPEN_MPI_URI, "")
-    found = re.match(r"(\d+)\.\d+;tcp6?://\[?([^\],]+?)(?=[\],]|:\d+$)", uri)
-    if found is None:
+    match = re.match(r"(\d+)\.\d+;tcp6?://\[?([^\],]+?)(?=[\],]|:\d+$)", uri)
+    if match is None:
         return ""
-    host = f"[{found[2]}]" if ":" in found[2] else found[2]
-    return _job_address(environ, host, int(found[1]) >> 12)  # the low bits are 0
+    host = f"[{match[2]}]" if ":" in match[2] else match[2]
+    return _job_address(environ, host, int(match[1]) >> 12)  # the low bits are 0
 
 
 def _job_address(environ: Mapping[str, str], host: str, job: int) -> str:

@@ -85,8 +85,8 @@ def pinnable_bytes(
 
 def _given_limit() -> str | None:
     """The limit per process in GiB that was set outside of zjax."""
-    given = os.environ.get(_PINNED_LIMIT)
-    return None if not given or given == os.environ.get(_ZJAX_LIMIT) else given
+    limit = os.environ.get(_PINNED_LIMIT)
+    return None if not limit or limit == os.environ.get(_ZJAX_LIMIT) else limit
 
 
 def warn_of_small_pages(num_bytes: int, platform: str) -> None:

@@ -121,13 +121,13 @@ def _join(address: Address, process_id: int, line: bytes, seconds: float) -> Non
 def _targets(address: Address, reasons: dict[str, str]) -> list[tuple[str, int]]:
     """The addresses to which the host name resolves now."""
     try:
-        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
     except OSError as error:
         reasons.clear()
         reasons[address.host] = _describe(error)
         return []
     reasons.pop(address.host, None)
-    return [(str(where[0]), address.port) for *_, where in found]
+    return [(str(where[0]), address.port) for *_, where in addresses]
 
 
 def _read_verdict(connection: socket.socket) -> list[Problem] | None:
@@ -208,8 +208,8 @@ def _listen(address: Address) -> Iterator[list[socket.socket]]:
 
 def _bind_addresses(address: Address) -> list[tuple[int, Any]]:
     if address.is_loopback:
-        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
-        return [(family, where) for family, *_, where in found]
+        addresses = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+        return [(family, where) for family, *_, where in addresses]
     if socket.has_dualstack_ipv6():
         return [(socket.AF_INET6, ("::", address.port))]
     return [(socket.AF_INET, ("", address.port))]

@@ -114,8 +114,8 @@ def describe_processes(info: ProcessInfo) -> str:
         rows.append((str(process_id), host, f"{len(owned)} x {kind} ({span})"))
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     lines = [f"{p:>{widths[0]}}  {h:<{widths[1]}}  {d}" for p, h, d in rows]
-    found = "one process" if info.num_processes == 1 else f"by {info.cluster}"
-    return "\n".join([f"processes, {found}:", *lines])
+    origin = "one process" if info.num_processes == 1 else f"by {info.cluster}"
+    return "\n".join([f"processes, {origin}:", *lines])
 
 
 def record_failure(error: BaseException) -> None:

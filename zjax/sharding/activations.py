@@ -71,10 +71,10 @@ def head_axes(num_kv_heads: int) -> tuple[str, ...]:
         ()
     """
     mesh = jax.sharding.get_abstract_mesh()
-    found = tuple(a for a in (meshes.TENSOR, meshes.SEQUENCE) if open_size(a) > 1)
-    while found and num_kv_heads % meshes.num_shares(mesh, found):
-        found = found[:-1]
-    return found
+    axes = tuple(a for a in (meshes.TENSOR, meshes.SEQUENCE) if open_size(a) > 1)
+    while axes and num_kv_heads % meshes.num_shares(mesh, axes):
+        axes = axes[:-1]
+    return axes
 
 
 def pin_tokens(x: Shaped[Array, "B L *dims"]) -> Shaped[Array, "B L *dims"]:

@@ -50,16 +50,16 @@ def names_of_dims(
             All of them at once.
     """
     leaves, tree = jax.tree_util.tree_flatten_with_path(params)
-    given = [tuple(x or ()) for x in tree.flatten_up_to(model.logical(params))]
+    logical_dims = [tuple(x or ()) for x in tree.flatten_up_to(model.logical(params))]
     paths = [path_of(keys) for keys, _ in leaves]
     table = dict(settings.names)
     owners = {path: _first_match(path, settings.rules) for path in paths}
-    problems = list(_table_problems(table, given))
+    problems = list(_table_problems(table, logical_dims))
     for index, rule in enumerate(settings.rules):
         problems += _useless(f"mesh.rules[{index}]", index, rule, owners)
-    found: list[Logical] = []
+    names_by_leaf: list[Logical] = []
     misfits: dict[str, Problem] = {}
-    for path, (_, leaf), dims in zip(paths, leaves, given, strict=True):
+    for path, (_, leaf), dims in zip(paths, leaves, logical_dims, strict=True):
         said = [_translate(dim, table) for dim in dims]
         names = tuple(x[0] if len(x) == 1 and x[0] in RULES else None for x in said)
         names = (*names, *[None] * leaf.ndim)[: leaf.ndim]
@@ -70,14 +70,14 @@ def names_of_dims(
         else:
             names, misfit = _by_rule(owner, settings.rules[owner], names, path)
             problems += misfit
-        found.append(names)
+        names_by_leaf.append(names)
     if mesh is not None and any(mesh.shape[axis] > 1 for axis in SPLITTING_AXES):
         problems += misfits.values()
     if problems:
         raise PlanError(*problems)
     if mesh is not None and misfits:
         _log_unused(", ".join(misfits))
-    return found
+    return names_by_leaf
 
 
 def _translate(dim: Any, table: dict[str, str]) -> tuple[str, ...]:
@@ -117,9 +117,11 @@ def _log_unused(names: str) -> None:
 
 
 def _table_problems(
-    table: dict[str, str], given: Sequence[tuple[Any, ...]]
+    table: dict[str, str], logical_dims: Sequence[tuple[Any, ...]]
 ) -> Iterator[Problem]:
-    used = {name: None for dims in given for x in dims for name in _translate(x, {})}
+    used = {
+        name: None for dims in logical_dims for x in dims for name in _translate(x, {})
+    }
     for name, meaning in table.items():
         field = f"mesh.names[{name!r}]"
         if meaning and meaning not in RULES:
@@ -160,9 +162,9 @@ def _useless(
             yield Problem(f"{field}.dims", rule.dims, problem, remedy)
     if index in owners.values():
         return
-    taken = [path for path in owners if re.search(rule.pattern, path)]
-    if taken:
-        problem = f"matches {len(taken)} parameters, all taken by earlier rules"
+    matches = [path for path in owners if re.search(rule.pattern, path)]
+    if matches:
+        problem = f"matches {len(matches)} parameters, all taken by earlier rules"
         remedy = "move this rule before them"
     else:
         problem = f"matches none of {len(owners)} parameters"

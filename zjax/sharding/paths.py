@@ -99,7 +99,7 @@ def position_finder(params: Any) -> Callable[[Any], int | None]:
     paths = {path: path for path, _ in names}
 
     def position(keys: Any) -> int | None:
-        found = ((path, layer_of(keys)) for path in owners(keys, paths))
-        return next((positions[x] for x in found if x in positions), None)
+        keys_of_owners = ((path, layer_of(keys)) for path in owners(keys, paths))
+        return next((positions[x] for x in keys_of_owners if x in positions), None)
 
     return position

@@ -45,11 +45,11 @@ def spec_for(logical: Logical, path: str, mesh: Mesh | AbstractMesh) -> Partitio
         >>> spec_for(("embed", "mlp"), "kernel", mesh)
         P(None, 'tensor')
     """
-    entries, taken = [], set()
+    entries, used_axes = [], set()
     for name in logical:
         axes = RULES[name] if name else ()
         axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
-        if taken & set(axes):
+        if used_axes & set(axes):
             raise PlanError(
                 Problem(
                     path,
@@ -58,7 +58,7 @@ def spec_for(logical: Logical, path: str, mesh: Mesh | AbstractMesh) -> Partitio
                     "name one of the two dims None",
                 )
             )
-        taken |= set(axes)
+        used_axes |= set(axes)
         entries.append(entry(axes))
     return PartitionSpec(*entries)
 
@@ -133,5 +133,5 @@ def reduced_spec(
         return None
     if any(m not in (n, 1) for n, m in zip(shape, reduced, strict=True)):
         return None
-    kept = zip(axes_of(spec, len(shape)), shape, reduced, strict=True)
-    return PartitionSpec(*(entry(a) if n == m else None for a, n, m in kept))
+    dims = zip(axes_of(spec, len(shape)), shape, reduced, strict=True)
+    return PartitionSpec(*(entry(a) if n == m else None for a, n, m in dims))

@@ -190,13 +190,15 @@ def _kind_of_files(path: str) -> str:
     """Linux's name of the file system of a path; empty where it is not known."""
     if not _MOUNTS.exists():
         return ""
-    whole, found = f"{os.path.realpath(path)}/", ("", "")
+    directory, longest = f"{os.path.realpath(path)}/", ("", "")
     for line in _MOUNTS.read_text().splitlines():
         mount, _, rest = line.partition(" - ")
         point = mount.split()[4]
-        if whole.startswith(f"{point.rstrip('/')}/") and len(point) >= len(found[0]):
-            found = point, rest.split()[0]
-    return found[1]
+        if directory.startswith(f"{point.rstrip('/')}/") and len(point) >= len(
+            longest[0]
+        ):
+            longest = point, rest.split()[0]
+    return longest[1]
 
 
 def _check_speed(paths: tuple[str, ...], needed_bytes: int) -> None:

@@ -87,8 +87,8 @@ def averaged(state: TrainState, plan: Plan) -> Params | None:
         return None
     params = unpad_tree(state.master, plan.master)
     opt_state = unpad_tree(state.opt_state, plan.opt_state)
-    for found in _schedule_free(dataclasses.replace(state, opt_state=opt_state)):
-        params = _of_group(found, params)
+    for average in _schedule_free(dataclasses.replace(state, opt_state=opt_state)):
+        params = _of_group(average, params)
     return params
 
 
@@ -109,8 +109,8 @@ def check_average(state: TrainState, plan: Plan) -> None:
 
 
 def _schedule_free(state: TrainState) -> list[contrib.ScheduleFreeState]:
-    found = jax.tree.leaves(state.opt_state, is_leaf=_is_schedule_free)
-    return [leaf for leaf in found if _is_schedule_free(leaf)]
+    leaves = jax.tree.leaves(state.opt_state, is_leaf=_is_schedule_free)
+    return [leaf for leaf in leaves if _is_schedule_free(leaf)]
 
 
 def _is_schedule_free(x: Any) -> bool:

@@ -180,12 +180,12 @@ def make_pipeline_schedule(
     config: Config, plan: Plan, num_microbatches: int
 ) -> schedules.Schedule:
     """The schedule that `config.pipeline` asks for, on the stages of a plan's mesh."""
-    given = config.pipeline
+    pipeline = config.pipeline
     return schedules.make_schedule(
-        given.schedule,
+        pipeline.schedule,
         num_stages=plan.mesh.shape[PIPELINE],
         num_microbatches=num_microbatches,
-        num_chunks=given.num_chunks if given.schedule == "interleaved" else 1,
+        num_chunks=pipeline.num_chunks if pipeline.schedule == "interleaved" else 1,
     )
 
 
