@@ -56,9 +56,9 @@ def gather(shard: jax.Array, row: ArrayPlan, axes: Sequence[str]) -> jax.Array:
 def reduce(x: jax.Array, row: ArrayPlan, axes: Sequence[str]) -> jax.Array:
     """Sums an array over devices, from where it is used to where it is stored.
 
-    Reduce-scatters over the axes that split the array only where it is stored, and
-    all-reduces over those that do not split it. Axes that split it where it is used add
-    nothing, as each device there has another part.
+    Reduce-scatters over the axes that shard only the stored array, and all-reduces over
+    the axes that shard neither. Does not sum over axes that shard the used array: along
+    them each device holds another shard.
 
     Args:
         x: This device's term, of `used_shape`.
@@ -130,8 +130,8 @@ def broadcast_from(tree: Any, is_source: jax.Array, axes: Sequence[str]) -> Any:
 def _by_share(
     run: Callable[[jax.Array], jax.Array], row: ArrayPlan, axes: Sequence[str]
 ) -> Callable[[jax.Array], jax.Array]:
-    # If the compiler had the other axes, it would gather the array over them first. In
-    # dims that are split by hand the shards would come in another order.
+    # Map the other axes, too, or the compiler gathers the array over them first. Leave
+    # out dims that `axes` also shard: their shards would come in another order.
     others = _others(axes)
     dims = rules.axes_of(row.spec, len(row.shape))
     split = [dim if set(dim) <= others else () for dim in dims]
@@ -156,7 +156,7 @@ def _others(axes: Sequence[str]) -> set[str]:
 
 
 def _of_device(row: ArrayPlan, axes: Sequence[str]) -> ArrayPlan:
-    """The plan of the part of an array that one device uses, as if it were all."""
+    """The plan of the shard that one device uses, as if it were a global array."""
     split = {axis for names in _dims(row.used, row, axes) for axis in names}
 
     def of_device(sharding: NamedSharding) -> NamedSharding:

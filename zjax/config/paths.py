@@ -22,7 +22,7 @@ def local_path(
     *,
     creates: bool = False,
 ) -> str:
-    """Expands `~` and `~user`, and refuses everything that is no path of a file system.
+    """Expands `~` and `~user`, and refuses values that are not file-system paths.
 
     Args:
         field: Setting or flag, for the message.

@@ -16,7 +16,7 @@ from zjax.packages import check_installed
 
 @runtime_checkable
 class ColumnDataset(Protocol):
-    """A dataset like those of Hugging Face `datasets`."""
+    """A dataset with the methods of a Hugging Face `Dataset`."""
 
     column_names: Any
 

@@ -109,7 +109,7 @@ class Loader:
 
         Raises:
             DataError: The data, its order or the batch size differ, so that steps would
-                be other samples; or it is no state.
+                be other samples; or `state` has a wrong form.
         """
         step = state.get("step") if isinstance(state, dict) else None
         if type(step) is not int or not 0 <= step < 2**31:

@@ -53,7 +53,7 @@ def open_rows(config: schema.Config, split: str) -> packing.Rows:
 
 
 def row_settings(config: schema.Config) -> dict[str, Any]:
-    """Settings by path that, besides the data, determine the content of each row.
+    """Settings by path that determine, together with the data, the content of each row.
 
     Example:
         >>> row_settings(schema.Config())["data.packing"]

@@ -171,8 +171,8 @@ def open_store(path: str, split: str) -> Store:
     """Maps the stream of a split of a directory made by `zjax data prepare`.
 
     Raises:
-        DataError: The directory is no store, lacks the split, is truncated, or has ids
-            beyond its vocabulary.
+        DataError: The directory is not a store, lacks the split, is truncated, or has
+            ids beyond its vocabulary.
     """
     meta = read_meta(path)
     if split not in meta.splits:

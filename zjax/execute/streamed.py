@@ -104,7 +104,7 @@ class StreamedExecutor:
         )
 
     def predict_peak(self, batch: Batch) -> Peak | None:
-        """Compiles all programs of a step and adds up what is on a device beside each.
+        """Compiles all programs of a step; adds what a device holds while each runs.
 
         None where the compiler does not report memory.
         """

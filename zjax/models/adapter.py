@@ -77,8 +77,8 @@ def adapt(
         for plain functions; `given` is set if all weights exist already.
 
     Raises:
-        DataError: The batch is no tree of numeric arrays with equal numbers of rows, or
-            lacks a named array.
+        DataError: The batch is not a tree of numeric arrays with equal numbers of rows,
+            or lacks a named array.
         ModelError: The model is of unknown kind, has no parameters or some that are not
             floating-point, or the loss returns something else.
 
@@ -185,7 +185,7 @@ def _init_and_apply(model: Any) -> tuple[Any, Any]:
 
 def _trace(start: Callable[[jax.Array], Started]) -> tuple[Any, Any]:
     """Abstract parameters and model state, and the names of dims."""
-    # Names are no arrays, so they leave the trace as a side effect.
+    # Names are not arrays, so they leave the trace as a side effect.
     names: list[Any] = []
 
     def trace(key: jax.Array) -> tuple[Params, ModelState]:

@@ -166,7 +166,7 @@ def read_token(
 def score(
     head: Head, x: Float[Array, "B 1 M"], table: Float[Array, "V M"] | None
 ) -> Float[Array, "B V"]:
-    """Logits of the tokens that may follow a column; `table` is that of a tied head."""
+    """Logits of the next token; `table` is the token table of tied models."""
     return head.logits(x, table)[:, 0]
 
 

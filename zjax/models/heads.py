@@ -64,7 +64,7 @@ class Head(nnx.Module):
         table: Float[Array, "V M"] | None,
         batch: dict[str, Any],
     ) -> TokenLoss:
-        """Loss sums over batch["targets"]; `table` is that of tied models."""
+        """Loss sums of batch["targets"]; `table` is the token table of tied models."""
         return token_loss(
             self._features(x),
             self._matrix(table),

@@ -72,7 +72,7 @@ def names_of_sharding(sharding: Any) -> tuple[Any, ...]:
     """Names of dims in the sharding of an NNX variable.
 
     Args:
-        sharding: Names, a PartitionSpec or a NamedSharding; None is no names.
+        sharding: Names, a PartitionSpec, a NamedSharding, or None without names.
 
     Example:
         >>> names_of_sharding(jax.P("embed", None))

@@ -29,7 +29,7 @@ def pass_costs(*, recompute: bool) -> Costs:
 
 
 def describe_schedules(schedule: Schedule, *, recompute: bool) -> str:
-    """Compares a schedule with the others for the same stages and microbatches.
+    """Compares a schedule with other ones for the same stages and microbatches.
 
     Args:
         schedule: The schedule of the run.

@@ -29,8 +29,8 @@ class GroupGradients(NamedTuple):
     Args:
         group: Index of the group.
         grads: In the order of the group's leaves.
-        params: The group's parameters, on the devices until the next group is asked
-            for; empty where the pass has no copy of its own.
+        params: Parameters of the group on the devices, valid until the next group is
+            requested; empty if the pass did not copy them.
     """
 
     group: int
@@ -42,10 +42,10 @@ class Backward(Protocol):
     """Gradients of the mean loss over a batch, by group.
 
     Args:
-        grad_rows: Plans of the gradients as they arrive.
+        grad_rows: Plans of the gradients that `run` yields.
         groups: Group of each leaf of the parameters.
         order: Groups in the order in which their gradients arrive.
-        residual_bytes: On a device, all that blocks saved there in the last pass.
+        residual_bytes: Bytes per device of residuals that the last pass saved there.
     """
 
     grad_rows: Any
@@ -56,14 +56,14 @@ class Backward(Protocol):
     def run(
         self, state: TrainState, batch: Batch, key: jax.Array
     ) -> Iterator[GroupGradients | Loss]:
-        """Yields gradients in `order` and as they are stored, and the loss at last."""
+        """Yields gradients in `order`, sharded as they are stored, then the loss."""
         ...
 
     def moments(self, state: TrainState, batch: Batch, pending: Any) -> list[Peak]:
-        """What the pass holds on a device while each program runs, `update` at last.
+        """Bytes that a device holds while each program runs; the last is `update`.
 
-        `pending` maps bytes of residuals to those of gradients that wait on the device
-        for the update; `state` are the plans of the state's arrays.
+        `pending` is a function from bytes of residuals to bytes of the gradients that
+        wait on the device for the update; `state` holds plans of arrays.
         """
         ...
 

@@ -260,7 +260,7 @@ class BlockwiseBackward:
         }
         loads = [*map(moved_bytes, self.units.rows)]
         units = {"prefetched blocks": self.units.stream.most_bytes(loads)}
-        # Gradients take the place of what blocks saved; those of the head come before.
+        # Gradients replace residuals block by block; those of the head exist before.
         first = min(gradients, tree_bytes(self.sums.rows[self.order[0]]))
         turned = max(saved + first, gradients) + shapes.stream
         then = "residuals, then gradients"

@@ -29,10 +29,10 @@ class GroupedPrograms:
     """The programs of an update; names are those of the whole update.
 
     Args:
-        measures: For each group, numbers from its gradients alone.
-        combine: From shared arrays and those numbers to the new shared arrays, in the
-            order of `shared_outputs`, and after them `global_numbers`.
-        updates: For each group, its new arrays in the order of the whole.
+        measures: Program per group, of scalars that depend on its gradients alone.
+        combine: Program from shared arrays and these scalars to the new shared arrays,
+            in the order of `shared_outputs`, followed by `global_numbers`.
+        updates: Program per group, of its new arrays in the order of the whole update.
         shared_outputs: Positions of the shared arrays among the outputs.
     """
 
@@ -43,7 +43,7 @@ class GroupedPrograms:
 
     @property
     def global_numbers(self) -> tuple[Name, ...]:
-        """Numbers of many groups that updates read."""
+        """Scalars of several groups that updates read, such as the gradient norm."""
         outputs = self.combine.outputs[len(self.shared_outputs) :]
         return tuple(x for x in outputs if isinstance(x, Name))
 

@@ -65,7 +65,7 @@ def _first_weights(created: Iterable[tuple[int, jax.Array]], plan: Plan) -> list
     rows_by_tree = [jax.tree.leaves(rows) for rows in trees]
     order: list[tuple[int, int]] = []
 
-    def made() -> Iterator[tuple[jax.Array, ArrayPlan]]:
+    def first_weights() -> Iterator[tuple[jax.Array, ArrayPlan]]:
         for i, x in created:
             row, *others = (rows[i] for rows in rows_by_tree if rows)
             for tree, other in enumerate(others, 1):
@@ -74,7 +74,7 @@ def _first_weights(created: Iterable[tuple[int, jax.Array]], plan: Plan) -> list
             order.append((0, i))
             yield _stored_master(x, row.staged), row
 
-    stored = list(store_in_turn(made(), transfer_budget(plan.mesh)))
+    stored = list(store_in_turn(first_weights(), transfer_budget(plan.mesh)))
     arrays = dict(zip(order, stored, strict=True))
     return [
         jax.tree.unflatten(
@@ -87,7 +87,7 @@ def _first_weights(created: Iterable[tuple[int, jax.Array]], plan: Plan) -> list
 def _created(
     key: jax.Array, model: Model, plan: Plan
 ) -> Iterator[tuple[int, jax.Array]]:
-    """Master weights by position, created unit by unit; those of no layer at once."""
+    """Creates master weights unit by unit; yields each with the index of its leaf."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(plan.master)
     layers = [layer_of(keys) for keys, _ in leaves]
     rows = [row for _, row in leaves]
@@ -102,26 +102,26 @@ def _created(
     programs: dict[Any, Any] = {}
     for place in dict.fromkeys(places):
         number, kind = place
-        own = [i for i, other in enumerate(places) if other == place]
+        indices = [i for i, other in enumerate(places) if other == place]
         if kind not in programs:
-            programs[kind] = jax.jit(_creator(model, layers, rows, own))
-        yield from zip(own, programs[kind](key, number or 0), strict=True)
+            programs[kind] = jax.jit(_creator(model, layers, rows, indices))
+        yield from zip(indices, programs[kind](key, number or 0), strict=True)
 
 
 def _creator(
     model: Model,
     layers: Sequence[int | None],
     rows: Sequence[ArrayPlan],
-    own: Sequence[int],
+    indices: Sequence[int],
 ) -> Any:
-    """A function that creates the leaves `own` of one layer, or those of no layer."""
+    """A function that creates leaves of one layer, or all leaves outside layers."""
     init_layer = model.init_layer
     assert init_layer is not None
 
     def create(key: jax.Array, number: jax.Array) -> list[jax.Array]:
         params = jax.tree.leaves(init_layer(key, number))
         stacks = _stacks_of(params, layers)
-        return [one(stacks[i], layers[i], rows[i].on_device) for i in own]
+        return [one(stacks[i], layers[i], rows[i].on_device) for i in indices]
 
     def one(x: jax.Array, layer: int | None, row: ArrayPlan) -> jax.Array:
         x = x if layer is None else x[0]
@@ -131,12 +131,12 @@ def _creator(
 
 
 def _stacks_of(arrays: Sequence[Any], layers: Sequence[int | None]) -> list[Any]:
-    """For each leaf with layers apart, the array that stacks its layers."""
-    found, stack = [], -1
+    """For each leaf, one per layer, the array that stacks all layers."""
+    stacks, index = [], -1
     for layer in layers:
-        stack += layer is None or layer == 0
-        found.append(arrays[stack])
-    return found
+        index += layer is None or layer == 0
+        stacks.append(arrays[index])
+    return stacks
 
 
 def _init_opt_state(tx: Any, master: Params, params: Params, plan: Plan) -> Any:

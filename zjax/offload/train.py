@@ -190,11 +190,11 @@ class OffloadedTrain:
             "pending gradients": self.pending_bytes(),
         }
         peaks = [Peak(each.moment, always | each.parts) for each in moments]
-        peaks[-1].parts["program"] = max(known)  # that of the update
+        peaks[-1].parts["program"] = max(known)  # the last peak is the update
         return max(peaks, key=lambda peak: peak.total)
 
     def pending_bytes(self) -> int:
-        """Gradients of the last step on a device, as those of this one arrive."""
+        """Bytes per device of gradients of the last step while new ones arrive."""
         if self.delay_from < 0:
             return 0
         written = min(
@@ -338,7 +338,7 @@ class _Running:
         self.known.update(zip(self.update.global_numbers, numbers, strict=True))
 
     def delay(self, number: int, params: Sequence[jax.Array]) -> None:
-        """Stores gradients for the next step, and applies those of the last."""
+        """Stores gradients for the next step, and applies the ones of the last step."""
         group = self.train.groups[number]
         grads = [self.known.pop(name) for name in group.update.grads]
         if self.pending:
@@ -358,7 +358,9 @@ class _Running:
         arrays, more_bytes = self.stream.wait(number)
         names = [*group.state, *group.update.grads]
         for name in {*group.replaced} - {*names}:
-            self.known.pop(name).delete()  # nothing reads what the update replaces
+            self.known.pop(
+                name
+            ).delete()  # the update replaces it and no program reads it
         self.read.update(zip(names, arrays, strict=False))
         self.read.update((name, staged[name]) for name in group.params)
         results = group.update.update(self.read)

@@ -121,9 +121,9 @@ def extend_position_embedding(
 
     Args:
         table: One row per position, after the reserved ones.
-        max_position: Number of positions to have, more than now.
-        num_reserved: First rows that stand for no position, from 0 to N - 1: 0 in BERT,
-            2 in RoBERTa.
+        max_position: Number of positions of the result, more than the table has.
+        num_reserved: Number of first rows that are not positions, from 0 to N - 1: 0 in
+            BERT, 2 in RoBERTa.
 
     Returns:
         The reserved rows once, then the others repeated.

@@ -53,7 +53,7 @@ class Sparse:
         max_length: Number of tokens, 1 or more, rounded up to whole blocks.
 
     Raises:
-        ConfigError: `pattern` is no pattern, or `max_length` is below 1.
+        ConfigError: `pattern` is not a pattern, or `max_length` is below 1.
     """
 
     pattern: SparsityConfig

@@ -253,7 +253,7 @@ class StageTick:
         assert self.layers is not None
         if not self.gathers:
             return self.layers, values, self.nondiff
-        # Else the compiler gathers before the first tick, and keeps it all to the last.
+        # Barrier: else the compiler gathers once, and keeps all layers for all ticks.
         return *jax.lax.optimization_barrier((self.layers, values)), self.nondiff
 
 
@@ -268,12 +268,13 @@ def where_due(
     """Runs something in the ticks that have a microbatch for it.
 
     Args:
-        ticks: int[ticks], the microbatch of each tick of this program, or `IDLE`. There
-            is no condition if all ticks have one. There is one if none has: JAX 0.10
-            fails to compile some programs in which nobody reads what stages send.
-        number: int32[], that of this tick.
-        run: `run(number, start)` returns what has the form of `start`.
-        start: A tree of arrays, the result in a tick without a microbatch.
+        ticks: int[ticks], the microbatch of each tick of this program, or `IDLE`. If
+            none is idle, `run` is called without a condition. If all are idle, it still
+            is called under one: JAX 0.10 fails to compile some programs in which nobody
+            reads what stages send.
+        number: int32[], the microbatch of this tick, or `IDLE`.
+        run: `run(number, start)`; its result has the structure of `start`.
+        start: Tree of arrays; the result in an idle tick.
 
     Example:
         >>> ticks, add = np.array([5, IDLE]), lambda number, total: total + number
@@ -291,10 +292,10 @@ class _State:
     """The carry from tick to tick.
 
     Args:
-        stream: What the stage before sent, [stages, ...].
-        cotangent: What the stage behind sent, [stages, ...].
-        saved: By forward passes for backward passes, [stages, slots, ...].
-        operands: By backward passes for those of weights, [stages, slots, ...].
+        stream: [stages, ...], outputs that the previous stages sent.
+        cotangent: [stages, ...], cotangents that the next stages sent.
+        saved: [stages, slots, ...], residuals of forward passes for backward passes.
+        operands: [stages, slots, ...], operands of the passes of weights.
         grads: Sums of gradients.
         losses: [microbatches].
     """
@@ -453,7 +454,7 @@ class _Step:
         return dataclasses.replace(state, grads=grads, losses=losses), cotangent
 
     def weights(self, state: _State, table: TickTable) -> _State:
-        # No stage is idle in these ticks, so none adds what it must not.
+        # Add without a condition: no stage is idle in these ticks.
         def run(tick, saved, operands, total):
             residuals, _ = arrays.read_slot(saved, tick.schedule.residuals)
             own = arrays.read_slot(operands, tick.schedule.operands)
@@ -468,7 +469,7 @@ class _Step:
         return self.chunk(*tick.args(stream))
 
     def run_forward(self, tick: StageTick, stream: Any) -> tuple[Any, Any]:
-        """The stream behind a chunk, and what is saved for the backward pass."""
+        """The stream after a chunk, and the residuals for the backward pass."""
         if self.recomputes:
             return self.run_alone(tick, stream), stream
         residuals, out = self.recomputed(tick, stream)

@@ -28,17 +28,17 @@ IDLE = -1
 class StageSchedule:
     """The passes of one kind: of all stages, of one tick, or of one stage in a tick.
 
-    An idle stage computes all the same. Its forward pass runs on anything and writes to
-    the last buffer slot. Its backward pass reads the residuals of its latest forward
-    pass with the same context, or the result might not be finite.
+    An idle stage computes, too. Its forward pass runs on arbitrary values and writes to
+    the last buffer slot. Its backward pass reads the residuals and the context of its
+    latest forward pass; with other ones the result might not be finite.
 
     Args:
         microbatch: int32[ticks, stages]; `IDLE` where a stage has no pass.
         context: int32[ticks, stages], the microbatch whose context and key are read.
         chunk: int32[ticks, stages], the chunk of layers.
-        residuals: int32[ticks, stages], buffer slot of what the forward pass saves.
-        operands: int32[ticks, stages], buffer slot of what the backward pass saves for
-            the pass of weights; the last slot where it saves nothing.
+        residuals: int32[ticks, stages], buffer slot of the residuals of a forward pass.
+        operands: int32[ticks, stages], buffer slot of the operands of the pass of
+            weights; the last slot where there are none.
     """
 
     microbatch: Any

@@ -24,13 +24,13 @@ def add(totals: Params, grads: Params) -> Params:
     return jax.tree.map(lambda total, x: total + x.astype(total.dtype), totals, grads)
 
 
-def replace_chunk(totals: list[Params], chunk: int, own: Params) -> list[Params]:
-    """The sums of all chunks, with `own` for those of one chunk."""
-    return [own if number == chunk else x for number, x in enumerate(totals)]
+def replace_chunk(totals: list[Params], chunk: int, total: Params) -> list[Params]:
+    """Replaces the sums of one chunk."""
+    return [total if number == chunk else x for number, x in enumerate(totals)]
 
 
 def add_to_chunk(totals: list[Params], grads: Params, chunk: jax.Array) -> list[Params]:
-    """The sums of all chunks, with gradients added to those of chunk int32[]."""
+    """Adds gradients to the sums of one chunk, whose index is int32[]."""
 
     def add_to(number: int, totals: list[Params]) -> list[Params]:
         return replace_chunk(totals, number, add(totals[number], grads))

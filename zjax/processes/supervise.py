@@ -204,14 +204,14 @@ def _watch(
 def _find_cause(
     children: Sequence[_Child], watched: pathlib.Path, since: float
 ) -> tuple[End, dict[int, Member]]:
-    """The end that explains the others, on this host or another."""
+    """The process end, on this host or another, that explains the other ones."""
     deadline = time.monotonic() + _CAUSE_SECONDS
     while True:
         members = member_files.read_members(watched)
         for child in children:
             # With an address in its config, only the process itself knows its number.
-            found = [m for m in members.values() if m.pid == child.process.pid]
-            child.process_id = found[0].process_id if found else child.process_id
+            matches = [m for m in members.values() if m.pid == child.process.pid]
+            child.process_id = matches[0].process_id if matches else child.process_id
             if _has_failed(child.process.poll()):
                 _record_end(child, members.get(child.process_id), watched, since)
         shared = {member_files.shared_directory(m.directory) for m in members.values()}

@@ -96,7 +96,7 @@ def _array_plan(
     *,
     is_stack: bool = False,
 ) -> ArrayPlan:
-    """The plan of an array that is used as it is stored, unless `used` is given."""
+    """The plan of an array stored with `spec` and used with `used`, else `spec`."""
     return ArrayPlan(
         path,
         leaf.shape,

@@ -59,7 +59,7 @@ class ArrayPlan:
         stored: Sharding and memory kind of the stored array.
         used: Sharding where the model reads the array or computes its gradient.
         form: Form of the stored elements.
-        num_layers: Number of layers stacked along the first dim; 0 if it is no stack.
+        num_layers: Number of layers stacked along the first dim; 0 without such a dim.
         disks: Directories over which the array is striped; empty for arrays in memory.
     """
 

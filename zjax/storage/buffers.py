@@ -16,7 +16,7 @@ import numpy as np
 
 
 class Buffers:
-    """Memory by size; that of an array returns when nothing refers to it.
+    """A pool of memory by size; gets that of an array back when the array is deleted.
 
     Args:
         limit_bytes: Bytes from which free memory is unmapped before more is mapped.
@@ -25,7 +25,7 @@ class Buffers:
     def __init__(self, limit_bytes: int):
         self._limit, self._held = limit_bytes, 0
         self._lock = threading.Lock()
-        # A finalizer may run within any other call, so that it may not lock.
+        # Deques, as finalizers append without the lock: they may interrupt its holder.
         self._free: dict[int, collections.deque[mmap.mmap]] = {}
 
     def take(self, shape: Sequence[int], dtype: Any) -> np.ndarray:

@@ -69,5 +69,5 @@ def disk_bytes(row: ArrayPlan) -> int:
     num_files = num_shards * math.prod(grid)
     file_blocks = math.ceil((math.prod(chunk) * itemsize + SUM_BYTES) / BLOCK_BYTES)
     folders = num_shards * sum(math.prod(grid[:dim]) for dim in range(1, len(grid)))
-    own = 3  # the directory, that of the chunks, and the description
-    return BLOCK_BYTES * (num_files * file_blocks + folders + own)
+    num_others = 3  # directory of the array, directory of the chunks, description
+    return BLOCK_BYTES * (num_files * file_blocks + folders + num_others)

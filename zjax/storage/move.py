@@ -66,16 +66,16 @@ def store_all(arrays: Any, rows: Any, limit_bytes: int) -> Any:
 def store_in_turn(
     pairs: Iterable[tuple[Any, ArrayPlan]], limit_bytes: int
 ) -> Iterator[Any]:
-    """Stores arrays as they are made, few of them at a time.
+    """Stores arrays as an iterator creates them, with few in transfer at a time.
 
     Args:
-        pairs: Arrays on the devices, made as they are asked for, with their plans;
-            those that move are consumed.
+        pairs: Iterator of arrays on the devices with their plans; arrays that move are
+            consumed.
         limit_bytes: Most bytes on one device of arrays in transfer; one is stored
             whatever its size.
 
     Yields:
-        The stored arrays. Copies may still run until the last was asked for.
+        The stored arrays. Copies may still run until the iterator ends.
     """
     moving: collections.deque[tuple[Any, int]] = collections.deque()
     num_bytes = 0
@@ -83,7 +83,7 @@ def store_in_turn(
         if is_simulated(row.stored.mesh):
             jax.block_until_ready(x)
         stored = store(x, row)
-        del x  # or it stays on the device while the next is made
+        del x  # free it on the device before the next one is created
         moving.append((stored, row.device_bytes))
         num_bytes += row.device_bytes
         while num_bytes > limit_bytes:

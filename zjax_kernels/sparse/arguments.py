@@ -8,7 +8,7 @@ from zjax_kernels.errors import describe
 
 
 def integer_problems(field: str, value: object, minimum: int) -> list[str]:
-    """Reports a value that is no integer, or too small.
+    """Reports a value that is not an integer, or too small.
 
     Example:
         >>> integer_problems("num_heads", 0, 1)
@@ -22,7 +22,7 @@ def integer_problems(field: str, value: object, minimum: int) -> list[str]:
 
 
 def integers_problems(field: str, values: object, minimum: int) -> list[str]:
-    """Reports a value that is no tuple of integers, or has one that is too small.
+    """Reports a value that is not a tuple of integers, or has one that is too small.
 
     Example:
         >>> integers_problems("local_window_blocks", (4, 0), 1)
@@ -37,7 +37,7 @@ def integers_problems(field: str, values: object, minimum: int) -> list[str]:
 
 
 def array_problems(field: str, value: Any, shape: str) -> list[str]:
-    """Reports a value that is no array, or has another number of dims than `shape`.
+    """Reports a value that is not an array, or has other dims than `shape`.
 
     Example:
         >>> array_problems("lse", None, "[B, H, S]")

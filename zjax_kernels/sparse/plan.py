@@ -65,8 +65,8 @@ def make_plan(
         The plan.
 
     Raises:
-        ValueError: It is no layout, the heads do not divide, or the mask has another
-            shape.
+        ValueError: The layout has a wrong type, the heads do not divide, or the mask
+            has another shape.
 
     Example:
         >>> live = np.tri(8, dtype=bool)
@@ -145,7 +145,7 @@ def check_plan(plan: object, *, head_size: int = 1, segmented: bool = False) -> 
         segmented: Whether there are segments or a key mask.
 
     Raises:
-        ValueError: It is no plan, or was made for other arguments.
+        ValueError: The plan has a wrong type, or was made for other arguments.
 
     Example:
         >>> live = np.ones((1, 1), bool)

@@ -81,7 +81,7 @@ def make_sequence_plan(
         The plan, of NumPy arrays.
 
     Raises:
-        ValueError: It is no layout, or the sequence or the heads do not divide.
+        ValueError: The layout has a wrong type, or the sequence or heads do not divide.
 
     Example:
         >>> from zjax_kernels.sparse.patterns import BigBird

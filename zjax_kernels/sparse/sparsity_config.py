@@ -15,7 +15,7 @@ DIRECTIONS = ("bidirectional", "unidirectional")
 
 
 class _FieldsOnly:
-    """Forbids attributes that are no fields: layouts are cached by fields alone."""
+    """Forbids attributes that are not fields: layouts are cached by fields alone."""
 
     def __setattr__(self, name: str, value: object) -> None:
         rule = type(self).__name__

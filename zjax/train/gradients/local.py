@@ -125,7 +125,7 @@ class LocalGradients:
     @property
     def mapped_axes(self) -> set[str]:
         """Mesh axes that `shard_map` maps."""
-        # If the other axes all have size 1, mapping them leaves none to the compiler.
+        # Map axes of size 1, too, if that leaves no axis to the compiler.
         sizes = self.plan.mesh.shape
         mapped = {axis for axis in sizes if axis in self.axes or sizes[axis] == 1}
         return mapped if mapped == set(sizes) else set(self.axes)
@@ -138,7 +138,7 @@ class LocalGradients:
     @property
     def regathers(self) -> bool:
         """Whether each differentiation gathers the parameters again."""
-        # A gradient that may be 0 / 0 must be cleared before it meets the others.
+        # Only separable losses: other gradients may be 0 / 0, and are cleared first.
         is_split = self.plan.splits.compute and self.reduction != "none"
         return is_split and self.model.separable
 

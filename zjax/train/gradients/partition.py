@@ -25,7 +25,7 @@ class StagePartition:
         plan: Says which arrays stack layers.
 
     Raises:
-        PlanError: The model is no line of blocks whose arrays stack them, or its stack
+        PlanError: The model is not a line of blocks with stacked arrays, or its stack
             does more than select leaves and put them back.
     """
 

@@ -57,7 +57,7 @@ def pipelined_gradients(
         reduce_dtype: Dtype in which gradients are added over devices.
 
     Raises:
-        PlanError: The model is no line of blocks whose arrays stack them.
+        PlanError: The model is not a line of blocks with stacked arrays.
     """
     model, schedule = pipelined.model, pipelined.schedule
     padded = _with_padded_layers(plan)

@@ -260,14 +260,14 @@ def mean_of_sums(sums: Sequence[Auxiliary], num_blocks: Sequence[int]) -> Auxili
         for name, x in own.metrics.items():
             by_name[name].append((x, number))
     means = {}
-    for name, given in by_name.items():
-        totals, numbers = zip(*given, strict=True)
+    for name, pairs in by_name.items():
+        totals, numbers = zip(*pairs, strict=True)
         means[name] = functools.reduce(jnp.add, totals) / sum(numbers)
     return Auxiliary(functools.reduce(jnp.add, losses) if losses else None, means)
 
 
 def in_place(params: Params, rows: Any) -> Params:
-    """Constrains arrays to their placement over all axes but those of the batch."""
+    """Constrains arrays to their sharding over all axes except the batch axes."""
     return jax.tree.map(lambda x, row: _held(x, _besides_batch(row)), params, rows)
 
 
