@@ -42,7 +42,7 @@ def gather(shard: jax.Array, row: ArrayPlan, axes: Sequence[str]) -> jax.Array:
     Returns:
         The array of `used_shape`, in the dtype of the shard.
     """
-    own = _of_device(row, axes)
+    local_row = _of_device(row, axes)
 
     def run(gathered: jax.Array) -> jax.Array:
         for dim, names in enumerate(_gathered(row, axes)):
@@ -50,7 +50,7 @@ def gather(shard: jax.Array, row: ArrayPlan, axes: Sequence[str]) -> jax.Array:
                 gathered = jax.lax.all_gather(gathered, names, axis=dim, tiled=True)
         return gathered
 
-    return unpad(_by_share(run, own, axes)(shard), own)
+    return unpad(_by_share(run, local_row, axes)(shard), local_row)
 
 
 def reduce(x: jax.Array, row: ArrayPlan, axes: Sequence[str]) -> jax.Array:
@@ -68,7 +68,7 @@ def reduce(x: jax.Array, row: ArrayPlan, axes: Sequence[str]) -> jax.Array:
     Returns:
         This device's shard of the stored sum, in the dtype of `x`.
     """
-    own = _of_device(row, axes)
+    local_row = _of_device(row, axes)
 
     def run(total: jax.Array) -> jax.Array:
         replicating = _replicating(row, axes)
@@ -80,7 +80,7 @@ def reduce(x: jax.Array, row: ArrayPlan, axes: Sequence[str]) -> jax.Array:
                 replicating = [axis for axis in replicating if axis not in names]
         return jax.lax.psum(total, tuple(replicating)) if replicating else total
 
-    return _by_share(run, own, axes)(pad(x, own))
+    return _by_share(run, local_row, axes)(pad(x, local_row))
 
 
 def gather_params(shard: jax.Array, row: ArrayPlan, axes: Sequence[str]) -> jax.Array:

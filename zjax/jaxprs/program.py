@@ -79,8 +79,8 @@ class Program:
         equations = [self.equations[number] for number in self.needed(outputs, stops)]
         atoms = itertools.chain(outputs, *(each.invars for each in equations))
         read = {*names_among(atoms)}
-        own = [x for x in self.inputs if x not in stops]
-        needed_inputs = [x for x in (*stops, *own) if x in read]
+        other_inputs = [x for x in self.inputs if x not in stops]
+        needed_inputs = [x for x in (*stops, *other_inputs) if x in read]
         jaxpr = self.closed.jaxpr.replace(
             invars=needed_inputs, outvars=list(outputs), eqns=equations
         )

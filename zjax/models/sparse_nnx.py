@@ -17,7 +17,7 @@ class SparseSelfAttention(nnx.Module):
             your array as `Custom(num_heads=4, live=...)`.
         key_padding_mask_mode: `add` masks by -10000.0 and keeps by 0.0, `mul` by 0 and
             1.
-        attn_mask_mode: The same for `attn_mask`.
+        attn_mask_mode: `add` or `mul`, with the same meaning for `attn_mask`.
         max_seq_length: Tokens of the layout, 1 or more; shorter sequences use its first
             blocks, and need not be whole blocks.
 

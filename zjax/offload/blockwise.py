@@ -107,12 +107,12 @@ class BlockwiseBackward:
         saved: list[Saved] = []
         carry, context, auxiliaries = self.forward(embed, stored, batch, key, saved)
         self.residual_bytes = sum(bytes_by_memory(each.rows).device for each in saved)
-        loss, own, shared, cotangent, auxiliary_cotangent = programs.head(
+        loss, head_grads, shared, cotangent, auxiliary_cotangent = programs.head(
             head, carry, batch, scale, auxiliaries
         )
         del carry
         yield loss
-        yield GroupGradients(len(stored) + 1, own)
+        yield GroupGradients(len(stored) + 1, head_grads)
         trees = [each.tree for each in saved]
         blocks = range(len(saved))[::-1]
         self.saved.prefetch(
@@ -124,8 +124,8 @@ class BlockwiseBackward:
             cotangent = yield from self.block_backward(
                 stored, inputs, trees[i], cotangent, auxiliary_cotangent
             )
-        own = programs.embed_backward(embed, batch, key, cotangent, shared)
-        yield GroupGradients(len(stored), own)
+        embed_grads = programs.embed_backward(embed, batch, key, cotangent, shared)
+        yield GroupGradients(len(stored), embed_grads)
 
     def block_backward(
         self,
@@ -194,9 +194,9 @@ class BlockwiseBackward:
                     results, residuals = self.programs.block_saving(
                         trunk.segment, params, carry, inputs
                     )
-                (carry, entering), own, done = results
+                (carry, entering), auxiliary, done = results
                 del results
-                auxiliaries.append(own)
+                auxiliaries.append(auxiliary)
                 used.append(done)
             for tile in tiles:
                 with self.units.on_device(stored, "forward", tile) as (params, used):
@@ -274,8 +274,8 @@ class BlockwiseBackward:
         }
         return [
             *(
-                Peak(name, always | own | {"program": programs[name]})
-                for name, own in parts.items()
+                Peak(name, always | sizes | {"program": programs[name]})
+                for name, sizes in parts.items()
                 if name in programs
             ),
             Peak("update", always | {"gradients": gradients}),

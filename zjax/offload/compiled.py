@@ -62,14 +62,16 @@ def compile_groups(
     compiled: dict[int, CompiledGroup] = {}
     for members in families.values():
         first, scalars = members[0], [forms[i][1] for i in members]
-        texts = zip(*(map(text_of_constant, own) for own in scalars), strict=True)
+        texts = zip(
+            *(map(text_of_constant, literals) for literals in scalars), strict=True
+        )
         differing = [k for k, column in enumerate(texts) if len(set(column)) > 1]
         run = jit(
             programs[first].lift(differing),
             donate_argnums=donations[first],
             out_shardings=places[first],
         )
-        for i, own in zip(members, scalars, strict=True):
-            values = tuple(np.asarray(own[k]) for k in differing)
+        for i, literals in zip(members, scalars, strict=True):
+            values = tuple(np.asarray(literals[k]) for k in differing)
             compiled[i] = CompiledGroup(programs[i].inputs, run, values)
     return [compiled[i] for i in range(len(programs))]

@@ -173,11 +173,11 @@ class BlockPrograms:
         (grads, cotangent), (loss, auxiliary_cotangent) = differentiate(
             self._gathered("head", params), carry
         )
-        own, shared = [], []
+        unshared, shared = [], []
         stored = self._stored("head", grads)
         for keys, grad in jax.tree_util.tree_leaves_with_path(stored):
-            (shared if path_of(keys) in self.stack.shared else own).append(grad)
-        return loss, own, shared, self._constrained(cotangent), auxiliary_cotangent
+            (shared if path_of(keys) in self.stack.shared else unshared).append(grad)
+        return loss, unshared, shared, self._constrained(cotangent), auxiliary_cotangent
 
     def _head_loss(
         self, params: Params, carry: Any, batch: Batch, auxiliaries: Sequence[Auxiliary]
@@ -239,8 +239,8 @@ class BlockPrograms:
             return run_tile(params, entering, unit_key)
 
         _, pull = jax.vjp(run, self._gathered((segment, True), params), entering)
-        grads, own = pull(cotangent)
-        total = jax.tree.map(jnp.add, entering_cotangent, own)
+        grads, summand = pull(cotangent)
+        total = jax.tree.map(jnp.add, entering_cotangent, summand)
         stored = jax.tree.leaves(self._stored((segment, True), grads))
         return stored, self._constrained(total), _number_of(total)
 

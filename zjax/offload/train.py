@@ -324,7 +324,7 @@ class _Running:
         group = self.train.groups[number]
         rows = group.grad_rows
         if self.grad_bytes_to_come <= self.train.backward.residual_bytes:
-            # They fit where residuals were that the pass has released.
+            # Keep them on the device: they fit into the bytes of released residuals.
             rows = [row.on_device for row in rows]
         self.grad_bytes_to_come -= tree_bytes(rows)
         grads = [self.known.pop(name) for name in group.update.grads]

@@ -131,7 +131,7 @@ class GroupedUpdate:
             programs.updates,
             jit,
             donated=frozenset(x for x in self.state_names if input_groups[x] != SHARED),
-            out_shardings=[[places[i] for i in own] for own in positions],
+            out_shardings=[[places[i] for i in indices] for indices in positions],
         )
         measures = compile_groups(programs.measures, jit)
         params = [x for x, k in zip(names, input_keys, strict=True) if _is_param(k)]

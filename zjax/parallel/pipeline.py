@@ -123,12 +123,12 @@ def make_feed(
 def _with_borrowed(
     microbatches: Batch, heaviest: jax.Array, weight: jax.Array, axes: Sequence[str]
 ) -> Batch:
-    """Replaces the heaviest microbatch of a device without weight by another's."""
+    """Replaces microbatch `heaviest` by another device's if its weight is 0."""
     axes = tuple(axes)
     source = jnp.argmax(jax.lax.all_gather(weight, axes))
-    own = arrays.read_slot(microbatches, heaviest)
-    borrowed = shards.broadcast_from(own, source == jax.lax.axis_index(axes), axes)
-    chosen = arrays.where(weight > 0, own, borrowed)
+    local = arrays.read_slot(microbatches, heaviest)
+    borrowed = shards.broadcast_from(local, source == jax.lax.axis_index(axes), axes)
+    chosen = arrays.where(weight > 0, local, borrowed)
     return arrays.write_slot(microbatches, chosen, heaviest)
 
 
@@ -368,8 +368,8 @@ class _Step:
     def forward(self, state: _State, table: TickTable) -> _State:
         def run(tick, received, saved, embedded):
             stream = arrays.where(tick.is_first, embedded, received)
-            out, own = tick.in_chunk(self.run_forward, stream)
-            saved = arrays.write_slot(saved, own, tick.schedule.residuals)
+            out, residuals = tick.in_chunk(self.run_forward, stream)
+            saved = arrays.write_slot(saved, residuals, tick.schedule.residuals)
             return self.sent(out, 1), saved
 
         staged, everywhere = (state.stream, state.saved), (self.embedded(table),)
@@ -397,9 +397,9 @@ class _Step:
 
     def backward(self, phase: TickTable, state: _State, table: TickTable) -> _State:
         def recall(tick, saved):
-            own = arrays.read_slot(saved, tick.schedule.residuals)
+            slot = arrays.read_slot(saved, tick.schedule.residuals)
             residuals, out = (
-                tick.in_chunk(self.recomputed, own) if self.recomputes else own
+                tick.in_chunk(self.recomputed, slot) if self.recomputes else slot
             )
             return arrays.broadcast_from(tick.is_last, out), residuals
 
@@ -408,11 +408,15 @@ class _Step:
             zeros = jax.tree.map(jnp.zeros_like, cotangent)
             cotangent = arrays.where(tick.is_due, cotangent, zeros)
             if self.splits_backward:
-                stream, own = tick.in_chunk(self.run_stream, residuals, cotangent)
-                operands = arrays.write_slot(operands, own, tick.schedule.operands)
+                stream, new_operands = tick.in_chunk(
+                    self.run_stream, residuals, cotangent
+                )
+                operands = arrays.write_slot(
+                    operands, new_operands, tick.schedule.operands
+                )
             else:
-                given = total, residuals, cotangent
-                total, stream = self.added(tick, self.run_backward, *given)
+                inputs = total, residuals, cotangent
+                total, stream = self.added(tick, self.run_backward, *inputs)
             first = arrays.broadcast_from(tick.is_first, stream)
             return self.sent(stream, -1), total, operands, first
 
@@ -426,8 +430,8 @@ class _Step:
         )
 
         def add(number, grads):
-            own = self.embed_backward(number, first)
-            return sums.add(grads, self.reduce.embed(own))
+            new_grads = self.embed_backward(number, first)
+            return sums.add(grads, self.reduce.embed(new_grads))
 
         embed = where_due(phase.first, table.first, add, state.grads.embed)
         grads = StackTree(embed, total, state.grads.head)
@@ -443,9 +447,9 @@ class _Step:
 
         def run(number, start):
             head, losses, _ = start
-            (own, cotangent), loss = differentiate(self.params.head, last, number)
+            (grads, cotangent), loss = differentiate(self.params.head, last, number)
             losses = arrays.write_slot(losses, loss, number)
-            return sums.add(head, self.reduce.head(own)), losses, cotangent
+            return sums.add(head, self.reduce.head(grads)), losses, cotangent
 
         zeros = jax.tree.map(jnp.zeros_like, last)
         start = state.grads.head, state.losses, zeros
@@ -514,9 +518,9 @@ class _Step:
 
         def run_adding(tick, total, *args):
             function = functools.partial(run, tick)
-            own, other = sums.add_in_products(function, total[tick.chunk], *args)
-            own = self.reduce.stages(own)
-            return sums.replace_chunk(total, tick.chunk, own), other
+            new, other = sums.add_in_products(function, total[tick.chunk], *args)
+            new = self.reduce.stages(new)
+            return sums.replace_chunk(total, tick.chunk, new), other
 
         if self.adds_in_products:
             return tick.in_chunk(run_adding, total, *args)
@@ -545,26 +549,26 @@ class _Step:
         last_chunk = self.schedule.num_chunks - 1
         num_staged = len(staged)
 
-        def of_stage(chunks, stage, own, *args):
+        def of_stage(chunks, stage, schedule, *args):
             contexts, key, *others = args[num_staged:]
-            context = arrays.read_slot(contexts, own.context)
-            chunk_number = own.chunk * (last_stage + 1) + stage
+            context = arrays.read_slot(contexts, schedule.context)
+            chunk_number = schedule.chunk * (last_stage + 1) + stage
             tick = StageTick(
                 chunks=chunks,
-                schedule=own,
-                nondiff=(context, fold_in(key, own.context), chunk_number),
-                is_due=own.microbatch != IDLE,
-                is_first=(stage == 0) & (own.chunk == 0),
-                is_last=(stage == last_stage) & (own.chunk == last_chunk),
+                schedule=schedule,
+                nondiff=(context, fold_in(key, schedule.context), chunk_number),
+                is_due=schedule.microbatch != IDLE,
+                is_first=(stage == 0) & (schedule.chunk == 0),
+                is_last=(stage == last_stage) & (schedule.chunk == last_chunk),
                 gathers=self.chain.gathers,
                 communicates=self.chain.communicates,
             )
             return run(tick, *args[:num_staged], *others)
 
-        given = self.chunks, jnp.arange(last_stage + 1), stages
+        by_stage = self.chunks, jnp.arange(last_stage + 1), stages
         shared = self.contexts, self.key
         return arrays.map_stages(
-            of_stage, outs, (*given, *staged), *shared, *everywhere
+            of_stage, outs, (*by_stage, *staged), *shared, *everywhere
         )
 
     def embedded(self, table: TickTable) -> Any:

@@ -106,7 +106,9 @@ class Schedule:
     @functools.cached_property
     def phases(self) -> tuple[Phase, ...]:
         """Consecutive ticks that run the same kinds of passes."""
-        busy = {k: (own.microbatch != IDLE).any(1) for k, own in self.passes.items()}
+        busy = {
+            k: (table.microbatch != IDLE).any(1) for k, table in self.passes.items()
+        }
         columns = [tuple(k for k in busy if busy[k][t]) for t in range(self.num_ticks)]
         starts = [
             t for t, kinds in enumerate(columns) if t == 0 or kinds != columns[t - 1]
@@ -130,12 +132,14 @@ class Schedule:
         """
         last_chunk = self.num_chunks - 1
 
-        def table(own: StageSchedule) -> TickTable:
-            first = np.where(own.chunk[:, 0] == 0, own.microbatch[:, 0], IDLE)
-            is_last = own.chunk[:, -1] == last_chunk
-            return TickTable(own, first, np.where(is_last, own.microbatch[:, -1], IDLE))
+        def table(passes: StageSchedule) -> TickTable:
+            first = np.where(passes.chunk[:, 0] == 0, passes.microbatch[:, 0], IDLE)
+            is_last = passes.chunk[:, -1] == last_chunk
+            return TickTable(
+                passes, first, np.where(is_last, passes.microbatch[:, -1], IDLE)
+            )
 
-        return {kind: table(own) for kind, own in self.passes.items()}
+        return {kind: table(passes) for kind, passes in self.passes.items()}
 
     def time(self, costs: Mapping[Kind, int | float]) -> float:
         """How long all ticks take, in the unit of the costs; communication is free.
@@ -149,11 +153,11 @@ class Schedule:
             >>> schedule.time({"forward": 1, "backward": 1, "weights": 1})
             33.0
         """
-        own = dict(costs)
+        cost_of = dict(costs)
         if "weights" not in self.passes:
-            own["backward"] += own.pop("weights")
+            cost_of["backward"] += cost_of.pop("weights")
         ticks = (
-            (phase.end - phase.start) * own[kind]
+            (phase.end - phase.start) * cost_of[kind]
             for phase in self.phases
             for kind in phase.kinds
         )

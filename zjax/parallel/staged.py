@@ -36,8 +36,8 @@ def map_stages(
     num_staged = len(staged)
 
     def of_stage(*args: Any) -> Any:
-        own = jax.tree.map(lambda x: x[0], args[:num_staged])
-        results = run(*own, *args[num_staged:])
+        local = jax.tree.map(lambda x: x[0], args[:num_staged])
+        results = run(*local, *args[num_staged:])
         return jax.tree.map(
             lambda spec, tree: _with_stage(tree) if spec == STAGED else tree,
             outs,

@@ -265,12 +265,12 @@ class _Split(NamedTuple):
             return summand
 
         def part(*parts: jax.Array) -> jax.Array:
-            own = summand(*parts)
+            summed = summand(*parts)
             if scatters:
-                own = jax.lax.psum_scatter(
-                    own, meshes.TENSOR, scatter_dimension=1, tiled=True
+                summed = jax.lax.psum_scatter(
+                    summed, meshes.TENSOR, scatter_dimension=1, tiled=True
                 )
-            return own[None] if stacked else own
+            return summed[None] if stacked else summed
 
         if not stacked:
             return _map_open_axes(part, specs, self.stream)

@@ -66,7 +66,7 @@ class Scratch:
         """A directory for one more array.
 
         Args:
-            kind: The same for arrays whose files have the same names and sizes.
+            kind: Key that is equal for arrays with equal names and sizes of files.
             num_bytes: Bytes of its files.
 
         Returns:

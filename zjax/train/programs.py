@@ -71,10 +71,10 @@ class Programs:
         """Applies gradients.
 
         Args:
-            state: Before the step.
-            grads: What `gradients` returned.
-            loss: The same.
-            batch: The same as there, for optimizers that compute the loss again.
+            state: State before the step.
+            grads: Gradients from `gradients`.
+            loss: Loss from `gradients`.
+            batch: The global batch, for optimizers that compute the loss again.
 
         Returns:
             The state after the step, and its metrics.

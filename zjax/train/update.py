@@ -170,18 +170,23 @@ class Update:
         self, state: TrainState, loss: Loss, norm: jax.Array, finite: jax.Array
     ) -> Metrics:
         """Metrics of the loss and of the step, float32[] each."""
-        own = {
+        step_metrics = {
             "loss": loss.value,
             "weight": loss.weight,
             "grad_norm": norm,
             "skipped_steps": state.num_skipped + ~finite,
         }
         if self.schedule is not None:
-            own["learning_rate"] = self.schedule(state.step - state.num_skipped)
+            step_metrics["learning_rate"] = self.schedule(
+                state.step - state.num_skipped
+            )
         if state.scaler != ():
-            own["loss_scale"] = state.scaler.scale
+            step_metrics["loss_scale"] = state.scaler.scale
             settings = self.config.precision.loss_scale
-            own["loss_scale_spent"] = loss_scale.at_minimum(state.scaler, settings)
+            step_metrics["loss_scale_spent"] = loss_scale.at_minimum(
+                state.scaler, settings
+            )
         return {
-            name: jnp.float32(value) for name, value in (loss.metrics | own).items()
+            name: jnp.float32(value)
+            for name, value in (loss.metrics | step_metrics).items()
         }

@@ -128,7 +128,7 @@ class StagePartition:
         try:
             embed, blocks, head = self.stack.split(self._marked(tree))
             pairs = zip(self.stack.segments, blocks, strict=True)
-            return embed, tuple(own for _, own in pairs), head
+            return embed, tuple(each for _, each in pairs), head
         except Exception as error:  # the function is the user's, and may raise anything
             problem = f"fails with {type(error).__name__} on leaves that are no arrays"
             raise PlanError(_no_selection(self.plan, "split", problem)) from error

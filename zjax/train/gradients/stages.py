@@ -116,8 +116,8 @@ class StagedModel:
         )
         sums = []
         for segment, layer in zip(self.partition.stack.segments, layers, strict=True):
-            _, own = jax.eval_shape(segment.block, layer, carry, context, key)
-            sums.append(jax.tree.map(lambda _: jnp.zeros((), jnp.float32), own))
+            _, auxiliary = jax.eval_shape(segment.block, layer, carry, context, key)
+            sums.append(jax.tree.map(lambda _: jnp.zeros((), jnp.float32), auxiliary))
         return tuple(sums)
 
     def chunk(
@@ -128,25 +128,27 @@ class StagedModel:
         key: Any,
         number: Any,
     ) -> Any:
-        """The stream behind the blocks of a chunk, by segment and slot."""
+        """Runs the blocks of a chunk, by segment and slot."""
         key = self.local.device_key(key)
-        for slots, block, own in zip(self.slots, self.blocks, layers, strict=True):
-            for slot, layer in enumerate(own):
+        for slots, block, segment_layers in zip(
+            self.slots, self.blocks, layers, strict=True
+        ):
+            for slot, layer in enumerate(segment_layers):
                 index = slots.block(number, slot)
-                own_key = block_key(key, index + slots.first_block + 1)
-                run = functools.partial(block, layer, context=context, key=own_key)
+                layer_key = block_key(key, index + slots.first_block + 1)
+                run = functools.partial(block, layer, context=context, key=layer_key)
                 stream = unless_empty(slots, index, run, stream)
         return stream
 
     def run_block(
         self, segment: int, params: Params, stream: Any, context: Any, key: Any
     ) -> Any:
-        """The stream behind one block, which adds its auxiliary losses and metrics."""
+        """Runs one block, and adds its auxiliary losses and metrics to the stream."""
         carry, sums = stream
         params = self.gathered(params, self.block_rows[segment])
         block = self.partition.stack.segments[segment].block
-        carry, own = block(params, carry, context, key)
-        total = jax.tree.map(jnp.add, sums[segment], own)
+        carry, auxiliary = block(params, carry, context, key)
+        total = jax.tree.map(jnp.add, sums[segment], auxiliary)
         return carry, (*sums[:segment], total, *sums[segment + 1 :])
 
     def head(
@@ -215,8 +217,8 @@ class StagedModel:
         """Calls `run(slots, array, row)` for all arrays of blocks."""
         segments = zip(self.slots, stages, self.rows.stages, strict=True)
         return tuple(
-            jax.tree.map(functools.partial(run, slots), own, rows)
-            for slots, own, rows in segments
+            jax.tree.map(functools.partial(run, slots), tree, rows)
+            for slots, tree, rows in segments
         )
 
 
@@ -227,16 +229,16 @@ def unless_empty(
 
     Args:
         slots: Slots of the segment.
-        index: int32[], number of the block in the segment.
+        index: int32[], index of the block in the segment.
         run: `run(stream) -> stream`.
-        stream: What enters the slot.
+        stream: Input of the slot.
     """
     if slots.are_full:
         return run(stream)
     is_block = index < slots.num_blocks
     if slots.first_chunk:
         is_block &= index >= 0
-    # Of weights that are all 0, a block may have a gradient of 0 / 0.
+    # Stop gradients of empty slots: at weights of 0 a block may divide 0 by 0.
     entering = arrays.where(is_block, stream, jax.lax.stop_gradient(stream))
     return arrays.where(is_block, run(entering), stream)
 
@@ -254,10 +256,10 @@ def mean_of_sums(sums: Sequence[Auxiliary], num_blocks: Sequence[int]) -> Auxili
         >>> float(mean.loss), float(mean.metrics["x"])
         (8.0, 2.0)
     """
-    losses = [own.loss for own in sums if own.loss is not None]
+    losses = [each.loss for each in sums if each.loss is not None]
     by_name = collections.defaultdict(list)
-    for own, number in zip(sums, num_blocks, strict=True):
-        for name, x in own.metrics.items():
+    for each, number in zip(sums, num_blocks, strict=True):
+        for name, x in each.metrics.items():
             by_name[name].append((x, number))
     means = {}
     for name, pairs in by_name.items():
