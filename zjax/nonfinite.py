@@ -47,7 +47,7 @@ def find_nonfinite(
         step: Step of the run.
         state: State after the failed step or the one after it; not consumed.
         batch: Placed batch of the failed step.
-        number: Number of the failed step.
+        number: Step number of the failed step.
 
     Returns:
         At most one problem each for the batch, the weights and the gradients. Weights

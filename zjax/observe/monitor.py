@@ -87,7 +87,7 @@ class Monitor:
         """Watches one step; append its metrics to the list that is yielded.
 
         Args:
-            step: Number of the step, from 1.
+            step: Step number, from 1.
             state: Input state.
             batch: Input batch.
 

@@ -42,7 +42,7 @@ class Trace:
         """Enters a step; starts or ends the recording at the edges of the window.
 
         Args:
-            step: Number of the step about to run.
+            step: Step number of the next step.
             pending: Arrays of earlier steps, usually the state. Both edges wait for
                 them, so that the window holds exactly the work of its steps.
 

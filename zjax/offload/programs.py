@@ -1,6 +1,6 @@
 """Compiled programs of the parts of a model: embedding, units and head.
 
-Programs of units take the number of the segment first, which is static.
+Programs of units take the index of the segment first, which is static.
 """
 
 import functools

@@ -203,7 +203,7 @@ class StageTick:
     Args:
         chunks: The layers of each chunk.
         schedule: The pass of the stage.
-        nondiff: Context, key, and int32[] number of the chunk in the model.
+        nondiff: Context, key, and int32[], the index of the chunk in the model.
         is_due: bool[], whether the stage has a pass. If not, nobody reads its stream,
             and its gradients must be 0.
         is_first: bool[], whether the chunk is the first of the model.
