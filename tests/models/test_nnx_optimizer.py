@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from zjax.models import adapter
+from zjax.sharding.opt_state import optimizer_name
 
 
 class Deep(nnx.Module):
@@ -75,3 +76,11 @@ def test_what_fits_dicts_or_nothing_is_left_as_it_is():
     adapted = adapter.adapt(Deep, mean_square, jnp.ones((1, 2)))
     for tx in (optax.adam(0.1), decayed(lambda params: params["nothing"])):
         assert adapter.adapt_optimizer(tx, Deep, adapted) is tx
+
+
+def test_messages_name_the_optimizer_and_not_what_wraps_it():
+    adapted = adapter.adapt(Deep, mean_square, jnp.ones((1, 2)))
+    mask = nnx.map_state(lambda path, _: True, make_state())
+    tx = adapter.adapt_optimizer(decayed(mask), Deep, adapted)
+    assert tx.init.__qualname__.startswith("_on_states")
+    assert optimizer_name(tx) == "chain(masked(add_decayed_weights), trace)"

@@ -30,7 +30,7 @@ def accept_states(tx: Any, model: Any, params: Params) -> Any:
     for is_eager in (True, False):
         abstract_params = _abstract_state(module, is_eager=is_eager)
         if _accepts(tx, abstract_params):
-            return _convert(optax.with_extra_args_support(tx), abstract_params)
+            return _on_states(optax.with_extra_args_support(tx), abstract_params)
     return tx
 
 
@@ -55,7 +55,7 @@ def _abstract_state(module: nnx.Module, *, is_eager: bool) -> Any:
     )
 
 
-def _convert(tx: Any, abstract_params: Any) -> optax.GradientTransformationExtraArgs:
+def _on_states(tx: Any, abstract_params: Any) -> optax.GradientTransformationExtraArgs:
     abstract = jax.eval_shape(tx.init, abstract_params)
 
     def init(params: Params) -> Any:
