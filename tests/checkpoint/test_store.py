@@ -164,8 +164,8 @@ def test_another_model_is_refused_with_what_differs(tmp_path):
         "two agree\n"
         f"master/embeding='float32[7,3]' is missing from {place}; did you mean "
         "master/embed?\n"
-        f"master/embed='float32[7,3]' is in {place} but not in this model; drop it, or "
-        "add it here\n"
+        f"master/embed='float32[7,3]' is in {place} but not in this model; remove "
+        "it from the checkpoint, or add it to the model\n"
         f"checkpoint='{place}' differs from this model in 3 arrays, 3 of them shown; "
         "use the configuration that wrote it, or another checkpoint"
     )

@@ -22,8 +22,10 @@ EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
         ("your_own_nnx_model", ""),
         ("image_classifier", "accuracy in an unseen typeface: "),
         ("long_document --model=encoder", "step 2: "),
-        ("long_context --length=64", "step 2: "),
-        ("tensor_and_pipeline --way=pipeline", "step 2: "),
+        pytest.param("long_context --length=64", "step 2: ", marks=pytest.mark.slow),
+        pytest.param(
+            "tensor_and_pipeline --way=pipeline", "step 2: ", marks=pytest.mark.slow
+        ),
         pytest.param("tensor_and_pipeline", "step 2: ", marks=pytest.mark.slow),
         pytest.param(
             "long_document --model=decoder", "step 2: ", marks=pytest.mark.slow
@@ -45,8 +47,8 @@ def test_example(given, last_line):
     ("name", "num_pictures", "text"),
     [
         ("quickstart", 2, "optimizer state"),
-        ("offload", 1, "pinned_host"),
-        ("long_document", 4, "sparse attention: "),
+        pytest.param("offload", 1, "pinned_host", marks=pytest.mark.slow),
+        pytest.param("long_document", 4, "sparse attention: ", marks=pytest.mark.slow),
     ],
 )
 def test_notebook_runs(monkeypatch, name, num_pictures, text):
@@ -84,6 +86,7 @@ def test_notebook_is_built_from_its_source(name):
     assert any(cell.outputs for cell in code)
 
 
+@pytest.mark.slow
 def test_table_of_what_fits():
     script = EXAMPLES / "offload" / "fits.py"
     given = os.environ | {"ZJAX_EXAMPLE_SHAPES": "1", "ZJAX_EXAMPLE_LENGTH": "64"}

@@ -90,7 +90,9 @@ def test_room_for_all_weights_is_kept_where_they_come_up_at_once():
     assert fit._bytes_to_generate(by_block, 2.0 * size) == 0
 
 
-@pytest.mark.parametrize("changes", [{}, UNDER_BACKWARD])
+@pytest.mark.parametrize(
+    "changes", [pytest.param({}, marks=pytest.mark.slow), UNDER_BACKWARD]
+)
 def test_devices_keep_what_they_have_room_for(machine, changes):
     """Fails if all of the state moves, or more of it stays than fits."""
     whole = machine(0.5)
@@ -210,7 +212,11 @@ def test_what_a_step_takes_must_be_known(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("remat", "first"), [("full", ""), ("dots", "model.remat=full, ")]
+    ("remat", "first"),
+    [
+        pytest.param("full", "", marks=pytest.mark.slow),
+        ("dots", "model.remat=full, "),
+    ],
 )
 def test_a_step_that_does_not_fit_is_refused(machine, monkeypatch, remat, first):
     machine(0)
@@ -221,7 +227,7 @@ def test_a_step_that_does_not_fit_is_refused(machine, monkeypatch, remat, first)
         start(make_config("auto", model=model))
     assert str(error.value) == (
         "zero.optimizer_memory='auto' leaves a step that takes 0.0 GB, most of it "
-        f"resting, on devices with 0.0 GB free; use {first}a smaller "
+        f"stored state, on devices with 0.0 GB free; use {first}a smaller "
         "microbatch_size, more devices, or the host for zero.parameter_memory, "
         "zero.gradient_memory and model.activation_memory"
     )

@@ -42,7 +42,7 @@ def save(run, state, directory):
     ("here", "there"),
     [
         ("device", "pinned_host"),
-        ("pinned_host", "device"),
+        pytest.param("pinned_host", "device", marks=pytest.mark.slow),
         pytest.param("device", "device", marks=pytest.mark.slow),
         pytest.param("pinned_host", "pinned_host", marks=pytest.mark.slow),
     ],

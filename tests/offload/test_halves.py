@@ -160,7 +160,15 @@ CASES = {
 }
 
 
-BY_HAND = {"stage 0", "lamb", "delayed", "blocks on the host", "disks"}
+BY_HAND = {
+    "stage 0",
+    "stage 1, two microbatches",
+    "lamb",
+    "delayed",
+    "blocks on the host",
+    "blocks on the host, delayed",
+    "disks",
+}
 """What other cases hold among more."""
 
 

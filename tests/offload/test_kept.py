@@ -79,13 +79,13 @@ def assert_same_run(remat, **changes):
         np.testing.assert_allclose(*pair, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("remat", POLICIES)
+@pytest.mark.parametrize("remat", some_by_hand(POLICIES, POLICIES[1:4]))
 def test_any_policy_changes_nothing(remat):
     assert_same_run(remat, stage=1)
 
 
 @pytest.mark.parametrize("remat", some_by_hand(POLICIES, POLICIES[1:]))
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some_by_hand(CASES, {"stage 3", "tensor"}))
 def test_what_is_kept_changes_nothing(case, remat):
     assert_same_run(remat, **CASES[case])
 

@@ -35,7 +35,7 @@ CASES = {
 }
 
 
-BY_HAND = {"1f1b", "interleaved"}
+BY_HAND = {"1f1b", "interleaved", "weights apart, tokens in the order of a ring"}
 """What other cases hold among more."""
 
 

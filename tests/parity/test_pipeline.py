@@ -92,6 +92,7 @@ CASES = {
 BY_HAND = {
     "interleaved",
     "interleaved, kept, stage 2",
+    "weights apart, tensor",
     "heads traded along the sequence",
     "the same, vocabulary that does not divide",
 }

@@ -85,7 +85,10 @@ HOST = {"remat": "attention", "activation_memory": "pinned_host"}
             id="stage-3-tensor-accumulated",
         ),
         pytest.param(
-            make_config(2, zero=AWAY, remat="full"), 2, id="state-on-the-host"
+            make_config(2, zero=AWAY, remat="full"),
+            2,
+            id="state-on-the-host",
+            marks=SLOW,
         ),
     ],
 )

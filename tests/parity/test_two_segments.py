@@ -85,7 +85,9 @@ def assert_same(found, expected):
         np.testing.assert_allclose(one, other, rtol=2e-5)
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize(
+    "num_microbatches", [pytest.param(1, marks=pytest.mark.slow), 2]
+)
 @pytest.mark.parametrize("path", PATHS)
 def test_every_path_computes_what_one_device_does(path, num_microbatches):
     """Fails if a path loses a segment, a key, the schedule, or what blocks add."""

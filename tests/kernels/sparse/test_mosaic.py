@@ -35,7 +35,7 @@ CASES = [
     pytest.param(
         {
             "block": 128,
-            "tokens": 640,
+            "tokens": 384,
             "num_kv_heads": 2,
             "causal": True,
             "dense": True,
