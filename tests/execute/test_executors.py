@@ -66,3 +66,13 @@ def test_a_sequence_of_programs_is_not_compiled_as_one():
         "program='train' is a sequence of programs where the state is offloaded; set "
         "zero.optimizer_memory=device to compile it as one"
     )
+
+
+@pytest.mark.parametrize("where", ["device", "pinned_host"])
+def test_every_device_and_process_has_all_text(where):
+    """Fails if text is generated under the mesh of the run, which shards it."""
+    run = offload.start(offload.make_config(where, model=offload.GPT))
+    prompts = offload.make_batch(0)["tokens"][:, :3]
+    text = run.generate(run.state, prompts, max_new_tokens=2)
+    assert text.shape == (len(prompts), 5)
+    assert text.sharding.is_fully_replicated

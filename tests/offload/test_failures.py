@@ -23,6 +23,7 @@ from tests.support.offload import (
 )
 from zjax import step as steps
 from zjax.errors import PlanError
+from zjax.execute import jit as programs
 from zjax.initialize import make_run
 from zjax.models.build import make_model
 from zjax.offload.compiled import compile_groups
@@ -89,7 +90,8 @@ def test_evaluation_uses_averaged_weights():
 @pytest.mark.parametrize("changes", [{}, UNDER_BACKWARD, ON_HOST])
 def test_steps_that_nothing_waits_for(monkeypatch, changes):
     """Fails if a step gives up an array that a program in flight still reads."""
-    monkeypatch.setattr(steps, "is_simulated", lambda mesh: False)
+    for module in (steps, programs):
+        monkeypatch.setattr(module, "is_simulated", lambda mesh: False)
     found = []
     for memory in ("device", "pinned_host"):
         config = make_config(memory, **(changes if memory != "device" else {}))

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from zjax.compiler import step_options
 from zjax.config.schema import Config
@@ -14,6 +15,7 @@ from zjax.models.generate import generate
 from zjax.offload.generate import Generation
 from zjax.offload.peak import Peak
 from zjax.offload.train import OffloadedTrain
+from zjax.ops.promotion import dtype_promotion
 from zjax.sharding.plan import Plan
 from zjax.sharding.program_plan import staged_plan
 from zjax.train.programs import make_programs
@@ -60,7 +62,7 @@ class StreamedExecutor:
         self.state_plan = self.step.state_rows
         self.parameters = Weights(plan)
         self.generation = None
-        self._model = model
+        self._model, self._mesh = model, plan.mesh
         self._passes: Any = self.step.backward
         self._streams_blocks = config.zero.offloads_blocks and model.runs_by_block
         self.programs: Mapping[str, Any] = {}
@@ -84,7 +86,9 @@ class StreamedExecutor:
     def generate(self, state: TrainState, tokens: Any, **settings: Any) -> jax.Array:
         """Continues prompts; `settings` are those of `zjax.generate`."""
         if self.generation:
-            return self.generation(state, tokens, **settings)
+            assert isinstance(self._mesh, Mesh)
+            with jax.set_mesh(self._mesh), dtype_promotion():
+                return self.generation(state, tokens, **settings)
         view = self._model.bind(self.parameters(state), state.model_state)
         return generate(view, tokens, **settings)
 

@@ -105,4 +105,4 @@ class WholeBackward:
         batch = like_batch(self.plan, batch, self.entries)
         program = added_bytes(self.gradients, state, batch, abstract_key())
         grads = {"gradients": tree_bytes(self.grad_rows)}
-        return [Peak("gradients", {"program": program or 0}), Peak("update", grads)]
+        return [Peak("gradients", {"program": program}), Peak("update", grads)]

@@ -28,16 +28,20 @@ class Peak:
         return sum(self.parts.values())
 
 
-def added_bytes(program: Any, *operands: Any) -> int | None:
-    """Bytes that a jitted function adds to its operands; None if XLA does not say."""
+class UnreportedMemoryError(Exception):
+    """The compiler does not report the memory of a program."""
+
+
+def added_bytes(program: Any, *operands: Any) -> int:
+    """Bytes that a jitted function adds to its operands, once compiled."""
     return added_by(program.lower(*operands).compile())
 
 
-def added_by(compiled: jax.stages.Compiled) -> int | None:
-    """Bytes that a compiled program adds to its operands; None if XLA does not say."""
+def added_by(compiled: jax.stages.Compiled) -> int:
+    """Bytes that a compiled program adds to its operands."""
     analysis = compiled.memory_analysis()
     if analysis is None:
-        return None
+        raise UnreportedMemoryError
     results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     return results + analysis.temp_size_in_bytes
 

@@ -91,7 +91,7 @@ class PassShapes:
         """Notes the bytes of a program; returns its results and their shardings."""
         lowered = program.lower(*operands)
         compiled = lowered.compile()
-        self.bytes[name] = max(self.bytes.get(name, 0), added_by(compiled) or 0)
+        self.bytes[name] = max(self.bytes.get(name, 0), added_by(compiled))
         return lowered.out_info, compiled.output_shardings
 
 

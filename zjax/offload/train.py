@@ -26,7 +26,7 @@ from zjax.offload.backward import Backward, GroupGradients, WholeBackward
 from zjax.offload.blockwise import BlockwiseBackward
 from zjax.offload.compiled import Jit
 from zjax.offload.groups import by_group
-from zjax.offload.peak import Peak, added_bytes
+from zjax.offload.peak import Peak, UnreportedMemoryError, added_bytes
 from zjax.offload.stream import WRITE_BACK_SHARE, Load, Stream, moved_bytes
 from zjax.offload.update import GroupedUpdate, GroupUpdate
 from zjax.sharding.memory import bytes_by_memory, stored_bytes, tree_bytes
@@ -179,18 +179,18 @@ class OffloadedTrain:
         None where the compiler does not say what they take. Only shapes and dtypes of
         the batch are read.
         """
-        added = [added_bytes(*call) for call in self.update.abstract_calls()]
-        known = [size for size in added if size is not None]
-        if len(known) < len(added):
+        try:
+            added = [added_bytes(*call) for call in self.update.abstract_calls()]
+            moments = self.backward.moments(self.state_rows, batch, self.waiting_bytes)
+        except UnreportedMemoryError:
             return None
-        moments = self.backward.moments(self.state_rows, batch, self.waiting_bytes)
         always = {
             "stored state": stored_bytes(self.plan).device,
             "groups in transfer": self.stream.most_bytes(self.group_bytes),
             "pending gradients": self.pending_bytes(),
         }
         peaks = [Peak(each.moment, always | each.parts) for each in moments]
-        peaks[-1].parts["program"] = max(known)  # the last peak is the update
+        peaks[-1].parts["program"] = max(added)  # the last peak is the update
         return max(peaks, key=lambda peak: peak.total)
 
     def pending_bytes(self) -> int:
