@@ -1,10 +1,13 @@
 """A step as one program, and what it says of itself."""
 
+import dataclasses
+
 import jax
 import optax
 import pytest
 
 from tests.support import models, offload, runs
+from zjax.config import schema
 from zjax.errors import PlanError
 from zjax.sharding import plan as plans
 
@@ -71,7 +74,9 @@ def test_a_sequence_of_programs_is_not_compiled_as_one():
 @pytest.mark.parametrize("where", ["device", "pinned_host"])
 def test_every_device_and_process_has_all_text(where):
     """Fails if text is generated under the mesh of the run, which shards it."""
-    run = offload.start(offload.make_config(where, model=offload.GPT))
+    config = offload.make_config(where, model=offload.GPT)
+    mesh = schema.Mesh(data=4, tensor=2)
+    run = offload.start(dataclasses.replace(config, mesh=mesh))
     prompts = offload.make_batch(0)["tokens"][:, :3]
     text = run.generate(run.state, prompts, max_new_tokens=2)
     assert text.shape == (len(prompts), 5)
