@@ -14,7 +14,7 @@ FLOORS = (
     ("processes",),
     ("sharding",),
     ("ops", "comm", "compiler", "fingerprint", "storage"),
-    ("parallel", "optim", "data"),
+    ("parallel", "optim", "data", "moe"),
     ("forward",),
     ("models", "train"),
     ("linen", "nnx", "checkpoint", "observe", "offload"),

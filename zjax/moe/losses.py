@@ -1,0 +1,70 @@
+"""Losses of a router, beside that of the task: even load, and small logits.
+
+References: GShard, arXiv:2006.16668, section 2.2; Switch, arXiv:2101.03961, section
+2.2; ST-MoE, arXiv:2202.08906, section 3.3 (z-loss).
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from zjax.moe.router import Routing, count_tokens
+
+
+def balance_loss(
+    routing: Routing, *, choices: int = 0, num_sequences: int = 1
+) -> Float[Array, ""]:
+    """Compares the load of the experts with an even one, for which it is 1.
+
+    It is `E / k` times the sum over experts of (their share of the scores) x (their
+    share of the tokens, dropped ones included). Only the scores have a gradient.
+
+    Args:
+        routing: Of the tokens of a microbatch.
+        choices: How many choices of each token count as load; 0 counts all of them,
+            and 1 is the loss of GShard and Switch.
+        num_sequences: Averages the losses of so many equal parts of the tokens, each
+            with its own load.
+
+    Returns:
+        A scalar; 0 where no token counts.
+
+    Example:
+        >>> from zjax.moe.router import Router, route
+        >>> even = route(jnp.eye(4), Router(num_experts=4))
+        >>> round(float(balance_loss(even)), 6)
+        1.0
+    """
+    num_experts = routing.scores.shape[1]
+    choices = choices or routing.experts.shape[1]
+
+    def loss(scores: jax.Array, experts: jax.Array, chosen: jax.Array) -> jax.Array:
+        used = chosen[:, 0].astype(jnp.float32)
+        shares = scores / scores.sum(1, keepdims=True)
+        load = count_tokens(experts, chosen, num_experts)
+        products = (used @ shares * load).sum()
+        return num_experts / choices * products / jnp.maximum(used.sum(), 1) ** 2
+
+    arrays = routing.scores, routing.experts[:, :choices], routing.chosen[:, :choices]
+    parts = [x.reshape(num_sequences, -1, x.shape[1]) for x in arrays]
+    return jax.vmap(loss)(*parts).mean()
+
+
+def z_loss(routing: Routing) -> Float[Array, ""]:
+    """Averages the squared log-sum-exp of the logits over the tokens that count.
+
+    Args:
+        routing: Of the tokens of a microbatch.
+
+    Returns:
+        A scalar; 0 where no token counts.
+
+    Example:
+        >>> from zjax.moe.router import Router, route
+        >>> routing = route(jnp.zeros((2, 4)), Router(num_experts=4))
+        >>> round(float(z_loss(routing)), 4)  # log(4) ** 2
+        1.9218
+    """
+    used = routing.chosen[:, 0].astype(jnp.float32)
+    squares = jax.nn.logsumexp(routing.logits, axis=1) ** 2
+    return (used * squares).sum() / jnp.maximum(used.sum(), 1)

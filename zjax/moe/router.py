@@ -1,0 +1,195 @@
+"""Which experts a token goes to, and with which weight.
+
+All of it runs in float32, whatever the dtype of the model.
+
+References: GShard, arXiv:2006.16668 (top-2); Switch, arXiv:2101.03961 (top-1);
+DeepSpeed-MoE, arXiv:2201.05596 (random token selection); DeepSeek-V3,
+arXiv:2412.19437, section 2.1.2 (sigmoid scores, a bias, groups).
+"""
+
+import dataclasses
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from zjax.moe.capacity import Drop, keep_within_capacity
+
+_EPSILON = jnp.finfo(jnp.float32).eps
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Router:
+    """Settings of a router.
+
+    Args:
+        num_experts: Experts to choose from.
+        top_k: Experts of each token, 1 to `num_experts`.
+        scores: `softmax` over all experts, or `sigmoid` of each.
+        normalise: Whether the weights of a token's kept experts add up to `scale`.
+        scale: Factor of the weights.
+        num_groups: Groups of adjacent experts; it divides `num_experts`.
+        top_groups: Groups that a token may choose from, 1 to `num_groups`: those whose
+            two best scores have the largest sum.
+        sampling: Gumbel noise on the logits while training: on those of the `first`
+            choice (RSample), or of the `second`.
+        drop: Which tokens an expert above its capacity drops; `none` drops none.
+        capacity_factor: Capacity of an expert while training, over the tokens that it
+            has if all have as many.
+        eval_capacity_factor: The same in evaluation.
+        min_capacity: Least capacity, in tokens.
+    """
+
+    num_experts: int
+    top_k: int = 1
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalise: bool = True
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    sampling: Literal["none", "first", "second"] = "none"
+    drop: Drop = "none"
+    capacity_factor: float = 1.0
+    eval_capacity_factor: float = 1.0
+    min_capacity: int = 4
+
+    def capacity(self, num_tokens: int, *, is_training: bool) -> int:
+        """Returns the most tokens that an expert takes.
+
+        Args:
+            num_tokens: Tokens that are routed together.
+            is_training: Selects the factor.
+
+        Example:
+            >>> Router(num_experts=4, top_k=2).capacity(64, is_training=True)
+            32
+        """
+        factor = self.capacity_factor if is_training else self.eval_capacity_factor
+        even = math.ceil(num_tokens * self.top_k * factor / self.num_experts)
+        return max(even, self.min_capacity)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """The experts of each token.
+
+    Args:
+        experts: int32[T, K], best first.
+        weights: float32[T, K]; 0 for an expert that dropped the token.
+        kept: bool[T, K]; False for a dropped token, and one that does not count.
+        chosen: bool[T, K]; the same before dropping.
+        scores: float32[T, E], without bias and noise.
+        logits: float32[T, E].
+    """
+
+    experts: Int[Array, "T K"]
+    weights: Float[Array, "T K"]
+    kept: Bool[Array, "T K"]
+    chosen: Bool[Array, "T K"]
+    scores: Float[Array, "T E"]
+    logits: Float[Array, "T E"]
+
+    @property
+    def num_chosen(self) -> Float[Array, " E"]:
+        """Tokens that chose each expert, dropped ones included."""
+        return count_tokens(self.experts, self.chosen, self.scores.shape[1])
+
+    @property
+    def num_kept(self) -> Float[Array, " E"]:
+        """Tokens that each expert computes."""
+        return count_tokens(self.experts, self.kept, self.scores.shape[1])
+
+
+def route(
+    logits: Float[Array, "T E"],
+    router: Router,
+    *,
+    key: jax.Array | None = None,
+    bias: Float[Array, " E"] | None = None,
+    counts: Bool[Array, " T"] | None = None,
+) -> Routing:
+    """Chooses the experts of each token.
+
+    Args:
+        logits: Of each expert for each token.
+        router: The settings.
+        key: Random key of this call; None means evaluation, without noise.
+        bias: Added to the scores for the choice, not for the weights.
+        counts: Tokens to route; False for padding, which no expert computes. All by
+            default.
+
+    Returns:
+        The routing. Its gradient goes through the weights alone.
+
+    Example:
+        >>> logits = jnp.array([[2.0, 1.0, 0.0], [0.0, 1.0, 2.0]])
+        >>> route(logits, Router(num_experts=3, top_k=2)).experts.tolist()
+        [[0, 1], [2, 1]]
+    """
+    logits = logits.astype(jnp.float32)
+    sigmoid = router.scores == "sigmoid"
+    scores = jax.nn.sigmoid(logits) if sigmoid else jax.nn.softmax(logits)
+    noise, drop_key = (None, None) if key is None else jax.random.split(key)
+    experts = _choose(logits, scores, router, noise, bias)
+    used = jnp.ones(len(logits), bool) if counts is None else counts
+    chosen = jnp.broadcast_to(used[:, None], experts.shape)
+    own = jnp.take_along_axis(scores, experts, 1)
+    kept = chosen
+    if router.drop != "none":
+        capacity = router.capacity(len(logits), is_training=key is not None)
+        # Evaluation draws no numbers: the first tokens stay.
+        drop = "position" if router.drop == "random" and key is None else router.drop
+        kept = keep_within_capacity(experts, own, chosen, capacity, drop, drop_key)
+    weights = jnp.where(kept, own, 0)
+    if router.normalise and router.top_k > 1:
+        weights /= jnp.maximum(weights.sum(1, keepdims=True), _EPSILON)
+    weights *= router.scale
+    return Routing(experts, weights, kept, chosen, scores, logits)
+
+
+def _choose(
+    logits: jax.Array,
+    scores: jax.Array,
+    router: Router,
+    key: jax.Array | None,
+    bias: jax.Array | None,
+) -> jax.Array:
+    ranked = scores if bias is None else scores + bias[None]
+    ranked = _within_groups(ranked, router)
+    if key is None or router.sampling == "none":
+        return jax.lax.top_k(ranked, router.top_k)[1]
+    noisy = logits + jax.random.gumbel(key, logits.shape)
+    if router.sampling == "first":
+        return jax.lax.top_k(noisy, router.top_k)[1]
+    first = jnp.argmax(ranked, 1, keepdims=True)
+    others = jnp.where(jnp.arange(logits.shape[1])[None] == first, -jnp.inf, noisy)
+    rest = jax.lax.top_k(others, router.top_k - 1)[1]
+    return jnp.concatenate([first.astype(rest.dtype), rest], 1)
+
+
+def _within_groups(scores: jax.Array, router: Router) -> jax.Array:
+    """Scores of the best groups; -inf for experts of all others."""
+    if router.num_groups == router.top_groups:
+        return scores
+    groups = scores.reshape(len(scores), router.num_groups, -1)
+    best = jax.lax.top_k(groups, min(2, groups.shape[2]))[0].sum(2)
+    _, chosen = jax.lax.top_k(best, router.top_groups)
+    is_chosen = (jnp.arange(router.num_groups)[None, None] == chosen[..., None]).any(1)
+    return jnp.where(is_chosen[..., None], groups, -jnp.inf).reshape(scores.shape)
+
+
+def count_tokens(
+    experts: Int[Array, "T K"], which: Bool[Array, "T K"], num_experts: int
+) -> Float[Array, " E"]:
+    """Counts the tokens of each expert.
+
+    Args:
+        experts: Of each token.
+        which: Choices to count.
+        num_experts: E.
+    """
+    ones = which.ravel().astype(jnp.float32)
+    return jax.ops.segment_sum(ones, experts.ravel(), num_experts)
