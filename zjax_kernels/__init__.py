@@ -10,6 +10,7 @@ Example:
     (1, 1024, 4, 64)
 """
 
+from zjax_kernels.grouped import grouped_matmul, grouped_outer
 from zjax_kernels.norm import layer_norm, rms_norm
 from zjax_kernels.quantise import dequantise_blocks, quantise_blocks
 from zjax_kernels.sparse import (
@@ -51,6 +52,8 @@ __all__ = [
     "Variable",
     "dequantise_blocks",
     "draw_layout",
+    "grouped_matmul",
+    "grouped_outer",
     "layer_norm",
     "make_plan",
     "make_selected_plan",

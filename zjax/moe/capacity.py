@@ -39,20 +39,23 @@ def keep_within_capacity(
         >>> kept[:, 0].tolist()
         [False, True, True]
     """
-    num_tokens, top_k = experts.shape
-    token = jnp.arange(num_tokens)[:, None]
-    choice = jnp.broadcast_to(jnp.arange(top_k), experts.shape)
-    order = {
-        "position": lambda: jnp.broadcast_to(token, experts.shape),
-        "first_choices": lambda: choice,
-        "probability": lambda: -scores,
-        "random": lambda: jax.random.uniform(key, experts.shape),
-    }[drop]()
     expert = jnp.where(chosen, experts, jnp.iinfo(jnp.int32).max).ravel()
+    order = _order(scores, drop, key).ravel()
     # Sorting is stable, and a flat index has the earlier token first.
-    ranking = jnp.lexsort((order.ravel(), expert))
+    ranking = jnp.lexsort((order, expert))
     ranked = expert[ranking]
     first = jnp.searchsorted(ranked, ranked, side="left")
     position = jnp.arange(ranked.size) - first
     kept = jnp.zeros(ranked.size, bool).at[ranking].set(position < capacity)
     return kept.reshape(experts.shape) & chosen
+
+
+def _order(scores: jax.Array, drop: Drop, key: jax.Array | None) -> jax.Array:
+    """Ranks all choices; an expert keeps those of the lowest ranks."""
+    if drop == "random":
+        assert key is not None
+        return jax.random.uniform(key, scores.shape)
+    if drop == "probability":
+        return -scores
+    dim = {"position": 0, "first_choices": 1}[drop]
+    return jax.lax.broadcasted_iota(jnp.int32, scores.shape, dim)

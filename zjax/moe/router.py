@@ -9,7 +9,7 @@ arXiv:2412.19437, section 2.1.2 (sigmoid scores, a bias, groups).
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -85,12 +85,12 @@ class Routing:
         logits: float32[T, E].
     """
 
-    experts: Int[Array, "T K"]
-    weights: Float[Array, "T K"]
-    kept: Bool[Array, "T K"]
-    chosen: Bool[Array, "T K"]
-    scores: Float[Array, "T E"]
-    logits: Float[Array, "T E"]
+    experts: Any
+    weights: Any
+    kept: Any
+    chosen: Any
+    scores: Any
+    logits: Any
 
     @property
     def num_chosen(self) -> Float[Array, " E"]:

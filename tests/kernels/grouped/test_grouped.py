@@ -1,0 +1,125 @@
+"""Grouped products against a loop over groups."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from zjax_kernels import grouped_matmul
+from zjax_kernels.grouped import reference
+
+SIZES = {
+    "even": [8, 8, 8, 8],
+    "uneven": [1, 19, 3, 9],
+    "empty": [0, 0, 32, 0],
+    "rows without a group": [3, 0, 5, 4],
+    "nothing": [0, 0, 0, 0],
+}
+
+
+def operands(num_rows=32, groups=4, k=6, n=5):
+    rng = np.random.default_rng(0)
+    shapes = (num_rows, k), (groups, k, n), (num_rows, n)
+    return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+
+
+def loop(x, weights, sizes):
+    """[M, N] by one product for each group."""
+    out, start = np.zeros((len(x), weights.shape[2]), np.float32), 0
+    for matrix, size in zip(weights, sizes, strict=True):
+        out[start : start + size] = x[start : start + size] @ matrix
+        start += size
+    return out
+
+
+def loop_outer(x, y, sizes):
+    ends = np.cumsum(sizes)
+    pairs = zip(ends - sizes, ends, strict=True)
+    return np.stack([x[a:b].T @ y[a:b] for a, b in pairs])
+
+
+@pytest.mark.parametrize("tile_rows", [128, 3])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_products_and_gradients_are_those_of_a_loop(monkeypatch, sizes, tile_rows):
+    monkeypatch.setattr(reference, "TILE_ROWS", tile_rows)
+    x, weights, cotangent = operands()
+    given = jnp.array(sizes, jnp.int32)
+    out, pull = jax.vjp(lambda *args: grouped_matmul(*args, given), x, weights)
+    of_x, of_weights = pull(cotangent)
+    arrays = [np.asarray(a) for a in (x, weights, cotangent)]
+    np.testing.assert_allclose(out, loop(*arrays[:2], sizes), atol=2e-6)
+    transposed = arrays[1].transpose(0, 2, 1)
+    np.testing.assert_allclose(of_x, loop(arrays[2], transposed, sizes), atol=2e-6)
+    expected = loop_outer(arrays[0], arrays[2], sizes)
+    np.testing.assert_allclose(of_weights, expected, atol=4e-6)
+
+
+def test_many_groups():
+    x, weights, _ = operands(num_rows=700, groups=512)
+    sizes = np.random.default_rng(1).multinomial(700, np.ones(512) / 512)
+    found = grouped_matmul(x, weights, jnp.asarray(sizes, jnp.int32))
+    expected = loop(np.asarray(x), np.asarray(weights), sizes)
+    np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
+def test_what_is_not_finite_stays_in_its_group():
+    x, weights, cotangent = operands()
+    x = x.at[0].set(jnp.nan)
+    sizes = jnp.array([1, 19, 3, 9])
+    out, pull = jax.vjp(lambda w: grouped_matmul(x, w, sizes), weights)
+    (of_weights,) = pull(cotangent)
+    assert jnp.isnan(out[0]).all()
+    assert jnp.isfinite(out[1:]).all()
+    assert jnp.isnan(of_weights[0]).all()
+    assert jnp.isfinite(of_weights[1:]).all()
+
+
+def test_sums_of_bfloat16_are_in_float32():
+    x = jnp.ones((2, 4096), jnp.bfloat16)
+    weights = jnp.full((1, 4096, 1), 1 / 4096, jnp.bfloat16)
+    found = grouped_matmul(x, weights, jnp.array([2]))
+    assert (found.dtype, float(found[0, 0])) == (jnp.bfloat16, 1.0)
+
+
+def test_memory_is_of_the_order_of_the_operands():
+    """Fails if every row is multiplied by every matrix, or each tile has its own."""
+    shapes = ((1024, 64), (64, 64, 32))
+    args = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
+    sizes = jax.ShapeDtypeStruct((64,), "int32")
+
+    def loss(x, weights, sizes):
+        return grouped_matmul(x, weights, sizes).sum()
+
+    program = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*args, sizes).compile()
+    operands = 4 * (1024 * 64 + 64 * 64 * 32 + 1024 * 32)
+    assert program.memory_analysis().temp_size_in_bytes < 4 * operands
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dtypes", "message"),
+    [
+        (
+            ((8, 4), (2, 3, 5), (2,)),
+            ("float32", "float32", "int32"),
+            "weights.shape=(2, 3, 5) does not fit x of shape (8, 4); give [M, K] and "
+            "[groups, K, N]",
+        ),
+        (
+            ((8, 4), (2, 4, 5), (3,)),
+            ("float32", "float32", "int32"),
+            "sizes.shape=(3,) does not fit 2 matrices; give one for each",
+        ),
+        (
+            ((8, 4), (2, 4, 5), (2,)),
+            ("float32", "bfloat16", "float32"),
+            "sizes.dtype=float32 is not of integers; count rows in int32\n"
+            "weights.dtype=bfloat16 does not fit x of float32; cast both to one "
+            "floating-point dtype",
+        ),
+    ],
+)
+def test_operands_that_do_not_match_are_refused(shapes, dtypes, message):
+    args = [jnp.zeros(s, d) for s, d in zip(shapes, dtypes, strict=True)]
+    with pytest.raises(ValueError) as caught:
+        grouped_matmul(*args)
+    assert str(caught.value) == message

@@ -1,0 +1,106 @@
+"""Experts against a loop over tokens, forward and backward."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from zjax.moe.experts import Experts, apply_experts
+from zjax.moe.router import Router, route
+
+E, M, F, T = 5, 6, 4, 24
+ACTIVATIONS = {
+    "swiglu": lambda h: jax.nn.silu(h[:F]) * h[F:],
+    "gelu": jax.nn.gelu,
+    "relu": jax.nn.relu,
+}
+
+
+def make_experts(activation, with_bias, dtype=jnp.float32):
+    width = F * (1 + (activation == "swiglu"))
+    shapes = [(E, M, width), (E, F, M)] + [(E, width), (E, M)] * with_bias
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    pairs = zip(keys, shapes, strict=True)
+    return Experts(*(jax.random.normal(key, shape, dtype) for key, shape in pairs))
+
+
+def by_token(x, experts, routing, activation):
+    """Each token through each of its experts, with nothing sorted."""
+    out = []
+    for token in range(len(x)):
+        total = jnp.zeros(x.shape[1])
+        for choice in range(routing.experts.shape[1]):
+            expert = int(routing.experts[token, choice])
+            hidden = x[token] @ experts.up[expert]
+            if experts.up_bias is not None:
+                hidden += experts.up_bias[expert]
+            output = ACTIVATIONS[activation](hidden) @ experts.down[expert]
+            if experts.down_bias is not None:
+                output += experts.down_bias[expert]
+            total += routing.weights[token, choice] * output
+        out.append(total)
+    return jnp.stack(out)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("top_k", "drop", "with_bias"), [(1, "position", True), (3, "none", False)]
+)
+def test_outputs_and_gradients_are_those_of_single_tokens(
+    activation, top_k, drop, with_bias
+):
+    """Fails if a weight is not applied, or a row returns to another token."""
+    router = Router(num_experts=E, top_k=top_k, drop=drop, min_capacity=1)
+    x, cotangent = jax.random.normal(jax.random.key(1), (2, T, M))
+    # The fifth expert has no token.
+    logits = jax.random.normal(jax.random.key(2), (T, E)).at[:, 4].set(-1e9)
+    experts = make_experts(activation, with_bias)
+
+    def loss(function, x, experts, logits):
+        out = function(x, experts, route(logits, router), activation=activation)
+        return (out * cotangent).sum(), out
+
+    found, expected = (
+        jax.value_and_grad(loss, argnums=(1, 2, 3), has_aux=True)(
+            function, x, experts, logits
+        )
+        for function in (apply_experts, by_token)
+    )
+    for own, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(own, other, rtol=2e-5, atol=2e-5)
+    gradients = found[1][1]
+    assert all((leaf[4] == 0).all() for leaf in jax.tree.leaves(gradients))
+
+
+def test_a_dropped_token_gives_0():
+    router = Router(num_experts=E, drop="position", min_capacity=1, capacity_factor=0.0)
+    routing = route(jnp.zeros((T, E)), router, key=jax.random.key(0))
+    x = jnp.ones((T, M))
+    out = apply_experts(x, make_experts("relu", True), routing, activation="relu")
+    assert (out[1:] == 0).all()
+    assert (out[0] != 0).any()
+
+
+def test_the_backward_pass_reads_pre_activations_alone():
+    """Fails if outputs of experts, or activations, are kept for it."""
+    routing = route(
+        jax.random.normal(jax.random.key(2), (T, E)), Router(num_experts=E, top_k=2)
+    )
+    x, experts = jnp.ones((T, M)), make_experts("swiglu", False)
+    _, pull = jax.vjp(lambda x, w: apply_experts(x, w, routing), x, experts)
+    saved = [leaf for leaf in jax.tree.leaves(pull) if leaf.dtype == jnp.float32]
+    parameters = {leaf.shape for leaf in jax.tree.leaves(experts)}
+    shapes = sorted(x.shape for x in saved if x.shape not in parameters)
+    assert shapes == [(T, 2), (T, M), (2 * T, 2 * F)]
+
+
+def test_bfloat16_sums_in_float32():
+    router = Router(num_experts=E, top_k=4)
+    routing = route(jax.random.normal(jax.random.key(2), (T, E)), router)
+    x = jax.random.normal(jax.random.key(1), (T, M), jnp.bfloat16)
+    experts = make_experts("swiglu", False, jnp.bfloat16)
+    found = apply_experts(x, experts, routing)
+    assert found.dtype == jnp.bfloat16
+    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), (x, experts))
+    expected = apply_experts(*wide, routing)
+    np.testing.assert_allclose(found, expected, rtol=0.05, atol=0.15)

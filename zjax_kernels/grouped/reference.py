@@ -1,0 +1,75 @@
+"""Grouped products tile by tile, in memory of the order of their operands."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from zjax_kernels.grouped.tiles import make_tiles
+
+TILE_ROWS = 128
+
+
+def grouped_matmul(x: Array, weights: Array, sizes: Array) -> Array:
+    """Multiplies the rows of each group by its matrix.
+
+    Args:
+        x: [M, K].
+        weights: [G, K, N].
+        sizes: int32[G].
+
+    Returns:
+        [M, N] in the dtype of `x`, summed in float32; 0 in rows without a group.
+    """
+    rows = _tile_rows(x, sizes)
+    offsets = jnp.arange(rows)[:, None]
+
+    def multiply(out: Array, tile: Any) -> tuple[Array, None]:
+        part = jax.lax.dynamic_slice_in_dim(padded, tile.start, rows)
+        product = jnp.dot(
+            part, weights[tile.group], preferred_element_type=jnp.float32
+        ).astype(x.dtype)
+        before = jax.lax.dynamic_slice_in_dim(out, tile.start, rows)
+        product = jnp.where(offsets < tile.rows, product, before)
+        return jax.lax.dynamic_update_slice_in_dim(out, product, tile.start, 0), None
+
+    padded = jnp.pad(x, ((0, rows), (0, 0)))
+    out = jnp.zeros((len(padded), weights.shape[2]), x.dtype)
+    out, _ = jax.lax.scan(multiply, out, make_tiles(sizes, len(x), rows))
+    return out[: len(x)]
+
+
+def grouped_outer(x: Array, y: Array, sizes: Array) -> Array:
+    """Multiplies the transposed rows of each group in `x` by those in `y`.
+
+    Args:
+        x: [M, K].
+        y: [M, N].
+        sizes: int32[G].
+
+    Returns:
+        [G, K, N] in the dtype of `x`, summed in float32; 0 for an empty group.
+    """
+    rows = _tile_rows(x, sizes)
+    offsets = jnp.arange(rows)[:, None]
+
+    def add(out: Array, tile: Any) -> tuple[Array, None]:
+        parts = [
+            jax.lax.dynamic_slice_in_dim(each, tile.start, rows) for each in (xs, ys)
+        ]
+        # Where rows of other groups hold NaN, a product with 0 would spread it.
+        mine, other = (jnp.where(offsets < tile.rows, part, 0) for part in parts)
+        product = jnp.dot(mine.T, other, preferred_element_type=jnp.float32)
+        return out.at[tile.group].add(product), None
+
+    xs, ys = (jnp.pad(each, ((0, rows), (0, 0))) for each in (x, y))
+    out = jnp.zeros((sizes.size, x.shape[1], y.shape[1]), jnp.float32)
+    out, _ = jax.lax.scan(add, out, make_tiles(sizes, len(x), rows))
+    return out.astype(x.dtype)
+
+
+def _tile_rows(x: Array, sizes: Array) -> int:
+    """Few rows where groups are small: what pads the last tile is computed, too."""
+    even = -(-len(x) // sizes.size)
+    return max(1, min(TILE_ROWS, even))
