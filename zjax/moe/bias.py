@@ -13,9 +13,9 @@ def move_bias(
     """Lowers the bias of experts with more tokens than the mean, raises the others'.
 
     Args:
-        bias: Of each expert, float32.
+        bias: Bias of each expert, float32.
         load: Tokens that chose each expert in the global batch of a step.
-        rate: Size of the move, 0 or more.
+        rate: Step size, 0 or more.
 
     Returns:
         The next bias, whose mean over the experts is 0.

@@ -23,14 +23,14 @@ def keep_within_capacity(
 
     Args:
         experts: Chosen experts of each token, best first.
-        scores: Of those.
-        chosen: Choices that count; others are never kept, and take no room.
+        scores: Scores of the chosen experts.
+        chosen: Choices that count; others are never kept and use no capacity.
         capacity: Most tokens of an expert, 1 or more.
-        drop: Which tokens stay, as in `Drop`; not `none`.
-        key: Random key, for `random` alone.
+        drop: Which tokens stay; not `none`.
+        key: Random key, needed for `random`.
 
     Returns:
-        The choices that are kept. Among equals the earlier token stays.
+        Mask of the kept choices; among equals the earlier token stays.
 
     Example:
         >>> experts = jnp.array([[0], [0], [0]])

@@ -62,10 +62,7 @@ def sort_by_expert(routing: Routing) -> Dispatch:
     """Sorts the choices of all tokens by expert, earlier tokens first.
 
     Args:
-        routing: Of T tokens.
-
-    Returns:
-        Where each goes.
+        routing: Routing of T tokens.
     """
     num_experts, shape = routing.scores.shape[1], routing.experts.shape
     experts = jnp.where(routing.kept, routing.experts, num_experts).ravel()
@@ -91,9 +88,9 @@ def apply_experts(
 
     Args:
         x: Tokens.
-        experts: Parameters, of the dtype of `x`.
-        routing: Of the tokens.
-        activation: Between the two products.
+        experts: Parameters in the dtype of `x`.
+        routing: Routing of the tokens.
+        activation: Function between the two products.
 
     Returns:
         In the dtype of `x`, summed in float32; 0 for a token that all experts dropped.
@@ -143,25 +140,27 @@ def _backward(
     x, hidden, experts, weights, dispatch = saved
     weight = jnp.zeros(dispatch.token.shape, weights.dtype)
     weight = weight.at[dispatch.row.ravel()].set(weights.ravel())[:, None]
-    of_output = cotangent[dispatch.token]  # of each row, before its weight
+    row_cotangent = cotangent[dispatch.token]  # before the routing weight
     down = experts.down.swapaxes(1, 2)
-    of_activated = grouped_matmul(of_output, down, dispatch.sizes)
+    activated_cotangent = grouped_matmul(row_cotangent, down, dispatch.sizes)
     activated, pull = jax.vjp(_activate(activation), hidden)
-    of_weight = _row_products(of_activated, activated)
+    weight_cotangent = _row_products(activated_cotangent, activated)
     if experts.down_bias is not None:
         own = _rows_of(experts.down_bias, dispatch)
-        of_weight += _row_products(of_output, own)
-    (of_hidden,) = pull((of_activated * weight).astype(x.dtype))
+        weight_cotangent += _row_products(row_cotangent, own)
+    (hidden_cotangent,) = pull((activated_cotangent * weight).astype(x.dtype))
     weighted = (activated * weight).astype(x.dtype)
     gradients = Experts(
-        up=grouped_outer(x[dispatch.token], of_hidden, dispatch.sizes),
-        down=grouped_outer(weighted, of_output, dispatch.sizes),
-        up_bias=_sum_by_expert(of_hidden, experts.up_bias, dispatch),
-        down_bias=_sum_by_expert(of_output * weight, experts.down_bias, dispatch),
+        up=grouped_outer(x[dispatch.token], hidden_cotangent, dispatch.sizes),
+        down=grouped_outer(weighted, row_cotangent, dispatch.sizes),
+        up_bias=_sum_by_expert(hidden_cotangent, experts.up_bias, dispatch),
+        down_bias=_sum_by_expert(row_cotangent * weight, experts.down_bias, dispatch),
     )
-    of_rows = grouped_matmul(of_hidden, experts.up.swapaxes(1, 2), dispatch.sizes)
-    of_x = _combine(of_rows, jnp.ones_like(weights), dispatch).astype(x.dtype)
-    return of_x, gradients, of_weight[dispatch.row], None
+    input_rows = grouped_matmul(
+        hidden_cotangent, experts.up.swapaxes(1, 2), dispatch.sizes
+    )
+    x_cotangent = _combine(input_rows, jnp.ones_like(weights), dispatch).astype(x.dtype)
+    return x_cotangent, gradients, weight_cotangent[dispatch.row], None
 
 
 _apply.defvjp(_forward, _backward)

@@ -20,11 +20,11 @@ def balance_loss(
     share of the tokens, dropped ones included). Only the scores have a gradient.
 
     Args:
-        routing: Of the tokens of a microbatch.
+        routing: Routing of the tokens of a microbatch.
         choices: How many choices of each token count as load; 0 counts all of them,
             and 1 is the loss of GShard and Switch.
-        num_sequences: Averages the losses of so many equal parts of the tokens, each
-            with its own load.
+        num_sequences: Number of equal parts of the tokens; each has its own load, and
+            their losses are averaged.
 
     Returns:
         A scalar; 0 where no token counts.
@@ -54,7 +54,7 @@ def z_loss(routing: Routing) -> Float[Array, ""]:
     """Averages the squared log-sum-exp of the logits over the tokens that count.
 
     Args:
-        routing: Of the tokens of a microbatch.
+        routing: Routing of the tokens of a microbatch.
 
     Returns:
         A scalar; 0 where no token counts.

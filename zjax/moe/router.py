@@ -114,12 +114,12 @@ def route(
     """Chooses the experts of each token.
 
     Args:
-        logits: Of each expert for each token.
-        router: The settings.
-        key: Random key of this call; None means evaluation, without noise.
-        bias: Added to the scores for the choice, not for the weights.
-        counts: Tokens to route; False for padding, which no expert computes. All by
-            default.
+        logits: Logits of each expert for each token.
+        router: Settings.
+        key: Random key; None means evaluation, without noise.
+        bias: Term added to the scores for the choice, not for the weights.
+        counts: Tokens to route; False for padding, which no expert computes. By default
+            all tokens.
 
     Returns:
         The routing. Its gradient goes through the weights alone.
@@ -187,9 +187,9 @@ def count_tokens(
     """Counts the tokens of each expert.
 
     Args:
-        experts: Of each token.
+        experts: Chosen experts of each token.
         which: Choices to count.
-        num_experts: E.
+        num_experts: Number of experts.
     """
     ones = which.ravel().astype(jnp.float32)
     return jax.ops.segment_sum(ones, experts.ravel(), num_experts)
