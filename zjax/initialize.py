@@ -135,7 +135,7 @@ class Run:
             StateError: The state was consumed before.
             PlanError: The averaged weights of the optimizer are offloaded.
         """
-        return self.model.bind(self.step.parameters(state), state.model_state)
+        return self.step.executor.parameters.bind(state)
 
 
 def initialize(

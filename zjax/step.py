@@ -269,20 +269,12 @@ def make_step(
         raise PlanError(Problem("plan.mesh", plan.mesh.axis_sizes, problem, remedy))
     num_microbatches = resolve_batch(config, plan.num_batch_shares).num_microbatches
     make_executor = StreamedExecutor if plan.is_offloaded else FusedExecutor
-    executor = make_executor(
-        model,
-        tx,
-        plan,
-        config,
-        num_microbatches=num_microbatches,
-        schedule=schedule,
-    )
     return Step(
         mesh=plan.mesh,
         plan=plan,
         model=model,
         num_microbatches=num_microbatches,
-        executor=executor,
+        executor=make_executor(model, tx, plan, config, schedule),
         checks_ids=_checks_ids(config, model),
     )
 

@@ -5,9 +5,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 
+from zjax.execute.weights import Weights
 from zjax.offload.peak import Peak
 from zjax.train.state import TrainState
-from zjax.typing import Batch, Metrics, Params
+from zjax.typing import Batch, Metrics
 
 
 @runtime_checkable
@@ -16,10 +17,12 @@ class Executor(Protocol):
 
     Args:
         state_plan: A TrainState of ArrayPlan: where each array of the state is stored.
+        parameters: Turns a state into the parameters as the model takes them.
         programs: Jitted functions by name.
     """
 
     state_plan: TrainState
+    parameters: Weights
     programs: Mapping[str, Callable[..., Any]]
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -36,10 +39,6 @@ class Executor(Protocol):
 
     def settle(self, state: TrainState) -> TrainState:
         """Applies a pending gradient; the state is donated."""
-        ...
-
-    def parameters(self, state: TrainState) -> Params:
-        """Returns the parameters as the model takes them, on the devices."""
         ...
 
     def compile(self, program: str, batch: Batch) -> jax.stages.Compiled:

@@ -31,7 +31,6 @@ class FusedExecutor:
         tx: Optax gradient transformation.
         plan: Placement of every array, all on the devices.
         config: Read for `seed`, `optimizer`, `precision`, `pipeline`, `xla_options`.
-        num_microbatches: Gradient accumulation steps, 1 or more.
         schedule: Learning rate by applied step, for the metrics.
     """
 
@@ -41,18 +40,9 @@ class FusedExecutor:
         tx: Any,
         plan: Plan,
         config: Config,
-        *,
-        num_microbatches: int,
         schedule: Schedule | None,
     ):
-        pure = make_programs(
-            model,
-            tx,
-            plan,
-            config,
-            num_microbatches=num_microbatches,
-            schedule=schedule,
-        )
+        pure = make_programs(model, tx, plan, config, schedule)
         jit = functools.partial(jax.jit, compiler_options=step_options(config, plan))
         replaces_state = {
             "donate_argnums": 0,
@@ -66,8 +56,7 @@ class FusedExecutor:
             "evaluate": jit(pure.evaluate),
         }
         self.state_plan = state_rows(plan, config)
-        self.parameters = Weights(plan)
-        self._model = model
+        self.parameters = Weights(model, plan)
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Takes one optimizer step; the state is donated."""
@@ -79,8 +68,7 @@ class FusedExecutor:
 
     def generate(self, state: TrainState, tokens: Any, **settings: Any) -> jax.Array:
         """Continues prompts; `settings` are those of `zjax.generate`."""
-        view = self._model.bind(self.parameters(state), state.model_state)
-        return generate(view, tokens, **settings)
+        return generate(self.parameters.bind(state), tokens, **settings)
 
     def settle(self, state: TrainState) -> TrainState:
         """Returns the state itself: no gradient is ever pending."""

@@ -35,7 +35,6 @@ class StreamedExecutor:
         tx: Optax gradient transformation.
         plan: Placement of every array, some of them offloaded.
         config: Read for `seed`, `zero`, `optimizer`, `precision`, `xla_options`.
-        num_microbatches: Gradient accumulation steps, 1 or more.
         schedule: Learning rate by applied step, for the metrics.
 
     Raises:
@@ -49,25 +48,19 @@ class StreamedExecutor:
         tx: Any,
         plan: Plan,
         config: Config,
-        *,
-        num_microbatches: int,
         schedule: Schedule | None,
     ):
         jit = make_jit(plan.mesh, step_options(config, plan))
-        given: dict[str, Any] = {
-            "num_microbatches": num_microbatches,
-            "schedule": schedule,
-        }
-        self.step = OffloadedTrain(model, tx, plan, config, jit=jit, **given)
+        self.step = OffloadedTrain(model, tx, plan, config, schedule, jit=jit)
         self.state_plan = self.step.state_rows
-        self.parameters = Weights(plan)
+        self.parameters = Weights(model, plan)
         self.generation = None
-        self._model, self._mesh = model, plan.mesh
+        self._mesh = plan.mesh
         self._passes: Any = self.step.backward
         self._streams_blocks = config.zero.offloads_blocks and model.runs_by_block
         self.programs: Mapping[str, Any] = {}
         if not self._streams_blocks:
-            pure = make_programs(model, tx, staged_plan(plan), config, **given)
+            pure = make_programs(model, tx, staged_plan(plan), config, schedule)
             self.programs = {"evaluate": jit(pure.evaluate)}
         elif model.stack and model.stack.continuation:
             units = self._passes.units
@@ -89,8 +82,7 @@ class StreamedExecutor:
             assert isinstance(self._mesh, Mesh)
             with jax.set_mesh(self._mesh), dtype_promotion():
                 return self.generation(state, tokens, **settings)
-        view = self._model.bind(self.parameters(state), state.model_state)
-        return generate(view, tokens, **settings)
+        return generate(self.parameters.bind(state), tokens, **settings)
 
     def settle(self, state: TrainState) -> TrainState:
         """Applies a gradient that delayed updates left for the next step."""

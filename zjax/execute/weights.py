@@ -1,5 +1,7 @@
 """The weights of a state as the model takes them, outside of a step."""
 
+from typing import Any
+
 import jax
 
 from zjax.ops.promotion import dtype_promotion
@@ -10,18 +12,19 @@ from zjax.storage.move import to_devices
 from zjax.train.average import averaged, check_average, only_weights, parts_of
 from zjax.train.compute_params import compute_params
 from zjax.train.state import TrainState, check_not_consumed
-from zjax.typing import Params
+from zjax.typing import Model, Params
 
 
 class Weights:
     """Turns states into parameters; the programs for it compile once.
 
     Args:
+        model: Model as pure functions.
         plan: Placement of every array.
     """
 
-    def __init__(self, plan: Plan):
-        self._plan = plan
+    def __init__(self, model: Model, plan: Plan):
+        self._model, self._plan = model, plan
         on_device = staged_plan(plan)
         places = jax.tree.map(self._place, on_device.compute)
 
@@ -62,6 +65,10 @@ class Weights:
                     self._plan.compute,
                 )
             )
+
+    def bind(self, state: TrainState) -> Any:
+        """Returns the module with these weights, in evaluation mode."""
+        return self._model.bind(self(state), state.model_state)
 
     def _place(self, row: ArrayPlan) -> jax.sharding.NamedSharding:
         return row.stored if row.shape == row.stored_shape else self._plan.replicated

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
 from zjax.jaxprs.program import Name
@@ -84,7 +85,6 @@ class OffloadedTrain:
         tx: Optax gradient transformation.
         plan: Stores some of the state on the host or on disks.
         config: Read for `seed`, `model`, `zero`, `optimizer` and `precision`.
-        num_microbatches: Gradient accumulation, 1 or more.
         schedule: Learning rate by applied step, for the metrics.
         jit: `jax.jit` with compiler options.
 
@@ -99,12 +99,12 @@ class OffloadedTrain:
         tx: Any,
         plan: Plan,
         config: Config,
-        *,
-        num_microbatches: int,
         schedule: Schedule | None,
+        *,
         jit: Jit,
     ):
         self.seed, self.plan = config.seed, plan
+        num_microbatches = resolve_batch(config, plan.num_batch_shares).num_microbatches
         self.num_microbatches = num_microbatches
         self.backward: Backward = (
             BlockwiseBackward(model, plan, config, num_microbatches, jit)

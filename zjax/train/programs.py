@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config
 from zjax.sharding.placement import shardings
 from zjax.sharding.plan import Plan
@@ -122,8 +123,6 @@ def make_programs(
     tx: Any,
     plan: Plan,
     config: Config,
-    *,
-    num_microbatches: int,
     schedule: Schedule | None = None,
 ) -> Programs:
     """Builds the programs of a run.
@@ -132,13 +131,13 @@ def make_programs(
         model: Its loss.
         tx: Optax gradient transformation.
         plan: Places every array.
-        config: Read for `seed`, `optimizer`, `precision` and `pipeline`.
-        num_microbatches: Gradient accumulation, 1 or more.
+        config: Read for the batch, `seed`, `optimizer`, `precision` and `pipeline`.
         schedule: Learning rate by applied step, for the metrics.
 
     Returns:
         Functions that nothing has compiled yet.
     """
+    num_microbatches = resolve_batch(config, plan.num_batch_shares).num_microbatches
     gradient_programs = make_gradients(model, plan, config, num_microbatches)
     update = make_update(tx, plan, config, schedule)
     return Programs(gradient_programs, update, plan, config)
