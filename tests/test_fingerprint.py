@@ -1,5 +1,6 @@
 """A function is known by what it computes."""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -27,7 +28,8 @@ def make_model(init):
 
 
 def word_of(tx):
-    return fingerprint_functions(make_model({"w": X}), tx)["tx"]
+    model = make_model({"w": X})
+    return fingerprint_functions(model, tx, compute_dtype=X.dtype)["tx"]
 
 
 @pytest.mark.parametrize(
@@ -94,3 +96,21 @@ def test_the_word_is_the_same_in_another_process():
         check=True,
     )
     assert done.stdout.strip() == fingerprint(act, X)
+
+
+def test_a_loss_is_traced_in_the_dtype_in_which_steps_call_it():
+    """A kernel such as cuDNN's attention refuses float32."""
+    traced = []
+
+    def loss(params, state, batch, key):
+        traced.append((params["w"].dtype, params["n"].dtype, batch["x"].dtype))
+        return Loss(X.sum(), X.sum(), {}, {})
+
+    model = dataclasses.replace(
+        make_model({"w": X, "n": jnp.arange(3)}),
+        loss=loss,
+        inputs={"x": jax.ShapeDtypeStruct((2, 3), "float32")},
+        cast=("x",),
+    )
+    assert fingerprint_functions(model, compute_dtype=jnp.bfloat16).keys() == {"model"}
+    assert traced == [("bfloat16", "int32", "bfloat16")]

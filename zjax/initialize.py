@@ -37,6 +37,7 @@ from zjax.sharding.batch import rows_of
 from zjax.sharding.program_plan import staged_plan
 from zjax.step import Step, make_step
 from zjax.storage.progress import progress_bar
+from zjax.train.compute_params import compute_dtype
 from zjax.train.master import unsplit_plans
 from zjax.train.state import (
     TrainState,
@@ -74,7 +75,9 @@ class Run:
     def functions(self) -> dict[str, str]:
         """Fingerprints of the user's functions, which no setting describes."""
         with dtype_promotion():
-            return fingerprint_functions(self.model, self.tx)
+            return fingerprint_functions(
+                self.model, self.tx, compute_dtype=compute_dtype(self.plan)
+            )
 
     @property
     def batch_placement(self) -> BatchPlacement:

@@ -13,7 +13,9 @@ from zjax.config.differences import Difference, differences
 from zjax.config.schema import Config
 from zjax.errors import CheckpointError, Problem
 from zjax.fingerprint import fingerprint
+from zjax.optim.precision import cast_floating
 from zjax.sharding.placement import abstract_key
+from zjax.train.gradients.microbatches import cast_batch
 from zjax.typing import Model, Params
 
 _NOT_COMPARED = ("checkpoint.resume", "zero.memory")
@@ -76,12 +78,15 @@ def changes(saved: Mapping[str, Any], config: Config) -> list[Difference]:
     return changed
 
 
-def fingerprint_functions(model: Model, tx: Any = None) -> dict[str, str]:
+def fingerprint_functions(
+    model: Model, tx: Any = None, *, compute_dtype: Any
+) -> dict[str, str]:
     """Fingerprints of the user's code, which no setting describes.
 
     Args:
         model: The model; its loss is traced if `inputs` is set.
         tx: Optax gradient transformation of the user, or None.
+        compute_dtype: Dtype in which a step calls the loss.
 
     Returns:
         Fingerprints under `model` and `tx`, for what can be traced.
@@ -92,9 +97,11 @@ def fingerprint_functions(model: Model, tx: Any = None) -> dict[str, str]:
     params, state = jax.eval_shape(model.init, key)
     fingerprints = {}
     if model.inputs is not None:
-        fingerprints["model"] = fingerprint(
-            model.loss, params, state, model.inputs, key
+        used = jax.eval_shape(lambda x: cast_floating(x, compute_dtype), params)
+        batch = jax.eval_shape(
+            lambda x: cast_batch(x, model, compute_dtype), model.inputs
         )
+        fingerprints["model"] = fingerprint(model.loss, used, state, batch, key)
     if tx is not None:
         fingerprints["tx"] = fingerprint(
             functools.partial(_init_and_update, tx), params

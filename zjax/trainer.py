@@ -42,6 +42,7 @@ from zjax.sharding.describe import describe_plan, describe_plan_totals
 from zjax.sharding.mesh import with_batch_sizes
 from zjax.stopping import finish_save_on_error, stop_signals
 from zjax.train.average import check_average, parts_of, with_part
+from zjax.train.compute_params import compute_dtype
 from zjax.train.state import TrainState, saved_rows, saved_state
 from zjax.typing import Device, Model
 
@@ -108,7 +109,9 @@ class Trainer:
                 devices=devices,
                 restore=self._restore(start) if start else None,
             )
-            self._functions = fingerprint_functions(model, tx)
+            self._functions = fingerprint_functions(
+                model, tx, compute_dtype=compute_dtype(self.run.plan)
+            )
         self.state: TrainState = self.run.state
         self.loader = self._make_loader()
         if start:
