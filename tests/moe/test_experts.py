@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from zjax.errors import PlanError
 from zjax.moe.experts import Experts, apply_experts
 from zjax.moe.router import Router, route
 
@@ -104,3 +105,15 @@ def test_bfloat16_sums_in_float32():
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), (x, experts))
     expected = apply_experts(*wide, routing)
     np.testing.assert_allclose(found, expected, rtol=0.05, atol=0.15)
+
+
+def test_experts_of_another_number_are_refused():
+    """Fails if a choice of an expert that no device has is taken for a dropped one."""
+    routing = route(jnp.zeros((T, 2 * E)), Router(num_experts=2 * E))
+    with pytest.raises(PlanError) as error:
+        apply_experts(jnp.ones((T, M)), make_experts("relu", True), routing)
+    assert str(error.value) == (
+        "experts.up.shape[0]=5 is not the number of experts of one of 1 devices, which "
+        "have 10 in all; name the first dim of the parameters `experts`, or change the "
+        "router"
+    )

@@ -31,6 +31,12 @@ def used_shape(row: ArrayPlan, axes: Sequence[str]) -> tuple[int, ...]:
     return _divided(row.shape, row.used, row, axes)
 
 
+def splitting_axes(row: ArrayPlan, axes: Sequence[str]) -> list[str]:
+    """The axes along which each device uses another part of an array."""
+    split = {axis for names in _dims(row.used, row, axes) for axis in names}
+    return [axis for axis in axes if axis in split]
+
+
 def gather(shard: jax.Array, row: ArrayPlan, axes: Sequence[str]) -> jax.Array:
     """All-gathers an array from where it is stored to where it is used.
 
@@ -157,7 +163,7 @@ def _others(axes: Sequence[str]) -> set[str]:
 
 def _of_device(row: ArrayPlan, axes: Sequence[str]) -> ArrayPlan:
     """The plan of the shard that one device uses, as if it were a global array."""
-    split = {axis for names in _dims(row.used, row, axes) for axis in names}
+    split = splitting_axes(row, axes)
 
     def of_device(sharding: NamedSharding) -> NamedSharding:
         dims = rules.axes_of(sharding.spec, len(row.shape))
@@ -176,7 +182,7 @@ def _gathered(row: ArrayPlan, axes: Sequence[str]) -> list[tuple[str, ...]]:
 
 def _replicating(row: ArrayPlan, axes: Sequence[str]) -> list[str]:
     """The axes over which every device uses the same part of an array."""
-    split = {axis for names in _dims(row.used, row, axes) for axis in names}
+    split = splitting_axes(row, axes)
     return [axis for axis in axes if axis not in split]
 
 

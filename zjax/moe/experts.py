@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from zjax.moe.router import Routing, count_tokens
+from zjax.moe.exchange import AllGather, AllToAll, make_exchange
+from zjax.moe.router import Routing
 from zjax_kernels import grouped_matmul, grouped_outer
 
 Activation = Literal["swiglu", "gelu", "relu"]
@@ -40,43 +41,6 @@ class Experts:
     down_bias: Any = None
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Dispatch:
-    """Chosen experts in the order of the experts.
-
-    Args:
-        token: int32[T K], the token of each sorted row.
-        expert: int32[T K], its expert; E where that dropped the token.
-        row: int32[T, K], the sorted row of each choice.
-        sizes: int32[E], rows of each expert; those of dropped tokens come last.
-    """
-
-    token: Any
-    expert: Any
-    row: Any
-    sizes: Any
-
-
-def sort_by_expert(routing: Routing) -> Dispatch:
-    """Sorts the choices of all tokens by expert, earlier tokens first.
-
-    Args:
-        routing: Routing of T tokens.
-    """
-    num_experts, shape = routing.scores.shape[1], routing.experts.shape
-    experts = jnp.where(routing.kept, routing.experts, num_experts).ravel()
-    order = jnp.argsort(experts, stable=True)
-    row = jnp.zeros_like(order).at[order].set(jnp.arange(order.size))
-    sizes = count_tokens(routing.experts, routing.kept, num_experts)
-    return Dispatch(
-        token=order // shape[1],
-        expert=experts[order],
-        row=row.reshape(shape),
-        sizes=sizes.astype(jnp.int32),
-    )
-
-
 def apply_experts(
     x: Float[Array, "T M"],
     experts: Experts,
@@ -88,7 +52,8 @@ def apply_experts(
 
     Args:
         x: Tokens.
-        experts: Parameters in the dtype of `x`.
+        experts: Parameters in the dtype of `x`; inside `jax.shard_map` over the axis
+            `expert`, those of this device.
         routing: Routing of the tokens.
         activation: Function between the two products.
 
@@ -103,8 +68,14 @@ def apply_experts(
         >>> float(apply_experts(x, experts, routing, activation="relu")[0, 0])
         3.0
     """
-    dispatch = sort_by_expert(routing)
-    return _apply(activation, x, experts, routing.weights, dispatch)
+    num_experts = routing.scores.shape[1]
+    exchange = make_exchange(
+        jnp.where(routing.kept, routing.experts, num_experts),
+        num_experts=num_experts,
+        num_local=experts.up.shape[0],
+        capacity=routing.capacity,
+    )
+    return _apply(activation, x, experts, routing.weights, exchange)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -113,9 +84,9 @@ def _apply(
     x: jax.Array,
     experts: Experts,
     weights: jax.Array,
-    dispatch: Dispatch,
+    exchange: AllGather | AllToAll,
 ) -> jax.Array:
-    return _forward(activation, x, experts, weights, dispatch)[0]
+    return _forward(activation, x, experts, weights, exchange)[0]
 
 
 def _forward(
@@ -123,44 +94,44 @@ def _forward(
     x: jax.Array,
     experts: Experts,
     weights: jax.Array,
-    dispatch: Dispatch,
+    exchange: AllGather | AllToAll,
 ) -> tuple[jax.Array, Any]:
-    hidden = grouped_matmul(x[dispatch.token], experts.up, dispatch.sizes)
-    hidden = _add_bias(hidden, experts.up_bias, dispatch)
-    activated = _activate(activation)(hidden)
-    outputs = grouped_matmul(activated, experts.down, dispatch.sizes)
-    outputs = _add_bias(outputs, experts.down_bias, dispatch)
-    combined = _combine(outputs, weights, dispatch).astype(x.dtype)
-    return combined, (x, hidden, experts, weights, dispatch)
+    arrived, shared = exchange.send(x), exchange.share_weights(weights)
+    sizes = exchange.sizes
+    hidden = grouped_matmul(exchange.rows_of(arrived), experts.up, sizes)
+    hidden = _add_bias(hidden, experts.up_bias, exchange)
+    outputs = grouped_matmul(_activate(activation)(hidden), experts.down, sizes)
+    outputs = _add_bias(outputs, experts.down_bias, exchange)
+    combined = exchange.combine(outputs, shared, x.dtype)
+    return combined, (arrived, hidden, experts, shared, exchange)
 
 
 def _backward(
     activation: Activation, saved: Any, cotangent: jax.Array
 ) -> tuple[jax.Array, Experts, jax.Array, None]:
-    x, hidden, experts, weights, dispatch = saved
-    weight = jnp.zeros(dispatch.token.shape, weights.dtype)
-    weight = weight.at[dispatch.row.ravel()].set(weights.ravel())[:, None]
-    row_cotangent = cotangent[dispatch.token]  # before the routing weight
+    arrived, hidden, experts, shared, exchange = saved
+    dtype, sizes = arrived.dtype, exchange.sizes
+    weight = exchange.row_weights(shared)[:, None]
+    # Cotangents of the outputs of experts, before the routing weight.
+    row_cotangent = exchange.rows_of(exchange.send(cotangent))
     down = experts.down.swapaxes(1, 2)
-    activated_cotangent = grouped_matmul(row_cotangent, down, dispatch.sizes)
+    activated_cotangent = grouped_matmul(row_cotangent, down, sizes)
     activated, pull = jax.vjp(_activate(activation), hidden)
     weight_cotangent = _row_products(activated_cotangent, activated)
     if experts.down_bias is not None:
-        own = _rows_of(experts.down_bias, dispatch)
+        own = _rows_of(experts.down_bias, exchange)
         weight_cotangent += _row_products(row_cotangent, own)
-    (hidden_cotangent,) = pull((activated_cotangent * weight).astype(x.dtype))
-    weighted = (activated * weight).astype(x.dtype)
+    (hidden_cotangent,) = pull((activated_cotangent * weight).astype(dtype))
+    weighted = (activated * weight).astype(dtype)
     gradients = Experts(
-        up=grouped_outer(x[dispatch.token], hidden_cotangent, dispatch.sizes),
-        down=grouped_outer(weighted, row_cotangent, dispatch.sizes),
-        up_bias=_sum_by_expert(hidden_cotangent, experts.up_bias, dispatch),
-        down_bias=_sum_by_expert(row_cotangent * weight, experts.down_bias, dispatch),
+        up=grouped_outer(exchange.rows_of(arrived), hidden_cotangent, sizes),
+        down=grouped_outer(weighted, row_cotangent, sizes),
+        up_bias=_sum_by_expert(hidden_cotangent, experts.up_bias, exchange),
+        down_bias=_sum_by_expert(row_cotangent * weight, experts.down_bias, exchange),
     )
-    input_rows = grouped_matmul(
-        hidden_cotangent, experts.up.swapaxes(1, 2), dispatch.sizes
-    )
-    x_cotangent = _combine(input_rows, jnp.ones_like(weights), dispatch).astype(x.dtype)
-    return x_cotangent, gradients, weight_cotangent[dispatch.row], None
+    input_rows = grouped_matmul(hidden_cotangent, experts.up.swapaxes(1, 2), sizes)
+    x_cotangent = exchange.combine(input_rows, None, dtype)
+    return x_cotangent, gradients, exchange.choices_of(weight_cotangent), None
 
 
 _apply.defvjp(_forward, _backward)
@@ -177,29 +148,25 @@ def _swiglu(hidden: jax.Array) -> jax.Array:
     return jax.nn.silu(gate) * value
 
 
-def _combine(rows: jax.Array, weights: jax.Array, dispatch: Dispatch) -> jax.Array:
-    """Sums the rows of each token in float32, always in the order of its choices."""
-    chosen = rows[dispatch.row].astype(jnp.float32)
-    return (chosen * weights[..., None]).sum(1)
-
-
-def _rows_of(bias: jax.Array, dispatch: Dispatch) -> jax.Array:
+def _rows_of(bias: jax.Array, exchange: AllGather | AllToAll) -> jax.Array:
     """The bias of each row's expert; 0 in rows without one."""
-    return jnp.take(bias, dispatch.expert, axis=0, mode="fill", fill_value=0)
+    return jnp.take(bias, exchange.row_experts, axis=0, mode="fill", fill_value=0)
 
 
-def _add_bias(rows: jax.Array, bias: jax.Array | None, dispatch: Dispatch) -> jax.Array:
-    return rows if bias is None else rows + _rows_of(bias, dispatch)
+def _add_bias(
+    rows: jax.Array, bias: jax.Array | None, exchange: AllGather | AllToAll
+) -> jax.Array:
+    return rows if bias is None else rows + _rows_of(bias, exchange)
 
 
 def _sum_by_expert(
-    rows: jax.Array, bias: jax.Array | None, dispatch: Dispatch
+    rows: jax.Array, bias: jax.Array | None, exchange: AllGather | AllToAll
 ) -> jax.Array | None:
     if bias is None:
         return None
     sums = jax.ops.segment_sum(
         rows.astype(jnp.float32),
-        dispatch.expert,
+        exchange.row_experts,
         len(bias),
         indices_are_sorted=True,
     )

@@ -77,12 +77,13 @@ class Routing:
     """The experts of each token.
 
     Args:
-        experts: int32[T, K], best first.
+        experts: int32[T, K], best first, all of a token different.
         weights: float32[T, K]; 0 for an expert that dropped the token.
         kept: bool[T, K]; False for a dropped token, and one that does not count.
         chosen: bool[T, K]; the same before dropping.
         scores: float32[T, E], without bias and noise.
         logits: float32[T, E].
+        capacity: Most tokens that an expert keeps; None without a bound.
     """
 
     experts: Any
@@ -91,6 +92,7 @@ class Routing:
     chosen: Any
     scores: Any
     logits: Any
+    capacity: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def num_chosen(self) -> Float[Array, " E"]:
@@ -137,7 +139,7 @@ def route(
     used = jnp.ones(len(logits), bool) if counts is None else counts
     chosen = jnp.broadcast_to(used[:, None], experts.shape)
     own = jnp.take_along_axis(scores, experts, 1)
-    kept = chosen
+    kept, capacity = chosen, None
     if router.drop != "none":
         capacity = router.capacity(len(logits), is_training=key is not None)
         # Evaluation draws no numbers: the first tokens stay.
@@ -147,7 +149,7 @@ def route(
     if router.normalise and router.top_k > 1:
         weights /= jnp.maximum(weights.sum(1, keepdims=True), _EPSILON)
     weights *= router.scale
-    return Routing(experts, weights, kept, chosen, scores, logits)
+    return Routing(experts, weights, kept, chosen, scores, logits, capacity)
 
 
 def _choose(

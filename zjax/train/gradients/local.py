@@ -19,7 +19,8 @@ Reference: ZeRO, arXiv:1910.02054, section 7.
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -191,7 +192,8 @@ class LocalGradients:
             share_of_mean = jax.checkpoint(share_of_mean, policy=keeps)
         grads, (result, part, total) = jax.grad(share_of_mean, has_aux=True)(params)
         if not self.model.separable:
-            grads = jax.tree.map(lambda g: jnp.where(part == 0, 0, g), grads)
+            clear = functools.partial(self.without_rows_of_no_weight, part)
+            grads = jax.tree.map(clear, grads, self.plan.grads)
         if self.reduces_each and not self.regathers:
             grads = self.reduce(grads)
         loss = self.mean(result, part, total)
@@ -203,15 +205,24 @@ class LocalGradients:
             return key
         return fold_in(key, jax.lax.axis_index(self.axes))
 
+    def without_rows_of_no_weight(
+        self, part: jax.Array, grad: jax.Array, row: ArrayPlan
+    ) -> jax.Array:
+        """0 instead of a gradient, maybe NaN, from devices without weight."""
+        # Experts have gradients from all devices among which they are split.
+        part = self.sum(part, shards.splitting_axes(row, self.axes))
+        return jnp.where(part == 0, 0, grad)
+
     def part_of(self, result: Loss) -> tuple[jax.Array, jax.Array]:
         """The share of this device in the total weight, and the total."""
         weight = jax.lax.stop_gradient(result.weight)
         total = self.sum(weight)
         return weight / jnp.where(total == 0, 1, total), total
 
-    def sum(self, x: jax.Array) -> jax.Array:
-        """Sum over devices."""
-        return jax.lax.psum(x, self.axes) if self.axes else x
+    def sum(self, x: jax.Array, axes: Sequence[str] | None = None) -> jax.Array:
+        """Sum over devices along some axes; along all by default."""
+        axes = tuple(self.axes if axes is None else axes)
+        return jax.lax.psum(x, axes) if axes else x
 
     def mean(self, result: Loss, part: jax.Array, total: jax.Array) -> Loss:
         """The mean loss over all devices, weighted by their shares."""

@@ -1,0 +1,114 @@
+"""Experts split over devices equal all experts on one device."""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import zjax
+from tests.support import experts, runs
+from zjax.config import schema
+
+STEPS = 3
+ROUTERS = {"dropless": experts.DROPLESS, "capacity": experts.CAPACITY}
+
+
+def make_run(router, mesh, stage, *, num_devices=8, groups=1, **settings):
+    separable = settings.pop("separable", True)
+    return runs.make_small_run(
+        optax.sgd(0.5),
+        stage,
+        mesh=mesh,
+        model=experts.make_model(ROUTERS[router], groups, separable=separable),
+        num_devices=num_devices,
+        optimizer=schema.Optimizer(clip_norm=0.5),
+        **settings,
+    )
+
+
+def train(run, **changes):
+    """Losses, norms of gradients, and parameters after some steps."""
+    state, curve = run.state, []
+    for step in range(STEPS):
+        state, metrics = run.step(state, experts.make_batch(step) | changes)
+        curve.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    shapes = jax.eval_shape(experts.init, jax.random.key(0))
+    params = {
+        name: np.asarray(state.master[name])[tuple(map(slice, x.shape))]
+        for name, x in shapes.items()
+    }
+    return np.array(curve), params
+
+
+@functools.cache
+def on_one_device(router, **settings):
+    """The same groups of tokens, one after another."""
+    groups = experts.DEVICES
+    return train(make_run(router, None, 0, num_devices=1, groups=groups, **settings))
+
+
+def assert_equal(found, expected):
+    np.testing.assert_allclose(found[0], expected[0], rtol=2e-5)
+    for name, x in expected[1].items():
+        np.testing.assert_allclose(found[1][name], x, rtol=2e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize(
+    ("mesh", "stage"),
+    [
+        (schema.Mesh(data=8), 1),
+        (schema.Mesh(data=4, expert=2), 0),  # E+D
+        (schema.Mesh(data=4, expert=2), 1),
+        (schema.Mesh(data=4, expert=2), 2),
+        (schema.Mesh(data=4, expert=2), 3),  # E+D+Z
+        (schema.Mesh(replica=2, data=1, expert=4), 2),
+        (schema.Mesh(data=1, expert=8), 0),  # E
+        (schema.Mesh(data=1, expert=8), 3),  # E+Z
+    ],
+    ids=lambda x: str(x) if isinstance(x, int) else f"data{x.data}-expert{x.expert}",
+)
+def test_steps_are_those_of_one_device(router, mesh, stage):
+    """Fails for a gradient averaged by the wrong degree, or a row that is lost."""
+    assert_equal(train(make_run(router, mesh, stage)), on_one_device(router))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("router", ROUTERS)
+def test_accumulation_sums_over_all_devices(router, stage):
+    mesh, two = schema.Mesh(data=2, expert=4), {"num_microbatches": 2}
+    found = train(make_run(router, mesh, stage, **two))
+    assert_equal(found, on_one_device(router, **two))
+
+
+def test_experts_of_a_device_without_weight_learn_from_the_others():
+    """Fails if gradients are cleared wherever the device's own loss counts nothing."""
+    weight = np.ones(experts.TOKENS, np.float32)
+    weight[: experts.TOKENS // 8] = 0
+    mesh = schema.Mesh(data=4, expert=2)
+    precision = schema.Precision(compute_dtype="float32", reduce_dtype="float32")
+    found, expected = (
+        train(
+            make_run("dropless", mesh, 1, separable=separable, precision=precision),
+            weight=weight,
+        )
+        for separable in (False, True)
+    )
+    assert_equal(found, expected)
+
+
+def test_a_checkpoint_moves_to_another_degree(tmp_path):
+    """Fails if experts are restored onto other devices in another order."""
+    before = make_run("dropless", schema.Mesh(data=4, expert=2), 2)
+    state, _ = before.step(before.state, experts.make_batch(0))
+    zjax.save(str(tmp_path), state, before)
+    after = make_run("dropless", schema.Mesh(data=1, expert=8), 3)
+    restored, _ = zjax.restore(str(tmp_path), after)
+    for name, x in state.master.items():
+        size = tuple(map(slice, restored.master[name].shape))
+        found = np.asarray(restored.master[name])
+        np.testing.assert_array_equal(
+            found[tuple(map(slice, x.shape))], np.asarray(x)[size]
+        )

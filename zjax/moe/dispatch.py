@@ -1,0 +1,110 @@
+"""Tokens in the order of their experts, and outputs in the order of the tokens."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Dispatch:
+    """The rows of experts, and the tokens they come from.
+
+    Args:
+        token: int32[R], the token of each row; T in a row without one.
+        expert: int32[R], its expert; E in a row without one.
+        row: int32[T, K], the row of each choice; R or more for one without a row.
+        sizes: int32[E], rows of each expert; rows without one come last.
+    """
+
+    token: Any
+    expert: Any
+    row: Any
+    sizes: Any
+
+    def rows_of(self, tokens: Float[Array, "T M"]) -> Float[Array, "R M"]:
+        """Gathers the tokens of all rows."""
+        return _take(tokens, self.token)
+
+    def combine(
+        self, rows: Float[Array, "R M"], weights: Float[Array, "T K"] | None = None
+    ) -> Float[Array, "T M"]:
+        """Sums the rows of each token in float32, always in the order of its choices.
+
+        Args:
+            rows: Rows.
+            weights: Factor of each row; 1 by default.
+        """
+        chosen = _take(rows, self.row).astype(jnp.float32)
+        return (chosen if weights is None else chosen * weights[..., None]).sum(1)
+
+    def values_of(self, choices: Float[Array, "T K"]) -> Float[Array, " R"]:
+        """Moves one value per choice to its row."""
+        rows = jnp.zeros(self.token.shape, choices.dtype)
+        return rows.at[self.row.ravel()].set(choices.ravel(), mode="drop")
+
+    def choices_of(self, values: Float[Array, " R"]) -> Float[Array, "T K"]:
+        """Moves one value per row to its choice; 0 for a choice without a row."""
+        return _take(values, self.row)
+
+
+def sort_by_expert(
+    experts: Int[Array, "T K"], num_experts: int, max_rows: int | None = None
+) -> Dispatch:
+    """Sorts the choices of all tokens by expert, earlier tokens first.
+
+    Args:
+        experts: Expert of each choice; `num_experts` or more for one without a row.
+        num_experts: E.
+        max_rows: Most choices that have an expert; all choices by default.
+
+    Example:
+        >>> dispatch = sort_by_expert(jnp.array([[1], [0], [2]]), 2)
+        >>> dispatch.token.tolist(), dispatch.sizes.tolist()
+        ([1, 0, 2], [1, 1])
+    """
+    flat = jnp.minimum(experts.ravel(), num_experts)
+    order = jnp.argsort(flat, stable=True)
+    row = jnp.zeros_like(order).at[order].set(jnp.arange(order.size))
+    order = order[:max_rows]
+    sizes = jax.ops.segment_sum(jnp.ones_like(flat), flat, num_experts)
+    return Dispatch(
+        token=order // experts.shape[1],
+        expert=flat[order],
+        row=row.reshape(experts.shape),
+        sizes=sizes.astype(jnp.int32),
+    )
+
+
+def pad_experts(dispatch: Dispatch, num_tokens: int, capacity: int) -> Dispatch:
+    """Gives every expert the same number of rows, some of which have no token.
+
+    Args:
+        dispatch: Rows in the order of the experts.
+        num_tokens: T.
+        capacity: Rows per expert, at least as many as each of them has.
+
+    Example:
+        >>> dispatch = sort_by_expert(jnp.array([[1], [0], [2]]), 2)
+        >>> pad_experts(dispatch, 3, 2).token.tolist()
+        [1, 3, 0, 3]
+    """
+    num_experts = dispatch.sizes.size
+    first = jnp.cumsum(dispatch.sizes) - dispatch.sizes
+    position = jnp.arange(dispatch.token.size) - first[dispatch.expert]
+    padded = dispatch.expert * capacity + position
+    padded = jnp.where(dispatch.expert < num_experts, padded, num_experts * capacity)
+    token = jnp.full(num_experts * capacity, num_tokens, dispatch.token.dtype)
+    return Dispatch(
+        token=token.at[padded].set(dispatch.token, mode="drop"),
+        expert=jnp.repeat(jnp.arange(num_experts), capacity),
+        row=_take(padded, dispatch.row, num_experts * capacity),
+        sizes=jnp.full_like(dispatch.sizes, capacity),
+    )
+
+
+def _take(x: jax.Array, indices: jax.Array, fill: int = 0) -> jax.Array:
+    return jnp.take(x, indices, axis=0, mode="fill", fill_value=fill)

@@ -1,0 +1,275 @@
+"""How tokens reach the devices of their experts, and how the outputs return.
+
+Inside `jax.shard_map` over the axis `expert`, each device has its tokens, and an equal
+part of the experts. With `rows` as below, a device receives and sends (shares - 1) x
+rows x width elements per exchange, of which there are two in each direction.
+
+    exchange     rows             what every two devices exchange
+    ---------------------------------------------------------------------------------
+    all-gather   T                all tokens; the outputs are reduce-scattered
+    all-to-all   E / shares x C   the rows of experts of capacity C, padding included
+
+References: GShard, arXiv:2006.16668, section 3.2 (all-to-all); DeepSpeed-MoE,
+arXiv:2201.05596, section 5.
+"""
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from zjax.errors import PlanError, Problem
+from zjax.moe.dispatch import Dispatch, pad_experts, sort_by_expert
+from zjax.sharding.mesh import EXPERT
+
+
+class Choice(NamedTuple):
+    """An exchange.
+
+    Args:
+        exchange: `none` where every device has all experts.
+        rows: Rows that each device sends to each other device, and receives back.
+        reason: Why.
+    """
+
+    exchange: Literal["none", "all-gather", "all-to-all"]
+    rows: int
+    reason: str
+
+
+def choose_exchange(
+    *,
+    num_tokens: int,
+    num_experts: int,
+    num_shares: int,
+    capacity: int | None = None,
+) -> Choice:
+    """Chooses the exchange that sends fewer rows.
+
+    Args:
+        num_tokens: Tokens of a device.
+        num_experts: Experts of all devices.
+        num_shares: Devices over which experts are split.
+        capacity: Most tokens that an expert takes from a device. Without, one expert
+            may take them all, and no fixed number of rows below that is enough.
+
+    Example:
+        >>> choose_exchange(num_tokens=64, num_experts=8, num_shares=8, capacity=16)[:2]
+        ('all-to-all', 16)
+        >>> choose_exchange(num_tokens=64, num_experts=8, num_shares=2, capacity=16)[:2]
+        ('all-gather', 64)
+    """
+    if num_shares == 1:
+        return Choice("none", 0, "every device has all experts")
+    if capacity is None:
+        reason = "without capacity an expert may take every token"
+        return Choice("all-gather", num_tokens, reason)
+    rows = num_experts // num_shares * min(capacity, num_tokens)
+    reason = f"the experts of a device take at most {rows} rows of {num_tokens} tokens"
+    if rows < num_tokens:
+        return Choice("all-to-all", rows, reason)
+    return Choice("all-gather", num_tokens, reason)
+
+
+def make_exchange(
+    experts: Int[Array, "T K"],
+    *,
+    num_experts: int,
+    num_local: int,
+    capacity: int | None = None,
+) -> "AllGather | AllToAll":
+    """Plans the exchange of the tokens of a device.
+
+    Args:
+        experts: Distinct experts of each token; `num_experts` where one dropped it.
+        num_experts: Experts of all devices.
+        num_local: Experts of this device.
+        capacity: Most tokens that an expert takes from a device, if that is bounded.
+
+    Raises:
+        PlanError: The devices do not have all experts together.
+    """
+    num_tokens, top_k = experts.shape
+    num_shares = _num_shares(num_experts, num_local)
+    bound = num_tokens if capacity is None else min(capacity, num_tokens)
+    choice = choose_exchange(
+        num_tokens=num_tokens,
+        num_experts=num_experts,
+        num_shares=num_shares,
+        capacity=capacity,
+    )
+    if choice.exchange == "all-to-all":
+        dispatch = sort_by_expert(experts, num_experts)
+        return AllToAll(pad_experts(dispatch, num_tokens, bound), EXPERT, num_shares)
+    axes = (EXPERT,) if num_shares > 1 else ()
+    rows = num_shares * min(num_tokens * min(top_k, num_local), num_local * bound)
+    gathered = _gather(experts, axes)
+    if axes:
+        gathered = gathered - jax.lax.axis_index(EXPERT) * num_local
+        is_local = (gathered >= 0) & (gathered < num_local)
+        gathered = jnp.where(is_local, gathered, num_local)
+    return AllGather(sort_by_expert(gathered, num_local, rows), axes)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AllGather:
+    """Every device has the tokens of all devices, and sums its part of the outputs.
+
+    Args:
+        dispatch: Rows of the local experts, of all tokens.
+        axes: Mesh axes over which tokens are gathered; none where a device has all
+            experts.
+    """
+
+    dispatch: Dispatch
+    axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def sizes(self) -> Int[Array, " E"]:
+        """Rows of each local expert."""
+        return self.dispatch.sizes
+
+    @property
+    def row_experts(self) -> Int[Array, " R"]:
+        """The local expert of each row."""
+        return self.dispatch.expert
+
+    def send(self, x: Float[Array, "T M"]) -> Float[Array, "S M"]:
+        """Sends tokens, or their cotangents, to the devices of their experts."""
+        return _gather(x, self.axes)
+
+    def share_weights(self, weights: Float[Array, "T K"]) -> Float[Array, "S K"]:
+        """Sends weights to the devices that use them in `combine`."""
+        return _gather(weights, self.axes)
+
+    def rows_of(self, arrived: Float[Array, "S M"]) -> Float[Array, "R M"]:
+        """Sorts what `send` returned into rows of the local experts."""
+        return self.dispatch.rows_of(arrived)
+
+    def row_weights(self, shared: Float[Array, "S K"]) -> Float[Array, " R"]:
+        """The weight of each row, from what `share_weights` returned."""
+        return self.dispatch.values_of(shared)
+
+    def combine(
+        self,
+        rows: Float[Array, "R M"],
+        shared: Float[Array, "S K"] | None,
+        dtype: Any,
+    ) -> Float[Array, "T M"]:
+        """Returns rows to the devices of their tokens, and sums those of each token.
+
+        Args:
+            rows: Outputs of the local experts, or cotangents of their inputs.
+            shared: Factors from `share_weights`; 1 by default.
+            dtype: Dtype of the sums that devices exchange.
+        """
+        sums = self.dispatch.combine(rows, shared).astype(dtype)
+        return _reduce_scatter(sums, self.axes)
+
+    def choices_of(self, values: Float[Array, " R"]) -> Float[Array, "T K"]:
+        """Returns one value per row to the choice it belongs to."""
+        return _reduce_scatter(self.dispatch.choices_of(values), self.axes)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AllToAll:
+    """Every two devices exchange a fixed number of rows for each expert.
+
+    Its methods are those of `AllGather`.
+
+    Args:
+        dispatch: Rows of all experts, of the local tokens, as many for each expert.
+        axis: Mesh axis over which experts are split.
+        num_shares: Size of the axis.
+    """
+
+    dispatch: Dispatch
+    axis: str = dataclasses.field(metadata={"static": True})
+    num_shares: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def sizes(self) -> Int[Array, " E"]:
+        """Rows of each local expert, those without a token included."""
+        sizes = self.dispatch.sizes
+        return self.num_shares * sizes[: sizes.size // self.num_shares]
+
+    @property
+    def row_experts(self) -> Int[Array, " R"]:
+        """The local expert of each row."""
+        num_rows = self.dispatch.token.size
+        experts = jnp.arange(self.sizes.size)
+        return jnp.repeat(experts, num_rows // experts.size)
+
+    def send(self, x: Float[Array, "T M"]) -> Float[Array, "R M"]:
+        """Sends rows to the devices of their experts."""
+        return self._exchange(self.dispatch.rows_of(x))
+
+    def share_weights(self, weights: Float[Array, "T K"]) -> Float[Array, "T K"]:
+        """Returns the weights, as each device weights the rows of its own tokens."""
+        return weights
+
+    def rows_of(self, arrived: Float[Array, "R M"]) -> Float[Array, "R M"]:
+        """Sorts rows by expert, from an order by device."""
+        return self._swap(arrived, self.num_shares)
+
+    def row_weights(self, shared: Float[Array, "T K"]) -> Float[Array, " R"]:
+        """Sends the weight of each row to the device of its expert."""
+        arrived = self._exchange(self.dispatch.values_of(shared))
+        return self._swap(arrived, self.num_shares)
+
+    def combine(
+        self,
+        rows: Float[Array, "R M"],
+        shared: Float[Array, "T K"] | None,
+        dtype: Any,
+    ) -> Float[Array, "T M"]:
+        """Returns rows to the devices of their tokens, and sums those of each token."""
+        return self.dispatch.combine(self._return(rows), shared).astype(dtype)
+
+    def choices_of(self, values: Float[Array, " R"]) -> Float[Array, "T K"]:
+        """Returns one value per row to the choice it belongs to."""
+        return self.dispatch.choices_of(self._return(values))
+
+    def _return(self, rows: jax.Array) -> jax.Array:
+        num_local = self.dispatch.sizes.size // self.num_shares
+        return self._exchange(self._swap(rows, num_local))
+
+    def _exchange(self, rows: jax.Array) -> jax.Array:
+        return jax.lax.all_to_all(rows, self.axis, 0, 0, tiled=True)
+
+    def _swap(self, rows: jax.Array, outer: int) -> jax.Array:
+        """Swaps the order by device and the order by local expert."""
+        rest = rows.shape[1:]
+        inner = self.dispatch.sizes.size // outer
+        blocks = rows.reshape(outer, inner, -1, *rest).swapaxes(0, 1)
+        return blocks.reshape(-1, *rest)
+
+
+def _num_shares(num_experts: int, num_local: int) -> int:
+    """The number of devices over which experts are split."""
+    mesh = jax.sharding.get_abstract_mesh()
+    size = mesh.shape[EXPERT] if EXPERT in mesh.manual_axes else 1
+    if num_local == num_experts:
+        return 1
+    if num_local * size != num_experts:
+        problem = f"is not the number of experts of one of {size} devices, which have "
+        remedy = "name the first dim of the parameters `experts`, or change the router"
+        problem += f"{num_experts} in all"
+        raise PlanError(Problem("experts.up.shape[0]", num_local, problem, remedy))
+    return size
+
+
+def _gather(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    for axis in axes:
+        x = jax.lax.all_gather(x, axis, tiled=True)
+    return x
+
+
+def _reduce_scatter(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    for axis in reversed(axes):
+        x = jax.lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True)
+    return x
