@@ -23,7 +23,7 @@ Metrics = dict[str, jax.Array]
 """Named scalars."""
 Logical = tuple[str | None, ...]
 """One name per array dim: `batch, length, embed, heads, kv_heads, head_dim, mlp, vocab,
-experts, capacity, layers, tensor`, or None."""
+experts, gates, capacity, layers, tensor`, or None."""
 
 
 IGNORED = -100

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from zjax.config import schema
 from zjax.config.batch import BatchSizes
+from zjax.config.mixture import experts_by_layer
 from zjax.parallel.schedule import make_schedule
 from zjax.sharding.mesh import PIPELINE, SEQUENCE, TENSOR
 from zjax.sharding.placement import dtype_bytes
@@ -50,7 +51,7 @@ def activation_bytes(
 
 
 def saved_values(model: schema.Model, policy: str) -> int:
-    """Residuals per token that a block saves under a policy of `model.remat`.
+    """Residuals per token that a layer saves under a policy of `model.remat`.
 
     Args:
         model: Settings of the model.
@@ -67,16 +68,27 @@ def saved_values(model: schema.Model, policy: str) -> int:
     residual = model.embed_size
     head_size = residual // model.num_heads
     projections = residual + 2 * model.num_kv_heads * head_size
-    mlp_inputs = model.mlp_size * (2 if model.activation == "swiglu" else 1)
+    width = _hidden_values(model)
+    mlp_inputs = width * (2 if model.activation == "swiglu" else 1)
     elementwise = 3 * residual + projections + mlp_inputs
     return {
-        "none": elementwise + 2 * residual + model.mlp_size,
+        "none": elementwise + 2 * residual + width,
         "elementwise": elementwise,
         "attention_and_mlp": 2 * residual + mlp_inputs,
         "dots": 3 * residual + projections + mlp_inputs,
         "attention": 2 * residual,
         "full": residual,
     }[policy]
+
+
+def _hidden_values(model: schema.Model) -> int:
+    """Hidden channels of a token in a layer: the mean over dense and MoE layers."""
+    moe, experts = model.moe, experts_by_layer(model)
+    active = moe.top_k + moe.num_shared + moe.residual
+    sizes = (
+        active * moe.expert_size if number else model.mlp_size for number in experts
+    )
+    return -(-sum(sizes) // len(experts))
 
 
 def _saved_by_all(

@@ -34,6 +34,7 @@ from zjax.budget.reasons import (
 from zjax.budget.trial import Machine, Trial, batch_on, weigh
 from zjax.config import axes, schema
 from zjax.config.check import check_config
+from zjax.config.mixture import describe_blocks, num_blocks
 from zjax.config.model_rules import uneven_heads
 from zjax.errors import ConfigError, PlanError, Problem
 from zjax.models.build import make_model
@@ -209,8 +210,8 @@ def _obstacle(
     if config.mesh.pipeline:
         return ""
     stages = f"pipeline={mesh.pipeline}"
-    if model.num_layers % mesh.pipeline:
-        return f"{stages} does not divide model.num_layers={model.num_layers}"
+    if num_blocks(model) % mesh.pipeline:
+        return f"{stages} does not divide {describe_blocks(model)}"
     if mesh.pipeline > number:
         return f"{stages} {TOO_FEW_MICROBATCHES}={number}"
     return ""

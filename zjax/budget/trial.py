@@ -130,11 +130,14 @@ def _gradient_buffer_bytes(plan: Plan, num_microbatches: int) -> int:
 
 
 def _gathered_bytes(config: schema.Config, model: Model, tx: Any) -> int | float:
-    """Bytes of one gathered layer and the largest table, with their gradients."""
+    """Bytes of one gathered block and the largest table, with their gradients."""
     zero = config.zero
     if not (zero.offloads_blocks or splits_of(zero.stage).compute):
         return 0
     gathered = dataclasses.replace(config, zero=schema.Zero(stage=2))
-    rows = jax.tree.leaves(_plan(gathered, model, tx).compute)
-    layer = sum(row.device_bytes / row.num_layers for row in rows if row.num_layers)
-    return 2 * (layer + max(row.device_bytes for row in rows if not row.num_layers))
+    compute = _plan(gathered, model, tx).compute
+    assert model.stack is not None
+    segments = [jax.tree.leaves(rows) for rows in model.stack.split(compute)[1]]
+    blocks = [sum(x.device_bytes / x.num_layers for x in rows) for rows in segments]
+    rows = [row for row in jax.tree.leaves(compute) if not row.num_layers]
+    return 2 * (max(blocks) + max(row.device_bytes for row in rows))

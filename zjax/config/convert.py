@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import math
+import types
 import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -137,6 +138,10 @@ def _value(hint: Any, value: Any, field: str, problems: list[Problem]) -> Any:
         return _choice(typing.get_args(hint), value, field, problems)
     if hint is schema.NameTable:
         return _names(value, field, problems)
+    if isinstance(hint, types.UnionType):
+        one, many = typing.get_args(hint)
+        is_tuple = isinstance(value, list | tuple)
+        return _value(many if is_tuple else one, value, field, problems)
     if typing.get_origin(hint) is tuple:
         return _tuple(typing.get_args(hint)[0], value, field, problems)
     if hint is float and type(value) is int:

@@ -68,6 +68,9 @@ def fill_sizes(model: Any) -> None:
     _set(model, **_derive(model, mlp_size=width, num_kv_heads=model.num_heads))
     if not model.vocab_size:  # else it is set, or taken from the data
         _set(model, vocab_size=Size(VOCABULARIES["synthetic"]))
+    if model.moe.num_experts:
+        size = _derive(model.moe, expert_size=model.mlp_size)
+        _set(model, moe=dataclasses.replace(model.moe, **size))
 
 
 def mlp_size(embed_size: int, activation: str) -> int:

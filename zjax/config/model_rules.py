@@ -1,8 +1,9 @@
 """Checks whether the built-in model and its data fit each other and the mesh."""
 
+import math
 from collections.abc import Callable, Iterator
 
-from zjax.config import axes, schema, sequence, sparsity, stages
+from zjax.config import axes, mixture, schema, sequence, sparsity, stages
 from zjax.config.layers import cannot_unroll
 from zjax.errors import Problem
 
@@ -93,15 +94,29 @@ def _layers(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     by_stage = axes.axis_sizes(config, num_devices)["pipeline"] > 1
     if by_stage or config.zero.optimizer_memory != "device":
         return  # other rules refuse layers_per_scan
-    if block and layers % block:
+    shapes = mixture.segment_shapes(config.model)
+    common = math.gcd(*(shape.num_blocks for shape in shapes))
+    if block and common % block:
         problem = f"does not divide model.num_layers={layers}"
+        if config.model.moe.num_experts:
+            numbers = ", ".join(str(shape.num_blocks) for shape in shapes)
+            problem = f"does not divide segments of {numbers} blocks"
         yield Problem(
-            "model.layers_per_scan", block, problem, axes.suggest_divisors(layers)
+            "model.layers_per_scan", block, problem, axes.suggest_divisors(common)
         )
+    if len(shapes) > 1 or config.model.moe.every > 1:
+        yield from _unrolled(config)
     if block > 1 and cannot_unroll(config):
         problem = "repeats a cuDNN kernel that cannot run with deterministic=True"
         remedy = "use 0 or 1, or model.attention=xla"
         yield Problem("model.layers_per_scan", block, problem, remedy)
+
+
+def _unrolled(config: schema.Config) -> Iterator[Problem]:
+    if cannot_unroll(config):
+        problem = "repeats a cuDNN kernel in layers of different kinds"
+        remedy = "use False, or model.attention='xla'"
+        yield Problem("deterministic", True, problem, remedy)
 
 
 def _offload(config: schema.Config, num_devices: int) -> Iterator[Problem]:
@@ -152,6 +167,7 @@ MODEL_RULES: tuple[Entry, ...] = (
     (("model",), _heads),
     (("model", "mesh"), _tensor),
     (("model",), _tiles),
+    (("model", "mesh"), mixture.mixture_problems),
     (("model",), _layers),
     (("model", "mesh", "pipeline"), stages.model_problems),
     ((), _offload),

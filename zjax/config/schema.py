@@ -238,6 +238,65 @@ class Sparsity:
 
 
 @section
+class MoE:
+    """Mixture of experts in place of feed-forward layers; off without `num_experts`.
+
+    Each device routes its tokens of a microbatch.
+    """
+
+    num_experts: int | tuple[int, ...] = 0
+    """Experts of each MoE layer; one number per MoE layer for a pyramid
+    (arXiv:2201.05596)."""
+    top_k: int = 1
+    """Experts of each token."""
+    every: int = 1
+    """1 puts experts in every layer, 2 in the second, fourth, ... as DeepSpeed does."""
+    first_dense: int = 0
+    """Layers without experts before `every` counts."""
+    expert_size: int = 0
+    """Feed-forward width of an expert; 0 takes `model.mlp_size`."""
+    num_shared: int = 0
+    """Experts that all tokens use besides (arXiv:2401.06066)."""
+    shared_gate: bool = False
+    """Whether a sigmoid of each token scales the output of the shared experts."""
+    residual: bool = False
+    """Whether a feed-forward of the size of an expert runs beside the experts, and a
+    softmax of each token weighs the two (PR-MoE, arXiv:2201.05596)."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores of the router: `softmax` over all experts, or `sigmoid` of each."""
+    normalise: bool = True
+    """Whether the weights of a token's experts add up to `scale`, if `top_k` > 1."""
+    scale: float = 1.0
+    """Factor of the weights."""
+    num_groups: int = 1
+    """Groups of adjacent experts (arXiv:2412.19437)."""
+    top_groups: int = 1
+    """Groups that a token may choose from."""
+    sampling: Literal["none", "first", "second"] = "none"
+    """Gumbel noise on the logits of the `first` choice (DeepSpeed's RSample), or of the
+    `second` (GShard), while training."""
+    jitter: float = 0.0
+    """Uniform noise of 1 - jitter to 1 + jitter on the router's input while training;
+    0.01 in Switch (arXiv:2101.03961)."""
+    drop: Literal["none", "position", "first_choices", "probability", "random"] = "none"
+    """Tokens that stay if more choose an expert than its capacity: all, the first, all
+    first choices before second ones, those of the best scores, or a random subset.
+    Generation drops none."""
+    capacity_factor: float = 1.0
+    """Capacity of an expert while training, over an even share of the tokens."""
+    eval_capacity_factor: float = 1.0
+    """The same in evaluation."""
+    min_capacity: int = 4
+    """Least capacity, in tokens."""
+    balance_loss: float = 0.01
+    """Coefficient of the loss that evens the load of the experts."""
+    balance_scope: Literal["microbatch", "sequence"] = "microbatch"
+    """Tokens with an even load: those of a device's microbatch, or of each sequence."""
+    z_loss: float = 0.0
+    """Coefficient of the squared log-sum-exp of the logits (arXiv:2202.08906)."""
+
+
+@section
 class Model:
     """Shape of the built-in decoder or encoder."""
 
@@ -290,6 +349,7 @@ class Model:
     z_loss: float = 0.0
     """Weight of the squared log-partition penalty."""
     sparsity: Sparsity = Sparsity()
+    moe: MoE = MoE()
 
     __post_init__ = derived.fill_sizes
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from zjax.config import axes, batch, schema
 from zjax.config.layers import cannot_unroll
+from zjax.config.mixture import describe_blocks, num_blocks
 from zjax.errors import ConfigError, Problem
 
 _CHUNK_SETTINGS = ("num_chunks",)
@@ -42,11 +43,12 @@ def model_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]
     if size == 1:
         return
     model = config.model
-    if model.num_layers < size:
+    blocks = num_blocks(model)
+    if blocks < size:
         given_size = config.mesh.pipeline
-        problem = f"makes more stages than model.num_layers={model.num_layers}"
+        problem = f"makes more stages than {describe_blocks(model)}"
         problem = f"comes out as {size} and {problem}" if given_size == -1 else problem
-        remedy = f"use at most {model.num_layers}"
+        remedy = f"use at most {blocks}"
         yield Problem("mesh.pipeline", given_size, problem, remedy)
     elif given.schedule == "interleaved":
         yield from _chunks(config, size)
@@ -71,10 +73,10 @@ def model_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]
 
 
 def _chunks(config: schema.Config, num_stages: int) -> Iterator[Problem]:
-    num_layers, given = config.model.num_layers, config.pipeline.num_chunks
+    num_layers, given = num_blocks(config.model), config.pipeline.num_chunks
     if num_layers % (num_stages * given) == 0:
         return
-    problem = f"does not split model.num_layers={num_layers} equally over"
+    problem = f"does not split {describe_blocks(config.model)} equally over"
     problem += f" {num_stages} stages"
     sizes = range(2, num_layers // num_stages + 1)
     fits = [size for size in sizes if num_layers % (num_stages * size) == 0]

@@ -1,6 +1,5 @@
-"""A transformer block, and the stacked parameters of several."""
+"""A transformer block."""
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -12,9 +11,12 @@ from zjax.config import schema
 from zjax.models import layers
 from zjax.models.embedding import Context
 from zjax.models.feed_forward import FeedForward, TiledFeedForward
+from zjax.models.mixture import MixtureOfExperts
 from zjax.ops import attention, sparse
+from zjax.ops.keys import fold_name
 from zjax.parallel import remat, tensor
 from zjax.parallel.sequence import sequence_attention
+from zjax.typing import Auxiliary
 
 
 class Block(nnx.Module):
@@ -27,6 +29,7 @@ class Block(nnx.Module):
             the stream after it (BERT). Under `pre` the matrices that write to the
             stream are initialised smaller, by the square root of their number, as in
             GPT-2.
+        num_experts: Experts in place of the feed-forward; 0 for none.
         matmul_dtype: Dtype of the operands of projections and feed-forward.
         rngs: Source of the initial values.
     """
@@ -37,6 +40,7 @@ class Block(nnx.Module):
         *,
         causal: bool,
         norm_position: Literal["pre", "post"],
+        num_experts: int = 0,
         matmul_dtype: layers.MatmulDtype = "compute",
         rngs: nnx.Rngs,
     ):
@@ -55,32 +59,42 @@ class Block(nnx.Module):
             config, out_std=out_std, matmul_dtype=matmul_dtype, rngs=rngs
         )
         self.mlp_norm = layers.Norm(config)
-        is_tiled = config.mlp_tiles > 1
-        feed_forward = TiledFeedForward if is_tiled else FeedForward
-        self.mlp = feed_forward(
-            config, out_std=out_std, matmul_dtype=matmul_dtype, rngs=rngs
-        )
+        options = {"out_std": out_std, "matmul_dtype": matmul_dtype, "rngs": rngs}
+        if num_experts:
+            self.mlp = MixtureOfExperts(config, num_experts, **options)
+        elif config.mlp_tiles > 1:
+            self.mlp = TiledFeedForward(config, **options)
+        else:
+            self.mlp = FeedForward(config, **options)
 
     def __call__(
         self, x: Float[Array, "B L M"], context: Context, key: jax.Array | None = None
-    ) -> Float[Array, "B L M"]:
+    ) -> tuple[Float[Array, "B L M"], Auxiliary]:
         """Transforms the stream; the key is None in evaluation."""
-        return self.attend_with(self._make_attend(context), x, context, key)[0]
+        x, _ = self._attend(self._make_attend(context), x, context, _keys(key)[0])
+        y, auxiliary = self._pre_norm(self.mlp_norm, x), Auxiliary()
+        if isinstance(self.mlp, MixtureOfExperts):
+            router_key = None if key is None else fold_name(key, "router")
+            y, auxiliary = self.mlp(y, _counts(context, y), router_key)
+        else:
+            y = self.mlp(y)
+        return self._add_residual(self.mlp_norm, x, y, _keys(key)[1]), auxiliary
 
-    def attend_with(
-        self,
-        attend: layers.Attend,
-        x: Float[Array, "B L M"],
-        context: Context,
-        key: jax.Array | None = None,
+    def continue_with(
+        self, attend: layers.Attend, x: Float[Array, "B L M"], context: Context
     ) -> tuple[Float[Array, "B L M"], Any]:
         """Transforms the stream with a given attention; returns its cache, too.
 
-        Of the context only the rotation is read; the key is None in evaluation.
+        Of the context only the rotation is read. Experts drop no tokens, so that the
+        text of a row does not depend on other rows.
         """
-        x, cache = self._attend(attend, x, context, _keys(key)[0])
-        y = self.mlp(self._pre_norm(self.mlp_norm, x))
-        return self._add_residual(self.mlp_norm, x, y, _keys(key)[1]), cache
+        x, cache = self._attend(attend, x, context, None)
+        y = self._pre_norm(self.mlp_norm, x)
+        if isinstance(self.mlp, MixtureOfExperts):
+            y, _ = self.mlp(y, drops=False)
+        else:
+            y = self.mlp(y)
+        return self._add_residual(self.mlp_norm, x, y, None), cache
 
     def trunk(
         self, x: Float[Array, "B L M"], context: Context, key: jax.Array | None
@@ -102,6 +116,7 @@ class Block(nnx.Module):
         """Runs the trunk with a given attention; returns its cache, too."""
         x, cache = self._attend(attend, x, context, _keys(key)[0])
         mlp_input = self.mlp_norm(x)
+        assert isinstance(self.mlp, TiledFeedForward)
         if self.mlp.down is not None:
             bias = self.mlp.down(jnp.zeros_like(x))
             x = x + layers.dropout(bias, self.config, _keys(key)[1])
@@ -166,35 +181,13 @@ def run_tile(
     return layers.dropout(tile(mlp_input), config, _keys(key)[1])
 
 
-def make_blocks(
-    make_block: Callable[[nnx.Rngs], Block],
-    num_layers: int,
-    *,
-    rngs: nnx.Rngs,
-    only_layer: jax.Array | None = None,
-) -> Block:
-    """Makes a block whose parameters are stacked, with a first dim `layers`.
-
-    Args:
-        make_block: Function that makes one block.
-        num_layers: Number of layers.
-        rngs: Source of the initial values; those of a layer depend on its number alone.
-        only_layer: int32[], the one layer to make; None makes all.
-    """
-
-    def init(key: jax.Array):
-        return nnx.state(make_block(nnx.Rngs(params=key)))
-
-    def name_layers(variable):
-        return variable.replace(logical=("layers", *variable.get_metadata("logical")))
-
-    numbers = jnp.arange(num_layers) if only_layer is None else only_layer[None]
-    keys = _fold_in(rngs.params(), numbers)
-    graph, _ = nnx.split(nnx.eval_shape(lambda: make_block(nnx.Rngs(params=keys[0]))))
-    state = jax.tree.map(
-        name_layers, jax.vmap(init)(keys), is_leaf=lambda x: isinstance(x, nnx.Variable)
-    )
-    return nnx.merge(graph, state)
+def _counts(context: Context, x: jax.Array) -> jax.Array | None:
+    """bool[B, L], False for padding; None if there is none."""
+    if context.segment_ids is not None:
+        return context.segment_ids != 0
+    if context.lengths is not None:
+        return _length_mask(context.lengths, x.shape[1])
+    return None
 
 
 def _length_mask(lengths, size):
@@ -204,7 +197,3 @@ def _length_mask(lengths, size):
 def _keys(key):
     """Dropout keys of attention and feed-forward."""
     return (None, None) if key is None else tuple(jax.random.split(key))
-
-
-def _fold_in(key, numbers):
-    return jax.vmap(lambda number: jax.random.fold_in(key, number))(numbers)

@@ -9,17 +9,20 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from zjax.config.mixture import segment_shapes
 from zjax.forward import run_blocks
 from zjax.models.block import Block
 from zjax.models.decoder import Decoder
 from zjax.models.embedding import Context, Embedding
 from zjax.models.heads import Head
+from zjax.models.segments import BlockGroup, layers_of, segments_of
+from zjax.models.stack import execution_of
 from zjax.ops import attention, sparse
 
-Cache = tuple[Float[Array, "B S K D"], Float[Array, "B S K D"]]
-"""Keys and values of one block, for all columns to come."""
-RunBlock = Callable[..., Any]
-"""`run(block, attend, x, context) -> (stream, cache)`."""
+Cache = tuple[tuple[Float[Array, "B S K D"], Float[Array, "B S K D"]], ...]
+"""Keys and values of each layer of a block, for all columns to come."""
+RunLayer = Callable[..., Any]
+"""`run(layer, attend, x, context) -> (stream, keys and values)`."""
 
 
 def prefill(
@@ -44,9 +47,7 @@ def prefill(
         return read_prompt(block, x, context, starts, num_new, padded)
 
     x, context = embed(model.embedding, tokens, starts, 0)
-    config = model.config
-    inputs = (None,) * (config.layers_per_scan or config.num_layers)
-    x, caches = _run_blocks(step, model, x, inputs)
+    x, caches = _run_blocks(step, model, x)
     return score(model.head, x[:, -1:], _table(model)), caches
 
 
@@ -88,14 +89,14 @@ def embed(
 
 
 def read_prompt(
-    block: Block,
+    block: Block | BlockGroup,
     x: Float[Array, "B L M"],
     context: Context,
     starts: Int[Array, " B"],
     num_new: int,
     padded: bool,
     *,
-    run: RunBlock = Block.attend_with,
+    run: RunLayer = Block.continue_with,
 ) -> tuple[Any, Cache]:
     """Runs prompts through one block; returns the stream and the block's cache.
 
@@ -106,7 +107,7 @@ def read_prompt(
         starts: First column of each prompt.
         num_new: Columns to reserve in the cache.
         padded: Whether any start is above 0.
-        run: `Block.attend_with`, or `Block.trunk_with` if tiles run separately.
+        run: `Block.continue_with`, or `Block.trunk_with` if tiles run separately.
     """
     visible = None
     if padded:
@@ -114,9 +115,9 @@ def read_prompt(
         visible = columns >= starts[:, None, None]
         visible = jnp.broadcast_to(visible, (*x.shape[:2], x.shape[1]))
 
-    def attend(q, k, v):
-        if block.sparse is not None:
-            outputs = _attend_to_blocks(q, k, v, block.sparse, starts, padded)
+    def attend(layer, q, k, v):
+        if layer.sparse is not None:
+            outputs = _attend_to_blocks(q, k, v, layer.sparse, starts, padded)
         else:
             outputs = attention.dot_product_attention(
                 q,
@@ -124,23 +125,27 @@ def read_prompt(
                 v,
                 causal=True,
                 mask=visible,
-                implementation="xla" if block.implementation == "xla" else "auto",
+                implementation="xla" if layer.implementation == "xla" else "auto",
             )
         padding = ((0, 0), (0, num_new), (0, 0), (0, 0))
         return outputs, (jnp.pad(k, padding), jnp.pad(v, padding))
 
-    return run(block, attend, x, context)
+    cache = []
+    for layer in layers_of(block):
+        x, stored = run(layer, functools.partial(attend, layer), x, context)
+        cache.append(stored)
+    return x, tuple(cache)
 
 
 def read_token(
-    block: Block,
+    block: Block | BlockGroup,
     x: Float[Array, "B 1 M"],
     context: Context,
     starts: Int[Array, " B"],
     column: Any,
     cache: Cache,
     *,
-    run: RunBlock = Block.attend_with,
+    run: RunLayer = Block.continue_with,
 ) -> tuple[Any, Cache]:
     """Runs one token per row through one block; returns stream and updated cache.
 
@@ -148,19 +153,23 @@ def read_token(
     `cache` of all earlier ones.
     """
 
-    def attend(q, k, v):
+    def attend(layer, stored, q, k, v):
         keys, values = (
             jax.lax.dynamic_update_slice_in_dim(old, new, column, axis=1)
-            for old, new in zip(cache, (k, v), strict=True)
+            for old, new in zip(stored, (k, v), strict=True)
         )
         # A fused kernel gains nothing for one query.
         mask = _visible_columns(starts, column, keys.shape[1])[:, None]
-        if block.sparse is not None:
-            mask &= _visible_in_blocks(block.sparse, starts, column, keys.shape[1])
+        if layer.sparse is not None:
+            mask &= _visible_in_blocks(layer.sparse, starts, column, keys.shape[1])
         outputs = attention.call_jax(q, keys, values, mask=mask, implementation="xla")
         return outputs, (keys, values)
 
-    return run(block, attend, x, context)
+    updated = []
+    for layer, stored in zip(layers_of(block), cache, strict=True):
+        x, stored = run(layer, functools.partial(attend, layer, stored), x, context)
+        updated.append(stored)
+    return x, tuple(updated)
 
 
 def score(
@@ -190,14 +199,22 @@ def _visible_in_blocks(pattern, starts, column, num_columns) -> Bool[Array, "B H
     return sparse.visible_keys(pattern, column - starts, columns - starts)
 
 
-def _run_blocks(step, model, x, inputs):
-    graph, blocks = nnx.split(model.blocks)
+def _run_blocks(step, model, x, caches=None):
+    """Runs all blocks; each segment has caches in the form of `run_blocks`."""
+    execution, results = execution_of(model.config), []
+    shapes = segment_shapes(model.config)
+    for number, blocks in enumerate(segments_of(model.blocks).values()):
+        graph, params = nnx.split(blocks)
+        size = execution.scan_size(shapes[number].num_blocks)
+        empty = (None,) * (size or shapes[number].num_blocks)
 
-    def one(params, x, given):
-        return step(nnx.merge(graph, params), x, given)
+        def one(params, x, given, graph=graph):
+            return step(nnx.merge(graph, params), x, given)
 
-    scan_size = model.config.layers_per_scan
-    return run_blocks(one, blocks, x, inputs, scan_size=scan_size)
+        inputs = empty if caches is None else caches[number]
+        x, outputs = run_blocks(one, params, x, inputs, scan_size=size)
+        results.append(outputs)
+    return x, tuple(results)
 
 
 def _table(model):

@@ -5,7 +5,9 @@ import functools
 from flax import nnx
 
 from zjax.models import cached, generate
+from zjax.models.block import Block
 from zjax.models.decoder import Decoder
+from zjax.models.segments import segments_of
 from zjax.models.stack import head_table, without_tiles
 from zjax.typing import CachedBlock, Continuation
 
@@ -18,25 +20,24 @@ def make_continuation(model: Decoder) -> Continuation:
     """
     config, is_tiled = model.config, model.config.mlp_tiles > 1
     embedding_graph, _ = nnx.split(model.embedding)
-    block_graph, _ = nnx.split(
-        without_tiles(model.blocks) if is_tiled else model.blocks
-    )
     head_graph, _ = nnx.split(model.head)
-
-    def run(block, attend, x, context):
-        if is_tiled:
-            return block.trunk_with(attend, x, context)
-        x, cache = block.attend_with(attend, x, context)
-        return (x, ()), cache
 
     def embed(params, *args):
         return cached.embed(nnx.merge(embedding_graph, params["embedding"]), *args)
 
-    def read_prompt(params, *args):
-        return cached.read_prompt(nnx.merge(block_graph, params), *args, run=run)
+    def cached_block(blocks):
+        graph, _ = nnx.split(without_tiles(blocks) if is_tiled else blocks)
 
-    def read_token(params, *args):
-        return cached.read_token(nnx.merge(block_graph, params), *args, run=run)
+        def read(how, params, *args):
+            if is_tiled:
+                return how(nnx.merge(graph, params), *args, run=Block.trunk_with)
+            x, cache = how(nnx.merge(graph, params), *args)
+            return (x, ()), cache
+
+        return CachedBlock(
+            functools.partial(read, cached.read_prompt),
+            functools.partial(read, cached.read_token),
+        )
 
     def score(params, carry):
         head = nnx.merge(head_graph, params["head"])
@@ -45,6 +46,6 @@ def make_continuation(model: Decoder) -> Continuation:
     return Continuation(
         check=functools.partial(generate.check, config),
         embed=embed,
-        blocks=(CachedBlock(read_prompt, read_token),),
+        blocks=tuple(map(cached_block, segments_of(model.blocks).values())),
         score=score,
     )

@@ -9,9 +9,10 @@ from jaxtyping import Array, Float, Int
 
 from zjax.config import schema
 from zjax.models import layers
-from zjax.models.block import Block, make_blocks
+from zjax.models.block import Block
 from zjax.models.embedding import Embedding
 from zjax.models.heads import Head
+from zjax.models.segments import make_segments
 from zjax.models.stack import hidden_states
 from zjax.parallel import sequence
 
@@ -47,9 +48,10 @@ class Decoder(nnx.Module):
         only_layer: jax.Array | None = None,
         rngs: nnx.Rngs,
     ):
-        def make_block(rngs: nnx.Rngs) -> Block:
+        def make_block(rngs: nnx.Rngs, num_experts: int) -> Block:
             return Block(
                 config,
+                num_experts=num_experts,
                 causal=True,
                 norm_position="pre",
                 matmul_dtype=matmul_dtype,
@@ -58,8 +60,8 @@ class Decoder(nnx.Module):
 
         self.config = config
         self.embedding = Embedding(config, deterministic=deterministic, rngs=rngs)
-        self.blocks = make_blocks(
-            make_block, config.num_layers, rngs=rngs, only_layer=only_layer
+        self.blocks = make_segments(
+            make_block, config, rngs=rngs, only_layer=only_layer
         )
         self.head = Head(config, rngs=rngs)
 

@@ -12,9 +12,10 @@ from jaxtyping import Array, Float
 
 from zjax.config import schema
 from zjax.models import layers
-from zjax.models.block import Block, make_blocks
+from zjax.models.block import Block
 from zjax.models.embedding import Embedding
 from zjax.models.heads import Head
+from zjax.models.segments import make_segments
 from zjax.models.stack import hidden_states
 
 
@@ -52,9 +53,10 @@ class Encoder(nnx.Module):
         only_layer: jax.Array | None = None,
         rngs: nnx.Rngs,
     ):
-        def make_block(rngs: nnx.Rngs) -> Block:
+        def make_block(rngs: nnx.Rngs, num_experts: int) -> Block:
             return Block(
                 config,
+                num_experts=num_experts,
                 causal=False,
                 norm_position="post",
                 matmul_dtype=matmul_dtype,
@@ -70,8 +72,8 @@ class Encoder(nnx.Module):
             deterministic=deterministic,
             rngs=rngs,
         )
-        self.blocks = make_blocks(
-            make_block, config.num_layers, rngs=rngs, only_layer=only_layer
+        self.blocks = make_segments(
+            make_block, config, rngs=rngs, only_layer=only_layer
         )
         self.head = Head(config, masked=True, rngs=rngs)
         self.pooling = (

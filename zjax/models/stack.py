@@ -13,6 +13,7 @@ from zjax.models.embedding import Embedding
 from zjax.models.feed_forward import TiledFeedForward
 from zjax.models.heads import Head
 from zjax.models.nnx import nest, values_of
+from zjax.models.segments import BlockGroup, Segments, layers_of, segments_of
 from zjax.parallel import remat
 from zjax.typing import Auxiliary, Params, Segment, Stack, Tiles
 
@@ -26,7 +27,7 @@ class StackedModel(Protocol):
 
     config: schema.Model
     embedding: Embedding
-    blocks: Block
+    blocks: Block | BlockGroup | Segments
     head: Head
 
 
@@ -43,29 +44,24 @@ def make_stack(model: StackedModel) -> Stack:
         The stack, which recomputes nothing by itself. `join` sums the two gradients of
         a tied table; to join parameters, zero the head's copy of the table first.
     """
-    config = model.config
+    config, names = model.config, tuple(segments_of(model.blocks))
     embedding, _ = nnx.split(model.embedding)
-    blocks, _ = nnx.split(model.blocks)
     head_graph, _ = nnx.split(model.head)
 
     def embed(params, batch, key):
         return nnx.merge(embedding, params["embedding"])(batch, key)
-
-    def block(params, carry, context, key):
-        return nnx.merge(blocks, params)(carry, context, key), Auxiliary()
 
     def head(params, carry, batch):
         table = head_table(params, config)
         sums = nnx.merge(head_graph, params["head"]).loss(carry, table, batch)
         return sums.loss_sum, sums.weight_sum, {"accuracy": sums.correct_sum}
 
-    tiles = _tiles(model.blocks, config) if config.mlp_tiles > 1 else None
     return Stack(
         embed=embed,
-        segments=(Segment(block, config.num_layers, tiles),),
+        segments=tuple(map(_segment, segments_of(model.blocks).values())),
         head=head,
-        split=lambda params: _split(params, config),
-        join=lambda embed, segments, head: _join(embed, segments, head, config),
+        split=lambda params: _split(params, names, config),
+        join=lambda embed, segments, head: _join(embed, segments, head, names, config),
         shared=(SHARED,) if config.tied_head else (),
     )
 
@@ -122,19 +118,32 @@ def _tiles(blocks: Block, config: schema.Model) -> Tiles:
     return Tiles(split=split, trunk=trunk, tile=tile)
 
 
-def _split(params: Params, config: schema.Model):
+def _segment(blocks: Block | BlockGroup) -> Segment:
+    graph, state = nnx.split(blocks)
+    config, tiles = layers_of(blocks)[0].config, None
+    if isinstance(blocks, Block) and config.mlp_tiles > 1:
+        tiles = _tiles(blocks, config)
+
+    def block(params, carry, context, key):
+        return nnx.merge(graph, params)(carry, context, key)
+
+    return Segment(block, len(jax.tree.leaves(state)[0]), tiles)
+
+
+def _split(params: Params, names: tuple[str, ...], config: schema.Model):
+    blocks = params["blocks"]
     embed = {"embedding": params["embedding"]}
     head = {"head": params["head"]}
     if config.tied_head:
         head["embedding"] = {"tokens": params["embedding"]["tokens"]}
-    return embed, (params["blocks"],), head
+    return embed, tuple(blocks[name] if name else blocks for name in names), head
 
 
-def _join(embed: Params, segments, head: Params, config: schema.Model):
-    (blocks,) = segments
+def _join(embed: Params, segments, head: Params, names, config: schema.Model):
+    blocks = dict(zip(names, segments, strict=True))
     joined: dict[str, Any] = {
         "embedding": dict(embed["embedding"]),
-        "blocks": blocks,
+        "blocks": blocks.get("", blocks),
         "head": head["head"],
     }
     if config.tied_head:

@@ -14,10 +14,12 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from zjax.moe.exchange import AllGather, AllToAll, make_exchange
 from zjax.moe.router import Routing
+from zjax.ops import activation as activations
 from zjax_kernels import grouped_matmul, grouped_outer
 
 Activation = Literal["swiglu", "gelu", "relu"]
@@ -100,6 +102,7 @@ def _forward(
     sizes = exchange.sizes
     hidden = grouped_matmul(exchange.rows_of(arrived), experts.up, sizes)
     hidden = _add_bias(hidden, experts.up_bias, exchange)
+    hidden = checkpoint_name(hidden, activations.INPUT)
     outputs = grouped_matmul(_activate(activation)(hidden), experts.down, sizes)
     outputs = _add_bias(outputs, experts.down_bias, exchange)
     combined = exchange.combine(outputs, shared, x.dtype)

@@ -105,6 +105,35 @@ class Routing:
         return count_tokens(self.experts, self.kept, self.scores.shape[1])
 
 
+def router_logits(
+    x: Float[Array, "T M"],
+    kernel: Float[Array, "M E"],
+    *,
+    jitter: float = 0.0,
+    key: jax.Array | None = None,
+) -> Float[Array, "T E"]:
+    """Multiplies tokens by the router's matrix in float32.
+
+    Args:
+        x: Tokens.
+        kernel: Matrix of the router.
+        jitter: Entries of `x` are multiplied by uniform noise of 1 - jitter to 1 +
+            jitter.
+        key: Random key; None means evaluation, without noise.
+
+    Example:
+        >>> router_logits(jnp.ones((2, 3)), jnp.ones((3, 4))).shape
+        (2, 4)
+
+    Reference:
+        Switch, arXiv:2101.03961, section 2.4.
+    """
+    x = x.astype(jnp.float32)
+    if jitter and key is not None:
+        x *= jax.random.uniform(key, x.shape, minval=1 - jitter, maxval=1 + jitter)
+    return jnp.dot(x, kernel.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+
+
 def route(
     logits: Float[Array, "T E"],
     router: Router,

@@ -8,13 +8,18 @@ B), not hardware utilisation. Causal attention is counted by one of two conventi
 from typing import Literal
 
 from zjax.config import schema
+from zjax.config.mixture import experts_by_layer
 from zjax.ops import sparse
 
 CausalAttention = Literal["half", "full"]
 
 
-def num_params(model: schema.Model) -> int:
+def num_params(model: schema.Model, *, active: bool = False) -> int:
     """Parameters of the built-in decoder, or of the encoder with its masked-token head.
+
+    Args:
+        model: Settings of the model.
+        active: Whether to count only as many experts as a token has.
 
     Example:
         >>> num_params(schema.Model())
@@ -23,10 +28,13 @@ def num_params(model: schema.Model) -> int:
     width, bias = model.embed_size, int(model.use_bias)
     kv_size = model.num_kv_heads * (width // model.num_heads)
     attention = 2 * (width + bias) * width + 2 * (width + bias) * kv_size
-    num_inputs = 2 if model.activation == "swiglu" else 1
-    mlp = num_inputs * (width + bias) * model.mlp_size + (model.mlp_size + bias) * width
     norm = (1 + (bias if model.norm == "layer_norm" else 0)) * width
-    blocks = model.num_layers * (attention + mlp + 2 * norm)
+    blocks = model.num_layers * (attention + 2 * norm)
+    for num_experts in experts_by_layer(model):
+        if num_experts:
+            blocks += _mixture_params(model, num_experts, active)
+        else:
+            blocks += _mlp_params(model, model.mlp_size)
     head = norm + (0 if model.tied_head else model.vocab_size * width)
     if model.kind == "encoder":
         head += norm + (width + bias) * width + bias * model.vocab_size
@@ -34,17 +42,17 @@ def num_params(model: schema.Model) -> int:
 
 
 def matmul_params(model: schema.Model) -> int:
-    """Parameters that every token is multiplied with: the N of 6 N.
+    """Parameters that a token is multiplied with: the N of 6 N.
 
     The token and position embedding tables do not count; the output matrix counts once,
-    tied or not.
+    tied or not. Of the experts of a layer `moe.top_k` count.
 
     Example:
         >>> matmul_params(schema.Model())
         123653376
     """
     tied = model.vocab_size * model.embed_size if model.tied_head else 0
-    return num_params(model) - _table_params(model) + tied
+    return num_params(model, active=True) - _table_params(model) + tied
 
 
 def flops_per_token(
@@ -136,6 +144,25 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
         if f" {name} ".replace("-", " ") in words:
             return teraflops[column] * 1e12
     return None
+
+
+def _mlp_params(model: schema.Model, size: int) -> int:
+    """Parameters of a feed-forward of width `size`."""
+    width, bias = model.embed_size, int(model.use_bias)
+    num_inputs = 2 if model.activation == "swiglu" else 1
+    return num_inputs * (width + bias) * size + (size + bias) * width
+
+
+def _mixture_params(model: schema.Model, num_experts: int, active: bool) -> int:
+    moe, width = model.moe, model.embed_size
+    used = min(moe.top_k, num_experts) if active else num_experts
+    params = used * _mlp_params(model, moe.expert_size) + width * num_experts
+    if moe.num_shared:
+        params += _mlp_params(model, moe.num_shared * moe.expert_size)
+    params += width * moe.shared_gate
+    if moe.residual:
+        params += _mlp_params(model, moe.expert_size) + 2 * (width + 1)
+    return params
 
 
 def _table_params(model: schema.Model) -> int:

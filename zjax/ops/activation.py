@@ -9,6 +9,9 @@ import functools
 import jax
 from jaxtyping import Array, Float
 
+INPUT = "mlp"
+"""Name, for policies of `jax.checkpoint`, of what the activation functions read."""
+
 
 @functools.partial(jax.checkpoint, prevent_cse=False)
 def gelu(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:

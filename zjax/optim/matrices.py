@@ -17,6 +17,7 @@ from zjax.typing import Logical, Model, Params
 
 STACKED = ("layers", "experts")
 VECTORS = ("bias", "scale")
+_ONE_SIDE = ("heads", "head_dim"), ("kv_heads", "head_dim"), ("gates", "mlp")
 Names = dict[str, Logical]
 """Dim names of parameters by path, where known."""
 
@@ -80,8 +81,8 @@ def muon_dims(
 ) -> optax.contrib.MuonDimensionNumbers | None:
     """Input and output dims of a matrix that Muon orthogonalizes; None is left to Adam.
 
-    `heads` and `head_dim` count as one side. Adam gets embeddings, the output matrix
-    and parameters without exactly two sides.
+    `heads` and `head_dim`, or `gates` and `mlp`, count as one side. Adam gets
+    embeddings, the output matrix and parameters without exactly two sides.
 
     Example:
         >>> muon_dims("query", 3, {"query": ("embed", "heads", "head_dim")})
@@ -96,7 +97,7 @@ def muon_dims(
         return None
     sides: list[tuple[int, ...]] = []
     for dim in range(num_stacked(path, names), num_dims):
-        if sides and dims[dim] == "head_dim" and dims[dim - 1] in ("heads", "kv_heads"):
+        if sides and dims[dim - 1 : dim + 1] in _ONE_SIDE:
             sides[-1] += (dim,)
         else:
             sides.append((dim,))

@@ -14,7 +14,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from zjax.jaxprs.primitives import CHEAP
-from zjax.ops import attention, cross_entropy, sparse
+from zjax.ops import activation, attention, cross_entropy, sparse
 from zjax_kernels import norm
 
 Policy = Literal[
@@ -36,7 +36,7 @@ PROJECTIONS = "projections"
 ATTENTION = attention.ATTENTION_OUTPUT
 SPARSE = sparse.ATTENTION_OUTPUT
 """Outputs of sparse attention, and its softmax sums."""
-MLP = "mlp"
+MLP = activation.INPUT
 """Outputs of the first matrices of a feed-forward layer."""
 
 SAVED = {

@@ -130,6 +130,38 @@ def by_parts(run: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     return _map_open_axes(run, place, place)(x)
 
 
+def map_tokens(
+    run: Callable[..., tuple[jax.Array, Any]],
+    x: Float[Array, "B L M"],
+    counts: jax.Array | None,
+    weights: Any,
+    specs: Any,
+) -> tuple[Float[Array, "B L M"], Any]:
+    """Runs a function that compares tokens, such as a router, on those of each device.
+
+    Args:
+        run: `run(x, counts, weights) -> (y, numbers)`, of one device.
+        x: A stream.
+        counts: bool[B, L] or None.
+        weights: Tree of arrays that all devices read.
+        specs: A PartitionSpec for each.
+
+    Returns:
+        The stream `y`, and the numbers of all devices with a first dim of devices.
+    """
+
+    def region(*operands: Any) -> tuple[jax.Array, Any]:
+        y, numbers = run(*operands)
+        return y, jax.tree.map(lambda number: number[None], numbers)
+
+    mesh, split = jax.sharding.get_abstract_mesh(), _Split.of(x)
+    if all(mesh.shape[axis] == 1 for axis in mesh.auto_axes):
+        return region(x, counts, weights)
+    in_specs = split.stream, None if counts is None else split.stream, specs
+    devices = P(entry((*split.batch, *split.length)))
+    return _map_open_axes(region, in_specs, (split.stream, devices))(x, counts, weights)
+
+
 def join_stream(x: Float[Array, "B L M"]) -> Float[Array, "B L M"]:
     """Gathers a stream along its length over the tensor axis."""
     if num_shares() == 1:

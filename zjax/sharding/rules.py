@@ -16,6 +16,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "mlp": (meshes.TENSOR,),
     "vocab": (meshes.PIPELINE, meshes.TENSOR),
     "experts": (meshes.EXPERT,),
+    "gates": (),
     "capacity": (),
     "layers": (meshes.PIPELINE,),
     meshes.TENSOR: (meshes.TENSOR,),

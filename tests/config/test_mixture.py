@@ -1,0 +1,183 @@
+"""Which layers have experts, and the words for settings that cannot work."""
+
+import pytest
+
+from tests.support.refusals import case, refusal
+from zjax import config as zconfig
+from zjax.config import schema
+from zjax.config.mixture import experts_by_layer, num_blocks, segment_shapes
+from zjax.errors import ConfigError
+
+MOE = "model.moe"
+REFUSED = [
+    case(
+        f"{MOE}.top_k=2;{MOE}.expert_size=8",
+        "model.moe.top_k=2 has no effect with model.moe.num_experts=0; leave it at 1, "
+        "or set model.moe.num_experts\n"
+        "model.moe.expert_size=8 has no effect with model.moe.num_experts=0; leave it "
+        "at 0, or set model.moe.num_experts",
+        id="dense",
+    ),
+    case(
+        f"{MOE}.num_experts=-1",
+        "model.moe.num_experts=-1 is out of range; use 1 to 65536",
+        id="negative",
+    ),
+    case(
+        f"{MOE}.num_experts=(4,0)",
+        "model.moe.num_experts=(4, 0) is out of range; use 1 to 65536",
+        id="a-layer-without",
+    ),
+    case(
+        f"{MOE}.num_experts=(4,8);{MOE}.every=4",
+        "model.moe.num_experts=(4, 8) has 2 numbers for 3 MoE layers; give 3, or one "
+        "int for all",
+        id="pyramid-of-another-height",
+    ),
+    case(
+        f"{MOE}.num_experts=4;{MOE}.top_k=5",
+        "model.moe.top_k=5 is above the 4 experts to choose from; use at most 4",
+        id="more-choices-than-experts",
+    ),
+    case(
+        f"{MOE}.num_experts=8;{MOE}.num_groups=4;{MOE}.top_k=3",
+        "model.moe.top_k=3 is above the 2 experts to choose from; use at most 2",
+        id="more-choices-than-a-group-has",
+    ),
+    case(
+        f"{MOE}.num_experts=8;{MOE}.num_groups=3",
+        "model.moe.num_groups=3 does not divide 8 experts; use 1, 2, 4 or 8",
+        id="groups-do-not-divide",
+    ),
+    case(
+        f"{MOE}.num_experts=8;{MOE}.num_groups=2;{MOE}.top_groups=3",
+        "model.moe.top_groups=3 is above model.moe.num_groups=2; use at most 2",
+        id="more-groups-than-there-are",
+    ),
+    case(
+        f"{MOE}.num_experts=4;{MOE}.every=0",
+        "model.moe.every=0 is out of range; use 1 or more",
+        id="every-0",
+    ),
+    case(
+        f"{MOE}.num_experts=4;{MOE}.every=13",
+        "model.moe.every=13 leaves none of model.num_layers=12 to experts; use at most "
+        "12",
+        id="every-beyond-the-last",
+    ),
+    case(
+        f"{MOE}.num_experts=4;{MOE}.first_dense=12",
+        "model.moe.first_dense=12 leaves none of model.num_layers=12 to experts; use "
+        "at most 11",
+        id="all-dense",
+    ),
+    case(
+        f"{MOE}.num_experts=4;{MOE}.drop=position;{MOE}.capacity_factor=0.0",
+        "model.moe.capacity_factor=0.0 is out of range; use more than 0",
+        id="capacity-0",
+    ),
+    case(
+        f"{MOE}.num_experts=4;{MOE}.capacity_factor=2.0",
+        "model.moe.capacity_factor=2.0 has no effect with model.moe.drop='none'; leave "
+        "it at 1.0, or set model.moe.drop",
+        id="capacity-without-drop",
+    ),
+    case(
+        f"{MOE}.num_experts=4;{MOE}.normalise=False",
+        "model.moe.normalise=False has no effect with model.moe.top_k=1; leave it at "
+        "True, or set model.moe.top_k",
+        id="one-weight-to-normalise",
+    ),
+    case(
+        f"{MOE}.num_experts=4;{MOE}.shared_gate=True",
+        "model.moe.shared_gate=True has no effect with model.moe.num_shared=0; leave "
+        "it at False, or set model.moe.num_shared",
+        id="gate-on-nothing",
+    ),
+    case(
+        f"{MOE}.num_experts=4;{MOE}.balance_loss=0.0;{MOE}.balance_scope=sequence",
+        "model.moe.balance_scope='sequence' has no effect with "
+        "model.moe.balance_loss=0.0; leave it at 'microbatch', or set "
+        "model.moe.balance_loss",
+        id="scope-of-no-loss",
+    ),
+    case(
+        f"{MOE}.num_experts=4;{MOE}.sampling=second",
+        "model.moe.sampling='second' samples a second expert, and model.moe.top_k=1; "
+        "use 'first', or top_k=2",
+        id="no-second-expert",
+    ),
+    case(
+        f"{MOE}.num_experts=4;model.mlp_tiles=2",
+        "model.mlp_tiles=2 tiles a feed-forward, and model.moe.num_experts replaces "
+        "it; use 1",
+        id="tiles",
+    ),
+    case(
+        f"{MOE}.num_experts=4;mesh.tensor=2",
+        "mesh.tensor=2 is not built for model.moe.num_experts; use 1",
+        id="tensor",
+    ),
+    case(
+        f"{MOE}.num_experts=4;mesh.sequence=2",
+        "mesh.sequence=2 is not built for model.moe.num_experts; use 1",
+        id="sequence",
+    ),
+    case(
+        f"{MOE}.num_experts=4;{MOE}.every=2;mesh.pipeline=8",
+        "mesh.pipeline=8 makes more stages than the 6 blocks of model.moe.every=2; use "
+        "at most 6",
+        id="stages",
+    ),
+    case(
+        f"{MOE}.num_experts=4;{MOE}.first_dense=3;model.layers_per_scan=2",
+        "model.layers_per_scan=2 does not divide segments of 3, 9 blocks; use 1 or 3",
+        id="scan",
+    ),
+    case(
+        f"{MOE}.num_experts=4;{MOE}.every=2;deterministic=True",
+        "deterministic=True repeats a cuDNN kernel in layers of different kinds; use "
+        "False, or model.attention='xla'",
+        id="deterministic",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "num_devices", "message"), REFUSED)
+def test_refused(overrides, num_devices, message):
+    assert refusal(overrides, num_devices) == message
+
+
+def test_number_of_experts_of_another_type():
+    with pytest.raises(ConfigError) as error:
+        zconfig.load_config({}, "model.moe.num_experts=many")
+    assert str(error.value) == ("model.moe.num_experts='many' is a str; expected int")
+
+
+def make_model(num_layers, **moe):
+    return schema.Model(num_layers=num_layers, moe=schema.MoE(**moe))
+
+
+def test_deepspeed_puts_experts_in_every_second_layer():
+    model = make_model(6, num_experts=8, every=2)
+    assert experts_by_layer(model) == (0, 8, 0, 8, 0, 8)
+    assert segment_shapes(model) == (((0, 8), 3),)
+    assert num_blocks(model) == 3
+
+
+def test_dense_layers_first():
+    model = make_model(8, num_experts=8, every=3, first_dense=1)
+    assert experts_by_layer(model) == (0, 0, 0, 8, 0, 0, 8, 0)
+    assert segment_shapes(model) == (((0,), 1), ((0, 0, 8), 2), ((0,), 1))
+
+
+def test_pyramid():
+    model = make_model(6, num_experts=(4, 4, 8), every=2)
+    assert segment_shapes(model) == (((0, 4), 2), ((0, 8), 1))
+
+
+def test_width_of_an_expert_follows_the_model():
+    config = zconfig.load_config(
+        {}, "model.moe.num_experts=4", "model.mlp_size=100", "model.mlp_size=200"
+    )
+    assert config.model.moe.expert_size == 200

@@ -1,0 +1,207 @@
+"""Experts in the built-in models, against a loop over tokens."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.reference import mixture as reference
+from tests.support import language
+from zjax.config import schema
+from zjax.models.build import make_model
+from zjax.models.generate import generate
+from zjax.models.mixture import MixtureOfExperts
+from zjax.models.segments import layers_of, segments_of
+
+PLAIN = schema.MoE(num_experts=4, top_k=2, balance_loss=0.1, z_loss=0.03)
+LAYERS = {
+    "top-2": (language.GPT, PLAIN),
+    "residual-drops": (
+        language.GPT,
+        dataclasses.replace(PLAIN, top_k=1, residual=True, drop="position"),
+    ),
+    "shared-swiglu": (
+        language.LLAMA,
+        dataclasses.replace(
+            PLAIN,
+            top_k=3,
+            num_shared=2,
+            shared_gate=True,
+            expert_size=6,
+            balance_scope="sequence",
+        ),
+    ),
+}
+FOUR = {
+    "every-second": dataclasses.replace(
+        language.GPT, num_layers=4, moe=dataclasses.replace(PLAIN, every=2)
+    ),
+    "pyramid-behind-a-dense-one": dataclasses.replace(
+        language.LLAMA,
+        num_layers=4,
+        moe=dataclasses.replace(
+            PLAIN, num_experts=(2, 2, 3), first_dense=1, residual=True
+        ),
+    ),
+}
+
+
+def make_layer(config, moe):
+    """With weights large enough to matter."""
+    config = dataclasses.replace(config, moe=moe)
+    layer = MixtureOfExperts(config, moe.num_experts, out_std=0.02, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(layer)
+    rng = np.random.default_rng(1)
+
+    def fill(leaf):
+        return jnp.array(0.4 * rng.normal(size=leaf.shape), jnp.float32)
+
+    return nnx.merge(graph, jax.tree.map(fill, state)), config
+
+
+def make_stream(seed=2):
+    return jax.random.normal(jax.random.key(seed), (2, 8, language.GPT.embed_size))
+
+
+@pytest.mark.parametrize(("config", "moe"), LAYERS.values(), ids=LAYERS)
+def test_a_layer_is_a_loop_over_tokens(config, moe):
+    """Fails if the weight of a choice, a coefficient or a gate is not applied."""
+    layer, config = make_layer(config, moe)
+    x = make_stream()
+    found, auxiliary = nnx.jit(lambda layer, x: layer(x))(layer, x)
+    params = jax.tree.map(np.asarray, language.params_of(layer))
+    expected, loss = reference.mixture(params, config, np.float64(x))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(auxiliary.loss, loss, rtol=1e-5)
+    drops = moe.drop != "none"
+    assert (float(auxiliary.metrics["dropped_fraction"]) > 0.1) == drops
+
+
+@pytest.mark.parametrize("config", FOUR.values(), ids=FOUR)
+def test_loss_and_gradients_of_four_layers(config):
+    """Gradients of every array against differences of a loop in float64."""
+    model = make_model(schema.Config(model=config, data=schema.Data(length=8)))
+    params = language.params_of(language.make_language_model(config))
+    batch = language.make_text(config)
+
+    def loss(params):
+        return model.loss(params, {}, batch, None).value
+
+    value, grads = jax.jit(jax.value_and_grad(loss))(params)
+    expect = functools.partial(reference.loss, config=config, batch=batch)
+    arrays = jax.tree.map(np.float64, params)
+    np.testing.assert_allclose(value, expect(arrays), rtol=1e-5)
+    rng, step = np.random.default_rng(3), 1e-5
+    for number, grad in enumerate(jax.tree.leaves(grads)):
+        leaves, tree = jax.tree.flatten(arrays)
+        direction = rng.choice([-1.0, 1.0], size=grad.shape)
+        ends = []
+        for sign in (step, -step):
+            moved = [*leaves]
+            moved[number] = leaves[number] + sign * direction
+            ends.append(expect(tree.unflatten(moved)))
+        slope = (ends[0] - ends[1]) / (2 * step)
+        np.testing.assert_allclose(
+            np.sum(grad * direction), slope, rtol=2e-3, atol=2e-5
+        )
+
+
+@pytest.mark.parametrize(("coefficient", "branch"), [((40, -40), 0), ((-40, 40), 1)])
+def test_forced_coefficients_leave_one_branch(coefficient, branch):
+    """(1, 0) is the plain mixture, and (0, 1) the feed-forward."""
+    moe = dataclasses.replace(PLAIN, residual=True)
+    layer, _ = make_layer(language.GPT, moe)
+    layer.coefficient.kernel[...] = jnp.zeros_like(layer.coefficient.kernel[...])
+    layer.coefficient.bias[...] = jnp.array(coefficient, jnp.float32)
+    x = make_stream()
+    found, mlp = layer(x)[0], layer.residual(x)
+    layer.residual = layer.coefficient = None
+    expected = (layer(x)[0], mlp)[branch]
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_padding_uses_no_capacity():
+    """Fails if the router counts tokens that the loss does not."""
+    moe = schema.MoE(num_experts=2, drop="position", min_capacity=1)
+    layer, _ = make_layer(language.GPT, moe)
+    x = make_stream().at[:, 1:].set(make_stream()[:1, :1])
+    counts = jnp.zeros(x.shape[:2], bool).at[1].set(True)
+    found, auxiliary = layer(x, counts)
+    assert not np.any(found[0])
+    # Eight equal tokens for the eight places of sixteen tokens.
+    assert float(auxiliary.metrics["dropped_fraction"]) == 0
+    assert float(layer(x)[1].metrics["dropped_fraction"]) > 0
+
+
+def test_jitter_moves_the_router_alone_and_only_while_training():
+    moe = schema.MoE(num_experts=4, jitter=0.5)
+    layer, _ = make_layer(language.GPT, moe)
+    x, still = make_stream(), layer(make_stream())
+    shaken = layer(x, key=jax.random.key(0))
+    name = "router_entropy"
+    assert float(shaken[1].metrics[name]) != float(still[1].metrics[name])
+    one, _ = make_layer(language.GPT, dataclasses.replace(moe, num_experts=1))
+    np.testing.assert_array_equal(one(x)[0], one(x, key=jax.random.key(0))[0])
+
+
+def test_router_is_initialised_as_in_switch():
+    """A truncated normal of variance 0.1 / fan-in."""
+    config = dataclasses.replace(language.GPT, embed_size=256, moe=PLAIN)
+    layer = MixtureOfExperts(config, 64, out_std=0.02, rngs=nnx.Rngs(0))
+    kernel = layer.router.kernel[...]
+    std = (0.1 / 256) ** 0.5
+    np.testing.assert_allclose(jnp.std(kernel), std, rtol=0.02)
+    assert float(jnp.abs(kernel).max()) < 2.3 * std
+
+
+@pytest.mark.parametrize("layers_per_scan", [0, 1])
+def test_generation_continues_as_the_whole_text_would(layers_per_scan):
+    """Fails if a segment is left out, or a cache goes to another layer."""
+    config = dataclasses.replace(FOUR["every-second"], layers_per_scan=layers_per_scan)
+    model = language.make_language_model(config)
+    tokens = language.make_text(config)["tokens"][:, :3]
+    text = generate(model, tokens, max_new_tokens=4)
+    logits = language.logits_of(model, {"tokens": text})
+    np.testing.assert_array_equal(jnp.argmax(logits[:, 2:-1], -1), text[:, 3:])
+
+
+def test_generation_of_a_row_does_not_depend_on_others():
+    """Fails if experts drop tokens of a prompt."""
+    moe = dataclasses.replace(PLAIN, top_k=1, drop="position", min_capacity=1)
+    config = dataclasses.replace(language.GPT, moe=moe)
+    model = language.make_language_model(config)
+    tokens = language.make_text(config, rows=4)["tokens"]
+    text = generate(model, tokens, max_new_tokens=4)
+    alone = generate(model, tokens[:1], max_new_tokens=4)
+    np.testing.assert_array_equal(text[:1], alone)
+
+
+def test_a_loop_over_blocks_changes_no_value():
+    apart = FOUR["every-second"]
+    params = language.params_of(language.make_language_model(apart))
+    batch, key = language.make_text(apart), jax.random.key(1)
+
+    def loss(config):
+        model = make_model(schema.Config(model=config, data=schema.Data(length=8)))
+        return jax.jit(model.loss)(params, {}, batch, key)
+
+    loop = loss(dataclasses.replace(apart, layers_per_scan=1))
+    expected = loss(apart)
+    assert loop.metrics.keys() == expected.metrics.keys()
+    np.testing.assert_allclose(loop.value, expected.value, rtol=1e-5)
+    for name, x in expected.metrics.items():
+        np.testing.assert_allclose(loop.metrics[name], x, rtol=1e-4, err_msg=name)
+
+
+def test_layers_have_the_experts_of_a_pyramid():
+    model = language.make_language_model(FOUR["pyramid-behind-a-dense-one"])
+    kinds = [
+        getattr(getattr(layer.mlp, "settings", None), "num_experts", 0)
+        for segment in segments_of(model.blocks).values()
+        for layer in layers_of(segment)
+    ]
+    assert kinds == [0, 2, 3]

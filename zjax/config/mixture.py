@@ -1,0 +1,190 @@
+"""Which layers have experts, and whether the settings of a mixture fit each other."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from zjax.config import axes, derived, schema
+from zjax.errors import Problem
+
+MAX_EXPERTS = 2**16
+
+
+class SegmentShape(NamedTuple):
+    """Equal blocks that follow one another.
+
+    Args:
+        num_experts: Experts of each layer of a block; 0 for a dense layer.
+        num_blocks: Number of blocks.
+    """
+
+    num_experts: tuple[int, ...]
+    num_blocks: int
+
+
+def experts_by_layer(model: schema.Model) -> tuple[int, ...]:
+    """Experts of each layer; 0 for a dense one.
+
+    Example:
+        >>> moe = schema.MoE(num_experts=(8, 16), every=2)
+        >>> experts_by_layer(schema.Model(num_layers=5, moe=moe))
+        (0, 8, 0, 16, 0)
+    """
+    experts = [0] * model.num_layers
+    places = range(model.moe.first_dense, model.num_layers)[model.moe.every - 1 :]
+    places, given = places[:: model.moe.every], model.moe.num_experts
+    numbers = given if isinstance(given, tuple) else [given] * len(places)
+    for place, number in zip(places, numbers, strict=False):
+        experts[place] = number
+    return tuple(experts)
+
+
+def segment_shapes(model: schema.Model) -> tuple[SegmentShape, ...]:
+    """The blocks of a model as few runs of equal ones.
+
+    A block has `moe.every` layers, the last of which has experts; layers before the
+    first and behind the last such block are blocks of one layer.
+
+    Example:
+        >>> moe = schema.MoE(num_experts=8, every=2, first_dense=1)
+        >>> segment_shapes(schema.Model(num_layers=5, moe=moe))[1]
+        SegmentShape(num_experts=(0, 8), num_blocks=2)
+    """
+    experts, size = experts_by_layer(model), model.moe.every
+    first = model.moe.first_dense
+    end = first + (model.num_layers - first) // size * size
+    blocks = [experts[i : i + size] for i in range(first, end, size)]
+    before, behind = [(x,) for x in experts[:first]], [(x,) for x in experts[end:]]
+    runs = itertools.groupby([*before, *blocks, *behind])
+    return tuple(SegmentShape(shape, len(list(run))) for shape, run in runs)
+
+
+def num_blocks(model: schema.Model) -> int:
+    """Blocks of all segments.
+
+    Example:
+        >>> num_blocks(schema.Model(moe=schema.MoE(num_experts=8, every=2)))
+        6
+    """
+    return sum(shape.num_blocks for shape in segment_shapes(model))
+
+
+def describe_blocks(model: schema.Model) -> str:
+    """The number of blocks, as the setting of which it is the value, if it is.
+
+    Example:
+        >>> describe_blocks(schema.Model())
+        'model.num_layers=12'
+    """
+    if model.moe.every == 1:
+        return f"model.num_layers={model.num_layers}"
+    return f"the {num_blocks(model)} blocks of model.moe.every={model.moe.every}"
+
+
+def mixture_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields settings of `model.moe` that do not fit each other or the run."""
+    moe = config.model.moe
+    if moe.num_experts in (0, ()):
+        yield from _without_experts(moe)
+        return
+    wrong = list(_numbers(config.model))
+    yield from wrong
+    if not wrong:
+        yield from _routing(moe)
+        yield from _without_effect(moe)
+        yield from _run(config, num_devices)
+
+
+def _without_experts(moe: schema.MoE) -> Iterator[Problem]:
+    for name, value, default in _changed(moe):
+        if name != "num_experts":
+            problem = "has no effect with model.moe.num_experts=0"
+            remedy = f"leave it at {default!r}, or set model.moe.num_experts"
+            yield Problem(f"model.moe.{name}", value, problem, remedy)
+
+
+def _changed(moe: schema.MoE) -> Iterator[tuple[str, Any, Any]]:
+    for field in dataclasses.fields(moe):
+        value = derived.reset(getattr(moe, field.name))
+        if value != field.default:
+            yield field.name, value, field.default
+
+
+def _numbers(model: schema.Model) -> Iterator[Problem]:
+    moe, field = model.moe, "model.moe.num_experts"
+    given = moe.num_experts
+    numbers = given if isinstance(given, tuple) else (given,)
+    if any(not 1 <= number <= MAX_EXPERTS for number in numbers):
+        yield Problem(field, given, "is out of range", f"use 1 to {MAX_EXPERTS}")
+        return
+    layers = sum(map(bool, experts_by_layer(_uniform(model))))
+    if not layers:
+        name = "first_dense" if moe.first_dense >= model.num_layers else "every"
+        problem = f"leaves none of model.num_layers={model.num_layers} to experts"
+        value, most = getattr(moe, name), model.num_layers
+        most = most - 1 if name == "first_dense" else most - moe.first_dense
+        yield Problem(f"model.moe.{name}", value, problem, f"use at most {most}")
+    elif isinstance(given, tuple) and len(given) != layers:
+        problem = f"has {len(given)} numbers for {layers} MoE layers"
+        yield Problem(field, given, problem, f"give {layers}, or one int for all")
+
+
+def _uniform(model: schema.Model) -> schema.Model:
+    moe = schema.MoE(
+        num_experts=1, every=model.moe.every, first_dense=model.moe.first_dense
+    )
+    return schema.Model(num_layers=model.num_layers, moe=moe)
+
+
+def _routing(moe: schema.MoE) -> Iterator[Problem]:
+    given = moe.num_experts
+    for number in sorted({*given} if isinstance(given, tuple) else {given}):
+        group, rest = divmod(number, moe.num_groups)
+        if rest:
+            problem = f"does not divide {number} experts"
+            remedy = axes.suggest_divisors(number)
+            yield Problem("model.moe.num_groups", moe.num_groups, problem, remedy)
+        elif moe.top_k > group * min(moe.top_groups, moe.num_groups):
+            choices = group * min(moe.top_groups, moe.num_groups)
+            problem = f"is above the {choices} experts to choose from"
+            remedy = f"use at most {choices}"
+            yield Problem("model.moe.top_k", moe.top_k, problem, remedy)
+    if moe.top_groups > moe.num_groups:
+        problem = f"is above model.moe.num_groups={moe.num_groups}"
+        remedy = f"use at most {moe.num_groups}"
+        yield Problem("model.moe.top_groups", moe.top_groups, problem, remedy)
+    if moe.sampling == "second" and moe.top_k == 1:
+        problem = "samples a second expert, and model.moe.top_k=1"
+        yield Problem(
+            "model.moe.sampling", "second", problem, "use 'first', or top_k=2"
+        )
+
+
+def _without_effect(moe: schema.MoE) -> Iterator[Problem]:
+    needs = {
+        "normalise": ("top_k", moe.top_k > 1),
+        "capacity_factor": ("drop", moe.drop != "none"),
+        "eval_capacity_factor": ("drop", moe.drop != "none"),
+        "min_capacity": ("drop", moe.drop != "none"),
+        "shared_gate": ("num_shared", moe.num_shared > 0),
+        "balance_scope": ("balance_loss", moe.balance_loss > 0),
+    }
+    for name, value, default in _changed(moe):
+        other, is_read = needs.get(name, ("", True))
+        if not is_read:
+            problem = f"has no effect with model.moe.{other}={getattr(moe, other)!r}"
+            remedy = f"leave it at {default!r}, or set model.moe.{other}"
+            yield Problem(f"model.moe.{name}", value, problem, remedy)
+
+
+def _run(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    model, sizes = config.model, axes.axis_sizes(config, num_devices)
+    if model.mlp_tiles > 1:
+        problem = "tiles a feed-forward, and model.moe.num_experts replaces it"
+        yield Problem("model.mlp_tiles", model.mlp_tiles, problem, "use 1")
+    for axis in ("tensor", "sequence"):
+        if sizes[axis] > 1:
+            given = getattr(config.mesh, axis)
+            problem = "is not built for model.moe.num_experts"
+            yield Problem(f"mesh.{axis}", given, problem, "use 1")

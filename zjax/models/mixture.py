@@ -1,0 +1,231 @@
+"""A mixture of experts in place of a feed-forward layer.
+
+References: Switch, arXiv:2101.03961; DeepSpeed-MoE, arXiv:2201.05596; DeepSeekMoE,
+arXiv:2401.06066 (shared experts).
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float
+
+from zjax.config import schema
+from zjax.models import layers
+from zjax.models.feed_forward import FeedForward
+from zjax.moe import losses
+from zjax.moe.experts import Experts, apply_experts
+from zjax.moe.router import Router, Routing, route, router_logits
+from zjax.ops.keys import fold_in
+from zjax.parallel import tensor
+from zjax.sharding import mesh as meshes
+from zjax.sharding.activations import first_row, open_size
+from zjax.typing import Auxiliary
+
+_ROUTER_INIT = jax.nn.initializers.variance_scaling(0.1, "fan_in", "truncated_normal")
+"""That of Switch, with a tenth of the usual variance."""
+
+
+class Matrix(nnx.Module):
+    """A matrix, or one for each expert, with an optional bias, initially 0.
+
+    Args:
+        kernel: Dims of the matrix.
+        initial: Initialiser of the matrix.
+        bias: Dims of the bias; () for none.
+    """
+
+    def __init__(self, kernel: layers.Dims, initial: Any, bias: layers.Dims = ()):
+        self.kernel = layers.make_param(kernel, initial)
+        self.bias = layers.make_param(bias, jnp.zeros) if bias else None
+
+
+class ExpertMatrices(nnx.Module):
+    """The parameters of all experts.
+
+    Args:
+        config: Shape of the model.
+        num_experts: Number of experts.
+        out_std: Standard deviation of the matrices that write to the residual stream.
+        rngs: Source of the initial values.
+    """
+
+    def __init__(
+        self,
+        config: schema.Model,
+        num_experts: int,
+        *,
+        out_std: float,
+        rngs: nnx.Rngs,
+    ):
+        experts: layers.Dims = (("experts", num_experts),)
+        embed: layers.Dims = (("embed", config.embed_size),)
+        mlp: layers.Dims = (("mlp", config.moe.expert_size),)
+        hidden = (("gates", 2), *mlp) if config.activation == "swiglu" else mlp
+
+        def matrix(inputs: layers.Dims, outputs: layers.Dims, std: float) -> Matrix:
+            bias = (*experts, *outputs) if config.use_bias else ()
+            normal = layers.make_normal(rngs.params(), std)
+            return Matrix((*experts, *inputs, *outputs), normal, bias)
+
+        self.up = matrix(embed, hidden, layers.INIT_STD)
+        self.down = matrix(mlp, embed, out_std)
+
+    def values(self) -> Experts:
+        """The parameters as `apply_experts` reads them."""
+        up, down = self.up.kernel[...], self.down.kernel[...]
+        up_bias = down_bias = None
+        if self.up.bias is not None and self.down.bias is not None:
+            up_bias, down_bias = self.up.bias[...], self.down.bias[...]
+            up_bias = up_bias.reshape(len(up_bias), -1)
+        return Experts(up.reshape(*up.shape[:2], -1), down, up_bias, down_bias)
+
+
+class MixtureOfExperts(nnx.Module):
+    """Experts that a router chooses for each token; shared and residual branches.
+
+    Args:
+        config: Shape of the model.
+        num_experts: Experts of this layer.
+        out_std: Standard deviation of the matrices that write to the residual stream.
+        matmul_dtype: Dtype of the operands of the shared and residual feed-forward.
+        rngs: Source of the initial values.
+    """
+
+    def __init__(
+        self,
+        config: schema.Model,
+        num_experts: int,
+        *,
+        out_std: float,
+        matmul_dtype: layers.MatmulDtype = "compute",
+        rngs: nnx.Rngs,
+    ):
+        def feed_forward(size: int) -> FeedForward:
+            return FeedForward(
+                dataclasses.replace(config, mlp_size=int(size)),
+                out_std=out_std,
+                matmul_dtype=matmul_dtype,
+                rngs=rngs,
+            )
+
+        def linear(size: int, use_bias: bool) -> layers.Linear:
+            return layers.Linear(embed, ((None, size),), use_bias=use_bias, rngs=rngs)
+
+        moe, embed = config.moe, (("embed", config.embed_size),)
+        self.config = config
+        self.settings = _router_of(moe, num_experts)
+        key = rngs.params()
+        self.router = Matrix(
+            (*embed, (None, num_experts)), lambda shape: _ROUTER_INIT(key, shape)
+        )
+        self.experts = ExpertMatrices(config, num_experts, out_std=out_std, rngs=rngs)
+        shared, residual = moe.num_shared, moe.residual
+        self.shared = feed_forward(shared * moe.expert_size) if shared else None
+        self.shared_gate = linear(1, use_bias=False) if moe.shared_gate else None
+        self.residual = feed_forward(moe.expert_size) if residual else None
+        self.coefficient = linear(2, use_bias=True) if residual else None
+
+    def __call__(
+        self,
+        x: Float[Array, "B L M"],
+        counts: Bool[Array, "B L"] | None = None,
+        key: jax.Array | None = None,
+        *,
+        drops: bool = True,
+    ) -> tuple[Float[Array, "B L M"], Auxiliary]:
+        """Transforms each token.
+
+        Args:
+            x: Tokens.
+            counts: False for padding, which no expert computes; None for no padding.
+            key: Random key of the router; None in evaluation.
+            drops: Whether experts drop tokens above their capacity.
+
+        Returns:
+            The outputs; the weighted losses of the router, and metrics.
+        """
+        settings = self.settings
+        if not drops:
+            settings = dataclasses.replace(settings, drop="none")
+
+        def run(x: jax.Array, counts: Any, weights: Any) -> tuple[jax.Array, Any]:
+            router, experts, key = weights
+            tokens = x.reshape(-1, x.shape[-1])
+            noise = fold_in(key, first_row(len(x)))
+            routing = _route(tokens, router, settings, self.config.moe, counts, noise)
+            activation = self.config.activation
+            y = apply_experts(tokens, experts, routing, activation=activation)
+            return y.reshape(x.shape), _measure(routing, self.config.moe, len(x))
+
+        weights = self.router.kernel[...], self.experts.values(), key
+        specs = P(), P(meshes.EXPERT if open_size(meshes.EXPERT) > 1 else None), P()
+        y, numbers = tensor.map_tokens(run, x, counts, weights, specs)
+        return self._add_branches(x, y), _auxiliary(numbers, self.config.moe)
+
+    def _add_branches(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        if self.residual is not None and self.coefficient is not None:
+            logits = self.coefficient(x).astype(jnp.float32)
+            of_experts, of_mlp = jnp.split(jax.nn.softmax(logits), 2, axis=-1)
+            mlp = self.residual(x)
+            y = (of_experts * y + of_mlp * mlp).astype(x.dtype)
+        if self.shared is not None:
+            shared = self.shared(x)
+            if self.shared_gate is not None:
+                gate = jax.nn.sigmoid(self.shared_gate(x).astype(jnp.float32))
+                shared = (gate * shared).astype(x.dtype)
+            y += shared
+        return y
+
+
+def _router_of(moe: schema.MoE, num_experts: int) -> Router:
+    names = {field.name for field in dataclasses.fields(Router)} - {"num_experts"}
+    return Router(num_experts=num_experts, **{n: getattr(moe, n) for n in names})
+
+
+def _route(
+    tokens: jax.Array,
+    kernel: jax.Array,
+    settings: Router,
+    moe: schema.MoE,
+    counts: jax.Array | None,
+    key: jax.Array | None,
+) -> Routing:
+    jitter_key, route_key = (None, None) if key is None else jax.random.split(key)
+    logits = router_logits(tokens, kernel, jitter=moe.jitter, key=jitter_key)
+    flat = None if counts is None else counts.ravel()
+    return route(logits, settings, key=route_key, counts=flat)
+
+
+def _measure(routing: Routing, moe: schema.MoE, num_rows: int) -> dict[str, jax.Array]:
+    """Losses and metrics of a device, and the number of tokens behind them."""
+    counts = routing.chosen[:, 0].astype(jnp.float32)
+    num_tokens = jnp.maximum(counts.sum(), 1)
+    shares = routing.scores / routing.scores.sum(1, keepdims=True)
+    entropy = -jnp.sum(jax.scipy.special.xlogy(shares, shares), axis=1)
+    chosen, kept = routing.num_chosen, routing.num_kept
+    mean_load = jnp.maximum(chosen.mean(), 1 / len(chosen))
+    sequences = 1 if moe.balance_scope == "microbatch" else num_rows
+    # DeepSpeed's and GShard's loss of two choices counts the first one alone.
+    return {
+        "num_tokens": counts.sum(),
+        "balance_loss": losses.balance_loss(
+            routing, choices=1 if moe.top_k == 2 else 0, num_sequences=sequences
+        ),
+        "router_z_loss": losses.z_loss(routing),
+        "router_entropy": (counts * entropy).sum() / num_tokens,
+        "dropped_fraction": 1 - kept.sum() / jnp.maximum(chosen.sum(), 1),
+        "max_load": chosen.max() / mean_load,
+    }
+
+
+def _auxiliary(numbers: dict[str, jax.Array], moe: schema.MoE) -> Auxiliary:
+    weights = numbers.pop("num_tokens")
+    total = jnp.maximum(weights.sum(), 1)
+    means = {name: (weights * x).sum() / total for name, x in numbers.items()}
+    loss = moe.balance_loss * means["balance_loss"]
+    loss += moe.z_loss * means["router_z_loss"]
+    return Auxiliary(loss, jax.lax.stop_gradient(means))

@@ -1,0 +1,133 @@
+"""The blocks of a model: segments of equal blocks, with stacked parameters.
+
+A block has one layer, or several of which the last one has experts.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from zjax.config import mixture, schema
+from zjax.forward import combine
+from zjax.models.block import Block
+from zjax.models.embedding import Context
+from zjax.ops.keys import fold_in
+from zjax.typing import Auxiliary
+
+
+class BlockGroup(nnx.Module):
+    """Blocks that run as one, such as a dense one and one with experts.
+
+    Args:
+        blocks: The blocks in their order; their names are `layer0`, `layer1`, ...
+    """
+
+    def __init__(self, blocks: Sequence[Block]):
+        self.num_layers = len(blocks)
+        for number, block in enumerate(blocks):
+            setattr(self, f"layer{number}", block)
+
+    def __call__(
+        self, x: Float[Array, "B L M"], context: Context, key: jax.Array | None = None
+    ) -> tuple[Float[Array, "B L M"], Auxiliary]:
+        """Transforms the stream; the key is None in evaluation."""
+        auxiliaries = []
+        for number, block in enumerate(layers_of(self)):
+            x, auxiliary = block(x, context, fold_in(key, number))
+            auxiliaries.append(auxiliary)
+        return x, combine(auxiliaries)
+
+
+def layers_of(block: Block | BlockGroup) -> tuple[Block, ...]:
+    """The layers of a block."""
+    if isinstance(block, Block):
+        return (block,)
+    return tuple(getattr(block, f"layer{i}") for i in range(block.num_layers))
+
+
+class Segments(nnx.Module):
+    """Several segments; their names are `segment0`, `segment1`, ...
+
+    Args:
+        segments: Stacked blocks of each segment.
+    """
+
+    def __init__(self, segments: "Sequence[Block | BlockGroup]"):
+        self.num_segments = len(segments)
+        for number, segment in enumerate(segments):
+            setattr(self, f"segment{number}", segment)
+
+
+def segments_of(blocks: "Block | BlockGroup | Segments") -> dict[str, Any]:
+    """Stacked blocks of each segment by name; the name of a single one is empty."""
+    if not isinstance(blocks, Segments):
+        return {"": blocks}
+    names = [f"segment{number}" for number in range(blocks.num_segments)]
+    return {name: getattr(blocks, name) for name in names}
+
+
+def make_segments(
+    make_block: Callable[[nnx.Rngs, int], Block],
+    config: schema.Model,
+    *,
+    rngs: nnx.Rngs,
+    only_layer: jax.Array | None = None,
+) -> "Block | BlockGroup | Segments":
+    """Makes the blocks of a model, stacked by segment.
+
+    Args:
+        make_block: Function that makes a block from its number of experts.
+        config: Shape of the model.
+        rngs: Source of the initial values.
+        only_layer: Index in each segment of the only block to initialise; None means
+            all.
+    """
+
+    def make_stacked(shape: mixture.SegmentShape) -> Block | BlockGroup:
+        def make(rngs: nnx.Rngs) -> Block | BlockGroup:
+            blocks = [make_block(rngs, number) for number in shape.num_experts]
+            return blocks[0] if len(blocks) == 1 else BlockGroup(blocks)
+
+        return make_blocks(make, shape.num_blocks, rngs=rngs, only_layer=only_layer)
+
+    segments = [make_stacked(shape) for shape in mixture.segment_shapes(config)]
+    return segments[0] if len(segments) == 1 else Segments(segments)
+
+
+def make_blocks(
+    make_block: Callable[[nnx.Rngs], Any],
+    num_layers: int,
+    *,
+    rngs: nnx.Rngs,
+    only_layer: jax.Array | None = None,
+) -> Any:
+    """Makes a block whose parameters are stacked, with a first dim `layers`.
+
+    Args:
+        make_block: Function that makes one block.
+        num_layers: Number of layers.
+        rngs: Source of the initial values; those of a layer depend on its number alone.
+        only_layer: int32[], the one layer to make; None makes all.
+    """
+
+    def init(key: jax.Array):
+        return nnx.state(make_block(nnx.Rngs(params=key)))
+
+    def name_layers(variable):
+        return variable.replace(logical=("layers", *variable.get_metadata("logical")))
+
+    numbers = jnp.arange(num_layers) if only_layer is None else only_layer[None]
+    keys = _fold_in(rngs.params(), numbers)
+    graph, _ = nnx.split(nnx.eval_shape(lambda: make_block(nnx.Rngs(params=keys[0]))))
+    state = jax.tree.map(
+        name_layers, jax.vmap(init)(keys), is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )
+    return nnx.merge(graph, state)
+
+
+def _fold_in(key, numbers):
+    return jax.vmap(lambda number: jax.random.fold_in(key, number))(numbers)
