@@ -88,6 +88,6 @@ def test_experts_that_do_not_divide_are_refused(degree):
     with pytest.raises(PlanError) as error:
         make_plan(config, mesh, experts.make_model(), optax.sgd(0.5))
     assert str(error.value) == (
-        f"down=(8, 5, 6) has a dim of 8 for {degree} devices with parts of their own; "
+        f"down=(8, 4, 6) has a dim of 8 for {degree} devices with parts of their own; "
         f"use a multiple of {degree}, or another mesh.expert"
     )

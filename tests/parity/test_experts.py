@@ -43,9 +43,8 @@ def train(run, **changes):
 
 
 @functools.cache
-def on_one_device(router, **settings):
+def on_one_device(router, groups=experts.DEVICES, **settings):
     """The same groups of tokens, one after another."""
-    groups = experts.DEVICES
     return train(make_run(router, None, 0, num_devices=1, groups=groups, **settings))
 
 
@@ -81,6 +80,18 @@ def test_accumulation_sums_over_all_devices(router, stage):
     mesh, two = schema.Mesh(data=2, expert=4), {"num_microbatches": 2}
     found = train(make_run(router, mesh, stage, **two))
     assert_equal(found, on_one_device(router, **two))
+
+
+@pytest.mark.parametrize(
+    ("stage", "reduce_dtype", "groups"),
+    [(1, "compute", 1), (3, "compute", 1), (2, "float32", 4)],
+)
+def test_tensor_ranks_share_the_channels_of_experts(stage, reduce_dtype, groups):
+    """E+D+M; gradients reduced by the compiler, or by `shard_map` around the layer."""
+    mesh = schema.Mesh(data=2, expert=2, tensor=2)
+    precision = schema.Precision(compute_dtype="float32", reduce_dtype=reduce_dtype)
+    run = make_run("dropless", mesh, stage, precision=precision)
+    assert_equal(train(run), on_one_device("dropless", groups))
 
 
 def test_experts_of_a_device_without_weight_learn_from_the_others():

@@ -11,7 +11,7 @@ from zjax.moe.losses import balance_loss
 from zjax.moe.router import Router, route
 from zjax.typing import Loss, Model
 
-EXPERTS, WIDTH, HIDDEN, TOKENS, DEVICES = 8, 6, 5, 64, 8
+EXPERTS, WIDTH, HIDDEN, TOKENS, DEVICES = 8, 6, 4, 64, 8
 DROPLESS = Router(num_experts=EXPERTS, top_k=2)
 CAPACITY = dataclasses.replace(DROPLESS, drop="position", min_capacity=3)
 """At most 3 of the 8 tokens of a device per expert, so that some are dropped."""
@@ -19,7 +19,7 @@ LOGICAL = {
     "dense": ("embed", None),
     "router": ("embed", None),
     "up": ("experts", "embed", None),
-    "down": ("experts", None, "embed"),
+    "down": ("experts", "mlp", "embed"),
     "up_bias": ("experts", None),
     "down_bias": ("experts", "embed"),
 }

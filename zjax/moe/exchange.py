@@ -9,8 +9,13 @@ rows x width elements per exchange, of which there are two in each direction.
     all-gather   T                all tokens; the outputs are reduce-scattered
     all-to-all   E / shares x C   the rows of experts of capacity C, padding included
 
+Where the tensor axis splits experts, too, it also splits the tokens: what has arrived
+over `expert` is gathered over `tensor`, and sums return in the opposite order. No two
+devices send the same token, and the exchange shrinks by the size of the tensor axis
+(duplicate token dropping).
+
 References: GShard, arXiv:2006.16668, section 3.2 (all-to-all); DeepSpeed-MoE,
-arXiv:2201.05596, section 5.
+arXiv:2201.05596, section 5; DeepSpeed-TED, arXiv:2303.06318, section 4.
 """
 
 import dataclasses
@@ -20,9 +25,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from zjax.comm import tokens
 from zjax.errors import PlanError, Problem
 from zjax.moe.dispatch import Dispatch, pad_experts, sort_by_expert
-from zjax.sharding.mesh import EXPERT
+from zjax.sharding.mesh import EXPERT, num_shares
 
 
 class Choice(NamedTuple):
@@ -79,6 +85,7 @@ def make_exchange(
     num_experts: int,
     num_local: int,
     capacity: int | None = None,
+    split: tuple[str, ...] = (),
 ) -> "AllGather | AllToAll":
     """Plans the exchange of the tokens of a device.
 
@@ -87,29 +94,31 @@ def make_exchange(
         num_experts: Experts of all devices.
         num_local: Experts of this device.
         capacity: Most tokens that an expert takes from a device, if that is bounded.
+        split: Mesh axes over which each expert is split.
 
     Raises:
         PlanError: The devices do not have all experts together.
     """
     num_tokens, top_k = experts.shape
-    num_shares = _num_shares(num_experts, num_local)
+    shares = _num_expert_shares(num_experts, num_local)
     bound = num_tokens if capacity is None else min(capacity, num_tokens)
     choice = choose_exchange(
         num_tokens=num_tokens,
         num_experts=num_experts,
-        num_shares=num_shares,
+        num_shares=shares,
         capacity=capacity,
     )
     if choice.exchange == "all-to-all":
         dispatch = sort_by_expert(experts, num_experts)
-        return AllToAll(pad_experts(dispatch, num_tokens, bound), EXPERT, num_shares)
-    axes = (EXPERT,) if num_shares > 1 else ()
-    rows = num_shares * min(num_tokens * min(top_k, num_local), num_local * bound)
-    gathered = _gather(experts, axes)
-    if axes:
+        return AllToAll(pad_experts(dispatch, num_tokens, bound), num_local, split)
+    axes = (EXPERT, *split) if shares > 1 else split
+    gathered = tokens.gather(experts, axes)
+    if shares > 1:
         gathered = gathered - jax.lax.axis_index(EXPERT) * num_local
         is_local = (gathered >= 0) & (gathered < num_local)
         gathered = jnp.where(is_local, gathered, num_local)
+    rows = min(num_tokens * min(top_k, num_local), num_local * bound)
+    rows *= len(gathered) // num_tokens
     return AllGather(sort_by_expert(gathered, num_local, rows), axes)
 
 
@@ -120,8 +129,8 @@ class AllGather:
 
     Args:
         dispatch: Rows of the local experts, of all tokens.
-        axes: Mesh axes over which tokens are gathered; none where a device has all
-            experts.
+        axes: Mesh axes over which tokens are gathered, the first one first; none where
+            a device has all experts.
     """
 
     dispatch: Dispatch
@@ -139,11 +148,11 @@ class AllGather:
 
     def send(self, x: Float[Array, "T M"]) -> Float[Array, "S M"]:
         """Sends tokens, or their cotangents, to the devices of their experts."""
-        return _gather(x, self.axes)
+        return tokens.gather(x, self.axes)
 
     def share_weights(self, weights: Float[Array, "T K"]) -> Float[Array, "S K"]:
         """Sends weights to the devices that use them in `combine`."""
-        return _gather(weights, self.axes)
+        return tokens.gather(weights, self.axes)
 
     def rows_of(self, arrived: Float[Array, "S M"]) -> Float[Array, "R M"]:
         """Sorts what `send` returned into rows of the local experts."""
@@ -167,11 +176,11 @@ class AllGather:
             dtype: Dtype of the sums that devices exchange.
         """
         sums = self.dispatch.combine(rows, shared).astype(dtype)
-        return _reduce_scatter(sums, self.axes)
+        return tokens.reduce_scatter(sums, self.axes)
 
     def choices_of(self, values: Float[Array, " R"]) -> Float[Array, "T K"]:
         """Returns one value per row to the choice it belongs to."""
-        return _reduce_scatter(self.dispatch.choices_of(values), self.axes)
+        return tokens.reduce_scatter(self.dispatch.choices_of(values), self.axes)
 
 
 @jax.tree_util.register_dataclass
@@ -183,30 +192,27 @@ class AllToAll:
 
     Args:
         dispatch: Rows of all experts, of the local tokens, as many for each expert.
-        axis: Mesh axis over which experts are split.
-        num_shares: Size of the axis.
+        num_local: Experts of this device.
+        split: Mesh axes over which each expert is split, and what arrives is gathered.
     """
 
     dispatch: Dispatch
-    axis: str = dataclasses.field(metadata={"static": True})
-    num_shares: int = dataclasses.field(metadata={"static": True})
+    num_local: int = dataclasses.field(metadata={"static": True})
+    split: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
     @property
     def sizes(self) -> Int[Array, " E"]:
         """Rows of each local expert, those without a token included."""
-        sizes = self.dispatch.sizes
-        return self.num_shares * sizes[: sizes.size // self.num_shares]
+        return jnp.full(self.num_local, self._rows_per_expert, jnp.int32)
 
     @property
     def row_experts(self) -> Int[Array, " R"]:
         """The local expert of each row."""
-        num_rows = self.dispatch.token.size
-        experts = jnp.arange(self.sizes.size)
-        return jnp.repeat(experts, num_rows // experts.size)
+        return jnp.repeat(jnp.arange(self.num_local), self._rows_per_expert)
 
     def send(self, x: Float[Array, "T M"]) -> Float[Array, "R M"]:
         """Sends rows to the devices of their experts."""
-        return self._exchange(self.dispatch.rows_of(x))
+        return self._send(self.dispatch.rows_of(x))
 
     def share_weights(self, weights: Float[Array, "T K"]) -> Float[Array, "T K"]:
         """Returns the weights, as each device weights the rows of its own tokens."""
@@ -214,12 +220,11 @@ class AllToAll:
 
     def rows_of(self, arrived: Float[Array, "R M"]) -> Float[Array, "R M"]:
         """Sorts rows by expert, from an order by device."""
-        return self._swap(arrived, self.num_shares)
+        return self._by_expert(arrived)
 
     def row_weights(self, shared: Float[Array, "T K"]) -> Float[Array, " R"]:
         """Sends the weight of each row to the device of its expert."""
-        arrived = self._exchange(self.dispatch.values_of(shared))
-        return self._swap(arrived, self.num_shares)
+        return self._by_expert(self._send(self.dispatch.values_of(shared)))
 
     def combine(
         self,
@@ -234,22 +239,27 @@ class AllToAll:
         """Returns one value per row to the choice it belongs to."""
         return self.dispatch.choices_of(self._return(values))
 
+    @property
+    def _rows_per_expert(self) -> int:
+        copies = num_shares(jax.sharding.get_abstract_mesh(), self.split)
+        return copies * self.dispatch.token.size // self.num_local
+
+    def _send(self, rows: jax.Array) -> jax.Array:
+        return tokens.gather(tokens.all_to_all(rows, EXPERT), self.split)
+
+    def _by_expert(self, rows: jax.Array) -> jax.Array:
+        capacity = self.dispatch.token.size // self.dispatch.sizes.size
+        blocks = rows.reshape(-1, self.num_local, capacity, *rows.shape[1:])
+        return blocks.swapaxes(0, 1).reshape(rows.shape)
+
     def _return(self, rows: jax.Array) -> jax.Array:
-        num_local = self.dispatch.sizes.size // self.num_shares
-        return self._exchange(self._swap(rows, num_local))
-
-    def _exchange(self, rows: jax.Array) -> jax.Array:
-        return jax.lax.all_to_all(rows, self.axis, 0, 0, tiled=True)
-
-    def _swap(self, rows: jax.Array, outer: int) -> jax.Array:
-        """Swaps the order by device and the order by local expert."""
-        rest = rows.shape[1:]
-        inner = self.dispatch.sizes.size // outer
-        blocks = rows.reshape(outer, inner, -1, *rest).swapaxes(0, 1)
-        return blocks.reshape(-1, *rest)
+        capacity = self.dispatch.token.size // self.dispatch.sizes.size
+        blocks = rows.reshape(self.num_local, -1, capacity, *rows.shape[1:])
+        by_device = blocks.swapaxes(0, 1).reshape(rows.shape)
+        return tokens.all_to_all(tokens.reduce_scatter(by_device, self.split), EXPERT)
 
 
-def _num_shares(num_experts: int, num_local: int) -> int:
+def _num_expert_shares(num_experts: int, num_local: int) -> int:
     """The number of devices over which experts are split."""
     mesh = jax.sharding.get_abstract_mesh()
     size = mesh.shape[EXPERT] if EXPERT in mesh.manual_axes else 1
@@ -261,15 +271,3 @@ def _num_shares(num_experts: int, num_local: int) -> int:
         problem += f"{num_experts} in all"
         raise PlanError(Problem("experts.up.shape[0]", num_local, problem, remedy))
     return size
-
-
-def _gather(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    for axis in axes:
-        x = jax.lax.all_gather(x, axis, tiled=True)
-    return x
-
-
-def _reduce_scatter(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    for axis in reversed(axes):
-        x = jax.lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True)
-    return x

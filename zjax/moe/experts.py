@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from zjax.moe.exchange import AllGather, AllToAll, make_exchange
+from zjax.moe.placement import Placement
 from zjax.moe.router import Routing
 from zjax.ops import activation as activations
 from zjax_kernels import grouped_matmul, grouped_outer
@@ -35,12 +36,14 @@ class Experts:
         down: [E, F, M].
         up_bias: [E, F] or [E, 2 F]; None for none.
         down_bias: [E, M]; None for none.
+        split: Axes of an enclosing `jax.shard_map` over which F is split.
     """
 
     up: Any
     down: Any
     up_bias: Any = None
     down_bias: Any = None
+    split: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
 
 
 def apply_experts(
@@ -71,13 +74,64 @@ def apply_experts(
         3.0
     """
     num_experts = routing.scores.shape[1]
-    exchange = make_exchange(
-        jnp.where(routing.kept, routing.experts, num_experts),
-        num_experts=num_experts,
-        num_local=experts.up.shape[0],
-        capacity=routing.capacity,
+    run = functools.partial(_apply_on_device, activation, num_experts, routing.capacity)
+    choices = jnp.where(routing.kept, routing.experts, num_experts)
+    placement = Placement.of(len(x), len(experts.up), experts.down.shape[1])
+    if placement is not None:
+        run = _map_devices(run, placement)
+    return run(x, experts, choices, routing.weights)
+
+
+def _map_devices(
+    run: Callable[..., jax.Array], placement: Placement
+) -> Callable[..., jax.Array]:
+    """Runs a function of one device on all devices that the compiler would use."""
+    tokens, experts = placement.token_spec, placement.expert_spec
+    specs = Experts(
+        up=placement.hidden_spec(3),
+        down=placement.hidden_spec(1),
+        up_bias=placement.hidden_spec(2),
+        down_bias=experts,
     )
-    return _apply(activation, x, experts, routing.weights, exchange)
+
+    def run_part(x: jax.Array, experts: Experts, *routing: jax.Array) -> jax.Array:
+        part = dataclasses.replace(_join_gates(experts), split=placement.hidden)
+        return run(x, part, *routing)
+
+    def mapped(x: jax.Array, experts: Experts, *routing: jax.Array) -> jax.Array:
+        return jax.shard_map(
+            run_part,
+            in_specs=(tokens, _without_missing(specs, experts), tokens, tokens),
+            out_specs=tokens,
+            axis_names=set(jax.sharding.get_abstract_mesh().auto_axes),
+            check_vma=False,
+        )(x, _split_gates(experts), *routing)
+
+    return mapped
+
+
+def _apply_on_device(
+    activation: Activation,
+    num_experts: int,
+    capacity: int | None,
+    x: jax.Array,
+    experts: Experts,
+    choices: jax.Array,
+    weights: jax.Array,
+) -> jax.Array:
+    exchange = make_exchange(
+        choices,
+        num_experts=num_experts,
+        num_local=len(experts.up),
+        capacity=capacity,
+        split=experts.split,
+    )
+    if experts.split and experts.down_bias is not None:
+        # The devices add up their outputs: one of them adds the bias.
+        is_first = jax.lax.axis_index(experts.split) == 0
+        bias = jnp.where(is_first, experts.down_bias, 0)
+        experts = dataclasses.replace(experts, down_bias=bias)
+    return _apply(activation, x, experts, weights, exchange)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -126,7 +180,8 @@ def _backward(
         weight_cotangent += _row_products(row_cotangent, own)
     (hidden_cotangent,) = pull((activated_cotangent * weight).astype(dtype))
     weighted = (activated * weight).astype(dtype)
-    gradients = Experts(
+    gradients = dataclasses.replace(
+        experts,
         up=grouped_outer(exchange.rows_of(arrived), hidden_cotangent, sizes),
         down=grouped_outer(weighted, row_cotangent, sizes),
         up_bias=_sum_by_expert(hidden_cotangent, experts.up_bias, exchange),
@@ -138,6 +193,35 @@ def _backward(
 
 
 _apply.defvjp(_forward, _backward)
+
+
+def _split_gates(experts: Experts) -> Experts:
+    """Gives gates and values of `swiglu` a dim, so that both split into equal parts."""
+    return _reshape_up(experts, -1, experts.down.shape[1])
+
+
+def _join_gates(experts: Experts) -> Experts:
+    return _reshape_up(experts, -1)
+
+
+def _reshape_up(experts: Experts, *hidden: int) -> Experts:
+    up, bias = experts.up, experts.up_bias
+    return dataclasses.replace(
+        experts,
+        up=up.reshape(*up.shape[:2], *hidden),
+        up_bias=None if bias is None else bias.reshape(len(bias), *hidden),
+    )
+
+
+def _without_missing(specs: Experts, experts: Experts) -> Experts:
+    """Specs of the parameters that there are."""
+    has_bias = experts.up_bias is not None, experts.down_bias is not None
+    return dataclasses.replace(
+        specs,
+        up_bias=specs.up_bias if has_bias[0] else None,
+        down_bias=specs.down_bias if has_bias[1] else None,
+        split=experts.split,
+    )
 
 
 def _activate(activation: Activation) -> Callable[[jax.Array], jax.Array]:

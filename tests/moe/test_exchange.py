@@ -1,0 +1,95 @@
+"""A layer on many devices, where the compiler places its arrays, and what it sends."""
+
+import collections
+
+import jax
+import numpy as np
+import pytest
+
+from tests.support import experts as support
+from zjax.config import schema
+from zjax.moe.experts import Experts, apply_experts
+from zjax.moe.router import Router, route
+from zjax.observe.collectives import list_collectives, mesh_axes
+from zjax.sharding import mesh as meshes
+
+T, M, E = support.TOKENS, support.WIDTH, support.EXPERTS
+ROUTERS = {
+    "all-gather": Router(num_experts=E, top_k=2),
+    # One token per expert, of at least 8 on a device.
+    "all-to-all": Router(
+        num_experts=E, drop="position", min_capacity=1, eval_capacity_factor=0.0
+    ),
+}
+MESHES = [
+    schema.Mesh(data=2, expert=2, tensor=2),
+    schema.Mesh(data=1, expert=4, tensor=2),
+    schema.Mesh(data=1, expert=2, tensor=4),
+    schema.Mesh(data=1, expert=4, sequence=2),
+    schema.Mesh(data=2, tensor=4),
+]
+
+
+def name_of(mesh):
+    sizes = {axis: getattr(mesh, axis) for axis in meshes.AXES}
+    return "-".join(f"{axis}{n}" for axis, n in sizes.items() if n > 1)
+
+
+def make_inputs():
+    params = support.init(jax.random.key(0))
+    names = "up", "down", "up_bias", "down_bias"
+    x, cotangent = jax.random.normal(jax.random.key(1), (2, T, M))
+    return x, Experts(*(params[name] for name in names)), params["router"], cotangent
+
+
+def differentiate(router):
+    """Outputs of a layer, and all gradients."""
+
+    def run(x, experts, kernel, cotangent):
+        def loss(x, experts, kernel):
+            out = apply_experts(x, experts, route(x @ kernel, router))
+            return (out * cotangent).sum(), out
+
+        grad = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
+        return grad(x, experts, kernel)
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=name_of)
+@pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
+def test_every_mesh_computes_what_one_device_does(router, mesh):
+    """Fails if a bias is added by each device, or channels of another gate are used."""
+    inputs, run = make_inputs(), differentiate(router)
+    expected = run(*inputs)
+    with jax.set_mesh(meshes.make_mesh(mesh)):
+        found = run(*inputs)
+    for own, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(own, other, rtol=2e-5, atol=2e-5)
+
+
+def sent_over_expert(router, mesh, num_devices):
+    """Elements that the layer and its gradient send over the expert axis."""
+    mesh = meshes.make_mesh(mesh, jax.devices()[:num_devices])
+    with jax.set_mesh(mesh):
+        text = differentiate(router).lower(*make_inputs()).compile().as_text()
+    elements = collections.Counter()
+    for each in list_collectives(text):
+        is_token = "shard_map" in each.op_name and each.op != "all-reduce"
+        if is_token and mesh_axes(each.groups, mesh) == ("expert",):
+            elements[each.op] += each.elements
+    return elements
+
+
+def test_the_exchange_shrinks_by_the_tensor_degree():
+    """Fails if tensor ranks send the same tokens (duplicate token dropping)."""
+    router = ROUTERS["all-gather"]
+    alone = sent_over_expert(router, schema.Mesh(data=1, expert=2), 2)
+    split = sent_over_expert(router, schema.Mesh(data=1, expert=2, tensor=4), 8)
+    assert alone == {"all-gather": T * (2 * M + 4), "reduce-scatter": T * (2 * M + 2)}
+    assert {op: 4 * size for op, size in split.items()} == alone
+
+
+def test_the_compiler_sends_rows_where_experts_take_few():
+    found = sent_over_expert(ROUTERS["all-to-all"], MESHES[1], 8)
+    assert found == {"all-to-all": E * (4 * M + 2)}

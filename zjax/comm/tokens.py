@@ -1,0 +1,34 @@
+"""Collectives on the tokens of devices inside `jax.shard_map`, along their first dim.
+
+Policies of `jax.checkpoint` can save their results by name, so that recomputation
+repeats no collective (DeepSpeed-TED, arXiv:2303.06318, section 5).
+"""
+
+from collections.abc import Sequence
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+EXCHANGED = "exchanged_tokens"
+"""The name of their results."""
+
+
+def gather(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """All-gathers over one axis after another."""
+    for axis in axes:
+        x = checkpoint_name(jax.lax.all_gather(x, axis, tiled=True), EXCHANGED)
+    return x
+
+
+def reduce_scatter(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """The transpose of `gather`: sums over the last axis first."""
+    for axis in reversed(axes):
+        total = jax.lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True)
+        x = checkpoint_name(total, EXCHANGED)
+    return x
+
+
+def all_to_all(x: jax.Array, axis: str) -> jax.Array:
+    """Sends an equal part to each device, in order; its own inverse."""
+    exchanged = jax.lax.all_to_all(x, axis, 0, 0, tiled=True)
+    return checkpoint_name(exchanged, EXCHANGED)
