@@ -1,0 +1,73 @@
+"""Built-in models with experts: every placement computes what one device computes."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from tests.support import language, offload
+from zjax.config import schema
+
+MOE = schema.MoE(num_experts=4, every=2, top_k=2, residual=True)
+PER_SEQUENCE = dataclasses.replace(MOE, balance_scope="sequence", balance_loss=0.1)
+GPT = dataclasses.replace(language.GPT, remat="full", moe=PER_SEQUENCE)
+"""A dense layer and one with experts, whose loss is a mean over sequences."""
+FOUR = dataclasses.replace(GPT, num_layers=4)
+STEPS = 3
+
+
+def make_batch(step):
+    """Rows of equal weight, so that a mean over rows is one over tokens."""
+    batch = offload.make_batch(step)
+    return batch | {"weights": np.ones_like(batch["weights"])}
+
+
+def train(stage=0, num_devices=1, model=GPT, **sections):
+    config = offload.make_config("device", stage, model=model, **sections)
+    run = offload.start(config, optax.sgd(0.5), jax.devices()[:num_devices])
+    state, losses = run.state, []
+    for step in range(STEPS):
+        state, metrics = run.step(state, make_batch(step))
+        losses.append(float(metrics["loss"]))
+    return np.array(losses), offload.weights_of(state)
+
+
+@functools.cache
+def alone(model=GPT):
+    return train(model=model)
+
+
+def assert_equal(found, model=GPT):
+    losses, params = alone(model)
+    np.testing.assert_allclose(found[0], losses, rtol=2e-5)
+
+    def compare(x, expected):
+        shape = tuple(map(slice, expected.shape))
+        np.testing.assert_allclose(x[shape], expected, rtol=1e-4, atol=1e-6)
+
+    jax.tree.map(compare, found[1], params)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_stages(stage):
+    assert_equal(train(stage, 4))
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 4])
+def test_accumulation(num_microbatches):
+    assert_equal(train(num_microbatches=num_microbatches))
+
+
+def test_a_loop_at_stage_3():
+    """Fails if the compiler shards tokens that experts sort."""
+    model = dataclasses.replace(FOUR, layers_per_scan=1)
+    assert_equal(train(3, 4, model), FOUR)
+
+
+def test_pipeline():
+    """Each stage has a dense layer and one with experts."""
+    sections = {"mesh": schema.Mesh(pipeline=2), "num_microbatches": 4}
+    assert_equal(train(1, 4, FOUR, **sections), FOUR)
