@@ -1,0 +1,41 @@
+"""GPT 350M as a PR-MoE: 4.12B parameters in place of the 13.15B of moe_350m_128e.
+
+Published in arXiv:2201.05596. The last two MoE layers have 64 experts and the others
+32 (pyramid); beside the expert of a token runs a feed-forward of the same size
+(residual). The vocabulary is padded to a multiple of 128.
+
+Run:     zjax train --config=configs/pr_moe_350m.py
+Needs:   tokens in data/gpt2, made by `zjax data prepare`;
+         GPUs of 80 GiB whose number divides 64.
+Expect:  on 8 GPUs about 9.3 GB of state on each, and 19 GB in all.
+         `zjax plan --config=configs/pr_moe_350m.py --num_devices=8` lists all.
+"""
+
+from zjax import config as zconfig
+
+
+def get_config():
+    config = zconfig.base()
+    config.directory = "runs/pr_moe_350m"
+    config.num_steps = 572_204
+    config.global_batch_size = 256
+    config.microbatch_size = 4
+
+    config.zero.stage = 3
+
+    config.model.num_layers = 24
+    config.model.embed_size = 1_024
+    config.model.num_heads = 16
+    config.model.vocab_size = 50_304
+    config.model.max_length = 2_048
+    config.model.moe.num_experts = (32,) * 10 + (64,) * 2
+    config.model.moe.every = 2
+    config.model.moe.residual = True
+    config.model.moe.drop = "random"
+    config.data.source = "tokens"
+    config.data.path = "data/gpt2"
+
+    config.optimizer.peak_learning_rate = 2e-4
+    config.optimizer.num_warmup_steps = 715
+    config.optimizer.final_learning_rate_fraction = 0.01
+    return config
