@@ -41,7 +41,7 @@ def balance_loss(
     def loss(scores: jax.Array, experts: jax.Array, chosen: jax.Array) -> jax.Array:
         used = chosen[:, 0].astype(jnp.float32)
         shares = scores / scores.sum(1, keepdims=True)
-        load = count_tokens(experts, chosen, num_experts)
+        load = count_tokens(experts, chosen, num_experts).astype(jnp.float32)
         products = (used @ shares * load).sum()
         return num_experts / choices * products / jnp.maximum(used.sum(), 1) ** 2
 

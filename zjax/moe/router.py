@@ -95,12 +95,12 @@ class Routing:
     capacity: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
-    def num_chosen(self) -> Float[Array, " E"]:
+    def num_chosen(self) -> Int[Array, " E"]:
         """Tokens that chose each expert, dropped ones included."""
         return count_tokens(self.experts, self.chosen, self.scores.shape[1])
 
     @property
-    def num_kept(self) -> Float[Array, " E"]:
+    def num_kept(self) -> Int[Array, " E"]:
         """Tokens that each expert computes."""
         return count_tokens(self.experts, self.kept, self.scores.shape[1])
 
@@ -214,13 +214,13 @@ def _within_groups(scores: jax.Array, router: Router) -> jax.Array:
 
 def count_tokens(
     experts: Int[Array, "T K"], which: Bool[Array, "T K"], num_experts: int
-) -> Float[Array, " E"]:
-    """Counts the tokens of each expert.
+) -> Int[Array, " E"]:
+    """Counts the tokens of each expert, int32.
 
     Args:
         experts: Chosen experts of each token.
         which: Choices to count.
         num_experts: Number of experts.
     """
-    ones = which.ravel().astype(jnp.float32)
+    ones = which.ravel().astype(jnp.int32)
     return jax.ops.segment_sum(ones, experts.ravel(), num_experts)
