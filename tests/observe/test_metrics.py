@@ -37,3 +37,9 @@ def test_values_are_read_in_any_dtype():
     late = LateMetrics()
     late.push(1, {"scale": jnp.bfloat16(1.5), "skipped_steps": jnp.int32(3)})
     assert late.flush() == (1, {"scale": 1.5, "skipped_steps": 3.0})
+
+
+def test_arrays_are_lists():
+    late = LateMetrics()
+    late.push(1, {"load": jnp.array([[3, 1], [2, 2]])})
+    assert late.flush() == (1, {"load": [[3, 1], [2, 2]]})

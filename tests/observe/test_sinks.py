@@ -299,3 +299,23 @@ def test_a_history_that_never_ends_is_not_read(tmp_path):
     (tmp_path / HISTORY).symlink_to("/dev/zero")
     with pytest.raises(OutputError, match="it is not a regular file of up to"):
         write("jsonl", tmp_path, [(2, {"loss": 1.0})], last_step=1)
+
+
+def test_arrays_are_in_the_history_and_nowhere_else(tmp_path, capsys):
+    """Fails if a sink that takes numbers alone gets an array."""
+    values = {"loss": 2.5, "load": [[3, 1], [2, 2]]}
+    for name in ("jsonl", "csv", "tensorboard", "console"):
+        write(name, tmp_path, [(1, values)])
+    write("jsonl", tmp_path, [(2, values)], last_step=1)
+    rows = read_history(tmp_path / HISTORY)
+    assert rows == [{"step": 1, **values}, {"step": 2, **values}]
+    assert read_table(tmp_path) == [["step", "loss"], ["1", "2.5"]]
+    assert [set(each[2]) for each in read_events(tmp_path)] == [set(), {"loss"}]
+    assert capsys.readouterr().out == "step    1/1000  loss 2.5000\n"
+
+
+@pytest.mark.parametrize("text", ['[["3"]]', "[[1], [2, 3]]", "[{}]"])
+def test_a_line_with_a_list_of_no_numbers_is_damaged(tmp_path, text):
+    path = tmp_path / HISTORY
+    path.write_text(f'{{"step": 1, "load": {text}}}\n')
+    assert read_history(path) == []

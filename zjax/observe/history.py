@@ -5,19 +5,19 @@ import os
 import pathlib
 import stat
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 from absl import logging
 
 from zjax.config.ranges import MAX_STEPS
+from zjax.observe.metrics import Value, Values
 from zjax.reading import parse_json
 
 HISTORY = "metrics.jsonl"
 """Name of the JSON lines file under a run's directory."""
 MAX_BYTES = 1 << 32
 _MAX_LINE_BYTES = 1 << 20
-
-Numbers = dict[str, int | float]
 
 
 class Table(NamedTuple):
@@ -28,14 +28,15 @@ class Table(NamedTuple):
     num_damaged: int
 
 
-def read_history(path: str | os.PathLike[str]) -> list[Numbers]:
+def read_history(path: str | os.PathLike[str]) -> list[Values]:
     """Reads the file of the `jsonl` sink, and warns of damaged lines.
 
     Args:
         path: The file; a missing one is an empty history.
 
     Returns:
-        One dict per complete line, with "step" as an int and the values as floats.
+        One dict per complete line, with "step" as an int, numbers as floats, and arrays
+        as nested lists of ints.
 
     Raises:
         OSError: It is not a regular file, is too large, or cannot be read.
@@ -46,7 +47,7 @@ def read_history(path: str | os.PathLike[str]) -> list[Numbers]:
     return rows
 
 
-def read_json_lines(path: pathlib.Path) -> tuple[list[Numbers], int]:
+def read_json_lines(path: pathlib.Path) -> tuple[list[Values], int]:
     """As `read_history`, but returns the number of damaged lines instead of warning."""
     parsed = [_row(line) for line in _complete_lines(path)]
     rows = [row for row in parsed if row is not None]
@@ -73,15 +74,24 @@ def read_csv(path: pathlib.Path) -> Table:
     return Table(columns, rows, len(lines) - 1 - len(rows))
 
 
-def _row(line: bytes) -> Numbers | None:
+def _row(line: bytes) -> Values | None:
     try:
         row = parse_json(line)
         step = row.pop("step")
-        values = {name: float(x) for name, x in row.items()}
+        values = {name: _value(x) for name, x in row.items()}
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return None
     is_step = type(step) is int and 0 <= step <= MAX_STEPS
     return {"step": step, **values} if is_step else None
+
+
+def _value(x: Any) -> Value:
+    if not isinstance(x, list):
+        return float(x)
+    kind = np.asarray(x).dtype.kind  # fails for rows of different lengths
+    if kind != "i":  # totals are integers
+        raise TypeError(kind)
+    return x
 
 
 def _cells(line: bytes) -> list[str]:

@@ -1,8 +1,25 @@
 """Metrics of a step, read one step late so that the device never waits for the host."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from zjax.typing import Metrics
+
+Value = int | float | list[Any]
+"""A number, or an array as nested lists."""
+Values = dict[str, Value]
+
+
+def scalars(values: Mapping[str, Value]) -> dict[str, int | float]:
+    """The numbers among the values of a step.
+
+    Example:
+        >>> scalars({"loss": 2.5, "load": [[3, 1]]})
+        {'loss': 2.5}
+    """
+    return {name: x for name, x in values.items() if not isinstance(x, list)}
 
 
 class LateMetrics:
@@ -24,7 +41,7 @@ class LateMetrics:
     def __init__(self) -> None:
         self._pending: tuple[int, Metrics] | None = None
 
-    def push(self, step: int, metrics: Metrics) -> tuple[int, dict[str, float]] | None:
+    def push(self, step: int, metrics: Metrics) -> tuple[int, Values] | None:
         """Stores the metrics of the step just dispatched, still being computed.
 
         Returns:
@@ -35,7 +52,7 @@ class LateMetrics:
         earlier, self._pending = self._pending, (step, metrics)
         return None if earlier is None else _read(*earlier)
 
-    def flush(self) -> tuple[int, dict[str, float]] | None:
+    def flush(self) -> tuple[int, Values] | None:
         """Waits for the newest step; call it before evaluating or saving, and last.
 
         Returns:
@@ -45,5 +62,9 @@ class LateMetrics:
         return None if newest is None else _read(*newest)
 
 
-def _read(step: int, metrics: Metrics) -> tuple[int, dict[str, float]]:
-    return step, {name: float(np.asarray(array)) for name, array in metrics.items()}
+def _read(step: int, metrics: Metrics) -> tuple[int, Values]:
+    return step, {name: _value(np.asarray(array)) for name, array in metrics.items()}
+
+
+def _value(array: np.ndarray) -> Value:
+    return array.tolist() if array.ndim else float(array)

@@ -11,7 +11,7 @@ from zjax.config.schema import Config
 from zjax.observe import plot
 from zjax.observe.directory import writing
 from zjax.observe.history import HISTORY, read_history
-from zjax.observe.metrics import LateMetrics
+from zjax.observe.metrics import LateMetrics, Value, Values, scalars
 from zjax.observe.recompile import CompileReport
 from zjax.observe.sinks import make_sinks
 from zjax.observe.skipped import SkippedSteps
@@ -19,7 +19,7 @@ from zjax.observe.throughput import Throughput, make_throughput
 from zjax.observe.trace import Trace
 from zjax.typing import Metrics
 
-Callback = Callable[[int, Mapping[str, float]], None]
+Callback = Callable[[int, Mapping[str, Value]], None]
 """`callback(step, values)`, called for each step that is logged."""
 
 
@@ -121,7 +121,7 @@ class Monitor:
         with self._throughput.excluded():
             yield
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, Value]) -> None:
         """Sends values such as `eval_loss` to the sinks and callbacks, unless empty.
 
         Raises:
@@ -148,16 +148,16 @@ class Monitor:
             plot.plot_run(read_history(history), path, title=directory.name)
         return path
 
-    def _log_step(self, step: int, values: dict[str, float]) -> None:
+    def _log_step(self, step: int, values: Values) -> None:
         self.known_step = step
-        is_skipped = self._skipped.count(step, values)
+        is_skipped = self._skipped.count(step, scalars(values))
         due = step % self._config.observe.log_every_steps == 0
         if due or is_skipped or step == self._config.num_steps:
             values |= self._speed()
             if self._tokens_per_step:
                 values["consumed_tokens"] = float(step * self._tokens_per_step)
             self.log(step, values)
-        self._skipped.check(step, values)
+        self._skipped.check(step, scalars(values))
 
     def _speed(self) -> dict[str, float]:
         speed = self._throughput.read()

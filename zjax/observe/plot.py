@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from zjax.observe.metrics import Value
 from zjax.packages import check_installed
 from zjax.sharding.describe import format_bytes
 from zjax.sharding.memory import StageBytes
@@ -47,7 +48,7 @@ class ContestBar:
 
 
 def plot_run(
-    history: Sequence[Mapping[str, int | float]],
+    history: Sequence[Mapping[str, Value]],
     path: str | os.PathLike[str],
     *,
     title: str,
@@ -184,7 +185,7 @@ def _draw_loss(axes: Any, steps: np.ndarray, losses: np.ndarray) -> None:
 
 
 def _curve(
-    history: Sequence[Mapping[str, int | float]], label: str
+    history: Sequence[Mapping[str, Value]], label: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """Steps and values; a value too large to draw becomes NaN, which leaves a gap."""
     points = [(row["step"], row[label]) for row in history if label in row]

@@ -11,6 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from rich.text import Text
 
+from zjax.observe.metrics import Value, scalars
+
 _SHOWN = {
     "loss": "loss {:.4f}",
     "eval_loss": "eval loss {:.4f}",
@@ -84,8 +86,9 @@ class Progress:
     def __exit__(self, *reason: object) -> None:
         self.close()
 
-    def write(self, step: int, values: Mapping[str, int | float]) -> None:
-        """Shows the values of a step; `step_seconds` gives the time left."""
+    def write(self, step: int, values: Mapping[str, Value]) -> None:
+        """Shows the numbers of a step; `step_seconds` gives the time left."""
+        values = scalars(values)
         self._values |= values
         if not self._console.is_terminal:
             self._print(step, values)

@@ -23,6 +23,7 @@ from zjax.config.schema import Config
 from zjax.errors import ConfigError, Problem
 from zjax.observe.directory import check_directory, writing
 from zjax.observe.history import HISTORY, Table, read_csv, read_json_lines
+from zjax.observe.metrics import Value, scalars
 from zjax.observe.progress import Progress
 from zjax.packages import check_installed
 from zjax.reading import read_text
@@ -34,9 +35,9 @@ _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 @runtime_checkable
 class Sink(Protocol):
-    """Receives the metrics of a step."""
+    """Receives the metrics of a step; those that take numbers alone ignore arrays."""
 
-    def write(self, step: int, values: Mapping[str, int | float]) -> None:
+    def write(self, step: int, values: Mapping[str, Value]) -> None:
         """Writes the values of one step; steps never decrease."""
 
     def close(self) -> None:
@@ -108,7 +109,8 @@ def check_sinks(config: Config) -> None:
 class JsonLines:
     """One JSON object per line, flushed at once.
 
-    Numbers that JSON lacks are written as "NaN", "Infinity" and "-Infinity".
+    Numbers that JSON lacks are written as "NaN", "Infinity" and "-Infinity", arrays as
+    nested lists.
 
     Args:
         path: The file; a copy is kept if it has damaged lines.
@@ -120,11 +122,11 @@ class JsonLines:
         with writing(path):
             rows, num_damaged = read_json_lines(path) if last_step else ([], 0)
             _back_up(path, num_damaged)
-            earlier = [row for row in rows if row["step"] <= last_step]
+            earlier = [row for row in rows if scalars(row)["step"] <= last_step]
             _replace(path, "".join(map(_json_line, earlier)))
             self._file = path.open("a", encoding="utf-8")
 
-    def write(self, step: int, values: Mapping[str, int | float]) -> None:
+    def write(self, step: int, values: Mapping[str, Value]) -> None:
         """Appends a line."""
         with writing(self._path):
             self._file.write(_json_line({"step": step, **values}))
@@ -153,8 +155,9 @@ class Csv:
             self._columns = found.columns if earlier else ["step"]
             self._rewrite(earlier)
 
-    def write(self, step: int, values: Mapping[str, int | float]) -> None:
+    def write(self, step: int, values: Mapping[str, Value]) -> None:
         """Appends a row; labels without a value stay empty."""
+        values = scalars(values)
         new = [label for label in values if label not in self._columns]
         with writing(self._path):
             if new:
@@ -208,10 +211,10 @@ class TensorBoard:
             self._add(step=first, session_log=log(status=log.START))
         self._flushed = -math.inf
 
-    def write(self, step: int, values: Mapping[str, int | float]) -> None:
+    def write(self, step: int, values: Mapping[str, Value]) -> None:
         """Adds one point to each label's curve."""
         with writing(self._directory):
-            for label, value in values.items():
+            for label, value in scalars(values).items():
                 self._add(step=step, summary=self._scalar(label, value))
             if time.monotonic() > self._flushed + _FLUSH_SECONDS:
                 self._file.flush()
@@ -255,19 +258,20 @@ class WeightsAndBiases:
             config=dataclasses.asdict(config),
         )
 
-    def write(self, step: int, values: Mapping[str, int | float]) -> None:
+    def write(self, step: int, values: Mapping[str, Value]) -> None:
         """Logs the values at a step."""
-        self._run.log(dict(values), step=step)
+        self._run.log(scalars(values), step=step)
 
     def close(self) -> None:
         """Ends the run."""
         self._run.finish()
 
 
-def _json_line(row: Mapping[str, int | float]) -> str:
+def _json_line(row: Mapping[str, Value]) -> str:
     spell = {math.inf: "Infinity", -math.inf: "-Infinity"}
     finite = {
-        name: x if math.isfinite(x) else spell.get(x, "NaN") for name, x in row.items()
+        name: x if isinstance(x, list) or math.isfinite(x) else spell.get(x, "NaN")
+        for name, x in row.items()
     }
     return json.dumps(finite, allow_nan=False) + "\n"
 
