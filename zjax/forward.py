@@ -7,6 +7,7 @@ and runs slower.
 import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from zjax.typing import (
     Params,
     Segment,
     Stack,
+    Totals,
 )
 
 AUXILIARY_LOSS = "auxiliary_loss"
@@ -70,16 +72,19 @@ def loss_of(
         head's units, plus auxiliary losses. The model state is unchanged.
 
     Raises:
-        ModelError: Head and blocks give metrics of the same name; raised by the loss.
+        ModelError: Head and blocks give metrics of the same name, or blocks give other
+            totals than their segment declares; raised by the loss.
     """
 
     def loss(
         params: Params, model_state: ModelState, batch: Batch, key: jax.Array | None
     ) -> Loss:
-        carry, auxiliary = run_stack(stack, params, batch, loss_key(key), execution)
+        carry, auxiliaries = run_stack(stack, params, batch, loss_key(key), execution)
+        combined = combine(auxiliaries)
+        totals = stack_totals(stack.segments, auxiliaries)
         _, _, head = stack.split(params)
         total, weight, sums = stack.head(head, carry, batch)
-        result = loss_of_sums(total, weight, sums, auxiliary)
+        result = loss_of_sums(total, weight, sums, combined, totals)
         return result._replace(model_state=model_state)
 
     return loss
@@ -91,7 +96,7 @@ def run_stack(
     batch: Batch,
     key: jax.Array | None,
     execution: Execution = ONE_BY_ONE,
-) -> tuple[Any, Auxiliary]:
+) -> tuple[Any, list[Auxiliary]]:
     """Runs the embedding and all blocks.
 
     Args:
@@ -103,7 +108,7 @@ def run_stack(
         execution: How the blocks run.
 
     Returns:
-        The carry for the head, and the auxiliary losses and metrics of the blocks.
+        The carry for the head, and what each block returns besides its carry.
     """
     embed, segments, _ = stack.split(params)
     carry, context = stack.embed(embed, batch, fold_in(key, 0))
@@ -115,7 +120,7 @@ def run_stack(
         auxiliaries += added
         first += segment.num_blocks
     carry = jax.tree.map(lambda x: remat.mark(x, remat.INPUT), carry)
-    return carry, combine(auxiliaries)
+    return carry, auxiliaries
 
 
 def _run_segment(
@@ -196,7 +201,7 @@ def run_blocks(
 
 
 def combine(auxiliaries: Sequence[Auxiliary]) -> Auxiliary:
-    """Combines what blocks return besides their carries.
+    """Combines the losses and metrics that blocks return.
 
     Args:
         auxiliaries: One per block.
@@ -221,8 +226,85 @@ def combine(auxiliaries: Sequence[Auxiliary]) -> Auxiliary:
     )
 
 
+def stack_totals(
+    segments: Sequence[Segment], auxiliaries: Sequence[Auxiliary]
+) -> Totals:
+    """Stacks the totals of the blocks of each segment.
+
+    Args:
+        segments: Segments of a stack.
+        auxiliaries: One per block of all segments.
+
+    Raises:
+        ModelError: A block gives other totals than its segment declares.
+
+    Example:
+        >>> segment = Segment(lambda *inputs: None, 2, totals={"load": (3,)})
+        >>> blocks = [Auxiliary(totals={"load": jnp.arange(3)})] * 2
+        >>> stack_totals([segment], blocks)[0]["load"].tolist()
+        [[0, 1, 2], [0, 1, 2]]
+    """
+    remaining = iter(auxiliaries)
+    totals = []
+    for segment in segments:
+        blocks = [*itertools.islice(remaining, segment.num_blocks)]
+        for each in blocks:
+            check_totals(segment, each)
+        stacks = {n: jnp.stack([x.totals[n] for x in blocks]) for n in segment.totals}
+        totals.append(stacks)
+    return tuple(totals)
+
+
+def named_totals(totals: Totals) -> Metrics:
+    """Names totals as metrics of a step.
+
+    Args:
+        totals: Arrays of each segment by name.
+
+    Returns:
+        The arrays by name, followed by the index of the segment if several have it.
+
+    Example:
+        >>> one = jnp.int32(1)
+        >>> sorted(named_totals(({"load": one}, {"load": one, "seen": one})))
+        ['load/0', 'load/1', 'seen']
+    """
+    count = collections.Counter(name for each in totals for name in each)
+    return {
+        name if count[name] == 1 else f"{name}/{i}": x
+        for i, each in enumerate(totals)
+        for name, x in each.items()
+    }
+
+
+def check_totals(segment: Segment, auxiliary: Auxiliary) -> None:
+    """Refuses totals of a block that are not those its segment declares.
+
+    Raises:
+        ModelError: Names every such array.
+    """
+    declared = {n: f"int32{list(shape)}" for n, shape in segment.totals.items()}
+    given = {n: f"{x.dtype}{list(x.shape)}" for n, x in auxiliary.totals.items()}
+    problems = [
+        Problem(
+            f"totals/{name}",
+            given.get(name),
+            f"is not the {declared.get(name)} that the segment declares",
+            "let Auxiliary.totals of a block and Segment.totals agree",
+        )
+        for name in sorted(declared.keys() | given.keys())
+        if declared.get(name) != given.get(name)
+    ]
+    if problems:
+        raise ModelError(*problems)
+
+
 def loss_of_sums(
-    total: jax.Array, weight: jax.Array, sums: Metrics, auxiliary: Auxiliary
+    total: jax.Array,
+    weight: jax.Array,
+    sums: Metrics,
+    auxiliary: Auxiliary,
+    totals: Totals = (),
 ) -> Loss:
     """The loss of a microbatch from the head's sums and the blocks' auxiliaries.
 
@@ -231,12 +313,13 @@ def loss_of_sums(
         weight: Number of units; 0 gives a mean of 0.
         sums: Sums of the head's metrics.
         auxiliary: Loss to add to the mean, and metrics.
+        totals: Totals of the blocks.
 
     Returns:
-        Means.
+        Means, and the totals.
 
     Raises:
-        ModelError: Head and blocks give metrics of the same name.
+        ModelError: Two metrics or totals of head and blocks have the same name.
 
     Example:
         >>> six, three, one = (jnp.float32(x) for x in (6, 3, 1))
@@ -252,9 +335,10 @@ def loss_of_sums(
         _check_names_differ({AUXILIARY_LOSS: auxiliary.loss}, shown)
         shown[AUXILIARY_LOSS] = auxiliary.loss
     _check_names_differ(shown, metrics)
+    _check_names_differ(named_totals(totals), shown | metrics)
     metrics = {n: jnp.asarray(x, jnp.float32) for n, x in (metrics | shown).items()}
     weight = jax.lax.stop_gradient(jnp.asarray(weight, jnp.float32))
-    return Loss(jnp.asarray(value, jnp.float32), weight, (), metrics)
+    return Loss(jnp.asarray(value, jnp.float32), weight, (), metrics, totals)
 
 
 def _check_names_differ(some: Metrics, others: Metrics) -> None:

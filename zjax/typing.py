@@ -20,7 +20,12 @@ Batch = Any
 """A tree of arrays whose first dim is the batch; scalars, and arrays without rows by
 `Model.entries`, are replicated."""
 Metrics = dict[str, jax.Array]
-"""Named scalars."""
+"""Named scalars, and int32 arrays of `Totals`."""
+Totals = tuple[Mapping[str, jax.Array], ...]
+"""For each segment of a `Stack`, int32[num_blocks, ...] by name: sums over a batch."""
+Move = Callable[[jax.Array, Mapping[str, jax.Array]], jax.Array]
+"""`move(param, totals) -> param`: the next value of a parameter of a block, from the
+block's totals over the global batch of a step."""
 Logical = tuple[str | None, ...]
 """One name per array dim: `batch, length, embed, heads, kv_heads, head_dim, mlp, vocab,
 experts, gates, capacity, layers, tensor`, or None."""
@@ -75,10 +80,12 @@ class Loss(NamedTuple):
     """The model state after this microbatch, of unchanged structure."""
     metrics: Metrics
     """Scalars averaged over microbatches with the same weights."""
+    totals: Totals = ()
+    """Added up over microbatches and over the devices that split the batch."""
 
 
 class Auxiliary(NamedTuple):
-    """Scalars that a block returns besides its carry; equal blocks return the same."""
+    """What a block returns besides its carry; equal blocks return the same."""
 
     loss: jax.Array | None = None
     """float32[]: added to the mean loss of the microbatch, summed over blocks, and
@@ -86,6 +93,10 @@ class Auxiliary(NamedTuple):
     metrics: Mapping[str, jax.Array] = {}
     """float32[] by name, averaged over the blocks that return them and over
     microbatches."""
+    totals: Mapping[str, jax.Array] = {}
+    """int32 arrays by name, of the shapes in `Segment.totals`: each block's are added
+    up over the global batch of a step and returned with its metrics. Rows without
+    weight must add nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +121,12 @@ class Segment:
     num_blocks: int
     tiles: Tiles | None = None
     """The same block as trunk and tiles, if its parameters exceed one device."""
+    totals: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    """Shape of each array in `Auxiliary.totals` of a block, by name."""
+    moves: Mapping[str, Move] = dataclasses.field(default_factory=dict)
+    """Functions that set parameters of a block, by path, after each optimizer step that
+    is not skipped. These parameters are float32 in the block, too. They get no gradient
+    and no update of the optimizer."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from zjax.errors import PlanError, Problem
-from zjax.forward import combine, loss_of_sums
+from zjax.forward import combine, loss_of_sums, stack_totals
 from zjax.offload.compiled import Jit
 from zjax.offload.residuals import residuals_of, vjp_with
 from zjax.offload.units import gathered, rows_by_part, trunk_of
@@ -110,17 +110,18 @@ class BlockPrograms:
         self, segment: int, params: Params, carry: Any, inputs: BlockInputs
     ) -> Any:
         """The results of `_block`, and the residuals that the policy saves."""
-        (stream, loss), pull, metrics, operands = self._vjp(
+        (stream, loss), pull, auxiliary, operands = self._vjp(
             segment, params, carry, inputs
         )
         _check_same_types(carry, stream[0])
-        results = self._constrained(stream), Auxiliary(loss, metrics), jnp.float32(0)
+        auxiliary = auxiliary._replace(loss=loss)
+        results = self._constrained(stream), auxiliary, jnp.float32(0)
         return results, residuals_of(pull, operands)
 
     def _vjp(
         self, segment: int, params: Params, carry: Any, inputs: BlockInputs
     ) -> Any:
-        """`jax.vjp` of a block or trunk, its metrics, and the operands it closes over.
+        """`jax.vjp` of a block or trunk, with its metrics and totals, and its operands.
 
         The primal outputs are the stream, with what tiles read, and the auxiliary loss.
         """
@@ -130,7 +131,7 @@ class BlockPrograms:
 
         def run(params: Params, carry: Any) -> Any:
             stream, auxiliary = run_trunk(params, carry, context, unit_key)
-            return (stream, auxiliary.loss), auxiliary.metrics
+            return (stream, auxiliary.loss), auxiliary._replace(loss=None)
 
         if self.policy:
             run = jax.checkpoint(run, policy=self.policy, prevent_cse=False)
@@ -190,7 +191,8 @@ class BlockPrograms:
         self, params: Params, carry: Any, batch: Batch, auxiliaries: Sequence[Auxiliary]
     ) -> Loss:
         total, weight, sums = self.stack.head(params, carry, batch)
-        loss = loss_of_sums(total, weight, sums, combine(auxiliaries))
+        totals = stack_totals(self.stack.segments, auxiliaries)
+        loss = loss_of_sums(total, weight, sums, combine(auxiliaries), totals)
         return weighting.check_names(loss)
 
     def _block_backward(

@@ -118,6 +118,7 @@ class OffloadedTrain:
             plan,
             config,
             schedule,
+            model.stack,
             groups=smaller,
             grad_rows=self.backward.grad_rows,
             jit=jit,

@@ -25,7 +25,7 @@ from zjax.sharding.plan import Plan
 from zjax.sharding.program_plan import staged_plan
 from zjax.train.state import TrainState, state_rows
 from zjax.train.update import Schedule, make_update
-from zjax.typing import Loss, Metrics, Params
+from zjax.typing import Loss, Metrics, Params, Stack
 
 BY_PARAMETER = ("master", "ema", "params")
 """Parts of the state that hold one array per parameter."""
@@ -66,6 +66,7 @@ class GroupedUpdate:
         plan: Places every array.
         config: Read for `optimizer` and `precision`.
         schedule: Learning rate by applied step, for the metrics.
+        stack: The model as a line of blocks, if it is one.
         groups: Group of each parameter.
         grad_rows: Plans of the gradients as they arrive.
         jit: `jax.jit` with compiler options.
@@ -80,6 +81,7 @@ class GroupedUpdate:
         plan: Plan,
         config: Config,
         schedule: Schedule | None,
+        stack: Stack | None,
         *,
         groups: Sequence[int],
         grad_rows: Any,
@@ -87,9 +89,10 @@ class GroupedUpdate:
     ):
         on_device = staged_plan(plan)
         rows = state_rows(on_device, config)
-        loss = Loss(_number(), _number(), _arrays(plan.model_state), {})
+        state, totals = _arrays(plan.model_state), _totals(stack)
+        loss = Loss(_number(), _number(), state, {}, totals)
         inputs = (_arrays(rows), _arrays(grad_rows), loss)
-        update = _of_stored_gradients(tx, on_device, config, schedule)
+        update = _of_stored_gradients(tx, on_device, config, schedule, stack)
         program, outputs = trace(update, *inputs)
         names, input_keys, output_keys = program.inputs, _keys(inputs), _keys(outputs)
         leaves = iter(names)
@@ -188,9 +191,13 @@ def _is_param(keys: Any) -> bool:
 
 
 def _of_stored_gradients(
-    tx: Any, plan: Plan, config: Config, schedule: Schedule | None
+    tx: Any,
+    plan: Plan,
+    config: Config,
+    schedule: Schedule | None,
+    stack: Stack | None,
 ) -> Callable[[TrainState, Params, Loss], tuple[TrainState, Metrics]]:
-    update = make_update(tx, plan, config, schedule)
+    update = make_update(tx, plan, config, schedule, stack)
 
     def no_loss_function(params: Params) -> jax.Array:
         raise PlanError(
@@ -228,6 +235,16 @@ def _grouping(plan: Plan, groups: Sequence[int]) -> Callable[[Any], int]:
 def _arrays(rows: Any) -> Any:
     return jax.tree.map(
         lambda row: jax.ShapeDtypeStruct(row.stored_shape, row.stored_dtype), rows
+    )
+
+
+def _totals(stack: Stack | None) -> Any:
+    return tuple(
+        {
+            name: jax.ShapeDtypeStruct((segment.num_blocks, *shape), jnp.int32)
+            for name, shape in segment.totals.items()
+        }
+        for segment in (stack.segments if stack else ())
     )
 
 

@@ -1,6 +1,7 @@
 """Plans of parameters and optimizer state by their sharding, before offload."""
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from zjax.config.schema import Config
 from zjax.sharding import rules, zero
 from zjax.sharding.layers import layer_by_layer
+from zjax.sharding.moves import moved_params
 from zjax.sharding.naming import names_of_dims
 from zjax.sharding.opt_state import abstract_opt_state
 from zjax.sharding.paths import owners, path_of
@@ -28,6 +30,7 @@ class ParamPlans:
         sharded: The same specs, extended over the ZeRO axes.
         is_stack: Whether each leaf stacks layers.
         is_by_layer: Whether stacks are planned as one array per layer.
+        moved: Paths of parameters that totals move, which are float32 in every role.
     """
 
     params: Params
@@ -36,6 +39,7 @@ class ParamPlans:
     sharded: list[PartitionSpec]
     is_stack: list[bool]
     is_by_layer: bool
+    moved: Collection[str] = ()
 
     @classmethod
     def of(
@@ -71,11 +75,13 @@ class ParamPlans:
             unsharded.append(spec)
             sharded.append(_zero_spec(config, mesh, leaf.shape, spec, names))
         is_stack = [names[:1] == ("layers",) for names in logical]
-        return cls(params, mesh, unsharded, sharded, is_stack, is_by_layer)
+        moved = moved_params(model.stack, params).keys()
+        return cls(params, mesh, unsharded, sharded, is_stack, is_by_layer, moved)
 
     def planned(self, dtype: str, *, is_sharded: bool) -> Any:
         """A tree of plans in this dtype, of `Layers` where stacks are by layer."""
-        leaves, tree = jax.tree_util.tree_flatten_with_path(_cast(self.params, dtype))
+        cast = _cast(self.params, dtype, self.moved)
+        leaves, tree = jax.tree_util.tree_flatten_with_path(cast)
         specs = self.sharded if is_sharded else self.unsharded
         rows = [
             _array_plan(path_of(keys), leaf, spec, self.mesh, used, is_stack=is_stack)
@@ -154,9 +160,10 @@ def plan_opt_state(config: Config, mesh: Any, tx: Any, master: Any) -> Any:
     return jax.tree_util.tree_map_with_path(plan_leaf, abstract_opt_state(tx, arrays))
 
 
-def _cast(tree: Any, dtype: str) -> Any:
-    def cast(x: Any) -> jax.ShapeDtypeStruct:
+def _cast(tree: Any, dtype: str, moved: Collection[str]) -> Any:
+    def cast(keys: Any, x: Any) -> jax.ShapeDtypeStruct:
         floating = jnp.issubdtype(x.dtype, jnp.floating)
-        return jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype) if floating else x.dtype)
+        to = jnp.dtype("float32" if path_of(keys) in moved else dtype)
+        return jax.ShapeDtypeStruct(x.shape, to if floating else x.dtype)
 
-    return jax.tree.map(cast, tree)
+    return jax.tree_util.tree_map_with_path(cast, tree)

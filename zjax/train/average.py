@@ -7,6 +7,7 @@ a state has, unless one is named.
 """
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any, Literal, get_args
 
 import jax
@@ -108,8 +109,28 @@ def check_average(state: TrainState, plan: Plan) -> None:
         raise PlanError(Problem("tx", "schedule_free", problem, remedy))
 
 
+def check_moved(moved: Collection[str], opt_state: Any) -> None:
+    """Refuses parameters that totals move under `schedule_free`.
+
+    Args:
+        moved: Paths of these parameters.
+        opt_state: State of the optimizer, or its plans.
+
+    Raises:
+        PlanError: Its average would extrapolate from where they started.
+    """
+    if moved and _of_optimizer(opt_state):
+        problem = f"averages {min(moved)}, which moves without a gradient"
+        remedy = "use another optimizer"
+        raise PlanError(Problem("tx", "schedule_free", problem, remedy))
+
+
 def _schedule_free(state: TrainState) -> list[contrib.ScheduleFreeState]:
-    leaves = jax.tree.leaves(state.opt_state, is_leaf=_is_schedule_free)
+    return _of_optimizer(state.opt_state)
+
+
+def _of_optimizer(opt_state: Any) -> list[contrib.ScheduleFreeState]:
+    leaves = jax.tree.leaves(opt_state, is_leaf=_is_schedule_free)
     return [leaf for leaf in leaves if _is_schedule_free(leaf)]
 
 

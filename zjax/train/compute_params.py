@@ -39,9 +39,10 @@ def compute_params_by_layer(model: Model, plan: Plan, master: Params) -> Params:
 
 
 def compute_dtype(plan: Plan) -> Any:
-    """The NumPy dtype of floating-point compute parameters."""
-    floating = (r.dtype for r in jax.tree.leaves(plan.compute))
-    return next(d for d in floating if jnp.issubdtype(d, jnp.floating))
+    """The NumPy dtype of compute parameters, except of moved ones, which are wider."""
+    dtypes = (r.dtype for r in jax.tree.leaves(plan.compute))
+    floating = (d for d in dtypes if jnp.issubdtype(d, jnp.floating))
+    return min(floating, key=lambda dtype: dtype.itemsize)
 
 
 def cast_like(tree: Any, rows: Any) -> Any:

@@ -139,5 +139,5 @@ def make_programs(
     """
     num_microbatches = resolve_batch(config, plan.num_batch_shares).num_microbatches
     gradient_programs = make_gradients(model, plan, config, num_microbatches)
-    update = make_update(tx, plan, config, schedule)
+    update = make_update(tx, plan, config, schedule, model.stack)
     return Programs(gradient_programs, update, plan, config)

@@ -1,7 +1,7 @@
 """One optimizer step: unscale, check, clip, then update or skip."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -9,15 +9,19 @@ import jax.numpy as jnp
 import optax
 
 from zjax.config.schema import Config
+from zjax.forward import named_totals
 from zjax.optim import clip, loss_scale
 from zjax.optim.ema import update_ema
 from zjax.optim.groups import trained_params
+from zjax.sharding.moves import MovedParam, move_params, moved_params
+from zjax.sharding.paths import path_of
 from zjax.sharding.placement import pad_tree, place_tree, unpad_tree
 from zjax.sharding.plan import Plan
+from zjax.train.average import check_moved
 from zjax.train.compute_params import compute_params
 from zjax.train.master import computed_once, join_master, stored_master
 from zjax.train.state import TrainState
-from zjax.typing import Loss, Metrics, Params
+from zjax.typing import Loss, Metrics, Params, Stack
 
 Schedule = Callable[[jax.Array], jax.Array]
 
@@ -28,7 +32,11 @@ def loss_scale_of(state: TrainState) -> jax.Array:
 
 
 def make_update(
-    tx: Any, plan: Plan, config: Config, schedule: Schedule | None
+    tx: Any,
+    plan: Plan,
+    config: Config,
+    schedule: Schedule | None,
+    stack: Stack | None,
 ) -> "Update":
     """Builds `update(state, grads, loss, value_fn) -> (state, metrics)`.
 
@@ -38,9 +46,19 @@ def make_update(
         plan: Places gradients and state.
         config: Read for `optimizer` and `precision`.
         schedule: Learning rate by applied step, for the metrics; None where unknown.
+        stack: The model as a line of blocks, whose totals may move parameters.
+
+    Raises:
+        PlanError: The optimizer averages parameters that totals move.
     """
-    trained = trained_params(plan.master, config.optimizer.groups)
-    return Update(optax.with_extra_args_support(tx), plan, config, schedule, trained)
+    moved = moved_params(stack, plan.master)
+    check_moved(moved.keys(), plan.opt_state)
+    trained = jax.tree_util.tree_map_with_path(
+        lambda keys, is_trained: is_trained and path_of(keys) not in moved,
+        trained_params(plan.master, config.optimizer.groups),
+    )
+    tx = optax.with_extra_args_support(tx)
+    return Update(tx, plan, config, schedule, trained, moved)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,6 +74,7 @@ class Update:
         config: Read for `optimizer` and `precision`.
         schedule: Learning rate by applied step; None where unknown.
         trained: bool for each parameter; gradients of others count as 0.
+        moved: How parameters move with the totals of a step, by path.
     """
 
     tx: Any
@@ -63,6 +82,7 @@ class Update:
     config: Config
     schedule: Schedule | None
     trained: Any
+    moved: Mapping[str, MovedParam]
 
     def __call__(
         self,
@@ -76,13 +96,16 @@ class Update:
         Args:
             state: Before the step; not consumed.
             grads: Gradients in logical shapes, times the loss scale of `state`.
-            loss: The mean loss, not scaled.
+            loss: The mean loss, not scaled, and the totals.
             value_fn: The loss of other master weights.
 
         Returns:
             The state after the step, and its metrics.
         """
         plan = self.plan
+        # Every device needs all of the totals, and processes read them as metrics.
+        totals = jax.tree.map(self.replicated, loss.totals)
+        loss = loss._replace(totals=totals)
         grads = self.unscaled(grads, loss_scale_of(state))
         norm = clip.global_norm(grads)
         # A gradient that is not finite leaves no norm that is.
@@ -100,7 +123,9 @@ class Update:
             grad=grads,
             value_fn=value_fn,
         )
-        new = place_tree(optax.apply_updates(master, updates), plan.master)
+        new = optax.apply_updates(master, updates)
+        new = move_params(master, new, self.moved, loss.totals)
+        new = place_tree(new, plan.master)
         new = self.kept_if_finite(pad_tree(new, plan.master), stored, finite)
         new = jax.tree.map(computed_once, new, plan.master)
         changed = self.state_after(state, new, opt_state, loss, finite)
@@ -123,6 +148,10 @@ class Update:
         return jax.tree.map(
             lambda g, t: g if t else jnp.zeros_like(g), grads, self.trained
         )
+
+    def replicated(self, x: jax.Array) -> jax.Array:
+        """The array on every device."""
+        return jax.lax.with_sharding_constraint(x, self.plan.replicated)
 
     def kept_if_finite(self, new: Any, old: Any, finite: jax.Array) -> Any:
         """The new arrays, or the old ones in a step that is skipped."""
@@ -169,7 +198,7 @@ class Update:
     def metrics(
         self, state: TrainState, loss: Loss, norm: jax.Array, finite: jax.Array
     ) -> Metrics:
-        """Metrics of the loss and of the step, float32[] each."""
+        """Metrics of the loss and of the step, float32[] each, and the totals."""
         step_metrics = {
             "loss": loss.value,
             "weight": loss.weight,
@@ -186,7 +215,8 @@ class Update:
             step_metrics["loss_scale_spent"] = loss_scale.at_minimum(
                 state.scaler, settings
             )
-        return {
+        scalars = {
             name: jnp.float32(value)
             for name, value in (loss.metrics | step_metrics).items()
         }
+        return scalars | named_totals(loss.totals)

@@ -225,7 +225,7 @@ class LocalGradients:
         return jax.lax.psum(x, axes) if axes else x
 
     def mean(self, result: Loss, part: jax.Array, total: jax.Array) -> Loss:
-        """The mean loss over all devices, weighted by their shares."""
+        """The mean loss over all devices, weighted by their shares; adds up totals."""
 
         def over_devices(x: jax.Array) -> jax.Array:
             wide = jnp.asarray(x, jnp.float32)
@@ -236,7 +236,8 @@ class LocalGradients:
 
         value = over_devices(result.value)
         metrics = jax.tree.map(over_devices, result.metrics)
-        return Loss(value, total, jax.tree.map(average, result.model_state), metrics)
+        state = jax.tree.map(average, result.model_state)
+        return Loss(value, total, state, metrics, jax.tree.map(self.sum, result.totals))
 
     def gather(self, params: Params) -> Params:
         """All-gathers stored parameters."""

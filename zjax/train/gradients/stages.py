@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from zjax.comm import shards
-from zjax.forward import loss_of_sums
+from zjax.forward import check_totals, loss_of_sums
 from zjax.ops.keys import block_key
 from zjax.parallel import staged as arrays
 from zjax.parallel.pipeline import ChunkLayers, StackTree, StageChain
@@ -23,6 +23,7 @@ from zjax.sharding.placement import ArrayPlan
 from zjax.train.gradients import weighting
 from zjax.train.gradients.local import LocalGradients
 from zjax.train.gradients.partition import StagePartition
+from zjax.train.gradients.stage_totals import as_integers, no_totals, with_block
 from zjax.typing import Auxiliary, Batch, Loss, Params
 
 
@@ -69,7 +70,7 @@ class StagedModel:
 
     @functools.cached_property
     def blocks(self) -> tuple[Callable[..., Any], ...]:
-        """`block(params, stream, context, key) -> stream` of each segment."""
+        """`block(params, stream, context, key) -> (stream, totals)` of each segment."""
         runs = (
             functools.partial(self.run_block, segment)
             for segment in range(len(self.slots))
@@ -106,7 +107,8 @@ class StagedModel:
         params, batch = self.gather_after(params, batch, self.rows.embed)
         device_key = block_key(self.local.device_key(key), 0)
         carry, context = self.partition.stack.embed(params, batch, device_key)
-        return (carry, self.zero_sums(carry, context, device_key)), context
+        sums = self.zero_sums(carry, context, device_key)
+        return (carry, sums, no_totals(self.partition.stack.segments)), context
 
     def zero_sums(self, carry: Any, context: Any, key: Any) -> tuple[Auxiliary, ...]:
         """Auxiliary losses and metrics of each segment before its first block."""
@@ -117,7 +119,8 @@ class StagedModel:
         sums = []
         for segment, layer in zip(self.partition.stack.segments, layers, strict=True):
             _, auxiliary = jax.eval_shape(segment.block, layer, carry, context, key)
-            sums.append(jax.tree.map(lambda _: jnp.zeros((), jnp.float32), auxiliary))
+            scalars = auxiliary._replace(totals={})
+            sums.append(jax.tree.map(lambda _: jnp.zeros((), jnp.float32), scalars))
         return tuple(sums)
 
     def chunk(
@@ -130,26 +133,45 @@ class StagedModel:
     ) -> Any:
         """Runs the blocks of a chunk, by segment and slot."""
         key = self.local.device_key(key)
-        for slots, block, segment_layers in zip(
-            self.slots, self.blocks, layers, strict=True
-        ):
+        for segment, segment_layers in enumerate(layers):
+            slots = self.slots[segment]
             for slot, layer in enumerate(segment_layers):
                 index = slots.block(number, slot)
                 layer_key = block_key(key, index + slots.first_block + 1)
-                run = functools.partial(block, layer, context=context, key=layer_key)
+                run = functools.partial(
+                    self.run_slot, segment, layer, index, context, layer_key
+                )
                 stream = unless_empty(slots, index, run, stream)
         return stream
+
+    def run_slot(
+        self,
+        segment: int,
+        layer: Params,
+        index: jax.Array,
+        context: Any,
+        key: Any,
+        stream: Any,
+    ) -> Any:
+        """Runs block `index` of a segment, and adds what it returns to the stream."""
+        carry, sums, stacks = stream
+        block = self.blocks[segment]
+        (carry, sums), totals = block(layer, (carry, sums), context=context, key=key)
+        return carry, sums, with_block(stacks, segment, index, totals)
 
     def run_block(
         self, segment: int, params: Params, stream: Any, context: Any, key: Any
     ) -> Any:
-        """Runs one block, and adds its auxiliary losses and metrics to the stream."""
+        """Runs one block, and adds its auxiliary losses and metrics to their sums."""
         carry, sums = stream
         params = self.gathered(params, self.block_rows[segment])
-        block = self.partition.stack.segments[segment].block
-        carry, auxiliary = block(params, carry, context, key)
-        total = jax.tree.map(jnp.add, sums[segment], auxiliary)
-        return carry, (*sums[:segment], total, *sums[segment + 1 :])
+        of_segment = self.partition.stack.segments[segment]
+        carry, auxiliary = of_segment.block(params, carry, context, key)
+        check_totals(of_segment, auxiliary)
+        scalars = auxiliary._replace(totals={})
+        added = jax.tree.map(jnp.add, sums[segment], scalars)
+        sums = (*sums[:segment], added, *sums[segment + 1 :])
+        return (carry, sums), auxiliary.totals
 
     def head(
         self,
@@ -162,10 +184,15 @@ class StagedModel:
     ) -> tuple[jax.Array, Loss]:
         """What to differentiate, and what to report, of a microbatch."""
         params, stream = self.gather_after(params, stream, self.rows.head)
-        carry, auxiliaries = stream
+        carry, auxiliaries, stacks = stream
         total_loss, divisor, sums = self.partition.stack.head(params, carry, batch)
         mean = mean_of_sums(auxiliaries, [slots.num_blocks for slots in self.slots])
-        loss = weighting.check_names(loss_of_sums(total_loss, divisor, sums, mean))
+        # Without weight this is a copy of another microbatch, which counts there.
+        totals = jax.tree.map(
+            lambda x: jnp.where(weight > 0, x, 0), as_integers(stacks)
+        )
+        loss = loss_of_sums(total_loss, divisor, sums, mean, totals)
+        loss = weighting.check_names(loss)
         part, total = self.local.part_of(loss._replace(weight=weight))
         objective = loss.value * (weight / unit) * scale
         return objective, self.local.mean(loss, part, total)

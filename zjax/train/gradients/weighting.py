@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from zjax.errors import ModelError, Problem
+from zjax.forward import named_totals
 from zjax.typing import Batch, Loss, ModelState, Params
 
 OWN_METRICS = frozenset(
@@ -20,12 +21,12 @@ def check_names(loss: Loss) -> Loss:
     """Returns the loss of a microbatch, unless a metric has a name of the run's own.
 
     Raises:
-        ModelError: Names every such metric.
+        ModelError: Names every such metric, and arrays of totals.
     """
     problem, remedy = "has a name of the run's own", "give it another name"
     problems = [
         Problem(f"metrics/{name}", str(x.dtype), problem, remedy)
-        for name, x in sorted(loss.metrics.items())
+        for name, x in sorted((loss.metrics | named_totals(loss.totals)).items())
         if name in OWN_METRICS
     ]
     if problems:
@@ -34,7 +35,7 @@ def check_names(loss: Loss) -> Loss:
 
 
 def mean_loss(losses: Loss, model_state: ModelState) -> Loss:
-    """Weighted mean of stacked microbatch losses.
+    """Weighted mean of stacked microbatch losses, and the sum of their totals.
 
     Args:
         losses: Loss whose leaves are stacked [N].
@@ -50,7 +51,9 @@ def mean_loss(losses: Loss, model_state: ModelState) -> Loss:
         return jnp.sum(shares * jnp.where(shares == 0, 0, x))
 
     metrics = jax.tree.map(mean, losses.metrics)
-    return Loss(mean(losses.value), total, model_state, metrics)
+    # Without a dtype, NumPy's rules would add int32 up in int64 where that is enabled.
+    totals = jax.tree.map(lambda x: jnp.sum(x, 0, dtype=x.dtype), losses.totals)
+    return Loss(mean(losses.value), total, model_state, metrics, totals)
 
 
 def counted(weight: jax.Array) -> jax.Array:
