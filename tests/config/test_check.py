@@ -51,12 +51,14 @@ MESH = [
     ),
     case(
         "mesh.pipeline=2;mesh.expert=2",
-        "mesh.expert=2 is an axis that is not built yet; use 1",
+        "mesh.expert=2 splits experts, and model.moe.num_experts=0; use 1, or set "
+        "model.moe.num_experts",
         id="expert",
     ),
     case(
         "mesh.expert=-1;mesh.data=1",
-        "mesh.expert=-1 is an axis that is not built yet; use 1",
+        "mesh.expert=-1 splits experts, and model.moe.num_experts=0; use 1, or set "
+        "model.moe.num_experts",
         id="expert-as-the-rest",
     ),
 ]

@@ -114,14 +114,14 @@ REFUSED = [
         id="tiles",
     ),
     case(
-        f"{MOE}.num_experts=4;mesh.tensor=2",
-        "mesh.tensor=2 is not built for model.moe.num_experts; use 1",
-        id="tensor",
+        f"{MOE}.num_experts=6;mesh.expert=4",
+        "mesh.expert=4 does not divide 6 experts; use 1, 2, 3 or 6",
+        id="experts-do-not-divide",
     ),
     case(
-        f"{MOE}.num_experts=4;mesh.sequence=2",
-        "mesh.sequence=2 is not built for model.moe.num_experts; use 1",
-        id="sequence",
+        f"{MOE}.num_experts=4;{MOE}.top_k=2;mesh.expert=8",
+        "mesh.expert=8 does not divide 4 experts; use 1, 2 or 4",
+        id="more-devices-than-experts",
     ),
     case(
         f"{MOE}.num_experts=4;{MOE}.every=2;mesh.pipeline=8",

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from zjax.config import schema
 
 AXES = ("pipeline", "replica", "data", "expert", "sequence", "tensor")
-IMPLEMENTED_AXES = ("pipeline", "replica", "data", "sequence", "tensor")
-"""Axes that may have a size above 1."""
 BATCH_AXES = ("replica", "data", "expert")
 OPEN_AXES = ("pipeline", "sequence", "tensor")
 """Axes whose size zjax chooses if it is 0."""

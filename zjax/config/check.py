@@ -110,14 +110,6 @@ def _mesh(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     yield Problem(f"mesh.{axis}", given[axis], problem, remedy)
 
 
-def _unbuilt_axes(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    for axis, size in axes.axis_sizes(config, num_devices).items():
-        if size > 1 and axis not in axes.IMPLEMENTED_AXES:
-            field = f"mesh.{axis}"
-            given = getattr(config.mesh, axis)
-            yield Problem(field, given, "is an axis that is not built yet", "use 1")
-
-
 def _batch(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     sizes = axes.axis_sizes(config, num_devices)
     if not axes.mesh_fills(config, num_devices):
@@ -285,7 +277,6 @@ def _processes(config: schema.Config, num_devices: int) -> Iterator[Problem]:
 
 _RULES: tuple[model_rules.Entry, ...] = (
     (("mesh",), _mesh),
-    (("mesh",), _unbuilt_axes),
     (("global_batch", "num_microbatches", "microbatch", "mesh"), _batch),
     (("global_batch", "num_microbatches", "microbatch", "mesh"), stages.stage_problems),
     (("precision.loss_scale",), _loss_scale),

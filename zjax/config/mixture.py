@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -87,6 +88,11 @@ def mixture_problems(config: schema.Config, num_devices: int) -> Iterator[Proble
     moe = config.model.moe
     if moe.num_experts in (0, ()):
         yield from _without_experts(moe)
+        size = axes.axis_sizes(config, num_devices)["expert"]
+        if size > 1:
+            problem = "splits experts, and model.moe.num_experts=0"
+            remedy = "use 1, or set model.moe.num_experts"
+            yield Problem("mesh.expert", config.mesh.expert, problem, remedy)
         return
     wrong = list(_numbers(config.model))
     yield from wrong
@@ -183,8 +189,12 @@ def _run(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     if model.mlp_tiles > 1:
         problem = "tiles a feed-forward, and model.moe.num_experts replaces it"
         yield Problem("model.mlp_tiles", model.mlp_tiles, problem, "use 1")
-    for axis in ("tensor", "sequence"):
-        if sizes[axis] > 1:
-            given = getattr(config.mesh, axis)
-            problem = "is not built for model.moe.num_experts"
-            yield Problem(f"mesh.{axis}", given, problem, "use 1")
+    given = sorted({*experts_by_layer(model)} - {0})
+    wrong = [number for number in given if number % sizes["expert"]]
+    if wrong:
+        size = (
+            "" if config.mesh.expert != -1 else f"comes out as {sizes['expert']} and "
+        )
+        problem = f"{size}does not divide {wrong[0]} experts"
+        remedy = axes.suggest_divisors(math.gcd(*given))
+        yield Problem("mesh.expert", config.mesh.expert, problem, remedy)

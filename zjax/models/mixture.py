@@ -18,11 +18,11 @@ from zjax.models import layers
 from zjax.models.feed_forward import FeedForward
 from zjax.moe import losses
 from zjax.moe.experts import Experts, apply_experts
+from zjax.moe.placement import Placement
 from zjax.moe.router import Router, Routing, route, router_logits
 from zjax.ops.keys import fold_in
 from zjax.parallel import tensor
-from zjax.sharding import mesh as meshes
-from zjax.sharding.activations import first_row, open_size
+from zjax.sharding.activations import first_row
 from zjax.typing import Auxiliary
 
 _ROUTER_INIT = jax.nn.initializers.variance_scaling(0.1, "fan_in", "truncated_normal")
@@ -152,17 +152,23 @@ class MixtureOfExperts(nnx.Module):
         if not drops:
             settings = dataclasses.replace(settings, drop="none")
 
-        def run(x: jax.Array, counts: Any, weights: Any) -> tuple[jax.Array, Any]:
+        experts = self.experts.values()
+        placement = Placement.of(settings.num_experts, experts.down.shape[1])
+
+        def run(
+            x: jax.Array, counts: Any, weights: Any, part: Any
+        ) -> tuple[jax.Array, Any]:
             router, experts, key = weights
+            experts = experts.joined(placement)
             tokens = x.reshape(-1, x.shape[-1])
-            noise = fold_in(key, first_row(len(x)))
+            noise = fold_in(fold_in(key, first_row(len(x))), part)
             routing = _route(tokens, router, settings, self.config.moe, counts, noise)
             activation = self.config.activation
             y = apply_experts(tokens, experts, routing, activation=activation)
             return y.reshape(x.shape), _measure(routing, self.config.moe, len(x))
 
-        weights = self.router.kernel[...], self.experts.values(), key
-        specs = P(), P(meshes.EXPERT if open_size(meshes.EXPERT) > 1 else None), P()
+        parts, specs = experts.parted(placement)
+        weights, specs = (self.router.kernel[...], parts, key), (P(), specs, P())
         y, numbers = tensor.map_tokens(run, x, counts, weights, specs)
         return self._add_branches(x, y), _auxiliary(numbers, self.config.moe)
 

@@ -15,12 +15,14 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from zjax.moe.exchange import AllGather, AllToAll, make_exchange
-from zjax.moe.placement import Placement
+from zjax.moe.placement import Placement, token_spec
 from zjax.moe.router import Routing
 from zjax.ops import activation as activations
+from zjax.sharding.activations import open_size
 from zjax_kernels import grouped_matmul, grouped_outer
 
 Activation = Literal["swiglu", "gelu", "relu"]
@@ -44,6 +46,29 @@ class Experts:
     up_bias: Any = None
     down_bias: Any = None
     split: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
+
+    def parted(self, placement: Placement) -> tuple["Experts", "Experts"]:
+        """Arrays that `jax.shard_map` can split, and their specs.
+
+        Gates and values of `swiglu` get a dim, so that both split into equal parts.
+        """
+        specs = {"up": placement.spec(3), "down": placement.spec(1)}
+        specs |= {"up_bias": placement.spec(2), "down_bias": placement.spec()}
+        parts = self._with_hidden(-1, self.down.shape[1])
+        given = {n: x for n, x in specs.items() if getattr(self, n) is not None}
+        return parts, dataclasses.replace(parts, **given)
+
+    def joined(self, placement: Placement) -> "Experts":
+        """The arrays of one device, from its part of those of `parted`."""
+        return dataclasses.replace(self._with_hidden(-1), split=placement.hidden)
+
+    def _with_hidden(self, *sizes: int) -> "Experts":
+        up, bias = self.up, self.up_bias
+        return dataclasses.replace(
+            self,
+            up=up.reshape(*up.shape[:2], *sizes),
+            up_bias=None if bias is None else bias.reshape(len(bias), *sizes),
+        )
 
 
 def apply_experts(
@@ -76,36 +101,30 @@ def apply_experts(
     num_experts = routing.scores.shape[1]
     run = functools.partial(_apply_on_device, activation, num_experts, routing.capacity)
     choices = jnp.where(routing.kept, routing.experts, num_experts)
-    placement = Placement.of(len(x), len(experts.up), experts.down.shape[1])
-    if placement is not None:
-        run = _map_devices(run, placement)
+    mesh = jax.sharding.get_abstract_mesh()
+    if any(open_size(axis) > 1 for axis in mesh.auto_axes):
+        placement = Placement.of(len(experts.up), experts.down.shape[1])
+        run = _map_devices(run, placement, token_spec(len(x)))
     return run(x, experts, choices, routing.weights)
 
 
 def _map_devices(
-    run: Callable[..., jax.Array], placement: Placement
+    run: Callable[..., jax.Array], placement: Placement, tokens: PartitionSpec
 ) -> Callable[..., jax.Array]:
     """Runs a function of one device on all devices that the compiler would use."""
-    tokens, experts = placement.token_spec, placement.expert_spec
-    specs = Experts(
-        up=placement.hidden_spec(3),
-        down=placement.hidden_spec(1),
-        up_bias=placement.hidden_spec(2),
-        down_bias=experts,
-    )
 
     def run_part(x: jax.Array, experts: Experts, *routing: jax.Array) -> jax.Array:
-        part = dataclasses.replace(_join_gates(experts), split=placement.hidden)
-        return run(x, part, *routing)
+        return run(x, experts.joined(placement), *routing)
 
     def mapped(x: jax.Array, experts: Experts, *routing: jax.Array) -> jax.Array:
+        parts, specs = experts.parted(placement)
         return jax.shard_map(
             run_part,
-            in_specs=(tokens, _without_missing(specs, experts), tokens, tokens),
+            in_specs=(tokens, specs, tokens, tokens),
             out_specs=tokens,
             axis_names=set(jax.sharding.get_abstract_mesh().auto_axes),
             check_vma=False,
-        )(x, _split_gates(experts), *routing)
+        )(x, parts, *routing)
 
     return mapped
 
@@ -193,35 +212,6 @@ def _backward(
 
 
 _apply.defvjp(_forward, _backward)
-
-
-def _split_gates(experts: Experts) -> Experts:
-    """Gives gates and values of `swiglu` a dim, so that both split into equal parts."""
-    return _reshape_up(experts, -1, experts.down.shape[1])
-
-
-def _join_gates(experts: Experts) -> Experts:
-    return _reshape_up(experts, -1)
-
-
-def _reshape_up(experts: Experts, *hidden: int) -> Experts:
-    up, bias = experts.up, experts.up_bias
-    return dataclasses.replace(
-        experts,
-        up=up.reshape(*up.shape[:2], *hidden),
-        up_bias=None if bias is None else bias.reshape(len(bias), *hidden),
-    )
-
-
-def _without_missing(specs: Experts, experts: Experts) -> Experts:
-    """Specs of the parameters that there are."""
-    has_bias = experts.up_bias is not None, experts.down_bias is not None
-    return dataclasses.replace(
-        specs,
-        up_bias=specs.up_bias if has_bias[0] else None,
-        down_bias=specs.down_bias if has_bias[1] else None,
-        split=experts.split,
-    )
 
 
 def _activate(activation: Activation) -> Callable[[jax.Array], jax.Array]:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from zjax.comm import tokens
 from zjax.jaxprs.primitives import CHEAP
 from zjax.ops import activation, attention, cross_entropy, sparse
 from zjax_kernels import norm
@@ -38,6 +39,8 @@ SPARSE = sparse.ATTENTION_OUTPUT
 """Outputs of sparse attention, and its softmax sums."""
 MLP = activation.INPUT
 """Outputs of the first matrices of a feed-forward layer."""
+EXCHANGED = tokens.EXCHANGED
+"""Results of the collectives between devices with different experts."""
 
 SAVED = {
     "elementwise": (
@@ -47,11 +50,12 @@ SAVED = {
         ATTENTION,
         SPARSE,
         MLP,
+        EXCHANGED,
         norm.STATISTICS,
     ),
-    "attention_and_mlp": (INPUT, ATTENTION, SPARSE, MLP),
-    "dots": (INPUT,),
-    "attention": (INPUT, ATTENTION, SPARSE),
+    "attention_and_mlp": (INPUT, ATTENTION, SPARSE, MLP, EXCHANGED),
+    "dots": (INPUT, EXCHANGED),
+    "attention": (INPUT, ATTENTION, SPARSE, EXCHANGED),
     "full": (INPUT,),
 }
 """Names of the residuals that each policy saves; `none` has no names."""
@@ -73,6 +77,8 @@ def recompute(
     - `dots` saves products with weights and recomputes all else;
     - `attention` saves the input of the block and the outputs of attention;
     - `full` saves the input of the block and recomputes all else.
+
+    All but `full` save what devices exchange for experts, and repeat no exchange.
 
     Under the last two policies, and with residuals in another memory, the backward pass
     computes all gradients of a block before it continues with the block before. The

@@ -140,10 +140,11 @@ def map_tokens(
     """Runs a function that compares tokens, such as a router, on those of each device.
 
     Args:
-        run: `run(x, counts, weights) -> (y, numbers)`, of one device.
+        run: `run(x, counts, weights, part) -> (y, numbers)`, of one device; part is the
+            number of its part of the length.
         x: A stream.
         counts: bool[B, L] or None.
-        weights: Tree of arrays that all devices read.
+        weights: Tree of arrays.
         specs: A PartitionSpec for each.
 
     Returns:
@@ -151,7 +152,8 @@ def map_tokens(
     """
 
     def region(*operands: Any) -> tuple[jax.Array, Any]:
-        y, numbers = run(*operands)
+        part = jax.lax.axis_index(split.length) if split.length else 0
+        y, numbers = run(*operands, part)
         return y, jax.tree.map(lambda number: number[None], numbers)
 
     mesh, split = jax.sharding.get_abstract_mesh(), _Split.of(x)
