@@ -209,10 +209,10 @@ class Model:
     """Whether devices may compute gradients of their rows independently. The loss must
     be the weighted mean of losses of single rows, be 0 without weight, use no model
     state, and draw random numbers by a row's index in the microbatch. Row i is then in
-    microbatch i mod N on every mesh, so all meshes draw the same. At ZeRO stage 3 all
-    parameters are gathered at once, so it must not loop over stacked layers. A
-    parameter with a dim `experts` holds the device's experts, if the mesh splits them.
-    """
+    microbatch i mod N on every mesh, so all meshes draw the same. A router may compare
+    the tokens of a device. At ZeRO stage 3 all parameters are gathered at once, so it
+    must not loop over stacked layers. A parameter with a dim `experts` holds the
+    device's experts, if the mesh splits them."""
     takes_layers_apart: bool = False
     """Whether the loss accepts `zjax.sharding.layers.Layers` for arrays whose first dim
     is `layers`, so that each layer is gathered and reduced separately."""

@@ -22,7 +22,7 @@ def without_vocabulary(model):
 
 def units(num_microbatches=8, ways=None, remat="elementwise", **settings):
     """Per token of a microbatch on one device, without logits."""
-    memory = settings.pop("memory", "device")
+    memory, moe = settings.pop("memory", "device"), settings.pop("moe", {})
     config = schema.Config(
         mesh=schema.Mesh(**settings),
         pipeline=schema.Pipeline(**(ways or {})),
@@ -34,6 +34,7 @@ def units(num_microbatches=8, ways=None, remat="elementwise", **settings):
             num_kv_heads=4,
             remat=remat,
             activation_memory=memory,
+            moe=schema.MoE(**moe),
         ),
         data=schema.Data(length=LENGTH),
     )
@@ -55,6 +56,17 @@ def units(num_microbatches=8, ways=None, remat="elementwise", **settings):
 )
 def test_what_a_device_keeps(settings, expected):
     assert units(**settings) == expected
+
+
+def test_experts_of_a_token():
+    """Each choice keeps the channels of a feed-forward, and moves two rows."""
+    wider = 4
+    every = units(moe={"num_experts": 8, "top_k": 2})
+    block = BLOCK + 2 * wider + 2 * 2
+    assert every == LAYERS * (KEPT + wider) + 2 * block
+    half = units(moe={"num_experts": 8, "top_k": 2, "every": 2})
+    block = BLOCK + wider + 2 * 2
+    assert half == LAYERS * (KEPT + wider / 2) + 2 * block
 
 
 @pytest.mark.parametrize(

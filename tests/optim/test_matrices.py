@@ -23,6 +23,11 @@ CASES = {
     "out/kernel": (("layers", "heads", "head_dim", "embed"), True, ((1, 2), (3,))),
     "query/bias": (("heads", "head_dim"), False, None),
     "expert/kernel": (("experts", "embed", "mlp"), True, ((1,), (2,))),
+    "gated expert/kernel": (
+        ("experts", "embed", "gates", "mlp"),
+        True,
+        ((1,), (2, 3)),
+    ),
     "router/kernel": (("embed", "experts"), True, ((0,), (1,))),
     "wte/embedding": (("vocab", "embed"), True, None),
     "head/kernel": (("embed", "vocab"), True, None),

@@ -42,6 +42,8 @@ def activation_bytes(
     per_value = tokens / shares * itemsize
     saved = 0 if model.offloads_inputs else saved_values(model, model.remat)
     block = saved_values(model, "none")
+    if model.moe.num_experts:  # the rows of experts, and their outputs
+        block += 2 * model.moe.top_k * model.embed_size
     values = _saved_by_all(config, sizes[PIPELINE], batch, saved) + 2 * block
     loss_tokens = min(tokens, model.loss_chunk_tokens or tokens)
     vocabulary = model.vocab_size / shares / sizes[PIPELINE]
