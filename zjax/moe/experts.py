@@ -190,8 +190,9 @@ def _backward(
     weight = exchange.row_weights(shared)[:, None]
     # Cotangents of the outputs of experts, before the routing weight.
     row_cotangent = exchange.rows_of(exchange.send(cotangent))
-    down = experts.down.swapaxes(1, 2)
-    activated_cotangent = grouped_matmul(row_cotangent, down, sizes)
+    activated_cotangent = grouped_matmul(
+        row_cotangent, experts.down, sizes, transpose=True
+    )
     activated, pull = jax.vjp(_activate(activation), hidden)
     weight_cotangent = _row_products(activated_cotangent, activated)
     if experts.down_bias is not None:
@@ -206,7 +207,7 @@ def _backward(
         up_bias=_sum_by_expert(hidden_cotangent, experts.up_bias, exchange),
         down_bias=_sum_by_expert(row_cotangent * weight, experts.down_bias, exchange),
     )
-    input_rows = grouped_matmul(hidden_cotangent, experts.up.swapaxes(1, 2), sizes)
+    input_rows = grouped_matmul(hidden_cotangent, experts.up, sizes, transpose=True)
     x_cotangent = exchange.combine(input_rows, None, dtype)
     return x_cotangent, gradients, exchange.choices_of(weight_cotangent), None
 

@@ -11,13 +11,16 @@ from zjax_kernels.grouped.tiles import make_tiles
 TILE_ROWS = 128
 
 
-def grouped_matmul(x: Array, weights: Array, sizes: Array) -> Array:
+def grouped_matmul(
+    x: Array, weights: Array, sizes: Array, *, transpose: bool = False
+) -> Array:
     """Multiplies the rows of each group by its matrix.
 
     Args:
         x: [M, K].
-        weights: [G, K, N].
+        weights: [G, K, N], or [G, N, K] if `transpose`.
         sizes: int32[G].
+        transpose: Whether to multiply by transposed matrices.
 
     Returns:
         [M, N] in the dtype of `x`, summed in float32; 0 in rows without a group.
@@ -27,15 +30,16 @@ def grouped_matmul(x: Array, weights: Array, sizes: Array) -> Array:
 
     def multiply(out: Array, tile: Any) -> tuple[Array, None]:
         part = jax.lax.dynamic_slice_in_dim(padded, tile.start, rows)
-        product = jnp.dot(
-            part, weights[tile.group], preferred_element_type=jnp.float32
-        ).astype(x.dtype)
+        matrix = weights[tile.group].T if transpose else weights[tile.group]
+        product = jnp.dot(part, matrix, preferred_element_type=jnp.float32)
+        product = product.astype(x.dtype)
         before = jax.lax.dynamic_slice_in_dim(out, tile.start, rows)
         product = jnp.where(offsets < tile.rows, product, before)
         return jax.lax.dynamic_update_slice_in_dim(out, product, tile.start, 0), None
 
     padded = jnp.pad(x, ((0, rows), (0, 0)))
-    out = jnp.zeros((len(padded), weights.shape[2]), x.dtype)
+    columns = weights.shape[1 if transpose else 2]
+    out = jnp.zeros((len(padded), columns), x.dtype)
     out, _ = jax.lax.scan(multiply, out, make_tiles(sizes, len(x), rows))
     return out[: len(x)]
 

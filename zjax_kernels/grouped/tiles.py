@@ -43,7 +43,9 @@ def make_tiles(sizes: Array, num_rows: int, tile_rows: int) -> Tiles:
     ends, last = jnp.cumsum(sizes), sizes.size - 1
     tile_ends = jnp.cumsum(-(-sizes // tile_rows))
     tile = jnp.arange(number, dtype=jnp.int32)
-    group = jnp.minimum(jnp.searchsorted(tile_ends, tile, side="right"), last)
+    # As one comparison of all pairs: a search would be a loop of small kernels.
+    group = jnp.searchsorted(tile_ends, tile, side="right", method="compare_all")
+    group = jnp.minimum(group, last)
     first_tile = jnp.where(group > 0, tile_ends[group - 1], 0)
     start = ends[group] - sizes[group] + (tile - first_tile) * tile_rows
     start = jnp.minimum(start, ends[group])

@@ -22,6 +22,7 @@ from zjax_kernels.sparse.mosaic_gpu.work import find_work
 from zjax_kernels.sparse.reference import Options
 from zjax_kernels.sparse.schedule import Schedule
 from zjax_kernels.sparse.tuning import Tuning, choose_tuning
+from zjax_kernels.warpgroups import specialize_warpgroups
 
 
 def backward_keys(
@@ -142,7 +143,7 @@ def _body(
     group = q_ref.shape[2] // k_ref.shape[2]
     work = find_work(schedule, sizes, q_ref.shape[0], group)
     arithmetic = Arithmetic(simulated)
-    launch.specialize_warpgroups(
+    specialize_warpgroups(
         lambda: _compute(work, options, tuning, arithmetic, channels, outputs, memory),
         lambda: _copy(work, tuning, inputs, memory),
     )

@@ -9,15 +9,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from zjax_kernels.sparse.cells import HALF, TILE
 from zjax_kernels.sparse.schedule import Schedule
 from zjax_kernels.sparse.tuning import Tuning
+from zjax_kernels.warpgroups import AXIS, NUM_COMPUTE
 
 NUM_HALVES = TILE // HALF
+assert NUM_HALVES == NUM_COMPUTE
 
 
 def call(
@@ -52,7 +52,7 @@ def call(
         grid=(schedule.num_programs,),
         grid_names=("program",),
         num_threads=NUM_HALVES + 1,
-        thread_name="warpgroup",
+        thread_name=AXIS,
         scratch_types=scratch_leaves,
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
@@ -89,20 +89,3 @@ def channel_slices(head_size: int, *, segmented: bool) -> list[slice]:
     """
     size = min(head_size, 64 if segmented and head_size >= 128 else 128)
     return [slice(start, start + size) for start in range(0, head_size, size)]
-
-
-def specialize_warpgroups(
-    compute: Callable[[], None], copy: Callable[[], None]
-) -> None:
-    """Runs `compute` on two warpgroups, `copy` on the third, with few registers."""
-    warpgroup = lax.axis_index("warpgroup")
-
-    @pl.when(warpgroup < NUM_HALVES)
-    def _():
-        plgpu.set_max_registers(240, action="increase")
-        compute()
-
-    @pl.when(warpgroup == NUM_HALVES)
-    def _():
-        plgpu.set_max_registers(24, action="decrease")
-        copy()

@@ -22,6 +22,7 @@ from zjax_kernels.sparse.mosaic_gpu.work import find_work
 from zjax_kernels.sparse.reference import Options
 from zjax_kernels.sparse.schedule import Schedule
 from zjax_kernels.sparse.tuning import Tuning, choose_tuning
+from zjax_kernels.warpgroups import specialize_warpgroups
 
 
 def backward_queries(
@@ -114,7 +115,7 @@ class _Memory(NamedTuple):
 def _body(sizes, options, tuning, simulated, schedule, inputs, outputs, memory):
     work = find_work(schedule, sizes, inputs[0].shape[0])
     arithmetic = Arithmetic(simulated)
-    launch.specialize_warpgroups(
+    specialize_warpgroups(
         lambda: _compute(work, options, tuning, arithmetic, outputs, memory),
         lambda: _copy(work, tuning, inputs, memory),
     )

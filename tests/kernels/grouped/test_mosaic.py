@@ -1,0 +1,155 @@
+"""The GPU kernels: run by the interpreter with races detected, and lowered for CUDA."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from tests.support.interpreter import InterpretGPUParams
+from zjax_kernels import device, grouped_matmul, grouped_outer
+from zjax_kernels.grouped import mosaic_gpu, reference
+from zjax_kernels.grouped.mosaic_gpu.matmul import _cover
+from zjax_kernels.grouped.mosaic_gpu.pipeline import TILE_ROWS
+from zjax_kernels.grouped.tuning import Tuning
+
+K, N = 128, 192
+OLD_INTERPRETER = pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"),
+    reason="this JAX's interpreter cannot transpose operands",
+)
+SIZES = {
+    "each with its own tile": [128, 0, 7, 100],
+    "one row and less than half a tile": [1, 33, 64, 65],
+    "nothing": [0, 0, 0, 0],
+}
+SHARED = {"two tiles of the same rows": [130, 0, 5, 150]}
+"""Both write the same numbers, which the interpreter reports as a race."""
+
+
+def operands(sizes):
+    """Also a tile of rows without a group, as old interpreters read no further."""
+    rng, rows = np.random.default_rng(0), sum(sizes) + TILE_ROWS
+    shapes = (rows, K), (len(sizes), K, N), (rows, N)
+    arrays = [jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes]
+    return *arrays, jnp.asarray(sizes, jnp.int32)
+
+
+def interpret(kernel, *arrays, stages=2, **settings):
+    run = functools.partial(
+        kernel,
+        tuning=Tuning(tile_columns=64, stages=stages, band=2),
+        interpret=InterpretGPUParams(detect_races=True),
+        **settings,
+    )
+    return jax.jit(run)(*arrays)
+
+
+def assert_close(found, expected):
+    found, expected = (np.asarray(x, np.float32) for x in (found, expected))
+    np.testing.assert_allclose(found, expected, rtol=8e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("sizes", [*SIZES.values(), *SHARED.values()])
+def test_products_are_those_of_the_reference(capfd, sizes):
+    x, weights, _, sizes_array = operands(sizes)
+    found = interpret(mosaic_gpu.grouped_matmul, x, weights, sizes_array)
+    assert_close(found, reference.grouped_matmul(x, weights, sizes_array))
+    assert not found[sum(sizes) :].any()
+    if sizes not in SHARED.values():
+        assert "RACE" not in "".join(capfd.readouterr())
+
+
+@OLD_INTERPRETER
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_gradients_are_those_of_the_reference(capfd, sizes):
+    x, weights, y, sizes_array = operands(sizes)
+    found = interpret(
+        mosaic_gpu.grouped_matmul, y, weights, sizes_array, transpose=True
+    )
+    expected = reference.grouped_matmul(y, weights, sizes_array, transpose=True)
+    assert_close(found, expected)
+    found = interpret(mosaic_gpu.grouped_outer, x, y, sizes_array, stages=3)
+    assert_close(found, reference.grouped_outer(x, y, sizes_array))
+    assert not found[np.asarray(sizes) == 0].any()
+    assert "RACE" not in "".join(capfd.readouterr())
+
+
+@OLD_INTERPRETER
+def test_rows_need_not_fill_the_last_tile():
+    x, _, y, sizes = operands([30, 21])
+    rows = 51
+    found = interpret(mosaic_gpu.grouped_outer, x[:rows], y[:rows], sizes)
+    assert_close(found, reference.grouped_outer(x[:rows], y[:rows], sizes))
+
+
+@pytest.mark.parametrize("sizes", [*SIZES.values(), *SHARED.values()])
+def test_tiles_cover_each_row_and_keep_to_their_group(sizes):
+    num_rows = sum(sizes) + 150
+    group, start, rows, count = _cover(jnp.asarray(sizes, jnp.int32), num_rows)
+    all_sizes = np.append(sizes, 150)
+    of_row = np.repeat(np.arange(len(all_sizes)), all_sizes)
+    covered = np.zeros(num_rows, bool)
+    for i in range(int(count[0])):
+        tile = slice(int(start[i]), int(start[i] + rows[i]))
+        assert (of_row[tile] == int(group[i])).all()
+        assert 0 < rows[i] <= TILE_ROWS
+        covered[tile] = True
+    assert covered.all()
+
+
+def lowered_kernels(function, *shapes, dtype=jnp.bfloat16):
+    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes[:-1]]
+    sizes = jax.ShapeDtypeStruct(shapes[-1], jnp.int32)
+    traced = jax.jit(function).trace(*arrays, sizes)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    return text.count("custom_call @mosaic_gpu")
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("transpose", [False, True])
+def test_every_variant_lowers_for_cuda(transpose, width, dtype):
+    """Fails if a kernel asks for what Mosaic cannot do: copies, layouts, memory."""
+    matrices = (512, 768, 256) if transpose else (512, 256, 768)
+    tuning = Tuning(tile_columns=width)
+    run = functools.partial(
+        mosaic_gpu.grouped_matmul, transpose=transpose, tuning=tuning
+    )
+    assert lowered_kernels(run, (1000, 256), matrices, (512,), dtype=dtype) == 1
+    run = functools.partial(mosaic_gpu.grouped_outer, tuning=tuning)
+    assert lowered_kernels(run, (1001, 256), (1001, 768), (512,), dtype=dtype) == 1
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+def test_gradients_run_kernels_without_transposed_copies(monkeypatch, transpose):
+    monkeypatch.setattr(device, "first_device", lambda: ("cuda", (9, 0)))
+
+    def loss(x, weights, sizes):
+        out = grouped_matmul(x, weights, sizes, transpose=transpose)
+        return out.astype(jnp.float32).sum()
+
+    matrices = (4, 384, 256) if transpose else (4, 256, 384)
+    gradient = jax.grad(loss, argnums=(0, 1))
+    assert lowered_kernels(gradient, (512, 256), matrices, (4,)) == 2
+    assert lowered_kernels(loss, (512, 256), matrices, (4,)) == 1
+
+
+def test_what_kernels_cannot_run_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(device, "first_device", lambda: ("cuda", (9, 0)))
+    x, weights, y, sizes = operands([10, 20])
+    with pytest.raises(ValueError) as error:
+        grouped_matmul(x, weights, sizes, implementation="mosaic_gpu")
+    assert str(error.value) == (
+        "implementation=mosaic_gpu cannot run: it needs rows, and matrices with sides "
+        "of 128, 256, ..., not (128, 192); pad them, or use implementation='reference'"
+    )
+    wide = (each.astype(jnp.float32) for each in (x, y))
+    with pytest.raises(ValueError) as error:
+        grouped_outer(*wide, sizes, implementation="mosaic_gpu")
+    assert str(error.value) == (
+        "implementation=mosaic_gpu cannot run: it needs bfloat16 or float16 and the "
+        "arrays are float32; cast them, or use implementation='reference'"
+    )

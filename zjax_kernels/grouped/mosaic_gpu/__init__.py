@@ -1,0 +1,6 @@
+"""Grouped products on Hopper GPUs."""
+
+from zjax_kernels.grouped.mosaic_gpu.matmul import grouped_matmul
+from zjax_kernels.grouped.mosaic_gpu.outer import grouped_outer
+
+__all__ = ["grouped_matmul", "grouped_outer"]

@@ -1,0 +1,197 @@
+"""Transposed rows of each group times rows of the same group: a gradient of weights."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from zjax_kernels.grouped.mosaic_gpu.pipeline import (
+    CHUNK,
+    DEPTH,
+    HALF,
+    TILE_ROWS,
+    TILED,
+    Stages,
+    for_each_tile,
+    num_store_buffers,
+    run,
+)
+from zjax_kernels.grouped.tuning import Tuning
+from zjax_kernels.registers import load
+from zjax_kernels.warpgroups import AXIS, NUM_COMPUTE, specialize_warpgroups
+
+_ALIGNMENT = 8
+"""Rows of a swizzled tile: a copy begins at a multiple."""
+
+
+def grouped_outer(
+    x: Array,
+    y: Array,
+    sizes: Array,
+    *,
+    tuning: Tuning | None = None,
+    interpret: Any = None,
+) -> Array:
+    """`reference.grouped_outer` for 16-bit arrays, K a multiple of 128 and N of 64.
+
+    Args:
+        x: [M, K].
+        y: [M, N]. Rows next to a group are multiplied by 0, so that what is not finite
+            reaches a neighbouring group.
+        sizes: int32[G].
+        tuning: How to run; None for the default.
+        interpret: Parameters of the interpreter; None on a GPU.
+    """
+    tuning = tuning or Tuning()
+    padding = (0, -len(x) % _ALIGNMENT), (0, 0)
+    x, y = jnp.pad(x, padding), jnp.pad(y, padding)
+    width, stages = tuning.width(y.shape[1]), tuning.stages
+    shape = _Shape(len(sizes), x.shape[1] // TILE_ROWS, y.shape[1] // width, width)
+    buffers = (2, num_store_buffers(width), HALF, CHUNK)
+    smem = functools.partial(plgpu.SMEM, dtype=x.dtype, transforms=TILED)
+    scratch = _Memory(
+        x=smem((stages, NUM_COMPUTE, DEPTH, HALF)),
+        y=smem((stages, DEPTH, width)),
+        out=smem(buffers),
+        stages=Stages.allocate(stages, num_copies=NUM_COMPUTE + 1),
+    )
+
+    def body(inputs, out_ref, memory):
+        bounds, x_ref, y_ref = inputs
+        tile = functools.partial(_tile, shape, bounds)
+        specialize_warpgroups(
+            functools.partial(
+                _compute, shape, tile, memory, out_ref, simulated=interpret is not None
+            ),
+            functools.partial(_copy, shape, tile, memory, x_ref, y_ref),
+        )
+
+    output = jax.ShapeDtypeStruct((len(sizes), x.shape[1], y.shape[1]), x.dtype)
+    bounds = jnp.append(jnp.int32(0), jnp.cumsum(sizes, dtype=jnp.int32))
+    return run(body, (bounds, x, y), output, scratch, interpret)
+
+
+class _Shape(NamedTuple):
+    num_groups: int
+    num_rows: int
+    """Tiles of a matrix above each other."""
+    num_columns: int
+    width: int
+
+    @property
+    def total(self) -> Array:
+        return jnp.int32(self.num_groups * self.num_rows * self.num_columns)
+
+
+class _Memory(NamedTuple):
+    x: Any
+    y: Any
+    out: Any
+    stages: Stages
+
+
+class _Tile(NamedTuple):
+    """A tile of a matrix, and the rows [start, end) that it sums over."""
+
+    group: Array
+    row: Array
+    columns: Any
+    start: Array
+    end: Array
+
+    @property
+    def first(self) -> Array:
+        """The first row that is copied."""
+        return self.start & ~(_ALIGNMENT - 1)
+
+    @property
+    def steps(self) -> Array:
+        steps = lax.div(self.end - self.first + (DEPTH - 1), jnp.int32(DEPTH))
+        return jnp.where(self.end > self.start, steps, 0)
+
+
+def _tile(shape: _Shape, bounds: Any, number: Array) -> _Tile:
+    per_group = shape.num_rows * shape.num_columns
+    group = lax.div(number, jnp.int32(per_group))
+    within = number - group * per_group
+    column = lax.div(within, jnp.int32(shape.num_rows))
+    return _Tile(
+        group=group,
+        row=within - column * shape.num_rows,
+        columns=pl.ds(column * shape.width, shape.width),
+        start=bounds[group],
+        end=bounds[group + 1],
+    )
+
+
+def _copy(shape, get_tile, memory, x_ref, y_ref):
+    def copy_tile(number, before):
+        tile = get_tile(number)
+
+        def copy(step, stage, ready):
+            first = pl.multiple_of(tile.first + step * DEPTH, _ALIGNMENT)
+            rows = pl.ds(first, DEPTH)
+            for half in range(NUM_COMPUTE):
+                place = pl.ds(tile.row * TILE_ROWS + half * HALF, HALF)
+                plgpu.copy_gmem_to_smem(
+                    x_ref.at[rows, place], memory.x.at[stage, half], ready
+                )
+            plgpu.copy_gmem_to_smem(
+                y_ref.at[rows, tile.columns], memory.y.at[stage], ready
+            )
+
+        return memory.stages.fill(before, tile.steps, copy)
+
+    memory.stages.drain(for_each_tile(shape.total, copy_tile))
+
+
+def _compute(shape, get_tile, memory, out_ref, *, simulated):
+    half = lax.axis_index(AXIS)
+
+    def compute_tile(number, before):
+        tile = get_tile(number)
+
+        def multiply(total, step, stage):
+            x = memory.x.at[stage, half]
+            row = tile.first + step * DEPTH
+            low, high = tile.start - row, tile.end - row
+            is_shared = (low > 0) | (high < DEPTH)
+            pl.when(is_shared)(lambda: _clear_outside(x, low, high, simulated))
+            plgpu.wgmma(total, x.transpose((1, 0)), memory.y.at[stage])
+
+        result = memory.stages.contract(before, tile.steps, shape.width, multiply)
+        _store(tile, memory.out, out_ref, result.astype(out_ref.dtype))
+        return before + tile.steps
+
+    for_each_tile(shape.total, compute_tile)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _clear_outside(ref, low, high, simulated):
+    """Sets the rows of other groups to 0."""
+    if simulated:
+        rows, values = lax.broadcasted_iota(jnp.int32, ref.shape, 0), ref[...]
+    else:
+        layout = plgpu.Layout.WGMMA
+        rows = plgpu.broadcasted_iota(jnp.int32, ref.shape, 0, layout=layout)
+        values = load(ref, layout, interpret=None, optimized=False)
+    is_inside = (rows >= low) & (rows < high)
+    ref[...] = jnp.where(is_inside, values, 0).astype(ref.dtype)
+    plgpu.commit_smem()
+
+
+def _store(tile, buffer, out_ref, result):
+    half, num_buffers = lax.axis_index(AXIS), buffer.shape[1]
+    rows = pl.ds(tile.row * TILE_ROWS + half * HALF, HALF)
+    for start in range(0, result.shape[1], CHUNK):
+        slot = start // CHUNK % num_buffers
+        plgpu.wait_smem_to_gmem(num_buffers - 1, wait_read_only=True)
+        buffer[half, slot] = result[:, start : start + CHUNK]
+        plgpu.commit_smem()
+        columns = pl.ds(tile.columns.start + start, CHUNK)
+        target = out_ref.at[tile.group, rows, columns]
+        plgpu.copy_smem_to_gmem(buffer.at[half, slot], target)

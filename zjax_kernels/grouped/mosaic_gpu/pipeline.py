@@ -1,0 +1,209 @@
+"""A persistent kernel whose copies run ahead of its products, also into the next tile.
+
+Each program computes one output tile of 128 rows after another. A tile is a sum over
+steps; the operands of a step fill one of several stages of shared memory.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from zjax_kernels import warpgroups
+
+HALF = 64
+"""Rows of a tile that a warpgroup computes."""
+TILE_ROWS = warpgroups.NUM_COMPUTE * HALF
+DEPTH = 64
+"""Contracted elements of a step: 128 bytes, the width of the swizzle."""
+CHUNK = 64
+"""Columns of a tile that are stored at a time."""
+SWIZZLED = (plgpu.SwizzleTransform(128),)
+TILED = (plgpu.TilingTransform((8, 64)), *SWIZZLED)
+_ACC: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
+_NUM_SMS = 132
+_SIMULATED_SMS = 2
+
+
+def run(
+    body: Callable[..., None],
+    inputs: Sequence[Array],
+    output: jax.ShapeDtypeStruct,
+    scratch: Any,
+    interpret: Any,
+) -> Array:
+    """Runs `body(input references, output reference, scratch)` as a kernel.
+
+    Args:
+        body: The kernel, for one warpgroup of a program.
+        inputs: Arrays.
+        output: Shape and dtype of the result.
+        scratch: Tree of shared memory and barriers.
+        interpret: Parameters of the interpreter; None on a GPU.
+    """
+    leaves, structure = jax.tree.flatten(scratch)
+
+    def unflatten(*refs):
+        arrays, memory = refs[: len(inputs)], refs[len(inputs) + 1 :]
+        body(arrays, refs[len(inputs)], jax.tree.unflatten(structure, memory))
+
+    kernel = plgpu.kernel(
+        unflatten,
+        out_type=output,
+        grid=(_NUM_SMS if interpret is None else _SIMULATED_SMS,),
+        grid_names=("program",),
+        num_threads=warpgroups.NUM_COMPUTE + 1,
+        thread_name=warpgroups.AXIS,
+        scratch_types=leaves,
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    return kernel(*inputs)
+
+
+def for_each_tile(total: Any, act: Callable[[Array, Array], Array]) -> Array:
+    """Calls `act(number of the tile, steps before)` for the tiles of this program.
+
+    Args:
+        total: int32, tiles of all programs.
+        act: Returns the steps before the next tile.
+
+    Returns:
+        The steps of all tiles.
+    """
+    program = lax.axis_index("program")
+    programs = jnp.int32(lax.axis_size("program"))
+    count = lax.div(total - program + (programs - 1), programs)
+    first = jnp.int32(0)
+    return lax.fori_loop(
+        0, count, lambda i, steps: act(program + i * programs, steps), first
+    )
+
+
+class Stages(NamedTuple):
+    """Barriers of stages of shared memory: `ready` when filled, `free` when read."""
+
+    ready: Any
+    free: Any
+
+    @classmethod
+    def allocate(cls, count: int, num_copies: int) -> "Stages":
+        """Barriers of `count` stages, each filled by `num_copies` copies."""
+        return cls(
+            ready=plgpu.Barrier(num_arrivals=num_copies, num_barriers=count),
+            free=plgpu.Barrier(num_arrivals=warpgroups.NUM_COMPUTE, num_barriers=count),
+        )
+
+    def _stage(self, step: Array) -> Array:
+        return lax.rem(step, jnp.int32(self.ready.shape[0]))
+
+    def fill(
+        self, before: Array, count: Array, copy: Callable[[Array, Array, Any], None]
+    ) -> Array:
+        """Starts the copies `copy(step, stage, barrier)` of a tile's steps.
+
+        Args:
+            before: int32, steps of earlier tiles.
+            count: int32, steps of this tile.
+            copy: Starts the copies of a step.
+
+        Returns:
+            The steps before the next tile.
+        """
+        num_stages = self.ready.shape[0]
+
+        def fill_stage(step, _):
+            stage = self._stage(before + step)
+
+            @pl.when(before + step >= num_stages)
+            def _():
+                plgpu.barrier_wait(self.free.at[stage])
+
+            copy(step, stage, self.ready.at[stage])
+
+        lax.fori_loop(0, count, fill_stage, None)
+        return before + count
+
+    def drain(self, filled: Array) -> None:
+        """Waits until all stages are read, as barriers must be at the end."""
+
+        @pl.loop(jnp.maximum(filled - self.ready.shape[0], 0), filled)
+        def _(step):
+            plgpu.barrier_wait(self.free.at[self._stage(step)])
+
+    def contract(
+        self,
+        before: Array,
+        count: Array,
+        width: int,
+        multiply: Callable[[Any, Array, Array], None],
+    ) -> Array:
+        """Sums the products of a tile's steps: float32[HALF, width].
+
+        Args:
+            before: int32, steps of earlier tiles.
+            count: int32, steps of this tile, 0 or more.
+            width: Columns of the tile.
+            multiply: `multiply(sum, step, stage)` starts the product of a step.
+        """
+
+        def accumulate(total):
+            def add(step, _):
+                stage = self._stage(before + step)
+                plgpu.barrier_wait(self.ready.at[stage])
+                multiply(total, step, stage)
+                plgpu.wgmma_wait(1)
+
+                @pl.when(step > 0)
+                def _():
+                    plgpu.barrier_arrive(self.free.at[self._stage(before + step - 1)])
+
+            lax.fori_loop(0, count, add, None)
+            plgpu.wgmma_wait(0)
+
+            @pl.when(count > 0)
+            def _():
+                plgpu.barrier_arrive(self.free.at[self._stage(before + count - 1)])
+
+            return total[...]
+
+        return pl.run_scoped(accumulate, _ACC((HALF, width), jnp.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Views:
+    """The same shared memory, read in three ways.
+
+    Args:
+        by_rows: Swizzled rows. Copies of these begin at any row of global memory, those
+            of tiles at a multiple of 8 rows alone.
+        tiled: The same order, as tensor cores and registers address it.
+        plain: Rows that are not swizzled, which can be copied one by one.
+    """
+
+    by_rows: Any
+    tiled: Any
+    plain: Any
+
+    @classmethod
+    def allocate(cls, shape: tuple[int, ...], dtype: Any, *, simulated: bool) -> Any:
+        """Memory of matrices of 64 columns, for `of`."""
+        views = [plgpu.SMEM(shape, dtype, transforms=x) for x in (SWIZZLED, TILED, ())]
+        return views[-1] if simulated else plgpu.RefUnion(*views)
+
+    @classmethod
+    def of(cls, ref: Any, *, simulated: bool) -> "Views":
+        """Views of a reference; the interpreter knows no order of memory."""
+        return cls(ref, ref, ref) if simulated else cls(*ref)
+
+
+def num_store_buffers(width: int) -> int:
+    """Chunks of a tile that are stored while the next is written."""
+    return 2 if width % (2 * CHUNK) == 0 else 1

@@ -1,0 +1,30 @@
+"""Tuning of the kernels."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """How a kernel runs; results do not depend on it.
+
+    Args:
+        tile_columns: Columns of an output tile: 64, 128 or 256. Where they do not
+            divide the columns of the output, the next smaller number is taken.
+        stages: Steps of the contraction in shared memory at a time, 2 or more.
+        band: Tiles of rows that are computed before the next tile of columns, 1 or
+            more; `grouped_outer` ignores it.
+    """
+
+    tile_columns: int = 256
+    stages: int = 4
+    band: int = 8
+
+    def width(self, columns: int) -> int:
+        """Returns the columns of a tile of an output with `columns`.
+
+        Example:
+            >>> Tuning().width(1536), Tuning().width(192)
+            (256, 64)
+        """
+        sizes = (n for n in (256, 128, 64) if n <= self.tile_columns)
+        return next(n for n in sizes if columns % n == 0)
