@@ -67,3 +67,19 @@ def test_a_step_that_moves_its_state_has_no_such_formula(tmp_path):
     text = report_plan(config, num_devices=1, picture=str(tmp_path / "plan.png"))
     assert "rests there" in text
     assert "by formula" not in text
+
+
+def test_closed_form_of_experts_splits_them_over_fewer_devices(tmp_path):
+    """Fails if it divides experts, which the mesh has split, by all devices again."""
+    config = small_run.make_config(
+        tmp_path,
+        "model.moe.num_experts=4",
+        "mesh.data=2",
+        "mesh.expert=4",
+        "zero.min_shard_elements=0",
+    )
+    text = report_plan(config, num_devices=8, picture=str(tmp_path / "plan.png"))
+    lines = re.findall(r"^[0-3]  .* ([\d.]+) kB +([\d.]+) kB$", text, re.M)
+    assert len(lines) == 4
+    for planned, closed_form in lines:
+        assert float(closed_form) == pytest.approx(float(planned), rel=0.03)

@@ -3,12 +3,17 @@
 import decimal
 from collections.abc import Iterable, Sequence
 
+import jax
+
 from zjax.budget.traffic import traffic_of_step
 from zjax.config.schema import Config
 from zjax.sharding import memory
 from zjax.sharding.describe import format_bytes, render_table
+from zjax.sharding.mesh import ZERO_AXES, num_shares
 from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import Plan
+from zjax.sharding.rules import axes_of
+from zjax.sharding.zero import splits_of
 
 LINK_BYTES_PER_SECOND = 42.5e9
 """Full-duplex speed measured between an H200 and its host."""
@@ -67,15 +72,7 @@ def describe_stages(plans: Sequence[Plan]) -> str:
     rows = []
     for plan in plans:
         planned = memory.plan_bytes(plan)
-        formula = memory.zero_bytes(
-            psi,
-            memory.num_zero_shares(plan),
-            plan.stage,
-            parameter_bytes=per_param[0],
-            gradient_bytes=per_param[1],
-            optimizer_bytes=per_param[2],
-        )
-        numbers = (*planned.parts, planned.total, formula.total)
+        numbers = (*planned.parts, planned.total, _closed_form(plans[0], plan.stage))
         rows.append((str(plan.stage), *map(format_bytes, numbers)))
     form = "+".join(f"{part:.3g}" for part in per_param)
     columns = (
@@ -87,6 +84,30 @@ def describe_stages(plans: Sequence[Plan]) -> str:
         f"({form}) Psi",
     )
     return render_table(columns, rows, right=range(1, 6))
+
+
+def _closed_form(unsharded: Plan, stage: int) -> int | float:
+    """Bytes per device if a stage splits arrays evenly, experts over fewer devices."""
+    splits = splits_of(stage)
+    state = unsharded.master, unsharded.opt_state, unsharded.ema
+    parts = (
+        (unsharded.compute, splits.compute),
+        (unsharded.grad_sum, splits.grad_sum),
+        (state, splits.state),
+    )
+
+    def bytes_of(row: ArrayPlan, is_split: bool) -> int | float:
+        if not is_split:
+            return row.device_bytes
+        axes = {axis for axes in axes_of(row.spec, len(row.shape)) for axis in axes}
+        used = num_shares(unsharded.mesh, [axis for axis in ZERO_AXES if axis in axes])
+        return row.device_bytes * used / memory.num_zero_shares(unsharded)
+
+    return sum(
+        bytes_of(row, is_split)
+        for tree, is_split in parts
+        for row in jax.tree.leaves(tree)
+    )
 
 
 def describe_zero_table(
