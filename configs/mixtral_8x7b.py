@@ -4,8 +4,8 @@ Published in arXiv:2401.04088, for longer sequences.
 
 Run:     zjax train --config=configs/mixtral_8x7b.py
 Needs:   tokens in data/mixtral, made by `zjax data prepare`;
-         16 or more GPUs of 80 GiB whose number divides 256.
-Expect:  on 64 GPUs about 13.1 GB of state on each, and 24 GB in all.
+         16, 32, 64, 128 or 256 GPUs of 80 GiB; 8 neighbours share the experts.
+Expect:  on 64 GPUs about 13 GB of state on each, plus activations.
          `zjax plan --config=configs/mixtral_8x7b.py --num_devices=64` lists all.
 """
 
@@ -19,6 +19,7 @@ def get_config():
     config.global_batch_size = 256
     config.microbatch_size = 1
 
+    config.mesh.expert = 8
     config.zero.stage = 3
 
     config.model.num_layers = 32

@@ -6,8 +6,8 @@ places are taken.
 
 Run:     zjax train --config=configs/moe_1p3b_128e.py
 Needs:   tokens in data/gpt2, made by `zjax data prepare`;
-         32 or more GPUs of 80 GiB whose number divides 256.
-Expect:  on 64 GPUs about 14.8 GB of state on each, and 39 GB in all.
+         32, 64, 128 or 256 GPUs of 80 GiB; 8 neighbours share the experts.
+Expect:  on 64 GPUs about 28 GB of state on each, plus activations.
          `zjax plan --config=configs/moe_1p3b_128e.py --num_devices=64` lists all.
 """
 
@@ -21,7 +21,8 @@ def get_config():
     config.global_batch_size = 512
     config.microbatch_size = 2
 
-    config.zero.stage = 3
+    config.mesh.expert = 8
+    config.zero.stage = 2
 
     config.model.num_layers = 24
     config.model.embed_size = 2_048

@@ -5,8 +5,8 @@ has one expert of a layer, or none where all its places are taken.
 
 Run:     zjax train --config=configs/moe_350m_128e.py
 Needs:   tokens in data/gpt2, made by `zjax data prepare`;
-         8 or more GPUs of 80 GiB whose number divides 64.
-Expect:  on 8 GPUs about 29.6 GB of state on each, and 40 GB in all.
+         8, 16, 32 or 64 GPUs of 80 GiB; 8 neighbours share the experts.
+Expect:  on 8 GPUs about 30 GB of state on each, plus activations.
          `zjax plan --config=configs/moe_350m_128e.py --num_devices=8` lists all.
 """
 
@@ -20,7 +20,8 @@ def get_config():
     config.global_batch_size = 256
     config.microbatch_size = 4
 
-    config.zero.stage = 3
+    config.mesh.expert = 8
+    config.zero.stage = 2
 
     config.model.num_layers = 24
     config.model.embed_size = 1_024

@@ -6,8 +6,8 @@ Published in arXiv:2201.05596. The last two MoE layers have 64 experts and the o
 
 Run:     zjax train --config=configs/pr_moe_350m.py
 Needs:   tokens in data/gpt2, made by `zjax data prepare`;
-         GPUs of 80 GiB whose number divides 64.
-Expect:  on 8 GPUs about 9.3 GB of state on each, and 19 GB in all.
+         8, 16, 32 or 64 GPUs of 80 GiB; 8 neighbours share the experts.
+Expect:  on 8 GPUs about 9.9 GB of state on each, plus activations.
          `zjax plan --config=configs/pr_moe_350m.py --num_devices=8` lists all.
 """
 
@@ -21,7 +21,8 @@ def get_config():
     config.global_batch_size = 256
     config.microbatch_size = 4
 
-    config.zero.stage = 3
+    config.mesh.expert = 8
+    config.zero.stage = 2
 
     config.model.num_layers = 24
     config.model.embed_size = 1_024

@@ -5,8 +5,8 @@ width over their number, in place of 128; and queries and keys are not normalise
 
 Run:     zjax train --config=configs/qwen3_moe_30b.py
 Needs:   tokens in data/qwen3, made by `zjax data prepare`;
-         16 or more GPUs of 80 GiB whose number divides 256.
-Expect:  on 64 GPUs about 8.5 GB of state on each, and 19 GB in all.
+         16, 32, 64, 128 or 256 GPUs of 80 GiB; 8 neighbours share the experts.
+Expect:  on 64 GPUs about 8.5 GB of state on each, plus activations.
          `zjax plan --config=configs/qwen3_moe_30b.py --num_devices=64` lists all.
 """
 
@@ -20,6 +20,7 @@ def get_config():
     config.global_batch_size = 256
     config.microbatch_size = 1
 
+    config.mesh.expert = 8
     config.zero.stage = 3
 
     config.model.num_layers = 48
