@@ -55,6 +55,7 @@ def test_all_to_all_sends_rows_of_experts():
     """Fails if a row travels for a token that its expert dropped."""
     choice = choose_exchange(
         num_tokens=experts.TOKENS // 8,
+        top_k=experts.CAPACITY.top_k,
         num_experts=experts.EXPERTS,
         num_shares=4,
         capacity=experts.CAPACITY.min_capacity,
@@ -63,7 +64,7 @@ def test_all_to_all_sends_rows_of_experts():
     assert choice.exchange == "all-to-all"
     run = make_run(4, router=experts.CAPACITY)
     assert exchanged(run) == {
-        "all-to-all": 4 * choice.rows * values,
+        "all-to-all": 4 * choice.sent * values,
         "all-reduce": NORM,
     }
 

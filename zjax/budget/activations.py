@@ -5,8 +5,10 @@ gradients) and the logits of a chunk of tokens. Attention is assumed to be a ker
 saves no scores.
 """
 
+import math
 from collections.abc import Mapping
 
+from zjax.budget.experts import rows_per_token
 from zjax.config import schema
 from zjax.config.batch import BatchSizes
 from zjax.config.mixture import experts_by_layer
@@ -40,10 +42,12 @@ def activation_bytes(
     tokens = batch.microbatch_size * config.data.length / sizes[SEQUENCE]
     shares = sizes[TENSOR]
     per_value = tokens / shares * itemsize
-    saved = 0 if model.offloads_inputs else saved_values(model, model.remat)
-    block = saved_values(model, "none")
-    if model.moe.num_experts:  # the rows of experts, and their outputs
-        block += 2 * model.moe.top_k * model.embed_size
+    rows = rows_per_token(config, sizes, batch)
+    saved = 0 if model.offloads_inputs else saved_values(model, model.remat, rows)
+    block = saved_values(model, "none", rows)
+    if rows:  # the rows of experts, and their outputs
+        most = max(computed for _, computed in rows.values())
+        block += math.ceil(2 * shares * most * model.embed_size)
     values = _saved_by_all(config, sizes[PIPELINE], batch, saved) + 2 * block
     loss_tokens = min(tokens, model.loss_chunk_tokens or tokens)
     vocabulary = model.vocab_size / shares / sizes[PIPELINE]
@@ -52,12 +56,16 @@ def activation_bytes(
     return per_value * values + vocabulary * logits
 
 
-def saved_values(model: schema.Model, policy: str) -> int:
+def saved_values(
+    model: schema.Model, policy: str, rows: Mapping[int, tuple[float, float]] = {}
+) -> int:
     """Residuals per token that a layer saves under a policy of `model.remat`.
 
     Args:
         model: Settings of the model.
         policy: A value of `model.remat`; `none` saves everything.
+        rows: Those of `rows_per_token` on a mesh; all experts on each device by
+            default.
 
     Returns:
         Number of values, the input of the block included.
@@ -70,27 +78,31 @@ def saved_values(model: schema.Model, policy: str) -> int:
     residual = model.embed_size
     head_size = residual // model.num_heads
     projections = residual + 2 * model.num_kv_heads * head_size
-    width = _hidden_values(model)
+    arrived, width = _values_of_experts(model, rows)
     mlp_inputs = width * (2 if model.activation == "swiglu" else 1)
     elementwise = 3 * residual + projections + mlp_inputs
     return {
-        "none": elementwise + 2 * residual + width,
-        "elementwise": elementwise,
-        "attention_and_mlp": 2 * residual + mlp_inputs,
-        "dots": 3 * residual + projections + mlp_inputs,
-        "attention": 2 * residual,
+        "none": elementwise + 2 * residual + width + arrived,
+        "elementwise": elementwise + arrived,
+        "attention_and_mlp": 2 * residual + mlp_inputs + arrived,
+        "dots": 3 * residual + projections + mlp_inputs + arrived,
+        "attention": 2 * residual + arrived,
         "full": residual,
     }[policy]
 
 
-def _hidden_values(model: schema.Model) -> int:
-    """Hidden channels of a token in a layer: the mean over dense and MoE layers."""
+def _values_of_experts(
+    model: schema.Model, rows: Mapping[int, tuple[float, float]]
+) -> tuple[int, int]:
+    """Values of a token that arrive for experts, and hidden channels: layers' means."""
     moe, experts = model.moe, experts_by_layer(model)
-    active = moe.top_k + moe.num_shared + moe.residual
-    sizes = (
-        active * moe.expert_size if number else model.mlp_size for number in experts
-    )
-    return -(-sum(sizes) // len(experts))
+    arrived, hidden = 0.0, 0.0
+    for number in experts:
+        sent, computed = rows.get(number, (0, moe.top_k))
+        active = computed + moe.num_shared + moe.residual
+        arrived += sent * model.embed_size if number else 0
+        hidden += active * moe.expert_size if number else model.mlp_size
+    return math.ceil(arrived / len(experts)), math.ceil(hidden / len(experts))
 
 
 def _saved_by_all(

@@ -117,7 +117,7 @@ class MixtureOfExperts(nnx.Module):
 
         moe, embed = config.moe, (("embed", config.embed_size),)
         self.config = config
-        self.settings = _router_of(moe, num_experts)
+        self.settings = router_of(moe, num_experts)
         key = rngs.params()
         self.router = Matrix(
             (*embed, (None, num_experts)), lambda shape: _ROUTER_INIT(key, shape)
@@ -187,7 +187,8 @@ class MixtureOfExperts(nnx.Module):
         return y
 
 
-def _router_of(moe: schema.MoE, num_experts: int) -> Router:
+def router_of(moe: schema.MoE, num_experts: int) -> Router:
+    """The settings of the router of a layer."""
     names = {field.name for field in dataclasses.fields(Router)} - {"num_experts"}
     return Router(num_experts=num_experts, **{n: getattr(moe, n) for n in names})
 

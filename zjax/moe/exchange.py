@@ -36,18 +36,21 @@ class Choice(NamedTuple):
 
     Args:
         exchange: `none` where every device has all experts.
-        rows: Rows that each device sends to each other device, and receives back.
-        reason: Why.
+        sent: Rows that each device sends to each other device, and receives back.
+        computed: Most rows of the experts of a device; it has memory for all of them.
+        reason: Why this exchange.
     """
 
     exchange: Literal["none", "all-gather", "all-to-all"]
-    rows: int
+    sent: int
+    computed: int
     reason: str
 
 
 def choose_exchange(
     *,
     num_tokens: int,
+    top_k: int,
     num_experts: int,
     num_shares: int,
     capacity: int | None = None,
@@ -56,27 +59,32 @@ def choose_exchange(
 
     Args:
         num_tokens: Tokens of a device.
+        top_k: Experts of each token.
         num_experts: Experts of all devices.
         num_shares: Devices over which experts are split.
         capacity: Most tokens that an expert takes from a device. Without, one expert
             may take them all, and no fixed number of rows below that is enough.
 
     Example:
-        >>> choose_exchange(num_tokens=64, num_experts=8, num_shares=8, capacity=16)[:2]
-        ('all-to-all', 16)
-        >>> choose_exchange(num_tokens=64, num_experts=8, num_shares=2, capacity=16)[:2]
-        ('all-gather', 64)
+        >>> sizes = {"num_tokens": 64, "top_k": 2, "num_experts": 8, "capacity": 16}
+        >>> choose_exchange(**sizes, num_shares=8)[:3]
+        ('all-to-all', 16, 128)
+        >>> choose_exchange(**sizes, num_shares=2)[:3]
+        ('all-gather', 64, 128)
     """
+    num_local = num_experts // num_shares
+    bound = num_tokens if capacity is None else min(capacity, num_tokens)
+    padded = num_local * bound
+    chosen = num_shares * min(num_tokens * min(top_k, num_local), padded)
     if num_shares == 1:
-        return Choice("none", 0, "every device has all experts")
+        return Choice("none", 0, chosen, "every device has all experts")
     if capacity is None:
         reason = "without capacity an expert may take every token"
-        return Choice("all-gather", num_tokens, reason)
-    rows = num_experts // num_shares * min(capacity, num_tokens)
-    reason = f"the experts of a device take at most {rows} rows of {num_tokens} tokens"
-    if rows < num_tokens:
-        return Choice("all-to-all", rows, reason)
-    return Choice("all-gather", num_tokens, reason)
+        return Choice("all-gather", num_tokens, chosen, reason)
+    reason = f"experts of a device take {padded} rows of {num_tokens} tokens"
+    if padded < num_tokens:
+        return Choice("all-to-all", padded, num_shares * padded, reason)
+    return Choice("all-gather", num_tokens, chosen, reason)
 
 
 def make_exchange(
@@ -101,24 +109,25 @@ def make_exchange(
     """
     num_tokens, top_k = experts.shape
     shares = _num_expert_shares(num_experts, num_local)
-    bound = num_tokens if capacity is None else min(capacity, num_tokens)
     choice = choose_exchange(
         num_tokens=num_tokens,
+        top_k=top_k,
         num_experts=num_experts,
         num_shares=shares,
         capacity=capacity,
     )
     if choice.exchange == "all-to-all":
         dispatch = sort_by_expert(experts, num_experts)
-        return AllToAll(pad_experts(dispatch, num_tokens, bound), num_local, split)
+        padded = pad_experts(dispatch, num_tokens, choice.sent // num_local)
+        return AllToAll(padded, num_local, split)
     axes = (EXPERT, *split) if shares > 1 else split
     gathered = tokens.gather(experts, axes)
     if shares > 1:
         gathered = gathered - jax.lax.axis_index(EXPERT) * num_local
         is_local = (gathered >= 0) & (gathered < num_local)
         gathered = jnp.where(is_local, gathered, num_local)
-    rows = min(num_tokens * min(top_k, num_local), num_local * bound)
-    rows *= len(gathered) // num_tokens
+    copies = num_shares(jax.sharding.get_abstract_mesh(), split)
+    rows = copies * choice.computed
     return AllGather(sort_by_expert(gathered, num_local, rows), axes)
 
 
