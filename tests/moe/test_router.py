@@ -10,7 +10,7 @@ from tests.reference import moe as reference
 from zjax.moe.bias import move_bias
 from zjax.moe.capacity import keep_within_capacity
 from zjax.moe.losses import balance_loss, z_loss
-from zjax.moe.router import Router, route
+from zjax.moe.router import Router, route, router_logits
 
 # Six tokens and three experts, computed by hand from the definitions.
 GOLDEN = jnp.array(
@@ -178,3 +178,23 @@ def test_sequences_have_losses_of_their_own():
     mean = (balance_loss(first) + balance_loss(second)) / 2
     close(balance_loss(found, num_sequences=2), mean)
     assert float(mean) != pytest.approx(float(balance_loss(found)), rel=1e-2)
+
+
+@pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16"), ("bfloat16", "float32")])
+def test_logits_are_products_in_float32(dtypes):
+    """Fails if tokens or logits are rounded to the dtype of the model."""
+    shapes = (32, 512), (512, 4)
+    pairs = zip(jax.random.split(jax.random.key(0)), shapes, dtypes, strict=True)
+    x, kernel = (jax.random.normal(*each) for each in pairs)
+    found = router_logits(x, kernel)
+    assert found.dtype == jnp.float32
+    expected = np.float64(x) @ np.float64(kernel)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-5)
+
+
+def test_jitter_multiplies_tokens_while_training():
+    x, kernel = jnp.ones((512, 2), jnp.bfloat16), jnp.eye(2, dtype=jnp.bfloat16)
+    noisy = router_logits(x, kernel, jitter=0.01, key=jax.random.key(0))
+    assert 0.99 <= float(noisy.min()) < 0.9901 and 1.0099 < float(noisy.max()) <= 1.01
+    still = router_logits(x, kernel, jitter=0.01)
+    np.testing.assert_array_equal(still, x)

@@ -128,10 +128,14 @@ def router_logits(
     Reference:
         Switch, arXiv:2101.03961, section 2.4.
     """
-    x = x.astype(jnp.float32)
     if jitter and key is not None:
-        x *= jax.random.uniform(key, x.shape, minval=1 - jitter, maxval=1 + jitter)
-    return jnp.dot(x, kernel.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+        noise = jax.random.uniform(key, x.shape, minval=1 - jitter, maxval=1 + jitter)
+        x = x.astype(jnp.float32) * noise
+    if x.dtype != kernel.dtype:
+        x, kernel = x.astype(jnp.float32), kernel.astype(jnp.float32)
+    # Products of two numbers of 16 bits are exact in float32, and fast.
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.dot(x, kernel, precision=precision, preferred_element_type=jnp.float32)
 
 
 def route(
