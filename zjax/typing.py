@@ -95,8 +95,8 @@ class Auxiliary(NamedTuple):
     microbatches."""
     totals: Mapping[str, jax.Array] = {}
     """int32 arrays by name, of the shapes in `Segment.totals`: each block's are added
-    up over the global batch of a step and returned with its metrics. Rows without
-    weight must add nothing."""
+    up over the global batch of a step and returned with its metrics. In a pipeline,
+    microbatches of a device that have no weight add nothing."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -108,6 +108,12 @@ REFUSED = [
         id="no-second-expert",
     ),
     case(
+        f"{MOE}.num_experts=4;{MOE}.bias_rate=0.001;{MOE}.sampling=first",
+        "model.moe.bias_rate=0.001 is not added to the choice of "
+        "model.moe.sampling='first'; use 0, or sampling='none'",
+        id="bias-of-samples",
+    ),
+    case(
         f"{MOE}.num_experts=4;model.mlp_tiles=2",
         "model.mlp_tiles=2 tiles a feed-forward, and model.moe.num_experts replaces "
         "it; use 1",

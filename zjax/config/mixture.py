@@ -176,6 +176,11 @@ def _without_effect(moe: schema.MoE) -> Iterator[Problem]:
         "shared_gate": ("num_shared", moe.num_shared > 0),
         "balance_scope": ("balance_loss", moe.balance_loss > 0),
     }
+    if moe.bias_rate and moe.sampling != "none":
+        problem = f"is not added to the choice of model.moe.sampling={moe.sampling!r}"
+        yield Problem(
+            "model.moe.bias_rate", moe.bias_rate, problem, "use 0, or sampling='none'"
+        )
     for name, value, default in _changed(moe):
         other, is_read = needs.get(name, ("", True))
         if not is_read:

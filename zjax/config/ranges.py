@@ -135,6 +135,7 @@ RANGES: dict[type, dict[str, Range]] = {
         "eval_capacity_factor": POSITIVE,
         "min_capacity": _from(1, MAX_TOKENS),
         "balance_loss": _from(0),
+        "bias_rate": _from(0),
         "z_loss": _from(0),
     },
     schema.Model: {

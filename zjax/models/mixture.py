@@ -87,6 +87,8 @@ class ExpertMatrices(nnx.Module):
 class MixtureOfExperts(nnx.Module):
     """Experts that a router chooses for each token; shared and residual branches.
 
+    The total `load` has the tokens that chose each expert.
+
     Args:
         config: Shape of the model.
         num_experts: Experts of this layer.
@@ -119,8 +121,11 @@ class MixtureOfExperts(nnx.Module):
         self.config = config
         self.settings = router_of(moe, num_experts)
         key = rngs.params()
+        experts: layers.Dims = ((None, num_experts),)
         self.router = Matrix(
-            (*embed, (None, num_experts)), lambda shape: _ROUTER_INIT(key, shape)
+            (*embed, *experts),
+            lambda shape: _ROUTER_INIT(key, shape),
+            bias=experts if moe.bias_rate else (),
         )
         self.experts = ExpertMatrices(config, num_experts, out_std=out_std, rngs=rngs)
         shared, residual = moe.num_shared, moe.residual
@@ -146,7 +151,7 @@ class MixtureOfExperts(nnx.Module):
             drops: Whether experts drop tokens above their capacity.
 
         Returns:
-            The outputs; the weighted losses of the router, and metrics.
+            The outputs; the weighted losses of the router, metrics, and the load.
         """
         settings = self.settings
         if not drops:
@@ -167,8 +172,10 @@ class MixtureOfExperts(nnx.Module):
             y = apply_experts(tokens, experts, routing, activation=activation)
             return y.reshape(x.shape), _measure(routing, self.config.moe, len(x))
 
+        bias = self.router.bias
+        router = self.router.kernel[...], None if bias is None else bias[...]
         parts, specs = experts.parted(placement)
-        weights, specs = (self.router.kernel[...], parts, key), (P(), specs, P())
+        weights, specs = (router, parts, key), (P(), specs, P())
         y, numbers = tensor.map_tokens(run, x, counts, weights, specs)
         return self._add_branches(x, y), _auxiliary(numbers, self.config.moe)
 
@@ -195,20 +202,21 @@ def router_of(moe: schema.MoE, num_experts: int) -> Router:
 
 def _route(
     tokens: jax.Array,
-    kernel: jax.Array,
+    router: tuple[jax.Array, jax.Array | None],
     settings: Router,
     moe: schema.MoE,
     counts: jax.Array | None,
     key: jax.Array | None,
 ) -> Routing:
+    kernel, bias = router
     jitter_key, route_key = (None, None) if key is None else jax.random.split(key)
     logits = router_logits(tokens, kernel, jitter=moe.jitter, key=jitter_key)
     flat = None if counts is None else counts.ravel()
-    return route(logits, settings, key=route_key, counts=flat)
+    return route(logits, settings, key=route_key, bias=bias, counts=flat)
 
 
 def _measure(routing: Routing, moe: schema.MoE, num_rows: int) -> dict[str, jax.Array]:
-    """Losses and metrics of a device, and the number of tokens behind them."""
+    """Losses, metrics and load of a device, and the number of tokens behind them."""
     counts = routing.chosen[:, 0].astype(jnp.float32)
     num_tokens = jnp.maximum(counts.sum(), 1)
     shares = routing.scores / routing.scores.sum(1, keepdims=True)
@@ -226,13 +234,14 @@ def _measure(routing: Routing, moe: schema.MoE, num_rows: int) -> dict[str, jax.
         "router_entropy": (counts * entropy).sum() / num_tokens,
         "dropped_fraction": 1 - kept.sum() / jnp.maximum(chosen.sum(), 1),
         "max_load": chosen.max() / mean_load,
+        "load": chosen,
     }
 
 
 def _auxiliary(numbers: dict[str, jax.Array], moe: schema.MoE) -> Auxiliary:
-    weights = numbers.pop("num_tokens")
+    load, weights = numbers.pop("load").sum(0), numbers.pop("num_tokens")
     total = jnp.maximum(weights.sum(), 1)
     means = {name: (weights * x).sum() / total for name, x in numbers.items()}
     loss = moe.balance_loss * means["balance_loss"]
     loss += moe.z_loss * means["router_z_loss"]
-    return Auxiliary(loss, jax.lax.stop_gradient(means))
+    return Auxiliary(loss, jax.lax.stop_gradient(means), {"load": load})

@@ -39,7 +39,8 @@ class BlockGroup(nnx.Module):
         for number, block in enumerate(layers_of(self)):
             x, auxiliary = block(x, context, fold_in(key, number))
             auxiliaries.append(auxiliary)
-        return x, combine(auxiliaries)
+        totals = {n: x for each in auxiliaries for n, x in each.totals.items()}
+        return x, combine(auxiliaries)._replace(totals=totals)
 
 
 def layers_of(block: Block | BlockGroup) -> tuple[Block, ...]:

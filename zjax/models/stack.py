@@ -1,5 +1,7 @@
 """A decoder or encoder as a stack: embedding, blocks, head."""
 
+import functools
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -12,8 +14,10 @@ from zjax.models.block import Block, run_tile
 from zjax.models.embedding import Embedding
 from zjax.models.feed_forward import TiledFeedForward
 from zjax.models.heads import Head
+from zjax.models.mixture import MixtureOfExperts
 from zjax.models.nnx import nest, values_of
 from zjax.models.segments import BlockGroup, Segments, layers_of, segments_of
+from zjax.moe.bias import move_bias
 from zjax.parallel import remat
 from zjax.typing import Auxiliary, Params, Segment, Stack, Tiles
 
@@ -127,7 +131,19 @@ def _segment(blocks: Block | BlockGroup) -> Segment:
     def block(params, carry, context, key):
         return nnx.merge(graph, params)(carry, context, key)
 
-    return Segment(block, len(jax.tree.leaves(state)[0]), tiles)
+    num_blocks, totals, moves = len(jax.tree.leaves(state)[0]), {}, {}
+    for number, layer in enumerate(layers_of(blocks)):
+        if isinstance(layer.mlp, MixtureOfExperts):
+            totals["load"] = (layer.mlp.settings.num_experts,)
+            path = "mlp/router/bias"
+            path = path if blocks is layer else f"layer{number}/{path}"
+            if config.moe.bias_rate:
+                moves[path] = functools.partial(_even_load, config.moe.bias_rate)
+    return Segment(block, num_blocks, tiles, totals, moves)
+
+
+def _even_load(rate: float, bias: jax.Array, totals: Mapping[str, jax.Array]):
+    return move_bias(bias, totals["load"], rate)
 
 
 def _split(params: Params, names: tuple[str, ...], config: schema.Model):
