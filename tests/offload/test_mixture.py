@@ -1,0 +1,66 @@
+"""Experts that are stored on the host train, and write text, as on the devices."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from tests.support import language, offload
+from zjax.config import schema
+from zjax.models.generate import generate
+from zjax.sharding.placement import pad
+from zjax.sharding.program_plan import staged_plan
+from zjax.storage.move import store
+
+MOE = schema.MoE(num_experts=4, every=2, first_dense=1, top_k=2, num_shared=1)
+MODEL = dataclasses.replace(language.GPT, remat="full", num_layers=5, moe=MOE)
+"""A dense block, then two blocks of two layers."""
+
+
+def make_run(memory, **zero):
+    config = offload.make_config(memory, 2, model=MODEL, zero=zero)
+    return offload.start(config, optax.sgd(0.5, 0.9), jax.devices()[:2])
+
+
+def train(run):
+    state, losses = run.state, []
+    for step in range(3):
+        batch = offload.make_batch(step)
+        batch["weights"] = np.ones_like(batch["weights"])
+        state, metrics = run.step(state, batch)
+        losses.append([float(metrics[name]) for name in ("loss", "max_load")])
+    return losses, offload.weights_of(state)
+
+
+def test_steps_are_those_of_experts_on_the_devices():
+    """Fails if blocks of two kinds share a program, or a loss of a router is lost."""
+    run = make_run("pinned_host")
+    kinds = offload.memories(run.state.master["blocks"])
+    assert kinds == {"pinned_host"}
+    losses, params = train(run)
+    expected, expected_params = train(make_run("device"))
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-6),
+        params,
+        expected_params,
+    )
+
+
+def test_text_is_that_of_all_blocks_at_once():
+    run = make_run("pinned_host", parameter_memory="pinned_host")
+    rng = np.random.default_rng(1)
+
+    def fill(row):
+        x = ("scale" in row.path) + 0.3 * rng.normal(size=row.shape)
+        return jax.device_put(pad(jnp.asarray(x, row.dtype), row), row.stored)
+
+    params = jax.tree.map(fill, staged_plan(run.plan).compute)
+    params = store(params, run.plan.compute)
+    state = dataclasses.replace(run.state, params=params)
+    tokens = language.make_text(MODEL, rows=2, length=4)["tokens"]
+    found = run.generate(state, tokens, max_new_tokens=5)
+    expected = generate(run.bind(state), tokens, max_new_tokens=5)
+    np.testing.assert_array_equal(found, expected)
