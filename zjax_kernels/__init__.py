@@ -10,7 +10,11 @@ Example:
     (1, 1024, 4, 64)
 """
 
-from zjax_kernels.grouped import grouped_matmul, grouped_outer
+from zjax_kernels.grouped import (
+    grouped_matmul,
+    grouped_outer,
+    tune_grouped_matmul,
+)
 from zjax_kernels.norm import layer_norm, rms_norm
 from zjax_kernels.quantise import dequantise_blocks, quantise_blocks
 from zjax_kernels.sparse import (
@@ -65,4 +69,5 @@ __all__ = [
     "sparse_attention",
     "sparse_attention_gradients",
     "tune",
+    "tune_grouped_matmul",
 ]

@@ -56,7 +56,7 @@ def grouped_matmul(
         Gale et al., MegaBlocks (arXiv:2211.15841), section 5.
     """
     _check(x, weights, sizes, transpose)
-    module = _choose(implementation, x, weights.shape[1:])
+    module = _choose(implementation, len(x), weights.shape[1:], x.dtype)
     return _grouped_matmul(module, transpose, x, weights, sizes)
 
 
@@ -81,7 +81,7 @@ def grouped_outer(
         >>> grouped_outer(x, x, jnp.array([1, 2])).tolist()
         [[[1.0]], [[13.0]]]
     """
-    module = _choose(implementation, x, (x.shape[1], y.shape[1]))
+    module = _choose(implementation, len(x), (x.shape[1], y.shape[1]), x.dtype)
     return module.grouped_outer(x, y, sizes)
 
 
@@ -111,13 +111,19 @@ def _backward(
 _grouped_matmul.defvjp(_forward, _backward)
 
 
-def _choose(implementation: str, x: Array, sides: tuple[int, ...]) -> Any:
-    dtype = jnp.dtype(x.dtype).name
+def check_kernels(num_rows: int, sides: tuple[int, ...], dtype: Any) -> None:
+    """Raises `NotImplementedError` or `ValueError` where the kernels cannot run."""
+    _choose("mosaic_gpu", num_rows, sides, dtype)
+
+
+def _choose(
+    implementation: str, num_rows: int, sides: tuple[int, ...], dtype: Any
+) -> Any:
     problem = remedy = ""
-    if dtype not in DTYPES:
-        problem = f"it needs {' or '.join(DTYPES)} and the arrays are {dtype}"
+    if dtype.name not in DTYPES:
+        problem = f"it needs {' or '.join(DTYPES)} and the arrays are {dtype.name}"
         remedy = "cast them"
-    elif any(side % _SIDE for side in sides) or not x.size:
+    elif any(side % _SIDE for side in sides) or not num_rows:
         problem = (
             f"it needs rows, and matrices with sides of 128, 256, ..., not {sides}"
         )
@@ -125,7 +131,7 @@ def _choose(implementation: str, x: Array, sides: tuple[int, ...]) -> Any:
     chosen = choose_implementation(
         implementation,
         "grouped products",
-        f"{dtype}, matrices of {sides}",
+        f"{dtype.name}, matrices of {sides}",
         problem=problem,
         remedy=remedy,
     )

@@ -1,6 +1,11 @@
 """Tuning of the kernels."""
 
 import dataclasses
+from typing import Any, Literal
+
+from zjax_kernels.tunings import TuningFile
+
+Kernel = Literal["matmul", "transposed", "outer"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,3 +33,27 @@ class Tuning:
         """
         sizes = (n for n in (256, 128, 64) if n <= self.tile_columns)
         return next(n for n in sizes if columns % n == 0)
+
+
+def choose_tuning(kernel: Kernel, num_groups: int, k: int, n: int) -> Tuning:
+    """The tuning that was measured for a kernel and its matrices, or the default.
+
+    Args:
+        kernel: Kernel.
+        num_groups: Number of matrices.
+        k: Rows of a matrix.
+        n: Columns of a matrix.
+    """
+    return MEASURED.get(kernel, num_groups, k, n) or Tuning()
+
+
+def _make(**fields: Any) -> Tuning:
+    tuning = Tuning(**fields)
+    least = {"tile_columns": 64, "stages": 2, "band": 1}
+    if any(getattr(tuning, name) < count for name, count in least.items()):
+        raise ValueError(f"{tuning} has a number below {least}")
+    return tuning
+
+
+MEASURED = TuningFile("grouped_matmul.json", _make)
+"""Tunings by kernel, number, rows and columns of the matrices."""

@@ -6,8 +6,6 @@ kind of GPU and head size, unless segments are used.
 
 import functools
 import itertools
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,9 +17,8 @@ from zjax_kernels.errors import invalid, refuse
 from zjax_kernels.sparse.arguments import integer_problems
 from zjax_kernels.sparse.plan import Plan, check_plan
 from zjax_kernels.sparse.reference import Options
-from zjax_kernels.sparse.tuning import Tuning, save_tunings
-
-ROUNDS, CALLS = 5, 10
+from zjax_kernels.sparse.tuning import MEASURED, Tuning
+from zjax_kernels.tunings import rank
 
 
 def tune(
@@ -57,18 +54,12 @@ def tune(
     check_implementation("mosaic_gpu", dtype=jnp.dtype(dtype).name, head_size=head_size)
     results = {}
     for kernel, run in _kernels(plan, head_size, batch, dtype).items():
-        tried = []
-        for tuning in _candidates():
-            try:
-                tried.append((tuning, _seconds(functools.partial(run, tuning))))
-            except ValueError as error:
-                if "shared memory" not in str(error):
-                    raise
+        tried = rank(_candidates(), run)
         if not tried:
             problem = f"leaves no room in shared memory for the kernel {kernel!r}"
             raise invalid("head_size", head_size, problem, "use a smaller head")
-        results[kernel] = sorted(tried, key=lambda each: each[1])
-    save_tunings(
+        results[kernel] = tried
+    MEASURED.save(
         {(kernel, head_size): tried[0][0] for kernel, tried in results.items()}
     )
     return results
@@ -79,7 +70,9 @@ def _candidates() -> Iterator[Tuning]:
     return itertools.starmap(Tuning, itertools.product(stages, tiles, has_producer))
 
 
-def _kernels(plan, head_size, batch, dtype) -> dict[str, Callable[[Tuning], Any]]:
+def _kernels(
+    plan, head_size, batch, dtype
+) -> dict[str, Callable[[Tuning], Callable[[], Any]]]:
     from zjax_kernels.sparse import mosaic_gpu
 
     heads, kv_heads = (x.num_heads for x in (plan.queries, plan.keys))
@@ -104,19 +97,8 @@ def _kernels(plan, head_size, batch, dtype) -> dict[str, Callable[[Tuning], Any]
 
         def run(tuning):
             call = jax.jit(lambda arrays: kernel(*arrays, options, tuning=tuning))
-            return call.lower(arrays).compile(), arrays
+            return functools.partial(call.lower(arrays).compile(), arrays)
 
         return run
 
     return {name: runner(*each) for name, each in arguments.items()}
-
-
-def _seconds(compile_: Callable[[], tuple[Callable[..., Any], Any]]) -> float:
-    call, arrays = compile_()
-    jax.block_until_ready(call(arrays))
-    seconds = []
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        jax.block_until_ready([call(arrays) for _ in range(CALLS)])
-        seconds.append((time.perf_counter() - start) / CALLS)
-    return statistics.median(seconds)

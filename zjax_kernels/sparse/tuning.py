@@ -1,15 +1,9 @@
 """Tuning of the kernels: a table for the H200, or what `tune` measured on this GPU."""
 
 import dataclasses
-import functools
-import json
-import logging
-import os
-import pathlib
+from typing import Any
 
-import jax
-
-_LOG = logging.getLogger("zjax_kernels")
+from zjax_kernels.tunings import TuningFile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,51 +59,18 @@ def choose_tuning(kernel: str, head_size: int, *, segmented: bool) -> Tuning:
     """
     shipped = H200[kernel][head_size]
     if not segmented:
-        return _tuned().get(_key(kernel, head_size), shipped)
+        return MEASURED.get(kernel, head_size) or shipped
     lacks_memory = kernel == "queries" and head_size == 128
     return dataclasses.replace(shipped, tiles=1) if lacks_memory else shipped
 
 
-def _key(kernel, head_size):
-    return f"{jax.devices()[0].device_kind}, {kernel}, {head_size}"
-
-
-def _file() -> pathlib.Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(cache) / "zjax_kernels" / "sparse_attention.json"
-
-
-@functools.cache
-def _tuned() -> dict[str, Tuning]:
-    path = _file()
-    try:
-        found = json.loads(path.read_text())
-        return {key: _checked(Tuning(**fields)) for key, fields in found.items()}
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        _LOG.warning("%s cannot be read (%s); delete it and tune again", path, error)
-        return {}
-
-
-def _checked(tuning: Tuning) -> Tuning:
+def _make(**fields: Any) -> Tuning:
+    tuning = Tuning(**fields)
     counts = tuning.stages, tuning.tiles
     if any(not isinstance(count, int) or count < 1 for count in counts):
         raise ValueError(f"{tuning} has a count below 1")
     return tuning
 
 
-def save_tunings(best: dict[tuple[str, int], Tuning]) -> None:
-    """Stores tunings by kernel and head size, if the user's cache is writable."""
-    path = _file()
-    _tuned.cache_clear()
-    found = _tuned() | {_key(*key): tuning for key, tuning in best.items()}
-    known = {key: dataclasses.asdict(tuning) for key, tuning in found.items()}
-    temporary = path.with_suffix(f".{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(known, indent=2) + "\n")
-        temporary.replace(path)
-    except OSError as error:
-        _LOG.warning("%s cannot be written (%s); nothing is stored", path, error)
-    _tuned.cache_clear()
+MEASURED = TuningFile("sparse_attention.json", _make)
+"""Tunings by kernel and head size."""

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from zjax_kernels import tunings
 from zjax_kernels.sparse import BlockLayout, make_plan, search, tuning
 from zjax_kernels.sparse.tuning import H200, Tuning, choose_tuning
 
@@ -14,9 +15,9 @@ PLAN = make_plan(BlockLayout.from_dense(np.eye(2, dtype=bool), block=64, num_hea
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    tuning._tuned.cache_clear()
+    tuning.MEASURED.forget()
     yield tmp_path
-    tuning._tuned.cache_clear()
+    tuning.MEASURED.forget()
 
 
 @pytest.fixture
@@ -24,18 +25,24 @@ def on_hopper(monkeypatch):
     monkeypatch.setattr(search, "check_implementation", lambda *args, **kwargs: None)
 
 
+def measure(monkeypatch, seconds):
+    """Has a tuning take `seconds(tuning)`, without a GPU."""
+    every_kernel = dict.fromkeys(("forward", "queries", "keys"), lambda how: how)
+    monkeypatch.setattr(search, "_kernels", lambda *args: every_kernel)
+    monkeypatch.setattr(tunings, "_seconds", seconds)
+
+
 def test_the_table_is_used_until_something_was_measured(cache, on_hopper, monkeypatch):
     """Fails if what was measured is lost, or is used for another kernel or size."""
     assert choose_tuning("forward", 64, segmented=False) == H200["forward"][64]
     fastest = Tuning(stages=3, tiles=1, warpgroup=True)
 
-    def seconds(compile_):
-        how = compile_.args[0]
+    def seconds(how):
         if how.stages == 4:
             raise ValueError("exceeds available shared memory")
         return 1.0 if how == fastest else 2.0
 
-    monkeypatch.setattr(search, "_seconds", seconds)
+    measure(monkeypatch, seconds)
     found = search.tune(PLAN, head_size=64)
     assert found["queries"][0] == (fastest, 1.0)
     assert {how.stages for how, _ in found["queries"]} == {1, 2, 3}
@@ -64,16 +71,14 @@ def test_a_folder_that_cannot_be_written_costs_nothing_else(
     cache, on_hopper, monkeypatch, caplog
 ):
     (cache / "zjax_kernels").write_text("a file")
-    monkeypatch.setattr(search, "_seconds", lambda compile_: 1.0)
+    measure(monkeypatch, lambda how: 1.0)
     assert set(search.tune(PLAN, head_size=64)) == {"forward", "queries", "keys"}
     assert "cannot be written" in caplog.text
 
 
 def test_what_was_measured_is_not_for_segments(cache, on_hopper, monkeypatch):
     """Fails if a kernel with segments, which take room, is run as one without."""
-    monkeypatch.setattr(
-        search, "_seconds", lambda compile_: 1 / compile_.args[0].stages
-    )
+    measure(monkeypatch, lambda how: 1 / how.stages)
     search.tune(PLAN, head_size=64)
     assert choose_tuning("keys", 64, segmented=False) != H200["keys"][64]
     assert choose_tuning("keys", 64, segmented=True) == H200["keys"][64]
@@ -107,10 +112,10 @@ def test_what_cannot_be_measured(changes, message):
 
 
 def test_kernels_that_never_fit_are_named(on_hopper, monkeypatch):
-    def seconds(compile_):
+    def seconds(how):
         raise ValueError("exceeds available shared memory")
 
-    monkeypatch.setattr(search, "_seconds", seconds)
+    measure(monkeypatch, seconds)
     with pytest.raises(ValueError) as caught:
         search.tune(PLAN, head_size=128)
     assert str(caught.value) == (

@@ -27,7 +27,7 @@ from zjax_kernels.grouped.mosaic_gpu.pipeline import (
     run,
 )
 from zjax_kernels.grouped.tiles import make_tiles
-from zjax_kernels.grouped.tuning import Tuning
+from zjax_kernels.grouped.tuning import Tuning, choose_tuning
 from zjax_kernels.warpgroups import AXIS, specialize_warpgroups
 
 
@@ -47,10 +47,11 @@ def grouped_matmul(
         weights: [G, K, N], or [G, N, K] if `transpose`.
         sizes: int32[G].
         transpose: Whether to multiply by transposed matrices.
-        tuning: How to run; None for the default.
+        tuning: How to run; None for the measured one, or the default.
         interpret: Parameters of the interpreter; None on a GPU.
     """
-    tuning = tuning or Tuning()
+    kernel = "transposed" if transpose else "matmul"
+    tuning = tuning or choose_tuning(kernel, *weights.shape)
     columns = weights.shape[1 if transpose else 2]
     width, simulated = tuning.width(columns), interpret is not None
     shape = _Shape(

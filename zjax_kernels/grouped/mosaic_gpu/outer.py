@@ -20,7 +20,7 @@ from zjax_kernels.grouped.mosaic_gpu.pipeline import (
     num_store_buffers,
     run,
 )
-from zjax_kernels.grouped.tuning import Tuning
+from zjax_kernels.grouped.tuning import Tuning, choose_tuning
 from zjax_kernels.registers import load
 from zjax_kernels.warpgroups import AXIS, NUM_COMPUTE, specialize_warpgroups
 
@@ -43,10 +43,10 @@ def grouped_outer(
         y: [M, N]. Rows next to a group are multiplied by 0, so that what is not finite
             reaches a neighbouring group.
         sizes: int32[G].
-        tuning: How to run; None for the default.
+        tuning: How to run; None for the measured one, or the default.
         interpret: Parameters of the interpreter; None on a GPU.
     """
-    tuning = tuning or Tuning()
+    tuning = tuning or choose_tuning("outer", len(sizes), x.shape[1], y.shape[1])
     padding = (0, -len(x) % _ALIGNMENT), (0, 0)
     x, y = jnp.pad(x, padding), jnp.pad(y, padding)
     width, stages = tuning.width(y.shape[1]), tuning.stages

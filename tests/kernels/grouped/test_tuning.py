@@ -1,0 +1,69 @@
+"""The tuning of a kernel is the default one, or what was measured for its matrices."""
+
+import json
+
+import jax.numpy as jnp
+import pytest
+
+from zjax_kernels import tune_grouped_matmul, tunings
+from zjax_kernels.grouped import api, tuning
+from zjax_kernels.grouped.tuning import Tuning, choose_tuning
+
+SIZES = jnp.array([100, 28])
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tuning.MEASURED.forget()
+    yield tmp_path
+    tuning.MEASURED.forget()
+
+
+def test_measured_tunings_are_for_their_kernel_and_matrices(cache, monkeypatch):
+    fastest, tried = Tuning(tile_columns=128, stages=6, band=32), []
+    monkeypatch.setattr(api, "choose_implementation", lambda *args, **_: "mosaic_gpu")
+
+    def rank(candidates, compile_with):
+        tried.append(list(candidates))
+        return [(fastest, 1.0), (Tuning(), 2.0)]
+
+    monkeypatch.setattr("zjax_kernels.grouped.search.rank", rank)
+    found = tune_grouped_matmul(SIZES, 256, 128)
+    assert set(found) == {"matmul", "transposed", "outer"}
+    assert found["matmul"][0] == (fastest, 1.0)
+    assert fastest in tried[0]
+    assert [len(set(each)) for each in tried] == [16, 16, 4]
+    assert choose_tuning("matmul", 2, 256, 128) == fastest
+    assert choose_tuning("matmul", 2, 128, 256) == Tuning()
+    assert choose_tuning("matmul", 4, 256, 128) == Tuning()
+    path = cache / "zjax_kernels" / "grouped_matmul.json"
+    assert len(json.loads(path.read_text())) == 3
+
+
+@pytest.mark.parametrize("fields", [{"stages": 1}, {"band": 0}, {"tile_columns": 32}])
+def test_impossible_tunings_of_a_file_are_passed_over(cache, caplog, fields):
+    path = cache / "zjax_kernels" / "grouped_matmul.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps({"a": fields}))
+    assert choose_tuning("outer", 2, 256, 128) == Tuning()
+    assert f"{path} cannot be read" in caplog.text
+
+
+def test_tunings_that_need_too_much_memory_are_left_out(monkeypatch):
+    def seconds(stages):
+        if stages > 2:
+            raise ValueError("exceeds available shared memory")
+        return float(stages)
+
+    monkeypatch.setattr(tunings, "_seconds", seconds)
+    assert tunings.rank([3, 2, 1], lambda stages: stages) == [(1, 1.0), (2, 2.0)]
+
+
+def test_only_a_hopper_gpu_can_be_measured():
+    with pytest.raises(NotImplementedError) as error:
+        tune_grouped_matmul(SIZES, 256, 128)
+    assert str(error.value) == (
+        "implementation=mosaic_gpu cannot run: it needs a Hopper GPU and this is cpu; "
+        "use an H100 or H200, or use implementation='reference'"
+    )
