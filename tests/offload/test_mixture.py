@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from tests.support import language, offload
 from zjax.config import schema
@@ -19,9 +20,10 @@ MODEL = dataclasses.replace(language.GPT, remat="full", num_layers=5, moe=MOE)
 """A dense block, then two blocks of two layers."""
 
 
-def make_run(memory, **zero):
-    config = offload.make_config(memory, 2, model=MODEL, zero=zero)
-    return offload.start(config, optax.sgd(0.5, 0.9), jax.devices()[:2])
+def make_run(memory, num_devices=2, mesh=None, **zero):
+    mesh = mesh or schema.Mesh()
+    config = offload.make_config(memory, 2, model=MODEL, zero=zero, mesh=mesh)
+    return offload.start(config, optax.sgd(0.5, 0.9), jax.devices()[:num_devices])
 
 
 def train(run):
@@ -34,13 +36,22 @@ def train(run):
     return losses, offload.weights_of(state)
 
 
-def test_steps_are_those_of_experts_on_the_devices():
+@pytest.mark.parametrize(
+    ("num_devices", "mesh"),
+    [
+        (2, schema.Mesh()),
+        (4, schema.Mesh(data=2, expert=2)),
+        (8, schema.Mesh(data=2, expert=2, tensor=2)),  # E+Z-Off+M
+    ],
+    ids=["data", "expert", "expert-tensor"],
+)
+def test_steps_are_those_of_experts_on_the_devices(num_devices, mesh):
     """Fails if blocks of two kinds share a program, or a loss of a router is lost."""
-    run = make_run("pinned_host")
+    run = make_run("pinned_host", num_devices, mesh)
     kinds = offload.memories(run.state.master["blocks"])
     assert kinds == {"pinned_host"}
     losses, params = train(run)
-    expected, expected_params = train(make_run("device"))
+    expected, expected_params = train(make_run("device", num_devices, mesh))
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-6),

@@ -51,6 +51,7 @@ def make_config(memory, stage=2, *, num_microbatches=1, model=GPT, **sections):
         zero=zero if stage else dataclasses.replace(zero, min_shard_elements=16_384),
         precision=schema.Precision(**{"compute_dtype": "float32"} | precision),
         optimizer=schema.Optimizer(**{"num_warmup_steps": 1} | optimizer),
+        **sections,
     )
 
 
