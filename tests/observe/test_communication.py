@@ -1,9 +1,11 @@
 """What stages should move, worked out by hand, and the tables that say what they do."""
 
+import re
+
 import optax
 import pytest
 
-from tests.support import models, runs
+from tests.support import experts, models, runs
 from zjax.config import schema
 from zjax.observe.collectives import Collective, list_collectives
 from zjax.observe.communication import describe_communication, zero_volume
@@ -43,6 +45,32 @@ def test_a_step_gathers_what_its_stage_says(stage, gathers):
     found = list_collectives(run.step.compile(models.make_batch()).as_text())
     volume = sum(each.volume for each in found if each.op == "all-gather")
     assert volume == gathers * (MATRICES + STORED)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "stage"),
+    [
+        (schema.Mesh(data=1, expert=8), 0),
+        (schema.Mesh(data=2, expert=4), 0),
+        (schema.Mesh(data=2, expert=4), 1),
+    ],
+    ids=str,
+)
+def test_tokens_of_experts_are_counted_by_themselves(mesh, stage):
+    """Fails if a step is said to reduce experts over devices that have others."""
+    run = runs.make_small_run(
+        optax.sgd(0.1), stage, mesh=mesh, model=experts.make_model()
+    )
+    found = list_collectives(run.step.compile(experts.make_batch(0)).as_text())
+    text = describe_communication(found, run.plan, 1)
+    rows = re.findall(r"(\w[\w ]+?) {2,}([\d,]+) ", text.split("volume")[-1])
+    volumes = {name: int(n.replace(",", "")) for name, n in rows}
+    tokens, returned = experts.TOKENS // 8 * mesh.expert, 2 * experts.WIDTH + 2
+    assert volumes["tokens move to experts and back"] == tokens * (2 * returned + 2)
+    moves = next(n for name, n in volumes.items() if name.startswith("this step"))
+    # Sums of squares for the norm, the loss and its weight, two elements each.
+    small = moves - volumes[f"ZeRO {stage} should move"]
+    assert 0 <= small <= 32
 
 
 def collective(op, elements, axes, *, times=1, overlap=None, is_bounded=True):

@@ -10,9 +10,10 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 EXCHANGED = "exchanged_tokens"
-"""The name of their results."""
+"""The name of their results, and their scope in compiled programs."""
 
 
+@jax.named_scope(EXCHANGED)
 def gather(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     """All-gathers over one axis after another."""
     for axis in axes:
@@ -20,6 +21,7 @@ def gather(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     return x
 
 
+@jax.named_scope(EXCHANGED)
 def reduce_scatter(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     """The transpose of `gather`: sums over the last axis first."""
     for axis in reversed(axes):
@@ -28,6 +30,7 @@ def reduce_scatter(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     return x
 
 
+@jax.named_scope(EXCHANGED)
 def all_to_all(x: jax.Array, axis: str) -> jax.Array:
     """Sends an equal part to each device, in order; its own inverse."""
     exchanged = jax.lax.all_to_all(x, axis, 0, 0, tiled=True)

@@ -6,17 +6,19 @@ from collections.abc import Iterable, Sequence
 
 import jax
 
+from zjax.comm.tokens import EXCHANGED
 from zjax.observe.collectives import Collective, mesh_axes
 from zjax.sharding import memory
 from zjax.sharding.describe import format_bytes, render_table
 from zjax.sharding.mesh import (
     BATCH_AXES,
     PIPELINE,
-    REPLICA,
     ZERO_AXES,
     num_shares,
 )
+from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import Plan
+from zjax.sharding.rules import axes_of
 
 SMALL_SHARE = 1 / 1000
 """Buffers below this share of the parameters are summed up on one line."""
@@ -35,7 +37,8 @@ def zero_volume(plan: Plan, num_microbatches: int) -> int:
     With one microbatch, 2 Psi up to stage 2 and 3 Psi at stage 3. Gradients are reduced
     once per step up to stage 1 and once per microbatch from stage 2; parameters are
     gathered once per step up to stage 2 and twice per microbatch at stage 3. Arrays too
-    small to split are all-reduced, and so are shards over the `replica` axis. With a
+    small to split are all-reduced, and so are shards over the `replica` axis; experts
+    of other devices are not. With a
     pipeline the count is per stage of layers, and holds up to ZeRO 1.
 
     Args:
@@ -58,9 +61,16 @@ def zero_volume(plan: Plan, num_microbatches: int) -> int:
         shard = math.prod(grad.stored.shard_shape(grad.stored_shape))
         if shares > 1:
             total += shard * shares * (reductions + gathers)
-        if shares == 1 or plan.mesh.shape[REPLICA] > 1:
+        if num_shares(plan.mesh, _all_reduced_axes(grad)) > 1:
             total += 2 * shard * reductions
     return total
+
+
+def _all_reduced_axes(grad: ArrayPlan) -> list[str]:
+    """Axes of the batch and the length that shard neither the sum nor its terms."""
+    sharding = sum(axes_of(grad.spec, len(grad.shape)), ())
+    axes = dict.fromkeys((*BATCH_AXES, *ZERO_AXES))
+    return [axis for axis in axes if axis not in sharding]
 
 
 def describe_communication(
@@ -116,11 +126,12 @@ def _describe_volume(
     collectives: Iterable[Collective], plan: Plan, num_microbatches: int
 ) -> str:
     axes = [a for a in (*BATCH_AXES, *ZERO_AXES) if plan.mesh.shape[a] > 1]
-    volume = sum(
-        each.volume
-        for each in collectives
-        if set(axes).intersection(mesh_axes(each.groups, plan.mesh))
-    )
+    volume = exchanged = 0
+    for each in collectives:
+        if EXCHANGED in each.op_name:
+            exchanged += each.volume
+        elif set(axes).intersection(mesh_axes(each.groups, plan.mesh)):
+            volume += each.volume
     stage = f"ZeRO {plan.stage} should move"
     if num_microbatches > 1:
         stage += f" for {num_microbatches} microbatches"
@@ -128,6 +139,8 @@ def _describe_volume(
     volumes = {step: volume}
     if not _communicates_in_ticks(plan):
         volumes[stage] = zero_volume(plan, num_microbatches)
+    if exchanged:
+        volumes["tokens move to experts and back"] = exchanged
     psi = memory.num_params(plan)
     rows = [(name, f"{n:,}", f"{n / psi:.3f}") for name, n in volumes.items()]
     return render_table(("volume", "elements", "Psi"), rows, right=(1, 2))
