@@ -22,6 +22,7 @@ from zjax.initialize import adopt_optimizer, make_run
 from zjax.models.build import make_model
 from zjax.nonfinite import find_nonfinite, report_nonfinite
 from zjax.observe.directory import check_directory
+from zjax.observe.load import describe_load
 from zjax.observe.monitor import Callback, Monitor
 from zjax.observe.progress import describe_end
 from zjax.observe.sinks import check_sinks
@@ -226,12 +227,12 @@ class Trainer:
         )
 
     def _print_end(self, monitor: Monitor) -> None:
-        picture = monitor.save_plot()
+        pictures = monitor.save_plots()
         if jax.process_index() == 0:
             skipped, latest = int(self.state.num_skipped), self.store.latest()
             saved_at = self.store.directory / str(latest)
-            end = self.step, self.config.num_steps, skipped, saved_at, picture
-            print(describe_end(*end))
+            end = self.step, self.config.num_steps, skipped, saved_at, pictures
+            print(describe_end(*end, load=describe_load(monitor.newest)))
 
     def evaluate(self, part: str = "auto") -> dict[str, float]:
         """Averages loss and metrics over the evaluation set, counting each row once.

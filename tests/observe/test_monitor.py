@@ -198,15 +198,15 @@ def test_a_picture_that_cannot_be_written(tmp_path):
     with make_monitor(tmp_path) as monitor:
         monitor.log(1, {"loss": 2.5})
     with full_disk(12), pytest.raises(OutputError) as error:
-        monitor.save_plot()
+        monitor.save_plots()
     assert str(error.value) == (
         f"directory='{tmp_path}' cannot be written (training.png: File too large); "
         "free disk space or repair the file system, and run again"
     )
-    assert monitor.save_plot() == tmp_path / "training.png"
+    assert monitor.save_plots() == (tmp_path / "training.png",)
 
 
 def test_a_run_without_history_says_that_it_saves_no_picture(tmp_path, capsys):
     with make_monitor(tmp_path, sinks=("csv",)) as monitor:
-        assert monitor.save_plot() is None
+        assert monitor.save_plots() == ()
     assert capsys.readouterr().out == ("no plot is saved: it needs the sink 'jsonl'\n")

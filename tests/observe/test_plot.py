@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 from matplotlib import image
-from matplotlib.figure import Figure
 
 from zjax.observe import (
     ContestBar,
@@ -14,20 +13,6 @@ from zjax.observe import (
     plot_run,
 )
 from zjax.sharding import memory
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """The figures that are saved, beside their files."""
-    figures = []
-    save = Figure.savefig
-
-    def keep(figure, *args, **settings):
-        figures.append(figure)
-        save(figure, *args, **settings)
-
-    monkeypatch.setattr(Figure, "savefig", keep)
-    return figures
 
 
 def history(num_lines):

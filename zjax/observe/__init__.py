@@ -5,6 +5,7 @@ from zjax.observe.communication import describe_communication, zero_volume
 from zjax.observe.directory import check_directory
 from zjax.observe.flops import describe_flops, flops_per_token, num_params, peak_flops
 from zjax.observe.history import read_history
+from zjax.observe.load import plot_load
 from zjax.observe.metrics import LateMetrics
 from zjax.observe.plot import (
     ContestBar,
@@ -40,6 +41,7 @@ __all__ = [
     "num_params",
     "peak_flops",
     "plot_contest",
+    "plot_load",
     "plot_memory_per_stage",
     "plot_run",
     "read_history",

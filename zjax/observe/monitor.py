@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from zjax.config.schema import Config
-from zjax.observe import plot
+from zjax.observe import load, plot
 from zjax.observe.directory import writing
 from zjax.observe.history import HISTORY, read_history
 from zjax.observe.metrics import LateMetrics, Value, Values, scalars
@@ -62,6 +62,8 @@ class Monitor:
         self._throughput = _make_throughput(config, tokens_per_step, num_devices)
         self.known_step = last_step
         """The newest step whose metrics were read."""
+        self.newest: Values = {}
+        """Metrics of that step."""
 
     def __enter__(self) -> "Monitor":
         return self
@@ -132,24 +134,28 @@ class Monitor:
         for write in (*(sink.write for sink in self._sinks), *self._callbacks):
             write(step, values)
 
-    def save_plot(self) -> pathlib.Path | None:
-        """Plots loss and throughput of the run; None if there is nothing to plot.
+    def save_plots(self) -> tuple[pathlib.Path, ...]:
+        """Plots loss and throughput of the run, and the load of its experts, if any.
 
         Raises:
-            OutputError: The picture cannot be written.
+            OutputError: A picture cannot be written.
         """
         directory = pathlib.Path(self._config.directory)
-        history = directory / HISTORY
         observe = self._config.observe
         if jax.process_index() or not observe.plot or "jsonl" not in observe.sinks:
-            return None
-        path = directory / "training.png"
-        with writing(path):
-            plot.plot_run(read_history(history), path, title=directory.name)
-        return path
+            return ()
+        paths = directory / "training.png", directory / "experts.png"
+        with writing(paths[0]):
+            history = read_history(directory / HISTORY)
+            plot.plot_run(history, paths[0], title=directory.name)
+        if not load.has_load(history):
+            return paths[:1]
+        with writing(paths[1]):
+            load.plot_load(history, paths[1], title=directory.name)
+        return paths
 
     def _log_step(self, step: int, values: Values) -> None:
-        self.known_step = step
+        self.known_step, self.newest = step, values
         is_skipped = self._skipped.count(step, scalars(values))
         due = step % self._config.observe.log_every_steps == 0
         if due or is_skipped or step == self._config.num_steps:

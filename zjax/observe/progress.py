@@ -3,7 +3,7 @@
 import datetime
 import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -35,21 +35,23 @@ def describe_end(
     num_steps: int,
     num_skipped: int,
     checkpoint: pathlib.Path,
-    picture: pathlib.Path | None,
+    pictures: Sequence[pathlib.Path] = (),
+    load: str = "",
 ) -> str:
     """Describes in a few lines how a run ended and where its results are.
 
     Example:
-        >>> print(describe_end(8, 8, 0, pathlib.Path("runs/a/checkpoints/8"), None))
+        >>> print(describe_end(8, 8, 0, pathlib.Path("runs/a/checkpoints/8")))
         done at step 8
         checkpoint: runs/a/checkpoints/8
     """
     is_done = step >= num_steps
     note = f", {num_skipped} of them skipped" if num_skipped else ""
     lines = [f"{'done' if is_done else 'stopped'} at step {step}{note}"]
+    if load:
+        lines.append(load)
     lines.append(f"checkpoint: {checkpoint}")
-    if picture is not None:
-        lines.append(f"picture: {picture}")
+    lines += [f"picture: {picture}" for picture in pictures]
     if not is_done:
         lines.append("run the same command again to resume")
     return "\n".join(lines)
