@@ -205,3 +205,22 @@ def test_layers_have_the_experts_of_a_pyramid():
         for layer in layers_of(segment)
     ]
     assert kinds == [0, 2, 3]
+
+
+@pytest.mark.parametrize(("policy", "passes"), [("elementwise", 1), ("full", 2)])
+def test_the_backward_pass_routes_no_token_again(policy, passes):
+    """Fails if a policy saves no routing, and sorts all tokens twice."""
+    moe = dataclasses.replace(PLAIN, drop="position")
+    config = dataclasses.replace(language.GPT, num_layers=1, moe=moe, remat=policy)
+    model = make_model(schema.Config(model=config, data=schema.Data(length=8)))
+    params = language.params_of(language.make_language_model(config))
+    batch = language.make_text(config)
+
+    def loss(params):
+        return model.loss(params, {}, batch, None).value
+
+    backward = jax.make_jaxpr(lambda params: jax.vjp(loss, params)[1](1.0))(params)
+    text = str(backward)
+    assert text.count("= top_k[") == passes
+    # One for the capacity of the experts, one for their rows.
+    assert text.count("= sort[") == 2 * passes

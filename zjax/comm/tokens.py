@@ -11,6 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 EXCHANGED = "exchanged_tokens"
 """The name of their results, and their scope in compiled programs."""
+ROUTED = "routed_tokens"
+"""The name of the experts of all tokens, and of the order of tokens by expert."""
 
 
 @jax.named_scope(EXCHANGED)

@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from zjax.comm.tokens import ROUTED
 from zjax.moe.exchange import AllGather, AllToAll, make_exchange
 from zjax.moe.placement import Placement, token_spec
 from zjax.moe.router import Routing
@@ -145,6 +146,7 @@ def _apply_on_device(
         capacity=capacity,
         split=experts.split,
     )
+    exchange = jax.tree.map(lambda x: checkpoint_name(x, ROUTED), exchange)
     if experts.split and experts.down_bias is not None:
         # The devices add up their outputs: one of them adds the bias.
         is_first = jax.lax.axis_index(experts.split) == 0

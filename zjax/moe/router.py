@@ -13,8 +13,10 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from zjax.comm.tokens import ROUTED
 from zjax.moe.capacity import Drop, keep_within_capacity
 
 _EPSILON = jnp.finfo(jnp.float32).eps
@@ -168,7 +170,7 @@ def route(
     sigmoid = router.scores == "sigmoid"
     scores = jax.nn.sigmoid(logits) if sigmoid else jax.nn.softmax(logits)
     noise, drop_key = (None, None) if key is None else jax.random.split(key)
-    experts = _choose(logits, scores, router, noise, bias)
+    experts = checkpoint_name(_choose(logits, scores, router, noise, bias), ROUTED)
     used = jnp.ones(len(logits), bool) if counts is None else counts
     chosen = jnp.broadcast_to(used[:, None], experts.shape)
     own = jnp.take_along_axis(scores, experts, 1)
@@ -178,6 +180,7 @@ def route(
         # Evaluation draws no numbers: the first tokens stay.
         drop = "position" if router.drop == "random" and key is None else router.drop
         kept = keep_within_capacity(experts, own, chosen, capacity, drop, drop_key)
+        kept = checkpoint_name(kept, ROUTED)
     weights = jnp.where(kept, own, 0)
     if router.normalise and router.top_k > 1:
         weights /= jnp.maximum(weights.sum(1, keepdims=True), _EPSILON)

@@ -41,6 +41,8 @@ MLP = activation.INPUT
 """Outputs of the first matrices of a feed-forward layer."""
 EXCHANGED = tokens.EXCHANGED
 """Results of the collectives between devices with different experts."""
+ROUTED = tokens.ROUTED
+"""Experts of all tokens: a few numbers for each, which take a sort."""
 
 SAVED = {
     "elementwise": (
@@ -51,11 +53,12 @@ SAVED = {
         SPARSE,
         MLP,
         EXCHANGED,
+        ROUTED,
         norm.STATISTICS,
     ),
-    "attention_and_mlp": (INPUT, ATTENTION, SPARSE, MLP, EXCHANGED),
-    "dots": (INPUT, EXCHANGED),
-    "attention": (INPUT, ATTENTION, SPARSE, EXCHANGED),
+    "attention_and_mlp": (INPUT, ATTENTION, SPARSE, MLP, EXCHANGED, ROUTED),
+    "dots": (INPUT, EXCHANGED, ROUTED),
+    "attention": (INPUT, ATTENTION, SPARSE, EXCHANGED, ROUTED),
     "full": (INPUT,),
 }
 """Names of the residuals that each policy saves; `none` has no names."""
