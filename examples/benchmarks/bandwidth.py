@@ -10,9 +10,10 @@ again: their best is about two thirds.
 
 import functools
 
+import call_timing
 import jax
 import jax.numpy as jnp
-import sparse_cases as cases
+import timing
 from rich.console import Console
 from rich.table import Table
 
@@ -74,8 +75,8 @@ def main() -> None:
             named = {"implementation": implementation} if has_kernel else {}
             compiled = jax.jit(functools.partial(function, **named))
             run = functools.partial(compiled, *args)
-            seconds = cases.time_calls(run, jax.block_until_ready)
-            rate = num_bytes / cases.spread(seconds)["median"] / 1e12
+            seconds = call_timing.time_calls(run, jax.block_until_ready)
+            rate = num_bytes / timing.spread(seconds)["median"] / 1e12
             copy = copy or rate
             cells += [f"{rate:.2f}", f"{rate / copy:.0%}"]
         table.add_row(name, *cells)

@@ -1,26 +1,19 @@
-"""Cases of block-sparse attention, and how both sides time them and print the times.
+"""Cases of block-sparse attention, and the metrics that both sides print of them.
 
 One case is a layout, a length, a head size and a pass. What is printed of it are calls
 per second; a pass backward is always timed with the one forward.
 """
 
 import dataclasses
-import json
-import math
 import statistics
-import sys
-import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import timing
 
 BLOCK = 128
 HEADS = 16
 PASSES = ("forward", "both")
-WARM_UP_CALLS = 3
-ROUNDS = 7
-ROUND_SECONDS = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,59 +115,21 @@ def flops(case: Case, which: str) -> float:
     return each * {"forward": 2, "backward": 5}[which]
 
 
-def time_calls(call: Callable[[], Any], wait: Callable[[Any], Any]) -> list[float]:
-    """Seconds per call of several rounds, each long enough for a clock."""
-    for _ in range(WARM_UP_CALLS):
-        wait(call())
-    start = time.perf_counter()
-    wait(call())
-    num_calls = math.ceil(ROUND_SECONDS / (time.perf_counter() - start))
-    seconds = []
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        for _ in range(num_calls):
-            last = call()
-        wait(last)
-        seconds.append((time.perf_counter() - start) / num_calls)
-    return seconds
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    return {
-        "median": statistics.median(values),
-        "min": min(values),
-        "max": max(values),
-        "n": len(values),
-    }
-
-
 def describe(case: Case, seconds: dict[str, list[float]]) -> dict[str, Any]:
     """Seconds per call, calls per second, and TFLOP/s where live pairs are known.
 
     The backward pass is what both take less the median of the one forward.
     """
     metrics = {
-        case.metric(which): spread([1 / each for each in found])
+        case.metric(which): timing.spread([1 / each for each in found])
         for which, found in seconds.items()
     }
     for which, found in seconds.items():
-        metrics[f"{case.metric(which)} seconds"] = spread(found)
+        metrics[f"{case.metric(which)} seconds"] = timing.spread(found)
     if case.layout in CAUSAL or case.layout.startswith("dense"):
         forward = statistics.median(seconds["forward"])
         backward = [both - forward for both in seconds["both"]]
         for which, found in (("forward", seconds["forward"]), ("backward", backward)):
             rate = [flops(case, which) / 1e12 / each for each in found]
-            metrics[f"{case.metric(which)} TFLOP/s"] = spread(rate)
+            metrics[f"{case.metric(which)} TFLOP/s"] = timing.spread(rate)
     return metrics
-
-
-def print_result(
-    metrics: dict[str, Any], *, device: str, versions: dict[str, str]
-) -> None:
-    result = {"device": device, "num_devices": 1, "versions": versions} | metrics
-    print(f"RESULT {json.dumps(result)}", flush=True)
-
-
-def note(metric: str, seconds: list[float]) -> None:
-    """Progress, where a run is watched."""
-    print(f"{metric}: {statistics.median(seconds) * 1e3:.3f} ms", file=sys.stderr)

@@ -5,10 +5,9 @@ python examples/benchmarks/sparse_ours.py [--dense] [--only=PART_OF_A_NAME]
 
 import argparse
 import functools
-import platform
 from concurrent import futures
-from importlib import metadata
 
+import call_timing
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,8 +57,8 @@ def time_both(case: Case, calls) -> dict[str, list[float]]:
     """Seconds of the forward pass, and of both."""
     found = {}
     for which, call in zip(cases.PASSES, calls, strict=True):
-        found[which] = cases.time_calls(call, jax.block_until_ready)
-        cases.note(case.metric(which), found[which])
+        found[which] = call_timing.time_calls(call, jax.block_until_ready)
+        call_timing.note(case.metric(which), found[which])
     return found
 
 
@@ -143,10 +142,10 @@ def main() -> None:
         metrics |= cases.describe(case, time_both(case, calls))
     if args.dense:
         metrics |= cases.share_of_dense(metrics)
-    cases.print_result(
+    call_timing.print_result(
         metrics,
         device=jax.devices()[0].device_kind,
-        versions={"python": platform.python_version(), "jax": metadata.version("jax")},
+        packages=("jax",),
     )
 
 

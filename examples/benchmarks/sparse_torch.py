@@ -6,11 +6,10 @@ python examples/benchmarks/sparse_torch.py [--how=blocks|mask|dense] [--tma]
 
 import argparse
 import functools
-import platform
 from collections.abc import Callable
-from importlib import metadata
 from typing import Any
 
+import call_timing
 import sparse_cases as cases
 import torch
 from sparse_cases import Case
@@ -44,8 +43,8 @@ def time_both(case: Case, attend) -> dict[str, list[float]]:
     """Seconds of the forward pass, and of both."""
     found = {}
     for which, call in make_calls(case, attend).items():
-        found[which] = cases.time_calls(call, lambda _: torch.cuda.synchronize())
-        cases.note(case.metric(which), found[which])
+        found[which] = call_timing.time_calls(call, lambda _: torch.cuda.synchronize())
+        call_timing.note(case.metric(which), found[which])
     return found
 
 
@@ -129,13 +128,10 @@ def main() -> None:
         metrics |= cases.describe(case, time_both(case, make(case, options)))
     if make is dense:
         metrics |= cases.share_of_dense(metrics)
-    cases.print_result(
+    call_timing.print_result(
         metrics,
         device=torch.cuda.get_device_name(),
-        versions={
-            "python": platform.python_version(),
-            "torch": metadata.version("torch"),
-        },
+        packages=("torch",),
     )
 
 
