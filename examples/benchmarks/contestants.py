@@ -1,5 +1,7 @@
 """Who competes: programs of this folder, and `zjax bench`, as contestants."""
 
+from typing import Literal
+
 from shape import Shape
 
 from zjax.bench import Case, Contestant
@@ -73,6 +75,21 @@ def matrix_product(name: str) -> Contestant:
     """Products of large matrices on one device: what any model could reach there."""
     command = ("{python}", f"{_HERE}/matrix_product.py")
     return Contestant(name, command, "peer", ONE_DEVICE)
+
+
+def on_one_device(
+    name: str,
+    kind: Literal["zjax", "peer"],
+    script: str,
+    *words: str,
+    is_distributed: bool = False,
+    timeout_seconds: int = 90,
+) -> Contestant:
+    """A program that times kernels or layers; `is_distributed` if torch starts it."""
+    launcher = (*_TORCH, "--nproc_per_node=1") if is_distributed else ("{python}",)
+    command = (*launcher, f"{_HERE}/{script}.py", *words)
+    variables = JAX_MEMORY | FOR_THIS_GPU | ONE_DEVICE
+    return Contestant(name, command, kind, variables, timeout_seconds)
 
 
 def compare_speed(
