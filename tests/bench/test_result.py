@@ -204,6 +204,7 @@ UNPUBLISHED = {
     "three_d",
     "ulysses_ring",
     "grouped_matmul",
+    "moe_mfu",
     "grouped_matmul_small",
     "moe_layer",
     "moe_layer_vs_deepspeed",
