@@ -61,7 +61,7 @@ class Step:
             batch: NumPy or JAX arrays, first dim the global batch.
 
         Returns:
-            The next state, and float32 scalars still on the device.
+            The next state; float32 scalars and the totals, still on the device.
 
         Raises:
             PlanError: The batch does not divide over the devices.

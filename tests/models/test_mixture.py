@@ -124,6 +124,17 @@ def test_forced_coefficients_leave_one_branch(coefficient, branch):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_a_bias_chooses_experts_and_does_not_weigh_them():
+    layer, _ = make_layer(language.GPT, dataclasses.replace(PLAIN, bias_rate=0.1))
+    x, found = make_stream(), []
+    for bias in (9.0, 18.0):
+        layer.router.bias[...] = jnp.array([bias, 0, bias, 0])
+        y, auxiliary = layer(x)
+        assert auxiliary.totals["load"].tolist() == [16, 0, 16, 0]
+        found.append(y)
+    np.testing.assert_array_equal(*found)
+
+
 def test_padding_uses_no_capacity():
     """Fails if the router counts tokens that the loss does not."""
     moe = schema.MoE(num_experts=2, drop="position", min_capacity=1)

@@ -81,6 +81,12 @@ BIASED = dataclasses.replace(MOE, bias_rate=0.01, residual=False)
 PYRAMID = schema.MoE(num_experts=(2, 4), bias_rate=0.01)
 RUNS = {
     "expert": (GPT, PYRAMID, "device", {"mesh": schema.Mesh(expert=2)}),
+    "tokens split": (
+        GPT,
+        BIASED,
+        "device",
+        {"mesh": schema.Mesh(sequence=2, tensor=2)},
+    ),
     "pipeline": (
         FOUR,
         BIASED,
