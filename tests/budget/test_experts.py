@@ -76,9 +76,9 @@ def test_memory_grows_with_the_rows_that_may_arrive():
         make_config(moe, mesh, remat="none") for mesh in (schema.Mesh(), MESH)
     )
     less, more = (activation_bytes(each, *sizes_of(each)) for each in (alone, split))
-    # Up to 8 rows per token instead of 2. Saved, computed again and differentiated:
-    # inputs and outputs of the activation, and what arrives. The last two: rows.
-    more_rows, width = 8 - 2, alone.model.embed_size
-    values = 3 * (2 * more_rows * alone.model.mlp_size + 4 * width)
-    values += 2 * 2 * more_rows * width
+    # Up to 8 rows per token instead of 2, of which 2.5 are saved: inputs and outputs of
+    # the activation; tokens that arrive; and, as they are computed, the rows.
+    hidden, width = 2 * alone.model.mlp_size, alone.model.embed_size
+    values = (2.5 - 2) * hidden + 2 * (8 - 2) * hidden
+    values += 3 * 4 * width + 2 * 2 * (8 - 2) * width
     assert more - less == 4 * tensor.LENGTH * values

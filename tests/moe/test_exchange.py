@@ -1,8 +1,10 @@
 """A layer on many devices, where the compiler places its arrays, and what it sends."""
 
 import collections
+import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -66,6 +68,38 @@ def test_every_mesh_computes_what_one_device_does(router, mesh):
         found = run(*inputs)
     for own, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         np.testing.assert_allclose(own, other, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("mesh", MESHES[:3], ids=name_of)
+def test_a_device_whose_experts_all_tokens_choose_computes_them_all(mesh):
+    """Fails if rows above those of a usual load are dropped."""
+    x, *rest, cotangent = make_inputs()
+    x = jnp.abs(x)
+    experts, kernel = rest
+    kernel = kernel.at[:, 2:].add(-9.0)  # the first two experts, on the first device
+    inputs, run = (x, experts, kernel, cotangent), differentiate(ROUTERS["all-gather"])
+    expected = run(*inputs)
+    with jax.set_mesh(meshes.make_mesh(mesh)):
+        found = run(*inputs)
+    for own, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(own, other, rtol=2e-5, atol=5e-5)
+
+
+def test_a_device_saves_rows_of_a_usual_load():
+    """Fails if memory for the worst load is held until the backward pass."""
+    router = ROUTERS["all-gather"]
+    mesh = meshes.make_mesh(schema.Mesh(data=1, expert=8))
+
+    def pulled(x, experts, kernel):
+        return jax.vjp(
+            lambda x: apply_experts(x, experts, route(x @ kernel, router)), x
+        )
+
+    with jax.set_mesh(mesh):
+        _, pull = jax.eval_shape(pulled, *make_inputs()[:3])
+    shapes = {leaf.shape for leaf in jax.tree.leaves(pull)}
+    usual = math.ceil(1.25 * T * router.top_k)
+    assert (usual, 2 * support.HIDDEN) in shapes
 
 
 def sent_over_expert(router, mesh, num_devices):

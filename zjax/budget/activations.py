@@ -8,7 +8,7 @@ saves no scores.
 import math
 from collections.abc import Mapping
 
-from zjax.budget.experts import rows_per_token
+from zjax.budget.experts import Rows, rows_per_token
 from zjax.config import schema
 from zjax.config.batch import BatchSizes
 from zjax.config.mixture import experts_by_layer
@@ -44,9 +44,10 @@ def activation_bytes(
     per_value = tokens / shares * itemsize
     rows = rows_per_token(config, sizes, batch)
     saved = 0 if model.offloads_inputs else saved_values(model, model.remat, rows)
-    block = saved_values(model, "none", rows)
+    most_rows = {n: each._replace(saved=each.computed) for n, each in rows.items()}
+    block = saved_values(model, "none", most_rows)
     if rows:  # the rows of experts, and their outputs
-        most = max(computed for _, computed in rows.values())
+        most = max(each.computed for each in rows.values())
         block += math.ceil(2 * shares * most * model.embed_size)
     values = _saved_by_all(config, sizes[PIPELINE], batch, saved) + 2 * block
     loss_tokens = min(tokens, model.loss_chunk_tokens or tokens)
@@ -57,7 +58,7 @@ def activation_bytes(
 
 
 def saved_values(
-    model: schema.Model, policy: str, rows: Mapping[int, tuple[float, float]] = {}
+    model: schema.Model, policy: str, rows: Mapping[int, Rows] = {}
 ) -> int:
     """Residuals per token that a layer saves under a policy of `model.remat`.
 
@@ -92,15 +93,15 @@ def saved_values(
 
 
 def _values_of_experts(
-    model: schema.Model, rows: Mapping[int, tuple[float, float]]
+    model: schema.Model, rows: Mapping[int, Rows]
 ) -> tuple[int, int]:
     """Values of a token that arrive for experts, and hidden channels: layers' means."""
     moe, experts = model.moe, experts_by_layer(model)
     arrived, hidden = 0.0, 0.0
     for number in experts:
-        sent, computed = rows.get(number, (0, moe.top_k))
-        active = computed + moe.num_shared + moe.residual
-        arrived += sent * model.embed_size if number else 0
+        own = rows.get(number, Rows(0, moe.top_k, moe.top_k))
+        active = own.saved + moe.num_shared + moe.residual
+        arrived += own.arrived * model.embed_size if number else 0
         hidden += active * moe.expert_size if number else model.mlp_size
     return math.ceil(arrived / len(experts)), math.ceil(hidden / len(experts))
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from zjax.config import schema
 from zjax.config.batch import BatchSizes
@@ -82,27 +83,32 @@ def describe_exchanges(
     return f"{title} and microbatch\n{render_table(columns, rows, right=(0, 2))}"
 
 
-def rows_per_token(
-    config: schema.Config, sizes: Mapping[str, int], batch: BatchSizes
-) -> dict[int, tuple[float, float]]:
-    """Rows of a device per token that it routes, by the number of experts.
+class Rows(NamedTuple):
+    """Rows of a device per token that it routes.
 
     Args:
-        config: Settings; read for `model` and `data.length`.
-        sizes: Size of every mesh axis.
-        batch: Sizes of batch and microbatch.
-
-    Returns:
-        Rows that arrive from other devices, and rows of the local experts over all
-        devices of the tensor axis.
+        arrived: Rows that arrive from other devices.
+        saved: Rows of the local experts whose pre-activations are saved, over all
+            devices of the tensor axis.
+        computed: Most rows of the local experts, over these devices.
     """
+
+    arrived: float
+    saved: float
+    computed: float
+
+
+def rows_per_token(
+    config: schema.Config, sizes: Mapping[str, int], batch: BatchSizes
+) -> dict[int, Rows]:
+    """Rows of the layers with each number of experts; see `layer_exchanges`."""
     num_tokens = tokens_of_device(config, sizes, batch)
     shares = math.prod(sizes[axis] for axis in (EXPERT, TENSOR))
 
-    def count(choice: Choice) -> tuple[float, float]:
+    def count(choice: Choice) -> Rows:
         arrived = choice.sent if choice.exchange != "none" else num_tokens
         arrived = shares * arrived if shares > 1 else 0
-        return arrived / num_tokens, choice.computed / num_tokens
+        return Rows(*(n / num_tokens for n in (arrived, choice.usual, choice.most)))
 
     exchanges = layer_exchanges(config, sizes, batch)
     return {number: count(choice) for number, choice in exchanges.items()}

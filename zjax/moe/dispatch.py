@@ -25,6 +25,11 @@ class Dispatch:
     row: Any
     sizes: Any
 
+    def first(self, num_rows: int) -> "Dispatch":
+        """The same with fewer rows; none of those left out has an expert."""
+        token, expert = self.token[:num_rows], self.expert[:num_rows]
+        return dataclasses.replace(self, token=token, expert=expert)
+
     def rows_of(self, tokens: Float[Array, "T M"]) -> Float[Array, "R M"]:
         """Gathers the tokens of all rows."""
         return _take(tokens, self.token)

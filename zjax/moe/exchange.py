@@ -9,6 +9,10 @@ rows x width elements per exchange, of which there are two in each direction.
     all-gather   T                all tokens; the outputs are reduce-scattered
     all-to-all   E / shares x C   the rows of experts of capacity C, padding included
 
+Of all gathered tokens a device computes those of its own experts: usually about as many
+rows as its tokens have choices, but up to all of them. Buffers for the usual rows serve
+while these suffice; otherwise a conditional runs with all rows. Nothing is dropped.
+
 Where the tensor axis splits experts, too, it also splits the tokens: what has arrived
 over `expert` is gathered over `tensor`, and sums return in the opposite order. No two
 devices send the same token, and the exchange shrinks by the size of the tensor axis
@@ -19,6 +23,9 @@ arXiv:2201.05596, section 5; DeepSpeed-TED, arXiv:2303.06318, section 4.
 """
 
 import dataclasses
+import functools
+import math
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -30,6 +37,9 @@ from zjax.errors import PlanError, Problem
 from zjax.moe.dispatch import Dispatch, pad_experts, sort_by_expert
 from zjax.sharding.mesh import EXPERT, num_shares
 
+_SLACK = 1.25
+"""Rows of a usual load, in units of those of an even one."""
+
 
 class Choice(NamedTuple):
     """An exchange.
@@ -37,13 +47,16 @@ class Choice(NamedTuple):
     Args:
         exchange: `none` where every device has all experts.
         sent: Rows that each device sends to each other device, and receives back.
-        computed: Most rows of the experts of a device; it has memory for all of them.
+        usual: Rows of the experts of a device at a load that is even, or a quarter
+            above. A device saves the pre-activations of as many.
+        most: Most rows of the experts of a device.
         reason: Why this exchange.
     """
 
     exchange: Literal["none", "all-gather", "all-to-all"]
     sent: int
-    computed: int
+    usual: int
+    most: int
     reason: str
 
 
@@ -67,24 +80,27 @@ def choose_exchange(
 
     Example:
         >>> sizes = {"num_tokens": 64, "top_k": 2, "num_experts": 8, "capacity": 16}
-        >>> choose_exchange(**sizes, num_shares=8)[:3]
-        ('all-to-all', 16, 128)
-        >>> choose_exchange(**sizes, num_shares=2)[:3]
-        ('all-gather', 64, 128)
+        >>> choose_exchange(**sizes, num_shares=8)[:4]
+        ('all-to-all', 16, 128, 128)
+        >>> del sizes["capacity"]
+        >>> choose_exchange(**sizes, num_shares=4)[:4]
+        ('all-gather', 64, 160, 512)
     """
     num_local = num_experts // num_shares
     bound = num_tokens if capacity is None else min(capacity, num_tokens)
     padded = num_local * bound
-    chosen = num_shares * min(num_tokens * min(top_k, num_local), padded)
+    most = num_shares * min(num_tokens * min(top_k, num_local), padded)
+    usual = min(most, math.ceil(_SLACK * num_tokens * top_k))
     if num_shares == 1:
-        return Choice("none", 0, chosen, "every device has all experts")
+        return Choice("none", 0, most, most, "every device has all experts")
     if capacity is None:
         reason = "without capacity an expert may take every token"
-        return Choice("all-gather", num_tokens, chosen, reason)
+        return Choice("all-gather", num_tokens, usual, most, reason)
     reason = f"experts of a device take {padded} rows of {num_tokens} tokens"
     if padded < num_tokens:
-        return Choice("all-to-all", padded, num_shares * padded, reason)
-    return Choice("all-gather", num_tokens, chosen, reason)
+        rows = num_shares * padded
+        return Choice("all-to-all", padded, rows, rows, reason)
+    return Choice("all-gather", num_tokens, usual, most, reason)
 
 
 def make_exchange(
@@ -127,8 +143,8 @@ def make_exchange(
         is_local = (gathered >= 0) & (gathered < num_local)
         gathered = jnp.where(is_local, gathered, num_local)
     copies = num_shares(jax.sharding.get_abstract_mesh(), split)
-    rows = copies * choice.computed
-    return AllGather(sort_by_expert(gathered, num_local, rows), axes)
+    dispatch = sort_by_expert(gathered, num_local, copies * choice.most)
+    return AllGather(dispatch, copies * choice.usual, axes)
 
 
 @jax.tree_util.register_dataclass
@@ -138,11 +154,13 @@ class AllGather:
 
     Args:
         dispatch: Rows of the local experts, of all tokens.
+        usual: Rows that there are at most at a usual load.
         axes: Mesh axes over which tokens are gathered, the first one first; none where
             a device has all experts.
     """
 
     dispatch: Dispatch
+    usual: int = dataclasses.field(metadata={"static": True})
     axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
     @property
@@ -171,25 +189,46 @@ class AllGather:
         """The weight of each row, from what `share_weights` returned."""
         return self.dispatch.values_of(shared)
 
-    def combine(
-        self,
-        rows: Float[Array, "R M"],
-        shared: Float[Array, "S K"] | None,
-        dtype: Any,
-    ) -> Float[Array, "T M"]:
-        """Returns rows to the devices of their tokens, and sums those of each token.
+    def by_load(self, run: Callable[..., Any], *operands: Any) -> Any:
+        """Returns `run(exchange, *operands)`, with few rows if there are no more.
+
+        Args:
+            run: Function without collectives, whose results have the same shapes for
+                any number of rows.
+            *operands: Arrays.
+        """
+        if self.usual == self.dispatch.token.size:
+            return run(self, *operands)
+        few = dataclasses.replace(self, dispatch=self.dispatch.first(self.usual))
+        is_usual = self.sizes.sum() <= self.usual
+        runs = (functools.partial(run, exchange) for exchange in (few, self))
+        return jax.lax.cond(is_usual, *runs, *operands)
+
+    def sum_rows(
+        self, rows: Float[Array, "R M"], shared: Float[Array, "S K"] | None, dtype: Any
+    ) -> Float[Array, "S M"]:
+        """Sums the local rows of each token.
 
         Args:
             rows: Outputs of the local experts, or cotangents of their inputs.
             shared: Factors from `share_weights`; 1 by default.
             dtype: Dtype of the sums that devices exchange.
         """
-        sums = self.dispatch.combine(rows, shared).astype(dtype)
+        return self.dispatch.combine(rows, shared).astype(dtype)
+
+    def collect_sums(
+        self, sums: Float[Array, "S M"], shared: Float[Array, "S K"] | None
+    ) -> Float[Array, "T M"]:
+        """Adds up, on the device of each token, what `sum_rows` returned."""
         return tokens.reduce_scatter(sums, self.axes)
 
-    def choices_of(self, values: Float[Array, " R"]) -> Float[Array, "T K"]:
-        """Returns one value per row to the choice it belongs to."""
-        return tokens.reduce_scatter(self.dispatch.choices_of(values), self.axes)
+    def move_values(self, values: Float[Array, " R"]) -> Float[Array, "S K"]:
+        """Moves one value per local row to the choice it belongs to."""
+        return self.dispatch.choices_of(values)
+
+    def collect_values(self, values: Float[Array, "S K"]) -> Float[Array, "T K"]:
+        """Returns what `move_values` returned to the devices of the tokens."""
+        return tokens.reduce_scatter(values, self.axes)
 
 
 @jax.tree_util.register_dataclass
@@ -208,6 +247,11 @@ class AllToAll:
     dispatch: Dispatch
     num_local: int = dataclasses.field(metadata={"static": True})
     split: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def usual(self) -> int:
+        """Number of rows, which no load changes."""
+        return self.num_local * self._rows_per_expert
 
     @property
     def sizes(self) -> Int[Array, " E"]:
@@ -235,16 +279,27 @@ class AllToAll:
         """Sends the weight of each row to the device of its expert."""
         return self._by_expert(self._send(self.dispatch.values_of(shared)))
 
-    def combine(
-        self,
-        rows: Float[Array, "R M"],
-        shared: Float[Array, "T K"] | None,
-        dtype: Any,
+    def by_load(self, run: Callable[..., Any], *operands: Any) -> Any:
+        """Returns `run(exchange, *operands)`; the number of rows is fixed."""
+        return run(self, *operands)
+
+    def sum_rows(
+        self, rows: Float[Array, "R M"], shared: Float[Array, "T K"] | None, dtype: Any
+    ) -> Float[Array, "R M"]:
+        """Returns the rows, as the device of each token sums them."""
+        return rows
+
+    def collect_sums(
+        self, sums: Float[Array, "R M"], shared: Float[Array, "T K"] | None
     ) -> Float[Array, "T M"]:
         """Returns rows to the devices of their tokens, and sums those of each token."""
-        return self.dispatch.combine(self._return(rows), shared).astype(dtype)
+        return self.dispatch.combine(self._return(sums), shared).astype(sums.dtype)
 
-    def choices_of(self, values: Float[Array, " R"]) -> Float[Array, "T K"]:
+    def move_values(self, values: Float[Array, " R"]) -> Float[Array, " R"]:
+        """Returns the values, which the device of each token moves."""
+        return values
+
+    def collect_values(self, values: Float[Array, " R"]) -> Float[Array, "T K"]:
         """Returns one value per row to the choice it belongs to."""
         return self.dispatch.choices_of(self._return(values))
 

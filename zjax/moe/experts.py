@@ -174,24 +174,49 @@ def _forward(
     exchange: AllGather | AllToAll,
 ) -> tuple[jax.Array, Any]:
     arrived, shared = exchange.send(x), exchange.share_weights(weights)
-    sizes = exchange.sizes
-    hidden = grouped_matmul(exchange.rows_of(arrived), experts.up, sizes)
-    hidden = _add_bias(hidden, experts.up_bias, exchange)
+    saved_rows = exchange.usual
+
+    def compute(exchange: Any, arrived: Any, experts: Any, shared: Any) -> Any:
+        hidden = _hidden(arrived, experts, exchange)
+        outputs = grouped_matmul(
+            _activate(activation)(hidden), experts.down, exchange.sizes
+        )
+        outputs = _add_bias(outputs, experts.down_bias, exchange)
+        return exchange.sum_rows(outputs, shared, x.dtype), hidden[:saved_rows]
+
+    sums, hidden = exchange.by_load(compute, arrived, experts, shared)
     hidden = checkpoint_name(hidden, activations.INPUT)
-    outputs = grouped_matmul(_activate(activation)(hidden), experts.down, sizes)
-    outputs = _add_bias(outputs, experts.down_bias, exchange)
-    combined = exchange.combine(outputs, shared, x.dtype)
+    combined = exchange.collect_sums(sums, shared)
     return combined, (arrived, hidden, experts, shared, exchange)
 
 
 def _backward(
     activation: Activation, saved: Any, cotangent: jax.Array
 ) -> tuple[jax.Array, Experts, jax.Array, None]:
-    arrived, hidden, experts, shared, exchange = saved
-    dtype, sizes = arrived.dtype, exchange.sizes
-    weight = exchange.row_weights(shared)[:, None]
+    *operands, shared, exchange = saved
+    operands += exchange.row_weights(shared), exchange.send(cotangent)
+    run = functools.partial(_differentiate, activation)
+    sums, gradients, values = exchange.by_load(run, *operands)
+    x_cotangent = exchange.collect_sums(sums, None)
+    return x_cotangent, gradients, exchange.collect_values(values), None
+
+
+def _differentiate(
+    activation: Activation,
+    exchange: AllGather | AllToAll,
+    arrived: jax.Array,
+    hidden: jax.Array,
+    experts: Experts,
+    weight: jax.Array,
+    cotangent: jax.Array,
+) -> tuple[jax.Array, Experts, jax.Array]:
+    """Gradients of one device: of what arrived, of its experts, of the weights."""
+    dtype, sizes, rows = arrived.dtype, exchange.sizes, exchange.row_experts.size
+    if rows > len(hidden):  # more rows than are saved
+        hidden = _hidden(arrived, experts, exchange)
+    weight = weight[:rows, None]
     # Cotangents of the outputs of experts, before the routing weight.
-    row_cotangent = exchange.rows_of(exchange.send(cotangent))
+    row_cotangent = exchange.rows_of(cotangent)
     activated_cotangent = grouped_matmul(
         row_cotangent, experts.down, sizes, transpose=True
     )
@@ -210,11 +235,20 @@ def _backward(
         down_bias=_sum_by_expert(row_cotangent * weight, experts.down_bias, exchange),
     )
     input_rows = grouped_matmul(hidden_cotangent, experts.up, sizes, transpose=True)
-    x_cotangent = exchange.combine(input_rows, None, dtype)
-    return x_cotangent, gradients, exchange.choices_of(weight_cotangent), None
+    sums = exchange.sum_rows(input_rows, None, dtype)
+    return sums, gradients, exchange.move_values(weight_cotangent)
 
 
 _apply.defvjp(_forward, _backward)
+
+
+def _hidden(
+    arrived: jax.Array, experts: Experts, exchange: AllGather | AllToAll
+) -> jax.Array:
+    """Pre-activations of all rows."""
+    rows = exchange.rows_of(arrived)
+    hidden = grouped_matmul(rows, experts.up, exchange.sizes)
+    return _add_bias(hidden, experts.up_bias, exchange)
 
 
 def _activate(activation: Activation) -> Callable[[jax.Array], jax.Array]:
