@@ -203,13 +203,8 @@ UNPUBLISHED = {
     "tensor_6p7b",
     "three_d",
     "ulysses_ring",
-    "grouped_matmul",
-    "moe_mfu",
-    "grouped_matmul_small",
-    "moe_layer",
-    "moe_layer_vs_deepspeed",
 }
-"""Claims that nothing was measured of: the first three need four GPUs."""
+"""Claims that nothing was measured of: they need four GPUs."""
 
 
 @functools.cache
