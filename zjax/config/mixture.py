@@ -97,8 +97,7 @@ def mixture_problems(config: schema.Config, num_devices: int) -> Iterator[Proble
     wrong = list(_numbers(config.model))
     yield from wrong
     if not wrong:
-        yield from _routing(moe)
-        yield from _without_effect(moe)
+        yield from routing_problems(moe)
         yield from _run(config, num_devices)
 
 
@@ -141,6 +140,12 @@ def _uniform(model: schema.Model) -> schema.Model:
         num_experts=1, every=model.moe.every, first_dense=model.moe.first_dense
     )
     return schema.Model(num_layers=model.num_layers, moe=moe)
+
+
+def routing_problems(moe: schema.MoE) -> Iterator[Problem]:
+    """Yields settings of the router that do not fit each other, or have no effect."""
+    yield from _routing(moe)
+    yield from _without_effect(moe)
 
 
 def _routing(moe: schema.MoE) -> Iterator[Problem]:

@@ -237,6 +237,9 @@ class Sparsity:
     """Seed of the random blocks."""
 
 
+BalanceScope = Literal["microbatch", "sequence"]
+
+
 @section
 class MoE:
     """Mixture of experts in place of feed-forward layers; off without `num_experts`.
@@ -290,7 +293,7 @@ class MoE:
     """Least capacity, in tokens."""
     balance_loss: float = 0.01
     """Coefficient of the loss that evens the load of the experts."""
-    balance_scope: Literal["microbatch", "sequence"] = "microbatch"
+    balance_scope: BalanceScope = "microbatch"
     """Tokens with an even load: those of a device's microbatch, or of each sequence."""
     bias_rate: float = 0.0
     """Step of a bias on the scores, which evens the load without a loss: after each

@@ -17,7 +17,7 @@ from zjax.config import schema
 from zjax.models import layers
 from zjax.models.feed_forward import FeedForward
 from zjax.moe import losses
-from zjax.moe.experts import Experts, apply_experts
+from zjax.moe.experts import Activation, Experts, apply_experts
 from zjax.moe.placement import Placement
 from zjax.moe.router import Router, Routing, route, router_logits
 from zjax.ops.keys import fold_in
@@ -25,7 +25,7 @@ from zjax.parallel import tensor
 from zjax.sharding.activations import first_row
 from zjax.typing import Auxiliary
 
-_ROUTER_INIT = jax.nn.initializers.variance_scaling(0.1, "fan_in", "truncated_normal")
+ROUTER_INIT = jax.nn.initializers.variance_scaling(0.1, "fan_in", "truncated_normal")
 """That of Switch, with a tenth of the usual variance."""
 
 
@@ -80,8 +80,7 @@ class ExpertMatrices(nnx.Module):
         up_bias = down_bias = None
         if self.up.bias is not None and self.down.bias is not None:
             up_bias, down_bias = self.up.bias[...], self.down.bias[...]
-            up_bias = up_bias.reshape(len(up_bias), -1)
-        return Experts(up.reshape(*up.shape[:2], -1), down, up_bias, down_bias)
+        return Experts(up, down, up_bias, down_bias).with_merged_gates()
 
 
 class MixtureOfExperts(nnx.Module):
@@ -124,7 +123,7 @@ class MixtureOfExperts(nnx.Module):
         experts: layers.Dims = ((None, num_experts),)
         self.router = Matrix(
             (*embed, *experts),
-            lambda shape: _ROUTER_INIT(key, shape),
+            lambda shape: ROUTER_INIT(key, shape),
             bias=experts if moe.bias_rate else (),
         )
         self.experts = ExpertMatrices(config, num_experts, out_std=out_std, rngs=rngs)
@@ -157,27 +156,19 @@ class MixtureOfExperts(nnx.Module):
         if not drops:
             settings = dataclasses.replace(settings, drop="none")
 
-        experts = self.experts.values()
-        placement = Placement.of(settings.num_experts, experts.down.shape[1])
-
-        def run(
-            x: jax.Array, counts: Any, weights: Any, part: Any
-        ) -> tuple[jax.Array, Any]:
-            router, experts, key = weights
-            experts = experts.joined(placement)
-            tokens = x.reshape(-1, x.shape[-1])
-            noise = fold_in(fold_in(key, first_row(len(x))), part)
-            routing = _route(tokens, router, settings, self.config.moe, counts, noise)
-            activation = self.config.activation
-            y = apply_experts(tokens, experts, routing, activation=activation)
-            return y.reshape(x.shape), _measure(routing, self.config.moe, len(x))
-
         bias = self.router.bias
         router = self.router.kernel[...], None if bias is None else bias[...]
-        parts, specs = experts.parted(placement)
-        weights, specs = (router, parts, key), (P(), specs, P())
-        y, numbers = tensor.map_tokens(run, x, counts, weights, specs)
-        return self._add_branches(x, y), _auxiliary(numbers, self.config.moe)
+        y, auxiliary = mix_tokens(
+            x,
+            router,
+            self.experts.values(),
+            settings,
+            self.config.moe,
+            activation=self.config.activation,
+            counts=counts,
+            key=key,
+        )
+        return self._add_branches(x, y), auxiliary
 
     def _add_branches(self, x: jax.Array, y: jax.Array) -> jax.Array:
         if self.residual is not None and self.coefficient is not None:
@@ -192,6 +183,51 @@ class MixtureOfExperts(nnx.Module):
                 shared = (gate * shared).astype(x.dtype)
             y += shared
         return y
+
+
+def mix_tokens(
+    x: Float[Array, "B L M"],
+    router: tuple[jax.Array, jax.Array | None],
+    experts: Experts,
+    settings: Router,
+    moe: schema.MoE,
+    *,
+    activation: Activation,
+    counts: Bool[Array, "B L"] | None = None,
+    key: jax.Array | None = None,
+) -> tuple[Float[Array, "B L M"], Auxiliary]:
+    """Routes the tokens of each device, and applies their experts.
+
+    Args:
+        x: Tokens.
+        router: Matrix [M, E], and bias [E] or None.
+        experts: Parameters of all experts.
+        settings: Settings of the router.
+        moe: Jitter, and coefficients of the losses.
+        activation: Function between the two products of an expert.
+        counts: False for padding, which no expert computes; None for no padding.
+        key: Random key of the router; None in evaluation.
+
+    Returns:
+        The outputs; the weighted losses of the router, metrics, and the load.
+    """
+    placement = Placement.of(settings.num_experts, experts.down.shape[1])
+
+    def run(
+        x: jax.Array, counts: Any, weights: Any, part: Any
+    ) -> tuple[jax.Array, Any]:
+        router, experts, key = weights
+        experts = experts.joined(placement)
+        tokens = x.reshape(-1, x.shape[-1])
+        noise = fold_in(fold_in(key, first_row(len(x))), part)
+        routing = _route(tokens, router, settings, moe, counts, noise)
+        y = apply_experts(tokens, experts, routing, activation=activation)
+        return y.reshape(x.shape), _measure(routing, moe, len(x))
+
+    parts, specs = experts.parted(placement)
+    weights, specs = (router, parts, key), (P(), specs, P())
+    y, numbers = tensor.map_tokens(run, x, counts, weights, specs)
+    return y, _auxiliary(numbers, moe)
 
 
 def router_of(moe: schema.MoE, num_experts: int) -> Router:

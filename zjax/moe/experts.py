@@ -61,7 +61,11 @@ class Experts:
 
     def joined(self, placement: Placement) -> "Experts":
         """The arrays of one device, from its part of those of `parted`."""
-        return dataclasses.replace(self._with_hidden(-1), split=placement.hidden)
+        return dataclasses.replace(self.with_merged_gates(), split=placement.hidden)
+
+    def with_merged_gates(self) -> "Experts":
+        """The same, where gates and values of `swiglu` had dims of their own."""
+        return self._with_hidden(-1)
 
     def _with_hidden(self, *sizes: int) -> "Experts":
         up, bias = self.up, self.up_bias

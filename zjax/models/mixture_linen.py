@@ -1,0 +1,86 @@
+"""A mixture of experts as a Linen module."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from zjax.config.schema import BalanceScope
+from zjax.models.layers import Dims
+from zjax.models.mixture_settings import Mixture, initializer
+from zjax.moe.experts import Activation
+from zjax.moe.router import Router
+
+
+class MoE(nn.Module):
+    """Experts that a router chooses for each token, in place of a feed-forward layer.
+
+    The arguments are those of `zjax.nnx.MoE`, without `in_features` and `rngs`. While
+    training, a router with noise or capacity draws from the stream `dropout`.
+
+    Example:
+        >>> import jax
+        >>> from zjax.moe.router import Router
+        >>> layer = MoE(Router(num_experts=4, top_k=2), 16)
+        >>> (y, loss), _ = layer.init_with_output(jax.random.key(0), jnp.ones((2, 8)))
+        >>> y.shape, loss.shape
+        ((2, 8), ())
+    """
+
+    router: Router
+    expert_size: int
+    activation: Activation = "swiglu"
+    use_bias: bool = False
+    jitter: float = 0.0
+    balance_loss: float = 0.01
+    balance_scope: BalanceScope = "microbatch"
+    z_loss: float = 0.0
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    deterministic: bool = False
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "... M"],
+        counts: Bool[Array, "..."] | None = None,
+        *,
+        deterministic: bool | None = None,
+    ) -> tuple[Float[Array, "... M"], Float[Array, ""]]:
+        """Transforms each token as `zjax.nnx.MoE` does.
+
+        Args:
+            x: Tokens; the first dim is the batch.
+            counts: False for padding, which no expert computes; None for no padding.
+            deterministic: Value in place of that of the module; None for the same.
+
+        Returns:
+            The outputs, and the weighted sum of balance loss and z-loss, to add to the
+            loss.
+
+        Raises:
+            ConfigError: Settings are out of range, or do not fit each other.
+        """
+        mixture = Mixture(
+            router=self.router,
+            expert_size=self.expert_size,
+            activation=self.activation,
+            use_bias=self.use_bias,
+            jitter=self.jitter,
+            balance_loss=self.balance_loss,
+            balance_scope=self.balance_scope,
+            z_loss=self.z_loss,
+        )
+        dims = mixture.dims(x.shape[-1])
+        params = {name: self._param(name, given) for name, given in dims.items()}
+        if deterministic is None:
+            deterministic = self.deterministic
+        draws = mixture.needs_key and not deterministic
+        key = self.make_rng("dropout") if draws else None
+        return mixture.apply(x, params, counts, key, self.dtype)
+
+    def _param(self, name: str, dims: Dims) -> Any:
+        names, sizes = zip(*dims, strict=True)
+        init = nn.with_logical_partitioning(initializer(name, len(dims)), names)
+        return self.param(name, init, sizes, self.param_dtype)

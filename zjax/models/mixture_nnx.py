@@ -1,0 +1,107 @@
+"""A mixture of experts as an NNX module."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+
+from zjax.config.schema import BalanceScope
+from zjax.models import layers
+from zjax.models.mixture_settings import Mixture, initializer
+from zjax.moe.experts import Activation
+from zjax.moe.router import Router
+
+
+class MoE(nnx.Module):
+    """Experts that a router chooses for each token, in place of a feed-forward layer.
+
+    Args:
+        in_features: Channels of a token.
+        router: Settings, such as `Router(num_experts=8, top_k=2)`.
+        expert_size: Hidden channels of an expert, 1 or more.
+        activation: Function between the two products of an expert.
+        use_bias: Whether experts have biases.
+        jitter: Uniform noise of 1 - jitter to 1 + jitter on the router's input while
+            training.
+        balance_loss: Coefficient of the loss that evens the load of the experts.
+        balance_scope: Tokens with an even load: those of a device (`microbatch`), or of
+            each entry of the first dim (`sequence`).
+        z_loss: Coefficient of the squared log-sum-exp of the router's logits.
+        dtype: Dtype of the experts' products; None promotes input and parameters. The
+            router computes in float32.
+        param_dtype: Dtype of the parameters.
+        deterministic: Whether the router draws no numbers and uses its capacity of
+            evaluation; `eval()` and `train()` set it.
+        rngs: Source of the initial values, and of `dropout` keys while training.
+
+    Raises:
+        ConfigError: Settings are out of range, or do not fit each other.
+
+    Example:
+        >>> from zjax.moe.router import Router
+        >>> layer = MoE(8, Router(num_experts=4, top_k=2), 16, rngs=nnx.Rngs(0))
+        >>> y, loss = layer(jnp.ones((2, 3, 8)))
+        >>> y.shape, loss.shape
+        ((2, 3, 8), ())
+
+    References:
+        Switch, arXiv:2101.03961; DeepSpeed-MoE, arXiv:2201.05596.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        router: Router,
+        expert_size: int,
+        activation: Activation = "swiglu",
+        *,
+        use_bias: bool = False,
+        jitter: float = 0.0,
+        balance_loss: float = 0.01,
+        balance_scope: BalanceScope = "microbatch",
+        z_loss: float = 0.0,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        deterministic: bool = False,
+        rngs: nnx.Rngs,
+    ):
+        self.mixture = Mixture(
+            router=router,
+            expert_size=expert_size,
+            activation=activation,
+            use_bias=use_bias,
+            jitter=jitter,
+            balance_loss=balance_loss,
+            balance_scope=balance_scope,
+            z_loss=z_loss,
+        )
+        self.dtype = dtype
+        self.deterministic = deterministic
+        self.rngs = rngs.dropout.fork() if self.mixture.needs_key else None
+
+        def make(name: str, dims: layers.Dims) -> nnx.Param:
+            init, key = initializer(name, len(dims)), rngs.params()
+            return layers.make_param(dims, lambda shape: init(key, shape, param_dtype))
+
+        dims = self.mixture.dims(in_features)
+        self.names = tuple(dims)
+        for name in self.names:
+            setattr(self, name, make(name, dims[name]))
+
+    def __call__(
+        self, x: Float[Array, "... M"], counts: Bool[Array, "..."] | None = None
+    ) -> tuple[Float[Array, "... M"], Float[Array, ""]]:
+        """Transforms each token.
+
+        Args:
+            x: Tokens; the first dim is the batch.
+            counts: False for padding, which no expert computes; None for no padding.
+
+        Returns:
+            The outputs, and the weighted sum of balance loss and z-loss, to add to the
+            loss.
+        """
+        params = {name: getattr(self, name)[...] for name in self.names}
+        key = None if self.rngs is None or self.deterministic else self.rngs()
+        return self.mixture.apply(x, params, counts, key, self.dtype)

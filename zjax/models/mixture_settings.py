@@ -1,0 +1,144 @@
+"""Settings, parameters and computation that the Linen and NNX mixtures share."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from zjax.config import convert, schema
+from zjax.config.mixture import routing_problems
+from zjax.config.ranges import range_problems
+from zjax.errors import ConfigError, Problem
+from zjax.models.layers import Dims
+from zjax.models.mixture import ROUTER_INIT, mix_tokens
+from zjax.moe.experts import Activation, Experts
+from zjax.moe.router import Router
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """Settings of a mixture of experts in a Flax model.
+
+    Args:
+        router: Settings of the router.
+        expert_size: Hidden channels of an expert.
+        activation: Function between the two products of an expert.
+        use_bias: Whether experts have biases.
+        jitter: Noise on the router's input while training.
+        balance_loss: Coefficient of the balance loss.
+        balance_scope: Tokens with an even load.
+        z_loss: Coefficient of the z-loss.
+
+    Raises:
+        ConfigError: Settings are out of range, or do not fit each other.
+    """
+
+    router: Router
+    expert_size: int
+    activation: Activation
+    use_bias: bool
+    jitter: float
+    balance_loss: float
+    balance_scope: schema.BalanceScope
+    z_loss: float
+
+    def __post_init__(self):
+        sizes = {"num_experts": self.router.num_experts}
+        sizes["expert_size"] = self.expert_size
+        problems = [*_size_problems(sizes), *activation_problems(self.activation)]
+        problems = problems or list(range_problems(self.moe))
+        problems = problems or list(map(_without_path, routing_problems(self.moe)))
+        if problems:
+            raise ConfigError(*problems)
+
+    @functools.cached_property
+    def moe(self) -> schema.MoE:
+        """The same settings as those of a built-in model."""
+        names = {field.name for field in dataclasses.fields(schema.MoE)}
+        values = {**vars(self), **vars(self.router)}
+        values = {name: x for name, x in values.items() if name in names}
+        return convert.from_mapping(schema.MoE, values)
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether training differs from evaluation."""
+        sampling, drop = self.router.sampling, self.router.drop
+        return self.jitter > 0 or sampling != "none" or drop != "none"
+
+    def dims(self, embed_size: int) -> dict[str, Dims]:
+        """Names and sizes of the dims of each parameter."""
+        number = self.router.num_experts
+        experts: Dims = (("experts", number),)
+        embed: Dims = (("embed", embed_size),)
+        mlp: Dims = (("mlp", self.expert_size),)
+        hidden = (("gates", 2), *mlp) if self.activation == "swiglu" else mlp
+        dims: dict[str, Dims] = {
+            "router_kernel": (*embed, (None, number)),
+            "up": (*experts, *embed, *hidden),
+            "down": (*experts, *mlp, *embed),
+        }
+        if self.use_bias:
+            dims |= {"up_bias": (*experts, *hidden), "down_bias": (*experts, *embed)}
+        return dims
+
+    def apply(
+        self,
+        x: Float[Array, "... M"],
+        params: dict[str, Array],
+        counts: Bool[Array, "..."] | None,
+        key: jax.Array | None,
+        dtype: Any,
+    ) -> tuple[Float[Array, "... M"], Float[Array, ""]]:
+        """Outputs in `dtype`, by default that of all operands, and weighted losses."""
+        params = dict(params)
+        router = params.pop("router_kernel")
+        dtype = dtype or jnp.result_type(x, *params.values())
+        num_rows = x.shape[0] if x.ndim > 1 else 1
+        tokens = x.astype(dtype).reshape(num_rows, -1, x.shape[-1])
+        cast: dict[str, Any] = {name: p.astype(dtype) for name, p in params.items()}
+        y, auxiliary = mix_tokens(
+            tokens,
+            (router, None),
+            Experts(**cast).with_merged_gates(),
+            self.router,
+            self.moe,
+            activation=self.activation,
+            counts=None if counts is None else counts.reshape(tokens.shape[:2]),
+            key=key,
+        )
+        loss: Any = auxiliary.loss
+        return y.reshape(x.shape), loss
+
+
+def initializer(name: str, num_dims: int) -> jax.nn.initializers.Initializer:
+    """Initialiser of a parameter of `Mixture.dims`."""
+    if name == "router_kernel":
+        return ROUTER_INIT
+    if name.endswith("bias"):
+        return jax.nn.initializers.zeros
+    return jax.nn.initializers.lecun_normal(1, tuple(range(2, num_dims)), 0)
+
+
+def _size_problems(sizes: dict[str, Any]) -> Iterator[Problem]:
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            yield Problem(name, size, "is not a size", "use 1 or more")
+
+
+def activation_problems(activation: Any) -> Iterator[Problem]:
+    """Yields a problem if experts do not have an activation."""
+    names = get_args(Activation)
+    if activation not in names:
+        remedy = f"use one of {', '.join(names)}"
+        yield Problem("activation", activation, "is not an activation", remedy)
+
+
+def _without_path(problem: Problem) -> Problem:
+    """A problem of `model.moe` with the names of arguments."""
+    texts = (problem.field, problem.problem, problem.remedy)
+    field, text, remedy = (x.replace("model.moe.", "") for x in texts)
+    return Problem(field, problem.value, text, remedy)
