@@ -146,6 +146,12 @@ REFUSED = [
         "False, or model.attention='xla'",
         id="deterministic",
     ),
+    case(
+        f"{MOE}.num_experts=4;{MOE}.balance_scope=sequence;mesh.tensor=2",
+        "model.moe.balance_scope='sequence' cannot run with mesh.tensor=2, which "
+        "splits the tokens of a sequence; use 'microbatch', or mesh.tensor=1",
+        id="sequences-that-are-split",
+    ),
 ]
 
 

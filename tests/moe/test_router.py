@@ -180,6 +180,41 @@ def test_sequences_have_losses_of_their_own():
     assert float(mean) != pytest.approx(float(balance_loss(found)), rel=1e-2)
 
 
+def test_sequences_count_by_their_tokens():
+    """Fails if a device with padding weighs as much as one without."""
+    counts = jnp.array([1, 1, 1, 1, 0, 0], bool)
+    router = Router(num_experts=3)
+    found = route(GOLDEN, router, counts=counts)
+    first = balance_loss(route(GOLDEN[:3], router))
+    second = balance_loss(route(GOLDEN[3:4], router))
+    close(balance_loss(found, num_sequences=2), (3 * first + second) / 4)
+
+
+@pytest.mark.parametrize("sampling", ["first", "second"])
+def test_noise_chooses_within_the_best_groups(sampling):
+    logits = jax.random.normal(jax.random.key(0), (256, 8))
+    router = Router(
+        num_experts=8, top_k=2, num_groups=4, top_groups=1, sampling=sampling
+    )
+    experts = route(logits, router, key=jax.random.key(1)).experts
+    assert (experts[:, 0] // 2 == experts[:, 1] // 2).all()
+
+
+def test_small_sigmoid_scores_are_normalised_and_finite():
+    router = Router(num_experts=3, top_k=2, scores="sigmoid")
+
+    def weight(logits):
+        routing = route(logits, router)
+        return routing.weights[:, 0].sum() + balance_loss(routing), routing
+
+    for level in (-16, -30, -60, -88, -120):
+        logits = GOLDEN + level
+        (value, routing), slope = jax.value_and_grad(weight, has_aux=True)(logits)
+        assert np.isfinite(value) and np.isfinite(slope).all()
+        if level >= -30:
+            close(routing.weights.sum(1), 1)
+
+
 @pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16"), ("bfloat16", "float32")])
 def test_logits_are_products_in_float32(dtypes):
     """Fails if tokens or logits are rounded to the dtype of the model."""

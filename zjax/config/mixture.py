@@ -199,6 +199,13 @@ def _run(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     if model.mlp_tiles > 1:
         problem = "tiles a feed-forward, and model.moe.num_experts replaces it"
         yield Problem("model.mlp_tiles", model.mlp_tiles, problem, "use 1")
+    if model.moe.balance_scope == "sequence":
+        for axis in ("sequence", "tensor"):
+            if sizes[axis] > 1:
+                problem = f"cannot run with mesh.{axis}={sizes[axis]}, which splits"
+                problem += " the tokens of a sequence"
+                remedy = f"use 'microbatch', or mesh.{axis}=1"
+                yield Problem("model.moe.balance_scope", "sequence", problem, remedy)
     given = sorted({*experts_by_layer(model)} - {0})
     wrong = [number for number in given if number % sizes["expert"]]
     if wrong:

@@ -255,7 +255,7 @@ def _measure(routing: Routing, moe: schema.MoE, num_rows: int) -> dict[str, jax.
     """Losses, metrics and load of a device, and the number of tokens behind them."""
     counts = routing.chosen[:, 0].astype(jnp.float32)
     num_tokens = jnp.maximum(counts.sum(), 1)
-    shares = routing.scores / routing.scores.sum(1, keepdims=True)
+    shares = routing.shares
     entropy = -jnp.sum(jax.scipy.special.xlogy(shares, shares), axis=1)
     chosen, kept = routing.num_chosen, routing.num_kept
     mean_load = jnp.maximum(chosen.mean(), 1 / len(chosen))

@@ -4,6 +4,8 @@ References: GShard, arXiv:2006.16668, section 2.2; Switch, arXiv:2101.03961, sec
 2.2; ST-MoE, arXiv:2202.08906, section 3.3 (z-loss).
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -24,7 +26,7 @@ def balance_loss(
         choices: How many choices of each token count as load; 0 counts all of them,
             and 1 is the loss of GShard and Switch.
         num_sequences: Number of equal parts of the tokens; each has its own load, and
-            their losses are averaged.
+            their losses are averaged by their tokens.
 
     Returns:
         A scalar; 0 where no token counts.
@@ -38,16 +40,18 @@ def balance_loss(
     num_experts = routing.scores.shape[1]
     choices = choices or routing.experts.shape[1]
 
-    def loss(scores: jax.Array, experts: jax.Array, chosen: jax.Array) -> jax.Array:
+    def losses(shares: jax.Array, experts: jax.Array, chosen: jax.Array) -> Any:
+        """The sum over the tokens of a sequence, and their number."""
         used = chosen[:, 0].astype(jnp.float32)
-        shares = scores / scores.sum(1, keepdims=True)
         load = count_tokens(experts, chosen, num_experts).astype(jnp.float32)
         products = (used @ shares * load).sum()
-        return num_experts / choices * products / jnp.maximum(used.sum(), 1) ** 2
+        scale = num_experts / choices / jnp.maximum(used.sum(), 1)
+        return scale * products, used.sum()
 
-    arrays = routing.scores, routing.experts[:, :choices], routing.chosen[:, :choices]
+    arrays = routing.shares, routing.experts[:, :choices], routing.chosen[:, :choices]
     parts = [x.reshape(num_sequences, -1, x.shape[1]) for x in arrays]
-    return jax.vmap(loss)(*parts).mean()
+    sums, num_tokens = jax.vmap(losses)(*parts)
+    return sums.sum() / jnp.maximum(num_tokens.sum(), 1)
 
 
 def z_loss(routing: Routing) -> Float[Array, ""]:

@@ -19,7 +19,8 @@ from jaxtyping import Array, Bool, Float, Int
 from zjax.comm.tokens import ROUTED
 from zjax.moe.capacity import Drop, keep_within_capacity
 
-_EPSILON = jnp.finfo(jnp.float32).eps
+_LEAST = 1e-18
+"""Least sum that scores are divided by: its inverse can be squared in float32."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,6 +96,11 @@ class Routing:
     scores: Any
     logits: Any
     capacity: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def shares(self) -> Float[Array, "T E"]:
+        """Scores of each token over their sum; 0 where they underflow."""
+        return self.scores / jnp.maximum(self.scores.sum(1, keepdims=True), _LEAST)
 
     @property
     def num_chosen(self) -> Int[Array, " E"]:
@@ -183,7 +189,7 @@ def route(
         kept = checkpoint_name(kept, ROUTED)
     weights = jnp.where(kept, own, 0)
     if router.normalise and router.top_k > 1:
-        weights /= jnp.maximum(weights.sum(1, keepdims=True), _EPSILON)
+        weights /= jnp.maximum(weights.sum(1, keepdims=True), _LEAST)
     weights *= router.scale
     return Routing(experts, weights, kept, chosen, scores, logits, capacity)
 
@@ -200,6 +206,7 @@ def _choose(
     if key is None or router.sampling == "none":
         return jax.lax.top_k(ranked, router.top_k)[1]
     noisy = logits + jax.random.gumbel(key, logits.shape)
+    noisy = jnp.where(ranked == -jnp.inf, -jnp.inf, noisy)  # of other groups
     if router.sampling == "first":
         return jax.lax.top_k(noisy, router.top_k)[1]
     first = jnp.argmax(ranked, 1, keepdims=True)
