@@ -39,8 +39,8 @@ def train(run):
 @pytest.mark.parametrize(
     ("num_devices", "mesh"),
     [
-        (2, schema.Mesh()),
-        (4, schema.Mesh(data=2, expert=2)),
+        pytest.param(2, schema.Mesh(), marks=pytest.mark.slow),
+        pytest.param(4, schema.Mesh(data=2, expert=2), marks=pytest.mark.slow),
         (8, schema.Mesh(data=2, expert=2, tensor=2)),  # E+Z-Off+M
     ],
     ids=["data", "expert", "expert-tensor"],

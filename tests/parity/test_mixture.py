@@ -65,6 +65,7 @@ def test_accumulation(num_microbatches):
     assert_equal(train(num_microbatches=num_microbatches))
 
 
+@pytest.mark.slow
 def test_a_loop_at_stage_3():
     """Fails if the compiler shards tokens that experts sort."""
     model = dataclasses.replace(FOUR, layers_per_scan=1)

@@ -41,6 +41,7 @@ CASES = [
             "dense": True,
         },
         id="128-no-groups-causal",
+        marks=SLOW,
     ),
     pytest.param(
         {
@@ -53,7 +54,9 @@ CASES = [
         },
         id="16-groups-of-eight-all-masks",
     ),
-    pytest.param({"block": 128, "tokens": 512, "split": True}, id="128-split"),
+    pytest.param(
+        {"block": 128, "tokens": 512, "split": True}, id="128-split", marks=SLOW
+    ),
     pytest.param(
         {
             "block": 64,
