@@ -57,7 +57,6 @@ def against_copy():
         "Products of 128 groups of 128 rows take little more time than a copy of their "
         "bytes.",
         compared,
-        headline="Products of 128 groups of 128 rows: bandwidth over that of a copy",
         notes="operands are counted as read once, the result as written once",
         by_devices=False,
     )

@@ -95,6 +95,7 @@ FORMS = [
 """Memories and tiles, as one checkpoint goes from each to the next."""
 
 
+@pytest.mark.slow
 def test_checkpoints_restore_to_any_number_of_tiles(tmp_path, monkeypatch):
     """Fails if a tile is read from the place of another, or along another dim, or a
     stack once for each of its tiles."""

@@ -299,6 +299,7 @@ def saved(run, state, directory):
     return store
 
 
+@pytest.mark.slow
 def test_a_run_resumed_from_halves_is_the_run_that_saved(tmp_path):
     """Fails if a bit of either half is lost; tensors and stages split both."""
     settings = (

@@ -85,7 +85,10 @@ def test_any_policy_changes_nothing(remat):
 
 
 @pytest.mark.parametrize("remat", some_by_hand(POLICIES, POLICIES[1:]))
-@pytest.mark.parametrize("case", some_by_hand(CASES, {"stage 3", "tensor"}))
+@pytest.mark.parametrize(
+    "case",
+    some_by_hand(CASES, {"stage 3", "tensor", "tiles", "encoder", "sequence, stage 3"}),
+)
 def test_what_is_kept_changes_nothing(case, remat):
     assert_same_run(remat, **CASES[case])
 

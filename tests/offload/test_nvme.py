@@ -259,10 +259,11 @@ SETTINGS = (
 )
 
 
-KILLS = [(4, 2), pytest.param((4, *[1, 2] * 9, 3), marks=pytest.mark.slow)]
+KILLS = [(4, 2), (4, *[1, 2] * 9, 3)]
 """Steps that a run takes until it is killed."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", KILLS, ids=["twice", "twenty times"])
 def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path, kills):
     """Fails if what is on disks after a kill is taken for a state."""

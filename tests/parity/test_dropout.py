@@ -57,6 +57,7 @@ def test_training_equals_one_device(name):
     )
 
 
+@pytest.mark.slow
 def test_model_of_yours_draws_in_a_pipeline_what_it_draws_without():
     """Fails if shares of a batch draw the same, or stages by another key."""
 

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from tests.support import language, offload
+from tests.support.cases import some_by_hand
 from zjax.config import schema
 from zjax.moe.bias import move_bias
 from zjax.sharding import plan as plans
@@ -72,6 +73,7 @@ def test_a_loop_at_stage_3():
     assert_equal(train(3, 4, model), FOUR)
 
 
+@pytest.mark.slow
 def test_pipeline():
     """Each stage has a dense layer and one with experts."""
     sections = {"mesh": schema.Mesh(pipeline=2), "num_microbatches": 4}
@@ -105,7 +107,7 @@ def router_biases(params):
     return [np.asarray(x) for path, x in named if path.endswith("mlp/router/bias")]
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", some_by_hand(RUNS, {"pipeline"}))
 def test_a_bias_follows_the_load_of_the_global_batch(name, monkeypatch):
     """Fails for a load of one device or microbatch, or one that does not arrive."""
     monkeypatch.setattr(plans, "MIN_MOVED_BYTES", 16)

@@ -30,7 +30,9 @@ def alone(name):
 @pytest.mark.parametrize(
     ("name", "mesh", "stage"),
     [
-        ("gpt", schema.Mesh(data=2, expert=4), 0),
+        pytest.param(
+            *("gpt", schema.Mesh(data=2, expert=4), 0), marks=pytest.mark.slow
+        ),
         ("gpt", schema.Mesh(data=4, expert=2), 3),
         ("llama", schema.Mesh(data=2, expert=2, tensor=2), 1),
         ("gpt", schema.Mesh(data=1, expert=4, tensor=2), 3),

@@ -191,7 +191,10 @@ def steps_of(run):
 @pytest.mark.parametrize(
     ("case", "num_devices"),
     [
-        ({"mesh": {"pipeline": 2, "data": 2, "tensor": 2}, "stage": 2}, 8),
+        pytest.param(
+            *({"mesh": {"pipeline": 2, "data": 2, "tensor": 2}, "stage": 2}, 8),
+            marks=pytest.mark.slow,
+        ),
         ({"mesh": {"pipeline": 2}, "remat": "full", "pipeline": KEPT}, 2),
         ({"mesh": {"pipeline": 2}, "pipeline": {"schedule": "interleaved"}}, 2),
     ],

@@ -108,6 +108,7 @@ def test_a_pipeline_through_two_processes_is_that_of_one(tmp_path):
     assert found == pytest.approx(worker.measure_pipeline(), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_two_processes_keep_their_state_elsewhere_as_one_does(tmp_path):
     """Fails if a process moves what another has, or not all that it has itself."""
     launched = launcher("rest", tmp_path)

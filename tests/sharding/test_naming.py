@@ -72,8 +72,8 @@ def test_impossible_rules_are_refused_together():
         "mesh.rules[2].pattern='gate' matches none of 3 parameters; paths look like "
         "up/bias, up/kernel, blocks/kernel\n"
         "mesh.rules[3].dims=('tensr',) has no rule for tensr; use one of batch, "
-        "length, embed, heads, kv_heads, head_dim, mlp, vocab, experts, capacity, "
-        "layers, tensor, or ''\n"
+        "length, embed, heads, kv_heads, head_dim, mlp, vocab, experts, gates, "
+        "capacity, layers, tensor, or ''\n"
         "mesh.rules[0].dims=('', '', 'mlp') names 3 dims, and blocks/kernel has 2; "
         "name each dim once, from the first on\n"
         "mesh.rules[0].dims=('', '', 'mlp') names 3 dims, and up/kernel has 2; "
@@ -111,7 +111,9 @@ def test_names_that_no_rule_can_place_are_refused_where_names_split(caplog):
     with pytest.raises(PlanError) as error:
         names_by_path(given=FOREIGN, mesh=mesh, fsdp="embed", data="heads", layers="")
     known = "one of batch, length, embed, heads, kv_heads, head_dim, mlp, vocab, "
-    known += "experts, capacity, layers, tensor, or '' for a dim that is not split"
+    known += (
+        "experts, gates, capacity, layers, tensor, or '' for a dim that is not split"
+    )
     table = "{'fsdp': 'embed', 'data': 'heads', 'layers': ''}"
     assert str(error.value) == (
         "blocks/kernel=('layers', 'embed', 'mlp', 'kv') has more names than the 3 "
@@ -138,8 +140,8 @@ def test_entries_of_the_table_that_change_nothing_are_refused():
         names_by_path(mlp="mpl", tp="tensor")
     assert str(error.value) == (
         "mesh.names['mlp']='mpl' has no rule for mpl; use one of batch, length, "
-        "embed, heads, kv_heads, head_dim, mlp, vocab, experts, capacity, layers, "
-        "tensor, or ''\n"
+        "embed, heads, kv_heads, head_dim, mlp, vocab, experts, gates, capacity, "
+        "layers, tensor, or ''\n"
         "mesh.names['tp']='tensor' translates no name of the model; remove it; the "
         "model names layers, embed, mlp"
     )

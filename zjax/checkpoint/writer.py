@@ -2,6 +2,7 @@
 
 import asyncio
 import atexit
+import contextlib
 import json
 import pathlib
 import threading
@@ -166,4 +167,5 @@ def _finish_at_exit() -> None:
     end = time.monotonic() + _LAST_SECONDS
     for thread in threading.enumerate():
         if type(thread).__module__.startswith("orbax."):
-            thread.join(max(0.0, end - time.monotonic()))
+            with contextlib.suppress(Exception):  # logged above; `join` raises it again
+                thread.join(max(0.0, end - time.monotonic()))

@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from zjax.config import schema
+from zjax.config.mixture import segment_shapes
 from zjax.forward import Execution, run_stack
 from zjax.models.block import Block, run_tile
 from zjax.models.embedding import Embedding
@@ -62,7 +63,12 @@ def make_stack(model: StackedModel) -> Stack:
 
     return Stack(
         embed=embed,
-        segments=tuple(map(_segment, segments_of(model.blocks).values())),
+        segments=tuple(
+            _segment(blocks, shape.num_blocks)
+            for blocks, shape in zip(
+                segments_of(model.blocks).values(), segment_shapes(config), strict=True
+            )
+        ),
         head=head,
         split=lambda params: _split(params, names, config),
         join=lambda embed, segments, head: _join(embed, segments, head, names, config),
@@ -122,8 +128,8 @@ def _tiles(blocks: Block, config: schema.Model) -> Tiles:
     return Tiles(split=split, trunk=trunk, tile=tile)
 
 
-def _segment(blocks: Block | BlockGroup) -> Segment:
-    graph, state = nnx.split(blocks)
+def _segment(blocks: Block | BlockGroup, num_blocks: int) -> Segment:
+    graph, _ = nnx.split(blocks)
     config, tiles = layers_of(blocks)[0].config, None
     if isinstance(blocks, Block) and config.mlp_tiles > 1:
         tiles = _tiles(blocks, config)
@@ -131,7 +137,7 @@ def _segment(blocks: Block | BlockGroup) -> Segment:
     def block(params, carry, context, key):
         return nnx.merge(graph, params)(carry, context, key)
 
-    num_blocks, totals, moves = len(jax.tree.leaves(state)[0]), {}, {}
+    totals, moves = {}, {}
     for number, layer in enumerate(layers_of(blocks)):
         if isinstance(layer.mlp, MixtureOfExperts):
             totals["load"] = (layer.mlp.settings.num_experts,)

@@ -69,6 +69,7 @@ CASES = [
             "shares": 2,
         },
         id="64-uneven-heads-on-two-devices",
+        marks=SLOW,
     ),
     pytest.param(
         {"block": 64, "heads": 4, "uneven": True, "stages": 1},
