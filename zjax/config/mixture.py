@@ -33,12 +33,17 @@ def experts_by_layer(model: schema.Model) -> tuple[int, ...]:
         (0, 8, 0, 16, 0)
     """
     experts = [0] * model.num_layers
-    places = range(model.moe.first_dense, model.num_layers)[model.moe.every - 1 :]
-    places, given = places[:: model.moe.every], model.moe.num_experts
+    places, given = _places(model), model.moe.num_experts
     numbers = given if isinstance(given, tuple) else [given] * len(places)
     for place, number in zip(places, numbers, strict=False):
         experts[place] = number
     return tuple(experts)
+
+
+def _places(model: schema.Model) -> range:
+    """The layers that have experts, whatever their number."""
+    every = model.moe.every
+    return range(model.moe.first_dense, model.num_layers)[every - 1 :: every]
 
 
 def segment_shapes(model: schema.Model) -> tuple[SegmentShape, ...]:
@@ -123,7 +128,7 @@ def _numbers(model: schema.Model) -> Iterator[Problem]:
     if any(not 1 <= number <= MAX_EXPERTS for number in numbers):
         yield Problem(field, given, "is out of range", f"use 1 to {MAX_EXPERTS}")
         return
-    layers = sum(map(bool, experts_by_layer(_uniform(model))))
+    layers = len(_places(model))
     if not layers:
         name = "first_dense" if moe.first_dense >= model.num_layers else "every"
         problem = f"leaves none of model.num_layers={model.num_layers} to experts"
@@ -133,13 +138,6 @@ def _numbers(model: schema.Model) -> Iterator[Problem]:
     elif isinstance(given, tuple) and len(given) != layers:
         problem = f"has {len(given)} numbers for {layers} MoE layers"
         yield Problem(field, given, problem, f"give {layers}, or one int for all")
-
-
-def _uniform(model: schema.Model) -> schema.Model:
-    moe = schema.MoE(
-        num_experts=1, every=model.moe.every, first_dense=model.moe.first_dense
-    )
-    return schema.Model(num_layers=model.num_layers, moe=moe)
 
 
 def routing_problems(moe: schema.MoE) -> Iterator[Problem]:

@@ -25,6 +25,7 @@ from zjax_kernels.grouped.mosaic_gpu.pipeline import (
     for_each_tile,
     num_store_buffers,
     run,
+    store_chunk,
 )
 from zjax_kernels.grouped.tiles import make_tiles
 from zjax_kernels.grouped.tuning import Tuning, choose_tuning
@@ -209,12 +210,10 @@ def _store(tile, buffer, out_ref, result):
         columns = pl.ds(tile.columns.start + start, CHUNK)
 
         @pl.when(rows >= HALF)
-        def _(chunk=chunk, columns=columns, slot=start // CHUNK % num_buffers):
-            plgpu.wait_smem_to_gmem(num_buffers - 1, wait_read_only=True)
-            buffer.tiled[half, slot] = chunk
-            plgpu.commit_smem()
+        def _(chunk=chunk, start=start, columns=columns):
             target = out_ref.at[pl.ds(first, HALF), columns]
-            plgpu.copy_smem_to_gmem(buffer.by_rows.at[half, slot], target)
+            views = buffer.tiled, buffer.by_rows
+            store_chunk(chunk, start, *views, num_buffers, target)
 
         @pl.when((rows > 0) & (rows < HALF))
         def _(chunk=chunk, columns=columns):

@@ -19,6 +19,7 @@ from zjax_kernels.grouped.mosaic_gpu.pipeline import (
     for_each_tile,
     num_store_buffers,
     run,
+    store_chunk,
 )
 from zjax_kernels.grouped.tuning import Tuning, choose_tuning
 from zjax_kernels.registers import load
@@ -65,7 +66,7 @@ def grouped_outer(
         tile = functools.partial(_tile, shape, bounds)
         specialize_warpgroups(
             functools.partial(
-                _compute, shape, tile, memory, out_ref, simulated=interpret is not None
+                _compute, shape, tile, memory, out_ref, interpret=interpret
             ),
             functools.partial(_copy, shape, tile, memory, x_ref, y_ref),
         )
@@ -149,7 +150,7 @@ def _copy(shape, get_tile, memory, x_ref, y_ref):
     memory.stages.drain(for_each_tile(shape.total, copy_tile))
 
 
-def _compute(shape, get_tile, memory, out_ref, *, simulated):
+def _compute(shape, get_tile, memory, out_ref, *, interpret):
     half = lax.axis_index(AXIS)
 
     def compute_tile(number, before):
@@ -160,7 +161,7 @@ def _compute(shape, get_tile, memory, out_ref, *, simulated):
             row = tile.first + step * DEPTH
             low, high = tile.start - row, tile.end - row
             is_shared = (low > 0) | (high < DEPTH)
-            pl.when(is_shared)(lambda: _clear_outside(x, low, high, simulated))
+            pl.when(is_shared)(lambda: _clear_outside(x, low, high, interpret))
             plgpu.wgmma(total, x.transpose((1, 0)), memory.y.at[stage])
 
         result = memory.stages.contract(before, tile.steps, shape.width, multiply)
@@ -171,14 +172,14 @@ def _compute(shape, get_tile, memory, out_ref, *, simulated):
     plgpu.wait_smem_to_gmem(0)
 
 
-def _clear_outside(ref, low, high, simulated):
+def _clear_outside(ref, low, high, interpret):
     """Sets the rows of other groups to 0."""
-    if simulated:
-        rows, values = lax.broadcasted_iota(jnp.int32, ref.shape, 0), ref[...]
-    else:
-        layout = plgpu.Layout.WGMMA
+    layout = plgpu.Layout.WGMMA
+    values = load(ref, layout, interpret=interpret, optimized=False)
+    if interpret is None:
         rows = plgpu.broadcasted_iota(jnp.int32, ref.shape, 0, layout=layout)
-        values = load(ref, layout, interpret=None, optimized=False)
+    else:
+        rows = lax.broadcasted_iota(jnp.int32, ref.shape, 0)
     is_inside = (rows >= low) & (rows < high)
     ref[...] = jnp.where(is_inside, values, 0).astype(ref.dtype)
     plgpu.commit_smem()
@@ -188,10 +189,7 @@ def _store(tile, buffer, out_ref, result):
     half, num_buffers = lax.axis_index(AXIS), buffer.shape[1]
     rows = pl.ds(tile.row * TILE_ROWS + half * HALF, HALF)
     for start in range(0, result.shape[1], CHUNK):
-        slot = start // CHUNK % num_buffers
-        plgpu.wait_smem_to_gmem(num_buffers - 1, wait_read_only=True)
-        buffer[half, slot] = result[:, start : start + CHUNK]
-        plgpu.commit_smem()
         columns = pl.ds(tile.columns.start + start, CHUNK)
         target = out_ref.at[tile.group, rows, columns]
-        plgpu.copy_smem_to_gmem(buffer.at[half, slot], target)
+        chunk = result[:, start : start + CHUNK]
+        store_chunk(chunk, start, buffer, buffer, num_buffers, target)

@@ -207,3 +207,23 @@ class Views:
 def num_store_buffers(width: int) -> int:
     """Chunks of a tile that are stored while the next is written."""
     return 2 if width % (2 * CHUNK) == 0 else 1
+
+
+def store_chunk(
+    chunk: Array, start: int, tiled: Any, copied: Any, num_buffers: int, target: Any
+) -> None:
+    """Starts to store the columns from `start` of this warpgroup's half of a tile.
+
+    Args:
+        chunk: [HALF, CHUNK] in registers.
+        start: First column in the tile, a multiple of `CHUNK`.
+        tiled: Buffers [halves, num_buffers, HALF, CHUNK], as registers write them.
+        copied: The same memory, as the copy reads it.
+        num_buffers: Buffers of a warpgroup.
+        target: [HALF, CHUNK] of the output.
+    """
+    place = lax.axis_index(warpgroups.AXIS), start // CHUNK % num_buffers
+    plgpu.wait_smem_to_gmem(num_buffers - 1, wait_read_only=True)
+    tiled[place] = chunk
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(copied.at[place], target)
