@@ -1,12 +1,11 @@
-"""The shape of Qwen3-30B-A3B: 30.1B parameters, of which 2.9B are active, under ZeRO-3.
+"""The shape of Qwen3-30B-A3B: 30.5B parameters, of which 3.4B are active, under ZeRO-3.
 
-Published in arXiv:2505.09388. Two things differ from it: heads have 64 channels, the
-width over their number, in place of 128; and queries and keys are not normalised.
+Published in arXiv:2505.09388.
 
 Run:     zjax train --config=configs/qwen3_moe_30b.py
 Needs:   tokens in data/qwen3, made by `zjax data prepare`;
          16, 32, 64, 128 or 256 GPUs of 80 GiB; 8 neighbours share the experts.
-Expect:  on 64 GPUs about 8.5 GB of state on each, plus activations.
+Expect:  on 64 GPUs about 8.6 GB of state on each, plus activations.
          `zjax plan --config=configs/qwen3_moe_30b.py --num_devices=64` lists all.
 """
 
@@ -27,6 +26,8 @@ def get_config():
     config.model.embed_size = 2_048
     config.model.num_heads = 32
     config.model.num_kv_heads = 4
+    config.model.head_size = 128
+    config.model.query_key_norm = True
     config.model.vocab_size = 151_936
     config.model.max_length = 4_096
     config.model.norm_eps = 1e-6

@@ -216,8 +216,14 @@ PROCESSES = [
 MODEL = [
     case(
         "model.num_heads=7;model.num_kv_heads=7",
-        "model.num_heads=7 does not divide model.embed_size=768; use a divisor of 768",
+        "model.num_heads=7 does not divide model.embed_size=768; use a divisor of 768, "
+        "or set model.head_size",
         id="heads-over-width",
+    ),
+    case(
+        "model.head_size=63;model.positions=rotary",
+        "model.head_size=63 is odd, which rotary positions cannot use; make it even",
+        id="odd-rotary-head-size",
     ),
     case(
         "model.num_kv_heads=5",

@@ -24,6 +24,7 @@ def prepared(directory, content):
 VALUES = [
     ({"model.max_length": 64}, "data.length", 64),
     ({"model.num_heads": 6}, "model.num_kv_heads", 6),
+    ({"model.num_heads": 6}, "model.head_size", 128),
     ({"model.embed_size": 64}, "model.mlp_size", 256),
     ({"model.embed_size": 96, "model.activation": "swiglu"}, "model.mlp_size", 256),
     ({"model.embed_size": 4096, "model.activation": "swiglu"}, "model.mlp_size", 11008),
@@ -131,7 +132,7 @@ def test_a_saved_config_states_all_values_and_goes_on_unchanged():
     assert [d.setting for d in changes({"config": saved}, config)] == ["jax"]
     fewer = load_config(config, "model.num_heads=2")
     found = [d.setting for d in changes({"config": saved}, fewer)]
-    assert found == ["model.num_heads", "model.num_kv_heads", "jax"]
+    assert found == ["model.num_heads", "model.num_kv_heads", "model.head_size", "jax"]
 
 
 def test_a_derived_value_that_is_given_is_set():

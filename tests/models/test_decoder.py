@@ -15,7 +15,9 @@ from zjax.models.decoder import Decoder
 from zjax.models.stack import hidden_states
 
 SHAPES = pytest.mark.parametrize(
-    "config", [language.GPT, language.LLAMA], ids=["gpt", "llama"]
+    "config",
+    [language.GPT, language.LLAMA, language.QWEN3],
+    ids=["gpt", "llama", "qwen3"],
 )
 LLAMA = {
     "norm": "rms_norm",

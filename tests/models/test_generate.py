@@ -15,6 +15,7 @@ from zjax.models.sampling import sample_tokens
 NUM_NEW = 5
 FORMS = {
     "gpt": language.GPT,
+    "qwen3": language.QWEN3,
     "llama-in-a-loop": dataclasses.replace(language.LLAMA, layers_per_scan=1),
 }
 MODELS = pytest.mark.parametrize("config", FORMS.values(), ids=FORMS)

@@ -31,6 +31,16 @@ LLAMA_8B = schema.Model(
 LLAMA_1B = dataclasses.replace(
     LLAMA_8B, num_layers=16, embed_size=2048, mlp_size=8192, tied_head=True
 )
+QWEN3_30B = dataclasses.replace(
+    LLAMA_8B,
+    num_layers=48,
+    embed_size=2048,
+    num_kv_heads=4,
+    head_size=128,
+    query_key_norm=True,
+    vocab_size=151_936,
+    moe=schema.MoE(num_experts=128, top_k=8, expert_size=768),
+)
 GPT_6P7B = dataclasses.replace(
     GPT2, num_layers=32, embed_size=4096, mlp_size=16_384, max_length=4096
 )
@@ -43,6 +53,7 @@ GPT_6P7B = dataclasses.replace(
         pytest.param(GPT2_XL, 1_557_611_200, id="gpt2-1.5b"),
         pytest.param(LLAMA_8B, 8_030_261_248, id="llama-3-8b"),
         pytest.param(LLAMA_1B, 1_235_814_400, id="llama-3.2-1b-tied"),
+        pytest.param(QWEN3_30B, 30_532_122_624, id="qwen3-30b-a3b"),
     ],
 )
 def test_num_params_is_the_published_one(model, expected):
@@ -59,6 +70,7 @@ SMALL = schema.Model(
     [
         pytest.param({}, id="decoder"),
         pytest.param({"use_bias": False}, id="decoder-without-bias"),
+        pytest.param({"head_size": 10, "query_key_norm": True}, id="head-size-norms"),
         pytest.param({"norm": "rms_norm", "tied_head": False}, id="decoder-rms-untied"),
         pytest.param(
             {"positions": "rotary", "activation": "swiglu"}, id="decoder-swiglu"

@@ -34,7 +34,12 @@ replace = dataclasses.replace
 QWEN = replace(LLAMA, num_heads=14, num_kv_heads=2, embed_size=56)
 """Groups of seven heads, as Qwen2 7B has."""
 CASES = [
-    case(replace(QWEN, use_bias=True), mesh(4, 2), 1, id="groups-do-not-divide"),
+    case(
+        replace(QWEN, use_bias=True, head_size=6, query_key_norm=True),
+        mesh(4, 2),
+        1,
+        id="groups-do-not-divide",
+    ),
     case(
         replace(LLAMA, num_heads=6, num_kv_heads=3, embed_size=24),
         mesh(4),

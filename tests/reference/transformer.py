@@ -61,6 +61,9 @@ def normalise(params, config, x):
 
 def attend(params, config, x, positions, visible):
     q, k, v = (linear(params[name], x) for name in ("query", "key", "value"))
+    if config.query_key_norm:
+        q = normalise(params["query_norm"], config, q)
+        k = normalise(params["key_norm"], config, k)
     if config.positions == "rotary":
         q, k = (attention.rotate(a, positions, config.rope_theta) for a in (q, k))
     averages = attention.attend(q, k, v, visible)

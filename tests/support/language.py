@@ -33,6 +33,7 @@ LLAMA = dataclasses.replace(
     use_bias=False,
     tied_head=False,
 )
+QWEN3 = dataclasses.replace(LLAMA, head_size=14, query_key_norm=True)
 BERT = dataclasses.replace(GPT, kind="encoder", norm_eps=1e-12)
 
 

@@ -77,17 +77,18 @@ def saved_values(
         [10, 2, 1]
     """
     residual = model.embed_size
-    head_size = residual // model.num_heads
-    projections = residual + 2 * model.num_kv_heads * head_size
+    queries = model.num_heads * model.head_size
+    projections = queries + 2 * model.num_kv_heads * model.head_size
     arrived, width = _values_of_experts(model, rows)
     mlp_inputs = width * (2 if model.activation == "swiglu" else 1)
-    elementwise = 3 * residual + projections + mlp_inputs
+    attended = residual + queries
+    elementwise = attended + residual + projections + mlp_inputs
     return {
         "none": elementwise + 2 * residual + width + arrived,
         "elementwise": elementwise + arrived,
-        "attention_and_mlp": 2 * residual + mlp_inputs + arrived,
-        "dots": 3 * residual + projections + mlp_inputs + arrived,
-        "attention": 2 * residual + arrived,
+        "attention_and_mlp": attended + mlp_inputs + arrived,
+        "dots": elementwise + arrived,
+        "attention": attended + arrived,
         "full": residual,
     }[policy]
 

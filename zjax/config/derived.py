@@ -64,8 +64,12 @@ def as_set(value: Any) -> Any:
 
 def fill_sizes(model: Any) -> None:
     """Derives the open sizes of a new `schema.Model`."""
-    width = mlp_size(model.embed_size, model.activation)
-    _set(model, **_derive(model, mlp_size=width, num_kv_heads=model.num_heads))
+    sizes = {
+        "mlp_size": mlp_size(model.embed_size, model.activation),
+        "num_kv_heads": model.num_heads,
+        "head_size": model.embed_size // max(1, model.num_heads),
+    }
+    _set(model, **_derive(model, **sizes))
     if not model.vocab_size:  # else it is set, or taken from the data
         _set(model, vocab_size=Size(VOCABULARIES["synthetic"]))
     if model.moe.num_experts:

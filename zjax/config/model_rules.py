@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 
-from zjax.config import axes, mixture, schema, sequence, sparsity, stages
+from zjax.config import axes, derived, mixture, schema, sequence, sparsity, stages
 from zjax.config.layers import cannot_unroll
 from zjax.errors import Problem
 
@@ -18,11 +18,17 @@ _MATRIX_OPTIMIZERS = ("lamb", "adafactor", "muon")
 def _heads(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     model = config.model
     width, heads, kv_heads = model.embed_size, model.num_heads, model.num_kv_heads
-    if width % heads:
+    is_rotary_and_odd = model.positions == "rotary" and model.head_size % 2
+    if not derived.is_derived(model.head_size):
+        if is_rotary_and_odd:
+            problem = "is odd, which rotary positions cannot use"
+            yield Problem("model.head_size", model.head_size, problem, "make it even")
+    elif width % heads:
         problem = f"does not divide model.embed_size={width}"
-        yield Problem("model.num_heads", heads, problem, axes.suggest_divisors(width))
-    elif model.positions == "rotary" and width // heads % 2:
-        problem = f"gives heads of odd size {width // heads}, which rotary positions "
+        remedy = f"{axes.suggest_divisors(width)}, or set model.head_size"
+        yield Problem("model.num_heads", heads, problem, remedy)
+    elif is_rotary_and_odd:
+        problem = f"gives heads of odd size {model.head_size}, which rotary positions "
         problem += "cannot use"
         remedy = f"use a divisor of {width} that leaves an even size"
         yield Problem("model.num_heads", heads, problem, remedy)

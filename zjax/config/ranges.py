@@ -145,6 +145,7 @@ RANGES: dict[type, dict[str, Range]] = {
         "mlp_tiles": _from(1, _MAX_WIDTH),
         "num_heads": _from(1, _MAX_WIDTH),
         "num_kv_heads": _from(0, _MAX_WIDTH),
+        "head_size": _from(0, _MAX_WIDTH),
         "vocab_size": Range(
             lambda x: x >= 2, "use 2 or more, or 0 to derive it", MAX_TOKENS
         ),

@@ -318,6 +318,10 @@ class Model:
     num_heads: int = 12
     num_kv_heads: int = 0
     """Fewer than `num_heads` is grouped-query attention, 1 multi-query; 0 takes all."""
+    head_size: int = 0
+    """Channels per head; 0 takes `embed_size` over `num_heads`."""
+    query_key_norm: bool = False
+    """Whether `norm` is applied to the queries and keys of each head."""
     vocab_size: int = 0
     """0 takes that of `data.path`, the 257 of the standard library, or the 50,257 of
     GPT-2."""

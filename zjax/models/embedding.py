@@ -140,9 +140,7 @@ class Embedding(nnx.Module):
         if positions is None:
             positions = jnp.arange(length, dtype=jnp.int32)[None]
         cos, sin = rotary.make_rotary_tables(
-            positions,
-            head_size=config.embed_size // config.num_heads,
-            theta=config.rope_theta,
+            positions, head_size=config.head_size, theta=config.rope_theta
         )
         return pin_tokens(cos), pin_tokens(sin)
 

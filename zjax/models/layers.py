@@ -233,18 +233,18 @@ def project(
 
 
 class Norm(nnx.Module):
-    """The normalisation of `config.norm`, over the width of the model."""
+    """The normalisation of `config.norm`, over the width of the model or a head."""
 
-    def __init__(self, config: schema.Model):
-        dims: Dims = (("embed", config.embed_size),)
+    def __init__(self, config: schema.Model, dim: tuple[str, int] | None = None):
+        dims: Dims = (dim or ("embed", config.embed_size),)
         has_bias = config.norm == "layer_norm" and config.use_bias
         self.kind = config.norm
         self.eps = config.norm_eps
         self.scale = make_param(dims, jnp.ones)
         self.bias = make_param(dims, jnp.zeros) if has_bias else None
 
-    def __call__(self, x: Float[Array, "B L M"]) -> Float[Array, "B L M"]:
-        """Normalises each token."""
+    def __call__(self, x: Float[Array, "B L *N"]) -> Float[Array, "B L *N"]:
+        """Normalises the last dim of each token."""
         scale = self.scale[...]
         # The compiler shards the tokens, which a kernel for one device does not.
         how = {"eps": self.eps, "implementation": "reference"}
@@ -273,7 +273,7 @@ class Attention(nnx.Module):
         rngs: nnx.Rngs,
     ):
         embed: Dims = (("embed", config.embed_size),)
-        head_dim = ("head_dim", config.embed_size // config.num_heads)
+        head_dim = ("head_dim", config.head_size)
         heads: Dims = (("heads", config.num_heads), head_dim)
         kv_heads: Dims = (("kv_heads", config.num_kv_heads), head_dim)
         linear = functools.partial(
@@ -284,6 +284,9 @@ class Attention(nnx.Module):
         self.key = linear(embed, kv_heads, fuse_bias=True)
         self.value = linear(embed, kv_heads, fuse_bias=True)
         self.out = linear(heads, embed, std=out_std)
+        has_norms = config.query_key_norm
+        self.query_norm = Norm(config, head_dim) if has_norms else None
+        self.key_norm = Norm(config, head_dim) if has_norms else None
 
     def __call__(
         self,
@@ -291,13 +294,15 @@ class Attention(nnx.Module):
         rotation: tuple[Array, Array] | None,
         attend: Attend,
     ) -> tuple[Float[Array, "B L M"], Any]:
-        """Projects, rotates, attends and projects back; passes on the cache."""
+        """Projects, attends and projects back; passes on the cache."""
         num_shards = tensor.num_shares()
         heads = tensor.Heads.of(self.num_heads, self.num_kv_heads, num_shards)
         arrangements = heads.lay_queries, heads.lay_keys, heads.lay_keys
         q, k, v = project(
             x, (self.query, self.key, self.value), arrangements=arrangements
         )
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
         if rotation is not None:
             q, k = rotary.rotate(q, *rotation), rotary.rotate(k, *rotation)
         outputs, cache = attend(q, k, v)

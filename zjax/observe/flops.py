@@ -26,9 +26,12 @@ def num_params(model: schema.Model, *, active: bool = False) -> int:
         124439808
     """
     width, bias = model.embed_size, int(model.use_bias)
-    kv_size = model.num_kv_heads * (width // model.num_heads)
-    attention = 2 * (width + bias) * width + 2 * (width + bias) * kv_size
-    norm = (1 + (bias if model.norm == "layer_norm" else 0)) * width
+    size, kv_size = (n * model.head_size for n in (model.num_heads, model.num_kv_heads))
+    attention = 2 * width * (size + kv_size) + bias * (width + size + 2 * kv_size)
+    norm_vectors = 1 + (bias if model.norm == "layer_norm" else 0)
+    norm = norm_vectors * width
+    if model.query_key_norm:
+        attention += 2 * norm_vectors * model.head_size
     blocks = model.num_layers * (attention + 2 * norm)
     for num_experts in experts_by_layer(model):
         if num_experts:
@@ -60,9 +63,9 @@ def flops_per_token(
 ) -> float:
     """FLOPs of forward and backward pass per token: 6 N plus attention.
 
-    Full attention costs 12 x layers x width x length, and half of that where
-    `causal_attention` is "half". An encoder always counts in full; sparse attention
-    counts the blocks of its layout.
+    Full attention costs 12 x layers x heads x head size x length, and half of that
+    where `causal_attention` is "half". An encoder always counts in full; sparse
+    attention counts the blocks of its layout.
 
     Example:
         >>> flops_per_token(schema.Model(), 1024, causal_attention="half") / 1e6
@@ -73,7 +76,7 @@ def flops_per_token(
         B.
     """
     factor = _attention_factor(model, length, causal_attention)
-    attention = factor * model.num_layers * model.embed_size * length
+    attention = factor * model.num_layers * model.num_heads * model.head_size * length
     return float(6 * matmul_params(model) + attention)
 
 
@@ -88,7 +91,8 @@ def describe_flops(
     """
     factor = _attention_factor(model, length, causal_attention)
     total = flops_per_token(model, length, causal_attention=causal_attention)
-    attention = f"{model.num_layers} layers x {model.embed_size:,} x {length:,}"
+    queries = model.num_heads * model.head_size
+    attention = f"{model.num_layers} layers x {queries:,} x {length:,}"
     text = f"6 x {matmul_params(model):,} + {factor:.4g} x {attention}"
     return f"{text} = {total / 1e6:,.1f} MFLOP per token"
 
