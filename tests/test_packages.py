@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from zjax import packages
-from zjax.checkpoint import load_safetensors
+from zjax.checkpoint import load_weights
 from zjax.checkpoint.store import Store
 from zjax.config import load_config, schema
 from zjax.data import documents, tokenizer, wrap_batches
@@ -66,7 +66,7 @@ USES = {
     "matplotlib": lambda path: plot.make_figure(1, 1),
     "orbax": lambda path: Store(str(path)),
     "pyarrow": lambda path: [*documents.read_documents(path / "a.parquet", "text")],
-    "safetensors": lambda path: load_safetensors(str(path), {}),
+    "safetensors": lambda path: load_weights(str(path), {}),
     "tensorboardX": TensorBoard,
     "tokenizers": lambda path: tokenizer.train_bpe([], 258),
 }

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from zjax.budget.fit import abstract_batch, check_fits, fit_plan
-from zjax.checkpoint import layout, weights
+from zjax.checkpoint import layout, upcycling, weights
 from zjax.config.check import check_config
 from zjax.config.load import load_config
 from zjax.config.schema import Config
@@ -321,6 +321,7 @@ def make_run(
     Raises:
         ProcessError: Processes of the run differ in their settings or software.
         PlanError: Arrays or an optimizer that cannot be placed, or that do not fit.
+        ConfigError: `checkpoint.init_from` holds a dense model of another shape.
         CheckpointError: `checkpoint.init_from` does not hold this model, or two arrays
             would get the same name in a checkpoint.
     """
@@ -335,11 +336,12 @@ def make_run(
 
     def fresh() -> TrainState:
         start, key = config.checkpoint.init_from, jax.random.key(config.seed)
+        adapt = upcycling.make_adapt(model, config, key)
         if plan.is_offloaded and (model.init_layer or start):
             here = unsplit_plans(staged_plan(plan).master)
-            initial = weights.iter_safetensors(start, here) if start else None
+            initial = weights.iter_weights(start, here, adapt) if start else None
             return init_layer_by_layer(key, model, tx, plan, config, weights=initial)
-        master = weights.load_safetensors(start, plan.master) if start else None
+        master = weights.load_weights(start, plan.master, adapt) if start else None
         return init_state(key, model, tx, plan, config, master=master)
 
     def restored(read: Callable[[TrainState], TrainState]) -> TrainState:

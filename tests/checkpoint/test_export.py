@@ -12,7 +12,7 @@ import safetensors.numpy
 from tests.checkpoint import states
 from zjax.checkpoint.export import export_safetensors
 from zjax.checkpoint.store import Store
-from zjax.checkpoint.weights import load_safetensors
+from zjax.checkpoint.weights import load_weights
 from zjax.errors import CheckpointError, ConfigError
 
 PARAMS = states.make_params()
@@ -134,9 +134,9 @@ def test_export_names_what_does_not_fit(tmp_path):
     with pytest.raises(CheckpointError) as error:
         export_safetensors(store, str(tmp_path / "x"))
     assert str(error.value) == (
-        "master/a.b='float32[2]' has the same name in safetensors as master/a/b; "
+        "a.b='float32[2]' has the same name in safetensors as a/b; "
         "rename one of them\n"
-        "master/small='int4' is not a dtype of safetensors; export one of "
+        "small='int4' is not a dtype of safetensors; export one of "
         "float64, float32, float16, bfloat16, int64, int32, int16, int8, "
         "uint8, uint16, uint32, uint64, bool, float8_e4m3fn, float8_e5m2"
     )
@@ -152,13 +152,13 @@ def test_export_names_what_does_not_fit(tmp_path):
 )
 def test_load_puts_slices_on_their_shards(exported, target):
     rows = states.make_rows(PARAMS, stage=3, **target)
-    states.assert_same(load_safetensors(str(exported), rows), PARAMS, rows)
+    states.assert_same(load_weights(str(exported), rows), PARAMS, rows)
 
 
 def test_load_casts_to_the_plan(exported):
     halved = PARAMS | {"embed": PARAMS["embed"].astype(jnp.bfloat16)}
     rows = states.make_rows(halved)
-    states.assert_same(load_safetensors(str(exported), rows), halved, rows)
+    states.assert_same(load_weights(str(exported), rows), halved, rows)
 
 
 def test_what_is_exported_can_be_loaded(store, tmp_path):
@@ -166,7 +166,7 @@ def test_what_is_exported_can_be_loaded(store, tmp_path):
     export_safetensors(store, str(path), part="raw")
     values = PARAMS | {"none": np.zeros((0, 3), np.float32)}
     rows = states.make_rows(values)
-    states.assert_same(load_safetensors(str(path), rows), values, rows)
+    states.assert_same(load_weights(str(path), rows), values, rows)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_a_hostile_index_is_refused_at_once(content, tmp_path):
     """Fails if a device is read for ever, or an error of Python's own comes out."""
     (tmp_path / "model.safetensors.index.json").write_text(content)
     with pytest.raises(CheckpointError, match=REMEDY):
-        load_safetensors(str(tmp_path), {})
+        load_weights(str(tmp_path), {})
 
 
 def write_shards(directory, weight_map):
@@ -209,7 +209,7 @@ WEIGHT_MAP = {
 def test_load_from_a_directory_of_shards(tmp_path):
     write_shards(tmp_path, WEIGHT_MAP)
     rows = states.make_rows(PARAMS)
-    states.assert_same(load_safetensors(str(tmp_path), rows), PARAMS, rows)
+    states.assert_same(load_weights(str(tmp_path), rows), PARAMS, rows)
 
 
 def test_each_file_is_opened_once(tmp_path, monkeypatch):
@@ -222,13 +222,13 @@ def test_each_file_is_opened_once(tmp_path, monkeypatch):
         return safe_open(path, **options)
 
     monkeypatch.setattr(safetensors, "safe_open", counted)
-    load_safetensors(str(tmp_path), states.make_rows(PARAMS, stage=3))
+    load_weights(str(tmp_path), states.make_rows(PARAMS, stage=3))
     assert sorted(opened) == sorted({*WEIGHT_MAP.values()})
 
 
 def test_load_from_a_directory_of_one_file(exported):
     rows = states.make_rows(PARAMS)
-    states.assert_same(load_safetensors(str(exported.parent), rows), PARAMS, rows)
+    states.assert_same(load_weights(str(exported.parent), rows), PARAMS, rows)
 
 
 def test_load_of_another_model_names_what_differs(exported):
@@ -236,7 +236,7 @@ def test_load_of_another_model_names_what_differs(exported):
     other["embeds"] = other.pop("embed")
     other["frozen"] = other["frozen"].astype(np.float32)
     with pytest.raises(CheckpointError) as error:
-        load_safetensors(str(exported), states.make_rows(other))
+        load_weights(str(exported), states.make_rows(other))
     assert str(error.value) == (
         f"blocks.0.kernel='float32[16,8]' is float32[16,6] in {exported}; make the two "
         "agree\n"
@@ -249,17 +249,20 @@ def test_load_of_another_model_names_what_differs(exported):
     )
 
 
-REMEDY = "give a .safetensors file, or a directory with one or with an index"
+REMEDY = (
+    "give a .safetensors file, a directory with one or with an index, or the directory "
+    "of a run"
+)
 
 
 def test_load_of_what_is_not_there(tmp_path):
     with pytest.raises(CheckpointError) as error:
-        load_safetensors(f"{tmp_path}/none", {})
+        load_weights(f"{tmp_path}/none", {})
     assert str(error.value) == (
         f"checkpoint.init_from='{tmp_path}/none' does not exist; {REMEDY}"
     )
     with pytest.raises(CheckpointError) as error:
-        load_safetensors("/dev/zero", {})
+        load_weights("/dev/zero", {})
     assert str(error.value) == (
         f"checkpoint.init_from='/dev/zero' is not a regular file; {REMEDY}"
     )
@@ -267,7 +270,7 @@ def test_load_of_what_is_not_there(tmp_path):
 
 def test_load_of_a_directory_that_leaves_a_choice(tmp_path):
     with pytest.raises(CheckpointError) as error:
-        load_safetensors(str(tmp_path), {})
+        load_weights(str(tmp_path), {})
     assert str(error.value) == (
         f"checkpoint.init_from='{tmp_path}' holds 0 safetensors files and 0 indices; "
         f"{REMEDY}"
@@ -279,7 +282,7 @@ def test_load_of_a_truncated_file(exported, tmp_path, keep):
     path = tmp_path / "cut.safetensors"
     path.write_bytes(exported.read_bytes()[:keep])
     with pytest.raises(CheckpointError) as error:
-        load_safetensors(str(path), {})
+        load_weights(str(path), {})
     start, _, end = str(error.value).partition(" (")
     assert start == (
         f"checkpoint.init_from='{path}' is not a readable safetensors file"
@@ -291,7 +294,7 @@ def test_load_of_a_broken_index(tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     index.write_text("{}")
     with pytest.raises(CheckpointError) as error:
-        load_safetensors(str(tmp_path), {})
+        load_weights(str(tmp_path), {})
     assert str(error.value) == (
         f"checkpoint.init_from='{index}' is not an index of safetensors (KeyError: "
         f"'weight_map'); {REMEDY}"
@@ -303,7 +306,7 @@ def test_load_of_an_index_that_promises_more(tmp_path):
     write_shards(tmp_path, WEIGHT_MAP | {"head": first})
     index = tmp_path / "model.safetensors.index.json"
     with pytest.raises(CheckpointError) as error:
-        load_safetensors(str(tmp_path), states.make_rows(PARAMS))
+        load_weights(str(tmp_path), states.make_rows(PARAMS))
     assert str(error.value) == (
         f"checkpoint.init_from='{index}' names head, which {tmp_path / first} lacks; "
         f"{REMEDY}"

@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from zjax.checkpoint.weights import load_safetensors
+from zjax.checkpoint.weights import load_weights
 from zjax.config import base, load_config, schema
 from zjax.config.convert import to_mapping
 from zjax.config.gin import from_gin
@@ -138,7 +138,7 @@ def arguments(path):
         "output": lambda: prepare([text], path),
         "tokenizer": lambda: prepare([text], "out", tokenizer=f"{path}.json"),
         "load_tokenizer": lambda: load_tokenizer(path),
-        "weights": lambda: load_safetensors(path, {}),
+        "weights": lambda: load_weights(path, {}),
     }
 
 

@@ -2,6 +2,6 @@
 
 from zjax.checkpoint.export import export_safetensors
 from zjax.checkpoint.store import Store
-from zjax.checkpoint.weights import load_safetensors
+from zjax.checkpoint.weights import load_weights
 
-__all__ = ["Store", "export_safetensors", "load_safetensors"]
+__all__ = ["Store", "export_safetensors", "load_weights"]

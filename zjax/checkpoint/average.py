@@ -1,11 +1,14 @@
 """Averaged weights of a checkpoint; see `zjax.train.average`."""
 
+import functools
 import re
 from collections.abc import Callable, Collection
 
 import numpy as np
 
-from zjax.train.average import Part
+from zjax.checkpoint.store import Store
+from zjax.checkpoint.views import Index, Source
+from zjax.train.average import Part, choose_part
 
 _SCHEDULE_FREE = re.compile(r"(?P<state>opt_state(/.+)?)/max_lr")
 """Matches the `max_lr` of a `ScheduleFreeState`; `b1` and `z` have the same prefix."""
@@ -24,6 +27,38 @@ def saved_parts(names: Collection[str]) -> tuple[Part, ...]:
     ema: tuple[Part, ...] = ("ema",) if any(n.startswith("ema/") for n in names) else ()
     free: tuple[Part, ...] = ("schedule_free",) if _states(names) else ()
     return (*ema, *free, "raw")
+
+
+def open_weights(
+    store: Store, part: str = "auto", step: int | None = None
+) -> tuple[Source, Part]:
+    """The weights of a checkpoint, by their paths in the model.
+
+    Args:
+        store: The checkpoints.
+        part: Kind of weights: `raw`, `ema` or `schedule_free`; `auto` prefers those of
+            evaluation.
+        step: Step of the checkpoint; None for the newest.
+
+    Returns:
+        The arrays, and which kind they are.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, or it is damaged.
+        ConfigError: The checkpoint does not hold that kind.
+    """
+    saved = store.entries(step)
+    chosen = choose_part(part, saved_parts(saved))
+    tree = "ema/" if chosen == "ema" else "master/"
+    read_array = functools.partial(store.read_array, step=step)
+    if chosen == "schedule_free":
+        read_array = functools.partial(read_average, saved, read_array)
+    entries = {n.removeprefix(tree): e for n, e in saved.items() if n.startswith(tree)}
+
+    def read(name: str, index: Index) -> np.ndarray:
+        return read_array(tree + name)[(..., *index)]
+
+    return Source(entries, read), chosen
 
 
 def read_average(

@@ -6,7 +6,6 @@ follow one by one, so host memory holds one at a time.
 """
 
 import contextlib
-import functools
 import json
 import math
 import os
@@ -19,12 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from zjax.checkpoint import layers, views
-from zjax.checkpoint.average import read_average, saved_parts
+from zjax.checkpoint.average import open_weights
 from zjax.checkpoint.layout import Entry, is_floating
 from zjax.checkpoint.store import Store
-from zjax.checkpoint.views import Source
 from zjax.errors import CheckpointError, Problem
-from zjax.train.average import choose_part
 
 DTYPES = {
     "float64": "F64",
@@ -76,22 +73,16 @@ def export_safetensors(
         ConfigError: The checkpoint does not hold that part.
     """
     step = store.latest() if step is None else step
-    saved = store.entries(step)
-    part = choose_part(part, saved_parts(saved))
-    tree = "ema" if part == "ema" else "master"
-    read_array = functools.partial(store.read_array, step=step)
-    if part == "schedule_free":
-        read_array = functools.partial(read_average, saved, read_array)
-    source = Source(saved, lambda name, index: read_array(name)[(..., *index)])
+    source, part = open_weights(store, part, step)
     found = views.retiled(source, 1)
-    entries = _exported(layers.stack_all(found.entries), tree, dtype)
+    entries = _exported(layers.stack_all(found.entries), dtype)
     metadata = {"format": "flax", "part": part, "step": str(step)}
     target = pathlib.Path(path)
     partial = target.with_name(f".{target.name}.partial")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as file:
-            file.write(_header(entries, tree, metadata))
+            file.write(_header(entries, metadata))
             for name, entry in entries.items():
                 for layer in layers.sources_of(name, found.entries):
                     _write(file, found.read_all(layer), entry.dtype)
@@ -127,11 +118,10 @@ def _write(file: IO[bytes], array: np.ndarray, dtype: str) -> None:
     file.write(cast.reshape(-1).view(np.uint8).data)
 
 
-def _exported(found: Mapping[str, Entry], tree: str, dtype: str) -> dict[str, Entry]:
-    inside = {name: e for name, e in found.items() if name.startswith(f"{tree}/")}
+def _exported(found: Mapping[str, Entry], dtype: str) -> dict[str, Entry]:
     entries = {
         name: Entry(e.shape, dtype if dtype and is_floating(e.dtype) else e.dtype)
-        for name, e in inside.items()
+        for name, e in found.items()
     }
     problems = []
     seen: dict[str, str] = {}
@@ -149,14 +139,12 @@ def _exported(found: Mapping[str, Entry], tree: str, dtype: str) -> dict[str, En
     return entries
 
 
-def _header(
-    entries: Mapping[str, Entry], part: str, metadata: Mapping[str, str]
-) -> bytes:
+def _header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
     header: dict[str, object] = {"__metadata__": metadata}
     start = 0
     for name, entry in entries.items():
         end = start + math.prod(entry.shape) * jnp.dtype(entry.dtype).itemsize
-        header[tensor_name(name.removeprefix(f"{part}/"))] = {
+        header[tensor_name(name)] = {
             "dtype": DTYPES[entry.dtype],
             "shape": entry.shape,
             "data_offsets": (start, end),

@@ -34,6 +34,12 @@ def named_steps(directory: pathlib.Path) -> list[int]:
     return sorted(number for number in numbers if (directory / str(number)).is_dir())
 
 
+def find_steps(place: pathlib.Path) -> pathlib.Path | None:
+    """The directory of steps of a run: the given one, or `checkpoints` inside it."""
+    found = (x for x in (place, place / "checkpoints") if named_steps(x))
+    return next(found, None)
+
+
 def find_missing(path: pathlib.Path) -> str:
     """What a step lacks, without reading its files; empty if it is complete."""
     if has_sums(path):

@@ -1,16 +1,19 @@
-"""Imports safetensors files; each device reads only its slices."""
+"""Imports weights of safetensors files and of runs; a device reads only its slices."""
 
 import functools
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 
 from zjax.checkpoint import layout, views
+from zjax.checkpoint.average import open_weights
 from zjax.checkpoint.export import DTYPES, tensor_name
 from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.saved import place_slices
+from zjax.checkpoint.steps import find_steps
+from zjax.checkpoint.store import Store
 from zjax.checkpoint.views import Source
 from zjax.config.paths import local_path
 from zjax.errors import CheckpointError, Problem
@@ -20,15 +23,23 @@ from zjax.remedies import find_fault
 from zjax.typing import Params
 
 _NAMES = {code: name for name, code in DTYPES.items()}
+Adapt = Callable[[Source, Mapping[str, Entry]], Source]
 
 
-def load_safetensors(path: str, plans: Any) -> Params:
+def _unchanged(source: Source, expected: Mapping[str, Entry]) -> Source:
+    return source
+
+
+def load_weights(path: str, plans: Any, adapt: Adapt = _unchanged) -> Params:
     """Reads weights straight onto their shards.
 
     Args:
-        path: A safetensors file, or a directory with one file or with an index.
+        path: A safetensors file, a directory with one file or with an index, or the
+            directory of a run, whose newest weights for evaluation are read.
         plans: A tree of `ArrayPlan`, whose paths with dots are the tensor names.
             Floating-point dtypes may differ from the file's.
+        adapt: `adapt(source, expected)` turns arrays by tensor name into those of
+            another model.
 
     Returns:
         Arrays in their stored shapes, in the structure and dtypes of `plans`.
@@ -37,21 +48,43 @@ def load_safetensors(path: str, plans: Any) -> Params:
         CheckpointError: The file is missing or not safetensors, or names, shapes or
             dtypes differ; lists the first differences.
     """
-    return jax.tree.unflatten(jax.tree.structure(plans), iter_safetensors(path, plans))
+    return jax.tree.unflatten(
+        jax.tree.structure(plans), iter_weights(path, plans, adapt)
+    )
 
 
-def iter_safetensors(path: str, plans: Any) -> Iterator[Any]:
-    """Reads weights one by one, in the order of `plans`; see `load_safetensors`.
+def iter_weights(path: str, plans: Any, adapt: Adapt = _unchanged) -> Iterator[Any]:
+    """Reads weights one by one, in the order of `plans`; see `load_weights`.
 
     The file is checked before this returns.
     """
     named = {tensor_name(name): r for name, r in layout.name_leaves(plans).items()}
     expected = layout.describe_plans(named)
-    source = views.match_layout(_make_source(_find_tensors(path)), expected)
+    source = views.match_layout(adapt(open_source(path), expected), expected)
     layout.check_same(expected, source.entries, path, cast=True)
     return (
         place_slices(functools.partial(source.read, name), plan)
         for name, plan in named.items()
+    )
+
+
+def open_source(path: str) -> Source:
+    """The arrays of safetensors files or of a run, by tensor name.
+
+    Raises:
+        CheckpointError: There are none, or they cannot be read.
+    """
+    place = pathlib.Path(local_path("checkpoint.init_from", path, CheckpointError))
+    steps = find_steps(place)
+    if steps is None:
+        return _make_source(_find_tensors(path, place))
+    source, _ = open_weights(Store(str(steps)))
+    names = {tensor_name(name): name for name in source.entries}
+    return views.cached(
+        Source(
+            {name: source.entries[saved] for name, saved in names.items()},
+            lambda name, index: source.read(names[name], index),
+        )
     )
 
 
@@ -64,10 +97,9 @@ def _make_source(files: Mapping[str, Any]) -> Source:
     return Source(entries, lambda name, index: files[name].get_slice(name)[index])
 
 
-def _find_tensors(path: str) -> dict[str, Any]:
+def _find_tensors(path: str, place: pathlib.Path) -> dict[str, Any]:
     """The open file of each tensor, by name."""
     check_installed("safetensors")
-    place = pathlib.Path(local_path("checkpoint.init_from", path, CheckpointError))
     if place.is_dir():
         indices = sorted(place.glob("*.safetensors.index.json"))
         files = sorted(place.glob("*.safetensors"))
@@ -113,5 +145,6 @@ def _open(path: pathlib.Path) -> Any:
 
 
 def _unusable(path: str, problem: str) -> CheckpointError:
-    remedy = "give a .safetensors file, or a directory with one or with an index"
+    remedy = "give a .safetensors file, a directory with one or with an index, or the "
+    remedy += "directory of a run"
     return CheckpointError(Problem("checkpoint.init_from", path, problem, remedy))

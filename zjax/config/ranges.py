@@ -167,6 +167,7 @@ RANGES: dict[type, dict[str, Range]] = {
         "every_steps": _from(0),
         "keep_last": _from(1),
         "keep_best": _from(0),
+        "expert_noise": _from(0),
     },
     schema.Observe: {
         "log_every_steps": _from(1),

@@ -1,0 +1,147 @@
+"""A mixture of experts that starts from a dense model computes what that model does."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+
+from tests.support import language
+from zjax.checkpoint.layout import name_leaves
+from zjax.config import schema
+from zjax.config.load import load_config
+from zjax.errors import CheckpointError, ConfigError
+from zjax.initialize import make_run
+from zjax.models.build import make_model
+from zjax.optim.build import make_optimizer
+from zjax.saving import save
+from zjax.sharding import plan as plans
+
+GPT = dataclasses.replace(language.GPT, num_layers=3)
+LLAMA = dataclasses.replace(language.LLAMA, num_layers=3)
+TOKENS = jnp.arange(32).reshape(4, 8) % GPT.vocab_size
+
+
+def write_dense(shape, directory):
+    """Random weights of a dense model in a file; returns its path and its logits."""
+    decoder = language.make_language_model(shape)
+    weights = name_leaves(language.params_of(decoder))
+    path = f"{directory}/model.safetensors"
+    tensors = {n.replace("/", "."): np.asarray(x) for n, x in weights.items()}
+    safetensors.numpy.save_file(tensors, path)
+    return path, logits_of(decoder)
+
+
+def make_config(shape, path, moe, *overrides, **sections):
+    config = schema.Config(
+        global_batch_size=8,
+        model=dataclasses.replace(shape, moe=schema.MoE(**moe)),
+        data=schema.Data(source="synthetic"),
+        precision=schema.Precision(compute_dtype="float32"),
+        checkpoint=schema.Checkpoint(init_from=str(path)),
+        **sections,
+    )
+    return load_config(config, *overrides)
+
+
+def start(config, num_devices=1):
+    model = make_model(config)
+    tx = make_optimizer(config, model)
+    return make_run(config, model, tx, devices=jax.devices()[:num_devices])
+
+
+def logits_of(decoder):
+    return np.asarray(nnx.jit(lambda decoder, x: decoder(x))(decoder, TOKENS))
+
+
+SHARDED = schema.Zero(stage=3, min_shard_elements=8)
+HOST = schema.Zero(memory="pinned_host", parameter_memory="pinned_host")
+PYRAMID = {"num_experts": (2, 4), "top_k": 2, "first_dense": 1, "residual": True}
+SHARED = {"num_experts": 4, "top_k": 3, "every": 2, "scores": "sigmoid"}
+SHARED |= {"num_shared": 1, "shared_gate": True, "bias_rate": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("shape", "moe", "sections", "num_devices"),
+    [
+        pytest.param(GPT, {"num_experts": 4, "top_k": 2}, {}, 1, id="every-layer"),
+        pytest.param(
+            LLAMA,
+            PYRAMID,
+            {"zero": SHARDED, "mesh": schema.Mesh(expert=2)},
+            4,
+            id="pyramid-and-residual-sharded",
+        ),
+        pytest.param(LLAMA, SHARED, {"zero": HOST}, 1, id="every-second-on-the-host"),
+    ],
+)
+def test_logits_equal_those_of_the_dense_model(
+    shape, moe, sections, num_devices, tmp_path, monkeypatch
+):
+    """Fails if an expert is the copy of another layer, or gates and values swap."""
+    monkeypatch.setattr(plans, "MIN_MOVED_BYTES", 64)
+    path, expected = write_dense(shape, tmp_path)
+    run = start(make_config(shape, path, moe, **sections), num_devices)
+    np.testing.assert_allclose(
+        logits_of(run.bind(run.state)), expected, rtol=2e-4, atol=2e-5
+    )
+
+
+def test_a_run_is_a_source_and_the_log_says_what_is_new(tmp_path, caplog):
+    dense = make_config(GPT, "", {})
+    run = start(dense)
+    save(tmp_path / "checkpoints", run.state, run)
+    config = make_config(GPT, tmp_path, {"num_experts": 2, "every": 3})
+    found = start(config).state.master["blocks"]
+    old = run.state.master["blocks"]["mlp"]["up"]["kernel"]
+    copies = found["layer2"]["mlp"]["experts"]["up"]["kernel"]
+    for expert in range(2):
+        np.testing.assert_array_equal(copies[:, expert], old[2:])
+    np.testing.assert_array_equal(found["layer0"]["mlp"]["up"]["kernel"], old[:1])
+    assert np.std(found["layer2"]["mlp"]["router"]["kernel"]) > 0
+    assert caplog.messages[-1] == (
+        f"checkpoint.init_from='{tmp_path}' is a dense model: the 2 experts of a layer "
+        "are copies of its feed-forward; new are blocks.layer2.mlp.router.kernel; all "
+        "other arrays are copied; it differs from the dense model at first, by "
+        "model.moe.top_k=1, which weighs an expert by its score"
+    )
+
+
+def test_noise_makes_experts_differ_in_the_same_way_on_any_devices(tmp_path):
+    path, _ = write_dense(GPT, tmp_path)
+    config = make_config(GPT, path, {"num_experts": 4, "top_k": 2})
+    config = dataclasses.replace(
+        config, checkpoint=schema.Checkpoint(init_from=path, expert_noise=0.1)
+    )
+    one = start(config).state.master["blocks"]["mlp"]["experts"]["up"]
+    assert not np.any(one["bias"][:, 0] - one["bias"][:, 1])
+    difference = one["kernel"][:, 0] - one["kernel"][:, 1]
+    deviation = np.std(difference) / np.std(one["kernel"]) / 2**0.5
+    np.testing.assert_allclose(deviation, 0.1, rtol=0.1)
+    split = dataclasses.replace(config, zero=SHARDED, mesh=schema.Mesh(expert=2))
+    other = start(split, 4).state.master["blocks"]["mlp"]["experts"]["up"]
+    np.testing.assert_array_equal(one["kernel"], other["kernel"])
+
+
+def test_a_source_of_another_shape_is_refused(tmp_path):
+    path, _ = write_dense(GPT, tmp_path)
+    shape = dataclasses.replace(GPT, num_layers=6, embed_size=32)
+    moe = {"num_experts": 4, "expert_size": 48, "every": 2}
+    with pytest.raises(ConfigError) as error:
+        start(make_config(shape, path, moe))
+    source = f"of checkpoint.init_from={path!r}"
+    assert str(error.value) == (
+        f"model.num_layers=6 is not the number of layers 3 {source}; use 3\n"
+        f"model.embed_size=32 is not the width 16 {source}; use 16\n"
+        f"model.moe.expert_size=48 is not the feed-forward width 24 {source}; use 24"
+    )
+
+
+def test_a_source_that_lacks_an_array_is_refused(tmp_path):
+    path, _ = write_dense(GPT, tmp_path)
+    shape = dataclasses.replace(LLAMA, num_kv_heads=4)
+    with pytest.raises(CheckpointError, match=r"blocks\.mlp\.experts\.up\.kernel"):
+        start(make_config(shape, path, {"num_experts": 4}))
