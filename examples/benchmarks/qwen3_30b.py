@@ -1,4 +1,4 @@
-"""All of Qwen3-30B-A3B on one H200 and its host: 30.5B parameters, 65,536 tokens a step.
+"""All 30.5B parameters of Qwen3-30B-A3B on one H200 and its host, 65,536 tokens a step.
 
 Master weights of 32 bits and 8-bit moments: what of them does not fit on the device is
 on the host. No clipping, so that updates run under the backward pass.
@@ -19,6 +19,7 @@ SETTINGS = (
     "microbatch_size=16",
     "global_batch_size=16",
 )
+MOST_MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.97"}
 MUST, AIM = 3_000, 12_000
 """Tokens per second; the aim is NVIDIA's published rate per GPU on eight H100s."""
 
@@ -42,5 +43,5 @@ def get_contest():
         headline="Qwen3-30B-A3B on one H200 and its host: tokens/s over the bar",
         by_devices=False,
     )
-    ours = zjax(NAME, config, *SETTINGS, environment=ONE_DEVICE)
+    ours = zjax(NAME, config, *SETTINGS, environment=ONE_DEVICE | MOST_MEMORY)
     return Contest("Qwen3-30B-A3B on one device", (ours,), (row,))
