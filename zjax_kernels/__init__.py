@@ -11,6 +11,8 @@ Example:
 """
 
 from zjax_kernels.grouped import (
+    grouped_activation,
+    grouped_activation_backward,
     grouped_matmul,
     grouped_outer,
     tune_grouped_matmul,
@@ -56,6 +58,8 @@ __all__ = [
     "Variable",
     "dequantise_blocks",
     "draw_layout",
+    "grouped_activation",
+    "grouped_activation_backward",
     "grouped_matmul",
     "grouped_outer",
     "layer_norm",

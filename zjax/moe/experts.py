@@ -24,7 +24,12 @@ from zjax.moe.placement import Placement, token_spec
 from zjax.moe.router import Routing
 from zjax.ops import activation as activations
 from zjax.sharding.activations import open_size
-from zjax_kernels import grouped_matmul, grouped_outer
+from zjax_kernels import (
+    grouped_activation,
+    grouped_activation_backward,
+    grouped_matmul,
+    grouped_outer,
+)
 
 Activation = Literal["swiglu", "gelu", "relu"]
 
@@ -181,11 +186,10 @@ def _forward(
     saved_rows = exchange.usual
 
     def compute(exchange: Any, arrived: Any, experts: Any, shared: Any) -> Any:
-        hidden = _hidden(arrived, experts, exchange)
+        hidden, activated = _activate(activation, arrived, experts, exchange)
         outputs = grouped_matmul(
-            _activate(activation)(hidden), experts.down, exchange.sizes
+            activated, experts.down, exchange.sizes, bias=experts.down_bias
         )
-        outputs = _add_bias(outputs, experts.down_bias, exchange)
         return exchange.sum_rows(outputs, shared, x.dtype), hidden[:saved_rows]
 
     sums, hidden = exchange.by_load(compute, arrived, experts, shared)
@@ -217,26 +221,23 @@ def _differentiate(
     """Gradients of one device: of what arrived, of its experts, of the weights."""
     dtype, sizes, rows = arrived.dtype, exchange.sizes, exchange.row_experts.size
     if rows > len(hidden):  # more rows than are saved
-        hidden = _hidden(arrived, experts, exchange)
-    weight = weight[:rows, None]
+        hidden, _ = _activate(activation, arrived, experts, exchange)
+    weight = weight[:rows]
     # Cotangents of the outputs of experts, before the routing weight.
     row_cotangent = exchange.rows_of(cotangent)
-    activated_cotangent = grouped_matmul(
-        row_cotangent, experts.down, sizes, transpose=True
+    hidden_cotangent, weighted, weight_cotangent = grouped_activation_backward(
+        row_cotangent, experts.down, sizes, hidden, weight, activation=activation
     )
-    activated, pull = jax.vjp(_activate(activation), hidden)
-    weight_cotangent = _row_products(activated_cotangent, activated)
     if experts.down_bias is not None:
         own = _rows_of(experts.down_bias, exchange)
         weight_cotangent += _row_products(row_cotangent, own)
-    (hidden_cotangent,) = pull((activated_cotangent * weight).astype(dtype))
-    weighted = (activated * weight).astype(dtype)
+    weighted_cotangent = row_cotangent * weight[:, None]
     gradients = dataclasses.replace(
         experts,
         up=grouped_outer(exchange.rows_of(arrived), hidden_cotangent, sizes),
         down=grouped_outer(weighted, row_cotangent, sizes),
         up_bias=_sum_by_expert(hidden_cotangent, experts.up_bias, exchange),
-        down_bias=_sum_by_expert(row_cotangent * weight, experts.down_bias, exchange),
+        down_bias=_sum_by_expert(weighted_cotangent, experts.down_bias, exchange),
     )
     input_rows = grouped_matmul(hidden_cotangent, experts.up, sizes, transpose=True)
     sums = exchange.sum_rows(input_rows, None, dtype)
@@ -246,35 +247,25 @@ def _differentiate(
 _apply.defvjp(_forward, _backward)
 
 
-def _hidden(
-    arrived: jax.Array, experts: Experts, exchange: AllGather | AllToAll
-) -> jax.Array:
-    """Pre-activations of all rows."""
-    rows = exchange.rows_of(arrived)
-    hidden = grouped_matmul(rows, experts.up, exchange.sizes)
-    return _add_bias(hidden, experts.up_bias, exchange)
-
-
-def _activate(activation: Activation) -> Callable[[jax.Array], jax.Array]:
-    if activation == "swiglu":
-        return _swiglu
-    return {"gelu": jax.nn.gelu, "relu": jax.nn.relu}[activation]
-
-
-def _swiglu(hidden: jax.Array) -> jax.Array:
-    gate, value = jnp.split(hidden, 2, axis=-1)
-    return jax.nn.silu(gate) * value
+def _activate(
+    activation: Activation,
+    arrived: jax.Array,
+    experts: Experts,
+    exchange: AllGather | AllToAll,
+) -> tuple[jax.Array, jax.Array]:
+    """Pre-activations and activations of all rows."""
+    return grouped_activation(
+        exchange.rows_of(arrived),
+        experts.up,
+        exchange.sizes,
+        activation=activation,
+        bias=experts.up_bias,
+    )
 
 
 def _rows_of(bias: jax.Array, exchange: AllGather | AllToAll) -> jax.Array:
     """The bias of each row's expert; 0 in rows without one."""
     return jnp.take(bias, exchange.row_experts, axis=0, mode="fill", fill_value=0)
-
-
-def _add_bias(
-    rows: jax.Array, bias: jax.Array | None, exchange: AllGather | AllToAll
-) -> jax.Array:
-    return rows if bias is None else rows + _rows_of(bias, exchange)
 
 
 def _sum_by_expert(

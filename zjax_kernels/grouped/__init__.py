@@ -1,6 +1,17 @@
 """Matrix products of groups of rows, as of the experts of a mixture."""
 
-from zjax_kernels.grouped.api import grouped_matmul, grouped_outer
+from zjax_kernels.grouped.api import (
+    grouped_activation,
+    grouped_activation_backward,
+    grouped_matmul,
+    grouped_outer,
+)
 from zjax_kernels.grouped.search import tune_grouped_matmul
 
-__all__ = ["grouped_matmul", "grouped_outer", "tune_grouped_matmul"]
+__all__ = [
+    "grouped_activation",
+    "grouped_activation_backward",
+    "grouped_matmul",
+    "grouped_outer",
+    "tune_grouped_matmul",
+]

@@ -1,7 +1,7 @@
 """Products of groups of rows with a matrix for each, differentiable."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,12 @@ from jax import Array
 from zjax_kernels.device import DTYPES, choose_implementation
 from zjax_kernels.errors import describe, refuse
 from zjax_kernels.grouped import mosaic_gpu, reference
+from zjax_kernels.grouped.activations import (
+    ACTIVATIONS,
+    Activation,
+    activate,
+    num_parts,
+)
 
 _SIDE = 128
 """The kernels take matrices whose sides are multiples of it."""
@@ -20,31 +26,38 @@ def grouped_matmul(
     weights: Array,
     sizes: Array,
     *,
+    bias: Array | None = None,
+    activation: Activation | None = None,
     transpose: bool = False,
     implementation: str = "auto",
 ) -> Array:
-    """Multiplies rows by the matrix of their group.
+    """Multiplies rows by the matrix of their group, `activation(x @ weights + bias)`.
 
     Rows of a group are adjacent, and groups follow one another: rows `[0, sizes[0])`
     are of group 0. Memory is of the order of the operands; no row is multiplied by
-    matrices of other groups.
+    matrices of other groups. The kernels add the bias and apply the activation before
+    they store a result.
 
     Args:
         x: [M, K], floats.
         weights: [G, K, N], or [G, N, K] if `transpose`, of the same dtype.
         sizes: int32[G], rows of each group, 0 or more; their sum is at most M.
+        bias: [G, N] of the same dtype; None for none.
+        activation: `gelu` (by tanh), `relu`, or `swiglu`, which multiplies the SiLU of
+            the first half of the columns by the second half; None for none.
         transpose: Whether to multiply by transposed matrices.
         implementation: `mosaic_gpu` (one Hopper GPU, 16-bit arrays, K and N multiples
             of 128), `reference` (anywhere), or `auto`, which takes the former where it
             can run.
 
     Returns:
-        [M, N] in the dtype of `x`, summed in float32. Rows beyond the last group are 0,
-        and so is the gradient of a matrix whose group is empty.
+        [M, N], or [M, N / 2] for `swiglu`, in the dtype of `x`, summed in float32. Rows
+        beyond the last group are 0, and so is the gradient of a matrix whose group is
+        empty.
 
     Raises:
-        ValueError: Shapes or dtypes that do not match, an unknown implementation, or
-            arrays that it does not support.
+        ValueError: Shapes or dtypes that do not match, an unknown activation or
+            implementation, or arrays that it does not support.
         NotImplementedError: This device cannot run `mosaic_gpu`.
 
     Example:
@@ -55,9 +68,95 @@ def grouped_matmul(
     Reference:
         Gale et al., MegaBlocks (arXiv:2211.15841), section 5.
     """
-    _check(x, weights, sizes, transpose)
+    _check(x, weights, sizes, bias, activation, transpose)
     module = _choose(implementation, len(x), weights.shape[1:], x.dtype)
-    return _grouped_matmul(module, transpose, x, weights, sizes)
+    product = _Product(module, transpose, activation)
+    return _grouped_matmul(product, x, weights, bias, sizes)
+
+
+def grouped_activation(
+    x: Array,
+    weights: Array,
+    sizes: Array,
+    *,
+    activation: Activation,
+    bias: Array | None = None,
+    implementation: str = "auto",
+) -> tuple[Array, Array]:
+    """Returns what `grouped_matmul` applies its activation to, and the result.
+
+    It has no gradient of its own: it is for functions that have one.
+
+    Args:
+        x: [M, K], floats.
+        weights: [G, K, N], of the same dtype.
+        sizes: int32[G], as for `grouped_matmul`.
+        activation: As for `grouped_matmul`.
+        bias: [G, N]; None for none.
+        implementation: As for `grouped_matmul`.
+
+    Returns:
+        The pre-activations, [M, N], and the activations, [M, N] or [M, N / 2].
+
+    Raises:
+        ValueError: As `grouped_matmul`.
+        NotImplementedError: As `grouped_matmul`.
+
+    Example:
+        >>> x, weights, sizes = jnp.ones((1, 1)), -jnp.ones((1, 1, 1)), jnp.array([1])
+        >>> found = grouped_activation(x, weights, sizes, activation="relu")
+        >>> [each.item() for each in found]
+        [-1.0, 0.0]
+    """
+    _check(x, weights, sizes, bias, activation, transpose=False)
+    module = _choose(implementation, len(x), weights.shape[1:], x.dtype)
+    return module.grouped_activation(x, weights, sizes, bias, activation=activation)
+
+
+def grouped_activation_backward(
+    cotangent: Array,
+    weights: Array,
+    sizes: Array,
+    inputs: Array,
+    scale: Array,
+    *,
+    activation: Activation,
+    implementation: str = "auto",
+) -> tuple[Array, Array, Array]:
+    """Differentiates `scale * grouped_matmul(activate(inputs), weights, sizes)`.
+
+    What the kernel needs of `activate(inputs)` is computed again from `inputs`, while
+    the gradient of the product is in registers.
+
+    Args:
+        cotangent: [M, K], of the scaled product.
+        weights: [G, F, K], of the same dtype.
+        sizes: int32[G], as for `grouped_matmul`.
+        inputs: [M, F], or [M, 2 F] for `swiglu`; finite in rows without a group.
+        scale: float32[M], of each row.
+        activation: As for `grouped_matmul`.
+        implementation: As for `grouped_matmul`.
+
+    Returns:
+        The cotangent of `inputs`; `scale * activate(inputs)`, whose `grouped_outer`
+        with `cotangent` is that of `weights`; and the cotangent of `scale`, float32[M].
+
+    Raises:
+        ValueError: An unknown implementation, or arrays that it does not support.
+        NotImplementedError: This device cannot run `mosaic_gpu`.
+
+    Example:
+        >>> x, weights, sizes = jnp.ones((1, 1)), jnp.full((1, 1, 1), 3.0), jnp.ones(1)
+        >>> found = grouped_activation_backward(
+        ...     x, weights, sizes.astype(int), x, jnp.full(1, 2.0), activation="relu"
+        ... )
+        >>> [each.item() for each in found]
+        [6.0, 2.0, 3.0]
+    """
+    module = _choose(implementation, len(inputs), weights.shape[1:], inputs.dtype)
+    return module.grouped_activation_backward(
+        cotangent, weights, sizes, inputs, scale, activation=activation
+    )
 
 
 def grouped_outer(
@@ -85,30 +184,68 @@ def grouped_outer(
     return module.grouped_outer(x, y, sizes)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+class _Product(NamedTuple):
+    module: Any
+    transpose: bool
+    activation: Activation | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped_matmul(
-    module: Any, transpose: bool, x: Array, weights: Array, sizes: Array
+    product: _Product, x: Array, weights: Array, bias: Array | None, sizes: Array
 ) -> Array:
-    return module.grouped_matmul(x, weights, sizes, transpose=transpose)
+    return _run(product, x, weights, bias, sizes, saves=False)[-1]
+
+
+def _run(
+    product: _Product,
+    x: Array,
+    weights: Array,
+    bias: Array | None,
+    sizes: Array,
+    *,
+    saves: bool,
+) -> tuple[Array, ...]:
+    """What the backward pass needs of the result, and the result."""
+    module, transpose, activation = product
+    operands, settings = (x, weights, sizes, bias), {"transpose": transpose}
+    if activation is None:
+        return (module.grouped_matmul(*operands, **settings),)
+    settings |= {"activation": activation, "saves": saves}
+    return module.grouped_activation(*operands, **settings)
 
 
 def _forward(
-    module: Any, transpose: bool, x: Array, weights: Array, sizes: Array
+    product: _Product, x: Array, weights: Array, bias: Array | None, sizes: Array
 ) -> tuple[Array, tuple]:
-    out = module.grouped_matmul(x, weights, sizes, transpose=transpose)
-    return out, (x, weights, sizes)
+    *inputs, out = _run(product, x, weights, bias, sizes, saves=True)
+    return out, (inputs, x, weights, bias, sizes)
 
 
 def _backward(
-    module: Any, transpose: bool, saved: tuple, cotangent: Array
-) -> tuple[Array, Array, None]:
-    x, weights, sizes = saved
+    product: _Product, saved: tuple, cotangent: Array
+) -> tuple[Array, Array, Array | None, None]:
+    inputs, x, weights, bias, sizes = saved
+    module, transpose, activation = product
+    if activation is not None:
+        activated, pull = jax.vjp(functools.partial(activate, activation), *inputs)
+        (cotangent,) = pull(cotangent.astype(activated.dtype))
     of_x = module.grouped_matmul(cotangent, weights, sizes, transpose=not transpose)
     pair = (cotangent, x) if transpose else (x, cotangent)
-    return of_x, module.grouped_outer(*pair, sizes), None
+    of_bias = None if bias is None else _sum_groups(cotangent, sizes, bias.dtype)
+    return of_x, module.grouped_outer(*pair, sizes), of_bias, None
 
 
 _grouped_matmul.defvjp(_forward, _backward)
+
+
+def _sum_groups(rows: Array, sizes: Array, dtype: Any) -> Array:
+    """Sums the rows of each group in float32: [G, N]."""
+    row = jnp.arange(len(rows))
+    group = jnp.searchsorted(jnp.cumsum(sizes), row, side="right")
+    wide = rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
+    sums = jax.ops.segment_sum(wide, group, len(sizes), indices_are_sorted=True)
+    return sums.astype(dtype)
 
 
 def check_kernels(num_rows: int, sides: tuple[int, ...], dtype: Any) -> None:
@@ -138,7 +275,14 @@ def _choose(
     return {"mosaic_gpu": mosaic_gpu, "reference": reference}[chosen]
 
 
-def _check(x: Array, weights: Array, sizes: Array, transpose: bool) -> None:
+def _check(
+    x: Array,
+    weights: Array,
+    sizes: Array,
+    bias: Array | None,
+    activation: Activation | None,
+    transpose: bool,
+) -> None:
     problems, contracted = [], 2 if transpose else 1
     is_matrices = x.ndim == 2 and weights.ndim == 3
     if not is_matrices or x.shape[1] != weights.shape[contracted]:
@@ -158,4 +302,30 @@ def _check(x: Array, weights: Array, sizes: Array, transpose: bool) -> None:
         problem = f"does not fit x of {x.dtype}"
         remedy = "cast both to one floating-point dtype"
         problems.append(describe("weights.dtype", weights.dtype, problem, remedy))
-    refuse(problems)
+    columns = weights.shape[3 - contracted] if is_matrices else 0
+    refuse(
+        problems
+        + _bias_problems(bias, (len(weights), columns), x.dtype)
+        + _activation_problems(activation, columns)
+    )
+
+
+def _bias_problems(bias: Array | None, shape: tuple[int, int], dtype: Any) -> list[str]:
+    if bias is None or (bias.shape, bias.dtype) == (shape, dtype):
+        return []
+    found = f"{bias.dtype.name}{list(bias.shape)}"
+    remedy = f"give {dtype.name}{list(shape)}, a row for each group"
+    return [describe("bias", found, "does not fit the products", remedy)]
+
+
+def _activation_problems(activation: str | None, columns: int) -> list[str]:
+    if activation is None:
+        return []
+    if activation not in ACTIVATIONS:
+        remedy = f"use one of {', '.join(ACTIVATIONS)}"
+        return [describe("activation", activation, "is not an activation", remedy)]
+    if columns % num_parts(activation):
+        problem = f"does not halve {columns} columns"
+        remedy = "give matrices with the columns of gates and values"
+        return [describe("activation", activation, problem, remedy)]
+    return []

@@ -1,25 +1,33 @@
 """Grouped products tile by tile, in memory of the order of their operands."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from zjax_kernels.grouped.activations import activate
 from zjax_kernels.grouped.tiles import make_tiles
 
 TILE_ROWS = 128
 
 
 def grouped_matmul(
-    x: Array, weights: Array, sizes: Array, *, transpose: bool = False
+    x: Array,
+    weights: Array,
+    sizes: Array,
+    bias: Array | None = None,
+    *,
+    transpose: bool = False,
 ) -> Array:
-    """Multiplies the rows of each group by its matrix.
+    """Multiplies the rows of each group by its matrix, and adds its bias.
 
     Args:
         x: [M, K].
         weights: [G, K, N], or [G, N, K] if `transpose`.
         sizes: int32[G].
+        bias: [G, N].
         transpose: Whether to multiply by transposed matrices.
 
     Returns:
@@ -32,6 +40,8 @@ def grouped_matmul(
         part = jax.lax.dynamic_slice_in_dim(padded, tile.start, rows)
         matrix = weights[tile.group].T if transpose else weights[tile.group]
         product = jnp.dot(part, matrix, preferred_element_type=jnp.float32)
+        if bias is not None:
+            product += bias[tile.group][None]
         product = product.astype(x.dtype)
         before = jax.lax.dynamic_slice_in_dim(out, tile.start, rows)
         product = jnp.where(offsets < tile.rows, product, before)
@@ -42,6 +52,66 @@ def grouped_matmul(
     out = jnp.zeros((len(padded), columns), x.dtype)
     out, _ = jax.lax.scan(multiply, out, make_tiles(sizes, len(x), rows))
     return out[: len(x)]
+
+
+def grouped_activation(
+    x: Array,
+    weights: Array,
+    sizes: Array,
+    bias: Array | None = None,
+    *,
+    activation: str,
+    transpose: bool = False,
+    saves: bool = True,
+) -> tuple[Array, ...]:
+    """Applies an activation to `grouped_matmul`.
+
+    Args:
+        x: [M, K].
+        weights: [G, K, N], or [G, N, K] if `transpose`; N is F, or 2 F for `swiglu`.
+        sizes: int32[G].
+        bias: [G, N].
+        activation: Activation.
+        transpose: Whether to multiply by transposed matrices.
+        saves: Whether to return the pre-activations, too.
+
+    Returns:
+        The pre-activations [M, N] if `saves`, and the activations [M, F].
+    """
+    inputs = grouped_matmul(x, weights, sizes, bias, transpose=transpose)
+    return *[inputs] * saves, activate(activation, inputs).astype(x.dtype)
+
+
+def grouped_activation_backward(
+    cotangent: Array,
+    weights: Array,
+    sizes: Array,
+    inputs: Array,
+    scale: Array,
+    *,
+    activation: str,
+) -> tuple[Array, Array, Array]:
+    """Differentiates `scale * grouped_matmul(activate(inputs), weights)`.
+
+    Args:
+        cotangent: [M, K].
+        weights: [G, F, K].
+        sizes: int32[G].
+        inputs: [M, F], or [M, 2 F] for `swiglu`.
+        scale: float32[M].
+        activation: Activation.
+
+    Returns:
+        The cotangents of `inputs`, the scaled activations, and the cotangents of
+        `scale` in float32.
+    """
+    product = grouped_matmul(cotangent, weights, sizes, transpose=True)
+    run = functools.partial(activate, activation)
+    activated, differentiate = jax.vjp(run, inputs)
+    scales, product = scale[:, None], product.astype(activated.dtype)
+    (gradients,) = differentiate((product * scales).astype(activated.dtype))
+    products = (activated * product).sum(1).astype(jnp.float32)
+    return gradients, (activated * scales).astype(inputs.dtype), products
 
 
 def grouped_outer(x: Array, y: Array, sizes: Array) -> Array:

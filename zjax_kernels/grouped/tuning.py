@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from zjax_kernels.tunings import TuningFile
 
-Kernel = Literal["matmul", "transposed", "outer"]
+Kernel = Literal["matmul", "transposed", "outer", "activation", "activation_backward"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,14 +24,19 @@ class Tuning:
     stages: int = 4
     band: int = 8
 
-    def width(self, columns: int) -> int:
+    def width(self, columns: int, num_parts: int = 1) -> int:
         """Returns the columns of a tile of an output with `columns`.
 
+        Args:
+            columns: Columns of the output.
+            num_parts: Products that are computed at once, of as many columns each.
+
         Example:
-            >>> Tuning().width(1536), Tuning().width(192)
-            (256, 64)
+            >>> Tuning().width(1536), Tuning().width(1536, 2), Tuning().width(192)
+            (256, 128, 64)
         """
-        sizes = (n for n in (256, 128, 64) if n <= self.tile_columns)
+        widest = max(64, self.tile_columns // num_parts)
+        sizes = (n for n in (256, 128, 64) if n <= widest)
         return next(n for n in sizes if columns % n == 0)
 
 

@@ -1,6 +1,15 @@
 """Grouped products on Hopper GPUs."""
 
+from zjax_kernels.grouped.mosaic_gpu.activation import (
+    grouped_activation,
+    grouped_activation_backward,
+)
 from zjax_kernels.grouped.mosaic_gpu.matmul import grouped_matmul
 from zjax_kernels.grouped.mosaic_gpu.outer import grouped_outer
 
-__all__ = ["grouped_matmul", "grouped_outer"]
+__all__ = [
+    "grouped_activation",
+    "grouped_activation_backward",
+    "grouped_matmul",
+    "grouped_outer",
+]

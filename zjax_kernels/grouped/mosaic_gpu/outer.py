@@ -52,7 +52,7 @@ def grouped_outer(
     x, y = jnp.pad(x, padding), jnp.pad(y, padding)
     width, stages = tuning.width(y.shape[1]), tuning.stages
     shape = _Shape(len(sizes), x.shape[1] // TILE_ROWS, y.shape[1] // width, width)
-    buffers = (2, num_store_buffers(width), HALF, CHUNK)
+    buffers = (2, num_store_buffers(width // CHUNK), HALF, CHUNK)
     smem = functools.partial(plgpu.SMEM, dtype=x.dtype, transforms=TILED)
     scratch = _Memory(
         x=smem((stages, NUM_COMPUTE, DEPTH, HALF)),
@@ -61,19 +61,19 @@ def grouped_outer(
         stages=Stages.allocate(stages, num_copies=NUM_COMPUTE + 1),
     )
 
-    def body(inputs, out_ref, memory):
+    def body(inputs, outputs, memory):
         bounds, x_ref, y_ref = inputs
         tile = functools.partial(_tile, shape, bounds)
         specialize_warpgroups(
             functools.partial(
-                _compute, shape, tile, memory, out_ref, interpret=interpret
+                _compute, shape, tile, memory, *outputs, interpret=interpret
             ),
             functools.partial(_copy, shape, tile, memory, x_ref, y_ref),
         )
 
     output = jax.ShapeDtypeStruct((len(sizes), x.shape[1], y.shape[1]), x.dtype)
     bounds = jnp.append(jnp.int32(0), jnp.cumsum(sizes, dtype=jnp.int32))
-    return run(body, (bounds, x, y), output, scratch, interpret)
+    return run(body, (bounds, x, y), [output], scratch, interpret)[0]
 
 
 class _Shape(NamedTuple):
@@ -156,15 +156,15 @@ def _compute(shape, get_tile, memory, out_ref, *, interpret):
     def compute_tile(number, before):
         tile = get_tile(number)
 
-        def multiply(total, step, stage):
+        def multiply(totals, step, stage):
             x = memory.x.at[stage, half]
             row = tile.first + step * DEPTH
             low, high = tile.start - row, tile.end - row
             is_shared = (low > 0) | (high < DEPTH)
             pl.when(is_shared)(lambda: _clear_outside(x, low, high, interpret))
-            plgpu.wgmma(total, x.transpose((1, 0)), memory.y.at[stage])
+            plgpu.wgmma(*totals, x.transpose((1, 0)), memory.y.at[stage])
 
-        result = memory.stages.contract(before, tile.steps, shape.width, multiply)
+        (result,) = memory.stages.contract(before, tile.steps, shape.width, multiply)
         _store(tile, memory.out, out_ref, result.astype(out_ref.dtype))
         return before + tile.steps
 
@@ -192,4 +192,4 @@ def _store(tile, buffer, out_ref, result):
         columns = pl.ds(tile.columns.start + start, CHUNK)
         target = out_ref.at[tile.group, rows, columns]
         chunk = result[:, start : start + CHUNK]
-        store_chunk(chunk, start, buffer, buffer, num_buffers, target)
+        store_chunk(chunk, start // CHUNK, buffer, buffer, num_buffers, target)

@@ -33,35 +33,38 @@ _SIMULATED_SMS = 2
 def run(
     body: Callable[..., None],
     inputs: Sequence[Array],
-    output: jax.ShapeDtypeStruct,
+    outputs: Sequence[jax.ShapeDtypeStruct],
     scratch: Any,
     interpret: Any,
-) -> Array:
-    """Runs `body(input references, output reference, scratch)` as a kernel.
+) -> tuple[Array, ...]:
+    """Runs `body(input references, output references, scratch)` as a kernel.
 
     Args:
         body: The kernel, for one warpgroup of a program.
         inputs: Arrays.
-        output: Shape and dtype of the result.
+        outputs: Shape and dtype of each result.
         scratch: Tree of shared memory and barriers.
         interpret: Parameters of the interpreter; None on a GPU.
     """
     leaves, structure = jax.tree.flatten(scratch)
+    first, end = len(inputs), len(inputs) + len(outputs)
 
     def unflatten(*refs):
-        arrays, memory = refs[: len(inputs)], refs[len(inputs) + 1 :]
-        body(arrays, refs[len(inputs)], jax.tree.unflatten(structure, memory))
+        memory = jax.tree.unflatten(structure, refs[end:])
+        body(refs[:first], refs[first:end], memory)
 
     kernel = plgpu.kernel(
         unflatten,
-        out_type=output,
+        out_type=tuple(outputs),
         grid=(_NUM_SMS if interpret is None else _SIMULATED_SMS,),
         grid_names=("program",),
         num_threads=warpgroups.NUM_COMPUTE + 1,
         thread_name=warpgroups.AXIS,
         scratch_types=leaves,
         compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            approx_math=True,
+            reduction_scratch_bytes=0,  # rows are reduced within a warp
         ),
         **({} if interpret is None else {"interpret": interpret}),
     )
@@ -144,22 +147,24 @@ class Stages(NamedTuple):
         count: Array,
         width: int,
         multiply: Callable[[Any, Array, Array], None],
-    ) -> Array:
-        """Sums the products of a tile's steps: float32[HALF, width].
+        num_sums: int = 1,
+    ) -> tuple[Array, ...]:
+        """Sums the products of a tile's steps: each float32[HALF, width].
 
         Args:
             before: int32, steps of earlier tiles.
             count: int32, steps of this tile, 0 or more.
-            width: Columns of the tile.
-            multiply: `multiply(sum, step, stage)` starts the product of a step.
+            width: Columns of a sum.
+            multiply: `multiply(sums, step, stage)` starts the products of a step.
+            num_sums: Number of sums.
         """
 
-        def accumulate(total):
+        def accumulate(*totals):
             def add(step, _):
                 stage = self._stage(before + step)
                 plgpu.barrier_wait(self.ready.at[stage])
-                multiply(total, step, stage)
-                plgpu.wgmma_wait(1)
+                multiply(totals, step, stage)
+                plgpu.wgmma_wait(num_sums)
 
                 @pl.when(step > 0)
                 def _():
@@ -172,9 +177,24 @@ class Stages(NamedTuple):
             def _():
                 plgpu.barrier_arrive(self.free.at[self._stage(before + count - 1)])
 
-            return total[...]
+            return tuple(total[...] for total in totals)
 
-        return pl.run_scoped(accumulate, _ACC((HALF, width), jnp.float32))
+        accumulators = [_ACC((HALF, width), jnp.float32)] * num_sums
+        return pl.run_scoped(accumulate, *accumulators)
+
+    def read(self, step: Array, use: Callable[[Array], Array]) -> Array:
+        """Returns `use(stage)` of a step without a product, and frees the stage.
+
+        Args:
+            step: int32, counted over all tiles.
+            use: Loads what was copied.
+        """
+        stage = self._stage(step)
+        plgpu.barrier_wait(self.ready.at[stage])
+        values = use(stage)
+        plgpu.commit_smem()  # the next copy into the stage comes after the read
+        plgpu.barrier_arrive(self.free.at[stage])
+        return values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,25 +224,28 @@ class Views:
         return cls(ref, ref, ref) if simulated else cls(*ref)
 
 
-def num_store_buffers(width: int) -> int:
-    """Chunks of a tile that are stored while the next is written."""
-    return 2 if width % (2 * CHUNK) == 0 else 1
+def num_store_buffers(num_chunks: int) -> int:
+    """Buffers for the chunks of a tile: one is stored while the next is written.
+
+    They divide the chunks, so that each tile begins with the first buffer.
+    """
+    return 2 if num_chunks % 2 == 0 else 1
 
 
 def store_chunk(
-    chunk: Array, start: int, tiled: Any, copied: Any, num_buffers: int, target: Any
+    chunk: Array, number: int, tiled: Any, copied: Any, num_buffers: int, target: Any
 ) -> None:
-    """Starts to store the columns from `start` of this warpgroup's half of a tile.
+    """Starts to store a chunk of this warpgroup's half of a tile.
 
     Args:
         chunk: [HALF, CHUNK] in registers.
-        start: First column in the tile, a multiple of `CHUNK`.
+        number: Chunks of the tile that were stored before.
         tiled: Buffers [halves, num_buffers, HALF, CHUNK], as registers write them.
         copied: The same memory, as the copy reads it.
         num_buffers: Buffers of a warpgroup.
         target: [HALF, CHUNK] of the output.
     """
-    place = lax.axis_index(warpgroups.AXIS), start // CHUNK % num_buffers
+    place = lax.axis_index(warpgroups.AXIS), number % num_buffers
     plgpu.wait_smem_to_gmem(num_buffers - 1, wait_read_only=True)
     tiled[place] = chunk
     plgpu.commit_smem()

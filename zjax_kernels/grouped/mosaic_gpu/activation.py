@@ -1,0 +1,152 @@
+"""Products with an activation: of their result, or of what was multiplied."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from zjax_kernels.grouped.activations import num_parts
+from zjax_kernels.grouped.mosaic_gpu.derivatives import activate, differentiate
+from zjax_kernels.grouped.mosaic_gpu.matmul import add_bias, bias_inputs
+from zjax_kernels.grouped.mosaic_gpu.pipeline import CHUNK, TILE_ROWS
+from zjax_kernels.grouped.mosaic_gpu.product import (
+    Epilogue,
+    HalfTile,
+    multiply,
+    num_tiles,
+    tile_columns,
+    values_of_rows,
+)
+from zjax_kernels.grouped.tuning import Tuning, choose_tuning
+
+
+def grouped_activation(
+    x: Array,
+    weights: Array,
+    sizes: Array,
+    bias: Array | None = None,
+    *,
+    activation: str,
+    transpose: bool = False,
+    saves: bool = True,
+    tuning: Tuning | None = None,
+    interpret: Any = None,
+) -> tuple[Array, ...]:
+    """`reference.grouped_activation` for 16-bit arrays, K and F multiples of 64.
+
+    Args:
+        x: [M, K].
+        weights: [G, K, N], or [G, N, K] if `transpose`; N is F, or 2 F for `swiglu`.
+        sizes: int32[G].
+        bias: [G, N].
+        activation: Activation.
+        transpose: Whether to multiply by transposed matrices.
+        saves: Whether to return the pre-activations, too.
+        tuning: How to run; None for the measured one, or the default.
+        interpret: Parameters of the interpreter; None on a GPU.
+    """
+    tuning = tuning or choose_tuning("activation", *weights.shape)
+    parts, dtype = num_parts(activation), x.dtype
+    columns = weights.shape[1 if transpose else 2] // parts
+
+    def store(half: HalfTile) -> None:
+        *saved, activated = half.refs.outputs
+        sums = [each.astype(dtype) for each in add_bias(half)]
+        for start in half.starts:
+            chunks = [each[:, start : start + CHUNK] for each in sums]
+            for output in saved:
+                for part, chunk in enumerate(chunks):
+                    half.store(output, part * columns + start, chunk)
+            result = activate(activation, [x.astype(jnp.float32) for x in chunks])
+            half.store(activated, start, result.astype(dtype))
+
+    widths = [parts * columns] * saves + [columns]
+    epilogue = Epilogue(
+        store,
+        [jax.ShapeDtypeStruct((len(x), width), dtype) for width in widths],
+        num_stores=parts * saves + 1,
+        inputs=bias_inputs(bias),
+        num_parts=parts,
+    )
+    return multiply(
+        x,
+        weights,
+        sizes,
+        epilogue,
+        transpose=transpose,
+        tuning=tuning,
+        interpret=interpret,
+    )
+
+
+def grouped_activation_backward(
+    cotangent: Array,
+    weights: Array,
+    sizes: Array,
+    inputs: Array,
+    scale: Array,
+    *,
+    activation: str,
+    tuning: Tuning | None = None,
+    interpret: Any = None,
+) -> tuple[Array, Array, Array]:
+    """`reference.grouped_activation_backward` for 16-bit arrays, K, F multiples of 64.
+
+    Args:
+        cotangent: [M, K].
+        weights: [G, F, K].
+        sizes: int32[G].
+        inputs: [M, F], or [M, 2 F] for `swiglu`.
+        scale: float32[M].
+        activation: Activation.
+        tuning: How to run; None for the measured one, or the default.
+        interpret: Parameters of the interpreter; None on a GPU.
+    """
+    tuning = tuning or choose_tuning("activation_backward", *weights.shape)
+    (num_rows, _), columns, dtype = cotangent.shape, weights.shape[1], inputs.dtype
+    parts = num_parts(activation)
+
+    def store(half: HalfTile) -> None:
+        gradients, scaled, products = half.refs.outputs
+        scales = half.load_rows(half.refs.inputs[1])
+        total = 0.0
+        for number, start in enumerate(half.starts):
+            chunk = half.sums[0][:, start : start + CHUNK]
+            read = [half.read(number * parts + part) for part in range(parts)]
+            activated, found = differentiate(
+                activation, [x.astype(jnp.float32) for x in read], chunk * scales
+            )
+            total = total + (activated * chunk).sum(axis=1)
+            for part, each in enumerate(found):
+                half.store(gradients, part * columns + start, each.astype(dtype))
+            half.store(scaled, start, (activated * scales).astype(dtype))
+        half.store_rows(products, total)
+
+    sums = (
+        tile_columns(tuning, columns, 1),
+        num_tiles(num_rows, len(sizes)),
+        TILE_ROWS,
+    )
+    epilogue = Epilogue(
+        store,
+        [
+            jax.ShapeDtypeStruct(inputs.shape, dtype),
+            jax.ShapeDtypeStruct((num_rows, columns), dtype),
+            jax.ShapeDtypeStruct(sums, jnp.float32),
+        ],
+        num_stores=parts + 1,
+        inputs=(inputs, jnp.pad(scale, (0, TILE_ROWS))),
+        num_reads=parts,
+        sums_rows=True,
+    )
+    gradients, scaled, products = multiply(
+        cotangent,
+        weights,
+        sizes,
+        epilogue,
+        transpose=True,
+        tuning=tuning,
+        interpret=interpret,
+    )
+    return gradients, scaled, values_of_rows(products.sum(0), sizes, num_rows)

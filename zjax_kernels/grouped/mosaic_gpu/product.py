@@ -1,0 +1,424 @@
+"""Rows of each group times its matrix, and what an epilogue stores of each tile.
+
+Tiles begin at the first row of a group, wherever it is. The last tile of a group
+begins earlier if the group has the rows to fill it: two tiles then write the same
+numbers to the same rows, in place of a tile that must store some of its rows alone.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from zjax_kernels.grouped.mosaic_gpu.pipeline import (
+    CHUNK,
+    DEPTH,
+    HALF,
+    TILE_ROWS,
+    TILED,
+    Stages,
+    Views,
+    for_each_tile,
+    num_store_buffers,
+    run,
+    store_chunk,
+)
+from zjax_kernels.grouped.tiles import make_tiles
+from zjax_kernels.grouped.tuning import Tuning
+from zjax_kernels.registers import load
+from zjax_kernels.warpgroups import AXIS, specialize_warpgroups
+
+_ROWS = plgpu.Layout.WGMMA.reduce(1)
+_COLUMNS = plgpu.Layout.WGMMA.reduce(0)
+
+
+class Epilogue(NamedTuple):
+    """What a kernel stores of each tile.
+
+    Args:
+        store: Called with the `HalfTile` of each warpgroup.
+        outputs: Shapes and dtypes of the results.
+        num_stores: Chunks that `store` stores for every `CHUNK` columns of a tile.
+        inputs: Arrays that `store` reads.
+        num_parts: Equal blocks of columns in each matrix; a tile has the same columns
+            of each block.
+        num_reads: Equal blocks of columns in the first of `inputs`, [M, ...], of which
+            each tile reads its rows and columns while the products are under way.
+        sums_rows: Whether `store` calls `HalfTile.store_rows`.
+    """
+
+    store: Callable[["HalfTile"], None]
+    outputs: Sequence[jax.ShapeDtypeStruct]
+    num_stores: int
+    inputs: Sequence[Array] = ()
+    num_parts: int = 1
+    num_reads: int = 0
+    sums_rows: bool = False
+
+
+def multiply(
+    x: Array,
+    weights: Array,
+    sizes: Array,
+    epilogue: Epilogue,
+    *,
+    transpose: bool,
+    tuning: Tuning,
+    interpret: Any,
+) -> tuple[Array, ...]:
+    """Runs `epilogue` on tiles of the product; returns its outputs.
+
+    Args:
+        x: [M, K].
+        weights: [G, K, N], or [G, N, K] if `transpose`.
+        sizes: int32[G].
+        epilogue: Epilogue.
+        transpose: Whether to multiply by transposed matrices.
+        tuning: How to run.
+        interpret: Parameters of the interpreter; None on a GPU.
+    """
+    columns = weights.shape[1 if transpose else 2] // epilogue.num_parts
+    width = tuning.width(columns, epilogue.num_parts)
+    shape = _Shape(
+        num_groups=len(sizes),
+        steps=x.shape[1] // DEPTH,
+        columns=columns,
+        width=width,
+        band=tuning.band,
+        transpose=transpose,
+    )
+    scratch = _allocate(shape, epilogue, tuning.stages, x.dtype, interpret is not None)
+    inputs = (*_cover(sizes, len(x)), x, weights, *epilogue.inputs)
+
+    def body(inputs, outputs, memory):
+        *tiles, x_ref, weights_ref = inputs[:6]
+        views = functools.partial(Views.of, simulated=interpret is not None)
+        memory = memory._replace(x=views(memory.x), out=views(memory.out))
+        work, refs = _Work(shape, *tiles), _Refs(inputs[6:], outputs, interpret)
+        specialize_warpgroups(
+            functools.partial(_compute, work, memory, epilogue, refs),
+            functools.partial(
+                _copy, work, memory, epilogue, x_ref, weights_ref, refs.inputs
+            ),
+        )
+
+    return run(body, inputs, epilogue.outputs, scratch, interpret)
+
+
+def tile_columns(tuning: Tuning, columns: int, num_parts: int) -> int:
+    """Tiles next to each other, of results with `columns`."""
+    return columns // tuning.width(columns, num_parts)
+
+
+def num_tiles(num_rows: int, num_groups: int) -> int:
+    """Most tiles above each other, which `HalfTile.store_rows` counts."""
+    return -(-num_rows // TILE_ROWS) + num_groups + 1
+
+
+def values_of_rows(values: Array, sizes: Array, num_rows: int) -> Array:
+    """Moves values of the rows of tiles, [tiles, TILE_ROWS], to the rows: [num_rows].
+
+    Args:
+        values: A value for each row of each tile.
+        sizes: int32[G].
+        num_rows: M.
+    """
+    _, start, rows, count = _cover(sizes, num_rows)
+    offset = jnp.arange(TILE_ROWS)
+    exists = (jnp.arange(len(rows)) < count[0])[:, None] & (offset < rows[:, None])
+    place = jnp.where(exists, start[:, None] + offset, num_rows)
+    return jnp.zeros(num_rows, values.dtype).at[place].set(values, mode="drop")
+
+
+def _allocate(shape, epilogue, stages, dtype, simulated):
+    operand = (shape.width, DEPTH) if shape.transpose else (DEPTH, shape.width)
+    num_buffers = num_store_buffers(epilogue.num_stores * shape.width // CHUNK)
+    views = functools.partial(Views.allocate, dtype=dtype, simulated=simulated)
+    parts = epilogue.num_parts
+    weights = plgpu.SMEM((stages, parts, *operand), dtype, transforms=TILED)
+    return _Memory(
+        x=views((stages, TILE_ROWS, DEPTH)),
+        weights=weights,
+        out=views((2, num_buffers, HALF, CHUNK)),
+        rows=plgpu.SMEM((2, HALF), jnp.float32) if epilogue.sums_rows else None,
+        stages=Stages.allocate(stages, num_copies=1 + parts),
+    )
+
+
+def _cover(sizes: Array, num_rows: int) -> tuple[Array, ...]:
+    """Group, first row and number of rows of each tile, and the number of tiles.
+
+    Rows beyond the last group are a group of their own.
+    """
+    sizes = jnp.append(sizes, num_rows - sizes.sum()).astype(jnp.int32)
+    tiles = make_tiles(sizes, num_rows, TILE_ROWS)
+    rows = jnp.minimum(sizes[tiles.group], TILE_ROWS)
+    filled = jnp.cumsum(sizes, dtype=jnp.int32)[tiles.group] - rows
+    count = (-(-sizes // TILE_ROWS)).sum(keepdims=True, dtype=jnp.int32)
+    return tiles.group, jnp.minimum(tiles.start, filled), rows, count
+
+
+class _Shape(NamedTuple):
+    num_groups: int
+    steps: int
+    columns: int
+    width: int
+    band: int
+    transpose: bool
+
+    @property
+    def num_columns(self) -> int:
+        """Tiles next to each other."""
+        return self.columns // self.width
+
+
+class _Memory(NamedTuple):
+    x: Any
+    weights: Any
+    out: Any
+    rows: Any
+    stages: Stages
+
+
+class _Refs(NamedTuple):
+    """References to the arrays of an epilogue."""
+
+    inputs: Sequence[Any]
+    outputs: Sequence[Any]
+    interpret: Any
+
+
+class _Tile(NamedTuple):
+    number: Array
+    """Of all tiles above each other."""
+    group: Array
+    start: Array
+    rows: Array
+    steps: Array
+    """0 for rows without a group."""
+    column: Array
+    """Of all tiles next to each other."""
+    width: int
+
+    def columns(self, first: int = 0) -> Any:
+        """Columns of the tile in a block that begins at column `first`."""
+        return pl.ds(first + self.column * self.width, self.width)
+
+
+class _Work(NamedTuple):
+    shape: _Shape
+    group: Any
+    start: Any
+    rows: Any
+    count: Any
+
+    @property
+    def total(self) -> Array:
+        return self.count[0] * self.shape.num_columns
+
+    def tile(self, number: Array) -> _Tile:
+        """The tiles of a band of rows are computed column by column.
+
+        So the programs that run at a time read few rows and few columns.
+        """
+        shape = self.shape
+        per_band = jnp.int32(shape.band * shape.num_columns)
+        band = lax.div(number, per_band)
+        within = number - band * per_band
+        height = jnp.minimum(self.count[0] - band * shape.band, shape.band)
+        column = lax.div(within, height)
+        row = band * shape.band + within - column * height
+        group = self.group[row]
+        return _Tile(
+            number=row,
+            group=group,
+            start=self.start[row],
+            rows=self.rows[row],
+            steps=jnp.where(group < shape.num_groups, shape.steps, 0),
+            column=column,
+            width=shape.width,
+        )
+
+
+def _num_reads(shape: _Shape, epilogue: Epilogue) -> int:
+    """Chunks that the epilogue of a tile reads."""
+    return epilogue.num_reads * shape.width // CHUNK
+
+
+def _copy(work, memory, epilogue, x_ref, weights_ref, inputs):
+    shape = work.shape
+    num_reads = _num_reads(shape, epilogue)
+
+    def copy_tile(number, before):
+        tile = work.tile(number)
+
+        def copy(step, stage, ready):
+            deep = pl.ds(step * DEPTH, DEPTH)
+            plgpu.copy_gmem_to_smem(
+                x_ref.at[pl.ds(tile.start, TILE_ROWS), deep],
+                memory.x.by_rows.at[stage],
+                ready,
+            )
+            for part in range(epilogue.num_parts):
+                wide = tile.columns(part * shape.columns)
+                place = (wide, deep) if shape.transpose else (deep, wide)
+                plgpu.copy_gmem_to_smem(
+                    weights_ref.at[tile.group, *place],
+                    memory.weights.at[stage, part],
+                    ready,
+                )
+
+        def copy_read(number, stage, ready):
+            chunk = lax.div(number, jnp.int32(epilogue.num_reads))
+            part = number - chunk * epilogue.num_reads
+            first = part * shape.columns + tile.column * shape.width + chunk * CHUNK
+            for half in range(2):
+                rows = pl.ds(tile.start + half * HALF, HALF)
+                plgpu.copy_gmem_to_smem(
+                    inputs[0].at[rows, pl.ds(first, CHUNK)],
+                    memory.x.by_rows.at[stage, pl.ds(half * HALF, HALF)],
+                    ready,
+                )
+
+        before = memory.stages.fill(before, tile.steps, copy)
+        return memory.stages.fill(before, num_reads, copy_read) if num_reads else before
+
+    memory.stages.drain(for_each_tile(work.total, copy_tile))
+
+
+def _compute(work, memory, epilogue, refs):
+    half = lax.axis_index(AXIS)
+    num_reads = _num_reads(work.shape, epilogue)
+
+    def compute_tile(number, before):
+        tile = work.tile(number)
+
+        def multiply(totals, step, stage):
+            rows = memory.x.tiled.at[stage, pl.ds(half * HALF, HALF)]
+            for part, total in enumerate(totals):
+                weights = memory.weights.at[stage, part]
+                if work.shape.transpose:
+                    weights = weights.transpose((1, 0))
+                plgpu.wgmma(total, rows, weights)
+
+        sums = memory.stages.contract(
+            before, tile.steps, work.shape.width, multiply, epilogue.num_parts
+        )
+        before = before + tile.steps
+        epilogue.store(HalfTile(work.shape, tile, sums, refs, memory, before))
+        return before + num_reads
+
+    for_each_tile(work.total, compute_tile)
+    plgpu.wait_smem_to_gmem(0)
+
+
+@dataclasses.dataclass
+class HalfTile:
+    """A warpgroup's half of a tile, while a kernel is traced.
+
+    Args:
+        shape: Sizes of the product.
+        tile: Tile.
+        sums: float32[HALF, width] for each part.
+        refs: Arrays of the epilogue.
+        memory: Shared memory.
+        before: int32, steps up to the end of the tile's product.
+        num_stored: Chunks stored so far.
+    """
+
+    shape: _Shape
+    tile: _Tile
+    sums: Sequence[Array]
+    refs: _Refs
+    memory: _Memory
+    before: Array
+    num_stored: int = 0
+
+    @property
+    def starts(self) -> range:
+        """First columns of the chunks of the tile."""
+        return range(0, self.shape.width, CHUNK)
+
+    def load_columns(self, matrix: Any, part: int) -> Array:
+        """Row `group` of a matrix [G + 1, N], repeated: float32[HALF, width]."""
+        columns = self.tile.columns(part * self.shape.columns)
+        source = matrix.at[self.tile.group, columns]
+        values = self._load(source, _COLUMNS).astype(jnp.float32)
+        return lax.broadcast_in_dim(values, (HALF, self.shape.width), (1,))
+
+    def load_rows(self, vector: Any) -> Array:
+        """The values of these rows in float32[M + TILE_ROWS], as [HALF, CHUNK]."""
+        values = self._load(vector.at[pl.ds(self._first, HALF)], _ROWS)
+        return lax.broadcast_in_dim(values, (HALF, CHUNK), (0,))
+
+    def read(self, number: int) -> Array:
+        """The next chunk of the first input, [HALF, CHUNK]; `number` before it."""
+        place = pl.ds(lax.axis_index(AXIS) * HALF, HALF)
+
+        def use(stage):
+            source = self.memory.x.tiled.at[stage, place]
+            return self._load(source, plgpu.Layout.WGMMA, optimized=True)
+
+        return self.memory.stages.read(self.before + number, use)
+
+    def store(self, output: Any, column: int, chunk: Array) -> None:
+        """Stores [HALF, CHUNK] from `column` of the tile's columns in an output."""
+        half, buffer = lax.axis_index(AXIS), self.memory.out
+        num_buffers, number = buffer.tiled.shape[1], self.num_stored
+        self.num_stored += 1
+        rows = self.tile.rows - half * HALF
+        columns = pl.ds(self.tile.columns(column).start, CHUNK)
+
+        @pl.when(rows >= HALF)
+        def _():
+            target = output.at[pl.ds(self._first, HALF), columns]
+            views = buffer.tiled, buffer.by_rows
+            store_chunk(chunk, number, *views, num_buffers, target)
+
+        @pl.when((rows > 0) & (rows < HALF))
+        def _():
+            # The last buffer, as the next tile begins with the first.
+            plain = buffer.plain.at[half, num_buffers - 1]
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plain[...] = chunk
+            plgpu.commit_smem()
+            _store_rows(plain, output, self._first, rows, columns)
+
+    def store_rows(self, output: Any, values: Array) -> None:
+        """Stores a value for each row in [tiles next to each other, tiles, TILE_ROWS].
+
+        The chunks of the next tile wait until it is read.
+        """
+        half = lax.axis_index(AXIS)
+        self.memory.rows[half] = values
+        plgpu.commit_smem()
+        place = self.tile.column, self.tile.number, pl.ds(half * HALF, HALF)
+        plgpu.copy_smem_to_gmem(self.memory.rows.at[half], output.at[place])
+
+    @property
+    def _first(self) -> Array:
+        return self.tile.start + lax.axis_index(AXIS) * HALF
+
+    def _load(self, ref: Any, layout: Any, *, optimized: bool = False) -> Array:
+        interpret = self.refs.interpret
+        return load(ref, layout, interpret=interpret, optimized=optimized)
+
+
+def _store_rows(source, output, first, count, columns):
+    """Stores fewer than `HALF` rows, in copies of powers of two."""
+    size = HALF // 2
+    while size:
+        done = count & ~(2 * size - 1)
+
+        @pl.when((count & size) != 0)
+        def _(size=size, done=done):
+            target = output.at[pl.ds(first + done, size), columns]
+            plgpu.copy_smem_to_gmem(source.at[pl.ds(done, size)], target)
+
+        size //= 2
