@@ -5,8 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zjax_kernels import grouped_matmul
+from zjax_kernels import (
+    grouped_activation_backward,
+    grouped_matmul,
+    grouped_outer,
+)
 from zjax_kernels.grouped import reference
+from zjax_kernels.grouped.activations import num_parts
 
 SIZES = {
     "even": [8, 8, 8, 8],
@@ -52,6 +57,71 @@ def test_products_and_gradients_are_those_of_a_loop(monkeypatch, sizes, tile_row
     np.testing.assert_allclose(of_x, loop(arrays[2], transposed, sizes), atol=2e-6)
     expected = loop_outer(arrays[0], arrays[2], sizes)
     np.testing.assert_allclose(of_weights, expected, atol=4e-6)
+
+
+ACTIVATIONS = {
+    "swiglu": lambda x: jax.nn.silu(x[:, :3]) * x[:, 3:],
+    "gelu": jax.nn.gelu,
+    "relu": jax.nn.relu,
+    None: lambda x: x,
+}
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_biases_and_activations_are_applied_and_differentiated(activation, transpose):
+    sizes = SIZES["rows without a group"]
+    x, weights, cotangent = operands(n=6)
+    bias = cotangent[:4] / 2
+    group = jnp.repeat(jnp.arange(4), jnp.array(sizes))
+
+    def loss(run, *args):
+        out = run(*args)
+        return (out[: sum(sizes)] * cotangent[: sum(sizes), : out.shape[1]]).sum()
+
+    def expect(x, weights, bias):
+        products = jnp.einsum("mk,mkn->mn", x[: sum(sizes)], weights[group])
+        return ACTIVATIONS[activation](products + bias[group])
+
+    def run(x, weights, bias):
+        weights = weights.swapaxes(1, 2) if transpose else weights
+        return grouped_matmul(
+            x,
+            weights,
+            jnp.array(sizes),
+            bias=bias,
+            activation=activation,
+            transpose=transpose,
+        )
+
+    found, expected = (
+        jax.value_and_grad(loss, argnums=(1, 2, 3))(each, x, weights, bias)
+        for each in (run, expect)
+    )
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu", "relu"])
+def test_a_backward_pass_is_that_of_the_scaled_product(activation):
+    sizes = jnp.array(SIZES["rows without a group"])
+    x, weights, inputs = operands(k=6, n=6)
+    weights = weights[:, : 6 // num_parts(activation)]
+    scale = jnp.linspace(-1, 2, len(x))
+
+    def product(inputs, scale, weights):
+        activated = ACTIVATIONS[activation](inputs)
+        return scale[:, None] * grouped_matmul(activated, weights, sizes)
+
+    _, pull = jax.vjp(product, inputs, scale, weights)
+    of_inputs, of_scale, of_weights = pull(x)
+    found = grouped_activation_backward(
+        x, weights, sizes, inputs, scale, activation=activation
+    )
+    np.testing.assert_allclose(found[0], of_inputs, atol=1e-5)
+    np.testing.assert_allclose(found[2], of_scale, atol=1e-5)
+    outer = grouped_outer(found[1], x, sizes)
+    np.testing.assert_allclose(outer, of_weights, rtol=1e-5, atol=1e-5)
 
 
 def test_many_groups():
@@ -122,4 +192,27 @@ def test_operands_that_do_not_match_are_refused(shapes, dtypes, message):
     args = [jnp.zeros(s, d) for s, d in zip(shapes, dtypes, strict=True)]
     with pytest.raises(ValueError) as caught:
         grouped_matmul(*args)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"bias": jnp.zeros((2, 4)), "activation": "tanh"},
+            "bias=float32[2, 4] does not fit the products; give float32[2, 5], a row "
+            "for each group\n"
+            "activation=tanh is not an activation; use one of swiglu, gelu, relu",
+        ),
+        (
+            {"activation": "swiglu"},
+            "activation=swiglu does not halve 5 columns; give matrices with the "
+            "columns of gates and values",
+        ),
+    ],
+)
+def test_epilogues_that_do_not_fit_are_refused(settings, message):
+    x, weights, sizes = jnp.zeros((8, 4)), jnp.zeros((2, 4, 5)), jnp.array([1, 2])
+    with pytest.raises(ValueError) as caught:
+        grouped_matmul(x, weights, sizes, **settings)
     assert str(caught.value) == message

@@ -11,8 +11,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tests.support.interpreter import InterpretGPUParams
 from zjax_kernels import device, grouped_matmul, grouped_outer
 from zjax_kernels.grouped import mosaic_gpu, reference
-from zjax_kernels.grouped.mosaic_gpu.product import _cover
+from zjax_kernels.grouped.activations import activate, num_parts
+from zjax_kernels.grouped.mosaic_gpu import derivatives
 from zjax_kernels.grouped.mosaic_gpu.pipeline import TILE_ROWS
+from zjax_kernels.grouped.mosaic_gpu.product import _cover
 from zjax_kernels.grouped.tuning import Tuning
 
 K, N = 128, 192
@@ -37,10 +39,10 @@ def operands(sizes):
     return *arrays, jnp.asarray(sizes, jnp.int32)
 
 
-def interpret(kernel, *arrays, stages=2, **settings):
+def interpret(kernel, *arrays, stages=2, columns=64, **settings):
     run = functools.partial(
         kernel,
-        tuning=Tuning(tile_columns=64, stages=stages, band=2),
+        tuning=Tuning(tile_columns=columns, stages=stages, band=2),
         interpret=InterpretGPUParams(detect_races=True),
         **settings,
     )
@@ -85,6 +87,76 @@ def test_rows_need_not_fill_the_last_tile():
     assert_close(found, reference.grouped_outer(x[:rows], y[:rows], sizes))
 
 
+@pytest.mark.parametrize("activation", ["swiglu", "gelu", "relu"])
+def test_derivatives_in_registers_are_those_of_jax(activation):
+    rng, parts = np.random.default_rng(0), num_parts(activation)
+    size = np.append(np.full(200, 5.0), np.full(200, 90.0))
+    inputs = [
+        jnp.float32(size * rng.uniform(-1, 1, 400))[:, None] for _ in range(parts)
+    ]
+    cotangent = jnp.float32(rng.normal(size=(400, 1)))
+    joined = jnp.concatenate(inputs, axis=1)
+    expected, pull = jax.vjp(functools.partial(activate, activation), joined)
+    found, gradients = derivatives.differentiate(activation, inputs, cotangent)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=5e-5)
+    close(found, expected)
+    close(derivatives.activate(activation, inputs), expected)
+    close(jnp.concatenate(gradients, axis=1), *pull(cotangent))
+
+
+def interpret_forward(activation, sizes, **settings):
+    x, _, _, sizes_array = operands(sizes)
+    rng, columns = np.random.default_rng(1), 128 * num_parts(activation)
+    shapes = (len(sizes), K, columns), (len(sizes), columns)
+    weights, bias = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in shapes)
+    arrays = x, weights * 0.1, sizes_array, bias
+    run = functools.partial(mosaic_gpu.grouped_activation, activation=activation)
+    found = interpret(run, *arrays, columns=128, **settings)
+    expected = reference.grouped_activation(*arrays, activation=activation, **settings)
+    for one, other in zip(found, expected, strict=True):
+        assert_close(one, other)
+        assert not one[sum(sizes) :].any()
+
+
+def test_activations_and_biases_are_those_of_the_reference(capfd):
+    sizes = SIZES["one row and less than half a tile"]
+    interpret_forward("swiglu", sizes)
+    interpret_forward("gelu", sizes, saves=False)
+    assert "RACE" not in "".join(capfd.readouterr())
+
+
+EPILOGUES = {
+    "swiglu": ("swiglu", SIZES["one row and less than half a tile"]),
+    "swiglu, two tiles of the same rows": ("swiglu", *SHARED.values()),
+    "gelu": ("gelu", SIZES["each with its own tile"]),
+    "relu": ("relu", SIZES["nothing"]),
+}
+
+
+@OLD_INTERPRETER
+@pytest.mark.parametrize(("activation", "sizes"), EPILOGUES.values(), ids=EPILOGUES)
+def test_gradients_of_activations_are_those_of_the_reference(capfd, activation, sizes):
+    x, _, _, sizes_array = operands(sizes)
+    rng, rows = np.random.default_rng(1), len(x)
+    shapes = (len(sizes), 128, K), (rows, 128 * num_parts(activation)), (rows,)
+    weights, inputs, scale = (jnp.asarray(rng.normal(size=s)) for s in shapes)
+    weights, inputs = (0.1 * weights).astype(x.dtype), inputs.astype(x.dtype)
+    found = interpret(
+        mosaic_gpu.grouped_activation_backward,
+        *(x, weights, sizes_array, inputs, scale.astype(jnp.float32)),
+        columns=128,
+        activation=activation,
+    )
+    x, weights, inputs = (each.astype(jnp.float32) for each in (x, weights, inputs))
+    expected = reference.grouped_activation_backward(
+        x, weights, sizes_array, inputs, scale, activation=activation
+    )
+    for one, other in zip(found, expected, strict=True):
+        assert_close(one, other)
+    if sizes not in SHARED.values():
+        assert "RACE" not in "".join(capfd.readouterr())
+
+
 @pytest.mark.parametrize("sizes", [*SIZES.values(), *SHARED.values()])
 def test_tiles_cover_each_row_and_keep_to_their_group(sizes):
     num_rows = sum(sizes) + 150
@@ -100,10 +172,11 @@ def test_tiles_cover_each_row_and_keep_to_their_group(sizes):
     assert covered.all()
 
 
-def lowered_kernels(function, *shapes, dtype=jnp.bfloat16):
+def lowered_kernels(function, *shapes, dtype=jnp.bfloat16, more=()):
+    """Kernels of a function of arrays, the sizes of groups, and `more` arrays."""
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes[:-1]]
     sizes = jax.ShapeDtypeStruct(shapes[-1], jnp.int32)
-    traced = jax.jit(function).trace(*arrays, sizes)
+    traced = jax.jit(function).trace(*arrays, sizes, *more)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     return text.count("custom_call @mosaic_gpu")
 
@@ -121,6 +194,26 @@ def test_every_variant_lowers_for_cuda(transpose, width, dtype):
     assert lowered_kernels(run, (1000, 256), matrices, (512,), dtype=dtype) == 1
     run = functools.partial(mosaic_gpu.grouped_outer, tuning=tuning)
     assert lowered_kernels(run, (1001, 256), (1001, 768), (512,), dtype=dtype) == 1
+
+
+@pytest.mark.parametrize(
+    ("activation", "width"), [("swiglu", 64), ("swiglu", 256), ("gelu", 256)]
+)
+def test_every_epilogue_lowers_for_cuda(activation, width):
+    """The default tuning, too, which must leave memory for what an epilogue reads."""
+    tuning, parts = Tuning(tile_columns=width), num_parts(activation)
+    settings = {"activation": activation, "tuning": tuning}
+    make = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    x, sizes = (1000, 256), (512,)
+    run = functools.partial(mosaic_gpu.grouped_activation, **settings)
+    matrices, bias = (512, 256, parts * 768), make((512, parts * 768))
+    assert lowered_kernels(run, x, matrices, sizes, more=[bias]) == 1
+    run = functools.partial(mosaic_gpu.grouped_activation_backward, **settings)
+    scale = jax.ShapeDtypeStruct((1000,), jnp.float32)
+    more = make((1000, parts * 768)), scale
+    assert lowered_kernels(run, x, (512, 768, 256), sizes, more=more) == 1
+    run = functools.partial(mosaic_gpu.grouped_matmul, tuning=tuning)
+    assert lowered_kernels(run, x, matrices, sizes, more=[bias]) == 1
 
 
 @pytest.mark.parametrize("transpose", [False, True])

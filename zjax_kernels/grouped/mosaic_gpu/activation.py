@@ -110,7 +110,7 @@ def grouped_activation_backward(
     def store(half: HalfTile) -> None:
         gradients, scaled, products = half.refs.outputs
         scales = half.load_rows(half.refs.inputs[1])
-        total = 0.0
+        total = jnp.float32(0.0)
         for number, start in enumerate(half.starts):
             chunk = half.sums[0][:, start : start + CHUNK]
             read = [half.read(number * parts + part) for part in range(parts)]

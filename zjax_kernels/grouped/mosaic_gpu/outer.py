@@ -162,7 +162,7 @@ def _compute(shape, get_tile, memory, out_ref, *, interpret):
             low, high = tile.start - row, tile.end - row
             is_shared = (low > 0) | (high < DEPTH)
             pl.when(is_shared)(lambda: _clear_outside(x, low, high, interpret))
-            plgpu.wgmma(*totals, x.transpose((1, 0)), memory.y.at[stage])
+            plgpu.wgmma(totals[0], x.transpose((1, 0)), memory.y.at[stage])
 
         (result,) = memory.stages.contract(before, tile.steps, shape.width, multiply)
         _store(tile, memory.out, out_ref, result.astype(out_ref.dtype))

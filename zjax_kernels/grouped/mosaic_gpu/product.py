@@ -130,8 +130,8 @@ def values_of_rows(values: Array, sizes: Array, num_rows: int) -> Array:
         num_rows: M.
     """
     _, start, rows, count = _cover(sizes, num_rows)
-    offset = jnp.arange(TILE_ROWS)
-    exists = (jnp.arange(len(rows)) < count[0])[:, None] & (offset < rows[:, None])
+    offset = jnp.arange(TILE_ROWS)[None]
+    exists = (jnp.arange(len(rows)) < count)[:, None] & (offset < rows[:, None])
     place = jnp.where(exists, start[:, None] + offset, num_rows)
     return jnp.zeros(num_rows, values.dtype).at[place].set(values, mode="drop")
 
