@@ -26,6 +26,7 @@ from zjax.forward import loss_of
 from zjax.initialize import Run, adopt_optimizer, initialize, make_run
 from zjax.models.adapter import adapt
 from zjax.models.build import make_model
+from zjax.models.chosen import chosen_experts
 from zjax.models.generate import generate
 from zjax.ops.padding import (
     extend_position_embedding,
@@ -71,6 +72,7 @@ __all__ = [
     "adapt",
     "adopt_optimizer",
     "check_config",
+    "chosen_experts",
     "describe_plan",
     "describe_plan_totals",
     "extend_position_embedding",

@@ -9,6 +9,7 @@ from zjax.budget.report import describe_on_gpus, report_plan
 from zjax.budget.trial import Trial
 from zjax.config import schema
 from zjax.errors import OutputError
+from zjax.observe.flops import num_params as count_params
 
 
 def test_a_step_on_gpus_is_told_as_text():
@@ -83,3 +84,5 @@ def test_closed_form_of_experts_splits_them_over_fewer_devices(tmp_path):
     assert len(lines) == 4
     for planned, closed_form in lines:
         assert float(closed_form) == pytest.approx(float(planned), rel=0.03)
+    active, total = count_params(config.model, active=True), count_params(config.model)
+    assert f"\n\na token uses {active:,} of {total:,} parameters\n\n" in text

@@ -3,12 +3,14 @@
 import itertools
 import os
 import pathlib
+import runpy
 import subprocess
 import sys
 
 import jupytext
 import nbclient
 import nbformat
+import numpy as np
 import pytest
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
@@ -27,16 +29,24 @@ EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
             "tensor_and_pipeline --way=pipeline", "step 2: ", marks=pytest.mark.slow
         ),
         pytest.param("tensor_and_pipeline", "step 2: ", marks=pytest.mark.slow),
+        pytest.param("mixture_of_experts", "pictures: ", marks=pytest.mark.slow),
+        pytest.param(
+            "mixture_of_experts --dense",
+            "loss on unseen text: ",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "long_document --model=decoder", "step 2: ", marks=pytest.mark.slow
         ),
     ],
 )
-def test_example(given, last_line):
+def test_example(given, last_line, tmp_path):
     name, *flags = given.split()
     script = EXAMPLES / name / "train.py"
     command = [sys.executable, str(script), "--steps=3", *flags]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, cwd=tmp_path
+    )
     assert result.returncode == 0, result.stderr
     assert "step 0: " in result.stdout
     assert result.stdout.splitlines()[-1].startswith(last_line)
@@ -48,6 +58,7 @@ def test_example(given, last_line):
     [
         ("quickstart", 2, "optimizer state"),
         pytest.param("offload", 1, "pinned_host", marks=pytest.mark.slow),
+        pytest.param("mixture_of_experts", 3, "expert=2", marks=pytest.mark.slow),
         pytest.param("long_document", 4, "sparse attention: ", marks=pytest.mark.slow),
     ],
 )
@@ -76,7 +87,9 @@ def headings(outputs):
     return over_rules | {line for line in lines if line.startswith("WARNING")}
 
 
-@pytest.mark.parametrize("name", ["quickstart", "offload", "long_document"])
+@pytest.mark.parametrize(
+    "name", ["quickstart", "offload", "long_document", "mixture_of_experts"]
+)
 def test_notebook_is_built_from_its_source(name):
     """Fails if one was edited without the other."""
     source = jupytext.read(EXAMPLES / "notebooks" / f"{name}.py")
@@ -84,6 +97,43 @@ def test_notebook_is_built_from_its_source(name):
     assert [c.source for c in built.cells] == [c.source for c in source.cells]
     code = [cell for cell in built.cells if cell.cell_type == "code"]
     assert any(cell.outputs for cell in code)
+
+
+def test_kinds_of_characters_and_their_experts():
+    """Fails if a kind is counted for another, or a share is of all kinds."""
+    example = runpy.run_path(str(EXAMPLES / "mixture_of_experts" / "train.py"))
+    text = b"if a1:\n  x = '(' "
+    names = list(example["KINDS"])
+    kinds = example["kinds_of"](text)
+    assert [names[kind] for kind in kinds] == [
+        "beginning of a word",
+        "rest of a word",
+        "other space",
+        "beginning of a word",
+        "digit",
+        "dot, comma, colon",
+        "line break",
+        "indentation",
+        "indentation",
+        "beginning of a word",
+        "other space",
+        "other sign",
+        "other space",
+        "quotation mark",
+        "bracket",
+        "quotation mark",
+        "other space",
+    ]
+    experts = np.stack([np.arange(len(text)) % 4, np.full(len(text), 7)], 1)
+    shares = example["shares_by_kind"](experts, kinds)
+    assert shares[names.index("quotation mark")].tolist() == [0, 0.25, 0, 0.25] + [
+        0,
+        0,
+        0,
+        0.5,
+    ]
+    favourites = example["favourites"](experts, text, least=1)
+    assert favourites[7][:1] in text
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from zjax.config.batch import BatchSizes
 from zjax.config.mixture import experts_by_layer
 from zjax.models.mixture import router_of
 from zjax.moe.exchange import Choice, choose_exchange
+from zjax.observe.flops import num_params
 from zjax.sharding.describe import format_bytes, render_table
 from zjax.sharding.mesh import EXPERT, SEQUENCE, TENSOR
 from zjax.sharding.placement import dtype_bytes
@@ -55,6 +56,19 @@ def layer_exchanges(
         )
 
     return {n: choose(n) for n in sorted({*experts_by_layer(config.model)} - {0})}
+
+
+def describe_active(model: schema.Model) -> str:
+    """Counts the parameters that a token uses; empty without experts.
+
+    Example:
+        >>> print(describe_active(schema.Model(moe=schema.MoE(num_experts=8))))
+        a token uses 124,513,536 of 521,197,824 parameters
+    """
+    if not model.moe.num_experts:
+        return ""
+    active, total = num_params(model, active=True), num_params(model)
+    return f"a token uses {active:,} of {total:,} parameters"
 
 
 def describe_exchanges(

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from zjax.budget import tables
-from zjax.budget.experts import describe_exchanges
+from zjax.budget.experts import describe_active, describe_exchanges
 from zjax.budget.fit import abstract_batch, check_fits, fit_memories
 from zjax.budget.mesh import is_open, propose_mesh, this_machine
 from zjax.budget.reasons import Proposal, describe_proposal
@@ -175,6 +175,7 @@ def _describe_placement(
         describe.describe_plan(plan),
         describe.describe_unsharded(plan),
         tables.describe_memories(plan, config, inputs),
+        describe_active(config.model),
         describe_exchanges(
             config,
             dict(plan.mesh.shape),

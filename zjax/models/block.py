@@ -5,7 +5,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from zjax.config import schema
 from zjax.models import layers
@@ -95,6 +95,14 @@ class Block(nnx.Module):
         else:
             y = self.mlp(y)
         return self._add_residual(self.mlp_norm, x, y, None), cache
+
+    def chosen_experts(
+        self, x: Float[Array, "B L M"], context: Context
+    ) -> Int[Array, "B L K"]:
+        """The experts of each token in evaluation, for a block with a mixture."""
+        assert isinstance(self.mlp, MixtureOfExperts)
+        x, _ = self._attend(self._make_attend(context), x, context, None)
+        return self.mlp.chosen_experts(self._pre_norm(self.mlp_norm, x))
 
     def trunk(
         self, x: Float[Array, "B L M"], context: Context, key: jax.Array | None

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from zjax.config import schema
 from zjax.models import layers
@@ -170,6 +170,15 @@ class MixtureOfExperts(nnx.Module):
         )
         return self._add_branches(x, y), auxiliary
 
+    def chosen_experts(self, x: Float[Array, "... M"]) -> Int[Array, "... K"]:
+        """The experts of each token in evaluation, best first, before any drop."""
+        bias = self.router.bias
+        return chosen_experts(
+            x,
+            (self.router.kernel[...], None if bias is None else bias[...]),
+            self.settings,
+        )
+
     def _add_branches(self, x: jax.Array, y: jax.Array) -> jax.Array:
         if self.residual is not None and self.coefficient is not None:
             logits = self.coefficient(x).astype(jnp.float32)
@@ -228,6 +237,24 @@ def mix_tokens(
     weights, specs = (router, parts, key), (P(), specs, P())
     y, numbers = tensor.map_tokens(run, x, counts, weights, specs)
     return y, _auxiliary(numbers, moe)
+
+
+def chosen_experts(
+    x: Float[Array, "... M"],
+    router: tuple[jax.Array, jax.Array | None],
+    settings: Router,
+) -> Int[Array, "... K"]:
+    """The experts of each token in evaluation, best first, before any drop.
+
+    Args:
+        x: Tokens.
+        router: Matrix [M, E], and bias [E] or None.
+        settings: Settings of the router.
+    """
+    kernel, bias = router
+    logits = router_logits(x.reshape(-1, x.shape[-1]), kernel)
+    experts = route(logits, settings, bias=bias).experts
+    return experts.reshape(*x.shape[:-1], -1)
 
 
 def router_of(moe: schema.MoE, num_experts: int) -> Router:

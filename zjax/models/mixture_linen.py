@@ -17,7 +17,9 @@ class MoE(nn.Module):
     """Experts that a router chooses for each token, in place of a feed-forward layer.
 
     The arguments are those of `zjax.nnx.MoE`, without `in_features` and `rngs`. While
-    training, a router with noise or capacity draws from the stream `dropout`.
+    training, a router with noise or capacity draws from the stream `dropout`. The experts
+    of each token in evaluation, best first and before any drop, are the intermediate
+    `chosen_experts`, int32[..., K].
 
     Example:
         >>> import jax
@@ -78,6 +80,9 @@ class MoE(nn.Module):
             deterministic = self.deterministic
         draws = mixture.needs_key and not deterministic
         key = self.make_rng("dropout") if draws else None
+        if self.is_mutable_collection("intermediates"):
+            experts = mixture.chosen_experts(x, params["router_kernel"])
+            self.sow("intermediates", "chosen_experts", experts)
         return mixture.apply(x, params, counts, key, self.dtype)
 
     def _param(self, name: str, dims: Dims) -> Any:

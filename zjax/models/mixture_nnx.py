@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from zjax.config.schema import BalanceScope
 from zjax.models import layers
@@ -105,3 +105,7 @@ class MoE(nnx.Module):
         params = {name: getattr(self, name)[...] for name in self.names}
         key = None if self.rngs is None or self.deterministic else self.rngs()
         return self.mixture.apply(x, params, counts, key, self.dtype)
+
+    def chosen_experts(self, x: Float[Array, "... M"]) -> Int[Array, "... K"]:
+        """The experts of each token in evaluation, best first, before any drop."""
+        return self.mixture.chosen_experts(x, self.router_kernel[...])

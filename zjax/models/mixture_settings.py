@@ -7,14 +7,14 @@ from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from zjax.config import convert, schema
 from zjax.config.mixture import routing_problems
 from zjax.config.ranges import range_problems
 from zjax.errors import ConfigError, Problem
 from zjax.models.layers import Dims
-from zjax.models.mixture import ROUTER_INIT, mix_tokens
+from zjax.models.mixture import ROUTER_INIT, chosen_experts, mix_tokens
 from zjax.moe.experts import Activation, Experts
 from zjax.moe.router import Router
 
@@ -112,6 +112,12 @@ class Mixture:
         )
         loss: Any = auxiliary.loss
         return y.reshape(x.shape), loss
+
+    def chosen_experts(
+        self, x: Float[Array, "... M"], kernel: Float[Array, "M E"]
+    ) -> Int[Array, "... K"]:
+        """The experts of each token in evaluation, best first, before any drop."""
+        return chosen_experts(x, (kernel, None), self.router)
 
 
 def initializer(name: str, num_dims: int) -> jax.nn.initializers.Initializer:

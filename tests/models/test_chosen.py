@@ -1,0 +1,88 @@
+"""The experts that tokens choose, as the load of the same model counts them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import zjax
+from tests.models.test_mixture import FOUR, PLAIN
+from tests.support import language
+from zjax.config import schema
+from zjax.forward import named_totals
+from zjax.models.build import make_model
+from zjax.moe.router import Router
+
+PYRAMID = FOUR["pyramid-behind-a-dense-one"]
+BIASED = dataclasses.replace(
+    FOUR["every-second"],
+    moe=schema.MoE(
+        num_experts=4, every=2, scores="sigmoid", bias_rate=0.1, drop="position"
+    ),
+)
+
+
+def count(experts, num_experts):
+    return np.bincount(np.ravel(experts), minlength=num_experts).tolist()
+
+
+@pytest.mark.parametrize("config", [PYRAMID, BIASED], ids=["pyramid", "biased"])
+def test_they_add_up_to_the_load(config):
+    """Fails if a layer is left out or reads another stream, and if drops count."""
+    decoder = language.make_language_model(config)
+    batch = language.make_text(config)
+    chosen = zjax.chosen_experts(decoder, batch)
+    model = make_model(schema.Config(model=config, data=schema.Data(length=8)))
+    params = language.params_of(decoder)
+    loss = jax.jit(lambda params: model.loss(params, {}, batch, None))(params)
+    loads = named_totals(loss.totals)
+    expected = [row.tolist() for name in sorted(loads) for row in loads[name]]
+    found = [count(x, len(row)) for x, row in zip(chosen, expected, strict=True)]
+    assert found == expected
+    if config is BIASED:
+        return  # what it drops depends on the length
+    first = {"tokens": batch["tokens"][:, :3]}
+    for some, whole in zip(zjax.chosen_experts(decoder, first), chosen, strict=True):
+        np.testing.assert_array_equal(some, whole[:, :3])
+
+
+def test_a_dense_model_has_none():
+    decoder = language.make_language_model(language.GPT)
+    assert zjax.chosen_experts(decoder, language.make_text(language.GPT)) == ()
+
+
+def test_layers_of_users_tell_the_same():
+    """Fails if either takes other scores, or noise."""
+    router = Router(num_experts=4, top_k=2, sampling="first")
+    layer = zjax.nnx.MoE(8, router, 16, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(1), (2, 3, 8))
+    found = layer.chosen_experts(x)
+    expected = np.argsort(-(x @ layer.router_kernel[...]), -1)[..., :2]
+    np.testing.assert_array_equal(found, expected)
+    params = {name: getattr(layer, name)[...] for name in layer.names}
+    rngs = {"dropout": jax.random.key(2)}
+    module = zjax.linen.MoE(router, 16)
+    _, sown = module.apply({"params": params}, x, rngs=rngs, mutable="intermediates")
+    (experts,) = sown["intermediates"]["chosen_experts"]
+    np.testing.assert_array_equal(experts, found)
+    assert set(module.init(jax.random.key(0), jnp.ones((2, 8)))) == {"params"}
+
+
+def test_a_run_on_eight_devices_tells_them():
+    """Fails if the model cannot be called where its experts are split."""
+    config = zjax.load_config(
+        schema.Config(
+            model=dataclasses.replace(language.GPT, num_layers=1, moe=PLAIN),
+            data=schema.Data(length=8),
+        ),
+        {"mesh.expert": 2, "zero.stage": 3, "precision.compute_dtype": "float32"},
+    )
+    batch = language.make_text(config.model, rows=8)
+    run = zjax.initialize(zjax.make_model(config), None, None, batch, config)
+    chosen = zjax.chosen_experts(run.bind(run.state), {"tokens": batch["tokens"]})
+    _, metrics = run.step(run.state, batch)
+    load = np.asarray(metrics["load"]).tolist()
+    assert [count(x, 4) for x in chosen] == load

@@ -1,0 +1,59 @@
+"""Which experts the tokens of a batch choose, to see what experts specialise in."""
+
+import functools
+from typing import Any
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Int
+
+from zjax.config.mixture import segment_shapes
+from zjax.models.mixture import MixtureOfExperts
+from zjax.models.segments import layers_of, segments_of
+from zjax.models.stack import StackedModel
+from zjax.parallel import sequence
+
+
+def chosen_experts(
+    model: StackedModel, batch: dict[str, Any]
+) -> tuple[Int[Array, "B L K"], ...]:
+    """Finds the experts that each token chooses in evaluation, before any drop.
+
+    Args:
+        model: Decoder or encoder, such as `run.bind(state)`.
+        batch: `tokens` int32[B, L], and what else the model reads besides targets.
+
+    Returns:
+        The experts of each token by layer with experts, best first; empty without any.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from zjax.config import schema
+        >>> from zjax.models.decoder import Decoder
+        >>> config = schema.Model(num_layers=2, embed_size=8, mlp_size=16, num_heads=2,
+        ...                       num_kv_heads=2, vocab_size=11, max_length=8,
+        ...                       moe=schema.MoE(num_experts=4, top_k=2, expert_size=8))
+        >>> decoder = Decoder(config, rngs=nnx.Rngs(0))
+        >>> [x.shape for x in chosen_experts(decoder, {"tokens": jnp.array([[3, 1]])})]
+        [(1, 2, 2), (1, 2, 2)]
+    """
+    graph, state = nnx.split(model)
+    return _chosen(state, batch, graph=graph)
+
+
+@functools.partial(jax.jit, static_argnames="graph")
+def _chosen(state, batch, *, graph):
+    model = nnx.merge(graph, state)
+    x, context = model.embedding(batch)
+    chosen = []
+    segments, shapes = segments_of(model.blocks), segment_shapes(model.config)
+    for stacked, shape in zip(segments.values(), shapes, strict=True):
+        block_graph, params = nnx.split(stacked)
+        for number in range(shape.num_blocks):
+            one = jax.tree.map(lambda param, i=number: param[i], params)
+            for layer in layers_of(nnx.merge(block_graph, one)):
+                if isinstance(layer.mlp, MixtureOfExperts):
+                    experts = layer.chosen_experts(x, context)
+                    chosen.append(sequence.restore(experts, model.config))
+                x, _ = layer(x, context)
+    return tuple(chosen)
