@@ -1,4 +1,4 @@
-"""A small mixture of experts learns Python; a picture shows what experts specialise in."""
+"""A mixture of experts learns Python; a picture shows what experts specialise in."""
 
 import argparse
 import math

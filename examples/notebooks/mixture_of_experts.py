@@ -120,9 +120,9 @@ def dense_loss(model, batch, key):
 # ## The same with experts
 #
 # A block takes `zjax.nnx.MoE` in place of its feed-forward. The layer returns its
-# outputs, and a loss that evens the load; the model adds these losses up, and `loss_fn`
-# adds them to its own. That is all that changes. (`zjax.linen.MoE` is the same layer for
-# Linen.)
+# outputs, and a loss that evens the load; the model adds these losses up, and the
+# loss function adds them to its own. That is all that changes. (`zjax.linen.MoE` is
+# the same layer for Linen.)
 
 
 # %%
@@ -160,9 +160,9 @@ def mixture_loss(model, batch, key):
 # %% [markdown]
 # ## Two runs
 #
-# `mesh.expert` splits the experts: with 2 each device holds four of the eight. ZeRO
-# splits the rest, and experts over the other devices. Gradients and losses do not depend
-# on it.
+# `mesh.expert` splits the experts: with 2 each device computes four of the eight, and
+# tokens travel to them. ZeRO splits what is stored over all devices. Losses and
+# gradients do not depend on either.
 
 
 # %%
@@ -183,8 +183,8 @@ print(zjax.describe_plan_totals(mixture.plan))
 # %% [markdown]
 # ## Which experts are chosen
 #
-# `chosen_experts` of a layer tells the experts of each token. Here a text that is always
-# the same passes through the model, and stops before each mixture.
+# `chosen_experts` of a layer gives the experts of each token. This function runs the
+# model, and asks each layer with what it reads.
 
 
 # %%

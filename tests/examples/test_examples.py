@@ -126,14 +126,8 @@ def test_kinds_of_characters_and_their_experts():
     ]
     experts = np.stack([np.arange(len(text)) % 4, np.full(len(text), 7)], 1)
     shares = example["shares_by_kind"](experts, kinds)
-    assert shares[names.index("quotation mark")].tolist() == [0, 0.25, 0, 0.25] + [
-        0,
-        0,
-        0,
-        0.5,
-    ]
-    favourites = example["favourites"](experts, text, least=1)
-    assert favourites[7][:1] in text
+    marks = shares[names.index("quotation mark")].tolist()
+    assert marks == [0, 0.25, 0, 0.25, 0, 0, 0, 0.5]
 
 
 @pytest.mark.slow

@@ -17,9 +17,9 @@ class MoE(nn.Module):
     """Experts that a router chooses for each token, in place of a feed-forward layer.
 
     The arguments are those of `zjax.nnx.MoE`, without `in_features` and `rngs`. While
-    training, a router with noise or capacity draws from the stream `dropout`. The experts
-    of each token in evaluation, best first and before any drop, are the intermediate
-    `chosen_experts`, int32[..., K].
+    training, a router with noise or capacity draws from the stream `dropout`. The
+    intermediate `chosen_experts`, int32[..., K], has the experts of each token in
+    evaluation, best first, before any drop.
 
     Example:
         >>> import jax
