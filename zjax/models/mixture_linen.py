@@ -81,7 +81,7 @@ class MoE(nn.Module):
         draws = mixture.needs_key and not deterministic
         key = self.make_rng("dropout") if draws else None
         if self.is_mutable_collection("intermediates"):
-            experts = mixture.chosen_experts(x, params["router_kernel"])
+            experts = mixture.chosen_experts(x, params)
             self.sow("intermediates", "chosen_experts", experts)
         return mixture.apply(x, params, counts, key, self.dtype)
 

@@ -102,10 +102,12 @@ class MoE(nnx.Module):
             The outputs, and the weighted sum of balance loss and z-loss, to add to the
             loss.
         """
-        params = {name: getattr(self, name)[...] for name in self.names}
         key = None if self.rngs is None or self.deterministic else self.rngs()
-        return self.mixture.apply(x, params, counts, key, self.dtype)
+        return self.mixture.apply(x, self._params(), counts, key, self.dtype)
 
     def chosen_experts(self, x: Float[Array, "... M"]) -> Int[Array, "... K"]:
         """The experts of each token in evaluation, best first, before any drop."""
-        return self.mixture.chosen_experts(x, self.router_kernel[...])
+        return self.mixture.chosen_experts(x, self._params())
+
+    def _params(self) -> dict[str, Array]:
+        return {name: getattr(self, name)[...] for name in self.names}

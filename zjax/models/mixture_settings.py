@@ -114,10 +114,10 @@ class Mixture:
         return y.reshape(x.shape), loss
 
     def chosen_experts(
-        self, x: Float[Array, "... M"], kernel: Float[Array, "M E"]
+        self, x: Float[Array, "... M"], params: dict[str, Array]
     ) -> Int[Array, "... K"]:
         """The experts of each token in evaluation, best first, before any drop."""
-        return chosen_experts(x, (kernel, None), self.router)
+        return chosen_experts(x, (params["router_kernel"], None), self.router)
 
 
 def initializer(name: str, num_dims: int) -> jax.nn.initializers.Initializer:
