@@ -7,8 +7,9 @@ import sys
 import jax
 import pytest
 
-from tests.support.benchmarks import FOLDER, load
+from tests.support.benchmarks import FOLDER, config_of, load
 from zjax.bench.contest import load_contest
+from zjax.observe import flops
 
 
 @pytest.fixture
@@ -122,3 +123,33 @@ def test_the_fastest_way_that_runs_counts(program, capsys):
     assert "x, broken: no kernel" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="x: no way to compute it runs"):
         timing.time_fastest({"broken": fail}, id, "x")
+
+
+@pytest.fixture
+def on_two(monkeypatch):
+    """The settings of a contestant on two devices, by its name in the contest."""
+    monkeypatch.syspath_prepend(FOLDER)
+    module = load("moe_on_two")
+    contestants = {x.name: x for x in module.get_contest().contestants}
+    return lambda name: config_of(contestants[getattr(module, name)])
+
+
+def test_two_devices_have_as_much_work_each_as_one(on_two):
+    alone, both = on_two("ALONE"), on_two("BOTH")
+    assert dataclasses.replace(both, mesh=alone.mesh) == alone
+    assert (alone.mesh.expert, both.mesh.expert) == (1, 2)
+
+
+def test_dense_and_experts_have_the_same_settings(on_two):
+    experts, dense = on_two("EXPERTS"), on_two("DENSE")
+    for section in ("zero", "precision"):
+        assert getattr(experts, section) == getattr(dense, section)
+    assert experts.data.length == dense.data.length == 2048
+    assert experts.optimizer.moment_dtype == dense.optimizer.moment_dtype
+    assert experts.model.remat == dense.model.remat
+
+
+def test_the_mixture_without_offload_has_13_billion_parameters(on_two):
+    config = on_two("LARGE")
+    assert flops.num_params(config.model) == 13_149_534_208
+    assert not config.zero.offloads_state
