@@ -40,7 +40,7 @@ def deepspeed(
     options = (f"--stage={stage}", f"--compile={compiled}", *more)
     processes = "--nproc_per_node=1" if on_one_device else _PROCESSES
     script = f"{_HERE}/deepspeed_peer.py"
-    command = (*_TORCH, processes, script, *_size(shape), *options)
+    command = (*_TORCH, processes, script, *size_flags(shape), *options)
     variables = FOR_THIS_GPU | (ONE_DEVICE if on_one_device else {})
     return Contestant(name, command, "peer", variables, timeout_seconds)
 
@@ -68,7 +68,7 @@ def pipeline(
 def plain_jax(name: str, shape: Shape, stage: int) -> Contestant:
     """ZeRO as shardings, by hand."""
     script = ("{python}", f"{_HERE}/plain_jax.py", f"--stage={stage}")
-    return Contestant(name, (*script, *_size(shape)), "peer", JAX_MEMORY)
+    return Contestant(name, (*script, *size_flags(shape)), "peer", JAX_MEMORY)
 
 
 def matrix_product(name: str) -> Contestant:
@@ -97,10 +97,11 @@ def compare_speed(
     peer: tuple[str, ...],
     must: float | None,
     aim: float | None,
+    name: str = "",
 ) -> tuple[Case]:
-    """The one case of a row about speed."""
+    """The one case of a row about speed, or one that has a name among others."""
     metric, unit = "tokens_per_second_per_device", "tokens/s/device"
-    return (Case(ours, peer, metric, unit, must=must, aim=aim),)
+    return (Case(ours, peer, metric, unit, must=must, aim=aim, name=name),)
 
 
 def _on_all(
@@ -111,9 +112,10 @@ def _on_all(
     environment: dict[str, str] | None = None,
 ) -> Contestant:
     """A program of torch with a process for each device."""
-    words = (f"{_HERE}/{script}.py", *_size(shape), *options)
+    words = (f"{_HERE}/{script}.py", *size_flags(shape), *options)
     return Contestant(name, (*_TORCH, _PROCESSES, *words), "peer", environment or {})
 
 
-def _size(shape: Shape) -> tuple[str, ...]:
+def size_flags(shape: Shape) -> tuple[str, ...]:
+    """What `shape.make_parser` reads."""
     return tuple(f"--{name}={value}" for name, value in vars(shape).items())

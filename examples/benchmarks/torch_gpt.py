@@ -51,6 +51,11 @@ class Block(nn.Module):
         self.down = Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.attend(x)
+        hidden = functional.gelu(self.up(self.mlp_norm(x)), approximate="tanh")
+        return x + self.down(hidden)
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
         heads = self.query_key_value(self.attention_norm(x))
         heads = heads.view(batch, length, 3, self.num_heads, width // self.num_heads)
@@ -58,9 +63,7 @@ class Block(nn.Module):
         mixed = functional.scaled_dot_product_attention(
             query, key, value, is_causal=True
         )
-        x = x + self.output(mixed.transpose(1, 2).reshape(batch, length, width))
-        hidden = functional.gelu(self.up(self.mlp_norm(x)), approximate="tanh")
-        return x + self.down(hidden)
+        return x + self.output(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
 class GPT(nn.Module):

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.benchmarks import FOLDER, config_of, load
 from zjax.bench.contest import load_contest
+from zjax.config import schema
 from zjax.observe import flops
 
 
@@ -153,3 +154,22 @@ def test_the_mixture_without_offload_has_13_billion_parameters(on_two):
     config = on_two("LARGE")
     assert flops.num_params(config.model) == 13_149_534_208
     assert not config.zero.offloads_state
+
+
+def test_peers_train_the_mixtures_of_zjax(program):
+    """Fails if a peer has another model, or other tokens in a step."""
+    contest = load("moe_step")
+    contestants = {x.name: x for x in contest.get_contest().contestants}
+    config = config_of(contestants[contest.QWEN3])
+    peer = load("mixtures").QWEN3
+    assert flops.num_params(config.model) == peer.num_params
+    assert flops.matmul_params(config.model) == peer.matmul_params
+    assert config.microbatch_size == peer.microbatch_size
+    assert config.data.length == peer.length
+    config, shape = config_of(contestants[contest.OURS]), contest.GPT
+    dense = dataclasses.replace(config.model, moe=schema.MoE())
+    assert flops.num_params(dense) == shape.num_params
+    assert config.microbatch_size == shape.microbatch_size
+    assert config.data.length == shape.length
+    mixture = config.model.moe
+    assert (mixture.num_experts, mixture.every, mixture.top_k) == (64, 2, 1)

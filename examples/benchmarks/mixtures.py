@@ -1,0 +1,64 @@
+"""A mixture of experts that peers train, a whole model cut in layers."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture:
+    """A decoder with SwiGLU experts in every layer: the architecture of Mixtral.
+
+    Args:
+        num_layers: Layers.
+        embed_size: Channels of a token.
+        mlp_size: Hidden channels of an expert.
+        num_heads: Heads of queries.
+        num_kv_heads: Heads of keys and values.
+        vocab_size: Rows of the token table, and of the untied head.
+        num_experts: Experts of each layer.
+        top_k: Experts of each token.
+        length: Tokens per sequence.
+        microbatch_size: Sequences of a step.
+    """
+
+    num_layers: int
+    embed_size: int
+    mlp_size: int
+    num_heads: int
+    num_kv_heads: int
+    vocab_size: int
+    num_experts: int
+    top_k: int
+    length: int
+    microbatch_size: int
+
+    @property
+    def num_params(self) -> int:
+        return self._params(self.num_experts) + self.vocab_size * self.embed_size
+
+    @property
+    def matmul_params(self) -> int:
+        """The N of 6 N: without the token table; of the experts `top_k` count."""
+        return self._params(self.top_k)
+
+    def _params(self, num_experts: int) -> int:
+        width, mlp_size = self.embed_size, self.mlp_size
+        kv_size = self.num_kv_heads * (width // self.num_heads)
+        attention = 2 * width**2 + 2 * width * kv_size
+        experts = width * (self.num_experts + 3 * num_experts * mlp_size)
+        layers = self.num_layers * (attention + experts + 2 * width)
+        return layers + width + self.vocab_size * width
+
+
+QWEN3 = Mixture(
+    num_layers=6,
+    embed_size=2048,
+    mlp_size=768,
+    num_heads=32,
+    num_kv_heads=4,
+    vocab_size=151_936,
+    num_experts=128,
+    top_k=8,
+    length=4096,
+    microbatch_size=8,
+)
+"""Qwen3-30B-A3B with 6 of 48 layers."""

@@ -1,0 +1,91 @@
+"""A mixture of experts of transformers in Qwen3's shape, whole compiled steps.
+
+python examples/benchmarks/moe_step_torch.py --num_microbatches=4
+
+`MixtralForCausalLM` with `experts_implementation="grouped_mm"`: Qwen3's class would
+normalise queries and keys, too. Weights and moments are bfloat16.
+"""
+
+import argparse
+
+import timing
+import torch
+from mixtures import QWEN3
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AutoModelForCausalLM, MixtralConfig
+
+DEVICE = "cuda"
+ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+"""Kernels in the order of preference."""
+
+
+def make_model(mixture):
+    config = MixtralConfig(
+        num_hidden_layers=mixture.num_layers,
+        hidden_size=mixture.embed_size,
+        intermediate_size=mixture.mlp_size,
+        num_attention_heads=mixture.num_heads,
+        num_key_value_heads=mixture.num_kv_heads,
+        vocab_size=mixture.vocab_size,
+        num_local_experts=mixture.num_experts,
+        num_experts_per_tok=mixture.top_k,
+        max_position_embeddings=mixture.length,
+        use_cache=False,
+        experts_implementation="grouped_mm",
+        attn_implementation="sdpa",
+    )
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def make_step(mixture, num_microbatches):
+    """A step on one batch of random tokens, in microbatches; returns its loss."""
+    model = make_model(mixture)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    size = mixture.microbatch_size, mixture.length
+    tokens = torch.randint(mixture.vocab_size, size, device=DEVICE)
+    compiled = torch.compile(model, dynamic=False)
+
+    def step():
+        total = 0.0
+        for part in tokens.chunk(num_microbatches):
+            loss = compiled(input_ids=part, labels=part).loss / num_microbatches
+            loss.backward()
+            total += loss.detach()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    return step
+
+
+def settle(loss):
+    """Waits for the device; the loss as a number."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    return loss.item()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--num_microbatches", type=int, required=True)
+    given = parser.parse_args()
+    with sdpa_kernel(ATTENTION, set_priority=True):
+        step = make_step(QWEN3, given.num_microbatches)
+        seconds, losses = timing.time_steps(step, settle)
+    is_cuda = DEVICE == "cuda"
+    timing.print_result(
+        QWEN3,
+        seconds,
+        losses,
+        device=torch.cuda.get_device_name() if is_cuda else DEVICE,
+        num_devices=1,
+        peak_bytes=torch.cuda.max_memory_allocated() if is_cuda else None,
+        packages=("torch", "transformers"),
+    )
+
+
+if __name__ == "__main__":
+    main()
