@@ -5,7 +5,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """A decoder with SwiGLU experts in every layer: the architecture of Mixtral.
+    """A decoder with SwiGLU experts in every layer: the architecture of Qwen3-MoE.
 
     Args:
         num_layers: Layers.
@@ -13,6 +13,7 @@ class Mixture:
         mlp_size: Hidden channels of an expert.
         num_heads: Heads of queries.
         num_kv_heads: Heads of keys and values.
+        head_size: Channels of a head.
         vocab_size: Rows of the token table, and of the untied head.
         num_experts: Experts of each layer.
         top_k: Experts of each token.
@@ -25,6 +26,7 @@ class Mixture:
     mlp_size: int
     num_heads: int
     num_kv_heads: int
+    head_size: int
     vocab_size: int
     num_experts: int
     top_k: int
@@ -42,8 +44,8 @@ class Mixture:
 
     def _params(self, num_experts: int) -> int:
         width, mlp_size = self.embed_size, self.mlp_size
-        kv_size = self.num_kv_heads * (width // self.num_heads)
-        attention = 2 * width**2 + 2 * width * kv_size
+        heads = 2 * (self.num_heads + self.num_kv_heads)
+        attention = (heads * width + 2) * self.head_size
         experts = width * (self.num_experts + 3 * num_experts * mlp_size)
         layers = self.num_layers * (attention + experts + 2 * width)
         return layers + width + self.vocab_size * width
@@ -55,6 +57,7 @@ QWEN3 = Mixture(
     mlp_size=768,
     num_heads=32,
     num_kv_heads=4,
+    head_size=128,
     vocab_size=151_936,
     num_experts=128,
     top_k=8,

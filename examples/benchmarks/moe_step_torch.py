@@ -2,8 +2,8 @@
 
 python examples/benchmarks/moe_step_torch.py --num_microbatches=4
 
-`MixtralForCausalLM` with `experts_implementation="grouped_mm"`: Qwen3's class would
-normalise queries and keys, too. Weights and moments are bfloat16.
+`Qwen3MoeForCausalLM` with `experts_implementation="grouped_mm"`; weights and moments
+are bfloat16.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import timing
 import torch
 from mixtures import QWEN3
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AutoModelForCausalLM, MixtralConfig
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 DEVICE = "cuda"
 ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
@@ -20,15 +20,17 @@ ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.
 
 
 def make_model(mixture):
-    config = MixtralConfig(
+    config = Qwen3MoeConfig(
         num_hidden_layers=mixture.num_layers,
         hidden_size=mixture.embed_size,
-        intermediate_size=mixture.mlp_size,
+        moe_intermediate_size=mixture.mlp_size,
         num_attention_heads=mixture.num_heads,
         num_key_value_heads=mixture.num_kv_heads,
+        head_dim=mixture.head_size,
         vocab_size=mixture.vocab_size,
-        num_local_experts=mixture.num_experts,
+        num_experts=mixture.num_experts,
         num_experts_per_tok=mixture.top_k,
+        norm_topk_prob=True,
         max_position_embeddings=mixture.length,
         use_cache=False,
         experts_implementation="grouped_mm",
