@@ -114,6 +114,52 @@ REFUSED = [
         id="bias-of-samples",
     ),
     case(
+        f"{MOE}.num_experts=4;{MOE}.top_k=4;{MOE}.bias_rate=0.001",
+        "model.moe.bias_rate=0.001 has no effect, as each token chooses all 4 experts; "
+        "use 0, or more experts",
+        id="bias-where-all-are-chosen",
+    ),
+    case(
+        f"{MOE}.num_experts=1;{MOE}.bias_rate=0.001;{MOE}.jitter=0.01",
+        "model.moe.bias_rate=0.001 has no effect, as each token chooses all 1 experts; "
+        "use 0, or more experts\n"
+        "model.moe.jitter=0.01 has no effect with model.moe.num_experts=1; leave it at "
+        "0.0, or set model.moe.num_experts",
+        id="one-expert",
+    ),
+    case(
+        f"{MOE}.num_experts=8;{MOE}.num_groups=4;{MOE}.top_groups=4",
+        "model.moe.top_groups=4 leaves out none of model.moe.num_groups=4; use fewer, "
+        "or 1 for both",
+        id="all-groups",
+    ),
+    case(
+        f"{MOE}.num_experts=4;{MOE}.drop=first_choices",
+        "model.moe.drop='first_choices' has no second choices to drop first with "
+        "model.moe.top_k=1; use 'position', or top_k=2",
+        id="first-choices-alone",
+    ),
+    case(
+        f"{MOE}.num_experts=4;{MOE}.top_k=2;{MOE}.drop=position;"
+        f"{MOE}.capacity_factor=2.0;{MOE}.eval_capacity_factor=2.5",
+        "model.moe.drop='position' drops no token: each of 4 experts has room for all; "
+        "use 'none', or capacity factors below 2",
+        id="room-for-all",
+    ),
+    case(
+        f"{MOE}.num_experts=4;{MOE}.choice=experts;{MOE}.top_k=2;{MOE}.drop=random;"
+        f"{MOE}.bias_rate=0.01;{MOE}.capacity_factor=5.0",
+        "model.moe.capacity_factor=5.0 gives a token more than all 4 experts; use at "
+        "most 4\n"
+        "model.moe.top_k=2 has no effect with model.moe.choice='experts'; leave it at "
+        "1, or set model.moe.choice\n"
+        "model.moe.drop='random' has no effect with model.moe.choice='experts'; leave "
+        "it at 'none', or set model.moe.choice\n"
+        "model.moe.bias_rate=0.01 has no effect with model.moe.choice='experts'; leave "
+        "it at 0.0, or set model.moe.choice",
+        id="choices-of-tokens",
+    ),
+    case(
         f"{MOE}.num_experts=4;model.mlp_tiles=2",
         "model.mlp_tiles=2 tiles a feed-forward, and model.moe.num_experts replaces "
         "it; use 1",

@@ -11,7 +11,10 @@ from flax import nnx
 
 from tests.reference import mixture as reference
 from tests.support import language
+from zjax.budget.report import report_plan
 from zjax.config import schema
+from zjax.config.mixture import describe_future
+from zjax.errors import ConfigError
 from zjax.models.build import make_model
 from zjax.models.generate import generate
 from zjax.models.mixture import MixtureOfExperts
@@ -23,6 +26,16 @@ LAYERS = {
     "residual-drops": (
         language.GPT,
         dataclasses.replace(PLAIN, top_k=1, residual=True, drop="position"),
+    ),
+    "expert-choice": (
+        language.GPT,
+        schema.MoE(
+            num_experts=4,
+            choice="experts",
+            eval_capacity_factor=0.75,
+            min_capacity=1,
+            z_loss=0.03,
+        ),
     ),
     "shared-swiglu": (
         language.LLAMA,
@@ -77,6 +90,10 @@ def test_a_layer_is_a_loop_over_tokens(config, moe):
     expected, loss = reference.mixture(params, config, np.float64(x))
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(auxiliary.loss, loss, rtol=1e-5)
+    if moe.choice == "experts":
+        assert 0.1 < float(auxiliary.metrics["unchosen_fraction"]) < 0.8
+        assert auxiliary.totals["load"].tolist() == [3, 3, 3, 3]
+        return
     drops = moe.drop != "none"
     assert (float(auxiliary.metrics["dropped_fraction"]) > 0.1) == drops
 
@@ -189,6 +206,37 @@ def test_generation_of_a_row_does_not_depend_on_others():
     text = generate(model, tokens, max_new_tokens=4)
     alone = generate(model, tokens[:1], max_new_tokens=4)
     np.testing.assert_array_equal(text[:1], alone)
+
+
+FUTURE = schema.MoE(num_experts=4, choice="experts")
+
+
+def test_experts_that_choose_tokens_write_no_text():
+    config = dataclasses.replace(language.GPT, moe=FUTURE)
+    model = language.make_language_model(config)
+    tokens = language.make_text(config)["tokens"][:, :3]
+    with pytest.raises(ConfigError) as error:
+        generate(model, tokens, max_new_tokens=4)
+    assert str(error.value) == (
+        "model.moe.choice='experts' chooses tokens by comparison with later ones, "
+        "which are not written; generate with a model of choice='tokens'"
+    )
+
+
+def test_a_decoder_logs_that_its_experts_see_the_future(caplog, tmp_path):
+    model = dataclasses.replace(language.GPT, vocab_size=257, moe=FUTURE)
+    config = schema.Config(model=model, data=schema.Data(length=8))
+    make_model(config)
+    (note,) = caplog.messages
+    assert note == describe_future(model)
+    assert note == (
+        "model.moe.choice='experts': tokens compete with later ones of their "
+        "sequence.\nLosses of training and evaluation see the future, and no text is "
+        "generated."
+    )
+    picture = str(tmp_path / "plan.png")
+    assert note in report_plan(config, num_devices=1, picture=picture)
+    assert not describe_future(dataclasses.replace(model, kind="encoder"))
 
 
 def test_a_loop_over_blocks_changes_no_value():

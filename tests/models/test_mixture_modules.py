@@ -111,6 +111,28 @@ def test_noise_is_drawn_in_training_alone():
     np.testing.assert_array_equal(linen(0, deterministic=True), quiet)
 
 
+@FLAVOURS
+def test_experts_choose_tokens(make):
+    """Fails if evaluation takes the capacity of training."""
+    router = Router(
+        num_experts=EXPERTS,
+        choice="experts",
+        capacity_factor=4.0,
+        eval_capacity_factor=1.0,
+        min_capacity=1,
+    )
+    x = make_x(1, 8)
+    given = {"activation": "relu", "deterministic": True}
+    params = params_of(make_nnx(router, **given))
+    p = {name: np.asarray(value, np.float64) for name, value in params.items()}
+    weights = reference.choose_tokens(np.float64(x[0]) @ p["router_kernel"], 2)
+    hidden = np.maximum(np.einsum("tm,emf->tef", x[0], p["up"]), 0)
+    expected = np.einsum("te,tef,efm->tm", weights, hidden, p["down"])
+    y, loss = make(router, **given)(x)
+    np.testing.assert_allclose(y[0], expected, rtol=1e-4, atol=1e-4)
+    assert float(loss) == 0
+
+
 class Linen(flax.linen.Module):
     @flax.linen.compact
     def __call__(self, x):

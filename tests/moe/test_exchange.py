@@ -22,6 +22,7 @@ ROUTERS = {
     "all-to-all": Router(
         num_experts=E, drop="position", min_capacity=1, eval_capacity_factor=0.0
     ),
+    "tokens-of-experts": Router(num_experts=E, choice="experts"),
 }
 MESHES = [
     schema.Mesh(data=2, expert=2, tensor=2),

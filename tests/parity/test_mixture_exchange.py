@@ -50,9 +50,17 @@ def test_steps_are_those_of_one_device(name, mesh, stage):
         np.testing.assert_allclose(params[path], x, rtol=2e-4, atol=5e-6)
 
 
-def test_devices_that_send_rows_train_as_devices_with_all_experts():
-    """Experts drop tokens; each device routes its own in both runs."""
-    moe = dataclasses.replace(EXPERTS, top_k=1, drop="position", min_capacity=2)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"top_k": 1, "drop": "position", "min_capacity": 2},
+        {"top_k": 1, "choice": "experts", "min_capacity": 1},
+    ],
+    ids=["drops", "expert-choice"],
+)
+def test_devices_that_send_rows_train_as_devices_with_all_experts(changes):
+    """Tokens have no expert or several; each device routes its own in both runs."""
+    moe = dataclasses.replace(EXPERTS, **changes)
     model = dataclasses.replace(MODELS["gpt"], moe=moe)
     meshes = schema.Mesh(data=2, expert=4), schema.Mesh(data=8)
     found, expected = (

@@ -1,5 +1,7 @@
 """A layer of experts as a loop over tokens, in float64, from dicts of weights."""
 
+import math
+
 import numpy as np
 
 from tests.reference import moe, transformer
@@ -9,9 +11,7 @@ def mixture(params, config, x):
     """Outputs, and the weighted losses of the router, in evaluation."""
     settings, tokens = config.moe, x.reshape(-1, x.shape[-1])
     logits = tokens @ np.float64(params["router"]["kernel"])
-    experts, weights, _ = moe.route(
-        logits, settings.top_k, settings.drop, settings.eval_capacity_factor
-    )
+    experts, weights = route(settings, logits)
     out = np.zeros_like(tokens)
     for token in range(len(tokens)):
         for expert, weight in zip(experts[token], weights[token], strict=True):
@@ -31,14 +31,25 @@ def mixture(params, config, x):
     return out, losses(settings, logits, experts, len(x))
 
 
+def route(settings, logits):
+    factor = settings.eval_capacity_factor
+    if settings.choice == "experts":
+        capacity = math.ceil(factor * len(logits) / settings.num_experts)
+        weights = moe.choose_tokens(logits, max(capacity, settings.min_capacity))
+        return np.broadcast_to(np.arange(settings.num_experts), logits.shape), weights
+    return moe.route(logits, settings.top_k, settings.drop, factor)[:2]
+
+
 def losses(settings, logits, experts, rows):
+    z_loss = settings.z_loss * np.mean(np.log(np.exp(logits).sum(1)) ** 2)
+    if settings.choice == "experts":
+        return z_loss
     # Of two choices the first one counts, as in GShard.
     counted = experts[:, :1] if settings.top_k == 2 else experts
     parts = rows if settings.balance_scope == "sequence" else 1
     pairs = zip(np.split(logits, parts), np.split(counted, parts), strict=True)
     balance = np.mean([moe.balance_loss(*pair) for pair in pairs])
-    z_loss = np.mean(np.log(np.exp(logits).sum(1)) ** 2)
-    return settings.balance_loss * balance + settings.z_loss * z_loss
+    return settings.balance_loss * balance + z_loss
 
 
 def expert_of(params, number):

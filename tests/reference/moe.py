@@ -40,6 +40,17 @@ def route(logits, top_k, drop="none", factor=1.0, sigmoid=False, bias=0.0):
     return experts, weights, kept
 
 
+def choose_tokens(logits, capacity, sigmoid=False):
+    """Scores of the tokens that each expert takes, one after another; 0 for others."""
+    scores = 1 / (1 + np.exp(-logits)) if sigmoid else softmax(logits)
+    weights = np.zeros(scores.shape)
+    for expert, column in enumerate(scores.T):
+        tokens = sorted(range(len(column)), key=lambda token: (-column[token], token))
+        for token in tokens[:capacity]:
+            weights[token, expert] = column[token]
+    return weights
+
+
 def balance_loss(logits, experts):
     """E / k sum_e (mean score) (mean choices)."""
     (num_tokens, num_experts), top_k = logits.shape, experts.shape[1]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from zjax.budget.experts import Rows, rows_per_token
 from zjax.config import schema
 from zjax.config.batch import BatchSizes
-from zjax.config.mixture import experts_by_layer
+from zjax.config.mixture import experts_by_layer, experts_per_token
 from zjax.parallel.schedule import make_schedule
 from zjax.sharding.mesh import PIPELINE, SEQUENCE, TENSOR
 from zjax.sharding.placement import dtype_bytes
@@ -100,7 +100,8 @@ def _values_of_experts(
     moe, experts = model.moe, experts_by_layer(model)
     arrived, hidden = 0.0, 0.0
     for number in experts:
-        own = rows.get(number, Rows(0, moe.top_k, moe.top_k))
+        used = experts_per_token(moe)
+        own = rows.get(number, Rows(0, used, used))
         active = own.saved + moe.num_shared + moe.residual
         arrived += own.arrived * model.embed_size if number else 0
         hidden += active * moe.expert_size if number else model.mlp_size

@@ -42,17 +42,17 @@ def layer_exchanges(
         >>> found[8].exchange
         'none'
     """
-    moe = config.model.moe
     num_tokens = tokens_of_device(config, sizes, batch)
 
     def choose(num_experts: int) -> Choice:
-        capacity = router_of(moe, num_experts).capacity(num_tokens, is_training=True)
+        router = router_of(config.model.moe, num_experts)
+        capacity = router.capacity(num_tokens, is_training=True)
         return choose_exchange(
             num_tokens=num_tokens,
-            top_k=moe.top_k,
+            top_k=router.num_choices,
             num_experts=num_experts,
             num_shares=sizes[EXPERT],
-            capacity=None if moe.drop == "none" else capacity,
+            capacity=capacity if router.has_capacity else None,
         )
 
     return {n: choose(n) for n in sorted({*experts_by_layer(config.model)} - {0})}

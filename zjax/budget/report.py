@@ -19,6 +19,7 @@ from zjax.budget.trial import Machine, Trial, weigh
 from zjax.config.axes import axis_sizes
 from zjax.config.batch import resolve_batch
 from zjax.config.check import check_config
+from zjax.config.mixture import describe_future
 from zjax.config.paths import local_path
 from zjax.config.schema import Config
 from zjax.errors import ConfigError, OutputError, Problem, ZjaxError
@@ -181,6 +182,7 @@ def _describe_placement(
             dict(plan.mesh.shape),
             resolve_batch(config, plan.num_batch_shares),
         ),
+        describe_future(config.model),
         "" if isinstance(plan.mesh, Mesh) or not is_auto else _NO_MACHINE,
     ]
     return [text for text in texts if text]

@@ -76,6 +76,32 @@ def num_blocks(model: schema.Model) -> int:
     return sum(shape.num_blocks for shape in segment_shapes(model))
 
 
+def experts_per_token(moe: schema.MoE) -> float:
+    """The mean number of experts of a token while training.
+
+    Example:
+        >>> experts_per_token(schema.MoE(num_experts=8, choice="experts"))
+        1.0
+    """
+    return moe.capacity_factor if moe.choice == "experts" else float(moe.top_k)
+
+
+def sees_future(model: schema.Model) -> bool:
+    """Whether later tokens of a causal model change what earlier ones compute."""
+    return model.kind == "decoder" and model.moe.choice == "experts"
+
+
+def describe_future(model: schema.Model) -> str:
+    """What a decoder whose experts choose tokens cannot tell; empty for others."""
+    if not sees_future(model):
+        return ""
+    return (
+        "model.moe.choice='experts': tokens compete with later ones of their "
+        "sequence.\nLosses of training and evaluation see the future, and no text is "
+        "generated."
+    )
+
+
 def describe_blocks(model: schema.Model) -> str:
     """The number of blocks, as the setting of which it is the value, if it is.
 
@@ -106,6 +132,11 @@ def mixture_problems(config: schema.Config, num_devices: int) -> Iterator[Proble
         yield from _run(config, num_devices)
 
 
+def _given_numbers(moe: schema.MoE) -> tuple[int, ...]:
+    given = moe.num_experts
+    return given if isinstance(given, tuple) else (given,)
+
+
 def _without_experts(moe: schema.MoE) -> Iterator[Problem]:
     for name, value, default in _changed(moe):
         if name != "num_experts":
@@ -124,8 +155,7 @@ def _changed(moe: schema.MoE) -> Iterator[tuple[str, Any, Any]]:
 def _numbers(model: schema.Model) -> Iterator[Problem]:
     moe, field = model.moe, "model.moe.num_experts"
     given = moe.num_experts
-    numbers = given if isinstance(given, tuple) else (given,)
-    if any(not 1 <= number <= MAX_EXPERTS for number in numbers):
+    if any(not 1 <= number <= MAX_EXPERTS for number in _given_numbers(moe)):
         yield Problem(field, given, "is out of range", f"use 1 to {MAX_EXPERTS}")
         return
     layers = len(_places(model))
@@ -142,13 +172,49 @@ def _numbers(model: schema.Model) -> Iterator[Problem]:
 
 def routing_problems(moe: schema.MoE) -> Iterator[Problem]:
     """Yields settings of the router that do not fit each other, or have no effect."""
-    yield from _routing(moe)
+    is_expert_choice = moe.choice == "experts"
+    yield from _expert_choice(moe) if is_expert_choice else _token_choice(moe)
     yield from _without_effect(moe)
 
 
-def _routing(moe: schema.MoE) -> Iterator[Problem]:
-    given = moe.num_experts
-    for number in sorted({*given} if isinstance(given, tuple) else {given}):
+def _expert_choice(moe: schema.MoE) -> Iterator[Problem]:
+    fewest = min(_given_numbers(moe))
+    for name in ("capacity_factor", "eval_capacity_factor"):
+        value = getattr(moe, name)
+        if value > fewest:
+            problem = f"gives a token more than all {fewest} experts"
+            yield Problem(f"model.moe.{name}", value, problem, f"use at most {fewest}")
+
+
+def _token_choice(moe: schema.MoE) -> Iterator[Problem]:
+    yield from _groups(moe)
+    most = max(_given_numbers(moe))
+    if moe.sampling == "second" and moe.top_k == 1:
+        problem = "samples a second expert, and model.moe.top_k=1"
+        yield Problem(
+            "model.moe.sampling", "second", problem, "use 'first', or top_k=2"
+        )
+    if moe.bias_rate and moe.sampling != "none":
+        problem = f"is not added to the choice of model.moe.sampling={moe.sampling!r}"
+        remedy = "use 0, or sampling='none'"
+        yield Problem("model.moe.bias_rate", moe.bias_rate, problem, remedy)
+    if moe.bias_rate and moe.top_k == most:
+        problem = f"has no effect, as each token chooses all {most} experts"
+        remedy = "use 0, or more experts"
+        yield Problem("model.moe.bias_rate", moe.bias_rate, problem, remedy)
+    if moe.drop == "first_choices" and moe.top_k == 1:
+        problem = "has no second choices to drop first with model.moe.top_k=1"
+        remedy = "use 'position', or top_k=2"
+        yield Problem("model.moe.drop", moe.drop, problem, remedy)
+    factors = moe.capacity_factor, moe.eval_capacity_factor
+    if moe.drop != "none" and min(factors) * moe.top_k >= most:
+        problem = f"drops no token: each of {most} experts has room for all"
+        below = f"capacity factors below {most / moe.top_k:g}"
+        yield Problem("model.moe.drop", moe.drop, problem, f"use 'none', or {below}")
+
+
+def _groups(moe: schema.MoE) -> Iterator[Problem]:
+    for number in sorted({*_given_numbers(moe)}):
         group, rest = divmod(number, moe.num_groups)
         if rest:
             problem = f"does not divide {number} experts"
@@ -163,27 +229,35 @@ def _routing(moe: schema.MoE) -> Iterator[Problem]:
         problem = f"is above model.moe.num_groups={moe.num_groups}"
         remedy = f"use at most {moe.num_groups}"
         yield Problem("model.moe.top_groups", moe.top_groups, problem, remedy)
-    if moe.sampling == "second" and moe.top_k == 1:
-        problem = "samples a second expert, and model.moe.top_k=1"
-        yield Problem(
-            "model.moe.sampling", "second", problem, "use 'first', or top_k=2"
-        )
+    elif moe.top_groups == moe.num_groups > 1:
+        problem = f"leaves out none of model.moe.num_groups={moe.num_groups}"
+        remedy = "use fewer, or 1 for both"
+        yield Problem("model.moe.top_groups", moe.top_groups, problem, remedy)
+
+
+_TOKEN_CHOICE = (
+    *("top_k", "normalise", "num_groups", "top_groups", "sampling", "drop"),
+    *("balance_loss", "balance_scope", "bias_rate"),
+)
+"""Settings without effect where experts choose, whose load is always even."""
 
 
 def _without_effect(moe: schema.MoE) -> Iterator[Problem]:
+    has_capacity = moe.choice == "experts" or moe.drop != "none"
     needs = {
         "normalise": ("top_k", moe.top_k > 1),
-        "capacity_factor": ("drop", moe.drop != "none"),
-        "eval_capacity_factor": ("drop", moe.drop != "none"),
-        "min_capacity": ("drop", moe.drop != "none"),
+        "capacity_factor": ("drop", has_capacity),
+        "eval_capacity_factor": ("drop", has_capacity),
+        "min_capacity": ("drop", has_capacity),
         "shared_gate": ("num_shared", moe.num_shared > 0),
         "balance_scope": ("balance_loss", moe.balance_loss > 0),
     }
-    if moe.bias_rate and moe.sampling != "none":
-        problem = f"is not added to the choice of model.moe.sampling={moe.sampling!r}"
-        yield Problem(
-            "model.moe.bias_rate", moe.bias_rate, problem, "use 0, or sampling='none'"
-        )
+    if moe.choice == "experts":
+        needs |= dict.fromkeys(_TOKEN_CHOICE, ("choice", False))
+        if moe.balance_loss == 0:
+            del needs["balance_loss"]
+    if max(_given_numbers(moe)) == 1 and moe.scores == "softmax":
+        needs |= dict.fromkeys(("jitter", "sampling"), ("num_experts", False))
     for name, value, default in _changed(moe):
         other, is_read = needs.get(name, ("", True))
         if not is_read:

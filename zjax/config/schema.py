@@ -250,6 +250,11 @@ class MoE:
     num_experts: int | tuple[int, ...] = 0
     """Experts of each MoE layer; one number per MoE layer for a pyramid
     (arXiv:2201.05596)."""
+    choice: Literal["tokens", "experts"] = "tokens"
+    """`tokens`: each token chooses `top_k` experts. `experts`: each expert takes its
+    best tokens, as many as its capacity (arXiv:2202.09368). It is for training: later
+    tokens of a sequence compete with earlier ones, so that the losses of a decoder see
+    the future, and a decoder writes no text."""
     top_k: int = 1
     """Experts of each token."""
     every: int = 1
@@ -286,7 +291,8 @@ class MoE:
     first choices before second ones, those of the best scores, or a random subset.
     Generation drops none."""
     capacity_factor: float = 1.0
-    """Capacity of an expert while training, over an even share of the tokens."""
+    """Capacity of an expert while training, over an even share of the tokens; with
+    `choice="experts"` the mean number of experts of a token."""
     eval_capacity_factor: float = 1.0
     """The same in evaluation."""
     min_capacity: int = 4

@@ -6,10 +6,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from flax import nnx
 
 from zjax.config import schema
 from zjax.config.layers import layers_per_scan
+from zjax.config.mixture import describe_future
 from zjax.config.schema import Config
 from zjax.forward import loss_of
 from zjax.models.continuation import make_continuation
@@ -59,6 +61,8 @@ def _build(
     *,
     deterministic: bool,
 ) -> Model:
+    if note := describe_future(model):
+        logging.warning(note)
     module_class = {"decoder": Decoder, "encoder": Encoder}[model.kind]
     make = functools.partial(
         module_class, model, matmul_dtype=matmul_dtype, deterministic=deterministic

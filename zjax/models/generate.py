@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from zjax.config import schema
+from zjax.config.mixture import sees_future
 from zjax.config.ranges import MAX_TOKENS
 from zjax.errors import ConfigError, Problem
 from zjax.models.cached import decode, prefill
@@ -193,5 +194,9 @@ def check(
         problem = f"leaves model.max_length={config.max_length} after {length}"
         remedy = f"ask for {max(free, 0)} or fewer, or shorten the prompt"
         problems.append(Problem("max_new_tokens", num_new, problem, remedy))
+    if sees_future(config):
+        problem = "chooses tokens by comparison with later ones, which are not written"
+        remedy = "generate with a model of choice='tokens'"
+        problems.append(Problem("model.moe.choice", "experts", problem, remedy))
     if problems:
         raise ConfigError(*problems)

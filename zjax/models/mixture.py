@@ -287,14 +287,20 @@ def _measure(routing: Routing, moe: schema.MoE, num_rows: int) -> dict[str, jax.
     chosen, kept = routing.num_chosen, routing.num_kept
     mean_load = jnp.maximum(chosen.mean(), 1 / len(chosen))
     sequences = 1 if moe.balance_scope == "microbatch" else num_rows
-    # DeepSpeed's and GShard's loss of two choices counts the first one alone.
-    return {
+    numbers = {
         "num_tokens": counts.sum(),
+        "router_z_loss": losses.z_loss(routing),
+        "router_entropy": (counts * entropy).sum() / num_tokens,
+    }
+    if moe.choice == "experts":
+        has_expert = routing.kept.any(1).sum()
+        unchosen = 1 - has_expert / num_tokens
+        return numbers | {"unchosen_fraction": unchosen, "load": kept}
+    # DeepSpeed's and GShard's loss of two choices counts the first one alone.
+    return numbers | {
         "balance_loss": losses.balance_loss(
             routing, choices=1 if moe.top_k == 2 else 0, num_sequences=sequences
         ),
-        "router_z_loss": losses.z_loss(routing),
-        "router_entropy": (counts * entropy).sum() / num_tokens,
         "dropped_fraction": 1 - kept.sum() / jnp.maximum(chosen.sum(), 1),
         "max_load": chosen.max() / mean_load,
         "load": chosen,
@@ -305,6 +311,7 @@ def _auxiliary(numbers: dict[str, jax.Array], moe: schema.MoE) -> Auxiliary:
     load, weights = numbers.pop("load").sum(0), numbers.pop("num_tokens")
     total = jnp.maximum(weights.sum(), 1)
     means = {name: (weights * x).sum() / total for name, x in numbers.items()}
-    loss = moe.balance_loss * means["balance_loss"]
-    loss += moe.z_loss * means["router_z_loss"]
+    loss = moe.z_loss * means["router_z_loss"]
+    if "balance_loss" in means:
+        loss += moe.balance_loss * means["balance_loss"]
     return Auxiliary(loss, jax.lax.stop_gradient(means), {"load": load})

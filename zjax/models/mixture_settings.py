@@ -66,8 +66,8 @@ class Mixture:
     @property
     def needs_key(self) -> bool:
         """Whether training differs from evaluation."""
-        sampling, drop = self.router.sampling, self.router.drop
-        return self.jitter > 0 or sampling != "none" or drop != "none"
+        has_noise = self.jitter > 0 or self.router.sampling != "none"
+        return has_noise or self.router.has_capacity
 
     def dims(self, embed_size: int) -> dict[str, Dims]:
         """Names and sizes of the dims of each parameter."""

@@ -7,6 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+_MOST_AT_ONCE = 16
+"""Most choices of a token whose rows are gathered together."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +46,26 @@ class Dispatch:
             rows: Rows.
             weights: Factor of each row; 1 by default.
         """
+        if self.row.shape[1] > _MOST_AT_ONCE:
+            return self._combine_in_turn(rows, weights)
         chosen = _take(rows, self.row).astype(jnp.float32)
         return (chosen if weights is None else chosen * weights[..., None]).sum(1)
+
+    def _combine_in_turn(self, rows: jax.Array, weights: jax.Array | None) -> jax.Array:
+        """Adds one row of each token after another, if most choices have no row."""
+        order = jnp.argsort(self.row, axis=1)
+        row = jnp.take_along_axis(self.row, order, 1)
+        factors = jnp.ones(row.shape, jnp.float32)
+        if weights is not None:
+            factors = jnp.take_along_axis(weights, order, 1)
+
+        def add(i: jax.Array, total: jax.Array) -> jax.Array:
+            chosen = _take(rows, row[:, i]).astype(jnp.float32)
+            return total + chosen * factors[:, i, None]
+
+        most = (row < len(rows)).sum(1).max()
+        total = jnp.zeros((len(row), rows.shape[1]), jnp.float32)
+        return jax.lax.fori_loop(0, most, add, total)
 
     def values_of(self, choices: Float[Array, "T K"]) -> Float[Array, " R"]:
         """Moves one value per choice to its row."""

@@ -4,7 +4,8 @@ All of it runs in float32, whatever the dtype of the model.
 
 References: GShard, arXiv:2006.16668 (top-2); Switch, arXiv:2101.03961 (top-1);
 DeepSpeed-MoE, arXiv:2201.05596 (random token selection); DeepSeek-V3,
-arXiv:2412.19437, section 2.1.2 (sigmoid scores, a bias, groups).
+arXiv:2412.19437, section 2.1.2 (sigmoid scores, a bias, groups); Zhou et al.,
+arXiv:2202.09368 (expert choice).
 """
 
 import dataclasses
@@ -29,6 +30,10 @@ class Router:
 
     Args:
         num_experts: Experts to choose from.
+        choice: `tokens`: each token chooses `top_k` experts. `experts`: each expert
+            takes the tokens with its best scores, as many as its capacity. The loss of
+            a causal model then sees the future, as later tokens compete with earlier
+            ones. `top_k`, `normalise`, groups, `sampling` and `drop` are not read.
         top_k: Experts of each token, 1 to `num_experts`.
         scores: `softmax` over all experts, or `sigmoid` of each.
         normalise: Whether the weights of a token's kept experts add up to `scale`.
@@ -40,12 +45,14 @@ class Router:
             choice (RSample), or of the `second`.
         drop: Which tokens an expert above its capacity drops; `none` drops none.
         capacity_factor: Capacity of an expert while training, over the tokens that it
-            has if all have as many.
+            has if all have as many; in expert choice the mean number of experts of a
+            token.
         eval_capacity_factor: The same in evaluation.
         min_capacity: Least capacity, in tokens.
     """
 
     num_experts: int
+    choice: Literal["tokens", "experts"] = "tokens"
     top_k: int = 1
     scores: Literal["softmax", "sigmoid"] = "softmax"
     normalise: bool = True
@@ -57,6 +64,16 @@ class Router:
     capacity_factor: float = 1.0
     eval_capacity_factor: float = 1.0
     min_capacity: int = 4
+
+    @property
+    def num_choices(self) -> int:
+        """Most experts of a token."""
+        return self.num_experts if self.choice == "experts" else self.top_k
+
+    @property
+    def has_capacity(self) -> bool:
+        """Whether the tokens of an expert are bounded."""
+        return self.choice == "experts" or self.drop != "none"
 
     def capacity(self, num_tokens: int, *, is_training: bool) -> int:
         """Returns the most tokens that an expert takes.
@@ -80,10 +97,11 @@ class Routing:
     """The experts of each token.
 
     Args:
-        experts: int32[T, K], best first, all of a token different.
+        experts: int32[T, K], best first, all of a token different; in expert choice all
+            experts, K = E.
         weights: float32[T, K]; 0 for an expert that dropped the token.
         kept: bool[T, K]; False for a dropped token, and one that does not count.
-        chosen: bool[T, K]; the same before dropping.
+        chosen: bool[T, K]; the same before dropping, or before experts choose.
         scores: float32[T, E], without bias and noise.
         logits: float32[T, E].
         capacity: Most tokens that an expert keeps; None without a bound.
@@ -175,14 +193,18 @@ def route(
     logits = logits.astype(jnp.float32)
     sigmoid = router.scores == "sigmoid"
     scores = jax.nn.sigmoid(logits) if sigmoid else jax.nn.softmax(logits)
+    used = jnp.ones(len(logits), bool) if counts is None else counts
+    capacity = None
+    if router.has_capacity:
+        capacity = router.capacity(len(logits), is_training=key is not None)
+    if router.choice == "experts":
+        return _choose_tokens(logits, scores, router, used, capacity)
     noise, drop_key = (None, None) if key is None else jax.random.split(key)
     experts = checkpoint_name(_choose(logits, scores, router, noise, bias), ROUTED)
-    used = jnp.ones(len(logits), bool) if counts is None else counts
     chosen = jnp.broadcast_to(used[:, None], experts.shape)
     own = jnp.take_along_axis(scores, experts, 1)
-    kept, capacity = chosen, None
-    if router.drop != "none":
-        capacity = router.capacity(len(logits), is_training=key is not None)
+    kept = chosen
+    if capacity is not None:
         # Evaluation draws no numbers: the first tokens stay.
         drop = "position" if router.drop == "random" and key is None else router.drop
         kept = keep_within_capacity(experts, own, chosen, capacity, drop, drop_key)
@@ -191,6 +213,25 @@ def route(
     if router.normalise and router.top_k > 1:
         weights /= jnp.maximum(weights.sum(1, keepdims=True), _LEAST)
     weights *= router.scale
+    return Routing(experts, weights, kept, chosen, scores, logits, capacity)
+
+
+def _choose_tokens(
+    logits: jax.Array,
+    scores: jax.Array,
+    router: Router,
+    used: jax.Array,
+    capacity: int | None,
+) -> Routing:
+    """Expert choice; among tokens of equal scores the earlier one is taken."""
+    num_tokens, num_experts = scores.shape
+    ranked = jnp.where(used[:, None], scores, -1).T
+    _, tokens = jax.lax.top_k(ranked, min(capacity or num_tokens, num_tokens))
+    experts = jnp.broadcast_to(jnp.arange(num_experts), scores.shape)
+    taken = jnp.zeros(ranked.shape, bool).at[experts[:1].T, tokens].set(True).T
+    chosen = jnp.broadcast_to(used[:, None], scores.shape)
+    kept = checkpoint_name(taken & chosen, ROUTED)
+    weights = router.scale * jnp.where(kept, scores, 0)
     return Routing(experts, weights, kept, chosen, scores, logits, capacity)
 
 

@@ -8,7 +8,7 @@ B), not hardware utilisation. Causal attention is counted by one of two conventi
 from typing import Literal
 
 from zjax.config import schema
-from zjax.config.mixture import experts_by_layer
+from zjax.config.mixture import experts_by_layer, experts_per_token
 from zjax.ops import sparse
 
 CausalAttention = Literal["half", "full"]
@@ -48,7 +48,7 @@ def matmul_params(model: schema.Model) -> int:
     """Parameters that a token is multiplied with: the N of 6 N.
 
     The token and position embedding tables do not count; the output matrix counts once,
-    tied or not. Of the experts of a layer `moe.top_k` count.
+    tied or not. Of the experts of a layer those of a token count.
 
     Example:
         >>> matmul_params(schema.Model())
@@ -159,8 +159,8 @@ def _mlp_params(model: schema.Model, size: int) -> int:
 
 def _mixture_params(model: schema.Model, num_experts: int, active: bool) -> int:
     moe, width = model.moe, model.embed_size
-    used = min(moe.top_k, num_experts) if active else num_experts
-    params = used * _mlp_params(model, moe.expert_size) + width * num_experts
+    used = min(experts_per_token(moe), num_experts) if active else num_experts
+    params = round(used * _mlp_params(model, moe.expert_size)) + width * num_experts
     if moe.num_shared:
         params += _mlp_params(model, moe.num_shared * moe.expert_size)
     params += width * moe.shared_gate
