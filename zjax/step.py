@@ -11,9 +11,11 @@ from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config
 from zjax.data.entries import check_batch, check_placed_ids
 from zjax.errors import ConfigError, PlanError, Problem
+from zjax.execute.distilled import DistilledExecutor
 from zjax.execute.executor import Executor
 from zjax.execute.fused import FusedExecutor
 from zjax.execute.streamed import StreamedExecutor
+from zjax.execute.teacher import Teacher
 from zjax.offload.peak import Peak
 from zjax.ops.promotion import dtype_promotion
 from zjax.sharding import plan as plans
@@ -261,6 +263,8 @@ def make_step(
         The step.
 
     Raises:
+        ConfigError: `distill.teacher` does not fit the model.
+        CheckpointError: `distill.teacher` cannot be read.
         PlanError: The plan was made on an abstract mesh, without devices.
     """
     if not isinstance(plan.mesh, Mesh):
@@ -269,12 +273,17 @@ def make_step(
         raise PlanError(Problem("plan.mesh", plan.mesh.axis_sizes, problem, remedy))
     num_microbatches = resolve_batch(config, plan.num_batch_shares).num_microbatches
     make_executor = StreamedExecutor if plan.is_offloaded else FusedExecutor
+    executor: Executor = make_executor(model, tx, plan, config, schedule)
+    if config.distill.teacher:
+        teacher = Teacher(config, plan, model)
+        num_steps = config.distill.num_steps(config.num_steps)
+        executor = DistilledExecutor(executor, teacher, num_steps)
     return Step(
         mesh=plan.mesh,
         plan=plan,
         model=model,
         num_microbatches=num_microbatches,
-        executor=make_executor(model, tx, plan, config, schedule),
+        executor=executor,
         checks_ids=_checks_ids(config, model),
     )
 

@@ -186,6 +186,9 @@ class Stack:
     """Paths of leaves that both embed and head use, such as tied embeddings."""
     continuation: Continuation | None = None
     """How it continues text, if it does."""
+    factors: Callable[..., Any] | None = None
+    """`factors(params, carry) -> (hidden, matrix)`, from the head's parameters: logits
+    are the product of hidden [B, L, N] and matrix [V, N]. A teacher needs it."""
 
 
 @dataclasses.dataclass(frozen=True)

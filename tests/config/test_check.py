@@ -165,6 +165,26 @@ TRAINING = [
         id="start-and-resume",
     ),
     case(
+        "checkpoint.init_from=w.safetensors;checkpoint.expert_noise=0.1",
+        "checkpoint.expert_noise=0.1 has no effect with model.moe.num_experts=0; leave "
+        "it at 0.0",
+        id="noise-without-experts",
+    ),
+    case(
+        "distill.weight=0.5;distill.memory=pinned_host",
+        "distill.weight=0.5 has no effect with distill.teacher=''; leave it at 1.0, or "
+        "set distill.teacher\n"
+        "distill.memory='pinned_host' has no effect with distill.teacher=''; leave it "
+        "at 'device', or set distill.teacher",
+        id="distillation-without-teacher",
+    ),
+    case(
+        "distill.teacher=runs/large;distill.fraction=0.0001",
+        "distill.fraction=0.0001 is no step of num_steps=1000; use more, or leave "
+        "distill.teacher empty",
+        id="distillation-of-no-step",
+    ),
+    case(
         "observe.sinks=['csv', 'console', 'csv']",
         "observe.sinks=('csv', 'console', 'csv') names csv 2 times; name it once",
         id="sink-twice",

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.reference import token_loss as reference
 from zjax.config import schema
-from zjax.ops.cross_entropy import token_loss
+from zjax.ops.cross_entropy import Teacher, token_loss
 from zjax.sharding import mesh as meshes
 
 RNG = np.random.default_rng(0)
@@ -46,7 +46,8 @@ def test_sums_equal_the_reference(chunk_tokens, num_batch_shards):
         num_batch_shards=num_batch_shards,
     )
     expected = reference.token_loss(HIDDEN, HEAD, BIAS, TARGETS, WEIGHTS, 0.1)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(found[:3], expected, rtol=1e-5)
+    assert found.divergence_sum is None
 
 
 @CUTS
@@ -106,13 +107,51 @@ def test_parts_of_each_sequence_add_up(chunk_tokens):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+@CUTS
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_a_teacher_adds_its_divergence(temperature, chunk_tokens, num_batch_shards):
+    """Fails if the two are swapped, or the gradient lacks a temperature."""
+    rng = np.random.default_rng(1)
+    hidden = jnp.array(rng.normal(size=(ROWS, LENGTH, 3)), jnp.float32)
+    head = jnp.array(rng.normal(size=(VOCAB, 3)), jnp.float32)
+    weight, temperature = jnp.float32(0.7), jnp.float32(temperature)
+    teacher = Teacher(hidden, head, weight, temperature)
+    given = tuple(map(jnp.array, (HIDDEN, HEAD, BIAS)))
+    rest = jnp.array(TARGETS), jnp.array(WEIGHTS)
+
+    def divergence(x, matrix, bias):
+        logits = x @ matrix.T + bias[None, None]
+        own = jax.nn.log_softmax(logits / temperature)
+        target = jax.nn.log_softmax(hidden @ head.T / temperature)
+        kl = jnp.sum(jnp.exp(target) * (target - own), -1)
+        return temperature**2 * jnp.sum(kl * rest[1])
+
+    def expected(x, matrix, bias):
+        plain = summed(x, matrix, *rest, bias=bias, z_loss=0.1).loss_sum
+        return plain + weight * divergence(x, matrix, bias)
+
+    def found(x, matrix, bias):
+        cut = {"chunk_tokens": chunk_tokens, "num_batch_shards": num_batch_shards}
+        return summed(
+            x, matrix, *rest, bias=bias, teacher=teacher, z_loss=0.1, **cut
+        ).loss_sum
+
+    results = [
+        jax.value_and_grad(f, argnums=(0, 1, 2))(*given) for f in (found, expected)
+    ]
+    for one, other in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    sums = summed(*given[:2], *rest, bias=given[2], teacher=teacher)
+    np.testing.assert_allclose(sums.divergence_sum, divergence(*given), rtol=1e-5)
+
+
 def loss_and_gradients(targets, weights, head=HEAD):
     def loss(hidden, head):
         sums = summed(hidden, head, jnp.array(targets), jnp.array(weights))
         return sums.loss_sum, sums
 
     grads, sums = jax.grad(loss, (0, 1), has_aux=True)(jnp.array(HIDDEN), head)
-    return [*sums, *grads]
+    return [*sums[:3], *grads]
 
 
 def test_ignored_targets_have_no_weight():

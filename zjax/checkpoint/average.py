@@ -47,6 +47,7 @@ def open_weights(
         CheckpointError: There is no such checkpoint, or it is damaged.
         ConfigError: The checkpoint does not hold that kind.
     """
+    step = store.latest() if step is None else step  # later ones may be saved
     saved = store.entries(step)
     chosen = choose_part(part, saved_parts(saved))
     tree = "ema/" if chosen == "ema" else "master/"

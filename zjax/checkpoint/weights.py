@@ -58,12 +58,19 @@ def iter_weights(path: str, plans: Any, adapt: Adapt = _unchanged) -> Iterator[A
 
     The file is checked before this returns.
     """
+    return place_weights(open_source(path), plans, path, adapt)
+
+
+def place_weights(
+    source: Source, plans: Any, path: str, adapt: Adapt = _unchanged
+) -> Iterator[Any]:
+    """The same from an open source, whose path is for messages."""
     named = {tensor_name(name): r for name, r in layout.name_leaves(plans).items()}
     expected = layout.describe_plans(named)
-    source = views.match_layout(adapt(open_source(path), expected), expected)
-    layout.check_same(expected, source.entries, path, cast=True)
+    found = views.match_layout(adapt(source, expected), expected)
+    layout.check_same(expected, found.entries, path, cast=True)
     return (
-        place_slices(functools.partial(source.read, name), plan)
+        place_slices(functools.partial(found.read, name), plan)
         for name, plan in named.items()
     )
 
@@ -78,7 +85,12 @@ def open_source(path: str) -> Source:
     steps = find_steps(place)
     if steps is None:
         return _make_source(_find_tensors(path, place))
-    source, _ = open_weights(Store(str(steps)))
+    return open_run(Store(str(steps)))
+
+
+def open_run(store: Store) -> Source:
+    """The newest weights of a run for evaluation, by tensor name."""
+    source, _ = open_weights(store)
     names = {tensor_name(name): name for name in source.entries}
     return views.cached(
         Source(

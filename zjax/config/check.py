@@ -247,6 +247,20 @@ def _checkpoint(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         yield Problem("checkpoint.expert_noise", noise, problem, remedy)
 
 
+def _distill(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    distill, default = config.distill, schema.Distill()
+    for field in dataclasses.fields(distill):
+        value, unset = getattr(distill, field.name), getattr(default, field.name)
+        if not distill.teacher and value != unset:
+            problem = "has no effect with distill.teacher=''"
+            remedy = f"leave it at {unset!r}, or set distill.teacher"
+            yield Problem(f"distill.{field.name}", value, problem, remedy)
+    if distill.teacher and not distill.num_steps(config.num_steps):
+        problem = f"is no step of num_steps={config.num_steps}"
+        remedy = "use more, or leave distill.teacher empty"
+        yield Problem("distill.fraction", distill.fraction, problem, remedy)
+
+
 def _sinks(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     sinks = config.observe.sinks
     for name in dict.fromkeys(sinks):
@@ -292,6 +306,7 @@ _RULES: tuple[model_rules.Entry, ...] = (
     ((), _groups),
     (("num_steps", "observe"), _profile),
     ((), _checkpoint),
+    (("num_steps", "distill"), _distill),
     ((), _sinks),
     (("processes",), _processes),
     ((), effect.effect_problems),

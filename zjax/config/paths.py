@@ -5,9 +5,15 @@ import re
 
 from zjax.errors import ConfigError, Problem, ZjaxError
 
-SETTINGS = ("directory", "zero.nvme_paths", "data.path", "checkpoint.init_from")
+SETTINGS = (
+    "directory",
+    "zero.nvme_paths",
+    "data.path",
+    "checkpoint.init_from",
+    "distill.teacher",
+)
 """Settings that are paths."""
-OPTIONAL = ("data.path", "checkpoint.init_from")
+OPTIONAL = ("data.path", "checkpoint.init_from", "distill.teacher")
 """Settings among them that may be empty."""
 
 _MAX_NAME, _MAX_PATH = 255, 4_000

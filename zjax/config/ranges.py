@@ -169,6 +169,11 @@ RANGES: dict[type, dict[str, Range]] = {
         "keep_best": _from(0),
         "expert_noise": _from(0),
     },
+    schema.Distill: {
+        "weight": POSITIVE,
+        "temperature": POSITIVE,
+        "fraction": FRACTION,
+    },
     schema.Observe: {
         "log_every_steps": _from(1),
         "profile_start_step": STEP,

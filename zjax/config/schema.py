@@ -428,6 +428,30 @@ class Checkpoint:
 
 
 @section
+class Distill:
+    """Staged distillation from a trained decoder (MoS, arXiv:2201.05596).
+
+    Its divergence from the student is added to the loss until the stage ends.
+    """
+
+    teacher: str = ""
+    """Directory of the teacher's run, whose newest weights for evaluation are used;
+    empty for no distillation."""
+    weight: float = 1.0
+    """Weight of the divergence beside the cross-entropy."""
+    temperature: float = 1.0
+    """Divisor of the logits of both (arXiv:1503.02531)."""
+    fraction: float = 0.7
+    """Fraction of `num_steps` after which the stage ends."""
+    memory: Literal["device", "pinned_host"] = "device"
+    """Memory of the teacher's parameters between its passes."""
+
+    def num_steps(self, total: int) -> int:
+        """Steps of the stage, out of all steps of a run."""
+        return round(self.fraction * total) if self.teacher else 0
+
+
+@section
 class Observe:
     """Metrics, plots and profiles of a run."""
 
@@ -488,6 +512,7 @@ class Config:
     data: Data = Data()
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
+    distill: Distill = Distill()
     observe: Observe = Observe()
     processes: Processes = Processes()
 

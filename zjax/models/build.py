@@ -31,7 +31,9 @@ def make_model(config: Config) -> Model:
     Batches are dicts of `tokens` and `targets` int32[B, L] and, optionally, `weights`
     float32[B, L], `segment_ids` and `positions` int32[B, L]; an encoder also takes
     `lengths` int32[B]. A target of -100 is ignored. The loss is the mean over tokens by
-    weight, the metric the fraction of targets that were the most likely token.
+    weight, the metric the fraction of targets that were the most likely token. A batch
+    with `teacher` (`zjax.ops.cross_entropy.Teacher`, as a dict) adds to the loss the
+    divergence from the teacher's logits, which is a metric, too.
 
     Args:
         config: Settings; read for `model`, `precision`, `deterministic`, `data.length`,
@@ -106,4 +108,8 @@ def _entries(config: schema.Model) -> Entries:
         "segment_ids": ids(is_optional=True),
         "positions": ids(is_optional=True, num_ids=positions),
         "lengths": Entry(("B",), np.integer, is_optional=True),
+        "teacher/hidden": Entry(("B", "L", "N"), is_optional=True),
+        "teacher/head": Entry((size, "N"), is_optional=True),
+        "teacher/weight": Entry((), is_optional=True),
+        "teacher/temperature": Entry((), is_optional=True),
     }

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from zjax.config import schema
 from zjax.models import layers
 from zjax.ops import activation
-from zjax.ops.cross_entropy import TokenLoss, token_loss
+from zjax.ops.cross_entropy import Teacher, TokenLoss, token_loss
 from zjax.parallel import sequence, tensor
 from zjax.sharding import mesh as meshes
 from zjax.sharding.activations import open_size
@@ -64,18 +64,32 @@ class Head(nnx.Module):
         table: Float[Array, "V M"] | None,
         batch: dict[str, Any],
     ) -> TokenLoss:
-        """Loss sums of batch["targets"]; `table` is the token table of tied models."""
+        """Loss sums of batch["targets"], and of batch["teacher"] if there is one.
+
+        `table` is the token table of tied models.
+        """
+        teacher = batch.get("teacher")
+        if teacher is not None:
+            teacher = Teacher(**teacher)
+            hidden = sequence.arrange(teacher.hidden, self.config)
+            teacher = teacher._replace(hidden=hidden)
         return token_loss(
-            self._features(x),
-            self._matrix(table),
+            *self.factors(x, table),
             sequence.arrange(batch["targets"], self.config),
             sequence.arrange(token_weights(batch), self.config),
             bias=None if self.bias is None else self.bias[...],
+            teacher=teacher,
             z_loss=self.config.z_loss,
             chunk_tokens=self.config.loss_chunk_tokens,
             num_batch_shards=layers.num_batch_shards(x.shape[0]),
             num_length_shards=math.gcd(x.shape[1], open_size(meshes.SEQUENCE)),
         )
+
+    def factors(
+        self, x: Float[Array, "B L M"], table: Float[Array, "V M"] | None
+    ) -> tuple[Float[Array, "B L M"], Float[Array, "V M"]]:
+        """The two arrays whose product are the logits, but for a bias."""
+        return self._features(x), self._matrix(table)
 
     def _features(self, x):
         if self.transform is not None:

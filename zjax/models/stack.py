@@ -19,7 +19,7 @@ from zjax.models.mixture import MixtureOfExperts
 from zjax.models.nnx import nest, values_of
 from zjax.models.segments import BlockGroup, Segments, layers_of, segments_of
 from zjax.moe.bias import move_bias
-from zjax.parallel import remat
+from zjax.parallel import remat, sequence
 from zjax.typing import Auxiliary, Params, Segment, Stack, Tiles
 
 SHARED = "embedding/tokens"
@@ -59,7 +59,17 @@ def make_stack(model: StackedModel) -> Stack:
     def head(params, carry, batch):
         table = head_table(params, config)
         sums = nnx.merge(head_graph, params["head"]).loss(carry, table, batch)
-        return sums.loss_sum, sums.weight_sum, {"accuracy": sums.correct_sum}
+        metrics = {"accuracy": sums.correct_sum}
+        if sums.divergence_sum is not None:
+            metrics["teacher_divergence"] = sums.divergence_sum
+            weighted = batch["teacher"]["weight"] * sums.divergence_sum
+            metrics["token_loss"] = sums.loss_sum - weighted
+        return sums.loss_sum, sums.weight_sum, metrics
+
+    def factors(params, carry):
+        hidden = sequence.restore(carry, config)
+        head = nnx.merge(head_graph, params["head"])
+        return head.factors(hidden, head_table(params, config))
 
     return Stack(
         embed=embed,
@@ -73,6 +83,7 @@ def make_stack(model: StackedModel) -> Stack:
         split=lambda params: _split(params, names, config),
         join=lambda embed, segments, head: _join(embed, segments, head, names, config),
         shared=(SHARED,) if config.tied_head else (),
+        factors=factors if config.kind == "decoder" else None,
     )
 
 

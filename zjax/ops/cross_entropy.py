@@ -28,6 +28,25 @@ class TokenLoss(NamedTuple):
     correct_sum: Float[Array, ""]
     """Weight of the tokens whose target has the largest logit (the first of equal
     logits); not differentiated."""
+    divergence_sum: Float[Array, ""] | None = None
+    """Divergence from the teacher, times the square of the temperature; None without
+    one. `loss_sum` has it, by the teacher's weight; not differentiated by itself."""
+
+
+class Teacher(NamedTuple):
+    """Logits that those of a model are to approach, as a product; not differentiated.
+
+    Reference: Hinton et al., arXiv:1503.02531.
+    """
+
+    hidden: Float[Array, "B L N"]
+    """Outputs of the teacher's last layer."""
+    head: Float[Array, "V N"]
+    """The teacher's output matrix."""
+    weight: Float[Array, ""]
+    """Weight of the divergence beside the cross-entropy."""
+    temperature: Float[Array, ""]
+    """Divisor of the logits of both before the softmax."""
 
 
 def token_loss(
@@ -37,6 +56,7 @@ def token_loss(
     weights: Float[Array, "B L"],
     *,
     bias: Float[Array, " V"] | None = None,
+    teacher: Teacher | None = None,
     z_loss: float = 0.0,
     chunk_tokens: int = 0,
     num_batch_shards: int = 1,
@@ -56,6 +76,7 @@ def token_loss(
         weights: Weight of each token, 0 for padding; not differentiated. An invalid
             target with a weight other than 0 makes loss and weight NaN.
         bias: Vector added to the logits.
+        teacher: Logits to learn from besides the targets; None for none.
         z_loss: Weight of the squared log-partition, 0 or more.
         chunk_tokens: Tokens per shard whose logits exist at one time; 0 means all.
         num_batch_shards: Shards of the batch over devices; divides B. The gradient of
@@ -79,10 +100,14 @@ def token_loss(
     split = functools.partial(
         _split_chunks, num_shards=num_shards, chunk_tokens=chunk_tokens
     )
-    loss_sum, correct_sum = _summed_loss(
-        z_loss, split(hidden), head, bias, split(targets), split(weights)
+    chunks = split(hidden), split(targets), split(weights)
+    if teacher is not None:
+        teacher = teacher._replace(hidden=split(teacher.hidden))
+    loss_sum, correct_sum, divergence_sum = _summed_loss(
+        z_loss, chunks[0], head, bias, *chunks[1:], teacher
     )
-    return TokenLoss(loss_sum, jnp.sum(weights, dtype=jnp.float32), correct_sum)
+    weight_sum = jnp.sum(weights, dtype=jnp.float32)
+    return TokenLoss(loss_sum, weight_sum, correct_sum, divergence_sum)
 
 
 def _checked_weights(targets, weights, num_ids):
@@ -109,26 +134,26 @@ def _split_chunks(tokens, *, num_shards, chunk_tokens):
     return jnp.moveaxis(jnp.pad(tokens, padding).reshape(shape), 2, 0)
 
 
-def _sum_loss(z_loss, hidden, head, bias, targets, weights):
+def _sum_loss(z_loss, hidden, head, bias, targets, weights, teacher):
     def add_chunk(sums, chunk):
-        *terms, _ = _chunk_loss(z_loss, head, bias, *chunk)
-        return tuple(map(jnp.add, sums, terms)), None
+        terms, _ = _chunk_loss(z_loss, head, bias, teacher, *chunk)
+        return jax.tree.map(jnp.add, sums, terms), None
 
     zero = jnp.zeros(hidden.shape[1], jnp.float32)
-    sums, _ = _over_chunks(add_chunk, (zero, zero), (hidden, targets, weights))
-    return sums[0].sum(), sums[1].sum()
+    sums = zero, zero, None if teacher is None else zero
+    chunks = _chunks(hidden, targets, weights, teacher)
+    return jax.tree.map(jnp.sum, _over_chunks(add_chunk, sums, chunks)[0])
 
 
-def _summed_loss_forward(z_loss, hidden, head, bias, targets, weights):
+def _summed_loss_forward(z_loss, hidden, head, bias, targets, weights, teacher):
     num_shards = hidden.shape[1]
 
     def add_chunk(sums, chunk):
-        loss_sum, correct_sum, dlogits = _chunk_loss(z_loss, head, bias, *chunk)
+        terms, dlogits = _chunk_loss(z_loss, head, bias, teacher, *chunk)
         dhidden = jnp.einsum("prcv,vm->prcm", dlogits, head)
         dhead = _float32_einsum("prcv,prcm->pvm", dlogits, chunk[0])
         dbias = None if bias is None else dlogits.sum((1, 2), dtype=jnp.float32)
-        terms = loss_sum, correct_sum, dhead, dbias
-        return jax.tree.map(jnp.add, sums, terms), dhidden
+        return jax.tree.map(jnp.add, sums, (*terms, dhead, dbias)), dhidden
 
     def zeros(*shape):
         return jnp.zeros(shape, jnp.float32)
@@ -136,13 +161,14 @@ def _summed_loss_forward(z_loss, hidden, head, bias, targets, weights):
     sums = (
         zeros(num_shards),
         zeros(num_shards),
+        None if teacher is None else zeros(num_shards),
         zeros(num_shards, *head.shape),
         None if bias is None else zeros(num_shards, *bias.shape),
     )
-    sums, dhidden = _over_chunks(add_chunk, sums, (hidden, targets, weights))
-    loss_sum, correct_sum, dhead, dbias = sums
+    chunks = _chunks(hidden, targets, weights, teacher)
+    (*sums, dhead, dbias), dhidden = _over_chunks(add_chunk, sums, chunks)
     gradients = checkpoint_name((dhidden, dhead, dbias), GRADIENTS)
-    return (loss_sum.sum(), correct_sum.sum()), (*gradients, head, bias)
+    return tuple(jax.tree.map(jnp.sum, sums)), (*gradients, head, bias)
 
 
 def _summed_loss_backward(z_loss, residuals, cotangents):
@@ -158,11 +184,17 @@ def _summed_loss_backward(z_loss, residuals, cotangents):
         None if bias is None else scaled(dbias.sum(0), bias.dtype),
         None,
         None,
+        None,
     )
 
 
 _summed_loss = jax.custom_vjp(_sum_loss, nondiff_argnums=(0,))
 _summed_loss.defvjp(_summed_loss_forward, _summed_loss_backward)
+
+
+def _chunks(hidden, targets, weights, teacher):
+    """Arrays whose first dim is chunks, in the order of `_chunk_loss`."""
+    return hidden, targets, weights, None if teacher is None else teacher.hidden
 
 
 def _over_chunks(add_chunk, sums, chunks):
@@ -178,8 +210,8 @@ def _over_chunks(add_chunk, sums, chunks):
     return sums, jax.tree.map(lambda *rows: jnp.stack(rows), *outputs)
 
 
-def _chunk_loss(z_loss, head, bias, hidden, targets, weights):
-    """Loss, correct weight and gradient of the logits of one chunk, per shard."""
+def _chunk_loss(z_loss, head, bias, teacher, hidden, targets, weights, teacher_hidden):
+    """Sums of one chunk per shard, and the gradient of its logits."""
     logits = _float32_einsum("prcm,vm->prcv", hidden, head)
     if bias is not None:
         logits += bias.astype(jnp.float32)[None, None, None, :]
@@ -197,11 +229,25 @@ def _chunk_loss(z_loss, head, bias, hidden, targets, weights):
     dlogits = (slope[..., None] * probabilities - is_target) * weights[..., None]
     first = jnp.where(logits == largest[..., None], vocabulary, head.shape[0]).min(-1)
     hits = first == targets
-    return (
-        jnp.sum(losses * weights, (1, 2)),
-        jnp.sum(hits * weights, (1, 2)),
-        dlogits.astype(hidden.dtype),
-    )
+    loss_sum = jnp.sum(losses * weights, (1, 2))
+    correct_sum = jnp.sum(hits * weights, (1, 2))
+    if teacher is None:
+        return (loss_sum, correct_sum, None), dlogits.astype(hidden.dtype)
+    divergences, slopes = _divergence(logits, teacher_hidden, teacher)
+    divergence_sum = jnp.sum(divergences * weights, (1, 2))
+    loss_sum += teacher.weight * divergence_sum
+    dlogits += teacher.weight * slopes * weights[..., None]
+    return (loss_sum, correct_sum, divergence_sum), dlogits.astype(hidden.dtype)
+
+
+def _divergence(logits, teacher_hidden, teacher):
+    """Kullback-Leibler divergence per token from the teacher, and its gradient."""
+    target = _float32_einsum("prcm,vm->prcv", teacher_hidden, teacher.head)
+    target = jax.nn.log_softmax(target / teacher.temperature)
+    own = jax.nn.log_softmax(logits / teacher.temperature)
+    divergences = jnp.sum(jnp.exp(target) * (target - own), -1)
+    slopes = teacher.temperature * (jnp.exp(own) - jnp.exp(target))
+    return jnp.square(teacher.temperature) * divergences, slopes
 
 
 def _float32_einsum(equation, *operands):

@@ -1,0 +1,228 @@
+"""A student learns from a teacher on any placement as plain JAX says it does."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import safetensors.numpy
+
+from tests.support import language, offload
+from zjax.checkpoint.layout import name_leaves
+from zjax.checkpoint.store import Store
+from zjax.config import schema
+from zjax.errors import CheckpointError, ConfigError
+from zjax.execute.distilled import DistilledExecutor
+from zjax.saving import restore, save
+from zjax.sharding import plan as plans
+
+MOE = schema.MoE(num_experts=4, top_k=2, first_dense=2, residual=True)
+TEACHER = dataclasses.replace(offload.THREE, moe=MOE)
+STUDENT = offload.GPT
+"""It has a layer less."""
+EXPERTS = schema.MoE(num_experts=2, top_k=2, balance_scope="sequence")
+MIXTURE = dataclasses.replace(offload.GPT, moe=EXPERTS)
+"""A student whose balance losses do not depend on the mesh."""
+STAGE, WEIGHT, TEMPERATURE, RATE = 2, 0.5, 2.0, 0.5
+
+
+def make_batch(step):
+    batch = offload.make_batch(step)
+    return batch | {"weights": np.ones_like(batch["weights"])}
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """A run with large weights, and the decoder with the same."""
+    decoder = language.make_language_model(TEACHER)
+    folder = tmp_path_factory.mktemp("teacher")
+    weights = name_leaves(language.params_of(decoder))
+    tensors = {n.replace("/", "."): np.asarray(x) for n, x in weights.items()}
+    safetensors.numpy.save_file(tensors, folder / "w.safetensors")
+    source = schema.Checkpoint(init_from=str(folder / "w.safetensors"))
+    config = offload.make_config("device", 0, model=TEACHER, checkpoint=source)
+    run = offload.start(config, devices=jax.devices()[:1])
+    save(folder / "checkpoints", run.state, run)
+    return str(folder), decoder
+
+
+def make_config(path="", stage=0, memory: Any = "device", *, state="device", **more):
+    distill = schema.Distill()
+    if path:
+        distill = schema.Distill(
+            teacher=path,
+            weight=WEIGHT,
+            temperature=TEMPERATURE,
+            fraction=0.1,
+            memory=memory,
+        )
+    model = more.pop("model", STUDENT)
+    more["optimizer"] = {"clip_norm": math.inf}
+    return offload.make_config(state, stage, model=model, distill=distill, **more)
+
+
+def start(config, num_devices=1):
+    return offload.start(config, optax.sgd(RATE), jax.devices()[:num_devices])
+
+
+def teacher_of(run):
+    assert isinstance(run.step.executor, DistilledExecutor)
+    return run.step.executor.teacher
+
+
+def train(run, steps=STAGE, state=None):
+    state, found = run.state if state is None else state, []
+    for _ in range(steps):
+        state, metrics = run.step(state, make_batch(int(state.step)))
+        found.append({n: float(x) for n, x in metrics.items() if n != "load"})
+    return state, found
+
+
+@functools.cache
+def alone(path, decoder, model=STUDENT):
+    """Losses and weights of the first steps on one device, by plain JAX."""
+    run = start(make_config(model=model))
+
+    def loss_of(params, batch):
+        plain = run.model.loss(params, {}, batch, None)
+        student = run.model.bind(params, {})(batch["tokens"])
+        own = jax.nn.log_softmax(student / TEMPERATURE)
+        target = jax.nn.log_softmax(decoder(batch["tokens"]) / TEMPERATURE)
+        kl = jnp.mean(jnp.sum(jnp.exp(target) * (target - own), -1))
+        divergence = TEMPERATURE**2 * kl
+        tokens = plain.value - plain.metrics.get("auxiliary_loss", 0)
+        found = {"teacher_divergence": divergence, "token_loss": tokens}
+        return plain.value + WEIGHT * divergence, found
+
+    differentiate = jax.jit(jax.value_and_grad(loss_of, has_aux=True))
+    params, losses = run.state.master, []
+    for step in range(STAGE):
+        batch = jax.tree.map(jnp.asarray, make_batch(step))
+        (loss, found), grads = differentiate(params, batch)
+        params = jax.tree.map(lambda x, grad: x - RATE * grad, params, grads)
+        losses.append({"loss": loss, **found})
+    return losses, jax.tree.map(np.asarray, params)
+
+
+SHARDED = {"mesh": schema.Mesh(expert=2), "memory": "pinned_host"}
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "settings"),
+    [
+        pytest.param(1, {}, id="one-device"),
+        pytest.param(4, {"stage": 3, **SHARDED}, id="stage-3-teacher-on-the-host"),
+        pytest.param(2, {"stage": 2, "num_microbatches": 4}, id="accumulation"),
+        pytest.param(
+            1,
+            {
+                "stage": 1,
+                "state": "pinned_host",
+                "zero": {"parameter_memory": "pinned_host"},
+            },
+            id="blocks-on-the-host",
+        ),
+        pytest.param(
+            2,
+            {"mesh": schema.Mesh(pipeline=2), "num_microbatches": 2, "model": MIXTURE},
+            id="pipeline-of-experts",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_losses_and_updates_equal_plain_jax(
+    num_devices, settings, teacher, monkeypatch
+):
+    """Fails if the teacher has a gradient, other rows, or another weight."""
+    monkeypatch.setattr(plans, "MIN_MOVED_BYTES", 16)
+    path, decoder = teacher
+    losses, params = alone(path, decoder, settings.get("model", STUDENT))
+    run = start(make_config(path, **settings), num_devices)
+    state, found = train(run)
+    for one, other in zip(found, losses, strict=True):
+        for name, x in other.items():
+            np.testing.assert_allclose(one[name], x, rtol=3e-5, err_msg=name)
+
+    def compare(x, expected):
+        shape = tuple(map(slice, expected.shape))
+        np.testing.assert_allclose(x[shape], expected, rtol=2e-4, atol=2e-6)
+
+    jax.tree.map(compare, offload.weights_of(state), params)
+
+
+def test_the_teacher_is_where_asked_and_unchanged(teacher):
+    path, decoder = teacher
+    run = start(make_config(path, 3, "pinned_host"), 4)
+    train(run)
+    found = teacher_of(run).params
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(found)} == {"pinned_host"}
+    weights = language.params_of(decoder)
+    for keys, x in jax.tree_util.tree_leaves_with_path(weights):
+        stored = functools.reduce(lambda node, key: node[key.key], keys, found)
+        whole = np.asarray(stored)[tuple(map(slice, x.shape))]
+        np.testing.assert_array_equal(whole, x)
+    kernel = found["blocks"]["segment1"]["mlp"]["experts"]["up"]["kernel"]
+    assert kernel.addressable_shards[0].data.nbytes < kernel.nbytes
+
+
+def test_after_the_stage_a_run_is_one_without_teacher(teacher, tmp_path):
+    """Bit for bit, in one go and from a checkpoint in either stage."""
+    path, _ = teacher
+    run, plain = start(make_config(path)), start(make_config())
+    state, _ = train(run, 1)
+    save(tmp_path, state, run)
+    state, found = train(run, STAGE - 1, state)
+    assert "teacher_divergence" in found[0]
+    save(tmp_path, state, run)
+    names = Store(str(tmp_path)).entries()
+    assert names == Store(str(tmp_path)).entries(1)
+    state, found = train(run, 2, state)
+    assert "teacher_divergence" not in found[0]
+    assert not teacher_of(run).is_loaded
+    ends = [offload.weights_of(state)]
+    cases = (plain.config, STAGE, 2), (run.config, STAGE, 2), (run.config, 1, 3)
+    for config, step, steps in cases:
+        again = start(config)
+        state, _ = restore(tmp_path, again, step=step)
+        ends.append(offload.weights_of(train(again, steps, state)[0]))
+    for end in ends[1:]:
+        jax.tree.map(np.testing.assert_array_equal, end, ends[0])
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        pytest.param(
+            {"vocab_size": 31},
+            "has 29 tokens, and the model 31; use a teacher of the same vocabulary",
+            id="vocabulary",
+        ),
+        pytest.param(
+            {"max_length": 32},
+            "reads 16 tokens, and data.length=32; use a teacher of longer sequences",
+            id="length",
+        ),
+    ],
+)
+def test_a_teacher_that_does_not_fit_is_refused(model, text, teacher):
+    path, _ = teacher
+    config = make_config(path, model=dataclasses.replace(STUDENT, **model))
+    if "max_length" in model:
+        data = dataclasses.replace(config.data, length=32)
+        config = dataclasses.replace(config, data=data)
+    with pytest.raises(ConfigError) as error:
+        start(config)
+    assert str(error.value) == f"distill.teacher={path!r} {text}"
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path):
+    with pytest.raises(CheckpointError) as error:
+        start(make_config(str(tmp_path)))
+    assert str(error.value) == (
+        f"distill.teacher='{tmp_path}' holds no checkpoint; give the directory of a run"
+    )
