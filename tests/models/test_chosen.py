@@ -53,6 +53,27 @@ def test_a_dense_model_has_none():
     assert zjax.chosen_experts(decoder, language.make_text(language.GPT)) == ()
 
 
+def test_tokens_that_an_expert_did_not_choose_have_none():
+    """Fails if expert choice names all experts."""
+    router = Router(num_experts=4, choice="experts", capacity_factor=2.0)
+    layer = zjax.nnx.MoE(8, router, 16, rngs=nnx.Rngs(0))
+    layer.eval()
+    found = layer.chosen_experts(jax.random.normal(jax.random.key(1), (2, 16, 8)))
+    assert found.shape == (2, 16, 4)
+    places = np.arange(4)[None, None]
+    assert ((found == places) | (found == -1)).all()
+    assert (found == places).sum((0, 1)).tolist() == [8] * 4
+
+
+def test_other_models_are_named():
+    with pytest.raises(zjax.ModelError) as error:
+        zjax.chosen_experts(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), {})
+    assert str(error.value) == (
+        "model='Linear' is not a built-in model; "
+        "ask its layers, zjax.nnx.MoE.chosen_experts"
+    )
+
+
 def test_layers_of_users_tell_the_same():
     """Fails if either takes other scores, or noise."""
     router = Router(num_experts=4, top_k=2, sampling="first")

@@ -14,7 +14,7 @@ from flax import nnx
 import zjax
 from tests.reference import moe as reference
 from zjax.errors import ConfigError
-from zjax.models.mixture_settings import activation_problems
+from zjax.models.mixture_settings import activation_problems, router_problems
 from zjax.moe.router import Router
 
 WIDTH, EXPERTS, HIDDEN = 8, 4, 5
@@ -225,6 +225,12 @@ def test_bad_arguments_are_named(make, router, given, message):
         layer = make(dataclasses.replace(TOP_2, **router), **given)
         layer(make_x(2))
     assert str(error.value) == message
+
+
+def test_settings_that_are_no_router_are_named():
+    message = "router=4 is not a Router; give zjax.moe.router.Router(num_experts=8)"
+    assert list(map(str, router_problems(4))) == [message]
+    assert not list(router_problems(TOP_2))
 
 
 def test_an_unknown_activation_is_named():

@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Int
 
 from zjax.config.mixture import segment_shapes
+from zjax.errors import ModelError, Problem
 from zjax.models.mixture import MixtureOfExperts
 from zjax.models.segments import layers_of, segments_of
 from zjax.models.stack import StackedModel
@@ -15,7 +16,7 @@ from zjax.parallel import sequence
 
 
 def chosen_experts(
-    model: StackedModel, batch: dict[str, Any]
+    model: Any, batch: dict[str, Any]
 ) -> tuple[Int[Array, "B L K"], ...]:
     """Finds the experts that each token chooses in evaluation, before any drop.
 
@@ -25,6 +26,11 @@ def chosen_experts(
 
     Returns:
         The experts of each token by layer with experts, best first; empty without any.
+        In expert choice the tokens of the batch compete, and place e of a token is e,
+        or -1 if expert e did not choose it.
+
+    Raises:
+        ModelError: The model is not a built-in one.
 
     Example:
         >>> import jax.numpy as jnp
@@ -37,6 +43,10 @@ def chosen_experts(
         >>> [x.shape for x in chosen_experts(decoder, {"tokens": jnp.array([[3, 1]])})]
         [(1, 2, 2), (1, 2, 2)]
     """
+    if not isinstance(model, StackedModel):
+        problem = "is not a built-in model"
+        remedy = "ask its layers, zjax.nnx.MoE.chosen_experts"
+        raise ModelError(Problem("model", type(model).__name__, problem, remedy))
     graph, state = nnx.split(model)
     return _chosen(state, batch, graph=graph)
 

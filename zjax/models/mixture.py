@@ -246,6 +246,9 @@ def chosen_experts(
 ) -> Int[Array, "... K"]:
     """The experts of each token in evaluation, best first, before any drop.
 
+    In expert choice the tokens of `x` compete, and place e is e, or -1 if expert e did
+    not choose the token.
+
     Args:
         x: Tokens.
         router: Matrix [M, E], and bias [E] or None.
@@ -253,7 +256,10 @@ def chosen_experts(
     """
     kernel, bias = router
     logits = router_logits(x.reshape(-1, x.shape[-1]), kernel)
-    experts = route(logits, settings, bias=bias).experts
+    routing = route(logits, settings, bias=bias)
+    experts = routing.experts
+    if settings.choice == "experts":
+        experts = jnp.where(routing.kept, experts, -1)
     return experts.reshape(*x.shape[:-1], -1)
 
 

@@ -47,6 +47,9 @@ class Mixture:
     z_loss: float
 
     def __post_init__(self):
+        problems = list(router_problems(self.router))
+        if problems:
+            raise ConfigError(*problems)
         sizes = {"num_experts": self.router.num_experts}
         sizes["expert_size"] = self.expert_size
         problems = [*_size_problems(sizes), *activation_problems(self.activation)]
@@ -133,6 +136,13 @@ def _size_problems(sizes: dict[str, Any]) -> Iterator[Problem]:
     for name, size in sizes.items():
         if not isinstance(size, int) or size < 1:
             yield Problem(name, size, "is not a size", "use 1 or more")
+
+
+def router_problems(router: Any) -> Iterator[Problem]:
+    """Yields a problem if settings are those of no router."""
+    if not isinstance(router, Router):
+        remedy = "give zjax.moe.router.Router(num_experts=8)"
+        yield Problem("router", router, "is not a Router", remedy)
 
 
 def activation_problems(activation: Any) -> Iterator[Problem]:
