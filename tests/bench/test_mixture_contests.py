@@ -7,9 +7,10 @@ import sys
 import jax
 import pytest
 
+import zjax
 from tests.support.benchmarks import FOLDER, config_of, load
 from zjax.bench.contest import load_contest
-from zjax.config import schema
+from zjax.config import check_config, schema
 from zjax.observe import flops
 
 
@@ -173,3 +174,36 @@ def test_peers_train_the_mixtures_of_zjax(program):
     assert config.data.length == shape.length
     mixture = config.model.moe
     assert (mixture.num_experts, mixture.every, mixture.top_k) == (64, 2, 1)
+
+
+def test_smaller_mixtures_have_at_most_half_of_the_parameters(program):
+    quality = program("moe_quality")
+    configs = {name: quality.make_config(name) for name in quality.MODELS}
+    for config in configs.values():
+        check_config(config, 1)
+    count = {name: flops.num_params(x.model) for name, x in configs.items()}
+    assert count["PR-MoE"] <= 0.5 * count["MoE"]
+    assert configs["student"].model.num_layers < configs["PR-MoE"].model.num_layers
+    assert count["student"] < count["PR-MoE"]
+
+
+@pytest.mark.slow
+def test_the_quality_of_smaller_mixtures_is_measured(program, monkeypatch, capsys):
+    module = program("moe_quality")
+    one_layer = {"model.num_layers": 1}
+    models = {"MoE": {}, "PR-MoE": {"model.moe.residual": True}, "student": one_layer}
+    monkeypatch.setattr(module, "MODELS", models)
+    monkeypatch.setattr(module, "use_program_cache", lambda: None)
+    settings = zjax.load_config(
+        {"num_steps": 4, "global_batch_size": 8, "zero": {"stage": 0}},
+        {"model": {"num_layers": 2, "embed_size": 16, "num_heads": 2}},
+        {"model.max_length": 16, "model.moe.num_experts": 2},
+        {"evaluation.num_batches": 1, "optimizer.num_warmup_steps": 1},
+    )
+    monkeypatch.setattr(module, "SETTINGS", settings)
+    found = printed(module, monkeypatch, capsys, "--seeds=2")
+    (row,) = load_contest(FOLDER / "pr_moe_quality.py").rows
+    assert {case.metric for case in row.cases} <= found.keys()
+    assert found["pr_moe_over_moe"]["n"] == found["distilled_over_alone"]["n"] == 2
+    losses = found["losses"]
+    assert losses[module.DISTILLED] != losses["student"]
