@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -107,3 +108,23 @@ def test_a_run_on_eight_devices_tells_them():
     _, metrics = run.step(run.state, batch)
     load = np.asarray(metrics["load"]).tolist()
     assert [count(x, 4) for x in chosen] == load
+
+
+def test_a_linen_run_sows_them():
+    """Fails if they are sown in the first call alone, or kept as state."""
+
+    def loss_fn(model, batch, key):
+        model(batch["x"])
+        y, loss = model(batch["x"])
+        return y.mean() + loss
+
+    batch = {"x": jax.random.normal(jax.random.key(1), (8, 3, 8))}
+    config = {"mesh.expert": 2, "precision.compute_dtype": "float32"}
+    module = zjax.linen.MoE(Router(num_experts=4, top_k=2), 16)
+    run = zjax.initialize(module, optax.sgd(0.1), loss_fn, batch, config)
+    assert run.state.model_state == {}
+    model = run.bind(run.state)
+    model(batch["x"])
+    (experts,) = model.sown["intermediates"]["chosen_experts"]
+    scores = batch["x"] @ model.params["router_kernel"]
+    np.testing.assert_array_equal(experts, np.argsort(-scores, -1)[..., :2])
