@@ -11,6 +11,7 @@ Example:
 """
 
 from zjax_kernels.grouped import (
+    copy_rows,
     grouped_activation,
     grouped_activation_backward,
     grouped_matmul,
@@ -56,6 +57,7 @@ __all__ = [
     "SequencePlan",
     "SparsityConfig",
     "Variable",
+    "copy_rows",
     "dequantise_blocks",
     "draw_layout",
     "grouped_activation",

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from zjax_kernels import copy_rows
+
 _MOST_AT_ONCE = 16
 """Most choices of a token whose rows are gathered together."""
 
@@ -21,12 +23,14 @@ class Dispatch:
         expert: int32[R], its expert; E in a row without one.
         row: int32[T, K], the row of each choice; R or more for one without a row.
         sizes: int32[E], rows of each expert; rows without one come last.
+        is_padded: Whether rows without a token may lie between the others.
     """
 
     token: Any
     expert: Any
     row: Any
     sizes: Any
+    is_padded: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def first(self, num_rows: int) -> "Dispatch":
         """The same with fewer rows; none of those left out has an expert."""
@@ -35,7 +39,9 @@ class Dispatch:
 
     def rows_of(self, tokens: Float[Array, "T M"]) -> Float[Array, "R M"]:
         """Gathers the tokens of all rows."""
-        return _take(tokens, self.token)
+        if self.is_padded:
+            return _take(tokens, self.token)
+        return copy_rows(tokens, self.token, self.row)
 
     def combine(
         self, rows: Float[Array, "R M"], weights: Float[Array, "T K"] | None = None
@@ -129,6 +135,7 @@ def pad_experts(dispatch: Dispatch, num_tokens: int, capacity: int) -> Dispatch:
         expert=jnp.repeat(jnp.arange(num_experts), capacity),
         row=_take(padded, dispatch.row, num_experts * capacity),
         sizes=jnp.full_like(dispatch.sizes, capacity),
+        is_padded=True,
     )
 
 

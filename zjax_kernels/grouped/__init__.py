@@ -6,9 +6,11 @@ from zjax_kernels.grouped.api import (
     grouped_matmul,
     grouped_outer,
 )
+from zjax_kernels.grouped.rows import copy_rows
 from zjax_kernels.grouped.search import tune_grouped_matmul
 
 __all__ = [
+    "copy_rows",
     "grouped_activation",
     "grouped_activation_backward",
     "grouped_matmul",

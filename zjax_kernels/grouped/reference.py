@@ -143,6 +143,21 @@ def grouped_outer(x: Array, y: Array, sizes: Array) -> Array:
     return out.astype(x.dtype)
 
 
+def copy_rows(x: Array, sources: Array, targets: Array) -> Array:
+    """Copies rows.
+
+    Args:
+        x: [T, M].
+        sources: int32[R], the row of `x` that each row of the result is.
+        targets: int32[T, K], the rows of the result that each row of `x` is.
+
+    Returns:
+        [R, M].
+    """
+    del targets
+    return jnp.take(x, sources, axis=0, mode="clip")
+
+
 def _tile_rows(x: Array, sizes: Array) -> int:
     """Few rows where groups are small: what pads the last tile is computed, too."""
     even = -(-len(x) // sizes.size)

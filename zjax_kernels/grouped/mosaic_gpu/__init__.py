@@ -4,10 +4,12 @@ from zjax_kernels.grouped.mosaic_gpu.activation import (
     grouped_activation,
     grouped_activation_backward,
 )
+from zjax_kernels.grouped.mosaic_gpu.copies import copy_rows
 from zjax_kernels.grouped.mosaic_gpu.matmul import grouped_matmul
 from zjax_kernels.grouped.mosaic_gpu.outer import grouped_outer
 
 __all__ = [
+    "copy_rows",
     "grouped_activation",
     "grouped_activation_backward",
     "grouped_matmul",

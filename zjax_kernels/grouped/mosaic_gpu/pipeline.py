@@ -36,6 +36,7 @@ def run(
     outputs: Sequence[jax.ShapeDtypeStruct],
     scratch: Any,
     interpret: Any,
+    num_threads: int = warpgroups.NUM_COMPUTE + 1,
 ) -> tuple[Array, ...]:
     """Runs `body(input references, output references, scratch)` as a kernel.
 
@@ -45,6 +46,7 @@ def run(
         outputs: Shape and dtype of each result.
         scratch: Tree of shared memory and barriers.
         interpret: Parameters of the interpreter; None on a GPU.
+        num_threads: Warpgroups of a program.
     """
     leaves, structure = jax.tree.flatten(scratch)
     first, end = len(inputs), len(inputs) + len(outputs)
@@ -58,7 +60,7 @@ def run(
         out_type=tuple(outputs),
         grid=(_NUM_SMS if interpret is None else _SIMULATED_SMS,),
         grid_names=("program",),
-        num_threads=warpgroups.NUM_COMPUTE + 1,
+        num_threads=num_threads,
         thread_name=warpgroups.AXIS,
         scratch_types=leaves,
         compiler_params=plgpu.CompilerParams(
