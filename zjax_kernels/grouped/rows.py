@@ -6,6 +6,8 @@ from zjax_kernels.device import DTYPES, choose_implementation
 from zjax_kernels.grouped import mosaic_gpu, reference
 
 _LANES = 128
+_MOST = 32768
+"""Numbers of a row, of which shared memory holds a few."""
 
 
 def copy_rows(
@@ -21,7 +23,7 @@ def copy_rows(
         targets: int32[T, K], the rows of the result that each row of `x` is; R or more
             for none. Each row of the result is there once.
         implementation: `mosaic_gpu` (one Hopper GPU, 16-bit arrays, M a multiple of
-            128), `reference` (anywhere), or `auto`, which takes the former where it can
+            128 up to 32768), `reference` (anywhere), or `auto`, which takes the former where it can
             run.
 
     Returns:
@@ -41,9 +43,9 @@ def copy_rows(
     if x.dtype.name not in DTYPES:
         problem = f"it needs {' or '.join(DTYPES)} and the rows are {x.dtype.name}"
         remedy = "cast them"
-    elif x.shape[1] % _LANES or not len(x):
-        problem = f"it needs rows of 128, 256, ... numbers, not {x.shape}"
-        remedy = "pad them"
+    elif x.shape[1] % _LANES or x.shape[1] > _MOST or not len(x):
+        problem = f"it needs rows of 128, 256, ... {_MOST} numbers, not {x.shape}"
+        remedy = "pad or split them"
     chosen = choose_implementation(
         implementation,
         "copies of rows",

@@ -2,20 +2,30 @@
 
 import functools
 import itertools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from zjax_kernels.grouped import mosaic_gpu
+from zjax_kernels.grouped.activations import Activation, num_parts
 from zjax_kernels.grouped.api import check_kernels
 from zjax_kernels.grouped.tuning import MEASURED, Kernel, Tuning
 from zjax_kernels.tunings import rank
 
+_Case: TypeAlias = tuple[Callable[..., Any], tuple[Array, ...], tuple[int, ...]]
+"""A kernel, its arrays, and the shape of the matrices that its tuning is for."""
+
 
 def tune_grouped_matmul(
-    sizes: Array, k: int, n: int, *, dtype: Any = jnp.bfloat16
+    sizes: Array,
+    k: int,
+    n: int,
+    *,
+    dtype: Any = jnp.bfloat16,
+    activation: Activation | None = None,
 ) -> dict[Kernel, list[tuple[Tuning, float]]]:
     """Measures which tuning runs grouped products fastest; all later ones use it.
 
@@ -26,10 +36,13 @@ def tune_grouped_matmul(
         k: Rows of each matrix, a multiple of 128.
         n: Columns of each matrix, a multiple of 128.
         dtype: bfloat16 or float16.
+        activation: As for `grouped_matmul`: `grouped_activation` of these matrices and
+            its backward pass from the next ones are measured, too. None for none.
 
     Returns:
         Tunings and their seconds, fastest first, of the product, the product with
-        transposed matrices, and the gradient of the matrices.
+        transposed matrices, and the gradient of the matrices. Those that need more
+        shared memory than there is are left out.
 
     Raises:
         NotImplementedError: This GPU cannot run the kernels.
@@ -48,23 +61,50 @@ def tune_grouped_matmul(
         jax.random.normal(key, shape, dtype)
         for key, shape in zip(keys, shapes, strict=True)
     )
-    transposed = functools.partial(mosaic_gpu.grouped_matmul, transpose=True)
-    kernels = {
-        "matmul": (mosaic_gpu.grouped_matmul, (x, weights, sizes)),
-        "transposed": (transposed, (y, weights, sizes)),
-        "outer": (mosaic_gpu.grouped_outer, (x, y, sizes)),
-    }
-    results = {}
-    for name, (kernel, arrays) in kernels.items():
+    kernels = _products(x, weights, y, sizes)
+    if activation is not None:
+        kernels |= _passes(activation, x, weights, y, sizes)
+    results, best = {}, {}
+    for name, (kernel, arrays, matrices) in kernels.items():
 
         def compile_with(tuning, kernel=kernel, arrays=arrays):
             run = jax.jit(functools.partial(kernel, tuning=tuning))
             return functools.partial(run.lower(*arrays).compile(), *arrays)
 
         results[name] = rank(_candidates(name), compile_with)
-    best = {(name, len(sizes), k, n): each[0][0] for name, each in results.items()}
+        best[name, *matrices] = results[name][0][0]
     MEASURED.save(best)
     return results
+
+
+def _products(x: Array, weights: Array, y: Array, sizes: Array) -> dict[Kernel, _Case]:
+    transposed = functools.partial(mosaic_gpu.grouped_matmul, transpose=True)
+    cases: dict[Kernel, tuple[Callable[..., Any], tuple[Array, ...]]] = {
+        "matmul": (mosaic_gpu.grouped_matmul, (x, weights, sizes)),
+        "transposed": (transposed, (y, weights, sizes)),
+        "outer": (mosaic_gpu.grouped_outer, (x, y, sizes)),
+    }
+    return {name: (*case, weights.shape) for name, case in cases.items()}
+
+
+def _passes(
+    activation: Activation, x: Array, weights: Array, y: Array, sizes: Array
+) -> dict[Kernel, _Case]:
+    """Both passes of an activation; the next matrices lead back to rows of x."""
+    forward, backward = (
+        functools.partial(kernel, activation=activation)
+        for kernel in (
+            mosaic_gpu.grouped_activation,
+            mosaic_gpu.grouped_activation_backward,
+        )
+    )
+    groups, k, n = weights.shape
+    down = weights.reshape(groups, n, k)[:, : n // num_parts(activation)]
+    arrays = x, down, sizes, y, jnp.ones(len(x), jnp.float32)
+    return {
+        "activation": (forward, (x, weights, sizes), weights.shape),
+        "activation_backward": (backward, arrays, down.shape),
+    }
 
 
 def _candidates(kernel: str) -> list[Tuning]:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from zjax_kernels import tune_grouped_matmul, tunings
-from zjax_kernels.grouped import api, tuning
+from zjax_kernels.grouped import api, search, tuning
 from zjax_kernels.grouped.tuning import Tuning, choose_tuning
 
 SIZES = jnp.array([100, 28])
@@ -39,6 +39,17 @@ def test_measured_tunings_are_for_their_kernel_and_matrices(cache, monkeypatch):
     assert choose_tuning("matmul", 4, 256, 128) == Tuning()
     path = cache / "zjax_kernels" / "grouped_matmul.json"
     assert len(json.loads(path.read_text())) == 3
+
+
+def test_both_passes_of_an_activation_are_measured(monkeypatch):
+    fastest = Tuning(tile_columns=128)
+    monkeypatch.setattr(api, "choose_implementation", lambda *args, **_: "mosaic_gpu")
+    monkeypatch.setattr(search, "rank", lambda *_: [(fastest, 1.0)])
+    found = tune_grouped_matmul(SIZES, 256, 512, activation="swiglu")
+    assert set(found) >= {"activation", "activation_backward"}
+    assert choose_tuning("activation", 2, 256, 512) == fastest
+    assert choose_tuning("activation_backward", 2, 256, 256) == fastest
+    assert choose_tuning("activation_backward", 2, 256, 512) == Tuning()
 
 
 @pytest.mark.parametrize("fields", [{"stages": 1}, {"band": 0}, {"tile_columns": 32}])
