@@ -16,6 +16,7 @@ from zjax_kernels.grouped import (
     grouped_activation_backward,
     grouped_matmul,
     grouped_outer,
+    grouped_sum,
     tune_grouped_matmul,
 )
 from zjax_kernels.norm import layer_norm, rms_norm
@@ -64,6 +65,7 @@ __all__ = [
     "grouped_activation_backward",
     "grouped_matmul",
     "grouped_outer",
+    "grouped_sum",
     "layer_norm",
     "make_plan",
     "make_selected_plan",

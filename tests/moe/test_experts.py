@@ -8,6 +8,7 @@ import pytest
 from zjax.errors import PlanError
 from zjax.moe.experts import Experts, apply_experts
 from zjax.moe.router import Router, route
+from zjax_kernels import device
 
 E, M, F, T = 5, 6, 4, 24
 ACTIVATIONS = {
@@ -117,3 +118,19 @@ def test_experts_of_another_number_are_refused():
         "have 10 in all; name the first dim of the parameters `experts`, or change the "
         "router"
     )
+
+
+def test_both_passes_run_fused_kernels(monkeypatch):
+    """Three copies of tokens to rows, and six products that do all the rest."""
+    monkeypatch.setattr(device, "first_device", lambda: ("cuda", (9, 0)))
+    shapes = (E, 128, 256), (E, 128, 128)
+    experts = Experts(*(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes))
+    x = jax.ShapeDtypeStruct((T, 128), jnp.bfloat16)
+
+    def loss(x, experts):
+        routing = route(x[:, :E].astype(jnp.float32), Router(num_experts=E, top_k=2))
+        return apply_experts(x, experts, routing).astype(jnp.float32).sum()
+
+    traced = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).trace(x, experts)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 9

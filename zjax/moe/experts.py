@@ -29,6 +29,7 @@ from zjax_kernels import (
     grouped_activation_backward,
     grouped_matmul,
     grouped_outer,
+    grouped_sum,
 )
 
 Activation = Literal["swiglu", "gelu", "relu"]
@@ -231,13 +232,12 @@ def _differentiate(
     if experts.down_bias is not None:
         own = _rows_of(experts.down_bias, exchange)
         weight_cotangent += _row_products(row_cotangent, own)
-    weighted_cotangent = row_cotangent * weight[:, None]
     gradients = dataclasses.replace(
         experts,
         up=grouped_outer(exchange.rows_of(arrived), hidden_cotangent, sizes),
         down=grouped_outer(weighted, row_cotangent, sizes),
-        up_bias=_sum_by_expert(hidden_cotangent, experts.up_bias, exchange),
-        down_bias=_sum_by_expert(weighted_cotangent, experts.down_bias, exchange),
+        up_bias=_sum_by_expert(experts.up_bias, hidden_cotangent, sizes),
+        down_bias=_sum_by_expert(experts.down_bias, row_cotangent, sizes, weight),
     )
     input_rows = grouped_matmul(hidden_cotangent, experts.up, sizes, transpose=True)
     sums = exchange.sum_rows(input_rows, None, dtype)
@@ -269,17 +269,13 @@ def _rows_of(bias: jax.Array, exchange: AllGather | AllToAll) -> jax.Array:
 
 
 def _sum_by_expert(
-    rows: jax.Array, bias: jax.Array | None, exchange: AllGather | AllToAll
+    bias: jax.Array | None,
+    rows: jax.Array,
+    sizes: jax.Array,
+    scale: jax.Array | None = None,
 ) -> jax.Array | None:
-    if bias is None:
-        return None
-    sums = jax.ops.segment_sum(
-        rows.astype(jnp.float32),
-        exchange.row_experts,
-        len(bias),
-        indices_are_sorted=True,
-    )
-    return sums.astype(bias.dtype)
+    """The gradient of a bias, if there is one."""
+    return None if bias is None else grouped_sum(rows, sizes, scale=scale)
 
 
 def _row_products(x: jax.Array, y: jax.Array) -> jax.Array:

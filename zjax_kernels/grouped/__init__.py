@@ -5,6 +5,7 @@ from zjax_kernels.grouped.api import (
     grouped_activation_backward,
     grouped_matmul,
     grouped_outer,
+    grouped_sum,
 )
 from zjax_kernels.grouped.rows import copy_rows
 from zjax_kernels.grouped.search import tune_grouped_matmul
@@ -15,5 +16,6 @@ __all__ = [
     "grouped_activation_backward",
     "grouped_matmul",
     "grouped_outer",
+    "grouped_sum",
     "tune_grouped_matmul",
 ]

@@ -184,6 +184,34 @@ def grouped_outer(
     return module.grouped_outer(x, y, sizes)
 
 
+def grouped_sum(
+    x: Array,
+    sizes: Array,
+    *,
+    scale: Array | None = None,
+    implementation: str = "auto",
+) -> Array:
+    """Sums the rows of each group, always in the same order: a gradient of biases.
+
+    Args:
+        x: [M, N], floats.
+        sizes: int32[G], as for `grouped_matmul`.
+        scale: [M], a factor of each row; 1 by default. The kernel rounds it to the
+            dtype of `x`.
+        implementation: As for `grouped_outer`.
+
+    Returns:
+        [G, N] in the dtype of `x`, summed in float32; 0 for an empty group. It has no
+        gradient of its own.
+
+    Example:
+        >>> grouped_sum(jnp.array([[1.0], [2.0], [3.0]]), jnp.array([1, 2])).tolist()
+        [[1.0], [5.0]]
+    """
+    module = _choose(implementation, len(x), x.shape[1:], x.dtype)
+    return module.grouped_sum(x, sizes, scale)
+
+
 class _Product(NamedTuple):
     module: Any
     transpose: bool
@@ -232,20 +260,11 @@ def _backward(
         (cotangent,) = pull(cotangent.astype(activated.dtype))
     of_x = module.grouped_matmul(cotangent, weights, sizes, transpose=not transpose)
     pair = (cotangent, x) if transpose else (x, cotangent)
-    of_bias = None if bias is None else _sum_groups(cotangent, sizes, bias.dtype)
+    of_bias = None if bias is None else module.grouped_sum(cotangent, sizes)
     return of_x, module.grouped_outer(*pair, sizes), of_bias, None
 
 
 _grouped_matmul.defvjp(_forward, _backward)
-
-
-def _sum_groups(rows: Array, sizes: Array, dtype: Any) -> Array:
-    """Sums the rows of each group in float32: [G, N]."""
-    row = jnp.arange(len(rows))
-    group = jnp.searchsorted(jnp.cumsum(sizes), row, side="right")
-    wide = rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
-    sums = jax.ops.segment_sum(wide, group, len(sizes), indices_are_sorted=True)
-    return sums.astype(dtype)
 
 
 def check_kernels(num_rows: int, sides: tuple[int, ...], dtype: Any) -> None:

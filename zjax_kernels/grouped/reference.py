@@ -143,6 +143,25 @@ def grouped_outer(x: Array, y: Array, sizes: Array) -> Array:
     return out.astype(x.dtype)
 
 
+def grouped_sum(x: Array, sizes: Array, scale: Array | None = None) -> Array:
+    """Sums the scaled rows of each group.
+
+    Args:
+        x: [M, N].
+        sizes: int32[G].
+        scale: [M]; 1 by default.
+
+    Returns:
+        [G, N] in the dtype of `x`, summed in float32; 0 for an empty group.
+    """
+    row = jnp.arange(len(x))
+    group = jnp.searchsorted(jnp.cumsum(sizes), row, side="right")
+    rows = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    rows = rows if scale is None else rows * scale[:, None]
+    sums = jax.ops.segment_sum(rows, group, len(sizes), indices_are_sorted=True)
+    return sums.astype(x.dtype)
+
+
 def copy_rows(x: Array, sources: Array, targets: Array) -> Array:
     """Copies rows.
 

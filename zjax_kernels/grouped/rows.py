@@ -8,6 +8,8 @@ from zjax_kernels.grouped import mosaic_gpu, reference
 _LANES = 128
 _MOST = 32768
 """Numbers of a row, of which shared memory holds a few."""
+_MOST_PLACES = 16
+"""Places of a row, each of which is code of its own."""
 
 
 def copy_rows(
@@ -22,9 +24,9 @@ def copy_rows(
         sources: int32[R], the row of `x` that each row of the result is.
         targets: int32[T, K], the rows of the result that each row of `x` is; R or more
             for none. Each row of the result is there once.
-        implementation: `mosaic_gpu` (one Hopper GPU, 16-bit arrays, M a multiple of
-            128 up to 32768), `reference` (anywhere), or `auto`, which takes the former where it can
-            run.
+        implementation: `mosaic_gpu` (one Hopper GPU, 16-bit arrays, K up to
+            16, M a multiple of 128 up to 32768), `reference` (anywhere), or `auto`,
+            which takes the former where it can run.
 
     Returns:
         [R, M]. It has no gradient of its own.
@@ -46,6 +48,10 @@ def copy_rows(
     elif x.shape[1] % _LANES or x.shape[1] > _MOST or not len(x):
         problem = f"it needs rows of 128, 256, ... {_MOST} numbers, not {x.shape}"
         remedy = "pad or split them"
+    elif targets.shape[1] > _MOST_PLACES:
+        problem = f"it needs at most {_MOST_PLACES} places of a row, not "
+        problem += str(targets.shape[1])
+        remedy = "gather them"
     chosen = choose_implementation(
         implementation,
         "copies of rows",

@@ -49,6 +49,12 @@ def interpret(kernel, *arrays, stages=2, columns=64, **settings):
     return jax.jit(run)(*arrays)
 
 
+def interpret_sum(*arrays):
+    interpreter = InterpretGPUParams(detect_races=True)
+    run = functools.partial(mosaic_gpu.grouped_sum, interpret=interpreter)
+    return jax.jit(run)(*arrays)
+
+
 def assert_close(found, expected):
     found, expected = (np.asarray(x, np.float32) for x in (found, expected))
     np.testing.assert_allclose(found, expected, rtol=8e-3, atol=1e-3)
@@ -76,6 +82,9 @@ def test_gradients_are_those_of_the_reference(capfd, sizes):
     found = interpret(mosaic_gpu.grouped_outer, x, y, sizes_array, stages=3)
     assert_close(found, reference.grouped_outer(x, y, sizes_array))
     assert not found[np.asarray(sizes) == 0].any()
+    scale = jnp.abs(x[:, 0])
+    found = interpret_sum(y, sizes_array, scale)
+    assert_close(found, reference.grouped_sum(y, sizes_array, scale))
     assert "RACE" not in "".join(capfd.readouterr())
 
 

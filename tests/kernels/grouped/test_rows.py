@@ -50,6 +50,14 @@ def test_rows_of_every_width_lower_for_cuda(width):
     assert text.count("custom_call @mosaic_gpu") == 1
 
 
+def test_rows_with_many_places_are_gathered(monkeypatch):
+    monkeypatch.setattr(device, "first_device", lambda: ("cuda", (9, 0)))
+    x, sources, targets = operands(num_tokens=4, num_copies=17)
+    np.testing.assert_array_equal(copy_rows(x, sources, targets), x[sources])
+    with pytest.raises(ValueError, match="at most 16 places of a row, not 17; gather"):
+        copy_rows(x, sources, targets, implementation="mosaic_gpu")
+
+
 @pytest.mark.parametrize(
     ("width", "dtype", "message"),
     [

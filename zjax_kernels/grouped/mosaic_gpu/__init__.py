@@ -6,7 +6,7 @@ from zjax_kernels.grouped.mosaic_gpu.activation import (
 )
 from zjax_kernels.grouped.mosaic_gpu.copies import copy_rows
 from zjax_kernels.grouped.mosaic_gpu.matmul import grouped_matmul
-from zjax_kernels.grouped.mosaic_gpu.outer import grouped_outer
+from zjax_kernels.grouped.mosaic_gpu.outer import grouped_outer, grouped_sum
 
 __all__ = [
     "copy_rows",
@@ -14,4 +14,5 @@ __all__ = [
     "grouped_activation_backward",
     "grouped_matmul",
     "grouped_outer",
+    "grouped_sum",
 ]

@@ -76,6 +76,22 @@ def grouped_outer(
     return run(body, (bounds, x, y), [output], scratch, interpret)[0]
 
 
+def grouped_sum(
+    x: Array, sizes: Array, scale: Array | None = None, *, interpret: Any = None
+) -> Array:
+    """`reference.grouped_sum` for 16-bit arrays: a product with equal columns.
+
+    Args:
+        x: [M, N].
+        sizes: int32[G].
+        scale: [M], rounded to the dtype of `x`.
+        interpret: Parameters of the interpreter; None on a GPU.
+    """
+    scale = jnp.ones(len(x)) if scale is None else scale
+    columns = jnp.broadcast_to(scale.astype(x.dtype)[:, None], (len(x), TILE_ROWS))
+    return grouped_outer(columns, x, sizes, interpret=interpret)[:, 0]
+
+
 class _Shape(NamedTuple):
     num_groups: int
     num_rows: int
