@@ -132,7 +132,8 @@ class Run:
             state: Any state of this run; not consumed.
 
         Returns:
-            The module as its library calls it, such as a bound Linen module.
+            What `loss_fn` calls: an NNX module, or a view of a Linen module, with
+            `params`, `variables` and `sown`.
 
         Raises:
             StateError: The state was consumed before.
