@@ -2,7 +2,8 @@
 
 SwiGLU experts that compute all of their tokens, at the shapes of Qwen3-30B-A3B, of
 a larger model, and of Mixtral 8x7B: against the compiled block of transformers and a
-plain compiled layer, both around torch's `grouped_mm`. GELU experts with a capacity:
+plain compiled layer, both around torch's `grouped_mm`; the first of them also against
+SonicMoE, whose kernels are written for Hopper GPUs. GELU experts with a capacity:
 against DeepSpeed's layer.
 """
 
@@ -50,6 +51,34 @@ def contest_without_bound():
     return contestants, row
 
 
+def contest_of_kernels(ours):
+    """SonicMoE's kernels compile for minutes: one layer is enough."""
+    layer = cases.GATED[0]
+    peer = on_one_device(
+        f"SonicMoE {layer.name}",
+        "peer",
+        "moe_sonic",
+        f"--only={layer.name}",
+        timeout_seconds=400,
+    )
+    case = Case(
+        ours=(ours.name,),
+        peer=(peer.name,),
+        metric=layer.metric("TFLOP/s"),
+        unit="TFLOP/s",
+        must=1.0,
+        name=layer.name,
+    )
+    row = Row(
+        "moe_layer_vs_sonic",
+        "A layer of experts with its gradients is as fast as SonicMoE's.",
+        (case,),
+        notes="FLOPs of the experts' products alone are counted",
+        by_devices=False,
+    )
+    return peer, row
+
+
 def contest_with_capacity():
     only = f"--only={WITH_CAPACITY}"
     ours = on_one_device("zjax with a capacity", "zjax", "moe_ours", only)
@@ -81,6 +110,7 @@ def contest_with_capacity():
 
 def get_contest():
     without, with_capacity = contest_without_bound(), contest_with_capacity()
-    contestants = (*without[0], *with_capacity[0])
-    rows = without[1], with_capacity[1]
+    sonic, beside_sonic = contest_of_kernels(without[0][0])
+    contestants = (*without[0], sonic, *with_capacity[0])
+    rows = without[1], beside_sonic, with_capacity[1]
     return Contest("One layer of a mixture of experts", contestants, rows)
