@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from zjax.comm.tokens import ROUTED
 from zjax.moe.capacity import Drop, keep_within_capacity
+from zjax.ops.split_dot import split_dot
 
 _LEAST = 1e-18
 """Least sum that scores are divided by: its inverse can be squared in float32."""
@@ -157,6 +158,8 @@ def router_logits(
     if jitter and key is not None:
         noise = jax.random.uniform(key, x.shape, minval=1 - jitter, maxval=1 + jitter)
         x = x.astype(jnp.float32) * noise
+    if x.dtype == jnp.bfloat16 and kernel.dtype in (jnp.bfloat16, jnp.float32):
+        return split_dot(x, kernel)
     if x.dtype != kernel.dtype:
         x, kernel = x.astype(jnp.float32), kernel.astype(jnp.float32)
     # Products of two numbers of 16 bits are exact in float32, and fast.
