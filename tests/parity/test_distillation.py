@@ -12,10 +12,13 @@ import optax
 import pytest
 import safetensors.numpy
 
+from tests.checkpoint import states
 from tests.support import language, offload
+from tests.support.runs import make_small_run
 from zjax.checkpoint.layout import name_leaves
 from zjax.checkpoint.store import Store
 from zjax.config import schema
+from zjax.config.convert import to_mapping
 from zjax.errors import CheckpointError, ConfigError
 from zjax.execute.distilled import DistilledExecutor
 from zjax.saving import restore, save
@@ -25,6 +28,7 @@ MOE = schema.MoE(num_experts=4, top_k=2, first_dense=2, residual=True)
 TEACHER = dataclasses.replace(offload.THREE, moe=MOE)
 STUDENT = offload.GPT
 """It has a layer less."""
+CHOICE = schema.MoE(num_experts=2, choice="experts", balance_loss=0.0)
 EXPERTS = schema.MoE(num_experts=2, top_k=2, balance_scope="sequence")
 MIXTURE = dataclasses.replace(offload.GPT, moe=EXPERTS)
 """A student whose balance losses do not depend on the mesh."""
@@ -218,6 +222,45 @@ def test_a_teacher_that_does_not_fit_is_refused(model, text, teacher):
     with pytest.raises(ConfigError) as error:
         start(config)
     assert str(error.value) == f"distill.teacher={path!r} {text}"
+
+
+def save_settings(directory, model=STUDENT):
+    """A checkpoint whose arrays are never read."""
+    state = {"step": np.zeros((), np.int32)}
+    rows, store = states.make_rows(state), Store(str(directory))
+    extra = {"config": to_mapping(offload.make_config("device", model=model))}
+    store.save(1, states.place(state, rows), rows, extra=extra)
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        pytest.param(offload.BERT, "is an encoder; use a decoder", id="encoder"),
+        pytest.param(
+            dataclasses.replace(STUDENT, moe=CHOICE),
+            "has model.moe.choice='experts', and sees later tokens; use a teacher "
+            "whose tokens choose",
+            id="expert-choice",
+        ),
+    ],
+)
+def test_models_that_cannot_teach_are_refused(model, text, tmp_path):
+    save_settings(tmp_path, model)
+    with pytest.raises(ConfigError) as error:
+        start(make_config(str(tmp_path)))
+    assert str(error.value) == f"distill.teacher='{tmp_path}' {text}"
+
+
+def test_a_model_that_reads_no_teacher_is_refused(tmp_path):
+    save_settings(tmp_path)
+    distill = schema.Distill(teacher=str(tmp_path))
+    with pytest.raises(ConfigError) as error:
+        make_small_run(optax.sgd(RATE), num_devices=1, distill=distill)
+    assert str(error.value) == (
+        f"distill.teacher='{tmp_path}' has no effect on a model whose entries lack "
+        "'teacher/hidden'; use a built-in model, or read batch['teacher'] in the loss"
+    )
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path):

@@ -272,7 +272,9 @@ def _describe_function(config: Config) -> str:
 
 def _differences(config: Config) -> Iterator[str]:
     moe: Any = config.model.moe
-    if moe.top_k == 1:
+    if moe.choice == "experts":
+        yield "model.moe.choice='experts'"
+    elif moe.top_k == 1:
         yield "model.moe.top_k=1, which weighs an expert by its score"
     elif not moe.normalise:
         yield "model.moe.normalise=False"

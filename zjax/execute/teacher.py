@@ -19,6 +19,7 @@ from zjax.compiler import step_options
 from zjax.config import schema
 from zjax.config.batch import resolve_batch
 from zjax.config.load import load_config
+from zjax.config.mixture import sees_future
 from zjax.config.paths import local_path
 from zjax.errors import CheckpointError, ConfigError, Problem
 from zjax.execute.jit import make_jit
@@ -195,6 +196,9 @@ def _misfits(
     problems = []
     if teacher.kind != "decoder":
         problems.append(problem(f"is an {teacher.kind}", "use a decoder"))
+    if sees_future(teacher):
+        text = "has model.moe.choice='experts', and sees later tokens"
+        problems.append(problem(text, "use a teacher whose tokens choose"))
     size = student.entries[f"{NAME}/head"].shape
     assert size is not None
     if teacher.vocab_size != size[0]:
