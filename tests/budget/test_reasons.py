@@ -27,6 +27,18 @@ def test_table_and_sentences():
     assert describe_proposal(propose_mesh(config, machine_of(8, 80))) == TABLE
 
 
+def test_experts_are_split_by_hand_alone():
+    moe = {"model.moe.num_experts": 8}
+    for given, said in (({}, True), ({"mesh.expert": 2}, False)):
+        config = config_of("gpt 6.7b", ONE, moe | given)
+        reasons = propose_mesh(config, machine_of(8, 1000)).reasons
+        expected = (
+            "expert=1: auto does not split experts, whose best size depends on the "
+            "links between devices; set mesh.expert, and compare."
+        )
+        assert (expected in reasons) == said
+
+
 def test_what_cannot_be_has_no_bytes():
     proposal = propose_mesh(config_of("llama 30b", ONE), machine_of(16, 80))
     lines = describe_proposal(proposal).splitlines()

@@ -239,6 +239,24 @@ def test_a_decoder_logs_that_its_experts_see_the_future(caplog, tmp_path):
     assert not describe_future(dataclasses.replace(model, kind="encoder"))
 
 
+def test_float8_leaves_experts_out(caplog):
+    model = dataclasses.replace(language.GPT, moe=PLAIN)
+    precision = schema.Precision(matmul_dtype="float8")
+    data = schema.Data(length=8)
+    make_model(schema.Config(model=model, precision=precision, data=data))
+    note = "float8: experts multiply in precision.compute_dtype"
+    assert caplog.messages.count(note) == 1
+
+
+def test_experts_that_choose_have_no_choices_of_tokens():
+    layer, _ = make_layer(language.GPT, FUTURE)
+    with pytest.raises(ConfigError) as error:
+        layer.chosen_experts(make_stream())
+    assert str(error.value) == (
+        "choice='experts' has no choices of tokens; use choice='tokens'"
+    )
+
+
 def test_a_loop_over_blocks_changes_no_value():
     apart = FOUR["every-second"]
     params = language.params_of(language.make_language_model(apart))

@@ -13,9 +13,11 @@ from flax import nnx
 
 import zjax
 from tests.reference import moe as reference
+from zjax.config import schema
 from zjax.errors import ConfigError
 from zjax.models.mixture_settings import activation_problems, router_problems
 from zjax.moe.router import Router
+from zjax.sharding import mesh as meshes
 
 WIDTH, EXPERTS, HIDDEN = 8, 4, 5
 TOP_2 = Router(num_experts=EXPERTS, top_k=2)
@@ -196,6 +198,19 @@ def test_training_equals_one_device(model):
         )
         specs = [row.spec for row in jax.tree.leaves(run.plan.compute)]
         assert sum("expert" in spec for spec in specs) == (2 if mesh else 0)
+
+
+@FLAVOURS
+@pytest.mark.parametrize("axis", ["sequence", "tensor"])
+def test_sequences_that_a_mesh_splits_have_no_loss_of_their_own(make, axis):
+    layer = make(balance_scope="sequence")
+    mesh = meshes.make_mesh(schema.Mesh(data=4, **{axis: 2}))
+    with jax.set_mesh(mesh), pytest.raises(ConfigError) as error:
+        jax.jit(layer)(make_x(8, 4))
+    assert str(error.value) == (
+        f"balance_scope='sequence' cannot run on a mesh whose axes {axis} split the "
+        "tokens of a sequence; use 'microbatch', or size 1"
+    )
 
 
 @FLAVOURS

@@ -20,9 +20,15 @@ MODEL = dataclasses.replace(language.GPT, remat="full", num_layers=5, moe=MOE)
 """A dense block, then two blocks of two layers."""
 
 
-def make_run(memory, num_devices=2, mesh=None, **zero):
-    mesh = mesh or schema.Mesh()
-    config = offload.make_config(memory, 2, model=MODEL, zero=zero, mesh=mesh)
+def make_run(memory, num_devices=2, mesh=None, *, dtype="float32", **zero):
+    config = offload.make_config(
+        memory,
+        2,
+        model=MODEL,
+        zero=zero,
+        mesh=mesh or schema.Mesh(),
+        precision={"compute_dtype": dtype},
+    )
     return offload.start(config, optax.sgd(0.5, 0.9), jax.devices()[:num_devices])
 
 
@@ -55,6 +61,25 @@ def test_steps_are_those_of_experts_on_the_devices(num_devices, mesh):
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-6),
+        params,
+        expected_params,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("memory", "dtype"), [("nvme", "float32"), ("pinned_host", "float16")]
+)
+def test_split_experts_of_slow_memories(memory, dtype, tmp_path):
+    """On disks, and with a loss scale."""
+    disks = {"nvme_paths": (str(tmp_path),)} if memory == "nvme" else {}
+    mesh = schema.Mesh(data=2, expert=2)
+    found, params = train(make_run(memory, 4, mesh, dtype=dtype, **disks))
+    expected, expected_params = train(make_run("device", 4, mesh, dtype=dtype))
+    rtol = 1e-5 if dtype == "float32" else 2e-3
+    np.testing.assert_allclose(found, expected, rtol=rtol)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=10 * rtol, atol=10 * rtol),
         params,
         expected_params,
     )

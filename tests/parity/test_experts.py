@@ -1,8 +1,10 @@
 """Experts split over devices equal all experts on one device."""
 
+import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -10,6 +12,9 @@ import pytest
 import zjax
 from tests.support import experts, runs
 from zjax.config import schema
+from zjax.errors import PlanError
+from zjax.nonfinite import find_nonfinite
+from zjax.train.gradients.local import local_gradients
 
 STEPS = 3
 ROUTERS = {"dropless": experts.DROPLESS, "capacity": experts.CAPACITY}
@@ -65,6 +70,8 @@ def assert_equal(found, expected):
         (schema.Mesh(data=4, expert=2), 3),  # E+D+Z
         (schema.Mesh(replica=2, data=1, expert=4), 2),
         (schema.Mesh(data=1, expert=8), 0),  # E
+        pytest.param(schema.Mesh(data=1, expert=8), 1, marks=pytest.mark.slow),
+        pytest.param(schema.Mesh(data=1, expert=8), 2, marks=pytest.mark.slow),
         (schema.Mesh(data=1, expert=8), 3),  # E+Z
     ],
     ids=lambda x: str(x) if isinstance(x, int) else f"data{x.data}-expert{x.expert}",
@@ -110,12 +117,14 @@ def test_experts_of_a_device_without_weight_learn_from_the_others():
     assert_equal(found, expected)
 
 
-def test_a_checkpoint_moves_to_another_degree(tmp_path):
+@pytest.mark.parametrize("degree", [1, 4, 8])
+def test_a_checkpoint_moves_to_another_degree(degree, tmp_path):
     """Fails if experts are restored onto other devices in another order."""
     before = make_run("dropless", schema.Mesh(data=4, expert=2), 2)
     state, _ = before.step(before.state, experts.make_batch(0))
     zjax.save(str(tmp_path), state, before)
-    after = make_run("dropless", schema.Mesh(data=1, expert=8), 3)
+    mesh = schema.Mesh(data=8 // degree, expert=degree)
+    after = make_run("dropless", mesh, 3)
     restored, _ = zjax.restore(str(tmp_path), after)
     for name, x in state.master.items():
         size = tuple(map(slice, restored.master[name].shape))
@@ -123,3 +132,31 @@ def test_a_checkpoint_moves_to_another_degree(tmp_path):
         np.testing.assert_array_equal(
             found[tuple(map(slice, x.shape))], np.asarray(x)[size]
         )
+
+
+def test_experts_of_devices_have_no_mean_gradient():
+    run = make_run("dropless", schema.Mesh(data=4, expert=2), 0)
+    with pytest.raises(PlanError) as error:
+        local_gradients(run.model, run.plan, 1, reduce_dtype=jnp.float32, reduces=False)
+    assert str(error.value) == (
+        "down=(8, 4, 6) has parts of devices over expert, which have no mean; use "
+        "mesh.expert=1"
+    )
+
+
+def test_a_router_of_nan_is_named_and_its_step_skipped():
+    """Fails if experts take tokens whose weights are NaN without a word."""
+    run = make_run("dropless", schema.Mesh(data=4, expert=2), 1)
+    master = run.state.master | {"router": run.state.master["router"] * np.nan}
+    state = dataclasses.replace(run.state, master=master)
+    before = np.asarray(state.master["up"])
+    batch = run.step.place_batch(experts.make_batch(0))
+    after, metrics = run.step(state, batch)
+    assert float(metrics["skipped_steps"]) == 1
+    np.testing.assert_array_equal(after.master["up"], before)
+    weights, gradients = find_nonfinite(run.step, after, batch, 1)
+    assert str(weights) == (
+        "weights='router' of 6 arrays are not finite at step 1; start again from an "
+        "earlier checkpoint"
+    )
+    assert gradients.field == "gradients"

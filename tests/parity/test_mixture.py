@@ -97,6 +97,12 @@ RUNS = {
         {"mesh": schema.Mesh(pipeline=2), "num_microbatches": 4},
     ),
     "host": (GPT, BIASED, "pinned_host", {"num_microbatches": 2}),
+    "backward": (
+        GPT,
+        BIASED,
+        "pinned_host",
+        {"mesh": schema.Mesh(expert=2), **offload.UNDER_BACKWARD},
+    ),
 }
 
 
@@ -107,7 +113,7 @@ def router_biases(params):
     return [np.asarray(x) for path, x in named if path.endswith("mlp/router/bias")]
 
 
-@pytest.mark.parametrize("name", some_by_hand(RUNS, {"pipeline"}))
+@pytest.mark.parametrize("name", some_by_hand(RUNS, {"pipeline", "backward"}))
 def test_a_bias_follows_the_load_of_the_global_batch(name, monkeypatch):
     """Fails for a load of one device or microbatch, or one that does not arrive."""
     monkeypatch.setattr(plans, "MIN_MOVED_BYTES", 16)

@@ -93,6 +93,11 @@ def reasons(
         size = getattr(mesh, axis)
         if size > 1 and not getattr(config.mesh, axis):
             yield f"{axis}={size}: {why}; {_with_less(axis, trials)}."
+    if config.model.moe.num_experts and mesh.expert == 1:
+        yield (
+            "expert=1: auto does not split experts, whose best size depends on the "
+            "links between devices; set mesh.expert, and compare."
+        )
     if mesh.data > 1:
         stage = config.zero.stage
         yield f"data={mesh.data}: the remaining devices; ZeRO {stage} shards over them."

@@ -65,6 +65,8 @@ def _build(
 ) -> Model:
     if note := describe_future(model):
         logging.warning(note)
+    if matmul_dtype == "float8" and model.moe.num_experts:
+        logging.warning("float8: experts multiply in precision.compute_dtype")
     module_class = {"decoder": Decoder, "encoder": Encoder}[model.kind]
     make = functools.partial(
         module_class, model, matmul_dtype=matmul_dtype, deterministic=deterministic

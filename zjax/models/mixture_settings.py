@@ -17,6 +17,7 @@ from zjax.models.layers import Dims
 from zjax.models.mixture import ROUTER_INIT, chosen_experts, mix_tokens
 from zjax.moe.experts import Activation, Experts
 from zjax.moe.router import Router
+from zjax.parallel import tensor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,6 +103,8 @@ class Mixture:
         dtype = dtype or jnp.result_type(x, *params.values())
         num_rows = x.shape[0] if x.ndim > 1 else 1
         tokens = x.astype(dtype).reshape(num_rows, -1, x.shape[-1])
+        if self.balance_scope != "microbatch":
+            _check_whole_sequences(tokens, self.balance_scope)
         cast: dict[str, Any] = {name: p.astype(dtype) for name, p in params.items()}
         y, auxiliary = mix_tokens(
             tokens,
@@ -130,6 +133,19 @@ def initializer(name: str, num_dims: int) -> jax.nn.initializers.Initializer:
     if name.endswith("bias"):
         return jax.nn.initializers.zeros
     return jax.nn.initializers.lecun_normal(1, tuple(range(2, num_dims)), 0)
+
+
+def _check_whole_sequences(
+    tokens: Float[Array, "B L M"], scope: schema.BalanceScope
+) -> None:
+    axes = tensor.axes_of_length(tokens)
+    if axes:
+        problem = (
+            f"cannot run on a mesh whose axes {' and '.join(axes)} split the tokens"
+        )
+        problem += " of a sequence"
+        remedy = "use 'microbatch', or size 1"
+        raise ConfigError(Problem("balance_scope", scope, problem, remedy))
 
 
 def _size_problems(sizes: dict[str, Any]) -> Iterator[Problem]:

@@ -110,6 +110,16 @@ class Heads(NamedTuple):
         return fill_up(jnp.repeat(x, self.copies, dim) if self.copies > 1 else x, dim)
 
 
+def axes_of_length(x: Float[Array, "B L ..."]) -> tuple[str, ...]:
+    """The axes of the mesh in use that split the length of a stream.
+
+    Example:
+        >>> axes_of_length(jnp.ones((2, 4, 3)))
+        ()
+    """
+    return _Split.of(x).length
+
+
 def pin_stream(x: Float[Array, "B L M"]) -> Float[Array, "B L M"]:
     """Pins a stream, split along its length, where the sequence axis splits it."""
     if open_size(meshes.SEQUENCE) == 1:

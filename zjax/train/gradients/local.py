@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from zjax.comm import shards
+from zjax.errors import PlanError, Problem
 from zjax.ops.keys import fold_in
 from zjax.parallel import remat
 from zjax.sharding.layers import put_together, take_apart
@@ -35,6 +36,7 @@ from zjax.sharding.mesh import BATCH_AXES
 from zjax.sharding.placement import ArrayPlan, unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.sharding.program_plan import layerwise_plan
+from zjax.sharding.rules import axes_of
 from zjax.train.compute_params import cast_like, compute_dtype
 from zjax.train.gradients import microbatches, weighting
 from zjax.typing import Batch, Loss, Model, ModelState, Params
@@ -63,12 +65,17 @@ def local_gradients(
         reduce_dtype: Dtype in which gradients are added over devices.
         reduces: Whether gradients are added over devices.
 
+    Raises:
+        PlanError: Gradients are not added, and devices have experts of their own.
+
     Returns:
         A pure function of the stored master parameters. `grads` are gradients of
         `scale` times the mean loss, in logical shapes and the dtype of the gradient
         sum; the loss is not scaled. Without reduction they have a leading dim of
         devices, over which they are split and whose mean is the reduced gradient.
     """
+    if not reduces:
+        _check_equal_parts(plan)
     layerwise = layerwise_plan(model, plan)
     each = plan.splits.grad_sum or num_microbatches == 1
     reduction = ("microbatch" if each else "step") if reduces else "none"
@@ -98,6 +105,15 @@ def local_gradients(
         return unpad_tree(grads, plan.grads) if reduces else grads, loss
 
     return gradients
+
+
+def _check_equal_parts(plan: Plan) -> None:
+    for row in jax.tree.leaves(plan.grads):
+        axes = {*sum(axes_of(row.used.spec, len(row.shape)), ())}
+        if found := [axis for axis in BATCH_AXES if axis in axes]:
+            problem = f"has parts of devices over {found[0]}, which have no mean"
+            remedy = f"use mesh.{found[0]}=1"
+            raise PlanError(Problem(row.path, row.shape, problem, remedy))
 
 
 @dataclasses.dataclass(frozen=True)
