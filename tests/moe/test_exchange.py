@@ -10,6 +10,7 @@ import pytest
 
 from tests.support import experts as support
 from zjax.config import schema
+from zjax.moe.dispatch import pad_experts, sort_by_expert
 from zjax.moe.experts import Experts, apply_experts
 from zjax.moe.router import Router, route
 from zjax.observe.collectives import list_collectives, mesh_axes
@@ -128,3 +129,8 @@ def test_the_exchange_shrinks_by_the_tensor_degree():
 def test_the_compiler_sends_rows_where_experts_take_few():
     found = sent_over_expert(ROUTERS["all-to-all"], MESHES[1], 8)
     assert found == {"all-to-all": E * (4 * M + 2)}
+
+
+def test_padded_rows_without_a_token_are_zero():
+    dispatch = pad_experts(sort_by_expert(jnp.array([[1], [0], [2]]), 2), 3, 2)
+    assert dispatch.rows_of(jnp.ones((3, 1))).ravel().tolist() == [1, 0, 1, 0]

@@ -70,6 +70,15 @@ def test_products_are_those_of_the_reference(capfd, sizes):
         assert "RACE" not in "".join(capfd.readouterr())
 
 
+def test_a_tile_is_stored_while_rows_of_the_one_before_are(capfd):
+    """Fails if both use the same buffer."""
+    x, _, _, sizes = operands([3, 128])
+    weights = jnp.ones((2, K, 128), x.dtype)
+    found = interpret(mosaic_gpu.grouped_matmul, x, weights, sizes, columns=128)
+    assert_close(found, reference.grouped_matmul(x, weights, sizes))
+    assert "RACE" not in "".join(capfd.readouterr())
+
+
 @OLD_INTERPRETER
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_gradients_are_those_of_the_reference(capfd, sizes):
