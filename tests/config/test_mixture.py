@@ -176,6 +176,17 @@ REFUSED = [
         id="more-devices-than-experts",
     ),
     case(
+        f"{MOE}.num_experts=8;mesh.data=1;mesh.expert=8;global_batch_size=4",
+        "global_batch_size=4 does not divide by 8 batch shards x num_microbatches=1; "
+        "use a multiple of 8",
+        id="fewer-tokens-than-shares",
+    ),
+    case(
+        f"{MOE}.num_experts=4;{MOE}.drop=position;{MOE}.min_capacity=0",
+        "model.moe.min_capacity=0 is out of range; use 1 or more",
+        id="least-capacity-0",
+    ),
+    case(
         f"{MOE}.num_experts=4;{MOE}.every=2;mesh.pipeline=8",
         "mesh.pipeline=8 makes more stages than the 6 blocks of model.moe.every=2; use "
         "at most 6",

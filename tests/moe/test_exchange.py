@@ -104,6 +104,17 @@ def test_a_device_saves_rows_of_a_usual_load():
     assert (usual, 2 * support.HIDDEN) in shapes
 
 
+def test_fewer_tokens_than_devices():
+    """Fails if gradients of experts are added once for each copy of a token."""
+    x, *others, cotangent = make_inputs()
+    inputs, run = (x[:3], *others, cotangent[:3]), differentiate(ROUTERS["all-gather"])
+    expected = run(*inputs)
+    with jax.set_mesh(meshes.make_mesh(schema.Mesh(data=1, expert=8))):
+        found = run(*inputs)
+    for own, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(own, other, rtol=2e-5, atol=2e-5)
+
+
 def sent_over_expert(router, mesh, num_devices):
     """Elements that the layer and its gradient send over the expert axis."""
     mesh = meshes.make_mesh(mesh, jax.devices()[:num_devices])

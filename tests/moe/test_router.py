@@ -7,6 +7,7 @@ import pytest
 from jax.test_util import check_grads
 
 from tests.reference import moe as reference
+from zjax.errors import ConfigError
 from zjax.moe.bias import move_bias
 from zjax.moe.capacity import keep_within_capacity
 from zjax.moe.losses import balance_loss, z_loss
@@ -99,6 +100,17 @@ def test_the_loss_counts_tokens_that_were_dropped():
     """Fails if an overloaded expert looks even because it drops tokens."""
     assert balance_loss(golden(1, "position", 1.0)) == balance_loss(
         golden(1, "none", 1.0)
+    )
+
+
+@pytest.mark.parametrize("given", [{"drop": "position"}, {"choice": "experts"}])
+def test_a_capacity_of_0_is_refused(given):
+    router = Router(num_experts=3, eval_capacity_factor=0.0, min_capacity=0, **given)
+    with pytest.raises(ConfigError) as error:
+        route(GOLDEN, router)
+    assert str(error.value) == (
+        "eval_capacity_factor=0.0 with min_capacity=0 is a capacity of 0; use more "
+        "than 0"
     )
 
 

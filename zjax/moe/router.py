@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from zjax.comm.tokens import ROUTED
+from zjax.errors import ConfigError, Problem
 from zjax.moe.capacity import Drop, keep_within_capacity
 from zjax.ops.split_dot import split_dot
 
@@ -83,13 +84,21 @@ class Router:
             num_tokens: Tokens that are routed together.
             is_training: Selects the factor.
 
+        Raises:
+            ConfigError: It would be 0.
+
         Example:
             >>> Router(num_experts=4, top_k=2).capacity(64, is_training=True)
             32
         """
-        factor = self.capacity_factor if is_training else self.eval_capacity_factor
+        name = "capacity_factor" if is_training else "eval_capacity_factor"
+        factor = getattr(self, name)
         even = math.ceil(num_tokens * self.top_k * factor / self.num_experts)
-        return max(even, self.min_capacity)
+        capacity = max(even, self.min_capacity)
+        if capacity < 1:
+            problem = f"with min_capacity={self.min_capacity} is a capacity of 0"
+            raise ConfigError(Problem(name, factor, problem, "use more than 0"))
+        return capacity
 
 
 @jax.tree_util.register_dataclass
@@ -200,7 +209,7 @@ def route(
     capacity = None
     if router.has_capacity:
         capacity = router.capacity(len(logits), is_training=key is not None)
-    if router.choice == "experts":
+    if capacity is not None and router.choice == "experts":
         return _choose_tokens(logits, scores, router, used, capacity)
     noise, drop_key = (None, None) if key is None else jax.random.split(key)
     experts = checkpoint_name(_choose(logits, scores, router, noise, bias), ROUTED)
@@ -224,12 +233,12 @@ def _choose_tokens(
     scores: jax.Array,
     router: Router,
     used: jax.Array,
-    capacity: int | None,
+    capacity: int,
 ) -> Routing:
     """Expert choice; among tokens of equal scores the earlier one is taken."""
     num_tokens, num_experts = scores.shape
     ranked = jnp.where(used[:, None], scores, -1).T
-    _, tokens = jax.lax.top_k(ranked, min(capacity or num_tokens, num_tokens))
+    _, tokens = jax.lax.top_k(ranked, min(capacity, num_tokens))
     experts = jnp.broadcast_to(jnp.arange(num_experts), scores.shape)
     taken = jnp.zeros(ranked.shape, bool).at[experts[:1].T, tokens].set(True).T
     chosen = jnp.broadcast_to(used[:, None], scores.shape)
