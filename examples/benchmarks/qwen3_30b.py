@@ -17,7 +17,7 @@ SETTINGS = (
     "optimizer.clip_norm=inf",
     "precision.on_nonfinite=update",
     "microbatch_size=16",
-    "global_batch_size=16",
+    "global_batch_size=0",
 )
 MOST_MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.97"}
 MUST, AIM = 3_000, 12_000
