@@ -13,6 +13,7 @@ import pytest
 from zjax.fingerprint import fingerprint
 from zjax.resume import fingerprint_functions
 from zjax.typing import Loss, Model
+from zjax_kernels import device, grouped_matmul
 
 X = jnp.ones(3)
 TABLE = np.arange(3.0, dtype=np.float32)
@@ -114,3 +115,19 @@ def test_a_loss_is_traced_in_the_dtype_in_which_steps_call_it():
     )
     assert fingerprint_functions(model, compute_dtype=jnp.bfloat16).keys() == {"model"}
     assert traced == [("bfloat16", "int32", "bfloat16")]
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+def test_kernels_for_gpus_have_a_word(transpose, monkeypatch):
+    """Fails if no run with experts can be saved on a GPU."""
+    monkeypatch.setattr(device, "first_device", lambda: ("cuda", (9, 0)))
+    x, sizes = jnp.ones((256, 128), jnp.bfloat16), jnp.full(2, 128)
+    weights = jnp.ones((2, 128, 128), jnp.bfloat16)
+
+    def word(weights):
+        def product(x):
+            return grouped_matmul(x, weights, sizes, transpose=transpose).sum()
+
+        return fingerprint(jax.grad(product), x)
+
+    assert word(weights) == word(weights) != word(2 * weights)

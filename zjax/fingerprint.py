@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from zjax.jaxprs.versions import Closed, close, is_program
+from zjax.jaxprs.versions import is_program
 from zjax.sharding.mesh import trace
 
 MAX_HASHED_BYTES = 1 << 20
@@ -40,16 +40,17 @@ def fingerprint(function: Callable[..., Any], *args: Any) -> str:
     return digest.hexdigest()[:16]
 
 
-def _hash_program(program: Closed) -> Iterator[str]:
+def _hash_program(program: Any) -> Iterator[str]:
+    """Of a closed program, or of a kernel whose constants are not bound yet."""
     numbers: dict[Any, int] = {}
-    jaxpr = program.jaxpr
+    jaxpr = getattr(program, "jaxpr", program)
 
     def name(atom: Any) -> str:
         if isinstance(atom, core.Literal):
             return f"{_hash_constant(atom.val)}:{atom.aval}"
         return f"{numbers.setdefault(atom, len(numbers))}:{atom.aval}"
 
-    yield from map(_hash_constant, program.consts)
+    yield from map(_hash_constant, getattr(program, "consts", ()))
     yield " ".join(map(name, (*jaxpr.constvars, *jaxpr.invars)))
     for equation in jaxpr.eqns:
         yield equation.primitive.name
@@ -62,7 +63,7 @@ def _hash_program(program: Closed) -> Iterator[str]:
 
 def _hash_param(value: Any) -> Iterator[str]:
     if is_program(value):
-        yield from _hash_program(close(value))
+        yield from _hash_program(value)
     elif isinstance(value, tuple | list):
         for entry in value:
             yield from _hash_param(entry)
@@ -71,6 +72,8 @@ def _hash_param(value: Any) -> Iterator[str]:
 
 
 def _hash_constant(value: Any) -> str:
+    if isinstance(value, jax.core.Tracer):  # memory that a kernel refers to
+        return f"{value.aval}"
     is_key = jnp.issubdtype(getattr(value, "dtype", int), jax.dtypes.prng_key)
     data = jax.random.key_data(value) if is_key else value
     is_here = getattr(data, "is_fully_addressable", True)

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from zjax.jaxprs import primitives
 from zjax.jaxprs.interpret import apply, interpret, programs_in, walk
+from zjax_kernels import device, grouped_matmul
 
 TABLE = np.arange(3.0, dtype=np.float32)
 
@@ -115,3 +116,12 @@ def test_constants_are_asked_for_as_they_are_read():
     program = jax.make_jaxpr(lambda x: (x * TABLE + 2, 3.0))(jnp.ones(3))
     assert interpret(program, ["input"], rule, constant) == ["input", "constant"]
     assert seen == [[0, 1, 2], 2, 3]
+
+
+def test_kernels_for_gpus_are_walked(monkeypatch):
+    """Their constants are memory that has no value before they run."""
+    monkeypatch.setattr(device, "first_device", lambda: ("cuda", (9, 0)))
+    x, weights = jnp.ones((64, 128), jnp.bfloat16), jnp.ones((2, 128, 128))
+    operands = x, weights.astype(x.dtype), jnp.full(2, 32)
+    names = {e.primitive.name for e in walk(jax.make_jaxpr(grouped_matmul)(*operands))}
+    assert "wgmma_ref" in names

@@ -15,8 +15,14 @@ def is_program(x: Any) -> bool:
 
 
 def close(program: Any) -> Closed:
-    """A jaxpr with its constants; as of JAX 0.11 every jaxpr holds its own."""
-    return program if hasattr(program, "consts") else Closed(program, ())
+    """A jaxpr with its constants; as of JAX 0.11 every jaxpr holds its own.
+
+    Constants of a kernel are known when it is called: here they are its first inputs.
+    """
+    if hasattr(program, "consts"):
+        return program
+    inputs = [*program.constvars, *program.invars]
+    return Closed(program.replace(constvars=[], invars=inputs), ())
 
 
 def without_dead_code(
