@@ -66,7 +66,6 @@ def get_contest():
             "weak_scaling",
             "GPT 1.5B, ZeRO-2: more devices, each with as much work, are as fast.",
             compare_speed(("zjax ZeRO-2",), (ALONE,), 0.95, 0.98),
-            headline="GPT 1.5B: all devices over one, per device",
             notes="ours on all devices over ours on one",
             by_devices=False,
         ),
@@ -75,7 +74,6 @@ def get_contest():
             "GPT 1.5B: the state on a device takes the bytes of the closed form.",
             tuple(_state_bytes(stage) for stage in STAGES),
             theme="memory",
-            headline="GPT 1.5B: bytes of the state over the closed form",
             higher_is_better=False,
             notes="K Psi / N with K = 12: master weights and both moments; gradients "
             "and parameters in use live only within a step",

@@ -46,7 +46,6 @@ def get_contest():
             "fsdp_6p7b",
             "GPT 6.7B: our best stage is as fast as the better of FSDP2's two modes.",
             compare_speed(OURS, (KEPT, RESHARDED), 1.02, 1.1),
-            headline="GPT 6.7B: over FSDP2",
         ),
         Row(
             "peak_memory_6p7b",
@@ -56,7 +55,6 @@ def get_contest():
                 peak("ZeRO-3 and resharded", OURS[1], RESHARDED),
             ),
             theme="memory",
-            headline="GPT 6.7B: peak memory over FSDP2",
             higher_is_better=False,
             by_devices=False,
         ),

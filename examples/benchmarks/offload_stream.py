@@ -66,7 +66,6 @@ def get_contest():
             "Several devices stream as fast, each, as one alone.",
             (scaling,),
             theme="offload",
-            headline="Offload: bytes per second of each device, all over one",
         ),
     )
     return Contest("State between host and devices", contestants, rows)

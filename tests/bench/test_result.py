@@ -200,9 +200,7 @@ def test_the_published_table_is_that_of_the_published_files(tmp_path):
 
 
 UNPUBLISHED = {
-    "moe_13b_on_two",
     "moe_layer_vs_sonic",
-    "moe_step_vs_peers",
     "moe_vs_dense",
     "pr_moe_quality",
     "tensor_6p7b",
