@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.core as jax_core
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
@@ -72,7 +73,7 @@ def _hash_param(value: Any) -> Iterator[str]:
 
 
 def _hash_constant(value: Any) -> str:
-    if isinstance(value, jax.core.Tracer):  # memory that a kernel refers to
+    if isinstance(value, jax_core.Tracer):  # memory that a kernel refers to
         return f"{value.aval}"
     is_key = jnp.issubdtype(getattr(value, "dtype", int), jax.dtypes.prng_key)
     data = jax.random.key_data(value) if is_key else value

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
+from mixtures import Mixture
 from shape import Shape
 
 WARM_UP_STEPS = 3
@@ -45,7 +46,7 @@ def time_steps(
 
 
 def print_result(
-    shape: Shape,
+    shape: Shape | Mixture,
     seconds: list[float],
     losses: list[float],
     *,
