@@ -81,7 +81,7 @@ def test_inputs_of_blocks_that_wait_on_the_host_count():
     "settings",
     [
         ("zero.optimizer_memory=device", "zero.gradient_memory=device"),
-        ("model.num_heads=0",),
+        ("mesh.data=7",),
     ],
 )
 def test_other_runs_may_pin_their_share_of_the_host(limit, settings):

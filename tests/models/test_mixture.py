@@ -248,15 +248,6 @@ def test_float8_leaves_experts_out(caplog):
     assert caplog.messages.count(note) == 1
 
 
-def test_experts_that_choose_have_no_choices_of_tokens():
-    layer, _ = make_layer(language.GPT, FUTURE)
-    with pytest.raises(ConfigError) as error:
-        layer.chosen_experts(make_stream())
-    assert str(error.value) == (
-        "choice='experts' has no choices of tokens; use choice='tokens'"
-    )
-
-
 def test_a_loop_over_blocks_changes_no_value():
     apart = FOUR["every-second"]
     params = language.params_of(language.make_language_model(apart))

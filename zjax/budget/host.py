@@ -60,7 +60,7 @@ def _needed_bytes(config: Config, cluster: Cluster) -> tuple[float, int] | None:
     except (
         ZjaxError,
         ArithmeticError,
-    ):  # such as num_heads=0, which check_config reports later
+    ):  # such as a mesh that does not fit, which check_config reports later
         return None
     needed = POOL_OVERHEAD * arrays + IN_FLIGHT_BYTES + staging.to_disks
     return gpus * needed + _SPARE_BYTES, gpus * staging.from_disks

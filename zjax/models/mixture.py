@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from zjax.config import schema
-from zjax.errors import ConfigError, Problem
 from zjax.models import layers
 from zjax.models.feed_forward import FeedForward
 from zjax.moe import losses
@@ -254,13 +253,7 @@ def chosen_experts(
         x: Tokens.
         router: Matrix [M, E], and bias [E] or None.
         settings: Settings of the router.
-
-    Raises:
-        ConfigError: Experts choose tokens.
     """
-    if settings.choice == "experts":
-        problem, remedy = "has no choices of tokens", "use choice='tokens'"
-        raise ConfigError(Problem("choice", settings.choice, problem, remedy))
     kernel, bias = router
     logits = router_logits(x.reshape(-1, x.shape[-1]), kernel)
     routing = route(logits, settings, bias=bias)
