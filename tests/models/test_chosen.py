@@ -59,11 +59,17 @@ def test_tokens_that_an_expert_did_not_choose_have_none():
     router = Router(num_experts=4, choice="experts", capacity_factor=2.0)
     layer = zjax.nnx.MoE(8, router, 16, rngs=nnx.Rngs(0))
     layer.eval()
-    found = layer.chosen_experts(jax.random.normal(jax.random.key(1), (2, 16, 8)))
+    x = jax.random.normal(jax.random.key(1), (2, 16, 8))
+    found = layer.chosen_experts(x)
     assert found.shape == (2, 16, 4)
     places = np.arange(4)[None, None]
     assert ((found == places) | (found == -1)).all()
     assert (found == places).sum((0, 1)).tolist() == [8] * 4
+    params = {name: getattr(layer, name)[...] for name in layer.names}
+    module = zjax.linen.MoE(router, 16, deterministic=True)
+    _, sown = module.apply({"params": params}, x, mutable="intermediates")
+    (experts,) = sown["intermediates"]["chosen_experts"]
+    np.testing.assert_array_equal(experts, found)
 
 
 def test_other_models_are_named():

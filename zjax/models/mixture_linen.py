@@ -80,8 +80,7 @@ class MoE(nn.Module):
             deterministic = self.deterministic
         draws = mixture.needs_key and not deterministic
         key = self.make_rng("dropout") if draws else None
-        has_choices = self.router.choice == "tokens"
-        if has_choices and self.is_mutable_collection("intermediates"):
+        if self.is_mutable_collection("intermediates"):
             experts = mixture.chosen_experts(x, params)
             self.sow("intermediates", "chosen_experts", experts)
         return mixture.apply(x, params, counts, key, self.dtype)
