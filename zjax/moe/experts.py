@@ -10,7 +10,7 @@ References: MegaBlocks, arXiv:2211.15841; SonicMoE, arXiv:2512.14080, section 4.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +31,7 @@ from zjax_kernels import (
     grouped_outer,
     grouped_sum,
 )
-
-Activation = Literal["swiglu", "gelu", "relu"]
+from zjax_kernels.grouped.activations import Activation
 
 
 @jax.tree_util.register_dataclass
