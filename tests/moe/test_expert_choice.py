@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from tests.reference import moe as reference
-from zjax.moe.experts import Experts, apply_experts
+from tests.support.experts import outcomes
+from zjax.moe.experts import Experts
 from zjax.moe.router import Router, route
 
 T, M, F = 24, 6, 4
@@ -70,16 +71,7 @@ def test_outputs_and_gradients_are_those_of_single_tokens(num_experts):
         outputs = jnp.einsum("tef,efm->tem", activated, experts.down)
         return (weights[..., None] * outputs).sum(1)
 
-    def loss(function, x, experts, logits):
-        out = function(x, experts, route(logits, router))
-        return (out * cotangent).sum(), out
-
-    found, expected = (
-        jax.value_and_grad(loss, argnums=(1, 2, 3), has_aux=True)(
-            function, x, experts, logits
-        )
-        for function in (apply_experts, by_token)
-    )
+    found, expected = outcomes(by_token, x, cotangent, experts, logits, router)
     for own, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-4)
     taken = route(logits, router).kept.sum(1)

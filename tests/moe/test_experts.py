@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.experts import outcomes
 from zjax.errors import PlanError
 from zjax.moe.experts import Experts, apply_experts
 from zjax.moe.router import Router, route
@@ -58,15 +59,8 @@ def test_outputs_and_gradients_are_those_of_single_tokens(
     logits = jax.random.normal(jax.random.key(2), (T, E)).at[:, 4].set(-1e9)
     experts = make_experts(activation, with_bias)
 
-    def loss(function, x, experts, logits):
-        out = function(x, experts, route(logits, router), activation=activation)
-        return (out * cotangent).sum(), out
-
-    found, expected = (
-        jax.value_and_grad(loss, argnums=(1, 2, 3), has_aux=True)(
-            function, x, experts, logits
-        )
-        for function in (apply_experts, by_token)
+    found, expected = outcomes(
+        by_token, x, cotangent, experts, logits, router, activation=activation
     )
     for own, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         np.testing.assert_allclose(own, other, rtol=2e-5, atol=2e-5)

@@ -74,3 +74,18 @@ def make_batch(step):
     rng = np.random.default_rng(step)
     x, y = rng.normal(size=(2, TOKENS, WIDTH)).astype(np.float32)
     return {"x": x, "y": y, "weight": np.ones(TOKENS, np.float32)}
+
+
+def outcomes(by_token, x, cotangent, experts, logits, router, **settings):
+    """Outputs and gradients of `apply_experts`, and those of `by_token`."""
+
+    def loss(function, x, experts, logits):
+        out = function(x, experts, route(logits, router), **settings)
+        return (out * cotangent).sum(), out
+
+    return tuple(
+        jax.value_and_grad(loss, argnums=(1, 2, 3), has_aux=True)(
+            function, x, experts, logits
+        )
+        for function in (apply_experts, by_token)
+    )
