@@ -36,16 +36,16 @@ SETTINGS = {
         "max_length": 256,
         "remat": "none",
         "loss_chunk_tokens": 0,
-        "moe": {"every": 2, "num_experts": 16},
+        "moe": {"every": 2, "num_experts": 64},
     },
     "evaluation": {"num_batches": 32},
 }
 MODELS = {
     "MoE": {},
-    "PR-MoE": {"model.moe.num_experts": (4, 4, 8), "model.moe.residual": True},
+    "PR-MoE": {"model.moe.num_experts": (16, 16, 32), "model.moe.residual": True},
     "student": {
         "model.num_layers": 4,
-        "model.moe.num_experts": (4, 8),
+        "model.moe.num_experts": (16, 32),
         "model.moe.residual": True,
     },
 }

@@ -34,8 +34,8 @@ def get_contest():
             case(
                 "pr_moe_over_moe",
                 1.01,
-                "validation loss of PR-MoE (4, 4 and 8 experts, residual branches)",
-                "MoE of 3 x 16 experts",
+                "validation loss of PR-MoE (16, 16 and 32 experts, residual branches)",
+                "MoE of 3 x 64 experts",
             ),
             case("parameter_share", 0.5, "parameters of PR-MoE", "MoE"),
             case(
