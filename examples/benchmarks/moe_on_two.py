@@ -100,9 +100,8 @@ def get_contest():
             compare_speed((EXPERTS,), (DENSE,), 3.5, 5.0),
             headline="GPT 1.3B with 64 experts on two devices: over GPT 6.7B",
             notes="ours over ours; sequences of 2048 tokens; optimizer state that does "
-            "not fit on the devices is on the host; twice as many experts need 315 GB of "
-            "state; "
-            "equal loss is the claim of arXiv:2201.05596 for 128 experts",
+            "not fit on the devices is on the host; twice as many experts need 315 GB "
+            "of state; equal loss is the claim of arXiv:2201.05596 for 128 experts",
             by_devices=False,
         ),
     )
