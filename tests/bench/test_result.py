@@ -201,7 +201,6 @@ def test_the_published_table_is_that_of_the_published_files(tmp_path):
 
 UNPUBLISHED = {
     "moe_layer_vs_sonic",
-    "pr_moe_quality",
     "tensor_6p7b",
     "three_d",
     "ulysses_ring",
