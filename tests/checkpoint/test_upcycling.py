@@ -145,3 +145,23 @@ def test_a_source_that_lacks_an_array_is_refused(tmp_path):
     shape = dataclasses.replace(LLAMA, num_kv_heads=4)
     with pytest.raises(CheckpointError, match=r"blocks\.mlp\.experts\.up\.kernel"):
         start(make_config(shape, path, {"num_experts": 4}))
+
+
+@pytest.mark.parametrize(
+    ("source", "change", "array"),
+    [
+        (LLAMA, {"activation": "gelu"}, "mlp.gate.kernel"),
+        (LLAMA, {"query_key_norm": False}, "attention.query_norm.scale"),
+        (GPT, {"norm": "rms_norm"}, "attention_norm.bias"),
+    ],
+)
+def test_a_source_with_an_array_that_the_mixture_lacks_is_refused(
+    source, change, array, tmp_path
+):
+    """Fails if experts start from the values of `swiglu` without its gates."""
+    source = dataclasses.replace(source, query_key_norm=True)
+    path, _ = write_dense(source, tmp_path)
+    shape = dataclasses.replace(source, **change)
+    problem = rf"blocks\.{array}='.*' is in .* but not in this model"
+    with pytest.raises(CheckpointError, match=problem):
+        start(make_config(shape, path, {"num_experts": 4, "every": 3}))

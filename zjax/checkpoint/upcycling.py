@@ -130,12 +130,15 @@ class _Upcycled:
         self.new = [n for n in wanted if _array_of(n).startswith(_NEW)]
         drawn = [n for n in self.new if not _array_of(n).startswith(_SILENT)]
         self.initial = functools.cache(lambda: initial(drawn))
-        self.entries = {n: e for n, e in dense.entries.items() if not _array_of(n)}
+        entries, used = {name: wanted[name] for name in self.new}, set()
         for name, entry in wanted.items():
-            if name in self.new:
-                self.entries[name] = entry
-            elif _array_of(name) and all(x in dense.entries for x in self.parts(name)):
-                self.entries[name] = self._entry(name, entry)
+            parts = self.parts(name) if _array_of(name) and name not in entries else []
+            if parts and all(part in dense.entries for part in parts):
+                entries[name] = self._entry(name, entry)
+                used.update(parts)
+        # Arrays that no other is made from stay, so that a comparison names them.
+        unused = {n: e for n, e in dense.entries.items() if n not in used}
+        self.entries = unused | entries
 
     def parts(self, name: str) -> list[str]:
         """The dense arrays behind one of the mixture; gates precede values."""
