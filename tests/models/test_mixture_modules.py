@@ -15,7 +15,11 @@ import zjax
 from tests.reference import moe as reference
 from zjax.config import schema
 from zjax.errors import ConfigError
-from zjax.models.mixture_settings import activation_problems, router_problems
+from zjax.models.mixture_settings import (
+    activation_problems,
+    input_problems,
+    router_problems,
+)
 from zjax.moe.router import Router
 from zjax.sharding import mesh as meshes
 
@@ -240,6 +244,30 @@ def test_bad_arguments_are_named(make, router, given, message):
         layer = make(dataclasses.replace(TOP_2, **router), **given)
         layer(make_x(2))
     assert str(error.value) == message
+
+
+@FLAVOURS
+def test_bad_inputs_are_named(make):
+    with pytest.raises(ConfigError) as error:
+        make()(make_x(2, 0), jnp.ones((2, 4), bool))
+    assert str(error.value) == (
+        "x.shape=(2, 0, 8) has no token; give one or more\n"
+        "counts='bool[2, 4]' does not mark the tokens; give bool[2, 0]"
+    )
+
+
+@pytest.mark.parametrize(
+    ("x", "counts", "message"),
+    [
+        (make_x(2), jnp.full(2, 2), "counts='int32[2]' does not mark the tokens; give"),
+        (jnp.ones(()), None, "x.shape=() is not tokens of 8 channels; end it with"),
+        (jnp.ones(7), None, "x.shape=(7,) is not tokens of 8 channels; end it with"),
+    ],
+)
+def test_inputs_that_are_no_tokens_are_named(x, counts, message):
+    """Fails if tokens are dropped where a mask of integers is even."""
+    (problem,) = input_problems(x, counts, WIDTH)
+    assert str(problem).startswith(message)
 
 
 def test_settings_that_are_no_router_are_named():

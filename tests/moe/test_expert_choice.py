@@ -25,6 +25,7 @@ def test_each_expert_takes_its_best_tokens(scores, factor, capacity):
     router = Router(
         num_experts=4,
         choice="experts",
+        top_k=3,  # not read
         scores=scores,
         scale=2.0,
         capacity_factor=factor,

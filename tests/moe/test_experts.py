@@ -114,6 +114,16 @@ def test_experts_of_another_number_are_refused():
     )
 
 
+def test_a_routing_of_other_tokens_is_refused():
+    routing = route(jnp.zeros((T, E)), Router(num_experts=E))
+    with pytest.raises(PlanError) as error:
+        apply_experts(jnp.ones((T - 1, M)), make_experts("relu", True), routing)
+    assert str(error.value) == (
+        f"x.shape[0]={T - 1} is not the number of tokens of the routing, {T}; route "
+        "the same tokens"
+    )
+
+
 def test_both_passes_run_fused_kernels(monkeypatch):
     """Three copies of tokens to rows, and six products that do all the rest."""
     monkeypatch.setattr(device, "first_device", lambda: ("cuda", (9, 0)))

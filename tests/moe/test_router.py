@@ -114,6 +114,30 @@ def test_a_capacity_of_0_is_refused(given):
     )
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"num_experts": 4},
+            "num_experts=4 is not the number of logits of a token, 3; use 3",
+        ),
+        (
+            {"num_experts": 3, "top_k": 4},
+            "top_k=4 is not a number of the 3 experts to choose from; use 1 to 3",
+        ),
+        (
+            {"num_experts": 3, "num_groups": 2},
+            "num_groups=2 does not divide 3 experts; use 1",
+        ),
+    ],
+)
+def test_a_router_that_does_not_fit_the_logits_is_named(given, message):
+    """Fails if tokens of 3 logits get the capacity of 4 experts."""
+    with pytest.raises(ConfigError) as error:
+        route(GOLDEN, Router(**given))
+    assert str(error.value) == message
+
+
 def test_padding_has_no_expert_and_takes_no_room():
     counts = jnp.array([False, False, True, True, True, True])
     router = Router(num_experts=3, drop="position", min_capacity=2)

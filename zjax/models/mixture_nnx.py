@@ -101,6 +101,9 @@ class MoE(nnx.Module):
         Returns:
             The outputs, and the weighted sum of balance loss and z-loss, to add to the
             loss.
+
+        Raises:
+            ConfigError: There is no token, or the arrays do not fit each other.
         """
         key = None if self.rngs is None or self.deterministic else self.rngs()
         return self.mixture.apply(x, self._params(), counts, key, self.dtype)

@@ -100,6 +100,9 @@ class Mixture:
         """Outputs in `dtype`, by default that of all operands, and weighted losses."""
         params = dict(params)
         router = params.pop("router_kernel")
+        problems = list(input_problems(x, counts, len(router)))
+        if problems:
+            raise ConfigError(*problems)
         dtype = dtype or jnp.result_type(x, *params.values())
         num_rows = x.shape[0] if x.ndim > 1 else 1
         tokens = x.astype(dtype).reshape(num_rows, -1, x.shape[-1])
@@ -152,6 +155,19 @@ def _size_problems(sizes: dict[str, Any]) -> Iterator[Problem]:
     for name, size in sizes.items():
         if not isinstance(size, int) or size < 1:
             yield Problem(name, size, "is not a size", "use 1 or more")
+
+
+def input_problems(x: Any, counts: Any, embed_size: int) -> Iterator[Problem]:
+    """Yields a problem if arrays are not tokens, and bool for each of them."""
+    if x.ndim == 0 or x.shape[-1] != embed_size:
+        problem, remedy = f"is not tokens of {embed_size} channels", "end it with them"
+        yield Problem("x.shape", x.shape, problem, remedy)
+    elif not x.size:
+        yield Problem("x.shape", x.shape, "has no token", "give one or more")
+    if counts is not None and (counts.shape, counts.dtype) != (x.shape[:-1], bool):
+        found = f"{counts.dtype.name}{list(counts.shape)}"
+        problem, remedy = "does not mark the tokens", f"give bool{list(x.shape[:-1])}"
+        yield Problem("counts", found, problem, remedy)
 
 
 def router_problems(router: Any) -> Iterator[Problem]:

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from zjax.comm.tokens import ROUTED
+from zjax.errors import PlanError, Problem
 from zjax.moe.exchange import AllGather, AllToAll, make_exchange
 from zjax.moe.placement import Placement, token_spec
 from zjax.moe.router import Routing
@@ -100,6 +101,10 @@ def apply_experts(
     Returns:
         In the dtype of `x`, summed in float32; 0 for a token that all experts dropped.
 
+    Raises:
+        PlanError: The routing is that of other tokens, or of more experts than the
+            devices have.
+
     Example:
         >>> from zjax.moe.router import Router, route
         >>> experts = Experts(up=jnp.ones((2, 1, 1)), down=jnp.ones((2, 1, 1)))
@@ -108,7 +113,10 @@ def apply_experts(
         >>> float(apply_experts(x, experts, routing, activation="relu")[0, 0])
         3.0
     """
-    num_experts = routing.scores.shape[1]
+    num_tokens, num_experts = routing.scores.shape
+    if len(x) != num_tokens:
+        problem = f"is not the number of tokens of the routing, {num_tokens}"
+        raise PlanError(Problem("x.shape[0]", len(x), problem, "route the same tokens"))
     run = functools.partial(_apply_on_device, activation, num_experts, routing.capacity)
     choices = jnp.where(routing.kept, routing.experts, num_experts)
     mesh = jax.sharding.get_abstract_mesh()

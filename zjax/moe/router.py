@@ -93,7 +93,8 @@ class Router:
         """
         name = "capacity_factor" if is_training else "eval_capacity_factor"
         factor = getattr(self, name)
-        even = math.ceil(num_tokens * self.top_k * factor / self.num_experts)
+        choices = 1 if self.choice == "experts" else self.top_k
+        even = math.ceil(num_tokens * choices * factor / self.num_experts)
         capacity = max(even, self.min_capacity)
         if capacity < 1:
             problem = f"with min_capacity={self.min_capacity} is a capacity of 0"
@@ -197,11 +198,16 @@ def route(
     Returns:
         The routing. Its gradient goes through the weights alone.
 
+    Raises:
+        ConfigError: The router has another number of experts, or fewer than a token
+            chooses.
+
     Example:
         >>> logits = jnp.array([[2.0, 1.0, 0.0], [0.0, 1.0, 2.0]])
         >>> route(logits, Router(num_experts=3, top_k=2)).experts.tolist()
         [[0, 1], [2, 1]]
     """
+    _check(router, logits.shape[1])
     logits = logits.astype(jnp.float32)
     sigmoid = router.scores == "sigmoid"
     scores = jax.nn.sigmoid(logits) if sigmoid else jax.nn.softmax(logits)
@@ -226,6 +232,23 @@ def route(
         weights /= jnp.maximum(weights.sum(1, keepdims=True), _LEAST)
     weights *= router.scale
     return Routing(experts, weights, kept, chosen, scores, logits, capacity)
+
+
+def _check(router: Router, num_logits: int) -> None:
+    problems, number = [], router.num_experts
+    if number != num_logits:
+        problem = f"is not the number of logits of a token, {num_logits}"
+        problems.append(Problem("num_experts", number, problem, f"use {num_logits}"))
+    elif router.choice == "tokens" and number % router.num_groups:
+        problem = f"does not divide {number} experts"
+        problems.append(Problem("num_groups", router.num_groups, problem, "use 1"))
+    elif router.choice == "tokens":
+        most = number // router.num_groups * min(router.top_groups, router.num_groups)
+        if not 1 <= router.top_k <= most:
+            problem = f"is not a number of the {most} experts to choose from"
+            problems.append(Problem("top_k", router.top_k, problem, f"use 1 to {most}"))
+    if problems:
+        raise ConfigError(*problems)
 
 
 def _choose_tokens(
