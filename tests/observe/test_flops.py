@@ -64,6 +64,15 @@ SMALL = schema.Model(
     num_layers=2, embed_size=24, mlp_size=40, num_heads=4, num_kv_heads=2, vocab_size=11
 )
 
+MOE = schema.MoE(
+    num_experts=(3, 5),
+    expert_size=8,
+    num_shared=2,
+    shared_gate=True,
+    residual=True,
+    bias_rate=0.1,
+)
+
 
 @pytest.mark.parametrize(
     "changes",
@@ -75,6 +84,7 @@ SMALL = schema.Model(
         pytest.param(
             {"positions": "rotary", "activation": "swiglu"}, id="decoder-swiglu"
         ),
+        pytest.param({"moe": MOE}, id="experts"),
         pytest.param({"kind": "encoder"}, id="encoder"),
         pytest.param(
             {"kind": "encoder", "use_bias": False, "tied_head": False},

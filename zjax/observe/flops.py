@@ -160,7 +160,8 @@ def _mlp_params(model: schema.Model, size: int) -> int:
 def _mixture_params(model: schema.Model, num_experts: int, active: bool) -> int:
     moe, width = model.moe, model.embed_size
     used = min(experts_per_token(moe), num_experts) if active else num_experts
-    params = round(used * _mlp_params(model, moe.expert_size)) + width * num_experts
+    params = round(used * _mlp_params(model, moe.expert_size))
+    params += (width + (moe.bias_rate > 0)) * num_experts
     if moe.num_shared:
         params += _mlp_params(model, moe.num_shared * moe.expert_size)
     params += width * moe.shared_gate
