@@ -1,0 +1,87 @@
+"""A mean over workers whose messages are packed, with error feedback on both sides."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from zjax.comm.codecs import Codec
+
+
+class Errors(NamedTuple):
+    """What one worker's messages have lost so far, to be added to the next ones.
+
+    Args:
+        worker: float32[n], of the messages with its own vector.
+        server: float32[n / N], of those with the mean of its chunk.
+    """
+
+    worker: jax.Array
+    server: jax.Array
+
+
+def padded_size(n: int, codec: Codec, num_workers: int) -> int:
+    """Rounds up to whole blocks of the codec for every worker.
+
+    Example:
+        >>> from zjax.comm.codecs import make_codec
+        >>> padded_size(100, make_codec("onebit"), num_workers=4)
+        128
+    """
+    multiple = codec.block * num_workers
+    return math.ceil(n / multiple) * multiple
+
+
+def init_errors(n: int, codec: Codec, num_workers: int) -> Errors:
+    """Zero errors of one worker, for `n` numbers before padding."""
+    size = padded_size(n, codec, num_workers)
+    return Errors(jnp.zeros(size), jnp.zeros(size // num_workers))
+
+
+def compressed_mean(
+    x: jax.Array, errors: Errors | None, codec: Codec, axis: str
+) -> tuple[jax.Array, Errors | None]:
+    """Averages a vector over the workers of a mesh axis, inside `jax.shard_map`.
+
+    Each worker sends chunk j of its vector to worker j, which averages the chunks in
+    float32 and sends the mean to all. Both messages are packed by the codec, and what
+    they lose is added to the next ones, so that the sum over many calls is right. A
+    mean that is not finite leaves the errors as they were.
+
+    Args:
+        x: This worker's float32[n], n a `padded_size`.
+        errors: Its errors; None for no error feedback.
+        codec: The packing.
+        axis: The mesh axis of N workers.
+
+    Returns:
+        The mean float32[n], the same bits on every worker, and the errors.
+
+    Reference:
+        Tang et al., 1-bit Adam (arXiv:2102.02888), section 4 and figure 3.
+    """
+    corrected = x if errors is None else x + errors.worker
+    packed = codec.encode(corrected)
+    received = tuple(_exchange_chunks(part, axis) for part in packed)
+    chunk = jax.vmap(codec.decode)(received).mean(axis=0)
+    if errors is not None:
+        chunk += errors.server
+    packed_chunk = codec.encode(chunk)
+    gathered = tuple(jax.lax.all_gather(part, axis) for part in packed_chunk)
+    mean = jax.vmap(codec.decode)(gathered).reshape(-1)
+    if errors is None:
+        return mean, None
+    lost = Errors(corrected - codec.decode(packed), chunk - codec.decode(packed_chunk))
+    is_finite = jnp.isfinite(mean).all()
+    return mean, jax.tree.map(
+        lambda new, old: jnp.where(is_finite, new, old), lost, errors
+    )
+
+
+def _exchange_chunks(part: jax.Array, axis: str) -> jax.Array:
+    """Sends the j-th chunk of an array to worker j: what each worker sent, [N, ...]."""
+    num_workers = jax.lax.axis_size(axis)
+    if len(part) < num_workers:  # one scale of the whole vector
+        part = jnp.repeat(part, num_workers)
+    return jax.lax.all_to_all(part.reshape(num_workers, -1), axis, 0, 0)
