@@ -28,6 +28,8 @@ CASES = {
         True,
         ((1,), (2, 3)),
     ),
+    "experts/up_bias": (("layers", "experts", "gates", "mlp"), False, None),
+    "experts/down_bias": (("experts", "embed"), False, None),
     "router/kernel": (("embed", "experts"), True, ((0,), (1,))),
     "wte/embedding": (("vocab", "embed"), True, None),
     "head/kernel": (("embed", "vocab"), True, None),

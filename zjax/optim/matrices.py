@@ -63,9 +63,10 @@ def num_stacked(path: str, names: Names) -> int:
 
 
 def is_matrix(path: str, num_dims: int, names: Names) -> bool:
-    """Whether a parameter has two or more dims that do not stack, and so decays.
+    """Whether a parameter has two or more sides, and so decays.
 
-    A path that ends in `bias` or `scale` is a vector.
+    `heads` and `head_dim`, or `gates` and `mlp`, count as one side. A path that ends in
+    `bias` or `scale` is a vector.
 
     Example:
         >>> is_matrix("query/kernel", 2, {}), is_matrix("query/bias", 2, {})
@@ -73,7 +74,7 @@ def is_matrix(path: str, num_dims: int, names: Names) -> bool:
     """
     if name_of(path) in VECTORS:
         return False
-    return num_dims - num_stacked(path, names) >= 2
+    return len(_sides(path, num_dims, names)) >= 2
 
 
 def muon_dims(
@@ -81,8 +82,8 @@ def muon_dims(
 ) -> optax.contrib.MuonDimensionNumbers | None:
     """Input and output dims of a matrix that Muon orthogonalizes; None is left to Adam.
 
-    `heads` and `head_dim`, or `gates` and `mlp`, count as one side. Adam gets
-    embeddings, the output matrix and parameters without exactly two sides.
+    Adam gets embeddings, the output matrix and parameters without exactly two sides,
+    as `is_matrix` counts them.
 
     Example:
         >>> muon_dims("query", 3, {"query": ("embed", "heads", "head_dim")})
@@ -95,10 +96,17 @@ def muon_dims(
     embedding = "vocab" in dims or name_of(path) == "embedding"
     if embedding or not is_matrix(path, num_dims, names):
         return None
+    sides = _sides(path, num_dims, names)
+    return optax.contrib.MuonDimensionNumbers(*sides) if len(sides) == 2 else None
+
+
+def _sides(path: str, num_dims: int, names: Names) -> list[tuple[int, ...]]:
+    """Dims that do not stack, those of one side together."""
+    dims = names.get(path, (None,) * num_dims)
     sides: list[tuple[int, ...]] = []
     for dim in range(num_stacked(path, names), num_dims):
         if sides and dims[dim - 1 : dim + 1] in _ONE_SIDE:
             sides[-1] += (dim,)
         else:
             sides.append((dim,))
-    return optax.contrib.MuonDimensionNumbers(*sides) if len(sides) == 2 else None
+    return sides
