@@ -126,6 +126,19 @@ def test_noise_makes_experts_differ_in_the_same_way_on_any_devices(tmp_path):
     np.testing.assert_array_equal(one["kernel"], other["kernel"])
 
 
+def test_noise_for_the_experts_of_a_mixture_is_refused(tmp_path):
+    moe = {"num_experts": 2}
+    shape = dataclasses.replace(GPT, moe=schema.MoE(**moe))
+    path, _ = write_dense(shape, tmp_path)
+    config = make_config(GPT, path, moe, "checkpoint.expert_noise=0.1")
+    with pytest.raises(ConfigError) as error:
+        start(config)
+    assert str(error.value) == (
+        "checkpoint.expert_noise=0.1 has no effect on the experts of "
+        f"checkpoint.init_from={path!r}; leave it at 0.0"
+    )
+
+
 def test_a_source_of_another_shape_is_refused(tmp_path):
     path, _ = write_dense(GPT, tmp_path)
     shape = dataclasses.replace(GPT, num_layers=6, embed_size=32)

@@ -75,9 +75,13 @@ def upcycled(
         Arrays with stacked layers. Process 0 logs which of them are copies or new.
 
     Raises:
-        ConfigError: The two models differ in layers or widths.
+        ConfigError: The two models differ in layers or widths, or there is noise for
+            the experts of a mixture.
     """
-    if not config.model.moe.num_experts or any(_EXPERTS in n for n in source.entries):
+    if not config.model.moe.num_experts:
+        return source
+    if any(_EXPERTS in name for name in source.entries):
+        _check_noise(config.checkpoint)
         return source
     dense = views.retiled(source, 1)
     dense = views.restacked(dense, list(layers.stack_all(dense.entries)))
@@ -86,6 +90,14 @@ def upcycled(
     if jax.process_index() == 0:
         logging.warning("%s", view.describe())
     return Source(view.entries, view.read)
+
+
+def _check_noise(checkpoint: schema.Checkpoint) -> None:
+    noise, path = checkpoint.expert_noise, checkpoint.init_from
+    if noise:
+        problem = f"has no effect on the experts of checkpoint.init_from={path!r}"
+        remedy = "leave it at 0.0"
+        raise ConfigError(Problem("checkpoint.expert_noise", noise, problem, remedy))
 
 
 def _check_shape(dense: Mapping[str, Entry], config: Config) -> None:
