@@ -1,12 +1,17 @@
 """What codecs send, and how near the restored vector is."""
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from zjax.comm.codecs import make_codec, packed_bytes
+from zjax.errors import ConfigError
+
+NAMES = ("float32", "bfloat16", "int8", "float8", "int4", "onebit", "top_k")
 
 
 @pytest.mark.parametrize(
@@ -52,3 +57,117 @@ def test_signs_are_packed_as_published(x, packed, scale):
 )
 def test_bytes_on_the_wire(name, expected):
     assert packed_bytes(make_codec(name), 8192) == expected
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def send(codec, x):
+    return codec.decode(codec.encode(x))
+
+
+def restored(codec, x):
+    return np.float64(send(codec, jnp.asarray(x, jnp.float32)))
+
+
+def vectors(size):
+    """Blocks of 64 numbers of very different magnitude, some of them zeros."""
+    for seed in range(8):
+        generator = np.random.default_rng(seed)
+        x = generator.standard_t(3, (size // 64, 64))
+        x *= 10.0 ** generator.integers(-25, 18, (size // 64, 1))
+        x[seed::5] = 0
+        yield x.astype(np.float32).reshape(-1)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_integers_are_half_a_unit_off(bits):
+    """A whole unit at the positive maximum, whose code is the next lower one."""
+    codec = dataclasses.replace(make_codec(f"int{bits}"), block=64)
+    for x in vectors(640):
+        blocks, found = (np.float64(a).reshape(-1, 64) for a in (x, restored(codec, x)))
+        unit = np.abs(blocks).max(axis=1, keepdims=True) / 2 ** (bits - 1)
+        is_clipped = blocks > (2 ** (bits - 1) - 1) * unit
+        error = np.abs(blocks - found)
+        assert (error <= np.where(is_clipped, unit, unit / 2) * (1 + 1e-5)).all()
+        assert (error[is_clipped] > 0).any()
+
+
+def test_float8_is_an_eighth_of_a_binade_off():
+    codec = dataclasses.replace(make_codec("float8"), block=64)
+    for x in vectors(640):
+        blocks, found = (np.float64(a).reshape(-1, 64) for a in (x, restored(codec, x)))
+        smallest = np.abs(blocks).max(axis=1, keepdims=True) / 448 * 2**-9
+        bound = np.maximum(np.abs(blocks) * 2**-4, smallest / 2) * (1 + 1e-5)
+        assert (np.abs(blocks - found) <= bound).all()
+
+
+def test_signs_keep_the_norm():
+    for x in vectors(640):
+        found = restored(make_codec("onebit"), x)
+        np.testing.assert_array_equal(found > 0, x >= 0)
+        np.testing.assert_allclose(
+            np.abs(found), np.linalg.norm(np.float64(x)) / np.sqrt(640), rtol=1e-5
+        )
+
+
+def test_the_largest_numbers_of_each_block_are_kept():
+    """As two magnitudes, so that what is lost is smaller than what was there."""
+    codec = dataclasses.replace(make_codec("top_k"), block=64, kept=5)
+    for x in vectors(640):
+        blocks, found = (np.float64(a).reshape(-1, 64) for a in (x, restored(codec, x)))
+        for block, result in zip(blocks, found, strict=True):
+            largest = np.argsort(-np.abs(block))[:5]
+            assert set(np.flatnonzero(result)) == (
+                set(largest) if block.any() else set()
+            )
+            np.testing.assert_array_equal(
+                np.sign(result[largest]), np.sign(block[largest])
+            )
+            assert len(set(np.abs(result[largest]))) <= 2
+            kept, lost = block[largest], np.linalg.norm(block - result)
+            np.testing.assert_allclose(np.abs(result).sum(), np.abs(kept).sum())
+            assert lost <= np.linalg.norm(block)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_zeros_stay_zeros(name):
+    codec = make_codec(name)
+    assert not restored(codec, np.zeros(codec.block)).any()
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "float8", "top_k"])
+def test_a_block_of_zeros_beside_others_stays_zero(name):
+    codec = make_codec(name)
+    x = np.r_[np.zeros(codec.block), np.ones(codec.block)]
+    found = restored(codec, x).reshape(2, -1)
+    assert not found[0].any() and found[1].any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_magnitude_is_restored_as_something_else(name):
+    """Neither infinite where it was finite, unless to say so, nor larger."""
+    codec = make_codec(name)
+    for magnitude in (1e-45, 1e-38, 1e-30, 3e38):
+        x = np.full(codec.block, magnitude, np.float32)
+        found = restored(codec, x)
+        if name == "onebit" and magnitude > 1:
+            assert not np.isfinite(found).any()  # its square overflows
+        else:
+            assert (np.abs(found) <= x * 1.01).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_not_finite_is_not_hidden(name):
+    codec = make_codec(name)
+    for bad in (np.nan, np.inf, -np.inf):
+        x = np.random.default_rng(0).normal(0, 1, codec.block).astype(np.float32)
+        x[-1] = bad
+        assert not np.isfinite(restored(codec, x)).all()
+
+
+def test_an_unknown_codec_is_named():
+    with pytest.raises(ConfigError) as error:
+        make_codec("int2")
+    assert str(error.value) == (
+        "codec='int2' does not exist; use one of float32, bfloat16, int8, float8, "
+        "int4, onebit, top_k"
+    )

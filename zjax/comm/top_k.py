@@ -5,6 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from zjax.comm.magnitudes import as_magnitudes, magnitude_bits
+
 _INDEX_BITS = 14
 """A code is a position in the block, a bit of magnitude, and the sign."""
 
@@ -32,9 +34,10 @@ class TopK:
     def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Packs float32[n] to uint16[n / block * kept] and float32[n / block * 2]."""
         blocks = x.reshape(-1, self.block)
-        magnitudes, positions = jax.lax.top_k(jnp.abs(blocks), self.kept)
+        bits, positions = jax.lax.top_k(magnitude_bits(blocks), self.kept)
+        magnitudes = as_magnitudes(bits)
         is_negative = jnp.take_along_axis(blocks, positions, axis=1) < 0
-        middle = (magnitudes[:, :1] + magnitudes[:, -1:]) / 2
+        middle = magnitudes[:, :1] / 2 + magnitudes[:, -1:] / 2
         is_high = magnitudes >= middle
         scales = [_mean_where(magnitudes, ~is_high), _mean_where(magnitudes, is_high)]
         codes = positions | is_high << _INDEX_BITS | is_negative << _INDEX_BITS + 1
@@ -54,5 +57,5 @@ class TopK:
 
 def _mean_where(x: jax.Array, where: jax.Array) -> jax.Array:
     """Means of rows over some of their numbers; 0 for none."""
-    total = jnp.where(where, x, 0).sum(axis=1)
-    return total / jnp.maximum(where.sum(axis=1), 1)
+    count = jnp.maximum(where.sum(axis=1, keepdims=True), 1)
+    return jnp.where(where, x / count, 0).sum(axis=1)
