@@ -1,26 +1,32 @@
 """Bytes per second at which a device reads and writes its own memory.
 
-python examples/benchmarks/copy_bandwidth.py
+python examples/benchmarks/copy_bandwidth.py [--num_floats=N]
 """
 
+import argparse
 import functools
 
 import call_timing
 import jax
 import jax.numpy as jnp
+import timing
 
-ARRAY_BYTES = 2**30
+NUM_FLOATS = 2**28
 
 
 def main() -> None:
-    numbers = jax.random.normal(jax.random.key(0), (ARRAY_BYTES // 4,), jnp.float32)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--num_floats", type=int, default=NUM_FLOATS)
+    given = parser.parse_args()
+    numbers = jax.random.normal(jax.random.key(0), (given.num_floats,), jnp.float32)
     copy = functools.partial(jax.jit(jnp.negative), numbers)
     seconds = call_timing.time_calls(copy, jax.block_until_ready, min_calls=10)
-    call_timing.print_result(
-        {"copy_bytes_per_second": call_timing.rates(2 * numbers.nbytes, seconds)},
-        device=jax.devices()[0].device_kind,
-        packages=("jax",),
-    )
+    metrics = {
+        "copy_bytes_per_second": call_timing.rates(2 * numbers.nbytes, seconds),
+        "copy_seconds": timing.spread(seconds),
+    }
+    device = jax.devices()[0].device_kind
+    call_timing.print_result(metrics, device=device, packages=("jax",))
 
 
 if __name__ == "__main__":

@@ -51,8 +51,7 @@ def test_small_groups_are_measured(program, monkeypatch, capsys):
         monkeypatch.setattr(module.cases, name, value)
     found = printed(module, monkeypatch, capsys)
     module = program("copy_bandwidth")
-    monkeypatch.setattr(module, "ARRAY_BYTES", 4096)
-    found |= printed(module, monkeypatch, capsys)
+    found |= printed(module, monkeypatch, capsys, "--num_floats=1024")
     for row in load_contest(FOLDER / "grouped_matmul.py").rows:
         assert_are_rates(found, [case.metric for case in row.cases])
     assert_are_rates(found, ["copy_bytes_per_second"])

@@ -91,6 +91,6 @@ def _pack_nibbles(codes: jax.Array) -> jax.Array:
 
 
 def _unpack_nibbles(pairs: jax.Array) -> jax.Array:
-    # Shifts of signed integers repeat the sign bit.
     signed = jax.lax.bitcast_convert_type(pairs, jnp.int8)
-    return jnp.stack([signed << 4 >> 4, signed >> 4], axis=-1).reshape(-1)
+    # A right shift of a signed integer repeats its sign bit.
+    return (signed[:, None] << jnp.array([[4, 0]], jnp.int8) >> 4).reshape(-1)

@@ -1,7 +1,6 @@
 """The codec of 1-bit Adam: signs, and one scale of the whole vector."""
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +23,13 @@ class OneBit:
 
     def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Packs float32[n] to uint8[n / 8] and float32[1]."""
-        scale = jnp.sqrt(jnp.sum(x * x)) / math.sqrt(x.size)
-        return jnp.packbits(x >= 0), scale[None]
+        squares = (x * x).reshape(-1, 8).sum(axis=1)
+        # Both read x, in one pass: the compiler must not sum all squares in another.
+        bits, squares = jax.lax.optimization_barrier((jnp.packbits(x >= 0), squares))
+        return bits, jnp.sqrt(squares.sum() / x.size)[None]
 
     def decode(self, packed: tuple[jax.Array, ...]) -> jax.Array:
         """Restores float32[n]."""
         bits, scale = packed
-        shifts = jnp.array(_SHIFTS, jnp.uint8)
-        is_positive = bits[:, None] >> shifts[None] & 1
-        return jnp.where(is_positive == 1, scale, -scale).reshape(-1)
+        is_positive = bits[:, None] >> jnp.array([_SHIFTS], jnp.uint8) & 1
+        return (jnp.where(is_positive == 1, 1.0, -1.0) * scale[0]).reshape(-1)
