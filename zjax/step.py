@@ -13,11 +13,13 @@ from zjax.data.entries import check_batch, check_placed_ids
 from zjax.errors import ConfigError, PlanError, Problem
 from zjax.execute.distilled import DistilledExecutor
 from zjax.execute.executor import Executor
-from zjax.execute.fused import FusedExecutor
+from zjax.execute.fused import fused_executor
+from zjax.execute.replicated import ReplicatedExecutor
 from zjax.execute.streamed import StreamedExecutor
 from zjax.execute.teacher import Teacher
 from zjax.offload.peak import Peak
 from zjax.ops.promotion import dtype_promotion
+from zjax.optim.phases import make_phases
 from zjax.sharding import plan as plans
 from zjax.sharding.batch import batch_shardings
 from zjax.sharding.mesh import is_simulated
@@ -272,8 +274,7 @@ def make_step(
         remedy = "make the plan on zjax.make_mesh"
         raise PlanError(Problem("plan.mesh", plan.mesh.axis_sizes, problem, remedy))
     num_microbatches = resolve_batch(config, plan.num_batch_shares).num_microbatches
-    make_executor = StreamedExecutor if plan.is_offloaded else FusedExecutor
-    executor: Executor = make_executor(model, tx, plan, config, schedule)
+    executor = _make_executor(model, tx, plan, config, schedule)
     if config.distill.teacher:
         teacher = Teacher(config, plan, model)
         num_steps = config.distill.num_steps(config.num_steps)
@@ -286,6 +287,17 @@ def make_step(
         executor=executor,
         checks_ids=_checks_ids(config, model),
     )
+
+
+def _make_executor(
+    model: Model, tx: Any, plan: plans.Plan, config: Config, schedule: Schedule | None
+) -> Executor:
+    if plan.is_offloaded:
+        return StreamedExecutor(model, tx, plan, config, schedule)
+    phases = make_phases(config)
+    if phases is None:
+        return fused_executor(model, tx, plan, config, schedule)
+    return ReplicatedExecutor(model, tx, plan, config, schedule, phases)
 
 
 def _checks_ids(config: Config, model: Model) -> bool:

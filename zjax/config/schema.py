@@ -169,7 +169,10 @@ class ParamGroup:
 class Optimizer:
     """The update rule and its schedule."""
 
-    name: Literal["adamw", "adam", "lamb", "lion", "sgd", "adafactor", "muon"] = "adamw"
+    name: Literal[
+        "adamw", "adam", "lamb", "lion", "sgd", "adafactor", "muon", "onebit_adam"
+    ] = "adamw"
+    """`onebit_adam` sends momentum in one bit per number after `freeze_step` steps."""
     peak_learning_rate: float = 3e-4
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     """Shape after warm-up; `wsd` is warm-up, stable, then linear decay."""
@@ -194,6 +197,20 @@ class Optimizer:
     """Exponential moving average of the parameters; 0 keeps none."""
     groups: tuple[ParamGroup, ...] = ()
     """Exceptions to the learning rate and the decay, by parameter path."""
+    freeze_step: int = 0
+    """Last step of `onebit_adam` that sends gradients, before second moments are kept
+    as they are; 0 for 15 % of the steps."""
+
+
+@section
+class Communication:
+    """What the copies of the model along `mesh.replica` send each other."""
+
+    codec: Literal["none", "bfloat16", "float8", "int8", "int4", "top_k", "onebit"] = (
+        "none"
+    )
+    """Form of the numbers on the wire, beside float32 sums and with error feedback from
+    8 bits down; `none` leaves the reduction to `precision.reduce_dtype`."""
 
 
 @section
@@ -508,6 +525,7 @@ class Config:
     zero: Zero = Zero()
     precision: Precision = Precision()
     optimizer: Optimizer = Optimizer()
+    communication: Communication = Communication()
     model: Model = Model()
     data: Data = Data()
     evaluation: Evaluation = Evaluation()

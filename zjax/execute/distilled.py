@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from zjax.execute.executor import Executor
+from zjax.execute.step_number import StepNumber
 from zjax.execute.teacher import Teacher
 from zjax.execute.weights import Weights
 from zjax.offload.peak import Peak
@@ -26,17 +27,21 @@ class DistilledExecutor:
 
     def __init__(self, executor: Executor, teacher: Teacher, num_steps: int):
         self.student, self.teacher, self.num_steps = executor, teacher, num_steps
+        self._number = StepNumber()
         self.state_plan: TrainState = executor.state_plan
         self.parameters: Weights = executor.parameters
         self.programs: Mapping[str, Callable[..., Any]] = executor.programs
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Takes one optimizer step; the state is donated."""
-        if int(state.step) < self.num_steps:
+        number = self._number.before(state) + 1
+        if number <= self.num_steps:
             batch = self.teacher.teach(batch)
         else:
             self.teacher.release()
-        return self.student.train(state, batch)
+        state, metrics = self.student.train(state, batch)
+        self._number.after(state, number)
+        return state, metrics
 
     def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
         """Computes loss and metrics without teacher, gradients or dropout."""

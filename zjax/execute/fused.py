@@ -23,38 +23,18 @@ from zjax.typing import Batch, Metrics, Model
 class FusedExecutor:
     """An `Executor` whose step is one program.
 
-    Its programs are `train`, `evaluate`, and `gradients` and `update`, the two parts of
-    `train`, for callers that do something between them.
-
     Args:
         model: Model and loss as pure functions.
-        tx: Optax gradient transformation.
         plan: Placement of every array, all on the devices.
-        config: Read for `seed`, `optimizer`, `precision`, `pipeline`, `xla_options`.
-        schedule: Learning rate by applied step, for the metrics.
+        config: Read for `precision`.
+        programs: Jitted functions by name, with `train` and `evaluate`.
     """
 
     def __init__(
-        self,
-        model: Model,
-        tx: Any,
-        plan: Plan,
-        config: Config,
-        schedule: Schedule | None,
+        self, model: Model, plan: Plan, config: Config, programs: Mapping[str, Any]
     ):
-        pure = make_programs(model, tx, plan, config, schedule)
-        jit = functools.partial(jax.jit, compiler_options=step_options(config, plan))
-        replaces_state = {
-            "donate_argnums": 0,
-            "out_shardings": (pure.state_shardings, None),
-        }
         self._compiled: dict[Any, jax.stages.Compiled] = {}
-        self.programs: Mapping[str, Any] = {
-            "train": jit(pure.train, **replaces_state),
-            "gradients": jit(pure.gradients),
-            "update": jit(pure.update, **replaces_state),
-            "evaluate": jit(pure.evaluate),
-        }
+        self.programs: Mapping[str, Any] = programs
         self.state_plan = state_rows(plan, config)
         self.parameters = Weights(model, plan)
 
@@ -96,3 +76,33 @@ class FusedExecutor:
             "parameters in use, gradients, activations": analysis.temp_size_in_bytes,
         }
         return Peak("train", parts)
+
+
+def fused_executor(
+    model: Model, tx: Any, plan: Plan, config: Config, schedule: Schedule | None
+) -> FusedExecutor:
+    """Builds the executor of a run whose gradients the compiler reduces.
+
+    Its programs are `train`, `evaluate`, and `gradients` and `update`, the two parts of
+    `train`, for callers that do something between them.
+
+    Args:
+        model: Model and loss as pure functions.
+        tx: Optax gradient transformation.
+        plan: Placement of every array, all on the devices.
+        config: Read for `seed`, `optimizer`, `precision`, `pipeline`, `xla_options`.
+        schedule: Learning rate by applied step, for the metrics.
+    """
+    pure = make_programs(model, tx, plan, config, schedule)
+    jit = functools.partial(jax.jit, compiler_options=step_options(config, plan))
+    replaces_state = {
+        "donate_argnums": 0,
+        "out_shardings": (pure.state_shardings, None),
+    }
+    programs = {
+        "train": jit(pure.train, **replaces_state),
+        "gradients": jit(pure.gradients),
+        "update": jit(pure.update, **replaces_state),
+        "evaluate": jit(pure.evaluate),
+    }
+    return FusedExecutor(model, plan, config, programs)

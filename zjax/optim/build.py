@@ -13,7 +13,7 @@ import jax
 import optax
 
 from zjax.config import schema
-from zjax.optim import groups, matrices, moments, trust_ratio
+from zjax.optim import groups, matrices, moments, onebit_adam, trust_ratio
 from zjax.optim.per_layer import per_layer
 from zjax.optim.schedules import make_schedule
 from zjax.sharding.paths import path_of
@@ -129,6 +129,8 @@ def _direction(
     match settings.name:
         case "adamw" | "adam" | "lamb":
             return optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
+        case "onebit_adam":
+            return onebit_adam.scale_by_onebit_adam(b1, b2, eps)
         case "lion":
             return optax.scale_by_lion(b1=b1, b2=b2)
         case "sgd":

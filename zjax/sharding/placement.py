@@ -229,6 +229,15 @@ def unpad_tree(tree: Any, rows: Any) -> Any:
     return jax.tree.map(unpad, tree, rows)
 
 
+def constrain(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Constrains an array inside a program to a sharding of the run.
+
+    Inside `shard_map` the spec concerns the axes that are left to the compiler.
+    """
+    is_mapped = jax.sharding.get_abstract_mesh().manual_axes
+    return jax.lax.with_sharding_constraint(x, sharding.spec if is_mapped else sharding)
+
+
 def place_tree(tree: Any, rows: Any) -> Any:
     """Constrains arrays inside a program to their stored sharding.
 
@@ -241,7 +250,7 @@ def place_tree(tree: Any, rows: Any) -> Any:
     """
 
     def place(x: jax.Array, row: ArrayPlan) -> jax.Array:
-        stored = jax.lax.with_sharding_constraint(pad(x, row), row.stored)
+        stored = constrain(pad(x, row), row.stored)
         return unpad(stored, row)
 
     return jax.tree.map(place, tree, rows)
@@ -249,9 +258,7 @@ def place_tree(tree: Any, rows: Any) -> Any:
 
 def use_tree(tree: Any, rows: Any) -> Any:
     """Constrains arrays inside a program to the sharding in which they are used."""
-    return jax.tree.map(
-        lambda x, row: jax.lax.with_sharding_constraint(x, row.used), tree, rows
-    )
+    return jax.tree.map(lambda x, row: constrain(x, row.used), tree, rows)
 
 
 def shardings(rows: Any) -> Any:

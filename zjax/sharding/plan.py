@@ -62,6 +62,8 @@ class Plan:
         is_offloaded: Whether state may be offloaded; the state then also holds the
             compute parameters.
         batch_casts: Dtypes to which arrays of a batch are cast, by path.
+        is_of_replica: Whether programs see one replica, inside `shard_map` over
+            `replica`.
     """
 
     mesh: Mesh | AbstractMesh
@@ -75,6 +77,7 @@ class Plan:
     ema: Any = ()
     is_offloaded: bool = False
     batch_casts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    is_of_replica: bool = False
 
     def scalar(self, path: str, dtype: Any) -> ArrayPlan:
         """The plan of a replicated scalar."""
@@ -97,9 +100,25 @@ class Plan:
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
+    def of_replica(self) -> "Plan":
+        """The plan as the programs of one replica see it."""
+        return dataclasses.replace(self, is_of_replica=True)
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Mesh axes that shard the batch; those of its part for one replica."""
+        outer = {meshes.REPLICA} if self.is_of_replica else set()
+        return tuple(axis for axis in meshes.BATCH_AXES if axis not in outer)
+
+    @property
+    def mapped_mesh(self) -> Any:
+        """The `mesh` of `jax.shard_map`: None, for that in use, inside another one."""
+        return None if self.is_of_replica else self.mesh
+
+    @property
     def num_batch_shares(self) -> int:
         """Shards of the batch dim."""
-        return meshes.num_shares(self.mesh, meshes.BATCH_AXES)
+        return meshes.num_shares(self.mesh, self.batch_axes)
 
     @property
     def num_length_shares(self) -> int:
@@ -108,7 +127,7 @@ class Plan:
 
     def batch_sharding(self, leaf: Any) -> NamedSharding:
         """The sharding of one array [B, L, ...] of a batch; scalars are replicated."""
-        entries = (meshes.BATCH_AXES, meshes.SEQUENCE)[: len(leaf.shape)]
+        entries = (self.batch_axes, meshes.SEQUENCE)[: len(leaf.shape)]
         return NamedSharding(self.mesh, PartitionSpec(*entries))
 
 

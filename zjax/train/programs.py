@@ -12,12 +12,13 @@ import jax
 
 from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config
+from zjax.sharding.mesh import BATCH_AXES, num_shares
 from zjax.sharding.placement import shardings
 from zjax.sharding.plan import Plan
 from zjax.train.average import averaged
 from zjax.train.gradients.strategies import GradientPrograms, make_gradients
 from zjax.train.state import TrainState, state_rows
-from zjax.train.update import Schedule, loss_scale_of, make_update
+from zjax.train.update import Schedule, Sent, loss_scale_of, make_update
 from zjax.typing import Batch, Loss, Metrics, Model, Params
 
 
@@ -53,17 +54,21 @@ class Programs:
         """
         return jax.random.fold_in(jax.random.key(self.config.seed), state.step)
 
-    def gradients(self, state: TrainState, batch: Batch) -> tuple[Params, Loss]:
+    def gradients(
+        self, state: TrainState, batch: Batch, key: jax.Array | None = None
+    ) -> tuple[Params, Loss]:
         """Differentiates the mean loss.
 
         Args:
             state: Before the step.
             batch: The global batch.
+            key: Random key; that of the step by default.
 
         Returns:
             Gradients in logical shapes, times the loss scale; and the loss.
         """
-        key, scale = self.step_key(state), loss_scale_of(state)
+        key = self.step_key(state) if key is None else key
+        scale = loss_scale_of(state)
         return self.gradient_programs.gradients(state, batch, key, scale)
 
     def update(
@@ -124,6 +129,7 @@ def make_programs(
     plan: Plan,
     config: Config,
     schedule: Schedule | None = None,
+    sent: Sent | None = None,
 ) -> Programs:
     """Builds the programs of a run.
 
@@ -133,11 +139,13 @@ def make_programs(
         plan: Places every array.
         config: Read for the batch, `seed`, `optimizer`, `precision` and `pipeline`.
         schedule: Learning rate by applied step, for the metrics.
+        sent: What the update averages over replicas; None where the compiler does.
 
     Returns:
         Functions that nothing has compiled yet.
     """
-    num_microbatches = resolve_batch(config, plan.num_batch_shares).num_microbatches
+    shares = num_shares(plan.mesh, BATCH_AXES)
+    num_microbatches = resolve_batch(config, shares).num_microbatches
     gradient_programs = make_gradients(model, plan, config, num_microbatches)
-    update = make_update(tx, plan, config, schedule, model.stack)
+    update = make_update(tx, plan, config, schedule, model.stack, sent)
     return Programs(gradient_programs, update, plan, config)

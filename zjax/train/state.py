@@ -29,6 +29,7 @@ from zjax.storage.array import DiskArray
 from zjax.storage.move import store, store_all, store_in_turn, to_devices
 from zjax.storage.transfers import transfer_budget
 from zjax.train.compute_params import compute_param, compute_params
+from zjax.train.exchange import error_rows
 from zjax.train.master import computed_once, high_bits, stored_master, unsplit_plans
 from zjax.typing import Model, ModelState, Params
 
@@ -121,6 +122,7 @@ def state_rows(plan: Plan, config: Config) -> TrainState:
         model_state=plan.model_state,
         scaler=scaler,
         ema=plan.ema,
+        extra=error_rows(plan, config),
         params=plan.compute if plan.is_offloaded else (),
     )
 
@@ -221,6 +223,9 @@ def _first_state(
         opt_state=opt_state,
         model_state=model_state,
         ema=ema,
+        extra=jax.tree.map(
+            lambda row: jnp.zeros(row.shape, row.dtype), error_rows(plan, config)
+        ),
         params=compute,
     )
 

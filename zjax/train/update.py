@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,10 @@ from zjax.forward import named_totals
 from zjax.optim import clip, loss_scale
 from zjax.optim.ema import update_ema
 from zjax.optim.groups import trained_params
+from zjax.optim.phases import Phase
 from zjax.sharding.moves import MovedParam, move_params, moved_params
 from zjax.sharding.paths import path_of
-from zjax.sharding.placement import pad_tree, place_tree, unpad_tree
+from zjax.sharding.placement import constrain, pad_tree, place_tree, unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.train.average import check_moved
 from zjax.train.compute_params import compute_params
@@ -24,6 +25,26 @@ from zjax.train.state import TrainState
 from zjax.typing import Loss, Metrics, Params, Stack
 
 Schedule = Callable[[jax.Array], jax.Array]
+
+
+class Sent(Protocol):
+    """What an update averages over replicas.
+
+    Args:
+        phase: What is sent, and how.
+    """
+
+    phase: Phase
+
+    def norm(self, norm: jax.Array) -> jax.Array:
+        """A norm over all replicas from that of one."""
+        ...
+
+    def __call__(
+        self, message: Params, errors: Any, finite: jax.Array
+    ) -> tuple[Params, Any]:
+        """The mean message, and the errors for the next step."""
+        ...
 
 
 def loss_scale_of(state: TrainState) -> jax.Array:
@@ -37,6 +58,7 @@ def make_update(
     config: Config,
     schedule: Schedule | None,
     stack: Stack | None,
+    sent: Sent | None = None,
 ) -> "Update":
     """Builds `update(state, grads, loss, value_fn) -> (state, metrics)`.
 
@@ -47,6 +69,8 @@ def make_update(
         config: Read for `optimizer` and `precision`.
         schedule: Learning rate by applied step, for the metrics; None where unknown.
         stack: The model as a line of blocks, whose totals may move parameters.
+        sent: What the update averages over replicas; None for gradients that are
+            averaged before.
 
     Raises:
         PlanError: The optimizer averages parameters that totals move.
@@ -58,7 +82,7 @@ def make_update(
         trained_params(plan.master, config.optimizer.groups),
     )
     tx = optax.with_extra_args_support(tx)
-    return Update(tx, plan, config, schedule, trained, moved)
+    return Update(tx, plan, config, schedule, trained, moved, sent)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -75,6 +99,7 @@ class Update:
         schedule: Learning rate by applied step; None where unknown.
         trained: bool for each parameter; gradients of others count as 0.
         moved: How parameters move with the totals of a step, by path.
+        sent: What it averages over replicas; None for gradients that are averaged.
     """
 
     tx: Any
@@ -83,6 +108,7 @@ class Update:
     schedule: Schedule | None
     trained: Any
     moved: Mapping[str, MovedParam]
+    sent: Sent | None = None
 
     def __call__(
         self,
@@ -107,21 +133,19 @@ class Update:
         totals = jax.tree.map(self.replicated, loss.totals)
         loss = loss._replace(totals=totals)
         grads = self.unscaled(grads, loss_scale_of(state))
-        norm = clip.global_norm(grads)
-        # A gradient that is not finite leaves no norm that is.
-        finite = jnp.isfinite(norm) & jnp.isfinite(loss.value)
-        if self.updates_always:
-            finite = jnp.bool_(True)
-        grads = clip.clip_by_norm(grads, norm, self.config.optimizer.clip_norm)
+        opt_state = unpad_tree(state.opt_state, plan.opt_state)
+        grads, norm, extra, finite = self.clipped(grads, opt_state, state.extra, loss)
         stored = join_master(state.master, state.params, plan)
         master = unpad_tree(stored, plan.master)
+        phase = {} if self.sent is None else {"phase": self.sent.phase.name}
         updates, opt_state = self.tx.update(
             grads,
-            unpad_tree(state.opt_state, plan.opt_state),
+            opt_state,
             master,
             value=loss.value,
             grad=grads,
             value_fn=value_fn,
+            **phase,
         )
         new = optax.apply_updates(master, updates)
         new = move_params(master, new, self.moved, loss.totals)
@@ -129,7 +153,39 @@ class Update:
         new = self.kept_if_finite(pad_tree(new, plan.master), stored, finite)
         new = jax.tree.map(computed_once, new, plan.master)
         changed = self.state_after(state, new, opt_state, loss, finite)
+        changed = dataclasses.replace(changed, extra=extra)
         return changed, self.metrics(state, loss, norm, finite)
+
+    def clipped(
+        self, grads: Params, opt_state: Any, errors: Any, loss: Loss
+    ) -> tuple[Params, jax.Array, Any, jax.Array]:
+        """Clipped gradients, or the mean of what replicas send instead of them.
+
+        Args:
+            grads: Gradients, not scaled.
+            opt_state: State of the optimizer.
+            errors: What codecs lost in earlier steps.
+            loss: The mean loss.
+
+        Returns:
+            The argument of the optimizer, the norm, the errors, and whether all of it
+            is finite.
+        """
+        norm, sent = clip.global_norm(grads), self.sent
+        if sent is not None:
+            norm = sent.norm(norm)
+        # A gradient that is not finite leaves no norm that is.
+        finite = jnp.isfinite(norm) & jnp.isfinite(loss.value)
+        if self.updates_always:
+            finite = jnp.bool_(True)
+        if sent is not None and sent.phase.message is None:
+            grads, errors = sent(grads, errors, finite)
+            norm = clip.global_norm(grads)
+        grads = clip.clip_by_norm(grads, norm, self.config.optimizer.clip_norm)
+        if sent is not None and sent.phase.message is not None:
+            message = sent.phase.message(grads, opt_state)
+            grads, errors = sent(message, errors, finite)
+        return grads, norm, errors, finite
 
     @property
     def updates_always(self) -> bool:
@@ -151,7 +207,7 @@ class Update:
 
     def replicated(self, x: jax.Array) -> jax.Array:
         """The array on every device."""
-        return jax.lax.with_sharding_constraint(x, self.plan.replicated)
+        return constrain(x, self.plan.replicated)
 
     def kept_if_finite(self, new: Any, old: Any, finite: jax.Array) -> Any:
         """The new arrays, or the old ones in a step that is skipped."""

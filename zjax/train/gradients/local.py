@@ -12,37 +12,29 @@ step, in units of the parameters,
 
 Gathers use the compute dtype. Reductions use the compute dtype or `reduce_dtype`.
 
-Without reduction each device has the gradients of its local rows. This is the seam for
-optimizers that communicate in another way (1-bit Adam) or less often (DiLoCo).
-
 Reference: ZeRO, arXiv:1910.02054, section 7.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from zjax.comm import shards
-from zjax.errors import PlanError, Problem
 from zjax.ops.keys import fold_in
 from zjax.parallel import remat
 from zjax.sharding.layers import put_together, take_apart
-from zjax.sharding.mesh import BATCH_AXES
+from zjax.sharding.mesh import REPLICA
 from zjax.sharding.placement import ArrayPlan, unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.sharding.program_plan import layerwise_plan
-from zjax.sharding.rules import axes_of
 from zjax.train.compute_params import cast_like, compute_dtype
 from zjax.train.gradients import microbatches, weighting
 from zjax.typing import Batch, Loss, Model, ModelState, Params
-
-Reduction = Literal["microbatch", "step", "none"]
-"""When gradients are added over devices: after each microbatch, once, or never."""
 
 
 def local_gradients(
@@ -51,7 +43,6 @@ def local_gradients(
     num_microbatches: int,
     *,
     reduce_dtype: Any,
-    reduces: bool = True,
 ) -> Callable[..., tuple[Params, Loss]]:
     """Builds `gradients(master, model_state, batch, key, scale) -> (grads, loss)`.
 
@@ -63,28 +54,19 @@ def local_gradients(
         plan: Places parameters, gradients and their sum.
         num_microbatches: Gradient accumulation, 1 or more.
         reduce_dtype: Dtype in which gradients are added over devices.
-        reduces: Whether gradients are added over devices.
-
-    Raises:
-        PlanError: Gradients are not added, and devices have experts of their own.
 
     Returns:
         A pure function of the stored master parameters. `grads` are gradients of
         `scale` times the mean loss, in logical shapes and the dtype of the gradient
-        sum; the loss is not scaled. Without reduction they have a leading dim of
-        devices, over which they are split and whose mean is the reduced gradient.
+        sum; the loss is not scaled.
     """
-    if not reduces:
-        _check_equal_parts(plan)
     layerwise = layerwise_plan(model, plan)
     each = plan.splits.grad_sum or num_microbatches == 1
-    reduction = ("microbatch" if each else "step") if reduces else "none"
-    local = LocalGradients(model, layerwise, num_microbatches, reduce_dtype, reduction)
+    local = LocalGradients(model, layerwise, num_microbatches, reduce_dtype, each)
 
     def of_device(master: Params, *inputs: Any) -> tuple[Params, Loss]:
         grads, loss = local.gradients(take_apart(master, layerwise.master), *inputs)
-        grads = put_together(grads)
-        return grads if reduces else jax.tree.map(local.stacked, grads), loss
+        return put_together(grads), loss
 
     def gradients(
         master: Params, state: ModelState, batch: Batch, key: jax.Array, scale: Any
@@ -92,28 +74,18 @@ def local_gradients(
         shares = plan.num_batch_shares
         microbatches.check_batch(batch, model, num_microbatches, shares)
         by_row = microbatches.row_specs(batch, model, local.axes)
-        by_device = jax.tree.map(lambda _: P(local.axes), plan.grads)
         mapped = jax.shard_map(
             of_device,
-            mesh=plan.mesh,
+            mesh=plan.mapped_mesh,
             in_specs=(local.specs(plan.master), P(), by_row, P(), P()),
-            out_specs=(local.specs(plan.grads) if reduces else by_device, P()),
+            out_specs=(local.specs(plan.grads), P()),
             axis_names=local.mapped_axes,
             check_vma=False,
         )
         grads, loss = mapped(master, state, batch, key, scale)
-        return unpad_tree(grads, plan.grads) if reduces else grads, loss
+        return unpad_tree(grads, plan.grads), loss
 
     return gradients
-
-
-def _check_equal_parts(plan: Plan) -> None:
-    for row in jax.tree.leaves(plan.grads):
-        axes = {*sum(axes_of(row.used.spec, len(row.shape)), ())}
-        if found := [axis for axis in BATCH_AXES if axis in axes]:
-            problem = f"has parts of devices over {found[0]}, which have no mean"
-            remedy = f"use mesh.{found[0]}=1"
-            raise PlanError(Problem(row.path, row.shape, problem, remedy))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,39 +97,36 @@ class LocalGradients:
         plan: Places parameters, gradients and their sum, as the program uses them.
         num_microbatches: Gradient accumulation, 1 or more.
         reduce_dtype: Dtype in which gradients are added over devices.
-        reduction: When they are added.
+        reduces_each: Whether they are added after each microbatch, not once.
     """
 
     model: Model
     plan: Plan
     num_microbatches: int
     reduce_dtype: Any
-    reduction: Reduction
+    reduces_each: bool
 
     @property
     def axes(self) -> tuple[str, ...]:
         """Mesh axes that split the batch."""
-        return tuple(axis for axis in BATCH_AXES if self.plan.mesh.shape[axis] > 1)
+        plan = self.plan
+        return tuple(axis for axis in plan.batch_axes if plan.mesh.shape[axis] > 1)
 
     @property
     def mapped_axes(self) -> set[str]:
         """Mesh axes that `shard_map` maps."""
         # Map axes of size 1, too, if that leaves no axis to the compiler.
-        sizes = self.plan.mesh.shape
+        sizes = dict(self.plan.mesh.shape)
+        if self.plan.is_of_replica:
+            sizes.pop(REPLICA)
         mapped = {axis for axis in sizes if axis in self.axes or sizes[axis] == 1}
         return mapped if mapped == set(sizes) else set(self.axes)
-
-    @property
-    def reduces_each(self) -> bool:
-        """Whether gradients of each microbatch are reduced."""
-        return self.reduction == "microbatch"
 
     @property
     def regathers(self) -> bool:
         """Whether each differentiation gathers the parameters again."""
         # Only separable losses: other gradients may be 0 / 0, and are cleared first.
-        is_split = self.plan.splits.compute and self.reduction != "none"
-        return is_split and self.model.separable
+        return self.plan.splits.compute and self.model.separable
 
     def specs(self, rows: Any) -> Any:
         """Specs of arrays for `shard_map`."""
@@ -184,7 +153,7 @@ class LocalGradients:
         number = self.num_microbatches
         parts = microbatches.split_batch(batch, self.model, number, 1)
         grads, loss = weighting.accumulate(one, self.zeros(), state, parts, key)
-        return self.reduce(grads) if self.reduction == "step" else grads, loss
+        return grads if self.reduces_each else self.reduce(grads), loss
 
     def differentiate(
         self,
@@ -271,10 +240,6 @@ class LocalGradients:
         """The same for one array."""
         total = shards.reduce(grad.astype(self.reduce_dtype), row, self.axes)
         return total.astype(row.dtype)
-
-    def stacked(self, grad: jax.Array) -> jax.Array:
-        """One array with a leading dim of devices, whose mean is the gradient."""
-        return (grad * self.plan.num_batch_shares)[None]
 
     def zeros(self) -> Params:
         """Initial sums of gradients."""

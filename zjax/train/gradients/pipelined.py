@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from zjax.errors import PlanError, Problem
 from zjax.parallel.pipeline import MicrobatchFeed, Pipeline, StackTree, make_feed
 from zjax.parallel.schedule import Schedule
-from zjax.sharding.mesh import BATCH_AXES, SEQUENCE
+from zjax.sharding.mesh import SEQUENCE
 from zjax.sharding.placement import ArrayPlan, unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.train.compute_params import cast_like, compute_dtype
@@ -63,9 +63,9 @@ def pipelined_gradients(
     padded = _with_padded_layers(plan)
     # A single share of the batch has no devices to split sums of gradients over.
     is_shared = plan.num_batch_shares > 1
-    reduction = "microbatch" if is_shared and plan.splits.grad_sum else "step"
+    each = is_shared and plan.splits.grad_sum
     number = schedule.num_microbatches
-    local = LocalGradients(model, padded, number, reduce_dtype, reduction)
+    local = LocalGradients(model, padded, number, reduce_dtype, each)
     gathers = is_shared and plan.splits.compute
     partition = StagePartition(model, padded)
     staged = StagedModel(partition, local, schedule, pipelined.keeps, gathers)
@@ -155,14 +155,14 @@ class PipelinedGradients:
         def call(master: Params, state: ModelState, batch: Batch, *rest: Any) -> Any:
             shares = self.plan.num_batch_shares
             microbatches.check_batch(batch, model, number, shares)
-            by_row = microbatches.row_specs(batch, model, BATCH_AXES)
+            by_row = microbatches.row_specs(batch, model, self.plan.batch_axes)
             by_shard = self.local.specs(self.local.plan.master)
             return jax.shard_map(
                 run,
-                mesh=self.plan.mesh,
+                mesh=self.plan.mapped_mesh,
                 in_specs=(by_shard, P(), by_row, *[P() for _ in rest]),
                 out_specs=outs,
-                axis_names=set(BATCH_AXES),
+                axis_names=set(self.plan.batch_axes),
                 check_vma=False,
             )(master, state, batch, *rest)
 

@@ -1,0 +1,84 @@
+"""What replicas send each other in a step, as a table of phases by optimizer.
+
+An optimizer with phases is an optax transformation whose `update` takes the mean of
+what was sent, and the name of the phase as `phase=`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from zjax.config.schema import Config
+from zjax.optim import onebit_adam
+
+
+class Phase(NamedTuple):
+    """One way to take a step.
+
+    Args:
+        name: Passed to the optimizer.
+        codec: Form of the numbers on the wire, of `zjax.comm.codecs`.
+        message: `message(grads, opt_state)`, what replicas send in place of gradients;
+            None for the gradients.
+    """
+
+    name: str
+    codec: str
+    message: Callable[[Any, Any], Any] | None = None
+
+
+class Phases(NamedTuple):
+    """The phases of a run.
+
+    Args:
+        by_name: Every phase.
+        at: Name of the phase of a step; the first step is 1.
+    """
+
+    by_name: Mapping[str, Phase]
+    at: Callable[[int], str]
+
+
+PLAIN = "train"
+"""The phase of optimizers that send gradients in every step."""
+
+
+def make_phases(config: Config) -> Phases | None:
+    """The phases of a run; None where the compiler reduces gradients.
+
+    Args:
+        config: Read for `communication`, `optimizer`, `precision` and `num_steps`.
+
+    Example:
+        >>> from zjax.config import schema
+        >>> config = schema.Config(optimizer=schema.Optimizer(name="onebit_adam"))
+        >>> phases = make_phases(config)
+        >>> phases.at(150), phases.at(151), phases.by_name["compressed"].codec
+        ('warm_up', 'compressed', 'onebit')
+    """
+    codec = config.communication.codec
+    if config.optimizer.name == "onebit_adam":
+        b1, freeze_step = config.optimizer.b1, onebit_adam.freeze_step(config)
+
+        def momentum(grads: Any, opt_state: Any) -> Any:
+            return onebit_adam.next_momentum(grads, opt_state, b1)
+
+        phases = (
+            Phase(onebit_adam.WARM_UP, _full_precision(config)),
+            Phase(onebit_adam.COMPRESSED, "onebit", momentum),
+        )
+        return Phases(
+            {phase.name: phase for phase in phases},
+            lambda step: phases[step > freeze_step].name,
+        )
+    if codec == "none":
+        return None
+    return Phases({PLAIN: Phase(PLAIN, codec)}, lambda step: PLAIN)
+
+
+def _full_precision(config: Config) -> str:
+    """The codec of gradients that are not compressed."""
+    if config.communication.codec != "none":
+        return config.communication.codec
+    precision = config.precision
+    is_wide = "float32" in (precision.reduce_dtype, precision.compute_dtype)
+    return "float32" if is_wide else "bfloat16"

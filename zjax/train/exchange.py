@@ -1,0 +1,136 @@
+"""The mean over replicas of one buffer per step, in the form that a codec gives it.
+
+Each device sends its shards, joined into one flat buffer, to the devices of the other
+replicas that hold the same shards.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zjax.comm.codecs import Codec, make_codec
+from zjax.comm.compressed_mean import Errors, compressed_mean, padded_size
+from zjax.config.schema import Config
+from zjax.optim.phases import make_phases
+from zjax.sharding.mesh import REPLICA
+from zjax.sharding.placement import ArrayPlan, pad_tree, unpad_tree
+from zjax.sharding.plan import Plan
+from zjax.typing import Params
+
+_EXACT = {make_codec("float32"), make_codec("bfloat16")}
+"""Codecs without error feedback."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """Averages arrays in the placement of gradients, inside `shard_map` over `replica`.
+
+    Args:
+        plan: The plan of a run.
+        codec: Form of the numbers on the wire.
+    """
+
+    plan: Plan
+    codec: Codec
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Mesh axes of the devices of one replica."""
+        return tuple(axis for axis in self.plan.mesh.axis_names if axis != REPLICA)
+
+    @property
+    def feeds_back(self) -> bool:
+        """Whether what the codec loses is added to the next message."""
+        return self.codec not in _EXACT
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas that exchange."""
+        return self.plan.mesh.shape[REPLICA]
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the buffer of a device, padding included."""
+        rows = jax.tree.leaves(self.plan.grads)
+        shards = (math.prod(r.stored.shard_shape(r.stored_shape)) for r in rows)
+        return padded_size(sum(shards), self.codec, self.num_replicas)
+
+    @property
+    def error_rows(self) -> Errors:
+        """Plans of the errors that the codec leaves for the next step, by device."""
+        mesh, number = self.plan.mesh, self.num_replicas
+        place = NamedSharding(mesh, P(REPLICA, self.axes))
+        num_devices = math.prod(mesh.shape[axis] for axis in self.axes)
+
+        def row(path: str, size: int) -> ArrayPlan:
+            shape = number, num_devices, size
+            return ArrayPlan(path, shape, jnp.dtype("float32"), place, place)
+
+        size = self.num_elements
+        return Errors(row("extra/worker", size), row("extra/server", size // number))
+
+    def __call__(
+        self, tree: Params, errors: Any, keep: jax.Array
+    ) -> tuple[Params, Any]:
+        """Averages arrays over replicas.
+
+        Args:
+            tree: Arrays of this replica in logical shapes, placed as gradients.
+            errors: Errors of earlier steps, or an empty tuple.
+            keep: bool[]; whether the step counts, and its errors replace the old ones.
+
+        Returns:
+            The means, the same on all replicas, and the errors.
+        """
+        if not self.feeds_back:
+            return self._mean(tree, (), keep)[0], errors
+        return self._mean(tree, errors, keep)
+
+    def _mean(
+        self, tree: Params, errors: Any, keep: jax.Array
+    ) -> tuple[Params, Any]:
+        rows = self.plan.grads
+        specs = jax.tree.map(lambda row: row.spec, rows)
+        by_device = jax.tree.map(lambda _: P(None, self.axes), errors)
+
+        def of_device(tree: Params, errors: Any, keep: jax.Array) -> Any:
+            shards, form = jax.tree.flatten(tree)
+            flat = [x.astype(jnp.float32).ravel() for x in shards]
+            padding = self.num_elements - sum(x.size for x in flat)
+            buffer = jnp.concatenate([*flat, jnp.zeros(padding, jnp.float32)])
+            old = jax.tree.map(jnp.ravel, errors) if errors else None
+            mean, new = compressed_mean(buffer, old, self.codec, REPLICA)
+            parts, start = [], 0
+            for x in shards:
+                part = mean[start : start + x.size]
+                parts.append(part.reshape(x.shape).astype(x.dtype))
+                start += x.size
+            kept = jax.tree.map(
+                lambda x, e: jnp.where(keep, x.reshape(e.shape), e), new or (), errors
+            )
+            return jax.tree.unflatten(form, parts), kept
+
+        means, errors = jax.shard_map(
+            of_device,
+            in_specs=(specs, by_device, P()),
+            out_specs=(specs, by_device),
+            axis_names=set(self.axes),
+            check_vma=False,
+        )(pad_tree(tree, rows), errors, keep)
+        return unpad_tree(means, rows), errors
+
+
+def error_rows(plan: Plan, config: Config) -> Any:
+    """Plans of the errors of a run; an empty tuple without error feedback."""
+    phases = make_phases(config)
+    if phases is None:
+        return ()
+    exchanges = (
+        Exchange(plan, make_codec(phase.codec)) for phase in phases.by_name.values()
+    )
+    return next((each.error_rows for each in exchanges if each.feeds_back), ())

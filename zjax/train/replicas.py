@@ -1,0 +1,183 @@
+"""The programs of a run whose replicas send each other packed messages.
+
+Inside `shard_map` over `replica`, each replica differentiates the loss of its rows; the
+rest is the step of any run, except that its update averages what the phase sends.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from zjax.comm import shards
+from zjax.comm.codecs import make_codec
+from zjax.config.schema import Config
+from zjax.ops.keys import fold_in
+from zjax.optim.phases import Phase, Phases
+from zjax.sharding.mesh import REPLICA
+from zjax.sharding.plan import Plan
+from zjax.train.exchange import Exchange
+from zjax.train.gradients import microbatches, weighting
+from zjax.train.programs import Programs, make_programs
+from zjax.train.state import TrainState
+from zjax.train.update import Schedule
+from zjax.typing import Batch, Loss, Metrics, Model, Params
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MeanOverReplicas:
+    """What an update averages over replicas.
+
+    Args:
+        phase: What is sent, and how.
+        exchange: Sends it.
+    """
+
+    phase: Phase
+    exchange: Exchange
+
+    def norm(self, norm: jax.Array) -> jax.Array:
+        """Root mean square of the norms; not finite if one of them is not."""
+        return jnp.sqrt(jax.lax.pmean(norm * norm, REPLICA))
+
+    def __call__(
+        self, message: Params, errors: Any, finite: jax.Array
+    ) -> tuple[Params, Any]:
+        """The mean message, and the errors for the next step."""
+        return self.exchange(message, errors, finite)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ReplicaPrograms:
+    """Pure functions of arrays; `jit` them with `state_shardings`.
+
+    Args:
+        phases: `Programs` of one replica, by phase.
+        model: Its loss.
+        plan: Places every array of the run.
+    """
+
+    phases: Mapping[str, Programs]
+    model: Model
+    plan: Plan
+
+    @property
+    def state_shardings(self) -> TrainState:
+        """A TrainState of NamedSharding."""
+        return next(iter(self.phases.values())).state_shardings
+
+    def train(
+        self, phase: str, state: TrainState, batch: Batch
+    ) -> tuple[TrainState, Metrics]:
+        """One step.
+
+        Args:
+            phase: Name of a phase.
+            state: Before the step.
+            batch: The global batch.
+
+        Returns:
+            The state after the step, and its metrics.
+        """
+        programs = self.phases[phase]
+
+        def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+            key = _key_of_replica(programs.step_key(state), self.model)
+            grads, loss = programs.gradients(state, batch, key)
+            loss, share = _mean_loss(loss)
+            grads = jax.tree.map(lambda g: weighting.scaled(g, share), grads)
+            return programs.update(state, grads, loss, batch)
+
+        spec = _state_spec()
+        return self.mapped(step, (spec, P()))(state, batch)
+
+    def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
+        """The loss of the averaged parameters where they are kept, else of these.
+
+        Args:
+            state: Any state of the run.
+            batch: The global batch.
+
+        Returns:
+            Metrics of the loss, the loss and its weight.
+        """
+        programs = next(iter(self.phases.values()))
+
+        def evaluate(state: TrainState, batch: Batch) -> Metrics:
+            metrics = programs.evaluate(state, batch)
+            value, weight = metrics.pop("loss"), metrics.pop("weight")
+            loss, _ = _mean_loss(Loss(value, weight, (), metrics, ()))
+            return loss.metrics | {"loss": loss.value, "weight": loss.weight}
+
+        return self.mapped(evaluate, P())(state, batch)
+
+    def mapped(self, run: Any, outs: Any) -> Any:
+        """Maps a function of a state and a batch over replicas."""
+
+        def call(state: TrainState, batch: Batch) -> Any:
+            by_row = microbatches.row_specs(batch, self.model, (REPLICA,))
+            return jax.shard_map(
+                run,
+                mesh=self.plan.mesh,
+                in_specs=(_state_spec(), by_row),
+                out_specs=outs,
+                axis_names={REPLICA},
+                check_vma=False,
+            )(state, batch)
+
+        return call
+
+
+def _state_spec() -> TrainState:
+    fields = (field.name for field in dataclasses.fields(TrainState))
+    return TrainState(**dict.fromkeys(fields, P()) | {"extra": P(REPLICA)})
+
+
+def _key_of_replica(key: jax.Array, model: Model) -> jax.Array:
+    """Separable losses draw by row; others would draw alike in all replicas."""
+    if model.separable:
+        return key
+    return fold_in(key, jax.lax.axis_index(REPLICA))
+
+
+def _mean_loss(loss: Loss) -> tuple[Loss, jax.Array]:
+    """The mean loss of all replicas, and the share of this one times their number."""
+    gathered = jax.lax.all_gather(loss._replace(model_state=()), REPLICA)
+    average = functools.partial(shards.mean_over, axes=(REPLICA,))
+    mean = weighting.mean_loss(gathered, jax.tree.map(average, loss.model_state))
+    number = jax.lax.axis_size(REPLICA)
+    return mean, loss.weight * number / jnp.where(mean.weight == 0, 1, mean.weight)
+
+
+def make_replica_programs(
+    model: Model,
+    tx: Any,
+    plan: Plan,
+    config: Config,
+    schedule: Schedule | None,
+    phases: Phases,
+) -> ReplicaPrograms:
+    """Builds the programs of a run with phases.
+
+    Args:
+        model: Its loss.
+        tx: Optax gradient transformation, which takes the phases.
+        plan: Places every array.
+        config: Checked settings.
+        schedule: Learning rate by applied step, for the metrics.
+        phases: What replicas send.
+
+    Returns:
+        Functions that nothing has compiled yet.
+    """
+
+    def programs(phase: Phase) -> Programs:
+        sent = MeanOverReplicas(phase, Exchange(plan, make_codec(phase.codec)))
+        return make_programs(model, tx, plan.of_replica, config, schedule, sent)
+
+    by_name = {name: programs(phase) for name, phase in phases.by_name.items()}
+    return ReplicaPrograms(by_name, model, plan)
