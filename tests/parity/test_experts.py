@@ -4,7 +4,6 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -12,9 +11,7 @@ import pytest
 import zjax
 from tests.support import experts, runs
 from zjax.config import schema
-from zjax.errors import PlanError
 from zjax.nonfinite import find_nonfinite
-from zjax.train.gradients.local import local_gradients
 
 STEPS = 3
 ROUTERS = {"dropless": experts.DROPLESS, "capacity": experts.CAPACITY}
@@ -132,16 +129,6 @@ def test_a_checkpoint_moves_to_another_degree(degree, tmp_path):
         np.testing.assert_array_equal(
             found[tuple(map(slice, x.shape))], np.asarray(x)[size]
         )
-
-
-def test_experts_of_devices_have_no_mean_gradient():
-    run = make_run("dropless", schema.Mesh(data=4, expert=2), 0)
-    with pytest.raises(PlanError) as error:
-        local_gradients(run.model, run.plan, 1, reduce_dtype=jnp.float32, reduces=False)
-    assert str(error.value) == (
-        "down=(8, 4, 6) has parts of devices over expert, which have no mean; use "
-        "mesh.expert=1"
-    )
 
 
 def test_a_router_of_nan_is_named_and_its_step_skipped():

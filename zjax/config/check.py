@@ -8,7 +8,16 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
-from zjax.config import axes, batch, effect, model_rules, ranges, schema, stages
+from zjax.config import (
+    axes,
+    batch,
+    communication,
+    effect,
+    model_rules,
+    ranges,
+    schema,
+    stages,
+)
 from zjax.errors import ConfigError, Problem
 
 _UNUSED_OPTIMIZER = schema.Optimizer(num_warmup_steps=0)
@@ -302,6 +311,7 @@ _RULES: tuple[model_rules.Entry, ...] = (
     ((), _precision),
     ((), _offload),
     (("num_steps", "optimizer"), _schedule),
+    (("num_steps", "optimizer", "mesh"), communication.communication_problems),
     ((), _rules),
     ((), _groups),
     (("num_steps", "observe"), _profile),

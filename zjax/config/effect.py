@@ -19,6 +19,7 @@ class Needs(NamedTuple):
 
 _OFFLOADED = ("pinned_host", "nvme", "auto")
 _MOMENTS = ("adamw", "adam", "lamb", "muon")
+_ADAMS = (*_MOMENTS, "onebit_adam")
 
 NEEDS = (
     Needs("pipeline.num_chunks", "pipeline.schedule", ("interleaved",)),
@@ -41,9 +42,10 @@ NEEDS = (
         ("linear", "cosine", "wsd"),
     ),
     Needs("optimizer.decay_fraction", "optimizer.schedule", ("wsd",)),
-    Needs("optimizer.b1", "optimizer.name", (*_MOMENTS, "lion", "sgd")),
-    Needs("optimizer.b2", "optimizer.name", (*_MOMENTS, "lion")),
-    Needs("optimizer.eps", "optimizer.name", _MOMENTS),
+    Needs("optimizer.b1", "optimizer.name", (*_ADAMS, "lion", "sgd")),
+    Needs("optimizer.b2", "optimizer.name", (*_ADAMS, "lion")),
+    Needs("optimizer.eps", "optimizer.name", _ADAMS),
+    Needs("optimizer.freeze_step", "optimizer.name", ("onebit_adam",)),
     Needs("optimizer.moment_dtype", "optimizer.name", (*_MOMENTS, "lion", "sgd")),
     Needs(
         "model.activation_memory",

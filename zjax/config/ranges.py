@@ -112,6 +112,7 @@ RANGES: dict[type, dict[str, Range]] = {
         "weight_decay": _from(0),
         "clip_norm": LIMIT,
         "ema_decay": DECAY,
+        "freeze_step": _from(0),
     },
     schema.Sparsity: {
         "num_local_blocks": _from(1, MAX_TOKENS),

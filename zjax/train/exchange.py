@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from zjax.comm.codecs import Codec, make_codec
 from zjax.comm.compressed_mean import Errors, compressed_mean, padded_size
 from zjax.config.schema import Config
-from zjax.optim.phases import make_phases
+from zjax.optim.phases import Phase, make_phases
 from zjax.sharding.mesh import REPLICA
 from zjax.sharding.placement import ArrayPlan, pad_tree, unpad_tree
 from zjax.sharding.plan import Plan
@@ -91,9 +91,7 @@ class Exchange:
             return self._mean(tree, (), keep)[0], errors
         return self._mean(tree, errors, keep)
 
-    def _mean(
-        self, tree: Params, errors: Any, keep: jax.Array
-    ) -> tuple[Params, Any]:
+    def _mean(self, tree: Params, errors: Any, keep: jax.Array) -> tuple[Params, Any]:
         rows = self.plan.grads
         specs = jax.tree.map(lambda row: row.spec, rows)
         by_device = jax.tree.map(lambda _: P(None, self.axes), errors)
@@ -123,6 +121,23 @@ class Exchange:
             check_vma=False,
         )(pad_tree(tree, rows), errors, keep)
         return unpad_tree(means, rows), errors
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """What the update of a phase averages over replicas.
+
+    Args:
+        phase: What is sent, and how.
+        exchange: Sends it.
+    """
+
+    phase: Phase
+    exchange: Exchange
+
+    def norm(self, norm: jax.Array) -> jax.Array:
+        """Root mean square of the norms; not finite if one of them is not."""
+        return jnp.sqrt(jax.lax.pmean(norm * norm, REPLICA))
 
 
 def error_rows(plan: Plan, config: Config) -> Any:

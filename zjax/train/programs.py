@@ -16,9 +16,10 @@ from zjax.sharding.mesh import BATCH_AXES, num_shares
 from zjax.sharding.placement import shardings
 from zjax.sharding.plan import Plan
 from zjax.train.average import averaged
+from zjax.train.exchange import Sent
 from zjax.train.gradients.strategies import GradientPrograms, make_gradients
 from zjax.train.state import TrainState, state_rows
-from zjax.train.update import Schedule, Sent, loss_scale_of, make_update
+from zjax.train.update import Schedule, loss_scale_of, make_update
 from zjax.typing import Batch, Loss, Metrics, Model, Params
 
 

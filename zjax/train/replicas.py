@@ -20,35 +20,12 @@ from zjax.ops.keys import fold_in
 from zjax.optim.phases import Phase, Phases
 from zjax.sharding.mesh import REPLICA
 from zjax.sharding.plan import Plan
-from zjax.train.exchange import Exchange
+from zjax.train.exchange import Exchange, Sent
 from zjax.train.gradients import microbatches, weighting
 from zjax.train.programs import Programs, make_programs
 from zjax.train.state import TrainState
 from zjax.train.update import Schedule
-from zjax.typing import Batch, Loss, Metrics, Model, Params
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class MeanOverReplicas:
-    """What an update averages over replicas.
-
-    Args:
-        phase: What is sent, and how.
-        exchange: Sends it.
-    """
-
-    phase: Phase
-    exchange: Exchange
-
-    def norm(self, norm: jax.Array) -> jax.Array:
-        """Root mean square of the norms; not finite if one of them is not."""
-        return jnp.sqrt(jax.lax.pmean(norm * norm, REPLICA))
-
-    def __call__(
-        self, message: Params, errors: Any, finite: jax.Array
-    ) -> tuple[Params, Any]:
-        """The mean message, and the errors for the next step."""
-        return self.exchange(message, errors, finite)
+from zjax.typing import Batch, Loss, Metrics, Model
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -176,7 +153,7 @@ def make_replica_programs(
     """
 
     def programs(phase: Phase) -> Programs:
-        sent = MeanOverReplicas(phase, Exchange(plan, make_codec(phase.codec)))
+        sent = Sent(phase, Exchange(plan, make_codec(phase.codec)))
         return make_programs(model, tx, plan.of_replica, config, schedule, sent)
 
     by_name = {name: programs(phase) for name, phase in phases.by_name.items()}

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,38 +13,18 @@ from zjax.forward import named_totals
 from zjax.optim import clip, loss_scale
 from zjax.optim.ema import update_ema
 from zjax.optim.groups import trained_params
-from zjax.optim.phases import Phase
 from zjax.sharding.moves import MovedParam, move_params, moved_params
 from zjax.sharding.paths import path_of
 from zjax.sharding.placement import constrain, pad_tree, place_tree, unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.train.average import check_moved
 from zjax.train.compute_params import compute_params
+from zjax.train.exchange import Sent
 from zjax.train.master import computed_once, join_master, stored_master
 from zjax.train.state import TrainState
 from zjax.typing import Loss, Metrics, Params, Stack
 
 Schedule = Callable[[jax.Array], jax.Array]
-
-
-class Sent(Protocol):
-    """What an update averages over replicas.
-
-    Args:
-        phase: What is sent, and how.
-    """
-
-    phase: Phase
-
-    def norm(self, norm: jax.Array) -> jax.Array:
-        """A norm over all replicas from that of one."""
-        ...
-
-    def __call__(
-        self, message: Params, errors: Any, finite: jax.Array
-    ) -> tuple[Params, Any]:
-        """The mean message, and the errors for the next step."""
-        ...
 
 
 def loss_scale_of(state: TrainState) -> jax.Array:
@@ -179,12 +159,12 @@ class Update:
         if self.updates_always:
             finite = jnp.bool_(True)
         if sent is not None and sent.phase.message is None:
-            grads, errors = sent(grads, errors, finite)
+            grads, errors = sent.exchange(grads, errors, finite)
             norm = clip.global_norm(grads)
         grads = clip.clip_by_norm(grads, norm, self.config.optimizer.clip_norm)
         if sent is not None and sent.phase.message is not None:
             message = sent.phase.message(grads, opt_state)
-            grads, errors = sent(message, errors, finite)
+            grads, errors = sent.exchange(message, errors, finite)
         return grads, norm, errors, finite
 
     @property

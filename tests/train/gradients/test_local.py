@@ -12,7 +12,6 @@ import pytest
 from tests.support import models, runs
 from zjax.config import schema
 from zjax.observe.collectives import list_collectives
-from zjax.train.gradients.local import local_gradients
 from zjax.typing import Loss
 
 SPLIT = 2 * models.WIDTH * models.HIDDEN + 8
@@ -136,44 +135,3 @@ def test_stage_3_fetches_again_for_the_backward_pass(stage, again):
         lowered = run.step.programs["gradients"].lower(run.state, models.make_batch())
     gathers = lowered.as_text().count("stablehlo.all_gather")
     assert gathers == len(run.state.master) + again
-
-
-def unreduced(run, num_microbatches):
-    """The gradients of a run as each device holds them, and what they are made of."""
-    gradients = local_gradients(
-        run.model,
-        run.plan,
-        num_microbatches,
-        reduce_dtype=jnp.float32,
-        reduces=False,
-    )
-    batch = run.step.place_batch(models.make_batch())
-    key, scale = jax.random.key(0), jnp.float32(1)
-    return jax.jit(gradients), (run.state.master, {}, batch, key, scale)
-
-
-@pytest.mark.parametrize("num_microbatches", [1, 4])
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_mean_of_unreduced_gradients_is_the_reduced_one(stage, num_microbatches):
-    """Fails if devices with more weight count as others, or a mean is of means."""
-    run = make_run(stage, num_microbatches, mesh=schema.Mesh(replica=2))
-    program, inputs = unreduced(run, num_microbatches)
-    with jax.set_mesh(run.mesh):
-        expected, loss = run.step.programs["gradients"](run.state, inputs[2])
-        found, found_loss = program(*inputs)
-    np.testing.assert_allclose(found_loss.value, loss.value, rtol=1e-6)
-    for name, grads in found.items():
-        assert grads.shape == (8, *expected[name].shape)
-        assert grads.addressable_shards[0].data.shape == (1, *expected[name].shape)
-        assert not np.allclose(grads[0], grads[7])
-        np.testing.assert_allclose(grads.mean(0), expected[name], rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize(("stage", "ops"), [(0, set()), (1, {"all-gather"})])
-def test_unreduced_gradients_do_not_cross_the_devices(stage, ops):
-    """Fails if they are reduced all the same; parameters are gathered."""
-    run = make_run(stage, 4)
-    program, inputs = unreduced(run, 4)
-    with jax.set_mesh(run.mesh):
-        text = program.lower(*inputs).compile().as_text()
-    assert {each.op for each in list_collectives(text) if each.elements > 1} == ops

@@ -1,0 +1,65 @@
+"""What replicas send each other fits the other settings, or is refused by name."""
+
+import pytest
+
+from zjax.config import check_config, load_config
+from zjax.errors import ConfigError
+
+ONEBIT = "optimizer.name=onebit_adam"
+REPLICAS = "mesh.replica=2"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        pytest.param(
+            ["communication.codec=int8"],
+            "communication.codec='int8' has no effect with mesh.replica=1; use "
+            "mesh.replica=2 or more, or 'none'",
+            id="one-replica",
+        ),
+        pytest.param(
+            [ONEBIT],
+            "optimizer.name='onebit_adam' has no effect with mesh.replica=1; use "
+            "mesh.replica=2 or more, or another optimizer",
+            id="one-replica-of-onebit-adam",
+        ),
+        pytest.param(
+            ["communication.codec=int4", REPLICAS, "zero.memory=pinned_host"],
+            "communication.codec='int4' is not built for "
+            "zero.optimizer_memory='pinned_host'; keep the state on the devices, or "
+            "use 'none'",
+            id="offload",
+        ),
+        pytest.param(
+            [ONEBIT, REPLICAS, "optimizer.freeze_step=1000"],
+            "optimizer.freeze_step=1000 leaves none of num_steps=1000 to send less; "
+            "use at most 999",
+            id="freeze-step-beyond-the-run",
+        ),
+        pytest.param(
+            [ONEBIT, REPLICAS, "optimizer.moment_dtype=int8"],
+            "optimizer.moment_dtype='int8' has no effect with "
+            "optimizer.name='onebit_adam'; leave it at 'float32', or set "
+            "optimizer.name to 'adamw' or 'adam' or 'lamb' or 'muon' or 'lion' or "
+            "'sgd'",
+            id="small-moments",
+        ),
+        pytest.param(
+            [ONEBIT, REPLICAS, "precision.master_dtype=bfloat16"],
+            "precision.master_dtype='bfloat16' is not built with "
+            "optimizer.name='onebit_adam'; use 'float32'",
+            id="small-weights",
+        ),
+        pytest.param(
+            ["optimizer.freeze_step=5"],
+            "optimizer.freeze_step=5 has no effect with optimizer.name='adamw'; leave "
+            "it at 0, or set optimizer.name to 'onebit_adam'",
+            id="freeze-step-of-adamw",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(overrides, message):
+    with pytest.raises(ConfigError) as error:
+        check_config(load_config({}, *overrides), 8)
+    assert str(error.value) == message
