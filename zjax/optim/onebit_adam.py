@@ -83,12 +83,12 @@ def scale_by_onebit_adam(
 
     def update(
         updates: Any,
-        state: optax.ScaleByAdamState,
+        state: Any,
         params: Any = None,
         *,
         phase: str = WARM_UP,
         **extra: Any,
-    ) -> tuple[Any, optax.ScaleByAdamState]:
+    ) -> tuple[Any, Any]:
         del params, extra
         if phase == COMPRESSED:
             second = state.nu

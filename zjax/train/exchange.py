@@ -61,13 +61,13 @@ class Exchange:
         return padded_size(sum(shards), self.codec, self.num_replicas)
 
     @property
-    def error_rows(self) -> Errors:
+    def error_rows(self) -> Any:
         """Plans of the errors that the codec leaves for the next step, by device."""
         mesh, number = self.plan.mesh, self.num_replicas
         place = NamedSharding(mesh, P(REPLICA, self.axes))
         num_devices = math.prod(mesh.shape[axis] for axis in self.axes)
 
-        def row(path: str, size: int) -> ArrayPlan:
+        def row(path: str, size: int) -> Any:
             shape = number, num_devices, size
             return ArrayPlan(path, shape, jnp.dtype("float32"), place, place)
 

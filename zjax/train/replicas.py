@@ -114,7 +114,7 @@ def _state_spec() -> TrainState:
     return TrainState(**dict.fromkeys(fields, P()) | {"extra": P(REPLICA)})
 
 
-def _key_of_replica(key: jax.Array, model: Model) -> jax.Array:
+def _key_of_replica(key: jax.Array, model: Model) -> jax.Array | None:
     """Separable losses draw by row; others would draw alike in all replicas."""
     if model.separable:
         return key
