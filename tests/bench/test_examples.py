@@ -33,6 +33,7 @@ SCRIPTS = (
     "pipeline_peer",
     "plain_jax",
     "shape",
+    "slow_network_peer",
     "tensor_peer",
     "timing",
     "torch_gpt",
@@ -74,7 +75,8 @@ def test_every_contest_can_start(path, monkeypatch):
 def trains(contestant):
     """Others measure disks, kernels or layers, or have no config file."""
     words = contestant.command
-    others = any(word.endswith(("_ours.py", "_quality.py")) for word in words)
+    programs = ("_ours.py", "_quality.py", "slow_network/train.py")
+    others = any(word.endswith(programs) for word in words)
     return not others and not any(word.startswith("--nvme=") for word in words)
 
 

@@ -202,11 +202,17 @@ def test_the_published_table_is_that_of_the_published_files(tmp_path):
 UNPUBLISHED = {
     "compress_overhead",
     "moe_layer_vs_sonic",
+    "onebit_slow_link",
+    "onebit_vs_deepspeed",
     "tensor_6p7b",
     "three_d",
+    "time_to_loss_slow_link",
     "ulysses_ring",
+    "zero_one_slow_link",
+    "zeropp_slow_link",
 }
-"""Claims that nothing was measured of yet; the last three need four GPUs."""
+"""Claims that nothing was measured of yet; three need four GPUs, and those about slow
+links need methods that zjax does not have yet."""
 
 
 @functools.cache

@@ -1,0 +1,47 @@
+"""What is trained, and the methods that are compared: settings of zjax by name."""
+
+import math
+from typing import Any
+
+BASE: dict[str, Any] = {
+    "num_steps": 200,
+    "global_batch_size": 8,
+    "precision.compute_dtype": "float32",
+    "zero.stage": 0,
+    "model": {
+        "num_layers": 4,
+        "embed_size": 128,
+        "num_heads": 4,
+        "max_length": 64,
+        "remat": "none",
+        "loss_chunk_tokens": 0,
+    },
+    "optimizer": {
+        "peak_learning_rate": 1e-3,
+        "schedule": "constant",
+        "num_warmup_steps": 20,
+        "clip_norm": math.inf,
+    },
+    "evaluation": {"every_steps": 10, "num_batches": 4},
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "adam_float32": {},
+    "adam_bfloat16": {"precision.compute_dtype": "bfloat16"},
+    "zero3": {"zero.stage": 3},
+}
+PEERS = {
+    "torch_float32": ("--hook=none",),
+    "torch_bfloat16": ("--hook=bfloat16",),
+    "torch_powersgd": ("--hook=powersgd",),
+}
+"""Torch's DistributedDataParallel: arguments of `slow_network_peer.py`."""
+ALONE = "alone"
+"""Steps of `BASE` in processes that do not communicate, all at once."""
+
+
+def settings_of(method: str, num_processes: int) -> list[dict[str, Any]]:
+    """Settings of a method, or of `ALONE`, for `zjax.load_config`."""
+    if method != ALONE:
+        return [BASE, METHODS[method]]
+    share = BASE["global_batch_size"] // num_processes
+    return [BASE, {"global_batch_size": share, "processes.coordinator": "none"}]
