@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from zjax.comm.magnitudes import as_magnitudes, magnitude_bits
+from zjax.comm.magnitudes import largest_magnitudes
 
 _SMALLEST = 2.0**-100
 """Blocks below it in magnitude are sent as zeros: the inverse of their scale could
@@ -75,7 +75,7 @@ class Float8Blocks:
 def _scaled(x: jax.Array, block: int, largest: float) -> tuple[jax.Array, jax.Array]:
     """Divides blocks so that their largest magnitude becomes `largest`."""
     blocks = x.reshape(-1, block)
-    magnitudes = as_magnitudes(magnitude_bits(blocks).max(axis=1))
+    magnitudes = largest_magnitudes(blocks)
     scales = jnp.where(magnitudes < _SMALLEST, 1.0, magnitudes / largest)
     return blocks * (1 / scales)[:, None], scales
 

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from zjax.comm.magnitudes import as_magnitudes, magnitude_bits
+from zjax.comm.magnitudes import largest_magnitudes
 
 _INDEX_BITS = 14
 """A code is a position in the block, a bit of magnitude, and the sign."""
@@ -34,14 +34,17 @@ class TopK:
     def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Packs float32[n] to uint16[n / block * kept] and float32[n / block * 2]."""
         blocks = x.reshape(-1, self.block)
-        bits, positions = jax.lax.top_k(magnitude_bits(blocks), self.kept)
-        magnitudes = as_magnitudes(bits)
+        magnitudes, positions = jax.lax.top_k(jnp.abs(blocks), self.kept)
         is_negative = jnp.take_along_axis(blocks, positions, axis=1) < 0
-        middle = magnitudes[:, :1] / 2 + magnitudes[:, -1:] / 2
+        largest = largest_magnitudes(blocks)[:, None]
+        # A minimum and no slice, for which XLA would sort the whole block.
+        middle = largest / 2 + magnitudes.min(axis=1, keepdims=True) / 2
         is_high = magnitudes >= middle
-        scales = [_mean_where(magnitudes, ~is_high), _mean_where(magnitudes, is_high)]
+        low, high = _mean_where(magnitudes, ~is_high), _mean_where(magnitudes, is_high)
+        scales = jnp.stack([low, high], axis=1)
+        scales = jnp.where(jnp.isfinite(largest), scales, jnp.nan)
         codes = positions | is_high << _INDEX_BITS | is_negative << _INDEX_BITS + 1
-        return codes.astype(jnp.uint16).reshape(-1), jnp.stack(scales, 1).reshape(-1)
+        return codes.astype(jnp.uint16).reshape(-1), scales.reshape(-1)
 
     def decode(self, packed: tuple[jax.Array, ...]) -> jax.Array:
         """Restores float32[n]."""
