@@ -74,6 +74,7 @@ def compressed_mean(
     if errors is None:
         return mean, None
     lost = Errors(corrected - codec.decode(packed), chunk - codec.decode(packed_chunk))
+    mean = jax.lax.optimization_barrier(mean)  # else XLA for CPUs decodes it again
     is_finite = jnp.isfinite(mean).all()
     return mean, jax.tree.map(
         lambda new, old: jnp.where(is_finite, new, old), lost, errors
