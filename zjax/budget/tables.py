@@ -9,7 +9,7 @@ from zjax.budget.traffic import traffic_of_step
 from zjax.config.schema import Config
 from zjax.sharding import memory
 from zjax.sharding.describe import format_bytes, render_table
-from zjax.sharding.mesh import ZERO_AXES, num_shares
+from zjax.sharding.mesh import num_shares
 from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import Plan
 from zjax.sharding.rules import axes_of
@@ -100,7 +100,8 @@ def _closed_form(unsharded: Plan, stage: int) -> int | float:
         if not is_split:
             return row.device_bytes
         axes = {axis for axes in axes_of(row.spec, len(row.shape)) for axis in axes}
-        used = num_shares(unsharded.mesh, [axis for axis in ZERO_AXES if axis in axes])
+        zero_axes = [axis for axis in unsharded.zero_axes if axis in axes]
+        used = num_shares(unsharded.mesh, zero_axes)
         return row.device_bytes * used / memory.num_zero_shares(unsharded)
 
     return sum(

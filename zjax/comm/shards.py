@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from zjax.comm import coded
+from zjax.comm.codecs import make_codec
 from zjax.sharding import rules
-from zjax.sharding.mesh import num_shares
+from zjax.sharding.mesh import REPLICA, num_shares
 from zjax.sharding.placement import ArrayPlan, pad, unpad
 
 
@@ -52,7 +54,11 @@ def gather(shard: jax.Array, row: ArrayPlan, axes: Sequence[str]) -> jax.Array:
 
     def run(gathered: jax.Array) -> jax.Array:
         for dim, names in enumerate(_gathered(row, axes)):
-            if names:
+            if row.codec and REPLICA in names:
+                gathered = coded.all_gather(
+                    gathered, names, dim, make_codec(row.codec)
+                )
+            elif names:
                 gathered = jax.lax.all_gather(gathered, names, axis=dim, tiled=True)
         return gathered
 
@@ -79,29 +85,65 @@ def reduce(x: jax.Array, row: ArrayPlan, axes: Sequence[str]) -> jax.Array:
     def run(total: jax.Array) -> jax.Array:
         replicating = _replicating(row, axes)
         for dim, names in enumerate(_gathered(row, axes)):
-            if names:
+            if row.codec and REPLICA in names:
+                total = coded.reduce_scatter(total, names, dim, make_codec(row.codec))
+            elif names:
                 total = jax.lax.psum_scatter(
                     total, names, scatter_dimension=dim, tiled=True
                 )
-                replicating = [axis for axis in replicating if axis not in names]
+            replicating = [axis for axis in replicating if axis not in names]
         return jax.lax.psum(total, tuple(replicating)) if replicating else total
 
     return _by_share(run, local_row, axes)(pad(x, local_row))
 
 
-def gather_params(shard: jax.Array, row: ArrayPlan, axes: Sequence[str]) -> jax.Array:
-    """`gather` whose transpose is `reduce`, for parameters and their gradients."""
+def gather_in_node(
+    shard: jax.Array, row: ArrayPlan, compute: ArrayPlan, axes: Sequence[str]
+) -> jax.Array:
+    """Gathers a parameter over the axes that shard only its master weights (hpZ).
 
-    def forward(shard: jax.Array) -> jax.Array:
-        return gather(shard, row, axes)
+    Args:
+        shard: This device's shard as the master weights are stored.
+        row: Plan of the master weights.
+        compute: Plan of the compute parameter, whose codec is used.
+        axes: Mesh axes that `shard_map` maps.
 
-    def backward(_: None, grad: jax.Array) -> tuple[jax.Array]:
-        return (reduce(grad, row, axes),)
+    Returns:
+        This device's shard of the compute parameter.
+    """
+    if row.stored == compute.stored:
+        return shard
+    across = dataclasses.replace(compute, stored=row.stored, used=compute.stored)
+    return gather(shard, across, axes)
+
+
+def gather_params(
+    shard: jax.Array,
+    stored: jax.Array,
+    row: ArrayPlan,
+    grads: ArrayPlan,
+    axes: Sequence[str],
+) -> jax.Array:
+    """`gather` whose transpose is `reduce`, for parameters and their gradients.
+
+    Args:
+        shard: This device's shard by which to differentiate; its values are not read.
+        stored: This device's shard of the same parameter, stored by `row`.
+        row: Plan of the gathered parameter.
+        grads: Plan of the gradient, and of `shard`.
+        axes: Mesh axes that `shard_map` maps.
+    """
+
+    def forward(_: jax.Array, stored: jax.Array) -> jax.Array:
+        return gather(stored, row, axes)
+
+    def backward(_: None, grad: jax.Array) -> tuple[jax.Array, None]:
+        return reduce(grad, grads, axes), None
 
     # The rule does not call `gathered`: policies of `jax.checkpoint` look inside it.
     gathered = jax.custom_vjp(forward)
-    gathered.defvjp(lambda shard: (forward(shard), None), backward)
-    return gathered(shard)
+    gathered.defvjp(lambda *inputs: (forward(*inputs), None), backward)
+    return gathered(shard, stored)
 
 
 def mean_over(x: jax.Array, axes: Sequence[str]) -> jax.Array:

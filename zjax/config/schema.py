@@ -85,6 +85,17 @@ class Zero:
     pass, so that no update waits for a norm (arXiv:2101.06840, section 5.2, where it is
     40); -1 for never. Pending gradients are stored in `gradient_memory`; a checkpoint
     applies them first."""
+    shard_over_replica: bool = False
+    """Whether stage 3 shards the state over `mesh.replica` (nodes), too, so that no
+    node holds a copy of it. The next three are ZeRO++ (arXiv:2306.10209)."""
+    secondary_partition: bool = False
+    """Whether each node gathers the compute parameters once per step and stores them
+    sharded over `mesh.data`, so that passes gather inside the node (hpZ)."""
+    quantized_weights: bool = False
+    """Whether gathers across nodes move int8 blocks of the compute parameters (qwZ)."""
+    quantized_gradients: bool = False
+    """Whether gradients are reduced as int4 blocks, inside the nodes, then across them
+    (qgZ)."""
 
     __post_init__ = derived.fill_memories
 

@@ -7,6 +7,7 @@ sends in a ring of n: (n - 1) / n of the full buffer, twice that for an all-redu
 
 import collections
 import dataclasses
+from collections.abc import Iterable
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
@@ -137,6 +138,43 @@ def mesh_axes(groups: hlo.Groups, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
         coordinates = np.array(np.unravel_index(group, tuple(mesh.shape.values())))
         differs |= (coordinates != coordinates[:, :1]).any(axis=1)
     return tuple(np.array(mesh.axis_names)[differs].tolist())
+
+
+def bytes_leaving_node(
+    collectives: Iterable[Collective], mesh: Mesh | AbstractMesh, axis: str
+) -> float:
+    """Bytes that one node sends to others per run of the program.
+
+    Args:
+        collectives: Collectives of the program.
+        mesh: The mesh of the program.
+        axis: The axis that joins the nodes.
+
+    Returns:
+        The sum over groups of more than one node: a ring leaves a node once, so that it
+        counts as what one device sends; other operations by sender and receiver.
+
+    Example:
+        >>> mesh = AbstractMesh((2, 4), ("replica", "data"))
+        >>> each = Collective("all-gather", "f16", 80, ((*range(8),),), 1, True, None, "")
+        >>> bytes_leaving_node([each], mesh, "replica")
+        140.0
+    """
+    shape, dim = tuple(mesh.shape.values()), mesh.axis_names.index(axis)
+
+    def of_group(each: Collective, group: tuple[int, ...]) -> float:
+        nodes = np.unravel_index(group, shape)[dim]
+        inside = int((nodes == 0).sum())
+        outside = len(group) - inside
+        if not inside or not outside:
+            return 0.0
+        if each.op == "collective-permute":
+            return each.wire_bytes * (nodes[0] == 0)
+        if each.op in ("all-to-all", "ragged-all-to-all"):
+            return each.times * each.num_bytes * inside * outside / len(group)
+        return each.wire_bytes
+
+    return sum(of_group(each, group) for each in collectives for group in each.groups)
 
 
 def _list_in_computation(

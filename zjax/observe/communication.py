@@ -7,12 +7,13 @@ from collections.abc import Iterable, Sequence
 import jax
 
 from zjax.comm.tokens import EXCHANGED
-from zjax.observe.collectives import Collective, mesh_axes
+from zjax.observe.collectives import Collective, bytes_leaving_node, mesh_axes
 from zjax.sharding import memory
 from zjax.sharding.describe import format_bytes, render_table
 from zjax.sharding.mesh import (
     BATCH_AXES,
     PIPELINE,
+    REPLICA,
     ZERO_AXES,
     num_shares,
 )
@@ -26,6 +27,7 @@ CPU_NOTE = (
     "Compiled for CPUs: bf16 is sent as f32, and where the compiler chose the\n"
     "collectives, all-reduce and slice stand for reduce-scatter."
 )
+CODES_NOTE = "Packed codes of ZeRO++ are not compared: one element may hold two values."
 STAGES_NOTE = "Transfers between pipeline stages are not compared."
 TICKS_NOTE = "ZeRO {stage} communicates in every pipeline tick; no volume is predicted."
 UNBOUNDED_NOTE = "A loop whose trip count the compiler does not know is counted once."
@@ -37,8 +39,8 @@ def zero_volume(plan: Plan, num_microbatches: int) -> int:
     With one microbatch, 2 Psi up to stage 2 and 3 Psi at stage 3. Gradients are reduced
     once per step up to stage 1 and once per microbatch from stage 2; parameters are
     gathered once per step up to stage 2 and twice per microbatch at stage 3. Arrays too
-    small to split are all-reduced, and so are shards over the `replica` axis; experts
-    of other devices are not. With a
+    small to split are all-reduced, and so are shards that `replica` copies; experts of
+    other devices are not. A secondary partition is gathered once per step. With a
     pipeline the count is per stage of layers, and holds up to ZeRO 1.
 
     Args:
@@ -56,13 +58,16 @@ def zero_volume(plan: Plan, num_microbatches: int) -> int:
     reductions = num_microbatches if plan.splits.grad_sum else 1
     gathers = 2 * num_microbatches if plan.splits.compute else 1
     total = 0
-    for grad in jax.tree.leaves(plan.grads):
+    rows = zip(jax.tree.leaves(plan.grads), jax.tree.leaves(plan.compute), strict=True)
+    for grad, compute in rows:
         shares = num_shares(plan.mesh, sum(grad.gathered_axes, ()))
         shard = math.prod(grad.stored.shard_shape(grad.stored_shape))
         if shares > 1:
             total += shard * shares * (reductions + gathers)
         if num_shares(plan.mesh, _all_reduced_axes(grad)) > 1:
             total += 2 * shard * reductions
+        if plan.splits.compute and compute.stored != grad.stored:
+            total += math.prod(compute.stored.shard_shape(compute.stored_shape))
     return total
 
 
@@ -107,6 +112,7 @@ def describe_communication(
             render_table(columns, rows, right=range(3, 7)),
             "",
             _describe_volume(collectives, plan, num_microbatches),
+            *_node_notes(collectives, plan),
             *_pipeline_notes(plan),
             *([] if bounded else [UNBOUNDED_NOTE]),
         ]
@@ -137,13 +143,22 @@ def _describe_volume(
         stage += f" for {num_microbatches} microbatches"
     step = f"this step moves over {' and '.join(dict.fromkeys(axes)) or 'no axis'}"
     volumes = {step: volume}
-    if not _communicates_in_ticks(plan):
+    if not _communicates_in_ticks(plan) and not plan.is_coded:
         volumes[stage] = zero_volume(plan, num_microbatches)
     if exchanged:
         volumes["tokens move to experts and back"] = exchanged
     psi = memory.num_params(plan)
     rows = [(name, f"{n:,}", f"{n / psi:.3f}") for name, n in volumes.items()]
     return render_table(("volume", "elements", "Psi"), rows, right=(1, 2))
+
+
+def _node_notes(collectives: Iterable[Collective], plan: Plan) -> list[str]:
+    """What crosses the slow link between the nodes of `mesh.replica`."""
+    if plan.mesh.shape[REPLICA] == 1:
+        return []
+    sent = format_bytes(bytes_leaving_node(collectives, plan.mesh, REPLICA))
+    notes = [f"One node (replica) sends {sent} to others in a train step."]
+    return notes + ([CODES_NOTE] if plan.is_coded else [])
 
 
 def _communicates_in_ticks(plan: Plan) -> bool:

@@ -86,7 +86,9 @@ def _roles(plan: Plan) -> list[tuple[str, list[ArrayPlan]]]:
         "optimizer state": plan.opt_state,
         "averaged weights": plan.ema,
         "gradient sum": plan.grad_sum,
-        "parameters in use": plan.compute,
+        "parameters, by node"
+        if plan.has_secondary_partition
+        else "parameters in use": plan.compute,
         "model state": plan.model_state,
     }
     roles = [(role, jax.tree.leaves(tree)) for role, tree in trees.items()]
@@ -173,18 +175,18 @@ def _role_rows(role: str, leaves: list[ArrayPlan]) -> list[tuple[str, ...]]:
     groups: dict[Any, list[ArrayPlan]] = collections.defaultdict(list)
     for row in leaves:
         name = re.sub(r"(?<![^/])\d+(?![^/])", "*", row.path)
-        groups[name, row.shape, row.stored_dtype, str(row.spec)].append(row)
+        groups[name, row.shape, row.stored_dtype, _spec(row)].append(row)
     lines = [
         (
             f"  {name}",
             f"x{len(rows)}" if len(rows) > 1 else "",
             _shape(rows[0]),
             str(dtype),
-            _spec(rows[0]),
+            spec,
             rows[0].memory,
             format_bytes(sum(row.device_bytes for row in rows)),
         )
-        for (name, _, dtype, _), rows in groups.items()
+        for (name, _, dtype, spec), rows in groups.items()
     ]
     total = format_bytes(sum(row.device_bytes for row in leaves))
     return [(role, f"x{len(leaves)}", "", "", "", "", total), *lines]
@@ -198,4 +200,5 @@ def _shape(row: ArrayPlan) -> str:
 
 def _spec(row: ArrayPlan) -> str:
     entries = ["+".join(e) if isinstance(e, tuple) else e or "-" for e in row.spec]
-    return ",".join(entries) if any(e != "-" for e in entries) else "whole"
+    spec = ",".join(entries) if any(e != "-" for e in entries) else "whole"
+    return f"{spec} as {row.codec}" if row.codec else spec

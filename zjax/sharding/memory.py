@@ -9,7 +9,7 @@ import jax
 
 from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config
-from zjax.sharding.mesh import ZERO_AXES, num_shares
+from zjax.sharding.mesh import num_shares
 from zjax.sharding.placement import ArrayPlan, dtype_bytes
 from zjax.sharding.plan import DEVICE, HOST, NVME, Plan, offload_pending
 from zjax.sharding.zero import splits_of
@@ -204,4 +204,4 @@ def rows_on_disk(plan: Plan, config: Config) -> list[ArrayPlan]:
 
 def num_zero_shares(plan: Plan) -> int:
     """Devices over which ZeRO splits: the product of the ZeRO axes."""
-    return num_shares(plan.mesh, ZERO_AXES)
+    return num_shares(plan.mesh, plan.zero_axes)

@@ -25,6 +25,9 @@ NESTED_AXES = (*BATCH_AXES, PIPELINE, SEQUENCE, TENSOR)
 are laid out in the order of `AXES`."""
 ZERO_AXES = (DATA, EXPERT, SEQUENCE)
 """Axes over which ZeRO shards state; `replica` holds copies of the shards."""
+ALL_ZERO_AXES = (*ZERO_AXES, REPLICA)
+"""The same under `zero.shard_over_replica`. Shards of a node are adjacent: its devices
+gather one contiguous shard over `replica`."""
 
 _AUTO = (AxisType.Auto,) * len(AXES)
 

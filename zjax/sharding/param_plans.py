@@ -128,9 +128,13 @@ def _zero_spec(
     names: tuple[str | None, ...] = (),
 ) -> PartitionSpec:
     stacked = [dim for dim, name in enumerate(names) if name in rules.STACKED_DIMS]
-    threshold = config.zero.min_shard_elements
     return zero.extend_spec(
-        shape, spec, mesh, min_elements=threshold, stacked_dims=stacked
+        shape,
+        spec,
+        mesh,
+        axes=zero.zero_axes(config.zero),
+        min_elements=config.zero.min_shard_elements,
+        stacked_dims=stacked,
     )
 
 

@@ -40,17 +40,20 @@ class ArrayPlan:
     `stored`, whatever the axes. In each dim the axes of `used` are the first ones of
     `stored`. Gradients are summed over the batch axes that do not shard `used`.
 
-        array                            stored over    used over   form
-        ---------------------------------------------------------------------
+        array                            stored over    used over   form   codec
+        ------------------------------------------------------------------------
         compute parameter, stage 0 to 2  -              -           plain
         compute parameter, stage 3       data           -           plain
         kernel, tensor parallel          tensor, data   tensor      plain
         kernel of experts                expert, data   expert      plain
         offloaded master weights         data           -           split
 
-    ZeRO++ (arXiv:2306.10209) would be one more row: hpZ stores compute parameters over
-    `data`, the devices of one host, and master weights over `replica` too; a quantised
-    gather is a form, int8 blocks with scales, that is dequantised where it is used.
+    and under ZeRO++ (arXiv:2306.10209), where `replica` joins the nodes:
+
+        master weights                   data, replica  -           plain
+        gradient, qgZ                    data, replica  -           plain  int4
+        compute parameter, qwZ           data, replica  -           plain  int8
+        compute parameter, hpZ and qwZ   data           -           plain  int8
 
     Args:
         path: Path of the array in its tree, parts separated by `/`.
@@ -61,6 +64,8 @@ class ArrayPlan:
         form: Form of the stored elements.
         num_layers: Number of layers stacked along the first dim; 0 without such a dim.
         disks: Directories over which the array is striped; empty for arrays in memory.
+        codec: Codec of `zjax.comm.codecs` in which collectives move the array across
+            nodes, such as `int8`; empty where they move its own elements.
     """
 
     path: str
@@ -71,6 +76,7 @@ class ArrayPlan:
     form: Form = Form.PLAIN
     num_layers: int = 0
     disks: tuple[str, ...] = ()
+    codec: str = ""
 
     @property
     def spec(self) -> PartitionSpec:

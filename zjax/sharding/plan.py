@@ -30,7 +30,7 @@ from zjax.config.derived import is_derived
 from zjax.config.schema import Config
 from zjax.errors import PlanError, Problem
 from zjax.sharding import mesh as meshes
-from zjax.sharding import zero
+from zjax.sharding import two_level, zero
 from zjax.sharding.param_plans import ParamPlans, plan_opt_state, replicated_plans
 from zjax.sharding.paths import layer_of, owners
 from zjax.sharding.placement import ArrayPlan, Form, abstract_key
@@ -64,6 +64,7 @@ class Plan:
         batch_casts: Dtypes to which arrays of a batch are cast, by path.
         is_of_replica: Whether programs see one replica, inside `shard_map` over
             `replica`.
+        zero_axes: Mesh axes over which ZeRO shards state.
     """
 
     mesh: Mesh | AbstractMesh
@@ -78,6 +79,7 @@ class Plan:
     is_offloaded: bool = False
     batch_casts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     is_of_replica: bool = False
+    zero_axes: tuple[str, ...] = meshes.ZERO_AXES
 
     def scalar(self, path: str, dtype: Any) -> ArrayPlan:
         """The plan of a replicated scalar."""
@@ -93,6 +95,18 @@ class Plan:
     def splits_master(self) -> bool:
         """Whether some master weights are stored as low bits."""
         return any(row.form is Form.SPLIT for row in jax.tree.leaves(self.master))
+
+    @property
+    def has_secondary_partition(self) -> bool:
+        """Whether some compute parameters are stored once per node (hpZ)."""
+        pairs = zip(*map(jax.tree.leaves, (self.master, self.compute)), strict=True)
+        axes = [(row.gathered_axes, other.gathered_axes) for row, other in pairs]
+        return self.splits.compute and any(stored != node for stored, node in axes)
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether some collectives move packed codes (qwZ, qgZ)."""
+        return any(row.codec for row in jax.tree.leaves((self.compute, self.grads)))
 
     @property
     def replicated(self) -> NamedSharding:
@@ -155,8 +169,15 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
     ).planned
     master = planned(dtypes.master_dtype, is_sharded=splits.state)
     opt_state = plan_opt_state(config, mesh, tx, master)
+    grads = planned(dtypes.grad_sum_dtype, is_sharded=splits.state)
+    grad_sum = planned(dtypes.grad_sum_dtype, is_sharded=splits.grad_sum)
+    compute = planned(dtypes.compute_dtype, is_sharded=splits.compute)
+    if splits.compute:
+        compute = two_level.plan_compute(compute, config)
+        grads = two_level.plan_grads(grads, config)
+        grad_sum = two_level.plan_grads(grad_sum, config)
     compute = _offload_blocks(
-        planned(dtypes.compute_dtype, is_sharded=splits.compute),
+        compute,
         planned(dtypes.compute_dtype, is_sharded=splits.state),
         config,
     )
@@ -165,8 +186,8 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
         stage=config.zero.stage,
         master=_offload_master(master, compute, config),
         compute=compute,
-        grad_sum=planned(dtypes.grad_sum_dtype, is_sharded=splits.grad_sum),
-        grads=planned(dtypes.grad_sum_dtype, is_sharded=splits.state),
+        grad_sum=grad_sum,
+        grads=grads,
         opt_state=_offload_moments(opt_state, master, config),
         model_state=replicated_plans(model_state, mesh),
         ema=planned("float32", is_sharded=splits.state)
@@ -174,6 +195,7 @@ def make_plan(config: Config, mesh: Mesh | AbstractMesh, model: Model, tx: Any) 
         else (),
         is_offloaded=config.zero.offloads_state,
         batch_casts=dict.fromkeys(model.cast or (), dtypes.compute_dtype),
+        zero_axes=zero.zero_axes(config.zero),
     )
 
 

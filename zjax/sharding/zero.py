@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from zjax.config import schema
 from zjax.sharding import mesh as meshes
 from zjax.sharding import rules
 
@@ -35,11 +36,17 @@ def splits_of(stage: int) -> Splits:
     return Splits(state=stage >= 1, grad_sum=stage >= 2, compute=stage >= 3)
 
 
+def zero_axes(settings: schema.Zero) -> tuple[str, ...]:
+    """Mesh axes over which ZeRO shards state, major first."""
+    return meshes.ALL_ZERO_AXES if settings.shard_over_replica else meshes.ZERO_AXES
+
+
 def extend_spec(
     shape: tuple[int, ...],
     spec: PartitionSpec,
     mesh: Mesh | AbstractMesh,
     *,
+    axes: Sequence[str] = meshes.ZERO_AXES,
     min_elements: int = 0,
     stacked_dims: Sequence[int] = (),
 ) -> PartitionSpec:
@@ -53,6 +60,7 @@ def extend_spec(
         shape: Global shape.
         spec: Model-parallel spec.
         mesh: The mesh, abstract or not.
+        axes: The ZeRO axes, major first.
         min_elements: Arrays with fewer elements per layer are not sharded.
         stacked_dims: Dims that must not be sharded, along which layers are stacked.
 
@@ -68,11 +76,9 @@ def extend_spec(
     Reference:
         ZeRO, arXiv:1910.02054, section 5.
     """
-    axes = rules.axes_of(spec, len(shape))
-    spec_axes = {axis for dim in axes for axis in dim}
-    free = tuple(
-        a for a in meshes.ZERO_AXES if a not in spec_axes and mesh.shape[a] > 1
-    )
+    used = rules.axes_of(spec, len(shape))
+    spec_axes = {axis for dim in used for axis in dim}
+    free = tuple(a for a in axes if a not in spec_axes and mesh.shape[a] > 1)
     layer = (size for dim, size in enumerate(shape) if dim not in stacked_dims)
     if not free or math.prod(layer) < min_elements:
         return spec
@@ -80,12 +86,12 @@ def extend_spec(
     def may_be_split(dim: int) -> bool:
         # Refuse to pad a dim of experts: padding goes to its end, and would move the
         # bounds between the experts of two devices.
-        shares = meshes.num_shares(mesh, [*axes[dim], *free])
-        is_expert = any(axis in meshes.BATCH_AXES for axis in axes[dim])
+        shares = meshes.num_shares(mesh, [*used[dim], *free])
+        is_expert = any(axis in meshes.BATCH_AXES for axis in used[dim])
         return dim not in stacked_dims and not (is_expert and shape[dim] % shares)
 
     extended = [
-        PartitionSpec(*(rules.entry(a + free * (i == dim)) for i, a in enumerate(axes)))
+        PartitionSpec(*(rules.entry(a + free * (i == dim)) for i, a in enumerate(used)))
         for dim in range(len(shape))
         if may_be_split(dim)
     ]

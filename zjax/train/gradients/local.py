@@ -143,12 +143,13 @@ class LocalGradients:
         """Gradients of the weighted mean over all devices and microbatches."""
         batch = microbatches.cast_batch(batch, self.model, compute_dtype(self.plan))
         params = cast_like(master, self.plan.compute)
-        params = params if self.regathers else self.gather(params)
+        stored = self.in_node(params)
+        params = params if self.regathers else self.gather(params, stored)
 
         def one(
             state: ModelState, microbatch: Batch, key: jax.Array
         ) -> tuple[Params, Loss]:
-            return self.differentiate(params, state, microbatch, key, scale)
+            return self.differentiate(params, stored, state, microbatch, key, scale)
 
         number = self.num_microbatches
         parts = microbatches.split_batch(batch, self.model, number, 1)
@@ -158,6 +159,7 @@ class LocalGradients:
     def differentiate(
         self,
         params: Params,
+        stored: Params,
         state: ModelState,
         batch: Batch,
         key: jax.Array | None,
@@ -167,7 +169,7 @@ class LocalGradients:
         key = self.device_key(key)
 
         def share_of_mean(params: Params) -> tuple[jax.Array, Any]:
-            used = self.gather(params) if self.regathers else params
+            used = self.gather(params, stored) if self.regathers else params
             result = self.model.loss(used, state, batch, key)
             part, total = self.part_of(result)
             return result.value * part * scale, (result, part, total)
@@ -224,13 +226,28 @@ class LocalGradients:
         state = jax.tree.map(average, result.model_state)
         return Loss(value, total, state, metrics, jax.tree.map(self.sum, result.totals))
 
-    def gather(self, params: Params) -> Params:
-        """All-gathers stored parameters."""
+    @property
+    def stored_plans(self) -> Any:
+        """Plans of the arrays from which parameters are gathered for use."""
+        plan = self.plan
+        return plan.compute if plan.splits.compute else plan.master
 
-        def one(x: jax.Array, row: ArrayPlan) -> jax.Array:
-            return shards.gather_params(x, row, self.axes)
+    def in_node(self, params: Params) -> Params:
+        """Parameters as they are stored during a step: by ZeRO++ once per node."""
 
-        return jax.tree.map(one, params, self.plan.master)
+        def one(x: jax.Array, row: ArrayPlan, stored: ArrayPlan) -> jax.Array:
+            return shards.gather_in_node(x, row, stored, self.axes)
+
+        return jax.tree.map(one, params, self.plan.master, self.stored_plans)
+
+    def gather(self, params: Params, stored: Params) -> Params:
+        """All-gathers stored parameters; gradients are those of `params`."""
+
+        def one(x: jax.Array, stored: jax.Array, *rows: ArrayPlan) -> jax.Array:
+            return shards.gather_params(x, stored, *rows, self.axes)
+
+        plans = self.stored_plans, self.plan.grads
+        return jax.tree.map(one, params, stored, *plans)
 
     def reduce(self, grads: Params) -> Params:
         """Sums gradients over devices into shards."""

@@ -203,7 +203,7 @@ class StagedModel:
             return params
 
         def one(x: jax.Array, row: ArrayPlan) -> jax.Array:
-            return shards.gather_params(x, row, self.local.axes)
+            return shards.gather_params(x, x, row, row, self.local.axes)
 
         return jax.tree.map(one, params, rows)
 

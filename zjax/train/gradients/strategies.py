@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from zjax.config.schema import Config
+from zjax.errors import PlanError, Problem
 from zjax.parallel import schedule as schedules
 from zjax.sharding.mesh import PIPELINE
 from zjax.sharding.placement import pad_tree, unpad_tree
@@ -104,7 +105,22 @@ def is_local(settings: GradientSettings) -> bool:
     # The compiler gathers the parameters of layers that run in a loop.
     is_looped = plan.splits.compute and model.loops_over_layers
     is_exact = model.separable and splits_batch_alone and not is_looped
+    if (plan.is_coded or plan.has_secondary_partition) and not is_exact:
+        raise PlanError(_not_exact(settings))
     return settings.reduces_in_float32 or is_exact
+
+
+def _not_exact(settings: GradientSettings) -> Problem:
+    """Why the collectives of ZeRO++ cannot be those of a run."""
+    names = "secondary_partition", "quantized_weights", "quantized_gradients"
+    name = next(name for name in names if getattr(settings.config.zero, name))
+    if settings.model.loops_over_layers:
+        problem = "gathers the layers one by one, and the model loops over them"
+        remedy = "use False, or model.layers_per_scan=0"
+    else:
+        problem = "needs a loss that is a mean over rows"
+        remedy = "use False, or a zjax.Model with separable=True"
+    return Problem(f"zero.{name}", True, problem, remedy)
 
 
 def pipelined_programs(settings: GradientSettings) -> GradientPrograms:
