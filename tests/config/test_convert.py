@@ -24,7 +24,8 @@ SINKS = "use one of console, jsonl, csv, tensorboard, wandb"
             {"zero": {"qqq": 1}},
             "zero.qqq=1 is not a setting; use one of stage, min_shard_elements, "
             "memory, optimizer_memory, parameter_memory, nvme_paths, gradient_memory, "
-            "delay_updates_from",
+            "delay_updates_from, shard_over_replica, secondary_partition, "
+            "quantized_weights, quantized_gradients",
             id="unlike-any-setting",
         ),
         pytest.param(
@@ -77,7 +78,8 @@ SINKS = "use one of console, jsonl, csv, tensorboard, wandb"
             "zero=3 is an int; "
             "expected a mapping with any of stage, min_shard_elements, "
             "memory, optimizer_memory, parameter_memory, nvme_paths, gradient_memory, "
-            "delay_updates_from",
+            "delay_updates_from, shard_over_replica, secondary_partition, "
+            "quantized_weights, quantized_gradients",
             id="number-for-section",
         ),
         pytest.param(

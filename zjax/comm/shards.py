@@ -55,9 +55,7 @@ def gather(shard: jax.Array, row: ArrayPlan, axes: Sequence[str]) -> jax.Array:
     def run(gathered: jax.Array) -> jax.Array:
         for dim, names in enumerate(_gathered(row, axes)):
             if row.codec and REPLICA in names:
-                gathered = coded.all_gather(
-                    gathered, names, dim, make_codec(row.codec)
-                )
+                gathered = coded.all_gather(gathered, names, dim, make_codec(row.codec))
             elif names:
                 gathered = jax.lax.all_gather(gathered, names, axis=dim, tiled=True)
         return gathered

@@ -156,7 +156,8 @@ def bytes_leaving_node(
 
     Example:
         >>> mesh = AbstractMesh((2, 4), ("replica", "data"))
-        >>> each = Collective("all-gather", "f16", 80, ((*range(8),),), 1, True, None, "")
+        >>> groups = (tuple(range(8)),)
+        >>> each = Collective("all-gather", "f16", 80, groups, 1, True, None, "")
         >>> bytes_leaving_node([each], mesh, "replica")
         140.0
     """

@@ -175,18 +175,18 @@ def _role_rows(role: str, leaves: list[ArrayPlan]) -> list[tuple[str, ...]]:
     groups: dict[Any, list[ArrayPlan]] = collections.defaultdict(list)
     for row in leaves:
         name = re.sub(r"(?<![^/])\d+(?![^/])", "*", row.path)
-        groups[name, row.shape, row.stored_dtype, _spec(row)].append(row)
+        groups[name, row.shape, _dtype(row), str(row.spec)].append(row)
     lines = [
         (
             f"  {name}",
             f"x{len(rows)}" if len(rows) > 1 else "",
             _shape(rows[0]),
-            str(dtype),
-            spec,
+            dtype,
+            _spec(rows[0]),
             rows[0].memory,
             format_bytes(sum(row.device_bytes for row in rows)),
         )
-        for (name, _, dtype, spec), rows in groups.items()
+        for (name, _, dtype, _), rows in groups.items()
     ]
     total = format_bytes(sum(row.device_bytes for row in leaves))
     return [(role, f"x{len(leaves)}", "", "", "", "", total), *lines]
@@ -198,7 +198,11 @@ def _shape(row: ArrayPlan) -> str:
     return text if row.shape == row.stored_shape else f"{text} in {stored}"
 
 
+def _dtype(row: ArrayPlan) -> str:
+    """The stored dtype, and the codec in which nodes exchange the array."""
+    return f"{row.stored_dtype} ({row.codec})" if row.codec else str(row.stored_dtype)
+
+
 def _spec(row: ArrayPlan) -> str:
     entries = ["+".join(e) if isinstance(e, tuple) else e or "-" for e in row.spec]
-    spec = ",".join(entries) if any(e != "-" for e in entries) else "whole"
-    return f"{spec} as {row.codec}" if row.codec else spec
+    return ",".join(entries) if any(e != "-" for e in entries) else "whole"

@@ -243,11 +243,12 @@ class LocalGradients:
     def gather(self, params: Params, stored: Params) -> Params:
         """All-gathers stored parameters; gradients are those of `params`."""
 
-        def one(x: jax.Array, stored: jax.Array, *rows: ArrayPlan) -> jax.Array:
-            return shards.gather_params(x, stored, *rows, self.axes)
+        def one(
+            x: jax.Array, stored: jax.Array, row: ArrayPlan, grads: ArrayPlan
+        ) -> jax.Array:
+            return shards.gather_params(x, stored, row, grads, self.axes)
 
-        plans = self.stored_plans, self.plan.grads
-        return jax.tree.map(one, params, stored, *plans)
+        return jax.tree.map(one, params, stored, self.stored_plans, self.plan.grads)
 
     def reduce(self, grads: Params) -> Params:
         """Sums gradients over devices into shards."""

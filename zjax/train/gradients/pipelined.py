@@ -197,7 +197,9 @@ class PipelinedGradients:
         """Parameters on their stages, and microbatches; `axes` are mapped by hand."""
         local, partition = self.local, self.staged.partition
         params = cast_like(master, local.plan.compute)
-        params = params if self.staged.gathers_in_ticks else local.gather(params)
+        params = (
+            params if self.staged.gathers_in_ticks else local.gather(params, params)
+        )
         params = self.staged.staged(partition.split(params))
         batch = microbatches.cast_batch(batch, local.model, compute_dtype(local.plan))
         number = local.num_microbatches
