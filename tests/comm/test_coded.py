@@ -6,14 +6,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from zjax.comm import coded
-from zjax.comm.codecs import make_codec
 from zjax.config import schema
 from zjax.sharding import mesh as meshes
 
-NODES, DEVICES, BLOCK = 2, 4, 2_048
+NODES, DEVICES = 2, 4
+INT4, INT8 = coded.CODECS["int4"], coded.CODECS["int8"]
 RANKS = NODES * DEVICES
 SHAPE = (40, 1_000)
-"""Of one rank's term: a shard of 5,000 elements fills no whole number of blocks."""
+"""Of a term: a shard of 5,000 elements is no whole number of blocks."""
 
 
 def mapped(run, in_specs, out_specs):
@@ -25,10 +25,15 @@ def mapped(run, in_specs, out_specs):
     )
 
 
-def quantise(x, bits):
+def spec_of(dim):
+    axes = "data", "replica"
+    return P(axes, None) if dim == 0 else P(None, axes)
+
+
+def quantise(x, codec):
     """A vector whose blocks are rounded to multiples of their scales, in float32."""
-    levels = np.float32(2 ** (bits - 1))
-    blocks = np.pad(x, (0, -len(x) % BLOCK)).reshape(-1, BLOCK)
+    levels = np.float32(2 ** (codec.bits - 1))
+    blocks = np.pad(x, (0, -len(x) % codec.block)).reshape(-1, codec.block)
     scales = np.abs(blocks).max(axis=1, keepdims=True) / levels
     scales[scales == 0] = 1
     codes = np.clip(np.rint(blocks * (1 / scales)), -levels, levels - 1)
@@ -50,12 +55,12 @@ def emulate(terms):
         for target in range(NODES):
             shard = SLOT[target * DEVICES + device]
             for sender in range(node * DEVICES, (node + 1) * DEVICES):
-                inside[rank, target] += quantise(terms[sender, shard], 4)
+                inside[rank, target] += quantise(terms[sender, shard], INT4)
     result = np.zeros((RANKS, terms.shape[2]), np.float32)
     for rank in range(RANKS):  # what it receives from the same device of each node
         node, device = divmod(rank, DEVICES)
         for other in range(NODES):
-            result[rank] += quantise(inside[other * DEVICES + device, node], 4)
+            result[rank] += quantise(inside[other * DEVICES + device, node], INT4)
     return result
 
 
@@ -66,8 +71,8 @@ def make_shards(size):
     """
     rng = np.random.default_rng(0)
     x = rng.normal(size=(RANKS, RANKS, size)).astype(np.float32)
-    for start in range(0, size, BLOCK):
-        block = x[..., start : start + BLOCK]
+    for start in range(0, size, INT4.block):
+        block = x[..., start : start + INT4.block]
         powers = 2.0 ** rng.integers(-3, 4, (RANKS, RANKS, 1))
         block *= powers / np.abs(block).max(axis=2, keepdims=True)
         block[..., :1] = np.sign(block[..., :1]) * powers
@@ -84,18 +89,17 @@ def make_terms():
 def test_reduction_equals_every_rank_by_hand(dim):
     """Fails for the scale of another chunk, a mean, or other hops."""
     assert [SLOT.index(shard) for shard in range(RANKS)] == [0, 4, 1, 5, 2, 6, 3, 7]
-    axes, codec = ("data", "replica"), make_codec("int4")
-    out, shape = [None, None], [*SHAPE]
-    out[dim] = axes
+    axes = ("data", "replica")
+    shape = [*SHAPE]
     shape[dim] //= RANKS
 
     def run(term):
-        return coded.reduce_scatter(term[0], axes, dim, codec)
+        return coded.reduce_scatter(term[0], axes, dim, INT4)
 
     shards = make_shards(np.prod(shape))
     by_shard = shards.swapaxes(0, 1).reshape(RANKS, RANKS, *shape)
     terms = np.concatenate(by_shard, axis=1 + dim)
-    found = mapped(run, P(("replica", "data")), P(*out))(terms)
+    found = mapped(run, P(("replica", "data")), spec_of(dim))(terms)
     for shard, expected in zip(found.addressable_shards, emulate(shards), strict=True):
         assert shard.index[dim].start // shape[dim] == SLOT[shard.device.id]
         np.testing.assert_array_equal(shard.data, expected.reshape(shape))
@@ -103,11 +107,11 @@ def test_reduction_equals_every_rank_by_hand(dim):
 
 def test_reduction_is_within_the_two_half_steps():
     """Fails for a mean in place of a sum, or if some values are coded three times."""
-    axes, codec = ("data", "replica"), make_codec("int4")
+    axes = ("data", "replica")
     terms = make_terms()
 
     def run(term):
-        return coded.reduce_scatter(term[0], axes, 0, codec)
+        return coded.reduce_scatter(term[0], axes, 0, INT4)
 
     found = np.asarray(mapped(run, P(("replica", "data")), P(axes))(terms))
     # A code is wrong by a half step, and by a step where it is the positive maximum.
@@ -121,7 +125,7 @@ def test_reduction_is_within_the_two_half_steps():
 
 def test_zeros_stay_zeros():
     def run(term):
-        return coded.reduce_scatter(term[0], ("data", "replica"), 0, make_codec("int4"))
+        return coded.reduce_scatter(term[0], ("data", "replica"), 0, INT4)
 
     terms = np.zeros((RANKS, *SHAPE), np.float32)
     found = mapped(run, P(("replica", "data")), P(("data", "replica")))(terms)
@@ -131,16 +135,14 @@ def test_zeros_stay_zeros():
 @pytest.mark.parametrize("dim", [0, 1])
 def test_gather_equals_coded_shards(dim):
     """Fails if a shard is decoded by the scales of another, or comes elsewhere."""
-    axes, codec = ("data", "replica"), make_codec("int8")
-    spec = [None, None]
-    spec[dim] = axes
+    axes = ("data", "replica")
 
     def run(shard):
-        return coded.all_gather(shard, axes, dim, codec)
+        return coded.all_gather(shard, axes, dim, INT8)
 
     x = make_terms()[0]
-    found = np.asarray(mapped(run, P(*spec), P())(x))
+    found = np.asarray(mapped(run, spec_of(dim), P())(x))
     shards = np.split(x, RANKS, axis=dim)
-    expected = [quantise(s.reshape(-1), 8).reshape(s.shape) for s in shards]
+    expected = [quantise(s.reshape(-1), INT8).reshape(s.shape) for s in shards]
     np.testing.assert_array_equal(found, np.concatenate(expected, axis=dim))
     assert 0 < np.abs(found - x).max() <= 1.001 * np.abs(x).max() / 128

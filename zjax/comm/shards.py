@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zjax.comm import coded
-from zjax.comm.codecs import make_codec
 from zjax.sharding import rules
 from zjax.sharding.mesh import REPLICA, num_shares
 from zjax.sharding.placement import ArrayPlan, pad, unpad
@@ -55,7 +54,9 @@ def gather(shard: jax.Array, row: ArrayPlan, axes: Sequence[str]) -> jax.Array:
     def run(gathered: jax.Array) -> jax.Array:
         for dim, names in enumerate(_gathered(row, axes)):
             if row.codec and REPLICA in names:
-                gathered = coded.all_gather(gathered, names, dim, make_codec(row.codec))
+                gathered = coded.all_gather(
+                    gathered, names, dim, coded.CODECS[row.codec]
+                )
             elif names:
                 gathered = jax.lax.all_gather(gathered, names, axis=dim, tiled=True)
         return gathered
@@ -84,7 +85,7 @@ def reduce(x: jax.Array, row: ArrayPlan, axes: Sequence[str]) -> jax.Array:
         replicating = _replicating(row, axes)
         for dim, names in enumerate(_gathered(row, axes)):
             if row.codec and REPLICA in names:
-                total = coded.reduce_scatter(total, names, dim, make_codec(row.codec))
+                total = coded.reduce_scatter(total, names, dim, coded.CODECS[row.codec])
             elif names:
                 total = jax.lax.psum_scatter(
                     total, names, scatter_dimension=dim, tiled=True

@@ -21,7 +21,7 @@ from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.rules import axes_of, entry
 
 MIN_CODED_ELEMENTS = 2_048
-"""Smallest shard, per layer, that is moved by a codec: one block of it."""
+"""Smallest shard, per layer, that is moved by a codec: one block of int8."""
 
 
 def plan_compute(rows: Any, config: Config) -> Any:
