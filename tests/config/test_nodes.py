@@ -48,6 +48,20 @@ NODES = "mesh.replica=2;zero.stage=3;zero.shard_over_replica=true"
             id="offload",
         ),
         case(
+            f"{NODES};communication.codec=int8",
+            "communication.codec='int8' needs copies of the model, and "
+            "zero.shard_over_replica=True keeps one; use 'none', or "
+            "zero.shard_over_replica=False",
+            id="codec",
+        ),
+        case(
+            f"{NODES};optimizer.name=onebit_adam;optimizer.freeze_step=10",
+            "optimizer.name='onebit_adam' needs copies of the model, and "
+            "zero.shard_over_replica=True keeps one; use another optimizer, or "
+            "zero.shard_over_replica=False",
+            id="one-bit",
+        ),
+        case(
             "mesh.replica=-1;mesh.data=1;zero.stage=3;zero.shard_over_replica=true;"
             "zero.secondary_partition=true",
             "zero.secondary_partition=True stores all parameters on each device of "

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from zjax.config import axes, schema
+from zjax.config.communication import COMPRESSED_OPTIMIZERS
 from zjax.errors import Problem
 
 
@@ -34,7 +35,20 @@ False, or set mesh.replica to the number of nodes
     if zero.offloads_state:
         problem = f"is not built for zero.optimizer_memory={zero.optimizer_memory!r}"
         yield Problem(field, True, problem, "use False, or zero.memory='device'")
+    yield from _messages(config)
     if zero.secondary_partition and sizes["data"] == 1:
         problem = "stores all parameters on each device of mesh.data=1"
         remedy = "use False, or more devices per node"
         yield Problem("zero.secondary_partition", True, problem, remedy)
+
+
+def _messages(config: schema.Config) -> Iterator[Problem]:
+    """Refuses messages between copies of the model, where there is one in all."""
+    codec, name = config.communication.codec, config.optimizer.name
+    problem = "needs copies of the model, and zero.shard_over_replica=True keeps one"
+    if codec != "none":
+        remedy = "use 'none', or zero.shard_over_replica=False"
+        yield Problem("communication.codec", codec, problem, remedy)
+    if name in COMPRESSED_OPTIMIZERS:
+        remedy = "use another optimizer, or zero.shard_over_replica=False"
+        yield Problem("optimizer.name", name, problem, remedy)

@@ -64,8 +64,8 @@ class ArrayPlan:
         form: Form of the stored elements.
         num_layers: Number of layers stacked along the first dim; 0 without such a dim.
         disks: Directories over which the array is striped; empty for arrays in memory.
-        codec: Codec, by its name in `zjax.comm.coded`, of collectives that move the array
-            across nodes, such as `int8`; empty where they move its own elements.
+        codec: Name in `zjax.comm.coded`, such as `int8`, of the codec by which the
+            array moves across nodes; empty where its own elements move.
     """
 
     path: str
