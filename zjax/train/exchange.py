@@ -74,6 +74,16 @@ class Exchange:
         size = self.num_elements
         return Errors(row("extra/worker", size), row("extra/server", size // number))
 
+    @property
+    def _axes_of_copies(self) -> list[set[str]]:
+        """Axes along which devices of a replica send one shard in unlike buffers.
+
+        What a codec loses of a number depends on the rest of the buffer.
+        """
+        split = [_axes_of(row.spec) for row in jax.tree.leaves(self.plan.grads)]
+        unlike = set().union(*split)
+        return [unlike - axes for axes in split]
+
     def __call__(
         self, tree: Params, errors: Any, keep: jax.Array
     ) -> tuple[Params, Any]:
@@ -108,6 +118,7 @@ class Exchange:
                 part = mean[start : start + x.size]
                 parts.append(part.reshape(x.shape).astype(x.dtype))
                 start += x.size
+            parts = list(map(_of_first_device, parts, self._axes_of_copies))
             kept = jax.tree.map(
                 lambda x, e: jnp.where(keep, x.reshape(e.shape), e), new or (), errors
             )
@@ -121,6 +132,19 @@ class Exchange:
             check_vma=False,
         )(pad_tree(tree, rows), errors, keep)
         return unpad_tree(means, rows), errors
+
+
+def _axes_of(spec: P) -> set[str]:
+    entries = ((e,) if isinstance(e, str) else e or () for e in spec)
+    return {axis for entry in entries for axis in entry}
+
+
+def _of_first_device(x: jax.Array, axes: set[str]) -> jax.Array:
+    """What the first device along some axes has received, on all of them."""
+    if not axes:
+        return x
+    order = tuple(sorted(axes))
+    return jax.lax.psum(jnp.where(jax.lax.axis_index(order) == 0, x, 0), order)
 
 
 @dataclasses.dataclass(frozen=True)
