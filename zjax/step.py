@@ -14,6 +14,7 @@ from zjax.errors import ConfigError, PlanError, Problem
 from zjax.execute.distilled import DistilledExecutor
 from zjax.execute.executor import Executor
 from zjax.execute.fused import fused_executor
+from zjax.execute.local_steps import LocalStepsExecutor
 from zjax.execute.replicated import ReplicatedExecutor
 from zjax.execute.streamed import StreamedExecutor
 from zjax.execute.teacher import Teacher
@@ -294,6 +295,8 @@ def _make_executor(
 ) -> Executor:
     if plan.is_offloaded:
         return StreamedExecutor(model, tx, plan, config, schedule)
+    if config.communication.num_local_steps:
+        return LocalStepsExecutor(model, tx, plan, config, schedule)
     phases = make_phases(config)
     if phases is None:
         return fused_executor(model, tx, plan, config, schedule)

@@ -221,7 +221,20 @@ class Communication:
         "none"
     )
     """Form of the numbers on the wire, beside float32 sums and with error feedback from
-    8 bits down; `none` leaves the reduction to `precision.reduce_dtype`."""
+    8 bits down; `none` leaves the reduction to `precision.reduce_dtype`, and sends outer
+    gradients in float32."""
+    num_local_steps: int = 0
+    """Steps that replicas take before they exchange outer gradients; 0 exchanges
+    gradients in every step."""
+    outer_learning_rate: float = 0.7
+    outer_momentum: float = 0.9
+    """Nesterov momentum of outer gradients."""
+    num_fragments: int = 1
+    """Parts of the model that are exchanged at different steps of a round."""
+    delay: int = 0
+    """Steps that replicas take while a fragment is on its way."""
+    mixing: float = 0.0
+    """Share of its own parameters that a replica keeps when it merges a fragment."""
 
 
 @section

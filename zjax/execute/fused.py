@@ -38,6 +38,10 @@ class FusedExecutor:
         self.state_plan = state_rows(plan, config)
         self.parameters = Weights(model, plan)
 
+    def state_of(self, program: str) -> TrainState:
+        """Plans of the state that a program reads."""
+        return self.state_plan
+
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Takes one optimizer step; the state is donated."""
         return self.programs["train"](state, batch)
@@ -59,7 +63,7 @@ class FusedExecutor:
         leaves, tree = jax.tree.flatten(batch)
         key = program, tree, tuple(leaves)
         if key not in self._compiled:
-            state = abstract_tree(self.state_plan)
+            state = abstract_tree(self.state_of(program))
             self._compiled[key] = self.programs[program].lower(state, batch).compile()
         return self._compiled[key]
 

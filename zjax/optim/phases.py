@@ -70,7 +70,7 @@ def make_phases(config: Config) -> Phases | None:
             {phase.name: phase for phase in phases},
             lambda step: phases[step > freeze_step].name,
         )
-    if codec == "none":
+    if codec == "none" or config.communication.num_local_steps:
         return None
     return Phases({PLAIN: Phase(PLAIN, codec)}, lambda step: PLAIN)
 

@@ -63,7 +63,7 @@ class ReplicaPrograms:
         programs = self.phases[phase]
 
         def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-            key = _key_of_replica(programs.step_key(state), self.model)
+            key = key_of_replica(programs.step_key(state), self.model)
             grads, loss = programs.gradients(state, batch, key)
             loss, share = _mean_loss(loss)
             grads = jax.tree.map(lambda g: weighting.scaled(g, share), grads)
@@ -114,7 +114,7 @@ def _state_spec() -> TrainState:
     return TrainState(**dict.fromkeys(fields, P()) | {"extra": P(REPLICA)})
 
 
-def _key_of_replica(key: jax.Array, model: Model) -> jax.Array | None:
+def key_of_replica(key: jax.Array, model: Model) -> jax.Array | None:
     """Separable losses draw by row; others would draw alike in all replicas."""
     if model.separable:
         return key

@@ -31,6 +31,7 @@ from zjax.storage.transfers import transfer_budget
 from zjax.train.compute_params import compute_param, compute_params
 from zjax.train.exchange import error_rows
 from zjax.train.master import computed_once, high_bits, stored_master, unsplit_plans
+from zjax.train.outer_state import first_outer_state, outer_rows
 from zjax.typing import Model, ModelState, Params
 
 
@@ -114,7 +115,7 @@ def state_rows(plan: Plan, config: Config) -> TrainState:
         lambda leaf: plan.scalar("scaler", leaf.dtype),
         jax.eval_shape(lambda: _init_scaler(config)),
     )
-    return TrainState(
+    rows = TrainState(
         step=plan.scalar("step", counter),
         num_skipped=plan.scalar("num_skipped", counter),
         master=plan.master,
@@ -125,6 +126,9 @@ def state_rows(plan: Plan, config: Config) -> TrainState:
         extra=error_rows(plan, config),
         params=plan.compute if plan.is_offloaded else (),
     )
+    if config.communication.num_local_steps:
+        return outer_rows(rows, plan, config)
+    return rows
 
 
 def saved_rows(plan: Plan, config: Config) -> TrainState:
@@ -217,7 +221,7 @@ def _first_state(
         ema = jax.tree.map(lambda x, row: x.astype(row.dtype), stored, plan.ema)
     if plan.is_offloaded:
         compute = pad_tree(compute_params(params, on_device), plan.compute)
-    return TrainState(
+    state = TrainState(
         **first_scalars(config),
         master=jax.tree.map(stored_master, stored, plan.master),
         opt_state=opt_state,
@@ -228,6 +232,9 @@ def _first_state(
         ),
         params=compute,
     )
+    if config.communication.num_local_steps:
+        return first_outer_state(state, state_rows(plan, config))
+    return state
 
 
 def with_params(state: TrainState, plan: Plan) -> TrainState:

@@ -1,0 +1,245 @@
+"""Replicas that take local steps, against explicit workers in NumPy."""
+
+import collections
+import math
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from tests.support import models, runs
+from zjax.config import schema
+from zjax.errors import PlanError
+from zjax.observe.collectives import list_collectives, mesh_axes
+
+LEARNING_RATE = 0.5
+REPLICA8 = schema.Mesh(replica=8)
+NO_CLIPPING = schema.Optimizer(clip_norm=math.inf)
+FRAGMENTS = {1: [["bias", "down", "up"]], 2: [["down", "bias"], ["up"]]}
+"""Arrays of each fragment, by the number of fragments; in the order of the wire."""
+
+
+def make_run(tx=None, stage=0, mesh=REPLICA8, **settings):
+    return runs.make_small_run(
+        tx or optax.sgd(LEARNING_RATE),
+        stage,
+        mesh=mesh,
+        optimizer=NO_CLIPPING,
+        communication=schema.Communication(**settings),
+    )
+
+
+def make_batch(step):
+    """Rows of equal weight, so that replicas weigh alike."""
+    return models.make_batch(step) | {"weight": np.ones(models.BATCH, np.float32)}
+
+
+def replicas_of(state):
+    return jax.tree.map(np.asarray, state.extra.replicas.master)
+
+
+def anchor_of(state):
+    return jax.tree.map(np.asarray, state.master)
+
+
+def int4(x):
+    """What four bits leave of blocks of 2048 numbers."""
+    blocks = x.reshape(-1, 2048)
+    largest = np.abs(blocks).max(1, keepdims=True)
+    scales = np.where(largest > 0, largest, 1).astype(np.float32) / 8
+    return (np.clip(np.round(blocks / scales), -8, 7) * scales).reshape(x.shape)
+
+
+class Workers:
+    """Streaming DiLoCo with one process per replica, in NumPy."""
+
+    def __init__(self, number, settings):
+        self.number, self.settings = number, schema.Communication(**settings)
+        self.wire = int4 if self.settings.codec == "int4" else lambda x: x
+        self.anchor = jax.tree.map(np.asarray, models.init(KEY))
+        self.momentum = {name: 0 * x for name, x in self.anchor.items()}
+        self.params = [dict(self.anchor) for _ in range(number)]
+        self.worker_errors = collections.defaultdict(lambda: np.float32(0))
+        self.server_errors = collections.defaultdict(lambda: np.float32(0))
+        self.on_the_way = {}
+
+    def step(self, number):
+        settings, batch = self.settings, make_batch(number - 1)
+        length, fragments = settings.num_local_steps, FRAGMENTS[settings.num_fragments]
+        for i, params in enumerate(self.params):
+            rows = {name: x.reshape(self.number, -1, *x.shape[1:])[i]
+                    for name, x in batch.items()}  # fmt: skip
+            grads = GRADIENTS(params, rows)
+            for name, grad in grads.items():
+                params[name] = params[name] - LEARNING_RATE * np.asarray(grad)
+        for i, names in enumerate(fragments):
+            end = (i + 1) * length // len(fragments)
+            if (number + settings.delay - end) % length == 0:
+                self.on_the_way[i] = self.mean(i, names)
+            if (number - end) % length == 0:
+                self.merge(names, self.on_the_way.pop(i))
+
+    def mean(self, fragment, names):
+        """Two phases: workers send chunks to servers, which send means to all."""
+        chunks = []
+        for i, params in enumerate(self.params):
+            flat = [(self.anchor[n] - params[n]).ravel() for n in names]
+            flat = np.concatenate(flat)
+            padded = np.zeros(2048 * self.number, np.float32)
+            padded[: len(flat)] = flat
+            message = padded + self.worker_errors[fragment, i]
+            self.worker_errors[fragment, i] = message - self.wire(message)
+            chunks.append(self.wire(message).reshape(self.number, -1))
+        means = []
+        for j in range(self.number):
+            message = np.mean([c[j] for c in chunks], 0, np.float32)
+            message = message + self.server_errors[fragment, j]
+            self.server_errors[fragment, j] = message - self.wire(message)
+            means.append(self.wire(message))
+        flat = np.concatenate(means)
+        return flat
+
+    def merge(self, names, flat):
+        settings, start = self.settings, 0
+        for name in names:
+            old = self.anchor[name]
+            grad = flat[start : start + old.size].reshape(old.shape)
+            start += old.size
+            decay, rate = settings.outer_momentum, settings.outer_learning_rate
+            self.momentum[name] = decay * self.momentum[name] + grad
+            self.anchor[name] = old - rate * (grad + decay * self.momentum[name])
+            for params in self.params:
+                own = settings.mixing * params[name]
+                params[name] = own + (1 - settings.mixing) * self.anchor[name]
+
+
+KEY = jax.random.key(0)
+GRADIENTS = jax.jit(jax.grad(lambda p, rows: models.loss(p, {}, rows, None).value))
+STREAMED = {"num_local_steps": 4, "num_fragments": 2, "delay": 1, "mixing": 0.5}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"num_local_steps": 3}, id="diloco"),
+        pytest.param({"num_local_steps": 3, "codec": "int4"}, id="diloco-int4"),
+        pytest.param({"num_local_steps": 4, "delay": 2}, id="delayed"),
+        pytest.param({"codec": "int4"} | STREAMED, id="streaming"),
+    ],
+)
+def test_twelve_steps_are_those_of_explicit_workers(settings):
+    """Fails for sums in place of means, lost momentum, errors or fragments."""
+    run = make_run(**settings)
+    workers = Workers(8, settings)
+    workers.anchor = anchor_of(run.state)
+    workers.params = [dict(workers.anchor) for _ in range(8)]
+    state = run.state
+    for number in range(1, 13):
+        workers.step(number)
+        state, _ = run.step(state, make_batch(number - 1))
+        for name, expected in workers.anchor.items():
+            np.testing.assert_allclose(
+                anchor_of(state)[name], expected, rtol=0, atol=2e-6
+            )
+            np.testing.assert_allclose(
+                replicas_of(state)[name],
+                [params[name] for params in workers.params],
+                rtol=0,
+                atol=2e-6,
+            )
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("mesh", [REPLICA8, schema.Mesh(replica=2)])
+def test_rounds_of_one_step_are_data_parallelism(mesh, stage):
+    """The outer optimizer is SGD with learning rate 1 and no momentum."""
+    one = {"num_local_steps": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0}
+    states, losses = [], []
+    for settings in ({}, one):
+        run = make_run(stage=stage, mesh=mesh, **settings)
+        state = run.state
+        for step in range(4):
+            state, _ = run.step(state, make_batch(step))
+        states.append(anchor_of(state))
+        losses.append(float(run.step.evaluate(state, make_batch(9))["loss"]))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), *states
+    )
+    np.testing.assert_allclose(*losses, rtol=1e-6)
+
+
+def test_replicas_are_equal_after_an_exchange_alone():
+    run = make_run(optax.adam(0.01), codec="int4", num_local_steps=3)
+    state = run.state
+    for number in range(1, 7):
+        state, _ = run.step(state, models.make_batch(number))
+        anchor, replicas = anchor_of(state), replicas_of(state)
+        same = {name: (x == anchor[name]).all() for name, x in replicas.items()}
+        assert set(same.values()) == {number % 3 == 0}
+
+
+def crossing(run, program="train", *arguments):
+    """Collectives over `replica`."""
+    if arguments:
+        text = run.step.programs[program].lower(*arguments).compile().as_text()
+    else:
+        text = run.step.compile(models.make_batch(), program).as_text()
+    return [
+        each
+        for each in list_collectives(text)
+        if "replica" in mesh_axes(each.groups, run.mesh)
+    ]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    "mesh", [schema.Mesh(replica=2), schema.Mesh(replica=4, tensor=2)]
+)
+def test_a_local_step_sends_nothing_to_other_replicas(mesh, stage):
+    """Neither gradients nor losses, norms, or whether they are finite."""
+    run = make_run(optax.adamw(0.01), stage, mesh, num_local_steps=3)
+    assert not crossing(run)
+    assert crossing(make_run(optax.adamw(0.01), stage, mesh))
+
+
+def test_a_fragment_sends_its_own_bytes_in_four_bits():
+    """Half a byte a number and a scale for 2048; fails if all fragments are sent."""
+    settings = {"codec": "int4", "num_local_steps": 4, "num_fragments": 2}
+    run = make_run(mesh=schema.Mesh(replica=2, tensor=4), **settings)
+    for i, names in enumerate(FRAGMENTS[2]):
+        grads = [run.state.extra.replicas.master[name] for name in names]
+        sent = crossing(run, f"mean_{i}", grads, run.state.extra.errors[i])
+        codes = [each for each in sent if each.dtype == "u8"]
+        assert {each.op for each in codes} == {"all-to-all", "all-gather"}
+        assert {each.dtype for each in sent} == {"u8", "f32"}
+        assert sum(e.elements for e in sent if e.dtype == "f32") < 8
+
+
+def test_a_fragment_is_sent_once_a_round_and_merged_after_the_delay():
+    run = make_run(**STREAMED)
+    calls = []
+
+    def noted(name, program):
+        def call(*arguments):
+            calls.append((step, name))
+            return program(*arguments)
+
+        return call
+
+    programs = run.step.executor.programs
+    run.step.executor.programs = {n: noted(n, p) for n, p in programs.items()}
+    state = run.state
+    for step in range(1, 9):
+        state, _ = run.step(state, make_batch(step))
+    sent = [call for call in calls if call[1].startswith("mean")]
+    merged = [call for call in calls if call[1].startswith("merge")]
+    assert sent == [(1, "mean_0"), (3, "mean_1"), (5, "mean_0"), (7, "mean_1")]
+    assert merged == [(2, "merge_0"), (4, "merge_1"), (6, "merge_0"), (8, "merge_1")]
+
+
+def test_more_fragments_than_arrays_are_refused():
+    with pytest.raises(PlanError) as error:
+        make_run(num_local_steps=8, num_fragments=4)
+    expected = "communication.num_fragments=4 has fragments without any layer or "
+    assert str(error.value) == expected + "array; use at most 3"

@@ -1,0 +1,161 @@
+"""Replicas that take local steps and exchange outer gradients now and then."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+
+from zjax.compiler import step_options
+from zjax.config.schema import Config
+from zjax.execute.fused import FusedExecutor
+from zjax.execute.step_number import StepNumber
+from zjax.optim.rounds import make_rounds
+from zjax.sharding.placement import shardings
+from zjax.sharding.plan import Plan
+from zjax.train.fragments import make_fragments
+from zjax.train.local_steps import LocalStep, end_of_round, make_outer_step
+from zjax.train.programs import make_programs
+from zjax.train.state import TrainState, state_rows
+from zjax.train.update import Schedule
+from zjax.typing import Batch, Metrics, Model
+
+
+class LocalStepsExecutor(FusedExecutor):
+    """An `Executor` whose replicas send nothing in most steps.
+
+    Its programs are `train`, a local step; `evaluate`, with the anchor; for each
+    fragment `outer_gradients_0`, `mean_0` and `merge_0`, and so on, of which only
+    `mean_0` sends; and `end_of_round`. None waits for another on the host, so with a
+    delay the mean of a fragment is on its way while local steps run.
+
+    Args:
+        model: Model and loss as pure functions.
+        tx: Optax gradient transformation of the local steps.
+        plan: Placement of every array, all on the devices.
+        config: Checked settings.
+        schedule: Learning rate by applied step, for the metrics.
+    """
+
+    def __init__(
+        self, model: Model, tx: Any, plan: Plan, config: Config, schedule: Schedule | None
+    ):
+        rows = state_rows(plan, config)
+        programs = _programs(model, tx, plan, config, schedule, rows)
+        super().__init__(model, plan, config, programs)
+        self._rounds, self._number = make_rounds(config.communication), StepNumber()
+
+    def state_of(self, program: str) -> TrainState:
+        """Plans of the state that a program reads."""
+        rows = super().state_of(program)
+        return _of_replicas(rows) if program == "train" else rows
+
+    def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """Takes a local step, then sends or merges a fragment; donates the state."""
+        number = self._number.before(state) + 1
+        replicas, metrics = self.programs["train"](_of_replicas(state), batch)
+        state = dataclasses.replace(state, step=replicas.step)
+        state = _with_extra(state, replicas=dataclasses.replace(replicas, step=()))
+        sent, merged = self._rounds.sent_after(number), self._rounds.merged_after(number)
+        arriving = state.extra.arriving
+        if sent is not None:
+            state, mean = self._send(state, sent)
+            arriving = {**dict(enumerate(arriving)), sent: mean}
+        if merged is not None:
+            state = self._merge(state, merged, arriving[merged])
+        if self._rounds.ends_after(number):
+            state = self._end_round(state)
+        self._number.after(state, number)
+        return state, metrics
+
+    def _send(self, state: TrainState, fragment: int) -> tuple[TrainState, Any]:
+        outer = state.extra
+        outer_gradients = self.programs[f"outer_gradients_{fragment}"]
+        grads = outer_gradients(state.master, outer.replicas.master)
+        mean, errors = self.programs[f"mean_{fragment}"](grads, outer.errors[fragment])
+        state = _with_extra(state, errors=_replaced(outer.errors, fragment, errors))
+        if outer.arriving:
+            arriving = _replaced(outer.arriving, fragment, mean)
+            state = _with_extra(state, arriving=arriving)
+        return state, mean
+
+    def _merge(self, state: TrainState, fragment: int, mean: Any) -> TrainState:
+        outer = state.extra
+        merge = self.programs[f"merge_{fragment}"]
+        anchor, momentum, master = merge(
+            state.master, outer.momentum, outer.replicas.master, mean
+        )
+        replicas = dataclasses.replace(outer.replicas, master=master)
+        state = dataclasses.replace(state, master=anchor)
+        return _with_extra(state, momentum=momentum, replicas=replicas)
+
+    def _end_round(self, state: TrainState) -> TrainState:
+        replicas = state.extra.replicas
+        shared, own, skipped = self.programs["end_of_round"](
+            replicas.model_state, replicas.num_skipped
+        )
+        state = dataclasses.replace(state, model_state=shared, num_skipped=skipped)
+        replicas = dataclasses.replace(replicas, model_state=own)
+        return _with_extra(state, replicas=replicas)
+
+
+def _of_replicas(state: TrainState) -> TrainState:
+    return dataclasses.replace(state.extra.replicas, step=state.step)
+
+
+def _with_extra(state: TrainState, **changes: Any) -> TrainState:
+    return dataclasses.replace(state, extra=state.extra._replace(**changes))
+
+
+def _replaced(items: tuple[Any, ...], index: int, item: Any) -> tuple[Any, ...]:
+    return (*items[:index], item, *items[index + 1 :])
+
+
+def _programs(
+    model: Model,
+    tx: Any,
+    plan: Plan,
+    config: Config,
+    schedule: Schedule | None,
+    rows: TrainState,
+) -> dict[str, Any]:
+    places, of_replicas = shardings(rows), shardings(_of_replicas(rows))
+    compiled = functools.partial(jax.jit, compiler_options=step_options(config, plan))
+    of_replica = make_programs(model, tx, plan.of_replica, config, schedule)
+    programs = {
+        "train": compiled(
+            LocalStep(of_replica, model, plan),
+            donate_argnums=0,
+            out_shardings=(of_replicas, None),
+        ),
+        "evaluate": compiled(make_programs(model, tx, plan, config).evaluate),
+        "end_of_round": jax.jit(
+            functools.partial(end_of_round, plan=plan),
+            donate_argnums=0,
+            out_shardings=(
+                places.model_state,
+                of_replicas.model_state,
+                places.num_skipped,
+            ),
+        ),
+    }
+    number = config.communication.num_fragments
+    for i, fragment in enumerate(make_fragments(plan.master, number)):
+        outer = make_outer_step(plan, config, fragment)
+        sent = [row.stored for row in outer.exchange.plan.grads]
+        by_replica = [jax.tree.leaves(of_replicas.master)[p.leaf] for p in fragment.pieces]
+        merged = places.master, places.extra.momentum, of_replicas.master
+        programs |= {
+            f"outer_gradients_{i}": jax.jit(
+                outer.outer_gradients, out_shardings=by_replica
+            ),
+            f"mean_{i}": jax.jit(
+                outer.mean,
+                donate_argnums=1,
+                out_shardings=(sent, places.extra.errors[i]),
+            ),
+            f"merge_{i}": jax.jit(
+                outer.merge, donate_argnums=(0, 1, 2), out_shardings=merged
+            ),
+        }
+    return programs

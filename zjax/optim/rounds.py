@@ -1,0 +1,62 @@
+"""When replicas that step apart exchange a fragment of their parameters.
+
+Every `num_local_steps` steps each fragment is merged once, at evenly spaced steps, the
+last one at the end of the round. It is sent `delay` steps before.
+"""
+
+import dataclasses
+
+from zjax.config.schema import Communication
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounds:
+    """The schedule of a run.
+
+    Args:
+        num_local_steps: Steps of a round, 1 or more.
+        num_fragments: Fragments of the parameters, 1 to `num_local_steps`.
+        delay: Steps from sending to merging, less than those between two merges.
+
+    Example:
+        >>> rounds = Rounds(num_local_steps=4, num_fragments=2, delay=1)
+        >>> [rounds.sent_after(step) for step in range(1, 9)]
+        [0, None, 1, None, 0, None, 1, None]
+        >>> [rounds.merged_after(step) for step in range(1, 9)]
+        [None, 0, None, 1, None, 0, None, 1]
+
+    Reference:
+        Streaming DiLoCo, arXiv:2501.18512, sections 2.1 and 2.2.
+    """
+
+    num_local_steps: int
+    num_fragments: int = 1
+    delay: int = 0
+
+    def merged_after(self, step: int) -> int | None:
+        """The fragment that is merged after a step, 1 or more; None for none."""
+        length, number = self.num_local_steps, self.num_fragments
+        ends = ((i + 1) * length // number % length for i in range(number))
+        return next((i for i, end in enumerate(ends) if step % length == end), None)
+
+    def sent_after(self, step: int) -> int | None:
+        """The fragment that is sent after a step, 1 or more; None for none."""
+        return self.merged_after(step + self.delay)
+
+    def ends_after(self, step: int) -> bool:
+        """Whether a step is the last one of a round."""
+        return step % self.num_local_steps == 0
+
+
+def make_rounds(settings: Communication) -> Rounds:
+    """The rounds of a run whose `num_local_steps` is 1 or more.
+
+    Args:
+        settings: Checked settings.
+
+    Example:
+        >>> make_rounds(Communication(num_local_steps=30)).merged_after(60)
+        0
+    """
+    number, delay = settings.num_fragments, settings.delay
+    return Rounds(settings.num_local_steps, number, delay)

@@ -1,0 +1,119 @@
+"""The state of replicas that step apart.
+
+`master` holds the anchor, the parameters that all replicas share since they were last
+merged, so that evaluation, generation and export read it as in any other run. What
+differs between replicas is stored with a leading dim of replicas, sharded over
+`replica`.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zjax.comm.codecs import make_codec
+from zjax.config.schema import Config
+from zjax.sharding.mesh import REPLICA
+from zjax.sharding.placement import ArrayPlan
+from zjax.sharding.plan import Plan
+from zjax.train.exchange import Exchange
+from zjax.train.fragments import Fragment, make_fragments
+
+
+class Outer(NamedTuple):
+    """`TrainState.extra` of a run with local steps.
+
+    Args:
+        replicas: TrainState of every replica, arrays [N, ...]; without `step`.
+        momentum: float32 momentum of the outer optimizer, in the form of `master`.
+        errors: By fragment, what the codec lost so far.
+        arriving: By fragment, the mean outer gradient that was sent last, for a merge
+            `delay` steps later; an empty tuple without delay.
+    """
+
+    replicas: Any
+    momentum: Any
+    errors: tuple[Any, ...]
+    arriving: tuple[Any, ...]
+
+
+def make_exchange(plan: Plan, config: Config, fragment: Fragment) -> Exchange:
+    """The exchange of a fragment, of the shards that a device stores.
+
+    Args:
+        plan: Places every array.
+        config: Read for `communication.codec`.
+        fragment: Some of the parameters.
+    """
+    name = config.communication.codec
+    codec = make_codec("float32" if name == "none" else name)
+    rows = fragment.rows(jax.tree.leaves(plan.master))
+    return Exchange(dataclasses.replace(plan, grads=rows), codec)
+
+
+def outer_rows(rows: Any, plan: Plan, config: Config) -> Any:
+    """The plans of a state whose replicas step apart.
+
+    Args:
+        rows: TrainState of the plans of one replica.
+        plan: Places every array.
+        config: Read for `communication`.
+    """
+    settings = config.communication
+    exchanges = [
+        make_exchange(plan, config, fragment)
+        for fragment in make_fragments(plan.master, settings.num_fragments)
+    ]
+    momentum = jax.tree.map(_float32, plan.master)
+    means = tuple([_float32(r) for r in each.plan.grads] for each in exchanges)
+    extra = Outer(
+        replicas=jax.tree.map(_by_replica, dataclasses.replace(rows, step=())),
+        momentum=momentum,
+        errors=tuple(e.error_rows if e.feeds_back else () for e in exchanges),
+        arriving=means if settings.delay else (),
+    )
+    return dataclasses.replace(rows, opt_state=(), scaler=(), extra=extra)
+
+
+def first_outer_state(state: Any, rows: Any) -> Any:
+    """The state whose replicas start equal.
+
+    Args:
+        state: TrainState of one replica.
+        rows: Its plans by `outer_rows`.
+    """
+    number = jax.tree.leaves(rows.extra.replicas)[0].shape[0]
+    zeros = jax.tree.map(
+        lambda row: jnp.zeros(row.stored_shape, row.dtype),
+        rows.extra._replace(replicas=()),
+    )
+    replicas = jax.tree.map(
+        lambda x: jnp.broadcast_to(x, (number, *x.shape)),
+        dataclasses.replace(state, step=()),
+    )
+    extra = zeros._replace(replicas=replicas)
+    return dataclasses.replace(state, opt_state=(), scaler=(), extra=extra)
+
+
+def _by_replica(row: ArrayPlan) -> ArrayPlan:
+    mesh = row.stored.mesh
+    number = mesh.shape[REPLICA]
+
+    def place(sharding: NamedSharding) -> NamedSharding:
+        return sharding.update(spec=P(REPLICA, *sharding.spec))
+
+    return dataclasses.replace(
+        row,
+        path=f"extra/replicas/{row.path}",
+        shape=(number, *row.shape),
+        stored=place(row.stored),
+        used=place(row.used),
+        num_layers=0,
+    )
+
+
+def _float32(row: ArrayPlan) -> ArrayPlan:
+    return dataclasses.replace(row, dtype=jnp.dtype("float32"))
