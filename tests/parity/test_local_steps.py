@@ -16,7 +16,7 @@ from zjax.observe.collectives import list_collectives, mesh_axes
 LEARNING_RATE = 0.5
 REPLICA8 = schema.Mesh(replica=8)
 NO_CLIPPING = schema.Optimizer(clip_norm=math.inf)
-FRAGMENTS = {1: [["bias", "down", "up"]], 2: [["down", "bias"], ["up"]]}
+FRAGMENTS = {1: [["down", "up", "bias"]], 2: [["down", "bias"], ["up"]]}
 """Arrays of each fragment, by the number of fragments; in the order of the wire."""
 
 

@@ -13,6 +13,7 @@ from zjax.config import (
     batch,
     communication,
     effect,
+    local_steps,
     model_rules,
     nodes,
     ranges,
@@ -314,6 +315,10 @@ _RULES: tuple[model_rules.Entry, ...] = (
     (("mesh",), nodes.node_problems),
     (("num_steps", "optimizer"), _schedule),
     (("num_steps", "optimizer", "mesh"), communication.communication_problems),
+    (
+        ("num_steps", "optimizer", "mesh", "communication"),
+        local_steps.local_steps_problems,
+    ),
     ((), _rules),
     ((), _groups),
     (("num_steps", "observe"), _profile),

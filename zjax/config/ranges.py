@@ -114,6 +114,14 @@ RANGES: dict[type, dict[str, Range]] = {
         "ema_decay": DECAY,
         "freeze_step": _from(0),
     },
+    schema.Communication: {
+        "num_local_steps": _from(0),
+        "outer_learning_rate": POSITIVE,
+        "outer_momentum": DECAY,
+        "num_fragments": _from(1),
+        "delay": _from(0),
+        "mixing": DECAY,
+    },
     schema.Sparsity: {
         "num_local_blocks": _from(1, MAX_TOKENS),
         "num_global_blocks": _from(0, MAX_TOKENS),

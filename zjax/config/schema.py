@@ -221,7 +221,7 @@ class Communication:
         "none"
     )
     """Form of the numbers on the wire, beside float32 sums and with error feedback from
-    8 bits down; `none` leaves the reduction to `precision.reduce_dtype`, and sends outer
+    8 bits down; `none` leaves the reduction to `precision.reduce_dtype`, and outer
     gradients in float32."""
     num_local_steps: int = 0
     """Steps that replicas take before they exchange outer gradients; 0 exchanges

@@ -38,7 +38,12 @@ class LocalStepsExecutor(FusedExecutor):
     """
 
     def __init__(
-        self, model: Model, tx: Any, plan: Plan, config: Config, schedule: Schedule | None
+        self,
+        model: Model,
+        tx: Any,
+        plan: Plan,
+        config: Config,
+        schedule: Schedule | None,
     ):
         rows = state_rows(plan, config)
         programs = _programs(model, tx, plan, config, schedule, rows)
@@ -56,7 +61,10 @@ class LocalStepsExecutor(FusedExecutor):
         replicas, metrics = self.programs["train"](_of_replicas(state), batch)
         state = dataclasses.replace(state, step=replicas.step)
         state = _with_extra(state, replicas=dataclasses.replace(replicas, step=()))
-        sent, merged = self._rounds.sent_after(number), self._rounds.merged_after(number)
+        sent, merged = (
+            self._rounds.sent_after(number),
+            self._rounds.merged_after(number),
+        )
         arriving = state.extra.arriving
         if sent is not None:
             state, mean = self._send(state, sent)
@@ -143,7 +151,9 @@ def _programs(
     for i, fragment in enumerate(make_fragments(plan.master, number)):
         outer = make_outer_step(plan, config, fragment)
         sent = [row.stored for row in outer.exchange.plan.grads]
-        by_replica = [jax.tree.leaves(of_replicas.master)[p.leaf] for p in fragment.pieces]
+        by_replica = [
+            jax.tree.leaves(of_replicas.master)[p.leaf] for p in fragment.pieces
+        ]
         merged = places.master, places.extra.momentum, of_replicas.master
         programs |= {
             f"outer_gradients_{i}": jax.jit(

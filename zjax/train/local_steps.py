@@ -60,7 +60,9 @@ class LocalStep:
         """
 
         def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-            state = _with_step(jax.tree.map(lambda x: x[0], _without_step(state)), state)
+            state = _with_step(
+                jax.tree.map(lambda x: x[0], _without_step(state)), state
+            )
             key = key_of_replica(self.programs.step_key(state), self.model)
             grads, loss = self.programs.gradients(state, batch, key)
             new, metrics = self.programs.update(state, grads, loss, batch)
@@ -114,7 +116,7 @@ class OuterStep:
         start = self.fragment.take(jax.tree.leaves(anchor))
         end = self.fragment.take(jax.tree.leaves(master), dim=1)
         return [
-            a.astype(jnp.float32) - x.astype(jnp.float32)
+            a.astype(jnp.float32)[None] - x.astype(jnp.float32)
             for a, x in zip(start, end, strict=True)
         ]
 
@@ -189,8 +191,9 @@ class OuterStep:
 
     def _mixed(self, local: jax.Array, shared: jax.Array) -> jax.Array:
         share = self.config.communication.mixing
-        shared = jnp.broadcast_to(shared, local.shape)
-        return share * local + (1 - share) * shared if share else shared
+        if not share:
+            return jnp.broadcast_to(shared, local.shape)
+        return share * local + (1 - share) * shared[None]
 
 
 def _without_padding(x: jax.Array, row: ArrayPlan, whole: ArrayPlan) -> jax.Array:

@@ -1,0 +1,78 @@
+"""Whether local steps of replicas fit the other settings."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from zjax.config import axes, schema
+from zjax.errors import Problem
+
+_OF_LOCAL_STEPS = (
+    "outer_learning_rate",
+    "outer_momentum",
+    "num_fragments",
+    "delay",
+    "mixing",
+)
+
+
+def local_steps_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Problems of `communication.num_local_steps`, and of what belongs to it.
+
+    Args:
+        config: Settings in their ranges.
+        num_devices: Devices of the run.
+    """
+    settings = config.communication
+    if not settings.num_local_steps:
+        yield from _without_local_steps(settings)
+        return
+    yield from _rounds(config)
+    length, field = settings.num_local_steps, "communication.num_local_steps"
+    if axes.axis_sizes(config, num_devices)["replica"] == 1:
+        problem = "has no effect with mesh.replica=1"
+        yield Problem(field, length, problem, "use mesh.replica=2 or more, or 0")
+    for other, value, problem in (
+        ("zero.optimizer_memory", config.zero.optimizer_memory, "device"),
+        ("precision.master_dtype", config.precision.master_dtype, "float32"),
+        ("optimizer.ema_decay", config.optimizer.ema_decay, 0.0),
+    ):
+        if value != problem:
+            remedy = f"use {other}={problem}, or 0"
+            yield Problem(field, length, f"is not built for {other}={value!r}", remedy)
+    if config.optimizer.name == "onebit_adam":
+        problem = "leaves optimizer.name='onebit_adam' nothing to send"
+        yield Problem(field, length, problem, "use another optimizer, or 0")
+
+
+def _without_local_steps(settings: schema.Communication) -> Iterator[Problem]:
+    defaults = {x.name: x.default for x in dataclasses.fields(schema.Communication)}
+    for name in _OF_LOCAL_STEPS:
+        value, default = getattr(settings, name), defaults[name]
+        if value != default:
+            problem = "has no effect with communication.num_local_steps=0"
+            remedy = f"leave it at {default}, or set communication.num_local_steps"
+            yield Problem(f"communication.{name}", value, problem, remedy)
+
+
+def _rounds(config: schema.Config) -> Iterator[Problem]:
+    settings, field = config.communication, "communication.num_local_steps"
+    length, number, delay = (
+        settings.num_local_steps,
+        settings.num_fragments,
+        settings.delay,
+    )
+    if length > config.num_steps:
+        problem = f"is more than num_steps={config.num_steps}: nothing is exchanged"
+        remedy = f"use at most {config.num_steps}"
+        yield Problem(field, length, problem, remedy)
+    elif rest := config.num_steps % length:
+        problem = f"leaves the last {rest} of num_steps={config.num_steps} unmerged"
+        yield Problem(field, length, problem, "use a divisor of num_steps")
+    if number > length:
+        problem = f"is more than {field}={length}"
+        name, remedy = "communication.num_fragments", f"use at most {length}"
+        yield Problem(name, number, problem, remedy)
+    elif delay >= length // number:
+        problem = f"is not less than the {length // number} steps between two merges"
+        remedy = f"use at most {length // number - 1}"
+        yield Problem("communication.delay", delay, problem, remedy)
