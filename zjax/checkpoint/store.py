@@ -14,11 +14,19 @@ import jax
 import numpy as np
 from absl import logging
 
-from zjax.checkpoint import arrays, failures, layout, quiet, split_master, views
+from zjax.checkpoint import (
+    arrays,
+    failures,
+    layout,
+    quiet,
+    replicas,
+    split_master,
+    views,
+)
 from zjax.checkpoint import steps as directories
 from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.reader import Reader
-from zjax.checkpoint.saved import link
+from zjax.checkpoint.saved import link, place_slices
 from zjax.checkpoint.sums import LINKED
 from zjax.checkpoint.threads import Task
 from zjax.checkpoint.writer import barrier_name, start_write, wait_for_write
@@ -220,10 +228,18 @@ class Store:
         index = self._reader.index(step)
         named = layout.name_leaves(plans)
         expected = split_master.joined_entries(layout.describe_plans(named))
-        found = views.match_layout(self._reader.open(step).source, expected)
-        layout.check_same(expected, found.entries, str(self._reader.path(step)))
+        source = self._reader.open(step).source
+        adapted = replicas.adapted_extra(source, expected)
+        wanted = {n: e for n, e in expected.items() if n not in adapted}
+        found = views.match_layout(source, expected).entries
+        found = {
+            n: e
+            for n, e in found.items()
+            if n in wanted or not (n in adapted or replicas.is_of_codec(n))
+        }
+        layout.check_same(wanted, found, str(self._reader.path(step)))
         free_memory()
-        leaves = self._read(step, named)
+        leaves = self._read(step, named, adapted)
         return jax.tree.unflatten(jax.tree.structure(plans), leaves), index["extra"]
 
     def restore_part(self, plans: Any, part: str, step: int | None = None) -> Any:
@@ -249,7 +265,7 @@ class Store:
         found = views.match_layout(source, expected)
         place = str(self._reader.path(step))
         layout.check_same(expected, found.entries, place, cast=True)
-        leaves = self._read(step, named)
+        leaves = self._read(step, named, {})
         return jax.tree.unflatten(jax.tree.structure(plans), leaves)
 
     def extra(self, step: int | None = None) -> dict[str, Any]:
@@ -284,9 +300,19 @@ class Store:
         except Exception as error:
             raise self._reader.damaged(step, error) from error
 
-    def _read(self, step: int, named: Mapping[str, ArrayPlan]) -> list[Any]:
+    def _read(
+        self,
+        step: int,
+        named: Mapping[str, ArrayPlan],
+        adapted: Mapping[str, replicas.Read],
+    ) -> list[Any]:
+        same = {name: plan for name, plan in named.items() if name not in adapted}
         try:
-            return arrays.read_arrays(self._reader.open(step), named)
+            read = arrays.read_arrays(self._reader.open(step), same)
+            leaves = dict(zip(same, read, strict=True))
+            for name, read_slice in adapted.items():
+                leaves[name] = place_slices(read_slice, named[name])
+            return [leaves[name] for name in named]
         except jax.errors.JaxRuntimeError:  # a device failed, not the files
             raise
         except Exception as error:

@@ -1,0 +1,93 @@
+"""Checkpoints of replicas that step apart."""
+
+import logging
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import zjax
+from tests.support import models, runs
+from zjax.config import schema
+
+STREAMED = schema.Communication(
+    codec="int4", num_local_steps=4, num_fragments=2, delay=1
+)
+
+
+def make_run(replica=8, stage=0, communication=STREAMED):
+    mesh = schema.Mesh(replica=replica)
+    tx = optax.adam(0.01)
+    return runs.make_small_run(tx, stage, mesh=mesh, communication=communication)
+
+
+def after(run, number, state=None):
+    first = 0 if state is None else int(state.step)
+    return runs.train(run, number, first=first, state=state)[1]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Five steps: one of the second round, whose first fragment is on its way."""
+    run, directory = make_run(), tmp_path_factory.mktemp("run")
+    state = after(run, 5)
+    zjax.save(directory, state, run)
+    return directory, jax.tree.map(np.asarray, after(run, 6, state))
+
+
+def test_a_round_goes_on_bit_for_bit(saved):
+    directory, expected = saved
+    run = make_run()
+    state, _ = zjax.restore(directory, run)
+    state = after(run, 6, state)
+    jax.tree.map(np.testing.assert_array_equal, state, expected)
+
+
+@pytest.mark.parametrize("replica", [2, 4])
+def test_another_number_of_replicas_continues_from_the_anchor(saved, replica, caplog):
+    run = make_run(replica, stage=1)
+    with caplog.at_level(logging.WARNING):
+        state, _ = zjax.restore(saved[0], run)
+    number = f"8 replicas were saved: {replica} replicas continue from where they last"
+    assert f"{number} met" in caplog.text
+    assert (
+        "errors of the codec start at 0: none were saved for this mesh" in caplog.text
+    )
+    for name, anchor in state.master.items():
+        replicas = np.asarray(state.extra.replicas.master[name])
+        assert (replicas == np.asarray(anchor)[None]).all()
+    moments = state.extra.replicas.opt_state[0]
+    assert (np.asarray(moments.count) == 5).all()
+    assert np.abs(np.asarray(moments.mu["up"])).max() > 0
+    assert np.abs(np.asarray(state.extra.momentum["up"])).max() > 0
+    state = after(run, 3, state)
+    assert np.isfinite(np.asarray(state.master["up"])).all()
+
+
+def test_another_codec_starts_without_errors(saved):
+    communication = schema.Communication(num_local_steps=4, num_fragments=2, delay=1)
+    run = make_run(communication=communication)
+    state, _ = zjax.restore(saved[0], run)
+    assert int(after(run, 3, state).step) == 8
+
+
+def test_errors_of_packed_gradients_start_at_zero_on_another_mesh(tmp_path):
+    int8 = schema.Communication(codec="int8")
+    run = make_run(communication=int8)
+    zjax.save(tmp_path, after(run, 2), run)
+    other = make_run(2, communication=int8)
+    state, _ = zjax.restore(tmp_path, other)
+    assert not np.asarray(state.extra.worker).any()
+    assert int(after(other, 1, state).step) == 3
+
+
+def test_weights_of_a_checkpoint_are_the_anchor(saved):
+    """Evaluation and export read them; fails if they were those of a replica."""
+    run = make_run()
+    state, _ = zjax.restore(saved[0], run)
+    weights = run.step.parameters(state)
+    jax.tree.map(np.testing.assert_array_equal, weights, state.master)
+    batch = models.make_batch(3)
+    loss = models.loss(weights, {}, batch, None).value
+    np.testing.assert_allclose(run.step.evaluate(state, batch)["loss"], loss, rtol=1e-5)
