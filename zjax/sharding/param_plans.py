@@ -1,6 +1,7 @@
 """Plans of parameters and optimizer state by their sharding, before offload."""
 
 import dataclasses
+import re
 from collections.abc import Collection
 from typing import Any
 
@@ -18,6 +19,8 @@ from zjax.sharding.paths import owners, path_of
 from zjax.sharding.placement import ArrayPlan
 from zjax.typing import Model, Params
 
+_ROUTER = re.compile(r"(^|/)router(/kernel)?$")
+
 
 @dataclasses.dataclass(frozen=True)
 class ParamPlans:
@@ -30,7 +33,8 @@ class ParamPlans:
         sharded: The same specs, extended over the ZeRO axes.
         is_stack: Whether each leaf stacks layers.
         is_by_layer: Whether stacks are planned as one array per layer.
-        moved: Paths of parameters that totals move, which are float32 in every role.
+        wide: Paths of parameters that are float32 in every role: matrices of routers,
+            and parameters that totals move.
     """
 
     params: Params
@@ -39,7 +43,7 @@ class ParamPlans:
     sharded: list[PartitionSpec]
     is_stack: list[bool]
     is_by_layer: bool
-    moved: Collection[str] = ()
+    wide: Collection[str] = ()
 
     @classmethod
     def of(
@@ -75,12 +79,13 @@ class ParamPlans:
             unsharded.append(spec)
             sharded.append(_zero_spec(config, mesh, leaf.shape, spec, names))
         is_stack = [names[:1] == ("layers",) for names in logical]
-        moved = moved_params(model.stack, params).keys()
-        return cls(params, mesh, unsharded, sharded, is_stack, is_by_layer, moved)
+        routers = (path_of(keys) for keys, _ in leaves if _ROUTER.search(path_of(keys)))
+        wide = {*moved_params(model.stack, params), *routers}
+        return cls(params, mesh, unsharded, sharded, is_stack, is_by_layer, wide)
 
     def planned(self, dtype: str, *, is_sharded: bool) -> Any:
         """A tree of plans in this dtype, of `Layers` where stacks are by layer."""
-        cast = _cast(self.params, dtype, self.moved)
+        cast = _cast(self.params, dtype, self.wide)
         leaves, tree = jax.tree_util.tree_flatten_with_path(cast)
         specs = self.sharded if is_sharded else self.unsharded
         rows = [
@@ -164,10 +169,10 @@ def plan_opt_state(config: Config, mesh: Any, tx: Any, master: Any) -> Any:
     return jax.tree_util.tree_map_with_path(plan_leaf, abstract_opt_state(tx, arrays))
 
 
-def _cast(tree: Any, dtype: str, moved: Collection[str]) -> Any:
+def _cast(tree: Any, dtype: str, wide: Collection[str]) -> Any:
     def cast(keys: Any, x: Any) -> jax.ShapeDtypeStruct:
         floating = jnp.issubdtype(x.dtype, jnp.floating)
-        to = jnp.dtype("float32" if path_of(keys) in moved else dtype)
+        to = jnp.dtype("float32" if path_of(keys) in wide else dtype)
         return jax.ShapeDtypeStruct(x.shape, to if floating else x.dtype)
 
     return jax.tree_util.tree_map_with_path(cast, tree)

@@ -39,7 +39,7 @@ def compute_params_by_layer(model: Model, plan: Plan, master: Params) -> Params:
 
 
 def compute_dtype(plan: Plan) -> Any:
-    """The NumPy dtype of compute parameters, except of moved ones, which are wider."""
+    """The NumPy dtype of compute parameters, except of those that stay float32."""
     dtypes = (r.dtype for r in jax.tree.leaves(plan.compute))
     floating = (d for d in dtypes if jnp.issubdtype(d, jnp.floating))
     return min(floating, key=lambda dtype: dtype.itemsize)
