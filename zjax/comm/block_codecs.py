@@ -5,8 +5,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from zjax.comm.magnitudes import largest_magnitudes
-
 _SMALLEST = 2.0**-100
 """Blocks below it in magnitude are sent as zeros: the inverse of their scale could
 overflow."""
@@ -75,9 +73,18 @@ class Float8Blocks:
 def _scaled(x: jax.Array, block: int, largest: float) -> tuple[jax.Array, jax.Array]:
     """Divides blocks so that their largest magnitude becomes `largest`."""
     blocks = x.reshape(-1, block)
-    magnitudes = largest_magnitudes(blocks)
+    magnitudes = _largest_magnitudes(blocks)
     scales = jnp.where(magnitudes < _SMALLEST, 1.0, magnitudes / largest)
     return blocks * (1 / scales)[:, None], scales
+
+
+def _largest_magnitudes(blocks: jax.Array) -> jax.Array:
+    """NaN for blocks with NaN, which the maximum of floats may ignore on CPUs.
+
+    The words of floats order as their magnitudes do, with NaN above all.
+    """
+    words = jax.lax.bitcast_convert_type(jnp.abs(blocks), jnp.int32)
+    return jax.lax.bitcast_convert_type(words.max(axis=1), jnp.float32)
 
 
 def _rescaled(codes: jax.Array, scales: jax.Array, block: int) -> jax.Array:

@@ -5,8 +5,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from zjax.comm.magnitudes import largest_magnitudes
-
 _INDEX_BITS = 14
 """A code is a position in the block, a bit of magnitude, and the sign."""
 
@@ -36,13 +34,11 @@ class TopK:
         blocks = x.reshape(-1, self.block)
         magnitudes, positions = jax.lax.top_k(jnp.abs(blocks), self.kept)
         is_negative = jnp.take_along_axis(blocks, positions, axis=1) < 0
-        largest = largest_magnitudes(blocks)[:, None]
-        # A minimum and no slice, for which XLA would sort the whole block.
-        middle = largest / 2 + magnitudes.min(axis=1, keepdims=True) / 2
-        is_high = magnitudes >= middle
-        low, high = _mean_where(magnitudes, ~is_high), _mean_where(magnitudes, is_high)
-        scales = jnp.stack([low, high], axis=1)
-        scales = jnp.where(jnp.isfinite(largest), scales, jnp.nan)
+        # No slices of the result, for which XLA would sort whole blocks. NaN is first.
+        largest, smallest = magnitudes.max(axis=1), magnitudes.min(axis=1)
+        is_high = magnitudes >= (largest / 2 + smallest / 2)[:, None]
+        means = [_mean_where(magnitudes, ~is_high), _mean_where(magnitudes, is_high)]
+        scales = jnp.stack(means, axis=1)
         codes = positions | is_high << _INDEX_BITS | is_negative << _INDEX_BITS + 1
         return codes.astype(jnp.uint16).reshape(-1), scales.reshape(-1)
 
