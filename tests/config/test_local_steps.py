@@ -57,6 +57,12 @@ REPLICAS = "mesh.replica=2"
             id="small-weights",
         ),
         pytest.param(
+            [REPLICAS, ROUND, "zero.stage=3", "zero.shard_over_replica=true"],
+            "communication.num_local_steps=10 is not built for "
+            "zero.shard_over_replica=True; use zero.shard_over_replica=False, or 0",
+            id="one-copy-of-the-model",
+        ),
+        pytest.param(
             [REPLICAS, ROUND, "optimizer.ema_decay=0.9"],
             "communication.num_local_steps=10 is not built for "
             "optimizer.ema_decay=0.9; use optimizer.ema_decay=0.0, or 0",

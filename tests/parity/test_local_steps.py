@@ -4,14 +4,22 @@ import collections
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from tests.support import models, runs
 from zjax.config import schema
 from zjax.errors import PlanError
+from zjax.initialize import make_run as make_planned_run
 from zjax.observe.collectives import list_collectives, mesh_axes
+from zjax.optim.build import make_optimizer
+from zjax.sharding import mesh as meshes
+from zjax.sharding.placement import ArrayPlan
+from zjax.train.fragments import make_fragments
 
 LEARNING_RATE = 0.5
 REPLICA8 = schema.Mesh(replica=8)
@@ -243,3 +251,42 @@ def test_more_fragments_than_arrays_are_refused():
         make_run(num_local_steps=8, num_fragments=4)
     expected = "communication.num_fragments=4 has fragments without any layer or "
     assert str(error.value) == expected + "array; use at most 3"
+
+
+@pytest.mark.parametrize("name", ["muon", "adamw"])
+def test_optimizers_of_the_settings_work_inside(name):
+    """MuLoCo: fragments in four bits, and what a replica learned counts half."""
+    settings = schema.Communication(codec="int4", **STREAMED)
+    optimizer = schema.Optimizer(name=name, num_warmup_steps=0, peak_learning_rate=0.01)
+    config = runs.make_config(
+        2,
+        mesh=schema.Mesh(replica=4),
+        optimizer=optimizer,
+        communication=settings,
+        num_steps=40,
+    )
+    model = models.make_mlp()
+    run = make_planned_run(config, model, make_optimizer(config, model))
+    batch, state = make_batch(0), run.state
+    before = float(run.step.evaluate(state, batch)["loss"])
+    for _ in range(40):
+        state, _ = run.step(state, batch)
+    assert float(run.step.evaluate(state, batch)["loss"]) < 0.9 * before
+
+
+def test_layers_of_a_stack_are_dealt_out_to_fragments():
+    """Fails if layers are lost or sent twice, or come back in another order."""
+    mesh = meshes.make_mesh(schema.Mesh(replica=8))
+    place = NamedSharding(mesh, P())
+    rows = {
+        name: ArrayPlan(name, shape, np.dtype("float32"), place, place, num_layers=n)
+        for name, shape, n in (("blocks", (5, 3), 5), ("head", (2,), 0))
+    }
+    leaves = [jnp.arange(15.0).reshape(5, 3), jnp.array([7.0, 8.0])]
+    first, second = make_fragments(rows, 2)
+    assert [x.tolist() for x in first.take(leaves)] == [leaves[0][::2].tolist()]
+    assert [row.shape for row in second.rows(list(rows.values()))] == [(2, 3), (2,)]
+    zeros = [jnp.zeros_like(x) for x in leaves]
+    for fragment in (first, second):
+        zeros = fragment.put(zeros, fragment.take(leaves))
+    jax.tree.map(np.testing.assert_array_equal, zeros, leaves)

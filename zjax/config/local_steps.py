@@ -31,13 +31,14 @@ def local_steps_problems(config: schema.Config, num_devices: int) -> Iterator[Pr
     if axes.axis_sizes(config, num_devices)["replica"] == 1:
         problem = "has no effect with mesh.replica=1"
         yield Problem(field, length, problem, "use mesh.replica=2 or more, or 0")
-    for other, value, problem in (
+    for other, value, needed in (
         ("zero.optimizer_memory", config.zero.optimizer_memory, "device"),
+        ("zero.shard_over_replica", config.zero.shard_over_replica, False),
         ("precision.master_dtype", config.precision.master_dtype, "float32"),
         ("optimizer.ema_decay", config.optimizer.ema_decay, 0.0),
     ):
-        if value != problem:
-            remedy = f"use {other}={problem}, or 0"
+        if value != needed:
+            remedy = f"use {other}={needed}, or 0"
             yield Problem(field, length, f"is not built for {other}={value!r}", remedy)
     if config.optimizer.name == "onebit_adam":
         problem = "leaves optimizer.name='onebit_adam' nothing to send"
