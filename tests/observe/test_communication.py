@@ -14,6 +14,9 @@ MATRICES = 2 * models.WIDTH * models.HIDDEN
 BIAS, STORED = 7, 8
 HYBRID = schema.Mesh(replica=2, data=4)
 TENSOR = schema.Mesh(data=4, tensor=2)
+NODES = schema.Zero(
+    stage=3, min_shard_elements=0, shard_over_replica=True, secondary_partition=True
+)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +34,7 @@ TENSOR = schema.Mesh(data=4, tensor=2)
         (1, 1, {"mesh": HYBRID}, (2 + 2 / 4) * (MATRICES + STORED)),
         (2, 1, {"mesh": TENSOR}, 2 * (MATRICES / 2 + STORED)),
         (1, 1, {"mesh": schema.Mesh(data=1, tensor=8)}, 0),
+        (3, 1, {"mesh": HYBRID, "zero": NODES}, 3 * (MATRICES + STORED) + MATRICES / 4),
     ],
 )
 def test_volume_of_a_stage(stage, num_microbatches, settings, volume):

@@ -86,7 +86,7 @@ def _roles(plan: Plan) -> list[tuple[str, list[ArrayPlan]]]:
         "optimizer state": plan.opt_state,
         "averaged weights": plan.ema,
         "gradient sum": plan.grad_sum,
-        "parameters, by node"
+        "params of a node"
         if plan.has_secondary_partition
         else "parameters in use": plan.compute,
         "model state": plan.model_state,

@@ -93,7 +93,7 @@ def test_secondary_partition_changes_no_bit(plain, num_microbatches):
 def test_codes_stay_close_to_plain_steps(plain, features, num_microbatches):
     """Fails if a sum is a mean: Adam's first moment is a mean of gradients.
 
-    Four bits for the largest of 128 numbers leave an error of a sixth in all.
+    Four bits for the largest of 64 numbers leave an error of a seventh in all.
     """
     expected = plain[num_microbatches]
     found = trained(make_run(*features, num_microbatches=num_microbatches))
@@ -132,7 +132,7 @@ def sent_between_nodes(*features):
     return total / (2 * memory.num_params(run.plan))
 
 
-INT8, INT4 = (1 + 4 / 2_048) / 2, (1 / 2 + 4 / 128) / 2
+INT8, INT4 = (1 + 4 / 2_048) / 2, (1 / 2 + 4 / 64) / 2
 """Sizes of a coded element, scales included, in units of a float16 element."""
 
 
@@ -167,7 +167,7 @@ def test_plan_says_what_is_coded_and_stored_by_node():
         "down 512x64 float32 (int4) data+replica,- device 16.38 kB",
         "scale 64 float32 data+replica device 32 B",
         "up 64x512 float32 (int4) data+replica,- device 16.38 kB",
-        "parameters, by node x4 32.80 kB",
+        "params of a node x4 32.80 kB",
         "bias 7 in 8 float16 data+replica device 2 B",
         "down 512x64 float16 (int8) data,- device 16.38 kB",
         "scale 64 float16 data device 32 B",
