@@ -2,6 +2,8 @@
 
 import pathlib
 import sysconfig
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,15 +24,14 @@ def read_text():
     return np.frombuffer(text, np.uint8).astype(np.int32)
 
 
-def final_loss(features):
+def final_loss(features: Sequence[str]) -> float:
     """The mean loss of the last 50 steps."""
+    settings: dict[str, Any] = dict.fromkeys(features, True)
     config = schema.Config(
         num_steps=STEPS,
         global_batch_size=ROWS,
         mesh=schema.Mesh(replica=2, data=4),
-        zero=schema.Zero(
-            stage=3, shard_over_replica=True, **dict.fromkeys(features, True)
-        ),
+        zero=schema.Zero(stage=3, shard_over_replica=True, **settings),
         precision=schema.Precision(compute_dtype="float32"),
         model=schema.Model(
             num_layers=2,
@@ -52,7 +53,7 @@ def final_loss(features):
         batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
         state, metrics = run.step(state, batch)
         losses.append(float(metrics["loss"]))
-    return np.mean(losses[-50:])
+    return float(np.mean(losses[-50:]))
 
 
 @pytest.mark.slow
