@@ -55,13 +55,6 @@ NODES = "mesh.replica=2;zero.stage=3;zero.shard_over_replica=true"
             id="codec",
         ),
         case(
-            f"{NODES};communication.num_local_steps=5",
-            "communication.num_local_steps=5 needs copies of the model, and "
-            "zero.shard_over_replica=True keeps one; use 0, or "
-            "zero.shard_over_replica=False",
-            id="local-steps",
-        ),
-        case(
             f"{NODES};optimizer.name=onebit_adam;optimizer.freeze_step=10",
             "optimizer.name='onebit_adam' needs copies of the model, and "
             "zero.shard_over_replica=True keeps one; use another optimizer, or "

@@ -49,9 +49,6 @@ def _messages(config: schema.Config) -> Iterator[Problem]:
     if codec != "none":
         remedy = "use 'none', or zero.shard_over_replica=False"
         yield Problem("communication.codec", codec, problem, remedy)
-    if num_steps := config.communication.num_local_steps:
-        remedy = "use 0, or zero.shard_over_replica=False"
-        yield Problem("communication.num_local_steps", num_steps, problem, remedy)
     if name in COMPRESSED_OPTIMIZERS:
         remedy = "use another optimizer, or zero.shard_over_replica=False"
         yield Problem("optimizer.name", name, problem, remedy)
