@@ -10,58 +10,20 @@ from jax.flatten_util import ravel_pytree
 
 from tests.reference.onebit_adam import OnebitAdam
 from tests.support import models, pipelines, runs
+from tests.support.replicas import (
+    REPLICAS,
+    grads_of_replicas,
+    make_batch,
+    make_model,
+)
 from zjax.config import schema
 from zjax.initialize import make_run
 from zjax.observe.collectives import list_collectives, mesh_axes
 from zjax.optim.build import make_optimizer
 from zjax.optim.phases import make_phases
-from zjax.typing import Loss, Model
 
-REPLICAS, FREEZE, STEPS = 4, 20, 50
+FREEZE, STEPS = 20, 50
 RATE, DECAY = 1e-2, 0.1
-WIDTH, HIDDEN = 6, 4
-
-
-def init(key):
-    up, down = jax.random.split(key)
-    return {
-        "bias": jnp.zeros(WIDTH),
-        "down": jax.random.normal(down, (HIDDEN, WIDTH)),
-        "up": jax.random.normal(up, (WIDTH, HIDDEN)),
-    }
-
-
-def loss(params, model_state, batch, key):
-    out = jnp.tanh(batch["x"] @ params["up"]) @ params["down"] + params["bias"][None]
-    weight = batch["weight"]
-    total = jnp.sum(weight)
-    error = jnp.sum((out - batch["y"]) ** 2 * weight[:, None]) / jnp.maximum(total, 1)
-    return Loss(error, total, model_state, {})
-
-
-def make_model():
-    """Few numbers, so that none is near the border between two signs."""
-    return Model(
-        init=lambda key: (init(key), {}),
-        loss=loss,
-        bind=lambda params, model_state: lambda x: x,
-        logical=lambda params: {
-            "bias": (None,),
-            "down": ("mlp", "embed"),
-            "up": ("embed", "mlp"),
-        },
-        cast=("x",),
-    )
-
-
-def make_batch(step):
-    rng = np.random.default_rng(step)
-    rows = 8 * REPLICAS
-    return {
-        "x": rng.normal(size=(rows, WIDTH)).astype(np.float32),
-        "y": rng.normal(size=(rows, WIDTH)).astype(np.float32),
-        "weight": rng.integers(1, 4, size=rows).astype(np.float32),
-    }
 
 
 def settings(**changes):
@@ -106,28 +68,16 @@ def emulator(state):
         clip=2.0,
     )
 
-    @jax.jit
-    def gradient(flat, batch):
-        return ravel_pytree(
-            jax.grad(lambda p: loss(p, {}, batch, None).value)(unravel(flat))
-        )[0]
-
     def grads(step):
-        batch, number = make_batch(step), REPLICAS
-        parts = [
-            {name: np.split(x, number)[i] for name, x in batch.items()}
-            for i in range(number)
-        ]
-        total = batch["weight"].sum()
-        return np.stack(
-            [
-                np.asarray(gradient(workers.params, part))
-                * (part["weight"].sum() * number / total)
-                for part in parts
-            ]
-        )
+        params = unravel(workers.params)
+        found = grads_of_replicas(params, make_batch(step))
+        return np.stack([ravel_pytree(g)[0] for g in _split(found)])
 
     return workers, grads
+
+
+def _split(tree):
+    return [jax.tree.map(lambda x, i=i: x[i], tree) for i in range(REPLICAS)]
 
 
 def test_fifty_steps_are_those_of_explicit_workers():

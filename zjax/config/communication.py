@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from zjax.config import axes, schema
 from zjax.errors import Problem
 
-COMPRESSED_OPTIMIZERS = ("onebit_adam",)
+COMPRESSED_OPTIMIZERS = ("onebit_adam", "onebit_lamb")
 """Optimizers that send messages of their own."""
 
 

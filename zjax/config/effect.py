@@ -19,7 +19,8 @@ class Needs(NamedTuple):
 
 _OFFLOADED = ("pinned_host", "nvme", "auto")
 _MOMENTS = ("adamw", "adam", "lamb", "muon")
-_ADAMS = (*_MOMENTS, "onebit_adam")
+_ONEBIT = ("onebit_adam", "onebit_lamb")
+_ADAMS = (*_MOMENTS, *_ONEBIT)
 
 NEEDS = (
     Needs("pipeline.num_chunks", "pipeline.schedule", ("interleaved",)),
@@ -49,7 +50,7 @@ NEEDS = (
     Needs("optimizer.b1", "optimizer.name", (*_ADAMS, "lion", "sgd")),
     Needs("optimizer.b2", "optimizer.name", (*_ADAMS, "lion")),
     Needs("optimizer.eps", "optimizer.name", _ADAMS),
-    Needs("optimizer.freeze_step", "optimizer.name", ("onebit_adam",)),
+    Needs("optimizer.freeze_step", "optimizer.name", _ONEBIT),
     Needs("optimizer.moment_dtype", "optimizer.name", (*_MOMENTS, "lion", "sgd")),
     Needs(
         "model.activation_memory",

@@ -181,9 +181,18 @@ class Optimizer:
     """The update rule and its schedule."""
 
     name: Literal[
-        "adamw", "adam", "lamb", "lion", "sgd", "adafactor", "muon", "onebit_adam"
+        "adamw",
+        "adam",
+        "lamb",
+        "lion",
+        "sgd",
+        "adafactor",
+        "muon",
+        "onebit_adam",
+        "onebit_lamb",
     ] = "adamw"
-    """`onebit_adam` sends momentum in one bit per number after `freeze_step` steps."""
+    """`onebit_adam` and `onebit_lamb` send momentum in one bit per number after
+    `freeze_step` steps."""
     peak_learning_rate: float = 3e-4
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     """Shape after warm-up; `wsd` is warm-up, stable, then linear decay."""
@@ -209,8 +218,8 @@ class Optimizer:
     groups: tuple[ParamGroup, ...] = ()
     """Exceptions to the learning rate and the decay, by parameter path."""
     freeze_step: int = 0
-    """Last step of `onebit_adam` that sends gradients, before second moments are kept
-    as they are; 0 for 15 % of the steps."""
+    """Last step of 1-bit optimizers that sends gradients; then they keep their second
+    moments. 0 for 15 % of the steps."""
 
 
 @section

@@ -13,7 +13,7 @@ import jax
 import optax
 
 from zjax.config import schema
-from zjax.optim import groups, matrices, moments, onebit_adam, trust_ratio
+from zjax.optim import groups, matrices, moments, onebit_adam, onebit_lamb, trust_ratio
 from zjax.optim.per_layer import per_layer
 from zjax.optim.schedules import make_schedule
 from zjax.sharding.paths import path_of
@@ -107,17 +107,27 @@ def _make_rule(
     weight_decay: float,
     names: matrices.Names,
 ) -> optax.GradientTransformation:
-    decay = optax.add_decayed_weights(
-        weight_decay, mask=lambda params: _map_params(matrices.is_matrix, params, names)
-    )
+    def decayed(params: Any) -> Any:
+        return _map_params(matrices.is_matrix, params, names)
+
+    def num_stacked(keys: Any) -> int:
+        return matrices.num_stacked(path_of(keys), names)
+
+    if settings.name == "onebit_lamb":
+        rule = onebit_lamb.scale_by_onebit_lamb(
+            settings.b1,
+            settings.b2,
+            settings.eps,
+            lambda params: jax.tree.map(lambda d: weight_decay * d, decayed(params)),
+            num_stacked,
+        )
+        return optax.chain(rule, optax.scale_by_learning_rate(schedule))
+    decay = optax.add_decayed_weights(weight_decay, mask=decayed)
     rule = (_direction(settings, names), decay)
     if settings.name == "adam":
         rule = (decay, _direction(settings, names))
     if settings.name == "lamb":
-        ratio = trust_ratio.scale_by_layer(
-            lambda keys: matrices.num_stacked(path_of(keys), names)
-        )
-        rule = (*rule, ratio)
+        rule = (*rule, trust_ratio.scale_by_layer(num_stacked))
     return optax.chain(*rule, optax.scale_by_learning_rate(schedule))
 
 

@@ -4,11 +4,12 @@ An optimizer with phases is an optax transformation whose `update` takes the mea
 what was sent, and the name of the phase as `phase=`.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from zjax.config.schema import Config
-from zjax.optim import onebit_adam
+from zjax.optim import onebit_adam, onebit_lamb
 
 
 class Phase(NamedTuple):
@@ -42,6 +43,13 @@ PLAIN = "train"
 """The phase of optimizers that send gradients in every step."""
 
 
+_MOMENTUM = {
+    "onebit_adam": onebit_adam.next_momentum,
+    "onebit_lamb": onebit_lamb.scaled_momentum,
+}
+"""What replicas send after the warm-up, by optimizer."""
+
+
 def make_phases(config: Config) -> Phases | None:
     """The phases of a run; None where the compiler reduces gradients.
 
@@ -56,12 +64,9 @@ def make_phases(config: Config) -> Phases | None:
         ('warm_up', 'compressed', 'onebit')
     """
     codec = config.communication.codec
-    if config.optimizer.name == "onebit_adam":
-        b1, freeze_step = config.optimizer.b1, onebit_adam.freeze_step(config)
-
-        def momentum(grads: Any, opt_state: Any) -> Any:
-            return onebit_adam.next_momentum(grads, opt_state, b1)
-
+    if (momentum := _MOMENTUM.get(config.optimizer.name)) is not None:
+        momentum = functools.partial(momentum, b1=config.optimizer.b1)
+        freeze_step = onebit_adam.freeze_step(config)
         phases = (
             Phase(onebit_adam.WARM_UP, _full_precision(config)),
             Phase(onebit_adam.COMPRESSED, "onebit", momentum),

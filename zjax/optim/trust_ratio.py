@@ -31,10 +31,7 @@ def scale_by_layer(
         keys: Any, update: Float[Array, "..."], param: Float[Array, "..."]
     ) -> Float[Array, "..."]:
         dims = tuple(range(num_stacked(keys), update.ndim))
-        update_norm, param_norm = _norm(update, dims), _norm(param, dims)
-        known = (update_norm > 0) & (param_norm > 0)
-        ratio = param_norm / jnp.where(known, update_norm, 1)
-        ratio = jnp.where(known, jnp.clip(ratio, MIN_RATIO, MAX_RATIO), 1)
+        ratio = ratio_of_layer(dims, update, param)
         return (update * ratio).astype(update.dtype)
 
     def scale_tree(updates: Any, params: Any) -> Any:
@@ -43,6 +40,17 @@ def scale_by_layer(
     return optax.stateless(scale_tree)
 
 
-def _norm(x: Float[Array, "..."], dims: tuple[int, ...]) -> Float[Array, "..."]:
+def ratio_of_layer(
+    dims: tuple[int, ...], update: Float[Array, "..."], param: Float[Array, "..."]
+) -> Float[Array, "..."]:
+    """The trust ratios of the layers of an array, whose own dims are `dims`."""
+    update_norm, param_norm = layer_norm(update, dims), layer_norm(param, dims)
+    known = (update_norm > 0) & (param_norm > 0)
+    ratio = param_norm / jnp.where(known, update_norm, 1)
+    return jnp.where(known, jnp.clip(ratio, MIN_RATIO, MAX_RATIO), 1)
+
+
+def layer_norm(x: Float[Array, "..."], dims: tuple[int, ...]) -> Float[Array, "..."]:
+    """The norms of the layers of an array in float32, of one element per layer."""
     squares = jnp.square(x.astype(jnp.float32))
     return jnp.sqrt(jnp.sum(squares, axis=dims, keepdims=True))
