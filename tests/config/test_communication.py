@@ -54,7 +54,8 @@ REPLICAS = "mesh.replica=2"
         pytest.param(
             ["optimizer.freeze_step=5"],
             "optimizer.freeze_step=5 has no effect with optimizer.name='adamw'; leave "
-            "it at 0, or set optimizer.name to 'onebit_adam'",
+            "it at 0, or set optimizer.name to 'onebit_adam' or "
+            "'onebit_lamb'",
             id="freeze-step-of-adamw",
         ),
     ],

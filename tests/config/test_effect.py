@@ -56,17 +56,20 @@ EFFECT = [
         "optimizer.name=adafactor;optimizer.b1=0.5",
         "optimizer.b1=0.5 has no effect with optimizer.name='adafactor'; "
         "leave it at 0.9, or set optimizer.name to "
-        "'adamw' or 'adam' or 'lamb' or 'muon' or 'onebit_adam' or 'lion' or 'sgd'",
+        "'adamw' or 'adam' or 'lamb' or 'muon' or 'onebit_adam' or "
+        "'onebit_lamb' or 'lion' or 'sgd'",
         id="b1-of-adafactor",
     ),
     case(
         "optimizer.name=sgd;optimizer.b2=0.5;optimizer.eps=1",
         "optimizer.b2=0.5 has no effect with optimizer.name='sgd'; "
         "leave it at 0.95, or set optimizer.name to "
-        "'adamw' or 'adam' or 'lamb' or 'muon' or 'onebit_adam' or 'lion'\n"
+        "'adamw' or 'adam' or 'lamb' or 'muon' or 'onebit_adam' or "
+        "'onebit_lamb' or 'lion'\n"
         "optimizer.eps=1.0 has no effect with optimizer.name='sgd'; "
         "leave it at 1e-08, or set optimizer.name to "
-        "'adamw' or 'adam' or 'lamb' or 'muon' or 'onebit_adam'",
+        "'adamw' or 'adam' or 'lamb' or 'muon' or 'onebit_adam' or "
+        "'onebit_lamb'",
         id="b2-and-eps-of-sgd",
     ),
     case(

@@ -147,7 +147,7 @@ def _direction(
             return optax.trace(decay=b1) if b1 else optax.identity()
         case "adafactor":
             downhill = per_layer(optax.adafactor(learning_rate=None), names)
-        case "muon":
+        case _:  # muon
             downhill = optax.contrib.muon(
                 learning_rate=1.0,
                 beta=b1,

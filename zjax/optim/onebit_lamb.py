@@ -26,7 +26,6 @@ class OnebitLambState(NamedTuple):
     """The state of `scale_by_onebit_lamb`; `ratio` to `scaling` hold one per layer.
 
     Args:
-        count: int32[], steps.
         mu: Momentum.
         nu: Second moments, which the warm-up leaves.
         fresh: Second moments that go on.
@@ -35,7 +34,6 @@ class OnebitLambState(NamedTuple):
         scaling: What a message is multiplied by.
     """
 
-    count: jax.Array
     mu: Any
     nu: Any
     fresh: Any
@@ -98,8 +96,7 @@ def scale_by_onebit_lamb(
         zeros = jax.tree.map(jnp.zeros_like, params)
         none = by_layer(lambda dims, x: jnp.sum(x * 0.0, dims, keepdims=True), params)
         one = jax.tree.map(lambda x: x + 1, none)
-        count = jnp.zeros((), jnp.int32)
-        return OnebitLambState(count, zeros, zeros, zeros, none, one, one)
+        return OnebitLambState(zeros, zeros, zeros, none, one, one)
 
     def warm_up(grads: Any, state: Any, params: Any) -> tuple[Any, OnebitLambState]:
         mu = optax.tree_utils.tree_update_moment(grads, state.mu, b1, 1)
@@ -130,12 +127,16 @@ def scale_by_onebit_lamb(
         return updates, state._replace(mu=mu, fresh=fresh, factor=factor)
 
     def update(
-        updates: Any, state: Any, params: Any, *, phase: str = WARM_UP, **extra: Any
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        phase: str = WARM_UP,
+        **extra: Any,
     ) -> tuple[Any, OnebitLambState]:
         del extra
         step = compressed if phase == COMPRESSED else warm_up
-        updates, state = step(updates, state, params)
-        return updates, state._replace(count=optax.safe_increment(state.count))
+        return step(updates, state, params)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
