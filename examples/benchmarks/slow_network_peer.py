@@ -6,6 +6,7 @@ with the batches, the model and the learning rates of zjax in a file.
 
 import argparse
 import json
+import math
 import os
 import pathlib
 
@@ -46,7 +47,7 @@ def train(text, add_hook, recorder: records.Recorder) -> None:
     settings = json.loads(str(text["settings"]))
     own = slice(dist.get_rank(), None, dist.get_world_size())
     shape = Shape(**settings["shape"], microbatch_size=text["train"][0, own].shape[0])
-    model = DistributedDataParallel(GPT(shape), bucket_cap_mb=BUCKET_MEGABYTES)
+    model = DistributedDataParallel(make_model(shape), bucket_cap_mb=BUCKET_MEGABYTES)
     add_hook(model)
     optimizer = make_optimizer(model, **settings["adam"])
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -63,6 +64,16 @@ def train(text, add_hook, recorder: records.Recorder) -> None:
             record["loss"] = loss.item()
         if number % every == 0 or number == num_steps:
             recorder.evaluation(number, evaluate(model.module, text["held_out"]))
+
+
+def make_model(shape: Shape) -> GPT:
+    """A GPT that starts as GPT-2 and zjax do: residual branches are scaled down."""
+    model = GPT(shape)
+    with torch.no_grad():
+        for block in model.blocks:
+            for last in (block.output, block.down):
+                last.weight /= math.sqrt(2 * shape.num_layers)
+    return model
 
 
 def make_optimizer(model, *, weight_decay: float, **settings) -> torch.optim.AdamW:
