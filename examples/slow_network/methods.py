@@ -24,10 +24,22 @@ BASE: dict[str, Any] = {
     },
     "evaluation": {"every_steps": 10, "num_batches": 4},
 }
+COPIES = {"mesh.replica": -1, "mesh.data": 1}
+"""A copy of the model in each process."""
 METHODS: dict[str, dict[str, Any]] = {
     "adam_float32": {},
-    "adam_bfloat16": {"precision.compute_dtype": "bfloat16"},
+    "adam_bfloat16": {**COPIES, "communication.codec": "bfloat16"},
+    "onebit_adam": {**COPIES, "optimizer.name": "onebit_adam"},
+    "diloco": {**COPIES, "communication.num_local_steps": 10},
     "zero3": {"zero.stage": 3},
+    "zeropp": {
+        "zero.stage": 3,
+        "mesh.replica": 2,
+        "zero.shard_over_replica": True,
+        "zero.secondary_partition": True,
+        "zero.quantized_weights": True,
+        "zero.quantized_gradients": True,
+    },
 }
 PEERS = {
     "torch_float32": ("--hook=none",),

@@ -211,8 +211,7 @@ UNPUBLISHED = {
     "zero_one_slow_link",
     "zeropp_slow_link",
 }
-"""Claims that nothing was measured of yet; three need four GPUs, and those about slow
-links need methods that zjax does not have yet."""
+"""Claims that nothing was measured of yet; three need four GPUs."""
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from zjax.data.source import open_rows
 from zjax.observe import flops
 
 FOLDER = ROOT / "examples" / "slow_network"
-PENDING = {"diloco", "onebit_adam", "zero_one_adam", "zeropp"}
+PENDING = {"zero_one_adam"}
 """Methods of the contest that zjax does not have yet."""
 SMALL = (
     "num_steps=4",
