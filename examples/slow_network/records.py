@@ -23,7 +23,7 @@ each other closely end above or below it by chance."""
 class Recorder:
     """Writes the steps of one process; its clock leaves out all that is no step.
 
-    The clock starts after the first step, which compiles.
+    Steps that compile, such as the first, do not count.
 
     Args:
         path: New file to write; None records nothing, as in all but the first process.
@@ -37,12 +37,12 @@ class Recorder:
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[dict[str, Any]]:
-        """Times a step, which adds its loss to the yielded record before it ends."""
-        found: dict[str, Any] = {"step": number}
+        """Times a step, which adds to the yielded record its `loss`, and `compiles`."""
+        found: dict[str, Any] = {"step": number, "compiles": number == 1}
         sent, start = network.sent_bytes(COUNTERS.read_text()), time.perf_counter()
         yield found
         seconds = time.perf_counter() - start
-        self._seconds += seconds if number > 1 else 0
+        self._seconds += 0 if found["compiles"] else seconds
         sent = network.sent_bytes(COUNTERS.read_text()) - sent
         times = {"step_seconds": seconds, "seconds": self._seconds}
         self._write(found | times | {"sent_bytes": sent})
@@ -64,7 +64,7 @@ class Records:
     Args:
         method: Name of the method.
         setup: Link, processes and settings; equal in all runs of a directory.
-        steps: Records of the steps, without the first.
+        steps: Records of the steps that did not compile.
         evaluations: Records of held-out losses.
     """
 
@@ -97,7 +97,7 @@ def read(path: pathlib.Path) -> Records:
     header, *lines = map(json.loads, path.read_text().splitlines())
     return Records(
         **header,
-        steps=[x for x in lines if "step_seconds" in x and x["step"] > 1],
+        steps=[x for x in lines if not x.get("compiles", True)],
         evaluations=[x for x in lines if "eval_loss" in x],
     )
 

@@ -13,6 +13,8 @@ from zjax import processes
 from zjax.compiler import use_program_cache
 from zjax.data import find_evaluation
 
+COMPILATION = "/jax/core/compile/backend_compile_duration"
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()
@@ -40,19 +42,34 @@ def train(config: zjax.Config, recorder: records.Recorder) -> None:
     run = zjax.make_run(config, model, zjax.make_optimizer(config, model))
     held_out = find_evaluation(config, run.batch_placement)
     state, every = run.state, config.evaluation.every_steps
+    compiled = note_compiled()
     with zjax.make_loader(
         config, run.batch_placement, num_batches=config.num_steps
     ) as loader:
         for number, batch in enumerate(loader, start=1):
             is_due = number % every == 0 or number == config.num_steps
+            compiled.clear()
             with recorder.step(number) as record:
                 state, metrics = run.step(state, batch)
                 record["loss"] = float(metrics["loss"])
+                record["compiles"] = bool(compiled)
                 if is_due:  # what is still on its way counts
                     jax.block_until_ready(state)
             if is_due and held_out:
                 found = held_out.mean(lambda batch, at=state: run.evaluate(at, batch))
                 recorder.evaluation(number, found["eval_loss"])
+
+
+def note_compiled() -> list[str]:
+    """A list to which each compilation from now on adds an entry."""
+    found: list[str] = []
+
+    def note(event: str, seconds: float, **_: object) -> None:
+        if event == COMPILATION:
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    return found
 
 
 if __name__ == "__main__":

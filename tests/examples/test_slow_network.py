@@ -150,21 +150,22 @@ def test_numbers_of_a_run(modules):
     assert (found["seconds_to_loss"], found["runs_per_hour"]) == (None, 0.0)
 
 
-def test_the_clock_leaves_out_the_first_step(modules, monkeypatch, tmp_path):
+def test_the_clock_leaves_out_steps_that_compile(modules, monkeypatch, tmp_path):
     records = modules("records")
     (tmp_path / "dev").write_text("eth0: 1 0 0 0 0 0 0 0 7 0")
     monkeypatch.setattr(records, "COUNTERS", tmp_path / "dev")
-    times = iter([0.0, 10.0, 20.0, 22.0, 50.0, 53.0])
+    times = iter([0.0, 10.0, 20.0, 22.0, 30.0, 39.0, 50.0, 53.0])
     monkeypatch.setattr(records.time, "perf_counter", lambda: next(times))
     header = {"method": "a", "setup": {"megabits": 50}}
     recorder = records.Recorder(tmp_path / "a.jsonl", header)
-    for number in (1, 2, 3):
+    for number in (1, 2, 3, 4):
         with recorder.step(number) as record:
             record["loss"] = 5.0 - number
-    recorder.evaluation(3, 1.5)
+            record["compiles"] |= number == 3
+    recorder.evaluation(4, 1.5)
     found = records.read(tmp_path / "a.jsonl")
     assert found.step_seconds == [2.0, 3.0]
-    assert found.evaluations == [{"step": 3, "seconds": 5.0, "eval_loss": 1.5}]
+    assert found.evaluations == [{"step": 4, "seconds": 5.0, "eval_loss": 1.5}]
     assert records.read_all(tmp_path, {"megabits": 50}).keys() == {"a"}
     with pytest.raises(SystemExit) as error:
         records.read_all(tmp_path, {"megabits": 100})
