@@ -32,6 +32,5 @@ def get_contest():
         "plain_jax_floor",
         "GPT of 12 layers: our best stage is no slower than plain JAX.",
         compare_speed(*names, 1.0, None),
-        headline="GPT of 12 layers: over plain JAX",
     )
     return Contest("12 layers of GPT 1.5B", (*ours, *theirs), (row,))

@@ -45,7 +45,7 @@ def get_contest():
                 "without",
             ),
         ),
-        headline="Quality of PR-MoE and of distilled students",
+        headline="Quality of smaller mixtures",
         higher_is_better=False,
         notes="ratios of losses seed by seed; the teacher is the PR-MoE of the same "
         "seed, for the first 70 % of the steps",

@@ -110,7 +110,10 @@ def test_kernels_of_experts_never_cross_to_other_experts(stage):
     assert axes == gathers | {(reduction, ("data",))}
     # The compiler sees that the second gather of stage 3 gives what the first gave.
     alone = dataclasses.replace(
-        run.plan, grads=run.plan.grads["kernel"], stage=min(stage, 2)
+        run.plan,
+        grads=run.plan.grads["kernel"],
+        compute=run.plan.compute["kernel"],
+        stage=min(stage, 2),
     )
     assert sum(each.volume for each in kernels) == zero_volume(alone, 1)
 

@@ -79,7 +79,7 @@ def scale_by_onebit_lamb(
         >>> tx = scale_by_onebit_lamb(0.0, 0.75, 1e-8, lambda p: 0.0, lambda keys: 0)
         >>> params = jnp.array([3.0, 4.0])
         >>> updates, _ = tx.update(params, tx.init(params), params)
-        >>> updates.round(3).tolist()
+        >>> [round(float(x), 3) for x in updates]
         [3.536, 3.536]
 
     Reference:
