@@ -64,7 +64,7 @@ def note_compiled() -> list[str]:
     """A list to which each compilation from now on adds an entry."""
     found: list[str] = []
 
-    def note(event: str, seconds: float, **_: object) -> None:
+    def note(event: str, duration_secs: float, **_: object) -> None:
         if event == COMPILATION:
             found.append(event)
 
