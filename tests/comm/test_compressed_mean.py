@@ -17,7 +17,6 @@ from zjax.comm.codecs import make_codec
 from zjax.comm.compressed_mean import (
     Errors,
     compressed_mean,
-    init_errors,
     padded_size,
 )
 
@@ -47,6 +46,12 @@ def mapped_mean(codec, num_workers):
             run, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"replica"}
         )
     )
+
+
+def init_errors(n, codec, num_workers):
+    """The errors of one worker before its first message of `n` numbers."""
+    size = padded_size(n, codec, num_workers)
+    return Errors(jnp.zeros(size), jnp.zeros(size // num_workers))
 
 
 def zero_errors(codec, num_workers, n):

@@ -75,6 +75,12 @@ REPLICAS = "mesh.replica=2"
             id="onebit-adam",
         ),
         pytest.param(
+            [REPLICAS, ROUND, "optimizer.name=onebit_lamb"],
+            "communication.num_local_steps=10 leaves optimizer.name='onebit_lamb' "
+            "nothing to send; use another optimizer, or 0",
+            id="onebit-lamb",
+        ),
+        pytest.param(
             ["communication.delay=1", "communication.outer_momentum=0.5"],
             "communication.outer_momentum=0.5 has no effect with "
             "communication.num_local_steps=0; leave it at 0.9, or set "

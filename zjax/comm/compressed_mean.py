@@ -34,12 +34,6 @@ def padded_size(n: int, codec: Codec, num_workers: int) -> int:
     return math.ceil(n / multiple) * multiple
 
 
-def init_errors(n: int, codec: Codec, num_workers: int) -> Errors:
-    """Zero errors of one worker, for `n` numbers before padding."""
-    size = padded_size(n, codec, num_workers)
-    return Errors(jnp.zeros(size), jnp.zeros(size // num_workers))
-
-
 def compressed_mean(
     x: jax.Array, errors: Errors | None, codec: Codec, axis: str
 ) -> tuple[jax.Array, Errors | None]:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from zjax.config import axes, schema
+from zjax.config.communication import COMPRESSED_OPTIMIZERS
 from zjax.errors import Problem
 
 _OF_LOCAL_STEPS = (
@@ -40,8 +41,8 @@ def local_steps_problems(config: schema.Config, num_devices: int) -> Iterator[Pr
         if value != needed:
             remedy = f"use {other}={needed}, or 0"
             yield Problem(field, length, f"is not built for {other}={value!r}", remedy)
-    if config.optimizer.name == "onebit_adam":
-        problem = "leaves optimizer.name='onebit_adam' nothing to send"
+    if (name := config.optimizer.name) in COMPRESSED_OPTIMIZERS:
+        problem = f"leaves optimizer.name={name!r} nothing to send"
         yield Problem(field, length, problem, "use another optimizer, or 0")
 
 

@@ -20,6 +20,7 @@ from zjax.optim.phases import Phase, make_phases
 from zjax.sharding.mesh import REPLICA
 from zjax.sharding.placement import ArrayPlan, pad_tree, unpad_tree
 from zjax.sharding.plan import Plan
+from zjax.sharding.rules import axes_of
 from zjax.typing import Params
 
 _EXACT = {make_codec("float32"), make_codec("bfloat16")}
@@ -80,7 +81,8 @@ class Exchange:
 
         What a codec loses of a number depends on the rest of the buffer.
         """
-        split = [_axes_of(row.spec) for row in jax.tree.leaves(self.plan.grads)]
+        rows = jax.tree.leaves(self.plan.grads)
+        split = [{*sum(axes_of(row.spec, len(row.shape)), ())} for row in rows]
         unlike = set().union(*split)
         return [unlike - axes for axes in split]
 
@@ -132,11 +134,6 @@ class Exchange:
             check_vma=False,
         )(pad_tree(tree, rows), errors, keep)
         return unpad_tree(means, rows), errors
-
-
-def _axes_of(spec: P) -> set[str]:
-    entries = ((e,) if isinstance(e, str) else e or () for e in spec)
-    return {axis for entry in entries for axis in entry}
 
 
 def _of_first_device(x: jax.Array, axes: set[str]) -> jax.Array:

@@ -23,10 +23,9 @@ from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import Plan
 from zjax.train.exchange import Exchange
 from zjax.train.fragments import Fragment
-from zjax.train.gradients import microbatches
 from zjax.train.outer_state import make_exchange
 from zjax.train.programs import Programs
-from zjax.train.replicas import key_of_replica
+from zjax.train.replicas import key_of_replica, map_replicas, state_spec
 from zjax.train.state import TrainState
 from zjax.typing import Batch, Metrics, Model
 
@@ -69,17 +68,11 @@ class LocalStep:
             stacked = jax.tree.map(lambda x: x[None], _without_step(new))
             return _with_step(stacked, new), metrics
 
-        names = (field.name for field in dataclasses.fields(TrainState))
-        spec = TrainState(**dict.fromkeys(names, P(REPLICA)) | {"step": P()})
-        by_row = microbatches.row_specs(batch, self.model, (REPLICA,))
-        return jax.shard_map(
-            step,
-            mesh=self.plan.mesh,
-            in_specs=(spec, by_row),
-            out_specs=(spec, P()),
-            axis_names={REPLICA},
-            check_vma=False,
-        )(replicas, batch)
+        run = map_replicas(step, self.model, self.plan, _REPLICAS, (_REPLICAS, P()))
+        return run(replicas, batch)
+
+
+_REPLICAS = state_spec(P(REPLICA), step=P())
 
 
 def _without_step(state: TrainState) -> TrainState:

@@ -69,8 +69,7 @@ class ReplicaPrograms:
             grads = jax.tree.map(lambda g: weighting.scaled(g, share), grads)
             return programs.update(state, grads, loss, batch)
 
-        spec = _state_spec()
-        return self.mapped(step, (spec, P()))(state, batch)
+        return self._mapped(step, (_STATE, P()))(state, batch)
 
     def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
         """The loss of the averaged parameters where they are kept, else of these.
@@ -90,28 +89,47 @@ class ReplicaPrograms:
             loss, _ = _mean_loss(Loss(value, weight, (), metrics, ()))
             return loss.metrics | {"loss": loss.value, "weight": loss.weight}
 
-        return self.mapped(evaluate, P())(state, batch)
+        return self._mapped(evaluate, P())(state, batch)
 
-    def mapped(self, run: Any, outs: Any) -> Any:
-        """Maps a function of a state and a batch over replicas."""
-
-        def call(state: TrainState, batch: Batch) -> Any:
-            by_row = microbatches.row_specs(batch, self.model, (REPLICA,))
-            return jax.shard_map(
-                run,
-                mesh=self.plan.mesh,
-                in_specs=(_state_spec(), by_row),
-                out_specs=outs,
-                axis_names={REPLICA},
-                check_vma=False,
-            )(state, batch)
-
-        return call
+    def _mapped(self, run: Any, outs: Any) -> Any:
+        return map_replicas(run, self.model, self.plan, _STATE, outs)
 
 
-def _state_spec() -> TrainState:
-    fields = (field.name for field in dataclasses.fields(TrainState))
-    return TrainState(**dict.fromkeys(fields, P()) | {"extra": P(REPLICA)})
+def map_replicas(
+    run: Any, model: Model, plan: Plan, state: TrainState, outs: Any
+) -> Any:
+    """Maps a function of a state and a batch over replicas.
+
+    Args:
+        run: The function, of the parts of one replica.
+        model: Names the arrays of a batch that hold rows.
+        plan: Plan of the run; read for its mesh.
+        state: Specs of a state.
+        outs: Specs of the results.
+    """
+
+    def call(inputs: TrainState, batch: Batch) -> Any:
+        by_row = microbatches.row_specs(batch, model, (REPLICA,))
+        return jax.shard_map(
+            run,
+            mesh=plan.mesh,
+            in_specs=(state, by_row),
+            out_specs=outs,
+            axis_names={REPLICA},
+            check_vma=False,
+        )(inputs, batch)
+
+    return call
+
+
+def state_spec(common: P, **others: P) -> TrainState:
+    """Specs of a state: a common one, and those of other fields by name."""
+    names = (field.name for field in dataclasses.fields(TrainState))
+    return TrainState(**dict.fromkeys(names, common) | others)
+
+
+_STATE = state_spec(P(), extra=P(REPLICA))
+"""Replicas have errors of their own."""
 
 
 def key_of_replica(key: jax.Array, model: Model) -> jax.Array | None:

@@ -132,8 +132,7 @@ class Update:
         new = place_tree(new, plan.master)
         new = self.kept_if_finite(pad_tree(new, plan.master), stored, finite)
         new = jax.tree.map(computed_once, new, plan.master)
-        changed = self.state_after(state, new, opt_state, loss, finite)
-        changed = dataclasses.replace(changed, extra=extra)
+        changed = self.state_after(state, new, opt_state, extra, loss, finite)
         return changed, self.metrics(state, loss, norm, finite)
 
     def clipped(
@@ -200,6 +199,7 @@ class Update:
         state: TrainState,
         master: Params,
         opt_state: Any,
+        extra: Any,
         loss: Loss,
         finite: jax.Array,
     ) -> TrainState:
@@ -227,7 +227,7 @@ class Update:
             model_state=keep(loss.model_state, state.model_state, finite),
             scaler=scaler,
             ema=ema,
-            extra=state.extra,
+            extra=extra,
             params=params,
         )
 
