@@ -43,7 +43,8 @@ def test_rounds_are_measured_against_local_steps(
     module, contest, monkeypatch, tmp_path, capsys
 ):
     monkeypatch.setattr(module, "WARM_UP_ROUNDS", 1)
-    monkeypatch.setattr(jax, "devices", lambda devices=jax.devices()[:2]: devices)
+    devices = jax.devices()[:2]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
     words = contest.contestants[0].command[1:]
     small = (*SMALL, f"directory={tmp_path}")
     monkeypatch.setattr(sys, "argv", [*words, *small])
