@@ -20,7 +20,7 @@ from zjax.comm.compressed_mean import (
     padded_size,
 )
 
-LOSSY = ("bfloat16", "int8", "float8", "int4", "onebit", "top_k")
+LOSSY = ("bfloat16", "int8", "float8", "int4", "int2", "onebit", "top_k")
 SIZES = {"top_k": {"block": 16, "kept": 3}, "onebit": {}, "bfloat16": {}, "float32": {}}
 STEPS = 20
 
@@ -174,6 +174,7 @@ def messages(codec, num_workers, n):
     [
         ("onebit", "ui8", 1, 0),
         ("int4", "ui8", 4, 1 / 2048),
+        ("int2", "ui8", 2, 2 / 2048),
         ("int8", "i8", 8, 1 / 2048),
         ("float8", "ui8", 8, 1 / 2048),
         ("bfloat16", "ui16", 16, 0),

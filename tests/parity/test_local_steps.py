@@ -1,6 +1,7 @@
 """Replicas that take local steps, against explicit workers in NumPy."""
 
 import collections
+import functools
 import math
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.reference import compression
 from tests.support import models, runs
 from zjax.config import schema
 from zjax.errors import PlanError
@@ -51,12 +53,11 @@ def anchor_of(state):
     return jax.tree.map(np.asarray, state.master)
 
 
-def int4(x):
-    """What four bits leave of blocks of 2048 numbers."""
-    blocks = x.reshape(-1, 2048)
-    largest = np.abs(blocks).max(1, keepdims=True)
-    scales = np.where(largest > 0, largest, 1).astype(np.float32) / 8
-    return (np.clip(np.round(blocks / scales), -8, 7) * scales).reshape(x.shape)
+def sent(x, codec):
+    """What a receiver has."""
+    if codec == "none":
+        return x
+    return compression.restored(codec, x.ravel(), block=2048).reshape(x.shape)
 
 
 class Workers:
@@ -64,7 +65,7 @@ class Workers:
 
     def __init__(self, number, settings):
         self.number, self.settings = number, schema.Communication(**settings)
-        self.wire = int4 if self.settings.codec == "int4" else lambda x: x
+        self.wire = functools.partial(sent, codec=self.settings.codec)
         self.anchor = jax.tree.map(np.asarray, models.init(KEY))
         self.momentum = {name: 0 * x for name, x in self.anchor.items()}
         self.params = [dict(self.anchor) for _ in range(number)]
@@ -132,6 +133,7 @@ STREAMED = {"num_local_steps": 4, "num_fragments": 2, "delay": 1, "mixing": 0.5}
     [
         pytest.param({"num_local_steps": 3}, id="diloco"),
         pytest.param({"num_local_steps": 3, "codec": "int4"}, id="diloco-int4"),
+        pytest.param({"num_local_steps": 3, "codec": "int2"}, id="diloco-int2"),
         pytest.param({"num_local_steps": 4, "delay": 2}, id="delayed"),
         pytest.param({"codec": "int4"} | STREAMED, id="streaming"),
     ],
@@ -253,10 +255,12 @@ def test_more_fragments_than_arrays_are_refused():
     assert str(error.value) == expected + "array; use at most 3"
 
 
-@pytest.mark.parametrize("name", ["muon", "adamw"])
-def test_optimizers_of_the_settings_work_inside(name):
-    """MuLoCo: fragments in four bits, and what a replica learned counts half."""
-    settings = schema.Communication(codec="int4", **STREAMED)
+@pytest.mark.parametrize(
+    ("name", "codec"), [("muon", "int4"), ("muon", "int2"), ("adamw", "int4")]
+)
+def test_optimizers_of_the_settings_work_inside(name, codec):
+    """MuLoCo: fragments in few bits, and what a replica learned counts half."""
+    settings = schema.Communication(codec=codec, **STREAMED)
     optimizer = schema.Optimizer(name=name, num_warmup_steps=0, peak_learning_rate=0.01)
     config = runs.make_config(
         2,

@@ -20,7 +20,10 @@ def restored(name, x, block=8, kept=2):
 def _restored_block(name, x, kept):
     largest = np.abs(x).max()
     if name == "top_k":
-        return _two_magnitudes(x, np.argsort(-np.abs(x), kind="stable")[:kept])
+        positions = np.argsort(-np.abs(x), kind="stable")[:kept]
+        return _two_magnitudes(x, positions, _middle(np.abs(x[positions])))
+    if name == "int2":
+        return _two_magnitudes(x, slice(None), 1.25 * np.abs(x).mean())
     if largest == 0:
         return x
     if name == "float8":
@@ -31,9 +34,13 @@ def _restored_block(name, x, kept):
     return np.clip(np.rint(x * per_unit), -levels, levels - 1) / per_unit
 
 
-def _two_magnitudes(x, positions):
+def _middle(magnitudes):
+    return (magnitudes.max() + magnitudes.min()) / 2
+
+
+def _two_magnitudes(x, positions, boundary):
     magnitudes = np.abs(x[positions])
-    is_high = magnitudes >= (magnitudes.max() + magnitudes.min()) / 2
+    is_high = magnitudes >= boundary
     means = np.zeros_like(magnitudes)
     for group in (is_high, ~is_high):
         means[group] = magnitudes[group].mean() if group.any() else 0

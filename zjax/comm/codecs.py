@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 
-from zjax.comm.block_codecs import Float8Blocks, IntegerBlocks
+from zjax.comm.block_codecs import Float8Blocks, IntegerBlocks, TwoBitBlocks
 from zjax.comm.cast_codec import Cast
 from zjax.comm.one_bit import OneBit
 from zjax.comm.top_k import TopK
@@ -45,6 +45,7 @@ _CODECS: dict[str, Codec] = {
     "int8": IntegerBlocks(bits=8),
     "float8": Float8Blocks(),
     "int4": IntegerBlocks(bits=4),
+    "int2": TwoBitBlocks(),
     "onebit": OneBit(),
     "top_k": TopK(),
 }
@@ -54,7 +55,8 @@ def make_codec(name: str) -> Codec:
     """Returns a codec by its name in a config.
 
     Args:
-        name: `float32`, `bfloat16`, `int8`, `float8`, `int4`, `onebit` or `top_k`.
+        name: `float32`, `bfloat16`, `int8`, `float8`, `int4`, `int2`, `onebit` or
+            `top_k`.
 
     Raises:
         ConfigError: There is no such codec.

@@ -5,6 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from zjax.comm.block_codecs import mean_where
+
 _INDEX_BITS = 14
 """A code is a position in the block, a bit of magnitude, and the sign."""
 
@@ -37,7 +39,7 @@ class TopK:
         # No slices of the result, for which XLA would sort whole blocks. NaN is first.
         largest, smallest = magnitudes.max(axis=1), magnitudes.min(axis=1)
         is_high = magnitudes >= (largest / 2 + smallest / 2)[:, None]
-        means = [_mean_where(magnitudes, ~is_high), _mean_where(magnitudes, is_high)]
+        means = [mean_where(magnitudes, ~is_high), mean_where(magnitudes, is_high)]
         scales = jnp.stack(means, axis=1)
         codes = positions | is_high << _INDEX_BITS | is_negative << _INDEX_BITS + 1
         return codes.astype(jnp.uint16).reshape(-1), scales.reshape(-1)
@@ -52,9 +54,3 @@ class TopK:
         positions = codes & 2**_INDEX_BITS - 1
         blocks = jnp.zeros((len(codes), self.block)).at[rows, positions].set(values)
         return blocks.reshape(-1)
-
-
-def _mean_where(x: jax.Array, where: jax.Array) -> jax.Array:
-    """Means of rows over some of their numbers; 0 for none."""
-    count = jnp.maximum(where.sum(axis=1, keepdims=True), 1)
-    return jnp.where(where, x / count, 0).sum(axis=1)

@@ -226,9 +226,9 @@ class Optimizer:
 class Communication:
     """What the copies of the model along `mesh.replica` send each other."""
 
-    codec: Literal["none", "bfloat16", "float8", "int8", "int4", "top_k", "onebit"] = (
-        "none"
-    )
+    codec: Literal[
+        "none", "bfloat16", "float8", "int8", "int4", "int2", "top_k", "onebit"
+    ] = "none"
     """Form of the numbers on the wire, beside float32 sums and with error feedback from
     8 bits down; `none` leaves the reduction to `precision.reduce_dtype`, and outer
     gradients in float32."""
