@@ -87,8 +87,8 @@ def measure(config: zconfig.Config) -> dict:
     check_losses([float(loss) for loss in runs[0].losses])
     exposed = statistics.median(steps) - statistics.median(local)
     return {
-        "step_seconds": timing.spread(steps),
-        "local_step_seconds": timing.spread(local),
+        "step_seconds": timing.spread([*steps]),
+        "local_step_seconds": timing.spread([*local]),
         "exposed_seconds": max(exposed, 1e-6),  # the clock tells no less
         "waited_seconds": waited,
     }
