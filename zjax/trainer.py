@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from zjax import data
+from zjax.budget.exchanges import kept_rows
 from zjax.budget.host import limit_pinned_pool
 from zjax.budget.mesh import choose_mesh
 from zjax.budget.out_of_memory import explain_out_of_memory
@@ -343,14 +344,15 @@ class Trainer:
         Returns:
             Text of at most 100 columns.
         """
-        sizes = resolve_batch(self.config, self.run.plan.num_batch_shares)
+        plan = self.run.plan
+        sizes = resolve_batch(self.config, plan.num_batch_shares)
         start = f"continues at step {self.step}" if self.step else "starts from step 0"
         return "\n".join(
             [
-                describe_plan_totals(self.run.plan),
+                describe_plan_totals(plan, kept_rows(plan, self.config)),
                 describe_precision(self.config),
                 f"batch: {sizes.global_batch_size} = {sizes.microbatch_size} per share "
-                f"x {self.run.plan.num_batch_shares} shares x "
+                f"x {plan.num_batch_shares} shares x "
                 f"{sizes.num_microbatches} microbatches; {start}, "
                 f"ends at {self.config.num_steps}",
                 f"evaluation: {self._evaluation.description}, "

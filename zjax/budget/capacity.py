@@ -1,5 +1,7 @@
 """Refusals of plans for which a device or its host has too little memory."""
 
+from typing import Any
+
 from zjax.errors import PlanError, Problem
 from zjax.sharding import memory
 from zjax.sharding.plan import AUTO, Plan
@@ -51,23 +53,26 @@ def check_host_memory(
     )
 
 
-def check_device_memory(plan: Plan, capacity_bytes: int | float) -> None:
+def check_device_memory(
+    plan: Plan, capacity_bytes: int | float, kept: Any = ()
+) -> None:
     """Refuses a plan whose model state alone does not fit on a device.
 
     Args:
         plan: The plan of a run.
         capacity_bytes: Memory of one device.
+        kept: Plans of what the state holds for exchanges of replicas.
 
     Raises:
         PlanError: A device has less memory than is needed.
     """
-    needed = memory.plan_bytes(plan).total
+    needed = memory.plan_bytes(plan, kept).total
     if plan.is_offloaded:
         needed = memory.stored_bytes(plan).device
     if needed <= capacity_bytes:
         return
     better = "" if plan.splits.compute else "raise zero.stage, "
-    if not plan.is_offloaded:
+    if not plan.is_offloaded and not memory.tree_bytes(kept):
         better += "set zero.optimizer_memory=pinned_host, "
     raise PlanError(
         Problem(

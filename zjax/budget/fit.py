@@ -11,6 +11,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from zjax.budget.capacity import check_device_memory, check_host_memory
+from zjax.budget.exchanges import kept_rows
 from zjax.budget.spill import FreeBytes, spill_state
 from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config
@@ -161,7 +162,8 @@ def check_fits(
         PlanError: A device or a host has too little memory.
         StorageError: Disks are too small or too slow, or cannot be used.
     """
-    check_device_memory(plan, device_capacity_bytes(mesh))
+    kept = kept_rows(plan, config)
+    check_device_memory(plan, device_capacity_bytes(mesh), kept)
     on_disk = memory.rows_on_disk(plan, config)
     on_disk += [row for row in inputs if row.is_on_disk]
     gradients = memory.stored_gradients(plan, config)

@@ -11,6 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from zjax.budget import tables
+from zjax.budget.exchanges import kept_rows
 from zjax.budget.experts import describe_active, describe_exchanges
 from zjax.budget.fit import abstract_batch, check_fits, fit_memories
 from zjax.budget.mesh import is_open, propose_mesh, this_machine
@@ -112,11 +113,12 @@ def report_plan(
     pictures = [pathlib.Path(path)]
     title = f"{memory.num_params(plan):,} parameters on {num_devices} devices"
     with _drawing(pictures[0]):
-        totals = [memory.plan_bytes(each) for each in stages]
+        kept = [kept_rows(each, config) for each in stages]
+        totals = list(map(memory.plan_bytes, stages, kept))
         plot.plot_memory_per_stage(totals, pictures[0], title=title)
     inputs = offloaded_inputs(model, plan, config, abstract_batch(config, plan))
     parts = _describe_placement(plan, config, inputs)
-    parts += _describe_each_zero_stage(stages, num_devices, is_here=is_here)
+    parts += _describe_each_zero_stage(stages, kept, num_devices, is_here=is_here)
     if is_here:
         step = make_step(model, tx, plan, config)
         parts += _describe_step(step, config, collectives=collectives)
@@ -173,7 +175,7 @@ def _describe_placement(
 ) -> list[str]:
     is_auto = config.zero.optimizer_memory == plans.AUTO
     texts = [
-        describe.describe_plan(plan),
+        describe.describe_plan(plan, kept_rows(plan, config)),
         describe.describe_unsharded(plan),
         tables.describe_memories(plan, config, inputs),
         describe_active(config.model),
@@ -189,11 +191,15 @@ def _describe_placement(
 
 
 def _describe_each_zero_stage(
-    stages: Sequence[plans.Plan], num_devices: int, *, is_here: bool
+    stages: Sequence[plans.Plan],
+    kept: Sequence[Any],
+    num_devices: int,
+    *,
+    is_here: bool,
 ) -> list[str]:
     title = f"bytes per device by ZeRO stage on {num_devices} devices"
     title += "" if is_here else " (estimate: the devices are not here)"
-    return [title, tables.describe_stages(stages)]
+    return [title, tables.describe_stages(stages, kept)]
 
 
 def _describe_step(step: Step, config: Config, *, collectives: bool) -> list[str]:

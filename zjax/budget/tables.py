@@ -2,6 +2,7 @@
 
 import decimal
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 
@@ -57,22 +58,24 @@ def describe_memories(
     return table
 
 
-def describe_stages(plans: Sequence[Plan]) -> str:
+def describe_stages(plans: Sequence[Plan], kept: Sequence[Any]) -> str:
     """Bytes per device under each ZeRO stage, beside the closed form.
 
     Args:
         plans: Plans of one model on one mesh for ZeRO 0 to 3.
+        kept: Plans of what each holds for exchanges of replicas.
 
     Returns:
         A table; its last column is the closed form with the bytes per parameter of
         stage 0.
     """
     psi = memory.num_params(plans[0])
-    per_param = [part / psi for part in memory.plan_bytes(plans[0]).parts]
+    per_param = [part / psi for part in memory.plan_bytes(plans[0], kept[0]).parts]
     rows = []
-    for plan in plans:
-        planned = memory.plan_bytes(plan)
-        numbers = (*planned.parts, planned.total, _closed_form(plans[0], plan.stage))
+    for plan, more in zip(plans, kept, strict=True):
+        planned = memory.plan_bytes(plan, more)
+        even = _closed_form(plans[0], kept[0], plan.stage)
+        numbers = (*planned.parts, planned.total, even)
         rows.append((str(plan.stage), *map(format_bytes, numbers)))
     form = "+".join(f"{part:.3g}" for part in per_param)
     columns = (
@@ -86,8 +89,11 @@ def describe_stages(plans: Sequence[Plan]) -> str:
     return render_table(columns, rows, right=range(1, 6))
 
 
-def _closed_form(unsharded: Plan, stage: int) -> int | float:
-    """Bytes per device if a stage splits arrays evenly, experts over fewer devices."""
+def _closed_form(unsharded: Plan, kept: Any, stage: int) -> int | float:
+    """Bytes per device if a stage splits arrays evenly, experts over fewer devices.
+
+    What is kept for exchanges is split as the state is.
+    """
     splits = splits_of(stage)
     state = unsharded.master, unsharded.opt_state, unsharded.ema
     parts = (
@@ -104,11 +110,12 @@ def _closed_form(unsharded: Plan, stage: int) -> int | float:
         used = num_shares(unsharded.mesh, zero_axes)
         return row.device_bytes * used / memory.num_zero_shares(unsharded)
 
-    return sum(
-        bytes_of(row, is_split)
+    sizes = [
+        sum(bytes_of(row, is_split) for row in jax.tree.leaves(tree))
         for tree, is_split in parts
-        for row in jax.tree.leaves(tree)
-    )
+    ]
+    share = sizes[-1] / memory.tree_bytes(state)
+    return sum(sizes) + share * memory.tree_bytes(kept)
 
 
 def describe_zero_table(

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from zjax.budget.activations import activation_bytes
+from zjax.budget.exchanges import kept_rows
 from zjax.budget.fit import DEVICE_SHARE
 from zjax.config import axes, schema
 from zjax.config.batch import BatchSizes, resolve_batch
@@ -115,7 +116,7 @@ def _state_bytes(
         gradients = memory.stored_gradients(plan, config)
         on_device = memory.bytes_by_memory(gradients).device
         return memory.stored_bytes(plan).device + on_device
-    state = memory.plan_bytes(plan)
+    state = memory.plan_bytes(plan, kept_rows(plan, config))
     grads = plan.grad_sum if num_microbatches > 1 else plan.grads
     return state.parameters + state.optimizer + memory.tree_bytes(grads)
 

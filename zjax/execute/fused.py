@@ -72,10 +72,10 @@ class FusedExecutor:
         analysis = self.compile("train", batch).memory_analysis()
         if analysis is None:
             return None
-        state = tree_bytes(self.state_plan)
+        read = tree_bytes(self.state_of("train"))
         parts = {
-            "state": state,
-            "batch": analysis.argument_size_in_bytes - state,
+            "state": tree_bytes(self.state_plan),
+            "batch": analysis.argument_size_in_bytes - read,
             "results": analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
             "parameters in use, gradients, activations": analysis.temp_size_in_bytes,
         }

@@ -5,7 +5,7 @@ import io
 import math
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,37 +22,39 @@ from zjax.sharding.rules import axes_of
 WIDTH = 100
 
 
-def describe_plan(plan: Plan) -> str:
+def describe_plan(plan: Plan, kept: Mapping[str, Any] | None = None) -> str:
     """Lists every array of a plan with its shape, spec, memory and bytes per device.
 
     Equal arrays of different layers share a line.
 
     Args:
         plan: The plan of a run.
+        kept: Plans, by name, of what the state holds for exchanges of replicas.
 
     Returns:
         Text of at most 100 columns.
     """
     rows = []
-    for role, leaves in _roles(plan):
+    for role, leaves in _roles(plan, kept):
         rows += _role_rows(role, leaves)
     columns = ("array", "", "shape", "dtype", "spec", "memory", "bytes/device")
     table = render_table(columns, rows, right=(1, 6))
-    return f"{_title(plan)}\n{table}\n{describe_plan_totals(plan)}"
+    return f"{_title(plan)}\n{table}\n{describe_plan_totals(plan, kept)}"
 
 
-def describe_plan_totals(plan: Plan) -> str:
+def describe_plan_totals(plan: Plan, kept: Mapping[str, Any] | None = None) -> str:
     """Adds up the arrays of each role of a plan.
 
     Args:
         plan: The plan of a run.
+        kept: Plans, by name, of what the state holds for exchanges of replicas.
 
     Returns:
         A table of bytes of the model and of one device, and the arrays of a batch that
         are cast.
     """
     rows = []
-    for role, leaves in _roles(plan):
+    for role, leaves in _roles(plan, kept):
         total = sum(
             math.prod(row.shape) * dtype_bytes(row.stored_dtype) for row in leaves
         )
@@ -79,7 +81,9 @@ def _title(plan: Plan) -> str:
     return f"plan: ZeRO {plan.stage} on mesh ({mesh or 'one device'})"
 
 
-def _roles(plan: Plan) -> list[tuple[str, list[ArrayPlan]]]:
+def _roles(
+    plan: Plan, kept: Mapping[str, Any] | None
+) -> list[tuple[str, list[ArrayPlan]]]:
     master = "master weights" + (", lower half" if plan.splits_master else "")
     trees = {
         master: plan.master,
@@ -91,6 +95,7 @@ def _roles(plan: Plan) -> list[tuple[str, list[ArrayPlan]]]:
         else "parameters in use": plan.compute,
         "model state": plan.model_state,
     }
+    trees |= kept or {}
     roles = [(role, jax.tree.leaves(tree)) for role, tree in trees.items()]
     return [(role, leaves) for role, leaves in roles if leaves]
 

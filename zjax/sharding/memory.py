@@ -24,7 +24,7 @@ class StageBytes:
     Args:
         parameters: Bytes of compute parameters.
         gradients: Bytes of gradients or of their sum.
-        optimizer: Bytes of master weights and optimizer state.
+        optimizer: Bytes of master weights, optimizer state and what else is kept.
     """
 
     parameters: int | float
@@ -130,12 +130,18 @@ def stored_bytes(plan: Plan) -> MemoryBytes:
     return bytes_by_memory((plan.master, plan.opt_state, plan.ema, params))
 
 
-def plan_bytes(plan: Plan) -> StageBytes:
-    """Bytes per device of parameters, gradient sum and optimizer state of a plan."""
+def plan_bytes(plan: Plan, kept: Any = ()) -> StageBytes:
+    """Bytes per device of parameters, gradient sum and optimizer state of a plan.
+
+    Args:
+        plan: The plan of a run.
+        kept: Plans of what the state holds for exchanges of replicas; counted with the
+            optimizer state.
+    """
     return StageBytes(
         parameters=tree_bytes(plan.compute),
         gradients=tree_bytes(plan.grad_sum),
-        optimizer=tree_bytes((plan.master, plan.opt_state, plan.ema)),
+        optimizer=tree_bytes((plan.master, plan.opt_state, plan.ema, kept)),
     )
 
 
