@@ -100,8 +100,7 @@ total                                   8         6   8.71 kB   2.994
 volume                                  elements     Psi
 ────────────────────────────────────────────────────────
 this step moves over replica and data      6,152   2.994
-ZeRO 2 should move for 4 microbatches     14,392   7.003
-One node (replica) sends 4.12 kB to others in a train step."""
+ZeRO 2 should move for 4 microbatches     14,392   7.003"""
 
 
 def test_the_table_adds_up_by_kind():

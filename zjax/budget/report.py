@@ -14,6 +14,7 @@ from zjax.budget import tables
 from zjax.budget.exchanges import kept_rows
 from zjax.budget.experts import describe_active, describe_exchanges
 from zjax.budget.fit import abstract_batch, check_fits, fit_memories
+from zjax.budget.links import report_links
 from zjax.budget.mesh import is_open, propose_mesh, this_machine
 from zjax.budget.reasons import Proposal, describe_proposal
 from zjax.budget.trial import Machine, Trial, weigh
@@ -208,6 +209,8 @@ def _describe_step(step: Step, config: Config, *, collectives: bool) -> list[str
     parts = [describe_peak(step.predict_peak(batch), platform)]
     if collectives:
         parts.append(describe_collectives(step, step.compile(batch)))
+        if step.mesh.shape[meshes.REPLICA] > 1:
+            parts.append(report_links(step, config, batch))
     return parts
 
 

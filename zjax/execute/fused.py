@@ -42,6 +42,10 @@ class FusedExecutor:
         """Plans of the state that a program reads."""
         return self.state_plan
 
+    def inputs_of(self, program: str, batch: Batch) -> tuple[Any, ...]:
+        """Shapes of what a program takes."""
+        return abstract_tree(self.state_of(program)), batch
+
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Takes one optimizer step; the state is donated."""
         return self.programs["train"](state, batch)
@@ -59,12 +63,12 @@ class FusedExecutor:
         return state
 
     def compile(self, program: str, batch: Batch) -> jax.stages.Compiled:
-        """Compiles `train`, `gradients` or `evaluate` for a batch of shapes, once."""
+        """Compiles a program for a batch of shapes, once."""
         leaves, tree = jax.tree.flatten(batch)
         key = program, tree, tuple(leaves)
         if key not in self._compiled:
-            state = abstract_tree(self.state_of(program))
-            self._compiled[key] = self.programs[program].lower(state, batch).compile()
+            inputs = self.inputs_of(program, batch)
+            self._compiled[key] = self.programs[program].lower(*inputs).compile()
         return self._compiled[key]
 
     def predict_peak(self, batch: Batch) -> Peak | None:

@@ -11,7 +11,7 @@ from zjax.config.schema import Config
 from zjax.execute.fused import FusedExecutor
 from zjax.execute.step_number import StepNumber
 from zjax.optim.rounds import make_rounds
-from zjax.sharding.placement import shardings
+from zjax.sharding.placement import abstract_tree, shardings
 from zjax.sharding.plan import Plan
 from zjax.train.fragments import make_fragments
 from zjax.train.local_steps import LocalStep, end_of_round, make_outer_step
@@ -54,6 +54,20 @@ class LocalStepsExecutor(FusedExecutor):
         """Plans of the state that a program reads."""
         rows = super().state_of(program)
         return _of_replicas(rows) if program == "train" else rows
+
+    def inputs_of(self, program: str, batch: Batch) -> tuple[Any, ...]:
+        """Shapes of what a program takes."""
+        anchor, outer = self.state_plan.master, self.state_plan.extra
+        kind, _, number = program.rpartition("_")
+        if kind == "mean":
+            outer_gradients = self.programs[f"outer_gradients_{number}"]
+            places = abstract_tree((anchor, outer.replicas.master))
+            grads = outer_gradients.lower(*places).compile()
+            return _outputs(grads), abstract_tree(outer.errors[int(number)])
+        if program == "end_of_round":
+            replicas = outer.replicas
+            return abstract_tree((replicas.model_state, replicas.num_skipped))
+        return super().inputs_of(program, batch)
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Takes a local step, then sends or merges a fragment; donates the state."""
@@ -105,6 +119,15 @@ class LocalStepsExecutor(FusedExecutor):
         state = dataclasses.replace(state, model_state=shared, num_skipped=skipped)
         replicas = dataclasses.replace(replicas, model_state=own)
         return _with_extra(state, replicas=replicas)
+
+
+def _outputs(compiled: jax.stages.Compiled) -> Any:
+    """Shapes of the results of a program, with their shardings."""
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        compiled.out_info,
+        compiled.output_shardings,
+    )
 
 
 def _of_replicas(state: TrainState) -> TrainState:

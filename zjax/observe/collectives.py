@@ -178,6 +178,39 @@ def bytes_leaving_node(
     return sum(of_group(each, group) for each in collectives for group in each.groups)
 
 
+def bytes_inside_node(
+    collectives: Iterable[Collective], mesh: Mesh | AbstractMesh, axis: str
+) -> float:
+    """Bytes that the devices of one node send each other per run of the program.
+
+    Args:
+        collectives: Collectives of the program.
+        mesh: The mesh of the program.
+        axis: The axis that joins the nodes.
+
+    Returns:
+        What they send less `bytes_leaving_node`.
+
+    Example:
+        >>> mesh = AbstractMesh((2, 4), ("replica", "data"))
+        >>> groups = (tuple(range(8)),)
+        >>> each = Collective("all-gather", "f16", 80, groups, 1, True, None, "")
+        >>> bytes_inside_node([each], mesh, "replica")
+        420.0
+    """
+    collectives = list(collectives)
+    shape, dim = tuple(mesh.shape.values()), mesh.axis_names.index(axis)
+
+    def of_group(each: Collective, group: tuple[int, ...]) -> float:
+        nodes = np.unravel_index(group, shape)[dim]
+        is_pair = each.op == "collective-permute"
+        senders = nodes[:1] if is_pair else nodes
+        return each.wire_bytes * float((senders == 0).sum())
+
+    sent = sum(of_group(each, group) for each in collectives for group in each.groups)
+    return sent - bytes_leaving_node(collectives, mesh, axis)
+
+
 def _list_in_computation(
     module: hlo.Module, name: str, context: _Context
 ) -> list[Collective]:

@@ -7,13 +7,12 @@ from collections.abc import Iterable, Sequence
 import jax
 
 from zjax.comm.tokens import EXCHANGED
-from zjax.observe.collectives import Collective, bytes_leaving_node, mesh_axes
+from zjax.observe.collectives import Collective, mesh_axes
 from zjax.sharding import memory
 from zjax.sharding.describe import format_bytes, render_table
 from zjax.sharding.mesh import (
     BATCH_AXES,
     PIPELINE,
-    REPLICA,
     ZERO_AXES,
     num_shares,
 )
@@ -112,7 +111,7 @@ def describe_communication(
             render_table(columns, rows, right=range(3, 7)),
             "",
             _describe_volume(collectives, plan, num_microbatches),
-            *_node_notes(collectives, plan),
+            *([CODES_NOTE] if plan.is_coded else []),
             *_pipeline_notes(plan),
             *([] if bounded else [UNBOUNDED_NOTE]),
         ]
@@ -150,15 +149,6 @@ def _describe_volume(
     psi = memory.num_params(plan)
     rows = [(name, f"{n:,}", f"{n / psi:.3f}") for name, n in volumes.items()]
     return render_table(("volume", "elements", "Psi"), rows, right=(1, 2))
-
-
-def _node_notes(collectives: Iterable[Collective], plan: Plan) -> list[str]:
-    """What crosses the slow link between the nodes of `mesh.replica`."""
-    if plan.mesh.shape[REPLICA] == 1:
-        return []
-    sent = format_bytes(bytes_leaving_node(collectives, plan.mesh, REPLICA))
-    notes = [f"One node (replica) sends {sent} to others in a train step."]
-    return notes + ([CODES_NOTE] if plan.is_coded else [])
 
 
 def _communicates_in_ticks(plan: Plan) -> bool:

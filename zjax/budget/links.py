@@ -1,0 +1,80 @@
+"""Bytes by link of every program of a run, counted in what is compiled."""
+
+import collections
+from collections.abc import Iterator
+
+from zjax.config.schema import Config
+from zjax.observe.collectives import list_collectives
+from zjax.observe.links import LinkBytes, describe_links, link_bytes
+from zjax.optim.phases import make_phases
+from zjax.optim.rounds import make_rounds
+from zjax.step import Step
+from zjax.typing import Batch
+
+NAMES = {"train": "train step", "end_of_round": "end of a round"}
+LOCAL = {"train": "local step"}
+EXCHANGE = "exchange"
+
+
+def programs_at(config: Config, step: int) -> Iterator[str]:
+    """Yields the programs of a step that may send, in their order.
+
+    Args:
+        config: Checked settings.
+        step: Number of the step, 1 or more.
+
+    Example:
+        >>> from zjax.config import schema
+        >>> config = schema.Config(
+        ...     communication=schema.Communication(num_local_steps=10)
+        ... )
+        >>> [*programs_at(config, 9)], [*programs_at(config, 10)]
+        (['train'], ['train', 'mean_0', 'end_of_round'])
+    """
+    phases = make_phases(config)
+    yield phases.at(step) if phases else "train"
+    if not config.communication.num_local_steps:
+        return
+    rounds = make_rounds(config.communication)
+    if (fragment := rounds.sent_after(step)) is not None:
+        yield f"mean_{fragment}"
+    if rounds.ends_after(step):
+        yield "end_of_round"
+
+
+def report_links(step: Step, config: Config, batch: Batch) -> str:
+    """Compiles every program of a run that sends, and tells what crosses which links.
+
+    Args:
+        step: The step of the run.
+        config: Checked settings.
+        batch: ShapeDtypeStructs of the global batch.
+
+    Returns:
+        A table; fragments of local steps share a line, which shows their mean.
+    """
+    steps = range(1, config.num_steps + 1)
+    times = collections.Counter(
+        name for number in steps for name in programs_at(config, number)
+    )
+    sent: dict[str, list[tuple[int, LinkBytes]]] = collections.defaultdict(list)
+    for program, number in times.items():
+        text = step.compile(batch, program).as_text()
+        assert text is not None
+        found = link_bytes(list_collectives(text), step.mesh)
+        sent[_label(program, config)].append((number, found))
+    totals = {name: sum(n for n, _ in parts) for name, parts in sent.items()}
+    means = {
+        name: LinkBytes(
+            *(sum(n * x[i] for n, x in parts) / totals[name] for i in range(2))
+        )
+        for name, parts in sent.items()
+    }
+    return describe_links(means, totals, config.num_steps)
+
+
+def _label(program: str, config: Config) -> str:
+    if program.startswith("mean_"):
+        return EXCHANGE
+    names = NAMES | (LOCAL if config.communication.num_local_steps else {})
+    return names.get(program, program.replace("_", " "))
