@@ -93,22 +93,26 @@ def quantize(
         Scales of rows and columns: Li et al., arXiv:2309.01507. Optimizers in eight
         bits: Dettmers et al., arXiv:2110.02861.
     """
-    scale = functools.reduce(jnp.minimum, scales)
-    relative = jnp.where(scale > 0, jnp.abs(x) / jnp.where(scale > 0, scale, 1), 0)
+    relative = jnp.abs(x) * functools.reduce(jnp.maximum, map(_inverse, scales))
     max_code = jnp.iinfo(dtype).max
     words = jax.lax.bitcast_convert_type(relative, jnp.uint32)
     words = (words + (bits >> (32 - _DROPPED_BITS))) >> _DROPPED_BITS
     codes = jnp.clip(words.astype(jnp.int32) - (_ONE - max_code), 1, max_code)
     smallest = _value(jnp.ones((), dtype))
     signed = jnp.issubdtype(dtype, jnp.signedinteger)
-    chance = (bits >> 8).astype(jnp.float32) * 2.0**-24 if signed else 0.0
-    codes = jnp.where((relative < smallest) & (relative <= smallest * chance), 0, codes)
-    return Quantized((jnp.sign(x).astype(jnp.int32) * codes).astype(dtype), scales)
+    chance = (bits >> 8).astype(jnp.float32) * (2.0**-24 * smallest) if signed else 0.0
+    codes = jnp.where(relative <= chance, 0, codes)
+    return Quantized(jnp.where(x < 0, -codes, codes).astype(dtype), scales)
 
 
 def dequantize(quantized: Quantized) -> Float[Array, "..."]:
     """Converts codes and scales to float32 in the shape of the codes."""
     return _value(quantized.codes) * functools.reduce(jnp.minimum, quantized.scales)
+
+
+def _inverse(scale: Float[Array, "..."]) -> Float[Array, "..."]:
+    """1 / scale, and 0 for 0; small enough to be divided once per row and column."""
+    return jnp.where(scale > 0, 1 / jnp.where(scale > 0, scale, 1), 0)
 
 
 def _value(codes: Int8[Array, "..."] | UInt8[Array, "..."]) -> Float[Array, "..."]:

@@ -18,13 +18,15 @@ def layerwise_plan(model: Model, plan: Plan) -> Plan:
         plan: The plan of stored arrays.
 
     Returns:
-        The plan with `Layers` for sharded stacks; `plan` itself for other models.
+        The plan with `Layers` for sharded stacks, and for all of them where nothing is
+        reduced over devices; `plan` itself for other models.
     """
     if not model.takes_layers_apart:
         return plan
     # Stacks too small to be sharded are reduced at the end, all layers at once.
+    is_whole = plan.splits.state and plan.num_batch_shares > 1
     is_apart = jax.tree.map(
-        lambda row: row.num_layers > 0 and (any(row.spec) or not plan.splits.state),
+        lambda row: row.num_layers > 0 and (any(row.spec) or not is_whole),
         plan.master,
     )
 

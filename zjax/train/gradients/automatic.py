@@ -63,14 +63,14 @@ class AutomaticGradients:
             state: ModelState, microbatch: Batch, key: jax.Array
         ) -> tuple[Params, Loss]:
             grads, result = self.differentiate(params, state, microbatch, key, scale)
-            # Placed before the cast, so that no wider dtype crosses the devices.
-            return cast_like(pin(grads), rows), result
+            return pin(grads), result
 
         zeros = jax.tree.map(lambda row: jnp.zeros(row.shape, row.dtype), rows)
         grads, loss = weighting.accumulate(
             one, zeros, state, self.split(batch), key, pin=pin
         )
-        return put_together(grads), loss
+        # Placed and stacked before the cast, so that the smaller dtype is moved.
+        return cast_like(put_together(grads), self.plan.grad_sum), loss
 
     def differentiate(
         self,

@@ -90,7 +90,8 @@ def accumulate(
         pin: Constrains the placement of the sums.
 
     Returns:
-        Gradients of the mean over all microbatches, in the dtype of `zeros`.
+        Gradients of the mean over all microbatches, in the dtype of `zeros`; those of a
+        single microbatch as they are.
     """
     num_microbatches = jax.tree.leaves(parts)[0].shape[0]
     if num_microbatches == 1:
@@ -106,6 +107,7 @@ def accumulate(
         index, microbatch = inputs
         grads, result = one(state, microbatch, jax.random.fold_in(key, index))
         check_names(result)
+        grads = jax.tree.map(lambda g, t: g.astype(t.dtype), grads, total)
         total = jax.tree.map(lambda t, g: t + scaled(g, result.weight), total, grads)
         return (pin(total), result.model_state), result._replace(model_state=())
 
