@@ -21,6 +21,7 @@ from zjax.execute.teacher import Teacher
 from zjax.offload.peak import Peak
 from zjax.ops.promotion import dtype_promotion
 from zjax.optim.phases import make_phases
+from zjax.optim.rounds import make_rounds
 from zjax.sharding import plan as plans
 from zjax.sharding.batch import batch_shardings
 from zjax.sharding.mesh import is_simulated
@@ -295,8 +296,8 @@ def _make_executor(
 ) -> Executor:
     if plan.is_offloaded:
         return StreamedExecutor(model, tx, plan, config, schedule)
-    if config.communication.num_local_steps:
-        return LocalStepsExecutor(model, tx, plan, config, schedule)
+    if (rounds := make_rounds(config)) is not None:
+        return LocalStepsExecutor(model, tx, plan, config, schedule, rounds)
     phases = make_phases(config)
     if phases is None:
         return fused_executor(model, tx, plan, config, schedule)

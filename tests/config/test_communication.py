@@ -6,6 +6,7 @@ from zjax.config import check_config, load_config
 from zjax.errors import ConfigError
 
 ONEBIT = "optimizer.name=onebit_adam"
+ZERO_ONE = "optimizer.name=zero_one_adam"
 REPLICAS = "mesh.replica=2"
 
 
@@ -55,8 +56,63 @@ REPLICAS = "mesh.replica=2"
             ["optimizer.freeze_step=5"],
             "optimizer.freeze_step=5 has no effect with optimizer.name='adamw'; leave "
             "it at 0, or set optimizer.name to 'onebit_adam' or "
-            "'onebit_lamb'",
+            "'onebit_lamb' or 'zero_one_adam'",
             id="freeze-step-of-adamw",
+        ),
+        pytest.param(
+            [ZERO_ONE],
+            "optimizer.name='zero_one_adam' has no effect with mesh.replica=1; use "
+            "mesh.replica=2 or more, or another optimizer",
+            id="one-replica-of-zero-one-adam",
+        ),
+        pytest.param(
+            [ZERO_ONE, REPLICAS, "optimizer.freeze_step=1000"],
+            "optimizer.freeze_step=1000 leaves none of num_steps=1000 to send less; "
+            "use at most 999",
+            id="no-local-step",
+        ),
+        pytest.param(
+            [ZERO_ONE, REPLICAS, "optimizer.ema_decay=0.9"],
+            "optimizer.ema_decay=0.9 is not built with "
+            "optimizer.name='zero_one_adam'; leave it at 0.0",
+            id="averages-of-zero-one-adam",
+        ),
+        pytest.param(
+            [ZERO_ONE, REPLICAS, "zero.memory=pinned_host"],
+            "optimizer.name='zero_one_adam' is not built for "
+            "zero.optimizer_memory='pinned_host'; keep the state on the devices, or "
+            "use another optimizer",
+            id="offload-of-zero-one-adam",
+        ),
+        pytest.param(
+            [ZERO_ONE, REPLICAS, "communication.num_local_steps=10"],
+            "communication.num_local_steps=10 leaves optimizer.name='zero_one_adam' "
+            "nothing to send; use another optimizer, or 0",
+            id="two-kinds-of-local-steps",
+        ),
+        pytest.param(
+            [ZERO_ONE, REPLICAS, "zero.stage=3", "zero.shard_over_replica=true"],
+            "optimizer.name='zero_one_adam' needs copies of the model, and "
+            "zero.shard_over_replica=True keeps one; use another optimizer, or "
+            "zero.shard_over_replica=False",
+            id="one-copy-of-the-model",
+        ),
+        pytest.param(
+            [ONEBIT, REPLICAS, "optimizer.local_step_clipper=4"],
+            "optimizer.local_step_clipper=4 has no effect with "
+            "optimizer.name='onebit_adam'; leave it at 16, or set optimizer.name to "
+            "'zero_one_adam'",
+            id="local-steps-of-onebit-adam",
+        ),
+        pytest.param(
+            ["optimizer.var_update_scaler=4", "optimizer.local_step_scaler=9"],
+            "optimizer.var_update_scaler=4 has no effect with "
+            "optimizer.name='adamw'; leave it at 16, or set optimizer.name to "
+            "'zero_one_adam'\n"
+            "optimizer.local_step_scaler=9 has no effect with "
+            "optimizer.name='adamw'; leave it at 0, or set optimizer.name to "
+            "'zero_one_adam'",
+            id="intervals-of-adamw",
         ),
     ],
 )

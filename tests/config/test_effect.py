@@ -57,7 +57,7 @@ EFFECT = [
         "optimizer.b1=0.5 has no effect with optimizer.name='adafactor'; "
         "leave it at 0.9, or set optimizer.name to "
         "'adamw' or 'adam' or 'lamb' or 'muon' or 'onebit_adam' or "
-        "'onebit_lamb' or 'lion' or 'sgd'",
+        "'onebit_lamb' or 'zero_one_adam' or 'lion' or 'sgd'",
         id="b1-of-adafactor",
     ),
     case(
@@ -65,11 +65,11 @@ EFFECT = [
         "optimizer.b2=0.5 has no effect with optimizer.name='sgd'; "
         "leave it at 0.95, or set optimizer.name to "
         "'adamw' or 'adam' or 'lamb' or 'muon' or 'onebit_adam' or "
-        "'onebit_lamb' or 'lion'\n"
+        "'onebit_lamb' or 'zero_one_adam' or 'lion'\n"
         "optimizer.eps=1.0 has no effect with optimizer.name='sgd'; "
         "leave it at 1e-08, or set optimizer.name to "
         "'adamw' or 'adam' or 'lamb' or 'muon' or 'onebit_adam' or "
-        "'onebit_lamb'",
+        "'onebit_lamb' or 'zero_one_adam'",
         id="b2-and-eps-of-sgd",
     ),
     case(

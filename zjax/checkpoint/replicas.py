@@ -1,7 +1,8 @@
 """Arrays of replicas that a run with other replicas or codecs takes over.
 
 Replicas that step apart continue from the anchor, each with the optimizer state of the
-first saved one. What codecs lost starts at 0.
+first saved one. What codecs lost starts at 0, and so does the sum of the learning rates
+since the replicas met.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from zjax.checkpoint.layout import Entry
 from zjax.checkpoint.views import Source
 
 _REPLICAS, _MASTER, _ANCHOR = "extra/replicas/", "extra/replicas/master/", "master/"
+_RATE_SUM = "/rate_sum"
 _CODECS = tuple(f"extra/{part}" for part in ("worker", "server", "errors", "arriving"))
 
 Read = Callable[[tuple[slice, ...]], np.ndarray]
@@ -38,7 +40,9 @@ def adapted_extra(source: Source, expected: Mapping[str, Entry]) -> dict[str, Re
         if name.startswith(_CODECS):
             readers[name] = _zeros(entry)
         elif name.startswith(_REPLICAS) and saved and _differs_in_number(saved, entry):
-            readers[name] = _first_replica(source, name, entry)
+            meets = name.endswith(_RATE_SUM)
+            first = _first_replica(source, name, entry)
+            readers[name] = _zeros(entry) if meets else first
     _report(source, expected, readers)
     return readers
 

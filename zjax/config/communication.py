@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from zjax.config import axes, schema
 from zjax.errors import Problem
 
-COMPRESSED_OPTIMIZERS = ("onebit_adam", "onebit_lamb")
+COMPRESSED_OPTIMIZERS = ("onebit_adam", "onebit_lamb", "zero_one_adam")
 """Optimizers that send messages of their own."""
 
 
@@ -47,6 +47,9 @@ def _optimizer_problems(config: schema.Config) -> Iterator[Problem]:
     if config.precision.master_dtype != "float32":
         problem, field = f"is not built {name}", "precision.master_dtype"
         yield Problem(field, config.precision.master_dtype, problem, "use 'float32'")
+    if settings.name == "zero_one_adam" and settings.ema_decay:
+        problem, field = f"is not built {name}", "optimizer.ema_decay"
+        yield Problem(field, settings.ema_decay, problem, "leave it at 0.0")
     if settings.groups:
         problem, remedy = f"is not built {name}", "leave it at ()"
         yield Problem("optimizer.groups", settings.groups, problem, remedy)

@@ -19,7 +19,7 @@ class Needs(NamedTuple):
 
 _OFFLOADED = ("pinned_host", "nvme", "auto")
 _MOMENTS = ("adamw", "adam", "lamb", "muon")
-_ONEBIT = ("onebit_adam", "onebit_lamb")
+_ONEBIT = ("onebit_adam", "onebit_lamb", "zero_one_adam")
 _ADAMS = (*_MOMENTS, *_ONEBIT)
 
 NEEDS = (
@@ -51,6 +51,9 @@ NEEDS = (
     Needs("optimizer.b2", "optimizer.name", (*_ADAMS, "lion")),
     Needs("optimizer.eps", "optimizer.name", _ADAMS),
     Needs("optimizer.freeze_step", "optimizer.name", _ONEBIT),
+    Needs("optimizer.var_update_scaler", "optimizer.name", ("zero_one_adam",)),
+    Needs("optimizer.local_step_scaler", "optimizer.name", ("zero_one_adam",)),
+    Needs("optimizer.local_step_clipper", "optimizer.name", ("zero_one_adam",)),
     Needs("optimizer.moment_dtype", "optimizer.name", (*_MOMENTS, "lion", "sgd")),
     Needs(
         "model.activation_memory",

@@ -113,6 +113,9 @@ RANGES: dict[type, dict[str, Range]] = {
         "clip_norm": LIMIT,
         "ema_decay": DECAY,
         "freeze_step": _from(0),
+        "var_update_scaler": _from(1),
+        "local_step_scaler": _from(0),
+        "local_step_clipper": _from(1),
     },
     schema.Communication: {
         "num_local_steps": _from(0),

@@ -190,9 +190,11 @@ class Optimizer:
         "muon",
         "onebit_adam",
         "onebit_lamb",
+        "zero_one_adam",
     ] = "adamw"
     """`onebit_adam` and `onebit_lamb` send momentum in one bit per number after
-    `freeze_step` steps."""
+    `freeze_step` steps; `zero_one_adam` sends few gradients in full before, and its
+    replicas take local steps after."""
     peak_learning_rate: float = 3e-4
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     """Shape after warm-up; `wsd` is warm-up, stable, then linear decay."""
@@ -220,6 +222,13 @@ class Optimizer:
     freeze_step: int = 0
     """Last step of 1-bit optimizers that sends gradients; then they keep their second
     moments. 0 for 15 % of the steps."""
+    var_update_scaler: int = 16
+    """Updates of second moments by 0/1 Adam until the interval between them doubles."""
+    local_step_scaler: int = 0
+    """Local steps of 0/1 Adam until the interval between exchanges doubles; 0 for
+    `freeze_step`."""
+    local_step_clipper: int = 16
+    """Longest interval between exchanges of 0/1 Adam."""
 
 
 @section

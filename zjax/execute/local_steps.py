@@ -1,20 +1,30 @@
-"""Replicas that take local steps and exchange outer gradients now and then."""
+"""Replicas that take local steps and exchange what they learned now and then."""
 
 import dataclasses
 import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from zjax.comm.codecs import make_codec
 from zjax.compiler import step_options
 from zjax.config.schema import Config
 from zjax.execute.fused import FusedExecutor
 from zjax.execute.step_number import StepNumber
-from zjax.optim.rounds import make_rounds
+from zjax.optim.intervals import MERGED, Intervals
+from zjax.optim.phases import Phase, make_phases
+from zjax.optim.rounds import Rounds
 from zjax.sharding.placement import abstract_tree, shardings
 from zjax.sharding.plan import Plan
+from zjax.train.exchange import Exchange, Sent
 from zjax.train.fragments import make_fragments
-from zjax.train.local_steps import LocalStep, end_of_round, make_outer_step
+from zjax.train.local_steps import (
+    CommonStep,
+    LocalStep,
+    end_of_round,
+    make_outer_step,
+)
 from zjax.train.programs import make_programs
 from zjax.train.state import TrainState, state_rows
 from zjax.train.update import Schedule
@@ -26,8 +36,9 @@ class LocalStepsExecutor(FusedExecutor):
 
     Its programs are `train`, a local step; `evaluate`, with the anchor; for each
     fragment `outer_gradients_0`, `mean_0` and `merge_0`, and so on, of which only
-    `mean_0` sends; and `end_of_round`. None waits for another on the host, so with a
-    delay the mean of a fragment is on its way while local steps run.
+    `mean_0` sends; `end_of_round`; and those of the phases in which replicas step
+    together, by their names. None waits for another on the host, so with a delay the
+    mean of a fragment is on its way while local steps run.
 
     Args:
         model: Model and loss as pure functions.
@@ -35,6 +46,7 @@ class LocalStepsExecutor(FusedExecutor):
         plan: Placement of every array, all on the devices.
         config: Checked settings.
         schedule: Learning rate by applied step, for the metrics.
+        rounds: Which step sends what.
     """
 
     def __init__(
@@ -44,11 +56,12 @@ class LocalStepsExecutor(FusedExecutor):
         plan: Plan,
         config: Config,
         schedule: Schedule | None,
+        rounds: Rounds | Intervals,
     ):
         rows = state_rows(plan, config)
         programs = _programs(model, tx, plan, config, schedule, rows)
         super().__init__(model, plan, config, programs)
-        self._rounds, self._number = make_rounds(config.communication), StepNumber()
+        self._rounds, self._number = rounds, StepNumber()
 
     def state_of(self, program: str) -> TrainState:
         """Plans of the state that a program reads."""
@@ -61,7 +74,7 @@ class LocalStepsExecutor(FusedExecutor):
         kind, _, number = program.rpartition("_")
         if kind == "mean":
             outer_gradients = self.programs[f"outer_gradients_{number}"]
-            places = abstract_tree((anchor, outer.replicas.master))
+            places = abstract_tree((anchor, outer.replicas))
             grads = outer_gradients.lower(*places).compile()
             return _outputs(grads), abstract_tree(outer.errors[int(number)])
         if program == "end_of_round":
@@ -70,11 +83,10 @@ class LocalStepsExecutor(FusedExecutor):
         return super().inputs_of(program, batch)
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Takes a local step, then sends or merges a fragment; donates the state."""
+        """Takes a step, then sends or merges a fragment; donates the state."""
         number = self._number.before(state) + 1
-        replicas, metrics = self.programs["train"](_of_replicas(state), batch)
-        state = dataclasses.replace(state, step=replicas.step)
-        state = _with_extra(state, replicas=dataclasses.replace(replicas, step=()))
+        together = self.programs.get(self._rounds.at(number), self._train_apart)
+        state, metrics = together(state, batch)
         sent, merged = (
             self._rounds.sent_after(number),
             self._rounds.merged_after(number),
@@ -87,13 +99,24 @@ class LocalStepsExecutor(FusedExecutor):
             state = self._merge(state, merged, arriving[merged])
         if self._rounds.ends_after(number):
             state = self._end_round(state)
+        if self._rounds.forgets_errors_after(number):
+            errors = self.programs["without_errors"](state.extra.errors)
+            state = _with_extra(state, errors=errors)
         self._number.after(state, number)
         return state, metrics
+
+    def _train_apart(
+        self, state: TrainState, batch: Batch
+    ) -> tuple[TrainState, Metrics]:
+        replicas, metrics = self.programs["train"](_of_replicas(state), batch)
+        state = dataclasses.replace(state, step=replicas.step)
+        replicas = dataclasses.replace(replicas, step=())
+        return _with_extra(state, replicas=replicas), metrics
 
     def _send(self, state: TrainState, fragment: int) -> tuple[TrainState, Any]:
         outer = state.extra
         outer_gradients = self.programs[f"outer_gradients_{fragment}"]
-        grads = outer_gradients(state.master, outer.replicas.master)
+        grads = outer_gradients(state.master, outer.replicas)
         mean, errors = self.programs[f"mean_{fragment}"](grads, outer.errors[fragment])
         state = _with_extra(state, errors=_replaced(outer.errors, fragment, errors))
         if outer.arriving:
@@ -104,10 +127,9 @@ class LocalStepsExecutor(FusedExecutor):
     def _merge(self, state: TrainState, fragment: int, mean: Any) -> TrainState:
         outer = state.extra
         merge = self.programs[f"merge_{fragment}"]
-        anchor, momentum, master = merge(
-            state.master, outer.momentum, outer.replicas.master, mean
+        anchor, momentum, replicas = merge(
+            state.master, outer.momentum, outer.replicas, mean
         )
-        replicas = dataclasses.replace(outer.replicas, master=master)
         state = dataclasses.replace(state, master=anchor)
         return _with_extra(state, momentum=momentum, replicas=replicas)
 
@@ -170,14 +192,15 @@ def _programs(
             ),
         ),
     }
+    programs |= _common_steps(model, tx, plan, config, schedule, rows)
     number = config.communication.num_fragments
     for i, fragment in enumerate(make_fragments(plan.master, number)):
-        outer = make_outer_step(plan, config, fragment)
+        outer = make_outer_step(plan, config, fragment, tx)
         sent = [row.stored for row in outer.exchange.plan.grads]
         by_replica = [
             jax.tree.leaves(of_replicas.master)[p.leaf] for p in fragment.pieces
         ]
-        merged = places.master, places.extra.momentum, of_replicas.master
+        merged = places.master, places.extra.momentum, places.extra.replicas
         programs |= {
             f"outer_gradients_{i}": jax.jit(
                 outer.outer_gradients, out_shardings=by_replica
@@ -192,3 +215,38 @@ def _programs(
             ),
         }
     return programs
+
+
+def _common_steps(
+    model: Model,
+    tx: Any,
+    plan: Plan,
+    config: Config,
+    schedule: Schedule | None,
+    rows: TrainState,
+) -> dict[str, Any]:
+    """The programs of phases in which replicas step together, and of their end."""
+    phases = make_phases(config)
+    if phases is None:
+        return {}
+    places = shardings(rows)
+    by_shard = dataclasses.replace(plan, grads=plan.master)
+
+    def common_step(phase: Phase) -> Any:
+        sent = Sent(phase, Exchange(by_shard, make_codec(phase.codec)))
+        of_replica = make_programs(model, tx, plan.of_replica, config, schedule, sent)
+        return jax.jit(
+            CommonStep(of_replica, model, plan),
+            donate_argnums=0,
+            out_shardings=(places, None),
+            compiler_options=step_options(config, plan),
+        )
+
+    common = [phase for name, phase in phases.by_name.items() if name != MERGED]
+    steps = {phase.name: common_step(phase) for phase in common}
+    without_errors = jax.jit(
+        lambda errors: jax.tree.map(jnp.zeros_like, errors),
+        donate_argnums=0,
+        out_shardings=places.extra.errors,
+    )
+    return steps | {"without_errors": without_errors}

@@ -13,7 +13,16 @@ import jax
 import optax
 
 from zjax.config import schema
-from zjax.optim import groups, matrices, moments, onebit_adam, onebit_lamb, trust_ratio
+from zjax.optim import (
+    groups,
+    matrices,
+    moments,
+    onebit_adam,
+    onebit_lamb,
+    trust_ratio,
+    zero_one_adam,
+)
+from zjax.optim.intervals import ZERO_ONE_ADAM
 from zjax.optim.per_layer import per_layer
 from zjax.optim.schedules import make_schedule
 from zjax.sharding.paths import path_of
@@ -113,13 +122,15 @@ def _make_rule(
     def num_stacked(keys: Any) -> int:
         return matrices.num_stacked(path_of(keys), names)
 
+    def decay_of(params: Any) -> Any:
+        return jax.tree.map(lambda d: weight_decay * d, decayed(params))
+
+    betas = settings.b1, settings.b2
+    if settings.name == ZERO_ONE_ADAM:
+        return zero_one_adam.zero_one_adam(schedule, *betas, settings.eps, decay_of)
     if settings.name == "onebit_lamb":
         rule = onebit_lamb.scale_by_onebit_lamb(
-            settings.b1,
-            settings.b2,
-            settings.eps,
-            lambda params: jax.tree.map(lambda d: weight_decay * d, decayed(params)),
-            num_stacked,
+            *betas, settings.eps, decay_of, num_stacked
         )
         return optax.chain(rule, optax.scale_by_learning_rate(schedule))
     decay = optax.add_decayed_weights(weight_decay, mask=decayed)

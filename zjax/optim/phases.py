@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from zjax.config.schema import Config
-from zjax.optim import onebit_adam, onebit_lamb
+from zjax.optim import intervals, onebit_adam, onebit_lamb, zero_one_adam
 
 
 class Phase(NamedTuple):
@@ -31,7 +31,7 @@ class Phases(NamedTuple):
     """The phases of a run.
 
     Args:
-        by_name: Every phase.
+        by_name: Every phase that sends; steps of `intervals.LOCAL` do not.
         at: Name of the phase of a step; the first step is 1.
     """
 
@@ -64,6 +64,8 @@ def make_phases(config: Config) -> Phases | None:
         ('warm_up', 'compressed', 'onebit')
     """
     codec = config.communication.codec
+    if config.optimizer.name == intervals.ZERO_ONE_ADAM:
+        return _zero_one_phases(config)
     if (momentum := _MOMENTUM.get(config.optimizer.name)) is not None:
         momentum = functools.partial(momentum, b1=config.optimizer.b1)
         freeze_step = onebit_adam.freeze_step(config)
@@ -78,6 +80,17 @@ def make_phases(config: Config) -> Phases | None:
     if codec == "none" or config.communication.num_local_steps:
         return None
     return Phases({PLAIN: Phase(PLAIN, codec)}, lambda step: PLAIN)
+
+
+def _zero_one_phases(config: Config) -> Phases:
+    momentum = zero_one_adam.make_sent_momentum(config.optimizer.eps)
+    phases = (
+        Phase(intervals.VARIANCE, _full_precision(config)),
+        Phase(intervals.ONE_BIT, "onebit", zero_one_adam.sent_gradients),
+        Phase(intervals.MERGED, "onebit", momentum),
+    )
+    schedule = intervals.make_intervals(config)
+    return Phases({phase.name: phase for phase in phases}, schedule.at)
 
 
 def _full_precision(config: Config) -> str:

@@ -6,7 +6,8 @@ last one at the end of the round. It is sent `delay` steps before.
 
 import dataclasses
 
-from zjax.config.schema import Communication
+from zjax.config.schema import Config
+from zjax.optim.intervals import LOCAL, ZERO_ONE_ADAM, Intervals, make_intervals
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,10 @@ class Rounds:
     num_fragments: int = 1
     delay: int = 0
 
+    def at(self, step: int) -> str:
+        """The phase of a step: replicas take each one by themselves."""
+        return LOCAL
+
     def merged_after(self, step: int) -> int | None:
         """The fragment that is merged after a step, 1 or more; None for none."""
         length, number = self.num_local_steps, self.num_fragments
@@ -47,16 +52,27 @@ class Rounds:
         """Whether a step is the last one of a round."""
         return step % self.num_local_steps == 0
 
+    def forgets_errors_after(self, step: int) -> bool:
+        """Whether what codecs lost is of no use for later messages."""
+        return False
 
-def make_rounds(settings: Communication) -> Rounds:
-    """The rounds of a run whose `num_local_steps` is 1 or more.
+
+def make_rounds(config: Config) -> Rounds | Intervals | None:
+    """When replicas of a run exchange; None if they never step apart.
 
     Args:
-        settings: Checked settings.
+        config: Read for `communication`, `optimizer` and `num_steps`.
 
     Example:
-        >>> make_rounds(Communication(num_local_steps=30)).merged_after(60)
+        >>> from zjax.config import schema
+        >>> settings = schema.Communication(num_local_steps=30)
+        >>> make_rounds(Config(communication=settings)).merged_after(60)
         0
     """
+    if config.optimizer.name == ZERO_ONE_ADAM:
+        return make_intervals(config)
+    settings = config.communication
+    if not settings.num_local_steps:
+        return None
     number, delay = settings.num_fragments, settings.delay
     return Rounds(settings.num_local_steps, number, delay)

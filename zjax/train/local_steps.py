@@ -1,12 +1,12 @@
-"""The programs of replicas that take local steps: DiLoCo and its relatives.
+"""The programs of replicas that take local steps: DiLoCo, 0/1 Adam and relatives.
 
 In a local step a replica differentiates the loss of its rows and updates its own
 parameters, and no number crosses `replica`. A fragment of the outer gradients, the
 anchor minus the parameters, is averaged by a program of its own, whose result a third
-one applies to the anchor and to the parameters of the replicas.
+one applies to the anchor and to the replicas.
 
 Reference: DiLoCo, arXiv:2311.08105; Streaming DiLoCo, arXiv:2501.18512; MuLoCo,
-arXiv:2505.23725.
+arXiv:2505.23725; 0/1 Adam, arXiv:2202.06009.
 """
 
 import dataclasses
@@ -14,18 +14,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import PartitionSpec as P
 
 from zjax.config.schema import Config
+from zjax.optim.intervals import MERGED
 from zjax.optim.nesterov import nesterov
+from zjax.optim.phases import Phase, make_phases
 from zjax.sharding.mesh import REPLICA
-from zjax.sharding.placement import ArrayPlan
+from zjax.sharding.placement import ArrayPlan, pad_tree, place_tree, unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.train.exchange import Exchange
 from zjax.train.fragments import Fragment
 from zjax.train.outer_state import make_exchange
 from zjax.train.programs import Programs
-from zjax.train.replicas import key_of_replica, map_replicas, state_spec
+from zjax.train.replicas import (
+    key_of_replica,
+    map_replicas,
+    state_spec,
+    train_together,
+)
 from zjax.train.state import TrainState
 from zjax.typing import Batch, Metrics, Model
 
@@ -59,14 +67,11 @@ class LocalStep:
         """
 
         def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-            state = _with_step(
-                jax.tree.map(lambda x: x[0], _without_step(state)), state
-            )
+            state = _of_one(state)
             key = key_of_replica(self.programs.step_key(state), self.model)
             grads, loss = self.programs.gradients(state, batch, key)
             new, metrics = self.programs.update(state, grads, loss, batch)
-            stacked = jax.tree.map(lambda x: x[None], _without_step(new))
-            return _with_step(stacked, new), metrics
+            return _stacked(new), metrics
 
         run = map_replicas(step, self.model, self.plan, _REPLICAS, (_REPLICAS, P()))
         return run(replicas, batch)
@@ -75,12 +80,62 @@ class LocalStep:
 _REPLICAS = state_spec(P(REPLICA), step=P())
 
 
-def _without_step(state: TrainState) -> TrainState:
-    return dataclasses.replace(state, step=())
+@dataclasses.dataclass(frozen=True, eq=False)
+class CommonStep:
+    """One step of all replicas together; a pure function of arrays.
+
+    Args:
+        programs: Those of one replica, whose update sends messages.
+        model: Its loss.
+        plan: Places every array.
+    """
+
+    programs: Programs
+    model: Model
+    plan: Plan
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """Takes the step.
+
+        Args:
+            state: Of the run; its replicas are equal.
+            batch: The global batch.
+
+        Returns:
+            The state after the step, whose anchor is what the replicas have, and its
+            metrics.
+        """
+
+        def step(replica: TrainState, batch: Batch) -> Any:
+            programs, model = self.programs, self.model
+            new, metrics = train_together(programs, model, _of_one(replica), batch)
+            common = dataclasses.replace(new, opt_state=(), scaler=(), extra=())
+            return _stacked(new), common, metrics
+
+        outer = state.extra
+        (errors,) = outer.errors
+        replicas = dataclasses.replace(outer.replicas, step=state.step, extra=errors)
+        run = map_replicas(
+            step, self.model, self.plan, _REPLICAS, (_REPLICAS, P(), P())
+        )
+        replicas, common, metrics = run(replicas, batch)
+        errors = (replicas.extra,)
+        replicas = dataclasses.replace(replicas, step=(), extra=())
+        extra = outer._replace(replicas=replicas, errors=errors)
+        return dataclasses.replace(common, extra=extra), metrics
 
 
-def _with_step(state: TrainState, other: TrainState) -> TrainState:
-    return dataclasses.replace(state, step=other.step)
+def _of_one(state: TrainState) -> TrainState:
+    """The part of a replica without the dim of replicas; errors keep it."""
+    stacked = dataclasses.replace(state, step=(), extra=())
+    own = jax.tree.map(lambda x: x[0], stacked)
+    return dataclasses.replace(own, step=state.step, extra=state.extra)
+
+
+def _stacked(state: TrainState) -> TrainState:
+    own = dataclasses.replace(state, step=(), extra=())
+    stacked = jax.tree.map(lambda x: x[None], own)
+    return dataclasses.replace(stacked, step=state.step, extra=state.extra)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -99,15 +154,15 @@ class OuterStep:
     plan: Plan
     config: Config
 
-    def outer_gradients(self, anchor: Any, master: Any) -> list[jax.Array]:
+    def outer_gradients(self, anchor: Any, replicas: TrainState) -> list[jax.Array]:
         """The anchor minus the parameters, float32[N, ...] by array.
 
         Args:
             anchor: Parameters that the replicas shared last.
-            master: Those of the replicas, arrays [N, ...].
+            replicas: `Outer.replicas`.
         """
         start = self.fragment.take(jax.tree.leaves(anchor))
-        end = self.fragment.take(jax.tree.leaves(master), dim=1)
+        end = self.fragment.take(jax.tree.leaves(replicas.master), dim=1)
         return [
             a.astype(jnp.float32)[None] - x.astype(jnp.float32)
             for a, x in zip(start, end, strict=True)
@@ -146,21 +201,25 @@ class OuterStep:
         return [rows[piece.leaf] for piece in self.fragment.pieces]
 
     def merge(
-        self, anchor: Any, momentum: Any, master: Any, grads: list[jax.Array]
-    ) -> tuple[Any, Any, Any]:
+        self,
+        anchor: Any,
+        momentum: Any,
+        replicas: TrainState,
+        grads: list[jax.Array],
+    ) -> tuple[Any, Any, TrainState]:
         """Takes a step of the outer optimizer.
 
         Args:
             anchor: Parameters that the replicas shared last.
             momentum: Momentum of the outer optimizer.
-            master: Parameters of the replicas, arrays [N, ...].
+            replicas: `Outer.replicas`.
             grads: Mean outer gradients.
 
         Returns:
-            The anchor, the momentum and the parameters of the replicas.
+            The anchor, the momentum and the replicas.
         """
         settings, fragment = self.config.communication, self.fragment
-        trees = anchor, momentum, master
+        trees = anchor, momentum, replicas.master
         (anchors, momenta, masters), forms = zip(
             *map(jax.tree.flatten, trees), strict=True
         )
@@ -180,7 +239,8 @@ class OuterStep:
             fragment.put(momenta, slow),
             fragment.put(masters, mixed, dim=1),
         )
-        return tuple(map(jax.tree.unflatten, forms, leaves))
+        anchor, momentum, master = map(jax.tree.unflatten, forms, leaves)
+        return anchor, momentum, dataclasses.replace(replicas, master=master)
 
     def _mixed(self, local: jax.Array, shared: jax.Array) -> jax.Array:
         share = self.config.communication.mixing
@@ -199,15 +259,83 @@ def _without_padding(x: jax.Array, row: ArrayPlan, whole: ArrayPlan) -> jax.Arra
     return x
 
 
-def make_outer_step(plan: Plan, config: Config, fragment: Fragment) -> OuterStep:
+@dataclasses.dataclass(frozen=True, eq=False)
+class MomentumStep(OuterStep):
+    """An outer step that the optimizer of the replicas takes, as in 0/1 Adam.
+
+    Args:
+        tx: Optax gradient transformation, whose `update` takes the phase.
+        phase: What is sent, and merged.
+    """
+
+    tx: Any
+    phase: Phase
+
+    def outer_gradients(self, anchor: Any, replicas: TrainState) -> list[jax.Array]:
+        """What `phase` sends instead of outer gradients."""
+        leaves = super().outer_gradients(anchor, replicas)
+        tree = jax.tree.structure(anchor)
+        grads = self.fragment.put(jax.tree.leaves(anchor), leaves)
+        assert self.phase.message is not None
+        message = self.phase.message(tree.unflatten(grads), replicas.opt_state)
+        return self.fragment.take(jax.tree.leaves(message), dim=1)
+
+    def merge(
+        self,
+        anchor: Any,
+        momentum: Any,
+        replicas: TrainState,
+        grads: list[jax.Array],
+    ) -> tuple[Any, Any, TrainState]:
+        """Moves the anchor, and gives replicas its parameters and one momentum."""
+        leaves, tree = jax.tree.flatten(anchor)
+        mean = tree.unflatten(self.fragment.put(leaves, grads))
+        anchor, master, opt_state = jax.shard_map(
+            self._merge,
+            mesh=self.plan.mesh,
+            in_specs=(P(), P(REPLICA), P()),
+            out_specs=(P(), P(REPLICA), P(REPLICA)),
+            axis_names={REPLICA},
+            check_vma=False,
+        )(anchor, replicas.opt_state, mean)
+        replicas = dataclasses.replace(replicas, master=master, opt_state=opt_state)
+        return anchor, momentum, replicas
+
+    def _merge(self, anchor: Any, opt_state: Any, mean: Any) -> tuple[Any, Any, Any]:
+        plan = self.plan.of_replica
+        opt_state = jax.tree.map(lambda x: x[0], opt_state)
+        opt_state = unpad_tree(opt_state, plan.opt_state)
+        # A replica that skipped a step has moved with fewer learning rates.
+        rate_sum = optax.tree_utils.tree_get(opt_state, "rate_sum")
+        rate_sum = jax.lax.pmean(rate_sum, REPLICA)
+        opt_state = optax.tree_utils.tree_set(opt_state, rate_sum=rate_sum)
+        params = unpad_tree(anchor, plan.master)
+        updates, opt_state = self.tx.update(
+            unpad_tree(mean, plan.master), opt_state, params, phase=self.phase.name
+        )
+        params = place_tree(optax.apply_updates(params, updates), plan.master)
+        anchor = pad_tree(params, plan.master)
+        own = anchor, pad_tree(opt_state, plan.opt_state)
+        return anchor, *jax.tree.map(lambda x: x[None], own)
+
+
+def make_outer_step(
+    plan: Plan, config: Config, fragment: Fragment, tx: Any
+) -> OuterStep:
     """Builds the programs of a fragment.
 
     Args:
         plan: Places every array.
         config: Checked settings.
         fragment: Some of the parameters.
+        tx: Optimizer of the replicas.
     """
-    return OuterStep(fragment, make_exchange(plan, config, fragment), plan, config)
+    exchange = make_exchange(plan, config, fragment)
+    phases = make_phases(config)
+    if phases is None:
+        return OuterStep(fragment, exchange, plan, config)
+    merged = phases.by_name[MERGED]
+    return MomentumStep(fragment, exchange, plan, config, tx, merged)
 
 
 def end_of_round(

@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from zjax.comm.codecs import make_codec
 from zjax.config.schema import Config
+from zjax.optim.intervals import MERGED
+from zjax.optim.phases import make_phases
 from zjax.sharding.mesh import REPLICA
 from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import Plan
@@ -28,7 +30,8 @@ class Outer(NamedTuple):
 
     Args:
         replicas: TrainState of every replica, arrays [N, ...]; without `step`.
-        momentum: float32 momentum of the outer optimizer, in the form of `master`.
+        momentum: float32 momentum of the outer optimizer, in the form of `master`; an
+            empty tuple if that of the replicas serves.
         errors: By fragment, what the codec lost so far.
         arriving: By fragment, the mean outer gradient that was sent last, for a merge
             `delay` steps later; an empty tuple without delay.
@@ -45,13 +48,19 @@ def make_exchange(plan: Plan, config: Config, fragment: Fragment) -> Exchange:
 
     Args:
         plan: Places every array.
-        config: Read for `communication.codec`.
+        config: Read for `communication.codec` and `optimizer`.
         fragment: Some of the parameters.
     """
-    name = config.communication.codec
-    codec = make_codec("float32" if name == "none" else name)
     rows = fragment.rows(jax.tree.leaves(plan.master))
+    codec = make_codec(_codec_name(config))
     return Exchange(dataclasses.replace(plan, grads=rows), codec)
+
+
+def _codec_name(config: Config) -> str:
+    if (phases := make_phases(config)) is not None:
+        return phases.by_name[MERGED].codec
+    name = config.communication.codec
+    return "float32" if name == "none" else name
 
 
 def outer_rows(rows: Any, plan: Plan, config: Config) -> Any:
@@ -60,9 +69,10 @@ def outer_rows(rows: Any, plan: Plan, config: Config) -> Any:
     Args:
         rows: TrainState of the plans of one replica.
         plan: Places every array.
-        config: Read for `communication`.
+        config: Read for `communication` and `optimizer`.
     """
     settings = config.communication
+    has_phases = make_phases(config) is not None
     exchanges = [
         make_exchange(plan, config, fragment)
         for fragment in make_fragments(plan.master, settings.num_fragments)
@@ -71,7 +81,7 @@ def outer_rows(rows: Any, plan: Plan, config: Config) -> Any:
     means = tuple([_float32(r) for r in each.plan.grads] for each in exchanges)
     extra = Outer(
         replicas=jax.tree.map(_by_replica, dataclasses.replace(rows, step=())),
-        momentum=momentum,
+        momentum=() if has_phases else momentum,
         errors=tuple(e.error_rows if e.feeds_back else () for e in exchanges),
         arriving=means if settings.delay else (),
     )

@@ -63,11 +63,7 @@ class ReplicaPrograms:
         programs = self.phases[phase]
 
         def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-            key = key_of_replica(programs.step_key(state), self.model)
-            grads, loss = programs.gradients(state, batch, key)
-            loss, share = _mean_loss(loss)
-            grads = jax.tree.map(lambda g: weighting.scaled(g, share), grads)
-            return programs.update(state, grads, loss, batch)
+            return train_together(programs, self.model, state, batch)
 
         return self._mapped(step, (_STATE, P()))(state, batch)
 
@@ -93,6 +89,27 @@ class ReplicaPrograms:
 
     def _mapped(self, run: Any, outs: Any) -> Any:
         return map_replicas(run, self.model, self.plan, _STATE, outs)
+
+
+def train_together(
+    programs: Programs, model: Model, state: TrainState, batch: Batch
+) -> tuple[TrainState, Metrics]:
+    """One step of a replica, inside `map_replicas`, whose update sends messages.
+
+    Args:
+        programs: Those of one replica.
+        model: Its loss.
+        state: Of the replica, before the step.
+        batch: Its rows.
+
+    Returns:
+        The state after the step, and the metrics, the same on all replicas.
+    """
+    key = key_of_replica(programs.step_key(state), model)
+    grads, loss = programs.gradients(state, batch, key)
+    loss, share = _mean_loss(loss)
+    grads = jax.tree.map(lambda g: weighting.scaled(g, share), grads)
+    return programs.update(state, grads, loss, batch)
 
 
 def map_replicas(

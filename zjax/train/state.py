@@ -13,6 +13,7 @@ import numpy as np
 from zjax.config.schema import Config
 from zjax.errors import CheckpointError, Problem, StateError
 from zjax.optim import loss_scale
+from zjax.optim.rounds import make_rounds
 from zjax.sharding.layers import take_apart
 from zjax.sharding.placement import (
     ArrayPlan,
@@ -123,12 +124,11 @@ def state_rows(plan: Plan, config: Config) -> TrainState:
         model_state=plan.model_state,
         scaler=scaler,
         ema=plan.ema,
-        extra=error_rows(plan, config),
         params=plan.compute if plan.is_offloaded else (),
     )
-    if config.communication.num_local_steps:
+    if make_rounds(config) is not None:
         return outer_rows(rows, plan, config)
-    return rows
+    return dataclasses.replace(rows, extra=error_rows(plan, config))
 
 
 def saved_rows(plan: Plan, config: Config) -> TrainState:
@@ -227,14 +227,14 @@ def _first_state(
         opt_state=opt_state,
         model_state=model_state,
         ema=ema,
-        extra=jax.tree.map(
-            lambda row: jnp.zeros(row.shape, row.dtype), error_rows(plan, config)
-        ),
         params=compute,
     )
-    if config.communication.num_local_steps:
+    if make_rounds(config) is not None:
         return first_outer_state(state, state_rows(plan, config))
-    return state
+    errors = jax.tree.map(
+        lambda row: jnp.zeros(row.shape, row.dtype), error_rows(plan, config)
+    )
+    return dataclasses.replace(state, extra=errors)
 
 
 def with_params(state: TrainState, plan: Plan) -> TrainState:

@@ -1,0 +1,410 @@
+"""0/1 Adam takes the steps of explicit workers, and sends what its schedule says."""
+
+import collections
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.flatten_util import ravel_pytree
+
+from tests.reference.zero_one_adam import ZeroOneAdam, schedule
+from tests.support import models, pipelines, runs
+from tests.support.replicas import (
+    HIDDEN,
+    REPLICAS,
+    WIDTH,
+    grads_of_replicas,
+    make_batch,
+    make_model,
+)
+from zjax.config import schema
+from zjax.initialize import make_run
+from zjax.observe.collectives import list_collectives, mesh_axes
+from zjax.optim.build import make_optimizer
+from zjax.optim.intervals import (
+    LOCAL,
+    MERGED,
+    ONE_BIT,
+    VARIANCE,
+    Intervals,
+    make_intervals,
+)
+from zjax.optim.schedules import make_schedule
+from zjax.optim.zero_one_adam import make_sent_momentum, zero_one_adam
+
+STEPS, KAPPA, FREEZE, SCALER, CLIPPER = 60, 4, 21, 8, 4
+leaves = jax.tree.leaves
+RATE, DECAY, CLIP = 1e-2, 0.1, 2.0
+
+
+def settings(**changes):
+    values = {
+        "name": "zero_one_adam",
+        "peak_learning_rate": RATE,
+        "schedule": "linear",
+        "num_warmup_steps": 0,
+        "freeze_step": FREEZE,
+        "var_update_scaler": KAPPA,
+        "local_step_scaler": SCALER,
+        "local_step_clipper": CLIPPER,
+        "clip_norm": CLIP,
+        "weight_decay": DECAY,
+    }
+    return schema.Optimizer(**values | changes)
+
+
+def make_zero_one_run(model=None, num_devices=REPLICAS, mesh=None, stage=0, **changes):
+    changes.setdefault("optimizer", settings())
+    changes.setdefault("num_steps", STEPS)
+    mesh = mesh or schema.Mesh(replica=REPLICAS)
+    config = runs.make_config(stage, mesh=mesh, **changes)
+    model = model or models.make_mlp()
+    tx = make_optimizer(config, model)
+    return make_run(config, model, tx, devices=jax.devices()[:num_devices])
+
+
+def test_a_hundred_steps_have_the_golden_schedule():
+    """`var_freeze_step` 40 of the reference freezes after step 41."""
+    intervals = Intervals(100, 41, 4, 10, 4)
+    found = [intervals.at(step) for step in range(1, 101)]
+    assert found == schedule(100, 4, 40, 10, 4)
+    full = [step for step in range(1, 101) if intervals.at(step) == "variance"]
+    assert full == [1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28, 32, 40]
+    counts = collections.Counter(found)
+    assert counts["one_bit"] + counts["merged"] == 52
+    assert counts["local"] == 34
+
+
+@pytest.mark.parametrize("clipper", [1, 6, 16])
+@pytest.mark.parametrize("kappa", [1, 3, 16])
+def test_schedules_are_those_of_the_counters(kappa, clipper):
+    intervals = Intervals(3000, 500, kappa, 37, clipper)
+    expected = schedule(3000, kappa, 499, 37, clipper)
+    found = [intervals.at(step) for step in range(1, 3001)]
+    assert found[:-1] == expected[:-1]
+    assert found[-1] == "merged"
+
+
+def flat(tree):
+    return np.asarray(ravel_pytree(tree)[0])
+
+
+def emulator(state):
+    params, unravel = ravel_pytree(jax.tree.map(np.asarray, state.master))
+    decayed = flat(
+        jax.tree.map(lambda x: jnp.full(x.shape, x.ndim > 1, "f4"), state.master)
+    )
+    bias, down, up = np.split(np.arange(params.size), [WIDTH, WIDTH + WIDTH * HIDDEN])
+    workers = ZeroOneAdam(
+        params,
+        decayed,
+        schedule(STEPS, KAPPA, FREEZE - 1, SCALER, CLIPPER),
+        num_workers=REPLICAS,
+        size=state.extra.errors[0].worker.shape[-1],
+        order=np.concatenate([down, up, bias]),
+        decay=DECAY,
+        clip=CLIP,
+    )
+
+    def grads(step):
+        found = [
+            jax.tree.map(lambda x, i=i: x[i], grads_of_replicas(unravel(p), batch))
+            for batch in [make_batch(step)]
+            for i, p in enumerate(workers.params)
+        ]
+        return np.stack([flat(g) for g in found])
+
+    return workers, grads
+
+
+def test_every_phase_takes_the_steps_of_explicit_workers():
+    """Fails for a lost error, update or sum of rates, or another schedule."""
+    run = make_zero_one_run(make_model())
+    rates, state = make_schedule(run.config), run.state
+    workers, grads = emulator(state)
+    assert set(workers.kinds) == {"variance", "one_bit", "local", "merged"}
+    for step in range(STEPS):
+        workers.step(grads(step), np.float32(rates(step)))
+        state, _ = run.step(state, make_batch(step))
+        replicas = state.extra.replicas
+        for found, expected in (
+            (state.master, workers.anchor),
+            (replicas.master, workers.params),
+            (replicas.opt_state.mu, workers.momentum),
+        ):
+            by_row = jax.vmap(lambda tree: ravel_pytree(tree)[0])
+            rows = flat(found) if found is state.master else by_row(found)
+            np.testing.assert_allclose(
+                rows, expected, rtol=1e-5, atol=1e-5, err_msg=f"step {step + 1}"
+            )
+
+
+def test_replicas_are_equal_but_between_exchanges():
+    """Bit for bit; second moments always are."""
+    run = make_zero_one_run(make_model())
+    intervals, state = make_intervals(run.config), run.state
+    for number in range(1, STEPS + 1):
+        state, _ = run.step(state, make_batch(number))
+        replicas = state.extra.replicas
+        moments = replicas.opt_state
+        for tree in (moments.nu, moments.steps, replicas.model_state):
+            assert all((x == x[:1]).all() for x in map(np.asarray, leaves(tree)))
+        apart = {
+            bool((np.asarray(x) != np.asarray(shared)).any())
+            for x, shared in zip(
+                leaves(replicas.master), leaves(state.master), strict=True
+            )
+        }
+        unlike = {bool((x != x[:1]).any()) for x in map(np.asarray, leaves(moments.mu))}
+        assert apart == unlike == {intervals.at(number) == "local"}, number
+        shards = [x.addressable_shards for x in leaves(state.master)]
+        for first, *others in shards:
+            for other in others:
+                np.testing.assert_array_equal(first.data, other.data)
+
+
+def test_programs_follow_the_schedule_and_errors_start_again_once():
+    """Fails if the meaning of errors changes and their values stay."""
+    run, calls = make_zero_one_run(), []
+
+    def noted(name, program):
+        def call(*arguments):
+            calls.append((step, name))
+            return program(*arguments)
+
+        return call
+
+    programs = run.step.executor.programs
+    run.step.executor.programs = {n: noted(n, p) for n, p in programs.items()}
+    state = run.state
+    for step in range(1, FREEZE + SCALER + 5):
+        state, _ = run.step(state, models.make_batch(step))
+        errors = [np.asarray(x) for x in leaves(state.extra.errors)]
+        assert step == FREEZE or step < 5 or all(x.any() for x in errors)
+        assert step != FREEZE or not any(x.any() for x in errors)
+    intervals = make_intervals(run.config)
+    for step in range(1, FREEZE + SCALER + 5):
+        names, phase = [name for at, name in calls if at == step], intervals.at(step)
+        merging = ["outer_gradients_0", "mean_0", "merge_0", "end_of_round"]
+        expected = {"local": ["train"], "merged": ["train", *merging]}.get(phase)
+        ending = ["without_errors"] if step == FREEZE else []
+        assert names == (expected or [phase]) + ending
+
+
+BYTES = {"u8": 1, "u16": 2, "u32": 4, "f32": 4, "s32": 4, "pred": 1}
+
+
+def crossing_bytes(run, program, *arguments):
+    """Bytes by dtype that a device sends to other replicas."""
+    if arguments:
+        compiled = run.step.programs[program].lower(*arguments).compile()
+    else:
+        compiled = run.step.compile(models.make_batch(), program)
+    sent = collections.Counter()
+    for each in list_collectives(compiled.as_text()):
+        if "replica" in mesh_axes(each.groups, run.mesh):
+            times = 2 if each.op == "all-reduce" else 1
+            size = times * each.elements * each.times * BYTES[each.dtype]
+            sent[each.dtype] += size
+    return sent
+
+
+def arguments_of(run, program):
+    state = run.state
+    outer, replicas = state.extra, state.extra.replicas
+    grads = [replicas.master[name] for name in ("down", "up", "bias")]
+    return {
+        "outer_gradients_0": (state.master, replicas),
+        "mean_0": (grads, outer.errors[0]),
+        "merge_0": (state.master, (), replicas, [g[0] for g in grads]),
+    }[program]
+
+
+def test_a_compressed_step_sends_two_bits_per_number():
+    """Fails if gradients or moments cross replicas, too."""
+    run = make_zero_one_run()
+    count = run.state.extra.errors[0].worker.shape[-1]
+    for sent in (
+        crossing_bytes(run, "one_bit"),
+        crossing_bytes(run, "mean_0", *arguments_of(run, "mean_0")),
+    ):
+        assert sent.pop("u8") == pytest.approx(count / 4, rel=0.01)
+        assert max(sent.values()) < 256
+    assert crossing_bytes(run, "variance")["u32"] == pytest.approx(8 * count, rel=0.05)
+    sent = crossing_bytes(run, "merge_0", *arguments_of(run, "merge_0"))
+    assert sent == {"f32": 8}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    "mesh", [schema.Mesh(replica=2), schema.Mesh(replica=4, tensor=2)]
+)
+def test_a_local_step_sends_nothing_to_other_replicas(mesh, stage):
+    """Neither gradients nor losses, norms, or whether they are finite."""
+    run = make_zero_one_run(mesh=mesh, stage=stage, num_devices=8)
+    assert not crossing_bytes(run, "train")
+    arguments = arguments_of(run, "outer_gradients_0")
+    assert not crossing_bytes(run, "outer_gradients_0", *arguments)
+    assert crossing_bytes(run, "one_bit")
+
+
+def test_the_published_schedule_sends_less_than_onebit_adam():
+    """1000/16/1000/16 in 20 000 steps: counted bytes, at least 1.5 times less."""
+    published = settings(
+        freeze_step=1001, var_update_scaler=16, local_step_scaler=1000,
+        local_step_clipper=16,
+    )  # fmt: skip
+    run = make_zero_one_run(
+        optimizer=published,
+        num_steps=20_000,
+        precision=schema.Precision(compute_dtype="bfloat16"),
+    )
+    full, one_bit, merged = (
+        max(crossing_bytes(run, *program).values())
+        for program in (
+            ("variance",),
+            ("one_bit",),
+            ("mean_0", *arguments_of(run, "mean_0")),
+        )
+    )
+    sizes = {"variance": full, "one_bit": one_bit, "merged": merged, "local": 0}
+    intervals = make_intervals(run.config)
+    kinds = collections.Counter(map(intervals.at, range(1, 20_001)))
+    expected = collections.Counter(schedule(20_000, 16, 1000, 1000, 16))
+    assert kinds == expected
+    sent = sum(sizes[kind] * number for kind, number in kinds.items())
+    assert (1000 * full + 19_000 * one_bit) / sent > 3.5
+
+
+MESHES = {
+    "data": (schema.Mesh(replica=REPLICAS), 0),
+    "tensor": (schema.Mesh(replica=REPLICAS, tensor=2), 0),
+    "stage-3": (schema.Mesh(replica=REPLICAS), 3),
+    "microbatches": (schema.Mesh(replica=REPLICAS), 0),
+}
+
+
+@pytest.mark.parametrize("case", MESHES)
+def test_axes_inside_a_replica_do_not_change_full_gradients(case):
+    """Fails if a replica's own devices count as replicas."""
+    mesh, stage = MESHES[case]
+    number = 2 if case == "microbatches" else 1
+    run = make_zero_one_run(
+        num_devices=8, mesh=mesh, stage=stage, num_microbatches=number
+    )
+    plain, state, other = make_zero_one_run(), None, None
+    losses, state = runs.train(run, KAPPA)
+    expected, other = runs.train(plain, KAPPA)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    losses, state = runs.train(run, FREEZE + 14, first=KAPPA, state=state)
+    expected, _ = runs.train(plain, FREEZE + 14, first=KAPPA, state=other)
+    np.testing.assert_allclose(losses, expected, rtol=5e-2)
+    for leaf in leaves(state.master):
+        by_index = collections.defaultdict(list)
+        for shard in leaf.addressable_shards:
+            by_index[str(shard.index)].append(np.asarray(shard.data))
+        for first, *others in by_index.values():
+            for other_copy in others:
+                np.testing.assert_array_equal(first, other_copy)
+
+
+def float16_run(freeze_step):
+    return make_zero_one_run(
+        precision=schema.Precision(compute_dtype="float16"),
+        optimizer=settings(freeze_step=freeze_step, var_update_scaler=1),
+    )
+
+
+def infinite_batch(rows=slice(0, 1)):
+    batch = models.make_batch(9)
+    batch["x"][rows] = 6e4
+    return batch
+
+
+def test_a_compressed_step_that_float16_skips_changes_no_error():
+    """Fails if an overflow is fed back into all later steps."""
+    run = float16_run(freeze_step=STEPS - 1)
+    _, state = runs.train(run, 6)
+    assert all(np.asarray(x).any() for x in leaves(state.extra.errors))
+
+    def kept(state):
+        replicas = state.extra.replicas
+        arrays = state.master, state.extra.errors, replicas.opt_state, replicas.master
+        return jax.tree.map(np.asarray, arrays)
+
+    before, skipped = kept(state), int(state.num_skipped)
+    state, metrics = run.step(state, infinite_batch())
+    assert metrics["skipped_steps"] == skipped + 1 == int(state.num_skipped)
+    jax.tree.map(np.testing.assert_array_equal, kept(state), before)
+    assert (np.asarray(state.extra.replicas.scaler.last_overflow) == 6).all()
+
+
+@pytest.mark.parametrize("rows", [slice(0, 1), slice(None)], ids=["one", "all"])
+def test_local_steps_that_replicas_skip_leave_all_equal(rows):
+    """Fails if a rate is counted whose step was not taken, or errors are infinite."""
+    run = float16_run(freeze_step=2)
+    _, state = runs.train(run, 6)
+    before = jax.tree.map(np.asarray, state.extra.replicas.opt_state.mu)
+    skipped = np.asarray(state.extra.replicas.num_skipped)
+    state, _ = run.step(state, infinite_batch(rows))
+    replicas = state.extra.replicas
+    found = np.asarray(replicas.num_skipped) - skipped
+    assert found.tolist() == ([1, 0, 0, 0] if rows.stop else [1, 1, 1, 1])
+    assert all(np.isfinite(x).all() for x in leaves((state.extra.errors, replicas)))
+    for x, shared in zip(leaves(replicas.master), leaves(state.master), strict=True):
+        assert (np.asarray(x) == np.asarray(shared)).all()
+    after = jax.tree.map(np.asarray, replicas.opt_state.mu)
+    for x, old in zip(leaves(after), leaves(before), strict=True):
+        assert (x == x[:1]).all()
+        assert (x == old).all() == (rows.stop is None)
+
+
+def test_elements_without_second_moments_do_not_move():
+    """One bit cannot say 0, and steps over a root of 0 would have no bound."""
+    tx = zero_one_adam(lambda step: 0.5, 0.9, 0.95, 1e-8, lambda p: p * 0)
+    params = jnp.zeros(2)
+    _, state = tx.update(jnp.array([1.0, 0.0]), tx.init(params), params, phase=VARIANCE)
+    for phase in (ONE_BIT, LOCAL, MERGED):
+        updates, state = tx.update(jnp.ones(2), state, params, phase=phase)
+        assert updates[0] < 0
+        assert updates[1] == 0
+        assert state.mu[1] == 0
+
+
+def test_weights_decay_with_every_rate_and_the_momentum_does_not():
+    """Fails if decay is lost in local steps, or comes back as momentum."""
+    tx = zero_one_adam(lambda step: 0.5, 0.0, 0.0, 1e-8, lambda p: p * 0 + 0.1)
+    anchor = jnp.array([2.0])
+    _, state = tx.update(jnp.ones(1), tx.init(anchor), anchor, phase=VARIANCE)
+    local = anchor
+    for _ in range(3):
+        updates, state = tx.update(jnp.ones(1), state, local)
+        local = local + updates
+    message = make_sent_momentum(1e-8)(anchor - local, state)
+    updates, state = tx.update(message, state, anchor, phase=MERGED)
+    np.testing.assert_allclose(updates, -1.5 - 1.5 * 0.1 * 2.0, rtol=1e-6)
+    np.testing.assert_allclose(state.mu, 1.0, rtol=1e-6)
+    assert state.rate_sum == 0
+
+
+@pytest.mark.slow
+def test_replicas_of_a_pipeline_learn_as_replicas_of_whole_models():
+    """Fails if stages of one replica send to stages of another kind."""
+    losses = {}
+    for stages in (1, 2):
+        config = dataclasses.replace(
+            pipelines.make_config(
+                mesh={"replica": 2, "pipeline": stages},
+                stage=0,
+                pipeline={"recompute": False} if stages > 1 else None,
+            ),
+            optimizer=settings(freeze_step=5, var_update_scaler=3, local_step_scaler=2),
+            num_steps=12,
+        )
+        devices = jax.devices()[: 2 * stages]
+        run = pipelines.start(config, devices)
+        losses[stages], _ = pipelines.train(run, num_steps=11)
+    np.testing.assert_allclose(losses[2][:4], losses[1][:4], rtol=1e-5)
+    np.testing.assert_allclose(losses[2], losses[1], rtol=2e-2)

@@ -1,0 +1,160 @@
+"""0/1 Adam: second moments from few full gradients, then local steps between messages.
+
+Lu et al., arXiv:2202.06009. Until the freeze, gradients are averaged in every step, in
+full where second moments are updated and in one bit per number elsewhere. Then each
+replica takes local steps with its own momentum. What they send is how far they moved
+times the root of the second moments: the sum of their momenta, weighted by learning
+rates. Its mean moves the shared weights and gives the momentum of all. Without bias
+correction, as in the reference implementation.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from zjax.optim.intervals import LOCAL, MERGED, VARIANCE
+
+
+class ZeroOneAdamState(NamedTuple):
+    """The state of `zero_one_adam`.
+
+    Args:
+        steps: int32[]; steps taken.
+        mu: Momentum.
+        nu: Second moments.
+        rate_sum: float32[]; sum of the learning rates since replicas met.
+    """
+
+    steps: Any
+    mu: Any
+    nu: Any
+    rate_sum: Any
+
+
+def sent_gradients(grads: Any, opt_state: Any) -> Any:
+    """The gradients themselves, which `ONE_BIT` sends after they are clipped."""
+    del opt_state
+    return grads
+
+
+def make_sent_momentum(eps: float) -> Callable[[Any, Any], Any]:
+    """Builds what replicas send after local steps.
+
+    Args:
+        eps: That of `zero_one_adam`.
+
+    Returns:
+        A function of how far a replica moved downhill, and of the state of its
+        optimizer: momenta of its steps times learning rates, summed.
+
+    Example:
+        >>> state = ZeroOneAdamState(0, 0.0, jnp.array([4.0]), 0.0)
+        >>> make_sent_momentum(1.0)(jnp.array([0.5]), state).tolist()
+        [1.5]
+    """
+
+    def sent_momentum(moved: Any, opt_state: Any) -> Any:
+        second = optax.tree_utils.tree_get(opt_state, "nu")
+        return jax.tree.map(lambda x, v: x * (jnp.sqrt(v) + eps), moved, second)
+
+    return sent_momentum
+
+
+def zero_one_adam(
+    schedule: Callable[..., Any],
+    b1: float,
+    b2: float,
+    eps: float,
+    decay_of: Callable[[Any], Any],
+) -> optax.GradientTransformationExtraArgs:
+    """0/1 Adam with the learning rate; `update` takes `phase=`, by default `LOCAL`.
+
+    Gradients are those of one replica in `LOCAL`, and means elsewhere; `MERGED` takes
+    the mean of `make_sent_momentum`, and the parameters that replicas shared last.
+    Weights do not decay in local steps: the shared ones do in `MERGED`, with the sum of
+    the learning rates, so that the momentum is free of decay. Elements that had no
+    gradient when second moments were updated do not move, as one bit cannot say 0.
+
+    Args:
+        schedule: Learning rate by step.
+        b1: Decay of the momentum, 0 or more and less than 1.
+        b2: Decay of the second moments, 0 or more and less than 1.
+        eps: Added to the root of the second moments, above 0.
+        decay_of: Weight decay by parameter, a tree of numbers, of the parameters.
+
+    Returns:
+        A transformation of `ZeroOneAdamState`.
+
+    Example:
+        >>> tx = zero_one_adam(lambda step: 0.5, 0.0, 0.75, 1e-8, lambda p: 0.0)
+        >>> params = grads = jnp.array([4.0, 0.0])
+        >>> updates, _ = tx.update(grads, tx.init(params), params, phase=VARIANCE)
+        >>> updates.tolist()
+        [-1.0, 0.0]
+
+    Reference:
+        0/1 Adam, arXiv:2202.06009, algorithm 1.
+    """
+
+    def init(params: Any) -> ZeroOneAdamState:
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return ZeroOneAdamState(
+            jnp.zeros((), jnp.int32), zeros, zeros, jnp.zeros((), jnp.float32)
+        )
+
+    def descended(momentum: Any, second: Any, rate: Any) -> Any:
+        return jax.tree.map(
+            lambda m, v: -rate * m / (jnp.sqrt(v) + eps), momentum, second
+        )
+
+    def decayed(updates: Any, params: Any, rate: Any) -> Any:
+        return jax.tree.map(
+            lambda u, p, d: u - rate * d * p, updates, params, decay_of(params)
+        )
+
+    def step(grads: Any, state: Any, params: Any, phase: str) -> Any:
+        rate, second, rate_sum = schedule(state.steps), state.nu, state.rate_sum
+        if phase == VARIANCE:
+            second = optax.tree_utils.tree_update_moment(grads, second, b2, 2)
+        momentum = optax.tree_utils.tree_update_moment(grads, state.mu, b1, 1)
+        momentum = _with_moments(momentum, second)
+        updates = descended(momentum, second, rate)
+        if phase == LOCAL:
+            rate_sum = rate_sum + rate
+        else:
+            updates = decayed(updates, params, rate)
+        steps = optax.safe_increment(state.steps)
+        return updates, ZeroOneAdamState(steps, momentum, second, rate_sum)
+
+    def merge(mean: Any, state: Any, params: Any) -> Any:
+        mean, rate_sum = _with_moments(mean, state.nu), state.rate_sum
+        updates = decayed(descended(mean, state.nu, 1), params, rate_sum)
+        # Where every replica skipped every step, the momentum is still that of all.
+        has_moved = rate_sum > 0
+        total = jnp.where(has_moved, rate_sum, 1)
+        momentum = jax.tree.map(
+            lambda x, m: jnp.where(has_moved, x / total, m), mean, state.mu
+        )
+        return updates, state._replace(mu=momentum, rate_sum=jnp.zeros_like(rate_sum))
+
+    def update(
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        phase: str = LOCAL,
+        **extra: Any,
+    ) -> tuple[Any, Any]:
+        del extra
+        if phase == MERGED:
+            return merge(updates, state, params)
+        return step(updates, state, params, phase)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _with_moments(tree: Any, second: Any) -> Any:
+    return jax.tree.map(lambda x, v: jnp.where(v > 0, x, 0), tree, second)
