@@ -380,7 +380,7 @@ def test_weights_decay_with_every_rate_and_the_momentum_does_not():
     _, state = tx.update(jnp.ones(1), tx.init(anchor), anchor, phase=VARIANCE)
     local = anchor
     for _ in range(3):
-        updates, state = tx.update(jnp.ones(1), state, local)
+        updates, state = tx.update(jnp.ones(1), state, local, phase=LOCAL)
         local = local + updates
     message = make_sent_momentum(1e-8)(anchor - local, state)
     updates, state = tx.update(message, state, anchor, phase=MERGED)

@@ -3,6 +3,7 @@
 from typing import Any
 
 from zjax.config.schema import Config
+from zjax.optim.rounds import make_rounds
 from zjax.sharding.plan import Plan
 from zjax.train.state import state_rows
 
@@ -18,7 +19,7 @@ def kept_rows(plan: Plan, config: Config) -> dict[str, Any]:
         Trees of `ArrayPlan` by name; empty ones for what the run does not keep.
     """
     state = state_rows(plan, config)
-    if not config.communication.num_local_steps:
+    if make_rounds(config) is None:
         return {"errors of the codec": state.extra}
     return {
         "anchor": state.master,

@@ -6,13 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from zjax.comm.codecs import make_codec
 from zjax.compiler import step_options
 from zjax.config.schema import Config
 from zjax.execute.fused import FusedExecutor
 from zjax.execute.step_number import StepNumber
-from zjax.optim.intervals import MERGED, Intervals
+from zjax.optim.intervals import LOCAL, MERGED, Intervals
 from zjax.optim.phases import Phase, make_phases
 from zjax.optim.rounds import Rounds
 from zjax.sharding.placement import abstract_tree, shardings
@@ -174,7 +175,8 @@ def _programs(
 ) -> dict[str, Any]:
     places, of_replicas = shardings(rows), shardings(_of_replicas(rows))
     compiled = functools.partial(jax.jit, compiler_options=step_options(config, plan))
-    of_replica = make_programs(model, tx, plan.of_replica, config, schedule)
+    local_tx = _in_local_steps(tx, config)
+    of_replica = make_programs(model, local_tx, plan.of_replica, config, schedule)
     programs = {
         "train": compiled(
             LocalStep(of_replica, model, plan),
@@ -215,6 +217,14 @@ def _programs(
             ),
         }
     return programs
+
+
+def _in_local_steps(tx: Any, config: Config) -> Any:
+    """The optimizer without an argument for the phase."""
+    if make_phases(config) is None:
+        return tx
+    update = functools.partial(tx.update, phase=LOCAL)
+    return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 def _common_steps(

@@ -70,7 +70,7 @@ def zero_one_adam(
     eps: float,
     decay_of: Callable[[Any], Any],
 ) -> optax.GradientTransformationExtraArgs:
-    """0/1 Adam with the learning rate; `update` takes `phase=`, by default `LOCAL`.
+    """0/1 Adam with the learning rate; `update` takes `phase=`.
 
     Gradients are those of one replica in `LOCAL`, and means elsewhere; `MERGED` takes
     the mean of `make_sent_momentum`, and the parameters that replicas shared last.
@@ -145,7 +145,7 @@ def zero_one_adam(
         state: Any,
         params: Any = None,
         *,
-        phase: str = LOCAL,
+        phase: str = VARIANCE,
         **extra: Any,
     ) -> tuple[Any, Any]:
         del extra
