@@ -90,10 +90,10 @@ def zero_one_adam(
 
     Example:
         >>> tx = zero_one_adam(lambda step: 0.5, 0.0, 0.75, 1e-8, lambda p: 0.0)
-        >>> params = grads = jnp.array([4.0, 0.0])
+        >>> params = grads = jnp.array([4.0])
         >>> updates, _ = tx.update(grads, tx.init(params), params, phase=VARIANCE)
         >>> updates.tolist()
-        [-1.0, 0.0]
+        [-1.0]
 
     Reference:
         0/1 Adam, arXiv:2202.06009, algorithm 1.
