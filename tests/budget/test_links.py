@@ -24,6 +24,12 @@ DILOCO = (
     "communication.codec=int4",
 )
 ONE_BIT = ("optimizer.name=onebit_adam", "optimizer.freeze_step=2")
+ZERO_ONE = (
+    "optimizer.name=zero_one_adam",
+    "optimizer.freeze_step=3",
+    "optimizer.var_update_scaler=1",
+    "optimizer.local_step_scaler=1",
+)
 SMALL = 200
 """Bytes of losses and norms."""
 FACTORS = {"B": 1, "kB": 1e3, "MB": 1e6}
@@ -82,9 +88,10 @@ def test_local_steps_send_nothing_between_nodes_and_fragments_share_a_line(table
     assert found["end of a round"][0] == 2
 
 
-def test_programs_of_a_schedule_are_those_that_run(tmp_path):
+@pytest.mark.parametrize("settings", [DILOCO, ZERO_ONE], ids=["diloco", "zero-one"])
+def test_programs_of_a_schedule_are_those_that_run(settings, tmp_path):
     """Fails if a program that sends is left out or named too often."""
-    trainer = small_run.make_trainer(tmp_path, *MESH, *DILOCO)
+    trainer = small_run.make_trainer(tmp_path, *MESH, *settings)
     step, state, names = trainer.run.step, trainer.run.state, []
     programs = step.executor.programs
 
@@ -99,7 +106,8 @@ def test_programs_of_a_schedule_are_those_that_run(tmp_path):
     batch = next(iter(trainer.loader))
     for _ in range(8):
         state, _ = step(state, batch)
-    sending = [x for x in names if not x.startswith(("outer_gradients", "merge"))]
+    silent = "outer_gradients", "merge", "without_errors"
+    sending = [x for x in names if not x.startswith(silent)]
     steps = range(1, 9)
     listed = [name for n in steps for name in programs_at(trainer.config, n)]
     assert sending == listed

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from zjax.config.schema import Config
 from zjax.observe.collectives import list_collectives
 from zjax.observe.links import LinkBytes, describe_links, link_bytes
+from zjax.optim.intervals import APART
 from zjax.optim.phases import make_phases
 from zjax.optim.rounds import make_rounds
 from zjax.step import Step
@@ -31,11 +32,11 @@ def programs_at(config: Config, step: int) -> Iterator[str]:
         >>> [*programs_at(config, 9)], [*programs_at(config, 10)]
         (['train'], ['train', 'mean_0', 'end_of_round'])
     """
-    phases = make_phases(config)
-    yield phases.at(step) if phases else "train"
-    if not config.communication.num_local_steps:
+    phases, rounds = make_phases(config), make_rounds(config)
+    phase = phases.at(step) if phases else "train"
+    yield "train" if phase in APART else phase
+    if rounds is None:
         return
-    rounds = make_rounds(config.communication)
     if (fragment := rounds.sent_after(step)) is not None:
         yield f"mean_{fragment}"
     if rounds.ends_after(step):
@@ -76,5 +77,5 @@ def report_links(step: Step, config: Config, batch: Batch) -> str:
 def _label(program: str, config: Config) -> str:
     if program.startswith("mean_"):
         return EXCHANGE
-    names = NAMES | (LOCAL if config.communication.num_local_steps else {})
+    names = NAMES | (LOCAL if make_rounds(config) is not None else {})
     return names.get(program, program.replace("_", " "))

@@ -13,7 +13,7 @@ from zjax.compiler import step_options
 from zjax.config.schema import Config
 from zjax.execute.fused import FusedExecutor
 from zjax.execute.step_number import StepNumber
-from zjax.optim.intervals import LOCAL, MERGED, Intervals
+from zjax.optim.intervals import APART, LOCAL, Intervals
 from zjax.optim.phases import Phase, make_phases
 from zjax.optim.rounds import Rounds
 from zjax.sharding.placement import abstract_tree, shardings
@@ -252,7 +252,7 @@ def _common_steps(
             compiler_options=step_options(config, plan),
         )
 
-    common = [phase for name, phase in phases.by_name.items() if name != MERGED]
+    common = [phase for phase in phases.by_name.values() if phase.name not in APART]
     steps = {phase.name: common_step(phase) for phase in common}
     without_errors = jax.jit(
         lambda errors: jax.tree.map(jnp.zeros_like, errors),

@@ -12,7 +12,9 @@ from zjax.optim.onebit_adam import freeze_step
 
 ZERO_ONE_ADAM = "zero_one_adam"
 VARIANCE, ONE_BIT, LOCAL, MERGED = "variance", "one_bit", "local", "merged"
-"""Phases of steps; a `MERGED` one is a local step before an exchange."""
+APART = LOCAL, MERGED
+"""Phases of steps; replicas take those of `APART` by themselves, and meet after a
+`MERGED` one."""
 
 
 @dataclasses.dataclass(frozen=True)
