@@ -72,7 +72,7 @@ def test_the_row_is_about_four_fragments_in_int4_on_two_replicas(contest, module
     assert (communication.codec, communication.num_fragments) == ("int4", 4)
     assert communication.delay > 0
     assert config.mesh.replica == 2
-    rounds = make_rounds(module.without_exchange(config).communication)
+    rounds = make_rounds(module.without_exchange(config))
     number = module.WARM_UP_ROUNDS + module.TIMED_ROUNDS
     steps = range(1, number * communication.num_local_steps + 1)
     assert not any(rounds.sent_after(step) is not None for step in steps)
