@@ -1,0 +1,195 @@
+"""What methods lose that communicate less: validation losses over those of their twins.
+
+A twin trains on the same batches with the same learning rates, and its replicas send
+all numbers in every step. Each finished run is a line of `<directory>/runs.jsonl`, and
+is not run again; the picture is `<directory>/curves.png`.
+
+python examples/benchmarks/method_quality.py [--methods=adam,diloco] [--seeds=0,1,2]
+    [--directory=runs/communication_quality] [setting=value ...]
+"""
+
+import argparse
+import dataclasses
+import pathlib
+import statistics
+import sys
+import time
+
+import call_timing
+import jax
+import package_text
+import quality_records
+
+import zjax
+from zjax.compiler import use_program_cache
+from zjax.data import find_evaluation
+from zjax.data.store import digest_tokenizer
+
+DIRECTORY = pathlib.Path("runs/communication_quality")
+NUM_POINTS = 20
+SETTINGS = {
+    "num_steps": 2000,
+    "global_batch_size": 32,
+    "mesh": {"replica": -1, "data": 1},
+    "zero": {"stage": 0},
+    "data": {"source": "tokens"},
+    "model": {
+        "num_layers": 12,
+        "embed_size": 768,
+        "num_heads": 12,
+        "max_length": 512,
+        "layers_per_scan": 1,
+        "remat": "none",
+        "loss_chunk_tokens": 0,
+    },
+    "optimizer": {"peak_learning_rate": 6e-4, "num_warmup_steps": 200, "b2": 0.99},
+    "evaluation": {"num_batches": 16},
+}
+LAMB = {"optimizer.peak_learning_rate": 5e-3}
+LOCAL = {"communication.num_local_steps": 20}
+STREAMED = LOCAL | {
+    "communication.codec": "int4",
+    "communication.num_fragments": 4,
+    "communication.delay": 2,
+    "communication.mixing": 0.5,
+}
+ZERO3 = {
+    "zero.stage": 3,
+    "zero.shard_over_replica": True,
+    "mesh.replica": 2,
+    "mesh.data": -1,
+    "model.layers_per_scan": 0,
+}
+QUANTIZED = {"zero.quantized_weights": True, "zero.quantized_gradients": True}
+METHODS = {
+    "adam": {},
+    "adam_int8": {"communication.codec": "int8"},
+    "onebit_adam": {"optimizer.name": "onebit_adam"},
+    "diloco": LOCAL,
+    "streaming_diloco": STREAMED,
+    "muon": {"optimizer.name": "muon"},
+    "muloco": {"optimizer.name": "muon", "communication.codec": "int2"} | LOCAL,
+    "lamb": {"optimizer.name": "lamb"} | LAMB,
+    "onebit_lamb": {"optimizer.name": "onebit_lamb"} | LAMB,
+    "zero3": ZERO3,
+    "zeropp": ZERO3 | QUANTIZED,
+}
+TWINS = {
+    "adam_int8": "adam",
+    "onebit_adam": "adam",
+    "diloco": "adam",
+    "streaming_diloco": "adam",
+    "muloco": "muon",
+    "onebit_lamb": "lamb",
+    "zeropp": "zero3",
+}
+
+
+def make_config(method, *more):
+    return zjax.load_config(SETTINGS, METHODS[method], *more)
+
+
+def report(text):
+    print(text, file=sys.stderr, flush=True)
+
+
+def make_run(config):
+    model = zjax.make_model(config)
+    return zjax.make_run(config, model, zjax.make_optimizer(config, model))
+
+
+def train(run, seed):
+    """Validation losses by step; the host waits for the devices at these alone."""
+    config = dataclasses.replace(run.config, seed=seed)
+    tx = zjax.make_optimizer(config, run.model)
+    state = zjax.init_state(jax.random.key(seed), run.model, tx, run.plan, config)
+    held_out = find_evaluation(config, run.batch_placement)
+    every = max(1, config.num_steps // NUM_POINTS)
+    losses = {}
+    with zjax.make_loader(
+        config, run.batch_placement, num_batches=config.num_steps
+    ) as batches:
+        for step, batch in enumerate(batches, start=1):
+            state, _ = run.step(state, batch)
+            if step % every == 0 or step == config.num_steps:
+                found = held_out.mean(lambda batch, at=state: run.evaluate(at, batch))
+                losses[step] = found["eval_loss"]
+    return losses
+
+
+def train_missing(methods, seeds, records, settings):
+    """Trains what has no record yet: all seeds of a method with one compilation."""
+    for method in methods:
+        known = records.read()
+        missing = [seed for seed in seeds if (method, seed) not in known]
+        if not missing:
+            continue
+        start = time.perf_counter()
+        run = make_run(make_config(method, *settings))
+        for seed in missing:
+            losses = train(run, seed)
+            seconds, start = time.perf_counter() - start, time.perf_counter()
+            records.write(method, seed, losses=losses, seconds=round(seconds, 1))
+            final = list(losses.values())[-1]
+            report(f"{method}, seed {seed}: {final:.4f} after {seconds:.0f} s")
+
+
+def compare(records, seeds):
+    """Final losses of methods over those of their twins, seed by seed."""
+    final = {key: record["losses"][-1][1] for key, record in records.read().items()}
+    found = {}
+    for method, twin in TWINS.items():
+        pairs = [((method, seed), (twin, seed)) for seed in seeds]
+        if all(key in final for pair in pairs for key in pair):
+            ratios = [final[own] / final[other] for own, other in pairs]
+            found[method] = spread(ratios)
+    return found
+
+
+def spread(values):
+    return {
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
+        "n": len(values),
+    }
+
+
+def parse(words=None):
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--directory", type=pathlib.Path, default=DIRECTORY)
+    parser.add_argument("--text", type=pathlib.Path, default=DIRECTORY / "text")
+    parser.add_argument("settings", nargs="*")
+    given = parser.parse_args(words)
+    given.methods = given.methods.split(",")
+    given.seeds = [int(seed) for seed in given.seeds.split(",")]
+    if unknown := set(given.methods) - METHODS.keys():
+        parser.error(f"methods={min(unknown)} is unknown; use {', '.join(METHODS)}")
+    return given
+
+
+def main():
+    given = parse()
+    use_program_cache()
+    package_text.prepare_text(given.text)
+    settings = [f"data.path={given.text}", *given.settings]
+    setup = {
+        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "text": digest_tokenizer(str(given.text)),
+        "settings": given.settings,
+    }
+    records = quality_records.Records(given.directory / "runs.jsonl", setup)
+    train_missing(given.methods, given.seeds, records, settings)
+    quality_records.plot(records.read(), TWINS, given.directory / "curves.png")
+    found = compare(records, given.seeds)
+    call_timing.print_result(
+        found | {"num_devices": jax.device_count()},
+        device=jax.devices()[0].device_kind,
+        packages=("jax",),
+    )
+
+
+if __name__ == "__main__":
+    main()

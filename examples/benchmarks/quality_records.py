@@ -1,0 +1,81 @@
+"""Finished runs of `method_quality.py` as lines of a file, and their picture."""
+
+import dataclasses
+import json
+import pathlib
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Records:
+    """Runs of one setup.
+
+    Args:
+        path: A file of JSON lines, also of other setups.
+        setup: All that must be equal for runs to be compared.
+    """
+
+    path: pathlib.Path
+    setup: dict
+
+    def read(self):
+        """Records by method and seed; `losses` holds pairs of a step and a loss."""
+        lines = self.path.read_text().splitlines() if self.path.exists() else ()
+        return {
+            (record["method"], record["seed"]): record
+            for record in map(json.loads, lines)
+            if record["setup"] == self.setup
+        }
+
+    def write(self, method, seed, *, losses, seconds):
+        """Adds a run; `losses` by step."""
+        record = {"method": method, "seed": seed, "losses": list(losses.items())}
+        record |= {"seconds": seconds, "setup": self.setup}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def plot(records, twins, path):
+    """Draws a panel for each twin: mean losses of its methods, and their range.
+
+    Args:
+        records: Records by method and seed.
+        twins: Twin by method.
+        path: The picture.
+    """
+    curves = {}
+    for method, seed in sorted(records):
+        curves.setdefault(method, []).append(records[method, seed]["losses"])
+    names = [name for name in dict.fromkeys(twins.values()) if name in curves]
+    if not names:
+        return
+    figure, panels = plt.subplots(
+        1,
+        len(names),
+        figsize=(1 + 4 * len(names), 4.5),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for panel, twin in zip(panels[0], names, strict=True):
+        methods = [name for name, other in twins.items() if other == twin]
+        for name in [twin, *(name for name in methods if name in curves)]:
+            style = {"color": "black"} if name == twin else {}
+            draw(panel, name, np.array(curves[name]), **style)
+        panel.set_xlabel("step")
+        panel.legend(frameon=False)
+    panels[0, 0].set_ylabel("loss on held-out text (nats per token)")
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def draw(panel, name, curves, **style):
+    """Draws pairs of steps and losses [seeds, points, 2]."""
+    steps, losses = curves[0, :, 0], curves[..., 1]
+    label = f"{name} {losses[:, -1].mean():.3f}"
+    (line,) = panel.plot(steps, losses.mean(axis=0), label=label, **style)
+    low, high = losses.min(axis=0), losses.max(axis=0)
+    panel.fill_between(steps, low, high, color=line.get_color(), alpha=0.2)

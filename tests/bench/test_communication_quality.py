@@ -1,0 +1,103 @@
+"""The contest of methods that communicate less, and a small one to the end."""
+
+import dataclasses
+import json
+import sys
+
+import pytest
+
+import zjax
+from tests.support.benchmarks import FOLDER, load
+from zjax.bench.contest import load_contest
+from zjax.config import schema
+from zjax.data.prepare import prepare
+
+TINY = (
+    "num_steps=4",
+    "global_batch_size=8",
+    "optimizer.num_warmup_steps=1",
+    "precision.compute_dtype=float32",
+    "evaluation.num_batches=1",
+    "model.num_layers=2",
+    "model.embed_size=16",
+    "model.num_heads=2",
+    "model.max_length=16",
+)
+
+
+@pytest.fixture
+def program(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    module = load("method_quality")
+    monkeypatch.setattr(module, "use_program_cache", lambda: None)
+    return module
+
+
+@pytest.fixture
+def text(tmp_path):
+    lines = tmp_path / "lines.jsonl"
+    words = ["one two three", "three four", "five six", "seven eight nine"]
+    lines.write_text("".join(json.dumps({"text": f"{w} " * 40}) + "\n" for w in words))
+    prepare([lines], tmp_path / "text", validation_fraction=0.3)
+    return tmp_path / "text"
+
+
+@pytest.fixture
+def measure(program, text, tmp_path, monkeypatch, capsys):
+    """Runs the program; returns its result and what it trained."""
+
+    def run(*flags):
+        words = [f"--text={text}", f"--directory={tmp_path / 'runs'}", *flags, *TINY]
+        monkeypatch.setattr(sys, "argv", ["method_quality.py", *words])
+        program.main()
+        printed = capsys.readouterr()
+        trained = [x for x in printed.err.splitlines() if ", seed " in x]
+        return json.loads(printed.out.removeprefix("RESULT ")), trained
+
+    return run
+
+
+@pytest.mark.parametrize("num_devices", [2, 4])
+def test_methods_and_twins_differ_in_what_they_send_alone(program, num_devices):
+    """Fails if a method has other learning rates, tokens or weights than its twin."""
+    sent = {"communication": schema.Communication(), "zero": schema.Zero()}
+    vocabulary = {"data.source": "synthetic", "model.vocab_size": 50_257}
+    for method, twin in program.TWINS.items():
+        ours, exact = (program.make_config(name, vocabulary) for name in (method, twin))
+        zjax.check_config(ours, num_devices)
+        zjax.check_config(exact, num_devices)
+        names = {ours.optimizer.name, exact.optimizer.name}
+        assert len(names) == 1 or method.startswith(("onebit", "zero_one"))
+        same = dataclasses.replace(ours.optimizer, name=exact.optimizer.name)
+        ours = dataclasses.replace(ours, optimizer=same)
+        assert ours != exact or len(names) == 2
+        assert dataclasses.replace(ours, **sent) == dataclasses.replace(exact, **sent)
+
+
+def test_the_contest_has_a_case_for_each_method(program):
+    (row,) = load_contest(FOLDER / "communication_quality.py").rows
+    assert {case.metric: case.peer_name for case in row.cases} == program.TWINS
+    assert {case.must for case in row.cases} == {1.01}
+
+
+def test_an_unknown_method_is_named(program, capsys):
+    with pytest.raises(SystemExit):
+        program.parse(["--methods=adam,sgd"])
+    assert "methods=sgd is unknown; use adam, " in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_finished_runs_are_not_run_again(measure, program, tmp_path, monkeypatch):
+    """Fails if a program that is killed loses its finished runs."""
+    local = {"communication.num_local_steps": 2}
+    monkeypatch.setitem(program.METHODS, "diloco", local)
+    found, trained = measure("--methods=adam,diloco", "--seeds=0")
+    assert len(trained) == 2 and found["diloco"]["n"] == 1
+    again, trained = measure("--methods=adam,diloco", "--seeds=0,1")
+    assert len(trained) == 2 and again["diloco"]["n"] == 2
+    first, second = again["diloco"]["min"], again["diloco"]["max"]
+    assert found["diloco"]["median"] in (first, second) and first < second
+    assert "onebit_adam" not in again
+    assert (tmp_path / "runs" / "curves.png").stat().st_size > 10_000
+    _, trained = measure("--methods=adam", "--seeds=0", "optimizer.b1=0.8")
+    assert len(trained) == 1
