@@ -65,6 +65,7 @@ METHODS = {
     "adam": {},
     "adam_int8": {"communication.codec": "int8"},
     "onebit_adam": {"optimizer.name": "onebit_adam"},
+    "zero_one_adam": {"optimizer.name": "zero_one_adam"},
     "diloco": LOCAL,
     "streaming_diloco": STREAMED,
     "muon": {"optimizer.name": "muon"},
@@ -77,6 +78,7 @@ METHODS = {
 TWINS = {
     "adam_int8": "adam",
     "onebit_adam": "adam",
+    "zero_one_adam": "adam",
     "diloco": "adam",
     "streaming_diloco": "adam",
     "muloco": "muon",
