@@ -40,6 +40,7 @@ USAGE = """zjax trains Flax models that do not fit on one device.
   zjax plan --config=... [--num_devices=1024]     what a run would take
   zjax plan --config=... --config.mesh=auto        and on which mesh it fits
   zjax plan --config=... --collectives             and what it would communicate
+  zjax plan --config=... --link=1gbps              and which method pays between nodes
   zjax plan --config=... --schedule                and when its stages are busy
   zjax plan --num_params=7.5e9                     the memory table of ZeRO
   zjax bench --config=...                          how fast it is on these devices
@@ -83,6 +84,12 @@ def define_flags() -> None:
     )
     flags.DEFINE_boolean(
         "collectives", False, "plan: what the compiled step sends between devices."
+    )
+    flags.DEFINE_string(
+        "link",
+        "",
+        "plan: speed of the link of a node, such as 1gbps, 100mbps (bits) or 25GBps "
+        "(bytes); predicts a step by each method that sends less.",
     )
     flags.DEFINE_boolean(
         "schedule",
@@ -203,6 +210,7 @@ def plan() -> None:
             num_devices=flags.FLAGS.num_devices,
             picture=flags.FLAGS.output,
             collectives=flags.FLAGS.collectives,
+            link=flags.FLAGS.link,
             schedule=flags.FLAGS.schedule,
             device_gb=flags.FLAGS.device_gb,
             devices_per_host=flags.FLAGS.devices_per_host,
@@ -295,6 +303,7 @@ COMMAND_FLAGS = {
         "num_devices",
         "num_params",
         "collectives",
+        "link",
         "schedule",
         "device_gb",
         "devices_per_host",

@@ -76,6 +76,7 @@ def added_by_exchanges(rounds: Rounds, seconds: Sequence[float]) -> float:
 def measure(config: zconfig.Config) -> dict:
     """Seconds per step, and what exchanges add to them."""
     rounds = make_rounds(config)
+    assert isinstance(rounds, Rounds)
     length = rounds.num_local_steps
     runs = Steps(config), Steps(without_exchange(config))
     pairs = [

@@ -14,6 +14,7 @@ from zjax.budget import tables
 from zjax.budget.exchanges import kept_rows
 from zjax.budget.experts import describe_active, describe_exchanges
 from zjax.budget.fit import abstract_batch, check_fits, fit_memories
+from zjax.budget.link import check_link, report_link
 from zjax.budget.links import report_links
 from zjax.budget.mesh import is_open, propose_mesh, this_machine
 from zjax.budget.reasons import Proposal, describe_proposal
@@ -63,6 +64,7 @@ def report_plan(
     num_devices: int = 0,
     picture: str = "",
     collectives: bool = False,
+    link: str = "",
     schedule: bool = False,
     device_gb: int | float = 0,
     devices_per_host: int = 0,
@@ -77,6 +79,7 @@ def report_plan(
             `<directory>/plan.png`.
         collectives: Whether to list the collectives of the compiled step; needs
             `num_devices=0`.
+        link: Speed of the link of a node, for a prediction by method; empty for none.
         schedule: Whether to describe the pipeline schedule and draw it into
             `schedule.png` beside the other picture.
         device_gb: Memory of a device in GB, for `mesh="auto"`; 0 asks the devices.
@@ -89,8 +92,8 @@ def report_plan(
         and the reasons of `mesh="auto"`.
 
     Raises:
-        ConfigError: Settings that cannot work, or collectives of a step that is not
-            compiled.
+        ConfigError: Settings that cannot work, collectives of a step that is not
+            compiled, or a link that is no speed or joins no nodes.
         PlanError: Arrays that cannot be placed.
         OutputError: The picture cannot be drawn.
     """
@@ -104,6 +107,8 @@ def report_plan(
     check_config(config, num_devices)
     if schedule:
         _check_has_pipeline(config, num_devices)
+    if link:
+        check_link(config, num_devices, link)
     model = make_model(config)
     tx = make_optimizer(config, model)
     stages = _plan_each_zero_stage(config, model, tx, 0 if is_here else num_devices)
@@ -131,6 +136,8 @@ def report_plan(
     if schedule:
         pictures.append(pictures[0].with_name("schedule.png"))
         parts.append(report_schedule(config, plan, pictures[1]))
+    if link:
+        parts.append(report_link(config, num_devices, link))
     parts.append(f"picture: {' and '.join(map(str, pictures))}")
     parts += [describe_proposal(proposal)] if proposal else []
     return "\n\n".join(parts)
