@@ -31,6 +31,7 @@ from zjax.ops import float8
 from zjax.ops.promotion import dtype_promotion
 from zjax.optim.build import make_optimizer, without_clipping
 from zjax.optim.precision import describe_precision
+from zjax.optim.programs import programs_at
 from zjax.optim.schedules import make_schedule
 from zjax.processes.lock import hold
 from zjax.resume import (
@@ -164,6 +165,7 @@ class Trainer:
             config, self.run.plan, user_model=user_model
         )
         unfinished_save = finish_save_on_error(self.store)
+        known = set[str]()
         recent = dict[int, Any]()  # batches by step: metrics arrive one step late
 
         def find_causes() -> list[Problem]:
@@ -189,7 +191,9 @@ class Trainer:
                     stopped.request()  # stops all processes at one step
                 step += 1
                 recent = {step - 1: recent.get(step - 1), step: batch}
-                with monitor.step(step, self.state, batch) as metrics:
+                programs = [x for x in programs_at(config, step) if x not in known]
+                known.update(programs)
+                with monitor.step(step, self.state, batch, programs) as metrics:
                     self.state, values = self.run.step(self.state, batch)
                     metrics.append(values)
                 is_last = step == config.num_steps

@@ -136,3 +136,18 @@ def test_a_closed_report_hears_nothing():
 )
 def test_the_difference_is_named(old, new, expected):
     assert describe_change(describe_arrays(old), describe_arrays(new)) == expected
+
+
+def test_a_program_that_runs_for_the_first_time_is_no_surprise():
+    """Fails if the first exchange of local steps is said to compile again."""
+    double, triple = (jax.jit(lambda x, n=n: n * x["tokens"]) for n in (2, 3))
+    with CompileReport() as report:
+        watched(report, 1, double, zeros(8, 128))
+        with report.watch(2, zeros(8, 128), ["mean_0", "merge_0"]) as second:
+            triple(zeros(8, 128))
+        with report.watch(3, zeros(8, 64), ["mean_1"]) as third:
+            double(zeros(8, 64))
+    assert second.line == (
+        f"compiled mean_0, merge_0 for step 2 in {second.seconds:.1f} s"
+    )
+    assert third.line.startswith("step 3 compiles again")

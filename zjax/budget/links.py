@@ -1,13 +1,11 @@
 """Bytes by link of every program of a run, counted in what is compiled."""
 
 import collections
-from collections.abc import Iterator
 
 from zjax.config.schema import Config
 from zjax.observe.collectives import list_collectives
 from zjax.observe.links import LinkBytes, describe_links, link_bytes
-from zjax.optim.intervals import APART
-from zjax.optim.phases import make_phases
+from zjax.optim.programs import programs_at
 from zjax.optim.rounds import make_rounds
 from zjax.step import Step
 from zjax.typing import Batch
@@ -15,32 +13,8 @@ from zjax.typing import Batch
 NAMES = {"train": "train step", "end_of_round": "end of a round"}
 LOCAL = {"train": "local step"}
 EXCHANGE = "exchange"
-
-
-def programs_at(config: Config, step: int) -> Iterator[str]:
-    """Yields the programs of a step that may send, in their order.
-
-    Args:
-        config: Checked settings.
-        step: Number of the step, 1 or more.
-
-    Example:
-        >>> from zjax.config import schema
-        >>> config = schema.Config(
-        ...     communication=schema.Communication(num_local_steps=10)
-        ... )
-        >>> [*programs_at(config, 9)], [*programs_at(config, 10)]
-        (['train'], ['train', 'mean_0', 'end_of_round'])
-    """
-    phases, rounds = make_phases(config), make_rounds(config)
-    phase = phases.at(step) if phases else "train"
-    yield "train" if phase in APART else phase
-    if rounds is None:
-        return
-    if (fragment := rounds.sent_after(step)) is not None:
-        yield f"mean_{fragment}"
-    if rounds.ends_after(step):
-        yield "end_of_round"
+_SILENT = ("outer_gradients_", "merge_", "without_errors")
+"""Beginnings of the names of programs that send nothing to other replicas."""
 
 
 def report_links(step: Step, config: Config, batch: Batch) -> str:
@@ -56,7 +30,10 @@ def report_links(step: Step, config: Config, batch: Batch) -> str:
     """
     steps = range(1, config.num_steps + 1)
     times = collections.Counter(
-        name for number in steps for name in programs_at(config, number)
+        name
+        for number in steps
+        for name in programs_at(config, number)
+        if not name.startswith(_SILENT)
     )
     sent: dict[str, list[tuple[int, LinkBytes]]] = collections.defaultdict(list)
     for program, number in times.items():

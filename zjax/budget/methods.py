@@ -7,13 +7,13 @@ from typing import Any
 
 import jax
 
-from zjax.budget.links import programs_at
 from zjax.comm.codecs import make_codec, packed_bytes
 from zjax.comm.coded import CODECS
 from zjax.config import schema
 from zjax.config.batch import resolve_batch
 from zjax.config.communication import COMPRESSED_OPTIMIZERS
 from zjax.optim.phases import make_phases
+from zjax.optim.programs import programs_at
 from zjax.optim.rounds import make_rounds
 from zjax.sharding.mesh import REPLICA
 from zjax.sharding.placement import ArrayPlan, dtype_bytes

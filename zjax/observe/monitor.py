@@ -85,13 +85,16 @@ class Monitor:
         return self._skipped.in_a_row
 
     @contextlib.contextmanager
-    def step(self, step: int, state: Any, batch: Any) -> Iterator[list[Metrics]]:
+    def step(
+        self, step: int, state: Any, batch: Any, expected: Sequence[str] = ()
+    ) -> Iterator[list[Metrics]]:
         """Watches one step; append its metrics to the list that is yielded.
 
         Args:
             step: Step number, from 1.
             state: Input state.
             batch: Input batch.
+            expected: Programs that the step runs for the first time.
 
         Yields:
             An empty list.
@@ -100,7 +103,7 @@ class Monitor:
             NonFiniteError: The step before was not finite and the policy is to stop.
         """
         metrics: list[Metrics] = []
-        watch = self._compiles.watch(step, batch)
+        watch = self._compiles.watch(step, batch, expected)
         with self._trace.step(step, state), watch as compiled:
             yield metrics
         earlier = self._late.push(step, metrics[0])

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -44,8 +44,16 @@ class CompileReport:
         self.close()
 
     @contextlib.contextmanager
-    def watch(self, step: int, batch: Any) -> Iterator[Compiled]:
-        """Watches this thread dispatch one step; the record is complete afterwards."""
+    def watch(
+        self, step: int, batch: Any, expected: Sequence[str] = ()
+    ) -> Iterator[Compiled]:
+        """Watches this thread dispatch one step; the record is complete afterwards.
+
+        Args:
+            step: Number of the step.
+            batch: Its input.
+            expected: Programs that run for the first time.
+        """
         inputs, compiled = describe_arrays(batch), Compiled()
         self._thread, self._seconds = threading.get_ident(), 0.0
         try:
@@ -54,7 +62,9 @@ class CompileReport:
             self._thread = None
         compiled.seconds = self._seconds
         if compiled.seconds:
-            compiled.line = _line(step, compiled.seconds, self._inputs, inputs)
+            compiled.line = _line(
+                step, compiled.seconds, self._inputs, inputs, expected
+            )
         self._inputs = inputs
 
     def close(self) -> None:
@@ -95,11 +105,18 @@ def describe_change(old: Mapping[str, str], new: Mapping[str, str]) -> str:
 
 
 def _line(
-    step: int, seconds: float, old: dict[str, str] | None, new: dict[str, str]
+    step: int,
+    seconds: float,
+    old: dict[str, str] | None,
+    new: dict[str, str],
+    expected: Sequence[str],
 ) -> str:
     if old is None:
         return f"compiled the first step in {seconds:.1f} s"
-    reason = describe_change(old, new) or (
+    change = describe_change(old, new)
+    if expected and not change:
+        return f"compiled {', '.join(expected)} for step {step} in {seconds:.1f} s"
+    reason = change or (
         "the batch is unchanged, so the state or the program of the step changed"
     )
     return f"step {step} compiles again ({seconds:.1f} s): {reason}"
