@@ -80,7 +80,8 @@ class LocalStepsExecutor(FusedExecutor):
             return _outputs(grads), abstract_tree(outer.errors[int(number)])
         if program == "end_of_round":
             replicas = outer.replicas
-            return abstract_tree((replicas.model_state, replicas.num_skipped))
+            state = abstract_tree((replicas.model_state, replicas.num_skipped))
+            return *state, _outputs(self.compile("train", batch))[1]
         return super().inputs_of(program, batch)
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -99,7 +100,7 @@ class LocalStepsExecutor(FusedExecutor):
         if merged is not None:
             state = self._merge(state, merged, arriving[merged])
         if self._rounds.ends_after(number):
-            state = self._end_round(state)
+            state, metrics = self._end_round(state, metrics)
         if self._rounds.forgets_errors_after(number):
             errors = self.programs["without_errors"](state.extra.errors)
             state = _with_extra(state, errors=errors)
@@ -112,6 +113,8 @@ class LocalStepsExecutor(FusedExecutor):
         replicas, metrics = self.programs["train"](_of_replicas(state), batch)
         state = dataclasses.replace(state, step=replicas.step)
         replicas = dataclasses.replace(replicas, step=())
+        # What replicas do not share yet is not told: processes would act on it alone.
+        metrics["skipped_steps"] = jnp.float32(state.num_skipped)
         return _with_extra(state, replicas=replicas), metrics
 
     def _send(self, state: TrainState, fragment: int) -> tuple[TrainState, Any]:
@@ -134,14 +137,16 @@ class LocalStepsExecutor(FusedExecutor):
         state = dataclasses.replace(state, master=anchor)
         return _with_extra(state, momentum=momentum, replicas=replicas)
 
-    def _end_round(self, state: TrainState) -> TrainState:
+    def _end_round(
+        self, state: TrainState, metrics: Metrics
+    ) -> tuple[TrainState, Metrics]:
         replicas = state.extra.replicas
-        shared, own, skipped = self.programs["end_of_round"](
-            replicas.model_state, replicas.num_skipped
+        shared, own, skipped, metrics = self.programs["end_of_round"](
+            replicas.model_state, replicas.num_skipped, metrics
         )
         state = dataclasses.replace(state, model_state=shared, num_skipped=skipped)
         replicas = dataclasses.replace(replicas, model_state=own)
-        return _with_extra(state, replicas=replicas)
+        return _with_extra(state, replicas=replicas), metrics
 
 
 def _outputs(compiled: jax.stages.Compiled) -> Any:
@@ -191,6 +196,7 @@ def _programs(
                 places.model_state,
                 of_replicas.model_state,
                 places.num_skipped,
+                None,
             ),
         ),
     }

@@ -17,6 +17,7 @@ from zjax.observe.sinks import make_sinks
 from zjax.observe.skipped import SkippedSteps
 from zjax.observe.throughput import Throughput, make_throughput
 from zjax.observe.trace import Trace
+from zjax.optim.rounds import shares_metrics
 from zjax.typing import Metrics
 
 Callback = Callable[[int, Mapping[str, Value]], None]
@@ -166,7 +167,8 @@ class Monitor:
             if self._tokens_per_step:
                 values["consumed_tokens"] = float(step * self._tokens_per_step)
             self.log(step, values)
-        self._skipped.check(step, scalars(values))
+        if shares_metrics(self._config, step):
+            self._skipped.check(step, scalars(values))
 
     def _speed(self) -> dict[str, float]:
         speed = self._throughput.read()

@@ -74,6 +74,8 @@ class SkippedSteps:
             return
         if policy == "stop":
             problem = f"is not finite at step {step}, whose update was not applied"
+            if name == "skipped_steps":
+                problem = f"at step {step}: gradients of a replica were not finite"
             raise NonFiniteError(Problem(name, values[name], problem, _LOWER))
         if values.get("loss_scale_spent"):
             minimum, remedy = self._precision.loss_scale.minimum, _LOWER
@@ -105,4 +107,7 @@ class SkippedSteps:
 
 
 def _cause(values: Mapping[str, float]) -> str:
-    return "loss" if not math.isfinite(values["loss"]) else "grad_norm"
+    """What was not finite; replicas that take local steps may have skipped earlier."""
+    names = ("loss", "grad_norm")
+    is_bad = (name for name in names if not math.isfinite(values.get(name, 0)))
+    return next(is_bad, "skipped_steps")

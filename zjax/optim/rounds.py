@@ -7,7 +7,7 @@ last one at the end of the round. It is sent `delay` steps before.
 import dataclasses
 
 from zjax.config.schema import Config
-from zjax.optim.intervals import LOCAL, ZERO_ONE_ADAM, Intervals, make_intervals
+from zjax.optim.intervals import APART, LOCAL, ZERO_ONE_ADAM, Intervals, make_intervals
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +55,28 @@ class Rounds:
     def forgets_errors_after(self, step: int) -> bool:
         """Whether what codecs lost is of no use for later messages."""
         return False
+
+
+def shares_metrics(config: Config, step: int) -> bool:
+    """Whether all replicas have the same metrics of a step, those of all of them.
+
+    Args:
+        config: Read for `communication`, `optimizer` and `num_steps`.
+        step: Number of the step, 1 or more.
+
+    Example:
+        >>> from zjax.config import schema
+        >>> settings = schema.Communication(num_local_steps=30)
+        >>> config = Config(communication=settings)
+        >>> shares_metrics(Config(), 29), shares_metrics(config, 29)
+        (True, False)
+        >>> shares_metrics(config, 30)
+        True
+    """
+    rounds = make_rounds(config)
+    if rounds is None or rounds.at(step) not in APART:
+        return True
+    return rounds.ends_after(step)
 
 
 def make_rounds(config: Config) -> Rounds | Intervals | None:

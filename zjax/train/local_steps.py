@@ -339,33 +339,37 @@ def make_outer_step(
 
 
 def end_of_round(
-    model_state: Any, num_skipped: jax.Array, plan: Plan
-) -> tuple[Any, Any, Any]:
+    model_state: Any, num_skipped: jax.Array, metrics: Metrics, plan: Plan
+) -> tuple[Any, Any, Any, Metrics]:
     """What replicas share at the end of a round besides parameters.
 
     Args:
         model_state: Of every replica, arrays [N, ...].
         num_skipped: int32[N].
+        metrics: Of the last step; each device has those of its own replica.
         plan: Places every array.
 
     Returns:
-        The mean model state, the same for every replica, [N, ...], and the number of
-        skipped steps of the replica that skipped most.
+        The mean model state, the same for every replica, [N, ...], the number of
+        skipped steps of the replica that skipped most, and the mean metrics with that
+        number. With them all processes decide alike whether the run goes on.
     """
 
-    def share(model_state: Any, num_skipped: jax.Array) -> Any:
+    def share(model_state: Any, num_skipped: jax.Array, metrics: Metrics) -> Any:
         shared = jax.tree.map(_mean_of_replicas, model_state)
         most = jax.lax.pmax(num_skipped[0], REPLICA)
-        return jax.tree.map(lambda x: x[0], shared), shared, most
+        means = jax.tree.map(_mean_of_replicas, metrics)
+        means["skipped_steps"] = jnp.float32(most)
+        return jax.tree.map(lambda x: x[0], shared), shared, most, means
 
     return jax.shard_map(
         share,
         mesh=plan.mesh,
-        in_specs=P(REPLICA),
-        out_specs=(P(), P(REPLICA), P()),
+        in_specs=(P(REPLICA), P(REPLICA), P()),
+        out_specs=(P(), P(REPLICA), P(), P()),
         axis_names={REPLICA},
         check_vma=False,
-    )(model_state, num_skipped)
+    )(model_state, num_skipped, metrics)
 
 
 def _mean_of_replicas(x: jax.Array) -> jax.Array:
