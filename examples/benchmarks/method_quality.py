@@ -46,7 +46,8 @@ SETTINGS = {
     "evaluation": {"num_batches": 16},
 }
 LAMB = {"optimizer.peak_learning_rate": 5e-3}
-LOCAL = {"communication.num_local_steps": 20}
+LOCAL = {"communication.num_local_steps": 20, "communication.outer_momentum": 0.6}
+"""Few tokens per step: with the default momentum noise is multiplied by 7."""
 STREAMED = LOCAL | {
     "communication.codec": "int4",
     "communication.num_fragments": 4,
