@@ -60,6 +60,7 @@ def test_example(given, last_line, tmp_path):
         pytest.param("offload", 1, "pinned_host", marks=pytest.mark.slow),
         pytest.param("mixture_of_experts", 3, "expert=2", marks=pytest.mark.slow),
         pytest.param("long_document", 4, "sparse attention: ", marks=pytest.mark.slow),
+        pytest.param("communication", 2, "Streaming DiLoCo: ", marks=pytest.mark.slow),
     ],
 )
 def test_notebook_runs(monkeypatch, name, num_pictures, text):
@@ -88,7 +89,8 @@ def headings(outputs):
 
 
 @pytest.mark.parametrize(
-    "name", ["quickstart", "offload", "long_document", "mixture_of_experts"]
+    "name",
+    ["quickstart", "offload", "long_document", "mixture_of_experts", "communication"],
 )
 def test_notebook_is_built_from_its_source(name):
     """Fails if one was edited without the other."""
