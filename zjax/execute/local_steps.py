@@ -39,7 +39,8 @@ class LocalStepsExecutor(FusedExecutor):
     fragment `outer_gradients_0`, `mean_0` and `merge_0`, and so on, of which only
     `mean_0` sends; `end_of_round`; and those of the phases in which replicas step
     together, by their names. None waits for another on the host, so with a delay the
-    mean of a fragment is on its way while local steps run.
+    mean of a fragment is on its way while local steps run, where a device runs programs
+    side by side; GPUs take them in turn.
 
     Args:
         model: Model and loss as pure functions.
