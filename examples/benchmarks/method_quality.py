@@ -178,12 +178,15 @@ def main():
     use_program_cache()
     package_text.prepare_text(given.text)
     settings = [f"data.path={given.text}", *given.settings]
-    setup = {
+    common = {
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         "text": digest_tokenizer(str(given.text)),
-        "settings": given.settings,
     }
-    records = quality_records.Records(given.directory / "runs.jsonl", setup)
+    setups = {
+        method: common | {"settings": [SETTINGS, changes, *given.settings]}
+        for method, changes in METHODS.items()
+    }
+    records = quality_records.Records(given.directory / "runs.jsonl", setups)
     train_missing(given.methods, given.seeds, records, settings)
     quality_records.plot(records.read(), TWINS, given.directory / "curves.png")
     found = compare(records, given.seeds)

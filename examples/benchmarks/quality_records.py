@@ -10,15 +10,15 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Records:
-    """Runs of one setup.
+    """Runs of known setups.
 
     Args:
         path: A file of JSON lines, also of other setups.
-        setup: All that must be equal for runs to be compared.
+        setups: By method all that must be equal for runs to be the same.
     """
 
     path: pathlib.Path
-    setup: dict
+    setups: dict
 
     def read(self):
         """Records by method and seed; `losses` holds pairs of a step and a loss."""
@@ -26,13 +26,13 @@ class Records:
         return {
             (record["method"], record["seed"]): record
             for record in map(json.loads, lines)
-            if record["setup"] == self.setup
+            if record["setup"] == self.setups.get(record["method"])
         }
 
     def write(self, method, seed, *, losses, seconds):
         """Adds a run; `losses` by step."""
         record = {"method": method, "seed": seed, "losses": list(losses.items())}
-        record |= {"seconds": seconds, "setup": self.setup}
+        record |= {"seconds": seconds, "setup": self.setups[method]}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")

@@ -99,5 +99,8 @@ def test_finished_runs_are_not_run_again(measure, program, tmp_path, monkeypatch
     assert found["diloco"]["median"] in (first, second) and first < second
     assert "onebit_adam" not in again
     assert (tmp_path / "runs" / "curves.png").stat().st_size > 10_000
+    monkeypatch.setitem(program.METHODS, "diloco", {"communication.num_local_steps": 1})
+    _, trained = measure("--methods=adam,diloco", "--seeds=0")
+    assert len(trained) == 1 and trained[0].startswith("diloco")
     _, trained = measure("--methods=adam", "--seeds=0", "optimizer.b1=0.8")
     assert len(trained) == 1
