@@ -103,7 +103,7 @@ def emulator(state):
         schedule(STEPS, KAPPA, FREEZE - 1, SCALER, CLIPPER),
         num_workers=REPLICAS,
         size=state.extra.errors[0].worker.shape[-1],
-        order=np.concatenate([down, up, bias]),
+        arrays=[down, up, bias],
         decay=DECAY,
         clip=CLIP,
     )
@@ -139,6 +139,16 @@ def test_every_phase_takes_the_steps_of_explicit_workers():
             np.testing.assert_allclose(
                 rows, expected, rtol=1e-5, atol=1e-5, err_msg=f"step {step + 1}"
             )
+
+
+def test_with_an_update_of_moments_in_every_step_it_is_adam():
+    """Without bias correction, as the warm-up of 1-bit Adam is."""
+    states = []
+    for changes in ({"var_update_scaler": STEPS}, {"name": "onebit_adam"}):
+        run = make_zero_one_run(optimizer=settings(freeze_step=STEPS - 1, **changes))
+        _, state = runs.train(run, 10)
+        states.append(flat(state.master))
+    np.testing.assert_allclose(*states, rtol=0, atol=1e-6)
 
 
 def test_replicas_are_equal_but_between_exchanges():

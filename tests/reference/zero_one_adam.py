@@ -30,13 +30,15 @@ def schedule(num_steps, kappa, var_freeze_step, local_step_scaler, clipper):
 class ZeroOneAdam:
     """Workers with parameters float32[N, n]; `size` is n with padding.
 
-    Messages after local steps hold the parameters in another `order`.
+    `arrays` are the indices of each array, in the order of messages after local steps.
+    Messages hold arrays divided by the root mean square of their second moments.
     """
 
     def __init__(
-        self, params, decayed, kinds, *, num_workers, size, order, decay, clip
+        self, params, decayed, kinds, *, num_workers, size, arrays, decay, clip
     ):
-        self.order, self.original = order, np.argsort(order)
+        self.arrays, self.order = arrays, np.concatenate(arrays)
+        self.original = np.argsort(self.order)
         self.params = np.tile(np.float32(params), (num_workers, 1))
         self.anchor, self.decayed = np.float32(params), np.float32(decayed)
         self.momentum = np.zeros_like(self.params)
@@ -49,6 +51,12 @@ class ZeroOneAdam:
     def clipped(self, grads):
         norms = np.linalg.norm(grads, axis=-1, keepdims=True)
         return grads * np.minimum(1, self.clip / norms)
+
+    def sizes(self):
+        sizes = np.zeros_like(self.second)
+        for array in self.arrays:
+            sizes[array] = np.sqrt(self.second[array].mean())
+        return sizes
 
     def mean(self, vectors):
         sent = np.zeros((len(vectors), self.size), np.float32)
@@ -73,8 +81,8 @@ class ZeroOneAdam:
         if kind == "merged":
             denominator = np.sqrt(self.second) + eps
             # Messages have the sign of the momentum.
-            sent = -self.moved * denominator
-            total = -self.mean(sent[:, self.order])[self.original]
+            sent = -self.moved * denominator / self.sizes()
+            total = -self.mean(sent[:, self.order])[self.original] * self.sizes()
             self.momentum[:] = -total / self.rate_sum
             decayed = self.rate_sum * self.decay * self.decayed * self.anchor
             self.anchor = np.float32(self.anchor + total / denominator - decayed)
@@ -87,7 +95,8 @@ class ZeroOneAdam:
             self.second = b2 * self.second + (1 - b2) * mean**2
         else:
             norm = np.sqrt((np.linalg.norm(grads, axis=1) ** 2).mean())
-            mean = self.mean(grads * min(1, self.clip / norm))
+            sent = grads * min(1, self.clip / norm) / self.sizes()
+            mean = self.mean(sent) * self.sizes()
         self.momentum = b1 * self.momentum + (1 - b1) * mean
         update = self.momentum[0] / (np.sqrt(self.second) + eps)
         update = update + self.decay * self.decayed * self.anchor

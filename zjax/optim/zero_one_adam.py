@@ -6,6 +6,9 @@ replica takes local steps with its own momentum. What they send is how far they 
 times the root of the second moments: the sum of their momenta, weighted by learning
 rates. Its mean moves the shared weights and gives the momentum of all. Without bias
 correction, as in the reference implementation.
+
+One scale serves all signs of a message, so each array is divided by the size of its
+second moments first. The reference implementation sends each array by itself.
 """
 
 from collections.abc import Callable
@@ -15,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zjax.optim.intervals import LOCAL, MERGED, VARIANCE
+from zjax.optim.intervals import LOCAL, MERGED, ONE_BIT, VARIANCE
 
 
 class ZeroOneAdamState(NamedTuple):
@@ -35,9 +38,14 @@ class ZeroOneAdamState(NamedTuple):
 
 
 def sent_gradients(grads: Any, opt_state: Any) -> Any:
-    """The gradients themselves, which `ONE_BIT` sends after they are clipped."""
-    del opt_state
-    return grads
+    """Clipped gradients, all arrays of one magnitude: what `ONE_BIT` sends.
+
+    Args:
+        grads: Gradients of one replica.
+        opt_state: State of `zero_one_adam`.
+    """
+    second = optax.tree_utils.tree_get(opt_state, "nu")
+    return jax.tree.map(lambda g, v: g / _size(v), grads, second)
 
 
 def make_sent_momentum(eps: float) -> Callable[[Any, Any], Any]:
@@ -48,17 +56,20 @@ def make_sent_momentum(eps: float) -> Callable[[Any, Any], Any]:
 
     Returns:
         A function of how far a replica moved downhill, and of the state of its
-        optimizer: momenta of its steps times learning rates, summed.
+        optimizer: momenta of its steps times learning rates, summed, all arrays of one
+        magnitude.
 
     Example:
         >>> state = ZeroOneAdamState(0, 0.0, jnp.array([4.0]), 0.0)
         >>> make_sent_momentum(1.0)(jnp.array([0.5]), state).tolist()
-        [1.5]
+        [0.75]
     """
 
     def sent_momentum(moved: Any, opt_state: Any) -> Any:
         second = optax.tree_utils.tree_get(opt_state, "nu")
-        return jax.tree.map(lambda x, v: x * (jnp.sqrt(v) + eps), moved, second)
+        return jax.tree.map(
+            lambda x, v: x * (jnp.sqrt(v) + eps) / _size(v), moved, second
+        )
 
     return sent_momentum
 
@@ -72,8 +83,9 @@ def zero_one_adam(
 ) -> optax.GradientTransformationExtraArgs:
     """0/1 Adam with the learning rate; `update` takes `phase=`.
 
-    Gradients are those of one replica in `LOCAL`, and means elsewhere; `MERGED` takes
-    the mean of `make_sent_momentum`, and the parameters that replicas shared last.
+    Gradients are those of one replica in `LOCAL`, and means in `VARIANCE`. `ONE_BIT`
+    takes the mean of `sent_gradients`, `MERGED` that of `make_sent_momentum` and the
+    parameters that replicas shared last.
     Weights do not decay in local steps: the shared ones do in `MERGED`, with the sum of
     the learning rates, so that the momentum is free of decay. Elements that had no
     gradient when second moments were updated do not move, as one bit cannot say 0.
@@ -119,6 +131,8 @@ def zero_one_adam(
         rate, second, rate_sum = schedule(state.steps), state.nu, state.rate_sum
         if phase == VARIANCE:
             second = optax.tree_utils.tree_update_moment(grads, second, b2, 2)
+        if phase == ONE_BIT:
+            grads = _restored(grads, second)
         momentum = optax.tree_utils.tree_update_moment(grads, state.mu, b1, 1)
         momentum = _with_moments(momentum, second)
         updates = descended(momentum, second, rate)
@@ -130,7 +144,8 @@ def zero_one_adam(
         return updates, ZeroOneAdamState(steps, momentum, second, rate_sum)
 
     def merge(mean: Any, state: Any, params: Any) -> Any:
-        mean, rate_sum = _with_moments(mean, state.nu), state.rate_sum
+        mean = _with_moments(_restored(mean, state.nu), state.nu)
+        rate_sum = state.rate_sum
         updates = decayed(descended(mean, state.nu, 1), params, rate_sum)
         # Where every replica skipped every step, the momentum is still that of all.
         has_moved = rate_sum > 0
@@ -154,6 +169,17 @@ def zero_one_adam(
         return step(updates, state, params, phase)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _restored(sent: Any, second: Any) -> Any:
+    """Arrays of a message in their own magnitudes."""
+    return jax.tree.map(lambda x, v: x * _size(v), sent, second)
+
+
+def _size(second: jax.Array) -> jax.Array:
+    """Root mean square of gradients by their moments; zeros, as of padding, aside."""
+    count = jnp.sum(second > 0)
+    return jnp.sqrt(jnp.where(count > 0, jnp.sum(second) / jnp.maximum(count, 1), 1))
 
 
 def _with_moments(tree: Any, second: Any) -> Any:

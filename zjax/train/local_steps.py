@@ -277,7 +277,8 @@ class MomentumStep(OuterStep):
         tree = jax.tree.structure(anchor)
         grads = self.fragment.put(jax.tree.leaves(anchor), leaves)
         assert self.phase.message is not None
-        message = self.phase.message(tree.unflatten(grads), replicas.opt_state)
+        message = jax.vmap(self.phase.message)
+        message = message(tree.unflatten(grads), replicas.opt_state)
         return self.fragment.take(jax.tree.leaves(message), dim=1)
 
     def merge(
