@@ -30,7 +30,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "adam_float32": {},
     "adam_bfloat16": {**COPIES, "communication.codec": "bfloat16"},
     "onebit_adam": {**COPIES, "optimizer.name": "onebit_adam"},
-    "zero_one_adam": {**COPIES, "optimizer.name": "zero_one_adam"},
+    "zero_one_adam": {
+        **COPIES,
+        "optimizer.name": "zero_one_adam",
+        "optimizer.local_step_clipper": 4,
+    },
     "diloco": {**COPIES, "communication.num_local_steps": 10},
     "zero3": {"zero.stage": 3},
     "zeropp": {
