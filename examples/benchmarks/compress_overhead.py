@@ -39,7 +39,6 @@ def get_contest():
         "Packing 1.5 billion gradients and unpacking them takes no longer than two "
         "copies of them.",
         compared,
-        headline="Packing and unpacking of gradients: over a copy of them",
         higher_is_better=False,
         by_devices=False,
     )

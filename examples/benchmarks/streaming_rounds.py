@@ -86,11 +86,13 @@ def measure(config: zconfig.Config) -> dict:
     steps, local = zip(*pairs[WARM_UP_ROUNDS:], strict=True)
     waited = added_by_exchanges(rounds, [runs[0].take(1) for _ in range(length)])
     check_losses([float(loss) for loss in runs[0].losses])
-    exposed = statistics.median(steps) - statistics.median(local)
+    mean = statistics.median(steps)
+    exposed = max(mean - statistics.median(local), 1e-6)  # the clock tells no less
     return {
         "step_seconds": timing.spread([*steps]),
         "local_step_seconds": timing.spread([*local]),
-        "exposed_seconds": max(exposed, 1e-6),  # the clock tells no less
+        "exposed_seconds": exposed,
+        "exposed_share": exposed / mean,
         "waited_seconds": waited,
     }
 
@@ -100,6 +102,8 @@ def describe(metrics: dict) -> str:
     mean = metrics["step_seconds"]["median"]
     lines = []
     for name, value in metrics.items():
+        if not name.endswith("_seconds"):
+            continue
         found = value if isinstance(value, dict) else timing.spread([value])
         numbers = [1e3 * found[part] for part in ("median", "min", "max")]
         lines.append(
