@@ -21,7 +21,7 @@ from zjax.comm.compressed_mean import (
 )
 
 LOSSY = ("bfloat16", "int8", "float8", "int4", "int2", "onebit", "top_k")
-SIZES = {"top_k": {"block": 16, "kept": 3}, "onebit": {}, "bfloat16": {}, "float32": {}}
+SIZES = {"top_k": {"block": 16, "kept": 3}, "bfloat16": {}, "float32": {}}
 STEPS = 20
 
 
@@ -140,7 +140,12 @@ def test_there_may_be_no_error_feedback(name):
 
 @pytest.mark.parametrize(
     ("name", "num_workers", "expected"),
-    [("onebit", 4, 128), ("int8", 4, 8192), ("float32", 8, 104), ("onebit", 1, 104)],
+    [
+        ("onebit", 4, 16384),
+        ("int8", 4, 8192),
+        ("float32", 8, 104),
+        ("onebit", 1, 4096),
+    ],
 )
 def test_sizes_are_padded_to_whole_blocks_of_every_worker(name, num_workers, expected):
     codec = make_codec(name)
@@ -172,7 +177,7 @@ def messages(codec, num_workers, n):
 @pytest.mark.parametrize(
     ("name", "dtype", "bits", "scales"),
     [
-        ("onebit", "ui8", 1, 0),
+        ("onebit", "ui8", 1, 1 / 4096),
         ("int4", "ui8", 4, 1 / 2048),
         ("int2", "ui8", 2, 2 / 2048),
         ("int8", "i8", 8, 1 / 2048),
@@ -190,16 +195,15 @@ def test_bytes_on_the_wire(name, dtype, bits, scales):
     assert found == {}
 
 
-def test_the_mean_of_signs_is_the_published_one():
+def test_explicit_workers_have_the_published_mean_of_signs():
     """Vectors of appendix A.1: one scale per worker, then one per chunk."""
     x = np.stack([np.arange(16) - 4.0, np.arange(16) % 5 - 1.5]).astype(np.float32)
-    codec = make_codec("onebit")
-    mean, errors = mapped_mean(codec, 2)(x, zero_errors(codec, 2, 16))
+    workers = Workers("onebit", 2, 16, block=16)
     expected = [-2.989565] * 4 + [2.989565] * 4 + [3.16587] * 8
-    np.testing.assert_allclose(mean, [expected] * 2, rtol=1e-6)
+    np.testing.assert_allclose(workers.mean(x), expected, rtol=1e-6)
     first = [1.787918, 2.787918, 3.787918, 4.787918]
     first += [-5.787918, -4.787918, -3.787918, -2.787918]
-    np.testing.assert_allclose(errors.worker[0, :8], first, rtol=1e-6)
+    np.testing.assert_allclose(workers.worker_errors[0, :8], first, rtol=1e-6)
     a, b, c, d = 0.654394, 0.845606, 0.478089, 1.021911
     expected = [[-a, -a, b, b, a, -b, -b, a], [c, c, -d, -d, c, c, c, -d]]
-    np.testing.assert_allclose(errors.server, expected, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(workers.server_errors, expected, rtol=0, atol=1e-6)

@@ -6,19 +6,20 @@ import numpy as np
 
 def restored(name, x, block=8, kept=2):
     """What a receiver of float32[n] has, after one message."""
-    if name == "onebit":
-        scale = np.sqrt((np.float64(x) ** 2).mean())
-        return np.where(x >= 0, scale, -scale).astype(np.float32)
     if name in ("float32", "bfloat16"):
         return x.astype(name if name == "float32" else ml_dtypes.bfloat16).astype("f4")
     blocks = [
-        _restored_block(name, part, kept) for part in np.split(x, len(x) // block)
+        _restored_block(name, part, kept)
+        for part in np.split(x, max(1, len(x) // block))
     ]
     return np.concatenate(blocks).astype(np.float32)
 
 
 def _restored_block(name, x, kept):
     largest = np.abs(x).max()
+    if name == "onebit":
+        scale = np.sqrt((np.float64(x) ** 2).mean())
+        return np.where(x >= 0, scale, -scale)
     if name == "top_k":
         positions = np.argsort(-np.abs(x), kind="stable")[:kept]
         return _two_magnitudes(x, positions, _middle(np.abs(x[positions])))

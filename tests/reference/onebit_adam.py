@@ -14,15 +14,16 @@ class OnebitAdam:
         self.params, self.decayed = np.float32(params), np.float32(decayed)
         self.momentum = np.zeros_like(self.params)
         self.second = np.zeros_like(self.params)
-        self.workers = Workers("onebit", num_workers, size)
+        self.workers = Workers("onebit", num_workers, size, block=4096)
         self.size, self.num_workers = size, num_workers
-        self.freeze_step, self.number = freeze_step, 0
+        self.freeze_step, self.number, self.count = freeze_step, 0, 0
         self.rate, self.decay, self.clip = rate, decay, clip
 
     def step(self, grads, b1=0.9, b2=0.95, eps=1e-8):
         """Takes a step with the gradients float32[N, n] of the workers."""
         self.number += 1
         if self.number <= self.freeze_step:
+            self.count += 1
             mean = grads.mean(axis=0)
             mean = mean * min(1, self.clip / np.linalg.norm(mean))
             self.momentum = b1 * self.momentum + (1 - b1) * mean
@@ -34,6 +35,7 @@ class OnebitAdam:
             sent[:, : grads.shape[1]] = b1 * self.momentum + (1 - b1) * grads
             mean = self.workers.mean(sent)[: grads.shape[1]]
             self.momentum = np.where(self.second > 0, mean, 0)
-        update = self.momentum / (np.sqrt(self.second) + eps)
+        first, second = 1 - b1**self.count, 1 - b2**self.count
+        update = self.momentum / first / (np.sqrt(self.second / second) + eps)
         update += self.decay * self.decayed * self.params
         self.params = np.float32(self.params - self.rate * update)

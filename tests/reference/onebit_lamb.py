@@ -17,7 +17,7 @@ class OnebitLamb:
         self.fresh = [np.zeros_like(p) for p in self.params]
         self.ratio = [np.float32(0) for _ in params]
         self.factor = [np.float32(1) for _ in params]
-        self.workers = Workers("onebit", num_workers, size)
+        self.workers = Workers("onebit", num_workers, size, block=4096)
         self.size, self.num_workers, self.b2 = size, num_workers, b2
         self.freeze_step, self.number, self.rate = freeze_step, 0, rate
 

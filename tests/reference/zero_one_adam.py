@@ -31,32 +31,25 @@ class ZeroOneAdam:
     """Workers with parameters float32[N, n]; `size` is n with padding.
 
     `arrays` are the indices of each array, in the order of messages after local steps.
-    Messages hold arrays divided by the root mean square of their second moments.
     """
 
     def __init__(
         self, params, decayed, kinds, *, num_workers, size, arrays, decay, clip
     ):
-        self.arrays, self.order = arrays, np.concatenate(arrays)
+        self.order = np.concatenate(arrays)
         self.original = np.argsort(self.order)
         self.params = np.tile(np.float32(params), (num_workers, 1))
         self.anchor, self.decayed = np.float32(params), np.float32(decayed)
         self.momentum = np.zeros_like(self.params)
         self.second = np.zeros_like(self.anchor)
         self.moved = np.zeros_like(self.params)
-        self.kinds, self.size, self.number = kinds, size, 0
-        self.workers = Workers("onebit", num_workers, size)
+        self.kinds, self.size, self.number, self.variances = kinds, size, 0, 0
+        self.workers = Workers("onebit", num_workers, size, block=4096)
         self.rate_sum, self.decay, self.clip = np.float32(0), decay, clip
 
     def clipped(self, grads):
         norms = np.linalg.norm(grads, axis=-1, keepdims=True)
         return grads * np.minimum(1, self.clip / norms)
-
-    def sizes(self):
-        sizes = np.zeros_like(self.second)
-        for array in self.arrays:
-            sizes[array] = np.sqrt(self.second[array].mean())
-        return sizes
 
     def mean(self, vectors):
         sent = np.zeros((len(vectors), self.size), np.float32)
@@ -75,14 +68,15 @@ class ZeroOneAdam:
             return
         grads = self.clipped(grads)
         self.momentum = b1 * self.momentum + (1 - b1) * grads
-        update = rate * self.momentum / (np.sqrt(self.second) + eps)
+        rate = rate / (1 - b1**self.number)
+        denominator = np.sqrt(self.second / (1 - b2**self.variances)) + eps
+        update = rate * self.momentum / denominator
         self.params = np.float32(self.params - update)
         self.moved, self.rate_sum = self.moved - update, self.rate_sum + rate
         if kind == "merged":
-            denominator = np.sqrt(self.second) + eps
             # Messages have the sign of the momentum.
-            sent = -self.moved * denominator / self.sizes()
-            total = -self.mean(sent[:, self.order])[self.original] * self.sizes()
+            sent = -self.moved * denominator
+            total = -self.mean(sent[:, self.order])[self.original]
             self.momentum[:] = -total / self.rate_sum
             decayed = self.rate_sum * self.decay * self.decayed * self.anchor
             self.anchor = np.float32(self.anchor + total / denominator - decayed)
@@ -93,12 +87,12 @@ class ZeroOneAdam:
         if kind == "variance":
             mean = self.clipped(grads.mean(axis=0))
             self.second = b2 * self.second + (1 - b2) * mean**2
+            self.variances += 1
         else:
-            norm = np.sqrt((np.linalg.norm(grads, axis=1) ** 2).mean())
-            sent = grads * min(1, self.clip / norm) / self.sizes()
-            mean = self.mean(sent) * self.sizes()
+            mean = self.clipped(self.mean(grads))
         self.momentum = b1 * self.momentum + (1 - b1) * mean
-        update = self.momentum[0] / (np.sqrt(self.second) + eps)
+        denominator = np.sqrt(self.second / (1 - b2**self.variances)) + eps
+        update = self.momentum[0] / (1 - b1**self.number) / denominator
         update = update + self.decay * self.decayed * self.anchor
         self.anchor = np.float32(self.anchor - rate * update)
         self.params[:] = self.anchor

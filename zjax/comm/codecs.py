@@ -14,8 +14,7 @@ from zjax.errors import ConfigError, Problem
 
 Packed = tuple[jax.Array, ...]
 """A vector on the wire: its codes, then float32 scales where the codec has any. Dim 0
-follows the vector, so an N-th of each array holds an N-th of the vector, except for a
-single scale of the whole vector."""
+follows the vector, so an N-th of each array holds an N-th of the vector."""
 
 
 @runtime_checkable
@@ -76,7 +75,7 @@ def packed_bytes(codec: Codec, n: int) -> int:
 
     Example:
         >>> packed_bytes(make_codec("onebit"), 8192)
-        1028
+        1032
     """
     packed = jax.eval_shape(codec.encode, jax.ShapeDtypeStruct((n,), jnp.float32))
     return sum(math.prod(part.shape) * part.dtype.itemsize for part in packed)

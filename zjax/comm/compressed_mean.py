@@ -28,7 +28,7 @@ def padded_size(n: int, codec: Codec, num_workers: int) -> int:
     Example:
         >>> from zjax.comm.codecs import make_codec
         >>> padded_size(100, make_codec("onebit"), num_workers=4)
-        128
+        16384
     """
     multiple = codec.block * num_workers
     return math.ceil(n / multiple) * multiple
@@ -77,10 +77,8 @@ def compressed_mean(
 
 def _exchange_chunks(part: jax.Array, axis: str) -> jax.Array:
     """Sends the j-th chunk of an array to worker j: what each worker sent, [N, ...]."""
-    num_workers = jax.lax.axis_size(axis)
-    if len(part) < num_workers:  # one scale of the whole vector
-        part = jnp.repeat(part, num_workers)
-    return jax.lax.all_to_all(part.reshape(num_workers, -1), axis, 0, 0)
+    chunks = part.reshape(jax.lax.axis_size(axis), -1)
+    return jax.lax.all_to_all(chunks, axis, 0, 0)
 
 
 def _mean(vectors: list[jax.Array]) -> jax.Array:

@@ -1,9 +1,9 @@
 """1-bit Adam: Adam whose replicas send momentum in one bit per number.
 
-Tang et al., arXiv:2102.02888. In the warm-up gradients are averaged as usual. Then the
-second moments are kept as they are, each replica adds its own gradient to the momentum,
-and the momentum is averaged. Without bias correction, as in the reference
-implementation: a correction of the second moments would have to be kept, too.
+Tang et al., arXiv:2102.02888. The warm-up is Adam. Then the second moments are kept as
+they are, each replica adds its own gradient to the momentum, and the momentum is
+averaged. The bias corrections are kept, too; the reference implementation has none, so
+that after a warm-up of few steps it would keep second moments that are too small.
 """
 
 import math
@@ -64,22 +64,20 @@ def scale_by_onebit_adam(
         eps: Added to the root of the second moments, above 0.
 
     Returns:
-        A transformation with the state of `optax.scale_by_adam`.
+        A transformation with the state of `optax.scale_by_adam`, whose count is that of
+        the warm-up.
 
     Example:
         >>> tx = scale_by_onebit_adam(0.0, 0.75, 1e-8)
         >>> grads = jnp.array([4.0, 0.0])
         >>> updates, _ = tx.update(grads, tx.init(grads), phase=WARM_UP)
         >>> updates.tolist()
-        [2.0, 0.0]
+        [1.0, 0.0]
 
     Reference:
         1-bit Adam, arXiv:2102.02888, algorithm 1.
     """
-
-    def init(params: Any) -> optax.ScaleByAdamState:
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        return optax.ScaleByAdamState(jnp.zeros((), jnp.int32), zeros, zeros)
+    adam = optax.scale_by_adam(b1, b2, eps)
 
     def update(
         updates: Any,
@@ -89,17 +87,16 @@ def scale_by_onebit_adam(
         phase: str = WARM_UP,
         **extra: Any,
     ) -> tuple[Any, Any]:
-        del params, extra
-        if phase == COMPRESSED:
-            second = state.nu
-            momentum = jax.tree.map(
-                lambda m, v: jnp.where(v > 0, m, 0), updates, second
-            )
-        else:
-            momentum = optax.tree_utils.tree_update_moment(updates, state.mu, b1, 1)
-            second = optax.tree_utils.tree_update_moment(updates, state.nu, b2, 2)
-        scaled = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), momentum, second)
-        count = optax.safe_increment(state.count)
-        return scaled, optax.ScaleByAdamState(count, momentum, second)
+        del extra
+        if phase != COMPRESSED:
+            return adam.update(updates, state, params)
+        momentum = jax.tree.map(lambda m, v: jnp.where(v > 0, m, 0), updates, state.nu)
+        return corrected(momentum, state), state._replace(mu=momentum)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    def corrected(momentum: Any, state: Any) -> Any:
+        first, second = 1 - b1**state.count, 1 - b2**state.count
+        return jax.tree.map(
+            lambda m, v: m / first / (jnp.sqrt(v / second) + eps), momentum, state.nu
+        )
+
+    return optax.GradientTransformationExtraArgs(adam.init, update)

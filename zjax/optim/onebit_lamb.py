@@ -3,7 +3,7 @@
 Li et al., arXiv:2104.06069. As in 1-bit Adam the second moments are kept after the
 warm-up, and so is the mean trust ratio of each layer. A factor follows how far fresh
 second moments, of gradients recovered from the momentum, have gone from the kept ones.
-Layers are scaled to one magnitude before their signs are taken with one scale.
+Layers are scaled to one magnitude before their signs are taken.
 """
 
 import functools

@@ -83,10 +83,11 @@ def make_phases(config: Config) -> Phases | None:
 
 
 def _zero_one_phases(config: Config) -> Phases:
-    momentum = zero_one_adam.make_sent_momentum(config.optimizer.eps)
+    optimizer = config.optimizer
+    momentum = zero_one_adam.make_sent_momentum(optimizer.b2, optimizer.eps)
     phases = (
         Phase(intervals.VARIANCE, _full_precision(config)),
-        Phase(intervals.ONE_BIT, "onebit", zero_one_adam.sent_gradients),
+        Phase(intervals.ONE_BIT, "onebit"),
         Phase(intervals.MERGED, "onebit", momentum),
     )
     schedule = intervals.make_intervals(config)

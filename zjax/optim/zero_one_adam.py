@@ -4,11 +4,10 @@ Lu et al., arXiv:2202.06009. Until the freeze, gradients are averaged in every s
 full where second moments are updated and in one bit per number elsewhere. Then each
 replica takes local steps with its own momentum. What they send is how far they moved
 times the root of the second moments: the sum of their momenta, weighted by learning
-rates. Its mean moves the shared weights and gives the momentum of all. Without bias
-correction, as in the reference implementation.
+rates. Its mean moves the shared weights and gives the momentum of all.
 
-One scale serves all signs of a message, so each array is divided by the size of its
-second moments first. The reference implementation sends each array by itself.
+Moments are corrected for their bias, which the reference implementation does not do:
+after few updates it would keep second moments that are too small.
 """
 
 from collections.abc import Callable
@@ -18,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zjax.optim.intervals import LOCAL, MERGED, ONE_BIT, VARIANCE
+from zjax.optim.intervals import LOCAL, MERGED, VARIANCE
 
 
 class ZeroOneAdamState(NamedTuple):
@@ -26,49 +25,42 @@ class ZeroOneAdamState(NamedTuple):
 
     Args:
         steps: int32[]; steps taken.
+        variances: int32[]; updates of the second moments.
         mu: Momentum.
         nu: Second moments.
         rate_sum: float32[]; sum of the learning rates since replicas met.
     """
 
     steps: Any
+    variances: Any
     mu: Any
     nu: Any
     rate_sum: Any
 
 
-def sent_gradients(grads: Any, opt_state: Any) -> Any:
-    """Clipped gradients, all arrays of one magnitude: what `ONE_BIT` sends.
-
-    Args:
-        grads: Gradients of one replica.
-        opt_state: State of `zero_one_adam`.
-    """
-    second = optax.tree_utils.tree_get(opt_state, "nu")
-    return jax.tree.map(lambda g, v: g / _size(v), grads, second)
-
-
-def make_sent_momentum(eps: float) -> Callable[[Any, Any], Any]:
+def make_sent_momentum(b2: float, eps: float) -> Callable[[Any, Any], Any]:
     """Builds what replicas send after local steps.
 
     Args:
+        b2: That of `zero_one_adam`.
         eps: That of `zero_one_adam`.
 
     Returns:
         A function of how far a replica moved downhill, and of the state of its
-        optimizer: momenta of its steps times learning rates, summed, all arrays of one
-        magnitude.
+        optimizer: momenta of its steps times learning rates, summed.
 
     Example:
-        >>> state = ZeroOneAdamState(0, 0.0, jnp.array([4.0]), 0.0)
-        >>> make_sent_momentum(1.0)(jnp.array([0.5]), state).tolist()
-        [0.75]
+        >>> state = ZeroOneAdamState(1, 1, 0.0, jnp.array([2.0]), 0.0)
+        >>> make_sent_momentum(0.5, 1.0)(jnp.array([0.5]), state).tolist()
+        [1.5]
     """
 
     def sent_momentum(moved: Any, opt_state: Any) -> Any:
-        second = optax.tree_utils.tree_get(opt_state, "nu")
+        second, variances = (
+            optax.tree_utils.tree_get(opt_state, name) for name in ("nu", "variances")
+        )
         return jax.tree.map(
-            lambda x, v: x * (jnp.sqrt(v) + eps) / _size(v), moved, second
+            lambda x, v: x * _denominator(v, variances, b2, eps), moved, second
         )
 
     return sent_momentum
@@ -83,9 +75,9 @@ def zero_one_adam(
 ) -> optax.GradientTransformationExtraArgs:
     """0/1 Adam with the learning rate; `update` takes `phase=`.
 
-    Gradients are those of one replica in `LOCAL`, and means in `VARIANCE`. `ONE_BIT`
-    takes the mean of `sent_gradients`, `MERGED` that of `make_sent_momentum` and the
-    parameters that replicas shared last.
+    Gradients are those of one replica in `LOCAL`, and means in `VARIANCE` and
+    `ONE_BIT`. `MERGED` takes the mean of `make_sent_momentum` and the parameters that
+    replicas shared last.
     Weights do not decay in local steps: the shared ones do in `MERGED`, with the sum of
     the learning rates, so that the momentum is free of decay. Elements that had no
     gradient when second moments were updated do not move, as one bit cannot say 0.
@@ -105,7 +97,7 @@ def zero_one_adam(
         >>> params = grads = jnp.array([4.0])
         >>> updates, _ = tx.update(grads, tx.init(params), params, phase=VARIANCE)
         >>> updates.tolist()
-        [-1.0]
+        [-0.5]
 
     Reference:
         0/1 Adam, arXiv:2202.06009, algorithm 1.
@@ -113,13 +105,14 @@ def zero_one_adam(
 
     def init(params: Any) -> ZeroOneAdamState:
         zeros = jax.tree.map(jnp.zeros_like, params)
-        return ZeroOneAdamState(
-            jnp.zeros((), jnp.int32), zeros, zeros, jnp.zeros((), jnp.float32)
-        )
+        none = jnp.zeros((), jnp.int32)
+        return ZeroOneAdamState(none, none, zeros, zeros, jnp.zeros((), jnp.float32))
 
-    def descended(momentum: Any, second: Any, rate: Any) -> Any:
+    def descended(momentum: Any, state: Any, rate: Any) -> Any:
         return jax.tree.map(
-            lambda m, v: -rate * m / (jnp.sqrt(v) + eps), momentum, second
+            lambda m, v: -rate * m / _denominator(v, state.variances, b2, eps),
+            momentum,
+            state.nu,
         )
 
     def decayed(updates: Any, params: Any, rate: Any) -> Any:
@@ -128,25 +121,24 @@ def zero_one_adam(
         )
 
     def step(grads: Any, state: Any, params: Any, phase: str) -> Any:
-        rate, second, rate_sum = schedule(state.steps), state.nu, state.rate_sum
+        rate = schedule(state.steps)
         if phase == VARIANCE:
-            second = optax.tree_utils.tree_update_moment(grads, second, b2, 2)
-        if phase == ONE_BIT:
-            grads = _restored(grads, second)
+            second = optax.tree_utils.tree_update_moment(grads, state.nu, b2, 2)
+            variances = optax.safe_increment(state.variances)
+            state = state._replace(nu=second, variances=variances)
         momentum = optax.tree_utils.tree_update_moment(grads, state.mu, b1, 1)
-        momentum = _with_moments(momentum, second)
-        updates = descended(momentum, second, rate)
+        momentum = _with_moments(momentum, state.nu)
+        state = state._replace(mu=momentum, steps=optax.safe_increment(state.steps))
+        corrected = rate / (1 - b1**state.steps)
+        updates = descended(momentum, state, corrected)
         if phase == LOCAL:
-            rate_sum = rate_sum + rate
-        else:
-            updates = decayed(updates, params, rate)
-        steps = optax.safe_increment(state.steps)
-        return updates, ZeroOneAdamState(steps, momentum, second, rate_sum)
+            return updates, state._replace(rate_sum=state.rate_sum + corrected)
+        return decayed(updates, params, rate), state
 
     def merge(mean: Any, state: Any, params: Any) -> Any:
-        mean = _with_moments(_restored(mean, state.nu), state.nu)
+        mean = _with_moments(mean, state.nu)
         rate_sum = state.rate_sum
-        updates = decayed(descended(mean, state.nu, 1), params, rate_sum)
+        updates = decayed(descended(mean, state, 1), params, rate_sum)
         # Where every replica skipped every step, the momentum is still that of all.
         has_moved = rate_sum > 0
         total = jnp.where(has_moved, rate_sum, 1)
@@ -171,15 +163,9 @@ def zero_one_adam(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _restored(sent: Any, second: Any) -> Any:
-    """Arrays of a message in their own magnitudes."""
-    return jax.tree.map(lambda x, v: x * _size(v), sent, second)
-
-
-def _size(second: jax.Array) -> jax.Array:
-    """Root mean square of gradients by their moments; zeros, as of padding, aside."""
-    count = jnp.sum(second > 0)
-    return jnp.sqrt(jnp.where(count > 0, jnp.sum(second) / jnp.maximum(count, 1), 1))
+def _denominator(second: Any, variances: Any, b2: float, eps: float) -> Any:
+    bias = 1 - b2 ** jnp.float32(variances)
+    return jnp.sqrt(second / jnp.where(bias > 0, bias, 1)) + eps
 
 
 def _with_moments(tree: Any, second: Any) -> Any:
