@@ -31,11 +31,18 @@ class OnebitAdam:
         else:
             norm = np.sqrt((np.linalg.norm(grads, axis=1) ** 2).mean())
             grads = grads * min(1, self.clip / norm)
+            momentum = b1 * self.momentum + (1 - b1) * grads
+            bound = max(1, (1 - b1) / np.sqrt(1 - b2))
+            steps = np.clip(momentum / self.sizes(b1, b2, eps), -bound, bound)
             sent = np.zeros((self.num_workers, self.size), np.float32)
-            sent[:, : grads.shape[1]] = b1 * self.momentum + (1 - b1) * grads
+            sent[:, : grads.shape[1]] = np.where(self.second > 0, steps, 0)
             mean = self.workers.mean(sent)[: grads.shape[1]]
-            self.momentum = np.where(self.second > 0, mean, 0)
-        first, second = 1 - b1**self.count, 1 - b2**self.count
-        update = self.momentum / first / (np.sqrt(self.second / second) + eps)
+            mean = np.where(self.second > 0, mean, 0)
+            self.momentum = mean * self.sizes(b1, b2, eps)
+        update = self.momentum / self.sizes(b1, b2, eps)
         update += self.decay * self.decayed * self.params
         self.params = np.float32(self.params - self.rate * update)
+
+    def sizes(self, b1, b2, eps):
+        first, second = 1 - b1**self.count, 1 - b2**self.count
+        return first * (np.sqrt(self.second / second) + eps)

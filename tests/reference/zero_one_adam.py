@@ -51,6 +51,11 @@ class ZeroOneAdam:
         norms = np.linalg.norm(grads, axis=-1, keepdims=True)
         return grads * np.minimum(1, self.clip / norms)
 
+    def sizes(self, b1, b2, eps):
+        """What divides momenta, which make a step of 1 at most with these decays."""
+        corrected = self.second / (1 - b2**self.variances)
+        return (1 - b1**self.number) * (np.sqrt(corrected) + eps)
+
     def mean(self, vectors):
         sent = np.zeros((len(vectors), self.size), np.float32)
         sent[:, : vectors.shape[1]] = vectors
@@ -68,18 +73,15 @@ class ZeroOneAdam:
             return
         grads = self.clipped(grads)
         self.momentum = b1 * self.momentum + (1 - b1) * grads
-        rate = rate / (1 - b1**self.number)
-        denominator = np.sqrt(self.second / (1 - b2**self.variances)) + eps
-        update = rate * self.momentum / denominator
+        sizes = self.sizes(b1, b2, eps)
+        update = rate * np.clip(self.momentum / sizes, -1, 1)
         self.params = np.float32(self.params - update)
-        self.moved, self.rate_sum = self.moved - update, self.rate_sum + rate
+        self.moved, self.rate_sum = self.moved + update, self.rate_sum + rate
         if kind == "merged":
-            # Messages have the sign of the momentum.
-            sent = -self.moved * denominator
-            total = -self.mean(sent[:, self.order])[self.original]
-            self.momentum[:] = -total / self.rate_sum
+            mean = self.mean(self.moved[:, self.order])[self.original]
+            self.momentum[:] = mean / self.rate_sum * sizes
             decayed = self.rate_sum * self.decay * self.decayed * self.anchor
-            self.anchor = np.float32(self.anchor + total / denominator - decayed)
+            self.anchor = np.float32(self.anchor - mean - decayed)
             self.params[:] = self.anchor
             self.moved, self.rate_sum = 0 * self.moved, np.float32(0)
 
@@ -91,8 +93,9 @@ class ZeroOneAdam:
         else:
             mean = self.clipped(self.mean(grads))
         self.momentum = b1 * self.momentum + (1 - b1) * mean
-        denominator = np.sqrt(self.second / (1 - b2**self.variances)) + eps
-        update = self.momentum[0] / (1 - b1**self.number) / denominator
+        update = self.momentum[0] / self.sizes(b1, b2, eps)
+        if kind != "variance":
+            update = np.clip(update, -1, 1)
         update = update + self.decay * self.decayed * self.anchor
         self.anchor = np.float32(self.anchor - rate * update)
         self.params[:] = self.anchor

@@ -22,6 +22,7 @@ from zjax.optim import (
     trust_ratio,
     zero_one_adam,
 )
+from zjax.optim.adam_steps import AdamSteps
 from zjax.optim.intervals import ZERO_ONE_ADAM
 from zjax.optim.per_layer import per_layer
 from zjax.optim.schedules import make_schedule
@@ -127,7 +128,8 @@ def _make_rule(
 
     betas = settings.b1, settings.b2
     if settings.name == ZERO_ONE_ADAM:
-        return zero_one_adam.zero_one_adam(schedule, *betas, settings.eps, decay_of)
+        steps = AdamSteps(*betas, settings.eps)
+        return zero_one_adam.zero_one_adam(schedule, steps, decay_of)
     if settings.name == "onebit_lamb":
         rule = onebit_lamb.scale_by_onebit_lamb(
             *betas, settings.eps, decay_of, num_stacked
@@ -151,7 +153,7 @@ def _direction(
         case "adamw" | "adam" | "lamb":
             return optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
         case "onebit_adam":
-            return onebit_adam.scale_by_onebit_adam(b1, b2, eps)
+            return onebit_adam.scale_by_onebit_adam(AdamSteps(b1, b2, eps))
         case "lion":
             return optax.scale_by_lion(b1=b1, b2=b2)
         case "sgd":

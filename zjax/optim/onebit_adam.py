@@ -1,9 +1,10 @@
-"""1-bit Adam: Adam whose replicas send momentum in one bit per number.
+"""1-bit Adam: Adam whose replicas send their steps in one bit per number.
 
 Tang et al., arXiv:2102.02888. The warm-up is Adam. Then the second moments are kept as
 they are, each replica adds its own gradient to the momentum, and the momentum is
-averaged. The bias corrections are kept, too; the reference implementation has none, so
-that after a warm-up of few steps it would keep second moments that are too small.
+averaged, in units of the step: a bit then loses as much of one parameter as of another.
+The bias corrections are kept, too. The reference implementation has none, sends the
+momentum itself and does not bound the steps, which takes a long warm-up.
 """
 
 import math
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from zjax.config.schema import Config
+from zjax.optim.adam_steps import AdamSteps
 
 WARM_UP, COMPRESSED = "warm_up", "compressed"
 _SHARE = 0.15
@@ -33,15 +35,15 @@ def freeze_step(config: Config) -> int:
 
 
 def next_momentum(grads: Any, opt_state: Any, b1: float) -> Any:
-    """The momentum with the gradients of one replica, which it sends.
+    """The momentum with the gradients of one replica.
 
     Args:
         grads: Gradients of the replica.
-        opt_state: State of an optimizer with `scale_by_onebit_adam`.
+        opt_state: State of an optimizer with momentum.
         b1: Decay of the momentum, 0 or more and less than 1.
 
     Example:
-        >>> tx = scale_by_onebit_adam(0.9, 0.999, 1e-8)
+        >>> tx = scale_by_onebit_adam(AdamSteps(0.9, 0.999, 1e-8))
         >>> state = tx.init(jnp.zeros(2))
         >>> next_momentum(jnp.array([1.0, 2.0]), state, 0.5).tolist()
         [0.5, 1.0]
@@ -50,25 +52,44 @@ def next_momentum(grads: Any, opt_state: Any, b1: float) -> Any:
     return optax.tree_utils.tree_update_moment(grads, momentum, b1, 1)
 
 
+def next_steps(grads: Any, opt_state: Any, steps: AdamSteps) -> Any:
+    """The steps that one replica would take, which it sends.
+
+    Args:
+        grads: Gradients of the replica.
+        opt_state: State of an optimizer with `scale_by_onebit_adam`.
+        steps: Those of the optimizer.
+    """
+    second, count = (
+        optax.tree_utils.tree_get(opt_state, name, filtering=_is_of_adam)
+        for name in ("nu", "count")
+    )
+    momentum = next_momentum(grads, opt_state, steps.b1)
+    return steps.of_momentum(momentum, second, count, count)
+
+
+def _is_of_adam(path: Any, _: Any) -> bool:
+    """Whether a leaf of the state is one of Adam's, not a count of the schedule."""
+    return getattr(path[-1], "tuple_name", "") == "ScaleByAdamState"
+
+
 def scale_by_onebit_adam(
-    b1: float, b2: float, eps: float
+    steps: AdamSteps,
 ) -> optax.GradientTransformationExtraArgs:
     """Scales by the second moments; `update` takes `phase=`.
 
-    In `COMPRESSED` its updates are the mean momentum of all replicas. Elements that had
-    no gradient in the warm-up do not move, as one bit cannot say 0.
+    In `COMPRESSED` its updates are the mean steps of all replicas. Elements that had no
+    gradient in the warm-up do not move, as one bit cannot say 0.
 
     Args:
-        b1: Decay of the momentum, 0 or more and less than 1.
-        b2: Decay of the second moments, 0 or more and less than 1.
-        eps: Added to the root of the second moments, above 0.
+        steps: Decays of the moments, and steps by moments that are kept.
 
     Returns:
         A transformation with the state of `optax.scale_by_adam`, whose count is that of
         the warm-up.
 
     Example:
-        >>> tx = scale_by_onebit_adam(0.0, 0.75, 1e-8)
+        >>> tx = scale_by_onebit_adam(AdamSteps(0.0, 0.75, 1e-8))
         >>> grads = jnp.array([4.0, 0.0])
         >>> updates, _ = tx.update(grads, tx.init(grads), phase=WARM_UP)
         >>> updates.tolist()
@@ -77,7 +98,7 @@ def scale_by_onebit_adam(
     Reference:
         1-bit Adam, arXiv:2102.02888, algorithm 1.
     """
-    adam = optax.scale_by_adam(b1, b2, eps)
+    adam = optax.scale_by_adam(steps.b1, steps.b2, steps.eps)
 
     def update(
         updates: Any,
@@ -90,13 +111,8 @@ def scale_by_onebit_adam(
         del extra
         if phase != COMPRESSED:
             return adam.update(updates, state, params)
-        momentum = jax.tree.map(lambda m, v: jnp.where(v > 0, m, 0), updates, state.nu)
-        return corrected(momentum, state), state._replace(mu=momentum)
-
-    def corrected(momentum: Any, state: Any) -> Any:
-        first, second = 1 - b1**state.count, 1 - b2**state.count
-        return jax.tree.map(
-            lambda m, v: m / first / (jnp.sqrt(v / second) + eps), momentum, state.nu
-        )
+        momentum = steps.momentum_of(updates, state.nu, state.count, state.count)
+        updates = jax.tree.map(lambda u, v: jnp.where(v > 0, u, 0), updates, state.nu)
+        return updates, state._replace(mu=momentum)
 
     return optax.GradientTransformationExtraArgs(adam.init, update)

@@ -8,8 +8,9 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from zjax.config.schema import Config
-from zjax.optim import intervals, onebit_adam, onebit_lamb, zero_one_adam
+from zjax.config.schema import Config, Optimizer
+from zjax.optim import intervals, onebit_adam, onebit_lamb
+from zjax.optim.adam_steps import AdamSteps
 
 
 class Phase(NamedTuple):
@@ -43,13 +44,6 @@ PLAIN = "train"
 """The phase of optimizers that send gradients in every step."""
 
 
-_MOMENTUM = {
-    "onebit_adam": onebit_adam.next_momentum,
-    "onebit_lamb": onebit_lamb.scaled_momentum,
-}
-"""What replicas send after the warm-up, by optimizer."""
-
-
 def make_phases(config: Config) -> Phases | None:
     """The phases of a run; None where the compiler reduces gradients.
 
@@ -66,12 +60,11 @@ def make_phases(config: Config) -> Phases | None:
     codec = config.communication.codec
     if config.optimizer.name == intervals.ZERO_ONE_ADAM:
         return _zero_one_phases(config)
-    if (momentum := _MOMENTUM.get(config.optimizer.name)) is not None:
-        momentum = functools.partial(momentum, b1=config.optimizer.b1)
+    if (message := _compressed_message(config.optimizer)) is not None:
         freeze_step = onebit_adam.freeze_step(config)
         phases = (
             Phase(onebit_adam.WARM_UP, _full_precision(config)),
-            Phase(onebit_adam.COMPRESSED, "onebit", momentum),
+            Phase(onebit_adam.COMPRESSED, "onebit", message),
         )
         return Phases(
             {phase.name: phase for phase in phases},
@@ -82,13 +75,23 @@ def make_phases(config: Config) -> Phases | None:
     return Phases({PLAIN: Phase(PLAIN, codec)}, lambda step: PLAIN)
 
 
+def _compressed_message(settings: Optimizer) -> Callable[[Any, Any], Any] | None:
+    """What replicas send after the warm-up; None for other optimizers."""
+    match settings.name:
+        case "onebit_adam":
+            steps = AdamSteps(settings.b1, settings.b2, settings.eps)
+            return functools.partial(onebit_adam.next_steps, steps=steps)
+        case "onebit_lamb":
+            return functools.partial(onebit_lamb.scaled_momentum, b1=settings.b1)
+        case _:
+            return None
+
+
 def _zero_one_phases(config: Config) -> Phases:
-    optimizer = config.optimizer
-    momentum = zero_one_adam.make_sent_momentum(optimizer.b2, optimizer.eps)
     phases = (
         Phase(intervals.VARIANCE, _full_precision(config)),
         Phase(intervals.ONE_BIT, "onebit"),
-        Phase(intervals.MERGED, "onebit", momentum),
+        Phase(intervals.MERGED, "onebit"),
     )
     schedule = intervals.make_intervals(config)
     return Phases({phase.name: phase for phase in phases}, schedule.at)

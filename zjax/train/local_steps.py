@@ -271,16 +271,6 @@ class MomentumStep(OuterStep):
     tx: Any
     phase: Phase
 
-    def outer_gradients(self, anchor: Any, replicas: TrainState) -> list[jax.Array]:
-        """What `phase` sends instead of outer gradients."""
-        leaves = super().outer_gradients(anchor, replicas)
-        tree = jax.tree.structure(anchor)
-        grads = self.fragment.put(jax.tree.leaves(anchor), leaves)
-        assert self.phase.message is not None
-        message = jax.vmap(self.phase.message)
-        message = message(tree.unflatten(grads), replicas.opt_state)
-        return self.fragment.take(jax.tree.leaves(message), dim=1)
-
     def merge(
         self,
         anchor: Any,
@@ -308,8 +298,12 @@ class MomentumStep(OuterStep):
         opt_state = unpad_tree(opt_state, plan.opt_state)
         # A replica that skipped a step has moved with fewer learning rates.
         rate_sum = optax.tree_utils.tree_get(opt_state, "rate_sum")
-        rate_sum = jax.lax.pmean(rate_sum, REPLICA)
-        opt_state = optax.tree_utils.tree_set(opt_state, rate_sum=rate_sum)
+        steps = optax.tree_utils.tree_get(opt_state, "steps")
+        opt_state = optax.tree_utils.tree_set(
+            opt_state,
+            rate_sum=jax.lax.pmean(rate_sum, REPLICA),
+            steps=jax.lax.pmax(steps, REPLICA),
+        )
         params = unpad_tree(anchor, plan.master)
         updates, opt_state = self.tx.update(
             unpad_tree(mean, plan.master), opt_state, params, phase=self.phase.name
