@@ -1,7 +1,7 @@
 """GPT-2 with 124 million parameters, whose replicas send one bit per number.
 
 The first 15 % of the steps send gradients in bfloat16, as Adam does; then each replica
-sends momentum in one bit per number, twice, an eighth of a byte each way.
+sends steps in one bit per number, twice, an eighth of a byte each way.
 
 Run:     zjax train --config=configs/gpt2_onebit_adam.py
 Needs:   two GPUs or more whose number is even and divides 32. It pays where the link

@@ -1,7 +1,7 @@
 """GPT-2 with 124 million parameters under 0/1 Adam: one bit, and not in every step.
 
 In the first 300 steps 67 gradients are sent in bfloat16 and the others in one bit per
-number. Then two replicas take local steps and send their momentum in one bit per
+number. Then two replicas take local steps and send how far they moved in one bit per
 number, first after every step, in the end after every 16.
 
 Run:     zjax train --config=configs/gpt2_zero_one_adam.py

@@ -192,8 +192,8 @@ class Optimizer:
         "onebit_lamb",
         "zero_one_adam",
     ] = "adamw"
-    """`onebit_adam` and `onebit_lamb` send momentum in one bit per number after
-    `freeze_step` steps; `zero_one_adam` sends few gradients in full before, and its
+    """`onebit_adam` and `onebit_lamb` send one bit per number after `freeze_step`
+    steps; `zero_one_adam` sends few gradients in full before, and its
     replicas take local steps after."""
     peak_learning_rate: float = 3e-4
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
