@@ -7,7 +7,7 @@ number, first after every step, in the end after every 16.
 Run:     zjax train --config=configs/gpt2_zero_one_adam.py
 Needs:   two GPUs or more whose number is even and divides 32. It pays where the link
          between two halves of them is slow, as between nodes without InfiniBand.
-Expect:  16.9 times fewer bytes between replicas than with configs/gpt2_124m.py. On
+Expect:  16.8 times fewer bytes between replicas than with configs/gpt2_124m.py. On
          8 GPUs each holds 686 MB of state: 125 MB more than with
          configs/gpt2_onebit_adam.py, for the weights that replicas shared last.
 """

@@ -122,9 +122,9 @@ method                  sent       link       step   speed-up
 Adam, float32      497.76 MB     3.98 s     4.06 s       0.51   not worth it
 Adam, bfloat16     248.88 MB     1.99 s     2.07 s       1.00   baseline
 Adam, int8         124.68 MB   997.5 ms     1.08 s       1.92   pays
-1-bit Adam          50.55 MB   404.4 ms   486.2 ms       4.26   pays
-0/1 Adam            14.77 MB   118.2 ms   199.9 ms      10.37   pays
-1-bit LAMB          50.55 MB   404.4 ms   486.2 ms       4.26   pays
+1-bit Adam          50.66 MB   405.3 ms   487.0 ms       4.26   pays
+0/1 Adam            14.82 MB   118.6 ms   200.3 ms      10.35   pays
+1-bit LAMB          50.66 MB   405.3 ms   487.0 ms       4.26   pays
 DiLoCo              12.44 MB    99.6 ms   181.3 ms      11.43   pays
 Streaming DiLoCo     1.56 MB    12.5 ms    94.3 ms      21.99   fastest
 ZeRO-3             373.20 MB     2.99 s     3.07 s       0.68   not worth it
