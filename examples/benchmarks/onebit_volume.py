@@ -50,7 +50,6 @@ def get_contest():
         "1-bit Adam sends a sixteenth of the bytes of Adam in bfloat16.",
         compared,
         theme="parallelism",
-        headline="1-bit Adam: bytes of Adam in bfloat16 over its bytes",
         notes="bytes that cross replicas, counted in the compiled programs",
         by_devices=False,
     )

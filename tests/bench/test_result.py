@@ -202,7 +202,6 @@ def test_the_published_table_is_that_of_the_published_files(tmp_path):
 UNPUBLISHED = {
     "communication_quality",
     "moe_layer_vs_sonic",
-    "onebit_slow_link",
     "onebit_vs_deepspeed",
     "tensor_6p7b",
     "three_d",
