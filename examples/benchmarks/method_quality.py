@@ -11,7 +11,6 @@ python examples/benchmarks/method_quality.py [--methods=adam,diloco] [--seeds=0,
 import argparse
 import dataclasses
 import pathlib
-import statistics
 import sys
 import time
 
@@ -19,6 +18,7 @@ import call_timing
 import jax
 import package_text
 import quality_records
+import timing
 
 import zjax
 from zjax.compiler import use_program_cache
@@ -145,17 +145,8 @@ def compare(records, seeds):
         pairs = [((method, seed), (twin, seed)) for seed in seeds]
         if all(key in final for pair in pairs for key in pair):
             ratios = [final[own] / final[other] for own, other in pairs]
-            found[method] = spread(ratios)
+            found[method] = timing.spread(ratios)
     return found
-
-
-def spread(values):
-    return {
-        "median": statistics.median(values),
-        "min": min(values),
-        "max": max(values),
-        "n": len(values),
-    }
 
 
 def parse(words=None):

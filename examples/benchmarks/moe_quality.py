@@ -9,13 +9,13 @@ python examples/benchmarks/moe_quality.py [--seeds=3] [setting=value ...]
 
 import argparse
 import dataclasses
-import statistics
 import sys
 import tempfile
 import time
 
 import call_timing
 import jax
+import timing
 
 import zjax
 from zjax.compiler import use_program_cache
@@ -103,15 +103,6 @@ def with_teacher(run, path):
     return dataclasses.replace(run, step=step)
 
 
-def spread(values):
-    return {
-        "median": statistics.median(values),
-        "min": min(values),
-        "max": max(values),
-        "n": len(values),
-    }
-
-
 def measure(num_seeds, overrides):
     runs = {name: make_run(make_config(name, *overrides)) for name in MODELS}
     losses = {name: [] for name in (*MODELS, DISTILLED)}
@@ -131,7 +122,7 @@ def measure(num_seeds, overrides):
 
     def ratios(one, other):
         pairs = zip(losses[one], losses[other], strict=True)
-        return spread([x / y for x, y in pairs])
+        return timing.spread([x / y for x, y in pairs])
 
     parameters = {name: num_params(run.plan) for name, run in runs.items()}
     return {

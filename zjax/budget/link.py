@@ -6,6 +6,7 @@ latency is not counted.
 """
 
 import dataclasses
+import math
 import re
 import textwrap
 from typing import Any
@@ -202,9 +203,7 @@ def _plan(config: schema.Config, model: Model, num_devices: int) -> Plan:
 def _compute_seconds(config: schema.Config, num_devices: int) -> tuple[float, str]:
     """Seconds of the FLOPs of a step, and the formula with its numbers."""
     sizes = axes.axis_sizes(config, num_devices)
-    shares = 1
-    for axis in axes.BATCH_AXES:
-        shares *= sizes[axis]
+    shares = math.prod(sizes[axis] for axis in axes.BATCH_AXES)
     tokens = resolve_batch(config, shares).global_batch_size * config.data.length
     work = flops.flops_per_token(
         config.model, config.data.length, causal_attention="half"

@@ -2,7 +2,7 @@
 
 Until `freeze_step` second moments follow full gradients at steps whose interval grows,
 and steps between send gradients in one bit per number. Then replicas take local steps,
-and send their momentum at steps whose interval grows.
+and send how far they moved at steps whose interval grows.
 """
 
 import dataclasses
