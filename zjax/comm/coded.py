@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from zjax.comm import messages
 from zjax.comm.block_codecs import IntegerBlocks
 from zjax.comm.codecs import Codec
 
@@ -39,7 +40,7 @@ def all_gather(
         ZeRO++, arXiv:2306.10209, section 3.1 (qwZ).
     """
     packed = codec.encode(_padded(shard.reshape(1, -1), codec).reshape(-1))
-    gathered = jax.tree.map(lambda part: jax.lax.all_gather(part, tuple(axes)), packed)
+    gathered = messages.all_gather(packed, tuple(axes))
     shards = jax.vmap(codec.decode)(gathered)[:, : shard.size].astype(shard.dtype)
     side_by_side = jnp.moveaxis(shards.reshape(-1, *shard.shape), 0, dim)
     shape = list(shard.shape)
@@ -82,12 +83,7 @@ def reduce_scatter(
 
 def _sum_of_chunks(x: jax.Array, axis: str, codec: Codec) -> jax.Array:
     """Sends chunk j of a vector to device j, and adds what this device receives."""
-
-    def exchange(part: jax.Array) -> jax.Array:
-        chunks = part.reshape(jax.lax.axis_size(axis), -1)
-        return jax.lax.all_to_all(chunks, axis, 0, 0)
-
-    received = jax.tree.map(exchange, codec.encode(x))
+    received = messages.exchange_chunks(codec.encode(x), axis)
     return jax.vmap(codec.decode)(received).sum(axis=0)
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from zjax.comm.codecs import Codec
+from zjax.comm.messages import all_gather, exchange_chunks
 
 
 class Errors(NamedTuple):
@@ -58,12 +59,12 @@ def compressed_mean(
     """
     corrected = x if errors is None else x + errors.worker
     packed = codec.encode(corrected)
-    received = tuple(_exchange_chunks(part, axis) for part in packed)
+    received = exchange_chunks(packed, axis)
     chunk = _mean(list(map(codec.decode, zip(*received, strict=True))))
     if errors is not None:
         chunk += errors.server
     packed_chunk = codec.encode(chunk)
-    gathered = tuple(jax.lax.all_gather(part, axis) for part in packed_chunk)
+    gathered = all_gather(packed_chunk, axis)
     mean = jax.vmap(codec.decode)(gathered).reshape(-1)
     if errors is None:
         return mean, None
@@ -73,12 +74,6 @@ def compressed_mean(
     return mean, jax.tree.map(
         lambda new, old: jnp.where(is_finite, new, old), lost, errors
     )
-
-
-def _exchange_chunks(part: jax.Array, axis: str) -> jax.Array:
-    """Sends the j-th chunk of an array to worker j: what each worker sent, [N, ...]."""
-    chunks = part.reshape(jax.lax.axis_size(axis), -1)
-    return jax.lax.all_to_all(chunks, axis, 0, 0)
 
 
 def _mean(vectors: list[jax.Array]) -> jax.Array:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from zjax.comm import shards
+from zjax.comm import messages, shards
 from zjax.comm.codecs import make_codec
 from zjax.config.schema import Config
 from zjax.ops.keys import fold_in
@@ -158,7 +158,7 @@ def key_of_replica(key: jax.Array, model: Model) -> jax.Array | None:
 
 def _mean_loss(loss: Loss) -> tuple[Loss, jax.Array]:
     """The mean loss of all replicas, and the share of this one times their number."""
-    gathered = jax.lax.all_gather(loss._replace(model_state=()), REPLICA)
+    gathered = messages.all_gather(loss._replace(model_state=()), REPLICA)
     average = functools.partial(shards.mean_over, axes=(REPLICA,))
     mean = weighting.mean_loss(gathered, jax.tree.map(average, loss.model_state))
     number = jax.lax.axis_size(REPLICA)
