@@ -34,7 +34,7 @@ SETTINGS = {
     "zero": {"stage": 0},
     "data": {"source": "tokens"},
     "model": {
-        "num_layers": 12,
+        "num_layers": 17,
         "embed_size": 768,
         "num_heads": 12,
         "max_length": 512,
@@ -45,9 +45,14 @@ SETTINGS = {
     "optimizer": {"peak_learning_rate": 6e-4, "num_warmup_steps": 200, "b2": 0.99},
     "evaluation": {"num_batches": 16},
 }
+FREEZE = {"optimizer.freeze_step": 600}
 LAMB = {"optimizer.peak_learning_rate": 5e-3}
-LOCAL = {"communication.num_local_steps": 20, "communication.outer_momentum": 0.6}
-"""Few tokens per step: with the default momentum noise is multiplied by 7."""
+LOCAL = {
+    "communication.num_local_steps": 20,
+    "communication.outer_learning_rate": 1.0,
+    "communication.outer_momentum": 0.0,
+}
+"""Plain means: with few tokens per step, momentum multiplies noise."""
 STREAMED = LOCAL | {
     "communication.codec": "int4",
     "communication.num_fragments": 4,
@@ -65,8 +70,8 @@ QUANTIZED = {"zero.quantized_weights": True, "zero.quantized_gradients": True}
 METHODS = {
     "adam": {},
     "adam_int8": {"communication.codec": "int8"},
-    "onebit_adam": {"optimizer.name": "onebit_adam"},
-    "zero_one_adam": {"optimizer.name": "zero_one_adam"},
+    "onebit_adam": {"optimizer.name": "onebit_adam"} | FREEZE,
+    "zero_one_adam": {"optimizer.name": "zero_one_adam"} | FREEZE,
     "diloco": LOCAL,
     "streaming_diloco": STREAMED,
     "muon": {"optimizer.name": "muon"},

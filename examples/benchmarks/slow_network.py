@@ -1,11 +1,10 @@
-"""A small GPT on real text over links of 100 Mbit/s, in network namespaces on CPUs.
+"""A small GPT on real text over links of 110 Mbit/s, in network namespaces on CPUs.
 
 zjax bench --contest=examples/benchmarks/slow_network.py --rows=zeropp_slow_link
 """
 
 from zjax.bench import Case, Contest, Contestant, Row
 
-SETTINGS = ("num_steps=300",)
 FOUR = ("--processes=4", "--directory=runs/slow_network/four")
 """Four nodes of one process."""
 TWO_NODES = (
@@ -90,7 +89,7 @@ def _row(id, claim, cases, headline, notes):
 
 
 def _contestant(name, where):
-    script = ("{python}", "examples/slow_network/train.py")
-    command = (*script, f"--methods={name}", *where, *SETTINGS)
+    script = ("{python}", "examples/slow_network/train.py", "--megabits=110")
+    command = (*script, f"--methods={name}", *where)
     kind = "peer" if name in PEERS else "zjax"
     return Contestant(name, command, kind, timeout_seconds=TIMEOUT_SECONDS)

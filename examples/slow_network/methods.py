@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 BASE: dict[str, Any] = {
-    "num_steps": 200,
+    "num_steps": 300,
     "global_batch_size": 8,
     "precision.compute_dtype": "float32",
     "zero.stage": 0,
@@ -26,16 +26,34 @@ BASE: dict[str, Any] = {
 }
 COPIES = {"mesh.replica": -1, "mesh.data": 1}
 """A copy of the model in each process."""
+LONGER = COPIES | {"num_steps": 480}
+"""More steps, for a loss that Adam reaches in fewer."""
+WARM_UP = {"communication.codec": "bfloat16"}
+"""Of gradients that are not compressed."""
 METHODS: dict[str, dict[str, Any]] = {
     "adam_float32": {},
     "adam_bfloat16": {**COPIES, "communication.codec": "bfloat16"},
-    "onebit_adam": {**COPIES, "optimizer.name": "onebit_adam"},
-    "zero_one_adam": {
-        **COPIES,
-        "optimizer.name": "zero_one_adam",
-        "optimizer.local_step_clipper": 4,
+    "onebit_adam": {
+        **LONGER,
+        **WARM_UP,
+        "optimizer.name": "onebit_adam",
+        "optimizer.freeze_step": 30,
     },
-    "diloco": {**COPIES, "communication.num_local_steps": 10},
+    "zero_one_adam": {
+        **LONGER,
+        **WARM_UP,
+        "optimizer.name": "zero_one_adam",
+        "optimizer.freeze_step": 45,
+        "optimizer.var_update_scaler": 4,
+        "optimizer.local_step_scaler": 16,
+    },
+    "diloco": {
+        **LONGER,
+        "communication.codec": "int4",
+        "communication.num_local_steps": 10,
+        "communication.outer_learning_rate": 1.0,
+        "communication.outer_momentum": 0.0,
+    },
     "zero3": {"zero.stage": 3},
     "zeropp": {
         "zero.stage": 3,
