@@ -11,11 +11,11 @@ import sysconfig
 from zjax.data import prepare
 
 LIMIT_BYTES = 72 << 20
-"""Most text to read; a token of a vocabulary of GPT-2's size has about four bytes."""
+"""Most text to read; a token has about three bytes."""
 MAX_FILE_BYTES = 1 << 18
 """Larger files are tables that were generated."""
-TOKENIZER = "bpe:50257"
-"""A vocabulary of GPT-2's size, learnt from the text."""
+TOKENIZER = "bpe:4096"
+"""A small vocabulary, so that few tokens are too rare to be learnt in a short run."""
 
 
 def prepare_text(

@@ -44,8 +44,9 @@ METHODS: dict[str, dict[str, Any]] = {
         **WARM_UP,
         "optimizer.name": "zero_one_adam",
         "optimizer.freeze_step": 45,
-        "optimizer.var_update_scaler": 4,
+        "optimizer.var_update_scaler": 8,
         "optimizer.local_step_scaler": 16,
+        "optimizer.local_step_clipper": 8,
     },
     "diloco": {
         **LONGER,

@@ -90,12 +90,15 @@ class ZeroOneAdam:
             mean = self.clipped(grads.mean(axis=0))
             self.second = b2 * self.second + (1 - b2) * mean**2
             self.variances += 1
+            self.momentum = b1 * self.momentum + (1 - b1) * mean
+            update = self.momentum[0] / self.sizes(b1, b2, eps)
         else:
-            mean = self.clipped(self.mean(grads))
-        self.momentum = b1 * self.momentum + (1 - b1) * mean
-        update = self.momentum[0] / self.sizes(b1, b2, eps)
-        if kind != "variance":
-            update = np.clip(update, -1, 1)
+            norm = np.sqrt((np.linalg.norm(grads, axis=1) ** 2).mean())
+            grads = grads * min(1, self.clip / norm)
+            momentum = b1 * self.momentum + (1 - b1) * grads
+            sizes = self.sizes(b1, b2, eps)
+            update = self.mean(np.clip(momentum / sizes, -1, 1))
+            self.momentum[:] = update * sizes
         update = update + self.decay * self.decayed * self.anchor
         self.anchor = np.float32(self.anchor - rate * update)
         self.params[:] = self.anchor

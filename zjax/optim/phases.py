@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from zjax.config.schema import Config, Optimizer
-from zjax.optim import intervals, onebit_adam, onebit_lamb
+from zjax.optim import intervals, onebit_adam, onebit_lamb, zero_one_adam
 from zjax.optim.adam_steps import AdamSteps
 
 
@@ -88,9 +88,12 @@ def _compressed_message(settings: Optimizer) -> Callable[[Any, Any], Any] | None
 
 
 def _zero_one_phases(config: Config) -> Phases:
+    settings = config.optimizer
+    steps = AdamSteps(settings.b1, settings.b2, settings.eps)
+    message = functools.partial(zero_one_adam.next_steps, steps=steps)
     phases = (
         Phase(intervals.VARIANCE, _full_precision(config)),
-        Phase(intervals.ONE_BIT, "onebit"),
+        Phase(intervals.ONE_BIT, "onebit", message),
         Phase(intervals.MERGED, "onebit"),
     )
     schedule = intervals.make_intervals(config)

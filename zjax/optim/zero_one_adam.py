@@ -1,12 +1,13 @@
 """0/1 Adam: second moments from few full gradients, then local steps between messages.
 
-Lu et al., arXiv:2202.06009. Until the freeze, gradients are averaged in every step, in
-full where second moments are updated and in one bit per number elsewhere. Then each
-replica takes local steps with its own momentum. What they send is how far they moved.
-Its mean moves the shared weights, and gives the momentum of all by the second moments.
+Lu et al., arXiv:2202.06009. Until the freeze, replicas average something in every step:
+gradients in full where second moments are updated, and elsewhere the steps of 1-bit
+Adam. Then each replica takes local steps with its own momentum. What they send is how
+far they moved. Its mean moves the shared weights, and gives the momentum of all by the
+second moments.
 
 Moments are corrected for their bias, and steps are bounded; the reference
-implementation does neither, and sends sums of momenta.
+implementation does neither, and sends gradients and sums of momenta in one bit.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from zjax.optim.adam_steps import AdamSteps
-from zjax.optim.intervals import LOCAL, MERGED, VARIANCE
+from zjax.optim.intervals import LOCAL, MERGED, ONE_BIT, VARIANCE
 
 
 class ZeroOneAdamState(NamedTuple):
@@ -45,8 +46,8 @@ def zero_one_adam(
 ) -> optax.GradientTransformationExtraArgs:
     """0/1 Adam with the learning rate; `update` takes `phase=`.
 
-    Gradients are those of one replica in `LOCAL`, and means in `VARIANCE` and
-    `ONE_BIT`. `MERGED` takes the mean of how far replicas moved downhill from the
+    `LOCAL` takes the gradients of one replica, `VARIANCE` their mean, `ONE_BIT` the mean
+    of `next_steps`, and `MERGED` the mean of how far replicas moved downhill from the
     parameters that they shared last, and these.
     Weights do not decay in local steps: the shared ones do in `MERGED`, with the sum of
     the learning rates, so that the momentum is free of decay. Elements that had no
@@ -90,11 +91,19 @@ def zero_one_adam(
             state = state._replace(nu=second, variances=variances)
         momentum = moment(grads, state.mu, steps.b1, 1)
         state = state._replace(mu=momentum, steps=optax.safe_increment(state.steps))
-        scale = steps.unbounded if phase == VARIANCE else steps.of_momentum
+        scale = steps.of_momentum if phase == LOCAL else steps.unbounded
         scaled = scale(momentum, state.nu, state.steps, state.variances)
         updates = jax.tree.map(lambda u: -rate * u, scaled)
         if phase == LOCAL:
             return updates, state._replace(rate_sum=state.rate_sum + rate)
+        return decayed(updates, params, rate), state
+
+    def follow(mean: Any, state: Any, params: Any) -> Any:
+        rate, number = schedule(state.steps), optax.safe_increment(state.steps)
+        mean = jax.tree.map(lambda u, v: jnp.where(v > 0, u, 0), mean, state.nu)
+        momentum = steps.momentum_of(mean, state.nu, number, state.variances)
+        updates = jax.tree.map(lambda u: -rate * u, mean)
+        state = state._replace(mu=momentum, steps=number)
         return decayed(updates, params, rate), state
 
     def merge(moved: Any, state: Any, params: Any) -> Any:
@@ -123,6 +132,26 @@ def zero_one_adam(
         del extra
         if phase == MERGED:
             return merge(updates, state, params)
+        if phase == ONE_BIT:
+            return follow(updates, state, params)
         return step(updates, state, params, phase)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def next_steps(grads: Any, opt_state: Any, steps: AdamSteps) -> Any:
+    """The steps that one replica would take, which it sends in `ONE_BIT`.
+
+    Args:
+        grads: Gradients of the replica.
+        opt_state: State of an optimizer with `zero_one_adam`.
+        steps: Those of the optimizer.
+    """
+    (state,) = filter(_is_own, jax.tree.leaves(opt_state, is_leaf=_is_own))
+    momentum = optax.tree_utils.tree_update_moment(grads, state.mu, steps.b1, 1)
+    number = optax.safe_increment(state.steps)
+    return steps.of_momentum(momentum, state.nu, number, state.variances)
+
+
+def _is_own(state: Any) -> bool:
+    return isinstance(state, ZeroOneAdamState)
