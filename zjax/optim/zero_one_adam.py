@@ -46,9 +46,9 @@ def zero_one_adam(
 ) -> optax.GradientTransformationExtraArgs:
     """0/1 Adam with the learning rate; `update` takes `phase=`.
 
-    `LOCAL` takes the gradients of one replica, `VARIANCE` their mean, `ONE_BIT` the mean
-    of `next_steps`, and `MERGED` the mean of how far replicas moved downhill from the
-    parameters that they shared last, and these.
+    `LOCAL` takes the gradients of one replica, `VARIANCE` their mean, `ONE_BIT` the
+    mean of `next_steps`, and `MERGED` the mean of how far replicas moved downhill from
+    the parameters that they shared last, and these.
     Weights do not decay in local steps: the shared ones do in `MERGED`, with the sum of
     the learning rates, so that the momentum is free of decay. Elements that had no
     gradient when second moments were updated do not move, as one bit cannot say 0.
