@@ -26,7 +26,7 @@ BASE: dict[str, Any] = {
 }
 COPIES = {"mesh.replica": -1, "mesh.data": 1}
 """A copy of the model in each process."""
-LONGER = COPIES | {"num_steps": 480}
+LONGER = {"num_steps": 480}
 """More steps, for a loss that Adam reaches in fewer."""
 WARM_UP = {"communication.codec": "bfloat16"}
 """Of gradients that are not compressed."""
@@ -34,21 +34,23 @@ METHODS: dict[str, dict[str, Any]] = {
     "adam_float32": {},
     "adam_bfloat16": {**COPIES, "communication.codec": "bfloat16"},
     "onebit_adam": {
+        **COPIES,
         **LONGER,
         **WARM_UP,
         "optimizer.name": "onebit_adam",
         "optimizer.freeze_step": 30,
     },
     "zero_one_adam": {
+        **COPIES,
         **LONGER,
         **WARM_UP,
         "optimizer.name": "zero_one_adam",
         "optimizer.freeze_step": 45,
         "optimizer.var_update_scaler": 8,
         "optimizer.local_step_scaler": 16,
-        "optimizer.local_step_clipper": 8,
     },
     "diloco": {
+        **COPIES,
         **LONGER,
         "communication.codec": "int4",
         "communication.num_local_steps": 10,

@@ -20,10 +20,10 @@ def write_text(path: pathlib.Path, settings: Sequence[str]) -> None:
     Args:
         path: File `.npz` with `train` (int32[steps, B, L + 1]), `held_out` (the same of
             the evaluation) and `settings` (JSON).
-        settings: Changes of `methods.BASE`.
+        settings: Changes of `methods.BASE` and `methods.LONGER`.
     """
     jax.config.update("jax_platforms", "cpu")
-    config = zjax.load_config(methods.BASE, *settings)
+    config = zjax.load_config(methods.BASE, methods.LONGER, *settings)
     mesh = zjax.make_mesh(config.mesh, jax.devices()[:1])
     replicated = NamedSharding(mesh, PartitionSpec())
     held_out = find_evaluation(config, lambda _: replicated)
