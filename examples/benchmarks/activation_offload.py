@@ -43,7 +43,6 @@ def get_contest():
             case("peak_bytes", "bytes", "memory", 1.0),
         ),
         theme="offload",
-        headline="Llama 8B at 32k tokens: activations on the host, not recomputed",
         higher_is_better=False,
     )
     return Contest("Llama 8B shape, 32k tokens", contestants, (row,))

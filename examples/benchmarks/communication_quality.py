@@ -1,7 +1,8 @@
 """GPT-2 124M on real text by methods that communicate less, and by their exact twins.
 
 Replicas on all devices, 2000 steps of 32 x 512 tokens of the source of Python and its
-packages, three seeds; cross-entropy on held-out files.
+packages, three seeds; cross-entropy on held-out files. Local steps: two replicas, and
+64 x 512 tokens.
 
 zjax bench --contest=examples/benchmarks/communication_quality.py
 """
@@ -13,30 +14,46 @@ from zjax.bench import Case, Contest, Contestant, Row
 
 NAME = "zjax"
 MUST = 1.01
+ROWS = {
+    "communication_quality": (
+        "Adam with fewer bits learns as well as Adam.",
+        ("adam_int8", "onebit_adam", "zero_one_adam"),
+    ),
+    "lamb_quality": ("1-bit LAMB learns as well as LAMB.", ("onebit_lamb",)),
+    "zeropp_quality": ("ZeRO++ learns as well as ZeRO-3.", ("zeropp",)),
+    "local_steps_quality": (
+        "Replicas that take local steps learn as well as replicas that take none.",
+        ("diloco", "streaming_diloco", "muloco"),
+    ),
+}
+HEADLINES = {"communication_quality": "Fewer bits: validation loss over Adam's"}
 
 
 def get_contest():
     command = ("{python}", "examples/benchmarks/method_quality.py")
     ours = Contestant(NAME, command, "zjax", JAX_MEMORY, timeout_seconds=3600)
-    cases = [
-        Case(
-            ours=(NAME,),
-            peer=1.0,
-            metric=method,
-            unit="of its loss",
-            must=MUST,
-            name=method,
-            peer_name=twin,
+    rows = [
+        Row(
+            id,
+            claim,
+            tuple(map(_case, methods)),
+            headline=HEADLINES.get(id, ""),
+            higher_is_better=False,
+            notes="ratios of losses seed by seed, at equal tokens and learning rates",
+            by_devices=False,
         )
-        for method, twin in TWINS.items()
+        for id, (claim, methods) in ROWS.items()
     ]
-    row = Row(
-        "communication_quality",
-        "Methods that communicate less learn as well as their exact twins.",
-        tuple(cases),
-        headline="Validation loss of methods that communicate less over their twins",
-        higher_is_better=False,
-        notes="ratios of losses seed by seed, at equal tokens and learning rates",
-        by_devices=False,
+    return Contest("Quality of less communication", (ours,), tuple(rows))
+
+
+def _case(method):
+    return Case(
+        ours=(NAME,),
+        peer=1.0,
+        metric=method,
+        unit="of its loss",
+        must=MUST,
+        name=method,
+        peer_name=TWINS[method],
     )
-    return Contest("Quality of less communication", (ours,), (row,))

@@ -47,16 +47,19 @@ SETTINGS = {
 }
 FREEZE = {"optimizer.freeze_step": 600}
 LAMB = {"optimizer.peak_learning_rate": 5e-3}
-LOCAL = {
-    "communication.num_local_steps": 20,
+WIDE = {"global_batch_size": 64, "mesh": {"replica": 2, "data": -1}}
+"""Replicas of 16k tokens per step: the fewer tokens, the less its step has in common
+with that of the others."""
+LOCAL = WIDE | {
+    "communication.num_local_steps": 10,
     "communication.outer_learning_rate": 1.0,
     "communication.outer_momentum": 0.0,
 }
-"""Plain means: with few tokens per step, momentum multiplies noise."""
+"""Plain means: momentum would multiply what is left of the noise."""
 STREAMED = LOCAL | {
     "communication.codec": "int4",
     "communication.num_fragments": 4,
-    "communication.delay": 2,
+    "communication.delay": 1,
     "communication.mixing": 0.5,
 }
 ZERO3 = {
@@ -72,10 +75,11 @@ METHODS = {
     "adam_int8": {"communication.codec": "int8"},
     "onebit_adam": {"optimizer.name": "onebit_adam"} | FREEZE,
     "zero_one_adam": {"optimizer.name": "zero_one_adam"} | FREEZE,
+    "wide_adam": WIDE,
     "diloco": LOCAL,
     "streaming_diloco": STREAMED,
-    "muon": {"optimizer.name": "muon"},
-    "muloco": {"optimizer.name": "muon", "communication.codec": "int2"} | LOCAL,
+    "muon": WIDE | {"optimizer.name": "muon"},
+    "muloco": LOCAL | {"optimizer.name": "muon", "communication.codec": "int2"},
     "lamb": {"optimizer.name": "lamb"} | LAMB,
     "onebit_lamb": {"optimizer.name": "onebit_lamb"} | LAMB,
     "zero3": ZERO3,
@@ -85,8 +89,8 @@ TWINS = {
     "adam_int8": "adam",
     "onebit_adam": "adam",
     "zero_one_adam": "adam",
-    "diloco": "adam",
-    "streaming_diloco": "adam",
+    "diloco": "wide_adam",
+    "streaming_diloco": "wide_adam",
     "muloco": "muon",
     "onebit_lamb": "lamb",
     "zeropp": "zero3",

@@ -70,7 +70,6 @@ def get_contest():
             "Experts split over two devices: each is as fast as one alone with as much "
             "work.",
             compare_speed((BOTH,), (ALONE,), 0.8, 0.92),
-            headline="Mixture of experts on two devices: over one, per device",
             notes="ours on two devices over ours on one; 8 x 4096 tokens per device",
             by_devices=False,
         ),
@@ -88,7 +87,6 @@ def get_contest():
                 ),
             ),
             theme="memory",
-            headline="350M with 128 experts (13.15B parameters) on two devices",
             higher_is_better=False,
             notes="peak memory of a device; nothing is offloaded, and the loss falls "
             "within 20 steps or more; DeepSpeed's table asks for 210 GB",

@@ -36,21 +36,19 @@ def _rates():
         "onebit_slow_link",
         "1-bit Adam is faster than Adam where the link is slow.",
         (_case(ONE_BIT, ADAM, "steps_per_second", "steps/s", 3.5, 6),),
-        "Slow link: 1-bit Adam over Adam",
         "4 processes; median of five parts of the run, most of which are compressed",
+        headline="Slow link: 1-bit Adam over Adam",
     )
     yield _row(
         "zero_one_slow_link",
         "0/1 Adam is faster than Adam where the link is slow.",
         (_case(ZERO_ONE, ADAM, "mean_steps_per_second", "steps/s", 5, 8),),
-        "Slow link: 0/1 Adam over Adam",
         "4 processes; all steps of the schedule",
     )
     yield _row(
         "zeropp_slow_link",
         "ZeRO++ is faster than ZeRO-3 where the link between nodes is slow.",
         (_case(ZERO_PP, (ZERO3,), "steps_per_second", "steps/s", 2.0, 3.5),),
-        "Slow link between two nodes: ZeRO++ over ZeRO-3",
         "2 nodes of 2 processes",
     )
 
@@ -66,17 +64,17 @@ def _times():
         "time_to_loss_slow_link",
         "Methods that communicate less reach Adam's final loss sooner.",
         tuple(cases),
-        "Slow link: time to Adam's final loss",
         "4 processes; held-out loss within 0.5 % of that of Adam in float32",
+        headline="Slow link: time to Adam's final loss",
     )
     yield _row(
         "onebit_vs_deepspeed",
         "1-bit Adam reaches Adam's loss sooner than torch with compressed gradients.",
         (_case(ONE_BIT, PEERS, "runs_per_hour", "runs/hour", 1.0, 1.3),),
-        "Slow link: 1-bit Adam over torch's bfloat16 and PowerSGD",
         "4 processes; the 1-bit Adam of DeepSpeed 0.19.6, its last, does not run on "
         "CPUs: two of its back ends need CuPy, and the third an operator that only "
         "Intel GPUs have",
+        headline="Slow link: 1-bit Adam over torch's bfloat16 and PowerSGD",
     )
 
 
@@ -84,7 +82,7 @@ def _case(ours, peers, metric, unit, must, aim, name=""):
     return Case((ours,), peers, metric, unit, must=must, aim=aim, name=name)
 
 
-def _row(id, claim, cases, headline, notes):
+def _row(id, claim, cases, notes, headline=""):
     return Row(id, claim, cases, headline=headline, notes=notes, by_devices=False)
 
 
