@@ -39,6 +39,25 @@ REPLICAS = "mesh.replica=2"
             id="freeze-step-beyond-the-run",
         ),
         pytest.param(
+            [ONEBIT, REPLICAS, "num_steps=1", "optimizer.num_warmup_steps=0"],
+            "num_steps=1 leaves no step to send less with "
+            "optimizer.name='onebit_adam'; use 2 or more",
+            id="one-step",
+        ),
+        *(
+            pytest.param(
+                [f"optimizer.name={name}", REPLICAS, f"communication.codec={codec}"],
+                f"communication.codec={codec!r} does not send the warm-up in full with "
+                f"optimizer.name={name!r}; use 'bfloat16' or 'none'",
+                id=f"{codec}-in-the-warm-up-of-{name}",
+            )
+            for name, codec in (
+                ("onebit_adam", "int8"),
+                ("onebit_lamb", "onebit"),
+                ("zero_one_adam", "top_k"),
+            )
+        ),
+        pytest.param(
             [ONEBIT, REPLICAS, "optimizer.moment_dtype=int8"],
             "optimizer.moment_dtype='int8' has no effect with "
             "optimizer.name='onebit_adam'; leave it at 'float32', or set "

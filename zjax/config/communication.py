@@ -7,6 +7,8 @@ from zjax.errors import Problem
 
 COMPRESSED_OPTIMIZERS = ("onebit_adam", "onebit_lamb", "zero_one_adam")
 """Optimizers that send messages of their own."""
+_IN_FULL = ("none", "bfloat16")
+"""Codecs without error feedback."""
 
 
 def communication_problems(
@@ -39,11 +41,18 @@ def communication_problems(
 def _optimizer_problems(config: schema.Config) -> Iterator[Problem]:
     settings = config.optimizer
     name = f"with optimizer.name={settings.name!r}"
-    if settings.freeze_step >= config.num_steps:
+    if config.num_steps == 1:
+        problem = f"leaves no step to send less {name}"
+        yield Problem("num_steps", 1, problem, "use 2 or more")
+    elif settings.freeze_step >= config.num_steps:
         problem = f"leaves none of num_steps={config.num_steps} to send less"
         remedy = f"use at most {config.num_steps - 1}"
         field = "optimizer.freeze_step"
         yield Problem(field, settings.freeze_step, problem, remedy)
+    if (codec := config.communication.codec) not in _IN_FULL:
+        # Errors of gradients would be added to steps, which have other units.
+        problem = f"does not send the warm-up in full {name}"
+        yield Problem("communication.codec", codec, problem, "use 'bfloat16' or 'none'")
     if config.precision.master_dtype != "float32":
         problem, field = f"is not built {name}", "precision.master_dtype"
         yield Problem(field, config.precision.master_dtype, problem, "use 'float32'")
