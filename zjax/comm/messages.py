@@ -65,11 +65,11 @@ def _split(
 ) -> list[jax.Array]:
     """The arrays of each row of a message, in the dtypes of `parts`."""
     if len(parts) == 1:
-        return [message.reshape(-1, *shapes[0])]
+        return [message.reshape(len(message), *shapes[0])]
     found, start = [], 0
     for part, shape in zip(parts, shapes, strict=True):
         end = start + math.prod(shape) * part.dtype.itemsize
         own = message[:, start:end].view(part.dtype)
-        found.append(own.reshape(-1, *shape))
+        found.append(own.reshape(len(message), *shape))
         start = end
     return found
