@@ -35,9 +35,7 @@ def on_devices(run, trees, mesh):
 
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *trees)
     spec = P(mesh.axis_names)
-    mapped = jax.jit(
-        jax.shard_map(of_device, mesh=mesh, in_specs=spec, out_specs=spec)
-    )
+    mapped = jax.jit(jax.shard_map(of_device, mesh=mesh, in_specs=spec, out_specs=spec))
     text = mapped.lower(stacked).as_text()
     return text, jax.tree.map(np.asarray, mapped(stacked))
 

@@ -36,14 +36,17 @@ def test_states_of_a_model_are_averaged_in_float32(dtype):
     assert added == ["f32"]
 
 
-def test_counters_of_a_model_stay_as_they_are():
-    """Fails if what is counted in whole numbers is averaged."""
-    mean = functools.partial(shards.mean_over, axes=("data",))
+@pytest.mark.parametrize("dtype", ["int32", "bool"])
+def test_counters_of_a_model_are_those_of_the_first_device(dtype):
+    """Fails if what is counted in whole numbers is averaged, or differs by device."""
     mapped = jax.shard_map(
-        mean,
+        lambda x: shards.mean_over(x[0], ("data",))[None],
         mesh=meshes.make_mesh(schema.Mesh()),
-        in_specs=P(),
-        out_specs=P(),
+        in_specs=P("data"),
+        out_specs=P("data"),
         check_vma=False,
     )
-    assert "psum" not in str(jax.make_jaxpr(mapped)(jnp.int32(3)))
+    x = jnp.array([3, *range(7)]).astype(dtype)
+    found = jax.jit(mapped)(x)
+    assert found.dtype == x.dtype
+    assert found.tolist() == [x[0]] * 8

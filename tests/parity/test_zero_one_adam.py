@@ -143,7 +143,7 @@ def test_every_phase_takes_the_steps_of_explicit_workers():
 
 
 def test_with_an_update_of_moments_in_every_step_it_is_adam():
-    """Without bias correction, as the warm-up of 1-bit Adam is."""
+    """With the bias corrections of the warm-up of 1-bit Adam."""
     states = []
     for changes in ({"var_update_scaler": STEPS}, {"name": "onebit_adam"}):
         run = make_zero_one_run(optimizer=settings(freeze_step=STEPS - 1, **changes))

@@ -1,5 +1,7 @@
 """Replicas that step apart decide together, at ends of rounds, whether to go on."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -40,20 +42,41 @@ def test_processes_read_the_same_numbers_at_the_end_of_a_round():
     assert int(state.num_skipped) == 1
 
 
-def test_metrics_at_the_end_of_a_round_are_means():
-    """Fails for a sum, or for those of one replica."""
-    losses = {}
+def counting_loss(params, model_state, batch, key):
+    """Also tells how many rows count, and adds up their weights."""
+    out = models.loss(params, model_state, batch, key)
+    rows = jnp.sum(batch["weight"] > 0)
+    total = {"rows": rows, "none": rows == 0}
+    return out._replace(metrics={"rows_in_mean": rows}, totals=(total,))
+
+
+def test_metrics_at_the_end_of_a_round_are_those_of_all_rows():
+    """Fails if replicas without weight count, or for metrics of one replica."""
+    model = dataclasses.replace(models.make_mlp(), loss=counting_loss)
+    batch = models.make_batch()
+    batch["weight"] *= np.arange(models.BATCH) < 12  # of the first three replicas
+    told = {}
     for length in (1, 2):
-        communication = schema.Communication(num_local_steps=length)
         run = runs.make_small_run(
             optax.sgd(0.1),
             0,
             mesh=schema.Mesh(replica=8),
-            communication=communication,
+            communication=schema.Communication(num_local_steps=length),
+            model=model,
         )
-        _, metrics = run.step(run.state, models.make_batch())
-        losses[length] = on_devices(metrics["loss"])
-    np.testing.assert_allclose(losses[1], np.mean(losses[2]), rtol=1e-6)
+        _, metrics = run.step(run.state, batch)
+        told[length] = {name: on_devices(x) for name, x in metrics.items()}
+    together, apart = told[1], told[2]
+    weights = apart["weight"]
+    assert weights[3:] == [0] * 5
+    for name in ("loss", "rows_in_mean"):
+        mean = np.average(apart[name], weights=weights)
+        np.testing.assert_allclose(together[name], [mean] * 8, rtol=1e-6)
+    norm = np.mean(apart["grad_norm"])
+    np.testing.assert_allclose(together["grad_norm"], [norm] * 8, rtol=1e-6)
+    assert together["weight"] == [sum(weights)] * 8
+    assert together["rows"] == [sum(apart["rows"])] * 8
+    assert together["none"] == [True] * 8
 
 
 def take(monitor, step, **values):

@@ -149,11 +149,13 @@ def mean_over(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     """Averages floats over devices in float32, and returns them in their dtype.
 
     Args:
-        x: This device's value; other dtypes stay as they are.
+        x: This device's value; of other dtypes all get that of the first device.
         axes: Mesh axes that `shard_map` maps.
     """
-    if not axes or not jnp.issubdtype(x.dtype, jnp.floating):
+    if not axes:
         return x
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return jax.lax.all_gather(x, tuple(axes))[0]
     return jax.lax.pmean(x.astype(jnp.float32), tuple(axes)).astype(x.dtype)
 
 

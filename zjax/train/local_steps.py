@@ -10,6 +10,7 @@ arXiv:2505.23725; 0/1 Adam, arXiv:2202.06009.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
+from zjax.comm import messages, shards
 from zjax.config.schema import Config
 from zjax.optim.intervals import MERGED
 from zjax.optim.nesterov import nesterov
@@ -26,6 +28,7 @@ from zjax.sharding.placement import ArrayPlan, pad_tree, place_tree, unpad_tree
 from zjax.sharding.plan import Plan
 from zjax.train.exchange import Exchange
 from zjax.train.fragments import Fragment
+from zjax.train.gradients import weighting
 from zjax.train.outer_state import make_exchange
 from zjax.train.programs import Programs
 from zjax.train.replicas import (
@@ -346,14 +349,15 @@ def end_of_round(
 
     Returns:
         The mean model state, the same for every replica, [N, ...], the number of
-        skipped steps of the replica that skipped most, and the mean metrics with that
-        number. With them all processes decide alike whether the run goes on.
+        skipped steps of the replica that skipped most, and the metrics of all rows with
+        that number. With them all processes decide alike whether the run goes on.
     """
 
     def share(model_state: Any, num_skipped: jax.Array, metrics: Metrics) -> Any:
-        shared = jax.tree.map(_mean_of_replicas, model_state)
+        average = functools.partial(shards.mean_over, axes=(REPLICA,))
+        shared = jax.tree.map(average, model_state)
         most = jax.lax.pmax(num_skipped[0], REPLICA)
-        means = jax.tree.map(_mean_of_replicas, metrics)
+        means = weighting.mean_metrics(messages.all_gather(metrics, REPLICA))
         means["skipped_steps"] = jnp.float32(most)
         return jax.tree.map(lambda x: x[0], shared), shared, most, means
 
@@ -365,9 +369,3 @@ def end_of_round(
         axis_names={REPLICA},
         check_vma=False,
     )(model_state, num_skipped, metrics)
-
-
-def _mean_of_replicas(x: jax.Array) -> jax.Array:
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        return jax.lax.pmean(x, REPLICA)
-    return jax.lax.all_gather(x, REPLICA)[0]

@@ -1,5 +1,6 @@
 """Weighted means of losses and gradients over microbatches."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 
 from zjax.errors import ModelError, Problem
 from zjax.forward import named_totals
-from zjax.typing import Batch, Loss, ModelState, Params
+from zjax.typing import Batch, Loss, Metrics, ModelState, Params
 
 OWN_METRICS = frozenset(
     "loss weight grad_norm skipped_steps learning_rate loss_scale loss_scale_spent "
@@ -45,15 +46,55 @@ def mean_loss(losses: Loss, model_state: ModelState) -> Loss:
         One loss; 0 where all weights are 0.
     """
     total = jnp.sum(losses.weight)
-    shares = losses.weight / jnp.where(total == 0, 1, total)
-
-    def mean(x: jax.Array) -> jax.Array:
-        return jnp.sum(shares * jnp.where(shares == 0, 0, x))
-
+    mean = functools.partial(_mean, weights=losses.weight)
     metrics = jax.tree.map(mean, losses.metrics)
-    # Without a dtype, NumPy's rules would add int32 up in int64 where that is enabled.
-    totals = jax.tree.map(lambda x: jnp.sum(x, 0, dtype=x.dtype), losses.totals)
+    totals = jax.tree.map(_total, losses.totals)
     return Loss(mean(losses.value), total, model_state, metrics, totals)
+
+
+def mean_metrics(metrics: Metrics) -> Metrics:
+    """Metrics of a step that replicas took by themselves, as those of one run.
+
+    Args:
+        metrics: Those of each replica, stacked [N, ...].
+
+    Returns:
+        The loss and the metrics of the model averaged by weight, sums of weights and of
+        totals, which are integers, and means of the run's other metrics.
+
+    Example:
+        >>> found = mean_metrics(
+        ...     {
+        ...         "loss": jnp.array([1.0, 4.0]),
+        ...         "weight": jnp.array([2.0, 1.0]),
+        ...         "grad_norm": jnp.array([1.0, 4.0]),
+        ...         "load": jnp.array([[1, 2], [3, 4]]),
+        ...     }
+        ... )
+        >>> [found[name].tolist() for name in ("loss", "weight", "grad_norm", "load")]
+        [2.0, 3.0, 2.5, [4, 6]]
+    """
+
+    def one(name: str, x: jax.Array) -> jax.Array:
+        if name == "weight" or not jnp.issubdtype(x.dtype, jnp.floating):
+            return _total(x)
+        if name in OWN_METRICS and name != "loss":
+            return jnp.mean(x)
+        return _mean(x, metrics["weight"])
+
+    return {name: one(name, x) for name, x in metrics.items()}
+
+
+def _mean(x: jax.Array, weights: jax.Array) -> jax.Array:
+    """Weighted mean; what has no weight may be NaN."""
+    total = jnp.sum(weights)
+    shares = weights / jnp.where(total == 0, 1, total)
+    return jnp.sum(shares * jnp.where(shares == 0, 0, x))
+
+
+def _total(x: jax.Array) -> jax.Array:
+    # Without a dtype, NumPy's rules would add int32 up in int64 where that is enabled.
+    return jnp.sum(x, 0, dtype=x.dtype)
 
 
 def counted(weight: jax.Array) -> jax.Array:
