@@ -50,6 +50,9 @@ class ZjaxError(ValueError):
         self.problems = problems
         super().__init__("\n".join(map(str, problems)))
 
+    def __reduce__(self):  # as an error of another process
+        return type(self), self.problems
+
 
 class ConfigError(ZjaxError):
     """Settings that cannot work, alone or together."""

@@ -1,5 +1,7 @@
 """Opens the rows and the tokenizer that the settings of a run name."""
 
+import hashlib
+import json
 from typing import Any
 
 from zjax.config import schema
@@ -64,6 +66,19 @@ def row_settings(config: schema.Config) -> dict[str, Any]:
     if config.data.source == "tokens":
         settings["data.tokenizer"] = store.digest_tokenizer(config.data.path)
     return settings
+
+
+def digest_samples(config: schema.Config, rows: packing.Rows) -> str:
+    """16 hexadecimal digits of the data and of how it is cut into rows.
+
+    An index of samples carries them, so that it is not used for other rows.
+
+    Args:
+        config: Config of the rows.
+        rows: Result of `open_rows`.
+    """
+    content = [len(rows), rows.digest(), row_settings(config)]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
 def check_vocabulary(opened: store.Store, source: str, vocab_size: int) -> None:

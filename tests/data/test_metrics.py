@@ -1,0 +1,190 @@
+"""Metrics of samples against loops over single tokens."""
+
+import math
+import zlib
+
+import numpy as np
+import pytest
+
+from zjax.data import metrics
+from zjax.errors import DataError
+
+VOCAB = 300
+
+
+@pytest.fixture
+def batch():
+    generator = np.random.default_rng(0)
+    tokens = generator.zipf(1.3, (20, 33)) % VOCAB
+    is_token = np.arange(33) < generator.integers(1, 34, 20)[:, None]
+    return metrics.Batch(np.arange(100, 120), tokens, is_token)
+
+
+@pytest.fixture
+def counts(batch):
+    return np.bincount(batch.tokens[batch.is_token], minlength=VOCAB)
+
+
+def samples(batch):
+    return [
+        row[kept].tolist()
+        for row, kept in zip(batch.tokens, batch.is_token, strict=True)
+    ]
+
+
+def rarity(tokens, counts):
+    total = sum(max(count, 1) for count in counts.tolist())
+    return math.floor(-sum(math.log(max(counts[t], 1) / total) for t in tokens))
+
+
+def make(name, counts=None):
+    return metrics.make_metric(name, length=33, vocab_size=VOCAB, counts=counts)
+
+
+def test_length_counts_tokens_without_padding(batch):
+    assert make("seqreo")(batch).tolist() == [len(sample) for sample in samples(batch)]
+
+
+def test_rarity_is_that_of_loops(batch, counts):
+    """Fails if padding counts, a token that never occurs has p = 0, or p is of logs."""
+    found = make("voc", counts)(batch)
+    assert found.tolist() == [rarity(sample, counts) for sample in samples(batch)]
+    assert len(set(found.tolist())) > 10
+
+
+def test_a_token_that_never_occurs_is_as_rare_as_one_that_occurs_once():
+    np.testing.assert_array_equal(
+        metrics.surprisals(np.array([6, 0, 1])), np.log([8 / 6, 8, 8])
+    )
+
+
+def test_length_comes_before_rarity(batch, counts):
+    """Fails if the scale of the length is no power of 10 above every rarity."""
+    total = np.maximum(counts, 1).sum()
+    largest = 33 * math.log(total)  # of 33 tokens that occur once
+    scale = 10 ** (math.ceil(math.log10(largest)) + 1)
+    found = make("seqreo_voc", counts)(batch)
+    assert found.tolist() == [
+        len(sample) * scale + rarity(sample, counts) for sample in samples(batch)
+    ]
+    keys = [(len(sample), rarity(sample, counts)) for sample in samples(batch)]
+    order = sorted(range(20), key=lambda number: keys[number])
+    assert np.argsort(found, kind="stable").tolist() == order
+
+
+def test_a_corpus_of_one_token_has_no_rarity():
+    counts = np.array([5])
+    tokens = np.zeros((1, 4), np.int64)
+    batch = metrics.Batch(np.array([0]), tokens, tokens == 0)
+    make = metrics.make_metric("seqreo_voc", length=4, vocab_size=1, counts=counts)
+    assert make(batch).tolist() == [40.0]
+
+
+@pytest.mark.parametrize(("vocab_size", "width"), [(256, 1), (257, 2), (65_537, 4)])
+def test_compression_is_of_the_least_bytes_that_hold_the_vocabulary(
+    batch, vocab_size, width
+):
+    tokens = batch.tokens % 256
+    found = metrics.compression_ratios(tokens, batch.is_token, vocab_size)
+    expected = []
+    for row, kept in zip(tokens.tolist(), batch.is_token, strict=True):
+        tokens = [token for token, is_kept in zip(row, kept, strict=True) if is_kept]
+        content = b"".join(token.to_bytes(width, "little") for token in tokens)
+        expected.append(len(zlib.compress(content)) / len(content))
+    assert found.tolist() == expected
+
+
+def test_padding_alone_has_nothing_to_compress():
+    tokens = np.zeros((1, 4), np.int64)
+    assert metrics.compression_ratios(tokens, tokens > 0, 9).tolist() == [0.0]
+
+
+@pytest.fixture
+def scores(tmp_path, monkeypatch):
+    """A module `scores_of_tests` of the caller."""
+    (tmp_path / "scores_of_tests.py").write_text(
+        "import math\n"
+        "number = 3\n"
+        "def first(tokens): return tokens[0] / 2\n"
+        "def nan(tokens): return math.nan if len(tokens) == 20 else 1\n"
+        "def inf(tokens): return math.inf\n"
+        "def negative(tokens): return -1\n"
+        "def text(tokens): return 'hard'\n"
+        "def nothing(tokens): return None\n"
+        "def fault(tokens): return 1 / 0\n"
+    )
+    (tmp_path / "broken_of_tests.py").write_text("import nowhere_at_all\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_a_function_sees_tokens_without_padding(batch, scores):
+    found = make("scores_of_tests:first")(batch)
+    assert found.tolist() == [sample[0] / 2 for sample in samples(batch)]
+
+
+FINITE = "return a finite number of 0 or more"
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("scores_of_tests:nan", f"gives nan for sample 110; {FINITE}"),
+        ("scores_of_tests:inf", f"gives inf for sample 100; {FINITE}"),
+        ("scores_of_tests:negative", f"gives -1.0 for sample 100; {FINITE}"),
+        (
+            "scores_of_tests:text",
+            "fails on sample 100 (ValueError: could not convert string to float: "
+            f"'hard'); {FINITE}",
+        ),
+        (
+            "scores_of_tests:nothing",
+            "fails on sample 100 (TypeError: float() argument must be a string or a "
+            f"real number, not 'NoneType'); {FINITE}",
+        ),
+        (
+            "scores_of_tests:fault",
+            f"fails on sample 100 (ZeroDivisionError: division by zero); {FINITE}",
+        ),
+        (
+            "vocab",
+            "is not a metric; use seqreo, voc, seqreo_voc, compression or "
+            "module:function",
+        ),
+        (
+            "scores_of_tests:frist",
+            "names no function; define frist in scores_of_tests",
+        ),
+        (
+            "scores_of_tests:number",
+            "names no function; define number in scores_of_tests",
+        ),
+        (
+            "nowhere_at_all:score",
+            "cannot be imported (ModuleNotFoundError: No module named "
+            "'nowhere_at_all'); run where Python finds the module, or mend it",
+        ),
+        (
+            "broken_of_tests:score",
+            "cannot be imported (ModuleNotFoundError: No module named "
+            "'nowhere_at_all'); run where Python finds the module, or mend it",
+        ),
+    ],
+)
+def test_what_is_no_metric_is_refused(batch, scores, name, problem):
+    tokens = np.tile(np.arange(33), (20, 1))
+    is_token = np.arange(33) < np.arange(10, 30)[:, None]
+    with pytest.raises(DataError) as error:
+        make(name)(metrics.Batch(batch.numbers, tokens, is_token))
+    assert str(error.value) == f"metrics='{name}' {problem}"
+
+
+def test_lengths_beyond_the_integers_of_float64_are_refused():
+    with pytest.raises(DataError) as error:
+        metrics.make_metric(
+            "seqreo_voc", length=10**8, vocab_size=2, counts=np.array([1, 1])
+        )
+    assert str(error.value) == (
+        "metrics='seqreo_voc' reaches 100,000,000,000,000,000 with samples of "
+        "100000000 tokens; use shorter samples: numbers above 9,007,199,254,740,992 "
+        "are not exact"
+    )

@@ -1,0 +1,347 @@
+"""Measures all samples of a dataset before training: `zjax data analyze`.
+
+A map over shards of consecutive samples, in processes, then a reduce that sorts them.
+Each finished shard is a file, so that a killed run resumes with the unfinished ones.
+Metrics of rarity take two maps: one counts tokens, the other measures samples.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib
+import json
+import multiprocessing
+import os
+import pathlib
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent import futures
+from concurrent.futures.process import BrokenProcessPool
+
+import numpy as np
+from absl import logging
+from rich import console, progress
+
+from zjax.config.paths import local_path
+from zjax.data import column_file, metrics, packing
+from zjax.data.metric_index import Index, index_path, open_index, write_index
+from zjax.errors import DataError, Problem, ProcessError
+
+BATCH_ROWS = 64
+"""Samples read at a time."""
+MIN_SHARD_ROWS, MAX_SHARDS = 64, 256
+_COUNT, _TOTAL, _MEASURE = "counts", "total", "values"
+"""Files of shards: token counts, their sum over all shards, values of samples."""
+
+MapShards = Callable[[str, Sequence[int]], Iterable[int]]
+"""Function from a map and its shards to the numbers of samples, as they finish."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What determines the content of every shard."""
+
+    rows: packing.Rows
+    metrics: tuple[str, ...]
+    vocab_size: int
+    digest: str
+    """Digest of the dataset."""
+    shard_rows: int
+    output: pathlib.Path
+
+    @functools.cached_property
+    def key(self) -> str:
+        """Checksum of all that determines the shards; a module counts by its source."""
+        settings = [self.metrics, self.vocab_size, self.digest, self.shard_rows]
+        checksum = hashlib.sha256(json.dumps(settings).encode())
+        for name in self.metrics:
+            if ":" in name:
+                module = importlib.import_module(name.partition(":")[0])
+                if source := getattr(module, "__file__", None):
+                    checksum.update(pathlib.Path(source).read_bytes())
+        return checksum.hexdigest()[:16]
+
+    @property
+    def folder(self) -> pathlib.Path:
+        """Folder of the shards, until the indexes are complete."""
+        return self.output / f"shards-{self.key}"
+
+    @property
+    def needs_counts(self) -> bool:
+        """Whether a metric reads how often each token occurs."""
+        return any(map(metrics.needs_counts, self.metrics))
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards."""
+        return -(-len(self.rows) // self.shard_rows)
+
+    def span(self, shard: int) -> range:
+        """Samples of a shard."""
+        start = shard * self.shard_rows
+        return range(start, min(start + self.shard_rows, len(self.rows)))
+
+    def path(self, kind: str, shard: int) -> pathlib.Path:
+        """File of a shard."""
+        return self.folder / f"{kind}-{shard:04}"
+
+    def write(self, kind: str, shard: int, columns: Sequence[np.ndarray]) -> None:
+        """Writes a finished shard."""
+        name = f"{kind} {shard}"
+        path = self.path(kind, shard)
+        column_file.write_columns(path, columns, digest=self.key, name=name)
+
+    def read(self, kind: str, shard: int) -> list[np.ndarray]:
+        """Maps the columns of a finished shard: one per metric, or the counts."""
+        dtypes = ["<f8"] * len(self.metrics) if kind == _MEASURE else ["<i8"]
+        path, remedy = self.path(kind, shard), "the same command computes it anew"
+        opened = column_file.open_columns(path, dtypes, field="shard", remedy=remedy)
+        if (opened.digest, opened.name) != (self.key, f"{kind} {shard}"):
+            raise DataError(Problem("shard", str(path), "is that of another", remedy))
+        return opened.arrays
+
+    def is_finished(self, kind: str, shard: int) -> bool:
+        """Whether a shard is there and intact; one that is damaged is computed anew."""
+        if not self.path(kind, shard).exists():
+            return False
+        try:
+            self.read(kind, shard)
+        except DataError as error:
+            logging.warning("%s", error)
+            return False
+        return True
+
+
+def analyze(
+    rows: packing.Rows,
+    output: str | os.PathLike[str],
+    metric_names: Sequence[str],
+    *,
+    vocab_size: int,
+    digest: str,
+    num_processes: int = 1,
+    shard_rows: int = 0,
+) -> dict[str, Index]:
+    """Measures every sample and writes an index per metric into a folder.
+
+    The same call continues where a killed one stopped. With more than one process,
+    guard the script by `if __name__ == "__main__":`, since each of them imports it.
+
+    Args:
+        rows: Samples; see `zjax.data.source.open_rows`.
+        output: Folder, created if need be.
+        metric_names: Names of `zjax.data.metrics.METRICS`, or `module:function` of the
+            caller: from the tokens of a sample, int32[n] without padding, to a number
+            of 0 or more.
+        vocab_size: Number of token ids.
+        digest: Digest of the dataset, which `open_index` compares; see
+            `zjax.data.source.digest_samples`.
+        num_processes: 1 works in this process.
+        shard_rows: Samples per shard; 0 makes at most `MAX_SHARDS` shards.
+
+    Returns:
+        Opened index of each metric.
+
+    Raises:
+        DataError: A metric is unknown, or gives NaN, infinity or a negative number; the
+            folder holds such an index already, or cannot be written.
+        ProcessError: A process died. Finished shards remain.
+    """
+    output = pathlib.Path(local_path("output", output, DataError, creates=True))
+    _check(rows, metric_names, num_processes)
+    shard_rows = shard_rows or max(MIN_SHARD_ROWS, -(-len(rows) // MAX_SHARDS))
+    job = Job(rows, tuple(metric_names), vocab_size, digest, shard_rows, output)
+    paths = {name: index_path(output, name) for name in job.metrics}
+    with _output_errors(output):
+        if not job.folder.exists():
+            _refuse_existing(paths)
+        job.folder.mkdir(parents=True, exist_ok=True)
+        with (
+            _start_processes(job, num_processes) as map_shards,
+            progress.Progress(console=console.Console(stderr=True)) as bar,
+        ):
+            if job.needs_counts and not job.is_finished(_TOTAL, 0):
+                _map(job, _COUNT, map_shards, bar)
+                job.write(_TOTAL, 0, [_sum_counts(job)])
+            _map(job, _MEASURE, map_shards, bar)
+        _reduce(job, paths)
+        shutil.rmtree(job.folder)
+    return {name: open_index(path, digest) for name, path in paths.items()}
+
+
+def _check(rows: packing.Rows, metric_names: Sequence[str], num_processes: int) -> None:
+    problems = list[Problem]()
+    if not metric_names:
+        remedy = f"use some of {', '.join(metrics.METRICS)}"
+        problems.append(Problem("metrics", "", "names none", remedy))
+    for position, name in enumerate(metric_names):
+        if name in metric_names[:position]:
+            problems.append(Problem("metrics", name, "is given twice", "leave one out"))
+        elif name not in metrics.METRICS:
+            try:
+                metrics.load_function(name)
+            except DataError as error:
+                problems += error.problems
+    if num_processes < 1:
+        problem, remedy = "is not a number of processes", "use 1 or more"
+        problems.append(Problem("num_processes", num_processes, problem, remedy))
+    if not 0 < len(rows) < column_file.MAX_ROWS:
+        problem = f"is not below {column_file.MAX_ROWS}" if len(rows) else "is no data"
+        remedy = "use data.source='tokens' or 'standard_library'"
+        problems.append(Problem("rows", len(rows), problem, remedy))
+    if problems:
+        raise DataError(*problems)
+
+
+def _refuse_existing(paths: dict[str, pathlib.Path]) -> None:
+    problems = [
+        Problem(
+            "output",
+            str(path.parent),
+            f"holds {path.name} already",
+            "remove it, or name another folder",
+        )
+        for path in paths.values()
+        if os.path.lexists(path)
+    ]
+    if problems:
+        raise DataError(*problems)
+
+
+@contextlib.contextmanager
+def _output_errors(output: pathlib.Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        problem = f"cannot be written: {error.strerror or error}"
+        remedy = "name a folder that can be made, on a disk with room"
+        raise DataError(Problem("output", str(output), problem, remedy)) from error
+
+
+def _map(job: Job, kind: str, map_shards: MapShards, bar: progress.Progress) -> None:
+    """Computes the shards that are not finished."""
+    label = "Counting tokens" if kind == _COUNT else "Measuring samples"
+    task = bar.add_task(label, total=len(job.rows))
+    pending = []
+    for shard in range(job.num_shards):
+        if job.is_finished(kind, shard):
+            bar.advance(task, len(job.span(shard)))
+        else:
+            pending.append(shard)
+    for num_samples in map_shards(kind, pending):
+        bar.advance(task, num_samples)
+
+
+def _reduce(job: Job, paths: dict[str, pathlib.Path]) -> None:
+    """Writes the indexes; needs memory for about 24 bytes per sample."""
+    shards = [job.read(_MEASURE, shard) for shard in range(job.num_shards)]
+    for column, (name, path) in enumerate(paths.items()):
+        values = np.concatenate([shard[column] for shard in shards])
+        write_index(path, name, values.astype(np.float64), job.digest)
+
+
+@contextlib.contextmanager
+def _start_processes(job: Job, num_processes: int) -> Iterator[MapShards]:
+    if num_processes == 1:
+        yield lambda kind, shards: (_compute(job, kind, shard) for shard in shards)
+        return
+    pool = futures.ProcessPoolExecutor(
+        num_processes,
+        multiprocessing.get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(job,),
+    )
+
+    def map_shards(kind: str, shards: Sequence[int]) -> Iterator[int]:
+        submitted = [pool.submit(_compute_in_worker, kind, shard) for shard in shards]
+        for future in futures.as_completed(submitted):
+            yield future.result()
+
+    try:
+        yield map_shards
+    except BrokenProcessPool as error:
+        problem = "lost a process, which was killed or could not start"
+        remedy = "type the same command again: finished shards remain"
+        raise ProcessError(
+            Problem("num_processes", num_processes, problem, remedy)
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_worker_jobs: list[Job] = []
+"""The job of this worker process."""
+
+
+def _start_worker(job: Job) -> None:
+    _worker_jobs.append(job)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent reports it
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    """Ends this process when the parent was killed; the pool would wait for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _compute_in_worker(kind: str, shard: int) -> int:
+    return _compute(_worker_jobs[0], kind, shard)
+
+
+def _compute(job: Job, kind: str, shard: int) -> int:
+    """Computes and writes a shard; returns its number of samples."""
+    if kind == _COUNT:
+        job.write(kind, shard, [_count(job, shard)])
+    else:
+        job.write(kind, shard, _measure(job, shard))
+    return len(job.span(shard))
+
+
+def _count(job: Job, shard: int) -> np.ndarray:
+    """Count of each token id in the samples of a shard."""
+    total = np.zeros(job.vocab_size, np.int64)
+    for batch in _read_batches(job, shard):
+        counts = np.bincount(batch.tokens[batch.is_token], minlength=job.vocab_size)
+        if len(counts) > job.vocab_size:
+            number = batch.numbers[(batch.tokens >= job.vocab_size).any(axis=1)][0]
+            problem = f"in sample {number} is beyond the vocabulary of {job.vocab_size}"
+            remedy = "prepare the data again"
+            raise DataError(Problem("token", len(counts) - 1, problem, remedy))
+        total += counts
+    return total
+
+
+def _measure(job: Job, shard: int) -> list[np.ndarray]:
+    """Values of the samples of a shard, by metric."""
+    counts = job.read(_TOTAL, 0)[0] if job.needs_counts else None
+    length = job.rows.read(np.zeros(1, np.int64))["tokens"].shape[1]
+    functions = [
+        metrics.make_metric(
+            name, length=length, vocab_size=job.vocab_size, counts=counts
+        )
+        for name in job.metrics
+    ]
+    batches = _read_batches(job, shard)
+    values = [[function(batch) for function in functions] for batch in batches]
+    return [np.concatenate(column) for column in zip(*values, strict=True)]
+
+
+def _sum_counts(job: Job) -> np.ndarray:
+    counts = (job.read(_COUNT, shard)[0] for shard in range(job.num_shards))
+    return sum(counts, np.zeros(job.vocab_size, np.int64))
+
+
+def _read_batches(job: Job, shard: int) -> Iterator[metrics.Batch]:
+    span = job.span(shard)
+    for start in range(span.start, span.stop, BATCH_ROWS):
+        numbers = np.arange(start, min(start + BATCH_ROWS, span.stop))
+        fields = job.rows.read(numbers)
+        tokens = fields["tokens"]
+        segments = fields.get("segment_ids", np.ones_like(tokens))
+        yield metrics.Batch(numbers, tokens, segments != 0)
