@@ -226,7 +226,7 @@ class Trainer:
             self.config,
             last_step=self.step,
             num_skipped=int(self.state.num_skipped),
-            tokens_per_step=self._tokens_per_step(),
+            rows_per_step=self._rows_per_step(),
             num_devices=self.run.mesh.size,
             callbacks=self._callbacks,
         )
@@ -379,10 +379,8 @@ class Trainer:
             return data.wrap_batches(self._batches, self.config, shardings)
         return data.make_loader(self.config, shardings)
 
-    def _tokens_per_step(self) -> int:
-        if not self._is_language_model:
-            return 0
-        return self.config.global_batch_size * self.config.data.length
+    def _rows_per_step(self) -> int:
+        return self.config.global_batch_size if self._is_language_model else 0
 
 
 def _checked(
@@ -419,6 +417,10 @@ def _mismatches(model: Any, batches: Any, config: Config) -> list[Problem]:
         problem = "cannot be planned for batches that are not known yet"
         remedy = "use 'pinned_host' or 'nvme', or zjax.initialize"
         problems.append(Problem("zero.optimizer_memory", "auto", problem, remedy))
+    if batches is not None and config.sequence_warmup.form != "none":
+        problem, remedy = "does not cut given batches", "leave it at 'none'"
+        field, form = "sequence_warmup.form", config.sequence_warmup.form
+        problems.append(Problem(field, form, problem, remedy))
     if model is not None and not isinstance(model, Model):
         remedy = "use zjax.adapt(model, loss_fn, batch)"
         name = type(model).__name__

@@ -28,7 +28,7 @@ def make_monitor(
         load_config(settings | {"precision": precision or {}}),
         last_step=0,
         num_skipped=0,
-        tokens_per_step=0,
+        rows_per_step=0,
         num_devices=1,
         callbacks=callbacks,
     )

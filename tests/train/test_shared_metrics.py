@@ -114,7 +114,7 @@ def test_a_run_ends_with_a_round(policy, last, text, tmp_path):
         }
     )
     monitor = Monitor(
-        config, last_step=0, num_skipped=0, tokens_per_step=0, num_devices=1
+        config, last_step=0, num_skipped=0, rows_per_step=0, num_devices=1
     )
     with monitor:
         take(monitor, 1)

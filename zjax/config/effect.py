@@ -70,6 +70,10 @@ NEEDS = (
     ),
     Needs("model.rope_theta", "model.positions", ("rotary",)),
     Needs("data.path", "data.source", ("tokens",)),
+    *(
+        Needs(f"sequence_warmup.{name}", "sequence_warmup.form", ("truncate",))
+        for name in ("start_length", "num_steps", "multiple")
+    ),
 )
 
 
@@ -107,11 +111,12 @@ def user_optimizer_problems(config: schema.Config) -> Iterator[Problem]:
 
 def user_model_problems(config: schema.Config) -> Iterator[Problem]:
     """Yields settings outside `model` and `data` that only built-in models read."""
-    value, default = _value_and_default(config, "precision.matmul_dtype")
-    if value != default:
-        problem = "has no effect on the model that was given"
-        remedy = f"leave it at {default!r}, or give no model"
-        yield Problem("precision.matmul_dtype", value, problem, remedy)
+    for setting in ("precision.matmul_dtype", "sequence_warmup.form"):
+        value, default = _value_and_default(config, setting)
+        if value != default:
+            problem = "has no effect on the model that was given"
+            remedy = f"leave it at {default!r}, or give no model"
+            yield Problem(setting, value, problem, remedy)
 
 
 def _moments(config: schema.Config) -> Iterator[Problem]:

@@ -3,7 +3,16 @@
 import math
 from collections.abc import Callable, Iterator
 
-from zjax.config import axes, derived, mixture, schema, sequence, sparsity, stages
+from zjax.config import (
+    axes,
+    derived,
+    lengths,
+    mixture,
+    schema,
+    sequence,
+    sparsity,
+    stages,
+)
 from zjax.config.layers import cannot_unroll
 from zjax.errors import Problem
 
@@ -182,6 +191,10 @@ MODEL_RULES: tuple[Entry, ...] = (
     (("data", "model", "mesh"), sequence.sequence_problems),
     ((), _data),
     (("data", "model"), _length),
+    (
+        ("data", "model", "mesh", "num_steps", "sequence_warmup"),
+        lengths.length_problems,
+    ),
     (("model",), _vocabulary),
 )
 """Rules of the built-in models alone."""

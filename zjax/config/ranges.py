@@ -117,6 +117,11 @@ RANGES: dict[type, dict[str, Range]] = {
         "local_step_scaler": _from(0),
         "local_step_clipper": _from(1),
     },
+    schema.SequenceWarmup: {
+        "start_length": _from(1, MAX_TOKENS),
+        "num_steps": _from(1),
+        "multiple": _from(1, MAX_TOKENS),
+    },
     schema.Communication: {
         "num_local_steps": _from(0),
         "outer_learning_rate": POSITIVE,

@@ -457,6 +457,24 @@ class Data:
 
 
 @section
+class SequenceWarmup:
+    """Shorter sequences in the first steps (arXiv:2108.06084).
+
+    They keep large batches and learning rates stable, and cost less. The learning rate
+    then decays with the tokens that were consumed, not with the steps.
+    """
+
+    form: Literal["none", "truncate"] = "none"
+    """`truncate` cuts the end off each sequence."""
+    start_length: int = 64
+    """Tokens per sequence at first."""
+    num_steps: int = 1_000
+    """First step with whole sequences; lengths grow linearly until then."""
+    multiple: int = 64
+    """Lengths are multiples of it; each one is compiled."""
+
+
+@section
 class Evaluation:
     """Loss on held-out data during training."""
 
@@ -570,6 +588,7 @@ class Config:
     communication: Communication = Communication()
     model: Model = Model()
     data: Data = Data()
+    sequence_warmup: SequenceWarmup = SequenceWarmup()
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
     distill: Distill = Distill()

@@ -16,6 +16,7 @@ from absl import flags, logging
 from jaxtyping import Int64
 
 from zjax.config import schema
+from zjax.config.lengths import make_lengths
 from zjax.data import packing, placement, sampler, source
 from zjax.data.entries import check_batch
 from zjax.errors import ConfigError, DataError, Problem
@@ -175,6 +176,7 @@ def make_loader(
         config,
         shardings,
         source_settings=source.row_settings(config),
+        length_at=make_lengths(config).at,
         start_step=start_step,
         num_batches=num_batches,
     )
@@ -186,6 +188,7 @@ def sample_rows(
     shardings: placement.Shardings,
     *,
     source_settings: dict[str, Any] | None = None,
+    length_at: Callable[[int], int] | None = None,
     start_step: int = 0,
     num_batches: int | None = None,
 ) -> Loader:
@@ -201,6 +204,7 @@ def sample_rows(
         config,
         shardings,
         order=sampler.Sampler(seed, num_rows, size),
+        length_at=length_at,
         position=position | (source_settings or {}) | {"data.digest": rows.digest()},
         start_step=start_step,
         num_batches=num_batches,
@@ -213,6 +217,7 @@ def load_rows(
     shardings: placement.Shardings,
     *,
     order: Order,
+    length_at: Callable[[int], int] | None = None,
     position: dict[str, Any] | None = None,
     start_step: int = 0,
     num_batches: int | None = None,
@@ -225,6 +230,7 @@ def load_rows(
             `global_batch_size`.
         shardings: Sharding of each array of a batch.
         order: Rows of each step.
+        length_at: Tokens of each row in a step, the first of which is 1; None for all.
         position: Values that determine the order, compared at resume.
         start_step: Step of the first batch.
         num_batches: Number of batches; None is endless.
@@ -240,7 +246,7 @@ def load_rows(
         import grain
 
         _mark_flags_as_parsed()
-        steps = StepSource(rows, order, local_rows, step, end)
+        steps = StepSource(rows, order, local_rows, step, end, length_at)
         dataset = _read_batches(grain.MapDataset.source(steps), config.data)
         return iter(
             grain.experimental.ThreadPrefetchIterDataset(
@@ -274,6 +280,7 @@ class StepSource:
         local_rows: Positions in the global batch that this process holds.
         start_step: Step of element 0.
         end_step: Step after the last element.
+        length_at: Tokens of each row in a step, the first of which is 1; None for all.
     """
 
     def __init__(
@@ -283,19 +290,25 @@ class StepSource:
         local_rows: Int64[np.ndarray, " local"],
         start_step: int,
         end_step: int,
+        length_at: Callable[[int], int] | None,
     ):
         self._rows = rows
         self._order = order
         self._local_rows = local_rows
         self._start_step = start_step
         self._end_step = end_step
+        self._length_at = length_at
 
     def __len__(self) -> int:
         return max(0, self._end_step - self._start_step)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        indices = self._order.indices(self._start_step + int(index))
-        return self._rows.read(indices[self._local_rows])
+        step = self._start_step + int(index)
+        rows = self._rows.read(self._order.indices(step)[self._local_rows])
+        if self._length_at is None:
+            return rows
+        length = self._length_at(step + 1)
+        return {name: x[:, :length] for name, x in rows.items()}
 
 
 def find_local_rows(

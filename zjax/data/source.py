@@ -1,5 +1,6 @@
 """Opens the rows and the tokenizer that the settings of a run name."""
 
+import dataclasses
 import hashlib
 import json
 from typing import Any
@@ -65,6 +66,9 @@ def row_settings(config: schema.Config) -> dict[str, Any]:
     settings = {f"data.{name}": getattr(config.data, name) for name in names}
     if config.data.source == "tokens":
         settings["data.tokenizer"] = store.digest_tokenizer(config.data.path)
+    if config.sequence_warmup.form != "none":
+        for name, value in dataclasses.asdict(config.sequence_warmup).items():
+            settings[f"sequence_warmup.{name}"] = value
     return settings
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from zjax.config.lengths import make_lengths
 from zjax.config.schema import Config
 from zjax.observe import load, plot
 from zjax.observe.directory import writing
@@ -31,7 +32,7 @@ class Monitor:
         config: The run; reads `observe`, `precision`, `num_steps` and `directory`.
         last_step: Steps already taken; files lose their entries of later steps.
         num_skipped: How many of those steps were skipped.
-        tokens_per_step: Tokens of a global batch; 0 for a model without tokens, which
+        rows_per_step: Sequences of a global batch; 0 for a model without tokens, which
             logs only seconds per step.
         num_devices: Devices of the mesh.
         callbacks: Functions called after the sinks.
@@ -43,7 +44,7 @@ class Monitor:
         *,
         last_step: int,
         num_skipped: int,
-        tokens_per_step: int,
+        rows_per_step: int,
         num_devices: int,
         callbacks: Sequence[Callback] = (),
     ):
@@ -52,7 +53,7 @@ class Monitor:
             print("no plot is saved: it needs the sink 'jsonl'")
         self._config = config
         self._callbacks = callbacks
-        self._tokens_per_step = tokens_per_step
+        self._rows_per_step, self._lengths = rows_per_step, make_lengths(config)
         self._skipped = SkippedSteps(
             config.precision, num_steps=config.num_steps, num_skipped=num_skipped
         )
@@ -60,7 +61,7 @@ class Monitor:
         self._sinks = make_sinks(config, config.directory, last_step=last_step)
         self._trace = Trace(config.observe, config.directory)
         self._compiles = CompileReport()
-        self._throughput = _make_throughput(config, tokens_per_step, num_devices)
+        self._throughput = _make_throughput(config, rows_per_step, num_devices)
         self.known_step = last_step
         """The newest step whose metrics were read."""
         self.newest: Values = {}
@@ -110,7 +111,8 @@ class Monitor:
         earlier = self._late.push(step, metrics[0])
         if compiled.line and jax.process_index() == 0:
             print(compiled.line, flush=True)
-        self._throughput.lap(self._tokens_per_step, compiled=bool(compiled.seconds))
+        tokens = self._rows_per_step * self._lengths.at(step)
+        self._throughput.lap(tokens, compiled=bool(compiled.seconds))
         if earlier is not None:
             self._log_step(*earlier)
 
@@ -163,24 +165,34 @@ class Monitor:
         is_skipped = self._skipped.count(step, scalars(values))
         due = step % self._config.observe.log_every_steps == 0
         if due or is_skipped or step == self._config.num_steps:
-            values |= self._speed()
-            if self._tokens_per_step:
-                values["consumed_tokens"] = float(step * self._tokens_per_step)
+            values |= self._speed() | self._tokens(step)
             self.log(step, values)
         if shares_metrics(self._config, step):
             self._skipped.check(step, scalars(values))
 
     def _speed(self) -> dict[str, float]:
         speed = self._throughput.read()
-        if not self._tokens_per_step:
+        if not self._rows_per_step:
             speed.pop("tokens_per_second", None)
+        if self._lengths.at(self.known_step) < self._config.data.length:
+            speed.pop("mfu", None)  # its FLOPs are those of whole sequences
+            speed.pop("mfu_full_attention", None)
         return speed
+
+    def _tokens(self, step: int) -> dict[str, float]:
+        if not self._rows_per_step:
+            return {}
+        consumed = self._rows_per_step * self._lengths.sum_until(step)
+        values = {"consumed_tokens": float(consumed)}
+        if self._config.sequence_warmup.form != "none":
+            values["sequence_length"] = float(self._lengths.at(step))
+        return values
 
 
 def _make_throughput(
-    config: Config, tokens_per_step: int, num_devices: int
+    config: Config, rows_per_step: int, num_devices: int
 ) -> Throughput:
-    if not tokens_per_step:
+    if not rows_per_step:
         return Throughput(num_devices, None, (0.0, 0.0))
     kind = jax.devices()[0].device_kind
     return make_throughput(config, device_kind=kind, num_devices=num_devices)

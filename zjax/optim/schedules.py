@@ -4,11 +4,14 @@ The optimizer counts: a skipped step does not advance the schedule.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
+from zjax.config.lengths import make_lengths
 from zjax.config.schema import Config
 
 
@@ -19,7 +22,8 @@ def make_schedule(
 
     Step 0 has rate 0 and step `num_warmup_steps` the peak (step 0 without warm-up).
     Except under `constant`, the last step, `num_steps - 1`, and any after it have the
-    final fraction of the peak.
+    final fraction of the peak. Between, the rate decays with the tokens that the steps
+    consume, which is with the steps where all of them have one length.
 
     Example:
         >>> import dataclasses
@@ -46,9 +50,29 @@ def make_schedule(
     joined = optax.join_schedules([piece for piece, _ in pieces], ends[:-1])
 
     def schedule(step: Int[Array, ""] | int) -> Float[Array, ""]:
-        return jnp.asarray(joined(step), jnp.float32)
+        return jnp.asarray(joined(position(step)), jnp.float32)
 
+    position = _by_tokens(config)
     return schedule
+
+
+def _by_tokens(config: Config) -> Callable[[Any], Any]:
+    """Maps a step to the one that would have its rate without length warm-up."""
+    lengths = make_lengths(config)
+    first, last = config.optimizer.num_warmup_steps, config.num_steps - 1
+    changes = [step for step in lengths.changes() if first < step <= last]
+    if not changes or config.sequence_warmup.form == "none":
+        return lambda step: step
+    # Step n is taken when the tokens of n steps are consumed.
+    steps = np.array([first, *(step - 1 for step in changes), last])
+    tokens = np.array([lengths.sum_until(int(step)) for step in steps], np.float64)
+    share = (tokens - tokens[0]) / (tokens[-1] - tokens[0])
+    positions = first + share * (last - first)
+
+    def position(step: Any) -> Any:
+        return jnp.where(step < last, jnp.interp(step, steps, positions), step)
+
+    return lambda step: jnp.where(step <= first, step, position(step))
 
 
 def _after_warmup(config: Config, num_decay: int) -> list[tuple[optax.Schedule, int]]:

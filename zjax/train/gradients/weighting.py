@@ -13,7 +13,8 @@ from zjax.typing import Batch, Loss, Metrics, ModelState, Params
 
 OWN_METRICS = frozenset(
     "loss weight grad_norm skipped_steps learning_rate loss_scale loss_scale_spent "
-    "step step_seconds tokens_per_second consumed_tokens mfu mfu_full_attention".split()
+    "sequence_length step step_seconds tokens_per_second consumed_tokens mfu "
+    "mfu_full_attention".split()
 )
 """Metrics that the run computes itself."""
 

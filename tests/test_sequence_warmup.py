@@ -1,0 +1,112 @@
+"""Sequence length warm-up in a run: what it trains on, counts and resumes."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from tests.support import models, small_run
+from zjax.config import load_config
+from zjax.data import make_loader
+from zjax.errors import ConfigError, DataError
+
+WARMUP = (
+    "sequence_warmup.form=truncate",
+    "sequence_warmup.start_length=4",
+    "sequence_warmup.multiple=4",
+    "sequence_warmup.num_steps=6",
+)
+LENGTHS = [4, 8, 8, 12, 12, 16, 16, 16]
+"""4 + 12 t / 6 in step t, rounded down to multiples of 4."""
+
+
+def records(directory):
+    lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if "loss" in line]
+
+
+def test_each_step_is_that_of_a_batch_cut_by_hand(tmp_path):
+    """Bit for bit; fails if nothing is cut, or the other end of the sequence."""
+    trainer = small_run.fit(tmp_path / "a", *WARMUP)
+    by_hand = small_run.make_trainer(tmp_path / "b", *WARMUP)
+    whole = load_config(by_hand.config, "sequence_warmup.form=none")
+    run, state = by_hand.run, by_hand.state
+    with make_loader(whole, run.batch_placement, num_batches=8) as batches:
+        for length, batch in zip(LENGTHS, batches, strict=True):
+            cut = {name: np.asarray(x)[:, :length] for name, x in batch.items()}
+            state, _ = run.step(state, cut)
+    expected = jax.tree.map(np.asarray, state.master)
+    jax.tree.map(np.testing.assert_array_equal, small_run.arrays(trainer), expected)
+
+
+def test_metrics_tell_the_length_and_count_the_tokens(tmp_path):
+    small_run.fit(tmp_path, *WARMUP)
+    found = records(tmp_path)
+    assert [line["sequence_length"] for line in found] == LENGTHS
+    consumed = 16 * np.cumsum(LENGTHS)
+    assert [line["consumed_tokens"] for line in found] == consumed.tolist()
+    assert [line["weight"] for line in found] == [16 * n for n in LENGTHS]
+
+
+def test_the_learning_rate_decays_with_the_tokens(tmp_path):
+    """Fails if it decays with the steps: half of the tokens are not half of them."""
+    rate = "optimizer.schedule=linear"
+    small_run.fit(tmp_path, *WARMUP, rate, "optimizer.num_warmup_steps=1")
+    tokens = np.cumsum([0, *LENGTHS])
+    share = (tokens[1:8] - tokens[1]) / (tokens[7] - tokens[1])
+    expected = [0.0, *(1e-2 * (1 - 0.9 * share))]
+    found = [line["learning_rate"] for line in records(tmp_path)]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("stop", [1, 3, 5])
+def test_a_run_that_continues_is_the_run_without_a_stop(tmp_path, stop):
+    """Bit for bit, inside the warm-up and where the length changes."""
+    whole = small_run.fit(tmp_path / "a", *WARMUP)
+    saved = small_run.make_trainer(tmp_path / "b", *WARMUP)
+    with saved.loader as batches:
+        for _ in range(stop):
+            saved.state, _ = saved.run.step(saved.state, next(batches))
+        saved.save()
+    saved.close()
+    continued = small_run.fit(tmp_path / "b", *WARMUP)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        small_run.arrays(whole),
+        small_run.arrays(continued),
+    )
+
+
+def test_another_warm_up_does_not_continue_a_run(tmp_path):
+    small_run.fit(tmp_path, *WARMUP)
+    with pytest.raises(DataError) as error:
+        small_run.make_trainer(
+            tmp_path, *WARMUP, "sequence_warmup.num_steps=7", "num_steps=9"
+        )
+    assert str(error.value) == (
+        "sequence_warmup.num_steps=7 was 6 in the saved run, so its samples are not "
+        "these; restore that setting or that data, or start a new run"
+    )
+
+
+def test_lengths_are_compiled_once(tmp_path, capsys):
+    small_run.fit(tmp_path, *WARMUP, "observe.sinks=()")
+    printed = capsys.readouterr().out
+    assert printed.count("compiles again") == 3
+    assert "step 2 compiles again" in printed
+    assert "tokens was int32[16,4], now int32[16,8]" in printed
+
+
+def test_given_batches_and_models_are_not_cut(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        small_run.make_trainer(tmp_path, *WARMUP, batches=[])
+    assert str(error.value) == (
+        "sequence_warmup.form='truncate' does not cut given batches; leave it at 'none'"
+    )
+    with pytest.raises(ConfigError) as error:
+        small_run.make_trainer(tmp_path, *WARMUP, model=models.make_mlp(), batches=[])
+    assert (
+        "sequence_warmup.form='truncate' has no effect on the model that was given; "
+        "leave it at 'none', or give no model"
+    ) in str(error.value)
