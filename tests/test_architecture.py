@@ -23,7 +23,7 @@ FLOORS = (
     ("budget", "nonfinite", "resume"),
     ("initialize",),
     ("trainer", "saving"),
-    ("bench", "commands"),
+    ("bench", "commands", "data_commands"),
     ("main",),
 )
 FLOOR = {part: height for height, parts in enumerate(FLOORS) for part in parts}

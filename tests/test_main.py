@@ -1,7 +1,9 @@
 """The command line, as a user types it."""
 
 import json
+import os
 import pathlib
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,6 +19,8 @@ from zjax.config import describe_config
 
 ROOT = pathlib.Path(__file__).parents[1]
 ZJAX = (sys.executable, "-m", "zjax.main")
+ZJAX_ALONE = (sys.executable, "-P", "-m", "zjax.main")
+"""Like the script, without the current folder among those of modules."""
 
 
 def start(*words):
@@ -34,6 +38,20 @@ def run(*words, code=0):
     out, _ = program.communicate(timeout=300)
     assert program.returncode == code, out
     return out
+
+
+def run_in(folder, *command, code=0):
+    """Runs a program in a folder; returns what it prints."""
+    result = subprocess.run(
+        command,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert result.returncode == code, result.stdout
+    return result.stdout
 
 
 @pytest.fixture
@@ -168,6 +186,38 @@ def test_prepared_text_is_trained_on(tmp_path, settings):
     assert "sample:\ndef " in out
 
 
+def test_samples_are_analyzed_and_the_printed_command_reads_them(tmp_path):
+    """Fails if a module in the user's folder is not found, or rows are not the run's.
+
+    The longest document is row 0, and begins with the highest letter.
+    """
+    (tmp_path / "mine.py").write_text("def score(tokens): return tokens[0]\n")
+    lines = [json.dumps({"text": chr(65 + n) * 2 * n}) for n in range(6, 12)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    inputs = ("--input=text.jsonl", "--output=tokens", "--validation_fraction=0")
+    run_in(tmp_path, *ZJAX_ALONE, "data", "prepare", *inputs)
+    rows = {"source": "tokens", "path": "tokens", "length": 24, "packing": "documents"}
+    words = [f"--config.data.{name}={value}" for name, value in rows.items()]
+    words += ["--metrics=mine:score,seqreo", "--output=an index", "--num_processes=1"]
+    out = run_in(tmp_path, *ZJAX_ALONE, "data", "analyze", *words)
+    lines = [line for line in out.splitlines() if "\u2501" not in line]
+    assert [line.split() for line in lines if line.startswith(("mine", "seqreo"))] == [
+        ["mine:score", "71", "71", "73", "75", "76", "6"],
+        ["seqreo", "13", "13", "17", "21", "23", "6"],
+    ]
+    assert any(line.startswith("6 samples in ") for line in lines)
+    assert (tmp_path / "an index" / "metrics.png").stat().st_size > 5_000
+    command = shlex.split(lines[-1].partition(": ")[2])
+    assert command[0] == "python"
+    assert run_in(tmp_path, sys.executable, *command[1:]) == "[5 4 3 2 1 0]\n"
+    again = run_in(tmp_path, *ZJAX_ALONE, "data", "analyze", *words, code=2)
+    remedy = "remove it, or name another folder"
+    assert again == (
+        f"zjax: output='an index' holds mine.score.index already; {remedy}\n"
+        f"output='an index' holds seqreo.index already; {remedy}\n"
+    )
+
+
 def test_mistakes_end_with_their_remedies_and_without_a_traceback(settings):
     bindings = ("--gin=config.zero.stage=4", "--gin=config.mesh.tensr=2")
     out = run("train", settings, *bindings, code=2)
@@ -184,7 +234,8 @@ def test_mistakes_end_with_their_remedies_and_without_a_traceback(settings):
             ("train", "zero.stage=3", "--output=x"),
             "zjax: command='zero.stage=3' is unknown to zjax train; did you mean "
             "--config.zero.stage=3?\n--output='x' has no effect on zjax train; leave "
-            "it out; plan and bench and data and export read it\n",
+            "it out; plan and bench and data prepare and data analyze and export read "
+            "it\n",
         ),
         (
             (
@@ -221,14 +272,19 @@ def test_mistakes_end_with_their_remedies_and_without_a_traceback(settings):
         ),
         (
             ("data", "prepare", "--input=x", "--output=y", "--config.data.length=8"),
-            "zjax: --config.data.length='8' has no effect on zjax data; leave it out\n",
+            "zjax: --config.data.length='8' has no effect on zjax data prepare; leave "
+            "it out\n",
         ),
         (
             ("evaluate", "--part=foo"),
             "zjax: --part='foo' is not a choice; use one of auto, ema, schedule_free, "
             "raw\n",
         ),
-        (("data",), "zjax: command='data' is not complete; use zjax data prepare\n"),
+        (
+            ("data",),
+            "zjax: command='data' is not complete; use zjax data prepare or zjax data "
+            "analyze\n",
+        ),
         (
             ("generate", "--config=configs/quickstart.py", "--config.directory=/nope"),
             "zjax: directory='/nope/checkpoints' holds no checkpoint to resume from; "

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 from absl import app, flags, logging
 
-from zjax import commands, processes
+from zjax import commands, data_commands, processes
 from zjax.bench.command import (
     CONTEST_FLAGS,
     check_contest_flags,
@@ -28,7 +28,7 @@ from zjax.config.check import check_processes
 from zjax.config.describe import describe_settings
 from zjax.config.paths import local_path
 from zjax.config.schema import Config
-from zjax.data.prepare import prepare
+from zjax.data.metrics import METRICS
 from zjax.errors import ConfigError, Problem, ZjaxError
 from zjax.observe.report import describe_machine
 from zjax.train.average import PARTS
@@ -49,6 +49,8 @@ USAGE = """zjax trains Flax models that do not fit on one device.
   zjax generate --config=... --prompt="def "       text from the last checkpoint
   zjax evaluate --config=... [--step=500]          its loss on held-out data
   zjax data prepare --input=FILE --output=DIR      text to token files
+  zjax data analyze --config=... --output=DIR      how difficult its samples are
+    [--metrics=voc,module:function]                for a curriculum
   zjax export --config=... --output=FILE           weights as safetensors
     [--part=auto|ema|schedule_free|raw]            averaged ones where there are some
   zjax check DIRECTORY                             whether checkpoints are as saved
@@ -106,11 +108,31 @@ def define_flags() -> None:
         lower_bound=0,
     )
     flags.DEFINE_list("nvme", [], "bench: directories on the disks to measure.")
-    flags.DEFINE_multi_string("input", [], "data: text, JSONL, Parquet; or a folder.")
+    flags.DEFINE_multi_string(
+        "input", [], "data prepare: text, JSONL, Parquet; or a folder."
+    )
     flags.DEFINE_string("output", "", "data, export, plan, bench: what to write.")
-    flags.DEFINE_string("tokenizer", "bytes", "data: bytes, bpe:SIZE or a .json file.")
-    flags.DEFINE_string("text_field", "text", "data: field or column with the text.")
-    flags.DEFINE_float("validation_fraction", 0.01, "data: part of the text held out.")
+    flags.DEFINE_list(
+        "metrics",
+        ["seqreo", "voc"],
+        f"data analyze: some of {', '.join(METRICS)}, module:function.",
+    )
+    flags.DEFINE_integer(
+        "num_processes",
+        0,
+        "data analyze: processes; 0 takes one per core.",
+        lower_bound=0,
+        upper_bound=MAX_PROCESSES,
+    )
+    flags.DEFINE_string(
+        "tokenizer", "bytes", "data prepare: bytes, bpe:SIZE or a .json file."
+    )
+    flags.DEFINE_string(
+        "text_field", "text", "data prepare: field or column with the text."
+    )
+    flags.DEFINE_float(
+        "validation_fraction", 0.01, "data prepare: part of the text held out."
+    )
     flags.DEFINE_enum("part", "auto", PARTS, "Which weights; auto takes averaged ones.")
     flags.DEFINE_integer("step", None, "Checkpoint to read; the newest by default.")
     flags.DEFINE_enum("dtype", "", ["", *DTYPES], "export: dtype of the weights.")
@@ -247,26 +269,6 @@ def evaluate() -> None:
         commands.evaluate(config)
 
 
-def prepare_data() -> None:
-    """Turns text into token files."""
-    meta = prepare(
-        flags.FLAGS.input,
-        flags.FLAGS.output,
-        tokenizer=flags.FLAGS.tokenizer,
-        validation_fraction=flags.FLAGS.validation_fraction,
-        text_field=flags.FLAGS.text_field,
-    )
-    print(f"wrote {flags.FLAGS.output} with a vocabulary of {meta.vocab_size}")
-    for name, split in meta.splits.items():
-        sizes = f"{split.num_tokens:,} tokens in {split.num_documents:,} documents"
-        print(f"{name}: {sizes}")
-    print(
-        "train on it: zjax train --config.data.source=tokens "
-        f"{shlex.quote(f'--config.data.path={flags.FLAGS.output}')} "
-        f"--config.model.vocab_size={meta.vocab_size} --config=FILE"
-    )
-
-
 def launch() -> None:
     """Runs the rest of the command line as several processes."""
     parser = commands.Parser("zjax launch", allow_abbrev=False)
@@ -278,7 +280,7 @@ def launch() -> None:
     if number > MAX_PROCESSES:
         problem, remedy = f"is above {MAX_PROCESSES}", "use fewer"
         problems += [Problem("--num_processes", number, problem, remedy)]
-    if not rest or rest[0] not in COMMANDS:
+    if command_name(rest) not in COMMANDS:
         problem, remedy = "has no command to launch", "add one, as train --config=..."
         problems += [Problem("command", "launch", problem, remedy)]
     if problems:
@@ -293,7 +295,8 @@ COMMANDS: dict[str, Callable[[], None]] = {
     "bench": bench,
     "generate": commands.generate,
     "evaluate": evaluate,
-    "data": prepare_data,
+    "data prepare": data_commands.prepare_data,
+    "data analyze": data_commands.analyze_data,
     "export": commands.export,
     "report": lambda: print(describe_machine()),
     "config": lambda: print(describe_settings(), end=""),
@@ -313,10 +316,28 @@ COMMAND_FLAGS = {
     "generate": ("part", "step", "prompt", "max_new_tokens", "temperature"),
     "evaluate": ("part", "step"),
     "train": ("prompt",),
-    "data": ("input", "output", "tokenizer", "text_field", "validation_fraction"),
+    "data prepare": (
+        "input",
+        "output",
+        "tokenizer",
+        "text_field",
+        "validation_fraction",
+    ),
+    "data analyze": ("metrics", "output", "num_processes"),
     "export": ("part", "step", "output", "dtype"),
 }
 """Flags that only some commands read; other commands refuse them."""
+
+
+def command_name(words: Sequence[str]) -> str:
+    """The command that words begin with: one or two of them.
+
+    Example:
+        >>> command_name(["data", "prepare", "--input=a"]), command_name(["train"])
+        ('data prepare', 'train')
+    """
+    two = " ".join(words[:2])
+    return two if two in COMMANDS else "".join(words[:1])
 
 
 def run() -> None:
@@ -325,7 +346,7 @@ def run() -> None:
     A zjax error ends it with status 2 and its message, without a traceback.
     """
     try:
-        _run(sys.argv[1] if len(sys.argv) > 1 else "")
+        _run(command_name(sys.argv[1:]))
     except ZjaxError as error:
         processes.record_failure(error)
         print(f"zjax: {error}", file=sys.stderr)
@@ -337,6 +358,9 @@ def _run(name: str) -> None:
         launch()
     if name == "check":
         commands.check()
+    if longer := [command for command in COMMANDS if command.startswith(f"{name} ")]:
+        remedy = f"use zjax {' or zjax '.join(longer)}"
+        raise ConfigError(Problem("command", name, "is not complete", remedy))
     if name not in COMMANDS:
         print(USAGE, end="")
         sys.exit(0 if name in ("", "help", "--help") else 2)
@@ -354,14 +378,10 @@ def check_words(name: str, words: Sequence[str]) -> None:
     Raises:
         ConfigError: Names every word and flag that has no effect.
     """
-    expected = ["data", "prepare"] if name == "data" else [name]
     problems = [
         Problem("command", word, f"is unknown to zjax {name}", _remedy(word))
-        for word in words[len(expected) :]
+        for word in words[len(name.split()) :]
     ]
-    if list(words[: len(expected)]) != expected:
-        remedy = f"use zjax {' '.join(expected)}"
-        problems.append(Problem("command", name, "is not complete", remedy))
     for flag in sorted({flag for read in COMMAND_FLAGS.values() for flag in read}):
         if flags.FLAGS[flag].present and flag not in COMMAND_FLAGS.get(name, ()):
             readers = [cmd for cmd, read in COMMAND_FLAGS.items() if flag in read]
@@ -384,7 +404,7 @@ def _call(name: str, words: Sequence[str]) -> None:
     for option, value in simulation(flags.FLAGS.simulated_devices).items():
         jax.config.update(option, value)
     check_words(name, words)
-    if name in ("data", "report", "config"):
+    if name in ("data prepare", "report", "config"):
         given = config_flags.settings_given()
         config_flags.refuse_flags(given, f"has no effect on zjax {name}")
     COMMANDS[name]()

@@ -345,6 +345,11 @@ def test_all_mistakes_are_named_at_once(tmp_path):
     )
     assert not (tmp_path / "out").exists()
     with pytest.raises(DataError) as error:
+        run(tmp_path / "out", ["seqreo"], digest="d" * 33)
+    assert str(error.value) == (
+        f"digest='{'d' * 33}' is longer than 32 bytes; use a shorter one"
+    )
+    with pytest.raises(DataError) as error:
         run(tmp_path / "out", [])
     assert str(error.value) == (
         "metrics='' names none; use some of seqreo, voc, seqreo_voc, compression"

@@ -10,7 +10,7 @@ import pytest
 
 from zjax.bench.contest import load_contest
 from zjax.config import load_config
-from zjax.main import COMMAND_FLAGS, COMMANDS
+from zjax.main import COMMAND_FLAGS, COMMANDS, command_name
 
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDERS = ("docs", "examples")
@@ -79,15 +79,19 @@ def commands():
 @pytest.mark.parametrize("line", commands())
 def test_commands_can_be_typed(line):
     """Fails if a command, a flag, a file, a row or a setting of a document is none."""
-    name, *words = shlex.split(line, comments=True)[1:]
-    if name == "launch":
-        name, words = words[1], words[2:]
+    words = shlex.split(line, comments=True)[1:]
+    if words[0] == "launch":
+        words = words[2:]
+    name = command_name(words)
+    words = words[len(name.split()) :]
     assert name in COMMANDS
     given = [word.removeprefix("--").partition("=")[::2] for word in words]
     values = dict(given)
     for flag, value in given:
-        own = flag in COMMAND_FLAGS.get(name, ()) or flag in ("prepare", "train")
-        assert own or flag.partition(".")[0] in COMMON_FLAGS, flag
+        assert (
+            flag in COMMAND_FLAGS.get(name, ())
+            or flag.partition(".")[0] in COMMON_FLAGS
+        ), flag
         if value and flag in ("config", "contest", "gin_file"):
             assert (ROOT / value).is_file(), value
     if "rows" in values:

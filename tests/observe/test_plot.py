@@ -10,6 +10,7 @@ from zjax.observe import (
     ContestBar,
     plot_contest,
     plot_memory_per_stage,
+    plot_metrics,
     plot_run,
 )
 from zjax.sharding import memory
@@ -104,3 +105,29 @@ def test_a_number_that_no_axis_shows_leaves_a_gap(value, tmp_path, drawn):
     _, lower = drawn[0].axes
     assert lower.get_title(loc="right") == "median 1,010 tokens/s"
     assert np.isnan(lower.lines[0].get_ydata()[-1])
+
+
+def test_metrics_are_counted_once_each(tmp_path, drawn):
+    """Fails if bins of integers hold unequal numbers of them, or lose the ends."""
+    values = {
+        "seqreo": np.repeat(np.arange(3.0, 133.0), 2),
+        "one": np.full(9, 7.0),
+        "compression": np.linspace(0.1, 0.9, 500),
+    }
+    plot_metrics(values, tmp_path / "metrics.png", title="samples")
+    lengths, one, ratios = drawn[0].axes
+    heights = [bar.get_height() for bar in lengths.patches]
+    assert heights[:-1] == [6] * 43  # three integers, twice each
+    assert (sum(heights), len(heights)) == (260, 44)
+    assert [bar.get_height() for bar in one.patches] == [9]
+    assert sum(bar.get_height() for bar in ratios.patches) == 500
+    assert lengths.get_title(loc="right") == "median 67"
+    assert [axes.get_xlabel() for axes in drawn[0].axes] == list(values)
+
+
+def test_many_samples_are_drawn_by_equally_spaced_ones(tmp_path, drawn):
+    values = {"voc": np.arange(float(5 << 20))}
+    plot_metrics(values, tmp_path / "metrics.png", title="samples")
+    heights = [bar.get_height() for bar in drawn[0].axes[0].patches]
+    assert sum(heights) == 1 << 20
+    assert max(heights) - min(heights[:-1]) <= 1

@@ -137,8 +137,8 @@ def analyze(
             caller: from the tokens of a sample, int32[n] without padding, to a number
             of 0 or more.
         vocab_size: Number of token ids.
-        digest: Digest of the dataset, which `open_index` compares; see
-            `zjax.data.source.digest_samples`.
+        digest: Digest of the dataset, at most 32 bytes, which `open_index` compares;
+            see `zjax.data.source.digest_samples`.
         num_processes: 1 works in this process.
         shard_rows: Samples per shard; 0 makes at most `MAX_SHARDS` shards.
 
@@ -151,7 +151,7 @@ def analyze(
         ProcessError: A process died. Finished shards remain.
     """
     output = pathlib.Path(local_path("output", output, DataError, creates=True))
-    _check(rows, metric_names, num_processes)
+    _check(rows, metric_names, digest, num_processes)
     shard_rows = shard_rows or max(MIN_SHARD_ROWS, -(-len(rows) // MAX_SHARDS))
     job = Job(rows, tuple(metric_names), vocab_size, digest, shard_rows, output)
     paths = {name: index_path(output, name) for name in job.metrics}
@@ -172,7 +172,9 @@ def analyze(
     return {name: open_index(path, digest) for name, path in paths.items()}
 
 
-def _check(rows: packing.Rows, metric_names: Sequence[str], num_processes: int) -> None:
+def _check(
+    rows: packing.Rows, metric_names: Sequence[str], digest: str, num_processes: int
+) -> None:
     problems = list[Problem]()
     if not metric_names:
         remedy = f"use some of {', '.join(metrics.METRICS)}"
@@ -185,6 +187,12 @@ def _check(rows: packing.Rows, metric_names: Sequence[str], num_processes: int) 
                 metrics.load_function(name)
             except DataError as error:
                 problems += error.problems
+    texts = [("digest", digest, column_file.DIGEST_BYTES)]
+    texts += [("metrics", name, column_file.NAME_BYTES) for name in metric_names]
+    for field, text, longest in texts:
+        if len(text.encode()) > longest:
+            problem, remedy = f"is longer than {longest} bytes", "use a shorter one"
+            problems.append(Problem(field, text, problem, remedy))
     if num_processes < 1:
         problem, remedy = "is not a number of processes", "use 1 or more"
         problems.append(Problem("num_processes", num_processes, problem, remedy))

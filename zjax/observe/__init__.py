@@ -11,6 +11,7 @@ from zjax.observe.plot import (
     ContestBar,
     plot_contest,
     plot_memory_per_stage,
+    plot_metrics,
     plot_run,
 )
 from zjax.observe.progress import Progress
@@ -43,6 +44,7 @@ __all__ = [
     "plot_contest",
     "plot_load",
     "plot_memory_per_stage",
+    "plot_metrics",
     "plot_run",
     "read_history",
     "zero_volume",

@@ -18,6 +18,9 @@ from zjax.sharding.memory import StageBytes
 
 BLUE, ORANGE, GREEN, GRAY = "#3366aa", "#dd7722", "#339977", "#888888"
 _MIN_FOR_AVERAGE = 50
+_NUM_BINS = 50
+_MAX_COUNTED = 1 << 20
+"""Samples of a metric in a histogram; of more, equally spaced ones are taken."""
 _MAX_DRAWN = 1e30
 """Matplotlib cannot place tick labels beyond this value."""
 _STAGES = (
@@ -156,12 +159,46 @@ def plot_contest(
     save_figure(figure, path)
 
 
+def plot_metrics(
+    values: Mapping[str, np.ndarray], path: str | os.PathLike[str], *, title: str
+) -> None:
+    """Plots a histogram of each metric of samples, with its median.
+
+    Args:
+        values: float64[n] by metric, ascending.
+        path: Output file; its suffix sets the format.
+        title: Heading.
+    """
+    figure = make_figure(8, 0.6 + 1.9 * len(values))
+    figure.suptitle(title, fontsize=12)
+    panels = figure.subplots(len(values), 1, squeeze=False)[:, 0]
+    for axes, (name, ascending) in zip(panels, values.items(), strict=True):
+        shown = ascending[:: -(-len(ascending) // _MAX_COUNTED)]
+        axes.hist(shown, bins=_bins(shown), color=BLUE)
+        median = float(shown[(len(shown) - 1) // 2])
+        axes.axvline(median, color=ORANGE, linewidth=1.5)
+        axes.set_title(f"median {median:,.6g}", fontsize=9, loc="right")
+        axes.set_xlabel(name)
+        axes.set_ylabel("samples")
+        style_axes(axes)
+    save_figure(figure, path)
+
+
 def make_figure(width: int, height: int | float) -> Any:
     """An empty Matplotlib figure that needs no display; width and height in inches."""
     check_installed("matplotlib")
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def _bins(ascending: np.ndarray) -> int | np.ndarray:
+    """Bins of a histogram; of integers, each holds equally many of them."""
+    if np.any(ascending % 1):
+        return _NUM_BINS
+    first, last = float(ascending[0]), float(ascending[-1])
+    width = (last - first) // _NUM_BINS + 1
+    return np.arange(first - 0.5, last + width + 0.5, width)
 
 
 def _label_bars(axes: Any, ends: np.ndarray, texts: Sequence[str]) -> None:

@@ -1,0 +1,110 @@
+"""Commands on data before training: `zjax data prepare` and `zjax data analyze`."""
+
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+from absl import flags
+
+from zjax.config import ranges
+from zjax.config.flags import config_from_flags
+from zjax.data import source
+from zjax.data.analyze import analyze
+from zjax.data.metric_index import Index, index_path
+from zjax.data.prepare import prepare
+from zjax.errors import ConfigError
+from zjax.observe import plot_metrics
+from zjax.sharding.describe import render_table
+
+PICTURE = "metrics.png"
+_PERCENTILES = (0, 5, 50, 95, 100)
+
+
+def prepare_data() -> None:
+    """Turns text into token files."""
+    meta = prepare(
+        flags.FLAGS.input,
+        flags.FLAGS.output,
+        tokenizer=flags.FLAGS.tokenizer,
+        validation_fraction=flags.FLAGS.validation_fraction,
+        text_field=flags.FLAGS.text_field,
+    )
+    print(f"wrote {flags.FLAGS.output} with a vocabulary of {meta.vocab_size}")
+    for name, split in meta.splits.items():
+        sizes = f"{split.num_tokens:,} tokens in {split.num_documents:,} documents"
+        print(f"{name}: {sizes}")
+    print(
+        "train on it: zjax train --config.data.source=tokens "
+        f"{shlex.quote(f'--config.data.path={flags.FLAGS.output}')} "
+        f"--config.model.vocab_size={meta.vocab_size} --config=FILE"
+    )
+
+
+def analyze_data() -> None:
+    """Measures the training samples of a config, for a curriculum.
+
+    Raises:
+        ConfigError: Settings are out of range.
+    """
+    config = config_from_flags()
+    if problems := list(ranges.range_problems(config)):
+        raise ConfigError(*problems)
+    sys.path.insert(0, os.getcwd())  # where a module of the user's is
+    output = flags.FLAGS.output
+    num_processes = flags.FLAGS.num_processes or len(os.sched_getaffinity(0))
+    rows = source.open_rows(config, "train")
+    digest = source.digest_samples(config, rows)
+    start = time.monotonic()
+    indexes = analyze(
+        rows,
+        output,
+        flags.FLAGS.metrics,
+        vocab_size=source.make_tokenizer(config).vocab_size,
+        digest=digest,
+        num_processes=num_processes,
+    )
+    seconds = time.monotonic() - start
+    print(describe_indexes(indexes))
+    print(
+        f"{len(rows):,} samples in {seconds:.1f} s: {len(rows) / seconds:,.0f} "
+        f"samples/s in {num_processes} process{'es' * (num_processes > 1)}"
+    )
+    picture = os.path.join(output, PICTURE)
+    values = {name: index.values for name, index in indexes.items()}
+    plot_metrics(values, picture, title=f"{len(rows):,} samples, dataset {digest}")
+    print(f"picture: {picture}")
+    path = index_path(output, next(iter(indexes)))
+    arguments = ", ".join(map(json.dumps, (str(path), digest)))
+    code = (
+        "from zjax.data.metric_index import open_index; "
+        f"print(open_index({arguments}).samples[:9])"
+    )
+    print(f"the easiest samples: python -c {shlex.quote(code)}")
+
+
+def describe_indexes(indexes: Mapping[str, Index]) -> str:
+    """A table of the values of each metric: percentiles and distinct values.
+
+    Args:
+        indexes: Indexes by metric.
+    """
+    columns = ("metric", "min", "5 %", "median", "95 %", "max", "distinct")
+    rows = []
+    for name, index in indexes.items():
+        last = len(index.values) - 1
+        shown = [index.values[last * percent // 100] for percent in _PERCENTILES]
+        distinct = 1 + sum(
+            int((part[1:] != part[:-1]).sum()) for part in _overlapping(index)
+        )
+        rows.append((name, *(f"{value:,.6g}" for value in shown), f"{distinct:,}"))
+    return render_table(columns, rows, right=range(1, len(columns)))
+
+
+def _overlapping(index: Index, size: int = 1 << 20) -> Iterator[np.ndarray]:
+    """Parts of the values, each beginning with the last value of the one before."""
+    for start in range(0, len(index.values), size):
+        yield index.values[start : start + size + 1]
