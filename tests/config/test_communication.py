@@ -97,6 +97,15 @@ REPLICAS = "mesh.replica=2"
             id="averages-of-zero-one-adam",
         ),
         pytest.param(
+            [
+                *(ZERO_ONE, REPLICAS, "model.moe.num_experts=4"),
+                *("model.moe.top_k=2", "model.moe.bias_rate=0.01"),
+            ],
+            "model.moe.bias_rate=0.01 is not built with "
+            "optimizer.name='zero_one_adam'; leave it at 0.0",
+            id="biases-of-experts",
+        ),
+        pytest.param(
             [ZERO_ONE, REPLICAS, "zero.memory=pinned_host"],
             "optimizer.name='zero_one_adam' is not built for "
             "zero.optimizer_memory='pinned_host'; keep the state on the devices, or "

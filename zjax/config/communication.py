@@ -56,9 +56,13 @@ def _optimizer_problems(config: schema.Config) -> Iterator[Problem]:
     if config.precision.master_dtype != "float32":
         problem, field = f"is not built {name}", "precision.master_dtype"
         yield Problem(field, config.precision.master_dtype, problem, "use 'float32'")
-    if settings.name == "zero_one_adam" and settings.ema_decay:
-        problem, field = f"is not built {name}", "optimizer.ema_decay"
-        yield Problem(field, settings.ema_decay, problem, "leave it at 0.0")
+    for field, value in (
+        ("optimizer.ema_decay", settings.ema_decay),
+        # Biases have no gradients, so exchanges would undo what local steps add.
+        ("model.moe.bias_rate", config.model.moe.bias_rate),
+    ):
+        if settings.name == "zero_one_adam" and value:
+            yield Problem(field, value, f"is not built {name}", "leave it at 0.0")
     if settings.groups:
         problem, remedy = f"is not built {name}", "leave it at ()"
         yield Problem("optimizer.groups", settings.groups, problem, remedy)
