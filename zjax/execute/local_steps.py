@@ -13,6 +13,7 @@ from zjax.compiler import step_options
 from zjax.config.schema import Config
 from zjax.execute.fused import FusedExecutor
 from zjax.execute.step_number import StepNumber
+from zjax.execute.warm_up import check_warm_up
 from zjax.optim.intervals import APART, LOCAL, Intervals
 from zjax.optim.phases import Phase, make_phases
 from zjax.optim.rounds import Rounds
@@ -64,6 +65,8 @@ class LocalStepsExecutor(FusedExecutor):
         programs = _programs(model, tx, plan, config, schedule, rows)
         super().__init__(model, plan, config, programs)
         self._rounds, self._number = rounds, StepNumber()
+        phases = make_phases(config)
+        self._freeze_step = phases.freeze_step if phases else 0
 
     def state_of(self, program: str) -> TrainState:
         """Plans of the state that a program reads."""
@@ -88,6 +91,7 @@ class LocalStepsExecutor(FusedExecutor):
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Takes a step, then sends or merges a fragment; donates the state."""
         number = self._number.before(state) + 1
+        check_warm_up(state, number, self._freeze_step)
         together = self.programs.get(self._rounds.at(number), self._train_apart)
         state, metrics = together(state, batch)
         sent, merged = (

@@ -9,6 +9,7 @@ from zjax.compiler import step_options
 from zjax.config.schema import Config
 from zjax.execute.fused import FusedExecutor
 from zjax.execute.step_number import StepNumber
+from zjax.execute.warm_up import check_warm_up
 from zjax.optim.phases import Phases
 from zjax.sharding.plan import Plan
 from zjax.train.replicas import make_replica_programs
@@ -60,6 +61,7 @@ class ReplicatedExecutor(FusedExecutor):
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Takes one optimizer step; the state is donated."""
         number = self._number.before(state) + 1
+        check_warm_up(state, number, self._phases.freeze_step)
         state, metrics = self.programs[self._phases.at(number)](state, batch)
         self._number.after(state, number)
         return state, metrics

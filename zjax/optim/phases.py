@@ -34,10 +34,12 @@ class Phases(NamedTuple):
     Args:
         by_name: Every phase that sends; steps of `intervals.LOCAL` do not.
         at: Name of the phase of a step; the first step is 1.
+        freeze_step: Last step that may update second moments; 0 if all do.
     """
 
     by_name: Mapping[str, Phase]
     at: Callable[[int], str]
+    freeze_step: int = 0
 
 
 PLAIN = "train"
@@ -69,6 +71,7 @@ def make_phases(config: Config) -> Phases | None:
         return Phases(
             {phase.name: phase for phase in phases},
             lambda step: phases[step > freeze_step].name,
+            freeze_step,
         )
     if codec == "none" or config.communication.num_local_steps:
         return None
@@ -97,7 +100,8 @@ def _zero_one_phases(config: Config) -> Phases:
         Phase(intervals.MERGED, "onebit"),
     )
     schedule = intervals.make_intervals(config)
-    return Phases({phase.name: phase for phase in phases}, schedule.at)
+    by_name = {phase.name: phase for phase in phases}
+    return Phases(by_name, schedule.at, schedule.freeze_step)
 
 
 def _full_precision(config: Config) -> str:
