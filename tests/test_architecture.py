@@ -20,7 +20,7 @@ FLOORS = (
     ("linen", "nnx", "checkpoint", "observe", "offload"),
     ("execute",),
     ("step", "stopping"),
-    ("budget", "nonfinite", "resume"),
+    ("ahead", "budget", "nonfinite", "resume"),
     ("initialize",),
     ("trainer", "saving"),
     ("bench", "commands", "data_commands"),

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from zjax import data
+from zjax.ahead import CompileAhead
 from zjax.budget.exchanges import kept_rows
 from zjax.budget.host import limit_pinned_pool
 from zjax.budget.mesh import choose_mesh
@@ -180,6 +181,7 @@ class Trainer:
             stop_signals() as stopped,
             monitor,
             self.loader,
+            CompileAhead(config, self.run.step) as ahead,
         ):
             last_saved, data_ended, save_due = step, False, False
             while step < config.num_steps and not stopped(step):
@@ -196,6 +198,7 @@ class Trainer:
                 with monitor.step(step, self.state, batch, programs) as metrics:
                     self.state, values = self.run.step(self.state, batch)
                     metrics.append(values)
+                ahead.after(step, batch)
                 is_last = step == config.num_steps
                 save_due |= is_last or _is_due(step, config.checkpoint.every_steps)
                 if save_due:
