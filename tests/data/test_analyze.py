@@ -1,5 +1,6 @@
 """The analyzer against loops, resumed after kills, in one process and in several."""
 
+import fcntl
 import os
 import pathlib
 import subprocess
@@ -307,6 +308,17 @@ def test_a_process_that_dies_is_reported(scores):
         "num_processes=2 lost a process, which was killed or could not start; "
         "type the same command again: finished shards remain"
     )
+
+
+def test_two_runs_do_not_write_the_same_shards(tmp_path):
+    rows, names = make_rows(), ("seqreo",)
+    job = analyze.Job(rows, names, VOCAB, "abcd", SHARD_ROWS, tmp_path / "out")
+    job.folder.mkdir(parents=True)
+    with open(job.folder / "lock.json", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ProcessError, match="is in use by another run"):
+            run(tmp_path / "out", names, rows)
+    run(tmp_path / "out", names, rows)
 
 
 def test_a_token_beyond_the_vocabulary_is_refused(tmp_path):

@@ -29,6 +29,7 @@ from zjax.config.paths import local_path
 from zjax.data import column_file, metrics, packing
 from zjax.data.metric_index import Index, index_path, open_index, write_index
 from zjax.errors import DataError, Problem, ProcessError
+from zjax.processes import lock
 
 BATCH_ROWS = 64
 """Samples read at a time."""
@@ -148,7 +149,8 @@ def analyze(
     Raises:
         DataError: A metric is unknown, or gives NaN, infinity or a negative number; the
             folder holds such an index already, or cannot be written.
-        ProcessError: A process died. Finished shards remain.
+        ProcessError: A process died, and finished shards remain; or another run works
+            on the same.
     """
     output = pathlib.Path(local_path("output", output, DataError, creates=True))
     _check(rows, metric_names, digest, num_processes)
@@ -159,6 +161,7 @@ def analyze(
         if not job.folder.exists():
             _refuse_existing(paths)
         job.folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire(str(job.folder))
         with (
             _start_processes(job, num_processes) as map_shards,
             progress.Progress(console=console.Console(stderr=True)) as bar,
