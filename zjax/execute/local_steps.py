@@ -13,7 +13,7 @@ from zjax.compiler import step_options
 from zjax.config.schema import Config
 from zjax.execute.fused import FusedExecutor
 from zjax.execute.step_number import StepNumber
-from zjax.execute.warm_up import check_warm_up
+from zjax.execute.state_checks import check_together, check_warm_up
 from zjax.optim.intervals import APART, LOCAL, Intervals
 from zjax.optim.phases import Phase, make_phases
 from zjax.optim.rounds import Rounds
@@ -90,10 +90,12 @@ class LocalStepsExecutor(FusedExecutor):
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Takes a step, then sends or merges a fragment; donates the state."""
-        number = self._number.before(state) + 1
+        is_known, number = self._number.knows(state), self._number.before(state) + 1
         check_warm_up(state, number, self._freeze_step)
-        together = self.programs.get(self._rounds.at(number), self._train_apart)
-        state, metrics = together(state, batch)
+        together = self.programs.get(self._rounds.at(number))
+        if together is not None and not is_known:
+            check_together(state, number, self._freeze_step)
+        state, metrics = (together or self._train_apart)(state, batch)
         sent, merged = (
             self._rounds.sent_after(number),
             self._rounds.merged_after(number),

@@ -9,9 +9,13 @@ class StepNumber:
     def __init__(self):
         self._step, self._number = None, 0
 
+    def knows(self, state: TrainState) -> bool:
+        """Whether a state is that of the step before, not one from elsewhere."""
+        return state.step is self._step
+
     def before(self, state: TrainState) -> int:
         """Number of steps that a state has taken."""
-        if state.step is not self._step:
+        if not self.knows(state):
             self._step, self._number = state.step, int(state.step)
         return self._number
 

@@ -1,23 +1,22 @@
-"""Second moments that no gradient has updated are not kept in silence."""
+"""Runs that cannot go on from a state say so."""
 
 import numpy as np
 import pytest
 
 from tests.support import models, runs
 from zjax.config import schema
-from zjax.errors import NonFiniteError
+from zjax.errors import NonFiniteError, StateError
 from zjax.optim.build import make_optimizer
 
 FREEZE = 2
 
 
-def make_run(name):
+def make_run(name, freeze_step=FREEZE, **changes):
+    optimizer = {"freeze_step": freeze_step, "num_warmup_steps": 1} | changes
     settings = {
-        "optimizer": schema.Optimizer(
-            name=name, freeze_step=FREEZE, num_warmup_steps=1
-        ),
+        "optimizer": schema.Optimizer(name=name, **optimizer),
         "mesh": schema.Mesh(replica=2),
-        "num_steps": 6,
+        "num_steps": 8,
     }
     tx = make_optimizer(runs.make_config(0, **settings))
     return runs.make_small_run(tx, 0, num_devices=2, **settings)
@@ -53,3 +52,22 @@ def test_one_step_of_the_warm_up_is_enough():
     state = after_warm_up(run, FREEZE - 1)
     _, metrics = run.step(state, models.make_batch())
     assert metrics["skipped_steps"] == FREEZE - 1
+
+
+def test_replicas_that_stepped_apart_do_not_step_together():
+    """Fails if a later freeze lets them differ to the end of the run."""
+    scaler = {"local_step_scaler": 1, "local_step_clipper": 2}
+    run = make_run("zero_one_adam", **scaler)
+    _, state = runs.train(run, 5)
+    later = make_run("zero_one_adam", 7, **scaler)
+    with pytest.raises(StateError) as error:
+        later.step(state, models.make_batch(5))
+    assert str(error.value) == (
+        "optimizer.freeze_step=7 joins replicas at step 6 that have stepped apart; "
+        "use 5 or less, or a state after an exchange"
+    )
+    _, state = runs.train(run, 1, first=5, state=state)
+    _, state = runs.train(later, 1, first=6, state=state)
+    for x in (state.master, state.extra.replicas.master):
+        first, last = (np.asarray(s.data) for s in x["up"].addressable_shards)
+        np.testing.assert_array_equal(first, last)
