@@ -1,5 +1,7 @@
 """Runs that cannot go on from a state say so."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -12,9 +14,9 @@ FREEZE = 2
 
 
 def make_run(name, freeze_step=FREEZE, **changes):
-    optimizer = {"freeze_step": freeze_step, "num_warmup_steps": 1} | changes
+    optimizer = schema.Optimizer(name=name, freeze_step=freeze_step, num_warmup_steps=1)
     settings = {
-        "optimizer": schema.Optimizer(name=name, **optimizer),
+        "optimizer": dataclasses.replace(optimizer, **changes),
         "mesh": schema.Mesh(replica=2),
         "num_steps": 8,
     }

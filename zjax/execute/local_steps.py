@@ -12,8 +12,8 @@ from zjax.comm.codecs import make_codec
 from zjax.compiler import step_options
 from zjax.config.schema import Config
 from zjax.execute.fused import FusedExecutor
-from zjax.execute.step_number import StepNumber
 from zjax.execute.state_checks import check_together, check_warm_up
+from zjax.execute.step_number import StepNumber
 from zjax.optim.intervals import APART, LOCAL, Intervals
 from zjax.optim.phases import Phase, make_phases
 from zjax.optim.rounds import Rounds

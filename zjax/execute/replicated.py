@@ -8,8 +8,8 @@ import jax
 from zjax.compiler import step_options
 from zjax.config.schema import Config
 from zjax.execute.fused import FusedExecutor
-from zjax.execute.step_number import StepNumber
 from zjax.execute.state_checks import check_warm_up
+from zjax.execute.step_number import StepNumber
 from zjax.optim.phases import Phases
 from zjax.sharding.plan import Plan
 from zjax.train.replicas import make_replica_programs
