@@ -55,7 +55,8 @@ def _joined(parts: Sequence[jax.Array], rows: int) -> jax.Array:
     flat = [x.reshape(rows, -1) for x in parts]
     if len(flat) == 1:
         return flat[0]
-    return jnp.concatenate([x.view(jnp.uint8) for x in flat], axis=1)
+    # XLA for CPUs may crash where it views arrays without elements.
+    return jnp.concatenate([x.view(jnp.uint8) for x in flat if x.size], axis=1)
 
 
 def _split(
@@ -69,7 +70,8 @@ def _split(
     found, start = [], 0
     for part, shape in zip(parts, shapes, strict=True):
         end = start + math.prod(shape) * part.dtype.itemsize
-        own = message[:, start:end].view(part.dtype)
+        own = message[:, start:end]
+        own = own.view(part.dtype) if part.size else own.astype(part.dtype)
         found.append(own.reshape(len(message), *shape))
         start = end
     return found
