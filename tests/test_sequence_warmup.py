@@ -61,7 +61,14 @@ def test_the_learning_rate_decays_with_the_tokens(tmp_path):
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("stop", [1, 3, 5])
+@pytest.mark.parametrize(
+    "stop",
+    [
+        pytest.param(1, marks=pytest.mark.slow),
+        3,
+        pytest.param(5, marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_that_continues_is_the_run_without_a_stop(tmp_path, stop):
     """Bit for bit, inside the warm-up and where the length changes."""
     whole = small_run.fit(tmp_path / "a", *WARMUP)

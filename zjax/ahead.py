@@ -1,13 +1,14 @@
 """Programs of longer sequences, compiled while steps of shorter ones run."""
 
 import concurrent.futures
+from collections.abc import Callable
+from typing import Any
 
 import jax
 
 from zjax.config.lengths import make_lengths
 from zjax.config.schema import Config
 from zjax.optim.programs import programs_at
-from zjax.step import Step
 from zjax.typing import Batch
 
 
@@ -19,14 +20,15 @@ class CompileAhead:
 
     Args:
         config: Read for `sequence_warmup` and for the programs of a step.
-        step: Compiles.
+        compile: Compiles a program of the step for a batch, as `Step.compile`.
     """
 
-    def __init__(self, config: Config, step: Step):
-        self._config, self._step = config, step
+    def __init__(self, config: Config, compile: Callable[[Batch, str], Any]):
+        self._config, self._compile = config, compile
         self._lengths = make_lengths(config)
         self._firsts = list(self._lengths.changes())
         self._is_due = True
+        self._started: dict[int, list[concurrent.futures.Future[Any]]] = {}
         self._pool = concurrent.futures.ThreadPoolExecutor(max_workers=1)
 
     def __enter__(self) -> "CompileAhead":
@@ -50,11 +52,18 @@ class CompileAhead:
             length = self._lengths.at(self._firsts[0])
             shapes = jax.tree.map(lambda x: _with_length(x, length), batch)
             # What cannot be compiled fails when its step comes.
-            self._pool.submit(self._compile, self._firsts[0], shapes)
+            self._started[self._firsts[0]] = [
+                self._pool.submit(self._compile, shapes, program)
+                for program in programs_at(self._config, self._firsts[0])
+            ]
 
-    def _compile(self, number: int, batch: Batch) -> None:
-        for program in programs_at(self._config, number):
-            self._step.compile(batch, program)
+    def started(self, number: int) -> bool:
+        """Whether a step takes a program that was compiled ahead for the first time."""
+        return number in self._started
+
+    def wait(self, number: int) -> None:
+        """Waits for the programs of such a step."""
+        concurrent.futures.wait(self._started.pop(number))
 
 
 def _with_length(x: jax.Array, length: int) -> jax.ShapeDtypeStruct:

@@ -181,7 +181,7 @@ class Trainer:
             stop_signals() as stopped,
             monitor,
             self.loader,
-            CompileAhead(config, self.run.step) as ahead,
+            CompileAhead(config, self._compile) as ahead,
         ):
             last_saved, data_ended, save_due = step, False, False
             while step < config.num_steps and not stopped(step):
@@ -195,6 +195,9 @@ class Trainer:
                 recent = {step - 1: recent.get(step - 1), step: batch}
                 programs = [x for x in programs_at(config, step) if x not in known]
                 known.update(programs)
+                if ahead.started(step):
+                    with monitor.pause():
+                        ahead.wait(step)
                 with monitor.step(step, self.state, batch, programs) as metrics:
                     self.state, values = self.run.step(self.state, batch)
                     metrics.append(values)
@@ -223,6 +226,9 @@ class Trainer:
         self.exit_status = 0 if step >= config.num_steps else stopped.exit_status
         self._print_end(monitor)
         return self.state
+
+    def _compile(self, batch: Any, program: str) -> None:
+        self.run.step.compile(batch, program)
 
     def _monitor(self) -> Monitor:
         return Monitor(

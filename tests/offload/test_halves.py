@@ -239,6 +239,7 @@ FORMS = [
 """Memory, ZeRO stage and type in use, as one checkpoint goes from each to the next."""
 
 
+@pytest.mark.slow
 def test_checkpoints_restore_whole_or_in_halves(tmp_path):
     """Fails if one half is restored without the other, or from another's place."""
     config = halves(model=dataclasses.replace(LLAMA, mlp_tiles=3))

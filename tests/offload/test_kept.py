@@ -118,6 +118,7 @@ def flops_back(run, monkeypatch):
     return found[0]
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_not_computed_again(monkeypatch):
     """Fails if a policy only costs memory: of three products two are left."""
     wide = dataclasses.replace(GPT, embed_size=64, mlp_size=256)

@@ -201,6 +201,7 @@ def test_a_step_that_float16_skips_changes_no_error():
     assert state.scaler.last_overflow == 3
 
 
+@pytest.mark.slow
 def test_replicas_of_a_pipeline_learn_as_replicas_of_whole_models():
     """Fails if stages of one replica send to stages of another kind."""
     losses = {}

@@ -90,6 +90,7 @@ CASES = {
     },
 }
 BY_HAND = {
+    "1f1b",
     "interleaved",
     "interleaved, kept, stage 2",
     "weights apart, tensor",
@@ -147,6 +148,7 @@ def test_steps_equal_one_device(name):
     assert_same(CASES[name])
 
 
+@pytest.mark.slow
 def test_a_first_microbatch_without_weight_counts_for_nothing(monkeypatch):
     """Fails if all others are counted by the weight of the first, which is 0."""
     real = pipelines.make_batch
@@ -166,6 +168,7 @@ def test_a_first_microbatch_without_weight_counts_for_nothing(monkeypatch):
     jax.tree.map(close, weights, wanted)
 
 
+@pytest.mark.slow
 def test_norms_and_averages_are_those_of_all_stages():
     """Fails if a stage clips by its own norm, or some gradients are of another scale,
     which SGD shows and Adam would divide away."""
@@ -207,6 +210,7 @@ def test_bfloat16_is_close_to_float32(case, num_devices):
     np.testing.assert_allclose(losses, pipelines.on_one_device()[0], rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_float16_takes_steps_and_writes_text():
     """Fails if the passes of stages overflow at the first scale, or find no product."""
     weights_apart = {"schedule": "zb_h1", **KEPT}

@@ -43,6 +43,9 @@ MOVES = RESHAPES | _names(
 """Return entries of their operands unchanged."""
 
 CHEAP = (
-    ELEMENTWISE | REDUCTIONS | MOVES | _names("all_gather iota optimization_barrier")
+    ELEMENTWISE
+    | REDUCTIONS
+    | MOVES
+    | _names("all_gather bitcast_convert_type iota optimization_barrier")
 )
 """Cost no more than reading their operands, or gathering parameters."""
