@@ -27,7 +27,6 @@ class CompileAhead:
         self._config, self._compile = config, compile
         self._lengths = make_lengths(config)
         self._firsts = list(self._lengths.changes())
-        self._is_due = True
         self._started: dict[int, list[concurrent.futures.Future[Any]]] = {}
         self._pool = concurrent.futures.ThreadPoolExecutor(max_workers=1)
 
@@ -44,18 +43,16 @@ class CompileAhead:
             number: Number of the step.
             batch: Its batch.
         """
-        while self._firsts and self._firsts[0] <= number:
-            self._firsts.pop(0)
-            self._is_due = True
-        if self._firsts and self._is_due:
-            self._is_due = False
-            length = self._lengths.at(self._firsts[0])
-            shapes = jax.tree.map(lambda x: _with_length(x, length), batch)
-            # What cannot be compiled fails when its step comes.
-            self._started[self._firsts[0]] = [
-                self._pool.submit(self._compile, shapes, program)
-                for program in programs_at(self._config, self._firsts[0])
-            ]
+        first = next((first for first in self._firsts if first > number), None)
+        if first is None or first in self._started:
+            return
+        length = self._lengths.at(first)
+        shapes = jax.tree.map(lambda x: _with_length(x, length), batch)
+        # What cannot be compiled fails when its step comes.
+        self._started[first] = [
+            self._pool.submit(self._compile, shapes, program)
+            for program in programs_at(self._config, first)
+        ]
 
     def started(self, number: int) -> bool:
         """Whether a step takes a program that was compiled ahead for the first time."""
