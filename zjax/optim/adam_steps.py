@@ -75,3 +75,13 @@ class AdamSteps:
     def _size(self, second: jax.Array, first: Any, updates: Any) -> jax.Array:
         corrected = second / (1 - self.b2 ** jnp.float32(updates))
         return (1 - self.b1 ** jnp.float32(first)) * (jnp.sqrt(corrected) + self.eps)
+
+
+def where_known(tree: Any, second: Any) -> Any:
+    """A tree with 0 for elements without second moments, as one bit cannot say 0.
+
+    Example:
+        >>> where_known(jnp.array([2.0, 3.0]), jnp.array([0.5, 0.0])).tolist()
+        [2.0, 0.0]
+    """
+    return jax.tree.map(lambda x, v: jnp.where(v > 0, x, 0), tree, second)

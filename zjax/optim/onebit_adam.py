@@ -10,12 +10,10 @@ momentum itself and does not bound the steps, which takes a long warm-up.
 import math
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import optax
 
 from zjax.config.schema import Config
-from zjax.optim.adam_steps import AdamSteps
+from zjax.optim.adam_steps import AdamSteps, where_known
 
 WARM_UP, COMPRESSED = "warm_up", "compressed"
 _SHARE = 0.15
@@ -43,6 +41,7 @@ def next_momentum(grads: Any, opt_state: Any, b1: float) -> Any:
         b1: Decay of the momentum, 0 or more and less than 1.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> tx = scale_by_onebit_adam(AdamSteps(0.9, 0.999, 1e-8))
         >>> state = tx.init(jnp.zeros(2))
         >>> next_momentum(jnp.array([1.0, 2.0]), state, 0.5).tolist()
@@ -89,6 +88,7 @@ def scale_by_onebit_adam(
         the warm-up.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> tx = scale_by_onebit_adam(AdamSteps(0.0, 0.75, 1e-8))
         >>> grads = jnp.array([4.0, 0.0])
         >>> updates, _ = tx.update(grads, tx.init(grads), phase=WARM_UP)
@@ -112,7 +112,7 @@ def scale_by_onebit_adam(
         if phase != COMPRESSED:
             return adam.update(updates, state, params)
         momentum = steps.momentum_of(updates, state.nu, state.count, state.count)
-        updates = jax.tree.map(lambda u, v: jnp.where(v > 0, u, 0), updates, state.nu)
+        updates = where_known(updates, state.nu)
         return updates, state._replace(mu=momentum)
 
     return optax.GradientTransformationExtraArgs(adam.init, update)

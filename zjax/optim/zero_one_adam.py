@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zjax.optim.adam_steps import AdamSteps
+from zjax.optim.adam_steps import AdamSteps, where_known
 from zjax.optim.intervals import LOCAL, MERGED, ONE_BIT, VARIANCE
 
 
@@ -100,14 +100,14 @@ def zero_one_adam(
 
     def follow(mean: Any, state: Any, params: Any) -> Any:
         rate, number = schedule(state.steps), optax.safe_increment(state.steps)
-        mean = jax.tree.map(lambda u, v: jnp.where(v > 0, u, 0), mean, state.nu)
+        mean = where_known(mean, state.nu)
         momentum = steps.momentum_of(mean, state.nu, number, state.variances)
         updates = jax.tree.map(lambda u: -rate * u, mean)
         state = state._replace(mu=momentum, steps=number)
         return decayed(updates, params, rate), state
 
     def merge(moved: Any, state: Any, params: Any) -> Any:
-        moved = jax.tree.map(lambda x, v: jnp.where(v > 0, x, 0), moved, state.nu)
+        moved = where_known(moved, state.nu)
         downhill = jax.tree.map(jnp.negative, moved)
         updates = decayed(downhill, params, state.rate_sum)
         # Where every replica skipped every step, the momentum is still that of all.
