@@ -29,5 +29,5 @@ def get_config():
     config.optimizer.num_warmup_steps = 200
 
     config.sequence_warmup.form = "truncate"
-    config.sequence_warmup.num_steps = 600
+    config.sequence_warmup.pacing.num_steps = 600
     return config

@@ -14,9 +14,9 @@ from zjax.errors import ConfigError, DataError
 
 WARMUP = (
     "sequence_warmup.form=truncate",
-    "sequence_warmup.start_length=4",
-    "sequence_warmup.multiple=4",
-    "sequence_warmup.num_steps=6",
+    "sequence_warmup.pacing.start=4",
+    "sequence_warmup.pacing.multiple=4",
+    "sequence_warmup.pacing.num_steps=6",
 )
 LENGTHS = [4, 8, 8, 12, 12, 16, 16, 16]
 """4 + 12 t / 6 in step t, rounded down to multiples of 4."""
@@ -90,11 +90,11 @@ def test_another_warm_up_does_not_continue_a_run(tmp_path):
     small_run.fit(tmp_path, *WARMUP)
     with pytest.raises(DataError) as error:
         small_run.make_trainer(
-            tmp_path, *WARMUP, "sequence_warmup.num_steps=7", "num_steps=9"
+            tmp_path, *WARMUP, "sequence_warmup.pacing.num_steps=7", "num_steps=9"
         )
     assert str(error.value) == (
-        "sequence_warmup.num_steps=7 was 6 in the saved run, so its samples are not "
-        "these; restore that setting or that data, or start a new run"
+        "sequence_warmup.pacing.num_steps=7 was 6 in the saved run, so its samples are "
+        "not these; restore that setting or that data, or start a new run"
     )
 
 

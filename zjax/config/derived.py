@@ -12,6 +12,8 @@ DERIVED = "derived"
 """How a derived name is written."""
 VOCABULARIES = {"standard_library": 257, "synthetic": 50_257}
 """Vocabulary sizes by `data.source`: bytes, and GPT-2, which is also the default."""
+LENGTH_MULTIPLE = 64
+"""First value of a pacing of tokens, and their multiple."""
 _MULTIPLE = 256
 """Multiple to which gated feed-forward widths are rounded up (arXiv:2302.13971)."""
 _MEMORIES = {
@@ -103,11 +105,22 @@ def fill_memories(zero: Any) -> None:
     _set(zero, **_derive(zero, **dict(zip(names, memories, strict=True))))
 
 
+def fill_length_pacing(section: Any) -> None:
+    """Derives start and multiple of the pacing, in tokens, of a new section."""
+    sizes = _derive(section.pacing, start=LENGTH_MULTIPLE, multiple=LENGTH_MULTIPLE)
+    _set(section, pacing=dataclasses.replace(section.pacing, **sizes))
+
+
 def fill_from_each_other(config: Any) -> None:
-    """Derives `data.length` and `model.vocab_size` of a new `schema.Config`."""
+    """Derives lengths and `model.vocab_size` of a new `schema.Config`."""
     data, model, source = config.data, config.model, config.data.source
     length = _derive(data, length=model.max_length)
     _set(config, data=dataclasses.replace(data, **length))
+    warmup = config.sequence_warmup
+    pacing = dataclasses.replace(
+        warmup.pacing, **_derive(warmup.pacing, end=config.data.length)
+    )
+    _set(config, sequence_warmup=dataclasses.replace(warmup, pacing=pacing))
     if source in VOCABULARIES:
         size = _derive(model, vocab_size=VOCABULARIES[source])
         _set(config, model=dataclasses.replace(model, **size))

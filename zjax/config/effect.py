@@ -5,7 +5,7 @@ import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from zjax.config import schema, sparsity
+from zjax.config import derived, schema, sparsity
 from zjax.errors import Problem
 
 
@@ -71,8 +71,12 @@ NEEDS = (
     Needs("model.rope_theta", "model.positions", ("rotary",)),
     Needs("data.path", "data.source", ("tokens",)),
     *(
-        Needs(f"sequence_warmup.{name}", "sequence_warmup.form", ("truncate",))
-        for name in ("start_length", "num_steps", "multiple")
+        Needs(
+            f"sequence_warmup.pacing.{field.name}",
+            "sequence_warmup.form",
+            ("truncate",),
+        )
+        for field in dataclasses.fields(schema.Pacing)
     ),
 )
 
@@ -88,7 +92,8 @@ def effect_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
     for setting, other, choices in NEEDS:
         value, default = _value_and_default(config, setting)
         given, _ = _value_and_default(config, other)
-        if value != default and given not in choices:
+        is_set = value != default and not derived.is_derived(value)
+        if is_set and given not in choices:
             problem = f"has no effect with {other}={given!r}"
             one_of = " or ".join(map(repr, choices))
             remedy = f"leave it at {default!r}, or set {other} to {one_of}"

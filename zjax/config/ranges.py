@@ -16,6 +16,8 @@ MAX_ROWS = 2**24
 MAX_LAYERS = 2**14
 MAX_TOKENS = 2**24
 """Tokens of a sequence, or of a vocabulary."""
+MAX_VALUE = 2**32
+"""Largest value of a pacing."""
 _MAX_WIDTH = 2**22
 _MAX_FLOAT, _MIN_FLOAT = 3e38, 1.2e-38
 """Range of float32 without overflow and without subnormal numbers."""
@@ -117,10 +119,12 @@ RANGES: dict[type, dict[str, Range]] = {
         "local_step_scaler": _from(0),
         "local_step_clipper": _from(1),
     },
-    schema.SequenceWarmup: {
-        "start_length": _from(1, MAX_TOKENS),
+    schema.Pacing: {
+        "start": _from(0, MAX_VALUE),
+        "end": _from(0, MAX_VALUE),
         "num_steps": _from(1),
-        "multiple": _from(1, MAX_TOKENS),
+        "multiple": _from(0, MAX_VALUE),
+        "degree": _from(1, 64),
     },
     schema.Communication: {
         "num_local_steps": _from(0),

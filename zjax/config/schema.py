@@ -457,6 +457,31 @@ class Data:
 
 
 @section
+class Pacing:
+    """How a number grows over the steps (arXiv:2212.03597, section 3.1)."""
+
+    kind: Literal["linear", "root", "discrete", "custom"] = "linear"
+    """`linear` in the step; `root` in a root of it, which rises fast at first;
+    `discrete` lists the values; `custom` calls your function."""
+    start: int = 0
+    """First value; 0 takes 64 tokens, or a difficulty of 1."""
+    end: int = 0
+    """Last value; 0 takes `data.length`, 100 percent, or the largest difficulty."""
+    num_steps: int = 1_000
+    """First step of the last value."""
+    multiple: int = 0
+    """Values are multiples of it; 0 takes 64 tokens, or 1."""
+    degree: int = 2
+    """2 is the square root."""
+    values: tuple[int, ...] = ()
+    """Values of `discrete`, ascending."""
+    last_steps: tuple[int, ...] = ()
+    """Last step of each of them but the last."""
+    function: str = ""
+    """`module:function` from a step to a value, an int that never falls."""
+
+
+@section
 class SequenceWarmup:
     """Shorter sequences in the first steps (arXiv:2108.06084).
 
@@ -466,12 +491,10 @@ class SequenceWarmup:
 
     form: Literal["none", "truncate"] = "none"
     """`truncate` cuts the end off each sequence."""
-    start_length: int = 64
-    """Tokens per sequence at first."""
-    num_steps: int = 1_000
-    """First step with whole sequences; lengths grow linearly until then."""
-    multiple: int = 64
-    """Lengths are multiples of it; each one is compiled."""
+    pacing: Pacing = Pacing()
+    """Tokens per sequence; each length is compiled."""
+
+    __post_init__ = derived.fill_length_pacing
 
 
 @section

@@ -5,9 +5,7 @@ A sample is a row of a loader. The names are those of DeepSpeed Data Efficiency
 """
 
 import dataclasses
-import importlib
 import math
-import re
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +13,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float64, Int, Int64
 
+from zjax.config.functions import Fault, find_function, is_function_name
 from zjax.errors import DataError, Problem
 
 METRICS = ("seqreo", "voc", "seqreo_voc", "compression")
 MAX_EXACT = 1 << 53
 """Float64 represents all integers up to this one."""
-_FUNCTION = re.compile(r"[\w.]+:\w+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,20 +188,13 @@ def load_function(name: str) -> Callable[[Any], Any]:
         >>> load_function("math:fsum")([1, 2])
         3.0
     """
-    if not _FUNCTION.fullmatch(name):
+    if not is_function_name(name):
         remedy = f"use {', '.join(METRICS)} or module:function"
         raise DataError(Problem("metrics", name, "is not a metric", remedy))
-    module, _, attribute = name.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), attribute, None)
-    except Exception as error:
-        problem = f"cannot be imported ({type(error).__name__}: {error})"
-        remedy = "run where Python finds the module, or mend it"
-        raise DataError(Problem("metrics", name, problem, remedy)) from error
-    if not callable(function):
-        problem, remedy = "names no function", f"define {attribute} in {module}"
-        raise DataError(Problem("metrics", name, problem, remedy))
-    return function
+    found = find_function(name)
+    if isinstance(found, Fault):
+        raise DataError(Problem("metrics", name, found.problem, found.remedy))
+    return found
 
 
 def _choose(

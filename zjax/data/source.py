@@ -1,11 +1,11 @@
 """Opens the rows and the tokenizer that the settings of a run name."""
 
-import dataclasses
 import hashlib
 import json
 from typing import Any
 
 from zjax.config import schema
+from zjax.config.pacing import settings_read
 from zjax.data import packing, standard_library, store, synthetic
 from zjax.data import tokenizer as text
 from zjax.errors import DataError, Problem
@@ -66,9 +66,10 @@ def row_settings(config: schema.Config) -> dict[str, Any]:
     settings = {f"data.{name}": getattr(config.data, name) for name in names}
     if config.data.source == "tokens":
         settings["data.tokenizer"] = store.digest_tokenizer(config.data.path)
-    if config.sequence_warmup.form != "none":
-        for name, value in dataclasses.asdict(config.sequence_warmup).items():
-            settings[f"sequence_warmup.{name}"] = value
+    warmup = config.sequence_warmup
+    if warmup.form != "none":
+        settings["sequence_warmup.form"] = warmup.form
+        settings |= settings_read("sequence_warmup.pacing", warmup.pacing)
     return settings
 
 
