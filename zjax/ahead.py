@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from zjax.config.lengths import make_lengths
+from zjax.config.lengths import make_shapes
 from zjax.config.schema import Config
 from zjax.optim.programs import programs_at
 from zjax.typing import Batch
@@ -25,8 +25,7 @@ class CompileAhead:
 
     def __init__(self, config: Config, compile: Callable[[Batch, str], Any]):
         self._config, self._compile = config, compile
-        self._lengths = make_lengths(config)
-        self._firsts = list(self._lengths.changes())
+        self._shapes = make_shapes(config)
         self._started: dict[int, list[concurrent.futures.Future[Any]]] = {}
         self._pool = concurrent.futures.ThreadPoolExecutor(max_workers=1)
 
@@ -43,11 +42,11 @@ class CompileAhead:
             number: Number of the step.
             batch: Its batch.
         """
-        first = next((first for first in self._firsts if first > number), None)
+        first = next((first for first in self._shapes if first > number), None)
         if first is None or first in self._started:
             return
-        length = self._lengths.at(first)
-        shapes = jax.tree.map(lambda x: _with_length(x, length), batch)
+        num_rows, length = self._shapes[first]
+        shapes = jax.tree.map(lambda x: _with_shape(x, num_rows, length), batch)
         # What cannot be compiled fails when its step comes.
         self._started[first] = [
             self._pool.submit(self._compile, shapes, program)
@@ -63,5 +62,5 @@ class CompileAhead:
         concurrent.futures.wait(self._started.pop(number))
 
 
-def _with_length(x: jax.Array, length: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((x.shape[0], length, *x.shape[2:]), x.dtype)
+def _with_shape(x: jax.Array, num_rows: int, length: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((num_rows, length, *x.shape[2:]), x.dtype)

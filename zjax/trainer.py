@@ -238,6 +238,7 @@ class Trainer:
             rows_per_step=self._rows_per_step(),
             num_devices=self.run.mesh.size,
             callbacks=self._callbacks,
+            values_at=self.loader.values_at,
         )
 
     def _print_end(self, monitor: Monitor) -> None:
@@ -430,6 +431,10 @@ def _mismatches(model: Any, batches: Any, config: Config) -> list[Problem]:
         problem, remedy = "does not cut given batches", "leave it at 'none'"
         field, form = "sequence_warmup.form", config.sequence_warmup.form
         problems.append(Problem(field, form, problem, remedy))
+    if batches is not None and config.curriculum.metrics:
+        problem, remedy = "do not order given batches", "leave it at ()"
+        metrics = tuple(metric.index for metric in config.curriculum.metrics)
+        problems.append(Problem("curriculum.metrics", metrics, problem, remedy))
     if model is not None and not isinstance(model, Model):
         remedy = "use zjax.adapt(model, loss_fn, batch)"
         name = type(model).__name__

@@ -124,8 +124,8 @@ SINKS = "use one of console, jsonl, csv, tensorboard, wandb"
             "5=1 is not a setting; use one of seed, num_steps, global_batch_size, "
             "num_microbatches, microbatch_size, directory, deterministic, "
             "xla_options, mesh, pipeline, zero, precision, "
-            "optimizer, communication, model, data, sequence_warmup, evaluation, "
-            "checkpoint, distill, observe, processes",
+            "optimizer, communication, model, data, sequence_warmup, "
+            "curriculum, evaluation, checkpoint, distill, observe, processes",
             id="all-at-once",
         ),
     ],

@@ -50,7 +50,8 @@ CASES = [
     case(
         f"{FIELD}.multiple=32",
         f"{FIELD}.multiple=32 has no effect with sequence_warmup.form='none'; "
-        "leave it at 64, or set sequence_warmup.form to 'truncate'",
+        "leave it at 64, or set sequence_warmup.form to 'truncate' or "
+        "'reshape'",
         id="without-effect",
     ),
 ]

@@ -111,6 +111,15 @@ def fill_length_pacing(section: Any) -> None:
     _set(section, pacing=dataclasses.replace(section.pacing, **sizes))
 
 
+def fill_difficulty_pacing(section: Any) -> None:
+    """Derives start, end and multiple of the pacing of a new metric of a curriculum."""
+    sizes = {"start": 1, "multiple": 1}
+    if section.difficulty == "percentile":
+        sizes["end"] = 100
+    sizes = _derive(section.pacing, **sizes)
+    _set(section, pacing=dataclasses.replace(section.pacing, **sizes))
+
+
 def fill_from_each_other(config: Any) -> None:
     """Derives lengths and `model.vocab_size` of a new `schema.Config`."""
     data, model, source = config.data, config.model, config.data.source

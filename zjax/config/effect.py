@@ -74,7 +74,7 @@ NEEDS = (
         Needs(
             f"sequence_warmup.pacing.{field.name}",
             "sequence_warmup.form",
-            ("truncate",),
+            ("truncate", "reshape"),
         )
         for field in dataclasses.fields(schema.Pacing)
     ),
@@ -116,7 +116,11 @@ def user_optimizer_problems(config: schema.Config) -> Iterator[Problem]:
 
 def user_model_problems(config: schema.Config) -> Iterator[Problem]:
     """Yields settings outside `model` and `data` that only built-in models read."""
-    for setting in ("precision.matmul_dtype", "sequence_warmup.form"):
+    for setting in (
+        "precision.matmul_dtype",
+        "sequence_warmup.form",
+        "curriculum.metrics",
+    ):
         value, default = _value_and_default(config, setting)
         if value != default:
             problem = "has no effect on the model that was given"

@@ -28,6 +28,56 @@ def make_lengths(config: schema.Config) -> Pacing:
     return make_pacing(config.sequence_warmup.pacing)
 
 
+def reshaped_rows(length: int, full: int, num_rows: int, unit: int) -> int:
+    """Rows of a batch whose rows are cut into pieces.
+
+    Args:
+        length: Inputs per piece, which has a target more.
+        full: Inputs per row, which has a target more.
+        num_rows: Rows of a batch that is not cut.
+        unit: The number is a multiple of it, so that devices share the pieces.
+
+    Example:
+        >>> reshaped_rows(length=64, full=1024, num_rows=8, unit=4)
+        124
+
+    Reference:
+        DeepSpeed's `seqres`: ceil(tokens / (length + 1)) rows, made even.
+    """
+    pieces = -(-num_rows * (full + 1) // (length + 1))
+    return pieces // unit * unit
+
+
+def make_shapes(config: schema.Config) -> dict[int, tuple[int, int]]:
+    """Rows and tokens per row of a batch, by their first step.
+
+    Args:
+        config: Read for `sequence_warmup`, `data.length` and the batch sizes.
+    """
+    lengths, num_rows = make_lengths(config), config.global_batch_size
+    if config.sequence_warmup.form != "reshape":
+        return {step: (num_rows, length) for step, length in lengths.changes().items()}
+    unit = batch_unit(config)
+    return {
+        step: (reshaped_rows(length, config.data.length, num_rows, unit), length)
+        for step, length in lengths.changes().items()
+    }
+
+
+def make_tokens(config: schema.Config) -> Pacing:
+    """Tokens of a batch by step; see `make_shapes`."""
+    firsts, shapes = zip(*make_shapes(config).items(), strict=True)
+    return Pacing((0, *firsts[1:]), tuple(rows * length for rows, length in shapes))
+
+
+def batch_unit(config: schema.Config) -> int:
+    """Microbatches of a step over all devices, of which the rows are a multiple.
+
+    Without a microbatch size, which is derived when a run starts, it is the batch size.
+    """
+    return config.global_batch_size // (config.microbatch_size or 1)
+
+
 def length_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     """Problems of `sequence_warmup`.
 

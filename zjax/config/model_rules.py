@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 from zjax.config import (
     axes,
+    curriculum,
     derived,
     lengths,
     mixture,
@@ -195,6 +196,7 @@ MODEL_RULES: tuple[Entry, ...] = (
         ("data", "model", "mesh", "num_steps", "sequence_warmup"),
         lengths.length_problems,
     ),
+    (("num_steps", "curriculum"), curriculum.curriculum_problems),
     (("model",), _vocabulary),
 )
 """Rules of the built-in models alone."""

@@ -489,12 +489,36 @@ class SequenceWarmup:
     then decays with the tokens that were consumed, not with the steps.
     """
 
-    form: Literal["none", "truncate"] = "none"
-    """`truncate` cuts the end off each sequence."""
+    form: Literal["none", "truncate", "reshape"] = "none"
+    """`truncate` cuts the end off each sequence; `reshape` cuts each into short ones,
+    so that batches have more rows and about as many tokens."""
     pacing: Pacing = Pacing()
     """Tokens per sequence; each length is compiled."""
 
     __post_init__ = derived.fill_length_pacing
+
+
+@section
+class CurriculumMetric:
+    """A measure of the samples, and how its difficulty grows."""
+
+    index: str = ""
+    """File of `zjax data analyze`, made from the same data."""
+    difficulty: Literal["percentile", "value"] = "percentile"
+    """`percentile` admits equally many samples per unit of difficulty, `value` those
+    whose value is at most the difficulty."""
+    pacing: Pacing = Pacing()
+    """Difficulties, the last of which is 100 percent or the largest value."""
+
+    __post_init__ = derived.fill_difficulty_pacing
+
+
+@section
+class Curriculum:
+    """Easy samples first (arXiv:2212.03597)."""
+
+    metrics: tuple[CurriculumMetric, ...] = ()
+    """A sample is drawn once all of them admit it; () draws all samples."""
 
 
 @section
@@ -612,6 +636,7 @@ class Config:
     model: Model = Model()
     data: Data = Data()
     sequence_warmup: SequenceWarmup = SequenceWarmup()
+    curriculum: Curriculum = Curriculum()
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
     distill: Distill = Distill()

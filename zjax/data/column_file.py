@@ -34,6 +34,7 @@ class Columns(NamedTuple):
 
     digest: str
     name: str
+    checksum: int
     arrays: list[np.ndarray]
 
 
@@ -94,11 +95,11 @@ def open_columns(
         fault = f"cannot be read ({error.strerror or error})"
     if fault:
         raise DataError(Problem(field, str(path), fault, remedy))
-    _, _, num_columns, num_rows, digest, name, _ = _HEADER.unpack(_read_header(path))
+    _, _, num_columns, num_rows, digest, name, crc = _HEADER.unpack(_read_header(path))
     content = np.memmap(path, "<i8", "r", HEADER_BYTES, (num_columns, num_rows))
     arrays = [row.view(dtype) for row, dtype in zip(content, dtypes, strict=True)]
     digest, name = (text.rstrip(b"\0").decode() for text in (digest, name))
-    return Columns(digest, name, arrays)
+    return Columns(digest, name, crc, arrays)
 
 
 def _read_header(path: pathlib.Path) -> bytes:

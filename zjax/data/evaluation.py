@@ -24,6 +24,7 @@ from zjax.config import schema
 from zjax.data import batches as wrapping
 from zjax.data import loader, packing, placement, sampler, source, synthetic
 from zjax.data.digest import BatchChain
+from zjax.data.draws import WholeRows
 from zjax.data.entries import check_batch
 from zjax.errors import ConfigError, DataError, Problem
 from zjax.sharding.batch import map_rows, rows_of
@@ -244,11 +245,10 @@ def _evaluate_rows(
     order = EvaluationOrder(min(num_wanted, num_all), num_all, config.global_batch_size)
     # Starting worker processes would take longer than reading few batches.
     data = dataclasses.replace(config.data, num_workers=0)
-    batches = loader.load_rows(
-        rows,
+    batches = loader.load_draws(
+        WholeRows(rows, order, (config.global_batch_size,)),
         dataclasses.replace(config, data=data),
         shardings,
-        order=order,
         num_batches=len(order.sizes),
     )
 

@@ -8,7 +8,7 @@ resumes by restarting at its step.
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,23 +16,16 @@ from absl import flags, logging
 from jaxtyping import Int64
 
 from zjax.config import schema
-from zjax.config.lengths import make_lengths
+from zjax.config.lengths import make_lengths, make_shapes
 from zjax.data import packing, placement, sampler, source
+from zjax.data.curriculum import Curriculum
+from zjax.data.draws import Draws, Order, ReshapedRows, TruncatedRows, WholeRows
 from zjax.data.entries import check_batch
 from zjax.errors import ConfigError, DataError, Problem
 from zjax.packages import check_installed
 
 READ_THREADS = 2
 """Batches that each worker process reads at a time."""
-
-
-@runtime_checkable
-class Order(Protocol):
-    """The rows of the global batch of each step."""
-
-    def indices(self, step: int) -> Int64[np.ndarray, " B"]:
-        """Rows of one step, in batch order."""
-        ...
 
 
 class Loader:
@@ -43,6 +36,7 @@ class Loader:
         position: Values besides the step that determine the samples, compared at
             resume.
         start_step: Step of the first batch.
+        values_at: Function from a step, from 1 on, to what the metrics tell of it.
         drawn: Digests of the batches before each step, filled in by an iterator that
             draws them in order.
     """
@@ -53,10 +47,12 @@ class Loader:
         position: dict[str, Any],
         start_step: int,
         *,
+        values_at: Callable[[int], dict[str, float]] = lambda step: {},
         drawn: dict[int, str] | None = None,
     ):
         check_installed("grain")
         self._open_at = open_at
+        self.values_at = values_at
         self._position = position
         self._step = start_step
         self._drawn = {} if drawn is None else drawn
@@ -171,15 +167,48 @@ def make_loader(
         DataError: The data is missing, damaged, too short for one row, or has a larger
             vocabulary than the model.
     """
-    return sample_rows(
-        source.open_rows(config, "train"),
+    check_batch_size(config)
+    rows = source.open_rows(config, "train")
+    position = _row_position(rows, config)
+    position |= source.row_settings(config) | source.warmup_settings(config)
+    order: Order = sampler.Sampler(config.seed, len(rows), config.global_batch_size)
+    values_at = _no_values
+    if config.curriculum.metrics:
+        opened = Curriculum(config, source.digest_samples(config, rows))
+        order, values_at = opened.sampler, opened.values
+        position |= opened.position
+    return load_draws(
+        _make_draws(rows, order, config),
         config,
         shardings,
-        source_settings=source.row_settings(config),
-        length_at=make_lengths(config).at,
+        position=position,
+        values_at=values_at,
         start_step=start_step,
         num_batches=num_batches,
     )
+
+
+def _make_draws(rows: packing.Rows, order: Order, config: schema.Config) -> Draws:
+    sizes = (config.global_batch_size,)
+    match config.sequence_warmup.form:
+        case "truncate":
+            return TruncatedRows(rows, order, sizes, make_lengths(config))
+        case "reshape":
+            return ReshapedRows(rows, order, config.data.length, make_shapes(config))
+    return WholeRows(rows, order, sizes)
+
+
+def _row_position(rows: packing.Rows, config: schema.Config) -> dict[str, Any]:
+    return {
+        "seed": config.seed,
+        "num_rows": len(rows),
+        "global_batch_size": config.global_batch_size,
+        "data.digest": rows.digest(),
+    }
+
+
+def _no_values(step: int) -> dict[str, float]:
+    return {}
 
 
 def sample_rows(
@@ -187,66 +216,58 @@ def sample_rows(
     config: schema.Config,
     shardings: placement.Shardings,
     *,
-    source_settings: dict[str, Any] | None = None,
-    length_at: Callable[[int], int] | None = None,
     start_step: int = 0,
     num_batches: int | None = None,
 ) -> Loader:
-    """Makes the loader of any rows, in the order of `config.seed`; see `load_rows`.
-
-    `source_settings` determine the rows, and are compared at resume.
-    """
+    """Makes the loader of any rows, in the order of `config.seed`; see `load_draws`."""
     check_batch_size(config)
-    seed, num_rows, size = config.seed, len(rows), config.global_batch_size
-    position = {"seed": seed, "num_rows": num_rows, "global_batch_size": size}
-    return load_rows(
-        rows,
+    seed, size = config.seed, config.global_batch_size
+    return load_draws(
+        WholeRows(rows, sampler.Sampler(seed, len(rows), size), (size,)),
         config,
         shardings,
-        order=sampler.Sampler(seed, num_rows, size),
-        length_at=length_at,
-        position=position | (source_settings or {}) | {"data.digest": rows.digest()},
+        position=_row_position(rows, config),
         start_step=start_step,
         num_batches=num_batches,
     )
 
 
-def load_rows(
-    rows: packing.Rows,
+def load_draws(
+    draws: Draws,
     config: schema.Config,
     shardings: placement.Shardings,
     *,
-    order: Order,
-    length_at: Callable[[int], int] | None = None,
     position: dict[str, Any] | None = None,
+    values_at: Callable[[int], dict[str, float]] = _no_values,
     start_step: int = 0,
     num_batches: int | None = None,
 ) -> Loader:
     """Makes the loader of any rows that can be read by number.
 
     Args:
-        rows: Rows to read.
-        config: Config; reads `data` for workers and prefetching, and
-            `global_batch_size`.
+        draws: Rows of each step.
+        config: Config; reads `data` for workers and prefetching.
         shardings: Sharding of each array of a batch.
-        order: Rows of each step.
-        length_at: Tokens of each row in a step, the first of which is 1; None for all.
         position: Values that determine the order, compared at resume.
+        values_at: Function from a step, from 1 on, to what the metrics tell of it.
         start_step: Step of the first batch.
         num_batches: Number of batches; None is endless.
     """
-    num_rows = config.global_batch_size
-    local_rows = find_local_rows(rows, num_rows, shardings)
+    example = draws.draw(start_step).rows
+    local_rows = {
+        size: find_local_rows(example, size, shardings) for size in set(draws.sizes)
+    }
     end = sys.maxsize if num_batches is None else start_step + num_batches
 
-    def place(batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        return placement.place_rows(batch, local_rows, num_rows, shardings)
+    def place(read: tuple[int, dict[str, np.ndarray]]) -> dict[str, jax.Array]:
+        num_rows, batch = read
+        return placement.place_rows(batch, local_rows[num_rows], num_rows, shardings)
 
     def open_at(step: int) -> Any:
         import grain
 
         _mark_flags_as_parsed()
-        steps = StepSource(rows, order, local_rows, step, end, length_at)
+        steps = StepSource(draws, local_rows, step, end)
         dataset = _read_batches(grain.MapDataset.source(steps), config.data)
         return iter(
             grain.experimental.ThreadPrefetchIterDataset(
@@ -254,7 +275,7 @@ def load_rows(
             )
         )
 
-    return Loader(open_at, position or {}, start_step)
+    return Loader(open_at, position or {}, start_step, values_at=values_at)
 
 
 def _close_all(opened: list[Any]) -> None:
@@ -275,40 +296,32 @@ class StepSource:
     """Random-access source for grain: a process's part of the batch of each step.
 
     Args:
-        rows: Rows of all the data.
-        order: Rows of each step.
-        local_rows: Positions in the global batch that this process holds.
+        draws: Rows of each step.
+        local_rows: Positions in the global batch that this process holds, by the number
+            of its rows.
         start_step: Step of element 0.
         end_step: Step after the last element.
-        length_at: Tokens of each row in a step, the first of which is 1; None for all.
     """
 
     def __init__(
         self,
-        rows: packing.Rows,
-        order: Order,
-        local_rows: Int64[np.ndarray, " local"],
+        draws: Draws,
+        local_rows: dict[int, Int64[np.ndarray, " local"]],
         start_step: int,
         end_step: int,
-        length_at: Callable[[int], int] | None,
     ):
-        self._rows = rows
-        self._order = order
+        self._draws = draws
         self._local_rows = local_rows
         self._start_step = start_step
         self._end_step = end_step
-        self._length_at = length_at
 
     def __len__(self) -> int:
         return max(0, self._end_step - self._start_step)
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        step = self._start_step + int(index)
-        rows = self._rows.read(self._order.indices(step)[self._local_rows])
-        if self._length_at is None:
-            return rows
-        length = self._length_at(step + 1)
-        return {name: x[:, :length] for name, x in rows.items()}
+    def __getitem__(self, index: int) -> tuple[int, dict[str, np.ndarray]]:
+        rows, indices = self._draws.draw(self._start_step + int(index))
+        local = indices[self._local_rows[len(indices)]]
+        return len(indices), rows.read(local)
 
 
 def find_local_rows(

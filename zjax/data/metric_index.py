@@ -28,6 +28,8 @@ class Index:
     """Ascending."""
     samples: Int64[np.ndarray, " n"]
     """Number of the sample of each value; equal values have ascending numbers."""
+    checksum: int = 0
+    """CRC-32C of both; 0 if they are not read from a file."""
 
     def num_admitted(self, difficulty: int | float) -> int:
         """Counts the samples whose value is at most `difficulty`: a prefix."""
@@ -86,12 +88,15 @@ def write_index(
     column_file.write_columns(path, columns, digest=digest, name=metric)
 
 
-def open_index(path: str | os.PathLike[str], digest: str) -> Index:
+def open_index(
+    path: str | os.PathLike[str], digest: str, field: str = "index"
+) -> Index:
     """Maps the index of a metric once it is known to be whole and of this dataset.
 
     Args:
         path: File of `zjax data analyze`.
         digest: Digest of the dataset; see `zjax.data.source.digest_samples`.
+        field: Name of the file in messages.
 
     Returns:
         The index; its arrays stay on the disk.
@@ -103,9 +108,9 @@ def open_index(path: str | os.PathLike[str], digest: str) -> Index:
     remedy = "run `zjax data analyze` on this dataset"
     dtypes = ("<f8", "<i8")
     opened = column_file.open_columns(
-        pathlib.Path(path), dtypes, field="index", remedy=remedy
+        pathlib.Path(path), dtypes, field=field, remedy=remedy
     )
     if opened.digest != digest:
         problem = f"belongs to dataset {opened.digest}, but this one is {digest}"
-        raise DataError(Problem("index", str(path), problem, remedy))
-    return Index(opened.name, *opened.arrays)
+        raise DataError(Problem(field, str(path), problem, remedy))
+    return Index(opened.name, *opened.arrays, checksum=opened.checksum)

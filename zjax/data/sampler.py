@@ -52,9 +52,15 @@ class Sampler:
 
 
 def permute_rows(
-    positions: Int64[np.ndarray, " n"], num_rows: int, seed: int, epoch: int
+    positions: Int64[np.ndarray, " n"],
+    num_rows: int,
+    seed: int | tuple[int, ...],
+    epoch: int,
 ) -> Int64[np.ndarray, " n"]:
-    """Applies an epoch's permutation to positions below `num_rows` (up to 2**62)."""
+    """Applies an epoch's permutation to positions below `num_rows` (up to 2**62).
+
+    `seed` may be several numbers, such as a seed and the number of a part.
+    """
     half_bits = np.uint64(max(1, ((num_rows - 1).bit_length() + 1) // 2))
     round_keys = np.random.SeedSequence([seed, epoch]).generate_state(
         NUM_ROUNDS, np.uint64

@@ -66,11 +66,21 @@ def row_settings(config: schema.Config) -> dict[str, Any]:
     settings = {f"data.{name}": getattr(config.data, name) for name in names}
     if config.data.source == "tokens":
         settings["data.tokenizer"] = store.digest_tokenizer(config.data.path)
-    warmup = config.sequence_warmup
-    if warmup.form != "none":
-        settings["sequence_warmup.form"] = warmup.form
-        settings |= settings_read("sequence_warmup.pacing", warmup.pacing)
     return settings
+
+
+def warmup_settings(config: schema.Config) -> dict[str, Any]:
+    """Settings by path that determine how many tokens of its rows each step reads.
+
+    Example:
+        >>> warmup_settings(schema.Config())
+        {}
+    """
+    warmup = config.sequence_warmup
+    if warmup.form == "none":
+        return {}
+    read = settings_read("sequence_warmup.pacing", warmup.pacing)
+    return {"sequence_warmup.form": warmup.form} | read
 
 
 def digest_samples(config: schema.Config, rows: packing.Rows) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from zjax.config.lengths import make_lengths
+from zjax.config.lengths import make_lengths, make_tokens
 from zjax.config.schema import Config
 from zjax.observe import load, plot
 from zjax.observe.directory import writing
@@ -36,6 +36,7 @@ class Monitor:
             logs only seconds per step.
         num_devices: Devices of the mesh.
         callbacks: Functions called after the sinks.
+        values_at: Function from a step, from 1 on, to what its data tell of it.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Monitor:
         rows_per_step: int,
         num_devices: int,
         callbacks: Sequence[Callback] = (),
+        values_at: Callable[[int], dict[str, float]] = lambda step: {},
     ):
         observe = config.observe
         if observe.plot and "jsonl" not in observe.sinks and jax.process_index() == 0:
@@ -54,6 +56,7 @@ class Monitor:
         self._config = config
         self._callbacks = callbacks
         self._rows_per_step, self._lengths = rows_per_step, make_lengths(config)
+        self._tokens_at, self._values_at = make_tokens(config), values_at
         self._skipped = SkippedSteps(
             config.precision, num_steps=config.num_steps, num_skipped=num_skipped
         )
@@ -111,7 +114,7 @@ class Monitor:
         earlier = self._late.push(step, metrics[0])
         if compiled.line and jax.process_index() == 0:
             print(compiled.line, flush=True)
-        tokens = self._rows_per_step * self._lengths.at(step)
+        tokens = self._tokens_at.at(step) if self._rows_per_step else 0
         self._throughput.lap(tokens, compiled=bool(compiled.seconds))
         if earlier is not None:
             self._log_step(*earlier)
@@ -182,11 +185,10 @@ class Monitor:
     def _tokens(self, step: int) -> dict[str, float]:
         if not self._rows_per_step:
             return {}
-        consumed = self._rows_per_step * self._lengths.sum_until(step)
-        values = {"consumed_tokens": float(consumed)}
+        values = {"consumed_tokens": float(self._tokens_at.sum_until(step))}
         if self._config.sequence_warmup.form != "none":
             values["sequence_length"] = float(self._lengths.at(step))
-        return values
+        return values | self._values_at(step)
 
 
 def _make_throughput(

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
-from zjax.config.lengths import make_lengths
+from zjax.config.lengths import make_tokens
 from zjax.config.schema import Config
 
 
@@ -58,14 +58,14 @@ def make_schedule(
 
 def _by_tokens(config: Config) -> Callable[[Any], Any]:
     """Maps a step to the one that would have its rate without length warm-up."""
-    lengths = make_lengths(config)
+    consumed = make_tokens(config)
     first, last = config.optimizer.num_warmup_steps, config.num_steps - 1
-    changes = [step for step in lengths.changes() if first < step <= last]
+    changes = [step for step in consumed.changes() if first < step <= last]
     if not changes or config.sequence_warmup.form == "none":
         return lambda step: step
     # Step n is taken when the tokens of n steps are consumed.
     steps = np.array([first, *(step - 1 for step in changes), last])
-    tokens = np.array([lengths.sum_until(int(step)) for step in steps], np.float64)
+    tokens = np.array([consumed.sum_until(int(step)) for step in steps], np.float64)
     share = (tokens - tokens[0]) / (tokens[-1] - tokens[0])
     positions = first + share * (last - first)
 

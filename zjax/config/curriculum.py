@@ -1,0 +1,40 @@
+"""Checks of `curriculum`: metrics and the pacing of their difficulty."""
+
+from collections.abc import Iterator
+
+from zjax.config import schema
+from zjax.config.pacing import pacing_problems
+from zjax.errors import Problem
+
+PERCENTILES = 100
+
+
+def metric_field(number: int) -> str:
+    """Path of the settings of a metric.
+
+    Example:
+        >>> metric_field(0)
+        'curriculum.metrics[0]'
+    """
+    return f"curriculum.metrics[{number}]"
+
+
+def curriculum_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields problems of `curriculum`, as far as they show without its indexes.
+
+    Args:
+        config: Settings in their ranges.
+        num_devices: Devices of the run.
+    """
+    for number, metric in enumerate(config.curriculum.metrics):
+        field = metric_field(number)
+        if not metric.index:
+            remedy = "give a file of `zjax data analyze`, such as 'index/voc.index'"
+            yield Problem(f"{field}.index", "", "names no file", remedy)
+        is_percentile = metric.difficulty == "percentile"
+        yield from pacing_problems(
+            f"{field}.pacing",
+            metric.pacing,
+            num_steps=config.num_steps,
+            longest=("percentiles", PERCENTILES) if is_percentile else None,
+        )

@@ -1,0 +1,205 @@
+"""Curriculum sampling: easy samples first, by indexes of their difficulty.
+
+At each new difficulty the samples that it admits form a cluster. A batch draws clusters
+in proportion to their sizes, and takes the next samples of each in its shuffled order.
+
+The reference draws from one generator in order, whose state and whose files of clusters
+it would have to save. Here each cluster is shuffled by a permutation of (seed, cluster,
+epoch), and each block of steps draws by a generator of (seed, block), so that a batch
+is a pure function of (seed, step): same distribution, other numbers.
+
+Reference: Li et al., DeepSpeed Data Efficiency (arXiv:2212.03597), section 3.1.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int64
+
+from zjax.config import schema
+from zjax.config.curriculum import metric_field
+from zjax.config.pacing import Pacing, make_pacing, pacing_problems, settings_read
+from zjax.data.metric_index import Index, open_index
+from zjax.data.picks import Picks
+from zjax.data.sampler import permute_rows
+from zjax.errors import ConfigError, DataError, Problem
+
+_CLUSTERS, _DRAWS = 1, 2
+"""Purposes of random numbers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Difficulty:
+    """The samples of a metric, and how many of them each step admits.
+
+    Args:
+        index: Samples from the easiest to the hardest.
+        pacing: Difficulties; steps count from 1.
+        is_percentile: Whether a difficulty is a percentile, not a value.
+    """
+
+    index: Index
+    pacing: Pacing
+    is_percentile: bool
+
+    def num_admitted(self, step: int) -> int:
+        """Counts the samples that a step admits."""
+        difficulty = self.pacing.at(step)
+        if self.is_percentile:
+            return self.index.num_admitted_percentile(difficulty)
+        return self.index.num_admitted(difficulty)
+
+
+class Clusters:
+    """Samples in the order in which they are admitted.
+
+    Args:
+        difficulties: One or more; a sample is admitted once all of them admit it.
+
+    Example:
+        >>> index = Index("voc", np.array([1.0, 1.0, 5.0]), np.array([2, 0, 1]))
+        >>> pacing = Pacing((0, 3), (1, 5))
+        >>> clusters = Clusters([Difficulty(index, pacing, is_percentile=False)])
+        >>> clusters.samples.tolist(), clusters.ends.tolist(), clusters.firsts
+        ([2, 0, 1], [2, 3], (1, 3))
+    """
+
+    samples: Int64[np.ndarray, " n"]
+    """Cluster by cluster."""
+    ends: Int64[np.ndarray, " clusters"]
+    """End of each cluster in `samples`; none is empty."""
+    firsts: tuple[int, ...]
+    """First step of each cluster."""
+
+    def __init__(self, difficulties: Sequence[Difficulty]):
+        steps = sorted({step for d in difficulties for step in d.pacing.changes()})
+        counts = [[d.num_admitted(step) for step in steps] for d in difficulties]
+        if len(difficulties) == 1:
+            self.samples, ends = difficulties[0].index.samples, np.array(counts[0])
+        else:
+            phases = np.zeros(len(difficulties[0].index.samples), np.int64)
+            for difficulty, admitted in zip(difficulties, counts, strict=True):
+                places = np.arange(len(phases))
+                of_place = np.searchsorted(admitted, places, "right")
+                samples = difficulty.index.samples
+                phases[samples] = np.maximum(phases[samples], of_place)
+            self.samples = np.argsort(phases, kind="stable")
+            ends = np.cumsum(np.bincount(phases, minlength=len(steps))[: len(steps)])
+        is_new = np.diff(ends, prepend=0) > 0
+        self.ends = ends[is_new]
+        self.firsts = tuple(np.array(steps)[is_new].tolist())
+
+
+class CurriculumSampler:
+    """The samples of the global batch of each step.
+
+    Args:
+        seed: Seed, 0 or more.
+        clusters: Samples in the order in which they are admitted; some in step 1.
+        global_batch_size: Samples per step, 1 or more.
+    """
+
+    def __init__(self, seed: int, clusters: Clusters, global_batch_size: int):
+        self._seed, self._clusters = seed, clusters
+        self._sizes = np.diff(clusters.ends, prepend=0)
+        num_open = range(1, len(clusters.firsts) + 1)
+        self._picks = Picks(
+            (seed, _DRAWS),
+            self._sizes.astype(np.float64),
+            Pacing((0, *clusters.firsts[1:]), tuple(num_open)),
+            global_batch_size,
+        )
+
+    def indices(self, step: int) -> Int64[np.ndarray, " B"]:
+        """Samples of one step, from 0 on, in batch order."""
+        parts, ordinals = self._picks.at(step)
+        sizes = self._sizes[parts]
+        epochs, places = np.divmod(ordinals, sizes)
+        starts = self._clusters.ends[parts] - sizes
+        batch = np.empty_like(parts)
+        for part, epoch in {*zip(parts.tolist(), epochs.tolist(), strict=True)}:
+            chosen = (parts == part) & (epochs == epoch)
+            key = (self._seed, _CLUSTERS, part)
+            size = int(self._sizes[part])
+            batch[chosen] = permute_rows(places[chosen], size, key, epoch)
+        return self._clusters.samples[starts + batch]
+
+
+class Curriculum:
+    """The curriculum of a run: its sampler, and what its metrics and resume tell.
+
+    Args:
+        config: Read for `curriculum`, `seed`, `num_steps` and `global_batch_size`.
+        digest: Digest of the samples; see `zjax.data.source.digest_samples`.
+
+    Raises:
+        DataError: An index is missing, damaged, that of other samples, or holds values
+            that are not finite; or no sample is admitted in step 1.
+        ConfigError: A difficulty does not fit the values of the index.
+    """
+
+    def __init__(self, config: schema.Config, digest: str):
+        metrics = config.curriculum.metrics
+        self._difficulties = [
+            _open_difficulty(number, metric, digest, config.num_steps)
+            for number, metric in enumerate(metrics)
+        ]
+        clusters = Clusters(self._difficulties)
+        if clusters.firsts[:1] != (1,):
+            num, names = (
+                len(clusters.samples),
+                [d.index.metric for d in self._difficulties],
+            )
+            problem = f"admits none of {num} samples in step 1 by {' and '.join(names)}"
+            remedy = "start at a higher difficulty"
+            start = self._difficulties[0].pacing.start
+            raise ConfigError(
+                Problem(f"{metric_field(0)}.pacing.start", start, problem, remedy)
+            )
+        size = config.global_batch_size
+        self.sampler = CurriculumSampler(config.seed, clusters, size)
+        self.position: dict[str, Any] = {}
+        """Values that determine the order, compared at resume."""
+        for number, metric in enumerate(metrics):
+            field, index = metric_field(number), self._difficulties[number].index
+            self.position |= settings_read(f"{field}.pacing", metric.pacing)
+            self.position |= {
+                f"{field}.index": f"{index.metric} {index.checksum:08x}",
+                f"{field}.difficulty": metric.difficulty,
+            }
+
+    def values(self, step: int) -> dict[str, float]:
+        """The difficulty of each metric in a step, from 1 on."""
+        return {
+            f"difficulty_{difficulty.index.metric}": float(difficulty.pacing.at(step))
+            for difficulty in self._difficulties
+        }
+
+
+def _open_difficulty(
+    number: int, metric: schema.CurriculumMetric, digest: str, num_steps: int
+) -> Difficulty:
+    field = metric_field(number)
+    index = open_index(metric.index, digest, field=f"{field}.index")
+    ends = float(index.values[0]), float(index.values[-1])  # NaN is sorted to the end
+    for value in ends:
+        if not math.isfinite(value):
+            problem = f"holds {value} as a value of {index.metric}"
+            remedy = "measure finite numbers, by `zjax data analyze`"
+            raise DataError(Problem(f"{field}.index", metric.index, problem, remedy))
+    pacing, is_percentile = metric.pacing, metric.difficulty == "percentile"
+    if not is_percentile and pacing.end == 0:
+        largest = math.ceil(ends[1] / pacing.multiple) * pacing.multiple
+        pacing = dataclasses.replace(pacing, end=largest)
+        problems = pacing_problems(
+            f"{field}.pacing",
+            pacing,
+            num_steps=num_steps,
+            longest=(f"the largest {index.metric}", largest),
+        )
+        if found := list(problems):
+            raise ConfigError(*found)
+    return Difficulty(index, make_pacing(pacing), is_percentile)
