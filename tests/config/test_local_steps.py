@@ -25,6 +25,25 @@ REPLICAS = "mesh.replica=2"
             id="longer-than-the-run",
         ),
         pytest.param(
+            [REPLICAS, ROUND, "communication.num_synchronous_steps=1000"],
+            "communication.num_synchronous_steps=1000 leaves no local step in "
+            "num_steps=1000; use at most 990, or communication.num_local_steps=0",
+            id="no-local-step",
+        ),
+        pytest.param(
+            [REPLICAS, ROUND, "communication.num_synchronous_steps=995"],
+            "communication.num_local_steps=10 is more than num_steps=1000 after "
+            "num_synchronous_steps=995: nothing is exchanged; use at most 5",
+            id="longer-than-what-is-left",
+        ),
+        pytest.param(
+            [REPLICAS, ROUND, "communication.num_synchronous_steps=25"],
+            "communication.num_local_steps=10 leaves the last 5 of num_steps=1000 "
+            "after num_synchronous_steps=25 unmerged; use a divisor of num_steps - "
+            "num_synchronous_steps",
+            id="no-divisor-of-what-is-left",
+        ),
+        pytest.param(
             [REPLICAS, "communication.num_local_steps=30"],
             "communication.num_local_steps=30 leaves the last 10 of num_steps=1000 "
             "unmerged; use a divisor of num_steps",

@@ -13,9 +13,10 @@ from zjax.optim.build import make_optimizer
 FREEZE = 2
 
 
-def make_run(name, freeze_step=FREEZE, **changes):
+def make_run(name, freeze_step=FREEZE, communication=None, **changes):
     optimizer = schema.Optimizer(name=name, freeze_step=freeze_step, num_warmup_steps=1)
     settings = {
+        "communication": communication or schema.Communication(),
         "optimizer": dataclasses.replace(optimizer, **changes),
         "mesh": schema.Mesh(replica=2),
         "num_steps": 8,
@@ -56,6 +57,23 @@ def test_one_step_of_the_warm_up_is_enough():
     assert metrics["skipped_steps"] == FREEZE - 1
 
 
+def test_rounds_do_not_begin_later_than_they_began():
+    """Replicas share parameters after an exchange, but not the moments of Adam."""
+    rounds = schema.Communication(num_local_steps=2, num_synchronous_steps=2)
+    run = make_run("adam", 0, communication=rounds)
+    _, state = runs.train(run, 4)
+    rounds = dataclasses.replace(rounds, num_synchronous_steps=6)
+    later = make_run("adam", 0, communication=rounds)
+    with pytest.raises(StateError) as error:
+        later.step(state, models.make_batch(4))
+    assert str(error.value) == (
+        "communication.num_synchronous_steps=6 joins replicas at step 5 that have "
+        "stepped apart; use 4 or less, or a state whose replicas are equal"
+    )
+    _, state = runs.train(make_run("adam", 0, communication=rounds), 2)
+    runs.train(later, 2, first=2, state=state)
+
+
 def test_replicas_that_stepped_apart_do_not_step_together():
     """Fails if a later freeze lets them differ to the end of the run."""
     scaler = {"local_step_scaler": 1, "local_step_clipper": 2}
@@ -66,7 +84,7 @@ def test_replicas_that_stepped_apart_do_not_step_together():
         later.step(state, models.make_batch(5))
     assert str(error.value) == (
         "optimizer.freeze_step=7 joins replicas at step 6 that have stepped apart; "
-        "use 5 or less, or a state after an exchange"
+        "use 5 or less, or a state whose replicas are equal"
     )
     _, state = runs.train(run, 1, first=5, state=state)
     _, state = runs.train(later, 1, first=6, state=state)

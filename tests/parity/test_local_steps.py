@@ -75,6 +75,9 @@ class Workers:
 
     def step(self, number):
         settings, batch = self.settings, make_batch(number - 1)
+        if number <= settings.num_synchronous_steps:
+            return self.synchronous_step(batch)
+        number -= settings.num_synchronous_steps
         length, fragments = settings.num_local_steps, FRAGMENTS[settings.num_fragments]
         for i, params in enumerate(self.params):
             rows = {name: x.reshape(self.number, -1, *x.shape[1:])[i]
@@ -88,6 +91,11 @@ class Workers:
                 self.on_the_way[i] = self.mean(i, names)
             if (number - end) % length == 0:
                 self.merge(names, self.on_the_way.pop(i))
+
+    def synchronous_step(self, batch):
+        for name, grad in GRADIENTS(self.anchor, batch).items():
+            self.anchor[name] = self.anchor[name] - LEARNING_RATE * np.asarray(grad)
+        self.params = [dict(self.anchor) for _ in self.params]
 
     def mean(self, fragment, names):
         """Two phases: workers send chunks to servers, which send means to all."""
@@ -136,6 +144,9 @@ STREAMED = {"num_local_steps": 4, "num_fragments": 2, "delay": 1, "mixing": 0.5}
         pytest.param({"num_local_steps": 3, "codec": "int2"}, id="diloco-int2"),
         pytest.param({"num_local_steps": 4, "delay": 2}, id="delayed"),
         pytest.param({"codec": "int4"} | STREAMED, id="streaming"),
+        pytest.param(
+            {"codec": "int4", "num_synchronous_steps": 4} | STREAMED, id="synchronous"
+        ),
     ],
 )
 def test_twelve_steps_are_those_of_explicit_workers(settings):

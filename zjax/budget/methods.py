@@ -42,7 +42,8 @@ def methods_of(config: schema.Config) -> dict[str, schema.Config]:
 
     Args:
         config: Checked settings. Those that send less are taken back, except for
-            `communication.num_local_steps` and those of an optimizer.
+            `communication.num_local_steps`, `num_synchronous_steps` and those of an
+            optimizer.
 
     Example:
         >>> methods = methods_of(schema.Config())
@@ -50,13 +51,16 @@ def methods_of(config: schema.Config) -> dict[str, schema.Config]:
         40
     """
     plain, change = _plain(config), dataclasses.replace
-    length = config.communication.num_local_steps or _round(config.num_steps)
-    diloco = schema.Communication(num_local_steps=length)
+    sent = config.communication
+    diloco = schema.Communication(
+        num_local_steps=sent.num_local_steps or _round(config.num_steps),
+        num_synchronous_steps=sent.num_synchronous_steps,
+    )
     streaming = change(
         diloco,
         codec="int4",
         num_fragments=FRAGMENTS,
-        delay=max(0, min(DELAY, length // FRAGMENTS - 1)),
+        delay=max(0, min(DELAY, diloco.num_local_steps // FRAGMENTS - 1)),
     )
     zero3 = change(plain.zero, stage=3, shard_over_replica=True)
     zeropp = change(

@@ -8,6 +8,7 @@ from zjax.config.communication import COMPRESSED_OPTIMIZERS
 from zjax.errors import Problem
 
 _OF_LOCAL_STEPS = (
+    "num_synchronous_steps",
     "outer_learning_rate",
     "outer_momentum",
     "num_fragments",
@@ -63,13 +64,21 @@ def _rounds(config: schema.Config) -> Iterator[Problem]:
         settings.num_fragments,
         settings.delay,
     )
-    if length > config.num_steps:
-        problem = f"is more than num_steps={config.num_steps}: nothing is exchanged"
-        remedy = f"use at most {config.num_steps}"
-        yield Problem(field, length, problem, remedy)
-    elif rest := config.num_steps % length:
-        problem = f"leaves the last {rest} of num_steps={config.num_steps} unmerged"
-        yield Problem(field, length, problem, "use a divisor of num_steps")
+    together, first = settings.num_synchronous_steps, "num_synchronous_steps"
+    apart = config.num_steps - together
+    run = f"num_steps={config.num_steps}"
+    span = f"{run} after {first}={together}" if together else run
+    if apart < 1:
+        problem = f"leaves no local step in {run}"
+        remedy = f"use at most {config.num_steps - length}, or {field}=0"
+        yield Problem(f"communication.{first}", together, problem, remedy)
+    elif length > apart:
+        problem = f"is more than {span}: nothing is exchanged"
+        yield Problem(field, length, problem, f"use at most {apart}")
+    elif rest := apart % length:
+        problem = f"leaves the last {rest} of {span} unmerged"
+        divided = f"num_steps - {first}" if together else "num_steps"
+        yield Problem(field, length, problem, f"use a divisor of {divided}")
     if number > length:
         problem = f"is more than {field}={length}"
         name, remedy = "communication.num_fragments", f"use at most {length}"

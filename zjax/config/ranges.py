@@ -128,6 +128,7 @@ RANGES: dict[type, dict[str, Range]] = {
     },
     schema.Communication: {
         "num_local_steps": _from(0),
+        "num_synchronous_steps": _from(0),
         "outer_learning_rate": POSITIVE,
         "outer_momentum": DECAY,
         "num_fragments": _from(1),

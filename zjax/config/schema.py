@@ -244,6 +244,9 @@ class Communication:
     num_local_steps: int = 0
     """Steps that replicas take before they exchange outer gradients; 0 exchanges
     gradients in every step."""
+    num_synchronous_steps: int = 0
+    """Steps in which replicas still exchange gradients, before they take local ones; as
+    DiLoCo starts from a trained model."""
     outer_learning_rate: float = 0.7
     outer_momentum: float = 0.9
     """Nesterov momentum of outer gradients."""

@@ -15,7 +15,7 @@ from zjax.execute.fused import FusedExecutor
 from zjax.execute.state_checks import check_together, check_warm_up
 from zjax.execute.step_number import StepNumber
 from zjax.optim.intervals import APART, LOCAL, Intervals
-from zjax.optim.phases import Phase, make_phases
+from zjax.optim.phases import Phase, make_phases, merged_phase
 from zjax.optim.rounds import Rounds
 from zjax.sharding.placement import abstract_tree, shardings
 from zjax.sharding.plan import Plan
@@ -93,8 +93,8 @@ class LocalStepsExecutor(FusedExecutor):
         is_known, number = self._number.knows(state), self._number.before(state) + 1
         check_warm_up(state, number, self._freeze_step)
         together = self.programs.get(self._rounds.at(number))
-        if together is not None and not is_known:
-            check_together(state, number, self._freeze_step)
+        if together is not None and not is_known and number > 1:
+            check_together(state, self._rounds)
         state, metrics = (together or self._train_apart)(state, batch)
         sent, merged = (
             self._rounds.sent_after(number),
@@ -234,7 +234,7 @@ def _programs(
 
 def _in_local_steps(tx: Any, config: Config) -> Any:
     """The optimizer without an argument for the phase."""
-    if make_phases(config) is None:
+    if merged_phase(config) is None:
         return tx
     update = functools.partial(tx.update, phase=LOCAL)
     return optax.GradientTransformationExtraArgs(tx.init, update)
@@ -256,10 +256,11 @@ def _common_steps(
     by_shard = dataclasses.replace(plan, grads=plan.master)
 
     def common_step(phase: Phase) -> Any:
-        sent = Sent(phase, Exchange(by_shard, make_codec(phase.codec)))
+        exchange = Exchange(by_shard, make_codec(phase.codec))
+        sent = Sent(phase, exchange)
         of_replica = make_programs(model, tx, plan.of_replica, config, schedule, sent)
         return jax.jit(
-            CommonStep(of_replica, model, plan),
+            CommonStep(of_replica, model, plan, exchange.feeds_back),
             donate_argnums=0,
             out_shardings=(places, None),
             compiler_options=step_options(config, plan),

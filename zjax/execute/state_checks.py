@@ -1,9 +1,13 @@
 """States with which a run whose second moments are kept cannot go on."""
 
-import numpy as np
-import optax
+import dataclasses
+
+import jax
+import jax.numpy as jnp
 
 from zjax.errors import NonFiniteError, Problem, StateError
+from zjax.optim.intervals import Intervals
+from zjax.optim.rounds import Rounds
 from zjax.train.state import TrainState
 
 
@@ -28,19 +32,32 @@ def check_warm_up(state: TrainState, number: int, freeze_step: int) -> None:
         )
 
 
-def check_together(state: TrainState, number: int, freeze_step: int) -> None:
-    """Refuses to let replicas step together from parameters that differ.
+def check_together(state: TrainState, rounds: Rounds | Intervals) -> None:
+    """Refuses to let replicas step together that differ.
 
     Args:
-        state: Before the step, of `zero_one_adam`; waits for it.
-        number: Number of the step, 1 or more.
-        freeze_step: Last step that replicas take together.
+        state: Before the step; waits for it.
+        rounds: Says how many steps the replicas take together.
 
     Raises:
-        StateError: The run had another freeze, and its replicas have stepped apart.
+        StateError: The run took fewer, and its replicas have stepped apart.
     """
-    rates = optax.tree_utils.tree_get(state.extra.replicas.opt_state, "rate_sum")
-    if any(np.any(np.asarray(shard.data)) for shard in rates.addressable_shards):
-        problem = f"joins replicas at step {number} that have stepped apart"
-        remedy = f"use {number - 1} or less, or a state after an exchange"
-        raise StateError(Problem("optimizer.freeze_step", freeze_step, problem, remedy))
+    replicas = dataclasses.replace(state.extra.replicas, num_skipped=())
+    if not bool(_differ(replicas)):
+        return
+    done = int(state.step)
+    if isinstance(rounds, Rounds):
+        field = "communication.num_synchronous_steps"
+        value = rounds.num_synchronous_steps
+    else:
+        field, value = "optimizer.freeze_step", rounds.freeze_step
+    problem = f"joins replicas at step {done + 1} that have stepped apart"
+    remedy = f"use {done} or less, or a state whose replicas are equal"
+    raise StateError(Problem(field, value, problem, remedy))
+
+
+@jax.jit
+def _differ(replicas: TrainState) -> jax.Array:
+    """Whether any replica has another bit than the first."""
+    differ = [jnp.any(x != x[:1]) for x in jax.tree.leaves(replicas)]
+    return jnp.any(jnp.stack(differ))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from zjax.config.schema import Config, Optimizer
 from zjax.optim import intervals, onebit_adam, onebit_lamb, zero_one_adam
 from zjax.optim.adam_steps import AdamSteps
+from zjax.optim.rounds import SYNCHRONOUS, make_rounds
 
 
 class Phase(NamedTuple):
@@ -73,9 +74,24 @@ def make_phases(config: Config) -> Phases | None:
             lambda step: phases[step > freeze_step].name,
             freeze_step,
         )
-    if codec == "none" or config.communication.num_local_steps:
+    if (rounds := make_rounds(config)) is not None:
+        if not config.communication.num_synchronous_steps:
+            return None
+        phase = Phase(SYNCHRONOUS, _uncompressed(config))
+        return Phases({SYNCHRONOUS: phase}, rounds.at)
+    if codec == "none":
         return None
     return Phases({PLAIN: Phase(PLAIN, codec)}, lambda step: PLAIN)
+
+
+def merged_phase(config: Config) -> Phase | None:
+    """The phase in which the optimizer of replicas takes outer steps itself, or None.
+
+    Args:
+        config: Read for `communication`, `optimizer`, `precision` and `num_steps`.
+    """
+    phases = make_phases(config)
+    return phases.by_name.get(intervals.MERGED) if phases else None
 
 
 def _compressed_message(settings: Optimizer) -> Callable[[Any, Any], Any] | None:
@@ -106,8 +122,12 @@ def _zero_one_phases(config: Config) -> Phases:
 
 def _full_precision(config: Config) -> str:
     """The codec of gradients that are not compressed."""
-    if config.communication.codec != "none":
-        return config.communication.codec
+    codec = config.communication.codec
+    return _uncompressed(config) if codec == "none" else codec
+
+
+def _uncompressed(config: Config) -> str:
+    """The codec in which the compiler would reduce gradients."""
     precision = config.precision
     is_wide = "float32" in (precision.reduce_dtype, precision.compute_dtype)
     return "float32" if is_wide else "bfloat16"

@@ -9,6 +9,9 @@ import dataclasses
 from zjax.config.schema import Config
 from zjax.optim.intervals import APART, LOCAL, ZERO_ONE_ADAM, Intervals, make_intervals
 
+SYNCHRONOUS = "synchronous"
+"""The phase of steps in which replicas exchange gradients, before local ones."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Rounds:
@@ -18,6 +21,7 @@ class Rounds:
         num_local_steps: Steps of a round, 1 or more.
         num_fragments: Fragments of the parameters, 1 to `num_local_steps`.
         delay: Steps from sending to merging, less than those between two merges.
+        num_synchronous_steps: Steps before the first round.
 
     Example:
         >>> rounds = Rounds(num_local_steps=4, num_fragments=2, delay=1)
@@ -33,16 +37,20 @@ class Rounds:
     num_local_steps: int
     num_fragments: int = 1
     delay: int = 0
+    num_synchronous_steps: int = 0
 
     def at(self, step: int) -> str:
-        """The phase of a step: replicas take each one by themselves."""
-        return LOCAL
+        """The phase of a step, 1 or more."""
+        return LOCAL if self._local(step) > 0 else SYNCHRONOUS
 
     def merged_after(self, step: int) -> int | None:
         """The fragment that is merged after a step, 1 or more; None for none."""
         length, number = self.num_local_steps, self.num_fragments
         ends = ((i + 1) * length // number % length for i in range(number))
-        return next((i for i, end in enumerate(ends) if step % length == end), None)
+        local = self._local(step)
+        if local <= 0:
+            return None
+        return next((i for i, end in enumerate(ends) if local % length == end), None)
 
     def sent_after(self, step: int) -> int | None:
         """The fragment that is sent after a step, 1 or more; None for none."""
@@ -50,11 +58,15 @@ class Rounds:
 
     def ends_after(self, step: int) -> bool:
         """Whether a step is the last one of a round."""
-        return step % self.num_local_steps == 0
+        local = self._local(step)
+        return local > 0 and local % self.num_local_steps == 0
 
     def forgets_errors_after(self, step: int) -> bool:
         """Whether what codecs lost is of no use for later messages."""
         return False
+
+    def _local(self, step: int) -> int:
+        return step - self.num_synchronous_steps
 
 
 def shares_metrics(config: Config, step: int) -> bool:
@@ -96,5 +108,9 @@ def make_rounds(config: Config) -> Rounds | Intervals | None:
     settings = config.communication
     if not settings.num_local_steps:
         return None
-    number, delay = settings.num_fragments, settings.delay
-    return Rounds(settings.num_local_steps, number, delay)
+    return Rounds(
+        settings.num_local_steps,
+        settings.num_fragments,
+        settings.delay,
+        settings.num_synchronous_steps,
+    )

@@ -20,9 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 from zjax.comm import messages, shards
 from zjax.config.schema import Config
-from zjax.optim.intervals import MERGED
 from zjax.optim.nesterov import nesterov
-from zjax.optim.phases import Phase, make_phases
+from zjax.optim.phases import Phase, merged_phase
 from zjax.sharding.mesh import REPLICA
 from zjax.sharding.placement import ArrayPlan, pad_tree, place_tree, unpad_tree
 from zjax.sharding.plan import Plan
@@ -91,11 +90,14 @@ class CommonStep:
         programs: Those of one replica, whose update sends messages.
         model: Its loss.
         plan: Places every array.
+        feeds_back: Whether its messages share the errors of outer gradients, which are
+            in one fragment.
     """
 
     programs: Programs
     model: Model
     plan: Plan
+    feeds_back: bool
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Takes the step.
@@ -116,13 +118,13 @@ class CommonStep:
             return _stacked(new), common, metrics
 
         outer = state.extra
-        (errors,) = outer.errors
+        errors = outer.errors[0] if self.feeds_back else ()
         replicas = dataclasses.replace(outer.replicas, step=state.step, extra=errors)
         run = map_replicas(
             step, self.model, self.plan, _REPLICAS, (_REPLICAS, P(), P())
         )
         replicas, common, metrics = run(replicas, batch)
-        errors = (replicas.extra,)
+        errors = (replicas.extra,) if self.feeds_back else outer.errors
         replicas = dataclasses.replace(replicas, step=(), extra=())
         extra = outer._replace(replicas=replicas, errors=errors)
         return dataclasses.replace(common, extra=extra), metrics
@@ -329,10 +331,9 @@ def make_outer_step(
         tx: Optimizer of the replicas.
     """
     exchange = make_exchange(plan, config, fragment)
-    phases = make_phases(config)
-    if phases is None:
+    merged = merged_phase(config)
+    if merged is None:
         return OuterStep(fragment, exchange, plan, config)
-    merged = phases.by_name[MERGED]
     return MomentumStep(fragment, exchange, plan, config, tx, merged)
 
 

@@ -16,8 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from zjax.comm.codecs import make_codec
 from zjax.config.schema import Config
-from zjax.optim.intervals import MERGED
-from zjax.optim.phases import make_phases
+from zjax.optim.phases import merged_phase
 from zjax.sharding.mesh import REPLICA
 from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import Plan
@@ -57,8 +56,8 @@ def make_exchange(plan: Plan, config: Config, fragment: Fragment) -> Exchange:
 
 
 def _codec_name(config: Config) -> str:
-    if (phases := make_phases(config)) is not None:
-        return phases.by_name[MERGED].codec
+    if (merged := merged_phase(config)) is not None:
+        return merged.codec
     name = config.communication.codec
     return "float32" if name == "none" else name
 
@@ -72,7 +71,6 @@ def outer_rows(rows: Any, plan: Plan, config: Config) -> Any:
         config: Read for `communication` and `optimizer`.
     """
     settings = config.communication
-    has_phases = make_phases(config) is not None
     exchanges = [
         make_exchange(plan, config, fragment)
         for fragment in make_fragments(plan.master, settings.num_fragments)
@@ -81,7 +79,7 @@ def outer_rows(rows: Any, plan: Plan, config: Config) -> Any:
     means = tuple([_float32(r) for r in each.plan.grads] for each in exchanges)
     extra = Outer(
         replicas=jax.tree.map(_by_replica, dataclasses.replace(rows, step=())),
-        momentum=() if has_phases else momentum,
+        momentum=momentum if merged_phase(config) is None else (),
         errors=tuple(e.error_rows if e.feeds_back else () for e in exchanges),
         arriving=means if settings.delay else (),
     )
