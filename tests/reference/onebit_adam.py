@@ -41,7 +41,10 @@ class OnebitAdam:
             self.momentum = mean * self.sizes(b1, b2, eps)
         update = self.momentum / self.sizes(b1, b2, eps)
         update += self.decay * self.decayed * self.params
-        self.params = np.float32(self.params - self.rate * update)
+        self.params = np.float32(self.params - self.rate * self.scaled(update))
+
+    def scaled(self, update):
+        return update
 
     def sizes(self, b1, b2, eps):
         first, second = 1 - b1**self.count, 1 - b2**self.count

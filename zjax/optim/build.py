@@ -18,7 +18,6 @@ from zjax.optim import (
     matrices,
     moments,
     onebit_adam,
-    onebit_lamb,
     trust_ratio,
     zero_one_adam,
 )
@@ -130,16 +129,11 @@ def _make_rule(
     if settings.name == ZERO_ONE_ADAM:
         steps = AdamSteps(*betas, settings.eps)
         return zero_one_adam.zero_one_adam(schedule, steps, decay_of)
-    if settings.name == "onebit_lamb":
-        rule = onebit_lamb.scale_by_onebit_lamb(
-            *betas, settings.eps, decay_of, num_stacked
-        )
-        return optax.chain(rule, optax.scale_by_learning_rate(schedule))
     decay = optax.add_decayed_weights(weight_decay, mask=decayed)
     rule = (_direction(settings, names), decay)
     if settings.name == "adam":
         rule = (decay, _direction(settings, names))
-    if settings.name == "lamb":
+    if settings.name in ("lamb", "onebit_lamb"):
         rule = (*rule, trust_ratio.scale_by_layer(num_stacked))
     return optax.chain(*rule, optax.scale_by_learning_rate(schedule))
 
@@ -152,7 +146,7 @@ def _direction(
     match settings.name:
         case "adamw" | "adam" | "lamb":
             return optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
-        case "onebit_adam":
+        case "onebit_adam" | "onebit_lamb":
             return onebit_adam.scale_by_onebit_adam(AdamSteps(b1, b2, eps))
         case "lion":
             return optax.scale_by_lion(b1=b1, b2=b2)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from zjax.config.schema import Config, Optimizer
-from zjax.optim import intervals, onebit_adam, onebit_lamb, zero_one_adam
+from zjax.optim import intervals, onebit_adam, zero_one_adam
 from zjax.optim.adam_steps import AdamSteps
 from zjax.optim.rounds import SYNCHRONOUS, make_rounds
 
@@ -96,14 +96,10 @@ def merged_phase(config: Config) -> Phase | None:
 
 def _compressed_message(settings: Optimizer) -> Callable[[Any, Any], Any] | None:
     """What replicas send after the warm-up; None for other optimizers."""
-    match settings.name:
-        case "onebit_adam":
-            steps = AdamSteps(settings.b1, settings.b2, settings.eps)
-            return functools.partial(onebit_adam.next_steps, steps=steps)
-        case "onebit_lamb":
-            return functools.partial(onebit_lamb.scaled_momentum, b1=settings.b1)
-        case _:
-            return None
+    if settings.name not in ("onebit_adam", "onebit_lamb"):
+        return None
+    steps = AdamSteps(settings.b1, settings.b2, settings.eps)
+    return functools.partial(onebit_adam.next_steps, steps=steps)
 
 
 def _zero_one_phases(config: Config) -> Phases:
