@@ -51,11 +51,13 @@ WIDE = {"global_batch_size": 64, "mesh": {"replica": 2, "data": -1}}
 """Replicas of 16k tokens per step: the fewer tokens, the less its step has in common
 with that of the others."""
 LOCAL = WIDE | {
+    "communication.num_synchronous_steps": 600,
     "communication.num_local_steps": 10,
     "communication.outer_learning_rate": 1.0,
     "communication.outer_momentum": 0.0,
 }
-"""Plain means: momentum would multiply what is left of the noise."""
+"""Plain means: momentum would multiply what is left of the noise. Rounds begin where
+the warm-up of the methods above ends."""
 STREAMED = LOCAL | {
     "communication.codec": "int4",
     "communication.num_fragments": 4,
