@@ -68,14 +68,22 @@ def choose_implementation(
     return requested
 
 
-def why_unsupported(dtype: str, head_size: int) -> str:
-    """Says why this process cannot run the Hopper kernels; empty if it can.
+def why_unsupported(
+    dtype: str, head_size: int, device: tuple[str, tuple[int, int]] | None = None
+) -> str:
+    """Says why a device cannot run the Hopper kernels; empty if it can.
+
+    Args:
+        dtype: Name of the dtype of the arrays.
+        head_size: Channels per head.
+        device: Platform and compute capability; None is `first_device()`.
 
     Example:
         >>> why_unsupported("bfloat16", 64)
         'it needs a Hopper GPU and this is cpu'
     """
-    return _device_obstacle(*first_device()) or _array_obstacle(dtype, head_size)[0]
+    device = first_device() if device is None else device
+    return _device_obstacle(*device) or _array_obstacle(dtype, head_size)[0]
 
 
 _REFUSAL = (

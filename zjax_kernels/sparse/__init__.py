@@ -21,6 +21,7 @@ from zjax_kernels.sparse.sequence import (
     sequence_attention,
 )
 from zjax_kernels.sparse.sparsity_config import SparsityConfig
+from zjax_kernels.sparse.window import limit_window
 
 __all__ = [
     "BSLongformer",
@@ -36,6 +37,7 @@ __all__ = [
     "SparsityConfig",
     "Variable",
     "draw_layout",
+    "limit_window",
     "make_plan",
     "make_selected_plan",
     "make_sequence_plan",

@@ -240,6 +240,12 @@ def _mask(schedule, chunk, segments, rows, columns):
         row, column = rows[:, None] % schedule.cell, columns[None] % schedule.cell
         above = row > column if schedule.transposed else column > row
         mask &= ~(unpack(schedule.diagonal[chunk]) & above)
+    if schedule.edges is not None:
+        row, column = rows[:, None] % schedule.cell, columns[None] % schedule.cell
+        back = column - row if schedule.transposed else row - column
+        for number, within in enumerate((back, back + schedule.cell)):
+            cells = unpack(schedule.edges[chunk, :, number])
+            mask &= ~(cells & (within >= schedule.edge_offset[0]))
     if schedule.masks is not None:
         mask &= _element_mask(schedule, chunk)
     if segments is not None:

@@ -65,6 +65,9 @@ class Schedule:
         num_slots: Partial results per head.
         causal: Whether cells on the diagonal are masked token by token.
         transposed: Whether rows are keys.
+        edges: int32[chunks, 2, 2]: for each half of a chunk one bit per cell that the
+            end of the window crosses, and per cell after it; None without a window.
+        edge_offset: int32[1]: tokens of the window in the cells of the first bits.
     """
 
     items: jax.Array | np.ndarray
@@ -88,6 +91,8 @@ class Schedule:
     num_slots: int = dataclasses.field(metadata={"static": True})
     causal: bool = dataclasses.field(metadata={"static": True})
     transposed: bool = dataclasses.field(metadata={"static": True})
+    edges: jax.Array | None = None
+    edge_offset: jax.Array | None = None
 
     @property
     def num_programs(self) -> int:

@@ -14,6 +14,7 @@ from zjax_kernels import device
 from zjax_kernels.sparse import (
     BigBird,
     BlockLayout,
+    limit_window,
     make_plan,
     make_selected_plan,
     make_sequence_plan,
@@ -53,6 +54,23 @@ CASES = [
             "mask": True,
         },
         id="16-groups-of-eight-all-masks",
+    ),
+    pytest.param(
+        {"block": 64, "causal": True, "dense": True, "window": 100},
+        id="64-window",
+    ),
+    pytest.param(
+        {
+            "block": 64,
+            "tokens": 512,
+            "causal": True,
+            "dense": True,
+            "window": 70,
+            "split": True,
+            "segments": True,
+        },
+        id="64-window-split",
+        marks=SLOW,
     ),
     pytest.param(
         {"block": 128, "tokens": 512, "split": True}, id="128-split", marks=SLOW
@@ -108,6 +126,7 @@ def make_case(
     uneven=False,
     segments=False,
     mask=False,
+    window=0,
     head_size=64,
     dtype=jnp.bfloat16,
     shares=1,
@@ -143,6 +162,10 @@ def make_case(
         numbers = (documents.astype(np.int32),) * 2
     shown = mask_of(layout, numbers and tuple(x[:, :tokens] for x in numbers))
     shown = shown if seen is None else shown & seen
+    if window:
+        plan = jax.jit(limit_window)(plan, window)
+        position = np.arange(tokens)
+        shown = shown & (position[:, None] - position < window)
     if shares == 1:
         yield shown, jax.tree.map(jnp.asarray, plan), inputs, numbers
         return
@@ -218,6 +241,7 @@ def test_every_variant_lowers_for_cuda(block, head_size, masks):
         segments=everything,
         mask=(lambda query, key: query - key < 100) if everything else None,
     )
+    plan = limit_window(plan, 100) if everything else plan
     dtype = jnp.float16 if everything else jnp.bfloat16
     options = Options(0.1, 2.0 if everything else 0.0)
     q = jax.ShapeDtypeStruct((2, tokens, num_heads, head_size), dtype)

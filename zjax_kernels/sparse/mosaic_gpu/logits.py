@@ -1,7 +1,7 @@
 """Scores before and after the exponential: scaled, capped, masked, in base 2."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +25,23 @@ def per_column(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return lax.broadcast_in_dim(x, shape, [1])
 
 
+class Words(NamedTuple):
+    """Bits of half a chunk, as in a `Schedule`."""
+
+    live: Any
+    diagonal: Any
+    element: list[Any] | None
+    """None without a token mask."""
+    edges: tuple[Any, ...]
+    """Empty without a window."""
+    edge_offset: Any
+
+
 def mask_cells(
     arithmetic: Arithmetic,
     x: jax.Array,
     schedule: Schedule,
-    words: tuple[Any, Any, Any] | None,
+    words: Words | None,
     fill: float,
 ) -> jax.Array:
     """Puts `fill` where a row of x, float32[HALF, chunk], does not see a column.
@@ -39,7 +51,6 @@ def mask_cells(
     """
     if words is None:
         return x
-    live, diagonal, element = words
     cells_per_row = schedule.chunk // schedule.cell
     row, column = (arithmetic.iota(x.shape, axis) for axis in (0, 1))
     cell = _divide(column, schedule.cell)
@@ -52,16 +63,21 @@ def mask_cells(
     def cell_bit(word):
         return bit(arithmetic.broadcast(word, x.shape), cell)
 
+    after = _modulo(column, schedule.cell) - _modulo(row, schedule.cell)
+    after = -after if schedule.transposed else after
     if schedule.causal:
-        after = _modulo(column, schedule.cell) - _modulo(row, schedule.cell)
-        after = jnp.maximum(-after if schedule.transposed else after, 0)
-        x = jnp.where(cell_bit(diagonal) * after > 0, fill, x)
-    if element is not None:
-        word, *others = (per_row(word, x.shape) for word in element)
+        x = jnp.where(cell_bit(words.diagonal) * jnp.maximum(after, 0) > 0, fill, x)
+    for number, edge in enumerate(words.edges):
+        # From key to query it is the window or more.
+        beyond = index(number * schedule.cell + 1) - after
+        beyond -= arithmetic.broadcast(words.edge_offset, x.shape)
+        x = jnp.where(cell_bit(edge) * jnp.maximum(beyond, 0) > 0, fill, x)
+    if words.element is not None:
+        word, *others = (per_row(word, x.shape) for word in words.element)
         for number, other in enumerate(others, start=1):
             word = jnp.where(column < number * 32, word, other)
         x = jnp.where(bit(word, _modulo(column, 32)) != 0, x, fill)
-    return jnp.where(cell_bit(live) != 0, x, fill)
+    return jnp.where(cell_bit(words.live) != 0, x, fill)
 
 
 def _divide(x, power_of_2):
@@ -74,9 +90,9 @@ def _modulo(x, power_of_2):
 
 def read_words(
     arithmetic: Arithmetic, schedule: Schedule, chunk: jax.Array, half: jax.Array
-) -> tuple[Any, Any, Any]:
-    """Reads bits of half a chunk: live cells, diagonal cells, tokens or None."""
-    element = None
+) -> Words:
+    """Reads the bits of half a chunk."""
+    element, edges, offset = None, (), None
     masks: Any = schedule.masks
     if schedule.elements is not None:
         number = schedule.elements[chunk, half]
@@ -84,7 +100,11 @@ def read_words(
             arithmetic.load(masks.at[number, word], ROWS, optimized=False)
             for word in range(masks.shape[1])
         ]
-    return schedule.live[chunk, half], schedule.diagonal[chunk, half], element
+    if schedule.edges is not None and schedule.edge_offset is not None:
+        edges = tuple(schedule.edges[chunk, half, number] for number in range(2))
+        offset = schedule.edge_offset[0]
+    live, diagonal = schedule.live[chunk, half], schedule.diagonal[chunk, half]
+    return Words(live, diagonal, element, edges, offset)
 
 
 def scale_and_cap(
