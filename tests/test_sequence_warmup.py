@@ -111,7 +111,8 @@ def test_given_batches_and_models_are_not_cut(tmp_path):
     with pytest.raises(ConfigError) as error:
         small_run.make_trainer(tmp_path, *WARMUP, batches=[])
     assert str(error.value) == (
-        "sequence_warmup.form='truncate' does not cut given batches; leave it at 'none'"
+        "sequence_warmup.form='truncate' does not cut given batches; use 'window' or "
+        "'none'"
     )
     with pytest.raises(ConfigError) as error:
         small_run.make_trainer(tmp_path, *WARMUP, model=models.make_mlp(), batches=[])

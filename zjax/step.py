@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from zjax.config.batch import resolve_batch
 from zjax.config.schema import Config
+from zjax.config.step_values import make_step_values
 from zjax.data.entries import check_batch, check_placed_ids
 from zjax.errors import ConfigError, PlanError, Problem
 from zjax.execute.distilled import DistilledExecutor
@@ -16,6 +17,7 @@ from zjax.execute.executor import Executor
 from zjax.execute.fused import fused_executor
 from zjax.execute.local_steps import LocalStepsExecutor
 from zjax.execute.replicated import ReplicatedExecutor
+from zjax.execute.scheduled import ScheduledExecutor
 from zjax.execute.streamed import StreamedExecutor
 from zjax.execute.teacher import Teacher
 from zjax.offload.peak import Peak
@@ -281,6 +283,8 @@ def make_step(
         teacher = Teacher(config, plan, model)
         num_steps = config.distill.num_steps(config.num_steps)
         executor = DistilledExecutor(executor, teacher, num_steps)
+    if (values := make_step_values(config))(1):
+        executor = ScheduledExecutor(executor, values, plan)
     return Step(
         mesh=plan.mesh,
         plan=plan,

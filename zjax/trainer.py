@@ -16,6 +16,7 @@ from zjax.checkpoint.store import Store
 from zjax.config.batch import resolve_batch
 from zjax.config.check import check_config
 from zjax.config.convert import to_mapping
+from zjax.config.lengths import CUTS
 from zjax.config.load import load_config
 from zjax.config.schema import Config
 from zjax.data.loader import Loader
@@ -427,8 +428,8 @@ def _mismatches(model: Any, batches: Any, config: Config) -> list[Problem]:
         problem = "cannot be planned for batches that are not known yet"
         remedy = "use 'pinned_host' or 'nvme', or zjax.initialize"
         problems.append(Problem("zero.optimizer_memory", "auto", problem, remedy))
-    if batches is not None and config.sequence_warmup.form != "none":
-        problem, remedy = "does not cut given batches", "leave it at 'none'"
+    if batches is not None and config.sequence_warmup.form in CUTS:
+        problem, remedy = "does not cut given batches", "use 'window' or 'none'"
         field, form = "sequence_warmup.form", config.sequence_warmup.form
         problems.append(Problem(field, form, problem, remedy))
     if batches is not None and config.curriculum.metrics:

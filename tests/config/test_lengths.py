@@ -4,10 +4,11 @@ import pytest
 
 from tests.support.refusals import case, refusal
 from zjax.config import schema
-from zjax.config.lengths import make_lengths
+from zjax.config.lengths import make_lengths, make_windows
 
 FIELD = "sequence_warmup.pacing"
 BASE = "sequence_warmup.form=truncate;num_steps=2000"
+WINDOW = "sequence_warmup.form=window;num_steps=2000"
 CASES = [
     case(
         f"{BASE};{FIELD}.start=1024",
@@ -50,9 +51,27 @@ CASES = [
     case(
         f"{FIELD}.multiple=32",
         f"{FIELD}.multiple=32 has no effect with sequence_warmup.form='none'; "
-        "leave it at 64, or set sequence_warmup.form to 'truncate' or "
-        "'reshape'",
+        "leave it at 64, or set sequence_warmup.form to 'truncate' or 'reshape' or "
+        "'window'",
         id="without-effect",
+    ),
+    case(
+        f"{WINDOW};{FIELD}.multiple=48",
+        f"{FIELD}.multiple=48 does not divide {FIELD}.start=64; use a divisor\n"
+        f"{FIELD}.multiple=48 does not divide data.length=1024; use a divisor",
+        id="window-multiple",
+    ),
+    case(
+        f"{WINDOW};model.kind=encoder",
+        "sequence_warmup.form='window' looks back alone, and tokens of "
+        "model.kind='encoder' look both ways; use 'truncate'",
+        id="window-encoder",
+    ),
+    case(
+        f"{WINDOW};mesh.sequence=4;model.sequence_attention=ring",
+        "model.sequence_attention='ring' does not limit attention to "
+        "sequence_warmup.form='window'; use 'ulysses', or form='truncate'",
+        id="window-ring",
     ),
 ]
 
@@ -65,3 +84,13 @@ def test_what_does_not_fit_is_refused(overrides, num_devices, message):
 def test_without_warm_up_all_sequences_are_whole():
     lengths = make_lengths(schema.Config(data=schema.Data(length=96)))
     assert lengths.changes() == {1: 96} and lengths.sum_until(5) == 480
+
+
+def test_windows_leave_sequences_whole():
+    """Counted from step 1, as the paper counts lengths (golden A.4)."""
+    pacing = schema.Pacing(start=8, multiple=8, num_steps=15_000)
+    warmup = schema.SequenceWarmup(form="window", pacing=pacing)
+    config = schema.Config(sequence_warmup=warmup)
+    assert make_lengths(config).changes() == {1: 1024}
+    found = map(make_windows(config).at, (1, 119, 500, 7_500, 14_999, 15_000))
+    assert list(found) == [8, 16, 40, 512, 1016, 1024]

@@ -12,6 +12,7 @@ from zjax.config import schema
 from zjax.errors import ConfigError
 from zjax.ops import attention
 from zjax.sharding import mesh as meshes
+from zjax_kernels import device as kernels
 
 RNG = np.random.default_rng(0)
 ROWS, LENGTH, HEADS, SIZE = 2, 6, 4, 8
@@ -21,6 +22,7 @@ MASK = RNG.random((ROWS, LENGTH, LENGTH)) < 0.6
 CAUSAL = reference.causal(ROWS, LENGTH)
 SAME = SEGMENTS[:, :, None] == SEGMENTS[:, None, :]
 EVERY = np.ones_like(CAUSAL)
+NEAR = ~np.tri(LENGTH, LENGTH, -3, dtype=bool)[None]
 EYE = np.eye(LENGTH, dtype=bool)[None]
 
 attend = jax.jit(attention.dot_product_attention, static_argnames="causal")
@@ -51,6 +53,12 @@ def make_heads(num_kv_heads, num_queries=LENGTH):
         pytest.param(1, {"causal": False}, EVERY, id="multi-query-both-ways"),
         pytest.param(
             2, {"causal": True, "segment_ids": SEGMENTS}, CAUSAL & SAME, id="documents"
+        ),
+        pytest.param(
+            2,
+            {"causal": True, "window": 3, "segment_ids": SEGMENTS},
+            CAUSAL & SAME & NEAR,
+            id="window-and-documents",
         ),
         pytest.param(
             4,
@@ -226,3 +234,37 @@ def test_choice_is_logged_once(caplog):
             attention.dot_product_attention(x, x, x, causal=True)
     said = "attention: xla (cudnn needs an NVIDIA GPU and this is cpu)"
     assert [record.getMessage() for record in caplog.records] == [said]
+
+
+def test_a_window_of_a_known_or_traced_size_runs_on_the_kernels(monkeypatch):
+    """Forward, dq, and dk with dv; one program whose loops end with the window."""
+    for module in (attention, kernels):
+        monkeypatch.setattr(module, "first_device", lambda: ("cuda", (9, 0)))
+    x = jax.ShapeDtypeStruct((2, 256, 2, 64), jnp.bfloat16)
+    length = jax.ShapeDtypeStruct((2,), jnp.int32)
+
+    def loss(q, k, v, lengths, window):
+        options = {"causal": True, "lengths": lengths, "window": window}
+        out = attention.dot_product_attention(q, k, v, **options)
+        return out.astype(jnp.float32).sum()
+
+    window = jax.ShapeDtypeStruct((), jnp.int32)
+    traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(x, x, x, length, window)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "chosen", "reason"),
+    [
+        ({}, "mosaic_gpu", "window, bfloat16, head size 64"),
+        ({"requested": "cudnn"}, "cudnn", "bfloat16, head size 64"),
+        ({"compute_capability": (8, 0)}, "cudnn", "bfloat16, head size 64"),
+        ({"head_size": 80}, "cudnn", "bfloat16, head size 80"),
+        ({"windowed": False}, "cudnn", "bfloat16, head size 64"),
+        ({"requested": "xla"}, "xla", "asked for"),
+    ],
+)
+def test_what_runs_under_a_window(change, chosen, reason):
+    given = {"requested": "auto", "windowed": True, "masked": True} | change
+    assert attention.choose_implementation(**H100 | given) == (chosen, reason)

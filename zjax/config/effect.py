@@ -74,7 +74,7 @@ NEEDS = (
         Needs(
             f"sequence_warmup.pacing.{field.name}",
             "sequence_warmup.form",
-            ("truncate", "reshape"),
+            ("truncate", "reshape", "window"),
         )
         for field in dataclasses.fields(schema.Pacing)
     ),

@@ -1,4 +1,4 @@
-"""Tokens per sequence by step: sequence length warm-up."""
+"""Tokens per sequence, or that a token sees, by step: sequence length warm-up."""
 
 from collections.abc import Iterator
 
@@ -6,6 +6,8 @@ from zjax.config import axes, schema, sequence
 from zjax.config.pacing import Pacing, hold, make_pacing, pacing_problems
 from zjax.errors import Problem
 
+CUTS = ("truncate", "reshape")
+"""Values of `sequence_warmup.form` that cut sequences."""
 _FIELD = "sequence_warmup.pacing"
 
 
@@ -23,7 +25,27 @@ def make_lengths(config: schema.Config) -> Pacing:
     Reference:
         Li et al., The Stability-Efficiency Dilemma (arXiv:2108.06084), section 4.1.
     """
-    if config.sequence_warmup.form == "none":
+    if config.sequence_warmup.form not in CUTS:
+        return hold(config.data.length)
+    return make_pacing(config.sequence_warmup.pacing)
+
+
+def make_windows(config: schema.Config) -> Pacing:
+    """The attention windows of a run, in tokens; its steps are 1 or more.
+
+    Args:
+        config: Read for `sequence_warmup` and `data.length`.
+
+    Example:
+        >>> warmup = schema.SequenceWarmup(form="window")
+        >>> config = schema.Config(sequence_warmup=warmup)
+        >>> [make_windows(config).at(step) for step in (1, 500, 1_000)]
+        [64, 512, 1024]
+
+    Reference:
+        Zhu et al., SkyLadder (arXiv:2503.15450), section 3.
+    """
+    if config.sequence_warmup.form != "window":
         return hold(config.data.length)
     return make_pacing(config.sequence_warmup.pacing)
 
@@ -93,8 +115,23 @@ def length_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
         *pacing_problems(_FIELD, warmup.pacing, num_steps=num_steps, longest=longest)
     ]
     yield from found
-    if not found or warmup.pacing.kind in ("linear", "root"):
+    if warmup.form == "window":
+        yield from _window_problems(config, num_devices)
+    elif not found or warmup.pacing.kind in ("linear", "root"):
         yield from _shape_problems(config, num_devices)
+
+
+def _window_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    field, model = "sequence_warmup.form", config.model
+    if model.kind == "encoder":
+        problem = "looks back alone, and tokens of model.kind='encoder' look both ways"
+        yield Problem(field, "window", problem, "use 'truncate'")
+    if axes.mesh_fills(config, num_devices):
+        sizes = axes.axis_sizes(config, num_devices)
+        split = {axis: sizes[axis] for axis in ("sequence", "tensor")}
+        method = sequence.sequence_method(model, **split)
+        if split["sequence"] > 1 and method != "ulysses":
+            yield sequence.window_problem(method)
 
 
 def _shape_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:

@@ -486,17 +486,18 @@ class Pacing:
 
 @section
 class SequenceWarmup:
-    """Shorter sequences in the first steps (arXiv:2108.06084).
+    """Shorter contexts in the first steps (arXiv:2108.06084, arXiv:2503.15450).
 
     They keep large batches and learning rates stable, and cost less. The learning rate
-    then decays with the tokens that were consumed, not with the steps.
+    decays with the tokens that were consumed, not with the steps.
     """
 
-    form: Literal["none", "truncate", "reshape"] = "none"
+    form: Literal["none", "truncate", "reshape", "window"] = "none"
     """`truncate` cuts the end off each sequence; `reshape` cuts each into short ones,
-    so that batches have more rows and about as many tokens."""
+    so that batches have more rows and about as many tokens; each length is compiled.
+    `window` limits how far back a token sees: one program trains on all tokens."""
     pacing: Pacing = Pacing()
-    """Tokens per sequence; each length is compiled."""
+    """Tokens per sequence, or that a token sees with those before it."""
 
     __post_init__ = derived.fill_length_pacing
 

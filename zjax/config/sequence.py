@@ -69,6 +69,19 @@ mesh.tensor * mesh.sequence=8; use 'ring', or a multiple of 8 heads
         yield Problem("model.attention", kernel, problem, f"use 'auto', or {multiple}")
 
 
+def window_problem(method: Method) -> Problem:
+    """Why a method other than `ulysses` takes no attention window.
+
+    Example:
+        >>> print(window_problem("ring"))
+        model.sequence_attention='ring' does not limit attention to \
+sequence_warmup.form='window'; use 'ulysses', or form='truncate'
+    """
+    problem = "does not limit attention to sequence_warmup.form='window'"
+    remedy = "use 'ulysses', or form='truncate'"
+    return Problem("model.sequence_attention", method, problem, remedy)
+
+
 def length_problems(
     field: str, length: int, model: schema.Model, *, sequence: int, tensor: int
 ) -> Iterator[Problem]:

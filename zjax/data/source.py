@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 from zjax.config import schema
+from zjax.config.lengths import CUTS
 from zjax.config.pacing import settings_read
 from zjax.data import packing, standard_library, store, synthetic
 from zjax.data import tokenizer as text
@@ -77,7 +78,7 @@ def warmup_settings(config: schema.Config) -> dict[str, Any]:
         {}
     """
     warmup = config.sequence_warmup
-    if warmup.form == "none":
+    if warmup.form not in CUTS:
         return {}
     read = settings_read("sequence_warmup.pacing", warmup.pacing)
     return {"sequence_warmup.form": warmup.form} | read

@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from zjax.config import schema
+from zjax.config.step_values import ATTENTION_WINDOW
 from zjax.models import layers
 from zjax.models.embedding import Context
 from zjax.models.feed_forward import FeedForward, TiledFeedForward
@@ -132,6 +133,7 @@ class Block(nnx.Module):
 
     def _make_attend(self, context):
         ids, lengths = context.segment_ids, context.lengths
+        window = context.schedule.get(ATTENTION_WINDOW)
 
         def attend(q, k, v):
             outputs = sequence_attention(
@@ -140,16 +142,17 @@ class Block(nnx.Module):
                 self.config,
                 segment_ids=ids,
                 lengths=lengths,
+                window=None if window is None else window.astype(jnp.int32),
             )
             return outputs, None
 
         return attend
 
-    def _attend_full(self, q, k, v, segment_ids, lengths, *, spread=False):
+    def _attend_full(self, q, k, v, segment_ids, lengths, window, *, spread=False):
         q, k, v = (remat.mark(x, remat.PROJECTIONS) for x in (q, k, v))
         if self.sparse is not None:
             mask = None if lengths is None else _length_mask(lengths, k.shape[1])
-            masks = {"segment_ids": segment_ids, "key_mask": mask}
+            masks = {"segment_ids": segment_ids, "key_mask": mask, "window": window}
             return sparse.sparse_attention(q, k, v, self.sparse, spread=spread, **masks)
         return attention.dot_product_attention(
             q,
@@ -158,6 +161,7 @@ class Block(nnx.Module):
             causal=self.causal,
             segment_ids=segment_ids,
             lengths=lengths,
+            window=window,
             implementation=self.implementation,
         )
 

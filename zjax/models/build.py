@@ -13,6 +13,7 @@ from zjax.config import schema
 from zjax.config.layers import layers_per_scan
 from zjax.config.mixture import describe_future
 from zjax.config.schema import Config
+from zjax.config.step_values import ATTENTION_WINDOW
 from zjax.forward import loss_of
 from zjax.models.continuation import make_continuation
 from zjax.models.decoder import Decoder
@@ -110,6 +111,7 @@ def _entries(config: schema.Model) -> Entries:
         "segment_ids": ids(is_optional=True),
         "positions": ids(is_optional=True, num_ids=positions),
         "lengths": Entry(("B",), np.integer, is_optional=True),
+        f"schedule/{ATTENTION_WINDOW}": Entry((), is_optional=True),
         "teacher/hidden": Entry(("B", "L", "N"), is_optional=True),
         "teacher/head": Entry((size, "N"), is_optional=True),
         "teacher/weight": Entry((), is_optional=True),

@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 
-from zjax.config.lengths import make_lengths, make_tokens
+from zjax.config.lengths import CUTS, make_lengths, make_tokens
 from zjax.config.schema import Config
+from zjax.config.step_values import ATTENTION_WINDOW, make_step_values
 from zjax.observe import load, plot
 from zjax.observe.directory import writing
 from zjax.observe.history import HISTORY, read_history
@@ -57,6 +58,7 @@ class Monitor:
         self._callbacks = callbacks
         self._rows_per_step, self._lengths = rows_per_step, make_lengths(config)
         self._tokens_at, self._values_at = make_tokens(config), values_at
+        self._step_values = make_step_values(config)
         self._skipped = SkippedSteps(
             config.precision, num_steps=config.num_steps, num_skipped=num_skipped
         )
@@ -177,7 +179,9 @@ class Monitor:
         speed = self._throughput.read()
         if not self._rows_per_step:
             speed.pop("tokens_per_second", None)
-        if self._lengths.at(self.known_step) < self._config.data.length:
+        window = self._step_values(self.known_step).get(ATTENTION_WINDOW)
+        seen = window or self._lengths.at(self.known_step)
+        if seen < self._config.data.length:
             speed.pop("mfu", None)  # its FLOPs are those of whole sequences
             speed.pop("mfu_full_attention", None)
         return speed
@@ -185,8 +189,9 @@ class Monitor:
     def _tokens(self, step: int) -> dict[str, float]:
         if not self._rows_per_step:
             return {}
-        values = {"consumed_tokens": float(self._tokens_at.sum_until(step))}
-        if self._config.sequence_warmup.form != "none":
+        values = self._step_values(step)
+        values["consumed_tokens"] = float(self._tokens_at.sum_until(step))
+        if self._config.sequence_warmup.form in CUTS:
             values["sequence_length"] = float(self._lengths.at(step))
         return values | self._values_at(step)
 

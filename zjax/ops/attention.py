@@ -1,4 +1,4 @@
-"""Scaled dot-product attention on cuDNN or XLA.
+"""Scaled dot-product attention on cuDNN or XLA, or on our kernels under a window.
 
 `choose_implementation` decides from shapes, dtype and device; the choice is logged
 once. An implementation requested by name never falls back to another.
@@ -15,12 +15,18 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from zjax.errors import ConfigError, Problem
+from zjax.ops import sparse
 from zjax.sharding.activations import head_axes, row_axes
-from zjax_kernels.device import first_device
+from zjax_kernels import Dense
+from zjax_kernels.device import first_device, why_unsupported
 
 Implementation = Literal["auto", "cudnn", "xla"]
+Chosen = Literal["cudnn", "xla", "mosaic_gpu"]
+"""Kernels that run; `mosaic_gpu` are those of `zjax_kernels`."""
 
 _WITH_FLOAT16 = ("cuda", "rocm")
+_BLOCK = 128
+"""Tokens per side of the blocks of attention under a window."""
 
 ATTENTION_OUTPUT = "attention"
 """`checkpoint_name` of the attention output, before the output projection."""
@@ -35,12 +41,14 @@ def dot_product_attention(
     segment_ids: Int[Array, "B L"] | None = None,
     lengths: Int[Array, " B"] | None = None,
     mask: Bool[Array, "B L S"] | None = None,
+    window: Int[Array, ""] | None = None,
     implementation: Implementation = "auto",
 ) -> Float[Array, "B L H D"]:
     """Computes softmax(q k / sqrt(D)) v, with the softmax in float32.
 
-    Masks combine. On cuDNN, `segment_ids` and `mask` become an additive bias that
-    visits all pairs; `causal` and `lengths` are free there, so prefer them.
+    Masks combine. On cuDNN, `segment_ids`, `mask` and `window` become an additive bias
+    that visits all pairs; `causal` and `lengths` are free there, so prefer them. cuDNN
+    slides windows of a size that is known to the compiler only.
 
     Args:
         q: Queries; H is a multiple of K (grouped-query attention).
@@ -50,7 +58,10 @@ def dot_product_attention(
         segment_ids: Document of each token (L = S); documents do not see each other.
         lengths: Tokens per row; later ones are padding (L = S).
         mask: True where a query sees a key.
-        implementation: `auto` takes cuDNN where it can run, and logs the choice.
+        window: Number of keys, from its own position back, that a query may see;
+            needs `causal`. It may be traced: one program runs all sizes.
+        implementation: `auto` takes cuDNN where it can run, under a window the kernels
+            of `zjax_kernels`, which skip what is outside, and logs the choice.
 
     Returns:
         The weighted values of each query and head, in the dtype of `q`.
@@ -67,7 +78,7 @@ def dot_product_attention(
         Vaswani et al. (arXiv:1706.03762); grouped queries: Ainslie et al.
         (arXiv:2305.13245).
     """
-    mask = _combine(mask, segment_ids)
+    free_mask, mask = mask, _combine(mask, segment_ids)
     platform, capability = first_device()
     chosen, reason = choose_implementation(
         implementation,
@@ -76,9 +87,14 @@ def dot_product_attention(
         dtype=q.dtype.name,
         head_size=q.shape[-1],
         lengths=(q.shape[1], k.shape[1]),
-        masked=mask is not None,
+        masked=mask is not None or window is not None,
+        windowed=window is not None and free_mask is None,
     )
     _log_choice(chosen, reason)
+    if chosen == "mosaic_gpu":
+        return _attend_window(q, k, v, segment_ids, lengths, window)
+    if window is not None:
+        mask = _near(window, q.shape[1], k.shape[1], mask)
 
     def attend(q: Any, k: Any, v: Any, mask: Any, lengths: Any) -> jax.Array:
         return call_jax(
@@ -126,7 +142,8 @@ def choose_implementation(
     head_size: int,
     lengths: tuple[int, int],
     masked: bool,
-) -> tuple[Literal["cudnn", "xla"], str]:
+    windowed: bool = False,
+) -> tuple[Chosen, str]:
     """Decides which kernel runs, and why.
 
     Args:
@@ -137,6 +154,7 @@ def choose_implementation(
         head_size: Channels per head.
         lengths: Numbers of queries and keys.
         masked: Whether there is a mask besides the causal one and row lengths.
+        windowed: Whether a window is part of it, and no mask of the caller's.
 
     Returns:
         The kernel, and the reason to log.
@@ -152,6 +170,11 @@ def choose_implementation(
     """
     if requested == "xla":
         return "xla", "asked for"
+    if windowed and requested == "auto":
+        device = platform, compute_capability
+        obstacle = why_unsupported(dtype, head_size, device)
+        if not obstacle:
+            return "mosaic_gpu", f"window, {dtype}, head size {head_size}"
     obstacle, remedy = _cudnn_obstacle(
         platform, compute_capability, dtype, head_size, lengths, masked
     )
@@ -204,6 +227,24 @@ def _over_devices(attend, q, k, v, mask, lengths):
         axis_names=set(axes),
         check_vma=False,
     )(q, k, v, mask, lengths)
+
+
+def _attend_window(q, k, v, segment_ids, lengths, window):
+    """Attention on the kernels, which visit only the blocks of the window."""
+    pattern = Dense(num_heads=q.shape[2], block=_BLOCK, attention="unidirectional")
+    layout, key_mask = sparse.Sparse(pattern, q.shape[1]), None
+    if lengths is not None:
+        tokens = jnp.arange(q.shape[1], dtype=lengths.dtype)
+        key_mask = tokens[None] < lengths[:, None]
+    masks = {"segment_ids": segment_ids, "key_mask": key_mask}
+    return sparse.sparse_attention(q, k, v, layout, window=window, **masks)
+
+
+def _near(window, num_queries, num_keys, mask):
+    """Adds a window to a mask, bool[B or 1, 1, L, S] or None."""
+    back = jnp.arange(num_queries)[:, None] - jnp.arange(num_keys)[None]
+    near = (back < window)[None, None]
+    return near if mask is None else mask & near
 
 
 def _combine(mask, segment_ids):

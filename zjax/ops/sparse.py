@@ -113,6 +113,7 @@ def sparse_attention(
     segment_ids: Int[Array, "B L"] | None = None,
     key_mask: Bool[Array, "B L"] | None = None,
     mask: Bool[np.ndarray, "L L"] | None = None,
+    window: Int[Array, ""] | None = None,
     spread: bool | None = None,
 ) -> Float[Array, "B L H D"]:
     """Computes softmax(q k / sqrt(D)) v over the keys in live blocks.
@@ -129,9 +130,12 @@ def sparse_attention(
         key_mask: False for keys that no query sees, such as padding.
         mask: False where a query does not see a key, besides the pattern; plans are
             cached by its content.
+        window: Number of keys, from its own position back, that a query may see; the
+            pattern is then causal. It may be traced: blocks outside are not visited.
         spread: Whether tokens stay sharded over the sequence axis, and devices exchange
             the blocks that others see. Needs a multiple of 128 tokens per device, and
-            no `mask`. None spreads only if heads cannot be sharded over that axis.
+            neither `mask` nor `window`. None spreads only if heads cannot be sharded
+            over that axis.
 
     Returns:
         The weighted values of each query and head, 0 where a query sees no key.
@@ -148,10 +152,14 @@ def sparse_attention(
     if spread and mask is not None:
         problem, remedy = "cannot be used with spread=True", "use spread=False"
         raise ConfigError(Problem("mask", mask.shape, problem, remedy))
+    if spread and window is not None:
+        problem, remedy = "cannot be used with a window", "use spread=False"
+        raise ConfigError(Problem("spread", True, problem, remedy))
     length, block = q.shape[1], sparse.block
     heads, problems = head_axes(k.shape[2]), [*_spread_problems(length)]
     if spread is None:
-        spread = mask is None and meshes.SEQUENCE not in heads and not problems
+        is_free = mask is None and window is None
+        spread = is_free and meshes.SEQUENCE not in heads and not problems
     if spread and problems:
         raise ConfigError(*problems)
     num_blocks = -(-length // block)
@@ -179,7 +187,7 @@ def sparse_attention(
     q, k, v, masks = jax.tree.map(
         lambda x: _pad_tokens(x, num_padding), (q, k, v, masks)
     )
-    return _over_devices(q, k, v, masks, plan, heads)[:, :length]
+    return _over_devices(q, k, v, masks, plan, window, heads)[:, :length]
 
 
 def visible_keys(
@@ -307,21 +315,22 @@ def _pad_tokens(x, num_padding):
     return jnp.pad(x, [(0, 0), (0, num_padding), *rest]) if num_padding else x
 
 
-def _over_devices(q, k, v, masks, plan, heads):
+def _over_devices(q, k, v, masks, plan, window, heads):
     """Runs the kernel on each device's shard; kernels have no partitioning rule."""
     tokens = (meshes.SEQUENCE,) if isinstance(plan, zjax_kernels.SequencePlan) else ()
     run: Any = api.sparse_attention
     if tokens:
         run = functools.partial(zjax_kernels.sequence_attention, axis=meshes.SEQUENCE)
 
-    def attend(q, k, v, masks, plan) -> Any:
+    def attend(q, k, v, masks, plan, window) -> Any:
+        plan = plan if window is None else zjax_kernels.limit_window(plan, window)
         segment_ids, key_mask = masks
         segment_pair = None if segment_ids is None else (segment_ids, segment_ids)
         return run(q, k, v, plan, segment_ids=segment_pair, key_mask=key_mask)
 
     mesh = jax.sharding.get_abstract_mesh()
     if meshes.num_shares(mesh, mesh.auto_axes) == 1:
-        return attend(q, k, v, masks, plan)
+        return attend(q, k, v, masks, plan, window)
     rows = row_axes(q.shape[0])
     plan_specs = jax.tree.map(lambda _: P((*tokens, *heads)), plan)
     if tokens:
@@ -331,8 +340,8 @@ def _over_devices(q, k, v, masks, plan, heads):
     head_spec = P(rows, tokens, heads)
     return jax.shard_map(
         attend,
-        in_specs=(head_spec, head_spec, head_spec, P(rows, tokens), plan_specs),
+        in_specs=(head_spec, head_spec, head_spec, P(rows, tokens), plan_specs, P()),
         out_specs=head_spec,
         axis_names=set(mesh.auto_axes),
         check_vma=False,
-    )(q, k, v, masks, jax.tree.map(jnp.asarray, plan))
+    )(q, k, v, masks, jax.tree.map(jnp.asarray, plan), window)

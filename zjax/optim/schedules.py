@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
-from zjax.config.lengths import make_tokens
+from zjax.config.lengths import CUTS, make_tokens
 from zjax.config.schema import Config
 
 
@@ -61,7 +61,7 @@ def _by_tokens(config: Config) -> Callable[[Any], Any]:
     consumed = make_tokens(config)
     first, last = config.optimizer.num_warmup_steps, config.num_steps - 1
     changes = [step for step in consumed.changes() if first < step <= last]
-    if not changes or config.sequence_warmup.form == "none":
+    if not changes or config.sequence_warmup.form not in CUTS:
         return lambda step: step
     # Step n is taken when the tokens of n steps are consumed.
     steps = np.array([first, *(step - 1 for step in changes), last])

@@ -14,7 +14,12 @@ from absl import logging
 from jaxtyping import Array, Float, Int, Shaped
 
 from zjax.config import schema
-from zjax.config.sequence import length_problems, method_problems, sequence_method
+from zjax.config.sequence import (
+    length_problems,
+    method_problems,
+    sequence_method,
+    window_problem,
+)
 from zjax.errors import ConfigError
 from zjax.parallel import remat
 from zjax.parallel.ring import ring_attention, zigzag
@@ -33,18 +38,20 @@ def sequence_attention(
     *,
     segment_ids: Int[Array, "B L"] | None = None,
     lengths: Int[Array, " B"] | None = None,
+    window: Int[Array, ""] | None = None,
 ) -> Float[Array, "B L H D"]:
     """Attention by `config.sequence_attention` over the mesh in use.
 
     Args:
-        attend: `attend(q, k, v, segment_ids, lengths)` over whole sequences; sparse
-            attention takes `spread=True` for sequences that stay split.
+        attend: `attend(q, k, v, segment_ids, lengths, window)` over whole sequences;
+            sparse attention takes `spread=True` for sequences that stay split.
         q: Queries, tokens in the order of `arrange`.
         k: Keys.
         v: Values.
         config: Shape of the model, and `sequence_attention`.
         segment_ids: Document of each token.
         lengths: Tokens per row; padding follows.
+        window: Number of keys, from its own position back, that a query may see.
 
     Returns:
         One average per query and head; `attend` of the inputs where the mesh in use
@@ -59,16 +66,18 @@ def sequence_attention(
         (1, 4, 2, 8)
     """
     if not is_split():
-        return attend(q, k, v, segment_ids, lengths)
+        return attend(q, k, v, segment_ids, lengths, window)
     _check(config, q.shape[1])
     way = sequence_method(config, **_sizes())
     _log_way(way, f"{config.num_heads} heads")
+    if window is not None and way != "ulysses":
+        raise ConfigError(window_problem(way))
     if way == "halo":
-        return attend(q, k, v, segment_ids, lengths, spread=True)
+        return attend(q, k, v, segment_ids, lengths, window, spread=True)
     if way == "ulysses":
 
         def attend_heads(q: Any, k: Any, v: Any, segment_ids: Any) -> Any:
-            return attend(q, k, v, segment_ids, lengths)
+            return attend(q, k, v, segment_ids, lengths, window)
 
         return ulysses_attention(attend_heads, q, k, v, segment_ids)
     return ring_attention(

@@ -9,7 +9,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from zjax_kernels.errors import invalid
 from zjax_kernels.sparse.cells import HALF, TILE
@@ -73,14 +72,16 @@ def _limit(schedule: Schedule, window: jax.Array, num_queries: int) -> Schedule:
     place = jnp.arange(len(item)) - _field(schedule, item, _FIRST)
     was_full = place < _field(schedule, item, _NUM_FULL)
     is_full = was_full & ((schedule.live & ~within) == 0).all(axis=1)
-    kind = jnp.where(is_full, _FULL, jnp.where((live != 0).any(axis=1), _PARTIAL, _DEAD))
+    kind = jnp.where(
+        is_full, _FULL, jnp.where((live != 0).any(axis=1), _PARTIAL, _DEAD)
+    )
     kind = jnp.where(place < _field(schedule, item, _COUNT), kind, _PADDING)
     # The chunks of an item are consecutive, and stay in their item.
     order = jnp.argsort(_firsts(schedule)[item] * 4 + kind, stable=True)
     edges = [_pack(distance == window // cell + later) for later in (0, 1)]
     return dataclasses.replace(
         schedule,
-        items=_shorten(schedule.items, item, kind),
+        items=_shorten(jnp.asarray(schedule.items), item, kind),
         columns=schedule.columns[order],
         live=live[order],
         diagonal=schedule.diagonal[order],
@@ -128,11 +129,12 @@ def _distances(schedule: Schedule, item: jax.Array, num_queries: int) -> jax.Arr
     """int32[chunks, 2, rows, columns]: cells from each key back to its query."""
     cell, num_items = schedule.cell, schedule.items.shape[1]
     tile = jnp.maximum(_field(schedule, item, _TILE), 0)
-    units = schedule.rows[item // num_items, tile]
+    units = jnp.asarray(schedule.rows)[item // num_items, tile]
     rows = _cells(units, schedule.row_unit // cell).reshape(
         len(item), TILE // HALF, HALF // cell, 1
     )
-    columns = _cells(schedule.columns, schedule.column_unit // cell)[:, None, None]
+    columns = _cells(jnp.asarray(schedule.columns), schedule.column_unit // cell)
+    columns = columns[:, None, None]
     if not schedule.transposed:
         return rows - columns
     # The columns are the queries of all heads of a group, one head after another.

@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -18,7 +17,7 @@ WINDOWS = (1, 63, 64, 130, 1000)
 
 def causal_layout(block, tokens, heads, *, dense):
     rows = tokens // block
-    live = np.ones((heads, rows, rows), bool) if dense else random_live((heads, rows, rows))
+    live = random_live((heads, rows, rows)) | dense
     return BlockLayout.from_dense(live, block=block, num_heads=heads, causal=True)
 
 

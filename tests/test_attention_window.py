@@ -1,0 +1,107 @@
+"""A growing attention window in a run: what a token sees, and one program."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from tests.support import small_run
+from zjax.config import load_config
+from zjax.data import make_loader
+
+WINDOW = (
+    "sequence_warmup.form=window",
+    "sequence_warmup.pacing.start=4",
+    "sequence_warmup.pacing.multiple=4",
+    "sequence_warmup.pacing.num_steps=6",
+)
+WINDOWS = [4, 8, 8, 12, 12, 16, 16, 16]
+"""4 + 12 t / 6 in step t, rounded down to multiples of 4."""
+
+
+def assert_equal(some, others):
+    jax.tree.map(np.testing.assert_array_equal, some, others)
+
+
+def test_each_step_has_the_window_of_its_number_until_the_plain_model(tmp_path):
+    """Bit for bit; fails for the window of another step, or a mask after the end."""
+    trainer = small_run.fit(tmp_path / "a", *WINDOW)
+    by_hand = small_run.make_trainer(tmp_path / "b")
+    run, state = by_hand.run, by_hand.state
+    with by_hand.loader as batches:
+        for window, batch in zip(WINDOWS, batches, strict=False):
+            given = {"schedule": {"attention_window": np.float32(window)}}
+            state, _ = run.step(state, batch | (given if window < 16 else {}))
+    assert_equal(small_run.arrays(trainer), jax.tree.map(np.asarray, state.master))
+
+
+def test_one_program_runs_all_windows_and_the_metrics_tell_them(tmp_path, capsys):
+    trainer = small_run.fit(tmp_path, *WINDOW)
+    assert "compiles again" not in capsys.readouterr().out
+    assert trainer.run.step.programs["train"]._cache_size() == 1
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    found = [line for line in lines if "loss" in line]
+    assert [line["attention_window"] for line in found] == WINDOWS
+    assert [line["consumed_tokens"] for line in found] == [*range(256, 2049, 256)]
+    assert not any("sequence_length" in line for line in found)
+
+
+def test_a_run_that_continues_is_the_run_without_a_stop(tmp_path):
+    """Inside the warm-up; fails if the windows start again."""
+    whole = small_run.fit(tmp_path / "a", *WINDOW)
+    saved = small_run.make_trainer(tmp_path / "b", *WINDOW)
+    with saved.loader as batches:
+        for _ in range(3):
+            saved.state, _ = saved.run.step(saved.state, next(batches))
+        saved.save()
+    saved.close()
+    continued = small_run.fit(tmp_path / "b", *WINDOW)
+    assert_equal(small_run.arrays(whole), small_run.arrays(continued))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(
+            (
+                "model.attention=sparse",
+                "model.sparsity.mode=dense",
+                "model.sparsity.block=16",
+            ),
+            id="kernels",
+        ),
+        pytest.param(("mesh.sequence=2",), id="ulysses"),
+        pytest.param(("mesh.tensor=2", "zero.stage=3"), id="tensor"),
+        pytest.param(("model.remat=full", "model.layers_per_scan=1"), id="remat"),
+        pytest.param(
+            ("mesh.pipeline=2", "num_microbatches=2", "model.num_layers=2"),
+            id="pipeline",
+        ),
+    ],
+)
+@pytest.mark.slow
+def test_windows_are_those_of_one_device(tmp_path, overrides):
+    """Fails where the window does not reach each block, microbatch and device."""
+    fixed = "model.dropout_rate=0"
+    small_run.fit(tmp_path / "a", *WINDOW, fixed, *overrides)
+    layers = [x for x in overrides if x.startswith(("model.num_layers", "num_micro"))]
+    small_run.fit(tmp_path / "b", *WINDOW, fixed, *layers, num_devices=1)
+    found, expected = (small_run.losses(tmp_path / name) for name in "ab")
+    np.testing.assert_allclose(
+        [*found.values()], [*expected.values()], rtol=1e-5, atol=1e-5
+    )
+
+
+def test_evaluation_sees_everything(tmp_path):
+    trainer = small_run.make_trainer(tmp_path, *WINDOW)
+    plain = load_config(trainer.config, "sequence_warmup.form=none")
+    with make_loader(plain, trainer.run.batch_placement) as batches:
+        batch = next(batches)
+    narrow = {"schedule": {"attention_window": np.float32(4)}}
+    full, limited = (
+        float(trainer.run.evaluate(trainer.state, x)["loss"])
+        for x in (batch, batch | narrow)
+    )
+    other = small_run.make_trainer(tmp_path / "other")
+    assert full == float(other.run.evaluate(other.state, batch)["loss"]) != limited
