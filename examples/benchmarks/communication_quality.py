@@ -1,8 +1,7 @@
 """GPT-2 124M on real text by methods that communicate less, and by their exact twins.
 
 Replicas on all devices, 2000 steps of 32 x 512 tokens of the source of Python and its
-packages, three seeds; cross-entropy on held-out files. Local steps: two replicas, and
-64 x 512 tokens.
+packages, three seeds; cross-entropy on held-out files. Local steps: two replicas.
 
 zjax bench --contest=examples/benchmarks/communication_quality.py
 """
@@ -20,7 +19,7 @@ ROWS = {
         ("adam_int8", "onebit_adam", "zero_one_adam"),
     ),
     "lamb_quality": ("1-bit LAMB learns as well as LAMB.", ("onebit_lamb",)),
-    "zeropp_quality": ("ZeRO++ learns as well as ZeRO-3.", ("zeropp",)),
+    "zeropp_quality": ("ZeRO++ learns as well as Adam whose numbers are sent in full.", ("zeropp",)),
     "local_steps_quality": (
         "Replicas that take local steps learn as well as replicas that take none.",
         ("diloco", "streaming_diloco", "muloco"),

@@ -47,10 +47,8 @@ SETTINGS = {
 }
 FREEZE = {"optimizer.freeze_step": 600}
 LAMB = {"optimizer.peak_learning_rate": 5e-3}
-WIDE = {"global_batch_size": 64, "mesh": {"replica": 2, "data": -1}}
-"""Replicas of 16k tokens per step: the fewer tokens, the less its step has in common
-with that of the others."""
-LOCAL = WIDE | {
+TWO_REPLICAS = {"mesh": {"replica": 2, "data": -1}}
+LOCAL = TWO_REPLICAS | {
     "communication.num_synchronous_steps": 600,
     "communication.num_local_steps": 10,
     "communication.outer_learning_rate": 1.0,
@@ -64,39 +62,37 @@ STREAMED = LOCAL | {
     "communication.delay": 1,
     "communication.mixing": 0.5,
 }
-ZERO3 = {
+ZEROPP = TWO_REPLICAS | {
     "zero.stage": 3,
     "zero.shard_over_replica": True,
-    "mesh.replica": 2,
-    "mesh.data": -1,
+    "zero.quantized_weights": True,
+    "zero.quantized_gradients": True,
     "model.layers_per_scan": 0,
 }
-QUANTIZED = {"zero.quantized_weights": True, "zero.quantized_gradients": True}
 METHODS = {
     "adam": {},
     "adam_int8": {"communication.codec": "int8"},
     "onebit_adam": {"optimizer.name": "onebit_adam"} | FREEZE,
     "zero_one_adam": {"optimizer.name": "zero_one_adam"} | FREEZE,
-    "wide_adam": WIDE,
     "diloco": LOCAL,
     "streaming_diloco": STREAMED,
-    "muon": WIDE | {"optimizer.name": "muon"},
+    "muon": {"optimizer.name": "muon"},
     "muloco": LOCAL | {"optimizer.name": "muon", "communication.codec": "int2"},
     "lamb": {"optimizer.name": "lamb"} | LAMB,
-    "onebit_lamb": {"optimizer.name": "onebit_lamb"} | LAMB,
-    "zero3": ZERO3,
-    "zeropp": ZERO3 | QUANTIZED,
+    "onebit_lamb": {"optimizer.name": "onebit_lamb"} | LAMB | FREEZE,
+    "zeropp": ZEROPP,
 }
 TWINS = {
     "adam_int8": "adam",
     "onebit_adam": "adam",
     "zero_one_adam": "adam",
-    "diloco": "wide_adam",
-    "streaming_diloco": "wide_adam",
+    "diloco": "adam",
+    "streaming_diloco": "adam",
     "muloco": "muon",
     "onebit_lamb": "lamb",
-    "zeropp": "zero3",
+    "zeropp": "adam",
 }
+"""ZeRO-3 takes the steps of Adam, so that it needs no runs of its own."""
 
 
 def make_config(method, *more):
