@@ -19,7 +19,7 @@ ROWS = {
         ("adam_int8", "onebit_adam", "zero_one_adam"),
     ),
     "lamb_quality": ("1-bit LAMB learns as well as LAMB.", ("onebit_lamb",)),
-    "zeropp_quality": ("ZeRO++ learns as well as Adam whose numbers are sent in full.", ("zeropp",)),
+    "zeropp_quality": ("ZeRO++ learns as well as Adam.", ("zeropp",)),
     "local_steps_quality": (
         "Replicas that take local steps learn as well as replicas that take none.",
         ("diloco", "streaming_diloco", "muloco"),

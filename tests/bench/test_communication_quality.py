@@ -60,7 +60,11 @@ def measure(program, text, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("num_devices", [2, 4])
 def test_methods_and_twins_differ_in_what_they_send_alone(program, num_devices):
     """Fails if a method has other learning rates, tokens or weights than its twin."""
-    sent = {"communication": schema.Communication(), "zero": schema.Zero()}
+    sent = {
+        "communication": schema.Communication(),
+        "zero": schema.Zero(),
+        "mesh": schema.Mesh(),
+    }
     vocabulary = {"data.source": "synthetic", "model.vocab_size": 50_257}
     for method, twin in program.TWINS.items():
         ours, exact = (program.make_config(name, vocabulary) for name in (method, twin))
@@ -73,6 +77,8 @@ def test_methods_and_twins_differ_in_what_they_send_alone(program, num_devices):
             name=exact.optimizer.name,
             freeze_step=exact.optimizer.freeze_step,
         )
+        stored = ours.model.layers_per_scan
+        exact = zjax.load_config(exact, {"model.layers_per_scan": stored})
         ours = dataclasses.replace(ours, optimizer=same)
         assert ours != exact or len(names) == 2
         assert dataclasses.replace(ours, **sent) == dataclasses.replace(exact, **sent)
