@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 
-from zjax.config.lengths import make_shapes
 from zjax.config.schema import Config
 from zjax.optim.programs import programs_at
 from zjax.typing import Batch
@@ -19,13 +18,19 @@ class CompileAhead:
     context manager, which waits for the thread.
 
     Args:
-        config: Read for `sequence_warmup` and for the programs of a step.
+        config: Read for the programs of a step.
         compile: Compiles a program of the step for a batch, as `Step.compile`.
+        shapes: Rows and tokens per row of batches, by the first step that has them.
     """
 
-    def __init__(self, config: Config, compile: Callable[[Batch, str], Any]):
+    def __init__(
+        self,
+        config: Config,
+        compile: Callable[[Batch, str], Any],
+        shapes: dict[int, tuple[int, int]],
+    ):
         self._config, self._compile = config, compile
-        self._shapes = make_shapes(config)
+        self._shapes = dict(sorted(shapes.items()))
         self._started: dict[int, list[concurrent.futures.Future[Any]]] = {}
         self._pool = concurrent.futures.ThreadPoolExecutor(max_workers=1)
 

@@ -182,7 +182,9 @@ class Trainer:
             stop_signals() as stopped,
             monitor,
             self.loader,
-            CompileAhead(config, self._compile) as ahead,
+            CompileAhead(
+                config, self._compile, self.loader.shapes_after(step)
+            ) as ahead,
         ):
             last_saved, data_ended, save_due = step, False, False
             while step < config.num_steps and not stopped(step):
@@ -370,6 +372,7 @@ class Trainer:
                 f"x {plan.num_batch_shares} shares x "
                 f"{sizes.num_microbatches} microbatches; {start}, "
                 f"ends at {self.config.num_steps}",
+                *([self.loader.description] if self.loader.description else []),
                 f"evaluation: {self._evaluation.description}, "
                 f"weights {parts_of(self.state)[0]}"
                 if self._evaluation
@@ -432,6 +435,10 @@ def _mismatches(model: Any, batches: Any, config: Config) -> list[Problem]:
         problem, remedy = "does not cut given batches", "use 'window' or 'none'"
         field, form = "sequence_warmup.form", config.sequence_warmup.form
         problems.append(Problem(field, form, problem, remedy))
+    if batches is not None and config.buckets.form != "none":
+        problem, remedy = "does not cut given batches", "leave it at 'none'"
+        form = config.buckets.form
+        problems.append(Problem("buckets.form", form, problem, remedy))
     if batches is not None and config.curriculum.metrics:
         problem, remedy = "do not order given batches", "leave it at ()"
         metrics = tuple(metric.index for metric in config.curriculum.metrics)

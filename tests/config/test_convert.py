@@ -125,7 +125,8 @@ SINKS = "use one of console, jsonl, csv, tensorboard, wandb"
             "num_microbatches, microbatch_size, directory, deterministic, "
             "xla_options, mesh, pipeline, zero, precision, "
             "optimizer, communication, model, data, sequence_warmup, "
-            "curriculum, evaluation, checkpoint, distill, observe, processes",
+            "curriculum, buckets, evaluation, checkpoint, distill, observe, "
+            "processes",
             id="all-at-once",
         ),
     ],

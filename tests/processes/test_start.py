@@ -91,6 +91,7 @@ def test_two_processes_equal_one(tmp_path):
         f"      0  {HOST:<4}  4 x cpu (0-3)\n"
         f"      1  {HOST:<4}  4 x cpu (4-7)"
     )
+    assert results.pop("drawn") == worker.draw_batches(rows["step"].stored.mesh)
     assert results.pop("evaluated") == squares.MEAN
     assert results == {"saved": True, "given": True}
     state, extra = Store(str(tmp_path / "checkpoints")).restore(rows)

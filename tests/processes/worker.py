@@ -21,6 +21,10 @@ from zjax.bench import measure
 from zjax.checkpoint import sums
 from zjax.checkpoint.store import Store
 from zjax.config import schema
+from zjax.config.pacing import grow
+from zjax.data import buckets, curriculum, metric_index, packing
+from zjax.data.draws import WholeRows
+from zjax.data.loader import load_draws
 from zjax.errors import DataError, Problem, ZjaxError
 from zjax.processes import gloo
 from zjax.sharding import plan as plans
@@ -34,6 +38,37 @@ def compute(mesh):
     split = NamedSharding(mesh, PartitionSpec("data"))
     x = jax.jit(lambda: jnp.arange(32.0).reshape(16, 2) ** 2, out_shardings=split)()
     return jax.jit(lambda x: jnp.sum(x, axis=0), out_shardings=replicated(mesh))(x)
+
+
+def draw_batches(mesh):
+    """Batches of a curriculum and of buckets, read by the processes of their rows."""
+    tokens = np.arange(1, 1_025)
+    index = metric_index.Index("voc", np.arange(63.0), np.arange(63)[::-1])
+    pacing = grow(1, 100, 4)
+    order = curriculum.CurriculumSampler(
+        seed=3,
+        clusters=curriculum.Clusters([curriculum.Difficulty(index, pacing, False)]),
+        global_batch_size=8,
+    )
+    config = schema.Config(
+        global_batch_size=8,
+        data=schema.Data(length=16),
+        buckets=schema.Buckets(form="cut", shortest=4),
+    )
+    offsets = np.concatenate([[0], np.cumsum([28] * 36)])
+    draws = (
+        WholeRows(packing.BlockRows(tokens, 16), order, (8,)),
+        buckets.Buckets(tokens, offsets, config),
+    )
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    gather = jax.jit(lambda x: x, out_shardings=replicated(mesh))
+    found = []
+    for each in draws:
+        with load_draws(each, config, lambda leaf: split) as batches:
+            for _ in range(5):
+                whole = gather(next(batches)["tokens"])
+                found.append(np.asarray(whole).tolist())
+    return found
 
 
 def replicated(mesh):
@@ -81,6 +116,7 @@ def work(info, directory):
         "table": processes.describe_processes(info),
         "saved": equal(store.restore(other)[0], values, other),
         "given": equal(Store(str(directory / "given")).restore(rows)[0], values, rows),
+        "drawn": draw_batches(rows["step"].stored.mesh),
         "evaluated": squares.make_trainer(directory / "run").evaluate()["eval_loss"],
     }
     if info.process_id == 0:

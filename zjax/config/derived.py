@@ -120,16 +120,23 @@ def fill_difficulty_pacing(section: Any) -> None:
     _set(section, pacing=dataclasses.replace(section.pacing, **sizes))
 
 
+def fill_bucket_pacing(section: Any) -> None:
+    """Derives start and multiple of the pacing of new buckets."""
+    shortest = section.shortest
+    sizes = _derive(section.pacing, start=shortest, multiple=shortest)
+    _set(section, pacing=dataclasses.replace(section.pacing, **sizes))
+
+
 def fill_from_each_other(config: Any) -> None:
     """Derives lengths and `model.vocab_size` of a new `schema.Config`."""
     data, model, source = config.data, config.model, config.data.source
-    length = _derive(data, length=model.max_length)
-    _set(config, data=dataclasses.replace(data, **length))
-    warmup = config.sequence_warmup
-    pacing = dataclasses.replace(
-        warmup.pacing, **_derive(warmup.pacing, end=config.data.length)
-    )
-    _set(config, sequence_warmup=dataclasses.replace(warmup, pacing=pacing))
+    data = dataclasses.replace(data, **_derive(data, length=model.max_length))
+    _set(config, data=data)
+    for name in ("sequence_warmup", "buckets"):
+        section = getattr(config, name)
+        end = _derive(section.pacing, end=data.length)
+        pacing = dataclasses.replace(section.pacing, **end)
+        _set(config, **{name: dataclasses.replace(section, pacing=pacing)})
     if source in VOCABULARIES:
         size = _derive(model, vocab_size=VOCABULARIES[source])
         _set(config, model=dataclasses.replace(model, **size))

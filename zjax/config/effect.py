@@ -78,6 +78,15 @@ NEEDS = (
         )
         for field in dataclasses.fields(schema.Pacing)
     ),
+    *(
+        Needs(f"buckets.{name}", "buckets.form", ("cut", "pad"))
+        for name in ("shortest", "order", "weights", "num_cycles", "learning_rate")
+    ),
+    Needs("buckets.num_cycles", "buckets.order", ("grow",)),
+    *(
+        Needs(f"buckets.pacing.{field.name}", "buckets.order", ("pacing",))
+        for field in dataclasses.fields(schema.Pacing)
+    ),
 )
 
 
@@ -120,6 +129,7 @@ def user_model_problems(config: schema.Config) -> Iterator[Problem]:
         "precision.matmul_dtype",
         "sequence_warmup.form",
         "curriculum.metrics",
+        "buckets.form",
     ):
         value, default = _value_and_default(config, setting)
         if value != default:

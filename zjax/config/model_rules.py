@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 from zjax.config import (
     axes,
+    buckets,
     curriculum,
     derived,
     lengths,
@@ -197,6 +198,10 @@ MODEL_RULES: tuple[Entry, ...] = (
         lengths.length_problems,
     ),
     (("num_steps", "curriculum"), curriculum.curriculum_problems),
+    (
+        ("data", "model", "mesh", "num_steps", "buckets"),
+        buckets.bucket_problems,
+    ),
     (("model",), _vocabulary),
 )
 """Rules of the built-in models alone."""

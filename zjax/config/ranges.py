@@ -126,6 +126,10 @@ RANGES: dict[type, dict[str, Range]] = {
         "multiple": _from(0, MAX_VALUE),
         "degree": _from(1, 64),
     },
+    schema.Buckets: {
+        "shortest": _from(1, MAX_TOKENS),
+        "num_cycles": _from(1, MAX_ROWS),
+    },
     schema.Communication: {
         "num_local_steps": _from(0),
         "num_synchronous_steps": _from(0),

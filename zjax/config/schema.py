@@ -526,6 +526,38 @@ class Curriculum:
 
 
 @section
+class Buckets:
+    """Batches of one length each and a constant number of tokens (arXiv:2405.13226).
+
+    No row holds two documents. `global_batch_size` is the rows of the longest bucket;
+    evaluation sees rows of `data.length`.
+    """
+
+    form: Literal["none", "cut", "pad"] = "none"
+    """`cut` splits documents into powers of two, without padding; `pad` takes them
+    whole, in the shortest bucket that holds them."""
+    shortest: int = 256
+    """Tokens per row of the shortest bucket; each next one is twice as long, up to
+    `data.length`."""
+    order: Literal["shuffle", "grow", "mixture", "pacing"] = "shuffle"
+    """`shuffle` and `grow` take each batch of an epoch once, `grow` in cycles that
+    begin with short rows; `mixture` draws buckets by `weights`, `pacing` those that
+    are not longer than `pacing` says."""
+    weights: tuple[float, ...] = ()
+    """Odds of the buckets, the shortest first; () for 1, 1/2, 1/4, ... under `grow`,
+    and equal ones otherwise."""
+    num_cycles: int = 8
+    """Equal parts of an epoch under `grow`."""
+    learning_rate: Literal["constant", "linear", "sqrt"] = "constant"
+    """Whether the learning rate of a batch grows with its rows over
+    `global_batch_size`, or with the square root."""
+    pacing: Pacing = Pacing()
+    """Tokens of the longest bucket under `pacing`."""
+
+    __post_init__ = derived.fill_bucket_pacing
+
+
+@section
 class Evaluation:
     """Loss on held-out data during training."""
 
@@ -641,6 +673,7 @@ class Config:
     data: Data = Data()
     sequence_warmup: SequenceWarmup = SequenceWarmup()
     curriculum: Curriculum = Curriculum()
+    buckets: Buckets = Buckets()
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
     distill: Distill = Distill()

@@ -22,8 +22,8 @@ from jaxtyping import Int64
 from zjax.config import schema
 from zjax.config.curriculum import metric_field
 from zjax.config.pacing import Pacing, make_pacing, pacing_problems, settings_read
+from zjax.config.picks import Picks
 from zjax.data.metric_index import Index, open_index
-from zjax.data.picks import Picks
 from zjax.data.sampler import permute_rows
 from zjax.errors import ConfigError, DataError, Problem
 

@@ -18,6 +18,7 @@ from jaxtyping import Int64
 from zjax.config import schema
 from zjax.config.lengths import make_lengths, make_shapes
 from zjax.data import packing, placement, sampler, source
+from zjax.data.buckets import Buckets
 from zjax.data.curriculum import Curriculum
 from zjax.data.draws import Draws, Order, ReshapedRows, TruncatedRows, WholeRows
 from zjax.data.entries import check_batch
@@ -37,6 +38,9 @@ class Loader:
             resume.
         start_step: Step of the first batch.
         values_at: Function from a step, from 1 on, to what the metrics tell of it.
+        shapes_after: Function from the steps taken to rows and tokens per row of later
+            batches, by the first step that has them.
+        description: What is told of the data before the run.
         drawn: Digests of the batches before each step, filled in by an iterator that
             draws them in order.
     """
@@ -48,11 +52,14 @@ class Loader:
         start_step: int,
         *,
         values_at: Callable[[int], dict[str, float]] = lambda step: {},
+        shapes_after: Callable[[int], dict[int, tuple[int, int]]] = lambda step: {},
+        description: str = "",
         drawn: dict[int, str] | None = None,
     ):
         check_installed("grain")
         self._open_at = open_at
-        self.values_at = values_at
+        self.values_at, self.shapes_after = values_at, shapes_after
+        self.description = description
         self._position = position
         self._step = start_step
         self._drawn = {} if drawn is None else drawn
@@ -168,6 +175,19 @@ def make_loader(
             vocabulary than the model.
     """
     check_batch_size(config)
+    if config.buckets.form != "none":
+        buckets = _open_buckets(config)
+        return load_draws(
+            buckets,
+            config,
+            shardings,
+            position=buckets.position | source.row_settings(config),
+            values_at=buckets.values,
+            shapes_after=buckets.shapes,
+            description=buckets.describe(),
+            start_step=start_step,
+            num_batches=num_batches,
+        )
     rows = source.open_rows(config, "train")
     position = _row_position(rows, config)
     position |= source.row_settings(config) | source.warmup_settings(config)
@@ -183,9 +203,19 @@ def make_loader(
         shardings,
         position=position,
         values_at=values_at,
+        shapes_after=lambda step: make_shapes(config),
         start_step=start_step,
         num_batches=num_batches,
     )
+
+
+def _open_buckets(config: schema.Config) -> Buckets:
+    opened = source.open_documents(config, "train")
+    buckets = Buckets(opened.tokens, opened.offsets, config)
+    example = buckets.draw(0).rows
+    position = _row_position(example, config)
+    buckets.position |= position | {"num_rows": len(opened.offsets) - 1}
+    return buckets
 
 
 def _make_draws(rows: packing.Rows, order: Order, config: schema.Config) -> Draws:
@@ -208,6 +238,10 @@ def _row_position(rows: packing.Rows, config: schema.Config) -> dict[str, Any]:
 
 
 def _no_values(step: int) -> dict[str, float]:
+    return {}
+
+
+def _no_shapes(step: int) -> dict[int, tuple[int, int]]:
     return {}
 
 
@@ -239,6 +273,8 @@ def load_draws(
     *,
     position: dict[str, Any] | None = None,
     values_at: Callable[[int], dict[str, float]] = _no_values,
+    shapes_after: Callable[[int], dict[int, tuple[int, int]]] = _no_shapes,
+    description: str = "",
     start_step: int = 0,
     num_batches: int | None = None,
 ) -> Loader:
@@ -250,13 +286,15 @@ def load_draws(
         shardings: Sharding of each array of a batch.
         position: Values that determine the order, compared at resume.
         values_at: Function from a step, from 1 on, to what the metrics tell of it.
+        shapes_after: Function from the steps taken to rows and tokens per row of later
+            batches, by the first step that has them.
+        description: What is told of the data before the run.
         start_step: Step of the first batch.
         num_batches: Number of batches; None is endless.
     """
     example = draws.draw(start_step).rows
-    local_rows = {
-        size: find_local_rows(example, size, shardings) for size in set(draws.sizes)
-    }
+    sizes = set(draws.sizes)
+    local_rows = {size: find_local_rows(example, size, shardings) for size in sizes}
     end = sys.maxsize if num_batches is None else start_step + num_batches
 
     def place(read: tuple[int, dict[str, np.ndarray]]) -> dict[str, jax.Array]:
@@ -275,7 +313,14 @@ def load_draws(
             )
         )
 
-    return Loader(open_at, position or {}, start_step, values_at=values_at)
+    return Loader(
+        open_at,
+        position or {},
+        start_step,
+        values_at=values_at,
+        shapes_after=shapes_after,
+        description=description,
+    )
 
 
 def _close_all(opened: list[Any]) -> None:

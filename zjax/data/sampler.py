@@ -20,7 +20,7 @@ class Sampler:
     """The rows of the global batch of each step.
 
     Args:
-        seed: Seed, 0 or more.
+        seed: Seed, 0 or more; or several numbers, such as a seed and that of a part.
         num_rows: Rows per epoch, 1 or more.
         global_batch_size: Rows per step, 1 or more; a batch may straddle two epochs.
 
@@ -30,7 +30,7 @@ class Sampler:
         [0, 1, 2, 3, 4]
     """
 
-    seed: int
+    seed: int | tuple[int, ...]
     num_rows: int
     global_batch_size: int
 

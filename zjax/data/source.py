@@ -48,12 +48,27 @@ def open_rows(config: schema.Config, split: str) -> packing.Rows:
             data.length,
             synthetic.DOCUMENTS_PER_ROW if documents else 0,
         )
+    return _make_rows(open_documents(config, split), data, split)
+
+
+def open_documents(config: schema.Config, split: str) -> store.Store:
+    """Opens the documents of a split, `train` or `validation`.
+
+    Args:
+        config: Config whose `data.source` is not `synthetic`.
+        split: Name of the split.
+
+    Raises:
+        DataError: The data is missing or damaged, or has a larger vocabulary than the
+            model.
+    """
+    data = config.data
     if data.source == "standard_library":
         opened = standard_library.open_standard_library(split)
     else:
         opened = store.open_store(data.path, split)
     check_vocabulary(opened, data.source, config.model.vocab_size)
-    return _make_rows(opened, data, split)
+    return opened
 
 
 def row_settings(config: schema.Config) -> dict[str, Any]:

@@ -181,7 +181,7 @@ class Monitor:
             speed.pop("tokens_per_second", None)
         window = self._step_values(self.known_step).get(ATTENTION_WINDOW)
         seen = window or self._lengths.at(self.known_step)
-        if seen < self._config.data.length:
+        if seen < self._config.data.length or self._config.buckets.form != "none":
             speed.pop("mfu", None)  # its FLOPs are those of whole sequences
             speed.pop("mfu_full_attention", None)
         return speed

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
+from zjax.config.buckets import bucket_picks, rate_factors
 from zjax.config.lengths import CUTS, make_tokens
 from zjax.config.schema import Config
 
@@ -50,10 +51,25 @@ def make_schedule(
     joined = optax.join_schedules([piece for piece, _ in pieces], ends[:-1])
 
     def schedule(step: Int[Array, ""] | int) -> Float[Array, ""]:
-        return jnp.asarray(joined(position(step)), jnp.float32)
+        return jnp.asarray(joined(position(step)) * factor(step), jnp.float32)
 
-    position = _by_tokens(config)
+    position, factor = _by_tokens(config), _by_rows(config)
     return schedule
+
+
+def _by_rows(config: Config) -> Callable[[Any], Any]:
+    """Maps a step to a factor that grows with the rows of its batch."""
+    settings = config.buckets
+    if settings.form == "none" or settings.learning_rate == "constant":
+        return lambda step: 1.0
+    buckets = bucket_picks(config).first_parts(config.num_steps).astype(np.uint8)
+    factors = rate_factors(config)
+
+    def factor(step: Any) -> Any:
+        number = jnp.minimum(step, config.num_steps - 1)
+        return jnp.asarray(factors)[jnp.asarray(buckets)[number]]
+
+    return factor
 
 
 def _by_tokens(config: Config) -> Callable[[Any], Any]:

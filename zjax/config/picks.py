@@ -72,6 +72,12 @@ class Picks:
         ordinals[order] = np.arange(len(parts)) - firsts
         return Picked(parts, taken[parts] + ordinals)
 
+    def first_parts(self, num_steps: int) -> Int64[np.ndarray, " steps"]:
+        """Part of the first draw of each of the first steps."""
+        blocks = range(-(-num_steps // BLOCK_STEPS))
+        drawn = [self._draw(block)[:, 0] for block in blocks]
+        return np.concatenate(drawn)[:num_steps]
+
     def _draw(self, block: int) -> Int64[np.ndarray, "steps draws"]:
         steps = np.arange(block * BLOCK_STEPS, (block + 1) * BLOCK_STEPS) + 1
         num_open = self._num_open[np.searchsorted(self._firsts, steps, "right") - 1]

@@ -1,0 +1,249 @@
+"""Buckets against loops over documents: each token once, one length, one document."""
+
+import collections
+
+import numpy as np
+import pytest
+
+from tests.support.refusals import case, refusal
+from zjax.config import schema
+from zjax.config.pacing import Pacing
+from zjax.data import buckets
+from zjax.errors import DataError
+
+SIZES = np.random.default_rng(0).integers(1, 60, 150)
+OFFSETS = np.concatenate([[0], np.cumsum(SIZES)])
+TOKENS = np.arange(OFFSETS[-1])
+"""Each token is its own position."""
+SHORTEST, LONGEST, ROWS = 4, 16, 2
+LENGTHS, BATCH_ROWS = (4, 8, 16), (8, 4, 2)
+
+
+def make_config(form="cut", **settings):
+    settings = {"form": form, "shortest": SHORTEST} | settings
+    return schema.Config(
+        seed=7,
+        global_batch_size=ROWS,
+        num_steps=400,
+        data=schema.Data(length=LONGEST),
+        buckets=schema.Buckets(**settings),
+    )
+
+
+def open_buckets(form="cut", offsets=OFFSETS, **settings):
+    config = make_config(form, **settings)
+    return buckets.Buckets(TOKENS[: offsets[-1]], offsets, config)
+
+
+def read(opened, step):
+    rows, indices = opened.draw(step)
+    return rows.read(indices)
+
+
+def cut_by_hand(start, end):
+    """Pieces of a document, the longest first, and the tokens of its tail."""
+    pieces = []
+    for length in reversed(LENGTHS):
+        while end - start >= length:
+            pieces.append((start, length))
+            start += length
+    return pieces, list(range(start, end))
+
+
+def all_pieces():
+    cuts = [
+        cut_by_hand(start, end)
+        for start, end in zip(OFFSETS[:-1].tolist(), OFFSETS[1:].tolist(), strict=True)
+    ]
+    pieces = [piece for found, _ in cuts for piece in found]
+    return pieces, [token for _, tail in cuts for token in tail]
+
+
+def steps_per_epoch():
+    counts = collections.Counter(length for _, length in all_pieces()[0])
+    pairs = zip(LENGTHS, BATCH_ROWS, strict=True)
+    return sum(counts[length] // rows for length, rows in pairs)
+
+
+@pytest.mark.parametrize("order", ["shuffle", "grow"])
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_an_epoch_uses_each_token_once(order, epoch):
+    """Besides tails and the pieces that fill no batch, whose number is told."""
+    opened, steps = open_buckets(order=order), steps_per_epoch()
+    drawn = [read(opened, epoch * steps + step)["tokens"] for step in range(steps)]
+    found = [(row[0], len(row)) for batch in drawn for row in batch.tolist()]
+    pieces, tails = all_pieces()
+    unused = collections.Counter(pieces) - collections.Counter(found)
+    assert collections.Counter(found) - collections.Counter(pieces) == {}
+    spare = sum(
+        sum(size == length for _, size in pieces) % rows
+        for length, rows in zip(LENGTHS, BATCH_ROWS, strict=True)
+    )
+    assert unused.total() == spare
+    told = opened.describe()
+    assert f"{len(tails):,} tokens ({len(tails) / len(TOKENS):.1%}) are tails" in told
+    assert f"{spare} rows fill no batch of an epoch" in told
+
+
+@pytest.mark.parametrize("form", ["cut", "pad"])
+@pytest.mark.parametrize("order", ["shuffle", "grow", "mixture", "pacing"])
+def test_a_batch_has_one_length_and_rows_of_one_document(form, order):
+    opened, again = open_buckets(form, order=order), open_buckets(form, order=order)
+    for step in (0, 1, 5, 60, 300, 2):
+        batch = read(opened, step)
+        assert batch["tokens"].size == ROWS * LONGEST
+        for name, x in read(again, step).items():
+            np.testing.assert_array_equal(x, batch[name])
+        length = batch["tokens"].shape[1]
+        assert length == opened.values(step + 1)["sequence_length"]
+        columns = (batch[name] for name in ("tokens", "targets", "weights"))
+        for tokens, targets, weights in zip(*columns, strict=True):
+            size = int((tokens[1:] > 0).sum()) + 1
+            document = np.searchsorted(OFFSETS, tokens[0], "right")
+            assert tokens[size - 1] < OFFSETS[document]
+            assert tokens[:size].tolist() == [tokens[0] + i for i in range(size)]
+            ends = tokens[size - 1] == OFFSETS[document] - 1
+            predicted = size - int(ends)
+            assert weights.tolist() == [1] * predicted + [0] * (length - predicted)
+            assert targets[:predicted].tolist() == (tokens[:predicted] + 1).tolist()
+            assert size == length if form == "cut" else 2 * size > length or length == 4
+
+
+def test_padded_documents_are_whole():
+    opened, found = open_buckets("pad"), set()
+    for step in range(150):  # more than an epoch
+        batch = read(opened, step)["tokens"]
+        found |= {(row[0], sum(x > 0 for x in row[1:]) + 1) for row in batch.tolist()}
+    cut = {
+        (place, min(LONGEST, end - place))
+        for start, end in zip(OFFSETS[:-1].tolist(), OFFSETS[1:].tolist(), strict=True)
+        for place in range(start, end, LONGEST)
+    }
+    assert found <= cut and len(found) > 0.9 * len(cut)
+
+
+def test_short_rows_come_first_in_a_cycle():
+    """Fails if the odds are ignored, or turned around."""
+    opened, steps = open_buckets(order="grow", num_cycles=2), steps_per_epoch()
+    lengths = [opened.values(step + 1)["sequence_length"] for step in range(steps)]
+    for cycle in np.array_split(lengths, 2):
+        thirds = np.array_split(cycle, 3)
+        assert thirds[0].mean() < 0.8 * thirds[2].mean()
+
+
+def test_a_mixture_follows_its_weights():
+    opened = open_buckets(order="mixture", weights=(1.0, 1.0, 2.0))
+    lengths = [opened.values(step + 1)["sequence_length"] for step in range(2_000)]
+    shares = [lengths.count(length) / 2_000 for length in LENGTHS]
+    np.testing.assert_allclose(shares, [0.25, 0.25, 0.5], atol=0.04)
+
+
+def test_pieces_of_a_mixture_come_once_per_epoch_of_their_bucket():
+    opened, pieces = open_buckets(order="mixture"), all_pieces()[0]
+    num = sum(length == 8 for _, length in pieces)
+    found = []
+    for step in range(3 * num):
+        if opened.values(step + 1)["sequence_length"] == 8:
+            found += read(opened, step)["tokens"][:, 0].tolist()
+    assert len(set(found[:num])) == num
+
+
+def test_no_bucket_is_longer_than_its_pacing():
+    settings = schema.Pacing(num_steps=40, start=4, multiple=4)
+    opened = open_buckets(order="pacing", pacing=settings)
+    lengths = [int(opened.values(step)["sequence_length"]) for step in range(1, 120)]
+    bounds = Pacing((0, 14, 40), (4, 8, 16))
+    assert all(n <= bounds.at(step) for step, n in enumerate(lengths, start=1))
+    assert {*lengths[:13]} == {4} and {*lengths[13:39]} == {4, 8}
+    assert {*lengths[39:]} == {4, 8, 16}
+
+
+def test_the_first_batch_of_each_shape_is_known():
+    opened = open_buckets()
+    for start in (0, 9):
+        lengths = [opened.values(start + n)["sequence_length"] for n in range(1, 60)]
+        firsts = {start + 1 + lengths.index(n): (32 // n, n) for n in LENGTHS}
+        assert opened.shapes(start) == firsts
+
+
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [
+        (
+            np.arange(0, 15 * 12, 15),
+            "data.length=16 is the length of a bucket without documents; use other "
+            "lengths, a smaller batch, or more documents",
+        ),
+        (
+            np.array([0, 16, 32, 64, 76, 88, 100, 112]),
+            "buckets.shortest=4 is the length of a bucket with 4 rows, fewer than the "
+            "8 of a batch; use other lengths, a smaller batch, or more documents",
+        ),
+    ],
+    ids=["none", "few"],
+)
+def test_a_bucket_without_a_batch_is_refused(offsets, message):
+    with pytest.raises(DataError) as error:
+        open_buckets(offsets=offsets)
+    assert str(error.value) == message
+
+
+BASE = "buckets.form=cut"
+CASES = [
+    case(
+        f"{BASE};buckets.shortest=100",
+        "buckets.shortest=100 is not data.length=1024 over a power of two; halve "
+        "data.length once or more",
+        id="no-power-of-two",
+    ),
+    case(
+        f"{BASE};buckets.order=mixture;buckets.weights=(1.0, 0.0)",
+        "buckets.weights=(1.0, 0.0) has 2 numbers for 3 buckets; give 3, shortest "
+        "first\nbuckets.weights=(1.0, 0.0) is not above 0; use numbers above 0",
+        id="weights",
+    ),
+    case(
+        f"{BASE};buckets.weights=(1.0, 1.0, 1.0)",
+        "buckets.weights=(1.0, 1.0, 1.0) has no effect with buckets.order='shuffle'; "
+        "leave it at (), or use another order",
+        id="weights-of-shuffle",
+    ),
+    case(
+        f"{BASE};data.source=synthetic",
+        "buckets.form='cut' finds no documents in data.source='synthetic'; use 'none', "
+        "or data of documents",
+        id="no-documents",
+    ),
+    case(
+        f"{BASE};sequence_warmup.form=truncate",
+        "sequence_warmup.form='truncate' has no effect with buckets.form='cut'; leave "
+        "it at 'none', or use buckets.order='pacing'",
+        id="warm-up",
+    ),
+    case(
+        f"{BASE};buckets.learning_rate=sqrt",
+        "buckets.learning_rate='sqrt' needs the order before the data, and "
+        "buckets.order='shuffle' follows from their sizes; use 'constant', or "
+        "buckets.order='mixture' or 'pacing'\nbuckets.learning_rate='sqrt' counts "
+        "applied steps, which precision.on_nonfinite='skip' may shift against the "
+        "batches; use 'constant', or precision.on_nonfinite='stop'",
+        id="rate",
+    ),
+    case(
+        f"{BASE};buckets.order=pacing;buckets.pacing.start=128",
+        "buckets.pacing.multiple=256 does not divide buckets.pacing.start=128; use a "
+        "divisor\nbuckets.pacing.start=128 is below buckets.shortest=256; use 256",
+        id="pacing",
+    ),
+    case(
+        "buckets.order=grow",
+        "buckets.order='grow' has no effect with buckets.form='none'; leave it at "
+        "'shuffle', or set buckets.form to 'cut' or 'pad'",
+        id="without-effect",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "num_devices", "message"), CASES)
+def test_what_cannot_be_is_refused(overrides, num_devices, message):
+    assert refusal(overrides, num_devices) == message
