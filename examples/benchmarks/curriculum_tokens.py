@@ -1,0 +1,39 @@
+"""Curricula on real text: tokens to the final loss of shuffled samples, over theirs.
+
+A GPT of 30M parameters on one device, three seeds, 3,000 steps of 64 x 512 tokens;
+cross-entropy of averaged weights on held-out files, with a learning rate that does not
+decay.
+"""
+
+from contestants import JAX_MEMORY, ONE_DEVICE
+
+from zjax.bench import Case, Contest, Contestant, Row
+
+NAME = "zjax"
+
+
+def get_contest():
+    command = ("{python}", "examples/benchmarks/curriculum_quality.py")
+    ours = Contestant(NAME, command, "zjax", JAX_MEMORY | ONE_DEVICE, 3600)
+    case = Case(
+        ours=(NAME,),
+        peer=1.0,
+        metric="tokens_over_shuffled",
+        unit="of it",
+        must=0.9,
+        aim=0.67,
+        name="tokens to the loss, with the best metric",
+        peer_name="shuffled samples",
+    )
+    row = Row(
+        "curriculum_tokens",
+        "A curriculum takes fewer tokens to the loss that shuffled samples end with.",
+        (case,),
+        headline="Curriculum: tokens to the loss of shuffled samples",
+        higher_is_better=False,
+        notes="seed by seed, interpolated between 40 evaluations; metrics are rarity "
+        "of the vocabulary, compression ratio, truncated and reshaped sequences, and "
+        "rarity with truncation; all samples are drawn after 40 % of the steps",
+        by_devices=False,
+    )
+    return Contest("Curriculum", (ours,), (row,))

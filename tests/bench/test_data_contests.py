@@ -1,0 +1,86 @@
+"""The contests of buckets and curricula: small ones to the end, and what they count."""
+
+import json
+import sys
+
+import pytest
+
+from tests.support.benchmarks import FOLDER, load
+from zjax.bench.contest import load_contest
+from zjax.data.prepare import prepare
+
+TINY = (
+    "global_batch_size=8",
+    "optimizer.num_warmup_steps=1",
+    "precision.compute_dtype=float32",
+    "model.num_layers=1",
+    "model.embed_size=16",
+    "model.num_heads=2",
+    "model.max_length=16",
+)
+
+
+@pytest.fixture
+def text(tmp_path):
+    lines = tmp_path / "lines.jsonl"
+    words = ["one two three", "three four", "five six", "seven eight nine"]
+    texts = [f"{words[i % 4]} " * (4 + i) for i in range(60)]
+    lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    prepare([lines], tmp_path / "text", validation_fraction=0.3)
+    return tmp_path / "text"
+
+
+@pytest.fixture
+def measure(text, monkeypatch, capsys):
+    """Runs a program, changed by `change`, and returns its result."""
+    monkeypatch.syspath_prepend(FOLDER)
+
+    def run(name, *flags, change=lambda module: None):
+        module = load(name)
+        monkeypatch.setattr(module, "use_program_cache", lambda: None)
+        change(module)
+        words = [f"--text={text}", *flags, *TINY]
+        monkeypatch.setattr(sys, "argv", ["program.py", *words])
+        module.main()
+        return json.loads(capsys.readouterr().out.removeprefix("RESULT "))
+
+    return run
+
+
+def metric_of(contest):
+    (row,) = load_contest(FOLDER / f"{contest}.py").rows
+    return row.cases[0].metric
+
+
+def test_buckets_and_joined_rows_are_measured(measure):
+    found = measure("bucket_speed", "--steps=2", "buckets.shortest=8")
+    speed = found["tokens_per_second"]
+    assert found[metric_of("length_buckets")]["n"] == 5
+    assert speed["joined"]["min"] > 0 < speed["buckets"]["min"]
+
+
+def test_curricula_are_measured(measure, tmp_path):
+    def change(module):
+        some = ("shuffled", "voc")
+        monkeys = {name: module.METHODS[name] for name in some}
+        module.METHODS.clear()
+        module.METHODS.update(monkeys)
+        module.tokens_to = lambda loss, losses: min(losses)
+
+    directory = tmp_path / "runs"
+    flags = (f"--directory={directory}", "--seeds=1", "num_steps=10")
+    found = measure(
+        "curriculum_quality", *flags, "evaluation.num_batches=1", change=change
+    )
+    assert found["best"] == "voc" and found["shares"]["shuffled"] == [0.1]
+    assert found[metric_of("curriculum_tokens")]["median"] == 0.1
+    assert (directory / "curves.png").exists()
+
+
+def test_tokens_to_a_loss_are_interpolated(measure):
+    tokens_to = load("curriculum_quality").tokens_to
+    losses = {100: 5.0, 200: 4.0, 300: 4.5, 400: 3.0}
+    assert tokens_to(4.5, losses) == 150
+    assert tokens_to(6.0, losses) == 100
+    assert tokens_to(3.75, losses) == 350
+    assert tokens_to(2.0, losses) is None
