@@ -105,3 +105,13 @@ def test_evaluation_sees_everything(tmp_path):
     )
     other = small_run.make_trainer(tmp_path / "other")
     assert full == float(other.run.evaluate(other.state, batch)["loss"]) != limited
+
+
+def test_a_run_ends_after_its_tokens_with_the_last_learning_rate(tmp_path):
+    """Fails if the rate decays towards `num_steps`, or the end is that of the steps."""
+    end = "num_tokens=1100", "optimizer.schedule=linear"
+    trainer = small_run.fit(tmp_path, *end, "num_steps=8")
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    last = [line for line in lines if "loss" in line][-1]
+    assert (trainer.step, last["step"], last["consumed_tokens"]) == (5, 5, 1280)
+    np.testing.assert_allclose(last["learning_rate"], 1e-3)

@@ -41,7 +41,7 @@ USAGE = """zjax trains Flax models that do not fit on one device.
   zjax plan --config=... --config.mesh=auto        and on which mesh it fits
   zjax plan --config=... --collectives             and what it would communicate
   zjax plan --config=... --link=1gbps              and which method pays between nodes
-  zjax plan --config=... --schedule                and when its stages are busy
+  zjax plan --config=... --schedule                and what changes by step
   zjax plan --num_params=7.5e9                     the memory table of ZeRO
   zjax bench --config=...                          how fast it is on these devices
   zjax bench --contest=FILE [--only=A,B]           it and its peers, in turn
@@ -96,7 +96,8 @@ def define_flags() -> None:
     flags.DEFINE_boolean(
         "schedule",
         False,
-        "plan: when the stages of a pipeline are busy, with a picture.",
+        "plan: what changes from step to step, and when the stages of a pipeline are "
+        "busy, with pictures.",
     )
     flags.DEFINE_float(
         "device_gb", 0.0, "plan: memory of a device, for mesh=auto.", lower_bound=0

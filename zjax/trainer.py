@@ -16,7 +16,7 @@ from zjax.checkpoint.store import Store
 from zjax.config.batch import resolve_batch
 from zjax.config.check import check_config
 from zjax.config.convert import to_mapping
-from zjax.config.lengths import CUTS
+from zjax.config.lengths import CUTS, end_by_tokens
 from zjax.config.load import load_config
 from zjax.config.schema import Config
 from zjax.data.loader import Loader
@@ -409,6 +409,9 @@ def _checked(
         user_model=model is not None,
         user_optimizer=tx is not None,
     )
+    if config.num_tokens:
+        config = end_by_tokens(with_batch_sizes(config, len(devices)))
+        check_config(config, len(devices), user_optimizer=tx is not None)
     problems = _mismatches(model, batches, config)
     if problems:
         raise ConfigError(*problems)

@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.refusals import case, refusal
 from zjax.config import schema
-from zjax.config.lengths import make_lengths, make_windows
+from zjax.config.lengths import end_by_tokens, make_lengths, make_windows
 
 FIELD = "sequence_warmup.pacing"
 BASE = "sequence_warmup.form=truncate;num_steps=2000"
@@ -56,6 +56,12 @@ CASES = [
         id="without-effect",
     ),
     case(
+        "num_steps=100;num_tokens=4000000",
+        "num_tokens=4000000 is above the 3,276,800 of num_steps=100; raise num_steps, or "
+        "leave it at 0",
+        id="tokens-beyond-the-run",
+    ),
+    case(
         f"{WINDOW};{FIELD}.multiple=48",
         f"{FIELD}.multiple=48 does not divide {FIELD}.start=64; use a divisor\n"
         f"{FIELD}.multiple=48 does not divide data.length=1024; use a divisor",
@@ -94,3 +100,13 @@ def test_windows_leave_sequences_whole():
     assert make_lengths(config).changes() == {1: 1024}
     found = map(make_windows(config).at, (1, 119, 500, 7_500, 14_999, 15_000))
     assert list(found) == [8, 16, 40, 512, 1016, 1024]
+
+
+@pytest.mark.parametrize(("form", "last"), [("none", 4), ("truncate", 9)])
+def test_tokens_end_a_run_at_the_step_that_consumes_them(form, last):
+    """4 steps of 32 x 1,024 tokens; lengths of 64, 128, ... take 9 steps to as many."""
+    pacing = schema.Pacing(num_steps=15)
+    warmup = schema.SequenceWarmup(form=form, pacing=pacing)
+    for num_tokens, end in ((98_305, last), (98_304, last - (form == "none"))):
+        config = schema.Config(num_tokens=num_tokens, sequence_warmup=warmup)
+        assert end_by_tokens(config).num_steps == end

@@ -2,11 +2,9 @@
 
 import matplotlib.image
 import numpy as np
-import pytest
 
 from zjax.budget.report import report_plan
 from zjax.config import load_config
-from zjax.errors import ConfigError
 from zjax.observe import timeline
 from zjax.parallel.schedule import make_schedule
 
@@ -38,14 +36,6 @@ def test_plan_says_when_stages_are_busy(tmp_path):
     config = load_config({**settings, "directory": str(tmp_path)})
     text = report_plan(config, num_devices=8, schedule=True)
     assert "* 1f1b" in text
-    assert text.endswith(f"picture: {tmp_path}/plan.png and {tmp_path}/schedule.png")
+    pictures = [f"{tmp_path}/{name}.png" for name in ("plan", "steps", "schedule")]
+    assert text.endswith(f"picture: {' and '.join(pictures)}")
     assert (tmp_path / "schedule.png").exists()
-
-
-def test_plan_without_stages_has_nothing_to_draw():
-    with pytest.raises(ConfigError) as error:
-        report_plan(load_config({}), num_devices=8, schedule=True)
-    assert str(error.value) == (
-        "schedule=True has no stages to draw with mesh.pipeline=1; leave it out, or "
-        "set mesh.pipeline above 1"
-    )

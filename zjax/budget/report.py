@@ -22,12 +22,13 @@ from zjax.budget.trial import Machine, Trial, weigh
 from zjax.config.axes import axis_sizes
 from zjax.config.batch import resolve_batch
 from zjax.config.check import check_config
+from zjax.config.lengths import end_by_tokens
 from zjax.config.mixture import describe_future
 from zjax.config.paths import local_path
 from zjax.config.schema import Config
 from zjax.errors import ConfigError, OutputError, Problem, ZjaxError
 from zjax.models.build import make_model
-from zjax.observe import plot, timeline
+from zjax.observe import course, plot, timeline
 from zjax.observe.collectives import list_collectives
 from zjax.observe.communication import CPU_NOTE, describe_communication
 from zjax.offload.inputs import offloaded_inputs
@@ -105,8 +106,9 @@ def report_plan(
         config = dataclasses.replace(config, mesh=proposal.mesh)
     num_devices = num_devices or jax.device_count()
     check_config(config, num_devices)
-    if schedule:
-        _check_has_pipeline(config, num_devices)
+    if config.num_tokens:
+        config = end_by_tokens(meshes.with_batch_sizes(config, num_devices))
+        check_config(config, num_devices)
     if link:
         check_link(config, num_devices, link)
     model = make_model(config)
@@ -134,8 +136,11 @@ def report_plan(
         mesh = dataclasses.replace(config.mesh, **sizes)
         parts.append(describe_on_gpus(weigh(config, mesh, model, tx)))
     if schedule:
+        pictures.append(pictures[0].with_name("steps.png"))
+        parts.append(_report_course(config, num_devices, pictures[-1]))
+    if schedule and axis_sizes(config, num_devices)[meshes.PIPELINE] > 1:
         pictures.append(pictures[0].with_name("schedule.png"))
-        parts.append(report_schedule(config, plan, pictures[1]))
+        parts.append(report_schedule(config, plan, pictures[-1]))
     if link:
         parts.append(report_link(config, num_devices, link))
     parts.append(f"picture: {' and '.join(map(str, pictures))}")
@@ -155,11 +160,11 @@ def _check_collectives(config: Config, num_devices: int) -> None:
     raise ConfigError(Problem("collectives", True, problem, remedy))
 
 
-def _check_has_pipeline(config: Config, num_devices: int) -> None:
-    if axis_sizes(config, num_devices)[meshes.PIPELINE] == 1:
-        problem = "has no stages to draw with mesh.pipeline=1"
-        remedy = "leave it out, or set mesh.pipeline above 1"
-        raise ConfigError(Problem("schedule", True, problem, remedy))
+def _report_course(config: Config, num_devices: int, picture: pathlib.Path) -> str:
+    config = meshes.with_batch_sizes(config, num_devices)
+    with _drawing(picture):
+        course.plot_course(config, picture)
+    return course.describe_course(config)
 
 
 def _plan_each_zero_stage(

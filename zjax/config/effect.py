@@ -126,6 +126,7 @@ def user_optimizer_problems(config: schema.Config) -> Iterator[Problem]:
 def user_model_problems(config: schema.Config) -> Iterator[Problem]:
     """Yields settings outside `model` and `data` that only built-in models read."""
     for setting in (
+        "num_tokens",
         "precision.matmul_dtype",
         "sequence_warmup.form",
         "curriculum.metrics",

@@ -1,5 +1,7 @@
 """Tokens per sequence, or that a token sees, by step: sequence length warm-up."""
 
+import bisect
+import dataclasses
 from collections.abc import Iterator
 
 from zjax.config import axes, schema, sequence
@@ -90,6 +92,39 @@ def make_tokens(config: schema.Config) -> Pacing:
     """Tokens of a batch by step; see `make_shapes`."""
     firsts, shapes = zip(*make_shapes(config).items(), strict=True)
     return Pacing((0, *firsts[1:]), tuple(rows * length for rows, length in shapes))
+
+
+def end_by_tokens(config: schema.Config) -> schema.Config:
+    """Settings whose `num_steps` are those that consume `num_tokens`.
+
+    Args:
+        config: Checked settings; the batch sizes are known.
+
+    Example:
+        >>> config = schema.Config(num_tokens=100_000)  # 32 rows of 1,024 in a step
+        >>> end_by_tokens(config).num_steps
+        4
+    """
+    if not config.num_tokens:
+        return config
+    steps, tokens = range(config.num_steps + 1), make_tokens(config)
+    last = bisect.bisect_left(steps, config.num_tokens, key=tokens.sum_until)
+    return dataclasses.replace(config, num_steps=last)
+
+
+def end_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields a problem if a run ends before it has consumed `num_tokens`.
+
+    Args:
+        config: Settings in their ranges.
+        num_devices: Devices of the run.
+    """
+    if config.num_tokens and config.global_batch_size:
+        consumed = make_tokens(config).sum_until(config.num_steps)
+        if consumed < config.num_tokens:
+            problem = f"is above the {consumed:,} of num_steps={config.num_steps}"
+            remedy = "raise num_steps, or leave it at 0"
+            yield Problem("num_tokens", config.num_tokens, problem, remedy)
 
 
 def batch_unit(config: schema.Config) -> int:

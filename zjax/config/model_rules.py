@@ -197,6 +197,10 @@ MODEL_RULES: tuple[Entry, ...] = (
         ("data", "model", "mesh", "num_steps", "sequence_warmup"),
         lengths.length_problems,
     ),
+    (
+        ("data", "num_tokens", "num_steps", "global_batch_size", "sequence_warmup"),
+        lengths.end_problems,
+    ),
     (("num_steps", "curriculum"), curriculum.curriculum_problems),
     (
         ("data", "model", "mesh", "num_steps", "buckets"),

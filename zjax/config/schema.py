@@ -650,6 +650,9 @@ class Config:
 
     seed: int = 0
     num_steps: int = 1_000
+    num_tokens: int = 0
+    """Consumed tokens that end the run of a built-in model before `num_steps`, at the
+    end of a step; 0 is none."""
     global_batch_size: int = 32
     """Sequences per optimizer step, over all devices and microbatches; 0 derives it
     from the two settings below."""

@@ -1,0 +1,55 @@
+"""What changes from step to step in a run, as a table and a picture before it."""
+
+import matplotlib.image
+import pytest
+
+from zjax.budget.report import report_plan
+from zjax.config import load_config
+from zjax.observe.course import describe_course, make_course
+
+SETTINGS = {
+    "num_steps": 1_000,
+    "optimizer": {"num_warmup_steps": 100},
+    "data": {"length": 512},
+    "sequence_warmup": {"pacing": {"num_steps": 400}},
+}
+
+
+def make_config(*overrides):
+    return load_config(SETTINGS, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("form", "name", "tokens"),
+    [
+        ("window", "attention_window", 16_384_000),
+        ("truncate", "sequence_length", 13_115_392),
+    ],
+)
+def test_schedules_are_those_of_the_metrics(form, name, tokens):
+    course = make_course(make_config(f"sequence_warmup.form={form}"))
+    assert list(course) == ["learning_rate", "consumed_tokens", name]
+    found = [course[name](step) for step in (1, 200, 399, 400, 1_000)]
+    assert found == [64, 256, 448, 512, 512]
+    assert course["learning_rate"](1) == 0.0
+    assert course["consumed_tokens"](1_000) == tokens
+
+
+def test_the_table_fits_a_terminal_and_ends_with_the_run(tmp_path):
+    config = make_config("sequence_warmup.form=window")
+    lines = describe_course(config).splitlines()
+    assert max(map(len, lines)) <= 100
+    first, last = lines[2].split(), lines[-1].split()
+    assert (first[0], first[-1]) == ("1", "64")
+    assert (last[0], last[-2], last[-1]) == ("1,000", "16,384,000", "512")
+
+
+def test_the_plan_draws_it(tmp_path):
+    """With the end by tokens."""
+    short = "sequence_warmup.pacing.num_steps=40", "optimizer.num_warmup_steps=10"
+    settings = "sequence_warmup.form=window", "num_tokens=1000000", *short
+    config = make_config(f"directory={tmp_path}", *settings)
+    text = report_plan(config, num_devices=8, schedule=True)
+    assert text.endswith(f"picture: {tmp_path}/plan.png and {tmp_path}/steps.png")
+    assert "1,015,808" in text and "16,384,000" not in text
+    assert matplotlib.image.imread(tmp_path / "steps.png").std() > 0

@@ -1,0 +1,111 @@
+"""What changes from step to step in a run, before it: as a table and as a plot."""
+
+import os
+import pathlib
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from zjax.config.lengths import CUTS, make_lengths, make_tokens
+from zjax.config.pacing import make_pacing
+from zjax.config.schema import Config
+from zjax.config.step_values import make_step_values
+from zjax.observe import plot
+from zjax.optim.schedules import make_schedule
+from zjax.sharding.describe import render_table
+
+_NUM_ROWS = 11
+"""Rows of the table, besides that of the first step."""
+_NUM_POINTS = 500
+"""Steps that a curve of the picture is drawn from."""
+
+Course = Mapping[str, Callable[[int], float]]
+"""Functions of the number of a step, 1 or more, by the name of the metric."""
+
+
+def make_course(config: Config) -> Course:
+    """The schedules of a run, by the names that its metrics have.
+
+    Args:
+        config: Checked settings; the batch size is known.
+
+    Returns:
+        Learning rate and consumed tokens, and what else the settings change: length,
+        window and the like.
+
+    Example:
+        >>> course = make_course(Config())
+        >>> [f"{name}={at(1_000):.5g}" for name, at in course.items()]
+        ['learning_rate=3e-05', 'consumed_tokens=3.2768e+07']
+    """
+    rate, tokens = make_schedule(config), make_tokens(config)
+    course: dict[str, Callable[[int], float]] = {
+        "learning_rate": lambda step: float(rate(step - 1)),
+        "consumed_tokens": lambda step: float(tokens.sum_until(step)),
+    }
+    if config.sequence_warmup.form in CUTS:
+        lengths = make_lengths(config)
+        course["sequence_length"] = lambda step: float(lengths.at(step))
+    values = make_step_values(config)
+    for name in values(1):
+        course[name] = lambda step, name=name: values(step)[name]
+    return course | _difficulties(config)
+
+
+def _difficulties(config: Config) -> Course:
+    """Difficulties by the file of their index, as far as settings alone tell them."""
+    course: dict[str, Callable[[int], float]] = {}
+    for metric in config.curriculum.metrics:
+        if metric.pacing.end:  # else that of the index, which needs the data
+            pacing, name = make_pacing(metric.pacing), pathlib.Path(metric.index).stem
+            course[f"difficulty_{name}"] = lambda step, at=pacing.at: float(at(step))
+    return course
+
+
+def describe_course(config: Config) -> str:
+    """A table of the schedules of a run at some of its steps.
+
+    Args:
+        config: Checked settings; the batch size is known.
+
+    Returns:
+        Text of at most 100 columns.
+
+    Example:
+        >>> print(describe_course(Config()).splitlines()[-1])
+        1,000           3e-05        32,768,000
+    """
+    course = make_course(config)
+    shown = np.linspace(1, config.num_steps, _NUM_ROWS + 1).round().astype(int)
+    rows = [
+        [f"{step:,}", *(_format(at(step)) for at in course.values())]
+        for step in dict.fromkeys(map(int, shown))
+    ]
+    names = [name.replace("_", " ") for name in course]
+    return render_table(("step", *names), rows, right=range(len(names) + 1))
+
+
+def plot_course(config: Config, path: str | os.PathLike[str]) -> None:
+    """Plots the schedules of a run against its steps.
+
+    Args:
+        config: Checked settings; the batch size is known.
+        path: Output file; its suffix sets the format.
+    """
+    course = make_course(config)
+    steps = np.unique(np.linspace(1, config.num_steps, _NUM_POINTS).round().astype(int))
+    figure = plot.make_figure(8, 0.6 + 1.5 * len(course))
+    panels = figure.subplots(len(course), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (name, at) in zip(panels, course.items(), strict=True):
+        values = [at(int(step)) for step in steps]
+        axes.step(steps, values, where="post", color=plot.BLUE, linewidth=1.5)
+        axes.set_ylabel(name.replace("_", "\n"))
+        axes.set_ylim(0, 1.05 * max(values) or 1)
+        plot.style_axes(axes)
+    panels[-1].set_xlabel("step")
+    plot.save_figure(figure, path)
+
+
+def _format(value: float) -> str:
+    is_whole = value == int(value) and abs(value) >= 1
+    return f"{int(value):,}" if is_whole else f"{value:.3g}"
