@@ -57,8 +57,8 @@ CASES = [
     ),
     case(
         "num_steps=100;num_tokens=4000000",
-        "num_tokens=4000000 is above the 3,276,800 of num_steps=100; raise num_steps, or "
-        "leave it at 0",
+        "num_tokens=4000000 is above the 3,276,800 of num_steps=100; raise num_steps, "
+        "or leave it at 0",
         id="tokens-beyond-the-run",
     ),
     case(

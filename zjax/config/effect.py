@@ -185,5 +185,7 @@ def _processes(config: schema.Config) -> Iterator[Problem]:
 
 
 def _value_and_default(config: schema.Config, path: str) -> tuple[Any, Any]:
-    value = operator.attrgetter(path)
-    return value(config), value(schema.Config())
+    """The value, and that of a section of defaults among the other settings."""
+    value, name = operator.attrgetter(path), path.partition(".")[0]
+    section = getattr(schema.Config(), name)
+    return value(config), value(dataclasses.replace(config, **{name: section}))

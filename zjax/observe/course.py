@@ -49,7 +49,8 @@ def make_course(config: Config) -> Course:
     values = make_step_values(config)
     for name in values(1):
         course[name] = lambda step, name=name: values(step)[name]
-    return course | _difficulties(config)
+    course.update(_difficulties(config))
+    return course
 
 
 def _difficulties(config: Config) -> Course:
