@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from zjax_kernels.grouped import mosaic_gpu
 from zjax_kernels.grouped.activations import Activation, num_parts
 from zjax_kernels.grouped.api import check_kernels
 from zjax_kernels.grouped.tuning import MEASURED, Kernel, Tuning
@@ -78,6 +77,8 @@ def tune_grouped_matmul(
 
 
 def _products(x: Array, weights: Array, y: Array, sizes: Array) -> dict[Kernel, _Case]:
+    from zjax_kernels.grouped import mosaic_gpu  # imports a compiler of kernels
+
     transposed = functools.partial(mosaic_gpu.grouped_matmul, transpose=True)
     cases: dict[Kernel, tuple[Callable[..., Any], tuple[Array, ...]]] = {
         "matmul": (mosaic_gpu.grouped_matmul, (x, weights, sizes)),
@@ -91,6 +92,8 @@ def _passes(
     activation: Activation, x: Array, weights: Array, y: Array, sizes: Array
 ) -> dict[Kernel, _Case]:
     """Both passes of an activation; the next matrices lead back to rows of x."""
+    from zjax_kernels.grouped import mosaic_gpu
+
     forward, backward = (
         functools.partial(kernel, activation=activation)
         for kernel in (

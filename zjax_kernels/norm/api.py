@@ -5,13 +5,15 @@ latter alone for `rms_norm`. Forward-mode differentiation is not defined.
 """
 
 import functools
+import types
 
 import jax.numpy as jnp
 from jax import Array, custom_vjp
 from jax.ad_checkpoint import checkpoint_name
 
 from zjax_kernels.device import DTYPES, choose_implementation
-from zjax_kernels.norm import mosaic_gpu, reference
+from zjax_kernels.norm import reference
+from zjax_kernels.norm.limits import MAX_CHANNELS, THREADS
 
 STATISTICS = "norm_statistics"
 """`checkpoint_name` of the mean and inverse deviation of each row."""
@@ -96,19 +98,22 @@ def _backward(eps, centre, implementation, residuals, d_out):
 _normalize.defvjp(_forward, _backward)
 
 
-def _module(implementation):
-    return {"mosaic_gpu": mosaic_gpu, "reference": reference}[implementation]
+def _module(implementation: str) -> types.ModuleType:
+    if implementation == "reference":
+        return reference
+    from zjax_kernels.norm import mosaic_gpu  # imports a compiler of kernels
+
+    return mosaic_gpu
 
 
 def _choose(implementation, x):
     dtype, channels = jnp.dtype(x.dtype).name, x.shape[-1]
     problem = remedy = ""
-    max_channels = mosaic_gpu.MAX_CHANNELS
     if dtype not in DTYPES:
         problem = f"it needs {' or '.join(DTYPES)} and the array is {dtype}"
         remedy = "cast it"
-    elif channels % mosaic_gpu.THREADS or channels > max_channels or not x.size:
-        problem = f"it needs rows of 128, 256, ... {max_channels} and this is {x.shape}"
+    elif channels % THREADS or channels > MAX_CHANNELS or not x.size:
+        problem = f"it needs rows of 128, 256, ... {MAX_CHANNELS} and this is {x.shape}"
         remedy = "pad the channels"
     arrays = f"{dtype}, {channels} channels"
     return choose_implementation(

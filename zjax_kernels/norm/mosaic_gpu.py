@@ -14,11 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from zjax_kernels.norm.limits import MAX_CHANNELS, THREADS
 from zjax_kernels.registers import load
 
-THREADS = 128
-MAX_CHANNELS = 32 * THREADS
-"""Largest row whose values and sums fit in registers."""
 _NUM_SMS = 132
 _MAX_PROGRAMS_PER_SM = 8
 """Fewer for long rows, which take more registers."""

@@ -5,7 +5,8 @@ from jax import Array
 
 from zjax_kernels.device import choose_implementation
 from zjax_kernels.errors import invalid
-from zjax_kernels.quantise import mosaic_gpu, reference
+from zjax_kernels.quantise import reference
+from zjax_kernels.quantise.limits import BLOCKS_PER_STEP, SIZES
 
 
 def quantise_blocks(
@@ -46,19 +47,21 @@ def quantise_blocks(
     problem = remedy = ""
     if dtype != "float32":
         problem, remedy = f"it needs float32 and the array is {dtype}", "cast it"
-    elif block not in mosaic_gpu.SIZES:
-        sizes = ", ".join(map(str, mosaic_gpu.SIZES))
+    elif block not in SIZES:
+        sizes = ", ".join(map(str, SIZES))
         problem = f"it needs blocks of {sizes} and this is {block}"
         remedy = "choose one of them"
-    elif not x.size or x.size // block % mosaic_gpu.BLOCKS_PER_STEP:
+    elif not x.size or x.size // block % BLOCKS_PER_STEP:
         problem = f"it needs 64 blocks or a multiple and has {x.size // block}"
         remedy = "pad the numbers"
     chosen = choose_implementation(
         implementation, operation, f"blocks of {block}", problem=problem, remedy=remedy
     )
-    if chosen == "mosaic_gpu":
-        return mosaic_gpu.quantise_blocks(x, block)
-    return reference.quantise_blocks(x, block)
+    if chosen == "reference":
+        return reference.quantise_blocks(x, block)
+    from zjax_kernels.quantise import mosaic_gpu  # imports a compiler of kernels
+
+    return mosaic_gpu.quantise_blocks(x, block)
 
 
 def dequantise_blocks(integers: Array, scales: Array) -> Array:

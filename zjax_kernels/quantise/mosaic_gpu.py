@@ -8,12 +8,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from zjax_kernels.quantise.limits import BLOCKS_PER_STEP
 from zjax_kernels.quantise.reference import MAX_INTEGER, MIN_SCALE
 from zjax_kernels.registers import load
 
-BLOCKS_PER_STEP = 64
-"""Blocks that a warpgroup holds in its registers."""
-SIZES = (64, 128, 256)
 _PROGRAMS = 3 * 132
 
 
