@@ -16,6 +16,7 @@ import pytest
 
 import zjax
 from tests.support import models, small_run
+from tests.support.cases import some_by_hand
 from zjax.checkpoint.export import export_safetensors
 from zjax.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 
@@ -172,7 +173,9 @@ class Stepping:
         return getattr(self._run, name)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", some_by_hand((signal.SIGTERM, signal.SIGINT), {signal.SIGTERM})
+)
 def test_signal_stops_with_a_checkpoint_and_the_run_goes_on_later(
     tmp_path, whole, number
 ):

@@ -146,7 +146,10 @@ def test_step_that_is_not_finite_leaves_the_moments(dtype):
     jax.tree.map(np.testing.assert_array_equal, after.opt_state, before)
 
 
-@pytest.mark.parametrize(("dtype", "scan"), [("bfloat16", 0), ("int8", 1)])
+@pytest.mark.parametrize(
+    ("dtype", "scan"),
+    [pytest.param("bfloat16", 0, marks=pytest.mark.slow), ("int8", 1)],
+)
 def test_run_resumes_bit_for_bit_and_on_another_mesh(tmp_path, dtype, scan):
     settings = (
         f"optimizer.moment_dtype={dtype}",

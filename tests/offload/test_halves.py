@@ -163,6 +163,7 @@ CASES = {
 BY_HAND = {
     "stage 0",
     "stage 1, two microbatches",
+    "stage 3, under the backward pass",
     "lamb",
     "delayed",
     "blocks on the host",

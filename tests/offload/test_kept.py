@@ -79,7 +79,7 @@ def assert_same_run(remat, **changes):
         np.testing.assert_allclose(*pair, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("remat", some_by_hand(POLICIES, POLICIES[1:4]))
+@pytest.mark.parametrize("remat", some_by_hand(POLICIES, POLICIES[:4]))
 def test_any_policy_changes_nothing(remat):
     assert_same_run(remat, stage=1)
 

@@ -115,12 +115,15 @@ BY_HAND = {
     "averaged weights",
     "encoder",
     "gradients on the host",
+    "lamb",
     "muon",
     "no clipping, under the backward pass",
     "parameters on the host",
     "stage 1, two microbatches",
     "stage 2",
     "stage 3",
+    "stage 3, two microbatches",
+    "untied, rotary",
 }
 """What other cases hold among more."""
 

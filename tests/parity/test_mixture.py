@@ -56,12 +56,12 @@ def assert_equal(found, model=GPT):
     jax.tree.map(compare, found[1], params)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", some_by_hand(range(4), {0, 1}))
 def test_stages(stage):
     assert_equal(train(stage, 4))
 
 
-@pytest.mark.parametrize("num_microbatches", [2, 4])
+@pytest.mark.parametrize("num_microbatches", some_by_hand((2, 4), {2}))
 def test_accumulation(num_microbatches):
     assert_equal(train(num_microbatches=num_microbatches))
 

@@ -33,7 +33,9 @@ def alone(name):
         pytest.param(
             *("gpt", schema.Mesh(data=2, expert=4), 0), marks=pytest.mark.slow
         ),
-        ("gpt", schema.Mesh(data=4, expert=2), 3),
+        pytest.param(
+            *("gpt", schema.Mesh(data=4, expert=2), 3), marks=pytest.mark.slow
+        ),
         ("llama", schema.Mesh(data=2, expert=2, tensor=2), 1),
         ("gpt", schema.Mesh(data=1, expert=4, tensor=2), 3),
         ("llama", schema.Mesh(data=2, expert=2, sequence=2), 2),

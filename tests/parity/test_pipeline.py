@@ -93,6 +93,7 @@ BY_HAND = {
     "1f1b",
     "interleaved",
     "interleaved, kept, stage 2",
+    "interleaved, stage 2, llama",
     "weights apart, tensor",
     "heads traded along the sequence",
     "the same, vocabulary that does not divide",

@@ -69,6 +69,8 @@ CASES = {
         },
     ),
     "bert-ring": ("bert", {"stage": 1, "mesh": schema.Mesh(sequence=8)}),
+}
+MORE = {
     "llama-ring-pipeline": (
         "llama",
         {
@@ -79,8 +81,6 @@ CASES = {
             "remat": "full",
         },
     ),
-}
-MORE = {
     "llama-ulysses-pipeline-tensor": (
         "llama",
         {

@@ -12,6 +12,7 @@ import pytest
 
 import zjax
 from tests.support import totals
+from tests.support.cases import some_by_hand
 from zjax.errors import ModelError, PlanError
 from zjax.sharding import plan as plans
 
@@ -106,7 +107,7 @@ def assert_as_by_hand(loads, biases):
         np.testing.assert_array_equal(bias, expected_bias)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", some_by_hand(PATHS, {"stage 2"}))
 def test_every_path_counts_and_moves_as_by_hand(path):
     """Fails for counts of one device or microbatch, and a bias moved by each of them.
 

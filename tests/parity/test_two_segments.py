@@ -11,6 +11,7 @@ import pytest
 
 import zjax
 from tests.support import two_segments
+from tests.support.cases import some_by_hand
 from zjax.errors import ModelError
 from zjax.forward import Execution, loss_of
 from zjax.ops.keys import block_key
@@ -43,6 +44,8 @@ PATHS = {
     "blocks on the host": (8, {"zero": {"stage": 1} | HOST}),
     "blocks on the host, one keeps its products": (8, {"zero": {"stage": 3} | HOST}),
 }
+BY_HAND = {"stage 1", "pipeline", "blocks on the host"}
+"""What other cases hold among more."""
 
 
 def metrics_of(num_devices, settings, model=None, num_microbatches=1, weights=None):
@@ -88,7 +91,7 @@ def assert_same(found, expected):
 @pytest.mark.parametrize(
     "num_microbatches", [pytest.param(1, marks=pytest.mark.slow), 2]
 )
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", some_by_hand(PATHS, BY_HAND))
 def test_every_path_computes_what_one_device_does(path, num_microbatches):
     """Fails if a path loses a segment, a key, the schedule, or what blocks add."""
     num_devices, settings = PATHS[path]

@@ -17,6 +17,7 @@ import pytest
 from tests.checkpoint import states
 from tests.processes import worker
 from tests.support import squares
+from tests.support.cases import some_by_hand
 from zjax import processes
 from zjax.checkpoint.store import Store
 from zjax.config import schema
@@ -189,7 +190,13 @@ OBITUARY = (
         pytest.param(
             "kill", "signal 9, SIGKILL, possibly out of memory", 137, id="kill"
         ),
-        pytest.param("fail", "ValueError: no more tokens", 134, id="exception"),
+        pytest.param(
+            "fail",
+            "ValueError: no more tokens",
+            134,
+            id="exception",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "refuse", "DataError: data.path='x' is gone; look", 134, id="refusal"
         ),
@@ -245,7 +252,9 @@ def test_each_host_names_the_process_that_died_on_another(tmp_path):
     assert_all_gone(tmp_path)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", some_by_hand((signal.SIGTERM, signal.SIGINT), {signal.SIGINT})
+)
 def test_a_signal_to_the_parent_stops_the_children_in_their_own_way(tmp_path, number):
     launched = launcher("leave", tmp_path)
     wait_until_ready(launched)
