@@ -14,7 +14,7 @@ FLOORS = (
     ("processes",),
     ("sharding",),
     ("ops", "comm", "compiler", "fingerprint", "storage"),
-    ("parallel", "optim", "data", "moe"),
+    ("parallel", "optim", "data", "moe", "dropping"),
     ("forward",),
     ("models", "train"),
     ("linen", "nnx", "checkpoint", "observe", "offload"),

@@ -1,4 +1,4 @@
-"""Programs of longer sequences, compiled while steps of shorter ones run."""
+"""Programs of longer sequences or more tokens, compiled while others run."""
 
 import concurrent.futures
 from collections.abc import Callable
@@ -6,19 +6,21 @@ from typing import Any
 
 import jax
 
+from zjax.config.dropping import make_dropping
 from zjax.config.schema import Config
+from zjax.execute.dropping import dropping_at, with_dropping
 from zjax.optim.programs import programs_at
 from zjax.typing import Batch
 
 
 class CompileAhead:
-    """Compiles the steps of the next length in a thread.
+    """Compiles the steps of the next length, or number of kept tokens, in a thread.
 
     JAX keeps what is compiled for its shapes, so that the step finds it. Leave it as a
     context manager, which waits for the thread.
 
     Args:
-        config: Read for the programs of a step.
+        config: Read for `random_ltd`, `layer_drop` and for the programs of a step.
         compile: Compiles a program of the step for a batch, as `Step.compile`.
         shapes: Rows and tokens per row of batches, by the first step that has them.
     """
@@ -31,6 +33,8 @@ class CompileAhead:
     ):
         self._config, self._compile = config, compile
         self._shapes = dict(sorted(shapes.items()))
+        self._dropping = make_dropping(config)
+        self._firsts = sorted({*shapes, *self._dropping.firsts()})
         self._started: dict[int, list[concurrent.futures.Future[Any]]] = {}
         self._pool = concurrent.futures.ThreadPoolExecutor(max_workers=1)
 
@@ -41,22 +45,29 @@ class CompileAhead:
         self._pool.shutdown(cancel_futures=True)
 
     def after(self, number: int, batch: Batch) -> None:
-        """Starts to compile what comes after the length of a step.
+        """Starts to compile what comes after the length and the tokens of a step.
 
         Args:
             number: Number of the step.
             batch: Its batch.
         """
-        first = next((first for first in self._shapes if first > number), None)
+        first = next((first for first in self._firsts if first > number), None)
         if first is None or first in self._started:
             return
-        num_rows, length = self._shapes[first]
-        shapes = jax.tree.map(lambda x: _with_shape(x, num_rows, length), batch)
+        shapes = self._batch_at(first, batch)
         # What cannot be compiled fails when its step comes.
         self._started[first] = [
             self._pool.submit(self._compile, shapes, program)
             for program in programs_at(self._config, first)
         ]
+
+    def _batch_at(self, step: int, batch: Batch) -> Batch:
+        """Shapes of the batch of a step, whose changes are the next after `batch`."""
+        if step in self._shapes:
+            num_rows, length = self._shapes[step]
+            batch = jax.tree.map(lambda x: _with_shape(x, num_rows, length), batch)
+        dropping = dropping_at(self._config, self._dropping, step)
+        return with_dropping(batch, dropping)
 
     def started(self, number: int) -> bool:
         """Whether a step takes a program that was compiled ahead for the first time."""

@@ -8,19 +8,31 @@ import collections
 import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from zjax.dropping import (
+    BlockInput,
+    block_on_tokens,
+    draw_tokens,
+    drops_tokens,
+    make_inputs,
+    run_block,
+    split_dropping,
+)
 from zjax.errors import ModelError, Problem
 from zjax.ops.keys import fold_in, loss_key
+from zjax.ops.token_subset import on_subset
 from zjax.parallel import remat
-from zjax.sharding.layers import layers_of
+from zjax.sharding.layers import cut_layers, layers_of
 from zjax.typing import (
     Auxiliary,
     Batch,
+    Dropping,
     Loss,
     Metrics,
     ModelState,
@@ -58,9 +70,7 @@ class Execution:
 ONE_BY_ONE = Execution()
 
 
-def loss_of(
-    stack: Stack, execution: Execution = ONE_BY_ONE
-) -> Callable[[Params, ModelState, Batch, jax.Array | None], Loss]:
+def loss_of(stack: Stack, execution: Execution = ONE_BY_ONE) -> "StackLoss":
     """Makes the loss of a model from its stack.
 
     Args:
@@ -75,19 +85,34 @@ def loss_of(
         ModelError: Head and blocks give metrics of the same name, or blocks give other
             totals than their segment declares; raised by the loss.
     """
+    return StackLoss(stack, execution)
 
-    def loss(
-        params: Params, model_state: ModelState, batch: Batch, key: jax.Array | None
+
+@dataclasses.dataclass(frozen=True)
+class StackLoss:
+    """The loss of a stack, as `loss_of` describes it."""
+
+    stack: Stack
+    execution: Execution
+
+    def __call__(
+        self,
+        params: Params,
+        model_state: ModelState,
+        batch: Batch,
+        key: jax.Array | None,
     ) -> Loss:
-        carry, auxiliaries = run_stack(stack, params, batch, loss_key(key), execution)
+        """The loss of a microbatch."""
+        stack = self.stack
+        carry, auxiliaries = run_stack(
+            stack, params, batch, loss_key(key), self.execution
+        )
         combined = combine(auxiliaries)
         totals = stack_totals(stack.segments, auxiliaries)
         _, _, head = stack.split(params)
-        total, weight, sums = stack.head(head, carry, batch)
+        total, weight, sums = stack.head(head, carry, split_dropping(batch)[0])
         result = loss_of_sums(total, weight, sums, combined, totals)
         return result._replace(model_state=model_state)
-
-    return loss
 
 
 def run_stack(
@@ -110,50 +135,130 @@ def run_stack(
     Returns:
         The carry for the head, and what each block returns besides its carry.
     """
-    embed, segments, _ = stack.split(params)
+    batch, dropping = split_dropping(batch)
+    embed, blocks, _ = stack.split(params)
     carry, context = stack.embed(embed, batch, fold_in(key, 0))
-    first, auxiliaries = 1, []
-    for segment, blocks in zip(stack.segments, segments, strict=True):
-        numbers = jnp.arange(first, first + segment.num_blocks)
-        keys = None if key is None else _fold_in(key, numbers)
-        carry, added = _run_segment(segment, blocks, carry, context, keys, execution)
-        auxiliaries += added
-        first += segment.num_blocks
+    num_blocks = sum(segment.num_blocks for segment in stack.segments)
+    keys = None if key is None else _fold_in(key, jnp.arange(1, num_blocks + 1))
+    run = functools.partial(_run_range, stack, execution)
+    given = make_inputs(keys, dropping)
+    if num_blocks > 2 and drops_tokens(dropping, carry, key):
+        stream = carry, context, given
+        carry, auxiliaries = _run_on_subsets(run, stack, blocks, *stream, dropping)
+    else:
+        (every,) = _cut(stack, blocks, (num_blocks,))
+        carry, auxiliaries = run(every, carry, context, given)
     carry = jax.tree.map(lambda x: remat.mark(x, remat.INPUT), carry)
     return carry, auxiliaries
 
 
-def _run_segment(
-    segment: Segment,
-    blocks: Params,
+class _Piece(NamedTuple):
+    """Adjacent blocks of a segment, with their parameters."""
+
+    segment: Segment
+    num_blocks: int
+    params: Params
+
+
+def _cut(
+    stack: Stack, blocks: Sequence[Params], sizes: Sequence[int]
+) -> list[list[_Piece]]:
+    """The pieces of each range of adjacent blocks of all segments."""
+    ends = [*itertools.accumulate(sizes, initial=0)]
+    ranges: list[list[_Piece]] = [[] for _ in sizes]
+    first = 0
+    for segment, params in zip(stack.segments, blocks, strict=True):
+        inside = [min(max(end - first, 0), segment.num_blocks) for end in ends]
+        counts = [after - before for before, after in itertools.pairwise(inside)]
+        pieces = cut_layers(params, counts)
+        for pieces_of_range, count, piece in zip(ranges, counts, pieces, strict=True):
+            if count:
+                pieces_of_range.append(_Piece(segment, count, piece))
+        first += segment.num_blocks
+    return ranges
+
+
+def _run_on_subsets(
+    run: Callable[..., tuple[Any, list[Auxiliary]]],
+    stack: Stack,
+    blocks: Sequence[Params],
     carry: Any,
     context: Any,
-    keys: jax.Array | None,
-    execution: Execution,
+    given: BlockInput,
+    dropping: Dropping,
 ) -> tuple[Any, list[Auxiliary]]:
-    num_blocks = segment.num_blocks
+    """Runs all blocks, those between the first and the last on some of the tokens."""
+    assert stack.take_tokens is not None and given.key is not None
+    first, middle, last = _cut(stack, blocks, (1, len(given.key) - 2, 1))
+    before, inner, after = (
+        jax.tree.map(operator.itemgetter(blocks), given)
+        for blocks in (slice(1), slice(1, -1), slice(-1, None))
+    )
+    carry, auxiliaries = run(first, carry, context, before)
+    if dropping.once:
+        (indices,) = draw_tokens(inner.key[:1], carry, dropping.num_kept)
+        narrow = stack.take_tokens(context, indices)
+        carry, added = on_subset(
+            lambda x: run(middle, x, narrow, inner), carry, indices
+        )
+    else:
+        indices = draw_tokens(inner.key, carry, dropping.num_kept)
+        carry, added = run(middle, carry, context, inner._replace(indices=indices))
+    carry, more = run(last, carry, context, after)
+    return carry, [*auxiliaries, *added, *more]
+
+
+def _run_range(
+    stack: Stack,
+    execution: Execution,
+    pieces: Sequence[_Piece],
+    carry: Any,
+    context: Any,
+    given: BlockInput,
+) -> tuple[Any, list[Auxiliary]]:
+    """Runs adjacent blocks; `given` holds the inputs of all of them."""
+    auxiliaries: list[Auxiliary] = []
+    for piece in pieces:
+        first = len(auxiliaries)
+        own = slice(first, first + piece.num_blocks)
+        inputs = jax.tree.map(operator.itemgetter(own), given)
+        carry, added = _run_piece(stack, execution, piece, carry, context, inputs)
+        auxiliaries += added
+    return carry, auxiliaries
+
+
+def _run_piece(
+    stack: Stack,
+    execution: Execution,
+    piece: _Piece,
+    carry: Any,
+    context: Any,
+    given: BlockInput,
+) -> tuple[Any, list[Auxiliary]]:
+    num_blocks = piece.num_blocks
     size = execution.scan_size(num_blocks)
     block = remat.recompute(
-        segment.block,
+        block_on_tokens(stack, piece.segment),
         execution.policy,
         in_loop=0 < size < num_blocks,
         memory=execution.memory,
     )
 
-    def step(params: Params, carry: Any, key: jax.Array | None) -> Any:
-        return block(params, carry, context, key)
+    def step(params: Params, carry: Any, given: BlockInput) -> Any:
+        return run_block(block, params, carry, context, given)
 
-    inputs = (None,) * (size or num_blocks)
-    if keys is not None:
-        inputs = tuple(keys[i::size] for i in range(size)) if size else tuple(keys)
-    carry, outputs = run_blocks(step, blocks, carry, inputs, scan_size=size)
+    def inputs_at(place: int) -> BlockInput:
+        return jax.tree.map(lambda x: x[place::size] if size else x[place], given)
+
+    inputs = tuple(map(inputs_at, range(size or num_blocks)))
+    carry, outputs = run_blocks(step, piece.params, carry, inputs, scan_size=size)
     if size:
         outputs = [x for i in range(num_blocks // size) for x in _select(outputs, i)]
     return carry, list(outputs)
 
 
-def _select(stacked: Sequence[Auxiliary], iteration: int) -> list[Auxiliary]:
-    return [jax.tree.map(lambda x: x[iteration], each) for each in stacked]
+def _select(stacked: Any, iteration: int) -> Any:
+    return jax.tree.map(lambda x: x[iteration], stacked)
 
 
 def run_blocks(

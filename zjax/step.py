@@ -12,6 +12,7 @@ from zjax.config.schema import Config
 from zjax.config.step_values import make_step_values
 from zjax.data.entries import check_batch, check_placed_ids
 from zjax.errors import ConfigError, PlanError, Problem
+from zjax.execute import dropping
 from zjax.execute.distilled import DistilledExecutor
 from zjax.execute.executor import Executor
 from zjax.execute.fused import fused_executor
@@ -269,7 +270,8 @@ def make_step(
         The step.
 
     Raises:
-        ConfigError: `distill.teacher` does not fit the model.
+        ConfigError: `distill.teacher` does not fit the model, or the model cannot leave
+            out tokens or layers.
         CheckpointError: `distill.teacher` cannot be read.
         PlanError: The plan was made on an abstract mesh, without devices.
     """
@@ -279,6 +281,9 @@ def make_step(
         raise PlanError(Problem("plan.mesh", plan.mesh.axis_sizes, problem, remedy))
     num_microbatches = resolve_batch(config, plan.num_batch_shares).num_microbatches
     executor = _make_executor(model, tx, plan, config, schedule)
+    if config.random_ltd.form != "none" or config.layer_drop.theta < 1:
+        dropping.check_model(model, config)
+        executor = dropping.DroppingExecutor(executor, config, plan)
     if config.distill.teacher:
         teacher = Teacher(config, plan, model)
         num_steps = config.distill.num_steps(config.num_steps)

@@ -160,6 +160,27 @@ class Continuation:
     head's parameters."""
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Dropping:
+    """What a training step leaves out of its blocks; part of its batch.
+
+    A step without it, such as an evaluation, runs all blocks on all tokens.
+    """
+
+    num_kept: int = dataclasses.field(default=0, metadata={"static": True})
+    """Tokens of each row that the blocks between the first and the last run on; 0 is
+    all. Another number is another program."""
+    once: bool = dataclasses.field(default=False, metadata={"static": True})
+    """Whether all these blocks run on the same tokens, not each on other ones."""
+    theta: Any = None
+    """float32[]: probability that the last block runs; None runs all blocks."""
+
+
+DROPPING = "dropping"
+"""Name of the `Dropping` in a batch."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Stack:
     """A model as a sequence of blocks, as pipelines, offload and layer drop need it.
@@ -189,6 +210,10 @@ class Stack:
     factors: Callable[..., Any] | None = None
     """`factors(params, carry) -> (hidden, matrix)`, from the head's parameters: logits
     are the product of hidden [B, L, N] and matrix [V, N]. A teacher needs it."""
+    take_tokens: Callable[..., Any] | None = None
+    """`take_tokens(context, indices) -> context`, of the tokens int32[B, K] in
+    ascending order. Random token dropping needs it, and a carry of arrays [B, L, ...]
+    that blocks map to the same shapes."""
 
 
 @dataclasses.dataclass(frozen=True)

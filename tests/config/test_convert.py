@@ -126,8 +126,8 @@ SINKS = "use one of console, jsonl, csv, tensorboard, wandb"
             "deterministic, "
             "xla_options, mesh, pipeline, zero, precision, "
             "optimizer, communication, model, data, sequence_warmup, "
-            "curriculum, buckets, evaluation, checkpoint, distill, observe, "
-            "processes",
+            "curriculum, buckets, random_ltd, layer_drop, evaluation, checkpoint, "
+            "distill, observe, processes",
             id="all-at-once",
         ),
     ],

@@ -12,6 +12,7 @@ from zjax.config import (
     axes,
     batch,
     communication,
+    dropping,
     effect,
     local_steps,
     model_rules,
@@ -324,6 +325,10 @@ _RULES: tuple[model_rules.Entry, ...] = (
     (("num_steps", "observe"), _profile),
     ((), _checkpoint),
     (("num_steps", "distill"), _distill),
+    (
+        ("data", "mesh", "num_steps", "random_ltd", "layer_drop"),
+        dropping.dropping_problems,
+    ),
     ((), _sinks),
     (("processes",), _processes),
     ((), effect.effect_problems),

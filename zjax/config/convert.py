@@ -113,14 +113,24 @@ def _section(section: Any, values: Any, path: str, problems: list[Problem]) -> A
         _refuse_type(path, values, expected, problems)
         return values
     arguments, before = {}, len(problems)
+    defaults = {field.name: field.default for field in dataclasses.fields(section)}
     for name, value in values.items():
         field = f"{path}.{name}" if path else f"{name}"
+        if isinstance(value, Mapping) and dataclasses.is_dataclass(hints.get(name)):
+            value = _special_defaults(defaults[name]) | dict(value)
         if name in hints:
             arguments[name] = _value(hints[name], value, field, problems)
         else:
             remedy = _nearest(f"{name}", list(hints), path)
             problems.append(Problem(field, value, "is not a setting", remedy))
     return section(**arguments) if len(problems) == before else section()
+
+
+def _special_defaults(section: Any) -> dict[str, Any]:
+    """Settings in which a default value differs from that of its section."""
+    usual = type(section)()
+    values = {x.name: getattr(section, x.name) for x in dataclasses.fields(section)}
+    return {n: x for n, x in values.items() if x != getattr(usual, n)}
 
 
 def _nearest(name: str, known: list[str], path: str) -> str:

@@ -14,6 +14,8 @@ VOCABULARIES = {"standard_library": 257, "synthetic": 50_257}
 """Vocabulary sizes by `data.source`: bytes, and GPT-2, which is also the default."""
 LENGTH_MULTIPLE = 64
 """First value of a pacing of tokens, and their multiple."""
+KEPT_MULTIPLE = 128
+"""The same of a pacing of kept tokens."""
 _MULTIPLE = 256
 """Multiple to which gated feed-forward widths are rounded up (arXiv:2302.13971)."""
 _MEMORIES = {
@@ -127,15 +129,24 @@ def fill_bucket_pacing(section: Any) -> None:
     _set(section, pacing=dataclasses.replace(section.pacing, **sizes))
 
 
+def fill_kept_pacing(section: Any) -> None:
+    """The same for kept tokens."""
+    sizes = _derive(section.pacing, start=KEPT_MULTIPLE, multiple=KEPT_MULTIPLE)
+    _set(section, pacing=dataclasses.replace(section.pacing, **sizes))
+
+
 def fill_from_each_other(config: Any) -> None:
     """Derives lengths and `model.vocab_size` of a new `schema.Config`."""
     data, model, source = config.data, config.model, config.data.source
     data = dataclasses.replace(data, **_derive(data, length=model.max_length))
     _set(config, data=data)
-    for name in ("sequence_warmup", "buckets"):
+    for name in ("sequence_warmup", "buckets", "random_ltd"):
         section = getattr(config, name)
-        end = _derive(section.pacing, end=data.length)
-        pacing = dataclasses.replace(section.pacing, **end)
+        ends = {"end": data.length}
+        if name == "random_ltd":
+            ends["num_steps"] = config.num_steps
+        ends = _derive(section.pacing, **ends)
+        pacing = dataclasses.replace(section.pacing, **ends)
         _set(config, **{name: dataclasses.replace(section, pacing=pacing)})
     if source in VOCABULARIES:
         size = _derive(model, vocab_size=VOCABULARIES[source])

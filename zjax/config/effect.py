@@ -87,6 +87,14 @@ NEEDS = (
         Needs(f"buckets.pacing.{field.name}", "buckets.order", ("pacing",))
         for field in dataclasses.fields(schema.Pacing)
     ),
+    *(
+        Needs(
+            f"random_ltd.pacing.{field.name}",
+            "random_ltd.form",
+            ("layerwise", "span"),
+        )
+        for field in dataclasses.fields(schema.Pacing)
+    ),
 )
 
 

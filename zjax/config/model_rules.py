@@ -8,6 +8,7 @@ from zjax.config import (
     buckets,
     curriculum,
     derived,
+    dropping,
     lengths,
     mixture,
     schema,
@@ -205,6 +206,10 @@ MODEL_RULES: tuple[Entry, ...] = (
     (
         ("data", "model", "mesh", "num_steps", "buckets"),
         buckets.bucket_problems,
+    ),
+    (
+        ("data", "model", "mesh", "num_steps", "random_ltd", "layer_drop"),
+        dropping.model_dropping_problems,
     ),
     (("model",), _vocabulary),
 )

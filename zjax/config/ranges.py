@@ -131,6 +131,10 @@ RANGES: dict[type, dict[str, Range]] = {
         "shortest": _from(1, MAX_TOKENS),
         "num_cycles": _from(1, MAX_ROWS),
     },
+    schema.LayerDrop: {
+        "theta": Range(lambda x: 0 < x <= 1, "use more than 0, up to 1"),
+        "gamma": _from(0),
+    },
     schema.Communication: {
         "num_local_steps": _from(0),
         "num_synchronous_steps": _from(0),

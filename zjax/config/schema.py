@@ -558,6 +558,40 @@ class Buckets:
 
 
 @section
+class RandomLTD:
+    """Random token dropping (random-LTD, arXiv:2211.11586).
+
+    Layers between the first and the last train on a growing random subset of the tokens
+    of each sequence. Where blocks have several layers (`model.moe.every`), the first
+    and the last block train on all tokens.
+    """
+
+    form: Literal["none", "layerwise", "span"] = "none"
+    """Tokens pass by, unchanged, each layer that drops them: `layerwise` draws tokens
+    for each layer, `span` once for all of them (arXiv:2501.04765), which is cheaper."""
+    pacing: Pacing = Pacing(num_steps=0)
+    """Tokens of each sequence that they train on, from 128 by default, in multiples of
+    128; each number is compiled. `num_steps=0` takes all steps."""
+
+    __post_init__ = derived.fill_kept_pacing
+
+
+@section
+class LayerDrop:
+    """Progressive layer drop (arXiv:2010.13369), for decoders.
+
+    In step t, from 0, layer l of L trains with the probability 1 - l / L (1 - theta_t),
+    with theta_t = theta + (1 - theta) exp(-gamma t). What it adds to the stream is
+    divided by that. One draw decides for all sequences of a microbatch.
+    """
+
+    theta: float = 1.0
+    """Limit of the probability of the last layer; 0.5 in the paper, 1 drops none."""
+    gamma: float = 0.0
+    """Rate at which probabilities fall; 0 takes 100 / `num_steps`, as the paper."""
+
+
+@section
 class Evaluation:
     """Loss on held-out data during training."""
 
@@ -677,6 +711,8 @@ class Config:
     sequence_warmup: SequenceWarmup = SequenceWarmup()
     curriculum: Curriculum = Curriculum()
     buckets: Buckets = Buckets()
+    random_ltd: RandomLTD = RandomLTD()
+    layer_drop: LayerDrop = LayerDrop()
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
     distill: Distill = Distill()

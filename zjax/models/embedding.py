@@ -14,6 +14,7 @@ from zjax.errors import ConfigError, Problem
 from zjax.models import layers
 from zjax.ops import rotary
 from zjax.ops.lookup import look_up
+from zjax.ops.token_subset import take_tokens
 from zjax.parallel import sequence, tensor
 from zjax.sharding.activations import pin_tokens, pin_whole
 
@@ -32,6 +33,22 @@ class Context(NamedTuple):
     document."""
     schedule: Mapping[str, Array] = {}
     """float32[] by name: values that change from step to step."""
+
+    def take_tokens(self, indices: Int[Array, "B K"]) -> "Context":
+        """The context of some tokens of each row, in ascending order."""
+
+        def take(x: Array) -> Array:
+            return x[0][indices] if x.shape[0] == 1 else take_tokens(x, indices)
+
+        ids, rotation, positions = jax.tree.map(
+            take, (self.segment_ids, self.rotation, self.positions)
+        )
+        lengths = self.lengths
+        if lengths is not None:
+            num_tokens = jnp.sum(indices < lengths[:, None], axis=1, dtype=jnp.int32)
+            # A kernel may divide by the sum of no exponentials at all.
+            lengths = jnp.maximum(num_tokens, 1)
+        return Context(ids, lengths, rotation, positions, self.schedule)
 
 
 class Embedding(nnx.Module):

@@ -12,7 +12,7 @@ from zjax.config import schema
 from zjax.config.mixture import segment_shapes
 from zjax.forward import Execution, run_stack
 from zjax.models.block import Block, run_tile
-from zjax.models.embedding import Embedding
+from zjax.models.embedding import Context, Embedding
 from zjax.models.feed_forward import TiledFeedForward
 from zjax.models.heads import Head
 from zjax.models.mixture import MixtureOfExperts
@@ -84,6 +84,7 @@ def make_stack(model: StackedModel) -> Stack:
         join=lambda embed, segments, head: _join(embed, segments, head, names, config),
         shared=(SHARED,) if config.tied_head else (),
         factors=factors if config.kind == "decoder" else None,
+        take_tokens=Context.take_tokens,
     )
 
 

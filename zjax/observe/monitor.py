@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 
-from zjax.config.lengths import CUTS, make_lengths, make_tokens
+from zjax.config.dropping import make_dropping, num_middle_layers
+from zjax.config.lengths import CUTS, make_tokens
 from zjax.config.schema import Config
 from zjax.config.step_values import ATTENTION_WINDOW, make_step_values
 from zjax.observe import load, plot
@@ -56,7 +57,7 @@ class Monitor:
             print("no plot is saved: it needs the sink 'jsonl'")
         self._config = config
         self._callbacks = callbacks
-        self._rows_per_step, self._lengths = rows_per_step, make_lengths(config)
+        self._rows_per_step, self._dropping = rows_per_step, make_dropping(config)
         self._tokens_at, self._values_at = make_tokens(config), values_at
         self._step_values = make_step_values(config)
         self._skipped = SkippedSteps(
@@ -170,7 +171,7 @@ class Monitor:
         is_skipped = self._skipped.count(step, scalars(values))
         due = step % self._config.observe.log_every_steps == 0
         if due or is_skipped or step == self._config.num_steps:
-            values |= self._speed() | self._tokens(step)
+            values |= self._speed() | self._tokens(step) | self._left_out(step)
             self.log(step, values)
         if shares_metrics(self._config, step):
             self._skipped.check(step, scalars(values))
@@ -179,10 +180,12 @@ class Monitor:
         speed = self._throughput.read()
         if not self._rows_per_step:
             speed.pop("tokens_per_second", None)
+        dropping, full = self._dropping, self._config.data.length
         window = self._step_values(self.known_step).get(ATTENTION_WINDOW)
-        seen = window or self._lengths.at(self.known_step)
-        if seen < self._config.data.length or self._config.buckets.form != "none":
-            speed.pop("mfu", None)  # its FLOPs are those of whole sequences
+        seen = min(window or full, dropping.num_kept(self.known_step))
+        cuts = seen < full or self._config.buckets.form != "none"
+        if cuts or dropping.theta < 1:
+            speed.pop("mfu", None)  # its FLOPs are those of whole steps
             speed.pop("mfu_full_attention", None)
         return speed
 
@@ -192,8 +195,26 @@ class Monitor:
         values = self._step_values(step)
         values["consumed_tokens"] = float(self._tokens_at.sum_until(step))
         if self._config.sequence_warmup.form in CUTS:
-            values["sequence_length"] = float(self._lengths.at(step))
+            values["sequence_length"] = float(self._dropping.lengths.at(step))
+        if self._config.random_ltd.form != "none":
+            values["consumed_layer_tokens"] = float(self._layer_tokens(step))
         return values | self._values_at(step)
+
+    def _layer_tokens(self, step: int) -> int:
+        """Tokens on which layers ran, added up over layers and steps."""
+        model = self._config.model
+        middle = num_middle_layers(model)
+        whole = self._tokens_at.sum_until(step) * (model.num_layers - middle)
+        return whole + self._dropping.sum_until(step) * middle
+
+    def _left_out(self, step: int) -> dict[str, float]:
+        """What layers of a step run on, and the probability of the last one."""
+        values = {}
+        if self._config.random_ltd.form != "none":
+            values["kept_tokens"] = float(self._dropping.num_kept(step))
+        if self._config.layer_drop.theta < 1:
+            values["layer_drop_theta"] = self._dropping.theta_at(step)
+        return values
 
 
 def _make_throughput(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from zjax.config.schema import Config
+from zjax.dropping import split_dropping
 from zjax.errors import PlanError, Problem
 from zjax.offload import units as transfer_units
 from zjax.offload.accumulation import GradientSums
@@ -28,7 +29,9 @@ from zjax.sharding.plan import DEVICE, HOST, Plan
 from zjax.train.gradients.partition import check_no_model_state
 from zjax.train.state import TrainState
 from zjax.train.update import loss_scale_of
-from zjax.typing import Auxiliary, Batch, Loss, Metrics, Model, Params
+from zjax.typing import Auxiliary, Batch, Dropping, Loss, Metrics, Model, Params
+
+_NOTHING = Dropping()
 
 
 class Saved(NamedTuple):
@@ -79,12 +82,13 @@ class BlockwiseBackward:
     ) -> Iterator[GroupGradients | Loss]:
         """See `Backward`."""
         params, scale = state.params, loss_scale_of(state)
+        batch, dropping = split_dropping(batch)
         losses: list[Loss] = []
         sums: dict[int, list[Any]] = {}
         for number in range(self.num_microbatches):
             part = self.programs.split_batch(batch, number)
             microbatch_key = jax.random.fold_in(key, number)
-            arriving = self.differentiate(params, part, microbatch_key, scale)
+            arriving = self.differentiate(params, part, microbatch_key, scale, dropping)
             losses.append(next(arriving))
             if self.num_microbatches == 1:
                 yield from arriving
@@ -94,7 +98,12 @@ class BlockwiseBackward:
         yield self.sums.mean_loss(losses)._replace(model_state=state.model_state)
 
     def differentiate(
-        self, params: Params, batch: Batch, key: jax.Array, scale: jax.Array
+        self,
+        params: Params,
+        batch: Batch,
+        key: jax.Array,
+        scale: jax.Array,
+        dropping: Dropping,
     ) -> Iterator[Any]:
         """One microbatch: its loss, then gradients by group."""
         programs = self.programs
@@ -105,7 +114,9 @@ class BlockwiseBackward:
         backward = [("backward", i) for _, i in forward[::-1]]
         self.units.stream.prefetch(self.units.loads(stored, [*forward, *backward]))
         saved: list[Saved] = []
-        carry, context, auxiliaries = self.forward(embed, stored, batch, key, saved)
+        carry, context, auxiliaries = self.forward(
+            embed, stored, batch, key, saved, dropping
+        )
         self.residual_bytes = sum(bytes_by_memory(each.rows).device for each in saved)
         loss, head_grads, shared, cotangent, auxiliary_cotangent = programs.head(
             head, carry, batch, scale, auxiliaries
@@ -120,7 +131,7 @@ class BlockwiseBackward:
             for i, each in ((i, saved.pop()) for i in blocks)
         )
         for i in blocks:
-            inputs = BlockInputs(context, key, i)
+            inputs = self.inputs_of(i, context, key, dropping)
             cotangent = yield from self.block_backward(
                 stored, inputs, trees[i], cotangent, auxiliary_cotangent
             )
@@ -177,6 +188,7 @@ class BlockwiseBackward:
         batch: Batch,
         key: jax.Array | None,
         saved: list[Saved] | None = None,
+        dropping: Dropping = _NOTHING,
     ) -> tuple[Any, Any, list[Auxiliary]]:
         """The stream after the last block, the context, and results of each block.
 
@@ -185,7 +197,7 @@ class BlockwiseBackward:
         carry, context = self.programs.embed(embed, batch, key)
         auxiliaries: list[Auxiliary] = []
         for number, (trunk, *tiles) in enumerate(self.units.blocks):
-            inputs = BlockInputs(context, key, number)
+            inputs = self.inputs_of(number, context, key, dropping)
             with self.units.on_device(stored, "forward", trunk) as (params, used):
                 residuals = carry
                 if saved is None or self.programs.block_saving is None:
@@ -207,6 +219,13 @@ class BlockwiseBackward:
             if saved is not None:
                 saved.append(self.save(residuals, entering))
         return carry, context, auxiliaries
+
+    def inputs_of(
+        self, number: int, context: Any, key: Any, dropping: Dropping
+    ) -> BlockInputs:
+        """What a block reads; the first and the last run on all tokens."""
+        is_inner = 0 < number < len(self.units.blocks) - 1
+        return BlockInputs(context, key, number, dropping if is_inner else _NOTHING)
 
     def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
         """Loss and metrics without gradients or dropout, as float32 scalars."""

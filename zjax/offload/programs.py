@@ -10,12 +10,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from zjax.dropping import (
+    BlockInput,
+    block_on_tokens,
+    draw_tokens,
+    drops_tokens,
+    run_block,
+)
 from zjax.errors import PlanError, Problem
 from zjax.forward import combine, loss_of_sums, stack_totals
 from zjax.offload.compiled import Jit
-from zjax.offload.residuals import residuals_of, vjp_with
 from zjax.offload.units import gathered, rows_by_part, trunk_of
 from zjax.ops.keys import block_key
+from zjax.ops.residuals import residuals_of, vjp_with
 from zjax.sharding.memory import pending_gradients
 from zjax.sharding.paths import path_of
 from zjax.sharding.placement import pad_tree, place_tree
@@ -23,7 +30,7 @@ from zjax.sharding.plan import Plan
 from zjax.sharding.program_plan import staged_plan
 from zjax.train.compute_params import cast_like, compute_dtype
 from zjax.train.gradients import microbatches, weighting
-from zjax.typing import Auxiliary, Batch, Loss, Model, Params
+from zjax.typing import Auxiliary, Batch, Dropping, Loss, Model, Params
 
 
 class BlockInputs(NamedTuple):
@@ -33,11 +40,13 @@ class BlockInputs(NamedTuple):
         context: From the embedding; no gradient flows to it.
         key: Random key of the microbatch; None in evaluation.
         number: Index of the block in the stack.
+        dropping: What the block leaves out; the default one for the first and the last.
     """
 
     context: Any
     key: Any
     number: Any
+    dropping: Dropping = Dropping()
 
     @property
     def unit_key(self) -> jax.Array | None:
@@ -102,7 +111,7 @@ class BlockPrograms:
     ) -> Any:
         """Stream after a block or trunk with what its tiles read; auxiliary results."""
         params = self._gathered((segment, False), params)
-        run = trunk_of(self.stack.segments[segment])
+        run = self._trunk_of(segment, inputs.dropping)
         stream, auxiliary = run(params, carry, inputs.context, inputs.unit_key)
         return self._constrained(stream), auxiliary, jnp.float32(0)
 
@@ -127,7 +136,7 @@ class BlockPrograms:
         """
         params = self._gathered((segment, False), params)
         context, unit_key = inputs.context, inputs.unit_key
-        run_trunk = trunk_of(self.stack.segments[segment])
+        run_trunk = self._trunk_of(segment, inputs.dropping)
 
         def run(params: Params, carry: Any) -> Any:
             stream, auxiliary = run_trunk(params, carry, context, unit_key)
@@ -270,6 +279,21 @@ class BlockPrograms:
 
     def _zeros_like(self, entering: Any) -> Any:
         return self._constrained(jax.tree.map(jnp.zeros_like, entering))
+
+    def _trunk_of(self, segment: int, dropping: Dropping) -> Callable[..., Any]:
+        """A block or trunk; a block may run on a subset of the tokens."""
+        of_segment = self.stack.segments[segment]
+        trunk, block = trunk_of(of_segment), block_on_tokens(self.stack, of_segment)
+
+        def run(params: Params, carry: Any, context: Any, key: Any) -> Any:
+            if not drops_tokens(dropping, carry, key):
+                return trunk(params, carry, context, key)
+            (indices,) = draw_tokens(key[None], carry, dropping.num_kept)
+            given = BlockInput(key, indices)
+            carry, auxiliary = run_block(block, params, carry, context, given)
+            return (carry, ()), auxiliary
+
+        return run
 
     def _tile_of(self, segment: int) -> Callable[..., Any]:
         tiles = self.stack.segments[segment].tiles

@@ -5,6 +5,8 @@ optimizer update small; separate layers let each be gathered just before its use
 its gradient be reduced as soon as it is computed.
 """
 
+import functools
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -137,6 +139,35 @@ def layers_of(params: Params, num_layers: int) -> list[Params]:
     return [layer(number) for number in range(num_layers)]
 
 
+def cut_layers(params: Params, sizes: Sequence[int]) -> list[Params]:
+    """Cuts a tree of stacked arrays or `Layers` into ranges of adjacent layers.
+
+    Args:
+        params: Stacked arrays or `Layers`.
+        sizes: Layers of each range; they add up to all layers.
+
+    Returns:
+        A tree of the same structure for each range.
+
+    Example:
+        >>> [x["w"].tolist() for x in cut_layers({"w": jnp.arange(3)}, (1, 2))]
+        [[0], [1, 2]]
+    """
+    if len(sizes) == 1:
+        return [params]
+    firsts = [*itertools.accumulate(sizes, initial=0)]
+
+    def cut(x: Any) -> Sequence[Any]:
+        if not _is_layers(x):
+            return _ranges(x, tuple(firsts))
+        return [Layers(x[i:j], x.name) for i, j in itertools.pairwise(firsts)]
+
+    ranges = jax.tree.map(cut, params, is_leaf=_is_layers)
+    outer = jax.tree.structure(params, is_leaf=_is_layers)
+    leaves = outer.flatten_up_to(ranges)
+    return [outer.unflatten([x[i] for x in leaves]) for i in range(len(sizes))]
+
+
 def side_by_side(layers: Sequence[Params]) -> Params:
     """Joins one tree per layer into a tree of `Layers`, the inverse of `layers_of`.
 
@@ -158,6 +189,17 @@ def _slices(x: jax.Array) -> Layers:
 
 # The default transpose pads the gradient of each slice to the size of the stack.
 _slices.defvjp(lambda x: (_slices(x), None), lambda _, grads: (jnp.stack(grads),))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _ranges(x: jax.Array, firsts: tuple[int, ...]) -> list[jax.Array]:
+    return [x[i:j] for i, j in itertools.pairwise(firsts)]
+
+
+_ranges.defvjp(
+    lambda x, firsts: (_ranges(x, firsts), None),
+    lambda firsts, _, grads: (jnp.concatenate(grads),),
+)
 
 
 def _layer(stacked: Any, number: int) -> Any:

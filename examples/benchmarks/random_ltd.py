@@ -1,0 +1,124 @@
+"""A GPT of 350M whose middle layers drop tokens, or whose layers are dropped.
+
+Steps of 8 x 2048 tokens on one GPU, over steps of all tokens in all layers: ours, and
+DeepSpeed's over its own. Validation losses on real text, over those of a run of all
+tokens with equal batches and learning rates.
+
+zjax bench --contest=examples/benchmarks/random_ltd.py
+"""
+
+from contestants import on_one_device, size_flags
+from shape import Shape
+
+from zjax.bench import Case, Contest, Row
+
+SHAPE = Shape(
+    num_layers=24,
+    embed_size=1024,
+    num_heads=16,
+    vocab_size=50304,
+    length=2048,
+    microbatch_size=8,
+)
+OURS, QUALITY = "zjax", "zjax on real text"
+COMPILED = {
+    "DeepSpeed random-LTD": "none",
+    "DeepSpeed random-LTD compiled": "blocks_and_loss",
+}
+STEP = {"layerwise": (0.75, 0.6), "span": (0.70, 0.56)}
+"""Ratios that must and should be reached."""
+
+
+def get_contest():
+    contestants = (
+        on_one_device(
+            OURS, "zjax", "dropping_steps", *size_flags(SHAPE), timeout_seconds=500
+        ),
+        *(
+            on_one_device(
+                name,
+                "peer",
+                "random_ltd_deepspeed",
+                *size_flags(SHAPE),
+                f"--compile={compiled}",
+                is_distributed=True,
+                timeout_seconds=500,
+            )
+            for name, compiled in COMPILED.items()
+        ),
+        on_one_device(QUALITY, "zjax", "random_ltd_quality", timeout_seconds=3600),
+    )
+    rows = (_steps(), _layer_drop(), _against_deepspeed(), _quality())
+    return Contest("Dropped tokens and layers", contestants, rows)
+
+
+def _steps():
+    cases = tuple(
+        _over_all(OURS, form, must, aim) for form, (must, aim) in STEP.items()
+    )
+    return Row(
+        "random_ltd_step",
+        "Steps whose middle layers drop tokens take less time than whole steps.",
+        cases,
+        headline="Random-LTD: a step over one of all tokens",
+        higher_is_better=False,
+        notes="the mean of four sizes, of 256 to 1792 of 2048 tokens, which is the "
+        "mean of a linear schedule over the whole run",
+        by_devices=False,
+    )
+
+
+def _layer_drop():
+    return Row(
+        "pld_step",
+        "Steps that drop layers take less time than whole steps.",
+        (_over_all(OURS, "layer_drop", 0.85, 0.76),),
+        higher_is_better=False,
+        notes="theta of 0.5, with which 74 % of the layers run",
+        by_devices=False,
+    )
+
+
+def _against_deepspeed():
+    case = Case(
+        ours=(OURS,),
+        peer=tuple(COMPILED),
+        metric="layerwise",
+        unit="of a whole step",
+        must=1 / 1.1,
+        aim=1 / 1.3,
+    )
+    return Row(
+        "random_ltd_vs_deepspeed",
+        "Dropped tokens save a larger share of a step than with DeepSpeed.",
+        (case,),
+        headline="Random-LTD: share of a step that remains, over DeepSpeed's",
+        higher_is_better=False,
+        notes="each over its own step of all tokens",
+        by_devices=False,
+    )
+
+
+def _quality():
+    cases = tuple(_over_all(QUALITY, form, 1.01, 1.0) for form in STEP)
+    return Row(
+        "random_ltd_quality",
+        "Layers that drop tokens learn as well as layers that see all.",
+        cases,
+        higher_is_better=False,
+        notes="validation losses at equal steps, seed by seed",
+        by_devices=False,
+    )
+
+
+def _over_all(ours, form, must, aim):
+    return Case(
+        ours=(ours,),
+        peer=1.0,
+        metric=form,
+        unit="of all tokens" if form in STEP else "of all layers",
+        must=must,
+        aim=aim,
+        name=form,
+        peer_name="all tokens" if form in STEP else "all layers",
+    )

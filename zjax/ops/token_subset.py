@@ -1,0 +1,126 @@
+"""Random subsets of the tokens of a sequence, on which layers run in place of all."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Shaped
+
+from zjax.ops.keys import fold_name
+from zjax.sharding.activations import first_row
+
+
+def draw_subset(
+    key: jax.Array, *, num_rows: int, length: int, num_kept: int
+) -> Int[Array, "B K"]:
+    """Draws sorted token indices for each row, uniformly and without replacement.
+
+    Each row draws by its index in the microbatch, on any mesh.
+
+    Args:
+        key: Random key of a layer.
+        num_rows: B, rows on this device in `shard_map`, all rows outside of it.
+        length: Tokens per row.
+        num_kept: K, 1 to `length`.
+
+    Returns:
+        Indices from 0 to `length` - 1, strictly increasing in each row.
+
+    Example:
+        >>> key = jax.random.key(0)
+        >>> draw_subset(key, num_rows=1, length=3, num_kept=3).tolist()
+        [[0, 1, 2]]
+
+    Reference:
+        Yao et al., Random-LTD (arXiv:2211.11586), section 3.1.
+    """
+    key = fold_name(key, "token_subset")
+    tokens = jnp.arange(length, dtype=jnp.int32)
+
+    def draw(row: jax.Array) -> jax.Array:
+        bits = jax.random.bits(jax.random.fold_in(key, row), (length,))
+        _, shuffled = jax.lax.sort((bits, tokens), num_keys=1)
+        return jnp.sort(shuffled[:num_kept])
+
+    return jax.vmap(draw)(first_row(num_rows) + jnp.arange(num_rows))
+
+
+def on_subset(
+    run: Callable[[Any], tuple[Any, Any]], x: Any, indices: Int[Array, "B K"]
+) -> tuple[Any, Any]:
+    """Runs a function on some tokens; the others pass by unchanged.
+
+    The backward pass reads and writes the rows of the subset alone, as the forward pass
+    does: the cotangent of the other tokens is neither copied nor added up.
+
+    Args:
+        run: Maps the tokens of the subset [B, K, ...] to tokens of the same shapes, and
+            anything else.
+        x: Tree of arrays [B, L, ...].
+        indices: Tokens of the subset, from `draw_subset`.
+
+    Returns:
+        The tree with the new tokens, and what else `run` returns.
+
+    Example:
+        >>> x, indices = jnp.arange(4.0)[None, :, None], jnp.array([[1, 3]])
+        >>> y, _ = on_subset(lambda x: (10 * x, ()), x, indices)
+        >>> y[0, :, 0].tolist()
+        [0.0, 10.0, 2.0, 30.0]
+    """
+    split = jax.tree.map(lambda x: _split(x, indices), x)
+    others, subset = jax.tree.transpose(jax.tree.structure(x), None, split)
+    subset, rest = run(subset)
+    joined = jax.tree.map(lambda x, new: _join(x, new, indices), others, subset)
+    return joined, rest
+
+
+def take_tokens(
+    x: Shaped[Array, "B L *dims"], indices: Int[Array, "B K"]
+) -> Shaped[Array, "B K *dims"]:
+    """The tokens of a subset.
+
+    Example:
+        >>> take_tokens(jnp.array([[5, 6, 7]]), jnp.array([[0, 2]])).tolist()
+        [[5, 7]]
+    """
+    return jax.vmap(lambda row, index: row.at[index].get(**_HINTS))(x, indices)
+
+
+def _replace_tokens(x, new, indices):
+    def one(row, new, index):
+        return row.at[index].set(new, **_HINTS)
+
+    return jax.vmap(one)(x, new, indices)
+
+
+_HINTS = {
+    "mode": "promise_in_bounds",
+    "indices_are_sorted": True,
+    "unique_indices": True,
+    "wrap_negative_indices": False,
+}
+
+
+@jax.custom_vjp
+def _split(x, indices):
+    """All tokens, of which `_join` replaces the subset, and the subset."""
+    return x, take_tokens(x, indices)
+
+
+@jax.custom_vjp
+def _join(others, subset, indices):
+    return _replace_tokens(others, subset, indices)
+
+
+# The cotangent of `others` is too large in the subset, where it has to be 0. `_split`
+# replaces it there by that of the subset.
+_join.defvjp(
+    lambda others, subset, indices: (_join(others, subset, indices), indices),
+    lambda indices, grads: (grads, take_tokens(grads, indices), None),
+)
+_split.defvjp(
+    lambda x, indices: (_split(x, indices), indices),
+    lambda indices, grads: (_replace_tokens(grads[0], grads[1], indices), None),
+)
