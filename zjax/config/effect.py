@@ -94,6 +94,8 @@ NEEDS = (
             ("layerwise", "span"),
         )
         for field in dataclasses.fields(schema.Pacing)
+        # A printed config has the steps of its run there, and may get others.
+        if field.name != "num_steps"
     ),
 )
 
