@@ -29,10 +29,10 @@ class Records:
             if record["setup"] == self.setups.get(record["method"])
         }
 
-    def write(self, method, seed, *, losses, seconds):
+    def write(self, method, seed, *, losses, seconds, **more):
         """Adds a run; `losses` by step."""
         record = {"method": method, "seed": seed, "losses": list(losses.items())}
-        record |= {"seconds": seconds, "setup": self.setups[method]}
+        record |= {"seconds": seconds, "setup": self.setups[method]} | more
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")

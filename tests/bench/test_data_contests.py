@@ -3,6 +3,7 @@
 import json
 import sys
 
+import numpy as np
 import pytest
 
 from tests.support.benchmarks import FOLDER, load
@@ -75,6 +76,27 @@ def test_curricula_are_measured(measure, tmp_path):
     assert found["best"] == "voc" and found["shares"]["shuffled"] == [0.1]
     assert found[metric_of("curriculum_tokens")]["median"] == 0.1
     assert (directory / "curves.png").exists()
+
+
+@pytest.mark.slow
+def test_growing_contexts_are_measured(measure, tmp_path):
+    """All rows of the contest; finished runs are not run again."""
+    methods = ["plain", "window", "composed", "hot_plain", "hot_window"]
+    flags = (f"--directory={tmp_path / 'runs'}", f"--methods={','.join(methods)}")
+    flags += ("--seeds=0", "num_steps=5")
+    small = "evaluation.num_batches=1", "sequence_warmup.pacing.start=8"
+    small += ("sequence_warmup.pacing.multiple=8",)
+    for _ in range(2):
+        found = measure("efficiency_quality", *flags, *small)
+    assert found["window_programs"]["median"] == 1
+    rows = load_contest(FOLDER / "data_efficiency.py").rows
+    assert all(found[row.cases[0].metric]["n"] == 1 for row in rows)
+    assert len((tmp_path / "runs/runs.jsonl").read_text().splitlines()) == 5
+
+
+def test_unstable_steps_are_counted(measure):
+    count = load("efficiency_quality").count_unstable
+    assert count(np.array([4.0, 3.0, 3.5, 3.7, 2.0, np.nan, 2.5])) == 3
 
 
 def test_tokens_to_a_loss_are_interpolated(measure):

@@ -1,0 +1,93 @@
+"""Shorter contexts first, and easy samples first: stability, wall time and programs.
+
+A GPT of 50M parameters on one device, three seeds, 2,000 steps of 32 x 2,048 tokens of
+real text. Seconds are those of training steps, without compilation and evaluation.
+"""
+
+from contestants import JAX_MEMORY, ONE_DEVICE
+
+from zjax.bench import Case, Contest, Contestant, Row
+
+NAME = "zjax"
+NOTES = (
+    "seed by seed, interpolated between 40 evaluations; schedules end at 40 % of the "
+)
+NOTES += "steps; seconds without compilation and evaluation"
+
+
+def get_contest():
+    command = ("{python}", "examples/benchmarks/efficiency_quality.py")
+    ours = Contestant(NAME, command, "zjax", JAX_MEMORY | ONE_DEVICE, 3600)
+
+    def row(id, claim, metric, must, aim, unit, headline, notes, *, peer_name, higher):
+        case = Case(
+            ours=(NAME,),
+            peer=1.0,
+            metric=metric,
+            unit=unit,
+            must=must,
+            aim=aim,
+            name=headline,
+            peer_name=peer_name,
+        )
+        return Row(
+            id,
+            claim,
+            (case,),
+            headline=headline,
+            higher_is_better=higher,
+            notes=notes,
+            by_devices=False,
+        )
+
+    rows = (
+        row(
+            "slw_stability",
+            "At 6 times the learning rate a growing context avoids unstable steps.",
+            "unstable_over_warm",
+            5.0,
+            None,
+            "times",
+            "Growing context: unstable steps without it over with it",
+            "steps with more than 1.2 times the least loss before; none counts as one",
+            peer_name="as many",
+            higher=True,
+        ),
+        row(
+            "slw_time",
+            "A growing context takes less time to the final loss of plain training.",
+            "time_over_plain",
+            1.3,
+            2.0,
+            "times",
+            "Growing context: speed to the loss of plain training",
+            f"the better of truncation and window; {NOTES}",
+            peer_name="plain training",
+            higher=True,
+        ),
+        row(
+            "window_compiles",
+            "One program runs the whole schedule of a growing window.",
+            "window_programs",
+            1.0,
+            1.0,
+            "programs",
+            "Growing window: programs",
+            "training programs that were compiled",
+            peer_name="one program",
+            higher=False,
+        ),
+        row(
+            "data_efficiency",
+            "Window and curriculum take less time to the final loss of plain training.",
+            "composed_over_plain",
+            1.5,
+            2.0,
+            "times",
+            "Window and curriculum: speed to the loss of plain training",
+            f"rarity of the vocabulary; {NOTES}",
+            peer_name="plain training",
+            higher=True,
+        ),
+    )
+    return Contest("Data efficiency", (ours,), rows)

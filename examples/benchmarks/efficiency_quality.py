@@ -1,0 +1,248 @@
+"""What a growing context and easy samples first save: stability, time and programs.
+
+All train the same model on Python source of this machine, on batches of the same
+tokens. Two groups have one learning rate each: the stable one, and one of HOT times it,
+at which the plain run is not stable. Each finished run is a line of
+`<directory>/runs.jsonl`, and is not run again; the picture is `<directory>/curves.png`.
+
+python examples/benchmarks/efficiency_quality.py [--methods=plain,window]
+    [--seeds=0,1,2] [--text=DIR] [--directory=DIR] [setting=value ...]
+"""
+
+import argparse
+import dataclasses
+import pathlib
+import sys
+import time
+
+import call_timing
+import curriculum_quality
+import jax
+import matplotlib.pyplot as plt
+import numpy as np
+import package_text
+import quality_records
+import timing
+
+import zjax
+from zjax.compiler import use_program_cache
+from zjax.config.lengths import make_lengths
+from zjax.data import find_evaluation
+from zjax.data.metric_index import index_path
+from zjax.data.store import digest_tokenizer
+
+DIRECTORY = pathlib.Path("runs/efficiency_quality")
+TEXT = pathlib.Path("runs/package_text")
+NUM_POINTS = 40
+HOT = 6
+RATIO = 1.2
+"""Loss over the least loss before, above which a step counts as unstable."""
+SETTINGS = {
+    "num_steps": 2000,
+    "global_batch_size": 32,
+    "zero": {"stage": 0},
+    "data": {"source": "tokens"},
+    "model": {
+        "num_layers": 8,
+        "embed_size": 512,
+        "num_heads": 8,
+        "max_length": 2048,
+        "layers_per_scan": 1,
+        "remat": "none",
+    },
+    "optimizer": {"peak_learning_rate": 1e-3, "num_warmup_steps": 100},
+    "evaluation": {"num_batches": 8},
+}
+SHARE = 0.4
+"""Of the steps until the context is whole and all samples are drawn."""
+FORMS = {"plain": None, "truncate": "truncate", "window": "window"}
+METHODS = (*FORMS, "composed", *(f"hot_{form}" for form in FORMS))
+
+
+def make_config(method, directory, *more):
+    """The config of a method; its schedules end at a share of the steps."""
+    config = zjax.load_config(SETTINGS, *more)
+    end, changes = round(SHARE * config.num_steps), {}
+    if method.startswith("hot_"):
+        rate = HOT * config.optimizer.peak_learning_rate
+        changes["optimizer.peak_learning_rate"] = rate
+    form = FORMS.get(method.removeprefix("hot_"), "window")
+    if form:
+        changes["sequence_warmup.form"] = form
+        changes["sequence_warmup.pacing.num_steps"] = end
+    if method == "composed":
+        pacing = {"kind": "root", "start": 5, "num_steps": end}
+        metric = {"index": str(index_path(directory, "voc")), "pacing": pacing}
+        changes["curriculum.metrics"] = (metric,)
+    return zjax.load_config(config, changes)
+
+
+class Run:
+    """A method, compiled before its time counts."""
+
+    def __init__(self, config):
+        model = zjax.make_model(config)
+        tx = zjax.make_optimizer(config, model)
+        self.run = zjax.make_run(config, model, tx)
+        for first in make_lengths(config).changes():
+            state, batches = self.start(0), self.batches(self.run.config, first - 1, 1)
+            with batches:
+                self.run.step(state, next(batches))
+
+    def start(self, seed):
+        config, run = dataclasses.replace(self.run.config, seed=seed), self.run
+        tx = zjax.make_optimizer(config, run.model)
+        return zjax.init_state(jax.random.key(seed), run.model, tx, run.plan, config)
+
+    def batches(self, config, start_step, number):
+        place = self.run.batch_placement
+        return zjax.make_loader(
+            config, place, start_step=start_step, num_batches=number
+        )
+
+    def train(self, seed):
+        """Validation losses by step, seconds of training until then, unstable steps."""
+        run, state = self.run, self.start(seed)
+        config = dataclasses.replace(run.config, seed=seed)
+        held_out = find_evaluation(config, run.batch_placement)
+        every = max(1, config.num_steps // NUM_POINTS)
+        losses, seconds, trained, spent = {}, [], [], 0.0
+        with self.batches(config, 0, config.num_steps) as batches:
+            start = time.perf_counter()
+            for step, batch in enumerate(batches, start=1):
+                state, metrics = run.step(state, batch)
+                trained.append(metrics["loss"])
+                if step % every == 0 or step == config.num_steps:
+                    jax.block_until_ready(state.step)
+                    spent += time.perf_counter() - start
+                    found = held_out.mean(lambda x, at=state: run.evaluate(at, x))
+                    losses[step] = found["eval_loss"]
+                    seconds.append(spent)
+                    start = time.perf_counter()
+        unstable = count_unstable(np.array(jax.device_get(trained)))
+        return {"losses": losses, "seconds": seconds, "unstable": unstable}
+
+    @property
+    def num_programs(self):
+        return self.run.step.programs["train"]._cache_size()
+
+
+def count_unstable(losses):
+    """Steps whose loss is more than RATIO times the least before, or not a number."""
+    least = np.minimum.accumulate(np.nan_to_num(losses, nan=np.inf))[:-1]
+    return int((~(losses[1:] <= RATIO * least)).sum())
+
+
+def train_missing(methods, seeds, records, directory, settings):
+    """Trains what has no record yet: all seeds of a method with one compilation."""
+    for method in methods:
+        known = records.read()
+        missing = [seed for seed in seeds if (method, seed) not in known]
+        run = Run(make_config(method, directory, *settings)) if missing else None
+        for seed in missing:
+            found = run.train(seed)
+            records.write(method, seed, num_programs=run.num_programs, **found)
+            final = [*found["losses"].values()][-1]
+            told = f"{method}, seed {seed}: {final:.4f}, {found['unstable']} unstable"
+            print(f"{told}, {found['seconds'][-1]:.0f} s", file=sys.stderr, flush=True)
+
+
+def compare(records, seeds):
+    """Results by name, of the runs that there are."""
+    known = records.read()
+
+    def of(method):
+        runs = [known.get((method, seed)) for seed in seeds]
+        return None if None in runs else runs
+
+    found = {}
+    if plain := of("plain"):
+        times = {name: speedups(runs, plain) for name in METHODS if (runs := of(name))}
+        found["speedups"] = {
+            name: times[name] for name in ("truncate", "window") if name in times
+        }
+        best = max(found["speedups"].values(), key=np.median, default=None)
+        if best:
+            found["time_over_plain"] = timing.spread(best)
+        if "composed" in times:
+            found["composed_over_plain"] = timing.spread(times["composed"])
+    if hot := of("hot_plain"):
+        warm = [runs for form in ("truncate", "window") if (runs := of(f"hot_{form}"))]
+        if warm:
+            least = min([run["unstable"] for run in runs] for runs in warm)
+            pairs = zip(hot, least, strict=True)
+            ratios = [run["unstable"] / max(1, other) for run, other in pairs]
+            found["unstable_over_warm"] = timing.spread(ratios)
+    if window := of("window"):
+        programs = [run["num_programs"] for run in window]
+        found["window_programs"] = timing.spread(programs)
+    return found
+
+
+def speedups(runs, plain):
+    """Seconds of plain runs over those to their final loss, by seed; 0 if never."""
+    ratios = []
+    for run, other in zip(runs, plain, strict=True):
+        curve = dict(zip(run["seconds"], (x for _, x in run["losses"]), strict=True))
+        seconds = curriculum_quality.tokens_to(other["losses"][-1][1], curve)
+        ratios.append(other["seconds"][-1] / seconds if seconds else 0.0)
+    return ratios
+
+
+def plot(records, path):
+    """Draws mean losses against steps and against seconds."""
+    figure, panels = plt.subplots(
+        1, 2, figsize=(11, 4.5), sharey=True, layout="constrained"
+    )
+    for method in METHODS:
+        runs = [run for (name, _), run in sorted(records.items()) if name == method]
+        if not runs:
+            continue
+        curves = np.array([run["losses"] for run in runs])
+        quality_records.draw(panels[0], method, curves)
+        seconds = np.mean([run["seconds"] for run in runs], axis=0)
+        panels[1].plot(seconds, curves[..., 1].mean(axis=0), label=method)
+    panels[0].set(xlabel="step", ylabel="loss on held-out text (nats per token)")
+    panels[1].set_xlabel("seconds of training")
+    panels[0].legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def parse(words=None):
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--text", type=pathlib.Path, default=TEXT)
+    parser.add_argument("--directory", type=pathlib.Path, default=DIRECTORY)
+    parser.add_argument("settings", nargs="*")
+    given = parser.parse_args(words)
+    given.methods = given.methods.split(",")
+    given.seeds = [int(seed) for seed in given.seeds.split(",")]
+    if unknown := set(given.methods) - set(METHODS):
+        parser.error(f"methods={min(unknown)} is unknown; use {', '.join(METHODS)}")
+    return given
+
+
+def main():
+    given = parse()
+    use_program_cache()
+    package_text.prepare_text(given.text)
+    settings = [f"data.path={given.text}", *given.settings]
+    has_index = index_path(given.directory, "voc").exists()
+    if "composed" in given.methods and not has_index:
+        config = make_config("plain", given.directory, *settings)
+        curriculum_quality.measure_metrics(config, given.directory)
+    device = jax.devices()[0].device_kind
+    common = [device, digest_tokenizer(str(given.text)), SETTINGS, HOT, SHARE]
+    setups = {method: [method, *common, *given.settings] for method in METHODS}
+    records = quality_records.Records(given.directory / "runs.jsonl", setups)
+    train_missing(given.methods, given.seeds, records, given.directory, settings)
+    plot(records.read(), given.directory / "curves.png")
+    found = compare(records, given.seeds)
+    call_timing.print_result(found, device=device, packages=("jax",))
+
+
+if __name__ == "__main__":
+    main()
