@@ -75,7 +75,13 @@ def test_every_contest_can_start(path, monkeypatch):
 def trains(contestant):
     """Others measure disks, kernels or layers, or have no config file."""
     words = contestant.command
-    programs = ("_bytes.py", "_ours.py", "_quality.py", "slow_network/train.py")
+    programs = (
+        "_bytes.py",
+        "_ours.py",
+        "_quality.py",
+        "_speed.py",
+        "slow_network/train.py",
+    )
     others = any(word.endswith(programs) for word in words)
     return not others and not any(word.startswith("--nvme=") for word in words)
 
