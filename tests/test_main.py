@@ -227,86 +227,93 @@ def test_mistakes_end_with_their_remedies_and_without_a_traceback(settings):
     )
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+REFUSED = {
+    "stray-words": (
+        ("train", "zero.stage=3", "--output=x"),
+        "zjax: command='zero.stage=3' is unknown to zjax train; did you mean "
+        "--config.zero.stage=3?\n--output='x' has no effect on zjax train; leave "
+        "it out; plan and bench and data prepare and data analyze and export read "
+        "it\n",
+    ),
+    "collectives-of-no-devices": (
         (
-            ("train", "zero.stage=3", "--output=x"),
-            "zjax: command='zero.stage=3' is unknown to zjax train; did you mean "
-            "--config.zero.stage=3?\n--output='x' has no effect on zjax train; leave "
-            "it out; plan and bench and data prepare and data analyze and export read "
-            "it\n",
+            "plan",
+            "--config=configs/quickstart.py",
+            "--num_devices=64",
+            "--collectives",
         ),
-        (
-            (
-                "plan",
-                "--config=configs/quickstart.py",
-                "--num_devices=64",
-                "--collectives",
-            ),
-            "zjax: collectives=True needs a compiled step, and num_devices=64 compiles "
-            "none; use --simulated_devices, or the devices themselves\n",
-        ),
-        (
-            ("plan", "--num_params=7e9", "--collectives"),
-            "zjax: --collectives=True has no effect with --num_params; leave it out\n",
-        ),
-        (
-            ("plan", "--num_params=nan", "--num_devices=9999999999"),
-            "zjax: --num_devices=9999999999 is out of range; use 0 to 1048576\n"
-            "--num_params=nan is out of range; use 0 to 1000000000000000000\n",
-        ),
-        (
-            ("plan", "--num_params=7e9", "--num_devices=64", "--config.zero.stage=9"),
-            "zjax: --num_devices=64 has no effect with --num_params; leave it out\n"
-            "--config.zero.stage='9' has no effect with --num_params; leave it out\n",
-        ),
-        (
-            ("bench", "--nvme=/nope", "--config.zero.stage=3"),
-            "zjax: --config.zero.stage='3' has no effect with --nvme; leave it out\n",
-        ),
-        (
-            ("config", "--gin_file=mine.gin", "--config.seed=5"),
-            "zjax: --gin_file=['mine.gin'] has no effect on zjax config; leave it out\n"
-            "--config.seed='5' has no effect on zjax config; leave it out\n",
-        ),
-        (
-            ("data", "prepare", "--input=x", "--output=y", "--config.data.length=8"),
-            "zjax: --config.data.length='8' has no effect on zjax data prepare; leave "
-            "it out\n",
-        ),
-        (
-            ("evaluate", "--part=foo"),
-            "zjax: --part='foo' is not a choice; use one of auto, ema, schedule_free, "
-            "raw\n",
-        ),
-        (
-            ("data",),
-            "zjax: command='data' is not complete; use zjax data prepare or zjax data "
-            "analyze\n",
-        ),
-        (
-            ("generate", "--config=configs/quickstart.py", "--config.directory=/nope"),
-            "zjax: directory='/nope/checkpoints' holds no checkpoint to resume from; "
-            "give the directory of a run, or set checkpoint.resume=auto\n",
-        ),
-    ],
-    ids=[
-        "stray-words",
-        "collectives-of-no-devices",
-        "collectives-of-no-model",
-        "numbers-without-bounds",
-        "settings-of-no-model",
-        "settings-of-disks",
-        "settings-beside-the-list-of-settings",
-        "settings-of-no-run",
-        "no-such-weights",
-        "half-a-command",
-        "generate-from-nothing",
-    ],
-)
-def test_what_a_command_does_not_read_is_refused(words, message):
-    assert run(*words, "--simulated_devices=8", code=2) == message
+        "zjax: collectives=True needs a compiled step, and num_devices=64 compiles "
+        "none; use --simulated_devices, or the devices themselves\n",
+    ),
+    "collectives-of-no-model": (
+        ("plan", "--num_params=7e9", "--collectives"),
+        "zjax: --collectives=True has no effect with --num_params; leave it out\n",
+    ),
+    "numbers-without-bounds": (
+        ("plan", "--num_params=nan", "--num_devices=9999999999"),
+        "zjax: --num_devices=9999999999 is out of range; use 0 to 1048576\n"
+        "--num_params=nan is out of range; use 0 to 1000000000000000000\n",
+    ),
+    "settings-of-no-model": (
+        ("plan", "--num_params=7e9", "--num_devices=64", "--config.zero.stage=9"),
+        "zjax: --num_devices=64 has no effect with --num_params; leave it out\n"
+        "--config.zero.stage='9' has no effect with --num_params; leave it out\n",
+    ),
+    "settings-of-disks": (
+        ("bench", "--nvme=/nope", "--config.zero.stage=3"),
+        "zjax: --config.zero.stage='3' has no effect with --nvme; leave it out\n",
+    ),
+    "settings-beside-the-list-of-settings": (
+        ("config", "--gin_file=mine.gin", "--config.seed=5"),
+        "zjax: --gin_file=['mine.gin'] has no effect on zjax config; leave it out\n"
+        "--config.seed='5' has no effect on zjax config; leave it out\n",
+    ),
+    "settings-of-no-run": (
+        ("data", "prepare", "--input=x", "--output=y", "--config.data.length=8"),
+        "zjax: --config.data.length='8' has no effect on zjax data prepare; leave "
+        "it out\n",
+    ),
+    "no-such-weights": (
+        ("evaluate", "--part=foo"),
+        "zjax: --part='foo' is not a choice; use one of auto, ema, schedule_free, "
+        "raw\n",
+    ),
+    "half-a-command": (
+        ("data",),
+        "zjax: command='data' is not complete; use zjax data prepare or zjax data "
+        "analyze\n",
+    ),
+    "generate-from-nothing": (
+        ("generate", "--config=configs/quickstart.py", "--config.directory=/nope"),
+        "zjax: directory='/nope/checkpoints' holds no checkpoint to resume from; "
+        "give the directory of a run, or set checkpoint.resume=auto\n",
+    ),
+}
+"""What is typed, and what is said to it."""
+
+EACH_IN_A_FORK = """
+import json, os, sys
+from zjax import main
+for name, words in json.loads(sys.argv.pop(1)).items():
+    if not os.fork():
+        os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY), 1)
+        os.dup2(1, 2)
+        sys.argv[1:] = words
+        main.run()
+    _, status = os.wait()
+    print(name, os.waitstatus_to_exitcode(status))
+"""
+"""Runs commands one after another, and imports zjax once."""
+
+
+def test_what_a_command_does_not_read_is_refused(tmp_path):
+    typed = {x: (*words, "--simulated_devices=8") for x, (words, _) in REFUSED.items()}
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    program = (sys.executable, "-W", "ignore", "-c", EACH_IN_A_FORK, json.dumps(typed))
+    codes = run_in(tmp_path, *program)
+    assert codes.splitlines() == [f"{name} 2" for name in REFUSED]
+    found = {name: (tmp_path / name).read_text() for name in REFUSED}
+    assert found == {name: message for name, (_, message) in REFUSED.items()}
 
 
 @pytest.mark.parametrize(
