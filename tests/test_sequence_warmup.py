@@ -1,6 +1,7 @@
 """Sequence length warm-up in a run: what it trains on, counts and resumes."""
 
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -27,23 +28,28 @@ def records(directory):
     return [line for line in lines if "loss" in line]
 
 
-def test_each_step_is_that_of_a_batch_cut_by_hand(tmp_path):
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The directory of a run without a stop, and its last arrays."""
+    directory = tmp_path_factory.mktemp("whole")
+    return directory, small_run.arrays(small_run.fit(directory, *WARMUP))
+
+
+def test_each_step_is_that_of_a_batch_cut_by_hand(tmp_path, whole):
     """Bit for bit; fails if nothing is cut, or the other end of the sequence."""
-    trainer = small_run.fit(tmp_path / "a", *WARMUP)
-    by_hand = small_run.make_trainer(tmp_path / "b", *WARMUP)
-    whole = load_config(by_hand.config, "sequence_warmup.form=none")
+    by_hand = small_run.make_trainer(tmp_path, *WARMUP)
+    uncut = load_config(by_hand.config, "sequence_warmup.form=none")
     run, state = by_hand.run, by_hand.state
-    with make_loader(whole, run.batch_placement, num_batches=8) as batches:
+    with make_loader(uncut, run.batch_placement, num_batches=8) as batches:
         for length, batch in zip(LENGTHS, batches, strict=True):
             cut = {name: np.asarray(x)[:, :length] for name, x in batch.items()}
             state, _ = run.step(state, cut)
     expected = jax.tree.map(np.asarray, state.master)
-    jax.tree.map(np.testing.assert_array_equal, small_run.arrays(trainer), expected)
+    jax.tree.map(np.testing.assert_array_equal, whole[1], expected)
 
 
-def test_metrics_tell_the_length_and_count_the_tokens(tmp_path):
-    small_run.fit(tmp_path, *WARMUP)
-    found = records(tmp_path)
+def test_metrics_tell_the_length_and_count_the_tokens(whole):
+    found = records(whole[0])
     assert [line["sequence_length"] for line in found] == LENGTHS
     consumed = 16 * np.cumsum(LENGTHS)
     assert [line["consumed_tokens"] for line in found] == consumed.tolist()
@@ -69,28 +75,26 @@ def test_the_learning_rate_decays_with_the_tokens(tmp_path):
         pytest.param(5, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_that_continues_is_the_run_without_a_stop(tmp_path, stop):
+def test_a_run_that_continues_is_the_run_without_a_stop(tmp_path, whole, stop):
     """Bit for bit, inside the warm-up and where the length changes."""
-    whole = small_run.fit(tmp_path / "a", *WARMUP)
-    saved = small_run.make_trainer(tmp_path / "b", *WARMUP)
+    saved = small_run.make_trainer(tmp_path, *WARMUP)
     with saved.loader as batches:
         for _ in range(stop):
             saved.state, _ = saved.run.step(saved.state, next(batches))
         saved.save()
     saved.close()
-    continued = small_run.fit(tmp_path / "b", *WARMUP)
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        small_run.arrays(whole),
-        small_run.arrays(continued),
-    )
+    continued = small_run.arrays(small_run.fit(tmp_path, *WARMUP))
+    jax.tree.map(np.testing.assert_array_equal, whole[1], continued)
 
 
-def test_another_warm_up_does_not_continue_a_run(tmp_path):
-    small_run.fit(tmp_path, *WARMUP)
+def test_another_warm_up_does_not_continue_a_run(tmp_path, whole):
+    shutil.copytree(whole[0], tmp_path / "run")
     with pytest.raises(DataError) as error:
         small_run.make_trainer(
-            tmp_path, *WARMUP, "sequence_warmup.pacing.num_steps=7", "num_steps=9"
+            tmp_path / "run",
+            *WARMUP,
+            "sequence_warmup.pacing.num_steps=7",
+            "num_steps=9",
         )
     assert str(error.value) == (
         "sequence_warmup.pacing.num_steps=7 was 6 in the saved run, so its samples are "
