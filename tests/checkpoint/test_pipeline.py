@@ -39,7 +39,7 @@ def uninterrupted(tmp_path_factory):
     ("mesh", "num_devices"),
     [
         (("mesh.pipeline=2", "mesh.data=2", "mesh.tensor=2"), 8),
-        (("mesh.data=1",), 1),
+        pytest.param(("mesh.data=1",), 1, marks=pytest.mark.slow),
     ],
     ids=["other-stages", "one-device"],
 )

@@ -119,7 +119,7 @@ SHARDED = {"mesh": schema.Mesh(expert=2), "memory": "pinned_host"}
 @pytest.mark.parametrize(
     ("num_devices", "settings"),
     [
-        pytest.param(1, {}, id="one-device"),
+        pytest.param(1, {}, id="one-device", marks=pytest.mark.slow),
         pytest.param(4, {"stage": 3, **SHARDED}, id="stage-3-teacher-on-the-host"),
         pytest.param(2, {"stage": 2, "num_microbatches": 4}, id="accumulation"),
         pytest.param(

@@ -132,7 +132,13 @@ def test_layers_that_are_not_split_stay_stacked(stage, is_apart):
 
 @pytest.mark.parametrize(
     ("stage", "separable"),
-    [(1, True), (2, True), (3, True), (1, False), (2, False)],
+    [
+        pytest.param(1, True, marks=pytest.mark.slow),
+        (2, True),
+        (3, True),
+        pytest.param(1, False, marks=pytest.mark.slow),
+        (2, False),
+    ],
 )
 def test_every_layer_is_gathered_alone(stage, separable):
     """Fails if layers are not taken apart, by hand or by the compiler."""

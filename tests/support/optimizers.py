@@ -82,6 +82,36 @@ OPTIMIZERS = {
     ),
 }
 """By the name in optax; each makes an optimizer for a tree of float arrays."""
+ELEMENTWISE = {
+    "adabelief",
+    "adadelta",
+    "adagrad",
+    "adamax",
+    "adamaxw",
+    "adan",
+    "amsgrad",
+    "lion",
+    "nadam",
+    "nadamw",
+    "optimistic_adam",
+    "optimistic_adam_v2",
+    "optimistic_gradient_descent",
+    "radam",
+    "rmsprop",
+    "rprop",
+    "sign_sgd",
+    "signum",
+    "yogi",
+    "contrib.acprop",
+    "contrib.ademamix",
+    "contrib.adopt",
+    "contrib.cocob",
+    "contrib.madgrad",
+    "contrib.simplified_ademamix",
+    "contrib.schedule_free_adamw",
+    "contrib.schedule_free_sgd",
+}
+"""Those whose update of a number reads no other; Adam's and SGD's are not listed."""
 
 REFUSED = {
     "lookahead": (
