@@ -11,17 +11,18 @@ class OnebitLamb(OnebitAdam):
     def __init__(self, params, decayed, sizes, **settings):
         super().__init__(params, decayed, **settings)
         self.ends = np.cumsum(sizes)[:-1]
-        self.ratios = []
+        self.norms = [0.0 for _ in sizes]
 
     def scaled(self, update):
         layers = zip(
             np.split(self.params, self.ends), np.split(update, self.ends), strict=True
         )
-        parts = [self._ratio(p, u) * u for p, u in layers]
-        return np.concatenate(parts)
+        return np.concatenate([self._ratio(i, *each) for i, each in enumerate(layers)])
 
-    def _ratio(self, params, update):
-        norms = np.linalg.norm(params), np.linalg.norm(update)
-        ratio = 1 if 0 in norms else np.clip(norms[0] / norms[1], 0.01, 10)
-        self.ratios.append(ratio)
-        return ratio
+    def _ratio(self, i, params, update):
+        norm, size = np.linalg.norm(params), self.norms[i]
+        if self.number <= self.freeze_step:
+            mean, size = size, np.linalg.norm(update)
+            self.norms[i] = 0.9 * mean + 0.1 * size if mean else size
+        ratio = 1 if 0 in (norm, size) else np.clip(norm / size, 0.01, 10)
+        return ratio * update

@@ -18,6 +18,7 @@ from zjax.optim import (
     matrices,
     moments,
     onebit_adam,
+    onebit_lamb,
     trust_ratio,
     zero_one_adam,
 )
@@ -133,8 +134,10 @@ def _make_rule(
     rule = (_direction(settings, names), decay)
     if settings.name == "adam":
         rule = (decay, _direction(settings, names))
-    if settings.name in ("lamb", "onebit_lamb"):
+    if settings.name == "lamb":
         rule = (*rule, trust_ratio.scale_by_layer(num_stacked))
+    if settings.name == "onebit_lamb":
+        rule = (*rule, onebit_lamb.scale_by_kept_norm(num_stacked))
     return optax.chain(*rule, optax.scale_by_learning_rate(schedule))
 
 

@@ -1,14 +1,10 @@
-"""1-bit Adam and 1-bit LAMB, whose replicas send steps in one bit per number.
+"""1-bit Adam: Adam whose replicas send their steps in one bit per number.
 
 Tang et al., arXiv:2102.02888. The warm-up is Adam. Then the second moments are kept as
 they are, each replica adds its own gradient to the momentum, and the momentum is
 averaged, in units of the step: a bit then loses as much of one parameter as of another.
 The bias corrections are kept, too. The reference implementation has none, sends the
 momentum itself and does not bound the steps, which takes a long warm-up.
-
-1-bit LAMB (Li et al., arXiv:2104.06069) scales the mean step of each layer by its trust
-ratio, which needs no message: replicas have the same parameters and steps. The paper
-keeps mean ratios of the warm-up and corrects them by a factor instead.
 """
 
 import math

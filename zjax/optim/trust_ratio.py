@@ -31,7 +31,7 @@ def scale_by_layer(
         keys: Any, update: Float[Array, "..."], param: Float[Array, "..."]
     ) -> Float[Array, "..."]:
         dims = tuple(range(num_stacked(keys), update.ndim))
-        ratio = ratio_of_layer(dims, update, param)
+        ratio = ratio_of_norms(layer_norm(param, dims), layer_norm(update, dims))
         return (update * ratio).astype(update.dtype)
 
     def scale_tree(updates: Any, params: Any) -> Any:
@@ -40,11 +40,10 @@ def scale_by_layer(
     return optax.stateless(scale_tree)
 
 
-def ratio_of_layer(
-    dims: tuple[int, ...], update: Float[Array, "..."], param: Float[Array, "..."]
+def ratio_of_norms(
+    param_norm: Float[Array, "..."], update_norm: Float[Array, "..."]
 ) -> Float[Array, "..."]:
-    """The trust ratios of the layers of an array, whose own dims are `dims`."""
-    update_norm, param_norm = layer_norm(update, dims), layer_norm(param, dims)
+    """The trust ratios of layers."""
     known = (update_norm > 0) & (param_norm > 0)
     ratio = param_norm / jnp.where(known, update_norm, 1)
     return jnp.where(known, jnp.clip(ratio, MIN_RATIO, MAX_RATIO), 1)
