@@ -51,10 +51,11 @@ TWO_REPLICAS = {"mesh": {"replica": 2, "data": -1}}
 LOCAL = TWO_REPLICAS | {
     "communication.num_synchronous_steps": 600,
     "communication.num_local_steps": 10,
-    "communication.outer_learning_rate": 1.0,
+    "communication.outer_learning_rate": 1.4,
     "communication.outer_momentum": 0.0,
 }
-"""Plain means: momentum would multiply what is left of the noise. Rounds begin where
+"""The root of two makes up for second moments that take noise for size, of which one of
+two replicas sees more; momentum would multiply what is left of the noise. Rounds begin where
 the warm-up of the methods above ends."""
 STREAMED = LOCAL | {
     "communication.codec": "int4",
