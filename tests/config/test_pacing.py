@@ -110,8 +110,9 @@ def test_what_cannot_be_is_refused(overrides, num_devices, message):
             ),
             {1: 1, 5: 1, 6: 2, 10: 2, 11: 3},
         ),
+        (grow(1, 50, 49), {1: 2, 2: 3, 8: 9}),
     ],
-    ids=["linear", "root", "from-zero", "discrete"],
+    ids=["linear", "root", "from-zero", "discrete", "float64-is-too-low"],
 )
 def test_golden_values(pacing, golden):
     assert {step: pacing.at(step) for step in golden} == golden

@@ -85,6 +85,18 @@ def test_an_epoch_uses_each_token_once(order, epoch):
     assert f"{spare} rows fill no batch of an epoch" in told
 
 
+@pytest.mark.parametrize("order", ["shuffle", "grow", "mixture"])
+def test_rows_of_a_bucket_are_shuffled_anew_in_each_epoch(order):
+    opened, num = open_buckets(order=order), sum(n == 8 for _, n in all_pieces()[0])
+    batches = (read(opened, step)["tokens"] for step in range(900))
+    firsts = np.concatenate([x[:, 0] for x in batches if x.shape[1] == 8])
+    per_epoch = num if order == "mixture" else num // 4 * 4
+    epochs = firsts[:per_epoch], firsts[per_epoch : 2 * per_epoch]
+    for epoch in epochs:
+        assert epoch.tolist() != sorted(epoch.tolist())
+    assert epochs[0].tolist() != epochs[1].tolist()
+
+
 @pytest.mark.parametrize("form", ["cut", "pad"])
 @pytest.mark.parametrize("order", ["shuffle", "grow", "mixture", "pacing"])
 def test_a_batch_has_one_length_and_rows_of_one_document(form, order):

@@ -16,7 +16,8 @@ def permuted(position, num_rows, seed, epoch):
     while 4**half_bits < num_rows:
         half_bits += 1
     size = 2**half_bits
-    keys = np.random.SeedSequence([seed, epoch]).generate_state(8, np.uint64)
+    key = seed if isinstance(seed, tuple) else (seed,)
+    keys = np.random.SeedSequence([*key, epoch]).generate_state(8, np.uint64)
     value = position
     while True:
         left, right = divmod(value, size)

@@ -62,7 +62,8 @@ def permute_rows(
     `seed` may be several numbers, such as a seed and the number of a part.
     """
     half_bits = np.uint64(max(1, ((num_rows - 1).bit_length() + 1) // 2))
-    round_keys = np.random.SeedSequence([seed, epoch]).generate_state(
+    key = seed if isinstance(seed, tuple) else (seed,)
+    round_keys = np.random.SeedSequence([*key, epoch]).generate_state(
         NUM_ROUNDS, np.uint64
     )
     rows = _feistel(positions.astype(np.uint64), half_bits, round_keys)
