@@ -30,6 +30,7 @@ EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
         ),
         pytest.param("tensor_and_pipeline", "step 2: ", marks=pytest.mark.slow),
         pytest.param("mixture_of_experts", "pictures: ", marks=pytest.mark.slow),
+        pytest.param("data_efficiency", "picture: ", marks=pytest.mark.slow),
         pytest.param(
             "mixture_of_experts --dense",
             "loss on unseen text: ",
@@ -61,6 +62,7 @@ def test_example(given, last_line, tmp_path):
         pytest.param("mixture_of_experts", 3, "expert=2", marks=pytest.mark.slow),
         pytest.param("long_document", 4, "sparse attention: ", marks=pytest.mark.slow),
         pytest.param("communication", 2, "Streaming DiLoCo: ", marks=pytest.mark.slow),
+        pytest.param("data_efficiency", 1, "window: ", marks=pytest.mark.slow),
     ],
 )
 def test_notebook_runs(monkeypatch, name, num_pictures, text):
@@ -90,7 +92,14 @@ def headings(outputs):
 
 @pytest.mark.parametrize(
     "name",
-    ["quickstart", "offload", "long_document", "mixture_of_experts", "communication"],
+    [
+        "quickstart",
+        "offload",
+        "long_document",
+        "mixture_of_experts",
+        "communication",
+        "data_efficiency",
+    ],
 )
 def test_notebook_is_built_from_its_source(name):
     """Fails if one was edited without the other."""
