@@ -14,6 +14,8 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 quickstart: $(VENV)/.installed
 	$(BIN)/zjax train --config=configs/quickstart.py --simulated_devices=8
 
+# Tests start a hundred programs; each would compile all modules of zjax for itself.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n 2 -q -m "not slow and not gpu"
 
