@@ -54,6 +54,29 @@ def run_in(folder, *command, code=0):
     return result.stdout
 
 
+EACH_IN_A_FORK = """
+import json, os, sys
+from zjax import main
+for name, words in json.loads(sys.argv.pop(1)).items():
+    if not os.fork():
+        os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY), 1)
+        os.dup2(1, 2)
+        sys.argv[1:] = words
+        main.run()
+    _, status = os.wait()
+    print(name, os.waitstatus_to_exitcode(status))
+"""
+"""Runs commands one after another, and imports zjax once."""
+
+
+def run_each(folder, commands):
+    """Exit codes and output of commands by name; files by name are in the folder."""
+    program = (sys.executable, "-W", "ignore", "-c", EACH_IN_A_FORK)
+    codes = run_in(folder, *program, json.dumps(commands)).splitlines()
+    pairs = (line.rsplit(" ", 1) for line in codes)
+    return {name: (int(code), (folder / name).read_text()) for name, code in pairs}
+
+
 @pytest.fixture
 def settings(tmp_path):
     """A Gin file of a small run in a directory of its own."""
@@ -291,29 +314,12 @@ REFUSED = {
 }
 """What is typed, and what is said to it."""
 
-EACH_IN_A_FORK = """
-import json, os, sys
-from zjax import main
-for name, words in json.loads(sys.argv.pop(1)).items():
-    if not os.fork():
-        os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY), 1)
-        os.dup2(1, 2)
-        sys.argv[1:] = words
-        main.run()
-    _, status = os.wait()
-    print(name, os.waitstatus_to_exitcode(status))
-"""
-"""Runs commands one after another, and imports zjax once."""
-
 
 def test_what_a_command_does_not_read_is_refused(tmp_path):
     typed = {x: (*words, "--simulated_devices=8") for x, (words, _) in REFUSED.items()}
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    program = (sys.executable, "-W", "ignore", "-c", EACH_IN_A_FORK, json.dumps(typed))
-    codes = run_in(tmp_path, *program)
-    assert codes.splitlines() == [f"{name} 2" for name in REFUSED]
-    found = {name: (tmp_path / name).read_text() for name in REFUSED}
-    assert found == {name: message for name, (_, message) in REFUSED.items()}
+    found = run_each(tmp_path, typed)
+    assert found == {name: (2, message) for name, (_, message) in REFUSED.items()}
 
 
 @pytest.mark.parametrize(
@@ -341,14 +347,24 @@ def test_words_that_cannot_be_read_end_in_one_form(words, message, monkeypatch, 
     assert end.value.code == 2
 
 
-def test_launch_wants_a_number_and_a_command():
-    assert "--num_processes=0 is below 1" in run("launch", "--num_processes=0", code=2)
-    assert "is above 1024" in run("launch", "--num_processes=100000", code=2)
-    assert "no command to launch" in run("launch", "--num_processes", "2", code=2)
+def test_launch_wants_a_number_and_a_command(tmp_path):
+    wanted = {
+        "--num_processes=0": "--num_processes=0 is below 1",
+        "--num_processes=100000": "is above 1024",
+        "--num_processes=2": "no command to launch",
+    }
+    found = run_each(tmp_path, {flag: ("launch", flag) for flag in wanted})
+    for flag, message in wanted.items():
+        code, said = found[flag]
+        assert code == 2 and message in said
 
 
-def test_commands_are_listed_and_machines_described():
-    assert "zjax plan --num_params=7.5e9" in run()
-    assert run("nonsense", code=2) == run("help")
-    assert "memory kinds" in run("report", "--simulated_devices=2")
-    assert "zero.stage" in run("config")
+def test_commands_are_listed_and_machines_described(tmp_path):
+    names = "", "nonsense", "help", "report --simulated_devices=2", "config"
+    found = run_each(tmp_path, {f"zjax {name}": name.split() for name in names})
+    codes, said = zip(*found.values(), strict=True)
+    assert codes == (0, 2, 0, 0, 0)
+    assert "zjax plan --num_params=7.5e9" in said[0]
+    assert said[1] == said[2]
+    assert "memory kinds" in said[3]
+    assert "zero.stage" in said[4]
