@@ -200,7 +200,10 @@ def steps_of(run):
             marks=pytest.mark.slow,
         ),
         ({"mesh": {"pipeline": 2}, "remat": "full", "pipeline": KEPT}, 2),
-        ({"mesh": {"pipeline": 2}, "pipeline": {"schedule": "interleaved"}}, 2),
+        pytest.param(
+            *({"mesh": {"pipeline": 2}, "pipeline": {"schedule": "interleaved"}}, 2),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_bfloat16_is_close_to_float32(case, num_devices):
