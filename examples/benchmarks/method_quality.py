@@ -55,8 +55,8 @@ LOCAL = TWO_REPLICAS | {
     "communication.outer_momentum": 0.0,
 }
 """The root of two makes up for second moments that take noise for size, of which one of
-two replicas sees more; momentum would multiply what is left of the noise. Rounds begin where
-the warm-up of the methods above ends."""
+two replicas sees more; momentum would multiply what is left of the noise. Rounds begin
+where the warm-up of the methods above ends."""
 STREAMED = LOCAL | {
     "communication.codec": "int4",
     "communication.num_fragments": 4,
