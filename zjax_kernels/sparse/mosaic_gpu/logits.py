@@ -67,11 +67,12 @@ def mask_cells(
     after = -after if schedule.transposed else after
     if schedule.causal:
         x = jnp.where(cell_bit(words.diagonal) * jnp.maximum(after, 0) > 0, fill, x)
-    for number, edge in enumerate(words.edges):
-        # From key to query it is the window or more.
-        beyond = index(number * schedule.cell + 1) - after
-        beyond -= arithmetic.broadcast(words.edge_offset, x.shape)
-        x = jnp.where(cell_bit(edge) * jnp.maximum(beyond, 0) > 0, fill, x)
+    if words.edges:
+        first, second = map(cell_bit, words.edges)
+        # Tokens by which a key is out of reach, in cells that the window's end crosses.
+        beyond = second * index(schedule.cell) - after
+        beyond -= arithmetic.broadcast(words.edge_offset - index(1), x.shape)
+        x = jnp.where((first + second) * jnp.maximum(beyond, 0) > 0, fill, x)
     if words.element is not None:
         word, *others = (per_row(word, x.shape) for word in words.element)
         for number, other in enumerate(others, start=1):
