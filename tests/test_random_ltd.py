@@ -13,6 +13,7 @@ from tests.support import small_run
 from zjax.ahead import CompileAhead
 from zjax.errors import ConfigError, DataError
 from zjax.execute.dropping import with_dropping
+from zjax.forward import run_stack
 from zjax.models.build import make_model
 from zjax.ops.token_subset import take_tokens
 from zjax.typing import Dropping
@@ -221,6 +222,19 @@ def test_blocks_of_yours_see_the_tokens_that_are_kept(form):
     wanted = [(2 * 16 + 2 * n, 2 * 16**2 + 2 * n**2) for n in KEPT]
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
     assert run.evaluate(state, BATCH)["loss"] == 4 * 16
+
+
+@pytest.mark.parametrize(
+    ("form", "counts"), [("layerwise", {2, 3, 4}), ("span", {2, 4})]
+)
+def test_each_layer_draws_its_own_tokens(form, counts):
+    """Fails if all layers drop the same ones, or those of a span do not."""
+    stack, params = make_own(take_tokens).stack, {"blocks": {"w": jnp.ones(NUM_LAYERS)}}
+    dropping = Dropping(num_kept=8, once=form == "span")
+    batch = jax.tree.map(jnp.asarray, BATCH) | {"dropping": dropping}
+    layers, _ = run_stack(stack, params, batch, jax.random.key(0))
+    assert {*np.asarray(layers).ravel().tolist()} == counts
+    np.testing.assert_array_equal(layers.sum(axis=1), np.full(8, 2 * 16 + 2 * 8))
 
 
 def test_batches_without_names_are_refused():

@@ -35,6 +35,14 @@ def test_schedules_are_those_of_the_metrics(form, name, tokens):
     assert course["consumed_tokens"](1_000) == tokens
 
 
+def test_dropped_tokens_and_layers_are_among_them():
+    drops = "random_ltd.form=span", "layer_drop.theta=0.5", "layer_drop.gamma=1"
+    course = make_course(make_config(*drops))
+    assert list(course)[2:] == ["kept_tokens", "layer_drop_theta"]
+    assert [course["kept_tokens"](step) for step in (1, 500, 1_000)] == [128, 256, 384]
+    assert [course["layer_drop_theta"](step) for step in (1, 100)] == [1.0, 0.5]
+
+
 def test_the_table_fits_a_terminal_and_ends_with_the_run(tmp_path):
     config = make_config("sequence_warmup.form=window")
     lines = describe_course(config).splitlines()

@@ -100,6 +100,28 @@ def make_dropping(config: schema.Config) -> DroppingSchedule:
     return DroppingSchedule(kept, lengths, rows, config.layer_drop.theta, gamma)
 
 
+def dropping_values(
+    config: schema.Config, dropping: DroppingSchedule, step: int
+) -> dict[str, float]:
+    """What a step runs on, by the names of its metrics; empty if it drops nothing.
+
+    Args:
+        config: Read for `random_ltd.form` and `layer_drop.theta`.
+        dropping: The schedule of `config`.
+        step: Number of the step, 1 or more.
+
+    Example:
+        >>> config = schema.Config(random_ltd=schema.RandomLTD(form="span"))
+        >>> dropping_values(config, make_dropping(config), 1)
+        {'kept_tokens': 128.0}
+    """
+    drops_tokens, drops_layers = _used(config)
+    values = {"kept_tokens": float(dropping.num_kept(step))} if drops_tokens else {}
+    if drops_layers:
+        values["layer_drop_theta"] = dropping.theta_at(step)
+    return values
+
+
 def num_middle_layers(model: schema.Model) -> int:
     """Layers of the blocks between the first and the last.
 

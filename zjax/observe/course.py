@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from zjax.config.dropping import dropping_values, make_dropping
 from zjax.config.lengths import CUTS, make_lengths, make_tokens
 from zjax.config.pacing import make_pacing
 from zjax.config.schema import Config
@@ -49,6 +50,11 @@ def make_course(config: Config) -> Course:
     values = make_step_values(config)
     for name in values(1):
         course[name] = lambda step, name=name: values(step)[name]
+    dropping = make_dropping(config)
+    for name in dropping_values(config, dropping, 1):
+        course[name] = lambda step, name=name: dropping_values(config, dropping, step)[
+            name
+        ]
     course.update(_difficulties(config))
     return course
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from zjax.config.dropping import make_dropping, num_middle_layers
+from zjax.config.dropping import dropping_values, make_dropping, num_middle_layers
 from zjax.config.lengths import CUTS, make_tokens
 from zjax.config.schema import Config
 from zjax.config.step_values import ATTENTION_WINDOW, make_step_values
@@ -171,7 +171,8 @@ class Monitor:
         is_skipped = self._skipped.count(step, scalars(values))
         due = step % self._config.observe.log_every_steps == 0
         if due or is_skipped or step == self._config.num_steps:
-            values |= self._speed() | self._tokens(step) | self._left_out(step)
+            values |= self._speed() | self._tokens(step)
+            values |= dropping_values(self._config, self._dropping, step)
             self.log(step, values)
         if shares_metrics(self._config, step):
             self._skipped.check(step, scalars(values))
@@ -206,15 +207,6 @@ class Monitor:
         middle = num_middle_layers(model)
         whole = self._tokens_at.sum_until(step) * (model.num_layers - middle)
         return whole + self._dropping.sum_until(step) * middle
-
-    def _left_out(self, step: int) -> dict[str, float]:
-        """What layers of a step run on, and the probability of the last one."""
-        values = {}
-        if self._config.random_ltd.form != "none":
-            values["kept_tokens"] = float(self._dropping.num_kept(step))
-        if self._config.layer_drop.theta < 1:
-            values["layer_drop_theta"] = self._dropping.theta_at(step)
-        return values
 
 
 def _make_throughput(

@@ -1,0 +1,64 @@
+"""The contests of dropped tokens and layers: a small one to the end, and ratios."""
+
+import json
+import sys
+
+import pytest
+
+from tests.support.benchmarks import FOLDER, load
+from zjax.bench.contest import load_contest
+
+SIZES = ("num_layers=3", "embed_size=16", "num_heads=2", "vocab_size=61", "length=16")
+
+
+def metrics_of(row):
+    (row,) = [x for x in load_contest(FOLDER / "random_ltd.py").rows if x.id == row]
+    return {case.metric for case in row.cases}
+
+
+@pytest.mark.slow
+def test_steps_are_measured(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(FOLDER)
+    module = load("dropping_steps")
+    small = {"QUARTERS": 1, "ROUNDS": 2, "STEPS_PER_ROUND": 2, "LAYER_DROP_STEPS": 2}
+    for name, value in small.items():
+        monkeypatch.setattr(module, name, value)
+    words = [f"--{word}" for word in (*SIZES, "microbatch_size=2")]
+    monkeypatch.setattr(sys, "argv", ["dropping_steps.py", *words])
+    module.main()
+    found = json.loads(capsys.readouterr().out.removeprefix("RESULT "))
+    assert metrics_of("random_ltd_step") | metrics_of("pld_step") <= found.keys()
+    assert metrics_of("random_ltd_vs_deepspeed") <= found.keys()
+    assert set(found["step_seconds"]) == {"whole", "layerwise 8", "span 8"}
+    assert found["layerwise"]["n"] == 2
+
+
+def test_sizes_have_the_mean_of_a_linear_schedule(monkeypatch):
+    """Half of all tokens, on both sides alike."""
+    monkeypatch.syspath_prepend(FOLDER)
+    sizes = load("dropping_steps").kept_tokens(2048)
+    assert sizes == [256, 768, 1280, 1792] and sum(sizes) == 4 * 1024
+    assert (
+        "return [length * (2 * i + 1) // (2 * QUARTERS) for i in range(QUARTERS)]"
+        in (FOLDER / "random_ltd_deepspeed.py").read_text()
+    )
+
+
+def test_losses_are_compared_seed_by_seed(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    module = load("random_ltd_quality")
+
+    class Records:
+        def read(self):
+            losses = {"plain": (2.0, 4.0), "layerwise": (2.2, 4.0), "span": (1.0, 4.0)}
+            return {
+                (method, seed): {"losses": [[0, 9.0], [8, each[seed]]]}
+                for method, each in losses.items()
+                for seed in (0, 1)
+            }
+
+    found = module.compare(Records(), [0, 1])
+    assert metrics_of("random_ltd_quality") == found.keys()
+    assert found["layerwise"]["max"] == pytest.approx(1.1)
+    assert found["span"]["median"] == 0.75
+    assert module.make_config("span", "data.path=x").random_ltd.pacing.num_steps == 1400
