@@ -87,7 +87,9 @@ def test_evaluation_uses_averaged_weights():
     np.testing.assert_allclose(*losses, rtol=1e-6)
 
 
-@pytest.mark.parametrize("changes", [{}, UNDER_BACKWARD, ON_HOST])
+@pytest.mark.parametrize(
+    "changes", [pytest.param({}, marks=pytest.mark.slow), UNDER_BACKWARD, ON_HOST]
+)
 def test_steps_that_nothing_waits_for(monkeypatch, changes):
     """Fails if a step gives up an array that a program in flight still reads."""
     for module in (steps, programs):

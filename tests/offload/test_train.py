@@ -119,6 +119,7 @@ BY_HAND = {
     "muon",
     "no clipping, under the backward pass",
     "parameters on the host",
+    "parameters on the host, under the backward pass",
     "stage 1, two microbatches",
     "stage 2",
     "stage 3",
