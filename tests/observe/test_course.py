@@ -61,3 +61,12 @@ def test_the_plan_draws_it(tmp_path):
     assert text.endswith(f"picture: {tmp_path}/plan.png and {tmp_path}/steps.png")
     assert "1,015,808" in text and "16,384,000" not in text
     assert matplotlib.image.imread(tmp_path / "steps.png").std() > 0
+
+
+def test_dropped_tokens_and_layers_are_schedules_too():
+    dropping = "random_ltd.form=span", "layer_drop.theta=0.5", "layer_drop.gamma=0.001"
+    course = make_course(make_config(*dropping))
+    found = [course["kept_tokens"](step) for step in (1, 1_000, 1_001)]
+    assert found == [128, 384, 512]  # the paper counts steps from 0
+    assert course["layer_drop_theta"](1) == 1.0
+    assert 0.68 < course["layer_drop_theta"](1_001) < 0.69

@@ -1,5 +1,6 @@
 """What changes from step to step in a run, before it: as a table and as a plot."""
 
+import functools
 import os
 import pathlib
 from collections.abc import Callable, Mapping
@@ -47,9 +48,10 @@ def make_course(config: Config) -> Course:
     if config.sequence_warmup.form in CUTS:
         lengths = make_lengths(config)
         course["sequence_length"] = lambda step: float(lengths.at(step))
-    values = make_step_values(config)
-    for name in values(1):
-        course[name] = lambda step, name=name: values(step)[name]
+    dropping = functools.partial(dropping_values, config, make_dropping(config))
+    for values in (make_step_values(config), dropping):
+        for name in values(1):
+            course[name] = lambda step, name=name, values=values: values(step)[name]
     dropping = make_dropping(config)
     for name in dropping_values(config, dropping, 1):
         course[name] = lambda step, name=name: dropping_values(config, dropping, step)[
