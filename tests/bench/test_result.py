@@ -200,13 +200,11 @@ def test_the_published_table_is_that_of_the_published_files(tmp_path):
 
 
 UNPUBLISHED = {
-    "lamb_quality",
     "local_steps_quality",
     "moe_layer_vs_sonic",
     "tensor_6p7b",
     "three_d",
     "ulysses_ring",
-    "zeropp_quality",
 }
 """Claims that nothing was measured of yet."""
 
