@@ -65,7 +65,7 @@ def scale_by_kept_norm(
 
     def update(
         updates: Any,
-        state: KeptNorms,
+        state: Any,
         params: Any = None,
         *,
         phase: str = WARM_UP,
