@@ -15,6 +15,7 @@ import pathlib
 import statistics
 import sys
 import time
+from typing import Any
 
 import call_timing
 import jax
@@ -84,7 +85,7 @@ def make_config(method, output, *more):
         }
         for name in names
     )
-    chosen = {"curriculum.metrics": metrics}
+    chosen: dict[str, Any] = {"curriculum.metrics": metrics}
     if changes:
         chosen["sequence_warmup.pacing.num_steps"] = num_steps
     return zjax.load_config(config, chosen)
