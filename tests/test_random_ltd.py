@@ -11,8 +11,10 @@ import pytest
 import zjax
 from tests.support import small_run
 from zjax.ahead import CompileAhead
+from zjax.config.step_values import ATTENTION_WINDOW
 from zjax.errors import ConfigError, DataError
 from zjax.execute.dropping import with_dropping
+from zjax.execute.scheduled import SCHEDULE
 from zjax.forward import run_stack
 from zjax.models.build import make_model
 from zjax.ops.token_subset import take_tokens
@@ -130,9 +132,13 @@ def test_flops_fall_with_the_tokens(form):
 
 
 CONTEXTS = {
-    "causal, rotary, documents": ("model.positions=rotary", "segment_ids"),
-    "encoder, documents": ("model.kind=encoder", "segment_ids"),
-    "encoder, lengths": ("model.kind=encoder", "lengths"),
+    "causal, rotary, documents": (["model.positions=rotary"], "segment_ids"),
+    "encoder, documents": (["model.kind=encoder"], "segment_ids"),
+    "encoder, lengths": (["model.kind=encoder"], "lengths"),
+    "causal, sparse, documents": (
+        ["model.attention=sparse", "model.sparsity.mode=dense"],
+        "segment_ids",
+    ),
 }
 
 
@@ -140,8 +146,8 @@ CONTEXTS = {
 def test_block_sees_the_kept_tokens_where_they_were(name):
     """As a whole block in which they see each other alone: the same positions, order,
     documents and padding."""
-    setting, mask = CONTEXTS[name]
-    model, params, batch = make_parts(setting)
+    settings, mask = CONTEXTS[name]
+    model, params, batch = make_parts(*settings)
     ids = jnp.repeat(jnp.array([[1, 2, 0]]), jnp.array([9, 4, 3]), axis=1)
     batch["segment_ids"] = jnp.broadcast_to(ids, (3, 16))
     if mask == "lengths":
@@ -166,6 +172,26 @@ def test_block_sees_the_kept_tokens_where_they_were(name):
         take_tokens(batch["segment_ids"], indices),
     )
     np.testing.assert_allclose(found[seen > 0], wanted[seen > 0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_window_counts_kept_tokens():
+    """Fails if it is lost where tokens are dropped: a token that sees itself alone does
+    not see which others are left."""
+    model, params, batch = make_parts("model.positions=rotary")
+    batch[SCHEDULE] = {ATTENTION_WINDOW: jnp.float32(1)}
+    indices = jnp.array([[0, 3, 8, 9, 15], [0, 1, 2, 3, 4], [4, 7, 9, 10, 11]])
+    stack = model.stack
+    assert stack is not None and stack.take_tokens is not None
+    embed, (blocks,), _ = stack.split(params)
+    x, context = stack.embed(embed, batch, None)
+    block = jax.tree.map(lambda x: x[1], blocks)
+    run = jax.jit(stack.segments[0].block)
+    part, narrow = take_tokens(x, indices), stack.take_tokens(context, indices)
+    found, _ = run(block, part, narrow, None)
+    whole, _ = run(block, x, context, None)
+    np.testing.assert_allclose(found, take_tokens(whole, indices), rtol=1e-5, atol=1e-6)
+    free, _ = run(block, part, narrow._replace(schedule={}), None)
+    assert np.abs(free - found).max() > 1e-3
 
 
 NUM_LAYERS = 4

@@ -1,4 +1,4 @@
-"""What a growing context and easy samples first save: stability, time and programs.
+"""What growing contexts, easy samples first and dropped tokens save in training.
 
 All train the same model on Python source of this machine, on batches of the same
 tokens. Two groups have one learning rate each: the stable one, and one of HOT times it,
@@ -26,7 +26,7 @@ import timing
 
 import zjax
 from zjax.compiler import use_program_cache
-from zjax.config.lengths import make_lengths
+from zjax.config.dropping import make_dropping
 from zjax.data import find_evaluation
 from zjax.data.metric_index import index_path
 from zjax.data.store import digest_tokenizer
@@ -74,6 +74,11 @@ def make_config(method, directory, *more):
         pacing = {"kind": "root", "start": 5, "num_steps": end}
         metric = {"index": str(index_path(directory, "voc")), "pacing": pacing}
         changes["curriculum.metrics"] = (metric,)
+        kept = config.data.length // 4
+        changes["random_ltd"] = {
+            "form": "layerwise",
+            "pacing": {"start": kept, "multiple": kept, "num_steps": end},
+        }
     return zjax.load_config(config, changes)
 
 
@@ -84,9 +89,12 @@ class Run:
         model = zjax.make_model(config)
         tx = zjax.make_optimizer(config, model)
         self.run = zjax.make_run(config, model, tx)
-        for first in make_lengths(config).changes():
-            state, batches = self.start(0), self.batches(self.run.config, first - 1, 1)
-            with batches:
+        # A schedule of kept tokens knows the lengths, too.
+        for first in make_dropping(config).firsts():
+            state = self.start(0)
+            done = jax.device_put(np.int32(first - 1), state.step.sharding)
+            state = dataclasses.replace(state, step=done)
+            with self.batches(self.run.config, first - 1, 1) as batches:
                 self.run.step(state, next(batches))
 
     def start(self, seed):

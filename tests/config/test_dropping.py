@@ -55,18 +55,6 @@ CASES = [
         id="tiles",
     ),
     case(
-        f"{LTD};model.attention=sparse",
-        "random_ltd.form='layerwise' would move tokens to other blocks of "
-        "model.attention='sparse'; use 'none', or dense attention",
-        id="sparse",
-    ),
-    case(
-        f"{LTD};sequence_warmup.form=window;sequence_warmup.pacing.num_steps=9",
-        "random_ltd.form='layerwise' would bring tokens nearer, and "
-        "sequence_warmup.form='window' counts how far they are; use one of the two",
-        id="window",
-    ),
-    case(
         f"{LTD};buckets.form=cut;data.packing=documents",
         "random_ltd.form='layerwise' is not built for buckets.form='cut', whose rows "
         "have other lengths; use one of the two",

@@ -213,13 +213,6 @@ def _token_problems(config: schema.Config) -> Iterator[Problem]:
         problem += "drops tokens of"
         remedy = axes.suggest_divisors(math.gcd(middle, model.num_layers))
         yield Problem("model.layers_per_scan", stride, problem, remedy)
-    if model.attention == "sparse":
-        problem = "would move tokens to other blocks of model.attention='sparse'"
-        yield Problem(_TOKENS, form, problem, "use 'none', or dense attention")
-    if config.sequence_warmup.form == "window":
-        problem = "would bring tokens nearer, and sequence_warmup.form='window' counts "
-        problem += "how far they are"
-        yield Problem(_TOKENS, form, problem, "use one of the two")
     if config.buckets.form != "none":
         problem = f"is not built for buckets.form={config.buckets.form!r}, whose rows "
         problem += "have other lengths"
