@@ -26,9 +26,8 @@ CASES = [
         id="without-effect",
     ),
     case(
-        f"{LTD};mesh.sequence=2",
-        "random_ltd.form='layerwise' is not built for mesh.sequence=2; use "
-        "mesh.sequence=1, or random_ltd.form='none'",
+        f"{LTD};mesh.sequence=2;random_ltd.pacing.multiple=1",
+        "random_ltd.pacing.multiple=1 is not a multiple of mesh.sequence=2; use 2",
         id="sequence",
     ),
     case(

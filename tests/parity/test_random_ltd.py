@@ -1,18 +1,29 @@
-"""Every mesh and memory drops the tokens that one device drops."""
+"""Every mesh and memory drops the tokens that one device drops.
+
+Over a sequence axis that is one device that draws by parts of the sequence.
+"""
 
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.support import small_run
 from tests.support.cases import some_by_hand
+from zjax import dropping
+from zjax.execute.dropping import with_dropping
 from zjax.initialize import make_run
 from zjax.models.build import make_model
+from zjax.observe.collectives import list_collectives
+from zjax.ops import token_subset
+from zjax.ops.token_subset import draw_subset
 from zjax.optim.build import make_optimizer
+from zjax.parallel.ring import zigzag
 from zjax.sharding import plan
 from zjax.sharding.layers import put_together
+from zjax.typing import Dropping
 
 SETTINGS = (
     "model.num_layers=4",
@@ -44,6 +55,8 @@ CASES = {
     ),
     "layerwise, two layers in a loop": ("layerwise", 1, "model.layers_per_scan=2"),
     "span, stage 0": ("span", 8, "zero.stage=0"),
+    "layerwise, heads by all-to-all": ("layerwise", 4, "mesh.sequence=2"),
+    "span, a ring": ("span", 2, "mesh.sequence=2", "model.sequence_attention=ring"),
 }
 BY_HAND = {"layerwise, two layers in a loop", "span, stage 0"}
 """What other cases hold among more."""
@@ -54,10 +67,11 @@ def small_arrays_move(monkeypatch):
     monkeypatch.setattr(plan, "MIN_MOVED_BYTES", 1)
 
 
-def train(form, num_devices, *overrides):
-    """Losses and weights of two steps, with 8 and 12 of 16 tokens."""
+def make(form, num_devices, *overrides):
+    """A run and its batch."""
+    settings = [x for x in SETTINGS if form != "none" or "pacing" not in x]
     config = small_run.make_config(
-        "runs/none", *SETTINGS, f"random_ltd.form={form}", *overrides
+        "runs/none", *settings, f"random_ltd.form={form}", *overrides
     )
     model = make_model(config)
     run = make_run(
@@ -67,7 +81,12 @@ def train(form, num_devices, *overrides):
         devices=jax.devices()[:num_devices],
     )
     tokens = np.random.default_rng(0).integers(0, 61, (16, 16), np.int32)
-    batch = {"tokens": tokens, "targets": np.roll(tokens, -1, 1)}
+    return run, {"tokens": tokens, "targets": np.roll(tokens, -1, 1)}
+
+
+def train(form, num_devices, *overrides):
+    """Losses and weights of two steps, with 8 and 12 of 16 tokens."""
+    run, batch = make(form, num_devices, *overrides)
     state, losses = run.state, []
     for _ in range(2):
         state, metrics = run.step(state, batch)
@@ -76,9 +95,24 @@ def train(form, num_devices, *overrides):
     return losses, jax.tree.map(np.asarray, weights)
 
 
+def draw_as_a_ring(*args, length, **settings):
+    order = jnp.asarray(zigzag(length, 2))
+    return jnp.sort(order[draw_subset(*args, length=length, **settings)], axis=1)
+
+
 @functools.cache
-def on_one_device(form):
-    return train(form, 1)
+def on_one_device(form, num_parts, is_ring):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_subset, "open_size", lambda axis: num_parts)
+        if is_ring:
+            patch.setattr(dropping, "draw_subset", draw_as_a_ring)
+            # Tokens of a ring are taken from anywhere in the row.
+            patch.setattr(token_subset, "_by_part", by_row)
+        return train(form, 1)
+
+
+def by_row(function, indices, *arrays):
+    return jax.vmap(function)(indices, *arrays)
 
 
 @pytest.mark.parametrize("name", some_by_hand(CASES, BY_HAND))
@@ -86,10 +120,24 @@ def test_training_equals_one_device(name):
     """Fails if a row draws by its device, or a layer draws the tokens of another."""
     form, num_devices, *overrides = CASES[name]
     losses, weights = train(form, num_devices, *overrides)
-    wanted_losses, wanted = on_one_device(form)
+    num_parts = 2 if "mesh.sequence=2" in overrides else 1
+    is_ring = "model.sequence_attention=ring" in overrides
+    wanted_losses, wanted = on_one_device(form, num_parts, is_ring)
     np.testing.assert_allclose(losses, wanted_losses, rtol=1e-5)
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-5),
         weights,
         wanted,
     )
+
+
+def test_kept_tokens_stay_on_their_devices():
+    """Fails if a subset gathers the stream over the sequence axis."""
+    sent = {}
+    for form in ("none", "layerwise"):
+        run, batch = make(form, 2, "mesh.sequence=2", "num_microbatches=1")
+        if form != "none":
+            batch = with_dropping(batch, Dropping(num_kept=8))
+        text = run.step.compile(batch, "train").as_text()
+        sent[form] = sum(x.elements * x.times for x in list_collectives(text))
+    assert 0 < sent["layerwise"] < sent["none"]

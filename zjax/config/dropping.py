@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from zjax.config import axes, mixture, schema
 from zjax.config.layers import cannot_unroll
-from zjax.config.lengths import make_lengths, make_shapes
+from zjax.config.lengths import make_lengths, make_shapes, shape_problems
 from zjax.config.pacing import Pacing, hold, make_pacing, pacing_problems
 from zjax.errors import Problem
 
@@ -138,18 +138,12 @@ def dropping_problems(config: schema.Config, num_devices: int) -> Iterator[Probl
     """Problems of `random_ltd` and `layer_drop` in a run of any model."""
     drops_tokens, drops_layers = _used(config)
     if drops_tokens:
-        yield from pacing_problems(
-            "random_ltd.pacing",
-            config.random_ltd.pacing,
-            num_steps=config.num_steps,
-            longest=("data.length", config.data.length),
-        )
+        yield from _pacing_problems(config)
     yield from _effects(config)
     if not axes.mesh_fills(config, num_devices):
         return
     sizes = axes.axis_sizes(config, num_devices)
     for used, field, value, name, size in (
-        (drops_tokens, _TOKENS, config.random_ltd.form, "sequence", sizes["sequence"]),
         (drops_tokens, _TOKENS, config.random_ltd.form, "pipeline", sizes["pipeline"]),
         (drops_layers, _LAYERS, config.layer_drop.theta, "pipeline", sizes["pipeline"]),
     ):
@@ -174,7 +168,7 @@ def model_dropping_problems(
     """Problems of `random_ltd` and `layer_drop` with a built-in model."""
     drops_tokens, drops_layers = _used(config)
     if drops_tokens:
-        yield from _token_problems(config)
+        yield from _token_problems(config, num_devices)
     theta, model = config.layer_drop.theta, config.model
     if drops_layers and model.kind == "encoder":
         problem = (
@@ -185,6 +179,15 @@ def model_dropping_problems(
         problem = "would leave out experts of model.moe.num_experts="
         problem += f"{model.moe.num_experts}, whose load has to be even"
         yield Problem(_LAYERS, theta, problem, "use 1.0")
+
+
+def _pacing_problems(config: schema.Config) -> Iterator[Problem]:
+    return pacing_problems(
+        "random_ltd.pacing",
+        config.random_ltd.pacing,
+        num_steps=config.num_steps,
+        longest=("data.length", config.data.length),
+    )
 
 
 def _used(config: schema.Config) -> tuple[bool, bool]:
@@ -202,8 +205,10 @@ def _effects(config: schema.Config) -> Iterator[Problem]:
         yield Problem("layer_drop.gamma", gamma, problem, remedy)
 
 
-def _token_problems(config: schema.Config) -> Iterator[Problem]:
-    form, model = config.random_ltd.form, config.model
+def _token_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    form, model, pacing = config.random_ltd.form, config.model, config.random_ltd.pacing
+    if not list(_pacing_problems(config)):
+        yield from shape_problems("random_ltd.pacing", pacing, config, num_devices)
     middle, stride = num_middle_layers(model), model.layers_per_scan
     if not middle:
         problem = f"has no layer between the first and the last of {model.num_layers}"

@@ -153,7 +153,7 @@ def length_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
     if warmup.form == "window":
         yield from _window_problems(config, num_devices)
     elif not found or warmup.pacing.kind in ("linear", "root"):
-        yield from _shape_problems(config, num_devices)
+        yield from shape_problems(_FIELD, warmup.pacing, config, num_devices)
 
 
 def _window_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
@@ -169,10 +169,19 @@ def _window_problems(config: schema.Config, num_devices: int) -> Iterator[Proble
             yield sequence.window_problem(method)
 
 
-def _shape_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    """Yields lengths that devices or sparse blocks do not divide, each field once."""
-    for name, length in _units(config.sequence_warmup.pacing):
-        field, found = f"{_FIELD}.{name}", list[Problem]()
+def shape_problems(
+    prefix: str, pacing: schema.Pacing, config: schema.Config, num_devices: int
+) -> Iterator[Problem]:
+    """Yields lengths that devices or sparse blocks do not divide, each field once.
+
+    Args:
+        prefix: Path of the pacing.
+        pacing: Numbers of tokens by step.
+        config: Settings in their ranges.
+        num_devices: Devices of the run.
+    """
+    for name, length in _units(pacing):
+        field, found = f"{prefix}.{name}", list[Problem]()
         if axes.mesh_fills(config, num_devices):
             sizes = axes.axis_sizes(config, num_devices)
             found += sequence.length_problems(

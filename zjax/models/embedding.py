@@ -33,6 +33,8 @@ class Context(NamedTuple):
     document."""
     schedule: Mapping[str, Array] = {}
     """float32[] by name: values that change from step to step."""
+    order: Int[Array, " L"] | None = None
+    """Place in its row of each token; None for 0, 1, ..."""
 
     def take_tokens(self, indices: Int[Array, "B K"]) -> "Context":
         """The context of some tokens of each row, in ascending order."""
@@ -45,7 +47,8 @@ class Context(NamedTuple):
         )
         lengths = self.lengths
         if lengths is not None:
-            num_tokens = jnp.sum(indices < lengths[:, None], axis=1, dtype=jnp.int32)
+            places = indices if self.order is None else self.order[indices]
+            num_tokens = jnp.sum(places < lengths[:, None], axis=1, dtype=jnp.int32)
             # A kernel may divide by the sum of no exponentials at all.
             lengths = jnp.maximum(num_tokens, 1)
         return Context(ids, lengths, rotation, positions, self.schedule)
@@ -129,6 +132,7 @@ class Embedding(nnx.Module):
             rotation,
             positions,
             batch.get("schedule", {}),
+            None if order is None else jnp.asarray(order),
         )
         x = layers.dropout(x, self.config, key)
         return tensor.pin_stream(x), context

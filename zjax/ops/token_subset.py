@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
 from zjax.ops.keys import fold_name
-from zjax.sharding.activations import first_row
+from zjax.sharding import mesh as meshes
+from zjax.sharding.activations import first_row, open_size
 
 
 def draw_subset(
@@ -16,13 +17,15 @@ def draw_subset(
 ) -> Int[Array, "B K"]:
     """Draws sorted token indices for each row, uniformly and without replacement.
 
-    Each row draws by its index in the microbatch, on any mesh.
+    Each row draws by its index in the microbatch, on any mesh. Over a sequence axis
+    each device keeps equally many of its tokens, so that none has to move, and as many
+    in both of its halves if they divide: a ring holds two chunks on each device.
 
     Args:
         key: Random key of a layer.
         num_rows: B, rows on this device in `shard_map`, all rows outside of it.
-        length: Tokens per row.
-        num_kept: K, 1 to `length`.
+        length: Tokens per row, a multiple of the devices of the sequence axis.
+        num_kept: K, 1 to `length`, a multiple of them, too.
 
     Returns:
         Indices from 0 to `length` - 1, strictly increasing in each row.
@@ -36,12 +39,13 @@ def draw_subset(
         Yao et al., Random-LTD (arXiv:2211.11586), section 3.1.
     """
     key = fold_name(key, "token_subset")
-    tokens = jnp.arange(length, dtype=jnp.int32)
+    parts = _num_parts(length, num_kept)
+    tokens = jnp.arange(length, dtype=jnp.int32).reshape(parts, -1)
 
     def draw(row: jax.Array) -> jax.Array:
         bits = jax.random.bits(jax.random.fold_in(key, row), (length,))
-        _, shuffled = jax.lax.sort((bits, tokens), num_keys=1)
-        return jnp.sort(shuffled[:num_kept])
+        _, shuffled = jax.lax.sort((bits.reshape(parts, -1), tokens), num_keys=1)
+        return jnp.sort(shuffled[:, : num_kept // parts]).reshape(-1)
 
     return jax.vmap(draw)(first_row(num_rows) + jnp.arange(num_rows))
 
@@ -79,20 +83,43 @@ def on_subset(
 def take_tokens(
     x: Shaped[Array, "B L *dims"], indices: Int[Array, "B K"]
 ) -> Shaped[Array, "B K *dims"]:
-    """The tokens of a subset.
+    """The tokens of a subset from `draw_subset`.
 
     Example:
         >>> take_tokens(jnp.array([[5, 6, 7]]), jnp.array([[0, 2]])).tolist()
         [[5, 7]]
     """
-    return jax.vmap(lambda row, index: row.at[index].get(**_HINTS))(x, indices)
+    return _by_part(lambda index, row: row.at[index].get(**_HINTS), indices, x)
+
+
+def _num_parts(length, num_kept):
+    """Parts of equal length of a row that keep equally many tokens."""
+    devices = open_size(meshes.SEQUENCE)
+    halves = 2 * devices
+    is_halved = devices > 1 and length % halves == num_kept % halves == 0
+    return halves if is_halved else devices
 
 
 def _replace_tokens(x, new, indices):
-    def one(row, new, index):
+    def one(index, row, new):
         return row.at[index].set(new, **_HINTS)
 
-    return jax.vmap(one)(x, new, indices)
+    return _by_part(one, indices, x, new)
+
+
+def _by_part(function, indices, x, *others):
+    """Maps over rows, and over the parts of them that the sequence axis stores."""
+    parts = _num_parts(x.shape[1], indices.shape[1])
+    if parts == 1:
+        return jax.vmap(function)(indices, x, *others)
+
+    def split(x):
+        return x.reshape(len(x), parts, -1, *x.shape[2:])
+
+    starts = jnp.arange(parts).reshape(1, -1, 1) * (x.shape[1] // parts)
+    arrays = split(indices) - starts, *map(split, (x, *others))
+    found = jax.vmap(jax.vmap(function))(*arrays)
+    return found.reshape(len(x), -1, *found.shape[3:])
 
 
 _HINTS = {
