@@ -88,7 +88,7 @@ def loss_of(stack: Stack, execution: Execution = ONE_BY_ONE) -> "StackLoss":
     return StackLoss(stack, execution)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class StackLoss:
     """The loss of a stack, as `loss_of` describes it."""
 

@@ -80,6 +80,7 @@ def trains(contestant):
         "_ours.py",
         "_quality.py",
         "_speed.py",
+        "dropping_steps.py",
         "slow_network/train.py",
     )
     others = any(word.endswith(programs) for word in words)

@@ -144,7 +144,9 @@ def fill_from_each_other(config: Any) -> None:
         section = getattr(config, name)
         ends = {"end": data.length}
         if name == "random_ltd":
-            ends["num_steps"] = config.num_steps
+            is_used = section.form != "none"
+            usual = type(section.pacing)().num_steps
+            ends["num_steps"] = config.num_steps if is_used else usual
         ends = _derive(section.pacing, **ends)
         pacing = dataclasses.replace(section.pacing, **ends)
         _set(config, **{name: dataclasses.replace(section, pacing=pacing)})

@@ -36,6 +36,7 @@ def limit_window(plan: Plan, window: jax.Array | int) -> Plan:
         ValueError: The plan is of a layout that is not causal.
 
     Example:
+        >>> import numpy as np
         >>> from zjax_kernels.sparse import BlockLayout, make_plan, sparse_attention
         >>> live = np.tri(4, dtype=bool)
         >>> layout = BlockLayout.from_dense(live, block=16, num_heads=1, causal=True)
