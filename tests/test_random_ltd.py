@@ -197,7 +197,7 @@ def test_a_window_counts_kept_tokens():
 NUM_LAYERS = 4
 
 
-def make_own(take):
+def make_own(take, num_layers=NUM_LAYERS):
     """A model of the user's, whose blocks count the tokens that they see."""
 
     def block(params, x, context, key):
@@ -208,14 +208,14 @@ def make_own(take):
 
     stack = zjax.Stack(
         lambda params, batch, key: (batch["x"], batch["scale"]),
-        (zjax.Segment(block, NUM_LAYERS),),
+        (zjax.Segment(block, num_layers),),
         head,
         lambda params: ({}, (params["blocks"],), {}),
         lambda embed, segments, head: {"blocks": segments[0]},
         take_tokens=take,
     )
     return zjax.Model(
-        init=lambda key: ({"blocks": {"w": jnp.ones(NUM_LAYERS)}}, {}),
+        init=lambda key: ({"blocks": {"w": jnp.ones(num_layers)}}, {}),
         loss=zjax.loss_of(stack),
         bind=lambda params, model_state: params,
         logical=lambda params: {"blocks": {"w": ("layers",)}},
@@ -263,6 +263,19 @@ def test_each_layer_draws_its_own_tokens(form, counts):
     np.testing.assert_array_equal(layers.sum(axis=1), np.full(8, 2 * 16 + 2 * 8))
 
 
+def test_batches_of_other_lengths_are_refused():
+    """Fails if layers jump from few tokens to all."""
+    longer = {name: x.repeat(2, axis=1) for name, x in BATCH.items()}
+    own = make_own(take_tokens)
+    run = zjax.initialize(own, optax.sgd(0.0), None, longer, SETTINGS)
+    with pytest.raises(DataError) as error:
+        run.step(run.state, longer)
+    assert str(error.value) == (
+        "data.length=16 is not that of the batch, whose rows have [32] tokens; set it, "
+        "as random_ltd counts on it"
+    )
+
+
 def test_batches_without_names_are_refused():
     with pytest.raises(DataError) as error:
         with_dropping((BATCH["x"],), Dropping(num_kept=4))
@@ -280,6 +293,11 @@ def test_batches_without_names_are_refused():
             "tokens; set take_tokens of the zjax.Stack",
         ),
         (
+            make_own(take_tokens, 2),
+            "random_ltd.form='layerwise' has no block between the first and the last "
+            "of 2; use 'none', or more blocks",
+        ),
+        (
             zjax.adapt(
                 (lambda key: jnp.ones(()), lambda params, x: params * x),
                 lambda model, batch, key: jnp.mean(model(batch["x"])),
@@ -289,7 +307,7 @@ def test_batches_without_names_are_refused():
             "stack, and loss=zjax.loss_of(stack), of a zjax.Model",
         ),
     ],
-    ids=["tokens", "stack"],
+    ids=["tokens", "layers", "stack"],
 )
 def test_models_that_cannot_drop_tokens_are_refused(model, message):
     with pytest.raises(ConfigError) as error:

@@ -438,6 +438,9 @@ def _mismatches(model: Any, batches: Any, config: Config) -> list[Problem]:
         problem, remedy = "does not cut given batches", "use 'window' or 'none'"
         field, form = "sequence_warmup.form", config.sequence_warmup.form
         problems.append(Problem(field, form, problem, remedy))
+    if batches is not None and config.num_tokens:
+        problem, remedy = "does not count the tokens of given batches", "leave it at 0"
+        problems.append(Problem("num_tokens", config.num_tokens, problem, remedy))
     if batches is not None and config.buckets.form != "none":
         problem, remedy = "does not cut given batches", "leave it at 'none'"
         form = config.buckets.form

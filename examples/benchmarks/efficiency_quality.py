@@ -177,7 +177,7 @@ def compare(records, seeds):
     if hot := of("hot_plain"):
         warm = [runs for form in ("truncate", "window") if (runs := of(f"hot_{form}"))]
         if warm:
-            least = min([run["unstable"] for run in runs] for runs in warm)
+            least = min(([run["unstable"] for run in runs] for runs in warm), key=sum)
             pairs = zip(hot, least, strict=True)
             ratios = [run["unstable"] / max(1, other) for run, other in pairs]
             found["unstable_over_warm"] = timing.spread(ratios)

@@ -54,6 +54,12 @@ CASES = [
         id="tiles",
     ),
     case(
+        f"{PLD};model.remat=full;model.activation_memory=pinned_host",
+        "layer_drop.theta=0.5 is not built for model.activation_memory='pinned_host'; "
+        "use 'device', or 1.0",
+        id="activations",
+    ),
+    case(
         f"{LTD};buckets.form=cut;data.packing=documents",
         "random_ltd.form='layerwise' is not built for buckets.form='cut', whose rows "
         "have other lengths; use one of the two",

@@ -56,6 +56,13 @@ CASES = [
         id="without-effect",
     ),
     case(
+        "num_tokens=100000;sequence_warmup.form=truncate;"
+        "sequence_warmup.pacing.end=1000",
+        "sequence_warmup.pacing.multiple=64 does not divide "
+        "sequence_warmup.pacing.end=1000; use a divisor",
+        id="no-end",
+    ),
+    case(
         "num_steps=100;num_tokens=4000000",
         "num_tokens=4000000 is above the 3,276,800 of num_steps=100; raise num_steps, "
         "or leave it at 0",
@@ -70,7 +77,7 @@ CASES = [
     case(
         f"{WINDOW};model.kind=encoder",
         "sequence_warmup.form='window' looks back alone, and tokens of "
-        "model.kind='encoder' look both ways; use 'truncate'",
+        "model.kind='encoder' look both ways; use 'none'",
         id="window-encoder",
     ),
     case(

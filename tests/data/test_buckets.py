@@ -183,13 +183,13 @@ def test_the_first_batch_of_each_shape_is_known():
     [
         (
             np.arange(0, 15 * 12, 15),
-            "data.length=16 is the length of a bucket without documents; use other "
+            "data.length=16 leaves no document to the bucket of 16 tokens; use other "
             "lengths, a smaller batch, or more documents",
         ),
         (
             np.array([0, 16, 32, 64, 76, 88, 100, 112]),
-            "buckets.shortest=4 is the length of a bucket with 4 rows, fewer than the "
-            "8 of a batch; use other lengths, a smaller batch, or more documents",
+            "buckets.shortest=4 leaves 4 rows to the bucket of 4 tokens, fewer than "
+            "the 8 of a batch; use other lengths, a smaller batch, or more documents",
         ),
     ],
     ids=["none", "few"],
@@ -240,6 +240,13 @@ CASES = [
         "applied steps, which precision.on_nonfinite='skip' may shift against the "
         "batches; use 'constant', or precision.on_nonfinite='stop'",
         id="rate",
+    ),
+    case(
+        f"{BASE};buckets.order=pacing;buckets.pacing.kind=discrete;"
+        "buckets.pacing.values=(64,1024);buckets.pacing.last_steps=(9,)",
+        "buckets.pacing.values=(64, 1024) begins with 64, below buckets.shortest=256; "
+        "use 256",
+        id="list",
     ),
     case(
         f"{BASE};buckets.order=pacing;buckets.pacing.start=128",

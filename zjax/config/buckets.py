@@ -99,19 +99,29 @@ def bucket_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
     yield from _rate_problems(config)
     yield from _conflicts(config)
     if settings.order == "pacing":
-        yield from pacing_problems(
-            _PACING,
-            settings.pacing,
-            num_steps=config.num_steps,
-            longest=("data.length", longest),
-        )
-        if settings.pacing.kind in ("linear", "root") and (
-            settings.pacing.start < shortest
-        ):
-            problem = f"is below buckets.shortest={shortest}"
-            yield Problem(
-                f"{_PACING}.start", settings.pacing.start, problem, f"use {shortest}"
+        found = [
+            *pacing_problems(
+                _PACING,
+                settings.pacing,
+                num_steps=config.num_steps,
+                longest=("data.length", longest),
             )
+        ]
+        yield from found
+        if not found or settings.pacing.kind in ("linear", "root"):
+            yield from _start_problems(settings)
+
+
+def _start_problems(settings: schema.Buckets) -> Iterator[Problem]:
+    pacing, shortest = settings.pacing, settings.shortest
+    names = {"discrete": "values", "custom": "function"}
+    name = names.get(pacing.kind, "start")
+    first = pacing.start if name == "start" else make_pacing(pacing).start
+    if first < shortest:
+        begins = "is" if name == "start" else f"begins with {first},"
+        problem = f"{begins} below buckets.shortest={shortest}"
+        value, remedy = getattr(pacing, name), f"use {shortest}"
+        yield Problem(f"{_PACING}.{name}", value, problem, remedy)
 
 
 def _shape_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:

@@ -150,6 +150,10 @@ def dropping_problems(config: schema.Config, num_devices: int) -> Iterator[Probl
         if used and size > 1:
             problem = f"is not built for mesh.{name}={size}"
             yield Problem(field, value, problem, f"use mesh.{name}=1, or {_off(field)}")
+    activations = config.model.activation_memory
+    if drops_layers and activations != "device":
+        problem = f"is not built for model.activation_memory={activations!r}"
+        yield Problem(_LAYERS, config.layer_drop.theta, problem, "use 'device', or 1.0")
     memory = config.zero.optimizer_memory
     if memory != "device":
         stored = (
@@ -226,7 +230,7 @@ def _token_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
         problem = f"is not built for tiles of model.mlp_tiles={model.mlp_tiles} "
         problem += f"with zero.optimizer_memory={config.zero.optimizer_memory!r}"
         yield Problem(_TOKENS, form, problem, "use 'none', or mlp_tiles=1")
-    if cannot_unroll(config):
+    if cannot_unroll(config) and config.zero.optimizer_memory == "device":
         problem = (
             "repeats a cuDNN kernel for other numbers of tokens, which cannot run "
         )

@@ -131,6 +131,10 @@ def user_optimizer_problems(config: schema.Config) -> Iterator[Problem]:
             problem = "has no effect on the optimizer that was given"
             remedy = f"leave it at {default!r}, or give no optimizer"
             yield Problem(f"optimizer.{field.name}", value, problem, remedy)
+    if (rate := config.buckets.learning_rate) != "constant":
+        problem = "has no effect on the optimizer that was given"
+        remedy = "leave it at 'constant', or give no optimizer"
+        yield Problem("buckets.learning_rate", rate, problem, remedy)
 
 
 def user_model_problems(config: schema.Config) -> Iterator[Problem]:

@@ -119,7 +119,9 @@ def end_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
         config: Settings in their ranges.
         num_devices: Devices of the run.
     """
-    if config.num_tokens and config.global_batch_size:
+    if not config.num_tokens or not config.global_batch_size:
+        return
+    if not any(_pacing_problems(config)):
         consumed = make_tokens(config).sum_until(config.num_steps)
         if consumed < config.num_tokens:
             problem = f"is above the {consumed:,} of num_steps={config.num_steps}"
@@ -145,10 +147,7 @@ def length_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
     warmup = config.sequence_warmup
     if warmup.form == "none":
         return
-    longest, num_steps = ("data.length", config.data.length), config.num_steps
-    found = [
-        *pacing_problems(_FIELD, warmup.pacing, num_steps=num_steps, longest=longest)
-    ]
+    found = [*_pacing_problems(config)]
     yield from found
     if warmup.form == "window":
         yield from _window_problems(config, num_devices)
@@ -156,11 +155,19 @@ def length_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
         yield from shape_problems(_FIELD, warmup.pacing, config, num_devices)
 
 
+def _pacing_problems(config: schema.Config) -> Iterator[Problem]:
+    if config.sequence_warmup.form == "none":
+        return
+    longest, num_steps = ("data.length", config.data.length), config.num_steps
+    pacing = config.sequence_warmup.pacing
+    yield from pacing_problems(_FIELD, pacing, num_steps=num_steps, longest=longest)
+
+
 def _window_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
     field, model = "sequence_warmup.form", config.model
     if model.kind == "encoder":
         problem = "looks back alone, and tokens of model.kind='encoder' look both ways"
-        yield Problem(field, "window", problem, "use 'truncate'")
+        yield Problem(field, "window", problem, "use 'none'")
     if axes.mesh_fills(config, num_devices):
         sizes = axes.axis_sizes(config, num_devices)
         split = {axis: sizes[axis] for axis in ("sequence", "tensor")}

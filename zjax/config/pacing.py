@@ -208,7 +208,8 @@ def settings_read(field: str, settings: schema.Pacing) -> dict[str, Any]:
         name: getattr(settings, name) for name in FIELDS_OF_KIND[settings.kind]
     }
     if settings.kind == "custom":
-        read["values"] = make_pacing(settings).values
+        pacing = make_pacing(settings)
+        read |= {"values": pacing.values, "firsts": pacing.firsts}
     return {
         f"{field}.{name}": list(value) if isinstance(value, tuple) else value
         for name, value in read.items()

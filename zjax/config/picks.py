@@ -96,6 +96,7 @@ class Picks:
             drawn = self._draw(number).reshape(-1)
             total = total + np.bincount(drawn, minlength=len(total))
             known[number + 1] = total
-        recent = sorted(known)[-_BLOCKS_KEPT:]
-        self._before = {number: known[number] for number in {0, *recent}}
+        near = [number for number in sorted(known) if number <= block]
+        recent = {0, *near[-_BLOCKS_KEPT:]}
+        self._before = {number: known[number] for number in recent}
         return total

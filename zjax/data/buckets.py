@@ -315,12 +315,15 @@ class Buckets:
     def _check_filled(self) -> None:
         problems = [
             Problem(
-                "buckets.shortest" if number == 0 else "data.length",
-                length,
-                f"is the length of a bucket with {len(rows)} rows, fewer than the "
-                f"{needed} of a batch"
+                *(
+                    ("data.length", self._lengths[-1])
+                    if number
+                    else ("buckets.shortest", length)
+                ),
+                f"leaves {len(rows)} rows to the bucket of {length} tokens, fewer than "
+                f"the {needed} of a batch"
                 if len(rows)
-                else "is the length of a bucket without documents",
+                else f"leaves no document to the bucket of {length} tokens",
                 "use other lengths, a smaller batch, or more documents",
             )
             for number, (rows, length, needed) in enumerate(

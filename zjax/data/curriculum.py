@@ -191,7 +191,8 @@ def _open_difficulty(
             remedy = "measure finite numbers, by `zjax data analyze`"
             raise DataError(Problem(f"{field}.index", metric.index, problem, remedy))
     pacing, is_percentile = metric.pacing, metric.difficulty == "percentile"
-    if not is_percentile and pacing.end == 0:
+    grows = pacing.kind in ("linear", "root")
+    if grows and not is_percentile and pacing.end == 0:
         largest = math.ceil(ends[1] / pacing.multiple) * pacing.multiple
         pacing = dataclasses.replace(pacing, end=largest)
         problems = pacing_problems(

@@ -20,6 +20,7 @@ from zjax.config.lengths import make_lengths, make_shapes
 from zjax.data import packing, placement, sampler, source
 from zjax.data.buckets import Buckets
 from zjax.data.curriculum import Curriculum
+from zjax.data.digest import digest_tokens
 from zjax.data.draws import Draws, Order, ReshapedRows, TruncatedRows, WholeRows
 from zjax.data.entries import check_batch
 from zjax.errors import ConfigError, DataError, Problem
@@ -212,9 +213,12 @@ def make_loader(
 def _open_buckets(config: schema.Config) -> Buckets:
     opened = source.open_documents(config, "train")
     buckets = Buckets(opened.tokens, opened.offsets, config)
-    example = buckets.draw(0).rows
-    position = _row_position(example, config)
-    buckets.position |= position | {"num_rows": len(opened.offsets) - 1}
+    buckets.position |= {
+        "seed": config.seed,
+        "num_rows": len(opened.offsets) - 1,
+        "global_batch_size": config.global_batch_size,
+        "data.digest": digest_tokens(opened.tokens, opened.offsets),
+    }
     return buckets
 
 

@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from zjax.config import schema
-from zjax.config.lengths import CUTS
+from zjax.config.lengths import CUTS, make_shapes
 from zjax.config.pacing import settings_read
 from zjax.data import packing, standard_library, store, synthetic
 from zjax.data import tokenizer as text
@@ -90,12 +90,15 @@ def warmup_settings(config: schema.Config) -> dict[str, Any]:
 
     Example:
         >>> warmup_settings(schema.Config())
-        {}
+        {'sequence_warmup.form': 'none'}
     """
     warmup = config.sequence_warmup
     if warmup.form not in CUTS:
-        return {}
+        return {"sequence_warmup.form": "none"}
     read = settings_read("sequence_warmup.pacing", warmup.pacing)
+    if warmup.form == "reshape":
+        rows = [rows for rows, _ in make_shapes(config).values()]
+        read["sequence_warmup rows"] = rows
     return {"sequence_warmup.form": warmup.form} | read
 
 

@@ -37,6 +37,8 @@ class DroppingExecutor(ExtendedExecutor):
             return jax.make_array_from_callback((), self._place, lambda _: x)
 
         dropping = dropping_at(self._config, self._schedule, number)
+        if dropping.num_kept:
+            _check_length(batch, self._schedule.lengths.at(number))
         return with_dropping(batch, jax.tree.map(place, dropping))
 
     def abstract(self, batch: Batch) -> Batch:
@@ -45,6 +47,19 @@ class DroppingExecutor(ExtendedExecutor):
             return batch
         scalar = jax.ShapeDtypeStruct((), np.float32, sharding=self._place)
         return with_dropping(batch, Dropping(theta=scalar))
+
+
+def _check_length(batch: Batch, length: int) -> None:
+    """Refuses rows of other lengths than the schedule counts on.
+
+    Raises:
+        DataError: No array of the batch has `length` tokens per row.
+    """
+    lengths = {x.shape[1] for x in jax.tree.leaves(batch) if x.ndim > 1}
+    if length not in lengths:
+        problem = f"is not that of the batch, whose rows have {sorted(lengths)} tokens"
+        remedy = "set it, as random_ltd counts on it"
+        raise DataError(Problem("data.length", length, problem, remedy))
 
 
 def dropping_at(config: Config, schedule: DroppingSchedule, step: int) -> Dropping:
@@ -99,6 +114,11 @@ def check_model(model: Model, config: Config) -> None:
     if stack is None or not isinstance(loss, StackLoss) or loss.stack is not stack:
         problem = "needs a model that is a stack of blocks"
         remedy = "set stack, and loss=zjax.loss_of(stack), of a zjax.Model"
+        raise ConfigError(Problem(field, value, problem, remedy))
+    num_blocks = sum(segment.num_blocks for segment in stack.segments)
+    if form != "none" and num_blocks < 3:
+        problem = f"has no block between the first and the last of {num_blocks}"
+        remedy = "use 'none', or more blocks"
         raise ConfigError(Problem(field, value, problem, remedy))
     if form != "none" and stack.take_tokens is None:
         problem = "needs what blocks read of a subset of the tokens"

@@ -58,6 +58,10 @@ def check_together(state: TrainState, rounds: Rounds | Intervals) -> None:
 
 @jax.jit
 def _differ(replicas: TrainState) -> jax.Array:
-    """Whether any replica has another bit than the first."""
-    differ = [jnp.any(x != x[:1]) for x in jax.tree.leaves(replicas)]
-    return jnp.any(jnp.stack(differ))
+    """Whether any replica has other numbers than the first; NaN is one."""
+
+    def differs(x: jax.Array) -> jax.Array:
+        first = x[:1]
+        return jnp.any((x != first) & ((x == x) | (first == first)))
+
+    return jnp.any(jnp.stack([*map(differs, jax.tree.leaves(replicas))]))

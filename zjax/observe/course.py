@@ -52,11 +52,6 @@ def make_course(config: Config) -> Course:
     for values in (make_step_values(config), dropping):
         for name in values(1):
             course[name] = lambda step, name=name, values=values: values(step)[name]
-    dropping = make_dropping(config)
-    for name in dropping_values(config, dropping, 1):
-        course[name] = lambda step, name=name: dropping_values(config, dropping, step)[
-            name
-        ]
     course.update(_difficulties(config))
     return course
 

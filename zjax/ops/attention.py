@@ -67,7 +67,8 @@ def dot_product_attention(
         The weighted values of each query and head, in the dtype of `q`.
 
     Raises:
-        ConfigError: `cudnn` was requested and cannot run here.
+        ConfigError: `cudnn` was requested and cannot run here, or a window is not
+            causal.
 
     Example:
         >>> x = jax.numpy.ones((1, 3, 2, 4))
@@ -78,6 +79,9 @@ def dot_product_attention(
         Vaswani et al. (arXiv:1706.03762); grouped queries: Ainslie et al.
         (arXiv:2305.13245).
     """
+    if window is not None and not causal:
+        problem, remedy = "does not fit a window, which looks back", "use causal=True"
+        raise ConfigError(Problem("causal", causal, problem, remedy))
     free_mask, mask = mask, _combine(mask, segment_ids)
     platform, capability = first_device()
     chosen, reason = choose_implementation(
