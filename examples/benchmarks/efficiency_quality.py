@@ -9,7 +9,6 @@ python examples/benchmarks/efficiency_quality.py [--methods=plain,window]
     [--seeds=0,1,2] [--text=DIR] [--directory=DIR] [setting=value ...]
 """
 
-import argparse
 import dataclasses
 import pathlib
 import sys
@@ -218,23 +217,8 @@ def plot(records, path):
     plt.close(figure)
 
 
-def parse(words=None):
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--text", type=pathlib.Path, default=TEXT)
-    parser.add_argument("--directory", type=pathlib.Path, default=DIRECTORY)
-    parser.add_argument("settings", nargs="*")
-    given = parser.parse_args(words)
-    given.methods = given.methods.split(",")
-    given.seeds = [int(seed) for seed in given.seeds.split(",")]
-    if unknown := set(given.methods) - set(METHODS):
-        parser.error(f"methods={min(unknown)} is unknown; use {', '.join(METHODS)}")
-    return given
-
-
 def main():
-    given = parse()
+    given = quality_records.parse(__doc__, METHODS, DIRECTORY, TEXT)
     use_program_cache()
     package_text.prepare_text(given.text)
     settings = [f"data.path={given.text}", *given.settings]

@@ -8,7 +8,6 @@ python examples/benchmarks/method_quality.py [--methods=adam,diloco] [--seeds=0,
     [--directory=runs/communication_quality] [setting=value ...]
 """
 
-import argparse
 import dataclasses
 import pathlib
 import sys
@@ -18,7 +17,6 @@ import call_timing
 import jax
 import package_text
 import quality_records
-import timing
 
 import zjax
 from zjax.compiler import use_program_cache
@@ -128,7 +126,7 @@ def train(run, seed):
     return losses
 
 
-def train_missing(methods, seeds, records, settings):
+def train_missing(methods, seeds, records, settings, make_config=make_config):
     """Trains what has no record yet: all seeds of a method with one compilation."""
     for method in methods:
         known = records.read()
@@ -146,30 +144,12 @@ def train_missing(methods, seeds, records, settings):
 
 
 def compare(records, seeds):
-    """Final losses of methods over those of their twins, seed by seed."""
-    final = {key: record["losses"][-1][1] for key, record in records.read().items()}
-    found = {}
-    for method, twin in TWINS.items():
-        pairs = [((method, seed), (twin, seed)) for seed in seeds]
-        if all(key in final for pair in pairs for key in pair):
-            ratios = [final[own] / final[other] for own, other in pairs]
-            found[method] = timing.spread(ratios)
-    return found
+    return quality_records.compare(records, TWINS, seeds)
 
 
 def parse(words=None):
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--directory", type=pathlib.Path, default=DIRECTORY)
-    parser.add_argument("--text", type=pathlib.Path, default=DIRECTORY / "text")
-    parser.add_argument("settings", nargs="*")
-    given = parser.parse_args(words)
-    given.methods = given.methods.split(",")
-    given.seeds = [int(seed) for seed in given.seeds.split(",")]
-    if unknown := set(given.methods) - METHODS.keys():
-        parser.error(f"methods={min(unknown)} is unknown; use {', '.join(METHODS)}")
-    return given
+    text = DIRECTORY / "text"
+    return quality_records.parse(__doc__, METHODS, DIRECTORY, text, words)
 
 
 def main():

@@ -1,11 +1,13 @@
-"""Finished runs of `method_quality.py` as lines of a file, and their picture."""
+"""Runs of methods and seeds: their arguments, records, ratios and picture."""
 
+import argparse
 import dataclasses
 import json
 import pathlib
 
 import matplotlib.pyplot as plt
 import numpy as np
+import timing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,34 @@ class Records:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
+
+
+def parse(description, methods, directory, text, words=None):
+    """Arguments of a program that trains some methods with some seeds."""
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    parser.add_argument("--methods", default=",".join(methods))
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--directory", type=pathlib.Path, default=directory)
+    parser.add_argument("--text", type=pathlib.Path, default=text)
+    parser.add_argument("settings", nargs="*")
+    given = parser.parse_args(words)
+    given.methods = given.methods.split(",")
+    given.seeds = [int(seed) for seed in given.seeds.split(",")]
+    if unknown := set(given.methods) - set(methods):
+        parser.error(f"methods={min(unknown)} is unknown; use {', '.join(methods)}")
+    return given
+
+
+def compare(records, twins, seeds):
+    """Final losses of methods over those of their twins, seed by seed."""
+    final = {key: record["losses"][-1][1] for key, record in records.read().items()}
+    found = {}
+    for method, twin in twins.items():
+        pairs = [((method, seed), (twin, seed)) for seed in seeds]
+        if all(key in final for pair in pairs for key in pair):
+            ratios = [final[own] / final[other] for own, other in pairs]
+            found[method] = timing.spread(ratios)
+    return found
 
 
 def plot(records, twins, path):

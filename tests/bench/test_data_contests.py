@@ -85,7 +85,7 @@ def test_growing_contexts_are_measured(measure, tmp_path):
     flags = (f"--directory={tmp_path / 'runs'}", f"--methods={','.join(methods)}")
     flags += ("--seeds=0", "num_steps=5")
     small = "evaluation.num_batches=1", "sequence_warmup.pacing.start=8"
-    small += ("sequence_warmup.pacing.multiple=8",)
+    small += ("sequence_warmup.pacing.multiple=8", "model.num_layers=3")
     for _ in range(2):
         found = measure("efficiency_quality", *flags, *small)
     assert found["window_programs"]["median"] == 1

@@ -7,8 +7,8 @@ import numpy as np
 from jaxtyping import Float32
 
 from zjax.config import axes, schema, sequence
-from zjax.config.lengths import CUTS
-from zjax.config.pacing import Pacing, hold, make_pacing, pacing_problems
+from zjax.config.lengths import CUTS, token_problems
+from zjax.config.pacing import Pacing, hold, make_pacing
 from zjax.config.picks import Picks
 from zjax.errors import Problem
 
@@ -99,14 +99,7 @@ def bucket_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
     yield from _rate_problems(config)
     yield from _conflicts(config)
     if settings.order == "pacing":
-        found = [
-            *pacing_problems(
-                _PACING,
-                settings.pacing,
-                num_steps=config.num_steps,
-                longest=("data.length", longest),
-            )
-        ]
+        found = [*token_problems(_PACING, settings.pacing, config)]
         yield from found
         if not found or settings.pacing.kind in ("linear", "root"):
             yield from _start_problems(settings)

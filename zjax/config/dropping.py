@@ -7,8 +7,13 @@ from collections.abc import Iterator
 
 from zjax.config import axes, mixture, schema
 from zjax.config.layers import cannot_unroll
-from zjax.config.lengths import make_lengths, make_shapes, shape_problems
-from zjax.config.pacing import Pacing, hold, make_pacing, pacing_problems
+from zjax.config.lengths import (
+    make_lengths,
+    make_shapes,
+    shape_problems,
+    token_problems,
+)
+from zjax.config.pacing import Pacing, hold, make_pacing
 from zjax.errors import Problem
 
 _TOKENS, _LAYERS = "random_ltd.form", "layer_drop.theta"
@@ -186,12 +191,7 @@ def model_dropping_problems(
 
 
 def _pacing_problems(config: schema.Config) -> Iterator[Problem]:
-    return pacing_problems(
-        "random_ltd.pacing",
-        config.random_ltd.pacing,
-        num_steps=config.num_steps,
-        longest=("data.length", config.data.length),
-    )
+    return token_problems("random_ltd.pacing", config.random_ltd.pacing, config)
 
 
 def _used(config: schema.Config) -> tuple[bool, bool]:

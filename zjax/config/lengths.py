@@ -156,11 +156,22 @@ def length_problems(config: schema.Config, num_devices: int) -> Iterator[Problem
 
 
 def _pacing_problems(config: schema.Config) -> Iterator[Problem]:
-    if config.sequence_warmup.form == "none":
-        return
-    longest, num_steps = ("data.length", config.data.length), config.num_steps
-    pacing = config.sequence_warmup.pacing
-    yield from pacing_problems(_FIELD, pacing, num_steps=num_steps, longest=longest)
+    if config.sequence_warmup.form != "none":
+        yield from token_problems(_FIELD, config.sequence_warmup.pacing, config)
+
+
+def token_problems(
+    field: str, pacing: schema.Pacing, config: schema.Config
+) -> Iterator[Problem]:
+    """Problems of a pacing of tokens of a sequence.
+
+    Args:
+        field: Its path.
+        pacing: Settings in their ranges.
+        config: Read for `data.length` and `num_steps`.
+    """
+    longest = "data.length", config.data.length
+    return pacing_problems(field, pacing, num_steps=config.num_steps, longest=longest)
 
 
 def _window_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
