@@ -40,8 +40,10 @@ def measure(text, monkeypatch, capsys):
         module = load(name)
         monkeypatch.setattr(module, "use_program_cache", lambda: None)
         change(module)
-        words = [f"--text={text}", *flags, *TINY]
-        monkeypatch.setattr(sys, "argv", ["program.py", *words])
+        options = [flag for flag in flags if flag.startswith("--")]
+        settings = [*TINY, *(flag for flag in flags if flag not in options)]
+        words = ["program.py", f"--text={text}", *options, *settings]
+        monkeypatch.setattr(sys, "argv", words)
         module.main()
         return json.loads(capsys.readouterr().out.removeprefix("RESULT "))
 
