@@ -11,7 +11,7 @@ from flax import nnx
 from tests.kernels.sparse.dense import attend
 from tests.support import language
 from tests.support import sparse as small
-from zjax.jaxprs.interpret import programs_in
+from zjax.jaxprs.interpret import programs_in, walk
 from zjax.models import generate
 from zjax.observe import flops
 from zjax.ops import sparse
@@ -151,6 +151,36 @@ def top_loops(program):
             continue
         for inner in programs_in(each):
             yield from top_loops(inner)
+
+
+SORTS_OF_A_PLAN = 4
+"""Two in each direction, when a window limits it."""
+
+
+@pytest.mark.parametrize("scan", [0, 1], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("mesh", [{}, {"tensor": 2}], ids=["one", "heads"])
+def test_the_plan_of_a_window_is_made_once_for_all_layers(scan, mesh):
+    """Fails if layers limit it, forward or where the backward pass recomputes them."""
+    config = dataclasses.replace(small.GPT, remat="full", layers_per_scan=scan)
+    graph, state = nnx.split(language.make_language_model(config))
+    batch = language.make_text(config, length=small.LENGTH)
+    batch["schedule"] = {"attention_window": jnp.float32(20)}
+
+    def loss(state):
+        return language.sums_of(nnx.merge(graph, state), batch).loss_sum
+
+    auto = (jax.sharding.AxisType.Auto,) * len(mesh)
+    with jax.set_mesh(jax.make_mesh((*mesh.values(),), (*mesh,), auto)):
+        program = jax.make_jaxpr(jax.grad(loss))(state)
+    assert count(program, "sort") == SORTS_OF_A_PLAN
+    loops = [each for each in walk(program) if each.primitive.name == "scan"]
+    layers = [x for x in loops if x.params["length"] == config.num_layers]
+    assert len(layers) >= 2 * scan
+    assert not any(count(x, "sort") for each in layers for x in programs_in(each))
+
+
+def count(program, name):
+    return sum(each.primitive.name == name for each in walk(program))
 
 
 @pytest.mark.parametrize("config", [small.GPT, small.LLAMA], ids=["gpt", "llama"])

@@ -11,6 +11,7 @@ from tests.reference import attention as reference
 from zjax.config import schema
 from zjax.errors import ConfigError
 from zjax.ops import attention
+from zjax.ops.window import Window
 from zjax.sharding import mesh as meshes
 from zjax_kernels import device as kernels
 
@@ -56,7 +57,7 @@ def make_heads(num_kv_heads, num_queries=LENGTH):
         ),
         pytest.param(
             2,
-            {"causal": True, "window": 3, "segment_ids": SEGMENTS},
+            {"causal": True, "window": Window(3), "segment_ids": SEGMENTS},
             CAUSAL & SAME & NEAR,
             id="window-and-documents",
         ),
@@ -70,7 +71,7 @@ def make_heads(num_kv_heads, num_queries=LENGTH):
 )
 def test_attention_equals_the_reference(num_kv_heads, given, visible):
     heads = make_heads(num_kv_heads)
-    given = {name: jnp.array(value) for name, value in given.items()}
+    given = jax.tree.map(jnp.array, given)
     given["causal"] = bool(given["causal"])
     found = attend(*map(jnp.array, heads), **given)
     np.testing.assert_allclose(found, reference.attend(*heads, visible), atol=1e-5)
@@ -248,7 +249,7 @@ def test_a_window_of_a_known_or_traced_size_runs_on_the_kernels(monkeypatch):
         out = attention.dot_product_attention(q, k, v, **options)
         return out.astype(jnp.float32).sum()
 
-    window = jax.ShapeDtypeStruct((), jnp.int32)
+    window = Window(jax.ShapeDtypeStruct((), jnp.int32))
     traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(x, x, x, length, window)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 3

@@ -8,7 +8,6 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from zjax.config import schema
-from zjax.config.step_values import ATTENTION_WINDOW
 from zjax.models import layers
 from zjax.models.embedding import Context
 from zjax.models.feed_forward import FeedForward, TiledFeedForward
@@ -133,7 +132,6 @@ class Block(nnx.Module):
 
     def _make_attend(self, context):
         ids, lengths = context.segment_ids, context.lengths
-        window = context.schedule.get(ATTENTION_WINDOW)
 
         def attend(q, k, v):
             outputs = sequence_attention(
@@ -142,7 +140,7 @@ class Block(nnx.Module):
                 self.config,
                 segment_ids=ids,
                 lengths=lengths,
-                window=None if window is None else window.astype(jnp.int32),
+                window=context.window,
             )
             return outputs, None
 

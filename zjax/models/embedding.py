@@ -1,7 +1,6 @@
 """Token and position embedding, and the context that all blocks read."""
 
 import functools
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,9 +11,11 @@ from jaxtyping import Array, Float, Int
 from zjax.config import schema
 from zjax.errors import ConfigError, Problem
 from zjax.models import layers
+from zjax.models.window import make_window
 from zjax.ops import rotary
 from zjax.ops.lookup import look_up
 from zjax.ops.token_subset import take_tokens
+from zjax.ops.window import Window
 from zjax.parallel import sequence, tensor
 from zjax.sharding.activations import pin_tokens, pin_whole
 
@@ -31,8 +32,8 @@ class Context(NamedTuple):
     positions: Array | None = None
     """int32[B, L], or [1, L] if equal for all rows: position of each token in its
     document."""
-    schedule: Mapping[str, Array] = {}
-    """float32[] by name: values that change from step to step."""
+    window: Window | None = None
+    """Keys that a token sees; None for all."""
     order: Int[Array, " L"] | None = None
     """Place in its row of each token; None for 0, 1, ..."""
 
@@ -51,7 +52,10 @@ class Context(NamedTuple):
             num_tokens = jnp.sum(places < lengths[:, None], axis=1, dtype=jnp.int32)
             # A kernel may divide by the sum of no exponentials at all.
             lengths = jnp.maximum(num_tokens, 1)
-        return Context(ids, lengths, rotation, positions, self.schedule)
+        window = self.window
+        if window is not None:
+            window = window.on_tokens(indices.shape[1])
+        return Context(ids, lengths, rotation, positions, window)
 
 
 class Embedding(nnx.Module):
@@ -131,7 +135,7 @@ class Embedding(nnx.Module):
             batch.get("lengths"),
             rotation,
             positions,
-            batch.get("schedule", {}),
+            make_window(self.config, batch, x),
             None if order is None else jnp.asarray(order),
         )
         x = layers.dropout(x, self.config, key)

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from zjax.errors import ConfigError, Problem
 from zjax.ops import sparse
+from zjax.ops.window import Window
 from zjax.sharding.activations import head_axes, row_axes
 from zjax_kernels import Dense
 from zjax_kernels.device import first_device, why_unsupported
@@ -41,7 +42,7 @@ def dot_product_attention(
     segment_ids: Int[Array, "B L"] | None = None,
     lengths: Int[Array, " B"] | None = None,
     mask: Bool[Array, "B L S"] | None = None,
-    window: Int[Array, ""] | None = None,
+    window: Window | None = None,
     implementation: Implementation = "auto",
 ) -> Float[Array, "B L H D"]:
     """Computes softmax(q k / sqrt(D)) v, with the softmax in float32.
@@ -58,8 +59,7 @@ def dot_product_attention(
         segment_ids: Document of each token (L = S); documents do not see each other.
         lengths: Tokens per row; later ones are padding (L = S).
         mask: True where a query sees a key.
-        window: Number of keys, from its own position back, that a query may see;
-            needs `causal`. It may be traced: one program runs all sizes.
+        window: Keys that a query may see; needs `causal`.
         implementation: `auto` takes cuDNN where it can run, under a window the kernels
             of `zjax_kernels`, which skip what is outside, and logs the choice.
 
@@ -98,7 +98,7 @@ def dot_product_attention(
     if chosen == "mosaic_gpu":
         return _attend_window(q, k, v, segment_ids, lengths, window)
     if window is not None:
-        mask = _near(window, q.shape[1], k.shape[1], mask)
+        mask = _near(window.size, q.shape[1], k.shape[1], mask)
 
     def attend(q: Any, k: Any, v: Any, mask: Any, lengths: Any) -> jax.Array:
         return call_jax(
@@ -233,14 +233,55 @@ def _over_devices(attend, q, k, v, mask, lengths):
     )(q, k, v, mask, lengths)
 
 
+def window_pattern(
+    requested: Implementation,
+    dtype: Any,
+    *,
+    num_heads: int,
+    head_size: int,
+    length: int,
+) -> sparse.Sparse | None:
+    """The pattern on which kernels run attention under a window; None for others.
+
+    Args:
+        requested: Value of `model.attention`.
+        dtype: Dtype of queries, keys and values.
+        num_heads: Heads of queries.
+        head_size: Channels per head.
+        length: Number of tokens.
+
+    Example:
+        >>> sizes = {"num_heads": 2, "head_size": 64, "length": 128}
+        >>> window_pattern("xla", "bfloat16", **sizes) is None
+        True
+    """
+    platform, capability = first_device()
+    chosen, _ = choose_implementation(
+        requested,
+        platform=platform,
+        compute_capability=capability,
+        dtype=jnp.dtype(dtype).name,
+        head_size=head_size,
+        lengths=(length, length),
+        masked=True,
+        windowed=True,
+    )
+    return _dense(num_heads, length) if chosen == "mosaic_gpu" else None
+
+
+def _dense(num_heads, length):
+    pattern = Dense(num_heads=num_heads, block=_BLOCK, attention="unidirectional")
+    return sparse.Sparse(pattern, length)
+
+
 def _attend_window(q, k, v, segment_ids, lengths, window):
     """Attention on the kernels, which visit only the blocks of the window."""
-    pattern = Dense(num_heads=q.shape[2], block=_BLOCK, attention="unidirectional")
-    layout, key_mask = sparse.Sparse(pattern, q.shape[1]), None
+    key_mask = None
     if lengths is not None:
         tokens = jnp.arange(q.shape[1], dtype=lengths.dtype)
         key_mask = tokens[None] < lengths[:, None]
     masks = {"segment_ids": segment_ids, "key_mask": key_mask}
+    layout = _dense(q.shape[2], q.shape[1])
     return sparse.sparse_attention(q, k, v, layout, window=window, **masks)
 
 

@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 import zjax_kernels
 from zjax.config import schema
 from zjax.errors import ConfigError, Problem
+from zjax.ops.window import Window
 from zjax.sharding import mesh as meshes
 from zjax.sharding.activations import head_axes, open_size, row_axes
 from zjax_kernels import BlockLayout, Pattern, SparsityConfig
@@ -113,7 +114,7 @@ def sparse_attention(
     segment_ids: Int[Array, "B L"] | None = None,
     key_mask: Bool[Array, "B L"] | None = None,
     mask: Bool[np.ndarray, "L L"] | None = None,
-    window: Int[Array, ""] | None = None,
+    window: Window | None = None,
     spread: bool | None = None,
 ) -> Float[Array, "B L H D"]:
     """Computes softmax(q k / sqrt(D)) v over the keys in live blocks.
@@ -130,8 +131,8 @@ def sparse_attention(
         key_mask: False for keys that no query sees, such as padding.
         mask: False where a query does not see a key, besides the pattern; plans are
             cached by its content.
-        window: Number of keys, from its own position back, that a query may see; the
-            pattern is then causal. It may be traced: blocks outside are not visited.
+        window: Keys that a query may see; the pattern is then causal. Blocks outside
+            are not visited.
         spread: Whether tokens stay sharded over the sequence axis, and devices exchange
             the blocks that others see. Needs a multiple of 128 tokens per device, and
             neither `mask` nor `window`. None spreads only if heads cannot be sharded
@@ -174,20 +175,57 @@ def sparse_attention(
     masks = segment_ids, key_mask
     if spread:
         heads = tuple(axis for axis in heads if axis != meshes.SEQUENCE)
-    plan = _plan(
-        sparse,
-        num_blocks,
-        num_devices=open_size(meshes.SEQUENCE) if spread else 0,
-        num_kv_heads=k.shape[2],
-        head_size=q.shape[3],
-        segments=masks != (None, None),
-        mask=None if mask is None else Bits.of(np.pad(mask, (0, num_padding))),
-        head_shards=math.prod(map(open_size, heads)),
-    )
+    sizes = {"num_kv_heads": k.shape[2], "head_size": q.shape[3]}
+    segments = masks != (None, None)
+    if window is None:
+        plan: Any = _plan(
+            sparse,
+            num_blocks,
+            num_devices=open_size(meshes.SEQUENCE) if spread else 0,
+            segments=segments,
+            mask=None if mask is None else Bits.of(np.pad(mask, (0, num_padding))),
+            head_shards=math.prod(map(open_size, heads)),
+            **sizes,
+        )
+    else:
+        plan = window.plan
+        if plan is None:
+            plan = WindowPlans(sparse, segments=segments, **sizes)(length, window.size)
     q, k, v, masks = jax.tree.map(
         lambda x: _pad_tokens(x, num_padding), (q, k, v, masks)
     )
-    return _over_devices(q, k, v, masks, plan, window, heads)[:, :length]
+    return _over_devices(q, k, v, masks, plan, heads)[:, :length]
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowPlans:
+    """Makes plans of a growing window, as `zjax.ops.window.PlanMaker`.
+
+    Args:
+        sparse: A causal pattern.
+        num_kv_heads: Heads of keys and values, as `sparse_attention` gets them.
+        head_size: Channels per head.
+        segments: Whether there are segments or a key mask.
+    """
+
+    sparse: Sparse
+    num_kv_heads: int
+    head_size: int
+    segments: bool
+
+    def __call__(self, length: int, size: Int[Array, ""]) -> zjax_kernels.Plan:
+        """The plan of so many tokens under a window of `size` keys."""
+        shards = math.prod(map(open_size, head_axes(self.num_kv_heads)))
+        plan: Any = _plan(
+            self.sparse,
+            -(-length // self.sparse.block),
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            segments=self.segments,
+            head_shards=shards,
+        )
+        limit = zjax_kernels.limit_window
+        return (limit if shards == 1 else jax.vmap(limit, (0, None)))(plan, size)
 
 
 def visible_keys(
@@ -315,22 +353,21 @@ def _pad_tokens(x, num_padding):
     return jnp.pad(x, [(0, 0), (0, num_padding), *rest]) if num_padding else x
 
 
-def _over_devices(q, k, v, masks, plan, window, heads):
+def _over_devices(q, k, v, masks, plan, heads):
     """Runs the kernel on each device's shard; kernels have no partitioning rule."""
     tokens = (meshes.SEQUENCE,) if isinstance(plan, zjax_kernels.SequencePlan) else ()
     run: Any = api.sparse_attention
     if tokens:
         run = functools.partial(zjax_kernels.sequence_attention, axis=meshes.SEQUENCE)
 
-    def attend(q, k, v, masks, plan, window) -> Any:
-        plan = plan if window is None else zjax_kernels.limit_window(plan, window)
+    def attend(q, k, v, masks, plan) -> Any:
         segment_ids, key_mask = masks
         segment_pair = None if segment_ids is None else (segment_ids, segment_ids)
         return run(q, k, v, plan, segment_ids=segment_pair, key_mask=key_mask)
 
     mesh = jax.sharding.get_abstract_mesh()
     if meshes.num_shares(mesh, mesh.auto_axes) == 1:
-        return attend(q, k, v, masks, plan, window)
+        return attend(q, k, v, masks, plan)
     rows = row_axes(q.shape[0])
     plan_specs = jax.tree.map(lambda _: P((*tokens, *heads)), plan)
     if tokens:
@@ -340,8 +377,8 @@ def _over_devices(q, k, v, masks, plan, window, heads):
     head_spec = P(rows, tokens, heads)
     return jax.shard_map(
         attend,
-        in_specs=(head_spec, head_spec, head_spec, P(rows, tokens), plan_specs, P()),
+        in_specs=(head_spec, head_spec, head_spec, P(rows, tokens), plan_specs),
         out_specs=head_spec,
         axis_names=set(mesh.auto_axes),
         check_vma=False,
-    )(q, k, v, masks, jax.tree.map(jnp.asarray, plan), window)
+    )(q, k, v, masks, jax.tree.map(jnp.asarray, plan))

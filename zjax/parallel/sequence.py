@@ -21,9 +21,10 @@ from zjax.config.sequence import (
     window_problem,
 )
 from zjax.errors import ConfigError
+from zjax.ops.window import Window
 from zjax.parallel import remat
 from zjax.parallel.ring import ring_attention, zigzag
-from zjax.parallel.ulysses import ulysses_attention
+from zjax.parallel.ulysses import num_repeats, ulysses_attention
 from zjax.sharding import mesh as meshes
 from zjax.sharding import rules
 from zjax.sharding.activations import open_size, pin, pin_tokens, row_axes
@@ -38,7 +39,7 @@ def sequence_attention(
     *,
     segment_ids: Int[Array, "B L"] | None = None,
     lengths: Int[Array, " B"] | None = None,
-    window: Int[Array, ""] | None = None,
+    window: Window | None = None,
 ) -> Float[Array, "B L H D"]:
     """Attention by `config.sequence_attention` over the mesh in use.
 
@@ -51,7 +52,7 @@ def sequence_attention(
         config: Shape of the model, and `sequence_attention`.
         segment_ids: Document of each token.
         lengths: Tokens per row; padding follows.
-        window: Number of keys, from its own position back, that a query may see.
+        window: Keys that a query may see.
 
     Returns:
         One average per query and head; `attend` of the inputs where the mesh in use
@@ -87,6 +88,18 @@ def sequence_attention(
         lengths=lengths,
         implementation="xla" if config.attention == "xla" else "auto",
     )
+
+
+def num_kv_heads(config: schema.Model) -> int:
+    """Heads of keys and values of attention over whole sequences on the mesh in use.
+
+    Example:
+        >>> num_kv_heads(schema.Model(num_kv_heads=2))
+        2
+    """
+    given = config.num_kv_heads
+    uses_heads = is_split() and sequence_method(config, **_sizes()) == "ulysses"
+    return given * num_repeats(given) if uses_heads else given
 
 
 def is_split() -> bool:

@@ -58,8 +58,7 @@ def ulysses_attention(
     rows = rules.entry(row_axes(q.shape[0]))
     tensor = meshes.TENSOR if open_size(meshes.TENSOR) > 1 else None
     heads = (meshes.SEQUENCE,) if tensor is None else (tensor, meshes.SEQUENCE)
-    shares = open_size(meshes.TENSOR) * open_size(meshes.SEQUENCE)
-    repeats = shares // math.gcd(k.shape[2], shares)
+    repeats = num_repeats(k.shape[2])
 
     def to_heads(x: jax.Array) -> jax.Array:
         x = pin(x, rows, meshes.SEQUENCE, tensor)
@@ -76,3 +75,14 @@ def ulysses_attention(
     averages = attend(*map(to_heads, (q, k, v)), *map(gathered, per_token))
     # Saved after the all-to-all, or recomputation would repeat it.
     return checkpoint_name(to_tokens(averages), ATTENTION_OUTPUT)
+
+
+def num_repeats(num_kv_heads: int) -> int:
+    """How often heads of keys and values are repeated so that devices share them.
+
+    Example:
+        >>> num_repeats(2)
+        1
+    """
+    shares = open_size(meshes.TENSOR) * open_size(meshes.SEQUENCE)
+    return shares // math.gcd(num_kv_heads, shares)
