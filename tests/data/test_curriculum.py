@@ -6,7 +6,8 @@ import pytest
 from tests.reference import curriculum as reference
 from zjax.config import schema
 from zjax.config.pacing import Pacing, grow
-from zjax.data import curriculum, metric_index
+from zjax.config.picks import Picks
+from zjax.data import curriculum, metric_index, sampler
 from zjax.data.metric_index import Index
 from zjax.errors import ConfigError, DataError
 
@@ -59,6 +60,32 @@ def test_batches_are_those_of_lists_across_blocks_of_draws():
     for step in (0, 255, 256, 511, 512, 599, 300):
         assert sampler.indices(step).tolist() == batches[step]
     assert make_sampler(case).indices(599).tolist() == batches[599]
+
+
+def test_steps_in_order_draw_few_numbers_and_permute_all_clusters_at_once(monkeypatch):
+    """Fails if each step draws a block again, or permutes cluster by cluster."""
+    drawn, permuted = list[int](), list[int]()
+    draw, mix = Picks._draw, sampler._feistel
+
+    def count_steps(self, first, end):
+        drawn.append(end - first)
+        return draw(self, first, end)
+
+    def count_calls(values, *cipher):
+        permuted.append(len(values))
+        return mix(values, *cipher)
+
+    monkeypatch.setattr(Picks, "_draw", count_steps)
+    monkeypatch.setattr(sampler, "_feistel", count_calls)
+    values = np.arange(200.0)
+    easy = Pacing((0, *range(2, 101)), tuple(range(1, 200, 2)))
+    index = Index("voc", values, np.arange(200))
+    clusters = curriculum.Clusters([curriculum.Difficulty(index, easy, False)])
+    batches = curriculum.CurriculumSampler(SEED, clusters, 400)
+    for step in range(100, 400):
+        batches.indices(step)
+    assert sum(drawn) == 100 + 2 * 300 - 1
+    assert len(permuted) < 20 * 300
 
 
 @each_case

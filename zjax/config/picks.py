@@ -1,10 +1,11 @@
 """Which parts of the data each step draws, as a pure function of (seed, step).
 
 Steps are drawn in blocks, each with its own generator; how often a part was drawn
-before a step is a sum over the blocks before it, which takes about a microsecond per
-draw, so that nothing is saved with a run.
+before a step is a sum over the steps before it, which takes about a microsecond per
+draw, so that nothing is saved with a run. Steps read in order add one step to it.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -13,9 +14,11 @@ from jaxtyping import Float64, Int64
 from zjax.config.pacing import Pacing
 
 BLOCK_STEPS = 256
-"""Steps drawn at a time."""
-_BLOCKS_KEPT = 8
-"""Blocks whose sums are kept: a few steps are read at the same time."""
+"""Steps of a generator."""
+_SUMS_KEPT = 8
+"""Steps, and blocks, whose sums are kept: a few steps are read at the same time."""
+_MAX_DRAWS = 1 << 20
+"""Draws in memory at a time, or those of a step."""
 
 
 class Picked(NamedTuple):
@@ -59,13 +62,7 @@ class Picks:
 
     def at(self, step: int) -> Picked:
         """The draws of a step, from 0 on."""
-        block, place = divmod(step, BLOCK_STEPS)
-        drawn = self._draw(block)
-        num_parts = len(self._ends)
-        taken = self._before_block(block) + np.bincount(
-            drawn[:place].reshape(-1), minlength=num_parts
-        )
-        parts = drawn[place]
+        taken, parts = self._sum_before(step), self._draw(step, step + 1)[0]
         order = np.argsort(parts, kind="stable")
         firsts = np.searchsorted(parts[order], parts[order])
         ordinals = np.empty_like(parts)
@@ -74,29 +71,40 @@ class Picks:
 
     def first_parts(self, num_steps: int) -> Int64[np.ndarray, " steps"]:
         """Part of the first draw of each of the first steps."""
-        blocks = range(-(-num_steps // BLOCK_STEPS))
-        drawn = [self._draw(block)[:, 0] for block in blocks]
-        return np.concatenate(drawn)[:num_steps]
+        drawn = [self._draw(*ends)[:, 0] for ends in self._ranges(0, num_steps)]
+        return np.concatenate(drawn)
 
-    def _draw(self, block: int) -> Int64[np.ndarray, "steps draws"]:
-        steps = np.arange(block * BLOCK_STEPS, (block + 1) * BLOCK_STEPS) + 1
-        num_open = self._num_open[np.searchsorted(self._firsts, steps, "right") - 1]
-        generator = np.random.default_rng([*self._key, block])
-        points = generator.random((BLOCK_STEPS, self._num_draws))
+    def _ranges(self, first: int, end: int) -> Iterator[tuple[int, int]]:
+        """Splits steps at blocks, and where they hold too many draws."""
+        most = max(1, _MAX_DRAWS // self._num_draws)
+        while first < end:
+            last = min(end, first + most, first - first % BLOCK_STEPS + BLOCK_STEPS)
+            yield first, last
+            first = last
+
+    def _draw(self, first: int, end: int) -> Int64[np.ndarray, "steps draws"]:
+        """The parts of steps of one block."""
+        numbers = np.arange(first, end) + 1
+        num_open = self._num_open[np.searchsorted(self._firsts, numbers, "right") - 1]
+        block, place = divmod(first, BLOCK_STEPS)
+        bits = np.random.PCG64([*self._key, block])
+        bits.advance(place * self._num_draws)  # a number takes one state
+        points = np.random.Generator(bits).random((end - first, self._num_draws))
         points *= self._ends[num_open - 1][:, None]
         parts = np.searchsorted(self._ends, points, "right")
         return np.minimum(parts, num_open[:, None] - 1)  # where a product rounds up
 
-    def _before_block(self, block: int) -> Int64[np.ndarray, " parts"]:
-        """How often each part is drawn before a block."""
+    def _sum_before(self, step: int) -> Int64[np.ndarray, " parts"]:
+        """How often each part is drawn before a step."""
         known = dict(self._before)  # threads may change the other
-        nearest = max(number for number in known if number <= block)
+        nearest = max(number for number in known if number <= step)
         total = known[nearest]
-        for number in range(nearest, block):
-            drawn = self._draw(number).reshape(-1)
+        for first, end in self._ranges(nearest, step):
+            drawn = self._draw(first, end).reshape(-1)
             total = total + np.bincount(drawn, minlength=len(total))
-            known[number + 1] = total
-        near = [number for number in sorted(known) if number <= block]
-        recent = {0, *near[-_BLOCKS_KEPT:]}
+            known[end] = total
+        near = [number for number in sorted(known) if number <= step]
+        blocks = [number for number in near if number % BLOCK_STEPS == 0]
+        recent = {0, *near[-_SUMS_KEPT:], *blocks[-_SUMS_KEPT:]}
         self._before = {number: known[number] for number in recent}
         return total

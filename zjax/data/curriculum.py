@@ -24,7 +24,7 @@ from zjax.config.curriculum import metric_field
 from zjax.config.pacing import Pacing, make_pacing, pacing_problems, settings_read
 from zjax.config.picks import Picks
 from zjax.data.metric_index import Index, open_index
-from zjax.data.sampler import permute_rows
+from zjax.data.sampler import permute_parts
 from zjax.errors import ConfigError, DataError, Problem
 
 _CLUSTERS, _DRAWS = 1, 2
@@ -116,16 +116,21 @@ class CurriculumSampler:
     def indices(self, step: int) -> Int64[np.ndarray, " B"]:
         """Samples of one step, from 0 on, in batch order."""
         parts, ordinals = self._picks.at(step)
-        sizes = self._sizes[parts]
-        epochs, places = np.divmod(ordinals, sizes)
-        starts = self._clusters.ends[parts] - sizes
-        batch = np.empty_like(parts)
-        for part, epoch in {*zip(parts.tolist(), epochs.tolist(), strict=True)}:
-            chosen = (parts == part) & (epochs == epoch)
-            key = (self._seed, _CLUSTERS, part)
-            size = int(self._sizes[part])
-            batch[chosen] = permute_rows(places[chosen], size, key, epoch)
-        return self._clusters.samples[starts + batch]
+        epochs, places = np.divmod(ordinals, self._sizes[parts])
+        pairs, which = _unique_pairs(parts, epochs)
+        keys = [(self._seed, _CLUSTERS, *pair) for pair in pairs.tolist()]
+        rows = permute_parts(places, which, self._sizes[pairs[:, 0]], keys)
+        starts = self._clusters.ends[parts] - self._sizes[parts]
+        return self._clusters.samples[starts + rows]
+
+
+def _unique_pairs(
+    some: Int64[np.ndarray, " n"], others: Int64[np.ndarray, " n"]
+) -> tuple[Int64[np.ndarray, "pairs 2"], Int64[np.ndarray, " n"]]:
+    """The pairs of numbers of 0 or more without repeats, and which each of them is."""
+    span = int(others.max()) + 1
+    found, which = np.unique(some * span + others, return_inverse=True)
+    return np.stack(np.divmod(found, span), axis=1), which
 
 
 class Curriculum:

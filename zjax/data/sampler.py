@@ -8,11 +8,15 @@ Reference: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 20
 """
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Int64, UInt64
 
 NUM_ROUNDS = 8
+_MAX_CIPHERS = 65_536
+"""Permutations whose keys are kept."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,21 +65,55 @@ def permute_rows(
 
     `seed` may be several numbers, such as a seed and the number of a part.
     """
-    half_bits = np.uint64(max(1, ((num_rows - 1).bit_length() + 1) // 2))
     key = seed if isinstance(seed, tuple) else (seed,)
-    round_keys = np.random.SeedSequence([*key, epoch]).generate_state(
-        NUM_ROUNDS, np.uint64
-    )
-    rows = _feistel(positions.astype(np.uint64), half_bits, round_keys)
-    while (outside := rows >= np.uint64(num_rows)).any():
-        rows[outside] = _feistel(rows[outside], half_bits, round_keys)
-    return rows.astype(np.int64)
+    which, sizes = np.zeros(len(positions), np.int64), np.array([num_rows])
+    return permute_parts(positions, which, sizes, [(*key, epoch)])
+
+
+def permute_parts(
+    positions: Int64[np.ndarray, " n"],
+    permutations: Int64[np.ndarray, " n"],
+    sizes: Int64[np.ndarray, " permutations"],
+    keys: Sequence[tuple[int, ...]],
+) -> Int64[np.ndarray, " n"]:
+    """Applies one of several permutations to each position; see `permute_rows`.
+
+    Args:
+        positions: Positions, each below the size of its permutation.
+        permutations: Number of the permutation of each position.
+        sizes: Size of each permutation.
+        keys: Numbers that choose each permutation, such as a seed, a part and an epoch.
+
+    Example:
+        >>> which, sizes = np.array([0, 0, 0, 1]), np.array([3, 1])
+        >>> rows = permute_parts(np.array([0, 1, 2, 0]), which, sizes, [(0, 0), (0, 1)])
+        >>> sorted(rows[:3].tolist()), int(rows[3])
+        ([0, 1, 2], 0)
+    """
+    ciphers = [_cipher(*pair) for pair in zip(sizes.tolist(), keys, strict=True)]
+    half_bits, round_keys = (np.stack(x, axis=-1) for x in zip(*ciphers, strict=True))
+    values, ends = positions.astype(np.uint64), sizes.astype(np.uint64)[permutations]
+    todo = np.arange(len(values))
+    while len(todo):
+        each = permutations[todo]
+        values[todo] = _feistel(values[todo], half_bits[each], round_keys[:, each])
+        todo = todo[values[todo] >= ends[todo]]
+    return values.astype(np.int64)
+
+
+@functools.lru_cache(_MAX_CIPHERS)
+def _cipher(
+    size: int, key: tuple[int, ...]
+) -> tuple[np.uint64, UInt64[np.ndarray, " rounds"]]:
+    """Bits of the halves of a position, and the keys of the rounds."""
+    half_bits = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    return half_bits, np.random.SeedSequence(key).generate_state(NUM_ROUNDS, np.uint64)
 
 
 def _feistel(
     values: UInt64[np.ndarray, " n"],
-    half_bits: np.uint64,
-    round_keys: UInt64[np.ndarray, " rounds"],
+    half_bits: UInt64[np.ndarray, " n"],
+    round_keys: UInt64[np.ndarray, "rounds n"],
 ) -> UInt64[np.ndarray, " n"]:
     mask = (np.uint64(1) << half_bits) - np.uint64(1)
     left, right = values >> half_bits, values & mask
