@@ -1,6 +1,7 @@
 """Sequence length warm-up in a run: what it trains on, counts and resumes."""
 
 import json
+import re
 import shutil
 
 import jax
@@ -109,6 +110,35 @@ def test_longer_sequences_are_compiled_ahead(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(CompileAhead, "after", lambda *_: None)
     small_run.fit(tmp_path / "b", *WARMUP)
     assert capsys.readouterr().out.count("compiles again") == 3
+
+
+ZERO_ONE = (
+    "mesh.replica=2",
+    "zero.stage=1",
+    "optimizer.name=zero_one_adam",
+    "optimizer.freeze_step=6",
+    "optimizer.var_update_scaler=1",
+)
+"""Steps 2 and 3, and 4 and 5, have one length and run two programs."""
+
+
+def test_all_programs_of_a_length_are_compiled_ahead(tmp_path, capsys):
+    """Fails if that of the first step is the only one."""
+    small_run.fit(tmp_path, *WARMUP, *ZERO_ONE)
+    compiled = re.findall(
+        r"compile.* step (\d)|step (\d) comp", capsys.readouterr().out
+    )
+    exchange = {"6", "7"}  # programs that read no batch
+    assert {"".join(each) for each in compiled} == exchange
+
+
+def test_steps_with_and_without_a_teacher_are_compiled_ahead(tmp_path, capsys, whole):
+    """Fails if its own program is not, or the stage ends with a compilation."""
+    teacher = f"distill.teacher={whole[0]}", "distill.fraction=0.5"
+    small_run.fit(tmp_path, *WARMUP, *teacher)
+    out = capsys.readouterr().out
+    assert "compiled the first step" in out
+    assert "compiles again" not in out
 
 
 def test_given_batches_and_models_are_not_cut(tmp_path):

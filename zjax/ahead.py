@@ -9,33 +9,39 @@ import jax
 from zjax.config.dropping import make_dropping
 from zjax.config.schema import Config
 from zjax.execute.dropping import dropping_at, with_dropping
-from zjax.optim.programs import programs_at
+from zjax.optim.programs import batch_programs
 from zjax.typing import Batch
 
 
 class CompileAhead:
     """Compiles the steps of the next length, or number of kept tokens, in a thread.
 
-    JAX keeps what is compiled for its shapes, so that the step finds it. Leave it as a
-    context manager, which waits for the thread.
+    These are all programs that read a batch before the length after that, and those of
+    steps without a teacher before its stage ends. JAX keeps what is compiled for its
+    shapes, so that the step finds it. Leave it as a context manager, which waits for
+    the thread.
 
     Args:
-        config: Read for `random_ltd`, `layer_drop` and for the programs of a step.
-        compile: Compiles a program of the step for a batch, as `Step.compile`.
+        config: Read for `random_ltd`, `layer_drop`, `distill`, and for the programs of
+            a step.
+        compile: Compiles a program for a batch and a step, as `Step.compile`.
         shapes: Rows and tokens per row of batches, by the first step that has them.
     """
 
     def __init__(
         self,
         config: Config,
-        compile: Callable[[Batch, str], Any],
+        compile: Callable[[Batch, str, int], Any],
         shapes: dict[int, tuple[int, int]],
     ):
         self._config, self._compile = config, compile
         self._shapes = dict(sorted(shapes.items()))
         self._dropping = make_dropping(config)
-        self._firsts = sorted({*shapes, *self._dropping.firsts()})
-        self._started: dict[int, list[concurrent.futures.Future[Any]]] = {}
+        firsts = {*shapes, *self._dropping.firsts()}
+        if config.distill.teacher:
+            firsts.add(config.distill.num_steps(config.num_steps) + 1)
+        self._firsts = sorted(firsts)
+        self._started: dict[int, concurrent.futures.Future[None]] = {}
         self._pool = concurrent.futures.ThreadPoolExecutor(max_workers=1)
 
     def __enter__(self) -> "CompileAhead":
@@ -56,10 +62,14 @@ class CompileAhead:
             return
         shapes = self._batch_at(first, batch)
         # What cannot be compiled fails when its step comes.
-        self._started[first] = [
-            self._pool.submit(self._compile, shapes, program)
-            for program in programs_at(self._config, first)
-        ]
+        self._started[first] = self._pool.submit(self._compile_all, first, shapes)
+
+    def _compile_all(self, first: int, batch: Batch) -> None:
+        end = self._config.num_steps + 1
+        if self._config.buckets.form == "none":  # whose lengths come back
+            end = next((other for other in self._firsts if other > first), end)
+        for program in batch_programs(self._config, range(first, end)):
+            self._compile(batch, program, first)
 
     def _batch_at(self, step: int, batch: Batch) -> Batch:
         """Shapes of the batch of a step, whose changes are the next after `batch`."""
@@ -75,7 +85,7 @@ class CompileAhead:
 
     def wait(self, number: int) -> None:
         """Waits for the programs of such a step."""
-        concurrent.futures.wait(self._started.pop(number))
+        concurrent.futures.wait([self._started.pop(number)])
 
 
 def _with_shape(x: jax.Array, num_rows: int, length: int) -> jax.ShapeDtypeStruct:

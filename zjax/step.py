@@ -190,12 +190,15 @@ class Step:
         """
         return batch_shardings(self.plan, batch, self.model.entries)
 
-    def compile(self, batch: Batch, program: str = "train") -> jax.stages.Compiled:
+    def compile(
+        self, batch: Batch, program: str = "train", number: int = 1
+    ) -> jax.stages.Compiled:
         """Compiles without running, for the memory analysis and the text.
 
         Args:
             batch: Arrays or ShapeDtypeStructs of the global batch.
             program: A name in `programs`.
+            number: Number of the step, 1 or more: the first ones may have a teacher.
 
         Returns:
             The compiled program; ask it for `memory_analysis()`.
@@ -206,7 +209,7 @@ class Step:
         """
         batch = self._abstract_batch(batch)
         with jax.set_mesh(self.mesh), dtype_promotion():
-            return self.executor.compile(program, batch)
+            return self.executor.compile(program, batch, number)
 
     def predict_peak(self, batch: Batch) -> Peak | None:
         """Compiles the step without running it, and adds up what a device holds.

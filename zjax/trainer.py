@@ -230,8 +230,8 @@ class Trainer:
         self._print_end(monitor)
         return self.state
 
-    def _compile(self, batch: Any, program: str) -> None:
-        self.run.step.compile(batch, program)
+    def _compile(self, batch: Any, program: str, number: int) -> None:
+        self.run.step.compile(batch, program, number)
 
     def _monitor(self) -> Monitor:
         return Monitor(

@@ -1,5 +1,7 @@
 """A step that learns from a teacher until its stage ends."""
 
+import jax
+
 from zjax.execute.executor import Executor
 from zjax.execute.extended import ExtendedExecutor
 from zjax.execute.teacher import Teacher
@@ -28,6 +30,14 @@ class DistilledExecutor(ExtendedExecutor):
         self.teacher.release()
         return batch
 
-    def abstract(self, batch: Batch) -> Batch:
-        """Shapes of a batch with the teacher's logits."""
-        return self.teacher.abstract(batch)
+    def abstract(self, batch: Batch, number: int = 1) -> Batch:
+        """Shapes of a batch with the teacher's logits, if the step has a teacher."""
+        return self.teacher.abstract(batch) if number <= self.num_steps else batch
+
+    def compile(
+        self, program: str, batch: Batch, number: int = 1
+    ) -> jax.stages.Compiled:
+        """Compiles one of `programs`, and the teacher's for the step."""
+        if program != "evaluate" and number <= self.num_steps:
+            self.teacher.compile(batch)
+        return super().compile(program, batch, number)

@@ -41,7 +41,7 @@ class DroppingExecutor(ExtendedExecutor):
             _check_length(batch, self._schedule.lengths.at(number))
         return with_dropping(batch, jax.tree.map(place, dropping))
 
-    def abstract(self, batch: Batch) -> Batch:
+    def abstract(self, batch: Batch, number: int = 1) -> Batch:
         """Shapes of a batch on all tokens, unless it says which are left out."""
         if DROPPING in batch or self._config.layer_drop.theta == 1:
             return batch

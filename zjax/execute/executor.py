@@ -41,8 +41,10 @@ class Executor(Protocol):
         """Applies a pending gradient; the state is donated."""
         ...
 
-    def compile(self, program: str, batch: Batch) -> jax.stages.Compiled:
-        """Compiles one of `programs` for a batch of ShapeDtypeStructs."""
+    def compile(
+        self, program: str, batch: Batch, number: int = 1
+    ) -> jax.stages.Compiled:
+        """Compiles one of `programs` for a batch of ShapeDtypeStructs of a step."""
         ...
 
     def predict_peak(self, batch: Batch) -> Peak | None:

@@ -32,7 +32,7 @@ class ExtendedExecutor(abc.ABC):
         """Adds the arrays of a step, whose number is 1 or more."""
 
     @abc.abstractmethod
-    def abstract(self, batch: Batch) -> Batch:
+    def abstract(self, batch: Batch, number: int = 1) -> Batch:
         """Shapes of what `extend` returns, from those of a batch."""
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -54,13 +54,13 @@ class ExtendedExecutor(abc.ABC):
         """Applies a pending gradient; the state is donated."""
         return self._executor.settle(state)
 
-    def compile(self, program: str, batch: Batch) -> jax.stages.Compiled:
+    def compile(
+        self, program: str, batch: Batch, number: int = 1
+    ) -> jax.stages.Compiled:
         """Compiles one of `programs`; those of training read what is added."""
-        return self._executor.compile(program, self._shapes(program, batch))
+        batch = batch if program == "evaluate" else self.abstract(batch, number)
+        return self._executor.compile(program, batch, number)
 
     def predict_peak(self, batch: Batch) -> Peak | None:
         """Compiles a step on an extended batch and adds up its memory."""
         return self._executor.predict_peak(self.abstract(batch))
-
-    def _shapes(self, program: str, batch: Batch) -> Batch:
-        return batch if program == "evaluate" else self.abstract(batch)

@@ -62,7 +62,9 @@ class FusedExecutor:
         """Returns the state itself: no gradient is ever pending."""
         return state
 
-    def compile(self, program: str, batch: Batch) -> jax.stages.Compiled:
+    def compile(
+        self, program: str, batch: Batch, number: int = 1
+    ) -> jax.stages.Compiled:
         """Compiles a program for a batch of shapes, once."""
         leaves, tree = jax.tree.flatten(batch)
         key = program, tree, tuple(leaves)

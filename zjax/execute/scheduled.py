@@ -36,7 +36,7 @@ class ScheduledExecutor(ExtendedExecutor):
 
         return batch | {SCHEDULE: jax.tree.map(place, self._values(number))}
 
-    def abstract(self, batch: Batch) -> Batch:
+    def abstract(self, batch: Batch, number: int = 1) -> Batch:
         """Shapes of a batch with the values."""
         scalar = jax.ShapeDtypeStruct((), np.float32, sharding=self._place)
         return batch | {SCHEDULE: dict.fromkeys(self._values(1), scalar)}

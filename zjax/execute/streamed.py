@@ -88,7 +88,9 @@ class StreamedExecutor:
         """Applies a gradient that delayed updates left for the next step."""
         return self.step.settle(state)
 
-    def compile(self, program: str, batch: Batch) -> jax.stages.Compiled:
+    def compile(
+        self, program: str, batch: Batch, number: int = 1
+    ) -> jax.stages.Compiled:
         """Refuses: no single program is a step; `predict_peak` compiles them all."""
         raise PlanError(
             Problem(

@@ -117,10 +117,13 @@ class Teacher:
         hidden, head = self._run(params, batch)
         return self._joined(batch, hidden, head)
 
+    def compile(self, batch: Batch) -> None:
+        """Compiles the program of `teach` for the shapes of a batch."""
+        self._run.lower(self._abstract_params, batch).compile()
+
     def abstract(self, batch: Batch) -> Batch:
         """Shapes of what `teach` returns, from those of a batch."""
-        params = jax.tree.map(lambda row: row.on_device.abstract, self.rows)
-        hidden, head = jax.eval_shape(self._apply, params, batch)
+        hidden, head = jax.eval_shape(self._apply, self._abstract_params, batch)
         shapes = self._joined(batch, hidden, head)
         places = batch_shardings(self._plan, shapes, self._student.entries)
         return jax.tree.map(
@@ -128,6 +131,10 @@ class Teacher:
             shapes,
             places,
         )
+
+    @property
+    def _abstract_params(self) -> Params:
+        return jax.tree.map(lambda row: row.on_device.abstract, self.rows)
 
     def _joined(self, batch: Batch, hidden: Any, head: Any) -> Batch:
         numbers = (self.settings.weight, self.settings.temperature)

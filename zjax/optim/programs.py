@@ -1,6 +1,6 @@
 """The programs of each step of a run, by its phases and rounds."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from zjax.config.schema import Config
 from zjax.optim.intervals import APART
@@ -25,9 +25,8 @@ def programs_at(config: Config, step: int) -> Iterator[str]:
         9 train outer_gradients_0 mean_0
         10 train merge_0 end_of_round
     """
-    phases, rounds = make_phases(config), make_rounds(config)
-    phase = phases.at(step) if phases else "train"
-    yield "train" if phase in APART else phase
+    rounds = make_rounds(config)
+    yield from batch_programs(config, [step])
     if rounds is None:
         return
     if (fragment := rounds.sent_after(step)) is not None:
@@ -39,3 +38,23 @@ def programs_at(config: Config, step: int) -> Iterator[str]:
         yield "end_of_round"
     if rounds.forgets_errors_after(step):
         yield "without_errors"
+
+
+def batch_programs(config: Config, steps: Iterable[int]) -> list[str]:
+    """The programs that read the batches of some steps, by their first step.
+
+    Args:
+        config: Checked settings.
+        steps: Numbers of the steps, 1 or more.
+
+    Example:
+        >>> from zjax.config import schema
+        >>> config = schema.Config(optimizer=schema.Optimizer(name="onebit_adam"))
+        >>> batch_programs(config, range(100, 200))
+        ['warm_up', 'compressed']
+    """
+    phases = make_phases(config)
+    if phases is None:
+        return ["train"]
+    names = dict.fromkeys(phases.at(step) for step in steps)
+    return [*dict.fromkeys("train" if name in APART else name for name in names)]
