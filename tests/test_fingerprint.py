@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from zjax.config import Config
 from zjax.fingerprint import fingerprint
 from zjax.resume import fingerprint_functions
 from zjax.typing import Loss, Model
@@ -30,7 +31,7 @@ def make_model(init):
 
 def word_of(tx):
     model = make_model({"w": X})
-    return fingerprint_functions(model, tx, compute_dtype=X.dtype)["tx"]
+    return fingerprint_functions(Config(), model, tx, compute_dtype=X.dtype)["tx"]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,9 @@ def test_a_loss_is_traced_in_the_dtype_in_which_steps_call_it():
         inputs={"x": jax.ShapeDtypeStruct((2, 3), "float32")},
         cast=("x",),
     )
-    assert fingerprint_functions(model, compute_dtype=jnp.bfloat16).keys() == {"model"}
+    assert fingerprint_functions(
+        Config(), model, compute_dtype=jnp.bfloat16
+    ).keys() == {"model"}
     assert traced == [("bfloat16", "int32", "bfloat16")]
 
 

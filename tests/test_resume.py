@@ -3,15 +3,25 @@
 import json
 import logging
 import shutil
+import sys
 
+import jax
 import numpy as np
 import optax
 import pytest
 
 from tests.support import small_run, squares
+from zjax.config import pacing
+from zjax.config.convert import to_mapping
 from zjax.data import prepare
 from zjax.errors import DataError
-from zjax.resume import changes
+from zjax.models.build import make_model
+from zjax.resume import (
+    changes,
+    fingerprint_functions,
+    report_changes,
+    report_functions,
+)
 
 LOST = (
     "so its samples are not these; restore that setting or that data, or start a new "
@@ -107,6 +117,77 @@ def test_every_setting_that_differs_is_told_with_both_values(saved, caplog):
     with caplog.at_level(logging.WARNING, logger="absl"):
         resume(saved, saved / "a")
     assert settings_told(caplog) == []
+
+
+BEFORE = "num_steps=1000", "data.length=1024"
+LTD = "random_ltd.form=span"
+
+
+@pytest.mark.parametrize(
+    ("saved", "other", "lines"),
+    [
+        pytest.param(
+            (), (LTD,), ["random_ltd.form: 'none' -> 'span'"], id="random-ltd-on"
+        ),
+        pytest.param(
+            (LTD,), (), ["random_ltd.form: 'span' -> 'none'"], id="random-ltd-off"
+        ),
+        pytest.param(
+            (LTD,),
+            (LTD, "random_ltd.pacing.start=256"),
+            ["random_ltd.pacing.start: 128 -> 256"],
+            id="random-ltd-pacing",
+        ),
+        pytest.param(
+            (),
+            ("layer_drop.theta=0.5",),
+            ["layer_drop.theta: 1.0 -> 0.5"],
+            id="layer-drop-on",
+        ),
+        pytest.param(
+            ("layer_drop.theta=0.5",),
+            ("layer_drop.theta=0.7", "layer_drop.gamma=0.1"),
+            ["layer_drop.theta: 0.5 -> 0.7", "layer_drop.gamma: 0.0 -> 0.1"],
+            id="layer-drop",
+        ),
+        pytest.param(
+            ("sequence_warmup.form=window",),
+            ("sequence_warmup.form=window", "sequence_warmup.pacing.num_steps=500"),
+            ["sequence_warmup.pacing.num_steps: 1000 -> 500"],
+            id="window-pacing",
+        ),
+    ],
+)
+def test_other_schedules_of_the_same_samples_are_told(caplog, saved, other, lines):
+    """As any setting that changes what steps compute, and not what they read."""
+    before, after = (small_run.make_config("x", *BEFORE, *x) for x in (saved, other))
+    extra = {"config": to_mapping(before), "jax": jax.__version__}
+    with caplog.at_level(logging.WARNING, logger="absl"):
+        report_changes(extra, after, 7)
+    head = "settings that differ from step 7:"
+    assert settings_told(caplog) == ["\n".join([head, *(f"  {x}" for x in lines)])]
+
+
+def grow_by_hand(step):
+    return 8 + step // 2
+
+
+def test_the_function_of_a_schedule_that_was_changed_is_told(caplog, monkeypatch):
+    """Its name is the same: fails if its values are not compared."""
+    custom = ".pacing.kind=custom", f".pacing.function={__name__}:grow_by_hand"
+    settings = ("sequence_warmup.form=window", "sequence_warmup.pacing.num_steps=8")
+    settings += tuple(f"sequence_warmup{x}" for x in custom)
+    config = small_run.make_config("x", *settings)
+    model, dtype = make_model(config), np.float32
+    before = fingerprint_functions(config, model, compute_dtype=dtype)
+    monkeypatch.setattr(sys.modules[__name__], "grow_by_hand", lambda step: 8 + step)
+    pacing._call_each.cache_clear()
+    after = fingerprint_functions(config, model, compute_dtype=dtype)
+    with caplog.at_level(logging.WARNING, logger="absl"):
+        report_functions({"functions": before, "jax": jax.__version__}, after)
+    told = "sequence_warmup.pacing.function: the computation differs from the saved run"
+    assert caplog.messages[-1] == told
+    pacing._call_each.cache_clear()
 
 
 def test_another_jax_is_told():

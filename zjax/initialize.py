@@ -76,7 +76,10 @@ class Run:
         """Fingerprints of the user's functions, which no setting describes."""
         with dtype_promotion():
             return fingerprint_functions(
-                self.model, self.tx, compute_dtype=compute_dtype(self.plan)
+                self.config,
+                self.model,
+                self.tx,
+                compute_dtype=compute_dtype(self.plan),
             )
 
     @property

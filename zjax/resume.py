@@ -1,6 +1,7 @@
 """Where a run starts, and how it differs from the saved run."""
 
 import functools
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,9 @@ from absl import logging
 
 from zjax.checkpoint.store import Store
 from zjax.config.differences import Difference, differences
-from zjax.config.schema import Config
+from zjax.config.pacing import make_pacing
+from zjax.config.schema import Config, Pacing
+from zjax.config.step_pacings import used_pacings
 from zjax.errors import CheckpointError, Problem
 from zjax.fingerprint import fingerprint
 from zjax.optim.precision import cast_floating
@@ -79,23 +82,30 @@ def changes(saved: Mapping[str, Any], config: Config) -> list[Difference]:
 
 
 def fingerprint_functions(
-    model: Model, tx: Any = None, *, compute_dtype: Any
+    config: Config, model: Model, tx: Any = None, *, compute_dtype: Any
 ) -> dict[str, str]:
     """Fingerprints of the user's code, which no setting describes.
 
     Args:
+        config: Read for the functions of the pacings that the steps follow.
         model: The model; its loss is traced if `inputs` is set.
         tx: Optax gradient transformation of the user, or None.
         compute_dtype: Dtype in which a step calls the loss.
 
     Returns:
-        Fingerprints under `model` and `tx`, for what can be traced.
+        Fingerprints under `model` and `tx`, for what can be traced, and under the
+        settings that name functions.
     """
+    pacings = {
+        f"{field}.function": _fingerprint_pacing(pacing)
+        for field, pacing in used_pacings(config)
+        if pacing.kind == "custom"
+    }
     if model.inputs is None and tx is None:
-        return {}
+        return pacings
     key = abstract_key()
     params, state = jax.eval_shape(model.init, key)
-    fingerprints = {}
+    fingerprints = pacings
     if model.inputs is not None:
         used = jax.eval_shape(lambda x: cast_floating(x, compute_dtype), params)
         batch = jax.eval_shape(
@@ -107,6 +117,11 @@ def fingerprint_functions(
             functools.partial(_init_and_update, tx), params
         )
     return fingerprints
+
+
+def _fingerprint_pacing(settings: Pacing) -> str:
+    pacing = make_pacing(settings)
+    return hashlib.sha256(repr(pacing).encode()).hexdigest()
 
 
 def _init_and_update(tx: Any, params: Params) -> Any:

@@ -115,7 +115,7 @@ class Trainer:
                 restore=self._restore(start) if start else None,
             )
             self._functions = fingerprint_functions(
-                model, tx, compute_dtype=compute_dtype(self.run.plan)
+                self.config, model, tx, compute_dtype=compute_dtype(self.run.plan)
             )
         self.state: TrainState = self.run.state
         self.loader = self._make_loader()

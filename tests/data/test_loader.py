@@ -14,8 +14,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.reference import sampling
-from zjax.config import schema
+from zjax.config import load_config, schema
 from zjax.data import loader, packing, prepare, source
+from zjax.data.metric_index import index_path, write_index
 from zjax.errors import ConfigError, DataError
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -109,6 +110,61 @@ def test_another_order_cannot_be_resumed():
         "seed=4 was 3 in the saved run, so its samples are not these; restore that "
         "setting or that data, or start a new run"
     )
+
+
+LOST = (
+    "so its samples are not these; restore that setting or that data, or start a new "
+    "run"
+)
+
+
+def with_order(name):
+    """A run whose batches are cut, ordered or bucketed."""
+    pacing = {"start": 8, "multiple": 8}
+    settings = {
+        "none": {},
+        "warm-up": {"sequence_warmup": {"form": "truncate", "pacing": pacing}},
+        "curriculum": {
+            "curriculum": {"metrics": ({"index": "voc.index", "difficulty": "value"},)}
+        },
+        "buckets": {"buckets": {"form": "cut", "shortest": 8}},
+    }
+    return load_config(make_config(), settings[name])
+
+
+@pytest.fixture
+def voc(token_directory):
+    config = make_config()
+    rows = source.open_rows(config, "train")
+    digest, path = source.digest_samples(config, rows), index_path("", "voc")
+    write_index(path, "voc", np.arange(float(len(rows))), digest)
+
+
+@pytest.mark.parametrize(
+    ("saved", "other", "field", "before", "after"),
+    [
+        ("none", "warm-up", "sequence_warmup.form", "none", "truncate"),
+        ("none", "curriculum", "curriculum.metrics", [], ["voc"]),
+        ("none", "buckets", "buckets.form", "none", "cut"),
+    ],
+)
+@pytest.mark.parametrize("switched_on", [True, False], ids=["on", "off"])
+def test_another_order_is_refused_by_the_name_of_what_is_switched(
+    voc, saved, other, field, before, after, switched_on
+):
+    """Fails if it is taken, or named by settings that a run without it lacks."""
+    names, values = [saved, other], [before, after]
+    if not switched_on:
+        names.reverse()
+        values.reverse()
+    one, two = (loader.make_loader(with_order(x), make_shardings(1)) for x in names)
+    with pytest.raises(DataError) as error:
+        two.set_state(json.loads(json.dumps(one.state())))
+    lines = [x for x in str(error.value).splitlines() if not x.startswith("num_rows")]
+    lines = [line for line in lines if not line.startswith("data.digest")]
+    assert lines == [
+        f"{field}={values[1]!r} was {values[0]!r} in the saved run, {LOST}"
+    ]
 
 
 @pytest.mark.parametrize("name", ["num_rows", "data.digest", "data.tokenizer"])

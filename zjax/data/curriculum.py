@@ -166,7 +166,8 @@ class Curriculum:
             )
         size = config.global_batch_size
         self.sampler = CurriculumSampler(config.seed, clusters, size)
-        self.position: dict[str, Any] = {}
+        names = [difficulty.index.metric for difficulty in self._difficulties]
+        self.position: dict[str, Any] = {"curriculum.metrics": names}
         """Values that determine the order, compared at resume."""
         for number, metric in enumerate(metrics):
             field, index = metric_field(number), self._difficulties[number].index

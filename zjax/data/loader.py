@@ -121,6 +121,9 @@ class Loader:
             problem, remedy = "is not a data position", "start from another checkpoint"
             raise DataError(Problem("data/step", step, problem, remedy))
         saved = {name: x for name, x in state.items() if name not in ("step", "drawn")}
+        changed = [n for n in sorted(saved) if self._position.get(n) != saved[n]]
+        # What is switched off has no settings: it suffices to say that it is off.
+        known = [name for name in changed if name in self._position] or changed
         problems = [
             Problem(
                 name,
@@ -128,8 +131,7 @@ class Loader:
                 f"was {saved[name]!r} in the saved run, so its samples are not these",
                 "restore that setting or that data, or start a new run",
             )
-            for name in sorted(saved)
-            if self._position.get(name) != saved[name]
+            for name in known
         ]
         if problems:
             raise DataError(*problems)
@@ -182,7 +184,9 @@ def make_loader(
             buckets,
             config,
             shardings,
-            position=buckets.position | source.row_settings(config),
+            position=source.row_settings(config)
+            | source.order_settings(config)
+            | buckets.position,
             values_at=buckets.values,
             shapes_after=buckets.shapes,
             description=buckets.describe(),
@@ -191,7 +195,7 @@ def make_loader(
         )
     rows = source.open_rows(config, "train")
     position = _row_position(rows, config)
-    position |= source.row_settings(config) | source.warmup_settings(config)
+    position |= source.row_settings(config) | source.order_settings(config)
     order: Order = sampler.Sampler(config.seed, len(rows), config.global_batch_size)
     values_at = _no_values
     if config.curriculum.metrics:

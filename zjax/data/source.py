@@ -85,21 +85,26 @@ def row_settings(config: schema.Config) -> dict[str, Any]:
     return settings
 
 
-def warmup_settings(config: schema.Config) -> dict[str, Any]:
-    """Settings by path that determine how many tokens of its rows each step reads.
+def order_settings(config: schema.Config) -> dict[str, Any]:
+    """Settings by path that determine which tokens each step reads, of these rows.
+
+    They name what is switched off, too, so that a run that continues with it is told.
 
     Example:
-        >>> warmup_settings(schema.Config())
-        {'sequence_warmup.form': 'none'}
+        >>> order_settings(schema.Config())
+        {'buckets.form': 'none', 'curriculum.metrics': [], \
+'sequence_warmup.form': 'none'}
     """
+    off = {"buckets.form": "none", "curriculum.metrics": []}
+    off |= {"sequence_warmup.form": "none"}
     warmup = config.sequence_warmup
     if warmup.form not in CUTS:
-        return {"sequence_warmup.form": "none"}
+        return off
     read = settings_read("sequence_warmup.pacing", warmup.pacing)
     if warmup.form == "reshape":
         rows = [rows for rows, _ in make_shapes(config).values()]
         read["sequence_warmup rows"] = rows
-    return {"sequence_warmup.form": warmup.form} | read
+    return off | {"sequence_warmup.form": warmup.form} | read
 
 
 def digest_samples(config: schema.Config, rows: packing.Rows) -> str:
