@@ -126,11 +126,14 @@ def train(run, seed):
 
 
 def tokens_to(loss, losses):
-    """Tokens at which losses first reach one, interpolated; None if they never do."""
+    """Tokens at which losses first reach one, interpolated; None if they never do.
+
+    A loss that is not a number is never reached, and reaches nothing.
+    """
     before = None
     for tokens, value in losses.items():
         if value <= loss:
-            if before is None or before[1] <= value:
+            if before is None or not before[1] > value:
                 return tokens
             share = (before[1] - loss) / (before[1] - value)
             return before[0] + share * (tokens - before[0])
@@ -157,7 +160,7 @@ def measure(num_seeds, text, directory, overrides):
     plot(losses, directory / "curves.png")
     shares = {method: shares_of(losses, method) for method in METHODS}
     reached = {method: found for method, found in shares.items() if None not in found}
-    del reached[BASELINE]
+    reached.pop(BASELINE, None)
     if not reached:
         raise SystemExit(f"no curriculum reaches the loss of the others: {shares}")
     best = min(reached, key=lambda method: statistics.median(reached[method]))
@@ -174,12 +177,21 @@ def measure(num_seeds, text, directory, overrides):
 
 def shares_of(losses, method):
     """Tokens to the final loss of shuffled samples over theirs, seed by seed."""
-    shares = []
-    for own, shuffled in zip(losses[method], losses[BASELINE], strict=True):
-        tokens, final = [*shuffled.items()][-1]
-        found = tokens_to(final, own)
-        shares.append(None if found is None else found / tokens)
-    return shares
+    return [
+        share_of(own, shuffled)
+        for own, shuffled in zip(losses[method], losses[BASELINE], strict=True)
+    ]
+
+
+def share_of(own, other):
+    """Where a curve first reaches the final loss of another, over where that does.
+
+    Both by `tokens_to`: the other may have been there before its end. None if one of
+    them never is, as where the final loss is not a number.
+    """
+    final = [*other.values()][-1]
+    found, needed = tokens_to(final, own), tokens_to(final, other)
+    return None if found is None or needed is None else found / needed
 
 
 def plot(losses, path):

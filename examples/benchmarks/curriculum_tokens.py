@@ -31,7 +31,8 @@ def get_contest():
         (case,),
         headline="Curriculum: tokens to the loss of shuffled samples",
         higher_is_better=False,
-        notes="seed by seed, interpolated between 40 evaluations; metrics are rarity "
+        notes="seed by seed, both where they first reach the final loss of shuffled "
+        "samples, interpolated between 40 evaluations; metrics are rarity "
         "of the vocabulary, compression ratio, truncated and reshaped sequences, and "
         "rarity with truncation; all samples are drawn after 40 % of the steps",
         by_devices=False,

@@ -10,7 +10,8 @@ from zjax.bench import Case, Contest, Contestant, Row
 
 NAME = "zjax"
 NOTES = (
-    "seed by seed, interpolated between 40 evaluations; schedules end at 40 % of the "
+    "seed by seed, both where they first reach the final loss of plain training, "
+    "interpolated between 40 evaluations; schedules end at 40 % of the "
 )
 NOTES += "steps; seconds without compilation and evaluation"
 

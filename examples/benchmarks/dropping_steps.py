@@ -1,7 +1,8 @@
 """Steps that drop tokens or layers, over steps of all tokens in all layers.
 
-Kept tokens grow linearly from none to all in a run; the mean of its steps is that at
-the middles of its four quarters. All kinds of steps take turns, in several rounds.
+Kept tokens grow as `kept_schedule` says; the mean step of a run is that at the middles
+of the four quarters of the growing part, and whole ones after it. All kinds of steps
+take turns, in several rounds.
 
 python examples/benchmarks/dropping_steps.py --num_layers=24 --embed_size=1024
     --num_heads=16 --vocab_size=50304 --length=2048 --microbatch_size=8
@@ -14,22 +15,17 @@ import call_timing
 import jax
 import numpy as np
 import timing
+from kept_schedule import kept_tokens, mean_of_run
 from shape import Shape, make_parser, shape_of
 
 import zjax
 from zjax.typing import DROPPING, Dropping
 
-QUARTERS = 4
 ROUNDS, STEPS_PER_ROUND = 5, 8
 LAYER_DROP_STEPS = 24
 """Steps of a round that draw their layers: the more, the less the draws of a round
 differ from their mean."""
 FORMS = {"layerwise": False, "span": True}
-
-
-def kept_tokens(length: int) -> list[int]:
-    """Sizes of subsets at the middle of each quarter of a run."""
-    return [length * (2 * i + 1) // (2 * QUARTERS) for i in range(QUARTERS)]
 
 
 def make_run(shape: Shape, **more):
@@ -94,7 +90,7 @@ def measure(shape: Shape):
     found = {
         form: timing.spread(
             [
-                statistics.mean(each[form, n] for n in sizes) / each["whole", 0]
+                mean_of_run([each[form, n] for n in sizes], each["whole", 0])
                 for each in rounds
             ]
         )

@@ -187,13 +187,16 @@ def compare(records, seeds):
 
 
 def speedups(runs, plain):
-    """Seconds of plain runs over those to their final loss, by seed; 0 if never."""
-    ratios = []
-    for run, other in zip(runs, plain, strict=True):
-        curve = dict(zip(run["seconds"], (x for _, x in run["losses"]), strict=True))
-        seconds = curriculum_quality.tokens_to(other["losses"][-1][1], curve)
-        ratios.append(other["seconds"][-1] / seconds if seconds else 0.0)
-    return ratios
+    """Seconds of plain runs to their final loss over those of others; 0 if never."""
+
+    def curve(run):
+        return dict(zip(run["seconds"], (x for _, x in run["losses"]), strict=True))
+
+    shares = [
+        curriculum_quality.share_of(curve(run), curve(other))
+        for run, other in zip(runs, plain, strict=True)
+    ]
+    return [1 / share if share else 0.0 for share in shares]
 
 
 def plot(records, path):

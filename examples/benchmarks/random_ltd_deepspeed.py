@@ -1,6 +1,7 @@
 """DeepSpeed's random-LTD: steps that drop tokens over its own steps of all tokens.
 
-The sizes of subsets are those of `dropping_steps.py`. Blocks compile for each size.
+The sizes of subsets and their weights are those of `dropping_steps.py`. Blocks compile
+for each size.
 
 python -m torch.distributed.run --nproc_per_node=1
     examples/benchmarks/random_ltd_deepspeed.py --num_layers=24 --embed_size=1024
@@ -17,16 +18,11 @@ import timing
 import torch
 import torch_gpt
 from deepspeed.runtime.data_pipeline.data_routing.helper import convert_to_random_ltd
+from kept_schedule import kept_tokens, mean_of_run
 from shape import Shape, shape_of
 
-QUARTERS = 4
 ROUNDS, STEPS_PER_ROUND = 5, 8
 ADAM = {"lr": 1e-4, "weight_decay": 0.1, "betas": (0.9, 0.95)}
-
-
-def kept_tokens(length: int) -> list[int]:
-    """Sizes of subsets at the middle of each quarter of a run, as of ours."""
-    return [length * (2 * i + 1) // (2 * QUARTERS) for i in range(QUARTERS)]
 
 
 def make_settings(shape: Shape) -> dict:
@@ -107,7 +103,7 @@ def main() -> None:
             rounds.append(seconds)
     rounds = rounds[1:]  # the first one compiles
     ratios = [
-        statistics.mean(each[n] for n in sizes) / each[shape.length] for each in rounds
+        mean_of_run([each[n] for n in sizes], each[shape.length]) for each in rounds
     ]
     medians = {n: statistics.median(each[n] for each in rounds) for n in rounds[0]}
     call_timing.print_result(

@@ -1,8 +1,8 @@
 """What dropped tokens cost: validation losses over those of runs that drop none.
 
 Runs of a seed have equal batches, learning rates and initial weights. Kept tokens grow
-over 70 % of the steps, as in the paper (arXiv:2211.11586). Each finished run is a line
-of `<directory>/runs.jsonl`, and is not run again.
+as `kept_schedule` says. Each finished run is a line of `<directory>/runs.jsonl`, and is
+not run again.
 
 python examples/benchmarks/random_ltd_quality.py [--methods=plain,layerwise,span]
     [--seeds=0,1,2] [--directory=runs/random_ltd_quality] [setting=value ...]
@@ -14,6 +14,7 @@ import call_timing
 import jax
 import package_text
 import quality_records
+from kept_schedule import END
 from method_quality import train_missing
 
 import zjax
@@ -36,8 +37,6 @@ SETTINGS = {
     "optimizer": {"peak_learning_rate": 6e-4, "num_warmup_steps": 200, "b2": 0.99},
     "evaluation": {"num_batches": 16},
 }
-END = 0.7
-"""Share of the steps that drop tokens."""
 PLAIN = "plain"
 METHODS = {PLAIN: {}} | {
     form: {"random_ltd.form": form} for form in ("layerwise", "span")

@@ -75,8 +75,8 @@ def test_curricula_are_measured(measure, tmp_path):
     found = measure(
         "curriculum_quality", *flags, "evaluation.num_batches=1", change=change
     )
-    assert found["best"] == "voc" and found["shares"]["shuffled"] == [0.1]
-    assert found[metric_of("curriculum_tokens")]["median"] == 0.1
+    assert found["best"] == "voc" and found["shares"]["shuffled"] == [1.0]
+    assert found[metric_of("curriculum_tokens")]["median"] == 1.0
     assert (directory / "curves.png").exists()
 
 
@@ -108,3 +108,52 @@ def test_tokens_to_a_loss_are_interpolated(measure):
     assert tokens_to(6.0, losses) == 100
     assert tokens_to(3.75, losses) == 350
     assert tokens_to(2.0, losses) is None
+    assert tokens_to(float("nan"), losses) is None
+    assert tokens_to(4.5, {100: float("nan"), 200: 4.0}) == 200
+
+
+LOSSES = {100: 5.0, 200: 3.9, 300: 4.1, 400: 4.0}
+"""The final loss is reached before the end."""
+
+
+def test_a_run_needs_as_many_tokens_as_itself(measure):
+    """Fails if one side ends at its first crossing, and the other with the run."""
+    module = load("curriculum_quality")
+    losses = {"shuffled": [LOSSES], "voc": [LOSSES]}
+    assert module.shares_of(losses, "voc") == [1.0]
+    run = {"losses": [*LOSSES.items()], "seconds": [*LOSSES]}
+    assert load("efficiency_quality").speedups([run], [run]) == [1.0]
+
+
+def test_losses_that_are_no_number_reach_nothing(measure):
+    module = load("curriculum_quality")
+    nan = {100: float("nan"), 200: float("nan")}
+    losses = {"shuffled": [LOSSES, nan], "voc": [nan, LOSSES]}
+    assert module.shares_of(losses, "voc") == [None, None]
+    lost, run = (
+        {"losses": [*each.items()], "seconds": [*each]} for each in (nan, LOSSES)
+    )
+    speedups = load("efficiency_quality").speedups
+    assert speedups([run, lost], [lost, run]) == [0.0, 0.0]
+
+
+def test_curricula_whose_losses_are_no_number_end_with_a_message(
+    measure, tmp_path, monkeypatch
+):
+    """Not with a KeyError; nothing is trained here."""
+
+    def change(module):
+        monkeypatch.setattr(module, "train", lambda run, seed: {8: float("nan")})
+        monkeypatch.setattr(module.zjax, "make_run", lambda *parts: None)
+        monkeypatch.setattr(module, "plot", lambda *parts: None)
+        monkeypatch.setattr(module, "METRICS", ("voc",))
+        kept = {name: module.METHODS[name] for name in ("shuffled", "seqtru")}
+        monkeypatch.setattr(module, "METHODS", kept)
+
+    flags = f"--directory={tmp_path / 'runs'}", "--seeds=1", "num_steps=10"
+    with pytest.raises(SystemExit) as error:
+        measure("curriculum_quality", *flags, change=change)
+    assert str(error.value) == (
+        "no curriculum reaches the loss of the others: {'shuffled': [None], 'seqtru': "
+        "[None]}"
+    )

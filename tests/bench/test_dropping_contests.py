@@ -7,6 +7,7 @@ import pytest
 
 from tests.support.benchmarks import FOLDER, load
 from zjax.bench.contest import load_contest
+from zjax.config.dropping import make_dropping
 
 SIZES = ("num_layers=3", "embed_size=16", "num_heads=2", "vocab_size=61", "length=16")
 
@@ -20,7 +21,8 @@ def metrics_of(row):
 def test_steps_are_measured(monkeypatch, capsys):
     monkeypatch.syspath_prepend(FOLDER)
     module = load("dropping_steps")
-    small = {"QUARTERS": 1, "ROUNDS": 2, "STEPS_PER_ROUND": 2, "LAYER_DROP_STEPS": 2}
+    small = {"ROUNDS": 2, "STEPS_PER_ROUND": 2, "LAYER_DROP_STEPS": 2}
+    monkeypatch.setattr(module, "kept_tokens", lambda length: [length // 2])
     for name, value in small.items():
         monkeypatch.setattr(module, name, value)
     words = [f"--{word}" for word in (*SIZES, "microbatch_size=2")]
@@ -33,15 +35,17 @@ def test_steps_are_measured(monkeypatch, capsys):
     assert found["layerwise"]["n"] == 2
 
 
-def test_sizes_have_the_mean_of_a_linear_schedule(monkeypatch):
-    """Half of all tokens, on both sides alike."""
+def test_the_mean_step_is_that_of_the_runs_of_quality(monkeypatch):
+    """Fails if one drops tokens longer, or its sizes have another mean."""
     monkeypatch.syspath_prepend(FOLDER)
-    sizes = load("dropping_steps").kept_tokens(2048)
-    assert sizes == [256, 768, 1280, 1792] and sum(sizes) == 4 * 1024
-    assert (
-        "return [length * (2 * i + 1) // (2 * QUARTERS) for i in range(QUARTERS)]"
-        in (FOLDER / "random_ltd_deepspeed.py").read_text()
-    )
+    schedule, quality = load("kept_schedule"), load("random_ltd_quality")
+    config = quality.make_config("layerwise", "data.path=x")
+    kept, length = make_dropping(config), config.data.length
+    steps = range(1, config.num_steps + 1)
+    share = sum(kept.num_kept(step) for step in steps) / len(steps) / length
+    sizes = schedule.kept_tokens(2048)
+    assert sizes == [256, 768, 1280, 1792]
+    assert schedule.mean_of_run(sizes, 2048) == pytest.approx(share, abs=1e-3)
 
 
 def test_losses_are_compared_seed_by_seed(monkeypatch):
