@@ -119,6 +119,12 @@ CASES = [
         id="no-index",
     ),
     case(
+        "curriculum.metrics=({'index': 'a/voc.index'}, {'index': 'b/voc.index'})",
+        f"curriculum.metrics[1].index='b/voc.index' has the name of {FIELD}.index; "
+        "give each index once, in files of different names",
+        id="twice",
+    ),
+    case(
         with_metric(index="x", pacing={"num_steps": 1001}),
         f"{FIELD}.pacing.num_steps=1001 is beyond num_steps=1000; use at most 1000",
         id="beyond-the-run",

@@ -35,6 +35,7 @@ from zjax.optim.build import make_optimizer, without_clipping
 from zjax.optim.precision import describe_precision
 from zjax.optim.programs import programs_at
 from zjax.optim.schedules import make_schedule
+from zjax.processes.agreement import check_same_data
 from zjax.processes.lock import hold
 from zjax.resume import (
     check_newest,
@@ -72,6 +73,7 @@ class Trainer:
         PlanError: Arrays or an optimizer that cannot be placed.
         DataError: Data that is missing or malformed.
         CheckpointError: A checkpoint that cannot be read.
+        ProcessError: Processes of the run differ in their settings or their data.
     """
 
     def __init__(
@@ -391,7 +393,9 @@ class Trainer:
         shardings = self.run.batch_placement
         if self._batches is not None:
             return data.wrap_batches(self._batches, self.config, shardings)
-        return data.make_loader(self.config, shardings)
+        loader = data.make_loader(self.config, shardings)
+        check_same_data(loader.state())
+        return loader
 
     def _rows_per_step(self) -> int:
         return self.config.global_batch_size if self._is_language_model else 0

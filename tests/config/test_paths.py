@@ -9,7 +9,7 @@ from zjax.checkpoint.weights import load_weights
 from zjax.config import base, load_config, schema
 from zjax.config.convert import to_mapping
 from zjax.config.gin import from_gin
-from zjax.config.paths import OPTIONAL, SETTINGS, local_path
+from zjax.config.paths import CHECKED_LATER, OPTIONAL, SETTINGS, local_path
 from zjax.data.prepare import prepare
 from zjax.data.tokenizer import load_tokenizer
 from zjax.errors import ConfigError, ZjaxError
@@ -26,6 +26,8 @@ def home(tmp_path, monkeypatch):
 def names_of(section, path=""):
     for field in dataclasses.fields(section):
         name, value = f"{path}{field.name}", getattr(section, field.name)
+        if name == "curriculum.metrics":
+            value = schema.CurriculumMetric()
         if dataclasses.is_dataclass(value):
             yield from names_of(value, f"{name}.")
         else:
@@ -34,12 +36,26 @@ def names_of(section, path=""):
 
 def test_no_setting_that_is_a_path_is_left_out():
     """Fails where a new setting has the name of one."""
-    words = ("path", "directory", "file", "folder", "init_from", "teacher")
+    words = ("path", "directory", "file", "folder", "init_from", "teacher", "index")
     found = {name for name in names_of(schema.Config()) if name.endswith(words)}
     assert found | {"zero.nvme_paths"} == {*SETTINGS}
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_home_is_expanded_in_the_index_of_a_metric(home):
+    metrics = ({"index": "~/a"}, {"index": "b"})
+    found = load_config({"curriculum": {"metrics": metrics}}).curriculum.metrics
+    assert [metric.index for metric in found] == [f"{home}/a", "b"]
+    with pytest.raises(ConfigError) as error:
+        load_config({"curriculum": {"metrics": ({"index": "gs://b/a"},)}})
+    assert str(error.value) == (
+        "curriculum.metrics[0].index='gs://b/a' is not a path of a file system; give "
+        "one on a disk, or where the bucket is mounted"
+    )
+
+
+@pytest.mark.parametrize(
+    "setting", [name for name in SETTINGS if name not in CHECKED_LATER]
+)
 def test_a_home_is_expanded_in_every_setting(setting, home):
     section, _, name = setting.rpartition(".")
     many = setting == "zero.nvme_paths"

@@ -1,5 +1,7 @@
 """The curriculum against a sampler of lists, and what is refused before training."""
 
+import pickle
+
 import numpy as np
 import pytest
 
@@ -171,6 +173,32 @@ def test_difficulties_that_do_not_fit_the_index_are_refused(index, settings, mes
     with pytest.raises(ConfigError) as error:
         open_with(**settings)
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize("names", [("voc",), ("voc", "seqreo")])
+def test_worker_processes_get_the_files_and_not_the_samples(index, names):
+    """Fails if an index is written into what each of them reads, or another is read."""
+    difficulties = []
+    for name in names:
+        path, values = metric_index.index_path("", name), np.tile(VALUES[name], 50)
+        metric_index.write_index(path, name, values, "abcd")
+        opened = metric_index.open_index(path, "abcd")
+        pacing = grow(10, 40, 12)
+        difficulties.append(curriculum.Difficulty(opened, pacing, is_percentile=False))
+    batches = curriculum.CurriculumSampler(
+        SEED, curriculum.Clusters(difficulties), SIZE
+    )
+    sent = pickle.dumps(batches)
+    assert len(sent) < 8 * 50 * SAMPLES / 4
+    for step in (0, 5, 19):
+        found = pickle.loads(sent).indices(step)
+        np.testing.assert_array_equal(found, batches.indices(step))
+    metric_index.write_index(index, "voc", VALUES["voc"], "abcd")
+    with pytest.raises(DataError) as error:
+        pickle.loads(sent)
+    assert str(error.value) == (
+        "index='voc.index' was replaced while the run started; start the run again"
+    )
 
 
 def cut(path):

@@ -1,10 +1,13 @@
 """What changes from step to step in a run, as a table and a picture before it."""
 
 import matplotlib.image
+import numpy as np
 import pytest
 
 from zjax.budget.report import report_plan
 from zjax.config import load_config
+from zjax.data.curriculum import Curriculum
+from zjax.data.metric_index import write_index
 from zjax.observe.course import describe_course, make_course
 
 SETTINGS = {
@@ -41,6 +44,16 @@ def test_dropped_tokens_and_layers_are_among_them():
     assert list(course)[2:] == ["kept_tokens", "layer_drop_theta"]
     assert [course["kept_tokens"](step) for step in (1, 500, 1_000)] == [128, 256, 384]
     assert [course["layer_drop_theta"](step) for step in (1, 100)] == [1.0, 0.5]
+
+
+def test_difficulties_have_the_names_of_the_metrics(tmp_path):
+    """Fails if a file that was renamed has one name before the run, and one in it."""
+    write_index(tmp_path / "easy.index", "voc", np.arange(200.0), "abcd")
+    pacing = {"start": 5, "num_steps": 400}
+    metric = {"index": str(tmp_path / "easy.index"), "pacing": pacing}
+    config = make_config({"curriculum": {"metrics": (metric,)}})
+    course, opened = make_course(config), Curriculum(config, "abcd")
+    assert {"difficulty_easy": course["difficulty_easy"](200)} == opened.values(200)
 
 
 def test_the_table_fits_a_terminal_and_ends_with_the_run(tmp_path):

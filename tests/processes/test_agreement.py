@@ -1,12 +1,20 @@
 """What must be the same in all processes of a run, and what may differ."""
 
 import dataclasses
+import json
 
 import jax
 import pytest
 
 from zjax.config import schema
-from zjax.processes.agreement import check_agreement, describe_process, disagreements
+from zjax.errors import ProcessError
+from zjax.processes import agreement
+from zjax.processes.agreement import (
+    check_agreement,
+    check_same_data,
+    describe_process,
+    disagreements,
+)
 from zjax.processes.software import source_digest
 
 CONFIG = schema.Config()
@@ -85,6 +93,27 @@ def test_the_digest_follows_the_source(tmp_path, monkeypatch):
         monkeypatch.setattr("zjax.processes.software._SOURCES", ("mine",))
         digests.add(source_digest())
     assert len(digests) == 3
+
+
+def test_another_index_on_a_process_is_named(monkeypatch):
+    """Fails if all draw samples by their own index; paths may differ."""
+    metrics = (schema.CurriculumMetric(index="/mnt/voc.index"),)
+    given = schema.Config(curriculum=schema.Curriculum(metrics=metrics))
+    other = schema.CurriculumMetric(index="/data/voc.index")
+    moved = schema.Config(curriculum=schema.Curriculum(metrics=(other,)))
+    assert told(given, moved) == []
+    field = "curriculum.metrics[0].index"
+    mine, theirs = ({"step": 0, field: f"voc {n}"} for n in ("1f", "2f"))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(
+        agreement, "_gather", lambda text: [text, json.dumps(theirs).encode()]
+    )
+    with pytest.raises(ProcessError) as error:
+        check_same_data(mine)
+    assert str(error.value) == (
+        f"{field}='voc 2f' on process 1 is 'voc 1f' on process 0; make all processes "
+        "the same"
+    )
 
 
 def test_one_process_agrees_with_itself():

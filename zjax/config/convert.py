@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import math
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -161,13 +162,13 @@ def _value(hint: Any, value: Any, field: str, problems: list[Problem]) -> Any:
         _refuse_type(field, value, expected, problems)
     elif hint is float and math.isnan(value):
         problems.append(Problem(field, value, "is not a number", "use a number"))
-    elif field.partition("[")[0] in paths.SETTINGS:
-        return _path(value, field, problems)
+    elif (setting := re.sub(r"\[\d+\]", "", field)) in paths.SETTINGS:
+        return _path(value, field, setting, problems)
     return value
 
 
-def _path(value: str, field: str, problems: list[Problem]) -> str:
-    if not value and field in paths.OPTIONAL:
+def _path(value: str, field: str, setting: str, problems: list[Problem]) -> str:
+    if not value and setting in (*paths.OPTIONAL, *paths.CHECKED_LATER):
         return value
     try:
         return paths.local_path(field, value)

@@ -11,10 +11,14 @@ SETTINGS = (
     "data.path",
     "checkpoint.init_from",
     "distill.teacher",
+    "curriculum.metrics.index",
 )
-"""Settings that are paths."""
+"""Settings that are paths; those of each entry of a tuple are named without its number.
+"""
 OPTIONAL = ("data.path", "checkpoint.init_from", "distill.teacher")
 """Settings among them that may be empty."""
+CHECKED_LATER = ("curriculum.metrics.index",)
+"""Settings among them whose checks name the file that is missing."""
 
 _MAX_NAME, _MAX_PATH = 255, 4_000
 _SCHEME = re.compile(r"\s*[A-Za-z](:/|[A-Za-z0-9+.-]+:)/")

@@ -95,6 +95,16 @@ def open_columns(
         fault = f"cannot be read ({error.strerror or error})"
     if fault:
         raise DataError(Problem(field, str(path), fault, remedy))
+    return map_columns(path, dtypes)
+
+
+def map_columns(path: pathlib.Path, dtypes: Sequence[str]) -> Columns:
+    """Maps a file that `open_columns` found to be whole, without reading it.
+
+    Args:
+        path: Path of the file.
+        dtypes: `<f8` or `<i8`, one per column.
+    """
     _, _, num_columns, num_rows, digest, name, crc = _HEADER.unpack(_read_header(path))
     content = np.memmap(path, "<i8", "r", HEADER_BYTES, (num_columns, num_rows))
     arrays = [row.view(dtype) for row, dtype in zip(content, dtypes, strict=True)]

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from zjax.config import schema
-from zjax.config.curriculum import metric_field
+from zjax.config.curriculum import metric_field, metric_name
 from zjax.config.pacing import Pacing, make_pacing, pacing_problems, settings_read
 from zjax.config.picks import Picks
 from zjax.data.metric_index import Index, open_index
@@ -54,7 +54,7 @@ class Difficulty:
 
 
 class Clusters:
-    """Samples in the order in which they are admitted.
+    """Samples in the order in which they are admitted; pickled as their difficulties.
 
     Args:
         difficulties: One or more; a sample is admitted once all of them admit it.
@@ -75,6 +75,7 @@ class Clusters:
     """First step of each cluster."""
 
     def __init__(self, difficulties: Sequence[Difficulty]):
+        self._difficulties = difficulties
         steps = sorted({step for d in difficulties for step in d.pacing.changes()})
         counts = [[d.num_admitted(step) for step in steps] for d in difficulties]
         if len(difficulties) == 1:
@@ -91,6 +92,9 @@ class Clusters:
         is_new = np.diff(ends, prepend=0) > 0
         self.ends = ends[is_new]
         self.firsts = tuple(np.array(steps)[is_new].tolist())
+
+    def __reduce__(self):
+        return Clusters, (self._difficulties,)
 
 
 class CurriculumSampler:
@@ -152,6 +156,7 @@ class Curriculum:
             _open_difficulty(number, metric, digest, config.num_steps)
             for number, metric in enumerate(metrics)
         ]
+        self._names = [metric_name(metric) for metric in metrics]
         clusters = Clusters(self._difficulties)
         if clusters.firsts[:1] != (1,):
             num, names = (
@@ -180,8 +185,8 @@ class Curriculum:
     def values(self, step: int) -> dict[str, float]:
         """The difficulty of each metric in a step, from 1 on."""
         return {
-            f"difficulty_{difficulty.index.metric}": float(difficulty.pacing.at(step))
-            for difficulty in self._difficulties
+            name: float(difficulty.pacing.at(step))
+            for name, difficulty in zip(self._names, self._difficulties, strict=True)
         }
 
 

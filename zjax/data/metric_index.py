@@ -10,10 +10,12 @@ from jaxtyping import Float64, Int64
 from zjax.data import column_file
 from zjax.errors import DataError, Problem
 
+_DTYPES = "<f8", "<i8"
+
 
 @dataclasses.dataclass(frozen=True)
 class Index:
-    """Samples sorted by the value of a metric; memory-mapped.
+    """Samples sorted by the value of a metric; memory-mapped, and pickled as its file.
 
     Example:
         >>> index = Index("voc", np.array([1.0, 4.0, 4.0]), np.array([2, 0, 1]))
@@ -30,6 +32,13 @@ class Index:
     """Number of the sample of each value; equal values have ascending numbers."""
     checksum: int = 0
     """CRC-32C of both; 0 if they are not read from a file."""
+    path: pathlib.Path | None = None
+    """The file, from which other processes map what they get of it."""
+
+    def __reduce__(self):
+        if self.path is not None:
+            return _map_index, (self.path, self.checksum)
+        return Index, (self.metric, self.values, self.samples)
 
     def num_admitted(self, difficulty: int | float) -> int:
         """Counts the samples whose value is at most `difficulty`: a prefix."""
@@ -106,11 +115,27 @@ def open_index(
             dataset.
     """
     remedy = "run `zjax data analyze` on this dataset"
-    dtypes = ("<f8", "<i8")
     opened = column_file.open_columns(
-        pathlib.Path(path), dtypes, field=field, remedy=remedy
+        pathlib.Path(path), _DTYPES, field=field, remedy=remedy
     )
     if opened.digest != digest:
         problem = f"belongs to dataset {opened.digest}, but this one is {digest}"
         raise DataError(Problem(field, str(path), problem, remedy))
-    return Index(opened.name, *opened.arrays, checksum=opened.checksum)
+    return _index_of(pathlib.Path(path), opened)
+
+
+def _map_index(path: pathlib.Path, checksum: int) -> Index:
+    """Maps an index that was found to be whole, in another process.
+
+    Raises:
+        DataError: The file is another by now.
+    """
+    mapped = column_file.map_columns(path, _DTYPES)
+    if mapped.checksum != checksum:
+        problem, remedy = "was replaced while the run started", "start the run again"
+        raise DataError(Problem("index", str(path), problem, remedy))
+    return _index_of(path, mapped)
+
+
+def _index_of(path: pathlib.Path, columns: column_file.Columns) -> Index:
+    return Index(columns.name, *columns.arrays, checksum=columns.checksum, path=path)

@@ -2,11 +2,11 @@
 
 import functools
 import os
-import pathlib
 from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from zjax.config.curriculum import metric_name
 from zjax.config.dropping import dropping_values, make_dropping
 from zjax.config.lengths import CUTS, make_lengths, make_tokens
 from zjax.config.pacing import make_pacing
@@ -61,8 +61,8 @@ def _difficulties(config: Config) -> Course:
     course: dict[str, Callable[[int], float]] = {}
     for metric in config.curriculum.metrics:
         if metric.pacing.end:  # else that of the index, which needs the data
-            pacing, name = make_pacing(metric.pacing), pathlib.Path(metric.index).stem
-            course[f"difficulty_{name}"] = lambda step, at=pacing.at: float(at(step))
+            at = make_pacing(metric.pacing).at
+            course[metric_name(metric)] = lambda step, at=at: float(at(step))
     return course
 
 

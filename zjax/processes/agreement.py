@@ -30,8 +30,8 @@ LOCAL = (
     "processes.coordinator",
     "processes.process_id",
 )
-"""Settings that may differ between processes: paths, since hosts mount disks at
-different places, and the process id and coordinator address."""
+"""Settings that may differ between processes: paths, also those of indexes, since hosts
+mount disks at different places, and the process id and coordinator address."""
 _JAX_OPTIONS = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
@@ -54,10 +54,28 @@ def check_agreement(config: Config) -> None:
             values.
     """
     if jax.process_count() > 1:
-        texts = _gather(json.dumps(describe_process(config), sort_keys=True).encode())
-        problems = disagreements([json.loads(text) for text in texts])
-        if problems:
-            raise ProcessError(*problems)
+        _compare(describe_process(config))
+
+
+def check_same_data(position: Mapping[str, Any]) -> None:
+    """Refuses to train with processes that read other data, or in another order.
+
+    A collective call; all processes raise the same error.
+
+    Args:
+        position: What determines the data, as `zjax.data.loader.Loader.state`.
+
+    Raises:
+        ProcessError: Names what differs, such as the checksum of an index.
+    """
+    if jax.process_count() > 1:
+        _compare(position)
+
+
+def _compare(described: Mapping[str, Any]) -> None:
+    texts = _gather(json.dumps(described, sort_keys=True).encode())
+    if problems := disagreements([json.loads(text) for text in texts]):
+        raise ProcessError(*problems)
 
 
 def describe_process(config: Config) -> dict[str, Any]:
@@ -69,6 +87,8 @@ def describe_process(config: Config) -> dict[str, Any]:
         for inner in sections:
             section = section[inner]
         del section[name]
+    for metric in settings["curriculum"]["metrics"]:
+        del metric["index"]
     options = {name: getattr(jax.config, name) for name in _JAX_OPTIONS}
     flags = os.environ.get("XLA_FLAGS", "").split()
     return settings | {
