@@ -49,17 +49,21 @@ TWO_REPLICAS = {"mesh": {"replica": 2, "data": -1}}
 LOCAL = TWO_REPLICAS | {
     "communication.num_synchronous_steps": 600,
     "communication.num_local_steps": 10,
-    "communication.outer_learning_rate": 1.4,
-    "communication.outer_momentum": 0.0,
+    "communication.outer_learning_rate": 0.5,
+    "communication.outer_momentum": 0.8,
 }
-"""The root of two makes up for second moments that take noise for size, of which one of
-two replicas sees more; momentum would multiply what is left of the noise. Rounds begin
-where the warm-up of the methods above ends."""
+"""Rounds begin where the warm-up of the methods above ends."""
 STREAMED = LOCAL | {
     "communication.codec": "int4",
     "communication.num_fragments": 4,
     "communication.delay": 1,
     "communication.mixing": 0.5,
+}
+MULOCO = {
+    "optimizer.name": "muon",
+    "communication.codec": "int2",
+    "communication.outer_learning_rate": 0.7,
+    "communication.outer_momentum": 0.5,
 }
 ZEROPP = TWO_REPLICAS | {
     "zero.stage": 3,
@@ -76,7 +80,7 @@ METHODS = {
     "diloco": LOCAL,
     "streaming_diloco": STREAMED,
     "muon": {"optimizer.name": "muon"},
-    "muloco": LOCAL | {"optimizer.name": "muon", "communication.codec": "int2"},
+    "muloco": LOCAL | MULOCO,
     "lamb": {"optimizer.name": "lamb"} | LAMB,
     "onebit_lamb": {"optimizer.name": "onebit_lamb"} | LAMB | FREEZE,
     "zeropp": ZEROPP,

@@ -203,7 +203,6 @@ UNPUBLISHED = {
     "buckets",
     "curriculum_tokens",
     "data_efficiency",
-    "local_steps_quality",
     "moe_layer_vs_sonic",
     "pld_step",
     "random_ltd_quality",
