@@ -159,7 +159,11 @@ def measure(num_seeds, text, directory, overrides):
             print(told, file=sys.stderr, flush=True)
     plot(losses, directory / "curves.png")
     shares = {method: shares_of(losses, method) for method in METHODS}
-    reached = {method: found for method, found in shares.items() if None not in found}
+    reached = {
+        method: [*filter(None, found)]
+        for method, found in shares.items()
+        if None not in found
+    }
     reached.pop(BASELINE, None)
     if not reached:
         raise SystemExit(f"no curriculum reaches the loss of the others: {shares}")

@@ -15,6 +15,12 @@ CASES = [
         id="bounds-reversed",
     ),
     case(
+        f"{LTD};random_ltd.pacing.end=512",
+        "random_ltd.pacing.end=512 is below data.length=1024: no step would be whole; "
+        "end with 1024, or set data.length=512",
+        id="ends-below",
+    ),
+    case(
         f"{LTD};random_ltd.pacing.num_steps=1001",
         "random_ltd.pacing.num_steps=1001 is beyond num_steps=1000; use at most 1000",
         id="beyond-the-run",

@@ -23,6 +23,18 @@ CASES = [
         id="without-effect",
     ),
     case(
+        f"sequence_warmup.form=window;{FIELD}.end=512",
+        f"{FIELD}.end=512 is below data.length=1024: no step would be whole; end with "
+        "1024, or set data.length=512",
+        id="ends-below",
+    ),
+    case(
+        f"{DISCRETE};{FIELD}.values=(64, 512);{FIELD}.last_steps=(9,)",
+        f"{FIELD}.values=(64, 512) ends with 512, below data.length=1024: no step "
+        "would be whole; end with 1024, or set data.length=512",
+        id="values-end-below",
+    ),
+    case(
         DISCRETE,
         f"{FIELD}.values=() is empty for kind='discrete'; name each value",
         id="no-values",

@@ -5,7 +5,13 @@ import dataclasses
 from collections.abc import Iterator
 
 from zjax.config import axes, schema, sequence
-from zjax.config.pacing import Pacing, hold, make_pacing, pacing_problems
+from zjax.config.pacing import (
+    Pacing,
+    hold,
+    make_pacing,
+    pacing_problems,
+    whole_problems,
+)
 from zjax.errors import Problem
 
 CUTS = ("truncate", "reshape")
@@ -171,7 +177,10 @@ def token_problems(
         config: Read for `data.length` and `num_steps`.
     """
     longest = "data.length", config.data.length
-    return pacing_problems(field, pacing, num_steps=config.num_steps, longest=longest)
+    found = [
+        *pacing_problems(field, pacing, num_steps=config.num_steps, longest=longest)
+    ]
+    yield from found or whole_problems(field, pacing, longest)
 
 
 def _window_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:

@@ -257,6 +257,25 @@ def pacing_problems(
         yield Problem(f"{field}.{name}", getattr(settings, name), problem, remedy)
 
 
+def whole_problems(
+    field: str, settings: schema.Pacing, longest: tuple[str, int]
+) -> Iterator[Problem]:
+    """Yields a problem if the last value is not that of a step without the pacing.
+
+    Args:
+        field: Its path.
+        settings: Settings without other problems.
+        longest: Name and value of the setting that the last value must equal.
+    """
+    name = {"discrete": "values", "custom": "function"}.get(settings.kind, "end")
+    last = settings.end if name == "end" else make_pacing(settings).end
+    if last < longest[1]:
+        ends = "is" if name == "end" else f"ends with {last},"
+        problem = f"{ends} below {longest[0]}={longest[1]}: no step would be whole"
+        remedy = f"end with {longest[1]}, or set {longest[0]}={last}"
+        yield Problem(f"{field}.{name}", getattr(settings, name), problem, remedy)
+
+
 def _unread(field: str, settings: schema.Pacing) -> Iterator[Problem]:
     default = schema.Pacing()
     for name in dict.fromkeys(itertools.chain(*FIELDS_OF_KIND.values())):
