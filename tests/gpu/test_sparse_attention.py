@@ -15,6 +15,7 @@ from zjax_kernels.sparse import (
     Dense,
     Fixed,
     LocalSlidingWindow,
+    limit_window,
     make_plan,
     sparse_attention,
 )
@@ -106,6 +107,21 @@ def test_all_masks_at_once(size):
     found = run(plan, inputs, d_out, segment_ids=segments, key_mask=key_mask)
     mask = mask_of(layout, segments, key_mask) & near
     assert_close(found, inputs, d_out, mask)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_window_that_grows_is_its_mask(size):
+    """Fails if a kernel starts at a wrong chunk, or masks a token too many or few."""
+    layout = BigBird(HEADS, 64, attention="unidirectional").layout(LENGTH)
+    plan = make_plan(layout, num_kv_heads=2, head_size=size)
+    *inputs, d_out, _ = make_inputs(
+        layout, num_kv_heads=2, head_size=size, dtype=jnp.bfloat16
+    )
+    rows = np.arange(LENGTH)
+    for window in (1, 100, 640):
+        found = run(limit_window(plan, window), inputs, d_out)
+        mask = mask_of(layout) & (rows[:, None] - rows < window)
+        assert_close(found, inputs, d_out, mask)
 
 
 def test_long_rows_are_cut_and_two_runs_are_the_same():
