@@ -103,6 +103,17 @@ def test_another_warm_up_does_not_continue_a_run(tmp_path, whole):
     )
 
 
+def test_given_batches_end_no_pacing_by_tokens(tmp_path):
+    ended = "sequence_warmup.form=window", "sequence_warmup.pacing.num_tokens=900"
+    sizes = "sequence_warmup.pacing.start=4", "sequence_warmup.pacing.multiple=4"
+    with pytest.raises(ConfigError) as error:
+        small_run.make_trainer(tmp_path, *ended, *sizes, batches=[])
+    assert str(error.value) == (
+        "sequence_warmup.pacing.num_tokens=900 does not count the tokens of given "
+        "batches; leave it at 0"
+    )
+
+
 def test_longer_sequences_are_compiled_ahead(tmp_path, capsys, monkeypatch):
     """Each once; fails if a step compiles, or does not find what was compiled."""
     small_run.fit(tmp_path / "a", *WARMUP)

@@ -19,6 +19,7 @@ from zjax.config.convert import to_mapping
 from zjax.config.lengths import CUTS, end_by_tokens
 from zjax.config.load import load_config
 from zjax.config.schema import Config
+from zjax.config.step_pacings import used_pacings
 from zjax.data.loader import Loader
 from zjax.errors import ConfigError, DataError, Problem
 from zjax.initialize import adopt_optimizer, make_run
@@ -445,6 +446,14 @@ def _mismatches(model: Any, batches: Any, config: Config) -> list[Problem]:
     if batches is not None and config.num_tokens:
         problem, remedy = "does not count the tokens of given batches", "leave it at 0"
         problems.append(Problem("num_tokens", config.num_tokens, problem, remedy))
+    for field, pacing in used_pacings(config) if batches is not None else ():
+        if pacing.num_tokens:
+            problem, remedy = (
+                "does not count the tokens of given batches",
+                "leave it at 0",
+            )
+            field = f"{field}.num_tokens"
+            problems.append(Problem(field, pacing.num_tokens, problem, remedy))
     if batches is not None and config.buckets.form != "none":
         problem, remedy = "does not cut given batches", "leave it at 'none'"
         form = config.buckets.form

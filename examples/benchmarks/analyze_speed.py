@@ -50,7 +50,8 @@ def measure(text, num_rounds):
     return {
         "two_over_one": timing.spread([each[2] / each[1] for each in rounds]),
         "samples_per_second": {
-            number: timing.spread([each[number] for each in rounds]) for number in (1, 2)
+            number: timing.spread([each[number] for each in rounds])
+            for number in (1, 2)
         },
     }
 

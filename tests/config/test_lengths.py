@@ -4,7 +4,13 @@ import pytest
 
 from tests.support.refusals import case, refusal
 from zjax.config import schema
-from zjax.config.lengths import end_by_tokens, make_lengths, make_windows
+from zjax.config.dropping import make_dropping
+from zjax.config.lengths import (
+    end_by_tokens,
+    make_lengths,
+    make_tokens,
+    make_windows,
+)
 
 FIELD = "sequence_warmup.pacing"
 BASE = "sequence_warmup.form=truncate;num_steps=2000"
@@ -69,6 +75,32 @@ CASES = [
         id="tokens-beyond-the-run",
     ),
     case(
+        f"{WINDOW};{FIELD}.num_tokens=9000;{FIELD}.num_steps=9",
+        f"{FIELD}.num_steps=9 ends it, too, besides {FIELD}.num_tokens=9000; leave out "
+        "one",
+        id="steps-and-tokens",
+    ),
+    case(
+        f"{WINDOW};{FIELD}.num_tokens=3276801;num_steps=100",
+        f"{FIELD}.num_tokens=3276801 is not reached in num_steps=100; use less, or "
+        "raise num_steps",
+        id="pacing-tokens-beyond-the-run",
+    ),
+    case(
+        "random_ltd.form=span;random_ltd.pacing.num_tokens=32768001",
+        "random_ltd.pacing.num_tokens=32768001 is not reached in num_steps=1000; use "
+        "less, or raise num_steps",
+        id="kept-tokens-beyond-the-run",
+    ),
+    case(
+        f"{WINDOW};{FIELD}.kind=custom;{FIELD}.function=math:gcd;{FIELD}.num_tokens=9",
+        f"{FIELD}.num_tokens=9 has no effect with {FIELD}.kind='custom'; leave it at "
+        f"0, or set {FIELD}.kind to 'linear' or 'root'\n"
+        f"{FIELD}.function='math:gcd' gives 0 at step 0; return an int of 1 or more "
+        "that never falls",
+        id="tokens-of-a-function",
+    ),
+    case(
         f"{WINDOW};{FIELD}.multiple=48",
         f"{FIELD}.multiple=48 does not divide {FIELD}.start=64; use a divisor\n"
         f"{FIELD}.multiple=48 does not divide data.length=1024; use a divisor",
@@ -97,6 +129,28 @@ def test_what_does_not_fit_is_refused(overrides, num_devices, message):
 def test_without_warm_up_all_sequences_are_whole():
     lengths = make_lengths(schema.Config(data=schema.Data(length=96)))
     assert lengths.changes() == {1: 96} and lengths.sum_until(5) == 480
+
+
+TOKENS = 200_000
+"""Reached in step 7 of 32 x 1,024 tokens."""
+
+
+@pytest.mark.parametrize("form", ["none", "window", "truncate", "reshape"])
+def test_tokens_end_a_pacing_at_the_step_that_reaches_them(form):
+    """Of kept tokens and of lengths, on which the tokens depend; fails for steps."""
+    pacing = schema.Pacing(num_tokens=TOKENS)
+    config = schema.Config(
+        sequence_warmup=schema.SequenceWarmup(form=form, pacing=pacing),
+        random_ltd=schema.RandomLTD(form="span", pacing=pacing),
+    )
+    tokens, end = make_tokens(config), make_dropping(config).kept.num_steps
+    assert tokens.sum_until(end - 1) < TOKENS <= tokens.sum_until(end)
+    if form == "none":
+        assert end == 7
+    else:
+        grown = make_lengths(config) if form != "window" else make_windows(config)
+        assert grown.num_steps == end
+        assert (end == 7) == (form == "window")
 
 
 def test_windows_leave_sequences_whole():

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from zjax.config import axes, schema, sequence
-from zjax.config.lengths import CUTS, token_problems
+from zjax.config.lengths import CUTS, in_steps, token_problems
 from zjax.config.pacing import Pacing, hold, make_pacing
 from zjax.config.picks import Picks
 from zjax.errors import Problem
@@ -46,7 +46,7 @@ def num_open_buckets(config: schema.Config) -> Pacing:
     settings, lengths = config.buckets, bucket_lengths(config)
     if settings.order != "pacing":
         return hold(len(lengths))
-    pacing = make_pacing(settings.pacing)
+    pacing = make_pacing(in_steps(config, settings.pacing))
     numbers = [sum(length <= value for length in lengths) for value in pacing.values]
     is_new = [i for i in range(len(numbers)) if i == 0 or numbers[i] > numbers[i - 1]]
     firsts = tuple(pacing.firsts[i] for i in is_new)

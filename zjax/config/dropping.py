@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from zjax.config import axes, mixture, schema
 from zjax.config.layers import cannot_unroll
 from zjax.config.lengths import (
+    in_steps,
     make_lengths,
     make_shapes,
     shape_problems,
@@ -98,7 +99,7 @@ def make_dropping(config: schema.Config) -> DroppingSchedule:
     given, lengths = config.random_ltd, make_lengths(config)
     kept = hold(config.data.length)
     if given.form != "none":
-        kept = make_pacing(given.pacing)
+        kept = make_pacing(in_steps(config, given.pacing))
     gamma = config.layer_drop.gamma or 100 / config.num_steps
     firsts, shapes = zip(*make_shapes(config).items(), strict=True)
     rows = Pacing((0, *firsts[1:]), tuple(number for number, _ in shapes))

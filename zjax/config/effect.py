@@ -145,6 +145,7 @@ def user_model_problems(config: schema.Config) -> Iterator[Problem]:
         "sequence_warmup.form",
         "curriculum.metrics",
         "buckets.form",
+        "random_ltd.pacing.num_tokens",
     ):
         value, default = _value_and_default(config, setting)
         if value != default:

@@ -2,9 +2,10 @@
 
 import bisect
 import dataclasses
+import functools
 from collections.abc import Iterator
 
-from zjax.config import axes, schema, sequence
+from zjax.config import axes, derived, schema, sequence
 from zjax.config.pacing import (
     Pacing,
     hold,
@@ -12,6 +13,7 @@ from zjax.config.pacing import (
     pacing_problems,
     whole_problems,
 )
+from zjax.config.step_pacings import used_pacings
 from zjax.errors import Problem
 
 CUTS = ("truncate", "reshape")
@@ -35,7 +37,7 @@ def make_lengths(config: schema.Config) -> Pacing:
     """
     if config.sequence_warmup.form not in CUTS:
         return hold(config.data.length)
-    return make_pacing(config.sequence_warmup.pacing)
+    return make_pacing(in_steps(config, config.sequence_warmup.pacing))
 
 
 def make_windows(config: schema.Config) -> Pacing:
@@ -55,7 +57,7 @@ def make_windows(config: schema.Config) -> Pacing:
     """
     if config.sequence_warmup.form != "window":
         return hold(config.data.length)
-    return make_pacing(config.sequence_warmup.pacing)
+    return make_pacing(in_steps(config, config.sequence_warmup.pacing))
 
 
 def reshaped_rows(length: int, full: int, num_rows: int, unit: int) -> int:
@@ -100,6 +102,42 @@ def make_tokens(config: schema.Config) -> Pacing:
     return Pacing((0, *firsts[1:]), tuple(rows * length for rows, length in shapes))
 
 
+@functools.lru_cache
+def in_steps(config: schema.Config, pacing: schema.Pacing) -> schema.Pacing:
+    """A pacing that ends at the step that reaches its `num_tokens`, if it has any.
+
+    Args:
+        config: Read for the tokens of its steps; without a batch size, which is derived
+            when a run starts, the pacing stays as it is.
+        pacing: A pacing of `config`.
+
+    Returns:
+        The pacing without `num_tokens`; its `num_steps` are more than those of the run
+        where that does not reach them.
+
+    Example:
+        >>> pacing = schema.Pacing(num_tokens=100_000)  # 32 rows of 1,024 in a step
+        >>> in_steps(schema.Config(), pacing).num_steps
+        4
+    """
+    if not pacing.num_tokens or not config.global_batch_size:
+        return pacing
+    warmup = config.sequence_warmup
+
+    def ended(step: int) -> schema.Pacing:
+        return dataclasses.replace(pacing, num_steps=step, num_tokens=0)
+
+    def consumed_by_itself(step: int) -> int:
+        trial = dataclasses.replace(warmup, pacing=ended(max(1, step)))
+        trial = dataclasses.replace(config, sequence_warmup=trial)
+        return make_tokens(trial).sum_until(step)
+
+    makes_tokens = warmup.form in CUTS and pacing == warmup.pacing
+    consumed = consumed_by_itself if makes_tokens else make_tokens(config).sum_until
+    steps = range(config.num_steps + 1)
+    return ended(bisect.bisect_left(steps, pacing.num_tokens, key=consumed))
+
+
 def end_by_tokens(config: schema.Config) -> schema.Config:
     """Settings whose `num_steps` are those that consume `num_tokens`.
 
@@ -133,6 +171,27 @@ def end_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
             problem = f"is above the {consumed:,} of num_steps={config.num_steps}"
             remedy = "raise num_steps, or leave it at 0"
             yield Problem("num_tokens", config.num_tokens, problem, remedy)
+
+
+def token_end_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Yields pacings that end by steps and by tokens, or by more than those of the run.
+
+    Args:
+        config: Settings in their ranges.
+        num_devices: Devices of the run.
+    """
+    is_known = not any(_pacing_problems(config))
+    for field, pacing in used_pacings(config):
+        if not pacing.num_tokens or pacing.kind not in ("linear", "root"):
+            continue
+        num_steps, usual = pacing.num_steps, schema.Pacing().num_steps
+        if num_steps != usual and not derived.is_derived(num_steps):
+            problem = f"ends it, too, besides {field}.num_tokens={pacing.num_tokens}"
+            yield Problem(f"{field}.num_steps", num_steps, problem, "leave out one")
+        elif is_known and in_steps(config, pacing).num_steps > config.num_steps:
+            problem = f"is not reached in num_steps={config.num_steps}"
+            remedy = "use less, or raise num_steps"
+            yield Problem(f"{field}.num_tokens", pacing.num_tokens, problem, remedy)
 
 
 def batch_unit(config: schema.Config) -> int:

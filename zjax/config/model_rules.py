@@ -211,6 +211,13 @@ MODEL_RULES: tuple[Entry, ...] = (
         ("data", "model", "mesh", "num_steps", "random_ltd", "layer_drop"),
         dropping.model_dropping_problems,
     ),
+    (
+        (
+            *("data", "num_steps", "global_batch_size", "sequence_warmup"),
+            *("curriculum", "buckets", "random_ltd"),
+        ),
+        lengths.token_end_problems,
+    ),
     (("model",), _vocabulary),
 )
 """Rules of the built-in models alone."""

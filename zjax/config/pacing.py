@@ -12,8 +12,8 @@ from zjax.config.functions import Fault, find_function, is_function_name
 from zjax.errors import ConfigError, Problem
 
 FIELDS_OF_KIND = {
-    "linear": ("start", "end", "num_steps", "multiple"),
-    "root": ("start", "end", "num_steps", "multiple", "degree"),
+    "linear": ("start", "end", "num_steps", "num_tokens", "multiple"),
+    "root": ("start", "end", "num_steps", "num_tokens", "multiple", "degree"),
     "discrete": ("values", "last_steps"),
     "custom": ("num_steps", "function"),
 }
@@ -164,7 +164,8 @@ def make_pacing(settings: schema.Pacing) -> Pacing:
     """The pacing that settings describe.
 
     Args:
-        settings: Checked by `pacing_problems`; `end` is more than 0.
+        settings: Checked by `pacing_problems`; `end` is more than 0. Their `num_tokens`
+            are steps by now, see `zjax.config.lengths.in_steps`.
 
     Raises:
         ConfigError: The user's function is missing, fails, or falls.
@@ -202,7 +203,7 @@ def settings_read(field: str, settings: schema.Pacing) -> dict[str, Any]:
     Example:
         >>> settings_read("pacing", schema.Pacing(start=8, end=64, multiple=8))
         {'pacing.kind': 'linear', 'pacing.start': 8, 'pacing.end': 64, \
-'pacing.num_steps': 1000, 'pacing.multiple': 8}
+'pacing.num_steps': 1000, 'pacing.num_tokens': 0, 'pacing.multiple': 8}
     """
     read = {"kind": settings.kind} | {
         name: getattr(settings, name) for name in FIELDS_OF_KIND[settings.kind]
@@ -246,7 +247,7 @@ def pacing_problems(
         case _:
             yield from _growth_problems(field, settings, longest)
             last_step, name, values = settings.num_steps, "num_steps", ()
-    if last_step > num_steps:
+    if last_step > num_steps and not settings.num_tokens:
         problem, most = f"is beyond num_steps={num_steps}", f"use at most {num_steps}"
         remedy = f"end before step {num_steps}" if name == "last_steps" else most
         yield Problem(f"{field}.{name}", getattr(settings, name), problem, remedy)

@@ -124,6 +124,7 @@ RANGES: dict[type, dict[str, Range]] = {
         "start": _from(0, MAX_VALUE),
         "end": _from(0, MAX_VALUE),
         "num_steps": _from(1),
+        "num_tokens": _from(0),
         "multiple": _from(0, MAX_VALUE),
         "degree": _from(1, 64),
     },

@@ -472,6 +472,9 @@ class Pacing:
     """Last value; 0 takes `data.length`, 100 percent, or the largest difficulty."""
     num_steps: int = 1_000
     """First step of the last value."""
+    num_tokens: int = 0
+    """Consumed tokens that end the growth in place of `num_steps`: the step that
+    reaches them is the first of the last value. 0 counts steps."""
     multiple: int = 0
     """Values are multiples of it; 0 takes 64 tokens, or 1."""
     degree: int = 2

@@ -21,6 +21,7 @@ from jaxtyping import Int64
 
 from zjax.config import schema
 from zjax.config.curriculum import metric_field, metric_name
+from zjax.config.lengths import in_steps
 from zjax.config.pacing import Pacing, make_pacing, pacing_problems, settings_read
 from zjax.config.picks import Picks
 from zjax.data.metric_index import Index, open_index
@@ -153,7 +154,7 @@ class Curriculum:
     def __init__(self, config: schema.Config, digest: str):
         metrics = config.curriculum.metrics
         self._difficulties = [
-            _open_difficulty(number, metric, digest, config.num_steps)
+            _open_difficulty(number, metric, digest, config)
             for number, metric in enumerate(metrics)
         ]
         self._names = [metric_name(metric) for metric in metrics]
@@ -191,7 +192,7 @@ class Curriculum:
 
 
 def _open_difficulty(
-    number: int, metric: schema.CurriculumMetric, digest: str, num_steps: int
+    number: int, metric: schema.CurriculumMetric, digest: str, config: schema.Config
 ) -> Difficulty:
     field = metric_field(number)
     index = open_index(metric.index, digest, field=f"{field}.index")
@@ -201,7 +202,8 @@ def _open_difficulty(
             problem = f"holds {value} as a value of {index.metric}"
             remedy = "measure finite numbers, by `zjax data analyze`"
             raise DataError(Problem(f"{field}.index", metric.index, problem, remedy))
-    pacing, is_percentile = metric.pacing, metric.difficulty == "percentile"
+    pacing = in_steps(config, metric.pacing)
+    is_percentile = metric.difficulty == "percentile"
     grows = pacing.kind in ("linear", "root")
     if grows and not is_percentile and pacing.end == 0:
         largest = math.ceil(ends[1] / pacing.multiple) * pacing.multiple
@@ -209,7 +211,7 @@ def _open_difficulty(
         problems = pacing_problems(
             f"{field}.pacing",
             pacing,
-            num_steps=num_steps,
+            num_steps=config.num_steps,
             longest=(f"the largest {index.metric}", largest),
         )
         if found := list(problems):

@@ -8,7 +8,7 @@ import numpy as np
 
 from zjax.config.curriculum import metric_name
 from zjax.config.dropping import dropping_values, make_dropping
-from zjax.config.lengths import CUTS, make_lengths, make_tokens
+from zjax.config.lengths import CUTS, in_steps, make_lengths, make_tokens
 from zjax.config.pacing import make_pacing
 from zjax.config.schema import Config
 from zjax.config.step_values import make_step_values
@@ -61,7 +61,7 @@ def _difficulties(config: Config) -> Course:
     course: dict[str, Callable[[int], float]] = {}
     for metric in config.curriculum.metrics:
         if metric.pacing.end:  # else that of the index, which needs the data
-            at = make_pacing(metric.pacing).at
+            at = make_pacing(in_steps(config, metric.pacing)).at
             course[metric_name(metric)] = lambda step, at=at: float(at(step))
     return course
 
