@@ -35,7 +35,6 @@ def get_contest():
             "zero2_6p7b",
             "GPT 6.7B: ZeRO-2 is faster than DeepSpeed's.",
             compare_speed(OURS[:1], ("DeepSpeed ZeRO-2 compiled",), 1.08, 1.2),
-            headline="GPT 6.7B: ZeRO-2 over DeepSpeed",
         ),
         Row(
             "zero3_6p7b",

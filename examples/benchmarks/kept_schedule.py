@@ -1,10 +1,9 @@
 """The schedule of kept tokens that contests of random-LTD share, for time and quality.
 
-They grow linearly from few to all over the first steps, as in the paper
-(arXiv:2211.11586, 70 % of the steps); later steps are whole.
+They grow linearly from few to all (arXiv:2211.11586); the last steps are whole.
 """
 
-END = 0.7
+END = 0.85
 """Share of the steps that drop tokens."""
 QUARTERS = 4
 """Sizes that stand for those of the growing part."""

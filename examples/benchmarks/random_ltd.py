@@ -8,6 +8,7 @@ zjax bench --contest=examples/benchmarks/random_ltd.py
 """
 
 from contestants import on_one_device, size_flags
+from kept_schedule import END
 from shape import Shape
 
 from zjax.bench import Case, Contest, Row
@@ -26,8 +27,8 @@ COMPILED = {
     "DeepSpeed random-LTD compiled": "blocks_and_loss",
 }
 SCHEDULE = (
-    "the mean step of a run: kept tokens grow linearly over 70 % of the steps, as in "
-    "the paper (four sizes, of 256 to 1792 of 2048 tokens), and the others are whole; "
+    f"the mean step of a run: kept tokens grow linearly over {END:.0%} of the steps "
+    "(four sizes, of 256 to 1792 of 2048 tokens), and the others are whole; "
     "the runs whose validation losses are compared have this schedule, too"
 )
 STEP = {"layerwise": (0.75, 0.6), "span": (0.70, 0.56)}
@@ -111,7 +112,7 @@ def _quality():
         cases,
         higher_is_better=False,
         notes="validation losses at equal steps, seed by seed; kept tokens grow "
-        "linearly over 70 % of the steps, as for the time of a step",
+        "linearly as for the time of a step",
         by_devices=False,
     )
 
