@@ -10,9 +10,8 @@ python examples/benchmarks/efficiency_quality.py [--methods=plain,window]
 """
 
 import dataclasses
+import functools
 import pathlib
-import sys
-import time
 
 import call_timing
 import curriculum_quality
@@ -22,11 +21,11 @@ import numpy as np
 import package_text
 import quality_records
 import timing
+from quality_training import Method, make_run, train_missing
 
 import zjax
 from zjax.compiler import use_program_cache
 from zjax.config.dropping import make_dropping
-from zjax.data import find_evaluation
 from zjax.data.metric_index import index_path
 from zjax.data.store import digest_tokenizer
 
@@ -81,57 +80,25 @@ def make_config(method, directory, *more):
     return zjax.load_config(config, changes)
 
 
-class Run:
-    """A method, compiled before its time counts."""
+def make_method(config):
+    """A method whose lengths are all compiled; a window needs no more than one."""
+    method = Method(make_run(config), NUM_POINTS)
+    run = method.run
+    # A schedule of kept tokens knows the lengths, too.
+    for first in make_dropping(config).firsts():
+        state = method.start(0)
+        done = jax.device_put(np.int32(first - 1), state.step.sharding)
+        state = dataclasses.replace(state, step=done)
+        with zjax.make_loader(
+            run.config, run.batch_placement, start_step=first - 1, num_batches=1
+        ) as batches:
+            run.step(state, next(batches))
+    return method
 
-    def __init__(self, config):
-        model = zjax.make_model(config)
-        tx = zjax.make_optimizer(config, model)
-        self.run = zjax.make_run(config, model, tx)
-        # A schedule of kept tokens knows the lengths, too.
-        for first in make_dropping(config).firsts():
-            state = self.start(0)
-            done = jax.device_put(np.int32(first - 1), state.step.sharding)
-            state = dataclasses.replace(state, step=done)
-            with self.batches(self.run.config, first - 1, 1) as batches:
-                self.run.step(state, next(batches))
 
-    def start(self, seed):
-        config, run = dataclasses.replace(self.run.config, seed=seed), self.run
-        tx = zjax.make_optimizer(config, run.model)
-        return zjax.init_state(jax.random.key(seed), run.model, tx, run.plan, config)
-
-    def batches(self, config, start_step, number):
-        place = self.run.batch_placement
-        return zjax.make_loader(
-            config, place, start_step=start_step, num_batches=number
-        )
-
-    def train(self, seed):
-        """Validation losses by step, seconds of training until then, unstable steps."""
-        run, state = self.run, self.start(seed)
-        config = dataclasses.replace(run.config, seed=seed)
-        held_out = find_evaluation(config, run.batch_placement)
-        every = max(1, config.num_steps // NUM_POINTS)
-        losses, seconds, trained, spent = {}, [], [], 0.0
-        with self.batches(config, 0, config.num_steps) as batches:
-            start = time.perf_counter()
-            for step, batch in enumerate(batches, start=1):
-                state, metrics = run.step(state, batch)
-                trained.append(metrics["loss"])
-                if step % every == 0 or step == config.num_steps:
-                    jax.block_until_ready(state.step)
-                    spent += time.perf_counter() - start
-                    found = held_out.mean(lambda x, at=state: run.evaluate(at, x))
-                    losses[step] = found["eval_loss"]
-                    seconds.append(spent)
-                    start = time.perf_counter()
-        unstable = count_unstable(np.array(jax.device_get(trained)))
-        return {"losses": losses, "seconds": seconds, "unstable": unstable}
-
-    @property
-    def num_programs(self):
-        return self.run.step.programs["train"]._cache_size()
+def describe(method, losses):
+    programs = method.run.step.programs["train"]._cache_size()
+    return {"unstable": count_unstable(losses), "programs": programs}
 
 
 def count_unstable(losses):
@@ -140,28 +107,9 @@ def count_unstable(losses):
     return int((~(losses[1:] <= RATIO * least)).sum())
 
 
-def train_missing(methods, seeds, records, directory, settings):
-    """Trains what has no record yet: all seeds of a method with one compilation."""
-    for method in methods:
-        known = records.read()
-        missing = [seed for seed in seeds if (method, seed) not in known]
-        run = Run(make_config(method, directory, *settings)) if missing else None
-        for seed in missing:
-            found = run.train(seed)
-            records.write(method, seed, num_programs=run.num_programs, **found)
-            final = [*found["losses"].values()][-1]
-            told = f"{method}, seed {seed}: {final:.4f}, {found['unstable']} unstable"
-            print(f"{told}, {found['seconds'][-1]:.0f} s", file=sys.stderr, flush=True)
-
-
 def compare(records, seeds):
     """Results by name, of the runs that there are."""
-    known = records.read()
-
-    def of(method):
-        runs = [known.get((method, seed)) for seed in seeds]
-        return None if None in runs else runs
-
+    of = functools.partial(records.read_all, seeds=seeds)
     found = {}
     if plain := of("plain"):
         times = {name: speedups(runs, plain) for name in METHODS if (runs := of(name))}
@@ -181,21 +129,14 @@ def compare(records, seeds):
             ratios = [run["unstable"] / max(1, other) for run, other in pairs]
             found["unstable_over_warm"] = timing.spread(ratios)
     if window := of("window"):
-        programs = [run["num_programs"] for run in window]
+        programs = [run["programs"] for run in window]
         found["window_programs"] = timing.spread(programs)
     return found
 
 
 def speedups(runs, plain):
     """Seconds of plain runs to their final loss over those of others; 0 if never."""
-
-    def curve(run):
-        return dict(zip(run["seconds"], (x for _, x in run["losses"]), strict=True))
-
-    shares = [
-        curriculum_quality.share_of(curve(run), curve(other))
-        for run, other in zip(runs, plain, strict=True)
-    ]
+    shares = quality_records.shares(runs, plain, by="seconds")
     return [1 / share if share else 0.0 for share in shares]
 
 
@@ -233,7 +174,13 @@ def main():
     common = [device, digest_tokenizer(str(given.text)), SETTINGS, HOT, SHARE]
     setups = {method: [method, *common, *given.settings] for method in METHODS}
     records = quality_records.Records(given.directory / "runs.jsonl", setups)
-    train_missing(given.methods, given.seeds, records, given.directory, settings)
+    train_missing(
+        given.methods,
+        given.seeds,
+        records,
+        lambda name: make_method(make_config(name, given.directory, *settings)),
+        describe,
+    )
     plot(records.read(), given.directory / "curves.png")
     found = compare(records, given.seeds)
     call_timing.print_result(found, device=device, packages=("jax",))

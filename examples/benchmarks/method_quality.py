@@ -8,19 +8,16 @@ python examples/benchmarks/method_quality.py [--methods=adam,diloco] [--seeds=0,
     [--directory=runs/communication_quality] [setting=value ...]
 """
 
-import dataclasses
 import pathlib
-import sys
-import time
 
 import call_timing
 import jax
 import package_text
 import quality_records
+from quality_training import Method, make_run, train_missing
 
 import zjax
 from zjax.compiler import use_program_cache
-from zjax.data import find_evaluation
 from zjax.data.store import digest_tokenizer
 
 DIRECTORY = pathlib.Path("runs/communication_quality")
@@ -102,51 +99,6 @@ def make_config(method, *more):
     return zjax.load_config(SETTINGS, METHODS[method], *more)
 
 
-def report(text):
-    print(text, file=sys.stderr, flush=True)
-
-
-def make_run(config):
-    model = zjax.make_model(config)
-    return zjax.make_run(config, model, zjax.make_optimizer(config, model))
-
-
-def train(run, seed):
-    """Validation losses by step; the host waits for the devices at these alone."""
-    config = dataclasses.replace(run.config, seed=seed)
-    tx = zjax.make_optimizer(config, run.model)
-    state = zjax.init_state(jax.random.key(seed), run.model, tx, run.plan, config)
-    held_out = find_evaluation(config, run.batch_placement)
-    every = max(1, config.num_steps // NUM_POINTS)
-    losses = {}
-    with zjax.make_loader(
-        config, run.batch_placement, num_batches=config.num_steps
-    ) as batches:
-        for step, batch in enumerate(batches, start=1):
-            state, _ = run.step(state, batch)
-            if step % every == 0 or step == config.num_steps:
-                found = held_out.mean(lambda batch, at=state: run.evaluate(at, batch))
-                losses[step] = found["eval_loss"]
-    return losses
-
-
-def train_missing(methods, seeds, records, settings, make_config=make_config):
-    """Trains what has no record yet: all seeds of a method with one compilation."""
-    for method in methods:
-        known = records.read()
-        missing = [seed for seed in seeds if (method, seed) not in known]
-        if not missing:
-            continue
-        start = time.perf_counter()
-        run = make_run(make_config(method, *settings))
-        for seed in missing:
-            losses = train(run, seed)
-            seconds, start = time.perf_counter() - start, time.perf_counter()
-            records.write(method, seed, losses=losses, seconds=round(seconds, 1))
-            final = list(losses.values())[-1]
-            report(f"{method}, seed {seed}: {final:.4f} after {seconds:.0f} s")
-
-
 def compare(records, seeds):
     return quality_records.compare(records, TWINS, seeds)
 
@@ -170,7 +122,11 @@ def main():
         for method, changes in METHODS.items()
     }
     records = quality_records.Records(given.directory / "runs.jsonl", setups)
-    train_missing(given.methods, given.seeds, records, settings)
+
+    def make_method(name):
+        return Method(make_run(make_config(name, *settings)), NUM_POINTS)
+
+    train_missing(given.methods, given.seeds, records, make_method)
     quality_records.plot(records.read(), TWINS, given.directory / "curves.png")
     found = compare(records, given.seeds)
     call_timing.print_result(

@@ -31,10 +31,16 @@ class Records:
             if record["setup"] == self.setups.get(record["method"])
         }
 
-    def write(self, method, seed, *, losses, seconds, **more):
+    def read_all(self, method, seeds):
+        """Records of a method by seed; None unless all are there."""
+        known = self.read()
+        runs = [known.get((method, seed)) for seed in seeds]
+        return None if None in runs else runs
+
+    def write(self, method, seed, *, losses, **more):
         """Adds a run; `losses` by step."""
         record = {"method": method, "seed": seed, "losses": list(losses.items())}
-        record |= {"seconds": seconds, "setup": self.setups[method]} | more
+        record |= more | {"setup": self.setups[method]}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
@@ -66,6 +72,47 @@ def compare(records, twins, seeds):
             ratios = [final[own] / final[other] for own, other in pairs]
             found[method] = timing.spread(ratios)
     return found
+
+
+def shares(runs, others, *, by):
+    """What runs need to the final losses of others, over what those need, by seed.
+
+    Both reach a loss for the first time: the others may have been there before their
+    end. None where one never is, as where the final loss is not a number.
+
+    Args:
+        runs: Records.
+        others: Records of equal seeds.
+        by: `tokens` or `seconds`.
+    """
+    found = []
+    for run, other in zip(runs, others, strict=True):
+        final = other["losses"][-1][1]
+        own, needed = (reach(final, curve(each, by)) for each in (run, other))
+        found.append(None if own is None or needed is None else own / needed)
+    return found
+
+
+def curve(run, by):
+    """Losses of a record by tokens or by seconds."""
+    losses = (loss for _, loss in run["losses"])
+    return dict(zip(run[by], losses, strict=True))
+
+
+def reach(loss, losses):
+    """Where losses first reach one, interpolated; None if they never do.
+
+    A loss that is not a number is never reached, and reaches nothing.
+    """
+    before = None
+    for place, value in losses.items():
+        if value <= loss:
+            if before is None or not before[1] > value:
+                return place
+            share = (before[1] - loss) / (before[1] - value)
+            return before[0] + share * (place - before[0])
+        before = place, value
+    return None
 
 
 def plot(records, twins, path):

@@ -15,7 +15,7 @@ import jax
 import package_text
 import quality_records
 from kept_schedule import END
-from method_quality import train_missing
+from quality_training import Method, make_run, train_missing
 
 import zjax
 from zjax.compiler import use_program_cache
@@ -37,6 +37,7 @@ SETTINGS = {
     "optimizer": {"peak_learning_rate": 6e-4, "num_warmup_steps": 200, "b2": 0.99},
     "evaluation": {"num_batches": 16},
 }
+NUM_POINTS = 20
 PLAIN = "plain"
 METHODS = {PLAIN: {}} | {
     form: {"random_ltd.form": form} for form in ("layerwise", "span")
@@ -71,7 +72,11 @@ def main():
         for method, changes in METHODS.items()
     }
     records = quality_records.Records(given.directory / "runs.jsonl", setups)
-    train_missing(given.methods, given.seeds, records, settings, make_config)
+
+    def make_method(name):
+        return Method(make_run(make_config(name, *settings)), NUM_POINTS)
+
+    train_missing(given.methods, given.seeds, records, make_method)
     quality_records.plot(records.read(), TWINS, given.directory / "curves.png")
     call_timing.print_result(
         compare(records, given.seeds),

@@ -62,22 +62,22 @@ def test_buckets_and_joined_rows_are_measured(measure):
     assert speed["joined"]["min"] > 0 < speed["buckets"]["min"]
 
 
-def test_curricula_are_measured(measure, tmp_path):
+def test_curricula_are_measured(measure, tmp_path, monkeypatch):
+    """Finished runs are not run again."""
+
     def change(module):
-        some = ("shuffled", "voc")
-        monkeys = {name: module.METHODS[name] for name in some}
-        module.METHODS.clear()
-        module.METHODS.update(monkeys)
-        module.tokens_to = lambda loss, losses: min(losses)
+        first = staticmethod(lambda loss, losses: min(losses))
+        monkeypatch.setattr(module.quality_records, "reach", first)
 
     directory = tmp_path / "runs"
-    flags = (f"--directory={directory}", "--seeds=1", "num_steps=10")
-    found = measure(
-        "curriculum_quality", *flags, "evaluation.num_batches=1", change=change
-    )
-    assert found["best"] == "voc" and found["shares"]["shuffled"] == [1.0]
+    flags = (f"--directory={directory}", "--seeds=0", "num_steps=10")
+    flags += ("--methods=shuffled,voc", "evaluation.num_batches=1")
+    for _ in range(2):
+        found = measure("curriculum_quality", *flags, change=change)
+    assert found["best"] == "voc"
     assert found[metric_of("curriculum_tokens")]["median"] == 1.0
     assert (directory / "curves.png").exists()
+    assert len((directory / "runs.jsonl").read_text().splitlines()) == 2
 
 
 @pytest.mark.slow
@@ -101,59 +101,48 @@ def test_unstable_steps_are_counted(measure):
     assert count(np.array([4.0, 3.0, 3.5, 3.7, 2.0, np.nan, 2.5])) == 3
 
 
-def test_tokens_to_a_loss_are_interpolated(measure):
-    tokens_to = load("curriculum_quality").tokens_to
+def test_where_a_loss_is_reached_is_interpolated(measure):
+    reach = load("quality_records").reach
     losses = {100: 5.0, 200: 4.0, 300: 4.5, 400: 3.0}
-    assert tokens_to(4.5, losses) == 150
-    assert tokens_to(6.0, losses) == 100
-    assert tokens_to(3.75, losses) == 350
-    assert tokens_to(2.0, losses) is None
-    assert tokens_to(float("nan"), losses) is None
-    assert tokens_to(4.5, {100: float("nan"), 200: 4.0}) == 200
+    assert reach(4.5, losses) == 150
+    assert reach(6.0, losses) == 100
+    assert reach(3.75, losses) == 350
+    assert reach(2.0, losses) is None
+    assert reach(float("nan"), losses) is None
+    assert reach(4.5, {100: float("nan"), 200: 4.0}) == 200
 
 
-LOSSES = {100: 5.0, 200: 3.9, 300: 4.1, 400: 4.0}
+def record_of(losses):
+    return {"losses": [*losses.items()], "seconds": [*losses], "tokens": [*losses]}
+
+
+RUN = record_of({100: 5.0, 200: 3.9, 300: 4.1, 400: 4.0})
 """The final loss is reached before the end."""
+NAN = record_of({100: float("nan"), 200: float("nan")})
 
 
-def test_a_run_needs_as_many_tokens_as_itself(measure):
+def test_a_run_needs_as_much_as_itself(measure):
     """Fails if one side ends at its first crossing, and the other with the run."""
-    module = load("curriculum_quality")
-    losses = {"shuffled": [LOSSES], "voc": [LOSSES]}
-    assert module.shares_of(losses, "voc") == [1.0]
-    run = {"losses": [*LOSSES.items()], "seconds": [*LOSSES]}
-    assert load("efficiency_quality").speedups([run], [run]) == [1.0]
+    assert load("quality_records").shares([RUN], [RUN], by="tokens") == [1.0]
+    assert load("efficiency_quality").speedups([RUN], [RUN]) == [1.0]
 
 
 def test_losses_that_are_no_number_reach_nothing(measure):
+    shares = load("quality_records").shares([NAN, RUN], [RUN, NAN], by="tokens")
+    assert shares == [None, None]
+    assert load("efficiency_quality").speedups([RUN, NAN], [NAN, RUN]) == [0.0, 0.0]
+
+
+def test_curricula_whose_losses_are_no_number_end_with_a_message(measure):
+    """Not with a KeyError."""
     module = load("curriculum_quality")
-    nan = {100: float("nan"), 200: float("nan")}
-    losses = {"shuffled": [LOSSES, nan], "voc": [nan, LOSSES]}
-    assert module.shares_of(losses, "voc") == [None, None]
-    lost, run = (
-        {"losses": [*each.items()], "seconds": [*each]} for each in (nan, LOSSES)
-    )
-    speedups = load("efficiency_quality").speedups
-    assert speedups([run, lost], [lost, run]) == [0.0, 0.0]
 
+    class Records:
+        def read_all(self, method, seeds):
+            return {"shuffled": [RUN], "seqtru": [NAN]}.get(method)
 
-def test_curricula_whose_losses_are_no_number_end_with_a_message(
-    measure, tmp_path, monkeypatch
-):
-    """Not with a KeyError; nothing is trained here."""
-
-    def change(module):
-        monkeypatch.setattr(module, "train", lambda run, seed: {8: float("nan")})
-        monkeypatch.setattr(module.zjax, "make_run", lambda *parts: None)
-        monkeypatch.setattr(module, "plot", lambda *parts: None)
-        monkeypatch.setattr(module, "METRICS", ("voc",))
-        kept = {name: module.METHODS[name] for name in ("shuffled", "seqtru")}
-        monkeypatch.setattr(module, "METHODS", kept)
-
-    flags = f"--directory={tmp_path / 'runs'}", "--seeds=1", "num_steps=10"
     with pytest.raises(SystemExit) as error:
-        measure("curriculum_quality", *flags, change=change)
+        module.compare(Records(), [0])
     assert str(error.value) == (
-        "no curriculum reaches the loss of the others: {'shuffled': [None], 'seqtru': "
-        "[None]}"
+        "no curriculum reaches the loss of the others: {'seqtru': [None]}"
     )
