@@ -11,7 +11,9 @@ from tests.support import small_run
 from zjax.dropping import BlockInput, make_inputs, run_block
 from zjax.initialize import make_run
 from zjax.models.build import make_model
+from zjax.offload import blockwise
 from zjax.optim.build import make_optimizer
+from zjax.sharding import plan
 from zjax.typing import Auxiliary, Dropping
 
 SETTINGS = "model.num_layers=4", "layer_drop.theta=0.5", "layer_drop.gamma=0.3"
@@ -74,6 +76,27 @@ def test_values_and_gradients_of_one_draw(is_kept):
         )
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_what_a_block_adds_to_the_loss_is_scaled_and_counts_are_exact(is_kept):
+    """Fails if experts of dropped layers count, or balance others by too little."""
+
+    def counting(params, x, context, given):
+        metrics = {"size": jnp.float32(5)}
+        return x, Auxiliary(jnp.sum(params * x), metrics, {"load": jnp.int32(3)})
+
+    given = BlockInput(None, None, jnp.asarray(is_kept), jnp.float32(0.625))
+
+    def loss(params):
+        _, auxiliary = run_block(counting, params, X, None, given)
+        return 2 * auxiliary.loss, auxiliary
+
+    gradient, auxiliary = jax.grad(loss, has_aux=True)(1.0)
+    assert gradient == pytest.approx(is_kept * 2 * 15 / 0.625)
+    assert auxiliary.loss == pytest.approx(is_kept * 15 / 0.625)
+    assert auxiliary.metrics["size"] == pytest.approx(is_kept * 8)
+    assert auxiliary.totals["load"] == is_kept * 3
+
+
 def test_a_dropped_block_runs_a_branch_without_products():
     """Fails if a block is computed and multiplied by 0, or copies its parameters."""
     given = BlockInput(None, None, jnp.asarray(True), jnp.float32(0.5))
@@ -131,6 +154,45 @@ def test_devices_drop_the_same_layers():
     np.testing.assert_allclose(
         train(2, "mesh.tensor=2", "model.layers_per_scan=2"), wanted, rtol=1e-5
     )
+    experts = "model.moe.num_experts=4", "model.moe.balance_scope=sequence"
+    np.testing.assert_allclose(
+        train(4, "mesh.expert=2", *experts), train(1, *experts), rtol=1e-4
+    )
     assert (
         abs(train(1, "layer_drop.theta=1", "layer_drop.gamma=0")[3] - wanted[3]) > 1e-4
     )
+
+
+HOST = "zero.optimizer_memory=pinned_host", "zero.parameter_memory=pinned_host"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("num_microbatches=2",),
+        (
+            "model.moe.num_experts=4",
+            "model.moe.bias_rate=0.01",
+            "model.remat=full",
+            "model.activation_memory=pinned_host",
+        ),
+    ],
+    ids=["microbatches", "experts, inputs on the host"],
+)
+def test_blocks_from_the_host_are_dropped_where_they_are(settings, monkeypatch):
+    """The same training; fails if blocks that do not run are computed."""
+    ran = []
+    real = blockwise.BlockwiseBackward.trunk_forward
+
+    def counted(self, trunk, *args):
+        ran.append(trunk.block)
+        return real(self, trunk, *args)
+
+    monkeypatch.setattr(blockwise.BlockwiseBackward, "trunk_forward", counted)
+    monkeypatch.setattr(plan, "MIN_MOVED_BYTES", 1)
+    found = train(2, *HOST, *settings)
+    on_device = [x for x in settings if "activation_memory" not in x]
+    np.testing.assert_allclose(found, train(1, *on_device), rtol=1e-5)
+    passes = 4 * (2 if "num_microbatches=2" in settings else 1)
+    counts = [ran.count(block) for block in range(4)]
+    assert counts[0] <= passes and counts[3] < passes and sum(counts) < 4 * passes

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from zjax.ops.keys import fold_name
 from zjax.ops.residuals import residuals_of, vjp_with
 from zjax.ops.token_subset import draw_subset, on_subset
-from zjax.typing import DROPPING, Batch, Dropping, Params, Segment, Stack
+from zjax.typing import DROPPING, Auxiliary, Batch, Dropping, Params, Segment, Stack
 
 
 class BlockInput(NamedTuple):
@@ -44,10 +44,22 @@ def make_inputs(keys: jax.Array | None, dropping: Dropping) -> BlockInput:
     """
     if keys is None or dropping.theta is None:
         return BlockInput(keys)
-    depth = jnp.arange(1, len(keys) + 1) / len(keys)
-    probability = 1 - depth * (1 - dropping.theta)
-    draw = jax.vmap(lambda key, p: jax.random.bernoulli(fold_name(key, "layer"), p))
-    return BlockInput(keys, None, draw(keys, probability), probability)
+    depths = jnp.arange(1, len(keys) + 1) / len(keys)
+    draw = functools.partial(make_input, theta=dropping.theta)
+    return jax.vmap(draw)(keys, depths)
+
+
+def make_input(key: jax.Array, depth: Any, theta: Any) -> BlockInput:
+    """The input of one block on all tokens, with the draw of whether it runs.
+
+    Args:
+        key: Random key of the block.
+        depth: float32[], its number, from 1 on, over the number of blocks.
+        theta: float32[], probability that the last block runs.
+    """
+    probability = 1 - depth * (1 - theta)
+    is_kept = jax.random.bernoulli(fold_name(key, "layer"), probability)
+    return BlockInput(key, None, is_kept, probability)
 
 
 def split_dropping(batch: Batch) -> tuple[Batch, Dropping]:
@@ -146,15 +158,40 @@ def _run(block: Callable[..., Any], params: Params, carry: Any, inputs: Any) -> 
     return on_subset(on_tokens, carry, given.indices)
 
 
+def over_probability(
+    carry: Any, results: tuple[Any, Auxiliary], probability: jax.Array
+) -> tuple[Any, Auxiliary]:
+    """What a block adds, divided by the probability that it runs; counts are exact.
+
+    Args:
+        carry: Input of the block.
+        results: What the block returned.
+        probability: float32[], above 0.
+    """
+
+    def scale(before: jax.Array, after: jax.Array) -> jax.Array:
+        wide = before.astype(jnp.float32)
+        added = (after.astype(jnp.float32) - wide) / probability
+        return (wide + added).astype(before.dtype)
+
+    after, auxiliary = results
+    loss, metrics = jax.tree.map(
+        lambda x: x / probability, (auxiliary.loss, auxiliary.metrics)
+    )
+    scaled = jax.tree.map(scale, carry, after)
+    return scaled, auxiliary._replace(loss=loss, metrics=metrics)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run_or_skip(
     block: Callable[..., Any], params: Params, carry: Any, inputs: Any
 ) -> Any:
-    """Runs a block in one of two branches, so that one that is dropped costs nothing.
+    """Runs a block in one of two branches; one that is dropped computes nothing.
 
-    What it adds to the carry is divided by its probability: the mean over draws is the
-    carry of a block that always runs. Differentiated by itself, a branch would return
-    copies of the parameters for the backward pass.
+    What it adds to the carry, its auxiliary loss and its metrics are divided by its
+    probability: their mean over draws is that of a block that always runs. Residuals of
+    a dropped block are zeros. Differentiated by itself, a branch would return copies of
+    the parameters for the backward pass.
     """
     results, _ = _forward(block, params, carry, inputs)
     return results
@@ -164,14 +201,9 @@ def _vjp(block, params, carry, inputs):
     """`jax.vjp` of the scaled carry and the auxiliary loss; metrics and totals."""
     _, given = inputs
 
-    def scale(before: jax.Array, after: jax.Array) -> jax.Array:
-        wide = before.astype(jnp.float32)
-        added = (after.astype(jnp.float32) - wide) / given.probability
-        return (wide + added).astype(before.dtype)
-
     def run(params: Params, carry: Any) -> Any:
-        new, auxiliary = _run(block, params, carry, inputs)
-        scaled = jax.tree.map(scale, carry, new)
+        results = _run(block, params, carry, inputs)
+        scaled, auxiliary = over_probability(carry, results, given.probability)
         return (scaled, auxiliary.loss), auxiliary._replace(loss=None)
 
     return jax.vjp(run, params, carry, has_aux=True)

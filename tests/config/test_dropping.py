@@ -6,6 +6,7 @@ from tests.support.refusals import case, refusal
 from zjax.config import schema
 from zjax.config.dropping import DroppingSchedule, make_dropping, num_middle_layers
 from zjax.config.pacing import grow, hold
+from zjax.parallel.slots import assign_slots, whole_slots
 
 LTD, PLD = "random_ltd.form=layerwise", "layer_drop.theta=0.5"
 CASES = [
@@ -37,26 +38,42 @@ CASES = [
         id="sequence",
     ),
     case(
-        f"{LTD};{PLD};mesh.pipeline=2;num_microbatches=2",
-        "random_ltd.form='layerwise' is not built for mesh.pipeline=2; use "
-        "mesh.pipeline=1, or random_ltd.form='none'\n"
-        "layer_drop.theta=0.5 is not built for mesh.pipeline=2; use mesh.pipeline=1, "
-        "or layer_drop.theta=1.0",
-        id="pipeline",
+        f"{LTD};mesh.pipeline=8;num_microbatches=2",
+        "random_ltd.form='layerwise' has no layer to drop tokens of: as the stages of "
+        "mesh.pipeline=8 run one program, all layers run whole beside the first or the "
+        "last one; use 'none', or fewer stages or chunks",
+        id="short-stages",
     ),
     case(
-        f"{PLD};random_ltd.form=span;zero.memory=pinned_host;"
-        "zero.optimizer_memory=pinned_host",
-        "random_ltd.form='span' is not built for zero.optimizer_memory='pinned_host', "
-        "which runs blocks one by one; use 'layerwise'\n"
-        "layer_drop.theta=0.5 is not built for zero.optimizer_memory='pinned_host', "
-        "which runs blocks one by one; use 1.0",
-        id="offload",
+        f"{LTD};mesh.pipeline=2;num_microbatches=2;model.moe.num_experts=8;"
+        "model.moe.first_dense=1",
+        "random_ltd.form='layerwise' does not count the tokens of 2 kinds of blocks on "
+        "the stages of mesh.pipeline=2; use 'none', or mesh.pipeline=1",
+        id="stages-of-two-kinds",
     ),
     case(
-        f"{LTD};model.mlp_tiles=2;zero.optimizer_memory=pinned_host",
+        f"{PLD};mesh.pipeline=2;mesh.tensor=2;zero.stage=3;num_microbatches=2",
+        "layer_drop.theta=0.5 has stages of mesh.pipeline=2 skip different layers, and "
+        "layers of mesh.tensor=2 communicate in all stages at once; leave mesh.tensor "
+        "out, or use mesh.pipeline=1 or 1.0\n"
+        "layer_drop.theta=0.5 has stages of mesh.pipeline=2 skip different layers, and "
+        "layers of zero.stage=3 communicate in all stages at once; leave zero.stage "
+        "out, or use mesh.pipeline=1 or 1.0",
+        id="stages-that-communicate",
+    ),
+    case(
+        f"{PLD};mesh.pipeline=2;num_microbatches=2;pipeline.schedule=zb_h1;"
+        "pipeline.recompute=False;model.remat=none",
+        "layer_drop.theta=0.5 skips a layer as a whole, and pipeline.schedule='zb_h1' "
+        "takes its backward pass apart; use '1f1b' there, or 1.0",
+        id="weights-apart",
+    ),
+    case(
+        f"{LTD};{PLD};model.mlp_tiles=2;zero.optimizer_memory=pinned_host",
         "random_ltd.form='layerwise' is not built for tiles of model.mlp_tiles=2 with "
-        "zero.optimizer_memory='pinned_host'; use 'none', or mlp_tiles=1",
+        "zero.optimizer_memory='pinned_host'; use 'none', or mlp_tiles=1\n"
+        "layer_drop.theta=0.5 is not built for tiles of model.mlp_tiles=2 with "
+        "zero.optimizer_memory='pinned_host'; use 1.0, or mlp_tiles=1",
         id="tiles",
     ),
     case(
@@ -95,12 +112,6 @@ CASES = [
         "layer_drop.theta=0.5 scales what a layer adds, and model.kind='encoder' "
         "normalises the sum; use 1.0, or a decoder",
         id="encoder",
-    ),
-    case(
-        f"{PLD};model.moe.num_experts=8",
-        "layer_drop.theta=0.5 would leave out experts of model.moe.num_experts=8, "
-        "whose load has to be even; use 1.0",
-        id="experts",
     ),
     case(
         "layer_drop.gamma=0.1",
@@ -159,5 +170,23 @@ def test_sums_are_those_of_the_steps_when_lengths_grow_too():
 def test_first_and_last_block_are_whole():
     dense = schema.Model(num_layers=6)
     mixed = schema.Model(num_layers=6, moe=schema.MoE(num_experts=4, every=2))
-    assert num_middle_layers(dense) == 4
-    assert num_middle_layers(mixed) == 2
+    assert num_middle_layers(schema.Config(model=dense), 1) == 4
+    assert num_middle_layers(schema.Config(model=mixed), 1) == 2
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "stages", "chunks"),
+    [(6, 2, 1), (7, 2, 1), (5, 2, 1), (12, 2, 2), (8, 4, 1), (9, 4, 1), (12, 1, 1)],
+)
+def test_layers_that_count_are_those_that_stages_cut(num_layers, stages, chunks):
+    """Fails if the counted layers are not those whose slots run on some tokens."""
+    (slots,) = assign_slots([num_layers], stages * chunks, [1])
+    places = [divmod(block, slots.size)[1] for block in range(num_layers)]
+    wanted = sum((0, place) not in whole_slots([slots]) for place in places)
+    schedule = "interleaved" if chunks > 1 else "1f1b"
+    config = schema.Config(
+        model=schema.Model(num_layers=num_layers),
+        mesh=schema.Mesh(pipeline=stages),
+        pipeline=schema.Pipeline(schedule=schedule, num_chunks=chunks or 2),
+    )
+    assert num_middle_layers(config, 8) == wanted

@@ -41,7 +41,8 @@ def test_schedules_are_those_of_the_metrics(form, name, tokens):
 def test_dropped_tokens_and_layers_are_among_them():
     drops = "random_ltd.form=span", "layer_drop.theta=0.5", "layer_drop.gamma=1"
     course = make_course(make_config(*drops))
-    assert list(course)[2:] == ["kept_tokens", "layer_drop_theta"]
+    names = ["kept_tokens", "layer_drop_theta", "consumed_layer_tokens"]
+    assert list(course)[2:] == names
     assert [course["kept_tokens"](step) for step in (1, 500, 1_000)] == [128, 256, 384]
     assert [course["layer_drop_theta"](step) for step in (1, 100)] == [1.0, 0.5]
 
@@ -54,6 +55,13 @@ def test_difficulties_have_the_names_of_the_metrics(tmp_path):
     config = make_config({"curriculum": {"metrics": (metric,)}})
     course, opened = make_course(config), Curriculum(config, "abcd")
     assert {"difficulty_easy": course["difficulty_easy"](200)} == opened.values(200)
+
+
+def test_layers_of_stages_that_run_whole_count_so():
+    """Of 6 layers in a stage, 2 are whole; of 12 without stages, 2."""
+    for stages, wanted in ((1, 2 * 512 + 10 * 128), (2, 4 * 512 + 8 * 128)):
+        config = make_config("random_ltd.form=span", f"mesh.pipeline={stages}")
+        assert make_course(config, 2)["consumed_layer_tokens"](1) == 32 * wanted
 
 
 def test_the_table_fits_a_terminal_and_ends_with_the_run(tmp_path):

@@ -53,6 +53,13 @@ CASES = {
         "zero.optimizer_memory=pinned_host",
         "zero.parameter_memory=pinned_host",
     ),
+    "span, blocks from the host": (
+        "span",
+        2,
+        "zero.optimizer_memory=pinned_host",
+        "model.remat=full",
+        "model.activation_memory=pinned_host",
+    ),
     "layerwise, two layers in a loop": ("layerwise", 1, "model.layers_per_scan=2"),
     "span, stage 0": ("span", 8, "zero.stage=0"),
     "layerwise, heads by all-to-all": ("layerwise", 4, "mesh.sequence=2"),

@@ -163,8 +163,8 @@ def _check_collectives(config: Config, num_devices: int) -> None:
 def _report_course(config: Config, num_devices: int, picture: pathlib.Path) -> str:
     config = meshes.with_batch_sizes(config, num_devices)
     with _drawing(picture):
-        course.plot_course(config, picture)
-    return course.describe_course(config)
+        course.plot_course(config, picture, num_devices)
+    return course.describe_course(config, num_devices)
 
 
 def _plan_each_zero_stage(

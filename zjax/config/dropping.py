@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from zjax.config import axes, mixture, schema
 from zjax.config.layers import cannot_unroll
@@ -11,6 +11,7 @@ from zjax.config.lengths import (
     in_steps,
     make_lengths,
     make_shapes,
+    make_tokens,
     shape_problems,
     token_problems,
 )
@@ -128,16 +129,58 @@ def dropping_values(
     return values
 
 
-def num_middle_layers(model: schema.Model) -> int:
-    """Layers of the blocks between the first and the last.
+def num_middle_layers(config: schema.Config, num_devices: int) -> int:
+    """Layers that may run on some of the tokens.
+
+    These are the layers of the blocks between the first and the last. All chunks of a
+    pipeline are one program, whose slots of these two run whole in every chunk.
+
+    Args:
+        config: Read for `model`, `mesh` and `pipeline`.
+        num_devices: Devices of the run.
 
     Example:
-        >>> num_middle_layers(schema.Model(num_layers=12))
-        10
+        >>> config = schema.Config(mesh=schema.Mesh(pipeline=4))
+        >>> num_middle_layers(schema.Config(), 1), num_middle_layers(config, 4)
+        (10, 4)
     """
-    shapes = mixture.segment_shapes(model)
+    shapes = mixture.segment_shapes(config.model)
     blocks = [len(x.num_experts) for x in shapes for _ in range(x.num_blocks)]
-    return sum(blocks[1:-1])
+    num_slots = -(-len(blocks) // _num_chunks(config, num_devices))
+    whole = {0, (len(blocks) - 1) % num_slots}
+    return sum(size for i, size in enumerate(blocks) if i % num_slots not in whole)
+
+
+def make_layer_tokens(config: schema.Config, num_devices: int) -> Callable[[int], int]:
+    """Tokens that layers run on, added up over layers and the first steps.
+
+    Args:
+        config: Checked settings; the batch sizes are known.
+        num_devices: Devices of the run.
+
+    Returns:
+        Function of the number of steps.
+
+    Example:
+        >>> make_layer_tokens(schema.Config(num_steps=1), 1)(1)  # 12 of 32 * 1,024
+        393216
+    """
+    tokens, dropping = make_tokens(config), make_dropping(config)
+    middle = num_middle_layers(config, num_devices)
+    num_whole = config.model.num_layers - middle
+
+    def until(step: int) -> int:
+        kept = dropping.sum_until(step) * middle
+        return tokens.sum_until(step) * num_whole + kept
+
+    return until
+
+
+def _num_chunks(config: schema.Config, num_devices: int) -> int:
+    """Chunks of all stages; 1 without a pipeline."""
+    stages = max(1, axes.axis_sizes(config, num_devices)["pipeline"])
+    is_interleaved = config.pipeline.schedule == "interleaved"
+    return stages * (config.pipeline.num_chunks if is_interleaved else 1)
 
 
 def dropping_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
@@ -146,30 +189,12 @@ def dropping_problems(config: schema.Config, num_devices: int) -> Iterator[Probl
     if drops_tokens:
         yield from _pacing_problems(config)
     yield from _effects(config)
-    if not axes.mesh_fills(config, num_devices):
-        return
-    sizes = axes.axis_sizes(config, num_devices)
-    for used, field, value, name, size in (
-        (drops_tokens, _TOKENS, config.random_ltd.form, "pipeline", sizes["pipeline"]),
-        (drops_layers, _LAYERS, config.layer_drop.theta, "pipeline", sizes["pipeline"]),
-    ):
-        if used and size > 1:
-            problem = f"is not built for mesh.{name}={size}"
-            yield Problem(field, value, problem, f"use mesh.{name}=1, or {_off(field)}")
-    activations = config.model.activation_memory
-    if drops_layers and activations != "device":
+    if drops_layers and axes.mesh_fills(config, num_devices):
+        yield from _skipped_stages(config, num_devices)
+    activations, memory = config.model.activation_memory, config.zero.optimizer_memory
+    if drops_layers and activations != "device" and memory == "device":
         problem = f"is not built for model.activation_memory={activations!r}"
         yield Problem(_LAYERS, config.layer_drop.theta, problem, "use 'device', or 1.0")
-    memory = config.zero.optimizer_memory
-    if memory != "device":
-        stored = (
-            f"is not built for zero.optimizer_memory={memory!r}, which runs blocks "
-        )
-        stored += "one by one"
-        if config.random_ltd.form == "span":
-            yield Problem(_TOKENS, "span", stored, "use 'layerwise'")
-        if drops_layers:
-            yield Problem(_LAYERS, config.layer_drop.theta, stored, "use 1.0")
 
 
 def model_dropping_problems(
@@ -179,16 +204,15 @@ def model_dropping_problems(
     drops_tokens, drops_layers = _used(config)
     if drops_tokens:
         yield from _token_problems(config, num_devices)
+        yield from _tile_problems(config, _TOKENS, config.random_ltd.form)
     theta, model = config.layer_drop.theta, config.model
+    if drops_layers:
+        yield from _tile_problems(config, _LAYERS, theta)
     if drops_layers and model.kind == "encoder":
         problem = (
             "scales what a layer adds, and model.kind='encoder' normalises the sum"
         )
         yield Problem(_LAYERS, theta, problem, "use 1.0, or a decoder")
-    if drops_layers and model.moe.num_experts:
-        problem = "would leave out experts of model.moe.num_experts="
-        problem += f"{model.moe.num_experts}, whose load has to be even"
-        yield Problem(_LAYERS, theta, problem, "use 1.0")
 
 
 def _pacing_problems(config: schema.Config) -> Iterator[Problem]:
@@ -199,10 +223,6 @@ def _used(config: schema.Config) -> tuple[bool, bool]:
     return config.random_ltd.form != "none", config.layer_drop.theta < 1
 
 
-def _off(field: str) -> str:
-    return f"{field}='none'" if field == _TOKENS else f"{field}=1.0"
-
-
 def _effects(config: schema.Config) -> Iterator[Problem]:
     gamma = config.layer_drop.gamma
     if gamma and config.layer_drop.theta == 1:
@@ -210,27 +230,75 @@ def _effects(config: schema.Config) -> Iterator[Problem]:
         yield Problem("layer_drop.gamma", gamma, problem, remedy)
 
 
-def _token_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
-    form, model, pacing = config.random_ltd.form, config.model, config.random_ltd.pacing
-    if not list(_pacing_problems(config)):
-        yield from shape_problems("random_ltd.pacing", pacing, config, num_devices)
-    middle, stride = num_middle_layers(model), model.layers_per_scan
-    if not middle:
+def _tile_problems(
+    config: schema.Config, field: str, value: str | float
+) -> Iterator[Problem]:
+    tiles, memory = config.model.mlp_tiles, config.zero.optimizer_memory
+    if tiles > 1 and memory != "device":
+        problem = f"is not built for tiles of model.mlp_tiles={tiles} "
+        problem += f"with zero.optimizer_memory={memory!r}"
+        off = "'none'" if field == _TOKENS else "1.0"
+        yield Problem(field, value, problem, f"use {off}, or mlp_tiles=1")
+
+
+def _skipped_stages(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Why the stages of a pipeline cannot skip layers that other stages run."""
+    theta, sizes = config.layer_drop.theta, axes.axis_sizes(config, num_devices)
+    if sizes["pipeline"] == 1:
+        return
+    found = [
+        f"mesh.{axis}={sizes[axis]}"
+        for axis in ("expert", "sequence", "tensor")
+        if sizes[axis] > 1
+    ]
+    if config.zero.stage == 3 and math.prod(sizes[x] for x in axes.BATCH_AXES) > 1:
+        found.append("zero.stage=3")
+    for setting in found:
+        problem = f"has stages of mesh.pipeline={sizes['pipeline']} skip different "
+        problem += f"layers, and layers of {setting} communicate in all stages at once"
+        remedy = f"leave {setting.split('=')[0]} out, or use mesh.pipeline=1 or 1.0"
+        yield Problem(_LAYERS, theta, problem, remedy)
+    if config.pipeline.schedule == "zb_h1":
+        problem = "skips a layer as a whole, and pipeline.schedule='zb_h1' takes its "
+        problem += "backward pass apart"
+        yield Problem(_LAYERS, theta, problem, "use '1f1b' there, or 1.0")
+
+
+def _middle_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    """Problems of the layers that `random_ltd` drops tokens of."""
+    form, model = config.random_ltd.form, config.model
+    num_stages = axes.axis_sizes(config, num_devices)["pipeline"]
+    middle, stride = num_middle_layers(config, num_devices), model.layers_per_scan
+    shapes = mixture.segment_shapes(model)
+    if num_stages > 1 and len(shapes) > 1:
+        problem = f"does not count the tokens of {len(shapes)} kinds of blocks on the "
+        problem += f"stages of mesh.pipeline={num_stages}"
+        yield Problem(_TOKENS, form, problem, "use 'none', or mesh.pipeline=1")
+    elif num_stages > 1 and not middle:
+        problem = "has no layer to drop tokens of: as the stages of "
+        problem += f"mesh.pipeline={num_stages} run one program, all layers run whole "
+        problem += "beside the first or the last one"
+        yield Problem(_TOKENS, form, problem, "use 'none', or fewer stages or chunks")
+    elif not middle:
         problem = f"has no layer between the first and the last of {model.num_layers}"
         yield Problem(_TOKENS, form, problem, "use 'none', or more layers")
-    elif stride and middle % stride:
+    elif num_stages == 1 and stride and middle % stride:
         problem = f"does not divide the {middle} layers that random_ltd.form={form!r} "
         problem += "drops tokens of"
         remedy = axes.suggest_divisors(math.gcd(middle, model.num_layers))
         yield Problem("model.layers_per_scan", stride, problem, remedy)
+
+
+def _token_problems(config: schema.Config, num_devices: int) -> Iterator[Problem]:
+    form, model, pacing = config.random_ltd.form, config.model, config.random_ltd.pacing
+    if not list(_pacing_problems(config)):
+        yield from shape_problems("random_ltd.pacing", pacing, config, num_devices)
+    if axes.mesh_fills(config, num_devices):
+        yield from _middle_problems(config, num_devices)
     if config.buckets.form != "none":
         problem = f"is not built for buckets.form={config.buckets.form!r}, whose rows "
         problem += "have other lengths"
         yield Problem(_TOKENS, form, problem, "use one of the two")
-    if model.mlp_tiles > 1 and config.zero.optimizer_memory != "device":
-        problem = f"is not built for tiles of model.mlp_tiles={model.mlp_tiles} "
-        problem += f"with zero.optimizer_memory={config.zero.optimizer_memory!r}"
-        yield Problem(_TOKENS, form, problem, "use 'none', or mlp_tiles=1")
     if cannot_unroll(config) and config.zero.optimizer_memory == "device":
         problem = (
             "repeats a cuDNN kernel for other numbers of tokens, which cannot run "

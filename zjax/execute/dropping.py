@@ -115,6 +115,11 @@ def check_model(model: Model, config: Config) -> None:
         problem = "needs a model that is a stack of blocks"
         remedy = "set stack, and loss=zjax.loss_of(stack), of a zjax.Model"
         raise ConfigError(Problem(field, value, problem, remedy))
+    memory = config.zero.optimizer_memory
+    if memory != "device" and any(segment.tiles for segment in stack.segments):
+        problem = f"is not built for tiles with zero.optimizer_memory={memory!r}"
+        remedy = "leave Segment.tiles out, or store the state on the devices"
+        raise ConfigError(Problem(field, value, problem, remedy))
     num_blocks = sum(segment.num_blocks for segment in stack.segments)
     if form != "none" and num_blocks < 3:
         problem = f"has no block between the first and the last of {num_blocks}"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from zjax.config.curriculum import metric_name
-from zjax.config.dropping import dropping_values, make_dropping
+from zjax.config.dropping import dropping_values, make_dropping, make_layer_tokens
 from zjax.config.lengths import CUTS, in_steps, make_lengths, make_tokens
 from zjax.config.pacing import make_pacing
 from zjax.config.schema import Config
@@ -25,11 +25,12 @@ Course = Mapping[str, Callable[[int], float]]
 """Functions of the number of a step, 1 or more, by the name of the metric."""
 
 
-def make_course(config: Config) -> Course:
+def make_course(config: Config, num_devices: int = 1) -> Course:
     """The schedules of a run, by the names that its metrics have.
 
     Args:
         config: Checked settings; the batch size is known.
+        num_devices: Devices of the run.
 
     Returns:
         Learning rate and consumed tokens, and what else the settings change: length,
@@ -52,6 +53,9 @@ def make_course(config: Config) -> Course:
     for values in (make_step_values(config), dropping):
         for name in values(1):
             course[name] = lambda step, name=name, values=values: values(step)[name]
+    if config.random_ltd.form != "none":
+        until = make_layer_tokens(config, num_devices)
+        course["consumed_layer_tokens"] = lambda step: float(until(step))
     course.update(_difficulties(config))
     return course
 
@@ -66,11 +70,12 @@ def _difficulties(config: Config) -> Course:
     return course
 
 
-def describe_course(config: Config) -> str:
+def describe_course(config: Config, num_devices: int = 1) -> str:
     """A table of the schedules of a run at some of its steps.
 
     Args:
         config: Checked settings; the batch size is known.
+        num_devices: Devices of the run.
 
     Returns:
         Text of at most 100 columns.
@@ -79,7 +84,7 @@ def describe_course(config: Config) -> str:
         >>> print(describe_course(Config()).splitlines()[-1])
         1,000           3e-05        32,768,000
     """
-    course = make_course(config)
+    course = make_course(config, num_devices)
     shown = np.linspace(1, config.num_steps, _NUM_ROWS + 1).round().astype(int)
     rows = [
         [f"{step:,}", *(_format(at(step)) for at in course.values())]
@@ -89,14 +94,17 @@ def describe_course(config: Config) -> str:
     return render_table(("step", *names), rows, right=range(len(names) + 1))
 
 
-def plot_course(config: Config, path: str | os.PathLike[str]) -> None:
+def plot_course(
+    config: Config, path: str | os.PathLike[str], num_devices: int = 1
+) -> None:
     """Plots the schedules of a run against its steps.
 
     Args:
         config: Checked settings; the batch size is known.
         path: Output file; its suffix sets the format.
+        num_devices: Devices of the run.
     """
-    course = make_course(config)
+    course = make_course(config, num_devices)
     steps = np.unique(np.linspace(1, config.num_steps, _NUM_POINTS).round().astype(int))
     figure = plot.make_figure(8, 0.6 + 1.5 * len(course))
     panels = figure.subplots(len(course), 1, sharex=True, squeeze=False)[:, 0]

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from zjax.config.dropping import dropping_values, make_dropping, num_middle_layers
+from zjax.config.dropping import dropping_values, make_dropping, make_layer_tokens
 from zjax.config.lengths import CUTS, make_tokens
 from zjax.config.schema import Config
 from zjax.config.step_values import ATTENTION_WINDOW, make_step_values
@@ -58,6 +58,7 @@ class Monitor:
         self._config = config
         self._callbacks = callbacks
         self._rows_per_step, self._dropping = rows_per_step, make_dropping(config)
+        self._layer_tokens = make_layer_tokens(config, num_devices)
         self._tokens_at, self._values_at = make_tokens(config), values_at
         self._step_values = make_step_values(config)
         self._skipped = SkippedSteps(
@@ -200,13 +201,6 @@ class Monitor:
         if self._config.random_ltd.form != "none":
             values["consumed_layer_tokens"] = float(self._layer_tokens(step))
         return values | self._values_at(step)
-
-    def _layer_tokens(self, step: int) -> int:
-        """Tokens on which layers ran, added up over layers and steps."""
-        model = self._config.model
-        middle = num_middle_layers(model)
-        whole = self._tokens_at.sum_until(step) * (model.num_layers - middle)
-        return whole + self._dropping.sum_until(step) * middle
 
 
 def _make_throughput(

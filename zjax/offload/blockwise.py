@@ -20,9 +20,10 @@ from zjax.offload.compiled import Jit
 from zjax.offload.inputs import input_plan, saving_policy
 from zjax.offload.peak import Peak
 from zjax.offload.programs import BlockInputs, BlockPrograms
+from zjax.offload.route import Route
 from zjax.offload.shapes import PassShapes
 from zjax.offload.stream import Load, Stream, moved_bytes
-from zjax.offload.units import UnitStream, groups_of
+from zjax.offload.units import Unit, UnitStream, groups_of
 from zjax.sharding.memory import bytes_by_memory, tree_bytes
 from zjax.sharding.placement import ArrayPlan
 from zjax.sharding.plan import DEVICE, HOST, Plan
@@ -30,8 +31,6 @@ from zjax.train.gradients.partition import check_no_model_state
 from zjax.train.state import TrainState
 from zjax.train.update import loss_scale_of
 from zjax.typing import Auxiliary, Batch, Dropping, Loss, Metrics, Model, Params
-
-_NOTHING = Dropping()
 
 
 class Saved(NamedTuple):
@@ -110,31 +109,38 @@ class BlockwiseBackward:
         embed, _, head = self.stack.split(params)
         stored = self.units.stored(params)
         self.saved.prefetch(())  # drops what a failed pass left
-        forward = [("forward", i) for i in range(len(stored))]
-        backward = [("backward", i) for _, i in forward[::-1]]
+        route = Route(programs, len(self.units.blocks), key, dropping)
+        forward = [
+            ("forward", x.number) for x in self.units.units if route.runs(x.block)
+        ]
+        backward = [("backward", i) for i in range(len(stored))[::-1]]
         self.units.stream.prefetch(self.units.loads(stored, [*forward, *backward]))
-        saved: list[Saved] = []
-        carry, context, auxiliaries = self.forward(
-            embed, stored, batch, key, saved, dropping
+        saved: dict[int, Saved] = {}
+        carry, auxiliaries = self.forward(embed, stored, batch, key, route, saved)
+        self.residual_bytes = sum(
+            bytes_by_memory(x.rows).device for x in saved.values()
         )
-        self.residual_bytes = sum(bytes_by_memory(each.rows).device for each in saved)
         loss, head_grads, shared, cotangent, auxiliary_cotangent = programs.head(
             head, carry, batch, scale, auxiliaries
         )
         del carry
         yield loss
         yield GroupGradients(len(stored) + 1, head_grads)
-        trees = [each.tree for each in saved]
-        blocks = range(len(saved))[::-1]
+        trees = {i: each.tree for i, each in saved.items()}
         self.saved.prefetch(
             Load(i, each.arrays, each.rows, is_consumed=True)
-            for i, each in ((i, saved.pop()) for i in blocks)
+            for i, each in ((i, saved.pop(i)) for i in [*saved][::-1])
         )
-        for i in blocks:
-            inputs = self.inputs_of(i, context, key, dropping)
-            cotangent = yield from self.block_backward(
-                stored, inputs, trees[i], cotangent, auxiliary_cotangent
-            )
+        for i in reversed(range(len(self.units.blocks))):
+            cotangent = route.narrow(cotangent) if i == route.last else cotangent
+            if i in trees:
+                inputs = route.inputs_of(i)
+                cotangent = yield from self.block_backward(
+                    stored, inputs, trees[i], cotangent, auxiliary_cotangent
+                )
+            else:
+                yield from self.skipped_backward(stored, i)
+            cotangent = route.widen(cotangent) if i == route.first else cotangent
         embed_grads = programs.embed_backward(embed, batch, key, cotangent, shared)
         yield GroupGradients(len(stored), embed_grads)
 
@@ -181,51 +187,83 @@ class BlockwiseBackward:
             yield GroupGradients(trunk.number, grads, jax.tree.leaves(params))
         return cotangent
 
+    def skipped_backward(
+        self, stored: Sequence[Params], block: int
+    ) -> Iterator[GroupGradients]:
+        """Zeros, for updates that read the parameters of a block that does not run."""
+        for unit in reversed(self.units.blocks[block]):
+            with self.units.on_device(stored, "backward", unit) as (params, used):
+                grads = self.programs.no_gradients(unit.segment, params)
+                used.extend(grads[:1])
+                yield GroupGradients(unit.number, grads, jax.tree.leaves(params))
+
     def forward(
         self,
         embed: Params,
         stored: Sequence[Params],
         batch: Batch,
         key: jax.Array | None,
-        saved: list[Saved] | None = None,
-        dropping: Dropping = _NOTHING,
-    ) -> tuple[Any, Any, list[Auxiliary]]:
-        """The stream after the last block, the context, and results of each block.
+        route: Route,
+        saved: dict[int, Saved] | None = None,
+    ) -> tuple[Any, list[Auxiliary]]:
+        """The stream after the last block, and results of each block.
 
-        What each block saves is appended to `saved`, if that is given.
+        What each block saves is added to `saved`, if that is given.
         """
         carry, context = self.programs.embed(embed, batch, key)
+        route.start(carry, context)
         auxiliaries: list[Auxiliary] = []
         for number, (trunk, *tiles) in enumerate(self.units.blocks):
-            inputs = self.inputs_of(number, context, key, dropping)
-            with self.units.on_device(stored, "forward", trunk) as (params, used):
-                residuals = carry
-                if saved is None or self.programs.block_saving is None:
-                    results = self.programs.block(trunk.segment, params, carry, inputs)
-                else:
-                    results, residuals = self.programs.block_saving(
-                        trunk.segment, params, carry, inputs
+            carry = route.narrow(carry) if number == route.first else carry
+            inputs = route.inputs_of(number)
+            if route.runs(number):
+                with self.units.on_device(stored, "forward", trunk) as (params, used):
+                    results, residuals = self.trunk_forward(
+                        trunk, params, carry, inputs, saved
                     )
-                (carry, entering), auxiliary, done = results
-                del results
-                auxiliaries.append(auxiliary)
-                used.append(done)
-            for tile in tiles:
-                with self.units.on_device(stored, "forward", tile) as (params, used):
-                    carry, done = self.programs.tile(
-                        tile.segment, params, carry, entering, inputs
-                    )
+                    (carry, entering), auxiliary, done = results
+                    del results
                     used.append(done)
-            if saved is not None:
-                saved.append(self.save(residuals, entering))
-        return carry, context, auxiliaries
+                carry = self.tiles_forward(stored, tiles, carry, entering, inputs)
+                if saved is not None:
+                    saved[number] = self.save(residuals, entering)
+                del residuals, entering
+            else:
+                auxiliary = self.programs.no_results(trunk.segment, carry, inputs)
+            auxiliaries.append(auxiliary)
+            carry = route.widen(carry) if number == route.last else carry
+        return carry, auxiliaries
 
-    def inputs_of(
-        self, number: int, context: Any, key: Any, dropping: Dropping
-    ) -> BlockInputs:
-        """What a block reads; the first and the last run on all tokens."""
-        is_inner = 0 < number < len(self.units.blocks) - 1
-        return BlockInputs(context, key, number, dropping if is_inner else _NOTHING)
+    def trunk_forward(
+        self,
+        trunk: Unit,
+        params: Params,
+        carry: Any,
+        inputs: BlockInputs,
+        saved: dict[int, Saved] | None,
+    ) -> tuple[Any, Any]:
+        """Results of a block or trunk, and what it saves; its input by default."""
+        if saved is None or self.programs.block_saving is None:
+            results = self.programs.block(trunk.segment, params, carry, inputs)
+            return results, carry
+        return self.programs.block_saving(trunk.segment, params, carry, inputs)
+
+    def tiles_forward(
+        self,
+        stored: Sequence[Params],
+        tiles: Sequence[Unit],
+        carry: Any,
+        entering: Any,
+        inputs: BlockInputs,
+    ) -> Any:
+        """The stream with what the tiles of a block add to it; it is donated."""
+        for tile in tiles:
+            with self.units.on_device(stored, "forward", tile) as (params, used):
+                carry, done = self.programs.tile(
+                    tile.segment, params, carry, entering, inputs
+                )
+                used.append(done)
+        return carry
 
     def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
         """Loss and metrics without gradients or dropout, as float32 scalars."""
@@ -235,7 +273,8 @@ class BlockwiseBackward:
             part = self.programs.split_batch(batch, number)
             names = [("forward", i) for i in range(len(stored))]
             self.units.stream.prefetch(self.units.loads(stored, names))
-            carry, _, auxiliaries = self.forward(embed, stored, part, None)
+            route = Route(self.programs, len(self.units.blocks), None, Dropping())
+            carry, auxiliaries = self.forward(embed, stored, part, None, route)
             losses.append(self.programs.head_loss(head, carry, part, auxiliaries))
         loss = self.sums.mean_loss(losses)
         return loss.metrics | {"loss": loss.value, "weight": loss.weight}

@@ -15,6 +15,8 @@ from zjax.dropping import (
     block_on_tokens,
     draw_tokens,
     drops_tokens,
+    make_inputs,
+    over_probability,
     run_block,
 )
 from zjax.errors import PlanError, Problem
@@ -23,9 +25,10 @@ from zjax.offload.compiled import Jit
 from zjax.offload.units import gathered, rows_by_part, trunk_of
 from zjax.ops.keys import block_key
 from zjax.ops.residuals import residuals_of, vjp_with
+from zjax.ops.token_subset import on_subset, take_tokens
 from zjax.sharding.memory import pending_gradients
 from zjax.sharding.paths import path_of
-from zjax.sharding.placement import pad_tree, place_tree
+from zjax.sharding.placement import abstract_tree, pad_tree, place_tree
 from zjax.sharding.plan import Plan
 from zjax.sharding.program_plan import staged_plan
 from zjax.train.compute_params import cast_like, compute_dtype
@@ -40,13 +43,15 @@ class BlockInputs(NamedTuple):
         context: From the embedding; no gradient flows to it.
         key: Random key of the microbatch; None in evaluation.
         number: Index of the block in the stack.
-        dropping: What the block leaves out; the default one for the first and the last.
+        dropping: The tokens that the block leaves out.
+        probability: float32[], that the block runs; None if it always does.
     """
 
     context: Any
     key: Any
     number: Any
     dropping: Dropping = Dropping()
+    probability: Any = None
 
     @property
     def unit_key(self) -> jax.Array | None:
@@ -91,6 +96,12 @@ class BlockPrograms:
         self.tile_backward = jit_unit(self._tile_backward, donate_argnums=5)
         self.embed_backward = jit(self._embed_backward)
         self.zeros_like = jit(self._zeros_like)
+        self.draw_layers = jit(self._draw_layers, static_argnums=0)
+        self.no_gradients = jit_unit(self._no_gradients)
+        self.no_results = jit_unit(self._no_results)
+        self.span = jit(self._span, static_argnums=0)
+        self.take = jit(self._take)
+        self.replace = jit(self._replace)
 
     def _split_batch(self, batch: Batch, number: int) -> Batch:
         """One of the microbatches."""
@@ -111,8 +122,8 @@ class BlockPrograms:
     ) -> Any:
         """Stream after a block or trunk with what its tiles read; auxiliary results."""
         params = self._gathered((segment, False), params)
-        run = self._trunk_of(segment, inputs.dropping)
-        stream, auxiliary = run(params, carry, inputs.context, inputs.unit_key)
+        run = self._trunk_of(segment, inputs, inputs.unit_key)
+        stream, auxiliary = run(params, carry)
         return self._constrained(stream), auxiliary, jnp.float32(0)
 
     def _block_saving(
@@ -135,17 +146,17 @@ class BlockPrograms:
         The primal outputs are the stream, with what tiles read, and the auxiliary loss.
         """
         params = self._gathered((segment, False), params)
-        context, unit_key = inputs.context, inputs.unit_key
-        run_trunk = self._trunk_of(segment, inputs.dropping)
+        unit_key = inputs.unit_key
+        run_trunk = self._trunk_of(segment, inputs, unit_key)
 
         def run(params: Params, carry: Any) -> Any:
-            stream, auxiliary = run_trunk(params, carry, context, unit_key)
+            stream, auxiliary = run_trunk(params, carry)
             return (stream, auxiliary.loss), auxiliary._replace(loss=None)
 
         if self.policy:
             run = jax.checkpoint(run, policy=self.policy, prevent_cse=False)
         results = jax.vjp(run, params, carry, has_aux=True)
-        return *results, (params, context, unit_key)
+        return *results, (params, inputs.context, unit_key, inputs.probability)
 
     def _tile(
         self,
@@ -277,21 +288,71 @@ class BlockPrograms:
             for keys, grad in jax.tree_util.tree_leaves_with_path(stored)
         ]
 
+    def _draw_layers(
+        self, num_blocks: int, key: jax.Array, theta: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Whether each block runs, and the probability of that."""
+        keys = jax.vmap(lambda i: block_key(key, i))(jnp.arange(1, num_blocks + 1))
+        given = make_inputs(keys, Dropping(theta=theta))
+        assert given.is_kept is not None and given.probability is not None
+        return given.is_kept, given.probability
+
+    def _no_gradients(self, segment: int, params: Params) -> list[jax.Array]:
+        """Gradients of a block that does not run."""
+        params = self._gathered((segment, False), params)
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return jax.tree.leaves(self._stored((segment, False), zeros))
+
+    def _no_results(self, segment: int, carry: Any, inputs: BlockInputs) -> Auxiliary:
+        """What a block that does not run adds to losses, metrics and totals."""
+        run = functools.partial(self._block, segment)
+        params = abstract_tree(self._rows[segment, False])
+        _, auxiliary, _ = jax.eval_shape(run, params, carry, inputs)
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), auxiliary)
+
+    def _span(
+        self, num_kept: int, carry: Any, context: Any, key: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        """Tokens of all blocks between the first and the last, and their context."""
+        assert self.stack.take_tokens is not None
+        second = block_key(key, 2)
+        (indices,) = draw_tokens(second[None], carry, num_kept)
+        return indices, self.stack.take_tokens(context, indices)
+
+    def _take(self, stream: Any, indices: jax.Array) -> Any:
+        return self._constrained(
+            jax.tree.map(lambda x: take_tokens(x, indices), stream)
+        )
+
+    def _replace(self, others: Any, subset: Any, indices: jax.Array) -> Any:
+        joined, _ = on_subset(lambda _: (subset, ()), others, indices)
+        return self._constrained(joined)
+
     def _zeros_like(self, entering: Any) -> Any:
         return self._constrained(jax.tree.map(jnp.zeros_like, entering))
 
-    def _trunk_of(self, segment: int, dropping: Dropping) -> Callable[..., Any]:
-        """A block or trunk; a block may run on a subset of the tokens."""
-        of_segment = self.stack.segments[segment]
+    def _trunk_of(
+        self, segment: int, inputs: BlockInputs, unit_key: jax.Array | None
+    ) -> Callable[..., Any]:
+        """`run(params, carry)` of a block or trunk, on the tokens of its inputs."""
+        of_segment, context = self.stack.segments[segment], inputs.context
         trunk, block = trunk_of(of_segment), block_on_tokens(self.stack, of_segment)
 
-        def run(params: Params, carry: Any, context: Any, key: Any) -> Any:
-            if not drops_tokens(dropping, carry, key):
-                return trunk(params, carry, context, key)
-            (indices,) = draw_tokens(key[None], carry, dropping.num_kept)
-            given = BlockInput(key, indices)
-            carry, auxiliary = run_block(block, params, carry, context, given)
-            return (carry, ()), auxiliary
+        def run(params: Params, carry: Any) -> Any:
+            entered = carry
+            if not drops_tokens(inputs.dropping, carry, unit_key):
+                (carry, entering), auxiliary = trunk(params, carry, context, unit_key)
+            else:
+                num_kept, entering = inputs.dropping.num_kept, ()
+                (indices,) = draw_tokens(unit_key[None], carry, num_kept)
+                given = BlockInput(unit_key, indices)
+                carry, auxiliary = run_block(block, params, carry, context, given)
+            if inputs.probability is not None:
+                results = carry, auxiliary
+                carry, auxiliary = over_probability(
+                    entered, results, inputs.probability
+                )
+            return (carry, entering), auxiliary
 
         return run
 

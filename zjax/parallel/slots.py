@@ -115,6 +115,17 @@ def assign_slots(
     return tuple(assigned)
 
 
+def whole_slots(slots: Sequence[SegmentSlots]) -> frozenset[tuple[int, int]]:
+    """Segment and slot of the first block of the line, and of the last one.
+
+    Example:
+        >>> sorted(whole_slots(assign_slots([5], 2, [1])))
+        [(0, 0), (0, 1)]
+    """
+    last = slots[-1]
+    return frozenset({(0, 0), (len(slots) - 1, (last.num_blocks - 1) % last.size)})
+
+
 def _padded(x: jax.Array, before: int, behind: int) -> jax.Array:
     """Adds zeros in the first dim, or cuts them off where a number is negative."""
     if before == behind == 0:

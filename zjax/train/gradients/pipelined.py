@@ -15,9 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from zjax.dropping import split_dropping
 from zjax.errors import PlanError, Problem
 from zjax.parallel.pipeline import MicrobatchFeed, Pipeline, StackTree, make_feed
 from zjax.parallel.schedule import Schedule
+from zjax.parallel.slots import whole_slots
 from zjax.sharding.mesh import SEQUENCE
 from zjax.sharding.placement import ArrayPlan, unpad_tree
 from zjax.sharding.plan import Plan
@@ -26,7 +28,7 @@ from zjax.train.gradients import microbatches, weighting
 from zjax.train.gradients.local import LocalGradients
 from zjax.train.gradients.partition import StagePartition, check_no_model_state
 from zjax.train.gradients.stages import StagedModel, in_place
-from zjax.typing import Batch, Loss, Model, ModelState, Params
+from zjax.typing import Batch, Dropping, Loss, Model, ModelState, Params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +40,14 @@ class PipelinedModel:
         schedule: The passes of a step.
         recomputes: Whether a stage saves only its input for the backward pass.
         keeps: Policy of `jax.checkpoint` for the residuals of a block; None saves all.
+        drops_tokens: Whether some blocks of a step run on some of the tokens.
     """
 
     model: Model
     schedule: Schedule
     recomputes: bool
     keeps: Callable[..., Any] | None
+    drops_tokens: bool
 
 
 def pipelined_gradients(
@@ -70,6 +74,8 @@ def pipelined_gradients(
     partition = StagePartition(model, padded)
     staged = StagedModel(partition, local, schedule, pipelined.keeps, gathers)
     check_sizes(staged)
+    if pipelined.drops_tokens:
+        check_slots(staged)
     check_no_model_state(padded, "mesh.pipeline", schedule.num_stages, 1)
     return PipelinedGradients(plan, staged, pipelined.recomputes)
 
@@ -172,9 +178,10 @@ class PipelinedGradients:
         self, master: Params, state: ModelState, batch: Batch, key: Any, scale: Any
     ) -> tuple[Params, Loss]:
         """The program of one device for gradients."""
+        batch, dropping = split_dropping(batch)
         params, feed = self.inputs(master, batch, self.local.axes)
         unit = weighting.unit_of(self.local.sum(feed.weights))
-        pipeline = self.pipeline(scale, unit)
+        pipeline = self.pipeline(scale, unit, dropping)
         grads, losses = pipeline.differentiate(params, self.zeros(), feed, key)
         loss = weighting.mean_loss(losses, state)
         inverse = jnp.where(loss.weight > 0, unit / loss.weight, 0)
@@ -186,9 +193,10 @@ class PipelinedGradients:
         self, master: Params, state: ModelState, batch: Batch, key: Any
     ) -> Loss:
         """The program of one device for the loss alone."""
+        batch, dropping = split_dropping(batch)
         params, feed = self.inputs(master, batch)
         one = jnp.float32(1)
-        losses = self.pipeline(one, one).evaluate(params, feed, key)
+        losses = self.pipeline(one, one, dropping).evaluate(params, feed, key)
         return weighting.mean_loss(losses, state)
 
     def inputs(
@@ -207,7 +215,9 @@ class PipelinedGradients:
         partition.check_context(jax.tree.map(lambda x: x[0], parts))
         return params, make_feed(parts, partition.weights(parts), axes)
 
-    def pipeline(self, scale: jax.Array, unit: jax.Array) -> Pipeline:
+    def pipeline(
+        self, scale: jax.Array, unit: jax.Array, dropping: Dropping
+    ) -> Pipeline:
         """The passes of a step."""
         rows = self.staged.partition.split(self.local.plan.grads)
         block_rows = jax.tree.map(lambda row: row.layer, rows.stages)
@@ -217,7 +227,7 @@ class PipelinedGradients:
         ]
         rows = dataclasses.replace(rows, stages=slots)
         return Pipeline(
-            self.staged.chain(scale, unit),
+            self.staged.chain(scale, unit, dropping),
             self.staged.schedule,
             self.recomputes,
             StackTree(*map(self.reducer, (rows.embed, rows.stages, rows.head))),
@@ -269,6 +279,20 @@ def check_sizes(staged: StagedModel) -> None:
         problem = "cannot take gradients of weights from blocks that are recomputed"
         remedy = "use '1f1b', or a model whose `keeps` is None"
         raise PlanError(Problem("pipeline.schedule", "zb_h1", problem, remedy))
+
+
+def check_slots(staged: StagedModel) -> None:
+    """Refuses stages none of whose slots may run on some of the tokens.
+
+    Raises:
+        PlanError: All slots run whole, with the first or the last block of the model.
+    """
+    size, whole = staged.schedule.num_stages, whole_slots(staged.slots)
+    if len(whole) == sum(slots.size for slots in staged.slots):
+        problem = "leaves random_ltd no block to drop tokens of: stages run one "
+        problem += "program, and all blocks run whole beside the first or the last one"
+        remedy = "use fewer stages or chunks, or random_ltd.form='none'"
+        raise PlanError(Problem("mesh.pipeline", size, problem, remedy))
 
 
 def _with_padded_layers(plan: Plan) -> Plan:

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,19 +13,28 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from zjax.comm import shards
+from zjax.dropping import (
+    BlockInput,
+    block_on_tokens,
+    draw_tokens,
+    drops_tokens,
+    make_input,
+    run_block,
+)
 from zjax.forward import check_totals, loss_of_sums
 from zjax.ops.keys import block_key
+from zjax.ops.token_subset import on_subset
 from zjax.parallel import staged as arrays
 from zjax.parallel.pipeline import ChunkLayers, StackTree, StageChain
 from zjax.parallel.schedule import Schedule
-from zjax.parallel.slots import SegmentSlots, assign_slots
+from zjax.parallel.slots import SegmentSlots, assign_slots, whole_slots
 from zjax.sharding.mesh import EXPERT, PIPELINE, SEQUENCE, TENSOR
 from zjax.sharding.placement import ArrayPlan
 from zjax.train.gradients import weighting
 from zjax.train.gradients.local import LocalGradients
 from zjax.train.gradients.partition import StagePartition
 from zjax.train.gradients.stage_totals import as_integers, no_totals, with_block
-from zjax.typing import Auxiliary, Batch, Loss, Params
+from zjax.typing import Auxiliary, Batch, Dropping, Loss, Params
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,7 +80,7 @@ class StagedModel:
 
     @functools.cached_property
     def blocks(self) -> tuple[Callable[..., Any], ...]:
-        """`block(params, stream, context, key) -> (stream, totals)` of each segment."""
+        """`block(params, carry, context, input) -> (carry, Auxiliary)` by segment."""
         runs = (
             functools.partial(self.run_block, segment)
             for segment in range(len(self.slots))
@@ -87,28 +97,33 @@ class StagedModel:
         axes = EXPERT, SEQUENCE, TENSOR
         return self.gathers_in_ticks or any(sizes[axis] > 1 for axis in axes)
 
-    def chain(self, scale: jax.Array, unit: jax.Array) -> StageChain:
+    def chain(
+        self, scale: jax.Array, unit: jax.Array, dropping: Dropping
+    ) -> StageChain:
         """Functions of one microbatch.
 
         Args:
             scale: float32[], the loss scale.
             unit: float32[], the unit in which microbatches are weighted.
+            dropping: What the step leaves out.
         """
         return StageChain(
-            self.embed,
-            self.chunk,
+            functools.partial(self.embed, dropping.theta),
+            functools.partial(self.chunk, dropping),
             functools.partial(self.head, scale, unit),
             gathers=self.gathers_in_ticks,
             communicates=self.communicates,
         )
 
-    def embed(self, params: Params, batch: Batch, key: Any) -> tuple[Any, Any]:
-        """The stream and the context of a microbatch."""
+    def embed(
+        self, theta: Any, params: Params, batch: Batch, key: Any
+    ) -> tuple[Any, Any]:
+        """The stream of a microbatch; its context, and the theta of a `Dropping`."""
         params, batch = self.gather_after(params, batch, self.rows.embed)
         device_key = block_key(self.local.device_key(key), 0)
         carry, context = self.partition.stack.embed(params, batch, device_key)
         sums = self.zero_sums(carry, context, device_key)
-        return (carry, sums, no_totals(self.partition.stack.segments)), context
+        return (carry, sums, no_totals(self.partition.stack.segments)), (context, theta)
 
     def zero_sums(self, carry: Any, context: Any, key: Any) -> tuple[Auxiliary, ...]:
         """Auxiliary losses and metrics of each segment before its first block."""
@@ -125,24 +140,96 @@ class StagedModel:
 
     def chunk(
         self,
+        dropping: Dropping,
         layers: ChunkLayers,
         stream: Any,
         context: Any,
         key: Any,
         number: Any,
     ) -> Any:
-        """Runs the blocks of a chunk, by segment and slot."""
-        key = self.local.device_key(key)
-        for segment, segment_layers in enumerate(layers):
-            slots = self.slots[segment]
-            for slot, layer in enumerate(segment_layers):
-                index = slots.block(number, slot)
-                layer_key = block_key(key, index + slots.first_block + 1)
-                run = functools.partial(
-                    self.run_slot, segment, layer, index, context, layer_key
-                )
-                stream = unless_empty(slots, index, run, stream)
+        """Runs the blocks of a chunk, by segment and slot.
+
+        All chunks are one program: the slots of the first and the last block of the
+        model run on all tokens in every chunk.
+        """
+        key, (context, theta) = self.local.device_key(key), context
+        places = [(i, j) for i, each in enumerate(layers) for j in range(len(each))]
+        is_cut = drops_tokens(dropping, stream[0], key)
+        whole = whole_slots(self.slots) if is_cut else frozenset(places)
+        for is_whole, group in itertools.groupby(places, whole.__contains__):
+            run = functools.partial(
+                self.run_slots, [*group], layers, (key, theta, number)
+            )
+            if is_whole:
+                stream = run(stream, context, 0)
+            elif dropping.once:
+                stream = self.on_span(run, stream, context, key, dropping.num_kept)
+            else:
+                stream = run(stream, context, dropping.num_kept)
         return stream
+
+    def on_span(
+        self,
+        run: Callable[..., Any],
+        stream: Any,
+        context: Any,
+        key: jax.Array,
+        num_kept: int,
+    ) -> Any:
+        """Runs slots on one subset of the tokens, which all chunks have in common."""
+        carry, *others = stream
+        # The key of the second block of the model, as without a pipeline.
+        (indices,) = draw_tokens(block_key(key, 2)[None], carry, num_kept)
+        narrow = self.partition.stack.take_tokens(context, indices)
+
+        def on_tokens(carry: Any) -> tuple[Any, Any]:
+            carry, *others_after = run((carry, *others), narrow, 0)
+            return carry, others_after
+
+        carry, others = on_subset(on_tokens, carry, indices)
+        return carry, *others
+
+    def run_slots(
+        self,
+        places: Sequence[tuple[int, int]],
+        layers: ChunkLayers,
+        inputs: tuple[Any, Any, jax.Array],
+        stream: Any,
+        context: Any,
+        num_kept: int,
+    ) -> Any:
+        """Runs adjacent slots of a chunk.
+
+        Args:
+            places: Segment and slot of each.
+            layers: The layers of the chunk.
+            inputs: Key of the microbatch, theta of its `Dropping`, number of the chunk.
+            stream: Input of the first slot.
+            context: What blocks read.
+            num_kept: Tokens that each block draws to run on; 0 for all.
+        """
+        key, theta, number = inputs
+        for segment, slot in places:
+            slots = self.slots[segment]
+            index = slots.block(number, slot)
+            place = index + slots.first_block + 1
+            given = self.input_of(place, block_key(key, place), theta)
+            if num_kept:
+                (indices,) = draw_tokens(given.key[None], stream[0], num_kept)
+                given = given._replace(indices=indices)
+            run = functools.partial(
+                self.run_slot, segment, layers[segment][slot], index, context, given
+            )
+            stream = unless_empty(slots, index, run, stream)
+        return stream
+
+    def input_of(self, place: jax.Array, key: Any, theta: Any) -> BlockInput:
+        """The input of block `place` of the model, counted from 1."""
+        if key is None or theta is None:
+            return BlockInput(key)
+        number = sum(slots.num_blocks for slots in self.slots)
+        # Slots without a block have any place.
+        return make_input(key, jnp.clip(place, 1, number) / number, theta)
 
     def run_slot(
         self,
@@ -150,28 +237,28 @@ class StagedModel:
         layer: Params,
         index: jax.Array,
         context: Any,
-        key: Any,
+        given: BlockInput,
         stream: Any,
     ) -> Any:
         """Runs block `index` of a segment, and adds what it returns to the stream."""
         carry, sums, stacks = stream
         block = self.blocks[segment]
-        (carry, sums), totals = block(layer, (carry, sums), context=context, key=key)
-        return carry, sums, with_block(stacks, segment, index, totals)
-
-    def run_block(
-        self, segment: int, params: Params, stream: Any, context: Any, key: Any
-    ) -> Any:
-        """Runs one block, and adds its auxiliary losses and metrics to their sums."""
-        carry, sums = stream
-        params = self.gathered(params, self.block_rows[segment])
-        of_segment = self.partition.stack.segments[segment]
-        carry, auxiliary = of_segment.block(params, carry, context, key)
-        check_totals(of_segment, auxiliary)
+        carry, auxiliary = run_block(block, layer, carry, context, given)
         scalars = auxiliary._replace(totals={})
         added = jax.tree.map(jnp.add, sums[segment], scalars)
         sums = (*sums[:segment], added, *sums[segment + 1 :])
-        return (carry, sums), auxiliary.totals
+        return carry, sums, with_block(stacks, segment, index, auxiliary.totals)
+
+    def run_block(
+        self, segment: int, params: Params, carry: Any, context: Any, given: BlockInput
+    ) -> tuple[Any, Auxiliary]:
+        """Runs one block on the tokens of its input."""
+        params = self.gathered(params, self.block_rows[segment])
+        of_segment = self.partition.stack.segments[segment]
+        block = block_on_tokens(self.partition.stack, of_segment)
+        carry, auxiliary = block(params, carry, context, given)
+        check_totals(of_segment, auxiliary)
+        return carry, auxiliary
 
     def head(
         self,

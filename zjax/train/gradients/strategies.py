@@ -45,8 +45,8 @@ class GradientSettings:
     Args:
         model: Its loss.
         plan: Places every array.
-        config: Read for `precision.reduce_dtype`, `pipeline` and, of the built-in
-            models, `model.remat`.
+        config: Read for `precision.reduce_dtype`, `pipeline`, `random_ltd` and, of the
+            built-in models, `model.remat`.
         num_microbatches: Gradient accumulation, 1 or more.
     """
 
@@ -189,7 +189,8 @@ def pipelined_model(settings: GradientSettings) -> PipelinedModel:
     config, model = settings.config, settings.model
     schedule = make_pipeline_schedule(config, settings.plan, settings.num_microbatches)
     keeps = None if config.model.remat == "none" else model.keeps
-    return PipelinedModel(model, schedule, config.pipeline.recompute, keeps)
+    recomputes, drops = config.pipeline.recompute, config.random_ltd.form != "none"
+    return PipelinedModel(model, schedule, recomputes, keeps, drops)
 
 
 def make_pipeline_schedule(

@@ -1,0 +1,82 @@
+"""Which blocks a microbatch runs, one program each, and on which of its tokens."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from zjax.dropping import drops_tokens
+from zjax.offload.programs import BlockInputs, BlockPrograms
+from zjax.typing import Dropping
+
+
+class Route:
+    """The inputs of the blocks of one microbatch.
+
+    Blocks from `first` to `last` run on one subset of the tokens; without such a span
+    both are -1. The host draws the layers, so that dropped ones are not even loaded.
+
+    Args:
+        programs: Programs of the model.
+        num_blocks: Blocks of the model.
+        key: Random key of the microbatch; None in evaluation.
+        dropping: What the step leaves out.
+    """
+
+    def __init__(
+        self,
+        programs: BlockPrograms,
+        num_blocks: int,
+        key: jax.Array | None,
+        dropping: Dropping,
+    ):
+        self._programs, self._num_blocks = programs, num_blocks
+        self._key, self._dropping = key, dropping
+        self._context: Any = None
+        self._span_context: Any = None
+        self._indices: jax.Array | None = None
+        self._others: Any = None
+        self.first = self.last = -1
+        self._are_kept = self._probabilities = None
+        if key is not None and dropping.theta is not None:
+            drawn = programs.draw_layers(num_blocks, key, dropping.theta)
+            self._are_kept, self._probabilities = map(np.asarray, drawn)
+
+    def runs(self, block: int) -> bool:
+        """Whether a block runs."""
+        return self._are_kept is None or bool(self._are_kept[block])
+
+    def start(self, carry: Any, context: Any) -> None:
+        """Draws the tokens of a span, from the stream that enters the first block."""
+        self._context, dropping = context, self._dropping
+        self._dropping = Dropping()
+        if self._num_blocks < 3 or not drops_tokens(dropping, carry, self._key):
+            return
+        if not dropping.once:
+            self._dropping = Dropping(dropping.num_kept)
+        else:
+            self._indices, self._span_context = self._programs.span(
+                dropping.num_kept, carry, context, self._key
+            )
+            self.first, self.last = 1, self._num_blocks - 2
+
+    def inputs_of(self, block: int) -> BlockInputs:
+        """What a block reads; the first and the last run on all tokens."""
+        is_inner = 0 < block < self._num_blocks - 1
+        return BlockInputs(
+            self._span_context if self.first <= block <= self.last else self._context,
+            self._key,
+            block,
+            self._dropping if is_inner else Dropping(),
+            None if self._probabilities is None else self._probabilities[block],
+        )
+
+    def narrow(self, stream: Any) -> Any:
+        """The tokens of the span, or their cotangent; the others wait for `widen`."""
+        self._others = stream
+        return self._programs.take(stream, self._indices)
+
+    def widen(self, subset: Any) -> Any:
+        """All tokens, or their cotangent."""
+        others, self._others = self._others, None
+        return self._programs.replace(others, subset, self._indices)
